@@ -1,11 +1,15 @@
 """cluster.yaml and its relatives, as Ray would read them, without a cloud."""
 
 import os
+import re
+import shlex
 import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import yaml
@@ -105,6 +109,40 @@ def test_the_fake_cluster_grows_for_a_job(tmp_path):
     finally:
         end_processes_of([head], address)
         shutil.rmtree(env["RAY_TMPDIR"], ignore_errors=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("line", [
+    "ray symmetric-run --address {address} {limits} -- {uno}",
+    "ray start --head --node-ip-address {host} --port {port} {limits} && {uno}",
+])  # fmt: skip
+def test_a_cluster_that_rays_own_commands_start_is_found(tmp_path, line):
+    """In a PID namespace: `ray symmetric-run` ends with `ray stop`, which stops all of Ray that it sees.
+    Kills: a second cluster beside theirs, a run that fails within it.
+    """
+    alone = ["unshare", "--map-root-user", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    if shutil.which("unshare") is None or subprocess.run([*alone, "true"], capture_output=True).returncode:
+        pytest.skip("needs PID namespaces")
+    port, folder = free_port(), tempfile.mkdtemp(prefix="uno-ray-", dir="/tmp")  # short, for its sockets
+    uno = ["python", "-m", "pipelines", "pretrain", *SMALL, "--workers", "1", "--max-steps", "3"]
+    words = {"uno": shlex.join([*uno, "--output", str(tmp_path / "run")]), "host": "127.0.0.1", "port": port}
+    words["limits"] = "--num-cpus=2 --object-store-memory=100000000"
+    words["address"] = f"127.0.0.1:{port}"
+    env = os.environ | {"RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": folder}
+    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
+    env.pop("RAY_ADDRESS", None)
+    try:
+        done = subprocess.run(
+            [*alone, "sh", "-c", line.format(**words)], env=env, cwd=ROOT, capture_output=True, text=True,
+            timeout=240,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert re.search(rf"requesting 1 worker from the Ray cluster at \S+:{port};", done.stdout)
+        assert f"finished: {tmp_path / 'run'}" in done.stdout
+        assert len([*Path(folder).glob("ray/session_*/logs/gcs_server.out")]) == 2, "one, and session_latest"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def end_processes_of(started: list[subprocess.Popen], address: str) -> None:
