@@ -1,5 +1,6 @@
 """The small run of ``tests.uno.small_run`` as a command line."""
 
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -58,6 +59,13 @@ def wait_for(condition: Callable[[], bool], seconds: float = 120, pause: float =
     while not condition():
         assert time.monotonic() < end
         time.sleep(pause)
+
+
+def free_port() -> int:
+    """Of 127.0.0.1."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
 
 
 def write_images(folder: Path, counts: dict[str, int], size: int = 8) -> Path:

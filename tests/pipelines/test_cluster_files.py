@@ -1,18 +1,20 @@
 """cluster.yaml and its relatives, as Ray would read them, without a cloud."""
 
 import os
+import re
+import shlex
 import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import yaml
 
-from pipelines.commands import DISCOVER
-from pipelines.options import parse
-from tests.pipelines.small import RAY, ROOT, SMALL, wait_for
+from tests.pipelines.small import RAY, ROOT, SMALL, free_port, wait_for
 from tests.processes import below, running
 
 pytestmark = pytest.mark.ray
@@ -78,34 +80,11 @@ def test_a_log_that_grows_changes_no_package(tmp_path):
     assert len({*found}) == 1 and get_uri_for_directory(str(tmp_path), include_gitignore=True) not in found
 
 
-def test_the_anyscale_file_is_a_job_of_ours():
-    """Keys of Anyscale's JobConfig, ComputeConfig and node groups, copied from its package 0.26.112, which
-    takes 189 MB. Kills: a key that it refuses, options that uno does not have, more workers than the nodes
-    have GPUs, an output that the next attempt does not find.
-    """
-    job = yaml.safe_load((ROOT / "examples/anyscale.yaml").read_text())
-    assert job.keys() <= {
-        "name", "entrypoint", "image_uri", "containerfile", "compute_config", "working_dir", "env_vars",
-        "max_retries", "timeout_s", "tags",
-    }  # fmt: skip
-    nodes = job["compute_config"]
-    assert nodes.keys() <= {"cloud", "zones", "head_node", "worker_nodes", "min_resources", "max_resources"}
-    (group,) = nodes["worker_nodes"]
-    assert group.keys() <= {"instance_type", "min_nodes", "max_nodes", "market_type", "resources", "name"}
-    assert nodes["head_node"].keys() <= {"instance_type", "resources"}
-    module, *words = job["entrypoint"].split()[2:]
-    config = parse(words[1:], DISCOVER).config
-    assert (module, words[0], config.compute.num_workers) == ("pipelines", "discover", 4 * group["max_nodes"])
-    assert (ROOT / job["containerfile"]).exists() and config.output.startswith("/mnt/cluster_storage/")
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_fake_cluster_grows_for_a_job(tmp_path):
     """The head has no CPU: the command waits, the autoscaler starts nodes, two workers train."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     text = (ROOT / "cluster-fake.yaml").read_text()
     assert "gcs_address: 127.0.0.1:6399" in text
     (tmp_path / "cluster.yaml").write_text(text.replace("127.0.0.1:6399", address))
@@ -130,6 +109,40 @@ def test_the_fake_cluster_grows_for_a_job(tmp_path):
     finally:
         end_processes_of([head], address)
         shutil.rmtree(env["RAY_TMPDIR"], ignore_errors=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("line", [
+    "ray symmetric-run --address {address} {limits} -- {uno}",
+    "ray start --head --node-ip-address {host} --port {port} {limits} && {uno}",
+])  # fmt: skip
+def test_a_cluster_that_rays_own_commands_start_is_found(tmp_path, line):
+    """In a PID namespace: `ray symmetric-run` ends with `ray stop`, which stops all of Ray that it sees.
+    Kills: a second cluster beside theirs, a run that fails within it.
+    """
+    alone = ["unshare", "--map-root-user", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    if shutil.which("unshare") is None or subprocess.run([*alone, "true"], capture_output=True).returncode:
+        pytest.skip("needs PID namespaces")
+    port, folder = free_port(), tempfile.mkdtemp(prefix="uno-ray-", dir="/tmp")  # short, for its sockets
+    uno = ["python", "-m", "pipelines", "pretrain", *SMALL, "--workers", "1", "--max-steps", "3"]
+    words = {"uno": shlex.join([*uno, "--output", str(tmp_path / "run")]), "host": "127.0.0.1", "port": port}
+    words["limits"] = "--num-cpus=2 --object-store-memory=100000000"
+    words["address"] = f"127.0.0.1:{port}"
+    env = os.environ | {"RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": folder}
+    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
+    env.pop("RAY_ADDRESS", None)
+    try:
+        done = subprocess.run(
+            [*alone, "sh", "-c", line.format(**words)], env=env, cwd=ROOT, capture_output=True, text=True,
+            timeout=240,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert re.search(rf"requesting 1 worker from the Ray cluster at \S+:{port};", done.stdout)
+        assert f"finished: {tmp_path / 'run'}" in done.stdout
+        assert len([*Path(folder).glob("ray/session_*/logs/gcs_server.out")]) == 2, "one, and session_latest"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def end_processes_of(started: list[subprocess.Popen], address: str) -> None:

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -11,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from tests.pipelines.small import INTERVAL, LONG, RAY, ROOT, SMALL, assert_as_undisturbed, wait_for
+from tests.pipelines.small import INTERVAL, LONG, RAY, ROOT, SMALL, assert_as_undisturbed, free_port, wait_for
 from uno.data.files import Storage
 from uno.runs import lock
 from uno.runs.checkpoint import checkpoint_steps
@@ -152,12 +151,6 @@ def test_training_on_a_cluster_with_tokens(tmp_path, request):
     finally:
         head.terminate()
         head.wait(60)
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def has_ended(client, job: str) -> bool:

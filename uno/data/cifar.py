@@ -1,9 +1,11 @@
 """CIFAR10 and CIFAR100 in torchvision's directory layout, unpickling nothing but lists and bytes."""
 
+import os
 import pickle
 import pickletools
 from collections.abc import Callable
 from io import BytesIO
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,14 +71,24 @@ def _find(layout: Layout, path: str, download: bool) -> str:
 
 
 def _download(layout: Layout, path: str) -> None:
+    """Unpacked beside its place, which it takes when it is whole; another process may be there first."""
     from torchvision import datasets  # imported here: the only use, and slow
-    from torchvision.datasets.utils import download_and_extract_archive
+    from torchvision.datasets.utils import check_integrity, download_and_extract_archive
 
     if filesystem.is_uri(path):
         raise ConfigError(f"{layout.prefix}:{path}: the download needs a local folder")
     source = datasets.CIFAR10 if layout is CIFAR10 else datasets.CIFAR100
+    name, md5, root = source.filename, source.tgz_md5, os.path.join(path, layout.folder)
     try:  # verifies the archive's checksum; torchvision's own class would also unpickle it
-        download_and_extract_archive(source.url, path, filename=source.filename, md5=source.tgz_md5)
+        os.makedirs(path, exist_ok=True)
+        with TemporaryDirectory(prefix=".uno-", dir=path) as own:
+            archive = path if check_integrity(os.path.join(path, name), md5) else own
+            download_and_extract_archive(source.url, archive, own, name, md5)
+            try:
+                os.rename(os.path.join(own, layout.folder), root)
+            except OSError:
+                if filesystem.kind(root) == "missing":
+                    raise
     except (OSError, RuntimeError) as error:
         raise ConfigError(f"cannot download {source.url} to {path}: {one_line(error)}") from None
 

@@ -1,10 +1,15 @@
 """Every source from real files; every error is one line."""
 
 import codecs
+import hashlib
 import os
 import pickle
+import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
+from threading import Barrier
 from unittest.mock import Mock
 
 import numpy as np
@@ -148,14 +153,45 @@ def test_missing_cifar_and_its_download(tmp_path, monkeypatch):
     """The archive is asked for only with ``download``, and a network error is one line."""
     assert "--data.download" in failure(read, f"cifar10:{tmp_path}")
     assert "no such file or folder" in failure(read, f"cifar100:{tmp_path}/nothing")
-    fetch = Mock(side_effect=lambda *_, **__: write_cifar(tmp_path / "new", CIFAR10, rows=2))
+    fetch = Mock(side_effect=lambda _url, _root, folder, *_: write_cifar(Path(folder), CIFAR10, rows=2))
     download = "torchvision.datasets.utils.download_and_extract_archive"
     monkeypatch.setattr(download, fetch)
     assert len(read(f"cifar10:{tmp_path}/new", download=True)) == 12
-    (url, _), more = fetch.call_args
-    assert url.endswith("/cifar-10-python.tar.gz") and more["md5"] == "c58f30108f718f92721af3b95e74349a"
+    url, *_, md5 = fetch.call_args.args
+    assert url.endswith("/cifar-10-python.tar.gz") and md5 == "c58f30108f718f92721af3b95e74349a"
     monkeypatch.setattr(download, Mock(side_effect=OSError("no\nnetwork")))
     assert "no network" in failure(read, f"cifar10:{tmp_path}/other", download=True)
+
+
+def test_a_cifar_archive_that_is_there_is_unpacked(tmp_path, monkeypatch):
+    """By torchvision's own function. Kills: another download, an archive that is taken from the user."""
+    write_cifar(tmp_path / "made", CIFAR10, rows=2)
+    archive = shutil.make_archive(str(tmp_path / "cifar-10-python"), "gztar", tmp_path / "made")
+    monkeypatch.setattr("torchvision.datasets.CIFAR10.url", "file:///nowhere")
+    monkeypatch.setattr(
+        "torchvision.datasets.CIFAR10.tgz_md5", hashlib.md5(Path(archive).read_bytes()).hexdigest()
+    )
+    assert len(read(f"cifar10:{tmp_path}", download=True)) == 12 and Path(archive).exists()
+
+
+def test_two_processes_download_cifar_at_once(tmp_path, monkeypatch):
+    """As the ranks of a node do. Kills: a folder that is found while it is unpacked, two that unpack into one
+    another, an error of the second, what it has unpacked left behind.
+    """
+    both, source = Barrier(2, timeout=60), f"cifar10:{tmp_path}"
+
+    def fetch(_url, _root, folder, *_):
+        both.wait()
+        write_cifar(Path(folder), CIFAR10, rows=2)
+        both.wait()
+        assert "no folder cifar-10-batches-py there" in failure(read, source)
+        both.wait()
+
+    monkeypatch.setattr("torchvision.datasets.utils.download_and_extract_archive", fetch)
+    with ThreadPoolExecutor(2) as ranks:
+        found = [ranks.submit(read, source, download=True) for _ in range(2)]
+        assert [len(rank.result()) for rank in found] == [12, 12]
+    assert os.listdir(tmp_path) == [CIFAR10.folder]
 
 
 def test_a_bare_path_is_recognized_by_content_not_by_name(tmp_path):
