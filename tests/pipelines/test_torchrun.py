@@ -38,7 +38,13 @@ def resumed(tmp_path_factory) -> Path:
     """
     folder = tmp_path_factory.mktemp("torchrun")
     command, output = ["discover", *LONG, "--output", str(folder / "run")], Storage(str(folder / "run"))
-    line = lose_rank(folder, command, "1")
+    first = torchrun(folder / "first.log", *command)
+    wait_for(lambda: bool(checkpoint_steps(output, "discover")) or first.poll() is not None)
+    ranks = [pid for pid, process in running().items() if process.parent == first.pid]
+    (victim,) = [pid for pid in ranks if is_rank(pid, "1")]
+    os.kill(victim, signal.SIGKILL)
+    assert first.wait(120) != 0
+    (line,) = ours(folder / "first.log")
     assert line.startswith("uno: rank 0 of 2 lost another (") and line.endswith("the same command resumes")
     (killed,) = checkpoint_steps(output, "discover")[-1:]
     second = torchrun(folder / "second.log", *command)
@@ -51,19 +57,6 @@ def resumed(tmp_path_factory) -> Path:
     assert torchrun(folder / "third.log", *command).wait(240) == 0
     assert f"resuming at discover step {stopped}" in (folder / "third.log").read_text()
     return folder / "run"
-
-
-def lose_rank(folder: Path, command: list[str], rank: str) -> str:
-    """What is said by a run that has saved and lost that rank to kill -9; its output is in ``first.log``."""
-    log, output = folder / "first.log", Storage(str(folder / "run"))
-    process = torchrun(log, *command)
-    wait_for(lambda: bool(checkpoint_steps(output, "discover")) or process.poll() is not None)
-    ranks = [pid for pid, each in running().items() if each.parent == process.pid]
-    (victim,) = [pid for pid in ranks if is_rank(pid, rank)]
-    os.kill(victim, signal.SIGKILL)
-    assert process.wait(120) != 0
-    (line,) = ours(log)
-    return line
 
 
 def is_rank(pid: int, rank: str) -> bool:
@@ -86,14 +79,6 @@ def test_a_rank_is_killed_and_the_same_command_finishes(resumed):
     steps = [(line["phase"], line["step"]) for line in lines]
     assert steps == sorted(set(steps), key=lambda pair: (pair[0] == "discover", pair[1]))
     assert all(0 < line["rank_ms_min"] <= line["rank_ms_median"] <= line["rank_ms_max"] for line in lines)
-
-
-@pytest.mark.ray  # several processes
-@pytest.mark.slow
-def test_rank_0_is_killed(tmp_path):
-    """The rank that writes. Kills: a rank 1 that hangs or ends without a word."""
-    line = lose_rank(tmp_path, ["discover", *LONG, "--output", str(tmp_path / "run")], "0")
-    assert line.startswith("uno: rank 1 of 2 lost another (") and line.endswith("the same command resumes")
 
 
 @pytest.mark.ray
