@@ -342,7 +342,8 @@ def frozen(cluster: Rehearsal) -> None:
         "--image-size", "8", "--discover.epochs", "2", "--compute.threads", "1",
         "--compute.cache", cluster.uri("cache"),
     ]  # fmt: skip
-    cluster.run("features of a frozen encoder", [*words, *own, *ON_GPUS], "results in ")
+    report = f"next: open {join(run, 'report.html')}"
+    cluster.run("features of a frozen encoder", [*words, *own, *ON_GPUS], report)
     assert Storage(run).exists("report.html") and Storage(run).exists("metrics.json")
     there, here = cluster.uri("predictions"), str(cluster.folder / "predictions")
     places = {"runs/demo": run, "DIR": str(photos / "new"), "--output predictions": f"--output {there}"}
