@@ -207,7 +207,8 @@ def _check(
     if len(bad) > max_fraction * len(ids):
         text = f"{len(bad)} of {len(ids)} images are unreadable, more than data.max_bad_fraction "
         text += f"{max_fraction:g} allows; the first is {bad[0]['id']}: {bad[0]['reason']}"
-        raise ConfigError(text + (f"; all are in {storage.below(BAD_SAMPLES)}" if storage is not None else ""))
+        where = f"; all are in {storage.below(BAD_SAMPLES)}" if storage is not None else ""
+        raise ConfigError(text + where)
     return bad
 
 
