@@ -4,6 +4,13 @@ import pytest
 import torch
 
 from tests import rehearsal
+from tests.pages import table
+
+
+def test_the_page_has_rows_of_every_scene():
+    """Kills: a scene that is played and whose outcome nobody reads, a row of a scene that is gone."""
+    _, *rows = table("docs/deploy/ray.md", "| scene |")
+    assert {row[0] for row in rows} == {f"`{name}`" for name in rehearsal.SCENES}
 
 
 @pytest.mark.ray
