@@ -104,36 +104,6 @@ def _held(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def compute_and_time() -> None:
-    """In every process of a worker: it computes on the CPU, and leaves in ``rank-N.json`` the seconds that
-    its rank spent on checkpoints, and when it began and had evaluated.
-    """
-    compute_on_the_cpu()
-    from pipelines import worker
-    from uno import train
-
-    times = {"saving": 0.0}
-    save, evaluate, train_rank = train._save, worker.evaluate_run, worker._train_rank
-
-    def timed_save(*args: Any) -> None:
-        start = time.time()
-        save(*args)
-        times["saving"] += time.time() - start
-
-    def timed_evaluate(*args: Any) -> dict[str, float]:
-        values = evaluate(*args)
-        times["evaluated"] = time.time()
-        return values
-
-    def timed_rank(config: Any, loop: Any, own: Any, storage: Any) -> dict[str, Any]:
-        times["begun"] = time.time()
-        values = train_rank(config, loop, own, storage)
-        Path(os.environ[HOLD], f"rank-{own.rank}.json").write_text(json.dumps(times))
-        return values
-
-    train._save, worker.evaluate_run, worker._train_rank = timed_save, timed_evaluate, timed_rank  # type: ignore
-
-
 class Rehearsal:
     """A cluster, to which commands are submitted; ``rows`` are those that have ended as they should."""
 
@@ -152,16 +122,16 @@ class Rehearsal:
             self.raylets.join(2, None if self._others else self._hidden, gpus=1)
             self._others += 1
 
-    def submit(self, words: list[str], hook: Callable[[], None] | None = None, **variables: str) -> Command:
-        """``ray job submit -- python -m pipelines WORDS`` as the page has it, with environment ``variables``,
-        and in its workers a function of this module.
+    def submit(self, words: list[str], hold: bool = False, **variables: str) -> Command:
+        """``ray job submit -- python -m pipelines WORDS`` as the page has it, with environment ``variables``;
+        ``hold``: its workers wait where :func:`compute_and_hold` says.
         """
         self._jobs, self._since = self._jobs + 1, time.monotonic()
         variables |= {**SETUP["env_vars"], HOLD: str(self.folder)}
         own = json.loads(re.search(r"--runtime-env-json '(.*?)'", page(SUBMISSION))[1])  # type: ignore[index]
         setup = {**SETUP, "env_vars": own["env_vars"] | variables}
-        if hook is not None:
-            setup["worker_process_setup_hook"] = f"tests.rehearsal.{hook.__name__}"
+        if hold:
+            setup["worker_process_setup_hook"] = "tests.rehearsal.compute_and_hold"
         job = ["job", "submit", "--address", URL, "--submission-id", f"uno-{self._jobs}"]
         job += ["--runtime-env-json", json.dumps(setup)]
         argv = ["ray.scripts.scripts", *job, "--", sys.executable, "-m", "pipelines", *words]
@@ -206,14 +176,6 @@ class Rehearsal:
         named = [word for word in words[:2] if re.fullmatch(r"[a-z][a-z-]*", word)]
         self.rows.append(Row(self.scene, " ".join(["uno", *named]), simulated, outcome or "finished"))
         print(*self.rows[-1], f"{time.monotonic() - self._since:.0f} s", sep="; ", flush=True)
-
-    def idle(self) -> float:
-        """Share 0-1 of a run timed by :func:`compute_and_time` in which rank 1 waited while rank 0 worked
-        alone: on checkpoints, and on what only rank 0 evaluates.
-        """
-        first, other = (json.loads((self.folder / f"rank-{rank}.json").read_text()) for rank in range(2))
-        alone = other["saving"] + max(0.0, first["evaluated"] - other["evaluated"])
-        return alone / (first["evaluated"] - other["begun"])
 
     def last_lines(self) -> str:
         """Of the job that was submitted last."""
@@ -278,11 +240,7 @@ def discovery(cluster: Rehearsal, sizes: list[str]) -> list[str]:
 def streamed(cluster: Rehearsal) -> None:
     """Packed, discovered as a stream, predicted, shown."""
     source, run = packed(cluster), cluster.uri("run")
-    words = discovery(cluster, SIZES)
-    cluster.ended(
-        cluster.submit(words, compute_and_time), words, "streamed from Parquet on S3", "results in "
-    )
-    print(f"rank 1 waited for rank 0 {100 * cluster.idle():.1f} % of its time", flush=True)
+    cluster.run("streamed from Parquet on S3", discovery(cluster, SIZES), "results in ")
     places = {"runs/demo": run, "folder:DIR": f"parquet:{source}", "--output predictions": "--output " +
               cluster.uri("predictions")}  # fmt: skip
     words = printed("docs/guides/after-training.md", "predict", places)
@@ -400,7 +358,7 @@ def losses(cluster: Rehearsal) -> None:
     """A node is lost at the start, in the middle, in the evaluation and in a prediction."""
     source = packed(cluster)
     words, run = discovery(cluster, LONG), Storage(cluster.uri("run"))
-    job = cluster.submit(words, compute_and_hold)
+    job = cluster.submit(words, hold=True)
     trained = partial(checkpoint_steps, run, DISCOVER)
     for lost, reached in enumerate((cluster.held("start"), trained, cluster.held("evaluation")), 1):
         cluster.lose(job, reached)
@@ -413,7 +371,7 @@ def losses(cluster: Rehearsal) -> None:
     places = {"runs/demo": run.uri, "folder:DIR": f"parquet:{source}", "--output predictions": "--output " +
               cluster.uri("predictions")}  # fmt: skip
     words = [*printed("docs/guides/after-training.md", "predict", places), *ON_GPUS]
-    job = cluster.submit(words, compute_and_hold)
+    job = cluster.submit(words, hold=True)
     cluster.lose(job, cluster.held("prediction"))
     cluster.go_on()
     cluster.ended(job, words, "a node lost", "240 images, 240 ok", "finished on the nodes that are left")
