@@ -89,7 +89,7 @@ NEWEST := .venv-newest
 newest-ray:
 	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
 	grep -v '^ray==' constraints.txt > $(NEWEST)/constraints.txt
-	$(NEWEST)/bin/python -m pip install --quiet --upgrade -c $(NEWEST)/constraints.txt -e '.[ray,dev]'
+	$(NEWEST)/bin/python -m pip install --quiet -c $(NEWEST)/constraints.txt -e '.[ray,dev]' --upgrade ray
 	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -m 'ray and not slow'
 
 clean:

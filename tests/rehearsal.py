@@ -29,11 +29,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from benchmarks.storage import BUCKET, CREDENTIALS, store
+from pipelines import cli
 from tests.pages import page
+from tests.pipelines.declared_gpus import SETUP, compute_on_the_cpu
 from tests.pipelines.raylets import DASHBOARD, Command, Raylets, head
 from tests.pipelines.small import RAY, ROOT, wait_for
-from tests.pipelines.test_declared_gpus import SETUP, compute_on_the_cpu
 from tests.processes import running
 from tests.uno.data.builders import write_cifar, write_images
 from tests.uno.data.test_tar import write_shards
@@ -46,20 +50,21 @@ from uno.runs.checkpoint import checkpoint_steps
 
 LATENCY_MS, SECONDS = 5.0, 400.0
 HOLD = "UNO_REHEARSAL_HOLD"
-SUBMISSION = "docs/deploy/ray.md"
+SUBMISSION, URL = "docs/deploy/ray.md", f"http://localhost:{DASHBOARD}"
 SIZES = [
     "--compute.threads", "1", "--model.width", "4", "--model.num-heads", "2", "--model.hidden-dim", "16",
     "--model.overcluster-factor", "2", "--model.projection-dim", "8", "--train.batch-size", "32",
     "--train.log-every", "4", "--pretrain.epochs", "1", "--discover.epochs", "2",
     "--pretrain.warmup-epochs", "0", "--discover.warmup-epochs", "0",
 ]  # fmt: skip
-LONG = [*SIZES, "--discover.epochs", "20"]
+LONG = [*SIZES, "--discover.epochs", "10"]
 ON_GPUS = ["--workers", "2", "--device", "cuda"]
 
 
 class Row(NamedTuple):
-    """A command, and how it ended."""
+    """A command of a scene, and how it ended."""
 
+    scene: str
     command: str
     simulated: str
     outcome: str
@@ -102,10 +107,10 @@ def _held(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 class Rehearsal:
     """A cluster, to which commands are submitted; ``rows`` are those that have ended as they should."""
 
-    def __init__(self, raylets: Raylets, root: str, folder: Path, hidden: Path) -> None:
-        self.rows, self.folder, self.raylets = list[Row](), folder, raylets
+    def __init__(self, scene: str, raylets: Raylets, root: str, folder: Path, hidden: Path) -> None:
+        self.scene, self.rows, self.folder, self.raylets = scene, list[Row](), folder, raylets
         self._root, self._hidden, self._jobs, self._others = root, hidden, 0, 0
-        self._since, self._url = time.monotonic(), f"http://{raylets.host}:{DASHBOARD}"
+        self._since, self._env = time.monotonic(), raylets.env | {"RAY_ADDRESS": ""}  # it would win over URL
 
     def uri(self, name: str) -> str:
         """In the bucket, with the options that lead there."""
@@ -127,15 +132,27 @@ class Rehearsal:
         setup = {**SETUP, "env_vars": own["env_vars"] | variables}
         if hold:
             setup["worker_process_setup_hook"] = "tests.rehearsal.compute_and_hold"
-        job = ["job", "submit", "--address", self._url, "--submission-id", f"uno-{self._jobs}"]
+        job = ["job", "submit", "--address", URL, "--submission-id", f"uno-{self._jobs}"]
         job += ["--runtime-env-json", json.dumps(setup)]
         argv = ["ray.scripts.scripts", *job, "--", sys.executable, "-m", "pipelines", *words]
-        return Command(argv, self.raylets.env, self.folder / f"{self._jobs}.log")
+        return Command(argv, self._env, self.folder / f"{self._jobs}.log")
+
+    def type(self, words: list[str]) -> Command:
+        """``uno WORDS`` in a shell of the head, where the command finds the cluster itself."""
+        self._jobs, self._since = self._jobs + 1, time.monotonic()
+        env = self._env | {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": SETUP})}
+        return Command(["pipelines", *words], env, self.folder / f"{self._jobs}.log")
 
     def stop(self) -> None:
         """``ray job stop`` of the job that was submitted last."""
-        argv = [RAY, "job", "stop", "--address", self._url, f"uno-{self._jobs}"]
-        subprocess.run(argv, env=self.raylets.env, check=True, capture_output=True)
+        argv = [RAY, "job", "stop", "--address", URL, f"uno-{self._jobs}"]
+        subprocess.run(argv, env=self._env, check=True, capture_output=True)
+
+    def refusal(self, **variables: str) -> str:
+        """Why the cluster takes no job of an environment with these ``variables``; nothing: it does."""
+        argv = [RAY, "job", "submit", "--address", URL, "--", "true"]
+        done = subprocess.run(argv, env=self._env | variables, capture_output=True, text=True)
+        return done.stdout + done.stderr if done.returncode else ""
 
     def held(self, name: str) -> Callable[[], bool]:
         """Whether a worker waits there."""
@@ -157,9 +174,8 @@ class Rehearsal:
         text = "\n".join(job.lines)
         assert code == 0 and says in text, f"uno {words[0]}: exit {code}, without {says!r}"
         named = [word for word in words[:2] if re.fullmatch(r"[a-z][a-z-]*", word)]
-        seconds = f"{time.monotonic() - self._since:.0f} s"
-        self.rows.append(Row(" ".join(["uno", *named]), simulated, f"{outcome or 'finished'}, {seconds}"))
-        print(self.rows[-1], flush=True)
+        self.rows.append(Row(self.scene, " ".join(["uno", *named]), simulated, outcome or "finished"))
+        print(*self.rows[-1], f"{time.monotonic() - self._since:.0f} s", sep="; ", flush=True)
 
     def last_lines(self) -> str:
         """Of the job that was submitted last."""
@@ -171,8 +187,10 @@ class Rehearsal:
 
 
 @contextmanager
-def simulated(nodes: int) -> Iterator[Rehearsal]:
-    """A head that has no CPU for work, that many nodes with a GPU, and an empty bucket."""
+def simulated(scene: str) -> Iterator[Rehearsal]:
+    """A head that has no CPU for work and takes no job without a token, two nodes with a GPU each unless the
+    scene has them start late, and an empty bucket.
+    """
     env = {name: value for name, value in CREDENTIALS.items() if name != "AWS_REGION"}
     env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "PYTHONPATH": str(ROOT)}
     with (
@@ -183,10 +201,10 @@ def simulated(nodes: int) -> Iterator[Rehearsal]:
             f"region=us-east-1&scheme=http&endpoint_override={s3['AWS_ENDPOINT_URL'].removeprefix('http://')}"
         )
         Storage(f"s3://{BUCKET}?{options}&allow_bucket_creation=true")._fs.create_dir(BUCKET)
-        cluster = Rehearsal(raylets, f"s3://{BUCKET}?{options}", Path(folder), Path(hidden))
-        cluster.join(nodes)
-        asked = [RAY, "job", "submit", "--address", f"http://{raylets.host}:{DASHBOARD}", "--", "true"]
-        wait_for(lambda: not subprocess.run(asked, env=raylets.env, capture_output=True).returncode)
+        cluster = Rehearsal(scene, raylets, f"s3://{BUCKET}?{options}", Path(folder), Path(hidden))
+        cluster.join(0 if SCENES[scene] in LATE else 2)
+        wait_for(lambda: not cluster.refusal())
+        assert "AuthenticationError" in cluster.refusal(RAY_AUTH_MODE="disabled")
         yield cluster
 
 
@@ -265,29 +283,37 @@ def resident(cluster: Rehearsal) -> None:
 
 
 def frozen(cluster: Rehearsal) -> None:
-    """On the features of a frozen encoder, which workers compute."""
-    photos, model = cluster.folder / "photos", cluster.folder / "model"
-    files = [f"known/{name}/{number}.png" for name in "abc" for number in range(20)]
-    write_images(photos, [*files, *(f"new/{number}.png" for number in range(60))], size=16)
+    """On the features of a frozen encoder, which workers compute; predicted there and here."""
+    photos, model, run = cluster.folder / "photos", cluster.folder / "model", cluster.uri("photos")
+    names = [f"known/{name}/{number}.png" for name in "abc" for number in range(20)]
+    write_images(photos, [*names, *(f"new/{number}.png" for number in range(60))], size=16)
     write_model(model)
     weights = model / "model" / "encoder.safetensors"
     places = {
         "photos/known": str(photos / "known"), "photos/new": str(photos / "new"), "12": "3",
-        "--weights pretrained": f"--weights {weights}", "runs/photos": cluster.uri("photos"),
+        "--weights pretrained": f"--weights {weights}", "runs/photos": run,
     }  # fmt: skip
     words = printed("docs/guides/own-images.md", "discover --labeled photos/known --unlabeled photos/new "
                     "--num-novel 12", places)  # fmt: skip
     own = [
-        "--model.encoder",
-        "resnet_small",
-        "--model.width",
-        "4",
-        "--model.finetune",
-        "none",
-        "--image-size",
-    ]
-    own += ["8", "--discover.epochs", "2", "--compute.threads", "1", "--compute.cache", cluster.uri("cache")]
-    cluster.run("features of a frozen encoder", [*words, *own, *ON_GPUS], "results in ")
+        "--model.encoder", "resnet_small", "--model.width", "4", "--model.finetune", "none",
+        "--image-size", "8", "--discover.epochs", "2", "--compute.threads", "1",
+        "--compute.cache", cluster.uri("cache"),
+    ]  # fmt: skip
+    report = f"next: open {join(run, 'report.html')}"
+    cluster.run("features of a frozen encoder", [*words, *own, *ON_GPUS], report)
+    assert Storage(run).exists("report.html") and Storage(run).exists("metrics.json")
+    there, here = cluster.uri("predictions"), str(cluster.folder / "predictions")
+    places = {"runs/demo": run, "DIR": str(photos / "new"), "--output predictions": f"--output {there}"}
+    words = printed("docs/guides/after-training.md", "predict", places)
+    job = cluster.type([*words, *ON_GPUS])
+    what = "a folder, from a shell of the head"
+    cluster.ended(job, words, what, "60 images, 60 ok", "equal to predictions without Ray")
+    assert job.says(f"requesting 2 workers from the Ray cluster at {cluster.raylets.address}")
+    assert cli.main([here if word == there else word for word in words]) == 0
+    files = (Storage(root).read("predictions.parquet") for root in (there, here))
+    first, second = (pq.read_table(pa.BufferReader(file))["class_name"] for file in files)
+    assert first.equals(second) and len(first) == 60
 
 
 def tune(cluster: Rehearsal) -> None:
@@ -352,14 +378,14 @@ def losses(cluster: Rehearsal) -> None:
 
 
 def hung(cluster: Rehearsal) -> None:
-    """A rank stands still, whose health Ray asks for every 15 s in place of ten minutes."""
+    """A rank hangs, whose health Ray asks for every 15 s in place of ten minutes."""
     packed(cluster)
     words, run = discovery(cluster, LONG), Storage(cluster.uri("run"))
     job = cluster.submit(words, RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S="15")
     wait_for(lambda: job.says("") and bool(checkpoint_steps(run, DISCOVER)), SECONDS)
     ranks = [pid for pid, each in running().items() if "RayTrainWorker" in each.words[0]]
     os.kill(ranks[0], signal.SIGSTOP)
-    cluster.ended(job, words, "a rank stands still (SIGSTOP)", "new ones resume", "restarted, finished")
+    cluster.ended(job, words, "a rank hangs (SIGSTOP)", "new ones resume", "restarted, finished")
 
 
 LATE = (resident,)  # scenes whose nodes start after the job
@@ -369,7 +395,7 @@ SCENES = {scene.__name__: scene for scene in
 
 def play(name: str) -> list[Row]:
     """The rows of a scene, on a cluster of its own. AssertionError: a command ended otherwise."""
-    with simulated(0 if SCENES[name] in LATE else 2) as cluster:
+    with simulated(name) as cluster:
         try:
             SCENES[name](cluster)
         except AssertionError:
@@ -382,6 +408,7 @@ def main() -> int:
     """Play scenes and print the table; 1 where one ended otherwise than it should."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("scenes", nargs="*", choices=[*SCENES, []], help="default: all")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the cluster ends with this process
     rows, failed = list[Row](), False
     for name in parser.parse_args().scenes or SCENES:
         try:
@@ -389,10 +416,13 @@ def main() -> int:
         except AssertionError:
             failed = True
             traceback.print_exc()
-            rows.append(Row(f"scene {name}", "", "FAILED"))
-    print("\n".join(["| command | simulated | outcome |", "|---|---|---|"]))
+            rows.append(Row(name, "", "", "FAILED"))
+    print("| scene | command | simulated | outcome |\n|---|---|---|---|")
+    shown = dict[tuple[str, ...], Row]()
     for row in rows:
-        print(f"| `{row.command}` | {row.simulated} | {row.outcome} |")
+        shown.setdefault(row[1:], row)  # several scenes pack
+    for row in shown.values():
+        print(f"| `{row.scene}` | `{row.command}` | {row.simulated} | {row.outcome} |")
     return int(failed)
 
 

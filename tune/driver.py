@@ -30,7 +30,7 @@ from uno.config import Config, differing_keys, dump_yaml, field_traits, flatten,
 from uno.data import output
 from uno.data.decode import ok_mask
 from uno.data.defaults import keys_from_images
-from uno.data.files import Storage, full_path, refusing, split
+from uno.data.files import Storage, refusing, split
 from uno.data.mapped import NeighborViews
 from uno.data.plan import largest_batch
 from uno.data.splits import Task
@@ -113,7 +113,7 @@ def run_sweep(options: SweepOptions) -> int:
             options = _fitted(options, folds)
         num_epochs = check_plans(options, folds)
         if own_weights is not None:  # trials find them in the sweep's directory
-            kept = {"model.weights": full_path(storage.path(PRETRAINED_FILE))}
+            kept = {"model.weights": storage.below(PRETRAINED_FILE)}
             options = options._replace(config=override(options.config, kept))
         open_sweep(options, claim.storage, task.rows.fingerprint, num_epochs)
         directory.begin_images(claim.storage, task.rows)

@@ -21,7 +21,7 @@ from tests.processes import below, running
 
 HEAD, OTHER = "10.199.77.1", "10.199.77.2"
 NAMESPACE, HERE, THERE = "uno-test", "uno-here", "uno-there"  # interface names hold 15 characters
-DASHBOARD = 8269
+DASHBOARD, AGENT = 8269, 8270  # a node whose agent finds its port taken takes no jobs
 TOKENS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")
 STORE_BYTES = 100 * 2**20
 DRAIN = """
@@ -81,7 +81,7 @@ class Raylets:
     def start(self, cpus: int, gpus: int = 0) -> None:
         """The head; ``gpus`` are declared, whatever the machine has."""
         place = ["--head", f"--node-ip-address={self.host}", "--port=6391", f"--dashboard-port={DASHBOARD}"]
-        self._spawn([*place, f"--num-gpus={gpus}"], cpus)
+        self._spawn([*place, f"--dashboard-agent-listen-port={AGENT}", f"--num-gpus={gpus}"], cpus)
         wait_for(lambda: socket.socket().connect_ex((self.host, 6391)) == 0)
         self.env["RAY_ADDRESS"] = self.address
 

@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from contextlib import suppress
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -128,7 +129,8 @@ def test_an_exit_in_a_callback_is_asked_again_without_a_traceback():
 @pytest.mark.parametrize("step_s", [0.001, 0.3, 20.0])
 def test_all_ranks_stop_at_the_same_step(monkeypatch, step_s):
     """A look that fails, finds nothing, then the file, while steps go on. Kills: a rank that goes by its own
-    clock, training that waits for the look or ends with it, 10 steps of 20 s before a stop is heard.
+    clock, training that waits for the look or ends with it, 100 steps of 20 s before a stop is heard: the
+    first vote follows at once, and no step has been timed; a second vote that goes by one step.
     """
     looks, may_look, votes, clock = [], threading.Event(), [], [0.0]
 
@@ -145,13 +147,14 @@ def test_all_ranks_stop_at_the_same_step(monkeypatch, step_s):
     first = ranks.StopVotes(0, torch.device("cpu"), look)
     asked = []
     while not (asked and asked[-1]):
-        clock[0] += step_s
         asked.append(first.stop())
+        clock[0] += step_s
         if len(asked) == 300:  # nobody has waited for a look so far
             assert not looks and not any(asked)
             may_look.set()
     most = {0.001: 100, 0.3: 3, 20.0: 1}[step_s]
-    assert max(int(vote[1]) for vote in votes) == most
+    steps = [int(vote[1]) for vote in votes]
+    assert max(steps) == most and all(after <= 2 * before for before, after in pairwise(steps))
     assert len(votes) >= len(asked) / most
     seen = iter(votes)
     monkeypatch.setattr(collectives, "all_reduce_sum_", lambda vote: next(seen) + vote)

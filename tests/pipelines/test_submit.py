@@ -1,16 +1,12 @@
 """``ray job submit`` against a running head: logs, exit codes, stop, kill, and the same submission again."""
 
 import json
-import os
-import shutil
 import subprocess
 import sys
-import tempfile
-from functools import partial
 
 import pytest
 
-from tests.pipelines.small import INTERVAL, LONG, RAY, ROOT, SMALL, assert_as_undisturbed, free_port, wait_for
+from tests.pipelines.small import INTERVAL, LONG, RAY, ROOT, assert_as_undisturbed, wait_for
 from uno.data.files import Storage
 from uno.runs import lock
 from uno.runs.checkpoint import checkpoint_steps
@@ -99,58 +95,6 @@ def test_a_killed_and_a_stopped_job_are_resumed_by_the_same_submission(two, clie
     logs = client.get_job_logs("uno-again").splitlines()  # without what the submitting `ray` says itself
     assert [line for line in logs if "WARNING" in line or "Traceback" in line] == []
     assert_as_undisturbed(tmp_path / "run", two, 1)
-
-
-@pytest.mark.slow
-def test_a_sweep_is_submitted_like_a_run(client, tmp_path):
-    from tests.tune.tiny import TINY
-
-    words = [*TINY, "--trials", "2", "--folds", "1", "--output", str(tmp_path)]
-    code, printed = submit(client, "uno-sweep", "tune", *words)
-    assert code == 0, printed
-    assert Storage(str(tmp_path)).exists("best.yaml") and "Traceback" not in printed
-
-
-@pytest.mark.slow
-def test_training_on_a_cluster_with_tokens(tmp_path, request):
-    """A head of its own, as cluster.yaml starts it. Kills: a worker or an actor without the token."""
-    from ray.exceptions import AuthenticationError
-    from ray.job_submission import JobSubmissionClient
-
-    port, dashboard = free_port(), free_port()
-    token = "0123456789abcdef" * 4
-    named = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
-    for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN_PATH"):
-        named.pop(name, None)
-    folder = tempfile.mkdtemp(prefix="uno-")  # short: its sockets have at most 107 characters
-    request.addfinalizer(partial(shutil.rmtree, folder, ignore_errors=True))
-    ports = ["--port", port, "--dashboard-port", dashboard, "--dashboard-agent-listen-port", free_port()]
-    words = [*ports, "--num-cpus", "3", "--temp-dir", folder]
-    null = subprocess.DEVNULL
-    head = subprocess.Popen([RAY, "start", "--head", "--block", *map(str, words)], env=named, stdout=null,
-        stderr=null, start_new_session=True)  # fmt: skip
-
-    url, run = f"http://localhost:{dashboard}", tmp_path / "run"
-
-    def connected():
-        try:
-            return takes_jobs(JobSubmissionClient(url, headers={"Authorization": f"Bearer {token}"}))
-        except ConnectionError:  # the dashboard starts
-            return False
-
-    try:
-        wait_for(connected)
-        with pytest.raises(AuthenticationError):
-            JobSubmissionClient(url)
-        argv = [*SMALL, "--workers", "1", "--max-steps", "3", "--output", str(run)]
-        words = [RAY, "job", "submit", "--address", url, "--", "env", f"PYTHONPATH={ROOT}", sys.executable]
-        words += ["-m", "pipelines", "pretrain", *argv]
-        done = subprocess.run(words, env=named, capture_output=True, text=True, timeout=240)
-        assert done.returncode == 0, done.stdout
-        assert f"finished: {run}" in done.stdout and "Traceback" not in done.stdout
-    finally:
-        head.terminate()
-        head.wait(60)
 
 
 def has_ended(client, job: str) -> bool:

@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 
+from benchmarks.storage import BUCKET, make_bucket, store
 from pipelines import ray_env
 from pipelines.options import parse
 from tests.pipelines.small import write_images
@@ -15,6 +16,7 @@ from tune.sweep import TUNE, main
 from uno.config import override
 from uno.data.files import Storage
 from uno.errors import ConfigError
+from uno.weights import PRETRAINED_FILE
 
 
 def test_options_are_its_own_and_those_of_a_run():
@@ -147,3 +149,23 @@ def test_own_images_decide_for_a_sweep_as_for_a_run(tmp_path, monkeypatch):
     rows = sum(folds[0].sizes)
     assert fitted.overrides["train.batch_size"] == fitted.config.train.batch_size <= rows < 500
     assert driver.check_plans(fitted, folds) == 18
+
+
+@pytest.mark.slow
+def test_trials_of_a_sweep_on_an_object_store_find_its_pretrained_weights(monkeypatch):
+    """Kills: a path in a bucket that trials look for in their own directory."""
+
+    class Opened(Exception):
+        pass
+
+    def opened(options, *_):
+        raise Opened(options.config.model.weights)
+
+    monkeypatch.setattr(driver, "starting_weights", lambda *_: b"weights")
+    monkeypatch.setattr(driver, "open_sweep", opened)
+    with store(0) as (env, _):
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        make_bucket()
+        with pytest.raises(Opened, match=f"^s3://{BUCKET}/sweep/{PRETRAINED_FILE}$"):
+            driver.run_sweep(tiny_options(f"s3://{BUCKET}/sweep"))

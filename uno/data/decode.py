@@ -201,7 +201,8 @@ def _check(
     if len(bad) > max_fraction * len(ids):
         text = f"{len(bad)} of {len(ids)} images are unreadable, more than data.max_bad_fraction "
         text += f"{max_fraction:g} allows; the first is {bad[0]['id']}: {bad[0]['reason']}"
-        raise ConfigError(text + (f"; all are in {storage.path(BAD_SAMPLES)}" if storage is not None else ""))
+        where = f"; all are in {storage.below(BAD_SAMPLES)}" if storage is not None else ""
+        raise ConfigError(text + where)
     return bad
 
 
@@ -250,7 +251,7 @@ class BadRows:
                 entries = map(parse_json, self._storage.read(BAD_SAMPLES).splitlines())
                 reasons = {str(entry["id"]): str(entry["reason"]) for entry in entries}
         except (ValueError, TypeError, KeyError):
-            log.warning("%s is damaged and is rewritten", self._storage.path(BAD_SAMPLES))
+            log.warning("%s is damaged and is rewritten", self._storage.below(BAD_SAMPLES))
         return {row: reasons[name] for name, row in self._ids.find(reasons).items()} if reasons else {}
 
 

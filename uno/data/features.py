@@ -284,7 +284,7 @@ class FeatureCache:
     @property
     def path(self) -> str:
         """Where they are."""
-        return self._storage.path(self._folder)
+        return self._storage.below(self._folder)
 
     def read(self, zeros: Zeros = torch.zeros) -> tuple[Tensor, list[str | None], list[int]]:
         """Features (N, 1 + V, D), why a row has none, and the numbers of shards that are missing. A file that

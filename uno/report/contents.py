@@ -65,7 +65,7 @@ def write_report(
         "times": facts.times(config, found, task), "command": facts.command_line(config),
     }  # fmt: skip
     storage.write(REPORT_FILE, render("report.html", context, script="report.js").encode())
-    return storage.path(REPORT_FILE)
+    return storage.below(REPORT_FILE)
 
 
 def open_task(config: Config, storage: Storage) -> tuple[Task | None, str]:

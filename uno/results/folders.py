@@ -33,7 +33,7 @@ def write_csv(storage: Storage) -> str:
     with storage.create(CSV_FILE) as stream, pyarrow.csv.CSVWriter(stream, schema) as writer:
         for batch in read_batches(storage, [*COLUMNS]):
             writer.write_batch(batch)
-    return storage.path(CSV_FILE)
+    return storage.below(CSV_FILE)
 
 
 def sort_images(storage: Storage, inputs: Inputs, on_progress: Callable[[int, int], None]) -> str:
@@ -69,7 +69,7 @@ def sort_images(storage: Storage, inputs: Inputs, on_progress: Callable[[int, in
             done += len(ids)
             on_progress(done, len(inputs))
     on_progress(len(inputs), len(inputs))
-    return storage.path(FOLDER)
+    return storage.below(FOLDER)
 
 
 def _readable(storage: Storage) -> Iterator[tuple[np.ndarray, pa.RecordBatch]]:

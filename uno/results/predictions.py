@@ -252,7 +252,7 @@ class PredictionWriter:
         with _reading(self.storage) as file:
             reasons = file.iter_batches(columns=["reason"])
             bad = sum(len(batch) - batch["reason"].null_count for batch in reasons)
-        return Summary(self.storage.path(FILE), self.num_rows, self.num_rows - bad, bad)
+        return Summary(self.storage.below(FILE), self.num_rows, self.num_rows - bad, bad)
 
     def _claim(self, replace: bool) -> bool:
         """Make the directory ours, or continue there; whether nothing is left to do."""

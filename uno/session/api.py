@@ -169,7 +169,7 @@ class Model:
     @property
     def report(self) -> str | None:
         """Where the run's HTML report is, if it has one."""
-        return self._storage.path(REPORT_FILE) if self._storage.exists(REPORT_FILE) else None
+        return self._storage.below(REPORT_FILE) if self._storage.exists(REPORT_FILE) else None
 
     def predict(self, images: Sequence[ImageLike] | np.ndarray | Tensor) -> Predictions:
         """Classify images of any size: a list or column of paths or URIs, encoded bytes, PIL images and uint8

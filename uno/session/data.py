@@ -89,7 +89,7 @@ def leave_out_unreadable(
     bad = check_bad(task.rows.ids, reasons, config.data.max_bad_fraction, storage)
     if bad:
         first = f"the first: {bad[0]['id']} ({bad[0]['reason']})"
-        where = f"see {storage.path(BAD_SAMPLES)}" if storage else first
+        where = f"see {storage.below(BAD_SAMPLES)}" if storage else first
         print_line(f"warning: {plural(len(bad), 'unreadable image')} left out; {where}")
 
 

@@ -251,7 +251,7 @@ def _watched(job: TrainingJob, also: Show = lambda metrics: None) -> Iterator[Sh
         yield hooked("in_driver", show, storage)
     if config.data.loading == "streaming" and storage.exists(BAD_SAMPLES):
         count = len(storage.read(BAD_SAMPLES).splitlines())
-        print_line(f"warning: {plural(count, 'unreadable image')}; see {storage.path(BAD_SAMPLES)}")
+        print_line(f"warning: {plural(count, 'unreadable image')}; see {storage.below(BAD_SAMPLES)}")
 
 
 def _finish(
@@ -306,7 +306,7 @@ def _show(storage: Storage, values: dict[str, float]) -> None:
         print_line(f"\n{format_table(values)}")
     print_line(f"\nresults in {storage.uri}")
     if storage.exists(REPORT):
-        print_line(f"next: open {storage.path(REPORT)}\n"
+        print_line(f"next: open {storage.below(REPORT)}\n"
                    f"      uno classes {storage.uri} --rename {shlex.quote(f'{novel}=NAME')}\n"
                    f"      uno predict {storage.uri} --data SOURCE --output DIR")  # fmt: skip
 

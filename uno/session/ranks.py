@@ -74,13 +74,13 @@ class GroupWorker:
 class StopVotes:
     """Whether training is to stop, the same answer on every rank at every step. A thread of rank 0 asks
     ``look``, which may take long; the ranks vote about once a second, on what it saw and how many steps that
-    is, by rank 0's clock.
+    is, by rank 0's clock: one step at first, then at most twice as many as the last time.
     """
 
     def __init__(self, rank: int, device: torch.device, look: Callable[[], bool]) -> None:
         self._rank, self._device, self._look = rank, device, look
         self._found, self._over = threading.Event(), threading.Event()
-        self._left, self._since = 1, (1, time.monotonic())  # steps to the next vote; steps, time of the last
+        self._left, self._since = 1, (0, 0.0)  # steps to the next vote; steps between the last two, its time
         if rank == 0:
             threading.Thread(target=self._watch, name="uno-stop", daemon=True).start()
 
@@ -90,8 +90,8 @@ class StopVotes:
         if self._left:
             return False
         (steps, before), now = self._since, time.monotonic()
-        wanted = int(STOP_VOTE_S * steps / max(now - before, 1e-3))
-        vote = [self._found.is_set(), min(max(wanted, 1), MAX_VOTE_STEPS)] if self._rank == 0 else [0, 0]
+        wanted = min(int(STOP_VOTE_S * steps / max(now - before, 1e-3)), 2 * steps, MAX_VOTE_STEPS)
+        vote = [self._found.is_set(), max(wanted, 1)] if self._rank == 0 else [0, 0]
         found, self._left = collectives.all_reduce_sum_(torch.tensor(vote, device=self._device)).tolist()
         self._since = self._left, now
         return bool(found)
