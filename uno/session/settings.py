@@ -81,7 +81,7 @@ def leaves_choice(preset_name: str, given: Mapping[str, Any]) -> bool:
     """
     uno_sections, uno_keys = ("objective.", "discover."), ("method", "recipe", *OF_UNO)
     own = [key for key in given if key.startswith(uno_sections) or key in uno_keys]
-    return preset_name == "photos" and given.get("model.finetune", "none") == "none" and not own
+    return preset_name in ("photos", VECTORS) and given.get("model.finetune", "none") == "none" and not own
 
 
 def _described(encoder: Any, size: Any) -> dict[str, Any]:
