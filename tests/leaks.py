@@ -87,8 +87,10 @@ def _held_on_ray() -> int:
 
     end = time.monotonic() + RELEASED_S
     while True:
-        there = [*state.list_actors(), *state.list_placement_groups()]
-        held = sum(each.state not in ("DEAD", "REMOVED") for each in there)
+        actors = [each for each in state.list_actors(detail=True) if each.required_resources]  # not Ray's own
+        held = sum(
+            each.state not in ("DEAD", "REMOVED") for each in [*actors, *state.list_placement_groups()]
+        )
         if held == 0 or time.monotonic() > end:
             return held
         time.sleep(chaos.POLL_S)
