@@ -58,7 +58,7 @@ COMMANDS: dict[str, Callable[[Path, int], list[Any]]] = {  # where things are ma
 }  # fmt: skip
 ON_RAY = ("tune",)
 RAY_PROCESSES = ("raylet", "gcs_server")
-RELEASED_S = 60.0  # until an actor that was killed holds nothing, on a machine with other work
+RELEASED_S = 20.0  # until an actor that was killed holds nothing, on a machine with other work
 STRUCK_S = 3.0  # CPU seconds until Ctrl-C where no folder says that the work has begun
 Counts = dict[str, int]
 
