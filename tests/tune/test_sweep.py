@@ -275,8 +275,8 @@ def test_a_sweep_by_optunas_searcher_of_ray_that_all_tools_read_back(ray_cluster
     assert len({tuple(trial.overrides.values()) for trial in trials}) == len(trials) == 4
     client = mlflow.MlflowClient()
     runs = client.search_runs([client.get_experiment_by_name("uno").experiment_id], "tags.group = 's'")
-    scores = sorted(pytest.approx(trial.epochs[-1]["score"]) for trial in trials)
-    assert sorted(run.data.metrics["tune/score"] for run in runs) == scores
+    scores = sorted(trial.epochs[-1]["score"] for trial in trials)
+    assert sorted(run.data.metrics["tune/score"] for run in runs) == pytest.approx(scores)
     assert sum(run.data.metrics["best"] for run in runs) == 1
     for trial in trials:
         run, lines, _ = wandb_run(records.PartStorage(storage, records.trial_name(trial.index)))
