@@ -39,7 +39,7 @@ def test_a_process_that_goes_on_keeps_nothing_of_its_commands(places, name):
 def test_a_ray_that_goes_on_holds_nothing_of_its_commands(places, name):
     """Kills: an actor that outlives its sweep."""
     first, last = leaks.in_process(name, 1, *places)
-    assert last["held"] <= first["held"], (first, last)  # of a lane, whose tests share a cluster
+    assert last["held"] <= first["held"], (first, last)
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from tests.pipelines.small import SMALL, lines_of, refused, write_images
 from tests.uno.data.builders import encoded, pixels
 from tests.uno.models import write_digits
 from tests.uno.small_run import assert_same, small_config
+from tests.uno.test_runtime import encoder_of
 from uno.config import to_dict
 from uno.data import features as cached
 from uno.data.features import FeatureCache, compute_local, feature_job, pack_shard
@@ -44,14 +45,8 @@ HEADS = [
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory) -> Path:
     """A file of an encoder that has learned nothing, with running statistics of its own."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        encoder = build_encoder(small_config().model)
-        for name, buffer in encoder.named_buffers():
-            if name.endswith("running_var"):
-                buffer.uniform_(0.5, 1.5)
     path = tmp_path_factory.mktemp("weights") / "encoder.safetensors"
-    safetensors.torch.save_file(encoder.state_dict(), path)
+    safetensors.torch.save_file(encoder_of().state_dict(), path)
     return path
 
 
