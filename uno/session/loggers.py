@@ -22,6 +22,7 @@ from uno.session.console import print_line
 
 POSITION = ("step", "total_steps", "epoch", "epochs", "every_s", "rank_ms")
 UPLOAD_S = 30.0  # between two uploads of events to an object store, which takes them whole
+REQUEST_S = 1.0  # between two requests to MLflow
 CLOSE_S = 60.0  # for what a logger still has to do when the run is over
 
 
@@ -59,8 +60,10 @@ class TensorBoard:
 
     def __init__(self, record: Record) -> None:
         from tensorboardX import SummaryWriter
+        from tensorboardX.proto.summary_pb2 import Summary
 
-        self._storage, self._new, self._uploaded = record.storage, SummaryWriter, -math.inf
+        self._storage, self._new, self._summary = record.storage, SummaryWriter, Summary
+        self._uploaded = -math.inf
         self._folder = record.storage.path("") if record.storage.is_local else tempfile.mkdtemp("-uno")
         self._writers: dict[str, Any] = {}
         self._last: dict[str, int] = {}
@@ -74,8 +77,8 @@ class TensorBoard:
             order = f".{time.time_ns()}"  # TensorBoard reads files by name, which has seconds
             self._writers[phase] = self._new(folder, purge_step=step, filename_suffix=order)
         self._last[phase] = step
-        for name, value in values.items():
-            self._writers[phase].add_scalar(name, value, step)
+        found = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._writers[phase].file_writer.add_summary(self._summary(value=found), step)  # as one event
         self._writers[phase].flush()
         if not self._storage.is_local and time.monotonic() > self._uploaded + UPLOAD_S:
             self._upload()
@@ -141,6 +144,8 @@ class MLflow:
         from mlflow.entities import Metric, Param
 
         self._client, self._metric = MlflowClient(), Metric
+        self._waiting: list[Metric] = []
+        self._sent = -math.inf
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "uno")
         found = self._client.get_experiment_by_name(name)
         place = found.experiment_id if found else self._client.create_experiment(name)
@@ -156,20 +161,28 @@ class MLflow:
             self._client.log_batch(self._id, params=params[start : start + 100])
 
     def log(self, phase: str, step: int, values: Mapping[str, float]) -> None:
-        """One request."""
-        self._log({f"{phase}/{name}": value for name, value in values.items()}, step)
+        """A request a second at most: a server has many runs to listen to."""
+        self._add({f"{phase}/{name}": value for name, value in values.items()}, step)
+        if time.monotonic() > self._sent + REQUEST_S:
+            self._send()
 
     def results(self, values: Mapping[str, float]) -> None:
         """As metrics without a phase."""
-        self._log(values, 0)
+        self._add(values, 0)
 
     def close(self, failed: bool) -> None:
         """Finish."""
+        self._send()
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
 
-    def _log(self, values: Mapping[str, float], step: int) -> None:
+    def _add(self, values: Mapping[str, float], step: int) -> None:
         now = round(1000 * time.time())
-        self._client.log_batch(self._id, [self._metric(k, v, now, step) for k, v in values.items()])
+        self._waiting += [self._metric(name, value, now, step) for name, value in values.items()]
+
+    def _send(self) -> None:
+        for start in range(0, len(self._waiting), 1000):  # more at once are refused
+            self._client.log_batch(self._id, self._waiting[start : start + 1000])
+        self._waiting, self._sent = [], time.monotonic()
 
 
 LOGGERS: dict[str, tuple[str, Callable[[Record], Logger] | None]] = {
