@@ -2,11 +2,13 @@
 
     python -m benchmarks.runtimes --encoders timm:tf_efficientnet_lite0 timm:vit_small_patch16_224
 
-prints one JSON row for each encoder, with random weights, on ``--images`` of ``--size`` px: those of
-``--data``, or random ones. Every runtime that is installed takes its turn after ``torch``, the module as it
-is with ``--threads`` threads, ``--repeats`` times; ``views_s`` are medians and ``ratio`` those over torch's.
+prints one JSON row for each encoder, with random weights or those of ``--weights``, on ``--images`` of
+``--size`` px: those of ``--data``, or random ones. Every runtime that is installed takes its turn after
+``torch``, the module as it is with ``--threads`` threads, ``--repeats`` times; ``views_s`` are medians and
+``ratio`` those over torch's.
 ``plan`` is the size of the batches that was measured, ``settle_s`` what conversion and measurement took, and
-``difference`` the largest of a row, over the length of its features.
+``difference`` the largest of a row, over the length of its features. Rows of bf16 are of
+``--compute.precision bf16``; torch alone is float32.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import time
 from typing import Any
 
 import numpy as np
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -30,6 +33,8 @@ from uno.encoder import build_encoder
 from uno.errors import ConfigError
 from uno.runs.hardware import at_speed
 from uno.runtime import BUILD, TORCH, Plan, Runtime, require_runtime
+
+LOW = [("openvino bf16", "openvino", True), ("torch bf16", TORCH, True)]
 
 
 def pixels_of(args: argparse.Namespace) -> Tensor:
@@ -60,16 +65,20 @@ def row(name: str, pixels: Tensor, args: argparse.Namespace) -> dict[str, Any]:
     sizes = {"data.stored_size": args.size, "augment.large.size": args.size}
     config = override(Config(), {"model.encoder": name, "augment.num_cached_views": 0, **sizes})
     torch.manual_seed(0)
-    module = build_encoder(config.model).eval().requires_grad_(False).to(memory_format=torch.channels_last)
+    module = build_encoder(config.model)
+    if args.weights:
+        missing, _ = module.load_state_dict(safetensors.torch.load_file(args.weights), strict=False)
+        assert not missing, missing
+    module = module.eval().requires_grad_(False).to(memory_format=torch.channels_last)
     encoders, settled = {TORCH: module}, dict[str, float]()
     expected = encode(config, module, pixels[: features.ROWS_AT_ONCE], 1)
     difference = dict[str, float]()
-    for other in args.runtimes:
+    for other, runtime, bf16 in [(name, name, False) for name in args.runtimes] + LOW:
         try:
-            require_runtime(override(config, {"compute.encoder_runtime": other}))
+            require_runtime(override(config, {"compute.encoder_runtime": runtime}))
         except ConfigError:
             continue
-        start, fast = time.perf_counter(), at_speed(module, Plan(other), args.threads)
+        start, fast = time.perf_counter(), at_speed(module, Plan(runtime, None, bf16), args.threads)
         found = encode(config, fast, pixels[: features.ROWS_AT_ONCE], 1)
         settled[other], encoders[other] = round(time.perf_counter() - start, 1), fast
         difference[other] = float(((found - expected).norm(dim=1) / expected.norm(dim=1)).max())
@@ -97,6 +106,7 @@ def main() -> None:
     default = ["timm:tf_efficientnet_lite0", "timm:vit_small_patch16_224"]
     parser.add_argument("--encoders", nargs="+", default=default)
     parser.add_argument("--runtimes", nargs="+", default=[name for name in BUILD if name != TORCH])
+    parser.add_argument("--weights", help="a safetensors file of all encoders; default: random ones")
     parser.add_argument("--data", help="a source of images; default: random ones")
     parser.add_argument("--images", type=int, default=128)
     parser.add_argument("--size", type=int, default=224)

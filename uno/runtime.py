@@ -1,9 +1,9 @@
 """A frozen encoder at the speed of a CPU: OpenVINO, ONNX Runtime or torch.compile in the place of PyTorch's
-layers, in float32.
+layers, in float32; in bfloat16 by OpenVINO or PyTorch, with compute.precision bf16.
 
-A runtime is used if its features of the first images equal PyTorch's up to :data:`TOLERANCE`. The number of
-images that pass at once is measured on them. Threads share the batches of a call, each
-computed by one, so that features do not depend on the number of threads.
+A runtime is used if its features of the first images equal PyTorch's in float32 up to :data:`TOLERANCE`, or
+:data:`OF_BF16`. The number of images that pass at once is measured on them. Threads share the batches of a
+call, each computed by one, so that features do not depend on the number of threads.
 """
 
 import logging
@@ -24,11 +24,13 @@ from uno.config import Config
 from uno.errors import ConfigError, one_line
 
 AUTO, TORCH = "auto", "torch"
+BF16 = "openvino"  # the one that computes in bfloat16 too
 PACKAGES = {"openvino": ("openvino",), "onnx": ("onnxruntime", "onnx", "onnxscript")}
 """What runtimes need; ``auto`` compares PyTorch with the first one that is installed and works."""
 TOLERANCE = 1e-3  # of the length of a row's features: a cosine above .999999; float32 differs by 1e-5
+OF_BF16 = 2.0  # times the difference that PyTorch's own bfloat16 has: .01 to .05 of the length
 BATCH_SIZES = (4, 8, 16)
-MIN_IMAGES = 2_000  # of fewer ``auto`` is PyTorch: to convert and to measure takes 5-30 s
+MIN_IMAGES = 1_500  # of fewer ``auto`` is PyTorch: to convert and to measure takes 5-30 s
 TIMED_S, MAX_ROUNDS = 0.5, 3  # of the images that are timed: no round after that time
 
 log = logging.getLogger(__name__)
@@ -38,10 +40,11 @@ Program = Callable[[Tensor], Tensor]
 
 
 class Plan(NamedTuple):
-    """The runtime of an encoder and how many images pass it at once, None: as measured."""
+    """The runtime of an encoder, how many images pass it at once, None: as measured, whether in bfloat16."""
 
     runtime: str
     batch_size: int | None = None
+    bf16: bool = False
 
 
 def plan_of(config: Config, num_images: int, device: torch.device) -> Plan | None:
@@ -49,20 +52,16 @@ def plan_of(config: Config, num_images: int, device: torch.device) -> Plan | Non
     ConfigError: as :func:`require_runtime`.
     """
     require_runtime(config)
-    name, on_cpu = config.compute.encoder_runtime, device.type == "cpu"
-    if name == AUTO:
-        pays = num_images >= MIN_IMAGES and config.compute.precision != "bf16" and bool(_installed())
-        return Plan(name) if on_cpu and pays else None
-    return Plan(name) if on_cpu and name != TORCH else None
+    name, bf16 = config.compute.encoder_runtime, config.compute.precision == "bf16"
+    pays = name != AUTO or (num_images >= MIN_IMAGES and bool(_installed(bf16)))
+    return Plan(name, bf16=bf16) if device.type == "cpu" and name != TORCH and pays else None
 
 
 def is_allowed(config: Config, plan: Plan, device: torch.device) -> bool:
     """Whether ``config`` lets a job that began with ``plan`` continue with it."""
-    on_cpu = device.type == "cpu" and config.compute.precision != "bf16"
-    return on_cpu and (
-        plan.runtime == config.compute.encoder_runtime
-        or (config.compute.encoder_runtime == AUTO and plan.runtime in (TORCH, *_installed()))
-    )
+    name, bf16 = config.compute.encoder_runtime, config.compute.precision == "bf16"
+    allowed = [TORCH, *_installed(bf16)] if name == AUTO else [name]
+    return device.type == "cpu" and plan.bf16 == bf16 and plan.runtime in allowed
 
 
 def require_runtime(config: Config) -> None:
@@ -71,12 +70,13 @@ def require_runtime(config: Config) -> None:
     if missing := [package for package in PACKAGES.get(name, ()) if find_spec(package) is None]:
         needs = "needs the " + ("package " if len(missing) == 1 else "packages ") + ", ".join(missing)
         raise ConfigError(f"compute.encoder_runtime {name} {needs}: pip install {' '.join(missing)}")
-    if name not in (AUTO, TORCH) and config.compute.precision == "bf16":
+    if name not in (AUTO, TORCH, BF16) and config.compute.precision == "bf16":
         raise ConfigError(f"compute.encoder_runtime {name} computes in float32: not with precision bf16")
 
 
-def _installed() -> list[str]:
-    return [name for name, packages in PACKAGES.items() if all(map(find_spec, packages))]
+def _installed(bf16: bool = False) -> list[str]:
+    names = [BF16] if bf16 else [*PACKAGES]
+    return [name for name in names if all(map(find_spec, PACKAGES[name]))]
 
 
 class Runtime(nn.Module):
@@ -99,30 +99,37 @@ class Runtime(nn.Module):
             if self._program is None:
                 self._settle(images)
         assert self._program is not None and self.plan.batch_size is not None
-        program = self._program if images.shape[1:] == self._shape else partial(_torch, self.encoder)
+        same = images.shape[1:] == self._shape
+        program = self._program if same else partial(_torch, self.encoder, bf16=self.plan.bf16)
         return self._run(program, images, self.plan.batch_size)
 
     def _settle(self, images: Tensor) -> None:
         """Choose the program by the first images (B, 3, S, S)."""
         images = images.detach()[torch.arange(max(BATCH_SIZES)) % len(images)]
         expected = self._run(partial(_torch, self.encoder), images, min(BATCH_SIZES))
+        tolerance = TOLERANCE
+        if self.plan.bf16:
+            own = self._run(partial(_torch, self.encoder, bf16=True), images, min(BATCH_SIZES))
+            tolerance = max(TOLERANCE, OF_BF16 * float(_difference(own, expected).max()))
         wanted, found = self.plan.runtime, list[tuple[float, Plan, Program]]()
-        for name in [*_installed(), TORCH] if wanted == AUTO else [wanted, TORCH]:
+        for name in [*_installed(self.plan.bf16), TORCH] if wanted == AUTO else [wanted, TORCH]:
             if not found or (wanted == AUTO and name == TORCH):
-                found += self._candidates(name, images, expected)
+                found += self._candidates(name, images, expected, tolerance)
         _, self.plan, self._program = min(found, key=lambda one: one[0])
         self._shape = images.shape[1:]
 
-    def _candidates(self, name: str, images: Tensor, expected: Tensor) -> list[tuple[float, Plan, Program]]:
+    def _candidates(
+        self, name: str, images: Tensor, expected: Tensor, tolerance: float
+    ) -> list[tuple[float, Plan, Program]]:
         """Seconds, plan and program of a runtime for each size of a batch; a line says why there is none."""
         sizes, found = [self.plan.batch_size] if self.plan.batch_size else BATCH_SIZES, []
+        bf16 = self.plan.bf16
         try:
-            for size, program in BUILD[name](self.encoder, images, sizes, self._threads):
-                other = (self._run(program, images, size) - expected).norm(dim=1) / expected.norm(dim=1)
-                if name != TORCH and not bool((other <= TOLERANCE).all()):
-                    worst = float(other.max())
+            for size, program in BUILD[name](self.encoder, images, sizes, self._threads, bf16):
+                worst = float(_difference(self._run(program, images, size), expected).max())
+                if name != TORCH and not worst <= tolerance:
                     raise ValueError(f"its features differ from PyTorch's by {worst:.1e} of their length")
-                found.append((self._seconds(program, images, size), Plan(name, size), program))
+                found.append((self._seconds(program, images, size), Plan(name, size, bf16), program))
         except Exception as error:  # those of converters have no name in common
             if name == TORCH:
                 raise
@@ -149,19 +156,26 @@ class Runtime(nn.Module):
         return torch.cat(list(self._pool.map(program, parts)))[: len(images)]
 
 
-Build = Callable[[nn.Module, Tensor, Sequence[int], int], Iterator[tuple[int, Program]]]
-"""Encoder, examples (B, 3, S, S), sizes of batches and the number of threads -> a program for each size."""
+def _difference(features: Tensor, expected: Tensor) -> Tensor:
+    """(B, D) twice -> (B,), of the length of what is expected."""
+    return (features - expected).norm(dim=1) / expected.norm(dim=1)
+
+
+Build = Callable[[nn.Module, Tensor, Sequence[int], int, bool], Iterator[tuple[int, Program]]]
+"""Encoder, examples (B, 3, S, S), sizes of batches, number of threads, whether in bfloat16 -> a program for
+each size.
+"""
 
 
 def _with_torch(
-    encoder: nn.Module, images: Tensor, sizes: Sequence[int], threads: int
+    encoder: nn.Module, images: Tensor, sizes: Sequence[int], threads: int, bf16: bool
 ) -> Iterator[tuple[int, Program]]:
     for size in sizes:
-        yield size, partial(_torch, encoder)
+        yield size, partial(_torch, encoder, bf16=bf16)
 
 
 def _compiled(
-    encoder: nn.Module, images: Tensor, sizes: Sequence[int], threads: int
+    encoder: nn.Module, images: Tensor, sizes: Sequence[int], threads: int, bf16: bool
 ) -> Iterator[tuple[int, Program]]:
     program = torch.compile(encoder, dynamic=False, options={"freezing": True})
     for size in sizes:
@@ -169,18 +183,20 @@ def _compiled(
 
 
 @torch.inference_mode()
-def _torch(encoder: Program, images: Tensor) -> Tensor:
-    return encoder(images.contiguous(memory_format=torch.channels_last))
+def _torch(encoder: Program, images: Tensor, bf16: bool = False) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        return encoder(images.contiguous(memory_format=torch.channels_last)).float()
 
 
 def _with_openvino(
-    encoder: nn.Module, images: Tensor, sizes: Sequence[int], threads: int
+    encoder: nn.Module, images: Tensor, sizes: Sequence[int], threads: int, bf16: bool
 ) -> Iterator[tuple[int, Program]]:
     import openvino
 
     with warnings.catch_warnings(action="ignore"), torch.inference_mode():  # the tracer's, of shapes
         model = openvino.convert_model(encoder, example_input=images[:2])
-    how = {"NUM_STREAMS": threads, "INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32"}
+    precision = "bf16" if bf16 else "f32"
+    how = {"NUM_STREAMS": threads, "INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": precision}
     for size in sizes:
         model.reshape([size, *images.shape[1:]])
         # The plugin gives its thread a stack for signals and frees it with the model: the next signal of a
@@ -198,7 +214,7 @@ def _with_openvino(
 
 
 def _with_onnx(
-    encoder: nn.Module, images: Tensor, sizes: Sequence[int], threads: int
+    encoder: nn.Module, images: Tensor, sizes: Sequence[int], threads: int, bf16: bool
 ) -> Iterator[tuple[int, Program]]:
     import onnxruntime
 

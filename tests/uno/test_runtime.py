@@ -13,7 +13,7 @@ from uno import runtime
 from uno.config import override
 from uno.encoder import build_encoder
 from uno.errors import ConfigError
-from uno.runs.hardware import at_speed
+from uno.runs.hardware import _processor, at_speed
 from uno.runtime import BATCH_SIZES, BUILD, TORCH, Plan, Runtime, plan_of
 
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ def images_of(num, side=8):
 def fake(change=lambda features: features, seen=None):
     """A runtime that gives ``change`` of PyTorch's features and notes the sizes of its batches."""
 
-    def build(encoder, images, sizes, threads):
+    def build(encoder, images, sizes, threads, bf16):
         def program(images):
             if seen is not None:
                 seen.append(len(images))
@@ -50,7 +50,7 @@ def fake(change=lambda features: features, seen=None):
 
 
 def installed(monkeypatch, *names):
-    monkeypatch.setattr(runtime, "_installed", lambda: list(names))
+    monkeypatch.setattr(runtime, "_installed", lambda bf16=False: list(names) * (not bf16))
     monkeypatch.setattr(runtime, "find_spec", lambda package: object())
 
 
@@ -62,6 +62,17 @@ NEEDS = {
     "openvino": missing("openvino"), "onnx": missing("onnx", "onnxscript", "onnxruntime"),
     "compile": missing() if shutil.which("g++") else ["g++"],
 }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_openvino_computes_in_bf16_where_the_processor_does():
+    """Kills: a hint that is not passed on. Elsewhere it computes in float32, which is as near."""
+    pytest.importorskip("openvino")
+    encoder, images = encoder_of(), images_of(13)
+    fast = Runtime(encoder, Plan("openvino", 4, True), threads=2)
+    error = float(((fast(images) - encoder(images)).norm(dim=1) / encoder(images).norm(dim=1)).max())
+    assert fast.plan == Plan("openvino", 4, True) and error < 0.1
+    assert error > 1e-4 or "avx512_bf16" not in _processor("flags")
 
 
 @pytest.mark.slow
@@ -87,7 +98,7 @@ def test_openvino_leaves_this_thread_its_stack_for_signals():
     pytest.importorskip("openvino")
     before = _signal_stack()
     encoder = build_encoder(small_config().model).eval()
-    found = [*BUILD["openvino"](encoder, torch.randn(2, 3, 8, 8), (2, 4), 1)]
+    found = [*BUILD["openvino"](encoder, torch.randn(2, 3, 8, 8), (2, 4), 1, False)]
     assert _signal_stack() == before
     del found
     assert _signal_stack() == before
@@ -191,6 +202,23 @@ def test_a_runtime_that_is_missing_is_one_line(monkeypatch, name, package):
     config = override(small_config(), {"compute.encoder_runtime": name})
     with pytest.raises(ConfigError, match=rf"{name} needs the package {package}: pip install {package}$"):
         plan_of(config, 1, CPU)
+
+
+def test_bf16_is_openvinos_or_pytorchs(monkeypatch):
+    """Kills: a runtime of float32 for features that the cache calls bfloat16, a plan of the other precision
+    that continues, and bfloat16 that is never used.
+    """
+    monkeypatch.setattr(runtime, "find_spec", lambda package: object())
+    config = override(small_config(), {"compute.precision": "bf16"})
+    assert plan_of(config, runtime.MIN_IMAGES, CPU) == Plan("auto", bf16=True)
+    assert plan_of(config, runtime.MIN_IMAGES - 1, CPU) is None
+    for name, allowed in (("openvino", True), ("torch", True), ("onnx", False)):
+        assert runtime.is_allowed(config, Plan(name, 4, True), CPU) is allowed
+        assert not runtime.is_allowed(config, Plan(name, 4), CPU)
+    fast = Runtime(encoder_of(), Plan(TORCH, 4, True), threads=1)
+    found, plain = fast(images_of(5)), encoder_of()(images_of(5))
+    error = float(((found - plain).norm(dim=1) / plain.norm(dim=1)).max())
+    assert found.dtype == torch.float32 and 1e-4 < error < 0.1
 
 
 def test_a_runtime_of_float32_is_refused_with_bf16(monkeypatch):

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from uno.augment import augment_crops, eval_view
-from uno.config import AugmentConfig, Config
+from uno.config import AugmentConfig, Config, override
 from uno.crops import Cropper
 from uno.data import snapshot
 from uno.data.decode import decode_many, ok_mask, prefetch_map
@@ -51,7 +51,8 @@ ODD = {
     "huge": f"the features are larger than {HUGE:.0e}",
 }  # fmt: skip
 OF_SPREAD = 0.02  # of the distance of features from their mean, beyond which features of a row differ
-NOISE = {False: 2e-3, True: 2e-2}  # of their norm, by bfloat16: other devices, batches and threads
+NOISE = 2e-3  # of their norm: other devices, batches and threads
+OF_BF16 = 3.0  # times the difference that bfloat16 makes
 
 log = logging.getLogger(__name__)
 
@@ -318,7 +319,7 @@ class FeatureCache:
             return None
         try:
             found = parse_json(self._storage.read(f"{self._folder}/{PLAN_FILE}"))
-            return Plan(str(found["runtime"]), int(found["batch_size"]))
+            return Plan(str(found["runtime"]), int(found["batch_size"]), bool(found.get("bf16")))
         except (StorageError, ValueError, KeyError, TypeError):  # it is younger than the cache, or damaged
             return Plan(TORCH, CPU_IMAGES)
 
@@ -446,8 +447,11 @@ def _probe(job: FeatureJob, features: Tensor, reasons: Sequence[str | None], sto
     for row, then in zip(known.tolist(), plain, strict=True):
         images, viewed = job.task.rows.images.read_images(np.array([row])), np.zeros(1, bool)
         pixels, _, why = decode_rows(job.config, row, images, viewed)
-        now = encode_rows(job.config, job.encoder, row, torch.from_numpy(pixels), viewed, ok_mask(why))[0, 0]
-        noise = NOISE[job.config.compute.precision == "bf16"] * float(then.norm())
+        seen = job.encoder, row, torch.from_numpy(pixels), viewed, ok_mask(why)
+        now, noise = encode_rows(job.config, *seen)[0, 0], NOISE * float(then.norm())
+        if job.config.compute.precision == "bf16":
+            exact = encode_rows(override(job.config, {"compute.precision": "fp32"}), *seen)[0, 0]
+            noise += OF_BF16 * float((now - exact).norm())
         if not float((now - then).norm()) <= max(OF_SPREAD * spread, noise):
             return row
         if time.monotonic() - start > PROBE_S:

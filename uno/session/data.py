@@ -112,11 +112,12 @@ def _at_speed(job: FeatureJob, encoder: nn.Module, cache: FeatureCache, numbers:
     plan, then = plan_of(config, num_rows * (1 + config.augment.num_cached_views), device), cache.plan()
     if then is not None and is_allowed(config, then, device):
         plan = then
-    if plan is not None and plan != Plan(TORCH, features.CPU_IMAGES):
+    plain = Plan(TORCH, features.CPU_IMAGES, config.compute.precision == "bf16")
+    if plan is not None and plan != plain:
         encoder = at_speed(encoder, plan, num_threads(config))
         encoder(features.first_images(job, numbers[0]))
         plan = encoder.plan
-    now = plan or Plan(TORCH, features.CPU_IMAGES)
+    now = plan or plain
     if then is not None and now.runtime != then.runtime:
         new = f"{now.runtime} computes the missing ones and rounds differently"
         print_line(f"features in {cache.path} are by {then.runtime}; {new}")

@@ -479,14 +479,17 @@ def test_the_key_changes_with_the_code_of_a_callable(tmp_path, monkeypatch):
     assert keys[0] == keys[1] != keys[2]
 
 
-def test_features_that_the_encoder_does_not_give_any_more_are_computed_again(tmp_path, caplog, monkeypatch):
+@pytest.mark.parametrize(("precision", "noise"), [("auto", 1e-5), ("bf16", 5e-3)])
+def test_features_that_the_encoder_does_not_give_any_more_are_computed_again(
+    tmp_path, caplog, monkeypatch, precision, noise
+):
     """Code behind the key's back. Kills: a cache that is believed, a difference that is not said, noise of
-    another batch that is taken for one.
+    another batch, or of another program for bfloat16, that is taken for one.
     """
-    job, seen = job_of(), []
+    job, seen = job_of(override(config_of(), {"compute.precision": precision})), []
     whole, _ = kept(tmp_path, job)
     encoder, forward = type(job.encoder), type(job.encoder).forward
-    monkeypatch.setattr(encoder, "forward", lambda self, images: forward(self, images) * (1 + 1e-5))
+    monkeypatch.setattr(encoder, "forward", lambda self, images: forward(self, images) * (1 + noise))
     assert torch.equal(kept(tmp_path, job, seen)[0], whole) and not seen and not caplog.messages
     monkeypatch.setattr(encoder, "forward", lambda self, images: forward(self, images.flip(2)))
     found, _ = kept(tmp_path, job, seen)

@@ -84,7 +84,7 @@ def test_a_killed_job_goes_on_as_it_began(tmp_path, batches, capsys, monkeypatch
     load(config_of(tmp_path))
     said = capsys.readouterr().out
     assert "by onnx, 16 at once (16 cached)" in said and "rounds" not in said
-    assert plan_in(tmp_path) == {"runtime": "onnx", "batch_size": 16}
+    assert plan_in(tmp_path) == {"runtime": "onnx", "batch_size": 16, "bf16": False}
     for path in sorted(tmp_path.glob("cache/features/*/0*.safetensors"))[1:]:
         path.unlink()
     del batches[:]
