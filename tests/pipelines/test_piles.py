@@ -62,7 +62,9 @@ def test_a_mixed_pile_from_the_digits_to_the_report(tmp_path, capsys, loading):
             f"{split}/unlabeled/gcd/{g}/{w}" for g in ("all", "old", "new") for w in ("avg", "best")
         } <= set(values)
         assert f"{split}/novel/task_aware/acc/avg" in values
-    assert {f"baseline/{b}/gcd/all" for b in ("kmeans", "constrained_kmeans")} <= set(values)
+    assert {
+        f"baseline/{b}/gcd/all" for b in ("kmeans", "constrained_kmeans", "kmeans_smoothed", "spectral")
+    } <= set(values)
     page = (tmp_path / "report.html").read_text()
     assert page.index('id="trust"') < page.index('class="tiles"')
     assert "of known classes, those of new classes" in page and "docs/start/concepts.md" in page

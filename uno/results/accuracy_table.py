@@ -77,6 +77,10 @@ NOVEL_BASELINES = [
         "baseline/kmeans/{group}/acc"),
     Row("k-means, features whitened", "The same along the directions that explain 95% of the variance.",
         "baseline/kmeans_whitened/{group}/acc"),
+    Row("k-means, neighbor means", "Each image's features averaged with those of its 10 nearest neighbors.",
+        "baseline/kmeans_smoothed/{group}/acc"),
+    Row("Spectral clustering", "Of the graph of the 10 nearest neighbors.",
+        "baseline/spectral/{group}/acc"),
     Row("k-means on pixels", "Clusters of the raw images, no learning at all.",
         "baseline/kmeans_pixels/{group}/acc"),
 ]  # fmt: skip
@@ -88,6 +92,10 @@ GENERALIZED = Table("unlabeled images, %", {"all": "All", "old": "Old", "new": "
     Row("k-means on features", "As many clusters as classes, no labels.", "baseline/kmeans/gcd/{group}"),
     Row("k-means, labels fixed", "Labeled images stay in their classes.",
         "baseline/constrained_kmeans/gcd/{group}"),
+    Row("k-means, neighbor means", "The same of features averaged with those of the 10 nearest neighbors.",
+        "baseline/kmeans_smoothed/gcd/{group}"),
+    Row("Spectral clustering", "Of the graph of the 10 nearest neighbors, labeled images in their classes.",
+        "baseline/spectral/gcd/{group}"),
 ])  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What k-means makes of the pretrained encoder's features: all that the representation gives away without
+"""What clusterings make of the pretrained encoder's features: all that the representation gives away without
 discovery.
 """
 
@@ -12,7 +12,8 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from uno import collectives
-from uno.clustering import VARIANCE, kmeans, whiten
+from uno.choice import SMOOTHED, SPECTRAL, partition_of, principal_space
+from uno.clustering import FREE, VARIANCE, kmeans, whiten
 from uno.config import Config
 from uno.data.files import Storage
 from uno.data.images import batches_of, evenly_spaced, spread
@@ -23,6 +24,7 @@ from uno.results import metrics
 from uno.runs.run import load_weights_
 
 MAX_BASELINE_ROWS = 50_000  # of a kind, that k-means clusters; of streamed rows MAX_ROWS
+MAX_GRAPH_ROWS = 20_000  # whose nearest neighbors are found in seconds; of more no graph is a baseline
 MAX_PIXEL_SIDE = 16  # k-means on raw pixels is only meaningful, and cheap, for tiny images
 NUM_STARTS = 10
 
@@ -84,8 +86,9 @@ def baselines(config: Config, rows: Looked, sample: Sample, train: TrainData) ->
 
 
 def novel_baselines(config: Config, rows: Rows, labeled: Tensor, num_novel: int) -> dict[str, float]:
-    """k-means on the features of novel ``rows``, on these whitened, and for tiny images on their pixels:
-    ``baseline/{kmeans|kmeans_whitened|kmeans_pixels}/novel/{metric}``.
+    """k-means on the features of novel ``rows``, on these whitened, and for tiny images on their pixels, and
+    :func:`graph_clusters`:
+    ``baseline/{kmeans|kmeans_whitened|kmeans_pixels|kmeans_smoothed|spectral}/novel/{metric}``.
 
     Whitened is what ``uno estimate-classes`` clusters: unit features of labeled and novel rows along the
     principal directions that explain 95% of their variance. What known classes were taught to be alike in is
@@ -102,7 +105,32 @@ def novel_baselines(config: Config, rows: Rows, labeled: Tensor, num_novel: int)
         if features is not None:
             found = kmeans_baseline(features, rows.truth, num_novel, config.seed)
             values |= {f"baseline/{name}/novel/{metric}": value for metric, value in found.items()}
+    free = torch.full((len(rows.truth),), FREE)
+    for name, clusters in graph_clusters(rows.features, free, num_novel, False, config.seed).items():
+        found = score(rows.truth, clusters, num_novel)
+        values |= {f"baseline/{name}/novel/{metric}": value for metric, value in found.items()}
     return values
+
+
+def graph_clusters(features: Tensor, labels: Tensor, num: int, gcd: bool, seed: int) -> dict[str, Tensor]:
+    """Clusters (N_u,) of the unlabeled rows of features (N, D) from their nearest neighbors: k-means of the
+    means of rows and neighbors, and spectral clustering, as :func:`uno.choice.partition_of` makes them; {}
+    for more than ``MAX_GRAPH_ROWS``.
+    """
+    if len(features) > MAX_GRAPH_ROWS:
+        return {}
+    rows = F.normalize(principal_space(features)(features), dim=1)
+    kinds = {"kmeans_smoothed": SMOOTHED, "spectral": SPECTRAL}
+    return {
+        name: partition_of(rows, labels, num, gcd, kind, NUM_STARTS, seed) for name, kind in kinds.items()
+    }
+
+
+def score(truth: ArrayLike, clusters: ArrayLike, num_clusters: int) -> dict[str, float]:
+    """Every metric of clusters (N,) against ``truth`` (N,), any class ids."""
+    classes, class_index = np.unique(np.asarray(truth), return_inverse=True)
+    counts = metrics.confusion(class_index, np.asarray(clusters), len(classes), num_clusters)
+    return metrics.cluster_metrics(counts)
 
 
 def kmeans_baseline(features: ArrayLike, truth: ArrayLike, num_clusters: int, seed: int) -> dict[str, float]:
@@ -113,17 +141,15 @@ def kmeans_baseline(features: ArrayLike, truth: ArrayLike, num_clusters: int, se
     is .887-.890, without it .890-.894); no centering, no PCA.
     """
     directions = F.normalize(torch.from_numpy(np.asarray(features, dtype=np.float64)), dim=1)
-    clusters = kmeans(directions, num_clusters, NUM_STARTS, seed).assignment.numpy()
-    classes, class_index = np.unique(np.asarray(truth), return_inverse=True)
-    return metrics.cluster_metrics(metrics.confusion(class_index, clusters, len(classes), num_clusters))
+    return score(truth, kmeans(directions, num_clusters, NUM_STARTS, seed).assignment, num_clusters)
 
 
 def generalized_baselines(
     config: Config, unlabeled_rows: Rows, labeled_rows: Rows, train: TrainData
 ) -> dict[str, float]:
-    """`baseline/{kmeans|constrained_kmeans}/gcd/{all|old|new}`: C clusters of the GCD setting, without and
-    with the labeled rows fixed to their classes, scored as its heads are; {} where fewer unlabeled rows than
-    there are outputs can be read.
+    """`baseline/{kmeans|constrained_kmeans|kmeans_smoothed|spectral}/gcd/{all|old|new}`: C clusters of the
+    GCD setting, without and with the labeled rows fixed to their classes (so in :func:`graph_clusters`),
+    scored as its heads are; {} where fewer unlabeled rows than there are outputs can be read.
     """
     unlabeled, truth, _ = unlabeled_rows
     labeled, labels, _ = labeled_rows
@@ -131,9 +157,14 @@ def generalized_baselines(
     if len(truth) < num_outputs or not len(labels):
         return {}
     kinds = {"kmeans": ("ncd", num_outputs), "constrained_kmeans": ("gcd", train.num_novel)}
+    outputs = {
+        name: clusters_of(unlabeled, labeled, labels, num_novel, setting, config.seed).assignment
+        for name, (setting, num_novel) in kinds.items()
+    }
+    both, known = torch.cat([unlabeled, labeled]), torch.cat([torch.full((len(truth),), FREE), labels])
+    outputs |= graph_clusters(both, known, num_outputs, True, config.seed)
     values: dict[str, float] = {}
-    for name, (setting, num_novel) in kinds.items():
-        clusters = clusters_of(unlabeled, labeled, labels, num_novel, setting, config.seed).assignment
+    for name, clusters in outputs.items():
         num_true = max(num_outputs, int(truth.max()) + 1)
         counts = metrics.confusion(truth.numpy(), clusters.numpy(), num_true, num_outputs)
         found = metrics.generalized(counts, train.num_known)

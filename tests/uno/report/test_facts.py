@@ -176,7 +176,7 @@ def test_warnings_about_training(digits):
     one_head = disagreeing(sample_of(digits, digits.eval_labels, 1))
     titles = " ".join(warned(digits, one_head, known))
     assert "Heads disagree" not in titles
-    assert "No better than k-means: 40.0%" in titles
+    assert "No better than clustering: 40.0%" in titles
 
 
 def test_a_sample_keeps_the_shares(digits):

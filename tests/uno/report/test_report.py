@@ -91,7 +91,13 @@ def test_page_is_complete_without_scripts(hostile):
     assert sections | anchors <= page.ids()
     classes = {word for _, attrs in page.tags for word in attrs.get("class", "").split()}
     assert {"matrix", "map", "tiles-of", "line", "heads", "results"} <= classes
-    for word in ("No better than k-means", "Task-agnostic, strict", "Chance", "config.yaml", "uno discover"):
+    for word in (
+        "No better than clustering",
+        "Task-agnostic, strict",
+        "Chance",
+        "config.yaml",
+        "uno discover",
+    ):
         assert word in page.text
 
 

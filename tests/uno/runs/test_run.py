@@ -125,9 +125,9 @@ def test_evaluation_has_all_protocols_and_baselines(finished):
     protocols = ["task_aware", *(f"task_agnostic_{name}" for name in ("official", "joint", "strict"))]
     for key in product(("train", "test"), ("known", "novel", "all"), protocols, ("acc",), ("avg", "best")):
         assert 0 <= values["/".join(key)] <= 1
-    kinds = ("kmeans", "kmeans_whitened", "kmeans_pixels")
+    kinds = ("kmeans", "kmeans_whitened", "kmeans_pixels", "kmeans_smoothed", "spectral")
     accuracies = [values[f"baseline/{kind}/novel/acc"] for kind in kinds]
-    assert len(set(accuracies)) == 3 and accuracies[1] == pytest.approx(whitened_by_hand(finished), abs=1e-9)
+    assert len(set(accuracies)) == 5 and accuracies[1] == pytest.approx(whitened_by_hand(finished), abs=1e-9)
     assert values["train/known/task_aware/acc/best"] > 0.5
     assert evaluate_run(CONFIG, finished, train, sets, 10, WORKER) == values
 
