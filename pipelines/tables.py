@@ -125,7 +125,7 @@ def read_request(options: Options, argv: Sequence[str]) -> Request:
     directories = {option: full_path(normalize_path(path)) for option, path in paths.items() if path}
     table, full, changes = build(own.table, own.scale), own.scale == "full", dict(given)
     if frozen:
-        changes |= _shared_features(given)
+        changes |= {} if options.config.model.takes_vectors else _shared_features(given)
         table = table.model_copy(update={"notes": table.notes if table.frozen is None else table.frozen})
     if on_own:
         if directories:

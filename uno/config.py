@@ -375,8 +375,7 @@ class ComputeConfig(Section):
         "Encoder and MLP arithmetic; auto is bf16 on CUDA and fp32 on the CPU.")
     compile: bool = field(False, "torch.compile the encoder; needs a C++ compiler, and a minute.")
     encoder_runtime: Literal["auto", "torch", "openvino", "onnx", "compile"] = field("auto",
-        "What computes frozen features and predictions on CPUs; auto: the fastest that is installed "
-        "(openvino or torch with precision bf16).",
+        "What computes frozen features and predictions on CPUs; auto: the fastest that is installed.",
         commands="predict")
     detect_anomaly: bool = field(False,
         "Stop at the first NaN in a backward pass and name the operation (torch.autograd); slow.")

@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -266,7 +269,7 @@ def test_a_table_on_ones_own_images(own_request, tmp_path):
     asked = own_request("sota", "--discover.epochs", "2")
     found = {cell.row.key: cell.config for cell in asked.cells}
     rows = ["kcl", "mcl", "dtc", "rs", "rs-plus", "jia", "openmix", "ncl"]
-    rows += ["simgcd", "pim", "uno", "iic", "rkd"]
+    rows += ["simgcd", "pim", "choice", "uno", "iic", "rkd"]
     assert list(found) == rows and not asked.refused
     assert asked.table.benchmarks[0].name == "My Photos (4 / 2)"
     assert asked.output == Path("runs/reproduce-sota-my-photos").absolute()
@@ -286,13 +289,34 @@ def test_a_table_on_ones_own_images(own_request, tmp_path):
     assert asked.changes.keys() & {"data.source", "data.known_classes", "preset"} == set()
     assert "same cached features" in asked.table.notes[1]
     jobs = tables.plan(asked)
-    assert [job.name.partition("/")[0] for job in jobs] == ["features", *["cells"] * 13]
+    assert [job.name.partition("/")[0] for job in jobs] == ["features", *["cells"] * 14]
     assert found["uno"].discover.base_lr == found["iic"].discover.base_lr < found["rs"].discover.base_lr
     assert {cell.config.discover.base_lr for cell in request(["sota"]).cells} == {0.1}
     rs = own_request(
         "sota", "--model.prototype_init", "random", "--discover.base-lr", "0.5", "--rows", "rs"
     ).cells[0]
     assert (rs.config.model.prototype_init, rs.config.discover.base_lr) == ("random", 0.5)
+
+
+def test_a_table_on_vectors(tmp_path):
+    """Which need no weights. Kills: an encoder's file asked for, a cell that cannot find the vectors."""
+    rows = np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32)
+    labels = [f"c{i % 6}" for i in range(60)]
+    table = pa.table({"id": [str(i) for i in range(60)], "label": labels, "embedding": list(rows)})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    words = [
+        "sota",
+        "--data",
+        f"vectors:{tmp_path}/rows.parquet",
+        "--known-classes",
+        "first:4",
+        "--seeds",
+        "1",
+    ]
+    asked = request([*words, "--rows", "choice", "kmeans", "--seeds", "1", "--output", str(tmp_path / "out")])
+    assert [cell.row.key for cell in asked.cells] == ["choice", "uno"] and not asked.refused
+    assert all(cell.config.data.source == f"vectors:{tmp_path}/rows.parquet" for cell in asked.cells)
+    assert [job.needs for job in tables.plan(asked)][1:] == [asked.cells[0].pretraining] * 2
 
 
 def test_rows_that_own_images_refuse_are_told(own_request):
