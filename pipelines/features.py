@@ -2,7 +2,7 @@
 
 import threading
 import warnings
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
@@ -19,7 +19,7 @@ from pipelines.ray_data import bytes_of, pixel_column
 from uno.config import Config, to_dict
 from uno.data import features
 from uno.data.decode import prefetch_map
-from uno.data.features import FeatureJob, pack_shard
+from uno.data.features import FeatureJob, Missing, Piece, Shard, pack_shard, shard_name, unpack_shard
 from uno.data.files import Storage
 from uno.data.images import from_columns, to_columns
 from uno.encoder import build_encoder
@@ -33,20 +33,21 @@ TASK_SHARDS = 8  # that a task decodes, at most: a row group of Parquet has more
 
 
 def compute_on_ray(
-    ray: Any, job: FeatureJob, encoder: torch.nn.Module, numbers: Sequence[int], storage: Storage,
+    ray: Any, job: FeatureJob, encoder: torch.nn.Module, missing: Missing, storage: Storage,
     give_up: Callable[[], bool] = lambda: False,
-) -> Iterator[tuple[int, bytes]]:  # fmt: skip
-    """Shards ``numbers``, which grow, once they are stored in the cache directory: bit for bit as here.
+) -> Iterator[tuple[int, Shard]]:  # fmt: skip
+    """What is ``missing`` of shards, in order, once it is stored in the cache directory: bit for bit as here.
     Interrupted: ``give_up`` while nodes are waited for.
     """
-    config, reader = job.config, job.task.rows.images.reader()
+    config, reader, numbers = job.config, job.task.rows.images.reader(), sorted(missing)
     plan, encoder = (encoder.plan, encoder.encoder) if isinstance(encoder, Runtime) else (None, encoder)
     state = {name: tensor.cpu().contiguous() for name, tensor in encoder.state_dict().items()}
     decode = partial(decode_block, config=config, reader=None if reader is None else ray.put(reader))
     at_once = max(1, min(TASK_SHARDS, len(numbers) // (4 * config.compute.num_workers)))
-    blocks = (shard_block(job, numbers[i : i + at_once]) for i in range(0, len(numbers), at_once))
+    groups = (numbers[i : i + at_once] for i in range(0, len(numbers), at_once))
+    blocks = (shard_block(job, {number: missing[number] for number in group}) for group in groups)
     loaded = (ray.put((to_dict(config), safetensors.torch.save(state), plan)),)
-    write = partial(write_part, key=job.key, num_views=1 + config.augment.num_cached_views)
+    write = partial(write_part, key=job.key, views=job.views, num_views=job.num_views)
     sizes = features.SHARD_ROWS, features.SHARD_ROWS, features.row_bytes(config)
     stored = map_through_model(
         ray, config, storage, blocks, decode, Featurizer, loaded, write, *sizes, give_up
@@ -54,14 +55,17 @@ def compute_on_ray(
     for number, data in stored:
         if data is None:
             raise features.not_finite(config)
-        yield number, data
+        yield number, unpack_shard(job.name(number, missing[number]), data)
 
 
-def shard_block(job: FeatureJob, numbers: Sequence[int]) -> pa.Table:
-    """The rows of some shards as they travel: ``row``, ``in_training``, and the image."""
-    rows = np.concatenate([job.rows(number) for number in numbers])
+def shard_block(job: FeatureJob, missing: Missing) -> pa.Table:
+    """The rows of some shards as they travel: ``row``, ``in_training``, how many views they ``have``, and the
+    image.
+    """
+    rows = np.concatenate([job.rows(number) for number in missing])
+    have = [missing[number] for number in (rows // features.SHARD_ROWS).tolist()]
     columns = to_columns(job.task.rows.images, rows)
-    return pa.table({"row": rows, "in_training": job.task.is_train[rows], **columns})
+    return pa.table({"row": rows, "have": have, "in_training": job.task.is_train[rows], **columns})
 
 
 def decode_block(block: pa.Table, config: Config, reader: Any) -> Iterator[pa.Table]:
@@ -77,7 +81,7 @@ def decode_block(block: pa.Table, config: Config, reader: Any) -> Iterator[pa.Ta
         pieces = [slice(i, min(i + size, own.stop)) for i in range(*own.indices(len(rows))[:2], size)]
         found = [features.decode_rows(config, int(rows[p.start]), images[p], in_training[p]) for p in pieces]
         pixels, viewed, why = zip(*found, strict=True)
-        facts = {"row": rows[own], "viewed": np.concatenate(viewed)}
+        facts = {"row": rows[own], "have": block["have"][own], "viewed": np.concatenate(viewed)}
         reasons = pa.array(chain.from_iterable(why), pa.string())
         yield pa.table({**facts, "reason": reasons, "pixels": pixel_column(np.concatenate(pixels))})
 
@@ -97,8 +101,9 @@ class Featurizer:
         self._encoder = at_speed(encoder, plan, threads) if here else encoder
 
     def __call__(self, block: pa.Table) -> pa.Table:
-        """Shards of :func:`decode_block` -> ``row``, ``features`` and ``reason``."""
+        """Shards of :func:`decode_block` -> ``row``, ``have``, ``features`` and ``reason``."""
         config, rows, viewed = self._config, block["row"].to_numpy(), block["viewed"].to_numpy()
+        have = block["have"].to_numpy()
         ok = block["reason"].is_null().to_numpy()
         with warnings.catch_warnings(action="ignore"):  # Ray's arrays are read-only, and so are ours
             pixels = torch.from_numpy(bytes_of(block["pixels"], features.row_bytes(config)))
@@ -107,26 +112,30 @@ class Featurizer:
             torch.set_num_threads(1)  # of this thread
             own = slice(start, start + features.ROWS_AT_ONCE)
             assert rows[start] % features.SHARD_ROWS % features.ROWS_AT_ONCE == 0  # Ray has cut nothing
-            some = pixels[own], viewed[own], ok[own]
+            some = pixels[own], viewed[own], ok[own], int(have[start])
             return features.encode_rows(config, self._encoder, int(rows[start]), *some)
 
         starts = range(0, len(rows), features.ROWS_AT_ONCE)
         found = torch.cat(list(prefetch_map(encode, starts, self._threads, self._threads)))
         flat = found.flatten(1).numpy().view(np.uint8)
-        return pa.table({"row": block["row"], "reason": block["reason"], "features": pixel_column(flat)})
+        facts = {name: block[name] for name in ("row", "have", "reason")}
+        return pa.table({**facts, "features": pixel_column(flat)})
 
 
-def write_part(storage: Storage, number: int, results: pa.Table, key: str, num_views: int) -> bytes | None:
+def write_part(
+    storage: Storage, number: int, results: pa.Table, key: str, views: str, num_views: int
+) -> bytes | None:  # fmt: skip
     """Keep all results of a shard, in order, in the cache directory; returns the content of its file, or None
     for numbers that are not finite: of an error Ray would make a traceback.
     """
-    column = results["features"]
+    column, have = results["features"], results["have"][0].as_py()
     flat = torch.from_numpy(bytes_of(column, column.type.byte_width).view(np.float32).copy())
     if not flat.isfinite().all():
         return None
-    shard = flat.unflatten(1, (num_views, -1)), results["reason"].to_pylist()
-    data = pack_shard(key, number, shard)
-    features.write_shard(storage, key, number, data)
+    shard = flat.unflatten(1, (num_views, -1))[:, have:], results["reason"].to_pylist()
+    name = shard_name(key, Piece(number, views, have, num_views))
+    data = pack_shard(name, shard)
+    features.write_shard(storage, name, data)
     return data
 
 

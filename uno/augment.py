@@ -80,16 +80,16 @@ def augment(
 
 def augment_crops(
     crops: Sequence[Tensor], config: AugmentConfig, generator: torch.Generator, mean: Sequence[float],
-    std: Sequence[float], rows: Tensor, num_rows: int, side: int,
+    std: Sequence[float], rows: Tensor, num_rows: int, side: int, at_once: int = 0,
 ) -> list[Tensor]:  # fmt: skip
     """:func:`augment` for crops that :mod:`uno.crops` made on the CPU: everything after the crop.
 
     ``crops``: for each of :func:`kinds` (B,V,3,size,size) uint8, made with a generator in the state of this
-    one; ``side``: of the stored square, in pixels.
+    one; ``side``: of the stored square, in pixels; ``at_once``: as :func:`sample_uniforms` has it.
     """
     views: list[Tensor] = []
     for kind, crop in zip(kinds(config), crops, strict=True):
-        draws = to_params(kind, sample_uniforms(num_rows, kind.num_views, generator)[rows], side)
+        draws = to_params(kind, sample_uniforms(num_rows, kind.num_views, generator, at_once)[rows], side)
         batch = crop.flatten(0, 1) / 255
         _on_rows(batch, draws.flip, lambda images: images.flip(-1))
         with torch.autocast(batch.device.type, enabled=False):
@@ -119,10 +119,16 @@ def eval_view(images: Tensor, size: int, mean: Sequence[float], std: Sequence[fl
     return normalize(images[..., start : start + size, start : start + size] / 255, mean, std)
 
 
-def sample_uniforms(num_rows: int, num_views: int, generator: torch.Generator) -> Tensor:
-    """All numbers that views take, float64 (N,V,42) in 0-1: as many, so equal crops, whatever the config."""
-    size = (num_rows, num_views, BOX_NUMBERS + OTHER_NUMBERS)
-    return torch.rand(size, generator=generator, dtype=torch.float64)
+def sample_uniforms(
+    num_rows: int, num_views: int, generator: torch.Generator, at_once: int = 0
+) -> Tensor:  # fmt: skip
+    """All numbers that views take, float64 (N,V,42) in 0-1: as many, so equal crops, whatever the config.
+    Those of ``at_once`` views are drawn together, so that a view does not depend on V; 0: of all.
+    """
+    size = (num_rows, at_once or num_views, BOX_NUMBERS + OTHER_NUMBERS)
+    groups = range(0, num_views, size[1])
+    drawn = [torch.rand(size, generator=generator, dtype=torch.float64) for _ in groups]
+    return torch.cat(drawn, dim=1)[:, :num_views]
 
 
 def to_params(config: ViewConfig, numbers: Tensor, side: int) -> AugmentParams:

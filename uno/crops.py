@@ -28,7 +28,7 @@ class Cropper:
     """What to crop from the rows of a phase; plain data that travels to the processes that do it.
 
     ``num_rows`` is B of the global batch, ``side`` that of the stored square, which all crops but ``resized``
-    are taken from, as in a resident set.
+    are taken from, as in a resident set, ``at_once`` as :func:`uno.augment.sample_uniforms` has it.
     """
 
     seed: int
@@ -37,6 +37,7 @@ class Cropper:
     augment: AugmentConfig
     side: int
     interpolation: Interpolation = "bilinear"
+    at_once: int = 0
 
     @cached_property
     def kinds(self) -> list[ViewConfig]:
@@ -81,7 +82,7 @@ class Cropper:
         generator, chosen = augment_generator(self.seed, self.stream, step), torch.from_numpy(positions)
         planned = []
         for kind in self.kinds:
-            numbers = sample_uniforms(self.num_rows, kind.num_views, generator)[chosen]
+            numbers = sample_uniforms(self.num_rows, kind.num_views, generator, self.at_once)[chosen]
             if kind.crop == "resized":
                 planned.append(numbers[..., :BOX_NUMBERS].numpy())
             else:

@@ -247,8 +247,8 @@ def test_data_check_counts_rows_that_are_held_out(tmp_path, capsys):
 
 def test_what_ray_does_with_shards_gives_the_same_files(tmp_path, monkeypatch):
     """From block to file, as tasks and actors do, with an image that cannot be read, and numbers that are not
-    finite. Kills: shards cut elsewhere, reasons of other rows, views of test rows, a file that is kept of an
-    encoder that computes nothing.
+    finite, of a shard that lacks a view. Kills: shards cut elsewhere, reasons of other rows, views of test
+    rows, a file that is kept of an encoder that computes nothing.
     """
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda reference: reference))
     monkeypatch.setattr(cached, "SHARD_ROWS", 32)
@@ -258,20 +258,20 @@ def test_what_ray_does_with_shards_gives_the_same_files(tmp_path, monkeypatch):
     images[33] = b"no image"
     task, encoder = replace(task, rows=replace(task.rows, images=images)), build_encoder(config.model).eval()
     job, here, there = feature_job(config, task, encoder), Storage(str(tmp_path / "a")), tmp_path / "b"
-    computed = compute_local(job, encoder, range(3), 2)
-    shards = [(number, pack_shard(job.key, number, shard)) for number, shard in computed]
-    assert list(FeatureCache(here, job).keep(shards)) == shards
+    missing = {0: 0, 1: 0, 2: 2}
+    computed = list(FeatureCache(here, job).keep(compute_local(job, encoder, missing, 2), missing))
+    shards = [pack_shard(job.name(number, missing[number]), shard) for number, shard in computed]
     parts, numbers = [], []
     for weight in (1.0, float("nan")):
         state = {k: v * weight if v.is_floating_point() else v for k, v in encoder.state_dict().items()}
         actor = Featurizer("cpu", 2, (to_dict(config), safetensors.torch.save(state), None))
-        writer = Writer(str(there), partial(write_part, key=job.key, num_views=3), 32)
-        chunks = decode_block(shard_block(job, [0, 1, 2]), config, None)
+        writer = Writer(str(there), partial(write_part, key=job.key, views=job.views, num_views=3), 32)
+        chunks = decode_block(shard_block(job, missing), config, None)
         results = actor(pa.concat_tables(chunks))  # Ray joins them
         found = [writer(results[i : i + 32]) for i in range(0, 80, 32)]
         numbers.append([table["number"][0].as_py() for table in found])
         parts.append([table["data"][0].as_py() for table in found])
-    assert numbers == [[0, 1, 2]] * 2 and parts == [[data for _, data in shards], [None] * 3]
+    assert numbers == [[0, 1, 2]] * 2 and parts == [shards, [None] * 3]
     ours, theirs = stored(tmp_path / "a"), stored(there)
     assert ours == theirs and len(ours) == 3
 

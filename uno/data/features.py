@@ -1,11 +1,13 @@
 """Features of a frozen encoder, computed once: of every image the evaluation view, of training rows V random
 views besides. They take the place of images: float32 (N, 1 + V, D), the evaluation view first.
 
-A cache serves every run with the same encoder, weights, views and data, whatever its seed. It is a folder
-with a file for ``SHARD_ROWS`` rows, which proves its content and place: one that does not verify is computed
-again. A row's features depend on nothing but its shard, and on a CPU every batch is computed by one thread,
-and all have one size, so any number of threads, processes and workers gives the same bits. What computes them
-(:mod:`uno.runtime`) and that size are stored beside them: a job that was killed continues with both.
+A cache serves every run with the same encoder, weights and data, whatever its seed. It is a folder with a
+file for ``SHARD_ROWS`` rows, which proves its content and place: one that does not verify is computed again.
+More random views, or those of another kind or of other training rows, are in further files: a cache grows.
+A row's features depend on nothing but its shard, a view's not on how many there are, and on a CPU every batch
+is computed by one thread, and all have one size, so any number of threads, processes and workers gives the
+same bits. What computes them (:mod:`uno.runtime`) and that size are stored beside them: a job that was killed
+continues with both.
 At every start rows that have changed are looked for (:mod:`uno.data.snapshot`), and some encoded again.
 """
 
@@ -14,7 +16,8 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -42,6 +45,7 @@ VERSION = 4  # of what is computed and how it is stored
 SEED = 0  # of the views: not the run's, so that runs of all seeds share them
 SHARD_ROWS = 128
 ROWS_AT_ONCE = 16  # whose pixels are in memory
+VIEWS_AT_ONCE = 6  # whose random numbers are drawn together
 CPU_IMAGES, CUDA_IMAGES = 8, 256  # of a pass through the encoder; on CPUs 8 are 1.7 times as fast as 32
 PLAN_FILE = "runtime.json"
 PROBED_ROWS, PROBE_S = 8, 1.0  # that are encoded again: at least one, and no more after that time
@@ -57,7 +61,9 @@ OF_BF16 = 3.0  # times the difference that bfloat16 makes
 log = logging.getLogger(__name__)
 
 Shard = tuple[Tensor, list[str | None]]
-"""Features (n, 1 + V, D) of a shard's rows, and why a row has none."""
+"""Features (n, 1 + V, D) of a shard's rows, or the last ones of these, and why a row has none."""
+Missing = Mapping[int, int]
+"""Numbers of shards -> how many of their 1 + V views are there; the others are to be computed."""
 Zeros = Callable[[tuple[int, ...]], Tensor]
 """Where features of that shape are to be: in memory by default, or in a file that is mapped."""
 
@@ -69,6 +75,12 @@ class FeatureJob(NamedTuple):
     task: Task
     encoder: nn.Module
     key: str
+    views: str  # under which the random ones are: their kind and rows
+
+    @property
+    def num_views(self) -> int:
+        """1 + V."""
+        return 1 + self.config.augment.num_cached_views
 
     @property
     def num_features(self) -> int:
@@ -85,6 +97,10 @@ class FeatureJob(NamedTuple):
         first = number * SHARD_ROWS
         return np.arange(first, min(first + SHARD_ROWS, len(self.task.rows)))
 
+    def name(self, number: int, have: int = 0) -> str:
+        """Of the file of a shard with the views from ``have`` on."""
+        return shard_name(self.key, Piece(number, self.views, have, self.num_views))
+
     def load(self, number: int) -> tuple[list[Image], np.ndarray]:
         """The images of a shard as they are stored, and bool (n,): which are training rows."""
         rows = self.rows(number)
@@ -92,7 +108,9 @@ class FeatureJob(NamedTuple):
 
 
 def feature_job(config: Config, task: Task, encoder: nn.Module) -> FeatureJob:
-    """What the features of ``task`` under ``encoder`` depend on, hashed into a key; 0.1 s for 20 MB of it."""
+    """What the features of ``task`` under ``encoder`` depend on, hashed into a key, and what the random views
+    do besides; 0.1 s for 20 MB of it.
+    """
     digest = hashlib.sha256()
     for name, tensor in sorted(encoder.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -103,18 +121,24 @@ def feature_job(config: Config, task: Task, encoder: nn.Module) -> FeatureJob:
         "data": task.rows.fingerprint,
         **code_of(config.model.encoder, encoder),
     }
+    views = ""
     if config.augment.num_cached_views:
-        facts["training"] = hashlib.sha256(task.is_train.tobytes()).hexdigest()
-    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
-    return FeatureJob(config, task, encoder, key)
+        kind = _views(config).model_dump(mode="json")
+        del kind["num_cached_views"], kind["large"]["num_views"]
+        views = _hash({"kind": kind, "training": hashlib.sha256(task.is_train.tobytes()).hexdigest()})[:16]
+    return FeatureJob(config, task, encoder, _hash(facts)[:32], views)
+
+
+def _hash(facts: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def settings(config: Config) -> dict[str, Any]:
     """What features depend on besides the weights of the encoder and the data."""
-    data, views = config.data, _views(config)
+    data = config.data
     return {
         "encoder": config.model.encoder,
-        "views": views.model_dump(mode="json") if views.large.num_views else views.large.size,
+        "views": config.augment.large.size,
         "bf16": config.compute.precision == "bf16",
         "transform": [data.stored_size, data.mean, data.std, data.interpolation],
     }  # fmt: skip
@@ -128,18 +152,21 @@ def _views(config: Config) -> AugmentConfig:
 
 
 def compute_shard(
-    config: Config, encoder: nn.Module, number: int, images: Sequence[Image], in_training: np.ndarray
-) -> Shard:
-    """Shard ``number`` of a job: features of its n ``images``, random views only of those ``in_training``
-    (n,). ``encoder`` in eval mode, on any device. ConfigError: it returns non-finite numbers.
+    config: Config, encoder: nn.Module, number: int, images: Sequence[Image], in_training: np.ndarray,
+    have: int = 0,
+) -> Shard:  # fmt: skip
+    """Shard ``number`` of a job: features of its n ``images``, all but the first ``have``, random views only
+    of those ``in_training`` (n,). ``encoder`` in eval mode, on any device. ConfigError: it returns non-finite
+    numbers.
     """
     found, reasons = list[Tensor](), list[str | None]()
     for start in range(0, len(images), ROWS_AT_ONCE):
         own, first = slice(start, start + ROWS_AT_ONCE), number * SHARD_ROWS + start
         pixels, viewed, why = decode_rows(config, first, images[own], in_training[own])
-        found.append(encode_rows(config, encoder, first, torch.from_numpy(pixels), viewed, ok_mask(why)))
+        some = torch.from_numpy(pixels), viewed, ok_mask(why), have
+        found.append(encode_rows(config, encoder, first, *some))
         reasons += why
-    joined = torch.cat(found)
+    joined = torch.cat(found)[:, have:]
     if not joined.isfinite().all():
         raise not_finite(config)
     return joined, reasons
@@ -183,21 +210,25 @@ def decode_rows(
 
 @torch.inference_mode()
 def encode_rows(
-    config: Config, encoder: nn.Module, first: int, pixels: Tensor, viewed: np.ndarray, ok: np.ndarray
-) -> Tensor:
-    """Features (n, 1 + V, D) of the rows of :func:`decode_rows`, zeros of those that are not ``ok`` (n,)."""
+    config: Config, encoder: nn.Module, first: int, pixels: Tensor, viewed: np.ndarray, ok: np.ndarray,
+    have: int = 0,
+) -> Tensor:  # fmt: skip
+    """Features (n, 1 + V, D) of the rows of :func:`decode_rows`, zeros of those that are not ``ok`` (n,), and
+    in the first ``have`` views.
+    """
     data, augment, cropper = config.data, _views(config), _cropper(config)
     device = next(encoder.parameters()).device
-    plain = _encode(config, encoder, _plain_views(config, pixels.to(device)))
-    features = plain.new_zeros(len(pixels), 1 + augment.large.num_views, plain.shape[1])
-    features[:, 0] = plain
+    features = torch.zeros(len(pixels), 1 + augment.large.num_views, int(encoder.num_features))  # type: ignore[arg-type]
+    if not have:
+        features[:, 0] = _encode(config, encoder, _plain_views(config, pixels.to(device)))
     if viewed.any():
         chosen, (number, start) = torch.from_numpy(np.flatnonzero(viewed)), divmod(first, SHARD_ROWS)
         crops, generator = pixels[chosen, _square_bytes(config) :], augment_generator(SEED, FEATURES, number)
-        where = data.mean, data.std, start + chosen, SHARD_ROWS, data.stored_size
-        views = augment_crops(cropper.split(crops.to(device)), augment, generator, *where)
-        encoded = _encode(config, encoder, torch.cat(views)).unflatten(0, (len(views), -1))
-        features[chosen, 1:] = encoded.transpose(0, 1)
+        where = data.mean, data.std, start + chosen, SHARD_ROWS, data.stored_size, VIEWS_AT_ONCE
+        views = augment_crops(cropper.split(crops.to(device)), augment, generator, *where)[max(have, 1) - 1 :]
+        parts = views if device.type == "cpu" else [torch.cat(views)]  # a view's batches have no other's
+        encoded = torch.cat([_encode(config, encoder, part) for part in parts])
+        features[chosen, max(have, 1) :] = encoded.unflatten(0, (len(views), -1)).transpose(0, 1)
     features[~torch.from_numpy(ok)] = 0
     return features
 
@@ -213,7 +244,8 @@ def _square_bytes(config: Config) -> int:
 
 def _cropper(config: Config) -> Cropper:
     data = config.data
-    return Cropper(SEED, FEATURES, SHARD_ROWS, _views(config), data.stored_size, data.interpolation)
+    how = _views(config), data.stored_size, data.interpolation, VIEWS_AT_ONCE
+    return Cropper(SEED, FEATURES, SHARD_ROWS, *how)
 
 
 def _encode(config: Config, encoder: nn.Module, images: Tensor) -> Tensor:
@@ -248,27 +280,38 @@ def _plain_views(config: Config, pixels: Tensor) -> Tensor:
 
 
 def compute_local(
-    job: FeatureJob, encoder: nn.Module, numbers: Sequence[int], threads: int
+    job: FeatureJob, encoder: nn.Module, missing: Missing, threads: int
 ) -> Iterator[tuple[int, Shard]]:
-    """The shards ``numbers``, in order, each by one of ``threads`` threads of this process."""
+    """What is ``missing`` of shards, in order, each by one of ``threads`` threads of this process."""
 
     def compute(number: int) -> tuple[int, Shard]:
         torch.set_num_threads(1)  # of this thread
-        return number, compute_shard(job.config, encoder, number, *job.load(number))
+        return number, compute_shard(job.config, encoder, number, *job.load(number), missing[number])
 
-    return prefetch_map(compute, numbers, threads, threads)
+    return prefetch_map(compute, missing, threads, threads)
 
 
-def pack_shard(key: str, number: int, shard: Shard) -> bytes:
-    """Shard ``number`` of the job ``key`` as the content of a file."""
+def pack_shard(name: str, shard: Shard) -> bytes:
+    """A shard as the content of the file ``name``."""
     features, reasons = shard
-    return seal(shard_name(key, number), {"features": features}, {"reasons": json.dumps(reasons)})
+    return seal(name, {"features": features.contiguous()}, {"reasons": json.dumps(reasons)})
 
 
-def unpack_shard(key: str, number: int, data: bytes) -> Shard:
-    """The shard of a file. ValueError or KeyError: it is damaged, or another one's."""
-    tensors, facts = unseal(shard_name(key, number), data)
+def unpack_shard(name: str, data: bytes) -> Shard:
+    """The shard of the file ``name``. ValueError or KeyError: it is damaged, or another one's."""
+    tensors, facts = unseal(name, data)
     return tensors["features"], json.loads(facts["reasons"])
+
+
+class Piece(NamedTuple):
+    """What a file has of a shard: views ``first`` to ``stop``, 0 the evaluation view, and ``views`` as
+    :class:`FeatureJob` has it.
+    """
+
+    number: int
+    views: str = ""
+    first: int = 0
+    stop: int = 1
 
 
 class FeatureCache:
@@ -287,31 +330,47 @@ class FeatureCache:
         """Where they are."""
         return self._storage.below(self._folder)
 
-    def read(self, zeros: Zeros = torch.zeros) -> tuple[Tensor, list[str | None], list[int]]:
-        """Features (N, 1 + V, D), why a row has none, and the numbers of shards that are missing. A file that
-        does not verify is removed.
+    def read(self, zeros: Zeros = torch.zeros) -> tuple[Tensor, list[str | None], dict[int, int]]:
+        """Features (N, 1 + V, D), why a row has none, and how many of its 1 + V views each shard has. A file
+        that does not verify is removed.
         """
-        job, num_rows = self._job, len(self._job.task.rows)
-        width = 1 + job.config.augment.num_cached_views, job.num_features
-        features, reasons = zeros((num_rows, *width)), [None] * num_rows  # type: Tensor, list[str | None]
-        missing, damaged = set(range(job.num_shards)), list[str]()
-        for number in sorted(self._stored() & missing):
-            rows, name = job.rows(number), shard_name(job.key, number)
-            try:
-                shard, why = unpack_shard(job.key, number, self._storage.read(name))
-                if shard.shape != (len(rows), *width):
-                    raise ValueError(f"its shape is {tuple(shard.shape)}")
-            except (StorageError, ValueError, KeyError) as error:
-                damaged.append(f"{name}: {error}")
-                with suppress(StorageError):
-                    self._storage.delete(name)
-                continue
-            features[rows[0] : rows[-1] + 1], reasons[rows[0] : rows[-1] + 1] = shard, why
-            missing.discard(number)
+        job, num_rows, stored = self._job, len(self._job.task.rows), self._stored()
+        features = zeros((num_rows, job.num_views, job.num_features))
+        reasons: list[str | None] = [None] * num_rows
+        have, damaged = dict[int, int](), list[str]()
+        for number in range(job.num_shards):
+            rows, pieces, done = job.rows(number), stored[number], 0
+            while (piece := self._next(pieces, done)) is not None:
+                pieces.remove(piece)
+                name, stop = shard_name(job.key, piece), self._stop(piece)
+                try:
+                    shard, why = unpack_shard(name, self._storage.read(name))
+                    if shard.shape != (len(rows), piece.stop - piece.first, job.num_features):
+                        raise ValueError(f"its shape is {tuple(shard.shape)}")
+                except (StorageError, ValueError, KeyError) as error:
+                    damaged.append(f"{name}: {error}")
+                    with suppress(StorageError):
+                        self._storage.delete(name)
+                    continue
+                own = slice(rows[0], rows[-1] + 1)
+                features[own, done:stop] = shard[:, done - piece.first : stop - piece.first]
+                reasons[own], done = _joined(reasons[own], why), stop
+            have[number] = done
+            if not done:  # what is left is of images that nobody compares
+                self._delete(pieces)
         if damaged:
             text = "recomputing %s in %s, the first is %s"
             log.warning(text, plural(len(damaged), "damaged file"), self.path, damaged[0])
-        return features, reasons, sorted(missing)
+        return features, reasons, have
+
+    def _stop(self, piece: Piece) -> int:
+        """Up to which view a piece has those of the job."""
+        return min(piece.stop, self._job.num_views if piece.views == self._job.views else 1)
+
+    def _next(self, pieces: Iterable[Piece], done: int) -> Piece | None:
+        """That which goes on after ``done`` views: with the most of the job's, then the smallest."""
+        useful = [piece for piece in pieces if piece.first <= done < self._stop(piece)]
+        return max(useful, key=lambda piece: (self._stop(piece), -piece.stop), default=None)
 
     def plan(self) -> Plan | None:
         """How the features that are here were computed; None: there are none."""
@@ -325,29 +384,46 @@ class FeatureCache:
 
     def keep_plan(self, plan: Plan) -> None:
         """Say how features are computed from now on."""
-        _write(self._storage, f"{self._folder}/{PLAN_FILE}", json.dumps(plan._asdict()).encode())
+        write_shard(self._storage, f"{self._folder}/{PLAN_FILE}", json.dumps(plan._asdict()).encode())
 
-    def num_missing(self) -> int:
-        """Rows of shards that have no file."""
-        return sum(len(self._job.rows(number)) for number in {*range(self._job.num_shards)} - self._stored())
+    def num_missing(self) -> float:
+        """Rows that have no file, those of which some views are missing in part."""
+        job, stored, rows = self._job, self._stored(), 0.0
+        for number in range(job.num_shards):
+            done = 0
+            while (piece := self._next(stored[number], done)) is not None:
+                done = self._stop(piece)
+            rows += len(job.rows(number)) * (1 - done / job.num_views)
+        return rows
 
-    def keep(self, shards: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
+    def keep(self, shards: Iterable[tuple[int, Shard]], missing: Missing) -> Iterator[tuple[int, Shard]]:
         """``shards``, each once it is stored. StorageError: the directory cannot be written to."""
-        for number, data in shards:
-            write_shard(self._storage, self._job.key, number, data)
-            yield number, data
+        for number, shard in shards:
+            name = self._job.name(number, missing[number])
+            write_shard(self._storage, name, pack_shard(name, shard))
+            yield number, shard
 
     def discard(self, numbers: Iterable[int]) -> None:
-        """Remove the files of these shards."""
+        """Remove all files of these shards, of other views too."""
+        stored = self._stored()
         for number in numbers:
-            self._storage.delete(shard_name(self._job.key, number))
+            self._delete(stored[number])
 
-    def _stored(self) -> set[int]:
-        """Numbers of the shards that have a file."""
+    def _delete(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            self._storage.delete(shard_name(self._job.key, piece))
+
+    def _stored(self) -> dict[int, list[Piece]]:
+        """The files of every shard by its number, of any views."""
         with _naming_the_option():
             names = self._storage.list(self._folder)
-        found = (re.fullmatch(r"([0-9]{6,})\.safetensors", name) for name in names)
-        return {int(match[1]) for match in found if match is not None}
+        found = defaultdict[int, list[Piece]](list)
+        for name in names:
+            if match := re.fullmatch(r"([0-9]{6,})(?:-([0-9a-f]{16})-([0-9]+)-([0-9]+))?\.safetensors", name):
+                number, views, first, stop = match.groups()
+                piece = Piece(int(number), views, int(first), int(stop)) if views else Piece(int(number))
+                found[piece.number].append(piece)
+        return found
 
     def write_facts(self, weights: str) -> None:
         """``facts.json``, for people who look at the directory, and the snapshot of the rows."""
@@ -358,17 +434,13 @@ class FeatureCache:
             "num_features": self._job.num_features,
             "note": "features of a frozen encoder; can be deleted at any time and are then recomputed",
         }  # fmt: skip
-        _write(self._storage, f"{self._folder}/facts.json", json.dumps(facts, indent=1).encode())
+        write_shard(self._storage, f"{self._folder}/facts.json", json.dumps(facts, indent=1).encode())
         with _naming_the_option():
             snapshot.write(*self.snapshot, task.rows)
 
 
-def write_shard(storage: Storage, key: str, number: int, data: bytes) -> None:
-    """Keep shard ``number`` of a job in a cache directory, from any process."""
-    _write(storage, shard_name(key, number), data)
-
-
-def _write(storage: Storage, name: str, data: bytes) -> None:
+def write_shard(storage: Storage, name: str, data: bytes) -> None:
+    """Keep a file of a job in a cache directory, from any process."""
     with _naming_the_option():
         try:
             storage.write(name, data)
@@ -376,9 +448,14 @@ def _write(storage: Storage, name: str, data: bytes) -> None:
             storage.write(name, data)
 
 
-def shard_name(key: str, number: int) -> str:
-    """Name of a shard's file in a cache directory."""
-    return f"features/{key}/{number:06}.safetensors"
+def shard_name(key: str, piece: Piece) -> str:
+    """Name of a file in a cache directory."""
+    number, views, first, stop = piece
+    return f"features/{key}/{number:06}{f'-{views}-{first}-{stop}' if views else ''}.safetensors"
+
+
+def _joined(reasons: Sequence[str | None], more: Sequence[str | None]) -> list[str | None]:
+    return [one or other for one, other in zip(reasons, more, strict=True)]
 
 
 @contextmanager
@@ -391,26 +468,28 @@ def _naming_the_option() -> Iterator[None]:
 
 def cached_features(
     cache: FeatureCache, job: FeatureJob, weights: str,
-    compute: Callable[[Sequence[int]], Iterable[tuple[int, bytes]]],
+    compute: Callable[[Missing], Iterable[tuple[int, Shard]]],
     on_progress: Callable[[int, int], None] = lambda done, total: None, zeros: Zeros = torch.zeros,
 ) -> tuple[Tensor, list[str | None]]:  # fmt: skip
     """Features (N, 1 + V, D) of a job and why a row has none: what the cache lacks is computed and kept by
     ``compute``, file by file, so that a killed job resumes. StorageError: the cache cannot be written.
     """
-    features, reasons, missing = cache.read(zeros)
-    again = _stale(cache, job, features, reasons, missing)
+    features, reasons, have = cache.read(zeros)
+    again = _stale(cache, job, features, reasons, {number for number in have if have[number]})
     if again := again | _readable_again(job, reasons):
         cache.discard(again)
-        missing = sorted({*missing, *again})
+        have |= dict.fromkeys(again, 0)
+    missing = {number: done for number, done in have.items() if done < job.num_views}
     if not missing:
         return features, reasons
     cache.write_facts(weights)  # before any work: is the directory writable?
     total, done = len(job.task.rows), len(job.task.rows) - sum(len(job.rows(i)) for i in missing)
     on_progress(done, total)
-    for number, data in compute(missing):
+    for number, (shard, why) in compute(missing):
         rows = job.rows(number)
         own = slice(rows[0], rows[-1] + 1)
-        features[own], reasons[own] = unpack_shard(job.key, number, data)
+        features[own, missing[number] :] = shard
+        reasons[own] = _joined(reasons[own], why) if missing[number] else why
         done += len(rows)
         on_progress(done, total)
     return features, reasons
@@ -418,10 +497,12 @@ def cached_features(
 
 def _stale(
     cache: FeatureCache, job: FeatureJob, features: Tensor, reasons: Sequence[str | None],
-    missing: Sequence[int],
+    stored: set[int],
 ) -> set[int]:  # fmt: skip
-    """Shards whose features are no longer those of the rows and the encoder of the job; a line says why."""
-    stored, rows = {*range(job.num_shards)} - {*missing}, job.task.rows
+    """The ``stored`` shards whose features are no longer those of the rows and the encoder of the job; a line
+    says why.
+    """
+    rows = job.task.rows
     if not stored:
         return set()
     then, stale, why = snapshot.read(*cache.snapshot, rows), stored, "there is no snapshot of their images"

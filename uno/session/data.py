@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from uno.config import Config, DataConfig
 from uno.data import features
 from uno.data.decode import BAD_SAMPLES, check_bad, decode_many, ok_mask
-from uno.data.features import FeatureCache, FeatureJob, feature_job, pack_shard
+from uno.data.features import FeatureCache, FeatureJob, Missing, Shard, feature_job
 from uno.data.files import Storage
 from uno.data.images import evenly_spaced
 from uno.data.mapped import NeighborViews
@@ -33,8 +33,9 @@ INTERVAL_S = 10.0  # between two lines of progress
 SAMPLE_ROWS = 4_000  # whose features are looked at before training
 
 Show = Callable[[dict[str, Any]], None]
-Compute = Callable[[FeatureJob, nn.Module, Sequence[int], Storage], Iterable[tuple[int, bytes]]]
-"""Computes shards of a job under its encoder and keeps them in a cache directory, before it gives them out.
+Compute = Callable[[FeatureJob, nn.Module, Missing, Storage], Iterable[tuple[int, Shard]]]
+"""Computes what is missing of a job's shards under its encoder, and keeps it in a cache directory before it
+gives it out.
 """
 
 
@@ -94,28 +95,29 @@ def leave_out_unreadable(
 
 
 def compute_local(
-    job: FeatureJob, encoder: nn.Module, numbers: Sequence[int], cache: Storage
-) -> Iterator[tuple[int, bytes]]:
+    job: FeatureJob, encoder: nn.Module, missing: Missing, cache: Storage
+) -> Iterator[tuple[int, Shard]]:
     """:data:`Compute` by threads of this process."""
     device, threads = local_device(job.config), num_threads(job.config)
-    shards = features.compute_local(job, encoder.to(device), numbers, threads)
-    packed = ((number, pack_shard(job.key, number, shard)) for number, shard in shards)
-    return FeatureCache(cache, job).keep(packed)
+    shards = features.compute_local(job, encoder.to(device), missing, threads)
+    return FeatureCache(cache, job).keep(shards, missing)
 
 
-def _at_speed(job: FeatureJob, encoder: nn.Module, cache: FeatureCache, numbers: Sequence[int]) -> nn.Module:
-    """``encoder`` as the shards ``numbers`` should be computed: as those that ``cache`` has, or as fast as is
-    possible where that is worth it. A line says so where features of both are mixed.
+def _at_speed(job: FeatureJob, encoder: nn.Module, cache: FeatureCache, missing: Missing) -> nn.Module:
+    """``encoder`` as what is ``missing`` should be computed: as what ``cache`` has, or as fast as is possible
+    where that is worth it. PyTorch's evaluation views alone, of few rows, do not decide. A line says so where
+    features of both are mixed.
     """
     config, device = job.config, local_device(job.config)
-    num_rows = sum(len(job.rows(number)) for number in numbers)
-    plan, then = plan_of(config, num_rows * (1 + config.augment.num_cached_views), device), cache.plan()
-    if then is not None and is_allowed(config, then, device):
+    num_images = sum(len(job.rows(number)) * (job.num_views - have) for number, have in missing.items())
+    plan, then = plan_of(config, num_images, device), cache.plan()
+    decides = plan is None or {*missing.values()} != {1} or (then is not None and then.runtime != TORCH)
+    if then is not None and decides and is_allowed(config, then, device):
         plan = then
     plain = Plan(TORCH, features.CPU_IMAGES, config.compute.precision == "bf16")
     if plan is not None and plan != plain:
         encoder = at_speed(encoder, plan, num_threads(config))
-        encoder(features.first_images(job, numbers[0]))
+        encoder(features.first_images(job, min(missing)))
         plan = encoder.plan
     now = plan or plain
     if then is not None and now.runtime != then.runtime:
@@ -144,15 +146,16 @@ def load_features(
     place = Storage(features.cache_directory(config))
     cache = FeatureCache(place, job)
 
-    def computed(numbers: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        rows = sum(len(job.rows(number)) for number in numbers)
+    def computed(missing: Missing) -> Iterator[tuple[int, Shard]]:
+        rows, least = sum(len(job.rows(number)) for number in missing), min(missing.values())
         have = f" ({len(task.rows) - rows:,} cached)" if rows < len(task.rows) else ""
-        fast = _at_speed(job, encoder, cache, numbers)
+        some = f", evaluation view and {least - 1} of {job.num_views - 1} views cached," if least else ""
+        fast = _at_speed(job, encoder, cache, missing)
         how = f" by {fast.plan.runtime}, {fast.plan.batch_size} at once" if isinstance(fast, Runtime) else ""
-        found = f"{plural(rows, 'image')} through {config.model.encoder}{how}{have}"
+        found = f"{plural(rows, 'image')}{some} through {config.model.encoder}{how}{have}"
         print_line(f"features: {found}; cache: {cache.path}")
-        for number, data in compute(job, fast, numbers, place):
-            yield number, data
+        for number, shard in compute(job, fast, missing, place):
+            yield number, shard
             if should_stop():
                 raise Interrupted("stopped; finished features are kept")
 

@@ -24,7 +24,7 @@ from uno.crops import Cropper
 from uno.data import features, mapped
 from uno.data.columns import Labels
 from uno.data.decode import decode
-from uno.data.features import FeatureCache, cached_features, compute_local, feature_job, pack_shard
+from uno.data.features import FeatureCache, cached_features, compute_local, feature_job
 from uno.data.files import Storage
 from uno.data.output import seal
 from uno.data.plan import FEATURES, augment_generator
@@ -78,12 +78,11 @@ def cache_of(folder, job):
 def computed(job, encoder=None, threads=1, seen=None, folder=None):
     """``compute`` of :func:`cached_features`, which notes in ``seen`` what it is asked for."""
 
-    def compute(numbers):
+    def compute(missing):
         if seen is not None:
-            seen.append(list(numbers))
-        found = compute_local(job, encoder or encoder_of(job.config), numbers, threads)
-        packed = ((number, pack_shard(job.key, number, shard)) for number, shard in found)
-        return packed if folder is None else cache_of(folder, job).keep(packed)
+            seen.append(list(missing))
+        found = compute_local(job, encoder or encoder_of(job.config), missing, threads)
+        return found if folder is None else cache_of(folder, job).keep(found, missing)
 
     return compute
 
@@ -92,6 +91,11 @@ def kept(folder, job, seen=None, **options):
     return cached_features(
         cache_of(folder, job), job, "w", computed(job, seen=seen, folder=folder, **options)
     )
+
+
+def whole_of(job):
+    """All of every shard is missing."""
+    return dict.fromkeys(range(job.num_shards), 0)
 
 
 def shards(folder):
@@ -115,8 +119,8 @@ def test_features_equal_a_loop_over_rows_and_views(tmp_path, crop, side):
     encoder, data = encoder_of(config), config.data
     found, reasons = kept(tmp_path, job)
     assert found.shape == (40, 4, 16) and found.dtype == torch.float32 and not any(reasons)
-    views = features._views(config)
-    assert 0 < job.task.is_train.sum() < 40 and views.large.num_views == 3
+    drawn = features._views(override(config, {"augment.num_cached_views": features.VIEWS_AT_ONCE}))
+    assert 0 < job.task.is_train.sum() < 40 and drawn.large.num_views == 6
     for row in range(40):
         number, position = divmod(row, SHARD)
         square = torch.from_numpy(decode(images[row], side, "bicubic").copy())[None]
@@ -128,28 +132,31 @@ def test_features_equal_a_loop_over_rows_and_views(tmp_path, crop, side):
             continue
         generator = augment_generator(features.SEED, FEATURES, number)
         if crop == "pad":
-            expected = augment(square, views, generator, data.mean, data.std, *where)
+            expected = augment(square, drawn, generator, data.mean, data.std, *where)
         else:
-            cropper = Cropper(features.SEED, FEATURES, SHARD, views, side, "bicubic")
+            cropper = Cropper(features.SEED, FEATURES, SHARD, drawn, side, "bicubic")
             some, _ = cropper.crop(np.array([number]), np.array([position]), [images[row]])
             crops = cropper.split(torch.from_numpy(some))
-            expected = augment_crops(crops, views, generator, data.mean, data.std, *where, side)
-        for v, view in enumerate(expected):
+            expected = augment_crops(crops, drawn, generator, data.mean, data.std, *where, side)
+        for v, view in enumerate(expected[:3]):
             torch.testing.assert_close(found[row, 1 + v : 2 + v], encoder(view), rtol=1e-4, atol=1e-5)
         assert len(torch.unique(found[row], dim=0)) == 4
 
 
 def test_without_random_views_it_is_the_evaluation_view_alone(tmp_path, monkeypatch):
-    """To the bit, of a cache that does not depend on the split. Kills: views that nobody reads, a cache that
-    takes one for the other.
+    """To the bit, read from a cache of any views, and it does not depend on the split. Kills: views that
+    nobody reads, an evaluation view that is computed twice.
     """
     job = job_of()
     config = override(job.config, {"discover.epochs": 0, "augment.num_cached_views": 0})
     alone = job_of(config)
     whole, _ = kept(tmp_path, job)
     monkeypatch.setattr(Cropper, "crop", lambda *_: pytest.fail("a random view"))
-    found, reasons = kept(tmp_path, alone)
-    assert torch.equal(found, whole[:, :1]) and not any(reasons) and len(shards(tmp_path)) == 6
+    seen = []
+    for folder in (tmp_path, tmp_path / "alone"):
+        found, reasons = kept(folder, alone, seen)
+        assert torch.equal(found, whole[:, :1]) and not any(reasons) and len(shards(folder)) == 3
+    assert seen == [[0, 1, 2]]
     split = replace(alone.task, is_train=~alone.task.is_train)
     weak = override(config, {"augment.weak": True, "augment.large.jitter": 0.5})
     assert {feature_job(weak, split, encoder_of(weak)).key, alone.key} == {alone.key}
@@ -157,10 +164,96 @@ def test_without_random_views_it_is_the_evaluation_view_alone(tmp_path, monkeypa
         override(config, {"discover.epochs": 1})
 
 
+def with_views(job, num, **values):
+    """The job with as many random views."""
+    epochs = {} if num else {"discover.epochs": 0}
+    return job_of(override(job.config, {"augment.num_cached_views": num, **epochs, **values}))
+
+
+@pytest.fixture
+def passed(monkeypatch):
+    """How many images pass the encoder; the probe of what is stored not counted."""
+    seen, encode = list[int](), features._encode
+    monkeypatch.setattr(features, "_encode", lambda *a: (seen.append(len(a[2])), encode(*a))[1])
+    monkeypatch.setattr(features, "_probe", lambda *_: None)
+    return seen
+
+
+@pytest.mark.parametrize("crop", ["pad", "resized"])
+def test_a_cache_grows_by_the_views_that_it_lacks(tmp_path, passed, crop):
+    """To the bits of all at once, also by parts of the groups whose numbers are drawn together; fewer are
+    read again. Kills: views that depend on how many there are, a pass of one that is there.
+    """
+    job = job_of(config_of(augment__large__crop=crop, augment__large__jitter=0.5))
+    whole, _ = kept(tmp_path / "whole", with_views(job, 8))
+    num_train, expected = int(job.task.is_train.sum()), [40]
+    expected += [num_train * num for num in (2, 4, 2)]
+    for num, count in zip((0, 2, 6, 8), expected, strict=True):
+        del passed[:]
+        found, reasons = kept(tmp_path / "grown", with_views(job, num))
+        assert torch.equal(found, whole[:, : 1 + num]) and not any(reasons) and sum(passed) == count
+    del passed[:]
+    for num in (8, 7, 3, 2, 0):
+        for name in ("grown", "whole"):
+            assert torch.equal(kept(tmp_path / name, with_views(job, num))[0], whole[:, : 1 + num])
+    assert not passed and len(shards(tmp_path / "grown")) == 12
+
+
+def test_random_views_of_another_kind_or_split_share_the_evaluation_view(tmp_path, passed):
+    """Side by side. Kills: views of one that the other reads, an evaluation view that is computed twice."""
+    job, start = job_of(), kept(tmp_path, job_of())[0]
+    other = with_views(job, 3, **{"augment.large.jitter": 0.9, "augment.large.brightness": 0.9})
+    split = replace(job.task, is_train=~job.task.is_train)
+    for changed in (other, feature_job(job.config, split, job.encoder)):
+        del passed[:]
+        found, _ = kept(tmp_path, changed)
+        assert sum(passed) == 3 * changed.task.is_train.sum()
+        assert torch.equal(found, kept(tmp_path / changed.views, changed)[0])
+        assert torch.equal(found[:, 0], start[:, 0]) and not torch.equal(found, start)
+    assert torch.equal(kept(tmp_path, job)[0], start) and len(shards(tmp_path)) == 9
+
+
+def test_a_stopped_extension_goes_on(tmp_path, passed):
+    """Kills: views that are computed twice, a shard that counts as whole with its first views."""
+    job = job_of()
+    some, more = with_views(job, 2), with_views(job, 6)
+    whole, _ = kept(tmp_path / "whole", more)
+    kept(tmp_path / "cache", some)
+
+    def stop_after_one(missing):
+        yield next(iter(computed(more, folder=tmp_path / "cache")(missing)))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cached_features(cache_of(tmp_path / "cache", more), more, "w", stop_after_one)
+    left, progress, seen = cache_of(tmp_path / "cache", more).num_missing(), [], []
+    assert left == pytest.approx(24 * 4 / 7)
+    del passed[:]
+    compute = computed(more, seen=seen, folder=tmp_path / "cache")
+    cache = cache_of(tmp_path / "cache", more)
+    found, _ = cached_features(cache, more, "w", compute, lambda *done: progress.append(done))
+    assert torch.equal(found, whole) and seen == [[1, 2]] and progress == [(16, 40), (32, 40), (40, 40)]
+    assert sum(passed) == 4 * job.task.is_train[16:].sum() and cache.num_missing() == 0
+
+
+@pytest.mark.parametrize("damaged", ["0-3", "3-7"])
+def test_of_a_cache_that_grew_what_is_damaged_is_computed_again(tmp_path, caplog, damaged):
+    """Kills: later views in the place of those that are missing."""
+    job = job_of()
+    kept(tmp_path, with_views(job, 2))
+    whole, _ = kept(tmp_path, with_views(job, 6))
+    path = next(path for path in shards(tmp_path) if path.stem.endswith(damaged))
+    flip(path, path)
+    found, _ = kept(tmp_path, with_views(job, 6), seen := [])
+    assert torch.equal(found, whole) and seen == [[0]] and "1 damaged file" in caplog.text
+    assert torch.equal(kept(tmp_path, with_views(job, 6), seen)[0], whole) and len(seen) == 1
+
+
 def test_any_number_of_threads_gives_the_same_bits():
     job = job_of()
-    packed = [dict(computed(job, threads=threads)(range(job.num_shards))) for threads in (1, 2, 3)]
-    assert sorted(packed[0]) == [0, 1, 2] and packed[0] == packed[1] == packed[2]
+    found = [dict(computed(job, threads=threads)(whole_of(job))) for threads in (1, 2, 3)]
+    bits = [[(number, shard.numpy().tobytes()) for number, (shard, _) in one.items()] for one in found]
+    assert sorted(found[0]) == [0, 1, 2] and bits[0] == bits[1] == bits[2]
 
 
 def test_training_reads_no_row_of_the_test(tmp_path):
@@ -182,7 +275,8 @@ def test_training_reads_no_row_of_the_test(tmp_path):
     ({"augment.large.num_views": 3, "model.prototype_init": "kmeans", "objective.class_prior": "kmeans"},
      True),
     ({"data.unlabeled_known_fraction": 0.5}, True),
-    ({"model.width": 8}, False), ({"augment.num_cached_views": 4}, False),
+    ({"augment.num_cached_views": 4}, True),
+    ({"model.width": 8}, False),
     ({"augment.large.flip": 0.5}, False),
     ({"augment.large.size": 6}, False), ({"data.stored_size": 10}, False),
     ({"data.mean": (0.3, 0.3, 0.4)}, False), ({"data.std": (0.3, 0.3, 0.4)}, False),
@@ -192,7 +286,7 @@ def test_training_reads_no_row_of_the_test(tmp_path):
 def test_the_key_holds_what_features_depend_on_and_nothing_else(values, same):
     job = job_of()
     other = job_of(override(job.config, values))
-    assert (other.key == job.key) == same
+    assert ((other.key, other.views) == (job.key, job.views)) == same
 
 
 def test_the_key_changes_with_weights_test_rows_and_pixels():
@@ -202,11 +296,12 @@ def test_the_key_changes_with_weights_test_rows_and_pixels():
     keys = {job.key, feature_job(job.config, job.task, encoder).key}
     is_train = job.task.is_train.copy()
     is_train[0] ^= True  # as data.validation_fraction does
-    keys.add(feature_job(job.config, replace(job.task, is_train=is_train), encoder_of(job.config)).key)
+    other = feature_job(job.config, replace(job.task, is_train=is_train), encoder_of(job.config))
+    assert other.key == job.key and other.views != job.views
     images = job.task.rows.images.images.items.copy()
     images[job.task.rows.images.index[3], 0, 0, 0] ^= 1
     keys.add(job_of(images=images[job.task.rows.images.index]).key)
-    assert len(keys) == 4
+    assert len(keys) == 3
 
 
 def test_hidden_labels_reach_neither_the_features_nor_training(tmp_path):
@@ -274,9 +369,9 @@ def test_a_shard_of_another_shape_is_not_taken(tmp_path, caplog, content):
     """Sealed, in its place."""
     job = job_of()
     cache = cache_of(tmp_path, job)
-    list(cache.keep([(0, seal(features.shard_name(job.key, 0), content, REASONS))]))
+    features.write_shard(Storage(str(tmp_path)), job.name(0), seal(job.name(0), content, REASONS))
     assert (
-        cache.read()[2] == [0, 1, 2]
+        cache.read()[2] == whole_of(job)
         and "recomputing 1 damaged file in" in caplog.text
         and not shards(tmp_path)
     )
@@ -289,7 +384,7 @@ def test_what_is_no_shard_is_left_alone(tmp_path, caplog):
     folder = Path(cache_of(tmp_path, job).path)
     for name in ("notes.txt", ".000000-abc.safetensors.1234", "000009.safetensors"):
         (folder / name).write_text("x")
-    assert cache_of(tmp_path, job).read()[2] == [] and not caplog.messages
+    assert cache_of(tmp_path, job).read()[2] == dict.fromkeys(range(3), 4) and not caplog.messages
     assert len(list(folder.iterdir())) == 3 + 2 + 3
 
 
@@ -386,7 +481,7 @@ def test_an_image_that_goes_away_between_two_reads_is_unreadable(tmp_path, monke
 
 
 def computed_all(job):
-    shards = [shard for _, shard in compute_local(job, encoder_of(job.config), range(job.num_shards), 1)]
+    shards = [shard for _, shard in compute_local(job, encoder_of(job.config), whole_of(job), 1)]
     return torch.cat([part for part, _ in shards]), [why for _, part in shards for why in part]
 
 
@@ -529,6 +624,26 @@ def test_features_of_images_that_were_overwritten_are_computed_again(tmp_path, c
     assert "images written to" in line and (seen == [[0]] or keeps_time)
     assert torch.equal(found, kept(tmp_path / "anew", job)[0]) and not torch.equal(found, whole)
     assert torch.equal(kept(cache, folder_job(data), seen)[0], found) and len(seen) == 1
+
+
+@pytest.mark.parametrize("num_views", [0, 2, 6])
+def test_a_cache_does_not_grow_from_images_that_were_overwritten(tmp_path, caplog, num_views):
+    """And what other jobs stored of them is gone too. Kills: views of one image beside another's, a snapshot
+    of one job that vouches for what another has stored.
+    """
+    data, cache, seen = tmp_path / "data", tmp_path / "cache", []
+
+    def job(num):
+        config = override(folder_job(data).config, {"augment.num_cached_views": num, "discover.epochs": 0})
+        return feature_job(config, make_task(read_rows(config.data), config.data), encoder_of(config))
+
+    write_bitmaps(data, range(40))
+    for num in (0, 2, 6):
+        kept(cache, job(num))
+    write_bitmaps(data, range(0, 16, 2), 100)
+    for num in (num_views, 8, 0, 2, 6):
+        assert torch.equal(kept(cache, job(num), seen)[0], kept(tmp_path / f"anew{num}", job(num))[0])
+    assert seen[:2] == [[0], [0, 1, 2]] and len(seen) == 2 and len(caplog.messages) == 1
 
 
 def test_features_of_images_that_were_moved_copied_or_touched_are_kept(tmp_path, caplog):

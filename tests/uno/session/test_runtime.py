@@ -93,6 +93,27 @@ def test_a_killed_job_goes_on_as_it_began(tmp_path, batches, capsys, monkeypatch
     assert not batches and plan_in(tmp_path)["runtime"] == "torch"
 
 
+def test_a_cache_that_grows_says_what_it_has(tmp_path, batches, capsys, monkeypatch):
+    """A few evaluation views by PyTorch do not decide what computes all others, random views that are there
+    do. Kills: an extension that is as slow as its beginning, views of two runtimes.
+    """
+    monkeypatch.setattr(Runtime, "_seconds", lambda self, program, images, size: size)
+    monkeypatch.setattr("uno.runtime.MIN_IMAGES", 2 * ROWS + 1)
+    config = override(config_of(tmp_path), {"data.validation_fraction": 0.0})
+    alone = load(override(config, {"augment.num_cached_views": 0, "discover.epochs": 0}))
+    assert not batches and plan_in(tmp_path)["runtime"] == "torch"
+    capsys.readouterr()
+    two = load(config)
+    said = capsys.readouterr().out
+    assert f"features: {2 * ROWS} images, evaluation view and 0 of 2 views cached, through" in said
+    assert "are by torch; onnx computes the missing ones" in said and batches
+    monkeypatch.setattr("uno.runtime.MIN_IMAGES", 10**6)
+    four = load(override(config, {"augment.num_cached_views": 4}))
+    said = capsys.readouterr().out
+    assert "evaluation view and 2 of 4 views cached, through" in said and "by onnx, 4 at once" in said
+    assert torch.equal(two[:, :1], alone) and torch.equal(four[:, :3], two)
+
+
 def test_predictions_by_a_runtime_are_those_of_pytorch(tmp_path, batches, monkeypatch):
     """And the model is left as it was. Kills: an encoder that stays another module, whose weights then have
     other names; a runtime for a few images; Python's predictions without it.
