@@ -116,6 +116,7 @@ def feature_job(config: Config, task: Task, encoder: nn.Module) -> FeatureJob:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     facts = settings(config) | {
+        "views": config.augment.large.size,  # all that the evaluation view depends on
         "version": VERSION,
         "weights": digest.hexdigest(),
         "data": task.rows.fingerprint,
@@ -123,8 +124,7 @@ def feature_job(config: Config, task: Task, encoder: nn.Module) -> FeatureJob:
     }
     views = ""
     if config.augment.num_cached_views:
-        kind = _views(config).model_dump(mode="json")
-        del kind["num_cached_views"], kind["large"]["num_views"]
+        kind = settings(config)["views"]
         views = _hash({"kind": kind, "training": hashlib.sha256(task.is_train.tobytes()).hexdigest()})[:16]
     return FeatureJob(config, task, encoder, _hash(facts)[:32], views)
 
@@ -134,11 +134,12 @@ def _hash(facts: Mapping[str, Any]) -> str:
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """What features depend on besides the weights of the encoder and the data."""
-    data = config.data
+    """What features depend on besides the weights of the encoder, the data and the number of views."""
+    data, views = config.data, _views(config).model_dump(mode="json")
+    del views["num_cached_views"], views["large"]["num_views"]
     return {
         "encoder": config.model.encoder,
-        "views": config.augment.large.size,
+        "views": views,
         "bf16": config.compute.precision == "bf16",
         "transform": [data.stored_size, data.mean, data.std, data.interpolation],
     }  # fmt: skip
@@ -368,7 +369,7 @@ class FeatureCache:
         return min(piece.stop, self._job.num_views if piece.views == self._job.views else 1)
 
     def _next(self, pieces: Iterable[Piece], done: int) -> Piece | None:
-        """That which goes on after ``done`` views: with the most of the job's, then the smallest."""
+        """The one with the most of the job's views after the first ``done``; of these the smallest."""
         useful = [piece for piece in pieces if piece.first <= done < self._stop(piece)]
         return max(useful, key=lambda piece: (self._stop(piece), -piece.stop), default=None)
 
