@@ -51,12 +51,12 @@ def computed(monkeypatch):
 
 
 def vector_options(folder: Path, *more: str) -> SweepOptions:
-    """Options of a sweep in ``folder``/s on 240 vectors of 16 numbers, of four known and two novel classes."""
+    """Options of a sweep in ``folder``/s on 240 vectors, of four known and two novel classes."""
     labels, generator = np.arange(240) % 6, np.random.default_rng(0)
     values = 4 * generator.normal(size=(6, 16))[labels] + generator.normal(size=(240, 16))
     store_vectors(f"{folder}/v.parquet", values, np.where(labels < 4, labels, -1))
-    words = ["--data", f"vectors:{folder}/v.parquet", "--num-novel", "2", "--folds", "1", "--batch-size", "64"]
-    words += ["--compute.threads", "1", "--output", f"{folder}/s"]
+    words = ["--data", f"vectors:{folder}/v.parquet", "--num-novel", "2", "--folds", "1"]
+    words += ["--batch-size", "64", "--compute.threads", "1", "--output", f"{folder}/s"]
     return sweep_options(parse([*words, *more], TUNE))
 
 
@@ -266,7 +266,8 @@ def test_a_sweep_on_vectors(ray_cluster, tmp_path, monkeypatch, capsys):
     """
     shared, put = [], ray_cluster.put
     monkeypatch.setattr(ray_cluster, "put", lambda value, **how: shared.append(value) or put(value, **how))
-    assert run_sweep(vector_options(tmp_path, "--trials", "2", "--max-steps", "3", "--scheduler", "none")) == 0
+    options = vector_options(tmp_path, "--trials", "2", "--max-steps", "3", "--scheduler", "none")
+    assert run_sweep(options) == 0
     (data,) = [value for value in shared if isinstance(value, SweepData)]
     assert [part.shape for part in data.images] == [(240, 16), (240, 6), (240, 6)]
     assert "method: uno; uno discover takes choice" in capsys.readouterr().out
