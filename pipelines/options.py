@@ -141,7 +141,7 @@ class Options:
     @cached_property
     def config(self) -> Config:
         """The configuration that the line leads to, with the command's output."""
-        return configured(self.overrides, self.command.output, self.command.name == "discover")
+        return configured(self.overrides, self.command.output, self.command.name in ("discover", "data"))
 
 
 def parse(argv: Sequence[str], command: Command) -> Options:

@@ -37,7 +37,7 @@ from uno.data.splits import Task
 from uno.encoder import code_of
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
 from uno.imports import is_object_name
-from uno.methods.registry import num_heads
+from uno.methods.registry import load, num_heads
 from uno.runs import DISCOVER, LOGGERS_FOLDER, RAY_FOLDER, directory, lock, run
 from uno.runs.lock import RunLock
 from uno.session.console import Progress, interrupt_on_signal, on_stop, print_line
@@ -46,6 +46,7 @@ from uno.session.job import preflight
 from uno.session.loggers import Loggers, require_loggers
 from uno.session.resolve import as_begun, from_data, starting_weights, with_data, with_full_path
 from uno.session.resources import check_memory, choose_for_sweep
+from uno.session.settings import leaves_choice
 from uno.text import plural
 from uno.weights import PRETRAINED, PRETRAINED_FILE, is_file
 
@@ -121,6 +122,8 @@ def run_sweep(options: SweepOptions) -> int:
             claim.storage.write(PRETRAINED_FILE, own_weights)
         ended = [t for t in records.read_trials(claim.storage) if t.index < options.trials and t.status]
         if len(ended) < options.trials:
+            if leaves_choice(config.preset, {key: value for key, value in asked.items() if key != "recipe"}):
+                print_line("method: uno; uno discover takes choice by default, which has nothing to search")
             _describe(options, data, folds, num_epochs)
             _run_missing(options, data, num_epochs, claim, ended)
         else:
@@ -223,6 +226,9 @@ def check_options(options: SweepOptions) -> None:
         why = "--score folds pretrains anew: --weights may be trained on the classes that a fold hides"
         raise ConfigError(f"{why}; use --score agreement, or leave --weights out")
     if options.config.discover.epochs < 1:
+        if not (method := load(options.config)).trains:
+            why = f"method {method.name} trains nothing, so no setting can be searched"
+            raise ConfigError(f"{why}; use --method uno")
         raise ConfigError("discover.epochs must be at least 1: trials are compared by their epochs")
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 
+from pipelines import cli
 from pipelines.options import parse
 from tests.forked import forked
 from tests.tune.tiny import claimed, folds_of, frozen_options, run_tiny, tiny_options
@@ -19,6 +21,7 @@ from tune import AGREEMENT, driver, spaces
 from tune.driver import HERE, load_data, open_sweep, run_sweep, sweep_options
 from tune.score import SweepData
 from tune.sweep import TUNE
+from tune.trial import SweepOptions
 from uno.config import override
 from uno.data import features
 from uno.data.files import Storage
@@ -45,6 +48,16 @@ def computed(monkeypatch):
 
     monkeypatch.setattr(features, "compute_shard", counted)
     return numbers
+
+
+def vector_options(folder: Path, *more: str) -> SweepOptions:
+    """Options of a sweep in ``folder``/s on 240 vectors, of four known and two novel classes."""
+    labels, generator = np.arange(240) % 6, np.random.default_rng(0)
+    values = 4 * generator.normal(size=(6, 16))[labels] + generator.normal(size=(240, 16))
+    store_vectors(f"{folder}/v.parquet", values, np.where(labels < 4, labels, -1))
+    words = ["--data", f"vectors:{folder}/v.parquet", "--num-novel", "2", "--folds", "1"]
+    words += ["--batch-size", "64", "--compute.threads", "1", "--output", f"{folder}/s"]
+    return sweep_options(parse([*words, *more], TUNE))
 
 
 def load(options, own_weights=None, storage=None):
@@ -170,21 +183,7 @@ def test_features_in_a_file_are_those_in_memory(tmp_path):
 
 def test_trials_make_the_views_of_vectors_when_they_read_them(tmp_path):
     """Kills: views of all rows that are computed before trials start, or others than those of a run."""
-    labels, generator = np.arange(240) % 6, np.random.default_rng(0)
-    values = 4 * generator.normal(size=(6, 16))[labels] + generator.normal(size=(240, 16))
-    store_vectors(f"{tmp_path}/v.parquet", values, np.where(labels < 4, labels, -1))
-    words = ["--data", f"vectors:{tmp_path}/v.parquet", "--num-novel", "2", "--folds", "1"]
-    words += [
-        "--discover.epochs",
-        "2",
-        "--batch-size",
-        "64",
-        "--compute.threads",
-        "1",
-        "--output",
-        f"{tmp_path}/s",
-    ]
-    options, _ = driver._resolved(sweep_options(parse(words, TUNE)))
+    options, _ = driver._resolved(vector_options(tmp_path, "--discover.epochs", "2"))
     data, config = load(options), options.config
     assert [part.shape[1:] for part in data.images] == [(16,), (6,), (6,)]
     views = NeighborViews(*map(torch.from_numpy, data.images))[:].numpy()
@@ -256,3 +255,32 @@ def test_a_sweep_on_features(ray_cluster, tmp_path, monkeypatch, computed, loadi
     assert len(list((tmp_path / "s/trials").glob("*/result.json"))) == 4
     assert '"failed"' not in "".join(path.read_text() for path in tmp_path.glob("s/trials/*/result.json"))
     assert not (tmp_path / "s/pretrain").exists() and not (tmp_path / "s/features.npy").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.timeout(600)
+def test_a_sweep_on_vectors(ray_cluster, tmp_path, monkeypatch, capsys):
+    """Of UNO, whose best run is trained by ``uno discover``. Kills: vectors or their views that each trial
+    holds, a best.yaml that leads to the choice, a method that the user is not shown.
+    """
+    shared, put = [], ray_cluster.put
+    monkeypatch.setattr(ray_cluster, "put", lambda value, **how: shared.append(value) or put(value, **how))
+    options = vector_options(tmp_path, "--trials", "2", "--max-steps", "3", "--scheduler", "none")
+    assert run_sweep(options) == 0
+    (data,) = [value for value in shared if isinstance(value, SweepData)]
+    assert [part.shape for part in data.images] == [(240, 16), (240, 6), (240, 6)]
+    assert "method: uno; uno discover takes choice" in capsys.readouterr().out
+    results = [path.read_text() for path in tmp_path.glob("s/trials/*/result.json")]
+    assert len(results) == 2 and all('"finished"' in text for text in results)
+
+    assert cli.main(["discover", "--config", f"{tmp_path}/s/best.yaml", "--output", f"{tmp_path}/run"]) == 0
+    metrics = (tmp_path / "run/metrics.json").read_text()
+    assert "trust/score" in metrics and "trust/choice" not in metrics
+    assert pq.read_table(tmp_path / "run/predictions.parquet").num_rows == 240
+
+
+@pytest.mark.parametrize("method", ["choice", "pim"])
+def test_a_method_that_trains_nothing_has_nothing_to_search(tmp_path, method):
+    said = failure(run_sweep, vector_options(tmp_path, "--method", method))
+    assert said == f"method {method} trains nothing, so no setting can be searched; use --method uno"

@@ -72,7 +72,9 @@ def format_report(task: Task, problems: list[Problem], size: int | None = None) 
         sides = sorted((width * height, f"{width} x {height}") for _, width, height in headers)
         sizes = f"{sides[0][1]} to {sides[-1][1]} pixels"
         lines.append(f"sizes        {sizes} ({formats}; sample of {len(headers)})")
-    if size is not None:
+    if (vectors := rows.images.vectors(np.arange(0))) is not None:
+        lines.append(f"used         as vectors of {vectors[0].shape[2]} numbers")
+    elif size is not None:
         lines.append(f"used         as {size} x {size} pixels (--data.stored-size)")
     names = [printable(name) for name in task.known + task.novel] + ["(no truth)"]
     kinds_of = ["known"] * len(task.known) + ["novel"] * len(task.novel) + [""]

@@ -117,7 +117,7 @@ def _batch(config: Config, task: Task, given: Container[str], num_classes: int, 
     if size == most:
         return {}, []
     line = f"batch size: {size} of {labeled + unlabeled:,} images; change with --batch-size"
-    return {"train.batch_size": size}, [line]
+    return {"train.batch_size": size}, [line] * bool(config.discover.epochs)
 
 
 def _epochs(config: Config, task: Task, given: Container[str], batch_size: int) -> Found:

@@ -15,7 +15,7 @@ from uno.data.decode import read_header
 from uno.data.files import Storage, read_bytes
 from uno.data.images import Image
 from uno.data.inputs import Inputs
-from uno.errors import ConfigError, StorageError
+from uno.errors import StorageError
 from uno.limits import MAX_IMAGE_BYTES
 from uno.results.classes import REJECTED
 from uno.results.predictions import COLUMNS, read_batches, read_identity
@@ -52,8 +52,8 @@ def sort_images(storage: Storage, inputs: Inputs, on_progress: Callable[[int, in
         sizes = [len(rows[i : i + GROUP]) for i in range(0, len(rows), GROUP)]
         each = zip(rows.tolist(), names, kinds, index, strict=True)
         for ids, images in inputs.read(part, sizes):
-            if (pictures := images.pictures()) is None:
-                raise ConfigError("--folders copies images, and the data has none, but vectors")
+            pictures = images.pictures()
+            assert pictures is not None
             found = pictures.read_images(np.arange(len(ids)))
             for name, image, (row, label, kind, number) in zip(ids.to_pylist(), found, each, strict=False):
                 data, suffix = _encoded(image)

@@ -68,7 +68,8 @@ def verdict(values: Mapping[str, float]) -> Verdict | None:
     elif signs >= BELIEVED:
         advice = "assuming the number of classes is right"
     else:
-        advice = "the features do not separate these classes: try another number of them or longer training"
+        other = "another encoder" if CHOSEN in values else "longer training"
+        advice = f"the features do not separate these classes: try another number of them or {other}"
     second = f"k-means agrees on {kmeans} of the unlabeled images, nearest neighbors on {near} ({advice})"
     expected, chosen = _on_choice(values)
     return Verdict(word, (*expected, first, second, *chosen))

@@ -58,6 +58,8 @@ def predict(
         inputs = inputs if limit is None else evenly(inputs, limit)
         total(len(inputs))
     require_kind(model.config.model, inputs.first)
+    if folders and inputs.first.pictures() is None:
+        raise ConfigError("--folders copies images, and the data has only vectors")
     if model.config.model.takes_vectors:  # there is nothing to decode
         config = override(config, {"compute.num_workers": 0, "compute.device": local_device(config).type})
     try:

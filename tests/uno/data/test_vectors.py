@@ -13,7 +13,7 @@ import torch
 
 from uno.config import AugmentConfig, DataConfig
 from uno.data import mapped, tables
-from uno.data.check import check
+from uno.data.check import check, format_report
 from uno.data.inputs import open_inputs
 from uno.data.mapped import NeighborViews
 from uno.data.row_blocks import RowBlocks
@@ -169,7 +169,9 @@ def test_the_checks_name_bad_vectors_and_do_not_decode(tmp_path):
     labels = ["a"] * 15 + ["b"] * 15 + [None] * 10
     source = stored(tmp_path / "v.parquet", embedding=list(values), label=labels)
     config = configured({"data.source": source, "data.num_novel": 1, "train.batch_size": 8})
-    problems = check(make_task(read_rows(config.data), config.data), config, seconds=5)
+    task = make_task(read_rows(config.data), config.data)
+    problems = check(task, config, seconds=5)
+    assert "as vectors of 4 numbers" in format_report(task, problems, config.data.stored_size)
     named = [problem for problem in problems if "row-5: numbers that are not finite" in problem.message]
     assert named and named[0].level == "error"  # more than 1 % of 40
     assert not [

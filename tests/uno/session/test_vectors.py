@@ -8,6 +8,7 @@ import torch
 import uno
 from uno.errors import ConfigError
 from uno.results.export import export
+from uno.session.predict import predict
 from uno.session.settings import configured
 
 FEW = {"discover.epochs": 20, "train.batch_size": 64, "data.max_bad_fraction": 0.05, "quiet": True}
@@ -102,6 +103,9 @@ def test_nothing_but_unusable_vectors(tmp_path, value):
 
 def test_what_does_not_fit_is_refused(run, tmp_path):
     model, vectors, _ = run
+    with pytest.raises(ConfigError, match="the data has only vectors"):
+        predict(model.run, {"output": f"{tmp_path}/out"}, embedding=False, folders=True)
+    assert not (tmp_path / "out").exists()
     with pytest.raises(ConfigError, match="takes vectors of 16 numbers, the data has vectors of 5 numbers"):
         model.predict(vectors[:, :5])
     with pytest.raises(ConfigError, match=r"must be numbers \(N, D\)"):
