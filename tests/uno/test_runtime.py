@@ -1,6 +1,7 @@
 """Every runtime of an encoder against PyTorch, and what happens to one that is missing, fails or lies."""
 
 import ctypes
+import logging
 import shutil
 from functools import partial
 from importlib.util import find_spec
@@ -102,6 +103,21 @@ def test_openvino_leaves_this_thread_its_stack_for_signals():
     assert _signal_stack() == before
     del found
     assert _signal_stack() == before
+
+
+def test_warnings_are_heard_after_openvino_has_failed(monkeypatch, caplog):
+    """Its converter sets the root logger's level. Kills: a process without a warning from there on."""
+    openvino = pytest.importorskip("openvino")
+
+    def failing(*_, **options):
+        logging.getLogger().setLevel(logging.ERROR)
+        logging.getLogger().handlers.clear()
+        raise LookupError("no such operator")
+
+    monkeypatch.setattr(openvino, "convert_model", failing)
+    fast = Runtime(encoder_of(), Plan("openvino"), threads=1)
+    fast(images_of(5))
+    assert fast.plan.runtime == TORCH and "openvino is not used: no such operator" in caplog.text
 
 
 def _signal_stack() -> bytes:
