@@ -119,9 +119,7 @@ def eval_view(images: Tensor, size: int, mean: Sequence[float], std: Sequence[fl
     return normalize(images[..., start : start + size, start : start + size] / 255, mean, std)
 
 
-def sample_uniforms(
-    num_rows: int, num_views: int, generator: torch.Generator, at_once: int = 0
-) -> Tensor:  # fmt: skip
+def sample_uniforms(num_rows: int, num_views: int, generator: torch.Generator, at_once: int = 0) -> Tensor:
     """All numbers that views take, float64 (N,V,42) in 0-1: as many, so equal crops, whatever the config.
     Those of ``at_once`` views are drawn together, so that a view does not depend on V; 0: of all.
     """

@@ -191,8 +191,7 @@ class Cell(NamedTuple):
 
         config = self.config
         if config.model.finetune == "none":
-            parts = [part.model_dump(mode="json") for part in (config.augment, config.data)]
-            facts = [settings_of_features(config), *parts, config.model.weights]
+            facts = [settings_of_features(config), config.data.model_dump(mode="json"), config.model.weights]
             return f"features/{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]}"
         return f"pretrain/{pretrain_hash(self.config)}"
 

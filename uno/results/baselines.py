@@ -24,7 +24,7 @@ from uno.results import metrics
 from uno.runs.run import load_weights_
 
 MAX_BASELINE_ROWS = 50_000  # of a kind, that k-means clusters; of streamed rows MAX_ROWS
-MAX_GRAPH_ROWS = 20_000  # whose nearest neighbors are found in seconds; of more no graph is a baseline
+MAX_GRAPH_ROWS = 20_000  # which take 20-30 s on two cores; of more no graph is a baseline
 MAX_PIXEL_SIDE = 16  # k-means on raw pixels is only meaningful, and cheap, for tiny images
 NUM_STARTS = 10
 
