@@ -1,10 +1,14 @@
-"""k-means of features and pixels, as a baseline."""
+"""Clusterings of features and pixels, as baselines."""
 
 import numpy as np
 import pytest
+import torch
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
+from uno.choice import SMOOTHED, SPECTRAL
+from uno.clustering import FREE
+from uno.results import baselines
 from uno.results.baselines import kmeans_baseline
 from uno.results.metrics import METRICS
 
@@ -41,3 +45,24 @@ def test_kmeans_of_rectangular_and_degenerate_input():
     assert merged["acc"] == 5 / 6
     features = np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 2.0], [0.0, 0.0]])
     assert kmeans_baseline(features, [0, 1, 2, 0], 3, seed=0)["acc"] == 1
+
+
+@pytest.mark.parametrize("gcd", [False, True])
+def test_clusters_of_a_neighbor_graph_are_those_of_the_unlabeled_rows(monkeypatch, gcd):
+    """Of five separate classes, of which three are known, in a random order. Kills: clusters of the labeled
+    rows, or in another order; one kind for the other's; a graph of more rows than are cheap.
+    """
+    generator = torch.Generator().manual_seed(0)
+    truth = torch.arange(5).repeat_interleave(20)[torch.randperm(100, generator=generator)]
+    features = 5 * torch.eye(8)[truth] + torch.randn(100, 8, generator=generator) / 4
+    known = (truth < 3) & (torch.arange(100) % 2 == 0) & gcd
+    labels, num = torch.where(known, truth, FREE), 5
+    found = baselines.graph_clusters(features, labels, num, gcd, 0)
+    for clusters in found.values():
+        assert baselines.score(truth[~known], clusters, num)["acc"] == 1
+        assert not gcd or torch.equal(clusters[truth[~known] < 3], truth[~known & (truth < 3)])
+    monkeypatch.setattr(baselines, "partition_of", lambda *given: given[4])
+    kinds = {"kmeans_smoothed": SMOOTHED, "spectral": SPECTRAL}
+    assert baselines.graph_clusters(features, labels, num, gcd, 0) == kinds
+    monkeypatch.setattr(baselines, "MAX_GRAPH_ROWS", 99)
+    assert baselines.graph_clusters(features, labels, num, gcd, 0) == {}
