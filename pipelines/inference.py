@@ -34,7 +34,7 @@ def predict_on_ray(
     parts = zip(rows, writer.inputs.parts(map(np.asarray, rows)), strict=True)
     blocks = (part_block(own.start, part) for own, part in parts)
     num = writer.num_rows - writer.num_done
-    plan = None if config.model.takes_vectors else plan_of(config, num, torch.device("cpu"))
+    plan = None if config.model.takes_vectors else plan_of(config, num, how.size, torch.device("cpu"))
     loaded = ray.put(dict(files)), writer.embedding, plan
     write, sizes = writer.part_writer.write, (writer.part_rows, how.chunk_rows, 3 * how.size**2)
     stored = map_through_model(ray, config, writer.storage, blocks, decode, Scorer, loaded, write, *sizes)

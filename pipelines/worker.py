@@ -191,7 +191,8 @@ def run_on_ray(
         images, reasons, found = None, None, None
         if on_features(config):
             compute = partial(compute_on_ray, ray, give_up=stopping.is_set)
-            found, reasons = load_features(config, task, storage, show, stopping.is_set, compute)
+            how = show, stopping.is_set, compute
+            found, reasons = load_features(config, task, storage, *how, look=job.look)
             leave_out_unreadable(reasons, config, task, storage)
         elif not streams:
             images, reasons = ray_data.decode_task(ray, task, side, config.data.interpolation)

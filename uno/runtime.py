@@ -31,7 +31,9 @@ PACKAGES = {"openvino": ("openvino",), "onnx": ("onnxruntime", "onnx", "onnxscri
 TOLERANCE = 1e-3  # of the length of a row's features: a cosine above .999999; float32 differs by 1e-5
 OF_BF16 = 2.0  # times the difference that PyTorch's own bfloat16 has: .01 to .05 of the length
 BATCH_SIZES = (4, 8, 16)
-MIN_IMAGES = 2_000  # of fewer ``auto`` is PyTorch: to convert and to measure takes 5-30 s
+MIN_PIXELS = (
+    1_000 * 224**2
+)  # of all images; of fewer ``auto`` is PyTorch: to convert and measure takes 5-30 s
 TIMED_S, MAX_ROUNDS = 0.5, 3  # of the images that are timed: no round after that time
 
 log = logging.getLogger(__name__)
@@ -48,13 +50,13 @@ class Plan(NamedTuple):
     bf16: bool = False
 
 
-def plan_of(config: Config, num_images: int, device: torch.device) -> Plan | None:
-    """How ``num_images`` should pass the encoder of ``config`` on ``device``, None: as PyTorch has it.
-    ConfigError: as :func:`require_runtime`.
+def plan_of(config: Config, num_images: int, side: int, device: torch.device) -> Plan | None:
+    """How ``num_images`` of ``side`` by ``side`` pixels should pass the encoder of ``config`` on ``device``,
+    None: as PyTorch has it. ConfigError: as :func:`require_runtime`.
     """
     require_runtime(config)
     name, bf16 = config.compute.encoder_runtime, config.compute.precision == "bf16"
-    pays = name != AUTO or (num_images >= MIN_IMAGES and bool(_installed(bf16)))
+    pays = name != AUTO or (num_images * side**2 >= MIN_PIXELS and bool(_installed(bf16)))
     return Plan(name, bf16=bf16) if device.type == "cpu" and name != TORCH and pays else None
 
 

@@ -198,16 +198,16 @@ def test_all_batches_have_the_planned_size(monkeypatch):
 
 def test_auto_is_pytorch_where_nothing_is_installed_or_worth_it(monkeypatch):
     """Kills: a conversion for ten images, on a GPU, of another precision than float32; a package required."""
-    config, many = small_config(), runtime.MIN_IMAGES
+    config, many = small_config(), runtime.MIN_PIXELS // 64
     monkeypatch.setattr(runtime, "find_spec", lambda package: None)
-    assert plan_of(config, many, CPU) is None
+    assert plan_of(config, many, 8, CPU) is None
     installed(monkeypatch, "onnx")
-    assert plan_of(config, many, CPU) == Plan("auto")
-    assert plan_of(config, many - 1, CPU) is None
-    assert plan_of(config, many, torch.device("cuda")) is None
-    assert plan_of(override(config, {"compute.precision": "bf16"}), many, CPU) is None
-    assert plan_of(override(config, {"compute.encoder_runtime": "torch"}), many, CPU) is None
-    assert plan_of(override(config, {"compute.encoder_runtime": "onnx"}), 1, CPU) == Plan("onnx")
+    assert plan_of(config, many, 8, CPU) == Plan("auto")
+    assert plan_of(config, many - 1, 8, CPU) is None
+    assert plan_of(config, many, 8, torch.device("cuda")) is None
+    assert plan_of(override(config, {"compute.precision": "bf16"}), many, 8, CPU) is None
+    assert plan_of(override(config, {"compute.encoder_runtime": "torch"}), many, 8, CPU) is None
+    assert plan_of(override(config, {"compute.encoder_runtime": "onnx"}), 1, 8, CPU) == Plan("onnx")
 
 
 @pytest.mark.parametrize(("name", "package"), [("openvino", "openvino"), ("onnx", "onnxscript")])
@@ -217,7 +217,7 @@ def test_a_runtime_that_is_missing_is_one_line(monkeypatch, name, package):
     monkeypatch.setattr(runtime, "find_spec", lambda package: object() if package in present else None)
     config = override(small_config(), {"compute.encoder_runtime": name})
     with pytest.raises(ConfigError, match=rf"{name} needs the package {package}: pip install {package}$"):
-        plan_of(config, 1, CPU)
+        plan_of(config, 1, 8, CPU)
 
 
 def test_bf16_is_openvinos_or_pytorchs(monkeypatch):
@@ -226,8 +226,8 @@ def test_bf16_is_openvinos_or_pytorchs(monkeypatch):
     """
     monkeypatch.setattr(runtime, "find_spec", lambda package: object())
     config = override(small_config(), {"compute.precision": "bf16"})
-    assert plan_of(config, runtime.MIN_IMAGES, CPU) == Plan("auto", bf16=True)
-    assert plan_of(config, runtime.MIN_IMAGES - 1, CPU) is None
+    assert plan_of(config, runtime.MIN_PIXELS // 64, 8, CPU) == Plan("auto", bf16=True)
+    assert plan_of(config, runtime.MIN_PIXELS // 64 - 1, 8, CPU) is None
     for name, allowed in (("openvino", True), ("torch", True), ("onnx", False)):
         assert runtime.is_allowed(config, Plan(name, 4, True), CPU) is allowed
         assert not runtime.is_allowed(config, Plan(name, 4), CPU)
@@ -242,4 +242,4 @@ def test_a_runtime_of_float32_is_refused_with_bf16(monkeypatch):
     installed(monkeypatch)
     config = {"compute.encoder_runtime": "onnx", "compute.precision": "bf16"}
     with pytest.raises(ConfigError, match="float32: not with precision bf16"):
-        plan_of(override(small_config(), config), 1, CPU)
+        plan_of(override(small_config(), config), 1, 8, CPU)

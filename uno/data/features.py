@@ -92,6 +92,11 @@ class FeatureJob(NamedTuple):
         """Shards of the task."""
         return -(-len(self.task.rows) // SHARD_ROWS)
 
+    def evaluation_view(self) -> "FeatureJob":
+        """The job of the evaluation view alone, in the same cache."""
+        alone = {"augment.num_cached_views": 0, "discover.epochs": 0}  # discovery would need others
+        return self._replace(config=override(self.config, alone), views="")
+
     def rows(self, number: int) -> np.ndarray:
         """Row numbers of a shard, int64 (n,)."""
         first = number * SHARD_ROWS
@@ -275,9 +280,14 @@ def first_images(job: FeatureJob, number: int) -> Tensor:
 
 def _plain_views(config: Config, pixels: Tensor) -> Tensor:
     """The evaluation view (n, 3, S, S) of the pixels of rows."""
-    data, side = config.data, min(config.augment.large.size, config.data.stored_size)
+    data = config.data
     squares = pixels[:, : _square_bytes(config)].unflatten(1, (3, data.stored_size, data.stored_size))
-    return eval_view(squares, side, data.mean, data.std)
+    return eval_view(squares, side(config), data.mean, data.std)
+
+
+def side(config: Config) -> int:
+    """Of the evaluation view, in pixels."""
+    return min(config.augment.large.size, config.data.stored_size)
 
 
 def compute_local(

@@ -95,7 +95,7 @@ def _looked(task: Task, sample: Sample, findings: SampleSummary, seed: int) -> d
     if dropped.any():
         rows_of[-1] = unlabeled & dropped
     rows_of |= {k: ~labeled & (sample.output == k) for k in range(task.num_known)}
-    album = Album(task.rows, sample, list(map(np.flatnonzero, rows_of.values())))
+    album = Album(task.rows, sample.index, sample.confidence, list(map(np.flatnonzero, rows_of.values())))
 
     def card(output: int, cluster: Cluster | None = None) -> dict[str, Any]:
         members, expected = np.flatnonzero(rows_of[output]), output

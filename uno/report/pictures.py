@@ -11,7 +11,6 @@ from PIL import Image as Pillow
 from uno.data.decode import BadImage, decode, decode_many, prefetch_map, read_header
 from uno.data.images import Image, evenly_spaced
 from uno.data.rows import Rows
-from uno.report.sample import Sample
 from uno.results.show import SMALL, data_uri, encode
 
 BUDGET_BYTES = 12_000_000  # of all tiles, as text in the page
@@ -46,13 +45,17 @@ class Gallery(NamedTuple):
 
 class Album:
     """Draws the members of classes, ``groups`` of positions in the sample: all of them while tiles fit the
-    budget, else as many of each class, evenly spaced in confidence. ``side``: of a tile.
+    budget, else as many of each class, evenly spaced in ``confidence``. ``index`` (M,): rows of the sample;
+    ``side``: of a tile.
     """
 
-    def __init__(self, rows: Rows, sample: Sample, groups: Sequence[NDArray[np.int64]]) -> None:
-        pictures, self._sample = rows.images.pictures(), sample
-        self._images = None if pictures is None else pictures.take(sample.index)
-        self._ids, self._captions = rows.ids.take(sample.index), rows.images.captions(sample.index)
+    def __init__(
+        self, rows: Rows, index: NDArray[np.int64], confidence: NDArray[np.float32],
+        groups: Sequence[NDArray[np.int64]],
+    ) -> None:  # fmt: skip
+        pictures, self._confidence = rows.images.pictures(), confidence
+        self._images = None if pictures is None else pictures.take(index)
+        self._ids, self._captions = rows.ids.take(index), rows.images.captions(index)
         sizes, total = [len(group) for group in groups], sum(map(len, groups))
         probe = np.concatenate([*groups, np.arange(0)])
         probe = probe[evenly_spaced(NUM_PROBED, total)]
@@ -109,7 +112,7 @@ class Album:
         return uri, side
 
     def _ranked(self, members: NDArray[np.int64]) -> NDArray[np.int64]:
-        return members[np.argsort(-self._sample.confidence[members], kind="stable")]
+        return members[np.argsort(-self._confidence[members], kind="stable")]
 
     def _pixels(self, positions: NDArray[np.int64], side: int) -> NDArray[np.uint8]:
         assert self._images is not None

@@ -284,7 +284,8 @@ def at_speed(model: Classifier, config: Config, num_images: int, threads: int) -
     """Inside, ``model`` classifies as ``compute.encoder_runtime`` of ``config`` says, where that is worth it
     for ``num_images``. ConfigError: the runtime is not installed.
     """
-    plan = None if model.config.model.takes_vectors else plan_of(config, num_images, model.device)
+    what = config, num_images, model.size, model.device
+    plan = None if model.config.model.takes_vectors else plan_of(*what)
     encoder = model.module.encoder
     if plan is not None:
         model.module.encoder = hardware.at_speed(encoder, plan, threads)

@@ -33,6 +33,8 @@ INTERVAL_S = 10.0  # between two lines of progress
 SAMPLE_ROWS = 4_000  # whose features are looked at before training
 
 Show = Callable[[dict[str, Any]], None]
+Look = Callable[[Tensor, Sequence[str | None]], None]
+"""Takes the features (N, D) of the evaluation views, once they are there, and why a row has none."""
 Compute = Callable[[FeatureJob, nn.Module, Missing, Storage], Iterable[tuple[int, Shard]]]
 """Computes what is missing of a job's shards under its encoder, and keeps it in a cache directory before it
 gives it out.
@@ -57,28 +59,29 @@ class Sets(NamedTuple):
 
 def open_sets(
     config: Config, task: Task, storage: Storage, show: Show = lambda metrics: None,
-    should_stop: Callable[[], bool] = lambda: False, keep: bool = True,
+    should_stop: Callable[[], bool] = lambda: False, keep: bool = True, look: Look | None = None,
 ) -> Sets:  # fmt: skip
-    """The sets of a run in ``storage``, whose unreadable images it lists there if ``keep``; ConfigError: too
-    many of them. Interrupted: ``should_stop`` says so.
+    """The sets of a run in ``storage``, whose unreadable images it lists there if ``keep``; ``look`` as
+    :func:`load_features` has it. ConfigError: too many of them. Interrupted: ``should_stop`` says so.
     """
     if config.data.loading == "streaming":
         stream = streaming_set(config, task, storage)
         return Sets(stream, partial(streaming_eval_sets, config, task, stream.bad), task)
-    images, reasons = load_images(config, task, storage, show, should_stop)
+    images, reasons = load_images(config, task, storage, show, should_stop, look)
     leave_out_unreadable(reasons, config, task, storage if keep else None)
     task, ok = keep_pixels(task, images, reasons), ok_mask(reasons)
     return Sets(assemble(task, images, ok), partial(eval_sets, task, images, ok), task)
 
 
 def load_images(
-    config: Config, task: Task, storage: Storage, show: Show, should_stop: Callable[[], bool] = lambda: False
-) -> tuple[Tensor | NeighborViews, list[str | None]]:
+    config: Config, task: Task, storage: Storage, show: Show, should_stop: Callable[[], bool] = lambda: False,
+    look: Look | None = None,
+) -> tuple[Tensor | NeighborViews, list[str | None]]:  # fmt: skip
     """What a resident run keeps of every row: pixels uint8 (N, 3, S, S), or features of a frozen encoder; and
     why a row has none.
     """
     if on_features(config):
-        return load_features(config, task, storage, show, should_stop)
+        return load_features(config, task, storage, show, should_stop, look=look)
     data = config.data
     return decode_many(task.rows.images, data.stored_size, interpolation=data.interpolation)
 
@@ -110,7 +113,7 @@ def _at_speed(job: FeatureJob, encoder: nn.Module, cache: FeatureCache, missing:
     """
     config, device = job.config, local_device(job.config)
     num_images = sum(len(job.rows(number)) * (job.num_views - have) for number, have in missing.items())
-    plan, then = plan_of(config, num_images, device), cache.plan()
+    plan, then = plan_of(config, num_images, features.side(config), device), cache.plan()
     decides = plan is None or {*missing.values()} != {1} or (then is not None and then.runtime != TORCH)
     if then is not None and decides and is_allowed(config, then, device):
         plan = then
@@ -129,10 +132,11 @@ def _at_speed(job: FeatureJob, encoder: nn.Module, cache: FeatureCache, missing:
 
 def load_features(
     config: Config, task: Task, storage: Storage, show: Show, should_stop: Callable[[], bool] = lambda: False,
-    compute: Compute = compute_local, zeros: features.Zeros = torch.zeros,
+    compute: Compute = compute_local, zeros: features.Zeros = torch.zeros, look: Look | None = None,
 ) -> tuple[Tensor | NeighborViews, list[str | None]]:  # fmt: skip
     """Features float32 (N, 1 + V, D) of the rows of ``task``, from the cache or else by ``compute``, and why
-    a row has none. Interrupted: ``should_stop`` says so; ConfigError: nobody has trained the encoder.
+    a row has none. Where evaluation views are computed they come before all others, and ``look`` takes them.
+    Interrupted: ``should_stop`` says so; ConfigError: nobody has trained the encoder.
     """
     if config.model.weights is None:
         raise ConfigError("model.finetune none needs --weights, the weights of the frozen encoder")
@@ -144,17 +148,18 @@ def load_features(
     encoder = frozen_encoder(config, storage)
     job = feature_job(config, task, encoder)
     place = Storage(features.cache_directory(config))
-    cache = FeatureCache(place, job)
+    cache, at_speed = FeatureCache(place, job), list[nn.Module]()
 
-    def computed(missing: Missing) -> Iterator[tuple[int, Shard]]:
+    def computed(stage: FeatureJob, missing: Missing) -> Iterator[tuple[int, Shard]]:
         rows, least = sum(len(job.rows(number)) for number in missing), min(missing.values())
         have = f" ({len(task.rows) - rows:,} cached)" if rows < len(task.rows) else ""
         some = f", evaluation view and {least - 1} of {job.num_views - 1} views cached," if least else ""
-        fast = _at_speed(job, encoder, cache, missing)
+        at_speed[:] = at_speed or [_at_speed(job, encoder, cache, missing)]
+        [fast] = at_speed
         how = f" by {fast.plan.runtime}, {fast.plan.batch_size} at once" if isinstance(fast, Runtime) else ""
         found = f"{plural(rows, 'image')}{some} through {config.model.encoder}{how}{have}"
         print_line(f"features: {found}; cache: {cache.path}")
-        for number, shard in compute(job, fast, missing, place):
+        for number, shard in compute(stage, fast, missing, place):
             yield number, shard
             if should_stop():
                 raise Interrupted("stopped; finished features are kept")
@@ -168,7 +173,14 @@ def load_features(
         show({"phase": "features", "step": done, "total_steps": total, "images_per_s": speed,
               "every_s": INTERVAL_S})  # fmt: skip
 
-    found, reasons = features.cached_features(cache, job, config.model.weights, computed, progress, zeros)
+    first = look is not None and job.num_views > 1 and cache.num_missing()
+    stages = [job, job.evaluation_view()] if first else [job]
+    while stages:
+        stage, before = stages.pop(), list(at_speed)
+        which = FeatureCache(place, stage), stage, config.model.weights, partial(computed, stage), progress
+        found, reasons = features.cached_features(*which, zeros)
+        if look is not None and not before and at_speed:
+            look(found[:, 0], reasons)
     advice = f"{config.model.encoder} does not separate them; check its weights"
     _warn_of_oddity(found, reasons, advice)
     return found, reasons

@@ -8,12 +8,14 @@ import json
 import re
 import shlex
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pyarrow.compute as pc
+from torch import Tensor
 
 from uno.config import Config, override
 from uno.data.check import check, format_report
@@ -24,6 +26,7 @@ from uno.encoder import require_encoder
 from uno.errors import ConfigError, StorageError
 from uno.methods import registry
 from uno.report.contents import open_task, write_report
+from uno.report.first_look import write_first_look
 from uno.results import predictions
 from uno.results.accuracy_table import format_table
 from uno.results.classes import OutputClass, dump_classes, hashes, is_measured, with_measured
@@ -111,7 +114,8 @@ def discover(
             claim.storage.write(ESTIMATE_FILE, estimate)
         for line in forecast(config, task, claim.storage, phases):
             print_line(line)
-        job = TrainingJob(config, task, phases, evaluate, claim)
+        look = partial(_first_look, config, claim.storage, task)
+        job = TrainingJob(config, task, phases, evaluate, claim, look if evaluate and report else None)
         with ExitStack() as until:
             with Loggers(config, claim.storage) as loggers, _watched(job, loggers) as show:
                 values, task = place.train(job, show, until)
@@ -121,6 +125,14 @@ def discover(
             with interrupt_on_signal("stopped before the run was finished; resume with the same command"):
                 _finish(config, claim.storage, task, values, report, elsewhere)
     _show(storage, values)
+
+
+def _first_look(
+    config: Config, storage: Storage, task: Task, features: Tensor, reasons: Sequence[str | None]
+) -> None:
+    if num := write_first_look(config, storage, task, features, reasons):
+        what = f"first clusters, by k-means of {plural(num, 'unlabeled image')}"
+        print_line(f"{what}: {storage.below(REPORT)}")
 
 
 def evaluate(target: str, given: Mapping[str, Any], elsewhere: Place | None = None) -> None:

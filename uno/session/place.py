@@ -24,7 +24,15 @@ from uno.runs.hardware import local_device, num_threads
 from uno.runs.lock import RunLock
 from uno.session import resources
 from uno.session.console import Progress, on_stop, print_line
-from uno.session.data import Compute, Show, compute_local, leave_out_unreadable, load_features, open_sets
+from uno.session.data import (
+    Compute,
+    Look,
+    Show,
+    compute_local,
+    leave_out_unreadable,
+    load_features,
+    open_sets,
+)
 from uno.train import LocalWorker
 from uno.weights import PRETRAINED, PRETRAINED_FILE, fetch_pretrained
 
@@ -32,13 +40,15 @@ STOPPING = "stopping: saving a checkpoint first"
 
 
 class TrainingJob(NamedTuple):
-    """What to train and to evaluate, and whose directory it fills."""
+    """What to train and to evaluate, and whose directory it fills; ``look`` as
+    :func:`~uno.session.data.load_features` has it."""
 
     config: Config
     task: Task
     phases: tuple[str, ...]
     evaluate: bool
     claim: RunLock
+    look: Look | None = None
 
 
 class Place:
@@ -64,7 +74,7 @@ class Place:
             worker.stop_requested = True
 
         with on_stop(stop, STOPPING if job.phases else None):
-            sets = open_sets(config, job.task, storage, show, lambda: worker.stop_requested, keep)
+            sets = open_sets(config, job.task, storage, show, lambda: worker.stop_requested, keep, job.look)
             train = sets.train.to(worker.device)
             for phase in job.phases:
                 run.run_phase(config, phase, train, worker, storage)

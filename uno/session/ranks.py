@@ -23,7 +23,7 @@ from uno.runs import run
 from uno.runs.hardware import local_device, num_threads
 from uno.runs.lock import ClaimedStorage
 from uno.session.console import on_stop
-from uno.session.data import Show, open_sets, read_task
+from uno.session.data import Look, Show, open_sets, read_task
 from uno.session.place import STOPPING, Place, TrainingJob
 from uno.session.rank_log import RankLog
 from uno.session.resources import Room, on_features
@@ -174,7 +174,7 @@ class Ranks(Place):
             "config": to_dict(job.config), "phases": job.phases, "evaluate": job.evaluate,
             "output": storage.uri, "token": storage.token, "fingerprint": job.task.rows.fingerprint,
         })  # fmt: skip
-        return self._work(job.config, job.task, job.phases, job.evaluate, storage, show)
+        return self._work(job.config, job.task, job.phases, job.evaluate, storage, show, job.look)
 
     def follow(self) -> None:
         """Do what rank 0 tells, without a word. ConfigError: this machine has other data than rank 0's."""
@@ -202,8 +202,9 @@ class Ranks(Place):
         self._store.set("job", json.dumps(job))
 
     def _work(
-        self, config: Config, task: Task, phases: Any, evaluate: bool, storage: Storage, show: Show
-    ) -> tuple[dict[str, float], Task]:
+        self, config: Config, task: Task, phases: Any, evaluate: bool, storage: Storage, show: Show,
+        look: Look | None = None,
+    ) -> tuple[dict[str, float], Task]:  # fmt: skip
         torch.set_num_threads(num_threads(config, self._local_size))
         device, stopping, first = local_device(config), threading.Event(), self.rank == 0
         if device.type == "cuda":
@@ -217,7 +218,7 @@ class Ranks(Place):
             if on_features(config) and not first:  # rank 0 computes and keeps them for all
                 while not self._store.check(["features"]):
                     time.sleep(POLL_S)
-            sets = open_sets(config, task, storage, show, stopping.is_set, first)
+            sets = open_sets(config, task, storage, show, stopping.is_set, first, look)
             if first:
                 self._store.set("features", "kept")
             train = sets.train.to(device)

@@ -253,7 +253,7 @@ def test_galleries(monkeypatch):
     sample = sample_of(task, task.eval_labels)
     sample.confidence[:] = np.linspace(0, 1, len(sample.index))
     groups = [np.arange(40), np.arange(40, 45), np.arange(0)]
-    album = pictures.Album(task.rows, sample, groups)
+    album = pictures.Album(task.rows, sample.index, sample.confidence, groups)
     gallery = album.gallery(groups[0])
     rows = [tile.row for part in gallery[:3] for tile in part]
     assert rows == [*range(39, -1, -1)] and [len(part) for part in gallery[:3]] == [12, 22, 6]
@@ -262,7 +262,7 @@ def test_galleries(monkeypatch):
     assert (np.asarray(seen) == task.rows.images[39]).all()
     assert album.gallery(groups[2]) == ([], [], [], 0) and album.preview(groups[2]) == ("", 0, [])
     monkeypatch.setattr(pictures, "BUDGET_BYTES", int(album.num_bytes * 20 / 45))
-    small = pictures.Album(task.rows, sample, groups)
+    small = pictures.Album(task.rows, sample.index, sample.confidence, groups)
     gallery = small.gallery(groups[0])
     rows = [tile.row for part in gallery[:3] for tile in part]
     assert not small.is_whole and small.most == 15 and gallery.left_out == 25

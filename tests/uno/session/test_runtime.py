@@ -98,7 +98,7 @@ def test_a_cache_that_grows_says_what_it_has(tmp_path, batches, capsys, monkeypa
     do. Kills: an extension that is as slow as its beginning, views of two runtimes.
     """
     monkeypatch.setattr(Runtime, "_seconds", lambda self, program, images, size: size)
-    monkeypatch.setattr("uno.runtime.MIN_IMAGES", 2 * ROWS + 1)
+    monkeypatch.setattr("uno.runtime.MIN_PIXELS", (2 * ROWS + 1) * 64)
     config = override(config_of(tmp_path), {"data.validation_fraction": 0.0})
     alone = load(override(config, {"augment.num_cached_views": 0, "discover.epochs": 0}))
     assert not batches and plan_in(tmp_path)["runtime"] == "torch"
@@ -107,7 +107,7 @@ def test_a_cache_that_grows_says_what_it_has(tmp_path, batches, capsys, monkeypa
     said = capsys.readouterr().out
     assert f"features: {2 * ROWS} images, evaluation view and 0 of 2 views cached, through" in said
     assert "are by torch; onnx computes the missing ones" in said and batches
-    monkeypatch.setattr("uno.runtime.MIN_IMAGES", 10**6)
+    monkeypatch.setattr("uno.runtime.MIN_PIXELS", 10**9)
     four = load(override(config, {"augment.num_cached_views": 4}))
     said = capsys.readouterr().out
     assert "evaluation view and 2 of 4 views cached, through" in said and "by onnx, 4 at once" in said
@@ -133,7 +133,7 @@ def test_predictions_by_a_runtime_are_those_of_pytorch(tmp_path, batches, monkey
     del batches[:]
     before = loaded.predict(list(images))
     assert not batches
-    monkeypatch.setattr(runtime, "MIN_IMAGES", 40)
+    monkeypatch.setattr(runtime, "MIN_PIXELS", 40 * 64)
     monkeypatch.setattr(Runtime, "_seconds", lambda self, program, images, size: -len(batches))
     again = loaded.predict(list(images))
     assert batches
