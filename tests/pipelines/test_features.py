@@ -285,8 +285,8 @@ def stored(folder: Path) -> dict[str, bytes]:
 def test_two_ray_workers_compute_the_same_features(
     ray_cluster, finished, weights, tmp_path, empty_cache, capfd, monkeypatch
 ):
-    """Bit for bit. An encoder's fault is one line. Kills: features in the
-    order they come back, a batch that depends on the block, Ray's traceback for an error of ours.
+    """Bit for bit, the evaluation view first. An encoder's fault is one line. Kills: features in the order
+    they come back, a batch that depends on the block, Ray's traceback for an error of ours.
     """
     monkeypatch.setattr(job, "forecast", lambda *_: ())  # which computes some features, too
     broken = safetensors.torch.load_file(weights)
@@ -299,6 +299,7 @@ def test_two_ray_workers_compute_the_same_features(
     assert err.splitlines()[-1] == "uno: error: model.encoder resnet_small returns non-finite numbers"
     shutil.rmtree(empty_cache)
     assert cli.main([*argv, str(weights), "--overwrite"]) == 0
+    assert "first clusters" in capfd.readouterr().out
     (ours,) = empty_cache.glob("features/*")
     here = finished.parent / "cache" / "features" / ours.name
     assert stored(ours) == stored(here)
