@@ -18,6 +18,7 @@ from uno.report.pictures import NUM_FIRST, NUM_LAST, Album
 from uno.runs import REPORT_FILE
 
 MAX_ROWS = 5_000  # of a kind, that are clustered: in seconds
+MAX_PICTURES = 1_500
 
 
 def write_first_look(
@@ -41,7 +42,7 @@ def write_first_look(
     confidence = cosines.gather(1, found.assignment[:, None])[:, 0].numpy()
     groups = [np.flatnonzero(found.assignment.numpy() == k) for k in range(len(found.centers))]
     groups = sorted(groups[-task.num_novel :], key=len, reverse=True)
-    shown = [_typical(group, confidence) for group in groups]
+    shown = [_typical(group, confidence, MAX_PICTURES // len(groups)) for group in groups]
     album = Album(task.rows, unlabeled, confidence, shown)
     cards = [(len(group), album.gallery(some)) for group, some in zip(groups, shown, strict=True)]
     context = {
@@ -53,7 +54,10 @@ def write_first_look(
     return len(unlabeled)
 
 
-def _typical(members: np.ndarray, confidence: np.ndarray) -> np.ndarray:
-    """The members of a cluster that are nearest to its center, and the farthest."""
+def _typical(members: np.ndarray, confidence: np.ndarray, most: int) -> np.ndarray:
+    """The members of a cluster that are nearest to its center, ``most`` of them but at least two, and where
+    so many may be shown the farthest.
+    """
     ranked = members[np.argsort(-confidence[members], kind="stable")]
-    return np.concatenate([ranked[:NUM_FIRST], ranked[NUM_FIRST:][-NUM_LAST:]])
+    farthest = ranked[NUM_FIRST:][-NUM_LAST:] if most >= NUM_FIRST + NUM_LAST else ranked[:0]
+    return np.concatenate([ranked[: max(2, min(most, NUM_FIRST))], farthest])

@@ -14,6 +14,7 @@ from uno.data import features
 from uno.data.files import Storage
 from uno.data.sources import read_digits
 from uno.encoder import build_encoder
+from uno.report import first_look
 from uno.report.first_look import write_first_look
 from uno.runs import REPORT_FILE, run
 from uno.session import job
@@ -87,8 +88,10 @@ def test_clusters_are_shown_before_random_views_and_training(tmp_path, config, c
     assert "first clusters" not in capsys.readouterr().out
 
 
-def test_the_clusters_are_those_of_the_features(tmp_path, config):
-    """Kills: rows without features, truth that takes part, a page of fewer rows than clusters."""
+def test_the_clusters_are_those_of_the_features(tmp_path, config, monkeypatch):
+    """Kills: rows without features, truth that takes part, a page of fewer rows than clusters, thousands of
+    pictures for hundreds of clusters.
+    """
     task = read_task(config.data)
     centers = torch.eye(10)[torch.from_numpy(task.eval_labels)]
     reasons = [None] * len(centers)
@@ -99,6 +102,11 @@ def test_the_clusters_are_those_of_the_features(tmp_path, config):
     cards = page_of(tmp_path).split('<article class="card">')[1:]
     found = [set(re.findall(r'title="(\d)/\d+\.png"', card)) for card in cards]
     assert sorted(map(tuple, found)) == [(name,) for name in sorted(map(str, task.novel))]
+    assert len(re.findall("<img", cards[0])) == first_look.NUM_FIRST + first_look.NUM_LAST
+    assert "Farthest" in cards[0]
+    monkeypatch.setattr(first_look, "MAX_PICTURES", 5 * 7)
+    write_first_look(config, storage, task, centers, reasons)
+    assert page_of(tmp_path).count("<img") == 5 * 7 and "Farthest" not in page_of(tmp_path)
     reasons = ["no image"] * len(centers)
     assert write_first_look(config, Storage(str(tmp_path / "none")), task, centers, reasons) == 0
     assert not (tmp_path / "none" / REPORT_FILE).exists()
