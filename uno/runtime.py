@@ -24,16 +24,17 @@ from torch import Tensor, nn
 from uno.config import Config
 from uno.errors import ConfigError, one_line
 
-AUTO, TORCH = "auto", "torch"
+AUTO, EVERY, TORCH = "auto", "every", "torch"
 BF16 = "openvino"  # the one that computes in bfloat16 too
 PACKAGES = {"openvino": ("openvino",), "onnx": ("onnxruntime", "onnx", "onnxscript")}
-"""What runtimes need; ``auto`` compares PyTorch with the first one that is installed and works."""
+"""What runtimes need. PyTorch is compared with the first one that is installed and works; of many images, for
+which ``auto`` is ``every``, with all of them.
+"""
 TOLERANCE = 1e-3  # of the length of a row's features: a cosine above .999999; float32 differs by 1e-5
 OF_BF16 = 2.0  # times the difference that PyTorch's own bfloat16 has: .01 to .05 of the length
 BATCH_SIZES = (4, 8, 16)
-MIN_PIXELS = (
-    1_000 * 224**2
-)  # of all images; of fewer ``auto`` is PyTorch: to convert and measure takes 5-30 s
+MIN_PIXELS = 1_000 * 224**2  # of all images; of fewer ``auto`` is PyTorch: a conversion takes 5-30 s
+MANY_PIXELS = 20 * MIN_PIXELS  # minutes, even by the fastest
 TIMED_S, MAX_ROUNDS = 0.5, 3  # of the images that are timed: no round after that time
 
 log = logging.getLogger(__name__)
@@ -55,8 +56,10 @@ def plan_of(config: Config, num_images: int, side: int, device: torch.device) ->
     None: as PyTorch has it. ConfigError: as :func:`require_runtime`.
     """
     require_runtime(config)
-    name, bf16 = config.compute.encoder_runtime, config.compute.precision == "bf16"
-    pays = name != AUTO or (num_images * side**2 >= MIN_PIXELS and bool(_installed(bf16)))
+    name: str = config.compute.encoder_runtime
+    num_pixels, bf16 = num_images * side**2, config.compute.precision == "bf16"
+    pays = name != AUTO or (num_pixels >= MIN_PIXELS and bool(_installed(bf16)))
+    name = EVERY if name == AUTO and num_pixels >= MANY_PIXELS else name
     return Plan(name, bf16=bf16) if device.type == "cpu" and name != TORCH and pays else None
 
 
@@ -115,8 +118,9 @@ class Runtime(nn.Module):
             own = self._run(partial(_torch, self.encoder, bf16=True), images, min(BATCH_SIZES))
             tolerance = max(TOLERANCE, OF_BF16 * float(_difference(own, expected).max()))
         wanted, found = self.plan.runtime, list[tuple[float, Plan, Program]]()
-        for name in [*_installed(self.plan.bf16), TORCH] if wanted == AUTO else [wanted, TORCH]:
-            if not found or (wanted == AUTO and name == TORCH):
+        compares = wanted in (AUTO, EVERY)
+        for name in [*_installed(self.plan.bf16), TORCH] if compares else [wanted, TORCH]:
+            if not found or wanted == EVERY or (compares and name == TORCH):
                 found += self._candidates(name, images, expected, tolerance)
         _, self.plan, self._program = min(found, key=lambda one: one[0])
         self._shape = images.shape[1:]

@@ -165,20 +165,34 @@ def test_a_runtime_that_fails_is_not_used(monkeypatch, caplog):
     assert caplog.records[0].getMessage().endswith("openvino is not used: no such operator")
 
 
-@pytest.mark.parametrize("best", [("onnx", 4), ("onnx", 16), (TORCH, 8)])
+@pytest.mark.parametrize("best", [("openvino", 4), ("openvino", 16), ("onnx", 8), (TORCH, 8)])
 def test_the_fastest_runtime_and_batch_are_taken(monkeypatch, best):
-    """By their time on the first images. Kills: a size or a runtime that is a constant, the slowest."""
-    installed(monkeypatch, "onnx")
-    monkeypatch.setitem(BUILD, "onnx", fake())
-    names = {True: TORCH, False: "onnx"}
+    """By their time on the first images, of many the fastest of all runtimes. Kills: a size or a runtime that
+    is a constant, the slowest, the first that is faster than PyTorch.
+    """
+    installed(monkeypatch, "openvino", "onnx")
+    built = list[str]()
+
+    def build(name):
+        def programs(*what):
+            built.append(name)
+            yield from fake()(*what)
+
+        return programs
+
+    for name in ("openvino", "onnx"):
+        monkeypatch.setitem(BUILD, name, build(name))
 
     def seconds(self, program, images, size):
-        return 1.0 if (names[isinstance(program, partial)], size) == best else 2.0
+        name = TORCH if isinstance(program, partial) else built[-1]
+        return 1.0 if (name, size) == best else 2.0 if name == TORCH else 1.5
 
     monkeypatch.setattr(Runtime, "_seconds", seconds)
-    fast = Runtime(encoder_of(), Plan("auto"), threads=1)
-    fast(images_of(3))
-    assert fast.plan == Plan(*best)
+    for wanted, first in (("auto", ["openvino"]), ("every", ["openvino", "onnx"])):
+        built.clear()
+        fast = Runtime(encoder_of(), Plan(wanted), threads=1)
+        fast(images_of(3))
+        assert built == first and (fast.plan == Plan(*best)) == (wanted == "every" or best[0] != "onnx")
 
 
 def test_all_batches_have_the_planned_size(monkeypatch):
@@ -203,7 +217,9 @@ def test_auto_is_pytorch_where_nothing_is_installed_or_worth_it(monkeypatch):
     assert plan_of(config, many, 8, CPU) is None
     installed(monkeypatch, "onnx")
     assert plan_of(config, many, 8, CPU) == Plan("auto")
-    assert plan_of(config, many - 1, 8, CPU) is None
+    assert plan_of(config, many - 1, 8, CPU) is None and plan_of(config, many, 7, CPU) is None
+    assert plan_of(config, 20 * many - 1, 8, CPU) == Plan("auto")
+    assert plan_of(config, 20 * many, 8, CPU) == Plan("every")
     assert plan_of(config, many, 8, torch.device("cuda")) is None
     assert plan_of(override(config, {"compute.precision": "bf16"}), many, 8, CPU) is None
     assert plan_of(override(config, {"compute.encoder_runtime": "torch"}), many, 8, CPU) is None
