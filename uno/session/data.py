@@ -177,6 +177,7 @@ def load_features(
     stages = [job, job.evaluation_view()] if first else [job]
     while stages:
         stage, before = stages.pop(), list(at_speed)
+        start.clear()
         which = FeatureCache(place, stage), stage, config.model.weights, partial(computed, stage), progress
         found, reasons = features.cached_features(*which, zeros)
         if look is not None and not before and at_speed:
