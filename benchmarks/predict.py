@@ -6,7 +6,8 @@ prints one JSON row. Source: CIFAR10-JPEG, one Parquet file of JPEGs (``--data``
 stem for small images, random weights. The plain loop is what one writes without us: a Dataset that decodes
 with Pillow, DataLoader with 2 workers, batches of 256, ``inference_mode``, the same network. Both read the
 same rows on the same cores and take turns (A B A B); ours also writes its table. ``--workers 2`` adds a turn
-on two Ray actors, whose start is in its time; that of Ray itself is ``ray_start_s``.
+on two Ray actors, whose start is in its time; that of Ray itself is ``ray_start_s``. ``--executions 8`` adds
+one where as many executions follow each other, as those of 10^8 rows do, each with actors of its own.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -94,6 +96,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=2000)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--workers", type=int, default=0, help="Ray actors, besides the measurement without")
+    parser.add_argument("--executions", type=int, default=0, help="on Ray, besides the measurement with one")
     options = parser.parse_args()
     if not options.data.exists():
         print(f"skipped: no {options.data}", file=sys.stderr)
@@ -133,7 +136,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     methods = {"plain": loop, "uno --workers 0": here}
     extra: dict[str, Any] = {}
     if options.workers:
-        from pipelines import ray_env
+        from pipelines import partitions, ray_env
         from pipelines.inference import predict_on_ray
 
         start = time.perf_counter()
@@ -145,7 +148,14 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 writer = PredictionWriter(output(), RowInputs(rows), model, embedding=False)
                 predict_on_ray(ray, config, read_model_files(storage), writer, lambda done, total: None)
 
+            def in_executions() -> None:
+                few = -(-len(rows) // options.executions)
+                with patch.object(partitions, "EXECUTION_ROWS", few):
+                    on_ray()
+
             methods[f"uno --workers {options.workers}"] = on_ray
+            if options.executions:
+                methods[f"uno --workers {options.workers}, {options.executions} executions"] = in_executions
             seconds = take_turns(methods, options.repeats)
     else:
         seconds = take_turns(methods, options.repeats)
