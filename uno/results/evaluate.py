@@ -22,7 +22,7 @@ from uno.prototype_init import sample_features
 from uno.results import metrics
 from uno.results.baselines import baselines, look, start_model
 from uno.results.classes import OutputClass, parse_classes
-from uno.results.infer import outcomes
+from uno.results.infer import ALIGNMENT_FILE, align_features, outcomes
 from uno.results.trust import choice_metrics, found_clusters, looked_at, trust_metrics
 from uno.runs import DISCOVER
 from uno.runs.checkpoint import load_newest
@@ -38,6 +38,7 @@ def evaluate_run(
 ) -> dict[str, float]:  # fmt: skip
     """All protocols on the rows of both splits ("train", "test"), the baselines and the signs of trust, flat:
     shared among all workers, the same on each. ``num_true``: classes, known and novel, that truth indexes.
+    Where nothing was merged yet, heads are aligned for :func:`~uno.results.infer.save_model`.
     """
     model, best_head = load_trained(config, storage, train.num_known, train.num_novel)
     model, edits = model.to(worker.device), read_edits(storage)
@@ -61,7 +62,16 @@ def evaluate_run(
     if shown is not None:
         cluster = partial(found_clusters, config, shown, train.num_novel)
         jobs.append(collectives.Job(len(shown.unlabeled), cluster))
+    if unaligned := edits is None and len(trained.unlabeled) > 0:
+        shape = model.num_heads, model.num_novel
+        align = partial(align_features, model, config, best_head, trained.unlabeled)
+        jobs.insert(0, collectives.Job(shape[0] * shape[1], lambda: align().flatten()))
     clusters = collectives.share_out(jobs, worker.device)
+    if unaligned:
+        alignment = clusters.pop(0).view(shape)
+        if worker.rank == 0:
+            facts = {"best_head": best_head, "alignment": alignment.tolist()}
+            storage.write(ALIGNMENT_FILE, json.dumps(facts).encode())
     for baseline, own in zip(found, clusters, strict=False):
         values |= baseline.score(own)
     if shown is not None:
