@@ -133,7 +133,8 @@ def idle(folder: Path) -> str:
     for rank in others:
         shares.append(Counter())
         for (at, _), (before, name) in zip(first, rank, strict=True):
-            shares[-1][name] += 100 * max(0.0, at - before) * bool(name) / total
+            if name and at > before:
+                shares[-1][name] += 100 * (at - before) / total
     most = max(shares, key=Counter.total)
     where = ", ".join(f"{name} {share:.1f}%" for name, share in most.most_common(4))
     return f"; ranks idle while rank 0 works: {most.total():.1f}% of {total:.1f} s ({where})"
