@@ -16,8 +16,8 @@ def test_the_page_has_rows_of_every_scene():
 
 
 def test_idle_is_who_waits_for_rank_0(tmp_path):
-    """Of three ranks the one that waits most. Kills: who comes after rank 0, or works while it votes; times of
-    a group before; names of a place where nobody waited.
+    """Of three ranks the one that waits most. Kills: who comes after rank 0, who works while it votes; times
+    of a group before; names of a place where nobody waited.
     """
     came = {
         0: [[0.0, ""], [3.0, "_save"], [6.0, "share_out"], [10.0, "end"]],
