@@ -218,14 +218,14 @@ def lose_a_raylet(num: int) -> dict[str, Any]:
         finally:
             cluster.shutdown()
     rows = {
-        "nodes": num, "exit_code": code, "ranks_there_s": ranks - begin, "first_line_s": steps - begin,
+        "workers": num, "exit_code": code, "ranks_there_s": ranks - begin, "first_line_s": steps - begin,
         "lost_at_step": saved, "loss_known_s": dies - lost, "trains_again_s": trains - lost,
         "ended_s": ended - lost,
     }  # fmt: skip
     for kind in ("vote", "barrier", "write"):
         seconds = together(found, kind, 1 if kind == "write" else num)
         median, most = statistics.median(seconds), max(seconds)
-        rows |= {f"{kind}s": len(seconds), f"{kind}_s": median, f"{kind}_s_max": most}
+        rows |= {f"{kind}s": len(seconds), f"{kind}_s": median, f"{kind}_most_s": most}
     return {key: round(value, 3) for key, value in rows.items()}
 
 
