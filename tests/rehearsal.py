@@ -8,7 +8,8 @@ for work; the GPUs of the others are declared, and the CPU computes. S3 is moto,
 options. Tokens are on, and each object store has 100 MiB. Data, places and sizes of a printed command are
 replaced, and --working-dir is left out: nodes of one machine overwrite each other's. The table has a row for
 each command: what was simulated, and how it ended. Of training it is said for which share of the group's time
-the rank that waited most was idle because rank 0 came later to a collective, or ended later.
+the rank that waited most was idle because rank 0 came later to a collective, or ended later, and how long the
+command went on without ranks.
 """
 
 import argparse
@@ -117,9 +118,9 @@ def compute_and_count() -> None:
     worker._train_rank = trained
 
 
-def idle(folder: Path) -> str:
+def idle(folder: Path, now: float) -> str:
     """Of what the ranks of the last group have written: the share of the time in which the rank that waited
-    most was idle, and where.
+    most was idle, where, and the seconds since the group ended.
     """
     files = sorted(folder.glob("rank-*.times"))
     ranks = [json.loads(file.read_text()) for file in files]
@@ -137,7 +138,8 @@ def idle(folder: Path) -> str:
                 shares[-1][name] += 100 * (at - before) / total
     most = max(shares, key=Counter.total)
     where = ", ".join(f"{name} {share:.1f}%" for name, share in most.most_common(4))
-    return f"; ranks idle while rank 0 works: {most.total():.1f}% of {total:.1f} s ({where})"
+    waited = f"ranks idle while rank 0 works: {most.total():.1f}% of {total:.1f} s ({where})"
+    return f"; {waited}; {now - first[-1][0]:.0f} s without ranks"
 
 
 def compute_and_hold() -> None:
@@ -235,7 +237,8 @@ class Rehearsal:
         assert code == 0 and says in text, f"uno {words[0]}: exit {code}, without {says!r}"
         named = [word for word in words[:2] if re.fullmatch(r"[a-z][a-z-]*", word)]
         self.rows.append(Row(self.scene, " ".join(["uno", *named]), simulated, outcome or "finished"))
-        seconds = f"{time.monotonic() - self._since:.0f} s{idle(self.folder)}"
+        now = time.monotonic()
+        seconds = f"{now - self._since:.0f} s{idle(self.folder, now)}"
         print(*self.rows[-1], seconds, sep="; ", flush=True)
 
     def last_lines(self) -> str:

@@ -26,9 +26,9 @@ def test_idle_is_who_waits_for_rank_0(tmp_path):
     }
     for rank, times in came.items():
         (tmp_path / f"rank-{rank}.times").write_text(json.dumps(times))
-    found = rehearsal.idle(tmp_path)
-    assert found == "; ranks idle while rank 0 works: 30.0% of 10.0 s (end 20.0%, _save 10.0%)"
-    assert rehearsal.idle(tmp_path) == ""
+    found = rehearsal.idle(tmp_path, 14.0)
+    waited = "; ranks idle while rank 0 works: 30.0% of 10.0 s (end 20.0%, _save 10.0%)"
+    assert found == f"{waited}; 4 s without ranks" and rehearsal.idle(tmp_path, 14.0) == ""
 
 
 @pytest.mark.ray
