@@ -21,7 +21,15 @@ from uno.data.images import batches_of, evenly_spaced, spread
 from uno.data.row_blocks import RowBlocks, part
 from uno.data.stream import EvalData, StreamedEvalSet, TrainData, decoded_rows
 from uno.model import UnoModel, build_model
-from uno.prototype_init import MAX_ROWS, Load, Sample, clusters_of, features_by_all, streamed
+from uno.prototype_init import (
+    MAX_ROWS,
+    Load,
+    Sample,
+    clusters_of,
+    features_by_all,
+    resident_batch_rows,
+    streamed,
+)
 from uno.results import metrics
 from uno.runs.run import load_weights_
 
@@ -211,6 +219,7 @@ def read(config: Config, model: UnoModel, rows: EvalData) -> Rows:
         chosen = evenly_spaced(MAX_BASELINE_ROWS, len(rows.truth))
         images = part(rows.images, torch.from_numpy(chosen))
         tiny = images.ndim == 4 and images.shape[-1] <= MAX_PIXEL_SIDE
+        size = resident_batch_rows(config, len(chosen))
         batches = np.split(np.arange(len(chosen)), range(size, len(chosen), size))
         load = partial(_resident, images)
     (features,), ok = features_by_all(config, [model], batches, load)
