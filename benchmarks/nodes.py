@@ -3,12 +3,15 @@
     python -m benchmarks.nodes CASE                    # one JSON row; two minutes on two cores
     python -m benchmarks.nodes CASE --code DIR         # of the program in another checkout
     python -m benchmarks.nodes all --output DIR        # every case into DIR/result.json
+    python -m benchmarks.nodes raylets --nodes 16      # as many raylets, of which one is killed
 
 Two raylets (network namespaces where allowed), two workers, one a node; kill -9 of the second node's raylet
 before step 100 of 240 on the digits. ``room``: the node that is left has CPUs for both workers, ``tight``:
 for them and Ray Data only if shares shrink, ``none``: not for them until another node comes, 70 s after the
 loss. Ray waits 2 s for the place of a group in place of 60 (25), so that the old program's twelve tries are
-seen. ``storage``: an S3 server on this machine answers 503 for ten seconds.
+seen. ``storage``: an S3 server on this machine answers 503 for ten seconds. ``raylets``: a head without CPUs
+and nodes of two logical CPUs and 100 MiB of object store (``ray.cluster_utils``), a worker on each; gloo, one
+thread a rank, 24 steps of discovery on the digits; one raylet is killed after the first checkpoint.
 """
 
 from __future__ import annotations
@@ -16,25 +19,34 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.measure import environment
 from tests import faults
-from tests.pipelines.raylets import Command, two_nodes
-from tests.pipelines.small import LONG, ROOT
+from tests.pipelines.raylets import STORE_BYTES, Command, two_nodes
+from tests.pipelines.small import LONG, ROOT, SMALL, wait_for
 from uno.data.files import Storage
+from uno.runs import DISCOVER
+from uno.runs.checkpoint import checkpoint_steps
 from uno.runs.journal import read_journal
 
 JOIN_S, LIMIT_S, REFUSES_S = 70.0, 150.0, 10.0
 SHOWN = ("discover ", "predict ", "\x1b", "\t", "    [")  # progress, and what Ray says of its nodes
 ONE_CPU = ("--compute.cpus-per-worker", "1")
+TIMES, RAYLETS_S = "UNO_BENCHMARK_TIMES", 900.0
+MANY_STEPS = (
+    "--train.batch-size", "64", "--discover.epochs", "24", "--train.max-steps", "24",
+    "--train.checkpoint-every-epochs", "2", "--compute.placement_strategy", "SPREAD",
+)  # fmt: skip
 
 
 class Case(NamedTuple):
@@ -135,16 +147,118 @@ def refuse(code: Path) -> dict[str, Any]:
     return {"exit_code": done.returncode, "ended_s": spent, "last_line": last}
 
 
+def noting() -> None:
+    """In every process of a worker: each rank notes, in a file of its own, when a vote, the write of a
+    checkpoint and its barrier began and ended.
+    """
+    import torch.distributed as dist
+
+    from uno import train
+    from uno.session.ranks import StopVotes
+
+    def noted(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            began, left = time.monotonic(), args[0]._left if kind == "vote" else 1
+            found = function(*args, **kwargs)
+            if left == 1 and dist.is_initialized():  # of StopVotes.stop only that which votes
+                line = json.dumps([dist.get_rank(), kind, began, time.monotonic()])
+                with open(Path(os.environ[TIMES], f"{os.getpid()}.times"), "a") as file:
+                    file.write(f"{line}\n")
+            return found
+
+        return call
+
+    StopVotes.stop = noted("vote", StopVotes.stop)  # type: ignore[method-assign]
+    train.save_checkpoint = noted("write", train.save_checkpoint)
+    train.collectives.barrier = noted("barrier", train.collectives.barrier)
+
+
+def lose_a_raylet(num: int) -> dict[str, Any]:
+    """Seconds from the command to the group's last rank and to the first line of its journal; of a vote and
+    of a checkpoint's barrier (see :func:`together`) and of its write, median and most; and from the loss to
+    what the command says of it, to the next line of the journal and to the end.
+    """
+    from ray.cluster_utils import Cluster
+
+    from pipelines import ray_env
+
+    with tempfile.TemporaryDirectory(prefix="uno-", dir="/tmp") as name:
+        own = {"RAY_TMPDIR": name, ray_env.AUTH_MODE: "disabled", "RAY_health_check_period_ms": "1000"}
+        os.environ |= {**ray_env.ENVIRONMENT, **own, "PYTHONPATH": str(ROOT)}
+        folder, storage = Path(name), Storage(f"{name}/run")
+        cluster = Cluster(
+            initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": STORE_BYTES}
+        )
+        try:
+            nodes = [cluster.add_node(num_cpus=2, object_store_memory=STORE_BYTES) for _ in range(num)]
+            setup = {"env_vars": {TIMES: name}, "worker_process_setup_hook": "benchmarks.nodes.noting"}
+            env = {**os.environ, "RAY_ADDRESS": cluster.address,
+                   "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": setup})}  # fmt: skip
+            argv = ["pipelines", "discover", *SMALL, *MANY_STEPS, *ONE_CPU, "--workers", str(num),
+                    "--output", storage.root]  # fmt: skip
+            begin = time.monotonic()
+            command = Command(argv, env, folder / "log")
+
+            def after(reached: Callable[[], Any]) -> float:
+                wait_for(lambda: command.says("") and bool(reached()), RAYLETS_S)
+                return time.monotonic()
+
+            ranks = after(lambda: len(storage.list("logs")) == num)
+            steps = after(lambda: read_journal(storage))
+            lost = after(lambda: checkpoint_steps(storage, DISCOVER))
+            saved = checkpoint_steps(storage, DISCOVER)[-1]
+            cluster.remove_node(nodes[-1], allow_graceful=False)
+            dies = after(lambda: command.count("new ones resume"))
+            after(lambda: storage.read("logs/rank-0.log").count(b" rank 0 of ") == 2)
+            before = len(read_journal(storage))
+            trains = after(lambda: len(read_journal(storage)) > before)
+            code = command.end(RAYLETS_S)
+            ended = time.monotonic()
+            found = [json.loads(line) for file in folder.glob("*.times") for line in file.open()]
+        finally:
+            cluster.shutdown()
+    rows = {
+        "workers": num, "exit_code": code, "ranks_there_s": ranks - begin, "first_line_s": steps - begin,
+        "lost_at_step": saved, "loss_known_s": dies - lost, "trains_again_s": trains - lost,
+        "ended_s": ended - lost,
+    }  # fmt: skip
+    for kind in ("vote", "barrier", "write"):
+        seconds = together(found, kind, 1 if kind == "write" else num)
+        median, most = statistics.median(seconds), max(seconds)
+        rows |= {f"{kind}s": len(seconds), f"{kind}_s": median, f"{kind}_most_s": most}
+    return {key: round(value, 3) for key, value in rows.items()}
+
+
+def together(found: list[tuple[int, str, float, float]], kind: str, num: int) -> list[float]:
+    """Of each time that all ``num`` ranks did that: seconds from the last that began to the last that ended.
+    What a group had not finished when it was lost is left out.
+    """
+    times = sorted((began, ended) for _, what, began, ended in found if what == kind)
+    seconds, group = list[float](), list[tuple[float, float]]()
+    for began, ended in times:
+        if group and began > min(end for _, end in group):  # nobody leaves before all are there
+            group = []
+        group.append((began, ended))
+        if len(group) == num:
+            seconds.append(max(end for _, end in group) - began)
+            group = []
+    return seconds
+
+
 def main() -> None:
     """Print a row a case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("case", choices=[*CASES, "storage", "all"])
+    parser.add_argument("case", choices=[*CASES, "storage", "raylets", "all"])
+    parser.add_argument("--nodes", type=int, default=16)
     parser.add_argument("--code", type=Path, default=ROOT)
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
     rows = []
     for name in [*CASES, "storage"] if given.case == "all" else [given.case]:
-        row = refuse(given.code) if name == "storage" else lose_a_node(CASES[name], given.code)
+        if name == "raylets":
+            row = lose_a_raylet(given.nodes)
+        else:
+            row = refuse(given.code) if name == "storage" else lose_a_node(CASES[name], given.code)
         rows.append({"case": name, **row})
         print(json.dumps(rows[-1]), flush=True)
     if given.output is not None:

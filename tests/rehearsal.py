@@ -7,7 +7,9 @@ Two machines are network namespaces (root; else nodes at one address). The head 
 for work; the GPUs of the others are declared, and the CPU computes. S3 is moto, 5 ms away, by URIs with
 options. Tokens are on, and each object store has 100 MiB. Data, places and sizes of a printed command are
 replaced, and --working-dir is left out: nodes of one machine overwrite each other's. The table has a row for
-each command: what was simulated, and how it ended.
+each command: what was simulated, and how it ended. Of training it is said for which share of the group's time
+the rank that waited most was idle because rank 0 came later to a collective, or ended later, and how long the
+command went on without ranks.
 """
 
 import argparse
@@ -22,6 +24,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -82,11 +85,68 @@ def printed(name: str, start: str, places: dict[str, str]) -> list[str]:
     return shlex.split(found, comments=True)
 
 
-def compute_and_hold() -> None:
-    """In every process of a worker: it computes on the CPU, and waits where a scene wants a node to be lost:
-    before training, the evaluation, and the first predictions.
+def compute_and_count() -> None:
+    """In every process of a worker: it computes on the CPU, and a rank that ends writes when it came to each
+    collective of ``uno.collectives``, called by which function, and when it ended.
     """
     compute_on_the_cpu()
+    import torch.distributed as dist
+
+    from pipelines import worker
+
+    came, train = list[tuple[float, str]](), worker._train_rank
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            caller, busy = sys._getframe(1), False
+            while caller.f_back and caller.f_code.co_filename.endswith("collectives.py"):
+                busy = caller.f_code.co_name == "share_out" and bool(tensor.any())  # it votes, and works
+                caller = caller.f_back
+            came.append((time.monotonic(), "" if busy else caller.f_code.co_name))
+            return function(tensor, *args, **kwargs)
+
+        return call
+
+    def trained(config: Any, loop: Any, rank: Any, storage: Any) -> Any:
+        came[:] = [(time.monotonic(), "")]
+        found = train(config, loop, rank, storage)
+        times = json.dumps([*came, (time.monotonic(), "end")])
+        Path(os.environ[HOLD], f"rank-{rank.rank}.times").write_text(times)
+        return found
+
+    dist.all_reduce, dist.all_gather = counted(dist.all_reduce), counted(dist.all_gather)
+    worker._train_rank = trained
+
+
+def idle(folder: Path, now: float) -> str:
+    """Of what the ranks of the last group have written: the share of the time in which the rank that waited
+    most was idle, where, and the seconds since the group ended.
+    """
+    files = sorted(folder.glob("rank-*.times"))
+    ranks = [json.loads(file.read_text()) for file in files]
+    for file in files:
+        file.unlink()
+    if len(ranks) < 2:
+        return ""
+    first, *others = ranks
+    total = first[-1][0] - first[0][0]
+    shares = list[Counter[str]]()
+    for rank in others:
+        shares.append(Counter())
+        for (at, _), (before, name) in zip(first, rank, strict=True):
+            if name and at > before:
+                shares[-1][name] += 100 * (at - before) / total
+    most = max(shares, key=Counter.total)
+    where = ", ".join(f"{name} {share:.1f}%" for name, share in most.most_common(4))
+    waited = f"ranks idle while rank 0 works: {most.total():.1f}% of {total:.1f} s ({where})"
+    return f"; {waited}; {now - first[-1][0]:.0f} s without ranks"
+
+
+def compute_and_hold() -> None:
+    """As :func:`compute_and_count`; and it waits where a scene wants a node to be lost: before training, the
+    evaluation, and the first predictions.
+    """
+    compute_and_count()
     from pipelines import inference, worker
 
     worker._train_rank = _held("start", worker._train_rank)
@@ -129,9 +189,11 @@ class Rehearsal:
         self._jobs, self._since = self._jobs + 1, time.monotonic()
         variables |= {**SETUP["env_vars"], HOLD: str(self.folder)}
         own = json.loads(re.search(r"--runtime-env-json '(.*?)'", page(SUBMISSION))[1])  # type: ignore[index]
-        setup = {**SETUP, "env_vars": own["env_vars"] | variables}
-        if hold:
-            setup["worker_process_setup_hook"] = "tests.rehearsal.compute_and_hold"
+        hook = compute_and_hold if hold else compute_and_count
+        setup = {
+            "env_vars": own["env_vars"] | variables,
+            "worker_process_setup_hook": f"tests.rehearsal.{hook.__name__}",
+        }
         job = ["job", "submit", "--address", URL, "--submission-id", f"uno-{self._jobs}"]
         job += ["--runtime-env-json", json.dumps(setup)]
         argv = ["ray.scripts.scripts", *job, "--", sys.executable, "-m", "pipelines", *words]
@@ -175,7 +237,9 @@ class Rehearsal:
         assert code == 0 and says in text, f"uno {words[0]}: exit {code}, without {says!r}"
         named = [word for word in words[:2] if re.fullmatch(r"[a-z][a-z-]*", word)]
         self.rows.append(Row(self.scene, " ".join(["uno", *named]), simulated, outcome or "finished"))
-        print(*self.rows[-1], f"{time.monotonic() - self._since:.0f} s", sep="; ", flush=True)
+        now = time.monotonic()
+        seconds = f"{now - self._since:.0f} s{idle(self.folder, now)}"
+        print(*self.rows[-1], seconds, sep="; ", flush=True)
 
     def last_lines(self) -> str:
         """Of the job that was submitted last."""

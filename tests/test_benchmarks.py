@@ -5,6 +5,7 @@ import torch
 
 from benchmarks.growth import parts
 from benchmarks.held_out import hold_out
+from benchmarks.nodes import together
 from benchmarks.objective import make_methods
 from benchmarks.quantities import count_operators, exponents, peak_bytes
 from benchmarks.sets import scores
@@ -26,6 +27,16 @@ def test_operators_are_counted_once():
     tensor = torch.ones(4, 4)
     assert count_operators(lambda: tensor.T[2:].unsqueeze(0)) == 0
     assert count_operators(lambda: (tensor + 1).mul_(2).sum()) == 3
+
+
+def test_what_ranks_do_together_lasts_from_the_last_that_comes():
+    """Of two ranks. Kills: who waits for the other, another kind, a vote that a lost group did not finish and
+    that is paired with one of the next.
+    """
+    vote = [(0, "vote", 0.0, 5.0), (1, "vote", 4.0, 5.5), (0, "vote", 6.0, 9.0)]
+    later = [(1, "barrier", 6.5, 7.0), (0, "vote", 10.0, 12.0), (1, "vote", 11.0, 11.75)]
+    assert together([*later, *vote], "vote", 2) == [1.5, 1.0]
+    assert together(later, "barrier", 1) == [0.5]
 
 
 def test_peak_bytes_is_what_lives_at_once():

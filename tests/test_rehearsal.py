@@ -1,5 +1,7 @@
 """One scene of the rehearsal; ``make rehearsal`` plays all."""
 
+import json
+
 import pytest
 import torch
 
@@ -11,6 +13,22 @@ def test_the_page_has_rows_of_every_scene():
     """Kills: a scene that is played and whose outcome nobody reads, a row of a scene that is gone."""
     _, *rows = table("docs/deploy/ray.md", "| scene |")
     assert {row[0] for row in rows} == {f"`{name}`" for name in rehearsal.SCENES}
+
+
+def test_idle_is_who_waits_for_rank_0(tmp_path):
+    """Of three ranks the one that waits most. Kills: who comes after rank 0, who works while it votes; times
+    of a group before; names of a place where nobody waited.
+    """
+    came = {
+        0: [[0.0, ""], [3.0, "_save"], [6.0, "share_out"], [10.0, "end"]],
+        1: [[1.0, ""], [2.0, "_save"], [5.0, ""], [8.0, "end"]],
+        2: [[0.5, ""], [4.0, "_save"], [6.0, "share_out"], [9.5, "end"]],
+    }
+    for rank, times in came.items():
+        (tmp_path / f"rank-{rank}.times").write_text(json.dumps(times))
+    found = rehearsal.idle(tmp_path, 14.0)
+    waited = "; ranks idle while rank 0 works: 30.0% of 10.0 s (end 20.0%, _save 10.0%)"
+    assert found == f"{waited}; 4 s without ranks" and rehearsal.idle(tmp_path, 14.0) == ""
 
 
 @pytest.mark.ray

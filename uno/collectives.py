@@ -1,10 +1,11 @@
 """The only torch.distributed in ``uno``. On one process every function is the identity."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch import Tensor
 from uno.errors import Interrupted, one_line
 
 TIMEOUT = timedelta(minutes=10)  # of a collective: a rank that is as late is lost
+VOTE_S = 0.5  # between two votes on whether all ranks have done their jobs
 
 in_group = dist.is_initialized if dist.is_available() else bool  # bool() is False
 
@@ -100,6 +102,34 @@ def broadcast_from_rank0(tensor: Tensor) -> Tensor:
     """Rank 0's tensor, on every worker."""
     tensor = tensor.contiguous()  # of other tensors gloo sums something else, and says nothing
     return all_reduce_sum_(tensor if rank_and_world()[0] == 0 else torch.zeros_like(tensor))
+
+
+class Job(NamedTuple):
+    """What one rank computes for all, int64 (num_rows,) on the CPU; it may take longer than a collective."""
+
+    num_rows: int
+    run: Callable[[], Tensor]
+
+
+def share_out(jobs: Sequence[Job], device: torch.device) -> list[Tensor]:
+    """The results of ``jobs``, on every rank: rank r of W computes every W-th from the r-th on."""
+    (rank, world), found = rank_and_world(), [torch.zeros(job.num_rows, dtype=torch.int64) for job in jobs]
+
+    def work() -> None:
+        for number in range(rank, len(jobs), world):
+            found[number] = jobs[number].run()
+
+    if world == 1 or not jobs:
+        work()
+        return found
+    with ThreadPoolExecutor(1, "uno-jobs", torch.set_num_threads, (torch.get_num_threads(),)) as pool:
+        own = pool.submit(work)
+        # No rank waits in a collective for longer than it may.
+        while float(all_reduce_sum_(torch.tensor([float(not own.done())], device=device))):
+            wait([own], VOTE_S)
+        own.result()
+    sizes = [job.num_rows for job in jobs]
+    return list(all_reduce_sum_(torch.cat(found).to(device)).cpu().split(sizes))
 
 
 def barrier(device: torch.device) -> None:

@@ -25,6 +25,7 @@ from uno.model import UnoModel, features_of
 
 NUM_STARTS = 10
 MAX_ROWS = 20_000  # of a kind, that are clustered
+MIN_BATCH_ROWS, MAX_BATCHES = 32, 64  # of resident rows that are shared: workers get about as many rows each
 
 Kind = Literal["labeled", "unlabeled"]
 KINDS: tuple[Kind, ...] = ("labeled", "unlabeled")
@@ -175,6 +176,7 @@ def sample_features(
     rows = [rows[0], rows[1][:0]] if len(kinds) == 1 else rows
     num, size = len(rows[0]), config.train.eval_batch_size
     if isinstance(train, TrainSet):
+        size = resident_batch_rows(config, num + len(rows[1]))
         starts = [*range(0, num, size), *range(num, num + len(rows[1]), size)]
         batches = np.split(np.arange(num + len(rows[1])), starts[1:])
         load: Load = partial(_resident, train, rows)
@@ -194,6 +196,11 @@ def sample_features(
     return [Sample(each[:num][ok[:num]], true, each[num:][ok[num:]]) for each in (one.cpu() for one in found)]
 
 
+def resident_batch_rows(config: Config, num_rows: int) -> int:
+    """Of a batch of ``num_rows`` rows in memory, however many workers share them."""
+    return min(config.train.eval_batch_size, max(MIN_BATCH_ROWS, -(-num_rows // MAX_BATCHES)))
+
+
 def features_by_all(
     config: Config, models: Sequence[UnoModel], batches: Sequence[np.ndarray], load: Load
 ) -> tuple[list[Tensor], Tensor]:
@@ -206,8 +213,9 @@ def features_by_all(
         models[0].known.weight.device,
     )
     found = [torch.zeros(num, int(model.encoder.num_features), device=device) for model in models]  # type: ignore[arg-type]
-    ok, own = torch.zeros(num, device=device), np.array_split(np.arange(len(batches)), world)[rank]
-    mine = [batches[number] for number in own]
+    ok, sizes = torch.zeros(num, device=device), np.array([len(batch) for batch in batches], dtype=np.int64)
+    middle = sizes.cumsum() - sizes / 2
+    mine = [batches[i] for i in np.flatnonzero(middle * world // max(1, num) == rank).tolist()]
     for batch, (images, good) in zip(mine, load(mine), strict=True):
         rows = torch.from_numpy(batch[good]).to(device)
         if len(rows):

@@ -5,8 +5,10 @@ One of them is ``python -m tests.uno.test_collectives RANK WORLD_SIZE FOLDER``.
 
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +16,15 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tests.uno.small_run import CPU, StopAt, batches_of, copied_tensors, fresh_state, small_config
+from tests.uno.small_run import (
+    CPU,
+    StopAt,
+    batches_of,
+    copied_tensors,
+    fresh_state,
+    small_config,
+    small_sets,
+)
 from uno import collectives, steps
 from uno.data.columns import Text
 from uno.data.decode import BadRows
@@ -23,6 +33,7 @@ from uno.data.images import InMemory
 from uno.errors import Interrupted
 from uno.methods import METHODS, registry
 from uno.model import build_model
+from uno.results import baselines, evaluate
 from uno.runs import run
 from uno.runs.checkpoint import load_newest
 from uno.state import TrainState, trained_parameters
@@ -153,6 +164,40 @@ def unreadable(worker: GlooWorker, folder: Path) -> dict[str, Tensor]:
     return {"known": torch.tensor(bad.rows), "listed": torch.tensor(listed.rows)}
 
 
+def shared_jobs(worker: GlooWorker) -> dict[str, Tensor]:
+    """What five jobs return, of which the first lasts for three votes, and which of them were done here."""
+    votes, third, ran = list[int](), threading.Event(), list[int]()
+    reduce = collectives.all_reduce_sum_
+
+    def vote(tensor: Tensor) -> Tensor:
+        votes.append(1)
+        if len(votes) == 3:
+            third.set()
+        return reduce(tensor)
+
+    def job(number: int) -> Tensor:
+        assert number or worker.world_size == 1 or third.wait(100)
+        ran.append(number)
+        return torch.arange(number + 1) - 3
+
+    with mock.patch.object(collectives, "all_reduce_sum_", vote):
+        jobs = [collectives.Job(i + 1, lambda i=i: job(i)) for i in range(5)]  # type: ignore[misc]
+        found = collectives.share_out(jobs, CPU)
+    return {"ran": torch.tensor(ran)} | {f"of_{i}": each for i, each in enumerate(found)}
+
+
+def evaluated(worker: GlooWorker, setting: str) -> dict[str, Tensor]:
+    """All metrics of a network as it begins."""
+    config, (train, sets) = small_config(data__setting=setting), small_sets()
+    model = registry.build_network(config, 5, 5, 0).eval()
+    with (
+        mock.patch.object(evaluate, "load_trained", lambda *_: (model, 0)),
+        mock.patch.object(baselines, "load_weights_"),
+    ):
+        values = evaluate.evaluate_run(config, Storage("."), train, sets, 10, worker)
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+
+
 def main(rank: int, world_size: int, folder: Path) -> None:
     """Run everything and store the tensors."""
     torch.set_num_threads(1)
@@ -160,7 +205,8 @@ def main(rank: int, world_size: int, folder: Path) -> None:
         dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=world_size)
     assert collectives.rank_and_world() == (rank, world_size)
     worker = GlooWorker(rank, world_size)
-    parts = {"step": one_step(worker)}
+    parts = {"step": one_step(worker), "jobs": shared_jobs(worker)}
+    parts |= {f"metrics/{setting}": evaluated(worker, setting) for setting in ("ncd", "gcd")}
     if world_size <= 2:
         parts |= {f"method/{name}": two_steps(name, worker) for name in {**METHODS, **OF_UNO}}
     if world_size > 1:
@@ -212,7 +258,8 @@ def test_workers_equal_one_worker(tmp_path, world_size):
     rank 0 alone, a resume that differs, a checkpoint looked for before it is written; pairs of a worker's own
     rows, the gradient of others' rows lost or counted twice, a queue or a memory that differs between
     workers, IIC's means or a teacher's weights per worker; an unreadable row that a worker is not told, or of
-    which it is told twice.
+    which it is told twice; a clustering that two workers make, that one waits for in a collective, or that
+    another does not get; other metrics than those of one worker.
     """
     (whole,) = results(1, tmp_path / "one")
     shares = results(world_size, tmp_path / "many")
@@ -220,6 +267,10 @@ def test_workers_equal_one_worker(tmp_path, world_size):
         assert {name.split("/")[1] for name in whole if name.startswith("method/")} == {*METHODS, *OF_UNO}
     for name, expected in whole.items():
         if name.startswith("method/") and world_size > 2:
+            continue
+        if name == "jobs/ran":
+            assert sorted(torch.cat([share[name] for share in shares]).tolist()) == expected.tolist()
+            assert all(len(share[name]) in (5 // world_size, -(-5 // world_size)) for share in shares)
             continue
         exact = dict(atol=1e-5, rtol=1e-4) if name.startswith("step/") else dict(atol=2e-5, rtol=1e-3)
         if name.endswith("_targets"):
@@ -231,7 +282,9 @@ def test_workers_equal_one_worker(tmp_path, world_size):
         else:
             for share in shares:
                 torch.testing.assert_close(share[name], expected, **exact, msg=f"{name}: {{}}".format)
-                assert "/extra/" not in name or torch.equal(share[name], shares[0][name]), name
+                same = "/extra/" in name or name.startswith("metrics/")
+                assert not same or torch.equal(share[name], shares[0][name]), name
+                assert not name.startswith("metrics/") or torch.equal(share[name], expected), name
 
     for share in shares:
         early = range(10, 10 + 2 * (world_size - 2))

@@ -1,6 +1,8 @@
 """Clusters that discovery starts from, against data whose classes are known."""
 
+from contextlib import suppress
 from functools import lru_cache
+from itertools import chain
 
 import numpy as np
 import pyarrow as pa
@@ -11,7 +13,7 @@ from torch.nn.functional import normalize
 
 from tests.uno.data.builders import encoded
 from tests.uno.small_run import small_config, small_sets
-from uno import collectives
+from uno import collectives, prototype_init
 from uno.clustering import FREE, constrained_kmeans, seeded_kmeans, whiten
 from uno.config import override
 from uno.data import tables
@@ -21,6 +23,7 @@ from uno.data.resident import TrainSet
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.data.stream import StreamSet, decode_here, stream_facts, streaming_set
+from uno.errors import ConfigError
 from uno.model import UnoModel, build_model
 from uno.prototype_init import (
     clusters_of,
@@ -182,6 +185,26 @@ def test_row_groups_are_read_once_by_one_worker(packed, tmp_path, monkeypatch, w
         assert 80 < len(sample.labeled) <= 100 >= len(sample.unlabeled) > 80
         together = torch.cat([sample.labeled, sample.unlabeled])
         assert torch.equal(sum(part[number] for part in parts), together)
+
+
+def test_workers_read_about_as_many_resident_rows(monkeypatch):
+    """Of 200 that are fewer than an evaluation batch. Kills: one worker that reads for all, a row that nobody
+    reads or two do.
+    """
+    config, (train, _), seen = small_config(), small_sets(), list[list[int]]()
+    model, resident = build_model(config.model, 5, 5, 0).eval(), prototype_init._resident
+
+    def noted(train, rows, batches):
+        seen.append(np.concatenate(batches).tolist())
+        return resident(train, rows, batches)
+
+    monkeypatch.setattr(prototype_init, "_resident", noted)
+    for rank in range(3):
+        monkeypatch.setattr(collectives, "rank_and_world", lambda rank=rank: (rank, 3))
+        with suppress(ConfigError):  # as nobody adds up what the others have read
+            training_features(config, model, train)
+    assert sorted(chain.from_iterable(seen)) == [*range(200)]
+    assert max(map(len, seen)) - min(map(len, seen)) <= 32
 
 
 def features_by_all_of(monkeypatch, config, models, train):

@@ -2,6 +2,7 @@
 discovery.
 """
 
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -11,15 +12,24 @@ import torch.nn.functional as F
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from uno import collectives
 from uno.choice import SMOOTHED, SPECTRAL, partition_of, principal_space
 from uno.clustering import FREE, VARIANCE, kmeans, whiten
+from uno.collectives import Job
 from uno.config import Config
 from uno.data.files import Storage
 from uno.data.images import batches_of, evenly_spaced, spread
+from uno.data.row_blocks import RowBlocks, part
 from uno.data.stream import EvalData, StreamedEvalSet, TrainData, decoded_rows
-from uno.model import UnoModel, build_model, features_of
-from uno.prototype_init import MAX_ROWS, Sample, clusters_of, features_by_all, streamed
+from uno.model import UnoModel, build_model
+from uno.prototype_init import (
+    MAX_ROWS,
+    Load,
+    Sample,
+    clusters_of,
+    features_by_all,
+    resident_batch_rows,
+    streamed,
+)
 from uno.results import metrics
 from uno.runs.run import load_weights_
 
@@ -34,7 +44,14 @@ class Rows(NamedTuple):
 
     features: Tensor  # (N, D)
     truth: Tensor  # (N,)
-    pixels: Tensor | None = None  # (N, 3 S S) where the images are tiny
+    pixels: Callable[[], Tensor] | None = None  # reads (N, 3 S S) where the images are tiny
+
+
+class Baseline(NamedTuple):
+    """A clustering that a rank makes, and the metrics that all ranks compute of it."""
+
+    job: Job
+    score: Callable[[Tensor], dict[str, float]]
 
 
 class Looked(NamedTuple):
@@ -56,7 +73,7 @@ def start_model(
 
 
 def look(config: Config, model: UnoModel, train: TrainData, rows: EvalData) -> Looked:
-    """The training ``rows`` through ``model``. All workers ask: of streamed rows each reads a share."""
+    """The training ``rows`` through ``model``. All workers ask, and each reads a share."""
     enough, mixed = _enough(config, train, rows)
     novel = read(config, model, rows.where(rows.truth >= train.num_known)) if enough else None
     if not mixed:
@@ -73,19 +90,19 @@ def _enough(config: Config, train: TrainData, rows: EvalData) -> tuple[bool, boo
     return int((rows.truth >= train.num_known).sum()) >= train.num_novel, mixed
 
 
-def baselines(config: Config, rows: Looked, sample: Sample, train: TrainData) -> dict[str, float]:
+def baselines(config: Config, rows: Looked, sample: Sample, train: TrainData) -> list[Baseline]:
     """:func:`novel_baselines` of the training rows of novel classes, and of the GCD setting
     :func:`generalized_baselines`; ``sample``: of the same network.
     """
-    values: dict[str, float] = {}
+    found: list[Baseline] = []
     if rows.novel is not None and len(rows.novel.truth) >= train.num_novel:  # some may be unreadable
-        values |= novel_baselines(config, rows.novel, sample.labeled, train.num_novel)
+        found += novel_baselines(config, rows.novel, sample.labeled, train.num_novel)
     if rows.setting is not None:
-        values |= generalized_baselines(config, *rows.setting, train)
-    return values
+        found += generalized_baselines(config, *rows.setting, train)
+    return found
 
 
-def novel_baselines(config: Config, rows: Rows, labeled: Tensor, num_novel: int) -> dict[str, float]:
+def novel_baselines(config: Config, rows: Rows, labeled: Tensor, num_novel: int) -> Iterator[Baseline]:
     """k-means on the features of novel ``rows``, on these whitened, and for tiny images on their pixels, and
     :func:`graph_clusters`:
     ``baseline/{kmeans|kmeans_whitened|kmeans_pixels|kmeans_smoothed|spectral}/novel/{metric}``.
@@ -94,36 +111,42 @@ def novel_baselines(config: Config, rows: Rows, labeled: Tensor, num_novel: int)
     principal directions that explain 95% of their variance. What known classes were taught to be alike in is
     then no longer most of every distance.
     """
-    both = F.normalize(torch.cat([labeled, rows.features]), dim=1)
-    points = {
-        "kmeans": rows.features,
-        "kmeans_pixels": rows.pixels,
-        "kmeans_whitened": whiten(both, variance=VARIANCE)[-len(rows.truth) :],
+    num = len(rows.truth)
+
+    def whitened() -> Tensor:
+        both = F.normalize(torch.cat([labeled, rows.features]), dim=1)
+        return whiten(both, variance=VARIANCE)[-num:]
+
+    points = {"kmeans": lambda: rows.features, "kmeans_pixels": rows.pixels, "kmeans_whitened": whitened}
+    jobs: dict[str, Callable[[], Tensor]] = {
+        name: partial(direction_clusters, find, num_novel, config.seed)
+        for name, find in points.items()
+        if find is not None
     }
-    values: dict[str, float] = {}
-    for name, features in points.items():
-        if features is not None:
-            found = kmeans_baseline(features, rows.truth, num_novel, config.seed)
-            values |= {f"baseline/{name}/novel/{metric}": value for metric, value in found.items()}
-    free = torch.full((len(rows.truth),), FREE)
-    for name, clusters in graph_clusters(rows.features, free, num_novel, False, config.seed).items():
-        found = score(rows.truth, clusters, num_novel)
-        values |= {f"baseline/{name}/novel/{metric}": value for metric, value in found.items()}
-    return values
+    jobs |= graph_clusters(rows.features, torch.full((num,), FREE), num_novel, False, config.seed)
+    for name, job in jobs.items():
+        yield Baseline(Job(num, job), partial(_score_novel, f"baseline/{name}/novel", rows.truth, num_novel))
 
 
-def graph_clusters(features: Tensor, labels: Tensor, num: int, gcd: bool, seed: int) -> dict[str, Tensor]:
-    """Clusters (N_u,) of the unlabeled rows of features (N, D) from their nearest neighbors: k-means of the
-    means of rows and neighbors, and spectral clustering, as :func:`uno.choice.partition_of` makes them; {}
-    for more than ``MAX_GRAPH_ROWS``.
+def _score_novel(path: str, truth: Tensor, num_novel: int, clusters: Tensor) -> dict[str, float]:
+    return {f"{path}/{metric}": value for metric, value in score(truth, clusters, num_novel).items()}
+
+
+def graph_clusters(
+    features: Tensor, labels: Tensor, num: int, gcd: bool, seed: int
+) -> dict[str, Callable[[], Tensor]]:
+    """What finds clusters (N_u,) of the unlabeled rows of features (N, D) from their nearest neighbors:
+    k-means of the means of rows and neighbors, and spectral clustering, as :func:`uno.choice.partition_of`
+    makes them; {} for more than ``MAX_GRAPH_ROWS``.
     """
     if len(features) > MAX_GRAPH_ROWS:
         return {}
-    rows = F.normalize(principal_space(features)(features), dim=1)
-    kinds = {"kmeans_smoothed": SMOOTHED, "spectral": SPECTRAL}
-    return {
-        name: partition_of(rows, labels, num, gcd, kind, NUM_STARTS, seed) for name, kind in kinds.items()
-    }
+
+    def find(kind: str) -> Tensor:
+        rows = F.normalize(principal_space(features)(features), dim=1)
+        return partition_of(rows, labels, num, gcd, kind, NUM_STARTS, seed)
+
+    return {"kmeans_smoothed": partial(find, SMOOTHED), "spectral": partial(find, SPECTRAL)}
 
 
 def score(truth: ArrayLike, clusters: ArrayLike, num_clusters: int) -> dict[str, float]:
@@ -133,66 +156,84 @@ def score(truth: ArrayLike, clusters: ArrayLike, num_clusters: int) -> dict[str,
     return metrics.cluster_metrics(counts)
 
 
-def kmeans_baseline(features: ArrayLike, truth: ArrayLike, num_clusters: int, seed: int) -> dict[str, float]:
-    """Cluster features (N, D) with k-means (k-means++, best of 10 starts) and score them as a head is scored:
-    every metric against ``truth`` (N,), any class ids; N >= ``num_clusters``.
+def direction_clusters(find: Callable[[], ArrayLike], num_clusters: int, seed: int) -> Tensor:
+    """Clusters (N,) of the rows (N, D) that ``find`` returns, by k-means (k-means++, best of 10 starts).
 
     Every row is scaled to length one, as UNO's heads compare directions (on the pixels of digits 5-9 accuracy
     is .887-.890, without it .890-.894); no centering, no PCA.
     """
-    directions = F.normalize(torch.from_numpy(np.asarray(features, dtype=np.float64)), dim=1)
-    return score(truth, kmeans(directions, num_clusters, NUM_STARTS, seed).assignment, num_clusters)
+    directions = F.normalize(torch.from_numpy(np.asarray(find(), dtype=np.float64)), dim=1)
+    return kmeans(directions, num_clusters, NUM_STARTS, seed).assignment
+
+
+def kmeans_baseline(features: ArrayLike, truth: ArrayLike, num_clusters: int, seed: int) -> dict[str, float]:
+    """:func:`direction_clusters` of features (N, D), scored as a head is scored: every metric against
+    ``truth`` (N,), any class ids; N >= ``num_clusters``.
+    """
+    return score(truth, direction_clusters(lambda: features, num_clusters, seed), num_clusters)
 
 
 def generalized_baselines(
     config: Config, unlabeled_rows: Rows, labeled_rows: Rows, train: TrainData
-) -> dict[str, float]:
+) -> Iterator[Baseline]:
     """`baseline/{kmeans|constrained_kmeans|kmeans_smoothed|spectral}/gcd/{all|old|new}`: C clusters of the
     GCD setting, without and with the labeled rows fixed to their classes (so in :func:`graph_clusters`),
-    scored as its heads are; {} where fewer unlabeled rows than there are outputs can be read.
+    scored as its heads are; none where fewer unlabeled rows than there are outputs can be read.
     """
     unlabeled, truth, _ = unlabeled_rows
     labeled, labels, _ = labeled_rows
     num_outputs = train.num_known + train.num_novel
     if len(truth) < num_outputs or not len(labels):
-        return {}
-    kinds = {"kmeans": ("ncd", num_outputs), "constrained_kmeans": ("gcd", train.num_novel)}
-    outputs = {
-        name: clusters_of(unlabeled, labeled, labels, num_novel, setting, config.seed).assignment
-        for name, (setting, num_novel) in kinds.items()
-    }
-    both, known = torch.cat([unlabeled, labeled]), torch.cat([torch.full((len(truth),), FREE), labels])
-    outputs |= graph_clusters(both, known, num_outputs, True, config.seed)
-    values: dict[str, float] = {}
-    for name, clusters in outputs.items():
+        return
+
+    def find(setting: str, num_novel: int) -> Tensor:
+        return clusters_of(unlabeled, labeled, labels, num_novel, setting, config.seed).assignment
+
+    def score_mixed(path: str, clusters: Tensor) -> dict[str, float]:
         num_true = max(num_outputs, int(truth.max()) + 1)
         counts = metrics.confusion(truth.numpy(), clusters.numpy(), num_true, num_outputs)
         found = metrics.generalized(counts, train.num_known)
-        values |= {f"baseline/{name}/gcd/{group}": value for group, value in found.items()}
-    return values
+        return {f"{path}/{group}": value for group, value in found.items()}
+
+    both, known = torch.cat([unlabeled, labeled]), torch.cat([torch.full((len(truth),), FREE), labels])
+    jobs: dict[str, Callable[[], Tensor]] = {
+        "kmeans": partial(find, "ncd", num_outputs),
+        "constrained_kmeans": partial(find, "gcd", train.num_novel),
+        **graph_clusters(both, known, num_outputs, True, config.seed),
+    }
+    for name, job in jobs.items():
+        yield Baseline(Job(len(truth), job), partial(score_mixed, f"baseline/{name}/gcd"))
 
 
 def read(config: Config, model: UnoModel, rows: EvalData) -> Rows:
-    """What of ``rows`` can be read, for rank 0: at most ``MAX_BASELINE_ROWS``, evenly spaced; of streamed
-    ones ``MAX_ROWS``, by all workers.
+    """What of ``rows`` can be read, on every worker, each of which reads a share: at most
+    ``MAX_BASELINE_ROWS``, evenly spaced; of streamed ones ``MAX_ROWS``.
     """
+    size = config.train.eval_batch_size
     if isinstance(rows, StreamedEvalSet):
-        (chosen,), size = spread(rows.images, [rows.index.numpy()], MAX_ROWS), config.train.eval_batch_size
-        numbers, classes = rows.index.numpy()[chosen], rows.truth[torch.from_numpy(chosen)]
+        (chosen,) = spread(rows.images, [rows.index.numpy()], MAX_ROWS)
+        numbers, tiny = rows.index.numpy()[chosen], rows.side <= MAX_PIXEL_SIDE
         batches = batches_of(rows.images, numbers, decoded_rows(size, rows.side))
-        load = partial(streamed, rows.decode, numbers)
-        (features,), ok = features_by_all(config, [model], batches, load)
-        tiny = rows.side <= MAX_PIXEL_SIDE and collectives.rank_and_world()[0] == 0
-        seen = [images[torch.from_numpy(good)].flatten(1) for images, good in load(batches)] if tiny else []
-        return Rows(features[ok].cpu(), classes[ok], torch.cat(seen).float() if seen else None)
-    if collectives.rank_and_world()[0] > 0:  # who has no use for them
-        return Rows(torch.empty(0, 0), torch.empty(0, dtype=torch.int64))
-    rows = rows.where(torch.from_numpy(evenly_spaced(MAX_BASELINE_ROWS, len(rows.truth))))
-    parts, truth, pixels = [torch.empty(0, 0)], [torch.empty(0, dtype=torch.int64)], list[Tensor]()
-    for images, classes in rows.batches(config.train.eval_batch_size):
-        parts.append(features_of(model, images, config).cpu())
-        truth.append(classes.cpu())
-        if images.ndim == 4 and images.shape[-1] <= MAX_PIXEL_SIDE:
-            pixels.append(images.flatten(1).float().cpu())
-    together = torch.cat(parts[1:] or parts), torch.cat(truth)
-    return Rows(*together, torch.cat(pixels) if pixels else None)
+        load: Load = partial(streamed, rows.decode, numbers)
+    else:
+        chosen = evenly_spaced(MAX_BASELINE_ROWS, len(rows.truth))
+        images = part(rows.images, torch.from_numpy(chosen))
+        tiny = images.ndim == 4 and images.shape[-1] <= MAX_PIXEL_SIDE
+        size = resident_batch_rows(config, len(chosen))
+        batches = np.split(np.arange(len(chosen)), range(size, len(chosen), size))
+        load = partial(_resident, images)
+    (features,), ok = features_by_all(config, [model], batches, load)
+    truth = rows.truth[torch.from_numpy(chosen)].cpu()[ok]
+    return Rows(features.cpu()[ok], truth, partial(_pixels, load, batches) if tiny else None)
+
+
+def _resident(
+    images: Tensor | RowBlocks, batches: Sequence[np.ndarray]
+) -> Iterator[tuple[Tensor | RowBlocks, np.ndarray]]:
+    for batch in batches:
+        yield part(images, torch.from_numpy(batch)), np.ones(len(batch), dtype=bool)
+
+
+def _pixels(load: Load, batches: Sequence[np.ndarray]) -> Tensor:
+    found = [images[torch.from_numpy(good)].flatten(1) for images, good in load(batches)]
+    return torch.cat(found).float().cpu()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -21,8 +22,8 @@ from uno.prototype_init import sample_features
 from uno.results import metrics
 from uno.results.baselines import baselines, look, start_model
 from uno.results.classes import OutputClass, parse_classes
-from uno.results.infer import outcomes
-from uno.results.trust import choice_metrics, trust_metrics
+from uno.results.infer import ALIGNMENT_FILE, align_features, outcomes
+from uno.results.trust import choice_metrics, found_clusters, looked_at, trust_metrics
 from uno.runs import DISCOVER
 from uno.runs.checkpoint import load_newest
 from uno.runs.run import load_trained
@@ -35,9 +36,9 @@ def evaluate_run(
     config: Config, storage: Storage, train: TrainData, sets: Mapping[str, EvalData], num_true: int,
     worker: Worker,
 ) -> dict[str, float]:  # fmt: skip
-    """All protocols on the rows of both splits ("train", "test"), shared among all workers, the same on each,
-    and on rank 0 the k-means baselines and the signs of trust, flat. ``num_true``: classes, known and novel,
-    that truth indexes.
+    """All protocols on the rows of both splits ("train", "test"), the baselines and the signs of trust, flat:
+    shared among all workers, the same on each. ``num_true``: classes, known and novel, that truth indexes.
+    Where nothing was merged yet, heads are aligned for :func:`~uno.results.infer.save_model`.
     """
     model, best_head = load_trained(config, storage, train.num_known, train.num_novel)
     model, edits = model.to(worker.device), read_edits(storage)
@@ -56,13 +57,28 @@ def evaluate_run(
     begun = start_model(config, storage, train, sets["train"], worker.device)
     trained, *before = sample_features(config, [model, *([] if begun is None else [begun])], train)
     looked = None if begun is None else look(config, begun, train, sets["train"])
-    if worker.rank == 0:
-        if looked is not None:
-            values |= baselines(config, looked, before[0], train)
+    found = [] if looked is None else baselines(config, looked, before[0], train)
+    jobs, shown = [baseline.job for baseline in found], looked_at(config, trained, train)
+    if shown is not None:
+        cluster = partial(found_clusters, config, shown, train.num_novel)
+        jobs.append(collectives.Job(len(shown.unlabeled), cluster))
+    if unaligned := edits is None and len(trained.unlabeled) > 0:
+        shape = model.num_heads, model.num_novel
+        align = partial(align_features, model, config, best_head, trained.unlabeled)
+        jobs.insert(0, collectives.Job(shape[0] * shape[1], lambda: align().flatten()))
+    clusters = collectives.share_out(jobs, worker.device)
+    if unaligned:
+        alignment = clusters.pop(0).view(shape)
+        if worker.rank == 0:
+            facts = {"best_head": best_head, "alignment": alignment.tolist()}
+            storage.write(ALIGNMENT_FILE, json.dumps(facts).encode())
+    for baseline, own in zip(found, clusters, strict=False):
+        values |= baseline.score(own)
+    if shown is not None:
         num_held_out = int((sets["test"].truth < train.num_known).sum())
-        values |= trust_metrics(config, model, best_head, trained, train, values, num_held_out)
-        if (checkpoint := load_newest(storage, DISCOVER)) is not None:
-            values |= choice_metrics(checkpoint.tensors)
+        values |= trust_metrics(model, best_head, shown.unlabeled, clusters[-1], values, num_held_out)
+    if config.method == "choice" and (checkpoint := load_newest(storage, DISCOVER)) is not None:
+        values |= choice_metrics(checkpoint.tensors)
     return values
 
 

@@ -24,6 +24,7 @@ from uno.config import Config, dump_yaml, override, parse_yaml, require_code
 from uno.data.decode import decoded, ok_mask
 from uno.data.files import Storage, parse_json
 from uno.data.images import evenly_spaced
+from uno.data.output import find_mapping
 from uno.data.rows import Rows
 from uno.encoder import changed_code, code_of, require_encoder
 from uno.errors import StorageError, one_line
@@ -44,6 +45,7 @@ DAMAGE = RuntimeError, ValueError, TypeError, KeyError, AttributeError, Overflow
 BATCH_BYTES = 64 * 2**20  # decoded pixels of a batch
 MAX_BATCH_ROWS = 256
 SAMPLE_ROWS = 10_000  # to align heads and to suggest names
+ALIGNMENT_FILE = "alignment.json"  # of a run: what its evaluation has found, for the model that is saved then
 
 Decode = Callable[[Iterable[np.ndarray]], Iterator[tuple[np.ndarray, Tensor, Sequence[str | None]]]]
 """Batches of row numbers (b,) -> (row numbers, uint8 (b, 3, S, S), why a row has no pixels or None)."""
@@ -148,11 +150,12 @@ def outcomes(
     return merge_outputs(joint.softmax(dim=-1), classes)
 
 
-def taken_for_novel(logits: Logits, best_head: int) -> Tensor:
-    """bool (N,): rows that the best head takes for novel; all of them where it takes none for that."""
-    assert logits.novel is not None
-    novel = logits.novel[0, best_head].amax(dim=-1) > logits.known[0].amax(dim=-1)
-    return novel if novel.any() else torch.ones_like(novel)
+def taken_for_novel(known: Tensor, novel: Tensor, best_head: int) -> Tensor:
+    """bool (N,): rows that the best head takes for novel, by cosines (N, C_l) and (H, N, K); all of them
+    where it takes none for that.
+    """
+    found = novel[best_head].amax(dim=-1) > known.amax(dim=-1)
+    return found if found.any() else torch.ones_like(found)
 
 
 def align_heads(novel: Tensor, best_head: int) -> Tensor:
@@ -165,14 +168,38 @@ def align_heads(novel: Tensor, best_head: int) -> Tensor:
     return torch.from_numpy(np.stack(pairs))
 
 
+@torch.no_grad()
+def align_features(model: UnoModel, config: Config, best_head: int, features: Tensor) -> Tensor:
+    """:func:`align_heads` by features (N, D) of unlabeled rows, of which at most ``SAMPLE_ROWS`` count."""
+    chosen = features[torch.from_numpy(evenly_spaced(SAMPLE_ROWS, len(features)))]
+    found = []
+    for some in chosen.split(config.train.eval_batch_size):
+        logits = model.heads(some.to(model.known.weight.device))
+        assert logits.novel is not None
+        found.append((logits.known[0].cpu(), logits.novel[0].cpu()))
+    known, novel = (torch.cat(parts, dim=-2) for parts in zip(*found, strict=True))
+    return _align(known, novel, best_head, config.data.setting)
+
+
+def _align(known: Tensor, novel: Tensor, best_head: int, setting: str | None) -> Tensor:
+    """Cosines known (N, C_l) and novel (H, N, K) of unlabeled rows -> :func:`align_heads`."""
+    if setting == "gcd":  # rows of known classes say nothing of novel clusters
+        novel = novel[:, taken_for_novel(known, novel, best_head)]
+    return align_heads(novel, best_head)
+
+
 def save_model(
     config: Config, storage: Storage, module: UnoModel, best_head: int, known: Sequence[str]
 ) -> Classifier:
-    """Write ``model/``: encoder under torchvision's keys, heads, classes. Returns what it holds."""
+    """Write ``model/``: encoder under torchvision's keys, heads, which the evaluation may have aligned,
+    classes. Returns what it holds.
+    """
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}
     heads = {k: v for k, v in weights.items() if not k.startswith("encoder.")}
     classes, code = first_classes(known, module.num_novel), code_of(config.model.encoder, module.encoder)
     facts = {"best_head": best_head, **({"encoder_code": code["code"]} if code else {})}
+    aligned = find_mapping(storage, ALIGNMENT_FILE) or {}
+    facts |= aligned if aligned.get("best_head") == best_head else {}
     files = {
         "encoder.safetensors": safetensors.torch.save(with_prefix(weights, "encoder.")),
         "heads.safetensors": safetensors.torch.save(heads, {"best_head": str(best_head)}),
@@ -331,10 +358,8 @@ def with_alignment(model: Classifier, storage: Storage, decode: Decode, unlabele
     sample = sample_logits(model, decode, unlabeled) if model.alignment is None else None
     if sample is None or sample[1].novel is None:
         return model
-    novel = sample[1].novel[0]
-    if model.config.data.setting == "gcd":  # rows of known classes say nothing of novel clusters
-        novel = novel[:, taken_for_novel(sample[1], model.best_head)]
-    alignment = align_heads(novel, model.best_head)
+    known, novel = sample[1].known[0], sample[1].novel[0]
+    alignment = _align(known, novel, model.best_head, model.config.data.setting)
     name = model_folder(storage) + "classes.json"
     facts = parse_json(storage.read(name)) | {"alignment": alignment.tolist()}
     storage.write(name, json.dumps(facts, indent=1).encode())

@@ -132,31 +132,38 @@ def _on_known(values: Mapping[str, float]) -> tuple[Word, str]:
     return "trustworthy" if score >= BELIEVED else "doubtful", text
 
 
+def looked_at(config: Config, sample: Sample, train: TrainData) -> Sample | None:
+    """``sample`` with at most ``MAX_ROWS`` unlabeled rows; None where they are fewer than the outputs."""
+    chosen = evenly_spaced(MAX_ROWS, len(sample.unlabeled))
+    least = train.num_novel + (train.num_known if config.data.setting == "gcd" else 0)
+    few = len(chosen) < least
+    return None if few else sample._replace(unlabeled=sample.unlabeled[torch.from_numpy(chosen)])
+
+
+def found_clusters(config: Config, sample: Sample, num_novel: int) -> Tensor:
+    """Clusters (N_u,) of the unlabeled rows by k-means, known ones first in the GCD setting."""
+    labeled, labels, unlabeled = sample
+    setting, seed = config.data.setting, config.seed
+    return clusters_of(unlabeled, labeled, labels, num_novel, setting, seed).assignment
+
+
 @torch.no_grad()
 def trust_metrics(
-    config: Config, model: UnoModel, best_head: int, sample: Sample, train: TrainData,
-    values: Mapping[str, float], num_held_out: int,
+    model: UnoModel, best_head: int, unlabeled: Tensor, clusters: Tensor, values: Mapping[str, float],
+    num_held_out: int,
 ) -> dict[str, float]:  # fmt: skip
-    """The signs and the score of a trained ``model``, in eval mode, by features of a ``sample``, fractions
-    0-1 but for rows:
+    """The signs and the score of a trained ``model``, in eval mode, by features ``unlabeled`` (N_u, D) and
+    :func:`found_clusters` of them (N_u,), fractions 0-1 but for rows:
     `trust/{kmeans|neighbors}/agreement`; of features that tell no images apart
     `trust/features/{zero|constant|huge}`; among several new classes `trust/largest_class/share`; and where
-    ``num_held_out`` labeled rows were not seen in training `trust/held_out/{acc|rows}` and `trust/score`. {}
-    with fewer unlabeled rows than outputs. ``values``: the run's metrics so far.
+    ``num_held_out`` labeled rows were not seen in training `trust/held_out/{acc|rows}` and `trust/score`.
+    ``values``: the run's metrics so far.
     """
-    labeled, labels, unlabeled = sample
-    unlabeled = unlabeled[torch.from_numpy(evenly_spaced(MAX_ROWS, len(unlabeled)))]
-    if len(unlabeled) < train.num_novel + (train.num_known if config.data.setting == "gcd" else 0):
-        return {}
-    outputs = _outputs(model, unlabeled, best_head)
-    clusters = clusters_of(
-        unlabeled, labeled, labels, train.num_novel, config.data.setting, config.seed
-    ).assignment
-    num = train.num_known + train.num_novel
+    outputs, num = _outputs(model, unlabeled, best_head), model.num_known + model.num_novel
     counts = metrics.confusion(outputs.numpy(), clusters.numpy(), num, num)
     found = {KMEANS: metrics.cluster_accuracy(counts), NEAR: neighbor_agreement(unlabeled, outputs)}
     signs = {FEATURES + word: 1.0 for word in (oddity(unlabeled),) if word}
-    if train.num_novel > 1:
+    if model.num_novel > 1:
         signs[LARGEST] = float(outputs.bincount().max()) / len(outputs)
     right = values.get("test/known/task_agnostic_strict/acc/best")
     if right is not None:

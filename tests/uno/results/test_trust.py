@@ -115,20 +115,24 @@ def test_signs_of_a_model_on_the_digits(monkeypatch):
     model = build_model(config.model, 5, 5, 0).eval()
     values = {"test/known/task_agnostic_strict/acc/best": 0.5}
     sample = training_features(config, model, train)
-    found = trust_metrics(config, model, 0, sample, train, values, 30)
+    shown = trust.looked_at(config, sample, train)
+    clusters = trust.found_clusters(config, shown, 5)
+    found = trust_metrics(model, 0, shown.unlabeled, clusters, values, 30)
     assert found[trust.HELD_OUT] == 0.5 and found[trust.HELD_OUT_ROWS] == 30
     assert found[trust.SCORE] == 0.5 * min(found[trust.KMEANS], found[trust.NEAR])
     seen = []
 
-    def clusters(unlabeled, labeled, labels, num_novel, setting, seed):
+    def clusters_of(unlabeled, labeled, labels, num_novel, setting, seed):
         seen.append((len(unlabeled), len(labeled), len(labels), num_novel, setting))
         outputs = trust._outputs(model, unlabeled, 1)
         return type("Found", (), {"assignment": (outputs + 3) % 10})
 
-    monkeypatch.setattr(trust, "clusters_of", clusters)
+    monkeypatch.setattr(trust, "clusters_of", clusters_of)
     monkeypatch.setattr(trust, "MAX_ROWS", 60)
-    own, other = (trust_metrics(config, model, head, sample, train, {}, 0) for head in (1, 0))
+    shown = trust.looked_at(config, sample, train)
+    clusters = trust.found_clusters(config, shown, 5)
+    own, other = (trust_metrics(model, head, shown.unlabeled, clusters, {}, 0) for head in (1, 0))
     assert own[trust.KMEANS] == 1 > other[trust.KMEANS] and set(own) == {trust.KMEANS, trust.NEAR, *SEEN}
-    assert seen == [(60, 100, 100, 5, "ncd")] * 2
+    assert seen == [(60, 100, 100, 5, "ncd")]
     few = sample._replace(unlabeled=sample.unlabeled[:4])
-    assert trust_metrics(config, model, 0, few, train, values, 30) == {}
+    assert trust.looked_at(config, few, train) is None

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -18,9 +19,11 @@ from uno.errors import ConfigError, StorageError
 from uno.model import build_model, features_of
 from uno.results.baselines import kmeans_baseline
 from uno.results.evaluate import evaluate_run
-from uno.results.infer import load_classifier, save_model
+from uno.results.infer import decoder, load_classifier, save_model, with_alignment
 from uno.runs import directory, run
 from uno.runs.checkpoint import Checkpoint, save_checkpoint
+from uno.session.data import read_task
+from uno.session.predict import unlabeled_rows
 from uno.train import LocalWorker
 
 CONFIG, WORKER = small_config(), LocalWorker(torch.device("cpu"))
@@ -148,6 +151,24 @@ def test_pretraining_sees_large_views_only(tmp_path, monkeypatch):
     assert len(seen[run.DISCOVER, 2]) == 4
     plain, v2 = seen[run.PRETRAIN, 0], seen[run.PRETRAIN, 2]
     assert len(v2) == 2 and all(map(torch.equal, plain, v2))
+
+
+@pytest.mark.parametrize("setting", ["ncd", "gcd"])
+def test_an_evaluation_aligns_the_heads(finished, setting):
+    """By features that it has: whoever saves the model has nothing to decode. Kills: other rows or heads
+    than those that the images say, in a mixed pile rows that are taken for known, another best head's.
+    """
+    config, (train, sets) = override(CONFIG, {"data.setting": setting}), small_sets()
+    evaluate_run(config, finished, train, sets, 10, WORKER)
+    model, best_head = run.load_trained(config, finished, 5, 5)
+    names = ["zero", "one", "two", "three", "four"]
+    saved = save_model(config, finished, model, best_head, names)
+    task = read_task(config.data)
+    decode = decoder(saved, task.rows, threads=1)
+    by_images = with_alignment(replace(saved, alignment=None), finished, decode, unlabeled_rows(task))
+    assert torch.equal(saved.alignment, by_images.alignment)
+    assert not torch.equal(saved.alignment[1 - best_head], saved.alignment[best_head])
+    assert save_model(config, finished, model, 1 - best_head, names).alignment is None
 
 
 def test_saved_model_is_what_is_evaluated(finished):
