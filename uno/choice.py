@@ -37,6 +37,7 @@ SHRINKAGE = 0.1
 ERRORS = 2.0  # as draws share their classes, one is exceeded too often
 LEVEL = 0.95  # of Student's t to either side: nine tenths
 TOO_MANY = 2  # times the hidden classes are asked for, to see parts of one class
+PARTS = 0.25  # quantile of what parts of one class mix: three quarters of them more than any two classes
 OTHERS = 0.01  # of m (1 - m), the variance that draws from the same known classes do not show
 
 
@@ -220,9 +221,9 @@ def join(counts: Tensor, sizes: Tensor, num_known: int, limit: float) -> Tensor:
 def mixing_limit(
     rows: Tensor, labels: Tensor, num_novel: int, gcd: bool, candidate: Candidate, seed: int
 ) -> float:
-    """Half way between the most that two hidden classes mix and the median of two parts of one class, seen
-    where too many are asked for; inf where the median is not larger or either is never seen. ``rows`` (N_l,
-    P) of known classes ``labels`` (N_l,) in the principal space.
+    """Half way between the most that two hidden classes mix and the quantile :data:`PARTS` of what two parts
+    of one class do, seen where too many are asked for; inf where the quantile is not larger or either is
+    never seen. ``rows`` (N_l, P) of known classes ``labels`` (N_l,) in the principal space.
     """
     different, same = list[float](), list[float]()
     draws = hidden_draws(int(labels.max()) + 1, num_novel, seed)
@@ -248,7 +249,7 @@ def mixing_limit(
                 same += shares[is_pair & is_same].tolist()
     if not different or not same:
         return math.inf
-    low, high = max(different), float(np.median(same))
+    low, high = max(different), float(np.quantile(same, PARTS))
     return (low + high) / 2 if low < high else math.inf
 
 
