@@ -5,9 +5,10 @@
 reads each folder of images, or of Parquet, whose known classes are in FOLDER/NAME-known.txt, computes or
 finds its features as ``uno discover`` does, and appends to OUTPUT/lines.jsonl a line for every seed, set,
 setting (ncd: new classes alone; gcd: half of the known images among them) and factor, by which the number of
-new classes is wrong: what every candidate of the method ``choice``, and k-means, makes of the unlabeled
-training rows, and the scores of hidden known classes. Lines that are there are not computed again. The truth
-of new classes is read after everything is decided. At the end it prints a table.
+new classes is wrong: what the method ``choice``, its every candidate and k-means make of the unlabeled
+training rows, how many new classes are left, and the scores of hidden known classes. Lines that are there
+are not computed again. The truth of new classes is read after everything is decided. At the end it prints a
+table.
 """
 
 import argparse
@@ -22,7 +23,18 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import environment
-from uno.choice import CANDIDATES, PLAIN, SAFE, STARTS, Choice, choose, decide, principal_space, prototypes
+from uno.choice import (
+    CANDIDATES,
+    PLAIN,
+    SAFE,
+    STARTS,
+    Choice,
+    choose,
+    decide,
+    joined_prototypes,
+    principal_space,
+    prototypes,
+)
 from uno.clustering import FREE
 from uno.data.files import Storage
 from uno.data.sources import read_rows
@@ -100,13 +112,16 @@ def measure(given: Rows, setting: str, seed: int, factor: float) -> dict[str, An
     start, clock = time.process_time(), time.perf_counter()
     rows = principal_space(features)(features)
     choice = choose(rows[~free], labels[~free], num_novel, gcd, seed)
+    made = {"choice": joined_prototypes(rows, labels, num_novel, gcd, CANDIDATES[choice.candidate], seed)}
     seconds = [time.process_time() - start, time.perf_counter() - clock]
-    outputs = {}
+    left = int(made["choice"][1][num_known:].any(dim=1).sum())
     for candidate in CANDIDATES:
-        white, found = prototypes(rows, labels, num_novel, gcd, candidate, STARTS, seed)
+        made[str(candidate)] = prototypes(rows, labels, num_novel, gcd, candidate, STARTS, seed)
+    outputs = {}
+    for name, (white, found) in made.items():
         cosines = (rows[free] @ white) @ found.T
         cosines[:, : 0 if gcd else num_known] = -torch.inf
-        outputs[str(candidate)] = cosines.argmax(dim=1)
+        outputs[name] = cosines.argmax(dim=1)
     kind, parts = ("gcd" if gcd else "ncd"), (features[free], features[~free], labels[~free])
     plain = clusters_of(*parts, num_novel, kind, seed).assignment
     outputs["k-means"] = plain if gcd else num_known + plain
@@ -114,7 +129,8 @@ def measure(given: Rows, setting: str, seed: int, factor: float) -> dict[str, An
     return {
         "results": {name: scores(truth[free], found, num_known, sizes) for name, found in outputs.items()},
         "right": choice.scores.tolist(), "right_new": choice.new.tolist(), "hidden": choice.num_hidden,
-        "rows": len(features), "seconds": [round(s, 1) for s in seconds], "num_novel": num_novel,
+        "rows": len(features), "seconds": [round(s, 1) for s in seconds],
+        "num_novel": num_novel, "left": left,
     }  # fmt: skip
 
 
@@ -153,9 +169,9 @@ def table(lines: Iterable[dict[str, Any]]) -> list[str]:
         chosen = [choice_of(line) for line in own]
         names = [str(CANDIDATES[choice.candidate]) for choice in chosen]
         columns: dict[str, list[float]] = {
-            "choice": [line["results"][name]["all"] for line, name in zip(own, names, strict=True)],
-            "balanced": [line["results"][name]["balanced"] for line, name in zip(own, names, strict=True)],
-            "new": [line["results"][name]["new"] for line, name in zip(own, names, strict=True)],
+            "choice": [line["results"]["choice"]["all"] for line in own],
+            "balanced": [line["results"]["choice"]["balanced"] for line in own],
+            "new": [line["results"]["choice"]["new"] for line in own],
             "k-means balanced": [line["results"]["k-means"]["balanced"] for line in own],
             "best": [max(one["all"] for one in line["results"].values()) for line in own],
         }
@@ -166,7 +182,10 @@ def table(lines: Iterable[dict[str, Any]]) -> list[str]:
         }
         ranges = [choice.expected() for choice in chosen]
         cells["expected"] = str([[round(100 * v, 1) for v in one] for one in ranges if one])
-        found.append(json.dumps({"of": key, "n": len(own), **cells, "chosen": sorted(set(names))}))
+        left = [line["left"] for line in own]
+        found.append(
+            json.dumps({"of": key, "n": len(own), **cells, "chosen": sorted(set(names)), "left": left})
+        )
     return found
 
 

@@ -7,6 +7,10 @@ new ones. Partitions: k-means of the rows, of the means of rows and their neares
 coordinates of the neighbor graph. Known classes are hidden in turn, every candidate is scored by the rows of
 the hidden ones, and no label of a new class takes part. So small are the differences that few hidden classes
 show nothing: another candidate than :data:`SAFE` must beat it by more than :data:`ERRORS` standard errors.
+
+If more new classes are asked for than there are, clusters divide classes. Where two parts of a known class
+share more neighbors than two known classes do, new clusters that share as many are joined, and outputs stay
+empty.
 """
 
 import math
@@ -21,7 +25,7 @@ from scipy.special import stdtrit
 from torch import Tensor
 
 from uno.clustering import FREE, kmeans, principal_components, seeded_kmeans
-from uno.neighbors import smoothed, spectral
+from uno.neighbors import links, mixing, smoothed, spectral
 
 MAX_DIRECTIONS = 256
 MAX_FITTED = 10_000  # rows that principal directions are computed from
@@ -32,6 +36,8 @@ STARTS, DRAW_STARTS = 10, 3  # of k-means: of the result, and of a draw
 SHRINKAGE = 0.1
 ERRORS = 2.0  # as draws share their classes, one is exceeded too often
 LEVEL = 0.95  # of Student's t to either side: nine tenths
+TOO_MANY = 2  # times the hidden classes are asked for, to see parts of one class
+PARTS = 0.25  # quantile of what parts of one class mix: three quarters of them more than any two classes
 OTHERS = 0.01  # of m (1 - m), the variance that draws from the same known classes do not show
 
 
@@ -135,11 +141,11 @@ def means(rows: Tensor, clusters: Tensor, num: int) -> Tensor:
     return F.normalize(torch.zeros(num, rows.shape[1]).index_add_(0, clusters, rows), dim=1)
 
 
-def prototypes(
+def clusters_by(
     rows: Tensor, labels: Tensor, num_novel: int, gcd: bool, candidate: Candidate, starts: int, seed: int
-) -> tuple[Tensor, Tensor]:
-    """Of rows (N, P) in the principal space, ``labels`` (N,) or FREE: the whitener (P, P) and the prototypes
-    (C_l + C_u, P), known ones first, which classify by the largest cosine.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of rows (N, P) in the principal space, ``labels`` (N,) or FREE: the whitener (P, P), unit rows in its
+    space, and their clusters (N,), of which known ones come first and hold the labeled rows.
     """
     labeled, num_known = labels != FREE, int(labels.max()) + 1
     white = whitener(rows[labeled], labels[labeled], candidate.shrinkage)
@@ -147,21 +153,104 @@ def prototypes(
     num, first = (num_known + num_novel, 0) if gcd else (num_novel, num_known)
     found = labels.clone()
     found[~labeled] = first + partition_of(rows, labels, num, gcd, candidate.partition, starts, seed)
-    return white, means(rows, found, num_known + num_novel)
+    return white, rows, found
+
+
+def prototypes(
+    rows: Tensor, labels: Tensor, num_novel: int, gcd: bool, candidate: Candidate, starts: int, seed: int
+) -> tuple[Tensor, Tensor]:
+    """The whitener (P, P) of :func:`clusters_by` and prototypes (C_l + C_u, P), known ones first, which
+    classify by the largest cosine.
+    """
+    white, rows, found = clusters_by(rows, labels, num_novel, gcd, candidate, starts, seed)
+    return white, means(rows, found, int(labels.max()) + 1 + num_novel)
 
 
 def find(
     labeled: Tensor, labels: Tensor, unlabeled: Tensor, num_novel: int, gcd: bool, seed: int
 ) -> tuple[Choice, Space, Tensor]:
     """What is chosen for features (N_l, D) with ``labels`` (N_l,) and (N_u, D), on the CPU, the space of the
-    choice and its prototypes (C_l + C_u, P).
+    choice and its prototypes (C_l + C_u, P), zero where clusters were joined.
     """
     features = torch.cat([labeled, unlabeled])
     space = principal_space(features)
     rows, known = space(features), F.pad(labels, (0, len(unlabeled)), value=FREE)
     choice = choose(rows[: len(labels)], labels, num_novel, gcd, seed)
-    white, found = prototypes(rows, known, num_novel, gcd, CANDIDATES[choice.candidate], STARTS, seed)
+    white, found = joined_prototypes(rows, known, num_novel, gcd, CANDIDATES[choice.candidate], seed)
     return choice, Space(space.mean, space.directions @ white), found
+
+
+def joined_prototypes(
+    rows: Tensor, labels: Tensor, num_novel: int, gcd: bool, candidate: Candidate, seed: int
+) -> tuple[Tensor, Tensor]:
+    """:func:`prototypes` of the result: of clusters that mix more than :func:`mixing_limit` one is left."""
+    free, num_known = labels == FREE, int(labels.max()) + 1
+    limit = mixing_limit(rows[~free], labels[~free], num_novel, gcd, candidate, seed)
+    white, rows, found = clusters_by(rows, labels, num_novel, gcd, candidate, STARTS, seed)
+    num = num_known + num_novel
+    if limit < math.inf:
+        found = join(*linked(rows, labels, found, num, gcd), num_known, limit)[found]
+    return white, means(rows, found, num)
+
+
+def linked(rows: Tensor, labels: Tensor, found: Tensor, num: int, gcd: bool) -> tuple[Tensor, Tensor]:
+    """Links (K, K) and sizes (K,) of clusters ``found`` (N,) of unit rows (N, P); labeled rows count only in
+    a ``gcd`` set.
+    """
+    own = (labels == FREE) | gcd
+    return links(rows[own], found[own], num), found[own].bincount(minlength=num)
+
+
+def join(counts: Tensor, sizes: Tensor, num_known: int, limit: float) -> Tensor:
+    """The cluster (K,) that every one of K becomes: of the two that mix most, by links ``counts`` (K, K) and
+    ``sizes`` (K,), the later one, which is new, joins the other, as long as they mix more than ``limit``.
+    """
+    counts, sizes, becomes = counts.clone(), sizes.clone(), torch.arange(len(sizes))
+    while True:
+        pairs = mixing(counts, sizes).triu(1)
+        pairs[:, :num_known] = 0
+        first, second = divmod(int(pairs.argmax()), len(sizes))
+        if float(pairs[first, second]) <= limit:
+            return becomes
+        becomes[becomes == second] = first
+        for sums in (counts, counts.T, sizes):
+            sums[first] += sums[second]
+            sums[second] = 0
+
+
+def mixing_limit(
+    rows: Tensor, labels: Tensor, num_novel: int, gcd: bool, candidate: Candidate, seed: int
+) -> float:
+    """Half way between the most that two hidden classes mix and the quantile :data:`PARTS` of what two parts
+    of one class do, seen where too many are asked for; inf where the quantile is not larger or either is
+    never seen. ``rows`` (N_l, P) of known classes ``labels`` (N_l,) in the principal space.
+    """
+    different, same = list[float](), list[float]()
+    draws = hidden_draws(int(labels.max()) + 1, num_novel, seed)
+    for own, seen, truth in _hidden(rows, labels, draws, gcd):
+        num_known, total = int(seen.max()) + 1, int(truth.max()) + 1
+        for factor in (1, TOO_MANY):
+            num_new = factor * (total - num_known)
+            num = num_known + num_new
+            if int((seen == FREE).sum()) <= num:
+                continue
+            _, unit, found = clusters_by(own, seen, num_new, gcd, candidate, DRAW_STARTS, seed)
+            counts, sizes = linked(unit, seen, found, num, gcd)
+            most = (
+                (found * total + truth).bincount(minlength=num * total).unflatten(0, (num, total)).argmax(1)
+            )
+            is_pair = ((sizes >= 2) & (sizes >= 2)[:, None]).triu(1)
+            is_pair[:, :num_known] = False
+            is_same = most == most[:, None]
+            shares = mixing(counts, sizes)
+            if factor == 1:
+                different += shares[is_pair & ~is_same].tolist()
+            else:
+                same += shares[is_pair & is_same].tolist()
+    if not different or not same:
+        return math.inf
+    low, high = max(different), float(np.quantile(same, PARTS))
+    return (low + high) / 2 if low < high else math.inf
 
 
 def hidden_draws(num_known: int, num_novel: int, seed: int) -> list[list[int]]:

@@ -34,6 +34,27 @@ def smoothed(points: Tensor) -> Tensor:
     return F.normalize(total, dim=1)
 
 
+def links(points: Tensor, clusters: Tensor, num: int) -> Tensor:
+    """How many nearest neighbors the rows of a cluster have in another, int64 (K, K): unit rows (N, D) in
+    ``clusters`` (N,) of 0 .. K - 1.
+    """
+    pairs = clusters[:, None] * num + clusters[nearest(points)]
+    return pairs.flatten().bincount(minlength=num * num).unflatten(0, (num, num))
+
+
+def mixing(counts: Tensor, sizes: Tensor) -> Tensor:
+    """The :func:`links` (K, K) between two clusters of ``sizes`` (K,) relative to those that they would have
+    if nothing divided them, (K, K): 0 for none, about 1 for a cluster divided at random. 0 on the diagonal
+    and where a cluster has fewer than two rows.
+    """
+    between, sizes = counts.double(), sizes.double()
+    either = between.diagonal()[:, None] + between  # links of a cluster's rows to itself or the other one
+    expected = either * sizes / (sizes[:, None] + sizes).clamp(min=1)
+    found = (between + between.T) / (expected + expected.T).clamp(min=1e-12)
+    some = sizes >= 2
+    return (found * some * some[:, None]).fill_diagonal_(0)
+
+
 def spectral(points: Tensor, num_coordinates: int) -> Tensor:
     """Unit rows (N, D) -> (N, K) of length one: the leading eigenvectors of the symmetric normalized neighbor
     graph, by row (Ng, Jordan and Weiss, NeurIPS 2001). K is at most N.

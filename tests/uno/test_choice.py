@@ -7,9 +7,21 @@ import torch
 from torch.nn.functional import normalize
 
 from uno import choice as module
-from uno.choice import CANDIDATES, PLAIN, SAFE, Choice, choose, find, hidden_draws, matched, whitener
+from uno.choice import (
+    CANDIDATES,
+    PLAIN,
+    SAFE,
+    Choice,
+    choose,
+    find,
+    hidden_draws,
+    join,
+    matched,
+    mixing_limit,
+    whitener,
+)
 from uno.clustering import FREE
-from uno.neighbors import MAX_CELLS, nearest, smoothed, spectral
+from uno.neighbors import MAX_CELLS, links, mixing, nearest, smoothed, spectral
 
 
 def features(num_classes=10, rows=24, noise=8.0, seed=0):
@@ -141,3 +153,67 @@ def test_a_free_row_is_never_of_a_hidden_class_by_its_label():
     once = torch.tensor([0, 24, 48, 72, 96, 120])  # a row of each class: none of them loses its label
     draws = hidden_draws(6, 3, 0)
     assert len(list(module._hidden(points[once], truth[once], draws, True))) == len(draws)
+
+
+def test_links_between_clusters_are_counted_and_weighed():
+    """By hand. Kills: links counted in one direction, shares of another base, a cluster of one row that
+    mixes, a cluster that mixes with itself.
+    """
+    generator = torch.Generator().manual_seed(0)
+    points, clusters = torch.randn(40, 5, generator=generator), torch.randint(3, (40,), generator=generator)
+    points, counts = normalize(points, dim=1), torch.zeros(4, 4, dtype=torch.int64)
+    for row, neighbors in enumerate(nearest(points).tolist()):
+        for other in neighbors:
+            counts[clusters[row], clusters[other]] += 1
+    assert torch.equal(links(points, clusters, 4), counts) and not torch.equal(counts, counts.T)
+    counts = torch.tensor([[5, 1, 0], [1, 5, 0], [0, 0, 0]])
+    shares = mixing(counts, torch.tensor([3, 3, 0]))
+    # of the 6 links of either one, half would go to the other: 2 are found, 6 expected
+    assert float(shares[0, 1]) == float(shares[1, 0]) == pytest.approx(2 / 6)
+    assert float(shares.sum()) == pytest.approx(4 / 6)
+    uneven = mixing(torch.tensor([[70, 10], [12, 8]]), torch.tensor([8, 2]))
+    assert float(uneven[0, 1]) == pytest.approx((10 + 12) / (80 * 2 / 10 + 20 * 8 / 10))
+    assert not mixing(torch.tensor([[70, 10], [10, 0]]), torch.tensor([8, 1])).any()
+
+
+def test_clusters_are_joined_while_they_mix():
+    """Kills: known clusters joined, shares that are not counted again, a pair under its later number."""
+    counts = torch.tensor([[80, 40, 0, 0, 0], [40, 80, 0, 0, 0], [0, 0, 60, 30, 12], [0, 0, 30, 60, 0],
+                           [0, 0, 12, 0, 60]])  # fmt: skip
+    sizes = torch.tensor([10, 10, 10, 10, 10])
+    before = counts.clone()
+    assert join(counts, sizes, 2, 0.5).tolist() == [0, 1, 2, 2, 4]
+    both = torch.tensor([[180, 12], [12, 60]])
+    share = float(mixing(both, torch.tensor([20, 10]))[0, 1])
+    assert share == pytest.approx(24 / (192 / 3 + 72 * 2 / 3))
+    assert join(counts, sizes, 2, share + 1e-6).tolist() == [0, 1, 2, 2, 4]
+    assert join(counts, sizes, 2, share - 1e-6).tolist() == [0, 1, 2, 2, 2]
+    assert join(counts, sizes, 1, 0.5).tolist() == [0, 0, 2, 2, 4]  # a new one joins a known one
+    assert join(counts, sizes, 2, math.inf).tolist() == [0, 1, 2, 3, 4]
+    assert torch.equal(counts, before)
+
+
+@pytest.mark.parametrize("gcd", [False, True])
+@pytest.mark.parametrize("asked", [4, 6, 8])
+def test_too_many_new_classes_leave_outputs_empty(gcd, asked):
+    """Four new classes are found whatever number is asked for. Kills: no limit, classes joined at their own
+    number, rows of joined clusters lost, prototypes of empty outputs that take rows.
+    """
+    points, truth = features(12, rows=30)
+    free = (truth >= 8) | (gcd & (torch.arange(len(truth)) % 2 == 0))
+    _, space, found = find(points[~free], truth[~free], points[free], asked, gcd, seed=0)
+    assert found[8:].any(dim=1).sum() == 4 and found[:8].any(dim=1).all()
+    cosines = space(points[free]) @ found.T
+    outputs = cosines.argmax(dim=1) if gcd else 8 + cosines[:, 8:].argmax(dim=1)
+    assert float(matched(truth[free], outputs, 8 + asked).float().mean()) > 0.95
+
+
+def test_classes_that_mix_as_parts_do_are_not_joined():
+    """Kills: a limit where known classes overlap, or where none can be hidden."""
+    points, truth = features(10, noise=0.1)
+    rows = module.principal_space(points)(points)
+    safe = CANDIDATES[SAFE]
+    assert 0 < mixing_limit(rows, truth, 4, False, safe, 0) < 1
+    alike = normalize(torch.randn(240, 20, generator=torch.Generator().manual_seed(1)), dim=1)
+    assert mixing_limit(alike, truth, 4, False, safe, 0) == math.inf
+    assert mixing_limit(rows[truth < 3], truth[truth < 3], 2, False, safe, 0) == math.inf

@@ -37,8 +37,8 @@ class Adapter(nn.Module):
 
 
 def start(config: Config, model: UnoModel, train: Any) -> dict[str, Tensor]:
-    """Choose, and move adapter and prototypes. Returns what was chosen and expected. ConfigError: fewer
-    unlabeled rows than clusters.
+    """Choose, and move adapter and prototypes. Returns what was chosen and expected, and of how many new
+    classes how many were found. ConfigError: fewer unlabeled rows than clusters.
     """
     model.eval()
     labeled, labels, unlabeled = training_features(config, model, train)
@@ -50,8 +50,9 @@ def start(config: Config, model: UnoModel, train: Any) -> dict[str, Tensor]:
         )
     choice, space, found = find(labeled, labels, unlabeled, num_novel, gcd, config.seed)
     _move_(model, space, found)
+    left = int(found[train.num_known :].any(dim=1).sum())
     return {"chosen": torch.tensor([choice.candidate, choice.num_hidden]), "right": choice.scores,
-            "right_new": choice.new}  # fmt: skip
+            "right_new": choice.new, "classes": torch.tensor([num_novel, left])}  # fmt: skip
 
 
 @torch.no_grad()

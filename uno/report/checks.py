@@ -47,7 +47,9 @@ def warnings(
 
 
 def _sizes(config: Config, sample: Sample, findings: SampleSummary) -> Warnings:
-    clusters, total, num = findings.clusters, findings.num_unlabeled, len(findings.clusters)
+    emptied = config.method == "choice"  # where clusters were joined, of which the verdict speaks
+    clusters = [c for c in findings.clusters if c.count or not emptied] or findings.clusters
+    total, num = findings.num_unlabeled, len(clusters)
     equal = sum(c.count for c in clusters) / num
     used = [c for c in clusters if c.count > UNUSED * max(equal, 1)]
     if unused := [c.name for c in clusters if c not in used]:

@@ -35,6 +35,7 @@ FEATURES = "trust/features/"  # and a word of ODD: 1 where they are so
 LARGEST = "trust/largest_class/share"
 ONE_CLASS = 0.99  # of the pile, from which on it is in one
 CHOSEN, GAIN, DRAWS, HIDDEN = (f"trust/choice/{name}" for name in ("candidate", "gain", "draws", "hidden"))
+ASKED, FOUND = "trust/choice/asked", "trust/choice/found"
 EXPECTED, LOW, HIGH = (f"trust/expected/{name}" for name in ("acc", "low", "high"))
 TRAINING = "train/known/task_agnostic_strict/acc/best"
 
@@ -43,7 +44,8 @@ Word = Literal["trustworthy", "doubtful", "not trustworthy"]
 
 class Verdict(NamedTuple):
     """Whether to trust a run, and why: lines about held-out rows, k-means and neighbors; of method ``choice``
-    before them the accuracy expected on new classes, where it was measured, and after them what was chosen.
+    before them the accuracy expected on new classes, where it was measured, and after them what was chosen
+    and, where not all that were asked for, how many new classes were found.
     """
 
     word: Word
@@ -94,21 +96,26 @@ def _on_choice(values: Mapping[str, float]) -> tuple[list[str], list[str]]:
     acc, low, high = (f"{100 * values[key]:.0f}" for key in (EXPECTED, LOW, HIGH))
     draws = f"{values[DRAWS]:.0f} draws of {values[HIDDEN]:.0f} hidden known classes"
     gain = f"{100 * values[GAIN]:+.1f} points vs. {CANDIDATES[PLAIN]} on hidden known classes"
-    return [f"expected on new classes: {acc}% ({low} to {high}), measured on {draws}"], [
-        f"chosen: {chosen}, {gain}"
-    ]
+    why = [f"chosen: {chosen}, {gain}"]
+    asked, found = (round(values.get(key, 0)) for key in (ASKED, FOUND))
+    if asked > found:
+        empty = plural(asked - found, "output stays empty", "outputs stay empty")
+        why.append(f"{asked} new classes were asked for, the data show {found}: {empty}")
+    return [f"expected on new classes: {acc}% ({low} to {high}), measured on {draws}"], why
 
 
 def choice_metrics(tensors: Mapping[str, Tensor]) -> dict[str, float]:
     """What method ``choice`` left in a checkpoint, fractions 0-1 but for numbers: `trust/choice/{candidate|
-    gain|draws|hidden}`, the gain in all unlabeled rows, and `trust/expected/{acc|low|high}`, absent where no
-    class could be hidden; {} of other methods.
+    gain|draws|hidden|asked|found}`, the gain in all unlabeled rows, new classes asked for and found, and
+    `trust/expected/{acc|low|high}`, absent where no class could be hidden; {} of other methods.
     """
     if "extra/chosen" not in tensors:
         return {}
     candidate, num_hidden = tensors["extra/chosen"].tolist()
     choice = Choice(candidate, tensors["extra/right"], tensors["extra/right_new"], num_hidden)
     found = {CHOSEN: float(candidate), DRAWS: float(len(choice.scores)), HIDDEN: float(num_hidden)}
+    if "extra/classes" in tensors:  # older runs found all
+        found |= dict(zip((ASKED, FOUND), map(float, tensors["extra/classes"].tolist()), strict=True))
     if (expected := choice.expected()) is None:
         return found
     mean = choice.scores.mean(dim=0)

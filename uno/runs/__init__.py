@@ -4,7 +4,7 @@ PRETEXT, PRETRAIN, DISCOVER = "pretext", "pretrain", "discover"
 PHASES = {PRETEXT: "Pretext task", PRETRAIN: "Pretraining", DISCOVER: "Discovery"}
 """All phases in order, each with a section of its name in the configuration -> its title."""
 
-NUMERICS = 22
+NUMERICS = 23
 """The last change marked "numbers" in CHANGELOG.md: runs and records say with which they were made."""
 
 TOUCHED: dict[int, tuple[str, ...]] = {
@@ -13,6 +13,7 @@ TOUCHED: dict[int, tuple[str, ...]] = {
     20: ("choice",),
     21: ("exif", "vectors"),
     22: ("num_cached_views",),
+    23: ("choice",),
 }
 """Words of the latest changes, as in CHANGELOG.md. A stored cell without them is kept; a change that is not
 here touches all cells.

@@ -64,7 +64,7 @@ def test_every_sign_must_hold(given, word, first, second):
 
 def test_what_is_expected_is_said():
     """Kills: scores of all unlabeled rows for those of new classes, a gain against another candidate, a
-    number where nothing was measured.
+    number where nothing was measured, outputs that stay empty without a word, or a word about none.
     """
     right = torch.tensor([[0.9, 0.8], [0.7, 0.8]]).repeat(2, 1).repeat_interleave(2, dim=1)
     right = torch.cat([right, torch.full((4, len(CANDIDATES) - 4), 0.5)], dim=1)
@@ -80,6 +80,13 @@ def test_what_is_expected_is_said():
         chosen
         == f"chosen: {CANDIDATES[1]}, {gain:+.1f} points vs. {CANDIDATES[PLAIN]} on hidden known classes"
     )
+    for classes, said in (([12, 8], "8: 4 outputs stay empty"), ([9, 8], "8: 1 output stays empty")):
+        lines = verdict(
+            signs() | trust.choice_metrics(kept | {"extra/classes": torch.tensor(classes)})
+        ).reasons
+        assert lines[-2:] == (chosen, f"{classes[0]} new classes were asked for, the data show {said}")
+    all_found = trust.choice_metrics(kept | {"extra/classes": torch.tensor([8, 8])})
+    assert verdict(signs() | all_found).reasons[-1] == chosen
     empty = torch.zeros(0, len(CANDIDATES))
     none = {"extra/chosen": torch.tensor([SAFE, 0]), "extra/right": empty, "extra/right_new": empty}
     assert "unknown, too few known" in str(verdict(signs() | trust.choice_metrics(none)))
