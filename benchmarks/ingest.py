@@ -2,6 +2,7 @@
 
     python -m benchmarks.ingest rate --views 2+2        # images/s, threads and DataLoader on the same cores
     python -m benchmarks.ingest ray --views 2+0         # the same through Ray Data, and Ray's share
+    python -m benchmarks.ingest stream --code BEFORE    # epochs through Ray Data, in turns with a checkout
     python -m benchmarks.ingest memory                  # peak memory for more epochs and more shards
     python -m benchmarks.ingest resident                # an epoch of resident data, Ray and no Ray
     python -m benchmarks.ingest all --output DIR        # everything, into DIR/result.json; 15 minutes
@@ -25,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -192,6 +194,61 @@ def through_ray(options: argparse.Namespace) -> dict[str, Any]:
     return found | {"ray_share": round(1 - middle["function"] / middle["uno, Ray Data"], 3)}
 
 
+def stream(options: argparse.Namespace) -> dict[str, Any]:
+    """Epochs through Ray Data into a consumer that does nothing, each time on a Ray of its own, in turns with
+    the packages of the checkout ``--code``.
+    """
+    if options.turn:
+        return one_stream(options)
+    here = Path(__file__).parents[1]
+    codes = {"before": Path(options.code)} if options.code else {}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in [*codes, "here"]}
+    words = [*sys.argv[1:], "--turn"]
+    for _ in range(options.repeats):
+        for name, code in (codes | {"here": here}).items():
+            done = subprocess.run(
+                [sys.executable, __file__, *words], check=True, stdout=subprocess.PIPE, cwd=code,
+                env={**os.environ, "PYTHONPATH": str(code)},
+            )  # fmt: skip
+            found[name].append(json.loads(done.stdout.splitlines()[-1]))
+            print(name, found[name][-1], file=sys.stderr, flush=True)
+    rates = {name: [turn["images_per_s"] for turn in turns] for name, turns in found.items()}
+    return {
+        "question": f"images/s of {options.epochs} epochs through Ray Data, {options.views} views of "
+        f"{options.source}",
+        "command": f"python -m benchmarks.ingest {' '.join(sys.argv[1:])}",
+        **environment(),
+        "load_average": round(os.getloadavg()[0], 1),
+        "images_per_s": {name: round(value, 1) for name, value in medians(rates).items()},
+        "ratio": round(medians(rates)["here"] / medians(rates)["before"], 3) if codes else None,
+        "turns": found,
+    }
+
+
+def one_stream(options: argparse.Namespace) -> dict[str, Any]:
+    """Images/s from begin to end, seconds to the first image, images/s after a quarter of the blocks."""
+    from pipelines import ray_env
+    from pipelines.ray_data import crop_on_ray, execution_limits
+
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
+    config = config_of(options)
+    images, rows = source_of(options)
+    with tempfile.TemporaryDirectory() as folder, ray_env.connect(STORE_BYTES) as ray:
+        job = job_of(config, images, rows, folder)
+        job.last *= options.epochs
+        on_ray = crop_on_ray(ray, *execution_limits(ray.cluster_resources(), 1, 0.0))
+        begin, seen, marks = time.perf_counter(), 0, list[tuple[float, int]]()
+        for pixels, _ in on_ray(job):
+            seen += len(pixels)
+            marks.append((time.perf_counter() - begin, seen))
+    assert seen == (job.last - job.first) * BATCH
+    early, late = marks[len(marks) // 4], marks[-1]
+    return {
+        "images_per_s": round(seen / late[0], 1), "first_s": round(marks[0][0], 2),
+        "images_per_s_after_a_quarter": round((late[1] - early[1]) / (late[0] - early[0]), 1),
+    }  # fmt: skip
+
+
 def row(options: argparse.Namespace, seconds: dict[str, list[float]], count: int) -> dict[str, Any]:
     middle = medians(seconds)
     return {
@@ -341,7 +398,10 @@ def everything(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> int:
-    parts = {"rate": rate, "ray": through_ray, "memory": memory, "resident": resident, "all": everything}
+    parts = {
+        "rate": rate, "ray": through_ray, "stream": stream, "memory": memory, "resident": resident,
+        "all": everything,
+    }  # fmt: skip
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -350,6 +410,9 @@ def main() -> int:
     parser.add_argument("--views", default="2+0", help="large+small views of an image")
     parser.add_argument("--rows", type=int, default=2000)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=8, help="of stream")
+    parser.add_argument("--code", help="of stream: another checkout, whose packages take turns with these")
+    parser.add_argument("--turn", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--output", help="of all: the record's directory")
     options = parser.parse_args()
     torch.set_num_threads(1)

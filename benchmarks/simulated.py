@@ -3,9 +3,9 @@
     python -m benchmarks.simulated coordinator autoscaler ranks
 
 prints one JSON row for each part. ``coordinator``: Ray Data's own coordinator on nodes that are not there:
-how long its calls take, what each rank's executions get, and what it asks of the autoscaler. ``autoscaler``:
-which nodes of the shipped files Ray's own scheduler starts for a run, and then for tasks of its ranks: as
-many as their share of CPUs, and a thousand more. ``ranks``: a discovery step as rank 0 of 64 and 512, whose
+how long its calls take, what each rank's execution gets, and what it asks of the autoscaler. ``autoscaler``:
+which nodes of the shipped files Ray's own scheduler starts for a run, and then for the processes of its
+ranks' executions, and for a thousand tasks more. ``ranks``: a discovery step as rank 0 of 64 and 512, whose
 collectives are counted and answered by nobody (PyTorch's fake process group). No network, GPU or second node
 is in any of it.
 """
@@ -25,7 +25,7 @@ import yaml
 
 from benchmarks.measure import environment
 from benchmarks.workers import counted_step, network
-from pipelines.ray_data import execution_limits
+from pipelines.ray_data import execution_limits, pool_size
 from pipelines.ray_env import TASK_CPUS
 
 ROOT = Path(__file__).parents[1]
@@ -41,10 +41,8 @@ def nodes_of(num: int, cpus: float = 8.0, gpus: float = 1.0) -> list[dict[str, A
     return [*found, {"NodeID": "head", "Alive": True, "Resources": head, "Labels": {}}]
 
 
-def coordinator(num_nodes: int = 64, executions: int = 2) -> dict[str, Any]:
-    """Every node has a worker of Ray Train, and ``executions`` of Ray Data belong to each rank, as at the
-    border of two epochs.
-    """
+def coordinator(num_nodes: int = 64) -> dict[str, Any]:
+    """Every node has a worker of Ray Train, and an execution of Ray Data belongs to each rank."""
     from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator as ray_coordinator
     from ray.data._internal.cluster_autoscaler.base_autoscaling_coordinator import STANDARD_RESOURCE_TYPES
 
@@ -55,7 +53,7 @@ def coordinator(num_nodes: int = 64, executions: int = 2) -> dict[str, Any]:
     )
     actor.request_resources("train", [TRAIN] * num_nodes, expire_after_s=1e6)
     begin = time.perf_counter()
-    names = [f"data-{i}" for i in range(num_nodes * executions)]
+    names = [f"data-{i}" for i in range(num_nodes)]
     for name in names:
         actor.request_resources(name, [], expire_after_s=1e6, request_remaining=STANDARD_RESOURCE_TYPES)
     registering = time.perf_counter() - begin
@@ -151,7 +149,7 @@ def launches(
 
 
 def autoscaler(name: str, workers: int) -> dict[str, Any]:
-    """The nodes that a run starts with, and those that its ranks' tasks start once it has them."""
+    """The nodes that a run starts with, and those that its ranks' processes start once it has them."""
     types, _ = node_types(name)
     wanted = [TRAIN] * workers
     begin = launches(name, [], [{"CPU": TASK_CPUS}], wanted, [])
@@ -164,7 +162,7 @@ def autoscaler(name: str, workers: int) -> dict[str, Any]:
             nodes.append((key, {"CPU": own["CPU"] - here, "GPU": own["GPU"] - here}))
     cluster = {"CPU": sum(types[key]["resources"]["CPU"] for key, _ in nodes)}
     cpus, _ = execution_limits(cluster, workers, TRAIN["CPU"])
-    at_once = max(1, int(cpus / TASK_CPUS))
+    at_once = pool_size(cpus)
     busy, unplaced = [(key, dict(free)) for key, free in nodes], 0
     for _ in range(workers * at_once):
         place = next((free for _, free in busy if free["CPU"] >= TASK_CPUS), None)
@@ -175,8 +173,9 @@ def autoscaler(name: str, workers: int) -> dict[str, Any]:
     waiting = [{"CPU": TASK_CPUS}] * unplaced
     every = [{"CPU": TASK_CPUS}] * 1000  # of an execution without a bound
     return {
-        "file": name, "workers": workers, "started": begin, "tasks": workers * at_once, "waiting": unplaced,
-        "more_for_tasks": launches(name, busy, waiting, [], wanted),
+        "file": name, "workers": workers, "started": begin, "processes": workers * at_once,
+        "waiting": unplaced,
+        "more_for_processes": launches(name, busy, waiting, [], wanted),
         "more_for_all_tasks_at_once": launches(name, busy, every, [], wanted),
     }  # fmt: skip
 

@@ -279,7 +279,7 @@ def stream_rows(paths: list[str], num_rows: int, folder: str, workers: int) -> d
     ray_data._crop = partial(_noted, ray_data._crop, str(cut))  # type: ignore[assignment]
     config = override(preset("imagenet"), {"augment.small.num_views": 0})
     cpus, store = ray_data.execution_limits(ray.cluster_resources(), workers, 1.0)
-    node = ray_data.preferred_node(ray.nodes(), here, cpus, 1, 1.0)
+    node, cpus = ray_data.preferred_node(ray.nodes(), here, cpus, 1, 1.0)
     on_ray = ray_data.crop_on_ray(ray, cpus, store, node)
     found = {}
     for rows in (num_rows // 4, num_rows):

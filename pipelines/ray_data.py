@@ -3,16 +3,17 @@ one, where they crop the views as well.
 
 Images travel to a task as they are: paths, encoded bytes, pixels, or numbers of rows in Parquet files. What
 comes back is 8-bit pixels, in order. For streaming every rank runs executions of its own, so that any step
-can be the first; each is bounded, so that memory does not grow, and the next one starts before it ends.
+can be the first: one for each epoch, or for several short ones. What is not read yet is bounded by Ray
+Data's allocator. An execution's processes are as many as its rank's CPUs and live as long as it does, so
+that no task waits for a CPU, which an autoscaler would take for a need of nodes.
 """
 
 import logging
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
-from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -33,21 +34,20 @@ from uno.data.resident import EvalSet
 from uno.data.resident import train_set as resident_set
 from uno.data.row_blocks import RowBlocks
 from uno.data.splits import Task, train_rows, truth_rows
-from uno.data.stream import CHUNK_BYTES, Chunk, CropJob, EvalData, TrainData
+from uno.data.stream import CHUNK_BYTES, Chunk, CropJob, EvalData, References, TrainData
 from uno.errors import UnoError
 
 FEW_ROWS = 2_000  # of a resident set; below it, to start processes takes longer than to decode
 ROWS_PER_DECODE = 256  # decoded at once by a task; bounds its memory
-EXECUTION_BYTES = 128 * 2**20  # of images that are in memory and travel to their tasks
-CHUNKS_PER_CPU = 32  # of an execution
-MIN_CHUNKS = 4
-START_NEXT_AT = 0.5  # of an execution
-STORE_SHARE = 0.4  # of the object store, for all executions of all workers
+EXECUTION_BYTES = 128 * 2**20  # of places, or of images that are in memory, which travel to their tasks
+EXECUTION_BLOCKS = 1_000  # from which on whole epochs are enough for an execution: its processes are new ones
+STORE_SHARE = 0.4  # of the object store, for the executions of all workers
 TASK_CHUNKS = 4  # that a task crops: it costs 11 ms of CPU time, a block of its results much less
 
 NEAR_SHARE = 0.9  # of a worker's CPUs that its own node must have for its tasks to stay there
 
-Run = Callable[[list[pa.Table]], Iterator[pa.Table]]  # one execution: blocks to blocks, in order
+Run = Callable[[list[pa.Table]], Iterator[pa.Table]]
+"""One execution: blocks, which are stored at once, to blocks, in order."""
 
 
 def shared(
@@ -93,7 +93,8 @@ def worker_sets(
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # an error is raised here, in one line
     cpus, store = execution_limits(ray.cluster_resources(), config.compute.num_workers, loop["worker_cpus"])
     neighbors = ray.train.get_context().get_local_world_size()
-    limits = cpus, store, preferred_node(ray.nodes(), own_node(ray), cpus, neighbors, loop["worker_cpus"])
+    node, cpus = preferred_node(ray.nodes(), own_node(ray), cpus, neighbors, loop["worker_cpus"])
+    limits = cpus, store, node
     bad = BadRows(rows.pop("ids"), rows["images"], config.data.max_bad_fraction, storage)
     decode = decode_on_ray(ray, rows["images"], side, *limits, config.data.interpolation)
     train = stream.StreamSet(**rows, bad=bad, crop=crop_on_ray(ray, *limits), decode=decode)
@@ -171,9 +172,14 @@ def bytes_of(chunks: pa.ChunkedArray, row_bytes: int) -> np.ndarray:
 
 
 def execution_limits(cluster: dict[str, float], workers: int, worker_cpus: float) -> tuple[float, float]:
-    """(CPUs, bytes of the object store) for an execution of one worker; it and the next share a store."""
+    """(CPUs, bytes of the object store) for the execution of one worker."""
     cpus = (cluster.get("CPU", 1) - workers * worker_cpus) / workers
-    return max(1.0, cpus), STORE_SHARE * cluster.get("object_store_memory", 2**30) / workers / 2
+    return max(0.1, cpus), STORE_SHARE * cluster.get("object_store_memory", 2**30) / workers
+
+
+def pool_size(cpus: float) -> int:
+    """Processes of an execution: one for each whole CPU, also where Ray's rounding left a little less."""
+    return max(1, int(cpus + 1 - TASK_CPUS))
 
 
 def own_node(ray: Any) -> str:
@@ -183,13 +189,14 @@ def own_node(ray: Any) -> str:
 
 def preferred_node(
     nodes: list[dict[str, Any]], own: str, cpus: float, neighbors: int, worker_cpus: float
-) -> str | None:
-    """The node ``own`` if tasks of a worker there are to stay with it, from where their results need not
-    travel: its CPUs, shared by that many workers, are about as many as the ``cpus`` of its share of all
-    ``nodes``. Else None: tasks wait for their node, and where it has too few CPUs others do more.
+) -> tuple[str | None, float]:
+    """The node ``own``, and how many of the ``cpus`` of a worker's share of all ``nodes`` are there, if its
+    processes are to stay with it, from where their results need not travel: its CPUs, shared by that many
+    workers, are about as many. Else None: where a node has too few CPUs others do more.
     """
     total = next((n["Resources"].get("CPU", 0.0) for n in nodes if n["NodeID"] == own and n["Alive"]), 0.0)
-    return own if total / neighbors - worker_cpus >= NEAR_SHARE * cpus else None
+    here = total / neighbors - worker_cpus
+    return (own, min(cpus, here)) if here >= NEAR_SHARE * cpus else (None, cpus)
 
 
 def crop_on_ray(
@@ -204,11 +211,12 @@ def crop_on_ray(
         crop = partial(_crop, cropper=job.cropper, chunk_rows=job.chunk_rows, reader=reader)
         run = _runner(ray, crop, cpus, store, job.chunk_rows * job.row_bytes, node)
         num_rows = job.fetch_rows or TASK_CHUNKS * job.chunk_rows
-        blocks = (
-            pa.table({"step": steps, "position": positions, **to_columns(job.images, rows)})
-            for steps, positions, rows in chain.from_iterable(job.epochs(num_rows))
-        )
-        for table in in_executions(run, blocks, job.chunk_rows * _num_chunks(cpus, store)):
+
+        def places(of: References) -> pa.Table:
+            steps, positions, rows = of
+            return pa.table({"step": steps, "position": positions, **to_columns(job.images, rows)})
+
+        for table in in_executions(run, grouped(map(places, epoch) for epoch in job.epochs(num_rows))):
             yield bytes_of(table["pixels"], job.row_bytes), table["reason"].to_pylist()
 
     return chunks
@@ -221,20 +229,14 @@ def decode_on_ray(
     """As :func:`uno.data.decode.decoded`, in Ray tasks."""
     decode = partial(decode_block, side=side, reader=images.reader(), interpolation=how)
     run = _runner(ray, decode, cpus, store, CHUNK_BYTES, node)
-    max_rows = _num_chunks(cpus, store) * max(1, CHUNK_BYTES // (3 * side**2))
 
     def decoded(batches: Iterable[np.ndarray]) -> Iterator[DecodedBatch]:
         blocks = (image_block(images, rows) for rows in batches)
-        for table in in_executions(run, blocks, max_rows):
+        for table in in_executions(run, grouped([blocks])):
             pixels = torch.from_numpy(bytes_of(table["pixels"], 3 * side**2).copy())
             yield table["row"].to_numpy(), pixels.view(-1, 3, side, side), table["reason"].to_pylist()
 
     return decoded
-
-
-def _num_chunks(cpus: float, store: float) -> int:
-    """Of an execution: enough for every CPU, but all of them fit into the share of the store."""
-    return max(MIN_CHUNKS, min(int(CHUNKS_PER_CPU * cpus), int(store / CHUNK_BYTES)))
 
 
 def _crop(block: pa.Table, cropper: Cropper, chunk_rows: int, reader: Images | None) -> Iterator[pa.Table]:
@@ -246,55 +248,69 @@ def _crop(block: pa.Table, cropper: Cropper, chunk_rows: int, reader: Images | N
         yield _pixel_table(*cropper.crop(steps[own], positions[own], found[own]))
 
 
-def in_executions(run: Run, blocks: Iterator[pa.Table], max_rows: int) -> Iterator[pa.Table]:
-    """``run`` over all blocks, some at a time; the next execution starts half-way through the one before.
-    Whoever waits too long for a block learns what Ray Data lacks.
+def in_executions(run: Run, groups: Iterator[list[pa.Table]]) -> Iterator[pa.Table]:
+    """``run`` over the blocks of each group, one after the other; what the next one needs is stored while
+    results are read. Whoever waits too long for a block learns what Ray Data lacks.
     """
-    groups = grouped(blocks, max_rows)
 
-    def start() -> tuple[int, Iterator[pa.Table]]:
-        group = next(groups, [])
-        results = run(group) if group else iter(())
-        first = list(islice(results, 1))  # which starts the execution
-        return sum(map(len, group)), chain(first, results)
+    def prepare() -> tuple[int, Iterator[pa.Table]] | None:
+        group = next(groups, None)
+        return None if group is None else (sum(map(len, group)), run(group))
 
     with closing(StallWarner()) as waits, ThreadPoolExecutor(1, thread_name_prefix="uno-execution") as pool:
-        following: Future[Any] | None = pool.submit(start)
-        while following is not None:
+        following = pool.submit(prepare)
+        while True:
             with waits:
-                num_rows, results = following.result()
-            following, done = None, 0
+                execution = following.result()
+            if execution is None:
+                return
+            following, (num_rows, results), done = pool.submit(prepare), execution, 0
             while True:
                 with waits:
                     table = next(results, None)
                 if table is None:
                     break
                 done += len(table)
-                if following is None and done >= START_NEXT_AT * num_rows:
-                    following = pool.submit(start)
                 yield table
             assert done == num_rows, (done, num_rows)  # no row is lost or doubled
 
 
-def grouped(blocks: Iterator[pa.Table], max_rows: int) -> Iterator[list[pa.Table]]:
-    """Blocks of so many rows, or of 128 MiB, for an execution."""
+def grouped(parts: Iterable[Iterable[pa.Table]], max_rows: int | None = None) -> Iterator[list[pa.Table]]:
+    """Blocks for an execution: of whole ``parts`` until they are enough, of so many rows, or of 128 MiB."""
     group: list[pa.Table] = []
-    for block in blocks:
-        group.append(block)
-        if sum(map(len, group)) >= max_rows or sum(b.nbytes for b in group) >= EXECUTION_BYTES:
+    rows = size = 0
+    for part in parts:
+        for block in part:
+            group.append(block)
+            rows, size = rows + len(block), size + block.nbytes
+            if size >= EXECUTION_BYTES or rows >= (max_rows or rows + 1):
+                yield group
+                group, rows, size = [], 0, 0
+        if len(group) >= EXECUTION_BLOCKS:
             yield group
-            group = []
+            group, rows, size = [], 0, 0
     if group:
         yield group
+
+
+class Apply:
+    """A process of an execution, which calls ``function`` with blocks."""
+
+    def __init__(self, function: Callable[[pa.Table], Any]) -> None:
+        self._function = function
+
+    def __call__(self, block: pa.Table) -> Any:
+        """What comes of a block, or an iterator of it."""
+        return self._function(block)
 
 
 def _runner(
     ray: Any, function: Callable[..., Any], cpus: float, store: float, chunk_bytes: int, node: str | None
 ) -> Run:
-    """Blocks through ``function`` in Ray tasks on ``node``, or where Ray wants them, which results of
+    """Blocks through ``function`` in processes on ``node``, or where Ray wants them, which results of
     ``chunk_bytes`` leave at once.
     """
-    from ray.data import ExecutionResources
+    from ray.data import ActorPoolStrategy, ExecutionResources
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     where = {} if node is None else {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True)}
@@ -304,18 +320,24 @@ def _runner(
         options = dataset.context.execution_options
         options.preserve_order = True
         options.resource_limits = ExecutionResources(cpu=cpus, object_store_memory=store)
-        # Ray's reservation lets one task of two run on two CPUs. Blocks bound memory without.
-        dataset.context.op_resource_reservation_enabled = False
         # Ray joins what is smaller and splits what is 1.5 times as large; either costs copies.
         dataset.context.target_max_block_size = chunk_bytes - 1
-        whole = {"batch_format": "pyarrow", "batch_size": None}
-        results = dataset.map_batches(function, num_cpus=TASK_CPUS, **whole, **where)
-        try:
-            yield from results.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=2)
-        except Exception as error:
-            raise own_error(error) or error from None
+        # A fixed pool is started whatever Ray's coordinator has left: it gives a rank of many no CPU at all.
+        pool = ActorPoolStrategy(size=min(pool_size(cpus), len(blocks)))
+        results = dataset.map_batches(
+            Apply, fn_constructor_args=(function,), compute=pool, num_cpus=TASK_CPUS * min(1.0, cpus),
+            batch_format="pyarrow", batch_size=None, **where,
+        )  # fmt: skip
+        return _in_order(results)
 
     return run
+
+
+def _in_order(dataset: Any) -> Iterator[pa.Table]:
+    try:
+        yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=2)
+    except Exception as error:
+        raise own_error(error) or error from None
 
 
 def own_error(error: BaseException | None) -> UnoError | None:

@@ -11,7 +11,7 @@ from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
-from pipelines.ray_private import current_cluster, job_variables
+from pipelines.ray_private import current_cluster, job_variables, quiet_pools
 from uno.config import Config
 from uno.errors import RAY, ConfigError, Interrupted, one_line
 from uno.session.console import in_main_thread, print_line
@@ -71,6 +71,7 @@ def connect(store_bytes: int | None = None, workers: int = 0, keep_idle: bool = 
     if ray.is_initialized():
         yield ray
         return
+    quiet_pools()
     if address:
         check_address(address)
         variables = {name: os.environ[name] for name in ENVIRONMENT.keys() - job_variables()}

@@ -94,6 +94,22 @@ def quiet_reports() -> None:
         context.logger.setLevel(logging.WARNING)
 
 
+def quiet_pools() -> None:
+    """Before connecting: Ray's core prints an error line in each process that starts a pool of Ray Data, as
+    its actors restart with arguments that are in Ray's store (ray-project/ray#53727). Without the private
+    name a line of each rank is seen.
+    """
+
+    def leave_out(printed: dict[str, Any]) -> None:
+        printed["lines"] = [line for line in printed["lines"] if "ray/issues/53727" not in line]
+
+    with suppress(*GONE):
+        from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
+
+        dispatcher.remove_handler(leave_out.__name__)
+        dispatcher.handlers.insert(0, (leave_out.__name__, leave_out))  # the one that prints is behind it
+
+
 def propagate(variable: str) -> None:
     """Ray Train's own helpers inherit this environment variable. Without the private name they look for the
     cluster among the processes of the machine.

@@ -11,8 +11,9 @@ from benchmarks import simulated
 
 @pytest.mark.ray
 def test_what_ray_data_gives_a_rank_on_many_nodes():
-    """Of 64 CPUs of which 8 train, each of 16 executions gets none where a rank's share is seven. Kills: a
-    part of the object store that it would not give, executions that ask the autoscaler for nodes.
+    """Of 64 CPUs of which 8 train, each of 8 executions gets none where a rank's share is seven: a pool of
+    fixed size does not need them. Kills: a part of the object store that it would not give, executions that
+    ask the autoscaler for nodes.
     """
     found = simulated.coordinator(8)
     assert found["cpus_by_ray_data"] == 0 and found["share_of_cpus"] == 7
@@ -25,11 +26,11 @@ def test_what_ray_data_gives_a_rank_on_many_nodes():
     ("rayjob.yaml", 4, {"gpu": 4}), ("cluster.yaml", 4, {"gpu_spot": 1}), ("cluster-p5.yaml", 32, {"gpu": 4}),
 ])  # fmt: skip
 def test_no_node_is_started_for_data(name, workers, started):
-    """Where tasks at once are as many as the ranks' CPUs. Kills: a share of more CPUs than there are, types
-    that Ray fills with other nodes than a run needs.
+    """Where processes are as many as the ranks' CPUs. Kills: a share of more CPUs than there are, types that
+    Ray fills with other nodes than a run needs.
     """
     found = simulated.autoscaler(name, workers)
-    assert found["started"] == started and found["tasks"] > workers and found["more_for_tasks"] == {}
+    assert found["started"] == started and found["processes"] > workers and found["more_for_processes"] == {}
     if name == "cluster.yaml":  # which could grow: what is looked at does see such tasks
         assert found["more_for_all_tasks_at_once"] == {"gpu_spot": 3}
 

@@ -1,10 +1,10 @@
 """Ray Data decodes and crops what this process does, in order; a run is one however it gets images."""
 
-import itertools
 import json
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -114,6 +114,23 @@ def job_of(train, rank=0, world_size=1, first=0, last=12):
     return CropJob(CONFIG, train, plan, rank, world_size, first, last)
 
 
+@contextmanager
+def executions_of():
+    """Of each that starts meanwhile in this process, whether it has Ray Data's allocator."""
+    from ray.data._internal.execution.streaming_executor import StreamingExecutor
+
+    found, execute = [], StreamingExecutor.execute
+
+    def noted(self, *arguments, **options):
+        results = execute(self, *arguments, **options)
+        found.append(self._resource_manager.op_resource_allocator_enabled())
+        return results
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StreamingExecutor, "execute", noted)
+        yield found
+
+
 def joined(chunks):
     pixels, reasons = zip(*chunks, strict=True)
     return np.concatenate(pixels), [reason for some in reasons for reason in some]
@@ -124,12 +141,12 @@ def joined(chunks):
 def test_ray_data_equals_this_process(ray_cluster, tmp_path, monkeypatch, make):
     """Bit for bit: a resident set; the crops of both of two workers, over several executions, blocks and
     chunks of a block, from the beginning and from the middle of an epoch; the rows of an evaluation.
-    Kills: blocks in the order of completion, an execution that is lost, chunks out of step.
+    Kills: blocks in the order of completion, an execution that is lost, chunks out of step; more executions
+    than epochs; one without Ray Data's allocator.
     """
     for module, name, value in (
         (resources, "ROWS_PER_BLOCK", 8), (ray_data, "ROWS_PER_DECODE", 3),
-        (ray_data, "MIN_CHUNKS", 8), (ray_data, "CHUNKS_PER_CPU", 0), (stream, "CHUNK_ROWS", 5),
-        (stream, "MAX_WINDOW_ROWS", 8),
+        (ray_data, "EXECUTION_BLOCKS", 1), (stream, "CHUNK_ROWS", 5), (stream, "MAX_WINDOW_ROWS", 8),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
     monkeypatch.chdir(tmp_path)
@@ -150,7 +167,10 @@ def test_ray_data_equals_this_process(ray_cluster, tmp_path, monkeypatch, make):
     crop = ray_data.crop_on_ray(ray_cluster, *limits)
     for rank in (0, 1):
         job = job_of(train, rank, 2)
-        chunks = list(crop(job))
+        with executions_of() as executed:
+            chunks = list(crop(job))
+        epochs = len(list(job.epochs(1)))
+        assert len(executed) == epochs > 1 and all(executed)
         assert len(chunks) >= 12 * 6 / 5  # they leave a task one by one
         pixels, why = joined(chunks)
         expected, expected_why = joined(crop_local(job, 1))
@@ -237,11 +257,12 @@ def test_what_workers_get_holds_no_hidden_label(tmp_path):
         assert len(truth["train"][0]) > len(other_truth["train"][0])
 
 
-@pytest.mark.parametrize(("cpus_here", "alive", "neighbors", "stays"), [
-    (3, True, 1, True), (4, True, 2, False), (2.7, True, 1, False), (3, False, 1, False), (6, True, 2, True),
+@pytest.mark.parametrize(("cpus_here", "alive", "neighbors", "expected"), [
+    (3, True, 1, ("own", 2.0)), (4, True, 2, (None, 2.0)), (2.9, True, 1, ("own", 1.9)),
+    (2.7, True, 1, (None, 2.0)), (3, False, 1, (None, 2.0)), (7, True, 2, ("own", 2.0)),
 ])  # fmt: skip
-def test_tasks_stay_where_their_worker_has_its_share_of_cpus(cpus_here, alive, neighbors, stays):
-    """Workers of a CPU whose share of the cluster is two more. Kills: tasks that wait for ever on a node
+def test_tasks_stay_where_their_worker_has_its_share_of_cpus(cpus_here, alive, neighbors, expected):
+    """Workers of a CPU whose share of the cluster is two more. Kills: processes that wait for ever on a node
     whose CPUs are taken, CPUs of other nodes that idle, a node that has gone.
     """
     nodes = [
@@ -249,7 +270,16 @@ def test_tasks_stay_where_their_worker_has_its_share_of_cpus(cpus_here, alive, n
         {"NodeID": "own", "Alive": alive, "Resources": {"CPU": cpus_here}},
         {"NodeID": "head", "Alive": True, "Resources": {}},
     ]
-    assert ray_data.preferred_node(nodes, "own", 2.0, neighbors, 1.0) == ("own" if stays else None)
+    assert ray_data.preferred_node(nodes, "own", 2.0, neighbors, 1.0) == (
+        expected[0],
+        pytest.approx(expected[1]),
+    )
+
+
+@pytest.mark.parametrize(("cpus", "size"), [(0.5, 1), (0.9999, 1), (1.8, 1), (1.9999, 2), (7.5, 7), (23, 23)])
+def test_processes_of_a_rank_fit_into_its_cpus(cpus, size):
+    """Kills: one more, which waits for ever, and for which an autoscaler starts a node; one fewer."""
+    assert ray_data.pool_size(cpus) == size
 
 
 @pytest.mark.ray
@@ -263,23 +293,46 @@ def test_two_nodes_cut_their_own_rows():
     assert found["rows"] == 2048 and found["share_elsewhere"] < 0.05
 
 
-def test_executions_keep_order_overlap_and_are_bounded():
-    """The next one starts while the one before it is read; nothing is lost at the borders."""
-    started = []
+def test_executions_follow_each_other_in_order():
+    """The blocks of the next one are stored while one is read, and it starts when that has ended: its
+    processes would wait for CPUs otherwise. Kills: rows that are lost at the borders.
+    """
+    stored, started, ended = [], [], []
 
     def execute(tables):
-        started.append(tables[0]["x"][0].as_py())
-        yield from tables
+        stored.append(tables[0]["x"][0].as_py())
+        return results(tables)
 
-    tables = (pa.table({"x": [i]}) for i in range(10))
-    results = ray_data.in_executions(execute, tables, 4)
-    found = [table["x"][0].as_py() for table in itertools.islice(results, 3)]
-    while len(started) < 2:  # its thread comes when it comes; the timeout of the test is the limit
+    def results(tables):
+        started.append(tables[0]["x"][0].as_py())
+        assert len(ended) == len(started) - 1
+        yield from tables
+        ended.append(len(tables))
+
+    tables = [pa.table({"x": [i]}) for i in range(10)]
+    found = ray_data.in_executions(execute, ray_data.grouped([tables], 4))
+    first = next(found)["x"][0].as_py()
+    while len(stored) < 2:  # its thread comes when it comes; the timeout of the test is the limit
         pass
-    found += [table["x"][0].as_py() for table in results]
-    assert found == list(range(10)) and started == [0, 4, 8]
-    tables = (pa.table({"x": range(num)}) for num in (3, 3, 3, 9, 1, 1))
-    assert [[len(t) for t in group] for group in ray_data.grouped(tables, 5)] == [[3, 3], [3, 9], [1, 1]]
+    assert started == [0]
+    assert [first, *(table["x"][0].as_py() for table in found)] == [*range(10)]
+    assert stored == started == [0, 4, 8]
+
+
+def test_an_execution_has_whole_epochs(monkeypatch):
+    """Kills: processes that are started for a few blocks; more images in memory than an execution may have;
+    an execution of nothing.
+    """
+    monkeypatch.setattr(ray_data, "EXECUTION_BLOCKS", 3)
+    group = lambda *parts, **most: [  # noqa: E731
+        [len(block) for block in one]
+        for one in ray_data.grouped([[pa.table({"x": range(n)}) for n in part] for part in parts], **most)
+    ]
+    assert group([2, 2], [1, 1, 1], [5, 5, 5, 5], [7], []) == [[2, 2, 1, 1, 1], [5, 5, 5, 5], [7]]
+    assert group([3, 3, 3, 9, 1, 1], max_rows=5) == [[3, 3], [3, 9], [1, 1]]
+    monkeypatch.setattr(ray_data, "EXECUTION_BYTES", 40)
+    assert group([3, 3, 3, 9, 1], [1]) == [[3, 3], [3, 9], [1, 1]]
+    assert group() == []
 
 
 def test_pixels_of_one_piece_are_not_copied():
