@@ -186,7 +186,7 @@ def shared_jobs(worker: GlooWorker) -> dict[str, Tensor]:
     return {"ran": torch.tensor(ran)} | {f"of_{i}": each for i, each in enumerate(found)}
 
 
-def evaluated(worker: GlooWorker, setting: str) -> dict[str, Tensor]:
+def evaluated(worker: GlooWorker, setting: str, folder: Path) -> dict[str, Tensor]:
     """All metrics of a network as it begins."""
     config, (train, sets) = small_config(data__setting=setting), small_sets()
     model = registry.build_network(config, 5, 5, 0).eval()
@@ -194,7 +194,7 @@ def evaluated(worker: GlooWorker, setting: str) -> dict[str, Tensor]:
         mock.patch.object(evaluate, "load_trained", lambda *_: (model, 0)),
         mock.patch.object(baselines, "load_weights_"),
     ):
-        values = evaluate.evaluate_run(config, Storage("."), train, sets, 10, worker)
+        values = evaluate.evaluate_run(config, Storage(str(folder)), train, sets, 10, worker)
     return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
 
 
@@ -206,7 +206,7 @@ def main(rank: int, world_size: int, folder: Path) -> None:
     assert collectives.rank_and_world() == (rank, world_size)
     worker = GlooWorker(rank, world_size)
     parts = {"step": one_step(worker), "jobs": shared_jobs(worker)}
-    parts |= {f"metrics/{setting}": evaluated(worker, setting) for setting in ("ncd", "gcd")}
+    parts |= {f"metrics/{setting}": evaluated(worker, setting, folder) for setting in ("ncd", "gcd")}
     if world_size <= 2:
         parts |= {f"method/{name}": two_steps(name, worker) for name in {**METHODS, **OF_UNO}}
     if world_size > 1:

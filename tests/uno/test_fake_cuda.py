@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pipelines.worker import RayWorker
-from tests.uno.fake_cuda import CPU, DEVICE, NOWHERE, TINY, FirstWorker, Waits, fake_cuda, train_steps
+from tests.uno.fake_cuda import CPU, DEVICE, TINY, FirstWorker, Waits, fake_cuda, train_steps
 from tests.uno.models import tiny_model
 from tests.uno.small_run import small_config, small_sets
 from uno import steps
@@ -139,7 +139,7 @@ def test_evaluation_counts_without_waiting():
             assert {part.device for part in counts} == {DEVICE}
 
 
-def test_a_whole_evaluation_reads_back_where_it_may(monkeypatch):
+def test_a_whole_evaluation_reads_back_where_it_may(tmp_path, monkeypatch):
     """Protocols, baselines and signs of trust: no device is mixed."""
     config = small_config(**TINY)
     for setting in ("ncd", "gcd"):
@@ -149,8 +149,9 @@ def test_a_whole_evaluation_reads_back_where_it_may(monkeypatch):
             monkeypatch.setattr(evaluate, "load_trained", lambda *_, model=model: (model, 0))
             monkeypatch.setattr(baselines, "load_weights_", lambda *_: True)
             train, sets = small_sets()
-            values = evaluate.evaluate_run(config, NOWHERE, train.to(DEVICE), sets, 10, FirstWorker(1))
-            assert mode.reads and "trust/kmeans/agreement" in values
+            place, worker = Storage(str(tmp_path)), FirstWorker(1)
+            values = evaluate.evaluate_run(config, place, train.to(DEVICE), sets, 10, worker)
+            assert mode.reads and "trust/kmeans/agreement" in values and place.exists("alignment.json")
 
 
 def test_scores_of_predictions(tmp_path):
