@@ -37,7 +37,7 @@ SHRINKAGE = 0.1
 ERRORS = 2.0  # as draws share their classes, one is exceeded too often
 LEVEL = 0.95  # of Student's t to either side: nine tenths
 TOO_MANY = 2  # times the hidden classes are asked for, to see parts of one class
-PARTS = 0.25  # quantile of what parts of one class mix: three quarters of them more than any two classes
+PARTS = 0.25  # share of parts of one class that may mix less than two classes do
 OTHERS = 0.01  # of m (1 - m), the variance that draws from the same known classes do not show
 
 
@@ -221,9 +221,9 @@ def join(counts: Tensor, sizes: Tensor, num_known: int, limit: float) -> Tensor:
 def mixing_limit(
     rows: Tensor, labels: Tensor, num_novel: int, gcd: bool, candidate: Candidate, seed: int
 ) -> float:
-    """Half way between the most that two hidden classes mix and the quantile :data:`PARTS` of what two parts
-    of one class do, seen where too many are asked for; inf where the quantile is not larger or either is
-    never seen. ``rows`` (N_l, P) of known classes ``labels`` (N_l,) in the principal space.
+    """Half way between the most that two hidden classes mix and the median of what two parts of one class do,
+    seen where too many are asked for; inf where more than :data:`PARTS` of these mix less than that, or
+    either is never seen. ``rows`` (N_l, P) of known classes ``labels`` (N_l,) in the principal space.
     """
     different, same = list[float](), list[float]()
     draws = hidden_draws(int(labels.max()) + 1, num_novel, seed)
@@ -236,12 +236,11 @@ def mixing_limit(
                 continue
             _, unit, found = clusters_by(own, seen, num_new, gcd, candidate, DRAW_STARTS, seed)
             counts, sizes = linked(unit, seen, found, num, gcd)
-            most = (
-                (found * total + truth).bincount(minlength=num * total).unflatten(0, (num, total)).argmax(1)
-            )
+            members = (found * total + truth).bincount(minlength=num * total).unflatten(0, (num, total))
+            main = members.argmax(dim=1)
             is_pair = ((sizes >= 2) & (sizes >= 2)[:, None]).triu(1)
             is_pair[:, :num_known] = False
-            is_same = most == most[:, None]
+            is_same = main == main[:, None]
             shares = mixing(counts, sizes)
             if factor == 1:
                 different += shares[is_pair & ~is_same].tolist()
@@ -249,8 +248,8 @@ def mixing_limit(
                 same += shares[is_pair & is_same].tolist()
     if not different or not same:
         return math.inf
-    low, high = max(different), float(np.quantile(same, PARTS))
-    return (low + high) / 2 if low < high else math.inf
+    most, (few, half) = max(different), np.quantile(same, [PARTS, 0.5]).tolist()
+    return (most + half) / 2 if few > most else math.inf
 
 
 def hidden_draws(num_known: int, num_novel: int, seed: int) -> list[list[int]]:

@@ -16,6 +16,7 @@ from uno.choice import (
     find,
     hidden_draws,
     join,
+    linked,
     matched,
     mixing_limit,
     whitener,
@@ -191,6 +192,15 @@ def test_clusters_are_joined_while_they_mix():
     assert join(counts, sizes, 1, 0.5).tolist() == [0, 0, 2, 2, 4]  # a new one joins a known one
     assert join(counts, sizes, 2, math.inf).tolist() == [0, 1, 2, 3, 4]
     assert torch.equal(counts, before)
+
+
+def test_labeled_rows_are_neighbors_in_gcd_alone():
+    """Kills: rows of known classes among the neighbors of new ones where the pile holds none of them."""
+    points, truth = features(4)
+    rows, seen = normalize(points, dim=1), truth.masked_fill(truth >= 2, FREE)
+    for gcd, sizes in ((False, [0, 0, 24, 24]), (True, [24] * 4)):
+        counts, found = linked(rows, seen, truth, 4, gcd)
+        assert found.tolist() == sizes and counts.sum(dim=1).tolist() == [10 * size for size in sizes]
 
 
 @pytest.mark.parametrize("gcd", [False, True])
