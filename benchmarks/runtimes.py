@@ -8,7 +8,8 @@ prints one JSON row for each encoder, with random weights or those of ``--weight
 ``ratio`` those over torch's.
 ``plan`` is the size of the batches that was measured, ``settle_s`` what conversion and measurement took, and
 ``difference`` the largest of a row, over the length of its features. Rows of bf16 are of
-``--compute.precision bf16``; torch alone is float32.
+``--compute.precision bf16``; torch alone is float32. ``gflops`` are float operations a second, 10^9, of torch
+and of float32 matrix products of 2048 by 2048: what is left to gain where an encoder is made of them.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.measure import environment
 from uno.config import Config, override
@@ -60,6 +62,24 @@ def encode(config: Config, encoder: nn.Module, pixels: Tensor, threads: int) -> 
     return torch.cat([*prefetch_map(some, range(0, len(pixels), features.ROWS_AT_ONCE), threads, threads)])
 
 
+def operations(encoder: nn.Module, size: int) -> int:
+    """Of a view (1, 3, size, size)."""
+    with torch.inference_mode(), FlopCounterMode(display=False) as counter:
+        encoder(torch.zeros(1, 3, size, size))
+    return int(counter.get_total_flops())
+
+
+def products_per_s(threads: int, repeats: int, size: int = 2048) -> float:
+    """Float operations a second of a product of float32 matrices, the median."""
+    torch.set_num_threads(threads)
+    one, other, times = torch.randn(size, size), torch.randn(size, size), list[float]()
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        one @ other
+        times.append(time.perf_counter() - start)
+    return 2 * size**3 / statistics.median(times[1:])
+
+
 def row(name: str, pixels: Tensor, args: argparse.Namespace) -> dict[str, Any]:
     """Of one encoder."""
     sizes = {"data.stored_size": args.size, "augment.large.size": args.size}
@@ -88,6 +108,7 @@ def row(name: str, pixels: Tensor, args: argparse.Namespace) -> dict[str, Any]:
             start = time.perf_counter()
             encode(config, encoder, pixels, args.threads)
             times[runtime].append(time.perf_counter() - start)
+    products = products_per_s(args.threads, args.repeats)
     speed = {runtime: len(pixels) / statistics.median(spent) for runtime, spent in times.items()}
     plans = {key: list(fast.plan) for key, fast in encoders.items() if isinstance(fast, Runtime)}
     return {
@@ -96,6 +117,10 @@ def row(name: str, pixels: Tensor, args: argparse.Namespace) -> dict[str, Any]:
         "settle_s": settled, "difference": {key: float(f"{value:.1e}") for key, value in difference.items()},
         "views_s": {key: round(value, 1) for key, value in speed.items()},
         "ratio": {key: round(value / speed[TORCH], 2) for key, value in speed.items() if key != TORCH},
+        "gflops": {
+            TORCH: round(operations(module, args.size) * speed[TORCH] / 1e9, 1),
+            "products": round(products / 1e9, 1),
+        },
         **environment(),
     }  # fmt: skip
 
