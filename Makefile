@@ -4,7 +4,7 @@ PY := .venv/bin/python
 STAMP := .venv/.installed
 SET := -c constraints.txt -e '.[ray,dev]'
 
-.PHONY: demo docs test test-slow lint types default fakecuda gpu slow bench fuzz chaos agreement leaks rehearsal newest-ray clean
+.PHONY: demo docs test test-slow lint types fakecuda gpu slow bench fuzz chaos agreement leaks rehearsal newest-ray clean
 .DEFAULT_GOAL := demo
 
 # By uv, which takes a third of pip's time, from the index that pip would take; by pip where uv cannot.
@@ -33,9 +33,6 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(PY) -m mypy
 
-default: $(STAMP)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --timeout 900 --durations=5
-
 # The steps on a device that computes nothing.
 fakecuda: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --timeout 900 -m fakecuda --durations=5 tests/uno/test_fake_cuda.py
@@ -55,9 +52,10 @@ beside = @$(QUIETLY) nice -n 19 $(MAKE) --no-print-directory $(1) > .beside.log 
 	echo "$(PY) -m pytest $(2), beside $(1)"; $(PY) -m pytest $(2) || code=$$?; \
 	wait $$beside || code=$$?; cat .beside.log; rm .beside.log; exit $$code
 
-# Lint, the Ray lane with one case per fault family, beside it types, the default lane and the steps on the GPU.
+# Lint, the default lane, the Ray lane with one case per fault family, types and the steps on the GPU.
 test: lint
-	$(call beside,types default fakecuda,-m 'ray and not slow' --durations=10)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --durations=5
+	$(call beside,types fakecuda,-m 'ray and not slow' --durations=10)
 
 # The full matrices.
 test-slow: $(STAMP)
