@@ -12,6 +12,7 @@ import signal
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.metadata import EntryPoint, entry_points, version
@@ -55,6 +56,8 @@ def run_guarded(command: Command, argv: Sequence[str]) -> int:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed before we began: `uno ... >&-`
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    # Requests ignores this, too, but where threads import other packages its filter may be gone by then.
+    warnings.filterwarnings("ignore", "SOCKS support in urllib3")
     try:
         try:
             code = command(argv)
