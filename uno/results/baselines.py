@@ -3,7 +3,7 @@ discovery.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -142,9 +142,12 @@ def graph_clusters(
     if len(features) > MAX_GRAPH_ROWS:
         return {}
 
+    @cache  # one rank may have both
+    def rows() -> Tensor:
+        return F.normalize(principal_space(features)(features), dim=1)
+
     def find(kind: str) -> Tensor:
-        rows = F.normalize(principal_space(features)(features), dim=1)
-        return partition_of(rows, labels, num, gcd, kind, NUM_STARTS, seed)
+        return partition_of(rows(), labels, num, gcd, kind, NUM_STARTS, seed)
 
     return {"kmeans_smoothed": partial(find, SMOOTHED), "spectral": partial(find, SPECTRAL)}
 

@@ -148,14 +148,15 @@ def load_features(
     encoder = frozen_encoder(config, storage)
     job = feature_job(config, task, encoder)
     place = Storage(features.cache_directory(config))
-    cache, at_speed = FeatureCache(place, job), list[nn.Module]()
+    cache, settled = FeatureCache(place, job), list[nn.Module]()
 
     def computed(stage: FeatureJob, missing: Missing) -> Iterator[tuple[int, Shard]]:
         rows, least = sum(len(job.rows(number)) for number in missing), min(missing.values())
         have = f" ({len(task.rows) - rows:,} cached)" if rows < len(task.rows) else ""
         some = f", evaluation view and {least - 1} of {job.num_views - 1} views cached," if least else ""
-        at_speed[:] = at_speed or [_at_speed(job, encoder, cache, missing)]
-        [fast] = at_speed
+        if not settled:
+            settled.append(_at_speed(job, encoder, cache, missing))
+        fast = settled[0]
         how = f" by {fast.plan.runtime}, {fast.plan.batch_size} at once" if isinstance(fast, Runtime) else ""
         found = f"{plural(rows, 'image')}{some} through {config.model.encoder}{how}{have}"
         print_line(f"features: {found}; cache: {cache.path}")
@@ -174,13 +175,12 @@ def load_features(
               "every_s": INTERVAL_S})  # fmt: skip
 
     first = look is not None and job.num_views > 1 and cache.num_missing()
-    stages = [job, job.evaluation_view()] if first else [job]
-    while stages:
-        stage, before = stages.pop(), list(at_speed)
+    for stage in [job.evaluation_view(), job] if first else [job]:
+        before = len(settled)
         start.clear()
         which = FeatureCache(place, stage), stage, config.model.weights, partial(computed, stage), progress
         found, reasons = features.cached_features(*which, zeros)
-        if look is not None and not before and at_speed:
+        if look is not None and len(settled) > before:  # something was computed, for the first time
             look(found[:, 0], reasons)
     advice = f"{config.model.encoder} does not separate them; check its weights"
     _warn_of_oddity(found, reasons, advice)
