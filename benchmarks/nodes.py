@@ -154,13 +154,14 @@ def noting() -> None:
     import torch.distributed as dist
 
     from uno import train
+    from uno.runs.lock import ClaimedStorage
     from uno.session.ranks import StopVotes
 
     def noted(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             began, left = time.monotonic(), args[0]._left if kind == "vote" else 1
-            found = function(*args, **kwargs)
-            if left == 1 and dist.is_initialized():  # of StopVotes.stop only that which votes
+            found, counts = function(*args, **kwargs), kind != "write" or args[1].startswith("checkpoints/")
+            if left == 1 and counts and dist.is_initialized():  # of StopVotes.stop only that which votes
                 line = json.dumps([dist.get_rank(), kind, began, time.monotonic()])
                 with open(Path(os.environ[TIMES], f"{os.getpid()}.times"), "a") as file:
                     file.write(f"{line}\n")
@@ -169,7 +170,7 @@ def noting() -> None:
         return call
 
     StopVotes.stop = noted("vote", StopVotes.stop)  # type: ignore[method-assign]
-    train.save_checkpoint = noted("write", train.save_checkpoint)
+    ClaimedStorage.write = noted("write", ClaimedStorage.write)  # type: ignore[method-assign]
     train.collectives.barrier = noted("barrier", train.collectives.barrier)
 
 

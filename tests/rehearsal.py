@@ -54,12 +54,13 @@ from uno.runs.checkpoint import checkpoint_steps
 LATENCY_MS, SECONDS = 5.0, 400.0
 HOLD = "UNO_REHEARSAL_HOLD"
 SUBMISSION, URL = "docs/deploy/ray.md", f"http://localhost:{DASHBOARD}"
-SIZES = [
+RESNET18 = [
     "--compute.threads", "1", "--model.width", "4", "--model.num-heads", "2", "--model.hidden-dim", "16",
     "--model.overcluster-factor", "2", "--model.projection-dim", "8", "--train.batch-size", "32",
     "--train.log-every", "4", "--pretrain.epochs", "1", "--discover.epochs", "2",
     "--pretrain.warmup-epochs", "0", "--discover.warmup-epochs", "0",
 ]  # fmt: skip
+SIZES = ["--model.encoder", "resnet_small", *RESNET18]
 LONG = [*SIZES, "--discover.epochs", "10"]
 ON_GPUS = ["--workers", "2", "--device", "cuda"]
 
@@ -314,7 +315,7 @@ def streamed(cluster: Rehearsal) -> None:
 
 
 def tar(cluster: Rehearsal) -> None:
-    """Discovered as a stream of WebDataset's shards."""
+    """Discovered as a stream of WebDataset's shards; checkpoints of 90 MB, in the parts of a large upload."""
     folder, shards = imagenet(cluster), cluster.folder / "tars"
     write_shards(folder / "train", shards, 50)
     write_shards(folder / "val", shards, 50, "test")
@@ -325,7 +326,7 @@ def tar(cluster: Rehearsal) -> None:
     words = printed("docs/guides/large-data.md", "discover --preset imagenet --data imagenet:DIR", places)
     own = ["--known-classes", "first:5", "--image-size", "16", "--device", "cuda"]
     run = cluster.uri("tar-run")
-    cluster.run("streamed from tar on S3", [*words, *own, *SIZES, "--output", run], "results in ")
+    cluster.run("streamed from tar on S3", [*words, *own, *RESNET18, "--output", run], "results in ")
 
 
 def resident(cluster: Rehearsal) -> None:

@@ -147,6 +147,7 @@ def fit(
                     worker.report(_position(phase, state.step) | {"event": "step", "every_s": QUIET_S})
                 continue
             if health.is_lost(state):
+                _settle(journal, state)
                 health.roll_back_(state, storage, phase)
                 journal.rewind(state.step)
                 pace.restart()
@@ -161,7 +162,7 @@ def fit(
                     journal.write(metrics)
                 worker.report(metrics | {"rank_ms": pace.rank_ms})
             if to_save or (to_log and _is_due(config, worker, saved_at)):
-                save()
+                save(wait=at_end or storage.is_local)
                 saved_at = time.monotonic()
 
 
@@ -263,15 +264,26 @@ def _finite(state: TrainState) -> bool:
 
 
 def _save(
-    config: Config, phase: Phase, state: TrainState, worker: Worker, storage: Storage, journal: Journal
-) -> None:
-    """Store the state as it is: nothing in it changes, so an extra checkpoint never changes the run."""
+    config: Config, phase: Phase, state: TrainState, worker: Worker, storage: Storage, journal: Journal,
+    wait: bool = True,
+) -> None:  # fmt: skip
+    """Store the state as it is: nothing in it changes, so an extra checkpoint never changes the run. Without
+    ``wait`` training continues while rank 0 writes it; of two checkpoints the second waits for the first.
+    """
     tensors = state_tensors(state)
     for name in ("epoch_losses", "window_loss"):
         tensors[name] = collectives.all_reduce_sum_(tensors[name].clone()) / worker.world_size
     if worker.rank == 0:
+        journal.flush()  # one checkpoint at a time is in memory
         checkpoint = Checkpoint(state.step, tensors, dump_yaml(config))
-        # Its lines first: a run that resumes from here drops later ones, and writes none of these again.
-        save_checkpoint(storage, phase.name, checkpoint, journal.flush)
+        # After its lines: a run that resumes from here drops later ones, and writes none of these again.
+        save_checkpoint(storage, phase.name, checkpoint, journal.enqueue)
         journal.enqueue(partial(prune, storage, phase.name, state.step, config.train.keep_checkpoints))
-    collectives.barrier(state.device)  # nobody looks for a checkpoint that rank 0 is still writing
+    if wait:
+        _settle(journal, state)
+
+
+def _settle(journal: Journal, state: TrainState) -> None:
+    """Return on all ranks when rank 0 has written all: nobody looks for a checkpoint that it still writes."""
+    journal.flush()
+    collectives.barrier(state.device)

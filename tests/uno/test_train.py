@@ -2,6 +2,7 @@
 
 import logging
 import random
+import threading
 import time
 from types import SimpleNamespace
 
@@ -28,6 +29,7 @@ from uno.data.files import Storage
 from uno.errors import Interrupted, NumericsError, StorageError
 from uno.runs import run
 from uno.runs.checkpoint import checkpoint_steps, load_checkpoint, load_newest
+from uno.runs.journal import Journal
 from uno.steps import discovery_step
 from uno.train import MAX_SKIPPED_STEPS, LocalWorker, Phase, fit
 
@@ -111,6 +113,64 @@ def test_a_run_whose_disk_fills_resumes_to_the_bit(storage, clean, monkeypatch):
     assert_ends_as(clean, storage)
 
 
+@pytest.fixture
+def store(monkeypatch):
+    """An object store that begins to write the checkpoint of step 6 when ``may_write`` is set."""
+    store, store_write = Storage("mock:///run"), Storage.write
+    store.may_write = threading.Event()
+
+    def write(self, name, data):
+        late = self is store and "step_00000006" in name
+        assert not late or store.may_write.wait(60), "training waits for the checkpoint"
+        store_write(self, name, data)
+
+    monkeypatch.setattr(Storage, "write", write)
+    return store
+
+
+def test_an_object_store_is_written_to_while_training_continues(store, storage, clean):
+    """Kills: ranks that wait for an upload, one of what is there at its end, a phase that ends before."""
+    config, batches = small_config(train__keep_checkpoints=9), batches_of(CONFIG)
+    discover(store, config, batches=lambda step: (step == 9 and store.may_write.set(), batches(step))[1])
+    assert checkpoint_steps(store, run.DISCOVER) == [6, 12, 18] and lines(store) == clean[1]
+
+    def checked(step):
+        assert step != 6 or checkpoint_steps(storage, run.DISCOVER) == [6]  # on a disk it is there at once
+        return batches(step)
+
+    discover(storage, config, batches=checked)
+    for step in (6, 18):
+        there, here = (load_checkpoint(place, run.DISCOVER, step).tensors for place in (store, storage))
+        assert_same(there, here)
+
+
+def test_what_needs_a_checkpoint_waits_for_its_upload(store, clean, monkeypatch):
+    """A roll-back, and the next checkpoint. Kills: a roll-back to an older one or to none; uploads that wait
+    until they fill the memory.
+    """
+    saved, flush, save = [], Journal.flush, train.save_checkpoint
+    monkeypatch.setattr(Journal, "flush", lambda self: (saved and store.may_write.set(), flush(self)))
+    monkeypatch.setattr(train, "save_checkpoint", lambda *args: (saved.append(args[2].step), save(*args)))
+    found = discover(store, small_config(train__log_every=1), step=failing_at(range(7, 11)))
+    assert_same(found | {"window_loss": clean[0]["window_loss"]}, clean[0])
+    store.delete("checkpoints")
+    store.may_write.clear()
+    saved.clear()
+    monkeypatch.setattr(train, "save_checkpoint", lambda *args: (saved.append(store.may_write.is_set()),
+                                                                 save(*args)))  # fmt: skip
+    with pytest.raises(Interrupted):
+        discover(store, worker=StopAt(8))
+    assert saved == [False, True] and checkpoint_steps(store, run.DISCOVER) == [6, 8]
+
+
+def test_an_upload_that_fails_ends_training(store, monkeypatch):
+    """Kills: a run that trains on without checkpoints."""
+    monkeypatch.setattr(store.may_write, "wait", lambda seconds: False)
+    with pytest.raises(AssertionError, match="waits for the checkpoint"):
+        discover(store)
+    assert checkpoint_steps(store, run.DISCOVER) == []
+
+
 def test_a_damaged_newest_checkpoint_costs_one_interval(storage, clean, caplog):
     """Kills: a run that starts over, or from damaged weights."""
     with pytest.raises(Interrupted):
@@ -159,9 +219,9 @@ def test_a_long_epoch_is_saved_within(storage, clean, monkeypatch, minutes, expe
     clock, saved = [0.0], []
     save = train._save
 
-    def note(*args):
+    def note(*args, **kwargs):
         saved.append(args[2].step)
-        save(*args)
+        save(*args, **kwargs)
 
     monkeypatch.setattr(train, "_save", note)
     monkeypatch.setattr(train.time, "monotonic", lambda: clock[0])

@@ -28,21 +28,25 @@ class Checkpoint(NamedTuple):
 
 
 def save_checkpoint(
-    storage: Storage, phase: str, checkpoint: Checkpoint, before: Callable[[], None] = lambda: None
-) -> None:
-    """Write a checkpoint unless this step has a valid one. What ``before`` does is done by the time that it
-    counts. A StorageError leaves older checkpoints as they were.
+    storage: Storage, phase: str, checkpoint: Checkpoint,
+    enqueue: Callable[[Callable[[], None]], None] = lambda write: write(),
+) -> None:  # fmt: skip
+    """Write a checkpoint, of the tensors as they are now, unless this step has a valid one: now, or when
+    ``enqueue`` calls what it gets. A StorageError leaves older checkpoints as they were.
     """
     name = file_name(phase, checkpoint.step)
-    if checkpoint.step in checkpoint_steps(storage, phase):
-        with suppress(StorageError):
-            load_checkpoint(storage, phase, checkpoint.step)
-            return
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in checkpoint.tensors.items()}
     facts = {"format_version": str(FORMAT_VERSION), "config": checkpoint.config_yaml}
     data = seal(name, tensors, facts)
-    before()
-    storage.write(name, data)
+
+    def write() -> None:
+        if checkpoint.step in checkpoint_steps(storage, phase):
+            with suppress(StorageError):
+                load_checkpoint(storage, phase, checkpoint.step)
+                return
+        storage.write(name, data)
+
+    enqueue(write)
 
 
 def prune(storage: Storage, phase: str, last: int, keep: int) -> None:
