@@ -48,10 +48,10 @@ LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray's job supervisor for the entrypoint of a submitted job
 
 
-def configured(given: Mapping[str, Any], output: str | None = OUTPUT, choose: bool = False) -> Config:
-    """The configuration that dotted keys lead to, all checked at once; ``output``: the run directory where
+def completed(given: Mapping[str, Any], output: str | None = OUTPUT, choose: bool = False) -> dict[str, Any]:
+    """All dotted keys, not checked yet, that ``given`` ones lead to; ``output``: the run directory where
     none is given, with places for ``preset`` and ``seed``; ``choose``: where :func:`leaves_choice`, the
-    method is ``choice``. ConfigError: a key or a value that cannot be.
+    method is ``choice``. ConfigError: no such preset, recipe, method or encoder.
     """
     own = dict(given)
     source, two_folders = own.get("data.source"), own.get("data.labeled") is not None
@@ -70,9 +70,12 @@ def configured(given: Mapping[str, Any], output: str | None = OUTPUT, choose: bo
         values["data.validation_fraction"] = values.get("data.validation_fraction") or VALIDATION_FRACTION
     base = override(Config(), values) if IMAGE_SIZE in own else Config()  # in whose proportions sizes are
     encoder, size = (values | own).get("model.encoder"), own.get(IMAGE_SIZE, own.get(SIZES[0]))
-    config = override(Config(), values | apply_image_size(base, own, _described(encoder, size)))
-    place = config.output or (output and output.format(preset=config.preset, seed=config.seed))
-    return config.model_copy(update={"output": place and checked_output(place)})
+    values |= apply_image_size(base, own, _described(encoder, size))
+    if values.get("output") is None:
+        values["output"] = output and output.format(preset=values["preset"], seed=values.get("seed", 0))
+    if isinstance(values["output"], str):
+        values["output"] = checked_output(values["output"])
+    return values
 
 
 def leaves_choice(preset_name: str, given: Mapping[str, Any]) -> bool:
