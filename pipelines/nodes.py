@@ -241,7 +241,8 @@ def classify_failure(error: Exception) -> WorkerFailure:
         raise ConfigError(f"the cluster can never hold the workers: {one_line(failure)}") from None
     if NO_PLACE in names:
         return WorkerFailure("the workers could not be scheduled: another job took the resources", None)
-    if LEFT in names or any(map(_was_announced, _failures(error).values())):
+    looks = (getattr(lost, "health_check_failure", lost) for lost in _failures(error).values())
+    if LEFT in names or any(getattr(look, "preempted", False) for look in looks):
         return WorkerFailure("workers stopped: their node was drained", None)
     own = f"{type(failure).__name__}: {failure}".splitlines()[0][:200]  # of the many lines that Ray says
     if names & LOST:
@@ -260,11 +261,6 @@ def cause_of(error: BaseException) -> BaseException:
 
 def _failures(error: BaseException) -> Mapping[int, BaseException]:
     return dict(getattr(error, "worker_failures", {}))
-
-
-def _was_announced(failure: BaseException) -> bool:
-    """Whether a worker died because its node was drained."""
-    return bool(getattr(getattr(failure, "health_check_failure", failure), "preempted", False))
 
 
 class StallWarner:

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 from ray import tune as ray_tune
@@ -21,6 +22,7 @@ from tune.records import FAILED, FINISHED, STOPPED, Trial
 from tune.spaces import Space
 from tune.trial import SweepOptions
 from uno.data.files import Storage
+from uno.data.output import find_mapping
 from uno.errors import ConfigError, StorageError, one_line
 from uno.imports import import_object
 from uno.session.console import print_line
@@ -175,7 +177,7 @@ class SweepSearcher(Searcher):
         index = self._running.pop(trial_id)
         name, trial = records.trial_name(index), records.read_trial(self._storage, index)
         assert trial is not None
-        failure = records.read_json(self._storage, f"{name}/failure.json")
+        failure = find_mapping(self._storage, f"{name}/failure.json") or {}
         if failure.get("kind") == StorageError.__name__:  # the disk's fault, not the configuration's
             self.storage_error = failure["reason"]
             self.missing.clear()
@@ -221,13 +223,6 @@ class Interruption(Stopper):
     __getstate__ = SweepSearcher.__getstate__
 
 
-class Past:
-    """A trial of an earlier attempt, as far as schedulers look at one."""
-
-    def __init__(self, index: int) -> None:
-        self.trial_id = f"earlier-{index}"
-
-
 def scheduler(options: SweepOptions, num_epochs: int, ended: Sequence[Trial]) -> FIFOScheduler:
     """Asynchronous successive halving (Li et al., 2020), the median rule (Golovin et al., 2017) or none, told
     of earlier trials.
@@ -245,7 +240,7 @@ def scheduler(options: SweepOptions, num_epochs: int, ended: Sequence[Trial]) ->
     else:  # a trial that were paused would report its epochs again
         found = MedianStoppingRule(**by, grace_period=grace, min_time_slice=math.inf)
     for trial in (trial for trial in ended if trial.status != FAILED and trial.epochs):
-        past: Any = Past(trial.index)
+        past: Any = SimpleNamespace(trial_id=f"earlier-{trial.index}")  # all that schedulers look at
         found.on_trial_add(None, past)
         for epoch in trial.epochs:
             found.on_trial_result(None, past, {"epoch": epoch["epoch"], "score": epoch["score"]})

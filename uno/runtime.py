@@ -181,12 +181,9 @@ def _with_torch(
         yield size, partial(_torch, encoder, bf16=bf16)
 
 
-def _compiled(
-    encoder: nn.Module, images: Tensor, sizes: Sequence[int], threads: int, bf16: bool
-) -> Iterator[tuple[int, Program]]:
-    program = torch.compile(encoder, dynamic=False, options={"freezing": True})
-    for size in sizes:
-        yield size, partial(_torch, program)
+def _compiled(encoder: nn.Module, *how: Any) -> Iterator[tuple[int, Program]]:
+    program: Any = torch.compile(encoder, dynamic=False, options={"freezing": True})
+    return _with_torch(program, *how)
 
 
 @torch.inference_mode()

@@ -186,15 +186,14 @@ def ok_mask(reasons: Sequence[str | None]) -> np.ndarray:
 
 
 def check_bad(
-    ids: Sequence[str], reasons: Sequence[str | None], max_fraction: float, storage: Storage | None = None
-) -> list[dict[str, str]]:
-    """The unreadable images of N, which rank 0 lists in ``storage``; ConfigError beyond ``max_fraction``."""
-    return _check(ids, {i: why for i, why in enumerate(reasons) if why is not None}, max_fraction, storage)
-
-
-def _check(
-    ids: Sequence[str], reasons: Mapping[int, str], max_fraction: float, storage: Storage | None
-) -> list[dict[str, str]]:
+    ids: Sequence[str], reasons: Sequence[str | None] | Mapping[int, str], max_fraction: float,
+    storage: Storage | None = None,
+) -> list[dict[str, str]]:  # fmt: skip
+    """The unreadable images of N, whose ``reasons`` are by row or one for each; rank 0 lists them in
+    ``storage``. ConfigError beyond ``max_fraction``.
+    """
+    if not isinstance(reasons, Mapping):
+        reasons = {row: why for row, why in enumerate(reasons) if why is not None}
     bad = [{"id": str(ids[row]), "reason": reasons[row]} for row in sorted(reasons)]
     if bad and storage is not None and collectives.rank_and_world()[0] == 0:
         storage.write(BAD_SAMPLES, "".join(json.dumps(entry) + "\n" for entry in bad).encode())
@@ -241,7 +240,7 @@ class BadRows:
                 _, (reason,) = decode_many([self._images[row]], 1, 1)
                 self._reasons[row] = reason or "was readable at first, but not when read again"
         self._synced = len(self._reasons)
-        _check(self._ids, self._reasons, self._max_fraction, self._storage)
+        check_bad(self._ids, self._reasons, self._max_fraction, self._storage)
 
     def _listed(self) -> dict[int, str]:
         """What the run has listed before it was resumed."""

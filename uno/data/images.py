@@ -106,6 +106,11 @@ class Ready(NamedTuple):
     reasons: Sequence[str | None]
 
 
+def _of_others(name: str) -> Any:
+    """A method of :class:`ImageSubset`: what the images it is taken from say of its rows."""
+    return lambda self, rows: getattr(self.images, name)(self.index[rows])
+
+
 @dataclass(frozen=True, eq=False)
 class ImageSubset(Images):
     """Rows ``index`` int64 (N,) of other images, maybe with what has been made of them."""
@@ -132,46 +137,19 @@ class ImageSubset(Images):
             ready = Ready(ready.values.select_rows(torch.tensor(rows)), reasons)
         return ImageSubset(self.images, self.index[rows], ready)
 
-    def groups(self, rows: np.ndarray) -> np.ndarray | None:
-        """As of the others."""
-        return self.images.groups(self.index[rows])
-
-    def sizes(self, rows: np.ndarray) -> np.ndarray:
-        """As of the others."""
-        return self.images.sizes(self.index[rows])
-
-    def content_keys(self, rows: np.ndarray) -> Iterable[bytes] | pa.Array:
-        """As of the others: decoding does not make another data set of them."""
-        return self.images.content_keys(self.index[rows])
-
-    def times(self, rows: np.ndarray) -> np.ndarray:
-        """As of the others."""
-        return self.images.times(self.index[rows])
-
-    def paths(self, rows: np.ndarray) -> list[str | None]:
-        """As of the others."""
-        return self.images.paths(self.index[rows])
+    groups, sizes, content_keys, times, paths, numbers, vectors, captions = map(
+        _of_others,
+        ("groups", "sizes", "content_keys", "times", "paths", "numbers", "vectors", "captions"),
+    )
 
     def reader(self) -> Images | None:
         """That of the others."""
         return self.images.reader()
 
-    def numbers(self, rows: np.ndarray) -> np.ndarray:
-        """As of the others."""
-        return self.images.numbers(self.index[rows])
-
-    def vectors(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]] | None:
-        """As of the others."""
-        return self.images.vectors(self.index[rows])
-
     def pictures(self) -> Images | None:
         """As of the others."""
         found = self.images.pictures()
         return None if found is None else found.take(self.index)
-
-    def captions(self, rows: np.ndarray) -> list[str | None]:
-        """As of the others."""
-        return self.images.captions(self.index[rows])
 
     def prepared(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]] | None:
         """Of what is ready, or as of the others."""

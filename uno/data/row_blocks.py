@@ -68,12 +68,6 @@ class RowBlocks:
             start, before = own.stop, end
         return found
 
-    def row(self, number: int) -> Tensor:
-        """One of them, (3,S,S), where it is."""
-        place = int(self._place[number])
-        block = int(torch.searchsorted(self._ends, place, right=True))
-        return self._blocks[block][place - int(self._ends[block])]  # counted from its end
-
     def split(self, size: int) -> Iterator[Tensor]:
         """All rows, ``size`` at a time."""
         return (self[i : i + size] for i in range(0, len(self), size))

@@ -169,13 +169,6 @@ def direction_clusters(find: Callable[[], ArrayLike], num_clusters: int, seed: i
     return kmeans(directions, num_clusters, NUM_STARTS, seed).assignment
 
 
-def kmeans_baseline(features: ArrayLike, truth: ArrayLike, num_clusters: int, seed: int) -> dict[str, float]:
-    """:func:`direction_clusters` of features (N, D), scored as a head is scored: every metric against
-    ``truth`` (N,), any class ids; N >= ``num_clusters``.
-    """
-    return score(truth, direction_clusters(lambda: features, num_clusters, seed), num_clusters)
-
-
 def generalized_baselines(
     config: Config, unlabeled_rows: Rows, labeled_rows: Rows, train: TrainData
 ) -> Iterator[Baseline]:

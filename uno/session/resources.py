@@ -106,12 +106,11 @@ def on_features(config: Config) -> bool:
 
 
 def row_bytes(config: Config) -> int:
-    """Of one image that a resident run keeps: decoded, or as :func:`feature_bytes`."""
-    return feature_bytes(config) if config.model.finetune == "none" else 3 * config.data.stored_size**2
-
-
-def feature_bytes(config: Config) -> int:
-    """Of one row's features in memory, those of vectors also where their file is mapped."""
+    """Of one image that a resident run keeps: decoded, or its features, those of vectors also where their
+    file is mapped.
+    """
+    if config.model.finetune != "none":
+        return 3 * config.data.stored_size**2
     width, views = int(build_encoder(config.model).num_features), config.augment.num_cached_views  # type: ignore[arg-type]
     if config.model.takes_vectors and config.augment.vector_view == "neighbors":
         return 4 * width + 8 * views  # a partner and a share for each: views are made when they are read
