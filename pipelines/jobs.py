@@ -24,9 +24,7 @@ from uno.session.resources import Room
 
 
 class OnRay(Place):
-    """The workers of the Ray cluster at ``RAY_ADDRESS`` or of one that runs on this machine, else of one that
-    is started here.
-    """
+    """The Ray cluster at ``RAY_ADDRESS``, or one that runs on this machine, else one that is started."""
 
     def __init__(self) -> None:
         if (address := ray_env.cluster_address()) is not None:

@@ -104,7 +104,7 @@ def wait_for_resources(
                 return resources
             line = shortage(resources, workers, nodes)
             # What others have, they give back.
-            limit = limit_s if problem else max(limit_s, _patience_s(config))
+            limit = limit_s if problem else max(limit_s, 60 * config.compute.wait_minutes)
             if (spent := time.monotonic() - start) >= limit:
                 raise ConfigError("; ".join([str(problem or line), *launches()]))
             if due is None:
@@ -168,11 +168,7 @@ def _free(tree: Mapping[str, Any]) -> "Room":
 
 def startup_timeout_s(config: Config) -> float:
     """How long nodes are waited for at the start: a cluster that this command started does not grow."""
-    return _patience_s(config) if cluster_address() else 0.0
-
-
-def _patience_s(config: Config) -> float:
-    return 60 * config.compute.wait_minutes
+    return 60 * config.compute.wait_minutes if cluster_address() else 0.0
 
 
 def _usual(config: Config) -> Resources:

@@ -127,9 +127,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Options:
-    """``args.dry_run`` is ``--dry-run``; ``yaml_values`` and ``cli_values`` hold the dotted keys set
-    there.
-    """
+    """``args.dry_run`` is ``--dry-run``; ``yaml_values`` and ``cli_values``: the dotted keys set there."""
 
     command: Command
     args: SimpleNamespace
@@ -198,9 +196,7 @@ def parse(argv: Sequence[str], command: Command) -> Options:
 def schema_flags(
     fields: Mapping[str, FieldInfo] = Config.model_fields, prefix: str = ""
 ) -> Iterator[tuple[str, Argument]]:
-    """Yield every flag of ``fields`` and what it sets, the only place that derives them: a field's long form
-    comes first, its short one next.
-    """
+    """Every flag of ``fields`` and what it sets: a field's long form first, its short one next."""
     for name, info in fields.items():
         key, kind = f"{prefix}{name}", info.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
@@ -215,9 +211,7 @@ def schema_flags(
 
 
 def _flags(groups: list[Group], command: Command, file: dict[str, Any]) -> dict[str, Argument]:
-    """The flags that may stand on a line; the values of its ``--config`` files go into ``file``. ConfigError:
-    the line has another one.
-    """
+    """The flags of a line, whose ``--config`` files are read into ``file``. ConfigError: another flag."""
     if "--config" in command.flags():
         for words in (words for name, _, words in groups if name == "--config" and any(words)):
             file |= load_yaml(words[0])

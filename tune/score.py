@@ -258,8 +258,6 @@ def _clusters(model: UnoModel, images: Tensor, config: Config) -> Tensor:
 
 
 def _agreement(heads: np.ndarray, num_clusters: int) -> float:
-    """Mean over pairs of ``heads`` (H, N) of the clustering accuracy of one head's clusters against the
-    other's.
-    """
+    """Mean accuracy of the clusters of one of ``heads`` (H, N) against those of another, over pairs."""
     tables = [confusion(a, b, num_clusters, num_clusters) for a, b in combinations(heads, 2)]
     return float(np.mean([cluster_accuracy(table) for table in tables]))

@@ -256,9 +256,7 @@ BUILD: dict[str, Build] = {
 
 
 def to_onnx(module: nn.Module, input: str, output: str, **traced: Any) -> Any:
-    """The ``ModelProto`` of a module with one input and output of these names; ``traced``: what
-    ``torch.export.export`` takes.
-    """
+    """The ``ModelProto`` of a module of one input and output; ``traced``: for ``torch.export.export``."""
     with warnings.catch_warnings(action="ignore"):  # the exporter announces changes of its own code
         exported = torch.onnx.export(
             module, **traced, input_names=[input], output_names=[output], dynamo=True, verbose=False

@@ -154,9 +154,7 @@ Ids = Text | Numbered
 
 @dataclass(frozen=True, eq=False)
 class Labels(Column[str | None]):
-    """The class of each row: its place among ``classes`` (of which some may have no row), -1 where there is
-    none, int32 (N,).
-    """
+    """Class of each row: its place among ``classes`` (some may have no row), -1: none, int32 (N,)."""
 
     classes: Sequence[str]
     codes: np.ndarray

@@ -52,9 +52,7 @@ def keys_from_images(config: Config) -> tuple[str, ...]:
 
 
 def from_images(config: Config, task: Task, given: Container[str], setting: str) -> Found:
-    """What the images of ``task`` suggest for keys that are not ``given``, where ``setting`` is that of the
-    run; 512 training images are decoded.
-    """
+    """What 512 training images suggest for keys that are not ``given``, in the run's ``setting``."""
     if not keys_from_images(config):
         return {}, []
     if config.preset in ("photos", VECTORS):

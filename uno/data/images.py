@@ -273,9 +273,7 @@ def _whole_groups(images: Images, kinds: Sequence[np.ndarray], num: int) -> list
 
 
 def batches_of(images: Images, rows: np.ndarray, size: int) -> list[np.ndarray]:
-    """Positions in ``rows`` int64 (n,), which grow, at most ``size`` at a time; no group that fits into a
-    batch is in two.
-    """
+    """Positions in ``rows`` int64 (n,), at most ``size`` at a time; a group that fits is in one batch."""
     groups, start, cuts = images.groups(rows), 0, list[int]()
     ends = np.arange(0) if groups is None else np.flatnonzero(np.diff(groups)) + 1
     while len(rows) - start > size:

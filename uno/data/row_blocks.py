@@ -47,9 +47,7 @@ class RowBlocks:
         return RowBlocks(self._blocks, self._place[rows])
 
     def __getitem__(self, rows: Any) -> Tensor:
-        """A tensor of these rows, as :meth:`select_rows`; or, of a tuple, of what else it says of each
-        row.
-        """
+        """A tensor of these rows, as :meth:`select_rows`; of a tuple, what else it says of each row."""
         rows, *rest = rows if isinstance(rows, tuple) else (rows,)
         place = self._place[rows]
         if len(self._blocks) == 1:
@@ -84,9 +82,7 @@ class RowBlocks:
 
 
 class HostRows(RowBlocks):
-    """Rows that stay on the host, as no device can hold all: those that are asked for go to the device of
-    :meth:`to`.
-    """
+    """Rows that stay on the host, as no device holds all: :meth:`to` says where chosen ones go."""
 
     _target: torch.device | str = "cpu"
 

@@ -20,7 +20,7 @@ from uno.data.files import FileEntry, children, join, valid_text
 from uno.data.images import EXTENSIONS, Files, InMemory, is_image
 from uno.data.rows import SPLITS, Rows
 from uno.data.tables import read_parquet, read_table
-from uno.data.tar import is_pattern, read_tar
+from uno.data.tar import read_tar
 from uno.data.vectors import read_vectors
 from uno.errors import ConfigError, did_you_mean
 from uno.text import plural
@@ -68,7 +68,7 @@ SOURCES = {
         lambda path, config, images_only: read_tar(path, images_only),
         suffixes=(".tar",),
         in_folders="alone",
-        may_lack=lambda path, config: is_pattern(path),
+        may_lack=lambda path, config: not {"*", "{"}.isdisjoint(path),  # a pattern
     ),
     VECTORS: Source(lambda path, config, images_only: read_vectors(path, config.named_columns, images_only)),
 }

@@ -33,9 +33,7 @@ class Tile(NamedTuple):
 
 
 class Gallery(NamedTuple):
-    """Tiles of a class's members, from the most to the least confident: the first and last few, and the rest;
-    how many are left out.
-    """
+    """Tiles of a class by falling confidence: the first and last few, the rest, and how many are left out."""
 
     first: list[Tile]
     rest: list[Tile]

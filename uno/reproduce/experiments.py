@@ -177,9 +177,7 @@ class Cell(NamedTuple):
 
     @property
     def pretraining(self) -> str:
-        """Directory of what it starts from, shared by all cells that train it alike: a pretraining, or the
-        features of a frozen encoder.
-        """
+        """Directory of the pretraining, or of a frozen encoder's features, that cells share."""
         from uno.data.features import settings as settings_of_features  # a plain command line needs no torch
         from uno.runs.run import pretrain_hash
 

@@ -40,8 +40,7 @@ STOPPING = "stopping: saving a checkpoint first"
 
 
 class TrainingJob(NamedTuple):
-    """What to train and to evaluate, and whose directory it fills; ``look`` as
-    :func:`~uno.session.data.load_features` has it."""
+    """What to train and evaluate, in whose directory; ``look`` as ``load_features`` has it."""
 
     config: Config
     task: Task

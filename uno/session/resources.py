@@ -106,9 +106,7 @@ def on_features(config: Config) -> bool:
 
 
 def row_bytes(config: Config) -> int:
-    """Of one image that a resident run keeps: decoded, or its features, those of vectors also where their
-    file is mapped.
-    """
+    """Of one image that a resident run keeps: decoded, or its features (also if their file is mapped)."""
     if config.model.finetune != "none":
         return 3 * config.data.stored_size**2
     width, views = int(build_encoder(config.model).num_features), config.augment.num_cached_views  # type: ignore[arg-type]

@@ -79,9 +79,7 @@ def completed(given: Mapping[str, Any], output: str | None = OUTPUT, choose: boo
 
 
 def leaves_choice(preset_name: str, given: Mapping[str, Any]) -> bool:
-    """Whether ``given`` keys leave open how classes of a frozen encoder's features are found: no method, and
-    no setting of UNO or of its training.
-    """
+    """Whether ``given`` keys set no method and nothing of UNO or its training, and the preset is frozen."""
     uno_sections, uno_keys = ("objective.", "discover."), ("method", "recipe", *OF_UNO)
     own = [key for key in given if key.startswith(uno_sections) or key in uno_keys]
     return preset_name in ("photos", VECTORS) and given.get("model.finetune", "none") == "none" and not own
