@@ -70,6 +70,17 @@ def is_allowed(config: Config, plan: Plan, device: torch.device) -> bool:
     return device.type == "cpu" and plan.bf16 == bf16 and plan.runtime in allowed
 
 
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    """So many threads of torch inside the ``with``, after it as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def require_runtime(config: Config) -> None:
     """ConfigError: ``compute.encoder_runtime`` is not installed, or does not compute in the precision."""
     name = config.compute.encoder_runtime

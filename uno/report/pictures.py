@@ -66,9 +66,8 @@ class Album:
             )
             if mean * total <= BUDGET_BYTES:
                 break
-        self.most, num = _cap(sizes, int(BUDGET_BYTES / mean)), 0
-        for size in sizes:
-            num += min(size, self.most)
+        self.most = _cap(sizes, int(BUDGET_BYTES / mean))
+        num = sum(min(size, self.most) for size in sizes)
         self.is_whole, self.num_bytes = num == total, int(mean * num)
 
     @property

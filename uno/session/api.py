@@ -29,6 +29,7 @@ from uno.results.classes import OutputClass, called
 from uno.results.infer import NUMBERS, Classifier, at_speed, load_classifier, score_rows
 from uno.results.trust import verdict
 from uno.runs import REPORT_FILE, directory
+from uno.runtime import threads
 from uno.session.console import suppress_output
 from uno.session.place import Place
 from uno.session.settings import completed, from_keywords
@@ -280,16 +281,14 @@ def discover_at(elsewhere: Place | None, settings: Mapping[str, Any], overwrite:
     from uno.session import job  # it trains: to load a model takes less
 
     given = from_keywords(settings)
-    config, threads = override(Config(), completed(given, choose=True)), torch.get_num_threads()
-    try:
-        with suppress_output(quiet), _own_torch(torch.device("cpu")):
+    config, now = override(Config(), completed(given, choose=True)), torch.get_num_threads()
+    try:  # the caller's own work goes on with as many threads as before
+        with threads(now), suppress_output(quiet), _own_torch(torch.device("cpu")):
             job.discover(config, given, overwrite, elsewhere=elsewhere)
     except Exception as error:
         if (meant := as_user_error(error)) is None:
             raise
         raise meant from error
-    finally:
-        torch.set_num_threads(threads)  # the caller's own work goes on as before
     return load(str(config.output))
 
 
