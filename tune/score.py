@@ -82,9 +82,7 @@ class SweepData(NamedTuple):
 
 
 def sweep_data(task: Task, images: Source, ok: np.ndarray, score: str) -> SweepData:
-    """What ``score`` may see of a task, of which the rows ``ok`` bool (N,) can be read; ``Task.eval_labels``
-    are read for the oracle alone.
-    """
+    """What ``score`` may see of a task's readable rows ``ok`` (N,); true labels for the oracle alone."""
     usable, oracle = task.is_train & ok, None
     if score == ORACLE:
         oracle = np.where(usable, np.maximum(task.eval_labels - len(task.known), -1), -1)

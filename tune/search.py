@@ -224,9 +224,7 @@ class Interruption(Stopper):
 
 
 def scheduler(options: SweepOptions, num_epochs: int, ended: Sequence[Trial]) -> FIFOScheduler:
-    """Asynchronous successive halving (Li et al., 2020), the median rule (Golovin et al., 2017) or none, told
-    of earlier trials.
-    """
+    """ASHA (Li et al., 2020), the median rule (Golovin et al., 2017) or none, told of earlier trials."""
     by: dict[str, Any] = {"time_attr": "epoch", "metric": "score", "mode": "max"}
     rule = options.asha or options.median
     if rule is None:

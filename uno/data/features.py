@@ -313,9 +313,7 @@ def unpack_shard(name: str, data: bytes) -> Shard:
 
 
 class Piece(NamedTuple):
-    """What a file has of a shard: views ``first`` to ``stop``, 0 the evaluation view, and ``views`` as
-    :class:`FeatureJob` has it.
-    """
+    """Views ``first`` to ``stop`` of a shard, 0 the evaluation view, in a file; ``views``: their kind."""
 
     number: int
     views: str = ""

@@ -50,9 +50,7 @@ class Images(Protocol):
         return None
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
-        """int64 (n,): bytes of each image as it is stored, -1 where they are not known; of images that are
-        read together their mean.
-        """
+        """int64 (n,): stored bytes of each image, -1: not known; a mean where they are read together."""
         found = self.read_images(rows)
         return np.fromiter((getattr(image, "nbytes", len(image)) for image in found), np.int64, len(found))
 

@@ -94,9 +94,7 @@ class Vectors(Images):
 
 
 def numbers_of(given: Any, what: str) -> Tensor:
-    """An array or tensor of numbers (N, D), or (N, V, D) with V views of each -> float32 (N, V, D) on the
-    host. ConfigError: ``what`` is neither.
-    """
+    """Numbers (N, D), or (N, V, D) of V views -> float32 (N, V, D) on the host. ConfigError: neither."""
     try:
         values = torch.as_tensor(given if isinstance(given, Tensor) else np.asarray(given)).detach().cpu()
     except (TypeError, ValueError) as error:

@@ -95,9 +95,7 @@ class Album:
         return (encode(pixels, len(ranked), 80) if len(ranked) else ""), len(ranked), []
 
     def sheet(self, positions: NDArray[np.int64]) -> tuple[str, int]:
-        """One picture of all ``positions``, and its side; coarser until it fits :data:`SHEET_BYTES`. ("", 0):
-        there are no pictures.
-        """
+        """One picture of all ``positions`` within :data:`SHEET_BYTES`, and its side; ("", 0): no pictures."""
         if self._images is None:
             return "", 0
         side = min(self.side, SHEET_SIDE)

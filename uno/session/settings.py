@@ -86,9 +86,7 @@ def leaves_choice(preset_name: str, given: Mapping[str, Any]) -> bool:
 
 
 def _described(encoder: Any, size: Any) -> dict[str, Any]:
-    """What images of ``size``, if it is given, an encoder takes that is a library's or the user's: their
-    size, mean, std and interpolation.
-    """
+    """Size (``size`` if given), mean, std and interpolation that a library's or user's encoder takes."""
     if encoder is None or encoder in OWN_ENCODERS or str(encoder).partition(":")[0] == VECTORS:
         return {}
     checked = override(Config(), {"model.encoder": encoder, **({SIZES[0]: size} if size else {})})
@@ -98,9 +96,7 @@ def _described(encoder: Any, size: Any) -> dict[str, Any]:
 
 
 def own_preset(given: Mapping[str, Any]) -> str:
-    """The preset of one's own data: ``vectors`` of vectors, ``photos`` where an encoder's pretrained weights
-    are given or at hand.
-    """
+    """Of own data: ``vectors``, ``photos`` where pretrained weights are given or at hand, or ``scratch``."""
     encoder, weights = given.get("model.encoder"), given.get("model.weights")
     if not is_custom_data(given):
         return "scratch"
