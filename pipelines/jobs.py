@@ -49,9 +49,8 @@ class OnRay(Place):
             return predict_on_ray(ray, config, read_model_files(storage), writer, show)
 
     def estimate(
-        self, config: Config, task: Task, storage: Storage, settings: Settings | None = None,
-        report: Callable[[str], None] = print_line,
-    ) -> Estimate:  # fmt: skip
+        self, config: Config, task: Task, storage: Storage, settings: Settings | None = None
+    ) -> Estimate:
         """As many encoders and clusterings at once as there are workers."""
         with ray_env.connect(workers=config.compute.num_workers) as ray:
             one = override(config, {"compute.num_workers": 1})  # more are used where there is room
@@ -60,7 +59,7 @@ class OnRay(Place):
             train = estimated_set(config, task, storage, partial(compute_on_ray, ray))
             device = "cuda" if request["num_gpus"] else "cpu"
             return estimate.estimate_num_novel(
-                config, train, task.known, storage, device, settings, tasks, report=report
+                config, train, task.known, storage, device, settings, tasks, report=print_line
             )
 
 

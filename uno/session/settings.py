@@ -72,7 +72,9 @@ def completed(given: Mapping[str, Any], output: str | None = OUTPUT, choose: boo
     encoder, size = (values | own).get("model.encoder"), own.get(IMAGE_SIZE, own.get(SIZES[0]))
     values |= apply_image_size(base, own, _described(encoder, size))
     if values.get("output") is None:
-        values["output"] = output and output.format(preset=values["preset"], seed=values.get("seed", 0))
+        seed = values.get("seed", 0)
+        seed = f"{seed:.0f}" if isinstance(seed, bool | float) else seed  # as the checked number
+        values["output"] = output and output.format(preset=values["preset"], seed=seed)
     if isinstance(values["output"], str):
         values["output"] = checked_output(values["output"])
     return values
