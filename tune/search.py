@@ -9,7 +9,6 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from types import SimpleNamespace
 from typing import Any
 
 from ray import tune as ray_tune
@@ -223,6 +222,13 @@ class Interruption(Stopper):
     __getstate__ = SweepSearcher.__getstate__
 
 
+class Past:
+    """A trial of an earlier attempt, as far as schedulers look at one."""
+
+    def __init__(self, index: int) -> None:
+        self.trial_id = f"earlier-{index}"
+
+
 def scheduler(options: SweepOptions, num_epochs: int, ended: Sequence[Trial]) -> FIFOScheduler:
     """ASHA (Li et al., 2020), the median rule (Golovin et al., 2017) or none, told of earlier trials."""
     by: dict[str, Any] = {"time_attr": "epoch", "metric": "score", "mode": "max"}
@@ -238,7 +244,7 @@ def scheduler(options: SweepOptions, num_epochs: int, ended: Sequence[Trial]) ->
     else:  # a trial that were paused would report its epochs again
         found = MedianStoppingRule(**by, grace_period=grace, min_time_slice=math.inf)
     for trial in (trial for trial in ended if trial.status != FAILED and trial.epochs):
-        past: Any = SimpleNamespace(trial_id=f"earlier-{trial.index}")  # all that schedulers look at
+        past: Any = Past(trial.index)
         found.on_trial_add(None, past)
         for epoch in trial.epochs:
             found.on_trial_result(None, past, {"epoch": epoch["epoch"], "score": epoch["score"]})

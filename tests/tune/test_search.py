@@ -1,6 +1,5 @@
 """What Ray Tune is told to run, and what becomes of each trial; no cluster, but the package is needed."""
 
-from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -97,13 +96,13 @@ def test_a_trial_that_is_interrupted_has_no_result(sweep):
 @pytest.mark.parametrize("rule", ["asha", "median"])
 def test_early_stopping_remembers_earlier_trials(tmp_path, rule):
     """Kills: a continued sweep whose first trial meets empty rungs and survives, a rule that pauses."""
-    from tune.search import scheduler
+    from tune.search import Past, scheduler
 
     options = tiny_options(tmp_path, "--scheduler", rule, "--grace-epochs", "1")
     lines = [{"epoch": epoch, "score": 0.9} for epoch in (1, 2, 3)]
     before = [records.Trial(i, {}, lines, FINISHED) for i in range(4)]
     for past, score, expected in ((before, 0.1, "STOP"), (before, 0.95, "CONTINUE"), ([], 0.1, "CONTINUE")):
-        found, new = scheduler(options, 9, past), SimpleNamespace(trial_id="new")
+        found, new = scheduler(options, 9, past), Past(9)
         found.on_trial_add(None, new)
         assert found.on_trial_result(None, new, {"epoch": 1, "score": score}) == expected
 
