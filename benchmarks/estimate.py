@@ -29,6 +29,7 @@ from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.presets import preset
 from uno.results.estimate import Settings
+from uno.session.console import suppress_output
 from uno.session.place import Place
 
 
@@ -47,7 +48,8 @@ def run(seed: int, num_novel: int, workers: int, settings: Settings) -> tuple[di
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
         place = OnRay() if config.compute.num_workers else Place()
-        found = place.estimate(config, task, Storage(folder), settings, lambda line: None)
+        with suppress_output():
+            found = place.estimate(config, task, Storage(folder), settings)
         return asdict(found), time.perf_counter() - start
 
 

@@ -36,6 +36,7 @@ from uno.choice import (
     prototypes,
 )
 from uno.clustering import FREE
+from uno.config import Config, override
 from uno.data.files import Storage
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
@@ -43,7 +44,7 @@ from uno.prototype_init import clusters_of
 from uno.results.metrics import PARTS, class_recall, confusion, hungarian, matched_counts
 from uno.session.data import load_features
 from uno.session.resolve import with_data, with_full_path
-from uno.session.settings import configured
+from uno.session.settings import completed
 
 Rows = tuple[Tensor, Tensor, Tensor, int, int]
 
@@ -97,7 +98,7 @@ def rows_of(path: Path, setting: str, encoder: dict[str, str]) -> Rows:
         "data.known_classes": f"{path}-known.txt",
     }
     own |= {"data.unlabeled_known_fraction": 0.5} if setting == "gcd" else {}
-    config = with_full_path(configured(own, choose=True))
+    config = with_full_path(override(Config(), completed(own, choose=True)))
     task = make_task(read_rows(config.data), config.data)
     features, _ = load_features(with_data(config, setting="gcd"), task, Storage("."), lambda metrics: None)
     train = torch.from_numpy(task.is_train)

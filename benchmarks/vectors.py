@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 import torch
 import yaml
 
+from uno.config import Config, override
 from uno.data.decode import ok_mask
 from uno.data.files import Storage
 from uno.data.resident import assemble, eval_sets
@@ -32,7 +33,7 @@ from uno.results.evaluate import evaluate_run
 from uno.runs import DISCOVER, run
 from uno.session.data import load_features
 from uno.session.resolve import resolve
-from uno.session.settings import configured
+from uno.session.settings import completed
 from uno.train import LocalWorker
 from uno.weights import PRETRAINED_FILE, fetch_pretrained
 
@@ -48,7 +49,7 @@ KEYS = {
 
 def score(given: dict[str, Any]) -> dict[str, float]:
     """All metrics of a run with ``given`` keys."""
-    config, _, task = resolve(configured({**given, "compute.device": "cpu"}, None), given)
+    config, _, task = resolve(override(Config(), completed({**given, "compute.device": "cpu"}, None)), given)
     assert task is not None
     with tempfile.TemporaryDirectory() as folder:
         storage = Storage(folder)

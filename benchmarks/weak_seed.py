@@ -40,13 +40,13 @@ from uno.data.resident import TrainSet, assemble, eval_sets
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.model import Logits, UnoModel, forward
+from uno.objective import sinkhorn
 from uno.presets import preset
 from uno.results.infer import align_heads
 from uno.results.metrics import cluster_accuracy, confusion, hungarian
 from uno.results.trust import neighbor_agreement
 from uno.runs import DISCOVER, PRETRAIN
 from uno.runs.run import run_phase
-from uno.sinkhorn import sinkhorn
 from uno.train import LocalWorker
 
 STAYS = 0.95  # of rows, from when on a head counts as decided

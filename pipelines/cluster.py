@@ -101,9 +101,7 @@ def plugin(paths: str | None = None) -> str:
 
 
 def line_of(node: Facts, facts: Facts | str, mine: Mapping[str, str], speed: float | str | None) -> Finding:
-    """The line of a ``node`` of ``ray.nodes()`` that said ``facts``, or why it said nothing; ``speed`` in
-    bytes a second.
-    """
+    """Of a ``node`` of ``ray.nodes()`` that said ``facts``, or why it said nothing; ``speed`` in bytes/s."""
     has = node["Resources"]
     name = node["NodeManagerAddress"] + (" (head)" if "node:__internal_head__" in has else "")
     if isinstance(facts, str):

@@ -59,9 +59,7 @@ def compute_on_ray(
 
 
 def shard_block(job: FeatureJob, missing: Missing) -> pa.Table:
-    """The rows of some shards as they travel: ``row``, ``in_training``, how many views they ``have``, and the
-    image.
-    """
+    """Rows of shards as they travel: ``row``, ``in_training``, how many views they ``have``, the image."""
     rows = np.concatenate([job.rows(number) for number in missing])
     have = [missing[number] for number in (rows // features.SHARD_ROWS).tolist()]
     columns = to_columns(job.task.rows.images, rows)

@@ -24,9 +24,7 @@ from uno.session.resources import Room
 
 
 class OnRay(Place):
-    """The workers of the Ray cluster at ``RAY_ADDRESS`` or of one that runs on this machine, else of one that
-    is started here.
-    """
+    """The Ray cluster at ``RAY_ADDRESS``, or one that runs on this machine, else one that is started."""
 
     def __init__(self) -> None:
         if (address := ray_env.cluster_address()) is not None:
@@ -51,9 +49,8 @@ class OnRay(Place):
             return predict_on_ray(ray, config, read_model_files(storage), writer, show)
 
     def estimate(
-        self, config: Config, task: Task, storage: Storage, settings: Settings | None = None,
-        report: Callable[[str], None] = print_line,
-    ) -> Estimate:  # fmt: skip
+        self, config: Config, task: Task, storage: Storage, settings: Settings | None = None
+    ) -> Estimate:
         """As many encoders and clusterings at once as there are workers."""
         with ray_env.connect(workers=config.compute.num_workers) as ray:
             one = override(config, {"compute.num_workers": 1})  # more are used where there is room
@@ -62,7 +59,7 @@ class OnRay(Place):
             train = estimated_set(config, task, storage, partial(compute_on_ray, ray))
             device = "cuda" if request["num_gpus"] else "cpu"
             return estimate.estimate_num_novel(
-                config, train, task.known, storage, device, settings, tasks, report=report
+                config, train, task.known, storage, device, settings, tasks, report=print_line
             )
 
 

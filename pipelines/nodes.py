@@ -104,7 +104,7 @@ def wait_for_resources(
                 return resources
             line = shortage(resources, workers, nodes)
             # What others have, they give back.
-            limit = limit_s if problem else max(limit_s, _patience_s(config))
+            limit = limit_s if problem else max(limit_s, 60 * config.compute.wait_minutes)
             if (spent := time.monotonic() - start) >= limit:
                 raise ConfigError("; ".join([str(problem or line), *launches()]))
             if due is None:
@@ -168,11 +168,7 @@ def _free(tree: Mapping[str, Any]) -> "Room":
 
 def startup_timeout_s(config: Config) -> float:
     """How long nodes are waited for at the start: a cluster that this command started does not grow."""
-    return _patience_s(config) if cluster_address() else 0.0
-
-
-def _patience_s(config: Config) -> float:
-    return 60 * config.compute.wait_minutes
+    return 60 * config.compute.wait_minutes if cluster_address() else 0.0
 
 
 def _usual(config: Config) -> Resources:
@@ -241,7 +237,8 @@ def classify_failure(error: Exception) -> WorkerFailure:
         raise ConfigError(f"the cluster can never hold the workers: {one_line(failure)}") from None
     if NO_PLACE in names:
         return WorkerFailure("the workers could not be scheduled: another job took the resources", None)
-    if LEFT in names or any(map(_was_announced, _failures(error).values())):
+    looks = (getattr(lost, "health_check_failure", lost) for lost in _failures(error).values())
+    if LEFT in names or any(getattr(look, "preempted", False) for look in looks):
         return WorkerFailure("workers stopped: their node was drained", None)
     own = f"{type(failure).__name__}: {failure}".splitlines()[0][:200]  # of the many lines that Ray says
     if names & LOST:
@@ -260,11 +257,6 @@ def cause_of(error: BaseException) -> BaseException:
 
 def _failures(error: BaseException) -> Mapping[int, BaseException]:
     return dict(getattr(error, "worker_failures", {}))
-
-
-def _was_announced(failure: BaseException) -> bool:
-    """Whether a worker died because its node was drained."""
-    return bool(getattr(getattr(failure, "health_check_failure", failure), "preempted", False))
 
 
 class StallWarner:

@@ -12,19 +12,25 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from types import NoneType, SimpleNamespace
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, StrictBool, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from pipelines.cli import SENTENCES
-from uno.config import Config, describe, field_traits, fields_of, flatten, load_yaml
+from uno.config import Config, describe, field_traits, fields_of, flatten, load_yaml, override
 from uno.errors import ConfigError
 from uno.methods import DEFAULT, METHODS
 from uno.presets import IMAGE_SIZE, PRESETS, preset
-from uno.session.settings import HELP_ALL, configured, dashed, merged, similar
+from uno.session.settings import HELP_ALL, completed, dashed, merged, similar
 
 MANY = 10**6
+_Number = Annotated[int | float | str, Field(union_mode="left_to_right")]
+NUMBERS: TypeAdapter[Any] = TypeAdapter(StrictBool | list[_Number] | _Number | None)
+
+
+Group = tuple[str, bool, list[str]]
+"""A flag, or "" for the words before the first one, whether by ``=``, and the words after it."""
 
 
 class Argument(NamedTuple):
@@ -48,8 +54,13 @@ class Argument(NamedTuple):
             return 1 if self.key and not self.negated else 0
         return {tuple: len(get_args(self.type)), list: MANY}.get(get_origin(self.type), 1)
 
+    @property
+    def takes_numbers(self) -> bool:
+        """Return whether its words are read as numbers where they are some."""
+        return not {int, float}.isdisjoint(get_args(self.type) or (self.type,))
+
     def value(self, name: str, words: Sequence[str]) -> Any:
-        """Read the words after ``name`` for pydantic. ConfigError: there are too few or too many."""
+        """Which of the ``words`` after ``name`` are its value. ConfigError: there are too few or too many."""
         types, most = get_args(self.type) or (self.type,), self.most_words
         if bool in types and not words:
             return not self.negated
@@ -60,15 +71,7 @@ class Argument(NamedTuple):
             raise ConfigError(f"{name} takes {wanted}, got {' '.join(map(repr, words))}")
         if NoneType in types and words[0].lower() == "none":
             return None
-        values = [_number(word) if int in types or float in types else word for word in words]
-        return values if most > 1 else values[0]
-
-
-def _number(word: str) -> int | float | str:
-    for convert in (int, float):
-        with suppress(ValueError):
-            return convert(word)
-    return word
+        return words if most > 1 else words[0]
 
 
 def switch(sentence: str) -> Argument:
@@ -124,9 +127,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Options:
-    """``args.dry_run`` is ``--dry-run``; ``yaml_values`` and ``cli_values`` hold the dotted keys set
-    there.
-    """
+    """``args.dry_run`` is ``--dry-run``; ``yaml_values`` and ``cli_values``: the dotted keys set there."""
 
     command: Command
     args: SimpleNamespace
@@ -141,26 +142,50 @@ class Options:
     @cached_property
     def config(self) -> Config:
         """The configuration that the line leads to, with the command's output."""
-        return configured(self.overrides, self.command.output, self.command.name in ("discover", "data"))
+        choose = self.command.name in ("discover", "data")
+        return override(Config(), completed(self.overrides, self.command.output, choose))
 
 
 def parse(argv: Sequence[str], command: Command) -> Options:
-    """Options of ``uno COMMAND ARGV...``; ``--help``, or nothing where something is needed, ends it."""
-    asked = {"--help", "-h", HELP_ALL}.intersection(argv)
-    required = any(argument.required for argument in command.arguments.values())
-    if asked or (not argv and (required or command.examples)):
-        _print_help([token for token in argv if token not in asked], command, HELP_ALL in asked)
+    """Options of ``uno COMMAND ARGV...``; ``--help``, or nothing where something is needed, ends it. Words
+    that no flag takes are the arguments without dashes, in their order.
+    """
+    asked, arguments = {"--help", "-h", HELP_ALL}.intersection(argv), command.arguments
+    groups = list(_groups(token for token in argv if token not in asked))
+    positional = [name for name in arguments if not name.startswith("-")]
+    own, file, line = dict[str, Any](), dict[str, Any](), dict[str, Any]()
+    try:
+        flags = _flags(groups, command, file)
+        for name, joined, words in groups:
+            most = max(flags[name].most_words, joined) if name else 0
+            words, surplus = words[:most], words[most:]
+            while positional and surplus:
+                own[positional.pop(0)] = surplus.pop(0)
+            if surplus and not name:
+                raise ConfigError(f"unexpected argument {surplus[0]!r}; options start with --")
+            value = flags[name].value(name, words + surplus) if name else None
+            if name and flags[name].takes_numbers:  # or pydantic would speak of strings
+                value = NUMBERS.validate_python(value)
+            if name in arguments:
+                own[name] = value
+            elif name and name != "--config":
+                line[flags[name].key] = value
+    except ConfigError:
+        if not asked:
+            raise
+        file, line = {}, {}  # help is there for who has made a mistake
+    options = Options(command, SimpleNamespace(), file, line)
+    if asked or (not argv and (command.examples or any(a.required for a in arguments.values()))):
+        _print_help(options, HELP_ALL in asked)
         raise SystemExit(0 if asked else 2)
-    options = _read(argv, command)
-    for name, argument in command.arguments.items():
-        if argument.required and getattr(options.args, _attribute(name)) is None:
+    for name, argument in arguments.items():
+        if argument.required and name not in own:
             raise ConfigError(f"{name} {'is missing' if name[0] == '-' else 'comes first'}: {command.usage}")
-    return _checked(options)
-
-
-def _checked(options: Options) -> Options:
-    """``options``, if they go together and the command may set them."""
-    command = options.command
+        try:
+            value = TypeAdapter(argument.type).validate_python(own[name]) if name in own else argument.default
+        except ValidationError as error:
+            raise ConfigError(describe(error, name)) from None
+        setattr(options.args, name.lstrip("-").replace("-", "_").lower(), value)
     for key in options.overrides:
         if not command.may_change(key):
             see = f"see uno {command.name} --help for what is not"
@@ -171,9 +196,7 @@ def _checked(options: Options) -> Options:
 def schema_flags(
     fields: Mapping[str, FieldInfo] = Config.model_fields, prefix: str = ""
 ) -> Iterator[tuple[str, Argument]]:
-    """Yield every flag of ``fields`` and what it sets, the only place that derives them: a field's long form
-    comes first, its short one next.
-    """
+    """Every flag of ``fields`` and what it sets: a field's long form first, its short one next."""
     for name, info in fields.items():
         key, kind = f"{prefix}{name}", info.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
@@ -187,44 +210,19 @@ def schema_flags(
             yield f"--{dashed(prefix)}no-{dashed(name)}", flag._replace(negated=True)
 
 
-def _attribute(name: str) -> str:
-    return name.lstrip("-").replace("-", "_").lower()
-
-
-def _read(argv: Sequence[str], command: Command) -> Options:
-    """Read a line. Words that no flag takes are the arguments without dashes, in their order."""
-    groups, file, line = list(_groups(argv)), dict[str, Any](), dict[str, Any]()
+def _flags(groups: list[Group], command: Command, file: dict[str, Any]) -> dict[str, Argument]:
+    """The flags of a line, whose ``--config`` files are read into ``file``. ConfigError: another flag."""
     if "--config" in command.flags():
         for words in (words for name, _, words in groups if name == "--config" and any(words)):
             file |= load_yaml(words[0])
     flags = command.flags(*_methods_in(groups, file))
-    positional = [name for name in command.arguments if not name.startswith("-")]
-    own = {_attribute(name): argument.default for name, argument in command.arguments.items()}
-
-    def keep(name: str, value: Any) -> None:
-        if name in command.arguments:
-            try:
-                own[_attribute(name)] = TypeAdapter(flags[name].type).validate_python(value)
-            except ValidationError as error:
-                raise ConfigError(describe(error, name)) from None
-        elif name != "--config":
-            line[flags[name].key] = value
-
-    for name, joined, words in groups:
+    for name, _, _ in groups:
         if name and name not in flags:
             raise ConfigError(f"unknown option {name}{similar(name[2:], [flag[2:] for flag in flags])}")
-        most = max(flags[name].most_words, joined) if name else 0
-        words, surplus = words[:most], words[most:]
-        while positional and surplus:
-            keep(positional.pop(0), surplus.pop(0))
-        if name:
-            keep(name, flags[name].value(name, words + surplus))
-        elif surplus:
-            raise ConfigError(f"unexpected argument {surplus[0]!r}; options start with --")
-    return Options(command, SimpleNamespace(**own), file, line)
+    return flags
 
 
-def _methods_in(groups: Iterable[tuple[str, bool, list[str]]], file: Mapping[str, Any]) -> list[str]:
+def _methods_in(groups: list[Group], file: Mapping[str, Any]) -> list[str]:
     """The methods whose sections a line may set: the one it chooses, and those of this package whose section
     it names. ConfigError: it chooses one that does not exist.
     """
@@ -238,7 +236,7 @@ def _methods_in(groups: Iterable[tuple[str, bool, list[str]]], file: Mapping[str
     return found
 
 
-def _groups(argv: Sequence[str]) -> Iterator[tuple[str, bool, list[str]]]:
+def _groups(argv: Iterable[str]) -> Iterator[Group]:
     """``x --a 1 2 --b=3`` -> ``("", False, [x]), ("--a", False, [1, 2]), ("--b", True, [3])``."""
     name, equals, words = "", "", list[str]()
     for token in argv:
@@ -261,10 +259,11 @@ The defaults below are the values of this command line.
 """
 
 
-def _print_help(argv: Sequence[str], command: Command, everything: bool) -> None:
-    """Arguments with a sentence and their values: a preset's, where ``argv`` has a mistake. Of the schema's
+def _print_help(options: Options, everything: bool) -> None:
+    """Arguments with a sentence and their values: a preset's, where the line has a mistake. Of the schema's
     fields those with a short form, by that form, unless ``everything``.
     """
+    command = options.command
     print(f"usage: {command.usage}\n\n{SENTENCES[command.name]}\n")
     width = max(60, shutil.get_terminal_size().columns - 1)
     values: dict[str, Any] = {}
@@ -274,7 +273,7 @@ def _print_help(argv: Sequence[str], command: Command, everything: bool) -> None
     if command.takes == "all":
         values = flatten(preset("digits").model_dump())
         with suppress(ConfigError):
-            values = flatten(_read(argv, command).config.model_dump())
+            values = flatten(options.config.model_dump())
     for paragraph in filter(None, text.strip().split("\n\n")):
         print(f"{textwrap.fill(' '.join(paragraph.split()), width, break_on_hyphens=False)}\n")
 

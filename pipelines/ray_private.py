@@ -129,9 +129,7 @@ def current_cluster() -> str | None:
 
 
 def job_variables() -> set[str]:
-    """Names of the environment variables that a submitted job has set for its processes: Ray refuses a driver
-    that sets one of them again.
-    """
+    """Environment variables of a submitted job: Ray refuses a driver that sets one of them again."""
     with suppress(ValueError, *GONE):
         job: Any = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
         return set((job.get("runtime_env") or {}).get("env_vars") or {})

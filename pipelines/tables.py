@@ -60,9 +60,7 @@ from uno.weights import is_file
 
 
 class Request(NamedTuple):
-    """``args``, cells that are ``refused`` and why, ``changes`` of all others by dotted key,
-    ``command`` without where and how fast.
-    """
+    """``changes`` of all cells by dotted key, ``refused`` ones and why; ``command`` without where."""
 
     args: SimpleNamespace
     table: Table
@@ -151,9 +149,7 @@ OWN_DATA = ("preset", "data.source", "data.labeled", "data.unlabeled")
 
 
 def _on_own_data(table: Table, options: Options) -> Table:
-    """``table`` on the data of the command line, which is read, with what its images decide. ConfigError:
-    nobody can count what is right there.
-    """
+    """``table`` on the command line's own data, which is read. ConfigError: nobody can count there."""
     config = override(options.config, {"output": None})
     found, lines, task = resolve(config, options.overrides, True, nodes.free_memory)
     for line in lines:

@@ -94,11 +94,6 @@ def read_settings(storage: Storage) -> Mapping[str, Any]:
     return parse_yaml(storage.read(SETTINGS, MAX_STATE_BYTES), storage.path(SETTINGS))
 
 
-def read_json(storage: Storage, name: str) -> dict[str, Any]:
-    """A JSON mapping, {} where there is none or a kill left a damaged one."""
-    return find_mapping(storage, name) or {}
-
-
 def read_epochs(storage: Storage, index: int) -> list[dict[str, Any]]:
     """The epochs a trial has scored, 1, 2, 3, ...; a line cut short by a kill ends them."""
     lines = enumerate(read_journal(storage, f"{trial_name(index)}/epochs.jsonl"), start=1)
@@ -107,7 +102,8 @@ def read_epochs(storage: Storage, index: int) -> list[dict[str, Any]]:
 
 def read_trial(storage: Storage, index: int) -> Trial | None:
     """A trial whose values have been drawn, as far as it got."""
-    tree, result = (read_json(storage, f"{trial_name(index)}/{name}.json") for name in ("trial", "result"))
+    names = (f"{trial_name(index)}/{part}.json" for part in ("trial", "result"))
+    tree, result = (find_mapping(storage, name) or {} for name in names)
     if "overrides" not in tree:
         return None
     epochs = read_epochs(storage, index)

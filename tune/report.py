@@ -20,6 +20,7 @@ from tune import ORACLE, SCORES, records, spaces
 from tune.records import FAILED, FINISHED, STOPPED, Trial
 from tune.spaces import Domain, Space
 from uno.data.files import Storage
+from uno.data.output import find_mapping
 from uno.report.charts import WIDE, Chart, Dot, Series, line_chart
 from uno.report.page import render
 from uno.text import plural, visible
@@ -28,7 +29,7 @@ NUMBERS = (
     "score", "spread", "known_best", "novel_best", "known_avg", "novel_avg", "loss", "agreement",
     "seconds", "cpu_seconds", "gpu_seconds",  # of an epoch: columns, where a trial has them
 )  # fmt: skip
-MAX_SHOWN = 200  # trials in a chart
+MAX_SHOWN, MAX_LISTED = 200, 10  # trials in a chart, and in the table on the console
 
 
 class Effect(NamedTuple):
@@ -72,7 +73,7 @@ def read(storage: Storage) -> Summary:
     settings, trials = records.read_settings(storage), records.read_trials(storage)
     space, ranked = spaces.from_tree(settings["space"]), records.ranking(trials)
     folders = (f"pretrain/{name}" for name in storage.list("pretrain"))
-    pretrained = [records.read_json(storage, f"{folder}/done.json") for folder in folders]
+    pretrained = [find_mapping(storage, f"{folder}/done.json") or {} for folder in folders]
     lines = [line for trial in trials for line in trial.epochs] + pretrained
     sound = [trial.last_epoch for trial in trials if trial.status in (FINISHED, STOPPED)]
     planned = len(sound) * int(settings["epochs"])
@@ -185,12 +186,12 @@ def best_yaml(summary: Summary, best: Trial) -> str:
     return "\n".join([*lines, "# searched:", yaml.safe_dump(best.overrides, sort_keys=False)])
 
 
-def format_table(summary: Summary, most: int = 10) -> str:
+def format_table(summary: Summary) -> str:
     """The console table: the best trials and trial 0, the others counted, the cost."""
     cost, space = summary.cost, summary.space
     rows = [["trial", "epochs", "score", *(domain.key.rpartition(".")[2] for domain in space)]]
     for rank, trial in enumerate(summary.ranked):
-        if rank < most or trial.index == 0:
+        if rank < MAX_LISTED or trial.index == 0:
             name = f"{trial.index}{' (yours)' if trial.index == 0 else ''}"
             spread = "" if math.isnan(trial.spread) else f" +- {trial.spread:.4f}"
             epochs = f"{trial.last_epoch}{' stopped' if trial.status == STOPPED else ''}"

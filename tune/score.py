@@ -82,9 +82,7 @@ class SweepData(NamedTuple):
 
 
 def sweep_data(task: Task, images: Source, ok: np.ndarray, score: str) -> SweepData:
-    """What ``score`` may see of a task, of which the rows ``ok`` bool (N,) can be read; ``Task.eval_labels``
-    are read for the oracle alone.
-    """
+    """What ``score`` may see of a task's readable rows ``ok`` (N,); true labels for the oracle alone."""
     usable, oracle = task.is_train & ok, None
     if score == ORACLE:
         oracle = np.where(usable, np.maximum(task.eval_labels - len(task.known), -1), -1)
@@ -258,8 +256,6 @@ def _clusters(model: UnoModel, images: Tensor, config: Config) -> Tensor:
 
 
 def _agreement(heads: np.ndarray, num_clusters: int) -> float:
-    """Mean over pairs of ``heads`` (H, N) of the clustering accuracy of one head's clusters against the
-    other's.
-    """
+    """Mean accuracy of the clusters of one of ``heads`` (H, N) against those of another, over pairs."""
     tables = [confusion(a, b, num_clusters, num_clusters) for a, b in combinations(heads, 2)]
     return float(np.mean([cluster_accuracy(table) for table in tables]))

@@ -21,6 +21,7 @@ from tune.records import FAILED, FINISHED, STOPPED, Trial
 from tune.spaces import Space
 from tune.trial import SweepOptions
 from uno.data.files import Storage
+from uno.data.output import find_mapping
 from uno.errors import ConfigError, StorageError, one_line
 from uno.imports import import_object
 from uno.session.console import print_line
@@ -175,7 +176,7 @@ class SweepSearcher(Searcher):
         index = self._running.pop(trial_id)
         name, trial = records.trial_name(index), records.read_trial(self._storage, index)
         assert trial is not None
-        failure = records.read_json(self._storage, f"{name}/failure.json")
+        failure = find_mapping(self._storage, f"{name}/failure.json") or {}
         if failure.get("kind") == StorageError.__name__:  # the disk's fault, not the configuration's
             self.storage_error = failure["reason"]
             self.missing.clear()
@@ -229,9 +230,7 @@ class Past:
 
 
 def scheduler(options: SweepOptions, num_epochs: int, ended: Sequence[Trial]) -> FIFOScheduler:
-    """Asynchronous successive halving (Li et al., 2020), the median rule (Golovin et al., 2017) or none, told
-    of earlier trials.
-    """
+    """ASHA (Li et al., 2020), the median rule (Golovin et al., 2017) or none, told of earlier trials."""
     by: dict[str, Any] = {"time_attr": "epoch", "metric": "score", "mode": "max"}
     rule = options.asha or options.median
     if rule is None:

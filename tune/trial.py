@@ -100,8 +100,9 @@ def run_trial(
         report(line)
     if trial.last_epoch >= num_epochs:
         return
-    folder, configs = trial_name(trial.index), trial_configs(options.config, trial.overrides, options.seeds)
-    seconds, runs = _clock(worker), []
+    folder, seconds, runs = trial_name(trial.index), _clock(worker), []
+    seeds = range(options.config.seed, options.config.seed + options.seeds)
+    configs = [override(options.config, {**trial.overrides, "seed": seed}) for seed in seeds]
     folds = [fold._replace(train=fold.train.to(worker.device)) for fold in folds]
     for config, fold in product(configs, folds):
         sizes = len(fold.train.labels), fold.train.num_unlabeled
@@ -231,11 +232,6 @@ def note_failure(storage: ClaimedStorage, index: int, error: Exception) -> None:
         failure["traceback"] = "".join(traceback.format_exception(error))[-8000:]
     with contextlib.suppress(StorageError):
         storage.write(f"{trial_name(index)}/failure.json", json.dumps(failure, indent=1).encode())
-
-
-def trial_configs(base: Config, overrides: dict[str, Any], seeds: int) -> list[Config]:
-    """The configuration of a trial, once for each seed: base.seed, base.seed + 1, ..."""
-    return [override(base, {**overrides, "seed": base.seed + i}) for i in range(seeds)]
 
 
 def _run_shared(index: int, sweep: Sweep, worker: Worker, storage: ClaimedStorage, report: Report) -> None:

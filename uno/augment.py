@@ -130,9 +130,7 @@ def sample_uniforms(num_rows: int, num_views: int, generator: torch.Generator, a
 
 
 def to_params(config: ViewConfig, numbers: Tensor, side: int) -> AugmentParams:
-    """What :func:`sample_uniforms` (N,V,42) mean: the parameters of N * V views, those of an image
-    together.
-    """
+    """What :func:`sample_uniforms` (N,V,42) mean: parameters of N * V views, those of an image together."""
     numbers = numbers.flatten(0, 1)
     column = iter(numbers[:, BOX_NUMBERS:].unbind(1))
 

@@ -42,9 +42,7 @@ OTHERS = 0.01  # of m (1 - m), the variance that draws from the same known class
 
 
 class Candidate(NamedTuple):
-    """How rows become clusters; ``shrinkage``: of the covariance within classes towards a multiple of the
-    identity, None: no whitening.
-    """
+    """How rows become clusters; ``shrinkage`` of the covariance within classes, None: no whitening."""
 
     partition: str
     shrinkage: float | None
@@ -159,9 +157,7 @@ def clusters_by(
 def prototypes(
     rows: Tensor, labels: Tensor, num_novel: int, gcd: bool, candidate: Candidate, starts: int, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """The whitener (P, P) of :func:`clusters_by` and prototypes (C_l + C_u, P), known ones first, which
-    classify by the largest cosine.
-    """
+    """The whitener (P, P) of :func:`clusters_by` and prototypes (C_l + C_u, P), known ones first."""
     white, rows, found = clusters_by(rows, labels, num_novel, gcd, candidate, starts, seed)
     return white, means(rows, found, int(labels.max()) + 1 + num_novel)
 
@@ -194,9 +190,7 @@ def joined_prototypes(
 
 
 def linked(rows: Tensor, labels: Tensor, found: Tensor, num: int, gcd: bool) -> tuple[Tensor, Tensor]:
-    """Links (K, K) and sizes (K,) of clusters ``found`` (N,) of unit rows (N, P); labeled rows count only in
-    a ``gcd`` set.
-    """
+    """Links (K, K) and sizes (K,) of clusters ``found`` (N,); labeled rows count in a ``gcd`` set alone."""
     own = (labels == FREE) | gcd
     return links(rows[own], found[own], num), found[own].bincount(minlength=num)
 

@@ -10,7 +10,7 @@ import hashlib
 import re
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
@@ -121,8 +121,13 @@ def build_encoder(config: ModelConfig) -> nn.Module:
 
 def _library_encoder(name: str) -> nn.Module:
     library, _, what = name.partition(":")
-    build = {"torchvision": _from_torchvision, "timm": _from_timm}.get(library)
-    encoder = build(what) if build else _from_callable(name)
+    if library == "timm":
+        check_name(library, what)
+        import timm
+
+        encoder = timm.create_model(what, pretrained=False, num_classes=0)
+    else:
+        encoder = _from_torchvision(what) if library == "torchvision" else _from_callable(name)
     encoder.register_forward_hook(_pooled)
     side = image_side(encoder)
     training = encoder.training
@@ -154,13 +159,6 @@ def classifier_of(encoder: nn.Module) -> str:
     """Name of the linear layer in which a model of torchvision ends; "" where it ends in something else."""
     last = [name for name, layer in encoder.named_modules() if isinstance(layer, nn.Linear)][-1:]
     return last[0] if last and re.match(r"fc$|head|classifier", last[0]) else ""
-
-
-def _from_timm(what: str) -> nn.Module:
-    check_name("timm", what)
-    import timm
-
-    return timm.create_model(what, pretrained=False, num_classes=0)
 
 
 def check_name(library: str, what: str) -> None:
@@ -307,14 +305,11 @@ def _last_stage(module: nn.Module) -> list[str]:
         stages = []
         if isinstance(children[name], nn.Sequential | nn.ModuleList):
             # A stage holds blocks, and a block layers; a last convolution, which holds neither, is none.
-            stages = [n for n, part in children[name].named_children() if any(_depth2(part))]
+            parts = children[name].named_children()
+            stages = [n for n, part in parts if any([*block.children()] for block in part.children())]
         inner = stages[-1:] or _last_stage(children[name])
         if inner:
             return [name, *inner]
     weighty = [name for name, child in children.items() if next(child.parameters(), None) is not None]
     inner = _last_stage(children[weighty[0]]) if len(weighty) == 1 else []  # a wrapper
     return inner and [weighty[0], *inner]
-
-
-def _depth2(module: nn.Module) -> Iterator[nn.Module]:
-    return (inner for child in module.children() for inner in child.children())

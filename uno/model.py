@@ -90,9 +90,7 @@ class UnoModel(nn.Module):
         return self.encoder(images)
 
     def forward(self, views: Sequence[Tensor]) -> Logits:
-        """V views (B, 3, S_v, S_v), or their features (B, D) -> :class:`Logits`; views of one size share a
-        pass through the encoder.
-        """
+        """V views (B, 3, S_v, S_v), or features (B, D) -> :class:`Logits`; views of one size share a pass."""
         batches = [torch.cat(list(group)) for _, group in groupby(views, key=lambda view: view.shape[-1])]
         features = torch.cat([b if b.ndim == 2 else self.encoder(b) for b in batches])  # (V * B, D)
         return self.heads(features, len(views))

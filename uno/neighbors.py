@@ -35,9 +35,7 @@ def smoothed(points: Tensor) -> Tensor:
 
 
 def links(points: Tensor, clusters: Tensor, num: int) -> Tensor:
-    """How many nearest neighbors the rows of a cluster have in another, int64 (K, K): unit rows (N, D) in
-    ``clusters`` (N,) of 0 .. K - 1.
-    """
+    """Nearest neighbors of a cluster's rows in another, int64 (K, K); unit rows (N, D), clusters (N,)."""
     pairs = clusters[:, None] * num + clusters[nearest(points)]
     return pairs.flatten().bincount(minlength=num * num).unflatten(0, (num, num))
 

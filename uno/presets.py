@@ -160,16 +160,12 @@ def apply_image_size(
 
 
 def preset(name: str, recipe: str = "paper") -> Config:
-    """The configuration of a preset: ``paper``, ``v2``, or ``cpu`` where :data:`CPU` has it. ConfigError: no
-    preset or recipe of that name.
-    """
+    """The configuration of a preset and a recipe. ConfigError: there is no such."""
     return override(Config(), preset_values(name, recipe))
 
 
 def preset_values(name: str, recipe: str = "paper") -> Values:
-    """What a preset changes in the schema's defaults, by dotted key; ``cifar100-20`` is ``cifar100_20``.
-    ConfigError as :func:`preset`.
-    """
+    """What a preset changes, by dotted key; ``cifar100-20`` is ``cifar100_20``. ConfigError: no such one."""
     name = name.replace("-", "_")
     if name not in PRESETS:
         before = ["scratch"] if name == "custom" else []

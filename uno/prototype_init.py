@@ -156,11 +156,6 @@ def training_features(config: Config, model: UnoModel, train: TrainData) -> Samp
     return sample_features(config, [model], train)[0]
 
 
-def labeled_features(config: Config, model: UnoModel, train: TrainData) -> tuple[Tensor, Tensor]:
-    """The labeled rows' part of :func:`training_features`."""
-    return sample_features(config, [model], train, ["labeled"])[0][:2]
-
-
 def sample_features(
     config: Config, models: Sequence[UnoModel], train: TrainData, kinds: Sequence[Kind] = KINDS
 ) -> list[Sample]:

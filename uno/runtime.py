@@ -70,6 +70,17 @@ def is_allowed(config: Config, plan: Plan, device: torch.device) -> bool:
     return device.type == "cpu" and plan.bf16 == bf16 and plan.runtime in allowed
 
 
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    """So many threads of torch inside the ``with``, after it as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def require_runtime(config: Config) -> None:
     """ConfigError: ``compute.encoder_runtime`` is not installed, or does not compute in the precision."""
     name = config.compute.encoder_runtime
@@ -181,12 +192,9 @@ def _with_torch(
         yield size, partial(_torch, encoder, bf16=bf16)
 
 
-def _compiled(
-    encoder: nn.Module, images: Tensor, sizes: Sequence[int], threads: int, bf16: bool
-) -> Iterator[tuple[int, Program]]:
-    program = torch.compile(encoder, dynamic=False, options={"freezing": True})
-    for size in sizes:
-        yield size, partial(_torch, program)
+def _compiled(encoder: nn.Module, *how: Any) -> Iterator[tuple[int, Program]]:
+    program: Any = torch.compile(encoder, dynamic=False, options={"freezing": True})
+    return _with_torch(program, *how)
 
 
 @torch.inference_mode()
@@ -259,9 +267,7 @@ BUILD: dict[str, Build] = {
 
 
 def to_onnx(module: nn.Module, input: str, output: str, **traced: Any) -> Any:
-    """The ``ModelProto`` of a module with one input and output of these names; ``traced``: what
-    ``torch.export.export`` takes.
-    """
+    """The ``ModelProto`` of a module of one input and output; ``traced``: for ``torch.export.export``."""
     with warnings.catch_warnings(action="ignore"):  # the exporter announces changes of its own code
         exported = torch.onnx.export(
             module, **traced, input_names=[input], output_names=[output], dynamo=True, verbose=False

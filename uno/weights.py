@@ -59,7 +59,12 @@ def describe_encoder(name: str) -> Description:
         return Description()
     if name in OWN_ENCODERS or library == "torchvision":
         return _of_torchvision(what or name)
-    return _of_timm(what) if library == "timm" else _of_callable(name)
+    if library != "timm":
+        return _of_callable(name)
+    check_name("timm", what)
+    from timm.models import get_pretrained_cfg
+
+    return _of_cfg(get_pretrained_cfg(what).to_dict())
 
 
 def _of_torchvision(what: str) -> Description:
@@ -74,13 +79,6 @@ def _of_torchvision(what: str) -> Description:
         see.interpolation.value, f"torchvision {weights.name}",
         weights.meta.get("license", ""),
     )  # fmt: skip
-
-
-def _of_timm(what: str) -> Description:
-    check_name("timm", what)
-    from timm.models import get_pretrained_cfg
-
-    return _of_cfg(get_pretrained_cfg(what).to_dict())
 
 
 def _of_cfg(cfg: Mapping[str, Any]) -> Description:
@@ -244,8 +242,10 @@ def _fetch_timm(what: str) -> dict[str, Tensor]:
     file = f"{constants.ENDPOINT}/{repository}/resolve/main/model.safetensors" if repository else cfg.url
     here = repository and isinstance(try_to_load_from_cache(repository, "model.safetensors"), str)
     try:
-        if not here:
-            _reach(file)  # timm tries for a minute before it gives up
+        if not here:  # timm tries for a minute before it gives up
+            with suppress(HTTPError):  # it answers; what it says is the library's business
+                request = urllib.request.Request(file, method="HEAD")
+                urllib.request.urlopen(request, timeout=NETWORK_TIMEOUT_S).close()
         return timm.create_model(what, pretrained=True, num_classes=0).state_dict()
     except (OSError, RuntimeError) as error:  # URLError and what the hub raises are OSErrors
         folder, reason = constants.HF_HUB_CACHE, one_line(error)[:120]
@@ -253,9 +253,3 @@ def _fetch_timm(what: str) -> dict[str, Tensor]:
             f"download {file} and pass it as --weights FILE, or copy another machine's cache into {folder}"
         )
         raise ConfigError(f"model.weights pretrained: cannot be downloaded ({reason}); {where}") from None
-
-
-def _reach(url: str) -> None:
-    """OSError: the host of ``url`` cannot be reached."""
-    with suppress(HTTPError):  # it answers; what it says is the library's business
-        urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=NETWORK_TIMEOUT_S).close()

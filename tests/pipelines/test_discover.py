@@ -14,12 +14,13 @@ from pipelines import cli, commands, options
 from pipelines.jobs import OnRay
 from tests.pipelines.small import write_images
 from tests.uno.small_run import SMALL
+from uno.config import Config, override
 from uno.errors import ConfigError, Interrupted, StorageError
 from uno.runs import DISCOVER
 from uno.runs.checkpoint import checkpoint_steps
 from uno.session import api, job
 from uno.session.console import print_line
-from uno.session.settings import configured, from_keywords
+from uno.session.settings import completed, from_keywords
 
 TINY = SMALL | {"preset": "digits", "pretrain.epochs": 1, "discover.epochs": 2, "compute.threads": 1}
 
@@ -32,7 +33,7 @@ def nothing_starts(monkeypatch):
 
 def of_keywords(**settings: Any) -> dict[str, Any]:
     """The resolved configuration, flat."""
-    config = configured(from_keywords(settings))
+    config = override(Config(), completed(from_keywords(settings)))
     return uno.config.flatten(uno.config.to_dict(config))
 
 
@@ -51,7 +52,7 @@ def of_keywords(**settings: Any) -> dict[str, Any]:
 def test_keywords_are_the_command_line(settings, argv):
     """The same configuration, run directory included. Kills: other defaults, another precedence."""
     line = options.parse(argv.split(), commands.DISCOVER).config
-    assert configured(from_keywords(settings)) == line
+    assert override(Config(), completed(from_keywords(settings))) == line
 
 
 def test_keywords_win_over_files(tmp_path):

@@ -42,9 +42,7 @@ def run(folder, rows=None, workers=0, **settings):
     config = parse(words, commands.ESTIMATE).config
     task = make_task(rows or few_digits(), config.data)
     where = OnRay() if workers else place.Place()
-    return where.estimate(
-        config, task, Storage(str(folder)), replace(SETTINGS, **settings), lambda line: None
-    )
+    return where.estimate(config, task, Storage(str(folder)), replace(SETTINGS, **settings))
 
 
 def test_hidden_labels_do_not_matter(tmp_path):

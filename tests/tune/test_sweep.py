@@ -18,8 +18,10 @@ from tests.tune.tiny import TINY, fake_sweep, folds_of, tiny_data, tiny_options
 from tests.uno.session.test_loggers import wandb_run
 from tune import records
 from tune.driver import run_sweep
-from tune.trial import pretrain_key, trial_configs
+from tune.trial import pretrain_key
+from uno.config import override
 from uno.data.files import Storage
+from uno.data.output import find_mapping
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.errors import NumericsError
@@ -57,7 +59,7 @@ def command_of(folder: Path, words: str) -> list[str]:
 
 def results(storage: Storage) -> list[dict]:
     count = len(storage.list("trials"))
-    return [records.read_json(storage, f"{records.trial_name(i)}/result.json") for i in range(count)]
+    return [find_mapping(storage, f"{records.trial_name(i)}/result.json") for i in range(count)]
 
 
 def pretrainings(storage: Storage) -> dict[str, bytes]:
@@ -88,7 +90,7 @@ def test_pretrainings_are_shared_and_failures_never_win(ray_cluster, tmp_path):
     assert records.best_trial(records.read_trials(storage)).index in (0, 1, 2)
 
     folds = folds_of(tiny_data(options.config), options.config)
-    configs = [trial_configs(options.config, t, 1)[0] for t in trials]
+    configs = [override(options.config, t) for t in trials]
     expected = {pretrain_key(config, fold) for config in configs[:4] for fold in folds}
     assert len(expected) == 6  # temperatures .1, .2 and 1e-40, 2 folds; trial 4 raised before it pretrained
     assert pretrainings(storage).keys() == expected

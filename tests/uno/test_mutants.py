@@ -17,7 +17,7 @@ from uno.data.files import Storage
 from uno.results import metrics
 
 SINKHORN, LOSS, PAST = (
-    "uno.sinkhorn:sinkhorn",
+    "uno.objective:sinkhorn",
     "uno.objective:discovery_loss",
     "uno.methods.extensions:past_logits",
 )

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.uno.reference import scale_matrix
-from uno.sinkhorn import sinkhorn
+from uno.objective import sinkhorn
 
 
 def cosines(num_rows: int, num_clusters: int, seed: int = 0) -> torch.Tensor:

@@ -8,7 +8,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, TypeVar, overload
 
 import numpy as np
@@ -52,34 +52,8 @@ class Column(Sequence[Item], ABC):
     __hash__ = None  # type: ignore[assignment]
 
 
-class Ids(Column[str], ABC):
-    """What rows are called."""
-
-    def repeated(self) -> str | None:
-        """One that two rows have, None where all differ. Memory: 8 bytes a row."""
-        hashes = np.fromiter(map(hash, self), np.int64, len(self))
-        hashes.sort()
-        suspects, seen = set(hashes[1:][hashes[1:] == hashes[:-1]].tolist()), set[str]()
-        for name in self if suspects else ():
-            if hash(name) in suspects:
-                if name in seen:
-                    return name
-                seen.add(name)
-        return None
-
-    def pick(self, rows: np.ndarray) -> Text:
-        """Those of ``rows`` (n,)."""
-        parts = (rows[i : i + ROWS_AT_ONCE] for i in range(0, len(rows), ROWS_AT_ONCE))
-        return Text.of(chain.from_iterable(map(self.take, parts)))
-
-    def find(self, names: Iterable[str]) -> dict[str, int]:
-        """Those of ``names`` that a row has, and the row."""
-        wanted = set(names)
-        return {name: row for row, name in enumerate(self) if name in wanted}
-
-
 @dataclass(frozen=True, eq=False)
-class Text(Ids):
+class Text(Column[str]):
     """Ids in an Arrow array of large strings: their text and 8 bytes a row."""
 
     array: Any
@@ -132,7 +106,7 @@ class Text(Ids):
 
 
 @dataclass(frozen=True, eq=False)
-class Numbered(Ids):
+class Numbered(Column[str]):
     """``FILE#NUMBER``: the rows of ``files``, those of file f from row ``starts[f]`` on; int64 (F + 1,)."""
 
     files: Sequence[str]
@@ -169,16 +143,18 @@ class Numbered(Ids):
         return joined("#", texts, decimal(rows - self.starts[own]))
 
     def repeated(self) -> str | None:
-        """As of all ids; those of one file differ."""
+        """One that two rows have, None where all differ, as those of one file do."""
         full = [file for file, num in zip(self.files, np.diff(self.starts), strict=True) if num]
-        return None if len(set(full)) == len(full) else super().repeated()
+        return None if len(set(full)) == len(full) else self.pick(np.arange(len(self))).repeated()
+
+
+Ids = Text | Numbered
+"""What rows are called."""
 
 
 @dataclass(frozen=True, eq=False)
 class Labels(Column[str | None]):
-    """The class of each row: its place among ``classes`` (of which some may have no row), -1 where there is
-    none, int32 (N,).
-    """
+    """Class of each row: its place among ``classes`` (some may have no row), -1: none, int32 (N,)."""
 
     classes: Sequence[str]
     codes: np.ndarray

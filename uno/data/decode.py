@@ -78,9 +78,7 @@ def suppress_pillow_warnings() -> Iterator[None]:
 
 @suppress_pillow_warnings()
 def decode(image: Image, size: int, interpolation: Interpolation = "bilinear") -> np.ndarray:
-    """``image`` -> uint8 (3,size,size): upright, RGB, shorter side resized to ``size`` (antialiased), center
-    crop. Raises BadImage.
-    """
+    """``image`` -> uint8 (3,size,size): upright, RGB, center crop, resized (antialiased). Raises BadImage."""
     if isinstance(image, np.ndarray):
         _check_array(image)
         if image.shape[:2] != (size, size):
@@ -126,9 +124,7 @@ def decode_many(
 
 
 def pieces(images: Images) -> Iterator[tuple[np.ndarray, Images]]:
-    """The numbers of all rows and their images, :data:`PIECE_ROWS` at a time; what is read together is read
-    once, ahead of whoever takes them.
-    """
+    """Numbers and images of :data:`PIECE_ROWS` rows at a time; what is read together is read once, ahead."""
     rows = np.arange(len(images))
     groups = images.groups(rows)
     if groups is None:
@@ -148,9 +144,7 @@ def decoded(
     images: Images | Sequence[Image], batches: Iterable[np.ndarray], size: int, threads: int | None = None,
     interpolation: Interpolation = "bilinear",
 ) -> Iterator[DecodedBatch]:  # fmt: skip
-    """Batches of row numbers, decoded ahead of the work on them by ``threads`` (default: all cores); what has
-    been prepared is as it is.
-    """
+    """Batches of row numbers, decoded ahead by ``threads`` (default: all cores) unless prepared already."""
 
     source = as_images(images)
 
@@ -186,15 +180,14 @@ def ok_mask(reasons: Sequence[str | None]) -> np.ndarray:
 
 
 def check_bad(
-    ids: Sequence[str], reasons: Sequence[str | None], max_fraction: float, storage: Storage | None = None
-) -> list[dict[str, str]]:
-    """The unreadable images of N, which rank 0 lists in ``storage``; ConfigError beyond ``max_fraction``."""
-    return _check(ids, {i: why for i, why in enumerate(reasons) if why is not None}, max_fraction, storage)
-
-
-def _check(
-    ids: Sequence[str], reasons: Mapping[int, str], max_fraction: float, storage: Storage | None
-) -> list[dict[str, str]]:
+    ids: Sequence[str], reasons: Sequence[str | None] | Mapping[int, str], max_fraction: float,
+    storage: Storage | None = None,
+) -> list[dict[str, str]]:  # fmt: skip
+    """The unreadable images of N, whose ``reasons`` are by row or one for each; rank 0 lists them in
+    ``storage``. ConfigError beyond ``max_fraction``.
+    """
+    if not isinstance(reasons, Mapping):
+        reasons = {row: why for row, why in enumerate(reasons) if why is not None}
     bad = [{"id": str(ids[row]), "reason": reasons[row]} for row in sorted(reasons)]
     if bad and storage is not None and collectives.rank_and_world()[0] == 0:
         storage.write(BAD_SAMPLES, "".join(json.dumps(entry) + "\n" for entry in bad).encode())
@@ -241,7 +234,7 @@ class BadRows:
                 _, (reason,) = decode_many([self._images[row]], 1, 1)
                 self._reasons[row] = reason or "was readable at first, but not when read again"
         self._synced = len(self._reasons)
-        _check(self._ids, self._reasons, self._max_fraction, self._storage)
+        check_bad(self._ids, self._reasons, self._max_fraction, self._storage)
 
     def _listed(self) -> dict[int, str]:
         """What the run has listed before it was resumed."""
@@ -279,7 +272,10 @@ def _upright(rgb: Pillow.Image, picture: Pillow.Image) -> Pillow.Image:
     """The pixels of ``picture``, turned as its EXIF says: before anything is resized, as rounding depends on
     the order. Of a PNG the orientation stands behind the pixels.
     """
-    orientation = _orientation(picture)
+    try:
+        orientation = int(picture.getexif().get(ORIENTATION, 1))
+    except Exception:  # broken metadata of any kind does not make the pixels bad
+        return rgb
     return rgb.transpose(UPRIGHT[orientation]) if orientation in UPRIGHT else rgb
 
 
@@ -337,13 +333,6 @@ def _open(image: bytes | str, side: int | None = None) -> Iterator[Pillow.Image]
         raise BadImage(one_line(error.strerror or error)[:200]) from None
     except Exception as error:  # whatever a broken file leads Pillow's parsers to
         raise BadImage(f"{type(error).__name__}: {one_line(error)[:200]}") from None
-
-
-def _orientation(picture: Pillow.Image) -> int:
-    try:
-        return int(picture.getexif().get(ORIENTATION, 1))
-    except Exception:  # broken metadata of any kind does not make the pixels bad
-        return 1
 
 
 def _check_array(image: np.ndarray) -> None:

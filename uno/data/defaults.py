@@ -52,16 +52,16 @@ def keys_from_images(config: Config) -> tuple[str, ...]:
 
 
 def from_images(config: Config, task: Task, given: Container[str], setting: str) -> Found:
-    """What the images of ``task`` suggest for keys that are not ``given``, where ``setting`` is that of the
-    run; 512 training images are decoded.
-    """
+    """What 512 training images suggest for keys that are not ``given``, in the run's ``setting``."""
     if not keys_from_images(config):
         return {}, []
     if config.preset in ("photos", VECTORS):
         values, lines = _batch(config, task, given, 0, config.train.batch_size)
         size = values.get("train.batch_size", config.train.batch_size)
         epochs, said = _epochs_of_heads(config, task, given, size)
-        return values | epochs | _vectors(config, task), [*lines, *said]
+        if (made := task.rows.images.vectors(np.arange(0))) is not None:
+            values["model.encoder"] = f"{VECTORS}:{made[0].shape[2]}"
+        return values | epochs, [*lines, *said]
     alone = config.model.weights is None and config.model.encoder in OWN_ENCODERS
     values, lines = _size(config, task, given) if alone else ({}, [])
     num_classes = task.num_novel + (task.num_known if setting == "gcd" else 0)
@@ -73,12 +73,6 @@ def from_images(config: Config, task: Task, given: Container[str], setting: str)
         values |= found
         lines += said
     return values, lines
-
-
-def _vectors(config: Config, task: Task) -> dict[str, Any]:
-    """The length of vectors, as part of the name of their encoder."""
-    found = task.rows.images.vectors(np.arange(0))
-    return {} if found is None else {"model.encoder": f"{VECTORS}:{found[0].shape[2]}"}
 
 
 def _size(config: Config, task: Task, given: Container[str]) -> Found:

@@ -269,9 +269,7 @@ def _encode(config: Config, encoder: nn.Module, images: Tensor) -> Tensor:
 
 
 def first_images(job: FeatureJob, number: int) -> Tensor:
-    """What the encoder sees of the first rows of a shard, the evaluation view (B, 3, S, S), black squares of
-    those that cannot be read.
-    """
+    """What the encoder sees of a shard's first rows (B, 3, S, S); unreadable ones are black."""
     config, rows = job.config, job.rows(number)[:ROWS_AT_ONCE]
     none = np.zeros(len(rows), bool)
     pixels, *_ = decode_rows(config, int(rows[0]), job.task.rows.images.read_images(rows), none)
@@ -315,9 +313,7 @@ def unpack_shard(name: str, data: bytes) -> Shard:
 
 
 class Piece(NamedTuple):
-    """What a file has of a shard: views ``first`` to ``stop``, 0 the evaluation view, and ``views`` as
-    :class:`FeatureJob` has it.
-    """
+    """Views ``first`` to ``stop`` of a shard, 0 the evaluation view, in a file; ``views``: their kind."""
 
     number: int
     views: str = ""
@@ -510,9 +506,7 @@ def _stale(
     cache: FeatureCache, job: FeatureJob, features: Tensor, reasons: Sequence[str | None],
     stored: set[int],
 ) -> set[int]:  # fmt: skip
-    """The ``stored`` shards whose features are no longer those of the rows and the encoder of the job; a line
-    says why.
-    """
+    """The ``stored`` shards whose features are not those of the job any more; a line says why."""
     rows = job.task.rows
     if not stored:
         return set()

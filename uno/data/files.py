@@ -341,14 +341,6 @@ def _connect(host: str, options: str) -> tuple[Any, str]:
     return files, root
 
 
-def _one_upload(uri: str) -> str:
-    """Told to open an object of S3 when its bytes come: a small one is then one request, not three."""
-    option = "allow_delayed_open"
-    if not uri.startswith("s3://") or option in uri:
-        return uri
-    return f"{uri}{'&' if '?' in uri else '?'}{option}=true"
-
-
 @contextmanager
 def refusing(kind: type[UnoError], what: str) -> Iterator[None]:
     """What storage refuses inside the ``with`` is an error of that kind: cannot ``what``."""
@@ -372,7 +364,10 @@ class Storage:
         with refusing(StorageError, f"open {valid_text(root)}"):
             os.fsencode(root)
             if is_uri(root):
-                self._fs, self.root = pa.fs.FileSystem.from_uri(_one_upload(root))
+                uri, option = root, "allow_delayed_open"  # till its bytes come: one request, not three
+                if uri.startswith("s3://") and option not in uri:
+                    uri += f"{'&' if '?' in uri else '?'}{option}=true"
+                self._fs, self.root = pa.fs.FileSystem.from_uri(uri)
             else:
                 self._fs, self.root = pa.fs.LocalFileSystem(), str(Path(root).absolute())
         self.is_local = isinstance(self._fs, pa.fs.LocalFileSystem)

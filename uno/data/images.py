@@ -50,9 +50,7 @@ class Images(Protocol):
         return None
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
-        """int64 (n,): bytes of each image as it is stored, -1 where they are not known; of images that are
-        read together their mean.
-        """
+        """int64 (n,): stored bytes of each image, -1: not known; a mean where they are read together."""
         found = self.read_images(rows)
         return np.fromiter((getattr(image, "nbytes", len(image)) for image in found), np.int64, len(found))
 
@@ -106,6 +104,11 @@ class Ready(NamedTuple):
     reasons: Sequence[str | None]
 
 
+def _of_others(name: str) -> Any:
+    """A method of :class:`ImageSubset`: what the images it is taken from say of its rows."""
+    return lambda self, rows: getattr(self.images, name)(self.index[rows])
+
+
 @dataclass(frozen=True, eq=False)
 class ImageSubset(Images):
     """Rows ``index`` int64 (N,) of other images, maybe with what has been made of them."""
@@ -132,46 +135,19 @@ class ImageSubset(Images):
             ready = Ready(ready.values.select_rows(torch.tensor(rows)), reasons)
         return ImageSubset(self.images, self.index[rows], ready)
 
-    def groups(self, rows: np.ndarray) -> np.ndarray | None:
-        """As of the others."""
-        return self.images.groups(self.index[rows])
-
-    def sizes(self, rows: np.ndarray) -> np.ndarray:
-        """As of the others."""
-        return self.images.sizes(self.index[rows])
-
-    def content_keys(self, rows: np.ndarray) -> Iterable[bytes] | pa.Array:
-        """As of the others: decoding does not make another data set of them."""
-        return self.images.content_keys(self.index[rows])
-
-    def times(self, rows: np.ndarray) -> np.ndarray:
-        """As of the others."""
-        return self.images.times(self.index[rows])
-
-    def paths(self, rows: np.ndarray) -> list[str | None]:
-        """As of the others."""
-        return self.images.paths(self.index[rows])
+    groups, sizes, content_keys, times, paths, numbers, vectors, captions = map(
+        _of_others,
+        ("groups", "sizes", "content_keys", "times", "paths", "numbers", "vectors", "captions"),
+    )
 
     def reader(self) -> Images | None:
         """That of the others."""
         return self.images.reader()
 
-    def numbers(self, rows: np.ndarray) -> np.ndarray:
-        """As of the others."""
-        return self.images.numbers(self.index[rows])
-
-    def vectors(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]] | None:
-        """As of the others."""
-        return self.images.vectors(self.index[rows])
-
     def pictures(self) -> Images | None:
         """As of the others."""
         found = self.images.pictures()
         return None if found is None else found.take(self.index)
-
-    def captions(self, rows: np.ndarray) -> list[str | None]:
-        """As of the others."""
-        return self.images.captions(self.index[rows])
 
     def prepared(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]] | None:
         """Of what is ready, or as of the others."""
@@ -295,9 +271,7 @@ def _whole_groups(images: Images, kinds: Sequence[np.ndarray], num: int) -> list
 
 
 def batches_of(images: Images, rows: np.ndarray, size: int) -> list[np.ndarray]:
-    """Positions in ``rows`` int64 (n,), which grow, at most ``size`` at a time; no group that fits into a
-    batch is in two.
-    """
+    """Positions in ``rows`` int64 (n,), at most ``size`` at a time; a group that fits is in one batch."""
     groups, start, cuts = images.groups(rows), 0, list[int]()
     ends = np.arange(0) if groups is None else np.flatnonzero(np.diff(groups)) + 1
     while len(rows) - start > size:

@@ -79,20 +79,13 @@ def chunk_rows(part_rows: int, max_rows: int) -> int:
 
 
 def open_inputs(config: DataConfig) -> Inputs:
-    """The rows of ``config.source``: every image of a folder, every row of a table, labeled or not.
-    ConfigError: it cannot be read.
-    """
+    """Every image of a folder, every row of a table, labeled or not. ConfigError: it cannot be read."""
     kind, path = ("folders", "") if config.labeled is not None else locate_source(config)
     if kind == "parquet":
         return ParquetTable(path, config.named_columns)
     if kind in ("folder", "classes", "splits", "imagenet"):
         return ImageFolder(path)
     return RowInputs(read_rows(config, images_only=True))
-
-
-def evenly(inputs: Inputs, limit: int) -> Inputs:
-    """At most ``limit`` rows, evenly spaced."""
-    return inputs if limit >= len(inputs) else EvenSample(inputs, limit)
 
 
 def split_batches(part: Partition, sizes: Iterable[int]) -> Iterator[tuple[pa.Array, Images]]:
@@ -165,9 +158,7 @@ class ImageFolder(Inputs):
 
 
 class EvenSample(Inputs):
-    """``num`` rows of others, evenly spaced. The fingerprint is that of all; a table of predictions says how
-    many rows it has.
-    """
+    """``num`` rows of others, evenly spaced, under the fingerprint of all."""
 
     def __init__(self, inputs: Inputs, num: int) -> None:
         self._inputs, self._num = inputs, num

@@ -118,9 +118,7 @@ def eval_sets(task: Task, images: Tensor | NeighborViews, ok: np.ndarray) -> dic
 
 
 class ResidentBatches:
-    """``batches(step)`` -> this worker's :class:`Batch`: a pure function of (seed, step, rank). A row gets
-    the same views on any number of workers.
-    """
+    """``batches(step)`` -> :class:`Batch`, by (seed, step, rank): the same views on any number of workers."""
 
     def __init__(self, config: Config, train: TrainSet, plan: Plan, rank: int, world_size: int) -> None:
         self._config, self._train, self._plan = config, train, plan

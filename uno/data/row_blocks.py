@@ -47,9 +47,7 @@ class RowBlocks:
         return RowBlocks(self._blocks, self._place[rows])
 
     def __getitem__(self, rows: Any) -> Tensor:
-        """A tensor of these rows, as :meth:`select_rows`; or, of a tuple, of what else it says of each
-        row.
-        """
+        """A tensor of these rows, as :meth:`select_rows`; of a tuple, what else it says of each row."""
         rows, *rest = rows if isinstance(rows, tuple) else (rows,)
         place = self._place[rows]
         if len(self._blocks) == 1:
@@ -68,12 +66,6 @@ class RowBlocks:
             start, before = own.stop, end
         return found
 
-    def row(self, number: int) -> Tensor:
-        """One of them, (3,S,S), where it is."""
-        place = int(self._place[number])
-        block = int(torch.searchsorted(self._ends, place, right=True))
-        return self._blocks[block][place - int(self._ends[block])]  # counted from its end
-
     def split(self, size: int) -> Iterator[Tensor]:
         """All rows, ``size`` at a time."""
         return (self[i : i + size] for i in range(0, len(self), size))
@@ -90,9 +82,7 @@ class RowBlocks:
 
 
 class HostRows(RowBlocks):
-    """Rows that stay on the host, as no device can hold all: those that are asked for go to the device of
-    :meth:`to`.
-    """
+    """Rows that stay on the host, as no device holds all: :meth:`to` says where chosen ones go."""
 
     _target: torch.device | str = "cpu"
 

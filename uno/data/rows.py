@@ -26,9 +26,7 @@ SPLITS = {"train": "train", "test": "test", "val": "test", "valid": "test", "val
 
 
 class Partition(NamedTuple):
-    """A partition: numbers of its rows int64 (n,), in order; their ids and images, which travel with it, or
-    none, where any node can read them.
-    """
+    """Numbers of its rows int64 (n,), in order; ids and images, unless any node can read them."""
 
     rows: np.ndarray
     ids: Any = None

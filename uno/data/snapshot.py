@@ -25,9 +25,7 @@ UNREADABLE = 0  # in the place of a hash
 
 
 class Snapshot(NamedTuple):
-    """Of N rows the ``times`` int64 (N,) of :meth:`Images.times`, and ``hashes`` int64 (n,) of ``sample``
-    int64 (n,), evenly spaced.
-    """
+    """Of N rows ``times`` int64 (N,), and ``hashes`` int64 (n,) of ``sample`` int64 (n,), evenly spaced."""
 
     times: np.ndarray
     sample: np.ndarray

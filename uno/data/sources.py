@@ -8,19 +8,19 @@ from dataclasses import replace
 from functools import cache
 from importlib import resources
 from itertools import chain
-from typing import Any, Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import numpy as np
 
 from uno.config import VECTORS, DataConfig
 from uno.data import files as filesystem
-from uno.data.cifar import CIFAR10, CIFAR100, read_cifar
+from uno.data.cifar import CIFAR10, CIFAR100, Layout, read_cifar
 from uno.data.columns import Labels, Text, chunks
 from uno.data.files import FileEntry, children, join, valid_text
 from uno.data.images import EXTENSIONS, Files, InMemory, is_image
 from uno.data.rows import SPLITS, Rows
 from uno.data.tables import read_parquet, read_table
-from uno.data.tar import is_pattern, read_tar
+from uno.data.tar import read_tar
 from uno.data.vectors import read_vectors
 from uno.errors import ConfigError, did_you_mean
 from uno.text import plural
@@ -39,15 +39,16 @@ class Source(NamedTuple):
     may_lack: Callable[[str, DataConfig], bool] = lambda path, config: False
 
 
+def _cifar(layout: Layout) -> Source:
+    return Source(
+        lambda path, config, _: read_cifar(layout, path, config.download),
+        may_lack=lambda path, config: config.download,
+    )
+
+
 SOURCES = {
-    "cifar10": Source(
-        lambda path, config, _: read_cifar(CIFAR10, path, config.download),
-        may_lack=lambda path, config: config.download,
-    ),
-    "cifar100": Source(
-        lambda path, config, _: read_cifar(CIFAR100, path, config.download),
-        may_lack=lambda path, config: config.download,
-    ),
+    "cifar10": _cifar(CIFAR10),
+    "cifar100": _cifar(CIFAR100),
     "imagenet": Source(
         lambda path, config, _: read_imagenet(path, config.imagenet_split, config.known_classes is None)
     ),
@@ -67,7 +68,7 @@ SOURCES = {
         lambda path, config, images_only: read_tar(path, images_only),
         suffixes=(".tar",),
         in_folders="alone",
-        may_lack=lambda path, config: is_pattern(path),
+        may_lack=lambda path, config: not {"*", "{"}.isdisjoint(path),  # a pattern
     ),
     VECTORS: Source(lambda path, config, images_only: read_vectors(path, config.named_columns, images_only)),
 }
@@ -146,15 +147,11 @@ def _in_folders(kind: str | None) -> str:
 
 
 @cache
-def _digits() -> Any:
-    from sklearn.datasets import load_digits  # imported here: it takes a second
-
-    return load_digits()
-
-
 def read_digits() -> Rows:
     """scikit-learn's 1,797 handwritten digits as uint8 (8,8,3); every fifth of a class is a test row."""
-    digits = _digits()
+    from sklearn.datasets import load_digits  # imported here: it takes a second
+
+    digits = load_digits()
     grayscale = np.round(digits.images * 255 / 16).astype(np.uint8)
     is_train = np.full(len(grayscale), True)
     for value in range(10):

@@ -139,9 +139,7 @@ def held_out(rows: Rows, is_train: np.ndarray, known: list[str], share: float) -
 
 
 def unlabel(labels: np.ndarray, share: float) -> np.ndarray:
-    """``labels`` int64 (N,) with -1 in the place of ``share`` of each class, chosen at random, always alike;
-    one label a class stays.
-    """
+    """``labels`` int64 (N,) with -1 for ``share`` of each class, always the same; one label a class stays."""
     left = labels.copy()
     for c, group in enumerate(rows_of_classes(labels, labels.max() + 1)):
         rows = np.random.default_rng([UNLABEL, c]).permutation(group)

@@ -90,9 +90,7 @@ def streaming_set(config: Config, task: Task, storage: Storage) -> StreamSet:
 
 
 def stream_here(config: Config, bad: BadRows, images: Images, **rows: Any) -> StreamSet:
-    """Rows as :func:`~uno.data.splits.train_rows` gives them of ``images``, cropped by threads of this
-    process.
-    """
+    """Rows of :func:`~uno.data.splits.train_rows` of ``images``, cropped by threads of this process."""
     crop = partial(crop_local, threads=config.compute.threads or os.cpu_count() or 1)
     return StreamSet(images, **rows, bad=bad, crop=crop, decode=decode_here(config, images))
 
@@ -226,9 +224,7 @@ class CropJob:
         return np.concatenate([self._train.labeled[labeled], self._train.unlabeled[unlabeled]])
 
     def epochs(self, num_rows: int) -> Iterator[Iterator[References]]:
-        """Of each epoch all rows in order, ``num_rows`` at a time, across the borders of steps; its last may
-        be fewer.
-        """
+        """Of each epoch all rows in order, ``num_rows`` at a time across steps; the last may be fewer."""
         first = self.first
         while first < self.last:
             last = min(self.last, (first // self._steps_per_epoch + 1) * self._steps_per_epoch)

@@ -376,9 +376,7 @@ class ParquetTable:
 
 
 def _images_in(column: Any, inside: Callable[[str], str | None]) -> list[Image]:
-    """The images of a column: bytes, or where there are none the path ``inside`` the folder; '' or b'' where
-    there is neither.
-    """
+    """Images of a column: bytes, or else the path ``inside`` the folder; '' or b'' where there is neither."""
     if column.type in BINARY:
         return [value or b"" for value in column.to_pylist()]
     if column.type in TEXT:
@@ -445,9 +443,7 @@ def _read_file(file: filesystem.FileEntry, own: Mapping[str, str]) -> tuple[Any,
 
 
 def is_training(name: str) -> bool:
-    """Whether rows of a file such as train-0-of-4.parquet or test/0000.parquet are for training; those below
-    unknown names are.
-    """
+    """Whether a file such as train-0-of-4.parquet or test/0000.parquet is for training; others are."""
     words = [posixpath.basename(name).removesuffix(".parquet").split("-")[0], *name.split("/")[-2:-1]]
     return next((SPLITS[word] for word in words if word in SPLITS), "train") == "train"
 
@@ -465,9 +461,7 @@ def _image_column(path: str, own: Mapping[str, str], columns: Sequence[str]) -> 
 def check_names(
     path: str, names: Mapping[str, str], columns: Iterable[str], images_only: bool = False
 ) -> None:
-    """ConfigError: a column that ``names`` speak of, and that is needed, is not there; or one is almost named
-    as one of ours.
-    """
+    """ConfigError: a needed column of ``names`` is not there, or one is almost named as one of ours."""
     present = list(columns)
     for ours, theirs in names.items():
         if theirs not in present and not (images_only and ours in TRAINING_COLUMNS):

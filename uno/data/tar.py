@@ -368,11 +368,6 @@ def _shards(path: str) -> list[FileEntry]:
     return shards
 
 
-def is_pattern(path: str) -> bool:
-    """Whether a path names several files by ``*`` or ``{}``."""
-    return any(mark in path for mark in "*{")
-
-
 def _matching(pattern: str) -> list[FileEntry]:
     base, mark, options = pattern.partition("?") if is_uri(pattern) else (pattern, "", "")
     root = re.split(r"[*{]", base)[0].rpartition("/")[0]

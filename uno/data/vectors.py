@@ -8,7 +8,8 @@ import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import chain, starmap
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -93,9 +94,7 @@ class Vectors(Images):
 
 
 def numbers_of(given: Any, what: str) -> Tensor:
-    """An array or tensor of numbers (N, D), or (N, V, D) with V views of each -> float32 (N, V, D) on the
-    host. ConfigError: ``what`` is neither.
-    """
+    """Numbers (N, D), or (N, V, D) of V views -> float32 (N, V, D) on the host. ConfigError: neither."""
     try:
         values = torch.as_tensor(given if isinstance(given, Tensor) else np.asarray(given)).detach().cpu()
     except (TypeError, ValueError) as error:
@@ -312,7 +311,7 @@ Read = tuple[pa.Table, np.ndarray, dict[int, str], Images | None]
 def _of_parquet(source: str, path: str, names: Mapping[str, str]) -> Read:
     """The rows of one file or of all in a folder; the pictures are those of their column of bytes."""
     root, files = tables.parquet_files(path)
-    parts, pictures, lists = list[pa.Table](), set[str](), list[_Lists]()
+    parts, pictures, lists = list[pa.Table](), set[str](), list[tuple[Any, str]]()
     for file in files:
         parquet = tables.open_parquet(file.path, file.size, anew=True)
         schema = parquet.schema
@@ -331,7 +330,7 @@ def _of_parquet(source: str, path: str, names: Mapping[str, str]) -> Read:
             raise ConfigError(f"{file.path}: {needs}; it has {has}")
         vector = theirs.pop("embedding")
         _check_lists(file.path, schema.field(vector).type)
-        lists.append(_Lists(parquet, vector))
+        lists.append((parquet, vector))
         found = parquet.read(list({c for c in theirs.values() if c in schema.names}))
         columns = {ours: found[c] for ours, c in theirs.items() if c in schema.names}
         split = "train" if tables.is_training(file.relative) else "test"
@@ -380,17 +379,11 @@ def _of_arrays(source: str, path: str, names: Mapping[str, str]) -> Read:
     return pa.table(columns), values, {}, None
 
 
-class _Lists(NamedTuple):
-    """A column of lists in a Parquet file."""
-
-    file: Any  # of open_parquet
-    column: str
-
-    def batches(self) -> Iterator[Any]:
-        """Its rows as lists of float32, some at a time."""
-        for group in range(self.file.metadata.num_row_groups):
-            for batch in self.file.batches([self.column], group):
-                yield batch.column(0).cast(LIST, safe=False)
+def _lists(file: Any, column: str) -> Iterator[Any]:
+    """A column of an opened Parquet file as lists of float32, some rows at a time."""
+    for group in range(file.metadata.num_row_groups):
+        for batch in file.batches([column], group):
+            yield batch.column(0).cast(LIST, safe=False)
 
 
 def _check_lists(source: str, kind: Any) -> None:
@@ -400,18 +393,17 @@ def _check_lists(source: str, kind: Any) -> None:
         raise ConfigError(f"{source}: column embedding must hold lists of numbers, not {kind}")
 
 
-def _matrix(source: str, columns: Sequence[_Lists]) -> tuple[np.ndarray, dict[int, str]]:
+def _matrix(source: str, columns: Sequence[tuple[Any, str]]) -> tuple[np.ndarray, dict[int, str]]:
     """Lists, of which most have D numbers -> float32 (R, D), and why rows of zeros have none."""
     lengths = [np.zeros(0, np.int64)]
-    for lists in columns:
-        for batch in lists.batches():
-            lengths.append(pa.compute.list_value_length(batch).fill_null(0).to_numpy())
+    for batch in chain.from_iterable(starmap(_lists, columns)):
+        lengths.append(pa.compute.list_value_length(batch).fill_null(0).to_numpy())
     length = np.concatenate(lengths)
     width = int(np.bincount(length).argmax()) if len(length) else 0
     if width == 0:
         raise ConfigError(f"{source}: most rows have no vector")
     values, fits, start = mapped.new_array((len(length), width)), length == width, 0
-    for batch in (batch for lists in columns for batch in lists.batches()):
+    for batch in chain.from_iterable(starmap(_lists, columns)):
         own = fits[start : start + len(batch)]
         numbers = pa.compute.list_flatten(batch.filter(pa.array(own)))
         values[start : start + len(batch)][own] = numbers.to_numpy(zero_copy_only=False).reshape(-1, width)

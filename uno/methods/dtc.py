@@ -34,7 +34,7 @@ from uno.heads import unit
 from uno.methods import Method
 from uno.methods.method import forward_two_views
 from uno.model import UnoModel, features_of
-from uno.prototype_init import labeled_features, set_to_class_means_
+from uno.prototype_init import sample_features, set_to_class_means_
 from uno.schedule import sigmoid_rampup
 from uno.state import TrainState
 from uno.steps import Batch, update_
@@ -111,7 +111,7 @@ def start(config: Config, model: UnoModel, train: TrainSet) -> dict[str, Tensor]
     images, num_novel, head = train.unlabeled_images, train.num_novel, model.novel
     features = features_of(model.eval(), images, config)
     if config.model.finetune == "none":  # whose file knows no class
-        labeled, labels = labeled_features(config, model, train)
+        labeled, labels, _ = sample_features(config, [model], train, ["labeled"])[0]
         set_to_class_means_(
             model.known.weight, unit(labeled).to(model.known.weight), labels.to(features.device)
         )

@@ -102,9 +102,7 @@ def contrast_loss(features: Tensor, labels: Tensor, temperature: float) -> Tenso
 
 
 def frozen_sample(config: Config, model: UnoModel, train: Any) -> Sample:
-    """Features of the training rows that a method starts from. ConfigError: fewer unlabeled ones than new
-    classes.
-    """
+    """Features that a method starts from. ConfigError: fewer unlabeled rows than new classes."""
     model.eval()
     sample = training_features(config, model, train)
     model.train()

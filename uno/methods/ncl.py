@@ -69,10 +69,9 @@ def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
     past, past_labeled, classes = extra["memory"], extra["labeled_memory"], extra["labeled_classes"]
     pulled = class_loss(query[:num_labeled], key[:num_labeled], batch.labels, past_labeled, classes)
     loss = loss + LABELED_WEIGHT * pulled
-    full = [
-        state.step * collectives.rank_and_world()[1] * n >= len(m)
-        for n, m in _pairs(state, num_labeled, query)
-    ]
+    kinds = ((num_labeled, past_labeled), (len(query) - num_labeled, past))
+    world_size = collectives.rank_and_world()[1]
+    full = [state.step * world_size * rows >= len(memory) for rows, memory in kinds]
     if state.progress >= START and full[1]:
         hard = None
         if state.progress >= HARD_START and all(full):
@@ -84,10 +83,6 @@ def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
     extra["labeled_classes"] = newest(batch.labels, classes)
     extra["memory"] = newest(seen[num_labeled:], past)
     return update_(state, loss, lr)
-
-
-def _pairs(state: TrainState, num_labeled: int, query: Tensor) -> list[tuple[int, Tensor]]:
-    return [(num_labeled, state.extra["labeled_memory"]), (len(query) - num_labeled, state.extra["memory"])]
 
 
 def class_loss(query: Tensor, key: Tensor, labels: Tensor, memory: Tensor, classes: Tensor) -> Tensor:

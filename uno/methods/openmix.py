@@ -60,8 +60,8 @@ def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
     joint = (torch.cat([known[2], novel[2]], dim=-1) / tau).softmax(dim=-1)
     own = (novel[0, num_labeled:].detach() / tau).softmax(dim=-1)
     targets, counts = mixed_targets(batch.labels, own, partner, share, known.shape[-1])
-    weight = WEIGHT * rs.ramp(state, config)
-    return update_(state, pairs + weight * mixed_loss(joint, targets, counts), lr)
+    mixed_loss = ((joint - targets).square().sum(dim=1) * counts).mean()  # over all rows, counted or not
+    return update_(state, pairs + WEIGHT * rs.ramp(state, config) * mixed_loss, lr)
 
 
 def plan(step: int, num_labeled: int, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -96,11 +96,6 @@ def mixed_targets(
     share = share.to(own.dtype)[:, None]
     counts = torch.cat([torch.ones_like(labels, dtype=torch.bool), own.amax(dim=1) > ANCHOR])
     return share * first + (1 - share) * F.pad(global_rows[partner], (num_known, 0)), counts
-
-
-def mixed_loss(joint: Tensor, targets: Tensor, counts: Tensor) -> Tensor:
-    """Squared distance of probabilities (B, C) and targets, of rows that count; the mean over all B rows."""
-    return ((joint - targets).square().sum(dim=1) * counts).mean()
 
 
 @torch.no_grad()

@@ -104,9 +104,9 @@ def line_chart(
     )  # fmt: skip
 
 
-def ticks(low: float, high: float, num: int = 4) -> list[float]:
-    """About ``num`` round numbers in [low, high]."""
-    raw = (high - low) / num
+def ticks(low: float, high: float) -> list[float]:
+    """About four round numbers in [low, high]."""
+    raw = (high - low) / 4
     power = 10.0 ** math.floor(math.log10(raw))
     step = power * min((1, 2, 5, 10), key=lambda m: abs(m * power - raw))
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)

@@ -33,12 +33,11 @@ log = logging.getLogger(__name__)
 
 def write_report(
     config: Config, storage: Storage, task: Task | None, *, device: torch.device | str = "cpu",
-    max_rows: int | None = None, note: str = "", model: Classifier | None = None,
+    note: str = "", model: Classifier | None = None,
     metrics: Mapping[str, float] | None = None,
 ) -> str:  # fmt: skip
     """Write ``report.html`` into a run directory and return its path; without a ``task`` or a trained model
-    it shows what is left. By default as many rows are looked at as take a minute. ``metrics``: those of a run
-    that has not written them yet.
+    it shows what is left. ``metrics``: those of a run that has not written them yet.
     """
     found, notes = facts.read_facts(storage, metrics), [note] if note else []
     looked: dict[str, Any] = {"sample": None, "findings": None, "cards": [], "known_cards": []}
@@ -46,7 +45,7 @@ def write_report(
     if task is not None:
         try:
             model = open_model(config, storage, task, device) if model is None else model.to(device)
-            sample = score_sample(task, model, decoder(model, task.rows, config.compute.threads), max_rows)
+            sample = score_sample(task, model, decoder(model, task.rows, config.compute.threads))
         except (StorageError, RuntimeError, ValueError) as error:  # RuntimeError: of another shape
             notes.append(f"No predictions: {' '.join(str(error).split())[:300]}.")
             log.warning("report without predictions: %s", error)

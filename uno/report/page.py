@@ -16,9 +16,7 @@ from uno.text import plural, visible
 
 
 def render(template: str, context: Mapping[str, Any], package: str = "uno.report", script: str = "") -> str:
-    """A page whose content security policy forbids every request and foreign script; all of ``context`` is
-    escaped.
-    """
+    """A page that forbids every request and foreign script; all of ``context`` is escaped."""
     assets = resources.files("uno.report") / "templates"
     code = (assets / script).read_text("utf-8") if script else ""
     page = _environment(package).get_template(template).render(

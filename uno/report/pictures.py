@@ -33,9 +33,7 @@ class Tile(NamedTuple):
 
 
 class Gallery(NamedTuple):
-    """Tiles of a class's members, from the most to the least confident: the first and last few, and the rest;
-    how many are left out.
-    """
+    """Tiles of a class by falling confidence: the first and last few, the rest, and how many are left out."""
 
     first: list[Tile]
     rest: list[Tile]
@@ -68,9 +66,8 @@ class Album:
             )
             if mean * total <= BUDGET_BYTES:
                 break
-        self.most, num = _cap(sizes, int(BUDGET_BYTES / mean)), 0
-        for size in sizes:
-            num += min(size, self.most)
+        self.most = _cap(sizes, int(BUDGET_BYTES / mean))
+        num = sum(min(size, self.most) for size in sizes)
         self.is_whole, self.num_bytes = num == total, int(mean * num)
 
     @property
@@ -98,9 +95,7 @@ class Album:
         return (encode(pixels, len(ranked), 80) if len(ranked) else ""), len(ranked), []
 
     def sheet(self, positions: NDArray[np.int64]) -> tuple[str, int]:
-        """One picture of all ``positions``, and its side; coarser until it fits :data:`SHEET_BYTES`. ("", 0):
-        there are no pictures.
-        """
+        """One picture of all ``positions`` within :data:`SHEET_BYTES`, and its side; ("", 0): no pictures."""
         if self._images is None:
             return "", 0
         side = min(self.side, SHEET_SIDE)

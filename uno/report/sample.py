@@ -110,16 +110,16 @@ def open_model(config: Config, storage: Storage, task: Task, device: torch.devic
     return Classifier(module.to(device), config, classes, best_head, None, "", torch.device(device))
 
 
-def score_sample(task: Task, model: Classifier, decode: Decode, max_rows: int | None = None) -> Sample:
-    """What ``model`` says of at most ``max_rows`` rows, by default as many as take a minute; ValueError if no
-    image can be read. Clusters of heads are renumbered as in ``predictions.parquet``.
+def score_sample(task: Task, model: Classifier, decode: Decode) -> Sample:
+    """What ``model`` says of as many rows as take a minute, clusters of heads renumbered as in
+    ``predictions.parquet``. ValueError: no image can be read.
     """
     config, best, size = model.config, model.best_head, model.size
-    default = MAX_ROWS_CPU if size <= 64 else MAX_ROWS_CPU_LARGE
+    num = MAX_ROWS_CPU if size <= 64 else MAX_ROWS_CPU_LARGE
     ready = task.rows.images.prepared(np.arange(0))
     if model.device.type == "cuda" or (ready is not None and ready[0].ndim == 2):  # features are cheap
-        default = MAX_ROWS
-    rows = choose_rows(task, max_rows or default, config.seed)
+        num = MAX_ROWS
+    rows = choose_rows(task, num, config.seed)
     sampled = sample_logits(model, decode, rows, len(rows))
     if sampled is None:
         raise ValueError("no image of the data can be read")

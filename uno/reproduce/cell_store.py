@@ -61,9 +61,7 @@ def restore(record: Storage, cells: Sequence[Cell], output: Path) -> Iterator[tu
 
 
 def stored(record: Storage, cells: Sequence[Cell]) -> list[Cell]:
-    """Those of ``cells`` that the record has with the same settings, and with numerics after which no change
-    touches them.
-    """
+    """The ``cells`` that the record has with these settings, and that no later change of numbers touches."""
     found = {line["cell"]: line for line in _lines(record)}
     return [
         cell

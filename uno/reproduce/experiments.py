@@ -153,12 +153,6 @@ def build(name: str, scale: str) -> Table:
     return Table.model_validate({"name": name, "scale": scale, "published": published, **tree})
 
 
-def _without_other_sections(changes: Mapping[str, Any], method: str) -> dict[str, Any]:
-    """``changes`` without the constants of methods of this package that are not ``method``."""
-    others = METHODS.keys() - {method}
-    return {key: value for key, value in changes.items() if key.partition(".")[0] not in others}
-
-
 def _fill(node: Any, values: Mapping[str, Any]) -> Any:
     """``node`` with the ``$words`` of all its texts replaced by their values."""
     if isinstance(node, str):
@@ -183,9 +177,7 @@ class Cell(NamedTuple):
 
     @property
     def pretraining(self) -> str:
-        """Directory of what it starts from, shared by all cells that train it alike: a pretraining, or the
-        features of a frozen encoder.
-        """
+        """Directory of the pretraining, or of a frozen encoder's features, that cells share."""
         from uno.data.features import settings as settings_of_features  # a plain command line needs no torch
         from uno.runs.run import pretrain_hash
 
@@ -231,7 +223,8 @@ def cells(
             method = str(row.overrides.get("method", changes.get("method", base.method)))
             own = {**settings(method, benchmark.preset), **(row.frozen if frozen else {})}
             own.pop("augment.num_cached_views", None)  # all cells share features, or a pretraining
-            own |= {**_without_other_sections(own_changes, method), **row.overrides}
+            others = METHODS.keys() - {method}  # whose constants are not this row's
+            own |= {k: v for k, v in own_changes.items() if k.partition(".")[0] not in others} | row.overrides
             try:
                 some = [Cell(row, benchmark, n, override(base, {**own, "seed": n})) for n in range(seeds)]
             except ConfigError as error:

@@ -54,13 +54,6 @@ class Baseline(NamedTuple):
     score: Callable[[Tensor], dict[str, float]]
 
 
-class Looked(NamedTuple):
-    """What the baselines cluster of the training rows; None: too few have truth."""
-
-    novel: Rows | None
-    setting: tuple[Rows, Rows] | None  # of a mixed one the unlabeled and the labeled rows
-
-
 def start_model(
     config: Config, storage: Storage, train: TrainData, rows: EvalData, device: torch.device
 ) -> UnoModel | None:
@@ -72,33 +65,28 @@ def start_model(
     return model.to(device).eval()
 
 
-def look(config: Config, model: UnoModel, train: TrainData, rows: EvalData) -> Looked:
-    """The training ``rows`` through ``model``. All workers ask, and each reads a share."""
-    enough, mixed = _enough(config, train, rows)
-    novel = read(config, model, rows.where(rows.truth >= train.num_known)) if enough else None
-    if not mixed:
-        return Looked(novel, None)
-    kinds = rows.unlabeled, ~rows.unlabeled
-    return Looked(
-        novel, (read(config, model, rows.where(kinds[0])), read(config, model, rows.where(kinds[1])))
-    )
-
-
 def _enough(config: Config, train: TrainData, rows: EvalData) -> tuple[bool, bool]:
     """Whether as many novel rows as clusters have truth; of the GCD setting also the unlabeled ones."""
     mixed = config.data.setting == "gcd" and int(rows.unlabeled.sum()) >= train.num_known + train.num_novel
     return int((rows.truth >= train.num_known).sum()) >= train.num_novel, mixed
 
 
-def baselines(config: Config, rows: Looked, sample: Sample, train: TrainData) -> list[Baseline]:
-    """:func:`novel_baselines` of the training rows of novel classes, and of the GCD setting
-    :func:`generalized_baselines`; ``sample``: of the same network.
+def baselines(
+    config: Config, model: UnoModel, sample: Sample, train: TrainData, rows: EvalData
+) -> list[Baseline]:
+    """:func:`novel_baselines` of the training ``rows`` of novel classes, and of the GCD setting
+    :func:`generalized_baselines`, by ``model``, whose ``sample`` it is. All workers ask, each reads a share.
     """
-    found: list[Baseline] = []
-    if rows.novel is not None and len(rows.novel.truth) >= train.num_novel:  # some may be unreadable
-        found += novel_baselines(config, rows.novel, sample.labeled, train.num_novel)
-    if rows.setting is not None:
-        found += generalized_baselines(config, *rows.setting, train)
+    found, (enough, mixed) = list[Baseline](), _enough(config, train, rows)
+    if enough:
+        novel = read(config, model, rows.where(rows.truth >= train.num_known))
+        if len(novel.truth) >= train.num_novel:  # some may be unreadable
+            found += novel_baselines(config, novel, sample.labeled, train.num_novel)
+    if mixed:
+        unlabeled, labeled = (
+            read(config, model, rows.where(kind)) for kind in (rows.unlabeled, ~rows.unlabeled)
+        )
+        found += generalized_baselines(config, unlabeled, labeled, train)
     return found
 
 
@@ -167,13 +155,6 @@ def direction_clusters(find: Callable[[], ArrayLike], num_clusters: int, seed: i
     """
     directions = F.normalize(torch.from_numpy(np.asarray(find(), dtype=np.float64)), dim=1)
     return kmeans(directions, num_clusters, NUM_STARTS, seed).assignment
-
-
-def kmeans_baseline(features: ArrayLike, truth: ArrayLike, num_clusters: int, seed: int) -> dict[str, float]:
-    """:func:`direction_clusters` of features (N, D), scored as a head is scored: every metric against
-    ``truth`` (N,), any class ids; N >= ``num_clusters``.
-    """
-    return score(truth, direction_clusters(lambda: features, num_clusters, seed), num_clusters)
 
 
 def generalized_baselines(

@@ -55,9 +55,7 @@ class Suggestion(NamedTuple):
 
 
 def first_classes(known: Sequence[str], num_novel: int) -> list[OutputClass]:
-    """The outputs of a model that has just been trained; discovered ones are called ``novel-1``, ..., but as
-    no known class is.
-    """
+    """Outputs of a model just trained; discovered ones are ``novel-1``, ..., but as no known class is."""
     novel = islice(_free((f"novel-{i}" for i in count(1)), known), num_novel)
     named = [(name, "known") for name in known] + [(name, "novel") for name in novel]
     return [OutputClass(index, name, kind, index) for index, (name, kind) in enumerate(named)]

@@ -12,7 +12,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ from uno.limits import MAX_STATE_BYTES
 from uno.model import features_of
 from uno.results.metrics import Counts, cluster_accuracy, confusion
 from uno.runs import ESTIMATE_FILE, run
+from uno.runtime import threads
 from uno.text import plural
 from uno.train import LocalWorker
 
@@ -241,7 +242,7 @@ def pretrain_split(
     storage, place, pretrain = Storage(uri), torch.device(device), torch.tensor(split.pretrain)
     if storage.exists(FEATURES):
         return Features(**safetensors.numpy.load(storage.read(FEATURES)))
-    with _threads(config):
+    with threads(config.compute.threads or 1):
         frozen = config.model.finetune == "none"
         if not frozen:
             own = torch.isin(train.labels, pretrain)
@@ -299,7 +300,7 @@ def score_clusters(
         points = F.normalize(points[:, :num_directions], dim=1)
     more_anchors = split.pretrain if config.data.setting == "gcd" else ()
     num_clusters, results = k + len(split.probe) + len(more_anchors), []
-    with _threads(config):
+    with threads(config.compute.threads or 1):
         for role, anchors in enumerate(anchor_choices(split, settings, config.seed)):
             validation = [c for c in split.probe if c not in anchors]
             fixed = torch.tensor(_positions(labels, (*anchors, *more_anchors)), device=device)
@@ -329,17 +330,6 @@ def class_f1(table: Counts, totals: Counts) -> float:
     """
     f1 = 2 * table / np.maximum(table.sum(axis=1, keepdims=True) + totals, 1)
     return float(f1[linear_sum_assignment(f1, maximize=True)].mean())
-
-
-@contextmanager
-def _threads(config: Config) -> Iterator[None]:
-    """As many CPU threads as configured, else 1: sums over more would make results depend on the machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(config.compute.threads or 1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _digest(*parts: Any) -> str:

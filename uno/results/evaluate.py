@@ -20,7 +20,7 @@ from uno.data.stream import EvalData, TrainData
 from uno.model import UnoModel, forward
 from uno.prototype_init import sample_features
 from uno.results import metrics
-from uno.results.baselines import baselines, look, start_model
+from uno.results.baselines import baselines, start_model
 from uno.results.classes import OutputClass, parse_classes
 from uno.results.infer import ALIGNMENT_FILE, align_features, outcomes
 from uno.results.trust import choice_metrics, found_clusters, looked_at, trust_metrics
@@ -56,8 +56,7 @@ def evaluate_run(
     train.sync()
     begun = start_model(config, storage, train, sets["train"], worker.device)
     trained, *before = sample_features(config, [model, *([] if begun is None else [begun])], train)
-    looked = None if begun is None else look(config, begun, train, sets["train"])
-    found = [] if looked is None else baselines(config, looked, before[0], train)
+    found = [] if begun is None else baselines(config, begun, before[0], train, sets["train"])
     jobs, shown = [baseline.job for baseline in found], looked_at(config, trained, train)
     if shown is not None:
         cluster = partial(found_clusters, config, shown, train.num_novel)

@@ -52,9 +52,7 @@ def can_check_onnx() -> bool:
 
 
 class Program(nn.Module):
-    """Images, uint8 (B, 3, S, S) RGB, or vectors float32 (B, D) -> the probabilities (B, C) float32 of ``uno
-    predict``.
-    """
+    """uint8 (B, 3, S, S) RGB, or vectors float32 (B, D) -> the probabilities (B, C) of ``uno predict``."""
 
     def __init__(self, model: Classifier) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ import PIL.ImageOps
 import torch
 from torch import Tensor
 
-from uno.config import VECTORS, Config
+from uno.config import VECTORS, Config, override
 from uno.data.decode import BadImage, decoded, ok_mask, to_rgb
 from uno.data.files import Storage, full_path
 from uno.data.images import Image, Images
@@ -29,9 +29,10 @@ from uno.results.classes import OutputClass, called
 from uno.results.infer import NUMBERS, Classifier, at_speed, load_classifier, score_rows
 from uno.results.trust import verdict
 from uno.runs import REPORT_FILE, directory
+from uno.runtime import threads
 from uno.session.console import suppress_output
 from uno.session.place import Place
-from uno.session.settings import configured, from_keywords
+from uno.session.settings import completed, from_keywords
 from uno.text import plural
 
 PROCESS = os.getpid()  # that imported this
@@ -269,7 +270,8 @@ def with_embeddings(settings: Mapping[str, Any], embeddings: Any, labels: Any, i
     given = from_keywords(settings)
     if own := {"data.source", "data.labeled"} & given.keys():
         raise ConfigError(f"give either embeddings or {own.pop()}, not both")
-    place = full_path(f"{configured({**given, 'data.source': f'{VECTORS}:'}).output}-vectors.parquet")
+    config = override(Config(), completed({**given, "data.source": f"{VECTORS}:"}))
+    place = full_path(f"{config.output}-vectors.parquet")
     store_vectors(place, embeddings, labels, ids)
     return {**settings, "data": f"{VECTORS}:{place}"}
 
@@ -279,16 +281,14 @@ def discover_at(elsewhere: Place | None, settings: Mapping[str, Any], overwrite:
     from uno.session import job  # it trains: to load a model takes less
 
     given = from_keywords(settings)
-    config, threads = configured(given, choose=True), torch.get_num_threads()
-    try:
-        with suppress_output(quiet), _own_torch(torch.device("cpu")):
+    config, now = override(Config(), completed(given, choose=True)), torch.get_num_threads()
+    try:  # the caller's own work goes on with as many threads as before
+        with threads(now), suppress_output(quiet), _own_torch(torch.device("cpu")):
             job.discover(config, given, overwrite, elsewhere=elsewhere)
     except Exception as error:
         if (meant := as_user_error(error)) is None:
             raise
         raise meant from error
-    finally:
-        torch.set_num_threads(threads)  # the caller's own work goes on as before
     return load(str(config.output))
 
 

@@ -77,9 +77,7 @@ def load_images(
     config: Config, task: Task, storage: Storage, show: Show, should_stop: Callable[[], bool] = lambda: False,
     look: Look | None = None,
 ) -> tuple[Tensor | NeighborViews, list[str | None]]:  # fmt: skip
-    """What a resident run keeps of every row: pixels uint8 (N, 3, S, S), or features of a frozen encoder; and
-    why a row has none.
-    """
+    """Pixels uint8 (N, 3, S, S), or features of a frozen encoder; and why a row has none."""
     if on_features(config):
         return load_features(config, task, storage, show, should_stop, look=look)
     data = config.data

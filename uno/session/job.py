@@ -220,9 +220,7 @@ def apply_classes(claim: lock.RunLock, model: Classifier, edited: list[OutputCla
 
 
 def preflight(config: Config, task: Task | None = None) -> Task:
-    """Read the rows' table unless it is there, and run the preflight checks: their first error is raised, all
-    else is said.
-    """
+    """Read the table unless it is there, and check: the first error is raised, all else is said."""
     task = read_task(config.data) if task is None else task
     for problem in check(task, config):
         if problem.level == "error":
@@ -245,9 +243,7 @@ def preflight(config: Config, task: Task | None = None) -> Task:
 
 @contextmanager
 def _watched(job: TrainingJob, also: Show = lambda metrics: None) -> Iterator[Show]:
-    """Heal the directory and say what is resumed; show metrics, to ``also`` too, while ``job`` is trained and
-    evaluated.
-    """
+    """Heal the directory; show metrics, to ``also`` too, while ``job`` is trained and evaluated."""
     config, storage = job.config, job.claim.storage
     for line in directory.repair(storage):
         print_line(f"warning: {line}")

@@ -40,8 +40,7 @@ STOPPING = "stopping: saving a checkpoint first"
 
 
 class TrainingJob(NamedTuple):
-    """What to train and to evaluate, and whose directory it fills; ``look`` as
-    :func:`~uno.session.data.load_features` has it."""
+    """What to train and evaluate, in whose directory; ``look`` as ``load_features`` has it."""
 
     config: Config
     task: Task
@@ -95,12 +94,11 @@ class Place:
             return predict_rows(model, writer, config.compute.threads, show)
 
     def estimate(
-        self, config: Config, task: Task, storage: Storage, settings: Settings | None = None,
-        report: Callable[[str], None] = print_line,
-    ) -> Estimate:  # fmt: skip
+        self, config: Config, task: Task, storage: Storage, settings: Settings | None = None
+    ) -> Estimate:
         """:func:`uno.results.estimate.estimate_num_novel` of a task."""
         data = config, estimated_set(config, task, storage), task.known, storage
-        return estimate.estimate_num_novel(*data, local_device(config), settings, report=report)
+        return estimate.estimate_num_novel(*data, local_device(config), settings, report=print_line)
 
 
 def place_of(config: Config, elsewhere: Place | None) -> Place:

@@ -9,7 +9,7 @@ import numpy as np
 from uno.config import Config, override
 from uno.data.files import Storage
 from uno.data.images import spread
-from uno.data.inputs import Inputs, RowInputs, evenly, open_inputs
+from uno.data.inputs import EvenSample, Inputs, RowInputs, open_inputs
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
 from uno.data.vectors import require_kind
@@ -55,7 +55,7 @@ def predict(
             inputs: Inputs = open_inputs(override(Config(), data).data)
         else:
             inputs = RowInputs(make_task(read_rows(config.data), config.data).rows)
-        inputs = inputs if limit is None else evenly(inputs, limit)
+        inputs = EvenSample(inputs, limit) if limit is not None and limit < len(inputs) else inputs
         total(len(inputs))
     require_kind(model.config.model, inputs.first)
     if folders and inputs.first.pictures() is None:

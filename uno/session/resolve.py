@@ -76,9 +76,7 @@ def with_data(config: Config, **chosen: Any) -> Config:
 
 
 def as_begun(config: Config, given: Container[str], stored: Mapping[str, Any]) -> Config:
-    """``config`` as a resumed run: with what the flat tree ``stored`` says was chosen for it, by its
-    data or by whoever began it, unless ``given``.
-    """
+    """``config`` as a resumed run: what the flat tree ``stored`` says was chosen for it, unless ``given``."""
     keys = [key for key in (*keys_from_images(config), "data.validation_fraction") if key not in given]
     keys += [f"data.{name}" for name in ("setting", "loading") if getattr(config.data, name) == "auto"]
     return override(config, {key: stored[key] for key in keys if key in stored})
@@ -101,9 +99,7 @@ def from_data(
 
 
 def images_of_weights(config: Config, given: Container[str]) -> dict[str, Any]:
-    """How images were taken by the run whose encoder ``config`` starts from, by dotted key, unless
-    ``given``.
-    """
+    """How the run whose encoder ``config`` starts from took images, by dotted key, unless ``given``."""
     source = config.model.weights
     if source in (None, PRETRAINED) or weights.is_file(source):
         return {}
@@ -150,9 +146,7 @@ def _plain(value: Any) -> Any:
 
 
 def with_full_path(config: Config) -> Config:
-    """``config.model.weights`` as workers can open it: they run in another directory. ConfigError: nothing to
-    start from there.
-    """
+    """``model.weights`` as workers in other directories open it. ConfigError: nothing to start from there."""
     if config.model.weights in (None, PRETRAINED):
         return config
     source = full_path(normalize_path(config.model.weights))

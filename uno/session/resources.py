@@ -5,13 +5,14 @@ once and kept (resident) or again in every epoch (streaming), and about how long
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from uno import runtime
 from uno.config import OWN_ENCODERS, VECTORS, Config, flatten, override, to_dict
 from uno.crops import Cropper
 from uno.data import features
@@ -106,12 +107,9 @@ def on_features(config: Config) -> bool:
 
 
 def row_bytes(config: Config) -> int:
-    """Of one image that a resident run keeps: decoded, or as :func:`feature_bytes`."""
-    return feature_bytes(config) if config.model.finetune == "none" else 3 * config.data.stored_size**2
-
-
-def feature_bytes(config: Config) -> int:
-    """Of one row's features in memory, those of vectors also where their file is mapped."""
+    """Of one image that a resident run keeps: decoded, or its features (also if their file is mapped)."""
+    if config.model.finetune != "none":
+        return 3 * config.data.stored_size**2
     width, views = int(build_encoder(config.model).num_features), config.augment.num_cached_views  # type: ignore[arg-type]
     if config.model.takes_vectors and config.augment.vector_view == "neighbors":
         return 4 * width + 8 * views  # a partner and a share for each: views are made when they are read
@@ -358,7 +356,7 @@ def crop_rate(config: Config, task: Task) -> float:
     def crop(num: int) -> None:
         cropper.crop(np.zeros(num, np.int64), np.arange(num), images[:num])
 
-    with _one_thread():
+    with runtime.threads(1):
         return len(images) / _timed(crop, 1, len(images))
 
 
@@ -397,7 +395,7 @@ def _shard_row(job: features.FeatureJob, encoder: nn.Module, threads: int) -> fl
     def compute(num: int) -> None:
         compute_shard(job.config, encoder, 0, images[:num], in_training[:num])
 
-    with _one_thread():
+    with runtime.threads(1):
         spent = _timed(compute, 1, num_rows) / num_rows
     return spent / (threads if next(encoder.parameters()).device.type == "cpu" else 1)
 
@@ -434,17 +432,6 @@ def _timed(work: Callable[[int], None], *sizes: int) -> float:
         work(size)
         spent = time.perf_counter() - start
     return spent
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Torch with one thread, then with as many as before."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _minutes(seconds: float) -> str:

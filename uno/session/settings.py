@@ -48,10 +48,10 @@ LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray's job supervisor for the entrypoint of a submitted job
 
 
-def configured(given: Mapping[str, Any], output: str | None = OUTPUT, choose: bool = False) -> Config:
-    """The configuration that dotted keys lead to, all checked at once; ``output``: the run directory where
+def completed(given: Mapping[str, Any], output: str | None = OUTPUT, choose: bool = False) -> dict[str, Any]:
+    """All dotted keys, not checked yet, that ``given`` ones lead to; ``output``: the run directory where
     none is given, with places for ``preset`` and ``seed``; ``choose``: where :func:`leaves_choice`, the
-    method is ``choice``. ConfigError: a key or a value that cannot be.
+    method is ``choice``. ConfigError: no such preset, recipe, method or encoder.
     """
     own = dict(given)
     source, two_folders = own.get("data.source"), own.get("data.labeled") is not None
@@ -70,24 +70,25 @@ def configured(given: Mapping[str, Any], output: str | None = OUTPUT, choose: bo
         values["data.validation_fraction"] = values.get("data.validation_fraction") or VALIDATION_FRACTION
     base = override(Config(), values) if IMAGE_SIZE in own else Config()  # in whose proportions sizes are
     encoder, size = (values | own).get("model.encoder"), own.get(IMAGE_SIZE, own.get(SIZES[0]))
-    config = override(Config(), values | apply_image_size(base, own, _described(encoder, size)))
-    place = config.output or (output and output.format(preset=config.preset, seed=config.seed))
-    return config.model_copy(update={"output": place and checked_output(place)})
+    values |= apply_image_size(base, own, _described(encoder, size))
+    if values.get("output") is None:
+        seed = values.get("seed", 0)
+        seed = f"{seed:.0f}" if isinstance(seed, bool | float) else seed  # as the checked number
+        values["output"] = output and output.format(preset=values["preset"], seed=seed)
+    if isinstance(values["output"], str):
+        values["output"] = checked_output(values["output"])
+    return values
 
 
 def leaves_choice(preset_name: str, given: Mapping[str, Any]) -> bool:
-    """Whether ``given`` keys leave open how classes of a frozen encoder's features are found: no method, and
-    no setting of UNO or of its training.
-    """
+    """Whether ``given`` keys set no method and nothing of UNO or its training, and the preset is frozen."""
     uno_sections, uno_keys = ("objective.", "discover."), ("method", "recipe", *OF_UNO)
     own = [key for key in given if key.startswith(uno_sections) or key in uno_keys]
     return preset_name in ("photos", VECTORS) and given.get("model.finetune", "none") == "none" and not own
 
 
 def _described(encoder: Any, size: Any) -> dict[str, Any]:
-    """What images of ``size``, if it is given, an encoder takes that is a library's or the user's: their
-    size, mean, std and interpolation.
-    """
+    """Size (``size`` if given), mean, std and interpolation that a library's or user's encoder takes."""
     if encoder is None or encoder in OWN_ENCODERS or str(encoder).partition(":")[0] == VECTORS:
         return {}
     checked = override(Config(), {"model.encoder": encoder, **({SIZES[0]: size} if size else {})})
@@ -97,9 +98,7 @@ def _described(encoder: Any, size: Any) -> dict[str, Any]:
 
 
 def own_preset(given: Mapping[str, Any]) -> str:
-    """The preset of one's own data: ``vectors`` of vectors, ``photos`` where an encoder's pretrained weights
-    are given or at hand.
-    """
+    """Of own data: ``vectors``, ``photos`` where pretrained weights are given or at hand, or ``scratch``."""
     encoder, weights = given.get("model.encoder"), given.get("model.weights")
     if not is_custom_data(given):
         return "scratch"

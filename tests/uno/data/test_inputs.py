@@ -11,7 +11,7 @@ import pytest
 from uno.config import DataConfig
 from uno.data.files import files_below
 from uno.data.images import path_of
-from uno.data.inputs import ImageFolder, batch_sizes, chunk_rows, evenly, open_inputs, partition_rows
+from uno.data.inputs import EvenSample, ImageFolder, batch_sizes, chunk_rows, open_inputs, partition_rows
 from uno.data.sources import read_images, read_rows
 
 from .builders import failure, write_images
@@ -81,9 +81,8 @@ def test_tables_are_read_where_rows_are_wanted(tmp_path, monkeypatch, given):
     assert len(inputs) == 17
     for num_rows, sizes in ((17, 17), (7, 3), (1, 1), (4, 5)):
         assert all_of(inputs, num_rows, sizes) == expected
-    some = evenly(inputs, 5)
+    some = EvenSample(inputs, 5)
     assert len(some) == 5 and all_of(some, 2) == [expected[i * 17 // 5] for i in range(5)]
-    assert evenly(inputs, 17) is inputs
 
 
 def test_the_fingerprint_of_a_table_is_of_its_footers(tmp_path):
@@ -129,7 +128,7 @@ def test_a_folder_is_listed_in_order_twice(tmp_path):
     rows, inputs = read_images(str(tmp_path)), ImageFolder(str(tmp_path))
     assert rows.ids == names
     assert all_of(inputs) == list(zip(names, (str(tmp_path / name) for name in names), strict=True))
-    assert [name for name, _ in all_of(evenly(inputs, 3), 2)] == [names[i * 8 // 3] for i in range(3)]
+    assert [name for name, _ in all_of(EvenSample(inputs, 3), 2)] == [names[i * 8 // 3] for i in range(3)]
     (tmp_path / "b" / "new.png").write_bytes(b"")
     assert "have changed meanwhile" in failure(all_of, inputs)
     (tmp_path / "empty").mkdir()

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from uno.config import AugmentConfig, DataConfig
+from uno.config import AugmentConfig, Config, DataConfig, override
 from uno.data import mapped, tables
 from uno.data.check import check, format_report
 from uno.data.inputs import open_inputs
@@ -21,7 +21,7 @@ from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.data.vectors import Vectors, numbers_of, store_vectors, with_views
 from uno.errors import ConfigError
-from uno.session.settings import configured
+from uno.session.settings import completed
 
 
 def drawn(num: int = 12, width: int = 4) -> np.ndarray:
@@ -168,7 +168,8 @@ def test_the_checks_name_bad_vectors_and_do_not_decode(tmp_path):
     values[5] = np.nan
     labels = ["a"] * 15 + ["b"] * 15 + [None] * 10
     source = stored(tmp_path / "v.parquet", embedding=list(values), label=labels)
-    config = configured({"data.source": source, "data.num_novel": 1, "train.batch_size": 8})
+    given = {"data.source": source, "data.num_novel": 1, "train.batch_size": 8}
+    config = override(Config(), completed(given))
     task = make_task(read_rows(config.data), config.data)
     problems = check(task, config, seconds=5)
     assert "as vectors of 4 numbers" in format_report(task, problems, config.data.stored_size)
@@ -275,7 +276,8 @@ def test_copies_are_found_without_reading_rows(tmp_path, monkeypatch):
     values = drawn(40)
     values[7], values[8], values[9], values[12] = 0, 0, np.nan, values[3]
     source = stored(tmp_path / "a.parquet", embedding=list(values), label=["a", "b"] * 10 + [None] * 20)
-    config = configured({"data.source": source, "data.num_novel": 2, "data.max_bad_fraction": 0.2})
+    given = {"data.source": source, "data.num_novel": 2, "data.max_bad_fraction": 0.2}
+    config = override(Config(), completed(given))
     task = make_task(read_rows(config.data), config.data)
     monkeypatch.setattr(Vectors, "read_images", None)
     copies = [p.message for p in check(task, config) if "duplicates" in p.message]

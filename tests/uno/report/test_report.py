@@ -147,7 +147,7 @@ def test_estimate_of_the_number_of_classes(tmp_path):
     assert "estimate" not in written(storage, None).ids()
 
 
-def test_page_without_data_and_on_a_sample(tmp_path):
+def test_page_without_data_and_on_a_sample(tmp_path, monkeypatch):
     storage = write_run(tmp_path / "other", CONFIG, TASK, METRICS)
     found, note = open_task(CONFIG, storage)  # the digits: other data than the fingerprint's
     assert found is None and "fingerprint differs" in note
@@ -155,7 +155,8 @@ def test_page_without_data_and_on_a_sample(tmp_path):
     assert "fingerprint differs" in page.text and "maps" not in page.ids() and "run" in page.ids()
     config = small_config(**{"data.limit": 100})
     task = make_task(read_rows(config.data), config.data)
-    page = written(write_run(tmp_path / "sample", config, task), task, config=config, max_rows=60)
+    monkeypatch.setattr("uno.report.sample.MAX_ROWS_CPU", 60)
+    page = written(write_run(tmp_path / "sample", config, task), task, config=config)
     assert "in a random sample of 60" in " ".join(page.text.split())
     assert len(page.data()["maps"]["ids"]) == 60
 

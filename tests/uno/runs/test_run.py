@@ -17,7 +17,7 @@ from uno.config import Config, override
 from uno.data.files import Storage
 from uno.errors import ConfigError, StorageError
 from uno.model import build_model, features_of
-from uno.results.baselines import kmeans_baseline
+from uno.results.baselines import direction_clusters, score
 from uno.results.evaluate import evaluate_run
 from uno.results.infer import decoder, load_classifier, save_model, with_alignment
 from uno.runs import directory, run
@@ -118,7 +118,7 @@ def whitened_by_hand(storage: Storage) -> float:
     _, sizes, directions = np.linalg.svd(centered, full_matrices=False)
     count = 1 + int((np.cumsum(sizes**2) / np.sum(sizes**2) < 0.95).sum())
     white = (centered @ directions[:count].T / sizes[:count])[len(train.labels) :]
-    return kmeans_baseline(white, novel.truth, 5, CONFIG.seed)["acc"]
+    return score(novel.truth, direction_clusters(lambda: white, 5, CONFIG.seed), 5)["acc"]
 
 
 def test_evaluation_has_all_protocols_and_baselines(finished):

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 import uno
+from uno.config import Config, override
 from uno.errors import ConfigError
 from uno.results.export import export
 from uno.session.predict import predict
-from uno.session.settings import configured
+from uno.session.settings import completed
 
 FEW = {"discover.epochs": 20, "train.batch_size": 64, "data.max_bad_fraction": 0.05, "quiet": True}
 
@@ -125,4 +126,4 @@ def test_what_does_not_fit_is_refused(run, tmp_path):
             data="digits", preset="vectors", known_classes="first:5", output=f"{tmp_path}/run", **FEW
         )
     with pytest.raises(ConfigError, match="no encoder is there"):
-        configured({"data.source": source, "model.finetune": "full"})
+        override(Config(), completed({"data.source": source, "model.finetune": "full"}))

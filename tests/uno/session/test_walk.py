@@ -74,7 +74,7 @@ def ours(frame) -> bool:
     return any(path.is_relative_to(ROOT / p) for p in ("uno", "pipelines")) and not name.startswith("<")
 
 
-def test_from_a_folder_to_the_loss_one_reads_30_functions_in_14_files(tmp_path):
+def test_from_a_folder_to_the_loss_one_reads_29_functions_in_13_files(tmp_path):
     """A name, bytes, a square, a row of a set and of a batch, views, cosines, targets, the loss; of a run
     without Ray. Kills: layers between a file and the paper's equations.
     """
@@ -97,10 +97,10 @@ def test_from_a_folder_to_the_loss_one_reads_30_functions_in_14_files(tmp_path):
                "augment", "UnoModel.forward", "sinkhorn", "discovery_loss")  # fmt: skip
     stacks = Stacks(*moments)
     functions, files = stacks.watch(train)
-    assert 15 <= functions <= 30 and files <= 14, "\n".join(f"{f[-40:]} {n}" for f, n in stacks.seen)
+    assert 15 <= functions <= 29 and files <= 13, "\n".join(f"{f[-40:]} {n}" for f, n in stacks.seen)
 
 
-def test_from_the_command_line_to_sinkhorn_an_option_passes_few_functions(tmp_path):
+def test_from_the_command_line_to_sinkhorn_an_option_passes_12_functions_in_9_files(tmp_path):
     """From the command's own function: a word becomes a number, a part of the configuration, plain again.
     Kills: a setting that is taken apart and put together on its way.
     """
@@ -109,7 +109,7 @@ def test_from_the_command_line_to_sinkhorn_an_option_passes_few_functions(tmp_pa
         "output": tmp_path / "run",
     }  # fmt: skip
     argv = [word for key, value in values.items() for word in (f"--{key.replace('_', '-')}", str(value))]
-    stacks = Stacks("_number", "override", "sinkhorn")
+    stacks = Stacks("parse", "override", "sinkhorn")
     functions, files = stacks.watch(lambda: commands.discover(["--preset", "digits", *argv]))
-    assert 10 <= functions <= 16 and files <= 11, "\n".join(f"{f[-40:]} {n}" for f, n in stacks.seen)
+    assert 10 <= functions <= 12 and files <= 9, "\n".join(f"{f[-40:]} {n}" for f, n in stacks.seen)
     assert stacks.calls["override"] <= 2  # each a check of all fields; one for the views of pretraining
