@@ -136,11 +136,11 @@ def test_ray_says_the_same(ray_cluster, trained_by):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("encoder", [None, *CHOICES["model.encoder"]])
 def test_ray_says_the_same_of_every_kind(ray_cluster, encoder):
-    """Two cases of the first run of each encoder, of the first GCD run of the default method for None."""
+    """A case of the first run of each encoder, of the first GCD run of the default method for None."""
     spec = next(
         run for run in specs(0)
         if (run["options"].get("model.encoder", "vectors") == encoder if encoder else run["default"])
         and (encoder or not run["hidden"])
     )  # fmt: skip
-    cases = sorted(spec["cases"], key=lambda case: not case["form"].startswith(("packed", "tar")))[:2]
-    assert disagreements([(0, spec | {"cases": cases})], workers=2) == []
+    case = min(spec["cases"], key=lambda case: not case["form"].startswith(("packed", "tar")))
+    assert disagreements([(0, spec | {"cases": [case]})], workers=2) == []

@@ -12,7 +12,7 @@ from uno.runs import lock
 from uno.runs.checkpoint import checkpoint_steps
 from uno.runs.hooks import VARIABLE
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
 @pytest.fixture
@@ -62,7 +62,6 @@ def test_a_bad_configuration_fails_with_its_reason(client, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
 def test_a_killed_and_a_stopped_job_are_resumed_by_the_same_submission(two, client, tmp_path):
     """kill -9 of the driver while its workers go on, then `ray job stop`, then to the end: equal weights."""
     storage = Storage(str(tmp_path / "run"))
