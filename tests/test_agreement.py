@@ -122,8 +122,9 @@ def test_each_that_says_something_else_is_named(monkeypatch, what):
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("trained_by", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("trained_by", [0, 2])
 def test_ray_says_the_same(ray_cluster, trained_by):
     """Predictions by two workers, of what one process or two workers have trained."""
     spec = next(specs(3)) if not trained_by else PLAIN

@@ -23,7 +23,6 @@ from tune.trial import pretrain_key, trial_configs
 from uno.data.files import Storage
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
-from uno.errors import NumericsError
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
@@ -208,31 +207,24 @@ def test_a_sweep_uses_a_node_that_joins_and_outlives_its_loss(tmp_path):
 
 
 @pytest.mark.slow
-def test_sweeps_in_a_row(ray_cluster, tmp_path):
-    """Each trial is a Ray Train run: no placement group is lost, no CPU stays taken, a failure says why."""
-    words = ("--folds", "1", "--workers", "1", "--discover.epochs", "1")
-    options, storage = planned(tmp_path / "first", [values()], *words, "--data.loading", "streaming")
-    assert run_sweep(options) == 0
-    assert [result["status"] for result in results(storage)] == ["finished"]
-    options, storage = planned(tmp_path / "second", [values(1e-40)], *words)
-    with pytest.raises(NumericsError, match="finite"):  # of a sweep that has nothing else
-        run_sweep(options)
-    assert [result["status"] for result in results(storage)] == ["failed"]
-    until_free(ray_cluster)
-
-
-@pytest.mark.slow
 def test_another_cluster_on_the_machine_does_not_confuse_a_sweep(ray_cluster, tmp_path):
-    """A sweep in a process of its own starts its own cluster beside the test lane's. Kills: a stopped trial
-    that keeps its CPUs, so that the third waits for ever; Ray's helper that finds the wrong cluster.
+    """A sweep in a process of its own starts its own cluster beside the test lane's; each trial is a Ray
+    Train run. Kills: a trial that ends, or fails, and keeps its CPUs, so that the third waits for ever;
+    Ray's helper that finds the wrong cluster; a failure that does not say why.
     """
-    sweep, stale = (command_of(tmp_path / name, "--trials 3 --workers 1") for name in "st")
+    words = ("--workers", "1", "--discover.epochs", "1", "--data.loading", "streaming", "--scheduler", "none")
+    _, storage = planned(tmp_path, [values(), values(1e-40), values(heads=3)], "--folds", "1", *words)
+    own = ["--space", str(tmp_path / "space.yaml"), "--trials", "3", *words]
+    sweep, stale = (command_of(tmp_path / name, " ".join(own)) for name in ("s", "t"))
     how = {"capture_output": True, "text": True}
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
     with tempfile.TemporaryDirectory(prefix="uno-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         ended = subprocess.run(sweep, timeout=500, env=environment | {"RAY_TMPDIR": folder}, **how)
         logs = [path.read_text() for path in Path(folder).rglob("worker-*.err")]
-    assert ended.returncode == 0 and "3 trials, 0 failed" in ended.stdout, ended.stderr
+    assert ended.returncode == 0 and "3 trials, 1 failed" in ended.stdout, ended.stderr
+    found = results(storage)
+    assert [result["status"] for result in found] == ["finished", "failed", "finished"]
+    assert "finite" in found[1]["reason"]
     assert any("PlacementGroupCleaner" in log for log in logs)
     assert not any("PlacementGroupCleaner" in log and "Traceback" in log for log in logs)
     assert len(ray_cluster.nodes()) == 1
