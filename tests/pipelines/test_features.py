@@ -299,6 +299,7 @@ def test_an_encoders_fault_on_ray_is_one_line(
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_two_ray_workers_compute_the_same_features(
     ray_cluster, finished, weights, tmp_path, empty_cache, capsys, monkeypatch
 ):

@@ -75,7 +75,7 @@ def test_unreadable_images_beyond_the_budget_stop_before_any_worker(tmp_path, ca
     (folder / "emu" / "7.png").write_text("not an image")
     output = tmp_path / "run"
     argv = ["discover", *SMALL[2:], "--data", f"folder:{folder}", "--known-classes", "cat,dog"]
-    argv += ["--preset", "scratch", "--model.encoder", "resnet_small", "--image-size", "8"]
+    argv += ["--preset", "scratch", "--model.encoder", "resnet_small", "--batch-size", "12"]
     line = refused(capsys, 2, *argv, "--workers", "2", "--output", output)
     assert line.startswith("uno: error: 1 of 60 images are unreadable")
     assert json.loads((output / "bad_samples.jsonl").read_text())["id"].endswith("emu/7.png")
