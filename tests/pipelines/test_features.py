@@ -283,33 +283,24 @@ def stored(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_an_encoders_fault_on_ray_is_one_line(
-    ray_cluster, weights, tmp_path, empty_cache, capfd, monkeypatch
+def test_two_ray_workers_compute_the_same_features(
+    ray_cluster, finished, weights, tmp_path, empty_cache, capfd, monkeypatch
 ):
-    """Kills: Ray's traceback for an error of ours."""
+    """Bit for bit, the evaluation view first. An encoder's fault is one line. Kills: features in the order
+    they come back, a batch that depends on the block, Ray's traceback for an error of ours.
+    """
     monkeypatch.setattr(job, "forecast", lambda *_: ())  # which computes some features, too
     broken = safetensors.torch.load_file(weights)
     broken["conv1.weight"][0] = float("nan")
     safetensors.torch.save_file(broken, tmp_path / "nan.safetensors")
     argv = [*HEADS, "--workers", "2", "--output", str(tmp_path / "run"), "--weights"]
-    assert cli.main([*argv, str(tmp_path / "nan.safetensors")]) == 2
+    assert cli.main([*argv, str(tmp_path / "nan.safetensors"), "--overwrite"]) == 2
     err = capfd.readouterr().err
     assert "Traceback" not in err
     assert err.splitlines()[-1] == "uno: error: model.encoder resnet_small returns non-finite numbers"
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-def test_two_ray_workers_compute_the_same_features(
-    ray_cluster, finished, weights, tmp_path, empty_cache, capsys, monkeypatch
-):
-    """Bit for bit, the evaluation view first. Kills: features in the order they come back, a batch that
-    depends on the block.
-    """
-    monkeypatch.setattr(job, "forecast", lambda *_: ())  # which computes some features, too
-    argv = [*HEADS, "--workers", "2", "--output", str(tmp_path / "run"), "--weights", str(weights)]
-    assert cli.main(argv) == 0
-    assert "first clusters" in capsys.readouterr().out
+    shutil.rmtree(empty_cache)
+    assert cli.main([*argv, str(weights), "--overwrite"]) == 0
+    assert "first clusters" in capfd.readouterr().out
     (ours,) = empty_cache.glob("features/*")
     here = finished.parent / "cache" / "features" / ours.name
     assert stored(ours) == stored(here)
