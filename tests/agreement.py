@@ -461,6 +461,7 @@ def check_run(spec: Spec, workers: int = 0, trained_by: int = 0) -> list[str]:
     with tempfile.TemporaryDirectory(prefix="uno-agreement-") as name, pytest.MonkeyPatch.context() as patch:
         folder = Path(name)
         patch.setattr(job, "write_report", lambda *args, **options: "none")  # a second a run
+        patch.setattr(job, "_first_look", lambda *args: None)  # another where features are trained on
         patch.setenv("UNO_CACHE", str(folder / "cache"))
         try:
             own = train(spec, folder, trained_by)

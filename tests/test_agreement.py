@@ -122,25 +122,25 @@ def test_each_that_says_something_else_is_named(monkeypatch, what):
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("trained_by", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_ray_says_the_same(ray_cluster, trained_by):
-    """Predictions by two workers, of what one process or two workers have trained."""
-    spec = next(specs(3)) if not trained_by else PLAIN
-    cases = spec["cases"][: 1 + trained_by]
-    assert disagreements([(0, spec | {"cases": cases})], workers=2, trained_by=trained_by) == []
+def test_ray_says_the_same_of_what_it_trains(ray_cluster):
+    """Predictions by two workers, of what two workers have trained."""
+    assert disagreements([(0, PLAIN)], workers=2, trained_by=2) == []
 
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("encoder", [None, *CHOICES["model.encoder"]])
 def test_ray_says_the_same_of_every_kind(ray_cluster, encoder):
-    """Two cases of the first run of each encoder, of the first GCD run of the default method for None."""
+    """Of what one process has trained: a case of the first run of each encoder, of the first GCD run of the
+    default method for None.
+    """
     spec = next(
         run for run in specs(0)
         if (run["options"].get("model.encoder", "vectors") == encoder if encoder else run["default"])
         and (encoder or not run["hidden"])
     )  # fmt: skip
-    cases = sorted(spec["cases"], key=lambda case: not case["form"].startswith(("packed", "tar")))[:2]
-    assert disagreements([(0, spec | {"cases": cases})], workers=2) == []
+    case = min(spec["cases"], key=lambda case: not case["form"].startswith(("packed", "tar")))
+    assert disagreements([(0, spec | {"cases": [case]})], workers=1) == []

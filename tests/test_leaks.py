@@ -93,17 +93,16 @@ def test_what_is_left_is_counted(tmp_path, monkeypatch, what):
 
 
 @pytest.mark.ray
-def test_a_temporary_directory_too_long_for_sockets_is_one_line(places):
+def test_a_temporary_directory_too_long_for_sockets_is_one_line(tmp_path):
     """In a process that has no Ray yet, nor the folder of this process's cluster. Ray's own words are
     "validate_socket_filename failed".
     """
-    long = places[1] / ("x" * 60)
+    long = tmp_path / ("x" * 60)
     long.mkdir()
-    words = [sys.executable, "-m", "pipelines", "discover", *leaks.RUN, "--workers", "1"]
     environment = os.environ | {"TMPDIR": str(long)}
     environment.pop("RAY_TMPDIR", None)
-    ended = subprocess.run(
-        [*words, "--output", str(places[0] / "none")], env=environment, capture_output=True, text=True
-    )
+    script = "import sys\nfrom pipelines import cli, ray_env as e\n"
+    script += "sys.exit(cli.run(lambda _: e.connect().__enter__()))"
+    ended = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert ended.returncode == 2 and "set TMPDIR to one with a shorter path" in ended.stderr, ended
     assert len(ended.stderr.splitlines()) == 1

@@ -96,11 +96,14 @@ class Raylets:
 
     def lose(self) -> None:
         """SIGKILL to the raylet of the node that joined last; returns once its `ray start` has ended."""
-        last = self._processes[-1]
-        found = below([last.pid], running())
-        (raylet,) = [pid for pid, each in found.items() if each.words[0].endswith("/raylet")]
+        (raylet,) = self.processes_of("raylet", last := self._processes[-1])
         os.kill(raylet, signal.SIGKILL)
         wait_for(lambda: last.poll() is not None)
+
+    def processes_of(self, name: str, *nodes: subprocess.Popen) -> list[int]:
+        """Those of ``nodes``, or of all, whose command begins with a path to, or as, ``name``."""
+        found = below([node.pid for node in nodes or self._processes], running())
+        return [pid for pid, each in found.items() if each.words[0].split("/")[-1].startswith(name)]
 
     def notice(self, seconds: float) -> Callable[[], None]:
         """Tells every node but the head to leave when called, as `ray drain-node` does at a spot market's

@@ -282,6 +282,7 @@ def stored(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_two_ray_workers_compute_the_same_features(
     ray_cluster, finished, weights, tmp_path, empty_cache, capfd, monkeypatch
 ):

@@ -97,15 +97,6 @@ def test_a_run_from_its_pretext_task_to_predictions(here, capsys):
     assert uno.load("run").classes
 
 
-@pytest.mark.ray
-@pytest.mark.usefixtures("ray_cluster")
-def test_rays_workers_find_it(tmp_path):
-    """Kills: a configuration that only the process of the command can read."""
-    own, output = ["--method", "examples.my_method:METHOD"], str(tmp_path / "run")
-    assert cli.main(["discover", *SMALL, *own, "--workers", "2", "--output", output]) == 0
-    assert {line["phase"] for line in lines_of(tmp_path / "run")} == {"pretrain", "discover"}
-
-
 def test_its_section_is_as_the_schemas(here, capsys):
     """Flags, files, keywords, help, spaces, tables. Kills: a section of built-in methods alone."""
     key = "distill.entropy_weight"

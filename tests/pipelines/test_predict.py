@@ -295,14 +295,13 @@ def test_ray_gives_the_same_table(run, tmp_path, ray_cluster, capsys):
     write_digits(tmp_path / "in", read_digits().images.items[:900])
     write_damaged(tmp_path / "in")
     (tmp_path / "in" / "digit-0000.png").rename(os.fsdecode(bytes(tmp_path / "in") + b"/caf\xe9.png"))
-    for source, name in ((tmp_path / "in", "files"), ("digits", "pixels")):
-        shared = ["predict", run, "--data", source, "--embedding", "--compute.threads", "1"]
-        uno(*shared, "--output", tmp_path / name / "here")
-        uno(*shared, "--output", tmp_path / name / "ray", "--workers", "2")
-        here, there = table_of(tmp_path / name / "here"), table_of(tmp_path / name / "ray")
-        floats = [field.name for field in here.schema if pa.types.is_floating(field.type)]
-        exact = [c for c in here.column_names if c not in (*floats, "embedding")]
-        assert there.select(exact).equals(here.select(exact))
-        for column in floats:
-            a, b = here[column].to_numpy(), there[column].to_numpy()
-            assert abs(a - b)[~pa.compute.is_null(here[column]).to_numpy()].max() < 1e-5
+    shared = ["predict", run, "--data", tmp_path / "in", "--embedding", "--compute.threads", "1"]
+    uno(*shared, "--output", tmp_path / "here")
+    uno(*shared, "--output", tmp_path / "ray", "--workers", "2")
+    here, there = table_of(tmp_path / "here"), table_of(tmp_path / "ray")
+    floats = [field.name for field in here.schema if pa.types.is_floating(field.type)]
+    exact = [c for c in here.column_names if c not in (*floats, "embedding")]
+    assert there.select(exact).equals(here.select(exact))
+    for column in floats:
+        a, b = here[column].to_numpy(), there[column].to_numpy()
+        assert abs(a - b)[~pa.compute.is_null(here[column]).to_numpy()].max() < 1e-5

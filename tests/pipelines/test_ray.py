@@ -74,14 +74,17 @@ def test_unreadable_images_beyond_the_budget_stop_before_any_worker(tmp_path, ca
     folder = write_images(tmp_path / "images", {"cat": 20, "dog": 20, "emu": 20})
     (folder / "emu" / "7.png").write_text("not an image")
     output = tmp_path / "run"
-    argv = ["discover", "--data", f"folder:{folder}", "--known-classes", "cat,dog", "--batch-size", "12"]
+    argv = ["discover", *SMALL[2:], "--data", f"folder:{folder}", "--known-classes", "cat,dog"]
+    argv += ["--preset", "scratch", "--model.encoder", "resnet_small", "--batch-size", "12"]
     line = refused(capsys, 2, *argv, "--workers", "2", "--output", output)
     assert line.startswith("uno: error: 1 of 60 images are unreadable")
     assert json.loads((output / "bad_samples.jsonl").read_text())["id"].endswith("emu/7.png")
 
 
-def test_rays_dashboard_has_a_run_and_its_numbers(ray_cluster, tmp_path):
-    """Kills: an empty Train tab, gauges that no node exports."""
+def test_rays_dashboard_has_a_run_by_a_method_of_the_users_own_and_its_numbers(ray_cluster, tmp_path):
+    """Kills: a configuration that only the process of the command can read, an empty Train tab, gauges that
+    no node exports.
+    """
     from ray.train.v2._internal.state.state_actor import get_state_actor
 
     port = ray_cluster.nodes()[0]["MetricsExportPort"]
@@ -90,7 +93,9 @@ def test_rays_dashboard_has_a_run_and_its_numbers(ray_cluster, tmp_path):
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
             return f'run="{tmp_path.name}"'.encode() in page.read()
 
-    assert cli.main(["pretrain", *SMALL, "--workers", "1", "--output", str(tmp_path)]) == 0
+    own = ["--method", "examples.my_method:METHOD", "--workers", "1", "--output", str(tmp_path)]
+    assert cli.main(["discover", *SMALL, *own]) == 0
+    assert {line["phase"] for line in lines_of(tmp_path)} == {"pretrain", "discover"}
     runs = ray_cluster.get(get_state_actor().get_train_runs.remote()).values()
     (found,) = (each for each in runs if f"{tmp_path}/ray" in str(each))
     assert found.status.value == "FINISHED"

@@ -12,7 +12,7 @@ from uno.runs import lock
 from uno.runs.checkpoint import checkpoint_steps
 from uno.runs.hooks import VARIABLE
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
 @pytest.fixture
@@ -36,40 +36,40 @@ def takes_jobs(client) -> bool:
         return False
 
 
-def submit(client, name: str, *argv: str, faults: str = "") -> tuple[int, str]:
-    """``ray job submit``, waited for: its exit code and what it printed."""
-    words = [RAY, "job", "submit", "--address", client.url, "--working-dir", str(ROOT)]
-    words += ["--submission-id", name, "--runtime-env-json", json.dumps(runtime_env(faults))]
-    words += ["--", sys.executable, "-m", "pipelines", *argv]
-    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240)
-    return done.returncode, done.stdout
-
-
 def runtime_env(faults: str) -> dict:
     return {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60", VARIABLE: faults}}
 
 
 def test_a_bad_configuration_fails_with_its_reason(client, tmp_path):
     """One line in the logs, the code in the status; ray's own exit code is 1 for every failure."""
-    words = [*LONG, "--batch-size", "33", "--workers", "2", "--output", str(tmp_path / "run")]
-    code, printed = submit(client, "uno-bad", "discover", *words)
-    assert code == 1
+    words = [RAY, "job", "submit", "--address", client.url, "--working-dir", str(ROOT)]
+    words += ["--submission-id", "uno-bad", "--runtime-env-json", json.dumps(runtime_env("")), "--"]
+    words += [sys.executable, "-m", "pipelines", "discover", *LONG, "--batch-size", "33", "--workers", "2"]
+    words += ["--output", str(tmp_path / "run")]
+    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240)
+    assert done.returncode == 1
     logs = client.get_job_logs("uno-bad")
     assert logs.splitlines()[-1].startswith("uno: error: ") and "Traceback" not in logs
-    assert logs.splitlines()[-1] in printed
+    assert logs.splitlines()[-1] in done.stdout
     assert client.get_job_status("uno-bad") == "FAILED"
     assert "exit code 2" in client.get_job_info("uno-bad").message
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
 def test_a_killed_and_a_stopped_job_are_resumed_by_the_same_submission(two, client, tmp_path):
     """kill -9 of the driver while its workers go on, then `ray job stop`, then to the end: equal weights."""
     storage = Storage(str(tmp_path / "run"))
-    argv = ["discover", *LONG, "--workers", "2", "--output", storage.root]
-    faults = "kill-driver:step=8"  # strikes once, as every fault
-    code, _ = submit(client, "uno-killed", *argv, faults=faults)
-    assert code == 1 and client.get_job_status("uno-killed") == "FAILED"
+    words = [sys.executable, "-m", "pipelines", "discover", *LONG, "--workers", "2", "--output", storage.root]
+    env = {**runtime_env("kill-driver:step=8"), "working_dir": str(ROOT)}  # strikes once, as every fault
+
+    def submit() -> str:
+        return client.submit_job(entrypoint=" ".join(words), runtime_env=env)
+
+    def ended(job: str) -> tuple[str, list[str]]:
+        wait_for(lambda: has_ended(client, job), 240)
+        return client.get_job_status(job), client.get_job_logs(job).splitlines()
+
+    assert ended(submit())[0] == "FAILED"
     killed_at = checkpoint_steps(storage, "discover")[-1]
     assert killed_at < 240
     bookkeeping = [path for path in (tmp_path / "run" / "ray").rglob("*") if path.is_file()]
@@ -77,22 +77,16 @@ def test_a_killed_and_a_stopped_job_are_resumed_by_the_same_submission(two, clie
     for path in bookkeeping:  # Ray Train's snapshot of the killed run is of no use and of no harm
         path.write_bytes(b"")
 
-    entrypoint = " ".join([sys.executable, "-m", "pipelines", *argv])
-    env = {**runtime_env(faults), "working_dir": str(ROOT)}
-    stopped = client.submit_job(entrypoint=entrypoint, runtime_env=env)
-    goal = killed_at + 2 * INTERVAL
+    stopped, goal = submit(), killed_at + 2 * INTERVAL
     wait_for(lambda: checkpoint_steps(storage, "discover")[-1] >= goal or has_ended(client, stopped))
     client.stop_job(stopped)
-    wait_for(lambda: has_ended(client, stopped))
-    logs = client.get_job_logs(stopped)
-    assert client.get_job_status(stopped) == "STOPPED"
-    assert "resume with the same command" in logs.splitlines()[-1]
+    status, logs = ended(stopped)
+    assert status == "STOPPED" and "resume with the same command" in logs[-1]
     assert checkpoint_steps(storage, "discover")[-1] < 240 and not storage.exists(lock.LOCK_FILE)
 
-    code, printed = submit(client, "uno-again", *argv, faults=faults)
-    assert code == 0 and client.get_job_status("uno-again") == "SUCCEEDED", printed
-    assert f"results in {storage.root}" in printed and not storage.exists("ray")
-    logs = client.get_job_logs("uno-again").splitlines()  # without what the submitting `ray` says itself
+    status, logs = ended(submit())
+    assert status == "SUCCEEDED", logs
+    assert any(f"results in {storage.root}" in line for line in logs) and not storage.exists("ray")
     assert [line for line in logs if "WARNING" in line or "Traceback" in line] == []
     assert_as_undisturbed(tmp_path / "run", two, 1)
 

@@ -82,7 +82,6 @@ def test_a_rank_is_killed_and_the_same_command_finishes(resumed):
 
 
 @pytest.mark.ray
-@pytest.mark.slow
 def test_it_learns_what_ray_learns(resumed, two):
     """Weights, lines and results of Ray with two workers, to the bit."""
     assert_same_weights(resumed, two)
@@ -91,6 +90,7 @@ def test_it_learns_what_ray_learns(resumed, two):
 
 
 @pytest.mark.ray  # several processes
+@pytest.mark.slow
 def test_other_wishes_are_one_line(tmp_path):
     """From rank 0 alone. Kills: a rank that waits for ever for one that refused, a line from each of them."""
     process = torchrun(

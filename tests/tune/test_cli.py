@@ -9,13 +9,14 @@ from pipelines import ray_env
 from pipelines.options import parse
 from tests.pipelines.small import write_images
 from tests.tune.tiny import TINY, fake_sweep, tiny_data, tiny_options
-from tune import driver
+from tune import driver, spaces
 from tune.driver import sweep_options
 from tune.score import make_folds
 from tune.sweep import TUNE, main
 from uno.config import override
 from uno.data.files import Storage
-from uno.errors import ConfigError
+from uno.errors import ConfigError, NumericsError
+from uno.session.data import read_task
 from uno.weights import PRETRAINED_FILE
 
 
@@ -76,6 +77,15 @@ def test_foreign_directories_and_other_settings_are_refused_by_name(tmp_path):
     storage.write("sweep.yaml", b"- damaged")
     with pytest.raises(ConfigError, match=r"sweep\.yaml"):
         driver.open_sweep(same, storage, "0" * 64, 3)
+
+
+def test_a_sweep_of_failures_says_why(tmp_path):
+    options = tiny_options(tmp_path / "s", "--folds", "1", "--trials", "1")
+    fingerprint = read_task(options.config.data).rows.fingerprint
+    failed = {"overrides": spaces.draw(options.space, 0, 1), "status": "failed", "reason": "not finite"}
+    fake_sweep(tmp_path / "s", options, [failed], 2, fingerprint)
+    with pytest.raises(NumericsError, match=r"every trial failed, .* first reason: not finite"):
+        driver.run_sweep(options)
 
 
 def test_a_sweep_that_goes_on_holds_out_what_it_held_out(tmp_path):

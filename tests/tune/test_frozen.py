@@ -235,14 +235,15 @@ def test_a_disk_without_space_for_features_is_one_line(tmp_path, monkeypatch):
         load(options, storage=storage)
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("loading", ["memory", pytest.param("streaming", marks=pytest.mark.slow)])
-def test_a_sweep_on_features(ray_cluster, tmp_path, monkeypatch, computed, loading):
-    """A relative path of weights, trials in other processes and directories. Kills: weights that trials do
-    not find, features that they compute, a file of features that stays.
+def test_a_sweep_on_features(ray_cluster, tmp_path, monkeypatch, computed):
+    """A relative path of weights, trials in other processes and directories, which read a file of features.
+    (For features in memory: a sweep on vectors.) Kills: weights that trials do not find, features that they
+    compute, a file of features that stays.
     """
-    words = ("--trials", "3", "--folds", "1", "--scheduler", "none", "--data.loading", loading)
+    words = ("--trials", "3", "--folds", "1", "--scheduler", "none", "--data.loading", "streaming")
     options = frozen_options(tmp_path, *words)
     monkeypatch.chdir(tmp_path)
     relative = options._replace(config=override(options.config, {"model.weights": "encoder.safetensors"}))

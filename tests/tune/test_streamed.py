@@ -127,6 +127,7 @@ def test_images_larger_than_memory_are_never_in_memory(tmp_path):
     assert forked(work) == (0, "")
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(600)
 def test_a_streamed_sweep_of_parquet_and_one_in_memory(ray_cluster, tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from pipelines import cli
 from tests.pipelines.raylets import Command, head
 from tests.tune.tiny import TINY, fake_sweep, folds_of, tiny_data, tiny_options
 from tests.uno.session.test_loggers import wandb_run
@@ -24,7 +25,6 @@ from uno.data.files import Storage
 from uno.data.output import find_mapping
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
-from uno.errors import NumericsError
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
@@ -115,39 +115,48 @@ def test_more_trials_than_fit_and_stopping(ray_cluster, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_same_command_finishes_a_killed_sweep(tmp_path):
-    """SIGKILL to the driver once a third of the trials is done: nothing finished is run again."""
-    command = command_of(tmp_path / "s", "--trials 3 --scheduler none --concurrent 1")
-    storage = Storage(str(tmp_path / "s"))
-    null = subprocess.DEVNULL
-    driver = subprocess.Popen(command, stdout=null, stderr=null, start_new_session=True)
+def test_the_same_command_finishes_a_killed_and_a_stopped_sweep(ray_cluster, tmp_path, capsys):
+    """SIGKILL to the driver once a third of the trials is done, then SIGTERM in the second trial: nothing
+    finished is run again, and what was stopped has no result until it has one.
+    """
+    words = command_of(tmp_path / "s", "--trials 3 --scheduler none --concurrent 1 --discover.epochs 60")
+    storage, null = Storage(str(tmp_path / "s")), subprocess.DEVNULL
+    driver = subprocess.Popen(words, stdout=null, stderr=null, start_new_session=True)
     until(lambda: storage.exists("trials/0000/result.json"), driver)
     os.kill(driver.pid, signal.SIGKILL)
     driver.wait()
-    done = [i for i, result in enumerate(results(storage)) if result]
-    assert 1 <= len(done) < 3
-    before = {i: storage.read(f"{records.trial_name(i)}/epochs.jsonl") for i in done}
-    pretrained = pretrainings(storage)
+    assert not storage.exists("trials/0001/result.json")
+    before, pretrained = storage.read("trials/0000/epochs.jsonl"), pretrainings(storage)
     half = f"{records.trial_name(2)}/.trial.json.0123abcd"  # of a write that the kill cut off
     storage.write(half, b"{")
 
-    again = subprocess.run(command, capture_output=True, text=True, timeout=500)
-    assert again.returncode == 0, again.stderr
-    assert f"{len(done)} result" in again.stdout and " already" in again.stdout
-    assert [r["status"] for r in results(storage)] == ["finished"] * 3
-    assert {i: storage.read(f"{records.trial_name(i)}/epochs.jsonl") for i in done} == before
+    def stop() -> None:
+        until(lambda: len(records.read_epochs(storage, 1)) > begun)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    begun, stopping = len(records.read_epochs(storage, 1)), threading.Thread(target=stop)
+    stopping.start()
+    assert cli.main(words[3:]) == 75
+    stopping.join()
+    said = capsys.readouterr()
+    assert "1 result already" in " ".join(said.out.split()) and "same command" in said.err
+    assert not storage.exists("trials/0001/result.json")
+    assert json.loads(storage.read("trials/0001/trial.json"))["overrides"]
+
+    assert cli.main(words[3:]) == 0
+    assert [result["status"] for result in results(storage)] == ["finished"] * 3
+    assert storage.read("trials/0000/epochs.jsonl") == before
     assert pretrained.items() <= pretrainings(storage).items()
     assert not storage.exists(half)
-    assert "Traceback" not in again.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loading", ["memory", "streaming"])
-def test_a_trial_outlives_its_process(ray_cluster, tmp_path, loading):
-    """SIGKILL to the process of a trial once it has an epoch: the same sweep ends with the trial finished.
-    Kills: a trial that is failed for good, one that begins anew.
+def test_a_trial_outlives_its_process(ray_cluster, tmp_path):
+    """SIGKILL to the process of a streamed trial once it has an epoch: the same sweep ends with the trial
+    finished. (For one in memory: the loss of its node.) Kills: a trial that is failed for good, one that
+    begins anew.
     """
-    words = ("--scheduler", "none", "--discover.epochs", "8", "--data.loading", loading)
+    words = ("--scheduler", "none", "--discover.epochs", "8", "--data.loading", "streaming")
     options, storage = planned(tmp_path, [values()], *words)
     killed = []
 
@@ -177,65 +186,47 @@ def test_a_sweep_uses_a_node_that_joins_and_outlives_its_loss(tmp_path):
     which then waits for the place of the first. Kills: a number of trials that is fixed at the start, a trial
     that ends with its node, or begins anew.
     """
-    words = [*TINY, "--folds", "1", "--trials", "2", "--scheduler", "none", "--discover.epochs", "800"]
+    words = [*TINY, "--folds", "1", "--trials", "2", "--scheduler", "none", "--discover.epochs", "150"]
     storage, epochs = Storage(str(tmp_path / "s")), "trials/0001/epochs.jsonl"
     with head(1) as raylets:
         sweep = Command(
             ["pipelines", "tune", *words, "--output", storage.root], raylets.env, tmp_path / "log"
         )
         until(lambda: sweep.says("1 trial at a time") and storage.exists("trials/0000/epochs.jsonl"))
+        (first,) = raylets.processes_of("ray::ImplicitFunc")
+        os.kill(first, signal.SIGSTOP)  # it ends after the node that it does not need
+        assert not storage.exists("trials/0000/result.json")
         raylets.join(1)
         until(lambda: sweep.says("2 trials at a time") and storage.exists(epochs))
-        assert not storage.exists("trials/0000/result.json")
         raylets.lose()
         before = storage.read(epochs)
+        os.kill(first, signal.SIGCONT)
         assert sweep.end(500) == 0, sweep.lines
     assert [result["status"] for result in results(storage)] == ["finished"] * 2
     lines = storage.read(epochs)
-    assert lines.startswith(before) and before.count(b"\n") < 800
-    assert [json.loads(line)["epoch"] for line in lines.splitlines()] == list(range(1, 801))
-
-
-@pytest.mark.slow
-def test_sigterm_ends_a_sweep_that_can_be_continued(tmp_path):
-    command = command_of(tmp_path / "s", "--discover.epochs 500 --trials 2 --concurrent 1")
-    storage = Storage(str(tmp_path / "s"))
-    driver = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    until(lambda: storage.exists("trials/0000/epochs.jsonl"), driver)
-    driver.send_signal(signal.SIGTERM)
-    _, errors = driver.communicate(timeout=120)
-    assert driver.returncode == 75, errors
-    assert "same command" in errors
-    assert not storage.exists("trials/0000/result.json")
-    assert json.loads(storage.read("trials/0000/trial.json"))["overrides"]
-
-
-@pytest.mark.slow
-def test_sweeps_in_a_row(ray_cluster, tmp_path):
-    """Each trial is a Ray Train run: no placement group is lost, no CPU stays taken, a failure says why."""
-    words = ("--folds", "1", "--workers", "1", "--discover.epochs", "1")
-    options, storage = planned(tmp_path / "first", [values()], *words, "--data.loading", "streaming")
-    assert run_sweep(options) == 0
-    assert [result["status"] for result in results(storage)] == ["finished"]
-    options, storage = planned(tmp_path / "second", [values(1e-40)], *words)
-    with pytest.raises(NumericsError, match="finite"):  # of a sweep that has nothing else
-        run_sweep(options)
-    assert [result["status"] for result in results(storage)] == ["failed"]
-    until_free(ray_cluster)
+    assert lines.startswith(before) and before.count(b"\n") < 150
+    assert [json.loads(line)["epoch"] for line in lines.splitlines()] == list(range(1, 151))
 
 
 @pytest.mark.slow
 def test_another_cluster_on_the_machine_does_not_confuse_a_sweep(ray_cluster, tmp_path):
-    """A sweep in a process of its own starts its own cluster beside the test lane's. Kills: a stopped trial
-    that keeps its CPUs, so that the third waits for ever; Ray's helper that finds the wrong cluster.
+    """A sweep in a process of its own starts its own cluster beside the test lane's; each trial is a Ray
+    Train run. Kills: a trial that ends, or fails, and keeps its CPUs, so that the third waits for ever;
+    Ray's helper that finds the wrong cluster; a failure that does not say why.
     """
-    sweep, stale = (command_of(tmp_path / name, "--trials 3 --workers 1") for name in "st")
+    words = ("--workers", "1", "--discover.epochs", "1", "--data.loading", "streaming", "--scheduler", "none")
+    _, storage = planned(tmp_path, [values(), values(1e-40), values(heads=3)], "--folds", "1", *words)
+    own = ["--space", str(tmp_path / "space.yaml"), "--trials", "3", *words]
+    sweep, stale = (command_of(tmp_path / name, " ".join(own)) for name in ("s", "t"))
     how = {"capture_output": True, "text": True}
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
     with tempfile.TemporaryDirectory(prefix="uno-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         ended = subprocess.run(sweep, timeout=500, env=environment | {"RAY_TMPDIR": folder}, **how)
         logs = [path.read_text() for path in Path(folder).rglob("worker-*.err")]
-    assert ended.returncode == 0 and "3 trials, 0 failed" in ended.stdout, ended.stderr
+    assert ended.returncode == 0 and "2 trials, 1 failed" in ended.stdout, ended.stderr
+    found = results(storage)
+    assert [result["status"] for result in found] == ["finished", "failed", "finished"]
+    assert "finite" in found[1]["reason"]
     assert any("PlacementGroupCleaner" in log for log in logs)
     assert not any("PlacementGroupCleaner" in log and "Traceback" in log for log in logs)
     assert len(ray_cluster.nodes()) == 1

@@ -58,7 +58,11 @@ VIT = {
     "model__finetune": "last_stage",
     "model__encoder_lr_factor": 0.5,
 }
-OF_UNO = {"uno": OPTIONS, "gcd": MIXED, "last": {"model__finetune": "last_stage"}, "vit": VIT}
+OWN = {
+    "uno": OPTIONS, "gcd": MIXED, "last": {"model__finetune": "last_stage"}, "vit": VIT,
+    "pim": {"method": "pim", "pim__steps": 20},
+}  # fmt: skip
+"""Options of a method that are not its defaults."""
 
 
 class GlooWorker(StopAt):
@@ -132,7 +136,7 @@ def whole_phase(worker: GlooWorker, folder: Path) -> dict[str, Tensor]:
 
 def two_steps(name: str, worker: GlooWorker) -> dict[str, Tensor]:
     """Gradients and state after two steps of a method, with BatchNorm in eval mode."""
-    options = OF_UNO.get(name, {"method": name})
+    options = OWN.get(name, {"method": name})
     config = small_config(train__batch_size=24, **options)
     if hasattr(config.method_options, "rampup"):
         options |= {f"{name}__rampup": 0.0}
@@ -208,7 +212,7 @@ def main(rank: int, world_size: int, folder: Path) -> None:
     parts = {"step": one_step(worker), "jobs": shared_jobs(worker)}
     parts |= {f"metrics/{setting}": evaluated(worker, setting, folder) for setting in ("ncd", "gcd")}
     if world_size <= 2:
-        parts |= {f"method/{name}": two_steps(name, worker) for name in {**METHODS, **OF_UNO}}
+        parts |= {f"method/{name}": two_steps(name, worker) for name in {**METHODS, **OWN}}
     if world_size > 1:
         parts |= {"nan": nan_on_one_rank(worker), "phase": whole_phase(worker, folder)}
         parts |= {"bad": unreadable(worker, folder)}
@@ -227,22 +231,21 @@ def test_one_process_is_the_identity():
     collectives.barrier(CPU)
 
 
-def results(world_size: int, folder: Path) -> list[dict[str, Tensor]]:
-    """What each process stored."""
-    folder.mkdir()
-    if world_size == 1:
-        main(0, 1, folder)
-    else:
-        command = [sys.executable, "-m", "tests.uno.test_collectives"]
-        ranks = [[*command, str(rank), str(world_size), str(folder)] for rank in range(world_size)]
-        processes = [subprocess.Popen(rank, cwd=ROOT, stderr=subprocess.PIPE, text=True) for rank in ranks]
-        try:
-            errors = [process.communicate(timeout=200)[1] for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        assert not any(process.returncode for process in processes), "\n".join(errors)
-    return [load_file(folder / f"{rank}.st") for rank in range(world_size)]
+def results(world_size: int, folder: Path) -> tuple[list[dict[str, Tensor]], ...]:
+    """What one process stores, and each of ``world_size`` beside it."""
+    (one := folder / "one").mkdir()
+    (many := folder / "many").mkdir()
+    command = [sys.executable, "-m", "tests.uno.test_collectives"]
+    ranks = [[*command, str(rank), str(world_size), str(many)] for rank in range(world_size)]
+    processes = [subprocess.Popen(rank, cwd=ROOT, stderr=subprocess.PIPE, text=True) for rank in ranks]
+    try:
+        main(0, 1, one)
+        errors = [process.communicate(timeout=200)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert not any(process.returncode for process in processes), "\n".join(errors)
+    return [load_file(one / "0.st")], [load_file(many / f"{rank}.st") for rank in range(world_size)]
 
 
 RAY, SLOW = pytest.mark.ray, pytest.mark.slow
@@ -261,10 +264,9 @@ def test_workers_equal_one_worker(tmp_path, world_size):
     which it is told twice; a clustering that two workers make, that one waits for in a collective, or that
     another does not get; other metrics than those of one worker.
     """
-    (whole,) = results(1, tmp_path / "one")
-    shares = results(world_size, tmp_path / "many")
+    (whole,), shares = results(world_size, tmp_path)
     if world_size == 2:
-        assert {name.split("/")[1] for name in whole if name.startswith("method/")} == {*METHODS, *OF_UNO}
+        assert {name.split("/")[1] for name in whole if name.startswith("method/")} == {*METHODS, *OWN}
     for name, expected in whole.items():
         if name.startswith("method/") and world_size > 2:
             continue

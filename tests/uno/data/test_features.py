@@ -521,7 +521,7 @@ def compute_in_child(folder, slow):
     cached_features(cache_of(folder, job), job, "w", compute)
 
 
-@pytest.mark.ray  # several processes
+@pytest.mark.slow
 def test_a_killed_process_and_two_at_once(tmp_path):
     """SIGKILL after the first of three shards; two processes compute the others."""
     root = Path(__file__).parents[3]
