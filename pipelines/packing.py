@@ -66,7 +66,7 @@ def store_on_ray(ray: Any, config: Config) -> Store:
         shared = ray.put((without_images(rows), rows.images.reader()))
         here = {"ray.io/node-id": own} if output.is_local else None
         write = partial(write_shard, target=output.uri, shared=shared)
-        for some in grouped([(shard_block(shard, rows) for shard in shards)], EXECUTION_ROWS):
+        for some in grouped((shard_block(shard, rows) for shard in shards), EXECUTION_ROWS):
             found = ray.data.from_arrow(some).map_batches(
                 write, batch_format="pyarrow", batch_size=None, label_selector=here,
                 num_cpus=ray_env.TASK_CPUS, compute=ray.data.TaskPoolStrategy(size=workers),

@@ -43,7 +43,7 @@ def map_through_model(
     here = {"ray.io/node-id": own_node(ray)} if storage.is_local else None
     arguments = "cuda" if "GPU" in resources else "cpu", num_threads(config, workers), *loaded
     whole = {"batch_format": "pyarrow", "batch_size": None}
-    for some in grouped([blocks], EXECUTION_ROWS):
+    for some in grouped(blocks, EXECUTION_ROWS):
         dataset = ray.data.from_arrow(some)
         dataset.context.execution_options.preserve_order = True  # the rows of a partition stay together
         # Ray joins blocks below this size, and cuts those of 1.5 times as much, which no chunk has.

@@ -54,7 +54,7 @@ from uno.session.data import Show, read_task
 from uno.session.estimation import estimate_classes
 from uno.session.loggers import Loggers, require_loggers
 from uno.session.place import Place, TrainingJob, place_of
-from uno.session.predict import predict_run, unlabeled_rows
+from uno.session.predict import predict_run, ray_pays, unlabeled_rows
 from uno.session.resolve import resolve, starting_weights, stored_config, with_full_path
 from uno.session.resources import check_memory, forecast, on_features
 from uno.text import plural
@@ -278,7 +278,9 @@ def _finish(
         print_line("predicting all images and writing the report")
         model, _ = predict_run(config, storage, task, model, elsewhere)
         _mark_measured(storage)
-        write_report(config, storage, task, device=local_device(config), model=model, metrics=values)
+        place, device = place_of(config, elsewhere) if ray_pays(task) else Place(), local_device(config)
+        decode = place.decoder(config, storage, model, task.rows)
+        write_report(config, storage, task, device=device, model=model, metrics=values, decode=decode)
     _write_results(storage, values)
 
 
