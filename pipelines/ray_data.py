@@ -7,7 +7,7 @@ so that any step can be the first: one for each epoch, or for several short ones
 bytes each; what reads the images, or the images that are in memory, is in the object store, once for each
 node. What is not read yet is bounded by Ray Data's allocator. An execution's processes are as many as its
 rank's CPUs and live as long as it does, so that no task waits for a CPU, which an autoscaler would take for a
-need of nodes. The first one takes none: executions that wait for each other's CPUs go on.
+need of nodes. The first one takes none: executions that wait for each other's CPUs continue.
 """
 
 import logging
