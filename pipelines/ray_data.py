@@ -25,6 +25,7 @@ from torch import Tensor
 
 from pipelines.nodes import StallWarner
 from pipelines.ray_env import TASK_CPUS
+from pipelines.ray_private import dataset_of
 from uno.config import Config
 from uno.crops import Cropper
 from uno.data import stream
@@ -126,7 +127,7 @@ def decode_task(
     blocks = [image_block(images, rows[i : i + ROWS_PER_BLOCK]) for i in rows[::ROWS_PER_BLOCK]]
     decode = partial(decode_block, side=side, reader=images.reader(), interpolation=how)
     batches = {"batch_format": "pyarrow", "batch_size": ROWS_PER_DECODE, "zero_copy_batch": True}
-    dataset = ray.data.from_arrow(blocks).map_batches(decode, **batches).materialize()
+    dataset = dataset_of(blocks).map_batches(decode, **batches).materialize()
     columns = dataset.select_columns(["row", "reason"])
     facts = pa.concat_tables(columns.iter_batches(batch_size=None, batch_format="pyarrow"))
     return dataset.to_arrow_refs(), facts.sort_by("row")["reason"].to_pylist()
@@ -343,7 +344,7 @@ def _runner(
     where = {} if node is None else on(node)
 
     def run(blocks: list[pa.Table]) -> Iterator[pa.Table]:
-        dataset = ray.data.from_arrow(blocks)
+        dataset = dataset_of(blocks)
         options = dataset.context.execution_options
         options.preserve_order = True
         options.resource_limits = ExecutionResources(cpu=cpus, object_store_memory=store)

@@ -9,6 +9,7 @@ from itertools import chain, repeat
 from types import SimpleNamespace
 from unittest.mock import Mock, call
 
+import pyarrow as pa
 import pytest
 
 from pipelines import jobs, nodes, packing, ray_env, ray_private, tables
@@ -430,6 +431,7 @@ def test_ray_answers_a_worker_and_us(ray_cluster, monkeypatch):
     ray_private.quiet_reports()
     ray_private.propagate("RAY_ADDRESS")
     assert ray_private.launches() == []
+    assert ray_private.dataset_of([pa.table({"x": [1, 2]})] * 2).num_blocks() == 2
     line = ray_cluster.get(ray_cluster.remote(no_images).remote(31))
     assert line.startswith("no images for 31 s: each further process of Ray Data needs 0.9 CPU, ")
     (found,) = nodes.read_nodes()
