@@ -60,11 +60,11 @@ class OnRay(Place):
         with ray_env.connect(workers=config.compute.num_workers) as ray:
             return predict_on_ray(ray, config, read_model_files(storage), writer, show)
 
-    def decoder(self, config: Config, storage: Storage, model: Classifier, rows: Rows) -> Decode:
+    def decoder(self, config: Config, storage: Storage, rows: Rows, model: Classifier) -> Decode:
         """Features that the workers of a cluster compute: its head may be small. This process shows rows that
         need no encoder or are none of a finished run, and all on a Ray of its own.
         """
-        here, images = super().decoder(config, storage, model, rows), rows.images
+        here, images = super().decoder(config, storage, rows, model), rows.images
         ready = model.config.model.takes_vectors or images.prepared(np.arange(0)) is not None
         if ready or not model.model_hash or ray_env.cluster_address() is None:
             return here

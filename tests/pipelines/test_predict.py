@@ -108,7 +108,7 @@ def test_workers_of_a_cluster_look_at_samples(ray_cluster, run, monkeypatch):
     config, workers = override(model.config, {"compute.num_workers": 2}), jobs.OnRay()
     monkeypatch.setattr(ray_env, "cluster_address", lambda: "a cluster")
     monkeypatch.setattr(Place, "decoder", lambda *_: pytest.fail)
-    index, found = sample_logits(model, workers.decoder(config, storage, model, rows), numbers)
+    index, found = sample_logits(model, workers.decoder(config, storage, rows, model), numbers)
     assert (index == expected[0]).all()
     for ours, theirs in zip(found, expected[1], strict=True):
         assert ours is theirs is None or torch.allclose(ours, theirs, atol=1e-5)
@@ -133,9 +133,9 @@ class Elsewhere(Place):
     def __init__(self) -> None:
         self.asked: list[int] = []
 
-    def decoder(self, config, storage, model, rows):
+    def decoder(self, config, storage, rows, model):
         self.asked.append(len(rows))
-        return super().decoder(config, storage, model, rows)
+        return super().decoder(config, storage, rows, model)
 
 
 def test_workers_align_the_heads_of_what_they_predict(run, tmp_path):
@@ -158,6 +158,16 @@ def test_workers_look_at_the_rows_of_a_large_run_for_its_report(tmp_path, monkey
     }
     discover(override(preset("digits"), settings), settings, elsewhere=workers)
     assert workers.asked == asked and (tmp_path / "run" / "report.html").exists()
+
+
+def test_workers_look_at_the_rows_of_a_report_where_asked(run, monkeypatch):
+    """Kills: --workers that a report accepts and forgets."""
+    workers = Elsewhere()
+    monkeypatch.setattr("pipelines.jobs.OnRay", lambda: workers)
+    uno("report", run)
+    assert workers.asked == []
+    uno("report", run, "--workers", 2)
+    assert workers.asked == [1797]
 
 
 def test_damaged_files_have_rows(run, tmp_path, capsys):

@@ -1,7 +1,7 @@
 """What the report of a run shows, gathered for its template."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -34,11 +34,11 @@ log = logging.getLogger(__name__)
 def write_report(
     config: Config, storage: Storage, task: Task | None, *, device: torch.device | str = "cpu",
     max_rows: int | None = None, note: str = "", model: Classifier | None = None,
-    metrics: Mapping[str, float] | None = None, decode: Decode | None = None,
+    metrics: Mapping[str, float] | None = None, look: Callable[[Classifier], Decode] | None = None,
 ) -> str:  # fmt: skip
     """Write ``report.html`` into a run directory and return its path; without a ``task`` or a trained model
     it shows what is left. By default as many rows are looked at as take a minute. ``metrics``: those of a run
-    that has not written them yet; ``decode`` shows rows to the model, by default here.
+    that has not written them yet; ``look``: what shows rows to the model, by default this process.
     """
     found, notes = facts.read_facts(storage, metrics), [note] if note else []
     looked: dict[str, Any] = {"sample": None, "findings": None, "cards": [], "known_cards": []}
@@ -46,7 +46,7 @@ def write_report(
     if task is not None:
         try:
             model = open_model(config, storage, task, device) if model is None else model.to(device)
-            decode = decode or decoder(model, task.rows, config.compute.threads)
+            decode = look(model) if look else decoder(model, task.rows, config.compute.threads)
             sample = score_sample(task, model, decode, max_rows)
         except (StorageError, RuntimeError, ValueError) as error:  # RuntimeError: of another shape
             notes.append(f"No predictions: {' '.join(str(error).split())[:300]}.")

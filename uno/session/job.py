@@ -279,8 +279,8 @@ def _finish(
         model, _ = predict_run(config, storage, task, model, elsewhere)
         _mark_measured(storage)
         place, device = place_of(config, elsewhere) if ray_pays(task) else Place(), local_device(config)
-        decode = place.decoder(config, storage, model, task.rows)
-        write_report(config, storage, task, device=device, model=model, metrics=values, decode=decode)
+        look = partial(place.decoder, config, storage, task.rows)
+        write_report(config, storage, task, device=device, model=model, metrics=values, look=look)
     _write_results(storage, values)
 
 

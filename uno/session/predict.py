@@ -65,7 +65,7 @@ def predict(
     try:
         if model.alignment is None:
             task = read_task(config.data)
-            decode = place_of(config, elsewhere).decoder(config, storage, model, task.rows)
+            decode = place_of(config, elsewhere).decoder(config, storage, task.rows, model)
             model = with_alignment(model, storage, decode, unlabeled_rows(task))
     except UnoError as error:
         print_line(f"warning: head_agreement is empty, because heads cannot be aligned: {error}")
@@ -95,7 +95,7 @@ def predict_run(
     """
     if not ray_pays(task):
         config = override(config, {"compute.num_workers": 0, "compute.device": local_device(config).type})
-    decode = place_of(config, elsewhere).decoder(config, storage, model, task.rows)
+    decode = place_of(config, elsewhere).decoder(config, storage, task.rows, model)
     model = with_alignment(model, storage, decode, unlabeled_rows(task))
     writer = PredictionWriter(storage, RowInputs(task.rows), model, embedding=False, replace=True)
     return model, _predict(config, model, storage, writer, elsewhere)
