@@ -1,6 +1,7 @@
 """``uno predict``, ``uno classes`` and ``uno export`` as a person runs them."""
 
 import csv
+import json
 import os
 import re
 import shutil
@@ -31,7 +32,7 @@ from uno.results.infer import decoder, load_classifier, read_model_files, sample
 from uno.results.predictions import FILE
 from uno.session import settings
 from uno.session.data import read_task
-from uno.session.job import discover
+from uno.session.job import discover, evaluate
 from uno.session.place import Place
 from uno.session.predict import predict as session_predict
 from uno.session.predict import predict_run, unlabeled_rows
@@ -147,7 +148,9 @@ def test_workers_align_the_heads_of_what_they_predict(run, tmp_path):
 
 @pytest.mark.parametrize(("few", "asked"), [(1, [400, 400]), (401, [])])
 def test_workers_look_at_the_rows_of_a_large_run_for_its_report(tmp_path, monkeypatch, few, asked):
-    """Kills: a head that runs the encoder of a large run, workers that start for a small one."""
+    """And, when it is evaluated again, align its heads. Kills: a head that runs the encoder of a large run,
+    workers that start for a small one.
+    """
     monkeypatch.setattr("uno.session.predict.RAY_PAYS_ROWS", few)
     workers, settings = Elsewhere(), {**SMALL_RUN, "data.loading": "streaming", "data.limit": 200}
     settings |= {
@@ -158,6 +161,14 @@ def test_workers_look_at_the_rows_of_a_large_run_for_its_report(tmp_path, monkey
     }
     discover(override(preset("digits"), settings), settings, elsewhere=workers)
     assert workers.asked == asked and (tmp_path / "run" / "report.html").exists()
+    uno("classes", tmp_path / "run")
+    edit(tmp_path / "run", c9={"action": "drop"})
+    uno("classes", tmp_path / "run", "--apply")
+    path = tmp_path / "run" / "model" / "classes.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"alignment": None}))
+    (tmp_path / "run" / "metrics.json").write_text("{}")
+    evaluate(str(tmp_path / "run"), {"compute.num_workers": 1}, workers)
+    assert workers.asked == [*asked, 400, *asked[1:]] and json.loads(path.read_text())["alignment"]
 
 
 def test_workers_look_at_the_rows_of_a_report_where_asked(run, monkeypatch):
