@@ -60,13 +60,17 @@ class OnRay(Place):
         with ray_env.connect(workers=config.compute.num_workers) as ray:
             return predict_on_ray(ray, config, read_model_files(storage), writer, show)
 
+    def is_cluster(self) -> bool:
+        """Ray that this command does not start."""
+        return ray_env.cluster_address() is not None
+
     def decoder(self, config: Config, storage: Storage, rows: Rows, model: Classifier) -> Decode:
         """Features that the workers of a cluster compute: its head may be small. This process shows rows that
         need no encoder or are none of a finished run, and all on a Ray of its own.
         """
         here, images = super().decoder(config, storage, rows, model), rows.images
-        ready = model.config.model.takes_vectors or images.prepared(np.arange(0)) is not None
-        if ready or not model.model_hash or ray_env.cluster_address() is None:
+        ready = images.prepared(np.arange(0))
+        if (ready is not None and ready[0].ndim == 2) or not model.model_hash or not self.is_cluster():
             return here
         return partial(encode_on_ray, config, read_model_files(storage), images, here)
 

@@ -129,14 +129,20 @@ def test_workers_of_a_cluster_look_at_samples(ray_cluster, run, monkeypatch):
 
 
 class Elsewhere(Place):
-    """Workers that are this process, and who asks them for a sample."""
+    """Workers that are this process, and who asks them for a sample and for predictions."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_cluster=False) -> None:
         self.asked: list[int] = []
+        self.predicted: list[int] = []
+        self.is_cluster = lambda: is_cluster
 
     def decoder(self, config, storage, rows, model):
         self.asked.append(len(rows))
         return super().decoder(config, storage, rows, model)
+
+    def predict(self, config, model, storage, writer, show):
+        self.predicted.append(writer.num_rows)
+        return super().predict(config, model, storage, writer, show)
 
 
 def test_workers_align_the_heads_of_what_they_predict(run, tmp_path):
@@ -146,28 +152,30 @@ def test_workers_align_the_heads_of_what_they_predict(run, tmp_path):
     assert workers.asked == [1797] and load_classifier(Storage(str(run))).alignment is not None
 
 
-@pytest.mark.parametrize(("few", "asked"), [(1, [400, 400]), (401, [])])
-def test_workers_look_at_the_rows_of_a_large_run_for_its_report(tmp_path, monkeypatch, few, asked):
-    """And, when it is evaluated again, align its heads. Kills: a head that runs the encoder of a large run,
-    workers that start for a small one.
+@pytest.mark.parametrize(("few", "loading", "is_cluster", "asked"), [
+    (1, "streaming", False, [400, 400]), (401, "streaming", True, []), (1, "memory", False, []),
+    (1, "memory", True, [400, 400]),
+])  # fmt: skip
+def test_workers_end_a_large_run(tmp_path, monkeypatch, few, loading, is_cluster, asked):
+    """They predict, look at the rows of the report and, when it is evaluated again, align the heads. Kills: a
+    head that runs the encoder of a large run, workers that start for a small one, or for images that this
+    machine has decoded and they would decode again.
     """
     monkeypatch.setattr("uno.session.predict.RAY_PAYS_ROWS", few)
-    workers, settings = Elsewhere(), {**SMALL_RUN, "data.loading": "streaming", "data.limit": 200}
-    settings |= {
-        "compute.num_workers": 1,
-        "pretrain.epochs": 1,
-        "discover.epochs": 1,
-        "output": str(tmp_path / "run"),
-    }
+    workers, run = Elsewhere(is_cluster), tmp_path / "run"
+    settings = {**SMALL_RUN, "data.loading": loading, "compute.num_workers": 1, "output": str(run)}
+    settings |= {"pretrain.epochs": 1, "discover.epochs": 1}
     discover(override(preset("digits"), settings), settings, elsewhere=workers)
-    assert workers.asked == asked and (tmp_path / "run" / "report.html").exists()
-    uno("classes", tmp_path / "run")
-    edit(tmp_path / "run", c9={"action": "drop"})
-    uno("classes", tmp_path / "run", "--apply")
-    path = tmp_path / "run" / "model" / "classes.json"
+    assert workers.asked == asked and workers.predicted == asked[:1] and (run / "report.html").exists()
+    if not asked:
+        return
+    uno("classes", run)
+    edit(run, c9={"action": "drop"})
+    uno("classes", run, "--apply")
+    path = run / "model" / "classes.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"alignment": None}))
-    (tmp_path / "run" / "metrics.json").write_text("{}")
-    evaluate(str(tmp_path / "run"), {"compute.num_workers": 1}, workers)
+    (run / "metrics.json").write_text("{}")
+    evaluate(str(run), {"compute.num_workers": 1}, workers)
     assert workers.asked == [*asked, 400, *asked[1:]] and json.loads(path.read_text())["alignment"]
 
 

@@ -290,7 +290,7 @@ def _look(
     config: Config, storage: Storage, task: Task, elsewhere: Place | None
 ) -> Callable[[Classifier], Decode]:
     """What shows rows to the model of a run for its report."""
-    place = place_of(config, elsewhere) if ray_pays(task) else Place()
+    place = place_of(config, elsewhere) if ray_pays(task, elsewhere) else Place()
     return partial(place.decoder, config, storage, task.rows)
 
 

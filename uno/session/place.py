@@ -95,6 +95,10 @@ class Place:
         with at_speed(model, config, writer.num_rows - writer.num_done, threads):
             return predict_rows(model, writer, config.compute.threads, show)
 
+    def is_cluster(self) -> bool:
+        """Whether its workers are other machines than this one, which may be small."""
+        return False
+
     def decoder(self, config: Config, storage: Storage, rows: Rows, model: Classifier) -> Decode:
         """What shows a sample of ``rows`` to the ``model`` of the run in ``storage``."""
         return decoder(model, rows, config.compute.threads)

@@ -93,7 +93,7 @@ def predict_run(
     """The last step of a run: ``predictions.parquet`` of all its rows, on Ray where there are many to decode;
     those of an earlier model are replaced. Returns ``model``, its heads aligned.
     """
-    if not ray_pays(task):
+    if not ray_pays(task, elsewhere):
         config = override(config, {"compute.num_workers": 0, "compute.device": local_device(config).type})
     decode = place_of(config, elsewhere).decoder(config, storage, task.rows, model)
     model = with_alignment(model, storage, decode, unlabeled_rows(task))
@@ -101,9 +101,14 @@ def predict_run(
     return model, _predict(config, model, storage, writer, elsewhere)
 
 
-def ray_pays(task: Task) -> bool:
-    """Whether workers end sooner than this process with what takes an encoder at the end of a run."""
-    return task.rows.images.prepared(np.arange(0)) is None and len(task.rows) >= RAY_PAYS_ROWS
+def ray_pays(task: Task, elsewhere: Place | None) -> bool:
+    """Whether workers end sooner than this process with what takes an encoder at the end of a run: there are
+    many rows, and no features of them, nor decoded images unless the workers are those of a cluster.
+    """
+    ready = task.rows.images.prepared(np.arange(0))
+    is_cluster = elsewhere is not None and elsewhere.is_cluster()
+    is_left = ready is None or (ready[0].ndim > 2 and is_cluster)
+    return is_left and len(task.rows) >= RAY_PAYS_ROWS
 
 
 def unlabeled_rows(task: Task) -> np.ndarray:
