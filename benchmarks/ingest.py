@@ -181,7 +181,8 @@ def through_ray(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, ray_env.connect(STORE_BYTES) as ray:
         job = job_of(config, images, rows, folder)
         count = (job.last - job.first) * BATCH
-        on_ray = crop_on_ray(ray, *execution_limits(ray.cluster_resources(), 1, 0.0))
+        limits = execution_limits(ray.cluster_resources(), 1, 0.0)
+        on_ray = crop_on_ray(ray, ray.put(job.images), *limits)
         with ProcessPoolExecutor(CORES, mp_context=get_context("spawn")) as pool:
             methods = {
                 "DataLoader": loader_of(config, images, rows),
@@ -236,7 +237,8 @@ def one_stream(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, ray_env.connect(STORE_BYTES) as ray:
         job = job_of(config, images, rows, folder)
         job.last *= options.epochs
-        on_ray = crop_on_ray(ray, *execution_limits(ray.cluster_resources(), 1, 0.0))
+        limits = execution_limits(ray.cluster_resources(), 1, 0.0)
+        on_ray = crop_on_ray(ray, ray.put(job.images), *limits)
         begin, seen, marks = time.perf_counter(), 0, list[tuple[float, int]]()
         for pixels, _ in on_ray(job):
             seen += len(pixels)
@@ -277,11 +279,12 @@ def memory(options: argparse.Namespace) -> dict[str, Any]:
     config = config_of(options)
     runs = []
     with tempfile.TemporaryDirectory() as folder, ray_env.connect(STORE_BYTES) as ray:
-        on_ray = crop_on_ray(ray, *execution_limits(ray.cluster_resources(), 1, 0.0))
+        limits = execution_limits(ray.cluster_resources(), 1, 0.0)
         for epochs, times in ((1, 1), (1, 1), (2, 1), (4, 1), (1, 2), (1, 4)):
             images, rows = source_of(argparse.Namespace(**vars(options) | {"rows": options.rows * times}))
             job = job_of(config, images, rows, folder)
             job.last *= epochs
+            on_ray = crop_on_ray(ray, ray.put(job.images), *limits)
             with Peak() as peak:
                 drain(on_ray(job), job.last * BATCH)
             used = {"epochs": epochs, "rows": options.rows * times, "spilled_mb": spilled_mb(), **peak.found}

@@ -6,8 +6,9 @@ prints one JSON row. Source: CIFAR10-JPEG, one Parquet file of JPEGs (``--data``
 stem for small images, random weights. The plain loop is what one writes without us: a Dataset that decodes
 with Pillow, DataLoader with 2 workers, batches of 256, ``inference_mode``, the same network. Both read the
 same rows on the same cores and take turns (A B A B); ours also writes its table. ``--workers 2`` adds a turn
-on two Ray actors, whose start is in its time; that of Ray itself is ``ray_start_s``. ``--executions 8`` adds
-one where as many executions follow each other, as those of 10^8 rows do, each with actors of its own.
+on two Ray actors, whose start is in its time; that of Ray itself is ``ray_start_s``. ``--executions 3`` lets
+that alone take turns with as many executions that follow each other, as those of 10^8 rows do, each with
+actors of its own; ``restart_s`` is what one more costs. An execution has 512 rows at least.
 """
 
 import argparse
@@ -98,6 +99,8 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=0, help="Ray actors, besides the measurement without")
     parser.add_argument("--executions", type=int, default=0, help="on Ray, besides the measurement with one")
     options = parser.parse_args()
+    if options.executions and not options.workers:
+        parser.error("--executions needs --workers")
     if not options.data.exists():
         print(f"skipped: no {options.data}", file=sys.stderr)
         return 0
@@ -153,14 +156,24 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 with patch.object(partitions, "EXECUTION_ROWS", few):
                     on_ray()
 
+            if options.executions:
+                methods.clear()
             methods[f"uno --workers {options.workers}"] = on_ray
             if options.executions:
                 methods[f"uno --workers {options.workers}, {options.executions} executions"] = in_executions
             seconds = take_turns(methods, options.repeats)
     else:
         seconds = take_turns(methods, options.repeats)
-    same = float((found["plain"].numpy() == found["uno"]).mean())
     middle = medians(seconds)
+    if options.executions:
+        one, many = middle.values()
+        extra |= {
+            "restart_s": round((many - one) / (options.executions - 1), 2),
+            "ratio": round(many / one, 3),
+        }
+    else:
+        extra["same_class"] = float((found["plain"].numpy() == found["uno"]).mean())
+        extra["speedup"] = {name: round(middle["plain"] / value, 3) for name, value in middle.items()}
     return {
         "question": "images/s of uno predict next to a plain DataLoader loop",
         "command": f"python -m benchmarks.predict {' '.join(sys.argv[1:])}".strip(),
@@ -169,8 +182,6 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "load_average": round(os.getloadavg()[0], 1),
         "images_per_s": {name: round(len(rows) / value, 1) for name, value in middle.items()},
-        "speedup": {name: round(middle["plain"] / value, 3) for name, value in middle.items()},
-        "same_class": same,
         "spread": spread(seconds),
         "seconds": {name: [round(value, 3) for value in values] for name, values in seconds.items()},
         **extra,

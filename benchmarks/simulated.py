@@ -164,7 +164,7 @@ def autoscaler(name: str, workers: int) -> dict[str, Any]:
     cpus, _ = execution_limits(cluster, workers, TRAIN["CPU"])
     at_once = pool_size(cpus)
     busy, unplaced = [(key, dict(free)) for key, free in nodes], 0
-    for _ in range(workers * at_once):
+    for _ in range(workers * (at_once - 1)):  # the first of a rank takes no CPU
         place = next((free for _, free in busy if free["CPU"] >= TASK_CPUS), None)
         if place is None:
             unplaced += 1

@@ -280,7 +280,6 @@ def stream_rows(paths: list[str], num_rows: int, folder: str, workers: int) -> d
     config = override(preset("imagenet"), {"augment.small.num_views": 0})
     cpus, store = ray_data.execution_limits(ray.cluster_resources(), workers, 1.0)
     node, cpus = ray_data.preferred_node(ray.nodes(), here, cpus, 1, 1.0)
-    on_ray = ray_data.crop_on_ray(ray, cpus, store, node)
     found = {}
     for rows in (num_rows // 4, num_rows):
         numbers = np.arange(rows) % len(paths)
@@ -291,6 +290,7 @@ def stream_rows(paths: list[str], num_rows: int, folder: str, workers: int) -> d
         how = bad, crop, decode_here(config, images)
         train = StreamSet(images, np.arange(rows), labels, none, 1, 1, *how)
         job = CropJob(config, train, plan, 0, 1, 0, plan.steps_per_epoch)
+        on_ray = ray_data.crop_on_ray(ray, ray.put(images), cpus, store, node)
         for note in cut.iterdir():
             note.unlink()
         begin = time.monotonic()

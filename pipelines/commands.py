@@ -63,7 +63,8 @@ Without --data it predicts the data that RUN was trained on, into RUN/prediction
 --output DIR. --limit N predicts at most N images, evenly spaced.
 """)  # fmt: skip
 REPORT = Command("report", RUN, "some", text="""
-RUN/report.html opens from disk and needs no network. --data SOURCE is the new place of moved data.
+RUN/report.html opens from disk and needs no network. --data SOURCE is the new place of moved data. With
+--workers N the workers of a cluster compute the features of the images that it shows.
 """)  # fmt: skip
 CLASSES = Command("classes", RUN | APPLY, "none", text="""
 Writes RUN/classes.yaml, one entry for each discovered class, to edit by hand: its name, and keep, drop or
@@ -191,6 +192,7 @@ def predict(argv: Sequence[str]) -> int:
 def report(argv: Sequence[str]) -> int:
     """Write the report of a run and print its path."""
     options = parse(argv, REPORT)
+    from pipelines.jobs import OnRay
     from uno.data.files import Storage
     from uno.report.contents import open_task, write_report
     from uno.runs.hardware import local_device
@@ -203,7 +205,10 @@ def report(argv: Sequence[str]) -> int:
     task, note = open_task(config, storage)
     if note:
         print_line(f"warning: {note}")
-    print_line(f"report: {write_report(config, storage, task, device=device, note=note)}")
+    look = None
+    if task is not None and options.overrides.get("compute.num_workers"):
+        look = partial(OnRay().decoder, config, storage, task.rows)
+    print_line(f"report: {write_report(config, storage, task, device=device, note=note, look=look)}")
     return 0
 
 

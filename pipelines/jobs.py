@@ -1,22 +1,32 @@
 """The work of a run on Ray, for whoever wants workers: :class:`OnRay` is a place of ``uno.session``."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
 
 from pipelines import nodes, ray_env
 from pipelines.features import compute_on_ray
 from pipelines.inference import predict_on_ray
 from pipelines.worker import run_on_ray
 from uno.config import Config, override
+from uno.data.decode import decode_many, ok_mask
 from uno.data.files import Storage
+from uno.data.images import Images, from_columns, to_columns
+from uno.data.rows import Rows
 from uno.data.splits import Task
+from uno.model import features_of
 from uno.results import estimate
 from uno.results.estimate import Estimate, Settings
-from uno.results.infer import Classifier, read_model_files
+from uno.results.infer import Classifier, Decode, build_classifier, read_model_files
 from uno.results.predictions import PredictionWriter, Summary
+from uno.runs.hardware import num_threads
 from uno.session.console import print_line
 from uno.session.data import Show
 from uno.session.place import Place, TrainingJob, estimated_set
@@ -48,6 +58,20 @@ class OnRay(Place):
         with ray_env.connect(workers=config.compute.num_workers) as ray:
             return predict_on_ray(ray, config, read_model_files(storage), writer, show)
 
+    def is_cluster(self) -> bool:
+        """Ray that this command does not start."""
+        return ray_env.cluster_address() is not None
+
+    def decoder(self, config: Config, storage: Storage, rows: Rows, model: Classifier) -> Decode:
+        """Features that the workers of a cluster compute: its head may be small. This process shows rows that
+        need no encoder or are none of a finished run, and all on a Ray of its own.
+        """
+        here, images = super().decoder(config, storage, rows, model), rows.images
+        ready = images.prepared(np.arange(0))
+        if (ready is not None and ready[0].ndim == 2) or not model.model_hash or not self.is_cluster():
+            return here
+        return partial(encode_on_ray, config, read_model_files(storage), images, here)
+
     def estimate(
         self, config: Config, task: Task, storage: Storage, settings: Settings | None = None
     ) -> Estimate:
@@ -61,6 +85,48 @@ class OnRay(Place):
             return estimate.estimate_num_novel(
                 config, train, task.known, storage, device, settings, tasks, report=print_line
             )
+
+
+def encode_on_ray(
+    config: Config, files: Mapping[str, bytes], images: Images, here: Decode, batches: Iterable[np.ndarray]
+) -> Iterator[tuple[np.ndarray, Tensor, Sequence[str | None]]]:
+    """:data:`uno.results.infer.Decode` by tasks in the place of workers, each with a share of the batches;
+    by ``here`` where they are lost, or can read no image, as those of files on this machine.
+    """
+    rows, workers = list(batches), config.compute.num_workers
+    blocks, size = [to_columns(images, some) for some in rows], max(1, -(-len(rows) // workers))
+    with ray_env.connect() as ray, suppress(ray.exceptions.RayError):  # nodes that are lost
+        one = override(config, {"compute.num_workers": 1})
+        request = nodes.once_one_fits(one, lambda: ray_env.task_request(one, ray.cluster_resources()))
+        device, threads = "cuda" if request["num_gpus"] else "cpu", num_threads(config, workers)
+        shares = [blocks[i : i + size] for i in range(0, len(blocks), size)]
+        shared = files, images.reader(), device, threads
+        tasks = dict(ray_tasks(ray, workers, request, encode_blocks, shared, shares))
+        found = [batch for share in range(len(tasks)) for batch in tasks[share]]
+        if any(None in reasons for _, reasons in found):
+            return iter([(own, *batch) for own, batch in zip(rows, found, strict=True)])
+    return here(rows)
+
+
+def encode_blocks(
+    files: Mapping[str, bytes], reader: Images | None, device: str, threads: int,
+    blocks: Sequence[Mapping[str, Any]],
+) -> list[tuple[Tensor, list[str | None]]]:  # fmt: skip
+    """A task: of each block of :func:`uno.data.images.to_columns` the features float32 (b, D) by the model of
+    these ``files``, and why a row has none.
+    """
+    torch.set_num_threads(threads)
+    model, found = build_classifier(files, device), list[tuple[Tensor, list[str | None]]]()
+    for block in blocks:
+        how = model.config.data.interpolation
+        pixels, reasons = decode_many(from_columns(pa.table(block), reader), model.size, threads, how)
+        width = int(model.module.encoder.num_features)  # type: ignore[arg-type]
+        features = torch.zeros(len(reasons), width)
+        ok = torch.from_numpy(ok_mask(reasons))
+        if ok.any():
+            features[ok] = features_of(model.module, pixels[ok], model.config).cpu()
+        found.append((features, reasons))
+    return found
 
 
 def ray_tasks(

@@ -292,4 +292,4 @@ def no_images(waited: float) -> str:
     """What Ray Data lacks, for the user."""
     most = max((node.free.get("CPU", 0.0) for node in read_nodes() if not node.leaving), default=0.0)
     has = f"but no node has more than {most:g} free" if most < TASK_CPUS else f"a node has {most:g} free"
-    return f"no images for {waited:.0f} s: a task of Ray Data needs {TASK_CPUS:g} CPU, {has}"
+    return f"no images for {waited:.0f} s: each further process of Ray Data needs {TASK_CPUS:g} CPU, {has}"

@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from pipelines import nodes, ray_env
 from pipelines.ray_data import grouped, own_error, own_node
+from pipelines.ray_private import dataset_of
 from uno.config import Config, override
 from uno.data.files import Storage
 from uno.data.images import InMemory, from_columns, to_columns
@@ -66,8 +67,8 @@ def store_on_ray(ray: Any, config: Config) -> Store:
         shared = ray.put((without_images(rows), rows.images.reader()))
         here = {"ray.io/node-id": own} if output.is_local else None
         write = partial(write_shard, target=output.uri, shared=shared)
-        for some in grouped([(shard_block(shard, rows) for shard in shards)], EXECUTION_ROWS):
-            found = ray.data.from_arrow(some).map_batches(
+        for some in grouped((shard_block(shard, rows) for shard in shards), EXECUTION_ROWS):
+            found = dataset_of(some).map_batches(
                 write, batch_format="pyarrow", batch_size=None, label_selector=here,
                 num_cpus=ray_env.TASK_CPUS, compute=ray.data.TaskPoolStrategy(size=workers),
             )  # fmt: skip

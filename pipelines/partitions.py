@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from pipelines import nodes, ray_env
 from pipelines.ray_data import grouped, own_error, own_node
+from pipelines.ray_private import dataset_of
 from uno.config import Config
 from uno.data.files import Storage
 from uno.runs.hardware import num_threads
@@ -43,8 +44,8 @@ def map_through_model(
     here = {"ray.io/node-id": own_node(ray)} if storage.is_local else None
     arguments = "cuda" if "GPU" in resources else "cpu", num_threads(config, workers), *loaded
     whole = {"batch_format": "pyarrow", "batch_size": None}
-    for some in grouped([blocks], EXECUTION_ROWS):
-        dataset = ray.data.from_arrow(some)
+    for some in grouped(blocks, EXECUTION_ROWS):
+        dataset = dataset_of(some)
         dataset.context.execution_options.preserve_order = True  # the rows of a partition stay together
         # Ray joins blocks below this size, and cuts those of 1.5 times as much, which no chunk has.
         dataset.context.target_max_block_size = 2 * chunk_rows * (row_bytes + FACT_BYTES)

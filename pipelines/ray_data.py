@@ -1,11 +1,13 @@
 """Ray Data: tasks on any node read and decode images, once for a resident set, in every epoch for a streamed
 one, where they crop the views as well.
 
-Images travel to a task as they are: paths, encoded bytes, pixels, or numbers of rows in Parquet files. What
-comes back is 8-bit pixels, in order. For streaming every rank runs executions of its own, so that any step
-can be the first: one for each epoch, or for several short ones. What is not read yet is bounded by Ray
-Data's allocator. An execution's processes are as many as its rank's CPUs and live as long as it does, so
-that no task waits for a CPU, which an autoscaler would take for a need of nodes.
+Images of a resident set travel to a task as they are: paths, encoded bytes, pixels, or numbers of rows in
+Parquet files. What comes back is 8-bit pixels, in order. For streaming every rank runs executions of its own,
+so that any step can be the first: one for each epoch, or for several short ones. Numbers of rows travel, 24
+bytes each; what reads the images, or the images that are in memory, is in the object store, once for each
+node. What is not read yet is bounded by Ray Data's allocator. An execution's processes are as many as its
+rank's CPUs and live as long as it does, so that no task waits for a CPU, which an autoscaler would take for a
+need of nodes. The first one takes none: executions that wait for each other's CPUs continue.
 """
 
 import logging
@@ -23,12 +25,13 @@ from torch import Tensor
 
 from pipelines.nodes import StallWarner
 from pipelines.ray_env import TASK_CPUS
+from pipelines.ray_private import dataset_of
 from uno.config import Config
 from uno.crops import Cropper
 from uno.data import stream
 from uno.data.decode import BadRows, DecodedBatch, Interpolation, decode_many, ok_mask
 from uno.data.files import Storage
-from uno.data.images import Images, from_columns, to_columns
+from uno.data.images import Image, Images, from_columns, to_columns
 from uno.data.mapped import NeighborViews
 from uno.data.resident import EvalSet
 from uno.data.resident import train_set as resident_set
@@ -59,8 +62,11 @@ def shared(
     :func:`decode_task`.
     """
     ok = None if reasons is None else ok_mask(reasons)
-    rows = stream.stream_facts(task) if config.data.loading == "streaming" else train_rows(task, ok)
+    streams = config.data.loading == "streaming"
+    rows = stream.stream_facts(task) if streams else train_rows(task, ok)
     found: dict[str, Any] = {"num_true": len(task.known) + len(task.novel)}
+    if streams:
+        found["source"] = ray.put(rows.pop("images"))
     if features is not None:
         parts = (features,) if isinstance(features, Tensor) else features.parts
         found["features"] = ray.put([part.numpy() for part in parts])
@@ -95,10 +101,12 @@ def worker_sets(
     neighbors = ray.train.get_context().get_local_world_size()
     node, cpus = preferred_node(ray.nodes(), own_node(ray), cpus, neighbors, loop["worker_cpus"])
     limits = cpus, store, node
-    bad = BadRows(rows.pop("ids"), rows["images"], config.data.max_bad_fraction, storage)
-    decode = decode_on_ray(ray, rows["images"], side, *limits, config.data.interpolation)
-    train = stream.StreamSet(**rows, bad=bad, crop=crop_on_ray(ray, *limits), decode=decode)
-    how = rows["images"], side, decode, bad
+    source = ray.get(loop["source"])
+    bad = BadRows(rows.pop("ids"), source, config.data.max_bad_fraction, storage)
+    decode = decode_on_ray(ray, loop["source"], side, *limits, config.data.interpolation)
+    crop = crop_on_ray(ray, loop["source"], *limits)
+    train = stream.StreamSet(source, **rows, bad=bad, crop=crop, decode=decode)
+    how = source, side, decode, bad
     return train, truth(lambda own, true, free: stream.StreamedEvalSet(true, own, free, *how))
 
 
@@ -119,7 +127,7 @@ def decode_task(
     blocks = [image_block(images, rows[i : i + ROWS_PER_BLOCK]) for i in rows[::ROWS_PER_BLOCK]]
     decode = partial(decode_block, side=side, reader=images.reader(), interpolation=how)
     batches = {"batch_format": "pyarrow", "batch_size": ROWS_PER_DECODE, "zero_copy_batch": True}
-    dataset = ray.data.from_arrow(blocks).map_batches(decode, **batches).materialize()
+    dataset = dataset_of(blocks).map_batches(decode, **batches).materialize()
     columns = dataset.select_columns(["row", "reason"])
     facts = pa.concat_tables(columns.iter_batches(batch_size=None, batch_format="pyarrow"))
     return dataset.to_arrow_refs(), facts.sort_by("row")["reason"].to_pylist()
@@ -150,8 +158,17 @@ def decode_block(
     block: pa.Table, side: int, reader: Images | None, interpolation: Interpolation = "bilinear"
 ) -> pa.Table:
     """The rows of an :func:`image_block` with ``pixels`` and ``reason``."""
-    pixels, reasons = decode_many(from_columns(block, reader), side, 1, interpolation)
-    return _pixel_table(pixels.flatten(1).numpy(), reasons).append_column("row", block["row"])
+    return _decoded(block["row"], from_columns(block, reader), side, interpolation)
+
+
+def _decode(block: pa.Table, images: Images, side: int, interpolation: Interpolation) -> pa.Table:
+    """As :func:`decode_block`, of rows of ``images``."""
+    return _decoded(block["row"], images.read_images(block["row"].to_numpy()), side, interpolation)
+
+
+def _decoded(rows: Any, images: list[Image], side: int, interpolation: Interpolation) -> pa.Table:
+    pixels, reasons = decode_many(images, side, 1, interpolation)
+    return _pixel_table(pixels.flatten(1).numpy(), reasons).append_column("row", rows)
 
 
 def _pixel_table(pixels: np.ndarray, reasons: list[str | None]) -> pa.Table:
@@ -200,49 +217,46 @@ def preferred_node(
 
 
 def crop_on_ray(
-    ray: Any, cpus: float, store: float, node: str | None = None
+    ray: Any, source: Any, cpus: float, store: float, node: str | None = None
 ) -> Callable[[CropJob], Generator[Chunk, None, None]]:
     """As :func:`uno.data.stream.crop_local`, in Ray tasks within :func:`execution_limits`,
-    :func:`preferred_node` or anywhere.
+    :func:`preferred_node` or anywhere; ``source`` is the reference to the job's images.
     """
 
     def chunks(job: CropJob) -> Generator[Chunk, None, None]:
-        reader = job.images.reader()
-        crop = partial(_crop, cropper=job.cropper, chunk_rows=job.chunk_rows, reader=reader)
-        run = _runner(ray, crop, cpus, store, job.chunk_rows * job.row_bytes, node)
+        crop = partial(_crop, cropper=job.cropper, chunk_rows=job.chunk_rows)
+        run = _runner(ray, crop, source, cpus, store, job.chunk_rows * job.row_bytes, node)
         num_rows = job.fetch_rows or TASK_CHUNKS * job.chunk_rows
-
-        def places(of: References) -> pa.Table:
-            steps, positions, rows = of
-            return pa.table({"step": steps, "position": positions, **to_columns(job.images, rows)})
-
-        for table in in_executions(run, grouped(map(places, epoch) for epoch in job.epochs(num_rows))):
+        for table in in_executions(run, whole_epochs(map(places, epoch) for epoch in job.epochs(num_rows))):
             yield bytes_of(table["pixels"], job.row_bytes), table["reason"].to_pylist()
 
     return chunks
 
 
+def places(of: References) -> pa.Table:
+    """Rows to crop as they travel."""
+    return pa.table(dict(zip(("step", "position", "row"), of, strict=True)))
+
+
 def decode_on_ray(
-    ray: Any, images: Images, side: int, cpus: float, store: float, node: str | None = None,
+    ray: Any, source: Any, side: int, cpus: float, store: float, node: str | None = None,
     how: Interpolation = "bilinear",
 ) -> Callable[[Iterable[np.ndarray]], Iterator[DecodedBatch]]:  # fmt: skip
-    """As :func:`uno.data.decode.decoded`, in Ray tasks."""
-    decode = partial(decode_block, side=side, reader=images.reader(), interpolation=how)
-    run = _runner(ray, decode, cpus, store, CHUNK_BYTES, node)
+    """As :func:`uno.data.decode.decoded`, of the images that ``source`` refers to, in Ray tasks."""
+    run = _runner(ray, partial(_decode, side=side, interpolation=how), source, cpus, store, CHUNK_BYTES, node)
 
     def decoded(batches: Iterable[np.ndarray]) -> Iterator[DecodedBatch]:
-        blocks = (image_block(images, rows) for rows in batches)
-        for table in in_executions(run, grouped([blocks])):
+        for table in in_executions(run, grouped(pa.table({"row": rows}) for rows in batches)):
             pixels = torch.from_numpy(bytes_of(table["pixels"], 3 * side**2).copy())
             yield table["row"].to_numpy(), pixels.view(-1, 3, side, side), table["reason"].to_pylist()
 
     return decoded
 
 
-def _crop(block: pa.Table, cropper: Cropper, chunk_rows: int, reader: Images | None) -> Iterator[pa.Table]:
+def _crop(block: pa.Table, images: Images, cropper: Cropper, chunk_rows: int) -> Iterator[pa.Table]:
     torch.set_num_threads(1)
-    found = from_columns(block, reader)
-    steps, positions = (block[name].to_numpy() for name in ("step", "position"))
+    steps, positions, rows = (block[name].to_numpy() for name in ("step", "position", "row"))
+    found = images.read_images(rows)
     for start in range(0, len(block), chunk_rows):
         own = slice(start, start + chunk_rows)
         yield _pixel_table(*cropper.crop(steps[own], positions[own], found[own]))
@@ -275,18 +289,26 @@ def in_executions(run: Run, groups: Iterator[list[pa.Table]]) -> Iterator[pa.Tab
             assert done == num_rows, (done, num_rows)  # no row is lost or doubled
 
 
-def grouped(parts: Iterable[Iterable[pa.Table]], max_rows: int | None = None) -> Iterator[list[pa.Table]]:
-    """Blocks for an execution: of whole ``parts`` until they are enough, of so many rows, or of 128 MiB."""
+def whole_epochs(epochs: Iterable[Iterable[pa.Table]]) -> Iterator[list[pa.Table]]:
+    """Blocks for an execution: those of one epoch after the other, until they are enough."""
+    group: list[pa.Table] = []
+    for epoch in epochs:
+        group += epoch
+        if len(group) >= EXECUTION_BLOCKS:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def grouped(blocks: Iterable[pa.Table], max_rows: int | None = None) -> Iterator[list[pa.Table]]:
+    """Blocks for an execution: of so many rows, or of 128 MiB."""
     group: list[pa.Table] = []
     rows = size = 0
-    for part in parts:
-        for block in part:
-            group.append(block)
-            rows, size = rows + len(block), size + block.nbytes
-            if size >= EXECUTION_BYTES or rows >= (max_rows or rows + 1):
-                yield group
-                group, rows, size = [], 0, 0
-        if len(group) >= EXECUTION_BLOCKS:
+    for block in blocks:
+        group.append(block)
+        rows, size = rows + len(block), size + block.nbytes
+        if size >= EXECUTION_BYTES or rows >= (max_rows or rows + 1):
             yield group
             group, rows, size = [], 0, 0
     if group:
@@ -294,10 +316,12 @@ def grouped(parts: Iterable[Iterable[pa.Table]], max_rows: int | None = None) ->
 
 
 class Apply:
-    """A process of an execution, which calls ``function`` with blocks."""
+    """A process of an execution, which calls ``function`` with blocks and the images at ``source``."""
 
-    def __init__(self, function: Callable[[pa.Table], Any]) -> None:
-        self._function = function
+    def __init__(self, function: Callable[..., Any], source: Any) -> None:
+        import ray
+
+        self._function = partial(function, images=ray.get(source))
 
     def __call__(self, block: pa.Table) -> Any:
         """What comes of a block, or an iterator of it."""
@@ -305,18 +329,22 @@ class Apply:
 
 
 def _runner(
-    ray: Any, function: Callable[..., Any], cpus: float, store: float, chunk_bytes: int, node: str | None
-) -> Run:
+    ray: Any, function: Callable[..., Any], source: Any, cpus: float, store: float, chunk_bytes: int,
+    node: str | None,
+) -> Run:  # fmt: skip
     """Blocks through ``function`` in processes on ``node``, or where Ray wants them, which results of
     ``chunk_bytes`` leave at once.
     """
     from ray.data import ActorPoolStrategy, ExecutionResources
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    where = {} if node is None else {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True)}
+    def on(name: str) -> dict[str, Any]:
+        return {"scheduling_strategy": NodeAffinitySchedulingStrategy(name, soft=True)}
+
+    where = {} if node is None else on(node)
 
     def run(blocks: list[pa.Table]) -> Iterator[pa.Table]:
-        dataset = ray.data.from_arrow(blocks)
+        dataset = dataset_of(blocks)
         options = dataset.context.execution_options
         options.preserve_order = True
         options.resource_limits = ExecutionResources(cpu=cpus, object_store_memory=store)
@@ -324,9 +352,11 @@ def _runner(
         dataset.context.target_max_block_size = chunk_bytes - 1
         # A fixed pool is started whatever Ray's coordinator has left: it gives a rank of many no CPU at all.
         pool = ActorPoolStrategy(size=min(pool_size(cpus), len(blocks)))
+        # Ranks wait for each other and hold their CPUs for an epoch: one without any would wait for ever.
+        first = iter([{"num_cpus": 0, **on(own_node(ray))}])
         results = dataset.map_batches(
-            Apply, fn_constructor_args=(function,), compute=pool, num_cpus=TASK_CPUS * min(1.0, cpus),
-            batch_format="pyarrow", batch_size=None, **where,
+            Apply, fn_constructor_args=(function, source), compute=pool, num_cpus=TASK_CPUS * min(1.0, cpus),
+            ray_remote_args_fn=lambda: next(first, {}), batch_format="pyarrow", batch_size=None, **where,
         )  # fmt: skip
         return _in_order(results)
 

@@ -110,6 +110,18 @@ def quiet_pools() -> None:
         dispatcher.handlers.insert(0, (leave_out.__name__, leave_out))  # the one that prints is behind it
 
 
+def dataset_of(blocks: list[Any]) -> Any:
+    """Arrow tables as a dataset of Ray Data, a block each. Without the name, which is mostly for Ray's tests,
+    a task counts the rows of each block: it waits for a CPU, and takes longer than to store row numbers.
+    """
+    import ray
+
+    try:
+        return ray.data.from_blocks(blocks)
+    except GONE:
+        return ray.data.from_arrow(blocks)
+
+
 def propagate(variable: str) -> None:
     """Ray Train's own helpers inherit this environment variable. Without the private name they look for the
     cluster among the processes of the machine.

@@ -9,6 +9,7 @@ from itertools import chain, repeat
 from types import SimpleNamespace
 from unittest.mock import Mock, call
 
+import pyarrow as pa
 import pytest
 
 from pipelines import jobs, nodes, packing, ray_env, ray_private, tables
@@ -337,10 +338,8 @@ def test_images_that_do_not_come_are_said_for_as_long_as_they_do_not_come(monkey
     monkeypatch.setattr(
         nodes, "read_nodes", lambda: [node("a", BIG, {"CPU": 0.2}), node("b", BIG, leaving=True)]
     )
-    assert (
-        no_images(31)
-        == "no images for 31 s: a task of Ray Data needs 0.9 CPU, but no node has more than 0.2 free"
-    )
+    wanted = "no images for 31 s: each further process of Ray Data needs 0.9 CPU, "
+    assert no_images(31) == f"{wanted}but no node has more than 0.2 free"
     monkeypatch.setattr(nodes, "read_nodes", lambda: [node("a", BIG)])
     assert no_images(60).endswith("needs 0.9 CPU, a node has 4 free")
     waits, told = StallWarner(lambda waited: f"waited {waited:.2f}", every_s=0.03), []
@@ -432,8 +431,9 @@ def test_ray_answers_a_worker_and_us(ray_cluster, monkeypatch):
     ray_private.quiet_reports()
     ray_private.propagate("RAY_ADDRESS")
     assert ray_private.launches() == []
+    assert ray_private.dataset_of([pa.table({"x": [1, 2]})] * 2).num_blocks() == 2
     line = ray_cluster.get(ray_cluster.remote(no_images).remote(31))
-    assert line.startswith("no images for 31 s: a task of Ray Data needs 0.9 CPU, ")
+    assert line.startswith("no images for 31 s: each further process of Ray Data needs 0.9 CPU, ")
     (found,) = nodes.read_nodes()
     assert found.total["CPU"] == NUM_CPUS and not found.leaving and ray_private.worker_hosts() == set()
     place = nodes.PlacementProbe("PACK")

@@ -1,6 +1,7 @@
 """``uno predict``, ``uno classes`` and ``uno export`` as a person runs them."""
 
 import csv
+import json
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -16,17 +18,23 @@ import safetensors.torch
 import torch
 import yaml
 
-from pipelines import cli
+from pipelines import cli, jobs, ray_env
 from tests.pipelines.small import SMALL, refused, wait_for, write_images
 from tests.uno.data.builders import encoded, pixels
 from tests.uno.models import NUM_DAMAGED, write_damaged, write_digits, write_model
+from tests.uno.small_run import SMALL as SMALL_RUN
 from uno.config import Config, override
 from uno.data.files import Storage
+from uno.data.images import InMemory
 from uno.data.sources import read_digits
-from uno.results.infer import load_classifier
+from uno.presets import preset
+from uno.results.infer import decoder, load_classifier, read_model_files, sample_logits
 from uno.results.predictions import FILE
 from uno.session import settings
 from uno.session.data import read_task
+from uno.session.job import discover, evaluate
+from uno.session.place import Place
+from uno.session.predict import predict as session_predict
 from uno.session.predict import predict_run, unlabeled_rows
 
 
@@ -88,6 +96,97 @@ def test_overwritten_images_are_predicted_again(run, tmp_path, caplog, kind):
     assert tables[0] != tables[1] == tables[2]
     (line,) = (message for message in caplog.messages if "written to" in message)
     assert line == "images were written to since they were predicted: all are predicted again"
+
+
+@pytest.mark.ray
+def test_workers_of_a_cluster_look_at_samples(ray_cluster, run, monkeypatch):
+    """Of a head without a GPU and with little memory. Kills: a model that this process runs, rows in another
+    order, a sample of nothing where only this machine has the files, or where nodes are lost.
+    """
+    storage, rows, numbers = Storage(str(run)), read_digits(), np.arange(1796, 1000, -1)
+    model = load_classifier(storage)
+    expected = sample_logits(model, decoder(model, rows, 1), numbers)
+    config, workers = override(model.config, {"compute.num_workers": 2}), jobs.OnRay()
+    monkeypatch.setattr(ray_env, "cluster_address", lambda: "a cluster")
+    monkeypatch.setattr(Place, "decoder", lambda *_: pytest.fail)
+    index, found = sample_logits(model, workers.decoder(config, storage, rows, model), numbers)
+    assert (index == expected[0]).all()
+    for ours, theirs in zip(found, expected[1], strict=True):
+        assert ours is theirs is None or torch.allclose(ours, theirs, atol=1e-5)
+
+    def lost(*_):
+        raise ray_cluster.exceptions.NodeDiedError("gone")
+
+    how = (
+        config,
+        read_model_files(storage),
+        InMemory(["/no/such.png"]),
+        lambda batches: (len(batches), "here"),
+    )
+    assert jobs.encode_on_ray(*how, [np.arange(1)]) == (1, "here")
+    monkeypatch.setattr(jobs, "ray_tasks", lost)
+    assert jobs.encode_on_ray(*how, [np.arange(1)] * 2) == (2, "here")
+
+
+class Elsewhere(Place):
+    """Workers that are this process, and who asks them for a sample and for predictions."""
+
+    def __init__(self, is_cluster=False) -> None:
+        self.asked: list[int] = []
+        self.predicted: list[int] = []
+        self.is_cluster = lambda: is_cluster
+
+    def decoder(self, config, storage, rows, model):
+        self.asked.append(len(rows))
+        return super().decoder(config, storage, rows, model)
+
+    def predict(self, config, model, storage, writer, show):
+        self.predicted.append(writer.num_rows)
+        return super().predict(config, model, storage, writer, show)
+
+
+def test_workers_align_the_heads_of_what_they_predict(run, tmp_path):
+    """Kills: a head that runs the encoder although workers are there."""
+    given, workers = {"compute.num_workers": 1, "data.source": "digits", "output": str(tmp_path)}, Elsewhere()
+    session_predict(str(run), given, embedding=False, elsewhere=workers)
+    assert workers.asked == [1797] and load_classifier(Storage(str(run))).alignment is not None
+
+
+@pytest.mark.parametrize(("few", "loading", "is_cluster", "asked"), [
+    (1, "streaming", False, [400, 400]), (401, "streaming", True, []), (1, "memory", False, []),
+    (1, "memory", True, [400, 400]),
+])  # fmt: skip
+def test_workers_end_a_large_run(tmp_path, monkeypatch, few, loading, is_cluster, asked):
+    """They predict, look at the rows of the report and, when it is evaluated again, align the heads. Kills: a
+    head that runs the encoder of a large run, workers that start for a small one, or for images that this
+    machine has decoded and they would decode again.
+    """
+    monkeypatch.setattr("uno.session.predict.RAY_PAYS_ROWS", few)
+    workers, run = Elsewhere(is_cluster), tmp_path / "run"
+    settings = {**SMALL_RUN, "data.loading": loading, "compute.num_workers": 1, "output": str(run)}
+    settings |= {"pretrain.epochs": 1, "discover.epochs": 1}
+    discover(override(preset("digits"), settings), settings, elsewhere=workers)
+    assert workers.asked == asked and workers.predicted == asked[:1] and (run / "report.html").exists()
+    if not asked:
+        return
+    uno("classes", run)
+    edit(run, c9={"action": "drop"})
+    uno("classes", run, "--apply")
+    path = run / "model" / "classes.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"alignment": None}))
+    (run / "metrics.json").write_text("{}")
+    evaluate(str(run), {"compute.num_workers": 1}, workers)
+    assert workers.asked == [*asked, 400, *asked[1:]] and json.loads(path.read_text())["alignment"]
+
+
+def test_workers_look_at_the_rows_of_a_report_where_asked(run, monkeypatch):
+    """Kills: --workers that a report accepts and forgets."""
+    workers = Elsewhere()
+    monkeypatch.setattr("pipelines.jobs.OnRay", lambda: workers)
+    uno("report", run)
+    assert workers.asked == []
+    uno("report", run, "--workers", 2)
+    assert workers.asked == [1797]
 
 
 def test_damaged_files_have_rows(run, tmp_path, capsys):

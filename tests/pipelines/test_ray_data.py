@@ -135,7 +135,8 @@ def test_ray_data_equals_this_process(ray_cluster, tmp_path, monkeypatch, make):
     """Bit for bit: a resident set; the crops of both of two workers, over several executions, blocks and
     chunks of a block, from the beginning and from the middle of an epoch; the rows of an evaluation.
     Kills: blocks in the order of completion, an execution that is lost, chunks out of step; more executions
-    than epochs; one without Ray Data's allocator.
+    than epochs, also of images that are in memory, and images that travel in each; one without Ray Data's
+    allocator.
     """
     for module, name, value in (
         (resources, "ROWS_PER_BLOCK", 8), (ray_data, "ROWS_PER_DECODE", 3),
@@ -156,12 +157,15 @@ def test_ray_data_equals_this_process(ray_cluster, tmp_path, monkeypatch, make):
         assert torch.equal(kept[:], images) and torch.equal(kept[[3, 0]], images[[3, 0]])
 
     train = streaming_set(CONFIG, task, Storage(str(tmp_path / "run")))
-    limits = ray_data.execution_limits(PAIR, 2, 0.5)
-    crop = ray_data.crop_on_ray(ray_cluster, *limits)
+    source, limits = ray_cluster.put(train.images), ray_data.execution_limits(PAIR, 2, 0.5)
+    crop = ray_data.crop_on_ray(ray_cluster, source, *limits)
     for rank, first in ((0, 0), (1, 3)):
         job = job_of(train, rank, 2, first)
-        with executions_of() as executed:
+        with executions_of() as executed, monkeypatch.context() as patch:
+            patch.setattr(ray_data, "EXECUTION_BYTES", 1)
             chunks = list(crop(job))
+        blocks = [ray_data.places(some) for epoch in job.epochs(5) for some in epoch]
+        assert all(block.nbytes == 24 * len(block) for block in blocks)
         epochs = len(list(job.epochs(1)))
         assert len(executed) == epochs > 1 and all(executed)
         assert len(chunks) >= (8 - first) * 6 / 5  # they leave a task one by one
@@ -170,7 +174,7 @@ def test_ray_data_equals_this_process(ray_cluster, tmp_path, monkeypatch, make):
         assert (pixels == expected).all() and why == expected_why and len(pixels) == (8 - first) * 6
 
     rows = np.arange(len(task.rows))
-    decoded = ray_data.decode_on_ray(ray_cluster, train.images, 8, *limits)
+    decoded = ray_data.decode_on_ray(ray_cluster, source, 8, *limits)
     found, pixels, why = zip(*decoded(rows[start : start + 9] for start in rows[::9]), strict=True)
     assert np.concatenate(found).tolist() == rows.tolist() and torch.equal(torch.cat(pixels), images)
     assert [reason for some in why for reason in some] == reasons
@@ -184,10 +188,32 @@ def test_a_damaged_page_is_one_line(ray_cluster, tmp_path):
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 4
         path.write_bytes(data)
-    crop = ray_data.crop_on_ray(ray_cluster, *ray_data.execution_limits(PAIR, 1, 1))
+    source = ray_cluster.put(train.images)
+    crop = ray_data.crop_on_ray(ray_cluster, source, *ray_data.execution_limits(PAIR, 1, 1))
     with pytest.raises(ConfigError, match="cannot read row group") as caught:
         joined(crop(job_of(train)))
     assert "CRC" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.ray
+def test_an_execution_needs_no_cpu_that_is_free(ray_cluster, tmp_path):
+    """All are held, as by the executions of other ranks, which end when this one has given its images. Kills:
+    two streamed runs on a cluster, or more processes than fit, that wait for each other for ever.
+    """
+    from ray.util import placement_group, remove_placement_group
+
+    train = streaming_set(CONFIG, files_task(tmp_path), Storage(str(tmp_path / "run")))
+    limits = ray_data.execution_limits({"CPU": 4.0}, 1, 0)
+    crop = ray_data.crop_on_ray(ray_cluster, ray_cluster.put(train.images), *limits)
+    total = {node["NodeID"]: node["Resources"].get("CPU", 0) for node in ray_cluster.nodes() if node["Alive"]}
+    held = placement_group([{"CPU": cpus} for cpus in total.values() if cpus])
+    assert held.wait(60)
+    try:
+        pixels, _ = joined(crop(job_of(train)))
+    finally:
+        remove_placement_group(held)
+    expected, _ = joined(crop_local(job_of(train), 1))
+    assert (pixels == expected).all()
 
 
 @pytest.mark.ray
@@ -241,7 +267,7 @@ def test_what_workers_get_holds_no_hidden_label(tmp_path):
             store = type("Ray", (), {"put": put.append})
             ray_data.shared(store, config, replace(task, eval_labels=truth), [None] * len(task.rows))
             found.append(put)
-        (rows, truth), (others, other_truth) = found
+        (*_, rows, truth), (*_, others, other_truth) = found
         assert set(rows) == set(others) <= {*stream_facts(task)}
         for name in {"labeled", "labels", "unlabeled", "num_known", "num_novel"}:
             assert np.array_equal(np.asarray(rows[name]), np.asarray(others[name])), name
@@ -301,7 +327,7 @@ def test_executions_follow_each_other_in_order():
         ended.append(len(tables))
 
     tables = [pa.table({"x": [i]}) for i in range(10)]
-    found = ray_data.in_executions(execute, ray_data.grouped([tables], 4))
+    found = ray_data.in_executions(execute, ray_data.grouped(tables, 4))
     first = next(found)["x"][0].as_py()
     while len(stored) < 2:  # its thread comes when it comes; the timeout of the test is the limit
         pass
@@ -311,19 +337,19 @@ def test_executions_follow_each_other_in_order():
 
 
 def test_an_execution_has_whole_epochs(monkeypatch):
-    """Kills: processes that are started for a few blocks; more images in memory than an execution may have;
-    an execution of nothing.
+    """Kills: processes that are started for a few blocks; an epoch in two; more images in memory than an
+    execution may have; an execution of nothing.
     """
     monkeypatch.setattr(ray_data, "EXECUTION_BLOCKS", 3)
-    group = lambda *parts, **most: [  # noqa: E731
-        [len(block) for block in one]
-        for one in ray_data.grouped([[pa.table({"x": range(n)}) for n in part] for part in parts], **most)
-    ]
-    assert group([2, 2], [1, 1, 1], [5, 5, 5, 5], [7], []) == [[2, 2, 1, 1, 1], [5, 5, 5, 5], [7]]
-    assert group([3, 3, 3, 9, 1, 1], max_rows=5) == [[3, 3], [3, 9], [1, 1]]
     monkeypatch.setattr(ray_data, "EXECUTION_BYTES", 40)
-    assert group([3, 3, 3, 9, 1], [1]) == [[3, 3], [3, 9], [1, 1]]
-    assert group() == []
+    parts = lambda *sizes: (pa.table({"x": range(n)}) for n in sizes)  # noqa: E731
+    rows = lambda groups: [[len(block) for block in one] for one in groups]  # noqa: E731
+    epochs = [parts(2, 2), parts(1, 1, 1), parts(5, 5, 5, 5), parts(7), parts()]
+    assert rows(ray_data.whole_epochs(epochs)) == [[2, 2, 1, 1, 1], [5, 5, 5, 5], [7]]
+    assert rows(ray_data.grouped(parts(3, 3, 3, 9, 1, 1))) == [[3, 3], [3, 9], [1, 1]]
+    monkeypatch.setattr(ray_data, "EXECUTION_BYTES", 1_000)
+    assert rows(ray_data.grouped(parts(3, 3, 3, 9, 1, 1), 5)) == [[3, 3], [3, 9], [1, 1]]
+    assert rows(ray_data.whole_epochs([])) == rows(ray_data.grouped([])) == []
 
 
 def test_pixels_of_one_piece_are_not_copied():

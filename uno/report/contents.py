@@ -1,7 +1,7 @@
 """What the report of a run shows, gathered for its template."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from uno.report.pictures import SHEET_COLUMNS, Album
 from uno.report.sample import Sample, open_model, score_sample
 from uno.results.accuracy_table import filled_tables
 from uno.results.classes import edits_of
-from uno.results.infer import Classifier, decoder
+from uno.results.infer import Classifier, Decode, decoder
 from uno.results.metrics import confusion, hungarian, joint_matching
 from uno.results.trust import verdict
 from uno.runs import REPORT_FILE, directory
@@ -33,11 +33,12 @@ log = logging.getLogger(__name__)
 
 def write_report(
     config: Config, storage: Storage, task: Task | None, *, device: torch.device | str = "cpu",
-    note: str = "", model: Classifier | None = None,
-    metrics: Mapping[str, float] | None = None,
+    note: str = "", model: Classifier | None = None, metrics: Mapping[str, float] | None = None,
+    look: Callable[[Classifier], Decode] | None = None,
 ) -> str:  # fmt: skip
     """Write ``report.html`` into a run directory and return its path; without a ``task`` or a trained model
-    it shows what is left. ``metrics``: those of a run that has not written them yet.
+    it shows what is left. ``metrics``: those of a run that has not written them yet; ``look``: what shows
+    rows to the model, by default this process.
     """
     found, notes = facts.read_facts(storage, metrics), [note] if note else []
     looked: dict[str, Any] = {"sample": None, "findings": None, "cards": [], "known_cards": []}
@@ -45,7 +46,8 @@ def write_report(
     if task is not None:
         try:
             model = open_model(config, storage, task, device) if model is None else model.to(device)
-            sample = score_sample(task, model, decoder(model, task.rows, config.compute.threads))
+            decode = look(model) if look else decoder(model, task.rows, config.compute.threads)
+            sample = score_sample(task, model, decode)
         except (StorageError, RuntimeError, ValueError) as error:  # RuntimeError: of another shape
             notes.append(f"No predictions: {' '.join(str(error).split())[:300]}.")
             log.warning("report without predictions: %s", error)

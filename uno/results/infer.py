@@ -48,7 +48,9 @@ SAMPLE_ROWS = 10_000  # to align heads and to suggest names
 ALIGNMENT_FILE = "alignment.json"  # of a run: what its evaluation has found, for the model that is saved then
 
 Decode = Callable[[Iterable[np.ndarray]], Iterator[tuple[np.ndarray, Tensor, Sequence[str | None]]]]
-"""Batches of row numbers (b,) -> (row numbers, uint8 (b, 3, S, S), why a row has no pixels or None)."""
+"""Batches of row numbers (b,) -> (row numbers, uint8 (b, 3, S, S), why a row has no pixels or None); or
+their features float32 (b, D) in the place of pixels.
+"""
 
 
 class Scores(NamedTuple):

@@ -8,7 +8,7 @@ import json
 import re
 import shlex
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -34,6 +34,7 @@ from uno.results.evaluate import read_edits
 from uno.results.export import CARD_FILE, FORMATS, export, model_card
 from uno.results.infer import (
     Classifier,
+    Decode,
     decoder,
     load_classifier,
     model_folder,
@@ -54,7 +55,7 @@ from uno.session.data import Show, read_task
 from uno.session.estimation import estimate_classes
 from uno.session.loggers import Loggers, require_loggers
 from uno.session.place import Place, TrainingJob, place_of
-from uno.session.predict import predict_run, unlabeled_rows
+from uno.session.predict import predict_run, ray_pays, unlabeled_rows
 from uno.session.resolve import resolve, starting_weights, stored_config, with_full_path
 from uno.session.resources import check_memory, forecast, on_features
 from uno.text import plural
@@ -151,7 +152,8 @@ def evaluate(target: str, given: Mapping[str, Any], elsewhere: Place | None = No
         edits = read_edits(storage)
         if edits is not None and edits.alignment is None:
             model = load_classifier(storage)
-            with_alignment(model, claim.storage, decoder(model, task.rows), unlabeled_rows(task))
+            decode = place_of(config, elsewhere).decoder(config, claim.storage, task.rows, model)
+            with_alignment(model, claim.storage, decode, unlabeled_rows(task))
         before = directory.read_results(storage)
         job = TrainingJob(config, task, (), True, claim)
         with ExitStack() as until:
@@ -159,7 +161,8 @@ def evaluate(target: str, given: Mapping[str, Any], elsewhere: Place | None = No
                 values, task = place_of(config, elsewhere).train(job, show, until)
             if values != before and storage.exists(REPORT):
                 with interrupt_on_signal("stopped; nothing was changed"):
-                    write_report(config, claim.storage, task, device=local_device(config), metrics=values)
+                    look, device = _look(config, claim.storage, task, elsewhere), local_device(config)
+                    write_report(config, claim.storage, task, device=device, metrics=values, look=look)
         _write_results(claim.storage, values)
         if storage.exists(f"model/{CARD_FILE}"):
             _write_card(claim.storage, load_classifier(storage), values)
@@ -274,8 +277,17 @@ def _finish(
         print_line("predicting all images and writing the report")
         model, _ = predict_run(config, storage, task, model, elsewhere)
         _mark_measured(storage)
-        write_report(config, storage, task, device=local_device(config), model=model, metrics=values)
+        look, device = _look(config, storage, task, elsewhere), local_device(config)
+        write_report(config, storage, task, device=device, model=model, metrics=values, look=look)
     _write_results(storage, values)
+
+
+def _look(
+    config: Config, storage: Storage, task: Task, elsewhere: Place | None
+) -> Callable[[Classifier], Decode]:
+    """What shows rows to the model of a run for its report."""
+    place = place_of(config, elsewhere) if ray_pays(task, elsewhere) else Place()
+    return partial(place.decoder, config, storage, task.rows)
 
 
 def _write_results(storage: Storage, values: dict[str, float]) -> None:

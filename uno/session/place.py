@@ -12,12 +12,13 @@ from uno.config import Config
 from uno.data.decode import decode_many, ok_mask
 from uno.data.files import Storage
 from uno.data.resident import TrainSet, assemble
+from uno.data.rows import Rows
 from uno.data.splits import Task
 from uno.errors import ConfigError, Interrupted
 from uno.results import estimate
 from uno.results.estimate import Estimate, Settings
 from uno.results.evaluate import evaluate_run
-from uno.results.infer import Classifier, at_speed
+from uno.results.infer import Classifier, Decode, at_speed, decoder
 from uno.results.predictions import PredictionWriter, Summary, predict_rows
 from uno.runs import run
 from uno.runs.hardware import local_device, num_threads
@@ -92,6 +93,14 @@ class Place:
         torch.set_num_threads(threads)
         with at_speed(model, config, writer.num_rows - writer.num_done, threads):
             return predict_rows(model, writer, config.compute.threads, show)
+
+    def is_cluster(self) -> bool:
+        """Whether its workers are other machines than this one, which may be small."""
+        return False
+
+    def decoder(self, config: Config, storage: Storage, rows: Rows, model: Classifier) -> Decode:
+        """What shows a sample of ``rows`` to the ``model`` of the run in ``storage``."""
+        return decoder(model, rows, config.compute.threads)
 
     def estimate(
         self, config: Config, task: Task, storage: Storage, settings: Settings | None = None

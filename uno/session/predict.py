@@ -16,7 +16,7 @@ from uno.data.vectors import require_kind
 from uno.errors import ConfigError, UnoError
 from uno.results import infer
 from uno.results.folders import sort_images, write_csv
-from uno.results.infer import SAMPLE_ROWS, Classifier, decoder, with_alignment
+from uno.results.infer import SAMPLE_ROWS, Classifier, with_alignment
 from uno.results.predictions import PredictionWriter, Summary
 from uno.runs.hardware import local_device, num_threads
 from uno.runtime import require_runtime
@@ -65,7 +65,7 @@ def predict(
     try:
         if model.alignment is None:
             task = read_task(config.data)
-            decode = decoder(model, task.rows, config.compute.threads)
+            decode = place_of(config, elsewhere).decoder(config, storage, task.rows, model)
             model = with_alignment(model, storage, decode, unlabeled_rows(task))
     except UnoError as error:
         print_line(f"warning: head_agreement is empty, because heads cannot be aligned: {error}")
@@ -93,13 +93,22 @@ def predict_run(
     """The last step of a run: ``predictions.parquet`` of all its rows, on Ray where there are many to decode;
     those of an earlier model are replaced. Returns ``model``, its heads aligned.
     """
-    is_prepared = task.rows.images.prepared(np.arange(0)) is not None
-    if is_prepared or len(task.rows) < RAY_PAYS_ROWS:
+    if not ray_pays(task, elsewhere):
         config = override(config, {"compute.num_workers": 0, "compute.device": local_device(config).type})
-    decode = decoder(model, task.rows, config.compute.threads)
+    decode = place_of(config, elsewhere).decoder(config, storage, task.rows, model)
     model = with_alignment(model, storage, decode, unlabeled_rows(task))
     writer = PredictionWriter(storage, RowInputs(task.rows), model, embedding=False, replace=True)
     return model, _predict(config, model, storage, writer, elsewhere)
+
+
+def ray_pays(task: Task, elsewhere: Place | None) -> bool:
+    """Whether workers end sooner than this process with what takes an encoder at the end of a run: there are
+    many rows, and no features of them, nor decoded images unless the workers are those of a cluster.
+    """
+    ready = task.rows.images.prepared(np.arange(0))
+    is_cluster = elsewhere is not None and elsewhere.is_cluster()
+    is_left = ready is None or (ready[0].ndim > 2 and is_cluster)
+    return is_left and len(task.rows) >= RAY_PAYS_ROWS
 
 
 def unlabeled_rows(task: Task) -> np.ndarray:
