@@ -202,7 +202,7 @@ def test_an_execution_needs_no_cpu_that_is_free(ray_cluster, tmp_path):
     """
     from ray.util import placement_group, remove_placement_group
 
-    train = streaming_set(CONFIG, files_task(tmp_path), Storage(str(tmp_path / "run")))
+    train = streaming_set(CONFIG, mixed_task(tmp_path), Storage(str(tmp_path / "run")))
     limits = ray_data.execution_limits({"CPU": 4.0}, 1, 0)
     crop = ray_data.crop_on_ray(ray_cluster, ray_cluster.put(train.images), *limits)
     total = {node["NodeID"]: node["Resources"].get("CPU", 0) for node in ray_cluster.nodes() if node["Alive"]}
