@@ -162,6 +162,12 @@ class InMemory(Images):
 
     items: Sequence[Any] | np.ndarray
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For another process, which may run in another directory."""
+        if isinstance(self.items, np.ndarray):
+            return InMemory, (self.items,)
+        return InMemory, ([full_path(i) if isinstance(i, str) and i else i for i in self.items],)
+
     def __len__(self) -> int:
         return len(self.items)
 
