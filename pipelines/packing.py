@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from pipelines import nodes, ray_env
 from pipelines.ray_data import grouped, own_error, own_node
-from pipelines.ray_private import dataset_of
+from pipelines.ray_private import NODE, dataset_of
 from uno.config import Config, override
 from uno.data.files import Storage
 from uno.data.images import InMemory, from_columns, to_columns
@@ -65,7 +65,7 @@ def store_on_ray(ray: Any, config: Config) -> Store:
 
     def store(output: Storage, rows: Rows, shards: Iterator[ShardRows]) -> Iterator[Shard]:
         shared = ray.put((without_images(rows), rows.images.reader()))
-        here = {"ray.io/node-id": own} if output.is_local else None
+        here = {NODE: own} if output.is_local else None
         write = partial(write_shard, target=output.uri, shared=shared)
         for some in grouped((shard_block(shard, rows) for shard in shards), EXECUTION_ROWS):
             found = dataset_of(some).map_batches(

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from pipelines import nodes, ray_env
 from pipelines.ray_data import grouped, own_error, own_node
-from pipelines.ray_private import dataset_of
+from pipelines.ray_private import NODE, dataset_of
 from uno.config import Config
 from uno.data.files import Storage
 from uno.runs.hardware import num_threads
@@ -41,7 +41,7 @@ def map_through_model(
     cluster = ray.cluster_resources()
     spare = cluster.get("CPU", 1) - workers * resources["CPU"]
     decode_cpus = ray_env.TASK_CPUS * min(1.0, spare / 2)  # two tasks at least: small images wait for Python
-    here = {"ray.io/node-id": own_node(ray)} if storage.is_local else None
+    here = {NODE: own_node(ray)} if storage.is_local else None
     arguments = "cuda" if "GPU" in resources else "cpu", num_threads(config, workers), *loaded
     whole = {"batch_format": "pyarrow", "batch_size": None}
     for some in grouped(blocks, EXECUTION_ROWS):

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from pipelines.nodes import StallWarner
 from pipelines.ray_env import TASK_CPUS
-from pipelines.ray_private import dataset_of
+from pipelines.ray_private import NODE, dataset_of, first_without_cpu
 from uno.config import Config
 from uno.crops import Cropper
 from uno.data import stream
@@ -336,12 +336,8 @@ def _runner(
     ``chunk_bytes`` leave at once.
     """
     from ray.data import ActorPoolStrategy, ExecutionResources
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    def on(name: str) -> dict[str, Any]:
-        return {"scheduling_strategy": NodeAffinitySchedulingStrategy(name, soft=True)}
-
-    where = {} if node is None else on(node)
+    where = None if node is None else {NODE: node}
 
     def run(blocks: list[pa.Table]) -> Iterator[pa.Table]:
         dataset = dataset_of(blocks)
@@ -353,10 +349,10 @@ def _runner(
         # A fixed pool is started whatever Ray's coordinator has left: it gives a rank of many no CPU at all.
         pool = ActorPoolStrategy(size=min(pool_size(cpus), len(blocks)))
         # Ranks wait for each other and hold their CPUs for an epoch: one without any would wait for ever.
-        first = iter([{"num_cpus": 0, **on(own_node(ray))}])
+        first = first_without_cpu(own_node(ray))
         results = dataset.map_batches(
             Apply, fn_constructor_args=(function, source), compute=pool, num_cpus=TASK_CPUS * min(1.0, cpus),
-            ray_remote_args_fn=lambda: next(first, {}), batch_format="pyarrow", batch_size=None, **where,
+            label_selector=where, batch_format="pyarrow", batch_size=None, **first,
         )  # fmt: skip
         return _in_order(results)
 
