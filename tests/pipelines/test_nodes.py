@@ -90,6 +90,9 @@ def test_without_private_names_nodes_are_those_that_ray_lists(monkeypatch):
     assert ray_private.read_nodes() == [node("a", BIG)]
     assert ray_private.worker_hosts() == set()
     ray_private.propagate("RAY_ADDRESS")
+    assert ray_private.first_without_cpu("a")
+    monkeypatch.setattr("ray.data.Dataset.map_batches", lambda self, fn: None)
+    assert ray_private.first_without_cpu("a") == {}
 
 
 def test_no_answer_is_no_lack_of_nodes(cluster, monkeypatch, capsys):
