@@ -1,5 +1,6 @@
 """The work of a run on Ray, for whoever wants workers: :class:`OnRay` is a place of ``uno.session``."""
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -31,6 +32,8 @@ from uno.session.console import print_line
 from uno.session.data import Show
 from uno.session.place import Place, TrainingJob, estimated_set
 from uno.session.resources import Room
+
+log = logging.getLogger(__name__)
 
 
 class OnRay(Place):
@@ -91,7 +94,7 @@ def encode_on_ray(
     config: Config, files: Mapping[str, bytes], images: Images, here: Decode, batches: Iterable[np.ndarray]
 ) -> Iterator[tuple[np.ndarray, Tensor, Sequence[str | None]]]:
     """:data:`uno.results.infer.Decode` by tasks in the place of workers, each with a share of the batches;
-    by ``here`` where they are lost, or can read no image, as those of files on this machine.
+    by ``here``, which is said, where they are lost or can read no image, as those of this machine's files.
     """
     rows, workers = list(batches), config.compute.num_workers
     blocks, size = [to_columns(images, some) for some in rows], max(1, -(-len(rows) // workers))
@@ -105,6 +108,7 @@ def encode_on_ray(
         found = [batch for share in range(len(tasks)) for batch in tasks[share]]
         if any(None in reasons for _, reasons in found):
             return iter([(own, *batch) for own, batch in zip(rows, found, strict=True)])
+    log.warning("workers were lost or can read no image: this machine computes the features")
     return here(rows)
 
 

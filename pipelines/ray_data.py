@@ -25,7 +25,7 @@ from torch import Tensor
 
 from pipelines.nodes import StallWarner
 from pipelines.ray_env import TASK_CPUS
-from pipelines.ray_private import NODE, dataset_of, first_without_cpu
+from pipelines.ray_private import ELSEWHERE, NODE, dataset_of, first_without_cpu
 from uno.config import Config
 from uno.crops import Cropper
 from uno.data import stream
@@ -337,7 +337,7 @@ def _runner(
     """
     from ray.data import ActorPoolStrategy, ExecutionResources
 
-    where = None if node is None else {NODE: node}
+    where = {} if node is None else {"label_selector": {NODE: node}, "fallback_strategy": ELSEWHERE}
 
     def run(blocks: list[pa.Table]) -> Iterator[pa.Table]:
         dataset = dataset_of(blocks)
@@ -352,7 +352,7 @@ def _runner(
         first = first_without_cpu(own_node(ray))
         results = dataset.map_batches(
             Apply, fn_constructor_args=(function, source), compute=pool, num_cpus=TASK_CPUS * min(1.0, cpus),
-            label_selector=where, batch_format="pyarrow", batch_size=None, **first,
+            batch_format="pyarrow", batch_size=None, **where, **first,
         )  # fmt: skip
         return _in_order(results)
 

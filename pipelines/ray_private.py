@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 NODE = "ray.io/node-id"  # the label that each node has
+ELSEWHERE = [{"label_selector": dict[str, str]()}]  # where a node leaves that was asked for
 GONE = (ImportError, AttributeError, TypeError)  # what a name that has moved raises
 
 Resources = dict[str, float]
@@ -130,7 +131,7 @@ def first_without_cpu(own: str) -> dict[str, Any]:
     """
     import ray
 
-    first = iter([{"num_cpus": 0, "label_selector": {NODE: own}}])
+    first = iter([{"num_cpus": 0, "label_selector": {NODE: own}, "fallback_strategy": ELSEWHERE}])
     name = "ray_remote_args_fn"
     has = name in inspect.signature(ray.data.Dataset.map_batches).parameters
     return {name: lambda: next(first, {})} if has else {}

@@ -61,7 +61,7 @@ RESNET18 = [
     "--pretrain.warmup-epochs", "0", "--discover.warmup-epochs", "0",
 ]  # fmt: skip
 SIZES = ["--model.encoder", "resnet_small", *RESNET18]
-LONG = [*SIZES, "--discover.epochs", "10"]
+LONG = ["--discover.epochs", "10"]
 ON_GPUS = ["--workers", "2", "--device", "cuda"]
 
 
@@ -315,7 +315,7 @@ def streamed(cluster: Rehearsal) -> None:
 
 
 def tar(cluster: Rehearsal) -> None:
-    """Discovered as a stream of WebDataset's shards; checkpoints of 90 MB, in the parts of a large upload."""
+    """Discovered as a stream of WebDataset's shards."""
     folder, shards = imagenet(cluster), cluster.folder / "tars"
     write_shards(folder / "train", shards, 50)
     write_shards(folder / "val", shards, 50, "test")
@@ -326,7 +326,7 @@ def tar(cluster: Rehearsal) -> None:
     words = printed("docs/guides/large-data.md", "discover --preset imagenet --data imagenet:DIR", places)
     own = ["--known-classes", "first:5", "--image-size", "16", "--device", "cuda"]
     run = cluster.uri("tar-run")
-    cluster.run("streamed from tar on S3", [*words, *own, *RESNET18, "--output", run], "results in ")
+    cluster.run("streamed from tar on S3", [*words, *own, *SIZES, "--output", run], "results in ")
 
 
 def resident(cluster: Rehearsal) -> None:
@@ -404,7 +404,7 @@ def estimate(cluster: Rehearsal) -> None:
 def stopped(cluster: Rehearsal) -> None:
     """``ray job stop`` in the middle, and the same submission again."""
     packed(cluster)
-    words, run = discovery(cluster, LONG), Storage(cluster.uri("run"))
+    words, run = discovery(cluster, [*SIZES, *LONG]), Storage(cluster.uri("run"))
     job = cluster.submit(words)
     wait_for(lambda: job.says("") and bool(checkpoint_steps(run, DISCOVER)), SECONDS)
     cluster.stop()
@@ -420,9 +420,11 @@ def waits(job: Command, losses: int) -> bool:
 
 
 def losses(cluster: Rehearsal) -> None:
-    """A node is lost at the start, in the middle, in the evaluation and in a prediction."""
+    """A node is lost at the start, in the middle, in the evaluation and in a prediction; a checkpoint has
+    90 MB, an upload in parts.
+    """
     source = packed(cluster)
-    words, run = discovery(cluster, LONG), Storage(cluster.uri("run"))
+    words, run = discovery(cluster, [*RESNET18, *LONG]), Storage(cluster.uri("run"))
     job = cluster.submit(words, hold=True)
     trained = partial(checkpoint_steps, run, DISCOVER)
     for lost, reached in enumerate((cluster.held("start"), trained, cluster.held("evaluation")), 1):
@@ -445,7 +447,7 @@ def losses(cluster: Rehearsal) -> None:
 def hung(cluster: Rehearsal) -> None:
     """A rank hangs, whose health Ray asks for every 15 s in place of ten minutes."""
     packed(cluster)
-    words, run = discovery(cluster, LONG), Storage(cluster.uri("run"))
+    words, run = discovery(cluster, [*SIZES, *LONG]), Storage(cluster.uri("run"))
     job = cluster.submit(words, RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S="15")
     wait_for(lambda: job.says("") and bool(checkpoint_steps(run, DISCOVER)), SECONDS)
     ranks = [pid for pid, each in running().items() if "RayTrainWorker" in each.words[0]]

@@ -99,7 +99,7 @@ def test_overwritten_images_are_predicted_again(run, tmp_path, caplog, kind):
 
 
 @pytest.mark.ray
-def test_workers_of_a_cluster_look_at_samples(ray_cluster, run, monkeypatch):
+def test_workers_of_a_cluster_look_at_samples(ray_cluster, run, monkeypatch, caplog):
     """Of a head without a GPU and with little memory. Kills: a model that this process runs, rows in another
     order, a sample of nothing where only this machine has the files, or where nodes are lost.
     """
@@ -108,7 +108,7 @@ def test_workers_of_a_cluster_look_at_samples(ray_cluster, run, monkeypatch):
     expected = sample_logits(model, decoder(model, rows, 1), numbers)
     config, workers = override(model.config, {"compute.num_workers": 2}), jobs.OnRay()
     monkeypatch.setattr(ray_env, "cluster_address", lambda: "a cluster")
-    monkeypatch.setattr(Place, "decoder", lambda *_: pytest.fail)
+    monkeypatch.setattr(Place, "decoder", lambda *_: lambda batches: pytest.fail("this process computes"))
     index, found = sample_logits(model, workers.decoder(config, storage, rows, model), numbers)
     assert (index == expected[0]).all()
     for ours, theirs in zip(found, expected[1], strict=True):
@@ -117,15 +117,12 @@ def test_workers_of_a_cluster_look_at_samples(ray_cluster, run, monkeypatch):
     def lost(*_):
         raise ray_cluster.exceptions.NodeDiedError("gone")
 
-    how = (
-        config,
-        read_model_files(storage),
-        InMemory(["/no/such.png"]),
-        lambda batches: (len(batches), "here"),
-    )
+    files, images = read_model_files(storage), InMemory(["/no/such.png"])
+    how = config, files, images, lambda batches: (len(batches), "here")
     assert jobs.encode_on_ray(*how, [np.arange(1)]) == (1, "here")
     monkeypatch.setattr(jobs, "ray_tasks", lost)
     assert jobs.encode_on_ray(*how, [np.arange(1)] * 2) == (2, "here")
+    assert caplog.text.count("workers were lost or can read no image: this machine computes") == 2
 
 
 class Elsewhere(Place):
