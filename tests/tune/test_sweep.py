@@ -131,10 +131,12 @@ def test_the_same_command_finishes_a_killed_and_a_stopped_sweep(ray_cluster, tmp
     storage.write(half, b"{")
 
     def stop() -> None:
+        until(lambda: len(storage.list("ray")) == 2)  # a process of the killed sweep may write until then
+        begun = len(records.read_epochs(storage, 1))
         until(lambda: len(records.read_epochs(storage, 1)) > begun)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    begun, stopping = len(records.read_epochs(storage, 1)), threading.Thread(target=stop)
+    stopping = threading.Thread(target=stop)
     stopping.start()
     assert cli.main(words[3:]) == 75
     stopping.join()
