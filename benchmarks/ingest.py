@@ -3,6 +3,7 @@
     python -m benchmarks.ingest rate --views 2+2        # images/s, threads and DataLoader on the same cores
     python -m benchmarks.ingest ray --views 2+0         # the same through Ray Data, and Ray's share
     python -m benchmarks.ingest stream --code BEFORE    # epochs through Ray Data, in turns with a checkout
+    python -m benchmarks.ingest train --code BEFORE     # steps/s of streamed training, in turns
     python -m benchmarks.ingest memory                  # peak memory for more epochs and more shards
     python -m benchmarks.ingest resident                # an epoch of resident data, Ray and no Ray
     python -m benchmarks.ingest all --output DIR        # everything, into DIR/result.json; 15 minutes
@@ -54,6 +55,7 @@ from uno.session.resources import STORE_BYTES
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 SIZES = {"imagenet": (224, 96), "cifar": (32, 18)}
+TRAIN_BATCH = 256  # of the parts that train
 SCALES = {"large": (0.5, 1.0), "small": (0.08, 0.5)}
 ALL = (
     "ray --views 2+0 --rows 12800 --repeats 2", "ray --views 2+2 --rows 12288 --repeats 2",
@@ -201,17 +203,11 @@ def stream(options: argparse.Namespace) -> dict[str, Any]:
     """
     if options.turn:
         return one_stream(options)
-    here = Path(__file__).parents[1]
-    codes = {"before": Path(options.code)} if options.code else {}
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in [*codes, "here"]}
-    words = [*sys.argv[1:], "--turn"]
+    words = ["-m", "benchmarks.ingest", *sys.argv[1:], "--turn"]
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in checkouts(options)}
     for _ in range(options.repeats):
-        for name, code in (codes | {"here": here}).items():
-            done = subprocess.run(
-                [sys.executable, __file__, *words], check=True, stdout=subprocess.PIPE, cwd=code,
-                env={**os.environ, "PYTHONPATH": str(code)},
-            )  # fmt: skip
-            found[name].append(json.loads(done.stdout.splitlines()[-1]))
+        for name, code in checkouts(options).items():
+            found[name].append(json.loads(run_in(code, words, stdout=subprocess.PIPE).splitlines()[-1]))
             print(name, found[name][-1], file=sys.stderr, flush=True)
     rates = {name: [turn["images_per_s"] for turn in turns] for name, turns in found.items()}
     return {
@@ -221,9 +217,20 @@ def stream(options: argparse.Namespace) -> dict[str, Any]:
         **environment(),
         "load_average": round(os.getloadavg()[0], 1),
         "images_per_s": {name: round(value, 1) for name, value in medians(rates).items()},
-        "ratio": round(medians(rates)["here"] / medians(rates)["before"], 3) if codes else None,
+        "ratio": round(medians(rates)["here"] / medians(rates)["before"], 3) if options.code else None,
         "turns": found,
     }
+
+
+def checkouts(options: argparse.Namespace) -> dict[str, Path]:
+    return ({"before": Path(options.code)} if options.code else {}) | {"here": Path(__file__).parents[1]}
+
+
+def run_in(code: Path, words: list[str], stdout: Any) -> str:
+    """What a Python of the packages of ``code`` prints."""
+    env = {**os.environ, "PYTHONPATH": str(code.absolute())}
+    done = subprocess.run([sys.executable, *words], check=True, stdout=stdout, cwd=code, env=env)
+    return done.stdout.decode() if done.stdout else ""
 
 
 def one_stream(options: argparse.Namespace) -> dict[str, Any]:
@@ -351,24 +358,9 @@ def resident(options: argparse.Namespace) -> dict[str, Any]:
 
     Pretraining has the shortest steps; discovery would add evaluations and a report at the end of every run.
     """
-    epochs: dict[str, list[float]] = {"--workers 0": [], "--workers 1": []}
-    num_images = options.rows // 2 // 256 * 256  # of an epoch: half the classes are known
-    with tempfile.TemporaryDirectory() as folder:
-        for turn in range(options.repeats):
-            for name in epochs:
-                output = Path(folder) / f"{name[2:].replace(' ', '')}-{turn}"
-                words = [
-                    "-m", "pipelines", "pretrain", *name.split(), "--data", f"parquet:{SHARED}/cifar10-jpeg",
-                    "--preset", "cifar10", "--known-classes", "first:5", "--limit", str(options.rows),
-                    "--batch-size", "256", "--model.encoder", "resnet_small", "--pretrain.epochs", "11",
-                    "--pretrain.warmup-epochs", "0", "--compute.threads", "1",
-                    "--train.log-every", "100000", "--data.loading", "memory",
-                    "--output", str(output),
-                ]  # fmt: skip
-                subprocess.run([sys.executable, *words], check=True, stdout=sys.stderr)
-                lines = [json.loads(x) for x in (output / "metrics.jsonl").read_text().splitlines()]
-                rates = [x["images_per_s"] for x in lines if x["event"] == "epoch"]
-                epochs[name] += [num_images / rate for rate in rates[1:]]
+    here = Path(__file__).parents[1]
+    cases = {f"--workers {n}": (here, ["--workers", str(n), "--data.loading", "memory"]) for n in (0, 1)}
+    epochs = seconds_of_epochs(options, cases)
     middle = {name: statistics.median(values) for name, values in epochs.items()}
     return {
         "question": "seconds of a resident epoch, one Ray worker and no Ray",
@@ -379,6 +371,52 @@ def resident(options: argparse.Namespace) -> dict[str, Any]:
         "spread": spread(epochs),
         "seconds": {name: [round(value, 3) for value in values] for name, values in epochs.items()},
     }
+
+
+def train(options: argparse.Namespace) -> dict[str, Any]:
+    """Steps/s of epochs of streamed pretraining after the first, on one Ray worker, in turns with
+    the packages of the checkout ``--code``.
+    """
+    words = ["--workers", "1", "--data.loading", "streaming"]
+    epochs = seconds_of_epochs(options, {name: (code, words) for name, code in checkouts(options).items()})
+    steps = options.rows // 2 // TRAIN_BATCH
+    rates = {name: [steps / seconds for seconds in values] for name, values in epochs.items()}
+    middle = medians(rates)
+    return {
+        "question": "steps/s of a streamed epoch on one Ray worker",
+        "command": f"python -m benchmarks.ingest {' '.join(sys.argv[1:])}",
+        **environment(),
+        "steps_per_s": {name: round(value, 2) for name, value in middle.items()},
+        "ratio": round(middle["here"] / middle["before"], 3) if options.code else None,
+        "spread": spread(rates),
+        "turns": {name: [round(value, 2) for value in values] for name, values in rates.items()},
+    }
+
+
+def seconds_of_epochs(
+    options: argparse.Namespace, cases: dict[str, tuple[Path, list[str]]]
+) -> dict[str, list[float]]:
+    """Of pretraining on half the classes of CIFAR10-JPEG, by each case's checkout and arguments in turns."""
+    found: dict[str, list[float]] = {name: [] for name in cases}
+    with tempfile.TemporaryDirectory() as folder:
+        for turn in range(options.repeats):
+            for place, (name, (code, arguments)) in enumerate(cases.items()):
+                output = Path(folder) / f"{place}-{turn}"
+                words = [
+                    "-m", "pipelines", "pretrain", "--data", f"parquet:{SHARED}/cifar10-jpeg",
+                    "--preset", "cifar10", "--known-classes", "first:5", "--limit", str(options.rows),
+                    "--batch-size", str(TRAIN_BATCH), "--model.encoder", "resnet_small",
+                    "--pretrain.epochs", "11", "--pretrain.warmup-epochs", "0", "--compute.threads", "1",
+                    "--train.log-every", "100000", "--output", str(output), *arguments,
+                ]  # fmt: skip
+                run_in(code, words, stdout=sys.stderr)
+                lines = [json.loads(x) for x in (output / "metrics.jsonl").read_text().splitlines()]
+                rates = [x["images_per_s"] for x in lines if x["event"] == "epoch"]
+                images = (
+                    options.rows // 2 // TRAIN_BATCH * TRAIN_BATCH
+                )  # of an epoch: half the classes are known
+                found[name] += [images / rate for rate in rates[1:]]
+    return found
 
 
 def everything(options: argparse.Namespace) -> dict[str, Any]:
@@ -402,8 +440,8 @@ def everything(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> int:
     parts = {
-        "rate": rate, "ray": through_ray, "stream": stream, "memory": memory, "resident": resident,
-        "all": everything,
+        "rate": rate, "ray": through_ray, "stream": stream, "train": train, "memory": memory,
+        "resident": resident, "all": everything,
     }  # fmt: skip
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -414,7 +452,9 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=2000)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=8, help="of stream")
-    parser.add_argument("--code", help="of stream: another checkout, whose packages take turns with these")
+    parser.add_argument(
+        "--code", help="of stream and train: another checkout, whose packages take turns with these"
+    )
     parser.add_argument("--turn", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--output", help="of all: the record's directory")
     options = parser.parse_args()

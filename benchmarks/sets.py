@@ -29,8 +29,8 @@ from uno.choice import (
     SAFE,
     STARTS,
     Choice,
-    choose,
     decide,
+    decided,
     joined_prototypes,
     principal_space,
     prototypes,
@@ -112,8 +112,9 @@ def measure(given: Rows, setting: str, seed: int, factor: float) -> dict[str, An
     free, gcd, num_novel = labels == FREE, setting == "gcd", round(factor * num_true)
     start, clock = time.process_time(), time.perf_counter()
     rows = principal_space(features)(features)
-    choice = choose(rows[~free], labels[~free], num_novel, gcd, seed)
-    made = {"choice": joined_prototypes(rows, labels, num_novel, gcd, CANDIDATES[choice.candidate], seed)}
+    choice, limit = decided(rows[~free], labels[~free], num_novel, gcd, seed)
+    found = joined_prototypes(rows, labels, num_novel, gcd, CANDIDATES[choice.candidate], limit, seed)
+    made = {"choice": found}
     seconds = [time.process_time() - start, time.perf_counter() - clock]
     left = int(made["choice"][1][num_known:].any(dim=1).sum())
     for candidate in CANDIDATES:
@@ -130,6 +131,7 @@ def measure(given: Rows, setting: str, seed: int, factor: float) -> dict[str, An
     return {
         "results": {name: scores(truth[free], found, num_known, sizes) for name, found in outputs.items()},
         "right": choice.scores.tolist(), "right_new": choice.new.tolist(), "hidden": choice.num_hidden,
+        "joined": choice.joined.tolist(),
         "rows": len(features), "seconds": [round(s, 1) for s in seconds],
         "num_novel": num_novel, "left": left,
     }  # fmt: skip
@@ -153,7 +155,7 @@ def choice_of(line: dict[str, Any]) -> Choice:
     """What the draws of a line decide."""
     shape = (-1, len(CANDIDATES))
     right, new = (torch.tensor(line[name]).reshape(shape) for name in ("right", "right_new"))
-    return decide(right, new, line["hidden"])
+    return decide(right, new, line["hidden"])._replace(joined=torch.tensor(line.get("joined", [])))
 
 
 def table(lines: Iterable[dict[str, Any]]) -> list[str]:

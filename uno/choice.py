@@ -8,9 +8,9 @@ coordinates of the neighbor graph. Known classes are hidden in turn, every candi
 the hidden ones, and no label of a new class takes part. So small are the differences that few hidden classes
 show nothing: another candidate than :data:`SAFE` must beat it by more than :data:`ERRORS` standard errors.
 
-If more new classes are asked for than there are, clusters divide classes. Where two parts of a known class
-share more neighbors than two known classes do, new clusters that share as many are joined, and outputs stay
-empty.
+If more new classes are asked for than there are, clusters divide classes; if their sizes differ much, those
+of large ones do even at the right number. New clusters that mix, as rows of one are neighbors of rows of the
+other, are joined, and outputs stay empty: from that mixing on which finds hidden known classes best.
 """
 
 import math
@@ -36,8 +36,9 @@ STARTS, DRAW_STARTS = 10, 3  # of k-means: of the result, and of a draw
 SHRINKAGE = 0.1
 ERRORS = 2.0  # as draws share their classes, one is exceeded too often
 LEVEL = 0.95  # of Student's t to either side: nine tenths
-TOO_MANY = 2  # times the hidden classes are asked for, to see parts of one class
-PARTS = 0.25  # share of parts of one class that may mix less than two classes do
+TOO_MANY = 1.5  # times the hidden classes are asked for as well
+LIMITS = (*(i / 50 for i in range(1, 50)), math.inf)  # of the mixing of clusters that are not joined
+ROUNDING = 1e-9  # between accuracies that are the same
 OTHERS = 0.01  # of m (1 - m), the variance that draws from the same known classes do not show
 
 
@@ -70,14 +71,15 @@ class Choice(NamedTuple):
     scores: Tensor  # (D, candidates) share of unlabeled rows that are right
     new: Tensor  # (D, candidates) share of the hidden classes' rows
     num_hidden: int  # classes of a draw
+    joined: Tensor = torch.zeros(0)  # (D,) or none: as ``new`` of the candidate, where clusters are joined
 
     def expected(self) -> tuple[float, float, float] | None:
         """Accuracy on new classes, mean m and interval of nine tenths for other classes; 0-1. Its width held
         nine tenths where known classes played new ones: docs/results/choice.md.
         """
-        if len(self.new) < 2:
+        own = self.joined if len(self.joined) else self.new[:, self.candidate]
+        if len(own) < 2:
             return None
-        own = self.new[:, self.candidate]
         mean, num = float(own.mean()), len(own)
         variance = float(own.var()) * (1 + 1 / num) + OTHERS * mean * (1 - mean)
         half = float(stdtrit(num - 1, LEVEL)) * math.sqrt(variance)
@@ -171,21 +173,30 @@ def find(
     features = torch.cat([labeled, unlabeled])
     space = principal_space(features)
     rows, known = space(features), F.pad(labels, (0, len(unlabeled)), value=FREE)
-    choice = choose(rows[: len(labels)], labels, num_novel, gcd, seed)
-    white, found = joined_prototypes(rows, known, num_novel, gcd, CANDIDATES[choice.candidate], seed)
+    choice, limit = decided(rows[: len(labels)], labels, num_novel, gcd, seed)
+    white, found = joined_prototypes(rows, known, num_novel, gcd, CANDIDATES[choice.candidate], limit, seed)
     return choice, Space(space.mean, space.directions @ white), found
 
 
+def decided(rows: Tensor, labels: Tensor, num_novel: int, gcd: bool, seed: int) -> tuple[Choice, float]:
+    """What hidden ones of the known classes (N_l,) of rows (N_l, P) say: the candidate by :func:`choose`, and
+    how much its new clusters may mix.
+    """
+    choice = choose(rows, labels, num_novel, gcd, seed)
+    limit, new = mixing_limit(rows, labels, num_novel, gcd, CANDIDATES[choice.candidate], seed)
+    return choice if limit == math.inf else choice._replace(joined=new), limit
+
+
 def joined_prototypes(
-    rows: Tensor, labels: Tensor, num_novel: int, gcd: bool, candidate: Candidate, seed: int
+    rows: Tensor, labels: Tensor, num_novel: int, gcd: bool, candidate: Candidate, limit: float, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """:func:`prototypes` of the result: of clusters that mix more than :func:`mixing_limit` one is left."""
-    free, num_known = labels == FREE, int(labels.max()) + 1
-    limit = mixing_limit(rows[~free], labels[~free], num_novel, gcd, candidate, seed)
+    """:func:`prototypes` of the result: of clusters that mix more than ``limit`` one is left."""
+    num_known = int(labels.max()) + 1
     white, rows, found = clusters_by(rows, labels, num_novel, gcd, candidate, STARTS, seed)
     num = num_known + num_novel
     if limit < math.inf:
-        found = join(*linked(rows, labels, found, num, gcd), num_known, limit)[found]
+        *_, becomes = joins(*linked(rows, labels, found, num, gcd), num_known, limit)
+        found = becomes[1][found]
     return white, means(rows, found, num)
 
 
@@ -195,55 +206,78 @@ def linked(rows: Tensor, labels: Tensor, found: Tensor, num: int, gcd: bool) -> 
     return links(rows[own], found[own], num), found[own].bincount(minlength=num)
 
 
-def join(counts: Tensor, sizes: Tensor, num_known: int, limit: float) -> Tensor:
-    """The cluster (K,) that every one of K becomes: of the two that mix most, by links ``counts`` (K, K) and
-    ``sizes`` (K,), the later one, which is new, joins the other, as long as they mix more than ``limit``.
+def joins(counts: Tensor, sizes: Tensor, num_known: int, limit: float = 0) -> Iterator[tuple[float, Tensor]]:
+    """What every one of K clusters is, (K,): at first itself, then after each join, with how much the two
+    mixed. Of those that mix most, by links ``counts`` (K, K) and ``sizes`` (K,), the later one, which is new,
+    joins the other, as long as they mix more than ``limit``.
     """
     counts, sizes, becomes = counts.clone(), sizes.clone(), torch.arange(len(sizes))
+    yield math.inf, becomes
     while True:
         pairs = mixing(counts, sizes).triu(1)
         pairs[:, :num_known] = 0
         first, second = divmod(int(pairs.argmax()), len(sizes))
-        if float(pairs[first, second]) <= limit:
-            return becomes
-        becomes[becomes == second] = first
+        if (most := float(pairs[first, second])) <= limit:
+            return
+        becomes = becomes.masked_fill(becomes == second, first)
         for sums in (counts, counts.T, sizes):
             sums[first] += sums[second]
             sums[second] = 0
+        yield most, becomes
 
 
 def mixing_limit(
     rows: Tensor, labels: Tensor, num_novel: int, gcd: bool, candidate: Candidate, seed: int
-) -> float:
-    """Half way between the most that two hidden classes mix and the median of what two parts of one class do,
-    seen where too many are asked for; inf where more than :data:`PARTS` of these mix less than that, or
-    either is never seen. ``rows`` (N_l, P) of known classes ``labels`` (N_l,) in the principal space.
+) -> tuple[float, Tensor]:
+    """How much new clusters may mix, by hidden ones of the known classes (N_l,) of rows (N_l, P) in the
+    principal space, and what is right of the hidden classes' rows in D draws with it, (D,). Of
+    :data:`LIMITS` the one with the best accuracy and balanced accuracy, in the mean of draws with as many new
+    clusters as there are and with :data:`TOO_MANY` times as many, or the middle of several. Where their
+    number is right none may lose by it. inf where it gains no more than :data:`ERRORS` standard errors.
     """
-    different, same = list[float](), list[float]()
-    draws = hidden_draws(int(labels.max()) + 1, num_novel, seed)
-    for own, seen, truth in _hidden(rows, labels, draws, gcd):
-        num_known, total = int(seen.max()) + 1, int(truth.max()) + 1
-        for factor in (1, TOO_MANY):
-            num_new = factor * (total - num_known)
-            num = num_known + num_new
-            if int((seen == FREE).sum()) <= num:
-                continue
-            _, unit, found = clusters_by(own, seen, num_new, gcd, candidate, DRAW_STARTS, seed)
-            counts, sizes = linked(unit, seen, found, num, gcd)
-            members = (found * total + truth).bincount(minlength=num * total).unflatten(0, (num, total))
-            main = members.argmax(dim=1)
-            is_pair = ((sizes >= 2) & (sizes >= 2)[:, None]).triu(1)
-            is_pair[:, :num_known] = False
-            is_same = main == main[:, None]
-            shares = mixing(counts, sizes)
-            if factor == 1:
-                different += shares[is_pair & ~is_same].tolist()
-            else:
-                same += shares[is_pair & is_same].tolist()
-    if not different or not same:
-        return math.inf
-    most, (few, half) = max(different), np.quantile(same, [PARTS, 0.5]).tolist()
-    return (most + half) / 2 if few > most else math.inf
+    found = list[Tensor]()
+    for own, seen, truth in _hidden(rows, labels, hidden_draws(int(labels.max()) + 1, num_novel, seed), gcd):
+        num_known = int(seen.max()) + 1
+        num_new = int(truth.max()) + 1 - num_known
+        asked = num_new, round(TOO_MANY * num_new)
+        if int((seen == FREE).sum()) > num_known + max(asked):
+            scores = [_joined_scores(own, seen, truth, num, gcd, candidate, seed) for num in asked]
+            found.append(torch.tensor(scores, dtype=torch.float64))
+    if len(found) < 2:
+        return math.inf, torch.empty(0)
+    made = torch.stack(found)  # (D, right or too many, limits, accuracy: all, balanced, new)
+    gain = made[..., :2].mean(dim=3) - made[:, :, -1:, :2].mean(dim=3)
+    mean, error = gain.mean(dim=(0, 1)), gain.mean(dim=1).std(dim=0) / math.sqrt(len(gain))
+    sure = (gain[:, 0].mean(dim=0) > -ROUNDING) & (mean > ERRORS * error + ROUNDING)
+    if not sure.any():
+        return math.inf, made[:, 0, -1, 2]
+    is_best = (sure & (mean > mean[sure].max() - ROUNDING)).tolist()
+    first = last = len(LIMITS) - 1 - is_best[::-1].index(True)
+    while is_best[first - 1]:
+        first -= 1
+    return (LIMITS[first] + LIMITS[last]) / 2, made[:, 0, last, 2]
+
+
+def _joined_scores(
+    rows: Tensor, labels: Tensor, truth: Tensor, num_new: int, gcd: bool, candidate: Candidate, seed: int
+) -> list[list[float]]:
+    """With each of :data:`LIMITS`, where ``num_new`` clusters are asked for: the share of unlabeled rows that
+    is right, the mean recall of hidden classes, and the share of their rows.
+    """
+    free, num_known, total = labels == FREE, int(labels.max()) + 1, int(truth.max()) + 1
+    num = num_known + num_new
+    _, unit, found = clusters_by(rows, labels, num_new, gcd, candidate, DRAW_STARTS, seed)
+    steps = list(joins(*linked(unit, labels, found, num, gcd), num_known))
+    truth, found = truth[free], found[free]
+    sizes, scores = truth.bincount(minlength=total), dict[int, list[float]]()
+    lowest = np.minimum.accumulate([most for most, _ in steps])
+    taken = [max(1, int((lowest > limit).sum())) for limit in LIMITS]
+    for number in {*taken}:
+        right = matched(truth, steps[number - 1][1][found], max(num, total)).double()
+        recall = torch.zeros(total).double().index_add_(0, truth, right) / sizes.clamp(min=1)
+        every = right, recall[num_known:], right[truth >= num_known]
+        scores[number] = [float(values.mean()) for values in every]
+    return [scores[number] for number in taken]
 
 
 def hidden_draws(num_known: int, num_novel: int, seed: int) -> list[list[int]]:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from uno import collectives
+from uno.allocator import kept_memory
 from uno.config import Config, PhaseConfig, dump_yaml
 from uno.data.files import Storage
 from uno.errors import Interrupted, NumericsError, StorageError, one_line
@@ -119,6 +120,7 @@ def fit(
     state.model.train()
     with ExitStack() as until:
         until.enter_context(closing(pace))
+        until.enter_context(kept_memory(worker.device))
         until.enter_context(_anomalies(config, phase, state))
         traced = config.train.profiled if worker.rank == 0 else range(0)
         profile = until.enter_context(Profile(traced, phase.name, worker.device, storage))

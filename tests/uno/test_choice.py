@@ -9,13 +9,14 @@ from torch.nn.functional import normalize
 from uno import choice as module
 from uno.choice import (
     CANDIDATES,
+    LIMITS,
     PLAIN,
     SAFE,
     Choice,
     choose,
     find,
     hidden_draws,
-    join,
+    joins,
     linked,
     matched,
     mixing_limit,
@@ -177,20 +178,27 @@ def test_links_between_clusters_are_counted_and_weighed():
     assert not mixing(torch.tensor([[70, 10], [10, 0]]), torch.tensor([8, 1])).any()
 
 
+def become(*given):
+    *_, (_, found) = joins(*given)
+    return found
+
+
 def test_clusters_are_joined_while_they_mix():
     """Kills: known clusters joined, shares that are not counted again, a pair under its later number."""
     counts = torch.tensor([[80, 40, 0, 0, 0], [40, 80, 0, 0, 0], [0, 0, 60, 30, 12], [0, 0, 30, 60, 0],
                            [0, 0, 12, 0, 60]])  # fmt: skip
     sizes = torch.tensor([10, 10, 10, 10, 10])
     before = counts.clone()
-    assert join(counts, sizes, 2, 0.5).tolist() == [0, 1, 2, 2, 4]
+    assert become(counts, sizes, 2, 0.5).tolist() == [0, 1, 2, 2, 4]
     both = torch.tensor([[180, 12], [12, 60]])
     share = float(mixing(both, torch.tensor([20, 10]))[0, 1])
     assert share == pytest.approx(24 / (192 / 3 + 72 * 2 / 3))
-    assert join(counts, sizes, 2, share + 1e-6).tolist() == [0, 1, 2, 2, 4]
-    assert join(counts, sizes, 2, share - 1e-6).tolist() == [0, 1, 2, 2, 2]
-    assert join(counts, sizes, 1, 0.5).tolist() == [0, 0, 2, 2, 4]  # a new one joins a known one
-    assert join(counts, sizes, 2, math.inf).tolist() == [0, 1, 2, 3, 4]
+    assert become(counts, sizes, 2, share + 1e-6).tolist() == [0, 1, 2, 2, 4]
+    assert become(counts, sizes, 2, share - 1e-6).tolist() == [0, 1, 2, 2, 2]
+    assert become(counts, sizes, 1, 0.5).tolist() == [0, 0, 2, 2, 4]  # a new one joins a known one
+    assert become(counts, sizes, 2, math.inf).tolist() == [0, 1, 2, 3, 4]
+    shares = [most for most, _ in joins(counts, sizes, 2)]
+    assert shares[0] == math.inf and shares[1] == pytest.approx(2 / 3) and shares[2] == share
     assert torch.equal(counts, before)
 
 
@@ -223,7 +231,54 @@ def test_classes_that_mix_as_parts_do_are_not_joined():
     points, truth = features(10, noise=0.1)
     rows = module.principal_space(points)(points)
     safe = CANDIDATES[SAFE]
-    assert 0 < mixing_limit(rows, truth, 4, False, safe, 0) < 1
+    assert 0 < mixing_limit(rows, truth, 4, False, safe, 0)[0] < 1
     alike = normalize(torch.randn(240, 20, generator=torch.Generator().manual_seed(1)), dim=1)
-    assert mixing_limit(alike, truth, 4, False, safe, 0) == math.inf
-    assert mixing_limit(rows[truth < 3], truth[truth < 3], 2, False, safe, 0) == math.inf
+    assert mixing_limit(alike, truth, 4, False, safe, 0)[0] == math.inf
+    assert mixing_limit(rows[truth < 3], truth[truth < 3], 2, False, safe, 0)[0] == math.inf
+
+
+def scores_of(right, many):
+    """Accuracies with limits .02, .04 and .06, as given, and with others, 0.5; (accuracy, balanced) each."""
+    found = []
+    for values in (right, many):
+        steps = torch.tensor([[*values[0], 0.5], [*values[1], 0.5]])
+        per_limit = steps.repeat_interleave(torch.tensor([1, 1, 1, len(LIMITS) - 3]), dim=1).T
+        found.append(torch.cat([per_limit, per_limit[:, :1]], dim=1).tolist())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("right", "many", "limit"),
+    [
+        (([0.5, 0.5, 0.5], [0.5, 0.5, 0.5]), ([0.6, 0.9, 0.8], [0.6, 0.9, 0.8]), 0.04),
+        (([0.5, 0.5, 0.5], [0.5, 0.5, 0.5]), ([0.9, 0.9, 0.8], [0.9, 0.9, 0.8]), 0.03),  # the middle
+        (([0.5, 0.5, 0.5], [0.5, 0.5, 0.5]), ([0.9, 0.8, 0.9], [0.9, 0.8, 0.9]), 0.06),  # of neighbors alone
+        (([0.5, 0.4, 0.5], [0.5, 0.4, 0.5]), ([0.6, 0.9, 0.8], [0.6, 0.9, 0.8]), 0.06),  # the right number
+        (([0.5, 0.6, 0.5], [0.5, 0.4, 0.5]), ([0.6, 0.9, 0.8], [0.6, 0.9, 0.8]), 0.04),  # by both accuracies
+        (([0.5, 0.5, 0.5], [0.5, 0.5, 0.5]), ([0.9, 0.9, 0.9], [0.1, 0.1, 0.1]), math.inf),
+        (([0.5, 0.5, 0.5], [0.5, 0.5, 0.5]), ([0.5, 0.5, 0.5], [0.5, 0.5, 0.5]), math.inf),
+    ],
+)
+def test_the_limit_is_what_hidden_classes_gain_by(monkeypatch, right, many, limit):
+    """Kills: a limit by one kind of accuracy, one that costs the right number, the highest of several."""
+    points, truth = features(10)
+    right, many = scores_of(right, many)
+    asked = {4: right, 6: many}
+    monkeypatch.setattr(module, "_joined_scores", lambda rows, labels, truth, num, *more: asked[num])
+    found, new = mixing_limit(points, truth, 4, False, CANDIDATES[SAFE], 0)
+    assert found == pytest.approx(limit)
+    where = -1 if limit == math.inf else {0.03: 1}.get(limit, round(50 * limit) - 1)
+    assert new.tolist() == [right[where][2]] * len(hidden_draws(10, 4, 0))
+
+
+def test_a_gain_that_draws_do_not_agree_on_joins_nothing(monkeypatch):
+    """Kills: a limit by the mean alone."""
+    points, truth = features(10)
+    draws = iter(range(100))
+
+    def scores(*given):
+        gain = 0.4 if next(draws) % 12 < 2 else 0  # both of the first draw
+        return [[0.5 + gain] * 3] * (len(LIMITS) - 1) + [[0.5] * 3]
+
+    monkeypatch.setattr(module, "_joined_scores", scores)
+    assert mixing_limit(points, truth, 4, False, CANDIDATES[SAFE], 0)[0] == math.inf

@@ -51,8 +51,10 @@ def start(config: Config, model: UnoModel, train: Any) -> dict[str, Tensor]:
     choice, space, found = find(labeled, labels, unlabeled, num_novel, gcd, config.seed)
     _move_(model, space, found)
     left = int(found[train.num_known :].any(dim=1).sum())
-    return {"chosen": torch.tensor([choice.candidate, choice.num_hidden]), "right": choice.scores,
-            "right_new": choice.new, "classes": torch.tensor([num_novel, left])}  # fmt: skip
+    return {
+        "chosen": torch.tensor([choice.candidate, choice.num_hidden]), "right": choice.scores,
+        "right_new": choice.new, "right_joined": choice.joined, "classes": torch.tensor([num_novel, left]),
+    }  # fmt: skip
 
 
 @torch.no_grad()

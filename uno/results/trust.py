@@ -112,7 +112,8 @@ def choice_metrics(tensors: Mapping[str, Tensor]) -> dict[str, float]:
     if "extra/chosen" not in tensors:
         return {}
     candidate, num_hidden = tensors["extra/chosen"].tolist()
-    choice = Choice(candidate, tensors["extra/right"], tensors["extra/right_new"], num_hidden)
+    joined = tensors.get("extra/right_joined", torch.zeros(0))  # of numerics 24 on
+    choice = Choice(candidate, tensors["extra/right"], tensors["extra/right_new"], num_hidden, joined)
     found = {CHOSEN: float(candidate), DRAWS: float(len(choice.scores)), HIDDEN: float(num_hidden)}
     if "extra/classes" in tensors:  # older runs found all
         found |= dict(zip((ASKED, FOUND), map(float, tensors["extra/classes"].tolist()), strict=True))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from uno import runtime
+from uno.allocator import kept_memory
 from uno.config import OWN_ENCODERS, VECTORS, Config, flatten, override, to_dict
 from uno.crops import Cropper
 from uno.data import features
@@ -421,7 +422,8 @@ def _step(config: Config, task: Task, phase: str, batch_rows: int, device: torch
         loss.backward()
         float(loss.detach())  # waits for the device
 
-    return _timed(step, rows, rows) * batch_rows / rows
+    with kept_memory(device):  # as in training
+        return _timed(step, rows, rows) * batch_rows / rows
 
 
 def _timed(work: Callable[[int], None], *sizes: int) -> float:

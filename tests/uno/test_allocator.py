@@ -1,0 +1,46 @@
+import ctypes
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from uno.allocator import kept_memory
+
+GLIBC = hasattr(ctypes.CDLL(None), "malloc_trim")
+CHILD = """
+import resource, torch
+from contextlib import nullcontext
+from uno.allocator import kept_memory
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+def steps():
+    for _ in range(10):
+        torch.ones(2**26, dtype=torch.uint8)  # 64 MiB: 16,384 pages
+
+for context in (nullcontext(), kept_memory(torch.device("cpu")), kept_memory(torch.device("meta"))):
+    with context:
+        steps()
+        before = faults()
+        steps()
+        print(faults() - before, end=" ")
+"""
+
+
+@pytest.mark.skipif(not GLIBC, reason="another C library")
+def test_steps_ask_for_their_pages_once():
+    """Page faults of ten steps by a fresh process: as it is, inside, and of another device after it. Kills: a
+    setting that has no effect, one that stays, one for steps on a GPU.
+    """
+    found = subprocess.run([sys.executable, "-c", CHILD], check=True, capture_output=True, text=True)
+    plain, kept, after = map(int, found.stdout.split())
+    pages = 10 * 2**26 // resource.getpagesize()
+    assert plain >= pages and after >= pages and kept < pages / 100
+
+
+def test_an_error_inside_is_raised():
+    with pytest.raises(ValueError, match="mine"), kept_memory(torch.device("cpu")):
+        raise ValueError("mine")
