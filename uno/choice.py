@@ -38,6 +38,7 @@ ERRORS = 2.0  # as draws share their classes, one is exceeded too often
 LEVEL = 0.95  # of Student's t to either side: nine tenths
 TOO_MANY = 1.5  # times the hidden classes are asked for as well
 LIMITS = (*(i / 50 for i in range(1, 50)), math.inf)  # of the mixing of clusters that are not joined
+CARE = 0.75  # how far to the highest of limits that are as good
 ROUNDING = 1e-9  # between accuracies that are the same
 OTHERS = 0.01  # of m (1 - m), the variance that draws from the same known classes do not show
 
@@ -232,8 +233,9 @@ def mixing_limit(
     """How much new clusters may mix, by hidden ones of the known classes (N_l,) of rows (N_l, P) in the
     principal space, and what is right of the hidden classes' rows in D draws with it, (D,). Of
     :data:`LIMITS` the one with the best accuracy and balanced accuracy, in the mean of draws with as many new
-    clusters as there are and with :data:`TOO_MANY` times as many, or the middle of several. Where their
-    number is right none may lose by it. inf where it gains no more than :data:`ERRORS` standard errors.
+    clusters as there are and with :data:`TOO_MANY` times as many; of several that are as good rather a high
+    one, as a class that is lost is worse than one in two parts. Where their number is right the mean may not
+    be lower than without, and all in all it is higher by more than :data:`ERRORS` standard errors; else inf.
     """
     found = list[Tensor]()
     for own, seen, truth in _hidden(rows, labels, hidden_draws(int(labels.max()) + 1, num_novel, seed), gcd):
@@ -255,7 +257,7 @@ def mixing_limit(
     first = last = len(LIMITS) - 1 - is_best[::-1].index(True)
     while is_best[first - 1]:
         first -= 1
-    return (LIMITS[first] + LIMITS[last]) / 2, made[:, 0, last, 2]
+    return CARE * LIMITS[last] + (1 - CARE) * LIMITS[first], made[:, 0, last, 2]
 
 
 def _joined_scores(

@@ -214,16 +214,19 @@ def test_labeled_rows_are_neighbors_in_gcd_alone():
 @pytest.mark.parametrize("gcd", [False, True])
 @pytest.mark.parametrize("asked", [4, 6, 8])
 def test_too_many_new_classes_leave_outputs_empty(gcd, asked):
-    """Four new classes are found whatever number is asked for. Kills: no limit, classes joined at their own
-    number, rows of joined clusters lost, prototypes of empty outputs that take rows.
+    """Four new classes are found whatever number is asked for, in GCD sometimes one in two parts. Kills: no
+    limit, classes joined at their own number, rows of joined clusters lost, prototypes of empty outputs that
+    take rows.
     """
     points, truth = features(12, rows=30)
     free = (truth >= 8) | (gcd & (torch.arange(len(truth)) % 2 == 0))
     _, space, found = find(points[~free], truth[~free], points[free], asked, gcd, seed=0)
-    assert found[8:].any(dim=1).sum() == 4 and found[:8].any(dim=1).all()
+    left = int(found[8:].any(dim=1).sum())
+    assert left == 4 or (gcd and asked > 4 and left == 5)
+    assert found[:8].any(dim=1).all()
     cosines = space(points[free]) @ found.T
     outputs = cosines.argmax(dim=1) if gcd else 8 + cosines[:, 8:].argmax(dim=1)
-    assert float(matched(truth[free], outputs, 8 + asked).float().mean()) > 0.95
+    assert float(matched(truth[free], outputs, 8 + asked).float().mean()) > 0.93
 
 
 def test_classes_that_mix_as_parts_do_are_not_joined():
@@ -251,8 +254,8 @@ def scores_of(right, many):
     ("right", "many", "limit"),
     [
         (([0.5, 0.5, 0.5], [0.5, 0.5, 0.5]), ([0.6, 0.9, 0.8], [0.6, 0.9, 0.8]), 0.04),
-        (([0.5, 0.5, 0.5], [0.5, 0.5, 0.5]), ([0.9, 0.9, 0.8], [0.9, 0.9, 0.8]), 0.03),  # the middle
-        (([0.5, 0.5, 0.5], [0.5, 0.5, 0.5]), ([0.9, 0.8, 0.9], [0.9, 0.8, 0.9]), 0.06),  # of neighbors alone
+        (([0.5, 0.5, 0.5], [0.5, 0.5, 0.5]), ([0.9, 0.9, 0.8], [0.9, 0.9, 0.8]), 0.035),  # with care
+        (([0.5, 0.5, 0.5], [0.5, 0.5, 0.5]), ([0.9, 0.8, 0.9], [0.9, 0.8, 0.9]), 0.06),
         (([0.5, 0.4, 0.5], [0.5, 0.4, 0.5]), ([0.6, 0.9, 0.8], [0.6, 0.9, 0.8]), 0.06),  # the right number
         (([0.5, 0.6, 0.5], [0.5, 0.4, 0.5]), ([0.6, 0.9, 0.8], [0.6, 0.9, 0.8]), 0.04),  # by both accuracies
         (([0.5, 0.5, 0.5], [0.5, 0.5, 0.5]), ([0.9, 0.9, 0.9], [0.1, 0.1, 0.1]), math.inf),
@@ -260,14 +263,14 @@ def scores_of(right, many):
     ],
 )
 def test_the_limit_is_what_hidden_classes_gain_by(monkeypatch, right, many, limit):
-    """Kills: a limit by one kind of accuracy, one that costs the right number, the highest of several."""
+    """Kills: a limit by one kind of accuracy, one that costs the right number or joins more than it must."""
     points, truth = features(10)
     right, many = scores_of(right, many)
     asked = {4: right, 6: many}
     monkeypatch.setattr(module, "_joined_scores", lambda rows, labels, truth, num, *more: asked[num])
     found, new = mixing_limit(points, truth, 4, False, CANDIDATES[SAFE], 0)
     assert found == pytest.approx(limit)
-    where = -1 if limit == math.inf else {0.03: 1}.get(limit, round(50 * limit) - 1)
+    where = -1 if limit == math.inf else {0.035: 1}.get(limit, round(50 * limit) - 1)
     assert new.tolist() == [right[where][2]] * len(hidden_draws(10, 4, 0))
 
 
