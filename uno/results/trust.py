@@ -100,7 +100,7 @@ def _on_choice(values: Mapping[str, float]) -> tuple[list[str], list[str]]:
     asked, found = (round(values.get(key, 0)) for key in (ASKED, FOUND))
     if asked > found:
         empty = plural(asked - found, "output stays empty", "outputs stay empty")
-        why.append(f"{asked} new classes were asked for, the data show {found}: {empty}")
+        why.append(f"of {asked} new classes {found} were found: clusters that mix were joined, {empty}")
     return [f"expected on new classes: {acc}% ({low} to {high}), measured on {draws}"], why
 
 

@@ -63,7 +63,8 @@ def test_every_sign_must_hold(given, word, first, second):
 
 
 def test_what_is_expected_is_said():
-    """Kills: scores of all unlabeled rows for those of new classes, a gain against another candidate, a
+    """Kills: scores of all unlabeled rows for those of new classes, or of clusters
+    that were not joined yet, a gain against another candidate, a
     number where nothing was measured, outputs that stay empty without a word, or a word about none.
     """
     right = torch.tensor([[0.9, 0.8], [0.7, 0.8]]).repeat(2, 1).repeat_interleave(2, dim=1)
@@ -74,17 +75,22 @@ def test_what_is_expected_is_said():
     assert (
         expected == "expected on new classes: 70% (38 to 100), measured on 4 draws of 6 hidden known classes"
     )
+    joined = trust.choice_metrics(kept | {"extra/right_joined": torch.tensor([0.9, 0.9, 0.8])})
+    assert joined[trust.EXPECTED] == pytest.approx(2.6 / 3) and joined[trust.DRAWS] == 4
     assert "another number of them or another encoder" in str(verdict(signs(kmeans=0.5) | found))
     gain = 100 * float(right[:, 1].mean() - right[:, PLAIN].mean())
     assert (
         chosen
         == f"chosen: {CANDIDATES[1]}, {gain:+.1f} points vs. {CANDIDATES[PLAIN]} on hidden known classes"
     )
-    for classes, said in (([12, 8], "8: 4 outputs stay empty"), ([9, 8], "8: 1 output stays empty")):
+    for classes, said in (
+        ([12, 8], "clusters that mix were joined, 4 outputs stay empty"),
+        ([9, 8], "clusters that mix were joined, 1 output stays empty"),
+    ):
         lines = verdict(
             signs() | trust.choice_metrics(kept | {"extra/classes": torch.tensor(classes)})
         ).reasons
-        assert lines[-2:] == (chosen, f"{classes[0]} new classes were asked for, the data show {said}")
+        assert lines[-2:] == (chosen, f"of {classes[0]} new classes 8 were found: {said}")
     all_found = trust.choice_metrics(kept | {"extra/classes": torch.tensor([8, 8])})
     assert verdict(signs() | all_found).reasons[-1] == chosen
     empty = torch.zeros(0, len(CANDIDATES))
