@@ -263,8 +263,9 @@ def mixing_limit(
 def _joined_scores(
     rows: Tensor, labels: Tensor, truth: Tensor, num_new: int, gcd: bool, candidate: Candidate, seed: int
 ) -> list[list[float]]:
-    """With each of :data:`LIMITS`, where ``num_new`` clusters are asked for: the share of unlabeled rows that
-    is right, the mean recall of hidden classes, and the share of their rows.
+    """With each of :data:`LIMITS`, where ``num_new`` clusters are asked for: by strict matching the share of
+    unlabeled rows that is right and the mean recall of hidden classes; by one matching the share of their
+    rows.
     """
     free, num_known, total = labels == FREE, int(labels.max()) + 1, int(truth.max()) + 1
     num = num_known + num_new
@@ -275,10 +276,11 @@ def _joined_scores(
     lowest = np.minimum.accumulate([most for most, _ in steps])
     taken = [max(1, int((lowest > limit).sum())) for limit in LIMITS]
     for number in {*taken}:
-        right = matched(truth, steps[number - 1][1][found], max(num, total)).double()
+        outputs = steps[number - 1][1][found]
+        right = strictly_matched(truth, outputs, num_known).double()
         recall = torch.zeros(total).double().index_add_(0, truth, right) / sizes.clamp(min=1)
-        every = right, recall[num_known:], right[truth >= num_known]
-        scores[number] = [float(values.mean()) for values in every]
+        new = matched(truth, outputs, max(num, total))[truth >= num_known].double()
+        scores[number] = [float(values.mean()) for values in (right, recall[num_known:], new)]
     return [scores[number] for number in taken]
 
 
@@ -358,3 +360,14 @@ def matched(truth: Tensor, found: Tensor, num: int) -> Tensor:
     counts = torch.bincount(truth * num + found, minlength=num * num).unflatten(0, (num, num))
     classes = linear_sum_assignment(counts.T.numpy(), maximize=True)[1]
     return torch.from_numpy(classes)[found] == truth
+
+
+def strictly_matched(truth: Tensor, found: Tensor, num_known: int) -> Tensor:
+    """Which rows are right, bool (N,), where known clusters stand for known classes, and only new ones are
+    matched, with new classes: else a class that is lost among known ones would count as found.
+    """
+    right, new = (truth == found) & (truth < num_known), (truth >= num_known) & (found >= num_known)
+    if new.any():
+        truth, found = truth[new] - num_known, found[new] - num_known
+        right[new] = matched(truth, found, 1 + int(max(truth.max(), found.max())))
+    return right

@@ -20,6 +20,7 @@ from uno.choice import (
     linked,
     matched,
     mixing_limit,
+    strictly_matched,
     whitener,
 )
 from uno.clustering import FREE
@@ -200,6 +201,14 @@ def test_clusters_are_joined_while_they_mix():
     shares = [most for most, _ in joins(counts, sizes, 2)]
     assert shares[0] == math.inf and shares[1] == pytest.approx(2 / 3) and shares[2] == share
     assert torch.equal(counts, before)
+
+
+def test_known_outputs_are_matched_with_no_new_class():
+    """By hand. Kills: a new class that is found on a known output, a known class on a new one."""
+    truth, found = torch.tensor([0, 0, 1, 2, 2, 2, 3, 3]), torch.tensor([0, 3, 2, 3, 3, 1, 1, 1])
+    assert strictly_matched(truth, found, 2).tolist() == [True, False, False, True, True, False, False, False]
+    assert matched(truth, found, 4).tolist() == [True, False, True, True, True, False, True, True]
+    assert not strictly_matched(truth[6:], found[6:], 2).any()
 
 
 def test_labeled_rows_are_neighbors_in_gcd_alone():
