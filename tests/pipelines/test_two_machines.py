@@ -58,13 +58,18 @@ def test_nodes_die_come_and_are_told_to_leave(two, nodes, tmp_path, unused):
     command = Command(narrow, env, tmp_path / "log")
     wait_for(lambda: command.says(WAITS))
     assert command.says("workers died (a worker process or its node was lost)")
-    nodes.join(2)
-    tell_to_leave = nodes.notice(90)
-    wait_for(lambda: len(starts()) == 2 or command.code is not None)
-    waited = command.count(WAITS)
-    tell_to_leave()
-    wait_for(lambda: command.count(WAITS) > waited or command.code is not None)
-    assert command.says("a node is being drained") and command.count("workers died") == 1
+    deaths = 1
+    for _ in range(3):  # where the notice comes while processes of the group start, these may die of it
+        nodes.join(2)
+        tell_to_leave = nodes.notice(90)
+        wait_for(lambda deaths=deaths: len(starts()) == 1 + deaths or command.code is not None)
+        waited = command.count(WAITS)
+        tell_to_leave()
+        wait_for(lambda waited=waited: command.count(WAITS) > waited or command.code is not None)
+        if command.says("a node is being drained"):
+            break
+        deaths += 1
+    assert command.says("a node is being drained") and command.count("workers died") == deaths
     reached = checkpoint_steps(storage, DISCOVER)[-1]
     command.stop()
     assert command.end() == 75 and command.says("resume with the same command"), command.lines
@@ -74,11 +79,11 @@ def test_nodes_die_come_and_are_told_to_leave(two, nodes, tmp_path, unused):
     again = Command(argv, env, tmp_path / "again")
     assert again.end() == 0, again.lines
     assert again.says("was lost); new ones resume from the newest checkpoint")
-    assert len(starts()) == 4 and starts()[0] == 0 and starts()[2] == reached
+    assert len(starts()) == 3 + deaths and starts()[0] == 0 and starts()[1 + deaths] == reached
     assert_as_undisturbed(tmp_path / "run", two, 2)
     results = [(run / "metrics.json").read_text() for run in (tmp_path / "run", two)]  # streamed and resident
     assert results[0] == results[1] and "baseline/kmeans/novel/acc" in results[0]
     for rank in range(2):
         parts = storage.read(f"logs/rank-{rank}.log").decode().split(f"rank {rank} of 2, process ")[1:]
-        assert len({part.splitlines()[0] for part in parts}) == len(parts) == 4
+        assert len({part.splitlines()[0] for part in parts}) == len(parts) == 3 + deaths
         assert all("loss" in part for part in parts[-2:]), parts
