@@ -397,6 +397,7 @@ def seconds_of_epochs(
     options: argparse.Namespace, cases: dict[str, tuple[Path, list[str]]]
 ) -> dict[str, list[float]]:
     """Of pretraining on half the classes of CIFAR10-JPEG, by each case's checkout and arguments in turns."""
+    images = options.rows // 2 // TRAIN_BATCH * TRAIN_BATCH  # of an epoch: half the classes are known
     found: dict[str, list[float]] = {name: [] for name in cases}
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(options.repeats):
@@ -412,9 +413,6 @@ def seconds_of_epochs(
                 run_in(code, words, stdout=sys.stderr)
                 lines = [json.loads(x) for x in (output / "metrics.jsonl").read_text().splitlines()]
                 rates = [x["images_per_s"] for x in lines if x["event"] == "epoch"]
-                images = (
-                    options.rows // 2 // TRAIN_BATCH * TRAIN_BATCH
-                )  # of an epoch: half the classes are known
                 found[name] += [images / rate for rate in rates[1:]]
     return found
 

@@ -63,9 +63,9 @@ def test_every_sign_must_hold(given, word, first, second):
 
 
 def test_what_is_expected_is_said():
-    """Kills: scores of all unlabeled rows for those of new classes, or of clusters
-    that were not joined yet, a gain against another candidate, a
-    number where nothing was measured, outputs that stay empty without a word, or a word about none.
+    """Kills: scores of all unlabeled rows for those of new classes, or of clusters that were not joined yet,
+    a gain against another candidate, a number where nothing was measured, outputs that stay empty without a
+    word, or a word about none.
     """
     right = torch.tensor([[0.9, 0.8], [0.7, 0.8]]).repeat(2, 1).repeat_interleave(2, dim=1)
     right = torch.cat([right, torch.full((4, len(CANDIDATES) - 4), 0.5)], dim=1)
