@@ -24,10 +24,9 @@ from uno.config import Config, override
 from uno.data.plan import make_plan
 from uno.data.resident import ResidentBatches, TrainSet
 from uno.model import build_model
-from uno.objective import discovery_loss
+from uno.objective import discovery_loss, discovery_step, global_targets
 from uno.presets import preset
 from uno.state import new_state
-from uno.steps import discovery_step, global_targets
 
 BASE = {"batch": 512, "heads": 4, "overclustering": 3, "clusters": 20}
 NUM_KNOWN = 80

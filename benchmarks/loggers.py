@@ -29,6 +29,7 @@ from uno.data.files import Storage
 from uno.data.plan import make_plan
 from uno.data.resident import ResidentBatches
 from uno.model import build_model
+from uno.objective import discovery_step
 from uno.pace import Pace
 from uno.presets import PRESETS, preset
 from uno.runs import DISCOVER
@@ -37,7 +38,6 @@ from uno.session.console import described
 from uno.session.loggers import LOGGERS, Loggers
 from uno.session.rank_log import RankLog
 from uno.state import new_state
-from uno.steps import discovery_step
 from uno.train import Phase, _collect_metrics_
 
 EVERY = 10

@@ -23,9 +23,8 @@ from benchmarks.quantities import CLASSES, count_operators
 from uno.config import Config, override
 from uno.data.plan import make_plan
 from uno.model import Logits, build_model
-from uno.objective import discovery_loss
+from uno.objective import discovery_loss, global_targets
 from uno.presets import preset
-from uno.steps import global_targets
 
 NUM_FEATURES = 512  # of ResNet18
 PARTS = ("sinkhorn", "sinkhorn_and_loss", "heads", "all")

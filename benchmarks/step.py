@@ -29,10 +29,10 @@ from uno.data.resident import ResidentBatches, TrainSet, assemble
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.model import UnoModel, build_model
-from uno.objective import discovery_loss
+from uno.objective import discovery_loss, discovery_step, global_targets
 from uno.presets import PRESETS, preset
 from uno.state import TrainState, new_state
-from uno.steps import Batch, discovery_step, global_targets
+from uno.steps import Batch
 
 PARTS = ("augment", "heads", "sinkhorn_and_loss", "optimizer")
 

@@ -50,13 +50,12 @@ from uno.data.splits import make_task
 from uno.methods import Method, dtc, kcl, mcl, pairs, uno
 from uno.methods.method import NovelHead, forward_two_views
 from uno.model import Logits, UnoModel, features_of, forward
-from uno.objective import labeled_loss
 from uno.presets import preset
 from uno.runs import DISCOVER, PRETRAIN
 from uno.runs.run import run_phase
 from uno.schedule import sigmoid_rampup
 from uno.state import TrainState
-from uno.steps import Batch, update_
+from uno.steps import Batch, labeled_loss, update_
 from uno.train import LocalWorker
 
 PAST = 0.6  # of an average over epochs

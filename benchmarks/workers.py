@@ -34,9 +34,9 @@ from uno.config import Config, override
 from uno.data.plan import make_plan
 from uno.data.resident import ResidentBatches
 from uno.model import build_model
+from uno.objective import discovery_step
 from uno.presets import preset
 from uno.state import new_state
-from uno.steps import discovery_step
 
 STEPS = 3  # the last is counted: DDP agrees on new buckets at the start of the second
 ASSUMED = {

@@ -12,9 +12,8 @@ from uno.collectives import mean_with_grad
 from uno.config import Config, Section, field
 from uno.methods import Method
 from uno.methods.method import NovelHead, forward_two_views
-from uno.objective import labeled_loss
 from uno.state import TrainState
-from uno.steps import Batch, update_
+from uno.steps import Batch, labeled_loss, update_
 
 
 class Constants(Section):

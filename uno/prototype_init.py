@@ -101,7 +101,7 @@ def init_prototypes_(
     config: Config, model: UnoModel, train: TrainData, extra: dict[str, Tensor], keep_known: bool = False
 ) -> dict[str, Tensor]:
     """What discovery begins with besides the weights of ``model``: ``extra``, a method's, and where the run
-    has one the ``prior`` (C_u,) or, for the GCD setting, (C,) that :func:`uno.steps.global_targets` takes.
+    has one the ``prior`` (C_u,), in the GCD setting (C,), that :func:`uno.objective.global_targets` takes.
 
     With ``model.prototype_init`` kmeans prototypes are moved, in place, to clusters of the training rows'
     features: known ones (unless ``keep_known``) to the means of their classes, every cluster head's to the

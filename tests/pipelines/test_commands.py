@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from pipelines import cli, ray_env
 from tests.pipelines.small import ROOT, SMALL, assert_same_weights, lines_of, refused, write_images
 from tests.uno.small_run import wasted_steps
-from uno import steps
+from uno import objective
 from uno.config import field_names
 from uno.data import resident
 from uno.data.files import Storage
@@ -405,7 +405,7 @@ def test_a_run_in_this_process_works_under_pdb(tmp_path):
     """It stops in a step and then reaches its end. Kills: steps in a thread or a process that a debugger does
     not see, a signal handler that cannot be set under it.
     """
-    code, output = steps.discovery_step.__code__, tmp_path / "run"
+    code, output = objective.discovery_step.__code__, tmp_path / "run"
     first = min(line for *_, line in code.co_lines() if line and line > code.co_firstlineno)
     asked = [
         f"break {code.co_filename}:{first}",

@@ -13,7 +13,7 @@ import pytest
 
 from tests.forked import forked
 from tests.uno.small_run import batches_of, fresh_state, small_config
-from uno import steps
+from uno import objective
 
 ROOT = Path(__file__).parents[2]
 FILES = {
@@ -126,7 +126,7 @@ def test_from_a_batch_to_its_loss_one_reads_15_functions_in_6_files(monkeypatch)
     """Kills: layers between the paper's equations and whoever reads them."""
     config = small_config()
     state, batch, seen = fresh_state(config), batches_of(config)(0), set()
-    monkeypatch.setattr(steps, "update_", lambda *args: None)
+    monkeypatch.setattr(objective, "update_", lambda *args: None)
 
     def note(frame, event, argument):
         file, name = frame.f_code.co_filename, frame.f_code.co_qualname.rpartition(".")[2]
@@ -134,7 +134,7 @@ def test_from_a_batch_to_its_loss_one_reads_15_functions_in_6_files(monkeypatch)
             seen.add((file, frame.f_code.co_qualname))
 
     sys.setprofile(note)
-    steps.discovery_step(state, batch, config, 0.1)
+    objective.discovery_step(state, batch, config, 0.1)
     sys.setprofile(None)
     assert 10 <= len(seen) <= 15 and len({file for file, _ in seen}) <= 6, sorted(seen)
 

@@ -25,7 +25,7 @@ from tests.uno.small_run import (
     small_config,
     small_sets,
 )
-from uno import collectives, steps
+from uno import collectives, objective
 from uno.data.columns import Text
 from uno.data.decode import BadRows
 from uno.data.files import Storage
@@ -98,10 +98,10 @@ def one_step(worker: GlooWorker) -> dict[str, Tensor]:
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steps, "global_targets", noted("targets", steps.global_targets, targets))
+        patch.setattr(objective, "global_targets", noted("targets", objective.global_targets, targets))
         for name in COLLECTIVES if worker.world_size > 1 else ():
             patch.setattr(dist, name, noted(name, getattr(dist, name), []))
-        loss = steps.discovery_step(state, batch, CONFIG, 0.1)
+        loss = objective.discovery_step(state, batch, CONFIG, 0.1)
     assert calls == (["targets", "all_gather"] if worker.world_size > 1 else ["targets"])  # nothing else
     seen = {"novel_targets": targets[0][0], "over_targets": targets[0][1]}
     return seen | {"loss": loss, "head_losses": state.epoch_losses.clone()} | seen_in(state)
@@ -113,7 +113,7 @@ def nan_on_one_rank(worker: GlooWorker) -> dict[str, Tensor]:
     before = [p.detach().clone() for p in state.model.encoder.parameters()]
     if worker.rank == worker.world_size - 1:
         batch = batch._replace(views=[view.fill_(float("nan")) for view in batch.views])
-    steps.discovery_step(state, batch, CONFIG, 0.1)
+    objective.discovery_step(state, batch, CONFIG, 0.1)
     kept = all(torch.equal(a, b) for a, b in zip(before, state.model.encoder.parameters(), strict=True))
     return {"skipped": state.skipped.clone(), "kept": torch.tensor(kept)}
 
@@ -125,7 +125,7 @@ def whole_phase(worker: GlooWorker, folder: Path) -> dict[str, Tensor]:
         storage = Storage(str(folder / name))
         for worker.step in stops:
             state = fresh_state(CONFIG, worker=worker)
-            phase = Phase(run.DISCOVER, CONFIG.discover, 8, 24, 16, steps.discovery_step)
+            phase = Phase(run.DISCOVER, CONFIG.discover, 8, 24, 16, objective.discovery_step)
             with suppress(Interrupted):
                 fit(CONFIG, phase, state, batches_of(CONFIG, worker=worker), worker, storage)
         found |= {f"{name}/{key}": value for key, value in copied_tensors(state).items()}

@@ -9,8 +9,8 @@ from tests.uno.small_run import batches_of, copied_tensors, small_config, small_
 from tests.uno.test_fake_cuda import EXTENDED, streamed, train_both_ends  # noqa: F401
 from tests.uno.test_steps import poison
 from uno.data.files import Storage
+from uno.objective import discovery_step
 from uno.runs import run
-from uno.steps import discovery_step
 from uno.train import LocalWorker
 
 pytestmark = pytest.mark.gpu

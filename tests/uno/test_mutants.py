@@ -143,7 +143,7 @@ def pseudo_labels_of_the_joint_head_counted_from_zero(original, joint, clusters,
     return F.cross_entropy(joint.flatten(0, 1) / temperature, labels.repeat(len(joint)))
 
 
-@mutant("uno.objective:labeled_loss", "test_objective:test_labeled_loss_is_cross_entropy_of_cosines")
+@mutant("uno.steps:labeled_loss", "test_objective:test_labeled_loss_is_cross_entropy_of_cosines")
 def softmax_of_pretraining_over_the_batch_axis(original, known, labels, temperature):
     log_p = (known.flatten(0, 1) / temperature).log_softmax(dim=0)
     return F.nll_loss(log_p, labels.repeat(len(known)))
@@ -245,16 +245,16 @@ PRIOR = "test_sinkhorn:test_a_prior_gives_clusters_their_own_mass"
 also("a prior that is ignored", SINKHORN, partial(scaled, times=0), PRIOR, num_rows=24, num_clusters=5)
 also("a prior after the rows", SINKHORN, partial(scaled, prior_after=-1), PRIOR, num_rows=24, num_clusters=5)
 MIXED_STEP = "test_steps:test_unlabeled_rows_of_a_mixed_pile_choose_among_all_outputs"
-also("known outputs of another view", "uno.steps:global_targets",
+also("known outputs of another view", "uno.objective:global_targets",
      partial(replaced, values={"known": lambda known: known.flip(0)}), MIXED_STEP)  # fmt: skip
-also("a prior of the wrong outputs", "uno.steps:global_targets", partial(replaced, values={"prior": turned}),
-     MIXED_STEP)  # fmt: skip
+also("a prior of the wrong outputs", "uno.objective:global_targets",
+     partial(replaced, values={"prior": turned}), MIXED_STEP)  # fmt: skip
 also("targets of known outputs without a pull", LOSS,
      partial(replaced, values={"targets": lambda targets: [t * 0.5 for t in targets]}),
      "test_objective:test_a_mixed_pile_equals_the_naive_loop", views="two views")  # fmt: skip
 for mistake in ("unswapped", "no temperature", "over rows", "known block"):
     also(f"loss: {mistake}", LOSS, partial(padded, mistake=mistake), NAIVE, **TWO_VIEWS)
-also("targets from small crops", "uno.steps:global_targets",
+also("targets from small crops", "uno.objective:global_targets",
      partial(replaced, values={"families": lambda families: [family.flip(0) for family in families]}),
      "test_steps:test_targets_come_from_the_unlabeled_rows_of_large_views")  # fmt: skip
 also("one permutation for every epoch", "uno.data.plan:epoch_indices",

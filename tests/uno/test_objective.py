@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.uno.reference import classify_failure, padded_loss, scale_matrix, targets_of
-from uno.objective import discovery_loss, labeled_loss, pseudo_labels
+from uno.objective import discovery_loss, pseudo_labels
+from uno.steps import labeled_loss
 
 AGGREGATIONS = ["swap", "average_pseudo_labels", "average_logits"]
 

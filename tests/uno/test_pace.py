@@ -12,9 +12,9 @@ from tests.uno.small_run import CPU, fresh_state, lines
 from uno import pace
 from uno.data import stream as streaming
 from uno.data.files import Storage
+from uno.objective import discovery_step
 from uno.runs import DISCOVER
 from uno.runs.journal import read_journal
-from uno.steps import discovery_step
 from uno.train import LocalWorker, Phase, fit
 
 

@@ -14,9 +14,10 @@ from tests.uno.small_run import (
 )
 from uno.data.files import Storage
 from uno.errors import StorageError
+from uno.objective import discovery_step
 from uno.runs.checkpoint import Checkpoint, save_checkpoint
 from uno.state import load_state_, state_tensors
-from uno.steps import discovery_step, pretrain_step
+from uno.steps import pretrain_step
 from uno.train import resume_
 
 CONFIG = small_config()

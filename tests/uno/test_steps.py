@@ -18,8 +18,9 @@ from uno.data.resident import assemble
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.model import UnoModel
+from uno.objective import discovery_step, global_targets
 from uno.runs import run
-from uno.steps import discovery_step, global_targets, pretrain_step
+from uno.steps import pretrain_step
 
 GOLDEN = Path(__file__).parent / "golden"
 CONFIG = small_config()

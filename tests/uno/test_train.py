@@ -27,10 +27,10 @@ from tests.uno.test_steps import poison
 from uno import train
 from uno.data.files import Storage
 from uno.errors import Interrupted, NumericsError, StorageError
+from uno.objective import discovery_step
 from uno.runs import run
 from uno.runs.checkpoint import checkpoint_steps, load_checkpoint, load_newest
 from uno.runs.journal import Journal
-from uno.steps import discovery_step
 from uno.train import MAX_SKIPPED_STEPS, LocalWorker, Phase, fit
 
 CONFIG = small_config()  # discovery: 3 epochs of 6 steps; pretraining: 3 of 3

@@ -16,8 +16,8 @@ from uno.heads import unit
 from uno.methods import Method
 from uno.methods.method import NovelHead
 from uno.model import UnoModel
+from uno.objective import discovery_step
 from uno.prototype_init import training_features
-from uno.steps import discovery_step
 
 
 class Adapter(nn.Module):

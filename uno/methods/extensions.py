@@ -15,13 +15,13 @@ from torch import Tensor
 from uno.collectives import gather_rows, mean_with_grad
 from uno.config import Config, ObjectiveConfig
 from uno.model import Logits, UnoModel
-from uno.objective import discovery_loss
+from uno.objective import discovery_loss, global_targets
 from uno.state import TrainState
-from uno.steps import Batch, forward, global_targets, update_
+from uno.steps import Batch, forward, update_
 
 
 def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
-    """:func:`uno.steps.discovery_step` with the terms and the queue that ``objective`` asks for."""
+    """:func:`uno.objective.discovery_step` with the terms and the queue that ``objective`` asks for."""
     objective = config.objective
     logits, labels = forward(state, batch), batch.labels
     assert logits.novel is not None

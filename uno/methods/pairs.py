@@ -24,9 +24,8 @@ from uno import collectives
 from uno.config import Config
 from uno.heads import unit
 from uno.methods.method import NovelHead, forward_two_views
-from uno.objective import labeled_loss
 from uno.state import TrainState
-from uno.steps import Batch, update_
+from uno.steps import Batch, labeled_loss, update_
 
 MOST_HIDDEN = 2048
 MOST_AT_ONCE = 2**21  # hidden values of pairs, which backward computes again: in a cache, not in memory

@@ -35,10 +35,9 @@ from uno.heads import unit
 from uno.methods import Method
 from uno.methods.method import NovelHead, cluster_centers, forward_two_views, frozen_sample
 from uno.model import UnoModel
-from uno.objective import labeled_loss
 from uno.prototype_init import NUM_STARTS, Sample
 from uno.state import TrainState
-from uno.steps import Batch, update_
+from uno.steps import Batch, labeled_loss, update_
 
 SCALE = 25.0
 RATE, DECAY, STEPS = 1e-3, 1e-2, 1000  # of Adam

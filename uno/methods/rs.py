@@ -26,10 +26,9 @@ from uno import collectives
 from uno.config import Config, Section, field
 from uno.methods import Method
 from uno.methods.method import NovelHead, forward_two_views, pair_likelihood_loss
-from uno.objective import labeled_loss
 from uno.schedule import sigmoid_rampup
 from uno.state import TrainState
-from uno.steps import Batch, update_
+from uno.steps import Batch, labeled_loss, update_
 
 TOP, OF = 5, 512  # k of D features whose ranks are compared
 CIFAR100 = {"consistency_weight": 50.0, "rampup": 0.75}

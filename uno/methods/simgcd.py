@@ -37,9 +37,8 @@ from uno.heads import unit
 from uno.methods import Method
 from uno.methods.method import NovelHead, cluster_centers, contrast_loss, forward_two_views, frozen_sample
 from uno.model import UnoModel
-from uno.objective import labeled_loss
 from uno.state import TrainState
-from uno.steps import Batch, update_
+from uno.steps import Batch, labeled_loss, update_
 
 HIDDEN, PROJECTION = 2048, 256
 CONTRAST, SUPERVISED_CONTRAST = 1.0, 0.07  # temperatures

@@ -1,10 +1,10 @@
-"""UNO itself: the step of :func:`uno.steps.discovery_step`, or, where the objective asks for terms of later
-work, that of :mod:`uno.methods.extensions`; the heads of :mod:`uno.model`.
+"""UNO itself: the step of :func:`uno.objective.discovery_step`, or, where the objective asks for terms of
+later work, that of :mod:`uno.methods.extensions`; the heads of :mod:`uno.model`.
 """
 
 from uno.config import EXTENSIONS
 from uno.methods import Method, extensions
-from uno.steps import discovery_step
+from uno.objective import discovery_step
 
 METHOD = Method(
     "uno", discovery_step, start=extensions.start, gcd=True, extends=True,

@@ -24,12 +24,12 @@ from uno.data.splits import Task
 from uno.encoder import build_encoder
 from uno.errors import ConfigError
 from uno.methods import registry
-from uno.objective import labeled_loss
 from uno.presets import is_custom_data, preset
 from uno.results.export import origin
 from uno.runs import DISCOVER, run
 from uno.runs.checkpoint import checkpoint_steps
 from uno.runs.hardware import local_device, num_threads
+from uno.steps import labeled_loss
 from uno.text import plural
 
 GB = 1e9

@@ -11,8 +11,7 @@ from tests.uno.test_objective import problem
 from uno.errors import ConfigError
 from uno.methods.extensions import iic_loss, iic_view_loss, past_logits, rkd_loss, step
 from uno.model import build_model
-from uno.objective import sinkhorn
-from uno.steps import global_targets
+from uno.objective import global_targets, sinkhorn
 
 TAU = 0.1
 SHAPE = {
