@@ -49,7 +49,7 @@ slow: $(STAMP)
 QUIETLY := $(if $(shell command -v setsid),setsid sh -c '{ echo 10 > /proc/$$$$/autogroup; } 2> /dev/null; exec "$$@"' -)
 beside = @$(QUIETLY) nice -n 19 $(MAKE) --no-print-directory $(1) > .beside.log 2>&1 & beside=$$!; code=0; \
 	trap 'kill -- -$$beside 2> /dev/null || kill $$beside' INT TERM; \
-	echo "$(PY) -m pytest $(2), beside $(1)"; $(PY) -m pytest $(2) || code=$$?; \
+	echo "pytest $(2), beside $(1)"; OMP_NUM_THREADS=1 $(PY) -m pytest $(2) || code=$$?; \
 	wait $$beside || code=$$?; cat .beside.log; rm .beside.log; exit $$code
 
 # Lint, the default lane, the Ray lane with one case per fault family, types and the steps on the GPU.

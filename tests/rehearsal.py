@@ -260,7 +260,8 @@ def simulated(scene: str) -> Iterator[Rehearsal]:
     env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "PYTHONPATH": str(ROOT)}
     with (
         tempfile.TemporaryDirectory(prefix="uno-") as folder, tempfile.TemporaryDirectory() as hidden,
-        mock.patch.dict(os.environ, env), head(0) as raylets, store(LATENCY_MS, raylets.host) as (s3, _),
+        mock.patch.dict(os.environ, env), head(0, takes_jobs=True) as raylets,
+        store(LATENCY_MS, raylets.host) as (s3, _),
     ):  # fmt: skip
         options = (
             f"region=us-east-1&scheme=http&endpoint_override={s3['AWS_ENDPOINT_URL'].removeprefix('http://')}"

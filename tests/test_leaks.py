@@ -12,7 +12,7 @@ import pytest
 from tests import chaos, leaks
 from tests.forked import forked
 
-TIMES = 3
+TIMES = 2
 
 
 @pytest.fixture(scope="module")

@@ -78,10 +78,11 @@ class Raylets:
         if real:
             self.env["GLOO_SOCKET_IFNAME"] = HERE
 
-    def start(self, cpus: int, gpus: int = 0) -> None:
-        """The head; ``gpus`` are declared, whatever the machine has."""
-        place = ["--head", f"--node-ip-address={self.host}", "--port=6391", f"--dashboard-port={DASHBOARD}"]
-        self._spawn([*place, f"--dashboard-agent-listen-port={AGENT}", f"--num-gpus={gpus}"], cpus)
+    def start(self, cpus: int, takes_jobs: bool) -> None:
+        """The head, with a dashboard, a dozen processes, where it ``takes_jobs``."""
+        place = ["--head", f"--node-ip-address={self.host}", "--port=6391", "--num-gpus=0"]
+        dashboard = [f"--dashboard-port={DASHBOARD}"] if takes_jobs else ["--include-dashboard=false"]
+        self._spawn([*place, *dashboard, f"--dashboard-agent-listen-port={AGENT}"], cpus)
         wait_for(lambda: socket.socket().connect_ex((self.host, 6391)) == 0)
         self.env["RAY_ADDRESS"] = self.address
 
@@ -136,13 +137,13 @@ class Raylets:
 
 
 @contextmanager
-def head(cpus: int, gpus: int = 0) -> Iterator[Raylets]:
+def head(cpus: int, takes_jobs: bool = False) -> Iterator[Raylets]:
     """A head; what joins it ends with it."""
     folder = tempfile.mkdtemp(prefix="uno-ray-", dir="/tmp")
     with cable() as real:
         raylets = Raylets(folder, real)
         try:
-            raylets.start(cpus, gpus)
+            raylets.start(cpus, takes_jobs)
             yield raylets
         finally:
             raylets.end()

@@ -91,7 +91,7 @@ def test_the_fake_cluster_grows_for_a_job(tmp_path):
     own = {"RAY_FAKE_CLUSTER": "1", "RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": f"/tmp/uno-{os.getpid()}"}
     env = os.environ | own
     head = subprocess.Popen(
-        [RAY, "start", "--head", "--num-cpus=0", "--node-ip-address=127.0.0.1", "--dashboard-port=0",
+        [RAY, "start", "--head", "--num-cpus=0", "--node-ip-address=127.0.0.1", "--include-dashboard=false",
          "--block", f"--port={address.rpartition(':')[2]}",
          f"--autoscaling-config={tmp_path / 'cluster.yaml'}"],
         env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -127,7 +127,7 @@ def test_a_cluster_that_rays_own_commands_start_is_found(tmp_path, line):
     port, folder = free_port(), tempfile.mkdtemp(prefix="uno-ray-", dir="/tmp")  # short, for its sockets
     uno = ["python", "-m", "pipelines", "pretrain", *SMALL, "--workers", "1", "--max-steps", "3"]
     words = {"uno": shlex.join([*uno, "--output", str(tmp_path / "run")]), "host": "127.0.0.1", "port": port}
-    words["limits"] = "--num-cpus=2 --object-store-memory=100000000"
+    words["limits"] = "--num-cpus=2 --object-store-memory=100000000 --include-dashboard=false"
     words["address"] = f"127.0.0.1:{port}"
     env = os.environ | {"RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": folder}
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
