@@ -1,7 +1,6 @@
 """Features of a frozen encoder on Ray, bit for bit as :func:`uno.session.data.compute_local` has them."""
 
 import threading
-import warnings
 from collections.abc import Callable, Container, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -15,7 +14,7 @@ import torch
 
 from pipelines import ray_env
 from pipelines.partitions import map_through_model
-from pipelines.ray_data import bytes_of, pixel_column
+from pipelines.ray_data import bytes_of, pixel_column, shared_tensor
 from uno.config import Config, to_dict
 from uno.data import features
 from uno.data.decode import prefetch_map
@@ -103,8 +102,7 @@ class Featurizer:
         config, rows, viewed = self._config, block["row"].to_numpy(), block["viewed"].to_numpy()
         have = block["have"].to_numpy()
         ok = block["reason"].is_null().to_numpy()
-        with warnings.catch_warnings(action="ignore"):  # Ray's arrays are read-only, and so are ours
-            pixels = torch.from_numpy(bytes_of(block["pixels"], features.row_bytes(config)))
+        pixels = shared_tensor(bytes_of(block["pixels"], features.row_bytes(config)))
 
         def encode(start: int) -> torch.Tensor:
             torch.set_num_threads(1)  # of this thread

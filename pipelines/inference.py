@@ -2,7 +2,6 @@
 with the threads of this process, so the same results.
 """
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -12,7 +11,7 @@ import pyarrow as pa
 import torch
 
 from pipelines.partitions import map_through_model
-from pipelines.ray_data import bytes_of, pixel_column
+from pipelines.ray_data import bytes_of, pixel_column, shared_tensor
 from uno.config import Config
 from uno.data.images import InMemory, from_columns, to_columns
 from uno.data.inputs import split_batches
@@ -84,6 +83,5 @@ class Scorer:
     def __call__(self, block: pa.Table) -> pa.Table:
         """A decoded block -> what the model says of it."""
         size = self._model.size
-        with warnings.catch_warnings(action="ignore"):  # Ray's arrays are read-only, and so are ours
-            pixels = torch.from_numpy(bytes_of(block["pixels"], 3 * size**2)).view(-1, 3, size, size)
+        pixels = shared_tensor(bytes_of(block["pixels"], 3 * size**2)).view(-1, 3, size, size)
         return pa.concat_tables(classify(self._model, block.drop_columns("pixels"), pixels, self._embedding))

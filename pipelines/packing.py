@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipelines import nodes, ray_env
-from pipelines.ray_data import grouped, own_error, own_node
+from pipelines.ray_data import grouped, in_order, own_node
 from pipelines.ray_private import NODE, dataset_of
 from uno.config import Config, override
 from uno.data.files import Storage
@@ -72,12 +72,9 @@ def store_on_ray(ray: Any, config: Config) -> Store:
                 write, batch_format="pyarrow", batch_size=None, label_selector=here,
                 num_cpus=ray_env.TASK_CPUS, compute=ray.data.TaskPoolStrategy(size=workers),
             )  # fmt: skip
-            try:
-                for table in found.iter_batches(batch_format="pyarrow", batch_size=None):
-                    for name, num_rows, bad in zip(*table.to_pydict().values(), strict=True):
-                        yield Shard(name, num_rows, bad)
-            except Exception as error:
-                raise own_error(error) or error from None
+            for table in in_order(found):
+                for name, num_rows, bad in zip(*table.to_pydict().values(), strict=True):
+                    yield Shard(name, num_rows, bad)
 
     return store
 

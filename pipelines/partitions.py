@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipelines import nodes, ray_env
-from pipelines.ray_data import grouped, own_error, own_node
+from pipelines.ray_data import grouped, in_order, own_node
 from pipelines.ray_private import NODE, dataset_of
 from uno.config import Config
 from uno.data.files import Storage
@@ -57,11 +57,8 @@ def map_through_model(
             Writer, fn_constructor_args=(storage.uri, write, part_rows), batch_format="pyarrow",
             compute=ray.data.ActorPoolStrategy(size=1), batch_size=part_rows, num_cpus=0, label_selector=here,
         )  # fmt: skip
-        try:
-            for batch in stored.iter_batches(**whole):
-                yield from zip(batch["number"].to_pylist(), batch["data"].to_pylist(), strict=True)
-        except Exception as error:
-            raise own_error(error) or error from None
+        for batch in in_order(stored):
+            yield from zip(batch["number"].to_pylist(), batch["data"].to_pylist(), strict=True)
 
 
 class Writer:

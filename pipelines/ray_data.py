@@ -31,7 +31,7 @@ from uno.crops import Cropper
 from uno.data import stream
 from uno.data.decode import BadRows, DecodedBatch, Interpolation, decode_many, ok_mask
 from uno.data.files import Storage
-from uno.data.images import Image, Images, from_columns, to_columns
+from uno.data.images import Images, from_columns, to_columns
 from uno.data.mapped import NeighborViews
 from uno.data.resident import EvalSet
 from uno.data.resident import train_set as resident_set
@@ -125,7 +125,7 @@ def decode_task(
         table = _pixel_table(pixels.flatten(1).numpy(), reasons).append_column("row", pa.array(rows))
         return [ray.put(table)], reasons
     blocks = [image_block(images, rows[i : i + ROWS_PER_BLOCK]) for i in rows[::ROWS_PER_BLOCK]]
-    decode = partial(decode_block, side=side, reader=images.reader(), interpolation=how)
+    decode = partial(decode_block, side=side, images=images.reader(), interpolation=how)
     batches = {"batch_format": "pyarrow", "batch_size": ROWS_PER_DECODE, "zero_copy_batch": True}
     dataset = dataset_of(blocks).map_batches(decode, **batches).materialize()
     columns = dataset.select_columns(["row", "reason"])
@@ -155,20 +155,11 @@ def image_block(images: Images, rows: np.ndarray) -> pa.Table:
 
 
 def decode_block(
-    block: pa.Table, side: int, reader: Images | None, interpolation: Interpolation = "bilinear"
+    block: pa.Table, side: int, images: Images | None, interpolation: Interpolation = "bilinear"
 ) -> pa.Table:
-    """The rows of an :func:`image_block` with ``pixels`` and ``reason``."""
-    return _decoded(block["row"], from_columns(block, reader), side, interpolation)
-
-
-def _decode(block: pa.Table, images: Images, side: int, interpolation: Interpolation) -> pa.Table:
-    """As :func:`decode_block`, of rows of ``images``."""
-    return _decoded(block["row"], images.read_images(block["row"].to_numpy()), side, interpolation)
-
-
-def _decoded(rows: Any, images: list[Image], side: int, interpolation: Interpolation) -> pa.Table:
-    pixels, reasons = decode_many(images, side, 1, interpolation)
-    return _pixel_table(pixels.flatten(1).numpy(), reasons).append_column("row", rows)
+    """The rows of an :func:`image_block` with ``pixels`` and ``reason``; ``images`` reads their numbers."""
+    pixels, reasons = decode_many(from_columns(block, images), side, 1, interpolation)
+    return _pixel_table(pixels.flatten(1).numpy(), reasons).append_column("row", block["row"])
 
 
 def _pixel_table(pixels: np.ndarray, reasons: list[str | None]) -> pa.Table:
@@ -243,10 +234,11 @@ def decode_on_ray(
     how: Interpolation = "bilinear",
 ) -> Callable[[Iterable[np.ndarray]], Iterator[DecodedBatch]]:  # fmt: skip
     """As :func:`uno.data.decode.decoded`, of the images that ``source`` refers to, in Ray tasks."""
-    run = _runner(ray, partial(_decode, side=side, interpolation=how), source, cpus, store, CHUNK_BYTES, node)
+    decode = partial(decode_block, side=side, interpolation=how)
+    run = _runner(ray, decode, source, cpus, store, CHUNK_BYTES, node)
 
     def decoded(batches: Iterable[np.ndarray]) -> Iterator[DecodedBatch]:
-        for table in in_executions(run, grouped(pa.table({"row": rows}) for rows in batches)):
+        for table in in_executions(run, grouped(pa.table({"row": rows, "number": rows}) for rows in batches)):
             pixels = torch.from_numpy(bytes_of(table["pixels"], 3 * side**2).copy())
             yield table["row"].to_numpy(), pixels.view(-1, 3, side, side), table["reason"].to_pylist()
 
@@ -354,12 +346,13 @@ def _runner(
             Apply, fn_constructor_args=(function, source), compute=pool, num_cpus=TASK_CPUS * min(1.0, cpus),
             batch_format="pyarrow", batch_size=None, **where, **first,
         )  # fmt: skip
-        return _in_order(results)
+        return in_order(results)
 
     return run
 
 
-def _in_order(dataset: Any) -> Iterator[pa.Table]:
+def in_order(dataset: Any) -> Iterator[pa.Table]:
+    """Its blocks, in order; an error of ours in a task is raised as it was."""
     try:
         yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=2)
     except Exception as error:

@@ -210,7 +210,7 @@ def measure(config: Config, fold: Fold, state: TrainState, score: str, worker: W
     model, train, truth = state.model.eval(), fold.train, fold.scored.truth
     num_true = max(train.num_known, int(truth.max()) + 1)
     batches = fold.scored.batches(config.train.eval_batch_size, worker.rank, worker.world_size)
-    metrics = protocol_metrics(count(model, config, batches, num_true), state.best_head, "scored")
+    metrics = protocol_metrics(count(model, config, batches, num_true)[0], state.best_head, "scored")
     keys = {f"{group}_{which}": f"scored/{group}/task_agnostic_strict/acc/{which}"
             for group, which in product(("known", "novel"), ("best", "avg"))}  # fmt: skip
     parts = {name: metrics[key] for name, key in keys.items() if key in metrics}

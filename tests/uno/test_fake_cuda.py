@@ -135,7 +135,7 @@ def test_evaluation_counts_without_waiting():
         mode.strict = True
         for edits in (None, edited(model)):
             rows = small_sets()[1]["train"].batches(64, 0, 4)
-            counts = count(model, config, rows, 10, edits)
+            (counts,) = count(model, config, rows, 10, edits)
             assert {part.device for part in counts} == {DEVICE}
 
 

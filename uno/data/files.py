@@ -47,12 +47,16 @@ log = logging.getLogger(__name__)
 
 
 class FileEntry(NamedTuple):
-    """A file below a root: relative path with '/', full path or URI, size in bytes, :func:`stat_of` time."""
+    """A file below a root: relative path with '/', full path or URI, size in bytes, :func:`stat_of` time.
+    While a directory is listed also a folder in it: its relative path ends in '/', by which its files come
+    in order, and ``real`` is its real path.
+    """
 
     relative: str
     path: str
     size: int
     time: int
+    real: str | None = None
 
 
 def is_transient(error: object) -> bool:
@@ -141,12 +145,12 @@ def files_below(root: str) -> Iterator[FileEntry]:
     scan = _remote_scan(root) if is_uri(root) else _local_scan(root)
     seen, pool = set[str](), ThreadPoolExecutor(LISTERS, thread_name_prefix="uno-list")
 
-    def walk_one(entries: list[_Entry]) -> Iterator[FileEntry]:
+    def walk_one(entries: list[FileEntry]) -> Iterator[FileEntry]:
         folders = (entry for entry in entries if entry.real is not None)
         waiting = deque(pool.submit(scan, entry) for entry in islice(folders, LISTERS))
         for entry in entries:
             if entry.real is None:
-                yield FileEntry(entry.relative, entry.path, entry.size, entry.time)
+                yield entry
                 continue
             inside = waiting.popleft()
             waiting += [pool.submit(scan, following) for following in islice(folders, 1)]
@@ -154,7 +158,7 @@ def files_below(root: str) -> Iterator[FileEntry]:
                 seen.add(entry.real)
                 yield from walk_one(inside.result())
 
-    top = _Entry("", root, -1, -1, root if is_uri(root) else os.path.realpath(root))
+    top = FileEntry("", root, -1, -1, root if is_uri(root) else os.path.realpath(root))
     seen.add(str(top.real))
     try:
         yield from walk_one(scan(top))
@@ -264,22 +268,10 @@ def _changed(found: os.stat_result) -> int:
     return max(found.st_mtime_ns, found.st_ctime_ns)
 
 
-class _Entry(NamedTuple):
-    """In a directory: ``relative`` to the root, and of a directory with a last '/' and its ``real`` path;
-    sorted by it, a directory's files come where the relative paths of all files have them.
-    """
-
-    relative: str
-    path: str
-    size: int
-    time: int
-    real: str | None
-
-
-def _local_scan(root: str) -> Callable[[_Entry], list[_Entry]]:
+def _local_scan(root: str) -> Callable[[FileEntry], list[FileEntry]]:
     base = os.path.realpath(root).rstrip("/") + "/"
 
-    def scan(folder: _Entry) -> list[_Entry]:
+    def scan(folder: FileEntry) -> list[FileEntry]:
         found = []
         with reading(folder.path), os.scandir(folder.path) as entries:
             for entry in entries:
@@ -293,16 +285,16 @@ def _local_scan(root: str) -> Callable[[_Entry], list[_Entry]]:
                 relative = folder.relative + entry.name
                 if entry.is_file():
                     stat = entry.stat()
-                    found.append(_Entry(relative, entry.path, stat.st_size, _changed(stat), None))
+                    found.append(FileEntry(relative, entry.path, stat.st_size, _changed(stat)))
                 elif entry.is_dir():
-                    found.append(_Entry(f"{relative}/", entry.path, -1, -1, real))
+                    found.append(FileEntry(f"{relative}/", entry.path, -1, -1, real))
         return sorted(found)
 
     return scan
 
 
-def _remote_scan(root: str) -> Callable[[_Entry], list[_Entry]]:
-    def scan(folder: _Entry) -> list[_Entry]:
+def _remote_scan(root: str) -> Callable[[FileEntry], list[FileEntry]]:
+    def scan(folder: FileEntry) -> list[FileEntry]:
         with reading(root):
             files, inner = locate(root)
             top, deep = inner.strip("/"), folder.relative.count("/") >= PREFIX_LEVELS
@@ -315,9 +307,9 @@ def _remote_scan(root: str) -> Callable[[_Entry], list[_Entry]]:
             if not HIDDEN.search(relative):
                 if info.is_file:
                     time = -1 if info.mtime_ns is None else info.mtime_ns
-                    found.append(_Entry(relative, join(root, relative), info.size, time, None))
+                    found.append(FileEntry(relative, join(root, relative), info.size, time))
                 elif not deep:
-                    found.append(_Entry(f"{relative}/", "", -1, -1, relative))
+                    found.append(FileEntry(f"{relative}/", "", -1, -1, relative))
         return sorted(found)
 
     return scan

@@ -143,7 +143,7 @@ class ImageFolder(Inputs):
                 at = row + 1
             if len(own) == len(rows):
                 ids = pa.array([valid_text(f.relative) for f in own], pa.string())
-                yield Partition(rows, ids, Files.of([f.path for f in own], [f[2:] for f in own]))
+                yield Partition(rows, ids, Files.of([f.path for f in own], [f[2:4] for f in own]))
         deque(listed, maxlen=0)
         if digest.hexdigest() != self.fingerprint:
             raise ConfigError(

@@ -288,7 +288,7 @@ def _rows(listed: Iterable[tuple[FileEntry, str | None, bool]], source: str, not
     parts = list[tuple[Text, Files, Labels, np.ndarray]]()
     for some in chunks(listed):
         found, labels, is_train = zip(*some, strict=True)
-        files = Files.of([f.path for f in found], [f[2:] for f in found])
+        files = Files.of([f.path for f in found], [f[2:4] for f in found])
         ids = Text.of(valid_text(f.relative) for f in found)
         parts.append((ids, files, Labels.of(labels), np.array(is_train)))
     if not parts:

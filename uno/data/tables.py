@@ -80,7 +80,7 @@ def read_parquet(path: str, names: Mapping[str, str] = NO_NAMES) -> Rows:
     if "image" in table.column_names:
         images = files_in(source, root, values_in(table["image"]), False)
     else:
-        images = ParquetImages(root, [f.path for f in files], left[0], [f[2:] for f in files])
+        images = ParquetImages(root, [f.path for f in files], left[0], [f[2:4] for f in files])
     is_train, known = table["is_train"].to_numpy(), next(filter(None, known), ())
     labels = Labels.none(len(table)) if labels is None else labels
     return Rows(ids, images, labels, is_train, source, class_names[0], known, eval_labels=truth)

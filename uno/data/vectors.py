@@ -343,7 +343,7 @@ def _of_parquet(source: str, path: str, names: Mapping[str, str]) -> Read:
     if len(pictures) > 1:
         raise ConfigError(f"{source}: the files name their image column differently")
     shown = (
-        ParquetImages(root, [f.path for f in files], pictures.pop(), [f[2:] for f in files])
+        ParquetImages(root, [f.path for f in files], pictures.pop(), [f[2:4] for f in files])
         if pictures
         else None
     )

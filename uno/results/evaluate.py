@@ -48,7 +48,7 @@ def evaluate_run(
         if mixed:  # unlabeled rows, then the others
             rows = replace(rows, truth=rows.truth + num_true * ~rows.unlabeled)
         batches = rows.batches(config.train.eval_batch_size, worker.rank, worker.world_size)
-        counts = count_kinds(model, config, batches, num_true, 1 + mixed, edits)
+        counts = count(model, config, batches, num_true, edits, 1 + mixed)
         total = [torch.stack(parts).sum(dim=0) for parts in zip(*counts, strict=True)]
         values |= protocol_metrics(Confusions(*total), best_head, split, edits)
         if mixed:
@@ -152,20 +152,12 @@ def _add_(counts: Tensor, truth: Tensor, output: Tensor, counted: Tensor) -> Non
 
 def count(
     model: UnoModel, config: Config, batches: Iterable[tuple[Tensor, Tensor]], num_true: int,
-    edits: Edits | None = None,
-) -> Confusions:  # fmt: skip
-    """The counts of all workers, each of which brings its own ``batches``, however many: images uint8
-    (b, 3, S, S) and truth (b,) in [0, ``num_true``) or -1. ``model`` in eval mode, not its DDP wrapper. With
-    ``edits`` outputs are those of the predictions.
-    """
-    return count_kinds(model, config, batches, num_true, 1, edits)[0]
-
-
-def count_kinds(
-    model: UnoModel, config: Config, batches: Iterable[tuple[Tensor, Tensor]], num_true: int,
-    num_kinds: int, edits: Edits | None = None,
+    edits: Edits | None = None, num_kinds: int = 1,
 ) -> list[Confusions]:  # fmt: skip
-    """:func:`count` of each kind of rows: truth t of kind k is k * ``num_true`` + t."""
+    """The counts of all workers by kind of rows, each of whom brings own ``batches``, however many: images
+    uint8 (b, 3, S, S) and truth (b,), -1 or t + k * ``num_true`` for class t and kind k. ``model`` in eval
+    mode, not its DDP wrapper. With ``edits`` outputs are those of the predictions.
+    """
     device, num_novel = model.known.weight.device, num_true - model.num_known
     sizes = model.num_heads, model.num_known, num_novel, model.num_novel
     counts = [Confusions.zeros(*sizes, device) for _ in range(num_kinds)]

@@ -10,7 +10,7 @@ from uno.data.resident import EvalSet
 from uno.model import Logits, UnoModel
 from uno.presets import preset
 from uno.results import metrics
-from uno.results.evaluate import Confusions, count, count_kinds, gcd_metrics, protocol_metrics
+from uno.results.evaluate import Confusions, count, gcd_metrics, protocol_metrics
 from uno.results.metrics import METRICS, PROTOCOLS
 
 H, C_L, C_U, K = 3, 4, 3, 5
@@ -103,7 +103,7 @@ def test_every_row_is_counted_exactly_once(num_rows, world_size, batch_size):
     images[:, 0, 0, 0], images[:, 0, 0, 1] = torch.arange(num_rows) % 256, torch.arange(num_rows) // 256
     rows, model = EvalSet(images, truth, torch.arange(num_rows), truth < 0), Spelled(known, novel).eval()
     shares = [rows.batches(batch_size, rank, world_size) for rank in range(world_size)]
-    found = [count(model, CONFIG, share, C_L + C_U) for share in shares]
+    found = [count(model, CONFIG, share, C_L + C_U)[0] for share in shares]
     total = [sum(parts) for parts in zip(*found, strict=True)]
     assert sorted(model.rows) == list(range(num_rows))
     assert 0 < min(model.sizes) <= max(model.sizes) <= batch_size
@@ -118,7 +118,7 @@ def test_kinds_of_rows_are_counted_apart_in_one_pass():
     images[:, 0, 0, 0], images[:, 0, 0, 1] = torch.arange(300) % 256, torch.arange(300) // 256
     model, second = Spelled(known, novel).eval(), torch.arange(300) % 3 == 0
     both = torch.where(second & (truth >= 0), truth + C_L + C_U, truth)
-    found = count_kinds(model, CONFIG, [(images, both)], C_L + C_U, 2)
+    found = count(model, CONFIG, [(images, both)], C_L + C_U, num_kinds=2)
     assert sorted(model.rows) == list(range(300))
     for kind, own in zip((~second, second), found, strict=True):
         assert all(map(torch.equal, own, counted(known, novel, torch.where(kind, truth, -1))))
