@@ -30,7 +30,7 @@ FRESH = {"--overwrite": switch("Start over: ignore the checkpoints of an earlier
 EMBEDDING = {"--embedding": switch("Also write the pooled features, a list of floats.")}
 SORTED = {
     "--csv": switch("Also write DIR/predictions.csv, the table without embeddings."),
-    "--folders": switch("Also copy every image to DIR/by_class/CLASS/."),
+    "--folders": switch("Also copy every image that can be read to DIR/by_class/INDEX-CLASS/."),
 }
 APPLY = {
     "--apply": switch("Apply classes.yaml to the model and all files of the run."),
@@ -50,7 +50,10 @@ PRETRAIN = Command("pretrain", TRAINING)
 DISCOVER = Command("discover", TRAINING, examples=(
     "uno discover --labeled photos/known --unlabeled photos/new --num-novel 5 --weights pretrained",
     "uno discover --preset cifar10 --data cifar10:DIR",
-))  # fmt: skip
+), text="""
+Defaults are those of the digits. Your own images and a frozen encoder set others, such as --method choice:
+--explain prints every value of your run and where it comes from.
+""")  # fmt: skip
 EVALUATE = Command("evaluate", RUN, "some", text="Computes RUN/metrics.json from checkpoints and data.")
 PREDICT = Command("predict", RUN | EMBEDDING | SORTED, "some", text="""
 Writes DIR/predictions.parquet, one row for each image, in order: id, uri, class_index, class_name, kind

@@ -162,7 +162,7 @@ def test_the_demo_as_a_newcomer_gets_it(tmp_path, monkeypatch, capsys):
     assert cli.main(["demo", *here, "--output", str(tmp_path / "run")]) == 0
     printed, explained = capsys.readouterr(), "\n".join(blocks(page("docs/start/quickstart.md"), "text"))
     starts = re.findall(r"^  [\w-]+(?= agrees)|^[\w ]+:", explained, re.M)
-    assert len(starts) == 9
+    assert len(starts) == 10
     assert [start for start in starts if not re.search(rf"^{start}", printed.out + printed.err, re.M)] == []
     results = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert results["train/novel/task_aware/acc/best"] > 0.96

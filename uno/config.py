@@ -330,8 +330,8 @@ class TrainConfig(Section):
     eval_batch_size: int = field(1024, "Rows per evaluation batch on each worker.", ge=1, scope="run",
         commands="evaluate")
     report_to: str = field("tensorboard",
-        f"Who gets the lines of metrics, with commas: {', '.join(REPORTERS)} (metrics.jsonl, which is always "
-        "written).", flag="report-to", scope="run")
+        f"Who gets the lines of metrics, with commas: {', '.join(REPORTERS)} (metrics.jsonl, which training "
+        "always writes).", flag="report-to", scope="run")
     profile: str | None = field(None,
         "START:END, steps of each phase that torch.profiler traces on rank 0: RUN/profile.", scope="run")
 

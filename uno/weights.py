@@ -195,7 +195,8 @@ def load_encoder_(encoder: nn.Module, tensors: Mapping[str, Tensor], source: str
     ]
     kinds = (("missing", missing), ("unexpected", surplus), ("of another shape", shapes))
     if problems := [f"{len(keys)} {kind} ({_first(keys)})" for kind, keys in kinds if keys]:
-        raise ConfigError(f"model.weights: {source} does not fit the encoder: keys {'; '.join(problems)}")
+        why = f"keys {'; '.join(problems)}; --model.encoder names that of the weights"
+        raise ConfigError(f"model.weights: {source} does not fit the encoder: {why}")
     encoder.load_state_dict({k: own.get(k, value) for k, value in expected.items()})
 
 

@@ -61,7 +61,8 @@ def finished(tmp_path_factory, weights) -> Path:
 
 def test_a_choice_trains_nothing_and_says_what_to_expect(finished, weights, tmp_path, capsys):
     """Kills: a step that is taken, a space or prototypes that checkpoint, model and evaluation do not share,
-    a run again that chooses otherwise.
+    a run again that chooses otherwise, a dry run that takes a step, says nothing of time or a warning twice,
+    a doctor that misses phases, the page's stored size for the encoder's.
     """
     argv = [
         "discover", *SMALL, "--preset", "digits", "--model.finetune", "none", "--method", "choice",
@@ -69,9 +70,16 @@ def test_a_choice_trains_nothing_and_says_what_to_expect(finished, weights, tmp_
         "--weights", str(weights), "--compute.cache", str(finished.parent / "cache"),
     ]  # fmt: skip
     capsys.readouterr()
+    assert cli.main([*argv, "--output", str(tmp_path / "run"), "--dry-run"]) == 0
+    planned = capsys.readouterr().out.splitlines()
+    assert planned[-1] == "dry run: nothing would be trained; nothing was kept"
+    assert not any("epoch" in line for line in planned)
+    for start in ("model: ", "training: ", "warning: "):
+        found = [line for line in planned if line.startswith(start)]
+        assert len({*found}) == len(found) and (found or start == "warning: ")
     for name in ("run", "again"):
         assert cli.main([*argv, "--output", str(tmp_path / name)]) == 0
-    assert "expected on new classes: " in capsys.readouterr().out
+    assert "expected accuracy on new classes, if there are 5 of them: " in capsys.readouterr().out
     once, again = (load_newest(Storage(str(tmp_path / name)), DISCOVER) for name in ("run", "again"))
     assert once.step == 0
     assert_same(once.tensors, again.tensors)
@@ -79,7 +87,10 @@ def test_a_choice_trains_nothing_and_says_what_to_expect(finished, weights, tmp_
     assert metrics["trust/choice/draws"] == 6 and metrics["trust/choice/hidden"] == 2
     assert 0 < metrics["trust/expected/low"] <= metrics["trust/expected/acc"] <= 1
     assert metrics["train/known/task_aware/acc/best"] > 0.3
-    assert "Expected on new classes" in (tmp_path / "run" / "report.html").read_text()
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "Expected accuracy on new classes" in page and "resnet_small, 8 px, 1 head<" in page
+    assert cli.main(["doctor", str(tmp_path / "run")]) == 0
+    assert "checkpoints of step 0" in (said := capsys.readouterr().out) and "pretrain" not in said
     table = pq.read_table(tmp_path / "run" / "predictions.parquet").to_pylist()
     images = {i: image for i, image in zip(read_digits().ids, read_digits().images.items[:20], strict=False)}
     write_digits(tmp_path / "images", list(images.values()))

@@ -76,7 +76,7 @@ def test_weights_that_do_not_fit_name_the_keys():
     line = (
         "model.weights: FILE does not fit the encoder: keys 4 missing (conv1.weight, bn1.weight, "
         "bn1.bias ...); 1 unexpected (stem.weight); 1 of another shape "
-        "(layer3.0.conv1.weight (2, 3) for (16, 8, 3, 3))"
+        "(layer3.0.conv1.weight (2, 3) for (16, 8, 3, 3)); --model.encoder names that of the weights"
     )
     with pytest.raises(ConfigError, match=f"^{re.escape(line)}$"):
         load_encoder_(encoder, state, "FILE")

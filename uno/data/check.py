@@ -104,7 +104,7 @@ def _of_classes(task: Task, config: Config) -> Iterator[Problem]:
         if other != name:
             yield Problem("warning", f"classes {other!r} and {name!r} differ only in case or spaces")
     if task.num_known == 1:
-        text = f"only one known class, {task.known[0]!r}: pretraining cannot separate classes"
+        text = f"only one known class, {task.known[0]!r}: how classes differ cannot be learned from it"
         yield Problem("warning", text)
     if task.num_novel == 1 and config.data.setting != "gcd":
         yield Problem("warning", "num_novel is 1: every unlabeled image will be in the single novel class")
@@ -133,7 +133,7 @@ def _of_batches(task: Task, config: Config) -> Iterator[Problem]:
     few = f"fewer unlabeled images ({unlabeled}) than"
     if unlabeled < num_novel:
         yield Problem("error", f"{few} classes to discover ({num_novel})")
-    elif unlabeled < num_novel * factor:
+    elif config.discover.epochs and unlabeled < num_novel * factor:
         text = f"{few} clusters of an overclustering head ({num_novel * factor})"
         yield Problem("warning", f"{text}; lower --model.overcluster-factor (now {factor})")
     try:
@@ -146,7 +146,7 @@ def _of_batches(task: Task, config: Config) -> Iterator[Problem]:
         text = f"fewer labeled images ({labeled}) than batch_size ({size}): pretraining batches hold all"
         yield Problem("warning", text)
     each = plan.unlabeled_size / num_classes
-    if each < MIN_ROWS_PER_CLUSTER:
+    if config.discover.epochs and each < MIN_ROWS_PER_CLUSTER:
         num = plural(plan.unlabeled_size, "unlabeled image")
         text = f"a batch has {num} for {num_classes} classes, {each:.1f} each; "
         text += f"pseudo-labels need {MIN_ROWS_PER_CLUSTER} or more: raise batch_size"

@@ -26,7 +26,7 @@ from uno.results.infer import Classifier, Decode, decoder
 from uno.results.metrics import confusion, hungarian, joint_matching
 from uno.results.trust import verdict
 from uno.runs import REPORT_FILE, directory
-from uno.text import visible
+from uno.text import plural, visible
 
 log = logging.getLogger(__name__)
 
@@ -62,11 +62,17 @@ def write_report(
         "novel_truth": any("/novel/" in key for key in metrics),
         "warnings": list(warnings(config, found, looked["sample"], looked["findings"])),
         "curves": facts.curves(found), "estimate_chart": facts.estimate_chart(found),
-        "num_heads": num_heads(config), "method": description(config.method),
+        "num_heads": num_heads(config), "view": _view(config), "method": description(config.method),
         "times": facts.times(config, found, task), "command": facts.command_line(config),
     }  # fmt: skip
     storage.write(REPORT_FILE, render("report.html", context, script="report.js").encode())
     return storage.below(REPORT_FILE)
+
+
+def _view(config: Config) -> str:
+    """What the encoder is given."""
+    side = min(config.augment.large.size, config.data.stored_size)
+    return "vectors" if config.model.takes_vectors else f"{side} px"
 
 
 def open_task(config: Config, storage: Storage) -> tuple[Task | None, str]:
@@ -152,13 +158,13 @@ def _maps(
     points = charts.choose_points(len(sample.index), seed)
     features, novel, over = sample.features[points], sample.novel[points], sample.over
     logits = np.concatenate([sample.known[points], novel.reshape(len(points), -1)], axis=1)
-    heads = f"Logits of the known head and of all {sample.num_heads} cluster heads, side by side."
+    heads = f"Logits of the known head and of {plural(sample.num_heads, 'cluster head')}, side by side."
     spaces = {
         "Shared feature space": (f"Encoder output, {features.shape[1]} dimensions.", features),
         "Cluster-head logits": (heads, logits),
     }
     if over is not None:
-        caption = f"All {over.shape[1]} overclustering heads, {over.shape[2]} clusters each."
+        caption = f"{plural(over.shape[1], 'overclustering head')}, {plural(over.shape[2], 'cluster')} each."
         spaces["Overclustering-head logits"] = (caption, over[points].reshape(len(points), -1))
     drawn = {title: charts.draw_map(title, *space, seed) for title, space in spaces.items()}
     maps = [m for m in drawn.values() if m is not None]

@@ -91,7 +91,7 @@ def _on_choice(values: Mapping[str, float]) -> tuple[list[str], list[str]]:
         return [], []
     chosen = CANDIDATES[round(values[CHOSEN])]
     if EXPECTED not in values:
-        unknown = "expected on new classes: unknown, too few known classes to hide some of them"
+        unknown = "expected accuracy on new classes: unknown, too few known classes to hide some of them"
         return [], [unknown, f"chosen without evidence: {chosen}"]
     acc, low, high = (f"{100 * values[key]:.0f}" for key in (EXPECTED, LOW, HIGH))
     draws = f"{values[DRAWS]:.0f} draws of {values[HIDDEN]:.0f} hidden known classes"
@@ -101,7 +101,8 @@ def _on_choice(values: Mapping[str, float]) -> tuple[list[str], list[str]]:
     if asked > found:
         empty = plural(asked - found, "output stays empty", "outputs stay empty")
         why.append(f"of {asked} new classes {found} were found: clusters that mix were joined, {empty}")
-    return [f"expected on new classes: {acc}% ({low} to {high}), measured on {draws}"], why
+    given = f", if there are {asked} of them" if asked else ""  # older runs do not say
+    return [f"expected accuracy on new classes{given}: {acc}% ({low} to {high}), measured on {draws}"], why
 
 
 def choice_metrics(tensors: Mapping[str, Tensor]) -> dict[str, float]:

@@ -229,8 +229,9 @@ def _of_checkpoints(storage: Storage, phase: str) -> Iterator[Finding]:
         yield Finding("error", str(error))
         return
     good = [str(step) for step in checkpoint_steps(storage, phase) if step not in damaged]
-    steps = f"valid checkpoints of step {', '.join(good)}" if good else "no checkpoint yet"
-    yield Finding("ok", f"{phase}: {steps}")
+    if good or phase == runs.DISCOVER:  # a run need not have the others
+        steps = f"valid checkpoints of step {', '.join(good)}" if good else "no checkpoint yet"
+        yield Finding("ok", f"{phase}: {steps}")
     for step, problem in damaged.items():
         remedy = "an older one is used; --repair removes it"
         yield Finding("warning", f"{phase} step {step}: {problem}", remedy)

@@ -90,7 +90,7 @@ def discover(
     config, lines, read = resolve(config, given, overwrite, place.free_memory)
     for line in lines:
         print_line(line)
-    task = preflight(config, read)
+    task = preflight(config, read, dry_run)
     phases = run.phases(config, last)
     check_memory(config, task)
     require_runtime(config)
@@ -222,15 +222,18 @@ def apply_classes(claim: lock.RunLock, model: Classifier, edited: list[OutputCla
     print_line(f"applied to {', '.join(done)}")
 
 
-def preflight(config: Config, task: Task | None = None) -> Task:
-    """Read the table unless it is there, and check: the first error is raised, all else is said."""
+def preflight(config: Config, task: Task | None = None, report: bool = False) -> Task:
+    """Read the table unless it is there, and check: the first error is raised, all else is said, with the
+    classes in a ``report``.
+    """
     task = read_task(config.data) if task is None else task
-    for problem in check(task, config):
+    problems = check(task, config)
+    for problem in problems:
         if problem.level == "error":
             raise ConfigError(problem.message)
-        print_line(f"warning: {problem.message}")
-    for note in task.notes:
-        print_line(f"note: {note}")
+    lines = [f"warning: {problem.message}" for problem in problems] + [f"note: {note}" for note in task.notes]
+    for line in [format_report(task, problems)] if report else lines:
+        print_line(line)
     labeled, unlabeled = task.sizes
     run.plans(config, labeled, unlabeled, config.compute.num_workers)
     if config.compute.num_workers == 0:
@@ -316,12 +319,13 @@ def _show(storage: Storage, values: dict[str, float]) -> None:
     novel = "novel-1"
     with suppress(StorageError):  # of a damaged table, which the next prediction replaces
         if (table := read_columns(storage, ("class_name", "kind"))) is not None:
-            counts = {
-                pair["values"]: pair["counts"] for pair in table["class_name"].value_counts().to_pylist()
-            }
-            print_line(f"images per class: {counted(counts)}")
-            found = table.filter(pc.field("kind") == "novel")["class_name"].unique().to_pylist()
-            novel = min(found, key=lambda name: (len(name), name), default=novel)
+            for kind, what in (("novel", "new classes"), ("known", "known classes"), (None, "no class")):
+                own = pc.field("kind") == kind if kind else ~pc.field("kind").isin(["novel", "known"])
+                pairs = table.filter(own)["class_name"].value_counts().to_pylist()
+                if counts := {pair["values"]: pair["counts"] for pair in pairs}:
+                    print_line(f"images of {what}: {counted(counts)}")
+                if kind == "novel":
+                    novel = min(counts, key=lambda name: (len(name), name), default=novel)
     if any("novel" in key.split("/") for key in values):  # with ground truth
         print_line(f"\n{format_table(values)}")
     print_line(f"\nresults in {storage.uri}")
@@ -332,24 +336,27 @@ def _show(storage: Storage, values: dict[str, float]) -> None:
 
 
 def _dry_run(config: Config, task: Task, phases: tuple[str, ...], own_weights: bytes | None) -> None:
-    """The data report, one step of each phase in a scratch directory, and the plan."""
-    print_line(format_report(task, check(task, config)))
+    """The plan and the forecast, and one step of each phase in a scratch directory."""
     for name, plan in run.plans(config, *task.sizes, config.compute.num_workers).items():
-        if name in phases:
+        if name in phases and getattr(config, name).epochs:
             steps = plural(plan.steps_per_epoch, "step")
             epochs = f"{plural(getattr(config, name).epochs, 'epoch')} of {steps}"
             unlabeled = plural(plan.unlabeled_size, "unlabeled image")
             print_line(f"{name}: {epochs} of {plan.labeled_size} labeled + {unlabeled}")
     with tempfile.TemporaryDirectory(prefix="uno-dry-run-") as folder:
         once = override(config, {"train.max_steps": 1, "compute.num_workers": 0, "output": folder})
-        if on_features(config) and not config.model.takes_vectors:  # which take minutes, and would be kept
-            if registry.load(config).needs_images:
-                why = f"method {config.method} first computes features of all images"
-                return print_line(f"dry run: no step was taken, because {why}")
-            once = override(once, {"data.loading": "streaming"})
         with lock.lock_run(Storage(folder), on_wait=print_line) as claim:
             if own_weights is not None:
                 claim.storage.write(PRETRAINED_FILE, own_weights)
+            for line in forecast(config, task, claim.storage, phases):
+                print_line(line)
+            if not any(getattr(config, name).epochs for name in phases):
+                return print_line("dry run: nothing would be trained; nothing was kept")
+            if on_features(config) and not config.model.takes_vectors:  # which would take minutes
+                if registry.load(config).needs_images:
+                    why = f"method {config.method} first computes features of all images"
+                    return print_line(f"dry run: no step was taken, because {why}")
+                once = override(once, {"data.loading": "streaming"})
             job = TrainingJob(once, task, phases, False, claim)
             Place().train(job, lambda metrics: None, ExitStack(), keep=False)
     print_line("dry run: one step of each phase was taken; nothing was kept")

@@ -315,7 +315,8 @@ def forecast(config: Config, task: Task, storage: Storage, phases: tuple[str, ..
     seconds = {name: spent for name, spent in _seconds(config, task, storage, phases).items() if spent >= 1}
     parts = ", ".join(f"{name} {_minutes(spent)}" for name, spent in seconds.items())
     if seconds:
-        yield f"time: about {_minutes(sum(seconds.values()))} ({parts}), from a timed batch"
+        total = _minutes(sum(seconds.values()))
+        yield f"time: about {total} ({parts}), from a timed batch; then evaluation and report"
         load, cores = os.getloadavg()[0], os.cpu_count() or 1
         if load > cores:
             busy = f"load {load:.1f} on {cores} cores"

@@ -79,6 +79,14 @@ def test_problems_of_classes_and_batches(labels, overrides, level, text):
     assert all("\n" not in message for message in found)
 
 
+def test_pseudo_labels_are_no_matter_where_nothing_is_trained():
+    """Kills: advice on batches for the choice among clusterings."""
+    for epochs, count in ((1, 1), (0, 0)):
+        config = config_of("a,b", data__num_novel=4, discover__epochs=epochs, discover__warmup_epochs=0)
+        found = messages(task_of(LABELS, config), config, "warning")
+        assert sum("pseudo-labels" in message for message in found) == count
+
+
 def test_a_small_batch_is_no_news_where_nothing_is_pretrained():
     for weights, count in ((None, 1), ("encoder.safetensors", 0)):
         config = config_of("a,b", train__batch_size=30, model__weights=weights)

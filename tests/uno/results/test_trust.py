@@ -73,7 +73,8 @@ def test_what_is_expected_is_said():
     found = trust.choice_metrics(kept)
     expected, *_, chosen = verdict(signs() | found).reasons
     assert (
-        expected == "expected on new classes: 70% (38 to 100), measured on 4 draws of 6 hidden known classes"
+        expected == "expected accuracy on new classes: 70% (38 to 100), "
+        "measured on 4 draws of 6 hidden known classes"
     )
     joined = trust.choice_metrics(kept | {"extra/right_joined": torch.tensor([0.9, 0.9, 0.8])})
     assert joined[trust.EXPECTED] == pytest.approx(2.6 / 3) and joined[trust.DRAWS] == 4

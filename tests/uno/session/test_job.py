@@ -23,12 +23,13 @@ def test_the_last_lines_are_the_classes_and_what_to_do_next(tmp_path, capsys, tr
     predictions._write(Storage(str(tmp_path)), names.schema, identity, iter([names]))
     (tmp_path / REPORT_FILE).touch()
     job._show(Storage(str(tmp_path)), values)
-    first, *_, report, classes, predict = filter(str.strip, capsys.readouterr().out.splitlines())
-    assert first == "images per class: novel-2 (2), novel-1 (1), unreadable (1)"
+    *lines, report, classes, predict = filter(str.strip, capsys.readouterr().out.splitlines())
+    of = ("new classes: novel-2 (2)", "known classes: novel-1 (1)", "no class: unreadable (1)")
+    assert lines[:3] == [f"images of {what}" for what in of]
     assert report == f"next: open {tmp_path}/{REPORT_FILE}"
     assert classes == f"      uno classes {tmp_path} --rename novel-2=NAME"
     assert predict == f"      uno predict {tmp_path} --data SOURCE --output DIR"
     (tmp_path / "predictions.parquet").write_bytes(b"damaged")
     job._show(Storage(str(tmp_path)), values)
     again = capsys.readouterr().out
-    assert "images per class" not in again and ("accuracy, %" in again) == truth
+    assert "images of" not in again and ("accuracy, %" in again) == truth

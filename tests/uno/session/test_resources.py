@@ -215,7 +215,7 @@ def test_without_weights_it_says_how_to_get_some_and_how_long_it_takes(tmp_path,
     monkeypatch.setattr("uno.session.resources.is_custom_data", lambda given: True)
     found = lines(tmp_path)
     assert found[2].startswith("hint: ") and "--weights pretrained (torchvision:efficientnet_b0" in found[2]
-    assert found[3] == "time: about 54 s (pretrain 18 s, discover 36 s), from a timed batch"
+    assert found[3].startswith("time: about 54 s (pretrain 18 s, discover 36 s), from a timed batch; then ")
     assert lines(tmp_path, ("discover",), discover__epochs=3000)[3].startswith("time: about 10.0 h (discover")
 
 
@@ -243,7 +243,7 @@ def test_a_driver_that_lacks_the_workers_gpus_times_nothing(tmp_path, monkeypatc
 def test_a_step_is_timed_with_gradient(finetune, tmp_path, monkeypatch):
     monkeypatch.setattr("uno.session.resources._minutes", lambda seconds: f"{seconds:.9f}")
     found = lines(tmp_path, ("discover",), model__finetune=finetune, discover__epochs=100_000)[-1]
-    assert re.match(r"time: about \d+\.\d+ \(discover \d+\.\d+\), from a timed batch$", found)
+    assert re.match(r"time: about \d+\.\d+ \(discover \d+\.\d+\), from a timed batch; then ", found)
 
 
 CLUSTER = {"CPU": 296.0, "GPU": 32.0}
