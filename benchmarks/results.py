@@ -283,7 +283,8 @@ def _lines(result: Mapping[str, Any], numerics: int) -> Iterator[Row]:
             yield {
                 "data": line["data"], "split": line["split"], "method": line["row"], "seed": str(seed),
                 "protocol": f"{line['group']} {line['protocol']}", "value": f"{value:.7g}", "unit": "%",
-                "minutes": f"{line['minutes']:.3g}", "numerics": str(line.get("numerics", numerics)),
+                "minutes": f"{line['minutes']:.3g}" if "minutes" in line else "",
+                "numerics": str(line.get("numerics", numerics)),
             }  # fmt: skip
 
 
