@@ -417,7 +417,7 @@ def test_a_run_in_this_process_works_under_pdb(tmp_path):
     words = ["-m", "pdb", *(word for each in asked for word in ("-c", each)), "-m", "pipelines", *DISCOVER]
     ended = subprocess.run(
         [sys.executable, *words, "--max-steps", "2", "--output", str(output)], cwd=ROOT, text=True,
-        stdin=subprocess.DEVNULL, capture_output=True, timeout=250,
+        stdin=subprocess.DEVNULL, capture_output=True, timeout=800,
     )  # fmt: skip
     assert "('at step', 0)" in ended.stdout and "via sys.exit(). Exit status: 0" in ended.stdout
     assert (output / "metrics.json").exists() and (output / "report.html").exists()

@@ -240,7 +240,7 @@ def results(world_size: int, folder: Path) -> tuple[list[dict[str, Tensor]], ...
     processes = [subprocess.Popen(rank, cwd=ROOT, stderr=subprocess.PIPE, text=True) for rank in ranks]
     try:
         main(0, 1, one)
-        errors = [process.communicate(timeout=200)[1] for process in processes]
+        errors = [process.communicate(timeout=800)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()
