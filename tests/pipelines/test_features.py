@@ -59,7 +59,7 @@ def finished(tmp_path_factory, weights) -> Path:
     return run
 
 
-def test_a_choice_trains_nothing_and_says_what_to_expect(finished, weights, tmp_path, capsys):
+def test_a_choice_trains_nothing_and_says_what_to_expect(finished, weights, tmp_path, capsys, monkeypatch):
     """Kills: a step that is taken, a space or prototypes that checkpoint, model and evaluation do not share,
     a run again that chooses otherwise, a dry run that takes a step, says nothing of time or a warning twice,
     a doctor that misses phases, the page's stored size for the encoder's.
@@ -70,13 +70,14 @@ def test_a_choice_trains_nothing_and_says_what_to_expect(finished, weights, tmp_
         "--weights", str(weights), "--compute.cache", str(finished.parent / "cache"),
     ]  # fmt: skip
     capsys.readouterr()
-    assert cli.main([*argv, "--output", str(tmp_path / "run"), "--dry-run"]) == 0
+    few = ["--num-novel", "3", "--compute.cache", str(tmp_path / "empty")]  # features that are still to come
+    monkeypatch.setattr("uno.session.resources._shard_row", lambda *_: 1.0)
+    assert cli.main([*argv, *few, "--output", str(tmp_path / "run"), "--dry-run"]) == 0
     planned = capsys.readouterr().out.splitlines()
     assert planned[-1] == "dry run: nothing would be trained; nothing was kept"
     assert not any("epoch" in line for line in planned)
-    for start in ("model: ", "training: ", "warning: "):
-        found = [line for line in planned if line.startswith(start)]
-        assert len({*found}) == len(found) and (found or start == "warning: ")
+    for start in ("model: ", "training: ", "time: ", "warning: num_novel 3 is below"):
+        assert sum(line.startswith(start) for line in planned) == 1, planned
     for name in ("run", "again"):
         assert cli.main([*argv, "--output", str(tmp_path / name)]) == 0
     assert "expected accuracy on new classes, if there are 5 of them: " in capsys.readouterr().out

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from uno.config import Config
+from uno.data.features import side
 from uno.data.files import Storage
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
@@ -62,17 +63,11 @@ def write_report(
         "novel_truth": any("/novel/" in key for key in metrics),
         "warnings": list(warnings(config, found, looked["sample"], looked["findings"])),
         "curves": facts.curves(found), "estimate_chart": facts.estimate_chart(found),
-        "num_heads": num_heads(config), "view": _view(config), "method": description(config.method),
+        "num_heads": num_heads(config), "side": side(config), "method": description(config.method),
         "times": facts.times(config, found, task), "command": facts.command_line(config),
     }  # fmt: skip
     storage.write(REPORT_FILE, render("report.html", context, script="report.js").encode())
     return storage.below(REPORT_FILE)
-
-
-def _view(config: Config) -> str:
-    """What the encoder is given."""
-    side = min(config.augment.large.size, config.data.stored_size)
-    return "vectors" if config.model.takes_vectors else f"{side} px"
 
 
 def open_task(config: Config, storage: Storage) -> tuple[Task | None, str]:

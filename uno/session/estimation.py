@@ -62,7 +62,7 @@ def format_estimate(found: Estimate) -> str:
     why = "the interval is too wide for its larger end" if wide else "the larger end of the interval"
     shares = ", ".join(f"{count:.1f} (r {ratio:g})" for ratio, count in ratios if ratio)
     lines += [
-        f"\nclusters of unlabeled images, known classes included, larger than r x the largest: {shares}",
+        f"\nclusters of unlabeled images larger than r x the largest: {shares}",
         f"\nestimated new classes: {found.num_novel} (interval {found.low} to {found.high})",
         "next: extra classes can be merged later with uno classes, missing ones cannot: "
         f"--num-novel {found.suggested} ({why})",

@@ -336,9 +336,10 @@ def _show(storage: Storage, values: dict[str, float]) -> None:
 
 
 def _dry_run(config: Config, task: Task, phases: tuple[str, ...], own_weights: bytes | None) -> None:
-    """The plan and the forecast, and one step of each phase in a scratch directory."""
+    """The plan and the forecast, and one step of each phase that has any in a scratch directory."""
+    phases = tuple(name for name in phases if getattr(config, name).epochs)
     for name, plan in run.plans(config, *task.sizes, config.compute.num_workers).items():
-        if name in phases and getattr(config, name).epochs:
+        if name in phases:
             steps = plural(plan.steps_per_epoch, "step")
             epochs = f"{plural(getattr(config, name).epochs, 'epoch')} of {steps}"
             unlabeled = plural(plan.unlabeled_size, "unlabeled image")
@@ -350,7 +351,7 @@ def _dry_run(config: Config, task: Task, phases: tuple[str, ...], own_weights: b
                 claim.storage.write(PRETRAINED_FILE, own_weights)
             for line in forecast(config, task, claim.storage, phases):
                 print_line(line)
-            if not any(getattr(config, name).epochs for name in phases):
+            if not phases:
                 return print_line("dry run: nothing would be trained; nothing was kept")
             if on_features(config) and not config.model.takes_vectors:  # which would take minutes
                 if registry.load(config).needs_images:

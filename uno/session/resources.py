@@ -299,7 +299,7 @@ def _kept_bytes(encoder: nn.Module, side: int) -> int:
 
 def forecast(config: Config, task: Task, storage: Storage, phases: tuple[str, ...]) -> Iterator[str]:
     """Lines for the console: the run, its encoder, and the time of what is left of it on this machine."""
-    model, side = config.model, min(config.augment.large.size, config.data.stored_size)
+    model, side = config.model, features.side(config)
     what = {"full": "fully trained", "last_stage": "last stage trained", "none": "frozen"}[model.finetune]
     views = config.augment.num_cached_views if on_features(config) else 0
     how = f" on {views} cached views per image" if views else ""

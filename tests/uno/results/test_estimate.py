@@ -16,6 +16,7 @@ from uno.presets import preset
 from uno.results import estimate as estimating
 from uno.results.estimate import Features, Settings, Split, anchor_choices, class_f1, interval
 from uno.runs import ESTIMATE_FILE
+from uno.session.estimation import format_estimate
 
 QUICK = Settings(num_splits=2, max_novel=7, num_restarts=4)
 
@@ -119,6 +120,7 @@ def test_a_finished_estimate_is_returned_and_another_seed_is_not(estimate):
     settings = replace(QUICK, max_novel=2, num_roles=1)
     first = estimate(*data, settings, config, train)
     assert len(estimate.calls) == 2 and first.at_limit
+    assert f"repeat uno estimate-classes with --max-novel {2 * first.ks[-1]}" in format_estimate(first)
     moved = config.model_copy(update={"output": "elsewhere", "discover": config.pretrain})
     for same in (config, moved):  # where, and what follows pretraining, does not matter
         assert estimate(*data, settings, same, train) == first and not estimate.calls
