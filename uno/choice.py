@@ -10,11 +10,13 @@ show nothing: another candidate than :data:`SAFE` must beat it by more than :dat
 
 If more new classes are asked for than there are, clusters divide classes; if their sizes differ much, those
 of large ones do even at the right number. New clusters that mix, as rows of one are neighbors of rows of the
-other, are joined, and outputs stay empty: from that mixing on which finds hidden known classes best.
+other, are joined, and outputs stay empty: from that mixing on which finds hidden known classes best, down to
+half of the number, as it is learned from few classes.
 """
 
 import math
 from collections.abc import Iterator
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -38,6 +40,7 @@ ERRORS = 2.0  # as draws share their classes, one is exceeded too often
 LEVEL = 0.95  # of Student's t to either side: nine tenths
 TOO_MANY = 1.5  # times the hidden classes are asked for as well
 LIMITS = (*(i / 50 for i in range(1, 50)), math.inf)  # of the mixing of clusters that are not joined
+FEWEST = 0.5  # of the new clusters that are asked for, and two, are left
 CARE = 0.75  # how far to the highest of limits that are as good
 ROUNDING = 1e-9  # between accuracies that are the same
 OTHERS = 0.01  # of m (1 - m), the variance that draws from the same known classes do not show
@@ -191,12 +194,16 @@ def decided(rows: Tensor, labels: Tensor, num_novel: int, gcd: bool, seed: int) 
 def joined_prototypes(
     rows: Tensor, labels: Tensor, num_novel: int, gcd: bool, candidate: Candidate, limit: float, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """:func:`prototypes` of the result: of clusters that mix more than ``limit`` one is left."""
+    """:func:`prototypes` of the result: of clusters that mix more than ``limit`` one is left, and of the new
+    ones not fewer than :data:`FEWEST`.
+    """
     num_known = int(labels.max()) + 1
     white, rows, found = clusters_by(rows, labels, num_novel, gcd, candidate, STARTS, seed)
     num = num_known + num_novel
     if limit < math.inf:
-        *_, becomes = joins(*linked(rows, labels, found, num, gcd), num_known, limit)
+        most = num_novel - max(min(num_novel, 2), math.ceil(FEWEST * num_novel))
+        made = joins(*linked(rows, labels, found, num, gcd), num_known, limit)
+        *_, becomes = islice(made, most + 1)
         found = becomes[1][found]
     return white, means(rows, found, num)
 

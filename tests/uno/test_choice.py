@@ -16,6 +16,7 @@ from uno.choice import (
     choose,
     find,
     hidden_draws,
+    joined_prototypes,
     joins,
     linked,
     matched,
@@ -247,6 +248,18 @@ def test_classes_that_mix_as_parts_do_are_not_joined():
     alike = normalize(torch.randn(240, 20, generator=torch.Generator().manual_seed(1)), dim=1)
     assert mixing_limit(alike, truth, 4, False, safe, 0)[0] == math.inf
     assert mixing_limit(rows[truth < 3], truth[truth < 3], 2, False, safe, 0)[0] == math.inf
+
+
+def test_half_of_the_new_clusters_are_left():
+    """Rows that nothing divides: all clusters mix. Kills: new classes that all become one, a half that is
+    rounded down, known clusters among those that are left.
+    """
+    rows = normalize(torch.randn(240, 8, generator=torch.Generator().manual_seed(1)), dim=1)
+    labels = (torch.arange(240) // 20).masked_fill(torch.arange(240) >= 120, FREE)
+    for gcd in (False, True):
+        for asked, left in ((1, 1), (2, 2), (3, 2), (5, 3), (8, 4)):
+            found = joined_prototypes(rows, labels, asked, gcd, CANDIDATES[SAFE], 0.01, 0)[1]
+            assert int(found[6:].any(dim=1).sum()) == left and found[:6].any(dim=1).all()
 
 
 def scores_of(right, many):
