@@ -51,7 +51,7 @@ from uno.results.predictions import COLUMNS, FILE
 
 CASES = 5  # of a run
 TIE, CLOSE = 1e-4, 2e-5
-NOISE = {"choice": 20}  # times these: it subtracts the mean of features, but not their rounding errors
+NOISE = {"clustering": 20}  # times these: it subtracts the mean of features, but not their rounding errors
 OPTIONS = {
     "model.width": 4, "model.blocks": 1, "model.stages": 2, "model.hidden_dim": 16, "model.projection_dim": 8,
     "train.batch_size": 16, "pretrain.epochs": 1, "discover.epochs": 1, "pretrain.warmup_epochs": 0,
@@ -66,7 +66,7 @@ CHOICES: dict[str, Sequence[Any]] = {  # fields of the configuration, drawn for 
     "model.stem": ("cifar", "cifar_stride2"), "model.mlp_input": ("normalized", "raw"),
     "model.finetune": ("full", "full", "none"),
     "data.interpolation": ("bilinear", "bicubic"), "data.loading": ("memory", "streaming"),
-    "objective.concat": (True, False), "method": ("uno", "uno", "uno", "choice", "choice", "rs_plus", "ncl"),
+    "objective.concat": (True, False), "method": ("uno", "uno", "uno", "clustering", "clustering", "rs_plus", "ncl"),
 }  # fmt: skip
 FORMS = ("folder", "csv", "jsonl", "parquet", "parquet of paths", "tar")
 PACKED = tuple(f"packed {form}" for form in FORMS)
@@ -80,7 +80,7 @@ EDITS = ("none", "rename", "merge into known", "merge", "drop")
 ITEMS = ("path", "bytes", "PIL", "array", "arrays", "column")
 PROGRAMS = ("pt2", "onnx")
 OF_ENCODERS = ("model.width", "model.blocks", "model.stages", "model.stem", "data.interpolation")
-GCD = ("uno", "choice")  # methods that take unlabeled rows of known classes
+GCD = ("uno", "clustering")  # methods that take unlabeled rows of known classes
 Spec = dict[str, Any]
 
 
@@ -127,7 +127,7 @@ def specs(seed: int) -> Iterator[Spec]:
         if vectors:
             options |= {"model.finetune": "none", "data.loading": "memory", "method": chance.choice(GCD)}
             del options["model.encoder"]
-        if options["method"] == "choice":
+        if options["method"] == "clustering":
             options["model.finetune"], options["data.loading"] = "none", "memory"
         elif options["method"] != "uno":  # those take novel rows only, and concatenate or not by themselves
             del options["objective.concat"], options["model.mlp_input"]
@@ -151,7 +151,7 @@ def specs(seed: int) -> Iterator[Spec]:
             "form": chance.choice(forms if vectors else (*forms, "two folders", "two folders")),
             "hidden": hidden, "size": chance.choice((8, 12)), "known": known, "novel": novel,
             "rows": chance.randint(7, 11), "options": options, "cases": cases,
-            "default": options["method"] == "choice" and ":" in encoder and chance.random() < 0.7,
+            "default": options["method"] == "clustering" and ":" in encoder and chance.random() < 0.7,
         }  # fmt: skip
         number += 1
 

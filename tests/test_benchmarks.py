@@ -1,5 +1,6 @@
 """What the records rest on: equal work on both sides of a comparison, counts and fits that are right."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -8,9 +9,10 @@ from benchmarks.held_out import hold_out
 from benchmarks.nodes import together
 from benchmarks.objective import make_methods
 from benchmarks.quantities import count_operators, exponents, peak_bytes
-from benchmarks.sets import scores
+from benchmarks.tasks import draws, make_task, strictly_matched
 from benchmarks.workers import efficiency
 from tests.uno.small_run import small_sets
+from uno.clustering import FREE
 
 
 @pytest.mark.slow
@@ -49,17 +51,28 @@ def test_peak_bytes_is_what_lives_at_once():
     assert peak_bytes(method) == 4_000_000
 
 
-def test_a_wrong_number_of_classes_is_scored_under_one_matching():
-    """Known class 0, novel 1 and 2 of 8 and 2 rows; three outputs. Kills: old rows among the new, an output
-    for two classes, absorbed rows of known classes, a mean over rows for one over classes.
-    """
+def test_strict_matching_leaves_known_clusters_to_known_classes():
     truth = torch.tensor([0] * 5 + [1] * 8 + [2] * 2)
-    outputs = torch.tensor([0] * 4 + [1] + [1] * 5 + [3] + [0] * 2 + [1] * 2)
-    found = scores(truth, outputs, 1, (3, 4))
-    assert (found["all"], found["new"], found["old"]) == (0.6, 0.5, 0.8)
-    assert (found["absorbed"], found["recall_small"], found["recall_large"]) == (0.2, 0.0, 0.625)
-    assert found["balanced"] == 0.3125
-    assert scores(truth, outputs.clamp(max=1), 1, (3, 2))["recall_small"] == 0
+    outputs = torch.tensor([0] * 4 + [1] + [2] * 5 + [0] * 3 + [1] * 2)
+    right = strictly_matched(truth, outputs, num_known=1)
+    # cluster 2 is matched with class 1, cluster 1 with class 2; novel rows in cluster 0
+    # and the known row in a novel cluster are wrong
+    assert right.tolist() == [True] * 4 + [False] + [True] * 5 + [False] * 3 + [True] * 2
+
+
+def test_tasks_hide_the_labels_of_novel_classes_and_half_of_the_known_rows():
+    names = np.repeat([f"class-{i:02d}" for i in range(12)], 10)
+    features = torch.arange(120.0)[:, None]
+    few = [task for task in draws("set", names, None) if task[0] == "few"]
+    assert len(few) == 20
+    assert {(num_known, len(classes)) for _, _, classes, num_known, _ in few} == {
+        (5, 10), (8, 12), (3, 6), (2, 4)
+    }  # fmt: skip
+    _, number, classes, num_known, _ = few[0]
+    for setting, labeled in (("ncd", 10), ("gcd", 5)):
+        task = make_task(features, names, classes, num_known, setting, number)
+        assert task.labels[task.truth >= num_known].eq(FREE).all()
+        assert task.labels[task.labels != FREE].bincount().tolist() == [labeled] * num_known
 
 
 def test_exponents():

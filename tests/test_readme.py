@@ -91,23 +91,6 @@ def test_changes_of_numbers_are_counted():
     assert all(number in TOUCHED or not CHANGES[number] for number in CHANGES if number >= min(TOUCHED))
 
 
-def test_quoted_records_are_of_these_numerics():
-    """An accuracy that a page quotes is as new as the last change that touches its rows, or the link's text
-    says of which "numerics" it is. Kills: a record left behind by a change marked "numbers".
-    """
-    speeds = "\n".join(line for line in page(SPEED).splitlines() if not line.startswith("|"))
-    text = "\n".join([speeds, *(page(name) for name in PAGES if name != SPEED)])
-    quoted = [found for found in RECORD.findall(text) if find(found[1])]
-    assert len(quoted) >= 5
-    for words, experiment in quoted:
-        rows = find(experiment)
-        changes, numerics = older_than_a_change(rows), {row["numerics"] for row in rows}
-        said = any(f"numerics {number}" in words for number in numerics)
-        assert rows and said == bool(changes), (
-            f"{experiment}: changed after it: {changes}; the link says {words}"
-        )
-
-
 def test_an_old_record_is_found_by_what_it_touches(monkeypatch):
     """Kills: changes of other rows counted, those without words left out, the table's number for a row's."""
     monkeypatch.setattr("tests.test_readme.CHANGES", {1: set(), 2: {"rs"}, 3: {"photos"}, 4: set()})
@@ -186,19 +169,6 @@ def test_the_day_after_training(two, tmp_path, monkeypatch):
     images = __import__("numpy").zeros((2, 8, 8, 3), "uint8")
     python = python.replace('["a.jpg", "b.png"]', "images")
     exec(compile(python, "README.md", "exec"), {"images": images})
-
-
-def test_the_mean_over_sets_is_that_of_its_rows():
-    """Kills: a headline that the results do not hold."""
-    text, means = section("README.md", "Results"), list[str]()
-    for method in ("choice", "k-means"):
-        for setting, group in (("ncd", "new"), ("gcd", "all")):
-            rows = find("sets", method=method, protocol=f"{group} one matching")
-            sets = {f"{name} {setting}" for name in SETS}
-            values = [float(row["value"]) for row in rows if row["data"] in sets]
-            assert len(values) == 5 * len(sets)
-            means.append(f"{statistics.fmean(values):.1f}")
-    assert re.findall(r"\*\*([0-9.]+)%\*\*", text) == means
 
 
 def by_seed(experiment: str, method: str, protocol: str) -> dict[int, float]:

@@ -1,5 +1,8 @@
-"""Nearest neighbors of rows (N, D) by cosine, and what a partition may start from: neighbor means, spectral
-coordinates. Similarities are held in blocks, never N x N.
+"""Nearest neighbors by cosine, and what clusterings take from them.
+
+Every function takes unit rows ``points`` (N, D), or the ``neighbors`` (N, k) that
+:func:`nearest` finds for them. Similarities are computed in blocks, so that the N x N
+matrix is never in memory.
 """
 
 import warnings
@@ -9,16 +12,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-NEIGHBORS = 10
-MAX_DENSE = 400  # rows whose graph is a dense matrix
-MAX_CELLS = 2**24  # similarities held at a time: 64 MB in float32
+NUM_NEIGHBORS = 10
+MAX_DENSE = 400  # rows for which the graph is a dense matrix
+MAX_CELLS = 2**24  # similarities in memory at a time: 64 MB in float32
 
 
-def nearest(points: Tensor, num: int = NEIGHBORS) -> Tensor:
-    """Rows int64 (N, k) with the largest cosine to each unit row (N, D), itself left out; k is at most N - 1.
-    Exact: 20,000 rows of 256 numbers take 6 s on two cores.
+def nearest(points: Tensor, num: int = NUM_NEIGHBORS) -> Tensor:
+    """Find the nearest neighbors of each row by cosine, exactly.
+
+    20,000 rows of 256 numbers take 6 s on two cores.
+
+    Args:
+        points: Unit rows (N, D).
+        num: Number of neighbors k; at most N - 1 are found.
+
+    Returns:
+        Indices int64 (N, k) of the neighbors, the nearest first. A row is not a
+        neighbor of itself.
     """
-    found, block = [], max(1, MAX_CELLS // len(points))
+    found, block = [], max(1, MAX_CELLS // max(1, len(points)))
     for start in range(0, len(points), block):
         similarity = points[start : start + block] @ points.T
         similarity.diagonal(start).fill_(-torch.inf)
@@ -26,51 +38,88 @@ def nearest(points: Tensor, num: int = NEIGHBORS) -> Tensor:
     return torch.cat(found)
 
 
-def smoothed(points: Tensor) -> Tensor:
-    """Unit rows (N, D) -> the direction of the mean of each and its neighbors."""
-    neighbors, total = nearest(points), points.clone()
+def smoothed(points: Tensor, neighbors: Tensor) -> Tensor:
+    """Return the direction (N, D) of the mean of each row and its neighbors."""
+    total = points.clone()
     for column in neighbors.unbind(1):
         total += points[column]
     return F.normalize(total, dim=1)
 
 
-def links(points: Tensor, clusters: Tensor, num: int) -> Tensor:
-    """Nearest neighbors of a cluster's rows in another, int64 (K, K); unit rows (N, D), clusters (N,)."""
-    pairs = clusters[:, None] * num + clusters[nearest(points)]
-    return pairs.flatten().bincount(minlength=num * num).unflatten(0, (num, num))
+def count_links(neighbors: Tensor, clusters: Tensor, num_clusters: int) -> Tensor:
+    """Count how often rows of one cluster have neighbors in another.
 
+    Args:
+        neighbors: Neighbors (N, k) of each row.
+        clusters: Cluster int64 (N,) of each row, 0 to K - 1.
+        num_clusters: K.
 
-def mixing(counts: Tensor, sizes: Tensor) -> Tensor:
-    """The :func:`links` (K, K) between two clusters of ``sizes`` (K,) relative to those that they would have
-    if nothing divided them, (K, K): 0 for none, about 1 for a cluster divided at random. 0 on the diagonal
-    and where a cluster has fewer than two rows.
+    Returns:
+        Counts int64 (K, K): cell (a, b) counts neighbors in b of the rows in a.
     """
-    between, sizes = counts.double(), sizes.double()
-    either = between.diagonal()[:, None] + between  # links of a cluster's rows to itself or the other one
-    expected = either * sizes / (sizes[:, None] + sizes).clamp(min=1)
-    found = (between + between.T) / (expected + expected.T).clamp(min=1e-12)
-    some = sizes >= 2
-    return (found * some * some[:, None]).fill_diagonal_(0)
+    pairs = clusters[:, None] * num_clusters + clusters[neighbors]
+    counts = pairs.flatten().bincount(minlength=num_clusters * num_clusters)
+    return counts.unflatten(0, (num_clusters, num_clusters))
 
 
-def spectral(points: Tensor, num_coordinates: int) -> Tensor:
-    """Unit rows (N, D) -> (N, K) of length one: the leading eigenvectors of the symmetric normalized neighbor
-    graph, by row (Ng, Jordan and Weiss, NeurIPS 2001). K is at most N.
+def mixing(links: Tensor, sizes: Tensor) -> Tensor:
+    """Measure how much pairs of clusters mix.
+
+    The mixing of two clusters is the number of links between them, divided by the
+    number that is expected if their rows were divided at random. It is 0 for clusters
+    without a link, and about 1 for two random parts of one cluster.
+
+    Args:
+        links: Counts (K, K) of :func:`count_links`.
+        sizes: Number of rows (K,) of each cluster.
+
+    Returns:
+        Mixing float64 (K, K), symmetric. It is 0 on the diagonal and where one of the
+        clusters has fewer than two rows.
+    """
+    rows = [mixing_with(links, sizes, cluster) for cluster in range(len(sizes))]
+    return torch.stack(rows)
+
+
+def mixing_with(links: Tensor, sizes: Tensor, cluster: int) -> Tensor:
+    """Return one row (K,) of :func:`mixing`: that of ``cluster`` with each cluster."""
+    there, back = links[cluster].double(), links[:, cluster].double()
+    within, size, sizes = links.diagonal().double(), sizes[cluster], sizes.double()
+    total = (size + sizes).clamp(min=1)
+    expected = (within[cluster] + there) * sizes / total  # links there, at random
+    expected += (within + back) * size / total
+    mixed = (there + back) / expected.clamp(min=1e-12)
+    mixed = mixed * ((sizes >= 2) & (size >= 2))
+    mixed[cluster] = 0
+    return mixed
+
+
+def spectral(neighbors: Tensor, num_coordinates: int) -> Tensor:
+    """Return spectral coordinates of the neighbor graph (Ng, Jordan and Weiss, 2001).
+
+    Args:
+        neighbors: Neighbors (N, k) of each row.
+        num_coordinates: Number of leading eigenvectors K of the symmetric normalized
+            graph, at most N.
+
+    Returns:
+        Coordinates (N, K) of length one.
     """
     from scipy.sparse import coo_matrix, diags
     from scipy.sparse.linalg import lobpcg
 
-    neighbors, size = nearest(points).numpy(), len(points)
+    size = len(neighbors)
     row = np.repeat(np.arange(size), neighbors.shape[1])
-    graph = coo_matrix((np.ones(len(row)), (row, neighbors.ravel())), (size, size)).tocsr()
+    edges = (row, neighbors.numpy().ravel())
+    graph = coo_matrix((np.ones(len(row)), edges), (size, size)).tocsr()
     graph = (graph + graph.T) / 2
     scale = diags(1 / np.sqrt(np.asarray(graph.sum(axis=1)).ravel()))
     matrix = scale @ graph @ scale
-    if size <= max(MAX_DENSE, 5 * num_coordinates):  # of which lobpcg makes no block
+    if size <= max(MAX_DENSE, 5 * num_coordinates):  # too few rows for lobpcg
         vectors = np.linalg.eigh(matrix.toarray())[1][:, -num_coordinates:]
     else:
         first = np.random.default_rng(0).standard_normal((size, num_coordinates))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # the last digits need not be right
+            warnings.simplefilter("ignore", UserWarning)  # low precision is enough
             _, vectors = lobpcg(matrix, first, largest=True, tol=1e-3, maxiter=100)
     return F.normalize(torch.from_numpy(np.ascontiguousarray(vectors)).float(), dim=1)

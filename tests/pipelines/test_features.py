@@ -59,13 +59,13 @@ def finished(tmp_path_factory, weights) -> Path:
     return run
 
 
-def test_a_choice_trains_nothing_and_says_what_to_expect(finished, weights, tmp_path, capsys, monkeypatch):
+def test_clustering_trains_nothing_and_says_what_to_expect(finished, weights, tmp_path, capsys, monkeypatch):
     """Kills: a step that is taken, a space or prototypes that checkpoint, model and evaluation do not share,
     a run again that chooses otherwise, a dry run that takes a step, says nothing of time or a warning twice,
     a doctor that misses phases, the page's stored size for the encoder's.
     """
     argv = [
-        "discover", *SMALL, "--preset", "digits", "--model.finetune", "none", "--method", "choice",
+        "discover", *SMALL, "--preset", "digits", "--model.finetune", "none", "--method", "clustering",
         "--augment.small.num-views", "0", "--augment.num-cached-views", "3", "--discover.epochs", "0",
         "--weights", str(weights), "--compute.cache", str(finished.parent / "cache"),
     ]  # fmt: skip
@@ -80,16 +80,20 @@ def test_a_choice_trains_nothing_and_says_what_to_expect(finished, weights, tmp_
         assert sum(line.startswith(start) for line in planned) == 1, planned
     for name in ("run", "again"):
         assert cli.main([*argv, "--output", str(tmp_path / name)]) == 0
-    assert "expected accuracy on new classes, if there are 5 of them: " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "expected accuracy on " in said and ", if there are 5 new classes" in said
+    assert "another encoder (calibrated on " in said
     once, again = (load_newest(Storage(str(tmp_path / name)), DISCOVER) for name in ("run", "again"))
     assert once.step == 0
     assert_same(once.tensors, again.tensors)
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
-    assert metrics["trust/choice/draws"] == 6 and metrics["trust/choice/hidden"] == 2
-    assert 0 < metrics["trust/expected/low"] <= metrics["trust/expected/acc"] <= 1
+    (key,) = (key for key in metrics if key in ("trust/expected/ncd/acc", "trust/expected/gcd/acc"))
+    ends = (metrics[key.replace("acc", end)] for end in ("low", "acc", "high"))
+    assert list(ends) == sorted(metrics[key.replace("acc", end)] for end in ("low", "acc", "high"))
     assert metrics["train/known/task_aware/acc/best"] > 0.3
     page = (tmp_path / "run" / "report.html").read_text()
-    assert "Expected accuracy on new classes" in page and "resnet_small, 8 px, 1 head<" in page
+    assert "Expected accuracy on " in page and "resnet_small, 8 px, 1 head<" in page
+    assert "Heads and training" not in page and ">avg<" not in page
     assert cli.main(["doctor", str(tmp_path / "run")]) == 0
     assert "checkpoints of step 0" in (said := capsys.readouterr().out) and "pretrain" not in said
     table = pq.read_table(tmp_path / "run" / "predictions.parquet").to_pylist()

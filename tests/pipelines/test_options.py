@@ -93,7 +93,7 @@ def test_own_images_start_from_pretrained_weights_where_there_are_any(
 
 
 @pytest.mark.parametrize(("more", "method"), [
-    ("", "choice"), ("--seed 3 --num-novel 5", "choice"), ("--method uno", "uno"), ("--method ncl", "ncl"),
+    ("", "clustering"), ("--seed 3 --num-novel 5", "clustering"), ("--method uno", "uno"), ("--method ncl", "ncl"),
     ("--objective.epsilon 0.1", "uno"), ("--discover.epochs 5", "uno"), ("--model.num-heads 2", "uno"),
     ("--model.finetune last_stage", "uno"), ("--recipe v2", "uno"),
 ])  # fmt: skip
@@ -104,7 +104,7 @@ def test_frozen_features_leave_the_choice_to_the_data(more, method):
     line = "--data d --model.encoder torchvision:resnet18 --weights w.pth"
     got = parse([*line.split(), *more.split()], DISCOVER).config
     assert got.method == method
-    assert (got.discover.epochs == 0) == (method == "choice")
+    assert (got.discover.epochs == 0) == (method == "clustering")
     assert got.model.prototype_init == ("kmeans" if method == "uno" else "random")
     assert parse(line.split(), TUNE).config.method == "uno"
 

@@ -269,7 +269,7 @@ def test_a_table_on_ones_own_images(own_request, tmp_path):
     asked = own_request("sota", "--discover.epochs", "2")
     found = {cell.row.key: cell.config for cell in asked.cells}
     rows = ["kcl", "mcl", "dtc", "rs", "rs-plus", "jia", "openmix", "ncl"]
-    rows += ["simgcd", "pim", "choice", "uno", "iic", "rkd"]
+    rows += ["simgcd", "pim", "clustering", "uno", "iic", "rkd"]
     assert list(found) == rows and not asked.refused
     assert asked.table.benchmarks[0].name == "My Photos (4 / 2)"
     assert asked.output == Path("runs/reproduce-sota-my-photos").absolute()
@@ -313,8 +313,8 @@ def test_a_table_on_vectors(tmp_path):
         "--seeds",
         "1",
     ]
-    asked = request([*words, "--rows", "choice", "kmeans", "--seeds", "1", "--output", str(tmp_path / "out")])
-    assert [cell.row.key for cell in asked.cells] == ["choice", "uno"] and not asked.refused
+    asked = request([*words, "--rows", "clustering", "kmeans", "--seeds", "1", "--output", str(tmp_path / "out")])
+    assert [cell.row.key for cell in asked.cells] == ["clustering", "uno"] and not asked.refused
     assert all(cell.config.data.source == f"vectors:{tmp_path}/rows.parquet" for cell in asked.cells)
     assert [job.needs for job in tables.plan(asked)][1:] == [asked.cells[0].pretraining] * 2
 

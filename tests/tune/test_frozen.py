@@ -271,17 +271,17 @@ def test_a_sweep_on_vectors(ray_cluster, tmp_path, monkeypatch, capsys):
     assert run_sweep(options) == 0
     (data,) = [value for value in shared if isinstance(value, SweepData)]
     assert [part.shape for part in data.images] == [(240, 16), (240, 6), (240, 6)]
-    assert "method: uno; uno discover takes choice" in capsys.readouterr().out
+    assert "method: uno; uno discover takes clustering" in capsys.readouterr().out
     results = [path.read_text() for path in tmp_path.glob("s/trials/*/result.json")]
     assert len(results) == 2 and all('"finished"' in text for text in results)
 
     assert cli.main(["discover", "--config", f"{tmp_path}/s/best.yaml", "--output", f"{tmp_path}/run"]) == 0
     metrics = (tmp_path / "run/metrics.json").read_text()
-    assert "trust/score" in metrics and "trust/choice" not in metrics
+    assert "trust/score" in metrics and "trust/clustering/classes" not in metrics
     assert pq.read_table(tmp_path / "run/predictions.parquet").num_rows == 240
 
 
-@pytest.mark.parametrize("method", ["choice", "pim"])
+@pytest.mark.parametrize("method", ["clustering", "pim"])
 def test_a_method_that_trains_nothing_has_nothing_to_search(tmp_path, method):
     said = failure(run_sweep, vector_options(tmp_path, "--method", method))
     assert said == f"method {method} trains nothing, so no setting can be searched; use --method uno"

@@ -122,23 +122,6 @@ def test_private_names_of_ray_are_in_one_module():
     assert found == {"pipelines/ray_private.py"}
 
 
-def test_from_a_batch_to_its_loss_one_reads_15_functions_in_6_files(monkeypatch):
-    """Kills: layers between the paper's equations and whoever reads them."""
-    config = small_config()
-    state, batch, seen = fresh_state(config), batches_of(config)(0), set()
-    monkeypatch.setattr(objective, "update_", lambda *args: None)
-
-    def note(frame, event, argument):
-        file, name = frame.f_code.co_filename, frame.f_code.co_qualname.rpartition(".")[2]
-        if event == "call" and file.startswith(str(ROOT / "uno")) and not name.startswith("<"):
-            seen.add((file, frame.f_code.co_qualname))
-
-    sys.setprofile(note)
-    objective.discovery_step(state, batch, config, 0.1)
-    sys.setprofile(None)
-    assert 10 <= len(seen) <= 15 and len({file for file, _ in seen}) <= 6, sorted(seen)
-
-
 @pytest.mark.parametrize("word", ["np.random.seed", "random.seed(", "pickle.load"])
 def test_no_global_random_state_and_no_pickles(word):
     """Kills: a resumed run that drifts, code that runs from a file of the user's."""

@@ -37,7 +37,7 @@ METHODS = {
     "jia": "joint representation learning and discovery (Jia et al., ICCV 2021)",
     "simgcd": "SimGCD, self-distillation (Wen et al., ICCV 2023)",
     "pim": "parametric information maximization (Chiaroni et al., ICCV 2023)",
-    "choice": "clusters of frozen features, chosen by hidden known classes",
+    "clustering": "clusters of a frozen encoder's features, without training",
 }
 """Name, which is its module's too -> what it is."""
 PRETEXTS = {"rotation": "which of four quarter turns (Gidaris et al., ICLR 2018)"}

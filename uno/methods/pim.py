@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from uno.choice import matched
+from uno.frozen import matched
 from uno.clustering import kmeans
 from uno.collectives import mean_with_grad
 from uno.config import Config, Section, field

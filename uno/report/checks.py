@@ -9,7 +9,7 @@ from uno.methods import load
 from uno.report.facts import RunData
 from uno.report.findings import SIMILAR, SampleSummary
 from uno.report.sample import Sample
-from uno.results.accuracy_table import ACCURACY, GENERALIZED
+from uno.results.accuracy_table import ACCURACY, GENERALIZED, filled_tables
 from uno.runs import PHASES
 from uno.text import plural
 
@@ -47,8 +47,7 @@ def warnings(
 
 
 def _sizes(config: Config, sample: Sample, findings: SampleSummary) -> Warnings:
-    emptied = config.method == "choice"  # where clusters were joined, of which the verdict speaks
-    clusters = [c for c in findings.clusters if c.count or not emptied] or findings.clusters
+    clusters = findings.clusters
     total, num = findings.num_unlabeled, len(clusters)
     equal = sum(c.count for c in clusters) / num
     used = [c for c in clusters if c.count > UNUSED * max(equal, 1)]
@@ -137,26 +136,33 @@ def _run(facts: RunData) -> Warnings:
             )
     if not facts.entries("discover") and not facts.metrics:
         yield "No discovery phase is recorded in this directory", "Run uno discover first."
-    for key, table, group, images in (
-        ("train/unlabeled/gcd/all/avg", GENERALIZED, "all", "unlabeled"),
-        ("train/novel/task_aware/acc/avg", ACCURACY, "novel", "novel"),
-    ):
-        rows = (row for row in table.rows if row.path.startswith("baseline/"))
-        found = {row.title: facts.metrics.get(row.key("train", group)) for row in rows}
-        known = [(value, title) for title, value in found.items() if value is not None]
-        best, title = max(known, default=(0.0, ""))
-        right = facts.metrics.get(key)
-        if title and right is not None and right <= best:
-            yield (
-                f"No better than clustering: {right:.1%} of the {images} images are correct, "
-                f"{title} {best:.1%}",
-                "Discovery did not improve on clustering; see the learning curves.",
-            )
+    yield from _against_clustering(facts)
     if facts.bad:
         yield f"{plural(len(facts.bad), 'image')} could not be read and left out", "Listed below."
     if facts.unreadable:
         missing = "Sections that need it are missing in this report."
         yield f"{', '.join(facts.unreadable)} could not be read", missing
+
+
+def _against_clustering(facts: RunData) -> Warnings:
+    """Compare with clusterings of the same rows in the same setting."""
+    tables = filled_tables(facts.metrics)
+    if GENERALIZED in tables:
+        table, group, images, key = GENERALIZED, "all", "unlabeled", "train/unlabeled/gcd/all/avg"
+    else:
+        table, group, images, key = ACCURACY, "novel", "novel", "train/novel/task_aware/acc/avg"
+    rows = (row for row in table.rows if row.path.startswith("baseline/"))
+    found = {row.title: facts.metrics.get(row.key("train", group)) for row in rows}
+    known = [(value, title) for title, value in found.items() if value is not None]
+    best, title = max(known, default=(0.0, ""))
+    right = facts.metrics.get(key)
+    if title and right is not None and right <= best:
+        yield (
+            f"No better than clustering: {right:.1%} of the {images} images are correct, "
+            f"{title} {best:.1%}",
+            "Discovery did not improve on clustering"
+            + ("; see the learning curves." if facts.has_trained else "."),
+        )
 
 
 def _list(names: Sequence[str]) -> str:

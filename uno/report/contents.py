@@ -21,7 +21,7 @@ from uno.report.findings import Cluster, SampleSummary, summarize
 from uno.report.page import render
 from uno.report.pictures import SHEET_COLUMNS, Album
 from uno.report.sample import Sample, open_model, score_sample
-from uno.results.accuracy_table import filled_tables
+from uno.results.accuracy_table import filled_tables, has_several_heads
 from uno.results.classes import edits_of
 from uno.results.infer import Classifier, Decode, decoder
 from uno.results.metrics import confusion, hungarian, joint_matching
@@ -63,7 +63,7 @@ def write_report(
         "novel_truth": any("/novel/" in key for key in metrics),
         "warnings": list(warnings(config, found, looked["sample"], looked["findings"])),
         "curves": facts.curves(found), "estimate_chart": facts.estimate_chart(found),
-        "num_heads": num_heads(config), "side": side(config), "method": description(config.method),
+        "several_heads": has_several_heads(metrics), "num_heads": num_heads(config), "side": side(config), "method": description(config.method),
         "times": facts.times(config, found, task), "command": facts.command_line(config),
     }  # fmt: skip
     storage.write(REPORT_FILE, render("report.html", context, script="report.js").encode())

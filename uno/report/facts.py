@@ -37,6 +37,11 @@ class RunData:
         """The journal's lines of a phase."""
         return [entry for entry in self.journal if entry.get("phase") == phase]
 
+    @property
+    def has_trained(self) -> bool:
+        """Whether any phase took a step."""
+        return any(entry.get("step", 0) for entry in self.journal)
+
     def head_losses(self) -> list[list[float]]:
         """Per epoch of the discovery phase, the cluster loss of every head."""
         losses = [entry.get("head_losses") for entry in self.entries("discover")]

@@ -8,10 +8,8 @@ from typing import NamedTuple
 from uno.results.metrics import METRICS, PROTOCOLS
 
 SPLITS = {"train": "training images", "test": "unseen images"}
-LEGEND = """\
-avg / best: mean over heads / the head with the lowest training cluster loss
-official: novel images matched to any output   joint: one matching of all images
-strict: novel images matched to novel outputs only, predicted known = error"""
+HEADS_LEGEND = "avg / best: mean over heads / the head with the lowest training cluster loss"
+STRICT_LEGEND = "strict: a new class found on a known output, or the reverse, is an error"
 
 
 class Row(NamedTuple):
@@ -22,6 +20,7 @@ class Row(NamedTuple):
     title: str
     meaning: str
     path: str
+    in_console: bool = False
 
     @property
     def has_heads(self) -> bool:
@@ -59,7 +58,12 @@ class Table(NamedTuple):
 def accuracy_rows() -> list[Row]:
     """Every protocol, what random predictions and k-means get, and the other metrics of novel classes."""
     protocols = [
-        Row(protocol.label, protocol.meaning, f"{{split}}/{{group}}/{name}/acc/{{which}}")
+        Row(
+            protocol.label,
+            protocol.meaning,
+            f"{{split}}/{{group}}/{name}/acc/{{which}}",
+            in_console=name in ("task_aware", "task_agnostic_strict"),
+        )
         for name, protocol in PROTOCOLS.items()
     ]
     others = {name: metric for name, metric in METRICS.items() if name != "acc"}
@@ -72,15 +76,15 @@ def accuracy_rows() -> list[Row]:
 
 NOVEL_BASELINES = [
     Row("Chance", "Random choice among the discovered classes, matched in the best way.",
-        "{split}/{group}/task_aware/chance/acc"),
+        "{split}/{group}/task_aware/chance/acc", in_console=True),
     Row("k-means on features", "Clusters of the pretrained encoder's frozen features, no discovery.",
-        "baseline/kmeans/{group}/acc"),
+        "baseline/kmeans/{group}/acc", in_console=True),
     Row("k-means, features whitened", "The same along the directions that explain 95% of the variance.",
         "baseline/kmeans_whitened/{group}/acc"),
     Row("k-means, neighbor means", "Each image's features averaged with those of its 10 nearest neighbors.",
         "baseline/kmeans_smoothed/{group}/acc"),
     Row("Spectral clustering", "Of the graph of the 10 nearest neighbors.",
-        "baseline/spectral/{group}/acc"),
+        "baseline/spectral/{group}/acc", in_console=True),
     Row("k-means on pixels", "Clusters of the raw images, no learning at all.",
         "baseline/kmeans_pixels/{group}/acc"),
 ]  # fmt: skip
@@ -88,25 +92,48 @@ ACCURACY = Table("accuracy, %", {"known": "known", "novel": "novel", "all": "all
 GENERALIZED = Table("unlabeled images, %", {"all": "All", "old": "Old", "new": "New"}, [
     Row("One matching", "Old: known classes; new: novel classes. Any unlabeled image can be assigned to any "
         "output; one matching of all classes to all outputs.",
-        "{split}/unlabeled/gcd/{group}/{which}"),
-    Row("k-means on features", "As many clusters as classes, no labels.", "baseline/kmeans/gcd/{group}"),
+        "{split}/unlabeled/gcd/{group}/{which}", in_console=True),
+    Row("k-means on features", "As many clusters as classes, no labels.", "baseline/kmeans/gcd/{group}",
+        in_console=True),
     Row("k-means, labels fixed", "Labeled images stay in their classes.",
-        "baseline/constrained_kmeans/gcd/{group}"),
+        "baseline/constrained_kmeans/gcd/{group}", in_console=True),
     Row("k-means, neighbor means", "The same of features averaged with those of the 10 nearest neighbors.",
         "baseline/kmeans_smoothed/gcd/{group}"),
     Row("Spectral clustering", "Of the graph of the 10 nearest neighbors, labeled images in their classes.",
-        "baseline/spectral/gcd/{group}"),
+        "baseline/spectral/gcd/{group}", in_console=True),
 ])  # fmt: skip
 
 
+
 def filled_tables(values: Mapping[str, float]) -> list[Table]:
-    """The tables of which ``values`` hold a cell."""
-    return [table for table in (ACCURACY, GENERALIZED) if table.filled(values)]
+    """Return the tables of which ``values`` hold a cell.
+
+    In generalized category discovery, clusterings of the novel rows alone are left out:
+    they were told which rows are novel, so nothing in the run compares with them.
+    """
+    tables = [table for table in (ACCURACY, GENERALIZED) if table.filled(values)]
+    if GENERALIZED not in tables:
+        return tables
+    rows = [row for row in ACCURACY.rows if not row.path.startswith("baseline/")]
+    return [GENERALIZED, *(t._replace(rows=rows) for t in tables if t is not GENERALIZED)]
+
+
+def has_several_heads(values: Mapping[str, float]) -> bool:
+    """Tell whether some number differs between the average and the best head."""
+    return any(
+        key.endswith("/avg") and values.get(f"{key[:-4]}/best", value) != value
+        for key, value in values.items()
+    )
 
 
 def format_table(values: Mapping[str, float]) -> str:
-    """The tables of a run's metrics as text of at most 80 columns."""
+    """Format the main metrics of a run as text of at most 80 columns.
+
+    There are at most twelve rows; all numbers are in ``metrics.json``. The average and
+    the best head have a row each only where they differ.
+    """
     splits = [split for split in SPLITS if any(key.startswith(f"{split}/") for key in values)]
+    several = has_several_heads(values)
 
     def line(name: str, cells: list[str]) -> str:
         return f"{name:<32}" + "".join(f" |{cell}" for cell in cells)
@@ -118,8 +145,10 @@ def format_table(values: Mapping[str, float]) -> str:
     for table in filled_tables(values):
         heads = "".join(f"{group:>7}" for group in table.groups.values())
         lines += [line(table.title, [heads] * len(splits)), "-" * (32 + 23 * len(splits))]
-        for row in table.filled(values):
-            for which in ("avg", "best") if row.has_heads else ("avg",):
+        for row in (row for row in table.filled(values) if row.in_console):
+            both = row.has_heads and several
+            for which in ("avg", "best") if both else ("avg",):
                 cells = ["".join(cell(row.key(s, group, which)) for group in table.groups) for s in splits]
-                lines.append(line(f"{row.title:<26}{which if row.has_heads else ''}", cells))
-    return "\n".join(text.rstrip() for text in [*lines, *LEGEND.splitlines()])
+                lines.append(line(f"{row.title:<26}{which if both else ''}", cells))
+    legend = [HEADS_LEGEND, STRICT_LEGEND] if several else [STRICT_LEGEND]
+    return "\n".join(text.rstrip() for text in [*lines, *legend])

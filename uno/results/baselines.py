@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from uno.choice import SMOOTHED, SPECTRAL, partition_of, principal_space
 from uno.clustering import FREE, VARIANCE, kmeans, whiten
 from uno.collectives import Job
 from uno.config import Config
@@ -20,6 +19,7 @@ from uno.data.files import Storage
 from uno.data.images import batches_of, evenly_spaced, spread
 from uno.data.row_blocks import RowBlocks, part
 from uno.data.stream import EvalData, StreamedEvalSet, TrainData, decoded_rows
+from uno.frozen import SMOOTHED, SPECTRAL, Clustering, principal_space
 from uno.model import UnoModel, build_model
 from uno.prototype_init import (
     MAX_ROWS,
@@ -121,21 +121,33 @@ def _score_novel(path: str, truth: Tensor, num_novel: int, clusters: Tensor) -> 
 
 
 def graph_clusters(
-    features: Tensor, labels: Tensor, num: int, gcd: bool, seed: int
+    features: Tensor, labels: Tensor, num_novel: int, gcd: bool, seed: int
 ) -> dict[str, Callable[[], Tensor]]:
-    """What finds clusters (N_u,) of the unlabeled rows of features (N, D) from their nearest neighbors:
-    k-means of the means of rows and neighbors, and spectral clustering, as :func:`uno.choice.partition_of`
-    makes them; {} for more than ``MAX_GRAPH_ROWS``.
+    """Return clusterings that use the nearest neighbors of the rows.
+
+    Args:
+        features: Features (N, D).
+        labels: Their known classes (N,), or FREE.
+        num_novel: Number of novel clusters.
+        gcd: Whether unlabeled rows can belong to known classes.
+        seed: Seed of k-means.
+
+    Returns:
+        ``kmeans_smoothed``: k-means of the means of rows and their neighbors, and
+        ``spectral``: spectral clustering. Each computes clusters (N_u,) of the
+        unlabeled rows when it is called. Empty for more than ``MAX_GRAPH_ROWS`` rows.
     """
     if len(features) > MAX_GRAPH_ROWS:
         return {}
 
-    @cache  # one rank may have both
-    def rows() -> Tensor:
-        return F.normalize(principal_space(features)(features), dim=1)
+    @cache  # one rank may compute both
+    def clustering() -> Clustering:
+        points = F.normalize(principal_space(features)(features), dim=1)
+        return Clustering.of(points, labels, num_novel, gcd)
 
     def find(kind: str) -> Tensor:
-        return partition_of(rows(), labels, num, gcd, kind, NUM_STARTS, seed)
+        clusters = clustering().partition(kind, num_novel, NUM_STARTS, seed)
+        return clusters[labels == FREE]
 
     return {"kmeans_smoothed": partial(find, SMOOTHED), "spectral": partial(find, SPECTRAL)}
 
@@ -183,7 +195,7 @@ def generalized_baselines(
     jobs: dict[str, Callable[[], Tensor]] = {
         "kmeans": partial(find, "ncd", num_outputs),
         "constrained_kmeans": partial(find, "gcd", train.num_novel),
-        **graph_clusters(both, known, num_outputs, True, config.seed),
+        **graph_clusters(both, known, train.num_novel, True, config.seed),
     }
     for name, job in jobs.items():
         yield Baseline(Job(len(truth), job), partial(score_mixed, f"baseline/{name}/gcd"))

@@ -23,7 +23,7 @@ from uno.results import metrics
 from uno.results.baselines import baselines, start_model
 from uno.results.classes import OutputClass, parse_classes
 from uno.results.infer import ALIGNMENT_FILE, align_features, outcomes
-from uno.results.trust import choice_metrics, found_clusters, looked_at, trust_metrics
+from uno.results.trust import clustering_metrics, found_clusters, looked_at, trust_metrics
 from uno.runs import DISCOVER
 from uno.runs.checkpoint import load_newest
 from uno.runs.run import load_trained
@@ -76,8 +76,9 @@ def evaluate_run(
     if shown is not None:
         num_held_out = int((sets["test"].truth < train.num_known).sum())
         values |= trust_metrics(model, best_head, shown.unlabeled, clusters[-1], values, num_held_out)
-    if config.method == "choice" and (checkpoint := load_newest(storage, DISCOVER)) is not None:
-        values |= choice_metrics(checkpoint.tensors)
+    if config.method == "clustering" and (checkpoint := load_newest(storage, DISCOVER)) is not None:
+        setting = str(config.data.setting)
+        values |= clustering_metrics(checkpoint.tensors, setting, config.model.encoder)
     return values
 
 

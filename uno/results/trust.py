@@ -4,8 +4,9 @@ Known classes: the share right, among all outputs, of labeled rows that training
 share of unlabeled rows on which the best head and k-means of the same features agree. Neighbors: how many of
 an unlabeled row's nearest in features are in its class, 0 as by chance. A run that fails may have either of
 them, and heads that agree: the score is the first times the smaller of the others, which over the runs of
-docs/results/trust.md ranks as the true accuracy does, and is about as large. Method ``choice``
-hides known classes in turn: what is right of their rows is what may be expected of new ones.
+docs/results/trust.md ranks as the true accuracy does, and is about as large. The method
+``clustering`` predicts its accuracy from other clusterings of the same rows
+(:mod:`uno.expectation`); the verdict on it is that prediction in a word.
 """
 
 from collections.abc import Mapping
@@ -15,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from uno.choice import CANDIDATES, PLAIN, Choice
 from uno.config import Config
 from uno.data.features import ODD, oddity
 from uno.data.images import evenly_spaced
 from uno.data.stream import TrainData
+from uno.expectation import describe_outside, expected_accuracy, outside_calibration
+from uno.frozen import ONE_CLASS_MIXING
 from uno.model import UnoModel
 from uno.prototype_init import Sample, clusters_of
 from uno.results import metrics
@@ -33,20 +35,29 @@ HELD_OUT, HELD_OUT_ROWS = "trust/held_out/acc", "trust/held_out/rows"
 KMEANS, NEAR, SCORE = "trust/kmeans/agreement", "trust/neighbors/agreement", "trust/score"
 FEATURES = "trust/features/"  # and a word of ODD: 1 where they are so
 LARGEST = "trust/largest_class/share"
+MAX_SHOWN_PAIRS = 3  # of classes that look like one
 ONE_CLASS = 0.99  # of the pile, from which on it is in one
-CHOSEN, GAIN, DRAWS, HIDDEN = (f"trust/choice/{name}" for name in ("candidate", "gain", "draws", "hidden"))
-ASKED, FOUND = "trust/choice/asked", "trust/choice/found"
-EXPECTED, LOW, HIGH = (f"trust/expected/{name}" for name in ("acc", "low", "high"))
+EXPECTED = {  # what the expected accuracy counts: by setting and matching
+    ("ncd", "one_to_one"): "trust/expected/ncd",
+    ("gcd", "one_to_one"): "trust/expected/gcd",
+    ("gcd", "strict"): "trust/expected/gcd_strict",
+}
+COUNTS = {
+    "trust/expected/ncd": "accuracy on images of new classes",
+    "trust/expected/gcd": "accuracy on all unlabeled images",
+    "trust/expected/gcd_strict": "the same, with a new class found on a known output counted as wrong",
+}
+NUM_NOVEL = "trust/clustering/classes"
+NUM_AGREEMENTS = "trust/clustering/clusterings"
+OUTSIDE = "trust/outside/"  # and a name of uno.expectation.COUNTED, or encoder
+SIMILAR = "trust/similar/"  # and two indices of novel classes, as 2/5: how much they mix
 TRAINING = "train/known/task_agnostic_strict/acc/best"
 
 Word = Literal["trustworthy", "doubtful", "not trustworthy"]
 
 
 class Verdict(NamedTuple):
-    """Whether to trust a run, and why: lines about held-out rows, k-means and neighbors; of method ``choice``
-    before them the accuracy expected on new classes, where it was measured, and after them what was chosen
-    and, where not all that were asked for, how many new classes were found.
-    """
+    """Whether to trust a run, with the reasons as lines of text."""
 
     word: Word
     reasons: tuple[str, ...]
@@ -56,73 +67,128 @@ class Verdict(NamedTuple):
 
 
 def verdict(values: Mapping[str, float]) -> Verdict | None:
-    """What the metrics of a run say; None where they hold no signs, as with too few unlabeled rows."""
+    """Judge a run by its metrics.
+
+    Args:
+        values: The metrics of a run, flat.
+
+    Returns:
+        The verdict. Its reasons are, in this order: the expected accuracy with its
+        interval (of the method ``clustering``), held-out labeled images, the agreement
+        of k-means and nearest neighbors, and pairs of classes that look like one. None
+        if the metrics hold no signs, as with too few unlabeled rows.
+    """
     if KMEANS not in values:
         return None
-    word, first = _on_known(values)
-    kmeans, near = (f"{100 * values[key]:.0f}%" for key in (KMEANS, NEAR))
+    word, known = _on_known(values)
     if seen := _seen(values):
-        return Verdict("not trustworthy", (first, f"{seen}: another encoder, weights or image size may help"))
+        advice = f"{seen}: another encoder, weights or image size may help"
+        return Verdict("not trustworthy", (known, advice))
+    expected = _expected(values)
+    if expected:
+        word = _word(next(values[f"{key}/acc"] for key in COUNTS if f"{key}/acc" in values))
+    agreement = _agreement(values, word, trained=not expected)
+    return Verdict(word, (*expected, known, agreement, *_merge_advice(values)))
+
+
+def _word(score: float) -> Word:
+    if score < DOUBTED:
+        return "not trustworthy"
+    return "trustworthy" if score >= BELIEVED else "doubtful"
+
+
+def _agreement(values: Mapping[str, float], word: Word, trained: bool) -> str:
+    """Return the line on k-means and nearest neighbors, with advice."""
+    signs = min(values[KMEANS], values[NEAR])
     if word == "trustworthy":
         advice = "assuming the number of classes is right"
-    elif values.get(HELD_OUT, 1.0) < (signs := min(values[KMEANS], values[NEAR])):
+    elif values.get(HELD_OUT, 1.0) < signs:
         advice = "known classes are not separated either: try pretrained weights or larger images"
-    elif signs >= BELIEVED:
+    elif signs >= BELIEVED and trained:
         advice = "assuming the number of classes is right"
     else:
-        other = "another encoder" if CHOSEN in values else "longer training"
+        other = "longer training" if trained else "another encoder"
         advice = f"the features do not separate these classes: try another number of them or {other}"
-    second = f"k-means agrees on {kmeans} of the unlabeled images, nearest neighbors on {near} ({advice})"
-    expected, chosen = _on_choice(values)
-    return Verdict(word, (*expected, first, second, *chosen))
+    kmeans, near = (f"{100 * values[key]:.0f}%" for key in (KMEANS, NEAR))
+    return (
+        f"k-means agrees on {kmeans} of the unlabeled images, "
+        f"nearest neighbors on {near} ({advice})"
+    )
 
 
 def _seen(values: Mapping[str, float]) -> str:
-    """What makes a run worthless whatever its signs are."""
+    """Return what makes a run worthless whatever its signs are, or an empty string."""
     seen = [text for word, text in ODD.items() if FEATURES + word in values]
     if (share := values.get(LARGEST, 0.0)) >= ONE_CLASS:
         seen.append(f"{100 * share:.0f}% of the unlabeled images are in one class")
     return ", and ".join(seen)
 
 
-def _on_choice(values: Mapping[str, float]) -> tuple[list[str], list[str]]:
-    """What is expected of new classes, if it was measured, and why the classes were found as they were."""
-    if CHOSEN not in values:
-        return [], []
-    chosen = CANDIDATES[round(values[CHOSEN])]
-    if EXPECTED not in values:
-        unknown = "expected accuracy on new classes: unknown, too few known classes to hide some of them"
-        return [], [unknown, f"chosen without evidence: {chosen}"]
-    acc, low, high = (f"{100 * values[key]:.0f}" for key in (EXPECTED, LOW, HIGH))
-    draws = f"{values[DRAWS]:.0f} draws of {values[HIDDEN]:.0f} hidden known classes"
-    gain = f"{100 * values[GAIN]:+.1f} points vs. {CANDIDATES[PLAIN]} on hidden known classes"
-    why = [f"chosen: {chosen}, {gain}"]
-    asked, found = (round(values.get(key, 0)) for key in (ASKED, FOUND))
-    if asked > found:
-        empty = plural(asked - found, "output stays empty", "outputs stay empty")
-        why.append(f"of {asked} new classes {found} were found: clusters that mix were joined, {empty}")
-    given = f", if there are {asked} of them" if asked else ""  # older runs do not say
-    return [f"expected accuracy on new classes{given}: {acc}% ({low} to {high}), measured on {draws}"], why
+def _expected(values: Mapping[str, float]) -> list[str]:
+    """Return lines on the expected accuracy, or none if it is not known."""
+    lines = []
+    for key, counts in COUNTS.items():
+        if f"{key}/acc" in values:
+            acc, low, high = (100 * values[f"{key}/{end}"] for end in ("acc", "low", "high"))
+            lines.append(f"expected {counts}: {acc:.0f}% ({low:.0f} to {high:.0f})")
+    if lines:
+        number, others = (round(values[key]) for key in (NUM_NOVEL, NUM_AGREEMENTS))
+        lines[0] += (
+            f", if there are {plural(number, 'new class', 'new classes')}; "
+            f"from {others} other clusterings of the same images"
+        )
+        names = (key.removeprefix(OUTSIDE) for key in values if key.startswith(OUTSIDE))
+        if outside := describe_outside({name: values[OUTSIDE + name] for name in names}):
+            lines.append(f"less certain, as the task has {', '.join(outside)}")
+    return lines
 
 
-def choice_metrics(tensors: Mapping[str, Tensor]) -> dict[str, float]:
-    """What method ``choice`` left in a checkpoint, fractions 0-1 but for numbers: `trust/choice/{candidate|
-    gain|draws|hidden|asked|found}`, the gain in all unlabeled rows, new classes asked for and found, and
-    `trust/expected/{acc|low|high}`, absent where no class could be hidden; {} of other methods.
+def _merge_advice(values: Mapping[str, float]) -> list[str]:
+    """Return a line on the pairs of novel classes that look like one, the most first."""
+    pairs = sorted((key for key in values if key.startswith(SIMILAR)), key=lambda k: -values[k])
+    if not pairs:
+        return []
+    names = [key.removeprefix(SIMILAR).split("/") for key in pairs]
+    shown = ", ".join(f"novel-{a} and novel-{b}" for a, b in names[:MAX_SHOWN_PAIRS])
+    more = f" and {len(names) - MAX_SHOWN_PAIRS} more pairs" if len(names) > MAX_SHOWN_PAIRS else ""
+    return [
+        f"may be one class each: {shown}{more} "
+        "(compare their images, then merge them with uno classes)"
+    ]
+
+
+def clustering_metrics(tensors: Mapping[str, Tensor], setting: str, encoder: str) -> dict[str, float]:
+    """Return what the method ``clustering`` left in a checkpoint as metrics.
+
+    Args:
+        tensors: The checkpoint's tensors.
+        setting: ``"ncd"`` or ``"gcd"``.
+        encoder: ``config.model.encoder``.
+
+    Returns:
+        Fractions `trust/expected/{ncd|gcd|gcd_strict}/{acc|low|high}`, those of
+        the run's setting; absent if there were too few rows. Values
+        `trust/outside/NAME` outside the calibration's range. The mixing
+        `trust/similar/A/B` of novel classes A and B that look like one class. Empty for
+        other methods.
     """
-    if "extra/chosen" not in tensors:
+    if "extra/agreement" not in tensors:
         return {}
-    candidate, num_hidden = tensors["extra/chosen"].tolist()
-    joined = tensors.get("extra/right_joined", torch.zeros(0))  # of numerics 24 on
-    choice = Choice(candidate, tensors["extra/right"], tensors["extra/right_new"], num_hidden, joined)
-    found = {CHOSEN: float(candidate), DRAWS: float(len(choice.scores)), HIDDEN: float(num_hidden)}
-    if "extra/classes" in tensors:  # older runs found all
-        found |= dict(zip((ASKED, FOUND), map(float, tensors["extra/classes"].tolist()), strict=True))
-    if (expected := choice.expected()) is None:
-        return found
-    mean = choice.scores.mean(dim=0)
-    found[GAIN] = float(mean[candidate] - mean[PLAIN])
-    return found | dict(zip((EXPECTED, LOW, HIGH), expected, strict=True))
+    agreement = tensors["extra/agreement"].tolist()
+    num_rows, num_known, num_novel = tensors["extra/counts"].tolist()
+    found = {NUM_NOVEL: float(num_novel), NUM_AGREEMENTS: float(len(agreement))}
+    for (own, matching), key in EXPECTED.items():
+        if own == setting and agreement:
+            expected = expected_accuracy(agreement, setting, matching)  # type: ignore[arg-type]
+            assert expected is not None
+            found |= {f"{key}/acc": expected.mean, f"{key}/low": expected.low, f"{key}/high": expected.high}
+    if agreement:
+        outside = outside_calibration(num_rows, num_known, num_novel, encoder)
+        found |= {OUTSIDE + name: value for name, value in outside.items()}
+    for first, second, mixed in tensors["extra/similar"].tolist():
+        if mixed >= ONE_CLASS_MIXING:
+            found[f"{SIMILAR}{first:.0f}/{second:.0f}"] = mixed
+    return found
 
 
 def _on_known(values: Mapping[str, float]) -> tuple[Word, str]:

@@ -4,7 +4,7 @@ PRETEXT, PRETRAIN, DISCOVER = "pretext", "pretrain", "discover"
 PHASES = {PRETEXT: "Pretext task", PRETRAIN: "Pretraining", DISCOVER: "Discovery"}
 """All phases in order, each with a section of its name in the configuration -> its title."""
 
-NUMERICS = 25
+NUMERICS = 26
 """The last change marked "numbers" in CHANGELOG.md: runs and records say with which they were made."""
 
 TOUCHED: dict[int, tuple[str, ...]] = {
@@ -16,6 +16,7 @@ TOUCHED: dict[int, tuple[str, ...]] = {
     23: ("choice",),
     24: ("choice",),
     25: ("choice",),
+    26: ("clustering",),
 }
 """Words of the latest changes, as in CHANGELOG.md. A stored cell without them is kept; a change that is not
 here touches all cells.

@@ -30,7 +30,7 @@ from uno.methods.registry import settings as method_settings
 from uno.presets import IMAGE_SIZE, SIZES, apply_image_size, is_custom_data, preset, preset_values
 
 VALIDATION_FRACTION = 0.1  # of the labeled rows of one's own images, where no test row is of a known class
-CHOICE = "choice"
+FROZEN_METHOD = "clustering"
 OF_UNO = tuple(
     f"model.{name}"
     for name in (
@@ -51,7 +51,7 @@ RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray's job supervisor for the e
 def completed(given: Mapping[str, Any], output: str | None = OUTPUT, choose: bool = False) -> dict[str, Any]:
     """All dotted keys, not checked yet, that ``given`` ones lead to; ``output``: the run directory where
     none is given, with places for ``preset`` and ``seed``; ``choose``: where :func:`leaves_choice`, the
-    method is ``choice``. ConfigError: no such preset, recipe, method or encoder.
+    method is ``clustering``. ConfigError: no such preset, recipe, method or encoder.
     """
     own = dict(given)
     source, two_folders = own.get("data.source"), own.get("data.labeled") is not None
@@ -60,7 +60,7 @@ def completed(given: Mapping[str, Any], output: str | None = OUTPUT, choose: boo
     if name in ("scratch", "photos", VECTORS) and source is None and not two_folders:
         raise ConfigError(f"the preset {name!r} needs --data SOURCE, or --labeled DIR and --unlabeled DIR")
     if choose and leaves_choice(name, own):
-        own["method"] = CHOICE
+        own["method"] = FROZEN_METHOD
     values = preset_values(name, str(own.pop("recipe", "paper")))
     values |= method_settings(str(own.get("method", DEFAULT)), values["preset"])
     kinds = {str(data).partition(":")[0] for data in (source, values.get("data.source", "digits"))}

@@ -8,7 +8,7 @@ from torch.nn.functional import normalize
 from tests.uno.methods import toy
 from tests.uno.methods.test_frozen import config_of, feature_set
 from tests.uno.small_run import fresh_state, small_config, train_both
-from uno.choice import matched
+from uno.frozen import matched
 from uno.data.files import Storage
 from uno.data.resident import TrainSet
 from uno.errors import ConfigError

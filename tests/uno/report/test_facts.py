@@ -163,7 +163,7 @@ def test_warnings_about_classes(digits, change, seen):
 
 def test_outputs_of_joined_clusters_are_no_collapse(digits):
     """Kills: advice to train where clusters were joined, and no word where no class has images."""
-    config = small_config().model_copy(update={"method": "choice"})
+    config = small_config().model_copy(update={"method": "clustering"})
 
     def titles(sample):
         return [seen for seen, _ in checks.warnings(config, RunData(), sample, summarize(digits, sample))]

@@ -74,14 +74,14 @@ def test_pt2_computes_the_same_without_this_project(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["dtc", "mcl", "choice", "simgcd", "pim"])
+@pytest.mark.parametrize("method", ["dtc", "mcl", "clustering", "simgcd", "pim"])
 def test_baselines_are_exported_too(tmp_path, method):
     """Cosines, distances, the default's chosen space; the export compares itself with the model. Kills:
     prototypes in place of centers, a similarity network that is handed out, features as they are.
     """
     model, facts = tiny_model(tmp_path / "run", method=method), {"classes.json": ""}
     model.classes[5] = OutputClass(5, "</script> 😀", "novel", 5)
-    if method == "choice":
+    if method == "clustering":
         model.module.adapter.mean.fill_(0.1)
     program = torch.export.load(io.BytesIO(export(model, "pt2")), extra_files=facts).module()
     assert json.loads(facts["classes.json"])[5]["name"] == "</script> 😀"

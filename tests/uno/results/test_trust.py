@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from tests.uno.small_run import small_config, small_sets
-from uno.choice import CANDIDATES, PLAIN, SAFE
 from uno.data.features import oddity
 from uno.model import build_model
 from uno.prototype_init import training_features
@@ -62,42 +61,69 @@ def test_every_sign_must_hold(given, word, first, second):
     assert str(found).startswith(f"{word}: ") and str(found).count("\n") == 1
 
 
-def test_what_is_expected_is_said():
-    """Kills: scores of all unlabeled rows for those of new classes, or of clusters that were not joined yet,
-    a gain against another candidate, a number where nothing was measured, outputs that stay empty without a
-    word, or a word about none.
-    """
-    right = torch.tensor([[0.9, 0.8], [0.7, 0.8]]).repeat(2, 1).repeat_interleave(2, dim=1)
-    right = torch.cat([right, torch.full((4, len(CANDIDATES) - 4), 0.5)], dim=1)
-    kept = {"extra/chosen": torch.tensor([1, 6]), "extra/right": right, "extra/right_new": right - 0.1}
-    found = trust.choice_metrics(kept)
-    expected, *_, chosen = verdict(signs() | found).reasons
-    assert (
-        expected == "expected accuracy on new classes: 70% (38 to 100), "
-        "measured on 4 draws of 6 hidden known classes"
-    )
-    joined = trust.choice_metrics(kept | {"extra/right_joined": torch.tensor([0.9, 0.9, 0.8])})
-    assert joined[trust.EXPECTED] == pytest.approx(2.6 / 3) and joined[trust.DRAWS] == 4
-    assert "another number of them or another encoder" in str(verdict(signs(kmeans=0.5) | found))
-    gain = 100 * float(right[:, 1].mean() - right[:, PLAIN].mean())
-    assert (
-        chosen
-        == f"chosen: {CANDIDATES[1]}, {gain:+.1f} points vs. {CANDIDATES[PLAIN]} on hidden known classes"
-    )
-    for classes, said in (
-        ([12, 8], "clusters that mix were joined, 4 outputs stay empty"),
-        ([9, 8], "clusters that mix were joined, 1 output stays empty"),
-    ):
-        lines = verdict(
-            signs() | trust.choice_metrics(kept | {"extra/classes": torch.tensor(classes)})
-        ).reasons
-        assert lines[-2:] == (chosen, f"of {classes[0]} new classes 8 were found: {said}")
-    all_found = trust.choice_metrics(kept | {"extra/classes": torch.tensor([8, 8])})
-    assert verdict(signs() | all_found).reasons[-1] == chosen
-    empty = torch.zeros(0, len(CANDIDATES))
-    none = {"extra/chosen": torch.tensor([SAFE, 0]), "extra/right": empty, "extra/right_new": empty}
-    assert "unknown, too few known" in str(verdict(signs() | trust.choice_metrics(none)))
-    assert trust.choice_metrics({"model/known.weight": right}) == {}
+def checkpoint(agreement, counts=(200, 5, 5), similar=()):
+    """What the method ``clustering`` leaves in a checkpoint."""
+    return {
+        "extra/agreement": torch.tensor(agreement, dtype=torch.float64),
+        "extra/counts": torch.tensor(counts),
+        "extra/similar": torch.tensor(similar, dtype=torch.float64).reshape(-1, 3),
+    }
+
+
+@pytest.mark.parametrize(("setting", "counted"), [
+    ("ncd", "accuracy on images of new classes"),
+    ("gcd", "accuracy on all unlabeled images"),
+])  # fmt: skip
+def test_the_expected_accuracy_says_what_it_counts(setting, counted):
+    values = trust.clustering_metrics(checkpoint([0.9] * 8), setting, "vectors")
+    first, *rest = verdict(signs() | values).reasons
+    assert first.startswith(f"expected {counted}: ") and "if there are 5 new classes" in first
+    assert any("known output" in line for line in rest) == (setting == "gcd")
+    key = f"trust/expected/{setting}"
+    assert values[f"{key}/low"] <= values[f"{key}/acc"] <= values[f"{key}/high"]
+
+
+def test_more_agreement_is_a_higher_expectation():
+    means = [
+        trust.clustering_metrics(checkpoint([share] * 8), "ncd", "")["trust/expected/ncd/acc"]
+        for share in (0.3, 0.5, 0.7, 0.9, 0.99)
+    ]
+    assert means == sorted(means) and means[0] < 0.6 < 0.9 < means[-1]
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.7, 0.85, 0.99])
+def test_the_verdict_is_the_expected_accuracy_in_a_word(share):
+    """The other signs, good or bad, do not contradict it."""
+    values = trust.clustering_metrics(checkpoint([share] * 8), "ncd", "vectors")
+    expected = values["trust/expected/ncd/acc"]
+    word = "trustworthy" if expected >= 0.75 else "doubtful" if expected >= 0.5 else "not trustworthy"
+    for other in (signs(), signs(kmeans=0.3, near=0.2), signs(rows=0), signs(held=0.2)):
+        assert verdict(other | values).word == word
+
+
+def test_a_task_outside_the_calibration_is_called_less_certain():
+    inside = trust.clustering_metrics(checkpoint([0.9] * 8), "ncd", "timm:tf_efficientnet_lite0")
+    assert not any("less certain" in line for line in verdict(signs() | inside).reasons)
+    counts = (10**6, 5, 400)
+    outside = trust.clustering_metrics(checkpoint([0.9] * 8, counts), "ncd", "torchvision:resnet18")
+    (line,) = (line for line in verdict(signs() | outside).reasons if "less certain" in line)
+    assert "1,000,000 unlabeled images" in line and "400 novel classes" in line
+    assert "another encoder" in line and "known classes" not in line
+
+
+def test_pairs_of_classes_that_look_like_one_are_advice():
+    similar = [[1, 4, 0.9], [0, 2, 0.01]]
+    values = trust.clustering_metrics(checkpoint([0.9] * 8, similar=similar), "ncd", "vectors")
+    last = verdict(signs() | values).reasons[-1]
+    assert "novel-1 and novel-4" in last and "novel-0" not in last and "uno classes" in last
+
+
+def test_without_agreements_nothing_is_expected():
+    """Too few rows to cluster a half of them, or another method."""
+    values = trust.clustering_metrics(checkpoint([]), "ncd", "vectors")
+    assert not any(key.startswith("trust/expected") for key in values)
+    assert verdict(signs() | values).word == "trustworthy"
+    assert trust.clustering_metrics({"model/known.weight": torch.zeros(1)}, "ncd", "") == {}
 
 
 def test_training_rows_are_called_that_and_old_runs_have_no_verdict():

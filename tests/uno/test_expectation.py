@@ -1,0 +1,82 @@
+"""The expected accuracy: the calibration line, its interval and its range."""
+
+import numpy as np
+import pytest
+
+from uno.expectation import (
+    calibration,
+    describe_outside,
+    expected_accuracy,
+    fit_line,
+    logit,
+    mean_logit,
+    outside_calibration,
+    sigmoid,
+)
+
+
+def test_a_line_is_found_again():
+    """Tasks on a line with known noise: intercept, slope and quantiles are the true ones."""
+    random = np.random.default_rng(0)
+    agreement = random.uniform(-1, 2, 3_000)
+    noise = random.normal(0, 0.4, 3_000)
+    accuracy = sigmoid(0.3 + 1.2 * agreement + noise)
+    line = fit_line(agreement, accuracy, random.integers(0, 10, 3_000))
+    assert (line.intercept, line.slope) == pytest.approx((0.3, 1.2), abs=0.05)
+    assert (line.low, line.high) == pytest.approx((-0.66, 0.66), abs=0.05)
+
+
+def test_residuals_are_those_of_sets_that_were_left_out():
+    """One set lies apart: a line fitted with it would make its residuals too small."""
+    sets = np.repeat(["a", "b", "c"], 20)
+    agreement = np.tile(np.linspace(-1, 1, 20), 3)
+    accuracy = sigmoid(agreement - 2.0 * (sets == "c"))
+    line = fit_line(agreement, accuracy, sets)
+    assert line.low == pytest.approx(-2.0, abs=1e-6)
+
+
+def test_the_interval_holds_nine_tenths_of_tasks_like_those_of_the_fit():
+    random = np.random.default_rng(1)
+    agreement = random.uniform(-1, 2, 2_000)
+    accuracy = sigmoid(0.5 + agreement + random.normal(0, 0.5, 2_000))
+    line = fit_line(agreement[:1_000], accuracy[:1_000], np.arange(1_000) % 8)
+    found = [line(value) for value in agreement[1_000:]]
+    inside = [e.low <= a <= e.high for e, a in zip(found, accuracy[1_000:], strict=True)]
+    assert 0.87 < np.mean(inside) < 0.95
+    error = np.mean([e.mean for e in found]) - accuracy[1_000:].mean()
+    assert abs(error) < 0.01
+
+
+@pytest.mark.parametrize("setting", ["ncd", "gcd"])
+@pytest.mark.parametrize("agreement", [[0.0] * 8, [1.0] * 8, [0.2, 1.0]])
+def test_an_interval_is_whole_percents_around_the_mean(setting, agreement):
+    expected = expected_accuracy(agreement, setting)
+    assert 0 <= expected.low <= expected.mean <= expected.high <= 1
+    for end in (expected.low, expected.high):
+        assert 100 * end == pytest.approx(round(100 * end))
+
+
+def test_no_agreement_is_no_expectation():
+    assert expected_accuracy([], "ncd") is None
+
+
+def test_agreements_of_zero_and_one_are_finite():
+    assert mean_logit([0.0, 1.0]) == pytest.approx(0)
+    assert np.isfinite(logit(np.array([0.0, 1.0]))).all()
+
+
+def test_the_calibration_names_its_source_and_sets():
+    stored = calibration()
+    assert "benchmarks.tasks" in stored["source"] and len(stored["sets"]) >= 8
+    assert stored["num_tasks"] >= 300
+
+
+def test_what_lies_outside_the_calibration_is_named_with_the_range():
+    ranges = calibration()["ranges"]
+    inside = [low for low, _ in (ranges[k] for k in list(ranges)[:3])]
+    assert outside_calibration(*inside, ranges["encoders"][0]) == {}
+    found = outside_calibration(inside[0], inside[1], 5_000, "torchvision:resnet50")
+    assert set(found) == {"novel classes", "encoder"}
+    few, encoder = describe_outside(found)
+    assert few.startswith("5,000 novel classes (calibrated on ")
+    assert ranges["encoders"][0] in encoder

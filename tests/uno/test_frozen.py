@@ -1,0 +1,231 @@
+"""Clusters of frozen features, on features whose structure is known."""
+
+import math
+
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+from uno.clustering import FREE
+from uno.frozen import (
+    KMEANS,
+    SMOOTHED,
+    Clustering,
+    agreements,
+    discover_clusters,
+    matched,
+    merge_clusters,
+    size_variation,
+    whitener,
+)
+from uno.neighbors import (
+    count_links,
+    mixing,
+    mixing_with,
+    nearest,
+    smoothed,
+    spectral,
+)
+
+
+def features(num_classes=10, sizes=None, noise=8.0, seed=0):
+    """Classes that are apart in 16 directions, and larger noise in 4 other directions.
+
+    k-means follows the noise; only the labels of known classes say that it means
+    nothing.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.tensor(sizes if sizes else [24] * num_classes)
+    truth = torch.arange(len(sizes)).repeat_interleave(sizes)
+    centers = 2 * torch.randn(len(sizes), 16, generator=generator)
+    signal = centers[truth] + 0.6 * torch.randn(len(truth), 16, generator=generator)
+    shared = noise * torch.randn(len(truth), 4, generator=generator)
+    return torch.cat([signal, shared], dim=1), truth
+
+
+def solve(points, truth, num_known, num_novel, gcd, seed=0):
+    """Return the result, and the outputs and classes of the unlabeled rows."""
+    free = (truth >= num_known) | (gcd & (torch.arange(len(truth)) % 2 == 0))
+    result = discover_clusters(
+        points[~free], truth[~free], points[free], num_novel, gcd, seed
+    )
+    cosines = result.space(points[free]) @ result.prototypes.T
+    if not gcd:
+        cosines[:, :num_known] = -torch.inf
+    return result, cosines.argmax(dim=1), truth[free]
+
+
+def accuracy(truth, outputs):
+    num_classes = int(max(truth.max(), outputs.max())) + 1
+    return float(matched(truth, outputs, num_classes).float().mean())
+
+
+@pytest.mark.parametrize("gcd", [False, True])
+def test_labels_of_known_classes_show_which_directions_mean_nothing(gcd):
+    result, outputs, truth = solve(*features(), num_known=6, num_novel=4, gcd=gcd)
+    assert accuracy(truth, outputs) > 0.9
+    if gcd:
+        known = truth < 6
+        assert float((outputs == truth)[known].float().mean()) > 0.9
+    assert result.agreement.shape == (8,)
+    assert float(result.agreement[:3].max()) < 0.9  # features as they are
+    assert float(result.agreement[5:].min()) > 0.9  # the pipeline itself
+
+
+@pytest.mark.parametrize("gcd", [False, True])
+@pytest.mark.parametrize("num_known", [1, 2, 6])
+@pytest.mark.parametrize("num_novel", [1, 2, 4, 7])
+@pytest.mark.parametrize("sizes", [[24] * 10, [60, 12, 50, 9, 70, 30, 8, 55, 40, 9]])
+def test_as_many_novel_classes_as_asked_for(gcd, num_known, num_novel, sizes):
+    """Whatever the true number is, and however much class sizes differ."""
+    points, truth = features(sizes=sizes)
+    result, outputs, _ = solve(points, truth, num_known, num_novel, gcd)
+    assert len(outputs[outputs >= num_known].unique()) == num_novel
+    assert result.prototypes.shape[0] == num_known + num_novel
+    lengths = result.prototypes.norm(dim=1)
+    torch.testing.assert_close(lengths, torch.ones_like(lengths))
+
+
+def test_the_same_seed_finds_the_same():
+    points, truth = features()
+    once, again = (solve(points, truth, 6, 4, True, seed=3)[0] for _ in "ab")
+    assert torch.equal(once.prototypes, again.prototypes)
+    assert torch.equal(once.agreement, again.agreement)
+
+
+def test_large_classes_are_not_divided_where_sizes_differ():
+    """Two classes of 300 rows beside three of 12: k-means divides the large ones."""
+    sizes = [200, 20, 30, 150, 300, 12, 300, 12, 12]
+    points, truth = features(sizes=sizes, noise=1.0, seed=4)
+    _, outputs, novel = solve(points, truth, 4, 5, gcd=False)
+    merged = accuracy(novel, outputs)
+    unit = normalize(points[truth >= 4], dim=1)
+    clustering = Clustering.of(unit, torch.full((len(unit),), FREE), 5, False)
+    plain = accuracy(novel, clustering.partition(KMEANS, 5, 10, 0))
+    assert merged > 0.95 and merged > plain
+
+
+def test_size_variation_is_that_of_known_classes():
+    labels = torch.tensor([0] * 10 + [1] * 30 + [FREE] * 50)
+    assert size_variation(labels) == pytest.approx(0.5)
+    assert size_variation(torch.tensor([0, 0, 1, 1, FREE])) == 0
+
+
+def test_merges_join_the_parts_of_a_class():
+    """Ten clusters of five blobs: merges join halves first, and mixing tells when to stop."""
+    generator = torch.Generator().manual_seed(0)
+    centers = normalize(torch.randn(5, 12, generator=generator), dim=1)
+    blob = torch.arange(5).repeat_interleave(40)
+    points = normalize(
+        centers[blob] + 0.05 * torch.randn(200, 12, generator=generator), dim=1
+    )
+    part = blob * 2 + torch.randint(0, 2, (200,), generator=generator)
+    links = count_links(nearest(points), part, 10)
+    sizes = part.bincount(minlength=10)
+    cosines = torch.zeros(10, 10)
+    steps = list(merge_clusters(links, sizes, cosines, 0, 8))
+    mixed = [value for value, _ in steps]
+    assert min(mixed[:5]) > 0.8 and max(mixed[5:]) < 0.05
+    five = steps[4][1]
+    assert torch.equal(five[part], five[2 * blob]) and len(five.unique()) == 5
+    assert sorted(steps[-1][1].unique().tolist()) == [0, 1]
+
+
+def test_known_clusters_never_merge_and_take_in_novel_ones():
+    links = torch.full((4, 4), 10)
+    sizes = torch.tensor([20, 20, 20, 20])
+    *_, (_, left) = merge_clusters(links, sizes, torch.zeros(4, 4), 2, 1)
+    assert left[:2].tolist() == [0, 1] and sorted(left.unique().tolist()) == [0, 1, 2]
+
+
+def test_empty_clusters_are_merged_first_and_known_ones_without_rows_take_nothing():
+    """As in the setting ncd, where known clusters hold none of the clustered rows."""
+    links = torch.diag(torch.tensor([0, 50, 50, 0, 50]))
+    sizes = torch.tensor([0, 5, 5, 0, 5])
+    cosines = torch.ones(5, 5)
+    first, second = merge_clusters(links, sizes, cosines, 1, 2)
+    assert first[0] == math.inf and len(first[1][torch.tensor([1, 2, 4])].unique()) == 3
+    assert (second[1][torch.tensor([1, 2, 4])] > 0).all()
+    assert len(second[1][torch.tensor([1, 2, 4])].unique()) == 2
+
+
+def test_mixing_is_links_relative_to_a_random_division():
+    generator = torch.Generator().manual_seed(0)
+    points = normalize(torch.randn(4_000, 3, generator=generator), dim=1)
+    halves = torch.randint(0, 2, (4_000,), generator=generator)
+    third = torch.randint(0, 3, (4_000,), generator=generator).clamp(max=1)
+    neighbors = nearest(points)
+    for clusters in (halves, third):
+        links = count_links(neighbors, clusters, 2)
+        found = mixing(links, clusters.bincount())
+        assert float(found[0, 1]) == pytest.approx(1, abs=0.03)
+        assert found.diagonal().tolist() == [0, 0] and torch.equal(found, found.T)
+        assert torch.equal(found[1], mixing_with(links, clusters.bincount(), 1))
+    hemispheres = (points[:, 0] > 0).long()
+    apart = mixing(count_links(neighbors, hemispheres, 2), hemispheres.bincount())
+    assert float(apart[0, 1]) < 0.15
+
+
+def test_agreement_is_low_where_nothing_is_to_be_found():
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(400, 16, generator=generator)
+    labels = torch.cat([torch.arange(100) % 4, torch.full((300,), FREE)])
+    clusters = torch.cat([labels[:100], 4 + torch.arange(300) % 5])
+    shares = agreements(rows, torch.eye(16), labels, clusters, 5, False, 0)
+    assert shares.shape == (8,) and float(shares.max()) < 0.4
+
+
+def test_too_few_rows_have_no_agreement():
+    points, truth = features(num_classes=4, sizes=[10, 10, 4, 4])
+    result, outputs, _ = solve(points, truth, 2, 2, gcd=True)
+    assert len(outputs[outputs >= 2].unique()) == 2 and result.agreement.shape == (8,)
+    free = truth >= 2
+    few = discover_clusters(points[~free], truth[~free], points[free][:5], 4, False, 0)
+    assert len(few.agreement) == 0
+
+
+def test_a_whitener_is_the_inverse_root_of_the_shrunk_covariance():
+    points, truth = features(3, sizes=[200, 150, 250])
+    means = torch.stack([points[truth == c].double().mean(dim=0) for c in range(3)])
+    residuals = points.double() - means[truth]
+    within = residuals.T @ residuals / len(residuals)
+    eye = torch.eye(len(within), dtype=torch.float64)
+    shrunk = within + 0.1 * within.trace() / len(within) * eye
+    white = whitener(points, truth).double()
+    torch.testing.assert_close(white @ shrunk @ white, eye, atol=1e-4, rtol=0)
+
+
+def test_neighbors_are_found_in_blocks(monkeypatch):
+    points = normalize(torch.randn(50, 5, generator=torch.Generator().manual_seed(0)), dim=1)
+    similarity = (points @ points.T).fill_diagonal_(-2)
+    whole = nearest(points, 3)
+    assert torch.equal(whole, similarity.topk(3, dim=1).indices)
+    monkeypatch.setattr("uno.neighbors.MAX_CELLS", 50 * 7)
+    assert torch.equal(nearest(points, 3), whole)
+    assert nearest(points[:2], 3).tolist() == [[1], [0]]
+    neighbors = nearest(points)
+    total = points + points[neighbors].sum(dim=1)
+    torch.testing.assert_close(smoothed(points, neighbors), normalize(total, dim=1))
+
+
+@pytest.mark.parametrize("dense", [0, 400])
+def test_spectral_coordinates_tell_rings_apart(dense, monkeypatch):
+    """Two rings, which no center tells apart, have two directions as coordinates."""
+    monkeypatch.setattr("uno.neighbors.MAX_DENSE", dense)
+    angle = torch.arange(120) * (2 * math.pi / 120)
+    ring = torch.stack([angle.cos(), angle.sin()], dim=1)
+    rings = [torch.cat([ring, z * torch.ones(120, 1)], 1) for z in (0.0, 0.5)]
+    neighbors = nearest(normalize(torch.cat(rings), dim=1))
+    found = spectral(neighbors, 2)
+    same = (found @ found.T).abs()
+    assert float(same[:120, :120].min()) > 0.99 and float(same[:120, 120:].max()) < 0.05
+    assert torch.equal(found, spectral(neighbors, 2))
+
+
+def test_labeled_rows_stay_in_their_classes_in_gcd():
+    points, truth = features(noise=1.0)
+    free = (truth >= 6) | (torch.arange(len(truth)) % 2 == 0)
+    labels = truth.masked_fill(free, FREE)
+    clustering = Clustering.of(normalize(points, dim=1), labels, 4, True)
+    for clusters in (clustering.partition(SMOOTHED, 4, 3, 0), clustering.run(0)):
+        assert torch.equal(clusters[~free], truth[~free])

@@ -1,0 +1,436 @@
+"""Cluster the features of a frozen encoder into known and novel classes.
+
+The pipeline has four steps, and no label of a novel class takes part in it:
+
+1. Features are scaled to length one, centered and projected to their leading principal
+   directions. They are whitened by the covariance within the known classes (within-class
+   covariance normalization, Hatch et al., Interspeech 2006): directions in which images
+   of one known class vary say little about novel classes.
+2. Each row is replaced by the mean of itself and its nearest neighbors.
+3. k-means finds the clusters. In generalized category discovery the labeled rows are
+   fixed to the clusters of their classes.
+4. k-means prefers clusters of equal size. Where the known classes differ in size, more
+   clusters are made than there are classes, and those that mix most are merged until
+   the given number of novel classes is left (:func:`merge_clusters`).
+
+How well the result can be trusted is estimated from how far other clusterings of the
+same rows agree with it (:func:`agreements` and :mod:`uno.expectation`).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from uno.clustering import FREE, kmeans, principal_components, seeded_kmeans
+from uno.neighbors import (
+    count_links,
+    mixing,
+    mixing_with,
+    nearest,
+    smoothed,
+    spectral,
+)
+
+MAX_DIRECTIONS = 256
+MAX_FITTED_ROWS = 10_000  # rows from which the principal directions are computed
+SHRINKAGE = 0.1  # share of the mean eigenvalue that is added to the covariance
+NUM_STARTS = 10  # of k-means for the result
+MAX_EXTRA = 2.0  # at most this many extra clusters for each novel class, before merging
+EXTRA_PER_VARIATION = 2.0  # extra clusters for each novel class, per unit of variation
+MAX_COMPARED_ROWS = 4_000  # unlabeled rows that other clusterings are compared on
+NUM_COMPARED_STARTS = 3  # of k-means for each other clustering
+NUM_HALVES = 2  # clusterings of a random half of the rows
+ONE_CLASS_MIXING = 0.5  # from which on two clusters look like parts of one class
+MAX_SIMILAR_PAIRS = 100  # of novel classes, that are kept for the report
+
+KMEANS, SMOOTHED, SPECTRAL = "k-means", "smoothed k-means", "spectral clustering"
+
+
+@dataclass(frozen=True)
+class Space:
+    """An affine map of unit features: ``(unit(z) - mean) @ directions``.
+
+    Attributes:
+        mean: Mean (D,) of the unit features.
+        directions: Directions (D, P).
+    """
+
+    mean: Tensor
+    directions: Tensor
+
+    def __call__(self, features: Tensor) -> Tensor:
+        """Map features (N, D) to coordinates (N, P)."""
+        return F.normalize(features.float(), dim=1).sub(self.mean) @ self.directions
+
+
+@dataclass(frozen=True)
+class Result:
+    """Clusters of frozen features.
+
+    Attributes:
+        space: The space in which rows are compared with the prototypes.
+        prototypes: Unit directions (C_l + C_u, P) of the classes, known ones first. A
+            row is zero if there were fewer distinct rows than classes.
+        agreement: Shares (A,) of the unlabeled rows on which other clusterings agree
+            with this one, in the order of :func:`agreements`; empty if there were too
+            few rows.
+        similar: Pairs of novel classes that mix most, float64 (n, 3): the indices of
+            both among the novel classes, and their mixing.
+    """
+
+    space: Space
+    prototypes: Tensor
+    agreement: Tensor
+    similar: Tensor
+
+
+def discover_clusters(
+    labeled: Tensor,
+    labels: Tensor,
+    unlabeled: Tensor,
+    num_novel: int,
+    gcd: bool,
+    seed: int,
+) -> Result:
+    """Find the clusters of all classes, on the CPU.
+
+    Args:
+        labeled: Features (N_l, D) of labeled rows.
+        labels: Their classes int64 (N_l,), 0 to C_l - 1; each class has a row.
+        unlabeled: Features (N_u, D), with more rows than there are clusters.
+        num_novel: Number of novel classes C_u. The result has exactly as many.
+        gcd: Whether unlabeled rows can belong to known classes.
+        seed: Seed of k-means and of random halves.
+
+    Returns:
+        The clusters, with what is known about their quality.
+    """
+    features = torch.cat([labeled, unlabeled])
+    principal = principal_space(features)
+    rows = principal(features)
+    known = F.pad(labels, (0, len(unlabeled)), value=FREE)
+    white = whitener(rows[: len(labels)], labels)
+    clustering = Clustering.of(F.normalize(rows @ white, dim=1), known, num_novel, gcd)
+    clusters = clustering.run(seed)
+    return Result(
+        Space(principal.mean, principal.directions @ white),
+        cluster_means(clustering.points, clusters, clustering.num_classes),
+        agreements(rows, white, known, clusters, num_novel, gcd, seed),
+        clustering.similar_pairs(clusters),
+    )
+
+
+def principal_space(features: Tensor) -> Space:
+    """Return the leading principal directions of the unit features (N, D)."""
+    step = -(-len(features) // MAX_FITTED_ROWS)
+    rows = F.normalize(features[::step].float(), dim=1)
+    directions = principal_components(rows)[2][:, :MAX_DIRECTIONS].float()
+    return Space(rows.mean(dim=0), directions)
+
+
+def whitener(rows: Tensor, labels: Tensor) -> Tensor:
+    """Return the inverse root of the covariance within the known classes.
+
+    Args:
+        rows: Labeled rows (N, P).
+        labels: Their classes int64 (N,).
+
+    Returns:
+        A symmetric matrix (P, P): the inverse square root of the covariance plus
+        ``SHRINKAGE`` times its mean eigenvalue.
+    """
+    member = F.one_hot(labels).double()
+    rows = rows.double()
+    means = member.T @ rows / member.sum(dim=0).clamp(min=1)[:, None]
+    residuals = rows - means[labels]
+    values, vectors = torch.linalg.eigh(residuals.T @ residuals / len(rows))
+    values = values.clamp(min=0)
+    scale = (values + SHRINKAGE * values.mean().clamp(min=1e-12)).rsqrt()
+    return ((vectors * scale) @ vectors.T).float()
+
+
+def size_variation(labels: Tensor) -> float:
+    """Return the coefficient of variation of the known classes' sizes.
+
+    It is the standard deviation of the sizes divided by their mean: 0 for equal sizes.
+    ``labels`` (N,) holds classes, or FREE for unlabeled rows.
+    """
+    sizes = labels[labels != FREE].bincount().double()
+    return float(sizes.std(correction=0) / sizes.mean())
+
+
+@dataclass(frozen=True)
+class Clustering:
+    """Rows to cluster, with the neighbors that all steps share.
+
+    Attributes:
+        points: Unit rows (N, P), labeled and unlabeled ones.
+        labels: Their classes int64 (N,), or FREE.
+        num_novel: Number of novel classes C_u.
+        gcd: Whether unlabeled rows can belong to known classes.
+        clustered: Mask (N,) of the rows that take part: all rows of generalized
+            category discovery, otherwise the unlabeled rows.
+        neighbors: Nearest neighbors (n, k) among the rows that take part.
+    """
+
+    points: Tensor
+    labels: Tensor
+    num_novel: int
+    gcd: bool
+    clustered: Tensor
+    neighbors: Tensor
+
+    @classmethod
+    def of(cls, points: Tensor, labels: Tensor, num_novel: int, gcd: bool) -> "Clustering":
+        """Find the neighbors of the rows that take part."""
+        clustered = (labels == FREE) | gcd
+        neighbors = nearest(points[clustered])
+        return cls(points, labels, num_novel, gcd, clustered, neighbors)
+
+    @property
+    def num_known(self) -> int:
+        """Number of known classes C_l."""
+        return int(self.labels.max()) + 1
+
+    @property
+    def num_classes(self) -> int:
+        """Number of known and novel classes."""
+        return self.num_known + self.num_novel
+
+    def partition(
+        self, kind: str, num_novel: int, num_starts: int, seed: int
+    ) -> Tensor:
+        """Cluster the rows without merging.
+
+        Args:
+            kind: ``KMEANS`` of the rows, ``SMOOTHED`` of the means of rows and their
+                neighbors, or ``SPECTRAL`` of coordinates of the neighbor graph.
+            num_novel: Number of novel clusters.
+            num_starts: Starts of k-means.
+            seed: Seed of k-means.
+
+        Returns:
+            Clusters int64 (N,) of all rows: labeled rows are in the cluster of their
+            class, and unlabeled rows in a known cluster only if ``gcd``.
+        """
+        rows, labels = self.points[self.clustered], self.labels[self.clustered]
+        num_clusters = num_novel + (self.num_known if self.gcd else 0)
+        if kind == SMOOTHED:
+            rows = smoothed(rows, self.neighbors)
+        elif kind == SPECTRAL:
+            rows = spectral(self.neighbors, num_clusters)
+        clusters = self.labels.clone()
+        if self.gcd:
+            found = seeded_kmeans(rows, labels, num_clusters, num_starts, seed)
+            clusters[:] = found.assignment
+        else:
+            found = kmeans(rows, num_clusters, num_starts, seed)
+            clusters[self.clustered] = self.num_known + found.assignment
+        return clusters
+
+    def run(self, seed: int, num_starts: int = NUM_STARTS) -> Tensor:
+        """Return the clusters int64 (N,) of the whole pipeline.
+
+        The number of clusters before merging grows with the variation of the known
+        classes' sizes. The factors were chosen on other data sets:
+        docs/results/choice.md.
+        """
+        extra = min(MAX_EXTRA, EXTRA_PER_VARIATION * size_variation(self.labels))
+        num_free = int((self.labels == FREE).sum())
+        most = max(self.num_novel, num_free // NUM_STARTS)  # of few rows no more
+        num_start = min(round((1 + extra) * self.num_novel), most)
+        clusters = self.partition(SMOOTHED, num_start, num_starts, seed)
+        if num_start == self.num_novel:
+            return clusters
+        *_, (_, merged) = self.merges(clusters, self.num_known + num_start)
+        return merged
+
+    def merges(
+        self, clusters: Tensor, num_clusters: int
+    ) -> Iterator[tuple[float, Tensor]]:
+        """Merge until ``num_novel`` novel clusters are left.
+
+        Args:
+            clusters: Clusters int64 (N,) of all rows, known ones first.
+            num_clusters: Number of clusters, known ones included.
+
+        Yields:
+            After each merge the mixing of the merged pair, and the clusters (N,) of all
+            rows, numbered anew without a gap.
+        """
+        links = count_links(self.neighbors, clusters[self.clustered], num_clusters)
+        sizes = clusters[self.clustered].bincount(minlength=num_clusters)
+        means = cluster_means(self.points, clusters, num_clusters)
+        num_merges = num_clusters - self.num_classes
+        for mixed, mapping in merge_clusters(
+            links, sizes, means @ means.T, self.num_known, num_merges
+        ):
+            yield mixed, mapping[clusters]
+
+    def similar_pairs(self, clusters: Tensor) -> Tensor:
+        """Return the pairs of novel clusters that mix most, as in :class:`Result`."""
+        links = count_links(
+            self.neighbors, clusters[self.clustered], self.num_classes
+        )
+        sizes = clusters[self.clustered].bincount(minlength=self.num_classes)
+        mixed = mixing(links, sizes)[self.num_known :, self.num_known :].triu(1)
+        order = mixed.flatten().argsort(descending=True)[:MAX_SIMILAR_PAIRS]
+        first, second = order // self.num_novel, order % self.num_novel
+        pairs = torch.stack([first, second, mixed[first, second]], dim=1)
+        return pairs[pairs[:, 2] > 0]
+
+
+def merge_clusters(
+    links: Tensor, sizes: Tensor, cosines: Tensor, num_known: int, num_merges: int
+) -> Iterator[tuple[float, Tensor]]:
+    """Merge the two clusters that mix most, again and again.
+
+    A novel cluster merges into a known or a novel one; two known clusters never merge.
+    Empty clusters are merged first. Pairs that do not mix at all are ordered by the
+    cosine of their means.
+
+    Args:
+        links: Links (K, K) between the clusters, of :func:`uno.neighbors.count_links`.
+        sizes: Number of rows (K,) of each cluster.
+        cosines: Cosines (K, K) of the clusters' means.
+        num_known: Number of known clusters, which come first.
+        num_merges: Number of merges, less than the number of novel clusters.
+
+    Yields:
+        The mixing of the merged pair (``inf`` for an empty cluster), and the cluster
+        int64 (K,) that now contains each of the original clusters, numbered anew
+        without a gap.
+    """
+    links, sizes = links.clone(), sizes.clone()
+    target = torch.arange(len(sizes))
+    left = torch.ones(len(sizes), dtype=torch.bool)
+    tie_breaker = 1e-6 * cosines.double()
+    closeness = mixing(links, sizes) + tie_breaker
+    closeness[sizes == 0] = -torch.inf
+    closeness[:, sizes == 0] = torch.inf
+    closeness[:, :num_known] = -torch.inf
+    for _ in range(num_merges):
+        pairs = closeness.masked_fill(~(left & left[:, None]).triu(1), -torch.inf)
+        first, second = divmod(int(pairs.argmax()), len(sizes))
+        mixed = float(pairs[first, second])
+        for sums in (links, links.T, sizes):
+            sums[first] += sums[second]
+            sums[second] = 0
+        target[target == second] = first
+        left[second] = False
+        if sizes[first] > 0:
+            row = mixing_with(links, sizes, first) + tie_breaker[first]
+            others = left & (sizes > 0)
+            closeness[first, num_known:] = row[num_known:]
+            closeness[first, left & (sizes == 0)] = torch.inf
+            if first >= num_known:
+                closeness[others, first] = row[others]
+        yield mixed, (left.cumsum(0) - 1)[target]
+
+
+def cluster_means(rows: Tensor, clusters: Tensor, num_clusters: int) -> Tensor:
+    """Return the directions (K, P) of the means of clusters (N,) of rows (N, P).
+
+    The direction of an empty cluster is zero.
+    """
+    sums = torch.zeros(num_clusters, rows.shape[1]).index_add_(0, clusters, rows)
+    return F.normalize(sums, dim=1)
+
+
+def matched(truth: Tensor, found: Tensor, num_classes: int) -> Tensor:
+    """Tell which rows are right under the best one-to-one matching.
+
+    Args:
+        truth: Classes int64 (N,).
+        found: Clusters int64 (N,).
+        num_classes: Number of classes and of clusters.
+
+    Returns:
+        Mask (N,): whether the class matched with the row's cluster is its class.
+    """
+    counts = torch.bincount(truth * num_classes + found, minlength=num_classes**2)
+    counts = counts.unflatten(0, (num_classes, num_classes))
+    classes = linear_sum_assignment(counts.T.numpy(), maximize=True)[1]
+    return torch.from_numpy(classes)[found] == truth
+
+
+def agreements(
+    rows: Tensor,
+    white: Tensor,
+    labels: Tensor,
+    clusters: Tensor,
+    num_novel: int,
+    gcd: bool,
+    seed: int,
+) -> Tensor:
+    """Measure how far other clusterings of the same rows agree with the result.
+
+    The other clusterings are, in this order: k-means, smoothed k-means and spectral
+    clustering of the rows as they are; k-means and spectral clustering of the whitened
+    rows; the whole pipeline with another seed; and the whole pipeline on two random
+    halves of the unlabeled rows, after which all rows go to the nearest mean.
+
+    Args:
+        rows: Rows (N, P) in the principal space.
+        white: The whitener (P, P).
+        labels: Their classes int64 (N,), or FREE.
+        clusters: The result's clusters int64 (N,).
+        num_novel: Number of novel classes.
+        gcd: Whether unlabeled rows can belong to known classes.
+        seed: Seed of k-means and of the random halves.
+
+    Returns:
+        The share (A,) of unlabeled rows on which each agrees, under the best one-to-one
+        matching of clusters; empty if there are too few rows for a half.
+    """
+    chosen = _sample(labels, MAX_COMPARED_ROWS)
+    rows, labels, clusters = rows[chosen], labels[chosen], clusters[chosen]
+    num_known, free = int(labels.max()) + 1, labels == FREE
+    num_classes = num_known + num_novel
+    if int(free.sum()) < 2 * (num_classes + 1):
+        return torch.empty(0)
+    plain = Clustering.of(F.normalize(rows, dim=1), labels, num_novel, gcd)
+    whitened = Clustering.of(F.normalize(rows @ white, dim=1), labels, num_novel, gcd)
+    starts = NUM_COMPARED_STARTS
+    others = [
+        plain.partition(kind, num_novel, starts, seed)
+        for kind in (KMEANS, SMOOTHED, SPECTRAL)
+    ]
+    others += [
+        whitened.partition(kind, num_novel, starts, seed) for kind in (KMEANS, SPECTRAL)
+    ]
+    others.append(whitened.run(seed + 1, starts))
+    others += [half_clusters(whitened, seed + half) for half in range(NUM_HALVES)]
+    shares = [
+        matched(clusters[free], other[free], num_classes).double().mean()
+        for other in others
+    ]
+    return torch.stack(shares)
+
+
+def half_clusters(clustering: Clustering, seed: int) -> Tensor:
+    """Cluster a random half of the unlabeled rows, and assign all rows to its means."""
+    labels, points = clustering.labels, clustering.points
+    free = (labels == FREE).nonzero().flatten()
+    generator = torch.Generator().manual_seed(seed)
+    half = free[torch.randperm(len(free), generator=generator)[: len(free) // 2]]
+    taken = torch.cat([(labels != FREE).nonzero().flatten(), half]).sort().values
+    part = Clustering.of(
+        points[taken], labels[taken], clustering.num_novel, clustering.gcd
+    )
+    clusters = part.run(seed, NUM_COMPARED_STARTS)
+    cosines = points @ cluster_means(part.points, clusters, part.num_classes).T
+    if not clustering.gcd:
+        cosines[:, : clustering.num_known] = -torch.inf
+    return torch.where(labels == FREE, cosines.argmax(dim=1), labels)
+
+
+def _sample(labels: Tensor, max_rows: int) -> Tensor:
+    """Return evenly spaced rows: at most ``max_rows`` of labeled and unlabeled each."""
+    kinds = ((labels != FREE).nonzero().flatten(), (labels == FREE).nonzero().flatten())
+    spaced = [rows[:: -(-len(rows) // max_rows)] for rows in kinds]
+    return torch.cat(spaced).sort().values

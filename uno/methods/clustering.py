@@ -1,0 +1,94 @@
+"""The default for a frozen encoder: cluster its features, without training.
+
+:func:`uno.frozen.discover_clusters` finds the clusters. Everything happens before the
+first step: the adapter takes the space in which the clusters were found, and the
+prototypes become the directions of the clusters' means. If steps are asked for, they
+continue from there by the unified objective.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from uno.config import Config
+from uno.errors import ConfigError
+from uno.frozen import MAX_DIRECTIONS, Result, discover_clusters
+from uno.heads import unit
+from uno.methods import Method
+from uno.methods.method import NovelHead
+from uno.model import UnoModel
+from uno.objective import discovery_step
+from uno.prototype_init import training_features
+
+
+class Adapter(nn.Module):
+    """A :class:`uno.frozen.Space` as a module; nothing in it is trained."""
+
+    def __init__(self, num_features: int) -> None:
+        """Start from the leading ``MAX_DIRECTIONS`` of the ``num_features`` axes."""
+        super().__init__()
+        self.width = min(num_features, MAX_DIRECTIONS)
+        directions = torch.eye(num_features)[:, : self.width].clone()
+        self.register_buffer("mean", torch.zeros(num_features))
+        self.register_buffer("directions", directions)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Map features (N, D) to coordinates (N, ``width``) of the space."""
+        mean, directions = self.get_buffer("mean"), self.get_buffer("directions")
+        with torch.autocast(features.device.type, enabled=False):
+            return (unit(features) - mean) @ directions
+
+
+def start(config: Config, model: UnoModel, train: Any) -> dict[str, Tensor]:
+    """Cluster the training features and move the model's adapter and prototypes.
+
+    Args:
+        config: The run's configuration.
+        model: The network, which is changed in place.
+        train: The training data.
+
+    Returns:
+        Tensors that the checkpoint keeps: ``agreement`` (A,) and ``similar`` (n, 3) of
+        :class:`uno.frozen.Result`, and ``counts`` (3,): unlabeled rows that were
+        clustered, known and novel classes.
+
+    Raises:
+        ConfigError: There are not more unlabeled rows than clusters.
+    """
+    model.eval()
+    labeled, labels, unlabeled = training_features(config, model, train)
+    model.train()
+    gcd, num_novel = config.data.setting == "gcd", train.num_novel
+    if len(unlabeled) <= (num := num_novel + train.num_known * gcd):
+        raise ConfigError(
+            f"method {METHOD.name} needs more unlabeled rows than {num} clusters, "
+            f"not {len(unlabeled)}"
+        )
+    result = discover_clusters(labeled, labels, unlabeled, num_novel, gcd, config.seed)
+    _move_(model, result)
+    return {
+        "agreement": result.agreement,
+        "similar": result.similar,
+        "counts": torch.tensor([len(unlabeled), train.num_known, num_novel]),
+    }
+
+
+@torch.no_grad()
+def _move_(model: UnoModel, result: Result) -> None:
+    model.adapter.mean.copy_(result.space.mean)
+    model.adapter.directions.copy_(result.space.directions)
+    known, novel = result.prototypes.split([model.num_known, model.num_novel])
+    model.known.weight.copy_(known)
+    model.novel.weight[0].copy_(novel)
+
+
+METHOD = Method(
+    "clustering",
+    discovery_step,
+    novel_head=NovelHead,
+    adapter=Adapter,
+    start=start,
+    gcd=True,
+    trains=False,
+)
