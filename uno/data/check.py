@@ -46,6 +46,7 @@ def check(task: Task, config: Config, seconds: float = 0) -> list[Problem]:
     headers, bad = headers_of(task)
     problems = [*_of_classes(task, config), *_of_batches(task, config), *_of_sizes(config, headers)]
     problems += _of_order(task, config)
+    problems += [Problem("warning", text) for text in task.rows.warnings]
     if seconds:
         problems += _of_pixels(task, config, seconds)
     elif bad:

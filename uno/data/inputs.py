@@ -31,13 +31,14 @@ MAX_GROUPS = 32  # of a partition: 16,384 rows
 class Inputs(Protocol):
     """N rows to predict. ``fingerprint`` tells one source from another, ``times`` whether it was written to
     since; ``source`` leads any node from row numbers to images, None where these are in the parts; ``first``
-    shows their kind.
+    shows their kind; ``warnings`` say which images are left out.
     """
 
     fingerprint: str
     times: str
     source: Any = None
     first: Images = InMemory([])
+    warnings: tuple[str, ...] = ()
 
     def __len__(self) -> int: ...
 
@@ -104,6 +105,7 @@ class RowInputs(Inputs):
         self.rows, self.fingerprint, self.source = rows, rows.fingerprint, rows.images.reader()
         self.times = hashlib.sha256(rows.images.times(np.arange(len(rows))).tobytes()).hexdigest()
         self.first = rows.images.take(np.arange(min(len(rows), 1)))
+        self.warnings = rows.warnings
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -163,7 +165,7 @@ class EvenSample(Inputs):
     def __init__(self, inputs: Inputs, num: int) -> None:
         self._inputs, self._num = inputs, num
         self.fingerprint, self.source, self.first = inputs.fingerprint, inputs.source, inputs.first
-        self.times = inputs.times
+        self.times, self.warnings = inputs.times, inputs.warnings
 
     def __len__(self) -> int:
         return self._num

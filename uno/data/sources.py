@@ -22,8 +22,15 @@ from uno.data.rows import SPLITS, Rows
 from uno.data.tables import read_parquet, read_table
 from uno.data.tar import read_tar
 from uno.data.vectors import read_vectors
-from uno.errors import ConfigError, did_you_mean
+from uno.errors import ConfigError, did_you_mean, one_line
 from uno.text import plural
+
+
+class Remarks(NamedTuple):
+    """Lines about a source: notes, and warnings about images that are left out."""
+
+    notes: list[str]
+    warnings: list[str]
 
 
 class Source(NamedTuple):
@@ -182,8 +189,9 @@ def read_folder(root: str, kind: str = "folder", flag: str = "--data") -> Rows:
 
 def read_images(root: str) -> Rows:
     """Every image below ``root``, unlabeled; names of folders mean nothing."""
-    notes = list[str]()
-    return _rows(((found, None, True) for found in _images(root, notes)), f"folder:{root}", notes)
+    remarks = Remarks([], [])
+    listed = ((found, None, True) for found in _images(root, remarks))
+    return _rows(listed, f"folder:{root}", remarks)
 
 
 def read_two_folders(labeled: str, unlabeled: str) -> Rows:
@@ -206,8 +214,15 @@ def read_two_folders(labeled: str, unlabeled: str) -> Rows:
     ids, labels = Text.of(chain(*names)), Labels.of(chain(*(rows.labels for rows in both)))
     images = Files.join([cast(Files, rows.images) for rows in both])
     is_train = np.concatenate([rows.is_train for rows in both])
-    source, notes = f"folders:{labeled}+{unlabeled}", known.notes + others.notes
-    return Rows(ids, images, labels, is_train, source, notes=notes)
+    return Rows(
+        ids,
+        images,
+        labels,
+        is_train,
+        f"folders:{labeled}+{unlabeled}",
+        notes=known.notes + others.notes,
+        warnings=known.warnings + others.warnings,
+    )
 
 
 def read_imagenet(root: str, split: str, use_split: bool) -> Rows:
@@ -253,14 +268,14 @@ def _labeled(root: str, source: str, splits: dict[str, str]) -> tuple[Rows, list
     """Rows below the folders ``splits`` ({prefix: 'train' or 'test'}); the next folder name is the class. And
     the other folders that hold images.
     """
-    filled, notes, others = set[str](), list[str](), dict[str, None]()
+    filled, remarks, others = set[str](), Remarks([], []), dict[str, None]()
 
     def below() -> Iterator[tuple[FileEntry, str | None, bool]]:
-        outside = 0
-        for found in _images(root, notes):
+        num_outside, example = 0, ""
+        for found in _images(root, remarks):
             prefix = next(filter(found.relative.startswith, splits), None)
             if prefix is None:
-                outside += 1
+                num_outside, example = num_outside + 1, example or found.relative
                 folder, slash, _ = found.relative.partition("/")
                 if slash:
                     others[valid_text(folder)] = None
@@ -268,10 +283,14 @@ def _labeled(root: str, source: str, splits: dict[str, str]) -> tuple[Rows, list
             folder, slash, _ = found.relative.removeprefix(prefix).partition("/")
             filled.add(prefix + folder)
             yield found, valid_text(folder) if slash else None, splits[prefix] == "train"
-        if outside:
-            notes.append(f"ignored {plural(outside, 'image')} outside {', '.join(splits)}")
+        if num_outside:
+            remarks.warnings.append(
+                f"{plural(num_outside, 'image')} outside {', '.join(splits)} left out, e.g. "
+                f"{one_line(repr(valid_text(example)))}: with class folders in train/ only these "
+                "folders are read; move the images there or away"
+            )
 
-    rows = _rows(below(), source, notes)
+    rows = _rows(below(), source, remarks)
     for prefix in splits:
         for folder in children(join(root, prefix) if prefix else root)[0]:
             if prefix + folder not in filled:
@@ -279,12 +298,15 @@ def _labeled(root: str, source: str, splits: dict[str, str]) -> tuple[Rows, list
                 raise ConfigError(f"class folder {path} holds no images; fill or remove it")
     loose = int((~rows.labels.given).sum())
     if 0 < loose < len(rows):
-        notes.append(f"{plural(loose, 'image')} outside class subfolders: unlabeled")
-    return replace(rows, notes=tuple(notes)), [*others]
+        remarks.notes.append(f"{plural(loose, 'image')} outside class subfolders: unlabeled")
+    return replace(rows, notes=tuple(remarks.notes)), [*others]
 
 
-def _rows(listed: Iterable[tuple[FileEntry, str | None, bool]], source: str, notes: list[str]) -> Rows:
-    """Rows of (file, label, whether it is for training) each; ``notes`` are complete when all are listed."""
+def _rows(listed: Iterable[tuple[FileEntry, str | None, bool]], source: str, remarks: Remarks) -> Rows:
+    """Return rows of (file, label, whether it is for training) each.
+
+    ``remarks`` are complete when all of ``listed`` has been read.
+    """
     parts = list[tuple[Text, Files, Labels, np.ndarray]]()
     for some in chunks(listed):
         found, labels, is_train = zip(*some, strict=True)
@@ -293,34 +315,46 @@ def _rows(listed: Iterable[tuple[FileEntry, str | None, bool]], source: str, not
         parts.append((ids, files, Labels.of(labels), np.array(is_train)))
     if not parts:
         root = source.partition(":")[2]
-        also = "".join(f"; {note}" for note in notes)
+        also = "".join(f"; {line}" for line in remarks.warnings + remarks.notes)
         raise ConfigError(f"no images below {root}; looked for files ending in {' '.join(EXTENSIONS)}{also}")
     names, images, classes, train = zip(*parts, strict=True)
     columns = Text.join(names), Files.join(images), Labels.of(chain(*classes)), np.concatenate(train)
-    return Rows(*columns, source, notes=tuple(notes))
+    return Rows(*columns, source, notes=tuple(remarks.notes), warnings=tuple(remarks.warnings))
 
 
-def _images(root: str, notes: list[str]) -> Iterator[FileEntry]:
-    """Images below ``root``; at the end ``notes`` say what else is there."""
-    others = Counter[str]()
+def _images(root: str, remarks: Remarks) -> Iterator[FileEntry]:
+    """Yield the images below ``root``; at the end ``remarks`` say what else is there."""
+    others, unread, first = Counter[str](), Counter[str](), ""
     for found in filesystem.walk(_directory(root)):
+        suffix = _suffix(found.relative)
         if is_image(found.relative):
             yield found
+        elif suffix in UNREAD:
+            first = first or valid_text(found.relative)
+            unread[suffix] += 1
         else:
-            others[_suffix(found.relative)] += 1
+            others[suffix] += 1
+    if unread:
+        remarks.warnings.append(
+            f"{plural(unread.total(), 'image')} left out below {root}, e.g. "
+            f"{one_line(repr(first))}: {', '.join(sorted(unread))} files are not read; "
+            "save them as JPEG or PNG"
+        )
     if others:
         most = others.most_common(8)
         named = ", ".join(f"{number:,} {suffix}{OTHERS.get(suffix, '')}" for suffix, number in most)
         more = ", ..." if len(others) > 8 else ""
-        notes.append(f"ignored {plural(others.total(), 'file')} below {root}: {named}{more}")
+        remarks.notes.append(f"ignored {plural(others.total(), 'file')} below {root}: {named}{more}")
 
 
-PHOTOGRAPHS, VIDEO = " (photographs; save them as JPEG)", " (video; take still images)"
-OTHERS = {
-    **dict.fromkeys((".heic", ".heif", ".avif", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".raf"), PHOTOGRAPHS),
-    **dict.fromkeys((".mov", ".mp4", ".m4v", ".avi", ".mkv", ".webm", ".3gp"), VIDEO),
+UNREAD = {
+    *(".heic", ".heif", ".avif", ".jxl", ".jp2", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".raf"),
+    *(".jfif", ".jpe", ".ppm", ".pgm", ".tga", ".dcm"),
 }
-"""What to do with files that hold pictures and that nothing here decodes."""
+"""Suffixes of images that no reader here takes: a warning counts them."""
+VIDEO = " (video; take still images)"
+OTHERS = dict.fromkeys((".mov", ".mp4", ".m4v", ".avi", ".mkv", ".webm", ".3gp"), VIDEO)
+"""Suffix -> what to do with files that hold pictures but are no image."""
 
 
 def _suffix(name: str) -> str:

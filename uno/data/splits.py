@@ -88,7 +88,7 @@ def make_task(rows: Rows, config: DataConfig) -> Task:
     source, is_train = rows.source, rows.is_train
     classes = order_classes(rows.labels.present, rows.class_names)
     if not classes:
-        raise ConfigError(f"{source}: no image has a label; known classes need labeled images")
+        raise ConfigError(_no_label(rows, "image"))
     chosen, num_novel = _known_classes(rows, config, classes), config.num_novel
     if chosen is not None:
         if len(chosen) == len(classes) and rows.labels.given.all():
@@ -100,7 +100,7 @@ def make_task(rows: Rows, config: DataConfig) -> Task:
         in_training = rows.labels.pick(is_train)
         chosen = in_training.present
         if not chosen:
-            raise ConfigError(f"{source}: no training image has a label; known classes need labeled images")
+            raise ConfigError(_no_label(rows, "training image"))
         if in_training.given.all():
             fix = "--known-classes first:N to hide the other labels (benchmark), or add unlabeled images"
             raise ConfigError(f"{source}: every training image is labeled: nothing to discover; pass {fix}")
@@ -124,6 +124,12 @@ def make_task(rows: Rows, config: DataConfig) -> Task:
         labels = unlabel(labels, config.unlabeled_known_fraction)
     eval_labels = rows.truth.places([*known, *novel])
     return Task(rows, known, novel, num_novel, labels, eval_labels, is_train, rows.notes)
+
+
+def _no_label(rows: Rows, what: str) -> str:
+    """Return an error line that also says what the source leaves out: maybe labels."""
+    lacks = f"{rows.source}: no {what} has a label; known classes need labeled images"
+    return "; ".join([lacks, *rows.warnings, *rows.notes])
 
 
 def held_out(rows: Rows, is_train: np.ndarray, known: list[str], share: float) -> np.ndarray:

@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from itertools import chain
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import pyarrow as pa
@@ -27,6 +28,7 @@ import pyarrow.parquet
 from uno.data import files as filesystem
 from uno.data.columns import ROWS_AT_ONCE, Ids, Labels, Numbered, Text, chunks, decimal, joined
 from uno.data.images import Files, Image, Images, InMemory
+from uno.data.labels import encode_column, encode_labels, require_distinct
 from uno.data.rows import SPLITS, Partition, Rows
 from uno.errors import ConfigError, one_line
 from uno.limits import MAX_ROWS, MAX_TABLE_BYTES
@@ -43,32 +45,35 @@ READ_ROWS, READ_BYTES = 512, 2**20  # of a row group at a time, by who predicts
 REQUEST_BYTES = 64 * 2**20  # of an object, in one piece
 PATHS_TRIED = 64  # of a column of paths, before anything starts
 NO_NAMES: Mapping[str, str] = {}
+WHOLE = re.compile(r"-?(0|[1-9][0-9]{0,17})")  # an int64 as it is usually written
 TEXT, BINARY = (pa.string(), pa.large_string()), (pa.binary(), pa.large_binary())
 
 
 def read_parquet(path: str, names: Mapping[str, str] = NO_NAMES) -> Rows:
     """All *.parquet files of a folder, or one file. The split is column ``split``, else the file name
-    (train-*, test-*, validation-*) or folder, else train. ``names``: what our columns are called there.
+    (train-*, test-*, validation-*) or folder, else train. Folders called NAME=VALUE are columns, as Spark and
+    pandas write them (:func:`partition_columns`). ``names``: what our columns are called there.
     Images stay in the files until they are wanted.
     """
     source, (root, files) = f"parquet:{path}", parquet_files(path)
     with _lock:
         _recent.cache_clear()  # files may have changed
     with ThreadPoolExecutor(FOOTERS) as pool:
-        parts = list(pool.map(lambda file: _read_file(file, names), files))
+        folders = partition_columns(files)
+        parts = list(pool.map(lambda file, of: _read_file(file, names, of), files, folders))
     tables, class_names, known, left = zip(*parts, strict=True)
     if len(set(left)) > 1:
         raise ConfigError(f"{source}: the files name their image column differently")
     if len(set(class_names)) > 1:
         raise ConfigError(f"{source}: the class names in the metadata differ between files")
     try:
-        table = pa.concat_tables(tables, promote_options="default")
+        table = pa.concat_tables(tables, promote_options="permissive")
     except pa.ArrowException as error:
         raise ConfigError(f"{source}: the files have different columns: {one_line(error)}") from None
     if not len(table):
         raise ConfigError(f"{source}: no rows")
     labels, truth = (
-        labels_in(source, table[c], class_names[0]) if c in table.column_names else None
+        encode_column(source, table[c], class_names[0]) if c in table.column_names else None
         for c in ("label", "eval_label")
     )
     require_distinct(source, labels, truth)
@@ -306,6 +311,7 @@ class ParquetTable:
         self._name, (self._root, files) = f"parquet:{path}", parquet_files(path)
         self.source: Any = self  # which reads rows by their numbers
         self.first: Images = InMemory([])
+        self.warnings: tuple[str, ...] = ()
         with ThreadPoolExecutor(FOOTERS) as pool:
             found = list(pool.map(lambda file: _describe(file, names), files))
         self._files, groups, digests, columns = zip(*found, strict=True)
@@ -406,17 +412,20 @@ def _describe(
     return (name, path, file.size, kept if kept in schema.names else None), rows, digest, image
 
 
-def _read_file(file: filesystem.FileEntry, own: Mapping[str, str]) -> tuple[Any, Names, Names, str]:
-    """One Parquet file as columns is_train and, where it has them, id, label, eval_label, and image if these
-    are paths; the class names and known classes of its metadata; the name of the image column if that was
-    left in the file, because it holds bytes, else ''.
+def _read_file(
+    file: filesystem.FileEntry, own: Mapping[str, str], folders: Mapping[str, str | int | None]
+) -> tuple[Any, Names, Names, str]:
+    """One Parquet file as columns is_train and, where it or its ``folders`` have them, id, label, eval_label,
+    and image if these are paths; the class names and known classes of its metadata; the name of the image
+    column if that was left in the file, because it holds bytes, else ''.
     """
     name, path = file.relative, file.path
     parquet = open_parquet(path, file.size, anew=True)
     schema, num = parquet.schema, parquet.metadata.num_rows
-    check_names(path, own, schema.names)
+    present = present_columns(schema, own, folders)
+    check_names(path, own, present)
     image = _image_column(path, own, schema.names)
-    label = own.get("label") or next((c for c in LABEL_COLUMNS if c in schema.names), None)
+    label = own.get("label") or next((c for c in LABEL_COLUMNS if c in present), None)
     if num > MAX_ROWS:
         raise ConfigError(f"{path} has {num:,} rows, more than {MAX_ROWS:,}")
     check_images(path, schema.field(image).type)
@@ -426,11 +435,12 @@ def _read_file(file: filesystem.FileEntry, own: Mapping[str, str]) -> tuple[Any,
     wanted = {*theirs.values()} - {image}
     table = parquet.read([c for c in schema.names if c in wanted or (c == image and not left)])
     columns = {ours: table[c] for ours, c in theirs.items() if c in table.column_names}
+    columns |= columns_of_folders(path, theirs, folders, columns, num)
     with parquet.errors():
         columns |= {name: columns[name].cast(pa.string()) for name in ("id", "split") if name in columns}
     given = columns.pop("split", None)
     is_train = (
-        np.full(num, is_training(name)) if given is None else splits_in(path, labels_in(path, given, ()))
+        np.full(num, is_training(name)) if given is None else splits_in(path, encode_column(path, given))
     )
     found = pa.table({**columns, "is_train": is_train})
     metadata = schema.metadata or {}
@@ -440,6 +450,98 @@ def _read_file(file: filesystem.FileEntry, own: Mapping[str, str]) -> tuple[Any,
     if names is not None and (not isinstance(names, list) or len(set(map(str, names))) < len(names)):
         raise ConfigError(f"{path}: the class names in its metadata are not a list of different names")
     return found, tuple(filesystem.valid_text(str(name)) for name in names or ()), known, left
+
+
+def partition_columns(
+    files: Sequence[filesystem.FileEntry],
+) -> list[dict[str, str | int | None]]:
+    """Return what hive partitioning says of each file: the columns that its folders are.
+
+    A folder ``split=test`` stands for a column ``split`` whose value is ``test`` in every
+    row below it. Values are unquoted (``a%20b``), ``__HIVE_DEFAULT_PARTITION__`` is null.
+    The values of a column are whole numbers if they are so in all files.
+
+    Args:
+        files: The files, with paths relative to the folder that is the source.
+
+    Returns:
+        Column name -> value, for each file.
+
+    Raises:
+        ConfigError: Two folders of one path have the same name, or are not UTF-8.
+    """
+    found = [_hive_values(filesystem.valid_text(file.relative)) for file in files]
+    for name in {name for values in found for name in values}:
+        texts = [values[name] for values in found if name in values]
+        if all(text is None or WHOLE.fullmatch(str(text)) for text in texts):
+            for values in found:
+                if (text := values.get(name)) is not None:
+                    values[name] = int(text)
+    return found
+
+
+def _hive_values(relative: str) -> dict[str, str | int | None]:
+    """Return column name -> value of the folders NAME=VALUE in a file's path."""
+    folder = posixpath.dirname(relative)
+    pairs = [part for part in folder.split("/") if part.find("=") > 0]
+    names = [unquote(pair.partition("=")[0]) for pair in pairs]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"{relative}: two of its folders name one column; rename one")
+    with filesystem.reading(relative):
+        columns = pa.schema([(name, pa.string()) for name in names])
+        expression = pyarrow.dataset.HivePartitioning(columns).parse("/".join([*pairs, ""]))
+        return dict(pyarrow.dataset.get_partition_keys(expression))
+
+
+def present_columns(
+    schema: Any, own: Mapping[str, str], folders: Mapping[str, str | int | None]
+) -> list[str]:
+    """Return the columns of a Parquet file and its folders; these hold no ids or images."""
+    of_rows = [own[ours] for ours in own if ours not in TRAINING_COLUMNS]
+    names = [*schema.names, *(name for name in folders if name not in of_rows)]
+    return [*dict.fromkeys(names)]
+
+
+def columns_of_folders(
+    path: str,
+    theirs: Mapping[str, str],
+    folders: Mapping[str, str | int | None],
+    columns: Mapping[str, Any],
+    num_rows: int,
+) -> dict[str, Any]:
+    """Return the columns label, eval_label and split that a file's folders stand for.
+
+    Args:
+        path: The file, as error messages name it.
+        theirs: What our columns are called in the source.
+        folders: Column name -> value, by :func:`partition_columns`.
+        columns: The columns of the file itself, under our names.
+        num_rows: Rows of the file.
+
+    Returns:
+        Our column name -> Arrow column that has the folder's value in every row.
+
+    Raises:
+        ConfigError: The file has the column as well, with another value.
+    """
+    found = {}
+    for ours in ("label", "eval_label", "split"):
+        name = theirs.get(ours, ours)
+        if name not in folders:
+            continue
+        if ours not in columns:
+            column = pa.repeat(pa.scalar(folders[name]), num_rows)
+            found[ours] = pa.chunked_array([column])
+            continue
+        (expected,) = encode_labels(path, [folders[name]])
+        held = encode_column(path, columns[ours])
+        values = {*held.present, *(() if held.given.all() else (None,))}
+        if differing := sorted(map(repr, values - {expected})):
+            raise ConfigError(
+                f"{path}: its folder says {name}={expected}, a row of its column {name} "
+                f"{one_line(differing[0])}; rename the folder or drop the column"
+            )
+    return found
 
 
 def is_training(name: str) -> bool:
@@ -485,33 +587,6 @@ def json_at(text: str | bytes, *names: str) -> Any:
         return None
 
 
-def labels_in(source: str, column: Any, names: Sequence[str]) -> Labels:
-    """The classes of an Arrow column, numbers by ``names`` if there are any. ConfigError: it holds others."""
-    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
-    if not pa.types.is_integer(kind) and kind not in (*TEXT, pa.null()):
-        raise ConfigError(f"{source}: column label must hold names or numbers, not {column.type}")
-    coded = column.cast(kind).combine_chunks().dictionary_encode()
-    values = coded.dictionary.to_pylist()
-    if pa.types.is_integer(kind):
-        largest = max((v for v in values if v is not None), default=0)
-        if names and largest >= len(names):
-            raise ConfigError(f"{source}: label {largest} has no name among the {len(names)} of the metadata")
-        values = [None if v is None or v < 0 else names[v] if names else str(v) for v in values]
-    found = Labels.of(value or None for value in values)
-    rows = coded.indices.fill_null(len(values)).to_numpy()
-    return Labels(found.classes, np.append(found.codes, np.int32(-1))[rows])
-
-
-def require_distinct(source: str, *labels: Labels | None) -> None:
-    """ConfigError: two classes differ by spaces around their names, or as 1 and 1.0 do."""
-    seen: dict[str, str] = {}
-    for name in chain.from_iterable(some.classes for some in labels if some is not None):
-        other = seen.setdefault(re.sub(r"(?<=^\d)(\d*)\.0+$", r"\1", name.strip()), name)
-        if other != name:
-            pair = f"{one_line(repr(other))} and {one_line(repr(name))}"
-            raise ConfigError(f"{source}: {pair} differ only in spelling: write them alike, or rename one")
-
-
 def check_images(source: str, kind: Any) -> None:
     """ConfigError: a column of that Arrow type holds no images."""
     fields = {field.name: field.type for field in kind} if pa.types.is_struct(kind) else {}
@@ -540,9 +615,7 @@ def read_table(path: str, names: Mapping[str, str] = NO_NAMES, *, images_only: b
     if not columns[image]:
         raise ConfigError(f"{source}: no rows")
     missing = [None] * len(columns[image])
-    labels, truth = (
-        Labels.of(class_name(source, v) for v in columns.get(c, missing)) for c in ("label", "eval_label")
-    )
+    labels, truth = (encode_labels(source, columns.get(c, missing)) for c in ("label", "eval_label"))
     require_distinct(source, labels, truth)
     given = enumerate(columns.get("id", missing))
     ids = Text.of(f"row-{i}" if value in (None, "") else str(value) for i, value in given)
@@ -601,15 +674,6 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found := dict(pairs)) < len(pairs):
         raise ValueError(f"{next(n for i, n in enumerate(names) if n in names[:i])!r} twice in an object")
     return found
-
-
-def class_name(source: str, label: Any) -> str | None:
-    """The class that a label of a table says, None for none; ConfigError: neither text nor a whole number."""
-    if label in (None, ""):
-        return None
-    if isinstance(label, bool) or not isinstance(label, str | int):
-        raise ConfigError(f"{source}: label {one_line(repr(label))} is neither a name nor a whole number")
-    return str(label)
 
 
 def splits_in(source: str, given: Labels) -> np.ndarray:

@@ -25,6 +25,7 @@ from uno.data.columns import Labels, Text
 from uno.data.decode import ok_mask
 from uno.data.features import SEED
 from uno.data.images import Image, Images, evenly_spaced
+from uno.data.labels import encode_column, encode_labels, require_distinct
 from uno.data.mapped import PIECE_ROWS, NeighborViews
 from uno.data.plan import FEATURES, augment_generator
 from uno.data.rows import Rows
@@ -149,10 +150,10 @@ def read_vectors(path: str, names: Mapping[str, str] = NO_NAMES, images_only: bo
     views = order[starts[:, None] + np.arange(counts.max()) % counts[:, None]]  # some repeat theirs
     first = views[:, 0]
     labels, truth, split = (
-        tables.labels_in(source, columns[name], ()) if name in columns else Labels.none(num)
+        encode_column(source, columns[name]) if name in columns else Labels.none(num)
         for name in ("label", "eval_label", "split")
     )
-    tables.require_distinct(source, labels, truth)
+    require_distinct(source, labels, truth)
     for what, column in (("label", labels), ("eval_label", truth), ("split", split)):
         if (differ := np.flatnonzero(column.codes != column.codes[first][place])).size:
             raise ConfigError(
@@ -256,9 +257,8 @@ def store_vectors(path: str, embeddings: Any, labels: Any = None, ids: Any = Non
     columns: dict[str, list[str | None]] = {}
     columns["id"] = [f"row-{row}" for row in range(num)] if ids is None else [str(name) for name in ids]
     if labels is not None:
-        columns["label"] = [
-            _label(label) for label in (labels.tolist() if hasattr(labels, "tolist") else labels)
-        ]
+        given = labels.tolist() if hasattr(labels, "tolist") else labels
+        columns["label"] = list(encode_labels("labels", given))
     for name, column in columns.items():
         if len(column) != num:
             raise ConfigError(f"{len(column):,} {name}s for {num:,} embeddings")
@@ -294,16 +294,6 @@ def is_vectors(path: str) -> bool:
         return False
 
 
-def _label(label: Any) -> str | None:
-    """A class from Python."""
-    label = label.item() if hasattr(label, "item") else label
-    if label is None or label != label or (isinstance(label, int | float) and label < 0):
-        return None
-    if isinstance(label, float) and label.is_integer():
-        label = int(label)
-    return tables.class_name("labels", label)
-
-
 Read = tuple[pa.Table, np.ndarray, dict[int, str], Images | None]
 """Our columns of R rows, their numbers float32 (R, D), why rows of zeros have none, and pictures of rows."""
 
@@ -312,10 +302,10 @@ def _of_parquet(source: str, path: str, names: Mapping[str, str]) -> Read:
     """The rows of one file or of all in a folder; the pictures are those of their column of bytes."""
     root, files = tables.parquet_files(path)
     parts, pictures, lists = list[pa.Table](), set[str](), list[tuple[Any, str]]()
-    for file in files:
+    for file, folders in zip(files, tables.partition_columns(files), strict=True):
         parquet = tables.open_parquet(file.path, file.size, anew=True)
         schema = parquet.schema
-        tables.check_names(file.path, names, schema.names)
+        tables.check_names(file.path, names, tables.present_columns(schema, names, folders))
         theirs = {ours: names.get(ours, ours) for ours in COLUMNS}
         image = names.get("image", "image")
         if image in schema.names:
@@ -333,8 +323,10 @@ def _of_parquet(source: str, path: str, names: Mapping[str, str]) -> Read:
         lists.append((parquet, vector))
         found = parquet.read(list({c for c in theirs.values() if c in schema.names}))
         columns = {ours: found[c] for ours, c in theirs.items() if c in schema.names}
+        num = parquet.metadata.num_rows
+        columns |= tables.columns_of_folders(file.path, theirs, folders, columns, num)
         split = "train" if tables.is_training(file.relative) else "test"
-        columns.setdefault("split", pa.chunked_array([pa.repeat(split, parquet.metadata.num_rows)]))
+        columns.setdefault("split", pa.chunked_array([pa.repeat(split, num)]))
         parts.append(pa.table(columns))
     try:
         table = pa.concat_tables(parts, promote_options="permissive")

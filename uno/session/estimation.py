@@ -31,7 +31,8 @@ def estimate_classes(
     if config.model.finetune == "none":  # nothing is trained on the features
         values |= {"discover.epochs": 0, "augment.num_cached_views": 0}
     config = with_data(override(config, values), setting=setting)
-    for line in (reason, *lines):
+    left_out = (f"warning: {line}" for line in task.rows.warnings)
+    for line in (reason, *lines, *left_out):
         print_line(line)
     (labeled, unlabeled), known = task.sizes, plural(len(task.known), "known class", "known classes")
     sizes = f"{plural(labeled, 'labeled image')} of {known}, {unlabeled:,} unlabeled"
