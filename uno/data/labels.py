@@ -52,7 +52,7 @@ def encode_labels(
     code_of: dict[tuple[type, Hashable], int] = {}
 
     def encode(value: Any) -> int:
-        value = value.item() if hasattr(value, "item") else value
+        value = value.item() if getattr(value, "shape", None) == () else value
         if is_missing(value):
             return -1
         key = type(value), value if isinstance(value, Hashable) else repr(value)

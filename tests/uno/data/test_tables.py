@@ -392,6 +392,72 @@ def test_what_parquet_may_mean_is_asked(tmp_path, columns, part):
     assert not names or not read_parquet(str(tmp_path), names).is_train.any()
 
 
+def write_hive(folder, parts):
+    """Files of two images below folders; ``parts``: folder -> columns beside the images."""
+    for number, (place, columns) in enumerate(parts.items()):
+        (folder / place).mkdir(parents=True)
+        images = [encoded(pixels(2 * number + i)) for i in range(2)]
+        pq.write_table(pa.table({"image": images, **columns}), folder / place / "part-0.parquet")
+
+
+def test_hive_folders_are_columns(tmp_path):
+    """As Spark, pandas and pyarrow write them: quoted values, null, other columns."""
+    null = "__HIVE_DEFAULT_PARTITION__"
+    parts = {"split=test/label=cat": {}, f"split=train/label={null}": {}}
+    parts |= {"split=train/label=Mus%C3%A9e%2F2": {}, "split=val/label=a b": {"year": [1, 2]}}
+    write_hive(tmp_path, parts)
+    rows = read_parquet(str(tmp_path))
+    found = {name.rpartition("/")[0]: [label, split] for name, label, split in zip(
+        rows.ids, rows.labels, rows.split, strict=True
+    )}  # fmt: skip
+    assert found == dict(zip(parts, [
+        ["cat", "test"], [None, "train"], ["Musée/2", "train"], ["a b", "test"],
+    ], strict=True))  # fmt: skip
+    assert len(open_inputs(DataConfig(source=f"parquet:{tmp_path}"))) == 8
+
+
+def test_hive_folders_are_the_same_columns_when_pyarrow_writes_them(tmp_path):
+    """Numbers as labels, and names of the columns that the user gives."""
+    columns = {"image": [encoded(pixels(i)) for i in range(6)], "kind": [0, 1, None, 0, 1, None]}
+    columns["part"] = ["train", "test"] * 3
+    pyarrow.dataset.write_dataset(
+        pa.table(columns),
+        tmp_path,
+        format="parquet",
+        partitioning=["part", "kind"],
+        partitioning_flavor="hive",
+    )
+    rows = read_rows(DataConfig(source=f"parquet:{tmp_path}", columns="label=kind,split=part"))
+    found = sorted(zip(rows.split, map(str, rows.labels), strict=True))
+    assert found == sorted(zip(columns["part"], map(str, columns["kind"]), strict=True))
+    plain = read_rows(DataConfig(source=f"parquet:{tmp_path}"))  # they are not called as ours
+    assert not plain.labels.given.any() and plain.is_train.all()
+
+
+def test_a_column_in_the_file_and_in_its_folder_must_agree(tmp_path):
+    write_hive(tmp_path / "a", {"label=1": {"label": [1.0, 1.0]}, "label=2": {"label": [2.0, 2.0]}})
+    assert read_parquet(str(tmp_path / "a")).labels == ["1", "1", "2", "2"]
+    for label, shown in (("dog", "'dog'"), (None, "None")):
+        write_hive(tmp_path / str(label), {"label=cat": {"label": ["cat", label]}})
+        line = failure(read_parquet, str(tmp_path / str(label)))
+        assert "part-0.parquet" in line and "label=cat" in line and shown in line and "rename" in line
+    write_hive(tmp_path / "c", {"split=test/split=train": {}})
+    assert "two of its folders" in failure(read_parquet, str(tmp_path / "c"))
+    write_hive(tmp_path / "d", {"Split=test": {}})
+    assert "'Split' is not split" in failure(read_parquet, str(tmp_path / "d"))
+    write_hive(tmp_path / "e", {"name=x": {}})  # one name for all rows of a file is no id
+    line = failure(read_parquet, str(tmp_path / "e"), {"id": "name"})
+    assert "id=name: no such column" in line
+
+
+def test_hive_folders_count_class_names_of_the_metadata(tmp_path):
+    for place in ("label=0", "label=1"):
+        (tmp_path / place).mkdir()
+        table = hf_table([{"bytes": encoded(pixels(0)), "path": None}], [0], ["zebra", "ant"])
+        pq.write_table(table.drop_columns("label"), tmp_path / place / "0.parquet")
+    assert read_parquet(str(tmp_path)).labels == ["zebra", "ant"]
+
+
 @pytest.fixture
 def bucket(tmp_path, monkeypatch):
     """'s3://bucket' served from tmp_path by pyarrow's own sub-tree file system."""

@@ -134,6 +134,18 @@ def test_a_folder_of_files_with_splits_and_other_names(tmp_path):
     }  # fmt: skip
 
 
+def test_hive_folders_of_vectors_are_columns(tmp_path):
+    for place in ("split=test/label=cat", "split=train/label=dog"):
+        (tmp_path / place).mkdir(parents=True)
+        stored(tmp_path / place / "0.parquet", embedding=list(drawn(2)), id=[f"{place}{i}" for i in "ab"])
+    rows = rows_of(f"vectors:{tmp_path}")
+    assert rows.labels == ["cat", "cat", "dog", "dog"] and rows.split == ["test", "test", "train", "train"]
+    assert len(open_inputs(DataConfig(source=f"vectors:{tmp_path}"))) == 4
+    stored(tmp_path / place / "0.parquet", embedding=list(drawn(2)), label=["dog", "cat"])
+    with pytest.raises(ConfigError, match="label=dog, a row of its column label 'cat'"):
+        rows_of(f"vectors:{tmp_path}")
+
+
 def test_pictures_and_text_are_shown_not_learnt(tmp_path):
     """Kills: a picture of another row, text that is lost in a choice of rows, a picture in the
     fingerprint.
