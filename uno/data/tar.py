@@ -461,8 +461,8 @@ def _read_label(shard: Shard, member: Member) -> Any:
     except ConfigError as error:
         return error
     except ValueError as error:
-        kind = "JSON" if member.suffix == "json" else "text"
-        return ConfigError(f"{where} is not {kind}: {one_line(error)}")
+        kind = "JSON" if member.suffix == "json" else "UTF-8 text"
+        return ConfigError(f"{where} is not {kind}: {one_line(error)}; write it as {kind}")
     if member.suffix == "json":
         if not isinstance(value, dict):
             return ConfigError(f"{where} must be an object, not {type(value).__name__}")

@@ -391,7 +391,7 @@ def test_cut_off_anywhere(tmp_path):
     ("deep", [("1.png", b"x"), ("1.json", b"[" * 100_000)], "'1.json' is not JSON"),
     ("list", [("1.png", b"x"), ("1.json", b"[1]")], "must be an object, not list"),
     ("real", [("1.png", b"x"), ("1.json", b'{"label": 1.5}')], "a.tar#1: label 1.5 is not a whole number"),
-    ("text", [("1.png", b"x"), ("1.cls", b"\xff")], "'1.cls' is not text"),
+    ("text", [("1.png", b"x"), ("1.cls", b"\xff")], "'1.cls' is not UTF-8 text"),
     ("long", [("1.png", b"x"), ("1.cls", b"x" * 400)], "a class's name has 400 characters"),
     ("huge", [("1.png", b"x"), ("1.cls", b"x" * 2**21)], "has 2,097,152 bytes, more than 1,048,576"),
     ("link", [("1.png", b"x"), ("1.cls", b"", {"type": tarfile.SYMTYPE, "linkname": "x"})], "is a link"),
