@@ -21,6 +21,7 @@ import yaml
 from pipelines import cli, jobs, ray_env
 from tests.pipelines.small import SMALL, refused, wait_for, write_images
 from tests.uno.data.builders import encoded, pixels
+from tests.uno.data.test_tar import write_tar
 from tests.uno.models import NUM_DAMAGED, write_damaged, write_digits, write_model
 from tests.uno.small_run import SMALL as SMALL_RUN
 from uno.config import Config, override
@@ -192,6 +193,19 @@ def test_damaged_files_have_rows(run, tmp_path, capsys):
     bad = NUM_DAMAGED - sum(readable.values())
     assert f"{NUM_DAMAGED} images, {NUM_DAMAGED - bad} ok, {bad} bad" in capsys.readouterr().out
     assert len(table_of(tmp_path / "out")) == NUM_DAMAGED
+
+
+def test_commands_without_checks_say_what_a_source_leaves_out(run, tmp_path, capsys):
+    """To predict and to pack, of a folder and of a shard."""
+    write_images(tmp_path / "in", {"a": 1, "b": 1})
+    (tmp_path / "in" / "3.heic").write_bytes(b"x")
+    shard = write_tar(tmp_path / "t.tar", [("1.png", encoded(pixels(0))), ("2.cls", b"a"), ("1.cls", b"a")])
+    for source, words in ((tmp_path / "in", "'3.heic'"), (shard, "'2.cls'")):
+        packed = tmp_path / f"packed-{Path(source).name}"
+        uno("data", "pack", "--data", source, "--output", packed)
+        assert re.search(f"^warning: 1 .*{words}", capsys.readouterr().out, re.M)
+    uno("predict", run, "--data", tmp_path / "in", "--output", tmp_path / "out")
+    assert re.search("^warning: 1 image left out .*'3.heic'", capsys.readouterr().out, re.M)
 
 
 def test_own_data_goes_into_the_run_and_a_part_of_other_data_elsewhere(run, tmp_path, capsys):

@@ -19,7 +19,7 @@ from uno.config import DataConfig
 from uno.data.files import FileEntry, files_below, valid_text
 from uno.data.images import Files, Images, InMemory, is_image
 from uno.data.rows import Partition, Rows
-from uno.data.sources import locate_source, read_images, read_rows
+from uno.data.sources import UnreadImages, locate_source, read_images, read_rows
 from uno.data.tables import ParquetTable
 from uno.errors import ConfigError
 
@@ -124,12 +124,14 @@ class ImageFolder(Inputs):
 
     def __init__(self, root: str) -> None:
         self._root, self._num, digest, times = root, 0, hashlib.sha256(), hashlib.sha256()
-        for found in self._listed(digest):
+        unread = UnreadImages()
+        for found in self._listed(digest, unread):
             self._num += 1
             times.update(found.time.to_bytes(8, "little", signed=True))
         if not self._num:
             read_images(root)  # which says what is there instead
         self.fingerprint, self.times = digest.hexdigest(), times.hexdigest()
+        self.warnings = unread.warnings(root)
 
     def __len__(self) -> int:
         return self._num
@@ -152,11 +154,13 @@ class ImageFolder(Inputs):
                 f"images below {self._root} have changed meanwhile; repeat it with a new --output"
             )
 
-    def _listed(self, digest: Any) -> Iterator[FileEntry]:
+    def _listed(self, digest: Any, unread: UnreadImages | None = None) -> Iterator[FileEntry]:
         for found in files_below(self._root):
             if is_image(found.relative):
                 digest.update(f"{found.size} {found.relative}\0".encode(errors="surrogateescape"))
                 yield found
+            elif unread is not None:
+                unread.count(found.relative)
 
 
 class EvenSample(Inputs):

@@ -33,6 +33,38 @@ class Remarks(NamedTuple):
     warnings: list[str]
 
 
+UNREAD = {
+    *(".heic", ".heif", ".avif", ".jxl", ".jp2", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".raf"),
+    *(".jfif", ".jpe", ".ppm", ".pgm", ".tga", ".dcm"),
+}
+"""Suffixes of images that no reader here takes: a warning counts them."""
+
+
+class UnreadImages:
+    """The files of a folder that are images of a format that is not read."""
+
+    def __init__(self) -> None:
+        self._suffixes, self._example = Counter[str](), ""
+
+    def count(self, name: str) -> bool:
+        """Count a file if it is such an image, and return whether it is one."""
+        suffix = _suffix(name)
+        if suffix not in UNREAD:
+            return False
+        self._example = self._example or valid_text(name)
+        self._suffixes[suffix] += 1
+        return True
+
+    def warnings(self, root: str) -> tuple[str, ...]:
+        """Return a line about the counted files below ``root``, if there are any."""
+        if not self._suffixes:
+            return ()
+        what = f"{plural(self._suffixes.total(), 'image')} left out below {root}"
+        formats = ", ".join(sorted(self._suffixes))
+        example = one_line(repr(self._example))
+        return (f"{what}, e.g. {example}: {formats} files are not read; save them as JPEG or PNG",)
+
+
 class Source(NamedTuple):
     """A kind of source. ``read``: the rows at a path, where True says that they are only to be predicted, so
     that labels and splits mean nothing. A file that ends in one of ``suffixes`` is of this kind; so is
@@ -295,7 +327,8 @@ def _labeled(root: str, source: str, splits: dict[str, str]) -> tuple[Rows, list
         for folder in children(join(root, prefix) if prefix else root)[0]:
             if prefix + folder not in filled:
                 path = valid_text(join(root, prefix + folder))
-                raise ConfigError(f"class folder {path} holds no images; fill or remove it")
+                also = "".join(f"; {line}" for line in remarks.warnings)
+                raise ConfigError(f"class folder {path} holds no images; fill or remove it{also}")
     loose = int((~rows.labels.given).sum())
     if 0 < loose < len(rows):
         remarks.notes.append(f"{plural(loose, 'image')} outside class subfolders: unlabeled")
@@ -324,22 +357,13 @@ def _rows(listed: Iterable[tuple[FileEntry, str | None, bool]], source: str, rem
 
 def _images(root: str, remarks: Remarks) -> Iterator[FileEntry]:
     """Yield the images below ``root``; at the end ``remarks`` say what else is there."""
-    others, unread, first = Counter[str](), Counter[str](), ""
+    others, unread = Counter[str](), UnreadImages()
     for found in filesystem.walk(_directory(root)):
-        suffix = _suffix(found.relative)
         if is_image(found.relative):
             yield found
-        elif suffix in UNREAD:
-            first = first or valid_text(found.relative)
-            unread[suffix] += 1
-        else:
-            others[suffix] += 1
-    if unread:
-        remarks.warnings.append(
-            f"{plural(unread.total(), 'image')} left out below {root}, e.g. "
-            f"{one_line(repr(first))}: {', '.join(sorted(unread))} files are not read; "
-            "save them as JPEG or PNG"
-        )
+        elif not unread.count(found.relative):
+            others[_suffix(found.relative)] += 1
+    remarks.warnings.extend(unread.warnings(root))
     if others:
         most = others.most_common(8)
         named = ", ".join(f"{number:,} {suffix}{OTHERS.get(suffix, '')}" for suffix, number in most)
@@ -347,11 +371,6 @@ def _images(root: str, remarks: Remarks) -> Iterator[FileEntry]:
         remarks.notes.append(f"ignored {plural(others.total(), 'file')} below {root}: {named}{more}")
 
 
-UNREAD = {
-    *(".heic", ".heif", ".avif", ".jxl", ".jp2", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".raf"),
-    *(".jfif", ".jpe", ".ppm", ".pgm", ".tga", ".dcm"),
-}
-"""Suffixes of images that no reader here takes: a warning counts them."""
 VIDEO = " (video; take still images)"
 OTHERS = dict.fromkeys((".mov", ".mp4", ".m4v", ".avi", ".mkv", ".webm", ".3gp"), VIDEO)
 """Suffix -> what to do with files that hold pictures but are no image."""
