@@ -280,7 +280,7 @@ def _resolved(options: SweepOptions) -> tuple[SweepOptions, Task]:
     if began is None:
         values, lines = from_data(config, given, task, config.data.setting)
         config, given = override(config, values), values | given
-        for line in lines:
+        for line in (*lines, *(f"warning: {line}" for line in task.rows.warnings)):
             print_line(line)
     usual, new = (max(1, each.discover.epochs // 6) for each in (options.config, config))
     asha, median = (

@@ -282,6 +282,10 @@ class Shard:
         return bytes(self._data[at - self._start : at - self._start + num])
 
 
+LabelMembers = dict[str, dict[str, Any]]
+"""Suffix ("cls" first, "json") -> key -> label, None for none, a ConfigError: why not."""
+
+
 class _Scan(NamedTuple):
     """What a shard holds: key, place and label of its N images, and what is left out."""
 
@@ -300,7 +304,7 @@ def _scan(found: FileEntry, images_only: bool) -> _Scan:
     """Read the headers and labels of a shard, and join images and labels by key."""
     shard, others = Shard(found), Counter[str]()
     images: dict[str, Member] = {}
-    labels: dict[str, dict[str, Any]] = {}  # key -> suffix -> label, or why it is none
+    labels: LabelMembers = {"cls": {}, "json": {}}
     for member in shard.members():
         key, suffix = member.key, member.suffix
         if is_image(f".{suffix}"):
@@ -310,52 +314,63 @@ def _scan(found: FileEntry, images_only: bool) -> _Scan:
             images[key] = member
             if len(images) > MAX_ROWS:
                 raise ConfigError(f"{shard.path} has more than {MAX_ROWS:,} images")
-        elif suffix in ("cls", "json"):
-            of_key = labels.setdefault(key, {})
-            if suffix in of_key:
+        elif suffix in labels:
+            if key in labels[suffix]:
                 raise ConfigError(f"{shard.path}: two members are called {_shown(member.name)}; remove one")
-            is_wanted = not images_only and "cls" not in of_key
-            of_key[suffix] = _read_label(shard, member) if is_wanted else None
+            is_wanted = not images_only and is_missing(labels["cls"].get(key))
+            labels[suffix][key] = _read_label(shard, member) if is_wanted else None
         else:
             others[valid_text(suffix)[:12] or "without a suffix"] += 1
     left_out = _fields_of_others(shard, images, labels, images_only)
     for key in left_out:
         del images[key]
-    lost = dict[str, str]()
-    for key in labels.keys() - images.keys():
-        suffix, value = _chosen(labels[key])
-        is_label = not is_missing(value) and not (suffix == "json" and isinstance(value, ConfigError))
-        if is_label:
-            lost[key] = f"{key}.{suffix}"
-        others.update([suffix] * (not is_label))
-    values = [_chosen(labels[key])[1] if key in labels else None for key in images]
+    values = [_label_of(labels, key).value for key in images]
     if (error := next((v for v in values if isinstance(v, ConfigError)), None)) is not None:
         raise error
-    places = [(m.offset, m.size) if m.is_plain else (0, 0) for m in images.values()]
-    offsets, sizes = np.array(places, np.int64).reshape(-1, 2).T
+    without_image = {
+        key: _label_of(labels, key) for key in chain.from_iterable(labels.values()) if key not in images
+    }
+    lost = {key: label for key, label in without_image.items() if label.is_given}
+    others.update(label.suffix for key, label in without_image.items() if key not in lost)
+    offsets = (image.offset * image.is_plain for image in images.values())
+    sizes = (image.size * image.is_plain for image in images.values())
     return _Scan(
-        shard.name,
-        Text.of(map(valid_text, images)),
-        offsets,
-        sizes,
-        values,
-        dict(sorted(lost.items())),
-        left_out,
-        others,
-        shard.is_cut,
+        name=shard.name,
+        keys=Text.of(map(valid_text, images)),
+        offsets=np.fromiter(offsets, np.int64),
+        sizes=np.fromiter(sizes, np.int64),
+        labels=values,
+        lost_labels={key: f"{key}.{label.suffix}" for key, label in lost.items()},
+        left_out=left_out,
+        others=others,
+        is_cut=shard.is_cut,
     )
 
 
-def _chosen(of_key: dict[str, Any]) -> tuple[str, Any]:
-    """Return the suffix and value of the label that counts: KEY.cls before KEY.json."""
-    suffix = "cls" if "cls" in of_key else "json"
-    return suffix, of_key[suffix]
+class _Label(NamedTuple):
+    """The label that counts of a key: its suffix, and its value or why it has none."""
+
+    suffix: str
+    value: Any
+
+    @property
+    def is_given(self) -> bool:
+        """Whether somebody wrote a label: JSON that is none may be about anything."""
+        is_other_json = self.suffix == "json" and isinstance(self.value, ConfigError)
+        return not is_missing(self.value) and not is_other_json
+
+
+def _label_of(labels: LabelMembers, key: str) -> _Label:
+    """Return the label of a key: KEY.cls before KEY.json, suffix '' if it has neither."""
+    present = [_Label(suffix, labels[suffix][key]) for suffix in labels if key in labels[suffix]]
+    given = (label for label in present if not is_missing(label.value))
+    return next(given, present[0] if present else _Label("", None))
 
 
 def _fields_of_others(
     shard: Shard,
     images: dict[str, Member],
-    labels: dict[str, dict[str, Any]],
+    labels: LabelMembers,
     images_only: bool,
 ) -> dict[str, tuple[str, str]]:
     """Return the keys of images that are a field of another row: the image, and the row's.
@@ -368,15 +383,15 @@ def _fields_of_others(
         folder, slash, base = key.rpartition("/")
         first, dot, _ = base.partition(".")
         sample = folder + slash + first  # the key by WebDataset's rule
-        if not dot or key in labels:
+        if not dot or _label_of(labels, key).suffix:
             continue
         if sample in images:
             fields[key] = image.name, images[sample].name
-        elif sample in labels and not images_only:
-            suffix, value = _chosen(labels[sample])
-            if not is_missing(value) and not isinstance(value, ConfigError):
+        elif not images_only:
+            label = _label_of(labels, sample)
+            if label.is_given:
                 raise ConfigError(
-                    f"{shard.path}: label {_shown(f'{sample}.{suffix}')} has no image of the "
+                    f"{shard.path}: label {_shown(f'{sample}.{label.suffix}')} has no image of the "
                     f"same name, but {_shown(image.name)} begins so; rename one of them, "
                     "so that the names differ only after the last dot"
                 )

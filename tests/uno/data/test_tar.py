@@ -126,6 +126,12 @@ def test_a_label_may_be_anywhere_in_the_shard_of_its_image(tmp_path):
         assert read(f"tar:{write_tar(tmp_path / 'a.tar', members)}").labels == expected.labels
 
 
+def test_json_gives_the_label_where_the_text_is_blank(tmp_path):
+    parts = [("1.png", encoded(pixels(0))), ("1.cls", b" "), ("1.json", b'{"label": "cat"}')]
+    for order in (parts, parts[::-1]):
+        assert read(f"tar:{write_tar(tmp_path / 'a.tar', order)}").labels == ["cat"]
+
+
 def test_names_with_dots_are_rows(tmp_path):
     """Labeled or not, and the same rows where labels are not read."""
     keys = ["cam 2.1_003", "cam 2.1_004", "v1.0/x.y.z_1", "plain_1"]
