@@ -484,6 +484,8 @@ def _hive_values(relative: str) -> dict[str, str | int | None]:
     """Return column name -> value of the folders NAME=VALUE in a file's path."""
     folder = posixpath.dirname(relative)
     pairs = [part for part in folder.split("/") if part.find("=") > 0]
+    if not pairs:
+        return {}
     names = [unquote(pair.partition("=")[0]) for pair in pairs]
     if len(set(names)) < len(names):
         raise ConfigError(f"{relative}: two of its folders name one column; rename one")
