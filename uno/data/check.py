@@ -12,7 +12,7 @@ import numpy as np
 from uno.config import Config
 from uno.data.decode import BadImage, decoded, read_header
 from uno.data.files import is_uri, read_bytes
-from uno.data.images import content_of, evenly_spaced
+from uno.data.images import content_of, evenly_spaced, row_names
 from uno.data.mapped import equal_rows
 from uno.data.plan import by_windows, make_plan, make_pretrain_plan
 from uno.data.splits import Task
@@ -206,6 +206,12 @@ def _of_sizes(config: Config, headers: Sequence[tuple[str, int, int]]) -> Iterat
         yield Problem("warning", text + "raise --image-size (slower)")
 
 
+def _name(task: Task, row: int) -> str:
+    """Return what people are told about a row: its id, path and line."""
+    (name,) = row_names(task.rows.ids, task.rows.images, [row])
+    return name
+
+
 def headers_of(task: Task) -> tuple[list[tuple[str, int, int]], list[str]]:
     """Headers of a sample of rows, and the reasons of the unreadable ones with their ids."""
     headers, bad, images = [], [], task.rows.images
@@ -216,7 +222,7 @@ def headers_of(task: Task) -> tuple[list[tuple[str, int, int]], list[str]]:
         try:
             headers.append(read_header(images[row]))
         except BadImage as error:
-            bad.append(f"{task.rows.ids[row]}: {error}")
+            bad.append(f"{_name(task, row)}: {error}")
     return headers, bad
 
 
@@ -228,7 +234,7 @@ def _of_pixels(task: Task, config: Config, seconds: float) -> Iterator[Problem]:
     for rows, _, reasons in decoded(task.rows.images, batches, size, threads):
         looked += len(rows)
         pairs = zip(rows.tolist(), reasons, strict=True)
-        bad += [f"{task.rows.ids[row]}: {reason}" for row, reason in pairs if reason is not None]
+        bad += [f"{_name(task, row)}: {reason}" for row, reason in pairs if reason is not None]
     if bad:
         some = "; ".join(bad[:NUM_NAMED]) + ("; ..." if len(bad) > NUM_NAMED else "")
         text = f"{len(bad)} of {looked} images cannot be read: {some}"
@@ -255,7 +261,7 @@ def _duplicates(task: Task) -> Iterator[str]:
         if len(labels - {-1}) > 1:
             found["duplicates with different known labels"].append(group)
     for text, copies in found.items():
-        yield f"{text}: {len(copies)}, e.g. {' = '.join(task.rows.ids[i] for i in copies[0][:3])}"
+        yield f"{text}: {len(copies)}, e.g. {' = '.join(_name(task, i) for i in copies[0][:3])}"
     if not complete:
         yield f"the search for duplicates stopped after {MAX_HASHED_BYTES >> 30} GiB of images"
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from uno import collectives
 from uno.data.columns import Ids
 from uno.data.files import Storage, is_transient, parse_json, read_bytes
-from uno.data.images import Image, Images, InMemory, as_images
+from uno.data.images import Image, Images, InMemory, as_images, name_row
 from uno.errors import ConfigError, StorageError, one_line
 from uno.limits import MAX_BMP_PIXELS_PER_BYTE, MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS, MAX_PIXELS_PER_BYTE
 
@@ -44,6 +44,8 @@ PIECE_ROWS = 64  # that a thread decodes
 READERS = 4  # threads that read what is read together
 BAD_SAMPLES = "bad_samples.jsonl"
 
+BadSample = dict[str, Any]
+"""An entry of :data:`BAD_SAMPLES`: id, reason and, if they are known, uri and line."""
 Result = TypeVar("Result")
 Interpolation = Literal["bilinear", "bicubic"]
 DecodedBatch = tuple[np.ndarray, Tensor, list[str | None]]
@@ -180,23 +182,56 @@ def ok_mask(reasons: Sequence[str | None]) -> np.ndarray:
 
 
 def check_bad(
-    ids: Sequence[str], reasons: Sequence[str | None] | Mapping[int, str], max_fraction: float,
+    ids: Sequence[str],
+    reasons: Sequence[str | None] | Mapping[int, str],
+    max_fraction: float,
     storage: Storage | None = None,
-) -> list[dict[str, str]]:  # fmt: skip
-    """The unreadable images of N, whose ``reasons`` are by row or one for each; rank 0 lists them in
-    ``storage``. ConfigError beyond ``max_fraction``.
+    images: Images | None = None,
+) -> list[BadSample]:
+    """List the unreadable images of a data set.
+
+    Args:
+        ids: The ids of N rows.
+        reasons: Why images cannot be read, by row; or one entry for each of N rows, None
+            if the image can be read.
+        max_fraction: The largest share of N that may be unreadable.
+        storage: Where rank 0 lists them as :data:`BAD_SAMPLES`; None for nowhere.
+        images: The images of the N rows, which know paths and lines.
+
+    Returns:
+        One entry for each unreadable image: id, reason and, if they are known, uri (the
+        path of the file) and line (in the table that names the image).
+
+    Raises:
+        ConfigError: More than ``max_fraction`` are unreadable.
     """
     if not isinstance(reasons, Mapping):
         reasons = {row: why for row, why in enumerate(reasons) if why is not None}
-    bad = [{"id": str(ids[row]), "reason": reasons[row]} for row in sorted(reasons)]
+    rows = sorted(reasons)
+    bad = [{"id": str(ids[row]), "reason": reasons[row]} for row in rows]  # type: list[BadSample]
+    if images is not None:
+        numbers = np.array(rows, np.int64)
+        places = zip(bad, images.paths(numbers), images.lines(numbers), strict=True)
+        for entry, path, line in places:
+            entry |= ({"uri": path} if path else {}) | ({} if line is None else {"line": line})
     if bad and storage is not None and collectives.rank_and_world()[0] == 0:
         storage.write(BAD_SAMPLES, "".join(json.dumps(entry) + "\n" for entry in bad).encode())
     if len(bad) > max_fraction * len(ids):
         text = f"{len(bad)} of {len(ids)} images are unreadable, more than data.max_bad_fraction "
-        text += f"{max_fraction:g} allows; the first is {bad[0]['id']}: {bad[0]['reason']}"
+        text += f"{max_fraction:g} allows; the first is {name_bad(bad[0])}: {bad[0]['reason']}"
         where = f"; all are in {storage.below(BAD_SAMPLES)}" if storage is not None else ""
         raise ConfigError(text + where)
     return bad
+
+
+def name_bad(entry: Mapping[str, Any]) -> str:
+    """Return what people are told about an entry of :data:`BAD_SAMPLES`: its id and place."""
+    path, line = entry.get("uri"), entry.get("line")
+    return name_row(
+        str(entry.get("id", "")),
+        path if isinstance(path, str) else None,
+        line if isinstance(line, int) else None,
+    )
 
 
 class BadRows:
@@ -234,7 +269,7 @@ class BadRows:
                 _, (reason,) = decode_many([self._images[row]], 1, 1)
                 self._reasons[row] = reason or "was readable at first, but not when read again"
         self._synced = len(self._reasons)
-        check_bad(self._ids, self._reasons, self._max_fraction, self._storage)
+        check_bad(self._ids, self._reasons, self._max_fraction, self._storage, self._images)
 
     def _listed(self) -> dict[int, str]:
         """What the run has listed before it was resumed."""

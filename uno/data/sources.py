@@ -17,7 +17,9 @@ from uno.data import files as filesystem
 from uno.data.cifar import CIFAR10, CIFAR100, Layout, read_cifar
 from uno.data.columns import Labels, Text, chunks
 from uno.data.files import FileEntry, children, join, valid_text
+from uno.data.image_paths import PathRules
 from uno.data.images import EXTENSIONS, Files, InMemory, is_image
+from uno.data.other_formats import FIXES, fix_for
 from uno.data.rows import SPLITS, Rows
 from uno.data.tables import read_parquet, read_table
 from uno.data.tar import read_tar
@@ -50,27 +52,35 @@ SOURCES = {
     "cifar10": _cifar(CIFAR10),
     "cifar100": _cifar(CIFAR100),
     "imagenet": Source(
-        lambda path, config, _: read_imagenet(path, config.imagenet_split, config.known_classes is None)
+        lambda path, config, _: read_imagenet(
+            path, config.imagenet_split, config.known_classes is None, config.follow_links
+        )
     ),
-    "folder": Source(lambda path, config, _: read_folder(path)),
-    "classes": Source(lambda path, config, _: read_folder(path, "classes")),
-    "splits": Source(lambda path, config, _: read_folder(path, "splits")),
+    "folder": Source(lambda path, config, _: read_folder(path, follow_links=config.follow_links)),
+    "classes": Source(lambda path, config, _: read_folder(path, "classes", follow_links=config.follow_links)),
+    "splits": Source(lambda path, config, _: read_folder(path, "splits", follow_links=config.follow_links)),
     "parquet": Source(
-        lambda path, config, _: read_parquet(path, config.named_columns),
+        lambda path, config, _: read_parquet(path, config.named_columns, PathRules.of(config)),
         suffixes=(".parquet",),
         in_folders="always",
     ),
     "table": Source(
-        lambda path, config, images_only: read_table(path, config.named_columns, images_only=images_only),
-        suffixes=(".csv", ".jsonl"),
+        lambda path, config, images_only: read_table(
+            path, config.named_columns, PathRules.of(config), images_only=images_only
+        ),
+        suffixes=(".csv", ".tsv", ".jsonl"),
     ),
     "tar": Source(
-        lambda path, config, images_only: read_tar(path, images_only),
+        lambda path, config, images_only: read_tar(path, images_only, config.follow_links),
         suffixes=(".tar",),
         in_folders="alone",
         may_lack=lambda path, config: not {"*", "{"}.isdisjoint(path),  # a pattern
     ),
-    VECTORS: Source(lambda path, config, images_only: read_vectors(path, config.named_columns, images_only)),
+    VECTORS: Source(
+        lambda path, config, images_only: read_vectors(
+            path, config.named_columns, images_only, PathRules.of(config)
+        )
+    ),
 }
 
 
@@ -78,7 +88,7 @@ def read_rows(config: DataConfig, images_only: bool = False) -> Rows:
     """The rows of ``config.source``, or of the folders ``labeled`` and ``unlabeled`` where given."""
     if config.labeled is not None and config.unlabeled is not None:
         return read_two_folders(
-            config.labeled, filesystem.normalize_path(config.unlabeled)
+            config.labeled, filesystem.normalize_path(config.unlabeled), config.follow_links
         ).with_composed_names()
     kind, path = locate_source(config)
     rows = read_digits() if kind == "digits" else SOURCES[kind].read(path, config, images_only)
@@ -104,16 +114,18 @@ def locate_source(config: DataConfig) -> tuple[str, str]:
         names = {name: repr(f"{name}:DIR") for name in SOURCES} | {"digits": repr("digits")}
         hint = did_you_mean(source.lower(), names, show=names.__getitem__)
         raise ConfigError(f"data source {source!r}: no such file or folder {path!r}{hint}")
-    return prefix or recognize(path), path
+    return prefix or recognize(path, config.follow_links), path
 
 
-def recognize(path: str) -> str:
+def recognize(path: str, follow_links: bool = False) -> str:
     """The kind of source that an existing file or folder is, by its content."""
     if filesystem.kind(path) == "file":
         kind = _kind_of(filesystem.split(path)[1].lower())
         if kind is None:
             *others, last = chain.from_iterable(source.suffixes for source in SOURCES.values())
-            raise ConfigError(f"{path}: a file source must end in {', '.join(others)} or {last}")
+            fix = f"; it is {fix_for(path)}" if fix_for(path) else ""
+            fix = fix.replace("it is give", "give")
+            raise ConfigError(f"{path}: a file source must end in {', '.join(others)} or {last}{fix}")
         return kind
     folders, files = children(path)
     cifar = [c.prefix for c in (CIFAR10, CIFAR100) if c.folder in folders or {c.meta, *c.train} <= set(files)]
@@ -128,7 +140,7 @@ def recognize(path: str) -> str:
     if train:
         return "imagenet" if all(is_wnid(name) for name in train) else "folder"
     alone, holds_images = None, False
-    for found in filesystem.files_below(path):
+    for found in filesystem.files_below(path, follow_links):
         kind = _kind_of(found.relative)
         if kind is not None and _in_folders(kind) == "always":
             return kind
@@ -163,15 +175,16 @@ def read_digits() -> Rows:
     return Rows(ids, InMemory(np.repeat(grayscale[..., None], 3, axis=3)), labels, is_train, "digits")
 
 
-def read_folder(root: str, kind: str = "folder", flag: str = "--data") -> Rows:
+def read_folder(root: str, kind: str = "folder", flag: str = "--data", follow_links: bool = False) -> Rows:
     """Class subfolders of ``root`` (``kind`` classes), or of its train/ and test/ or val/ (splits), as
     it is (folder); loose images are unlabeled. ConfigError: it may be both, so that ``flag`` has to choose.
+    ``follow_links``: whether links may lead out of ``root``.
     """
     folders, _ = children(_directory(root))
     splits = {f"{name}/": SPLITS[name] for name in folders if name in SPLITS}
     if kind == "classes" or not ("train" in folders and children(join(root, "train"))[0]):
         splits = {"": "train"}
-    rows, others = _labeled(root, f"folder:{root}", splits)
+    rows, others = _labeled(root, f"folder:{root}", splits, follow_links)
     if others and kind == "folder":
         named = ", ".join(others[:3]) + ", ..." * (len(others) > 3)
         ways = f"if train is a class, too, give {flag} classes:{root}; if it is a split and these are to be "
@@ -180,13 +193,14 @@ def read_folder(root: str, kind: str = "folder", flag: str = "--data") -> Rows:
     return rows
 
 
-def read_images(root: str) -> Rows:
+def read_images(root: str, follow_links: bool = False) -> Rows:
     """Every image below ``root``, unlabeled; names of folders mean nothing."""
     notes = list[str]()
-    return _rows(((found, None, True) for found in _images(root, notes)), f"folder:{root}", notes)
+    listed = ((found, None, True) for found in _images(root, notes, follow_links))
+    return _rows(listed, f"folder:{root}", notes)
 
 
-def read_two_folders(labeled: str, unlabeled: str) -> Rows:
+def read_two_folders(labeled: str, unlabeled: str, follow_links: bool = False) -> Rows:
     """``labeled`` as :func:`read_folder` without loose images, maybe as KIND:DIR; ``unlabeled``: any images
     below it.
     """
@@ -196,7 +210,8 @@ def read_two_folders(labeled: str, unlabeled: str) -> Rows:
     first, second = (os.path.realpath(_directory(folder)) + "/" for folder in (labeled, unlabeled))
     if first.startswith(second) or second.startswith(first):
         raise ConfigError(f"--labeled {labeled} and --unlabeled {unlabeled} overlap; give separate folders")
-    known, others = read_folder(labeled, kind, "--labeled"), read_images(unlabeled)
+    known = read_folder(labeled, kind, "--labeled", follow_links)
+    others = read_images(unlabeled, follow_links)
     loose = np.flatnonzero(~known.labels.given)
     if len(loose):
         found = f"{plural(len(loose), 'image')} in no class subfolder, e.g. {known.ids[loose[0]]}"
@@ -210,7 +225,7 @@ def read_two_folders(labeled: str, unlabeled: str) -> Rows:
     return Rows(ids, images, labels, is_train, source, notes=notes)
 
 
-def read_imagenet(root: str, split: str, use_split: bool) -> Rows:
+def read_imagenet(root: str, split: str, use_split: bool, follow_links: bool = False) -> Rows:
     """train/ and val/ with wnid subfolders. ``use_split``: the novel classes are those of ``split`` 'A', 'B'
     or 'C', the known ones all that are not held out; else all are kept and none is declared known.
     """
@@ -218,7 +233,7 @@ def read_imagenet(root: str, split: str, use_split: bool) -> Rows:
     if "train" not in folders:
         raise ConfigError(f"imagenet:{root}: no folder train there; expected train/WNID/ and val/WNID/")
     splits = {f"{name}/": SPLITS[name] for name in ("train", "val") if name in folders}
-    rows, _ = _labeled(root, f"imagenet:{root}", splits)
+    rows, _ = _labeled(root, f"imagenet:{root}", splits, follow_links)
     other = np.flatnonzero(rows.labels.places([*filter(is_wnid, rows.labels.classes)]) < 0)
     if len(other):
         what = f"image {rows.ids[other[0]]} is not in a wnid subfolder such as n01440764"
@@ -249,7 +264,7 @@ def imagenet_wnids(file: str) -> list[str]:
     return (resources.files("uno.data") / "imagenet_splits" / f"{file}.txt").read_text("utf-8").split()
 
 
-def _labeled(root: str, source: str, splits: dict[str, str]) -> tuple[Rows, list[str]]:
+def _labeled(root: str, source: str, splits: dict[str, str], follow_links: bool) -> tuple[Rows, list[str]]:
     """Rows below the folders ``splits`` ({prefix: 'train' or 'test'}); the next folder name is the class. And
     the other folders that hold images.
     """
@@ -257,7 +272,7 @@ def _labeled(root: str, source: str, splits: dict[str, str]) -> tuple[Rows, list
 
     def below() -> Iterator[tuple[FileEntry, str | None, bool]]:
         outside = 0
-        for found in _images(root, notes):
+        for found in _images(root, notes, follow_links):
             prefix = next(filter(found.relative.startswith, splits), None)
             if prefix is None:
                 outside += 1
@@ -300,27 +315,26 @@ def _rows(listed: Iterable[tuple[FileEntry, str | None, bool]], source: str, not
     return Rows(*columns, source, notes=tuple(notes))
 
 
-def _images(root: str, notes: list[str]) -> Iterator[FileEntry]:
+def _images(root: str, notes: list[str], follow_links: bool) -> Iterator[FileEntry]:
     """Images below ``root``; at the end ``notes`` say what else is there."""
     others = Counter[str]()
-    for found in filesystem.walk(_directory(root)):
+    for found in filesystem.walk(_directory(root), follow_links):
         if is_image(found.relative):
             yield found
         else:
             others[_suffix(found.relative)] += 1
     if others:
         most = others.most_common(8)
-        named = ", ".join(f"{number:,} {suffix}{OTHERS.get(suffix, '')}" for suffix, number in most)
+        named = ", ".join(f"{number:,} {suffix}{_meaning(suffix)}" for suffix, number in most)
         more = ", ..." if len(others) > 8 else ""
         notes.append(f"ignored {plural(others.total(), 'file')} below {root}: {named}{more}")
 
 
-PHOTOGRAPHS, VIDEO = " (photographs; save them as JPEG)", " (video; take still images)"
-OTHERS = {
-    **dict.fromkeys((".heic", ".heif", ".avif", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".raf"), PHOTOGRAPHS),
-    **dict.fromkeys((".mov", ".mp4", ".m4v", ".avi", ".mkv", ".webm", ".3gp"), VIDEO),
-}
-"""What to do with files that hold pictures and that nothing here decodes."""
+def _meaning(suffix: str) -> str:
+    """Return what files with an ending hold, in brackets, or ''."""
+    fix = FIXES.get(suffix, "")
+    named = fix and suffix not in (".json", ".npy", ".npz", ".gz")  # beside images they may be anything
+    return f" ({fix})" if named else ""
 
 
 def _suffix(name: str) -> str:

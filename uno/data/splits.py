@@ -88,7 +88,8 @@ def make_task(rows: Rows, config: DataConfig) -> Task:
     source, is_train = rows.source, rows.is_train
     classes = order_classes(rows.labels.present, rows.class_names)
     if not classes:
-        raise ConfigError(f"{source}: no image has a label; known classes need labeled images")
+        notes = "".join(f"; {note}" for note in rows.notes)
+        raise ConfigError(f"{source}: no image has a label; known classes need labeled images{notes}")
     chosen, num_novel = _known_classes(rows, config, classes), config.num_novel
     if chosen is not None:
         if len(chosen) == len(classes) and rows.labels.given.all():

@@ -103,14 +103,14 @@ class TarImages(Images):
         return np.unique(places, axis=1, return_inverse=True)[1].reshape(-1)
 
 
-def read_tar(path: str, images_only: bool = False) -> Rows:
+def read_tar(path: str, images_only: bool = False, follow_links: bool = False) -> Rows:
     """The *.tar files of a folder, one file, or those that a pattern with ``*``, ``{000..009}`` or ``{a,b}``
     names. An id is SHARD#KEY. The class is the text of KEY.cls, else ``label``, ``cls`` or ``class`` of
     KEY.json, null or empty for none; with ``images_only`` they are not read. The split is that which the name
     or folder of a shard says (train, test, val), else train. A member that is a link or sparse is an
     unreadable image. ConfigError: there is no such file, one is compressed or no tar file, a label is none.
     """
-    source, shards = f"tar:{path}", _shards(path)
+    source, shards = f"tar:{path}", _shards(path, follow_links)
     with ThreadPoolExecutor(SCANNED) as pool:
         scans = list(pool.map(lambda shard: _scan(shard, images_only), shards))
     parts = [part for scan in scans for part in scan.parts]
@@ -352,14 +352,14 @@ def _split(name: str) -> str:
     return next((SPLITS[word] for word in words if word in SPLITS), "train")
 
 
-def _shards(path: str) -> list[FileEntry]:
+def _shards(path: str, follow_links: bool) -> list[FileEntry]:
     """The tar files that a path or pattern names, in order."""
     kind = filesystem.kind(path)
     if kind == "file":
         return [FileEntry(filesystem.split(path)[1], path, *filesystem.stat_of(path))]
     if kind == "missing":
-        return _matching(path)
-    found = list(filesystem.walk(path))
+        return _matching(path, follow_links)
+    found = list(filesystem.walk(path, follow_links))
     shards = [file for file in found if file.relative.lower().endswith(".tar")]
     if not shards:
         packed = (file.relative for file in found if PACKED.search(file.relative))
@@ -368,7 +368,7 @@ def _shards(path: str) -> list[FileEntry]:
     return shards
 
 
-def _matching(pattern: str) -> list[FileEntry]:
+def _matching(pattern: str, follow_links: bool) -> list[FileEntry]:
     base, mark, options = pattern.partition("?") if is_uri(pattern) else (pattern, "", "")
     root = re.split(r"[*{]", base)[0].rpartition("/")[0]
     folder = (root or ("/" if base.startswith("/") else ".")) + mark + options
@@ -376,7 +376,8 @@ def _matching(pattern: str) -> list[FileEntry]:
     if len(names) > MAX_SHARDS:
         raise ConfigError(f"{pattern} names more than {MAX_SHARDS:,} files")
     found = list[FileEntry]()
-    below = list(filesystem.walk(folder)) if any("*" in name for name in names) else []
+    is_walked = any("*" in name for name in names)
+    below = list(filesystem.walk(folder, follow_links)) if is_walked else []
     for name in names:
         if "*" in name:
             wanted = re.compile("[^/]*".join(map(re.escape, name.split("*"))))
