@@ -79,7 +79,7 @@ class DataConfig(Section):
     """Where the images are, which classes are known, and how rows become batches."""
 
     source: str = field("digits",
-        "digits, cifar10:DIR, cifar100:DIR, imagenet:DIR, folder:DIR, parquet:DIR, tar:DIR, "
+        "digits, cifar10:DIR, cifar100:DIR, imagenet:DIR, folder:DIR, imagefolder:DIR, parquet:DIR, tar:DIR, "
         "vectors:FILE_OR_DIR (embeddings), or a path.",
         flag="data", commands="predict report", fixed_by="reproduce")
     labeled: str | None = field(None,

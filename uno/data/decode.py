@@ -34,6 +34,8 @@ DRAFT = 4
 """JPEG is decoded at 1/2, 1/4 or 1/8 scale where that leaves at least this many times the final side: 2.9
 times faster from 4000 x 3000 to 224 px; ImageNet originals then differ by .65 of 255 at 32 px, 0 at 224."""
 ORIENTATION = 0x0112
+BITS_PER_SAMPLE = 0x0102  # a tag of TIFF
+BRIGHTNESS_SIDE = 64  # of a JPEG whose brightness is measured, pixels
 UPRIGHT = {
     2: Pillow.Transpose.FLIP_LEFT_RIGHT, 3: Pillow.Transpose.ROTATE_180, 4: Pillow.Transpose.FLIP_TOP_BOTTOM,
     5: Pillow.Transpose.TRANSPOSE, 6: Pillow.Transpose.ROTATE_270, 7: Pillow.Transpose.TRANSVERSE,
@@ -326,12 +328,13 @@ def _square(picture: Pillow.Image, size: int, interpolation: Interpolation) -> P
 
 
 def to_rgb(picture: Pillow.Image) -> Pillow.Image:
-    """Any mode -> RGB; transparent pixels become white, 16-bit gray is scaled to 8 bits."""
+    """Any mode -> RGB; transparent pixels become white, 9 to 16-bit gray is scaled to 8 bits."""
     if picture.mode.startswith("I;16") or picture.mode == "I":
         values = np.asarray(picture).astype(np.int64)
         if values.min() < 0 or values.max() > 65535:
             raise BadImage("32-bit pixels beyond 0-65535; convert the image to 8 bits")
-        return Pillow.fromarray((values // 257).astype(np.uint8)).convert("RGB")
+        values = np.minimum(values * 255 // largest_sample(picture), 255)
+        return Pillow.fromarray(values.astype(np.uint8)).convert("RGB")
     if picture.mode == "F":
         raise BadImage("floating-point pixels have no fixed range; convert the image to 8 bits")
     if picture.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in picture.info:
@@ -339,6 +342,42 @@ def to_rgb(picture: Pillow.Image) -> Pillow.Image:
         return Pillow.alpha_composite(Pillow.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
     picture.load()
     return picture if picture.mode == "RGB" else picture.convert("RGB")
+
+
+def largest_sample(picture: Pillow.Image) -> int:
+    """Return the value of white in a picture of more than 8 bits: 65535 for 16 bits.
+
+    A TIFF says how many bits a sample has. Its tag MaxSampleValue is not used: by the TIFF
+    specification it must not change how an image looks, and it differs between images.
+    """
+    if picture.format != "TIFF":
+        return 65535
+    bits = getattr(picture, "tag_v2", {}).get(BITS_PER_SAMPLE, (16,))
+    return int(2 ** min(bits[0], 16) - 1)
+
+
+def brightness(image: Image) -> tuple[int, int, int]:
+    """Measure how bright an image is.
+
+    Args:
+        image: Encoded bytes, a path or pixels.
+
+    Returns:
+        Its largest channel value after decoding (0 to 255), its largest stored value, and
+        the stored value of white (255, or 65535 for 16 bits).
+
+    Raises:
+        BadImage: The image cannot be decoded.
+    """
+    if isinstance(image, np.ndarray):
+        _check_array(image)
+        return int(image.max()), int(image.max()), 255
+    with suppress_pillow_warnings(), _open(image, BRIGHTNESS_SIDE) as picture:
+        stored, white = None, 255
+        if picture.mode.startswith("I"):
+            stored, white = int(np.asarray(picture).max()), largest_sample(picture)
+        largest = int(np.asarray(to_rgb(picture)).max())
+        return largest, largest if stored is None else stored, white
 
 
 @contextmanager

@@ -24,7 +24,7 @@ Image = bytes | str | np.ndarray
 """Encoded bytes, a path or URI, or uint8 pixels (H,W,3)."""
 SORTED_SHARE = 0.9  # of the classes that evenly spaced rows show: groups that show fewer are sorted
 log = logging.getLogger(__name__)
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+EXTENSIONS = (".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
 
 class Images(Protocol):

@@ -38,6 +38,7 @@ FIXES = {
     ".7z": "an archive; unpack it",
     **dict.fromkeys((".tgz", ".gz", ".bz2", ".xz", ".zst"), "compressed; unpack it"),
     ".json": ANNOTATIONS,
+    ".txt": "text; write a table as CSV, with the first line path,label",
 }
 """What files with an ending hold and what to do; ``{path}`` stands for the file."""
 

@@ -3,7 +3,7 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from importlib import resources
@@ -14,6 +14,7 @@ import numpy as np
 
 from uno.config import VECTORS, DataConfig
 from uno.data import files as filesystem
+from uno.data.annotated_folder import has_labels, read_annotated_folder
 from uno.data.cifar import CIFAR10, CIFAR100, Layout, read_cifar
 from uno.data.columns import Labels, Text, chunks
 from uno.data.files import FileEntry, children, join, valid_text
@@ -21,10 +22,10 @@ from uno.data.image_paths import PathRules
 from uno.data.images import EXTENSIONS, Files, InMemory, is_image
 from uno.data.other_formats import FIXES, fix_for
 from uno.data.rows import SPLITS, Rows
-from uno.data.tables import read_parquet, read_table
+from uno.data.tables import NO_NAMES, read_parquet, read_table
 from uno.data.tar import read_tar
 from uno.data.vectors import read_vectors
-from uno.errors import ConfigError, did_you_mean
+from uno.errors import ConfigError, did_you_mean, one_line
 from uno.text import plural
 
 
@@ -59,6 +60,11 @@ SOURCES = {
     "folder": Source(lambda path, config, _: read_folder(path, follow_links=config.follow_links)),
     "classes": Source(lambda path, config, _: read_folder(path, "classes", follow_links=config.follow_links)),
     "splits": Source(lambda path, config, _: read_folder(path, "splits", follow_links=config.follow_links)),
+    "imagefolder": Source(
+        lambda path, config, images_only: read_annotated_folder(
+            path, config.named_columns, PathRules.of(config), images_only
+        )
+    ),
     "parquet": Source(
         lambda path, config, _: read_parquet(path, config.named_columns, PathRules.of(config)),
         suffixes=(".parquet",),
@@ -114,10 +120,10 @@ def locate_source(config: DataConfig) -> tuple[str, str]:
         names = {name: repr(f"{name}:DIR") for name in SOURCES} | {"digits": repr("digits")}
         hint = did_you_mean(source.lower(), names, show=names.__getitem__)
         raise ConfigError(f"data source {source!r}: no such file or folder {path!r}{hint}")
-    return prefix or recognize(path, config.follow_links), path
+    return prefix or recognize(path, config.follow_links, config.named_columns), path
 
 
-def recognize(path: str, follow_links: bool = False) -> str:
+def recognize(path: str, follow_links: bool = False, names: Mapping[str, str] = NO_NAMES) -> str:
     """The kind of source that an existing file or folder is, by its content."""
     if filesystem.kind(path) == "file":
         kind = _kind_of(filesystem.split(path)[1].lower())
@@ -136,6 +142,8 @@ def recognize(path: str, follow_links: bool = False) -> str:
     always = next((kind for kind in map(_kind_of, files) if _in_folders(kind) == "always"), None)
     if always is not None:
         return always
+    if has_labels(path, names):
+        return "imagefolder"
     train = children(join(path, "train"))[0] if "train" in folders else []
     if train:
         return "imagenet" if all(is_wnid(name) for name in train) else "folder"
@@ -189,8 +197,48 @@ def read_folder(root: str, kind: str = "folder", flag: str = "--data", follow_li
         named = ", ".join(others[:3]) + ", ..." * (len(others) > 3)
         ways = f"if train is a class, too, give {flag} classes:{root}; if it is a split and these are to be "
         ways += f"left out, {flag} splits:{root}"
+        if any(name.lower() in SPLIT_WORDS for name in others):
+            ways += "; if they are test images, rename their folder to test"
         raise ConfigError(f"{root} has train/ with subfolders, and images in {named}: {ways}")
+    if kind == "folder" and splits == {"": "train"}:
+        _require_classes(rows, root, flag)
     return rows
+
+
+SPLIT_WORDS = {*SPLITS, "training", "testing", "dev", "eval", "evaluation", "validate"}
+"""Names of folders, in lower case, that seldom are classes."""
+
+
+def _require_classes(rows: Rows, root: str, flag: str) -> None:
+    """Refuse class folders that seem to be splits, or one folder around the classes.
+
+    Raises:
+        ConfigError: The only class has subfolders and no image beside it, or all classes
+            have subfolders and names such as Training and Testing.
+    """
+    classes = rows.labels.classes
+    if len(classes) != 1 and not all(name.lower() in SPLIT_WORDS for name in classes):
+        return
+    folders = sorted({name.rpartition("/")[0] for name in rows.ids})
+    inner: dict[str, list[str]] = {}
+    for folder in folders:
+        top, slash, rest = folder.partition("/")
+        if not slash:  # images in the class folder itself, or in none
+            return
+        if rest.partition("/")[0] not in inner.setdefault(top, []):
+            inner[top].append(rest.partition("/")[0])
+    if len(classes) == 1 and len(inner[classes[0]]) > 1:
+        (name,) = classes
+        some = one_line(", ".join(inner[name][:3]))
+        raise ConfigError(
+            f"{root} has one folder, {name}, with subfolders {some}: if these are the classes, "
+            f"give {flag} {join(root, name)}; if {name} is a class, {flag} classes:{root}"
+        )
+    if len(classes) > 1:
+        raise ConfigError(
+            f"{root}: its folders {one_line(', '.join(classes))} seem to be splits: rename them to "
+            f"train and test; if they are classes, give {flag} classes:{root}"
+        )
 
 
 def read_images(root: str, follow_links: bool = False) -> Rows:
@@ -333,7 +381,13 @@ def _images(root: str, notes: list[str], follow_links: bool) -> Iterator[FileEnt
 def _meaning(suffix: str) -> str:
     """Return what files with an ending hold, in brackets, or ''."""
     fix = FIXES.get(suffix, "")
-    named = fix and suffix not in (".json", ".npy", ".npz", ".gz")  # beside images they may be anything
+    named = fix and suffix not in (
+        ".json",
+        ".npy",
+        ".npz",
+        ".gz",
+        ".txt",
+    )  # beside images they may be anything
     return f" ({fix})" if named else ""
 
 

@@ -397,7 +397,8 @@ class ParquetTable:
                     if id_column is not None:
                         given = chosen[id_column].cast(pa.string()).to_pylist()
                         ids = [id or f"row-{first + row}" for id, row in zip(given, own, strict=True)]
-                    yield ids, chosen[self._image]
+                    column = chosen[self._image]
+                    yield ids, column.cast(plain_type(column.type))
                 start += len(batch)
                 if start > wanted[-1]:
                     break
@@ -413,6 +414,7 @@ class ParquetTable:
 
 def _images_in(column: Any, inside: Callable[[str], str | None]) -> list[Image]:
     """Images of a column: bytes, or else the path ``inside`` the folder; '' or b'' where there is neither."""
+    column = column.cast(plain_type(column.type))
     if column.type in BINARY:
         return [value or b"" for value in column.to_pylist()]
     if column.type in TEXT:
@@ -457,7 +459,7 @@ def _read_file(file: filesystem.FileEntry, own: Mapping[str, str]) -> tuple[Any,
         raise ConfigError(f"{path} has {num:,} rows, more than {MAX_ROWS:,}")
     check_images(path, schema.field(image).type)
     only_paths = pa.types.is_struct(schema.field(image).type) and parquet.names_only_files(image)
-    left = "" if schema.field(image).type in TEXT or only_paths else image
+    left = "" if plain_type(schema.field(image).type) in TEXT or only_paths else image
     theirs = {name: own.get(name, name) for name in ("id", "split", "eval_label")}
     theirs |= {"label": label or "", "image": image}
     wanted = {*theirs.values()} - {image}
@@ -465,6 +467,8 @@ def _read_file(file: filesystem.FileEntry, own: Mapping[str, str]) -> tuple[Any,
     columns = {ours: table[c] for ours, c in theirs.items() if c in table.column_names}
     if only_paths:
         columns["image"] = pa.compute.struct_field(columns["image"], "path")
+    elif not left:
+        columns["image"] = columns["image"].cast(plain_type(columns["image"].type))
     with parquet.errors():
         columns |= {name: columns[name].cast(pa.string()) for name in ("id", "split") if name in columns}
     given = columns.pop("split", None)
@@ -553,11 +557,18 @@ def require_distinct(source: str, *labels: Labels | None) -> None:
             raise ConfigError(f"{source}: {pair} differ only in spelling: write them alike, or rename one")
 
 
+def plain_type(kind: Any) -> Any:
+    """Return the type of the values of an Arrow type, which may be a dictionary (categorical)."""
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
+
+
 def check_images(source: str, kind: Any) -> None:
     """ConfigError: a column of that Arrow type holds no images."""
+    kind = plain_type(kind)
     fields = {field.name: field.type for field in kind} if pa.types.is_struct(kind) else {}
     if kind not in (*TEXT, *BINARY) and fields.get("bytes") not in BINARY:
-        raise ConfigError(f"{source}: images must be bytes, paths or struct<bytes, path>, not {kind}")
+        fix = "; store each image encoded, as PNG or JPEG" if pa.types.is_list(kind) else ""
+        raise ConfigError(f"{source}: images must be bytes, paths or struct<bytes, path>, not {kind}{fix}")
 
 
 def read_table(

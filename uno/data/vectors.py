@@ -40,6 +40,7 @@ NEIGHBORS, NEAR_ROWS, COSINE_ROWS = 5, 20_000, 512  # of a row; among so many; a
 NEAR_PAIRS, LEAST_NEAR_ROWS = 2 * 10**9, 1_000  # compared in all: a minute; among so many at least
 METADATA = b"uno.vectors"  # of a file that is ours
 ARRAYS, MAX_BYTES = (".npy", ".npz"), 2**36
+MANY_NUMBERS = 8  # columns of floats, beyond which they seem to be one vector
 CSV_FIX = "text; save its numbers with np.save(FILE, np.loadtxt(CSV, delimiter=','))"
 COLUMNS = ("id", "embedding", "label", "eval_label", "split", "path", "text")
 LIST = pa.large_list(pa.float32())
@@ -349,6 +350,8 @@ def _of_parquet(source: str, path: str, names: Mapping[str, str], rules: PathRul
         if theirs["embedding"] not in schema.names:
             has = one_line(", ".join(schema.names))
             needs = "needs a column embedding, or --data.columns embedding=NAME"
+            if sum(map(pa.types.is_floating, schema.types)) > MANY_NUMBERS:
+                needs += ", one list a row (or save a column a number with np.save as FILE.npy)"
             raise ConfigError(f"{file.path}: {needs}; it has {has}")
         vector = theirs.pop("embedding")
         _check_lists(file.path, schema.field(vector).type)
@@ -494,7 +497,8 @@ def _check_lists(source: str, kind: Any) -> None:
     """ConfigError: a column of this type does not hold lists of numbers."""
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     if not is_list or not (pa.types.is_floating(kind.value_type) or pa.types.is_integer(kind.value_type)):
-        raise ConfigError(f"{source}: column embedding must hold lists of numbers, not {kind}")
+        fix = "; parse the text, as df['embedding'].map(json.loads) does" if kind in TEXT else ""
+        raise ConfigError(f"{source}: column embedding must hold lists of numbers, not {kind}{fix}")
 
 
 def _matrix(source: str, columns: Sequence[tuple[Any, str]]) -> tuple[np.ndarray, dict[int, str]]:
