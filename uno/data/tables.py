@@ -263,17 +263,17 @@ class _Parquet:
 
     def names_only_files(self, column: str) -> bool:
         """Return whether no row has bytes in a column struct<bytes, path>, by the file's statistics."""
-        chunks = [
-            (row_group.num_rows, row_group.column(i))
-            for row_group in map(self.metadata.row_group, range(self.metadata.num_row_groups))
-            for i in range(row_group.num_columns)
-            if row_group.column(i).path_in_schema == f"{column}.bytes"
-        ]
+        groups = map(self.metadata.row_group, range(self.metadata.num_row_groups))
+        with self.errors():
+            chunks = [
+                (group.num_rows, group.column(i).statistics)
+                for group in groups
+                for i in range(group.num_columns)
+                if group.column(i).path_in_schema == f"{column}.bytes"
+            ]
         return bool(chunks) and all(
-            chunk.statistics is not None
-            and chunk.statistics.has_null_count
-            and chunk.statistics.null_count == num_rows
-            for num_rows, chunk in chunks
+            found is not None and found.has_null_count and found.null_count == num_rows
+            for num_rows, found in chunks
         )
 
     def batches(self, columns: Sequence[str], group: int) -> Iterator[Any]:

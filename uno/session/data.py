@@ -92,8 +92,8 @@ def leave_out_unreadable(
     bad = check_bad(task.rows.ids, reasons, limit, storage, task.rows.images)
     if bad:
         first = f"the first: {name_bad(bad[0])}: {bad[0]['reason']}"
-        where = f"see {storage.below(BAD_SAMPLES)}" if storage else first
-        print_line(f"warning: {plural(len(bad), 'unreadable image')} left out; {where}")
+        where = f"see {storage.below(BAD_SAMPLES)}; " if storage else ""
+        print_line(f"warning: {plural(len(bad), 'unreadable image')} left out; {where}{first}")
 
 
 def compute_local(

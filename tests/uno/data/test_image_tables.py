@@ -18,6 +18,7 @@ from uno.data.decode import check_bad, decode_many, name_bad
 from uno.data.inputs import open_inputs
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
+from uno.report.facts import read_facts
 
 from .builders import encoded, failure, hf_table, pixels, write_images
 
@@ -244,6 +245,7 @@ def test_unreadable_rows_of_a_table_have_their_path_and_line(folder):
     entry = json.loads(storage.read("bad_samples.jsonl"))
     assert (entry["id"], entry["uri"], entry["line"]) == ("row-1", gone, 3)
     assert name_bad(entry) == f"row-1 ({gone}, line 3)"
+    assert read_facts(storage).bad == [(f"row-1 ({gone}, line 3)", "No such file or directory")]
 
 
 def test_duplicates_of_a_table_have_their_paths(folder):
