@@ -72,22 +72,23 @@ class ImagePaths:
         return self.locate(given)[0]
 
     def locate(self, given: str) -> tuple[str | None, tuple[int, int]]:
-        """Find an image, by the first of its spellings that exists.
+        """Find an image: by its path as it is written, else as other programs write it.
 
         Returns:
             The full path, None if it is outside the folder; and size and time as
             :func:`~uno.data.files.stat_of` has them.
         """
-        first: tuple[str | None, tuple[int, int]] | None = None
-        for spelling in self._spellings(given):
-            path = self._inside(spelling)
-            stat = (-1, 0) if path is None else filesystem.stat_of(path)
-            if stat[0] >= 0 or self._is_remote:
-                return path, stat
-            if first is None or (first[0] is None and path is not None):
-                first = path, stat
-        assert first is not None
-        return first
+        written = self._complete(given)
+        path = self._inside(written)
+        stat = (-1, 0) if path is None else filesystem.stat_of(path)
+        if stat[0] >= 0 or self._is_remote:
+            return path, stat
+        for spelling in _other_spellings(written):
+            other = self._inside(spelling)
+            other_stat = (-1, 0) if other is None else filesystem.stat_of(other)
+            if other_stat[0] >= 0:
+                return other, other_stat
+        return path, stat
 
     def refusal(self, given: str) -> str:
         """Return why :meth:`find` gives None for a path, and what to do."""
@@ -109,26 +110,26 @@ class ImagePaths:
             return f"{outside}: it is a link; copy the file, or give --data.follow-links"
         return f"{outside}: move it there, or name its folder with --data.image-folder DIR"
 
-    def _spellings(self, given: str) -> Iterator[str]:
-        """Yield a path as it is written, and then as other programs write it."""
-        given = self._relative_to_uri(given)
+    def _complete(self, given: str) -> str:
+        """Remove file:// or the folder's own URI from a path, and add its ending."""
+        if given.startswith("file://"):
+            given = filesystem.normalize_path(given)
+        elif self._is_remote:
+            folder = self.root.partition("?")[0].rstrip("/") + "/"
+            given = given.removeprefix(folder)
         if self._suffix and not given.lower().endswith(self._suffix.lower()):
             given += self._suffix
-        yield given
-        if WINDOWS_DRIVE.match(given):
-            return
-        slashes = given.replace("\\", "/")
-        decoded = unquote(slashes, errors="surrogateescape")
-        composed = unicodedata.normalize("NFC", slashes)
-        decomposed = unicodedata.normalize("NFD", slashes)
-        yield from dict.fromkeys((slashes, decoded, composed, decomposed))
+        return given
 
-    def _relative_to_uri(self, given: str) -> str:
-        """Remove the folder's own URI, or file://, from the beginning of a path."""
-        if given.startswith("file://"):
-            return filesystem.normalize_path(given)
-        folder = self.root.partition("?")[0].rstrip("/") + "/"
-        return given.removeprefix(folder) if self._is_remote else given
+
+def _other_spellings(path: str) -> Iterator[str]:
+    """Yield a path as Windows, a URL, or another operating system may mean it."""
+    slashes = path.replace("\\", "/")
+    if not WINDOWS_DRIVE.match(path):
+        yield slashes
+        yield unquote(slashes, errors="surrogateescape")
+        yield unicodedata.normalize("NFC", slashes)
+        yield unicodedata.normalize("NFD", slashes)
 
 
 def find_images(
