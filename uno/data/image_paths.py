@@ -6,6 +6,7 @@ Unicode form or percent signs, may lack its ending, or may be relative to anothe
 
 from __future__ import annotations
 
+import os
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
@@ -92,6 +93,8 @@ class ImagePaths:
 
     def refusal(self, given: str) -> str:
         """Return why :meth:`find` gives None for a path, and what to do."""
+        if given.startswith("file://"):
+            given = filesystem.normalize_path(given)
         shown = one_line(repr(given))
         if LABEL_STUDIO.match(given):
             return (
@@ -126,6 +129,7 @@ def _other_spellings(path: str) -> Iterator[str]:
     """Yield a path as Windows, a URL, or another operating system may mean it."""
     slashes = path.replace("\\", "/")
     if not WINDOWS_DRIVE.match(path):
+        yield path.strip()
         yield slashes
         yield unquote(slashes, errors="surrogateescape")
         yield unicodedata.normalize("NFC", slashes)
@@ -183,14 +187,18 @@ def find_images(
     if row and not filesystem.is_uri(root) and files.stats[:, 0].max() < 0:
         raise ConfigError(
             f"{source}: none of its {row} images is below {root}, e.g. "
-            f"{one_line(repr(first))}{_fix_of_missing(first, rules)}{otherwise}"
+            f"{one_line(repr(first))}{_fix_of_missing(root, first, rules)}{otherwise}"
         )
     numbers = None if lines is None else np.array(lines, np.int64)
     return replace(files, line_numbers=numbers)
 
 
-def _fix_of_missing(example: str, rules: PathRules) -> str:
+def _fix_of_missing(root: str, example: str, rules: PathRules) -> str:
     """Return the end of the error line that says that no image was found."""
+    folder, name = os.path.split(os.path.join(root, example))
+    others = os.listdir(folder) if os.path.isdir(folder) else []
+    if similar := next((other for other in others if other.lower() == name.lower()), None):
+        return f"; {similar!r} is there: write names with the same capital letters"
     if WINDOWS_DRIVE.match(example):
         return "; it is a path of a Windows computer: write paths relative to that folder"
     fixes = list[str]()

@@ -45,6 +45,8 @@ REQUEST_BYTES = 64 * 2**20  # of an object, in one piece
 STORE_BYTES = ", or store the bytes of the images in the column"
 PATHS_TRIED = 64  # of a column of paths, before anything starts
 NO_NAMES: Mapping[str, str] = {}
+VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
+"""Arrow's newer types of text and bytes, and the types that the code below knows."""
 TEXT, BINARY = (pa.string(), pa.large_string()), (pa.binary(), pa.large_binary())
 
 
@@ -234,6 +236,7 @@ class _Parquet:
                 with self._open(self.metadata) as file:
                     table = file.read(columns) if group is None else file.read_row_group(group, columns)
             table.validate(full=True)
+            table = without_views(table)
         if table.num_columns:
             self._require_rows(len(table), group)
         return table
@@ -286,7 +289,7 @@ class _Parquet:
             for batch in file.iter_batches(READ_ROWS, [group], columns):
                 batch.validate(full=True)
                 num += len(batch)
-                yield batch
+                yield without_views(batch)
         self._require_rows(num, group)
 
     @contextmanager
@@ -558,8 +561,18 @@ def require_distinct(source: str, *labels: Labels | None) -> None:
 
 
 def plain_type(kind: Any) -> Any:
-    """Return the type of the values of an Arrow type, which may be a dictionary (categorical)."""
-    return kind.value_type if pa.types.is_dictionary(kind) else kind
+    """Return the type of an Arrow column's values without dictionary encoding and views."""
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return VIEWS.get(kind, kind)
+
+
+def without_views(table: Any) -> Any:
+    """Cast the columns of an Arrow table or batch that are views of text or bytes."""
+    for i, field in enumerate(table.schema):
+        if field.type in VIEWS:
+            kind = VIEWS[field.type]
+            table = table.set_column(i, pa.field(field.name, kind), table.column(i).cast(kind))
+    return table
 
 
 def check_images(source: str, kind: Any) -> None:
@@ -683,6 +696,8 @@ def need_of_images(columns: Sequence[str], ours: Sequence[str]) -> str:
     likely = next((name for name in columns if name and LIKELY_IMAGES.fullmatch(name)), "NAME")
     has = one_line(", ".join(columns)) or "none"
     text = f"needs a column {' or '.join(ours)}, or --data.columns image={likely}; it has {has}"
+    if len(columns) == 1 and len(columns[0].split(",")) > 1:
+        text += "; each line is one value in quotes: remove the quotes around the lines"
     if any(is_image(name) for name in columns):
         text += "; the first line must name the columns, as path,label"
     return text

@@ -415,9 +415,11 @@ def _load_arrays(path: str, names: Mapping[str, str]) -> tuple[np.ndarray, dict[
             return loaded, {}, []
         arrays = {name: loaded[name] for name in loaded.files}
     except (OSError, ValueError, KeyError, IndexError, EOFError) as error:
-        objects = "Object arrays" in str(error)
-        fix = "; it holds Python objects: save names with .astype(str)" if objects else ""
-        raise ConfigError(f"{path} holds no array that can be read: {one_line(error)}{fix}") from None
+        reason = one_line(error)
+        if "pickle" in reason or "bject" in reason:  # NumPy's advice would be to open it all the same
+            reason = "it is damaged, or holds Python objects, which are not opened; save a list "
+            reason += "of vectors with np.stack, and names with .astype(str)"
+        raise ConfigError(f"{path} holds no array that can be read: {reason}") from None
     name = _name_of_embeddings(path, arrays, names)
     columns = dict[str, Any]()
     for ours in (*COLUMNS, "image"):
@@ -482,7 +484,8 @@ def _columns_of_csv(
     if names.get("image", "image") in given:
         columns["path"] = pa.array(given[names.get("image", "image")], pa.string())
     if (num_lines := len(next(iter(given.values()), []))) != num_rows:
-        raise ConfigError(f"{beside} has {plural(num_lines, 'row')}, {path} has {num_rows:,}")
+        fix = '; an empty line is no row: write "" for no label' if len(given) == 1 else ""
+        raise ConfigError(f"{beside} has {plural(num_lines, 'row')}, {path} has {num_rows:,}{fix}")
     return columns
 
 

@@ -109,6 +109,66 @@ def test_categorical_columns_of_parquet_are_read(tmp_path, predicted):
     assert images[1] == str((tmp_path / "b.png").resolve())
 
 
+@pytest.mark.parametrize("predicted", [False, True])
+def test_views_of_text_and_bytes_in_parquet_are_read(tmp_path, predicted):
+    """Arrow's types string_view and binary_view."""
+    write_images(tmp_path, ["a.png", "b.png"])
+    images = [encoded(pixels(0)), encoded(pixels(1))]
+    label = pa.array(["x", None], pa.string_view())
+    columns = {
+        "path": pa.array(["a.png", "b.png"], pa.string_view()),
+        "image": pa.array(images, pa.binary_view()),
+    }
+    for name, column in columns.items():
+        pq.write_table(pa.table({name: column, "label": label}), tmp_path / "t.parquet")
+        if predicted:
+            inputs = open_inputs(DataConfig(source=str(tmp_path / "t.parquet")))
+            (part,) = inputs.parts([np.arange(2)])
+            ((_, found),) = inputs.read(part, [2])
+        else:
+            rows = read(tmp_path / "t.parquet")
+            found = rows.images
+            assert rows.labels == ["x", None]
+        expected = str((tmp_path / "b.png").resolve()) if name == "path" else images[1]
+        assert found[1] == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("path,label\nA.PNG,x\n", "'a.png' is there"),
+        ('"path,label"\n"a.png,x"\n', "remove the quotes around the lines"),
+    ],
+)
+def test_small_mistakes_in_a_table_are_named(tmp_path, text, part):
+    write_images(tmp_path, ["a.png"])
+    (tmp_path / "t.csv").write_text(text)
+    assert part in refusal(tmp_path / "t.csv")
+
+
+def test_spaces_after_a_path_do_not_count(tmp_path):
+    write_images(tmp_path, ["a.png"])
+    (tmp_path / "t.csv").write_text("path,label\na.png ,x\n")
+    assert read(tmp_path / "t.csv").images[0] == str((tmp_path / "a.png").resolve())
+
+
+def test_an_empty_line_of_labels_is_explained(tmp_path):
+    np.save(tmp_path / "v.npy", np.ones((3, 2), "f4"))
+    (tmp_path / "v.csv").write_text("label\na\n\nb\n")
+    assert "an empty line is no row" in refusal(f"vectors:{tmp_path}/v.npy")
+    (tmp_path / "v.csv").write_text('label\na\n""\nb\n')
+    assert read(f"vectors:{tmp_path}/v.npy").labels == ["a", None, "b"]
+
+
+@pytest.mark.parametrize("name", ["v.npy", "v.npz"])
+def test_arrays_of_python_objects_are_refused_without_the_advice_to_open_them(tmp_path, name):
+    values = np.array([[1.0, 2.0], [3.0]], object)
+    save = np.save if name == "v.npy" else np.savez
+    save(tmp_path / name, values)
+    line = refusal(f"vectors:{tmp_path / name}")
+    assert "np.stack" in line and "allow_pickle" not in line
+
+
 def test_embeddings_as_text_are_refused_with_the_call_that_parses_them(tmp_path):
     table = pa.table({"embedding": ["[0.1, 0.2]"] * 2, "label": ["a", None]})
     pq.write_table(table, tmp_path / "t.parquet")
