@@ -8,7 +8,7 @@ from uno.data.files import valid_text
 
 PHOTOGRAPH = "photographs; save them as JPEG"
 VIDEO = "video; take still images"
-ARRAY = "give --data vectors:{path}"
+ARRAY = "an array file of NumPy; give --data vectors:{path}"
 HDF5 = "HDF5; save the matrix with np.save and give --data vectors:FILE.npy"
 SPREADSHEET = "a spreadsheet; save it as 'CSV UTF-8'"
 PICKLE = "Python objects, which are not opened; save arrays with np.save, tables as Parquet"
@@ -41,6 +41,8 @@ FIXES = {
     ".txt": "text; write a table as CSV, with the first line path,label",
 }
 """What files with an ending hold and what to do; ``{path}`` stands for the file."""
+USUAL_BESIDE_IMAGES = (".json", ".npy", ".npz", ".gz", ".txt")
+"""Endings of files that lie beside images for many reasons."""
 
 
 def fix_for(path: str) -> str:
@@ -48,6 +50,12 @@ def fix_for(path: str) -> str:
     name = path.lower()
     fix = next((fix for suffix, fix in FIXES.items() if name.endswith(suffix)), "")
     return fix.replace("{path}", path)
+
+
+def meaning_of(suffix: str) -> str:
+    """Return what ignored files with an ending hold, as ' (...)', or '' if that is not clear."""
+    fix = "" if suffix in USUAL_BESIDE_IMAGES else FIXES.get(suffix, "")
+    return f" ({fix})" if fix else ""
 
 
 def hint_of_files(names: Iterable[str]) -> str:

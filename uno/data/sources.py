@@ -20,7 +20,7 @@ from uno.data.columns import Labels, Text, chunks
 from uno.data.files import FileEntry, children, join, valid_text
 from uno.data.image_paths import PathRules
 from uno.data.images import EXTENSIONS, Files, InMemory, is_image
-from uno.data.other_formats import FIXES, fix_for
+from uno.data.other_formats import fix_for, meaning_of
 from uno.data.rows import SPLITS, Rows
 from uno.data.tables import NO_NAMES, read_parquet, read_table
 from uno.data.tar import read_tar
@@ -129,8 +129,7 @@ def recognize(path: str, follow_links: bool = False, names: Mapping[str, str] = 
         kind = _kind_of(filesystem.split(path)[1].lower())
         if kind is None:
             *others, last = chain.from_iterable(source.suffixes for source in SOURCES.values())
-            fix = f"; it is {fix_for(path)}" if fix_for(path) else ""
-            fix = fix.replace("it is give", "give")
+            fix = f"; this is {fix_for(path)}" if fix_for(path) else ""
             raise ConfigError(f"{path}: a file source must end in {', '.join(others)} or {last}{fix}")
         return kind
     folders, files = children(path)
@@ -373,22 +372,9 @@ def _images(root: str, notes: list[str], follow_links: bool) -> Iterator[FileEnt
             others[_suffix(found.relative)] += 1
     if others:
         most = others.most_common(8)
-        named = ", ".join(f"{number:,} {suffix}{_meaning(suffix)}" for suffix, number in most)
+        named = ", ".join(f"{number:,} {suffix}{meaning_of(suffix)}" for suffix, number in most)
         more = ", ..." if len(others) > 8 else ""
         notes.append(f"ignored {plural(others.total(), 'file')} below {root}: {named}{more}")
-
-
-def _meaning(suffix: str) -> str:
-    """Return what files with an ending hold, in brackets, or ''."""
-    fix = FIXES.get(suffix, "")
-    named = fix and suffix not in (
-        ".json",
-        ".npy",
-        ".npz",
-        ".gz",
-        ".txt",
-    )  # beside images they may be anything
-    return f" ({fix})" if named else ""
 
 
 def _suffix(name: str) -> str:
