@@ -10,12 +10,12 @@ from typing import NamedTuple
 import numpy as np
 
 from uno.config import Config
-from uno.data.decode import BadImage, decoded, read_header
+from uno.data.decode import BadImage, brightness, decoded, read_header
 from uno.data.files import is_uri, read_bytes
-from uno.data.images import content_of, evenly_spaced
+from uno.data.images import content_of, evenly_spaced, row_names
 from uno.data.mapped import equal_rows
 from uno.data.plan import by_windows, make_plan, make_pretrain_plan
-from uno.data.splits import Task
+from uno.data.splits import Task, missing_labels
 from uno.data.stream import window_rows
 from uno.errors import ConfigError, printable
 from uno.limits import MAX_IMAGE_BYTES
@@ -24,6 +24,8 @@ from uno.text import plural
 MIN_ROWS_PER_CLUSTER = 2.6  # of a batch, below which pseudo-labels suffer
 MAX_HASHED_BYTES = 2 * 2**30
 NUM_HEADERS = 64
+NUM_BRIGHTNESS = 16  # images whose brightness is measured
+DARK = 64  # of 255, the brightest pixel of images that are nearly black
 SHRUNK = 3  # times, of the shorter side, beyond which somebody should know
 ORDER_ROWS = 2**22  # whose order is looked at
 NUM_BATCHES = 1000  # of an epoch, whose classes are counted
@@ -45,7 +47,7 @@ def check(task: Task, config: Config, seconds: float = 0) -> list[Problem]:
     """
     headers, bad = headers_of(task)
     problems = [*_of_classes(task, config), *_of_batches(task, config), *_of_sizes(config, headers)]
-    problems += _of_order(task, config)
+    problems += [*_of_order(task, config), *_of_brightness(task)]
     problems += [Problem("warning", text) for text in task.rows.warnings]
     if seconds:
         problems += _of_pixels(task, config, seconds)
@@ -104,6 +106,9 @@ def _of_classes(task: Task, config: Config) -> Iterator[Problem]:
         other = seen.setdefault(" ".join(name.casefold().split()), name)
         if other != name:
             yield Problem("warning", f"classes {other!r} and {name!r} differ only in case or spaces")
+    for name in missing_labels(task.known):
+        text = f"class {name!r} seems to stand for a missing label: leave such labels empty"
+        yield Problem("warning", text)
     if task.num_known == 1:
         text = f"only one known class, {task.known[0]!r}: how classes differ cannot be learned from it"
         yield Problem("warning", text)
@@ -207,6 +212,35 @@ def _of_sizes(config: Config, headers: Sequence[tuple[str, int, int]]) -> Iterat
         yield Problem("warning", text + "raise --image-size (slower)")
 
 
+def _of_brightness(task: Task) -> Iterator[Problem]:
+    """Warn if a sample of images is nearly black, as 12-bit values in 16-bit files are."""
+    images = task.rows.images
+    if images.vectors(np.arange(0)) is not None:
+        return
+    measured = []
+    for row in evenly_spaced(NUM_BRIGHTNESS, len(task.rows)).tolist():
+        with suppress(BadImage):  # decoding reports it
+            measured.append(brightness(images[row]))
+    largest = max((decoded for decoded, _, _ in measured), default=255)
+    if largest >= DARK:
+        return
+    text = f"images are nearly black: the brightest pixel of {len(measured)} images is {largest} of 255"
+    stored, white = max((stored, white) for _, stored, white in measured)
+    if white > 255:
+        bits = max(stored, 1).bit_length()
+        text += (
+            f"; their stored values end at {stored:,} of {white:,}, as those of {bits} bits do: "
+            f"multiply them by {white // (2**bits - 1)}, or save the images with 8 bits"
+        )
+    yield Problem("warning", text)
+
+
+def _name(task: Task, row: int) -> str:
+    """Return what people are told about a row: its id, path and line."""
+    (name,) = row_names(task.rows.ids, task.rows.images, [row])
+    return name
+
+
 def headers_of(task: Task) -> tuple[list[tuple[str, int, int]], list[str]]:
     """Headers of a sample of rows, and the reasons of the unreadable ones with their ids."""
     headers, bad, images = [], [], task.rows.images
@@ -217,7 +251,7 @@ def headers_of(task: Task) -> tuple[list[tuple[str, int, int]], list[str]]:
         try:
             headers.append(read_header(images[row]))
         except BadImage as error:
-            bad.append(f"{task.rows.ids[row]}: {error}")
+            bad.append(f"{_name(task, row)}: {error}")
     return headers, bad
 
 
@@ -229,7 +263,7 @@ def _of_pixels(task: Task, config: Config, seconds: float) -> Iterator[Problem]:
     for rows, _, reasons in decoded(task.rows.images, batches, size, threads):
         looked += len(rows)
         pairs = zip(rows.tolist(), reasons, strict=True)
-        bad += [f"{task.rows.ids[row]}: {reason}" for row, reason in pairs if reason is not None]
+        bad += [f"{_name(task, row)}: {reason}" for row, reason in pairs if reason is not None]
     if bad:
         some = "; ".join(bad[:NUM_NAMED]) + ("; ..." if len(bad) > NUM_NAMED else "")
         text = f"{len(bad)} of {looked} images cannot be read: {some}"
@@ -256,7 +290,7 @@ def _duplicates(task: Task) -> Iterator[str]:
         if len(labels - {-1}) > 1:
             found["duplicates with different known labels"].append(group)
     for text, copies in found.items():
-        yield f"{text}: {len(copies)}, e.g. {' = '.join(task.rows.ids[i] for i in copies[0][:3])}"
+        yield f"{text}: {len(copies)}, e.g. {' = '.join(_name(task, i) for i in copies[0][:3])}"
     if not complete:
         yield f"the search for duplicates stopped after {MAX_HASHED_BYTES >> 30} GiB of images"
 

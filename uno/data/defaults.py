@@ -102,7 +102,8 @@ def _batch(config: Config, task: Task, given: Container[str], num_classes: int, 
         return {}, []
     made, most = task.rows.images.vectors(np.arange(len(task.rows))), config.train.batch_size
     if made is not None:
-        check_bad(task.rows.ids, made[1], config.data.max_bad_fraction)
+        limit = config.data.max_bad_fraction
+        check_bad(task.rows.ids, made[1], limit, images=task.rows.images)
     rows = train_rows(task, None if made is None else ok_mask(made[1]))
     labeled, unlabeled = len(rows["labeled"]), len(rows["unlabeled"])
     least = math.ceil(MIN_ROWS_PER_CLUSTER * num_classes * (labeled + unlabeled) / max(unlabeled, 1))

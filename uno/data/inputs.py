@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from uno.config import DataConfig
 from uno.data.files import FileEntry, files_below, valid_text
+from uno.data.image_paths import PathRules
 from uno.data.images import Files, Images, InMemory, is_image
 from uno.data.rows import Partition, Rows
 from uno.data.sources import UnreadImages, locate_source, read_images, read_rows
@@ -83,9 +84,9 @@ def open_inputs(config: DataConfig) -> Inputs:
     """Every image of a folder, every row of a table, labeled or not. ConfigError: it cannot be read."""
     kind, path = ("folders", "") if config.labeled is not None else locate_source(config)
     if kind == "parquet":
-        return ParquetTable(path, config.named_columns)
+        return ParquetTable(path, config.named_columns, PathRules.of(config))
     if kind in ("folder", "classes", "splits", "imagenet"):
-        return ImageFolder(path)
+        return ImageFolder(path, config.follow_links)
     return RowInputs(read_rows(config, images_only=True))
 
 
@@ -122,14 +123,15 @@ class ImageFolder(Inputs):
     step with the work, for the paths: of a folder of any size the next partition is in memory.
     """
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, follow_links: bool = False) -> None:
+        self._follow_links = follow_links
         self._root, self._num, digest, times = root, 0, hashlib.sha256(), hashlib.sha256()
         unread = UnreadImages()
         for found in self._listed(digest, unread):
             self._num += 1
             times.update(found.time.to_bytes(8, "little", signed=True))
         if not self._num:
-            read_images(root)  # which says what is there instead
+            read_images(root, follow_links)  # which says what is there instead
         self.fingerprint, self.times = digest.hexdigest(), times.hexdigest()
         self.warnings = unread.warnings(root)
 
@@ -155,7 +157,7 @@ class ImageFolder(Inputs):
             )
 
     def _listed(self, digest: Any, unread: UnreadImages | None = None) -> Iterator[FileEntry]:
-        for found in files_below(self._root):
+        for found in files_below(self._root, self._follow_links):
             if is_image(found.relative):
                 digest.update(f"{found.size} {found.relative}\0".encode(errors="surrogateescape"))
                 yield found

@@ -108,7 +108,7 @@ class TarImages(Images):
         return np.unique(places, axis=1, return_inverse=True)[1].reshape(-1)
 
 
-def read_tar(path: str, images_only: bool = False) -> Rows:
+def read_tar(path: str, images_only: bool = False, follow_links: bool = False) -> Rows:
     """Read the *.tar files of a folder, one file, or those that a pattern names.
 
     The members of one shard that have one key are a row, and its id is SHARD#KEY. The key
@@ -125,12 +125,13 @@ def read_tar(path: str, images_only: bool = False) -> Rows:
     Args:
         path: A folder, a file, or a pattern with ``*``, ``{000..009}`` or ``{a,b}``.
         images_only: Whether labels are not read, because the rows are to be predicted.
+        follow_links: Whether shards may be links out of the folder.
 
     Raises:
         ConfigError: There is no such file, one is compressed or no tar file, a label is
             none, or it cannot be told which image it belongs to.
     """
-    source, shards = f"tar:{path}", _shards(path)
+    source, shards = f"tar:{path}", _shards(path, follow_links)
     with ThreadPoolExecutor(SCANNED) as pool:
         scans = list(pool.map(lambda shard: _scan(shard, images_only), shards))
     warnings, notes = _warnings(scans), _notes(scans)
@@ -513,14 +514,14 @@ def _split(name: str) -> str:
     return next((SPLITS[word] for word in words if word in SPLITS), "train")
 
 
-def _shards(path: str) -> list[FileEntry]:
+def _shards(path: str, follow_links: bool) -> list[FileEntry]:
     """The tar files that a path or pattern names, in order."""
     kind = filesystem.kind(path)
     if kind == "file":
         return [FileEntry(filesystem.split(path)[1], path, *filesystem.stat_of(path))]
     if kind == "missing":
-        return _matching(path)
-    found = list(filesystem.walk(path))
+        return _matching(path, follow_links)
+    found = list(filesystem.walk(path, follow_links))
     shards = [file for file in found if file.relative.lower().endswith(".tar")]
     if not shards:
         packed = (file.relative for file in found if PACKED.search(file.relative))
@@ -529,7 +530,7 @@ def _shards(path: str) -> list[FileEntry]:
     return shards
 
 
-def _matching(pattern: str) -> list[FileEntry]:
+def _matching(pattern: str, follow_links: bool) -> list[FileEntry]:
     base, mark, options = pattern.partition("?") if is_uri(pattern) else (pattern, "", "")
     root = re.split(r"[*{]", base)[0].rpartition("/")[0]
     folder = (root or ("/" if base.startswith("/") else ".")) + mark + options
@@ -537,7 +538,8 @@ def _matching(pattern: str) -> list[FileEntry]:
     if len(names) > MAX_SHARDS:
         raise ConfigError(f"{pattern} names more than {MAX_SHARDS:,} files")
     found = list[FileEntry]()
-    below = list(filesystem.walk(folder)) if any("*" in name for name in names) else []
+    is_walked = any("*" in name for name in names)
+    below = list(filesystem.walk(folder, follow_links)) if is_walked else []
     for name in names:
         if "*" in name:
             wanted = re.compile("[^/]*".join(map(re.escape, name.split("*"))))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from uno.config import Config, DataConfig
 from uno.data import features
-from uno.data.decode import BAD_SAMPLES, check_bad, decode_many, ok_mask
+from uno.data.decode import BAD_SAMPLES, check_bad, decode_many, name_bad, ok_mask
 from uno.data.features import FeatureCache, FeatureJob, Missing, Shard, feature_job
 from uno.data.files import Storage
 from uno.data.images import evenly_spaced
@@ -88,11 +88,12 @@ def leave_out_unreadable(
     reasons: list[str | None], config: Config, task: Task, storage: Storage | None = None
 ) -> None:
     """Say how many images cannot be read and list them in a run's ``bad_samples.jsonl``; refuse too many."""
-    bad = check_bad(task.rows.ids, reasons, config.data.max_bad_fraction, storage)
+    limit = config.data.max_bad_fraction
+    bad = check_bad(task.rows.ids, reasons, limit, storage, task.rows.images)
     if bad:
-        first = f"the first: {bad[0]['id']} ({bad[0]['reason']})"
-        where = f"see {storage.below(BAD_SAMPLES)}" if storage else first
-        print_line(f"warning: {plural(len(bad), 'unreadable image')} left out; {where}")
+        first = f"the first: {name_bad(bad[0])}: {bad[0]['reason']}"
+        where = f"see {storage.below(BAD_SAMPLES)}; " if storage else ""
+        print_line(f"warning: {plural(len(bad), 'unreadable image')} left out; {where}{first}")
 
 
 def compute_local(

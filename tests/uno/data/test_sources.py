@@ -208,7 +208,7 @@ def test_a_bare_path_is_recognized_by_content_not_by_name(tmp_path):
         write_cifar(tmp_path / "z", layout, rows=1)
     assert "cifar10:" in failure(read, tmp_path / "z")
     (tmp_path / "data.txt").write_text("x")
-    assert "must end in .parquet, .csv, .jsonl or .tar" in failure(read, tmp_path / "data.txt")
+    assert "must end in .parquet, .csv, .tsv, .jsonl or .tar" in failure(read, tmp_path / "data.txt")
 
 
 def test_unknown_prefix_suggests_the_nearest(tmp_path):
