@@ -188,7 +188,7 @@ class Ranks(Place):
             return
         config, storage = Config.model_validate(job["config"]), ClaimedStorage(job["output"], job["token"])
         storage.check()
-        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
             task = read_task(config.data)
             if task.rows.fingerprint != job["fingerprint"]:
                 raise ConfigError(f"rank {self.rank} reads other data than rank 0 from {task.rows.source}")
