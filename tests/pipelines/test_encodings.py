@@ -46,7 +46,6 @@ def arguments():
         ["evaluate", "RUN"],
         ["predict", "RUN", "--csv"],
         ["classes", "RUN"],
-        ["classes", "RUN", "--rename", f"novel-1={CUP}3"],
         ["classes", "RUN", "--rename", f"{CUP}77=x"],
         ["report", "RUN"],
         ["export", "RUN", "--format", "pt2"],
