@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -348,7 +349,8 @@ def classes(argv: Sequence[str]) -> int:
     path, is_there = folder.path(name), own.file is not None or storage.exists(YAML_FILE)
     if not is_there and not own.rename:
         storage.write(YAML_FILE, template(model.classes, model.model_hash, _suggestions(model)).encode())
-        print_line(f"{path} is written: edit it, then run uno classes {own.run} --apply")
+        command = f"uno classes {shlex.quote(own.run)} --apply"
+        print_line(f"{path} is written: edit it, then run {command}")
         return 0
     data = template(model.classes, model.model_hash, {}).encode()
     if is_there:

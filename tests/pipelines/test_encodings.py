@@ -1,17 +1,23 @@
-"""Names that the encoding of the terminal lacks are shown as escapes by every command."""
+"""Names in terminals of other encodings, in spreadsheets, and in printed commands."""
 
+import csv
 import io
 import os
 import re
+import shlex
+import shutil
 import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import uno
 from pipelines import cli
 from uno.errors import ConfigError
+from uno.results.folders import _without_formulas
 from uno.session.settings import completed
 
 CUP = "杯子"
@@ -95,3 +101,41 @@ def test_a_path_that_the_locale_cannot_name_is_refused():
     output = os.fsencode("runs/ü").decode("ascii", "surrogateescape")
     with pytest.raises(ConfigError, match="UTF-8 locale"):
         completed({"output": output})
+
+
+def test_a_table_for_spreadsheets_has_no_formula(run, tmp_path, monkeypatch):
+    """Excel reads the file as UTF-8, and the Parquet table has the names as they are."""
+    copy, names = tmp_path / "run", ["=1+1", "Gehäuse", "-cmd", "@a", "+1"]
+    shutil.copytree(run, copy)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["classes", "run", "--rename", f"2={names[0]}", f"3={names[1]}"]) == 0
+    assert cli.main(["predict", "run", "--csv"]) == 0
+    data = (copy / "predictions.csv").read_bytes()
+    assert data.startswith(b"\xef\xbb\xbf")
+    rows = list(csv.DictReader(data.decode("utf-8-sig").splitlines()))
+    table = pq.read_table(copy / "predictions.parquet").to_pylist()
+    assert {names[0], names[1]} <= {row["class_name"] for row in table}
+    shown = {"=1+1": "'=1+1"}
+    for row, line in zip(table, rows, strict=True):
+        assert line["class_name"] == shown.get(row["class_name"], row["class_name"])
+        assert line["id"] == row["id"] and float(line["margin"]) >= 0
+    column = pa.array([*names, None, "", "a=1", "\tx"])
+    found = _without_formulas(column).to_pylist()
+    assert found == ["'=1+1", "Gehäuse", "'-cmd", "'@a", "'+1", None, "", "a=1", "'\tx"]
+
+
+def test_printed_commands_can_be_copied(run, tmp_path, capsys):
+    """A path with a space and a quote is one word of each command."""
+    copy = tmp_path / "my 'run'"
+    shutil.copytree(run, copy)
+    (copy / "classes.yaml").unlink(missing_ok=True)
+    data = ["--data", f"vectors:{run.parent / 'v.npy'}", "--num-novel", "2"]
+    assert cli.main(["discover", *data, "--output", str(copy)]) == 0
+    assert cli.main(["classes", str(copy)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    commands = [line[line.index(" uno ") :] for line in said if " uno " in line]
+    words = [shlex.split(command) for command in commands]
+    assert [line[1] for line in words] == ["classes", "predict", "classes"]
+    assert all(line[2] == str(copy) for line in words)
+    report = next(line for line in said if line.startswith("next: open "))
+    assert shlex.split(report)[2] == str(copy / "report.html")

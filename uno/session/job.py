@@ -344,9 +344,12 @@ def _show(storage: Storage, values: dict[str, float]) -> None:
         print_line(f"\n{format_table(values)}")
     print_line(f"\nresults in {storage.uri}")
     if storage.exists(REPORT):
-        print_line(f"next: open {storage.below(REPORT)}\n"
-                   f"      uno classes {storage.uri} --rename {shlex.quote(f'{novel}=NAME')}\n"
-                   f"      uno predict {storage.uri} --data SOURCE --output DIR")  # fmt: skip
+        run, report = shlex.quote(storage.uri), shlex.quote(storage.below(REPORT))
+        print_line(
+            f"next: open {report}\n"
+            f"      uno classes {run} --rename {shlex.quote(f'{novel}=NAME')}\n"
+            f"      uno predict {run} --data SOURCE --output DIR"
+        )
 
 
 def _dry_run(
