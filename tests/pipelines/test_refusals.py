@@ -89,6 +89,15 @@ REFUSED = {
         *[*DISCOVER, "--output", "run", "--overwrite"],
         *["--weights", "gone.safetensors"],
     ],
+    "discover: auto, other settings": [
+        *[*DISCOVER, "--output", "run", "--num-novel", "auto", "--seed", "7"],
+    ],
+    "discover: auto, other data": [
+        *[*DISCOVER, "--output", "run", "--num-novel", "auto", "--data.limit", "150"],
+    ],
+    "discover: auto, not a run": [
+        *[*DISCOVER, "--output", "other", "--num-novel", "auto"],
+    ],
     "dry run, auto": [*DISCOVER, "--dry-run", "--num-novel", "auto", "--output", "run"],
     "pretrain: other settings": ["pretrain", *DISCOVER[1:], "--seed", "7", "--output", "run"],
     "evaluate: not a run": ["evaluate", "other"],

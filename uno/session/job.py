@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow.compute as pc
 from torch import Tensor
 
-from uno.config import Config, override
+from uno.config import Config, flatten, override
 from uno.data.check import CHECK_SECONDS, check, format_report
 from uno.data.decode import BAD_SAMPLES
 from uno.data.defaults import derives_batch
@@ -83,6 +83,8 @@ def discover(
     if config.data.num_novel == "auto":
         if dry_run:
             raise ConfigError("--dry-run needs a number for --num-novel; uno estimate-classes estimates one")
+        if not overwrite:
+            _require_same_run(config, given)
         folder = f"{config.output}-estimate"
         found = estimate_classes(override(config, {"output": folder}), given, elsewhere=elsewhere)
         assert found is not None
@@ -129,6 +131,25 @@ def discover(
             with interrupt_on_signal("stopped before the run was finished; resume with the same command"):
                 _finish(config, claim.storage, task, values, report, elsewhere)
     _show(storage, values)
+
+
+def _require_same_run(config: Config, given: Mapping[str, Any]) -> None:
+    """Check that the output directory is free, or that its run goes on.
+
+    The number of classes is estimated only after this check, because an estimate takes
+    long and replaces an earlier one.
+
+    Raises:
+        ConfigError: The directory holds something else, or a run of other settings or
+            data.
+    """
+    storage = Storage(str(config.output))
+    if not directory.is_run(storage):
+        return
+    stored = flatten(directory.read_config_tree(storage))
+    number = {"data.num_novel": stored.get("data.num_novel")}
+    begun = resolve(override(config, number), given).config
+    directory.open_run(begun, storage, read_task(begun.data).rows.fingerprint)
 
 
 def _first_look(
