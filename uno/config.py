@@ -498,6 +498,14 @@ def why_not_gcd(config: Config) -> str | None:
 # fmt: on
 
 
+def clusters_features(config: Config) -> bool:
+    """Return whether the method of a run clusters features instead of training heads.
+
+    Such a method needs more unlabeled rows than clusters.
+    """
+    return not load(config.method).trains
+
+
 def field_traits(key: str) -> FieldTraits:
     """What the schema says of a dotted key, a field's or a section's."""
     first, *rest = key.split(".")

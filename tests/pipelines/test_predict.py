@@ -295,7 +295,11 @@ def test_into_csv_and_folders(run, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert f"as CSV: {out / 'predictions.csv'}" in shown and f"sorted: {out / 'by_class'}" in shown
     table = table_of(out).to_pandas()
-    assert len(list(csv.DictReader((out / "predictions.csv").read_text().splitlines()))) == len(table) == 25
+    assert (
+        len(list(csv.DictReader((out / "predictions.csv").read_text("utf-8-sig").splitlines())))
+        == len(table)
+        == 25
+    )
     copies = [path for path in out.rglob("*.png")]
     assert len(copies) == 24 and {path.parent.parent for path in copies} == {out / "by_class"}
     assert sorted(p.read_bytes() for p in copies) == sorted(p.read_bytes() for p in images.rglob("digit*"))

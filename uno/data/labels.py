@@ -52,7 +52,8 @@ def encode_labels(
     code_of: dict[tuple[type, Hashable], int] = {}
 
     def encode(value: Any) -> int:
-        value = value.item() if getattr(value, "shape", None) == () else value
+        if getattr(value, "shape", None) == () and not is_missing(value):
+            value = value.item()
         if is_missing(value):
             return -1
         key = type(value), value if isinstance(value, Hashable) else repr(value)
@@ -145,15 +146,13 @@ def _class_name(value: Any, declared: Sequence[str], reads_text: bool) -> str | 
 
 
 def is_missing(value: Any) -> bool:
-    """Return whether a value means that there is none: None, NaN, NA or blank text."""
+    """Return whether a value means that there is none: None, NaN, NA, masked or blank text."""
     if value is None or isinstance(value, str):
         return not (value and value.strip())
-    try:
-        return bool(value != value)
-    except TypeError:  # pandas.NA is neither equal to itself nor different
-        return True
-    except ValueError:  # an array
-        return False
+    differs = value != value
+    if isinstance(differs, bool | np.bool_):
+        return bool(differs)
+    return differs is value  # pandas.NA and numpy.ma.masked answer comparisons with themselves
 
 
 def _is_number(value: Any) -> bool:

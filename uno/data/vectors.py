@@ -4,12 +4,14 @@ The source is their cache, and nothing is encoded. A picture or text of a row is
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, starmap
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -24,9 +26,10 @@ from uno.data import mapped, tables
 from uno.data.columns import Labels, Text
 from uno.data.decode import ok_mask
 from uno.data.features import SEED
+from uno.data.from_python import class_names, float_vectors, row_names
 from uno.data.image_paths import DEFAULT_RULES, PathRules, find_images
 from uno.data.images import Image, Images, evenly_spaced
-from uno.data.labels import encode_column, encode_labels, require_distinct
+from uno.data.labels import encode_column, require_distinct
 from uno.data.mapped import PIECE_ROWS, NeighborViews
 from uno.data.other_formats import fix_for
 from uno.data.plan import FEATURES, augment_generator
@@ -60,8 +63,8 @@ class Vectors(Images):
 
     @classmethod
     def of(cls, given: Any, what: str = "embeddings") -> Vectors:
-        """Of numbers as :func:`numbers_of` takes them."""
-        values = numbers_of(given, what)
+        """Of numbers as :func:`~uno.data.from_python.float_vectors` takes them."""
+        values = float_vectors(given, what)
         return cls(*checked(values, [None] * len(values)))
 
     def __len__(self) -> int:
@@ -97,18 +100,6 @@ class Vectors(Images):
     def captions(self, rows: np.ndarray) -> list[str | None]:
         """The text of each."""
         return [None] * len(rows) if self.words is None else self.words.take(pa.array(rows)).to_pylist()
-
-
-def numbers_of(given: Any, what: str) -> Tensor:
-    """Numbers (N, D), or (N, V, D) of V views -> float32 (N, V, D) on the host. ConfigError: neither."""
-    try:
-        values = torch.as_tensor(given if isinstance(given, Tensor) else np.asarray(given)).detach().cpu()
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{what} must be numbers (N, D): {one_line(error)}") from None
-    if values.ndim not in (2, 3) or not values.numel() or values.dtype == torch.bool or values.is_complex():
-        found = f"{values.dtype} {tuple(values.shape)}"
-        raise ConfigError(f"{what} must be numbers (N, D) or (N, V, D), not {found}")
-    return (values if values.ndim == 3 else values[:, None]).float()
 
 
 def checked(values: Tensor, reasons: list[str | None]) -> tuple[Tensor, list[str | None]]:
@@ -270,24 +261,55 @@ def _neighbors(values: Tensor, rows: Tensor, generator: torch.Generator) -> Tens
     return near
 
 
-def store_vectors(path: str, embeddings: Any, labels: Any = None, ids: Any = None) -> None:
-    """Numbers as :func:`numbers_of` takes them as a file for :func:`read_vectors`. ``labels`` (N,): names,
-    numbers below 0 and NaN being none, or None. ConfigError: other lengths, or no such labels.
+class GivenVectors(NamedTuple):
+    """Embeddings that a caller passes, as they are stored.
+
+    Attributes:
+        values: float32 (N, V, D), V views of each row.
+        columns: The text of each row (N,), by the name of the column.
     """
-    values = numbers_of(embeddings, "embeddings")
-    num, views, _ = values.shape
-    columns: dict[str, list[str | None]] = {}
-    columns["id"] = [f"row-{row}" for row in range(num)] if ids is None else [str(name) for name in ids]
+
+    values: Tensor
+    columns: dict[str, Any]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the content, 64 hex digits."""
+        found = hashlib.sha256(repr(tuple(self.values.shape)).encode())
+        for name, column in self.columns.items():
+            text = json.dumps([name, column.to_pylist()])
+            found.update(text.encode())
+        for part in self.values.split(PIECE_ROWS):
+            found.update(part.contiguous().numpy())
+        return found.hexdigest()
+
+    def store(self, path: str) -> None:
+        """Write a file for :func:`read_vectors`, which appears whole."""
+        counts = np.full(len(self.values), self.values.shape[1])
+        write_vectors(path, self.values, counts, self.columns)
+
+
+def given_vectors(embeddings: Any, labels: Any = None, ids: Any = None) -> GivenVectors:
+    """Return embeddings, labels and ids as they are stored.
+
+    Args:
+        embeddings: Numbers as :func:`~uno.data.from_python.float_vectors` takes them.
+        labels: The class of each row (N,), or a missing value, or None.
+        ids: The id of each row (N,); by default rows are numbered.
+
+    Raises:
+        ConfigError: The numbers of rows differ, or a value is none of these.
+    """
+    values = float_vectors(embeddings, "embeddings")
+    num, columns = len(values), dict[str, list[Any]]()
+    columns["id"] = [f"row-{row}" for row in range(num)] if ids is None else row_names(ids)
     if labels is not None:
-        given = labels.tolist() if hasattr(labels, "tolist") else labels
-        columns["label"] = list(encode_labels("labels", given))
+        columns["label"] = class_names(labels)
     for name, column in columns.items():
         if len(column) != num:
-            raise ConfigError(f"{len(column):,} {name}s for {num:,} embeddings")
-    if len(set(columns["id"])) < num:
-        raise ConfigError("ids of embeddings must be unique; views of a row are embeddings (N, V, D)")
-    tables_of = {name: pa.array(column, pa.string()) for name, column in columns.items()}
-    write_vectors(path, values, np.full(num, views), tables_of)
+            raise ConfigError(f"{len(column):,} {name}s for {num:,} embeddings; give one for each row")
+    text = {name: pa.array(column, pa.string()) for name, column in columns.items()}
+    return GivenVectors(values, text)
 
 
 def write_vectors(path: str, values: Tensor, counts: np.ndarray, columns: Mapping[str, Any]) -> None:
@@ -376,7 +398,7 @@ def _of_arrays(source: str, path: str, names: Mapping[str, str], rules: PathRule
     values, columns, present = _load_arrays(path, names)
     if values.ndim != 2:
         raise ConfigError(f"{path} must hold numbers (N, D), not {values.shape}")
-    numbers_of(values[:1], path)
+    float_vectors(values[:1], path)
     if values.dtype != np.float32:
         values = mapped.fill(values.shape, values.__getitem__)
     beside = f"{path[:-4]}.csv"
