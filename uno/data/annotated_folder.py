@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from uno.data import files as filesystem
 from uno.data.image_paths import DEFAULT_RULES, PathRules
 from uno.data.images import is_image
@@ -94,19 +96,25 @@ def read_annotated_folder(
         notes += note_of_no_label(source, [*others], names)
     if not any(merged["eval_label"]):
         del merged["eval_label"]
-    named = {name for name in merged["path"] if name}
-    listed = filesystem.walk(root, rules.follow_links)
-    unnamed = [f.relative for f in listed if is_image(f.relative) and f.relative not in named]
-    warnings: tuple[str, ...] = ()
-    if unnamed:
-        example = one_line(repr(filesystem.valid_text(unnamed[0])))
-        warnings = (
-            f"{plural(len(unnamed), 'image')} below {root} left out, e.g. {example}: only images that "
-            f"a table names are read; add a line for each, with an empty label if it has none",
-        )
     whole = TextTable(merged, lines, tuple(notes))
     rows = rows_of_table(source, root, root, whole, NO_NAMES, rules, images_only)
-    return replace(rows, warnings=warnings)
+    return replace(rows, warnings=_warnings_of_left_out(root, rows, rules))
+
+
+def _warnings_of_left_out(root: str, rows: Rows, rules: PathRules) -> tuple[str, ...]:
+    """Return a line about the images below ``root`` that no table names, if there are any."""
+    named = set(rows.images.paths(np.arange(len(rows))))  # tables may spell them otherwise
+    inside = filesystem.resolver(root, rules.follow_links)
+    listed = filesystem.walk(root, rules.follow_links)
+    images = (file.relative for file in listed if is_image(file.relative))
+    left_out = [relative for relative in images if inside(relative) not in named]
+    if not left_out:
+        return ()
+    example = one_line(repr(filesystem.valid_text(left_out[0])))
+    return (
+        f"{plural(len(left_out), 'image')} below {root} left out, e.g. {example}: only images "
+        "that a table names are read; add a line for each, with an empty label if it has none",
+    )
 
 
 def _find_tables(root: str) -> list[str]:

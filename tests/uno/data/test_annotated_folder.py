@@ -83,6 +83,12 @@ def test_images_that_no_table_names_are_counted(folder):
     assert "1 image" in line and "train/extra.png" in line
 
 
+def test_an_image_that_a_table_spells_otherwise_is_not_left_out(tmp_path):
+    write_images(tmp_path, ["my cat.png", "dog.png"])
+    (tmp_path / "metadata.csv").write_text("file_name,label\nmy%20cat.png,cat\ndog.png,dog\n")
+    assert not read_rows(DataConfig(source=str(tmp_path))).warnings
+
+
 def test_a_metadata_folder_can_be_predicted(folder):
     write_metadata(folder, "csv")
     assert len(open_inputs(DataConfig(source=str(folder)))) == 4

@@ -12,7 +12,7 @@ import pytest
 from uno.config import DataConfig
 from uno.data.labels import encode_column, encode_labels
 from uno.data.sources import read_rows
-from uno.data.vectors import store_vectors
+from uno.data.vectors import given_vectors
 
 from .builders import encoded, failure, pixels, write_images
 from .test_tar import write_tar
@@ -122,7 +122,8 @@ def test_whole_numbers_with_gaps_are_the_same_classes_in_every_source(tmp_path, 
         np.save(place, vectors)
         (tmp_path / "t.csv").write_text(f"path,label\n{csv}")
     else:
-        store_vectors(place, vectors, np.array([np.nan if v is None else v for v in labels]))
+        column = np.array([np.nan if v is None else v for v in labels])
+        given_vectors(vectors, column).store(place)
     prefix = "vectors:" if source in ("vectors", "arrays", "python") else ""
     rows = read_rows(DataConfig(source=prefix + place))
     assert rows.labels == ["0", "1", None, "2", None]

@@ -27,7 +27,7 @@ from uno.data.decode import decode_many
 from uno.data.rows import Rows
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
-from uno.data.vectors import store_vectors
+from uno.data.vectors import given_vectors
 from uno.errors import ConfigError
 
 from .builders import encoded, pixels
@@ -179,7 +179,8 @@ def write_python(root: Path, rows: Sequence[Row], labels: Any = None) -> dict[st
     """As ``uno.discover(embeddings=X, labels=y, ids=names)`` stores them."""
     root.mkdir(parents=True, exist_ok=True)
     labels = [row.label for row in rows] if labels is None else labels
-    store_vectors(f"{root}/t.parquet", numbers(rows), labels, [row.name for row in rows])
+    given = given_vectors(numbers(rows), labels, [row.name for row in rows])
+    given.store(f"{root}/t.parquet")
     return {"source": f"vectors:{root}/t.parquet"}
 
 
@@ -481,38 +482,6 @@ def outcomes(situation: str, source: str) -> tuple[Outcome, ...]:
     return (plain,)
 
 
-NOT_YET = {
-    ("one_broken_file", "csv"): "D10: an unreadable row of a table is named without its path",
-    ("one_broken_file", "jsonl"): "D10: an unreadable row of a table is named without its path",
-    ("lost_label", "csv"): "D10: an unreadable row of a table is named without its path",
-    ("lost_label", "jsonl"): "D10: an unreadable row of a table is named without its path",
-    ("link_to_nothing", "folder"): "D11: a link to a file that is gone is left out",
-    ("link_to_nothing", "two folders"): "D11: a link to a file that is gone is left out",
-    **{
-        ("link_out", source): "D11: the line names no option that follows links"
-        for source in ("folder", "two folders", "csv", "jsonl", "parquet")
-    },
-    **{
-        ("another_encoding", source): "D9: the line does not say that the file is not UTF-8"
-        for source in ("csv", "jsonl", "vectors")
-    },
-    ("semicolons", "csv"): "D9: the line does not name the separator",
-    ("semicolons", "vectors"): "D9: the line does not name the separator",
-}
-CELLS = [
-    pytest.param(
-        situation,
-        source,
-        id=f"{situation}-{source}",
-        marks=[pytest.mark.xfail(reason=NOT_YET[situation, source], strict=False)]
-        if (situation, source) in NOT_YET
-        else [],
-    )
-    for situation in SITUATIONS
-    for source in WRITERS
-]
-
-
 def is_right(rows: Rows, expected: Right) -> bool:
     """Whether the rows, their splits and unreadable images are exactly those expected."""
     vectors = rows.images.vectors(np.arange(len(rows)))
@@ -529,7 +498,8 @@ def is_right(rows: Rows, expected: Right) -> bool:
     )
 
 
-@pytest.mark.parametrize(("situation", "source"), CELLS)
+@pytest.mark.parametrize("source", WRITERS)
+@pytest.mark.parametrize("situation", SITUATIONS)
 def test_a_source_is_read_right_or_refused_in_one_line(tmp_path, situation, source):
     expected = outcomes(situation, source)
     if isinstance(expected[0], NotApplicable):
