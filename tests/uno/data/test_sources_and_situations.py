@@ -328,7 +328,8 @@ def byte_order_mark(source: str, root: Path) -> dict[str, str]:
 
 def semicolons(source: str, root: Path) -> dict[str, str]:
     config = WRITERS[source](root, ROWS)
-    (root / "t.csv").write_text(csv_text(ROWS, ";"))
+    text = csv_text(ROWS, ";")
+    (root / "t.csv").write_text(text.replace("path;", "id;", 1) if source == "vectors" else text)
     return config
 
 
@@ -454,7 +455,7 @@ def outcomes(situation: str, source: str) -> tuple[Outcome, ...]:
         case "link_out", _:
             return (Refused([r"a\.png", "--data."]),)
         case "link_to_nothing", "folder" | "two folders":
-            return (Right(LABELS, named="broken"), Refused([r"broken\.png"]))
+            return (Right([*LABELS, None], unreadable=1, named="broken"),)
         case "link_to_nothing", _:
             return (NotApplicable("a row whose file is gone is the situation lost_label"),)
         case "another_encoding", "folder" | "two folders":
@@ -467,12 +468,10 @@ def outcomes(situation: str, source: str) -> tuple[Outcome, ...]:
             return (Refused([r"'f\.cls'", "UTF-8"]),)
         case "another_encoding", "python":
             return (Refused(["row 4", "name or a whole number|neither a name"]),)
-        case "byte_order_mark" | "semicolons", _ if source not in (*TEXTS, *WITH_CSV):
-            return (NO_TEXT,)
         case "semicolons", "jsonl":
             return (NotApplicable("JSONL has no separator"),)
-        case "semicolons", _:
-            return (plain, Refused([r"t\.csv", "comma|','"]))
+        case "byte_order_mark" | "semicolons", _ if source not in (*TEXTS, *WITH_CSV):
+            return (NO_TEXT,)
         case "partitions", "python":
             return (NotApplicable("embeddings have no splits"),)
         case "partitions", _:
