@@ -176,7 +176,7 @@ def note(output: Storage, name: str, attempt: Attempts) -> None:
 
 def last_line(log: Path) -> str:
     """The last line a process wrote, without our prefix."""
-    lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+    lines = log.read_text("utf-8", errors="replace").strip().splitlines() if log.exists() else []
     line = lines[-1].removeprefix("uno: ").removeprefix("error: ") if lines else "it left no message"
     return line if len(line) <= 300 else f"{line[:299]}…"
 

@@ -7,14 +7,15 @@ of this program.
 """
 
 import errno
+import io
 import os
 import signal
 import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib.metadata import EntryPoint, entry_points, version
 
 from uno.errors import Interrupted, UnoError, as_user_error, did_you_mean
@@ -55,7 +56,33 @@ def run_guarded(command: Command, argv: Sequence[str]) -> int:
     """The exit code of ``command(argv)``; an error becomes one line on stderr, never a traceback."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed before we began: `uno ... >&-`
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+    with _escaped_output():
+        return _run_guarded(command, argv)
+
+
+@contextmanager
+def _escaped_output() -> Iterator[None]:
+    """Let stdout and stderr show escapes for what their encoding lacks.
+
+    Names of classes and files come from the user's data, and a terminal may be unable to
+    show them.
+    """
+    changed = list[tuple[io.TextIOWrapper, str]]()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors is not None:
+            changed.append((stream, stream.errors))
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        yield
+    finally:
+        for stream, errors in changed:
+            with suppress(ValueError, OSError):  # it was closed, or nobody reads it
+                stream.reconfigure(errors=errors)
+
+
+def _run_guarded(command: Command, argv: Sequence[str]) -> int:
+    """Run a command, and turn its end into an exit code."""
     # Requests ignores this, too, but where threads import other packages its filter may be gone by then.
     warnings.filterwarnings("ignore", "SOCKS support in urllib3")
     try:
@@ -119,8 +146,9 @@ def _end(line: str, code: int) -> int:
 def _internal(error: Exception) -> int:
     """A defect: its traceback goes to a file, one line names both."""
     try:
-        with tempfile.NamedTemporaryFile("w", prefix="uno-error-", suffix=".txt", delete=False) as file:
-            file.write(f"{' '.join(sys.argv)}\n\n{''.join(traceback.format_exception(error))}")
+        text = f"{' '.join(sys.argv)}\n\n{''.join(traceback.format_exception(error))}"
+        with tempfile.NamedTemporaryFile(prefix="uno-error-", suffix=".txt", delete=False) as file:
+            file.write(text.encode("utf-8", "backslashreplace"))
         where = f"traceback in {file.name}"
     except OSError as problem:
         where = f"no traceback: {problem}"

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from uno.session.ranks import Ranks
 
 SHARD_MB = 128
-CHECK_S = 60.0  # in which uno data check decodes images
 FRESH = {"--overwrite": switch("Start over: ignore the checkpoints of an earlier run in the same directory.")}
 EMBEDDING = {"--embedding": switch("Also write the pooled features, a list of floats.")}
 SORTED = {
@@ -255,7 +255,8 @@ def data(argv: Sequence[str]) -> int:
     if options.args.shard_mb is not None:
         raise ConfigError("--shard-mb is for uno data pack")
     from pipelines.nodes import free_memory
-    from uno.data.check import check, format_report
+    from uno.data.check import CHECK_SECONDS, check, format_report
+    from uno.data.defaults import derives_batch
     from uno.session.console import print_line
     from uno.session.data import read_task
     from uno.session.resolve import resolve
@@ -264,7 +265,8 @@ def data(argv: Sequence[str]) -> int:
     for line in lines:
         print_line(line)
     task = task or read_task(config.data)
-    problems = check(task, config, CHECK_S)
+    is_derived = derives_batch(config, options.overrides)
+    problems = check(task, config, CHECK_SECONDS, is_derived)
     print(format_report(task, problems, config.data.stored_size))
     return 2 if any(problem.level == "error" for problem in problems) else 0
 
@@ -347,7 +349,8 @@ def classes(argv: Sequence[str]) -> int:
     path, is_there = folder.path(name), own.file is not None or storage.exists(YAML_FILE)
     if not is_there and not own.rename:
         storage.write(YAML_FILE, template(model.classes, model.model_hash, _suggestions(model)).encode())
-        print_line(f"{path} is written: edit it, then run uno classes {own.run} --apply")
+        command = f"uno classes {shlex.quote(own.run)} --apply"
+        print_line(f"{path} is written: edit it, then run {command}")
         return 0
     data = template(model.classes, model.model_hash, {}).encode()
     if is_there:

@@ -34,6 +34,8 @@ def pack_data(config: Config, shard_mb: int, given: Mapping[str, Any]) -> int:
         raise ConfigError("uno data pack needs --output DIR, the place for the shards")
     workers = config.compute.num_workers if "compute.num_workers" in given else 0
     rows = read_rows(config.data)
+    for warning in rows.warnings:
+        print_line(f"warning: {warning}")
     if config.data.limit is not None:
         rows = rows.take(limit_rows(rows, config.data.limit))
     labeled = labeled_rows(rows, config.data) & rows.is_train

@@ -20,6 +20,7 @@ import torch
 from pipelines import nodes, ray_data, ray_env, ray_private
 from pipelines.features import compute_on_ray
 from uno.config import Config, override, to_dict
+from uno.data.decode import ok_mask
 from uno.data.files import Storage, join, split
 from uno.data.resident import keep_pixels
 from uno.data.splits import Task
@@ -31,7 +32,7 @@ from uno.runs.hardware import num_threads
 from uno.runs.journal import JournalTail
 from uno.runs.lock import ClaimedStorage
 from uno.session.console import on_stop, print_line
-from uno.session.data import leave_out_unreadable, load_features
+from uno.session.data import config_for_readable_rows, leave_out_unreadable, load_features
 from uno.session.place import STOPPING, TrainingJob
 from uno.session.rank_log import RankLog
 from uno.session.ranks import GroupWorker
@@ -199,6 +200,10 @@ def run_on_ray(
             leave_out_unreadable(reasons, config, task, storage)
         if stopping.is_set():
             raise Interrupted("stopped before training began")
+        if job.phases:
+            ok = None if reasons is None else ok_mask(reasons)
+            config = config_for_readable_rows(config, task, ok, job.batch_is_derived)
+            job = job._replace(config=config)
         journal = JournalTail(storage)
 
         def poll() -> None:

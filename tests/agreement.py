@@ -416,10 +416,11 @@ def items(kind: str, folder: Path, rows: Sequence[Picture], squares: Tensor) -> 
 def check_csv(path: Path, table: Sequence[dict[str, Any]]) -> list[str]:
     """What a CSV has that the ``table`` it was made from has not."""
     lines = []
-    with path.open(newline="") as file:
+    with path.open(newline="", encoding="utf-8-sig") as file:
         for row, line in zip(table, csv.DictReader(file), strict=True):
             for name, kind in COLUMNS.items():
                 text = "" if row[name] is None else str(row[name])
+                text = f"'{text}" if text[:1] in (*"=+-@\t\r\n",) and kind == pa.string() else text
                 if kind == pa.float32() and text and line[name]:
                     text = line[name] if np.float32(line[name]) == np.float32(row[name]) else text
                 if line[name] != text:

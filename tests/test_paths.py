@@ -191,7 +191,7 @@ def test_embeddings_of_another_tool_get_classes(tmp_path, monkeypatch):
     monkeypatch.setenv("NUM", "2")
     for command in steps("embeddings"):
         take(command, "--discover.epochs", "20", "--train.batch-size", "64", "--compute.threads", "1")
-    rows = list(csv.DictReader(Path("runs/classes/predictions.csv").read_text().splitlines()))
+    rows = list(csv.DictReader(Path("runs/classes/predictions.csv").read_text("utf-8-sig").splitlines()))
     assert [row["id"] for row in rows] == ids
     found = [{row["class_name"] for row, c in zip(rows, truth, strict=True) if c == k} for k in range(6)]
     assert found[:4] == [{f"kind {c}"} for c in range(4)] and found[4] | found[5] == {"novel-1", "novel-2"}

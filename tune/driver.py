@@ -11,6 +11,7 @@ import os
 import tempfile
 import threading
 import time
+from collections.abc import Container
 from contextlib import suppress
 from functools import partial
 
@@ -29,7 +30,7 @@ from tune.trial import Leases, Sweep, SweepOptions, train_trial
 from uno.config import Config, differing_keys, dump_yaml, field_traits, flatten, override, to_dict
 from uno.data import output
 from uno.data.decode import ok_mask
-from uno.data.defaults import keys_from_images
+from uno.data.defaults import derives_batch
 from uno.data.files import Storage, refusing, split
 from uno.data.mapped import NeighborViews
 from uno.data.plan import largest_batch
@@ -102,6 +103,7 @@ def run_sweep(options: SweepOptions) -> int:
     asked, (options, task) = options.overrides, _resolved(options)
     config = options.config
     preflight(override(config, HERE), task)
+    _check_folds(options, task, asked)
     assert config.output is not None
     storage = Storage(config.output)
     with lock.lock_run(storage, on_wait=print_line) as claim:
@@ -110,7 +112,7 @@ def run_sweep(options: SweepOptions) -> int:
         with interrupt_on_signal("stopped before a trial began; the same command starts again"):
             data = load_data(options, task, own_weights, claim.storage)
         folds = make_folds(data, options.score, options.folds, config.seed, options.hide)
-        if "train.batch_size" in keys_from_images(config) and "train.batch_size" not in asked:
+        if derives_batch(config, asked):
             options = _fitted(options, folds)
         num_epochs = check_plans(options, folds)
         if own_weights is not None:  # trials find them in the sweep's directory
@@ -136,6 +138,21 @@ def run_sweep(options: SweepOptions) -> int:
         raise NumericsError(f"every trial failed, so there is no best.yaml; first reason: {first}")
     print_line(f"\n{report.format_table(summary)}\n\nresults in {storage.uri}")
     return 0
+
+
+def _check_folds(options: SweepOptions, task: Task, asked: Container[str]) -> None:
+    """Check the folds of a sweep before any image is decoded.
+
+    Raises:
+        ConfigError: The score does not go with the classes, or the batch size does not
+            go with the rows of a fold.
+    """
+    rows, seed = task.rows, options.config.seed
+    every_row = np.ones(len(rows), dtype=bool)
+    data = sweep_data(task, Unread(rows.images, rows.ids), every_row, options.score)
+    folds = make_folds(data, options.score, options.folds, seed, options.hide)
+    fitting = derives_batch(options.config, asked)
+    check_plans(_fitted(options, folds) if fitting else options, folds)
 
 
 def report_on(output: str) -> int:
@@ -280,7 +297,7 @@ def _resolved(options: SweepOptions) -> tuple[SweepOptions, Task]:
     if began is None:
         values, lines = from_data(config, given, task, config.data.setting)
         config, given = override(config, values), values | given
-        for line in lines:
+        for line in (*lines, *(f"warning: {line}" for line in task.rows.warnings)):
             print_line(line)
     usual, new = (max(1, each.discover.epochs // 6) for each in (options.config, config))
     asha, median = (

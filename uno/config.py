@@ -79,7 +79,7 @@ class DataConfig(Section):
     """Where the images are, which classes are known, and how rows become batches."""
 
     source: str = field("digits",
-        "digits, cifar10:DIR, cifar100:DIR, imagenet:DIR, folder:DIR, parquet:DIR, tar:DIR, "
+        "digits, cifar10:DIR, cifar100:DIR, imagenet:DIR, folder:DIR, imagefolder:DIR, parquet:DIR, tar:DIR, "
         "vectors:FILE_OR_DIR (embeddings), or a path.",
         flag="data", commands="predict report", fixed_by="reproduce")
     labeled: str | None = field(None,
@@ -100,8 +100,16 @@ class DataConfig(Section):
         "GCD benchmark: fraction of each known class whose labels are hidden (1 - prop_train_labels).",
         ge=0, lt=1)
     columns: str | None = field(None,
-        "Your names of a table's columns, of image, label, id, split, eval_label, embedding: "
-        "image=file,label=kind.",
+        "Your names of a table's columns, of path (or image), label, id, split, eval_label, embedding: "
+        "path=file,label=kind.",
+        commands="predict report")
+    image_folder: str | None = field(None,
+        "Folder that the image paths of a table are relative to; default: the table's folder.",
+        commands="predict report")
+    image_suffix: str | None = field(None,
+        "Ending that is added to image paths of a table that lack it, such as .jpg.",
+        commands="predict report")
+    follow_links: bool = field(False, "Follow links that lead out of the data folder.",
         commands="predict report")
     imagenet_split: Literal["A", "B", "C"] = field("A",
         "Which 30 held-out ImageNet classes are novel (imagenet:DIR without --known-classes).")
@@ -134,17 +142,25 @@ class DataConfig(Section):
             raise ValueError("labeled and unlabeled must be given together")
         if min(self.std) <= 0:
             raise ValueError("std must be positive")
-        for name, theirs in self.named_columns.items():
-            if name not in COLUMNS or not theirs:
-                names = ", ".join(COLUMNS)
-                raise ValueError(f"columns must be as image=file,label=kind, of {names}, not {name!r}")
+        for name, theirs in self._column_pairs:
+            if name not in ("path", *COLUMNS) or not theirs:
+                names = ", ".join(("path", *COLUMNS))
+                raise ValueError(f"columns must be as path=file,label=kind, of {names}, not {name!r}")
+        if len(self.named_columns) < len(self._column_pairs):
+            raise ValueError("columns must name each column once; path and image are the same one")
+        if self.image_suffix is not None and not self.image_suffix.startswith("."):
+            raise ValueError("image_suffix must begin with a dot, such as .jpg")
         return self
 
     @property
     def named_columns(self) -> dict[str, str]:
-        """The user's name of each of our columns that has one."""
+        """The user's name of each of our columns that has one; path is another word for image."""
+        return {"image" if ours == "path" else ours: theirs for ours, theirs in self._column_pairs}
+
+    @property
+    def _column_pairs(self) -> list[tuple[str, str]]:
         pairs = (pair.partition("=") for pair in (self.columns or "").split(",") if pair.strip())
-        return {ours.strip(): theirs.strip() for ours, _, theirs in pairs}
+        return [(ours.strip(), theirs.strip()) for ours, _, theirs in pairs]
 
 
 class ViewConfig(Section):
@@ -480,6 +496,14 @@ def why_not_gcd(config: Config) -> str | None:
             return f"objective.{name} takes unlabeled rows for novel ones: not with data.setting gcd"
     return None
 # fmt: on
+
+
+def clusters_features(config: Config) -> bool:
+    """Return whether the method of a run clusters features instead of training heads.
+
+    Such a method needs more unlabeled rows than clusters.
+    """
+    return not load(config.method).trains
 
 
 def field_traits(key: str) -> FieldTraits:

@@ -235,7 +235,9 @@ def test_the_session_of_the_examples(tmp_path, monkeypatch, capsys):
         if run.exists():
             assert_agree(run)
     table = pq.read_table(tmp_path / "run-sorted" / "predictions.parquet").to_pandas()
-    rows = list(csv.DictReader((tmp_path / "run-sorted" / "predictions.csv").read_text().splitlines()))
+    rows = list(
+        csv.DictReader((tmp_path / "run-sorted" / "predictions.csv").read_text("utf-8-sig").splitlines())
+    )
     assert [row["class_name"] for row in rows] == table.class_name.to_list() and len(rows) == 80
     own = pq.read_table(run / "predictions.parquet").to_pandas()
     assert table.class_name.to_list() == own.class_name[own.uri.isin(table.uri)].to_list()

@@ -13,7 +13,7 @@ from pipelines.options import parse
 from tests.pipelines.small import SMALL, refused
 from tests.uno.data.builders import write_images
 from uno.config import Config, differing_keys, dump_yaml, override, to_dict
-from uno.data.vectors import store_vectors
+from uno.data.vectors import given_vectors
 from uno.presets import preset
 from uno.results.trust import verdict
 from uno.session.resolve import resolve
@@ -103,7 +103,7 @@ def test_rows_that_truly_lack_labels_are_taken_for_mixed(tmp_path, capsys):
 def test_the_checks_are_of_the_method_that_a_run_takes(tmp_path, capsys):
     """Kills: memory and batches of heads that no run trains."""
     values = np.random.default_rng(0).normal(size=(60, 16))
-    store_vectors(f"{tmp_path}/v.parquet", values, np.arange(60) % 5 - 1)
+    given_vectors(values, np.arange(60) % 5 - 1).store(f"{tmp_path}/v.parquet")
     argv = ["data", "check", "--data", f"vectors:{tmp_path}/v.parquet", "--num-novel", "2"]
     text = said(capsys, *argv)
     assert f"({60 * 4 * 16 / 1000:g} kB of features" in text and "batch size" not in text

@@ -21,6 +21,7 @@ import yaml
 from pipelines import cli, jobs, ray_env
 from tests.pipelines.small import SMALL, refused, wait_for, write_images
 from tests.uno.data.builders import encoded, pixels
+from tests.uno.data.test_tar import write_tar
 from tests.uno.models import NUM_DAMAGED, write_damaged, write_digits, write_model
 from tests.uno.small_run import SMALL as SMALL_RUN
 from uno.config import Config, override
@@ -194,6 +195,19 @@ def test_damaged_files_have_rows(run, tmp_path, capsys):
     assert len(table_of(tmp_path / "out")) == NUM_DAMAGED
 
 
+def test_commands_without_checks_say_what_a_source_leaves_out(run, tmp_path, capsys):
+    """To predict and to pack, of a folder and of a shard."""
+    write_images(tmp_path / "in", {"a": 1, "b": 1})
+    (tmp_path / "in" / "3.heic").write_bytes(b"x")
+    shard = write_tar(tmp_path / "t.tar", [("1.png", encoded(pixels(0))), ("2.cls", b"a"), ("1.cls", b"a")])
+    for source, words in ((tmp_path / "in", "'3.heic'"), (shard, "'2.cls'")):
+        packed = tmp_path / f"packed-{Path(source).name}"
+        uno("data", "pack", "--data", source, "--output", packed)
+        assert re.search(f"^warning: 1 .*{words}", capsys.readouterr().out, re.M)
+    uno("predict", run, "--data", tmp_path / "in", "--output", tmp_path / "out")
+    assert re.search("^warning: 1 image left out .*'3.heic'", capsys.readouterr().out, re.M)
+
+
 def test_own_data_goes_into_the_run_and_a_part_of_other_data_elsewhere(run, tmp_path, capsys):
     before = signal.getsignal(signal.SIGTERM)
     uno("predict", run)
@@ -281,7 +295,11 @@ def test_into_csv_and_folders(run, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert f"as CSV: {out / 'predictions.csv'}" in shown and f"sorted: {out / 'by_class'}" in shown
     table = table_of(out).to_pandas()
-    assert len(list(csv.DictReader((out / "predictions.csv").read_text().splitlines()))) == len(table) == 25
+    assert (
+        len(list(csv.DictReader((out / "predictions.csv").read_text("utf-8-sig").splitlines())))
+        == len(table)
+        == 25
+    )
     copies = [path for path in out.rglob("*.png")]
     assert len(copies) == 24 and {path.parent.parent for path in copies} == {out / "by_class"}
     assert sorted(p.read_bytes() for p in copies) == sorted(p.read_bytes() for p in images.rglob("digit*"))

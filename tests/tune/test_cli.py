@@ -179,3 +179,14 @@ def test_trials_of_a_sweep_on_an_object_store_find_its_pretrained_weights(monkey
         make_bucket()
         with pytest.raises(Opened, match=f"^s3://{BUCKET}/sweep/{PRETRAINED_FILE}$"):
             driver.run_sweep(tiny_options(f"s3://{BUCKET}/sweep"))
+
+
+@pytest.mark.parametrize(
+    ("more", "fact"),
+    [(["--hide", "9"], "--hide 9"), (["--batch-size", "190"], "does not fill one batch")],
+)
+def test_folds_are_checked_before_an_image_is_decoded(tmp_path, monkeypatch, more, fact):
+    monkeypatch.setattr(driver, "load_data", lambda *_: pytest.fail("too late"))
+    with pytest.raises(ConfigError, match=fact):
+        driver.run_sweep(tiny_options(tmp_path / "sweep", *more))
+    assert not (tmp_path / "sweep").exists()

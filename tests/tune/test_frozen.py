@@ -26,7 +26,7 @@ from uno.config import override
 from uno.data import features
 from uno.data.files import Storage
 from uno.data.mapped import NeighborViews
-from uno.data.vectors import store_vectors
+from uno.data.vectors import given_vectors
 from uno.errors import ConfigError, StorageError
 from uno.runs import DISCOVER, run
 from uno.session import resources
@@ -54,7 +54,7 @@ def vector_options(folder: Path, *more: str) -> SweepOptions:
     """Options of a sweep in ``folder``/s on 240 vectors, of four known and two novel classes."""
     labels, generator = np.arange(240) % 6, np.random.default_rng(0)
     values = 4 * generator.normal(size=(6, 16))[labels] + generator.normal(size=(240, 16))
-    store_vectors(f"{folder}/v.parquet", values, np.where(labels < 4, labels, -1))
+    given_vectors(values, np.where(labels < 4, labels, -1)).store(f"{folder}/v.parquet")
     words = ["--data", f"vectors:{folder}/v.parquet", "--num-novel", "2", "--folds", "1"]
     words += ["--batch-size", "64", "--compute.threads", "1", "--output", f"{folder}/s"]
     return sweep_options(parse([*words, *more], TUNE))

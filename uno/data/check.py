@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from uno.config import Config
-from uno.data.decode import BadImage, decoded, read_header
+from uno.config import Config, clusters_features, override
+from uno.data.decode import BadImage, brightness, decoded, ok_mask, read_header
 from uno.data.files import is_uri, read_bytes
-from uno.data.images import content_of, evenly_spaced
+from uno.data.images import content_of, evenly_spaced, row_names
 from uno.data.mapped import equal_rows
-from uno.data.plan import by_windows, make_plan, make_pretrain_plan
-from uno.data.splits import Task
+from uno.data.plan import by_windows, largest_batch, make_plan, make_pretrain_plan
+from uno.data.splits import Task, missing_labels, train_rows
 from uno.data.stream import window_rows
 from uno.errors import ConfigError, printable
 from uno.limits import MAX_IMAGE_BYTES
@@ -24,12 +24,15 @@ from uno.text import plural
 MIN_ROWS_PER_CLUSTER = 2.6  # of a batch, below which pseudo-labels suffer
 MAX_HASHED_BYTES = 2 * 2**30
 NUM_HEADERS = 64
+NUM_BRIGHTNESS = 16  # images whose brightness is measured
+DARK = 64  # of 255, the brightest pixel of images that are nearly black
 SHRUNK = 3  # times, of the shorter side, beyond which somebody should know
 ORDER_ROWS = 2**22  # whose order is looked at
 NUM_BATCHES = 1000  # of an epoch, whose classes are counted
 NUM_NAMED = 5  # unreadable images in a line
 SORTED = 1.25  # times what the most frequent class has of a batch where rows are shuffled
 BATCH = 32  # images between two looks at the clock
+CHECK_SECONDS = 60.0  # for decoding in ``uno data check`` and in a dry run
 
 
 class Problem(NamedTuple):
@@ -39,22 +42,105 @@ class Problem(NamedTuple):
     message: str
 
 
-def check(task: Task, config: Config, seconds: float = 0) -> list[Problem]:
-    """Everything suspicious about ``task``, errors first; reads at most 2 GiB of images. Decodes none, unless
-    it may take some ``seconds`` to decode them all.
+def check(task: Task, config: Config, seconds: float = 0, batch_is_derived: bool = False) -> list[Problem]:
+    """Return everything suspicious about a task, errors first.
+
+    At most 2 GiB of images are read. The numbers of rows are checked without the rows
+    that are known to be unreadable, because a run leaves them out before it trains.
+
+    Args:
+        task: The rows and their classes.
+        config: The configuration of the run.
+        seconds: How long images may be decoded to find unreadable ones; 0 decodes none
+            and looks at the headers of a sample.
+        batch_is_derived: Whether the batch size was derived from the data, so that the
+            run derives it again when rows are left out.
     """
     headers, bad = headers_of(task)
-    problems = [*_of_classes(task, config), *_of_batches(task, config), *_of_sizes(config, headers)]
-    problems += _of_order(task, config)
+    vectors = task.rows.images.vectors(np.arange(len(task.rows)))
+    problems, ok = list[Problem](), None if vectors is None else ok_mask(vectors[1])
     if seconds:
-        problems += _of_pixels(task, config, seconds)
+        ok, found = _decode_within(task, config, seconds)
+        problems += found
     elif bad:
-        vectors = task.rows.images.vectors(np.arange(0)) is not None
-        looked = len(task.rows) if vectors else len(headers) + len(bad)
+        looked = len(headers) + len(bad) if vectors is None else len(task.rows)
         text = f"{len(bad)} of a sample of {looked} images are unreadable, e.g. {bad[0]}"
         problems.append(Problem("warning" if len(bad) < looked else "error", text))
-    problems += [Problem("warning", text) for text in _duplicates(task)]
+    if ok is not None and not ok.all() and batch_is_derived:
+        config = with_fitting_batch(config, task, ok)
+    problems += [*_of_classes(task, config), *row_problems(task, config, ok)]
+    problems += [*_of_sizes(config, headers), *_of_order(task, config), *_of_brightness(task)]
+    problems += [Problem("warning", text) for text in [*task.rows.warnings, *_duplicates(task)]]
     return sorted(problems, key=lambda problem: problem.level)
+
+
+def with_fitting_batch(config: Config, task: Task, ok: np.ndarray | None) -> Config:
+    """Return the configuration with the largest batch that the readable rows fill.
+
+    The batch size never grows. Streamed images keep it, because an unreadable image is
+    replaced within its batch.
+
+    Args:
+        config: The configuration of a run whose batch size was derived from its data.
+        task: The rows of the run.
+        ok: bool (N,), the rows that can be read; None if all rows count.
+    """
+    if config.data.loading == "streaming" or not config.discover.epochs:
+        return config
+    rows, size = train_rows(task, ok), config.train.batch_size
+    sizes = len(rows["labeled"]), len(rows["unlabeled"]), config.compute.num_workers
+    fitting = largest_batch(config.data.batch_sampling, size, *sizes)
+    return override(config, {"train.batch_size": fitting}) if fitting != size else config
+
+
+def row_problems(task: Task, config: Config, ok: np.ndarray | None = None) -> Iterator[Problem]:
+    """Yield what the numbers of training rows allow and do not allow.
+
+    Args:
+        task: The rows and their classes.
+        config: The configuration of the run.
+        ok: bool (N,), the rows that can be read; None if all rows count.
+    """
+    rows = train_rows(task, ok)
+    readable = np.bincount(rows["labels"].numpy(), minlength=task.num_known)
+    labels = task.labels[task.is_train & (task.labels >= 0)]
+    present = np.bincount(labels, minlength=task.num_known)
+    lost = [task.known[c] for c in np.flatnonzero((present > 0) & (readable == 0))]
+    if lost:
+        few = plural(len(lost), "known class has", "known classes have")
+        listed = ", ".join(map(printable, lost[:NUM_NAMED]))
+        listed += ", ..." if len(lost) > NUM_NAMED else ""
+        text = f"{few} no readable training image: {listed}; repair or replace one"
+        yield Problem("error", text)
+    yield from _of_clusters(task, config, len(rows["unlabeled"]))
+    if config.data.loading == "streaming":
+        rows = train_rows(task)
+    sizes = len(rows["labeled"]), len(rows["unlabeled"])
+    yield from _of_batches(task, config, *sizes)
+
+
+def _of_clusters(task: Task, config: Config, unlabeled: int) -> Iterator[Problem]:
+    """Yield whether there are enough unlabeled rows for the clusters of a run."""
+    mixed = config.data.setting == "gcd"  # then known classes need their rows, too
+    num_novel, factor = task.num_novel, max(1, config.model.overcluster_factor)
+    few = f"fewer unlabeled images ({unlabeled}) than"
+    if unlabeled < num_novel:
+        fix = "add unlabeled images, or lower --num-novel"
+        yield Problem("error", f"{few} classes to discover ({num_novel}); {fix}")
+        return
+    num_clusters = num_novel + (task.num_known if mixed else 0)
+    if clusters_features(config) and unlabeled <= num_clusters:
+        known = f"{task.num_known} known + {num_novel} new classes"
+        what = known if mixed else plural(num_novel, "new class", "new classes")
+        text = f"method {config.method} needs more unlabeled images ({unlabeled}) "
+        text += f"than clusters ({num_clusters}, for {what}); add unlabeled images"
+        fix = ", or pass --setting ncd if every unlabeled image is of a new class"
+        can_be_ncd = mixed and unlabeled > num_novel
+        yield Problem("error", text + fix * can_be_ncd)
+    elif config.discover.epochs and unlabeled < num_novel * factor:
+        text = f"{few} clusters of an overclustering head ({num_novel * factor})"
+        fix = f"lower --model.overcluster-factor (now {factor})"
+        yield Problem("warning", f"{text}; {fix}")
 
 
 def format_report(task: Task, problems: list[Problem], size: int | None = None) -> str:
@@ -103,6 +189,9 @@ def _of_classes(task: Task, config: Config) -> Iterator[Problem]:
         other = seen.setdefault(" ".join(name.casefold().split()), name)
         if other != name:
             yield Problem("warning", f"classes {other!r} and {name!r} differ only in case or spaces")
+    for name in missing_labels(task.known):
+        text = f"class {name!r} seems to stand for a missing label: leave such labels empty"
+        yield Problem("warning", text)
     if task.num_known == 1:
         text = f"only one known class, {task.known[0]!r}: how classes differ cannot be learned from it"
         yield Problem("warning", text)
@@ -123,30 +212,27 @@ def _of_classes(task: Task, config: Config) -> Iterator[Problem]:
                 yield Problem(level, f"{few} {what}: {listed}")
 
 
-def _of_batches(task: Task, config: Config) -> Iterator[Problem]:
-    labeled, unlabeled = task.sizes
+def _of_batches(task: Task, config: Config, labeled: int, unlabeled: int) -> Iterator[Problem]:
+    """Yield whether the rows fill the batches of the phases that take steps."""
     size, workers = config.train.batch_size, config.compute.num_workers
-    mixed = config.data.setting == "gcd"  # then known classes need their rows, too
-    num_novel = task.num_novel
-    num_classes = num_novel + (task.num_known if mixed else 0)
-    factor = max(1, config.model.overcluster_factor)
-    few = f"fewer unlabeled images ({unlabeled}) than"
-    if unlabeled < num_novel:
-        yield Problem("error", f"{few} classes to discover ({num_novel})")
-    elif config.discover.epochs and unlabeled < num_novel * factor:
-        text = f"{few} clusters of an overclustering head ({num_novel * factor})"
-        yield Problem("warning", f"{text}; lower --model.overcluster-factor (now {factor})")
+    mixed = config.data.setting == "gcd"
+    num_classes = task.num_novel + (task.num_known if mixed else 0)
+    sampling, plan = config.data.batch_sampling, None
     try:
-        make_pretrain_plan(config.seed, size, labeled, workers)
-        plan = make_plan(config.seed, config.data.batch_sampling, size, labeled, unlabeled, workers)
+        if config.discover.epochs:
+            plan = make_plan(config.seed, sampling, size, labeled, unlabeled, workers)
+        elif config.model.weights is None and config.pretrain.epochs:
+            make_pretrain_plan(config.seed, size, labeled, workers)
     except ConfigError as error:
         yield Problem("error", str(error))
         return
     if labeled < size and config.model.weights is None:
-        text = f"fewer labeled images ({labeled}) than batch_size ({size}): pretraining batches hold all"
-        yield Problem("warning", text)
+        text = f"fewer labeled images ({labeled}) than batch_size ({size})"
+        yield Problem("warning", f"{text}: pretraining batches hold all")
+    if plan is None:
+        return
     each = plan.unlabeled_size / num_classes
-    if config.discover.epochs and each < MIN_ROWS_PER_CLUSTER:
+    if each < MIN_ROWS_PER_CLUSTER:
         num = plural(plan.unlabeled_size, "unlabeled image")
         text = f"a batch has {num} for {num_classes} classes, {each:.1f} each; "
         text += f"pseudo-labels need {MIN_ROWS_PER_CLUSTER} or more: raise batch_size"
@@ -206,6 +292,35 @@ def _of_sizes(config: Config, headers: Sequence[tuple[str, int, int]]) -> Iterat
         yield Problem("warning", text + "raise --image-size (slower)")
 
 
+def _of_brightness(task: Task) -> Iterator[Problem]:
+    """Warn if a sample of images is nearly black, as 12-bit values in 16-bit files are."""
+    images = task.rows.images
+    if images.vectors(np.arange(0)) is not None:
+        return
+    measured = []
+    for row in evenly_spaced(NUM_BRIGHTNESS, len(task.rows)).tolist():
+        with suppress(BadImage):  # decoding reports it
+            measured.append(brightness(images[row]))
+    largest = max((decoded for decoded, _, _ in measured), default=255)
+    if largest >= DARK:
+        return
+    text = f"images are nearly black: the brightest pixel of {len(measured)} images is {largest} of 255"
+    stored, white = max((stored, white) for _, stored, white in measured)
+    if white > 255:
+        bits = max(stored, 1).bit_length()
+        text += (
+            f"; their stored values end at {stored:,} of {white:,}, as those of {bits} bits do: "
+            f"multiply them by {white // (2**bits - 1)}, or save the images with 8 bits"
+        )
+    yield Problem("warning", text)
+
+
+def _name(task: Task, row: int) -> str:
+    """Return what people are told about a row: its id, path and line."""
+    (name,) = row_names(task.rows.ids, task.rows.images, [row])
+    return name
+
+
 def headers_of(task: Task) -> tuple[list[tuple[str, int, int]], list[str]]:
     """Headers of a sample of rows, and the reasons of the unreadable ones with their ids."""
     headers, bad, images = [], [], task.rows.images
@@ -216,28 +331,37 @@ def headers_of(task: Task) -> tuple[list[tuple[str, int, int]], list[str]]:
         try:
             headers.append(read_header(images[row]))
         except BadImage as error:
-            bad.append(f"{task.rows.ids[row]}: {error}")
+            bad.append(f"{_name(task, row)}: {error}")
     return headers, bad
 
 
-def _of_pixels(task: Task, config: Config, seconds: float) -> Iterator[Problem]:
-    """Decode every image, as a run would, until the time is up."""
-    num, end, bad, looked = len(task.rows), time.monotonic() + seconds, list[str](), 0
+def _decode_within(task: Task, config: Config, seconds: float) -> tuple[np.ndarray, list[Problem]]:
+    """Decode the images as a run would, until the time is up.
+
+    Returns:
+        bool (N,), False for each image that cannot be read, and the problems.
+    """
+    num, end, looked = len(task.rows), time.monotonic() + seconds, 0
     size, threads = config.data.stored_size, config.compute.threads
-    batches = (np.arange(i, min(i + BATCH, num)) for i in range(0, num, BATCH) if time.monotonic() < end)
+    starts = (i for i in range(0, num, BATCH) if time.monotonic() < end)
+    batches = (np.arange(i, min(i + BATCH, num)) for i in starts)
+    ok, bad, problems = np.ones(num, dtype=bool), list[str](), list[Problem]()
     for rows, _, reasons in decoded(task.rows.images, batches, size, threads):
         looked += len(rows)
-        pairs = zip(rows.tolist(), reasons, strict=True)
-        bad += [f"{task.rows.ids[row]}: {reason}" for row, reason in pairs if reason is not None]
+        for row, reason in zip(rows.tolist(), reasons, strict=True):
+            if reason is not None:
+                ok[row] = False
+                bad.append(f"{_name(task, row)}: {reason}")
     if bad:
         some = "; ".join(bad[:NUM_NAMED]) + ("; ..." if len(bad) > NUM_NAMED else "")
         text = f"{len(bad)} of {looked} images cannot be read: {some}"
-        too_many = len(bad) > config.data.max_bad_fraction * num
-        text += "; more than --data.max-bad-fraction, so a run would stop" if too_many else ""
-        yield Problem("error" if too_many else "warning", text)
+        if too_many := len(bad) > config.data.max_bad_fraction * num:
+            text += "; more than --data.max-bad-fraction, so a run would stop"
+        problems.append(Problem("error" if too_many else "warning", text))
     if looked < num:
-        text = f"{looked:,} of {num:,} images were decoded in {seconds:g} s; the others were not checked"
-        yield Problem("warning", text)
+        text = f"{looked:,} of {num:,} images were decoded in {seconds:g} s"
+        problems.append(Problem("warning", f"{text}; the others were not checked"))
+    return ok, problems
 
 
 def _duplicates(task: Task) -> Iterator[str]:
@@ -255,7 +379,7 @@ def _duplicates(task: Task) -> Iterator[str]:
         if len(labels - {-1}) > 1:
             found["duplicates with different known labels"].append(group)
     for text, copies in found.items():
-        yield f"{text}: {len(copies)}, e.g. {' = '.join(task.rows.ids[i] for i in copies[0][:3])}"
+        yield f"{text}: {len(copies)}, e.g. {' = '.join(_name(task, i) for i in copies[0][:3])}"
     if not complete:
         yield f"the search for duplicates stopped after {MAX_HASHED_BYTES >> 30} GiB of images"
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from uno import collectives
 from uno.data.columns import Ids
 from uno.data.files import Storage, is_transient, parse_json, read_bytes
-from uno.data.images import Image, Images, InMemory, as_images
+from uno.data.images import Image, Images, InMemory, as_images, name_row
 from uno.errors import ConfigError, StorageError, one_line
 from uno.limits import MAX_BMP_PIXELS_PER_BYTE, MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS, MAX_PIXELS_PER_BYTE
 
@@ -34,6 +34,8 @@ DRAFT = 4
 """JPEG is decoded at 1/2, 1/4 or 1/8 scale where that leaves at least this many times the final side: 2.9
 times faster from 4000 x 3000 to 224 px; ImageNet originals then differ by .65 of 255 at 32 px, 0 at 224."""
 ORIENTATION = 0x0112
+BITS_PER_SAMPLE = 0x0102  # a tag of TIFF
+BRIGHTNESS_SIDE = 64  # of a JPEG whose brightness is measured, pixels
 UPRIGHT = {
     2: Pillow.Transpose.FLIP_LEFT_RIGHT, 3: Pillow.Transpose.ROTATE_180, 4: Pillow.Transpose.FLIP_TOP_BOTTOM,
     5: Pillow.Transpose.TRANSPOSE, 6: Pillow.Transpose.ROTATE_270, 7: Pillow.Transpose.TRANSVERSE,
@@ -44,6 +46,8 @@ PIECE_ROWS = 64  # that a thread decodes
 READERS = 4  # threads that read what is read together
 BAD_SAMPLES = "bad_samples.jsonl"
 
+BadSample = dict[str, Any]
+"""An entry of :data:`BAD_SAMPLES`: id, reason and, if they are known, uri and line."""
 Result = TypeVar("Result")
 Interpolation = Literal["bilinear", "bicubic"]
 DecodedBatch = tuple[np.ndarray, Tensor, list[str | None]]
@@ -180,23 +184,56 @@ def ok_mask(reasons: Sequence[str | None]) -> np.ndarray:
 
 
 def check_bad(
-    ids: Sequence[str], reasons: Sequence[str | None] | Mapping[int, str], max_fraction: float,
+    ids: Sequence[str],
+    reasons: Sequence[str | None] | Mapping[int, str],
+    max_fraction: float,
     storage: Storage | None = None,
-) -> list[dict[str, str]]:  # fmt: skip
-    """The unreadable images of N, whose ``reasons`` are by row or one for each; rank 0 lists them in
-    ``storage``. ConfigError beyond ``max_fraction``.
+    images: Images | None = None,
+) -> list[BadSample]:
+    """List the unreadable images of a data set.
+
+    Args:
+        ids: The ids of N rows.
+        reasons: Why images cannot be read, by row; or one entry for each of N rows, None
+            if the image can be read.
+        max_fraction: The largest share of N that may be unreadable.
+        storage: Where rank 0 lists them as :data:`BAD_SAMPLES`; None for nowhere.
+        images: The images of the N rows, which know paths and lines.
+
+    Returns:
+        One entry for each unreadable image: id, reason and, if they are known, uri (the
+        path of the file) and line (in the table that names the image).
+
+    Raises:
+        ConfigError: More than ``max_fraction`` are unreadable.
     """
     if not isinstance(reasons, Mapping):
         reasons = {row: why for row, why in enumerate(reasons) if why is not None}
-    bad = [{"id": str(ids[row]), "reason": reasons[row]} for row in sorted(reasons)]
+    rows = sorted(reasons)
+    bad = [{"id": str(ids[row]), "reason": reasons[row]} for row in rows]  # type: list[BadSample]
+    if images is not None:
+        numbers = np.array(rows, np.int64)
+        places = zip(bad, images.paths(numbers), images.lines(numbers), strict=True)
+        for entry, path, line in places:
+            entry |= ({"uri": path} if path else {}) | ({} if line is None else {"line": line})
     if bad and storage is not None and collectives.rank_and_world()[0] == 0:
         storage.write(BAD_SAMPLES, "".join(json.dumps(entry) + "\n" for entry in bad).encode())
     if len(bad) > max_fraction * len(ids):
         text = f"{len(bad)} of {len(ids)} images are unreadable, more than data.max_bad_fraction "
-        text += f"{max_fraction:g} allows; the first is {bad[0]['id']}: {bad[0]['reason']}"
+        text += f"{max_fraction:g} allows; the first is {name_bad(bad[0])}: {bad[0]['reason']}"
         where = f"; all are in {storage.below(BAD_SAMPLES)}" if storage is not None else ""
         raise ConfigError(text + where)
     return bad
+
+
+def name_bad(entry: Mapping[str, Any]) -> str:
+    """Return what people are told about an entry of :data:`BAD_SAMPLES`: its id and place."""
+    path, line = entry.get("uri"), entry.get("line")
+    return name_row(
+        str(entry.get("id", "")),
+        path if isinstance(path, str) else None,
+        line if isinstance(line, int) else None,
+    )
 
 
 class BadRows:
@@ -234,7 +271,7 @@ class BadRows:
                 _, (reason,) = decode_many([self._images[row]], 1, 1)
                 self._reasons[row] = reason or "was readable at first, but not when read again"
         self._synced = len(self._reasons)
-        check_bad(self._ids, self._reasons, self._max_fraction, self._storage)
+        check_bad(self._ids, self._reasons, self._max_fraction, self._storage, self._images)
 
     def _listed(self) -> dict[int, str]:
         """What the run has listed before it was resumed."""
@@ -291,12 +328,13 @@ def _square(picture: Pillow.Image, size: int, interpolation: Interpolation) -> P
 
 
 def to_rgb(picture: Pillow.Image) -> Pillow.Image:
-    """Any mode -> RGB; transparent pixels become white, 16-bit gray is scaled to 8 bits."""
+    """Any mode -> RGB; transparent pixels become white, 9 to 16-bit gray is scaled to 8 bits."""
     if picture.mode.startswith("I;16") or picture.mode == "I":
         values = np.asarray(picture).astype(np.int64)
         if values.min() < 0 or values.max() > 65535:
             raise BadImage("32-bit pixels beyond 0-65535; convert the image to 8 bits")
-        return Pillow.fromarray((values // 257).astype(np.uint8)).convert("RGB")
+        values = np.minimum(values * 255 // largest_sample(picture), 255)
+        return Pillow.fromarray(values.astype(np.uint8)).convert("RGB")
     if picture.mode == "F":
         raise BadImage("floating-point pixels have no fixed range; convert the image to 8 bits")
     if picture.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in picture.info:
@@ -304,6 +342,42 @@ def to_rgb(picture: Pillow.Image) -> Pillow.Image:
         return Pillow.alpha_composite(Pillow.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
     picture.load()
     return picture if picture.mode == "RGB" else picture.convert("RGB")
+
+
+def largest_sample(picture: Pillow.Image) -> int:
+    """Return the value of white in a picture of more than 8 bits: 65535 for 16 bits.
+
+    A TIFF says how many bits a sample has. Its tag MaxSampleValue is not used: by the TIFF
+    specification it must not change how an image looks, and it differs between images.
+    """
+    if picture.format != "TIFF":
+        return 65535
+    bits = getattr(picture, "tag_v2", {}).get(BITS_PER_SAMPLE, (16,))
+    return int(2 ** min(bits[0], 16) - 1)
+
+
+def brightness(image: Image) -> tuple[int, int, int]:
+    """Measure how bright an image is.
+
+    Args:
+        image: Encoded bytes, a path or pixels.
+
+    Returns:
+        Its largest channel value after decoding (0 to 255), its largest stored value, and
+        the stored value of white (255, or 65535 for 16 bits).
+
+    Raises:
+        BadImage: The image cannot be decoded.
+    """
+    if isinstance(image, np.ndarray):
+        _check_array(image)
+        return int(image.max()), int(image.max()), 255
+    with suppress_pillow_warnings(), _open(image, BRIGHTNESS_SIDE) as picture:
+        stored, white = None, 255
+        if picture.mode.startswith("I"):
+            stored, white = int(np.asarray(picture).max()), largest_sample(picture)
+        largest = int(np.asarray(to_rgb(picture)).max())
+        return largest, largest if stored is None else stored, white
 
 
 @contextmanager

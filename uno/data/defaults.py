@@ -51,15 +51,27 @@ def keys_from_images(config: Config) -> tuple[str, ...]:
     return FROM_IMAGES if config.preset == "scratch" and is_custom_data(flatten(to_dict(config))) else ()
 
 
+def derives_batch(config: Config, given: Container[str]) -> bool:
+    """Return whether the batch size of a run is derived from its data."""
+    key = "train.batch_size"
+    return key in keys_from_images(config) and key not in given
+
+
 def from_images(config: Config, task: Task, given: Container[str], setting: str) -> Found:
     """What 512 training images suggest for keys that are not ``given``, in the run's ``setting``."""
     if not keys_from_images(config):
         return {}, []
     if config.preset in ("photos", VECTORS):
-        values, lines = _batch(config, task, given, 0, config.train.batch_size)
+        made = task.rows.images.vectors(np.arange(len(task.rows)))
+        if made is not None:
+            limit = config.data.max_bad_fraction
+            check_bad(task.rows.ids, made[1], limit, images=task.rows.images)
+        values, lines = dict[str, Any](), list[str]()
+        if config.discover.epochs:  # else nothing is trained in batches
+            values, lines = _batch(config, task, given, 0, config.train.batch_size)
         size = values.get("train.batch_size", config.train.batch_size)
         epochs, said = _epochs_of_heads(config, task, given, size)
-        if (made := task.rows.images.vectors(np.arange(0))) is not None:
+        if made is not None:
             values["model.encoder"] = f"{VECTORS}:{made[0].shape[2]}"
         return values | epochs, [*lines, *said]
     alone = config.model.weights is None and config.model.encoder in OWN_ENCODERS
@@ -101,8 +113,6 @@ def _batch(config: Config, task: Task, given: Container[str], num_classes: int, 
     if "train.batch_size" in given:
         return {}, []
     made, most = task.rows.images.vectors(np.arange(len(task.rows))), config.train.batch_size
-    if made is not None:
-        check_bad(task.rows.ids, made[1], config.data.max_bad_fraction)
     rows = train_rows(task, None if made is None else ok_mask(made[1]))
     labeled, unlabeled = len(rows["labeled"]), len(rows["unlabeled"])
     least = math.ceil(MIN_ROWS_PER_CLUSTER * num_classes * (labeled + unlabeled) / max(unlabeled, 1))
@@ -111,7 +121,7 @@ def _batch(config: Config, task: Task, given: Container[str], num_classes: int, 
     if size == most:
         return {}, []
     line = f"batch size: {size} of {labeled + unlabeled:,} images; change with --batch-size"
-    return {"train.batch_size": size}, [line] * bool(config.discover.epochs)
+    return {"train.batch_size": size}, [line]
 
 
 def _epochs(config: Config, task: Task, given: Container[str], batch_size: int) -> Found:

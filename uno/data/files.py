@@ -129,20 +129,35 @@ def kind(path: str) -> str:
         return {pa.fs.FileType.File: "file", pa.fs.FileType.Directory: "directory"}.get(found, "missing")
 
 
-def walk(root: str) -> Iterator[FileEntry]:
-    """All of :func:`files_below`; ConfigError where a local folder holds more than MAX_ROWS."""
-    for number, found in enumerate(files_below(root)):
+def walk(root: str, follow_links: bool = False) -> Iterator[FileEntry]:
+    """Yield all of :func:`files_below`, with the same arguments.
+
+    Raises:
+        ConfigError: A local folder holds more than MAX_ROWS files.
+    """
+    for number, found in enumerate(files_below(root, follow_links)):
         if number == MAX_ROWS and not is_uri(root):
             raise ConfigError(f"more than {MAX_ROWS:,} files below {root}")
         yield found
 
 
-def files_below(root: str) -> Iterator[FileEntry]:
-    """The files below ``root`` but hidden ones, by relative path, one after the other: threads list the next
-    :data:`LISTERS` directories (or prefixes, whole from the third level on). Local links must stay below
-    ``root``; a directory is walked once. Memory: what is listed ahead.
+def files_below(root: str, follow_links: bool = False) -> Iterator[FileEntry]:
+    """Yield the files below ``root`` in the order of their relative paths.
+
+    Hidden files are left out. Threads list the next :data:`LISTERS` directories (or
+    prefixes, whole from the third level on), which is all that is kept in memory. A
+    directory is walked once, so that loops of links end. A link to nothing is a file of
+    size -1.
+
+    Args:
+        root: Local folder or URI.
+        follow_links: Whether a link may lead out of a local ``root``.
+
+    Raises:
+        ConfigError: A directory cannot be listed, or a link leads out of ``root`` and
+            ``follow_links`` is False.
     """
-    scan = _remote_scan(root) if is_uri(root) else _local_scan(root)
+    scan = _remote_scan(root) if is_uri(root) else _local_scan(root, follow_links)
     seen, pool = set[str](), ThreadPoolExecutor(LISTERS, thread_name_prefix="uno-list")
 
     def walk_one(entries: list[FileEntry]) -> Iterator[FileEntry]:
@@ -178,7 +193,7 @@ def _entries(files: Any, inner: str | bytes) -> list[tuple[str, bool]]:
     """Names directly below a directory, sorted, and whether they are directories."""
     if isinstance(inner, bytes):  # local: names need not be text
         with os.scandir(os.fsdecode(inner)) as entries:
-            return sorted((entry.name, entry.is_dir()) for entry in entries)
+            return sorted((entry.name, _is_folder(entry)) for entry in entries)
     found = files.get_file_info(pa.fs.FileSelector(inner, allow_not_found=True))
     return sorted((info.base_name, info.type == pa.fs.FileType.Directory) for info in found)
 
@@ -228,11 +243,20 @@ def read_text(path: str, max_bytes: int, what: str = "") -> str:
         return read_whole(path, max_bytes, what).decode("utf-8-sig")
 
 
-def resolver(root: str) -> Callable[[str], str | None]:
-    """What gives the full path of a relative one below ``root``, or None where '..', a link or a full path
-    leaves it. The links of a folder are followed once.
+def resolver(root: str, follow_links: bool = False) -> Callable[[str], str | None]:
+    """Return a function that gives the full path of a path relative to ``root``.
+
+    Args:
+        root: Local folder or URI.
+        follow_links: Whether a link inside ``root`` may lead to a file outside it.
+
+    Returns:
+        A function from a relative path to the full path. It returns None if '..', an
+        absolute path or (without ``follow_links``) a link leaves ``root``. The links of
+        a folder are followed once.
     """
     base = "" if is_uri(root) else os.path.realpath(root).rstrip("/") + "/"
+    named = os.path.abspath(root).rstrip("/") + "/"
     folders: dict[str, str] = {}
 
     def find(relative: str) -> str | None:
@@ -241,6 +265,9 @@ def resolver(root: str) -> Callable[[str], str | None]:
         if not base:
             parts = PurePosixPath(relative)
             return None if parts.is_absolute() or ".." in parts.parts else join(root, relative)
+        if follow_links:
+            path = os.path.normpath(os.path.join(named, relative))
+            return path if path.startswith((named, base)) else None
         folder, name = os.path.split(relative)
         if folder not in folders:
             folders[folder] = os.path.realpath(os.path.join(root, folder))
@@ -268,7 +295,7 @@ def _changed(found: os.stat_result) -> int:
     return max(found.st_mtime_ns, found.st_ctime_ns)
 
 
-def _local_scan(root: str) -> Callable[[FileEntry], list[FileEntry]]:
+def _local_scan(root: str, follow_links: bool) -> Callable[[FileEntry], list[FileEntry]]:
     base = os.path.realpath(root).rstrip("/") + "/"
 
     def scan(folder: FileEntry) -> list[FileEntry]:
@@ -277,20 +304,30 @@ def _local_scan(root: str) -> Callable[[FileEntry], list[FileEntry]]:
             for entry in entries:
                 if HIDDEN.search(entry.name):
                     continue
-                real = os.path.realpath(entry.path) if entry.is_symlink() else entry.path
-                if entry.is_symlink() and not real.startswith(base):
-                    raise ConfigError(
-                        f"link {entry.path} points outside the data folder {root}; copy the file"
-                    )
+                real = os.path.join(str(folder.real), entry.name) if follow_links else entry.path
+                if entry.is_symlink():
+                    real = os.path.realpath(entry.path)
+                    if not real.startswith(base) and not follow_links:
+                        raise ConfigError(
+                            f"link {entry.path} points outside the data folder {root}; "
+                            "copy the file, or follow links with --data.follow-links"
+                        )
                 relative = folder.relative + entry.name
-                if entry.is_file():
+                if _is_folder(entry):
+                    found.append(FileEntry(f"{relative}/", entry.path, -1, -1, real))
+                elif entry.is_symlink() and not os.path.exists(entry.path):
+                    found.append(FileEntry(relative, entry.path, -1, 0))
+                elif entry.is_file():
                     stat = entry.stat()
                     found.append(FileEntry(relative, entry.path, stat.st_size, _changed(stat)))
-                elif entry.is_dir():
-                    found.append(FileEntry(f"{relative}/", entry.path, -1, -1, real))
         return sorted(found)
 
     return scan
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry is a directory or a link to one; a link to itself is none."""
+    return os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
 
 
 def _remote_scan(root: str) -> Callable[[FileEntry], list[FileEntry]]:

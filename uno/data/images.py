@@ -24,7 +24,7 @@ Image = bytes | str | np.ndarray
 """Encoded bytes, a path or URI, or uint8 pixels (H,W,3)."""
 SORTED_SHARE = 0.9  # of the classes that evenly spaced rows show: groups that show fewer are sorted
 log = logging.getLogger(__name__)
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+EXTENSIONS = (".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
 
 class Images(Protocol):
@@ -67,6 +67,10 @@ class Images(Protocol):
     def paths(self, rows: np.ndarray) -> list[str | None]:
         """The path of each image as text, None where it is not a file of its own."""
         return [path_of(image) for image in self.read_images(rows)]
+
+    def lines(self, rows: np.ndarray) -> list[int | None]:
+        """Return the line on which each image stands in a table of text, or None."""
+        return [None] * len(rows)
 
     def reader(self) -> Images | None:
         """What reads them on any node from :meth:`numbers`; None: images travel themselves."""
@@ -135,9 +139,19 @@ class ImageSubset(Images):
             ready = Ready(ready.values.select_rows(torch.tensor(rows)), reasons)
         return ImageSubset(self.images, self.index[rows], ready)
 
-    groups, sizes, content_keys, times, paths, numbers, vectors, captions = map(
+    groups, sizes, content_keys, times, paths, lines, numbers, vectors, captions = map(
         _of_others,
-        ("groups", "sizes", "content_keys", "times", "paths", "numbers", "vectors", "captions"),
+        (
+            "groups",
+            "sizes",
+            "content_keys",
+            "times",
+            "paths",
+            "lines",
+            "numbers",
+            "vectors",
+            "captions",
+        ),
     )
 
     def reader(self) -> Images | None:
@@ -180,10 +194,13 @@ class InMemory(Images):
 class Files(Images):
     """Paths and URIs as bytes in one Arrow column, which processes share; ``stats`` int64 (N, 2): size and
     time of the last change in ns, -1: not known.
+
+    ``line_numbers`` int64 (N,): the line of each file in a table of text.
     """
 
     column: Any
     stats: np.ndarray
+    line_numbers: np.ndarray | None = None
 
     @classmethod
     def of(cls, paths: Sequence[str], stats: Iterable[Sequence[int]]) -> Files:
@@ -210,6 +227,10 @@ class Files(Images):
     def times(self, rows: np.ndarray) -> np.ndarray:
         """Those of the files."""
         return self.stats[rows, 1]
+
+    def lines(self, rows: np.ndarray) -> list[int | None]:
+        """Return the line of each file in a table of text, or None."""
+        return super().lines(rows) if self.line_numbers is None else self.line_numbers[rows].tolist()
 
     def content_keys(self, rows: np.ndarray) -> pa.Array:
         """Sizes: a moved data set is the same one."""
@@ -298,6 +319,34 @@ def content_of(image: Image) -> bytes:
 def path_of(image: Image) -> str | None:
     """The path of an image that is a file, as text."""
     return valid_text(full_path(image)) if isinstance(image, str) and image else None
+
+
+def row_names(ids: Sequence[str], images: Images, rows: Sequence[int]) -> list[str]:
+    """Return what people are told about rows: the id, and the file if the id does not name it.
+
+    Args:
+        ids: The ids of N rows.
+        images: The images of the N rows.
+        rows: Numbers of the rows to name.
+
+    Returns:
+        For each of ``rows`` a text such as 'row-7' or 'row-7 (/photos/a.jpg, line 9)'.
+    """
+    numbers = np.array(rows, np.int64)
+    names = [str(ids[row]) for row in rows]
+    places = zip(names, images.paths(numbers), images.lines(numbers), strict=True)
+    return [name_row(name, path, line) for name, path, line in places]
+
+
+def name_row(name: str, path: str | None, line: int | None) -> str:
+    """Return an id with the path and line of its image, unless the path ends with the id."""
+    if path is not None and line is None:
+        tail = name.partition("/")[2]  # ids of two folders begin with labeled/ or unlabeled/
+        if path.endswith(f"/{name}") or (tail and path.endswith(f"/{tail}")):
+            return name
+    place = [path] if path else []
+    place += [f"line {line}"] if line is not None else []
+    return f"{name} ({', '.join(place)})" if place else name
 
 
 def to_columns(images: Images, rows: np.ndarray) -> dict[str, Any]:

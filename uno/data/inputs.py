@@ -17,9 +17,10 @@ import pyarrow as pa
 
 from uno.config import DataConfig
 from uno.data.files import FileEntry, files_below, valid_text
+from uno.data.image_paths import PathRules
 from uno.data.images import Files, Images, InMemory, is_image
 from uno.data.rows import Partition, Rows
-from uno.data.sources import locate_source, read_images, read_rows
+from uno.data.sources import UnreadImages, locate_source, read_images, read_rows
 from uno.data.tables import ParquetTable
 from uno.errors import ConfigError
 
@@ -31,13 +32,14 @@ MAX_GROUPS = 32  # of a partition: 16,384 rows
 class Inputs(Protocol):
     """N rows to predict. ``fingerprint`` tells one source from another, ``times`` whether it was written to
     since; ``source`` leads any node from row numbers to images, None where these are in the parts; ``first``
-    shows their kind.
+    shows their kind; ``warnings`` say which images are left out.
     """
 
     fingerprint: str
     times: str
     source: Any = None
     first: Images = InMemory([])
+    warnings: tuple[str, ...] = ()
 
     def __len__(self) -> int: ...
 
@@ -82,9 +84,9 @@ def open_inputs(config: DataConfig) -> Inputs:
     """Every image of a folder, every row of a table, labeled or not. ConfigError: it cannot be read."""
     kind, path = ("folders", "") if config.labeled is not None else locate_source(config)
     if kind == "parquet":
-        return ParquetTable(path, config.named_columns)
+        return ParquetTable(path, config.named_columns, PathRules.of(config))
     if kind in ("folder", "classes", "splits", "imagenet"):
-        return ImageFolder(path)
+        return ImageFolder(path, config.follow_links)
     return RowInputs(read_rows(config, images_only=True))
 
 
@@ -104,6 +106,7 @@ class RowInputs(Inputs):
         self.rows, self.fingerprint, self.source = rows, rows.fingerprint, rows.images.reader()
         self.times = hashlib.sha256(rows.images.times(np.arange(len(rows))).tobytes()).hexdigest()
         self.first = rows.images.take(np.arange(min(len(rows), 1)))
+        self.warnings = rows.warnings
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -120,14 +123,17 @@ class ImageFolder(Inputs):
     step with the work, for the paths: of a folder of any size the next partition is in memory.
     """
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, follow_links: bool = False) -> None:
+        self._follow_links = follow_links
         self._root, self._num, digest, times = root, 0, hashlib.sha256(), hashlib.sha256()
-        for found in self._listed(digest):
+        unread = UnreadImages()
+        for found in self._listed(digest, unread):
             self._num += 1
             times.update(found.time.to_bytes(8, "little", signed=True))
         if not self._num:
-            read_images(root)  # which says what is there instead
+            read_images(root, follow_links)  # which says what is there instead
         self.fingerprint, self.times = digest.hexdigest(), times.hexdigest()
+        self.warnings = unread.warnings(root)
 
     def __len__(self) -> int:
         return self._num
@@ -150,11 +156,13 @@ class ImageFolder(Inputs):
                 f"images below {self._root} have changed meanwhile; repeat it with a new --output"
             )
 
-    def _listed(self, digest: Any) -> Iterator[FileEntry]:
-        for found in files_below(self._root):
+    def _listed(self, digest: Any, unread: UnreadImages | None = None) -> Iterator[FileEntry]:
+        for found in files_below(self._root, self._follow_links):
             if is_image(found.relative):
                 digest.update(f"{found.size} {found.relative}\0".encode(errors="surrogateescape"))
                 yield found
+            elif unread is not None:
+                unread.count(found.relative)
 
 
 class EvenSample(Inputs):
@@ -163,7 +171,7 @@ class EvenSample(Inputs):
     def __init__(self, inputs: Inputs, num: int) -> None:
         self._inputs, self._num = inputs, num
         self.fingerprint, self.source, self.first = inputs.fingerprint, inputs.source, inputs.first
-        self.times = inputs.times
+        self.times, self.warnings = inputs.times, inputs.warnings
 
     def __len__(self) -> int:
         return self._num

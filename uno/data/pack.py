@@ -19,7 +19,14 @@ import pyarrow as pa
 import pyarrow.parquet
 from PIL import Image as Pillow
 
-from uno.data.decode import BAD_SAMPLES, BadImage, decode_rgb, prefetch_map, suppress_pillow_warnings
+from uno.data.decode import (
+    BAD_SAMPLES,
+    BadImage,
+    check_bad,
+    decode_rgb,
+    prefetch_map,
+    suppress_pillow_warnings,
+)
 from uno.data.files import Storage, read_bytes
 from uno.data.images import Image
 from uno.data.output import begin, sweep
@@ -156,7 +163,9 @@ def pack(
         bad[shard.name] = shard.bad
         done += shard.rows
         on_progress(done, len(rows))
-    entries = [entry for name in shards for entry in bad[name]]
+    reason_of_id = {entry["id"]: entry["reason"] for name in shards for entry in bad[name]}
+    reasons = {row: reason_of_id[name] for name, row in rows.ids.find(reason_of_id).items()}
+    entries = check_bad(rows.ids, reasons, 1, images=rows.images)
     output.write(BAD_SAMPLES, "".join(json.dumps(entry) + "\n" for entry in entries).encode())
     counts = {"packed": len(rows) - len(entries), "bad": len(entries)}
     output.write(PACKING, json.dumps({**plan, **counts, "finished": True}, indent=1).encode())

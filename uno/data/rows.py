@@ -38,7 +38,8 @@ class Rows:
     """N rows with different ids. A row without a label is unlabeled. ``is_train`` bool (N,): others test.
 
     ``class_names``: the order of classes where the source declares one (numeric ids). ``known``: the known
-    classes where the source itself says so (ImageNet splits). ``notes`` are lines for the user.
+    classes where the source itself says so (ImageNet splits). ``notes`` are lines for the user; ``warnings``
+    are lines about images or labels of the source that are left out.
     ``eval_labels``: true classes for evaluation only, where the source has them.
     """
 
@@ -51,6 +52,7 @@ class Rows:
     known: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     eval_labels: Labels | None = None
+    warnings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "images", as_images(self.images))

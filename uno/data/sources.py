@@ -3,7 +3,7 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from importlib import resources
@@ -14,16 +14,58 @@ import numpy as np
 
 from uno.config import VECTORS, DataConfig
 from uno.data import files as filesystem
+from uno.data.annotated_folder import has_labels, read_annotated_folder
 from uno.data.cifar import CIFAR10, CIFAR100, Layout, read_cifar
 from uno.data.columns import Labels, Text, chunks
 from uno.data.files import FileEntry, children, join, valid_text
+from uno.data.image_paths import PathRules
 from uno.data.images import EXTENSIONS, Files, InMemory, is_image
+from uno.data.other_formats import fix_for, meaning_of
 from uno.data.rows import SPLITS, Rows
-from uno.data.tables import read_parquet, read_table
+from uno.data.tables import NO_NAMES, read_parquet, read_table
 from uno.data.tar import read_tar
 from uno.data.vectors import read_vectors
-from uno.errors import ConfigError, did_you_mean
+from uno.errors import ConfigError, did_you_mean, one_line
 from uno.text import plural
+
+
+class Remarks(NamedTuple):
+    """Lines about a source: notes, and warnings about images that are left out."""
+
+    notes: list[str]
+    warnings: list[str]
+
+
+UNREAD = {
+    *(".heic", ".heif", ".avif", ".jxl", ".jp2", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".raf"),
+    *(".jpe", ".ppm", ".pgm", ".tga", ".dcm"),
+}
+"""Suffixes of images that no reader here takes: a warning counts them."""
+
+
+class UnreadImages:
+    """The files of a folder that are images of a format that is not read."""
+
+    def __init__(self) -> None:
+        self._suffixes, self._example = Counter[str](), ""
+
+    def count(self, name: str) -> bool:
+        """Count a file if it is such an image, and return whether it is one."""
+        suffix = _suffix(name)
+        if suffix not in UNREAD:
+            return False
+        self._example = self._example or valid_text(name)
+        self._suffixes[suffix] += 1
+        return True
+
+    def warnings(self, root: str) -> tuple[str, ...]:
+        """Return a line about the counted files below ``root``, if there are any."""
+        if not self._suffixes:
+            return ()
+        what = f"{plural(self._suffixes.total(), 'image')} left out below {root}"
+        formats = ", ".join(sorted(self._suffixes))
+        example = one_line(repr(self._example))
+        return (f"{what}, e.g. {example}: {formats} files are not read; save them as JPEG or PNG",)
 
 
 class Source(NamedTuple):
@@ -50,27 +92,40 @@ SOURCES = {
     "cifar10": _cifar(CIFAR10),
     "cifar100": _cifar(CIFAR100),
     "imagenet": Source(
-        lambda path, config, _: read_imagenet(path, config.imagenet_split, config.known_classes is None)
+        lambda path, config, _: read_imagenet(
+            path, config.imagenet_split, config.known_classes is None, config.follow_links
+        )
     ),
-    "folder": Source(lambda path, config, _: read_folder(path)),
-    "classes": Source(lambda path, config, _: read_folder(path, "classes")),
-    "splits": Source(lambda path, config, _: read_folder(path, "splits")),
+    "folder": Source(lambda path, config, _: read_folder(path, follow_links=config.follow_links)),
+    "classes": Source(lambda path, config, _: read_folder(path, "classes", follow_links=config.follow_links)),
+    "splits": Source(lambda path, config, _: read_folder(path, "splits", follow_links=config.follow_links)),
+    "imagefolder": Source(
+        lambda path, config, images_only: read_annotated_folder(
+            path, config.named_columns, PathRules.of(config), images_only
+        )
+    ),
     "parquet": Source(
-        lambda path, config, _: read_parquet(path, config.named_columns),
+        lambda path, config, _: read_parquet(path, config.named_columns, PathRules.of(config)),
         suffixes=(".parquet",),
         in_folders="always",
     ),
     "table": Source(
-        lambda path, config, images_only: read_table(path, config.named_columns, images_only=images_only),
-        suffixes=(".csv", ".jsonl"),
+        lambda path, config, images_only: read_table(
+            path, config.named_columns, PathRules.of(config), images_only=images_only
+        ),
+        suffixes=(".csv", ".tsv", ".jsonl"),
     ),
     "tar": Source(
-        lambda path, config, images_only: read_tar(path, images_only),
+        lambda path, config, images_only: read_tar(path, images_only, config.follow_links),
         suffixes=(".tar",),
         in_folders="alone",
         may_lack=lambda path, config: not {"*", "{"}.isdisjoint(path),  # a pattern
     ),
-    VECTORS: Source(lambda path, config, images_only: read_vectors(path, config.named_columns, images_only)),
+    VECTORS: Source(
+        lambda path, config, images_only: read_vectors(
+            path, config.named_columns, images_only, PathRules.of(config)
+        )
+    ),
 }
 
 
@@ -78,7 +133,7 @@ def read_rows(config: DataConfig, images_only: bool = False) -> Rows:
     """The rows of ``config.source``, or of the folders ``labeled`` and ``unlabeled`` where given."""
     if config.labeled is not None and config.unlabeled is not None:
         return read_two_folders(
-            config.labeled, filesystem.normalize_path(config.unlabeled)
+            config.labeled, filesystem.normalize_path(config.unlabeled), config.follow_links
         ).with_composed_names()
     kind, path = locate_source(config)
     rows = read_digits() if kind == "digits" else SOURCES[kind].read(path, config, images_only)
@@ -104,16 +159,17 @@ def locate_source(config: DataConfig) -> tuple[str, str]:
         names = {name: repr(f"{name}:DIR") for name in SOURCES} | {"digits": repr("digits")}
         hint = did_you_mean(source.lower(), names, show=names.__getitem__)
         raise ConfigError(f"data source {source!r}: no such file or folder {path!r}{hint}")
-    return prefix or recognize(path), path
+    return prefix or recognize(path, config.follow_links, config.named_columns), path
 
 
-def recognize(path: str) -> str:
+def recognize(path: str, follow_links: bool = False, names: Mapping[str, str] = NO_NAMES) -> str:
     """The kind of source that an existing file or folder is, by its content."""
     if filesystem.kind(path) == "file":
         kind = _kind_of(filesystem.split(path)[1].lower())
         if kind is None:
             *others, last = chain.from_iterable(source.suffixes for source in SOURCES.values())
-            raise ConfigError(f"{path}: a file source must end in {', '.join(others)} or {last}")
+            fix = f"; this is {fix_for(path)}" if fix_for(path) else ""
+            raise ConfigError(f"{path}: a file source must end in {', '.join(others)} or {last}{fix}")
         return kind
     folders, files = children(path)
     cifar = [c.prefix for c in (CIFAR10, CIFAR100) if c.folder in folders or {c.meta, *c.train} <= set(files)]
@@ -124,11 +180,13 @@ def recognize(path: str) -> str:
     always = next((kind for kind in map(_kind_of, files) if _in_folders(kind) == "always"), None)
     if always is not None:
         return always
+    if has_labels(path, names):
+        return "imagefolder"
     train = children(join(path, "train"))[0] if "train" in folders else []
     if train:
         return "imagenet" if all(is_wnid(name) for name in train) else "folder"
     alone, holds_images = None, False
-    for found in filesystem.files_below(path):
+    for found in filesystem.files_below(path, follow_links):
         kind = _kind_of(found.relative)
         if kind is not None and _in_folders(kind) == "always":
             return kind
@@ -163,30 +221,72 @@ def read_digits() -> Rows:
     return Rows(ids, InMemory(np.repeat(grayscale[..., None], 3, axis=3)), labels, is_train, "digits")
 
 
-def read_folder(root: str, kind: str = "folder", flag: str = "--data") -> Rows:
+def read_folder(root: str, kind: str = "folder", flag: str = "--data", follow_links: bool = False) -> Rows:
     """Class subfolders of ``root`` (``kind`` classes), or of its train/ and test/ or val/ (splits), as
     it is (folder); loose images are unlabeled. ConfigError: it may be both, so that ``flag`` has to choose.
+    ``follow_links``: whether links may lead out of ``root``.
     """
     folders, _ = children(_directory(root))
     splits = {f"{name}/": SPLITS[name] for name in folders if name in SPLITS}
     if kind == "classes" or not ("train" in folders and children(join(root, "train"))[0]):
         splits = {"": "train"}
-    rows, others = _labeled(root, f"folder:{root}", splits)
+    rows, others = _labeled(root, f"folder:{root}", splits, follow_links)
     if others and kind == "folder":
         named = ", ".join(others[:3]) + ", ..." * (len(others) > 3)
         ways = f"if train is a class, too, give {flag} classes:{root}; if it is a split and these are to be "
         ways += f"left out, {flag} splits:{root}"
+        if any(name.lower() in SPLIT_WORDS for name in others):
+            ways += "; if they are test images, rename their folder to test"
         raise ConfigError(f"{root} has train/ with subfolders, and images in {named}: {ways}")
+    if kind == "folder" and splits == {"": "train"}:
+        _require_classes(rows, root, flag)
     return rows
 
 
-def read_images(root: str) -> Rows:
+SPLIT_WORDS = {*SPLITS, "training", "testing", "dev", "eval", "evaluation", "validate"}
+"""Names of folders, in lower case, that seldom are classes."""
+
+
+def _require_classes(rows: Rows, root: str, flag: str) -> None:
+    """Refuse class folders that seem to be splits, or one folder around the classes.
+
+    Raises:
+        ConfigError: The only class has subfolders and no image beside it, or all classes
+            have subfolders and names such as Training and Testing.
+    """
+    classes = rows.labels.classes
+    if len(classes) != 1 and not all(name.lower() in SPLIT_WORDS for name in classes):
+        return
+    folders = sorted({name.rpartition("/")[0] for name in rows.ids})
+    inner: dict[str, list[str]] = {}
+    for folder in folders:
+        top, slash, rest = folder.partition("/")
+        if not slash:  # images in the class folder itself, or in none
+            return
+        if rest.partition("/")[0] not in inner.setdefault(top, []):
+            inner[top].append(rest.partition("/")[0])
+    if len(classes) == 1 and len(inner[classes[0]]) > 1:
+        (name,) = classes
+        some = one_line(", ".join(inner[name][:3]))
+        raise ConfigError(
+            f"{root} has one folder, {name}, with subfolders {some}: if these are the classes, "
+            f"give {flag} {join(root, name)}; if {name} is a class, {flag} classes:{root}"
+        )
+    if len(classes) > 1:
+        raise ConfigError(
+            f"{root}: its folders {one_line(', '.join(classes))} seem to be splits: rename them to "
+            f"train and test; if they are classes, give {flag} classes:{root}"
+        )
+
+
+def read_images(root: str, follow_links: bool = False) -> Rows:
     """Every image below ``root``, unlabeled; names of folders mean nothing."""
-    notes = list[str]()
-    return _rows(((found, None, True) for found in _images(root, notes)), f"folder:{root}", notes)
+    remarks = Remarks([], [])
+    listed = ((found, None, True) for found in _images(root, remarks, follow_links))
+    return _rows(listed, f"folder:{root}", remarks)
 
 
-def read_two_folders(labeled: str, unlabeled: str) -> Rows:
+def read_two_folders(labeled: str, unlabeled: str, follow_links: bool = False) -> Rows:
     """``labeled`` as :func:`read_folder` without loose images, maybe as KIND:DIR; ``unlabeled``: any images
     below it.
     """
@@ -196,7 +296,8 @@ def read_two_folders(labeled: str, unlabeled: str) -> Rows:
     first, second = (os.path.realpath(_directory(folder)) + "/" for folder in (labeled, unlabeled))
     if first.startswith(second) or second.startswith(first):
         raise ConfigError(f"--labeled {labeled} and --unlabeled {unlabeled} overlap; give separate folders")
-    known, others = read_folder(labeled, kind, "--labeled"), read_images(unlabeled)
+    known = read_folder(labeled, kind, "--labeled", follow_links)
+    others = read_images(unlabeled, follow_links)
     loose = np.flatnonzero(~known.labels.given)
     if len(loose):
         found = f"{plural(len(loose), 'image')} in no class subfolder, e.g. {known.ids[loose[0]]}"
@@ -206,11 +307,18 @@ def read_two_folders(labeled: str, unlabeled: str) -> Rows:
     ids, labels = Text.of(chain(*names)), Labels.of(chain(*(rows.labels for rows in both)))
     images = Files.join([cast(Files, rows.images) for rows in both])
     is_train = np.concatenate([rows.is_train for rows in both])
-    source, notes = f"folders:{labeled}+{unlabeled}", known.notes + others.notes
-    return Rows(ids, images, labels, is_train, source, notes=notes)
+    return Rows(
+        ids,
+        images,
+        labels,
+        is_train,
+        f"folders:{labeled}+{unlabeled}",
+        notes=known.notes + others.notes,
+        warnings=known.warnings + others.warnings,
+    )
 
 
-def read_imagenet(root: str, split: str, use_split: bool) -> Rows:
+def read_imagenet(root: str, split: str, use_split: bool, follow_links: bool = False) -> Rows:
     """train/ and val/ with wnid subfolders. ``use_split``: the novel classes are those of ``split`` 'A', 'B'
     or 'C', the known ones all that are not held out; else all are kept and none is declared known.
     """
@@ -218,7 +326,7 @@ def read_imagenet(root: str, split: str, use_split: bool) -> Rows:
     if "train" not in folders:
         raise ConfigError(f"imagenet:{root}: no folder train there; expected train/WNID/ and val/WNID/")
     splits = {f"{name}/": SPLITS[name] for name in ("train", "val") if name in folders}
-    rows, _ = _labeled(root, f"imagenet:{root}", splits)
+    rows, _ = _labeled(root, f"imagenet:{root}", splits, follow_links)
     other = np.flatnonzero(rows.labels.places([*filter(is_wnid, rows.labels.classes)]) < 0)
     if len(other):
         what = f"image {rows.ids[other[0]]} is not in a wnid subfolder such as n01440764"
@@ -249,18 +357,18 @@ def imagenet_wnids(file: str) -> list[str]:
     return (resources.files("uno.data") / "imagenet_splits" / f"{file}.txt").read_text("utf-8").split()
 
 
-def _labeled(root: str, source: str, splits: dict[str, str]) -> tuple[Rows, list[str]]:
+def _labeled(root: str, source: str, splits: dict[str, str], follow_links: bool) -> tuple[Rows, list[str]]:
     """Rows below the folders ``splits`` ({prefix: 'train' or 'test'}); the next folder name is the class. And
     the other folders that hold images.
     """
-    filled, notes, others = set[str](), list[str](), dict[str, None]()
+    filled, remarks, others = set[str](), Remarks([], []), dict[str, None]()
 
     def below() -> Iterator[tuple[FileEntry, str | None, bool]]:
-        outside = 0
-        for found in _images(root, notes):
+        num_outside, example = 0, ""
+        for found in _images(root, remarks, follow_links):
             prefix = next(filter(found.relative.startswith, splits), None)
             if prefix is None:
-                outside += 1
+                num_outside, example = num_outside + 1, example or found.relative
                 folder, slash, _ = found.relative.partition("/")
                 if slash:
                     others[valid_text(folder)] = None
@@ -268,23 +376,31 @@ def _labeled(root: str, source: str, splits: dict[str, str]) -> tuple[Rows, list
             folder, slash, _ = found.relative.removeprefix(prefix).partition("/")
             filled.add(prefix + folder)
             yield found, valid_text(folder) if slash else None, splits[prefix] == "train"
-        if outside:
-            notes.append(f"ignored {plural(outside, 'image')} outside {', '.join(splits)}")
+        if num_outside:
+            remarks.warnings.append(
+                f"{plural(num_outside, 'image')} outside {', '.join(splits)} left out, e.g. "
+                f"{one_line(repr(valid_text(example)))}: with class folders in train/ only these "
+                "folders are read; move the images there or away"
+            )
 
-    rows = _rows(below(), source, notes)
+    rows = _rows(below(), source, remarks)
     for prefix in splits:
         for folder in children(join(root, prefix) if prefix else root)[0]:
             if prefix + folder not in filled:
                 path = valid_text(join(root, prefix + folder))
-                raise ConfigError(f"class folder {path} holds no images; fill or remove it")
+                also = "".join(f"; {line}" for line in remarks.warnings)
+                raise ConfigError(f"class folder {path} holds no images; fill or remove it{also}")
     loose = int((~rows.labels.given).sum())
     if 0 < loose < len(rows):
-        notes.append(f"{plural(loose, 'image')} outside class subfolders: unlabeled")
-    return replace(rows, notes=tuple(notes)), [*others]
+        remarks.notes.append(f"{plural(loose, 'image')} outside class subfolders: unlabeled")
+    return replace(rows, notes=tuple(remarks.notes)), [*others]
 
 
-def _rows(listed: Iterable[tuple[FileEntry, str | None, bool]], source: str, notes: list[str]) -> Rows:
-    """Rows of (file, label, whether it is for training) each; ``notes`` are complete when all are listed."""
+def _rows(listed: Iterable[tuple[FileEntry, str | None, bool]], source: str, remarks: Remarks) -> Rows:
+    """Return rows of (file, label, whether it is for training) each.
+
+    ``remarks`` are complete when all of ``listed`` has been read.
+    """
     parts = list[tuple[Text, Files, Labels, np.ndarray]]()
     for some in chunks(listed):
         found, labels, is_train = zip(*some, strict=True)
@@ -293,34 +409,27 @@ def _rows(listed: Iterable[tuple[FileEntry, str | None, bool]], source: str, not
         parts.append((ids, files, Labels.of(labels), np.array(is_train)))
     if not parts:
         root = source.partition(":")[2]
-        also = "".join(f"; {note}" for note in notes)
+        also = "".join(f"; {line}" for line in remarks.warnings + remarks.notes)
         raise ConfigError(f"no images below {root}; looked for files ending in {' '.join(EXTENSIONS)}{also}")
     names, images, classes, train = zip(*parts, strict=True)
     columns = Text.join(names), Files.join(images), Labels.of(chain(*classes)), np.concatenate(train)
-    return Rows(*columns, source, notes=tuple(notes))
+    return Rows(*columns, source, notes=tuple(remarks.notes), warnings=tuple(remarks.warnings))
 
 
-def _images(root: str, notes: list[str]) -> Iterator[FileEntry]:
-    """Images below ``root``; at the end ``notes`` say what else is there."""
-    others = Counter[str]()
-    for found in filesystem.walk(_directory(root)):
+def _images(root: str, remarks: Remarks, follow_links: bool) -> Iterator[FileEntry]:
+    """Yield the images below ``root``; at the end ``remarks`` say what else is there."""
+    others, unread = Counter[str](), UnreadImages()
+    for found in filesystem.walk(_directory(root), follow_links):
         if is_image(found.relative):
             yield found
-        else:
+        elif not unread.count(found.relative):
             others[_suffix(found.relative)] += 1
+    remarks.warnings.extend(unread.warnings(root))
     if others:
         most = others.most_common(8)
-        named = ", ".join(f"{number:,} {suffix}{OTHERS.get(suffix, '')}" for suffix, number in most)
+        named = ", ".join(f"{number:,} {suffix}{meaning_of(suffix)}" for suffix, number in most)
         more = ", ..." if len(others) > 8 else ""
-        notes.append(f"ignored {plural(others.total(), 'file')} below {root}: {named}{more}")
-
-
-PHOTOGRAPHS, VIDEO = " (photographs; save them as JPEG)", " (video; take still images)"
-OTHERS = {
-    **dict.fromkeys((".heic", ".heif", ".avif", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".raf"), PHOTOGRAPHS),
-    **dict.fromkeys((".mov", ".mp4", ".m4v", ".avi", ".mkv", ".webm", ".3gp"), VIDEO),
-}
-"""What to do with files that hold pictures and that nothing here decodes."""
+        remarks.notes.append(f"ignored {plural(others.total(), 'file')} below {root}: {named}{more}")
 
 
 def _suffix(name: str) -> str:

@@ -88,7 +88,7 @@ def make_task(rows: Rows, config: DataConfig) -> Task:
     source, is_train = rows.source, rows.is_train
     classes = order_classes(rows.labels.present, rows.class_names)
     if not classes:
-        raise ConfigError(f"{source}: no image has a label; known classes need labeled images")
+        raise ConfigError(_no_label(rows, "image"))
     chosen, num_novel = _known_classes(rows, config, classes), config.num_novel
     if chosen is not None:
         if len(chosen) == len(classes) and rows.labels.given.all():
@@ -100,10 +100,15 @@ def make_task(rows: Rows, config: DataConfig) -> Task:
         in_training = rows.labels.pick(is_train)
         chosen = in_training.present
         if not chosen:
-            raise ConfigError(f"{source}: no training image has a label; known classes need labeled images")
+            raise ConfigError(_no_label(rows, "training image"))
         if in_training.given.all():
             fix = "--known-classes first:N to hide the other labels (benchmark), or add unlabeled images"
-            raise ConfigError(f"{source}: every training image is labeled: nothing to discover; pass {fix}")
+            empty = "".join(
+                f"; class {name!r}: leave a label that is missing empty" for name in missing_labels(chosen)
+            )
+            raise ConfigError(
+                f"{source}: every training image is labeled: nothing to discover; pass {fix}{empty}"
+            )
         novel = [name for name in order_classes(rows.truth.present, rows.class_names) if name not in chosen]
     if num_novel is None:
         raise ConfigError(f"{source}: pass --num-novel, the number of classes among the unlabeled images")
@@ -124,6 +129,21 @@ def make_task(rows: Rows, config: DataConfig) -> Task:
         labels = unlabel(labels, config.unlabeled_known_fraction)
     eval_labels = rows.truth.places([*known, *novel])
     return Task(rows, known, novel, num_novel, labels, eval_labels, is_train, rows.notes)
+
+
+def _no_label(rows: Rows, what: str) -> str:
+    """Return an error line that also says what the source leaves out: maybe labels."""
+    lacks = f"{rows.source}: no {what} has a label; known classes need labeled images"
+    return "; ".join([lacks, *rows.warnings, *rows.notes])
+
+
+MISSING = {"na", "n/a", "nan", "none", "null", "<na>", "unknown", "unlabeled", "unlabelled"}
+"""Names of classes, in lower case, that other programs write where a label is missing."""
+
+
+def missing_labels(classes: Iterable[str]) -> list[str]:
+    """Return the names of classes that seem to stand for a missing label, sorted."""
+    return sorted(name for name in classes if name.strip().lower() in MISSING)
 
 
 def held_out(rows: Rows, is_train: np.ndarray, known: list[str], share: float) -> np.ndarray:

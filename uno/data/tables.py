@@ -4,10 +4,8 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import io
-import json
 import posixpath
 import re
 import threading
@@ -17,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from itertools import chain
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import pyarrow as pa
@@ -25,9 +24,13 @@ import pyarrow.dataset
 import pyarrow.parquet
 
 from uno.data import files as filesystem
-from uno.data.columns import ROWS_AT_ONCE, Ids, Labels, Numbered, Text, chunks, decimal, joined
-from uno.data.images import Files, Image, Images, InMemory
+from uno.data.columns import ROWS_AT_ONCE, Ids, Labels, Numbered, Text, decimal, joined
+from uno.data.image_paths import DEFAULT_RULES, ImagePaths, PathRules, find_images
+from uno.data.images import Image, Images, InMemory, is_image
+from uno.data.labels import encode_column, encode_labels, require_distinct
+from uno.data.other_formats import hint_of_files
 from uno.data.rows import SPLITS, Partition, Rows
+from uno.data.text_tables import TextTable, read_text_table
 from uno.errors import ConfigError, one_line
 from uno.limits import MAX_ROWS, MAX_TABLE_BYTES
 from uno.text import plural
@@ -41,34 +44,40 @@ VERIFIED = pyarrow.dataset.ParquetFragmentScanOptions(page_checksum_verification
 Names = tuple[str, ...]
 READ_ROWS, READ_BYTES = 512, 2**20  # of a row group at a time, by who predicts
 REQUEST_BYTES = 64 * 2**20  # of an object, in one piece
+STORE_BYTES = ", or store the bytes of the images in the column"
 PATHS_TRIED = 64  # of a column of paths, before anything starts
 NO_NAMES: Mapping[str, str] = {}
+WHOLE = re.compile(r"-?(0|[1-9][0-9]{0,17})")  # an int64 as it is usually written
+VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
+"""Arrow's newer types of text and bytes, and the types that the code below knows."""
 TEXT, BINARY = (pa.string(), pa.large_string()), (pa.binary(), pa.large_binary())
 
 
-def read_parquet(path: str, names: Mapping[str, str] = NO_NAMES) -> Rows:
+def read_parquet(path: str, names: Mapping[str, str] = NO_NAMES, rules: PathRules = DEFAULT_RULES) -> Rows:
     """All *.parquet files of a folder, or one file. The split is column ``split``, else the file name
-    (train-*, test-*, validation-*) or folder, else train. ``names``: what our columns are called there.
-    Images stay in the files until they are wanted.
+    (train-*, test-*, validation-*) or folder, else train. Folders called NAME=VALUE are columns, as Spark and
+    pandas write them (:func:`partition_columns`). ``names``: what our columns are called there.
+    ``rules``: how a column of image paths is read. Images stay in the files until they are wanted.
     """
-    source, (root, files) = f"parquet:{path}", parquet_files(path)
+    source, (root, files) = f"parquet:{path}", parquet_files(path, rules.follow_links)
     with _lock:
         _recent.cache_clear()  # files may have changed
     with ThreadPoolExecutor(FOOTERS) as pool:
-        parts = list(pool.map(lambda file: _read_file(file, names), files))
+        folders = partition_columns(files)
+        parts = list(pool.map(lambda file, of: _read_file(file, names, of), files, folders))
     tables, class_names, known, left = zip(*parts, strict=True)
     if len(set(left)) > 1:
         raise ConfigError(f"{source}: the files name their image column differently")
     if len(set(class_names)) > 1:
         raise ConfigError(f"{source}: the class names in the metadata differ between files")
     try:
-        table = pa.concat_tables(tables, promote_options="default")
+        table = pa.concat_tables(tables, promote_options="permissive")
     except pa.ArrowException as error:
         raise ConfigError(f"{source}: the files have different columns: {one_line(error)}") from None
     if not len(table):
         raise ConfigError(f"{source}: no rows")
     labels, truth = (
-        labels_in(source, table[c], class_names[0]) if c in table.column_names else None
+        encode_column(source, table[c], class_names[0]) if c in table.column_names else None
         for c in ("label", "eval_label")
     )
     require_distinct(source, labels, truth)
@@ -78,12 +87,14 @@ def read_parquet(path: str, names: Mapping[str, str] = NO_NAMES) -> Rows:
         ids = Text.join([*map(_ids, tables, places, starts.tolist())])
     images: Images
     if "image" in table.column_names:
-        images = files_in(source, root, values_in(table["image"]), False)
+        images = find_images(source, root, values_in(table["image"]), False, rules, otherwise=STORE_BYTES)
     else:
-        images = ParquetImages(root, [f.path for f in files], left[0], [f[2:4] for f in files])
+        images = ParquetImages(root, [f.path for f in files], left[0], [f[2:4] for f in files], rules)
     is_train, known = table["is_train"].to_numpy(), next(filter(None, known), ())
+    schema = open_parquet(files[0].path, files[0].size).schema
+    notes = () if labels is not None else note_of_no_label(path, schema.names, names)
     labels = Labels.none(len(table)) if labels is None else labels
-    return Rows(ids, images, labels, is_train, source, class_names[0], known, eval_labels=truth)
+    return Rows(ids, images, labels, is_train, source, class_names[0], known, notes, eval_labels=truth)
 
 
 def _ids(table: Any, name: str, first: int) -> Text:
@@ -102,18 +113,18 @@ def values_in(column: Any) -> Iterator[Any]:
     return chain.from_iterable(column.slice(start, ROWS_AT_ONCE).to_pylist() for start in starts)
 
 
-def parquet_files(path: str) -> tuple[str, list[filesystem.FileEntry]]:
+def parquet_files(path: str, follow_links: bool = False) -> tuple[str, list[filesystem.FileEntry]]:
     """The folder, and the Parquet files in it."""
     if filesystem.kind(path) == "file":
         root, name = filesystem.split(path)
         return root, [filesystem.FileEntry(name, path, *filesystem.stat_of(path))]
-    found = list(filesystem.walk(path))
+    found = list(filesystem.walk(path, follow_links))
     files = [f for f in found if f.relative.endswith(".parquet")]
     packs = (filesystem.read_text(f.path, MAX_TABLE_BYTES) for f in found if f.relative == PACKING)
     if any(json_at(pack, "finished") is False for pack in packs):
         raise ConfigError(f"parquet:{path} is an unfinished pack; run the same uno data pack command again")
     if not files:
-        raise ConfigError(f"no *.parquet files below {path}")
+        raise ConfigError(f"no *.parquet files below {path}{hint_of_files(f.relative for f in found)}")
     return path, files
 
 
@@ -123,8 +134,15 @@ class ParquetImages(Images):
     each, and time of the last change, -1 where they are not known.
     """
 
-    def __init__(self, root: str, files: Sequence[str], column: str, stats: Sequence[Sequence[int]]) -> None:
-        self.root, self.column = root, column
+    def __init__(
+        self,
+        root: str,
+        files: Sequence[str],
+        column: str,
+        stats: Sequence[Sequence[int]],
+        rules: PathRules = DEFAULT_RULES,
+    ) -> None:
+        self.root, self.column, self._rules = root, column, rules
         sized = [(file, stat[0]) for file, stat in zip(files, stats, strict=True)]
         with ThreadPoolExecutor(FOOTERS) as pool:
             opened = list(pool.map(lambda file: open_parquet(*file), sized))
@@ -145,7 +163,7 @@ class ParquetImages(Images):
         which only a part is wanted is remembered for the next call.
         """
         groups, found = self.groups(rows), [b""] * len(rows)  # type: np.ndarray, list[Image]
-        inside = filesystem.resolver(self.root)
+        inside = ImagePaths(self.root, self._rules).find
         for group in map(int, np.unique(groups)):
             at, first = np.flatnonzero(groups == group), int(self._starts[group])
             if len(at) == self._starts[group + 1] - first:
@@ -223,6 +241,7 @@ class _Parquet:
                 with self._open(self.metadata) as file:
                     table = file.read(columns) if group is None else file.read_row_group(group, columns)
             table.validate(full=True)
+            table = without_views(table)
         if table.num_columns:
             self._require_rows(len(table), group)
         return table
@@ -250,6 +269,21 @@ class _Parquet:
         own = (chunk.statistics for chunk in chunks if chunk.path_in_schema == f"{column}.bytes")
         return any(found is None or not found.has_null_count or found.null_count for found in own)
 
+    def names_only_files(self, column: str) -> bool:
+        """Return whether no row has bytes in a column struct<bytes, path>, by the file's statistics."""
+        groups = map(self.metadata.row_group, range(self.metadata.num_row_groups))
+        with self.errors():
+            chunks = [
+                (group.num_rows, group.column(i).statistics)
+                for group in groups
+                for i in range(group.num_columns)
+                if group.column(i).path_in_schema == f"{column}.bytes"
+            ]
+        return bool(chunks) and all(
+            found is not None and found.has_null_count and found.null_count == num_rows
+            for num_rows, found in chunks
+        )
+
     def batches(self, columns: Sequence[str], group: int) -> Iterator[Any]:
         """Those columns of a row group, some rows at a time; many bytes of an object by pages."""
         if filesystem.is_uri(self.path) and self.column_bytes(group, columns) <= REQUEST_BYTES:
@@ -260,7 +294,7 @@ class _Parquet:
             for batch in file.iter_batches(READ_ROWS, [group], columns):
                 batch.validate(full=True)
                 num += len(batch)
-                yield batch
+                yield without_views(batch)
         self._require_rows(num, group)
 
     @contextmanager
@@ -302,10 +336,14 @@ class ParquetTable:
     hundred at a time. A row without an id is ``FILE#NUMBER``.
     """
 
-    def __init__(self, path: str, names: Mapping[str, str] = NO_NAMES) -> None:
-        self._name, (self._root, files) = f"parquet:{path}", parquet_files(path)
+    def __init__(
+        self, path: str, names: Mapping[str, str] = NO_NAMES, rules: PathRules = DEFAULT_RULES
+    ) -> None:
+        self._name, (self._root, files) = f"parquet:{path}", parquet_files(path, rules.follow_links)
+        self._rules = rules
         self.source: Any = self  # which reads rows by their numbers
         self.first: Images = InMemory([])
+        self.warnings: tuple[str, ...] = ()
         with ThreadPoolExecutor(FOOTERS) as pool:
             found = list(pool.map(lambda file: _describe(file, names), files))
         self._files, groups, digests, columns = zip(*found, strict=True)
@@ -320,7 +358,15 @@ class ParquetTable:
             raise ConfigError(f"{self._name}: no rows")
         _, first = next(self._read(np.arange(min(len(self), PATHS_TRIED))))
         if first.type in TEXT:
-            files_in(self._name, self._root, first.to_pylist(), True)  # which says it if none is there
+            find_images(
+                self._name, self._root, first.to_pylist(), True, rules
+            )  # which says it if none is there
+        elif pa.types.is_struct(first.type) and not any(
+            value and value["bytes"] for value in first.to_pylist()
+        ):
+            paths = [value.get("path") if value else None for value in first.to_pylist()]
+            if any(paths):
+                find_images(self._name, self._root, paths, True, rules)
 
     def __len__(self) -> int:
         return int(self._groups[-1])
@@ -331,7 +377,7 @@ class ParquetTable:
 
     def read(self, part: Partition, sizes: Iterable[int]) -> Iterator[tuple[Any, Images]]:
         """As of :class:`~uno.data.inputs.Inputs`. ConfigError: a file is damaged, or a path leads out."""
-        inside, tables = filesystem.resolver(self._root), self._read(part.rows)
+        inside, tables = ImagePaths(self._root, self._rules), self._read(part.rows)
         ids, images = list[str](), list[Image]()
         for size in sizes:
             while len(ids) < size:
@@ -360,23 +406,24 @@ class ParquetTable:
                     if id_column is not None:
                         given = chosen[id_column].cast(pa.string()).to_pylist()
                         ids = [id or f"row-{first + row}" for id, row in zip(given, own, strict=True)]
-                    yield ids, chosen[self._image]
+                    column = chosen[self._image]
+                    yield ids, column.cast(plain_type(column.type))
                 start += len(batch)
                 if start > wanted[-1]:
                     break
 
-    def _values(self, column: Any, inside: Callable[[str], str | None]) -> list[Image]:
+    def _values(self, column: Any, inside: ImagePaths) -> list[Image]:
         """The images of a column; ConfigError: a path leads out of the folder."""
-        found = _images_in(column, inside)
+        found = _images_in(column, inside.find)
         for image, path in zip(found, column.to_pylist() if column.type in TEXT else (), strict=False):
             if path and not image:
-                leaves = f"is outside the folder {self._root}; move it there"
-                raise ConfigError(f"{self._name}: {one_line(repr(path))} {leaves}")
+                raise ConfigError(f"{self._name}: {inside.refusal(path)}")
         return found
 
 
 def _images_in(column: Any, inside: Callable[[str], str | None]) -> list[Image]:
     """Images of a column: bytes, or else the path ``inside`` the folder; '' or b'' where there is neither."""
+    column = column.cast(plain_type(column.type))
     if column.type in BINARY:
         return [value or b"" for value in column.to_pylist()]
     if column.type in TEXT:
@@ -406,31 +453,40 @@ def _describe(
     return (name, path, file.size, kept if kept in schema.names else None), rows, digest, image
 
 
-def _read_file(file: filesystem.FileEntry, own: Mapping[str, str]) -> tuple[Any, Names, Names, str]:
-    """One Parquet file as columns is_train and, where it has them, id, label, eval_label, and image if these
-    are paths; the class names and known classes of its metadata; the name of the image column if that was
-    left in the file, because it holds bytes, else ''.
+def _read_file(
+    file: filesystem.FileEntry, own: Mapping[str, str], folders: Mapping[str, str | int | None]
+) -> tuple[Any, Names, Names, str]:
+    """One Parquet file as columns is_train and, where it or its ``folders`` have them, id, label, eval_label,
+    and image if these are paths; the class names and known classes of its metadata; the name of the image
+    column if that was left in the file, because it holds bytes, else ''.
     """
     name, path = file.relative, file.path
     parquet = open_parquet(path, file.size, anew=True)
     schema, num = parquet.schema, parquet.metadata.num_rows
-    check_names(path, own, schema.names)
+    present = present_columns(schema, own, folders)
+    check_names(path, own, present)
     image = _image_column(path, own, schema.names)
-    label = own.get("label") or next((c for c in LABEL_COLUMNS if c in schema.names), None)
+    label = own.get("label") or next((c for c in LABEL_COLUMNS if c in present), None)
     if num > MAX_ROWS:
         raise ConfigError(f"{path} has {num:,} rows, more than {MAX_ROWS:,}")
     check_images(path, schema.field(image).type)
-    left = "" if schema.field(image).type in TEXT else image
+    only_paths = pa.types.is_struct(schema.field(image).type) and parquet.names_only_files(image)
+    left = "" if plain_type(schema.field(image).type) in TEXT or only_paths else image
     theirs = {name: own.get(name, name) for name in ("id", "split", "eval_label")}
     theirs |= {"label": label or "", "image": image}
     wanted = {*theirs.values()} - {image}
     table = parquet.read([c for c in schema.names if c in wanted or (c == image and not left)])
     columns = {ours: table[c] for ours, c in theirs.items() if c in table.column_names}
+    columns |= columns_of_folders(path, theirs, folders, columns, num)
+    if only_paths:
+        columns["image"] = pa.compute.struct_field(columns["image"], "path")
+    elif not left:
+        columns["image"] = columns["image"].cast(plain_type(columns["image"].type))
     with parquet.errors():
         columns |= {name: columns[name].cast(pa.string()) for name in ("id", "split") if name in columns}
     given = columns.pop("split", None)
     is_train = (
-        np.full(num, is_training(name)) if given is None else splits_in(path, labels_in(path, given, ()))
+        np.full(num, is_training(name)) if given is None else splits_in(path, encode_column(path, given))
     )
     found = pa.table({**columns, "is_train": is_train})
     metadata = schema.metadata or {}
@@ -442,6 +498,100 @@ def _read_file(file: filesystem.FileEntry, own: Mapping[str, str]) -> tuple[Any,
     return found, tuple(filesystem.valid_text(str(name)) for name in names or ()), known, left
 
 
+def partition_columns(
+    files: Sequence[filesystem.FileEntry],
+) -> list[dict[str, str | int | None]]:
+    """Return what hive partitioning says of each file: the columns that its folders are.
+
+    A folder ``split=test`` stands for a column ``split`` whose value is ``test`` in every
+    row below it. Values are unquoted (``a%20b``), ``__HIVE_DEFAULT_PARTITION__`` is null.
+    The values of a column are whole numbers if they are so in all files.
+
+    Args:
+        files: The files, with paths relative to the folder that is the source.
+
+    Returns:
+        Column name -> value, for each file.
+
+    Raises:
+        ConfigError: Two folders of one path have the same name, or are not UTF-8.
+    """
+    found = [_hive_values(filesystem.valid_text(file.relative)) for file in files]
+    for name in {name for values in found for name in values}:
+        texts = [values[name] for values in found if name in values]
+        if all(text is None or WHOLE.fullmatch(str(text)) for text in texts):
+            for values in found:
+                if (text := values.get(name)) is not None:
+                    values[name] = int(text)
+    return found
+
+
+def _hive_values(relative: str) -> dict[str, str | int | None]:
+    """Return column name -> value of the folders NAME=VALUE in a file's path."""
+    folder = posixpath.dirname(relative)
+    pairs = [part for part in folder.split("/") if part.find("=") > 0]
+    if not pairs:
+        return {}
+    names = [unquote(pair.partition("=")[0]) for pair in pairs]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"{relative}: two of its folders name one column; rename one")
+    with filesystem.reading(relative):
+        columns = pa.schema([(name, pa.string()) for name in names])
+        expression = pyarrow.dataset.HivePartitioning(columns).parse("/".join([*pairs, ""]))
+        return dict(pyarrow.dataset.get_partition_keys(expression))
+
+
+def present_columns(
+    schema: Any, own: Mapping[str, str], folders: Mapping[str, str | int | None]
+) -> list[str]:
+    """Return the columns of a Parquet file and its folders; these hold no ids or images."""
+    of_rows = [own[ours] for ours in own if ours not in TRAINING_COLUMNS]
+    names = [*schema.names, *(name for name in folders if name not in of_rows)]
+    return [*dict.fromkeys(names)]
+
+
+def columns_of_folders(
+    path: str,
+    theirs: Mapping[str, str],
+    folders: Mapping[str, str | int | None],
+    columns: Mapping[str, Any],
+    num_rows: int,
+) -> dict[str, Any]:
+    """Return the columns label, eval_label and split that a file's folders stand for.
+
+    Args:
+        path: The file, as error messages name it.
+        theirs: What our columns are called in the source.
+        folders: Column name -> value, by :func:`partition_columns`.
+        columns: The columns of the file itself, under our names.
+        num_rows: Rows of the file.
+
+    Returns:
+        Our column name -> Arrow column that has the folder's value in every row.
+
+    Raises:
+        ConfigError: The file has the column as well, with another value.
+    """
+    found = {}
+    for ours in ("label", "eval_label", "split"):
+        name = theirs.get(ours, ours)
+        if name not in folders:
+            continue
+        if ours not in columns:
+            column = pa.repeat(pa.scalar(folders[name]), num_rows)
+            found[ours] = pa.chunked_array([column])
+            continue
+        (expected,) = encode_labels(path, [folders[name]])
+        held = encode_column(path, columns[ours])
+        values = {*held.present, *(() if held.given.all() else (None,))}
+        if differing := sorted(map(repr, values - {expected})):
+            raise ConfigError(
+                f"{path}: its folder says {name}={expected}, a row of its column {name} "
+                f"{one_line(differing[0])}; rename the folder or drop the column"
+            )
+    return found
+
+
 def is_training(name: str) -> bool:
     """Whether a file such as train-0-of-4.parquet or test/0000.parquet is for training; others are."""
     words = [posixpath.basename(name).removesuffix(".parquet").split("-")[0], *name.split("/")[-2:-1]]
@@ -451,8 +601,7 @@ def is_training(name: str) -> bool:
 def _image_column(path: str, own: Mapping[str, str], columns: Sequence[str]) -> str:
     image = own.get("image") or next((c for c in IMAGE_COLUMNS if c in columns), None)
     if image is None:
-        needs = f"{' or '.join(IMAGE_COLUMNS)}, or --data.columns image=NAME"
-        raise ConfigError(f"{path}: needs a column {needs}; it has {one_line(', '.join(columns))}")
+        raise ConfigError(f"{path}: {need_of_images(columns, IMAGE_COLUMNS)}")
     if len(set(columns)) < len(columns):
         raise ConfigError(f"{path}: two columns have one name")
     return image
@@ -471,7 +620,10 @@ def check_names(
     for theirs in () if images_only else {*present}.difference(names.values()):
         ours = theirs.strip().lower()
         if ours in ("label", "split", "eval_label") and ours not in read:
-            raise ConfigError(f"{path}: column {theirs!r} is not {ours}: rename it, or leave it out")
+            raise ConfigError(
+                f"{path}: column {theirs!r} is not {ours}: rename it, leave it out, or give "
+                f"--data.columns {ours}={theirs}"
+            )
 
 
 def json_at(text: str | bytes, *names: str) -> Any:
@@ -485,131 +637,163 @@ def json_at(text: str | bytes, *names: str) -> Any:
         return None
 
 
-def labels_in(source: str, column: Any, names: Sequence[str]) -> Labels:
-    """The classes of an Arrow column, numbers by ``names`` if there are any. ConfigError: it holds others."""
-    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
-    if not pa.types.is_integer(kind) and kind not in (*TEXT, pa.null()):
-        raise ConfigError(f"{source}: column label must hold names or numbers, not {column.type}")
-    coded = column.cast(kind).combine_chunks().dictionary_encode()
-    values = coded.dictionary.to_pylist()
-    if pa.types.is_integer(kind):
-        largest = max((v for v in values if v is not None), default=0)
-        if names and largest >= len(names):
-            raise ConfigError(f"{source}: label {largest} has no name among the {len(names)} of the metadata")
-        values = [None if v is None or v < 0 else names[v] if names else str(v) for v in values]
-    found = Labels.of(value or None for value in values)
-    rows = coded.indices.fill_null(len(values)).to_numpy()
-    return Labels(found.classes, np.append(found.codes, np.int32(-1))[rows])
+def plain_type(kind: Any) -> Any:
+    """Return the type of an Arrow column's values without dictionary encoding and views."""
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return VIEWS.get(kind, kind)
 
 
-def require_distinct(source: str, *labels: Labels | None) -> None:
-    """ConfigError: two classes differ by spaces around their names, or as 1 and 1.0 do."""
-    seen: dict[str, str] = {}
-    for name in chain.from_iterable(some.classes for some in labels if some is not None):
-        other = seen.setdefault(re.sub(r"(?<=^\d)(\d*)\.0+$", r"\1", name.strip()), name)
-        if other != name:
-            pair = f"{one_line(repr(other))} and {one_line(repr(name))}"
-            raise ConfigError(f"{source}: {pair} differ only in spelling: write them alike, or rename one")
+def without_views(table: Any) -> Any:
+    """Cast the columns of an Arrow table or batch that are views of text or bytes."""
+    for i, field in enumerate(table.schema):
+        if field.type in VIEWS:
+            kind = VIEWS[field.type]
+            table = table.set_column(i, pa.field(field.name, kind), table.column(i).cast(kind))
+    return table
 
 
 def check_images(source: str, kind: Any) -> None:
     """ConfigError: a column of that Arrow type holds no images."""
+    kind = plain_type(kind)
     fields = {field.name: field.type for field in kind} if pa.types.is_struct(kind) else {}
     if kind not in (*TEXT, *BINARY) and fields.get("bytes") not in BINARY:
-        raise ConfigError(f"{source}: images must be bytes, paths or struct<bytes, path>, not {kind}")
+        fix = "; store each image encoded, as PNG or JPEG" if pa.types.is_list(kind) else ""
+        raise ConfigError(f"{source}: images must be bytes, paths or struct<bytes, path>, not {kind}{fix}")
 
 
-def read_table(path: str, names: Mapping[str, str] = NO_NAMES, *, images_only: bool = False) -> Rows:
-    """A .csv or .jsonl file with columns path (or image), and where present id, label, split and eval_label.
-    Paths are relative to the file and stay in its folder. An empty label is none. ``names`` and
-    ``images_only`` as in :func:`read_parquet`; a row without a path is then an unreadable image.
+def read_table(
+    path: str,
+    names: Mapping[str, str] = NO_NAMES,
+    rules: PathRules = DEFAULT_RULES,
+    *,
+    images_only: bool = False,
+) -> Rows:
+    """Read a .csv or .jsonl file with one image a row.
+
+    The columns are path (or image) and, where present, id, label, split and eval_label.
+    An empty label is none.
+
+    Args:
+        path: Local path or URI of the table.
+        names: What our columns are called there.
+        rules: How image paths are read. By default they are relative to the table.
+        images_only: Whether rows are only to be predicted. Labels and splits are then not
+            read, and a row without a path is an unreadable image.
+
+    Raises:
+        ConfigError: The file is no such table, or its images are not there.
     """
-    root, name = filesystem.split(path)
-    columns = _read_jsonl(path) if name.lower().endswith(".jsonl") else read_csv(path)
-    source = f"table:{path}"
+    root, _ = filesystem.split(path)
+    table = read_text_table(path)
+    return rows_of_table(f"table:{path}", path, root, table, names, rules, images_only)
+
+
+def rows_of_table(
+    source: str,
+    path: str,
+    root: str,
+    table: TextTable,
+    names: Mapping[str, str],
+    rules: PathRules,
+    images_only: bool,
+) -> Rows:
+    """Return the rows of a table of text, as :func:`read_table` does for one file.
+
+    Args:
+        source: Name of the source, for errors.
+        path: The table, for errors.
+        root: Folder or URI that image paths are relative to.
+        table: The content of the table.
+        names: What our columns are called there.
+        rules: How image paths are read.
+        images_only: Whether labels and splits are not read.
+
+    Raises:
+        ConfigError: The table lacks columns, or its images are not there.
+    """
+    columns = table.columns
     check_names(path, names, columns, images_only)
-    columns |= {ours: columns[theirs] for ours, theirs in names.items() if theirs in columns}
+    theirs = [name for name in columns if name]
+    columns = columns | {ours: columns[other] for ours, other in names.items() if other in columns}
     if images_only:
-        columns = {name: column for name, column in columns.items() if name not in TRAINING_COLUMNS}
-    image = "image" if names.get("image") else next((c for c in ("path", "image") if c in columns), None)
+        columns = {name: c for name, c in columns.items() if name not in TRAINING_COLUMNS}
+    image = next((c for c in ("path", "image") if c in columns), None)
+    image = "image" if names.get("image") else image
     if image is None:
-        needs = "path or image, or --data.columns image=NAME"
-        raise ConfigError(
-            f"{source}: needs a column {needs}; it has {one_line(', '.join(columns)) or 'none'}"
-        )
+        raise ConfigError(f"{source}: {need_of_images(theirs, ('path', 'image'))}")
     if not columns[image]:
         raise ConfigError(f"{source}: no rows")
     missing = [None] * len(columns[image])
-    labels, truth = (
-        Labels.of(class_name(source, v) for v in columns.get(c, missing)) for c in ("label", "eval_label")
-    )
+    labels, truth = (encode_labels(source, columns.get(c, missing)) for c in ("label", "eval_label"))
     require_distinct(source, labels, truth)
-    given = enumerate(columns.get("id", missing))
-    ids = Text.of(f"row-{i}" if value in (None, "") else str(value) for i, value in given)
-    splits = (None if value in (None, "") else str(value) for value in columns.get("split", missing))
-    is_train, images = (
-        splits_in(source, Labels.of(splits)),
-        files_in(source, root, columns[image], images_only),
+    ids = Text.of(
+        f"row-{i}" if value in (None, "") else str(value)
+        for i, value in enumerate(columns.get("id", missing))
     )
-    return Rows(ids, images, labels, is_train, source, eval_labels=truth if "eval_label" in columns else None)
+    splits = (None if value in (None, "") else str(value) for value in columns.get("split", missing))
+    is_train = splits_in(source, Labels.of(splits))
+    images = find_images(source, root, columns[image], images_only, rules, table.lines)
+    notes = table.notes
+    if "label" not in columns and not images_only:
+        notes += note_of_no_label(path, theirs, names)
+    return Rows(
+        ids,
+        images,
+        labels,
+        is_train,
+        source,
+        notes=notes,
+        eval_labels=truth if "eval_label" in columns else None,
+    )
 
 
-def read_csv(path: str) -> dict[str, list[Any]]:
-    """The columns of a CSV file by name. ConfigError: it is none."""
-    text = _text(path)
-    try:
-        fields, *records = [row for row in csv.reader(io.StringIO(text, newline="")) if row] or [[]]
-    except csv.Error as error:
-        raise ConfigError(f"{path} is not CSV: {error}") from None
-    row = next((i for i, record in enumerate(records) if len(record) > len(fields)), None)
-    if row is not None:
-        raise ConfigError(f"{path}: row {row} has more values than the {len(fields)} columns")
-    if (name := next((n for i, n in enumerate(fields) if n and n in fields[:i]), None)) is not None:
-        raise ConfigError(f"{path}: two columns are named {one_line(repr(name))}")
-    return {name: [r[i] if i < len(r) else None for r in records] for i, name in enumerate(fields)}
+LIKELY_IMAGES = re.compile(
+    r"(image|img|photo|picture|sample)?[ _-]?(id|name|path|uri|url|ref|file|s)?|source-ref"
+    r"|file[ _-]?(name|path)?|image[ _-]?file[ _-]?(name|path)?",
+    re.IGNORECASE,
+)
+"""Names that other programs give to a column of image paths."""
+LIKELY_LABELS = re.compile(
+    r"(class|category|cat|target|species|breed|kind|type|tag|y|diagnosis|annotation|choice"
+    r"|(class|category|label)[ _-]?(name|id|s)?|labels?|text|answer|genus|variety)",
+    re.IGNORECASE,
+)
+"""Names that other programs give to a column of classes."""
 
 
-def _text(path: str) -> str:
-    """The content of a table of text, if it has no more than MAX_ROWS lines."""
-    text = filesystem.read_text(path, MAX_TABLE_BYTES)
-    if (num := text.count("\n")) > MAX_ROWS:
-        raise ConfigError(f"{path} has {num:,} lines, more than {MAX_ROWS:,}")
+def need_of_images(columns: Sequence[str], ours: Sequence[str]) -> str:
+    """Return the error line of a table without a column of images.
+
+    Args:
+        columns: The names of the columns that it has.
+        ours: The names that a column of images may have.
+    """
+    likely = next((name for name in columns if name and LIKELY_IMAGES.fullmatch(name)), "NAME")
+    has = one_line(", ".join(columns)) or "none"
+    text = f"needs a column {' or '.join(ours)}, or --data.columns image={likely}; it has {has}"
+    if len(columns) == 1 and len(columns[0].split(",")) > 1:
+        text += "; each line is one value in quotes: remove the quotes around the lines"
+    if any(is_image(name) for name in columns):
+        text += "; the first line must name the columns, as path,label"
     return text
 
 
-def _read_jsonl(path: str) -> dict[str, list[Any]]:
-    records = []
-    for number, line in enumerate(_text(path).split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = filesystem.parse_json(line, _once)
-            if "\\u" in line:
-                json.dumps(record, ensure_ascii=False).encode()  # half a surrogate pair is no text
-        except ValueError as error:
-            raise ConfigError(f"{path} line {number} is not JSON: {one_line(error)}") from None
-        if not isinstance(record, dict):
-            raise ConfigError(f"{path} line {number} must be an object, not {type(record).__name__}")
-        records.append(record)
-    names = dict.fromkeys(name for record in records for name in record)
-    return {name: [record.get(name) for record in records] for name in names}
+def note_of_no_label(path: str, columns: Sequence[str], names: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the note on a table that has no labels but other columns that may hold them.
 
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON. ValueError: two of its values have one name."""
-    names = [name for name, _ in pairs]
-    if len(found := dict(pairs)) < len(pairs):
-        raise ValueError(f"{next(n for i, n in enumerate(names) if n in names[:i])!r} twice in an object")
-    return found
-
-
-def class_name(source: str, label: Any) -> str | None:
-    """The class that a label of a table says, None for none; ConfigError: neither text nor a whole number."""
-    if label in (None, ""):
-        return None
-    if isinstance(label, bool) or not isinstance(label, str | int):
-        raise ConfigError(f"{source}: label {one_line(repr(label))} is neither a name nor a whole number")
-    return str(label)
+    Args:
+        path: The table.
+        columns: The names of the columns that it has.
+        names: What our columns are called there.
+    """
+    ours = {"path", "image", "img", "id", "split", "eval_label", "text", "embedding"}
+    others = [name for name in columns if name not in ours and name not in names.values()]
+    if not others:
+        return ()
+    likely = next((name for name in others if LIKELY_LABELS.fullmatch(name)), None)
+    likely = likely or (others[0] if len(others) == 1 else "NAME")
+    has = one_line(", ".join(columns))
+    return (f"{path}: no column label; it has {has}: --data.columns label={likely}",)
 
 
 def splits_in(source: str, given: Labels) -> np.ndarray:
@@ -619,24 +803,3 @@ def splits_in(source: str, given: Labels) -> np.ndarray:
         wrong = one_line(repr(given.classes[splits.index(None)]))
         raise ConfigError(f"{source}: split must be train, test or validation, not {wrong}")
     return np.array([*(split == "train" for split in splits), True])[given.codes]
-
-
-def files_in(source: str, root: str, relatives: Iterable[Any], may_lack: bool) -> Files:
-    """Files by their paths below ``root``. ConfigError: one leads out, or lacks unless it ``may_lack``."""
-    inside, parts, row, first = filesystem.resolver(root), list[Files](), 0, None
-    for some in chunks(relatives):
-        paths = []
-        for relative in some:
-            if not ((isinstance(relative, str) and relative) or (may_lack and not relative)):
-                raise ConfigError(f"{source}: row {row} has no image path")
-            path = inside(relative) if relative else ""
-            if path is None:
-                leaves = f"{one_line(repr(relative))} is outside the folder {root}; move it there"
-                raise ConfigError(f"{source}: row {row}: {leaves}")
-            first, row = first if row else relative, row + 1
-            paths.append(path)
-        parts.append(Files.of(paths, map(filesystem.stat_of, paths)))
-    found = Files.join(parts or [Files.of([], ())])
-    if row and not filesystem.is_uri(root) and found.stats[:, 0].max() < 0:
-        raise ConfigError(f"{source}: none of its {row} images is below {root}, e.g. {one_line(repr(first))}")
-    return found

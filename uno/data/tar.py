@@ -1,28 +1,33 @@
-"""Tar shards in the layout of WebDataset: members KEY.jpg (or another image) and KEY.cls or KEY.json, one
-after the other, are one row. A shard is scanned once for where its images lie; nothing is unpacked.
+"""Read tar shards in the layout of WebDataset.
+
+The members KEY.jpg (or another image) and KEY.cls or KEY.json of one shard are one row,
+in whatever order they are. A shard is scanned once for where its images lie; nothing is
+unpacked.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 import tarfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, groupby, islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 
 from uno.data import files as filesystem
-from uno.data.columns import Labels, Text, chunks, decimal
+from uno.data.columns import Labels, Text, decimal, joined
 from uno.data.files import FileEntry, is_uri, valid_text
 from uno.data.images import Image, Images, is_image
+from uno.data.labels import encode_labels, is_missing
 from uno.data.rows import SPLITS, Rows
-from uno.data.tables import class_name
 from uno.errors import ConfigError, one_line
 from uno.limits import MAX_IMAGE_BYTES, MAX_MEMBER_BYTES, MAX_ROWS
 from uno.text import plural
@@ -103,38 +108,58 @@ class TarImages(Images):
         return np.unique(places, axis=1, return_inverse=True)[1].reshape(-1)
 
 
-def read_tar(path: str, images_only: bool = False) -> Rows:
-    """The *.tar files of a folder, one file, or those that a pattern with ``*``, ``{000..009}`` or ``{a,b}``
-    names. An id is SHARD#KEY. The class is the text of KEY.cls, else ``label``, ``cls`` or ``class`` of
-    KEY.json, null or empty for none; with ``images_only`` they are not read. The split is that which the name
-    or folder of a shard says (train, test, val), else train. A member that is a link or sparse is an
-    unreadable image. ConfigError: there is no such file, one is compressed or no tar file, a label is none.
+def read_tar(path: str, images_only: bool = False, follow_links: bool = False) -> Rows:
+    """Read the *.tar files of a folder, one file, or those that a pattern names.
+
+    The members of one shard that have one key are a row, and its id is SHARD#KEY. The key
+    is the name without the suffix of an image or label: ``cam 2.1_003`` of
+    ``cam 2.1_003.png``. The class is the text of KEY.cls, else ``label``, ``cls`` or
+    ``class`` of KEY.json, by the rule of :func:`~uno.data.labels.encode_labels`. The
+    split is what the name or folder of a shard says (train, test, val), else train. A
+    member that is a link or sparse is an unreadable image.
+
+    WebDataset itself ends a key at the first dot. So ``3.mask.png`` is another field of
+    the row ``3`` and no row of its own where ``3.png`` is there and no label belongs to
+    ``3.mask.png``: a warning counts such images, and labels that have no image.
+
+    Args:
+        path: A folder, a file, or a pattern with ``*``, ``{000..009}`` or ``{a,b}``.
+        images_only: Whether labels are not read, because the rows are to be predicted.
+        follow_links: Whether shards may be links out of the folder.
+
+    Raises:
+        ConfigError: There is no such file, one is compressed or no tar file, a label is
+            none, or it cannot be told which image it belongs to.
     """
-    source, shards = f"tar:{path}", _shards(path)
+    source, shards = f"tar:{path}", _shards(path, follow_links)
     with ThreadPoolExecutor(SCANNED) as pool:
         scans = list(pool.map(lambda shard: _scan(shard, images_only), shards))
-    parts = [part for scan in scans for part in scan.parts]
-    if not parts:
-        raise ConfigError(f"{source}: no members KEY.jpg, KEY.png, ... in its {len(shards)} tar files")
-    ids, offsets, sizes, labels = zip(*parts, strict=True)
-    counts = [sum(len(part[0]) for part in scan.parts) for scan in scans]
+    warnings, notes = _warnings(scans), _notes(scans)
+    counts = [len(scan.keys) for scan in scans]
+    if not sum(counts):
+        lacks = f"{source}: no members KEY.jpg, KEY.png, ... in its {len(shards)} tar files"
+        raise ConfigError("; ".join([lacks, *warnings, *notes]))
+    ids = Text.join([Text(joined("#", scan.name, scan.keys.array)) for scan in scans if len(scan.keys)])
     images = TarImages(
-        [shard.path for shard in shards], np.array([shard.time for shard in shards], np.int64),
+        [shard.path for shard in shards],
+        np.array([shard.time for shard in shards], np.int64),
         np.repeat(np.arange(len(shards), dtype=np.int32), counts),
-        np.concatenate(offsets), np.concatenate(sizes),
-    )  # fmt: skip
+        np.concatenate([scan.offsets for scan in scans]),
+        np.concatenate([scan.sizes for scan in scans]),
+    )
     is_train = np.repeat([_split(shard.relative) == "train" for shard in shards], counts)
-    others = sum((scan.others for scan in scans), Counter[str]())
-    notes = [note for scan in scans for note in scan.notes]
-    if others:
-        named = ", ".join(f"{num:,} .{name}" for name, num in others.most_common(8))
-        notes.append(f"ignored {plural(others.total(), 'member')} of the tar files: {named}")
-    classes = Labels.of(chain(*labels))
-    return Rows(Text.join(ids), images, classes, is_train, source, notes=tuple(notes))
+    values = chain.from_iterable(scan.labels for scan in scans)
+    labels = encode_labels(source, values, name_row=ids.__getitem__)
+    _refuse_labels_in_other_shards(source, scans, ids, labels)
+    return Rows(ids, images, labels, is_train, source, notes=tuple(notes), warnings=tuple(warnings))
 
 
 class Member(NamedTuple):
-    """Of a shard: its name, the number of its first byte, its bytes, and whether these are its content."""
+    """A member of a shard.
+
+    ``offset`` is the number of its first byte, ``size`` its bytes, and ``is_plain`` says
+    whether these bytes are its content.
+    """
 
     name: str
     offset: int
@@ -142,15 +167,18 @@ class Member(NamedTuple):
     is_plain: bool
 
     @property
-    def key(self) -> str:
-        """The name to the first dot of its last part."""
-        folder, slash, name = self.name.rpartition("/")
-        return folder + slash + name.partition(".")[0]
+    def suffix(self) -> str:
+        """What follows the last dot of the base name, in lower case; '' without a dot."""
+        return self._base.rpartition(".")[2].lower() if "." in self._base else ""
 
     @property
-    def suffix(self) -> str:
-        """What follows, in lower case."""
-        return self.name.rpartition("/")[2].partition(".")[2].lower()
+    def key(self) -> str:
+        """The name without its suffix."""
+        return self.name.rpartition(".")[0] if "." in self._base else self.name
+
+    @property
+    def _base(self) -> str:
+        return self.name.rpartition("/")[2]
 
 
 class Told(NamedTuple):
@@ -255,73 +283,207 @@ class Shard:
         return bytes(self._data[at - self._start : at - self._start + num])
 
 
-class _Scan(NamedTuple):
-    """What a shard holds: ids, offsets, sizes and classes, some rows each; what is not read; notes."""
+LabelMembers = dict[str, dict[str, Any]]
+"""Suffix ("cls" first, "json") -> key -> label, None for none, a ConfigError: why not."""
 
-    parts: list[tuple[Text, np.ndarray, np.ndarray, Labels]]
-    others: Counter[str]
-    notes: list[str]
+
+class _Scan(NamedTuple):
+    """What a shard holds: key, place and label of its N images, and what is left out."""
+
+    name: str
+    keys: Text
+    offsets: np.ndarray
+    sizes: np.ndarray
+    labels: list[Any]  # as they are in the shard, None for none
+    lost_labels: dict[str, str]  # key -> member, of labels whose key has no image
+    left_out: dict[str, tuple[str, str]]  # key -> image that is a field, image of its row
+    others: Counter[str]  # suffixes of members that are neither image nor label
+    is_cut: bool
 
 
 def _scan(found: FileEntry, images_only: bool) -> _Scan:
-    shard, scan, num_rows = Shard(found), _Scan([], Counter(), []), 0
-    for some in chunks(_rows(shard, scan.others, images_only)):
-        names, offsets, sizes, labels = zip(*some, strict=True)
-        num_rows += len(some)
-        if num_rows > MAX_ROWS:
-            raise ConfigError(f"{shard.path} has more than {MAX_ROWS:,} images")
-        places = np.array(offsets, np.int64), np.array(sizes, np.int64)
-        scan.parts.append((Text.of(names), *places, Labels.of(labels)))
-    if shard.is_cut:
-        scan.notes.append(f"{shard.name} is truncated: it ends inside a member")
-    return scan
+    """Read the headers and labels of a shard, and join images and labels by key."""
+    shard, others = Shard(found), Counter[str]()
+    images: dict[str, Member] = {}
+    labels: LabelMembers = {"cls": {}, "json": {}}
+    for member in shard.members():
+        key, suffix = member.key, member.suffix
+        if is_image(f".{suffix}"):
+            if key in images:
+                both = f"{_shown(images[key].name)} and {_shown(member.name)}"
+                raise ConfigError(f"{shard.path}: two images of one key, {both}; rename or remove one")
+            images[key] = member
+            if len(images) > MAX_ROWS:
+                raise ConfigError(f"{shard.path} has more than {MAX_ROWS:,} images")
+        elif suffix in labels:
+            if key in labels[suffix]:
+                raise ConfigError(f"{shard.path}: two members are called {_shown(member.name)}; remove one")
+            is_wanted = not images_only and is_missing(labels["cls"].get(key))
+            labels[suffix][key] = _read_label(shard, member) if is_wanted else None
+        else:
+            others[valid_text(suffix)[:12] or "without a suffix"] += 1
+    left_out = _fields_of_others(shard, images, labels, images_only)
+    for key in left_out:
+        del images[key]
+    values = [_label_of(labels, key).value for key in images]
+    if (error := next((v for v in values if isinstance(v, ConfigError)), None)) is not None:
+        raise error
+    without_image = {
+        key: _label_of(labels, key) for key in chain.from_iterable(labels.values()) if key not in images
+    }
+    lost = {key: label for key, label in without_image.items() if label.is_given}
+    others.update(label.suffix for key, label in without_image.items() if key not in lost)
+    offsets = (image.offset * image.is_plain for image in images.values())
+    sizes = (image.size * image.is_plain for image in images.values())
+    return _Scan(
+        name=shard.name,
+        keys=Text.of(map(valid_text, images)),
+        offsets=np.fromiter(offsets, np.int64),
+        sizes=np.fromiter(sizes, np.int64),
+        labels=values,
+        lost_labels={key: f"{key}.{label.suffix}" for key, label in lost.items()},
+        left_out=left_out,
+        others=others,
+        is_cut=shard.is_cut,
+    )
 
 
-def _rows(
-    shard: Shard, others: Counter[str], images_only: bool
-) -> Iterator[tuple[str, int, int, str | None]]:
-    """(id, offset, size, class) of each key that has an image; ``others`` count what is not read."""
-    for key, members in groupby(shard.members(), lambda member: member.key):
-        image, labels = None, dict[str, Member]()
-        for member in members:
-            if is_image(f".{member.suffix}") and "." not in member.suffix:
-                if image is not None:
-                    both = " and ".join(one_line(repr(valid_text(one.name))) for one in (image, member))
-                    raise ConfigError(f"{shard.path}: two images of one key, {both}")
-                image = member
-            elif member.suffix in ("cls", "json"):
-                labels[member.suffix] = member
-            else:
-                others[valid_text(member.suffix)[:12] or "without a suffix"] += 1
-        if image is None:
-            others.update(labels.keys())
+class _Label(NamedTuple):
+    """The label that counts of a key: its suffix, and its value or why it has none."""
+
+    suffix: str
+    value: Any
+
+    @property
+    def is_given(self) -> bool:
+        """Whether somebody wrote a label: JSON that is none may be about anything."""
+        is_other_json = self.suffix == "json" and isinstance(self.value, ConfigError)
+        return not is_missing(self.value) and not is_other_json
+
+
+def _label_of(labels: LabelMembers, key: str) -> _Label:
+    """Return the label of a key: KEY.cls before KEY.json, suffix '' if it has neither."""
+    present = [_Label(suffix, labels[suffix][key]) for suffix in labels if key in labels[suffix]]
+    given = (label for label in present if not is_missing(label.value))
+    return next(given, present[0] if present else _Label("", None))
+
+
+def _fields_of_others(
+    shard: Shard,
+    images: dict[str, Member],
+    labels: LabelMembers,
+    images_only: bool,
+) -> dict[str, tuple[str, str]]:
+    """Return the keys of images that are a field of another row: the image, and the row's.
+
+    Raises:
+        ConfigError: Only such images are there for a label: any could be meant.
+    """
+    fields = dict[str, tuple[str, str]]()
+    for key, image in images.items():
+        folder, slash, base = key.rpartition("/")
+        first, dot, _ = base.partition(".")
+        sample = folder + slash + first  # the key by WebDataset's rule
+        if not dot or _label_of(labels, key).suffix:
             continue
-        place = (image.offset, image.size) if image.is_plain else (0, 0)
-        yield f"{shard.name}#{valid_text(key)}", *place, None if images_only else _class(shard, labels)
+        if sample in images:
+            fields[key] = image.name, images[sample].name
+        elif not images_only:
+            label = _label_of(labels, sample)
+            if label.is_given:
+                raise ConfigError(
+                    f"{shard.path}: label {_shown(f'{sample}.{label.suffix}')} has no image of the "
+                    f"same name, but {_shown(image.name)} begins so; rename one of them, "
+                    "so that the names differ only after the last dot"
+                )
+    return fields
 
 
-def _class(shard: Shard, members: dict[str, Member]) -> str | None:
-    """The class that KEY.cls says, else KEY.json."""
-    suffix = "cls" if "cls" in members else "json"
-    if suffix not in members:
-        return None
-    member = members[suffix]
-    where = f"{shard.path}: {one_line(repr(valid_text(member.name)))}"
+def _warnings(scans: Sequence[_Scan]) -> list[str]:
+    """Return a line about labels without an image and one about images that are fields."""
+    lines = []
+    lost = [(scan, name) for scan in scans for name in scan.lost_labels.values()]
+    if lost:
+        scan, name = lost[0]
+        lines.append(
+            f"{plural(len(lost), 'label')} without an image, e.g. {_shown(name)} in "
+            f"{scan.name}: a label KEY.cls or KEY.json belongs to KEY.jpg (or another image) "
+            "in the same shard; rename or add the image, or remove the label"
+        )
+    fields = [(scan, *pair) for scan in scans for pair in scan.left_out.values()]
+    if fields:
+        scan, name, row_image = fields[0]
+        lines.append(
+            f"{plural(len(fields), 'image')} left out, e.g. {_shown(name)} in {scan.name}: "
+            "WebDataset's key ends at the first dot, so it is another field of the row of "
+            f"{_shown(row_image)}; if it is an image of its own, replace the dots in its name"
+        )
+    return lines
+
+
+def _notes(scans: Sequence[_Scan]) -> list[str]:
+    """Return a line for each shard that is cut off, and one about members not read."""
+    lines = [f"{scan.name} is truncated: it ends inside a member" for scan in scans if scan.is_cut]
+    others = sum((scan.others for scan in scans), Counter[str]())
+    if others:
+        named = ", ".join(f"{num:,} .{name}" for name, num in others.most_common(8))
+        lines.append(f"ignored {plural(others.total(), 'member')} of the tar files: {named}")
+    return lines
+
+
+def _refuse_labels_in_other_shards(source: str, scans: Sequence[_Scan], ids: Text, labels: Labels) -> None:
+    """Refuse labels whose image is in another shard and would count as unlabeled.
+
+    Raises:
+        ConfigError: There is such a label.
+    """
+    lost = [valid_text(key) for scan in scans for key in scan.lost_labels]
+    if not lost:
+        return
+    keys = Text.join([scan.keys for scan in scans])
+    found = pa.compute.is_in(keys.array, pa.array(lost, pa.large_string()))
+    rows = np.flatnonzero(found.to_numpy(zero_copy_only=False) & ~labels.given)
+    if len(rows):
+        row, key = ids[rows[0]], keys[rows[0]]
+        name, scan = next(
+            (scan.lost_labels[lost_key], scan)
+            for scan in scans
+            for lost_key in scan.lost_labels
+            if valid_text(lost_key) == key
+        )
+        raise ConfigError(
+            f"{source}: {plural(len(rows), 'label')} in another shard than the image, e.g. "
+            f"{_shown(name)} in {scan.name} and the image {one_line(repr(row))}; write all "
+            "members of a key into one shard"
+        )
+
+
+def _shown(name: str) -> str:
+    """Return the name of a member for an error line."""
+    return one_line(repr(valid_text(name)))
+
+
+def _read_label(shard: Shard, member: Member) -> Any:
+    """Return what KEY.cls or KEY.json says, or the ConfigError why it says nothing.
+
+    The error is returned, because most JSON files that are no label have no image either.
+    """
+    where = f"{shard.path}: {_shown(member.name)}"
     if not member.is_plain:
-        raise ConfigError(f"{where} is a link or sparse; write it as a file")
-    text = shard.text(member.offset, member.size, where)
+        return ConfigError(f"{where} is a link or sparse; write it as a file")
     try:
-        value: Any = text.decode("utf-8-sig").strip()
-        value = filesystem.parse_json(value) if suffix == "json" else value
+        text = shard.text(member.offset, member.size, where).decode("utf-8-sig").strip()
+        value = filesystem.parse_json(text) if member.suffix == "json" else text
+    except ConfigError as error:
+        return error
     except ValueError as error:
-        kind = "JSON" if suffix == "json" else "text"
-        raise ConfigError(f"{where} is not {kind}: {one_line(error)}") from None
-    if suffix == "json":
+        kind = "JSON" if member.suffix == "json" else "UTF-8 text"
+        return ConfigError(f"{where} is not {kind}: {one_line(error)}; write it as {kind}")
+    if member.suffix == "json":
         if not isinstance(value, dict):
-            raise ConfigError(f"{where} must be an object, not {type(value).__name__}")
+            return ConfigError(f"{where} must be an object, not {type(value).__name__}")
         value = next((value[name] for name in LABELS if name in value), None)
-    name = class_name(where, value)
-    return None if name is None else valid_text(name)
+    return sys.intern(valid_text(value)) if isinstance(value, str) else value
 
 
 @filesystem.retry_transient
@@ -352,14 +514,14 @@ def _split(name: str) -> str:
     return next((SPLITS[word] for word in words if word in SPLITS), "train")
 
 
-def _shards(path: str) -> list[FileEntry]:
+def _shards(path: str, follow_links: bool) -> list[FileEntry]:
     """The tar files that a path or pattern names, in order."""
     kind = filesystem.kind(path)
     if kind == "file":
         return [FileEntry(filesystem.split(path)[1], path, *filesystem.stat_of(path))]
     if kind == "missing":
-        return _matching(path)
-    found = list(filesystem.walk(path))
+        return _matching(path, follow_links)
+    found = list(filesystem.walk(path, follow_links))
     shards = [file for file in found if file.relative.lower().endswith(".tar")]
     if not shards:
         packed = (file.relative for file in found if PACKED.search(file.relative))
@@ -368,7 +530,7 @@ def _shards(path: str) -> list[FileEntry]:
     return shards
 
 
-def _matching(pattern: str) -> list[FileEntry]:
+def _matching(pattern: str, follow_links: bool) -> list[FileEntry]:
     base, mark, options = pattern.partition("?") if is_uri(pattern) else (pattern, "", "")
     root = re.split(r"[*{]", base)[0].rpartition("/")[0]
     folder = (root or ("/" if base.startswith("/") else ".")) + mark + options
@@ -376,7 +538,8 @@ def _matching(pattern: str) -> list[FileEntry]:
     if len(names) > MAX_SHARDS:
         raise ConfigError(f"{pattern} names more than {MAX_SHARDS:,} files")
     found = list[FileEntry]()
-    below = list(filesystem.walk(folder)) if any("*" in name for name in names) else []
+    is_walked = any("*" in name for name in names)
+    below = list(filesystem.walk(folder, follow_links)) if is_walked else []
     for name in names:
         if "*" in name:
             wanted = re.compile("[^/]*".join(map(re.escape, name.split("*"))))

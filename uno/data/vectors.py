@@ -4,12 +4,14 @@ The source is their cache, and nothing is encoded. A picture or text of a row is
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, starmap
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -24,11 +26,16 @@ from uno.data import mapped, tables
 from uno.data.columns import Labels, Text
 from uno.data.decode import ok_mask
 from uno.data.features import SEED
+from uno.data.from_python import class_names, float_vectors, row_names
+from uno.data.image_paths import DEFAULT_RULES, PathRules, find_images
 from uno.data.images import Image, Images, evenly_spaced
+from uno.data.labels import encode_column, require_distinct
 from uno.data.mapped import PIECE_ROWS, NeighborViews
+from uno.data.other_formats import fix_for
 from uno.data.plan import FEATURES, augment_generator
 from uno.data.rows import Rows
 from uno.data.tables import NO_NAMES, TEXT, ParquetImages
+from uno.data.text_tables import read_csv
 from uno.errors import ConfigError, StorageError, one_line
 from uno.limits import MAX_ROWS
 from uno.text import plural
@@ -37,6 +44,8 @@ NEIGHBORS, NEAR_ROWS, COSINE_ROWS = 5, 20_000, 512  # of a row; among so many; a
 NEAR_PAIRS, LEAST_NEAR_ROWS = 2 * 10**9, 1_000  # compared in all: a minute; among so many at least
 METADATA = b"uno.vectors"  # of a file that is ours
 ARRAYS, MAX_BYTES = (".npy", ".npz"), 2**36
+MANY_NUMBERS = 8  # columns of floats, beyond which they seem to be one vector
+CSV_FIX = "text; save its numbers with np.save(FILE, np.loadtxt(CSV, delimiter=','))"
 COLUMNS = ("id", "embedding", "label", "eval_label", "split", "path", "text")
 LIST = pa.large_list(pa.float32())
 
@@ -54,8 +63,8 @@ class Vectors(Images):
 
     @classmethod
     def of(cls, given: Any, what: str = "embeddings") -> Vectors:
-        """Of numbers as :func:`numbers_of` takes them."""
-        values = numbers_of(given, what)
+        """Of numbers as :func:`~uno.data.from_python.float_vectors` takes them."""
+        values = float_vectors(given, what)
         return cls(*checked(values, [None] * len(values)))
 
     def __len__(self) -> int:
@@ -93,18 +102,6 @@ class Vectors(Images):
         return [None] * len(rows) if self.words is None else self.words.take(pa.array(rows)).to_pylist()
 
 
-def numbers_of(given: Any, what: str) -> Tensor:
-    """Numbers (N, D), or (N, V, D) of V views -> float32 (N, V, D) on the host. ConfigError: neither."""
-    try:
-        values = torch.as_tensor(given if isinstance(given, Tensor) else np.asarray(given)).detach().cpu()
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{what} must be numbers (N, D): {one_line(error)}") from None
-    if values.ndim not in (2, 3) or not values.numel() or values.dtype == torch.bool or values.is_complex():
-        found = f"{values.dtype} {tuple(values.shape)}"
-        raise ConfigError(f"{what} must be numbers (N, D) or (N, V, D), not {found}")
-    return (values if values.ndim == 3 else values[:, None]).float()
-
-
 def checked(values: Tensor, reasons: list[str | None]) -> tuple[Tensor, list[str | None]]:
     """``values`` (N, V, D) with zeros in the place of rows that cannot be used, and the reason of each."""
     for start in range(0, len(values), PIECE_ROWS):
@@ -122,17 +119,27 @@ def checked(values: Tensor, reasons: list[str | None]) -> tuple[Tensor, list[str
     return torch.from_numpy(usable), reasons
 
 
-def read_vectors(path: str, names: Mapping[str, str] = NO_NAMES, images_only: bool = False) -> Rows:
+def read_vectors(
+    path: str,
+    names: Mapping[str, str] = NO_NAMES,
+    images_only: bool = False,
+    rules: PathRules = DEFAULT_RULES,
+) -> Rows:
     """The *.parquet files of a folder, or one file, with a column ``embedding`` (lists of one length of
     numbers), and where present id, label, eval_label, split, image or path (shown in the report) and text; or
-    a .npy or .npz file of numbers (N, D), with those columns in a .csv of the same name. Rows of one id are
-    views of it, the first is for evaluation. ``names`` as in :func:`~uno.data.tables.read_parquet`; with
+    a .npy or .npz file of numbers (N, D), with those columns in a .csv of the same name, or as other arrays
+    of the .npz. Rows of one id are views of it, the first is for evaluation.
+    ``rules``: how ``path`` is read. ``names`` as in :func:`~uno.data.tables.read_parquet`; with
     ``images_only`` labels and splits are not read. Rows without a usable vector are unreadable ones.
     ConfigError: no such file or column, or rows of one id that differ in label or split.
     """
     source = f"vectors:{path}"
     read = _of_arrays if path.endswith(ARRAYS) else _of_parquet
-    table, values, why, shown = read(source, path, names)
+    if filesystem.kind(path) == "file" and not path.endswith((".parquet", *ARRAYS)):
+        fix = CSV_FIX if path.lower().endswith(".csv") else fix_for(path)
+        what = f"; this is {fix}" if fix else ""
+        raise ConfigError(f"{path}: vectors: reads .parquet, .npy and .npz{what}")
+    table, values, why, shown, present = read(source, path, names, rules)
     num = len(values)
     if not 0 < num <= MAX_ROWS:
         raise ConfigError(f"{source}: {plural(num, 'row')}, not 1 to {MAX_ROWS:,}")
@@ -149,10 +156,10 @@ def read_vectors(path: str, names: Mapping[str, str] = NO_NAMES, images_only: bo
     views = order[starts[:, None] + np.arange(counts.max()) % counts[:, None]]  # some repeat theirs
     first = views[:, 0]
     labels, truth, split = (
-        tables.labels_in(source, columns[name], ()) if name in columns else Labels.none(num)
+        encode_column(source, columns[name]) if name in columns else Labels.none(num)
         for name in ("label", "eval_label", "split")
     )
-    tables.require_distinct(source, labels, truth)
+    require_distinct(source, labels, truth)
     for what, column in (("label", labels), ("eval_label", truth), ("split", split)):
         if (differ := np.flatnonzero(column.codes != column.codes[first][place])).size:
             raise ConfigError(
@@ -170,14 +177,21 @@ def read_vectors(path: str, names: Mapping[str, str] = NO_NAMES, images_only: bo
     found, reasons = checked(torch.from_numpy(values), reasons)
     if shown is None and "path" in columns:
         root = filesystem.split(path)[0] if filesystem.kind(path) == "file" else path
-        shown = tables.files_in(source, root, tables.values_in(columns["path"].cast(pa.string())), True)
+        paths = tables.values_in(columns["path"].cast(pa.string()))
+        shown = find_images(source, root, paths, True, rules)
     words = (
         columns["text"].cast(pa.string()).combine_chunks().take(pa.array(first))
         if "text" in columns
         else None
     )
     images = Vectors(found, reasons, None if shown is None else shown.take(first), words)
-    notes = (f"rows of one id, {counts.max()} at most, are its views",) if counts.max() > 1 else ()
+    notes: tuple[str, ...] = ()
+    if counts.max() > 1:
+        notes = (f"rows of one id, {counts.max()} at most, are its views",)
+    if "label" not in table.column_names and not images_only:
+        notes += tables.note_of_no_label(path, present, names)
+        if path.endswith(ARRAYS) and not present:
+            notes += (f"no labels: write them to {path[:-4]}.csv, column label, one row a vector",)
     truths = truth.pick(first) if "eval_label" in columns else None
     return Rows(
         Text(coded.dictionary), images, labels.pick(first), is_train, source, notes=notes, eval_labels=truths
@@ -247,25 +261,55 @@ def _neighbors(values: Tensor, rows: Tensor, generator: torch.Generator) -> Tens
     return near
 
 
-def store_vectors(path: str, embeddings: Any, labels: Any = None, ids: Any = None) -> None:
-    """Numbers as :func:`numbers_of` takes them as a file for :func:`read_vectors`. ``labels`` (N,): names,
-    numbers below 0 and NaN being none, or None. ConfigError: other lengths, or no such labels.
+class GivenVectors(NamedTuple):
+    """Embeddings that a caller passes, as they are stored.
+
+    Attributes:
+        values: float32 (N, V, D), V views of each row.
+        columns: The text of each row (N,), by the name of the column.
     """
-    values = numbers_of(embeddings, "embeddings")
-    num, views, _ = values.shape
-    columns: dict[str, list[str | None]] = {}
-    columns["id"] = [f"row-{row}" for row in range(num)] if ids is None else [str(name) for name in ids]
+
+    values: Tensor
+    columns: dict[str, Any]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the content, 64 hex digits."""
+        found = hashlib.sha256(repr(tuple(self.values.shape)).encode())
+        for name, column in self.columns.items():
+            text = json.dumps([name, column.to_pylist()])
+            found.update(text.encode())
+        for part in self.values.split(PIECE_ROWS):
+            found.update(part.contiguous().numpy())
+        return found.hexdigest()
+
+    def store(self, path: str) -> None:
+        """Write a file for :func:`read_vectors`, which appears whole."""
+        counts = np.full(len(self.values), self.values.shape[1])
+        write_vectors(path, self.values, counts, self.columns)
+
+
+def given_vectors(embeddings: Any, labels: Any = None, ids: Any = None) -> GivenVectors:
+    """Return embeddings, labels and ids as they are stored.
+
+    Args:
+        embeddings: Numbers as :func:`~uno.data.from_python.float_vectors` takes them.
+        labels: The class of each row (N,), or a missing value, or None.
+        ids: The id of each row (N,); by default rows are numbered.
+
+    Raises:
+        ConfigError: The numbers of rows differ, or a value is none of these.
+    """
+    values = float_vectors(embeddings, "embeddings")
+    num, columns = len(values), dict[str, list[Any]]()
+    columns["id"] = [f"row-{row}" for row in range(num)] if ids is None else row_names(ids)
     if labels is not None:
-        columns["label"] = [
-            _label(label) for label in (labels.tolist() if hasattr(labels, "tolist") else labels)
-        ]
+        columns["label"] = class_names(labels)
     for name, column in columns.items():
         if len(column) != num:
-            raise ConfigError(f"{len(column):,} {name}s for {num:,} embeddings")
-    if len(set(columns["id"])) < num:
-        raise ConfigError("ids of embeddings must be unique; views of a row are embeddings (N, V, D)")
-    tables_of = {name: pa.array(column, pa.string()) for name, column in columns.items()}
-    write_vectors(path, values, np.full(num, views), tables_of)
+            raise ConfigError(f"{len(column):,} {name}s for {num:,} embeddings; give one for each row")
+    text = {name: pa.array(column, pa.string()) for name, column in columns.items()}
+    return GivenVectors(values, text)
 
 
 def write_vectors(path: str, values: Tensor, counts: np.ndarray, columns: Mapping[str, Any]) -> None:
@@ -294,28 +338,19 @@ def is_vectors(path: str) -> bool:
         return False
 
 
-def _label(label: Any) -> str | None:
-    """A class from Python."""
-    label = label.item() if hasattr(label, "item") else label
-    if label is None or label != label or (isinstance(label, int | float) and label < 0):
-        return None
-    if isinstance(label, float) and label.is_integer():
-        label = int(label)
-    return tables.class_name("labels", label)
+Read = tuple[pa.Table, np.ndarray, dict[int, str], Images | None, list[str]]
+"""Our columns of R rows, their numbers float32 (R, D), why rows of zeros have none, pictures of rows, and the
+names of all columns that are there."""
 
 
-Read = tuple[pa.Table, np.ndarray, dict[int, str], Images | None]
-"""Our columns of R rows, their numbers float32 (R, D), why rows of zeros have none, and pictures of rows."""
-
-
-def _of_parquet(source: str, path: str, names: Mapping[str, str]) -> Read:
+def _of_parquet(source: str, path: str, names: Mapping[str, str], rules: PathRules) -> Read:
     """The rows of one file or of all in a folder; the pictures are those of their column of bytes."""
-    root, files = tables.parquet_files(path)
+    root, files = tables.parquet_files(path, rules.follow_links)
     parts, pictures, lists = list[pa.Table](), set[str](), list[tuple[Any, str]]()
-    for file in files:
+    for file, folders in zip(files, tables.partition_columns(files), strict=True):
         parquet = tables.open_parquet(file.path, file.size, anew=True)
         schema = parquet.schema
-        tables.check_names(file.path, names, schema.names)
+        tables.check_names(file.path, names, tables.present_columns(schema, names, folders))
         theirs = {ours: names.get(ours, ours) for ours in COLUMNS}
         image = names.get("image", "image")
         if image in schema.names:
@@ -327,14 +362,18 @@ def _of_parquet(source: str, path: str, names: Mapping[str, str]) -> Read:
         if theirs["embedding"] not in schema.names:
             has = one_line(", ".join(schema.names))
             needs = "needs a column embedding, or --data.columns embedding=NAME"
+            if sum(map(pa.types.is_floating, schema.types)) > MANY_NUMBERS:
+                needs += ", one list a row (or save a column a number with np.save as FILE.npy)"
             raise ConfigError(f"{file.path}: {needs}; it has {has}")
         vector = theirs.pop("embedding")
         _check_lists(file.path, schema.field(vector).type)
         lists.append((parquet, vector))
         found = parquet.read(list({c for c in theirs.values() if c in schema.names}))
         columns = {ours: found[c] for ours, c in theirs.items() if c in schema.names}
+        num = parquet.metadata.num_rows
+        columns |= tables.columns_of_folders(file.path, theirs, folders, columns, num)
         split = "train" if tables.is_training(file.relative) else "test"
-        columns.setdefault("split", pa.chunked_array([pa.repeat(split, parquet.metadata.num_rows)]))
+        columns.setdefault("split", pa.chunked_array([pa.repeat(split, num)]))
         parts.append(pa.table(columns))
     try:
         table = pa.concat_tables(parts, promote_options="permissive")
@@ -343,40 +382,125 @@ def _of_parquet(source: str, path: str, names: Mapping[str, str]) -> Read:
     if len(pictures) > 1:
         raise ConfigError(f"{source}: the files name their image column differently")
     shown = (
-        ParquetImages(root, [f.path for f in files], pictures.pop(), [f[2:4] for f in files])
+        ParquetImages(root, [f.path for f in files], pictures.pop(), [f[2:4] for f in files], rules)
         if pictures
         else None
     )
-    return table, *_matrix(source, lists), shown
+    return table, *_matrix(source, lists), shown, list(schema.names)
 
 
-def _of_arrays(source: str, path: str, names: Mapping[str, str]) -> Read:
-    """Numbers of a .npy or .npz file, and the columns of the .csv beside it, if there is one."""
+def _of_arrays(source: str, path: str, names: Mapping[str, str], rules: PathRules) -> Read:
+    """Read the numbers of a .npy or .npz file, and the columns beside them.
+
+    The columns are other arrays of the .npz file, and those of a .csv file of the same
+    name, if there is one.
+    """
+    values, columns, present = _load_arrays(path, names)
+    if values.ndim != 2:
+        raise ConfigError(f"{path} must hold numbers (N, D), not {values.shape}")
+    float_vectors(values[:1], path)
+    if values.dtype != np.float32:
+        values = mapped.fill(values.shape, values.__getitem__)
+    beside = f"{path[:-4]}.csv"
+    if filesystem.kind(beside) == "file":
+        given = read_csv(beside).columns
+        present += given
+        in_csv = _columns_of_csv(beside, given, len(values), path, names, columns)
+        if (both := sorted(in_csv.keys() & columns.keys())) and both:
+            raise ConfigError(f"{path} and {beside} both hold {both[0]}; remove one of them")
+        columns |= in_csv
+    return pa.table(columns), values, {}, None, present
+
+
+def _load_arrays(path: str, names: Mapping[str, str]) -> tuple[np.ndarray, dict[str, Any], list[str]]:
+    """Read a .npy or .npz file.
+
+    Returns:
+        The embeddings, of any shape; our columns (N,) as Arrow arrays; and the names of
+        all arrays but the embeddings.
+    """
     try:
         if path.endswith(".npy") and os.path.isfile(path):
-            found = np.load(path, mmap_mode="c", allow_pickle=False)  # as it is in the file
+            loaded = np.load(path, mmap_mode="c", allow_pickle=False)  # stays in the file
         else:
-            found = np.load(io.BytesIO(filesystem.read_bytes(path, MAX_BYTES)), allow_pickle=False)
-        if not isinstance(found, np.ndarray):
-            name = names.get("embedding", "embedding" if "embedding" in found.files else found.files[0])
-            found = found[name]
+            data = filesystem.read_bytes(path, MAX_BYTES)
+            loaded = np.load(io.BytesIO(data), allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            return loaded, {}, []
+        arrays = {name: loaded[name] for name in loaded.files}
     except (OSError, ValueError, KeyError, IndexError, EOFError) as error:
-        raise ConfigError(f"{path} holds no array that can be read: {one_line(error)}") from None
-    if found.ndim != 2:
-        raise ConfigError(f"{path} must hold numbers (N, D), not {found.shape}")
-    numbers_of(found[:1], path)
-    values = found if found.dtype == np.float32 else mapped.fill(found.shape, found.__getitem__)
-    beside, columns = f"{path[:-4]}.csv", dict[str, Any]()
-    if filesystem.kind(beside) == "file":
-        given = tables.read_csv(beside)
-        tables.check_names(beside, {k: v for k, v in names.items() if k != "embedding"}, given)
-        theirs = {ours: names.get(ours, ours) for ours in COLUMNS}
-        columns = {ours: pa.array(given[c], pa.string()) for ours, c in theirs.items() if c in given}
-        if names.get("image", "image") in given:
-            columns["path"] = pa.array(given[names.get("image", "image")], pa.string())
-        if (other := len(next(iter(given.values()), []))) != len(values):
-            raise ConfigError(f"{beside} has {plural(other, 'row')}, {path} has {len(values):,}")
-    return pa.table(columns), values, {}, None
+        reason = one_line(error)
+        if "pickle" in reason or "bject" in reason:  # NumPy's advice would be to open it all the same
+            reason = "it is damaged, or holds Python objects, which are not opened; save a list "
+            reason += "of vectors with np.stack, and names with .astype(str)"
+        raise ConfigError(f"{path} holds no array that can be read: {reason}") from None
+    name = _name_of_embeddings(path, arrays, names)
+    columns = dict[str, Any]()
+    for ours in (*COLUMNS, "image"):
+        theirs = names.get(ours, ours)
+        if theirs not in arrays or theirs == name or ours == "embedding":
+            continue
+        if arrays[theirs].shape != arrays[name].shape[:1]:
+            raise ConfigError(
+                f"{path}: array {theirs} has the shape {arrays[theirs].shape}, not "
+                f"{arrays[name].shape[:1]} as the rows of {name}"
+            )
+        column = arrays[theirs]
+        column = column.astype(str) if column.dtype.kind == "S" else column
+        columns["path" if ours == "image" else ours] = pa.array(column)
+    return arrays[name], columns, [other for other in arrays if other != name]
+
+
+def _name_of_embeddings(path: str, arrays: Mapping[str, np.ndarray], names: Mapping[str, str]) -> str:
+    """Return the array that holds the embeddings of a .npz file.
+
+    It is the one that ``names`` or its own name 'embedding' says, else the only array
+    that is a matrix, else the only array.
+
+    Raises:
+        ConfigError: There is no such array, or there are several.
+    """
+    wanted = names.get("embedding", "embedding")
+    if wanted in arrays:
+        return wanted
+    matrices = [name for name, array in arrays.items() if array.ndim == 2]
+    candidates = matrices if len(arrays) > 1 else [*arrays]
+    if "embedding" not in names and len(candidates) == 1:
+        return candidates[0]
+    shapes = [f"{name} {array.shape}" for name, array in arrays.items()]
+    has = one_line(", ".join(shapes)) or "nothing"
+    raise ConfigError(
+        f"{path} holds {has}; say which array the embeddings are: "
+        f"--data.columns embedding={matrices[0] if matrices else 'NAME'}"
+    )
+
+
+def _columns_of_csv(
+    beside: str,
+    given: Mapping[str, list[Any]],
+    num_rows: int,
+    path: str,
+    names: Mapping[str, str],
+    inside: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return our columns of the .csv file beside an array file of ``num_rows`` rows.
+
+    ``given`` are the columns of the .csv file. Columns that are ``inside`` the array file need not be there.
+    """
+    wanted = {
+        ours: theirs
+        for ours, theirs in names.items()
+        if ours != "embedding" and ("path" if ours == "image" else ours) not in inside
+    }
+    tables.check_names(beside, wanted, given)
+    theirs = {ours: names.get(ours, ours) for ours in COLUMNS}
+    columns = {ours: pa.array(given[c], pa.string()) for ours, c in theirs.items() if c in given}
+    if names.get("image", "image") in given:
+        columns["path"] = pa.array(given[names.get("image", "image")], pa.string())
+    if (num_lines := len(next(iter(given.values()), []))) != num_rows:
+        fix = '; an empty line is no row: write "" for no label' if len(given) == 1 else ""
+        raise ConfigError(f"{beside} has {plural(num_lines, 'row')}, {path} has {num_rows:,}{fix}")
+    return columns
 
 
 def _lists(file: Any, column: str) -> Iterator[Any]:
@@ -390,7 +514,8 @@ def _check_lists(source: str, kind: Any) -> None:
     """ConfigError: a column of this type does not hold lists of numbers."""
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     if not is_list or not (pa.types.is_floating(kind.value_type) or pa.types.is_integer(kind.value_type)):
-        raise ConfigError(f"{source}: column embedding must hold lists of numbers, not {kind}")
+        fix = "; parse the text, as df['embedding'].map(json.loads) does" if kind in TEXT else ""
+        raise ConfigError(f"{source}: column embedding must hold lists of numbers, not {kind}{fix}")
 
 
 def _matrix(source: str, columns: Sequence[tuple[Any, str]]) -> tuple[np.ndarray, dict[int, str]]:

@@ -28,7 +28,8 @@ CHECKED = (  # for the page
     f"heads that agree on less than {LOW_AGREEMENT:.0%} of the images, a best head unlike the others, "
     f"median confidence below {LOW_CONFIDENCE:.0%}, "
     f"more than {ABSORBED:.0%} of the images of the NCD setting assigned to known classes, "
-    "accuracy not above k-means, skipped training steps, unfinished phases, unreadable images"
+    "accuracy not above k-means, skipped training steps, unfinished phases, unreadable images, "
+    "images and labels of the source that are left out"
 )
 
 Warnings = Iterator[tuple[str, str]]
@@ -36,9 +37,24 @@ Warnings = Iterator[tuple[str, str]]
 
 
 def warnings(
-    config: Config, facts: RunData, sample: Sample | None, findings: SampleSummary | None
+    config: Config,
+    facts: RunData,
+    sample: Sample | None,
+    findings: SampleSummary | None,
+    left_out: Sequence[str] = (),
 ) -> Warnings:
-    """All warnings, the gravest first."""
+    """Yield all warnings, the gravest first.
+
+    Args:
+        config: The configuration of the run.
+        facts: What its directory records.
+        sample: The rows that were predicted, None if there are none.
+        findings: What they show, None if there are none.
+        left_out: Lines about images and labels of the source that the run has not seen.
+    """
+    for line in left_out:
+        what, _, advice = line.partition(": ")
+        yield what, advice[:1].upper() + advice[1:] + "."
     if sample is not None and findings is not None and findings.num_unlabeled:
         if len(findings.clusters) > 1:
             yield from _sizes(config, sample, findings)

@@ -61,7 +61,15 @@ def write_report(
         "title": config.data.source if task is None else task.rows.source,
         "tables": filled_tables(metrics),
         "novel_truth": any("/novel/" in key for key in metrics),
-        "warnings": list(warnings(config, found, looked["sample"], looked["findings"])),
+        "warnings": list(
+            warnings(
+                config,
+                found,
+                looked["sample"],
+                looked["findings"],
+                () if task is None else task.rows.warnings,
+            )
+        ),
         "curves": facts.curves(found), "estimate_chart": facts.estimate_chart(found),
         "several_heads": has_several_heads(metrics), "num_heads": num_heads(config), "side": side(config), "method": description(config.method),
         "times": facts.times(config, found, task), "command": facts.command_line(config),

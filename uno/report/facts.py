@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 from uno import runs
 from uno.config import Config, flatten, override, to_dict
-from uno.data.decode import BAD_SAMPLES
+from uno.data.decode import BAD_SAMPLES, name_bad
 from uno.data.files import Storage, parse_json
 from uno.data.splits import Task
 from uno.errors import ConfigError, StorageError
@@ -71,7 +71,7 @@ def read_facts(storage: Storage, metrics: Mapping[str, float] | None = None) -> 
     return RunData(
         {key: float(value) for key, value in results.items() if is_number(value)},
         read(runs.ENVIRONMENT_FILE, {}), read(runs.METRICS_FILE, []),
-        [(str(entry.get("id", "")), str(entry.get("reason", ""))) for entry in read(BAD_SAMPLES, [])],
+        [(name_bad(entry), str(entry.get("reason", ""))) for entry in read(BAD_SAMPLES, [])],
         read(runs.CONFIG_FILE, ""), read(runs.ESTIMATE_FILE, {}), tuple(unreadable),
     )  # fmt: skip
 

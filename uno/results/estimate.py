@@ -105,6 +105,25 @@ class Estimate:
     key: str
 
 
+def require_enough_rows(num_known: int, num_unlabeled: int) -> None:
+    """Check that the number of novel classes can be estimated from so many rows.
+
+    Args:
+        num_known: Known classes that have a labeled training image.
+        num_unlabeled: Unlabeled training images.
+
+    Raises:
+        ConfigError: There are too few of either.
+    """
+    if num_known < MIN_KNOWN:
+        needs = f"estimating the number of classes needs at least {MIN_KNOWN}"
+        text = f"{needs} known classes with images, found {num_known}"
+        raise ConfigError(f"{text}; pass --num-novel")
+    if num_unlabeled < 2:
+        found = plural(num_unlabeled, "unlabeled image")
+        raise ConfigError(f"{found}: nothing to estimate; add unlabeled images")
+
+
 def estimate_num_novel(
     config: Config, train: TrainSet, known: Sequence[str], storage: Storage,
     device: torch.device | str = "cpu", settings: Settings | None = None, tasks: Tasks = run_local,
@@ -120,11 +139,7 @@ def estimate_num_novel(
     settings, num_unlabeled = settings or Settings(), len(train.unlabeled_images)
     frozen = config.model.finetune == "none"
     present = sorted(set(train.labels.tolist()))
-    if len(present) < MIN_KNOWN:
-        needs = f"estimating the number of classes needs at least {MIN_KNOWN} known classes with images"
-        raise ConfigError(f"{needs}, found {len(present)}; pass --num-novel")
-    if num_unlabeled < 2:
-        raise ConfigError(f"{plural(num_unlabeled, 'unlabeled image')}: nothing to estimate")
+    require_enough_rows(len(present), num_unlabeled)
     splits = class_splits(present, settings.num_splits, config.seed)
     ks = list(range(_max_novel(settings, train) + 1))
     configs, keys, data, code = [], [], _fingerprint(train), code_of(config.model.encoder)

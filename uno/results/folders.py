@@ -1,5 +1,6 @@
 """Predictions without Parquet: ``predictions.csv``, and a copy of every image in its class's folder."""
 
+import codecs
 import re
 from collections.abc import Callable, Iterator
 from io import BytesIO
@@ -7,6 +8,7 @@ from itertools import tee
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 import pyarrow.csv
 from PIL import Image as Pillow
 
@@ -22,18 +24,36 @@ from uno.results.predictions import COLUMNS, read_batches, read_identity
 
 CSV_FILE = "predictions.csv"
 FOLDER = "by_class"
+FORMULA = r"^([=+\-@\t\r\n])"  # how a formula begins, in Excel and LibreOffice
 MARK = f"{FOLDER}/made_from.json"
 GROUP = 64  # images read at a time
 
 
 def write_csv(storage: Storage) -> str:
-    """``predictions.parquet`` as CSV, without embeddings; returns its path."""
+    """Write the predictions as CSV for spreadsheets, without embeddings.
+
+    The file begins with a byte order mark, by which Excel recognizes UTF-8. Text that a
+    spreadsheet would take for a formula has an apostrophe in front.
+
+    Returns:
+        The path of the file.
+    """
     output.sweep_file(storage, CSV_FILE)
     schema = pa.schema(COLUMNS)
-    with storage.create(CSV_FILE) as stream, pyarrow.csv.CSVWriter(stream, schema) as writer:
-        for batch in read_batches(storage, [*COLUMNS]):
-            writer.write_batch(batch)
+    with storage.create(CSV_FILE) as stream:
+        stream.write(codecs.BOM_UTF8)
+        with pyarrow.csv.CSVWriter(stream, schema) as writer:
+            for batch in read_batches(storage, [*COLUMNS]):
+                columns = [_without_formulas(column) for column in batch.columns]
+                writer.write_batch(pa.record_batch(columns, schema=schema))
     return storage.below(CSV_FILE)
+
+
+def _without_formulas(column: pa.Array) -> pa.Array:
+    """Return a column in which no text begins a formula of a spreadsheet."""
+    if not pa.types.is_string(column.type):
+        return column
+    return pyarrow.compute.replace_substring_regex(column, FORMULA, r"'\1")
 
 
 def sort_images(storage: Storage, inputs: Inputs, on_progress: Callable[[int, int], None]) -> str:

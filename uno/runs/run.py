@@ -19,7 +19,7 @@ from uno.runs import DISCOVER, PRETEXT, PRETRAIN
 from uno.runs.checkpoint import checkpoint_steps, load_checkpoint, load_newest
 from uno.runs.hardware import prepare_compiler
 from uno.state import TrainState, new_state, with_prefix
-from uno.steps import Step, pretrain_step
+from uno.steps import Batch, Step, pretrain_step
 from uno.train import Phase, Worker, fit
 from uno.weights import PRETRAINED, is_file, load_encoder_, read_weights
 
@@ -37,19 +37,33 @@ def phases(config: Config, last: str = DISCOVER) -> tuple[str, ...]:
     return tuple(name for name, is_wanted in wanted.items() if is_wanted)
 
 
-def plans(config: Config, num_labeled: int, num_unlabeled: int, num_workers: int) -> dict[str, Plan]:
-    """Batch plans of the phases; a pretext task's only where the run has it. ConfigError: sizes that do not
-    fit.
+def plan_phase(config: Config, name: str, num_labeled: int, num_unlabeled: int, num_workers: int) -> Plan:
+    """Return the batch plan of one phase.
+
+    Raises:
+        ConfigError: The batch size does not go with the numbers of rows or workers.
     """
     seed, size, workers = config.seed, config.train.batch_size, max(1, num_workers)
-    found = {
-        PRETRAIN: make_pretrain_plan(seed, size, num_labeled, workers),
-        DISCOVER: make_plan(seed, config.data.batch_sampling, size, num_labeled, num_unlabeled, workers),
-    }
-    if config.pretext.epochs:
-        rows = num_labeled + num_unlabeled
-        found = {PRETEXT: make_pretrain_plan(seed, size, rows, workers, PRETEXT_STREAM), **found}
-    return found
+    if name == PRETEXT:
+        num_rows = num_labeled + num_unlabeled
+        return make_pretrain_plan(seed, size, num_rows, workers, PRETEXT_STREAM)
+    if name == PRETRAIN:
+        return make_pretrain_plan(seed, size, num_labeled, workers)
+    sampling = config.data.batch_sampling
+    return make_plan(seed, sampling, size, num_labeled, num_unlabeled, workers)
+
+
+def plans(config: Config, num_labeled: int, num_unlabeled: int, num_workers: int) -> dict[str, Plan]:
+    """Return the batch plans of the phases of a run that take steps, by phase name.
+
+    A phase without epochs reads no batch, so no batch size is wrong for it.
+
+    Raises:
+        ConfigError: The batch size does not go with the numbers of rows or workers.
+    """
+    names = [*phases(config, PRETRAIN), DISCOVER]
+    sizes = num_labeled, num_unlabeled, num_workers
+    return {name: plan_phase(config, name, *sizes) for name in names if getattr(config, name).epochs}
 
 
 def pretrain_hash(config: Config) -> str:
@@ -67,12 +81,14 @@ def run_phase(config: Config, name: str, train: TrainData, worker: Worker, stora
     rows (paper Sec. 4.1), of large views alone, also where discovery has small ones [v2]. Discovery: from
     those, or from ``config.model.weights``. StorageError: a phase that this one starts from has not run.
     """
-    plan = plans(config, len(train.labels), train.num_unlabeled, worker.world_size)[name]
     settings: PhaseConfig = getattr(config, name)
-    batch_rows = plan.labeled_size + plan.unlabeled_size
-    phase = Phase(
-        name, settings, plan.steps_per_epoch, batch_rows, config.train.max_steps, _step(config, name)
-    )
+    sizes = len(train.labels), train.num_unlabeled, worker.world_size
+    plan = plan_phase(config, name, *sizes) if settings.epochs else None
+    steps_per_epoch, batch_rows = 1, 0  # of a phase without steps, which reads no batch
+    if plan is not None:
+        steps_per_epoch = plan.steps_per_epoch
+        batch_rows = plan.labeled_size + plan.unlabeled_size
+    phase = Phase(name, settings, steps_per_epoch, batch_rows, config.train.max_steps, _step(config, name))
     model, has_known = _initial_network(config, name, train, storage)
     model = model.to(worker.device).to(memory_format=torch.channels_last)
     cuda = worker.device.type == "cuda"
@@ -91,10 +107,19 @@ def run_phase(config: Config, name: str, train: TrainData, worker: Worker, stora
     if name == DISCOVER and registry.load(config).teacher(config):
         state.teacher = _teacher(config, train, storage).to(worker.device)
     views = config if name == DISCOVER else override(config, {"augment.small.num_views": 0})
-    with closing(train.batches(views, plan, worker.rank, worker.world_size, phase.last_step)) as batches:
-        fit(config, phase, state, batches, worker, storage)
+    if plan is None:
+        fit(config, phase, state, _no_batch, worker, storage)
+    else:
+        ranks = worker.rank, worker.world_size
+        with closing(train.batches(views, plan, *ranks, phase.last_step)) as batches:
+            fit(config, phase, state, batches, worker, storage)
     train.sync()
     return state
+
+
+def _no_batch(step: int) -> Batch:
+    """Stand in for the batches of a phase that takes no steps."""
+    raise AssertionError(f"a phase without steps asks for the batch of step {step}")
 
 
 def pretrain(config: Config, train: TrainData, worker: Worker, storage: Storage) -> TrainState:

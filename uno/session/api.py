@@ -5,8 +5,9 @@ its predictions. It mirrors the commands, and shows itself in a notebook.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from os import PathLike, fspath
@@ -18,17 +19,17 @@ import PIL.ImageOps
 import torch
 from torch import Tensor
 
-from uno.config import VECTORS, Config, override
+from uno.config import VECTORS, Config, flatten, override
 from uno.data.decode import BadImage, decoded, ok_mask, to_rgb
-from uno.data.files import Storage, full_path
+from uno.data.files import Storage, full_path, split
 from uno.data.images import Image, Images
-from uno.data.vectors import Vectors, require_kind, store_vectors
-from uno.errors import ConfigError, StorageError, as_user_error
+from uno.data.vectors import Vectors, given_vectors, read_vectors, require_kind
+from uno.errors import ConfigError, StorageError, UnoError, as_user_error
 from uno.results import show
 from uno.results.classes import OutputClass, called
 from uno.results.infer import NUMBERS, Classifier, at_speed, load_classifier, score_rows
 from uno.results.trust import verdict
-from uno.runs import REPORT_FILE, directory
+from uno.runs import CONFIG_FILE, REPORT_FILE, directory
 from uno.runtime import threads
 from uno.session.console import suppress_output
 from uno.session.place import Place
@@ -249,8 +250,8 @@ def discover(
     and no lines but warnings. Ctrl-C (in the main thread) saves and raises Interrupted.
 
     ``embeddings``: an array or tensor of numbers (N, D), or (N, V, D) with V views of each row; ``labels``: N
-    names or numbers of classes, None, NaN or a negative number for none; ``ids``: N names. They are kept
-    beside the run, in OUTPUT-vectors.parquet.
+    names or numbers of classes; a missing value (None, NaN, pandas.NA, null) or a negative number for none;
+    ``ids``: N names. They are kept beside the run, in OUTPUT-vectors-HASH.parquet.
 
     It works in this process: ``pipelines.api.discover`` takes the same settings and has workers.
 
@@ -260,20 +261,102 @@ def discover(
     if embeddings is None:
         if labels is not None or ids is not None:
             raise ConfigError("labels and ids go with embeddings")
-    else:
-        settings = with_embeddings(settings, embeddings, labels, ids)
-    return discover_at(None, settings, overwrite, quiet)
+        return discover_at(None, settings, overwrite, quiet)
+    stored = stored_embeddings(settings, embeddings, labels, ids, overwrite)
+    with stored as on_file:
+        return discover_at(None, on_file, overwrite, quiet)
 
 
-def with_embeddings(settings: Mapping[str, Any], embeddings: Any, labels: Any, ids: Any) -> dict[str, Any]:
-    """``settings`` of a run on vectors that are in memory, stored beside it. ConfigError: they do not fit."""
+@contextmanager
+def stored_embeddings(
+    settings: Mapping[str, Any],
+    embeddings: Any,
+    labels: Any,
+    ids: Any,
+    overwrite: bool,
+) -> Iterator[dict[str, Any]]:
+    """Store embeddings beside the run that is trained on them.
+
+    The name of the file contains a hash of its content, so that no call replaces the
+    vectors of an earlier run. Version 0.2.0 named it without the hash. At the end a file
+    that the run does not use is deleted: the new one if the run was refused, and the
+    earlier one if the run was started over.
+
+    Args:
+        settings: The keywords of :func:`discover`.
+        embeddings: Numbers (N, D), or (N, V, D).
+        labels: N classes, or None.
+        ids: N names, or None.
+        overwrite: Whether a run in the same directory is started over.
+
+    Yields:
+        The keywords of a run on the stored file.
+
+    Raises:
+        ConfigError: The arguments do not fit, or the directory holds a run on others.
+    """
     given = from_keywords(settings)
     if own := {"data.source", "data.labeled"} & given.keys():
         raise ConfigError(f"give either embeddings or {own.pop()}, not both")
     config = override(Config(), completed({**given, "data.source": f"{VECTORS}:"}))
-    place = full_path(f"{config.output}-vectors.parquet")
-    store_vectors(place, embeddings, labels, ids)
-    return {**settings, "data": f"{VECTORS}:{place}"}
+    vectors, output = given_vectors(embeddings, labels, ids), str(config.output)
+    beside = f"{full_path(output)}-{VECTORS}"
+    place, legacy = f"{beside}-{vectors.digest[:12]}.parquet", f"{beside}.parquet"
+    refusal = ConfigError(
+        f"{output} was trained on other data: other embeddings, labels or ids; pass "
+        "overwrite=True to start over, or another output"
+    )
+    earlier = vectors_of(output)
+    if earlier not in (None, place, legacy) and not overwrite:
+        raise refusal
+    is_new, used = not _is_file(place), place
+    if is_new:
+        vectors.store(place)
+    try:
+        if earlier == legacy and _same_vectors(legacy, place):
+            used = legacy
+        elif earlier == legacy and not overwrite:
+            raise refusal
+        yield {**settings, "data": f"{VECTORS}:{used}"}
+    finally:
+        with suppress(UnoError):  # a damaged directory may refer to any of them
+            now = vectors_of(output)
+            if is_new and now != place:
+                _delete(place)
+            is_ours = re.fullmatch(rf"{re.escape(beside)}(-\w{{12}})?\.parquet", earlier or "")
+            if is_ours and earlier is not None and now != earlier:
+                _delete(earlier)
+
+
+def vectors_of(output: str) -> str | None:
+    """Return the file of vectors that the run in a directory uses, or None.
+
+    Raises:
+        ConfigError: The directory holds a run whose configuration is damaged.
+    """
+    storage = Storage(output)
+    if not storage.exists(CONFIG_FILE):
+        return None
+    source = flatten(directory.read_config_tree(storage)).get("data.source")
+    kind, _, path = str(source).partition(":")
+    return path if kind == VECTORS else None
+
+
+def _same_vectors(path: str, other: str) -> bool:
+    """Return whether two files, of which the first may be gone, hold the same rows."""
+    if not _is_file(path):
+        return False
+    return read_vectors(path).fingerprint == read_vectors(other).fingerprint
+
+
+def _is_file(path: str) -> bool:
+    folder, name = split(path)
+    return Storage(folder).exists(name)
+
+
+def _delete(path: str) -> None:
+    folder, name = split(path)
+    Storage(folder).delete(name)
 
 
 def discover_at(elsewhere: Place | None, settings: Mapping[str, Any], overwrite: bool, quiet: bool) -> Model:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from uno.config import Config, DataConfig
 from uno.data import features
-from uno.data.decode import BAD_SAMPLES, check_bad, decode_many, ok_mask
+from uno.data.check import row_problems, with_fitting_batch
+from uno.data.decode import BAD_SAMPLES, check_bad, decode_many, name_bad, ok_mask
 from uno.data.features import FeatureCache, FeatureJob, Missing, Shard, feature_job
 from uno.data.files import Storage
 from uno.data.images import evenly_spaced
@@ -50,11 +51,19 @@ def read_task(data: DataConfig) -> Task:
 
 
 class Sets(NamedTuple):
-    """What training may see, what reads the truth when it is over, and the task with the images it kept."""
+    """The opened data of a run.
+
+    Attributes:
+        train: The rows that training may see.
+        truth: Opens the sets with true classes, which only evaluation reads.
+        task: The task, with the images that were kept in memory.
+        ok: bool (N,), the rows that can be read; None if images are streamed.
+    """
 
     train: TrainData
     truth: Callable[[], Mapping[str, EvalData]]
     task: Task
+    ok: np.ndarray | None
 
 
 def open_sets(
@@ -66,11 +75,41 @@ def open_sets(
     """
     if config.data.loading == "streaming":
         stream = streaming_set(config, task, storage)
-        return Sets(stream, partial(streaming_eval_sets, config, task, stream.bad), task)
+        return Sets(stream, partial(streaming_eval_sets, config, task, stream.bad), task, None)
     images, reasons = load_images(config, task, storage, show, should_stop, look)
     leave_out_unreadable(reasons, config, task, storage if keep else None)
     task, ok = keep_pixels(task, images, reasons), ok_mask(reasons)
-    return Sets(assemble(task, images, ok), partial(eval_sets, task, images, ok), task)
+    return Sets(assemble(task, images, ok), partial(eval_sets, task, images, ok), task, ok)
+
+
+def config_for_readable_rows(
+    config: Config, task: Task, ok: np.ndarray | None, batch_is_derived: bool
+) -> Config:
+    """Return the configuration with which a run trains on the rows that can be read.
+
+    Unreadable images are known only after all images were decoded or encoded. A batch
+    size that was derived from the data is then derived again.
+
+    Args:
+        config: The configuration of the run, checked for all rows.
+        task: All rows of the run.
+        ok: bool (N,), the rows that can be read; None if images are streamed.
+        batch_is_derived: Whether nobody has set the batch size.
+
+    Raises:
+        ConfigError: The remaining rows do not go with the configuration.
+    """
+    if ok is None or ok.all():
+        return config
+    fitting = with_fitting_batch(config, task, ok) if batch_is_derived else config
+    size, left_out = fitting.train.batch_size, plural(int((~ok).sum()), "unreadable image")
+    if size != config.train.batch_size:
+        print_line(f"batch size: {size}, because {left_out} left out")
+    for problem in row_problems(task, fitting, ok):
+        if problem.level == "error":
+            fix = "repair these images, or change the setting and pass --overwrite"
+            raise ConfigError(f"{left_out} left out: {problem.message}; {fix}")
+    return fitting
 
 
 def load_images(
@@ -88,11 +127,12 @@ def leave_out_unreadable(
     reasons: list[str | None], config: Config, task: Task, storage: Storage | None = None
 ) -> None:
     """Say how many images cannot be read and list them in a run's ``bad_samples.jsonl``; refuse too many."""
-    bad = check_bad(task.rows.ids, reasons, config.data.max_bad_fraction, storage)
+    limit = config.data.max_bad_fraction
+    bad = check_bad(task.rows.ids, reasons, limit, storage, task.rows.images)
     if bad:
-        first = f"the first: {bad[0]['id']} ({bad[0]['reason']})"
-        where = f"see {storage.below(BAD_SAMPLES)}" if storage else first
-        print_line(f"warning: {plural(len(bad), 'unreadable image')} left out; {where}")
+        first = f"the first: {name_bad(bad[0])}: {bad[0]['reason']}"
+        where = f"see {storage.below(BAD_SAMPLES)}; " if storage else ""
+        print_line(f"warning: {plural(len(bad), 'unreadable image')} left out; {where}{first}")
 
 
 def compute_local(

@@ -45,6 +45,8 @@ def embed(
         rows = read_rows(config.data)
         rows = rows if config.data.limit is None else rows.take(limit_rows(rows, config.data.limit))
         total(len(rows))
+    for warning in rows.warnings:
+        print_line(f"warning: {warning}")
     require_kind(config.model, rows.images)
     none = np.full(len(rows), -1)
     task = Task(rows, [], [], 0, none, none, np.full(len(rows), num_views > 0))

@@ -3,10 +3,13 @@
 import time
 from collections.abc import Container
 
+import numpy as np
+
 from uno.config import Config, override
+from uno.data.decode import ok_mask
 from uno.data.files import Storage
-from uno.data.splits import decide_setting
-from uno.results.estimate import Estimate, Settings
+from uno.data.splits import decide_setting, train_rows
+from uno.results.estimate import Estimate, Settings, require_enough_rows
 from uno.runs import ESTIMATE_FILE, lock
 from uno.runs.hardware import local_device
 from uno.session.console import interrupt_on_signal, print_line
@@ -26,12 +29,17 @@ def estimate_classes(
         local_device(config)
     # The number is what we are after: 1 stands in for it and is never read.
     task = read_task(with_data(config, num_novel=1).data)
+    vectors = task.rows.images.vectors(np.arange(len(task.rows)))
+    readable = train_rows(task, None if vectors is None else ok_mask(vectors[1]))
+    num_known = len(readable["labels"].unique())
+    require_enough_rows(num_known, len(readable["unlabeled"]))  # before anything is computed
     setting, reason = decide_setting(config, task.rows.known)
     values, lines = from_data(config, given, task, setting)
     if config.model.finetune == "none":  # nothing is trained on the features
         values |= {"discover.epochs": 0, "augment.num_cached_views": 0}
     config = with_data(override(config, values), setting=setting)
-    for line in (reason, *lines):
+    left_out = (f"warning: {line}" for line in task.rows.warnings)
+    for line in (reason, *lines, *left_out):
         print_line(line)
     (labeled, unlabeled), known = task.sizes, plural(len(task.known), "known class", "known classes")
     sizes = f"{plural(labeled, 'labeled image')} of {known}, {unlabeled:,} unlabeled"

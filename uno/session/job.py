@@ -17,9 +17,10 @@ from typing import Any
 import pyarrow.compute as pc
 from torch import Tensor
 
-from uno.config import Config, override
-from uno.data.check import check, format_report
+from uno.config import Config, flatten, override
+from uno.data.check import CHECK_SECONDS, check, format_report
 from uno.data.decode import BAD_SAMPLES
+from uno.data.defaults import derives_batch
 from uno.data.files import Storage
 from uno.data.splits import Task
 from uno.encoder import require_encoder
@@ -51,7 +52,7 @@ from uno.runs.hardware import local_device, num_threads
 from uno.runs.hooks import hooked
 from uno.runtime import require_runtime
 from uno.session.console import Progress, interrupt_on_signal, print_line
-from uno.session.data import Show, read_task
+from uno.session.data import Look, Show, read_task
 from uno.session.estimation import estimate_classes
 from uno.session.loggers import Loggers, require_loggers
 from uno.session.place import Place, TrainingJob, place_of
@@ -82,6 +83,8 @@ def discover(
     if config.data.num_novel == "auto":
         if dry_run:
             raise ConfigError("--dry-run needs a number for --num-novel; uno estimate-classes estimates one")
+        if not overwrite:
+            _require_same_run(config, given)
         folder = f"{config.output}-estimate"
         found = estimate_classes(override(config, {"output": folder}), given, elsewhere=elsewhere)
         assert found is not None
@@ -90,12 +93,13 @@ def discover(
     config, lines, read = resolve(config, given, overwrite, place.free_memory)
     for line in lines:
         print_line(line)
-    task = preflight(config, read, dry_run)
+    is_derived = derives_batch(config, given)
+    task = preflight(config, read, dry_run, is_derived)
     phases = run.phases(config, last)
     check_memory(config, task)
     require_runtime(config)
     if dry_run:
-        return _dry_run(config, task, phases, own_weights)
+        return _dry_run(config, task, phases, own_weights, is_derived)
     assert config.output is not None
     storage, evaluate = Storage(config.output), last == DISCOVER
     if directory.is_run(storage) and not overwrite:
@@ -115,8 +119,9 @@ def discover(
             claim.storage.write(ESTIMATE_FILE, estimate)
         for line in forecast(config, task, claim.storage, phases):
             print_line(line)
-        look = partial(_first_look, config, claim.storage, task)
-        job = TrainingJob(config, task, phases, evaluate, claim, look if evaluate and report else None)
+        look: Look | None = partial(_first_look, config, claim.storage, task)
+        look = look if evaluate and report else None
+        job = TrainingJob(config, task, phases, evaluate, claim, look, is_derived)
         with ExitStack() as until:
             with Loggers(config, claim.storage) as loggers, _watched(job, loggers) as show:
                 values, task = place.train(job, show, until)
@@ -126,6 +131,25 @@ def discover(
             with interrupt_on_signal("stopped before the run was finished; resume with the same command"):
                 _finish(config, claim.storage, task, values, report, elsewhere)
     _show(storage, values)
+
+
+def _require_same_run(config: Config, given: Mapping[str, Any]) -> None:
+    """Check that the output directory is free, or that its run goes on.
+
+    The number of classes is estimated only after this check, because an estimate takes
+    long and replaces an earlier one.
+
+    Raises:
+        ConfigError: The directory holds something else, or a run of other settings or
+            data.
+    """
+    storage = Storage(str(config.output))
+    if not directory.is_run(storage):
+        return
+    stored = flatten(directory.read_config_tree(storage))
+    number = {"data.num_novel": stored.get("data.num_novel")}
+    begun = resolve(override(config, number), given).config
+    directory.open_run(begun, storage, read_task(begun.data).rows.fingerprint)
 
 
 def _first_look(
@@ -222,17 +246,28 @@ def apply_classes(claim: lock.RunLock, model: Classifier, edited: list[OutputCla
     print_line(f"applied to {', '.join(done)}")
 
 
-def preflight(config: Config, task: Task | None = None, report: bool = False) -> Task:
-    """Read the table unless it is there, and check: the first error is raised, all else is said, with the
-    classes in a ``report``.
+def preflight(
+    config: Config, task: Task | None = None, dry_run: bool = False, batch_is_derived: bool = False
+) -> Task:
+    """Check the data of a run before anything is computed, and print what is found.
+
+    Args:
+        config: The configuration of the run.
+        task: The task, if it was read before.
+        dry_run: Whether to decode images for up to a minute, as ``uno data check``, and
+            to print the table of classes.
+        batch_is_derived: Whether the batch size was derived from the data.
+
+    Raises:
+        ConfigError: The run cannot succeed with this data.
     """
     task = read_task(config.data) if task is None else task
-    problems = check(task, config)
+    problems = check(task, config, CHECK_SECONDS if dry_run else 0, batch_is_derived)
     for problem in problems:
         if problem.level == "error":
             raise ConfigError(problem.message)
     lines = [f"warning: {problem.message}" for problem in problems] + [f"note: {note}" for note in task.notes]
-    for line in [format_report(task, problems)] if report else lines:
+    for line in [format_report(task, problems)] if dry_run else lines:
         print_line(line)
     labeled, unlabeled = task.sizes
     run.plans(config, labeled, unlabeled, config.compute.num_workers)
@@ -330,12 +365,17 @@ def _show(storage: Storage, values: dict[str, float]) -> None:
         print_line(f"\n{format_table(values)}")
     print_line(f"\nresults in {storage.uri}")
     if storage.exists(REPORT):
-        print_line(f"next: open {storage.below(REPORT)}\n"
-                   f"      uno classes {storage.uri} --rename {shlex.quote(f'{novel}=NAME')}\n"
-                   f"      uno predict {storage.uri} --data SOURCE --output DIR")  # fmt: skip
+        run, report = shlex.quote(storage.uri), shlex.quote(storage.below(REPORT))
+        print_line(
+            f"next: open {report}\n"
+            f"      uno classes {run} --rename {shlex.quote(f'{novel}=NAME')}\n"
+            f"      uno predict {run} --data SOURCE --output DIR"
+        )
 
 
-def _dry_run(config: Config, task: Task, phases: tuple[str, ...], own_weights: bytes | None) -> None:
+def _dry_run(
+    config: Config, task: Task, phases: tuple[str, ...], own_weights: bytes | None, batch_is_derived: bool
+) -> None:
     """The plan and the forecast, and one step of each phase that has any in a scratch directory."""
     phases = tuple(name for name in phases if getattr(config, name).epochs)
     for name, plan in run.plans(config, *task.sizes, config.compute.num_workers).items():
@@ -358,6 +398,6 @@ def _dry_run(config: Config, task: Task, phases: tuple[str, ...], own_weights: b
                     why = f"method {config.method} first computes features of all images"
                     return print_line(f"dry run: no step was taken, because {why}")
                 once = override(once, {"data.loading": "streaming"})
-            job = TrainingJob(once, task, phases, False, claim)
+            job = TrainingJob(once, task, phases, False, claim, batch_is_derived=batch_is_derived)
             Place().train(job, lambda metrics: None, ExitStack(), keep=False)
     print_line("dry run: one step of each phase was taken; nothing was kept")

@@ -30,6 +30,7 @@ from uno.session.data import (
     Look,
     Show,
     compute_local,
+    config_for_readable_rows,
     leave_out_unreadable,
     load_features,
     open_sets,
@@ -41,7 +42,11 @@ STOPPING = "stopping: saving a checkpoint first"
 
 
 class TrainingJob(NamedTuple):
-    """What to train and evaluate, in whose directory; ``look`` as ``load_features`` has it."""
+    """What to train and evaluate, in whose directory; ``look`` as ``load_features`` has it.
+
+    ``batch_is_derived`` says whether the batch size was derived from the data, so that
+    it is derived again when unreadable images are left out.
+    """
 
     config: Config
     task: Task
@@ -49,6 +54,7 @@ class TrainingJob(NamedTuple):
     evaluate: bool
     claim: RunLock
     look: Look | None = None
+    batch_is_derived: bool = False
 
 
 class Place:
@@ -75,6 +81,8 @@ class Place:
 
         with on_stop(stop, STOPPING if job.phases else None):
             sets = open_sets(config, job.task, storage, show, lambda: worker.stop_requested, keep, job.look)
+            if job.phases:
+                config = config_for_readable_rows(config, job.task, sets.ok, job.batch_is_derived)
             train = sets.train.to(worker.device)
             for phase in job.phases:
                 run.run_phase(config, phase, train, worker, storage)

@@ -57,6 +57,8 @@ def predict(
             inputs = RowInputs(make_task(read_rows(config.data), config.data).rows)
         inputs = EvenSample(inputs, limit) if limit is not None and limit < len(inputs) else inputs
         total(len(inputs))
+    for warning in inputs.warnings:
+        print_line(f"warning: {warning}")
     require_kind(model.config.model, inputs.first)
     if folders and inputs.first.pictures() is None:
         raise ConfigError("--folders copies images, and the data has only vectors")

@@ -23,7 +23,7 @@ from uno.runs import run
 from uno.runs.hardware import local_device, num_threads
 from uno.runs.lock import ClaimedStorage
 from uno.session.console import on_stop
-from uno.session.data import Look, Show, open_sets, read_task
+from uno.session.data import Look, Show, config_for_readable_rows, open_sets, read_task
 from uno.session.place import STOPPING, Place, TrainingJob
 from uno.session.rank_log import RankLog
 from uno.session.resources import Room, on_features
@@ -173,8 +173,11 @@ class Ranks(Place):
         self._tell({
             "config": to_dict(job.config), "phases": job.phases, "evaluate": job.evaluate,
             "output": storage.uri, "token": storage.token, "fingerprint": job.task.rows.fingerprint,
+            "batch_is_derived": job.batch_is_derived,
         })  # fmt: skip
-        return self._work(job.config, job.task, job.phases, job.evaluate, storage, show, job.look)
+        return self._work(
+            job.config, job.task, job.phases, job.evaluate, job.batch_is_derived, storage, show, job.look
+        )
 
     def follow(self) -> None:
         """Do what rank 0 tells, without a word. ConfigError: this machine has other data than rank 0's."""
@@ -185,11 +188,19 @@ class Ranks(Place):
             return
         config, storage = Config.model_validate(job["config"]), ClaimedStorage(job["output"], job["token"])
         storage.check()
-        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
             task = read_task(config.data)
             if task.rows.fingerprint != job["fingerprint"]:
                 raise ConfigError(f"rank {self.rank} reads other data than rank 0 from {task.rows.source}")
-            self._work(config, task, job["phases"], job["evaluate"], storage, lambda metrics: None)
+            self._work(
+                config,
+                task,
+                job["phases"],
+                job["evaluate"],
+                job["batch_is_derived"],
+                storage,
+                lambda metrics: None,
+            )
 
     def _ends_first(self) -> bool:
         """Whether no rank has asked this before, or nobody knows."""
@@ -202,8 +213,8 @@ class Ranks(Place):
         self._store.set("job", json.dumps(job))
 
     def _work(
-        self, config: Config, task: Task, phases: Any, evaluate: bool, storage: Storage, show: Show,
-        look: Look | None = None,
+        self, config: Config, task: Task, phases: Any, evaluate: bool, batch_is_derived: bool,
+        storage: Storage, show: Show, look: Look | None = None,
     ) -> tuple[dict[str, float], Task]:  # fmt: skip
         torch.set_num_threads(num_threads(config, self._local_size))
         device, stopping, first = local_device(config), threading.Event(), self.rank == 0
@@ -221,6 +232,8 @@ class Ranks(Place):
             sets = open_sets(config, task, storage, show, stopping.is_set, first, look)
             if first:
                 self._store.set("features", "kept")
+            if phases:
+                config = config_for_readable_rows(config, task, sets.ok, batch_is_derived)
             train = sets.train.to(device)
             try:
                 for phase in phases:

@@ -250,8 +250,8 @@ def needed_bytes(config: Config, task: Task, free: float = float("inf")) -> dict
     workers = max(1, config.compute.num_workers)
     if model.encoder.partition(":")[0] not in (*OWN_ENCODERS, "torchvision", "timm", VECTORS):
         return {}
-    plan = run.plans(config, *task.sizes, workers)[DISCOVER]
-    rows = (plan.labeled_size + plan.unlabeled_size) // workers
+    plan = run.plans(config, *task.sizes, workers).get(DISCOVER)
+    rows = 0 if plan is None else (plan.labeled_size + plan.unlabeled_size) // workers
     views = [(kind.num_views, kind.size) for kind in (large, small) if kind.num_views]
     heads = model.num_heads * (2 if model.overcluster_factor else 1)
     outputs = task.num_novel * (1 + model.overcluster_factor)
@@ -380,7 +380,7 @@ def _seconds(config: Config, task: Task, storage: Storage, phases: tuple[str, ..
         if left:
             found["features"] = left * _shard_row(job, encoder.to(device), threads)
     plans = run.plans(config, *task.sizes, config.compute.num_workers)
-    for name in phases:
+    for name in (name for name in phases if name in plans):
         steps, plan = getattr(config, name).epochs * plans[name].steps_per_epoch, plans[name]
         last = min(steps, config.train.max_steps or steps) - max(checkpoint_steps(storage, name), default=0)
         if last > 0:

@@ -54,6 +54,7 @@ def completed(given: Mapping[str, Any], output: str | None = OUTPUT, choose: boo
     method is ``clustering``. ConfigError: no such preset, recipe, method or encoder.
     """
     own = dict(given)
+    require_text(own)
     source, two_folders = own.get("data.source"), own.get("data.labeled") is not None
     own_data = two_folders or source not in (None, "digits")
     name = str(own.pop("preset", own_preset(own) if own_data else "digits"))
@@ -78,6 +79,22 @@ def completed(given: Mapping[str, Any], output: str | None = OUTPUT, choose: boo
     if isinstance(values["output"], str):
         values["output"] = checked_output(values["output"])
     return values
+
+
+def require_text(given: Mapping[str, Any]) -> None:
+    """Check that the settings can be written to a file of text.
+
+    In a locale without UTF-8, Python reads other characters of a command line as bytes
+    that no text can hold.
+
+    Raises:
+        ConfigError: A value is no text.
+    """
+    for key, value in given.items():
+        if isinstance(value, str) and value != value.encode(errors="replace").decode():
+            text = f"{key} {value!a} has characters that this locale does not know"
+            fix = "set a UTF-8 locale, such as LC_ALL=C.UTF-8, or use another name"
+            raise ConfigError(f"{text}; {fix}")
 
 
 def leaves_choice(preset_name: str, given: Mapping[str, Any]) -> bool:

@@ -182,3 +182,37 @@ def test_every_image_is_decoded_in_the_time_there_is(tmp_path):
     assert [(level, "would stop" in text) for level, text in found(60, 0.01)] == [("error", True)]
     assert "of 180 images were decoded in 1e-09 s" in found(1e-9)[-1][1]
     assert "as 32 x 32 pixels" in format_report(task, [], 32)
+
+
+@pytest.mark.parametrize(
+    ("derived", "level", "text"),
+    [(False, "error", "works: 39"), (True, "warning", "1 of 40 images cannot")],
+)
+def test_the_check_counts_readable_images_only(tmp_path, derived, level, text):
+    """A run leaves unreadable images out, and derives a derived batch size again."""
+    write_images(tmp_path, [f"{c}/{i}.png" for c in "abcd" for i in range(10)])
+    path = tmp_path / "c" / "3.png"
+    path.write_bytes(path.read_bytes()[:60])
+    values = {"data__source": str(tmp_path), "data__max_bad_fraction": 0.1}
+    config = config_of("first:2", train__batch_size=40, **values)
+    task = make_task(read_rows(config.data), config.data)
+    problems = check(task, config, seconds=60, batch_is_derived=derived)
+    assert any(p.level == level and text in p.message for p in problems)
+    assert any(p.level == "error" for p in problems) != derived
+
+
+@pytest.mark.parametrize(("setting", "unlabeled", "fix"), [
+    ("gcd", 4, "--setting ncd"), ("gcd", 5, None), ("ncd", 2, "add unlabeled"), ("ncd", 3, None),
+])  # fmt: skip
+def test_clusters_need_more_unlabeled_images(setting, unlabeled, fix):
+    """No batch size matters for a method that trains nothing."""
+    values = {"data__num_novel": 2, "data__setting": setting, "method": "choice"}
+    values |= {"model__prototype_init": "random", "train__batch_size": 512}
+    values |= {"discover__epochs": 0, "model__weights": "w.safetensors"}
+    config = config_of(**values)
+    task = task_of(["a"] * 5 + ["b"] * 5 + [None] * unlabeled, config)
+    errors = messages(task, config, "error")
+    assert len(errors) == (fix is not None)
+    if fix is not None:
+        assert fix in errors[0] and f"({unlabeled})" in errors[0]
+        assert ("--setting" in errors[0]) == (setting == "gcd")

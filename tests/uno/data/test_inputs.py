@@ -125,8 +125,10 @@ def test_a_folder_is_listed_in_order_twice(tmp_path):
         n for n in names if not n.startswith("b/")
     ]  # the directory is walked once, under the name that comes first
     os.unlink(tmp_path / "again")
+    (tmp_path / "photo.heic").write_bytes(b"x")
     rows, inputs = read_images(str(tmp_path)), ImageFolder(str(tmp_path))
-    assert rows.ids == names
+    assert rows.ids == names and rows.warnings == inputs.warnings == EvenSample(inputs, 3).warnings
+    assert "1 image left out" in inputs.warnings[0] and "'photo.heic'" in inputs.warnings[0]
     assert all_of(inputs) == list(zip(names, (str(tmp_path / name) for name in names), strict=True))
     assert [name for name, _ in all_of(EvenSample(inputs, 3), 2)] == [names[i * 8 // 3] for i in range(3)]
     (tmp_path / "b" / "new.png").write_bytes(b"")

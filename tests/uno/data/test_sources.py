@@ -208,7 +208,7 @@ def test_a_bare_path_is_recognized_by_content_not_by_name(tmp_path):
         write_cifar(tmp_path / "z", layout, rows=1)
     assert "cifar10:" in failure(read, tmp_path / "z")
     (tmp_path / "data.txt").write_text("x")
-    assert "must end in .parquet, .csv, .jsonl or .tar" in failure(read, tmp_path / "data.txt")
+    assert "must end in .parquet, .csv, .tsv, .jsonl or .tar" in failure(read, tmp_path / "data.txt")
 
 
 def test_unknown_prefix_suggests_the_nearest(tmp_path):
@@ -250,7 +250,7 @@ def test_train_and_test_folders(tmp_path, name):
     rows = read(tmp_path)
     assert rows.ids == sorted(["train/cat/b.png", "train/dog/a.png", f"{name}/dog/a.png"])
     assert sorted(zip(rows.split, rows.labels, strict=True))[0] == ("test", "dog")
-    assert "1 image outside" in rows.notes[1]
+    assert "1 image outside" in rows.warnings[0] and "'x.png'" in rows.warnings[0]
 
 
 def test_a_class_folder_that_is_called_like_a_split_is_not_guessed(tmp_path):
@@ -261,17 +261,16 @@ def test_a_class_folder_that_is_called_like_a_split_is_not_guessed(tmp_path):
     both += f"and these are to be left out, {{0}} splits:{tmp_path}/a"
     assert both.format("--data") in failure(read, tmp_path / "a")
     assert both.format("--labeled") in failure(read_two, tmp_path / "a", tmp_path / "new")
-    for read_as, labels, note in (
-        (lambda kind: read(f"{kind}:{tmp_path}/a"), ["bus", "car", "test", "train"], 0),
+    for read_as, labels in (
+        (lambda kind: read(f"{kind}:{tmp_path}/a"), ["bus", "car", "test", "train"]),
         (
             lambda kind: read_two(f"{kind}:{tmp_path}/a", tmp_path / "new"),
             ["bus", "car", "test", "train", None],
-            0,
         ),
     ):
-        assert read_as("classes").labels == labels and not read_as("classes").notes
+        assert read_as("classes").labels == labels and not read_as("classes").warnings
         split = read_as("splits")
-        assert [*split.labels[:2]] == ["x", "steam"] and "2 images outside" in split.notes[note]
+        assert [*split.labels[:2]] == ["x", "steam"] and "2 images outside" in split.warnings[0]
     assert len(open_inputs(DataConfig(source=f"classes:{tmp_path}/a"))) == 4
 
 
@@ -397,13 +396,13 @@ def test_what_is_no_image_is_named(tmp_path):
         (tmp_path / name).write_bytes(b"x")
     rows = read_two_folders(str(tmp_path / "known"), str(tmp_path / "new"))
     assert len(rows) == 3
-    assert rows.notes[0].endswith("known: 1 .heic (photographs; save them as JPEG)")
-    assert (
-        rows.notes[1].startswith("ignored 4 files below ")
-        and "1 .mov (video; take still images)" in rows.notes[1]
-    )
-    assert "1 .txt" in rows.notes[1] and "1 without a suffix" in rows.notes[1] and "DS_S" not in rows.notes[1]
-    assert read_folder(str(tmp_path / "known")).notes == rows.notes[:1]
+    first, second = rows.warnings
+    assert "known, e.g. 'cat/IMG.HEIC'" in first and "save them as JPEG" in first
+    assert "new, e.g. 'a.heic'" in second
+    (note,) = rows.notes
+    assert note.startswith("ignored 3 files below ") and "1 .mov (video; take still images)" in note
+    assert "1 .txt" in note and "1 without a suffix" in note and "DS_S" not in note
+    assert read_folder(str(tmp_path / "known")).warnings == rows.warnings[:1]
     (tmp_path / "new" / "3.jpg").unlink()
-    with pytest.raises(ConfigError, match=r"no images below .*; ignored 4 files .*save them as JPEG"):
+    with pytest.raises(ConfigError, match=r"no images below .*save them as JPEG.*; ignored 3 files"):
         read_images(str(tmp_path / "new"))

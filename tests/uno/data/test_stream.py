@@ -233,7 +233,7 @@ def test_bad_rows_cost_nothing_a_row(tmp_path):
             raise AssertionError("all ids")
 
     storage = Storage(str(tmp_path))
-    bad = BadRows(Ids(), InMemory([]), 0.1, storage)
+    bad = BadRows(Ids(), InMemory([b""] * 8), 0.1, storage)
     bad.add(7, "no image data")
     bad.sync(torch.device("cpu"))
     assert storage.read("bad_samples.jsonl") == b'{"id": "row-7", "reason": "no image data"}\n'

@@ -17,7 +17,7 @@ import pytest
 
 from uno.config import DataConfig
 from uno.data import files as filesystem
-from uno.data import tables
+from uno.data import tables, text_tables
 from uno.data.decode import decode
 from uno.data.images import Files
 from uno.data.inputs import open_inputs
@@ -59,6 +59,7 @@ def test_files_must_agree_on_the_class_names(tmp_path):
 def test_limits_hold_before_rows_are_read(tmp_path, monkeypatch):
     """Kills: a footer that announces more rows than there is memory, a text of nothing but line breaks."""
     monkeypatch.setattr(tables, "MAX_ROWS", 15)
+    monkeypatch.setattr(text_tables, "MAX_ROWS", 15)
     write_hf(tmp_path, ["a", "b"], train=16, test=2)
     assert "has 16 rows, more than 15" in failure(read_parquet, str(tmp_path))
     assert "has 17 lines, more than 15" in failure(read_table, write_csv(tmp_path, "path\n" + "a.png\n" * 16))
@@ -124,7 +125,7 @@ def test_files_and_folders_name_the_split(tmp_path):
 @pytest.mark.parametrize(("table", "text"), [
     (pa.table({"picture": [b"x"], "label": ["a"]}), "it has picture, label"),
     (pa.table({"image": [1.5]}), "images must be bytes"),
-    (pa.table({"image": [b"x"], "label": [1.5]}), "names or numbers"),
+    (pa.table({"image": [b"x"], "label": [1.5]}), "row 0: label 1.5 is not a whole number"),
     (pa.table({"image": [b"x"], "label": [[1, 2]]}), "names or numbers"),
     (pa.table({"image": [b"x"], "split": ["holdout"]}), "'holdout'"),
     (pa.table({"image": [b"x", b"y"], "id": ["same", "same"]}), "'same' appears more than once"),
@@ -311,12 +312,12 @@ def test_columns_of_other_names(tmp_path):
         assert len(open_inputs(DataConfig(source=source, columns="image=file,label=gone"))) == 2
         found = failure(read_rows, DataConfig(source=source, columns="image=gone"))
         assert "--data.columns image=gone: no such column; it has file, kind" in found
-    assert "--data.columns image=NAME" in failure(read_table, write_csv(tmp_path, "file\na.png\n"))
+    assert "--data.columns image=file" in failure(read_table, write_csv(tmp_path, "file\na.png\n"))
 
 
 @pytest.mark.parametrize("columns", ["file", "picture=file", "image="])
 def test_columns_are_pairs(columns):
-    with pytest.raises(ValueError, match="columns must be as image=file,label=kind"):
+    with pytest.raises(ValueError, match="columns must be as path=file,label=kind"):
         DataConfig(columns=columns)
 
 
@@ -334,7 +335,7 @@ def test_table_paths_are_confined(tmp_path):
     """Kills: prefix comparison without a separator (data-evil next to data), links not resolved."""
     write_images(tmp_path, ["data/a.png", "data-evil/b.png"])
     os.symlink(tmp_path / "data-evil" / "b.png", tmp_path / "data" / "link.png")
-    evil = ("../data-evil/b.png", "link.png", str(tmp_path / "data-evil" / "b.png"), "s3://bucket/x.png", ".")
+    evil = ("../data-evil/b.png", "link.png", str(tmp_path / "data-evil" / "b.png"), ".")
     for path in evil:
         message = failure(read_table, write_csv(tmp_path / "data", f"path\na.png\n{path}\n"))
         assert "is outside the folder" in message and "row 1" in message
@@ -344,7 +345,7 @@ def test_table_paths_are_confined(tmp_path):
 @pytest.mark.parametrize(("name", "text", "part"), [
     ("t.csv", "file,label\na.png,x\n", "it has file, label"), ("t.csv", "path,label\n", "no rows"),
     ("t.csv", "", "it has none"), ("t.csv", "path,label\na.png,x,y\n", "more values"),
-    ("t.csv", 'path\n""\n', "row 0 has no image path"), ("t.csv", "path,split\na.png,dev\n", "'dev'"),
+    ("t.csv", 'path\n""\n', "(line 2) has no image path"), ("t.csv", "path,split\na.png,dev\n", "'dev'"),
     ("t.csv", "id,path\n1,a.png\n1,a.png\n", "'1' appears more than once"),
     ("t.csv", "path\n" + "x" * 200_000 + "\n", "is not CSV"),
     ("t.csv", "path\n\udcff\udcfe\n", "cannot read"), ("t.jsonl", "{", "line 1 is not JSON"),
@@ -352,12 +353,12 @@ def test_table_paths_are_confined(tmp_path):
     ("t.jsonl", '{"path": "\\ud800.png"}', "line 1 is not JSON"), ("t.jsonl", "[1]", "must be an object"),
     ("t.jsonl", '{"path": "a.png", "label": 1.5}', "1.5"), ("t.jsonl", '{"path": 3}', "no image path"),
     ("t.csv", "path,label,label\na.png,x,y\n", "two columns are named 'label'"),
-    ("t.csv", "path,label, Split\na.png,x,test\n", "' Split' is not split"),
+    ("t.csv", "path,label, Split\na.png,x,test\n", "'Split' is not split"),
     ("t.csv", "path,Label\na.png,x\n", "'Label' is not label"),
-    ("t.csv", "path,label\na.png,1\na.png,1.0\n", "'1' and '1.0' differ only in spelling"),
-    ("t.jsonl", '{"path": "a.png", "label": 1}\n{"path": "a.png", "label": "1.0"}', "'1' and '1.0'"),
+    ("t.csv", "path,label\na.png,1\na.png,1.0\na.png,x", "'1' and '1.0' differ only in spelling"),
+    ("t.jsonl", '{"path": "a.png", "label": "x 1.0"}\n{"path": "a.png", "label": "x 1.0 "}', "'x 1.0'"),
     ("t.csv", "path,eval_label\na.png,cat\na.png,cat \n", "'cat' and 'cat '"),
-    ("t.csv", "path,label,eval_label\na.png,1,\na.png,,1.0\n", "'1' and '1.0'"),
+    ("t.csv", "path,label,eval_label\na.png,1,x\na.png,,1.0\n", "'1' and '1.0'"),
     ("t.jsonl", '{"path": "a.png", "label": 1, "label": 2}', "'label' twice"),
 ], ids=range(23))  # fmt: skip
 def test_table_errors(tmp_path, name, text, part):
@@ -382,7 +383,7 @@ def test_ends_of_lines_and_a_byte_order_mark_change_nothing(tmp_path, suffix, ch
 
 
 @pytest.mark.parametrize(("columns", "part"), [
-    ({"label": ["1", "1.0"]}, "'1' and '1.0'"), ({"label": ["a", "b"], "Split": ["test"] * 2}, "'Split'"),
+    ({"label": ["a", "a "]}, "'a' and 'a '"), ({"label": ["a", "b"], "Split": ["test"] * 2}, "'Split'"),
 ])  # fmt: skip
 def test_what_parquet_may_mean_is_asked(tmp_path, columns, part):
     """Kills: a check that only tables of text have; one of a column that a renamed one replaces."""
@@ -390,6 +391,72 @@ def test_what_parquet_may_mean_is_asked(tmp_path, columns, part):
     assert part in failure(read_parquet, str(tmp_path))
     names = {"split": "Split"} if "Split" in columns else {}
     assert not names or not read_parquet(str(tmp_path), names).is_train.any()
+
+
+def write_hive(folder, parts):
+    """Files of two images below folders; ``parts``: folder -> columns beside the images."""
+    for number, (place, columns) in enumerate(parts.items()):
+        (folder / place).mkdir(parents=True)
+        images = [encoded(pixels(2 * number + i)) for i in range(2)]
+        pq.write_table(pa.table({"image": images, **columns}), folder / place / "part-0.parquet")
+
+
+def test_hive_folders_are_columns(tmp_path):
+    """As Spark, pandas and pyarrow write them: quoted values, null, other columns."""
+    null = "__HIVE_DEFAULT_PARTITION__"
+    parts = {"split=test/label=cat": {}, f"split=train/label={null}": {}}
+    parts |= {"split=train/label=Mus%C3%A9e%2F2": {}, "split=val/label=a b": {"year": [1, 2]}}
+    write_hive(tmp_path, parts)
+    rows = read_parquet(str(tmp_path))
+    found = {name.rpartition("/")[0]: [label, split] for name, label, split in zip(
+        rows.ids, rows.labels, rows.split, strict=True
+    )}  # fmt: skip
+    assert found == dict(zip(parts, [
+        ["cat", "test"], [None, "train"], ["Musée/2", "train"], ["a b", "test"],
+    ], strict=True))  # fmt: skip
+    assert len(open_inputs(DataConfig(source=f"parquet:{tmp_path}"))) == 8
+
+
+def test_hive_folders_are_the_same_columns_when_pyarrow_writes_them(tmp_path):
+    """Numbers as labels, and names of the columns that the user gives."""
+    columns = {"image": [encoded(pixels(i)) for i in range(6)], "kind": [0, 1, None, 0, 1, None]}
+    columns["part"] = ["train", "test"] * 3
+    pyarrow.dataset.write_dataset(
+        pa.table(columns),
+        tmp_path,
+        format="parquet",
+        partitioning=["part", "kind"],
+        partitioning_flavor="hive",
+    )
+    rows = read_rows(DataConfig(source=f"parquet:{tmp_path}", columns="label=kind,split=part"))
+    found = sorted(zip(rows.split, map(str, rows.labels), strict=True))
+    assert found == sorted(zip(columns["part"], map(str, columns["kind"]), strict=True))
+    plain = read_rows(DataConfig(source=f"parquet:{tmp_path}"))  # they are not called as ours
+    assert not plain.labels.given.any() and plain.is_train.all()
+
+
+def test_a_column_in_the_file_and_in_its_folder_must_agree(tmp_path):
+    write_hive(tmp_path / "a", {"label=1": {"label": [1.0, 1.0]}, "label=2": {"label": [2.0, 2.0]}})
+    assert read_parquet(str(tmp_path / "a")).labels == ["1", "1", "2", "2"]
+    for label, shown in (("dog", "'dog'"), (None, "None")):
+        write_hive(tmp_path / str(label), {"label=cat": {"label": ["cat", label]}})
+        line = failure(read_parquet, str(tmp_path / str(label)))
+        assert "part-0.parquet" in line and "label=cat" in line and shown in line and "rename" in line
+    write_hive(tmp_path / "c", {"split=test/split=train": {}})
+    assert "two of its folders" in failure(read_parquet, str(tmp_path / "c"))
+    write_hive(tmp_path / "d", {"Split=test": {}})
+    assert "'Split' is not split" in failure(read_parquet, str(tmp_path / "d"))
+    write_hive(tmp_path / "e", {"name=x": {}})  # one name for all rows of a file is no id
+    line = failure(read_parquet, str(tmp_path / "e"), {"id": "name"})
+    assert "id=name: no such column" in line
+
+
+def test_hive_folders_count_class_names_of_the_metadata(tmp_path):
+    for place in ("label=0", "label=1"):
+        (tmp_path / place).mkdir()
+        table = hf_table([{"bytes": encoded(pixels(0)), "path": None}], [0], ["zebra", "ant"])
+        pq.write_table(table.drop_columns("label"), tmp_path / place / "0.parquet")
+    assert read_parquet(str(tmp_path)).labels == ["zebra", "ant"]
 
 
 @pytest.fixture

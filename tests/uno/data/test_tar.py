@@ -25,8 +25,10 @@ from uno.data.resident import keep_pixels
 from uno.data.sources import read_rows, recognize
 from uno.data.splits import labeled_rows, make_task
 from uno.data.stream import CropJob, crop_local, streaming_set
+from uno.report.contents import write_report
 from uno.results.predictions import PredictionWriter, predict_rows, read_columns
 from uno.runs import run
+from uno.session.job import preflight
 
 from .builders import encoded, failure, pixels, write_images
 
@@ -94,10 +96,129 @@ def test_the_layout(tmp_path):
     assert (
         rows.images.read_images(np.arange(7)) == [image] * 7 and rows.images.paths(np.arange(7)) == [None] * 7
     )
-    assert rows.notes == ("ignored 3 members of the tar files: 1 .seg.png, 1 .txt, 1 .cls",)
+    assert rows.notes == ("ignored 1 member of the tar files: 1 .txt",)
+    lost, field = rows.warnings
+    assert "1 label without an image" in lost and "'6.cls' in x-train-0.tar" in lost
+    assert "1 image left out" in field and "'a/3.seg.png' in x-train-0.tar" in field
     assert read(f"tar:{tmp_path}").fingerprint == rows.fingerprint
     unlabeled = read_rows(DataConfig(source=f"tar:{tmp_path}"), images_only=True)
     assert set(unlabeled.labels) == {None} and unlabeled.ids == rows.ids
+
+
+def members_of(keys, image=None):
+    """Images and labels of ``keys``, whose class is the text before the last underscore."""
+    image = image or encoded(pixels(0))
+    images = [(f"{key}.png", image) for key in keys]
+    return images, [(f"{key}.cls", key.rpartition("_")[0].encode()) for key in keys]
+
+
+def test_a_label_may_be_anywhere_in_the_shard_of_its_image(tmp_path):
+    keys = [f"{kind}_{i}" for kind in ("cat", "dog") for i in range(5)]
+    images, labels = members_of(keys)
+    beside = [member for pair in zip(images, labels, strict=True) for member in pair]
+    expected = read(f"tar:{write_tar(tmp_path / 'a.tar', beside)}")
+    for members in (images + labels, labels + images, [*beside[:8], *images[4:], *labels[4:]]):
+        rows = read(f"tar:{write_tar(tmp_path / 'a.tar', members)}")
+        assert rows.ids == expected.ids and rows.labels == expected.labels
+        assert rows.fingerprint == expected.fingerprint and not rows.warnings and not rows.notes
+    more = [("cat_0.json", b'{"label": "other"}')]
+    for members in (more + beside, beside + more, images + more + labels):  # KEY.cls counts
+        assert read(f"tar:{write_tar(tmp_path / 'a.tar', members)}").labels == expected.labels
+
+
+def test_json_gives_the_label_where_the_text_is_blank(tmp_path):
+    parts = [("1.png", encoded(pixels(0))), ("1.cls", b" "), ("1.json", b'{"label": "cat"}')]
+    for order in (parts, parts[::-1]):
+        assert read(f"tar:{write_tar(tmp_path / 'a.tar', order)}").labels == ["cat"]
+
+
+def test_names_with_dots_are_rows(tmp_path):
+    """Labeled or not, and the same rows where labels are not read."""
+    keys = ["cam 2.1_003", "cam 2.1_004", "v1.0/x.y.z_1", "plain_1"]
+    images, labels = members_of(keys)
+    path = write_tar(tmp_path / "a.tar", [*images, ("cam 2.1_005.png", encoded(pixels(5))), *labels])
+    rows = read(f"tar:{path}")
+    assert rows.ids == [f"a.tar#{key}" for key in (*keys, "cam 2.1_005")]
+    assert rows.labels == ["cam 2.1", "cam 2.1", "v1.0/x.y.z", "plain", None]
+    assert not rows.warnings and not rows.notes
+    predicted = read_rows(DataConfig(source=f"tar:{path}"), images_only=True)
+    assert predicted.ids == rows.ids and len(open_inputs(DataConfig(source=f"tar:{path}"))) == 5
+
+
+def test_an_image_that_is_a_field_of_a_row_is_left_out_with_a_warning(tmp_path):
+    """It is a row of its own where a label has its name."""
+    image = encoded(pixels(0))
+    members = [("3.png", image), ("3.cls", b"cat"), ("3.mask.png", image), ("3.edge.png", image)]
+    rows = read(f"tar:{write_tar(tmp_path / 'a.tar', members)}")
+    assert rows.ids == ["a.tar#3"] and rows.labels == ["cat"]
+    (line,) = rows.warnings
+    assert all(word in line for word in ("2 images left out", "'3.mask.png'", "first dot", "'3.png'"))
+    members.append(("3.edge.cls", b"dog"))
+    rows = read(f"tar:{write_tar(tmp_path / 'a.tar', members)}")
+    assert rows.ids == ["a.tar#3", "a.tar#3.edge"] and rows.labels == ["cat", "dog"]
+    assert "1 image left out" in rows.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "num_warnings"),
+    [
+        ("lost.cls", b"cat", 1),
+        ("lost.json", b'{"label": "cat"}', 1),
+        ("1.meta.json", b'{"label": "cat"}', 1),
+        ("lost.cls", b"\xff", 1),
+        ("lost.cls", b" ", 0),
+        ("meta.json", b'{"author": "me"}', 0),
+        ("meta.json", b"[1]", 0),
+        ("meta.json", b"{", 0),
+    ],
+)
+def test_a_label_without_an_image_is_a_warning(tmp_path, name, content, num_warnings):
+    """And a member that is no label is a note."""
+    members = [("1.png", encoded(pixels(0))), ("1.cls", b"a"), (name, content)]
+    rows = read(f"tar:{write_tar(tmp_path / 'a.tar', members)}")
+    assert rows.labels == ["a"] and len(rows.warnings) == num_warnings
+    assert len(rows.notes) == 1 - num_warnings
+    for line in rows.warnings:
+        assert "1 label without an image" in line and repr(name) in line and "a.tar" in line
+
+
+def test_labels_that_could_be_lost_are_refused(tmp_path):
+    """In another shard than their images, or with a part of their names only."""
+    images, labels = members_of(["cat_1", "cat_2"])
+    write_tar(tmp_path / "a.tar", images)
+    write_tar(tmp_path / "b.tar", [*labels, ("3.png", encoded(pixels(3)))])
+    line = failure(read, f"tar:{tmp_path}")
+    assert "2 labels in another shard" in line and "'cat_1.cls' in b.tar" in line
+    assert "'a.tar#cat_1'" in line and "one shard" in line
+    write_tar(tmp_path / "a.tar", [*images, *labels])  # all have one: the others are no image's
+    assert "2 labels without an image" in read(f"tar:{tmp_path}").warnings[0]
+    path = write_tar(tmp_path / "c.tar", [("7.rgb.png", images[0][1]), ("7.cls", b"cat")])
+    line = failure(read, f"tar:{path}")
+    assert "c.tar" in line and "'7.cls'" in line and "'7.rgb.png'" in line and "rename" in line
+    assert len(open_inputs(DataConfig(source=f"tar:{path}"))) == 1
+
+
+def test_lost_labels_are_said_wherever_a_run_begins(tmp_path, capsys):
+    """By ``check``, on the console of a run, in the report, and where no label is left."""
+    image = encoded(pixels(0))
+    members = [(f"{i}.png", encoded(pixels(i))) for i in range(40)]
+    members += [(f"{i}.cls", b"ab"[i % 2 : i % 2 + 1]) for i in range(30)]
+    path = write_tar(tmp_path / "a.tar", [*members, ("gone.cls", b"a")])
+    config = override(Config(), {"data.source": f"tar:{path}", "data.num_novel": 1, "train.batch_size": 8})
+    task = make_task(read_rows(config.data), config.data)
+    problems = [one for one in check(task, config) if "'gone.cls'" in one.message]
+    assert [one.level for one in problems] == ["warning"]
+    preflight(config, task)
+    assert "warning: 1 label without an image, e.g. 'gone.cls'" in capsys.readouterr().out
+    storage = Storage(str(tmp_path / "run"))
+    write_report(config, storage, task)
+    page = storage.read("report.html").decode()
+    assert "1 label without an image" in page and "gone.cls" in page
+    lost = DataConfig(source=f"tar:{write_tar(tmp_path / 'b.tar', [('1.png', image), ('2.cls', b'a')])}")
+    assert "'2.cls' in b.tar" in failure(make_task, read_rows(lost), lost)
+    write_tar(tmp_path / "b.tar", [("2.cls", b"a")])
+    line = failure(read_rows, lost)
+    assert "no members KEY.jpg" in line and "'2.cls' in b.tar" in line
 
 
 @pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
@@ -270,13 +391,13 @@ def test_cut_off_anywhere(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "members", "words"), [
-    ("twice", [("1.png", b"x"), ("2.png", b"x"), ("1.png", b"x")], "'a.tar#1' appears more than once"),
+    ("twice", [("1.png", b"x"), ("2.png", b"x"), ("1.png", b"x")], "two images of one key"),
     ("two", [("1.png", b"x"), ("1.jpg", b"x")], "two images of one key, '1.png' and '1.jpg'"),
     ("json", [("1.png", b"x"), ("1.json", b"{")], "'1.json' is not JSON"),
     ("deep", [("1.png", b"x"), ("1.json", b"[" * 100_000)], "'1.json' is not JSON"),
     ("list", [("1.png", b"x"), ("1.json", b"[1]")], "must be an object, not list"),
-    ("real", [("1.png", b"x"), ("1.json", b'{"label": 1.5}')], "1.5 is neither a name nor a whole number"),
-    ("text", [("1.png", b"x"), ("1.cls", b"\xff")], "'1.cls' is not text"),
+    ("real", [("1.png", b"x"), ("1.json", b'{"label": 1.5}')], "a.tar#1: label 1.5 is not a whole number"),
+    ("text", [("1.png", b"x"), ("1.cls", b"\xff")], "'1.cls' is not UTF-8 text"),
     ("long", [("1.png", b"x"), ("1.cls", b"x" * 400)], "a class's name has 400 characters"),
     ("huge", [("1.png", b"x"), ("1.cls", b"x" * 2**21)], "has 2,097,152 bytes, more than 1,048,576"),
     ("link", [("1.png", b"x"), ("1.cls", b"", {"type": tarfile.SYMTYPE, "linkname": "x"})], "is a link"),

@@ -14,12 +14,13 @@ import torch
 from uno.config import AugmentConfig, Config, DataConfig, override
 from uno.data import mapped, tables
 from uno.data.check import check, format_report
+from uno.data.from_python import float_vectors
 from uno.data.inputs import open_inputs
 from uno.data.mapped import NeighborViews
 from uno.data.row_blocks import RowBlocks
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
-from uno.data.vectors import Vectors, numbers_of, store_vectors, with_views
+from uno.data.vectors import Vectors, given_vectors, with_views
 from uno.errors import ConfigError
 from uno.session.settings import completed
 
@@ -120,7 +121,7 @@ def test_what_holds_no_vectors_is_refused(tmp_path):
         rows_of(stored(tmp_path / "v.parquet", embedding=[None, None]))
     for what in (np.ones(3), np.ones((2, 0)), "text", np.ones((2, 2), bool)):
         with pytest.raises(ConfigError, match=r"must be numbers \(N, D\)"):
-            numbers_of(what, "X")
+            float_vectors(what, "X")
 
 
 def test_a_folder_of_files_with_splits_and_other_names(tmp_path):
@@ -132,6 +133,18 @@ def test_a_folder_of_files_with_splits_and_other_names(tmp_path):
     assert dict(zip(rows.ids, rows.is_train.tolist(), strict=True)) == {
         "test-00": False, "test-01": False, "train-00": True, "train-01": True,
     }  # fmt: skip
+
+
+def test_hive_folders_of_vectors_are_columns(tmp_path):
+    for place in ("split=test/label=cat", "split=train/label=dog"):
+        (tmp_path / place).mkdir(parents=True)
+        stored(tmp_path / place / "0.parquet", embedding=list(drawn(2)), id=[f"{place}{i}" for i in "ab"])
+    rows = rows_of(f"vectors:{tmp_path}")
+    assert rows.labels == ["cat", "cat", "dog", "dog"] and rows.split == ["test", "test", "train", "train"]
+    assert len(open_inputs(DataConfig(source=f"vectors:{tmp_path}"))) == 4
+    stored(tmp_path / place / "0.parquet", embedding=list(drawn(2)), label=["dog", "cat"])
+    with pytest.raises(ConfigError, match="label=dog, a row of its column label 'cat'"):
+        rows_of(f"vectors:{tmp_path}")
 
 
 def test_pictures_and_text_are_shown_not_learnt(tmp_path):
@@ -304,7 +317,8 @@ def test_the_search_for_neighbors_is_bounded(monkeypatch):
 def test_vectors_from_memory(tmp_path):
     """Kills: labels of None, NaN, -1, numpy's numbers or names that become something else; mixed views."""
     values = np.random.default_rng(0).normal(size=(6, 2, 4))
-    store_vectors(f"{tmp_path}/v.parquet", values, ["a", None, float("nan"), -1, np.int64(3), 2.0])
+    labels = ["a", None, float("nan"), -1, np.int64(3), 2.0]
+    given_vectors(values, labels).store(f"{tmp_path}/v.parquet")
     rows = rows_of(f"vectors:{tmp_path}/v.parquet")
     assert [*rows.labels] == ["a", None, None, None, "3", "2"]
     assert np.allclose(rows.images.vectors(np.arange(6))[0], values, atol=1e-6)
@@ -315,4 +329,4 @@ def test_vectors_from_memory(tmp_path):
     )
     for more, why in others:
         with pytest.raises(ConfigError, match=why):
-            store_vectors(f"{tmp_path}/w.parquet", values, **more)
+            given_vectors(values, **more)

@@ -1,0 +1,210 @@
+"""A command that is refused has changed no byte of what is there."""
+
+import hashlib
+import os
+import shutil
+
+import numpy as np
+import pytest
+
+import uno
+from pipelines import cli
+from tests.pipelines.small import SMALL, write_images
+from tests.tune.tiny import TINY, fake_sweep, tiny_options
+from uno.errors import ConfigError
+
+ENCODER = ["--model.encoder", "tests.uno.toy_encoders:vit", "--image-size", "8"]
+GIVEN = {"num_novel": 2, "quiet": True}
+
+
+def vectors_of(num=160):
+    """Return vectors (N, 8) of four classes, and labels for half of two classes."""
+    generator, truth = np.random.default_rng(0), np.arange(num) % 4
+    centers = 4 * generator.normal(size=(4, 8))
+    vectors = (centers[truth] + generator.normal(size=(num, 8))).astype(np.float32)
+    labels = [f"c{c}" if c < 2 and i % 8 < 4 else None for i, c in enumerate(truth)]
+    return vectors, labels
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory):
+    """Make one output of every command below one folder, which the tests share."""
+    root = tmp_path_factory.mktemp("outputs")
+    before = os.getcwd()
+    os.chdir(root)
+    try:
+        write_images(root / "photos", {"a": 12, "b": 12, "c": 12})
+        (root / "other").mkdir()
+        (root / "other" / "notes.txt").write_text("not ours")
+        short = ["--pretrain.epochs", "1", "--discover.epochs", "2", "--output", "run"]
+        vectors, labels = vectors_of()
+        commands = [
+            ["discover", *SMALL, *short],
+            ["predict", "run", "--data", "digits", "--limit", "9", "--output", "found"],
+            ["data", "pack", "--data", "folder:photos", "--output", "pack"],
+        ]
+        for argv in commands:
+            assert cli.main(argv) == 0
+        uno.discover(embeddings=vectors, labels=labels, output="cells", **GIVEN)
+        np.save("vectors.npy", vectors)
+        assert cli.main(["classes", "run"]) == 0
+        fake_sweep(root / "sweep", tiny_options(root / "sweep"), [{"overrides": {}}])
+        shutil.copyfile("cells/predictions.parquet", "table.parquet")
+        (root / "foreign").mkdir()
+        (root / "foreign" / "predictions.parquet").write_text("not ours")
+        (root / "bad.yaml").write_text("classes: [nothing]\n")
+    finally:
+        os.chdir(before)
+    return root
+
+
+def checksums(root):
+    """Return the SHA-256 of every file below a folder, by its path."""
+    return {
+        str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
+    }
+
+
+DISCOVER = ["discover", *SMALL, "--pretrain.epochs", "1", "--discover.epochs", "2"]
+REFUSED = {
+    "discover: other settings": [*DISCOVER, "--output", "run", "--seed", "7"],
+    "discover: other data": [*DISCOVER, "--output", "run", "--data.limit", "150"],
+    "discover: not a run": [*DISCOVER, "--output", "other"],
+    "discover: not a run, overwrite": [*DISCOVER, "--output", "other", "--overwrite"],
+    "discover: batch size, overwrite": [
+        *[*DISCOVER, "--output", "run", "--overwrite"],
+        *["--train.batch-size", "5000"],
+    ],
+    "discover: num_novel, overwrite": [
+        *[*DISCOVER, "--output", "run", "--overwrite"],
+        *["--num-novel", "5000"],
+    ],
+    "discover: logger, overwrite": [
+        *[*DISCOVER, "--output", "run", "--overwrite"],
+        *["--train.report-to", "nowhere"],
+    ],
+    "discover: weights, overwrite": [
+        *[*DISCOVER, "--output", "run", "--overwrite"],
+        *["--weights", "gone.safetensors"],
+    ],
+    "discover: auto, other settings": [
+        *[*DISCOVER, "--output", "run", "--num-novel", "auto", "--seed", "7"],
+    ],
+    "discover: auto, other data": [
+        *[*DISCOVER, "--output", "run", "--num-novel", "auto", "--data.limit", "150"],
+    ],
+    "discover: auto, not a run": [
+        *[*DISCOVER, "--output", "other", "--num-novel", "auto"],
+    ],
+    "dry run, auto": [*DISCOVER, "--dry-run", "--num-novel", "auto", "--output", "run"],
+    "pretrain: other settings": ["pretrain", *DISCOVER[1:], "--seed", "7", "--output", "run"],
+    "evaluate: not a run": ["evaluate", "other"],
+    "evaluate: no such device": ["evaluate", "run", "--device", "tpu"],
+    "predict: no output": ["predict", "run", "--data", "digits"],
+    "predict: other data": ["predict", "run", "--data", "folder:photos", "--output", "found"],
+    "predict: not a table": ["predict", "run", "--data", "digits", "--output", "foreign"],
+    "predict: data gone": ["predict", "run", "--data", "folder:gone", "--output", "found"],
+    "predict: vectors": ["predict", "run", "--data", "vectors:vectors.npy", "--output", "found"],
+    "predict: folders of vectors": ["predict", "cells", "--folders"],
+    "report: not a run": ["report", "other"],
+    "report: no such device": ["report", "run", "--device", "tpu"],
+    "export: no such format": ["export", "run", "--format", "tflite"],
+    "export: vectors have no encoder": ["export", "cells", "--format", "encoder"],
+    "export: not a run": ["export", "other", "--format", "pt2"],
+    "classes: no such class": ["classes", "run", "--rename", "novel-77=x"],
+    "classes: a known class": ["classes", "run", "--rename", "0=x"],
+    "classes: a damaged file": ["classes", "run", "--apply", "--file", "bad.yaml"],
+    "classes: no such file": ["classes", "run", "--apply", "--file", "gone.yaml"],
+    "embed: not ours": [
+        *["embed", "--data", "folder:photos", *ENCODER],
+        *["--weights", "gone.safetensors", "--output", "table.parquet"],
+    ],
+    "pack: other data": ["data", "pack", "--data", "digits", "--output", "pack"],
+    "pack: not a pack": ["data", "pack", "--data", "folder:photos", "--output", "other"],
+    "pack: a run": ["data", "pack", "--data", "folder:photos", "--output", "run"],
+    "pack: vectors": ["data", "pack", "--data", "vectors:vectors.npy", "--output", "pack"],
+    "tune: other settings": ["tune", *TINY, "--output", "sweep", "--folds", "1"],
+    "tune: other data": ["tune", *TINY, "--output", "sweep", "--data.limit", "150"],
+    "tune: a run": ["tune", *TINY, "--output", "run"],
+    "tune: not a sweep": ["tune", *TINY, "--output", "other"],
+    "tune: batch size": ["tune", *TINY, "--output", "sweep", "--batch-size", "190"],
+    "tune: report of a run": ["tune", "--report", "--output", "run"],
+    "estimate: too few classes": [
+        *["estimate-classes", "--data", "digits", "--known-classes", "first:2"],
+        *["--output", "run"],
+    ],
+    "doctor: not a run": ["doctor", "other", "--repair"],
+}
+
+
+@pytest.mark.parametrize("argv", REFUSED.values(), ids=REFUSED.keys())
+def test_a_refused_command_changes_nothing(outputs, monkeypatch, capsys, argv):
+    monkeypatch.chdir(outputs)
+    before = checksums(outputs)
+    assert cli.main(argv) in (2, 4)
+    assert "internal" not in capsys.readouterr().err
+    assert checksums(outputs) == before
+
+
+OTHERS = {
+    "other embeddings": (lambda v, y: (-v, y), {}),
+    "fewer rows": (lambda v, y: (v[:90], y[:90]), {}),
+    "other labels": (lambda v, y: (v, [None, *y[1:]]), {}),
+    "other settings": (lambda v, y: (v, y), {"seed": 7}),
+}
+WRONG = {
+    "other lengths": (lambda v, y: (v, y[1:]), {}),
+    "batch size": (lambda v, y: (-v, y), {"method": "uno", "batch_size": 5000}),
+    "number of classes": (lambda v, y: (-v, y), {"num_novel": 5000}),
+    "unusable vectors": (lambda v, y: (v * np.nan, y), {}),
+}
+CASES = {
+    **{name: (*case, False) for name, case in (OTHERS | WRONG).items()},
+    **{f"{name}, overwrite": (*case, True) for name, case in WRONG.items()},
+}
+
+
+@pytest.mark.parametrize(("change", "settings", "overwrite"), CASES.values(), ids=CASES.keys())
+def test_refused_embeddings_change_nothing(outputs, monkeypatch, change, settings, overwrite):
+    """Vectors may exist nowhere else than beside their run."""
+    monkeypatch.chdir(outputs)
+    before = checksums(outputs)
+    vectors, labels = change(*vectors_of())
+    given = GIVEN | settings | {"output": "cells", "overwrite": overwrite}
+    with pytest.raises(ConfigError):
+        uno.discover(embeddings=vectors, labels=labels, **given)
+    assert checksums(outputs) == before
+
+
+def test_overwritten_embeddings_take_the_place_of_the_earlier_ones(tmp_path):
+    """The same call goes on; a run that is started over leaves no file of the first."""
+    vectors, labels = vectors_of()
+    output = tmp_path / "run"
+    first = uno.discover(embeddings=vectors, labels=labels, output=output, **GIVEN)
+    (stored,) = tmp_path.glob("run-vectors-*.parquet")
+    again = uno.discover(embeddings=vectors, labels=labels, output=output, **GIVEN)
+    assert again.model_hash == first.model_hash
+    assert [*tmp_path.glob("run-vectors-*.parquet")] == [stored]
+    more = GIVEN | {"overwrite": True}
+    other = uno.discover(embeddings=-vectors, labels=labels, output=output, **more)
+    assert other.model_hash != first.model_hash
+    (now,) = tmp_path.glob("run-vectors-*.parquet")
+    assert now != stored and cli.main(["evaluate", str(output)]) == 0
+
+
+def test_a_run_of_the_earlier_file_name_goes_on(tmp_path):
+    """Version 0.2.0 stored vectors without a hash in the name of their file."""
+    vectors, labels = vectors_of()
+    output = tmp_path / "run"
+    first = uno.discover(embeddings=vectors, labels=labels, output=output, **GIVEN)
+    (stored,) = tmp_path.glob("run-vectors-*.parquet")
+    legacy = stored.rename(tmp_path / "run-vectors.parquet")
+    config = output / "config.yaml"
+    config.write_text(config.read_text().replace(stored.name, legacy.name))
+    again = uno.discover(embeddings=vectors, labels=labels, output=output, **GIVEN)
+    assert again.model_hash == first.model_hash
+    with pytest.raises(ConfigError, match="other data"):
+        uno.discover(embeddings=-vectors, labels=labels, output=output, **GIVEN)
+    assert [*tmp_path.glob("run-vectors*.parquet")] == [legacy]

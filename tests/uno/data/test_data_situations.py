@@ -1,0 +1,256 @@
+"""Situations that users of other tools have reported, tried on this one.
+
+docs/contributing/data-situations.md lists each with its source.
+"""
+
+import io
+import json
+import struct
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from uno.config import Config, DataConfig
+from uno.data.check import check
+from uno.data.decode import decode
+from uno.data.inputs import open_inputs
+from uno.data.sources import read_rows
+from uno.data.splits import make_task
+
+from .builders import encoded, failure, pixels, write_images
+
+
+def read(source: object, **settings: object):
+    """Return the rows of a source."""
+    return read_rows(DataConfig(source=str(source), **settings))
+
+
+def refusal(source: object, **settings: object) -> str:
+    """Return the line with which a source is refused as the data of a run."""
+    config = DataConfig(source=str(source), num_novel=1, **settings)
+    return failure(lambda: make_task(read_rows(config), config))
+
+
+def warnings_of(source: object) -> list[str]:
+    """Return what a check of the data warns of."""
+    config = Config(data=DataConfig(source=str(source), num_novel=1))
+    task = make_task(read_rows(config.data), config.data)
+    return [problem.message for problem in check(task, config)]
+
+
+def test_folders_that_a_notebook_leaves_are_no_classes(tmp_path):
+    names = [".ipynb_checkpoints/x.png", "cat/.ipynb_checkpoints/1-checkpoint.png"]
+    write_images(tmp_path, ["cat/1.png", "dog/2.png", *names])
+    assert read(tmp_path).ids == ["cat/1.png", "dog/2.png"]
+
+
+def test_jpeg_files_with_the_ending_of_a_browser_are_images(tmp_path):
+    write_images(tmp_path, ["cat/1.jpg", "dog/2.png"])
+    (tmp_path / "cat/1.jpg").rename(tmp_path / "cat/1.JFIF")
+    rows = read(tmp_path)
+    assert rows.ids == ["cat/1.JFIF", "dog/2.png"] and decode(rows.images[0], 8).any()
+
+
+@pytest.mark.parametrize("word", ["NA", "nan", "None", "N/A"])
+def test_a_class_that_means_missing_is_reported(tmp_path, word):
+    write_images(tmp_path, ["a.png", "b.png", "c.png"])
+    table = tmp_path / "t.csv"
+    table.write_text(f"path,label\na.png,cat\nb.png,{word}\nc.png,{word}\n")
+    line = refusal(table)
+    assert f"class '{word}'" in line and "empty" in line
+    table.write_text(f"path,label\na.png,cat\nb.png,{word}\nc.png,\n")
+    assert any(f"class '{word}'" in text and "missing" in text for text in warnings_of(table))
+
+
+def test_a_folder_around_the_class_folders_is_refused_with_the_path_to_give(tmp_path):
+    write_images(tmp_path, ["Data/cat/1.png", "Data/dog/2.png"])
+    line = refusal(tmp_path)
+    assert f"--data {tmp_path}/Data" in line and f"classes:{tmp_path}" in line
+    assert read(f"classes:{tmp_path}").labels == ["Data", "Data"]
+    write_images(tmp_path, ["Data/3.png"])
+    assert set(read(tmp_path).labels) == {"Data"}
+
+
+@pytest.mark.parametrize("names", [("Training", "Testing"), ("train", "test"), ("Train", "Val")])
+def test_folders_of_splits_by_other_names_are_no_classes(tmp_path, names):
+    write_images(tmp_path, [f"{split}/{kind}/1.png" for split in names for kind in ("cat", "dog")])
+    if names == ("train", "test"):
+        assert set(read(tmp_path).labels) == {"cat", "dog"}
+    else:
+        line = refusal(tmp_path)
+        assert "splits" in line and "rename" in line and "classes:" in line
+        assert set(read(f"classes:{tmp_path}").labels) == set(names)
+
+
+def test_test_images_in_a_folder_of_another_name_are_named(tmp_path):
+    write_images(tmp_path, [f"{split}/{kind}/1.png" for split in ("train", "dev") for kind in "ab"])
+    assert "rename their folder to test" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("predicted", [False, True])
+def test_categorical_columns_of_parquet_are_read(tmp_path, predicted):
+    write_images(tmp_path, ["a.png", "b.png"])
+    path = pa.array(["a.png", "b.png"]).dictionary_encode()
+    table = pa.table({"path": path, "label": pa.array(["x", None]).dictionary_encode()})
+    pq.write_table(table, tmp_path / "t.parquet")
+    if predicted:
+        inputs = open_inputs(DataConfig(source=str(tmp_path / "t.parquet")))
+        (part,) = inputs.parts([np.arange(2)])
+        ((_, images),) = inputs.read(part, [2])
+    else:
+        rows = read(tmp_path / "t.parquet")
+        images = rows.images
+        assert rows.labels == ["x", None]
+    assert images[1] == str((tmp_path / "b.png").resolve())
+
+
+@pytest.mark.parametrize("predicted", [False, True])
+def test_views_of_text_and_bytes_in_parquet_are_read(tmp_path, predicted):
+    """Arrow's types string_view and binary_view."""
+    write_images(tmp_path, ["a.png", "b.png"])
+    images = [encoded(pixels(0)), encoded(pixels(1))]
+    label = pa.array(["x", None], pa.string_view())
+    columns = {
+        "path": pa.array(["a.png", "b.png"], pa.string_view()),
+        "image": pa.array(images, pa.binary_view()),
+    }
+    for name, column in columns.items():
+        pq.write_table(pa.table({name: column, "label": label}), tmp_path / "t.parquet")
+        if predicted:
+            inputs = open_inputs(DataConfig(source=str(tmp_path / "t.parquet")))
+            (part,) = inputs.parts([np.arange(2)])
+            ((_, found),) = inputs.read(part, [2])
+        else:
+            rows = read(tmp_path / "t.parquet")
+            found = rows.images
+            assert rows.labels == ["x", None]
+        expected = str((tmp_path / "b.png").resolve()) if name == "path" else images[1]
+        assert found[1] == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("path,label\nA.PNG,x\n", "'a.png' is there"),
+        ('"path,label"\n"a.png,x"\n', "remove the quotes around the lines"),
+    ],
+)
+def test_small_mistakes_in_a_table_are_named(tmp_path, text, part):
+    write_images(tmp_path, ["a.png"])
+    (tmp_path / "t.csv").write_text(text)
+    assert part in refusal(tmp_path / "t.csv")
+
+
+def test_spaces_after_a_path_do_not_count(tmp_path):
+    write_images(tmp_path, ["a.png"])
+    (tmp_path / "t.csv").write_text("path,label\na.png ,x\n")
+    assert read(tmp_path / "t.csv").images[0] == str((tmp_path / "a.png").resolve())
+
+
+def test_an_empty_line_of_labels_is_explained(tmp_path):
+    np.save(tmp_path / "v.npy", np.ones((3, 2), "f4"))
+    (tmp_path / "v.csv").write_text("label\na\n\nb\n")
+    assert "an empty line is no row" in refusal(f"vectors:{tmp_path}/v.npy")
+    (tmp_path / "v.csv").write_text('label\na\n""\nb\n')
+    assert read(f"vectors:{tmp_path}/v.npy").labels == ["a", None, "b"]
+
+
+@pytest.mark.parametrize("name", ["v.npy", "v.npz"])
+def test_arrays_of_python_objects_are_refused_without_the_advice_to_open_them(tmp_path, name):
+    values = np.array([[1.0, 2.0], [3.0]], object)
+    save = np.save if name == "v.npy" else np.savez
+    save(tmp_path / name, values)
+    line = refusal(f"vectors:{tmp_path / name}")
+    assert "np.stack" in line and "allow_pickle" not in line
+
+
+def test_embeddings_as_text_are_refused_with_the_call_that_parses_them(tmp_path):
+    table = pa.table({"embedding": ["[0.1, 0.2]"] * 2, "label": ["a", None]})
+    pq.write_table(table, tmp_path / "t.parquet")
+    line = refusal(f"vectors:{tmp_path}/t.parquet")
+    assert "lists of numbers" in line and "json.loads" in line
+
+
+def test_embeddings_with_a_column_for_each_number_are_refused_with_a_way(tmp_path):
+    table = pa.table({str(i): [0.5, 1.5] for i in range(12)} | {"label": ["a", None]})
+    pq.write_table(table, tmp_path / "t.parquet")
+    line = refusal(f"vectors:{tmp_path}/t.parquet")
+    assert "needs a column embedding" in line and "np.save" in line
+
+
+def test_pixels_in_lists_are_refused_with_the_way_to_store_them(tmp_path):
+    values = pa.array([[0] * 48] * 2, pa.list_(pa.uint8()))
+    pq.write_table(pa.table({"image": values, "label": ["a", None]}), tmp_path / "t.parquet")
+    line = refusal(f"parquet:{tmp_path}/t.parquet")
+    assert "images must be bytes" in line and "PNG or JPEG" in line
+
+
+def test_one_json_document_in_a_jsonl_file_is_refused_with_the_option_of_pandas(tmp_path):
+    for indent in (None, 1):
+        text = json.dumps([{"path": "a.png", "label": "cat"}], indent=indent)
+        (tmp_path / "t.jsonl").write_text(text)
+        assert "lines=True" in refusal(tmp_path / "t.jsonl")
+
+
+def test_a_list_of_files_and_numbers_is_refused_with_the_table_to_write(tmp_path):
+    write_images(tmp_path, ["a.png"])
+    (tmp_path / "list.txt").write_text("a.png 0\n")
+    assert "path,label" in refusal(tmp_path / "list.txt")
+
+
+def test_dots_in_folders_of_a_shard_do_not_end_the_key(tmp_path):
+    with tarfile.open(tmp_path / "t.tar", "w") as tar:
+        for row in range(3):
+            for suffix, data in (("JPG", encoded(pixels(row), "JPEG")), ("cls", b"cat")):
+                info = tarfile.TarInfo(f"./train.v1/{row}.{suffix}")
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+    rows = read(tmp_path / "t.tar")
+    assert rows.labels == ["cat"] * 3 and decode(rows.images[2], 8).any()
+
+
+def tiff_of_12_bits(values: np.ndarray) -> bytes:
+    """Return a TIFF that packs two samples into three bytes."""
+    height, width = values.shape
+    bits = "".join(f"{value:012b}" for value in values.reshape(-1))
+    data = int(bits, 2).to_bytes(len(bits) // 8, "big")
+    tags = {
+        256: width,
+        257: height,
+        258: 12,  # bits per sample
+        259: 1,
+        262: 1,
+        273: 8,
+        277: 1,
+        278: height,
+        279: len(data),
+    }
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    header = b"II*\0" + struct.pack("<I", 8 + len(data))
+    return header + data + struct.pack("<H", len(tags)) + entries + bytes(4)
+
+
+def test_a_tiff_of_12_bits_has_the_range_that_it_declares():
+    values = np.linspace(0, 4095, 64).astype(np.uint16).reshape(8, 8)
+    image = decode(tiff_of_12_bits(values), 8)
+    assert (image[0] == values.astype(int) * 255 // 4095).all()
+
+
+@pytest.mark.parametrize("format", ["PNG", "TIFF"])
+def test_12_bits_in_16_are_reported_with_the_number(tmp_path, format):
+    """The range cannot be known from one image: a dark image of 16 bits looks the same."""
+    values = np.linspace(0, 4095, 64).astype(np.uint16).reshape(8, 8)
+    for name in ("cat/a.png", "dog/b.png", "c.png"):
+        path: Path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray(values).save(path, format)
+    (message,) = (text for text in warnings_of(tmp_path) if "black" in text)
+    assert "15 of 255" in message and "4,095 of 65,535" in message
+    assert "12 bits" in message and "multiply them by 16" in message
+    Image.fromarray(values * 16).save(tmp_path / "cat/a.png", format)
+    assert not any("black" in text for text in warnings_of(tmp_path))

@@ -1,0 +1,197 @@
+"""Embeddings, labels and ids as Python objects: what is taken, and what is refused."""
+
+import warnings
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import scipy.sparse
+import torch
+
+from tests.uno.data.builders import failure
+from uno.data.from_python import class_names, float_vectors, row_names
+from uno.data.vectors import given_vectors
+
+NAMES, NUMBERS, TRUTHS = ["a", None, "b"], [1, None, 2], [True, None, False]
+
+
+class Column:
+    """A column of another library that only has ``to_list``."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def to_list(self):
+        return self.values
+
+
+def columns():
+    """Yield a name, a column with a missing value in the middle, and its classes."""
+    yield "a list", NAMES, ["a", None, "b"]
+    yield "a list with NaN", [1.0, float("nan"), 2.0], ["1", None, "2"]
+    yield "negative numbers", [1, -1, 2], ["1", None, "2"]
+    yield "an empty name", ["a", "", "b"], ["a", None, "b"]
+    yield "numpy float32", np.array([1, np.nan, 2], np.float32), ["1", None, "2"]
+    yield "numpy objects", np.array(NAMES, object), ["a", None, "b"]
+    masked = np.ma.masked_array([1, 5, 2], [False, True, False])
+    yield "numpy masked", masked, ["1", None, "2"]
+    yield "a list of masked", [*masked], ["1", None, "2"]
+    yield "numpy datetime", np.array(["a", np.datetime64("NaT"), "b"], object), NAMES
+    yield "a tensor", torch.tensor([1, -1, 2]), ["1", None, "2"]
+    yield "a list of tensors", [*torch.tensor([1, -1, 2])], ["1", None, "2"]
+    yield "arrow names", pa.array(NAMES), ["a", None, "b"]
+    yield "arrow dictionary", pa.array(NAMES).dictionary_encode(), ["a", None, "b"]
+    yield "arrow chunks", pa.chunked_array([NUMBERS]), ["1", None, "2"]
+    yield "arrow truths", pa.array(TRUTHS), ["True", None, "False"]
+    yield "arrow scalars", [*pa.array(NAMES)], ["a", None, "b"]
+    yield "to_list", Column(NAMES), ["a", None, "b"]
+
+
+def pandas_columns():
+    """Yield the same for every way in which pandas says that a value is missing."""
+    pandas = pytest.importorskip("pandas")
+    yield "string", pandas.Series(NAMES, dtype="string"), NAMES
+    yield "object", pandas.Series(NAMES, dtype=object), NAMES
+    yield "category", pandas.Series(NAMES, dtype="category"), NAMES
+    yield "object NA", pandas.Series(["a", pandas.NA, "b"], dtype=object), NAMES
+    yield "object NaT", pandas.Series(["a", pandas.NaT, "b"], dtype=object), NAMES
+    yield "array of NA", np.array(["a", pandas.NA, "b"], object), NAMES
+    yield "list of NA", ["a", pandas.NA, "b"], NAMES
+    yield "extension array", pandas.array(NAMES, dtype="string"), NAMES
+    yield "index", pandas.Index(NAMES), NAMES
+    numbers = ["1", None, "2"]
+    yield "float", pandas.Series(NUMBERS, dtype=float), numbers
+    yield "Int64", pandas.Series(NUMBERS, dtype="Int64"), numbers
+    yield "Float64", pandas.Series(NUMBERS, dtype="Float64"), numbers
+    yield "boolean", pandas.Series(TRUTHS, dtype="boolean"), ["True", None, "False"]
+    frame = pandas.DataFrame({"names": NAMES, "numbers": NUMBERS})
+    for backend in ("numpy_nullable", "pyarrow"):
+        found = frame.convert_dtypes(dtype_backend=backend)
+        yield f"{backend} names", found["names"], NAMES
+        yield f"{backend} numbers", found["numbers"], numbers
+    for kind in (pa.string(), pa.int64()):
+        values, names = (NAMES, NAMES) if kind == pa.string() else (NUMBERS, numbers)
+        yield f"arrow {kind}", pandas.Series(values, dtype=pandas.ArrowDtype(kind)), names
+
+
+def test_missing_labels_of_every_kind_are_no_label():
+    for name, column, expected in [*columns(), *pandas_columns()]:
+        assert class_names(column) == expected, name
+
+
+def test_a_missing_id_is_refused_by_its_row():
+    for name, column, _ in [*columns(), *pandas_columns()]:
+        if name != "negative numbers" and "tensor" not in name:  # which are ids
+            why = failure(row_names, column) or ""
+            assert "row 1 " in why and "leave ids out" in why, name
+
+
+def test_repeated_ids_are_named_with_a_fix():
+    why = failure(row_names, ["a", "b", "b"]) or ""
+    assert "'b'" in why and "leave ids out" in why and "(N, V, D)" in why
+    assert row_names(pa.array([3, 1, 2])) == ["3", "1", "2"]
+
+
+@pytest.mark.parametrize("given", ["abc", {"a": 1}, np.ones((3, 1)), 5, None, pa.table({"l": [1]})])
+def test_what_is_no_column_is_refused(given):
+    assert "column" in (failure(class_names, given) or "")
+
+
+def test_labels_that_are_neither_names_nor_numbers_are_refused():
+    for label in ((), 0.5, b"a", ["a"]):
+        assert "label" in (failure(class_names, ["a", label]) or "")
+
+
+@pytest.fixture
+def vectors():
+    """Return float32 (6, 4)."""
+    return np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
+
+
+def test_numbers_of_every_layout_are_the_same_vectors(vectors, tmp_path):
+    """No warning of NumPy or PyTorch reaches the caller."""
+    pandas = pytest.importorskip("pandas")
+    np.save(tmp_path / "v.npy", vectors)
+    read_only = vectors.copy()
+    read_only.flags.writeable = False
+    objects = np.empty(6, object)
+    objects[:] = [*vectors]
+    lists = pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel()), 4)
+    kinds = {
+        "big-endian": vectors.astype(">f4"),
+        "big-endian float64": vectors.astype(">f8"),
+        "reversed": vectors[:, ::-1].copy()[:, ::-1],
+        "column order": np.asfortranarray(vectors),
+        "every second row": np.repeat(vectors, 2, axis=0)[::2],
+        "read-only": read_only,
+        "memory map": np.load(tmp_path / "v.npy", mmap_mode="r"),
+        "nested lists": vectors.tolist(),
+        "a list of arrays": [*vectors],
+        "a list of tensors": [*torch.from_numpy(vectors)],
+        "an array of arrays": objects,
+        "a column of arrays": pandas.Series([*vectors]),
+        "a column of lists": pandas.Series(vectors.tolist()),
+        "a table": pandas.DataFrame(vectors),
+        "a nullable table": pandas.DataFrame(vectors).astype("Float32"),
+        "arrow lists": lists,
+        "a tensor with a gradient": torch.from_numpy(vectors).requires_grad_(),
+        "views": vectors[:, None],
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name, given in kinds.items():
+            found = float_vectors(given, "X")
+            assert found.dtype == torch.float32 and found.shape == (6, 1, 4), name
+            assert np.array_equal(found[:, 0].detach().numpy(), vectors), name
+            found.add_(0)  # it may be written to
+
+
+def test_masked_and_huge_numbers_make_a_row_unusable(vectors):
+    masked = np.ma.masked_array(vectors, np.zeros(vectors.shape, bool))
+    masked[1, 2] = np.ma.masked
+    huge = vectors.astype(np.float64)
+    huge[1, 2] = 1e300
+    for given in (masked, huge):
+        rows = float_vectors(given, "X").isfinite().all(dim=2)[:, 0].tolist()
+        assert rows == [True, False, True, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("given", "facts"),
+    [
+        (scipy.sparse.random(6, 4, 0.5, format="csr"), ["sparse", "TruncatedSVD"]),
+        (scipy.sparse.coo_array(np.eye(4)), ["sparse", "TruncatedSVD"]),
+        (torch.eye(4).to_sparse(), ["to_dense"]),
+        ([[1.0, 2.0], [1.0]], ["np.stack"]),
+        (np.array([np.ones(2), np.ones(3)], object), ["(2,)", "(3,)", "np.stack"]),
+        (np.array([np.ones(2), None], object), ["np.stack"]),
+        (["a.jpg"], ["(N, D)", "U5"]),
+        (np.ones((2, 2), bool), ["bool"]),
+        (np.ones((2, 2), complex), ["complex"]),
+        (np.ones(3), ["(3,)"]),
+    ],
+)
+def test_what_is_no_vectors_is_refused_with_a_fix(given, facts):
+    why = failure(float_vectors, given, "embeddings") or ""
+    assert "embeddings" in why and all(fact in why for fact in facts), why
+
+
+def test_a_table_with_a_missing_number_is_refused_with_a_fix():
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame({"x": [1, None], "y": [1, 2]}).astype("Int64")
+    assert "to_numpy" in (failure(float_vectors, table, "embeddings") or "")
+
+
+def test_the_digest_is_that_of_the_content(vectors):
+    labels = ["a", None, "b", "a", None, "b"]
+    first = given_vectors(vectors, labels)
+    assert given_vectors(vectors.astype(">f8"), np.array(labels, object)).digest == first.digest
+    others = [
+        given_vectors(-vectors, labels),
+        given_vectors(vectors, labels[::-1]),
+        given_vectors(vectors),
+        given_vectors(vectors, labels, list("uvwxyz")),
+        given_vectors(vectors[:, None].repeat(2, axis=1), labels),
+        given_vectors(vectors.reshape(6, 2, 2), labels),
+    ]
+    assert len({first.digest, *(each.digest for each in others)}) == 7

@@ -1,0 +1,137 @@
+"""One rule for labels, whatever source they come from."""
+
+import json
+import tarfile
+from decimal import Decimal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from uno.config import DataConfig
+from uno.data.labels import encode_column, encode_labels
+from uno.data.sources import read_rows
+from uno.data.vectors import given_vectors
+
+from .builders import encoded, failure, pixels, write_images
+from .test_tar import write_tar
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([0, 1, 10], ["0", "1", "10"]),
+        ([0.0, 1.0, NAN, None], ["0", "1", None, None]),
+        ([0, 1.0, "2", "3.0"], ["0", "1", "2", "3"]),
+        ([-1, 5, -2.0], [None, "5", None]),
+        (["0.0", "1.0", ""], ["0", "1", None]),
+        (["-1", "-1.0", "-0.0", "3."], [None, None, "0", "3"]),
+        (["007", "012"], ["007", "012"]),
+        (["1.0", "1.5", "cat"], ["1.0", "1.5", "cat"]),
+        (["cat", " ", ""], ["cat", None, None]),
+        ([True, False, None], ["True", "False", None]),
+        ([True, "1.0"], ["True", "1.0"]),
+        ([Decimal("2.00"), Decimal("NaN")], ["2", None]),
+        ([np.float32(2), np.int8(-1), np.str_("x"), np.bool_(True)], ["2", None, "x", "True"]),
+        ([], []),
+    ],
+)
+def test_labels_of_any_type_have_one_rule(values, expected):
+    assert encode_labels("source", values) == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "row", "shown"),
+    [
+        ([0, 1.5], 1, "1.5"),
+        (["0", "2", "1.5"], 2, "'1.5'"),
+        ([float("inf")], 0, "inf"),
+        (["a", [1]], 1, "[1]"),
+        (["a", {"b": 1}], 1, "{'b': 1}"),
+        ([np.ones(2)], 0, "[1., 1.]"),
+        ([b"x"], 0, "b'x'"),
+    ],
+)
+def test_other_labels_are_refused_with_their_row(values, row, shown):
+    line = failure(encode_labels, "source", values)
+    assert line.startswith("source: ") and f"row {row}: " in line and shown in line
+    assert "whole number" in line
+    if "1.5" in shown or shown == "inf":
+        assert 'df["label"].astype("Int64")' in line
+
+
+@pytest.mark.parametrize(
+    ("column", "expected"),
+    [
+        (pa.array([0.0, NAN, 1.0, None]), ["0", None, "1", None]),
+        (pa.array([0.0, 1.0], pa.float16()), ["0", "1"]),
+        (pa.array([1, None, -1], pa.int8()), ["1", None, None]),
+        (pa.array([1, None]).cast(pa.decimal128(38, 2)), ["1", None]),
+        (pa.array(["1.0", None, "2"]).dictionary_encode(), ["1", None, "2"]),
+        (pa.array([2.0, None]).dictionary_encode(), ["2", None]),
+        (pa.array([True, None]), ["True", None]),
+        (pa.nulls(2), [None, None]),
+    ],
+)
+def test_arrow_columns_follow_the_rule(column, expected):
+    assert encode_column("source", pa.chunked_array([column])) == expected
+
+
+@pytest.mark.parametrize("column", [pa.array([[1]]), pa.array([b"x"]), pa.array([1], pa.date32())])
+def test_an_arrow_column_of_another_type_is_refused(column):
+    line = failure(encode_column, "source", pa.chunked_array([column]))
+    assert "names or numbers" in line and str(column.type) in line and "cast" in line
+
+
+def test_numbers_are_places_among_declared_names():
+    names = ("zebra", "ant")
+    assert encode_labels("source", [0, 1.0, None, -1], names) == ["zebra", "ant", None, None]
+    assert "label 2 has no name among the 2" in failure(encode_labels, "source", [0, 2], names)
+
+
+@pytest.mark.parametrize("source", ["parquet", "csv", "jsonl", "tar", "vectors", "arrays", "python"])
+def test_whole_numbers_with_gaps_are_the_same_classes_in_every_source(tmp_path, source):
+    """As pandas makes them: integers with gaps become floats."""
+    labels = [0.0, 1.0, None, 2.0, None]
+    names = [f"{i}.png" for i in range(5)]
+    write_images(tmp_path, names)
+    as_text = ["" if label is None else str(label) for label in labels]
+    csv = "".join(f"{name},{text}\n" for name, text in zip(names, as_text, strict=True))
+    vectors = np.random.default_rng(0).normal(size=(5, 4)).astype("f4")
+    place = (
+        f"{tmp_path}/t.{ {'vectors': 'parquet', 'python': 'parquet', 'arrays': 'npy'}.get(source, source) }"
+    )
+    if source == "parquet":
+        pq.write_table(pa.table({"path": names, "label": labels}), place)
+    elif source == "csv":
+        (tmp_path / "t.csv").write_text(f"path,label\n{csv}")
+    elif source == "jsonl":
+        records = [{"path": n, "label": v} for n, v in zip(names, labels, strict=True)]
+        (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, records)))
+    elif source == "tar":
+        members = [(f"{i}.png", encoded(pixels(i))) for i in range(5)]
+        members += [(f"{i}.cls", text.encode()) for i, text in enumerate(as_text) if i != 3]
+        members += [("3.json", b'{"label": 2.0}')]
+        write_tar(tmp_path / "t.tar", members, tarfile.PAX_FORMAT)
+    elif source == "vectors":
+        pq.write_table(pa.table({"embedding": list(vectors), "label": labels}), place)
+    elif source == "arrays":
+        np.save(place, vectors)
+        (tmp_path / "t.csv").write_text(f"path,label\n{csv}")
+    else:
+        column = np.array([np.nan if v is None else v for v in labels])
+        given_vectors(vectors, column).store(place)
+    prefix = "vectors:" if source in ("vectors", "arrays", "python") else ""
+    rows = read_rows(DataConfig(source=prefix + place))
+    assert rows.labels == ["0", "1", None, "2", None]
+
+
+def test_files_of_one_source_may_have_integers_or_floats(tmp_path):
+    """Only the file with a gap has floats."""
+    for name, labels in (("a", [1, 2]), ("b", [2.0, None])):
+        table = pa.table({"image": [encoded(pixels(0))] * 2, "label": labels})
+        pq.write_table(table, tmp_path / f"{name}.parquet")
+    assert read_rows(DataConfig(source=f"parquet:{tmp_path}")).labels == ["1", "2", "2", None]

@@ -1,0 +1,515 @@
+"""Every source in every situation: read exactly as it should be, or refused in one line.
+
+A cell of the table is a source in a situation. Its outcome is ``Right`` (which rows are
+read), ``Refused`` (what the error line names) or ``NotApplicable`` (and why). A cell may
+have several outcomes that are as good.
+"""
+
+import csv
+import io
+import json
+import os
+import re
+import tarfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from uno.config import Config, DataConfig, override
+from uno.data.check import headers_of
+from uno.data.decode import decode_many
+from uno.data.rows import Rows
+from uno.data.sources import read_rows
+from uno.data.splits import make_task
+from uno.data.vectors import given_vectors
+from uno.errors import ConfigError
+
+from .builders import encoded, pixels
+
+Label = str | float | None
+
+
+class Row(NamedTuple):
+    """An image, or the vector in its place."""
+
+    name: str
+    label: Label
+    is_broken: bool = False
+
+
+class Right(NamedTuple):
+    """The labels of all rows in any order; how many are unreadable, test rows, warned of.
+
+    ``named``: what the notes, warnings or names of unreadable rows must contain.
+    """
+
+    labels: Sequence[str | None]
+    unreadable: int = 0
+    test: int = 0
+    named: str = ""
+
+
+class Refused(NamedTuple):
+    """Regular expressions for what the line names: file or row, and the fix."""
+
+    words: Sequence[str]
+
+
+class NotApplicable(NamedTuple):
+    """Why a source has no such situation."""
+
+    reason: str
+
+
+Outcome = Right | Refused | NotApplicable
+ROWS = [
+    Row("a.png", "cat"),
+    Row("b.png", "cat"),
+    Row("c.png", "dog"),
+    Row("d.png", "dog"),
+    Row("e.png", None),
+]
+LABELS = ["cat", "cat", "dog", "dog", None]
+ODD = [
+    Row("a b.png", "two words"),
+    Row("cam 2.1_003.png", "v1.0 x"),
+    Row("-dash.png", "-dash"),
+    Row("é杯子.png", "杯子 ü"),
+    Row("it's #1, 50%.png", "it's, 50%"),
+    Row("e.f.png", None),
+]
+
+
+def content(row: Row, number: int) -> bytes:
+    """A PNG; of a broken row only its beginning."""
+    image = encoded(pixels(number, 16, 16))
+    return image[:20] if row.is_broken else image
+
+
+def write_file(path: Path, row: Row, number: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content(row, number))
+
+
+def text_of(label: Label) -> str:
+    return "" if label is None else str(label)
+
+
+def csv_text(rows: Iterable[Row], separator: str = ",") -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, delimiter=separator)
+    writer.writerows([("path", "label"), *((f"images/{row.name}", text_of(row.label)) for row in rows)])
+    return text.getvalue()
+
+
+def numbers(rows: Sequence[Row]) -> np.ndarray:
+    """Vectors float32 (N, 4), not finite for a broken row."""
+    values = np.random.default_rng(0).normal(size=(len(rows), 4)).astype(np.float32)
+    values[[row.is_broken for row in rows]] = np.nan
+    return values
+
+
+def write_folder(root: Path, rows: Sequence[Row]) -> dict[str, str]:
+    for number, row in enumerate(rows):
+        folder = root if row.label is None else root / f"{row.label}"
+        write_file(folder / row.name, row, number)
+    return {"source": f"folder:{root}"}
+
+
+def write_two_folders(root: Path, rows: Sequence[Row]) -> dict[str, str]:
+    for number, row in enumerate(rows):
+        folder = root / "new" if row.label is None else root / "known" / f"{row.label}"
+        write_file(folder / row.name, row, number)
+    return {"labeled": f"{root}/known", "unlabeled": f"{root}/new"}
+
+
+def write_images_of(root: Path, rows: Sequence[Row]) -> None:
+    for number, row in enumerate(rows):
+        write_file(root / "images" / row.name, row, number)
+
+
+def write_csv(root: Path, rows: Sequence[Row]) -> dict[str, str]:
+    write_images_of(root, rows)
+    (root / "t.csv").write_text(csv_text(rows), "utf-8")
+    return {"source": f"table:{root}/t.csv"}
+
+
+def write_jsonl(root: Path, rows: Sequence[Row]) -> dict[str, str]:
+    write_images_of(root, rows)
+    records = [{"path": f"images/{row.name}", "label": row.label} for row in rows]
+    (root / "t.jsonl").write_text("\n".join(map(json.dumps, records)), "utf-8")
+    return {"source": f"table:{root}/t.jsonl"}
+
+
+def write_parquet(root: Path, rows: Sequence[Row]) -> dict[str, str]:
+    root.mkdir(parents=True, exist_ok=True)
+    columns = {"id": [row.name for row in rows], "label": [row.label for row in rows]}
+    columns["image"] = [content(row, number) for number, row in enumerate(rows)]
+    pq.write_table(pa.table(columns), root / "t.parquet")
+    return {"source": f"parquet:{root}"}
+
+
+def write_tar(root: Path, rows: Sequence[Row], more: Iterable[tuple[str, bytes]] = ()) -> dict[str, str]:
+    root.mkdir(parents=True, exist_ok=True)
+    members = [(row.name, content(row, number)) for number, row in enumerate(rows)]
+    keys = [(row.name.removesuffix(".png"), row.label) for row in rows]
+    members += [(f"{key}.cls", f"{label}".encode()) for key, label in keys if label is not None]
+    with tarfile.open(root / "t.tar", "w") as archive:
+        for name, data in (*members, *more):
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return {"source": f"tar:{root}"}
+
+
+def write_vectors(root: Path, rows: Sequence[Row]) -> dict[str, str]:
+    root.mkdir(parents=True, exist_ok=True)
+    np.save(root / "t.npy", numbers(rows))
+    (root / "t.csv").write_text(csv_text(rows).replace("path,", "id,", 1), "utf-8")
+    return {"source": f"vectors:{root}/t.npy"}
+
+
+def write_python(root: Path, rows: Sequence[Row], labels: Any = None) -> dict[str, str]:
+    """As ``uno.discover(embeddings=X, labels=y, ids=names)`` stores them."""
+    root.mkdir(parents=True, exist_ok=True)
+    labels = [row.label for row in rows] if labels is None else labels
+    given = given_vectors(numbers(rows), labels, [row.name for row in rows])
+    given.store(f"{root}/t.parquet")
+    return {"source": f"vectors:{root}/t.parquet"}
+
+
+WRITERS: dict[str, Callable[[Path, Sequence[Row]], dict[str, str]]] = {
+    "folder": write_folder,
+    "two folders": write_two_folders,
+    "csv": write_csv,
+    "jsonl": write_jsonl,
+    "parquet": write_parquet,
+    "tar": write_tar,
+    "vectors": write_vectors,
+    "python": write_python,
+}
+
+
+def missing_label(source: str, root: Path) -> dict[str, str]:
+    return WRITERS[source](root, ROWS)
+
+
+def one_broken_file(source: str, root: Path) -> dict[str, str]:
+    return WRITERS[source](root, [*ROWS[:-1], ROWS[-1]._replace(is_broken=True)])
+
+
+def numbers_as_labels(source: str, root: Path) -> dict[str, str]:
+    """As pandas has them: the gap makes floats of integers. Folders have names."""
+    labels: list[Label] = [0.0, 0.0, 1.0, 1.0, None]
+    if "folder" in source:
+        labels = ["0", "0", "1", "1", None]
+    return WRITERS[source](root, [row._replace(label=v) for row, v in zip(ROWS, labels, strict=True)])
+
+
+def other_numbers(source: str, root: Path) -> dict[str, str]:
+    labels: list[Label] = [0.5, 0.5, 1.0, 1.0, None]
+    return WRITERS[source](root, [row._replace(label=v) for row, v in zip(ROWS, labels, strict=True)])
+
+
+def odd_names(source: str, root: Path) -> dict[str, str]:
+    return WRITERS[source](root, ODD)
+
+
+def lost_label(source: str, root: Path) -> dict[str, str]:
+    """A label for an image or vector that is not there."""
+    gone = Row("gone.png", "cat")
+    if source == "tar":
+        return write_tar(root, ROWS, [("gone.cls", b"cat")])
+    if source == "python":
+        return write_python(root, ROWS, [*LABELS, "cat"])
+    config = WRITERS[source](root, ROWS)
+    if source in ("csv", "vectors"):
+        (root / "t.csv").write_text(csv_text([*ROWS, gone]))
+    elif source == "jsonl":
+        with open(root / "t.jsonl", "a") as file:
+            file.write('\n{"path": "images/gone.png", "label": "cat"}')
+    elif source == "parquet":
+        write_images_of(root, ROWS)
+        table = {"path": [f"images/{row.name}" for row in (*ROWS, gone)], "label": [*LABELS, "cat"]}
+        pq.write_table(pa.table(table), root / "t.parquet")
+    else:
+        (root / ("known/emu" if source == "two folders" else "emu")).mkdir()
+    return config
+
+
+def link_within(source: str, root: Path) -> dict[str, str]:
+    """Another name for an image that is in the source anyway."""
+    config = WRITERS[source](root, ROWS)
+    if source == "parquet":
+        write_images_of(root, ROWS)
+        os.symlink("a.png", root / "images" / "link.png")
+        table = {
+            "path": [*(f"images/{row.name}" for row in ROWS), "images/link.png"],
+            "label": [*LABELS, "cat"],
+        }
+        pq.write_table(pa.table(table), root / "t.parquet")
+    elif source in ("csv", "jsonl"):
+        os.symlink("a.png", root / "images" / "link.png")
+        WRITERS[source](root, ROWS)
+        rows = [*ROWS, Row("link.png", "cat")]
+        (root / "t.csv").write_text(csv_text(rows))
+        records = [{"path": f"images/{row.name}", "label": row.label} for row in rows]
+        (root / "t.jsonl").write_text("\n".join(map(json.dumps, records)))
+    elif source == "vectors":  # the source itself
+        os.symlink("t.npy", root / "link.npy")
+        os.symlink("t.csv", root / "link.csv")
+        return {"source": f"vectors:{root}/link.npy"}
+    else:
+        os.symlink("a.png", root / ("known/cat" if source == "two folders" else "cat") / "link.png")
+    return config
+
+
+def link_out(source: str, root: Path) -> dict[str, str]:
+    """An image of the source is a link to a file elsewhere."""
+    elsewhere = root.parent / "elsewhere.png"
+    write_file(elsewhere, ROWS[0], 0)
+    config = WRITERS[source](root, ROWS)
+    if source == "parquet":
+        write_images_of(root, ROWS)
+        table = {"path": [f"images/{row.name}" for row in ROWS], "label": LABELS}
+        pq.write_table(pa.table(table), root / "t.parquet")
+    below = {"folder": "cat", "two folders": "known/cat"}.get(source, "images")
+    (root / below / "a.png").unlink()
+    os.symlink(elsewhere, root / below / "a.png")
+    return config
+
+
+def link_to_nothing(source: str, root: Path) -> dict[str, str]:
+    config = WRITERS[source](root, ROWS)
+    os.symlink("gone.png", root / ("new" if source == "two folders" else "") / "broken.png")
+    return config
+
+
+def another_encoding(source: str, root: Path) -> dict[str, str]:
+    """A name with ä as Windows wrote it before Unicode."""
+    rows = [*ROWS[:-1], Row("f.png", "Gehäuse"), ROWS[-1]]
+    if source == "tar":
+        return write_tar(root, ROWS, [("f.png", content(ROWS[0], 9)), ("f.cls", "Gehäuse".encode("cp1252"))])
+    if source == "python":
+        return write_python(root, rows, [*LABELS[:-1], "Gehäuse".encode("cp1252"), None])
+    config = WRITERS[source](root, ROWS if "folder" in source else rows)
+    if source in ("csv", "vectors"):
+        (root / "t.csv").write_text(csv_text(rows), "cp1252")
+    elif source == "jsonl":
+        records = [{"path": f"images/{row.name}", "label": row.label} for row in rows]
+        text = "\n".join(json.dumps(record, ensure_ascii=False) for record in records)
+        (root / "t.jsonl").write_text(text, "cp1252")
+    elif source == "parquet":
+        raw = pa.array([f"{row.label}".encode("cp1252") for row in rows])
+        labels = pa.Array.from_buffers(pa.string(), len(rows), raw.buffers())
+        table = {"image": [content(row, n) for n, row in enumerate(rows)], "label": labels}
+        pq.write_table(pa.table(table), root / "t.parquet")
+    else:
+        folder = root / ("known" if source == "two folders" else "")
+        os.mkdir(os.fsencode(folder) + "/Gehäuse".encode("cp1252"))
+        place = os.fsencode(folder) + "/Gehäuse/f.png".encode("cp1252")
+        with open(place, "wb") as file:
+            file.write(content(ROWS[0], 9))
+    return config
+
+
+def byte_order_mark(source: str, root: Path) -> dict[str, str]:
+    config = WRITERS[source](root, ROWS)
+    place = root / ("t.jsonl" if source == "jsonl" else "t.csv")
+    place.write_bytes(b"\xef\xbb\xbf" + place.read_bytes())
+    return config
+
+
+def semicolons(source: str, root: Path) -> dict[str, str]:
+    config = WRITERS[source](root, ROWS)
+    text = csv_text(ROWS, ";")
+    (root / "t.csv").write_text(text.replace("path;", "id;", 1) if source == "vectors" else text)
+    return config
+
+
+def partitions(source: str, root: Path) -> dict[str, str]:
+    """Two of the rows are for testing, as the source's folders or columns say."""
+    train, test = [*ROWS[1:3], ROWS[4]], [ROWS[0], ROWS[3]]
+    if source == "folder":
+        write_folder(root / "train", train[:2])
+        write_folder(root / "test", test)
+        write_file(root / "train" / "e.png", ROWS[4], 4)
+        return {"source": f"folder:{root}"}
+    if source == "two folders":
+        write_folder(root / "known" / "train", train[:2])
+        write_folder(root / "known" / "test", test)
+        write_file(root / "new" / "e.png", ROWS[4], 4)
+        return {"labeled": f"{root}/known", "unlabeled": f"{root}/new"}
+    if source == "tar":
+        write_tar(root / "train", train)
+        return write_tar(root / "test", test) | {"source": f"tar:{root}"}
+    if source == "parquet":
+        for split, rows in (("train", train), ("test", test)):
+            write_parquet(root / f"split={split}" / "more=1", rows)
+        return {"source": f"parquet:{root}"}
+    if source == "vectors":
+        for split, rows in (("train", train), ("test", test)):
+            write_python(root / f"split={split}", rows)
+        return {"source": f"vectors:{root}"}
+    config = WRITERS[source](root, ROWS)
+    if source == "csv":
+        lines = csv_text(ROWS).splitlines()
+        splits = ["split", "test", "train", "train", "test", ""]
+        (root / "t.csv").write_text("".join(f"{a},{b}\n" for a, b in zip(lines, splits, strict=True)))
+    else:
+        splits = ["test", "train", "train", "test", None]
+        records = [
+            {"path": f"images/{row.name}", "label": row.label, "split": split}
+            for row, split in zip(ROWS, splits, strict=True)
+        ]
+        (root / "t.jsonl").write_text("\n".join(map(json.dumps, records)))
+    return config
+
+
+def missing_values_of_pandas(source: str, root: Path) -> dict[str, str]:
+    pandas = pytest.importorskip("pandas")
+    labels = pandas.Series([*LABELS[:-1], pandas.NA], dtype="string")
+    if source == "python":
+        return write_python(root, ROWS, labels)
+    config = WRITERS[source](root, ROWS)
+    column = "id" if source == "vectors" else "path"
+    table = pandas.DataFrame({column: [f"images/{row.name}" for row in ROWS], "label": labels})
+    if source == "parquet":
+        write_images_of(root, ROWS)
+        table.to_parquet(root / "t.parquet")
+    elif source == "jsonl":
+        table.to_json(root / "t.jsonl", orient="records", lines=True)
+    else:
+        table.to_csv(root / "t.csv", index=False)
+    return config
+
+
+SITUATIONS = {
+    function.__name__: function
+    for function in (
+        missing_label,
+        one_broken_file,
+        lost_label,
+        numbers_as_labels,
+        other_numbers,
+        odd_names,
+        link_within,
+        link_out,
+        link_to_nothing,
+        another_encoding,
+        byte_order_mark,
+        semicolons,
+        partitions,
+        missing_values_of_pandas,
+    )
+}
+FOLDERS, TEXTS, WITH_CSV = ("folder", "two folders"), ("csv", "jsonl"), ("csv", "vectors")
+NO_TEXT = NotApplicable("the source has no file of text")
+NO_FILES = NotApplicable("there are no image files, so that no link can stand for one")
+NO_TABLE = NotApplicable("pandas writes no such source")
+NAMES = NotApplicable("the labels are names of folders, which are text")
+
+
+def outcomes(situation: str, source: str) -> tuple[Outcome, ...]:
+    """What is right in a cell of the table; any of them where there are several."""
+    plain = Right(LABELS)
+    match situation, source:
+        case "one_broken_file", "csv" | "jsonl":
+            return (Right(LABELS, unreadable=1, named="e.png"),)
+        case "one_broken_file", _:
+            return (Right(LABELS, unreadable=1, named=r"\be\b"),)
+        case "lost_label", "folder" | "two folders":
+            return (Refused(["emu", "fill or remove"]),)
+        case "lost_label", "csv" | "jsonl" | "parquet":
+            return (Right([*LABELS, "cat"], unreadable=1, named="gone.png|t.parquet#5"),)
+        case "lost_label", "tar":
+            return (Right(LABELS, named="gone.cls"),)
+        case "lost_label", "vectors":
+            return (Refused(["t.csv has 6 rows", "t.npy has 5"]),)
+        case "lost_label", "python":
+            return (Refused(["6 labels for 5 embeddings"]),)
+        case "numbers_as_labels", _:
+            return (Right(["0", "0", "1", "1", None]),)
+        case "other_numbers", "folder" | "two folders":
+            return (NAMES,)
+        case "other_numbers", _:
+            return (Refused([r"row \d|t.tar#\w", r"0\.5", r'df\["label"\]\.astype']),)
+        case "odd_names", _:
+            return (Right([row.label for row in ODD]),)  # type: ignore[misc]
+        case "link_within" | "link_out" | "link_to_nothing", "python":
+            return (NO_FILES,)
+        case "link_within", "vectors":
+            return (plain,)
+        case "link_within", "tar":
+            return (NotApplicable("a link in a shard is test_members_that_are_no_files_are_bad_rows"),)
+        case "link_within", _:
+            return (Right([*LABELS, "cat"]),)
+        case "link_out" | "link_to_nothing", "vectors" | "tar":
+            return (NO_FILES,)
+        case "link_out", _:
+            return (Refused([r"a\.png", "--data."]),)
+        case "link_to_nothing", "folder" | "two folders":
+            return (Right([*LABELS, None], unreadable=1, named="broken"),)
+        case "link_to_nothing", _:
+            return (NotApplicable("a row whose file is gone is the situation lost_label"),)
+        case "another_encoding", "folder" | "two folders":
+            return (Right([*LABELS, r"Geh\xe4use"]),)
+        case "another_encoding", "csv" | "jsonl" | "vectors":
+            return (Refused([r"t\.\w+", "UTF-8"]),)
+        case "another_encoding", "parquet":
+            return (Refused([r"t\.parquet", "UTF8"]),)
+        case "another_encoding", "tar":
+            return (Refused([r"'f\.cls'", "UTF-8"]),)
+        case "another_encoding", "python":
+            return (Refused(["row 4", "name or a whole number|neither a name"]),)
+        case "semicolons", "jsonl":
+            return (NotApplicable("JSONL has no separator"),)
+        case "byte_order_mark" | "semicolons", _ if source not in (*TEXTS, *WITH_CSV):
+            return (NO_TEXT,)
+        case "partitions", "python":
+            return (NotApplicable("embeddings have no splits"),)
+        case "partitions", _:
+            return (Right(LABELS, test=2),)
+        case "missing_values_of_pandas", "folder" | "two folders" | "tar":
+            return (NO_TABLE,)
+    return (plain,)
+
+
+def is_right(rows: Rows, expected: Right) -> bool:
+    """Whether the rows, their splits and unreadable images are exactly those expected."""
+    vectors = rows.images.vectors(np.arange(len(rows)))
+    reasons = decode_many(rows.images, 8)[1] if vectors is None else vectors[1]
+    config = override(Config(), {"data.num_novel": 1})
+    unreadable = headers_of(make_task(rows, config.data))[1]
+    said = " ".join([*rows.warnings, *unreadable])
+    return (
+        Counter(rows.labels) == Counter(expected.labels)
+        and sum(reason is not None for reason in reasons) == expected.unreadable
+        and int((~rows.is_train).sum()) == expected.test
+        and re.search(expected.named, said) is not None
+        and (bool(expected.named) or not said)
+    )
+
+
+@pytest.mark.parametrize("source", WRITERS)
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_a_source_is_read_right_or_refused_in_one_line(tmp_path, situation, source):
+    expected = outcomes(situation, source)
+    if isinstance(expected[0], NotApplicable):
+        pytest.skip(expected[0].reason)
+    try:
+        rows = read_rows(DataConfig(**SITUATIONS[situation](source, tmp_path / "data")))
+    except ConfigError as error:
+        line = str(error)
+        assert "\n" not in line
+        refused = [one for one in expected if isinstance(one, Refused)]
+        assert any(all(re.search(word, line) for word in one.words) for one in refused), line
+    else:
+        right = [one for one in expected if isinstance(one, Right)]
+        assert any(is_right(rows, one) for one in right), (list(rows.labels), rows.warnings)

@@ -1,0 +1,168 @@
+"""Runs that lose images, and runs whose rows cannot be enough: refused before work."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.torch import save_file
+
+import uno
+from tests.uno.data.builders import write_images
+from uno.config import Config, override
+from uno.data import features
+from uno.encoder import build_encoder
+from uno.errors import ConfigError
+from uno.runs import run
+from uno.session.settings import completed
+
+ENCODER = "tests.uno.toy_encoders:vit"
+SHORT = {
+    "model.width": 4,
+    "model.num_heads": 1,
+    "model.hidden_dim": 16,
+    "model.projection_dim": 8,
+    "pretrain.epochs": 1,
+    "pretrain.warmup_epochs": 0,
+    "discover.epochs": 1,
+    "discover.warmup_epochs": 0,
+    "compute.threads": 1,
+    "data.validation_fraction": 0,
+    "data.max_bad_fraction": 0.1,
+}
+
+
+def write_folders(root, known=8, new=12):
+    """Write two known classes of ``known`` images each and ``new`` unlabeled images."""
+    names = [f"known/{name}/{i:02}.png" for name in "ab" for i in range(known)]
+    write_images(root, [*names, *(f"new/{i:02}.png" for i in range(new))])
+    return {
+        "labeled": str(root / "known"),
+        "unlabeled": str(root / "new"),
+        "num_novel": 2,
+    }
+
+
+def damage(path):
+    """Cut an image in two, so that its header is fine and its pixels are not."""
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def settings_of(kind, root):
+    """Return the settings of a run: scratch, heads on frozen features, or choice."""
+    if kind == "scratch":
+        return {"preset": "scratch", "model.encoder": "resnet_small"} | SHORT
+    values = {"preset": "photos", "model.encoder": ENCODER, "image_size": 8}
+    config = override(Config(), completed(values | {"data.source": "folder:x"}))
+    weights = root / "encoder.safetensors"
+    save_file(build_encoder(config.model).state_dict(), weights)
+    values |= {"weights": str(weights), "compute.cache": str(root / "cache")}
+    values |= {key: SHORT[key] for key in SHORT if key.startswith(("data.", "compute"))}
+    if kind == "heads":
+        values |= {"method": "uno", "augment.num_cached_views": 2}
+        values |= {key: SHORT[key] for key in SHORT if key.startswith("discover")}
+    return values
+
+
+@pytest.mark.parametrize("kind", ["scratch", "heads", "choice"])
+def test_an_unreadable_image_is_left_out_and_the_run_goes_on(tmp_path, capsys, kind):
+    folders = write_folders(tmp_path)
+    settings = folders | settings_of(kind, tmp_path)
+    damage(tmp_path / "new" / "03.png")
+    output = tmp_path / "run"
+    model = uno.discover(**settings, output=str(output), quiet=False)
+    assert model.metrics is not None and (output / "metrics.json").exists()
+    lines = (output / "bad_samples.jsonl").read_text().splitlines()
+    bad = [json.loads(line) for line in lines]
+    assert [entry["id"] for entry in bad] == ["unlabeled/03.png"]
+    said = capsys.readouterr().out
+    assert ("batch size: 27" in said) == (kind != "choice")
+    again = uno.discover(**settings, output=str(output))
+    assert again.model_hash == model.model_hash
+    assert "is finished; nothing is trained again" in capsys.readouterr().out
+
+
+def test_a_run_that_lost_an_image_resumes(tmp_path, monkeypatch):
+    """The second start derives the same batch size from the same rows."""
+    settings = write_folders(tmp_path) | settings_of("scratch", tmp_path)
+    damage(tmp_path / "new" / "03.png")
+    whole = uno.discover(**settings, output=str(tmp_path / "whole"), quiet=True)
+    before = run.run_phase
+
+    def stopped(config, name, *rest):
+        if name == "discover":
+            raise RuntimeError("killed")
+        return before(config, name, *rest)
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
+        patch.setattr(run, "run_phase", stopped)
+        uno.discover(**settings, output=str(tmp_path / "killed"), quiet=True)
+    resumed = uno.discover(**settings, output=str(tmp_path / "killed"), quiet=True)
+    assert resumed.metrics == whole.metrics
+
+
+@pytest.mark.parametrize("kind", ["scratch", "heads"])
+def test_a_given_batch_size_stays_and_the_line_names_the_fix(tmp_path, kind):
+    settings = write_folders(tmp_path) | settings_of(kind, tmp_path)
+    damage(tmp_path / "new" / "03.png")
+    with pytest.raises(ConfigError) as refused:
+        uno.discover(**settings, output=str(tmp_path / "r"), batch_size=28, quiet=True)
+    for fact in ("1 unreadable image", "batch_size 28", "works: 27", "--overwrite"):
+        assert fact in str(refused.value)
+
+
+def test_a_known_class_without_a_readable_image_is_named(tmp_path):
+    settings = write_folders(tmp_path) | settings_of("choice", tmp_path)
+    for path in (tmp_path / "known" / "b").glob("*.png"):
+        damage(path)
+    with pytest.raises(ConfigError) as refused:
+        output = str(tmp_path / "run")
+        allowed = {"data.max_bad_fraction": 0.5}
+        uno.discover(**settings | allowed, output=output, quiet=True)
+    for fact in ("known class", "no readable training image", "b;"):
+        assert fact in str(refused.value)
+
+
+def test_too_few_unlabeled_images_are_refused_before_features(tmp_path, monkeypatch):
+    settings = write_folders(tmp_path, new=4) | settings_of("choice", tmp_path)
+    refuse = pytest.fail
+    monkeypatch.setattr(features, "cached_features", lambda *_: refuse("too late"))
+    with pytest.raises(ConfigError) as refused:
+        uno.discover(**settings, output=str(tmp_path / "run"), quiet=True)
+    for fact in ("choice", "(4)", "2 known + 2 new", "--setting ncd"):
+        assert fact in str(refused.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_way_out_of_too_few_unlabeled_images_works(tmp_path):
+    settings = write_folders(tmp_path, new=4) | settings_of("choice", tmp_path)
+    output = str(tmp_path / "run")
+    model = uno.discover(**settings, setting="ncd", output=output, quiet=True)
+    assert len(model.classes) == 4
+
+
+def test_unusable_vectors_do_not_count_as_rows(tmp_path):
+    """A batch that only unusable vectors would fill is refused before the run."""
+    vectors = np.random.default_rng(0).normal(size=(40, 8)).astype(np.float32)
+    vectors[39] = np.nan
+    labels = ["a", "b"] * 10 + [None] * 20
+    output = tmp_path / "run"
+    with pytest.raises(ConfigError, match="works: 39"):
+        uno.discover(
+            embeddings=vectors,
+            labels=labels,
+            num_novel=2,
+            method="uno",
+            batch_size=40,
+            output=str(output),
+            quiet=True,
+            **{"data.max_bad_fraction": 0.1, "data.validation_fraction": 0},
+        )
+    assert not output.exists()
+
+
+def test_too_few_classes_to_estimate_are_refused_before_work(tmp_path, monkeypatch):
+    settings = write_folders(tmp_path) | settings_of("choice", tmp_path)
+    settings |= {"num_novel": "auto", "output": str(tmp_path / "run")}
+    monkeypatch.setattr(features, "cached_features", lambda *_: pytest.fail("late"))
+    with pytest.raises(ConfigError, match="known classes with images, found 2"):
+        uno.discover(**settings, quiet=True)

@@ -1,0 +1,160 @@
+"""Read folders of images whose classes are in a table beside them.
+
+Two layouts are known. Hugging Face's ``imagefolder`` has ``metadata.csv`` or
+``metadata.jsonl`` with a column ``file_name``. Roboflow's export for several classes an
+image has ``_classes.csv`` with a column for each class, which holds 0 or 1. The tables lie
+in the folder itself or in the folders of its splits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from uno.data import files as filesystem
+from uno.data.image_paths import DEFAULT_RULES, PathRules
+from uno.data.images import is_image
+from uno.data.rows import SPLITS, Rows
+from uno.data.tables import NO_NAMES, note_of_no_label, rows_of_table
+from uno.data.text_tables import TextTable, read_text_table
+from uno.errors import ConfigError, one_line
+from uno.text import plural
+
+METADATA = ("metadata.csv", "metadata.jsonl")
+ONE_HOT = "_classes.csv"
+
+
+def has_labels(root: str, names: Mapping[str, str] = NO_NAMES) -> bool:
+    """Return whether tables in a folder say the classes of its images.
+
+    Args:
+        root: Local folder or URI.
+        names: What our columns are called in the tables.
+    """
+    label = names.get("label", "label")
+    for relative in _find_tables(root):
+        if relative.endswith(ONE_HOT):
+            return True
+        columns = read_text_table(filesystem.join(root, *relative.split("/"))).columns
+        if names.get("image", "file_name") in columns and label in columns:
+            return True
+    return False
+
+
+def read_annotated_folder(
+    root: str,
+    names: Mapping[str, str] = NO_NAMES,
+    rules: PathRules = DEFAULT_RULES,
+    images_only: bool = False,
+) -> Rows:
+    """Read the images that the tables in a folder name.
+
+    The id of a row is the path of its image below ``root``. The split is that of the
+    table's folder, else train.
+
+    Args:
+        root: Local folder or URI.
+        names: What our columns are called in the tables.
+        rules: How image paths are read. They are relative to the table that has them.
+        images_only: Whether labels and splits are not read.
+
+    Raises:
+        ConfigError: There is no such table, or an image has several classes.
+    """
+    source = f"imagefolder:{root}"
+    tables = _find_tables(root)
+    if not tables:
+        expected = ", ".join((*METADATA, ONE_HOT))
+        raise ConfigError(f"{source}: no {expected} there or in its folders train, test and validation")
+    merged: dict[str, list[Any]] = {c: [] for c in ("path", "id", "label", "eval_label", "split")}
+    lines, notes, others = list[int](), list[str](), dict[str, None]()
+    for relative in tables:
+        path = filesystem.join(root, *relative.split("/"))
+        table = read_text_table(path)
+        if relative.endswith(ONE_HOT):
+            ours = _columns_of_one_hot(path, table)
+        else:
+            ours = _columns_of_metadata(path, table, names)
+            others |= dict.fromkeys(table.columns)
+        folder, _, _ = relative.rpartition("/")
+        num_rows, prefix = len(table.lines), f"{folder}/" if folder else ""
+        split = SPLITS.get(folder, "train")
+        paths = [f"{prefix}{name}" if name else None for name in ours["path"]]
+        missing = [None] * num_rows
+        merged["path"] += paths
+        merged["id"] += ours.get("id", paths)
+        merged["split"] += [given or split for given in ours.get("split", missing)]
+        for column in ("label", "eval_label"):
+            merged[column] += ours.get(column, missing)
+        lines += table.lines
+        notes += [f"{relative}: {note}" for note in table.notes]
+    notes.append(f"labels are those of {', '.join(tables)}")
+    if not any(merged["label"]):
+        notes += note_of_no_label(source, [*others], names)
+    if not any(merged["eval_label"]):
+        del merged["eval_label"]
+    whole = TextTable(merged, lines, tuple(notes))
+    rows = rows_of_table(source, root, root, whole, NO_NAMES, rules, images_only)
+    return replace(rows, warnings=_warnings_of_left_out(root, rows, rules))
+
+
+def _warnings_of_left_out(root: str, rows: Rows, rules: PathRules) -> tuple[str, ...]:
+    """Return a line about the images below ``root`` that no table names, if there are any."""
+    named = set(rows.images.paths(np.arange(len(rows))))  # tables may spell them otherwise
+    inside = filesystem.resolver(root, rules.follow_links)
+    listed = filesystem.walk(root, rules.follow_links)
+    images = (file.relative for file in listed if is_image(file.relative))
+    left_out = [relative for relative in images if inside(relative) not in named]
+    if not left_out:
+        return ()
+    example = one_line(repr(filesystem.valid_text(left_out[0])))
+    return (
+        f"{plural(len(left_out), 'image')} below {root} left out, e.g. {example}: only images "
+        "that a table names are read; add a line for each, with an empty label if it has none",
+    )
+
+
+def _find_tables(root: str) -> list[str]:
+    """Return the relative paths of the tables in a folder and its splits."""
+    folders, files = filesystem.children(root)
+    found = [name for name in files if name in (*METADATA, ONE_HOT)]
+    for folder in folders:
+        if folder in SPLITS:
+            _, files = filesystem.children(filesystem.join(root, folder))
+            found += [f"{folder}/{name}" for name in files if name in (*METADATA, ONE_HOT)]
+    return found
+
+
+def _columns_of_metadata(path: str, table: TextTable, names: Mapping[str, str]) -> dict[str, list[Any]]:
+    """Return our columns of a table of Hugging Face's layout."""
+    image = names.get("image", "file_name")
+    if image not in table.columns:
+        has = one_line(", ".join(table.columns)) or "none"
+        raise ConfigError(f"{path}: needs a column {image}; it has {has}")
+    theirs = {ours: names.get(ours, ours) for ours in ("id", "label", "eval_label", "split")}
+    columns = {ours: table.columns[c] for ours, c in theirs.items() if c in table.columns}
+    return columns | {"path": table.columns[image]}
+
+
+def _columns_of_one_hot(path: str, table: TextTable) -> dict[str, list[Any]]:
+    """Return path and label of a table with a column of 0 and 1 for each class."""
+    if "filename" not in table.columns:
+        has = one_line(", ".join(table.columns)) or "none"
+        raise ConfigError(f"{path}: needs a column filename; it has {has}")
+    classes = [name for name in table.columns if name != "filename"]
+    labels = list[str | None]()
+    for row, line in enumerate(table.lines):
+        flags = {name: (table.columns[name][row] or "0").strip() for name in classes}
+        if wrong := next((flag for flag in flags.values() if flag not in ("0", "1")), None):
+            raise ConfigError(f"{path} line {line}: {one_line(repr(wrong))} is neither 0 nor 1")
+        members = [name for name, flag in flags.items() if flag == "1"]
+        if len(members) > 1:
+            raise ConfigError(
+                f"{path} line {line}: the image has the classes {one_line(', '.join(members))}; "
+                "classes are discovered for images of one class: keep one 1 a line"
+            )
+        labels.append(members[0] if members else None)
+    return {"path": table.columns["filename"], "label": labels}

@@ -1,0 +1,170 @@
+"""Convert embeddings, labels and ids that a caller passes as Python objects.
+
+Arrays, tensors, lists, and columns of pandas, polars and pyarrow are accepted. None of
+these libraries but NumPy and PyTorch is imported here: a column is recognized by the
+method that turns it into a list.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from uno.data.labels import encode_labels, is_missing
+from uno.errors import ConfigError, one_line
+
+LIST_METHODS = ("to_pylist", "to_list", "tolist")  # of pyarrow; polars; the others
+
+
+def float_vectors(given: Any, what: str) -> Tensor:
+    """Return numbers that a caller passes as vectors.
+
+    Values that are missing become NaN, so that the row is reported as unusable.
+
+    Args:
+        given: Numbers (N, D), or (N, V, D) with V views of each row: an array, a
+            tensor, nested lists, a table, or a column that holds N arrays.
+        what: The name of the argument, for messages.
+
+    Returns:
+        float32 (N, V, D) on the CPU. The tensor may share its memory with ``given``.
+
+    Raises:
+        ConfigError: These are no such numbers.
+    """
+    if isinstance(given, Tensor):
+        values = _dense(given, what)
+        if values.dtype == torch.bool or values.is_complex():
+            raise _not_vectors(what, values.dtype, values.shape)
+    else:
+        if hasattr(given, "toarray") and hasattr(given, "nnz"):  # of scipy.sparse
+            raise ConfigError(
+                f"{what} are a sparse matrix, and dense numbers are needed; reduce its "
+                "columns first: sklearn.decomposition.TruncatedSVD(256).fit_transform(X)"
+            )
+        array = _float_array(given, what)
+        values = torch.from_numpy(array if array.flags.writeable else array.copy())
+    if values.ndim not in (2, 3) or not values.numel():
+        raise _not_vectors(what, values.dtype, values.shape)
+    return (values if values.ndim == 3 else values[:, None]).float()
+
+
+def _dense(given: Tensor, what: str) -> Tensor:
+    if given.layout != torch.strided:
+        text = f"{what} are a tensor of the layout {given.layout}"
+        raise ConfigError(f"{text}; pass X.to_dense()")
+    return given.detach().cpu()
+
+
+def _float_array(given: Any, what: str) -> np.ndarray:
+    """Return float32 numbers in native byte order with strides that PyTorch accepts."""
+    if isinstance(given, np.ma.MaskedArray) and given.dtype.kind in "iuf":
+        given = np.ma.filled(given.astype(np.float32), np.nan)
+    try:
+        array = np.asarray(given)
+        if array.dtype == object:
+            array = _stacked(array, what)
+    except (TypeError, ValueError) as error:
+        text = f"{what} must be numbers (N, D): {one_line(error)}"
+        raise ConfigError(f"{text}{_fix(given)}") from None
+    if array.dtype.kind not in "iuf":
+        raise _not_vectors(what, array.dtype, array.shape)
+    with np.errstate(over="ignore"):  # what is too large becomes infinite, an unusable row
+        return np.ascontiguousarray(array, dtype=np.float32)
+
+
+def _stacked(array: np.ndarray, what: str) -> np.ndarray:
+    """Return an array of objects as numbers: N vectors, or numbers of Python."""
+    if array.ndim != 1 or not len(array):
+        return array.astype(np.float32)
+    rows = [np.asarray(row, dtype=np.float32) for row in array]
+    lengths = Counter(row.shape for row in rows)
+    if len(lengths) > 1:
+        shapes = " and ".join(str(shape) for shape, _ in lengths.most_common(2))
+        raise ValueError(f"rows have the shapes {shapes}")
+    return np.stack(rows)
+
+
+def _fix(given: Any) -> str:
+    """Return what to do with a table or column that does not hold plain numbers."""
+    if hasattr(given, "columns"):
+        return '; pass the numbers alone: df[columns].to_numpy("float32", na_value=numpy.nan)'
+    is_column = getattr(given, "ndim", 1) == 1 and not isinstance(given, str | bytes)
+    return '; stack vectors of one length: np.stack(df["embedding"])' * is_column
+
+
+def _not_vectors(what: str, dtype: Any, shape: Iterable[int]) -> ConfigError:
+    found = f"{dtype} {tuple(shape)}"
+    text = f"{what} must be numbers (N, D) or (N, V, D), not {found}"
+    return ConfigError(text)
+
+
+def class_names(labels: Any) -> list[str | None]:
+    """Return the class of each row, and None for a row without a label.
+
+    A label is a name, a whole number or a truth value. No label is given by None, NaN,
+    an empty text, a negative number, a masked value, or the missing value of pandas,
+    polars or pyarrow.
+
+    Raises:
+        ConfigError: ``labels`` is no list or column, or holds something else.
+    """
+    return list(encode_labels("labels", values_of(labels, "labels")))
+
+
+def row_names(ids: Any) -> list[str]:
+    """Return the id of each row as text.
+
+    Raises:
+        ConfigError: ``ids`` is no list or column, lacks an id or repeats one.
+    """
+    names = list[str]()
+    for row, name in enumerate(values_of(ids, "ids")):
+        if is_missing(name):
+            text = f"ids: row {row} has no id, but {one_line(repr(name))}"
+            raise ConfigError(f"{text}; give every row an id, or leave ids out")
+        names.append(str(name))
+    name, count = Counter(names).most_common(1)[0] if names else ("", 1)
+    if count > 1:
+        text = f"ids must be unique, and {one_line(repr(name))} is there {count} times"
+        fix = "leave ids out to number the rows, or pass views of one row as"
+        raise ConfigError(f"{text}; {fix} embeddings (N, V, D)")
+    return names
+
+
+def values_of(given: Any, what: str) -> list[Any]:
+    """Return a list or column of scalars as a list of Python objects.
+
+    Args:
+        given: A list, an array or tensor (N,), or a column of another library.
+        what: The name of the argument, for messages.
+
+    Raises:
+        ConfigError: ``given`` is no list or column.
+    """
+    if hasattr(given, "columns") or isinstance(given, Mapping):
+        kind = type(given).__name__
+        raise ConfigError(f'{what} must be one column, not {kind}; pass df["{what}"]')
+    shape = tuple(getattr(given, "shape", (0,)))
+    if isinstance(given, str | bytes) or len(shape) != 1:
+        found = f"the shape {shape}" if shape else type(given).__name__
+        raise ConfigError(f"{what} must be a list or column of N values, not {found}")
+    for method in LIST_METHODS:
+        if hasattr(given, method):
+            return [_plain(value) for value in getattr(given, method)()]
+    if not isinstance(given, Iterable):
+        kind = type(given).__name__
+        raise ConfigError(f"{what} must be a list or column of N values, not {kind}")
+    return [_plain(value) for value in given]
+
+
+def _plain(value: Any) -> Any:
+    """Return a scalar of NumPy, PyTorch or pyarrow as a Python object."""
+    if hasattr(value, "as_py"):
+        return value.as_py()
+    if isinstance(value, np.generic | Tensor) and value.ndim == 0:
+        return value.item()
+    return value

@@ -1,0 +1,209 @@
+"""Lead from the image paths that a table holds to files.
+
+Tables come from other programs and other computers. A path may have backslashes, another
+Unicode form or percent signs, may lack its ending, or may be relative to another folder.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from urllib.parse import unquote
+
+import numpy as np
+
+from uno.config import DataConfig
+from uno.data import files as filesystem
+from uno.data.columns import chunks
+from uno.data.images import Files, is_image
+from uno.errors import ConfigError, one_line
+
+LABEL_STUDIO = re.compile(r"/?data/(upload|local-files)/")
+WINDOWS_DRIVE = re.compile(r"[A-Za-z]:[\\/]")
+
+
+@dataclass(frozen=True)
+class PathRules:
+    """How the image paths of a source are read.
+
+    Attributes:
+        folder: Folder or URI that paths are relative to; None for the folder of the
+            table.
+        suffix: Ending that is added to paths that lack it, such as '.jpg'; '' for none.
+        follow_links: Whether a link may lead out of the folder.
+    """
+
+    folder: str | None = None
+    suffix: str = ""
+    follow_links: bool = False
+
+    @classmethod
+    def of(cls, config: DataConfig) -> PathRules:
+        """Return the rules that a configuration asks for."""
+        folder = config.image_folder
+        if folder is not None:
+            folder = filesystem.normalize_path(folder)
+        return cls(folder, config.image_suffix or "", config.follow_links)
+
+
+DEFAULT_RULES = PathRules()
+
+
+class ImagePaths:
+    """Find the files of image paths that are relative to one folder.
+
+    Args:
+        table_folder: Folder or URI of the table.
+        rules: What the user says about the paths.
+    """
+
+    def __init__(self, table_folder: str, rules: PathRules = DEFAULT_RULES) -> None:
+        self.root = table_folder if rules.folder is None else rules.folder
+        self._is_remote = filesystem.is_uri(self.root)
+        self._suffix = rules.suffix
+        self._inside = filesystem.resolver(self.root, rules.follow_links)
+        self._following = filesystem.resolver(self.root, follow_links=True)
+
+    def find(self, given: str) -> str | None:
+        """Return the full path or URI of an image, or None if it is outside the folder."""
+        return self.locate(given)[0]
+
+    def locate(self, given: str) -> tuple[str | None, tuple[int, int]]:
+        """Find an image: by its path as it is written, else as other programs write it.
+
+        Returns:
+            The full path, None if it is outside the folder; and size and time as
+            :func:`~uno.data.files.stat_of` has them.
+        """
+        written = self._complete(given)
+        path = self._inside(written)
+        stat = (-1, 0) if path is None else filesystem.stat_of(path)
+        if stat[0] >= 0 or self._is_remote:
+            return path, stat
+        for spelling in _other_spellings(written):
+            other = self._inside(spelling)
+            other_stat = (-1, 0) if other is None else filesystem.stat_of(other)
+            if other_stat[0] >= 0:
+                return other, other_stat
+        return path, stat
+
+    def refusal(self, given: str) -> str:
+        """Return why :meth:`find` gives None for a path, and what to do."""
+        if given.startswith("file://"):
+            given = filesystem.normalize_path(given)
+        shown = one_line(repr(given))
+        if LABEL_STUDIO.match(given):
+            return (
+                f"{shown} is a path on a Label Studio server: download the images and "
+                f"write their paths relative to {self.root}"
+            )
+        if filesystem.is_uri(given):
+            folder = given.rpartition("/")[0]
+            or_name = "" if given.startswith("http") else f", or give --data.image-folder {folder}"
+            return (
+                f"{shown} is a URL: download the images and write their paths relative "
+                f"to {self.root}{or_name}"
+            )
+        outside = f"{shown} is outside the folder {self.root}"
+        if self._following(given) is not None:
+            return f"{outside}: it is a link; copy the file, or give --data.follow-links"
+        return f"{outside}: move it there, or name its folder with --data.image-folder DIR"
+
+    def _complete(self, given: str) -> str:
+        """Remove file:// or the folder's own URI from a path, and add its ending."""
+        if given.startswith("file://"):
+            given = filesystem.normalize_path(given)
+        elif self._is_remote:
+            folder = self.root.partition("?")[0].rstrip("/") + "/"
+            given = given.removeprefix(folder)
+        if self._suffix and not given.lower().endswith(self._suffix.lower()):
+            given += self._suffix
+        return given
+
+
+def _other_spellings(path: str) -> Iterator[str]:
+    """Yield a path as Windows, a URL, or another operating system may mean it."""
+    slashes = path.replace("\\", "/")
+    if not WINDOWS_DRIVE.match(path):
+        yield path.strip()
+        yield slashes
+        yield unquote(slashes, errors="surrogateescape")
+        yield unicodedata.normalize("NFC", slashes)
+        yield unicodedata.normalize("NFD", slashes)
+
+
+def find_images(
+    source: str,
+    table_folder: str,
+    given: Iterable[Any],
+    may_lack: bool,
+    rules: PathRules = DEFAULT_RULES,
+    lines: Sequence[int] | None = None,
+    otherwise: str = "",
+) -> Files:
+    """Find the files of a column of image paths.
+
+    Args:
+        source: Name of the source, for errors.
+        table_folder: Folder or URI of the table.
+        given: The N values of the column.
+        may_lack: Whether a row may have no path; it is then an unreadable image.
+        rules: What the user says about the paths.
+        lines: The line of each of the N rows in the table, if it is a file of text.
+        otherwise: Another way to correct the table, for errors.
+
+    Raises:
+        ConfigError: A row has no path, a path leads out of the folder, or no file is
+            there at all.
+    """
+    paths_of_table = ImagePaths(table_folder, rules)
+    parts, row, first = list[Files](), 0, ""
+
+    def place() -> str:
+        return f"row {row}" if lines is None else f"row {row} (line {lines[row]})"
+
+    for some in chunks(given):
+        paths, stats = list[str](), list[tuple[int, int]]()
+        for value in some:
+            if not value and may_lack:
+                path, stat = "", (-1, 0)
+            elif not isinstance(value, str) or not value:
+                raise ConfigError(f"{source}: {place()} has no image path")
+            else:
+                found, stat = paths_of_table.locate(value)
+                if found is None:
+                    raise ConfigError(f"{source}: {place()}: {paths_of_table.refusal(value)}{otherwise}")
+                path, first = found, first or value
+            paths.append(path)
+            stats.append(stat)
+            row += 1
+        parts.append(Files.of(paths, stats))
+    files = Files.join(parts or [Files.of([], ())])
+    root = paths_of_table.root
+    if row and not filesystem.is_uri(root) and files.stats[:, 0].max() < 0:
+        raise ConfigError(
+            f"{source}: none of its {row} images is below {root}, e.g. "
+            f"{one_line(repr(first))}{_fix_of_missing(root, first, rules)}{otherwise}"
+        )
+    numbers = None if lines is None else np.array(lines, np.int64)
+    return replace(files, line_numbers=numbers)
+
+
+def _fix_of_missing(root: str, example: str, rules: PathRules) -> str:
+    """Return the end of the error line that says that no image was found."""
+    folder, name = os.path.split(os.path.join(root, example))
+    others = os.listdir(folder) if os.path.isdir(folder) else []
+    if similar := next((other for other in others if other.lower() == name.lower()), None):
+        return f"; {similar!r} is there: write names with the same capital letters"
+    if WINDOWS_DRIVE.match(example):
+        return "; it is a path of a Windows computer: write paths relative to that folder"
+    fixes = list[str]()
+    if rules.folder is None:
+        fixes.append("name the folder of the images with --data.image-folder DIR")
+    if not rules.suffix and not is_image(example):
+        fixes.append("the ending of their names with --data.image-suffix .jpg")
+    return "; " + " and ".join(fixes) if fixes else ""

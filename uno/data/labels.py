@@ -1,0 +1,174 @@
+"""Class labels: one rule for what a source may hold as the label of a row.
+
+Every source hands its labels to :func:`encode_labels`, or :func:`encode_column` if they
+are an Arrow column, so that the same table gives the same classes in every format.
+"""
+
+import math
+import re
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from decimal import Decimal
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from uno.data.columns import Labels
+from uno.errors import ConfigError, one_line
+
+NUMBER = re.compile(r"([+-]?)([0-9]+)(?:\.([0-9]*))?")  # sign, whole part, fraction
+
+
+def encode_labels(
+    source: str,
+    values: Iterable[Any],
+    declared: Sequence[str] = (),
+    name_row: Callable[[int], str] = "row {}".format,
+) -> Labels:
+    """Return the class of every row, by one rule for all sources.
+
+    - None, NaN, ``pandas.NA`` and blank text are no label.
+    - Text is the name of a class. Booleans are the classes ``True`` and ``False``.
+    - Whole numbers are classes: 0 and 0.0 are both ``0``. A negative number is no label.
+    - Other numbers are refused.
+    - Text of a column is read as numbers if every label of the column is a number:
+      pandas writes whole numbers with gaps to a CSV file as ``0.0`` and ``1.0``.
+
+    Args:
+        source: The source, as error messages name it.
+        values: The label of each of N rows, as its reader found it.
+        declared: Names of the classes 0, 1, ... if the source's metadata has them.
+        name_row: Returns how error messages name a row, given its number.
+
+    Returns:
+        The classes in the order of their first rows, and the class of each row.
+
+    Raises:
+        ConfigError: A label is neither a name nor a whole number, or has no name in
+            ``declared``.
+    """
+    distinct: list[Any] = []
+    code_of: dict[tuple[type, Hashable], int] = {}
+
+    def encode(value: Any) -> int:
+        if getattr(value, "shape", None) == () and not is_missing(value):
+            value = value.item()
+        if is_missing(value):
+            return -1
+        key = type(value), value if isinstance(value, Hashable) else repr(value)
+        if key not in code_of:
+            code_of[key] = len(distinct)
+            distinct.append(value)
+        return code_of[key]
+
+    codes = np.fromiter(map(encode, values), np.int32)
+    return _to_labels(source, distinct, codes, declared, name_row)
+
+
+def encode_column(source: str, column: Any, declared: Sequence[str] = ()) -> Labels:
+    """Return the class of every row of an Arrow column, by :func:`encode_labels`.
+
+    Args:
+        source: The source, as error messages name it.
+        column: An Arrow array or chunked array of N labels.
+        declared: Names of the classes 0, 1, ... if the source's metadata has them.
+
+    Raises:
+        ConfigError: The type of the column or one of its labels is no label.
+    """
+    kind = column.type
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
+    is_number = is_number or pa.types.is_decimal(kind)
+    if not (is_text or is_number or pa.types.is_boolean(kind) or pa.types.is_null(kind)):
+        fix = "cast it to text or whole numbers"
+        raise ConfigError(f"{source}: column label must hold names or numbers, not {column.type}; {fix}")
+    kind = pa.float64() if pa.types.is_float16(kind) else kind
+    coded = column.cast(kind).combine_chunks().dictionary_encode()
+    distinct = coded.dictionary.to_pylist()
+    codes = coded.indices.fill_null(-1).to_numpy()
+    return _to_labels(source, distinct, codes, declared, "row {}".format)
+
+
+def _to_labels(
+    source: str,
+    distinct: Sequence[Any],
+    codes: np.ndarray,
+    declared: Sequence[str],
+    name_row: Callable[[int], str],
+) -> Labels:
+    """Name the distinct labels of a column; ``codes`` int (N,) are their places, -1: none."""
+    given = [value for value in distinct if not is_missing(value)]
+    reads_text = all(
+        _is_number(value) or (isinstance(value, str) and NUMBER.fullmatch(value)) for value in given
+    )
+    names = []
+    for code, value in enumerate(distinct):
+        try:
+            names.append(_class_name(value, declared, reads_text))
+        except ValueError as error:
+            row = name_row(int(np.flatnonzero(codes == code)[0]))
+            raise ConfigError(f"{source}: {row}: label {error}") from None
+    found = Labels.of(names)
+    return Labels(found.classes, np.append(found.codes, np.int32(-1))[codes])
+
+
+def _class_name(value: Any, declared: Sequence[str], reads_text: bool) -> str | None:
+    """Return the class that one label names, None for none. ValueError: it names none."""
+    shown = one_line(repr(value))
+    cast = (
+        """is not a whole number: cast whole numbers with df["label"].astype("Int64"), """
+        f"or write names such as 'class {one_line(value)}'"
+    )
+    if is_missing(value):
+        return None
+    if isinstance(value, str):
+        parts = NUMBER.fullmatch(value) if reads_text else None
+        if parts is None:
+            return value
+        sign, whole, fraction = parts.groups()
+        if fraction and fraction.strip("0"):
+            raise ValueError(f"{shown} {cast}")
+        return None if sign == "-" and whole.strip("0") else whole
+    if isinstance(value, bool):
+        return str(value)
+    if not _is_number(value):
+        raise ValueError(f"{shown} is neither a name nor a whole number; write one of them")
+    if not (math.isfinite(value) and int(value) == value):
+        raise ValueError(f"{shown} {cast}")
+    if value < 0:
+        return None
+    if declared and value >= len(declared):
+        raise ValueError(f"{shown} has no name among the {len(declared)} of the metadata; add it there")
+    return declared[int(value)] if declared else str(int(value))
+
+
+def is_missing(value: Any) -> bool:
+    """Return whether a value means that there is none: None, NaN, NA, masked or blank text."""
+    if value is None or isinstance(value, str):
+        return not (value and value.strip())
+    differs = value != value
+    if isinstance(differs, bool | np.bool_):
+        return bool(differs)
+    return differs is value  # pandas.NA and numpy.ma.masked answer comparisons with themselves
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | Decimal) and not isinstance(value, bool)
+
+
+def require_distinct(source: str, *labels: Labels | None) -> None:
+    """Refuse classes that differ only by spaces around their names, or as 1 and 1.0 do.
+
+    Raises:
+        ConfigError: Two classes of the columns ``labels`` are written so.
+    """
+    seen: dict[str, str] = {}
+    for name in chain.from_iterable(some.classes for some in labels if some is not None):
+        spelling = re.sub(r"(?<=^\d)(\d*)\.0+$", r"\1", name.strip())
+        other = seen.setdefault(spelling, name)
+        if other != name:
+            pair = f"{one_line(repr(other))} and {one_line(repr(name))}"
+            raise ConfigError(f"{source}: {pair} differ only in spelling: write them alike, or rename one")

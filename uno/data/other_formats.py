@@ -1,0 +1,70 @@
+"""Say what to do with files of formats that are not read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from uno.data.files import valid_text
+
+PHOTOGRAPH = "photographs; save them as JPEG"
+VIDEO = "video; take still images"
+ARRAY = "an array file of NumPy; give --data vectors:{path}"
+HDF5 = "HDF5; save the matrix with np.save and give --data vectors:FILE.npy"
+SPREADSHEET = "a spreadsheet; save it as 'CSV UTF-8'"
+PICKLE = "Python objects, which are not opened; save arrays with np.save, tables as Parquet"
+ANNOTATIONS = (
+    "JSON; write a table with one line an image, as CSV with the columns path and label, or JSON lines"
+)
+FIXES = {
+    **dict.fromkeys((".heic", ".heif", ".avif", ".dng", ".cr2", ".cr3"), PHOTOGRAPH),
+    **dict.fromkeys((".nef", ".arw", ".raf"), PHOTOGRAPH),
+    **dict.fromkeys((".mov", ".mp4", ".m4v", ".avi", ".mkv", ".webm", ".3gp"), VIDEO),
+    ".npy": ARRAY,
+    ".npz": ARRAY,
+    **dict.fromkeys((".pt", ".pth"), "PyTorch; save the tensor with np.save(FILE, tensor.numpy())"),
+    ".safetensors": "tensors; save the matrix with np.save and give --data vectors:FILE.npy",
+    ".h5ad": "cells of anndata; the guide 'Single cells' (docs/guides/cells.md) converts them",
+    **dict.fromkeys((".h5", ".hdf5"), HDF5),
+    ".mat": "MATLAB; read it with scipy.io.loadmat and save arrays with np.save",
+    **dict.fromkeys((".pkl", ".pickle"), PICKLE),
+    **dict.fromkeys((".xlsx", ".xls", ".ods"), SPREADSHEET),
+    ".arrow": "Arrow files of datasets.save_to_disk; write them with Dataset.to_parquet",
+    ".feather": "an Arrow table; write it with pyarrow.parquet.write_table",
+    ".tfrecord": "TFRecord; write its examples as Parquet or as tar shards",
+    **dict.fromkeys((".mdb", ".lmdb"), "LMDB; write its records as Parquet or tar shards"),
+    ".rec": "RecordIO; write its records as Parquet or tar shards",
+    ".zip": "an archive; unpack it",
+    ".rar": "an archive; unpack it",
+    ".7z": "an archive; unpack it",
+    **dict.fromkeys((".tgz", ".gz", ".bz2", ".xz", ".zst"), "compressed; unpack it"),
+    ".json": ANNOTATIONS,
+    ".txt": "text; write a table as CSV, with the first line path,label",
+}
+"""What files with an ending hold and what to do; ``{path}`` stands for the file."""
+USUAL_BESIDE_IMAGES = (".json", ".npy", ".npz", ".gz", ".txt")
+"""Endings of files that lie beside images for many reasons."""
+
+
+def fix_for(path: str) -> str:
+    """Return what a file holds and what to do with it, '' if its ending says nothing."""
+    name = path.lower()
+    fix = next((fix for suffix, fix in FIXES.items() if name.endswith(suffix)), "")
+    return fix.replace("{path}", path)
+
+
+def meaning_of(suffix: str) -> str:
+    """Return what ignored files with an ending hold, as ' (...)', or '' if that is not clear."""
+    fix = "" if suffix in USUAL_BESIDE_IMAGES else FIXES.get(suffix, "")
+    return f" ({fix})" if fix else ""
+
+
+def hint_of_files(names: Iterable[str]) -> str:
+    """Return the end of an error line that names one file of another format, or ''.
+
+    Args:
+        names: Files that are there instead of those that were looked for.
+    """
+    for name in names:
+        if fix := fix_for(name):
+            return f"; {valid_text(name)} is there: {fix}"
+    return ""

@@ -1,0 +1,191 @@
+"""Read CSV and JSONL files as columns of Python values.
+
+A CSV file may be separated by commas, semicolons, tabs or ``|``. Its text is UTF-8,
+or UTF-16 or UTF-32 with a byte order mark, as spreadsheets write it.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from uno.data import files as filesystem
+from uno.errors import ConfigError, one_line
+from uno.limits import MAX_ROWS, MAX_TABLE_BYTES
+
+SEPARATORS = {",": "','", ";": "';'", "\t": "tabs", "|": "'|'"}
+"""Each separator that is recognized, and its name in a note."""
+BYTE_ORDER_MARKS = {
+    codecs.BOM_UTF8: "utf-8-sig",
+    codecs.BOM_UTF32_LE: "utf-32",  # before UTF-16, whose mark is its beginning
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+
+
+class TextTable(NamedTuple):
+    """The content of a CSV or JSONL file with N rows.
+
+    Attributes:
+        columns: Each column's name and its N values. A missing value is None.
+        lines: The line of the file on which each of the N rows ends, from 1.
+        notes: Lines for the user about how the file was read.
+    """
+
+    columns: dict[str, list[Any]]
+    lines: list[int]
+    notes: tuple[str, ...] = ()
+
+
+def read_text_table(path: str) -> TextTable:
+    """Read a table of text by its ending: JSON lines if it is .jsonl, else CSV.
+
+    Args:
+        path: Local path or URI of the file.
+
+    Raises:
+        ConfigError: The file cannot be read as such a table.
+    """
+    is_jsonl = filesystem.split(path)[1].lower().endswith(".jsonl")
+    return read_jsonl(path) if is_jsonl else read_csv(path)
+
+
+def read_csv(path: str) -> TextTable:
+    """Read a CSV file whose first line names the columns.
+
+    Spaces after a separator do not count. The separator is the one that gives the
+    first line the most columns, and a comma if several do. A first line ``sep=;``, as
+    Excel writes it, names the separator instead.
+
+    Args:
+        path: Local path or URI of the file.
+
+    Raises:
+        ConfigError: The file is not CSV, or a row has more values than the first line.
+    """
+    text = _read_text(path)
+    first_line = text.splitlines()[0] if text else ""
+    declared = first_line.strip().strip('"').lower()
+    num_skipped = 0
+    if declared.startswith("sep=") and declared[4:] in SEPARATORS:
+        text = text[len(first_line) :].lstrip("\r\n")
+        num_skipped, separator = 1, declared[4:]
+    else:
+        separator = _separator_of(first_line)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True)
+    try:
+        records = [(row, reader.line_num + num_skipped) for row in reader if row]
+    except csv.Error as error:
+        raise ConfigError(f"{path} is not CSV: {error}") from None
+    fields = [] if not records else [name.strip() for name in records[0][0]]
+    records = records[1:]
+    for number, (row, line) in enumerate(records):
+        if len(row) > len(fields):
+            raise ConfigError(
+                f"{path}: row {number} (line {line}) has more values than the "
+                f"{len(fields)} columns; quote values that contain {separator!r}"
+            )
+    if (name := _first_repeated([name for name in fields if name])) is not None:
+        raise ConfigError(f"{path}: two columns are named {one_line(repr(name))}")
+    columns = {
+        name: [row[i] if i < len(row) else None for row, _ in records] for i, name in enumerate(fields)
+    }
+    notes = () if separator == "," else (f"separated by {SEPARATORS[separator]}",)
+    return TextTable(columns, [line for _, line in records], notes)
+
+
+def read_jsonl(path: str) -> TextTable:
+    """Read a file with one JSON object on each line.
+
+    Args:
+        path: Local path or URI of the file.
+
+    Raises:
+        ConfigError: A line is not a JSON object.
+    """
+    records, lines = list[dict[str, Any]](), list[int]()
+    for number, line in enumerate(_read_text(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = filesystem.parse_json(line, _object_of)
+            if "\\u" in line:  # half a surrogate pair is no text
+                json.dumps(record, ensure_ascii=False).encode()
+        except ValueError as error:
+            raise ConfigError(
+                f"{path} line {number} is not JSON: {one_line(error)}{_many_lines(line)}"
+            ) from None
+        if not isinstance(record, dict):
+            raise ConfigError(
+                f"{path} line {number} must be an object, not {type(record).__name__}{_many_lines(line)}"
+            )
+        records.append(record)
+        lines.append(number)
+    names = dict.fromkeys(name for record in records for name in record)
+    columns = {name: [record.get(name) for record in records] for name in names}
+    return TextTable(columns, lines)
+
+
+def _many_lines(line: str) -> str:
+    """The end of an error line if a file seems to hold one JSON document."""
+    if not line.lstrip().startswith("[") and line.strip() != "{":
+        return ""
+    return "; write one object a line (pandas: to_json(orient='records', lines=True))"
+
+
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a JSON object. Raises ValueError if two of its values have one name."""
+    if (name := _first_repeated([name for name, _ in pairs])) is not None:
+        raise ValueError(f"{name!r} twice in an object")
+    return dict(pairs)
+
+
+def _first_repeated(names: Sequence[str]) -> str | None:
+    """Return the first name that an earlier one equals, or None."""
+    seen = set[str]()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None
+
+
+def _separator_of(header: str) -> str:
+    """Return the separator that gives the first line of a CSV file most columns."""
+
+    def num_columns(separator: str) -> int:
+        try:
+            return len(next(csv.reader([header], delimiter=separator), []))
+        except csv.Error:  # reading the whole file raises it again
+            return 0
+
+    return max(SEPARATORS, key=num_columns)  # of equal ones the first: the comma
+
+
+def _read_text(path: str) -> str:
+    """Read a table of text. Raises ConfigError if it is too large or not UTF-8."""
+    data = filesystem.read_whole(path, MAX_TABLE_BYTES)
+    encoding = next((name for mark, name in BYTE_ORDER_MARKS.items() if data.startswith(mark)), "utf-8")
+    try:
+        text = data.decode(encoding)
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"cannot read {path}: it is not {encoding.removesuffix('-sig').upper()} "
+            f"(line {line}, byte 0x{data[error.start]:02x}), perhaps cp1252 or latin-1: "
+            "in Excel save as 'CSV UTF-8', or convert it: "
+            "iconv -f CP1252 -t UTF-8 OLD > NEW"
+        ) from None
+    if "\0" in text[:1000]:
+        raise ConfigError(
+            f"cannot read {path}: it holds zero bytes, as UTF-16 without a byte order "
+            "mark does; save it as UTF-8"
+        )
+    if (num_lines := text.count("\n")) > MAX_ROWS:
+        raise ConfigError(f"{path} has {num_lines:,} lines, more than {MAX_ROWS:,}")
+    return text
