@@ -48,7 +48,7 @@ the origin of every value. A [method](methods.md) can have its own section."""),
 An input above a limit is rejected with one line before memory is allocated for it. A run that would need
 more memory than is free on this machine is refused with the numbers before it starts. Only regular files are
 opened. The numbers are those of [`uno/limits.py`](../../uno/limits.py)."""),
-    "methods": ("Methods", f"The default is `{DEFAULT}`, and `choice` with the preset `photos`."),
+    "methods": ("Methods", f"The default is `{DEFAULT}`, and `clustering` with the preset `photos`."),
     "python": ("Python interface", "The commands' work from Python."),
 }  # fmt: skip
 PRESETS_ARE = """\

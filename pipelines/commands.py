@@ -51,8 +51,8 @@ DISCOVER = Command("discover", TRAINING, examples=(
     "uno discover --labeled photos/known --unlabeled photos/new --num-novel 5 --weights pretrained",
     "uno discover --preset cifar10 --data cifar10:DIR",
 ), text="""
-Defaults are those of the digits. Your own images and a frozen encoder set others, such as --method clustering:
---explain prints every value of your run and where it comes from.
+Defaults are those of the digits. Your own images and a frozen encoder set others, such as
+--method clustering: --explain prints every value of your run and where it comes from.
 """)  # fmt: skip
 EVALUATE = Command("evaluate", RUN, "some", text="Computes RUN/metrics.json from checkpoints and data.")
 PREDICT = Command("predict", RUN | EMBEDDING | SORTED, "some", text="""

@@ -66,7 +66,8 @@ CHOICES: dict[str, Sequence[Any]] = {  # fields of the configuration, drawn for 
     "model.stem": ("cifar", "cifar_stride2"), "model.mlp_input": ("normalized", "raw"),
     "model.finetune": ("full", "full", "none"),
     "data.interpolation": ("bilinear", "bicubic"), "data.loading": ("memory", "streaming"),
-    "objective.concat": (True, False), "method": ("uno", "uno", "uno", "clustering", "clustering", "rs_plus", "ncl"),
+    "objective.concat": (True, False),
+    "method": ("uno", "uno", "uno", "clustering", "clustering", "rs_plus", "ncl"),
 }  # fmt: skip
 FORMS = ("folder", "csv", "jsonl", "parquet", "parquet of paths", "tar")
 PACKED = tuple(f"packed {form}" for form in FORMS)

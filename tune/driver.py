@@ -125,7 +125,9 @@ def run_sweep(options: SweepOptions) -> int:
         ended = [t for t in records.read_trials(claim.storage) if t.index < options.trials and t.status]
         if len(ended) < options.trials:
             if leaves_choice(config.preset, {key: value for key, value in asked.items() if key != "recipe"}):
-                print_line("method: uno; uno discover takes clustering by default, which has nothing to search")
+                print_line(
+                    "method: uno; uno discover takes clustering by default, which has nothing to search"
+                )
             _describe(options, data, folds, num_epochs)
             _run_missing(options, data, num_epochs, claim, ended)
         else:

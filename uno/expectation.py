@@ -8,7 +8,6 @@ tasks of data sets whose classes are known, and are stored with their source in
 """
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -32,8 +31,8 @@ class Expectation:
     Attributes:
         mean: The expected accuracy.
         low: The lower end of the interval that holds nine tenths of such tasks, rounded
-            down to whole percent.
-        high: Its upper end, rounded up.
+            to whole percent.
+        high: Its upper end, rounded alike.
     """
 
     mean: float
@@ -64,9 +63,7 @@ class Line:
         middle = self.intercept + self.slope * agreement
         mean = float(np.mean(sigmoid(middle + np.array(self.residuals))))
         low, high = sigmoid(middle + np.array([self.low, self.high]))
-        low = math.floor(100 * low) / 100
-        high = math.ceil(100 * high) / 100
-        return Expectation(mean, min(low, mean), max(high, mean))
+        return Expectation(mean, round(float(low), 2), round(float(high), 2))
 
 
 def fit_line(agreement: np.ndarray, accuracy: np.ndarray, groups: np.ndarray) -> Line:
@@ -95,9 +92,7 @@ def fit_line(agreement: np.ndarray, accuracy: np.ndarray, groups: np.ndarray) ->
     intercept, slope = fit(np.ones(len(target), dtype=bool))
     low, high = np.quantile(residuals, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     quantiles = np.quantile(residuals, (np.arange(20) + 0.5) / 20)
-    return Line(
-        float(intercept), float(slope), quantiles.tolist(), float(low), float(high)
-    )
+    return Line(float(intercept), float(slope), quantiles.tolist(), float(low), float(high))
 
 
 def logit(share: Any) -> Any:
@@ -138,9 +133,7 @@ def expected_accuracy(
     return line(mean_logit(agreement))
 
 
-def outside_calibration(
-    num_rows: int, num_known: int, num_novel: int, encoder: str
-) -> dict[str, float]:
+def outside_calibration(num_rows: int, num_known: int, num_novel: int, encoder: str) -> dict[str, float]:
     """Tell in what a task differs from all tasks that the expectation was fitted on.
 
     Args:
@@ -170,8 +163,7 @@ def describe_outside(values: Mapping[str, float]) -> list[str]:
     """
     ranges = calibration()["ranges"]
     found = [
-        f"{values[name]:,.0f} {name} "
-        f"(calibrated on {ranges[name][0]:,} to {ranges[name][1]:,})"
+        f"{values[name]:,.0f} {name} (calibrated on {ranges[name][0]:,} to {ranges[name][1]:,})"
         for name in COUNTED
         if name in values
     ]

@@ -201,9 +201,7 @@ class Clustering:
         """Number of known and novel classes."""
         return self.num_known + self.num_novel
 
-    def partition(
-        self, kind: str, num_novel: int, num_starts: int, seed: int
-    ) -> Tensor:
+    def partition(self, kind: str, num_novel: int, num_starts: int, seed: int) -> Tensor:
         """Cluster the rows without merging.
 
         Args:
@@ -237,7 +235,7 @@ class Clustering:
 
         The number of clusters before merging grows with the variation of the known
         classes' sizes. The factors were chosen on other data sets:
-        docs/results/choice.md.
+        docs/results/clustering.md.
         """
         extra = min(MAX_EXTRA, EXTRA_PER_VARIATION * size_variation(self.labels))
         num_free = int((self.labels == FREE).sum())
@@ -249,9 +247,7 @@ class Clustering:
         *_, (_, merged) = self.merges(clusters, self.num_known + num_start)
         return merged
 
-    def merges(
-        self, clusters: Tensor, num_clusters: int
-    ) -> Iterator[tuple[float, Tensor]]:
+    def merges(self, clusters: Tensor, num_clusters: int) -> Iterator[tuple[float, Tensor]]:
         """Merge until ``num_novel`` novel clusters are left.
 
         Args:
@@ -266,16 +262,12 @@ class Clustering:
         sizes = clusters[self.clustered].bincount(minlength=num_clusters)
         means = cluster_means(self.points, clusters, num_clusters)
         num_merges = num_clusters - self.num_classes
-        for mixed, mapping in merge_clusters(
-            links, sizes, means @ means.T, self.num_known, num_merges
-        ):
+        for mixed, mapping in merge_clusters(links, sizes, means @ means.T, self.num_known, num_merges):
             yield mixed, mapping[clusters]
 
     def similar_pairs(self, clusters: Tensor) -> Tensor:
         """Return the pairs of novel clusters that mix most, as in :class:`Result`."""
-        links = count_links(
-            self.neighbors, clusters[self.clustered], self.num_classes
-        )
+        links = count_links(self.neighbors, clusters[self.clustered], self.num_classes)
         sizes = clusters[self.clustered].bincount(minlength=self.num_classes)
         mixed = mixing(links, sizes)[self.num_known :, self.num_known :].triu(1)
         order = mixed.flatten().argsort(descending=True)[:MAX_SIMILAR_PAIRS]
@@ -396,19 +388,11 @@ def agreements(
     plain = Clustering.of(F.normalize(rows, dim=1), labels, num_novel, gcd)
     whitened = Clustering.of(F.normalize(rows @ white, dim=1), labels, num_novel, gcd)
     starts = NUM_COMPARED_STARTS
-    others = [
-        plain.partition(kind, num_novel, starts, seed)
-        for kind in (KMEANS, SMOOTHED, SPECTRAL)
-    ]
-    others += [
-        whitened.partition(kind, num_novel, starts, seed) for kind in (KMEANS, SPECTRAL)
-    ]
+    others = [plain.partition(kind, num_novel, starts, seed) for kind in (KMEANS, SMOOTHED, SPECTRAL)]
+    others += [whitened.partition(kind, num_novel, starts, seed) for kind in (KMEANS, SPECTRAL)]
     others.append(whitened.run(seed + 1, starts))
     others += [half_clusters(whitened, seed + half) for half in range(NUM_HALVES)]
-    shares = [
-        matched(clusters[free], other[free], num_classes).double().mean()
-        for other in others
-    ]
+    shares = [matched(clusters[free], other[free], num_classes).double().mean() for other in others]
     return torch.stack(shares)
 
 
@@ -419,9 +403,7 @@ def half_clusters(clustering: Clustering, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     half = free[torch.randperm(len(free), generator=generator)[: len(free) // 2]]
     taken = torch.cat([(labels != FREE).nonzero().flatten(), half]).sort().values
-    part = Clustering.of(
-        points[taken], labels[taken], clustering.num_novel, clustering.gcd
-    )
+    part = Clustering.of(points[taken], labels[taken], clustering.num_novel, clustering.gcd)
     clusters = part.run(seed, NUM_COMPARED_STARTS)
     cosines = points @ cluster_means(part.points, clusters, part.num_classes).T
     if not clustering.gcd:

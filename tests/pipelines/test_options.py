@@ -93,7 +93,8 @@ def test_own_images_start_from_pretrained_weights_where_there_are_any(
 
 
 @pytest.mark.parametrize(("more", "method"), [
-    ("", "clustering"), ("--seed 3 --num-novel 5", "clustering"), ("--method uno", "uno"), ("--method ncl", "ncl"),
+    ("", "clustering"), ("--seed 3 --num-novel 5", "clustering"),
+    ("--method uno", "uno"), ("--method ncl", "ncl"),
     ("--objective.epsilon 0.1", "uno"), ("--discover.epochs 5", "uno"), ("--model.num-heads 2", "uno"),
     ("--model.finetune last_stage", "uno"), ("--recipe v2", "uno"),
 ])  # fmt: skip

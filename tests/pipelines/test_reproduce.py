@@ -313,7 +313,9 @@ def test_a_table_on_vectors(tmp_path):
         "--seeds",
         "1",
     ]
-    asked = request([*words, "--rows", "clustering", "kmeans", "--seeds", "1", "--output", str(tmp_path / "out")])
+    asked = request(
+        [*words, "--rows", "clustering", "kmeans", "--seeds", "1", "--output", str(tmp_path / "out")]
+    )
     assert [cell.row.key for cell in asked.cells] == ["clustering", "uno"] and not asked.refused
     assert all(cell.config.data.source == f"vectors:{tmp_path}/rows.parquet" for cell in asked.cells)
     assert [job.needs for job in tables.plan(asked)][1:] == [asked.cells[0].pretraining] * 2

@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.forked import forked
-from tests.uno.small_run import batches_of, fresh_state, small_config
-from uno import objective
 
 ROOT = Path(__file__).parents[2]
 FILES = {

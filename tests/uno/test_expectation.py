@@ -51,7 +51,8 @@ def test_the_interval_holds_nine_tenths_of_tasks_like_those_of_the_fit():
 @pytest.mark.parametrize("agreement", [[0.0] * 8, [1.0] * 8, [0.2, 1.0]])
 def test_an_interval_is_whole_percents_around_the_mean(setting, agreement):
     expected = expected_accuracy(agreement, setting)
-    assert 0 <= expected.low <= expected.mean <= expected.high <= 1
+    assert 0 <= expected.low <= expected.high <= 1
+    assert expected.low - 0.005 <= expected.mean <= expected.high + 0.005
     for end in (expected.low, expected.high):
         assert 100 * end == pytest.approx(round(100 * end))
 

@@ -46,9 +46,7 @@ def features(num_classes=10, sizes=None, noise=8.0, seed=0):
 def solve(points, truth, num_known, num_novel, gcd, seed=0):
     """Return the result, and the outputs and classes of the unlabeled rows."""
     free = (truth >= num_known) | (gcd & (torch.arange(len(truth)) % 2 == 0))
-    result = discover_clusters(
-        points[~free], truth[~free], points[free], num_novel, gcd, seed
-    )
+    result = discover_clusters(points[~free], truth[~free], points[free], num_novel, gcd, seed)
     cosines = result.space(points[free]) @ result.prototypes.T
     if not gcd:
         cosines[:, :num_known] = -torch.inf
@@ -116,9 +114,7 @@ def test_merges_join_the_parts_of_a_class():
     generator = torch.Generator().manual_seed(0)
     centers = normalize(torch.randn(5, 12, generator=generator), dim=1)
     blob = torch.arange(5).repeat_interleave(40)
-    points = normalize(
-        centers[blob] + 0.05 * torch.randn(200, 12, generator=generator), dim=1
-    )
+    points = normalize(centers[blob] + 0.05 * torch.randn(200, 12, generator=generator), dim=1)
     part = blob * 2 + torch.randint(0, 2, (200,), generator=generator)
     links = count_links(nearest(points), part, 10)
     sizes = part.bincount(minlength=10)

@@ -27,10 +27,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from uno.frozen import matched
 from uno.clustering import kmeans
 from uno.collectives import mean_with_grad
 from uno.config import Config, Section, field
+from uno.frozen import matched
 from uno.heads import unit
 from uno.methods import Method
 from uno.methods.method import NovelHead, cluster_centers, forward_two_views, frozen_sample

@@ -174,8 +174,7 @@ def _against_clustering(facts: RunData) -> Warnings:
     right = facts.metrics.get(key)
     if title and right is not None and right <= best:
         yield (
-            f"No better than clustering: {right:.1%} of the {images} images are correct, "
-            f"{title} {best:.1%}",
+            f"No better than clustering: {right:.1%} of the {images} images are correct, {title} {best:.1%}",
             "Discovery did not improve on clustering"
             + ("; see the learning curves." if facts.has_trained else "."),
         )

@@ -71,7 +71,8 @@ def write_report(
             )
         ),
         "curves": facts.curves(found), "estimate_chart": facts.estimate_chart(found),
-        "several_heads": has_several_heads(metrics), "num_heads": num_heads(config), "side": side(config), "method": description(config.method),
+        "several_heads": has_several_heads(metrics),
+        "num_heads": num_heads(config), "side": side(config), "method": description(config.method),
         "times": facts.times(config, found, task), "command": facts.command_line(config),
     }  # fmt: skip
     storage.write(REPORT_FILE, render("report.html", context, script="report.js").encode())

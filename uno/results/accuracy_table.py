@@ -104,7 +104,6 @@ GENERALIZED = Table("unlabeled images, %", {"all": "All", "old": "Old", "new": "
 ])  # fmt: skip
 
 
-
 def filled_tables(values: Mapping[str, float]) -> list[Table]:
     """Return the tables of which ``values`` hold a cell.
 

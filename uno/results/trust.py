@@ -110,10 +110,7 @@ def _agreement(values: Mapping[str, float], word: Word, trained: bool) -> str:
         other = "longer training" if trained else "another encoder"
         advice = f"the features do not separate these classes: try another number of them or {other}"
     kmeans, near = (f"{100 * values[key]:.0f}%" for key in (KMEANS, NEAR))
-    return (
-        f"k-means agrees on {kmeans} of the unlabeled images, "
-        f"nearest neighbors on {near} ({advice})"
-    )
+    return f"k-means agrees on {kmeans} of the unlabeled images, nearest neighbors on {near} ({advice})"
 
 
 def _seen(values: Mapping[str, float]) -> str:
@@ -151,10 +148,7 @@ def _merge_advice(values: Mapping[str, float]) -> list[str]:
     names = [key.removeprefix(SIMILAR).split("/") for key in pairs]
     shown = ", ".join(f"novel-{a} and novel-{b}" for a, b in names[:MAX_SHOWN_PAIRS])
     more = f" and {len(names) - MAX_SHOWN_PAIRS} more pairs" if len(names) > MAX_SHOWN_PAIRS else ""
-    return [
-        f"may be one class each: {shown}{more} "
-        "(compare their images, then merge them with uno classes)"
-    ]
+    return [f"may be one class each: {shown}{more} (compare their images, then merge them with uno classes)"]
 
 
 def clustering_metrics(tensors: Mapping[str, Tensor], setting: str, encoder: str) -> dict[str, float]:

@@ -206,7 +206,7 @@ def test_the_check_counts_readable_images_only(tmp_path, derived, level, text):
 ])  # fmt: skip
 def test_clusters_need_more_unlabeled_images(setting, unlabeled, fix):
     """No batch size matters for a method that trains nothing."""
-    values = {"data__num_novel": 2, "data__setting": setting, "method": "choice"}
+    values = {"data__num_novel": 2, "data__setting": setting, "method": "clustering"}
     values |= {"model__prototype_init": "random", "train__batch_size": 512}
     values |= {"discover__epochs": 0, "model__weights": "w.safetensors"}
     config = config_of(**values)

@@ -63,7 +63,7 @@ def settings_of(kind, root):
     return values
 
 
-@pytest.mark.parametrize("kind", ["scratch", "heads", "choice"])
+@pytest.mark.parametrize("kind", ["scratch", "heads", "clustering"])
 def test_an_unreadable_image_is_left_out_and_the_run_goes_on(tmp_path, capsys, kind):
     folders = write_folders(tmp_path)
     settings = folders | settings_of(kind, tmp_path)
@@ -75,7 +75,7 @@ def test_an_unreadable_image_is_left_out_and_the_run_goes_on(tmp_path, capsys, k
     bad = [json.loads(line) for line in lines]
     assert [entry["id"] for entry in bad] == ["unlabeled/03.png"]
     said = capsys.readouterr().out
-    assert ("batch size: 27" in said) == (kind != "choice")
+    assert ("batch size: 27" in said) == (kind != "clustering")
     again = uno.discover(**settings, output=str(output))
     assert again.model_hash == model.model_hash
     assert "is finished; nothing is trained again" in capsys.readouterr().out
@@ -111,7 +111,7 @@ def test_a_given_batch_size_stays_and_the_line_names_the_fix(tmp_path, kind):
 
 
 def test_a_known_class_without_a_readable_image_is_named(tmp_path):
-    settings = write_folders(tmp_path) | settings_of("choice", tmp_path)
+    settings = write_folders(tmp_path) | settings_of("clustering", tmp_path)
     for path in (tmp_path / "known" / "b").glob("*.png"):
         damage(path)
     with pytest.raises(ConfigError) as refused:
@@ -123,18 +123,18 @@ def test_a_known_class_without_a_readable_image_is_named(tmp_path):
 
 
 def test_too_few_unlabeled_images_are_refused_before_features(tmp_path, monkeypatch):
-    settings = write_folders(tmp_path, new=4) | settings_of("choice", tmp_path)
+    settings = write_folders(tmp_path, new=4) | settings_of("clustering", tmp_path)
     refuse = pytest.fail
     monkeypatch.setattr(features, "cached_features", lambda *_: refuse("too late"))
     with pytest.raises(ConfigError) as refused:
         uno.discover(**settings, output=str(tmp_path / "run"), quiet=True)
-    for fact in ("choice", "(4)", "2 known + 2 new", "--setting ncd"):
+    for fact in ("clustering", "(4)", "2 known + 2 new", "--setting ncd"):
         assert fact in str(refused.value)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_way_out_of_too_few_unlabeled_images_works(tmp_path):
-    settings = write_folders(tmp_path, new=4) | settings_of("choice", tmp_path)
+    settings = write_folders(tmp_path, new=4) | settings_of("clustering", tmp_path)
     output = str(tmp_path / "run")
     model = uno.discover(**settings, setting="ncd", output=output, quiet=True)
     assert len(model.classes) == 4
@@ -161,7 +161,7 @@ def test_unusable_vectors_do_not_count_as_rows(tmp_path):
 
 
 def test_too_few_classes_to_estimate_are_refused_before_work(tmp_path, monkeypatch):
-    settings = write_folders(tmp_path) | settings_of("choice", tmp_path)
+    settings = write_folders(tmp_path) | settings_of("clustering", tmp_path)
     settings |= {"num_novel": "auto", "output": str(tmp_path / "run")}
     monkeypatch.setattr(features, "cached_features", lambda *_: pytest.fail("late"))
     with pytest.raises(ConfigError, match="known classes with images, found 2"):
