@@ -297,7 +297,7 @@ def fit(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the calibration of :mod:`uno.expectation`: lines, ranges and figures."""
     used = [row for row in rows if row["kind"] != "all" and row["agreement"]]
     keys = ("num_unlabeled", "num_known", "num_novel")
-    encoders = {row["encoder"] for row in used} - {"vectors"}
+    names = {row["encoder"] for row in used}
     lines: dict[str, dict[str, Any]] = {"ncd": {}, "gcd": {}}
     for setting, matching in LINES:
         line = fit_line(*arrays(used, setting, matching))
@@ -311,7 +311,9 @@ def fit(rows: list[dict[str, Any]]) -> dict[str, Any]:
                 name: [int(min(r[key] for r in used)), int(max(r[key] for r in used))]
                 for name, key in zip(COUNTED, keys, strict=True)
             },
-            "encoders": sorted(f"timm:tf_efficientnet_{name}" for name in encoders),
+            "encoders": sorted(
+                name if name == "vectors" else f"timm:tf_efficientnet_{name}" for name in names
+            ),
         },
         "lines": lines,
     }

@@ -153,7 +153,8 @@ def outside_calibration(num_rows: int, num_known: int, num_novel: int, encoder: 
         for name, value in values.items()
         if not ranges[name][0] <= value <= ranges[name][1]
     }
-    return found if encoder in ranges["encoders"] else found | {"encoder": 1.0}
+    kind = "vectors" if encoder.startswith("vectors:") else encoder
+    return found if kind in ranges["encoders"] else found | {"encoder": 1.0}
 
 
 def describe_outside(values: Mapping[str, float]) -> list[str]:

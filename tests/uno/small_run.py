@@ -20,7 +20,6 @@ from uno.presets import preset
 from uno.prototype_init import init_prototypes_
 from uno.runs import run
 from uno.runs.journal import read_journal
-from uno.runs.run import plans
 from uno.session.data import open_sets, read_task
 from uno.state import TrainState, new_state, state_tensors
 from uno.steps import Batch
@@ -73,7 +72,8 @@ def batches_of(
 ) -> Callable[[int], Batch]:
     """``batches(step)`` of a phase on the small set."""
     train = train or small_sets()[0]
-    plan = plans(config, len(train.labels), len(train.unlabeled_images), worker.world_size)[phase]
+    sizes = len(train.labels), len(train.unlabeled_images)
+    plan = run.plan_phase(config, phase, *sizes, worker.world_size)
     return train.batches(config, plan, worker.rank, worker.world_size)
 
 

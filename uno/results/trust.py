@@ -50,7 +50,7 @@ COUNTS = {
 NUM_NOVEL = "trust/clustering/classes"
 NUM_AGREEMENTS = "trust/clustering/clusterings"
 OUTSIDE = "trust/outside/"  # and a name of uno.expectation.COUNTED, or encoder
-SIMILAR = "trust/similar/"  # and two indices of novel classes, as 2/5: how much they mix
+SIMILAR = "trust/similar/"  # and two indices of novel classes from 0: how much they mix
 TRAINING = "train/known/task_agnostic_strict/acc/best"
 
 Word = Literal["trustworthy", "doubtful", "not trustworthy"]
@@ -145,7 +145,7 @@ def _merge_advice(values: Mapping[str, float]) -> list[str]:
     pairs = sorted((key for key in values if key.startswith(SIMILAR)), key=lambda k: -values[k])
     if not pairs:
         return []
-    names = [key.removeprefix(SIMILAR).split("/") for key in pairs]
+    names = [[int(i) + 1 for i in key.removeprefix(SIMILAR).split("/")] for key in pairs]
     shown = ", ".join(f"novel-{a} and novel-{b}" for a, b in names[:MAX_SHOWN_PAIRS])
     more = f" and {len(names) - MAX_SHOWN_PAIRS} more pairs" if len(names) > MAX_SHOWN_PAIRS else ""
     return [f"may be one class each: {shown}{more} (compare their images, then merge them with uno classes)"]

@@ -161,18 +161,6 @@ def test_warnings_about_classes(digits, change, seen):
     assert any(seen in title for title in found) if seen else found == []
 
 
-def test_outputs_of_joined_clusters_are_no_collapse(digits):
-    """Kills: advice to train where clusters were joined, and no word where no class has images."""
-    config = small_config().model_copy(update={"method": "clustering"})
-
-    def titles(sample):
-        return [seen for seen, _ in checks.warnings(config, RunData(), sample, summarize(digits, sample))]
-
-    sample = sample_of(digits, digits.eval_labels)
-    assert not any("Collapse" in title for title in titles(moved(sample, 9, 8)))
-    assert any("Collapse: 5 of 5" in title for title in titles(replace(sample, votes=sample.votes * 0)))
-
-
 @pytest.mark.parametrize("phase", PHASES)
 def test_warnings_about_a_phase(phase):
     """Kills: a phase that no check knows, such as rotation."""

@@ -130,7 +130,7 @@ def test_page_without_the_run_s_files(tmp_path, damage):
             (tmp_path / name).mkdir()
     storage.delete("checkpoints")
     page = written(storage, TASK)
-    assert "No predictions: no discovery checkpoint" in page.text and "no learning curves" in page.text
+    assert "No predictions: no discovery checkpoint" in page.text and "Heads and training" not in page.text
     assert ("environment.json could not be read" in page.text) == (damage == "damaged")
     assert ("metrics.jsonl, bad_samples.jsonl could not be read" in page.text) == (damage == "unreadable")
     assert requests(page) == []

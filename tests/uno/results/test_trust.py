@@ -109,13 +109,15 @@ def test_a_task_outside_the_calibration_is_called_less_certain():
     (line,) = (line for line in verdict(signs() | outside).reasons if "less certain" in line)
     assert "1,000,000 unlabeled images" in line and "400 novel classes" in line
     assert "another encoder" in line and "known classes" not in line
+    vectors = trust.clustering_metrics(checkpoint([0.9] * 8), "ncd", "vectors:50")
+    assert not any("less certain" in line for line in verdict(signs() | vectors).reasons)
 
 
 def test_pairs_of_classes_that_look_like_one_are_advice():
     similar = [[1, 4, 0.9], [0, 2, 0.01]]
     values = trust.clustering_metrics(checkpoint([0.9] * 8, similar=similar), "ncd", "vectors")
     last = verdict(signs() | values).reasons[-1]
-    assert "novel-1 and novel-4" in last and "novel-0" not in last and "uno classes" in last
+    assert "novel-2 and novel-5" in last and "novel-3" not in last and "uno classes" in last
 
 
 def test_without_agreements_nothing_is_expected():
