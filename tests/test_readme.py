@@ -154,7 +154,6 @@ def test_the_demo_as_a_newcomer_gets_it(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 @pytest.mark.ray
-@pytest.mark.skip(reason="hung once after uno export, in a process that had used Ray; to be looked into")
 def test_the_day_after_training(two, tmp_path, monkeypatch):
     """The commands of the page on a demo, in order, as they stand there."""
     monkeypatch.setattr("sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2])

@@ -17,7 +17,6 @@ How well the result can be trusted is estimated from how far other clusterings o
 same rows agree with it (:func:`agreements` and :mod:`uno.expectation`).
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +40,7 @@ SHRINKAGE = 0.1  # share of the mean eigenvalue that is added to the covariance
 NUM_STARTS = 10  # of k-means for the result
 MAX_EXTRA = 2.0  # at most this many extra clusters for each novel class, before merging
 EXTRA_PER_VARIATION = 2.0  # extra clusters for each novel class, per unit of variation
+MIN_ROWS_PER_CLUSTER = 10  # unlabeled rows, on average, of clusters that are merged later
 MAX_COMPARED_ROWS = 4_000  # unlabeled rows that other clusterings are compared on
 NUM_COMPARED_STARTS = 3  # of k-means for each other clustering
 NUM_HALVES = 2  # clusterings of a random half of the rows
@@ -119,7 +119,7 @@ def discover_clusters(
     return Result(
         Space(principal.mean, principal.directions @ white),
         cluster_means(clustering.points, clusters, clustering.num_classes),
-        agreements(rows, white, known, clusters, num_novel, gcd, seed),
+        agreements(clustering, rows, clusters, seed),
         clustering.similar_pairs(clusters),
     )
 
@@ -239,46 +239,44 @@ class Clustering:
         """
         extra = min(MAX_EXTRA, EXTRA_PER_VARIATION * size_variation(self.labels))
         num_free = int((self.labels == FREE).sum())
-        most = max(self.num_novel, num_free // NUM_STARTS)  # of few rows no more
+        most = max(self.num_novel, num_free // MIN_ROWS_PER_CLUSTER)
         num_start = min(round((1 + extra) * self.num_novel), most)
         clusters = self.partition(SMOOTHED, num_start, num_starts, seed)
-        if num_start == self.num_novel:
+        return self.merged(clusters, num_start - self.num_novel)
+
+    def merged(self, clusters: Tensor, num_merges: int) -> Tensor:
+        """Merge clusters int64 (N,) of all rows, by :func:`merge_clusters`."""
+        if not num_merges:
             return clusters
-        *_, (_, merged) = self.merges(clusters, self.num_known + num_start)
-        return merged
-
-    def merges(self, clusters: Tensor, num_clusters: int) -> Iterator[tuple[float, Tensor]]:
-        """Merge until ``num_novel`` novel clusters are left.
-
-        Args:
-            clusters: Clusters int64 (N,) of all rows, known ones first.
-            num_clusters: Number of clusters, known ones included.
-
-        Yields:
-            After each merge the mixing of the merged pair, and the clusters (N,) of all
-            rows, numbered anew without a gap.
-        """
-        links = count_links(self.neighbors, clusters[self.clustered], num_clusters)
-        sizes = clusters[self.clustered].bincount(minlength=num_clusters)
+        num_clusters = self.num_classes + num_merges
+        links, sizes = self.links_and_sizes(clusters, num_clusters)
         means = cluster_means(self.points, clusters, num_clusters)
-        num_merges = num_clusters - self.num_classes
-        for mixed, mapping in merge_clusters(links, sizes, means @ means.T, self.num_known, num_merges):
-            yield mixed, mapping[clusters]
+        return merge_clusters(links, sizes, means @ means.T, self.num_known, num_merges)[clusters]
+
+    def links_and_sizes(self, clusters: Tensor, num_clusters: int) -> tuple[Tensor, Tensor]:
+        """Return links (K, K) and sizes (K,) of the clusters, of the rows that take part."""
+        clusters = clusters[self.clustered]
+        sizes = clusters.bincount(minlength=num_clusters)
+        return count_links(self.neighbors, clusters, num_clusters), sizes
+
+    def subset(self, chosen: Tensor) -> "Clustering":
+        """Return the clustering of the rows at indices ``chosen`` (n,), ascending."""
+        if len(chosen) == len(self.labels):
+            return self
+        return Clustering.of(self.points[chosen], self.labels[chosen], self.num_novel, self.gcd)
 
     def similar_pairs(self, clusters: Tensor) -> Tensor:
         """Return the pairs of novel clusters that mix most, as in :class:`Result`."""
-        links = count_links(self.neighbors, clusters[self.clustered], self.num_classes)
-        sizes = clusters[self.clustered].bincount(minlength=self.num_classes)
-        mixed = mixing(links, sizes)[self.num_known :, self.num_known :].triu(1)
+        mixed = mixing(*self.links_and_sizes(clusters, self.num_classes))[
+            self.num_known :, self.num_known :
+        ].triu(1)
         order = mixed.flatten().argsort(descending=True)[:MAX_SIMILAR_PAIRS]
         first, second = order // self.num_novel, order % self.num_novel
         pairs = torch.stack([first, second, mixed[first, second]], dim=1)
         return pairs[pairs[:, 2] > 0]
 
 
-def merge_clusters(
-    links: Tensor, sizes: Tensor, cosines: Tensor, num_known: int, num_merges: int
-) -> Iterator[tuple[float, Tensor]]:
+def merge_clusters(links: Tensor, sizes: Tensor, cosines: Tensor, num_known: int, num_merges: int) -> Tensor:
     """Merge the two clusters that mix most, again and again.
 
     A novel cluster merges into a known or a novel one; two known clusters never merge.
@@ -292,10 +290,9 @@ def merge_clusters(
         num_known: Number of known clusters, which come first.
         num_merges: Number of merges, less than the number of novel clusters.
 
-    Yields:
-        The mixing of the merged pair (``inf`` for an empty cluster), and the cluster
-        int64 (K,) that now contains each of the original clusters, numbered anew
-        without a gap.
+    Returns:
+        The cluster int64 (K,) that contains each of the original clusters at the end,
+        numbered anew without a gap.
     """
     links, sizes = links.clone(), sizes.clone()
     target = torch.arange(len(sizes))
@@ -308,7 +305,6 @@ def merge_clusters(
     for _ in range(num_merges):
         pairs = closeness.masked_fill(~(left & left[:, None]).triu(1), -torch.inf)
         first, second = divmod(int(pairs.argmax()), len(sizes))
-        mixed = float(pairs[first, second])
         for sums in (links, links.T, sizes):
             sums[first] += sums[second]
             sums[second] = 0
@@ -321,7 +317,7 @@ def merge_clusters(
             closeness[first, left & (sizes == 0)] = torch.inf
             if first >= num_known:
                 closeness[others, first] = row[others]
-        yield mixed, (left.cumsum(0) - 1)[target]
+    return (left.cumsum(0) - 1)[target]
 
 
 def cluster_means(rows: Tensor, clusters: Tensor, num_clusters: int) -> Tensor:
@@ -350,15 +346,7 @@ def matched(truth: Tensor, found: Tensor, num_classes: int) -> Tensor:
     return torch.from_numpy(classes)[found] == truth
 
 
-def agreements(
-    rows: Tensor,
-    white: Tensor,
-    labels: Tensor,
-    clusters: Tensor,
-    num_novel: int,
-    gcd: bool,
-    seed: int,
-) -> Tensor:
+def agreements(clustering: Clustering, rows: Tensor, clusters: Tensor, seed: int) -> Tensor:
     """Measure how far other clusterings of the same rows agree with the result.
 
     The other clusterings are, in this order: k-means, smoothed k-means and spectral
@@ -367,31 +355,28 @@ def agreements(
     halves of the unlabeled rows, after which all rows go to the nearest mean.
 
     Args:
-        rows: Rows (N, P) in the principal space.
-        white: The whitener (P, P).
-        labels: Their classes int64 (N,), or FREE.
+        clustering: The whitened rows.
+        rows: The same rows (N, P) before whitening.
         clusters: The result's clusters int64 (N,).
-        num_novel: Number of novel classes.
-        gcd: Whether unlabeled rows can belong to known classes.
         seed: Seed of k-means and of the random halves.
 
     Returns:
         The share (A,) of unlabeled rows on which each agrees, under the best one-to-one
         matching of clusters; empty if there are too few rows for a half.
     """
-    chosen = _sample(labels, MAX_COMPARED_ROWS)
-    rows, labels, clusters = rows[chosen], labels[chosen], clusters[chosen]
-    num_known, free = int(labels.max()) + 1, labels == FREE
-    num_classes = num_known + num_novel
-    if int(free.sum()) < 2 * (num_classes + 1):
+    chosen = _sample(clustering.labels, MAX_COMPARED_ROWS)
+    whitened, clusters = clustering.subset(chosen), clusters[chosen]
+    labels, num_novel = whitened.labels, whitened.num_novel
+    free = labels == FREE
+    if int(free.sum()) < 2 * (whitened.num_classes + 1):
         return torch.empty(0)
-    plain = Clustering.of(F.normalize(rows, dim=1), labels, num_novel, gcd)
-    whitened = Clustering.of(F.normalize(rows @ white, dim=1), labels, num_novel, gcd)
+    plain = Clustering.of(F.normalize(rows[chosen], dim=1), labels, num_novel, whitened.gcd)
     starts = NUM_COMPARED_STARTS
     others = [plain.partition(kind, num_novel, starts, seed) for kind in (KMEANS, SMOOTHED, SPECTRAL)]
     others += [whitened.partition(kind, num_novel, starts, seed) for kind in (KMEANS, SPECTRAL)]
     others.append(whitened.run(seed + 1, starts))
     others += [half_clusters(whitened, seed + half) for half in range(NUM_HALVES)]
+    num_classes = whitened.num_classes
     shares = [matched(clusters[free], other[free], num_classes).double().mean() for other in others]
     return torch.stack(shares)
 
@@ -402,8 +387,7 @@ def half_clusters(clustering: Clustering, seed: int) -> Tensor:
     free = (labels == FREE).nonzero().flatten()
     generator = torch.Generator().manual_seed(seed)
     half = free[torch.randperm(len(free), generator=generator)[: len(free) // 2]]
-    taken = torch.cat([(labels != FREE).nonzero().flatten(), half]).sort().values
-    part = Clustering.of(points[taken], labels[taken], clustering.num_novel, clustering.gcd)
+    part = clustering.subset(torch.cat([(labels != FREE).nonzero().flatten(), half]).sort().values)
     clusters = part.run(seed, NUM_COMPARED_STARTS)
     cosines = points @ cluster_means(part.points, clusters, part.num_classes).T
     if not clustering.gcd:

@@ -110,39 +110,33 @@ def test_size_variation_is_that_of_known_classes():
 
 
 def test_merges_join_the_parts_of_a_class():
-    """Ten clusters of five blobs: merges join halves first, and mixing tells when to stop."""
+    """Ten clusters of five blobs: the halves of each blob merge before anything else."""
     generator = torch.Generator().manual_seed(0)
     centers = normalize(torch.randn(5, 12, generator=generator), dim=1)
     blob = torch.arange(5).repeat_interleave(40)
     points = normalize(centers[blob] + 0.05 * torch.randn(200, 12, generator=generator), dim=1)
     part = blob * 2 + torch.randint(0, 2, (200,), generator=generator)
-    links = count_links(nearest(points), part, 10)
-    sizes = part.bincount(minlength=10)
-    cosines = torch.zeros(10, 10)
-    steps = list(merge_clusters(links, sizes, cosines, 0, 8))
-    mixed = [value for value, _ in steps]
-    assert min(mixed[:5]) > 0.8 and max(mixed[5:]) < 0.05
-    five = steps[4][1]
-    assert torch.equal(five[part], five[2 * blob]) and len(five.unique()) == 5
-    assert sorted(steps[-1][1].unique().tolist()) == [0, 1]
+    given = count_links(nearest(points), part, 10), part.bincount(minlength=10), torch.zeros(10, 10), 0
+    five = merge_clusters(*given, num_merges=5)
+    assert torch.equal(five[part], five[2 * blob]) and five.unique().tolist() == [0, 1, 2, 3, 4]
+    assert merge_clusters(*given, num_merges=8).unique().tolist() == [0, 1]
 
 
 def test_known_clusters_never_merge_and_take_in_novel_ones():
     links = torch.full((4, 4), 10)
     sizes = torch.tensor([20, 20, 20, 20])
-    *_, (_, left) = merge_clusters(links, sizes, torch.zeros(4, 4), 2, 1)
-    assert left[:2].tolist() == [0, 1] and sorted(left.unique().tolist()) == [0, 1, 2]
+    left = merge_clusters(links, sizes, torch.zeros(4, 4), num_known=2, num_merges=1)
+    assert left[:2].tolist() == [0, 1] and left.unique().tolist() == [0, 1, 2]
 
 
 def test_empty_clusters_are_merged_first_and_known_ones_without_rows_take_nothing():
     """As in the setting ncd, where known clusters hold none of the clustered rows."""
     links = torch.diag(torch.tensor([0, 50, 50, 0, 50]))
     sizes = torch.tensor([0, 5, 5, 0, 5])
-    cosines = torch.ones(5, 5)
-    first, second = merge_clusters(links, sizes, cosines, 1, 2)
-    assert first[0] == math.inf and len(first[1][torch.tensor([1, 2, 4])].unique()) == 3
-    assert (second[1][torch.tensor([1, 2, 4])] > 0).all()
-    assert len(second[1][torch.tensor([1, 2, 4])].unique()) == 2
+    used = torch.tensor([1, 2, 4])
+    once, twice = (merge_clusters(links, sizes, torch.ones(5, 5), 1, num)[used] for num in (1, 2))
+    assert len(once.unique()) == 3 and len(twice.unique()) == 2
+    assert (once > 0).all() and (twice > 0).all()
 
 
 def test_mixing_is_links_relative_to_a_random_division():
@@ -167,8 +161,21 @@ def test_agreement_is_low_where_nothing_is_to_be_found():
     rows = torch.randn(400, 16, generator=generator)
     labels = torch.cat([torch.arange(100) % 4, torch.full((300,), FREE)])
     clusters = torch.cat([labels[:100], 4 + torch.arange(300) % 5])
-    shares = agreements(rows, torch.eye(16), labels, clusters, 5, False, 0)
+    clustering = Clustering.of(normalize(rows, dim=1), labels, 5, False)
+    shares = agreements(clustering, rows, clusters, 0)
     assert shares.shape == (8,) and float(shares.max()) < 0.4
+
+
+def test_agreement_is_measured_on_a_sample_of_many_rows(monkeypatch):
+    """A sample of the rows agrees about as much as all of them."""
+    points, truth = features(num_classes=8, sizes=[60] * 8)
+    free = truth >= 4
+    given = points[~free], truth[~free], points[free], 4, False, 0
+    whole = discover_clusters(*given).agreement
+    monkeypatch.setattr("uno.frozen.MAX_COMPARED_ROWS", 60)
+    sample = discover_clusters(*given).agreement
+    assert not torch.equal(whole, sample)
+    torch.testing.assert_close(sample, whole, atol=0.25, rtol=0)
 
 
 def test_too_few_rows_have_no_agreement():

@@ -115,7 +115,7 @@ def class_names(labels: Any) -> list[str | None]:
     return list(encode_labels("labels", values_of(labels, "labels")))
 
 
-def row_names(ids: Any) -> list[str]:
+def distinct_ids(ids: Any) -> list[str]:
     """Return the id of each row as text.
 
     Raises:

@@ -26,7 +26,7 @@ from uno.data import mapped, tables
 from uno.data.columns import Labels, Text
 from uno.data.decode import ok_mask
 from uno.data.features import SEED
-from uno.data.from_python import class_names, float_vectors, row_names
+from uno.data.from_python import class_names, distinct_ids, float_vectors
 from uno.data.image_paths import DEFAULT_RULES, PathRules, find_images
 from uno.data.images import Image, Images, evenly_spaced
 from uno.data.labels import encode_column, require_distinct
@@ -302,7 +302,7 @@ def given_vectors(embeddings: Any, labels: Any = None, ids: Any = None) -> Given
     """
     values = float_vectors(embeddings, "embeddings")
     num, columns = len(values), dict[str, list[Any]]()
-    columns["id"] = [f"row-{row}" for row in range(num)] if ids is None else row_names(ids)
+    columns["id"] = [f"row-{row}" for row in range(num)] if ids is None else distinct_ids(ids)
     if labels is not None:
         columns["label"] = class_names(labels)
     for name, column in columns.items():

@@ -20,7 +20,7 @@ from uno.config import Config
 from uno.data.features import ODD, oddity
 from uno.data.images import evenly_spaced
 from uno.data.stream import TrainData
-from uno.expectation import describe_outside, expected_accuracy, outside_calibration
+from uno.expectation import Matching, describe_outside, expected_accuracy, outside_calibration
 from uno.frozen import ONE_CLASS_MIXING
 from uno.model import UnoModel
 from uno.prototype_init import Sample, clusters_of
@@ -37,7 +37,7 @@ FEATURES = "trust/features/"  # and a word of ODD: 1 where they are so
 LARGEST = "trust/largest_class/share"
 MAX_SHOWN_PAIRS = 3  # of classes that look like one
 ONE_CLASS = 0.99  # of the pile, from which on it is in one
-EXPECTED = {  # what the expected accuracy counts: by setting and matching
+EXPECTED: dict[tuple[str, Matching], str] = {  # what the expected accuracy counts: by setting and matching
     ("ncd", "one_to_one"): "trust/expected/ncd",
     ("gcd", "one_to_one"): "trust/expected/gcd",
     ("gcd", "strict"): "trust/expected/gcd_strict",
@@ -173,7 +173,7 @@ def clustering_metrics(tensors: Mapping[str, Tensor], setting: str, encoder: str
     found = {NUM_NOVEL: float(num_novel), NUM_AGREEMENTS: float(len(agreement))}
     for (own, matching), key in EXPECTED.items():
         if own == setting and agreement:
-            expected = expected_accuracy(agreement, setting, matching)  # type: ignore[arg-type]
+            expected = expected_accuracy(agreement, setting, matching)
             assert expected is not None
             found |= {f"{key}/acc": expected.mean, f"{key}/low": expected.low, f"{key}/high": expected.high}
     if agreement:

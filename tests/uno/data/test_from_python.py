@@ -9,7 +9,7 @@ import scipy.sparse
 import torch
 
 from tests.uno.data.builders import failure
-from uno.data.from_python import class_names, float_vectors, row_names
+from uno.data.from_python import class_names, distinct_ids, float_vectors
 from uno.data.vectors import given_vectors
 
 NAMES, NUMBERS, TRUTHS = ["a", None, "b"], [1, None, 2], [True, None, False]
@@ -82,14 +82,14 @@ def test_missing_labels_of_every_kind_are_no_label():
 def test_a_missing_id_is_refused_by_its_row():
     for name, column, _ in [*columns(), *pandas_columns()]:
         if name != "negative numbers" and "tensor" not in name:  # which are ids
-            why = failure(row_names, column) or ""
+            why = failure(distinct_ids, column) or ""
             assert "row 1 " in why and "leave ids out" in why, name
 
 
 def test_repeated_ids_are_named_with_a_fix():
-    why = failure(row_names, ["a", "b", "b"]) or ""
+    why = failure(distinct_ids, ["a", "b", "b"]) or ""
     assert "'b'" in why and "leave ids out" in why and "(N, V, D)" in why
-    assert row_names(pa.array([3, 1, 2])) == ["3", "1", "2"]
+    assert distinct_ids(pa.array([3, 1, 2])) == ["3", "1", "2"]
 
 
 @pytest.mark.parametrize("given", ["abc", {"a": 1}, np.ones((3, 1)), 5, None, pa.table({"l": [1]})])
