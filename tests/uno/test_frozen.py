@@ -175,7 +175,7 @@ def test_agreement_is_measured_on_a_sample_of_many_rows(monkeypatch):
     monkeypatch.setattr("uno.frozen.MAX_COMPARED_ROWS", 60)
     sample = discover_clusters(*given).agreement
     assert not torch.equal(whole, sample)
-    torch.testing.assert_close(sample, whole, atol=0.25, rtol=0)
+    assert float((sample - whole).abs().mean()) < 0.1
 
 
 def test_too_few_rows_have_no_agreement():

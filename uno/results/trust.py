@@ -45,7 +45,7 @@ EXPECTED: dict[tuple[str, Matching], str] = {  # what the expected accuracy coun
 COUNTS = {
     "trust/expected/ncd": "accuracy on images of new classes",
     "trust/expected/gcd": "accuracy on all unlabeled images",
-    "trust/expected/gcd_strict": "the same, with a new class found on a known output counted as wrong",
+    "trust/expected/gcd_strict": "strict accuracy, where a new class found on a known output is wrong",
 }
 NUM_NOVEL = "trust/clustering/classes"
 NUM_AGREEMENTS = "trust/clustering/clusterings"
