@@ -1,4 +1,6 @@
-"""``make bench``: the benchmarks that fit two CPU cores in 10 minutes, one JSON row each."""
+"""``make bench``: the benchmarks that fit two CPU cores in 10 minutes, one JSON row
+each.
+"""
 
 import subprocess
 import sys

@@ -1,10 +1,12 @@
-"""How many images a second do we augment, next to torchvision on PIL images and on tensors, one at a time?
+"""How many images a second do we augment, next to torchvision on PIL images and on
+tensors, one at a time?
 
     python -m benchmarks.augment --batch 512 --repeats 5
 
-prints one JSON row. An image counts once, however many views the recipe makes of it; every method ends with
-normalized float32 batches, one for each view. The methods take turns; the row has medians and all raw times.
-``--clock cpu`` counts processor time, which other processes disturb less.
+prints one JSON row. An image counts once, however many views the recipe makes of it;
+every method ends with normalized float32 batches, one for each view. The methods take
+turns; the row has medians and all raw times. ``--clock cpu`` counts processor time,
+which other processes disturb less.
 """
 
 import argparse
@@ -34,12 +36,22 @@ class RandomThreshold(torch.nn.Module):
         return v2.functional.solarize(image, 255 * random.random())
 
 
-def torchvision_view(config: ViewConfig, library: Any, finish: list[Any]) -> Callable[[Any], Tensor]:
-    """The recipe of a view from the classes of ``torchvision.transforms`` or its ``v2``."""
+def torchvision_view(
+    config: ViewConfig, library: Any, finish: list[Any]
+) -> Callable[[Any], Tensor]:
+    """The recipe of a view from the classes of ``torchvision.transforms`` or its
+    ``v2``.
+    """
     padded = library.RandomCrop(config.size, padding=config.crop_padding)
     resized = library.RandomResizedCrop(config.size, config.crop_scale)
-    crops = {"pad": padded, "resized": resized, "pad_or_resized": library.RandomChoice([padded, resized])}
-    jitter = library.ColorJitter(config.brightness, config.contrast, config.saturation, config.hue)
+    crops = {
+        "pad": padded,
+        "resized": resized,
+        "pad_or_resized": library.RandomChoice([padded, resized]),
+    }
+    jitter = library.ColorJitter(
+        config.brightness, config.contrast, config.saturation, config.hue
+    )
     steps = [crops[config.crop], library.RandomHorizontalFlip(config.flip)]
     optional = [
         (config.jitter, jitter),
@@ -52,20 +64,30 @@ def torchvision_view(config: ViewConfig, library: Any, finish: list[Any]) -> Cal
     return library.Compose(steps + finish)
 
 
-def one_at_a_time(images: list[Any], views: list[Callable[[Any], Tensor]]) -> list[Tensor]:
+def one_at_a_time(
+    images: list[Any], views: list[Callable[[Any], Tensor]]
+) -> list[Tensor]:
     rows = [[view(image) for view in views] for image in images]
     return [torch.stack(column) for column in zip(*rows, strict=True)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--preset", choices=[name for name in PRESETS if name != "digits"], default="cifar10")
+    parser.add_argument(
+        "--preset",
+        choices=[name for name in PRESETS if name != "digits"],
+        default="cifar10",
+    )
     parser.add_argument("--recipe", choices=["paper", "v2"], default="v2")
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--device", default="cpu", help="where ours runs; the others stay on the CPU")
-    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu on a busy machine")
+    parser.add_argument(
+        "--device", default="cpu", help="where ours runs; the others stay on the CPU"
+    )
+    parser.add_argument(
+        "--clock", choices=["wall", "cpu"], default="wall", help="cpu on a busy machine"
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
 
@@ -73,14 +95,22 @@ def main() -> None:
     recipe, data, side = config.augment, config.data, config.data.stored_size
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(options.batch, 3, 8, 8, generator=generator)
-    images = (F.interpolate(noise, side, mode="bicubic") * 70 + 128).clamp(0, 255).to(torch.uint8)
+    images = (
+        (F.interpolate(noise, side, mode="bicubic") * 70 + 128)
+        .clamp(0, 255)
+        .to(torch.uint8)
+    )
     on_device = images.to(options.device)
     pil_images = [v1.functional.to_pil_image(image) for image in images]
     tensors = list(images)
     normalize = v1.Normalize(data.mean, data.std)
     as_float = v2.ToDtype(torch.float32, scale=True)
-    kinds = [kind for kind in (recipe.large, recipe.small) for _ in range(kind.num_views)]
-    pil_views = [torchvision_view(kind, v1, [v1.ToTensor(), normalize]) for kind in kinds]
+    kinds = [
+        kind for kind in (recipe.large, recipe.small) for _ in range(kind.num_views)
+    ]
+    pil_views = [
+        torchvision_view(kind, v1, [v1.ToTensor(), normalize]) for kind in kinds
+    ]
     v2_views = [torchvision_view(kind, v2, [as_float, normalize]) for kind in kinds]
 
     methods: dict[str, Callable[[], list[Tensor]]] = {
@@ -95,10 +125,18 @@ def main() -> None:
         "command": "python -m benchmarks.augment " + " ".join(sys.argv[1:]),
         **vars(options),
         "views": [kind.size for kind in kinds],
-        "images_per_s": {name: round(options.batch / value, 1) for name, value in middle.items()},
-        "speedup": {name: round(middle[name] / middle["ours"], 2) for name in ("pil", "v2_tensor")},
+        "images_per_s": {
+            name: round(options.batch / value, 1) for name, value in middle.items()
+        },
+        "speedup": {
+            name: round(middle[name] / middle["ours"], 2)
+            for name in ("pil", "v2_tensor")
+        },
         "spread": spread(seconds),
-        "seconds": {name: [round(value, 4) for value in values] for name, values in seconds.items()},
+        "seconds": {
+            name: [round(value, 4) for value in values]
+            for name, values in seconds.items()
+        },
         **environment(options.device),
         "pillow": PIL.__version__,
     }

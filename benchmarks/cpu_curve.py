@@ -1,11 +1,13 @@
-"""Accuracy on novel classes against minutes, of runs that kept their checkpoints: JSON and a drawing.
+"""Accuracy on novel classes against minutes, of runs that kept their checkpoints: JSON
+and a drawing.
 
     uno reproduce sota --preset cifar10 --recipe cpu ... --train.keep-checkpoints 100 --output OUT
     python -m benchmarks.cpu_curve OUT/cells/*-seed? --svg curve.svg
 
-Task-aware, the head with the lowest loss, on 5,000 of the unlabeled training images, in percent; minutes are
-those of the steps of both phases, as the journal has them. Truth is for this curve alone, after training.
-"""
+Task-aware, the head with the lowest loss, on 5,000 of the unlabeled training images, in
+percent; minutes are those of the steps of both phases, as the journal has them. Truth
+is for this curve alone, after training.
+"""  # noqa: E501
 
 import argparse
 import json
@@ -44,18 +46,27 @@ def minutes_of(storage: Storage, phase: str, rows: int) -> dict[int, float]:
 
 @torch.no_grad()
 def curve_of(run: Path) -> dict[str, Any]:
-    """k-means on the pretrained features, and [epoch, minutes since the start, accuracy] of a run."""
+    """k-means on the pretrained features, and [epoch, minutes since the start,
+    accuracy] of a run.
+    """
     storage, config, task, sets = read_run(run)
     rows = sets["train"]
     rows = rows.where(rows.truth >= task.num_known)
     few = torch.zeros(len(rows.truth), dtype=torch.bool)
-    few[torch.randperm(len(few), generator=torch.Generator().manual_seed(0))[:ROWS]] = True
+    few[torch.randperm(len(few), generator=torch.Generator().manual_seed(0))[:ROWS]] = (
+        True
+    )
     rows, size = rows.where(few), config.train.batch_size
-    before = max(minutes_of(Storage(str(config.model.weights)), PRETRAIN, size).values())
+    before = max(
+        minutes_of(Storage(str(config.model.weights)), PRETRAIN, size).values()
+    )
     minutes, points = minutes_of(storage, DISCOVER, size), []
-    steps = [step for step in checkpoint_steps(storage, DISCOVER) if step in minutes]  # ends of epochs
+    # ends of epochs
+    steps = [step for step in checkpoint_steps(storage, DISCOVER) if step in minutes]
     for step in steps:
-        model, best = load_trained(config, storage, task.num_known, task.num_novel, step)
+        model, best = load_trained(
+            config, storage, task.num_known, task.num_novel, step
+        )
         novel = forward(model, rows.images[:], config).novel
         assert novel is not None
         found = accuracy(rows.truth - task.num_known, novel[0, best].argmax(dim=-1))
@@ -72,30 +83,50 @@ def drawing(chart: Chart) -> str:
     parts = [f'<text x="0" y="-8" {text}>{chart.title}</text>']
     for y, label in chart.y_ticks:
         parts.append(f'<path d="M0 {y}H{chart.width}" stroke="#ddd"/>')
-        parts.append(f'<text x="-6" y="{y + 4}" text-anchor="end" {text}>{label}</text>')
+        parts.append(
+            f'<text x="-6" y="{y + 4}" text-anchor="end" {text}>{label}</text>'
+        )
     below = chart.height + 16
     parts += [
-        f'<text x="{x}" y="{below}" text-anchor="middle" {text}>{label}</text>' for x, label in chart.x_ticks
+        f'<text x="{x}" y="{below}" text-anchor="middle" {text}>{label}</text>'
+        for x, label in chart.x_ticks
     ]
-    parts.append(f'<text x="{chart.width}" y="{below + 16}" text-anchor="end" {text}>{chart.x_label}</text>')
+    parts.append(
+        f'<text x="{chart.width}" y="{below + 16}" text-anchor="end"'
+        f" {text}>{chart.x_label}</text>"
+    )
     for i, line in enumerate(chart.lines):
         color = COLORS[i % len(COLORS)]
-        parts.append(f'<path d="{line.path}" fill="none" stroke="{color}" stroke-width="1.5"/>')
         parts.append(
-            f'<text x="{chart.width + 6}" y="{16 * i + 12}" {text.replace("#444", color)}>'
-            f"{line.name} {line.last}</text>"
+            f'<path d="{line.path}" fill="none" stroke="{color}" stroke-width="1.5"/>'
+        )
+        parts.append(
+            f'<text x="{chart.width + 6}" y="{16 * i + 12}"'
+            f" {text.replace('#444', color)}>{line.name} {line.last}</text>"
         )
     box = f"-32 -24 {chart.width + 200} {chart.height + 64}"
-    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}">{"".join(parts)}</svg>\n'
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg"'
+        f' viewBox="{box}">{"".join(parts)}</svg>\n'
+    )
 
 
 def draw(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """One line a run, from its k-means on."""
     series = [
-        Series(name, [(row["pretrain_minutes"], row["kmeans"]), *((m, a) for _, m, a in row["curve"])])
+        Series(
+            name,
+            [
+                (row["pretrain_minutes"], row["kmeans"]),
+                *((m, a) for _, m, a in row["curve"]),
+            ],
+        )
         for name, row in rows.items()
     ]
-    title = "Accuracy on novel classes, percent; each line begins with k-means after pretraining"
+    title = (
+        "Accuracy on novel classes, percent; each line begins with k-means after"
+        " pretraining"
+    )
     latest = max(m for row in rows.values() for _, m, _ in row["curve"])
     chart = line_chart(title, "minutes", series, x_range=(0, latest), y_range=(0, 100))
     assert chart is not None
@@ -115,8 +146,10 @@ def main() -> None:
     found = {
         "question": "how accurate on novel classes, and after how many minutes?",
         "command": "python -m benchmarks.cpu_curve " + " ".join(sys.argv[1:]),
-        "n": len(rows), "rows": rows, **environment(runs=options.runs),
-    }  # fmt: skip
+        "n": len(rows),
+        "rows": rows,
+        **environment(runs=options.runs),
+    }
     print(json.dumps(found, indent=1))
 
 

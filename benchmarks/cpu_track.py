@@ -1,19 +1,21 @@
-"""How far does a recipe get, and in which time? On classes that are known: rows of the CPU track's design.
+"""How far does a recipe get, and in which time? On classes that are known: rows of the
+CPU track's design.
 
     python -m benchmarks.cpu_track --splits 0 1 --known 3 --threads 1 --start DIR -- --preset cifar10 \
         --recipe cpu --data parquet:DIR --known-classes first:5 --discover.epochs 8
 
-After ``--``: options of uno discover. ``--known`` of its classes stay known, the others play novel
-(``benchmarks.held_out``), and their labels score alone; no row is read that has no label there. A tenth of
-the rows of known classes is not trained on. ``--start``: a directory that keeps each split's pretraining; one
-that it has is started from, whatever the options. ``--set`` changes constants of the method's module.
+After ``--``: options of uno discover. ``--known`` of its classes stay known, the others
+play novel (``benchmarks.held_out``), and their labels score alone; no row is read that
+has no label there. A tenth of the rows of known classes is not trained on. ``--start``:
+a directory that keeps each split's pretraining; one that it has is started from,
+whatever the options. ``--set`` changes constants of the method's module.
 
-Prints one JSON row a split: minutes of both phases; after each epoch of discovery the accuracy of the head
-with the lowest loss; after both phases, of the features of the classes that play novel, the accuracy of
-k-means, that of a logistic regression that is told half of the labels, and what the rules of
-``benchmarks.pairs`` say of a thousand; and the accuracy on the held-out rows of known classes. In percent,
-but the pairs.
-"""
+Prints one JSON row a split: minutes of both phases; after each epoch of discovery the
+accuracy of the head with the lowest loss; after both phases, of the features of the
+classes that play novel, the accuracy of k-means, that of a logistic regression that is
+told half of the labels, and what the rules of ``benchmarks.pairs`` say of a thousand;
+and the accuracy on the held-out rows of known classes. In percent, but the pairs.
+"""  # noqa: E501
 
 import argparse
 import json
@@ -48,7 +50,9 @@ SCORED_ROWS = 4_000
 PAIRED_ROWS = 1_000
 
 
-def timed(config: Config, phase: str, train: TrainSet, storage: Storage) -> tuple[TrainState, float]:
+def timed(
+    config: Config, phase: str, train: TrainSet, storage: Storage
+) -> tuple[TrainState, float]:
     """The trained state, and the minutes that it took."""
     start = time.perf_counter()
     state = run_phase(config, phase, train, LocalWorker(torch.device("cpu")), storage)
@@ -56,7 +60,9 @@ def timed(config: Config, phase: str, train: TrainSet, storage: Storage) -> tupl
 
 
 def pretrained(config: Config, train: TrainSet, folder: Path) -> float:
-    """The minutes of the pretraining in ``folder``, which is trained where it is not there."""
+    """The minutes of the pretraining in ``folder``, which is trained where it is not
+    there.
+    """
     minutes = folder / "minutes"
     if not minutes.exists():
         _, taken = timed(config, PRETRAIN, train, Storage(str(folder)))
@@ -65,10 +71,20 @@ def pretrained(config: Config, train: TrainSet, folder: Path) -> float:
 
 
 def of_model(
-    state: TrainState, images: Tensor, truth: Tensor, held_out: Tensor, labels: Tensor, config: Config
+    state: TrainState,
+    images: Tensor,
+    truth: Tensor,
+    held_out: Tensor,
+    labels: Tensor,
+    config: Config,
 ) -> dict[str, Any]:
-    """What stands after a phase, of classes that play novel and, "held_out", of known ones."""
-    features, num = features_of(state.model.eval(), images, config), int(truth.max()) + 1
+    """What stands after a phase, of classes that play novel and, "held_out", of
+    known ones.
+    """
+    features, num = (
+        features_of(state.model.eval(), images, config),
+        int(truth.max()) + 1,
+    )
     clusters = KMeans(num, n_init=10, random_state=0).fit(features.numpy()).labels_
     windows = jia.start(config, state.model, None)["windows"]
     state.model.normalize_prototypes_()
@@ -82,32 +98,48 @@ def of_model(
 
 
 def told(features: Tensor, truth: Tensor) -> float:
-    """Percent that a logistic regression gets right, which is told the truth of half of the rows."""
+    """Percent that a logistic regression gets right, which is told the truth of half
+    of the rows.
+    """
     half, rows = len(truth) // 2, features.numpy()
     fitted = LogisticRegression(C=0.1, max_iter=300).fit(rows[:half], truth[:half])
     return round(100 * float(fitted.score(rows[half:], truth[half:])), 1)
 
 
-def measure(config: Config, every: TrainSet, split: int, known: int, start: Path) -> dict[str, Any]:
+def measure(
+    config: Config, every: TrainSet, split: int, known: int, start: Path
+) -> dict[str, Any]:
     """The row of one split, which is the seed, too; ``known`` classes stay known."""
     train, truth = hold_out(every, split, known)
-    order = torch.randperm(len(train.labels), generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(
+        len(train.labels), generator=torch.Generator().manual_seed(0)
+    )
     out, rest = order.tensor_split([len(order) // 10])
     held_out = train.labeled_images[out], train.labels[out]
     train = TrainSet(
-        train.labeled_images[rest], train.labels[rest], train.unlabeled_images, known, train.num_novel
+        train.labeled_images[rest],
+        train.labels[rest],
+        train.unlabeled_images,
+        known,
+        train.num_novel,
     )
     kind, size = config.data.batch_sampling, config.train.batch_size
     batch = largest_batch(kind, size, len(train.labels), train.num_unlabeled, 0)
     every_epoch = {"train.checkpoint_every_epochs": 1, "train.keep_checkpoints": 10_000}
     config = override(config, {"seed": split, "train.batch_size": batch, **every_epoch})
-    chosen = torch.randperm(train.num_unlabeled, generator=torch.Generator().manual_seed(0))[:SCORED_ROWS]
+    chosen = torch.randperm(
+        train.num_unlabeled, generator=torch.Generator().manual_seed(0)
+    )[:SCORED_ROWS]
     truth, images = truth[chosen], train.unlabeled_images[chosen]
     row: dict[str, Any] = {"split": split, "known": known}
     row["pretrain_minutes"] = round(pretrained(config, train, start / f"{split}"), 2)
     with tempfile.TemporaryDirectory() as folder:
-        storage = Storage(str(shutil.copytree(start / f"{split}", Path(folder) / "run")))
-        state, _ = timed(override(config, {"model.finetune": "full"}), PRETRAIN, train, storage)
+        storage = Storage(
+            str(shutil.copytree(start / f"{split}", Path(folder) / "run"))
+        )
+        state, _ = timed(
+            override(config, {"model.finetune": "full"}), PRETRAIN, train, storage
+        )
         after = [of_model(state, images, truth, *held_out, config)]
         state, minutes = timed(config, DISCOVER, train, storage)
         row |= {"discover_minutes": round(minutes, 2), "curve": []}
@@ -135,8 +167,15 @@ def main() -> None:
     changed = change(config.method, options.set)
     for split in options.splits:
         with tempfile.TemporaryDirectory() as folder:
-            row = measure(config, every, split, options.known, options.start or Path(folder))
-        facts = {"options": shlex.join(own), "set": changed, "threads": options.threads, **row}
+            row = measure(
+                config, every, split, options.known, options.start or Path(folder)
+            )
+        facts = {
+            "options": shlex.join(own),
+            "set": changed,
+            "threads": options.threads,
+            **row,
+        }
         print(json.dumps(facts | environment()), flush=True)
 
 

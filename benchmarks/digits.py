@@ -2,9 +2,9 @@
 
     python -m benchmarks.digits --seeds 5 --output runs/bench-digits
 
-runs ``uno discover --preset digits --workers 0 --seed S`` once per seed (finished runs are read, not
-repeated) and prints one JSON row: every accuracy with mean, standard deviation and raw values; last epoch,
-best head by training loss, k-means beside it.
+runs ``uno discover --preset digits --workers 0 --seed S`` once per seed (finished runs
+are read, not repeated) and prints one JSON row: every accuracy with mean, standard
+deviation and raw values; last epoch, best head by training loss, k-means beside it.
 """
 
 import argparse
@@ -34,12 +34,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--output", default="runs/bench-digits")
-    parser.add_argument("overrides", nargs="*", help="options of uno discover, after --")
+    parser.add_argument(
+        "overrides", nargs="*", help="options of uno discover, after --"
+    )
     options = parser.parse_args()
     runs, minutes = [], []
     for seed in range(options.seeds):
         folder = Path(options.output) / f"seed{seed}"
-        command = [sys.executable, "-m", "pipelines", "discover", "--preset", "digits", "--workers", "0"]
+        command = [
+            sys.executable,
+            "-m",
+            "pipelines",
+            "discover",
+            "--preset",
+            "digits",
+            "--workers",
+            "0",
+        ]
         command += ["--seed", str(seed), "--output", str(folder), *options.overrides]
         start = time.perf_counter()
         subprocess.run(command, check=True, stdout=sys.stderr)

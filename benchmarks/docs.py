@@ -1,4 +1,5 @@
-"""docs/reference from the code: commands, configuration, methods, limits and the Python interface as pages.
+"""docs/reference from the code: commands, configuration, methods, limits and the Python
+interface as pages.
 
 python -m benchmarks.docs
 """
@@ -31,34 +32,50 @@ from uno.presets import CPU, PRESETS
 from uno.session.settings import dashed
 
 FOLDER = Path(__file__).parent.parent / "docs" / "reference"
-COMMANDS = {c.name: c for c in (*vars(commands).values(), REPRODUCE, TUNE) if isinstance(c, Command)}
+COMMANDS = {
+    c.name: c
+    for c in (*vars(commands).values(), REPRODUCE, TUNE)
+    if isinstance(c, Command)
+}
 INTRODUCTIONS = {
-    "cli": ("Commands", """\
+    "cli": (
+        "Commands",
+        """\
 `uno COMMAND --help` prints the options that are needed most, `--help-all` every option, and `uno --version`
 the version. `--config FILE` (repeatable) reads options from YAML. A command ends with an
-[exit code](python.md#errors)."""),
-    "config": ("Configuration", """\
+[exit code](python.md#errors).""",  # noqa: E501
+    ),
+    "config": (
+        "Configuration",
+        """\
 A field is a key of a YAML file (`--config FILE`), a flag of the commands that train
 (`--objective.epsilon 0.1`; underscores may be hyphens; a short form stands beside the name), and a keyword
 of `uno.discover`. A boolean field also has a negated flag: `--objective.no-concat`. Values take precedence
 in this order: command line, YAML file, description of a library's encoder, preset, and the defaults below,
 which are the paper's settings for CIFAR10. `--print-config` prints the resolved configuration, `--explain`
-the origin of every value. A [method](methods.md) can have its own section."""),
-    "limits": ("Limits", """\
+the origin of every value. A [method](methods.md) can have its own section.""",  # noqa: E501
+    ),
+    "limits": (
+        "Limits",
+        """\
 An input above a limit is rejected with one line before memory is allocated for it. A run that would need
 more memory than is free on this machine is refused with the numbers before it starts. Only regular files are
-opened. The numbers are those of [`uno/limits.py`](../../uno/limits.py)."""),
-    "methods": ("Methods", f"The default is `{DEFAULT}`, and `clustering` with the preset `photos`."),
+opened. The numbers are those of [`uno/limits.py`](../../uno/limits.py).""",  # noqa: E501
+    ),
+    "methods": (
+        "Methods",
+        f"The default is `{DEFAULT}`, and `clustering` with the preset `photos`.",
+    ),
     "python": ("Python interface", "The commands' work from Python."),
-}  # fmt: skip
+}
 PRESETS_ARE = """\
 ## Presets
 
 The fields in which a preset differs from the defaults, and a recipe from the preset. `scratch` is the
-defaults."""
+defaults."""  # noqa: E501
 ERRORS = """\
 Every error that you can act on is a `uno.errors.UnoError`, with the line that the command prints. A command
-returns the exit code; 0 is success."""
+returns the exit code; 0 is success."""  # noqa: E501
 SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
@@ -66,20 +83,31 @@ def markdown(text: str | None) -> str:
     """A docstring's or help's text: roles, double backquotes and flags become code."""
     text = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", inspect.cleandoc(text or ""))
     text = re.sub(r"``([^`]+)``", r"`\1`", text)
-    return re.sub(r"(`[^`]*`)|(?<![\w-])(--[a-z][\w.-]*\w)", lambda m: m[1] or f"`{m[2]}`", text)
+    return re.sub(
+        r"(`[^`]*`)|(?<![\w-])(--[a-z][\w.-]*\w)", lambda m: m[1] or f"`{m[2]}`", text
+    )
 
 
 def table(titles: str, rows: Iterable[Iterable[object]]) -> str:
-    """A table of Markdown without its empty columns; ``titles`` are separated by bars."""
-    lines = [[" ".join(str(cell).split()).replace("|", r"\|") for cell in row] for row in rows]
-    full = [any(line[column] for line in lines) for column in range(len(titles.split("|")))]
+    """A table of Markdown without its empty columns; ``titles`` are separated by
+    bars.
+    """
+    lines = [
+        [" ".join(str(cell).split()).replace("|", r"\|") for cell in row]
+        for row in rows
+    ]
+    full = [
+        any(line[column] for line in lines) for column in range(len(titles.split("|")))
+    ]
     lines = [list(compress(line, full)) for line in (titles.split("|"), *lines)]
     lines.insert(1, ["---"] * len(lines[0]))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def page(name: str, *parts: str) -> str:
-    """The page of a name: its title, its introduction, where it comes from, and these parts."""
+    """The page of a name: its title, its introduction, where it comes from, and
+    these parts.
+    """
     title, text = INTRODUCTIONS[name]
     text = f"{text} Written by `python -m benchmarks.docs`."
     return "\n\n".join([f"# {title}", text.strip(), *filter(None, parts)]) + "\n"
@@ -90,12 +118,17 @@ def shown(value: object) -> str:
     if value in (None, (), []):
         return ""
     some = value if isinstance(value, list | tuple) else [value]
-    texts = (f"{one:.4g}" if isinstance(one, float) else json.dumps(one).strip('"') for one in some)
+    texts = (
+        f"{one:.4g}" if isinstance(one, float) else json.dumps(one).strip('"')
+        for one in some
+    )
     return f"`{' '.join(texts)}`"
 
 
 def values(kind: Any, info: FieldInfo | None = None) -> str:
-    """What can be given: the choices, or the type and its limits, as `INT`, ≥ 0, < 1."""
+    """What can be given: the choices, or the type and its limits, as `INT`, ≥ 0, <
+    1.
+    """
     if kind is bool:
         return "`true`, `false`" if info else ""
     name = placeholder(kind).removesuffix("|None")
@@ -106,11 +139,17 @@ def values(kind: Any, info: FieldInfo | None = None) -> str:
 
 def bounds(info: FieldInfo) -> str:
     """``, ≥ 0, < 1`` of a number that has limits."""
-    found = ((sign, getattr(limit, name, None)) for limit in info.metadata for name, sign in SIGNS.items())
+    found = (
+        (sign, getattr(limit, name, None))
+        for limit in info.metadata
+        for name, sign in SIGNS.items()
+    )
     return "".join(f", {sign} {value:,}" for sign, value in found if value is not None)
 
 
-def fields(model: type[BaseModel], prefix: str, defaults: Mapping[str, Any]) -> Iterator[tuple[str, list]]:
+def fields(
+    model: type[BaseModel], prefix: str, defaults: Mapping[str, Any]
+) -> Iterator[tuple[str, list]]:
     """Each section of ``model``: its text, and the rows of its table."""
     rows, sections = [], []
     for name, info in model.model_fields.items():
@@ -120,9 +159,23 @@ def fields(model: type[BaseModel], prefix: str, defaults: Mapping[str, Any]) -> 
             continue
         short = field_traits(key).flag
         names = f"`{key}`" + f" `--{short}`" * bool(short)
-        rows.append([names, values(kind, info), shown(defaults[key]), markdown(info.description)])
+        rows.append(
+            [
+                names,
+                values(kind, info),
+                shown(defaults[key]),
+                markdown(info.description),
+            ]
+        )
     if rows:
-        yield f"## `{prefix[:-1]}`\n\n{markdown(model.__doc__)}" if prefix else "## The run", rows
+        yield (
+            (
+                f"## `{prefix[:-1]}`\n\n{markdown(model.__doc__)}"
+                if prefix
+                else "## The run"
+            ),
+            rows,
+        )
     for key, kind in sections:
         yield from fields(kind, f"{key}.", defaults)
 
@@ -130,11 +183,18 @@ def fields(model: type[BaseModel], prefix: str, defaults: Mapping[str, Any]) -> 
 def config_page() -> str:
     """Every field of the configuration, and the presets."""
     found = fields(Config, "", flatten(to_dict(Config())))
-    parts = [f"{text}\n\n{table('field|value|default|meaning', rows)}" for text, rows in found]
+    parts = [
+        f"{text}\n\n{table('field|value|default|meaning', rows)}"
+        for text, rows in found
+    ]
     for name, (values, v2) in PRESETS.items():
         for recipe, some in (("", values), ("v2", v2), ("cpu", CPU.get(name, {}))):
-            tree = {key: list(v) if isinstance(v, tuple) else v for key, v in some.items()}
-            code = yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=80)
+            tree = {
+                key: list(v) if isinstance(v, tuple) else v for key, v in some.items()
+            }
+            code = yaml.safe_dump(
+                tree, sort_keys=False, default_flow_style=None, width=80
+            )
             title = f"### `{name}`" + f", recipe `{recipe}`" * bool(recipe)
             if tree:
                 parts.append(f"{title}\n\n```yaml\n{code}```")
@@ -157,28 +217,48 @@ def cli_page() -> str:
             rows.append([f"`{flag}`", value, default, markdown(argument.sentence)])
         keys = [key for key in flatten(to_dict(Config())) if command.may_change(key)]
         some = ", ".join(f"`--{field_traits(key).flag or dashed(key)}`" for key in keys)
-        fixed = ", ".join(f"`{key}`" for key in keys if field_traits(key).fixed_by == name)
+        fixed = ", ".join(
+            f"`{key}`" for key in keys if field_traits(key).fixed_by == name
+        )
         options = {
-            "none": "", "some": f"Fields of the [configuration](config.md): {some}.", "all": f"{every}.",
+            "none": "",
+            "some": f"Fields of the [configuration](config.md): {some}.",
+            "all": f"{every}.",
             "changes": f"{every}, except {fixed}." if fixed else f"{every}.",
-        }  # fmt: skip
+        }
         lines = "\n$ ".join([command.usage, *command.examples])
-        parts += [f"## `uno {name}`", sentence, f"```console\n$ {lines}\n```", markdown(command.text)]
-        parts += [table("argument|value|default|meaning", rows) if rows else "", options[command.takes]]
+        parts += [
+            f"## `uno {name}`",
+            sentence,
+            f"```console\n$ {lines}\n```",
+            markdown(command.text),
+        ]
+        parts += [
+            table("argument|value|default|meaning", rows) if rows else "",
+            options[command.takes],
+        ]
     return page("cli", *parts)
 
 
 def limits_page() -> str:
     """The table of uno/limits.py."""
-    comments = re.findall(r"^(MAX_\w+) = .*?  # (.*)$", inspect.getsource(limits), re.M)
-    rows = [[f"`{name}`", f"{getattr(limits, name):,}", text] for name, text in comments]
+    constants = re.findall(r"^# (.*)\n(MAX_\w+) = ", inspect.getsource(limits), re.M)
+    rows = [
+        [f"`{name}`", f"{getattr(limits, name):,}", comment]
+        for comment, name in constants
+    ]
     return page("limits", table("limit|value|of what", rows))
 
 
 def methods_page() -> str:
-    """Every method and pretext task: its paper, what differs from it, its section of the configuration."""
+    """Every method and pretext task: its paper, what differs from it, its section of
+    the configuration.
+    """
     parts = [markdown(methods.__doc__)]
-    for title, names, flag in (("", METHODS, "--method"), ("## Pretext tasks", PRETEXTS, "--pretext.task")):
+    for title, names, flag in (
+        ("", METHODS, "--method"),
+        ("## Pretext tasks", PRETEXTS, "--pretext.task"),
+    ):
         parts.append(title)
         for name, what in names.items():
             text = markdown(import_module(f"uno.methods.{name}").__doc__)
@@ -191,9 +271,13 @@ def methods_page() -> str:
 
 
 def signature(thing: Any) -> str:
-    """The fence with ``name(argument: type = default) -> type``, on several lines where it is long."""
+    """The fence with ``name(argument: type = default) -> type``, on several lines
+    where it is long.
+    """
     text = re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(inspect.signature(thing)))
-    text = re.sub(r"^\(self(, )?", "(", text).replace(f"{uno.Model.__module__}.", "uno.")
+    text = re.sub(r"^\(self(, )?", "(", text).replace(
+        f"{uno.Model.__module__}.", "uno."
+    )
     if len(text) > 90:
         inside, _, end = text[1:].rpartition(")")
         text = "(\n    " + re.sub(r", (?![^\[]*\])", ",\n    ", inside) + f",\n){end}"
@@ -206,26 +290,49 @@ def python_page() -> str:
     for name in sorted(uno.__all__, key=str.istitle):
         thing = getattr(uno, name)
         is_class = inspect.isclass(thing)
-        parts += [f"## `uno.{name}`", "" if is_class else signature(thing), markdown(thing.__doc__)]
+        parts += [
+            f"## `uno.{name}`",
+            "" if is_class else signature(thing),
+            markdown(thing.__doc__),
+        ]
         if is_dataclass(thing):
-            lines = re.findall(r"^    (\w+): ([^=#\n]+?)(?:  # (.*))?$", inspect.getsource(thing), re.M)
+            lines = re.findall(
+                r"^    (\w+): ([^=#\n]+?)(?:  # (.*))?$", inspect.getsource(thing), re.M
+            )
             parts.append(
-                table("attribute|type|meaning", ([f"`{n}`", f"`{k}`", text] for n, k, text in lines))
+                table(
+                    "attribute|type|meaning",
+                    ([f"`{n}`", f"`{k}`", text] for n, k, text in lines),
+                )
             )
         for member, value in vars(thing).items() if is_class else ():
             shape = signature(value) if inspect.isfunction(value) else ""
-            if member[0] != "_" and (shape or isinstance(value, property | cached_property)):
+            if member[0] != "_" and (
+                shape or isinstance(value, property | cached_property)
+            ):
                 parts += [f"### `{name}.{member}`", shape, markdown(value.__doc__)]
     on_ray = pipelines.api.discover
-    parts += ["## `pipelines.api.discover`", signature(on_ray), markdown(on_ray.__doc__)]
-    kinds = [k for k in vars(errors).values() if inspect.isclass(k) and issubclass(k, errors.UnoError)]
+    parts += [
+        "## `pipelines.api.discover`",
+        signature(on_ray),
+        markdown(on_ray.__doc__),
+    ]
+    kinds = [
+        k
+        for k in vars(errors).values()
+        if inspect.isclass(k) and issubclass(k, errors.UnoError)
+    ]
     rows = [[f"`{k.__name__}`", k.exit_code, markdown(k.__doc__)] for k in kinds[1:]]
-    rows += [["", 1, "A defect of this program; the line names the file with its traceback."]]
+    rows += [
+        ["", 1, "A defect of this program; the line names the file with its traceback."]
+    ]
     rows += [
         ["", 130, "Interrupted before anything was saved."],
         ["", 141, "The reader of the output is gone."],
     ]
-    return page("python", *parts, "## Errors", ERRORS, table("error|exit code|meaning", rows))
+    return page(
+        "python", *parts, "## Errors", ERRORS, table("error|exit code|meaning", rows)
+    )
 
 
 PAGES = (cli_page, config_page, limits_page, methods_page, python_page)

@@ -1,11 +1,13 @@
-"""How do time and memory grow with batch, heads, overclustering, clusters and the size of the data?
+"""How do time and memory grow with batch, heads, overclustering, clusters and the size
+of the data?
 
     python -m benchmarks.growth --repeats 5
 
-prints one JSON row. Heads and objective (forward + backward) run on precomputed random features, around the
-CIFAR100-20 `paper` recipe (batch 512, 4 heads, m = 3, 80 known and 20 novel classes); an epoch of the digits'
-network runs over random images. Each curve comes with the exponent that the algorithm has. The encoder's own
-curve over the batch needs ``--encoder``; on a CPU it takes minutes.
+prints one JSON row. Heads and objective (forward + backward) run on precomputed random
+features, around the CIFAR100-20 `paper` recipe (batch 512, 4 heads, m = 3, 80 known and
+20 novel classes); an epoch of the digits' network runs over random images. Each curve
+comes with the exponent that the algorithm has. The encoder's own curve over the batch
+needs ``--encoder``; on a CPU it takes minutes.
 """
 
 import argparse
@@ -30,7 +32,9 @@ from uno.state import new_state
 
 BASE = {"batch": 512, "heads": 4, "overclustering": 3, "clusters": 20}
 NUM_KNOWN = 80
-CURVES = {  # the algorithm's exponent is 1 in every one, less where a part does not depend on the size
+# the algorithm's exponent is 1 in every one, less where a part does not depend on the
+# size
+CURVES = {
     "batch": (64, 128, 256, 512, 1024),
     "heads": (1, 2, 4, 8),
     "overclustering": (1, 2, 5, 10),
@@ -42,24 +46,38 @@ ROWS = (1024, 2048, 4096, 8192)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--curves", nargs="+", choices=[*CURVES, "rows", "encoder"], default=[*CURVES, "rows"]
+        "--curves",
+        nargs="+",
+        choices=[*CURVES, "rows", "encoder"],
+        default=[*CURVES, "rows"],
     )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu on a busy machine")
+    parser.add_argument(
+        "--clock", choices=["wall", "cpu"], default="wall", help="cpu on a busy machine"
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     results: dict[str, Any] = {}
     for name in options.curves:
         if name == "rows":
-            results["rows"] = curve(ROWS, lambda size: {"epoch": epoch(size, options.device)}, options, False)
+            results["rows"] = curve(
+                ROWS,
+                lambda size: {"epoch": epoch(size, options.device)},
+                options,
+                False,
+            )
         elif name == "encoder":
-            results["encoder"] = curve(CURVES["batch"], lambda size: encoder(size, options.device), options)
+            results["encoder"] = curve(
+                CURVES["batch"], lambda size: encoder(size, options.device), options
+            )
         else:
             results[name] = curve(
                 CURVES[name],
-                lambda size, name=name: parts(**BASE | {name: size}, device=options.device),
+                lambda size, name=name: parts(
+                    **BASE | {name: size}, device=options.device
+                ),
                 options,
             )
         print(name, json.dumps(results[name]["exponents"]), file=sys.stderr, flush=True)
@@ -80,7 +98,9 @@ def curve(
     options: argparse.Namespace,
     with_memory: bool = True,
 ) -> dict[str, Any]:
-    """Milliseconds, spread and peak memory of every part at every size, and the fitted exponents."""
+    """Milliseconds, spread and peak memory of every part at every size, and the
+    fitted exponents.
+    """
     methods = {(part, size): run for size in sizes for part, run in make(size).items()}
     seconds = take_turns(methods, options.repeats, options.device, options.clock)
     middle, spreads = medians(seconds), spread(seconds)
@@ -104,12 +124,15 @@ def parts(
 ) -> dict[str, Callable[[], Any]]:
     """Forward and backward of the heads, and of Sinkhorn + loss on their logits."""
     config = override(
-        preset("cifar100_20"), {"model.num_heads": heads, "model.overcluster_factor": overclustering}
+        preset("cifar100_20"),
+        {"model.num_heads": heads, "model.overcluster_factor": overclustering},
     )
     objective, num_views = config.objective, config.augment.large.num_views
     model = build_model(config.model, NUM_KNOWN, clusters, 0).to(device).train()
     generator = torch.Generator().manual_seed(0)
-    features = torch.randn(num_views * batch, NUM_FEATURES, generator=generator).to(device)
+    features = torch.randn(num_views * batch, NUM_FEATURES, generator=generator).to(
+        device
+    )
     labels = torch.randint(0, NUM_KNOWN, (batch // 2,), generator=generator).to(device)
     with torch.no_grad():
         known, families = outputs(model.heads(features, num_views))
@@ -120,18 +143,31 @@ def parts(
         sum(part.sum() for part in (own_known, *own)).backward()
 
     def run_objective() -> None:
-        own_known, own = known.detach().requires_grad_(), [f.detach().requires_grad_() for f in families]
+        own_known, own = (
+            known.detach().requires_grad_(),
+            [f.detach().requires_grad_() for f in families],
+        )
         targets = global_targets(own, num_views, len(labels), objective)
-        discovery_loss(own_known, own, labels, targets, objective.temperature).mean().backward()
+        discovery_loss(
+            own_known, own, labels, targets, objective.temperature
+        ).mean().backward()
 
     return {"heads": run_heads, "objective": run_objective}
 
 
 def epoch(num_rows: int, device: str) -> Callable[[], None]:
-    """One epoch of discovery with the digits' network over random images: index, augment, step."""
+    """One epoch of discovery with the digits' network over random images: index,
+    augment, step.
+    """
     config = preset("digits")
     train = random_images(config, num_rows).to(device)
-    plan = make_plan(0, config.data.batch_sampling, config.train.batch_size, num_rows // 2, num_rows // 2)
+    plan = make_plan(
+        0,
+        config.data.batch_sampling,
+        config.train.batch_size,
+        num_rows // 2,
+        num_rows // 2,
+    )
     batches = ResidentBatches(config, train, plan, 0, 1)
     model = build_model(config.model, train.num_known, train.num_novel, 0).train()
     model = model.to(device, memory_format=torch.channels_last)
@@ -149,16 +185,28 @@ def random_images(config: Config, num_rows: int) -> TrainSet:
     generator = torch.Generator().manual_seed(0)
     side = config.data.stored_size
     images: Tensor = torch.randint(
-        0, 256, (2, num_rows // 2, 3, side, side), generator=generator, dtype=torch.uint8
+        0,
+        256,
+        (2, num_rows // 2, 3, side, side),
+        generator=generator,
+        dtype=torch.uint8,
     )
-    return TrainSet(images[0], torch.randint(0, 5, (num_rows // 2,), generator=generator), images[1], 5, 5)
+    return TrainSet(
+        images[0],
+        torch.randint(0, 5, (num_rows // 2,), generator=generator),
+        images[1],
+        5,
+        5,
+    )
 
 
 def encoder(batch: int, device: str) -> dict[str, Callable[[], Any]]:
     """Forward and backward of ResNet18 on two views of 32 pixels."""
     module = build_model(preset("cifar100_20").model, NUM_KNOWN, 0, 0).encoder
     module = module.to(device, memory_format=torch.channels_last)
-    images = torch.randn(2 * batch, 3, 32, 32, device=device).contiguous(memory_format=torch.channels_last)
+    images = torch.randn(2 * batch, 3, 32, 32, device=device).contiguous(
+        memory_format=torch.channels_last
+    )
 
     def run() -> None:
         module.zero_grad(set_to_none=True)

@@ -1,15 +1,17 @@
-"""What a constant that no paper gives does where truth may be looked at: on classes that are known.
+"""What a constant that no paper gives does where truth may be looked at: on classes
+that are known.
 
     python -m benchmarks.held_out jia --set AGREEMENT=0.5 TEMPERATURE=0.1 --splits 0 1 2
     python -m benchmarks.held_out rs ncl --epochs 100 -- --preset photos --data DIR --known-classes FILE \
         --model.encoder timm:NAME --weights FILE
 
-prints one JSON row a method: accuracy on held-out classes in percent, and that of k-means where it starts. In
-split s two of the five labeled digits, s and s + 1, stay known; the other three play novel, and their labels
-score alone. No row of the digits 5 to 9 is read. ``--set`` changes constants of the method's module. After
-``--``: options of uno discover, on whose data half of the known classes play novel; no row is read that has
-no label there.
-"""
+prints one JSON row a method: accuracy on held-out classes in percent, and that of
+k-means where it starts. In split s two of the five labeled digits, s and s + 1, stay
+known; the other three play novel, and their labels score alone. No row of the digits 5
+to 9 is read. ``--set`` changes constants of the method's module. After ``--``: options
+of uno discover, on whose data half of the known classes play novel; no row is read that
+has no label there.
+"""  # noqa: E501
 
 import argparse
 import json
@@ -46,15 +48,19 @@ from uno.state import TrainState
 from uno.train import LocalWorker
 
 
-def hold_out(train: TrainSet, split: int, known: int | None = None) -> tuple[TrainSet, Tensor]:
-    """The labeled rows of ``train`` as a set of its own, of which ``known`` classes (default: half) stay
-    known, and the true class of its unlabeled rows, from 0.
+def hold_out(
+    train: TrainSet, split: int, known: int | None = None
+) -> tuple[TrainSet, Tensor]:
+    """The labeled rows of ``train`` as a set of its own, of which ``known`` classes
+    (default: half) stay known, and the true class of its unlabeled rows, from 0.
     """
     num, num_known = train.num_known, known or train.num_known // 2
     classes = [(split * max(1, num // 5) + i) % num for i in range(num)]
     place = torch.tensor([classes.index(int(label)) for label in train.labels])
     stays, images = place < num_known, train.labeled_images
-    held_out = TrainSet(images[stays], place[stays], images[~stays], num_known, num - num_known)
+    held_out = TrainSet(
+        images[stays], place[stays], images[~stays], num_known, num - num_known
+    )
     return held_out, place[~stays] - num_known
 
 
@@ -65,31 +71,47 @@ def accuracy(truth: Tensor, predicted: Tensor) -> float:
 
 
 def read(options: Sequence[str]) -> tuple[Config, TrainSet]:
-    """The digits, or the data of the ``options`` of uno discover, whose configuration is that of UNO."""
+    """The digits, or the data of the ``options`` of uno discover, whose
+    configuration is that of UNO.
+    """
     config = preset("digits")
     with suppress_output():
         if options:
             given = parse(options, DISCOVER_COMMAND)
-            config = resolve(override(given.config, {"output": None}), given.overrides, True).config
+            config = resolve(
+                override(given.config, {"output": None}), given.overrides, True
+            ).config
         task = make_task(read_rows(config.data), config.data)
         images, reasons = load_images(config, task, Storage("."), lambda metrics: None)
     return config, assemble(task, images, ok_mask(reasons))
 
 
 def run(config: Config, every: TrainSet, split: int) -> tuple[float, float]:
-    """Percent of the held-out rows that the method and k-means get right; the split is the seed, too."""
+    """Percent of the held-out rows that the method and k-means get right; the split
+    is the seed, too.
+    """
     (train, truth), worker = hold_out(every, split), LocalWorker(torch.device("cpu"))
     batch = largest_batch(
-        config.data.batch_sampling, config.train.batch_size, len(train.labels), train.num_unlabeled, 0
+        config.data.batch_sampling,
+        config.train.batch_size,
+        len(train.labels),
+        train.num_unlabeled,
+        0,
     )
-    config = override(config, {"seed": split, "compute.threads": 1, "train.batch_size": batch})
+    config = override(
+        config, {"seed": split, "compute.threads": 1, "train.batch_size": batch}
+    )
     with tempfile.TemporaryDirectory() as folder:
         if config.model.weights is None:
-            start = run_phase(config, PRETRAIN, train, worker, Storage(folder)).model.eval()
+            start = run_phase(
+                config, PRETRAIN, train, worker, Storage(folder)
+            ).model.eval()
             features = features_of(start, train.unlabeled_images, config).numpy()
         else:
             features = train.unlabeled_images[:, 0].numpy()
-        clusters = KMeans(train.num_novel, n_init=10, random_state=0).fit(features).labels_
+        clusters = (
+            KMeans(train.num_novel, n_init=10, random_state=0).fit(features).labels_
+        )
         state = run_phase(config, DISCOVER, train, worker, Storage(folder))
     found = score(state, train.unlabeled_images[:], truth, config)
     return found, accuracy(truth, torch.from_numpy(clusters))
@@ -137,10 +159,15 @@ def main() -> None:
     values |= {} if options.lr is None else {"discover.base_lr": options.lr}
     for method in options.methods:
         changed = change(method, options.set)
-        config = override(base, {"method": method, **settings(method, base.preset), **values})
+        config = override(
+            base, {"method": method, **settings(method, base.preset), **values}
+        )
         found = [run(config, every, split) for split in options.splits]
         row = {"method": method, "set": changed, "splits": options.splits, **values}
-        row |= {"accuracy": [one for one, _ in found], "kmeans": [other for _, other in found]}
+        row |= {
+            "accuracy": [one for one, _ in found],
+            "kmeans": [other for _, other in found],
+        }
         print(json.dumps(row | environment()), flush=True)
 
 

@@ -1,4 +1,5 @@
-"""How fast do images stream, next to a torchvision DataLoader, and what does Ray take for itself?
+"""How fast do images stream, next to a torchvision DataLoader, and what does Ray take
+for itself?
 
     python -m benchmarks.ingest rate --views 2+2        # images/s, threads and DataLoader on the same cores
     python -m benchmarks.ingest ray --views 2+0         # the same through Ray Data, and Ray's share
@@ -8,11 +9,12 @@
     python -m benchmarks.ingest resident                # an epoch of resident data, Ray and no Ray
     python -m benchmarks.ingest all --output DIR        # everything, into DIR/result.json; 15 minutes
 
-Each prints one JSON row. Sources: ImageNet originals (500 x 375 JPEG, the same 100 files again and again, so
-from the page cache) and CIFAR10-JPEG in Parquet. The DataLoader is what one writes without us: Pillow,
-torchvision's RandomResizedCrop once per view, PILToTensor, one worker per core. Methods take turns (A B A B)
-after a warm-up turn.
-"""
+Each prints one JSON row. Sources: ImageNet originals (500 x 375 JPEG, the same 100
+files again and again, so from the page cache) and CIFAR10-JPEG in Parquet. The
+DataLoader is what one writes without us: Pillow, torchvision's RandomResizedCrop once
+per view, PILToTensor, one worker per core. Methods take turns (A B A B) after a warm-up
+turn.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -58,11 +60,16 @@ SIZES = {"imagenet": (224, 96), "cifar": (32, 18)}
 TRAIN_BATCH = 256  # of the parts that train
 SCALES = {"large": (0.5, 1.0), "small": (0.08, 0.5)}
 ALL = (
-    "ray --views 2+0 --rows 12800 --repeats 2", "ray --views 2+2 --rows 12288 --repeats 2",
-    "ray --source cifar --rows 49152 --repeats 3", "memory --rows 768", "memory --source cifar --rows 8192",
-    "resident --rows 2000 --repeats 3", "rate --views 2+0 --rows 2048 --repeats 2",
-    "rate --views 2+2 --rows 2048 --repeats 2", "rate --source cifar --rows 16384 --repeats 2",
-)  # fmt: skip
+    "ray --views 2+0 --rows 12800 --repeats 2",
+    "ray --views 2+2 --rows 12288 --repeats 2",
+    "ray --source cifar --rows 49152 --repeats 3",
+    "memory --rows 768",
+    "memory --source cifar --rows 8192",
+    "resident --rows 2000 --repeats 3",
+    "rate --views 2+0 --rows 2048 --repeats 2",
+    "rate --views 2+2 --rows 2048 --repeats 2",
+    "rate --source cifar --rows 16384 --repeats 2",
+)
 BATCH = 64
 CORES = os.cpu_count() or 1
 
@@ -72,7 +79,10 @@ class Pictures(torch.utils.data.Dataset):
 
     def __init__(self, images: Any, rows: np.ndarray, config: Config) -> None:
         self.images, self.rows = images, rows
-        kinds = [(config.augment.large, SCALES["large"]), (config.augment.small, SCALES["small"])]
+        kinds = [
+            (config.augment.large, SCALES["large"]),
+            (config.augment.small, SCALES["small"]),
+        ]
         self.crops = [
             (v2.RandomResizedCrop(kind.size, scale, antialias=True), kind.num_views)
             for kind, scale in kinds
@@ -87,8 +97,14 @@ class Pictures(torch.utils.data.Dataset):
     def __getitem__(self, row: int) -> list[torch.Tensor]:
         """All views of one image."""
         image = self.images[int(self.rows[row])]
-        picture = Image.open(io.BytesIO(image) if isinstance(image, bytes) else image).convert("RGB")
-        return [self.to_tensor(crop(picture)) for crop, num in self.crops for _ in range(num)]
+        picture = Image.open(
+            io.BytesIO(image) if isinstance(image, bytes) else image
+        ).convert("RGB")
+        return [
+            self.to_tensor(crop(picture))
+            for crop, num in self.crops
+            for _ in range(num)
+        ]
 
 
 def config_of(options: argparse.Namespace) -> Config:
@@ -97,30 +113,49 @@ def config_of(options: argparse.Namespace) -> Config:
     return override(
         preset("imagenet" if options.source == "imagenet" else "cifar10"),
         {
-            "augment.large.num_views": large, "augment.large.size": sizes[0],
-            "augment.large.crop": "resized", "augment.large.crop_scale": SCALES["large"],
-            "augment.small.num_views": small, "augment.small.size": sizes[1],
-            "augment.small.crop": "resized", "augment.small.crop_scale": SCALES["small"],
+            "augment.large.num_views": large,
+            "augment.large.size": sizes[0],
+            "augment.large.crop": "resized",
+            "augment.large.crop_scale": SCALES["large"],
+            "augment.small.num_views": small,
+            "augment.small.size": sizes[1],
+            "augment.small.crop": "resized",
+            "augment.small.crop_scale": SCALES["small"],
         },
-    )  # fmt: skip
+    )
 
 
 def source_of(options: argparse.Namespace) -> tuple[Images, np.ndarray]:
     """(images, the rows to read, in order of the benchmark)."""
     if options.source == "imagenet":
-        files = sorted(glob.glob(str(SHARED / "imagenet-fullsize" / "train" / "*" / "*")))
+        files = sorted(
+            glob.glob(str(SHARED / "imagenet-fullsize" / "train" / "*" / "*"))
+        )
         return InMemory(files), np.arange(options.rows) % len(files)
-    files = [str(SHARED / "cifar10-jpeg" / f"train-0000{i}-of-00004.parquet") for i in range(4)]
-    return ParquetImages(str(SHARED), files, "img", [(-1, -1)] * len(files)), np.arange(options.rows)
+    files = [
+        str(SHARED / "cifar10-jpeg" / f"train-0000{i}-of-00004.parquet")
+        for i in range(4)
+    ]
+    return ParquetImages(str(SHARED), files, "img", [(-1, -1)] * len(files)), np.arange(
+        options.rows
+    )
 
 
 def job_of(config: Config, images: Images, rows: np.ndarray, folder: str) -> CropJob:
     """All ``rows`` as labeled rows, in epochs of one pass."""
     plan = make_pretrain_plan(0, BATCH, len(rows))
     bad = BadRows([], images, 1.0, Storage(folder))
-    train = StreamSet(images.take(rows), np.arange(len(rows)), torch.zeros(len(rows), dtype=torch.int64),
-                      np.empty(0, np.int64), 1, 1, bad, partial(crop_local, threads=CORES),
-                      decode_here(config, images))  # fmt: skip
+    train = StreamSet(
+        images.take(rows),
+        np.arange(len(rows)),
+        torch.zeros(len(rows), dtype=torch.int64),
+        np.empty(0, np.int64),
+        1,
+        1,
+        bad,
+        partial(crop_local, threads=CORES),
+        decode_here(config, images),
+    )
     return CropJob(config, train, plan, 0, 1, 0, plan.steps_per_epoch)
 
 
@@ -131,23 +166,34 @@ def drain(chunks: Iterator[Chunk], expected: int) -> None:
 
 
 def in_processes(pool: ProcessPoolExecutor, job: CropJob, expected: int) -> None:
-    """The pure function on the same cores: every process crops its chunks and throws them away."""
+    """The pure function on the same cores: every process crops its chunks and throws
+    them away.
+    """
     chunks = list(chain.from_iterable(job.epochs(job.chunk_rows)))
-    assert sum(pool.map(partial(crop_chunk, job.cropper, job.images), chunks)) == expected
+    assert (
+        sum(pool.map(partial(crop_chunk, job.cropper, job.images), chunks)) == expected
+    )
 
 
-def crop_chunk(cropper: Cropper, images: Images, chunk: tuple[np.ndarray, np.ndarray, np.ndarray]) -> int:
+def crop_chunk(
+    cropper: Cropper, images: Images, chunk: tuple[np.ndarray, np.ndarray, np.ndarray]
+) -> int:
     torch.set_num_threads(1)
     steps, positions, rows = chunk
     return len(cropper.crop(steps, positions, images.read_images(rows))[0])
 
 
 def loader_of(config: Config, images: Images, rows: np.ndarray) -> Callable[[], None]:
-    data = Pictures(images.read_images(rows), np.arange(len(rows)), config)  # no random access to row groups
+    # no random access to row groups
+    data = Pictures(images.read_images(rows), np.arange(len(rows)), config)
     loader = torch.utils.data.DataLoader(
-        data, batch_size=BATCH, num_workers=CORES, persistent_workers=True, drop_last=True,
+        data,
+        batch_size=BATCH,
+        num_workers=CORES,
+        persistent_workers=True,
+        drop_last=True,
         multiprocessing_context="spawn",  # a fork would copy Ray's threads
-    )  # fmt: skip
+    )
 
     def loop() -> None:
         assert sum(len(batch[0]) for batch in loader) == len(rows) // BATCH * BATCH
@@ -172,7 +218,9 @@ def rate(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def through_ray(options: argparse.Namespace) -> dict[str, Any]:
-    """Ray Data into a consumer that does nothing, next to the pure function and the DataLoader."""
+    """Ray Data into a consumer that does nothing, next to the pure function and the
+    DataLoader.
+    """
     from pipelines import ray_env
     from pipelines.ray_data import crop_on_ray, execution_limits
 
@@ -194,12 +242,14 @@ def through_ray(options: argparse.Namespace) -> dict[str, Any]:
             seconds = take_turns(methods, options.repeats)
     found = row(options, seconds, count)
     middle = medians(seconds)
-    return found | {"ray_share": round(1 - middle["function"] / middle["uno, Ray Data"], 3)}
+    return found | {
+        "ray_share": round(1 - middle["function"] / middle["uno, Ray Data"], 3)
+    }
 
 
 def stream(options: argparse.Namespace) -> dict[str, Any]:
-    """Epochs through Ray Data into a consumer that does nothing, each time on a Ray of its own, in turns with
-    the packages of the checkout ``--code``.
+    """Epochs through Ray Data into a consumer that does nothing, each time on a Ray of
+    its own, in turns with the packages of the checkout ``--code``.
     """
     if options.turn:
         return one_stream(options)
@@ -207,34 +257,52 @@ def stream(options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in checkouts(options)}
     for _ in range(options.repeats):
         for name, code in checkouts(options).items():
-            found[name].append(json.loads(run_in(code, words, stdout=subprocess.PIPE).splitlines()[-1]))
+            found[name].append(
+                json.loads(run_in(code, words, stdout=subprocess.PIPE).splitlines()[-1])
+            )
             print(name, found[name][-1], file=sys.stderr, flush=True)
-    rates = {name: [turn["images_per_s"] for turn in turns] for name, turns in found.items()}
+    rates = {
+        name: [turn["images_per_s"] for turn in turns] for name, turns in found.items()
+    }
     return {
-        "question": f"images/s of {options.epochs} epochs through Ray Data, {options.views} views of "
-        f"{options.source}",
+        "question": (
+            f"images/s of {options.epochs} epochs through Ray Data, {options.views}"
+            f" views of {options.source}"
+        ),
         "command": f"python -m benchmarks.ingest {' '.join(sys.argv[1:])}",
         **environment(),
         "load_average": round(os.getloadavg()[0], 1),
-        "images_per_s": {name: round(value, 1) for name, value in medians(rates).items()},
-        "ratio": round(medians(rates)["here"] / medians(rates)["before"], 3) if options.code else None,
+        "images_per_s": {
+            name: round(value, 1) for name, value in medians(rates).items()
+        },
+        "ratio": (
+            round(medians(rates)["here"] / medians(rates)["before"], 3)
+            if options.code
+            else None
+        ),
         "turns": found,
     }
 
 
 def checkouts(options: argparse.Namespace) -> dict[str, Path]:
-    return ({"before": Path(options.code)} if options.code else {}) | {"here": Path(__file__).parents[1]}
+    return ({"before": Path(options.code)} if options.code else {}) | {
+        "here": Path(__file__).parents[1]
+    }
 
 
 def run_in(code: Path, words: list[str], stdout: Any) -> str:
     """What a Python of the packages of ``code`` prints."""
     env = {**os.environ, "PYTHONPATH": str(code.absolute())}
-    done = subprocess.run([sys.executable, *words], check=True, stdout=stdout, cwd=code, env=env)
+    done = subprocess.run(
+        [sys.executable, *words], check=True, stdout=stdout, cwd=code, env=env
+    )
     return done.stdout.decode() if done.stdout else ""
 
 
 def one_stream(options: argparse.Namespace) -> dict[str, Any]:
-    """Images/s from begin to end, seconds to the first image, images/s after a quarter of the blocks."""
+    """Images/s from begin to end, seconds to the first image, images/s after a
+    quarter of the blocks.
+    """
     from pipelines import ray_env
     from pipelines.ray_data import crop_on_ray, execution_limits
 
@@ -253,33 +321,52 @@ def one_stream(options: argparse.Namespace) -> dict[str, Any]:
     assert seen == (job.last - job.first) * BATCH
     early, late = marks[len(marks) // 4], marks[-1]
     return {
-        "images_per_s": round(seen / late[0], 1), "first_s": round(marks[0][0], 2),
-        "images_per_s_after_a_quarter": round((late[1] - early[1]) / (late[0] - early[0]), 1),
-    }  # fmt: skip
+        "images_per_s": round(seen / late[0], 1),
+        "first_s": round(marks[0][0], 2),
+        "images_per_s_after_a_quarter": round(
+            (late[1] - early[1]) / (late[0] - early[0]), 1
+        ),
+    }
 
 
-def row(options: argparse.Namespace, seconds: dict[str, list[float]], count: int) -> dict[str, Any]:
+def row(
+    options: argparse.Namespace, seconds: dict[str, list[float]], count: int
+) -> dict[str, Any]:
     middle = medians(seconds)
     return {
-        "question": f"images/s of decoding and cutting {options.views} views, {options.source}",
+        "question": (
+            f"images/s of decoding and cutting {options.views} views, {options.source}"
+        ),
         "command": f"python -m benchmarks.ingest {' '.join(sys.argv[1:])}",
         **environment(),
         "load_average": round(os.getloadavg()[0], 1),
         "images": count,
         "cores": CORES,
-        "images_per_s": {name: round(count / value, 1) for name, value in middle.items()},
+        "images_per_s": {
+            name: round(count / value, 1) for name, value in middle.items()
+        },
         "images_per_s_per_core": {
-            name: round(count / value / (1 if name.endswith("one thread") else CORES), 1)
+            name: round(
+                count / value / (1 if name.endswith("one thread") else CORES), 1
+            )
             for name, value in middle.items()
         },
-        "speedup": {name: round(middle["DataLoader"] / value, 3) for name, value in middle.items()},
+        "speedup": {
+            name: round(middle["DataLoader"] / value, 3)
+            for name, value in middle.items()
+        },
         "spread": spread(seconds),
-        "seconds": {name: [round(value, 3) for value in values] for name, values in seconds.items()},
+        "seconds": {
+            name: [round(value, 3) for value in values]
+            for name, values in seconds.items()
+        },
     }
 
 
 def memory(options: argparse.Namespace) -> dict[str, Any]:
-    """Peak memory of all processes and of the object store, for 1, 2, 4 times the epochs and the rows."""
+    """Peak memory of all processes and of the object store, for 1, 2, 4 times the
+    epochs and the rows.
+    """
     from pipelines import ray_env
     from pipelines.ray_data import crop_on_ray, execution_limits
 
@@ -288,13 +375,20 @@ def memory(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, ray_env.connect(STORE_BYTES) as ray:
         limits = execution_limits(ray.cluster_resources(), 1, 0.0)
         for epochs, times in ((1, 1), (1, 1), (2, 1), (4, 1), (1, 2), (1, 4)):
-            images, rows = source_of(argparse.Namespace(**vars(options) | {"rows": options.rows * times}))
+            images, rows = source_of(
+                argparse.Namespace(**vars(options) | {"rows": options.rows * times})
+            )
             job = job_of(config, images, rows, folder)
             job.last *= epochs
             on_ray = crop_on_ray(ray, ray.put(job.images), *limits)
             with Peak() as peak:
                 drain(on_ray(job), job.last * BATCH)
-            used = {"epochs": epochs, "rows": options.rows * times, "spilled_mb": spilled_mb(), **peak.found}
+            used = {
+                "epochs": epochs,
+                "rows": options.rows * times,
+                "spilled_mb": spilled_mb(),
+                **peak.found,
+            }
             print(used, file=sys.stderr, flush=True)
             runs.append(used)
         store = ray.cluster_resources()["object_store_memory"]
@@ -308,7 +402,9 @@ def memory(options: argparse.Namespace) -> dict[str, Any]:
 
 
 class Peak:
-    """The largest sum of memory over this process and all below it, every half second."""
+    """The largest sum of memory over this process and all below it, every half
+    second.
+    """
 
     def __init__(self) -> None:
         self.found: dict[str, float] = {}
@@ -354,12 +450,17 @@ def spilled_mb() -> float:
 
 
 def resident(options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of an epoch of pretraining after the first: one Ray worker and no Ray, in turns.
+    """Seconds of an epoch of pretraining after the first: one Ray worker and no Ray, in
+    turns.
 
-    Pretraining has the shortest steps; discovery would add evaluations and a report at the end of every run.
+    Pretraining has the shortest steps; discovery would add evaluations and a report at
+    the end of every run.
     """
     here = Path(__file__).parents[1]
-    cases = {f"--workers {n}": (here, ["--workers", str(n), "--data.loading", "memory"]) for n in (0, 1)}
+    cases = {
+        f"--workers {n}": (here, ["--workers", str(n), "--data.loading", "memory"])
+        for n in (0, 1)
+    }
     epochs = seconds_of_epochs(options, cases)
     middle = {name: statistics.median(values) for name, values in epochs.items()}
     return {
@@ -369,18 +470,25 @@ def resident(options: argparse.Namespace) -> dict[str, Any]:
         "epoch_s": {name: round(value, 3) for name, value in middle.items()},
         "ratio": round(middle["--workers 1"] / middle["--workers 0"], 3),
         "spread": spread(epochs),
-        "seconds": {name: [round(value, 3) for value in values] for name, values in epochs.items()},
+        "seconds": {
+            name: [round(value, 3) for value in values]
+            for name, values in epochs.items()
+        },
     }
 
 
 def train(options: argparse.Namespace) -> dict[str, Any]:
-    """Steps/s of epochs of streamed pretraining after the first, on one Ray worker, in turns with
-    the packages of the checkout ``--code``.
+    """Steps/s of epochs of streamed pretraining after the first, on one Ray worker, in
+    turns with the packages of the checkout ``--code``.
     """
     words = ["--workers", "1", "--data.loading", "streaming"]
-    epochs = seconds_of_epochs(options, {name: (code, words) for name, code in checkouts(options).items()})
+    epochs = seconds_of_epochs(
+        options, {name: (code, words) for name, code in checkouts(options).items()}
+    )
     steps = options.rows // 2 // TRAIN_BATCH
-    rates = {name: [steps / seconds for seconds in values] for name, values in epochs.items()}
+    rates = {
+        name: [steps / seconds for seconds in values] for name, values in epochs.items()
+    }
     middle = medians(rates)
     return {
         "question": "steps/s of a streamed epoch on one Ray worker",
@@ -389,29 +497,59 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         "steps_per_s": {name: round(value, 2) for name, value in middle.items()},
         "ratio": round(middle["here"] / middle["before"], 3) if options.code else None,
         "spread": spread(rates),
-        "turns": {name: [round(value, 2) for value in values] for name, values in rates.items()},
+        "turns": {
+            name: [round(value, 2) for value in values]
+            for name, values in rates.items()
+        },
     }
 
 
 def seconds_of_epochs(
     options: argparse.Namespace, cases: dict[str, tuple[Path, list[str]]]
 ) -> dict[str, list[float]]:
-    """Of pretraining on half the classes of CIFAR10-JPEG, by each case's checkout and arguments in turns."""
-    images = options.rows // 2 // TRAIN_BATCH * TRAIN_BATCH  # of an epoch: half the classes are known
+    """Of pretraining on half the classes of CIFAR10-JPEG, by each case's checkout
+    and arguments in turns.
+    """
+    # of an epoch: half the classes are known
+    images = options.rows // 2 // TRAIN_BATCH * TRAIN_BATCH
     found: dict[str, list[float]] = {name: [] for name in cases}
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(options.repeats):
             for place, (name, (code, arguments)) in enumerate(cases.items()):
                 output = Path(folder) / f"{place}-{turn}"
                 words = [
-                    "-m", "pipelines", "pretrain", "--data", f"parquet:{SHARED}/cifar10-jpeg",
-                    "--preset", "cifar10", "--known-classes", "first:5", "--limit", str(options.rows),
-                    "--batch-size", str(TRAIN_BATCH), "--model.encoder", "resnet_small",
-                    "--pretrain.epochs", "11", "--pretrain.warmup-epochs", "0", "--compute.threads", "1",
-                    "--train.log-every", "100000", "--output", str(output), *arguments,
-                ]  # fmt: skip
+                    "-m",
+                    "pipelines",
+                    "pretrain",
+                    "--data",
+                    f"parquet:{SHARED}/cifar10-jpeg",
+                    "--preset",
+                    "cifar10",
+                    "--known-classes",
+                    "first:5",
+                    "--limit",
+                    str(options.rows),
+                    "--batch-size",
+                    str(TRAIN_BATCH),
+                    "--model.encoder",
+                    "resnet_small",
+                    "--pretrain.epochs",
+                    "11",
+                    "--pretrain.warmup-epochs",
+                    "0",
+                    "--compute.threads",
+                    "1",
+                    "--train.log-every",
+                    "100000",
+                    "--output",
+                    str(output),
+                    *arguments,
+                ]
                 run_in(code, words, stdout=sys.stderr)
-                lines = [json.loads(x) for x in (output / "metrics.jsonl").read_text().splitlines()]
+                lines = [
+                    json.loads(x)
+                    for x in (output / "metrics.jsonl").read_text().splitlines()
+                ]
                 rates = [x["images_per_s"] for x in lines if x["event"] == "epoch"]
                 found[name] += [images / rate for rate in rates[1:]]
     return found
@@ -431,16 +569,23 @@ def everything(options: argparse.Namespace) -> dict[str, Any]:
                 stdout=subprocess.PIPE,
             )
             found["rows"][words] = json.loads(done.stdout.splitlines()[-1])
-            found["command"] = f"python -m benchmarks.ingest all --output {options.output}"
+            found["command"] = (
+                f"python -m benchmarks.ingest all --output {options.output}"
+            )
             file.write_text(json.dumps(found, indent=1) + "\n")
     return found
 
 
 def main() -> int:
     parts = {
-        "rate": rate, "ray": through_ray, "stream": stream, "train": train, "memory": memory,
-        "resident": resident, "all": everything,
-    }  # fmt: skip
+        "rate": rate,
+        "ray": through_ray,
+        "stream": stream,
+        "train": train,
+        "memory": memory,
+        "resident": resident,
+        "all": everything,
+    }
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -451,7 +596,11 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=8, help="of stream")
     parser.add_argument(
-        "--code", help="of stream and train: another checkout, whose packages take turns with these"
+        "--code",
+        help=(
+            "of stream and train: another checkout, whose packages take turns with"
+            " these"
+        ),
     )
     parser.add_argument("--turn", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--output", help="of all: the record's directory")

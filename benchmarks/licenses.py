@@ -1,4 +1,5 @@
-"""The licenses of all that the tested set installs, as each package's metadata states them.
+"""The licenses of all that the tested set installs, as each package's metadata states
+them.
 
 python -m benchmarks.licenses > docs/LICENSES.md
 """
@@ -10,23 +11,39 @@ PROJECT, EXTRAS = "uno-discovery", ("ray", "dev")
 
 
 def license_of(package: Distribution) -> str:
-    """The metadata's expression, else its classifiers, else the first line of its text."""
+    """The metadata's expression, else its classifiers, else the first line of its
+    text.
+    """
     facts = package.metadata
-    names = [c.rpartition(" :: ")[2] for c in facts.get_all("Classifier") or () if c.startswith("License ::")]
+    names = [
+        c.rpartition(" :: ")[2]
+        for c in facts.get_all("Classifier") or ()
+        if c.startswith("License ::")
+    ]
     names = [name for name in names if name != "OSI Approved"]
     text = (facts.get("License") or "").strip().splitlines()
-    found = facts.get("License-Expression") or ", ".join(names) or (text[0][:60] if text else "not stated")
+    found = (
+        facts.get("License-Expression")
+        or ", ".join(names)
+        or (text[0][:60] if text else "not stated")
+    )
     return str(found).replace("|", "/")
 
 
-def needs(package: Distribution, extras: tuple[str, ...] = ()) -> dict[str, tuple[str, ...]]:
-    """Names that a package needs, with the extras it asks of each; of markers only ``extras`` count."""
+def needs(
+    package: Distribution, extras: tuple[str, ...] = ()
+) -> dict[str, tuple[str, ...]]:
+    """Names that a package needs, with the extras it asks of each; of markers only
+    ``extras`` count.
+    """
     found = {}
     for line in package.requires or ():
         wanted = re.findall(r"extra\s*==\s*['\"]([^'\"]+)", line)
         name, asked = re.match(r"([\w.-]+)(?:\[([^\]]+)\])?", line).groups()  # type: ignore[union-attr]
         if not wanted or {*wanted} & {*extras}:
-            found[re.sub(r"[-_.]+", "-", name).lower()] = tuple((asked or "").replace(" ", "").split(","))
+            found[re.sub(r"[-_.]+", "-", name).lower()] = tuple(
+                (asked or "").replace(" ", "").split(",")
+            )
     return found
 
 
@@ -40,17 +57,28 @@ def installed() -> dict[str, Distribution]:
             found[name] = distribution(name)
         except PackageNotFoundError:  # for another platform or Python
             continue
-        pending += [pair for pair in needs(found[name], extras).items() if pair[0] not in found]
+        pending += [
+            pair for pair in needs(found[name], extras).items() if pair[0] not in found
+        ]
     return {name: found[name] for name in sorted(found) if name != PROJECT}
 
 
 def main() -> None:
     """Print the page."""
     direct = needs(distribution(PROJECT), EXTRAS)
-    print(f"# Licenses\n\n{(__doc__ or '').splitlines()[0]} The project's own: Apache-2.0.\n")
-    print("Written by `python -m benchmarks.licenses`.\n\n| package | license | |\n|---|---|---|")
+    print(
+        f"# Licenses\n\n{(__doc__ or '').splitlines()[0]} The project's own:"
+        " Apache-2.0.\n"
+    )
+    print(
+        "Written by `python -m benchmarks.licenses`.\n\n| package | license |"
+        " |\n|---|---|---|"
+    )
     for name, package in installed().items():
-        print(f"| {name} {package.version} | {license_of(package)} | {'direct' if name in direct else ''} |")
+        print(
+            f"| {name} {package.version} | {license_of(package)} |"
+            f" {'direct' if name in direct else ''} |"
+        )
 
 
 if __name__ == "__main__":

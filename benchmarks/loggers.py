@@ -2,12 +2,12 @@
 
     python -m benchmarks.loggers --preset cifar10 --batch 64 --steps 20 --repeats 9
 
-prints one JSON row. Steps of discovery alone and the same steps as a run takes them take turns (A B A B):
-with the hook and the collective of ``Pace``, and every tenth step (``train.log_every`` of a run) a line to
-``metrics.jsonl``, the rank's log, TensorBoard, W&B (offline) and MLflow (a local folder), as far as they are
-installed.
-``ratio`` is the median over pairs of turns, with the interval that has 95 % of its bootstrap samples; 1.01 at
-most is asked for.
+prints one JSON row. Steps of discovery alone and the same steps as a run takes them
+take turns (A B A B): with the hook and the collective of ``Pace``, and every tenth step
+(``train.log_every`` of a run) a line to ``metrics.jsonl``, the rank's log, TensorBoard,
+W&B (offline) and MLflow (a local folder), as far as they are installed. ``ratio`` is
+the median over pairs of turns, with the interval that has 95 % of its bootstrap
+samples; 1.01 at most is asked for.
 """
 
 import argparse
@@ -60,26 +60,49 @@ def main() -> None:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """The row; ``options`` as of :func:`main`."""
-    device, names = torch.device(options.device), [n for n, (p, _) in LOGGERS.items() if find_spec(p)]
+    device, names = (
+        torch.device(options.device),
+        [n for n, (p, _) in LOGGERS.items() if find_spec(p)],
+    )
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {
-            "WANDB_MODE": "offline", "MLFLOW_TRACKING_URI": f"file://{folder}/mlruns",
+            "WANDB_MODE": "offline",
+            "MLFLOW_TRACKING_URI": f"file://{folder}/mlruns",
             "MLFLOW_ALLOW_FILE_STORE": "true",
-        }  # fmt: skip
+        }
         own = {"train.batch_size": options.batch, "train.report_to": ",".join(names)}
         config, storage = override(preset(options.preset), own), Storage(folder)
         train = train_set(None, config).to(device)
-        plan = make_plan(0, "proportional", options.batch, len(train.labels), len(train.unlabeled_images))
+        plan = make_plan(
+            0,
+            "proportional",
+            options.batch,
+            len(train.labels),
+            len(train.unlabeled_images),
+        )
         batches = ResidentBatches(config, train, plan, 0, 1)
         states = []
         for _ in range(2):
-            model = build_model(config.model, train.num_known, train.num_novel, 0).train()
+            model = build_model(
+                config.model, train.num_known, train.num_novel, 0
+            ).train()
             model = model.to(device, memory_format=torch.channels_last)
             states.append(new_state(model, model, config.discover, device, False))
-        phase = Phase(DISCOVER, config.discover, 10**6, options.batch, None, discovery_step)
+        phase = Phase(
+            DISCOVER, config.discover, 10**6, options.batch, None, discovery_step
+        )
         pace = Pace(states[1], batches)
-        writers = Loggers(config, storage), Journal(storage, DISCOVER, 0), RankLog(storage, 0, 1)
-        with writers[0] as loggers, writers[1] as journal, writers[2] as log, closing(pace):
+        writers = (
+            Loggers(config, storage),
+            Journal(storage, DISCOVER, 0),
+            RankLog(storage, 0, 1),
+        )
+        with (
+            writers[0] as loggers,
+            writers[1] as journal,
+            writers[2] as log,
+            closing(pace),
+        ):
 
             def plain() -> None:
                 for _ in range(options.steps):
@@ -96,19 +119,29 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                         loggers(metrics)
                         log.note(described(metrics))
 
-            seconds = take_turns({"plain": plain, "watched": watched}, options.repeats, options.device)
+            seconds = take_turns(
+                {"plain": plain, "watched": watched}, options.repeats, options.device
+            )
     found = medians(seconds)
     ratios = np.divide(seconds["watched"], seconds["plain"])
-    again = np.median(np.random.default_rng(0).choice(ratios, (2_000, len(ratios))), axis=1)
+    again = np.median(
+        np.random.default_rng(0).choice(ratios, (2_000, len(ratios))), axis=1
+    )
     return {
         "question": "what do the loggers and the counts of uno.pace cost a step?",
-        "command": "python -m benchmarks.loggers " + " ".join(sys.argv[1:]), "loggers": names,
-        "ms": {name: round(1000 * value / options.steps, 3) for name, value in found.items()},
+        "command": "python -m benchmarks.loggers " + " ".join(sys.argv[1:]),
+        "loggers": names,
+        "ms": {
+            name: round(1000 * value / options.steps, 3)
+            for name, value in found.items()
+        },
         "ratio": round(float(np.median(ratios)), 4),
-        "interval": [round(float(end), 4) for end in np.quantile(again, (0.025, 0.975))],
+        "interval": [
+            round(float(end), 4) for end in np.quantile(again, (0.025, 0.975))
+        ],
         "spread": spread(seconds),
         **environment(options.device),
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""What the benchmarks share: methods that take turns, medians, and a row that says where it was measured."""
+"""What the benchmarks share: methods that take turns, medians, and a row that says
+where it was measured.
+"""
 
 import json
 import platform
@@ -16,11 +18,16 @@ from uno.runs.hardware import hardware
 
 
 def take_turns(
-    methods: Mapping[Any, Callable[[], Any]], repeats: int, device: str = "cpu", clock: str = "wall"
+    methods: Mapping[Any, Callable[[], Any]],
+    repeats: int,
+    device: str = "cpu",
+    clock: str = "wall",
 ) -> dict[Any, list[float]]:
-    """Seconds of every method, ``repeats`` times, taking turns (A B A B) after one warm-up turn.
+    """Seconds of every method, ``repeats`` times, taking turns (A B A B) after one
+    warm-up turn.
 
-    ``clock`` "cpu" counts this process's processor time, which other processes on the machine disturb less.
+    ``clock`` "cpu" counts this process's processor time, which other processes on the
+    machine disturb less.
     """
     now = {"wall": time.perf_counter, "cpu": time.process_time}[clock]
     seconds: dict[Any, list[float]] = {name: [] for name in methods}
@@ -44,27 +51,41 @@ def spread(seconds: Mapping[str, list[float]]) -> dict[str, float]:
     """Half the range between the quartiles, relative to the median."""
     result = {}
     for name, values in seconds.items():
-        low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else (values[0],) * 3
+        low, middle, high = (
+            statistics.quantiles(values, n=4) if len(values) > 1 else (values[0],) * 3
+        )
         result[name] = round((high - low) / 2 / middle, 3)
     return result
 
 
-def over_seeds(runs: list[dict[str, float]], reported: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Mean, standard deviation, minimum and raw values of the metrics that the runs have, by their titles."""
+def over_seeds(
+    runs: list[dict[str, float]], reported: Mapping[str, str]
+) -> dict[str, dict[str, Any]]:
+    """Mean, standard deviation, minimum and raw values of the metrics that the runs
+    have, by their titles.
+    """
     results = {}
     for name, key in reported.items():
         if values := [round(run[key], 4) for run in runs if key in run]:
             spread = round(statistics.stdev(values), 4) if len(values) > 1 else None
             mean = round(statistics.mean(values), 4)
-            results[name] = {"mean": mean, "sd": spread, "min": min(values), "values": values}
+            results[name] = {
+                "mean": mean,
+                "sd": spread,
+                "min": min(values),
+                "values": values,
+            }
     return results
 
 
 def environment(device: str = "cpu", runs: Iterable[Path] = ()) -> dict[str, Any]:
-    """Hardware, versions, and the numerics of this code, or of the oldest of ``runs``, which may have been
-    finished before.
+    """Hardware, versions, and the numerics of this code, or of the oldest of ``runs``,
+    which may have been finished before.
     """
-    made_with = [json.loads((run / "environment.json").read_text()).get("numerics", 0) for run in runs]
+    made_with = [
+        json.loads((run / "environment.json").read_text()).get("numerics", 0)
+        for run in runs
+    ]
     return {
         "numerics": min(made_with, default=NUMERICS),
         "hardware": hardware(device.startswith("cuda")),

@@ -5,14 +5,16 @@
     python -m benchmarks.nodes all --output DIR        # every case into DIR/result.json
     python -m benchmarks.nodes raylets --nodes 16      # as many raylets, of which one is killed
 
-Two raylets (network namespaces where allowed), two workers, one a node; kill -9 of the second node's raylet
-before step 100 of 240 on the digits. ``room``: the node that is left has CPUs for both workers, ``tight``:
-for them and Ray Data only if shares shrink, ``none``: not for them until another node comes, 70 s after the
-loss. Ray waits 2 s for the place of a group in place of 60 (25), so that the old program's twelve tries are
-seen. ``storage``: an S3 server on this machine answers 503 for ten seconds. ``raylets``: a head without CPUs
-and nodes of two logical CPUs and 100 MiB of object store (``ray.cluster_utils``), a worker on each; gloo, one
-thread a rank, 24 steps of discovery on the digits; one raylet is killed after the first checkpoint.
-"""
+Two raylets (network namespaces where allowed), two workers, one a node; kill -9 of the
+second node's raylet before step 100 of 240 on the digits. ``room``: the node that is
+left has CPUs for both workers, ``tight``: for them and Ray Data only if shares shrink,
+``none``: not for them until another node comes, 70 s after the loss. Ray waits 2 s for
+the place of a group in place of 60 (25), so that the old program's twelve tries are
+seen. ``storage``: an S3 server on this machine answers 503 for ten seconds.
+``raylets``: a head without CPUs and nodes of two logical CPUs and 100 MiB of object
+store (``ray.cluster_utils``), a worker on each; gloo, one thread a rank, 24 steps of
+discovery on the digits; one raylet is killed after the first checkpoint.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -40,13 +42,22 @@ from uno.runs.checkpoint import checkpoint_steps
 from uno.runs.journal import read_journal
 
 JOIN_S, LIMIT_S, REFUSES_S = 70.0, 150.0, 10.0
-SHOWN = ("discover ", "predict ", "\x1b", "\t", "    [")  # progress, and what Ray says of its nodes
+# progress, and what Ray says of its nodes
+SHOWN = ("discover ", "predict ", "\x1b", "\t", "    [")
 ONE_CPU = ("--compute.cpus-per-worker", "1")
 TIMES, RAYLETS_S = "UNO_BENCHMARK_TIMES", 900.0
 MANY_STEPS = (
-    "--train.batch-size", "64", "--discover.epochs", "24", "--train.max-steps", "24",
-    "--train.checkpoint-every-epochs", "2", "--compute.placement_strategy", "SPREAD",
-)  # fmt: skip
+    "--train.batch-size",
+    "64",
+    "--discover.epochs",
+    "24",
+    "--train.max-steps",
+    "24",
+    "--train.checkpoint-every-epochs",
+    "2",
+    "--compute.placement_strategy",
+    "SPREAD",
+)
 
 
 class Case(NamedTuple):
@@ -62,21 +73,43 @@ CASES = {
     "resident-room": Case((4, 3), "memory"),
     "resident-tight": Case((2, 2), "memory", ONE_CPU, True),
     "resident-none": Case((1, 3), "memory", ONE_CPU, True),
-    "streaming-room": Case((4, 3), "streaming"), "streaming-tight": Case((2, 2), "streaming"),
+    "streaming-room": Case((4, 3), "streaming"),
+    "streaming-tight": Case((2, 2), "streaming"),
     "streaming-none": Case((1, 3), "streaming", ONE_CPU, True),
-}  # fmt: skip
+}
 
 
 def lose_a_node(case: Case, code: Path) -> dict[str, Any]:
-    """Seconds from the loss to the first line of the journal after it and to the end (-9: it had none after
-    150 s), the longest time without any line on the console, and what was said, each with its second.
+    """Seconds from the loss to the first line of the journal after it and to the end
+    (-9: it had none after 150 s), the longest time without any line on the console, and
+    what was said, each with its second.
     """
-    with tempfile.TemporaryDirectory() as name, two_nodes(_made(Path(name) / "unused"), case.cpus) as nodes:
+    with (
+        tempfile.TemporaryDirectory() as name,
+        two_nodes(_made(Path(name) / "unused"), case.cpus) as nodes,
+    ):
         folder, storage = Path(name), Storage(f"{name}/run")
-        own = {faults.VARIABLE: "kill-node:step=100", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "2"}
-        argv = ["pipelines", "discover", *LONG, "--workers", "2", "--compute.placement_strategy", "SPREAD",
-                "--data.loading", case.ingest, *case.options, "--output", storage.root]  # fmt: skip
-        command = Command(argv, {**nodes.env, **own, "PYTHONPATH": str(code)}, folder / "log", code)
+        own = {
+            faults.VARIABLE: "kill-node:step=100",
+            "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "2",
+        }
+        argv = [
+            "pipelines",
+            "discover",
+            *LONG,
+            "--workers",
+            "2",
+            "--compute.placement_strategy",
+            "SPREAD",
+            "--data.loading",
+            case.ingest,
+            *case.options,
+            "--output",
+            storage.root,
+        ]
+        command = Command(
+            argv, {**nodes.env, **own, "PYTHONPATH": str(code)}, folder / "log", code
+        )
         while command.code is None and not _events(storage, "fault"):
             time.sleep(0.2)
         lost, before = time.monotonic(), len(command.lines)
@@ -86,11 +119,20 @@ def lose_a_node(case: Case, code: Path) -> dict[str, Any]:
         while command.code is None and (now := time.monotonic()) < lost + LIMIT_S:
             silent = max(silent, now - last_line)
             if len(lines := command.lines) > seen:
-                said += [(round(now - lost, 1), line) for line in lines[seen:] if not line.startswith(SHOWN)]
+                said += [
+                    (round(now - lost, 1), line)
+                    for line in lines[seen:]
+                    if not line.startswith(SHOWN)
+                ]
                 last_line, seen = now, len(lines)
             if journal is None and len(_events(storage, "start")) > starts:
-                journal = len(read_journal(storage))  # whose lines after the checkpoint are dropped by now
-            elif journal is not None and trains is None and len(read_journal(storage)) > journal:
+                # whose lines after the checkpoint are dropped by now
+                journal = len(read_journal(storage))
+            elif (
+                journal is not None
+                and trains is None
+                and len(read_journal(storage)) > journal
+            ):
                 trains = round(now - lost, 1)
             if not joined and now - lost > JOIN_S:
                 nodes.join(2)
@@ -98,12 +140,15 @@ def lose_a_node(case: Case, code: Path) -> dict[str, Any]:
             time.sleep(0.2)
         ended = round(time.monotonic() - lost, 1) if command.code is not None else None
         return {
-            "exit_code": command.end(0), "trains_again_s": trains, "ended_s": ended,
-            "joins_s": JOIN_S if case.joins else None, "longest_silence_s": round(silent, 1),
+            "exit_code": command.end(0),
+            "trains_again_s": trains,
+            "ended_s": ended,
+            "joins_s": JOIN_S if case.joins else None,
+            "longest_silence_s": round(silent, 1),
             "waiting_lines": sum("waiting for" in line for _, line in said),
             "internal": any("internal" in line for line in command.lines[before:]),
             "said": [[at, line.replace(name, "DIR")] for at, line in said[:8]],
-        }  # fmt: skip
+        }
 
 
 def _made(folder: Path) -> Path:
@@ -116,7 +161,9 @@ def _events(storage: Storage, kind: str) -> list[dict[str, Any]]:
 
 
 def refuse(code: Path) -> dict[str, Any]:
-    """What a look for a file makes of a store that answers 503 for a while, and 200 then."""
+    """What a look for a file makes of a store that answers 503 for a while, and 200
+    then.
+    """
     start = time.monotonic()
 
     class Store(BaseHTTPRequestHandler):
@@ -131,11 +178,18 @@ def refuse(code: Path) -> dict[str, Any]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Store)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     where = f"s3://a:b@bucket/x?endpoint_override=http://127.0.0.1:{server.server_port}&region=us-east-1"
-    look = "import sys; from uno.data.files import Storage; print(Storage(sys.argv[1]).exists('run'))"
+    look = (
+        "import sys; from uno.data.files import Storage;"
+        " print(Storage(sys.argv[1]).exists('run'))"
+    )
     env = {**os.environ, "PYTHONPATH": str(code), "AWS_EC2_METADATA_DISABLED": "true"}
     start = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", look, where], env=env, cwd=code, capture_output=True, text=True
+        [sys.executable, "-c", look, where],
+        env=env,
+        cwd=code,
+        capture_output=True,
+        text=True,
     )
     spent = round(time.monotonic() - start, 1)
     server.shutdown()
@@ -148,8 +202,8 @@ def refuse(code: Path) -> dict[str, Any]:
 
 
 def noting() -> None:
-    """In every process of a worker: each rank notes, in a file of its own, when a vote, the write of a
-    checkpoint and its barrier began and ended.
+    """In every process of a worker: each rank notes, in a file of its own, when a vote,
+    the write of a checkpoint and its barrier began and ended.
     """
     import torch.distributed as dist
 
@@ -160,8 +214,12 @@ def noting() -> None:
     def noted(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             began, left = time.monotonic(), args[0]._left if kind == "vote" else 1
-            found, counts = function(*args, **kwargs), kind != "write" or args[1].startswith("checkpoints/")
-            if left == 1 and counts and dist.is_initialized():  # of StopVotes.stop only that which votes
+            found, counts = (
+                function(*args, **kwargs),
+                kind != "write" or args[1].startswith("checkpoints/"),
+            )
+            # of StopVotes.stop only that which votes
+            if left == 1 and counts and dist.is_initialized():
                 line = json.dumps([dist.get_rank(), kind, began, time.monotonic()])
                 with open(Path(os.environ[TIMES], f"{os.getpid()}.times"), "a") as file:
                     file.write(f"{line}\n")
@@ -175,28 +233,52 @@ def noting() -> None:
 
 
 def lose_a_raylet(num: int) -> dict[str, Any]:
-    """Seconds from the command to the group's last rank and to the first line of its journal; of a vote and
-    of a checkpoint's barrier (see :func:`together`) and of its write, median and most; and from the loss to
-    what the command says of it, to the next line of the journal and to the end.
+    """Seconds from the command to the group's last rank and to the first line of its
+    journal; of a vote and of a checkpoint's barrier (see :func:`together`) and of its
+    write, median and most; and from the loss to what the command says of it, to the
+    next line of the journal and to the end.
     """
     from ray.cluster_utils import Cluster
 
     from pipelines import ray_env
 
     with tempfile.TemporaryDirectory(prefix="uno-", dir="/tmp") as name:
-        own = {"RAY_TMPDIR": name, ray_env.AUTH_MODE: "disabled", "RAY_health_check_period_ms": "1000"}
+        own = {
+            "RAY_TMPDIR": name,
+            ray_env.AUTH_MODE: "disabled",
+            "RAY_health_check_period_ms": "1000",
+        }
         os.environ |= {**ray_env.ENVIRONMENT, **own, "PYTHONPATH": str(ROOT)}
         folder, storage = Path(name), Storage(f"{name}/run")
         cluster = Cluster(
-            initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": STORE_BYTES}
+            initialize_head=True,
+            head_node_args={"num_cpus": 0, "object_store_memory": STORE_BYTES},
         )
         try:
-            nodes = [cluster.add_node(num_cpus=2, object_store_memory=STORE_BYTES) for _ in range(num)]
-            setup = {"env_vars": {TIMES: name}, "worker_process_setup_hook": "benchmarks.nodes.noting"}
-            env = {**os.environ, "RAY_ADDRESS": cluster.address,
-                   "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": setup})}  # fmt: skip
-            argv = ["pipelines", "discover", *SMALL, *MANY_STEPS, *ONE_CPU, "--workers", str(num),
-                    "--output", storage.root]  # fmt: skip
+            nodes = [
+                cluster.add_node(num_cpus=2, object_store_memory=STORE_BYTES)
+                for _ in range(num)
+            ]
+            setup = {
+                "env_vars": {TIMES: name},
+                "worker_process_setup_hook": "benchmarks.nodes.noting",
+            }
+            env = {
+                **os.environ,
+                "RAY_ADDRESS": cluster.address,
+                "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": setup}),
+            }
+            argv = [
+                "pipelines",
+                "discover",
+                *SMALL,
+                *MANY_STEPS,
+                *ONE_CPU,
+                "--workers",
+                str(num),
+                "--output",
+                storage.root,
+            ]
             begin = time.monotonic()
             command = Command(argv, env, folder / "log")
 
@@ -215,14 +297,23 @@ def lose_a_raylet(num: int) -> dict[str, Any]:
             trains = after(lambda: len(read_journal(storage)) > before)
             code = command.end(RAYLETS_S)
             ended = time.monotonic()
-            found = [json.loads(line) for file in folder.glob("*.times") for line in file.open()]
+            found = [
+                json.loads(line)
+                for file in folder.glob("*.times")
+                for line in file.open()
+            ]
         finally:
             cluster.shutdown()
     rows = {
-        "workers": num, "exit_code": code, "ranks_there_s": ranks - begin, "first_line_s": steps - begin,
-        "lost_at_step": saved, "loss_known_s": dies - lost, "trains_again_s": trains - lost,
+        "workers": num,
+        "exit_code": code,
+        "ranks_there_s": ranks - begin,
+        "first_line_s": steps - begin,
+        "lost_at_step": saved,
+        "loss_known_s": dies - lost,
+        "trains_again_s": trains - lost,
         "ended_s": ended - lost,
-    }  # fmt: skip
+    }
     for kind in ("vote", "barrier", "write"):
         seconds = together(found, kind, 1 if kind == "write" else num)
         median, most = statistics.median(seconds), max(seconds)
@@ -230,14 +321,17 @@ def lose_a_raylet(num: int) -> dict[str, Any]:
     return {key: round(value, 3) for key, value in rows.items()}
 
 
-def together(found: list[tuple[int, str, float, float]], kind: str, num: int) -> list[float]:
-    """Of each time that all ``num`` ranks did that: seconds from the last that began to the last that ended.
-    What a group had not finished when it was lost is left out.
+def together(
+    found: list[tuple[int, str, float, float]], kind: str, num: int
+) -> list[float]:
+    """Of each time that all ``num`` ranks did that: seconds from the last that began to
+    the last that ended. What a group had not finished when it was lost is left out.
     """
     times = sorted((began, ended) for _, what, began, ended in found if what == kind)
     seconds, group = list[float](), list[tuple[float, float]]()
     for began, ended in times:
-        if group and began > min(end for _, end in group):  # nobody leaves before all are there
+        # nobody leaves before all are there
+        if group and began > min(end for _, end in group):
             group = []
         group.append((began, ended))
         if len(group) == num:
@@ -248,7 +342,9 @@ def together(found: list[tuple[int, str, float, float]], kind: str, num: int) ->
 
 def main() -> None:
     """Print a row a case."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("case", choices=[*CASES, "storage", "raylets", "all"])
     parser.add_argument("--nodes", type=int, default=16)
     parser.add_argument("--code", type=Path, default=ROOT)
@@ -259,13 +355,22 @@ def main() -> None:
         if name == "raylets":
             row = lose_a_raylet(given.nodes)
         else:
-            row = refuse(given.code) if name == "storage" else lose_a_node(CASES[name], given.code)
+            row = (
+                refuse(given.code)
+                if name == "storage"
+                else lose_a_node(CASES[name], given.code)
+            )
         rows.append({"case": name, **row})
         print(json.dumps(rows[-1]), flush=True)
     if given.output is not None:
         given.output.mkdir(parents=True, exist_ok=True)
-        found = {"command": " ".join(["python -m benchmarks.nodes", given.case]), "rows": rows}
-        (given.output / "result.json").write_text(json.dumps(found | environment(), indent=1))
+        found = {
+            "command": " ".join(["python -m benchmarks.nodes", given.case]),
+            "rows": rows,
+        }
+        (given.output / "result.json").write_text(
+            json.dumps(found | environment(), indent=1)
+        )
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
     python -m benchmarks.objective --repeats 15
 
-prints one JSON row with CIFAR10, CIFAR100-20 and ImageNet sizes: time (forward + backward) and operator
-calls of each part, ours next to the straightforward way written below: one network per head, called in turn,
-boolean masks, zero-padded targets, one float32 Sinkhorn per view and head. Both give the same losses, which
-is checked before anything is timed. Features are random; the encoder is not part of it.
+prints one JSON row with CIFAR10, CIFAR100-20 and ImageNet sizes: time (forward +
+backward) and operator calls of each part, ours next to the straightforward way written
+below: one network per head, called in turn, boolean masks, zero-padded targets, one
+float32 Sinkhorn per view and head. Both give the same losses, which is checked before
+anything is timed. Features are random; the encoder is not part of it.
 """
 
 import argparse
@@ -30,9 +31,11 @@ NUM_FEATURES = 512  # of ResNet18
 PARTS = ("sinkhorn", "sinkhorn_and_loss", "heads", "all")
 
 
-# ------------------------------------------------------------------------------------ the straightforward way
+# ------------------------------------------------------------------------------------ the straightforward way  # noqa: E501
 class LoopedHeads(nn.Module):
-    """A known head, and a network of its own for every cluster and overclustering head."""
+    """A known head, and a network of its own for every cluster and overclustering
+    head.
+    """
 
     def __init__(self, config: Config, num_known: int, num_novel: int) -> None:
         super().__init__()
@@ -59,7 +62,9 @@ class LoopedHeads(nn.Module):
         normalized = [F.normalize(view, dim=1) for view in features]
         known = torch.stack([self.known(view) for view in normalized])
         return known, [
-            torch.stack([torch.stack([head(view) for head in family]) for view in normalized])
+            torch.stack(
+                [torch.stack([head(view) for head in family]) for view in normalized]
+            )
             for family in self.families
         ]
 
@@ -84,22 +89,33 @@ def looped_sinkhorn(logits: Tensor, epsilon: float, num_iters: int) -> Tensor:
     return (plan * num_rows).t()
 
 
-def looped_targets(novel: Tensor, labeled: Tensor, epsilon: float, num_iters: int) -> list[list[Tensor]]:
+def looped_targets(
+    novel: Tensor, labeled: Tensor, epsilon: float, num_iters: int
+) -> list[list[Tensor]]:
     """V lists of H tensors (B_u, K)."""
     with torch.no_grad():
-        return [[looped_sinkhorn(head[~labeled], epsilon, num_iters) for head in view] for view in novel]
+        return [
+            [looped_sinkhorn(head[~labeled], epsilon, num_iters) for head in view]
+            for view in novel
+        ]
 
 
-def looped_loss(known: Tensor, novel: Tensor, labels: Tensor, labeled: Tensor, config: Config) -> Tensor:
+def looped_loss(
+    known: Tensor, novel: Tensor, labels: Tensor, labeled: Tensor, config: Config
+) -> Tensor:
     """(H,) losses of one family; ``labeled`` (B,) bool."""
     num_views, num_heads, num_rows, num_clusters = novel.shape
     num_known = known.shape[-1]
     targets = known.new_zeros(num_views, num_heads, num_rows, num_known + num_clusters)
     objective = config.objective
-    pseudo_labels = looped_targets(novel, labeled, objective.epsilon, objective.sinkhorn_iters)
+    pseudo_labels = looped_targets(
+        novel, labeled, objective.epsilon, objective.sinkhorn_iters
+    )
     for v in range(num_views):
         for h in range(num_heads):
-            targets[v, h, labeled, :num_known] = F.one_hot(labels, num_known).to(known.dtype)
+            targets[v, h, labeled, :num_known] = F.one_hot(labels, num_known).to(
+                known.dtype
+            )
             targets[v, h, ~labeled, num_known:] = pseudo_labels[v][h]
     losses = []
     for h in range(num_heads):
@@ -107,23 +123,35 @@ def looped_loss(known: Tensor, novel: Tensor, labels: Tensor, labeled: Tensor, c
         for v in range(num_views):
             for w in range(num_views):
                 if v != w:
-                    logits = torch.cat([known[w], novel[w, h]], dim=1) / objective.temperature
-                    loss = loss - (targets[v, h] * F.log_softmax(logits, dim=1)).sum(dim=1).mean()
+                    logits = (
+                        torch.cat([known[w], novel[w, h]], dim=1)
+                        / objective.temperature
+                    )
+                    loss = (
+                        loss
+                        - (targets[v, h] * F.log_softmax(logits, dim=1))
+                        .sum(dim=1)
+                        .mean()
+                    )
                     num_pairs += 1
         losses.append(loss / num_pairs)
     return torch.stack(losses)
 
 
-# ------------------------------------------------------------------------------------------------ measuring
+# ------------------------------------------------------------------------------------------------ measuring  # noqa: E501
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--presets", nargs="+", default=["cifar10", "cifar100_20", "imagenet"])
+    parser.add_argument(
+        "--presets", nargs="+", default=["cifar10", "cifar100_20", "imagenet"]
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu on a busy machine")
+    parser.add_argument(
+        "--clock", choices=["wall", "cpu"], default="wall", help="cpu on a busy machine"
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     row = {
@@ -138,10 +166,14 @@ def main() -> None:
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     methods = make_methods(name, options.batch, options.device)
-    methods = {key: run for key, run in methods.items() if key.split()[1] in options.parts}
+    methods = {
+        key: run for key, run in methods.items() if key.split()[1] in options.parts
+    }
     seconds = take_turns(methods, options.repeats, options.device, options.clock)
     middle, spreads = medians(seconds), spread(seconds)
-    calls = {method: count_operators(run, options.device) for method, run in methods.items()}
+    calls = {
+        method: count_operators(run, options.device) for method, run in methods.items()
+    }
     return {
         part: {
             "speedup": round(middle[f"looped {part}"] / middle[f"ours {part}"], 2),
@@ -161,19 +193,29 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def outputs(logits: Logits) -> tuple[Tensor, list[Tensor]]:
     """The known head's logits, and those of each family."""
-    return logits.known, [part for part in (logits.novel, logits.over) if part is not None]
+    return logits.known, [
+        part for part in (logits.novel, logits.over) if part is not None
+    ]
 
 
-def make_methods(name: str, batch_size: int, device: str) -> dict[str, Callable[[], Any]]:
-    """ "ours PART" and "looped PART" for sinkhorn, sinkhorn_and_loss, heads and all; checked to be equal."""
+def make_methods(
+    name: str, batch_size: int, device: str
+) -> dict[str, Callable[[], Any]]:
+    """ "ours PART" and "looped PART" for sinkhorn, sinkhorn_and_loss, heads and all;
+    checked to be equal.
+    """
     config = override(preset(name), {"train.batch_size": batch_size})
     objective, num_views = config.objective, config.augment.large.num_views
     num_known, num_novel, rows_l, rows_u = CLASSES[name]
     plan = make_plan(0, config.data.batch_sampling, batch_size, rows_l, rows_u)
     generator = torch.Generator().manual_seed(0)
-    labels = torch.randint(0, num_known, (plan.labeled_size,), generator=generator).to(device)
+    labels = torch.randint(0, num_known, (plan.labeled_size,), generator=generator).to(
+        device
+    )
     labeled = (torch.arange(batch_size) < plan.labeled_size).to(device)
-    features = torch.randn(num_views * batch_size, NUM_FEATURES, generator=generator).to(device)
+    features = torch.randn(
+        num_views * batch_size, NUM_FEATURES, generator=generator
+    ).to(device)
     model = build_model(config.model, num_known, num_novel, 0).to(device).train()
     looped = LoopedHeads(config, num_known, num_novel).to(device).train()
     with torch.no_grad():
@@ -184,14 +226,21 @@ def make_methods(name: str, batch_size: int, device: str) -> dict[str, Callable[
         return discovery_loss(known, families, labels, targets, objective.temperature)
 
     def looped_losses(known: Tensor, families: list[Tensor]) -> Tensor:
-        return torch.stack([looped_loss(known, own, labels, labeled, config) for own in families])
+        return torch.stack(
+            [looped_loss(known, own, labels, labeled, config) for own in families]
+        )
 
-    torch.testing.assert_close(our_losses(known, families), looped_losses(known, families), rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        our_losses(known, families), looped_losses(known, families), rtol=1e-4, atol=0
+    )
 
-    def with_gradient(losses: Callable[[Tensor, list[Tensor]], Tensor]) -> Callable[[], None]:
+    def with_gradient(
+        losses: Callable[[Tensor, list[Tensor]], Tensor],
+    ) -> Callable[[], None]:
         def method() -> None:
             losses(
-                known.clone().requires_grad_(), [f.clone().requires_grad_() for f in families]
+                known.clone().requires_grad_(),
+                [f.clone().requires_grad_() for f in families],
             ).mean().backward()
 
         return method
@@ -205,13 +254,20 @@ def make_methods(name: str, batch_size: int, device: str) -> dict[str, Callable[
 
         return method
 
-    def looped_heads(then: Callable[[Tensor, list[Tensor]], Tensor]) -> Callable[[], None]:
+    def looped_heads(
+        then: Callable[[Tensor, list[Tensor]], Tensor],
+    ) -> Callable[[], None]:
         def method() -> None:
             looped.zero_grad(set_to_none=True)
             with torch.no_grad():
-                for module in [looped.known, *(head[-1] for family in looped.families for head in family)]:
+                for module in [
+                    looped.known,
+                    *(head[-1] for family in looped.families for head in family),
+                ]:
                     module.weight.copy_(F.normalize(module.weight, dim=1))
-            views = [view.clone().requires_grad_() for view in features.chunk(num_views)]
+            views = [
+                view.clone().requires_grad_() for view in features.chunk(num_views)
+            ]
             then(*looped(views)).mean().backward()
 
         return method
@@ -220,9 +276,12 @@ def make_methods(name: str, batch_size: int, device: str) -> dict[str, Callable[
         return known.sum() + sum(family.sum() for family in families)
 
     return {
-        "ours sinkhorn": lambda: global_targets(families, num_views, len(labels), objective),
+        "ours sinkhorn": lambda: global_targets(
+            families, num_views, len(labels), objective
+        ),
         "looped sinkhorn": lambda: [
-            looped_targets(own, labeled, objective.epsilon, objective.sinkhorn_iters) for own in families
+            looped_targets(own, labeled, objective.epsilon, objective.sinkhorn_iters)
+            for own in families
         ],
         "ours sinkhorn_and_loss": with_gradient(our_losses),
         "looped sinkhorn_and_loss": with_gradient(looped_losses),

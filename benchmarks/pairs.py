@@ -2,14 +2,15 @@
 
     python -m benchmarks.pairs runs/reproduce-sota/cells/digits-mcl-seed?
 
-reads finished runs and prints a JSON row: of all pairs of novel training rows, and of known test rows, what
-share is of one class, what share each rule calls so, with what precision and recall: the similarity network
-of KCL and MCL, where the run is theirs, the ranks of the largest k features (RS: 5 of every 512), a cosine
-above .7, .8, .95 (NCL, OpenMix), equal winner-take-all codes (Jia et al.); and how well network and plain
-cosine rank pairs (area under the curve). Of novel rows, too, what share the run's head and k-means get right,
-and which classes share clusters. Features are those of the trained encoder, or the cached ones of a frozen
-one behind the layer that NCL and Jia et al. train there, under the evaluation view. Truth is for this table
-alone.
+reads finished runs and prints a JSON row: of all pairs of novel training rows, and of
+known test rows, what share is of one class, what share each rule calls so, with what
+precision and recall: the similarity network of KCL and MCL, where the run is theirs,
+the ranks of the largest k features (RS: 5 of every 512), a cosine above .7, .8, .95
+(NCL, OpenMix), equal winner-take-all codes (Jia et al.); and how well network and plain
+cosine rank pairs (area under the curve). Of novel rows, too, what share the run's head
+and k-means get right, and which classes share clusters. Features are those of the
+trained encoder, or the cached ones of a frozen one behind the layer that NCL and Jia et
+al. train there, under the evaluation view. Truth is for this table alone.
 """
 
 import argparse
@@ -52,8 +53,10 @@ def main() -> None:
     row = {
         "question": "what do the pairs that methods learn from say of novel classes?",
         "command": "python -m benchmarks.pairs " + " ".join(sys.argv[1:]),
-        "n": len(runs), "rows": {run.name: of_run(run) for run in runs}, **environment(runs=runs),
-    }  # fmt: skip
+        "n": len(runs),
+        "rows": {run.name: of_run(run) for run in runs},
+        **environment(runs=runs),
+    }
     print(json.dumps(row, indent=1))
 
 
@@ -77,43 +80,67 @@ def of_run(run: Path) -> dict[str, Any]:
 def of_clusters(
     model: UnoModel, head: int, config: Config, rows: EvalSet, features: Tensor
 ) -> dict[str, Any]:
-    """The share of novel ``rows`` that the head and k-means of the ``features`` get right, and how many of
-    each class (a line) are in each cluster of the head, on the diagonal where they are right.
+    """The share of novel ``rows`` that the head and k-means of the ``features`` get
+    right, and how many of each class (a line) are in each cluster of the head, on the
+    diagonal where they are right.
     """
-    outputs = [forward(model, part, config).novel for part in rows.images.split(config.train.eval_batch_size)]
+    outputs = [
+        forward(model, part, config).novel
+        for part in rows.images.split(config.train.eval_batch_size)
+    ]
     novel = torch.cat([part[0, head] for part in outputs if part is not None])
     truth, num = rows.truth - rows.truth.min(), novel.shape[-1]
     clusters = KMeans(num, n_init=10, random_state=0).fit(features.numpy()).labels_
     found = {"head": novel.argmax(dim=-1), "k-means": clusters}
-    counts = {of: confusion(truth, predicted, num, num) for of, predicted in found.items()}
+    counts = {
+        of: confusion(truth, predicted, num, num) for of, predicted in found.items()
+    }
     return {
-        "right": {of: _rounded(cluster_accuracy(of_it)) for of, of_it in counts.items()},
-        "rows of classes in clusters": counts["head"][:, hungarian(counts["head"])].tolist(),
+        "right": {
+            of: _rounded(cluster_accuracy(of_it)) for of, of_it in counts.items()
+        },
+        "rows of classes in clusters": counts["head"][
+            :, hungarian(counts["head"])
+        ].tolist(),
     }
 
 
 @torch.no_grad()
 def of_features(
-    features: Tensor, truth: Tensor, windows: Tensor, network: PairSimilarity | None = None
+    features: Tensor,
+    truth: Tensor,
+    windows: Tensor,
+    network: PairSimilarity | None = None,
 ) -> dict[str, Any]:
-    """What cosine, ranks, codes of the ``windows`` and, where there is one, the similarity ``network`` say of
-    the pairs of rows (N, D) whose classes are ``truth`` (N,).
+    """What cosine, ranks, codes of the ``windows`` and, where there is one, the
+    similarity ``network`` say of the pairs of rows (N, D) whose classes are ``truth``
+    (N,).
     """
     others = ~torch.eye(len(features), dtype=torch.bool)
     same = (truth[:, None] == truth[None])[others]
-    scores, said = {"cosine": (unit(features) @ unit(features).T)[others]}, dict[str, Tensor]()
+    scores, said = (
+        {"cosine": (unit(features) @ unit(features).T)[others]},
+        dict[str, Tensor](),
+    )
     if network is not None:
-        scores["network"] = torch.cat([network(part, features) for part in features.split(64)])[others]
+        scores["network"] = torch.cat(
+            [network(part, features) for part in features.split(64)]
+        )[others]
         said["network"] = scores["network"] > 0
     for k in sorted({*TOPS, num_top(features.shape[1])}):
         said[f"ranks, k = {k}"] = same_top_features(features, features, k)[others]
-    said |= {f"cosine above {least}": scores["cosine"] > least for least in (*COSINES, MIN_COSINE)}
+    said |= {
+        f"cosine above {least}": scores["cosine"] > least
+        for least in (*COSINES, MIN_COSINE)
+    }
     codes = jia.hash_codes(features, windows)
     equal = jia.agreement(codes, codes, jia.WINDOW)[others]
     said[f"equal codes above {jia.AGREEMENT}"] = equal > jia.AGREEMENT
     return {
         "of one class": _rounded(same.float().mean()),
-        "area under the curve": {of: _rounded(roc_auc_score(same, s)) for of, s in scores.items()},
+        "area under the curve": {
+            of: _rounded(roc_auc_score(same, s)) for of, s in scores.items()
+        },
         **{of: _counted(similar, same) for of, similar in said.items()},
     }
 
@@ -128,7 +155,9 @@ def read_run(run: Path) -> tuple[Storage, Config, Task, dict[str, EvalSet]]:
 
 
 def _counted(similar: Tensor, same: Tensor) -> dict[str, float | None]:
-    """Shares of pairs (P,) bool: called similar, right among these, found among those of one class."""
+    """Shares of pairs (P,) bool: called similar, right among these, found among
+    those of one class.
+    """
     both = int((similar & same).sum())
     return {
         "called similar": _rounded(similar.float().mean()),

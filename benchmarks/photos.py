@@ -3,11 +3,12 @@
     python -m benchmarks.photos --seeds 5 --output runs/bench-photos -- --data DIR --known-classes FILE \
         --model.encoder timm:NAME --weights FILE
 
-runs ``uno discover --preset photos --method uno --seed S OPTIONS`` once per seed, with features that the
-first run caches, and prints one JSON row: every accuracy with mean, standard deviation and raw values (last
-epoch, nothing chosen by accuracy, k-means on the same features beside it), minutes from the command to
-report.html, CPU minutes, and the largest resident memory.
-"""
+runs ``uno discover --preset photos --method uno --seed S OPTIONS`` once per seed, with
+features that the first run caches, and prints one JSON row: every accuracy with mean,
+standard deviation and raw values (last epoch, nothing chosen by accuracy, k-means on
+the same features beside it), minutes from the command to report.html, CPU minutes, and
+the largest resident memory.
+"""  # noqa: E501
 
 import argparse
 import json
@@ -34,13 +35,23 @@ REPORTED = {
         for name in ("All", "Old", "New")
     },
     **{
-        f"{name}, unlabeled rows, mean of heads": f"train/unlabeled/gcd/{name.lower()}/avg"
+        f"{name}, unlabeled rows, mean of heads": (
+            f"train/unlabeled/gcd/{name.lower()}/avg"
+        )
         for name in ("All", "Old", "New")
     },
-    **{f"{name}, test rows": f"test/unlabeled/gcd/{name.lower()}/best" for name in ("All", "Old", "New")},
-    **{f"k-means, {name}": f"baseline/kmeans/gcd/{name.lower()}" for name in ("All", "Old", "New")},
     **{
-        f"k-means with labeled rows fixed, {name}": f"baseline/constrained_kmeans/gcd/{name.lower()}"
+        f"{name}, test rows": f"test/unlabeled/gcd/{name.lower()}/best"
+        for name in ("All", "Old", "New")
+    },
+    **{
+        f"k-means, {name}": f"baseline/kmeans/gcd/{name.lower()}"
+        for name in ("All", "Old", "New")
+    },
+    **{
+        f"k-means with labeled rows fixed, {name}": (
+            f"baseline/constrained_kmeans/gcd/{name.lower()}"
+        )
         for name in ("All", "Old", "New")
     },
 }
@@ -56,11 +67,26 @@ def main() -> None:
     cache = {**os.environ, "UNO_CACHE": str(Path(given.output).absolute() / "cache")}
     for seed in range(given.seeds):
         folder = Path(given.output) / f"seed{seed}"
-        command = [sys.executable, "-m", "pipelines", "discover", "--preset", "photos", "--seed", str(seed)]
+        command = [
+            sys.executable,
+            "-m",
+            "pipelines",
+            "discover",
+            "--preset",
+            "photos",
+            "--seed",
+            str(seed),
+        ]
         command += ["--method", "uno"]
-        before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+        before, start = (
+            resource.getrusage(resource.RUSAGE_CHILDREN),
+            time.perf_counter(),
+        )
         subprocess.run(
-            [*command, "--output", str(folder), *given.options], check=True, stdout=sys.stderr, env=cache
+            [*command, "--output", str(folder), *given.options],
+            check=True,
+            stdout=sys.stderr,
+            env=cache,
         )
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         minutes.append(round((time.perf_counter() - start) / 60, 2))
@@ -70,11 +96,15 @@ def main() -> None:
     row = {
         "question": "accuracy and time of the preset photos over seeds",
         "command": "python -m benchmarks.photos " + " ".join(sys.argv[1:]),
-        "n": given.seeds, "results": over_seeds(runs, REPORTED),
-        "minutes": minutes, "cpu_minutes": cpu_minutes,
-        "max_resident_gb": round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9, 2),
+        "n": given.seeds,
+        "results": over_seeds(runs, REPORTED),
+        "minutes": minutes,
+        "cpu_minutes": cpu_minutes,
+        "max_resident_gb": round(
+            resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9, 2
+        ),
         **environment(runs=Path(given.output).glob("seed*")),
-    }  # fmt: skip
+    }
     print(json.dumps(row, indent=1))
 
 

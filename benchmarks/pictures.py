@@ -1,6 +1,7 @@
 """The pictures of docs/images: three drawn, and what the demo prints and reports.
 
-python -m benchmarks.pictures [RUN]   (RUN: where the demo writes; report.png needs Chromium)
+python -m benchmarks.pictures [RUN]   (RUN: where the demo writes; report.png needs
+Chromium)
 """
 
 import re
@@ -14,26 +15,51 @@ from tempfile import TemporaryDirectory
 from PIL import Image
 
 FOLDER = Path(__file__).parent.parent / "docs" / "images"
-INK, DIM, BLUE, ORANGE, GREEN, GRAY = "#1c2127", "#5a6470", "#dceaf7", "#fbe5d0", "#d9f0e3", "#eef0f3"
-COLUMNS, WIDTH, HEIGHT = 118, 1100, 1035  # characters of the terminal; pixels of the report
+INK, DIM, BLUE, ORANGE, GREEN, GRAY = (
+    "#1c2127",
+    "#5a6470",
+    "#dceaf7",
+    "#fbe5d0",
+    "#d9f0e3",
+    "#eef0f3",
+)
+# characters of the terminal; pixels of the report
+COLUMNS, WIDTH, HEIGHT = 118, 1100, 1035
 
 
 def svg(width: int, height: int, title: str, *parts: str, page: str = "#ffffff") -> str:
     """A picture with a title for those who cannot see it."""
     font = f'role="img" fill="{INK}" font-family="{SANS}" font-size="14"'
-    tip = f'viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" orient="auto" fill="{DIM}"'
+    tip = (
+        'viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8"'
+        f' orient="auto" fill="{DIM}"'
+    )
     lines = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" {font}>',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"'
+            f" {font}>"
+        ),
         f"<title>{escape(title)}</title>",
         f'<defs><marker id="tip" {tip}><path d="M0 0 8 4 0 8z"/></marker></defs>',
-        f'<rect width="{width}" height="{height}" rx="8" fill="{page}"/>', *parts, "</svg>",
-    )  # fmt: skip
+        f'<rect width="{width}" height="{height}" rx="8" fill="{page}"/>',
+        *parts,
+        "</svg>",
+    )
     return "\n".join(lines) + "\n"
 
 
-def label(x: float, y: float, text: str, size: int = 14, anchor: str = "middle", fill: str = INK) -> str:
+def label(
+    x: float,
+    y: float,
+    text: str,
+    size: int = 14,
+    anchor: str = "middle",
+    fill: str = INK,
+) -> str:
     """One line of text, bold where it begins with a star."""
-    where = f'x="{x:g}" y="{y:g}" text-anchor="{anchor}" font-size="{size}" fill="{fill}"'
+    where = (
+        f'x="{x:g}" y="{y:g}" text-anchor="{anchor}" font-size="{size}" fill="{fill}"'
+    )
     bold = ' font-weight="600"' * (text[0] == "*")
     return f"<text {where}{bold}>{escape(text.removeprefix('*'))}</text>"
 
@@ -47,7 +73,10 @@ def box(x: float, y: float, width: float, height: float, fill: str, *lines: str)
     """A rectangle with lines of text in its middle, the first in bold."""
     first = y + height / 2 - 9 * (len(lines) - 1) + 5
     rows = [(f"*{line}", 14) if i == 0 else (line, 12) for i, line in enumerate(lines)]
-    texts = [label(x + width / 2, first + 18 * i, text, size) for i, (text, size) in enumerate(rows)]
+    texts = [
+        label(x + width / 2, first + 18 * i, text, size)
+        for i, (text, size) in enumerate(rows)
+    ]
     where = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="6"'
     return "\n".join([f'<rect {where} fill="{fill}" stroke="{DIM}"/>', *texts])
 
@@ -55,38 +84,79 @@ def box(x: float, y: float, width: float, height: float, fill: str, *lines: str)
 def arrow(*points: float) -> str:
     """A line through points x, y, ... with a tip at its end."""
     path = " ".join(f"{value:g}" for value in points)
-    return f'<polyline points="{path}" fill="none" stroke="{DIM}" stroke-width="1.5" marker-end="url(#tip)"/>'
+    return (
+        f'<polyline points="{path}" fill="none" stroke="{DIM}" stroke-width="1.5"'
+        ' marker-end="url(#tip)"/>'
+    )
 
 
 def pipeline() -> str:
-    """Pretraining, then two views, heads, Sinkhorn and the unified objective (paper, Fig. 2)."""
+    """Pretraining, then two views, heads, Sinkhorn and the unified objective (paper,
+    Fig. 2).
+    """
     return svg(
-        1040, 452, "UNO: pretraining on the labeled images, then discovery with two views, heads, labels "
-        "of Sinkhorn-Knopp, and one objective for known and novel classes",
+        1040,
+        452,
+        "UNO: pretraining on the labeled images, then discovery with two views, heads,"
+        " labels of Sinkhorn-Knopp, and one objective for known and novel classes",
         label(20, 32, "*1  Pretraining", 16, "start"),
-        box(20, 48, 170, 58, BLUE, "labeled images", "of the known classes"), arrow(190, 77, 228, 77),
-        box(230, 48, 160, 58, GRAY, "encoder"), arrow(390, 77, 428, 77),
-        box(430, 48, 200, 58, GRAY, "known head", "one output per class"), arrow(630, 77, 668, 77),
+        box(20, 48, 170, 58, BLUE, "labeled images", "of the known classes"),
+        arrow(190, 77, 228, 77),
+        box(230, 48, 160, 58, GRAY, "encoder"),
+        arrow(390, 77, 428, 77),
+        box(430, 48, 200, 58, GRAY, "known head", "one output per class"),
+        arrow(630, 77, 668, 77),
         box(670, 48, 350, 58, GREEN, "cross-entropy with the labels"),
-        arrow(310, 106, 310, 241), note(322, 136, "encoder and known head are kept", 12, "start"),
+        arrow(310, 106, 310, 241),
+        note(322, 136, "encoder and known head are kept", 12, "start"),
         label(20, 172, "*2  Discovery", 16, "start"),
         box(20, 190, 170, 58, BLUE, "labeled images", "of the known classes"),
         box(20, 300, 170, 58, ORANGE, "unlabeled images", "with novel classes"),
-        arrow(190, 219, 228, 255), arrow(190, 329, 228, 292),
+        arrow(190, 219, 228, 255),
+        arrow(190, 329, 228, 292),
         box(230, 243, 160, 62, GRAY, "encoder", "two views per image"),
-        arrow(390, 262, 428, 219), arrow(390, 274, 428, 290), arrow(390, 286, 428, 361),
+        arrow(390, 262, 428, 219),
+        arrow(390, 274, 428, 290),
+        arrow(390, 286, 428, 361),
         box(430, 190, 200, 58, GRAY, "known head", "logits of known classes"),
         box(430, 261, 200, 58, GRAY, "4 novel heads", "logits of novel classes"),
-        box(430, 332, 200, 58, GRAY, "4 overclustering heads", "three times as many clusters"),
-        arrow(630, 290, 668, 304), arrow(630, 361, 668, 330),
+        box(
+            430,
+            332,
+            200,
+            58,
+            GRAY,
+            "4 overclustering heads",
+            "three times as many clusters",
+        ),
+        arrow(630, 290, 668, 304),
+        arrow(630, 361, 668, 330),
         box(670, 286, 140, 62, ORANGE, "Sinkhorn-Knopp", "clusters of equal size"),
-        arrow(810, 317, 858, 317), note(834, 308, "pseudo-", 10), note(834, 330, "labels", 10),
-        arrow(630, 212, 858, 212), note(744, 204, "known and novel logits, one softmax"),
-        box(860, 190, 160, 200, GREEN, "unified objective", "cross-entropy over all", "classes; its target:",
-            "the label, or the", "pseudo-label of", "the other view"),
-        note(520, 428, "The novel head with the lowest training loss gives the classes; "
-             "overclustering heads only help training."),
-    )  # fmt: skip
+        arrow(810, 317, 858, 317),
+        note(834, 308, "pseudo-", 10),
+        note(834, 330, "labels", 10),
+        arrow(630, 212, 858, 212),
+        note(744, 204, "known and novel logits, one softmax"),
+        box(
+            860,
+            190,
+            160,
+            200,
+            GREEN,
+            "unified objective",
+            "cross-entropy over all",
+            "classes; its target:",
+            "the label, or the",
+            "pseudo-label of",
+            "the other view",
+        ),
+        note(
+            520,
+            428,
+            "The novel head with the lowest training loss gives the classes; "
+            "overclustering heads only help training.",
+        ),
+    )
 
 
 def shape(kind: str, x: float, y: float, fill: str) -> str:
@@ -108,21 +178,52 @@ def settings() -> str:
     """The two settings: what the unlabeled set may hold."""
     known, fills = ["square", "circle"] * 6, {"square": "#6ea8dc", "circle": "#f0a35e"}
     novel = ["triangle", "diamond", "diamond", "triangle"] * 3
-    mixed = ["triangle", "square", "diamond", "circle", "diamond", "triangle", "circle", "square"]
+    mixed = [
+        "triangle",
+        "square",
+        "diamond",
+        "circle",
+        "diamond",
+        "triangle",
+        "circle",
+        "square",
+    ]
     parts = []
     for left, title, text, unlabeled in (
-        (20, "*Novel class discovery (NCD)", "every unlabeled image belongs to a novel class", novel),
-        (510, "*Generalized category discovery (GCD)",
-         "unlabeled images can belong to known or novel classes", mixed + mixed[:4]),
-    ):  # fmt: skip
+        (
+            20,
+            "*Novel class discovery (NCD)",
+            "every unlabeled image belongs to a novel class",
+            novel,
+        ),
+        (
+            510,
+            "*Generalized category discovery (GCD)",
+            "unlabeled images can belong to known or novel classes",
+            mixed + mixed[:4],
+        ),
+    ):
         parts += [label(left + 235, 34, title, 16), note(left + 235, 56, text, 13)]
         for side, name, kinds in ((0, "labeled", known), (240, "unlabeled", unlabeled)):
-            parts += [box(left + side, 72, 230, 176, "#ffffff"), note(left + side + 115, 238, name, 13)]
+            parts += [
+                box(left + side, 72, 230, 176, "#ffffff"),
+                note(left + side + 115, 238, name, 13),
+            ]
             for i, kind in enumerate(kinds):
                 fill = fills[kind] if name == "labeled" else "#e3e6ea"
-                parts.append(shape(kind, left + side + 40 + 50 * (i % 4), 100 + 46 * (i // 4), fill))
-    text = "Squares and circles are the known classes; triangles and diamonds are novel. Gray: no label."
-    title = "The unlabeled set holds novel classes only (NCD), or known and novel classes (GCD)"
+                parts.append(
+                    shape(
+                        kind, left + side + 40 + 50 * (i % 4), 100 + 46 * (i // 4), fill
+                    )
+                )
+    text = (
+        "Squares and circles are the known classes; triangles and diamonds are novel."
+        " Gray: no label."
+    )
+    title = (
+        "The unlabeled set holds novel classes only (NCD), or known and novel classes"
+        " (GCD)"
+    )
     return svg(1000, 296, title, *parts, note(500, 278, text, 13))
 
 
@@ -131,23 +232,68 @@ def cluster() -> str:
     workers = []
     for i, name in enumerate(("worker 0", "worker 1", "worker N - 1")):
         y = 82 + 84 * i
-        workers += [box(560, y, 170, 60, GREEN, name, "one GPU: views, step"), arrow(490, 196, 558, y + 30),
-                    arrow(730, y + 30, 798, 166 + 30 * i)]  # fmt: skip
+        workers += [
+            box(560, y, 170, 60, GREEN, name, "one GPU: views, step"),
+            arrow(490, 196, 558, y + 30),
+            arrow(730, y + 30, 798, 166 + 30 * i),
+        ]
     return svg(
-        1000, 400, "A run on a cluster: Ray Data reads and decodes images from storage, workers of Ray Train "
-        "train, checkpoints and results go to storage",
+        1000,
+        400,
+        "A run on a cluster: Ray Data reads and decodes images from storage, workers of"
+        " Ray Train train, checkpoints and results go to storage",
         label(500, 34, "*uno discover --workers N", 16),
-        note(500, 54, "The driver starts the workers, and restarts them from the newest checkpoint."),
-        box(20, 146, 170, 100, BLUE, "storage", "folders, Parquet or tar", "shards, on disk or s3://"),
+        note(
+            500,
+            54,
+            "The driver starts the workers, and restarts them from the newest"
+            " checkpoint.",
+        ),
+        box(
+            20,
+            146,
+            170,
+            100,
+            BLUE,
+            "storage",
+            "folders, Parquet or tar",
+            "shards, on disk or s3://",
+        ),
         arrow(190, 196, 258, 196),
-        box(260, 116, 230, 160, ORANGE, "Ray Data", "on the CPUs of all nodes:", "decodes each image once,",
-            "cuts its crops, ships", "8-bit views in the order", "that the seed decides"),
-        *workers, box(800, 136, 180, 120, BLUE, "storage", "checkpoints, metrics,", "model, report"),
-        f'<path d="M645 144v20M645 228v20" stroke="{DIM}" stroke-width="1.5" stroke-dasharray="4 3"/>',
+        box(
+            260,
+            116,
+            230,
+            160,
+            ORANGE,
+            "Ray Data",
+            "on the CPUs of all nodes:",
+            "decodes each image once,",
+            "cuts its crops, ships",
+            "8-bit views in the order",
+            "that the seed decides",
+        ),
+        *workers,
+        box(
+            800,
+            136,
+            180,
+            120,
+            BLUE,
+            "storage",
+            "checkpoints, metrics,",
+            "model, report",
+        ),
+        f'<path d="M645 144v20M645 228v20" stroke="{DIM}" stroke-width="1.5"'
+        ' stroke-dasharray="4 3"/>',
         note(645, 340, "gradients are averaged, and Sinkhorn-Knopp balances"),
         note(645, 357, "the global batch: N workers train as one"),
-        note(500, 387, "A set that fits in memory is decoded once per node, without Ray Data."),
-    )  # fmt: skip
+        note(
+            500,
+            387,
+            "A set that fits in memory is decoded once per node, without Ray Data.",
+        ),
+    )
 
 
 DRAWN = {"pipeline.svg": pipeline, "ncd-gcd.svg": settings, "cluster.svg": cluster}
@@ -155,11 +301,16 @@ DRAWN = {"pipeline.svg": pipeline, "ncd-gcd.svg": settings, "cluster.svg": clust
 
 def terminal(text: str) -> str:
     """Lines of a console, as they are; :func:`console_text` gives them back."""
-    parts = [f'<circle cx="{22 + 20 * i}" cy="20" r="6" fill="{color}"/>' for i, color in enumerate(LIGHTS)]
+    parts = [
+        f'<circle cx="{22 + 20 * i}" cy="20" r="6" fill="{color}"/>'
+        for i, color in enumerate(LIGHTS)
+    ]
     parts.append(f'<g font-family="{MONO}" font-size="13" fill="#e4e8ec">')
     lines = text.splitlines()
     for i, line in enumerate(lines):
-        parts.append(f'<text x="16" y="{58 + 18 * i}" xml:space="preserve">{escape(line)}</text>')
+        parts.append(
+            f'<text x="16" y="{58 + 18 * i}" xml:space="preserve">{escape(line)}</text>'
+        )
     size = 32 + round(7.83 * COLUMNS), 66 + 18 * len(lines)
     return svg(*size, "What the demo prints", *parts, "</g>", page="#15181c")
 
@@ -171,24 +322,37 @@ MONO = "ui-monospace, 'DejaVu Sans Mono', Menlo, monospace"
 
 def console_text(picture: str) -> str:
     """The text layer of :func:`terminal`."""
-    return "\n".join(unescape(line) for line in re.findall(r'xml:space="preserve">(.*)</text>', picture))
+    return "\n".join(
+        unescape(line)
+        for line in re.findall(r'xml:space="preserve">(.*)</text>', picture)
+    )
 
 
 def shortened(text: str, most: int = 3) -> str:
-    """Of a console: the progress in ``most`` lines of a phase, and nothing below the protocols' accuracy."""
+    """Of a console: the progress in ``most`` lines of a phase, and nothing below the
+    protocols' accuracy.
+    """
     found: list[str] = []
     for line in text.split("\nChance")[0].splitlines():
         phase = re.match(r"\w+(?=  epoch |  step )", line)
-        if phase and "ETA 00:00" not in line and sum(phase[0] in other[:9] for other in found) >= most - 1:
+        if (
+            phase
+            and "ETA 00:00" not in line
+            and sum(phase[0] in other[:9] for other in found) >= most - 1
+        ):
             continue
         found += [line[:COLUMNS], *[line[COLUMNS:]] * (len(line) > COLUMNS)]
     return "\n".join(found)
 
 
 def heads(page: str) -> str:
-    """The text layer of a report's top: its tiles and the columns of its classes, a line each."""
+    """The text layer of a report's top: its tiles and the columns of its classes, a
+    line each.
+    """
     top = page.split('class="gallery"')[0]
-    found = re.findall(r"<dt\b[^>]*>(.*?)</dt>|<th\b(?![^>]*row)[^>]*>(.*?)</th>", top, re.S)
+    found = re.findall(
+        r"<dt\b[^>]*>(.*?)</dt>|<th\b(?![^>]*row)[^>]*>(.*?)</th>", top, re.S
+    )
     texts = (unescape(re.sub(r"<[^>]+>", "", "".join(pair))) for pair in found)
     return "".join(f"{' '.join(text.split())}\n" for text in texts)
 
@@ -203,12 +367,27 @@ def draw(page: Path, picture: Path, width: int, height: int) -> None:
     """The top of ``page`` as a PNG of 256 colors, without metadata."""
     with TemporaryDirectory() as folder:
         shot = Path(folder, "shot.png")
-        flags = "--headless --no-sandbox --disable-gpu --hide-scrollbars --no-first-run --disable-sync"
+        flags = (
+            "--headless --no-sandbox --disable-gpu --hide-scrollbars --no-first-run"
+            " --disable-sync"
+        )
         where = [f"--user-data-dir={folder}/profile", f"--screenshot={shot}"]
-        command = [chromium(), *flags.split(), *where, f"--window-size={width},{height}"]
-        subprocess.run([*command, page.resolve().as_uri()], check=True, capture_output=True, timeout=120)
+        command = [
+            chromium(),
+            *flags.split(),
+            *where,
+            f"--window-size={width},{height}",
+        ]
+        subprocess.run(
+            [*command, page.resolve().as_uri()],
+            check=True,
+            capture_output=True,
+            timeout=120,
+        )
         with Image.open(shot) as image:
-            image.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(picture, optimize=True)
+            image.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(
+                picture, optimize=True
+            )
 
 
 def main(run: str = "runs/demo") -> None:
@@ -217,9 +396,13 @@ def main(run: str = "runs/demo") -> None:
     for name, picture in DRAWN.items():
         (FOLDER / name).write_text(picture())
     demo = ["uno", "demo", "--workers", "0", "--compute.threads", "1", "--output", run]
-    done = subprocess.run([*demo, "--overwrite"], check=True, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [*demo, "--overwrite"], check=True, stdout=subprocess.PIPE, text=True
+    )
     shown = done.stdout.replace(str(Path(run).resolve()), run)
-    (FOLDER / "terminal.svg").write_text(terminal(shortened(f"$ {' '.join(demo)}\n{shown}")))
+    (FOLDER / "terminal.svg").write_text(
+        terminal(shortened(f"$ {' '.join(demo)}\n{shown}"))
+    )
     if chromium() is None:
         sys.exit("no Chromium on this machine: report.png was not drawn")
     page = Path(run, "report.html")

@@ -1,14 +1,17 @@
-"""How many images a second does ``uno predict`` classify, next to a plain PyTorch loop over a DataLoader?
+"""How many images a second does ``uno predict`` classify, next to a plain PyTorch loop
+over a DataLoader?
 
     python -m benchmarks.predict --rows 2000 --repeats 3
 
-prints one JSON row. Source: CIFAR10-JPEG, one Parquet file of JPEGs (``--data``); model: a ResNet18 with the
-stem for small images, random weights. The plain loop is what one writes without us: a Dataset that decodes
-with Pillow, DataLoader with 2 workers, batches of 256, ``inference_mode``, the same network. Both read the
-same rows on the same cores and take turns (A B A B); ours also writes its table. ``--workers 2`` adds a turn
-on two Ray actors, whose start is in its time; that of Ray itself is ``ray_start_s``. ``--executions 3`` lets
-that alone take turns with as many executions that follow each other, as those of 10^8 rows do, each with
-actors of its own; ``restart_s`` is what one more costs. An execution has 512 rows at least.
+prints one JSON row. Source: CIFAR10-JPEG, one Parquet file of JPEGs (``--data``);
+model: a ResNet18 with the stem for small images, random weights. The plain loop is what
+one writes without us: a Dataset that decodes with Pillow, DataLoader with 2 workers,
+batches of 256, ``inference_mode``, the same network. Both read the same rows on the
+same cores and take turns (A B A B); ours also writes its table. ``--workers 2`` adds a
+turn on two Ray actors, whose start is in its time; that of Ray itself is
+``ray_start_s``. ``--executions 3`` lets that alone take turns with as many executions
+that follow each other, as those of 10^8 rows do, each with actors of its own;
+``restart_s`` is what one more costs. An execution has 512 rows at least.
 """
 
 import argparse
@@ -49,7 +52,11 @@ class Jpegs(torch.utils.data.Dataset):
     """Encoded images -> normalized float tensors, as in any tutorial."""
 
     def __init__(self, encoded: list[bytes], mean: Tensor, std: Tensor) -> None:
-        self.encoded, self.mean, self.std = encoded, mean.view(3, 1, 1), std.view(3, 1, 1)
+        self.encoded, self.mean, self.std = (
+            encoded,
+            mean.view(3, 1, 1),
+            std.view(3, 1, 1),
+        )
 
     def __len__(self) -> int:
         """Number of images."""
@@ -58,7 +65,9 @@ class Jpegs(torch.utils.data.Dataset):
     def __getitem__(self, row: int) -> Tensor:
         """One image (3, 32, 32)."""
         pixels = np.array(Image.open(io.BytesIO(self.encoded[row])).convert("RGB"))
-        return (torch.from_numpy(pixels).permute(2, 0, 1).float() / 255 - self.mean) / self.std
+        return (
+            torch.from_numpy(pixels).permute(2, 0, 1).float() / 255 - self.mean
+        ) / self.std
 
 
 class Plain(nn.Module):
@@ -71,12 +80,18 @@ class Plain(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """(B, 3, S, S) -> probabilities (B, C) of the first head."""
         logits = self.model([images])
-        return torch.cat([logits.known[0], logits.novel[0, 0]], dim=-1).div(0.1).softmax(dim=-1)
+        return (
+            torch.cat([logits.known[0], logits.novel[0, 0]], dim=-1)
+            .div(0.1)
+            .softmax(dim=-1)
+        )
 
 
 def plain_loop(model: nn.Module, data: Jpegs) -> Tensor:
     """Class of every row, int64 (N,)."""
-    loader = torch.utils.data.DataLoader(data, batch_size=BATCH, num_workers=LOADER_WORKERS)
+    loader = torch.utils.data.DataLoader(
+        data, batch_size=BATCH, num_workers=LOADER_WORKERS
+    )
     with torch.inference_mode():
         return torch.cat([model(images).argmax(dim=-1) for images in loader])
 
@@ -93,11 +108,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data", type=Path, default=DATA / "test-00000-of-00001.parquet")
+    parser.add_argument(
+        "--data", type=Path, default=DATA / "test-00000-of-00001.parquet"
+    )
     parser.add_argument("--rows", type=int, default=2000)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--workers", type=int, default=0, help="Ray actors, besides the measurement without")
-    parser.add_argument("--executions", type=int, default=0, help="on Ray, besides the measurement with one")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=0,
+        help="Ray actors, besides the measurement without",
+    )
+    parser.add_argument(
+        "--executions",
+        type=int,
+        default=0,
+        help="on Ray, besides the measurement with one",
+    )
     options = parser.parse_args()
     if options.executions and not options.workers:
         parser.error("--executions needs --workers")
@@ -114,12 +141,17 @@ def main() -> int:
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All methods in turn."""
-    rows: Rows = read_rows(override(preset("cifar10"), {"data.source": str(options.data)}).data)
+    rows: Rows = read_rows(
+        override(preset("cifar10"), {"data.source": str(options.data)}).data
+    )
     rows = rows.take(np.arange(options.rows))
     write_run(folder / "run")
     storage = Storage(str(folder / "run"))
     model = load_classifier(storage)
-    stats = (torch.tensor(values) for values in (model.config.data.mean, model.config.data.std))
+    stats = (
+        torch.tensor(values)
+        for values in (model.config.data.mean, model.config.data.std)
+    )
     data = Jpegs([rows.images[i] for i in range(len(rows))], *stats)
     plain = Plain(build_model(model.config.model, 5, 5, seed=0)).eval()
     found: dict[str, Any] = {}
@@ -148,8 +180,16 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             config = override(model.config, {"compute.num_workers": options.workers})
 
             def on_ray() -> None:
-                writer = PredictionWriter(output(), RowInputs(rows), model, embedding=False)
-                predict_on_ray(ray, config, read_model_files(storage), writer, lambda done, total: None)
+                writer = PredictionWriter(
+                    output(), RowInputs(rows), model, embedding=False
+                )
+                predict_on_ray(
+                    ray,
+                    config,
+                    read_model_files(storage),
+                    writer,
+                    lambda done, total: None,
+                )
 
             def in_executions() -> None:
                 few = -(-len(rows) // options.executions)
@@ -160,7 +200,9 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 methods.clear()
             methods[f"uno --workers {options.workers}"] = on_ray
             if options.executions:
-                methods[f"uno --workers {options.workers}, {options.executions} executions"] = in_executions
+                methods[
+                    f"uno --workers {options.workers}, {options.executions} executions"
+                ] = in_executions
             seconds = take_turns(methods, options.repeats)
     else:
         seconds = take_turns(methods, options.repeats)
@@ -173,7 +215,9 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         }
     else:
         extra["same_class"] = float((found["plain"].numpy() == found["uno"]).mean())
-        extra["speedup"] = {name: round(middle["plain"] / value, 3) for name, value in middle.items()}
+        extra["speedup"] = {
+            name: round(middle["plain"] / value, 3) for name, value in middle.items()
+        }
     return {
         "question": "images/s of uno predict next to a plain DataLoader loop",
         "command": f"python -m benchmarks.predict {' '.join(sys.argv[1:])}".strip(),
@@ -181,9 +225,14 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         **environment(),
         "torch_threads": torch.get_num_threads(),
         "load_average": round(os.getloadavg()[0], 1),
-        "images_per_s": {name: round(len(rows) / value, 1) for name, value in middle.items()},
+        "images_per_s": {
+            name: round(len(rows) / value, 1) for name, value in middle.items()
+        },
         "spread": spread(seconds),
-        "seconds": {name: [round(value, 3) for value in values] for name, values in seconds.items()},
+        "seconds": {
+            name: [round(value, 3) for value in values]
+            for name, values in seconds.items()
+        },
         **extra,
     }
 

@@ -1,12 +1,14 @@
-"""What does it cost a run on cached features to check that they are still those of its images and encoder?
+"""What does it cost a run on cached features to check that they are still those of its
+images and encoder?
 
     python -m benchmarks.probe --encoders torchvision:resnet18 torchvision:resnet50 torchvision:vit_b_16
 
-prints one JSON row for each encoder, with random weights on ``--limit`` digits of ``--size`` px: one run
-fills the cache, ``--repeats`` of other seeds use it. Medians: ``probe_s``, in which rows are encoded again,
-``compare_s``, in which times and contents of images are compared, ``run_s``, of the whole command. ``share``
-is (probe_s + compare_s) / run_s, of a run as short as this one.
-"""
+prints one JSON row for each encoder, with random weights on ``--limit`` digits of
+``--size`` px: one run fills the cache, ``--repeats`` of other seeds use it. Medians:
+``probe_s``, in which rows are encoded again, ``compare_s``, in which times and contents
+of images are compared, ``run_s``, of the whole command. ``share`` is (probe_s +
+compare_s) / run_s, of a run as short as this one.
+"""  # noqa: E501
 
 import argparse
 import json
@@ -31,7 +33,9 @@ from uno.data import features, snapshot
 from uno.encoder import build_encoder
 
 
-def timed(patch: pytest.MonkeyPatch, module: Any, name: str, seconds: list[float]) -> None:
+def timed(
+    patch: pytest.MonkeyPatch, module: Any, name: str, seconds: list[float]
+) -> None:
     """Note how long each call of that function takes."""
     function: Callable[..., Any] = getattr(module, name)
 
@@ -56,12 +60,37 @@ def row(encoder: str, args: argparse.Namespace) -> dict[str, Any]:
         timed(patch, features, "_probe", probe)
         timed(patch, snapshot, "compare", compare)
         for seed in range(args.repeats + 1):
-            words = ["discover", "--data", "digits", "--data.limit", args.limit, "--model.encoder", encoder,
-                "--model.finetune", "none", "--weights", folder / "weights.safetensors", "--image-size",
-                args.size, "--augment.num-cached-views", 2, "--compute.cache", folder / "cache",
-                "--batch-size", 64, "--pretrain.epochs", args.epochs, "--discover.epochs", args.epochs,
-                "--seed", seed, "--compute.threads", args.threads,
-                "--output", folder / f"run{seed}"]  # fmt: skip
+            words = [
+                "discover",
+                "--data",
+                "digits",
+                "--data.limit",
+                args.limit,
+                "--model.encoder",
+                encoder,
+                "--model.finetune",
+                "none",
+                "--weights",
+                folder / "weights.safetensors",
+                "--image-size",
+                args.size,
+                "--augment.num-cached-views",
+                2,
+                "--compute.cache",
+                folder / "cache",
+                "--batch-size",
+                64,
+                "--pretrain.epochs",
+                args.epochs,
+                "--discover.epochs",
+                args.epochs,
+                "--seed",
+                seed,
+                "--compute.threads",
+                args.threads,
+                "--output",
+                folder / f"run{seed}",
+            ]
             start, said = time.perf_counter(), StringIO()
             with redirect_stdout(said), redirect_stderr(said):
                 assert cli.main([str(word) for word in words]) == 0, said.getvalue()
@@ -69,7 +98,9 @@ def row(encoder: str, args: argparse.Namespace) -> dict[str, Any]:
                 runs.append(time.perf_counter() - start)
     found = {"probe_s": probe, "compare_s": compare, "run_s": runs}
     result = {key: round(statistics.median(values), 4) for key, values in found.items()}
-    result["share"] = round((result["probe_s"] + result["compare_s"]) / result["run_s"], 4)
+    result["share"] = round(
+        (result["probe_s"] + result["compare_s"]) / result["run_s"], 4
+    )
     options = {
         "rows": args.limit,
         "size": args.size,
@@ -77,12 +108,20 @@ def row(encoder: str, args: argparse.Namespace) -> dict[str, Any]:
         "epochs": args.epochs,
         "threads": args.threads,
     }
-    return {"benchmark": "probe", "encoder": encoder, **options, **result, **environment()}
+    return {
+        "benchmark": "probe",
+        "encoder": encoder,
+        **options,
+        **result,
+        **environment(),
+    }
 
 
 def main() -> None:
     """See above."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     default = ["torchvision:resnet18", "torchvision:resnet50", "torchvision:vit_b_16"]
     parser.add_argument("--encoders", nargs="+", default=default)
     parser.add_argument("--limit", type=int, default=128)

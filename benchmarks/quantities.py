@@ -1,4 +1,6 @@
-"""What benchmarks need besides seconds: limits of the device, operators, bytes, exponents, sizes of sets."""
+"""What benchmarks need besides seconds: limits of the device, operators, bytes,
+exponents, sizes of sets.
+"""
 
 import itertools
 import math
@@ -15,42 +17,88 @@ CLASSES = {  # known and novel classes, labeled and unlabeled training rows
     "cifar10": (5, 5, 25_000, 25_000),
     "cifar100_20": (80, 20, 40_000, 10_000),
     "cifar100_50": (50, 50, 25_000, 25_000),
-    "imagenet": (882, 30, 1_129_000, 38_000),  # rows rounded; its batches are half and half
+    # rows rounded; its batches are half and half
+    "imagenet": (882, 30, 1_129_000, 38_000),
 }
 NO_WORK = {  # views, allocations and questions to the dispatcher
-    "alias", "as_strided", "as_strided_", "chunk", "detach", "empty", "empty_like", "empty_strided",
-    "expand", "expand_as", "flatten", "is_nonzero", "lift_fresh", "mT", "narrow", "new_empty",
-    "new_empty_strided", "numpy_T", "permute", "promote_types", "real", "reshape", "_reshape_alias",
-    "resize_", "resolve_conj", "resolve_neg", "result_type", "select", "slice", "split",
-    "split_with_sizes", "squeeze", "t", "to", "transpose", "unbind", "unflatten", "_unsafe_view",
-    "unsqueeze", "view", "view_as",
-}  # fmt: skip
+    "alias",
+    "as_strided",
+    "as_strided_",
+    "chunk",
+    "detach",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "expand",
+    "expand_as",
+    "flatten",
+    "is_nonzero",
+    "lift_fresh",
+    "mT",
+    "narrow",
+    "new_empty",
+    "new_empty_strided",
+    "numpy_T",
+    "permute",
+    "promote_types",
+    "real",
+    "reshape",
+    "_reshape_alias",
+    "resize_",
+    "resolve_conj",
+    "resolve_neg",
+    "result_type",
+    "select",
+    "slice",
+    "split",
+    "split_with_sizes",
+    "squeeze",
+    "t",
+    "to",
+    "transpose",
+    "unbind",
+    "unflatten",
+    "_unsafe_view",
+    "unsqueeze",
+    "view",
+    "view_as",
+}
 
 
-def limits(device: str, dtype: torch.dtype, clock: str = "wall", repeats: int = 5) -> dict[str, float]:
-    """What the device can do, now: the largest of some matrix products, and copying memory.
+def limits(
+    device: str, dtype: torch.dtype, clock: str = "wall", repeats: int = 5
+) -> dict[str, float]:
+    """What the device can do, now: the largest of some matrix products, and copying
+    memory.
 
-    Returns:
-        ``matmul_tflops`` in ``dtype`` and ``copy_gb_per_s``, bytes read plus bytes written.
+    Returns: ``matmul_tflops`` in ``dtype`` and ``copy_gb_per_s``, bytes read plus bytes
+        written.
     """
     methods, flops = {}, {}
     for side in (2048, 8192) if device.startswith("cuda") else (1024, 2048):
-        left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+        left, right = (
+            torch.randn(side, side, device=device).to(dtype) for _ in range(2)
+        )
         methods[str(side)] = lambda left=left, right=right: left @ right
         flops[str(side)] = 2 * side**3
-    source = torch.ones(2**30 if device.startswith("cuda") else 2**27, dtype=torch.uint8, device=device)
+    source = torch.ones(
+        2**30 if device.startswith("cuda") else 2**27, dtype=torch.uint8, device=device
+    )
     target = torch.empty_like(source)
     methods["copy"] = lambda: target.copy_(source)
     middle = medians(take_turns(methods, repeats, device, clock))
     return {
-        "matmul_tflops": round(max(flops[side] / middle[side] for side in flops) / 1e12, 3),
+        "matmul_tflops": round(
+            max(flops[side] / middle[side] for side in flops) / 1e12, 3
+        ),
         "copy_gb_per_s": round(2 * source.numel() / middle["copy"] / 1e9, 1),
     }
 
 
 def count_operators(function: Callable[[], Any], device: str = "cpu") -> int:
-    """Operators that touch elements in one call of ``function``: innermost ones of the profiler's trace on
-    the CPU, without views and allocations; launched kernels on CUDA.
+    """Operators that touch elements in one call of ``function``: innermost ones of the
+    profiler's trace on the CPU, without views and allocations; launched kernels on
+    CUDA.
     """
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.startswith("cuda"):
@@ -61,12 +109,17 @@ def count_operators(function: Callable[[], Any], device: str = "cpu") -> int:
         if device.startswith("cuda"):
             torch.cuda.synchronize()
     if device.startswith("cuda"):
-        return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in trace.events())
+        return sum(
+            event.device_type == torch.autograd.DeviceType.CUDA
+            for event in trace.events()
+        )
     return sum(_works(event) for event in trace.events())
 
 
 def peak_bytes(function: Callable[[], Any], device: str = "cpu") -> int:
-    """Largest sum of tensor memory that one call of ``function`` holds beyond what was there before it."""
+    """Largest sum of tensor memory that one call of ``function`` holds beyond what
+    was there before it.
+    """
     function()
     if device.startswith("cuda"):
         torch.cuda.reset_peak_memory_stats()
@@ -76,21 +129,32 @@ def peak_bytes(function: Callable[[], Any], device: str = "cpu") -> int:
     with torch.profiler.profile(profile_memory=True) as trace:
         function()
     assert trace.profiler is not None
-    events = [e for e in trace.profiler.kineto_results.events() if e.name() == "[memory]"]
-    sums = itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))
+    events = [
+        e for e in trace.profiler.kineto_results.events() if e.name() == "[memory]"
+    ]
+    sums = itertools.accumulate(
+        e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())
+    )
     return max(sums, default=0)
 
 
 def exponents(sizes: Sequence[float], values: Sequence[float]) -> dict[str, float]:
-    """The p of ``value ~ size ** p``: fitted to all points, and between the two largest."""
+    """The p of ``value ~ size ** p``: fitted to all points, and between the two
+    largest.
+    """
     x, y = ([math.log(v) for v in numbers] for numbers in (sizes, values))
     slope = statistics.linear_regression(x, y).slope
     return {"all": round(slope, 2), "top": round((y[-1] - y[-2]) / (x[-1] - x[-2]), 2)}
 
 
 def _works(event: Any) -> bool:
-    """Whether a profiler event is an operator that touches elements itself, not through other operators."""
-    named = event.name.startswith("aten::") and event.name.removeprefix("aten::") not in NO_WORK
+    """Whether a profiler event is an operator that touches elements itself, not
+    through other operators.
+    """
+    named = (
+        event.name.startswith("aten::")
+        and event.name.removeprefix("aten::") not in NO_WORK
+    )
     return named and not any(_works_inside(child) for child in event.cpu_children)
 
 

@@ -1,16 +1,18 @@
-"""How many views a second does each runtime of a frozen encoder compute on this CPU, beside PyTorch?
+"""How many views a second does each runtime of a frozen encoder compute on this CPU,
+beside PyTorch?
 
     python -m benchmarks.runtimes --encoders timm:tf_efficientnet_lite0 timm:vit_small_patch16_224
 
-prints one JSON row for each encoder, with random weights or those of ``--weights``, on ``--images`` of
-``--size`` px: those of ``--data``, or random ones. Every runtime that is installed takes its turn after
-``torch``, the module as it is with ``--threads`` threads, ``--repeats`` times; ``views_s`` are medians and
-``ratio`` those over torch's.
-``plan`` is the size of the batches that was measured, ``settle_s`` what conversion and measurement took, and
-``difference`` the largest of a row, over the length of its features. Rows of bf16 are of
-``--compute.precision bf16``; torch alone is float32. ``gflops`` are float operations a second, 10^9, of torch
-and of float32 matrix products of 2048 by 2048: what is left to gain where an encoder is made of them.
-"""
+prints one JSON row for each encoder, with random weights or those of ``--weights``, on
+``--images`` of ``--size`` px: those of ``--data``, or random ones. Every runtime that
+is installed takes its turn after ``torch``, the module as it is with ``--threads``
+threads, ``--repeats`` times; ``views_s`` are medians and ``ratio`` those over torch's.
+``plan`` is the size of the batches that was measured, ``settle_s`` what conversion and
+measurement took, and ``difference`` the largest of a row, over the length of its
+features. Rows of bf16 are of ``--compute.precision bf16``; torch alone is float32.
+``gflops`` are float operations a second, 10^9, of torch and of float32 matrix products
+of 2048 by 2048: what is left to gain where an encoder is made of them.
+"""  # noqa: E501
 
 import argparse
 import json
@@ -43,7 +45,13 @@ def pixels_of(args: argparse.Namespace) -> Tensor:
     """uint8 (N, 3 S S)."""
     if args.data is None:
         generator = torch.Generator().manual_seed(0)
-        return torch.randint(0, 256, (args.images, 3 * args.size**2), generator=generator, dtype=torch.uint8)
+        return torch.randint(
+            0,
+            256,
+            (args.images, 3 * args.size**2),
+            generator=generator,
+            dtype=torch.uint8,
+        )
     images = read_rows(override(Config(), {"data.source": args.data}).data).images
     rows = evenly_spaced(args.images, len(images))
     squares, _ = decode_many(images.take(rows), args.size, None, "bilinear")
@@ -59,7 +67,13 @@ def encode(config: Config, encoder: nn.Module, pixels: Tensor, threads: int) -> 
         none, ok = np.zeros(len(own), bool), np.ones(len(own), bool)
         return features.encode_rows(config, encoder, start, own, none, ok)[:, 0]
 
-    return torch.cat([*prefetch_map(some, range(0, len(pixels), features.ROWS_AT_ONCE), threads, threads)])
+    return torch.cat(
+        [
+            *prefetch_map(
+                some, range(0, len(pixels), features.ROWS_AT_ONCE), threads, threads
+            )
+        ]
+    )
 
 
 def operations(encoder: nn.Module, size: int) -> int:
@@ -83,11 +97,15 @@ def products_per_s(threads: int, repeats: int, size: int = 2048) -> float:
 def row(name: str, pixels: Tensor, args: argparse.Namespace) -> dict[str, Any]:
     """Of one encoder."""
     sizes = {"data.stored_size": args.size, "augment.large.size": args.size}
-    config = override(Config(), {"model.encoder": name, "augment.num_cached_views": 0, **sizes})
+    config = override(
+        Config(), {"model.encoder": name, "augment.num_cached_views": 0, **sizes}
+    )
     torch.manual_seed(0)
     module = build_encoder(config.model)
     if args.weights:
-        missing, _ = module.load_state_dict(safetensors.torch.load_file(args.weights), strict=False)
+        missing, _ = module.load_state_dict(
+            safetensors.torch.load_file(args.weights), strict=False
+        )
         assert not missing, missing
     module = module.eval().requires_grad_(False).to(memory_format=torch.channels_last)
     encoders, settled = {TORCH: module}, dict[str, float]()
@@ -98,10 +116,15 @@ def row(name: str, pixels: Tensor, args: argparse.Namespace) -> dict[str, Any]:
             require_runtime(override(config, {"compute.encoder_runtime": runtime}))
         except ConfigError:
             continue
-        start, fast = time.perf_counter(), at_speed(module, Plan(runtime, None, bf16), args.threads)
+        start, fast = (
+            time.perf_counter(),
+            at_speed(module, Plan(runtime, None, bf16), args.threads),
+        )
         found = encode(config, fast, pixels[: features.ROWS_AT_ONCE], 1)
         settled[other], encoders[other] = round(time.perf_counter() - start, 1), fast
-        difference[other] = float(((found - expected).norm(dim=1) / expected.norm(dim=1)).max())
+        difference[other] = float(
+            ((found - expected).norm(dim=1) / expected.norm(dim=1)).max()
+        )
     times: dict[str, list[float]] = {runtime: [] for runtime in encoders}
     for _ in range(args.repeats):
         for runtime, encoder in encoders.items():
@@ -109,29 +132,53 @@ def row(name: str, pixels: Tensor, args: argparse.Namespace) -> dict[str, Any]:
             encode(config, encoder, pixels, args.threads)
             times[runtime].append(time.perf_counter() - start)
     products = products_per_s(args.threads, args.repeats)
-    speed = {runtime: len(pixels) / statistics.median(spent) for runtime, spent in times.items()}
-    plans = {key: list(fast.plan) for key, fast in encoders.items() if isinstance(fast, Runtime)}
+    speed = {
+        runtime: len(pixels) / statistics.median(spent)
+        for runtime, spent in times.items()
+    }
+    plans = {
+        key: list(fast.plan)
+        for key, fast in encoders.items()
+        if isinstance(fast, Runtime)
+    }
     return {
-        "benchmark": "runtimes", "encoder": name, "size": args.size, "images": len(pixels),
-        "data": args.data, "threads": args.threads, "repeats": args.repeats, "plan": plans,
-        "settle_s": settled, "difference": {key: float(f"{value:.1e}") for key, value in difference.items()},
+        "benchmark": "runtimes",
+        "encoder": name,
+        "size": args.size,
+        "images": len(pixels),
+        "data": args.data,
+        "threads": args.threads,
+        "repeats": args.repeats,
+        "plan": plans,
+        "settle_s": settled,
+        "difference": {key: float(f"{value:.1e}") for key, value in difference.items()},
         "views_s": {key: round(value, 1) for key, value in speed.items()},
-        "ratio": {key: round(value / speed[TORCH], 2) for key, value in speed.items() if key != TORCH},
+        "ratio": {
+            key: round(value / speed[TORCH], 2)
+            for key, value in speed.items()
+            if key != TORCH
+        },
         "gflops": {
             TORCH: round(operations(module, args.size) * speed[TORCH] / 1e9, 1),
             "products": round(products / 1e9, 1),
         },
         **environment(),
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
     """See above."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     default = ["timm:tf_efficientnet_lite0", "timm:vit_small_patch16_224"]
     parser.add_argument("--encoders", nargs="+", default=default)
-    parser.add_argument("--runtimes", nargs="+", default=[name for name in BUILD if name != TORCH])
-    parser.add_argument("--weights", help="a safetensors file of all encoders; default: random ones")
+    parser.add_argument(
+        "--runtimes", nargs="+", default=[name for name in BUILD if name != TORCH]
+    )
+    parser.add_argument(
+        "--weights", help="a safetensors file of all encoders; default: random ones"
+    )
     parser.add_argument("--data", help="a source of images; default: random ones")
     parser.add_argument("--images", type=int, default=128)
     parser.add_argument("--size", type=int, default=224)

@@ -2,10 +2,11 @@
 
     python -m benchmarks.shards --data parquet:DIR --repeats 5
 
-Prints one JSON row with images/s of three kinds of work, for both: every image read (``read``), decoded as a
-resident set (``decode``), and cut into views as a stream (``stream``), by all cores of one process from the
-page cache. The source is packed as Parquet (``uno data pack``) and its rows written as tar beside it. Methods
-take turns (A B A B) after a warm-up turn.
+Prints one JSON row with images/s of three kinds of work, for both: every image read
+(``read``), decoded as a resident set (``decode``), and cut into views as a stream
+(``stream``), by all cores of one process from the page cache. The source is packed as
+Parquet (``uno data pack``) and its rows written as tar beside it. Methods take turns (A
+B A B) after a warm-up turn.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ SHARD_BYTES = 64 * 2**20
 
 
 def write_tar(rows: Rows, folder: Path) -> None:
-    """``rows`` in shards of about :data:`SHARD_BYTES`: KEY.cls and KEY.png, whatever the format."""
+    """``rows`` in shards of about :data:`SHARD_BYTES`: KEY.cls and KEY.png, whatever
+    the format.
+    """
     folder.mkdir()
     archive, filled = None, SHARD_BYTES
     for row, label in enumerate(rows.labels):
@@ -52,7 +55,10 @@ def write_tar(rows: Rows, folder: Path) -> None:
             if archive is not None:
                 archive.close()
             name = f"train-{len([*folder.iterdir()]):05}.tar"
-            archive, filled = tarfile.open(folder / name, "w", format=tarfile.USTAR_FORMAT), 0  # noqa: SIM115
+            archive, filled = (
+                tarfile.open(folder / name, "w", format=tarfile.USTAR_FORMAT),  # noqa: SIM115
+                0,
+            )
         image: Any = rows.images[row]
         for suffix, content in (("cls", (label or "").encode()), ("png", image)):
             info = tarfile.TarInfo(f"{row:08}.{suffix}")
@@ -66,7 +72,9 @@ def write_tar(rows: Rows, folder: Path) -> None:
 
 def read(rows: Rows) -> None:
     """Every image in memory once, in order, some at a time."""
-    assert sum(len(some.read_images(np.arange(len(own)))) for own, some in pieces(rows.images)) == len(rows)
+    assert sum(
+        len(some.read_images(np.arange(len(own)))) for own, some in pieces(rows.images)
+    ) == len(rows)
 
 
 def decode(rows: Rows, side: int) -> None:
@@ -77,12 +85,29 @@ def decode(rows: Rows, side: int) -> None:
 
 def stream(rows: Rows, side: int, folder: str) -> None:
     """As a streamed run cuts them, a pass in the order of training."""
-    values = {"data.stored_size": side, "augment.large.size": side, "augment.small.num_views": 0}
+    values = {
+        "data.stored_size": side,
+        "augment.large.size": side,
+        "augment.small.num_views": 0,
+    }
     config = override(preset("cifar10"), values)
     every, none = np.arange(len(rows)), np.empty(0, np.int64)
     bad = BadRows([], InMemory([]), 1.0, Storage(folder))
-    labels, crop = torch.zeros(len(rows), dtype=torch.int64), partial(crop_local, threads=CORES)
-    train = StreamSet(rows.images, every, labels, none, 1, 1, bad, crop, decode_here(config, rows.images))
+    labels, crop = (
+        torch.zeros(len(rows), dtype=torch.int64),
+        partial(crop_local, threads=CORES),
+    )
+    train = StreamSet(
+        rows.images,
+        every,
+        labels,
+        none,
+        1,
+        1,
+        bad,
+        crop,
+        decode_here(config, rows.images),
+    )
     plan = make_pretrain_plan(0, BATCH, len(rows))
     job = CropJob(config, train, plan, 0, 1, 0, plan.steps_per_epoch)
     assert sum(len(pixels) for pixels, _ in crop_local(job, CORES)) == job.last * BATCH
@@ -90,7 +115,9 @@ def stream(rows: Rows, side: int, folder: str) -> None:
 
 def main() -> int:
     """Prints the row."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--data", default="digits")
     parser.add_argument("--limit", type=int, default=None)
     parser.add_argument("--size", type=int, default=32)
@@ -102,10 +129,18 @@ def main() -> int:
         rows = rows.take(limit_rows(rows, options.limit))
     with tempfile.TemporaryDirectory() as folder:
         place = Storage(f"{folder}/parquet")
-        pack(rows, np.ones(len(rows), dtype=bool), place, SHARD_BYTES, store_local(CORES))
-        packed = read_rows(override(preset("scratch"), {"data.source": f"parquet:{folder}/parquet"}).data)
+        pack(
+            rows, np.ones(len(rows), dtype=bool), place, SHARD_BYTES, store_local(CORES)
+        )
+        packed = read_rows(
+            override(
+                preset("scratch"), {"data.source": f"parquet:{folder}/parquet"}
+            ).data
+        )
         write_tar(packed, Path(folder, "tar"))
-        shards = read_rows(override(preset("scratch"), {"data.source": f"tar:{folder}/tar"}).data)
+        shards = read_rows(
+            override(preset("scratch"), {"data.source": f"tar:{folder}/tar"}).data
+        )
         kinds: dict[str, Callable[[Rows], None]] = {
             "read": read,
             "decode": partial(decode, side=options.size),
@@ -123,12 +158,18 @@ def main() -> int:
         "command": f"python -m benchmarks.shards {' '.join(sys.argv[1:])}",
         **environment(),
         "images": len(packed),
-        "images_per_s": {name: round(len(packed) / value) for name, value in middle.items()},
+        "images_per_s": {
+            name: round(len(packed) / value) for name, value in middle.items()
+        },
         "tar_to_parquet": {
-            kind: round(middle[f"{kind} parquet"] / middle[f"{kind} tar"], 3) for kind in kinds
+            kind: round(middle[f"{kind} parquet"] / middle[f"{kind} tar"], 3)
+            for kind in kinds
         },
         "spread": spread(seconds),
-        "seconds": {name: [round(value, 3) for value in values] for name, values in seconds.items()},
+        "seconds": {
+            name: [round(value, 3) for value in values]
+            for name, values in seconds.items()
+        },
     }
     print(json.dumps(result))
     return 0

@@ -2,12 +2,13 @@
 
     python -m benchmarks.simulated coordinator autoscaler ranks
 
-prints one JSON row for each part. ``coordinator``: Ray Data's own coordinator on nodes that are not there:
-how long its calls take, what each rank's execution gets, and what it asks of the autoscaler. ``autoscaler``:
-which nodes of the shipped files Ray's own scheduler starts for a run, and then for the processes of its
-ranks' executions, and for a thousand tasks more. ``ranks``: a discovery step as rank 0 of 64 and 512, whose
-collectives are counted and answered by nobody (PyTorch's fake process group). No network, GPU or second node
-is in any of it.
+prints one JSON row for each part. ``coordinator``: Ray Data's own coordinator on nodes
+that are not there: how long its calls take, what each rank's execution gets, and what
+it asks of the autoscaler. ``autoscaler``: which nodes of the shipped files Ray's own
+scheduler starts for a run, and then for the processes of its ranks' executions, and for
+a thousand tasks more. ``ranks``: a discovery step as rank 0 of 64 and 512, whose
+collectives are counted and answered by nobody (PyTorch's fake process group). No
+network, GPU or second node is in any of it.
 """
 
 import argparse
@@ -35,27 +36,45 @@ TRAIN = {"CPU": 1.0, "GPU": 1.0}  # of a worker
 
 def nodes_of(num: int, cpus: float = 8.0, gpus: float = 1.0) -> list[dict[str, Any]]:
     """``num`` equal nodes as ``ray.nodes()`` lists them, and a head without CPUs."""
-    own = {"CPU": cpus, "GPU": gpus, "memory": 32.0 * GIB, "object_store_memory": 8.0 * GIB}
+    own = {
+        "CPU": cpus,
+        "GPU": gpus,
+        "memory": 32.0 * GIB,
+        "object_store_memory": 8.0 * GIB,
+    }
     head = {"node:__internal_head__": 1.0, "object_store_memory": 2.0 * GIB}
-    found = [{"NodeID": f"{i:04}", "Alive": True, "Resources": own, "Labels": {}} for i in range(num)]
+    found = [
+        {"NodeID": f"{i:04}", "Alive": True, "Resources": own, "Labels": {}}
+        for i in range(num)
+    ]
     return [*found, {"NodeID": "head", "Alive": True, "Resources": head, "Labels": {}}]
 
 
 def coordinator(num_nodes: int = 64) -> dict[str, Any]:
-    """Every node has a worker of Ray Train, and an execution of Ray Data belongs to each rank."""
-    from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator as ray_coordinator
-    from ray.data._internal.cluster_autoscaler.base_autoscaling_coordinator import STANDARD_RESOURCE_TYPES
+    """Every node has a worker of Ray Train, and an execution of Ray Data belongs to
+    each rank.
+    """
+    from ray.data._internal.cluster_autoscaler import (
+        default_autoscaling_coordinator as ray_coordinator,
+    )
+    from ray.data._internal.cluster_autoscaler.base_autoscaling_coordinator import (
+        STANDARD_RESOURCE_TYPES,
+    )
 
     asked: list[list[dict[str, float]]] = []
     actor = ray_coordinator._AutoscalingCoordinatorActor(
         get_cluster_nodes=lambda: nodes_of(num_nodes),
-        send_resources_request=lambda bundles, label_selectors=None: asked.append(list(bundles)),
+        send_resources_request=lambda bundles, label_selectors=None: asked.append(
+            list(bundles)
+        ),
     )
     actor.request_resources("train", [TRAIN] * num_nodes, expire_after_s=1e6)
     begin = time.perf_counter()
     names = [f"data-{i}" for i in range(num_nodes)]
     for name in names:
-        actor.request_resources(name, [], expire_after_s=1e6, request_remaining=STANDARD_RESOURCE_TYPES)
+        actor.request_resources(
+            name, [], expire_after_s=1e6, request_remaining=STANDARD_RESOURCE_TYPES
+        )
     registering = time.perf_counter() - begin
     ticks = []
     for _ in range(5):
@@ -64,46 +83,63 @@ def coordinator(num_nodes: int = 64) -> dict[str, Any]:
         ticks.append(time.perf_counter() - begin)
     shares = [actor.get_reserved_resources(name) for name in names]
     total = {
-        key: sum(node.get(key, 0.0) for node in shares[0].values()) for key in ("CPU", "object_store_memory")
+        key: sum(node.get(key, 0.0) for node in shares[0].values())
+        for key in ("CPU", "object_store_memory")
     }
     cluster = {"CPU": 8.0 * num_nodes, "object_store_memory": 8.0 * GIB * num_nodes}
     cpus, store = execution_limits(cluster, num_nodes, TRAIN["CPU"])
     return {
-        "nodes": num_nodes, "requesters": len(names) + 1,
+        "nodes": num_nodes,
+        "requesters": len(names) + 1,
         "register_ms": round(1e3 * registering / len(names), 3),
         "tick_ms": round(1e3 * statistics.median(ticks), 3),
-        "cpus_by_ray_data": total["CPU"], "share_of_cpus": cpus,
+        "cpus_by_ray_data": total["CPU"],
+        "share_of_cpus": cpus,
         "store_mib_by_ray_data": round(total["object_store_memory"] / 2**20),
         "store_mib_asked": round(store / 2**20),
-        "asked_of_autoscaler": dict(Counter(json.dumps(bundle) for bundle in asked[-1])),
-    }  # fmt: skip
+        "asked_of_autoscaler": dict(
+            Counter(json.dumps(bundle) for bundle in asked[-1])
+        ),
+    }
 
 
 def node_types(name: str) -> tuple[dict[str, dict[str, Any]], int]:
-    """What a shipped file's worker types have, how many there may be of each, and of all."""
+    """What a shipped file's worker types have, how many there may be of each, and of
+    all.
+    """
     documents = list(yaml.safe_load_all((ROOT / name).read_text()))
     if name.startswith("cluster"):
         types = {
-            key: kind for key, kind in documents[0]["available_node_types"].items() if kind["max_workers"]
+            key: kind
+            for key, kind in documents[0]["available_node_types"].items()
+            if kind["max_workers"]
         }
         return types, documents[0]["max_workers"]
-    groups = next(d for d in documents if d["kind"] == "RayJob")["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    groups = next(d for d in documents if d["kind"] == "RayJob")["spec"][
+        "rayClusterSpec"
+    ]["workerGroupSpecs"]
     types = {}
     for group in groups:
         requests = group["template"]["spec"]["containers"][0]["resources"]["requests"]
         own = {"CPU": float(requests["cpu"]), "GPU": float(requests["nvidia.com/gpu"])}
         types[group["groupName"]] = {
-            "resources": own, "min_workers": group["minReplicas"], "max_workers": group["maxReplicas"]
-        }  # fmt: skip
+            "resources": own,
+            "min_workers": group["minReplicas"],
+            "max_workers": group["maxReplicas"],
+        }
     return types, sum(kind["max_workers"] for kind in types.values())
 
 
 def launches(
-    name: str, running: Iterable[tuple[str, dict[str, float]]], tasks: list[dict[str, float]],
-    gang: list[dict[str, float]], constraint: list[dict[str, float]],
-) -> dict[str, int]:  # fmt: skip
-    """Nodes that Ray's scheduler starts: on ``running`` nodes (type, what is free) for waiting ``tasks``, a
-    placement group ``gang``, and what Ray Data or Train have asked for as a ``constraint`` on the cluster.
+    name: str,
+    running: Iterable[tuple[str, dict[str, float]]],
+    tasks: list[dict[str, float]],
+    gang: list[dict[str, float]],
+    constraint: list[dict[str, float]],
+) -> dict[str, int]:
+    """Nodes that Ray's scheduler starts: on ``running`` nodes (type, what is free) for
+    waiting ``tasks``, a placement group ``gang``, and what Ray Data or Train have asked
+    for as a ``constraint`` on the cluster.
     """
     from ray.autoscaler.v2.instance_manager.config import NodeTypeConfig
     from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingRequest
@@ -119,37 +155,62 @@ def launches(
 
     types, most = node_types(name)
     configs = {
-        key: NodeTypeConfig(key, kind["min_workers"], kind["max_workers"], resources=kind["resources"],
-                            priority=kind.get("priority", 0))
+        key: NodeTypeConfig(
+            key,
+            kind["min_workers"],
+            kind["max_workers"],
+            resources=kind["resources"],
+            priority=kind.get("priority", 0),
+        )
         for key, kind in types.items()
-    }  # fmt: skip
+    }
     instances = []
     for number, (key, free) in enumerate(running):
         node = NodeState(
-            ray_node_type_name=key, total_resources=types[key]["resources"], available_resources=free,
-            status=NodeStatus.RUNNING, node_id=f"{number:04}".encode(),
-        )  # fmt: skip
-        own = Instance(instance_id=f"{number}", instance_type=key, status=Instance.InstanceStatus.RAY_RUNNING)
-        instances.append(AutoscalerInstance(im_instance=own, ray_node=node, cloud_instance_id=f"{number}"))
+            ray_node_type_name=key,
+            total_resources=types[key]["resources"],
+            available_resources=free,
+            status=NodeStatus.RUNNING,
+            node_id=f"{number:04}".encode(),
+        )
+        own = Instance(
+            instance_id=f"{number}",
+            instance_type=key,
+            status=Instance.InstanceStatus.RAY_RUNNING,
+        )
+        instances.append(
+            AutoscalerInstance(
+                im_instance=own, ray_node=node, cloud_instance_id=f"{number}"
+            )
+        )
     make = ResourceRequestUtil.make
     constraints = [
         ClusterResourceConstraint(
-            resource_requests=ResourceRequestUtil.group_by_count([*map(make, constraint)])
+            resource_requests=ResourceRequestUtil.group_by_count(
+                [*map(make, constraint)]
+            )
         )
     ]
     reply = ResourceDemandScheduler(None).schedule(
         SchedulingRequest(
-            node_type_configs=configs, max_num_nodes=most, disable_launch_config_check=True,
+            node_type_configs=configs,
+            max_num_nodes=most,
+            disable_launch_config_check=True,
             resource_requests=ResourceRequestUtil.group_by_count([*map(make, tasks)]),
-            gang_resource_requests=[GangResourceRequest(requests=[*map(make, gang)])] if gang else [],
-            cluster_resource_constraints=constraints if constraint else [], current_instances=instances,
+            gang_resource_requests=[GangResourceRequest(requests=[*map(make, gang)])]
+            if gang
+            else [],
+            cluster_resource_constraints=constraints if constraint else [],
+            current_instances=instances,
         )
-    )  # fmt: skip
+    )
     return {launch.instance_type: launch.count for launch in reply.to_launch}
 
 
 def autoscaler(name: str, workers: int) -> dict[str, Any]:
-    """The nodes that a run starts with, and those that its ranks' processes start once it has them."""
+    """The nodes that a run starts with, and those that its ranks' processes start
+    once it has them.
+    """
     types, _ = node_types(name)
     wanted = [TRAIN] * workers
     begin = launches(name, [], [{"CPU": TASK_CPUS}], wanted, [])
@@ -173,16 +234,19 @@ def autoscaler(name: str, workers: int) -> dict[str, Any]:
     waiting = [{"CPU": TASK_CPUS}] * unplaced
     every = [{"CPU": TASK_CPUS}] * 1000  # of an execution without a bound
     return {
-        "file": name, "workers": workers, "started": begin, "processes": workers * at_once,
+        "file": name,
+        "workers": workers,
+        "started": begin,
+        "processes": workers * at_once,
         "waiting": unplaced,
         "more_for_processes": launches(name, busy, waiting, [], wanted),
         "more_for_all_tasks_at_once": launches(name, busy, every, [], wanted),
-    }  # fmt: skip
+    }
 
 
 def ranks(world_size: int, rows_per_rank: int = 16) -> dict[str, Any]:
-    """A discovery step of the CIFAR10 recipe as rank 0 of ``world_size``: collectives, the bytes that rank 0
-    brings to each, and the memory of the gathered rows.
+    """A discovery step of the CIFAR10 recipe as rank 0 of ``world_size``: collectives,
+    the bytes that rank 0 brings to each, and the memory of the gathered rows.
     """
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -194,9 +258,13 @@ def ranks(world_size: int, rows_per_rank: int = 16) -> dict[str, Any]:
         found = counted_step(0, world_size, batch, 8, _answered)
     sizes = network(batch)
     return {
-        "ranks": world_size, "rows_per_rank": rows_per_rank, "calls": found["calls"], "bytes": found["bytes"],
-        "gathered_bytes": sizes["logit_bytes"], "gradient_bytes": sizes["gradient_bytes"],
-    }  # fmt: skip
+        "ranks": world_size,
+        "rows_per_rank": rows_per_rank,
+        "calls": found["calls"],
+        "bytes": found["bytes"],
+        "gathered_bytes": sizes["logit_bytes"],
+        "gradient_bytes": sizes["gradient_bytes"],
+    }
 
 
 def _answered(group: Any, bucket: Any) -> Any:
@@ -208,7 +276,9 @@ def _answered(group: Any, bucket: Any) -> Any:
 
 def main() -> None:
     """See above."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parts = ["coordinator", "autoscaler", "ranks"]
     parser.add_argument("parts", nargs="+", choices=parts)
     torch.set_num_threads(1)
@@ -220,7 +290,10 @@ def main() -> None:
             rows.append(autoscaler("cluster-p5.yaml", 32))
         else:
             rows = [ranks(num) for num in (64, 512)]
-        print(json.dumps({"benchmark": "simulated", part: rows, **environment()}), flush=True)
+        print(
+            json.dumps({"benchmark": "simulated", part: rows, **environment()}),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

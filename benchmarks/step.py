@@ -2,12 +2,13 @@
 
     python -m benchmarks.step --preset cifar10 --batch 64 --repeats 7 [--bf16] [--compile]
 
-prints one JSON row. The limit is the encoder alone, forward and backward on random tensors of the same
-sizes, in the fastest of its forms, in the same run, taking turns with the whole step (indexing,
-augmentation, heads, Sinkhorn, loss, backward, optimizer). The parts are timed alone, each with its own
-backward pass, so they need not add up exactly. Beside them stand the device's largest matrix product and its
-memory bandwidth.
-"""
+prints one JSON row. The limit is the encoder alone, forward and backward on random
+tensors of the same sizes, in the fastest of its forms, in the same run, taking turns
+with the whole step (indexing, augmentation, heads, Sinkhorn, loss, backward,
+optimizer). The parts are timed alone, each with its own backward pass, so they need not
+add up exactly. Beside them stand the device's largest matrix product and its memory
+bandwidth.
+"""  # noqa: E501
 
 import argparse
 import json
@@ -41,22 +42,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--preset", choices=list(PRESETS), default="cifar10")
     parser.add_argument("--recipe", choices=["paper", "v2"], default="paper")
-    parser.add_argument("--data", help="a source such as parquet:DIR; random images where it is not given")
+    parser.add_argument(
+        "--data",
+        help="a source such as parquet:DIR; random images where it is not given",
+    )
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu on a busy machine")
+    parser.add_argument(
+        "--clock", choices=["wall", "cpu"], default="wall", help="cpu on a busy machine"
+    )
     parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
-    parser.add_argument("--compile", action="store_true", help="torch.compile the encoder of the step")
+    parser.add_argument(
+        "--compile", action="store_true", help="torch.compile the encoder of the step"
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)
 
-    config = override(preset(options.preset, options.recipe), {"train.batch_size": options.batch})
+    config = override(
+        preset(options.preset, options.recipe), {"train.batch_size": options.batch}
+    )
     train = train_set(options.data, config).to(device)
     plan = make_plan(
-        0, config.data.batch_sampling, options.batch, len(train.labels), len(train.unlabeled_images)
+        0,
+        config.data.batch_sampling,
+        options.batch,
+        len(train.labels),
+        len(train.unlabeled_images),
     )
     batches = ResidentBatches(config, train, plan, 0, 1)
     model = build_model(config.model, train.num_known, train.num_novel, 0).train()
@@ -66,13 +80,19 @@ def main() -> None:
     state = new_state(model, model, config.discover, device, options.bf16)
     batch, steps = batches(0), iter(range(1, 1_000_000))
     images = train.labeled_images[:1].expand(options.batch, -1, -1, -1).contiguous()
-    encoders = encoder_alone(config, train, batch, device, options.bf16, options.compile)
+    encoders = encoder_alone(
+        config, train, batch, device, options.bf16, options.compile
+    )
     seconds = take_turns(
         {
             "step": lambda: discovery_step(state, batches(next(steps)), config, 1e-3),
             **encoders,
             "augment": lambda: augment(
-                images, config.augment, torch.Generator().manual_seed(0), config.data.mean, config.data.std
+                images,
+                config.augment,
+                torch.Generator().manual_seed(0),
+                config.data.mean,
+                config.data.std,
             ),
             **parts(config, state, batch),
         },
@@ -94,31 +114,47 @@ def main() -> None:
         "views_per_s": round(options.batch * len(batch.views) / middle["step"], 1),
         "encoder_only_over_step": round(limit / middle["step"], 3),
         "share_outside_encoder": round(1 - limit / middle["step"], 3),
-        "share_of_step": {name: round(middle[name] / middle["step"], 4) for name in PARTS},
+        "share_of_step": {
+            name: round(middle[name] / middle["step"], 4) for name in PARTS
+        },
         "encoder_ms": {name: round(1000 * middle[name], 1) for name in encoders},
         "limits": device_limits,
         "encoder_tflops": round(counter.get_total_flops() / limit / 1e12, 3),
         "spread": spread(seconds),
-        "seconds": {name: [round(value, 4) for value in values] for name, values in seconds.items()},
+        "seconds": {
+            name: [round(value, 4) for value in values]
+            for name, values in seconds.items()
+        },
         **environment(options.device),
     }
     print(json.dumps(row))
 
 
 def encoder_alone(
-    config: Config, train: TrainSet, batch: Batch, device: torch.device, bf16: bool, compiled: bool
+    config: Config,
+    train: TrainSet,
+    batch: Batch,
+    device: torch.device,
+    bf16: bool,
+    compiled: bool,
 ) -> dict[str, Callable[[], Any]]:
-    """Forward and backward of the encoder on random tensors as large as the views, per memory layout, and
-    compiled as well.
+    """Forward and backward of the encoder on random tensors as large as the views, per
+    memory layout, and compiled as well.
     """
     sizes = {view.shape[-1] for view in batch.views}
     inputs = [
-        torch.cat([torch.randn_like(view) for view in batch.views if view.shape[-1] == size])
+        torch.cat(
+            [torch.randn_like(view) for view in batch.views if view.shape[-1] == size]
+        )
         for size in sizes
     ]
 
-    def method(layout: torch.memory_format, compiled: bool = False) -> Callable[[], None]:
-        encoder = build_model(config.model, train.num_known, 0, 0).encoder.to(device, memory_format=layout)
+    def method(
+        layout: torch.memory_format, compiled: bool = False
+    ) -> Callable[[], None]:
+        encoder = build_model(config.model, train.num_known, 0, 0).encoder.to(
+            device, memory_format=layout
+        )
         if compiled:
             encoder.compile()
         own = [tensor.contiguous(memory_format=layout) for tensor in inputs]
@@ -131,16 +167,28 @@ def encoder_alone(
 
         return run
 
-    layouts = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+    layouts = {
+        "contiguous": torch.contiguous_format,
+        "channels_last": torch.channels_last,
+    }
     found = {f"encoder_{name}": method(layout) for name, layout in layouts.items()}
-    return found | {"encoder_compiled": method(torch.channels_last, True)} if compiled else found
+    return (
+        found | {"encoder_compiled": method(torch.channels_last, True)}
+        if compiled
+        else found
+    )
 
 
-def parts(config: Config, state: TrainState, batch: Batch) -> dict[str, Callable[[], Any]]:
+def parts(
+    config: Config, state: TrainState, batch: Batch
+) -> dict[str, Callable[[], Any]]:
     """The rest of a step, each part alone with its own backward."""
     model: UnoModel = state.model
     objective, num_views = config.objective, len(batch.views)
-    with torch.no_grad(), torch.autocast(state.device.type, torch.bfloat16, enabled=state.autocast):
+    with (
+        torch.no_grad(),
+        torch.autocast(state.device.type, torch.bfloat16, enabled=state.autocast),
+    ):
         features = torch.cat([model.features(view) for view in batch.views]).float()
         logits = model.heads(features, num_views)
 
@@ -153,11 +201,17 @@ def parts(config: Config, state: TrainState, batch: Batch) -> dict[str, Callable
 
     def sinkhorn_and_loss() -> None:
         families = [
-            part.detach().requires_grad_() for part in (logits.novel, logits.over) if part is not None
+            part.detach().requires_grad_()
+            for part in (logits.novel, logits.over)
+            if part is not None
         ]
         known = logits.known.detach().requires_grad_()
-        targets = global_targets(families, batch.num_large, len(batch.labels), objective)
-        discovery_loss(known, families, batch.labels, targets, objective.temperature).mean().backward()
+        targets = global_targets(
+            families, batch.num_large, len(batch.labels), objective
+        )
+        discovery_loss(
+            known, families, batch.labels, targets, objective.temperature
+        ).mean().backward()
 
     parameters = list(model.parameters())
     gradients: list[Tensor] = [torch.zeros_like(parameter) for parameter in parameters]
@@ -169,7 +223,11 @@ def parts(config: Config, state: TrainState, batch: Batch) -> dict[str, Callable
         state.optimizer.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
         state.optimizer.step()
 
-    return {"heads": heads, "sinkhorn_and_loss": sinkhorn_and_loss, "optimizer": optimizer}
+    return {
+        "heads": heads,
+        "sinkhorn_and_loss": sinkhorn_and_loss,
+        "optimizer": optimizer,
+    }
 
 
 def train_set(source: str | None, config: Config) -> TrainSet:
@@ -182,7 +240,9 @@ def train_set(source: str | None, config: Config) -> TrainSet:
         return assemble(task, images, ok_mask(reasons))
     generator = torch.Generator().manual_seed(0)
     rows, side = 2 * config.train.batch_size, config.data.stored_size
-    images = torch.randint(0, 256, (2, rows, 3, side, side), generator=generator, dtype=torch.uint8)
+    images = torch.randint(
+        0, 256, (2, rows, 3, side, side), generator=generator, dtype=torch.uint8
+    )
     known, novel, *_ = CLASSES[config.preset or "cifar10"]
     labels = torch.randint(0, known, (rows,), generator=generator)
     return TrainSet(images[0], labels, images[1], known, novel)

@@ -5,11 +5,12 @@
     python -m benchmarks.storage start                  # a table of 64 shards on S3: requests and seconds
     python -m benchmarks.storage nodes                  # two raylets: share of rows cut on the other one
 
-``--code DIR`` measures the code of another checkout. S3 is moto (``pip install -e .[dev]``) in a process of
-its own, which notes a request and waits 20 ms before it answers. Steps/s are the journal's, of both phases
-from their first line on, with the checkpoints and all else between two lines. Each part prints one JSON row;
+``--code DIR`` measures the code of another checkout. S3 is moto
+(``pip install -e .[dev]``) in a process of its own, which notes a request and waits 20
+ms before it answers. Steps/s are the journal's, of both phases from their first line
+on, with the checkpoints and all else between two lines. Each part prints one JSON row;
 ``--output DIR --name NAME`` adds it to the record there.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -37,18 +38,20 @@ ROOT = Path(__file__).parent.parent
 LATENCY_MS = 20.0
 BUCKET, BATCH = "bucket", 128
 CREDENTIALS = {
-    "AWS_ACCESS_KEY_ID": "none", "AWS_SECRET_ACCESS_KEY": "none", "AWS_REGION": "us-east-1",
+    "AWS_ACCESS_KEY_ID": "none",
+    "AWS_SECRET_ACCESS_KEY": "none",
+    "AWS_REGION": "us-east-1",
     "AWS_EC2_METADATA_DISABLED": "true",
-}  # fmt: skip
+}
 KINDS = ("metrics.jsonl", "STOP", "lock.json", "checkpoints", ".ray")
 SHARDS, GROUPS = 64, 4  # of the table, and row groups of each
 PHOTOGRAPHS, SIDES = 64, (500, 375)
 
 
-# ------------------------------------------------------------------------------------------------- the store
+# ------------------------------------------------------------------------------------------------- the store  # noqa: E501
 def serve(port: int, latency_ms: float, log: str, host: str = "127.0.0.1") -> None:
-    """S3 on this machine until the process ends: every request is delayed, and noted in the file ``log`` with
-    the bytes of its answer before it gets them.
+    """S3 on this machine until the process ends: every request is delayed, and noted in
+    the file ``log`` with the bytes of its answer before it gets them.
     """
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import WSGIRequestHandler, make_server
@@ -63,23 +66,40 @@ def serve(port: int, latency_ms: float, log: str, host: str = "127.0.0.1") -> No
     with open(log, "a", buffering=1, encoding="utf-8") as notes:
 
         def application(environ: dict[str, Any], start_response: Any) -> Any:
-            asked = environ["REQUEST_METHOD"], environ["PATH_INFO"], environ.get("QUERY_STRING", "")
+            asked = (
+                environ["REQUEST_METHOD"],
+                environ["PATH_INFO"],
+                environ.get("QUERY_STRING", ""),
+            )
             moment = time.time()
             time.sleep(latency_ms / 1e3)
 
             def answer(status: str, headers: list[tuple[str, str]], *more: Any) -> Any:
-                size = next((int(value) for name, value in headers if name.lower() == "content-length"), 0)
+                size = next(
+                    (
+                        int(value)
+                        for name, value in headers
+                        if name.lower() == "content-length"
+                    ),
+                    0,
+                )
                 notes.write(json.dumps([moment, *asked, size]) + "\n")
                 return start_response(status, headers, *more)
 
             return s3(environ, answer)
 
-        make_server(host, port, application, threaded=True, request_handler=Handler).serve_forever()
+        make_server(
+            host, port, application, threaded=True, request_handler=Handler
+        ).serve_forever()
 
 
 @contextmanager
-def store(latency_ms: float = LATENCY_MS, host: str = "127.0.0.1") -> Iterator[tuple[dict[str, str], Path]]:
-    """An empty store: the environment that leads to it, and the file with its requests."""
+def store(
+    latency_ms: float = LATENCY_MS, host: str = "127.0.0.1"
+) -> Iterator[tuple[dict[str, str], Path]]:
+    """An empty store: the environment that leads to it, and the file with its
+    requests.
+    """
     with socket.create_server((host, 0)) as free:
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
@@ -102,7 +122,10 @@ def store(latency_ms: float = LATENCY_MS, host: str = "127.0.0.1") -> Iterator[t
                     raise SystemExit("no S3 server: pip install -e .[dev]")
                 time.sleep(0.05)
             url = f"http://{host}:{port}"
-            yield {**CREDENTIALS, "AWS_ENDPOINT_URL_S3": url, "AWS_ENDPOINT_URL": url}, log
+            yield (
+                {**CREDENTIALS, "AWS_ENDPOINT_URL_S3": url, "AWS_ENDPOINT_URL": url},
+                log,
+            )
         finally:
             process.terminate()
             process.wait()
@@ -114,7 +137,9 @@ def _answers(host: str, port: int) -> bool:
 
 
 def requests_of(log: Path) -> list[tuple[float, str, str]]:
-    """(time, method, path) of every request, with the prefix of a listing as its path."""
+    """(time, method, path) of every request, with the prefix of a listing as its
+    path.
+    """
     found = []
     for line in log.read_text().splitlines():
         moment, method, path, query, _ = json.loads(line)
@@ -126,43 +151,79 @@ def requests_of(log: Path) -> list[tuple[float, str, str]]:
 def bytes_read(log: Path) -> int:
     """Of the answers to all requests that read an object or a part of one."""
     lines = map(json.loads, log.read_text().splitlines())
-    return sum(size for _, method, _, query, size in lines if method == "GET" and not query)
+    return sum(
+        size for _, method, _, query, size in lines if method == "GET" and not query
+    )
 
 
 def make_bucket() -> None:
     import pyarrow.fs
 
-    files, _ = pyarrow.fs.FileSystem.from_uri(f"s3://{BUCKET}/?allow_bucket_creation=true")
+    files, _ = pyarrow.fs.FileSystem.from_uri(
+        f"s3://{BUCKET}/?allow_bucket_creation=true"
+    )
     files.create_dir(BUCKET)
 
 
-# -------------------------------------------------------------------------------------------------- training
+# -------------------------------------------------------------------------------------------------- training  # noqa: E501
 def train(options: argparse.Namespace) -> dict[str, Any]:
     """A run of the digits preset with two workers, here or on S3."""
-    with tempfile.TemporaryDirectory() as folder, store(options.latency_ms) as (env, log):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        store(options.latency_ms) as (env, log),
+    ):
         on_s3 = options.place == "s3"
         output = f"s3://{BUCKET}/run" if on_s3 else f"{folder}/run"
         os.environ.update(env)
         make_bucket()
-        command = [sys.executable, "-m", "pipelines", "discover", "--preset", "digits", "--workers", "2",
-                   "--batch-size", str(BATCH), "--seed", "0", "--output", output]  # fmt: skip
-        subprocess.run(command, check=True, env={**os.environ, **env}, stdout=sys.stderr)
+        command = [
+            sys.executable,
+            "-m",
+            "pipelines",
+            "discover",
+            "--preset",
+            "digits",
+            "--workers",
+            "2",
+            "--batch-size",
+            str(BATCH),
+            "--seed",
+            "0",
+            "--output",
+            output,
+        ]
+        subprocess.run(
+            command, check=True, env={**os.environ, **env}, stdout=sys.stderr
+        )
         from uno.data.files import Storage
 
         text = Storage(output).read("metrics.jsonl").decode()
         asked = requests_of(log)
     seconds, steps = duration([json.loads(line) for line in text.splitlines()])
-    row = {"steps": steps, "seconds": round(seconds, 3), "steps_per_s": round(steps / seconds, 2)}
+    row = {
+        "steps": steps,
+        "seconds": round(seconds, 3),
+        "steps_per_s": round(steps / seconds, 2),
+    }
     if not on_s3:
         return row
-    journal = [moment for moment, method, path in asked if method == "PUT" and path.endswith(KINDS[0])]
-    saves = [moment for moment, method, path in asked if method == "PUT" and "/step_" in path]
+    journal = [
+        moment
+        for moment, method, path in asked
+        if method == "PUT" and path.endswith(KINDS[0])
+    ]
+    saves = [
+        moment for moment, method, path in asked if method == "PUT" and "/step_" in path
+    ]
     during = [path for moment, _, path in asked if journal[0] <= moment <= saves[-1]]
-    kinds = Counter(next((kind for kind in KINDS if kind in path), "other") for path in during)
+    kinds = Counter(
+        next((kind for kind in KINDS if kind in path), "other") for path in during
+    )
     return row | {
-        "requests": len(during), "requests_per_step": round(len(during) / steps, 3),
+        "requests": len(during),
+        "requests_per_step": round(len(during) / steps, 3),
         "requests_by_kind": dict(kinds.most_common()),
-    }  # fmt: skip
+    }
 
 
 def duration(lines: list[dict[str, Any]]) -> tuple[float, int]:
@@ -175,7 +236,7 @@ def duration(lines: list[dict[str, Any]]) -> tuple[float, int]:
     return seconds, steps
 
 
-# --------------------------------------------------------------------------------------------------- a start
+# --------------------------------------------------------------------------------------------------- a start  # noqa: E501
 def start(options: argparse.Namespace) -> dict[str, Any]:
     """Describe a table of many shards on S3, then fetch a window of its rows."""
     with store(options.latency_ms) as (env, log):
@@ -194,10 +255,13 @@ def start(options: argparse.Namespace) -> dict[str, Any]:
         fetching, read = time.monotonic() - begin, len(requests_of(log))
     groups = len(np.unique(images.groups(some)))
     return {
-        "files": SHARDS, "rows": len(rows), "requests_per_file": round((described - before) / SHARDS, 2),
-        "start_s": round(seconds, 2), "requests_per_row_group": round((read - described) / groups, 2),
+        "files": SHARDS,
+        "rows": len(rows),
+        "requests_per_file": round((described - before) / SHARDS, 2),
+        "start_s": round(seconds, 2),
+        "requests_per_row_group": round((read - described) / groups, 2),
         "row_group_ms": round(1e3 * fetching / groups, 1),
-    }  # fmt: skip
+    }
 
 
 def _write_shards(folder: str) -> None:
@@ -211,22 +275,32 @@ def _write_shards(folder: str) -> None:
     for shard in range(SHARDS):
         random = np.random.default_rng(shard)
         pixels = [{"bytes": random.bytes(20_000), "path": None} for _ in range(num)]
-        columns = {"id": [f"{shard}-{i}" for i in range(num)], "image": pa.array(pixels, image)}
+        columns = {
+            "id": [f"{shard}-{i}" for i in range(num)],
+            "image": pa.array(pixels, image),
+        }
         table = pa.table({**columns, "label": [f"c{i % 4}" for i in range(num)]})
         with files.open_output_stream(f"{folder}/train-{shard:05d}.parquet") as out:
-            pyarrow.parquet.write_table(table, out, row_group_size=8, compression="none")
+            pyarrow.parquet.write_table(
+                table, out, row_group_size=8, compression="none"
+            )
 
 
-# ----------------------------------------------------------------------------------------------- two raylets
+# ----------------------------------------------------------------------------------------------- two raylets  # noqa: E501
 def nodes(options: argparse.Namespace) -> dict[str, Any]:
-    """A worker on each of two nodes streams photographs: who cut its rows, and how many a second."""
+    """A worker on each of two nodes streams photographs: who cut its rows, and how
+    many a second.
+    """
     import ray
     from ray.cluster_utils import Cluster
 
     # At Ray's 15, whatever else the machine does would take its time from Ray alone.
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
     with tempfile.TemporaryDirectory() as folder:
-        os.environ |= {"RAY_TMPDIR": folder, "PYTHONPATH": os.environ.get("PYTHONPATH", str(ROOT))}
+        os.environ |= {
+            "RAY_TMPDIR": folder,
+            "PYTHONPATH": os.environ.get("PYTHONPATH", str(ROOT)),
+        }
         from pipelines import ray_env
 
         os.environ |= ray_env.ENVIRONMENT | {ray_env.AUTH_MODE: "disabled"}
@@ -238,7 +312,9 @@ def nodes(options: argparse.Namespace) -> dict[str, Any]:
             names = sorted(node["NodeID"] for node in ray.nodes())
             paths = _photographs(Path(folder) / "images")
             workers = [_streamer(ray, name) for name in names]
-            stream = [worker.remote(paths, options.rows, folder, 2) for worker in workers]
+            stream = [
+                worker.remote(paths, options.rows, folder, 2) for worker in workers
+            ]
             found = ray.get(stream)
         finally:
             ray.shutdown()
@@ -247,10 +323,12 @@ def nodes(options: argparse.Namespace) -> dict[str, Any]:
     rows = sum(here["rows"] for here in found)
     seconds = statistics.mean(here["seconds"] for here in found)
     return {
-        "rows": rows, "share_elsewhere": round(sum(elsewhere.values()) / rows, 4),
-        "rows_per_s": round(rows / seconds, 1), "seconds": [round(here["seconds"], 2) for here in found],
+        "rows": rows,
+        "share_elsewhere": round(sum(elsewhere.values()) / rows, 4),
+        "rows_per_s": round(rows / seconds, 1),
+        "seconds": [round(here["seconds"], 2) for here in found],
         "cpus_of_a_node": options.cpus,
-    }  # fmt: skip
+    }
 
 
 def _streamer(ray: Any, node: str) -> Any:
@@ -260,8 +338,12 @@ def _streamer(ray: Any, node: str) -> Any:
     return ray.remote(num_cpus=1, scheduling_strategy=strategy)(stream_rows)
 
 
-def stream_rows(paths: list[str], num_rows: int, folder: str, workers: int) -> dict[str, float]:
-    """On a worker: cut rows as streaming does, once to start the tasks' processes, then for the clock."""
+def stream_rows(
+    paths: list[str], num_rows: int, folder: str, workers: int
+) -> dict[str, float]:
+    """On a worker: cut rows as streaming does, once to start the tasks' processes,
+    then for the clock.
+    """
     import ray
     import torch
 
@@ -274,7 +356,10 @@ def stream_rows(paths: list[str], num_rows: int, folder: str, workers: int) -> d
     from uno.data.stream import CropJob, StreamSet, crop_local, decode_here
     from uno.presets import preset
 
-    here, cut = ray.get_runtime_context().get_node_id(), Path(folder) / f"cut-{os.getpid()}"
+    here, cut = (
+        ray.get_runtime_context().get_node_id(),
+        Path(folder) / f"cut-{os.getpid()}",
+    )
     cut.mkdir()
     ray_data._crop = partial(_noted, ray_data._crop, str(cut))  # type: ignore[assignment]
     config = override(preset("imagenet"), {"augment.small.num_views": 0})
@@ -283,7 +368,10 @@ def stream_rows(paths: list[str], num_rows: int, folder: str, workers: int) -> d
     found = {}
     for rows in (num_rows // 4, num_rows):
         numbers = np.arange(rows) % len(paths)
-        plan, bad = make_pretrain_plan(0, 64, rows), BadRows([], paths, 1.0, Storage(folder))
+        plan, bad = (
+            make_pretrain_plan(0, 64, rows),
+            BadRows([], paths, 1.0, Storage(folder)),
+        )
         labels, none = torch.zeros(rows, dtype=torch.int64), np.empty(0, np.int64)
         crop = partial(crop_local, threads=1)
         images = InMemory(paths).take(numbers)
@@ -320,7 +408,9 @@ def _photographs(folder: Path) -> list[str]:
     paths = []
     for i in range(PHOTOGRAPHS):
         random = np.random.default_rng(i)
-        small = Image.fromarray(random.integers(0, 256, (12, 16, 3), dtype=np.uint8)).resize(SIDES)
+        small = Image.fromarray(
+            random.integers(0, 256, (12, 16, 3), dtype=np.uint8)
+        ).resize(SIDES)
         noise = random.normal(0, 8, (*SIDES[::-1], 3))
         data = io.BytesIO()
         Image.fromarray((np.asarray(small) + noise).clip(0, 255).astype(np.uint8)).save(
@@ -331,12 +421,14 @@ def _photographs(folder: Path) -> list[str]:
     return paths
 
 
-# ------------------------------------------------------------------------------------------------ everything
+# ------------------------------------------------------------------------------------------------ everything  # noqa: E501
 def elsewhere(options: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     """This script by its path, with the packages of another checkout."""
     env = {**os.environ, "PYTHONPATH": options.code}
     command = [sys.executable, str(Path(__file__).absolute()), *words]
-    done = subprocess.run(command, check=True, env=env, cwd=options.code, stdout=subprocess.PIPE)
+    done = subprocess.run(
+        command, check=True, env=env, cwd=options.code, stdout=subprocess.PIPE
+    )
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -348,11 +440,17 @@ def main() -> int:
     )
     parser.add_argument("part", choices=[*parts, "serve"])
     parser.add_argument("--place", choices=("s3", "disk"), default="s3")
-    parser.add_argument("--latency-ms", type=float, default=LATENCY_MS, help="added to each request")
-    parser.add_argument("--rows", type=int, default=4096, help="of nodes: for each of two workers")
+    parser.add_argument(
+        "--latency-ms", type=float, default=LATENCY_MS, help="added to each request"
+    )
+    parser.add_argument(
+        "--rows", type=int, default=4096, help="of nodes: for each of two workers"
+    )
     parser.add_argument("--cpus", type=int, default=3, help="of nodes: of each")
     parser.add_argument("--code", help="another checkout, whose packages are measured")
-    parser.add_argument("--output", help="the record's directory, to whose result.json the row is added")
+    parser.add_argument(
+        "--output", help="the record's directory, to whose result.json the row is added"
+    )
     parser.add_argument("--name", help="of the row there")
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--log", help=argparse.SUPPRESS)
@@ -361,7 +459,13 @@ def main() -> int:
     if options.part == "serve":
         serve(options.port, options.latency_ms, options.log, options.host)
         return 0
-    words = [options.part, "--place", options.place, "--latency-ms", str(options.latency_ms)]
+    words = [
+        options.part,
+        "--place",
+        options.place,
+        "--latency-ms",
+        str(options.latency_ms),
+    ]
     words += ["--rows", str(options.rows), "--cpus", str(options.cpus)]
     row = elsewhere(options, words) if options.code else parts[options.part](options)
     print(json.dumps(row), flush=True)
@@ -378,7 +482,8 @@ def record(folder: Path, name: str, row: dict[str, Any]) -> None:
     file = folder / "result.json"
     found = json.loads(file.read_text()) if file.exists() else {"rows": {}}
     found["command"] = (
-        "python -m benchmarks.storage PART [--place s3|disk] [--code BEFORE] --output DIR --name NAME"
+        "python -m benchmarks.storage PART [--place s3|disk] [--code BEFORE] --output"
+        " DIR --name NAME"
     )
     found |= environment()
     found["rows"].setdefault(name, []).append(row)

@@ -175,7 +175,9 @@ def read_features(file: Path) -> tuple[Tensor, np.ndarray]:
     return torch.from_numpy(rows), np.array(table["label"].to_pylist())
 
 
-def draws(name: str, names: np.ndarray, known: Path | None) -> Iterator[tuple[str, int, list[str], int, int]]:
+def draws(
+    name: str, names: np.ndarray, known: Path | None
+) -> Iterator[tuple[str, int, list[str], int, int]]:
     """Yield kind, number, class names (known ones first), C_l and seed of each task."""
     classes = np.unique(names)
     for kind, sizes, count in (
@@ -229,7 +231,9 @@ def measure(task: Task, seed: int) -> dict[str, Any]:
     features, labels, truth, num_known, num_novel, gcd = task
     free = labels == FREE
     start = time.perf_counter()
-    result = discover_clusters(features[~free], labels[~free], features[free], num_novel, gcd, seed)
+    result = discover_clusters(
+        features[~free], labels[~free], features[free], num_novel, gcd, seed
+    )
     cosines = result.space(features[free]) @ result.prototypes.T
     if not gcd:
         cosines[:, :num_known] = -torch.inf
@@ -250,7 +254,10 @@ def measure(task: Task, seed: int) -> dict[str, Any]:
         "novel_one_to_one": float(one_to_one[is_novel].mean()),
         "novel_strict": float(strict[is_novel].mean()),
     }
-    found |= {name: float(matched(truth, clusters, num).double().mean()) for name, clusters in others.items()}
+    found |= {
+        name: float(matched(truth, clusters, num).double().mean())
+        for name, clusters in others.items()
+    }
     found = {k: round(v, 4) if isinstance(v, float) else v for k, v in found.items()}
     agreement = json.dumps([round(share, 4) for share in result.agreement.tolist()])
     return found | {"agreement": agreement, "seconds": round(seconds, 2)}
@@ -312,7 +319,8 @@ def fit(rows: list[dict[str, Any]]) -> dict[str, Any]:
                 for name, key in zip(COUNTED, keys, strict=True)
             },
             "encoders": sorted(
-                name if name == "vectors" else f"timm:tf_efficientnet_{name}" for name in names
+                name if name == "vectors" else f"timm:tf_efficientnet_{name}"
+                for name in names
             ),
         },
         "lines": lines,
@@ -386,7 +394,10 @@ def heading() -> str:
 def accuracy_line(name: str, rows: list[dict[str, Any]]) -> str:
     """Return the means of one set."""
     keys = ("one_to_one", "kmeans", "seeded_kmeans", "spectral")
-    means = [100 * np.mean([r[key] for r in rows]) if rows[0][key] is not None else np.nan for key in keys]
+    means = [
+        100 * np.mean([r[key] for r in rows]) if rows[0][key] is not None else np.nan
+        for key in keys
+    ]
     right = sum(r["num_found"] == r["num_novel"] for r in rows)
     cells = "".join(f"{value:13.1f}" for value in means)
     gain = means[0] - np.nanmax(means[1:])
@@ -400,23 +411,30 @@ def mean_line(rows: list[dict[str, Any]]) -> str:
         groups.setdefault((row["encoder"], row["set"]), []).append(row)
     cells = []
     for key in ("one_to_one", "kmeans", "seeded_kmeans", "spectral"):
-        values = [np.mean([r[key] for r in own]) for own in groups.values() if own[0][key] is not None]
+        values = [
+            np.mean([r[key] for r in own])
+            for own in groups.values()
+            if own[0][key] is not None
+        ]
         cells.append(f"{100 * np.mean(values) if values else np.nan:13.1f}")
     return f"{'mean of sets':32}{''.join(cells)}"
 
 
-def prediction_line(name: str, found: np.ndarray, truth: np.ndarray, sets: np.ndarray) -> str:
+def prediction_line(
+    name: str, found: np.ndarray, truth: np.ndarray, sets: np.ndarray
+) -> str:
     """Return how well accuracies were predicted."""
     mean, low, high = found.T
     inside = (low - 1e-9 <= truth) & (truth <= high + 1e-9)
     shares = {str(s): inside[sets == s].mean() for s in np.unique(sets)}
     worst = min(shares, key=lambda s: shares[s])
     return (
-        f"{name:14} {len(truth):4} tasks: inside {inside.mean():.1%} "
-        f"(least {shares[worst]:.0%}, {worst}), rank correlation "
-        f"{spearmanr(mean, truth)[0]:.3f}, median error "
-        f"{100 * np.median(abs(mean - truth)):.1f}, mean signed error "
-        f"{100 * (mean - truth).mean():+.1f}, mean width {100 * (high - low).mean():.0f}"
+        f"{name:14} {len(truth):4} tasks: inside {inside.mean():.1%} (least"
+        f" {shares[worst]:.0%}, {worst}), rank correlation"
+        f" {spearmanr(mean, truth)[0]:.3f}, median error"
+        f" {100 * np.median(abs(mean - truth)):.1f}, mean signed error"
+        f" {100 * (mean - truth).mean():+.1f}, mean width"
+        f" {100 * (high - low).mean():.0f}"
     )
 
 

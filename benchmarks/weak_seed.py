@@ -3,17 +3,19 @@
     python -m benchmarks.weak_seed --seeds 0 1 2 3 4
     python -m benchmarks.weak_seed --held-out --seeds 0 1 2 3 4 --epochs 30
 
-trains the digits preset once a seed, looks at every head at the end of every epoch, and prints one JSON row.
-Truth is for this table alone. Of each head: accuracy, the largest mistakes (true class, taken for, rows), the
-epoch from which on 95% of its rows stay where they end, what Sinkhorn says of all unlabeled rows at once
-(``moved``: the share whose cluster it changes; ``moved right``: the share of these that it moves to their
-class), the sizes of clusters. Of a seed, signs without a label, the higher the better: how far the chosen
-head agrees with the others, how far all heads agree, minus the spread of their losses and minus the lowest,
-the silhouette of its clusters, the share that Sinkhorn leaves where it is, the neighbors of
-:mod:`uno.results.trust`; and what other ways to choose would give: the head that agrees most with the others,
-and the mean of all heads' probabilities. Signs are ranked against accuracy (Spearman). ``--held-out``: on
-three labeled digits that play novel instead (:mod:`benchmarks.held_out`), where one may choose; seed s is
-split s mod 5.
+trains the digits preset once a seed, looks at every head at the end of every epoch, and
+prints one JSON row. Truth is for this table alone. Of each head: accuracy, the largest
+mistakes (true class, taken for, rows), the epoch from which on 95% of its rows stay
+where they end, what Sinkhorn says of all unlabeled rows at once (``moved``: the share
+whose cluster it changes; ``moved right``: the share of these that it moves to their
+class), the sizes of clusters. Of a seed, signs without a label, the higher the better:
+how far the chosen head agrees with the others, how far all heads agree, minus the
+spread of their losses and minus the lowest, the silhouette of its clusters, the share
+that Sinkhorn leaves where it is, the neighbors of
+:mod:`uno.results.trust`; and what other ways to choose would give: the head that agrees
+most with the others, and the mean of all heads' probabilities. Signs are ranked against
+accuracy (Spearman). ``--held-out``: on three labeled digits that play novel instead
+(:mod:`benchmarks.held_out`), where one may choose; seed s is split s mod 5.
 """
 
 import argparse
@@ -53,7 +55,9 @@ STAYS = 0.95  # of rows, from when on a head counts as decided
 
 
 class Observer(LocalWorker):
-    """Keeps the outputs (H, N) of all heads for the unlabeled rows, at the end of each epoch of discovery."""
+    """Keeps the outputs (H, N) of all heads for the unlabeled rows, at the end of
+    each epoch of discovery.
+    """
 
     def __init__(self, config: Config, rows: Tensor) -> None:
         super().__init__(torch.device("cpu"), self._look)
@@ -65,12 +69,22 @@ class Observer(LocalWorker):
         return model
 
     def _look(self, metrics: dict[str, Any]) -> None:
-        if metrics["phase"] == DISCOVER and metrics["event"] == "epoch" and "head_losses" in metrics:
-            self.epochs.append(look(copy.deepcopy(self.model), self.rows, self.config)[0].argmax(dim=-1))
+        if (
+            metrics["phase"] == DISCOVER
+            and metrics["event"] == "epoch"
+            and "head_losses" in metrics
+        ):
+            self.epochs.append(
+                look(copy.deepcopy(self.model), self.rows, self.config)[0].argmax(
+                    dim=-1
+                )
+            )
 
 
 def look(model: Any, rows: Tensor, config: Config) -> tuple[Tensor, Logits]:
-    """Cosines (H, N, K) of unlabeled rows to their clusters, and all else that the model says."""
+    """Cosines (H, N, K) of unlabeled rows to their clusters, and all else that the
+    model says.
+    """
     assert isinstance(model, UnoModel)
     model.normalize_prototypes_()
     logits = forward(model.eval(), rows, config)
@@ -87,30 +101,55 @@ def accuracy(truth: Tensor, output: Tensor) -> float:
 def agreement(outputs: Tensor) -> Tensor:
     """(H, N) -> (H, H) shares of rows that two heads put alike, matched one to one."""
     num = int(outputs.max()) + 1
-    shares = [[cluster_accuracy(confusion(a, b, num, num)) for b in outputs] for a in outputs]
+    shares = [
+        [cluster_accuracy(confusion(a, b, num, num)) for b in outputs] for a in outputs
+    ]
     return torch.tensor(shares)
 
 
-def of_head(truth: Tensor, cosines: Tensor, epochs: Sequence[Tensor], config: Config) -> dict[str, Any]:
-    """One head: ``truth`` (N,), cosines (N, K) at the end, its outputs (N,) after each epoch."""
+def of_head(
+    truth: Tensor, cosines: Tensor, epochs: Sequence[Tensor], config: Config
+) -> dict[str, Any]:
+    """One head: ``truth`` (N,), cosines (N, K) at the end, its outputs (N,) after
+    each epoch.
+    """
     num = cosines.shape[1]
-    output, counts = cosines.argmax(dim=-1), confusion(truth, cosines.argmax(dim=-1), num, num)
+    output, counts = (
+        cosines.argmax(dim=-1),
+        confusion(truth, cosines.argmax(dim=-1), num, num),
+    )
     match = hungarian(counts)  # cluster of each class
     mistakes = sorted(
-        ((int(counts[a, match[b]]), a, b) for a in range(num) for b in range(num) if a != b), reverse=True
+        (
+            (int(counts[a, match[b]]), a, b)
+            for a in range(num)
+            for b in range(num)
+            if a != b
+        ),
+        reverse=True,
     )
     stays = [float((epoch == output).float().mean()) >= STAYS for epoch in epochs]
     undecided = [epoch for epoch, stay in enumerate(stays, 1) if not stay]
     objective = config.objective
-    moved_to = sinkhorn(cosines, objective.epsilon, objective.sinkhorn_iters).argmax(dim=-1)
+    moved_to = sinkhorn(cosines, objective.epsilon, objective.sinkhorn_iters).argmax(
+        dim=-1
+    )
     moved, right = moved_to != output, torch.from_numpy(match)[truth]
     return {
         "accuracy": accuracy(truth, output),
-        "mistakes": [{"true": a, "taken for": b, "rows": rows} for rows, a, b in mistakes[:3] if rows],
+        "mistakes": [
+            {"true": a, "taken for": b, "rows": rows}
+            for rows, a, b in mistakes[:3]
+            if rows
+        ],
         "decided at epoch": (undecided[-1] if undecided else 0) + 1,
         "accuracy every 5 epochs": [accuracy(truth, epoch) for epoch in epochs[4::5]],
         "moved by Sinkhorn": round(float(moved.float().mean()), 4),
-        "moved right": round(float((moved_to == right)[moved].float().mean()), 3) if moved.any() else None,
+        "moved right": (
+            round(float((moved_to == right)[moved].float().mean()), 3)
+            if moved.any()
+            else None
+        ),
         "sizes": torch.bincount(output, minlength=num).tolist(),
     }
 
@@ -124,12 +163,22 @@ def watch(config: Config, train: TrainSet, truth: Tensor) -> dict[str, Any]:
     cosines, logits = look(state.model, train.unlabeled_images[:], config)
     outputs, losses, best = cosines.argmax(dim=-1), state.head_losses, state.best_head
     epochs = torch.stack(observer.epochs)  # (E, H, N)
-    heads = [of_head(truth, cosines[h], list(epochs[:, h]), config) for h in range(len(cosines))]
+    heads = [
+        of_head(truth, cosines[h], list(epochs[:, h]), config)
+        for h in range(len(cosines))
+    ]
     alike, num = agreement(outputs), len(outputs)
     with_others = (alike.sum(dim=1) - 1) / (num - 1)
     medoid = int(with_others.argmax())
-    aligned = cosines.gather(2, align_heads(cosines, medoid)[:, None].expand(cosines.shape))
-    mean = (aligned / config.objective.temperature).softmax(dim=-1).mean(dim=0).argmax(dim=-1)
+    aligned = cosines.gather(
+        2, align_heads(cosines, medoid)[:, None].expand(cosines.shape)
+    )
+    mean = (
+        (aligned / config.objective.temperature)
+        .softmax(dim=-1)
+        .mean(dim=0)
+        .argmax(dim=-1)
+    )
     assert logits.features is not None
     features = logits.features[0].float()
     early = agreement(epochs[len(epochs) // 2])
@@ -140,26 +189,36 @@ def watch(config: Config, train: TrainSet, truth: Tensor) -> dict[str, Any]:
         "all heads, half way": (early.sum() - num) / num / (num - 1),
         "spread of losses": -(losses.max() - losses.min()) / losses.mean(),
         "lowest loss": -losses.min(),
-        "silhouette": silhouette_score(features.numpy(), outputs[best].numpy(), metric="cosine"),
+        "silhouette": silhouette_score(
+            features.numpy(), outputs[best].numpy(), metric="cosine"
+        ),
         "left by Sinkhorn": 1 - heads[best]["moved by Sinkhorn"],
         "neighbors": neighbor_agreement(features, outputs[best]),
     }
     every = [head["accuracy"] for head in heads]
     return {
         "accuracy": {
-            "lowest loss": every[best], "mean of heads": round(float(np.mean(every)), 2),
-            "most alike head": every[medoid], "mean of probabilities": accuracy(truth, mean),
-            "worst head": min(every), "best head by truth": max(every),
+            "lowest loss": every[best],
+            "mean of heads": round(float(np.mean(every)), 2),
+            "most alike head": every[medoid],
+            "mean of probabilities": accuracy(truth, mean),
+            "worst head": min(every),
+            "best head by truth": max(every),
         },
-        "chosen": best, "most alike": medoid, "losses": [round(float(loss), 4) for loss in losses],
+        "chosen": best,
+        "most alike": medoid,
+        "losses": [round(float(loss), 4) for loss in losses],
         "with others": [round(float(share), 4) for share in with_others],
-        "signs": {name: round(float(sign), 4) for name, sign in signs.items()}, "heads": heads,
-    }  # fmt: skip
+        "signs": {name: round(float(sign), 4) for name, sign in signs.items()},
+        "heads": heads,
+    }
 
 
 def of_seed(seed: int, epochs: int | None, held_out: bool) -> dict[str, Any]:
     """One run of the digits preset."""
-    values = {"seed": seed, "compute.threads": 1} | ({"discover.epochs": epochs} if epochs else {})
+    values = {"seed": seed, "compute.threads": 1} | (
+        {"discover.epochs": epochs} if epochs else {}
+    )
     config = override(preset("digits"), values)
     task = make_task(read_rows(config.data), config.data)
     images, reasons = decode_many(task.rows.images, config.data.stored_size, 1)
@@ -171,16 +230,24 @@ def of_seed(seed: int, epochs: int | None, held_out: bool) -> dict[str, Any]:
 
 
 def summary(seeds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Mean, deviation and least over seeds of every way to choose; how each sign ranks accuracy."""
+    """Mean, deviation and least over seeds of every way to choose; how each sign
+    ranks accuracy.
+    """
     accuracies, ranks = {}, {}
     for name in seeds[0]["accuracy"]:
         values = [seed["accuracy"][name] for seed in seeds]
         spread = round(float(np.std(values, ddof=1)), 2) if len(values) > 1 else None
-        accuracies[name] = {"mean": round(float(np.mean(values)), 2), "sd": spread, "min": min(values)}
+        accuracies[name] = {
+            "mean": round(float(np.mean(values)), 2),
+            "sd": spread,
+            "min": min(values),
+        }
     for name in seeds[0]["signs"] if len(seeds) > 2 else ():
         signs = [seed["signs"][name] for seed in seeds]
         ranks[name] = {
-            of: round(float(spearmanr(signs, [seed["accuracy"][of] for seed in seeds])[0]), 2)
+            of: round(
+                float(spearmanr(signs, [seed["accuracy"][of] for seed in seeds])[0]), 2
+            )
             for of in ("lowest loss", "mean of heads")
         }
     return {"accuracy": accuracies, "rank correlation of signs": ranks}
@@ -199,12 +266,20 @@ def main() -> None:
     with suppress(KeyboardInterrupt):  # the seeds that are done are printed
         for seed in options.seeds:
             found[seed] = of_seed(seed, options.epochs, options.held_out)
-            print(f"seed {seed}: {found[seed]['accuracy']}", file=sys.stderr, flush=True)
+            print(
+                f"seed {seed}: {found[seed]['accuracy']}", file=sys.stderr, flush=True
+            )
     row = {
-        "question": "why is a seed weak, when is it decided, and can it be told without a label?",
+        "question": (
+            "why is a seed weak, when is it decided, and can it be told without a"
+            " label?"
+        ),
         "command": "python -m benchmarks.weak_seed " + " ".join(sys.argv[1:]),
-        "n": len(found), **summary(list(found.values())), "seeds": found, **environment(),
-    }  # fmt: skip
+        "n": len(found),
+        **summary(list(found.values())),
+        "seeds": found,
+        **environment(),
+    }
     print(json.dumps(row, indent=1))
 
 

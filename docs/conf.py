@@ -1,4 +1,6 @@
-"""The site of these pages, which are Markdown that GitHub shows, too: ``make docs`` writes docs/_build."""
+"""The site of these pages, which are Markdown that GitHub shows, too: ``make docs``
+writes docs/_build.
+"""
 
 import json
 import os
@@ -33,14 +35,20 @@ class Notebook(MystParser):
 
     def parse(self, inputstring: str, document: nodes.document) -> None:
         """Add the cells of ``inputstring``, a notebook's JSON, to ``document``."""
-        cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(inputstring)["cells"]]
-        texts = [f"```python\n{text}\n```" if kind == "code" else text for kind, text in cells]
+        cells = [
+            (cell["cell_type"], "".join(cell["source"]))
+            for cell in json.loads(inputstring)["cells"]
+        ]
+        texts = [
+            f"```python\n{text}\n```" if kind == "code" else text
+            for kind, text in cells
+        ]
         super().parse("\n\n".join(texts), document)
 
 
 def link_beside_the_pages(app: Sphinx, page: str, source: list[str]) -> None:
-    """A link to what lies beside docs/, as ``../README.md``, leads there from the page that is built; one to
-    nothing stays, for the parser to warn of.
+    """A link to what lies beside docs/, as ``../README.md``, leads there from the page
+    that is built; one to nothing stays, for the parser to warn of.
     """
     here, built = app.env.doc2path(page).parent, Path(app.outdir, page).parent
 

@@ -1,9 +1,12 @@
-"""A discovery method of your own in one file: self-distillation, after SimGCD (Wen et al., ICCV 2023).
+"""A discovery method in one file, after SimGCD (Wen et al., ICCV 2023).
 
-    cd examples && uno discover --data digits --method my_method:METHOD --distill.entropy-weight 1
+    cd examples
+    uno discover --data digits --method my_method:METHOD \\
+        --distill.entropy-weight 1
 
-Whatever a built-in method has it has, too: pretraining, checkpoints, metrics, ``uno predict``, the report,
-its section in YAML files and in ``--help``, its fields in spaces of ``uno tune``.
+A method of your own has everything that a built-in method has: pretraining,
+checkpoints, metrics, ``uno predict``, the report, its section in YAML files and in
+``--help``, and its fields in spaces of ``uno tune``.
 """
 
 from torch import Tensor
@@ -17,25 +20,37 @@ from uno.steps import Batch, labeled_loss, update_
 
 
 class Constants(Section):
-    """The method's own section: ``--distill.target-temperature``, ``--distill.entropy-weight``."""
+    """The options of the method, ``--distill.NAME`` on the command line."""
 
-    target_temperature: float = field(0.05, "Softmax temperature of the targets.", gt=0, le=1)
-    entropy_weight: float = field(2.0, "Weight of the entropy of the mean prediction.", ge=0, le=100)
+    target_temperature: float = field(
+        0.05, "Softmax temperature of the targets.", gt=0, le=1
+    )
+    entropy_weight: float = field(
+        2.0, "Weight of the entropy of the mean prediction.", ge=0, le=100
+    )
 
 
 def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
-    """Cross-entropy of labeled rows, and of unlabeled ones with the other view's sharpened prediction, less
-    the entropy of the mean prediction, which keeps clusters in use. Returns the loss as (1,).
+    """Take one optimizer step and return the loss, shape (1,).
+
+    The loss is the cross-entropy of the labeled rows, plus the cross-entropy of each
+    unlabeled view with the sharpened prediction of the other view, minus the weighted
+    entropy of the mean prediction, which keeps all clusters in use.
     """
     constants, tau = config.method_options, config.objective.temperature
     known, novel, _ = forward_two_views(state, batch)
     unlabeled = novel[:, len(batch.labels) :]  # (2, B_u, C_u) cosines
     log_p = (unlabeled / tau).log_softmax(dim=-1)
-    targets = (unlabeled.detach() / constants.target_temperature).softmax(dim=-1).flip(0)
+    sharpened = (unlabeled.detach() / constants.target_temperature).softmax(dim=-1)
+    targets = sharpened.flip(0)
     mean = mean_with_grad(log_p.exp().mean(dim=(0, 1)))  # over the rows of all workers
     entropy = -(mean * mean.log()).sum()
     distillation = -(targets * log_p).sum(dim=-1).mean()
-    loss = labeled_loss(known, batch.labels, tau) + distillation - constants.entropy_weight * entropy
+    loss = (
+        labeled_loss(known, batch.labels, tau)
+        + distillation
+        - constants.entropy_weight * entropy
+    )
     return update_(state, loss, lr)
 
 

@@ -1,4 +1,6 @@
-"""``python -m pipelines COMMAND``: ``uno COMMAND`` with the code that stands here, for ``ray job submit``."""
+"""``python -m pipelines COMMAND``: ``uno COMMAND`` with the code that stands here,
+for ``ray job submit``.
+"""
 
 import sys
 

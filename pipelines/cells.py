@@ -1,5 +1,6 @@
-"""Runs as processes of their own, on this machine or in tasks of Ray, each after the one it starts from; the
-output's ``attempts.jsonl`` notes how each attempt ended, and after how many seconds.
+"""Runs as processes of their own, on this machine or in tasks of Ray, each after the
+one it starts from; the output's ``attempts.jsonl`` notes how each attempt ended, and
+after how many seconds.
 """
 
 import json
@@ -26,13 +27,24 @@ from uno.session.console import on_stop
 from uno.session.job import discover
 
 ATTEMPTS = "attempts.jsonl"
-PARENT = "UNO_PARENT"  # set by the driver: its process may be gone before this one has imported torch
+# set by the driver: its process may be gone before this one has imported torch
+PARENT = "UNO_PARENT"
 POLL_S = 0.1
-UNFINISHED = (Interrupted.exit_code, 130, -signal.SIGTERM, -signal.SIGINT, -signal.SIGKILL, 137, 143)
+UNFINISHED = (
+    Interrupted.exit_code,
+    130,
+    -signal.SIGTERM,
+    -signal.SIGINT,
+    -signal.SIGKILL,
+    137,
+    143,
+)
 
 
 class CellProcess(NamedTuple):
-    """A run: ``name`` is its directory, ``needs`` that of the one it starts from, ``label`` is for people."""
+    """A run: ``name`` is its directory, ``needs`` that of the one it starts from,
+    ``label`` is for people.
+    """
 
     name: str
     config: Config
@@ -41,7 +53,9 @@ class CellProcess(NamedTuple):
 
 
 class Attempts(NamedTuple):
-    """A job in ``attempts.jsonl``: seconds of all attempts, exit code and reason of the last."""
+    """A job in ``attempts.jsonl``: seconds of all attempts, exit code and reason of
+    the last.
+    """
 
     seconds: float = 0.0
     code: int = 0
@@ -49,7 +63,9 @@ class Attempts(NamedTuple):
 
     @property
     def failed(self) -> bool:
-        """Return whether the last attempt ended with an error, rather than being interrupted."""
+        """Return whether the last attempt ended with an error, rather than being
+        interrupted.
+        """
         return self.code != 0 and self.code not in UNFINISHED
 
 
@@ -64,23 +80,36 @@ def read_attempts(output: Path) -> dict[str, Attempts]:
 
 def start_local(command: list[str], log: Path) -> subprocess.Popen[bytes]:
     """A process of this machine; it ends with the driver."""
-    with log.open("ab") as file:  # a session of its own: Ctrl-C reaches the driver, which forwards it
+    # a session of its own: Ctrl-C reaches the driver, which forwards it
+    with log.open("ab") as file:
         return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
-            start_new_session=True, env={**os.environ, PARENT: str(os.getpid())},
-        )  # fmt: skip
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, PARENT: str(os.getpid())},
+        )
 
 
 class RayProcess:
-    """A process on whatever node has free ``resources``, with the methods of a ``Popen``."""
+    """A process on whatever node has free ``resources``, with the methods of a
+    ``Popen``.
+    """
 
-    def __init__(self, ray: Any, resources: dict[str, float], command: list[str], log: Path) -> None:
+    def __init__(
+        self, ray: Any, resources: dict[str, float], command: list[str], log: Path
+    ) -> None:
         self._ray, self._stop = ray, log.with_suffix(".stop")
         self._stop.unlink(missing_ok=True)
-        self._code = ray.remote(max_retries=0, **resources)(_run).remote(command, log, self._stop)
+        self._code = ray.remote(max_retries=0, **resources)(_run).remote(
+            command, log, self._stop
+        )
 
     def poll(self) -> int | None:
-        """Exit code, None while it runs; one whose node is lost counts as interrupted."""
+        """Exit code, None while it runs; one whose node is lost counts as
+        interrupted.
+        """
         if not self._ray.wait([self._code], timeout=0)[0]:
             return None
         self._stop.unlink(missing_ok=True)
@@ -90,7 +119,9 @@ class RayProcess:
             return Interrupted.exit_code
 
     def terminate(self) -> None:
-        """Ask it to save and end, by a file in the shared output: an interrupt of Ray's may get lost."""
+        """Ask it to save and end, by a file in the shared output: an interrupt of
+        Ray's may get lost.
+        """
         self._stop.touch()
 
 
@@ -106,14 +137,16 @@ def _run(command: list[str], log: Path, stop: Path) -> int:
 
 
 Process = subprocess.Popen[bytes] | RayProcess
-Start = Callable[[list[str], Path], Process]  # starts a command whose output is appended to a file
+# starts a command whose output is appended to a file
+Start = Callable[[list[str], Path], Process]
 
 
 def run_jobs(
     jobs: Sequence[CellProcess], output: Path, start: Start, capacity: int
 ) -> Iterator[tuple[CellProcess, Attempts]]:
-    """Run all jobs in ``output``, ``capacity`` at a time; yields every one that ended, with its attempt. One
-    that needs a failed one fails with it. After SIGTERM or SIGINT: Interrupted, with all saved and ended.
+    """Run all jobs in ``output``, ``capacity`` at a time; yields every one that ended,
+    with its attempt. One that needs a failed one fails with it. After SIGTERM or
+    SIGINT: Interrupted, with all saved and ended.
     """
     stopping, running = threading.Event(), list[tuple[CellProcess, Process, float]]()
     waiting, ahead = list(jobs), {job.name for job in jobs}
@@ -148,10 +181,19 @@ def run_jobs(
 
 
 def _command(output: Path, job: CellProcess) -> tuple[list[str], Path]:
-    """Write the configuration of a job; return the command that runs it, and its log."""
+    """Write the configuration of a job; return the command that runs it, and its
+    log.
+    """
     run = output / job.name
     Storage(str(run.parent)).write(f"{run.name}.yaml", dump_yaml(job.config).encode())
-    command = [sys.executable, "-m", "pipelines.cells", run.parent.name, "--config", f"{run}.yaml"]
+    command = [
+        sys.executable,
+        "-m",
+        "pipelines.cells",
+        run.parent.name,
+        "--config",
+        f"{run}.yaml",
+    ]
     return [*command, "--output", str(run)], Path(f"{run}.log")
 
 
@@ -176,13 +218,23 @@ def note(output: Storage, name: str, attempt: Attempts) -> None:
 
 def last_line(log: Path) -> str:
     """The last line a process wrote, without our prefix."""
-    lines = log.read_text("utf-8", errors="replace").strip().splitlines() if log.exists() else []
-    line = lines[-1].removeprefix("uno: ").removeprefix("error: ") if lines else "it left no message"
+    lines = (
+        log.read_text("utf-8", errors="replace").strip().splitlines()
+        if log.exists()
+        else []
+    )
+    line = (
+        lines[-1].removeprefix("uno: ").removeprefix("error: ")
+        if lines
+        else "it left no message"
+    )
     return line if len(line) <= 300 else f"{line[:299]}…"
 
 
 def main(argv: Sequence[str]) -> int:
-    """``python -m pipelines.cells pretrain|features|cells --config FILE --output DIR``: one job."""
+    """``python -m pipelines.cells pretrain|features|cells --config FILE --output DIR``:
+    one job.
+    """
     threading.Thread(target=end_with_parent, daemon=True).start()
     kind, *rest = argv
     if kind == "features":

@@ -1,9 +1,11 @@
-"""The console script ``uno``: finds the command, runs it, and turns every end into one line and an exit code.
+"""The console script ``uno``: finds the command, runs it, and turns every end into one
+line and an exit code.
 
-Commands are entry points of the group ``uno.commands``: callables that take the arguments after their name
-and return an exit code. Nothing heavy is imported before one is chosen. Exit codes besides those of
-:mod:`uno.errors`: 130 interrupted before anything was saved, 141 the reader of the output is gone, 1 a defect
-of this program.
+Commands are entry points of the group ``uno.commands``: callables that take the
+arguments after their name and return an exit code. Nothing heavy is imported before one
+is chosen. Exit codes besides those of
+:mod:`uno.errors`: 130 interrupted before anything was saved, 141 the reader of the
+output is gone, 1 a defect of this program.
 """
 
 import errno
@@ -23,16 +25,27 @@ from uno.errors import Interrupted, UnoError, as_user_error, did_you_mean
 Command = Callable[[Sequence[str]], int]
 
 SENTENCES = {  # a command from elsewhere is listed by its name alone
-    "demo": "Pretrain, discover, evaluate, predict and report on the embedded digits; needs no arguments.",
-    "data": "Check a data set before a run, or pack it into shards: `uno data check --data SOURCE`.",
+    "demo": (
+        "Pretrain, discover, evaluate, predict and report on the embedded digits; needs"
+        " no arguments."
+    ),
+    "data": (
+        "Check a data set before a run, or pack it into shards: `uno data check --data"
+        " SOURCE`."
+    ),
     "embed": "Write the vectors that a frozen encoder makes of a source, as Parquet.",
     "pretrain": "Train the encoder and the known head on the labeled images.",
-    "discover": "Find the new classes among the unlabeled images; pretrains first without --weights.",
+    "discover": (
+        "Find the new classes among the unlabeled images; pretrains first without"
+        " --weights."
+    ),
     "evaluate": "Compute the metrics of a finished run.",
     "predict": "Predict a class for every image of a source.",
     "classes": "Name, merge or drop the discovered classes of a run.",
     "report": "Write the HTML report of a run.",
-    "estimate-classes": "Estimate the number of novel classes among the unlabeled images.",
+    "estimate-classes": (
+        "Estimate the number of novel classes among the unlabeled images."
+    ),
     "reproduce": "Reproduce a table or figure of the paper and compare the numbers.",
     "tune": "Search hyper-parameters with Ray Tune.",
     "export": "Export the model for other tools.",
@@ -41,19 +54,26 @@ SENTENCES = {  # a command from elsewhere is listed by its name alone
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``uno ARGV...`` and return its exit code; without ``argv`` the process is expected to end then."""
+    """Run ``uno ARGV...`` and return its exit code; without ``argv`` the process is
+    expected to end then.
+    """
     return run_guarded(_dispatch, argv) if argv is not None else run(_dispatch)
 
 
 def run(command: Command) -> int:
-    """The exit code of one command with the arguments of this process, which is expected to end then."""
+    """The exit code of one command with the arguments of this process, which is
+    expected to end then.
+    """
     code = run_guarded(command, sys.argv[1:])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # at its exit Python answers Ctrl-C with a traceback
+    # at its exit Python answers Ctrl-C with a traceback
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     return code
 
 
 def run_guarded(command: Command, argv: Sequence[str]) -> int:
-    """The exit code of ``command(argv)``; an error becomes one line on stderr, never a traceback."""
+    """The exit code of ``command(argv)``; an error becomes one line on stderr, never
+    a traceback.
+    """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed before we began: `uno ... >&-`
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
@@ -65,8 +85,8 @@ def run_guarded(command: Command, argv: Sequence[str]) -> int:
 def _escaped_output() -> Iterator[None]:
     """Let stdout and stderr show escapes for what their encoding lacks.
 
-    Names of classes and files come from the user's data, and a terminal may be unable to
-    show them.
+    Names of classes and files come from the user's data, and a terminal may be unable
+    to show them.
     """
     changed = list[tuple[io.TextIOWrapper, str]]()
     for stream in (sys.stdout, sys.stderr):
@@ -83,7 +103,8 @@ def _escaped_output() -> Iterator[None]:
 
 def _run_guarded(command: Command, argv: Sequence[str]) -> int:
     """Run a command, and turn its end into an exit code."""
-    # Requests ignores this, too, but where threads import other packages its filter may be gone by then.
+    # Requests ignores this, too, but where threads import other packages its filter may
+    # be gone by then.
     warnings.filterwarnings("ignore", "SOCKS support in urllib3")
     try:
         try:
@@ -98,7 +119,11 @@ def _run_guarded(command: Command, argv: Sequence[str]) -> int:
     except UnoError as error:
         return _end(f"error: {error}", error.exit_code)
     except KeyboardInterrupt:
-        return _end("interrupted; the same command resumes from the last checkpoint, if there is one", 130)
+        return _end(
+            "interrupted; the same command resumes from the last checkpoint, if there"
+            " is one",
+            130,
+        )
     except Exception as error:
         if isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.EIO):
             from uno.session.console import output_closed
@@ -106,7 +131,11 @@ def _run_guarded(command: Command, argv: Sequence[str]) -> int:
             if output_closed():
                 return 141  # as if SIGPIPE had ended us: `uno ... | head`
         meant = as_user_error(error)
-        return _internal(error) if meant is None else _end(f"error: {meant}", meant.exit_code)
+        return (
+            _internal(error)
+            if meant is None
+            else _end(f"error: {meant}", meant.exit_code)
+        )
 
 
 def _dispatch(argv: Sequence[str]) -> int:
@@ -120,13 +149,22 @@ def _dispatch(argv: Sequence[str]) -> int:
         return 0
     if name in commands:
         return commands[name].load()(rest)
-    return _end(f"error: unknown command {name!r}{did_you_mean(name, commands, 'see uno --help')}", 2)
+    return _end(
+        "error: unknown command"
+        f" {name!r}{did_you_mean(name, commands, 'see uno --help')}",
+        2,
+    )
 
 
 def _help(commands: dict[str, EntryPoint]) -> str:
-    names = [*(n for n in SENTENCES if n in commands), *sorted(commands.keys() - SENTENCES.keys())]
+    names = [
+        *(n for n in SENTENCES if n in commands),
+        *sorted(commands.keys() - SENTENCES.keys()),
+    ]
     width = max(map(len, names), default=0)
-    rows = "\n".join(f"  {name:{width}}  {SENTENCES.get(name, '')}".rstrip() for name in names)
+    rows = "\n".join(
+        f"  {name:{width}}  {SENTENCES.get(name, '')}".rstrip() for name in names
+    )
     return f"""usage: uno COMMAND [OPTIONS]
 
 Novel class discovery: find new classes among unlabeled images.
@@ -147,7 +185,9 @@ def _internal(error: Exception) -> int:
     """A defect: its traceback goes to a file, one line names both."""
     try:
         text = f"{' '.join(sys.argv)}\n\n{''.join(traceback.format_exception(error))}"
-        with tempfile.NamedTemporaryFile(prefix="uno-error-", suffix=".txt", delete=False) as file:
+        with tempfile.NamedTemporaryFile(
+            prefix="uno-error-", suffix=".txt", delete=False
+        ) as file:
             file.write(text.encode("utf-8", "backslashreplace"))
         where = f"traceback in {file.name}"
     except OSError as problem:

@@ -1,4 +1,6 @@
-"""``uno doctor --cluster``: what every node of the Ray cluster says of itself, a line each."""
+"""``uno doctor --cluster``: what every node of the Ray cluster says of itself, a
+line each.
+"""
 
 import importlib.metadata
 import os
@@ -31,9 +33,10 @@ Facts = Mapping[str, Any]
 
 
 def examine_cluster(place: str | None) -> Iterator[Finding]:
-    """A line for each node of the cluster that commands work on: versions, CUDA, whether it sees ``place``,
-    EFA and NCCL's plugin for it, the clock, and the bandwidth of an all-reduce of one second over all nodes,
-    or over a GPU of each that has some. ConfigError: there is no cluster.
+    """A line for each node of the cluster that commands work on: versions, CUDA,
+    whether it sees ``place``, EFA and NCCL's plugin for it, the clock, and the
+    bandwidth of an all-reduce of one second over all nodes, or over a GPU of each that
+    has some. ConfigError: there is no cluster.
     """
     if ray_env.cluster_address() is None:
         raise ConfigError("no Ray cluster is named or runs here: RAY_ADDRESS=HOST:6379")
@@ -52,8 +55,15 @@ def examine_cluster(place: str | None) -> Iterator[Finding]:
                 storage.delete(name)
         for node, about in facts.items():
             if isinstance(about, dict):
-                before, there = time.time(), _answers(ray, {node: on[node](time.time, 0)})[node]
-                about["late"] = there - (before + time.time()) / 2 if isinstance(there, float) else 0.0
+                before, there = (
+                    time.time(),
+                    _answers(ray, {node: on[node](time.time, 0)})[node],
+                )
+                about["late"] = (
+                    there - (before + time.time()) / 2
+                    if isinstance(there, float)
+                    else 0.0
+                )
         speeds = _all_reduce(ray, nodes, on)
     mine = versions()
     for node, about in nodes.items():
@@ -61,7 +71,9 @@ def examine_cluster(place: str | None) -> Iterator[Finding]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that nodes must have alike, as far as they are here."""
+    """Of Python and of the packages that nodes must have alike, as far as they are
+    here.
+    """
     found = {"Python": platform.python_version()}
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -78,10 +90,16 @@ def node_facts(place: str | None, name: str) -> dict[str, Any]:
         except StorageError:
             sees = False
     return {
-        "host": socket.gethostname(), "versions": versions(), "sees": sees,
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "cuda": torch.version.cuda, "efa": len(efa_devices()), "plugin": plugin(),
-    }  # fmt: skip
+        "host": socket.gethostname(),
+        "versions": versions(),
+        "sees": sees,
+        "gpus": [
+            torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())
+        ],
+        "cuda": torch.version.cuda,
+        "efa": len(efa_devices()),
+        "plugin": plugin(),
+    }
 
 
 def efa_devices(folder: str = "/sys/class/infiniband") -> list[str]:
@@ -90,20 +108,35 @@ def efa_devices(folder: str = "/sys/class/infiniband") -> list[str]:
 
 
 def plugin(paths: str | None = None) -> str:
-    """NCCL's network plugin as a phrase: ``none``, ``ok``, or which libraries it lacks."""
+    """NCCL's network plugin as a phrase: ``none``, ``ok``, or which libraries it
+    lacks.
+    """
     paths = paths or f"{os.environ.get('LD_LIBRARY_PATH', '')}:{PLUGIN_PATHS}"
-    found = [file for folder in paths.split(":") if folder for file in Path(folder).glob("libnccl-net*.so")]
+    found = [
+        file
+        for folder in paths.split(":")
+        if folder
+        for file in Path(folder).glob("libnccl-net*.so")
+    ]
     if not found:
         return "none"
-    told = subprocess.run(["ldd", str(found[0])], capture_output=True, text=True, check=False).stdout
+    told = subprocess.run(
+        ["ldd", str(found[0])], capture_output=True, text=True, check=False
+    ).stdout
     lacking = [line.split()[0] for line in told.splitlines() if "not found" in line]
     return f"{found[0]} lacks {', '.join(lacking)}" if lacking else "ok"
 
 
-def line_of(node: Facts, facts: Facts | str, mine: Mapping[str, str], speed: float | str | None) -> Finding:
-    """Of a ``node`` of ``ray.nodes()`` that said ``facts``, or why it said nothing; ``speed`` in bytes/s."""
+def line_of(
+    node: Facts, facts: Facts | str, mine: Mapping[str, str], speed: float | str | None
+) -> Finding:
+    """Of a ``node`` of ``ray.nodes()`` that said ``facts``, or why it said nothing;
+    ``speed`` in bytes/s.
+    """
     has = node["Resources"]
-    name = node["NodeManagerAddress"] + (" (head)" if "node:__internal_head__" in has else "")
+    name = node["NodeManagerAddress"] + (
+        " (head)" if "node:__internal_head__" in has else ""
+    )
     if isinstance(facts, str):
         return Finding("error", f"{name}: {facts}", "use the same image on all nodes")
     wrong, doubtful = list[str](), list[str]()
@@ -111,7 +144,10 @@ def line_of(node: Facts, facts: Facts | str, mine: Mapping[str, str], speed: flo
         if (other := facts["versions"].get(package, "none")) != version:
             wrong.append(f"{package} {other}, here {version}")
     if (count := has.get("GPU", 0)) > len(facts["gpus"]):
-        wrong.append(f"Ray counts {count:g} GPUs, PyTorch sees {len(facts['gpus'])} (CUDA {facts['cuda']})")
+        wrong.append(
+            f"Ray counts {count:g} GPUs, PyTorch sees {len(facts['gpus'])} (CUDA"
+            f" {facts['cuda']})"
+        )
     if facts["sees"] is False:
         wrong.append("does not see the directory")
     if abs(facts["late"]) > MOST_CLOCK_S:
@@ -119,27 +155,45 @@ def line_of(node: Facts, facts: Facts | str, mine: Mapping[str, str], speed: flo
     if facts["plugin"] not in ("ok", "none"):
         doubtful.append(facts["plugin"])
     elif facts["efa"] and facts["plugin"] == "none":
-        doubtful.append(f"{facts['efa']} EFA cards and no libnccl-net.so: NCCL uses sockets")
-    gpus = f"{len(facts['gpus'])} x {facts['gpus'][0]}, CUDA {facts['cuda']}" if facts["gpus"] else "no GPU"
-    said = [f"{has.get('CPU', 0):g} CPUs, {gpus}", *([f"{facts['efa']} EFA cards"] if facts["efa"] else [])]
+        doubtful.append(
+            f"{facts['efa']} EFA cards and no libnccl-net.so: NCCL uses sockets"
+        )
+    gpus = (
+        f"{len(facts['gpus'])} x {facts['gpus'][0]}, CUDA {facts['cuda']}"
+        if facts["gpus"]
+        else "no GPU"
+    )
+    said = [
+        f"{has.get('CPU', 0):g} CPUs, {gpus}",
+        *([f"{facts['efa']} EFA cards"] if facts["efa"] else []),
+    ]
     said += ["sees the directory"] if facts["sees"] else []
     if isinstance(speed, float):
         said.append(f"all-reduce {speed / 1e9:.2g} GB/s")
     elif speed is not None:
         doubtful.append(f"no all-reduce: {speed}")
     level = "error" if wrong else "warning" if doubtful else "ok"
-    return Finding(level, f"{name} {facts['host']}: {'; '.join([*wrong, *doubtful, *said])}")
+    return Finding(
+        level, f"{name} {facts['host']}: {'; '.join([*wrong, *doubtful, *said])}"
+    )
 
 
-def reduce_for_a_second(rank: int, world: int, master: str, port: int, gpu: bool) -> float:
-    """Bytes a second that each node sends and receives in an all-reduce (2 (n - 1) / n of its bytes)."""
+def reduce_for_a_second(
+    rank: int, world: int, master: str, port: int, gpu: bool
+) -> float:
+    """Bytes a second that each node sends and receives in an all-reduce (2 (n - 1) /
+    n of its bytes).
+    """
     import torch.distributed as dist
 
     device = torch.device("cuda" if gpu else "cpu")
     dist.init_process_group(
-        "nccl" if gpu else "gloo", init_method=f"tcp://{master}:{port}", rank=rank, world_size=world,
+        "nccl" if gpu else "gloo",
+        init_method=f"tcp://{master}:{port}",
+        rank=rank,
+        world_size=world,
         timeout=timedelta(seconds=ANSWER_S),
-    )  # fmt: skip
+    )
     try:
         tensor, spent, rounds = torch.zeros(REDUCED_BYTES // 4, device=device), 0.0, 0
         dist.all_reduce(tensor)  # which opens the connections
@@ -163,9 +217,13 @@ def own_address() -> tuple[str, int]:
         return str(ray.util.get_node_ip_address()), free.getsockname()[1]
 
 
-def _all_reduce(ray: Any, nodes: Mapping[str, Facts], on: Mapping[str, Any]) -> dict[str, float | str]:
+def _all_reduce(
+    ray: Any, nodes: Mapping[str, Facts], on: Mapping[str, Any]
+) -> dict[str, float | str]:
     """What each node found; nothing of one node."""
-    gpus = [node for node, about in nodes.items() if about["Resources"].get("GPU", 0) >= 1]
+    gpus = [
+        node for node, about in nodes.items() if about["Resources"].get("GPU", 0) >= 1
+    ]
     members = gpus if gpus else list(nodes)
     if len(members) < 2:
         return {}
@@ -174,7 +232,10 @@ def _all_reduce(ray: Any, nodes: Mapping[str, Facts], on: Mapping[str, Any]) -> 
     except Exception as error:
         return dict.fromkeys(members, one_line(error)[:200])
     jobs = {
-        node: on[node](partial(reduce_for_a_second, rank, len(members), master, port, bool(gpus)), bool(gpus))
+        node: on[node](
+            partial(reduce_for_a_second, rank, len(members), master, port, bool(gpus)),
+            bool(gpus),
+        )
         for rank, node in enumerate(members)
     }
     return _answers(ray, jobs)
@@ -187,7 +248,12 @@ def _node_task(ray: Any, node: str) -> Callable[[Callable[[], Any], float], Any]
     there = NodeAffinitySchedulingStrategy(node, soft=False)
 
     def start(function: Callable[[], Any], gpus: float) -> Any:
-        options = {"num_cpus": 0, "num_gpus": gpus, "scheduling_strategy": there, "max_retries": 0}
+        options = {
+            "num_cpus": 0,
+            "num_gpus": gpus,
+            "scheduling_strategy": there,
+            "max_retries": 0,
+        }
         return ray.remote(**options)(lambda: function()).remote()
 
     return start
@@ -202,5 +268,7 @@ def _answers(ray: Any, tasks: Mapping[str, Any]) -> dict[str, Any]:
         except Exception as error:
             ray.cancel(task, force=True)
             late = isinstance(error, ray.exceptions.GetTimeoutError)
-            found[node] = f"no answer in {ANSWER_S:g} s" if late else one_line(error)[-200:]
+            found[node] = (
+                f"no answer in {ANSWER_S:g} s" if late else one_line(error)[-200:]
+            )
     return found

@@ -1,6 +1,8 @@
-"""The commands: what may stand on their lines, and what they do. Heavy modules are imported when one runs.
+"""The commands: what may stand on their lines, and what they do. Heavy modules are
+imported when one runs.
 
-``uno reproduce`` and ``uno tune`` are in :mod:`pipelines.reproduce` and :mod:`tune.sweep`.
+``uno reproduce`` and ``uno tune`` are in :mod:`pipelines.reproduce` and
+:mod:`tune.sweep`.
 """
 
 from __future__ import annotations
@@ -14,7 +16,16 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from pipelines.options import DRY_RUN, PRINT_CONFIG, RUN, Argument, Command, Options, parse, switch
+from pipelines.options import (
+    DRY_RUN,
+    PRINT_CONFIG,
+    RUN,
+    Argument,
+    Command,
+    Options,
+    parse,
+    switch,
+)
 from uno.config import dump_yaml
 from uno.errors import ConfigError, StorageError, UnoError
 from uno.session.settings import checked_output, launched
@@ -26,36 +37,61 @@ if TYPE_CHECKING:
     from uno.session.ranks import Ranks
 
 SHARD_MB = 128
-FRESH = {"--overwrite": switch("Start over: ignore the checkpoints of an earlier run in the same directory.")}
+FRESH = {
+    "--overwrite": switch(
+        "Start over: ignore the checkpoints of an earlier run in the same directory."
+    )
+}
 EMBEDDING = {"--embedding": switch("Also write the pooled features, a list of floats.")}
 SORTED = {
     "--csv": switch("Also write DIR/predictions.csv, the table without embeddings."),
-    "--folders": switch("Also copy every image that can be read to DIR/by_class/INDEX-CLASS/."),
+    "--folders": switch(
+        "Also copy every image that can be read to DIR/by_class/INDEX-CLASS/."
+    ),
 }
 APPLY = {
     "--apply": switch("Apply classes.yaml to the model and all files of the run."),
     "--file": Argument(
-        "Another classes.yaml, such as the one that the report saves; it replaces RUN/classes.yaml.",
+        "Another classes.yaml, such as the one that the report saves; it replaces"
+        " RUN/classes.yaml.",
         str | None,
     ),
-    "--rename": Argument("Name classes by index or name, 5=nine novel-2=ten, and apply.", list[str], []),
+    "--rename": Argument(
+        "Name classes by index or name, 5=nine novel-2=ten, and apply.", list[str], []
+    ),
 }
 EXPLAIN = {
-    "--explain": switch("Print every value and where it comes from (preset, file, data, ...) and stop.")
+    "--explain": switch(
+        "Print every value and where it comes from (preset, file, data, ...) and stop."
+    )
 }
 TRAINING = PRINT_CONFIG | EXPLAIN | DRY_RUN | FRESH
 
 DEMO = Command("demo", TRAINING, output="runs/demo")
 PRETRAIN = Command("pretrain", TRAINING)
-DISCOVER = Command("discover", TRAINING, examples=(
-    "uno discover --labeled photos/known --unlabeled photos/new --num-novel 5 --weights pretrained",
-    "uno discover --preset cifar10 --data cifar10:DIR",
-), text="""
+DISCOVER = Command(
+    "discover",
+    TRAINING,
+    examples=(
+        (
+            "uno discover --labeled photos/known --unlabeled photos/new --num-novel 5"
+            " --weights pretrained"
+        ),
+        "uno discover --preset cifar10 --data cifar10:DIR",
+    ),
+    text="""
 Defaults are those of the digits. Your own images and a frozen encoder set others, such as
 --method clustering: --explain prints every value of your run and where it comes from.
-""")  # fmt: skip
-EVALUATE = Command("evaluate", RUN, "some", text="Computes RUN/metrics.json from checkpoints and data.")
-PREDICT = Command("predict", RUN | EMBEDDING | SORTED, "some", text="""
+""",  # noqa: E501
+)
+EVALUATE = Command(
+    "evaluate", RUN, "some", text="Computes RUN/metrics.json from checkpoints and data."
+)
+PREDICT = Command(
+    "predict",
+    RUN | EMBEDDING | SORTED,
+    "some",
+    text="""
 Writes DIR/predictions.parquet, one row for each image, in order: id, uri, class_index, class_name, kind
 (known or novel), probability, margin, entropy, head_agreement, known_probability, status (ok or bad), reason,
 model_hash. kind is that of the most probable class; known_probability is the total probability of all
@@ -64,28 +100,53 @@ same command continues.
 
 Without --data it predicts the data that RUN was trained on, into RUN/predictions.parquet; --data needs
 --output DIR. --limit N predicts at most N images, evenly spaced.
-""")  # fmt: skip
-REPORT = Command("report", RUN, "some", text="""
+""",  # noqa: E501
+)
+REPORT = Command(
+    "report",
+    RUN,
+    "some",
+    text="""
 RUN/report.html opens from disk and needs no network. --data SOURCE is the new place of moved data. With
 --workers N the workers of a cluster compute the features of the images that it shows.
-""")  # fmt: skip
-CLASSES = Command("classes", RUN | APPLY, "none", text="""
+""",  # noqa: E501
+)
+CLASSES = Command(
+    "classes",
+    RUN | APPLY,
+    "none",
+    text="""
 Writes RUN/classes.yaml, one entry for each discovered class, to edit by hand: its name, and keep, drop or
 merge into another. An existing file is checked and not changed. RUN/report.html shows the pictures and
 also saves such a file. Images of a dropped class are "rejected"; --apply updates model, predictions,
 metrics, report, card and exports.
-""")  # fmt: skip
-EXPORT = Command("export", {
-    "RUN": Argument("The run directory, or a copy of its model/ folder."),
-    "--format": Argument(
-        "encoder: safetensors under torchvision's keys; pt2: torch.export, uint8 images -> probabilities; "
-        "onnx: the same for ONNX runtimes.", Literal["encoder", "pt2", "onnx"]),
-    "--output": Argument("A file; default: RUN/model/ and the format's usual name.", str | None),
-}, "none")  # fmt: skip
-DATA = Command("data", {
-    "ACTION": Argument("check or pack.", Literal["check", "pack"]),
-    "--shard-mb": Argument(f"pack: size of a shard; default {SHARD_MB}.", PositiveInt | None),
-}, output=None, text="""
+""",  # noqa: E501
+)
+EXPORT = Command(
+    "export",
+    {
+        "RUN": Argument("The run directory, or a copy of its model/ folder."),
+        "--format": Argument(
+            "encoder: safetensors under torchvision's keys; pt2: torch.export, uint8"
+            " images -> probabilities; onnx: the same for ONNX runtimes.",
+            Literal["encoder", "pt2", "onnx"],
+        ),
+        "--output": Argument(
+            "A file; default: RUN/model/ and the format's usual name.", str | None
+        ),
+    },
+    "none",
+)
+DATA = Command(
+    "data",
+    {
+        "ACTION": Argument("check or pack.", Literal["check", "pack"]),
+        "--shard-mb": Argument(
+            f"pack: size of a shard; default {SHARD_MB}.", PositiveInt | None
+        ),
+    },
+    output=None,
+    text="""
 check: print classes, counts, problems, ignored files, and which
 images cannot be read (as many as can be decoded in a minute); exit code 2 if a run could not succeed.
 
@@ -95,32 +156,61 @@ ones are left out and listed in DIR/bad_samples.jsonl. --workers N writes N shar
 DIR is a path or a URI (s3://, gs://); the same
 command continues after a kill. With --known-classes the images of known classes are stored together;
 all labels are kept.
-""")  # fmt: skip
-EMBED = Command("embed", {
-    "--views": Argument("Random views of each row besides its evaluation view.", NonNegativeInt, 0),
-}, output=None, text="""
+""",  # noqa: E501
+)
+EMBED = Command(
+    "embed",
+    {
+        "--views": Argument(
+            "Random views of each row besides its evaluation view.", NonNegativeInt, 0
+        ),
+    },
+    output=None,
+    text="""
 Every image through a frozen encoder, named by --model.encoder and --weights, to --output FILE.parquet: id,
 embedding, and where they are known label, split, path and text; views of a row have its id. --data
 vectors:FILE and other programs read it. --workers N computes on Ray. Finished features are kept in
 --compute.cache: the same command continues after a kill.
-""")  # fmt: skip
-ESTIMATE = Command("estimate-classes", {
-    **PRINT_CONFIG, **DRY_RUN,
-    "--max-novel": Argument(
-        "Largest number to try; default: the number of known classes, at least 10.", PositiveInt | None),
-    "--num-splits": Argument("Splits of the known classes; each pretrains an encoder.", PositiveInt, 3),
-}, output="runs/{preset}-seed{seed}-estimate", text="""
+""",  # noqa: E501
+)
+ESTIMATE = Command(
+    "estimate-classes",
+    {
+        **PRINT_CONFIG,
+        **DRY_RUN,
+        "--max-novel": Argument(
+            "Largest number to try; default: the number of known classes, at least 10.",
+            PositiveInt | None,
+        ),
+        "--num-splits": Argument(
+            "Splits of the known classes; each pretrains an encoder.", PositiveInt, 3
+        ),
+    },
+    output="runs/{preset}-seed{seed}-estimate",
+    text="""
 From at least 4 known classes: some are hidden in turn, and the number of clusters that finds them again is
 the estimate, an interval, in DIR/estimate.json. --known-classes hides the other labels; --output DIR holds
 results and encoders; --workers N runs N tasks at once on Ray, with the same result.
-""")  # fmt: skip
-DOCTOR = Command("doctor", {
-    "RUN": Argument("The run directory; without it, the machine is checked.", str | None),
-    "--repair": switch(
-        "Remove what no command needs: unfinished writes, Ray's bookkeeping, damaged checkpoints where "
-        "an older one is valid; and restore a damaged config.yaml from the newest checkpoint."),
-    "--cluster": switch("Check every node of the Ray cluster, and that it sees RUN, where runs are to be."),
-}, "none")  # fmt: skip
+""",  # noqa: E501
+)
+DOCTOR = Command(
+    "doctor",
+    {
+        "RUN": Argument(
+            "The run directory; without it, the machine is checked.", str | None
+        ),
+        "--repair": switch(
+            "Remove what no command needs: unfinished writes, Ray's bookkeeping,"
+            " damaged checkpoints where an older one is valid; and restore a damaged"
+            " config.yaml from the newest checkpoint."
+        ),
+        "--cluster": switch(
+            "Check every node of the Ray cluster, and that it sees RUN, where runs are"
+            " to be."
+        ),
+    },
+    "none",
+)
 
 
 def demo(argv: Sequence[str]) -> int:
@@ -129,9 +219,14 @@ def demo(argv: Sequence[str]) -> int:
 
 
 def discover(
-    argv: Sequence[str], command: Command = DISCOVER, last: str = "discover", group: Ranks | None = None
+    argv: Sequence[str],
+    command: Command = DISCOVER,
+    last: str = "discover",
+    group: Ranks | None = None,
 ) -> int:
-    """Pretrain unless weights are given, discover, evaluate. ``group``: of torchrun; this is its rank 0."""
+    """Pretrain unless weights are given, discover, evaluate. ``group``: of torchrun;
+    this is its rank 0.
+    """
     if group is None and launched():
         from uno.session.ranks import Ranks
 
@@ -146,11 +241,23 @@ def discover(
     if own.explain:
         from uno.session.resolve import explained
 
-        print(*explained(options.config, options.yaml_values, options.cli_values, own.overwrite), sep="\n")
+        print(
+            *explained(
+                options.config, options.yaml_values, options.cli_values, own.overwrite
+            ),
+            sep="\n",
+        )
         return 0
     config = options.config if group is None else group.sized(options.config)
     place = OnRay() if group is None else group
-    job.discover(config, options.overrides, own.overwrite, last, dry_run=own.dry_run, elsewhere=place)
+    job.discover(
+        config,
+        options.overrides,
+        own.overwrite,
+        last,
+        dry_run=own.dry_run,
+        elsewhere=place,
+    )
     return 0
 
 
@@ -165,7 +272,9 @@ def _print_config(options: Options) -> int:
 
 
 def pretrain(argv: Sequence[str]) -> int:
-    """Train encoder and known head; ``discover`` with the same options continues from there."""
+    """Train encoder and known head; ``discover`` with the same options continues
+    from there.
+    """
     return discover(argv, PRETRAIN, "pretrain")
 
 
@@ -211,7 +320,10 @@ def report(argv: Sequence[str]) -> int:
     look = None
     if task is not None and options.overrides.get("compute.num_workers"):
         look = partial(OnRay().decoder, config, storage, task.rows)
-    print_line(f"report: {write_report(config, storage, task, device=device, note=note, look=look)}")
+    print_line(
+        "report:"
+        f" {write_report(config, storage, task, device=device, note=note, look=look)}"
+    )
     return 0
 
 
@@ -240,7 +352,8 @@ def export(argv: Sequence[str]) -> int:
     )
     takes = f"; {given} -> probabilities (B, {num})"
     print_line(
-        f"{folder.path(name)}: {len(data) / 1e6:.1f} MB, {checked}{'' if own.format == 'encoder' else takes}"
+        f"{folder.path(name)}: {len(data) / 1e6:.1f} MB,"
+        f" {checked}{'' if own.format == 'encoder' else takes}"
     )
     return 0
 
@@ -251,7 +364,9 @@ def data(argv: Sequence[str]) -> int:
     if options.args.action == "pack":
         from pipelines.packing import pack_data
 
-        return pack_data(options.config, options.args.shard_mb or SHARD_MB, options.overrides)
+        return pack_data(
+            options.config, options.args.shard_mb or SHARD_MB, options.overrides
+        )
     if options.args.shard_mb is not None:
         raise ConfigError("--shard-mb is for uno data pack")
     from pipelines.nodes import free_memory
@@ -296,7 +411,9 @@ def estimate(argv: Sequence[str]) -> int:
 
 
 def doctor(argv: Sequence[str]) -> int:
-    """Print a line for every finding; 0 if sound, 4 if the run cannot resume, 2 if the machine cannot run."""
+    """Print a line for every finding; 0 if sound, 4 if the run cannot resume, 2 if
+    the machine cannot run.
+    """
     own = parse(argv, DOCTOR).args
     from pipelines.machine import machine
     from uno.data.files import Storage
@@ -307,7 +424,9 @@ def doctor(argv: Sequence[str]) -> int:
         from pipelines.cluster import examine_cluster
 
         if own.repair:
-            raise ConfigError("--repair is for a run directory, --cluster for its machines")
+            raise ConfigError(
+                "--repair is for a run directory, --cluster for its machines"
+            )
         findings = list(examine_cluster(own.run))
         for finding in findings:
             print_line(str(finding))
@@ -323,7 +442,9 @@ def doctor(argv: Sequence[str]) -> int:
                     print_line(line)
             except StorageError as error:
                 print_line(f"nothing was repaired: {error}")
-    findings = list(machine() if own.run is None else directory.diagnose(Storage(own.run)))
+    findings = list(
+        machine() if own.run is None else directory.diagnose(Storage(own.run))
+    )
     for finding in findings:
         print_line(str(finding))
     unsound = any(finding.level == "error" for finding in findings)
@@ -335,7 +456,13 @@ def classes(argv: Sequence[str]) -> int:
     own = parse(argv, CLASSES).args
     from uno.data.files import Storage
     from uno.limits import MAX_STATE_BYTES
-    from uno.results.classes import YAML_FILE, edits_of, read_edits, template, with_names
+    from uno.results.classes import (
+        YAML_FILE,
+        edits_of,
+        read_edits,
+        template,
+        with_names,
+    )
     from uno.results.infer import load_classifier
     from uno.runs import lock
     from uno.session.console import print_line
@@ -346,9 +473,15 @@ def classes(argv: Sequence[str]) -> int:
     storage = Storage(own.run)
     model = load_classifier(storage)
     folder, name = (storage, YAML_FILE) if own.file is None else _place(own.file)
-    path, is_there = folder.path(name), own.file is not None or storage.exists(YAML_FILE)
+    path, is_there = (
+        folder.path(name),
+        own.file is not None or storage.exists(YAML_FILE),
+    )
     if not is_there and not own.rename:
-        storage.write(YAML_FILE, template(model.classes, model.model_hash, _suggestions(model)).encode())
+        storage.write(
+            YAML_FILE,
+            template(model.classes, model.model_hash, _suggestions(model)).encode(),
+        )
         command = f"uno classes {shlex.quote(own.run)} --apply"
         print_line(f"{path} is written: edit it, then run {command}")
         return 0
@@ -366,7 +499,9 @@ def classes(argv: Sequence[str]) -> int:
             apply_classes(claim, model, edited)
             claim.storage.write(YAML_FILE, data)
     else:
-        print_line(f"{path} is valid; --apply updates the model and all files of the run")
+        print_line(
+            f"{path} is valid; --apply updates the model and all files of the run"
+        )
     return 0
 
 
@@ -379,7 +514,9 @@ def _place(path: str) -> tuple[Storage, str]:
 
 
 def _suggestions(model: Classifier) -> dict[int, Suggestion]:
-    """Suggest names for the discovered classes; nothing where the run's data cannot be read any more."""
+    """Suggest names for the discovered classes; nothing where the run's data cannot
+    be read any more.
+    """
     from uno.report.findings import suggestions, summarize
     from uno.report.sample import score_sample
     from uno.results.classes import unedited
@@ -390,7 +527,9 @@ def _suggestions(model: Classifier) -> dict[int, Suggestion]:
     try:
         task = read_task(model.config.data)
         sample = score_sample(
-            task, replace(model, classes=unedited(model.classes)), decoder(model, task.rows)
+            task,
+            replace(model, classes=unedited(model.classes)),
+            decoder(model, task.rows),
         )
     except (UnoError, ValueError) as error:  # no image can be read
         print_line(f"warning: no suggestions, the run's data cannot be read: {error}")

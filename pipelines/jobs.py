@@ -1,4 +1,6 @@
-"""The work of a run on Ray, for whoever wants workers: :class:`OnRay` is a place of ``uno.session``."""
+"""The work of a run on Ray, for whoever wants workers: :class:`OnRay` is a place of
+``uno.session``.
+"""
 
 import logging
 import os
@@ -37,11 +39,14 @@ log = logging.getLogger(__name__)
 
 
 class OnRay(Place):
-    """The Ray cluster at ``RAY_ADDRESS``, or one that runs on this machine, else one that is started."""
+    """The Ray cluster at ``RAY_ADDRESS``, or one that runs on this machine, else one
+    that is started.
+    """
 
     def __init__(self) -> None:
         if (address := ray_env.cluster_address()) is not None:
-            os.environ[ray_env.ADDRESS] = address  # for all who ask whether there is one
+            # for all who ask whether there is one
+            os.environ[ray_env.ADDRESS] = address
 
     def free_memory(self, config: Config) -> Room:
         """The least that a worker finds on its node, and of the store of any node."""
@@ -54,9 +59,13 @@ class OnRay(Place):
         return run_on_ray(job, show, until)
 
     def predict(
-        self, config: Config, model: Classifier, storage: Storage, writer: PredictionWriter,
+        self,
+        config: Config,
+        model: Classifier,
+        storage: Storage,
+        writer: PredictionWriter,
         show: Callable[[int, int], None],
-    ) -> Summary:  # fmt: skip
+    ) -> Summary:
         """By actors that load the model from the files of its run."""
         with ray_env.connect(workers=config.compute.num_workers) as ray:
             return predict_on_ray(ray, config, read_model_files(storage), writer, show)
@@ -65,65 +74,110 @@ class OnRay(Place):
         """Ray that this command does not start."""
         return ray_env.cluster_address() is not None
 
-    def decoder(self, config: Config, storage: Storage, rows: Rows, model: Classifier) -> Decode:
-        """Features that the workers of a cluster compute: its head may be small. This process shows rows that
-        need no encoder or are none of a finished run, and all on a Ray of its own.
+    def decoder(
+        self, config: Config, storage: Storage, rows: Rows, model: Classifier
+    ) -> Decode:
+        """Features that the workers of a cluster compute: its head may be small. This
+        process shows rows that need no encoder or are none of a finished run, and all
+        on a Ray of its own.
         """
         here, images = super().decoder(config, storage, rows, model), rows.images
         ready = images.prepared(np.arange(0))
-        if (ready is not None and ready[0].ndim == 2) or not model.model_hash or not self.is_cluster():
+        if (
+            (ready is not None and ready[0].ndim == 2)
+            or not model.model_hash
+            or not self.is_cluster()
+        ):
             return here
         return partial(encode_on_ray, config, read_model_files(storage), images, here)
 
     def estimate(
-        self, config: Config, task: Task, storage: Storage, settings: Settings | None = None
+        self,
+        config: Config,
+        task: Task,
+        storage: Storage,
+        settings: Settings | None = None,
     ) -> Estimate:
         """As many encoders and clusterings at once as there are workers."""
         with ray_env.connect(workers=config.compute.num_workers) as ray:
-            one = override(config, {"compute.num_workers": 1})  # more are used where there is room
-            request = nodes.once_one_fits(one, lambda: ray_env.task_request(config, ray.cluster_resources()))
+            # more are used where there is room
+            one = override(config, {"compute.num_workers": 1})
+            request = nodes.once_one_fits(
+                one, lambda: ray_env.task_request(config, ray.cluster_resources())
+            )
             tasks = partial(ray_tasks, ray, config.compute.num_workers, request)
             train = estimated_set(config, task, storage, partial(compute_on_ray, ray))
             device = "cuda" if request["num_gpus"] else "cpu"
             return estimate.estimate_num_novel(
-                config, train, task.known, storage, device, settings, tasks, report=print_line
+                config,
+                train,
+                task.known,
+                storage,
+                device,
+                settings,
+                tasks,
+                report=print_line,
             )
 
 
 def encode_on_ray(
-    config: Config, files: Mapping[str, bytes], images: Images, here: Decode, batches: Iterable[np.ndarray]
+    config: Config,
+    files: Mapping[str, bytes],
+    images: Images,
+    here: Decode,
+    batches: Iterable[np.ndarray],
 ) -> Iterator[tuple[np.ndarray, Tensor, Sequence[str | None]]]:
-    """:data:`uno.results.infer.Decode` by tasks in the place of workers, each with a share of the batches;
-    by ``here``, which is said, where they are lost or can read no image, as those of this machine's files.
+    """:data:`uno.results.infer.Decode` by tasks in the place of workers, each with a
+    share of the batches; by ``here``, which is said, where they are lost or can read no
+    image, as those of this machine's files.
     """
     rows, workers = list(batches), config.compute.num_workers
-    blocks, size = [to_columns(images, some) for some in rows], max(1, -(-len(rows) // workers))
-    with ray_env.connect() as ray, suppress(ray.exceptions.RayError):  # nodes that are lost
+    blocks, size = (
+        [to_columns(images, some) for some in rows],
+        max(1, -(-len(rows) // workers)),
+    )
+    # nodes that are lost
+    with ray_env.connect() as ray, suppress(ray.exceptions.RayError):
         one = override(config, {"compute.num_workers": 1})
-        request = nodes.once_one_fits(one, lambda: ray_env.task_request(one, ray.cluster_resources()))
-        device, threads = "cuda" if request["num_gpus"] else "cpu", num_threads(config, workers)
+        request = nodes.once_one_fits(
+            one, lambda: ray_env.task_request(one, ray.cluster_resources())
+        )
+        device, threads = (
+            "cuda" if request["num_gpus"] else "cpu",
+            num_threads(config, workers),
+        )
         shares = [blocks[i : i + size] for i in range(0, len(blocks), size)]
         shared = files, images.reader(), device, threads
         tasks = dict(ray_tasks(ray, workers, request, encode_blocks, shared, shares))
         found = [batch for share in range(len(tasks)) for batch in tasks[share]]
         if any(None in reasons for _, reasons in found):
             return iter([(own, *batch) for own, batch in zip(rows, found, strict=True)])
-    log.warning("workers were lost or can read no image: this machine computes the features")
+    log.warning(
+        "workers were lost or can read no image: this machine computes the features"
+    )
     return here(rows)
 
 
 def encode_blocks(
-    files: Mapping[str, bytes], reader: Images | None, device: str, threads: int,
+    files: Mapping[str, bytes],
+    reader: Images | None,
+    device: str,
+    threads: int,
     blocks: Sequence[Mapping[str, Any]],
-) -> list[tuple[Tensor, list[str | None]]]:  # fmt: skip
-    """A task: of each block of :func:`uno.data.images.to_columns` the features float32 (b, D) by the model of
-    these ``files``, and why a row has none.
+) -> list[tuple[Tensor, list[str | None]]]:
+    """A task: of each block of :func:`uno.data.images.to_columns` the features float32
+    (b, D) by the model of these ``files``, and why a row has none.
     """
     torch.set_num_threads(threads)
-    model, found = build_classifier(files, device), list[tuple[Tensor, list[str | None]]]()
+    model, found = (
+        build_classifier(files, device),
+        list[tuple[Tensor, list[str | None]]](),
+    )
     for block in blocks:
         how = model.config.data.interpolation
-        pixels, reasons = decode_many(from_columns(pa.table(block), reader), model.size, threads, how)
+        pixels, reasons = decode_many(
+            from_columns(pa.table(block), reader), model.size, threads, how
+        )
         width = int(model.module.encoder.num_features)  # type: ignore[arg-type]
         features = torch.zeros(len(reasons), width)
         ok = torch.from_numpy(ok_mask(reasons))
@@ -134,11 +188,16 @@ def encode_blocks(
 
 
 def ray_tasks(
-    ray: Any, workers: int, request: dict[str, float], function: Callable[..., Any],
-    shared: tuple[Any, ...], items: Sequence[Any],
-) -> Iterator[tuple[int, Any]]:  # fmt: skip
-    """:data:`uno.results.estimate.Tasks` on Ray: at most ``workers`` at once, each with ``request``
-    (``num_cpus``, ``num_gpus``); shared arguments travel once. An error is raised as it was in the task.
+    ray: Any,
+    workers: int,
+    request: dict[str, float],
+    function: Callable[..., Any],
+    shared: tuple[Any, ...],
+    items: Sequence[Any],
+) -> Iterator[tuple[int, Any]]:
+    """:data:`uno.results.estimate.Tasks` on Ray: at most ``workers`` at once, each with
+    ``request`` (``num_cpus``, ``num_gpus``); shared arguments travel once. An error is
+    raised as it was in the task.
     """
     stored = ray.put(shared)
     remote = ray.remote(**request)(lambda shared, item: function(*shared, item))

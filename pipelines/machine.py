@@ -1,4 +1,6 @@
-"""``uno doctor`` without a run: finds what is wrong with this machine, and says what to do."""
+"""``uno doctor`` without a run: finds what is wrong with this machine, and says what
+to do.
+"""
 
 import importlib.metadata
 import importlib.util
@@ -15,7 +17,8 @@ from uno.runs.directory import Finding
 
 GIB = 2**30
 LOW_DISK_BYTES = 5 * GIB
-LOW_SHM_BYTES = GIB  # Ray puts its object store on the disk where /dev/shm is smaller than the store
+# Ray puts its object store on the disk where /dev/shm is smaller than the store
+LOW_SHM_BYTES = GIB
 
 
 def machine() -> Iterator[Finding]:
@@ -30,28 +33,48 @@ def machine() -> Iterator[Finding]:
         yield Finding("ok", f"{name}: {free / GIB:.0f} of {total / GIB:.0f} GiB free")
     if not torch.cuda.is_available():
         build = torch.version.cuda
-        why = f"built for CUDA {build}, but no device or driver" if build else "built without CUDA"
-        yield Finding("ok", f"no CUDA device (PyTorch is {why}); training runs on {os.cpu_count()} CPU cores")
+        why = (
+            f"built for CUDA {build}, but no device or driver"
+            if build
+            else "built without CUDA"
+        )
+        yield Finding(
+            "ok",
+            f"no CUDA device (PyTorch is {why}); training runs on {os.cpu_count()} CPU"
+            " cores",
+        )
     yield from _ray()
     yield from _space()
     if os.environ.get("UNO_FAULTS"):
-        yield Finding("warning", "UNO_FAULTS is set: faults will be injected into runs", "unset it")
+        yield Finding(
+            "warning",
+            "UNO_FAULTS is set: faults will be injected into runs",
+            "unset it",
+        )
 
 
 def _ray() -> Iterator[Finding]:
     if importlib.util.find_spec("ray") is None:
-        yield Finding("warning", "Ray is not installed: --workers 0 only", f"pip install {RAY}")
+        yield Finding(
+            "warning", "Ray is not installed: --workers 0 only", f"pip install {RAY}"
+        )
         return
     if importlib.util.find_spec("aiohttp_cors") is None:
         yield Finding("warning", "no ray job submit", "pip install 'ray[default]'")
     address = ray_env.cluster_address()
     if address is None:
-        yield Finding("ok", "no Ray cluster (RAY_ADDRESS is unset): --workers N starts one on this machine")
+        yield Finding(
+            "ok",
+            "no Ray cluster (RAY_ADDRESS is unset): --workers N starts one on this"
+            " machine",
+        )
         return
     try:
         ray_env.check_address(address)
         mode = os.environ.get("RAY_AUTH_MODE", "disabled")
-        yield Finding("ok", f"the Ray cluster at {address} answers; RAY_AUTH_MODE is {mode}")
+        yield Finding(
+            "ok", f"the Ray cluster at {address} answers; RAY_AUTH_MODE is {mode}"
+        )
     except ConfigError as error:
         yield Finding("error", str(error))
 
@@ -60,7 +83,9 @@ def _space() -> Iterator[Finding]:
     if os.path.isdir("/dev/shm"):
         total = shutil.disk_usage("/dev/shm").total
         text, remedy = f"/dev/shm has {total / GIB:.1f} GiB", "docker: --shm-size=8g"
-        low = Finding("warning", text, f"Ray's object store falls back to disk; {remedy}")
+        low = Finding(
+            "warning", text, f"Ray's object store falls back to disk; {remedy}"
+        )
         yield low if total < LOW_SHM_BYTES else Finding("ok", text)
     for folder in (os.getcwd(), os.environ.get("RAY_TMPDIR", "/tmp")):
         try:

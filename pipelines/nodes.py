@@ -1,5 +1,6 @@
-"""Nodes that come and go: a place for a group of workers, waited for; nodes that are drained; what the
-end of a group means. Ray's head knows all of it and is asked in one request.
+"""Nodes that come and go: a place for a group of workers, waited for; nodes that are
+drained; what the end of a group means. Ray's head knows all of it and is asked in one
+request.
 """
 
 import logging
@@ -10,7 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from pipelines.ray_env import POLL_S, TASK_CPUS, cluster_address, connect, worker_resources
+from pipelines.ray_env import (
+    POLL_S,
+    TASK_CPUS,
+    cluster_address,
+    connect,
+    worker_resources,
+)
 from pipelines.ray_private import Node, Resources, launches, read_nodes
 from uno.config import Config, override, to_dict
 from uno.data.files import is_transient
@@ -26,11 +33,21 @@ ASK_S = 60.0  # for what is free on the nodes of workers
 LOOK_S = 2.0  # between two looks for nodes that leave
 
 LOST = {
-    "RayActorError", "NodeDiedError", "WorkerCrashedError", "OutOfMemoryError", "ObjectLostError",
-    "ActorUnschedulableError", "ActorPlacementGroupRemoved", "WorkerHealthCheckFailedError",
-    "WorkerHealthCheckTimeoutError", "WorkerGroupStartupFailedError", "WorkerGroupError",
-}  # fmt: skip
-"""Classes of Ray 2.60: a worker or its node is gone. (A test compares these names with Ray's.)"""
+    "RayActorError",
+    "NodeDiedError",
+    "WorkerCrashedError",
+    "OutOfMemoryError",
+    "ObjectLostError",
+    "ActorUnschedulableError",
+    "ActorPlacementGroupRemoved",
+    "WorkerHealthCheckFailedError",
+    "WorkerHealthCheckTimeoutError",
+    "WorkerGroupStartupFailedError",
+    "WorkerGroupError",
+}
+"""Classes of Ray 2.60: a worker or its node is gone. (A test compares these names
+with Ray's.)
+"""
 NO_PLACE = "WorkerGroupStartupTimeoutError"
 LEFT = "PreemptionError"
 NEVER = "InsufficientClusterResourcesError"
@@ -41,20 +58,27 @@ T = TypeVar("T")
 
 def total(nodes: Sequence[Node]) -> Resources:
     """What the nodes that stay have together."""
-    return dict(sum((Counter(node.total) for node in nodes if not node.leaving), Counter[str]()))
+    return dict(
+        sum((Counter(node.total) for node in nodes if not node.leaving), Counter[str]())
+    )
 
 
 class PlacementProbe:
-    """Placement groups that take, for a moment, what a group of workers and a task of Ray Data will take.
-    While they wait, Ray's autoscaler starts nodes for them.
+    """Placement groups that take, for a moment, what a group of workers and a task of
+    Ray Data will take. While they wait, Ray's autoscaler starts nodes for them.
     """
 
     def __init__(self, strategy: str) -> None:
-        self._strategy, self._bundles, self._groups = strategy, list[Resources](), list[Any]()
+        self._strategy, self._bundles, self._groups = (
+            strategy,
+            list[Resources](),
+            list[Any](),
+        )
 
     def fits(self, workers: list[Resources], task: Resources) -> bool:
-        """Whether the cluster can place all ``workers`` and the ``task``; asked for a second or two. A strict
-        strategy is one of the workers: the task may be anywhere.
+        """Whether the cluster can place all ``workers`` and the ``task``; asked for a
+        second or two. A strict strategy is one of the workers: the task may be
+        anywhere.
         """
         from ray.util import placement_group
 
@@ -63,7 +87,9 @@ class PlacementProbe:
             self._bundles = [*workers, task]
             strict = self._strategy.startswith("STRICT")
             parts = [workers, [task]] if strict else [self._bundles]
-            self._groups = [placement_group(bundles, strategy=self._strategy) for bundles in parts]
+            self._groups = [
+                placement_group(bundles, strategy=self._strategy) for bundles in parts
+            ]
         return all(group.wait(1) for group in self._groups)
 
     def release(self) -> None:
@@ -78,9 +104,10 @@ class PlacementProbe:
 def wait_for_resources(
     config: Config, give_up: Callable[[], bool], limit_s: float = float("inf")
 ) -> Resources:
-    """Resources of each worker, once all workers and a task of Ray Data fit into the cluster as it is now. A
-    line every 30 s says what is wanted and what is there. ConfigError: no place within ``limit_s``;
-    where only others' work is in the way, within the minutes that the configuration allows.
+    """Resources of each worker, once all workers and a task of Ray Data fit into the
+    cluster as it is now. A line every 30 s says what is wanted and what is there.
+    ConfigError: no place within ``limit_s``; where only others' work is in the way,
+    within the minutes that the configuration allows.
     """
     start, place, workers = (
         time.monotonic(),
@@ -92,7 +119,9 @@ def wait_for_resources(
         while True:
             nodes = read_nodes()
             if give_up():
-                raise Interrupted("stopped while waiting for nodes; resume with the same command")
+                raise Interrupted(
+                    "stopped while waiting for nodes; resume with the same command"
+                )
             if not nodes:  # no answer, which says nothing of the cluster
                 time.sleep(POLL_S)
                 continue
@@ -100,11 +129,16 @@ def wait_for_resources(
                 resources, problem = worker_resources(config, total(nodes)), None
             except ConfigError as error:
                 resources, problem = _usual(config), error
-            if place.fits([resources] * workers, {"CPU": TASK_CPUS}) and problem is None:
+            if (
+                place.fits([resources] * workers, {"CPU": TASK_CPUS})
+                and problem is None
+            ):
                 return resources
             line = shortage(resources, workers, nodes)
             # What others have, they give back.
-            limit = limit_s if problem else max(limit_s, 60 * config.compute.wait_minutes)
+            limit = (
+                limit_s if problem else max(limit_s, 60 * config.compute.wait_minutes)
+            )
             if (spent := time.monotonic() - start) >= limit:
                 raise ConfigError("; ".join([str(problem or line), *launches()]))
             if due is None:
@@ -117,9 +151,12 @@ def wait_for_resources(
         place.release()
 
 
-def once_one_fits(config: Config, ask: Callable[[], T], give_up: Callable[[], bool] = lambda: False) -> T:
-    """``ask()``, which raises ConfigError where the cluster holds not one task or trial of a command: it is
-    asked again once a cluster that may grow has a place for a worker.
+def once_one_fits(
+    config: Config, ask: Callable[[], T], give_up: Callable[[], bool] = lambda: False
+) -> T:
+    """``ask()``, which raises ConfigError where the cluster holds not one task or trial
+    of a command: it is asked again once a cluster that may grow has a place for a
+    worker.
     """
     try:
         return ask()
@@ -133,16 +170,23 @@ def once_one_fits(config: Config, ask: Callable[[], T], give_up: Callable[[], bo
 
 def free_memory(config: Config) -> "Room":
     """What is free for a run's workers: the least that a task in the place of each
-    finds on its node, the least object store of the nodes that are there, and what is free here, where the
-    run is led from. Of the nodes of a cluster that has no place for workers yet nothing is known: then, and
-    where there is no cluster, what is free here.
+    finds on its node, the least object store of the nodes that are there, and what is
+    free here, where the run is led from. Of the nodes of a cluster that has no place
+    for workers yet nothing is known: then, and where there is no cluster, what is free
+    here.
     """
     workers, here = config.compute.num_workers, _free(to_dict(config))
     if not workers or not cluster_address():
         return here
     with connect() as ray:
-        stores = [node["Resources"].get("object_store_memory") for node in ray.nodes() if node["Alive"]]
-        room = here._replace(store=min((int(store) for store in stores if store), default=None))
+        stores = [
+            node["Resources"].get("object_store_memory")
+            for node in ray.nodes()
+            if node["Alive"]
+        ]
+        room = here._replace(
+            store=min((int(store) for store in stores if store), default=None)
+        )
         with suppress(ConfigError):
             each = worker_resources(config, ray.cluster_resources())
             options = {"num_cpus": each["CPU"], "num_gpus": each.get("GPU", 0)}
@@ -154,7 +198,10 @@ def free_memory(config: Config) -> "Room":
             if done:
                 found = ray.get(done)
                 devices = [each.device for each in found if each.device is not None]
-                host, device = min(each.host for each in found), min(devices, default=None)
+                host, device = (
+                    min(each.host for each in found),
+                    min(devices, default=None),
+                )
                 return room._replace(host=host, device=device, driver=here.host)
     return room
 
@@ -167,14 +214,20 @@ def _free(tree: Mapping[str, Any]) -> "Room":
 
 
 def startup_timeout_s(config: Config) -> float:
-    """How long nodes are waited for at the start: a cluster that this command started does not grow."""
+    """How long nodes are waited for at the start: a cluster that this command
+    started does not grow.
+    """
     return 60 * config.compute.wait_minutes if cluster_address() else 0.0
 
 
 def _usual(config: Config) -> Resources:
     """What is asked for a worker where the cluster is too small to tell its share."""
     usual = {"CPU": config.compute.cpus_per_worker or 1.0}
-    return usual | ({"GPU": config.compute.gpus_per_worker} if config.compute.device == "cuda" else {})
+    return usual | (
+        {"GPU": config.compute.gpus_per_worker}
+        if config.compute.device == "cuda"
+        else {}
+    )
 
 
 def shortage(each: Resources, workers: int, nodes: Sequence[Node]) -> str:
@@ -182,7 +235,9 @@ def shortage(each: Resources, workers: int, nodes: Sequence[Node]) -> str:
     staying = [node for node in nodes if not node.leaving]
     free = sum((Counter(node.free) for node in staying), Counter[str]())
     has, leaving = total(nodes), len(nodes) - len(staying)
-    there = ", ".join(f"{has.get(name, 0):g} {name} ({free[name]:g} free)" for name in each)
+    there = ", ".join(
+        f"{has.get(name, 0):g} {name} ({free[name]:g} free)" for name in each
+    )
     gone = f", {plural(leaving, 'more node')} being drained" if leaving else ""
     one = ", ".join(f"{value:g} {name}" for name, value in each.items())
     wanted = f"{plural(workers, 'worker')} with {one} each, and 1 CPU for Ray Data"
@@ -190,22 +245,32 @@ def shortage(each: Resources, workers: int, nodes: Sequence[Node]) -> str:
 
 
 def check_shares(config: Config, each: Resources | None = None) -> None:
-    """ConfigError: workers that train together would share a GPU, which NCCL refuses ("Duplicate GPU").
-    ``each``: what a worker gets, by default what is known before the cluster is.
+    """ConfigError: workers that train together would share a GPU, which NCCL refuses
+    ("Duplicate GPU"). ``each``: what a worker gets, by default what is known before the
+    cluster is.
     """
     workers, share = config.compute.num_workers, (each or _usual(config)).get("GPU", 1)
     if workers > 1 and share < 1:
         raise ConfigError(
-            f"{plural(workers, 'worker')} of {share:g} GPUs would share GPUs; NCCL accepts one per GPU: "
-            "use --gpus-per-worker 1, or --workers 1"
+            f"{plural(workers, 'worker')} of {share:g} GPUs would share GPUs; NCCL"
+            " accepts one per GPU: use --gpus-per-worker 1, or --workers 1"
         )
 
 
 class DrainWatcher:
-    """Whether a node that a worker of ours is on is being drained (``ray drain-node``)."""
+    """Whether a node that a worker of ours is on is being drained
+    (``ray drain-node``).
+    """
 
-    def __init__(self, hosts: Callable[[], set[str]], clock: Callable[[], float] = time.monotonic) -> None:
-        self._hosts, self._clock, self._looked, self.given = hosts, clock, clock(), False
+    def __init__(
+        self, hosts: Callable[[], set[str]], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._hosts, self._clock, self._looked, self.given = (
+            hosts,
+            clock,
+            clock(),
+            False,
+        )
 
     def new(self) -> bool:
         """True once: a node leaves since the last look; looks every few seconds."""
@@ -222,11 +287,15 @@ class WorkerFailure(NamedTuple):
 
     line: str
     last: Exception | None
-    """What to raise if this recurs without a new checkpoint; None: it may happen any number of times."""
+    """What to raise if this recurs without a new checkpoint; None: it may happen any
+    number of times.
+    """
 
 
 def classify_failure(error: Exception) -> WorkerFailure:
-    """What the end of a group by ``error`` means. Raises what no other group would do better."""
+    """What the end of a group by ``error`` means. Raises what no other group would
+    do better.
+    """
     failure = cause_of(error)
     names = {kind.__name__ for kind in type(failure).__mro__}
     if isinstance(failure, UnoError) and is_transient(str(failure)):
@@ -234,24 +303,43 @@ def classify_failure(error: Exception) -> WorkerFailure:
     if isinstance(failure, UnoError) or not isinstance(failure, Exception):
         raise failure from None
     if NEVER in names:
-        raise ConfigError(f"the cluster can never hold the workers: {one_line(failure)}") from None
+        raise ConfigError(
+            f"the cluster can never hold the workers: {one_line(failure)}"
+        ) from None
     if NO_PLACE in names:
-        return WorkerFailure("the workers could not be scheduled: another job took the resources", None)
-    looks = (getattr(lost, "health_check_failure", lost) for lost in _failures(error).values())
+        return WorkerFailure(
+            "the workers could not be scheduled: another job took the resources", None
+        )
+    looks = (
+        getattr(lost, "health_check_failure", lost)
+        for lost in _failures(error).values()
+    )
     if LEFT in names or any(getattr(look, "preempted", False) for look in looks):
         return WorkerFailure("workers stopped: their node was drained", None)
-    own = f"{type(failure).__name__}: {failure}".splitlines()[0][:200]  # of the many lines that Ray says
+    # of the many lines that Ray says
+    own = f"{type(failure).__name__}: {failure}".splitlines()[0][:200]
     if names & LOST:
-        text = f"workers keep dying before a new checkpoint ({own}); they may be out of memory"
-        return WorkerFailure("workers died (a worker process or its node was lost)", Interrupted(text))
+        text = (
+            f"workers keep dying before a new checkpoint ({own}); they may be out of"
+            " memory"
+        )
+        return WorkerFailure(
+            "workers died (a worker process or its node was lost)", Interrupted(text)
+        )
     return WorkerFailure(f"workers died ({own})", failure)
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """The exception that explains a failed fit: the user's error first, a lost peer last."""
+    """The exception that explains a failed fit: the user's error first, a lost peer
+    last.
+    """
     failures = list(_failures(error).values())
     own = [f for f in failures if isinstance(f, UnoError)]
-    others = [f for f in failures if not (isinstance(f, RuntimeError) and "connection" in str(f).lower())]
+    others = [
+        f
+        for f in failures
+        if not (isinstance(f, RuntimeError) and "connection" in str(f).lower())
+    ]
     return next(iter(own + others), getattr(error, "controller_failure", None) or error)
 
 
@@ -260,10 +348,18 @@ def _failures(error: BaseException) -> Mapping[int, BaseException]:
 
 
 class StallWarner:
-    """A line every 30 s while somebody is inside a ``with`` of it: images are waited for."""
+    """A line every 30 s while somebody is inside a ``with`` of it: images are waited
+    for.
+    """
 
-    def __init__(self, tell: Callable[[float], str] | None = None, every_s: float = TELL_S) -> None:
-        self._tell, self._every_s, self._since = tell or no_images, every_s, float("inf")
+    def __init__(
+        self, tell: Callable[[float], str] | None = None, every_s: float = TELL_S
+    ) -> None:
+        self._tell, self._every_s, self._since = (
+            tell or no_images,
+            every_s,
+            float("inf"),
+        )
         self._over = threading.Event()
         threading.Thread(target=self._watch, name="uno-waits", daemon=True).start()
 
@@ -290,6 +386,16 @@ class StallWarner:
 
 def no_images(waited: float) -> str:
     """What Ray Data lacks, for the user."""
-    most = max((node.free.get("CPU", 0.0) for node in read_nodes() if not node.leaving), default=0.0)
-    has = f"but no node has more than {most:g} free" if most < TASK_CPUS else f"a node has {most:g} free"
-    return f"no images for {waited:.0f} s: each further process of Ray Data needs {TASK_CPUS:g} CPU, {has}"
+    most = max(
+        (node.free.get("CPU", 0.0) for node in read_nodes() if not node.leaving),
+        default=0.0,
+    )
+    has = (
+        f"but no node has more than {most:g} free"
+        if most < TASK_CPUS
+        else f"a node has {most:g} free"
+    )
+    return (
+        f"no images for {waited:.0f} s: each further process of Ray Data needs"
+        f" {TASK_CPUS:g} CPU, {has}"
+    )

@@ -1,8 +1,10 @@
-"""The command line of every command, from one declaration: its own arguments and the schema's fields.
+"""The command line of every command, from one declaration: its own arguments and the
+schema's fields.
 
-The flags are the schema's fields (``--objective.epsilon``), their short forms (``--batch-size``) and what a
-:class:`Command` adds; :mod:`uno.session.settings` makes a configuration of them. pydantic checks every value,
-so that an error is one line with the field's name.
+The flags are the schema's fields (``--objective.epsilon``), their short forms
+(``--batch-size``) and what a
+:class:`Command` adds; :mod:`uno.session.settings` makes a configuration of them.
+pydantic checks every value, so that an error is one line with the field's name.
 """
 
 import shutil
@@ -18,7 +20,15 @@ from pydantic import BaseModel, Field, StrictBool, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from pipelines.cli import SENTENCES
-from uno.config import Config, describe, field_traits, fields_of, flatten, load_yaml, override
+from uno.config import (
+    Config,
+    describe,
+    field_traits,
+    fields_of,
+    flatten,
+    load_yaml,
+    override,
+)
 from uno.errors import ConfigError
 from uno.methods import DEFAULT, METHODS
 from uno.presets import IMAGE_SIZE, PRESETS, preset
@@ -30,11 +40,15 @@ NUMBERS: TypeAdapter[Any] = TypeAdapter(StrictBool | list[_Number] | _Number | N
 
 
 Group = tuple[str, bool, list[str]]
-"""A flag, or "" for the words before the first one, whether by ``=``, and the words after it."""
+"""A flag, or "" for the words before the first one, whether by ``=``, and the words
+after it.
+"""
 
 
 class Argument(NamedTuple):
-    """One argument: a bool is a switch, list[str] takes words; without a default or None it must be given."""
+    """One argument: a bool is a switch, list[str] takes words; without a default or
+    None it must be given.
+    """
 
     sentence: str
     type: Any = str
@@ -52,7 +66,9 @@ class Argument(NamedTuple):
         """The words that may follow it."""
         if self.type is bool:
             return 1 if self.key and not self.negated else 0
-        return {tuple: len(get_args(self.type)), list: MANY}.get(get_origin(self.type), 1)
+        return {tuple: len(get_args(self.type)), list: MANY}.get(
+            get_origin(self.type), 1
+        )
 
     @property
     def takes_numbers(self) -> bool:
@@ -60,15 +76,21 @@ class Argument(NamedTuple):
         return not {int, float}.isdisjoint(get_args(self.type) or (self.type,))
 
     def value(self, name: str, words: Sequence[str]) -> Any:
-        """Which of the ``words`` after ``name`` are its value. ConfigError: there are too few or too many."""
+        """Which of the ``words`` after ``name`` are its value. ConfigError: there
+        are too few or too many.
+        """
         types, most = get_args(self.type) or (self.type,), self.most_words
         if bool in types and not words:
             return not self.negated
-        wanted = {0: "no value", 1: "one value", MANY: "values"}.get(most, f"{most} values")
+        wanted = {0: "no value", 1: "one value", MANY: "values"}.get(
+            most, f"{most} values"
+        )
         if not words or "" in words:
             raise ConfigError(f"{name} needs {wanted}")
         if len(words) > most or (most != MANY and len(words) < most):
-            raise ConfigError(f"{name} takes {wanted}, got {' '.join(map(repr, words))}")
+            raise ConfigError(
+                f"{name} takes {wanted}, got {' '.join(map(repr, words))}"
+            )
         if NoneType in types and words[0].lower() == "none":
             return None
         return words if most > 1 else words[0]
@@ -79,22 +101,33 @@ def switch(sentence: str) -> Argument:
     return Argument(sentence, bool, False)
 
 
-PRINT_CONFIG = {"--print-config": switch("Print the resolved configuration as YAML and stop.")}
-DRY_RUN = {"--dry-run": switch("Check the data, take one step, print the plan and stop.")}
+PRINT_CONFIG = {
+    "--print-config": switch("Print the resolved configuration as YAML and stop.")
+}
+DRY_RUN = {
+    "--dry-run": switch("Check the data, take one step, print the plan and stop.")
+}
 RUN = {"RUN": Argument("The run directory, a path or a URI.")}
-SIZE_FLAG = {"--image-size": Argument(
-    "Side of the training images in pixels; stored images, views and small crops keep the "
-    "preset's proportions.", int, key=IMAGE_SIZE)}  # fmt: skip
+SIZE_FLAG = {
+    "--image-size": Argument(
+        "Side of the training images in pixels; stored images, views and small crops"
+        " keep the preset's proportions.",
+        int,
+        key=IMAGE_SIZE,
+    )
+}
 
 
 @dataclass(frozen=True)
 class Command:
     """A command and what may stand on its line.
 
-    ``arguments`` are its own; a name without dashes is positional. ``takes`` says which fields of the schema
-    are options: ``all``, from which one configuration is made; ``all`` as ``changes`` to configurations that
-    exist; the ``some`` whose declaration names the command; ``none``. ``output`` is used where none is given;
-    ``text`` and ``examples`` are shown by ``--help``; a command with examples does nothing without arguments.
+    ``arguments`` are its own; a name without dashes is positional. ``takes`` says which
+    fields of the schema are options: ``all``, from which one configuration is made;
+    ``all`` as ``changes`` to configurations that exist; the ``some`` whose declaration
+    names the command; ``none``. ``output`` is used where none is given; ``text`` and
+    ``examples`` are shown by ``--help``; a command with examples does nothing without
+    arguments.
     """
 
     name: str
@@ -107,17 +140,28 @@ class Command:
     @property
     def usage(self) -> str:
         """``uno evaluate RUN [OPTIONS]``."""
-        names = [n if a.required else f"[{n}]" for n, a in self.arguments.items() if not n.startswith("-")]
+        names = [
+            n if a.required else f"[{n}]"
+            for n, a in self.arguments.items()
+            if not n.startswith("-")
+        ]
         return " ".join(["uno", self.name, *names, "[OPTIONS]"])
 
     def flags(self, *methods: str) -> dict[str, Argument]:
-        """All arguments by name: the command's own, then those of the schema and of these ``methods``."""
-        own = {**self.arguments, "--help": switch("Print what is needed most and exit.")}
+        """All arguments by name: the command's own, then those of the schema and of
+        these ``methods``.
+        """
+        own = {
+            **self.arguments,
+            "--help": switch("Print what is needed most and exit."),
+        }
         if self.takes == "none":
             return own
         if self.takes != "some":
             own[HELP_ALL] = switch("Print every option and exit.")
-        own["--config"] = Argument("YAML file; repeatable; the last value of a key counts.")
+        own["--config"] = Argument(
+            "YAML file; repeatable; the last value of a key counts."
+        )
         return {**own, **SIZE_FLAG, **dict(schema_flags(fields_of(*methods))), **own}
 
     def may_change(self, key: str) -> bool:
@@ -127,7 +171,9 @@ class Command:
 
 @dataclass(frozen=True)
 class Options:
-    """``args.dry_run`` is ``--dry-run``; ``yaml_values`` and ``cli_values``: the dotted keys set there."""
+    """``args.dry_run`` is ``--dry-run``; ``yaml_values`` and ``cli_values``: the
+    dotted keys set there.
+    """
 
     command: Command
     args: SimpleNamespace
@@ -143,12 +189,15 @@ class Options:
     def config(self) -> Config:
         """The configuration that the line leads to, with the command's output."""
         choose = self.command.name in ("discover", "data")
-        return override(Config(), completed(self.overrides, self.command.output, choose))
+        return override(
+            Config(), completed(self.overrides, self.command.output, choose)
+        )
 
 
 def parse(argv: Sequence[str], command: Command) -> Options:
-    """Options of ``uno COMMAND ARGV...``; ``--help``, or nothing where something is needed, ends it. Words
-    that no flag takes are the arguments without dashes, in their order.
+    """Options of ``uno COMMAND ARGV...``; ``--help``, or nothing where something is
+    needed, ends it. Words that no flag takes are the arguments without dashes, in their
+    order.
     """
     asked, arguments = {"--help", "-h", HELP_ALL}.intersection(argv), command.arguments
     groups = list(_groups(token for token in argv if token not in asked))
@@ -162,7 +211,9 @@ def parse(argv: Sequence[str], command: Command) -> Options:
             while positional and surplus:
                 own[positional.pop(0)] = surplus.pop(0)
             if surplus and not name:
-                raise ConfigError(f"unexpected argument {surplus[0]!r}; options start with --")
+                raise ConfigError(
+                    f"unexpected argument {surplus[0]!r}; options start with --"
+                )
             value = flags[name].value(name, words + surplus) if name else None
             if name and flags[name].takes_numbers:  # or pydantic would speak of strings
                 value = NUMBERS.validate_python(value)
@@ -175,14 +226,23 @@ def parse(argv: Sequence[str], command: Command) -> Options:
             raise
         file, line = {}, {}  # help is there for who has made a mistake
     options = Options(command, SimpleNamespace(), file, line)
-    if asked or (not argv and (command.examples or any(a.required for a in arguments.values()))):
+    if asked or (
+        not argv and (command.examples or any(a.required for a in arguments.values()))
+    ):
         _print_help(options, HELP_ALL in asked)
         raise SystemExit(0 if asked else 2)
     for name, argument in arguments.items():
         if argument.required and name not in own:
-            raise ConfigError(f"{name} {'is missing' if name[0] == '-' else 'comes first'}: {command.usage}")
+            raise ConfigError(
+                f"{name} {'is missing' if name[0] == '-' else 'comes first'}:"
+                f" {command.usage}"
+            )
         try:
-            value = TypeAdapter(argument.type).validate_python(own[name]) if name in own else argument.default
+            value = (
+                TypeAdapter(argument.type).validate_python(own[name])
+                if name in own
+                else argument.default
+            )
         except ValidationError as error:
             raise ConfigError(describe(error, name)) from None
         setattr(options.args, name.lstrip("-").replace("-", "_").lower(), value)
@@ -196,13 +256,18 @@ def parse(argv: Sequence[str], command: Command) -> Options:
 def schema_flags(
     fields: Mapping[str, FieldInfo] = Config.model_fields, prefix: str = ""
 ) -> Iterator[tuple[str, Argument]]:
-    """Every flag of ``fields`` and what it sets: a field's long form first, its short one next."""
+    """Every flag of ``fields`` and what it sets: a field's long form first, its
+    short one next.
+    """
     for name, info in fields.items():
         key, kind = f"{prefix}{name}", info.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             yield from schema_flags(kind.model_fields, f"{key}.")
             continue
-        flag, short = Argument(info.description or "", kind, key=key), field_traits(key).flag
+        flag, short = (
+            Argument(info.description or "", kind, key=key),
+            field_traits(key).flag,
+        )
         yield f"--{dashed(key)}", flag
         if short:
             yield f"--{short}", flag
@@ -210,21 +275,30 @@ def schema_flags(
             yield f"--{dashed(prefix)}no-{dashed(name)}", flag._replace(negated=True)
 
 
-def _flags(groups: list[Group], command: Command, file: dict[str, Any]) -> dict[str, Argument]:
-    """The flags of a line, whose ``--config`` files are read into ``file``. ConfigError: another flag."""
+def _flags(
+    groups: list[Group], command: Command, file: dict[str, Any]
+) -> dict[str, Argument]:
+    """The flags of a line, whose ``--config`` files are read into ``file``.
+    ConfigError: another flag.
+    """
     if "--config" in command.flags():
-        for words in (words for name, _, words in groups if name == "--config" and any(words)):
+        for words in (
+            words for name, _, words in groups if name == "--config" and any(words)
+        ):
             file |= load_yaml(words[0])
     flags = command.flags(*_methods_in(groups, file))
     for name, _, _ in groups:
         if name and name not in flags:
-            raise ConfigError(f"unknown option {name}{similar(name[2:], [flag[2:] for flag in flags])}")
+            raise ConfigError(
+                "unknown option"
+                f" {name}{similar(name[2:], [flag[2:] for flag in flags])}"
+            )
     return flags
 
 
 def _methods_in(groups: list[Group], file: Mapping[str, Any]) -> list[str]:
-    """The methods whose sections a line may set: the one it chooses, and those of this package whose section
-    it names. ConfigError: it chooses one that does not exist.
+    """The methods whose sections a line may set: the one it chooses, and those of this
+    package whose section it names. ConfigError: it chooses one that does not exist.
     """
     found = [str(file.get("method", DEFAULT))]
     for name, _, words in groups:
@@ -237,7 +311,9 @@ def _methods_in(groups: list[Group], file: Mapping[str, Any]) -> list[str]:
 
 
 def _groups(argv: Iterable[str]) -> Iterator[Group]:
-    """``x --a 1 2 --b=3`` -> ``("", False, [x]), ("--a", False, [1, 2]), ("--b", True, [3])``."""
+    """``x --a 1 2 --b=3`` ->
+    ``("", False, [x]), ("--a", False, [1, 2]), ("--b", True, [3])``.
+    """
     name, equals, words = "", "", list[str]()
     for token in argv:
         if token.startswith("--"):
@@ -256,12 +332,13 @@ Without --preset: digits for the digits; for other data photos if pretrained wei
 else scratch (the paper's CIFAR10 settings; size, batch, epochs, mean and std are derived from your images).
 A preset's known classes apply only to its own data set. None switches an optional value off.
 The defaults below are the values of this command line.
-"""
+"""  # noqa: E501
 
 
 def _print_help(options: Options, everything: bool) -> None:
-    """Arguments with a sentence and their values: a preset's, where the line has a mistake. Of the schema's
-    fields those with a short form, by that form, unless ``everything``.
+    """Arguments with a sentence and their values: a preset's, where the line has a
+    mistake. Of the schema's fields those with a short form, by that form, unless
+    ``everything``.
     """
     command = options.command
     print(f"usage: {command.usage}\n\n{SENTENCES[command.name]}\n")
@@ -269,13 +346,17 @@ def _print_help(options: Options, everything: bool) -> None:
     values: dict[str, Any] = {}
     text = command.text + f"\n\n{RULES}" * (everything and command.takes == "all")
     if command.examples:
-        print("\n".join(["examples:", *(f"  {line}" for line in command.examples)]) + "\n")
+        print(
+            "\n".join(["examples:", *(f"  {line}" for line in command.examples)]) + "\n"
+        )
     if command.takes == "all":
         values = flatten(preset("digits").model_dump())
         with suppress(ConfigError):
             values = flatten(options.config.model_dump())
     for paragraph in filter(None, text.strip().split("\n\n")):
-        print(f"{textwrap.fill(' '.join(paragraph.split()), width, break_on_hyphens=False)}\n")
+        print(
+            f"{textwrap.fill(' '.join(paragraph.split()), width, break_on_hyphens=False)}\n"  # noqa: E501
+        )
 
     flags = command.flags(str(values.get("method", DEFAULT)))
     forms, section, hidden = dict[str, list[str]](), "", 0  # names of one argument
@@ -283,8 +364,12 @@ def _print_help(options: Options, everything: bool) -> None:
         if not argument.key or command.may_change(argument.key):
             forms.setdefault(argument.key or name, []).append(name)
     if not everything and command.takes in ("all", "changes"):
-        shared = {k for k in forms if "." in k and k.partition(".")[0] in Config.model_fields}
-        short = {k: v for k, v in forms.items() if k not in shared or field_traits(k).flag}
+        shared = {
+            k for k in forms if "." in k and k.partition(".")[0] in Config.model_fields
+        }
+        short = {
+            k: v for k, v in forms.items() if k not in shared or field_traits(k).flag
+        }
         forms, hidden = short, len(forms) - len(short)
     for key, names in forms.items():
         argument = flags[names[0]]
@@ -292,7 +377,9 @@ def _print_help(options: Options, everything: bool) -> None:
             print(f"\n{section}:")
         value = values.get(key, argument.default)
         shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
-        unset = (value is None or value is False or value == ()) and not (everything and key in values)
+        unset = (value is None or value is False or value == ()) and not (
+            everything and key in values
+        )
         default = "" if unset else f" (default: {shown})"
         value_name = placeholder(argument.type) if names[0][0] == "-" else ""
         if not everything:
@@ -305,13 +392,17 @@ def _print_help(options: Options, everything: bool) -> None:
             print(head.ljust(column) + lines.pop(0))
         else:
             print(head)
-        print(textwrap.indent("\n".join(lines), " " * column), end="\n" if lines else "")
+        print(
+            textwrap.indent("\n".join(lines), " " * column), end="\n" if lines else ""
+        )
     if hidden:
         print(f"\n{HELP_ALL} lists {hidden} more options")
 
 
 def placeholder(kind: Any) -> str:
-    """Name a value in the help: ``INT``, ``FLOAT FLOAT``, ``{paper,v2}``, ``INT|auto|None``."""
+    """Name a value in the help: ``INT``, ``FLOAT FLOAT``, ``{paper,v2}``,
+    ``INT|auto|None``.
+    """
     parts, origin = get_args(kind), get_origin(kind)
     if not parts:
         return {bool: "", int: "INT", float: "FLOAT", NoneType: "None"}.get(kind, "STR")
@@ -321,4 +412,8 @@ def placeholder(kind: Any) -> str:
         return " ".join(map(placeholder, parts))
     if origin is list:
         return f"{placeholder(parts[0])} ..."
-    return placeholder(parts[0]) if hasattr(kind, "__metadata__") else "|".join(map(placeholder, parts))
+    return (
+        placeholder(parts[0])
+        if hasattr(kind, "__metadata__")
+        else "|".join(map(placeholder, parts))
+    )

@@ -1,4 +1,6 @@
-"""``uno data pack``, here or on Ray: a task for each shard, which reads its rows and writes its file."""
+"""``uno data pack``, here or on Ray: a task for each shard, which reads its rows and
+writes its file.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
@@ -25,7 +27,8 @@ from uno.session.console import Progress, print_line
 from uno.text import plural
 
 BAD = pa.list_(pa.struct({"id": pa.string(), "reason": pa.string()}))
-EXECUTION_ROWS = 2**20  # of shards that are in the object store at once, or where their images are
+# of shards that are in the object store at once, or where their images are
+EXECUTION_ROWS = 2**20
 
 
 def pack_data(config: Config, shard_mb: int, given: Mapping[str, Any]) -> int:
@@ -39,43 +42,69 @@ def pack_data(config: Config, shard_mb: int, given: Mapping[str, Any]) -> int:
     if config.data.limit is not None:
         rows = rows.take(limit_rows(rows, config.data.limit))
     labeled = labeled_rows(rows, config.data) & rows.is_train
-    with ray_env.connect(workers=workers) if workers else nullcontext() as ray, Progress() as progress:
+    with (
+        ray_env.connect(workers=workers) if workers else nullcontext() as ray,
+        Progress() as progress,
+    ):
 
         def show(done: int, total: int) -> None:
             progress({"phase": "pack", "step": done, "total_steps": total})
 
-        store = store_on_ray(ray, config) if workers else store_local(num_threads(config))
-        found = pack(rows, labeled, Storage(config.output), shard_mb * 2**20, store, show)
-    counts = f"{plural(found.rows, 'image')}, {found.packed:,} packed, {found.bad:,} bad, "
+        store = (
+            store_on_ray(ray, config) if workers else store_local(num_threads(config))
+        )
+        found = pack(
+            rows, labeled, Storage(config.output), shard_mb * 2**20, store, show
+        )
+    counts = (
+        f"{plural(found.rows, 'image')}, {found.packed:,} packed, {found.bad:,} bad, "
+    )
     counts += plural(found.shards, "shard")
     print_line(f"{counts}: {config.output}")
     return 0
 
 
 def store_on_ray(ray: Any, config: Config) -> Store:
-    """At most as many shards at a time as there are workers, each in a task: paths must lead to images and
-    shards from every node, but what is local here is written here. What is said of all rows lies in the
-    object store. Nodes are waited for; ConfigError: this one has no CPU for what must be written here.
+    """At most as many shards at a time as there are workers, each in a task: paths must
+    lead to images and shards from every node, but what is local here is written here.
+    What is said of all rows lies in the object store. Nodes are waited for;
+    ConfigError: this one has no CPU for what must be written here.
     """
     workers, own = config.compute.num_workers, own_node(ray)
     one = override(config, {"compute.num_workers": 1, "compute.device": "cpu"})
     if not Storage(str(config.output)).is_local:
-        nodes.once_one_fits(one, lambda: ray_env.task_request(one, ray.cluster_resources()))
-    elif not any(node["NodeID"] == own and node["Resources"].get("CPU") for node in ray.nodes()):
+        nodes.once_one_fits(
+            one, lambda: ray_env.task_request(one, ray.cluster_resources())
+        )
+    elif not any(
+        node["NodeID"] == own and node["Resources"].get("CPU") for node in ray.nodes()
+    ):
         advice = "use a URI, or leave --workers out"
-        raise ConfigError(f"--output {config.output} is local, where Ray has no CPUs; {advice}")
+        raise ConfigError(
+            f"--output {config.output} is local, where Ray has no CPUs; {advice}"
+        )
 
-    def store(output: Storage, rows: Rows, shards: Iterator[ShardRows]) -> Iterator[Shard]:
+    def store(
+        output: Storage, rows: Rows, shards: Iterator[ShardRows]
+    ) -> Iterator[Shard]:
         shared = ray.put((without_images(rows), rows.images.reader()))
         here = {NODE: own} if output.is_local else None
         write = partial(write_shard, target=output.uri, shared=shared)
-        for some in grouped((shard_block(shard, rows) for shard in shards), EXECUTION_ROWS):
+        for some in grouped(
+            (shard_block(shard, rows) for shard in shards), EXECUTION_ROWS
+        ):
             found = dataset_of(some).map_batches(
-                write, batch_format="pyarrow", batch_size=None, label_selector=here,
-                num_cpus=ray_env.TASK_CPUS, compute=ray.data.TaskPoolStrategy(size=workers),
-            )  # fmt: skip
+                write,
+                batch_format="pyarrow",
+                batch_size=None,
+                label_selector=here,
+                num_cpus=ray_env.TASK_CPUS,
+                compute=ray.data.TaskPoolStrategy(size=workers),
+            )
             for table in in_order(found):
-                for name, num_rows, bad in zip(*table.to_pydict().values(), strict=True):
+                for name, num_rows, bad in zip(
+                    *table.to_pydict().values(), strict=True
+                ):
                     yield Shard(name, num_rows, bad)
 
     return store
@@ -87,9 +116,13 @@ def without_images(rows: Rows) -> Rows:
 
 
 def shard_block(shard: ShardRows, rows: Rows) -> pa.Table:
-    """A shard as it travels: its name, the row group of each row, the rows and their images."""
+    """A shard as it travels: its name, the row group of each row, the rows and their
+    images.
+    """
     columns = to_columns(rows.images, shard.rows)
-    name = pa.DictionaryArray.from_arrays(np.zeros(len(shard.rows), np.int8), [shard.name])
+    name = pa.DictionaryArray.from_arrays(
+        np.zeros(len(shard.rows), np.int8), [shard.name]
+    )
     group = np.repeat(np.arange(len(shard.sizes), dtype=np.int32), shard.sizes)
     return pa.table({"name": name, "group": group, "row": shard.rows, **columns})
 
@@ -99,6 +132,10 @@ def write_shard(block: pa.Table, target: str, shared: Any) -> pa.Table:
     import ray
 
     (rows, reader), name = ray.get(shared), block["name"][0].as_py()
-    shard = ShardRows(name, np.bincount(block["group"].to_numpy()), block["row"].to_numpy())
+    shard = ShardRows(
+        name, np.bincount(block["group"].to_numpy()), block["row"].to_numpy()
+    )
     found = store_shard(Storage(target), rows, shard, from_columns(block, reader))
-    return pa.table({"name": [name], "rows": [found.rows], "bad": pa.array([found.bad], BAD)})
+    return pa.table(
+        {"name": [name], "rows": [found.rows], "bad": pa.array([found.bad], BAD)}
+    )

@@ -1,13 +1,15 @@
-"""Ray Data: tasks on any node read and decode images, once for a resident set, in every epoch for a streamed
-one, where they crop the views as well.
+"""Ray Data: tasks on any node read and decode images, once for a resident set, in every
+epoch for a streamed one, where they crop the views as well.
 
-Images of a resident set travel to a task as they are: paths, encoded bytes, pixels, or numbers of rows in
-Parquet files. What comes back is 8-bit pixels, in order. For streaming every rank runs executions of its own,
-so that any step can be the first: one for each epoch, or for several short ones. Numbers of rows travel, 24
-bytes each; what reads the images, or the images that are in memory, is in the object store, once for each
-node. What is not read yet is bounded by Ray Data's allocator. An execution's processes are as many as its
-rank's CPUs and live as long as it does, so that no task waits for a CPU, which an autoscaler would take for a
-need of nodes. The first one takes none: executions that wait for each other's CPUs continue.
+Images of a resident set travel to a task as they are: paths, encoded bytes, pixels, or
+numbers of rows in Parquet files. What comes back is 8-bit pixels, in order. For
+streaming every rank runs executions of its own, so that any step can be the first: one
+for each epoch, or for several short ones. Numbers of rows travel, 24 bytes each; what
+reads the images, or the images that are in memory, is in the object store, once for
+each node. What is not read yet is bounded by Ray Data's allocator. An execution's
+processes are as many as its rank's CPUs and live as long as it does, so that no task
+waits for a CPU, which an autoscaler would take for a need of nodes. The first one takes
+none: executions that wait for each other's CPUs continue.
 """
 
 import logging
@@ -40,25 +42,35 @@ from uno.data.splits import Task, train_rows, truth_rows
 from uno.data.stream import CHUNK_BYTES, Chunk, CropJob, EvalData, References, TrainData
 from uno.errors import UnoError
 
-FEW_ROWS = 2_000  # of a resident set; below it, to start processes takes longer than to decode
+# of a resident set; below it, to start processes takes longer than to decode
+FEW_ROWS = 2_000
 ROWS_PER_DECODE = 256  # decoded at once by a task; bounds its memory
-EXECUTION_BYTES = 128 * 2**20  # of places, or of images that are in memory, which travel to their tasks
-EXECUTION_BLOCKS = 1_000  # from which on whole epochs are enough for an execution: its processes are new ones
+# of places, or of images that are in memory, which travel to their tasks
+EXECUTION_BYTES = 128 * 2**20
+# from which on whole epochs are enough for an execution: its processes are new ones
+EXECUTION_BLOCKS = 1_000
 STORE_SHARE = 0.4  # of the object store, for the executions of all workers
-TASK_CHUNKS = 4  # that a task crops: it costs 11 ms of CPU time, a block of its results much less
+# that a task crops: it costs 11 ms of CPU time, a block of its results much less
+TASK_CHUNKS = 4
 
-NEAR_SHARE = 0.9  # of a worker's CPUs that its own node must have for its tasks to stay there
+# of a worker's CPUs that its own node must have for its tasks to stay there
+NEAR_SHARE = 0.9
 
 Run = Callable[[list[pa.Table]], Iterator[pa.Table]]
 """One execution: blocks, which are stored at once, to blocks, in order."""
 
 
 def shared(
-    ray: Any, config: Config, task: Task, reasons: list[str | None] | None,
-    features: Tensor | NeighborViews | None = None, images: list[Any] | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """What all workers read of a task, in the object store: what training may know, and the truth apart;
-    ``features`` (N, 1 + V, D) where they stand for the images, or ``images``, the blocks of
+    ray: Any,
+    config: Config,
+    task: Task,
+    reasons: list[str | None] | None,
+    features: Tensor | NeighborViews | None = None,
+    images: list[Any] | None = None,
+) -> dict[str, Any]:
+    """What all workers read of a task, in the object store: what training may know, and
+    the truth apart; ``features`` (N, 1 + V, D) where they stand for the images, or
+    ``images``, the blocks of
     :func:`decode_task`.
     """
     ok = None if reasons is None else ok_mask(reasons)
@@ -77,12 +89,18 @@ def shared(
 def worker_sets(
     config: Config, loop: Mapping[str, Any], storage: Storage
 ) -> tuple[TrainData, Callable[[], Mapping[str, EvalData]]]:
-    """On a worker: the training set, and what reads the evaluation sets when training is over."""
+    """On a worker: the training set, and what reads the evaluation sets when
+    training is over.
+    """
     import ray
     import ray.train
 
-    def truth(make: Callable[[Any, Any, Any], EvalData]) -> Callable[[], Mapping[str, EvalData]]:
-        return lambda: {split: make(*each) for split, each in ray.get(loop["truth"]).items()}
+    def truth(
+        make: Callable[[Any, Any, Any], EvalData],
+    ) -> Callable[[], Mapping[str, EvalData]]:
+        return lambda: {
+            split: make(*each) for split, each in ray.get(loop["truth"]).items()
+        }
 
     side, rows = config.data.stored_size, dict(ray.get(loop["rows"]))
     if config.data.loading != "streaming":
@@ -96,51 +114,78 @@ def worker_sets(
             lambda own, true, free: EvalSet(seen.select_rows(own), true, own, free)
         )
 
-    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # an error is raised here, in one line
-    cpus, store = execution_limits(ray.cluster_resources(), config.compute.num_workers, loop["worker_cpus"])
+    # an error is raised here, in one line
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)
+    cpus, store = execution_limits(
+        ray.cluster_resources(), config.compute.num_workers, loop["worker_cpus"]
+    )
     neighbors = ray.train.get_context().get_local_world_size()
-    node, cpus = preferred_node(ray.nodes(), own_node(ray), cpus, neighbors, loop["worker_cpus"])
+    node, cpus = preferred_node(
+        ray.nodes(), own_node(ray), cpus, neighbors, loop["worker_cpus"]
+    )
     limits = cpus, store, node
     source = ray.get(loop["source"])
     bad = BadRows(rows.pop("ids"), source, config.data.max_bad_fraction, storage)
-    decode = decode_on_ray(ray, loop["source"], side, *limits, config.data.interpolation)
+    decode = decode_on_ray(
+        ray, loop["source"], side, *limits, config.data.interpolation
+    )
     crop = crop_on_ray(ray, loop["source"], *limits)
     train = stream.StreamSet(source, **rows, bad=bad, crop=crop, decode=decode)
     how = source, side, decode, bad
-    return train, truth(lambda own, true, free: stream.StreamedEvalSet(true, own, free, *how))
+    return train, truth(
+        lambda own, true, free: stream.StreamedEvalSet(true, own, free, *how)
+    )
 
 
 def decode_task(
     ray: Any, task: Task, side: int, how: Interpolation = "bilinear"
 ) -> tuple[list[Any], list[str | None]]:
-    """References to blocks with a row per image of ``task``: ``row``, ``pixels`` (3 * side * side bytes,
-    zeros where ``reason`` says why there are none); and the reasons in row order. No label is in here. Few
-    images are decoded by this process.
+    """References to blocks with a row per image of ``task``: ``row``, ``pixels`` (3 *
+    side * side bytes, zeros where ``reason`` says why there are none); and the reasons
+    in row order. No label is in here. Few images are decoded by this process.
     """
-    from uno.session.resources import ROWS_PER_BLOCK  # imported here: tasks that decode have no use for it
+    # imported here: tasks that decode have no use for it
+    from uno.session.resources import ROWS_PER_BLOCK
 
     images, rows = task.rows.images, np.arange(len(task.rows))
     if len(rows) < FEW_ROWS:
         pixels, reasons = decode_many(images, side, interpolation=how)
-        table = _pixel_table(pixels.flatten(1).numpy(), reasons).append_column("row", pa.array(rows))
+        table = _pixel_table(pixels.flatten(1).numpy(), reasons).append_column(
+            "row", pa.array(rows)
+        )
         return [ray.put(table)], reasons
-    blocks = [image_block(images, rows[i : i + ROWS_PER_BLOCK]) for i in rows[::ROWS_PER_BLOCK]]
+    blocks = [
+        image_block(images, rows[i : i + ROWS_PER_BLOCK])
+        for i in rows[::ROWS_PER_BLOCK]
+    ]
     decode = partial(decode_block, side=side, images=images.reader(), interpolation=how)
-    batches = {"batch_format": "pyarrow", "batch_size": ROWS_PER_DECODE, "zero_copy_batch": True}
+    batches = {
+        "batch_format": "pyarrow",
+        "batch_size": ROWS_PER_DECODE,
+        "zero_copy_batch": True,
+    }
     dataset = dataset_of(blocks).map_batches(decode, **batches).materialize()
     columns = dataset.select_columns(["row", "reason"])
-    facts = pa.concat_tables(columns.iter_batches(batch_size=None, batch_format="pyarrow"))
+    facts = pa.concat_tables(
+        columns.iter_batches(batch_size=None, batch_format="pyarrow")
+    )
     return dataset.to_arrow_refs(), facts.sort_by("row")["reason"].to_pylist()
 
 
 def pixels_of(tables: Iterable[pa.Table], side: int) -> RowBlocks:
-    """All images (N,3,side,side) of the blocks of :func:`decode_task`, in row order, where they are: in the
-    object store, which every process of a node reads without a copy.
+    """All images (N,3,side,side) of the blocks of :func:`decode_task`, in row order,
+    where they are: in the object store, which every process of a node reads without a
+    copy.
     """
     parts = [part for table in tables for part in table.to_batches() if len(part)]
     rows = torch.cat([torch.tensor(part["row"].to_numpy()) for part in parts])
-    blocks = [shared_tensor(bytes_of(pa.chunked_array([part["pixels"]]), 3 * side**2)) for part in parts]
-    return RowBlocks([block.view(-1, 3, side, side) for block in blocks], rows.argsort())
+    blocks = [
+        shared_tensor(bytes_of(pa.chunked_array([part["pixels"]]), 3 * side**2))
+        for part in parts
+    ]
+    return RowBlocks(
+        [block.view(-1, 3, side, side) for block in blocks], rows.argsort()
+    )
 
 
 def shared_tensor(array: np.ndarray) -> Tensor:
@@ -155,38 +200,57 @@ def image_block(images: Images, rows: np.ndarray) -> pa.Table:
 
 
 def decode_block(
-    block: pa.Table, side: int, images: Images | None, interpolation: Interpolation = "bilinear"
+    block: pa.Table,
+    side: int,
+    images: Images | None,
+    interpolation: Interpolation = "bilinear",
 ) -> pa.Table:
-    """The rows of an :func:`image_block` with ``pixels`` and ``reason``; ``images`` reads their numbers."""
+    """The rows of an :func:`image_block` with ``pixels`` and ``reason``; ``images``
+    reads their numbers.
+    """
     pixels, reasons = decode_many(from_columns(block, images), side, 1, interpolation)
-    return _pixel_table(pixels.flatten(1).numpy(), reasons).append_column("row", block["row"])
+    return _pixel_table(pixels.flatten(1).numpy(), reasons).append_column(
+        "row", block["row"]
+    )
 
 
 def _pixel_table(pixels: np.ndarray, reasons: list[str | None]) -> pa.Table:
-    return pa.table({"pixels": pixel_column(pixels), "reason": pa.array(reasons, pa.string())})
+    return pa.table(
+        {"pixels": pixel_column(pixels), "reason": pa.array(reasons, pa.string())}
+    )
 
 
 def pixel_column(pixels: np.ndarray) -> pa.Array:
     """Rows of bytes (n, row_bytes) without a copy, as Arrow's fixed-size binary."""
     kind = pa.binary(pixels.shape[1])
-    return pa.FixedSizeBinaryArray.from_buffers(kind, len(pixels), [None, pa.py_buffer(pixels)])
+    return pa.FixedSizeBinaryArray.from_buffers(
+        kind, len(pixels), [None, pa.py_buffer(pixels)]
+    )
 
 
 def bytes_of(chunks: pa.ChunkedArray, row_bytes: int) -> np.ndarray:
-    """A column ``pixels`` as uint8 (n, row_bytes), read-only, without a copy of what is in one piece."""
+    """A column ``pixels`` as uint8 (n, row_bytes), read-only, without a copy of what
+    is in one piece.
+    """
     column = chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
     values = np.frombuffer(column.buffers()[1], np.uint8)[column.offset * row_bytes :]
     return values[: len(column) * row_bytes].reshape(-1, row_bytes)
 
 
-def execution_limits(cluster: dict[str, float], workers: int, worker_cpus: float) -> tuple[float, float]:
+def execution_limits(
+    cluster: dict[str, float], workers: int, worker_cpus: float
+) -> tuple[float, float]:
     """(CPUs, bytes of the object store) for the execution of one worker."""
     cpus = (cluster.get("CPU", 1) - workers * worker_cpus) / workers
-    return max(0.1, cpus), STORE_SHARE * cluster.get("object_store_memory", 2**30) / workers
+    return max(0.1, cpus), STORE_SHARE * cluster.get(
+        "object_store_memory", 2**30
+    ) / workers
 
 
 def pool_size(cpus: float) -> int:
-    """Processes of an execution: one for each whole CPU, also where Ray's rounding left a little less."""
+    """Processes of an execution: one for each whole CPU, also where Ray's rounding
+    left a little less.
+    """
     return max(1, int(cpus + 1 - TASK_CPUS))
 
 
@@ -196,13 +260,25 @@ def own_node(ray: Any) -> str:
 
 
 def preferred_node(
-    nodes: list[dict[str, Any]], own: str, cpus: float, neighbors: int, worker_cpus: float
+    nodes: list[dict[str, Any]],
+    own: str,
+    cpus: float,
+    neighbors: int,
+    worker_cpus: float,
 ) -> tuple[str | None, float]:
-    """The node ``own``, and how many of the ``cpus`` of a worker's share of all ``nodes`` are there, if its
-    processes are to stay with it, from where their results need not travel: its CPUs, shared by that many
-    workers, are about as many. Else None: where a node has too few CPUs others do more.
+    """The node ``own``, and how many of the ``cpus`` of a worker's share of all
+    ``nodes`` are there, if its processes are to stay with it, from where their results
+    need not travel: its CPUs, shared by that many workers, are about as many. Else
+    None: where a node has too few CPUs others do more.
     """
-    total = next((n["Resources"].get("CPU", 0.0) for n in nodes if n["NodeID"] == own and n["Alive"]), 0.0)
+    total = next(
+        (
+            n["Resources"].get("CPU", 0.0)
+            for n in nodes
+            if n["NodeID"] == own and n["Alive"]
+        ),
+        0.0,
+    )
     here = total / neighbors - worker_cpus
     return (own, min(cpus, here)) if here >= NEAR_SHARE * cpus else (None, cpus)
 
@@ -210,15 +286,20 @@ def preferred_node(
 def crop_on_ray(
     ray: Any, source: Any, cpus: float, store: float, node: str | None = None
 ) -> Callable[[CropJob], Generator[Chunk, None, None]]:
-    """As :func:`uno.data.stream.crop_local`, in Ray tasks within :func:`execution_limits`,
+    """As :func:`uno.data.stream.crop_local`, in Ray tasks within
+    :func:`execution_limits`,
     :func:`preferred_node` or anywhere; ``source`` is the reference to the job's images.
     """
 
     def chunks(job: CropJob) -> Generator[Chunk, None, None]:
         crop = partial(_crop, cropper=job.cropper, chunk_rows=job.chunk_rows)
-        run = _runner(ray, crop, source, cpus, store, job.chunk_rows * job.row_bytes, node)
+        run = _runner(
+            ray, crop, source, cpus, store, job.chunk_rows * job.row_bytes, node
+        )
         num_rows = job.fetch_rows or TASK_CHUNKS * job.chunk_rows
-        for table in in_executions(run, whole_epochs(map(places, epoch) for epoch in job.epochs(num_rows))):
+        for table in in_executions(
+            run, whole_epochs(map(places, epoch) for epoch in job.epochs(num_rows))
+        ):
             yield bytes_of(table["pixels"], job.row_bytes), table["reason"].to_pylist()
 
     return chunks
@@ -230,24 +311,41 @@ def places(of: References) -> pa.Table:
 
 
 def decode_on_ray(
-    ray: Any, source: Any, side: int, cpus: float, store: float, node: str | None = None,
+    ray: Any,
+    source: Any,
+    side: int,
+    cpus: float,
+    store: float,
+    node: str | None = None,
     how: Interpolation = "bilinear",
-) -> Callable[[Iterable[np.ndarray]], Iterator[DecodedBatch]]:  # fmt: skip
-    """As :func:`uno.data.decode.decoded`, of the images that ``source`` refers to, in Ray tasks."""
+) -> Callable[[Iterable[np.ndarray]], Iterator[DecodedBatch]]:
+    """As :func:`uno.data.decode.decoded`, of the images that ``source`` refers to,
+    in Ray tasks.
+    """
     decode = partial(decode_block, side=side, interpolation=how)
     run = _runner(ray, decode, source, cpus, store, CHUNK_BYTES, node)
 
     def decoded(batches: Iterable[np.ndarray]) -> Iterator[DecodedBatch]:
-        for table in in_executions(run, grouped(pa.table({"row": rows, "number": rows}) for rows in batches)):
+        for table in in_executions(
+            run, grouped(pa.table({"row": rows, "number": rows}) for rows in batches)
+        ):
             pixels = torch.from_numpy(bytes_of(table["pixels"], 3 * side**2).copy())
-            yield table["row"].to_numpy(), pixels.view(-1, 3, side, side), table["reason"].to_pylist()
+            yield (
+                table["row"].to_numpy(),
+                pixels.view(-1, 3, side, side),
+                table["reason"].to_pylist(),
+            )
 
     return decoded
 
 
-def _crop(block: pa.Table, images: Images, cropper: Cropper, chunk_rows: int) -> Iterator[pa.Table]:
+def _crop(
+    block: pa.Table, images: Images, cropper: Cropper, chunk_rows: int
+) -> Iterator[pa.Table]:
     torch.set_num_threads(1)
-    steps, positions, rows = (block[name].to_numpy() for name in ("step", "position", "row"))
+    steps, positions, rows = (
+        block[name].to_numpy() for name in ("step", "position", "row")
+    )
     found = images.read_images(rows)
     for start in range(0, len(block), chunk_rows):
         own = slice(start, start + chunk_rows)
@@ -255,15 +353,19 @@ def _crop(block: pa.Table, images: Images, cropper: Cropper, chunk_rows: int) ->
 
 
 def in_executions(run: Run, groups: Iterator[list[pa.Table]]) -> Iterator[pa.Table]:
-    """``run`` over the blocks of each group, one after the other; what the next one needs is stored while
-    results are read. Whoever waits too long for a block learns what Ray Data lacks.
+    """``run`` over the blocks of each group, one after the other; what the next one
+    needs is stored while results are read. Whoever waits too long for a block learns
+    what Ray Data lacks.
     """
 
     def prepare() -> tuple[int, Iterator[pa.Table]] | None:
         group = next(groups, None)
         return None if group is None else (sum(map(len, group)), run(group))
 
-    with closing(StallWarner()) as waits, ThreadPoolExecutor(1, thread_name_prefix="uno-execution") as pool:
+    with (
+        closing(StallWarner()) as waits,
+        ThreadPoolExecutor(1, thread_name_prefix="uno-execution") as pool,
+    ):
         following = pool.submit(prepare)
         while True:
             with waits:
@@ -282,7 +384,9 @@ def in_executions(run: Run, groups: Iterator[list[pa.Table]]) -> Iterator[pa.Tab
 
 
 def whole_epochs(epochs: Iterable[Iterable[pa.Table]]) -> Iterator[list[pa.Table]]:
-    """Blocks for an execution: those of one epoch after the other, until they are enough."""
+    """Blocks for an execution: those of one epoch after the other, until they are
+    enough.
+    """
     group: list[pa.Table] = []
     for epoch in epochs:
         group += epoch
@@ -293,7 +397,9 @@ def whole_epochs(epochs: Iterable[Iterable[pa.Table]]) -> Iterator[list[pa.Table
         yield group
 
 
-def grouped(blocks: Iterable[pa.Table], max_rows: int | None = None) -> Iterator[list[pa.Table]]:
+def grouped(
+    blocks: Iterable[pa.Table], max_rows: int | None = None
+) -> Iterator[list[pa.Table]]:
     """Blocks for an execution: of so many rows, or of 128 MiB."""
     group: list[pa.Table] = []
     rows = size = 0
@@ -308,7 +414,9 @@ def grouped(blocks: Iterable[pa.Table], max_rows: int | None = None) -> Iterator
 
 
 class Apply:
-    """A process of an execution, which calls ``function`` with blocks and the images at ``source``."""
+    """A process of an execution, which calls ``function`` with blocks and the images
+    at ``source``.
+    """
 
     def __init__(self, function: Callable[..., Any], source: Any) -> None:
         import ray
@@ -321,31 +429,51 @@ class Apply:
 
 
 def _runner(
-    ray: Any, function: Callable[..., Any], source: Any, cpus: float, store: float, chunk_bytes: int,
+    ray: Any,
+    function: Callable[..., Any],
+    source: Any,
+    cpus: float,
+    store: float,
+    chunk_bytes: int,
     node: str | None,
-) -> Run:  # fmt: skip
-    """Blocks through ``function`` in processes on ``node``, or where Ray wants them, which results of
-    ``chunk_bytes`` leave at once.
+) -> Run:
+    """Blocks through ``function`` in processes on ``node``, or where Ray wants them,
+    which results of ``chunk_bytes`` leave at once.
     """
     from ray.data import ActorPoolStrategy, ExecutionResources
 
-    where = {} if node is None else {"label_selector": {NODE: node}, "fallback_strategy": ELSEWHERE}
+    where = (
+        {}
+        if node is None
+        else {"label_selector": {NODE: node}, "fallback_strategy": ELSEWHERE}
+    )
 
     def run(blocks: list[pa.Table]) -> Iterator[pa.Table]:
         dataset = dataset_of(blocks)
         options = dataset.context.execution_options
         options.preserve_order = True
-        options.resource_limits = ExecutionResources(cpu=cpus, object_store_memory=store)
-        # Ray joins what is smaller and splits what is 1.5 times as large; either costs copies.
+        options.resource_limits = ExecutionResources(
+            cpu=cpus, object_store_memory=store
+        )
+        # Ray joins what is smaller and splits what is 1.5 times as large; either costs
+        # copies.
         dataset.context.target_max_block_size = chunk_bytes - 1
-        # A fixed pool is started whatever Ray's coordinator has left: it gives a rank of many no CPU at all.
+        # A fixed pool is started whatever Ray's coordinator has left: it gives a rank
+        # of many no CPU at all.
         pool = ActorPoolStrategy(size=min(pool_size(cpus), len(blocks)))
-        # Ranks wait for each other and hold their CPUs for an epoch: one without any would wait for ever.
+        # Ranks wait for each other and hold their CPUs for an epoch: one without any
+        # would wait for ever.
         first = first_without_cpu(own_node(ray))
         results = dataset.map_batches(
-            Apply, fn_constructor_args=(function, source), compute=pool, num_cpus=TASK_CPUS * min(1.0, cpus),
-            batch_format="pyarrow", batch_size=None, **where, **first,
-        )  # fmt: skip
+            Apply,
+            fn_constructor_args=(function, source),
+            compute=pool,
+            num_cpus=TASK_CPUS * min(1.0, cpus),
+            batch_format="pyarrow",
+            batch_size=None,
+            **where,
+            **first,
+        )
         return in_order(results)
 
     return run
@@ -354,13 +482,17 @@ def _runner(
 def in_order(dataset: Any) -> Iterator[pa.Table]:
     """Its blocks, in order; an error of ours in a task is raised as it was."""
     try:
-        yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=2)
+        yield from dataset.iter_batches(
+            batch_size=None, batch_format="pyarrow", prefetch_batches=2
+        )
     except Exception as error:
         raise own_error(error) or error from None
 
 
 def own_error(error: BaseException | None) -> UnoError | None:
-    """The error of ours that failed a Ray task: Ray's own text is a traceback, and it adds lines to ours."""
+    """The error of ours that failed a Ray task: Ray's own text is a traceback, and
+    it adds lines to ours.
+    """
     while error is not None:
         cause = getattr(error, "cause", None)
         if isinstance(cause, UnoError):

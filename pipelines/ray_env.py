@@ -1,4 +1,6 @@
-"""Connecting to Ray: the one place that sets Ray's environment. Import nothing of Ray before connecting."""
+"""Connecting to Ray: the one place that sets Ray's environment. Import nothing of
+Ray before connecting.
+"""
 
 import logging
 import os
@@ -18,43 +20,59 @@ from uno.session.console import in_main_thread, print_line
 from uno.text import plural
 
 POLL_S = 0.5
-TASK_CPUS = 0.9  # of a task of Ray Data: Ray rounds what workers take, and may leave a little less than one
+# of a task of Ray Data: Ray rounds what workers take, and may leave a little less than
+# one
+TASK_CPUS = 0.9
 ADDRESS = "RAY_ADDRESS"
 T = TypeVar("T")
 UNREACHED = "1e9"  # of a share that is used
 
 ENVIRONMENT = {
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # at the default of 2 s every report blocks up to 1.7 s
-    "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",  # the dashboard's Train tab is empty otherwise
-    "RAY_DATA_USE_DATASOURCE_V2": "0",  # V2 starts up to 32 footer-reading processes per execution
+    # at the default of 2 s every report blocks up to 1.7 s
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+    # the dashboard's Train tab is empty otherwise
+    "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",
+    # V2 starts up to 32 footer-reading processes per execution
+    "RAY_DATA_USE_DATASOURCE_V2": "0",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # the patch prints every worker line twice
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
     "RAY_DATA_LOG_LEVEL": "ERROR",
-    # Busy tasks of Ray Data are no reason for another node: near() keeps them where they are.
+    # Busy tasks of Ray Data are no reason for another node: near() keeps them where
+    # they are.
     "RAY_DATA_DEFAULT_CLUSTER_SCALING_UP_CPU_UTIL_THRESHOLD": UNREACHED,
     "RAY_DATA_DEFAULT_CLUSTER_SCALING_UP_GPU_UTIL_THRESHOLD": UNREACHED,
     "RAY_DATA_DEFAULT_CLUSTER_SCALING_UP_MEMORY_UTIL_THRESHOLD": UNREACHED,
     "RAY_DATA_DEFAULT_CLUSTER_SCALING_UP_OBJECT_STORE_MEMORY_UTIL_THRESHOLD": UNREACHED,
     "RAY_SCHEDULER_EVENTS": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray 2.60 announces a future change of this default otherwise
-    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "25",  # workers without a place are said within 30 s
-    # pipelines.nodes looks for nodes that leave: Ray's own watcher prints an error line per run, as its actor
-    # may restart with arguments that are gone, and asking it is a barrier of all ranks.
+    # Ray 2.60 announces a future change of this default otherwise
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # workers without a place are said within 30 s
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "25",
+    # pipelines.nodes looks for nodes that leave: Ray's own watcher prints an error line
+    # per run, as its actor may restart with arguments that are gone, and asking it is a
+    # barrier of all ranks.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
-    "PYTHONWARNINGS": "ignore:`ExecutionOptions.exclude_resources` is deprecated",  # Ray calling itself
+    # Ray calling itself
+    "PYTHONWARNINGS": "ignore:`ExecutionOptions.exclude_resources` is deprecated",
 }
-AUTH_MODE = "RAY_AUTH_MODE"  # disabled for a private cluster here; of another one the user's is left
+# disabled for a private cluster here; of another one the user's is left
+AUTH_MODE = "RAY_AUTH_MODE"
 
 
 @contextmanager
-def connect(store_bytes: int | None = None, workers: int = 0, keep_idle: bool = True) -> Iterator[Any]:
-    """The ``ray`` module, connected: to the cluster of :func:`cluster_address`, else to one started here with
-    that object store, which ``keep_idle`` processes of tasks, one for each CPU, or ends them a second after
-    their last. What is connected already is left running. ``workers``: printed for the user.
+def connect(
+    store_bytes: int | None = None, workers: int = 0, keep_idle: bool = True
+) -> Iterator[Any]:
+    """The ``ray`` module, connected: to the cluster of :func:`cluster_address`, else to
+    one started here with that object store, which ``keep_idle`` processes of tasks, one
+    for each CPU, or ends them a second after their last. What is connected already is
+    left running. ``workers``: printed for the user.
     """
     address = cluster_address()
-    for name, value in (ENVIRONMENT if address else ENVIRONMENT | {AUTH_MODE: "disabled"}).items():
+    for name, value in (
+        ENVIRONMENT if address else ENVIRONMENT | {AUTH_MODE: "disabled"}
+    ).items():
         os.environ.setdefault(name, value)
     if workers:
         asked = plural(workers, "worker")
@@ -67,23 +85,38 @@ def connect(store_bytes: int | None = None, workers: int = 0, keep_idle: bool = 
     try:
         import ray
     except ImportError:
-        raise ConfigError(f"--workers needs Ray: pip install {RAY}, or --workers 0") from None
+        raise ConfigError(
+            f"--workers needs Ray: pip install {RAY}, or --workers 0"
+        ) from None
     if ray.is_initialized():
         yield ray
         return
     quiet_pools()
     if address:
         check_address(address)
-        variables = {name: os.environ[name] for name in ENVIRONMENT.keys() - job_variables()}
-        options: dict[str, Any] = {"address": address, "runtime_env": {"env_vars": variables}}
+        variables = {
+            name: os.environ[name] for name in ENVIRONMENT.keys() - job_variables()
+        }
+        options: dict[str, Any] = {
+            "address": address,
+            "runtime_env": {"env_vars": variables},
+        }
     else:
-        options = {"address": "local", "include_dashboard": True, "object_store_memory": store_bytes}
+        options = {
+            "address": "local",
+            "include_dashboard": True,
+            "object_store_memory": store_bytes,
+        }
         if not keep_idle:
             options["_system_config"] = {"num_workers_soft_limit": 0}
     with ExitStack() as until:
         place = dict[str, str]()
-        if not address:  # Ray kills processes that have files there; logs of its sessions are kept as ever
-            own = tempfile.TemporaryDirectory(prefix="uno-ray-", ignore_cleanup_errors=True)
+        # Ray kills processes that have files there; logs of its sessions are kept as
+        # ever
+        if not address:
+            own = tempfile.TemporaryDirectory(
+                prefix="uno-ray-", ignore_cleanup_errors=True
+            )
             place = {"RAY_TMPDIR": os.environ.get("RAY_TMPDIR", tempfile.gettempdir())}
             place["TMPDIR"] = until.enter_context(own)
         late = _start(ray, address, options, place)
@@ -93,28 +126,43 @@ def connect(store_bytes: int | None = None, workers: int = 0, keep_idle: bool = 
         yield ray
 
 
-def _start(ray: Any, address: str | None, options: dict[str, Any], variables: dict[str, str]) -> list[int]:
-    """``ray.init`` where Ray's processes have these variables; the signals that came meanwhile."""
+def _start(
+    ray: Any, address: str | None, options: dict[str, Any], variables: dict[str, str]
+) -> list[int]:
+    """``ray.init`` where Ray's processes have these variables; the signals that came
+    meanwhile.
+    """
     on_term = signal.getsignal(signal.SIGTERM)
-    # A terminal sends Ctrl-C and SIGHUP to Ray's processes too, and they die of it; a mask is inherited.
+    # A terminal sends Ctrl-C and SIGHUP to Ray's processes too, and they die of it; a
+    # mask is inherited.
     ours, late = (signal.SIGINT, signal.SIGHUP) if in_main_thread() else (), list[int]()
-    handlers = {number: signal.signal(number, lambda number, _: late.append(number)) for number in ours}
+    handlers = {
+        number: signal.signal(number, lambda number, _: late.append(number))
+        for number in ours
+    }
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ours)
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
         ray.init(logging_level=logging.WARNING, **options)
         if callable(on_term) and in_main_thread():
-            signal.signal(signal.SIGTERM, on_term)  # Ray puts its own, which ends the process without a word
+            # Ray puts its own, which ends the process without a word
+            signal.signal(signal.SIGTERM, on_term)
     except SystemExit:  # that handler, while Ray was starting
         ray.shutdown()
         raise Interrupted("stopped while Ray was starting") from None
     except (ConnectionError, ray.exceptions.AuthenticationError) as error:
-        raise ConfigError(f"cannot reach the Ray cluster at {address}: {_with_tokens(error)}") from None
+        raise ConfigError(
+            f"cannot reach the Ray cluster at {address}: {_with_tokens(error)}"
+        ) from None
     except Exception as error:  # Ray has no class of its own for it
         if "AF_UNIX path length" in str(error):
-            problem = "names of Ray's sockets would be too long in the temporary directory"
-            raise ConfigError(f"{problem}: set TMPDIR to one with a shorter path") from None
+            problem = (
+                "names of Ray's sockets would be too long in the temporary directory"
+            )
+            raise ConfigError(
+                f"{problem}: set TMPDIR to one with a shorter path"
+            ) from None
         if "timed out during startup" not in str(error):
             raise
         ray.shutdown()
@@ -130,18 +178,26 @@ def _start(ray: Any, address: str | None, options: dict[str, Any], variables: di
 
 
 def _with_tokens(error: Exception) -> str:
-    """One line; Ray's own does not say that a token is missing or wrong, which is what it mostly is."""
+    """One line; Ray's own does not say that a token is missing or wrong, which is
+    what it mostly is.
+    """
     mode = os.environ.get(AUTH_MODE, "")
     if mode.lower() != "token":
-        wanted = f"{AUTH_MODE}=token and its token in ~/.ray/auth_token ({AUTH_MODE} is {mode or 'unset'})"
+        wanted = (
+            f"{AUTH_MODE}=token and its token in ~/.ray/auth_token ({AUTH_MODE} is"
+            f" {mode or 'unset'})"
+        )
         return f"{one_line(error)}; a cluster with tokens needs {wanted}"
-    return f"{one_line(error)}; check that ~/.ray/auth_token holds the token of the cluster"
+    return (
+        f"{one_line(error)}; check that ~/.ray/auth_token holds the token of the"
+        " cluster"
+    )
 
 
 def cluster_address() -> str | None:
-    """The cluster that a command works on: that of ``RAY_ADDRESS`` (set in Ray jobs), else, as for Ray's own
-    commands, one that ``ray start`` has started on this machine; None: a private one is started.
-    ``RAY_ADDRESS=local`` asks for a private one.
+    """The cluster that a command works on: that of ``RAY_ADDRESS`` (set in Ray jobs),
+    else, as for Ray's own commands, one that ``ray start`` has started on this machine;
+    None: a private one is started. ``RAY_ADDRESS=local`` asks for a private one.
     """
     given = os.environ.get(ADDRESS)
     if given:
@@ -150,8 +206,12 @@ def cluster_address() -> str | None:
     return found if found and _silence(found, 1) is None else None
 
 
-def in_thread(function: Callable[[], T], on_poll: Callable[[], None] = lambda: None) -> T:
-    """``function()`` off the main thread, where Ray leaves signal handlers alone; ``on_poll`` runs here."""
+def in_thread(
+    function: Callable[[], T], on_poll: Callable[[], None] = lambda: None
+) -> T:
+    """``function()`` off the main thread, where Ray leaves signal handlers alone;
+    ``on_poll`` runs here.
+    """
     result: Future[T] = Future()
 
     def body() -> None:
@@ -168,14 +228,20 @@ def in_thread(function: Callable[[], T], on_poll: Callable[[], None] = lambda: N
 
 
 def check_address(address: str) -> None:
-    """Refuse a ``host:port`` where nobody listens: Ray would try for minutes, without a word."""
+    """Refuse a ``host:port`` where nobody listens: Ray would try for minutes,
+    without a word.
+    """
     if (error := _silence(address, 10)) is not None:
         advice = f"{ADDRESS}=local starts one on this machine"
-        raise ConfigError(f"no Ray cluster answers at {ADDRESS}={address} ({error}); {advice}")
+        raise ConfigError(
+            f"no Ray cluster answers at {ADDRESS}={address} ({error}); {advice}"
+        )
 
 
 def _silence(address: str, seconds: float) -> Exception | None:
-    """Why nobody answers at a ``host:port``; None: somebody does, or the address is of another form."""
+    """Why nobody answers at a ``host:port``; None: somebody does, or the address is
+    of another form.
+    """
     host, _, port = address.rpartition(":")
     if host and "/" not in host and port.isdigit():
         try:
@@ -186,11 +252,16 @@ def _silence(address: str, seconds: float) -> Exception | None:
 
 
 def worker_resources(config: Config, cluster: dict[str, float]) -> dict[str, float]:
-    """Resources of each worker, leaving one CPU for Ray Data; a ConfigError if the cluster lacks them."""
+    """Resources of each worker, leaving one CPU for Ray Data; a ConfigError if the
+    cluster lacks them.
+    """
     workers, total = config.compute.num_workers, cluster.get("CPU", 0)
     cpus = config.compute.cpus_per_worker or min(1.0, (total - 1) / workers)
     if cpus <= 0 or workers * cpus + 1 > total + 1e-6:
-        need = f"{plural(workers, 'worker')} of {max(cpus, 0):g} CPUs and one CPU for Ray Data"
+        need = (
+            f"{plural(workers, 'worker')} of {max(cpus, 0):g} CPUs and one CPU for Ray"
+            " Data"
+        )
         advice = "use fewer workers or a smaller --compute.cpus-per-worker"
         raise ConfigError(f"{need} need more than the cluster's {total:g}; {advice}")
     if not use_gpu(config, cluster):
@@ -198,27 +269,35 @@ def worker_resources(config: Config, cluster: dict[str, float]) -> dict[str, flo
     each, has = config.compute.gpus_per_worker, cluster.get("GPU", 0)
     if each > 1 and each % 1:
         raise ConfigError(
-            f"compute.gpus_per_worker is {each:g}: use a fraction of one GPU, or a whole number"
+            f"compute.gpus_per_worker is {each:g}: use a fraction of one GPU, or a"
+            " whole number"
         )
     if workers * each > has:
         raise ConfigError(
-            f"{plural(workers, 'worker')} need {workers * each:g} GPUs, the cluster has {has:g}"
+            f"{plural(workers, 'worker')} need {workers * each:g} GPUs, the cluster has"
+            f" {has:g}"
         )
     return {"CPU": cpus, "GPU": each}
 
 
 def task_request(config: Config, cluster: dict[str, float]) -> dict[str, float]:
-    """What a task takes that is no worker (``num_cpus``, ``num_gpus``); ConfigError: more than there is."""
+    """What a task takes that is no worker (``num_cpus``, ``num_gpus``); ConfigError:
+    more than there is.
+    """
     gpus = config.compute.gpus_per_worker if use_gpu(config, cluster) else 0
     if cluster.get("GPU", 0) < gpus:
         raise ConfigError("the cluster has too few GPUs for a task; use --device cpu")
     if cluster.get("CPU", 0) < 1:
-        raise ConfigError(f"a task needs a CPU, the cluster has {cluster.get('CPU', 0):g}")
+        raise ConfigError(
+            f"a task needs a CPU, the cluster has {cluster.get('CPU', 0):g}"
+        )
     return {"num_cpus": 1, "num_gpus": gpus}
 
 
 def use_gpu(config: Config, cluster: dict[str, float]) -> bool:
-    """Whether workers run on GPUs: as set, or for ``auto`` where the cluster has any."""
+    """Whether workers run on GPUs: as set, or for ``auto`` where the cluster has
+    any.
+    """
     if config.compute.device == "auto":
         return cluster.get("GPU", 0) > 0 and config.compute.gpus_per_worker > 0
     return config.compute.device == "cuda"

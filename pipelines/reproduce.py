@@ -1,4 +1,6 @@
-"""``uno reproduce`` as a command; :mod:`pipelines.tables` does it, and no line of options imports that."""
+"""``uno reproduce`` as a command; :mod:`pipelines.tables` does it, and no line of
+options imports that.
+"""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -12,26 +14,56 @@ RUNNER = Literal["auto", "processes", "ray"]
 
 
 def _contents(name: str) -> str:
-    """The keys that ``--datasets`` and ``--rows`` choose from, as a paragraph of the help."""
+    """The keys that ``--datasets`` and ``--rows`` choose from, as a paragraph of the
+    help.
+    """
     small, full = (build(name, scale) for scale in ("small", "full"))
-    sets, large = (", ".join(benchmark.key for benchmark in table.benchmarks) for table in (small, full))
-    rows = ", ".join(dict.fromkeys(row.key for table in (small, full) for row in table.rows))
+    sets, large = (
+        ", ".join(benchmark.key for benchmark in table.benchmarks)
+        for table in (small, full)
+    )
+    rows = ", ".join(
+        dict.fromkeys(row.key for table in (small, full) for row in table.rows)
+    )
     return f"{name}: data sets {sets}; full: {large}; rows {rows}."
 
 
-REPRODUCE = Command("reproduce", {
-    "TABLE": Argument(f"{', '.join(names())}."),
-    "--scale": Argument("small is for two CPU cores.", Literal["small", "full"], "small"),
-    "--seeds": Argument("Runs of each row; default: 3, tsne: 1.", PositiveInt | None),
-    "--output": Argument("Default: runs/reproduce-TABLE (-full); for Ray a shared one.", str | None),
-    **{f"--{option}": Argument(f"{text}.", str | None) for option, text in DATA_OPTIONS.items()},
-    "--datasets": Argument("Only these data sets of the table.", list[str], ()),
-    "--rows": Argument("Only these rows, and the reference row.", list[str], ()),
-    "--parallel": Argument("Cells at a time; default: cores / threads, or the GPUs.", PositiveInt | None),
-    "--runner": Argument("auto: Ray where RAY_ADDRESS is set or there are several GPUs.", RUNNER, "auto"),
-    "--record": Argument("Keep a record, whose cells do not run again: DIR or FILE.jsonl.gz.", str | None),
-    "--dry-run": switch("List the cells and their cost; the data may be missing."),
-}, "changes", text="""
+REPRODUCE = Command(
+    "reproduce",
+    {
+        "TABLE": Argument(f"{', '.join(names())}."),
+        "--scale": Argument(
+            "small is for two CPU cores.", Literal["small", "full"], "small"
+        ),
+        "--seeds": Argument(
+            "Runs of each row; default: 3, tsne: 1.", PositiveInt | None
+        ),
+        "--output": Argument(
+            "Default: runs/reproduce-TABLE (-full); for Ray a shared one.", str | None
+        ),
+        **{
+            f"--{option}": Argument(f"{text}.", str | None)
+            for option, text in DATA_OPTIONS.items()
+        },
+        "--datasets": Argument("Only these data sets of the table.", list[str], ()),
+        "--rows": Argument("Only these rows, and the reference row.", list[str], ()),
+        "--parallel": Argument(
+            "Cells at a time; default: cores / threads, or the GPUs.",
+            PositiveInt | None,
+        ),
+        "--runner": Argument(
+            "auto: Ray where RAY_ADDRESS is set or there are several GPUs.",
+            RUNNER,
+            "auto",
+        ),
+        "--record": Argument(
+            "Keep a record, whose cells do not run again: DIR or FILE.jsonl.gz.",
+            str | None,
+        ),
+        "--dry-run": switch("List the cells and their cost; the data may be missing."),
+    },
+    "changes",
+    text="""
 The other options hold for every cell (--discover.epochs 100, --recipe v2, --device cuda); what a row of the
 table changes has priority. Finished cells are read, not repeated; a larger --seeds adds to them.
 
@@ -41,7 +73,9 @@ features. A row that does not apply is left out, and the table has the reason.
 
 What --datasets and --rows choose from (cifar100_20 is cifar100-20):
 
-""" + "\n\n".join(map(_contents, names())))  # fmt: skip
+"""  # noqa: E501
+    + "\n\n".join(map(_contents, names())),
+)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,5 +1,6 @@
-"""``uno reproduce TABLE``: the paper's tables and figures, run, measured and set beside its numbers. A cell
-is a run in ``OUTPUT/cells``, pretrainings in ``OUTPUT/pretrain`` are shared; finished ones never repeated.
+"""``uno reproduce TABLE``: the paper's tables and figures, run, measured and set beside
+its numbers. A cell is a run in ``OUTPUT/cells``, pretrainings in ``OUTPUT/pretrain``
+are shared; finished ones never repeated.
 """
 
 import os
@@ -26,7 +27,15 @@ from pipelines.cells import (
     start_local,
 )
 from pipelines.options import Options
-from uno.config import ComputeConfig, Config, differing_keys, field_traits, flatten, override, to_dict
+from uno.config import (
+    ComputeConfig,
+    Config,
+    differing_keys,
+    field_traits,
+    flatten,
+    override,
+    to_dict,
+)
 from uno.data.check import check
 from uno.data.features import cache_directory
 from uno.data.files import Storage, full_path, normalize_path
@@ -60,7 +69,9 @@ from uno.weights import is_file
 
 
 class Request(NamedTuple):
-    """``changes`` of all cells by dotted key, ``refused`` ones and why; ``command`` without where."""
+    """``changes`` of all cells by dotted key, ``refused`` ones and why; ``command``
+    without where.
+    """
 
     args: SimpleNamespace
     table: Table
@@ -72,14 +83,28 @@ class Request(NamedTuple):
 
     @property
     def lacking(self) -> list[Benchmark]:
-        """Data sets whose directory the command line does not have: only ``--dry-run`` can do without."""
-        options = {name for name in DATA_OPTIONS if not getattr(self.args, name.replace("-", "_"))}
-        return [benchmark for benchmark in self.table.benchmarks if benchmark.option in options]
+        """Data sets whose directory the command line does not have: only
+        ``--dry-run`` can do without.
+        """
+        options = {
+            name
+            for name in DATA_OPTIONS
+            if not getattr(self.args, name.replace("-", "_"))
+        }
+        return [
+            benchmark
+            for benchmark in self.table.benchmarks
+            if benchmark.option in options
+        ]
 
     @property
     def compute(self) -> ComputeConfig:
         """The section of the configuration that says where cells run."""
-        own = {key: value for key, value in self.changes.items() if key.startswith("compute.")}
+        own = {
+            key: value
+            for key, value in self.changes.items()
+            if key.startswith("compute.")
+        }
         return override(Config(), own).compute
 
 
@@ -91,7 +116,11 @@ def main(options: Options, argv: Sequence[str]) -> int:
         _take_from_record(request)
     jobs = plan(request)
     if request.args.dry_run:
-        have = {cell.name for cell in cell_store.stored(Storage(record), request.cells)} if record else set()
+        have = (
+            {cell.name for cell in cell_store.stored(Storage(record), request.cells)}
+            if record
+            else set()
+        )
         missing = [job for job in jobs if job.name not in have]
         needed = {job.needs for job in missing}
         _describe(request, [job for job in missing if job.needs or job.name in needed])
@@ -99,49 +128,78 @@ def main(options: Options, argv: Sequence[str]) -> int:
     try:
         run_missing(request, jobs)
     finally:  # of a command that is stopped, too
-        if record is not None and not request.table.maps:  # maps need the runs themselves
-            seconds = {name: past.seconds for name, past in read_attempts(request.output).items()}
+        # maps need the runs themselves
+        if record is not None and not request.table.maps:
+            seconds = {
+                name: past.seconds
+                for name, past in read_attempts(request.output).items()
+            }
             cell_store.write(Storage(record), request.cells, request.output, seconds)
     with lock.lock_run(Storage(str(request.output)), on_wait=print_line) as claim:
         for name in leftovers(claim.storage):
-            if name.count("/") == 1:  # a configuration's; what is in a run is its own affair
+            # a configuration's; what is in a run is its own affair
+            if name.count("/") == 1:
                 claim.storage.delete(name)
         write_tables(request)
     return 0
 
 
 def read_request(options: Options, argv: Sequence[str]) -> Request:
-    """The request of the command line ``argv``. ConfigError: a mistake in it, or data that is missing."""
+    """The request of the command line ``argv``. ConfigError: a mistake in it, or
+    data that is missing.
+    """
     own, given = options.args, options.overrides
     on_own = is_custom_data(given) and {"data.source", "data.labeled"} & given.keys()
-    frozen = (options.config.model.finetune if on_own else given.get("model.finetune")) == "none"
+    frozen = (
+        options.config.model.finetune if on_own else given.get("model.finetune")
+    ) == "none"
     for key in given:
         free = (frozen and key == "model.weights") or (on_own and key in OWN_DATA)
         if field_traits(key).fixed_by == "reproduce" and not free:
             raise ConfigError(f"{key} is set by the table; use --seeds and --output")
     paths = {option: getattr(own, option.replace("-", "_")) for option in DATA_OPTIONS}
-    directories = {option: full_path(normalize_path(path)) for option, path in paths.items() if path}
+    directories = {
+        option: full_path(normalize_path(path))
+        for option, path in paths.items()
+        if path
+    }
     table, full, changes = build(own.table, own.scale), own.scale == "full", dict(given)
     if frozen:
         changes |= {} if options.config.model.takes_vectors else _shared_features(given)
-        table = table.model_copy(update={"notes": table.notes if table.frozen is None else table.frozen})
+        table = table.model_copy(
+            update={"notes": table.notes if table.frozen is None else table.frozen}
+        )
     if on_own:
         if directories:
-            raise ConfigError(f"give either --data or --{next(iter(directories))}, not both")
+            raise ConfigError(
+                f"give either --data or --{next(iter(directories))}, not both"
+            )
         table = _on_own_data(table, options)
-        changes = {k: v for k, v in changes.items() if not k.startswith("data.") and k != "preset"}
+        changes = {
+            k: v
+            for k, v in changes.items()
+            if not k.startswith("data.") and k != "preset"
+        }
     table = _select(table, own, directories)
-    name = "-".join([own.table, *(["full"] * full), *(b.key for b in table.benchmarks if on_own)])
+    name = "-".join(
+        [own.table, *(["full"] * full), *(b.key for b in table.benchmarks if on_own)]
+    )
     output = checked_output(own.output or f"runs/reproduce-{name}")
     if "://" in output:
-        raise ConfigError("--output must be a directory: uno reproduce keeps logs of its processes there")
+        raise ConfigError(
+            "--output must be a directory: uno reproduce keeps logs of its processes"
+            " there"
+        )
     changes = ({} if full else {"compute.threads": 1}) | changes
     todo, refused = cells(table, own.seeds or table.seeds, directories, changes)
-    words, left_out = ["uno", "reproduce"], ("--output", "--record", "--parallel")  # each has one value
+    # each has one value
+    words, left_out = ["uno", "reproduce"], ("--output", "--record", "--parallel")
     for before, word in zip(["", *argv], argv, strict=False):
         if before not in left_out and word.partition("=")[0] not in left_out:
             words.append(word)
-    return Request(own, table, todo, refused, Path(output).absolute(), changes, shlex.join(words))
+    return Request(
+        own, table, todo, refused, Path(output).absolute(), changes, shlex.join(words)
+    )
 
 
 OWN_DATA = ("preset", "data.source", "data.labeled", "data.unlabeled")
@@ -149,35 +207,55 @@ OWN_DATA = ("preset", "data.source", "data.labeled", "data.unlabeled")
 
 
 def _on_own_data(table: Table, options: Options) -> Table:
-    """``table`` on the command line's own data, which is read. ConfigError: nobody can count there."""
+    """``table`` on the command line's own data, which is read. ConfigError: nobody
+    can count there.
+    """
     config = override(options.config, {"output": None})
     found, lines, task = resolve(config, options.overrides, True, nodes.free_memory)
     for line in lines:
         print_line(line)
     task = task or read_task(found.data)
-    if not (task.is_train & (task.labels < 0) & (task.eval_labels >= task.num_known)).any():
+    if not (
+        task.is_train & (task.labels < 0) & (task.eval_labels >= task.num_known)
+    ).any():
         why = "no unlabeled image has a true class"
-        raise ConfigError(f"{task.rows.source}: {why}; hide labels with --known-classes")
-    places: dict[str, Any] = {"data.loading": config.data.loading}  # each method's own affair
-    for name in ("source", "labeled", "unlabeled", "known_classes"):  # as every process finds them
+        raise ConfigError(
+            f"{task.rows.source}: {why}; hide labels with --known-classes"
+        )
+    # each method's own affair
+    places: dict[str, Any] = {"data.loading": config.data.loading}
+    # as every process finds them
+    for name in ("source", "labeled", "unlabeled", "known_classes"):
         kind, colon, path = str(getattr(found.data, name)).rpartition(":")
         named = name == "known_classes" and path in task.known
-        if (not kind or kind in SOURCES) and not named and os.path.exists(normalize_path(path)):
+        if (
+            (not kind or kind in SOURCES)
+            and not named
+            and os.path.exists(normalize_path(path))
+        ):
             places[f"data.{name}"] = kind + colon + full_path(normalize_path(path))
-    return with_own_data(table, override(found, places), task.num_known, len(task.novel))
+    return with_own_data(
+        table, override(found, places), task.num_known, len(task.novel)
+    )
 
 
 def _shared_features(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Full paths of a frozen encoder's weights and of the cache, which hold in every process."""
+    """Full paths of a frozen encoder's weights and of the cache, which hold in every
+    process.
+    """
     source = given.get("model.weights")
     if not is_file(source):
         raise ConfigError("model.finetune none needs --weights FILE")
     full = with_full_path(override(Config(), {"model.weights": source})).model.weights
-    cache = cache_directory(Config(compute=ComputeConfig(cache=given.get("compute.cache"))))
+    cache = cache_directory(
+        Config(compute=ComputeConfig(cache=given.get("compute.cache")))
+    )
     return {"model.weights": full, "compute.cache": full_path(normalize_path(cache))}
 
 
-def _select(table: Table, own: SimpleNamespace, directories: Mapping[str, str]) -> Table:
+def _select(
+    table: Table, own: SimpleNamespace, directories: Mapping[str, str]
+) -> Table:
     """The data sets and rows that were asked for and are there."""
     benchmarks = {benchmark.key: benchmark for benchmark in table.benchmarks}
     rows = {row.key: row for row in table.rows}
@@ -185,15 +263,25 @@ def _select(table: Table, own: SimpleNamespace, directories: Mapping[str, str]) 
     for option, wanted in (("datasets", own.datasets), ("rows", own.rows)):
         for name in wanted:
             if name.replace("_", "-") not in chosen[option]:
-                raise ConfigError(f"--{option} {name}: choose from {', '.join(chosen[option])}")
+                raise ConfigError(
+                    f"--{option} {name}: choose from {', '.join(chosen[option])}"
+                )
         chosen[option] = [name.replace("_", "-") for name in wanted] or chosen[option]
     sets = [benchmarks[name] for name in chosen["datasets"]]
     if own.scale == "small" and not own.datasets:  # what is not there is not missed
-        sets = [benchmark for benchmark in sets if benchmark.option in (None, *directories)]
-    missing = dict.fromkeys(b.option for b in sets if b.option and b.option not in directories)
+        sets = [
+            benchmark for benchmark in sets if benchmark.option in (None, *directories)
+        ]
+    missing = dict.fromkeys(
+        b.option for b in sets if b.option and b.option not in directories
+    )
     if missing and not own.dry_run:
-        options = " and ".join(f"--{option} DIR ({DATA_OPTIONS[option]})" for option in missing)
-        only = f", or only some of it: --datasets {sets[0].key}" if len(sets) > 1 else ""
+        options = " and ".join(
+            f"--{option} DIR ({DATA_OPTIONS[option]})" for option in missing
+        )
+        only = (
+            f", or only some of it: --datasets {sets[0].key}" if len(sets) > 1 else ""
+        )
         raise ConfigError(f"{table.name} at this scale needs {options}{only}")
     named = [rows[name] for name in chosen["rows"]]
     kept = {REFERENCE, *(key for row in named for key in (row.key, row.of, row.versus))}
@@ -206,41 +294,64 @@ def _take_from_record(request: Request) -> None:
     before, taken = read_attempts(request.output), 0
     with lock.lock_run(Storage(str(request.output)), on_wait=print_line) as claim:
         record = Storage(request.args.record)
-        for name, seconds in dict(cell_store.restore(record, request.cells, request.output)).items():
+        for name, seconds in dict(
+            cell_store.restore(record, request.cells, request.output)
+        ).items():
             if name not in before:
                 note(claim.storage, name, Attempts(seconds))
             taken += name.startswith("cells/")
     if taken:
-        print_line(f"{plural(taken, 'cell')} read from the record {request.args.record}")
+        print_line(
+            f"{plural(taken, 'cell')} read from the record {request.args.record}"
+        )
 
 
 def plan(request: Request) -> list[CellProcess]:
-    """All jobs without a result, after what they start from: a pretraining, or the features of a frozen
-    encoder, which the cache may have. ConfigError: bad data, a cell of other settings.
+    """All jobs without a result, after what they start from: a pretraining, or the
+    features of a frozen encoder, which the cache may have. ConfigError: bad data, a
+    cell of other settings.
     """
     lacking = {benchmark.key for benchmark in request.lacking}
-    _check_data([cell.config for cell in request.cells if cell.benchmark.key not in lacking])
+    _check_data(
+        [cell.config for cell in request.cells if cell.benchmark.key not in lacking]
+    )
     attempts = read_attempts(request.output)
-    code = {name: code_of(name).get("code") for name in {cell.config.model.encoder for cell in request.cells}}
+    code = {
+        name: code_of(name).get("code")
+        for name in {cell.config.model.encoder for cell in request.cells}
+    }
     jobs: dict[str, CellProcess] = {}
     for cell in request.cells:
         run, shared = request.output / cell.name, request.output / cell.pretraining
         frozen = cell.config.model.finetune == "none"
-        config = cell.config if frozen else override(cell.config, {"model.weights": str(shared)})
+        config = (
+            cell.config
+            if frozen
+            else override(cell.config, {"model.weights": str(shared)})
+        )
         _check_stored(run, config, code[config.model.encoder])
         diverged = attempts.get(cell.name, Attempts()).code == NumericsError.exit_code
         if diverged or (run / "metrics.json").exists():
             continue
         if frozen:
-            threads = request.compute.threads  # it is waited for: with the threads of all cells at a time
-            every = threads and threads * (request.args.parallel or _default_parallel(request.compute))
+            # it is waited for: with the threads of all cells at a time
+            threads = request.compute.threads
+            every = threads and threads * (
+                request.args.parallel or _default_parallel(request.compute)
+            )
             config_of_all = override(cell.config, {"compute.threads": every})
             label = f"{cell.benchmark.key} features"
-            jobs.setdefault(cell.pretraining, CellProcess(cell.pretraining, config_of_all, label))
-        elif not shared.exists() or attempts.get(cell.pretraining, Attempts(code=1)).code != 0:
+            jobs.setdefault(
+                cell.pretraining, CellProcess(cell.pretraining, config_of_all, label)
+            )
+        elif (
+            not shared.exists()
+            or attempts.get(cell.pretraining, Attempts(code=1)).code != 0
+        ):
             label = f"{cell.benchmark.key} pretraining seed {cell.seed}"
             jobs.setdefault(
-                cell.pretraining, CellProcess(cell.pretraining, _as_begun(shared, cell.config), label)
+                cell.pretraining,
+                CellProcess(cell.pretraining, _as_begun(shared, cell.config), label),
             )
         label = f"{cell.benchmark.key} {cell.row.key} seed {cell.seed}"
         jobs[cell.name] = CellProcess(cell.name, config, label, cell.pretraining)
@@ -249,38 +360,51 @@ def plan(request: Request) -> list[CellProcess]:
 
 def _check_data(configs: Sequence[Config]) -> None:
     """The preflight checks of a run, once for each data set and its classes."""
-    for config in {(c.data, c.train.batch_size, c.augment): c for c in configs}.values():
-        data = config.data.model_copy(update={"num_novel": 1} if config.data.num_novel == "auto" else {})
+    for config in {
+        (c.data, c.train.batch_size, c.augment): c for c in configs
+    }.values():
+        data = config.data.model_copy(
+            update={"num_novel": 1} if config.data.num_novel == "auto" else {}
+        )
         for problem in check(make_task(read_rows(data), data), config):
             if problem.level == "error":
                 raise ConfigError(f"{data.source}: {problem.message}")
 
 
 def _check_stored(run: Path, config: Config, code: dict[str, str] | None) -> None:
-    """Raise ConfigError where a directory holds a cell of other settings, or its encoder other ``code``."""
+    """Raise ConfigError where a directory holds a cell of other settings, or its
+    encoder other ``code``.
+    """
     if (run / "config.yaml").exists():
         facts = find_mapping(Storage(str(run)), ENVIRONMENT_FILE) or {}
-        if changed := changed_code(config.model.encoder, facts.get("encoder_code"), code):
+        if changed := changed_code(
+            config.model.encoder, facts.get("encoder_code"), code
+        ):
             raise ConfigError(f"{run}: {changed}; use another --output")
-        stored = override(Config(), read_config_tree(Storage(str(run))))  # fields it does not know: defaults
+        # fields it does not know: defaults
+        stored = override(Config(), read_config_tree(Storage(str(run))))
         free = {
             *["model.weights"] * (config.model.finetune != "none"),
             *(["data.num_novel"] if config.data.num_novel == "auto" else []),
         }
-        if keys := [key for key in differing_keys(to_dict(stored), config) if key not in free]:
+        if keys := [
+            key for key in differing_keys(to_dict(stored), config) if key not in free
+        ]:
             raise other_settings(str(run), "a cell", keys, "use another --output")
 
 
 def _as_begun(run: Path, config: Config) -> Config:
-    """``config`` with the settings of discovery that an unfinished shared pretraining has: those of the cell
-    that was first when it was begun.
+    """``config`` with the settings of discovery that an unfinished shared pretraining
+    has: those of the cell that was first when it was begun.
     """
     if not (run / "config.yaml").exists():
         return config
     tree = read_config_tree(Storage(str(run)))
     stored = flatten(tree)
     other = [
-        key for key in differing_keys(tree, config) if key in stored and field_traits(key).scope == "discover"
+        key
+        for key in differing_keys(tree, config)
+        if key in stored and field_traits(key).scope == "discover"
     ]
     return override(config, {key: stored[key] for key in other})
 
@@ -289,7 +413,9 @@ def _describe(request: Request, jobs: Sequence[CellProcess]) -> None:
     """The cells that are missing, and their cost where a cell's is known."""
     todo, num_cells = {job.name for job in jobs}, len(request.cells)
     minutes = [cell.benchmark.minutes for cell in request.cells if cell.name in todo]
-    counts = f"{plural(num_cells, 'cell')}, {num_cells - len(minutes)} of them have a result"
+    counts = (
+        f"{plural(num_cells, 'cell')}, {num_cells - len(minutes)} of them have a result"
+    )
     print_line(f"{request.table.title}: {counts}")
     for name, reason in request.refused.items():
         print_line(f"  {name} is refused: {reason}")
@@ -306,20 +432,26 @@ def _describe(request: Request, jobs: Sequence[CellProcess]) -> None:
         each = plural(config.discover.epochs, "epoch")
         print_line(f"{benchmark.name}: {first}discovery {each} for each cell")
     for option in dict.fromkeys(benchmark.option for benchmark in request.lacking):
-        print_line(f"not checked: {DATA_OPTIONS[str(option)]}; to run it, pass --{option} DIR")
+        print_line(
+            f"not checked: {DATA_OPTIONS[str(option)]}; to run it, pass --{option} DIR"
+        )
     if None in minutes:
         print_line(
-            "cost: unknown, as no cell of this scale has been measured; the first that finishes prints it"
+            "cost: unknown, as no cell of this scale has been measured; the first that"
+            " finishes prints it"
         )
     else:
         parallel = request.args.parallel or _default_parallel(request.compute)
         print_line(
-            f"about {sum(filter(None, minutes)) / parallel:.0f} minutes, {plural(parallel, 'cell')} at a time"
+            f"about {sum(filter(None, minutes)) / parallel:.0f} minutes,"
+            f" {plural(parallel, 'cell')} at a time"
         )
 
 
 def run_missing(request: Request, jobs: Sequence[CellProcess]) -> None:
-    """Run ``jobs``, one console line for each that ends. Interrupted: by a signal, with all saved."""
+    """Run ``jobs``, one console line for each that ends. Interrupted: by a signal,
+    with all saved.
+    """
     if not jobs:
         print_line(f"{request.output}: every cell has a result; nothing is run again")
         return
@@ -330,36 +462,60 @@ def run_missing(request: Request, jobs: Sequence[CellProcess]) -> None:
     ):
         for folder in {job.name.partition("/")[0] for job in jobs}:
             (request.output / folder).mkdir(parents=True, exist_ok=True)
-        print_line(f"{len(jobs)} jobs, {min(len(jobs), capacity)} at a time; logs in {request.output}/cells")
-        for done, (job, attempt) in enumerate(run_jobs(jobs, request.output, start, capacity), 1):
-            how = "done" if attempt.code == 0 else f"ended with {attempt.code}: {attempt.reason}"
+        print_line(
+            f"{len(jobs)} jobs, {min(len(jobs), capacity)} at a time; logs in"
+            f" {request.output}/cells"
+        )
+        for done, (job, attempt) in enumerate(
+            run_jobs(jobs, request.output, start, capacity), 1
+        ):
+            how = (
+                "done"
+                if attempt.code == 0
+                else f"ended with {attempt.code}: {attempt.reason}"
+            )
             minutes = (time.monotonic() - since) / done * (len(jobs) - done) / 60
             eta = f", about {minutes:.0f} min left" if done < len(jobs) else ""
-            print_line(f"{done}/{len(jobs)}  {job.label}: {how}  ({attempt.seconds:.0f} s{eta})")
+            print_line(
+                f"{done}/{len(jobs)}  {job.label}: {how}  ({attempt.seconds:.0f}"
+                f" s{eta})"
+            )
 
 
 @contextmanager
 def _runner(request: Request) -> Iterator[tuple[Start, int]]:
-    """Yield what starts a cell, as a process here or in a task of Ray, and how many fit at a time."""
+    """Yield what starts a cell, as a process here or in a task of Ray, and how many
+    fit at a time.
+    """
     compute, parallel = request.compute, request.args.parallel
     several = ray_env.cluster_address() is not None or (
         compute.device != "cpu" and torch.cuda.device_count() > 1
     )
-    wants_ray = request.args.runner == "ray" or (request.args.runner == "auto" and several)
+    wants_ray = request.args.runner == "ray" or (
+        request.args.runner == "auto" and several
+    )
     if not wants_ray or compute.num_workers:  # cells that start Ray themselves
         local_device(Config(compute=compute))
         yield start_local, parallel or _default_parallel(compute)
         return
     with ray_env.connect() as ray:
         config = Config(compute=compute)
-        fits, resources = nodes.once_one_fits(config, lambda: cells_at_once(config, ray.cluster_resources()))
+        fits, resources = nodes.once_one_fits(
+            config, lambda: cells_at_once(config, ray.cluster_resources())
+        )
         yield partial(RayProcess, ray, resources), min(fits, parallel or fits)
 
 
-def cells_at_once(config: Config, cluster: dict[str, float]) -> tuple[int, dict[str, float]]:
-    """Cells that the cluster holds, and what each takes (``num_cpus``, ``num_gpus``); ConfigError: none."""
+def cells_at_once(
+    config: Config, cluster: dict[str, float]
+) -> tuple[int, dict[str, float]]:
+    """Cells that the cluster holds, and what each takes (``num_cpus``,
+    ``num_gpus``); ConfigError: none.
+    """
     share = config.compute.gpus_per_worker if ray_env.use_gpu(config, cluster) else 0.0
-    name, has = ("GPU", cluster.get("GPU", 0.0)) if share else ("CPU", cluster.get("CPU", 0.0))
+    name, has = (
+        ("GPU", cluster.get("GPU", 0.0)) if share else ("CPU", cluster.get("CPU", 0.0))
+    )
     each = share or min(float(config.compute.threads or 1), max(1.0, has))
     if has < each:
         raise ConfigError(f"a cell needs {each:g} {name}s, the cluster has {has:g}")
@@ -377,23 +533,39 @@ def _default_parallel(compute: ComputeConfig) -> int:
 
 
 def write_tables(request: Request) -> None:
-    """Write and show the tables and, if asked for, the record; then raise if cells failed or are missing."""
+    """Write and show the tables and, if asked for, the record; then raise if cells
+    failed or are missing.
+    """
     attempts = read_attempts(request.output)
     found = effects.read(
-        request.table, request.cells, request.output,
-        {key: value for key, value in request.changes.items() if key != "model.weights"},
+        request.table,
+        request.cells,
+        request.output,
+        {
+            key: value
+            for key, value in request.changes.items()
+            if key != "model.weights"
+        },
         {name: past.seconds for name, past in attempts.items()},
-        {name: past.reason for name, past in attempts.items() if past.failed}, request.refused,
-    )  # fmt: skip
+        {name: past.reason for name, past in attempts.items() if past.failed},
+        request.refused,
+    )
     maps = draw(request.cells, request.output, print_line) if request.table.maps else []
     documents.write(Storage(str(request.output)), found, request.command, maps)
-    if request.args.record is not None and not request.args.record.endswith(".jsonl.gz"):
-        documents.write(Storage(request.args.record), found, request.command, maps, record=True)
+    if request.args.record is not None and not request.args.record.endswith(
+        ".jsonl.gz"
+    ):
+        documents.write(
+            Storage(request.args.record), found, request.command, maps, record=True
+        )
     files = ", ".join(f"{request.table.name}.{kind}" for kind in ("md", "json", "html"))
     print_line(f"\n{documents.markdown(found)}\n\ntables in {request.output}: {files}")
     if found.failures:
         name, reason = next(iter(found.failures.items()))
         kind = {2: ConfigError, 3: NumericsError}.get(attempts[name].code, StorageError)
-        raise kind(f"{len(found.failures)} of {len(request.cells)} cells failed, {name} first: {reason}")
+        raise kind(
+            f"{len(found.failures)} of {len(request.cells)} cells failed, {name} first:"
+            f" {reason}"
+        )
     if found.missing:
         raise Interrupted(f"{plural(len(found.missing), 'cell')} without a result")

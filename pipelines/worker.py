@@ -1,4 +1,6 @@
-"""Training on Ray: a worker that speaks ``uno.train.Worker``, and the driver that starts a group of them."""
+"""Training on Ray: a worker that speaks ``uno.train.Worker``, and the driver that
+starts a group of them.
+"""
 
 import hashlib
 import logging
@@ -32,7 +34,11 @@ from uno.runs.hardware import num_threads
 from uno.runs.journal import JournalTail
 from uno.runs.lock import ClaimedStorage
 from uno.session.console import on_stop, print_line
-from uno.session.data import config_for_readable_rows, leave_out_unreadable, load_features
+from uno.session.data import (
+    config_for_readable_rows,
+    leave_out_unreadable,
+    load_features,
+)
 from uno.session.place import STOPPING, TrainingJob
 from uno.session.rank_log import RankLog
 from uno.session.ranks import GroupWorker
@@ -40,14 +46,19 @@ from uno.session.resources import advice, crop_rate, on_features, store_bytes
 
 TRACES, TRACE = "nccl", "rank_"
 GAUGES = {
-    "loss": "Training loss.", "images_per_s": "Images a second of all ranks.",
+    "loss": "Training loss.",
+    "images_per_s": "Images a second of all ranks.",
     "data_wait": "Share of the time in which a rank waited for streamed data.",
-    "step_ms": "Milliseconds of a step.", "rank_ms": "Milliseconds of the rank's own part of a step.",
-    "rank_ms_min": "The least rank_ms of all ranks.", "rank_ms_median": "The median rank_ms of all ranks.",
-    "rank_ms_max": "The largest rank_ms of all ranks.", "slow_rank": "The rank that others wait for.",
-    "images_per_s_per_device": "Images a second of a rank.", "grad_norm": "Norm of the gradient.",
+    "step_ms": "Milliseconds of a step.",
+    "rank_ms": "Milliseconds of the rank's own part of a step.",
+    "rank_ms_min": "The least rank_ms of all ranks.",
+    "rank_ms_median": "The median rank_ms of all ranks.",
+    "rank_ms_max": "The largest rank_ms of all ranks.",
+    "slow_rank": "The rank that others wait for.",
+    "images_per_s_per_device": "Images a second of a rank.",
+    "grad_norm": "Norm of the gradient.",
     "peak_memory_gb": "Largest memory of the fullest GPU so far, in GB.",
-}  # fmt: skip
+}
 MAX_DEATHS = 3
 
 log = logging.getLogger(__name__)
@@ -82,35 +93,53 @@ class RayWorker(GroupWorker):
 
 
 class Gauges:
-    """Ray's metrics of a rank, which Prometheus and Grafana show as ``ray_uno_...``, tagged with the run, the
-    phase and the rank; what the ranks have in common is rank 0's.
+    """Ray's metrics of a rank, which Prometheus and Grafana show as ``ray_uno_...``,
+    tagged with the run, the phase and the rank; what the ranks have in common is rank
+    0's.
     """
 
     def __init__(self, run: str, rank: int) -> None:
         from ray.util.metrics import Gauge
 
         self._tags = {"run": run, "rank": str(rank)}
-        names = GAUGES if rank == 0 else {name: text for name, text in GAUGES.items() if name.endswith("_ms")}
+        names = (
+            GAUGES
+            if rank == 0
+            else {name: text for name, text in GAUGES.items() if name.endswith("_ms")}
+        )
         tags = ("run", "phase", "rank")
-        self._gauges = {name: Gauge(f"uno_{name}", text, tag_keys=tags) for name, text in names.items()}
+        self._gauges = {
+            name: Gauge(f"uno_{name}", text, tag_keys=tags)
+            for name, text in names.items()
+        }
 
     def set(self, metrics: Mapping[str, Any]) -> None:
         """The numbers of a line of metrics."""
         for name in self._gauges.keys() & metrics.keys():
-            self._gauges[name].set(metrics[name], {**self._tags, "phase": metrics["phase"]})
+            self._gauges[name].set(
+                metrics[name], {**self._tags, "phase": metrics["phase"]}
+            )
 
 
 def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
-    """What every worker runs: ``train_loop_per_worker``. Only plain dicts come in and go out."""
+    """What every worker runs: ``train_loop_per_worker``. Only plain dicts come in
+    and go out.
+    """
     import ray.train
 
     quiet_ray_train()
-    os.environ[hooks.VARIABLE] = loop["faults"]  # a cluster that runs already has its own environment
+    # a cluster that runs already has its own environment
+    os.environ[hooks.VARIABLE] = loop["faults"]
     config = Config.model_validate(loop["config"])
     storage = ClaimedStorage(loop["output"], loop["token"])
     storage.check()  # every rank: the run directory must be one that all nodes see
-    worker, neighbors = RayWorker(storage), ray.train.get_context().get_local_world_size()
-    torch.set_num_threads(rank_threads(config, worker.device, neighbors, loop["worker_cpus"]))
+    worker, neighbors = (
+        RayWorker(storage),
+        ray.train.get_context().get_local_world_size(),
+    )
+    torch.set_num_threads(
+        rank_threads(config, worker.device, neighbors, loop["worker_cpus"])
+    )
     if worker.device.type == "cuda" and ray.train.get_context().get_local_rank() == 0:
         collect_traces(storage)
     with RankLog(storage, worker.rank, worker.world_size) as worker.log:
@@ -131,15 +160,25 @@ def _train_rank(
         worker.close()
     if not loop["evaluate"]:
         return {"metrics": {}}
-    return {"metrics": evaluate_run(config, storage, train, truth(), loop["num_true"], worker)}
+    return {
+        "metrics": evaluate_run(
+            config, storage, train, truth(), loop["num_true"], worker
+        )
+    }
 
 
-def rank_threads(config: Config, device: torch.device, neighbors: int, cpus: float) -> int:
-    """Of torch in a rank: its share of the cores; where a GPU computes and Ray Data's tasks have the others,
-    the ``cpus`` that it was given.
+def rank_threads(
+    config: Config, device: torch.device, neighbors: int, cpus: float
+) -> int:
+    """Of torch in a rank: its share of the cores; where a GPU computes and Ray Data's
+    tasks have the others, the ``cpus`` that it was given.
     """
     threads = num_threads(config, neighbors)
-    beside = config.data.loading == "streaming" and device.type == "cuda" and not config.compute.threads
+    beside = (
+        config.data.loading == "streaming"
+        and device.type == "cuda"
+        and not config.compute.threads
+    )
     return min(threads, max(1, int(cpus))) if beside else threads
 
 
@@ -150,8 +189,9 @@ def quiet_ray_train() -> None:
 
 
 def quiet_exit() -> None:
-    """Ray ends a process by SIGTERM, as SystemExit wherever it is. In a callback of the garbage collector
-    Python would print and forget it: here the process is asked again a moment later.
+    """Ray ends a process by SIGTERM, as SystemExit wherever it is. In a callback of the
+    garbage collector Python would print and forget it: here the process is asked again
+    a moment later.
     """
 
     def hook(ignored: Any) -> None:
@@ -166,9 +206,9 @@ def quiet_exit() -> None:
 def run_on_ray(
     job: TrainingJob, show: Callable[[dict[str, Any]], None], until: ExitStack
 ) -> tuple[dict[str, float], Task]:
-    """Ray Data decodes, Ray Train trains, this process follows ``metrics.jsonl`` for ``show``. Returns rank
-    0's metrics, and the task with whatever images were decoded for an evaluation, which are in Ray's store
-    ``until`` is closed.
+    """Ray Data decodes, Ray Train trains, this process follows ``metrics.jsonl`` for
+    ``show``. Returns rank 0's metrics, and the task with whatever images were decoded
+    for an evaluation, which are in Ray's store ``until`` is closed.
     """
     config, task, storage = job.config, job.task, job.claim.storage
     stopping = threading.Event()
@@ -180,12 +220,22 @@ def run_on_ray(
     streams, side = config.data.loading == "streaming", config.data.stored_size
     store = store_bytes(config, len(task.rows))
     with on_stop(stop, STOPPING), ExitStack() as own:
-        connected = ray_env.connect(store, config.compute.num_workers, keep_idle=streams)
-        ray = (own if streams or on_features(config) else until).enter_context(connected)
-        nodes.check_shares(
-            config, nodes.wait_for_resources(config, stopping.is_set, nodes.startup_timeout_s(config))
+        connected = ray_env.connect(
+            store, config.compute.num_workers, keep_idle=streams
         )
-        cluster, rate = ray.cluster_resources(), crop_rate(config, task) if streams else None
+        ray = (own if streams or on_features(config) else until).enter_context(
+            connected
+        )
+        nodes.check_shares(
+            config,
+            nodes.wait_for_resources(
+                config, stopping.is_set, nodes.startup_timeout_s(config)
+            ),
+        )
+        cluster, rate = (
+            ray.cluster_resources(),
+            crop_rate(config, task) if streams else None,
+        )
         each = ray_env.worker_resources(config, cluster)
         for line in advice(config, cluster.get("CPU", 0.0), each, rate):
             print_line(line)
@@ -196,7 +246,9 @@ def run_on_ray(
             found, reasons = load_features(config, task, storage, *how, look=job.look)
             leave_out_unreadable(reasons, config, task, storage)
         elif not streams:
-            images, reasons = ray_data.decode_task(ray, task, side, config.data.interpolation)
+            images, reasons = ray_data.decode_task(
+                ray, task, side, config.data.interpolation
+            )
             leave_out_unreadable(reasons, config, task, storage)
         if stopping.is_set():
             raise Interrupted("stopped before training began")
@@ -212,8 +264,13 @@ def run_on_ray(
 
         facts = ray_data.shared(ray, config, task, reasons, found, images)
         values = run_workers(ray, job, facts, poll, stopping.is_set)
-        if reasons is not None and job.evaluate:  # the report and the predictions need no other decoding
-            kept = ray_data.pixels_of(ray.get(facts["images"]), side) if found is None else found
+        # the report and the predictions need no other decoding
+        if reasons is not None and job.evaluate:
+            kept = (
+                ray_data.pixels_of(ray.get(facts["images"]), side)
+                if found is None
+                else found
+            )
             task = keep_pixels(task, kept, reasons)
         return values, task
 
@@ -225,32 +282,43 @@ def run_workers(
     on_poll: Callable[[], None],
     give_up: Callable[[], bool],
 ) -> dict[str, float]:
-    """Train on Ray workers, with :func:`pipelines.ray_data.shared` facts; returns the metrics of rank 0.
+    """Train on Ray workers, with :func:`pipelines.ray_data.shared` facts; returns the
+    metrics of rank 0.
 
-    A group that dies is started again, once the cluster can place as many workers, and resumes from the
-    newest checkpoint, unless three in a row die without a new one. A group whose node is drained saves
-    first, and counts for nothing. What a worker raised for the user to act on, and Interrupted, are raised
-    at once, and so is Interrupted where ``give_up`` while nodes are waited for.
+    A group that dies is started again, once the cluster can place as many workers, and
+    resumes from the newest checkpoint, unless three in a row die without a new one. A
+    group whose node is drained saves first, and counts for nothing. What a worker
+    raised for the user to act on, and Interrupted, are raised at once, and so is
+    Interrupted where ``give_up`` while nodes are waited for.
     """
     config, storage = job.config, job.claim.storage
     loop = facts | {
-        "config": to_dict(config), "output": storage.uri, "phases": list(job.phases),
-        "evaluate": job.evaluate, "faults": os.environ.get(hooks.VARIABLE, ""),
-    }  # fmt: skip
+        "config": to_dict(config),
+        "output": storage.uri,
+        "phases": list(job.phases),
+        "evaluate": job.evaluate,
+        "faults": os.environ.get(hooks.VARIABLE, ""),
+    }
     saved, deaths = _saved_steps(storage), 0
     while True:
         storage.delete(STOP_FILE)  # which asked the last group to leave its nodes
         resources = nodes.wait_for_resources(config, give_up)
         # A cluster that has lost its GPUs is no cluster without GPUs.
-        config = override(config, {"compute.device": "cuda" if "GPU" in resources else "cpu"})
+        config = override(
+            config, {"compute.device": "cuda" if "GPU" in resources else "cpu"}
+        )
         loop["worker_cpus"] = resources["CPU"]
-        loop["token"] = job.claim.replace_token()  # a worker of the last group that still runs writes no more
+        # a worker of the last group that still runs writes no more
+        loop["token"] = job.claim.replace_token()
         notices = nodes.DrainWatcher(ray_private.worker_hosts)
 
         def poll(notices: nodes.DrainWatcher = notices) -> None:
             on_poll()
             if notices.new():
-                print_line("a node is being drained: saving a checkpoint, then continuing on another node")
+                print_line(
+                    "a node is being drained: saving a checkpoint, then continuing on"
+                    " another node"
+                )
                 storage.write(STOP_FILE, b"")
 
         try:
@@ -277,57 +345,84 @@ def _saved_steps(storage: Storage) -> int:
 
 
 def _fit_in_thread(
-    loop: dict[str, Any], resources: dict[str, float], job: TrainingJob, on_poll: Callable[[], None]
+    loop: dict[str, Any],
+    resources: dict[str, float],
+    job: TrainingJob,
+    on_poll: Callable[[], None],
 ) -> dict[str, Any]:
-    """What :func:`train_loop` returned, trained in a thread so that we can watch the run."""
-    compute, name = job.config.compute, f"attempt-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    """What :func:`train_loop` returned, trained in a thread so that we can watch the
+    run.
+    """
+    compute, name = (
+        job.config.compute,
+        f"attempt-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}",
+    )
     variables = flight_recorder(job.claim.storage) if "GPU" in resources else None
     # run_workers starts a group again, with shares of the cluster as it is
     settings = run_config(join(loop["output"], RAY_FOLDER), name, (), 0, 0, variables)
     body = partial(
-        fit, train_loop, loop, scaling(compute.num_workers, resources, compute.placement_strategy), settings
+        fit,
+        train_loop,
+        loop,
+        scaling(compute.num_workers, resources, compute.placement_strategy),
+        settings,
     )
     return ray_env.in_thread(body, on_poll).return_value
 
 
-def scaling(num_workers: int, resources: dict[str, float], placement: str = "PACK") -> Any:
+def scaling(
+    num_workers: int, resources: dict[str, float], placement: str = "PACK"
+) -> Any:
     """``ray.train``'s ScalingConfig of workers that have ``resources`` each."""
     import ray.train
 
     return ray.train.ScalingConfig(
-        num_workers=num_workers, use_gpu="GPU" in resources, resources_per_worker=resources,
+        num_workers=num_workers,
+        use_gpu="GPU" in resources,
+        resources_per_worker=resources,
         placement_strategy=placement,
-    )  # fmt: skip
+    )
 
 
 def run_config(
-    folder: str, name: str, callbacks: Sequence[Any] = (), startups: int = 9, preemptions: int = -1,
+    folder: str,
+    name: str,
+    callbacks: Sequence[Any] = (),
+    startups: int = 9,
+    preemptions: int = -1,
     variables: Mapping[str, str] | None = None,
-) -> Any:  # fmt: skip
-    """``ray.train``'s RunConfig that logs nothing; Ray's own files are in ``folder/name``. A group that finds
-    no place is tried ``startups`` times more, one whose nodes leave ``preemptions`` times (-1: always), one
-    that dies never. ``variables``: of the environment of its workers.
+) -> Any:
+    """``ray.train``'s RunConfig that logs nothing; Ray's own files are in
+    ``folder/name``. A group that finds no place is tried ``startups`` times more, one
+    whose nodes leave ``preemptions`` times (-1: always), one that dies never.
+    ``variables``: of the environment of its workers.
     """
     import ray.train
 
     return ray.train.RunConfig(
-        name=name, storage_path=folder, callbacks=list(callbacks),
+        name=name,
+        storage_path=folder,
+        callbacks=list(callbacks),
         failure_config=ray.train.FailureConfig(
-            max_failures=0, controller_failure_limit=startups, max_preemption_failures=preemptions
+            max_failures=0,
+            controller_failure_limit=startups,
+            max_preemption_failures=preemptions,
         ),
         logging_config=ray.train.LoggingConfig(log_level="CRITICAL"),
         worker_runtime_env={"env_vars": dict(variables)} if variables else None,
-    )  # fmt: skip
+    )
 
 
 def flight_recorder(storage: Storage) -> dict[str, str]:
-    """The environment of workers that have NCCL's last collectives written to ``nccl/rank_N`` of the run when
-    one of them hangs; a run on an object store has them on each node, until the next group collects them.
+    """The environment of workers that have NCCL's last collectives written to
+    ``nccl/rank_N`` of the run when one of them hangs; a run on an object store has them
+    on each node, until the next group collects them.
     """
     wanted = {
-        "TORCH_FR_BUFFER_SIZE": "2000", "TORCH_FR_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_FR_DUMP_ON_TIMEOUT": "1",
         "TORCH_FR_DUMP_TEMP_FILE": os.path.join(traces_of(storage), TRACE),
-    }  # fmt: skip
+    }
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
@@ -340,7 +435,9 @@ def traces_of(storage: Storage) -> str:
 
 
 def collect_traces(storage: Storage) -> None:
-    """On a node: make the directory of NCCL's traces, and move those of the last group to an object store."""
+    """On a node: make the directory of NCCL's traces, and move those of the last
+    group to an object store.
+    """
     folder = Path(traces_of(storage))
     folder.mkdir(parents=True, exist_ok=True)
     for file in () if storage.is_local else sorted(folder.glob(f"{TRACE}*")):
@@ -349,19 +446,28 @@ def collect_traces(storage: Storage) -> None:
 
 
 def fit(
-    train_loop: Callable[[dict[str, Any]], Any], loop: dict[str, Any], scaling: Any, settings: Any,
+    train_loop: Callable[[dict[str, Any]], Any],
+    loop: dict[str, Any],
+    scaling: Any,
+    settings: Any,
     timeout_s: int = 600,
-) -> Any:  # fmt: skip
-    """Fit a ``TorchTrainer`` on workers of :func:`scaling` as :func:`run_config` says; Ray's result."""
+) -> Any:
+    """Fit a ``TorchTrainer`` on workers of :func:`scaling` as :func:`run_config`
+    says; Ray's result.
+    """
     import ray.train
     import ray.train.torch
 
     trainer = ray.train.torch.TorchTrainer(
-        train_loop, train_loop_config=loop, scaling_config=scaling, run_config=settings,
+        train_loop,
+        train_loop_config=loop,
+        scaling_config=scaling,
+        run_config=settings,
         torch_config=ray.train.torch.TorchConfig(timeout_s=timeout_s),
-    )  # fmt: skip
-    # A helper of Ray Train gives the CPUs of workers back whose controller died. It looks for the cluster by
-    # the processes of this machine and fails where a second cluster runs, so it is told the address.
+    )
+    # A helper of Ray Train gives the CPUs of workers back whose controller died. It
+    # looks for the cluster by the processes of this machine and fails where a second
+    # cluster runs, so it is told the address.
     ray_private.propagate(ray_env.ADDRESS)
     before = os.environ.get(ray_env.ADDRESS)
     os.environ[ray_env.ADDRESS] = ray.get_runtime_context().gcs_address

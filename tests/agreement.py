@@ -1,14 +1,17 @@
-"""Agreement as a property: whatever answers says the same of every row, of random small data sets.
+"""Agreement as a property: whatever answers says the same of every row, of random small
+data sets.
 
     OMP_NUM_THREADS=1 python -m tests.agreement --cases 200 --seed 0
 
-A run of one epoch is trained on a random data set (folders, tables, Parquet, tar shards, their packed
-copies, vectors; known classes hidden or rows without a label; images of all kinds; an encoder of every kind;
-UNO, the default method of a frozen encoder, baselines). Then, ``CASES`` times: its classes are edited, its
-images and new ones written in another form, and read by ``uno predict``. That table,
-the run's own, ``uno.load(run).predict``, CSV, sorted folders and exported programs must agree: the same class
-where it leads by ``TIE``, numbers within ``CLOSE``. What does not is printed, and kept in ``--keep DIR`` as
-the JSON of the run and its cases; it belongs into ``tests/corpus`` once it is repaired.
+A run of one epoch is trained on a random data set (folders, tables, Parquet, tar
+shards, their packed copies, vectors; known classes hidden or rows without a label;
+images of all kinds; an encoder of every kind; UNO, the default method of a frozen
+encoder, baselines). Then, ``CASES`` times: its classes are edited, its images and new
+ones written in another form, and read by ``uno predict``. That table, the run's own,
+``uno.load(run).predict``, CSV, sorted folders and exported programs must agree: the
+same class where it leads by ``TIE``, numbers within ``CLOSE``. What does not is
+printed, and kept in ``--keep DIR`` as the JSON of the run and its cases; it belongs
+into ``tests/corpus`` once it is repaired.
 """
 
 import argparse
@@ -51,36 +54,67 @@ from uno.results.predictions import COLUMNS, FILE
 
 CASES = 5  # of a run
 TIE, CLOSE = 1e-4, 2e-5
-NOISE = {"clustering": 20}  # times these: it subtracts the mean of features, but not their rounding errors
+# times these: it subtracts the mean of features, but not their rounding errors
+NOISE = {"clustering": 20}
 OPTIONS = {
-    "model.width": 4, "model.blocks": 1, "model.stages": 2, "model.hidden_dim": 16, "model.projection_dim": 8,
-    "train.batch_size": 16, "pretrain.epochs": 1, "discover.epochs": 1, "pretrain.warmup_epochs": 0,
-    "discover.warmup_epochs": 0, "compute.threads": 1, "augment.num_cached_views": 2,
-}  # fmt: skip
+    "model.width": 4,
+    "model.blocks": 1,
+    "model.stages": 2,
+    "model.hidden_dim": 16,
+    "model.projection_dim": 8,
+    "train.batch_size": 16,
+    "pretrain.epochs": 1,
+    "discover.epochs": 1,
+    "pretrain.warmup_epochs": 0,
+    "discover.warmup_epochs": 0,
+    "compute.threads": 1,
+    "augment.num_cached_views": 2,
+}
 CHOICES: dict[str, Sequence[Any]] = {  # fields of the configuration, drawn for a run
     "model.encoder": (
-        "resnet_small", "timm:test_resnet", "torchvision:shufflenet_v2_x0_5", "tests.agreement:tokens",
-        "tests.agreement:maps", "vectors",
+        "resnet_small",
+        "timm:test_resnet",
+        "torchvision:shufflenet_v2_x0_5",
+        "tests.agreement:tokens",
+        "tests.agreement:maps",
+        "vectors",
     ),
-    "model.num_heads": (1, 2, 3), "model.overcluster_factor": (0, 2),
-    "model.stem": ("cifar", "cifar_stride2"), "model.mlp_input": ("normalized", "raw"),
+    "model.num_heads": (1, 2, 3),
+    "model.overcluster_factor": (0, 2),
+    "model.stem": ("cifar", "cifar_stride2"),
+    "model.mlp_input": ("normalized", "raw"),
     "model.finetune": ("full", "full", "none"),
-    "data.interpolation": ("bilinear", "bicubic"), "data.loading": ("memory", "streaming"),
+    "data.interpolation": ("bilinear", "bicubic"),
+    "data.loading": ("memory", "streaming"),
     "objective.concat": (True, False),
     "method": ("uno", "uno", "uno", "clustering", "clustering", "rs_plus", "ncl"),
-}  # fmt: skip
+}
 FORMS = ("folder", "csv", "jsonl", "parquet", "parquet of paths", "tar")
 PACKED = tuple(f"packed {form}" for form in FORMS)
 VECTORS = ("vectors", "vectors npy")
 LEFT_OPEN = (
-    "method", "hidden_dim", "projection_dim", "num_heads", "overcluster", "mlp_input", "objective",
+    "method",
+    "hidden_dim",
+    "projection_dim",
+    "num_heads",
+    "overcluster",
+    "mlp_input",
+    "objective",
     "discover",
-)  # fmt: skip
-"""Words of options without which ``uno discover`` takes its default method for a frozen encoder."""
+)
+"""Words of options without which ``uno discover`` takes its default method for a
+frozen encoder.
+"""
 EDITS = ("none", "rename", "merge into known", "merge", "drop")
 ITEMS = ("path", "bytes", "PIL", "array", "arrays", "column")
 PROGRAMS = ("pt2", "onnx")
-OF_ENCODERS = ("model.width", "model.blocks", "model.stages", "model.stem", "data.interpolation")
+OF_ENCODERS = (
+    "model.width",
+    "model.blocks",
+    "model.stages",
+    "model.stem",
+    "data.interpolation",
+)
 GCD = ("uno", "clustering")  # methods that take unlabeled rows of known classes
 Spec = dict[str, Any]
 
@@ -92,7 +126,10 @@ class Tokens(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cls_token, self.patches = nn.Parameter(torch.ones(1, 1, 8)), nn.Conv2d(3, 8, 4, 4)
+        self.cls_token, self.patches = (
+            nn.Parameter(torch.ones(1, 1, 8)),
+            nn.Conv2d(3, 8, 4, 4),
+        )
         self.mix = nn.Linear(8, 8)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -118,63 +155,101 @@ def maps() -> nn.Module:
 
 
 def specs(seed: int) -> Iterator[Spec]:
-    """Runs without end, each a function of the seed and its number, with the cases of each."""
+    """Runs without end, each a function of the seed and its number, with the cases
+    of each.
+    """
     number = 0
     while True:
         chance = random.Random(f"agreement {seed} {number}")
         options = {key: chance.choice(values) for key, values in CHOICES.items()}
         known, novel = chance.randint(2, 3), chance.randint(1, 3)
-        encoder, vectors = options["model.encoder"], options["model.encoder"] == "vectors"
+        encoder, vectors = (
+            options["model.encoder"],
+            options["model.encoder"] == "vectors",
+        )
         if vectors:
-            options |= {"model.finetune": "none", "data.loading": "memory", "method": chance.choice(GCD)}
+            options |= {
+                "model.finetune": "none",
+                "data.loading": "memory",
+                "method": chance.choice(GCD),
+            }
             del options["model.encoder"]
         if options["method"] == "clustering":
             options["model.finetune"], options["data.loading"] = "none", "memory"
-        elif options["method"] != "uno":  # those take novel rows only, and concatenate or not by themselves
+        # those take novel rows only, and concatenate or not by themselves
+        elif options["method"] != "uno":
             del options["objective.concat"], options["model.mlp_input"]
         hidden = options["method"] not in GCD or chance.random() < 0.5
         if options["data.loading"] == "streaming" and (
             options["model.finetune"] == "none" or options["method"] == "ncl"
         ):
             options["data.loading"] = "memory"
-        forms, flags = (VECTORS, ("--csv", "--embedding")) if vectors else (
-            (*FORMS, *FORMS, *PACKED), ("--csv", "--folders", "--embedding"))  # fmt: skip
-        cases = [{
-            "edit": chance.choice(EDITS), "form": chance.choice(forms),
-            "items": "array" if vectors else chance.choice(ITEMS),
-            "more": [flag for flag in flags if chance.random() < 0.4],
-            "new": chance.randrange(12), "program": None,
-        } for _ in range(CASES)]  # fmt: skip
+        forms, flags = (
+            (VECTORS, ("--csv", "--embedding"))
+            if vectors
+            else ((*FORMS, *FORMS, *PACKED), ("--csv", "--folders", "--embedding"))
+        )
+        cases = [
+            {
+                "edit": chance.choice(EDITS),
+                "form": chance.choice(forms),
+                "items": "array" if vectors else chance.choice(ITEMS),
+                "more": [flag for flag in flags if chance.random() < 0.4],
+                "new": chance.randrange(12),
+                "program": None,
+            }
+            for _ in range(CASES)
+        ]
         if chance.random() < 0.6:  # a program takes a second or two
             chance.choice(cases)["program"] = chance.choice(PROGRAMS)
         yield {
             "pixels": chance.randrange(10**6),
-            "form": chance.choice(forms if vectors else (*forms, "two folders", "two folders")),
-            "hidden": hidden, "size": chance.choice((8, 12)), "known": known, "novel": novel,
-            "rows": chance.randint(7, 11), "options": options, "cases": cases,
-            "default": options["method"] == "clustering" and ":" in encoder and chance.random() < 0.7,
-        }  # fmt: skip
+            "form": chance.choice(
+                forms if vectors else (*forms, "two folders", "two folders")
+            ),
+            "hidden": hidden,
+            "size": chance.choice((8, 12)),
+            "known": known,
+            "novel": novel,
+            "rows": chance.randint(7, 11),
+            "options": options,
+            "cases": cases,
+            "default": options["method"] == "clustering"
+            and ":" in encoder
+            and chance.random() < 0.7,
+        }
         number += 1
 
 
 class Picture(NamedTuple):
-    """An image: its name, which begins with its number, its class, and its file's content."""
+    """An image: its name, which begins with its number, its class, and its file's
+    content.
+    """
 
     name: str
     label: str
     data: bytes
 
 
-def pictures(spec: Spec, numbers: range, labels: Sequence[str], what: str) -> list[Picture]:
+def pictures(
+    spec: Spec, numbers: range, labels: Sequence[str], what: str
+) -> list[Picture]:
     """Files of all kinds and sizes; images of a class have a colour in common."""
     found = []
     for number in numbers:
         chance = np.random.default_rng([spec["pixels"], number, len(what)])
         label = labels[number % len(labels)]
-        colour = np.random.default_rng([spec["pixels"], labels.index(label)]).integers(40, 216, 3)
+        colour = np.random.default_rng([spec["pixels"], labels.index(label)]).integers(
+            40, 216, 3
+        )
         height, width = chance.integers(6, 20, 2)
-        pixels = (colour + chance.integers(-40, 40, (height, width, 3))).astype(np.uint8)
-        image, form = Pillow.fromarray(pixels), chance.choice(["PNG", "PNG", "JPEG", "BMP", "WEBP", "TIFF"])
+        pixels = (colour + chance.integers(-40, 40, (height, width, 3))).astype(
+            np.uint8
+        )
+        image, form = (
+            Pillow.fromarray(pixels),
+            chance.choice(["PNG", "PNG", "JPEG", "BMP", "WEBP", "TIFF"]),
+        )
         mode = chance.choice(["RGB", "RGB", "L", "RGBA", "P", "LA"])
         options: dict[str, Any] = {"lossless": True} if form == "WEBP" else {}
         if form == "PNG" and mode != "RGB":
@@ -182,17 +257,28 @@ def pictures(spec: Spec, numbers: range, labels: Sequence[str], what: str) -> li
         elif form == "JPEG":
             exif = Pillow.Exif()
             exif[0x0112] = int(chance.integers(1, 9))
-            options, image = {"exif": exif, "quality": 90}, image.convert("L" if mode == "L" else "RGB")
+            options, image = (
+                {"exif": exif, "quality": 90},
+                image.convert("L" if mode == "L" else "RGB"),
+            )
         suffix = {"JPEG": "jpg", "TIFF": "tif"}.get(str(form), str(form).lower())
         name = f"{number:03d}{chance.choice(['', ' of é', '-x'])}.{suffix}"
         found.append(Picture(name, label, encoded(image, str(form), **options)))
     return found
 
 
-def write(root: Path, form: str, rows: Sequence[Picture], labeled: Callable[[Picture], bool]) -> list[str]:
+def write(
+    root: Path, form: str, rows: Sequence[Picture], labeled: Callable[[Picture], bool]
+) -> list[str]:
     """The rows in a form; what names them on the command line."""
     if form.startswith("packed "):
-        command("data", "pack", *write(root / "plain", form[7:], rows, labeled), "--output", root / "packed")
+        command(
+            "data",
+            "pack",
+            *write(root / "plain", form[7:], rows, labeled),
+            "--output",
+            root / "packed",
+        )
         return ["--data", f"parquet:{root}/packed"]
     root.mkdir(parents=True)
     if form in VECTORS:
@@ -214,9 +300,11 @@ def write(root: Path, form: str, rows: Sequence[Picture], labeled: Callable[[Pic
     else:
         two = form == "two folders"
         places = [
-            ("known/" * two + row.label if labeled(row) else "new" * two, row.name) if form.endswith("folder")
-            or two else ("images", row.name) for row in rows
-        ]  # fmt: skip
+            ("known/" * two + row.label if labeled(row) else "new" * two, row.name)
+            if form.endswith("folder") or two
+            else ("images", row.name)
+            for row in rows
+        ]
         for (folder, name), row in zip(places, rows, strict=True):
             (root / folder).mkdir(parents=True, exist_ok=True)
             (root / folder / name).write_bytes(row.data)
@@ -227,7 +315,9 @@ def write(root: Path, form: str, rows: Sequence[Picture], labeled: Callable[[Pic
         columns = {"path": pa.array([f"{folder}/{name}" for folder, name in places])}
     ids = [row.name for row in rows]
     label = [row.label if labeled(row) else None for row in rows]
-    table = pa.table({"id": pa.array(ids), **columns, "label": pa.array(label, pa.string())})
+    table = pa.table(
+        {"id": pa.array(ids), **columns, "label": pa.array(label, pa.string())}
+    )
     if form.startswith("parquet"):
         pq.write_table(table, root / "train.parquet", row_group_size=7)
         return ["--data", f"parquet:{root}"]
@@ -241,31 +331,49 @@ def write(root: Path, form: str, rows: Sequence[Picture], labeled: Callable[[Pic
 
 def vector_of(row: Picture) -> np.ndarray:
     """float32 (12,) in the place of an image: sums of its pixels and their squares."""
-    pixels = np.asarray(Pillow.open(io.BytesIO(row.data)).convert("RGB").resize((2, 2)), np.float32)
+    pixels = np.asarray(
+        Pillow.open(io.BytesIO(row.data)).convert("RGB").resize((2, 2)), np.float32
+    )
     return pixels.ravel() / 64 - 2
 
 
 def write_vectors(
     root: Path, form: str, rows: Sequence[Picture], labeled: Callable[[Picture], bool]
 ) -> list[str]:
-    """A vector of each row, and after all of these more views of every third row, under the same ids."""
-    chance, more = np.random.default_rng(len(rows)), [row for i, row in enumerate(rows) if i % 3 == 0]
+    """A vector of each row, and after all of these more views of every third row,
+    under the same ids.
+    """
+    chance, more = (
+        np.random.default_rng(len(rows)),
+        [row for i, row in enumerate(rows) if i % 3 == 0],
+    )
     values = np.stack([vector_of(row) for row in (*rows, *more)])
-    values[len(rows) :] += chance.normal(0, 0.1, (len(more), values.shape[1])).astype(np.float32)
-    table = pa.table({
-        "id": [row.name for row in (*rows, *more)],
-        "label": pa.array([row.label if labeled(row) else None for row in (*rows, *more)], pa.string()),
-    })  # fmt: skip
+    values[len(rows) :] += chance.normal(0, 0.1, (len(more), values.shape[1])).astype(
+        np.float32
+    )
+    table = pa.table(
+        {
+            "id": [row.name for row in (*rows, *more)],
+            "label": pa.array(
+                [row.label if labeled(row) else None for row in (*rows, *more)],
+                pa.string(),
+            ),
+        }
+    )
     if form == "vectors npy":
         np.save(root / "rows.npy", values)
         table.to_pandas().to_csv(root / "rows.csv", index=False)
         return ["--data", f"vectors:{root}/rows.npy"]
-    pq.write_table(table.append_column("embedding", pa.array(list(values))), root / "train.parquet")
+    pq.write_table(
+        table.append_column("embedding", pa.array(list(values))), root / "train.parquet"
+    )
     return ["--data", f"vectors:{root}"]
 
 
 def command(*words: object) -> None:
-    """``uno WORDS`` in this process, in silence. AssertionError: it does not end with 0."""
+    """``uno WORDS`` in this process, in silence. AssertionError: it does not end
+    with 0.
+    """
     said = io.StringIO()
     with redirect_stdout(said), redirect_stderr(said):
         code = cli.main([str(word) for word in words])
@@ -273,19 +381,25 @@ def command(*words: object) -> None:
 
 
 Answers = dict[int, dict[str, Any]]
-"""What is said of each image, by its number, under the names of the columns of predictions."""
+"""What is said of each image, by its number, under the names of the columns of
+predictions.
+"""
 
 
 def by_number(rows: Sequence[dict[str, Any]]) -> Answers:
     """Rows of a table of predictions."""
     found = {int(re.search(r"(\d{3})[^/#]*$", row["id"])[1]): row for row in rows}
-    assert len(found) == len(rows), f"an image has two rows: {[row['id'] for row in rows]}"
+    assert len(found) == len(rows), (
+        f"an image has two rows: {[row['id'] for row in rows]}"
+    )
     return found
 
 
-def differences(what: str, found: Answers, expected: Answers, noise: float = 1) -> list[str]:
-    """A line for each row that is not as expected; both say something of it. Numbers may differ by ``noise``
-    times :data:`CLOSE`.
+def differences(
+    what: str, found: Answers, expected: Answers, noise: float = 1
+) -> list[str]:
+    """A line for each row that is not as expected; both say something of it. Numbers
+    may differ by ``noise`` times :data:`CLOSE`.
     """
     lines = []
     for number in sorted(found.keys() & expected.keys()):
@@ -294,21 +408,30 @@ def differences(what: str, found: Answers, expected: Answers, noise: float = 1) 
         exact = () if tied else ("class_index", "class_name", "kind")
         wrong = [name for name in (*exact, "reason") if one[name] != other[name]]
         for name in NUMBERS if not tied else ():
-            pair = [float("nan") if value is None else float(value) for value in (one[name], other[name])]
+            pair = [
+                float("nan") if value is None else float(value)
+                for value in (one[name], other[name])
+            ]
             if not np.allclose(*pair, rtol=0, atol=CLOSE * noise, equal_nan=True):
                 wrong.append(name)
-        lines += [f"{what}: image {number}: {name} {one[name]!r} for {other[name]!r}" for name in wrong]
+        lines += [
+            f"{what}: image {number}: {name} {one[name]!r} for {other[name]!r}"
+            for name in wrong
+        ]
     return lines
 
 
 def train(spec: Spec, folder: Path, workers: int = 0) -> list[Picture]:
     """The run of a spec in ``folder/run``; its images."""
-    labels = [f"k{i}" for i in range(spec["known"])] + [f"n{i}" for i in range(spec["novel"])]
+    labels = [f"k{i}" for i in range(spec["known"])] + [
+        f"n{i}" for i in range(spec["novel"])
+    ]
     rows = pictures(spec, range(spec["rows"] * len(labels)), labels, "run")
     hidden = spec["hidden"] and spec["form"] != "two folders"
 
     def labeled(row: Picture) -> bool:
-        number = int(row.name[:3])  # of the GCD setting, every third image of a known class has no label
+        # of the GCD setting, every third image of a known class has no label
+        number = int(row.name[:3])
         gcd = spec["options"]["method"] in GCD
         return hidden or (row.label[0] == "k" and (not gcd or number % 3 > 0))
 
@@ -320,16 +443,28 @@ def train(spec: Spec, folder: Path, workers: int = 0) -> list[Picture]:
         torch.manual_seed(0)
         safetensors.torch.save_file(build_encoder(model).state_dict(), path)
         words += ["--weights", str(path)]
-    options = OPTIONS | spec["options"] | {"data.num_novel": spec["novel"], "compute.num_workers": workers}
+    options = (
+        OPTIONS
+        | spec["options"]
+        | {"data.num_novel": spec["novel"], "compute.num_workers": workers}
+    )
     if spec["form"] in VECTORS:
-        options = {key: value for key, value in options.items() if key not in OF_ENCODERS}
+        options = {
+            key: value for key, value in options.items() if key not in OF_ENCODERS
+        }
     if spec.get("default"):
-        options = {key: value for key, value in options.items() if not any(word in key for word in LEFT_OPEN)}
+        options = {
+            key: value
+            for key, value in options.items()
+            if not any(word in key for word in LEFT_OPEN)
+        }
     for key, value in options.items():
         words += [f"--{key.replace('_', '-')}", str(value)]
     words += [] if spec["form"] in VECTORS else ["--image-size", str(spec["size"])]
     command("discover", *words, "--output", folder / "run")
-    method = yaml.safe_load((folder / "run" / "config.yaml").read_text()).get("method", "uno")
+    method = yaml.safe_load((folder / "run" / "config.yaml").read_text()).get(
+        "method", "uno"
+    )
     assert method == spec["options"]["method"], f"the method is {method}"
     return rows
 
@@ -340,15 +475,25 @@ def edit(run: Path, how: str, chance: random.Random) -> None:
     path.unlink(missing_ok=True)
     novel = [c for c in classes if c.kind == "novel"]
     if how == "rename":
-        return command("classes", run, "--rename", f"{chance.choice(novel).index}=näme {chance.random()}")
+        return command(
+            "classes",
+            run,
+            "--rename",
+            f"{chance.choice(novel).index}=näme {chance.random()}",
+        )
     left = [c for c in novel if c.into == c.index]
     if how == "none" or not left or (how != "merge into known" and len(left) < 2):
         return None
     one, *others = chance.sample(left, len(left))
-    target = chance.choice(others if how == "merge" else classes[: -len(novel)]) if how != "drop" else None
+    target = (
+        chance.choice(others if how == "merge" else classes[: -len(novel)])
+        if how != "drop"
+        else None
+    )
     command("classes", run)  # writes it
     tree = yaml.safe_load(path.read_text())
-    own = {one.index} | {c.index for c in novel if c.into == one.index}  # nothing is merged into what is gone
+    # nothing is merged into what is gone
+    own = {one.index} | {c.index for c in novel if c.into == one.index}
     for entry in tree["classes"]:
         if entry["index"] in own:
             entry["action"] = "drop" if target is None else f"merge into {target.name}"
@@ -357,17 +502,37 @@ def edit(run: Path, how: str, chance: random.Random) -> None:
 
 
 def check(
-    spec: Spec, case: Spec, folder: Path, run: Path, own: Sequence[Picture], workers: int = 0
+    spec: Spec,
+    case: Spec,
+    folder: Path,
+    run: Path,
+    own: Sequence[Picture],
+    workers: int = 0,
 ) -> list[str]:
     """What a case finds, a line each; ``own`` are the images of the run."""
     edit(run, case["edit"], random.Random(f"{spec['pixels']} {case}"))
     new = pictures(spec, range(len(own), len(own) + case["new"]), ["k0", "n0"], "new")
-    rows, out, noise = [*own, *new], folder / "out", NOISE.get(spec["options"]["method"], 1)
+    rows, out, noise = (
+        [*own, *new],
+        folder / "out",
+        NOISE.get(spec["options"]["method"], 1),
+    )
     words = write(folder / "source", case["form"], rows, lambda row: False)
-    command("predict", run, *words, *case["more"], "--compute.num-workers", workers, "--output", out)
+    command(
+        "predict",
+        run,
+        *words,
+        *case["more"],
+        "--compute.num-workers",
+        workers,
+        "--output",
+        out,
+    )
     table = pq.read_table(out / FILE).to_pylist()
     found = by_number(table)
-    lines = [] if found.keys() == {*range(len(rows))} else ["uno predict: rows are missing"]
+    lines = (
+        [] if found.keys() == {*range(len(rows))} else ["uno predict: rows are missing"]
+    )
     said = by_number(pq.read_table(run / FILE).to_pylist())
     lines += differences("the run's own table", said, found, noise)
     if "--csv" in case["more"]:
@@ -379,25 +544,36 @@ def check(
     how = model._classifier.config.data.interpolation
     vectors = case["form"] in VECTORS
     squares = (
-        torch.from_numpy(np.stack([vector_of(row) for row in rows])) if vectors
+        torch.from_numpy(np.stack([vector_of(row) for row in rows]))
+        if vectors
         else decode_many([row.data for row in rows], model.size, 1, how)[0]
-    )  # fmt: skip
+    )
     answers = model.predict(items(case["items"], folder / "named", rows, squares))
     names = ("class_index", "class_name", "kind", *NUMBERS, "reason")
-    said = {i: {name: getattr(row, name) for name in names} for i, row in enumerate(answers)}
+    said = {
+        i: {name: getattr(row, name) for name in names} for i, row in enumerate(answers)
+    }
     lines += differences(f"predict of {case['items']}", said, found, noise)
     if "--embedding" in case["more"]:
         embedding = np.array([found[i]["embedding"] for i in range(len(rows))])
         if not np.allclose(embedding, answers.embedding, rtol=1e-4, atol=1e-4):
             lines.append("embedding: the table's is not that of Python")
-    if (program := case["program"]) and (compute := load_program(run, program)) is not None:
+    if (program := case["program"]) and (
+        compute := load_program(run, program)
+    ) is not None:
         most = np.abs(compute(squares) - answers.probabilities).max()
-        lines += [f"{program}: probabilities differ by {most:.1e}"] if not most < TIE * noise else []
+        lines += (
+            [f"{program}: probabilities differ by {most:.1e}"]
+            if not most < TIE * noise
+            else []
+        )
     return lines
 
 
 def items(kind: str, folder: Path, rows: Sequence[Picture], squares: Tensor) -> Any:
-    """What ``predict`` of Python is given for ``rows``, whose ``squares`` the model takes."""
+    """What ``predict`` of Python is given for ``rows``, whose ``squares`` the model
+    takes.
+    """
     if kind == "array":
         return squares
     if kind == "bytes":
@@ -421,28 +597,47 @@ def check_csv(path: Path, table: Sequence[dict[str, Any]]) -> list[str]:
         for row, line in zip(table, csv.DictReader(file), strict=True):
             for name, kind in COLUMNS.items():
                 text = "" if row[name] is None else str(row[name])
-                text = f"'{text}" if text[:1] in (*"=+-@\t\r\n",) and kind == pa.string() else text
+                text = (
+                    f"'{text}"
+                    if text[:1] in (*"=+-@\t\r\n",) and kind == pa.string()
+                    else text
+                )
                 if kind == pa.float32() and text and line[name]:
-                    text = line[name] if np.float32(line[name]) == np.float32(row[name]) else text
+                    text = (
+                        line[name]
+                        if np.float32(line[name]) == np.float32(row[name])
+                        else text
+                    )
                 if line[name] != text:
-                    lines.append(f"CSV: {row['id']}: {name} {line[name]!r} for {row[name]!r}")
+                    lines.append(
+                        f"CSV: {row['id']}: {name} {line[name]!r} for {row[name]!r}"
+                    )
     return lines
 
 
 def check_folders(by_class: Path, rows: Sequence[Picture], found: Answers) -> list[str]:
     """Images that are not, as they were, in the folder of their class alone."""
-    lines, places = [], {path.read_bytes(): path.parent.name for path in by_class.glob("*/*")}
+    lines, places = (
+        [],
+        {path.read_bytes(): path.parent.name for path in by_class.glob("*/*")},
+    )
     for row in rows:
         place, says = places.pop(row.data, ""), found[int(row.name[:3])]
-        wanted = "rejected" if says["kind"] == "rejected" else f"{says['class_index']:03d}-"
+        wanted = (
+            "rejected" if says["kind"] == "rejected" else f"{says['class_index']:03d}-"
+        )
         if not place.startswith(wanted):
             lines.append(f"folders: {row.name} is in {place!r}, not {wanted!r}")
     return lines + [f"folders: a file more in {place}" for place in places.values()]
 
 
 def load_program(run: Path, format: str) -> Callable[[Tensor], np.ndarray] | None:
-    """The run as an exported program of its images; None: the packages for it are missing."""
-    if format == "onnx" and any(find_spec(name) is None for name in ("onnx", "onnxscript", "onnxruntime")):
+    """The run as an exported program of its images; None: the packages for it are
+    missing.
+    """
+    if format == "onnx" and any(
+        find_spec(name) is None for name in ("onnx", "onnxscript", "onnxruntime")
+    ):
         return None
     command("export", run, "--format", format)
     path = run / "model" / f"model.{format}"
@@ -452,7 +647,9 @@ def load_program(run: Path, format: str) -> Callable[[Tensor], np.ndarray] | Non
     import onnxruntime
 
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    return lambda images: session.run(None, {session.get_inputs()[0].name: images.numpy()})[0]
+    return lambda images: session.run(
+        None, {session.get_inputs()[0].name: images.numpy()}
+    )[0]
 
 
 def check_run(spec: Spec, workers: int = 0, trained_by: int = 0) -> list[str]:
@@ -460,10 +657,15 @@ def check_run(spec: Spec, workers: int = 0, trained_by: int = 0) -> list[str]:
     from uno.session import job
 
     lines = list[str]()
-    with tempfile.TemporaryDirectory(prefix="uno-agreement-") as name, pytest.MonkeyPatch.context() as patch:
+    with (
+        tempfile.TemporaryDirectory(prefix="uno-agreement-") as name,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         folder = Path(name)
-        patch.setattr(job, "write_report", lambda *args, **options: "none")  # a second a run
-        patch.setattr(job, "_first_look", lambda *args: None)  # another where features are trained on
+        # a second a run
+        patch.setattr(job, "write_report", lambda *args, **options: "none")
+        # another where features are trained on
+        patch.setattr(job, "_first_look", lambda *args: None)
         patch.setenv("UNO_CACHE", str(folder / "cache"))
         try:
             own = train(spec, folder, trained_by)
@@ -475,14 +677,19 @@ def check_run(spec: Spec, workers: int = 0, trained_by: int = 0) -> list[str]:
                 found = check(spec, case, here, folder / "run", own, workers)
             except AssertionError as error:
                 found = [str(error)]
-            lines += [f"case {number} ({case['edit']}, {case['form']}): {line}" for line in found]
+            lines += [
+                f"case {number} ({case['edit']}, {case['form']}): {line}"
+                for line in found
+            ]
             shutil.rmtree(here, ignore_errors=True)
     return lines
 
 
 def main(argv: list[str] | None = None) -> int:
     """Print what disagrees and a JSON line of counts; 1 where there is something."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first run")
@@ -497,12 +704,30 @@ def main(argv: list[str] | None = None) -> int:
             break
         lines = check_run(spec)
         runs, cases, fallen = runs + 1, cases + len(spec["cases"]), fallen + bool(lines)
-        print(*(f"run {number}: {line}" for line in lines[:20]), sep="\n", end="\n" * bool(lines), flush=True)
+        print(
+            *(f"run {number}: {line}" for line in lines[:20]),
+            sep="\n",
+            end="\n" * bool(lines),
+            flush=True,
+        )
         if lines and args.keep:
             Path(args.keep).mkdir(parents=True, exist_ok=True)
-            (Path(args.keep) / f"agreement_{args.seed}_{number}").write_text(json.dumps(spec))
-    words = " ".join(["python -m tests.agreement", *(sys.argv[1:] if argv is None else argv)])
-    print(json.dumps({"command": words, "runs": runs, "cases": cases, "runs_that_disagree": fallen}))
+            (Path(args.keep) / f"agreement_{args.seed}_{number}").write_text(
+                json.dumps(spec)
+            )
+    words = " ".join(
+        ["python -m tests.agreement", *(sys.argv[1:] if argv is None else argv)]
+    )
+    print(
+        json.dumps(
+            {
+                "command": words,
+                "runs": runs,
+                "cases": cases,
+                "runs_that_disagree": fallen,
+            }
+        )
+    )
     return int(fallen > 0)
 
 

@@ -1,4 +1,6 @@
-"""The one Ray cluster of the test lane ``ray``, and its undisturbed run; everything else runs without Ray."""
+"""The one Ray cluster of the test lane ``ray``, and its undisturbed run; everything
+else runs without Ray.
+"""
 
 import hashlib
 import os
@@ -17,18 +19,24 @@ import pytest
 
 from uno.session.console import in_main_thread
 
-sys.dont_write_bytecode = False  # assertions are rewritten once, not in every process and run: 5 s each
+# assertions are rewritten once, not in every process and run: 5 s each
+sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 NUM_CPUS = 4  # logical; the machine may have two
-AGENT_PORT = 52365  # a node whose agent finds it taken takes no jobs, for as long as it lives
+# a node whose agent finds it taken takes no jobs, for as long as it lives
+AGENT_PORT = 52365
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Weights that the user has downloaded would change the preset of a command on own images; a script's
-    ``&`` and nohup have signals ignored, here and in child processes.
+    """Weights that the user has downloaded would change the preset of a command on own
+    images; a script's ``&`` and nohup have signals ignored, here and in child
+    processes.
     """
     os.environ["TORCH_HOME"] = "/nonexistent"
-    for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    for number, usual in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGHUP, signal.SIG_DFL),
+    ):
         if signal.getsignal(number) == signal.SIG_IGN and in_main_thread():
             signal.signal(number, usual)
 
@@ -50,7 +58,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_cache_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No test reads or writes the features that the user keeps; child processes inherit this."""
+    """No test reads or writes the features that the user keeps; child processes
+    inherit this.
+    """
     before = {"UNO_CACHE": os.environ.get("UNO_CACHE")}
     _set({"UNO_CACHE": str(tmp_path_factory.mktemp("cache"))})
     yield
@@ -59,22 +69,32 @@ def no_cache_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[Any]:
-    """The ``ray`` module, connected to a private cluster: no token of the user's, no other cluster's
-    address.
+    """The ``ray`` module, connected to a private cluster: no token of the user's, no
+    other cluster's address.
     """
     from pipelines import ray_env
 
-    folder = tempfile.mkdtemp(prefix="uno-ray-", dir="/tmp")  # short: socket paths hold 107 characters
-    changed = {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": None, **ray_env.ENVIRONMENT}
+    # short: socket paths hold 107 characters
+    folder = tempfile.mkdtemp(prefix="uno-ray-", dir="/tmp")
+    changed = {
+        "RAY_TMPDIR": folder,
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_ADDRESS": None,
+        **ray_env.ENVIRONMENT,
+    }
     before = {name: os.environ.get(name) for name in changed}
     _set(changed)
     import ray
 
     wait_until_free(AGENT_PORT)
     ray.init(
-        address="local", num_cpus=NUM_CPUS, include_dashboard=True, object_store_memory=200 * 2**20,
-        log_to_driver=False, _temp_dir=folder,
-    )  # fmt: skip
+        address="local",
+        num_cpus=NUM_CPUS,
+        include_dashboard=True,
+        object_store_memory=200 * 2**20,
+        log_to_driver=False,
+        _temp_dir=folder,
+    )
     yield ray
     ray.shutdown()
     _set(before)
@@ -83,9 +103,14 @@ def ray_cluster() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def two(request: pytest.FixtureRequest, ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished ``uno demo``, that disturbed ones are compared with: two workers, 240 steps of discovery.
-    Trained once for the same code and torch, and kept in pytest's cache for the next lane.
+def two(
+    request: pytest.FixtureRequest,
+    ray_cluster: Any,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """A finished ``uno demo``, that disturbed ones are compared with: two workers, 240
+    steps of discovery. Trained once for the same code and torch, and kept in pytest's
+    cache for the next lane.
     """
     from pipelines import cli
     from tests.pipelines.small import LONG, ROOT
@@ -100,7 +125,9 @@ def two(request: pytest.FixtureRequest, ray_cluster: Any, tmp_path_factory: pyte
     if kept.exists():
         return Path(shutil.copytree(kept, output))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2])
+        patch.setattr(
+            "sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2]
+        )
         assert cli.main(["demo", *LONG, "--output", str(output)]) == 0
     shutil.rmtree(kept.parent)  # of earlier code
     shutil.copytree(output, half := kept.with_suffix(".half"))
@@ -109,7 +136,9 @@ def two(request: pytest.FixtureRequest, ray_cluster: Any, tmp_path_factory: pyte
 
 
 def wait_until_free(port: int, seconds: float = 180) -> None:
-    """Returns once nothing listens there: agents outlive the cluster of an earlier test by some seconds."""
+    """Returns once nothing listens there: agents outlive the cluster of an earlier
+    test by some seconds.
+    """
     end = time.monotonic() + seconds
     while True:
         with socket.socket() as probe:
@@ -118,7 +147,9 @@ def wait_until_free(port: int, seconds: float = 180) -> None:
                 probe.bind(("", port))
                 return
             except OSError:
-                assert time.monotonic() < end, f"port {port} is taken: Ray jobs cannot be tested"
+                assert time.monotonic() < end, (
+                    f"port {port} is taken: Ray jobs cannot be tested"
+                )
         time.sleep(0.2)
 
 

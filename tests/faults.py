@@ -1,4 +1,5 @@
-"""Faults on purpose, for tests and drills: ``UNO_FAULTS`` kills, poisons and fills disks.
+"""Faults on purpose, for tests and drills: ``UNO_FAULTS`` kills, poisons and fills
+disks.
 
 Faults are separated by ``;`` and have the form ``KIND:key=value,...``::
 
@@ -12,10 +13,11 @@ Faults are separated by ``;`` and have the form ``KIND:key=value,...``::
     kill-driver:step=7                         kill -9 of the command itself, once that step is in the journal
     sigterm:step=7                             SIGTERM to it
 
-``phase=pretrain`` aims at the other phase. Every fault strikes once in the life of a run directory, whose
-``faults.jsonl`` notes it before it strikes, and every step from which training starts or starts again. A
-command gets here through :mod:`uno.runs.hooks`.
-"""
+``phase=pretrain`` aims at the other phase. Every fault strikes once in the life of a
+run directory, whose ``faults.jsonl`` notes it before it strikes, and every step from
+which training starts or starts again. A command gets here through
+:mod:`uno.runs.hooks`.
+"""  # noqa: E501
 
 import errno
 import json
@@ -37,7 +39,11 @@ from uno.steps import Batch
 
 FAULTS_FILE = "faults.jsonl"
 RANKED = ("kill-worker", "nan")
-DISKS = {"full-disk": errno.ENOSPC, "read-only": errno.EROFS, "timeout": errno.ETIMEDOUT}
+DISKS = {
+    "full-disk": errno.ENOSPC,
+    "read-only": errno.EROFS,
+    "timeout": errno.ETIMEDOUT,
+}
 DRIVER = {"kill-driver": signal.SIGKILL, "sigterm": signal.SIGTERM}
 KINDS = (*RANKED, "kill-node", *DISKS, *DRIVER)
 
@@ -45,7 +51,9 @@ log = logging.getLogger(__name__)
 
 
 class Fault(NamedTuple):
-    """One fault: ``at`` is a step, or for disks the number of a checkpoint, counted from 1."""
+    """One fault: ``at`` is a step, or for disks the number of a checkpoint, counted
+    from 1.
+    """
 
     kind: str
     phase: str
@@ -59,9 +67,16 @@ class Fault(NamedTuple):
 
 
 def planned(text: str | None = None) -> list[Fault]:
-    """The faults of ``text``, by default of the environment. ConfigError: it is not of the form above."""
+    """The faults of ``text``, by default of the environment. ConfigError: it is not
+    of the form above.
+    """
     text = os.environ.get(VARIABLE, "") if text is None else text
-    return [fault for part in text.split(";") if part.strip() for fault in _parse(part.strip())]
+    return [
+        fault
+        for part in text.split(";")
+        if part.strip()
+        for fault in _parse(part.strip())
+    ]
 
 
 def _parse(part: str) -> list[Fault]:
@@ -69,20 +84,31 @@ def _parse(part: str) -> list[Fault]:
     if kind not in KINDS:
         raise ConfigError(f"{VARIABLE}: unknown fault {kind!r}; use {', '.join(KINDS)}")
     unit = "checkpoint" if kind in DISKS else "step"
-    optional = {"phase": DISCOVER, "times": "1", "seed": "0"} | ({"rank": "0"} if kind in RANKED else {})
+    optional = {"phase": DISCOVER, "times": "1", "seed": "0"} | (
+        {"rank": "0"} if kind in RANKED else {}
+    )
     given = dict(pair.partition("=")[::2] for pair in rest.split(","))
     values = {"rank": "0", **optional, **given}
     found = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", given.get(unit, ""))
     numbers = [values[name] for name in ("rank", "times", "seed")]
     known = given.keys() <= {unit, *optional} and values["phase"] in PHASES
     if not (found and known and all(map(str.isdecimal, numbers))):
-        form = f"KIND:key=value,... with {unit}=N or {unit}=N..M and any of {', '.join(sorted(optional))}"
+        form = (
+            f"KIND:key=value,... with {unit}=N or {unit}=N..M and any of"
+            f" {', '.join(sorted(optional))}"
+        )
         raise ConfigError(f"{VARIABLE}: {part!r} is not {form}")
     rank, times, seed = map(int, numbers)
     steps = range(int(found[1]), int(found[2] or found[1]) + 1)
     if len(steps) < times:
-        raise ConfigError(f"{VARIABLE}: {part!r}: {unit}={given[unit]} has no {times} different numbers")
-    return [Fault(kind, values["phase"], at, rank) for at in sorted(random.Random(seed).sample(steps, times))]
+        raise ConfigError(
+            f"{VARIABLE}: {part!r}: {unit}={given[unit]} has no {times} different"
+            " numbers"
+        )
+    return [
+        Fault(kind, values["phase"], at, rank)
+        for at in sorted(random.Random(seed).sample(steps, times))
+    ]
 
 
 def announced(lines: list[str]) -> list[str]:
@@ -105,18 +131,27 @@ def in_training(
             _note(storage, {"event": "start", "phase": phase, "step": step})
         expected, batch = step + 1, batches(step)
         for fault in faults:
-            if fault.at == step and _concerns(fault, rank) and _strikes(storage, fault, step):
+            if (
+                fault.at == step
+                and _concerns(fault, rank)
+                and _strikes(storage, fault, step)
+            ):
                 if fault.kind == "nan":
                     for view in batch.views:
                         view.fill_(float("nan"))
                 else:
-                    os.kill(os.getppid() if fault.kind == "kill-node" else os.getpid(), signal.SIGKILL)
+                    os.kill(
+                        os.getppid() if fault.kind == "kill-node" else os.getpid(),
+                        signal.SIGKILL,
+                    )
         return batch
 
     return meet
 
 
-def in_driver(show: Callable[[dict[str, Any]], None], storage: Storage) -> Callable[[dict[str, Any]], None]:
+def in_driver(
+    show: Callable[[dict[str, Any]], None], storage: Storage
+) -> Callable[[dict[str, Any]], None]:
     """``show`` of a command that meets the faults planned for it."""
     faults = [fault for fault in planned() if fault.kind in DRIVER]
 
@@ -135,7 +170,8 @@ def _concerns(fault: Fault, rank: int) -> bool:
         return fault.kind in RANKED and fault.rank == rank
     parent = Path(f"/proc/{os.getppid()}/cmdline")
     words = parent.read_text().split("\0") if parent.exists() else [""]
-    return words[0].endswith("/raylet") and "--head" not in words  # a node manager of Ray, not the head's
+    # a node manager of Ray, not the head's
+    return words[0].endswith("/raylet") and "--head" not in words
 
 
 def _prepare_disk(storage: Storage, faults: list[Fault]) -> None:
@@ -148,7 +184,10 @@ def _prepare_disk(storage: Storage, faults: list[Fault]) -> None:
             if folder == f"checkpoints/{fault.phase}":
                 seen.add(step)
                 if len(seen) == fault.at and _strikes(storage, fault, int(step)):
-                    raise StorageError(f"cannot write {storage.path(name)}: {os.strerror(DISKS[fault.kind])}")
+                    raise StorageError(
+                        f"cannot write {storage.path(name)}:"
+                        f" {os.strerror(DISKS[fault.kind])}"
+                    )
         write(name, data)
 
     if faults:
@@ -160,7 +199,10 @@ def _strikes(storage: Storage, fault: Fault, step: int) -> bool:
     if any(event.get("name") == fault.name for event in read_events(storage)):
         return False
     log.warning("%s: %s", VARIABLE, fault.name)
-    _note(storage, {"event": "fault", "name": fault.name, "phase": fault.phase, "step": step})
+    _note(
+        storage,
+        {"event": "fault", "name": fault.name, "phase": fault.phase, "step": step},
+    )
     return True
 
 

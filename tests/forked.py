@@ -1,4 +1,6 @@
-"""A child process that has imported what this one has: a tenth of a second, where a new Python takes four."""
+"""A child process that has imported what this one has: a tenth of a second, where a
+new Python takes four.
+"""
 
 import os
 import sys
@@ -10,7 +12,8 @@ from collections.abc import Callable
 def forked(function: Callable[[], object]) -> tuple[int, str]:
     """Exit code of a process that does this alone, and what it writes to stderr."""
     read, write = os.pipe()
-    with warnings.catch_warnings(action="ignore"):  # Python 3.12 fears the parent's threads
+    # Python 3.12 fears the parent's threads
+    with warnings.catch_warnings(action="ignore"):
         pid = os.fork()
     if pid == 0:
         os.dup2(write, 2)

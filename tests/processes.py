@@ -21,7 +21,9 @@ def running() -> dict[int, Process]:
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has just ended
-            name, _, rest = (folder / "stat").read_text().partition("(")[2].rpartition(") ")
+            name, _, rest = (
+                (folder / "stat").read_text().partition("(")[2].rpartition(") ")
+            )
             fields, words = rest.split(), (folder / "cmdline").read_text().split("\0")
             cpu = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
             if fields[0] != "Z":
@@ -32,6 +34,8 @@ def running() -> dict[int, Process]:
 def below(roots: Iterable[int], found: dict[int, Process]) -> dict[int, Process]:
     """Those of ``found`` that are ``roots`` or descend from them."""
     ours = set(roots)
-    while more := {pid for pid, process in found.items() if process.parent in ours} - ours:
+    while (
+        more := {pid for pid, process in found.items() if process.parent in ours} - ours
+    ):
         ours |= more
     return {pid: found[pid] for pid in ours if pid in found}

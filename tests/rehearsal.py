@@ -1,16 +1,18 @@
-"""The commands that the pages print for a cluster, from submission to the report, on one that is not there.
+"""The commands that the pages print for a cluster, from submission to the report, on
+one that is not there.
 
     python -m tests.rehearsal                          # all scenes, or those that are named:
     python -m tests.rehearsal streamed losses
 
-Two machines are network namespaces (root; else nodes at one address). The head has neither a CPU nor a GPU
-for work; the GPUs of the others are declared, and the CPU computes. S3 is moto, 5 ms away, by URIs with
-options. Tokens are on, and each object store has 100 MiB. Data, places and sizes of a printed command are
-replaced, and --working-dir is left out: nodes of one machine overwrite each other's. The table has a row for
-each command: what was simulated, and how it ended. Of training it is said for which share of the group's time
-the rank that waited most was idle because rank 0 came later to a collective, or ended later, and how long the
-command went on without ranks.
-"""
+Two machines are network namespaces (root; else nodes at one address). The head has
+neither a CPU nor a GPU for work; the GPUs of the others are declared, and the CPU
+computes. S3 is moto, 5 ms away, by URIs with options. Tokens are on, and each object
+store has 100 MiB. Data, places and sizes of a printed command are replaced, and
+--working-dir is left out: nodes of one machine overwrite each other's. The table has a
+row for each command: what was simulated, and how it ended. Of training it is said for
+which share of the group's time the rank that waited most was idle because rank 0 came
+later to a collective, or ended later, and how long the command went on without ranks.
+"""  # noqa: E501
 
 import argparse
 import json
@@ -55,11 +57,31 @@ LATENCY_MS, SECONDS = 5.0, 400.0
 HOLD = "UNO_REHEARSAL_HOLD"
 SUBMISSION, URL = "docs/deploy/ray.md", f"http://localhost:{DASHBOARD}"
 RESNET18 = [
-    "--compute.threads", "1", "--model.width", "4", "--model.num-heads", "2", "--model.hidden-dim", "16",
-    "--model.overcluster-factor", "2", "--model.projection-dim", "8", "--train.batch-size", "32",
-    "--train.log-every", "4", "--pretrain.epochs", "1", "--discover.epochs", "2",
-    "--pretrain.warmup-epochs", "0", "--discover.warmup-epochs", "0",
-]  # fmt: skip
+    "--compute.threads",
+    "1",
+    "--model.width",
+    "4",
+    "--model.num-heads",
+    "2",
+    "--model.hidden-dim",
+    "16",
+    "--model.overcluster-factor",
+    "2",
+    "--model.projection-dim",
+    "8",
+    "--train.batch-size",
+    "32",
+    "--train.log-every",
+    "4",
+    "--pretrain.epochs",
+    "1",
+    "--discover.epochs",
+    "2",
+    "--pretrain.warmup-epochs",
+    "0",
+    "--discover.warmup-epochs",
+    "0",
+]
 SIZES = ["--model.encoder", "resnet_small", *RESNET18]
 LONG = ["--discover.epochs", "10"]
 ON_GPUS = ["--workers", "2", "--device", "cuda"]
@@ -75,11 +97,13 @@ class Row(NamedTuple):
 
 
 def printed(name: str, start: str, places: dict[str, str]) -> list[str]:
-    """The words after ``uno`` or ``python -m pipelines`` of the first command of a file that starts with
-    ``start``, each text of ``places`` replaced.
+    """The words after ``uno`` or ``python -m pipelines`` of the first command of a file
+    that starts with ``start``, each text of ``places`` replaced.
     """
     text = re.sub(r"\\\n|(?<=--workers 4)\n", " ", page(name))
-    (found, *_) = re.findall(rf"(?:^uno|-m pipelines) +({re.escape(start)}\b.*)$", text, re.M)
+    found, *_ = re.findall(
+        rf"(?:^uno|-m pipelines) +({re.escape(start)}\b.*)$", text, re.M
+    )
     for old, new in places.items():
         assert old in found, f"{name}: {found!r} has no {old!r}"
         found = found.replace(old, new)
@@ -87,8 +111,9 @@ def printed(name: str, start: str, places: dict[str, str]) -> list[str]:
 
 
 def compute_and_count() -> None:
-    """In every process of a worker: it computes on the CPU, and a rank that ends writes when it came to each
-    collective of ``uno.collectives``, called by which function, and when it ended.
+    """In every process of a worker: it computes on the CPU, and a rank that ends writes
+    when it came to each collective of ``uno.collectives``, called by which function,
+    and when it ended.
     """
     compute_on_the_cpu()
     import torch.distributed as dist
@@ -100,8 +125,11 @@ def compute_and_count() -> None:
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             caller, busy = sys._getframe(1), False
-            while caller.f_back and caller.f_code.co_filename.endswith("collectives.py"):
-                busy = caller.f_code.co_name == "share_out" and bool(tensor.any())  # it votes, and works
+            while caller.f_back and caller.f_code.co_filename.endswith(
+                "collectives.py"
+            ):
+                # it votes, and works
+                busy = caller.f_code.co_name == "share_out" and bool(tensor.any())
                 caller = caller.f_back
             came.append((time.monotonic(), "" if busy else caller.f_code.co_name))
             return function(tensor, *args, **kwargs)
@@ -115,13 +143,16 @@ def compute_and_count() -> None:
         Path(os.environ[HOLD], f"rank-{rank.rank}.times").write_text(times)
         return found
 
-    dist.all_reduce, dist.all_gather = counted(dist.all_reduce), counted(dist.all_gather)
+    dist.all_reduce, dist.all_gather = (
+        counted(dist.all_reduce),
+        counted(dist.all_gather),
+    )
     worker._train_rank = trained
 
 
 def idle(folder: Path, now: float) -> str:
-    """Of what the ranks of the last group have written: the share of the time in which the rank that waited
-    most was idle, where, and the seconds since the group ended.
+    """Of what the ranks of the last group have written: the share of the time in which
+    the rank that waited most was idle, where, and the seconds since the group ended.
     """
     files = sorted(folder.glob("rank-*.times"))
     ranks = [json.loads(file.read_text()) for file in files]
@@ -139,13 +170,15 @@ def idle(folder: Path, now: float) -> str:
                 shares[-1][name] += 100 * (at - before) / total
     most = max(shares, key=Counter.total)
     where = ", ".join(f"{name} {share:.1f}%" for name, share in most.most_common(4))
-    waited = f"ranks idle while rank 0 works: {most.total():.1f}% of {total:.1f} s ({where})"
+    waited = (
+        f"ranks idle while rank 0 works: {most.total():.1f}% of {total:.1f} s ({where})"
+    )
     return f"; {waited}; {now - first[-1][0]:.0f} s without ranks"
 
 
 def compute_and_hold() -> None:
-    """As :func:`compute_and_count`; and it waits where a scene wants a node to be lost: before training, the
-    evaluation, and the first predictions.
+    """As :func:`compute_and_count`; and it waits where a scene wants a node to be lost:
+    before training, the evaluation, and the first predictions.
     """
     compute_and_count()
     from pipelines import inference, worker
@@ -166,12 +199,22 @@ def _held(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Rehearsal:
-    """A cluster, to which commands are submitted; ``rows`` are those that have ended as they should."""
+    """A cluster, to which commands are submitted; ``rows`` are those that have ended
+    as they should.
+    """
 
-    def __init__(self, scene: str, raylets: Raylets, root: str, folder: Path, hidden: Path) -> None:
-        self.scene, self.rows, self.folder, self.raylets = scene, list[Row](), folder, raylets
+    def __init__(
+        self, scene: str, raylets: Raylets, root: str, folder: Path, hidden: Path
+    ) -> None:
+        self.scene, self.rows, self.folder, self.raylets = (
+            scene,
+            list[Row](),
+            folder,
+            raylets,
+        )
         self._root, self._hidden, self._jobs, self._others = root, hidden, 0, 0
-        self._since, self._env = time.monotonic(), raylets.env | {"RAY_ADDRESS": ""}  # it would win over URL
+        # it would win over URL
+        self._since, self._env = time.monotonic(), raylets.env | {"RAY_ADDRESS": ""}
 
     def uri(self, name: str) -> str:
         """In the bucket, with the options that lead there."""
@@ -184,8 +227,9 @@ class Rehearsal:
             self._others += 1
 
     def submit(self, words: list[str], hold: bool = False, **variables: str) -> Command:
-        """``ray job submit -- python -m pipelines WORDS`` as the page has it, with environment ``variables``;
-        ``hold``: its workers wait where :func:`compute_and_hold` says.
+        """``ray job submit -- python -m pipelines WORDS`` as the page has it, with
+        environment ``variables``; ``hold``: its workers wait where
+        :func:`compute_and_hold` says.
         """
         self._jobs, self._since = self._jobs + 1, time.monotonic()
         variables |= {**SETUP["env_vars"], HOLD: str(self.folder)}
@@ -195,15 +239,34 @@ class Rehearsal:
             "env_vars": own["env_vars"] | variables,
             "worker_process_setup_hook": f"tests.rehearsal.{hook.__name__}",
         }
-        job = ["job", "submit", "--address", URL, "--submission-id", f"uno-{self._jobs}"]
+        job = [
+            "job",
+            "submit",
+            "--address",
+            URL,
+            "--submission-id",
+            f"uno-{self._jobs}",
+        ]
         job += ["--runtime-env-json", json.dumps(setup)]
-        argv = ["ray.scripts.scripts", *job, "--", sys.executable, "-m", "pipelines", *words]
+        argv = [
+            "ray.scripts.scripts",
+            *job,
+            "--",
+            sys.executable,
+            "-m",
+            "pipelines",
+            *words,
+        ]
         return Command(argv, self._env, self.folder / f"{self._jobs}.log")
 
     def type(self, words: list[str]) -> Command:
-        """``uno WORDS`` in a shell of the head, where the command finds the cluster itself."""
+        """``uno WORDS`` in a shell of the head, where the command finds the cluster
+        itself.
+        """
         self._jobs, self._since = self._jobs + 1, time.monotonic()
-        env = self._env | {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": SETUP})}
+        env = self._env | {
+            "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": SETUP})
+        }
         return Command(["pipelines", *words], env, self.folder / f"{self._jobs}.log")
 
     def stop(self) -> None:
@@ -212,9 +275,13 @@ class Rehearsal:
         subprocess.run(argv, env=self._env, check=True, capture_output=True)
 
     def refusal(self, **variables: str) -> str:
-        """Why the cluster takes no job of an environment with these ``variables``; nothing: it does."""
+        """Why the cluster takes no job of an environment with these ``variables``;
+        nothing: it does.
+        """
         argv = [RAY, "job", "submit", "--address", URL, "--", "true"]
-        done = subprocess.run(argv, env=self._env | variables, capture_output=True, text=True)
+        done = subprocess.run(
+            argv, env=self._env | variables, capture_output=True, text=True
+        )
         return done.stdout + done.stderr if done.returncode else ""
 
     def held(self, name: str) -> Callable[[], bool]:
@@ -231,43 +298,68 @@ class Rehearsal:
         wait_for(lambda: job.says("") and bool(reached()), SECONDS)
         self.raylets.lose()
 
-    def ended(self, job: Command, words: list[str], simulated: str, says: str, outcome: str = "") -> None:
+    def ended(
+        self,
+        job: Command,
+        words: list[str],
+        simulated: str,
+        says: str,
+        outcome: str = "",
+    ) -> None:
         """Wait for its end; AssertionError unless the code is 0 and it says that."""
         code = job.end(SECONDS)
         text = "\n".join(job.lines)
-        assert code == 0 and says in text, f"uno {words[0]}: exit {code}, without {says!r}"
+        assert code == 0 and says in text, (
+            f"uno {words[0]}: exit {code}, without {says!r}"
+        )
         named = [word for word in words[:2] if re.fullmatch(r"[a-z][a-z-]*", word)]
-        self.rows.append(Row(self.scene, " ".join(["uno", *named]), simulated, outcome or "finished"))
+        self.rows.append(
+            Row(self.scene, " ".join(["uno", *named]), simulated, outcome or "finished")
+        )
         now = time.monotonic()
         seconds = f"{now - self._since:.0f} s{idle(self.folder, now)}"
         print(*self.rows[-1], seconds, sep="; ", flush=True)
 
     def last_lines(self) -> str:
         """Of the job that was submitted last."""
-        return (self.folder / f"{self._jobs}.log").read_text()[-6000:] if self._jobs else ""
+        return (
+            (self.folder / f"{self._jobs}.log").read_text()[-6000:]
+            if self._jobs
+            else ""
+        )
 
-    def run(self, simulated: str, words: list[str], says: str, outcome: str = "") -> None:
+    def run(
+        self, simulated: str, words: list[str], says: str, outcome: str = ""
+    ) -> None:
         """Submit, and wait for its end."""
         self.ended(self.submit(words), words, simulated, says, outcome)
 
 
 @contextmanager
 def simulated(scene: str) -> Iterator[Rehearsal]:
-    """A head that has no CPU for work and takes no job without a token, two nodes with a GPU each unless the
-    scene has them start late, and an empty bucket.
+    """A head that has no CPU for work and takes no job without a token, two nodes with
+    a GPU each unless the scene has them start late, and an empty bucket.
     """
     env = {name: value for name, value in CREDENTIALS.items() if name != "AWS_REGION"}
-    env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "PYTHONPATH": str(ROOT)}
+    env |= {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "PYTHONPATH": str(ROOT),
+    }
     with (
-        tempfile.TemporaryDirectory(prefix="uno-") as folder, tempfile.TemporaryDirectory() as hidden,
-        mock.patch.dict(os.environ, env), head(0, takes_jobs=True) as raylets,
+        tempfile.TemporaryDirectory(prefix="uno-") as folder,
+        tempfile.TemporaryDirectory() as hidden,
+        mock.patch.dict(os.environ, env),
+        head(0, takes_jobs=True) as raylets,
         store(LATENCY_MS, raylets.host) as (s3, _),
-    ):  # fmt: skip
-        options = (
-            f"region=us-east-1&scheme=http&endpoint_override={s3['AWS_ENDPOINT_URL'].removeprefix('http://')}"
+    ):
+        options = f"region=us-east-1&scheme=http&endpoint_override={s3['AWS_ENDPOINT_URL'].removeprefix('http://')}"
+        Storage(f"s3://{BUCKET}?{options}&allow_bucket_creation=true")._fs.create_dir(
+            BUCKET
         )
-        Storage(f"s3://{BUCKET}?{options}&allow_bucket_creation=true")._fs.create_dir(BUCKET)
-        cluster = Rehearsal(scene, raylets, f"s3://{BUCKET}?{options}", Path(folder), Path(hidden))
+        cluster = Rehearsal(
+            scene, raylets, f"s3://{BUCKET}?{options}", Path(folder), Path(hidden)
+        )
         cluster.join(0 if SCENES[scene] in LATE else 2)
         wait_for(lambda: not cluster.refusal())
         assert "AuthenticationError" in cluster.refusal(RAY_AUTH_MODE="disabled")
@@ -287,18 +379,24 @@ def imagenet(cluster: Rehearsal) -> Path:
 def packed(cluster: Rehearsal) -> str:
     """ImageNet's layout, packed on workers; where it is."""
     target = cluster.uri("imagenet")
-    places = {"imagenet:DIR": f"imagenet:{imagenet(cluster)}", "s3://BUCKET/imagenet": target}
+    places = {
+        "imagenet:DIR": f"imagenet:{imagenet(cluster)}",
+        "s3://BUCKET/imagenet": target,
+    }
     words = [*printed("docs/deploy/aws.md", "data pack", places), "--workers", "2"]
-    cluster.run("on workers, to S3 by a URI with options", words, "240 images, 240 packed")
+    cluster.run(
+        "on workers, to S3 by a URI with options", words, "240 images, 240 packed"
+    )
     return target
 
 
 def discovery(cluster: Rehearsal, sizes: list[str]) -> list[str]:
     """The command that is submitted to train, as a stream."""
     places = {
-        "s3://BUCKET/imagenet ": f"{cluster.uri('imagenet')} ", "--workers 4": "--workers 2",
+        "s3://BUCKET/imagenet ": f"{cluster.uri('imagenet')} ",
+        "--workers 4": "--workers 2",
         "s3://BUCKET/runs/imagenet-A": cluster.uri("run"),
-    }  # fmt: skip
+    }
     words = printed(SUBMISSION, "discover --preset imagenet --data parquet", places)
     return [*words, "--data.loading", "streaming", "--image-size", "16", *sizes]
 
@@ -307,8 +405,11 @@ def streamed(cluster: Rehearsal) -> None:
     """Packed, discovered as a stream, predicted, shown."""
     source, run = packed(cluster), cluster.uri("run")
     cluster.run("streamed from Parquet on S3", discovery(cluster, SIZES), "results in ")
-    places = {"runs/demo": run, "folder:DIR": f"parquet:{source}", "--output predictions": "--output " +
-              cluster.uri("predictions")}  # fmt: skip
+    places = {
+        "runs/demo": run,
+        "folder:DIR": f"parquet:{source}",
+        "--output predictions": "--output " + cluster.uri("predictions"),
+    }
     words = printed("docs/guides/after-training.md", "predict", places)
     cluster.run("Parquet on S3", [*words, *ON_GPUS], "240 images, 240 ok")
     words = printed("docs/guides/after-training.md", "report", {"runs/demo": run})
@@ -323,62 +424,121 @@ def tar(cluster: Rehearsal) -> None:
     source = Storage(cluster.uri("tars"))
     for shard in shards.iterdir():
         source.write(shard.name, shard.read_bytes())
-    places = {"imagenet:DIR --": f"tar:{cluster.uri('tars')} --", "--workers 8": "--workers 2"}
-    words = printed("docs/guides/large-data.md", "discover --preset imagenet --data imagenet:DIR", places)
+    places = {
+        "imagenet:DIR --": f"tar:{cluster.uri('tars')} --",
+        "--workers 8": "--workers 2",
+    }
+    words = printed(
+        "docs/guides/large-data.md",
+        "discover --preset imagenet --data imagenet:DIR",
+        places,
+    )
     own = ["--known-classes", "first:5", "--image-size", "16", "--device", "cuda"]
     run = cluster.uri("tar-run")
-    cluster.run("streamed from tar on S3", [*words, *own, *SIZES, "--output", run], "results in ")
+    cluster.run(
+        "streamed from tar on S3",
+        [*words, *own, *SIZES, "--output", run],
+        "results in ",
+    )
 
 
 def resident(cluster: Rehearsal) -> None:
-    """Images in memory, on nodes that start late; the finished run is submitted again, and evaluated."""
+    """Images in memory, on nodes that start late; the finished run is submitted
+    again, and evaluated.
+    """
     write_cifar(cluster.folder / "data", CIFAR100, 200)
     run = str(cluster.folder / "cifar100-20")
     places = {
-        "/runs/data": str(cluster.folder / "data"), "--workers 4": "--workers 2",
+        "/runs/data": str(cluster.folder / "data"),
+        "--workers 4": "--workers 2",
         "/runs/cifar100-20": run,
-    }  # fmt: skip
+    }
     words = [*printed("rayjob.yaml", "discover", places), *SIZES]
     job = cluster.submit(words)
-    wait_for(lambda: job.says("waiting up to 30 minutes for nodes: need 2 workers with"))
+    wait_for(
+        lambda: job.says("waiting up to 30 minutes for nodes: need 2 workers with")
+    )
     cluster.join(2)
-    cluster.ended(job, words, "in memory; nodes that start after the job", "results in ", "waited, finished")
-    cluster.run("the same once more", words, "nothing is trained again", "nothing trained again")
+    cluster.ended(
+        job,
+        words,
+        "in memory; nodes that start after the job",
+        "results in ",
+        "waited, finished",
+    )
+    cluster.run(
+        "the same once more", words, "nothing is trained again", "nothing trained again"
+    )
     words = printed("docs/guides/after-training.md", "evaluate", {"runs/demo": run})
     cluster.run("metrics again", [*words, *ON_GPUS], "Task-aware")
 
 
 def frozen(cluster: Rehearsal) -> None:
-    """On the features of a frozen encoder, which workers compute; predicted there and here."""
-    photos, model, run = cluster.folder / "photos", cluster.folder / "model", cluster.uri("photos")
+    """On the features of a frozen encoder, which workers compute; predicted there
+    and here.
+    """
+    photos, model, run = (
+        cluster.folder / "photos",
+        cluster.folder / "model",
+        cluster.uri("photos"),
+    )
     names = [f"known/{name}/{number}.png" for name in "abc" for number in range(20)]
-    write_images(photos, [*names, *(f"new/{number}.png" for number in range(60))], size=16)
+    write_images(
+        photos, [*names, *(f"new/{number}.png" for number in range(60))], size=16
+    )
     write_model(model)
     weights = model / "model" / "encoder.safetensors"
     places = {
-        "photos/known": str(photos / "known"), "photos/new": str(photos / "new"), "12": "3",
-        "--weights pretrained": f"--weights {weights}", "runs/photos": run,
-    }  # fmt: skip
-    words = printed("docs/guides/own-images.md", "discover --labeled photos/known --unlabeled photos/new "
-                    "--num-novel 12", places)  # fmt: skip
+        "photos/known": str(photos / "known"),
+        "photos/new": str(photos / "new"),
+        "12": "3",
+        "--weights pretrained": f"--weights {weights}",
+        "runs/photos": run,
+    }
+    words = printed(
+        "docs/guides/own-images.md",
+        "discover --labeled photos/known --unlabeled photos/new --num-novel 12",
+        places,
+    )
     own = [
-        "--model.encoder", "resnet_small", "--model.width", "4", "--model.finetune", "none",
-        "--image-size", "8", "--discover.epochs", "2", "--compute.threads", "1",
-        "--compute.cache", cluster.uri("cache"),
-    ]  # fmt: skip
+        "--model.encoder",
+        "resnet_small",
+        "--model.width",
+        "4",
+        "--model.finetune",
+        "none",
+        "--image-size",
+        "8",
+        "--discover.epochs",
+        "2",
+        "--compute.threads",
+        "1",
+        "--compute.cache",
+        cluster.uri("cache"),
+    ]
     report = f"next: open {join(run, 'report.html')}"
     cluster.run("features of a frozen encoder", [*words, *own, *ON_GPUS], report)
     assert Storage(run).exists("report.html") and Storage(run).exists("metrics.json")
     there, here = cluster.uri("predictions"), str(cluster.folder / "predictions")
-    places = {"runs/demo": run, "DIR": str(photos / "new"), "--output predictions": f"--output {there}"}
+    places = {
+        "runs/demo": run,
+        "DIR": str(photos / "new"),
+        "--output predictions": f"--output {there}",
+    }
     words = printed("docs/guides/after-training.md", "predict", places)
     job = cluster.type([*words, *ON_GPUS])
     what = "a folder, from a shell of the head"
-    cluster.ended(job, words, what, "60 images, 60 ok", "equal to predictions without Ray")
-    assert job.says(f"requesting 2 workers from the Ray cluster at {cluster.raylets.address}")
+    cluster.ended(
+        job, words, what, "60 images, 60 ok", "equal to predictions without Ray"
+    )
+    assert job.says(
+        f"requesting 2 workers from the Ray cluster at {cluster.raylets.address}"
+    )
     assert cli.main([here if word == there else word for word in words]) == 0
     files = (Storage(root).read("predictions.parquet") for root in (there, here))
-    first, second = (pq.read_table(pa.BufferReader(file))["class_name"] for file in files)
+    first, second = (
+        pq.read_table(pa.BufferReader(file))["class_name"] for file in files
+    )
     assert first.equals(second) and len(first) == 60
 
 
@@ -390,16 +550,39 @@ def tune(cluster: Rehearsal) -> None:
     cluster.run("two trials, a GPU each", [*words, *own, *SIZES], "2 trials, 0 failed")
     best = cluster.folder / "best.yaml"
     best.write_bytes(Storage(cluster.uri("tune")).read("best.yaml"))
-    words = printed("docs/guides/tune.md", "discover", {"runs/tune/best.yaml": str(best)})
-    cluster.run("its best trial", [*words, *ON_GPUS, "--output", cluster.uri("best")], "results in ")
+    words = printed(
+        "docs/guides/tune.md", "discover", {"runs/tune/best.yaml": str(best)}
+    )
+    cluster.run(
+        "its best trial",
+        [*words, *ON_GPUS, "--output", cluster.uri("best")],
+        "results in ",
+    )
 
 
 def estimate(cluster: Rehearsal) -> None:
     """The number of classes, in tasks on GPUs."""
     places = {"parquet:DIR": f"parquet:{packed(cluster)}"}
-    words = printed("docs/guides/number-of-classes.md", "estimate-classes --data parquet:DIR", places)
-    own = ["--num-splits", "2", "--max-novel", "3", "--image-size", "16", "--output", cluster.uri("estimate")]
-    cluster.run("a GPU for each encoder", [*words, *own, *SIZES, *ON_GPUS], "estimated new classes")
+    words = printed(
+        "docs/guides/number-of-classes.md",
+        "estimate-classes --data parquet:DIR",
+        places,
+    )
+    own = [
+        "--num-splits",
+        "2",
+        "--max-novel",
+        "3",
+        "--image-size",
+        "16",
+        "--output",
+        cluster.uri("estimate"),
+    ]
+    cluster.run(
+        "a GPU for each encoder",
+        [*words, *own, *SIZES, *ON_GPUS],
+        "estimated new classes",
+    )
 
 
 def stopped(cluster: Rehearsal) -> None:
@@ -409,7 +592,9 @@ def stopped(cluster: Rehearsal) -> None:
     job = cluster.submit(words)
     wait_for(lambda: job.says("") and bool(checkpoint_steps(run, DISCOVER)), SECONDS)
     cluster.stop()
-    cluster.ended(job, words, "`ray job stop`", "resume with the same command", "stopped, saved")
+    cluster.ended(
+        job, words, "`ray job stop`", "resume with the same command", "stopped, saved"
+    )
     line = f"resuming at discover step {checkpoint_steps(run, DISCOVER)[-1]}"
     cluster.run("the same once more", words, line, "resumed at that step, finished")
 
@@ -417,32 +602,53 @@ def stopped(cluster: Rehearsal) -> None:
 def waits(job: Command, losses: int) -> bool:
     """Whether it waits for nodes after that many losses."""
     parts = "\n".join(job.lines).split("new ones resume")
-    return job.says("") and len(parts) > losses and "waiting for nodes: need 2 workers" in parts[-1]
+    return (
+        job.says("")
+        and len(parts) > losses
+        and "waiting for nodes: need 2 workers" in parts[-1]
+    )
 
 
 def losses(cluster: Rehearsal) -> None:
-    """A node is lost at the start, in the middle, in the evaluation and in a prediction; a checkpoint has
-    90 MB, an upload in parts.
+    """A node is lost at the start, in the middle, in the evaluation and in a
+    prediction; a checkpoint has 90 MB, an upload in parts.
     """
     source = packed(cluster)
     words, run = discovery(cluster, [*RESNET18, *LONG]), Storage(cluster.uri("run"))
     job = cluster.submit(words, hold=True)
     trained = partial(checkpoint_steps, run, DISCOVER)
-    for lost, reached in enumerate((cluster.held("start"), trained, cluster.held("evaluation")), 1):
+    for lost, reached in enumerate(
+        (cluster.held("start"), trained, cluster.held("evaluation")), 1
+    ):
         cluster.lose(job, reached)
         wait_for(partial(waits, job, lost), SECONDS)
         cluster.go_on()
         cluster.join()
     what = "a node lost at the start, one in the middle, one in the evaluation"
-    cluster.ended(job, words, what, "results in ", "waited for a node each time, resumed, finished")
+    cluster.ended(
+        job,
+        words,
+        what,
+        "results in ",
+        "waited for a node each time, resumed, finished",
+    )
     assert Storage(cluster.uri("run")).exists("metrics.json")
-    places = {"runs/demo": run.uri, "folder:DIR": f"parquet:{source}", "--output predictions": "--output " +
-              cluster.uri("predictions")}  # fmt: skip
+    places = {
+        "runs/demo": run.uri,
+        "folder:DIR": f"parquet:{source}",
+        "--output predictions": "--output " + cluster.uri("predictions"),
+    }
     words = [*printed("docs/guides/after-training.md", "predict", places), *ON_GPUS]
     job = cluster.submit(words, hold=True)
     cluster.lose(job, cluster.held("prediction"))
     cluster.go_on()
-    cluster.ended(job, words, "a node lost", "240 images, 240 ok", "finished on the nodes that are left")
+    cluster.ended(
+        job,
+        words,
+        "a node lost",
+        "240 images, 240 ok",
+        "finished on the nodes that are left",
+    )
 
 
 def hung(cluster: Rehearsal) -> None:
@@ -451,18 +657,36 @@ def hung(cluster: Rehearsal) -> None:
     words, run = discovery(cluster, [*SIZES, *LONG]), Storage(cluster.uri("run"))
     job = cluster.submit(words, RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S="15")
     wait_for(lambda: job.says("") and bool(checkpoint_steps(run, DISCOVER)), SECONDS)
-    ranks = [pid for pid, each in running().items() if "RayTrainWorker" in each.words[0]]
+    ranks = [
+        pid for pid, each in running().items() if "RayTrainWorker" in each.words[0]
+    ]
     os.kill(ranks[0], signal.SIGSTOP)
-    cluster.ended(job, words, "a rank hangs (SIGSTOP)", "new ones resume", "restarted, finished")
+    cluster.ended(
+        job, words, "a rank hangs (SIGSTOP)", "new ones resume", "restarted, finished"
+    )
 
 
 LATE = (resident,)  # scenes whose nodes start after the job
-SCENES = {scene.__name__: scene for scene in
-          (streamed, tar, resident, frozen, tune, estimate, stopped, losses, hung)}  # fmt: skip
+SCENES = {
+    scene.__name__: scene
+    for scene in (
+        streamed,
+        tar,
+        resident,
+        frozen,
+        tune,
+        estimate,
+        stopped,
+        losses,
+        hung,
+    )
+}
 
 
 def play(name: str) -> list[Row]:
-    """The rows of a scene, on a cluster of its own. AssertionError: a command ended otherwise."""
+    """The rows of a scene, on a cluster of its own. AssertionError: a command ended
+    otherwise.
+    """
     with simulated(name) as cluster:
         try:
             SCENES[name](cluster)
@@ -474,9 +698,12 @@ def play(name: str) -> list[Row]:
 
 def main() -> int:
     """Play scenes and print the table; 1 where one ended otherwise than it should."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("scenes", nargs="*", choices=[*SCENES, []], help="default: all")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the cluster ends with this process
+    # the cluster ends with this process
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     rows, failed = list[Row](), False
     for name in parser.parse_args().scenes or SCENES:
         try:

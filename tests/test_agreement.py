@@ -1,4 +1,6 @@
-"""The agreement lane itself: a run of it here, some that have every kind among the slow tests."""
+"""The agreement lane itself: a run of it here, some that have every kind among the
+slow tests.
+"""
 
 import json
 from dataclasses import replace
@@ -28,10 +30,16 @@ SEED, NUM_RUNS = 521, 8  # with every kind in the first runs, in 13 of seed 0
 
 
 def disagreements(runs, **options):
-    return [f"{number}: {line}" for number, spec in runs for line in check_run(spec, **options)]
+    return [
+        f"{number}: {line}"
+        for number, spec in runs
+        for line in check_run(spec, **options)
+    ]
 
 
-@pytest.mark.parametrize("path", sorted(CORPUS.glob("agreement_*")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted(CORPUS.glob("agreement_*")), ids=lambda path: path.name
+)
 def test_past_disagreements_stay_repaired(path):
     assert check_run(json.loads(path.read_text())) == []
 
@@ -55,17 +63,29 @@ def test_all_say_the_same(number):
 
 
 def test_every_kind_is_drawn():
-    """In the lane's cases. Kills: a kind of source, encoder, edit or answer that no seed reaches."""
+    """In the lane's cases. Kills: a kind of source, encoder, edit or answer that no
+    seed reaches.
+    """
     runs = list(islice(specs(SEED), NUM_RUNS))
     cases = [case for run in runs for case in run["cases"]]
-    assert {case["edit"] for case in cases} == {*EDITS} and {case["items"] for case in cases} == {*ITEMS}
+    assert {case["edit"] for case in cases} == {*EDITS} and {
+        case["items"] for case in cases
+    } == {*ITEMS}
     assert {case["form"] for case in cases} == {*FORMS, *PACKED, *VECTORS}
     assert {case["program"] for case in cases} == {None, *PROGRAMS}
-    assert {flag for case in cases for flag in case["more"]} == {"--csv", "--folders", "--embedding"}
+    assert {flag for case in cases for flag in case["more"]} == {
+        "--csv",
+        "--folders",
+        "--embedding",
+    }
     for key, values in CHOICES.items():
         default = "vectors" if key == "model.encoder" else None
         assert {run["options"].get(key, default) for run in runs} >= {*values}, key
-    gcd = {run["hidden"] and run["form"] != "two folders" for run in runs if run["options"]["method"] in GCD}
+    gcd = {
+        run["hidden"] and run["form"] != "two folders"
+        for run in runs
+        if run["options"]["method"] in GCD
+    }
     assert gcd == {True, False} and {run["default"] for run in runs} == {True, False}
     assert sum(case["form"].startswith("packed") for case in cases) > 10
 
@@ -75,28 +95,60 @@ def shifted(scores):
 
 
 PLAIN = {
-    "pixels": 7, "form": "parquet", "hidden": True, "size": 8, "known": 2, "novel": 3, "rows": 8,
-    "options": {"model.encoder": "resnet_small", "model.finetune": "full", "method": "uno"},
-    "cases": [{"edit": "merge into known", "form": "csv", "items": "bytes", "program": "pt2", "new": 3,
-        "more": ["--csv", "--folders", "--embedding"]}],
-}  # fmt: skip
+    "pixels": 7,
+    "form": "parquet",
+    "hidden": True,
+    "size": 8,
+    "known": 2,
+    "novel": 3,
+    "rows": 8,
+    "options": {
+        "model.encoder": "resnet_small",
+        "model.finetune": "full",
+        "method": "uno",
+    },
+    "cases": [
+        {
+            "edit": "merge into known",
+            "form": "csv",
+            "items": "bytes",
+            "program": "pt2",
+            "new": 3,
+            "more": ["--csv", "--folders", "--embedding"],
+        }
+    ],
+}
 PLANTED = {
     "the run's own table": {
-        (job, "predict_run"): lambda config, storage, task, model, *more, predict=job.predict_run: predict(
-            config, storage, task, replace(model, classes=unedited(model.classes)), *more
+        (
+            job,
+            "predict_run",
+        ): lambda config, storage, task, model, *more, predict=job.predict_run: predict(
+            config,
+            storage,
+            task,
+            replace(model, classes=unedited(model.classes)),
+            *more,
         )
     },
     "predict of bytes": {
-        (api, "decoded"): lambda *args, **how: decoded(*args, **how | {"interpolation": "bicubic"})
+        (api, "decoded"): lambda *args, **how: decoded(
+            *args, **how | {"interpolation": "bicubic"}
+        )
     },
     "embedding": {
-        (predictions, "result_table"): lambda facts, ok, scores, *more, make=predictions.result_table: make(
+        (
+            predictions,
+            "result_table",
+        ): lambda facts, ok, scores, *more, make=predictions.result_table: make(
             facts, ok, shifted(scores), *more
         )
     },
     "CSV": {
         (folders, "read_batches"): lambda storage, names, read=folders.read_batches: (
-            batch if len(names) < 9 else batch.set_column(6, "margin", batch["probability"])
+            batch
+            if len(names) < 9
+            else batch.set_column(6, "margin", batch["probability"])
             for batch in read(storage, names)
         )
     },
@@ -116,7 +168,10 @@ def test_each_that_says_something_else_is_named(monkeypatch, what):
         monkeypatch.setattr(module, name, other)
     lines = check_run(PLAIN)
     assert bool(lines) == (what is not None)
-    assert all(line.startswith(f"case 0 (merge into known, csv): {what}: ") for line in lines[:1]), lines
+    assert all(
+        line.startswith(f"case 0 (merge into known, csv): {what}: ")
+        for line in lines[:1]
+    ), lines
 
 
 @pytest.mark.ray
@@ -132,13 +187,20 @@ def test_ray_says_the_same_of_what_it_trains(ray_cluster):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("encoder", [None, *CHOICES["model.encoder"]])
 def test_ray_says_the_same_of_every_kind(ray_cluster, encoder):
-    """Of what one process has trained: a case of the first run of each encoder, of the first GCD run of the
-    default method for None.
+    """Of what one process has trained: a case of the first run of each encoder, of the
+    first GCD run of the default method for None.
     """
     spec = next(
-        run for run in specs(0)
-        if (run["options"].get("model.encoder", "vectors") == encoder if encoder else run["default"])
+        run
+        for run in specs(0)
+        if (
+            run["options"].get("model.encoder", "vectors") == encoder
+            if encoder
+            else run["default"]
+        )
         and (encoder or not run["hidden"])
-    )  # fmt: skip
-    case = min(spec["cases"], key=lambda case: not case["form"].startswith(("packed", "tar")))
+    )
+    case = min(
+        spec["cases"], key=lambda case: not case["form"].startswith(("packed", "tar"))
+    )
     assert disagreements([(0, spec | {"cases": [case]})], workers=1) == []

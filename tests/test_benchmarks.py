@@ -1,4 +1,6 @@
-"""What the records rest on: equal work on both sides of a comparison, counts and fits that are right."""
+"""What the records rest on: equal work on both sides of a comparison, counts and
+fits that are right.
+"""
 
 import numpy as np
 import pytest
@@ -17,9 +19,13 @@ from uno.clustering import FREE
 
 @pytest.mark.slow
 def test_the_looped_objective_is_the_same_objective():
-    """``make_methods`` compares the losses before it returns. Kills: a rival that does less or other work."""
+    """``make_methods`` compares the losses before it returns. Kills: a rival that
+    does less or other work.
+    """
     methods = make_methods("cifar10", 16, "cpu")
-    assert {name.split()[0] for name in methods} == {"ours", "looped"} and len(methods) == 8
+    assert {name.split()[0] for name in methods} == {"ours", "looped"} and len(
+        methods
+    ) == 8
     for name in ("ours all", "looped all"):
         methods[name]()
 
@@ -32,11 +38,15 @@ def test_operators_are_counted_once():
 
 
 def test_what_ranks_do_together_lasts_from_the_last_that_comes():
-    """Of two ranks. Kills: who waits for the other, another kind, a vote that a lost group did not finish and
-    that is paired with one of the next.
+    """Of two ranks. Kills: who waits for the other, another kind, a vote that a lost
+    group did not finish and that is paired with one of the next.
     """
     vote = [(0, "vote", 0.0, 5.0), (1, "vote", 4.0, 5.5), (0, "vote", 6.0, 9.0)]
-    later = [(1, "barrier", 6.5, 7.0), (0, "vote", 10.0, 12.0), (1, "vote", 11.0, 11.75)]
+    later = [
+        (1, "barrier", 6.5, 7.0),
+        (0, "vote", 10.0, 12.0),
+        (1, "vote", 11.0, 11.75),
+    ]
     assert together([*later, *vote], "vote", 2) == [1.5, 1.0]
     assert together(later, "barrier", 1) == [0.5]
 
@@ -57,7 +67,9 @@ def test_strict_matching_leaves_known_clusters_to_known_classes():
     right = strictly_matched(truth, outputs, num_known=1)
     # cluster 2 is matched with class 1, cluster 1 with class 2; novel rows in cluster 0
     # and the known row in a novel cluster are wrong
-    assert right.tolist() == [True] * 4 + [False] + [True] * 5 + [False] * 3 + [True] * 2
+    assert (
+        right.tolist() == [True] * 4 + [False] + [True] * 5 + [False] * 3 + [True] * 2
+    )
 
 
 def test_tasks_hide_the_labels_of_novel_classes_and_half_of_the_known_rows():
@@ -66,13 +78,19 @@ def test_tasks_hide_the_labels_of_novel_classes_and_half_of_the_known_rows():
     few = [task for task in draws("set", names, None) if task[0] == "few"]
     assert len(few) == 20
     assert {(num_known, len(classes)) for _, _, classes, num_known, _ in few} == {
-        (5, 10), (8, 12), (3, 6), (2, 4)
-    }  # fmt: skip
+        (5, 10),
+        (8, 12),
+        (3, 6),
+        (2, 4),
+    }
     _, number, classes, num_known, _ = few[0]
     for setting, labeled in (("ncd", 10), ("gcd", 5)):
         task = make_task(features, names, classes, num_known, setting, number)
         assert task.labels[task.truth >= num_known].eq(FREE).all()
-        assert task.labels[task.labels != FREE].bincount().tolist() == [labeled] * num_known
+        assert (
+            task.labels[task.labels != FREE].bincount().tolist()
+            == [labeled] * num_known
+        )
 
 
 def test_exponents():
@@ -88,15 +106,28 @@ def test_the_model_of_scaling_loses_with_more_gpus(step_ms):
 
 
 def test_parts_of_the_growth_curves_run():
-    for method in parts(batch=16, heads=1, overclustering=2, clusters=3, device="cpu").values():
+    for method in parts(
+        batch=16, heads=1, overclustering=2, clusters=3, device="cpu"
+    ).values():
         method()
 
 
 def test_held_out_classes_are_known_ones():
-    """Kills: a novel row among them, a held-out row that stays labeled, classes in another order."""
+    """Kills: a novel row among them, a held-out row that stays labeled, classes in
+    another order.
+    """
     train, _ = small_sets()
     found, truth = hold_out(train, 4)  # known: 4 and 0; held out: 1, 2, 3
-    assert torch.equal(found.labels, torch.tensor([0, 1])[(train.labels[train.labels % 4 == 0] == 0).long()])
-    assert torch.equal(found.unlabeled_images, train.labeled_images[train.labels % 4 != 0])
+    assert torch.equal(
+        found.labels,
+        torch.tensor([0, 1])[(train.labels[train.labels % 4 == 0] == 0).long()],
+    )
+    assert torch.equal(
+        found.unlabeled_images, train.labeled_images[train.labels % 4 != 0]
+    )
     assert torch.equal(truth, train.labels[train.labels % 4 != 0] - 1)
-    assert (found.num_known, found.num_novel, len(found.labels) + len(truth)) == (2, 3, len(train.labels))
+    assert (found.num_known, found.num_novel, len(found.labels) + len(truth)) == (
+        2,
+        3,
+        len(train.labels),
+    )

@@ -33,31 +33,40 @@ def write(folder, changes):
     return files_of(folder)
 
 
-@pytest.mark.parametrize(("name", "text", "found"), [
-    ("model/heads.safetensors", "weight!", "differs"),
-    ("model/heads.safetensors", None, "missing"),
-    ("model/.heads.safetensors.0a1b2c3d", "half", "left over"),
-    ("lock.json", "{}", "left over"),
-    ("checkpoints/discover/step_00000012.safetensors", "another", "differs"),
-    ("metrics.json", json.dumps({"task_aware/avg": 0.6, "seconds": 3.0}), "differs"),
-    ("metrics.jsonl", 2 * FILES["metrics.jsonl"], "differs"),
-    ("report.html", CARD.replace("83.0", "82.0"), "differs"),
-    ("metrics.json", json.dumps({"task_aware/avg": 0.5, "seconds": 4.0}), None),
-    ("metrics.jsonl", FILES["metrics.jsonl"].replace("9.0", "8.0"), None),
-    ("report.html", CARD.replace("14:00", "15:01").replace("12 s", "3 min"), None),
-    ("checkpoints/discover/step_00000006.safetensors", None, None),
-    ("tensorboard/events", "of another clock", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "text", "found"),
+    [
+        ("model/heads.safetensors", "weight!", "differs"),
+        ("model/heads.safetensors", None, "missing"),
+        ("model/.heads.safetensors.0a1b2c3d", "half", "left over"),
+        ("lock.json", "{}", "left over"),
+        ("checkpoints/discover/step_00000012.safetensors", "another", "differs"),
+        (
+            "metrics.json",
+            json.dumps({"task_aware/avg": 0.6, "seconds": 3.0}),
+            "differs",
+        ),
+        ("metrics.jsonl", 2 * FILES["metrics.jsonl"], "differs"),
+        ("report.html", CARD.replace("83.0", "82.0"), "differs"),
+        ("metrics.json", json.dumps({"task_aware/avg": 0.5, "seconds": 4.0}), None),
+        ("metrics.jsonl", FILES["metrics.jsonl"].replace("9.0", "8.0"), None),
+        ("report.html", CARD.replace("14:00", "15:01").replace("12 s", "3 min"), None),
+        ("checkpoints/discover/step_00000006.safetensors", None, None),
+        ("tensorboard/events", "of another clock", None),
+    ],
+)
 def test_what_counts_as_a_difference(tmp_path, name, text, found):
-    """A planted difference is reported by its name, the clock's are not. Kills: a comparison that leaves out
-    too much, or names alone.
+    """A planted difference is reported by its name, the clock's are not. Kills: a
+    comparison that leaves out too much, or names alone.
     """
     expected, planted = write(tmp_path / "a", {}), write(tmp_path / "b", {name: text})
     assert differences(planted, expected) == ([f"{found} {name}"] if found else [])
 
 
 def process_of(code, *args):
-    return subprocess.Popen([sys.executable, "-c", code, *map(str, args)], cwd=ROOT, start_new_session=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, args)], cwd=ROOT, start_new_session=True
+    )
 
 
 WORK = """
@@ -78,9 +87,9 @@ for i in range(done - (harm == "doubles" and torn), 5):
 
 @pytest.mark.parametrize("harm", [None, "doubles", "refuses"])
 def test_a_command_that_a_signal_harms_is_reported(tmp_path, monkeypatch, capsys, harm):
-    """Five lines, struck after three, and the next start goes on; with harm from the line before, which is
-    then doubled, or not at all: code 4. Kills: a signal that never strikes, a command that is not started
-    again, a fault that is not told.
+    """Five lines, struck after three, and the next start goes on; with harm from the
+    line before, which is then doubled, or not at all: code 4. Kills: a signal that
+    never strikes, a command that is not started again, a fault that is not told.
     """
     path, go = tmp_path / "run" / "out" / "lines.txt", tmp_path / "go"
 
@@ -89,7 +98,9 @@ def test_a_command_that_a_signal_harms_is_reported(tmp_path, monkeypatch, capsys
             go.touch()
             process.wait(60)
             go.unlink()
-        while process.poll() is None and not (path.exists() and path.read_text().count("\n") == 3):
+        while process.poll() is None and not (
+            path.exists() and path.read_text().count("\n") == 3
+        ):
             time.sleep(0.001)
         return 1.0
 
@@ -97,19 +108,31 @@ def test_a_command_that_a_signal_harms_is_reported(tmp_path, monkeypatch, capsys
         log.touch()
         return process_of(WORK, path, go, harm)
 
-    for name, value in (("start", start), ("spent", spent), ("left_running", lambda _: [])):
+    for name, value in (
+        ("start", start),
+        ("spent", spent),
+        ("left_running", lambda _: []),
+    ):
         monkeypatch.setattr(chaos, name, value)
     monkeypatch.setitem(chaos.COMMANDS, "run", Command(lambda out, made: []))
     found = disturb("run", 2, 0, tmp_path)
     assert found.struck == found.tries == 2 and found.files == 1
     assert found.again == (4 if harm == "refuses" else 0)
-    how = {None: [], "doubles": ["0]: differs"] * 2, "refuses": ["4, 4, 4]", "4, 4, 4]: differs"] * 2}[harm]
-    assert len(found.faults) == len(how) and all(map(str.__contains__, found.faults, how)), found
+    how = {
+        None: [],
+        "doubles": ["0]: differs"] * 2,
+        "refuses": ["4, 4, 4]", "4, 4, 4]: differs"] * 2,
+    }[harm]
+    assert len(found.faults) == len(how) and all(
+        map(str.__contains__, found.faults, how)
+    ), found
     assert all(line in capsys.readouterr().err for line in found.faults[-1:])
 
 
 def test_a_process_that_outlives_its_command_is_named_and_ended(monkeypatch):
-    """Kills: an orphan that is not found, as its parent is gone; one that goes on into the next try."""
+    """Kills: an orphan that is not found, as its parent is gone; one that goes on
+    into the next try.
+    """
     monkeypatch.setattr(chaos, "LEFT_S", 0.02)
     orphan = "import subprocess; subprocess.Popen(['sleep', '600'])"
 

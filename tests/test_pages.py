@@ -1,5 +1,5 @@
-"""README and the pages below docs/: commands parse or run, Python runs, links lead somewhere,
-and their tables are those of the code.
+"""README and the pages below docs/: commands parse or run, Python runs, links lead
+somewhere, and their tables are those of the code.
 """
 
 import re
@@ -39,7 +39,9 @@ GUIDES = [name for name in PAGES if name.startswith(("docs/guides/", "docs/deplo
 
 def of_discover() -> list[list[str]]:
     """The words after ``-m pipelines`` in all code blocks."""
-    text = "\n".join(block for name in PAGES for block in blocks(page(name))).replace("\\\n", " ")
+    text = "\n".join(block for name in PAGES for block in blocks(page(name))).replace(
+        "\\\n", " "
+    )
     return [shlex.split(words) for words in re.findall(r"-m pipelines (.+)", text)]
 
 
@@ -51,7 +53,11 @@ def test_every_command_line_parses(name, tmp_path, monkeypatch):
     best = tmp_path / "runs" / "tune" / "best.yaml"  # what uno tune leaves
     best.parent.mkdir(parents=True)
     best.write_text("objective: {epsilon: 0.05}\n")
-    declared = {c.name: c for c in (*vars(commands_module).values(), TUNE) if isinstance(c, Command)}
+    declared = {
+        c.name: c
+        for c in (*vars(commands_module).values(), TUNE)
+        if isinstance(c, Command)
+    }
     for _, command, *words in commands(page(name)):
         if command == "--version":
             continue
@@ -75,7 +81,10 @@ def test_submitted_and_launched_commands_parse():
 
 def test_there_is_something_to_parse():
     """Kills: a pattern that finds no command any more."""
-    assert len(commands(README)) >= 4 and sum(len(commands(page(name))) for name in PAGES) >= 40
+    assert (
+        len(commands(README)) >= 4
+        and sum(len(commands(page(name))) for name in PAGES) >= 40
+    )
 
 
 FOREIGN = {"--working-dir", "--gpus"}  # of other programs, named in sentences
@@ -85,15 +94,28 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][\w.-]*\w")
 @pytest.fixture(scope="module")
 def flags() -> set[str]:
     """All flags of all commands."""
-    declared = [c for c in (*vars(commands_module).values(), TUNE, REPRODUCE) if isinstance(c, Command)]
-    return {"--version", "--help", *(flag for c in declared for flag in c.flags(*METHODS))}
+    declared = [
+        c
+        for c in (*vars(commands_module).values(), TUNE, REPRODUCE)
+        if isinstance(c, Command)
+    ]
+    return {
+        "--version",
+        "--help",
+        *(flag for c in declared for flag in c.flags(*METHODS)),
+    }
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_every_flag_in_a_sentence_exists(name, flags):
     """Kills: a flag that was renamed and is left in the text."""
     code = re.findall(r"`([^`\n]+)`", FENCE.sub("", page(name)))
-    words = [word for text in code if not text.startswith(("ray ", "pip ")) for word in FLAG.findall(text)]
+    words = [
+        word
+        for text in code
+        if not text.startswith(("ray ", "pip "))
+        for word in FLAG.findall(text)
+    ]
     own = {"--distill.entropy-weight", "--NAME.FIELD"}  # of examples/my_method.py
     assert {dashed(word) for word in words} - flags - FOREIGN - own == set()
 
@@ -101,7 +123,9 @@ def test_every_flag_in_a_sentence_exists(name, flags):
 def slugs(name: str) -> set[str]:
     """The anchors of a page's headings, as GitHub and MyST make them."""
     titles = re.findall(r"^#+ (.+)$", FENCE.sub("", page(name)), re.M)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+    return {
+        re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles
+    }
 
 
 def targets(name: str) -> list[str]:
@@ -128,37 +152,54 @@ def test_links_lead_somewhere(name):
 
 
 def test_an_anchor_is_as_github_makes_it():
-    assert {"without-ray-torchrun-and-slurm", "what-has-been-tested"} <= slugs("docs/deploy/ray.md") | slugs(
-        "docs/deploy/monitoring.md"
-    )
+    assert {"without-ray-torchrun-and-slurm", "what-has-been-tested"} <= slugs(
+        "docs/deploy/ray.md"
+    ) | slugs("docs/deploy/monitoring.md")
 
 
 def test_readme_is_short_and_reads_anywhere():
     """Kills: a README that grows, a link that is dead on PyPI, other first commands."""
     assert len(README.splitlines()) <= 200
-    assert [target for target in targets("README.md") if not target.startswith(("https://", "#"))] == []
+    assert [
+        target
+        for target in targets("README.md")
+        if not target.startswith(("https://", "#"))
+    ] == []
     first = [line.partition("#")[0].strip() for line in blocks(README)[0].splitlines()]
     assert first == ["make demo", "make test"]
     makefile = (ROOT / "Makefile").read_text()
     used = {
-        word for name in PAGES for word in re.findall(r"^make ([\w-]+)", "\n".join(blocks(page(name))), re.M)
+        word
+        for name in PAGES
+        for word in re.findall(r"^make ([\w-]+)", "\n".join(blocks(page(name))), re.M)
     }
-    assert {"demo", "test"} <= used and all(re.search(rf"^{word}:", makefile, re.M) for word in used)
+    assert {"demo", "test"} <= used and all(
+        re.search(rf"^{word}:", makefile, re.M) for word in used
+    )
 
 
 def test_every_page_is_in_the_index():
-    """In the tree that Sphinx reads, and written pages in the list that GitHub shows. Kills: a page that no
-    reader finds.
+    """In the tree that Sphinx reads, and written pages in the list that GitHub shows.
+    Kills: a page that no reader finds.
     """
     index, pages = (
         page("docs/index.md"),
         {name[5:-3] for name in PAGES if name.startswith("docs/")} - {"index"},
     )
-    entries = [line for block in blocks(index, "{toctree}") for line in block.splitlines()]
+    entries = [
+        line for block in blocks(index, "{toctree}") for line in block.splitlines()
+    ]
     tree = [line for line in entries if line and not line.startswith(":")]
-    assert [name for name in pages if not any(fnmatch(name, entry) for entry in tree)] == []
-    notebooks = {f"notebooks/{path.stem}" for path in (ROOT / "docs" / "notebooks").glob("*.ipynb")}
-    assert [entry for entry in tree if "*" not in entry and entry not in pages | notebooks] == []
+    assert [
+        name for name in pages if not any(fnmatch(name, entry) for entry in tree)
+    ] == []
+    notebooks = {
+        f"notebooks/{path.stem}"
+        for path in (ROOT / "docs" / "notebooks").glob("*.ipynb")
+    }
+    assert [
+        entry for entry in tree if "*" not in entry and entry not in pages | notebooks
+    ] == []
     assert notebooks <= set(tree)
     listed = {name.removesuffix(".md") for name in targets("docs/index.md")}
     assert {name for name in pages if not name.startswith("results/")} <= listed
@@ -182,23 +223,33 @@ def made(tmp_path_factory) -> Path:
     draw("bolt", 2).save(folder / "b.png")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr("sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2])
+        patch.setattr(
+            "sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2]
+        )
         uno.discover(data="digits", output="runs/demo", quiet=True, **SMALL, **FEW)
     return folder
 
 
-RUNS = [name for name in PAGES if "<!-- executed -->" in page(name) or "```python" in page(name)]
+RUNS = [
+    name
+    for name in PAGES
+    if "<!-- executed -->" in page(name) or "```python" in page(name)
+]
 RUNS = [name for name in RUNS if name != "README.md"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_the_examples_of_a_page_run(name, made, tmp_path, monkeypatch):
-    """In order: Python, and the commands that are marked. Kills: an example that ends with an error."""
+    """In order: Python, and the commands that are marked. Kills: an example that
+    ends with an error.
+    """
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT / "examples")
-    monkeypatch.setattr("sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2])
+    monkeypatch.setattr(
+        "sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2]
+    )
     monkeypatch.setattr(uno, "discover", partial(uno.discover, quiet=True, **FEW))
     names: dict = {}
     ran = 0
@@ -208,7 +259,9 @@ def test_the_examples_of_a_page_run(name, made, tmp_path, monkeypatch):
             ran += 1
         elif mark:
             for _, *words in commands(f"```\n{text}```"):
-                quick = ["--compute.threads", "1", "--batch-size", "16"] * (words[0] == "discover")
+                quick = ["--compute.threads", "1", "--batch-size", "16"] * (
+                    words[0] == "discover"
+                )
                 assert cli.main([*words, *quick]) == 0, words
                 ran += 1
     assert ran
@@ -224,16 +277,20 @@ def test_the_example_of_a_method_is_the_file():
 def test_the_space_of_a_search_is_one(tmp_path):
     (text,) = blocks(page("docs/guides/tune.md"), "yaml")
     (tmp_path / "space.yaml").write_text(text)
-    assert {d.key for d in load_space(str(tmp_path / "space.yaml"), preset("cifar10"))} == yaml.safe_load(
-        text
-    ).keys()
+    assert {
+        d.key for d in load_space(str(tmp_path / "space.yaml"), preset("cifar10"))
+    } == yaml.safe_load(text).keys()
 
 
 def test_the_table_of_limits_is_the_code():
     """Kills: a limit that is changed in one place, one that nobody is told of."""
-    rows = re.findall(r"^\| `(\w+)` \| ([\d,]+) ", page("docs/reference/limits.md"), re.M)
+    rows = re.findall(
+        r"^\| `(\w+)` \| ([\d,]+) ", page("docs/reference/limits.md"), re.M
+    )
     told = {name: int(value.replace(",", "")) for name, value in rows}
-    assert told == {name: value for name, value in vars(limits).items() if name.startswith("MAX_")}
+    assert told == {
+        name: value for name, value in vars(limits).items() if name.startswith("MAX_")
+    }
 
 
 def test_promises_name_their_tests():
@@ -248,18 +305,26 @@ def test_promises_name_their_tests():
 def test_the_exit_codes_are_the_errors():
     """Kills: an error with a code that the table lacks."""
     _, *rows = table("docs/deploy/fault-tolerance.md", "| exit code |")
-    codes = {value.exit_code for value in vars(errors).values() if hasattr(value, "exit_code")}
+    codes = {
+        value.exit_code
+        for value in vars(errors).values()
+        if hasattr(value, "exit_code")
+    }
     assert {int(code) for code, _ in rows} == codes | {0, 130, 141}
 
 
 def test_the_columns_of_predictions_are_those_of_the_code():
     _, *rows = table("docs/reference/predictions.md", "| column |")
     assert [name.strip("`") for name, *_ in rows] == [*predictions.COLUMNS, "embedding"]
-    assert [kind for _, kind, _ in rows[:-1]] == [str(kind) for kind in predictions.COLUMNS.values()]
+    assert [kind for _, kind, _ in rows[:-1]] == [
+        str(kind) for kind in predictions.COLUMNS.values()
+    ]
 
 
 def test_the_sources_are_those_of_the_code():
     """Kills: a source that the table of formats lacks, or one that is gone."""
     _, *rows = table("docs/reference/data-formats.md", "| `--data` |")
-    found = {word for row in rows for word in re.findall(r"`'?(\w+):[A-Z]", " ".join(row))}
+    found = {
+        word for row in rows for word in re.findall(r"`'?(\w+):[A-Z]", " ".join(row))
+    }
     assert found == set(SOURCES)

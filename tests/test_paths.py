@@ -1,5 +1,5 @@
-"""The five paths of a newcomer, ``examples/paths/*.sh``, as far as a machine without a network, pretrained
-weights or Kubernetes can take them.
+"""The five paths of a newcomer, ``examples/paths/*.sh``, as far as a machine without a
+network, pretrained weights or Kubernetes can take them.
 """
 
 import csv
@@ -31,28 +31,39 @@ SHAPES = ("circle", "square", "triangle", "cross", "ring", "bar")
 
 
 def steps(name: str) -> list[str]:
-    """The commands of a path, continued lines joined, each below its numbered comment."""
+    """The commands of a path, continued lines joined, each below its numbered
+    comment.
+    """
     text = (PATHS / f"{name}.sh").read_text().partition("\n\n")[2].replace("\\\n", " ")
     found = re.findall(r"^# (\d)\. .*(?:\n#.*)*\n([^#\n].*)$", text, re.M)
-    assert [int(number) for number, _ in found] == list(range(1, len(found) + 1)) and len(found) <= 5
-    assert len(found) == sum(bool(line) and line[0] != "#" for line in text.splitlines())
+    assert [int(number) for number, _ in found] == list(
+        range(1, len(found) + 1)
+    ) and len(found) <= 5
+    assert len(found) == sum(
+        bool(line) and line[0] != "#" for line in text.splitlines()
+    )
     return [command for _, command in found]
 
 
 def take(command: str, *more: str, replaced: dict[str, str] | None = None) -> None:
     """A ``uno`` command of a path in this process, with what a user would add."""
     words = shlex.split(os.path.expandvars(command.replace('"$@"', shlex.join(more))))
-    assert words[0] == "uno" and cli.main([(replaced or {}).get(word, word) for word in words[1:]]) == 0, (
-        words
-    )
+    assert (
+        words[0] == "uno"
+        and cli.main([(replaced or {}).get(word, word) for word in words[1:]]) == 0
+    ), words
 
 
 def draw_shapes(folder: Path, num: int = 24, side: int = 64) -> None:
-    """``known`` with four classes of drawn shapes and ``new``, flat, with these and two more."""
+    """``known`` with four classes of drawn shapes and ``new``, flat, with these and
+    two more.
+    """
     rng = np.random.default_rng(0)
     for index, name in enumerate(SHAPES):
         for i in range(num):
-            image = Image.new("RGB", (side, side), tuple(rng.integers(200, 255, 3).tolist()))
+            image = Image.new(
+                "RGB", (side, side), tuple(rng.integers(200, 255, 3).tolist())
+            )
             pen, ink = ImageDraw.Draw(image), tuple(rng.integers(0, 90, 3).tolist())
             (x, y), r = rng.integers(24, 40, 2).tolist(), int(rng.integers(14, 20))
             box = (x - r, y - r, x + r, y + r)
@@ -79,7 +90,9 @@ def draw_shapes(folder: Path, num: int = 24, side: int = 64) -> None:
 def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("UNO_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2])
+    monkeypatch.setattr(
+        "sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2]
+    )
     return tmp_path
 
 
@@ -92,55 +105,79 @@ def test_every_path_is_a_script_of_at_most_five_steps():
         subprocess.run(["sh", "-n", str(PATHS / f"{name}.sh")], check=True)
 
 
-def test_a_researcher_learns_the_cost_of_the_papers_table(tmp_path, capsys, monkeypatch):
-    """The dry run without data; the other commands on drawn files in CIFAR100's layout, as a dry run. Kills:
-    a refusal before the download, a flag that does not exist.
+def test_a_researcher_learns_the_cost_of_the_papers_table(
+    tmp_path, capsys, monkeypatch
+):
+    """The dry run without data; the other commands on drawn files in CIFAR100's layout,
+    as a dry run. Kills: a refusal before the download, a flag that does not exist.
     """
     cost, check, run = steps("paper")
     take(cost)
-    assert "CIFAR100-20: pretraining 200 epochs" in (out := capsys.readouterr().out) and "cost:" in out
+    assert (
+        "CIFAR100-20: pretraining 200 epochs" in (out := capsys.readouterr().out)
+        and "cost:" in out
+    )
     write_cifar(tmp_path, CIFAR100, rows=600)
     monkeypatch.setenv("DATA", str(tmp_path))
     take(check, replaced={"true": "false"})  # data.download
     assert "80 known, 20 to discover" in capsys.readouterr().out
     take(run, "--dry-run", "--train.batch-size", "32")
-    assert "cifar100-20 uno seed 2" in (out := capsys.readouterr().out) and "not checked" not in out
+    assert (
+        "cifar100-20 uno seed 2" in (out := capsys.readouterr().out)
+        and "not checked" not in out
+    )
 
 
 @pytest.mark.slow
 def test_an_engineer_sorts_photos(tmp_path, capsys, monkeypatch):
-    """With an untrained encoder's weights in the place of pretrained ones. Kills: a command that needs more
-    than the path gives it; a run without truth that ends in tables of accuracy, or without what to do next.
+    """With an untrained encoder's weights in the place of pretrained ones. Kills: a
+    command that needs more than the path gives it; a run without truth that ends in
+    tables of accuracy, or without what to do next.
     """
     draw_shapes(tmp_path)
     config = override(Config(), {"model.encoder": "torchvision:resnet18"})
-    save_file(build_encoder(config.model).state_dict(), tmp_path / "weights.safetensors")
+    save_file(
+        build_encoder(config.model).state_dict(), tmp_path / "weights.safetensors"
+    )
     for name, value in (("KNOWN", "known"), ("UNLABELED", "new"), ("NUM", "2")):
         monkeypatch.setenv(name, value)
     check, discover, rename, predict = steps("photos")
     take(check)
     capsys.readouterr()
-    more = ("--model.encoder", "torchvision:resnet18", "--image-size", "64", "--compute.threads", "1")
+    more = (
+        "--model.encoder",
+        "torchvision:resnet18",
+        "--image-size",
+        "64",
+        "--compute.threads",
+        "1",
+    )
     take(discover, *more, replaced={"pretrained": "weights.safetensors"})
     end = capsys.readouterr().out.partition("\nverdict: ")[2]
     assert "\n  expected accuracy on all unlabeled images: " in end
     assert "images of new classes: " in end and "next: open " in end
-    assert "accuracy, %" not in end and f"uno classes {tmp_path}/runs/photos --rename novel-1=NAME" in end
+    assert (
+        "accuracy, %" not in end
+        and f"uno classes {tmp_path}/runs/photos --rename novel-1=NAME" in end
+    )
     take(rename)
     take(predict)
-    folders = {path.name.partition("-")[2] for path in Path("runs/sorted/by_class").glob("*-*")}
+    folders = {
+        path.name.partition("-")[2] for path in Path("runs/sorted/by_class").glob("*-*")
+    }
     assert "first" in folders and folders <= {*SHAPES[:4], "first", "novel-2"}
 
 
 def test_a_platform_engineer_applies_the_job(tmp_path, monkeypatch):
-    """The script as it is, with tools that keep what they are given. Kills: a manifest without the image, a
-    flag of the commands that got lost, a broken pipe.
+    """The script as it is, with tools that keep what they are given. Kills: a manifest
+    without the image, a flag of the commands that got lost, a broken pipe.
     """
     tools = tmp_path / "bin"
     tools.mkdir()
     for name in ("docker", "helm", "kubectl"):
         (tools / name).write_text(
-            f'#!/bin/sh\necho {name} "$@" >> "$OUT/calls"\n[ "$2" != -f ] || cat > "$OUT/$1"\n'
+            f'#!/bin/sh\necho {name} "$@" >> "$OUT/calls"\n[ "$2" != -f ] || cat >'
+            ' "$OUT/$1"\n'
         )
         (tools / name).chmod(0o755)
     env = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "OUT": str(tmp_path)}
@@ -154,18 +191,28 @@ def test_a_platform_engineer_applies_the_job(tmp_path, monkeypatch):
     )
     calls = (tmp_path / "calls").read_text().splitlines()
     done = [" ".join(call.split()[:2]) for call in calls]
-    assert done == ["docker build", "docker push", "helm install", "kubectl apply", "kubectl logs"]
+    assert done == [
+        "docker build",
+        "docker push",
+        "helm install",
+        "kubectl apply",
+        "kubectl logs",
+    ]
     claim, job = yaml.safe_load_all((tmp_path / "apply").read_text())
     cluster = job["spec"]["rayClusterSpec"]
     groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
-    images = {c["image"] for group in groups for c in group["template"]["spec"]["containers"]}
+    images = {
+        c["image"] for group in groups for c in group["template"]["spec"]["containers"]
+    }
     assert images == {"registry/uno:1"} and claim["kind"] == "PersistentVolumeClaim"
     assert job["metadata"]["name"] in calls[-1]
 
 
 @pytest.mark.slow
 def test_a_contributor_trains_a_method(tmp_path, monkeypatch):
-    """Kills: an example that does not run as it is, settings of it that do not arrive."""
+    """Kills: an example that does not run as it is, settings of it that do not
+    arrive.
+    """
     copy, *rest = steps("method")
     monkeypatch.setenv("FOLDER", str(tmp_path / "mine"))
     subprocess.run(["sh", "-ec", copy], cwd=ROOT, check=True)
@@ -173,25 +220,55 @@ def test_a_contributor_trains_a_method(tmp_path, monkeypatch):
     small = [word for word in SMALL if word not in ("--preset", "digits")]
     for command in rest:
         take(command, *small)
-    assert yaml.safe_load(Path("run/config.yaml").read_text())["distill"]["entropy_weight"] == 1
-    results = [json.loads(Path(run, "metrics.json").read_text()) for run in ("run", "run-uno")]
+    assert (
+        yaml.safe_load(Path("run/config.yaml").read_text())["distill"]["entropy_weight"]
+        == 1
+    )
+    results = [
+        json.loads(Path(run, "metrics.json").read_text()) for run in ("run", "run-uno")
+    ]
     assert results[0].keys() & results[1].keys() >= {"train/novel/task_aware/acc/best"}
 
 
 def test_embeddings_of_another_tool_get_classes(tmp_path, monkeypatch):
-    """Kills: a table of embeddings that needs more than id, embedding and label; ids that get lost."""
+    """Kills: a table of embeddings that needs more than id, embedding and label; ids
+    that get lost.
+    """
     generator, truth = np.random.default_rng(0), np.repeat(np.arange(6), 40)
-    vectors = 4 * generator.normal(size=(6, 16))[truth] + generator.normal(size=(240, 16))
+    vectors = 4 * generator.normal(size=(6, 16))[truth] + generator.normal(
+        size=(240, 16)
+    )
     labels = [f"kind {c}" if c < 4 and i % 2 else None for i, c in enumerate(truth)]
     ids = [f"asset-{i}" for i in range(240)]
     pq.write_table(
-        pa.table({"id": ids, "embedding": list(vectors.astype("float32")), "label": labels}), "them.parquet"
+        pa.table(
+            {"id": ids, "embedding": list(vectors.astype("float32")), "label": labels}
+        ),
+        "them.parquet",
     )
     monkeypatch.setenv("FILE", "them.parquet")
     monkeypatch.setenv("NUM", "2")
     for command in steps("embeddings"):
-        take(command, "--discover.epochs", "20", "--train.batch-size", "64", "--compute.threads", "1")
-    rows = list(csv.DictReader(Path("runs/classes/predictions.csv").read_text("utf-8-sig").splitlines()))
+        take(
+            command,
+            "--discover.epochs",
+            "20",
+            "--train.batch-size",
+            "64",
+            "--compute.threads",
+            "1",
+        )
+    rows = list(
+        csv.DictReader(
+            Path("runs/classes/predictions.csv").read_text("utf-8-sig").splitlines()
+        )
+    )
     assert [row["id"] for row in rows] == ids
-    found = [{row["class_name"] for row, c in zip(rows, truth, strict=True) if c == k} for k in range(6)]
-    assert found[:4] == [{f"kind {c}"} for c in range(4)] and found[4] | found[5] == {"novel-1", "novel-2"}
+    found = [
+        {row["class_name"] for row, c in zip(rows, truth, strict=True) if c == k}
+        for k in range(6)
+    ]
+    assert found[:4] == [{f"kind {c}"} for c in range(4)] and found[4] | found[5] == {
+        "novel-1",
+        "novel-2",
+    }

@@ -1,4 +1,6 @@
-"""The numbers on README and the pages have records; the demo and the day after it run as they say."""
+"""The numbers on README and the pages have records; the demo and the day after it
+run as they say.
+"""
 
 import json
 import re
@@ -21,12 +23,21 @@ from uno.runs import NUMERICS, TOUCHED
 
 README = page("README.md")
 find = cache(results.find)
-ACCURACY, SPEED, AFTER = "docs/results/accuracy.md", "docs/results/speed.md", "docs/guides/after-training.md"
+ACCURACY, SPEED, AFTER = (
+    "docs/results/accuracy.md",
+    "docs/results/speed.md",
+    "docs/guides/after-training.md",
+)
 
 
 def python_block(mark: str) -> str:
     """The Python example that holds ``mark``."""
-    return next(block for name in PAGES for block in blocks(page(name), "python") if mark in block)
+    return next(
+        block
+        for name in PAGES
+        for block in blocks(page(name), "python")
+        if mark in block
+    )
 
 
 SETS = ("flowers12", "signs", "seedlings", "photos", "cub100", "plankton")
@@ -34,25 +45,37 @@ SETS = ("flowers12", "signs", "seedlings", "photos", "cub100", "plankton")
 
 def recorded_rows(text: str) -> list[tuple[str, list[results.Row]]]:
     """The table rows that link to an experiment, each with its measured rows."""
-    lines = [line for line in text.splitlines() if RECORD.search(line) and line.startswith("|")]
+    lines = [
+        line
+        for line in text.splitlines()
+        if RECORD.search(line) and line.startswith("|")
+    ]
     found = [(line, find(RECORD.search(line)[2])) for line in lines]
     assert found and all(rows for _, rows in found)
     return found
 
 
 def test_speeds_have_records():
-    """Every bold number of the table of speeds is among the results of its row, rounded as it is there."""
+    """Every bold number of the table of speeds is among the results of its row,
+    rounded as it is there.
+    """
     for line, rows in recorded_rows(page(SPEED)):
         bold = re.findall(r"\*\*([0-9.]+)\*\*", line)
         assert bold, line
         for number in bold:
             digits = len(number.partition(".")[2])
-            assert float(number) in {round(float(row["value"]), digits) for row in rows}, (number, line)
+            assert float(number) in {
+                round(float(row["value"]), digits) for row in rows
+            }, (number, line)
 
 
-@pytest.mark.parametrize("text", [section("README.md", "Results"), section(ACCURACY, "First table")])
+@pytest.mark.parametrize(
+    "text", [section("README.md", "Results"), section(ACCURACY, "First table")]
+)
 def test_numbers_have_records(text):
-    """Every measured cell of the first table is the mean and deviation of the results it links to."""
+    """Every measured cell of the first table is the mean and deviation of the
+    results it links to.
+    """
     found = recorded_rows(text)
     assert len(found) == 4
     for line, rows in found:
@@ -67,33 +90,49 @@ CHANGES = {
     int(number): {word.strip() for word in words.split(",") if word}
     for number, words in re.findall(r"\*\*numbers (\d+):? ?([\w, ]*)\*\*", CHANGELOG)
 }
-"""The changes that moved numbers, each with the words of what it touches; without any it touches all."""
+"""The changes that moved numbers, each with the words of what it touches; without
+any it touches all.
+"""
 
 
 def older_than_a_change(rows: list[results.Row]) -> list[int]:
     """The changes that came after rows were measured and touch them."""
     found = set[int]()
     commands = json.loads((ROOT / "benchmarks/commands.json").read_text())
-    for method, command, numerics in {(row["method"], row["command"], row["numerics"]) for row in rows}:
+    for method, command, numerics in {
+        (row["method"], row["command"], row["numerics"]) for row in rows
+    }:
         command = commands.get(command, command)
         named = method if command.startswith("uno reproduce") else ""
         words = set(re.findall(r"\w+", f"{named} {command}".replace("-", "_")))
         later = [number for number in CHANGES if number > int(numerics)]
-        found |= {number for number in later if not CHANGES[number] or CHANGES[number] & words}
+        found |= {
+            number for number in later if not CHANGES[number] or CHANGES[number] & words
+        }
     return sorted(found)
 
 
 def test_changes_of_numbers_are_counted():
-    """Kills: a change marked "numbers" without its number, or that ``NUMERICS`` does not know."""
+    """Kills: a change marked "numbers" without its number, or that ``NUMERICS`` does
+    not know.
+    """
     assert sorted(CHANGES) == list(range(1, NUMERICS + 1))
     assert "**numbers**" not in CHANGELOG
     assert all(set(words) == CHANGES[number] for number, words in TOUCHED.items())
-    assert all(number in TOUCHED or not CHANGES[number] for number in CHANGES if number >= min(TOUCHED))
+    assert all(
+        number in TOUCHED or not CHANGES[number]
+        for number in CHANGES
+        if number >= min(TOUCHED)
+    )
 
 
 def test_an_old_record_is_found_by_what_it_touches(monkeypatch):
-    """Kills: changes of other rows counted, those without words left out, the table's number for a row's."""
-    monkeypatch.setattr("tests.test_readme.CHANGES", {1: set(), 2: {"rs"}, 3: {"photos"}, 4: set()})
+    """Kills: changes of other rows counted, those without words left out, the
+    table's number for a row's.
+    """
+    monkeypatch.setattr(
+        "tests.test_readme.CHANGES", {1: set(), 2: {"rs"}, 3: {"photos"}, 4: set()}
+    )
     rows = [
         {"method": "rs", "numerics": "1", "command": "uno reproduce sota"},
         {"method": "rs-plus", "numerics": "4", "command": "uno reproduce sota"},
@@ -108,22 +147,33 @@ def test_an_old_record_is_found_by_what_it_touches(monkeypatch):
 def test_the_example_in_python_with_a_small_model(tmp_path, monkeypatch, capsys):
     """Kills: a keyword, a key of the metrics or an attribute that does not exist."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2])
+    monkeypatch.setattr(
+        "sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2]
+    )
     small = {key: value for key, value in SMALL.items() if "epochs" not in key} | {
         "max_steps": 1,
         "compute.threads": 1,
     }
-    monkeypatch.setattr(uno, "discover", partial(uno.discover, quiet=True, **small), raising=False)
+    monkeypatch.setattr(
+        uno, "discover", partial(uno.discover, quiet=True, **small), raising=False
+    )
     run_example()
     assert "novel" in capsys.readouterr().out
 
 
 def run_example() -> dict:
-    """The names after README's example; it predicts the first twenty digits, two of each."""
+    """The names after README's example; it predicts the first twenty digits, two of
+    each.
+    """
     names: dict = {}
     exec(compile(python_block("uno.discover("), "README.md", "exec"), names)
-    assert names["model"].run == str(Path.cwd() / "runs" / "python") and len(names["table"]) == 20
-    assert Path(names["model"].report).exists() and "<img" in names["model"]._repr_html_()
+    assert (
+        names["model"].run == str(Path.cwd() / "runs" / "python")
+        and len(names["table"]) == 20
+    )
+    assert (
+        Path(names["model"].report).exists() and "<img" in names["model"]._repr_html_()
+    )
     return names
 
 
@@ -131,22 +181,33 @@ def test_the_picture_is_small_and_says_nothing_else():
     """Kills: megabytes in every clone, a picture with somebody's metadata."""
     path = ROOT / re.search(r"!\[[^]]+\]\([^)]*?(docs/[^)]+)\)", README)[1]
     with Image.open(path) as picture:
-        assert path.stat().st_size <= 300_000 and picture.width >= 900 and not picture.info
+        assert (
+            path.stat().st_size <= 300_000 and picture.width >= 900 and not picture.info
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_demo_as_a_newcomer_gets_it(tmp_path, monkeypatch, capsys):
-    """Without Ray, which changes no number (test_ray). Kills: a line that the quick start explains and the
-    run does not print.
+    """Without Ray, which changes no number (test_ray). Kills: a line that the quick
+    start explains and the run does not print.
     """
-    monkeypatch.setattr("sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2])
+    monkeypatch.setattr(
+        "sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2]
+    )
     here = ["--workers", "0", "--compute.threads", "1"]
     assert cli.main(["demo", *here, "--output", str(tmp_path / "run")]) == 0
-    printed, explained = capsys.readouterr(), "\n".join(blocks(page("docs/start/quickstart.md"), "text"))
+    printed, explained = (
+        capsys.readouterr(),
+        "\n".join(blocks(page("docs/start/quickstart.md"), "text")),
+    )
     starts = re.findall(r"^  [\w-]+(?= agrees)|^[\w ]+:", explained, re.M)
     assert len(starts) == 10
-    assert [start for start in starts if not re.search(rf"^{start}", printed.out + printed.err, re.M)] == []
+    assert [
+        start
+        for start in starts
+        if not re.search(rf"^{start}", printed.out + printed.err, re.M)
+    ] == []
     results = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert results["train/novel/task_aware/acc/best"] > 0.96
     assert results["train/known/task_aware/acc/best"] > 0.99
@@ -156,7 +217,9 @@ def test_the_demo_as_a_newcomer_gets_it(tmp_path, monkeypatch, capsys):
 @pytest.mark.ray
 def test_the_day_after_training(two, tmp_path, monkeypatch):
     """The commands of the page on a demo, in order, as they stand there."""
-    monkeypatch.setattr("sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2])
+    monkeypatch.setattr(
+        "sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2]
+    )
     monkeypatch.chdir(tmp_path)
     shutil.copytree(two, "runs/demo")
     for _, *words in commands(page(AFTER), "uno classes runs/demo --apply"):
@@ -185,7 +248,9 @@ def test_the_ablation_is_that_of_its_record():
     assert shown[0][0] == "UNO" and len(shown) == 4
     reference = by_seed("ablation", "uno", "all task_agnostic_official")
     published = next(column for column in build.published if column.data == "CIFAR10")
-    official = next(e.name for e in build.evaluations if e.protocol == "task_agnostic_official")
+    official = next(
+        e.name for e in build.evaluations if e.protocol == "task_agnostic_official"
+    )
     index = build.groups.index("all")
     for name, novel, every, change, said, paper in shown:
         aware = by_seed("ablation", keys[name].key, "novel task_aware")
@@ -199,13 +264,19 @@ def test_the_ablation_is_that_of_its_record():
             differences = [value - reference[seed] for seed, value in agnostic.items()]
             effect = statistics.fmean(differences), statistics.stdev(differences)
             assert change == format_mean_sd(*effect, signed=True)
-            assert said == verdict(differences, keys[name].claim, 355)  # test images of the digits
-            one, other = (published.read(key, official)[index][0] for key in (keys[name].key, "uno"))
+            # test images of the digits
+            assert said == verdict(differences, keys[name].claim, 355)
+            one, other = (
+                published.read(key, official)[index][0]
+                for key in (keys[name].key, "uno")
+            )
             assert paper == format_mean_sd(one - other, None, signed=True)
 
 
 def test_the_methods_are_those_of_their_records():
-    """Kills: a number in the table of methods that its results do not hold, a row of one left out."""
+    """Kills: a number in the table of methods that its results do not hold, a row of
+    one left out.
+    """
     (_, *titles), *shown = table(ACCURACY, "| method | digits")
     names = {row.key: row.name for row in tables.build("sota", "small").rows}
     assert titles and shown

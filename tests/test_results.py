@@ -1,4 +1,6 @@
-"""The results: no row without its origin, pages as the rows make them, links that lead somewhere, cells."""
+"""The results: no row without its origin, pages as the rows make them, links that
+lead somewhere, cells.
+"""
 
 import gzip
 import json
@@ -17,19 +19,26 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture
 def copy(tmp_path) -> Path:
-    """The results, to be changed: ``benchmarks`` of a repository with its ``docs/results``."""
+    """The results, to be changed: ``benchmarks`` of a repository with its
+    ``docs/results``.
+    """
     shutil.copytree(ROOT / "docs" / "results", tmp_path / "docs" / "results")
     leave_out = shutil.ignore_patterns("*.py", "__pycache__", "cells", "records")
-    return Path(shutil.copytree(results.HERE, tmp_path / "benchmarks", ignore=leave_out))
+    return Path(
+        shutil.copytree(results.HERE, tmp_path / "benchmarks", ignore=leave_out)
+    )
 
 
 def test_every_row_has_its_origin_and_every_page_its_rows():
     assert results.check() == []
-    assert [str(path) for path, text in results.pages().items() if path.read_text() != text] == []
+    assert [
+        str(path) for path, text in results.pages().items() if path.read_text() != text
+    ] == []
 
 
 @pytest.mark.parametrize(
-    "column", ["command", "commit", "system", "seed", "numerics", "value", "date", "status"]
+    "column",
+    ["command", "commit", "system", "seed", "numerics", "value", "date", "status"],
 )
 def test_a_row_without_its_origin_is_refused(copy, column):
     rows = results.read("speed", copy)
@@ -41,10 +50,20 @@ def test_a_row_without_its_origin_is_refused(copy, column):
 
 def test_unknown_systems_commands_statuses_and_experiments_are_refused(copy):
     rows = results.read("robustness", copy)
-    rows[0] |= {"system": "abacus", "command": "x", "status": "old", "date": "2020-01-01"}
+    rows[0] |= {
+        "system": "abacus",
+        "command": "x",
+        "status": "old",
+        "date": "2020-01-01",
+    }
     results.write("robustness", rows, copy)
     found = "\n".join(results.check(copy))
-    for text in ("unknown system abacus", "unknown command x", "unknown status 'old'", "no entry 2020-01-01"):
+    for text in (
+        "unknown system abacus",
+        "unknown command x",
+        "unknown status 'old'",
+        "no entry 2020-01-01",
+    ):
         assert text in found
 
 
@@ -60,7 +79,11 @@ def test_a_changed_figure_changes_a_page(copy, table):
     rows = results.read(table, copy)
     rows[0]["value"] = str(2 * float(rows[0]["value"]) + 1)
     results.write(table, rows, copy)
-    changed = [path.stem for path, text in results.pages(copy).items() if path.read_text() != text]
+    changed = [
+        path.stem
+        for path, text in results.pages(copy).items()
+        if path.read_text() != text
+    ]
     assert changed == [table]
 
 
@@ -72,21 +95,34 @@ def test_links_lead_to_experiments():
     }
     for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
         for page, anchor in re.findall(
-            r"\]\((?:[\w./-]*/)?(accuracy|speed|robustness)\.md#([\w-]+)\)", path.read_text()
+            r"\]\((?:[\w./-]*/)?(accuracy|speed|robustness)\.md#([\w-]+)\)",
+            path.read_text(),
         ):
             names = {
-                re.sub(r"[^\w -]", "", text.lower()).replace(" ", "-") for text in headings[f"{page}.md"]
+                re.sub(r"[^\w -]", "", text.lower()).replace(" ", "-")
+                for text in headings[f"{page}.md"]
             }
             assert anchor in names, f"{path}: {page}.md#{anchor}"
 
 
 def record(tmp_path: Path, date: str, value: float) -> Path:
     line = {
-        "row": "uno", "name": "UNO", "evaluation": "task-aware", "protocol": "task_aware", "split": "test",
-        "data": "dots (1 / 1)", "group": "novel", "mean": value, "sd": 1.0, "n": 2,
+        "row": "uno",
+        "name": "UNO",
+        "evaluation": "task-aware",
+        "protocol": "task_aware",
+        "split": "test",
+        "data": "dots (1 / 1)",
+        "group": "novel",
+        "mean": value,
+        "sd": 1.0,
+        "n": 2,
         "values": [value, value + 1],
-        "seeds": [0, 1], "minutes": 0.5, "numerics": 3, "table": "dots",
-    }  # fmt: skip
+        "seeds": [0, 1],
+        "minutes": 0.5,
+        "numerics": 3,
+        "table": "dots",
+    }
     result = {
         "command": "uno reproduce dots",
         "commit": "abc1234",
@@ -96,26 +132,41 @@ def record(tmp_path: Path, date: str, value: float) -> Path:
     folder = tmp_path / f"{date}_reproduce-dots"
     folder.mkdir()
     (folder / "result.json").write_text(json.dumps(result | {"versions": "numerics 3"}))
-    (folder / "cells.jsonl").write_text(json.dumps({"cell": f"cells/dots-{date}"}) + "\n")
+    (folder / "cells.jsonl").write_text(
+        json.dumps({"cell": f"cells/dots-{date}"}) + "\n"
+    )
     return folder
 
 
 def test_a_record_is_folded_in_and_the_one_before_superseded(copy, tmp_path):
     """Kills: rows added twice, an older one that stays current, cells that are lost."""
-    for date, value in (("2026-12-01", 50.0), ("2026-12-02", 60.0), ("2026-12-02", 70.0)):
+    for date, value in (
+        ("2026-12-01", 50.0),
+        ("2026-12-02", 60.0),
+        ("2026-12-02", 70.0),
+    ):
         folder = record(tmp_path, date, value)
         assert results.add(folder, root=copy) == 2
         shutil.rmtree(folder)
-    rows = [row for row in results.read("accuracy", copy) if row["experiment"] == "dots"]
+    rows = [
+        row for row in results.read("accuracy", copy) if row["experiment"] == "dots"
+    ]
     assert [(row["value"], row["status"]) for row in rows] == [
-        ("50", "superseded by 2026-12-02"), ("51", "superseded by 2026-12-02"),
-        ("70", "current"), ("71", "current"),
-    ]  # fmt: skip
-    assert results.mean_sd(results.find("dots", copy)) == (70.5, pytest.approx(0.7071, abs=1e-4))
-    assert {(row["commit"], row["numerics"], row["system"], row["minutes"]) for row in rows} == {
-        ("abc1234", "3", "epyc-2c", "0.5")
-    }
-    (copy / "LOG.md").write_text("# Log\n\n## 2026-12-02 dots\n\n" + (copy / "LOG.md").read_text())
+        ("50", "superseded by 2026-12-02"),
+        ("51", "superseded by 2026-12-02"),
+        ("70", "current"),
+        ("71", "current"),
+    ]
+    assert results.mean_sd(results.find("dots", copy)) == (
+        70.5,
+        pytest.approx(0.7071, abs=1e-4),
+    )
+    assert {
+        (row["commit"], row["numerics"], row["system"], row["minutes"]) for row in rows
+    } == {("abc1234", "3", "epyc-2c", "0.5")}
+    (copy / "LOG.md").write_text(
+        "# Log\n\n## 2026-12-02 dots\n\n" + (copy / "LOG.md").read_text()
+    )
     assert {problem.partition(": ")[2] for problem in results.check(copy)} == {
         "dots: LOG.md has no entry 2026-12-01 dots"
     }
@@ -130,7 +181,9 @@ def test_a_record_that_lacks_something_is_one_line(copy, tmp_path):
     folder = record(tmp_path, "2026-12-01", 1.0)
     full = json.loads((folder / "result.json").read_text())
     for key, text in (("command", "no command"), ("hardware", "unknown hardware")):
-        (folder / "result.json").write_text(json.dumps({k: v for k, v in full.items() if k != key}))
+        (folder / "result.json").write_text(
+            json.dumps({k: v for k, v in full.items() if k != key})
+        )
         with pytest.raises(ConfigError, match=text):
             results.add(folder, root=copy)
     with pytest.raises(ConfigError, match="not a directory DATE_EXPERIMENT"):
@@ -138,29 +191,58 @@ def test_a_record_that_lacks_something_is_one_line(copy, tmp_path):
 
 
 def test_figures_of_other_programs_are_rows():
-    """Kills: settings as figures, raw values beside their mean, entries of a list that share a name."""
+    """Kills: settings as figures, raw values beside their mean, entries of a list
+    that share a name.
+    """
     tree = {
-        "command": "python -m benchmarks.x", "batch": 7,
+        "command": "python -m benchmarks.x",
+        "batch": 7,
         "results": {"novel": {"mean": 0.5, "sd": 0.1, "values": [0.4, 0.6]}},
-        "runs": [{"rows": 10, "seconds": 2.5}, {"rows": 20, "seconds": 3.5, "ok": True}], "ms": [1.0, 2.0],
-    }  # fmt: skip
-    found = [(r["method"], r["protocol"], r["seed"], r["value"], r["unit"]) for r in results._leaves(tree)]
+        "runs": [
+            {"rows": 10, "seconds": 2.5},
+            {"rows": 20, "seconds": 3.5, "ok": True},
+        ],
+        "ms": [1.0, 2.0],
+    }
+    found = [
+        (r["method"], r["protocol"], r["seed"], r["value"], r["unit"])
+        for r in results._leaves(tree)
+    ]
     assert found == [
-        ("results", "novel", "0", "40", "%"), ("results", "novel", "1", "60", "%"),
-        ("runs / rows 10", "seconds", "0", "2.5", "s"), ("runs / rows 20", "seconds", "0", "3.5", "s"),
-        ("", "ms", "0", "1", "1"), ("", "ms", "1", "2", "1"),
-    ]  # fmt: skip
+        ("results", "novel", "0", "40", "%"),
+        ("results", "novel", "1", "60", "%"),
+        ("runs / rows 10", "seconds", "0", "2.5", "s"),
+        ("runs / rows 20", "seconds", "0", "3.5", "s"),
+        ("", "ms", "0", "1", "1"),
+        ("", "ms", "1", "2", "1"),
+    ]
 
 
-@pytest.mark.parametrize("table, seeds, cells, kept", [
-    ("ablation", 8, 32, 32), ("aggregation", 8, 24, 24),
-    ("sota", 5, 70, 55),  # all but SimGCD and PIM
-])  # fmt: skip
-def test_the_cells_of_a_table_are_found_again(table, seeds, cells, kept, tmp_path, monkeypatch, capsys):
-    """Kills: settings that are hashed in another way, numerics that no change of these rows has raised."""
+@pytest.mark.parametrize(
+    "table, seeds, cells, kept",
+    [
+        ("ablation", 8, 32, 32),
+        ("aggregation", 8, 24, 24),
+        ("sota", 5, 70, 55),  # all but SimGCD and PIM
+    ],
+)
+def test_the_cells_of_a_table_are_found_again(
+    table, seeds, cells, kept, tmp_path, monkeypatch, capsys
+):
+    """Kills: settings that are hashed in another way, numerics that no change of
+    these rows has raised.
+    """
     monkeypatch.chdir(tmp_path)
     stored = str(results.HERE / "cells" / f"{table}.jsonl.gz")
-    words = ["--seeds", str(seeds), "--datasets", "digits", "--record", stored, "--dry-run"]
+    words = [
+        "--seeds",
+        str(seeds),
+        "--datasets",
+        "digits",
+        "--record",
+        stored,
+        "--dry-run",
+    ]
     assert cli.main(["reproduce", table, *words]) == 0
     assert f"{cells} cells, {kept} of them have a result" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())

@@ -2,9 +2,18 @@
 
 FOLDS, LOSS, AGREEMENT, ORACLE = "folds", "loss", "agreement", "oracle"
 SCORES = {
-    FOLDS: "known classes hidden in turn and rediscovered: harmonic mean of strict accuracy on the hidden "
-    "classes and accuracy on held-out images of the known ones, each a mean over heads",
+    FOLDS: (
+        "known classes hidden in turn and rediscovered: harmonic mean of strict"
+        " accuracy on the hidden classes and accuracy on held-out images of the known"
+        " ones, each a mean over heads"
+    ),
     LOSS: "minus the training cluster loss of the best head, no labels",
-    AGREEMENT: "mean clustering agreement of all pairs of heads on the unlabeled images, no labels",
-    ORACLE: "ORACLE: true labels of the novel classes; for research on benchmarks, never a result",
+    AGREEMENT: (
+        "mean clustering agreement of all pairs of heads on the unlabeled images, no"
+        " labels"
+    ),
+    ORACLE: (
+        "ORACLE: true labels of the novel classes; for research on benchmarks, never a"
+        " result"
+    ),
 }

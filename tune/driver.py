@@ -1,8 +1,9 @@
 """A sweep from its options to its tables: what ``uno tune`` does.
 
-All state is in the output directory (``tune.records``), written by a driver that holds its claim; Ray Tune
-remembers nothing. So the same command continues a sweep that was killed anywhere: trials with a result are
-not run again, unfinished ones resume at their epoch, early stopping and Optuna get what happened before.
+All state is in the output directory (``tune.records``), written by a driver that holds
+its claim; Ray Tune remembers nothing. So the same command continues a sweep that was
+killed anywhere: trials with a result are not run again, unfinished ones resume at their
+epoch, early stopping and Optuna get what happened before.
 """
 
 import logging
@@ -27,7 +28,15 @@ from tune import AGREEMENT, FOLDS, SCORES, records, report, spaces
 from tune.records import FAILED, FEATURES_FILE, FINISHED, SETTINGS, PartStorage, Trial
 from tune.score import FoldRows, Source, SweepData, Unread, make_folds, sweep_data
 from tune.trial import Leases, Sweep, SweepOptions, train_trial
-from uno.config import Config, differing_keys, dump_yaml, field_traits, flatten, override, to_dict
+from uno.config import (
+    Config,
+    differing_keys,
+    dump_yaml,
+    field_traits,
+    flatten,
+    override,
+    to_dict,
+)
 from uno.data import output
 from uno.data.decode import ok_mask
 from uno.data.defaults import derives_batch
@@ -45,7 +54,13 @@ from uno.session.console import Progress, interrupt_on_signal, on_stop, print_li
 from uno.session.data import leave_out_unreadable, load_features, load_images, read_task
 from uno.session.job import preflight
 from uno.session.loggers import Loggers, require_loggers
-from uno.session.resolve import as_begun, from_data, starting_weights, with_data, with_full_path
+from uno.session.resolve import (
+    as_begun,
+    from_data,
+    starting_weights,
+    with_data,
+    with_full_path,
+)
 from uno.session.resources import check_memory, choose_for_sweep
 from uno.session.settings import leaves_choice
 from uno.text import plural
@@ -53,7 +68,8 @@ from uno.weights import PRETRAINED, PRETRAINED_FILE, is_file
 
 STOPPING = "stopping; run the same command again to resume the unfinished trials"
 CPU_OF_A_WAITING_TRIAL = 0.01
-HERE = {"compute.num_workers": 0, "compute.device": "auto"}  # trials may find a GPU that this process lacks
+# trials may find a GPU that this process lacks
+HERE = {"compute.num_workers": 0, "compute.device": "auto"}
 
 
 def main(options: Options) -> int:
@@ -68,22 +84,47 @@ def main(options: Options) -> int:
 
 
 def sweep_options(options: Options) -> SweepOptions:
-    """What a command line of ``uno tune`` asks for. ConfigError: a space that no run could have."""
+    """What a command line of ``uno tune`` asks for. ConfigError: a space that no run
+    could have.
+    """
     own, config = options.args, options.config
     grace = own.grace_epochs or max(1, config.discover.epochs // 6)
-    asha = {"grace_epochs": grace, "reduction": own.reduction} if own.scheduler == "asha" else None
+    asha = (
+        {"grace_epochs": grace, "reduction": own.reduction}
+        if own.scheduler == "asha"
+        else None
+    )
     median = {"grace_epochs": grace} if own.scheduler == "median" else None
-    if own.search not in ("random", "grid", "optuna") and not is_object_name(own.search):
+    if own.search not in ("random", "grid", "optuna") and not is_object_name(
+        own.search
+    ):
         known = "random, grid, optuna, or package.module:factory"
         raise ConfigError(f"--search {own.search}: must be {known}")
     if own.search == "grid" and own.trials:
         raise ConfigError("--search grid tries all combinations; leave --trials out")
-    given = {key: value for key, value in options.overrides.items() if field_traits(key).scope != "place"}
+    given = {
+        key: value
+        for key, value in options.overrides.items()
+        if field_traits(key).scope != "place"
+    }
     given |= {"preset": config.preset, "recipe": config.recipe}
-    return _whole_grid(SweepOptions(
-        config, given, spaces.load_space(own.space, config), own.space, own.trials or 16, own.search,
-        own.score, own.folds, own.hide, own.seeds, own.concurrent, asha, median,
-    ))  # fmt: skip
+    return _whole_grid(
+        SweepOptions(
+            config,
+            given,
+            spaces.load_space(own.space, config),
+            own.space,
+            own.trials or 16,
+            own.search,
+            own.score,
+            own.folds,
+            own.hide,
+            own.seeds,
+            own.concurrent,
+            asha,
+            median,
+        )
+    )
 
 
 def _whole_grid(options: SweepOptions) -> SweepOptions:
@@ -95,10 +136,13 @@ def _whole_grid(options: SweepOptions) -> SweepOptions:
 
 
 def run_sweep(options: SweepOptions) -> int:
-    """Run what is missing of a sweep and write its tables; returns 0. NumericsError: all trials fail."""
+    """Run what is missing of a sweep and write its tables; returns 0. NumericsError:
+    all trials fail.
+    """
     check_options(options)
     require_loggers(options.config)
-    options = options._replace(config=with_full_path(options.config))  # trials run in other directories
+    # trials run in other directories
+    options = options._replace(config=with_full_path(options.config))
     own_weights = starting_weights(options.config, False)
     asked, (options, task) = options.overrides, _resolved(options)
     config = options.config
@@ -109,9 +153,13 @@ def run_sweep(options: SweepOptions) -> int:
     with lock.lock_run(storage, on_wait=print_line) as claim:
         output.sweep(claim.storage)
         output.is_ours(claim.storage, SETTINGS, "sweep", (FEATURES_FILE,))
-        with interrupt_on_signal("stopped before a trial began; the same command starts again"):
+        with interrupt_on_signal(
+            "stopped before a trial began; the same command starts again"
+        ):
             data = load_data(options, task, own_weights, claim.storage)
-        folds = make_folds(data, options.score, options.folds, config.seed, options.hide)
+        folds = make_folds(
+            data, options.score, options.folds, config.seed, options.hide
+        )
         if derives_batch(config, asked):
             options = _fitted(options, folds)
         num_epochs = check_plans(options, folds)
@@ -122,22 +170,37 @@ def run_sweep(options: SweepOptions) -> int:
         directory.begin_images(claim.storage, task.rows)
         if own_weights is not None and not claim.storage.exists(PRETRAINED_FILE):
             claim.storage.write(PRETRAINED_FILE, own_weights)
-        ended = [t for t in records.read_trials(claim.storage) if t.index < options.trials and t.status]
+        ended = [
+            t
+            for t in records.read_trials(claim.storage)
+            if t.index < options.trials and t.status
+        ]
         if len(ended) < options.trials:
-            if leaves_choice(config.preset, {key: value for key, value in asked.items() if key != "recipe"}):
+            if leaves_choice(
+                config.preset,
+                {key: value for key, value in asked.items() if key != "recipe"},
+            ):
                 print_line(
-                    "method: uno; uno discover takes clustering by default, which has nothing to search"
+                    "method: uno; uno discover takes clustering by default, which has"
+                    " nothing to search"
                 )
             _describe(options, data, folds, num_epochs)
             _run_missing(options, data, num_epochs, claim, ended)
         else:
-            print_line(f"{storage.uri}: all {len(ended)} trials have a result; nothing is run again")
+            print_line(
+                f"{storage.uri}: all {len(ended)} trials have a result; nothing is run"
+                " again"
+            )
         claim.storage.delete(FEATURES_FILE)
         summary = report.write(claim.storage)
         _tell_loggers(options.config, claim, summary)
     if summary.best is None:
-        first = next((t.reason for t in summary.trials if t.status == FAILED), "none finished")
-        raise NumericsError(f"every trial failed, so there is no best.yaml; first reason: {first}")
+        first = next(
+            (t.reason for t in summary.trials if t.status == FAILED), "none finished"
+        )
+        raise NumericsError(
+            f"every trial failed, so there is no best.yaml; first reason: {first}"
+        )
     print_line(f"\n{report.format_table(summary)}\n\nresults in {storage.uri}")
     return 0
 
@@ -158,7 +221,9 @@ def _check_folds(options: SweepOptions, task: Task, asked: Container[str]) -> No
 
 
 def report_on(output: str) -> int:
-    """Write the report of the sweep in ``output`` as far as it got; returns 0. ConfigError: there is none."""
+    """Write the report of the sweep in ``output`` as far as it got; returns 0.
+    ConfigError: there is none.
+    """
     storage = Storage(output)
     records.read_settings(storage)
     with lock.lock_run(storage, on_wait=print_line) as claim:
@@ -168,8 +233,9 @@ def report_on(output: str) -> int:
 
 
 def _tell_loggers(config: Config, claim: RunLock, summary: report.Summary) -> None:
-    """One run a trial in the sweep's group, of which the best one is marked: for W&B and MLflow each epoch
-    once; TensorBoard's directory of the sweep is made anew, as another trial may be the best.
+    """One run a trial in the sweep's group, of which the best one is marked: for W&B
+    and MLflow each epoch once; TensorBoard's directory of the sweep is made anew, as
+    another trial may be the best.
     """
     names = [name for name in config.train.loggers if name != "jsonl"]
     services = ",".join(name for name in names if name != "tensorboard")
@@ -180,37 +246,54 @@ def _tell_loggers(config: Config, claim: RunLock, summary: report.Summary) -> No
         with Loggers(own, storage, group=split(claim.storage.uri)[1]) as loggers:
             for line in () if told else trial.epochs:
                 loggers({**line, "phase": "tune", "step": line["epoch"]})
-            loggers.results({"best": float(trial is summary.best), "score": trial.score})
+            loggers.results(
+                {"best": float(trial is summary.best), "score": trial.score}
+            )
     if "tensorboard" in names:
         with suppress(StorageError):  # whatever it is: the sweep has its results
             claim.storage.delete("tensorboard")
-        with Loggers(override(config, {"train.report_to": "tensorboard"}), claim.storage) as board:
+        with Loggers(
+            override(config, {"train.report_to": "tensorboard"}), claim.storage
+        ) as board:
             for trial in summary.trials:
                 is_best = trial is summary.best
-                more = {"best": float(is_best), **{f"value/{k}": v for k, v in trial.overrides.items()}}
+                more = {
+                    "best": float(is_best),
+                    **{f"value/{k}": v for k, v in trial.overrides.items()},
+                }
                 run_name = f"trial-{trial.index:04d}{'-best' * is_best}"
                 for line in trial.epochs:
                     board({**line, **more, "phase": run_name, "step": line["epoch"]})
 
 
-def load_data(options: SweepOptions, task: Task, own_weights: bytes | None, storage: Storage) -> SweepData:
-    """What all trials share: images decoded, or as the features of their frozen encoder, or where the set is
-    streamed the images as they are, and features in a file of the sweep's directory ``storage``;
-    ``own_weights`` are those of :func:`~uno.session.resolve.starting_weights`.
+def load_data(
+    options: SweepOptions, task: Task, own_weights: bytes | None, storage: Storage
+) -> SweepData:
+    """What all trials share: images decoded, or as the features of their frozen
+    encoder, or where the set is streamed the images as they are, and features in a file
+    of the sweep's directory ``storage``; ``own_weights`` are those of
+    :func:`~uno.session.resolve.starting_weights`.
     """
     streams, rows = options.config.data.loading == "streaming", task.rows
     if streams and options.config.model.finetune != "none":
-        return sweep_data(task, Unread(rows.images, rows.ids), np.ones(len(rows), bool), options.score)
+        return sweep_data(
+            task, Unread(rows.images, rows.ids), np.ones(len(rows), bool), options.score
+        )
     config = override(options.config, {**HERE, "data.loading": "memory"})
     path = storage.path(FEATURES_FILE)
     if streams and not storage.is_local:
-        raise ConfigError(f"--output {storage.uri}: features larger than memory need a directory to map")
+        raise ConfigError(
+            f"--output {storage.uri}: features larger than memory need a directory"
+            " to map"
+        )
     with tempfile.TemporaryDirectory(prefix="uno-tune-") as folder, Progress() as show:
         own = Storage(folder)
         if own_weights is not None:
             own.write(PRETRAINED_FILE, own_weights)
         if streams:
-            found, reasons = load_features(config, task, own, show, zeros=partial(mapped_zeros, path))
+            found, reasons = load_features(
+                config, task, own, show, zeros=partial(mapped_zeros, path)
+            )
         else:
             found, reasons = load_images(config, task, own, show)
     leave_out_unreadable(reasons, config, task)
@@ -222,8 +305,9 @@ def load_data(options: SweepOptions, task: Task, own_weights: bytes | None, stor
 
 
 def mapped_zeros(path: str, shape: tuple[int, ...]) -> Tensor:
-    """Float32 zeros of ``shape`` in a new ``.npy`` file, which take no memory of this process. StorageError:
-    the disk has no space for it (a write through the map would kill the process).
+    """Float32 zeros of ``shape`` in a new ``.npy`` file, which take no memory of this
+    process. StorageError: the disk has no space for it (a write through the map would
+    kill the process).
     """
     with refusing(StorageError, f"write {path}"):
         values = np.lib.format.open_memmap(path, "w+", np.float32, shape)
@@ -236,74 +320,128 @@ def check_options(options: SweepOptions) -> None:
     """Raise ConfigError for combinations that mean nothing."""
     heads = next((d.ends for d in options.space if d.key == "model.num_heads"), ())
     if options.score == AGREEMENT and min(*heads, num_heads(options.config)) < 2:
-        needs = "every trial needs two or more, and baselines have one (model.num_heads)"
+        needs = (
+            "every trial needs two or more, and baselines have one (model.num_heads)"
+        )
         raise ConfigError(f"--score agreement compares heads: {needs}")
     model = options.config.model
     # A file's frozen encoder is taken to have learned from other images.
-    foreign = model.finetune == "none" and (model.weights == PRETRAINED or is_file(model.weights))
+    foreign = model.finetune == "none" and (
+        model.weights == PRETRAINED or is_file(model.weights)
+    )
     if model.weights is not None and options.score == FOLDS and not foreign:
-        why = "--score folds pretrains anew: --weights may be trained on the classes that a fold hides"
+        why = (
+            "--score folds pretrains anew: --weights may be trained on the classes that"
+            " a fold hides"
+        )
         raise ConfigError(f"{why}; use --score agreement, or leave --weights out")
     if options.config.discover.epochs < 1:
         if not (method := load(options.config)).trains:
             why = f"method {method.name} trains nothing, so no setting can be searched"
             raise ConfigError(f"{why}; use --method uno")
-        raise ConfigError("discover.epochs must be at least 1: trials are compared by their epochs")
+        raise ConfigError(
+            "discover.epochs must be at least 1: trials are compared by their epochs"
+        )
 
 
 def check_plans(options: SweepOptions, folds: list[FoldRows]) -> int:
-    """Number of epochs of a trial that have steps to take; ConfigError for a fold smaller than a batch."""
+    """Number of epochs of a trial that have steps to take; ConfigError for a fold
+    smaller than a batch.
+    """
     config, epochs = options.config, 1
     for fold in folds:
         try:
             plan = run.plans(config, *fold.sizes, config.compute.num_workers)[DISCOVER]
         except ConfigError as error:
-            where = f"{fold.name} of {fold.sizes[0]} labeled and {fold.sizes[1]} hidden images"
+            where = (
+                f"{fold.name} of {fold.sizes[0]} labeled and {fold.sizes[1]} hidden"
+                " images"
+            )
             raise ConfigError(f"{where}: {error}") from None
-        steps = min(config.train.max_steps or 10**12, config.discover.epochs * plan.steps_per_epoch)
+        steps = min(
+            config.train.max_steps or 10**12,
+            config.discover.epochs * plan.steps_per_epoch,
+        )
         epochs = max(epochs, math.ceil(steps / plan.steps_per_epoch))
     return epochs
 
 
-def open_sweep(options: SweepOptions, storage: Storage, fingerprint: str, num_epochs: int) -> None:
-    """Write ``sweep.yaml``, all that a continuation must share; ConfigError where another one is there."""
+def open_sweep(
+    options: SweepOptions, storage: Storage, fingerprint: str, num_epochs: int
+) -> None:
+    """Write ``sweep.yaml``, all that a continuation must share; ConfigError where
+    another one is there.
+    """
     settings = {
-        "score": options.score, "search": options.search, "space_name": options.space_name,
-        "folds": options.folds if options.score == FOLDS else None, "hide": options.hide,
-        "seeds": options.seeds, "asha": options.asha, "median": options.median, "epochs": num_epochs,
+        "score": options.score,
+        "search": options.search,
+        "space_name": options.space_name,
+        "folds": options.folds if options.score == FOLDS else None,
+        "hide": options.hide,
+        "seeds": options.seeds,
+        "asha": options.asha,
+        "median": options.median,
+        "epochs": num_epochs,
         "data_fingerprint": fingerprint,
-        "space": spaces.to_tree(options.space), "given": options.overrides, "config": to_dict(options.config),
-    }  # fmt: skip
+        "space": spaces.to_tree(options.space),
+        "given": options.overrides,
+        "config": to_dict(options.config),
+    }
     if code := code_of(options.config.model.encoder):
         settings["encoder_code"] = code["code"]
     text = yaml.safe_dump(settings, sort_keys=False, default_flow_style=None, width=110)
     if not output.is_ours(storage, SETTINGS, "sweep", (FEATURES_FILE,)):
         return storage.write(SETTINGS, text.encode())
     old, new = records.read_settings(storage), yaml.safe_load(text)
-    different = [key for key in new if key not in ("config", "given") and old.get(key) != new[key]]
+    different = [
+        key
+        for key in new
+        if key not in ("config", "given") and old.get(key) != new[key]
+    ]
     stored = old.get("config")
-    if different := different + differing_keys(stored if isinstance(stored, dict) else {}, options.config):
-        raise output.other_settings(storage.uri, "a sweep", different, "use those, or another --output")
+    if different := different + differing_keys(
+        stored if isinstance(stored, dict) else {}, options.config
+    ):
+        raise output.other_settings(
+            storage.uri, "a sweep", different, "use those, or another --output"
+        )
 
 
 def _resolved(options: SweepOptions) -> tuple[SweepOptions, Task]:
-    """With what was chosen for the sweep that is there, or what the images decide for a new one, as if it had
-    been given, so that best.yaml has it, and with how its images are kept; and its task, whose images stay
-    where they are. Rungs follow the epochs, unless they were told.
+    """With what was chosen for the sweep that is there, or what the images decide for a
+    new one, as if it had been given, so that best.yaml has it, and with how its images
+    are kept; and its task, whose images stay where they are. Rungs follow the epochs,
+    unless they were told.
     """
-    storage, config, given = Storage(str(options.config.output)), options.config, options.overrides
-    began = records.read_settings(storage).get("config") if storage.exists(SETTINGS) else None
+    storage, config, given = (
+        Storage(str(options.config.output)),
+        options.config,
+        options.overrides,
+    )
+    began = (
+        records.read_settings(storage).get("config")
+        if storage.exists(SETTINGS)
+        else None
+    )
     if began is not None:
-        config = as_begun(config, given, flatten(began) if isinstance(began, dict) else {})
+        config = as_begun(
+            config, given, flatten(began) if isinstance(began, dict) else {}
+        )
     task = read_task(with_data(config, loading="streaming").data)
     if began is None:
         values, lines = from_data(config, given, task, config.data.setting)
         config, given = override(config, values), values | given
         for line in (*lines, *(f"warning: {line}" for line in task.rows.warnings)):
             print_line(line)
-    usual, new = (max(1, each.discover.epochs // 6) for each in (options.config, config))
+    usual, new = (
+        max(1, each.discover.epochs // 6) for each in (options.config, config)
+    )
     asha, median = (
-        {**rule, "grace_epochs": new} if rule and rule["grace_epochs"] == usual else rule
+        (
+            {**rule, "grace_epochs": new}
+            if rule and rule["grace_epochs"] == usual
+            else rule
+        )
         for rule in (options.asha, options.median)
     )
     num_folds = options.folds if options.score == FOLDS else 1
@@ -312,18 +450,34 @@ def _resolved(options: SweepOptions) -> tuple[SweepOptions, Task]:
         print_line(f"memory: {why}")
     config = with_data(config, loading=loading)
     check_memory(override(config, HERE), task)
-    return _whole_grid(options._replace(config=config, overrides=given, asha=asha, median=median)), task
+    return (
+        _whole_grid(
+            options._replace(config=config, overrides=given, asha=asha, median=median)
+        ),
+        task,
+    )
 
 
 def _fitted(options: SweepOptions, folds: list[FoldRows]) -> SweepOptions:
     """With a batch that every fold fills: they have some rows less than the run."""
     config = options.config
-    rules, workers = (config.data.batch_sampling, config.train.batch_size), config.compute.num_workers
-    batch = {"train.batch_size": min(largest_batch(*rules, *fold.sizes, workers) for fold in folds)}
-    return options._replace(config=override(config, batch), overrides=options.overrides | batch)
+    rules, workers = (
+        (config.data.batch_sampling, config.train.batch_size),
+        config.compute.num_workers,
+    )
+    batch = {
+        "train.batch_size": min(
+            largest_batch(*rules, *fold.sizes, workers) for fold in folds
+        )
+    }
+    return options._replace(
+        config=override(config, batch), overrides=options.overrides | batch
+    )
 
 
-def _describe(options: SweepOptions, data: SweepData, folds: list[FoldRows], num_epochs: int) -> None:
+def _describe(
+    options: SweepOptions, data: SweepData, folds: list[FoldRows], num_epochs: int
+) -> None:
     trials, epochs = plural(options.trials, "trial"), plural(num_epochs, "epoch")
     print_line(f"{trials} of up to {epochs} over the space {options.space_name}:")
     for domain in options.space:
@@ -332,38 +486,59 @@ def _describe(options: SweepOptions, data: SweepData, folds: list[FoldRows], num
     if options.score == FOLDS:
         hidden = f"{len(folds[0].hidden)} of {data.num_known} known classes hidden"
         print_line(
-            f"{len(folds)} folds: {hidden}; {plural(int(data.unlabeled.sum()), 'unlabeled image')} not used"
+            f"{len(folds)} folds: {hidden};"
+            f" {plural(int(data.unlabeled.sum()), 'unlabeled image')} not used"
         )
 
 
-def concurrency(options: SweepOptions, cluster: dict[str, float]) -> tuple[int, dict[str, float]]:
-    """Trials at a time and the resources of each training process; ConfigError if not one trial fits."""
+def concurrency(
+    options: SweepOptions, cluster: dict[str, float]
+) -> tuple[int, dict[str, float]]:
+    """Trials at a time and the resources of each training process; ConfigError if
+    not one trial fits.
+    """
     config = options.config
     if config.compute.num_workers:
         resources = ray_env.worker_resources(config, cluster)
     else:
-        resources = {"CPU": config.compute.cpus_per_worker or min(1.0, cluster.get("CPU", 0.0)) or 1.0}
+        resources = {
+            "CPU": (
+                config.compute.cpus_per_worker
+                or min(1.0, cluster.get("CPU", 0.0))
+                or 1.0
+            )
+        }
         if ray_env.use_gpu(config, cluster):
             resources["GPU"] = config.compute.gpus_per_worker
     return trials_at_once(options, resources, cluster), resources
 
 
-def trials_at_once(options: SweepOptions, each: dict[str, float], cluster: dict[str, float]) -> int:
-    """How many trials fit whose processes have the resources ``each``; ConfigError: not one."""
+def trials_at_once(
+    options: SweepOptions, each: dict[str, float], cluster: dict[str, float]
+) -> int:
+    """How many trials fit whose processes have the resources ``each``; ConfigError:
+    not one.
+    """
     workers = options.config.compute.num_workers
     needed = {name: max(1, workers) * amount for name, amount in each.items()}
     needed["CPU"] += CPU_OF_A_WAITING_TRIAL if workers else 0
     held = {name: cluster.get(name, 0.0) for name in needed}
     fits = min(int(held[name] / amount + 1e-9) for name, amount in needed.items())
     if fits < 1:
-        needs, has = (" and ".join(f"{n:g} {name}s" for name, n in some.items()) for some in (needed, held))
-        raise ConfigError(f"a trial needs {needs}, the cluster has {has}; lower --compute.cpus-per-worker")
+        needs, has = (
+            " and ".join(f"{n:g} {name}s" for name, n in some.items())
+            for some in (needed, held)
+        )
+        raise ConfigError(
+            f"a trial needs {needs}, the cluster has {has}; lower"
+            " --compute.cpus-per-worker"
+        )
     return min(fits, options.concurrent or fits, options.trials)
 
 
 class Capacity:
-    """``places``: of trials at a time, in the cluster as it was when it was looked at last. What changes is
-    said; where there is no place, every 30 s.
+    """``places``: of trials at a time, in the cluster as it was when it was looked at
+    last. What changes is said; where there is no place, every 30 s.
     """
 
     def __init__(self, options: SweepOptions, cluster: dict[str, float]) -> None:
@@ -373,82 +548,138 @@ class Capacity:
 
     @property
     def limit(self) -> int:
-        """Trials to begin: one more than there are places for, where its wait may start a node."""
-        return min(self.places + self._may_grow, self._options.concurrent or self._options.trials)
+        """Trials to begin: one more than there are places for, where its wait may
+        start a node.
+        """
+        return min(
+            self.places + self._may_grow,
+            self._options.concurrent or self._options.trials,
+        )
 
     def look(self, cluster: dict[str, float]) -> None:
         """At all that the cluster has now."""
         before, now = self.places, time.monotonic()
         try:
-            self.places, self._due = trials_at_once(self._options, self.each, cluster), 0.0
+            self.places, self._due = (
+                trials_at_once(self._options, self.each, cluster),
+                0.0,
+            )
         except ConfigError as error:
             self.places = 0
             if now >= self._due:
-                print_line("; ".join([f"waiting for nodes: {error}", *ray_private.launches()]))
+                print_line(
+                    "; ".join([f"waiting for nodes: {error}", *ray_private.launches()])
+                )
                 self._due = now + nodes.TELL_S
         if self.places and self.places != before:
-            print_line(f"nodes have come or gone: {plural(self.places, 'trial')} at a time")
+            print_line(
+                f"nodes have come or gone: {plural(self.places, 'trial')} at a time"
+            )
 
 
 def _run_missing(
-    options: SweepOptions, data: SweepData, num_epochs: int, claim: RunLock, ended: list[Trial]
+    options: SweepOptions,
+    data: SweepData,
+    num_epochs: int,
+    claim: RunLock,
+    ended: list[Trial],
 ) -> None:
     """Ray Tune over the trials that have not ``ended``."""
     storage, config, stopping = claim.storage, options.config, threading.Event()
-    print_line("starting Ray" + (f"; {plural(len(ended), 'result')} already" if ended else ""))
+    print_line(
+        "starting Ray" + (f"; {plural(len(ended), 'result')} already" if ended else "")
+    )
     os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
-    os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(options.trials)  # the searcher hands out what has a place
-    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # the new engine prints boxes whatever the verbosity
+    # the searcher hands out what has a place
+    os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(options.trials)
+    # the new engine prints boxes whatever the verbosity
+    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
     with on_stop(stopping.set, STOPPING), ray_env.connect() as ray:
         from ray import tune
 
         from tune import search
 
-        logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # errors of trials are in the table
+        # errors of trials are in the table
+        logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
         capacity = nodes.once_one_fits(
             config, lambda: Capacity(options, ray.cluster_resources()), stopping.is_set
         )
         each = capacity.each
-        print_line(f"{plural(capacity.places, 'trial')} at a time, {each['CPU']:g} CPUs each process")
+        print_line(
+            f"{plural(capacity.places, 'trial')} at a time, {each['CPU']:g} CPUs each"
+            " process"
+        )
         start = time.monotonic()
 
         def on_end(trial: Trial) -> None:
             ended.append(trial)
-            print_line(f"{len(ended)}/{options.trials}  {_line(trial)}  ({time.monotonic() - start:.0f} s)")
+            print_line(
+                f"{len(ended)}/{options.trials}  {_line(trial)} "
+                f" ({time.monotonic() - start:.0f} s)"
+            )
 
         searcher = search.SweepSearcher(
-            storage, options, num_epochs, on_end, stopping.is_set, lambda: capacity.limit
+            storage,
+            options,
+            num_epochs,
+            on_end,
+            stopping.is_set,
+            lambda: capacity.limit,
         )
-        leases = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(Leases).remote()
-        sweep = Sweep(options, num_epochs, storage.uri, storage.token, each, ray.put(data), leases)
+        leases = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(
+            Leases
+        ).remote()
+        sweep = Sweep(
+            options, num_epochs, storage.uri, storage.token, each, ray.put(data), leases
+        )
         here = {"CPU": CPU_OF_A_WAITING_TRIAL} if config.compute.num_workers else each
         tuner = tune.Tuner(
             tune.with_resources(tune.with_parameters(train_trial, sweep=sweep), here),
             tune_config=tune.TuneConfig(
-                search_alg=searcher, scheduler=search.scheduler(options, num_epochs, ended),
+                search_alg=searcher,
+                scheduler=search.scheduler(options, num_epochs, ended),
                 num_samples=len(searcher.missing),
-                reuse_actors=not config.compute.num_workers,  # a process takes seconds to import torch
+                # a process takes seconds to import torch
+                reuse_actors=not config.compute.num_workers,
             ),
             run_config=tune.RunConfig(
-                name=f"attempt-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}", verbose=0,
-                storage_path=storage.below(RAY_FOLDER), stop=search.Interruption(stopping.is_set),
-                # A process that dies goes on at its newest checkpoint; what it raises itself is noted.
-                failure_config=tune.FailureConfig(max_failures=MAX_DEATHS, fail_fast=False),
+                name=f"attempt-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}",
+                verbose=0,
+                storage_path=storage.below(RAY_FOLDER),
+                stop=search.Interruption(stopping.is_set),
+                # A process that dies goes on at its newest checkpoint; what it raises
+                # itself is noted.
+                failure_config=tune.FailureConfig(
+                    max_failures=MAX_DEATHS, fail_fast=False
+                ),
             ),
-        )  # fmt: skip
+        )
         try:
             ray_env.in_thread(tuner.fit, lambda: capacity.look(ray.cluster_resources()))
         finally:
-            ray.kill(leases)  # Tune's registry of parameters holds it as long as the process lives
+            # Tune's registry of parameters holds it as long as the process lives
+            ray.kill(leases)
         if (reason := searcher.storage_error) is not None:
-            raise StorageError(f"a trial could not write: {reason}; the same command continues")
+            raise StorageError(
+                f"a trial could not write: {reason}; the same command continues"
+            )
     storage.delete(RAY_FOLDER)
     if stopping.is_set():
         raise Interrupted("stopped; the same command continues the sweep")
 
 
 def _line(trial: Trial) -> str:
-    how = "finished" if trial.status == FINISHED else f"stopped after epoch {trial.last_epoch}"
-    what = f"{how}: score {trial.score:.4f}" if trial.status != FAILED else f"failed: {trial.reason}"
-    values = ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in trial.overrides.items())
+    how = (
+        "finished"
+        if trial.status == FINISHED
+        else f"stopped after epoch {trial.last_epoch}"
+    )
+    what = (
+        f"{how}: score {trial.score:.4f}"
+        if trial.status != FAILED
+        else f"failed: {trial.reason}"
+    )
+    values = ", ".join(
+        f"{key.rpartition('.')[2]} {value}" for key, value in trial.overrides.items()
+    )
     return f"trial {trial.index} {what}  [{values}]"

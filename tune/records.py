@@ -10,7 +10,7 @@
     trials/0007/result.json           written last, by the driver: finished, stopped or failed
     trials/0007/<fold>-seed<n>/       its checkpoints; deleted with the result
     pretrain/<hash>/                  a pretraining, shared by the trials that do not change it
-"""
+"""  # noqa: E501
 
 import math
 from collections.abc import Mapping
@@ -45,7 +45,9 @@ class PartStorage(Storage):
 
 @dataclass
 class Trial:
-    """One configuration: its searched values, a dict per epoch, and how it ended (None: not yet)."""
+    """One configuration: its searched values, a dict per epoch, and how it ended
+    (None: not yet).
+    """
 
     index: int
     overrides: dict[str, Any]
@@ -74,8 +76,8 @@ class Trial:
 
     @property
     def standard_error(self) -> float:
-        """Standard error of the score, with one row right and one wrong added (Agresti & Coull 1998); 0 where
-        the score is no share of rows.
+        """Standard error of the score, with one row right and one wrong added (Agresti
+        & Coull 1998); 0 where the score is no share of rows.
         """
         rows = self._last.get("rows", 0)
         share = (self.score * rows + 1) / (rows + 2)
@@ -90,14 +92,23 @@ def trial_name(index: int) -> str:
 def read_settings(storage: Storage) -> Mapping[str, Any]:
     """``sweep.yaml``; ConfigError where there is none, or it is damaged."""
     if not storage.exists(SETTINGS):
-        raise ConfigError(f"{storage.uri} is not the directory of a sweep: it has no {SETTINGS}")
+        raise ConfigError(
+            f"{storage.uri} is not the directory of a sweep: it has no {SETTINGS}"
+        )
     return parse_yaml(storage.read(SETTINGS, MAX_STATE_BYTES), storage.path(SETTINGS))
 
 
 def read_epochs(storage: Storage, index: int) -> list[dict[str, Any]]:
-    """The epochs a trial has scored, 1, 2, 3, ...; a line cut short by a kill ends them."""
-    lines = enumerate(read_journal(storage, f"{trial_name(index)}/epochs.jsonl"), start=1)
-    return [line for _, line in takewhile(lambda pair: pair[1].get("epoch") == pair[0], lines)]
+    """The epochs a trial has scored, 1, 2, 3, ...; a line cut short by a kill ends
+    them.
+    """
+    lines = enumerate(
+        read_journal(storage, f"{trial_name(index)}/epochs.jsonl"), start=1
+    )
+    return [
+        line
+        for _, line in takewhile(lambda pair: pair[1].get("epoch") == pair[0], lines)
+    ]
 
 
 def read_trial(storage: Storage, index: int) -> Trial | None:
@@ -107,27 +118,40 @@ def read_trial(storage: Storage, index: int) -> Trial | None:
     if "overrides" not in tree:
         return None
     epochs = read_epochs(storage, index)
-    return Trial(index, tree["overrides"], epochs, result.get("status"), result.get("reason", ""))
+    return Trial(
+        index, tree["overrides"], epochs, result.get("status"), result.get("reason", "")
+    )
 
 
 def read_trials(storage: Storage) -> list[Trial]:
     """All trials whose values have been drawn, by index."""
-    found = (read_trial(storage, int(name)) for name in storage.list("trials") if name.isdigit())
+    found = (
+        read_trial(storage, int(name))
+        for name in storage.list("trials")
+        if name.isdigit()
+    )
     return [trial for trial in found if trial is not None]
 
 
 def ranking(trials: list[Trial]) -> list[Trial]:
-    """Best first, without failed ones: by epochs survived, as scores of different epochs do not compare."""
-    sound = [t for t in trials if t.status in (FINISHED, STOPPED) and math.isfinite(t.score)]
+    """Best first, without failed ones: by epochs survived, as scores of different
+    epochs do not compare.
+    """
+    sound = [
+        t for t in trials if t.status in (FINISHED, STOPPED) and math.isfinite(t.score)
+    ]
     return sorted(sound, key=lambda t: (-t.last_epoch, -t.score, t.index))
 
 
 def best_trial(trials: list[Trial]) -> Trial | None:
-    """The best of the finished trials. Trial 0, the given configuration, wins unless another is better by
-    more than a standard error (the rule of Breiman et al. 1984).
+    """The best of the finished trials. Trial 0, the given configuration, wins unless
+    another is better by more than a standard error (the rule of Breiman et al. 1984).
     """
     finished = [trial for trial in ranking(trials) if trial.status == FINISHED]
     if not finished:
         return None
     limit = finished[0].score - finished[0].standard_error
-    return next((trial for trial in finished if trial.index == 0 and trial.score >= limit), finished[0])
+    return next(
+        (trial for trial in finished if trial.index == 0 and trial.score >= limit),
+        finished[0],
+    )

@@ -1,14 +1,18 @@
-"""What a trial is scored by. Nobody has the true labels of the novel classes, so nobody may tune on them.
+"""What a trial is scored by. Nobody has the true labels of the novel classes, so nobody
+may tune on them.
 
-``folds`` (default): a fold hides some known classes, discovers them from the others, and is scored by the
-harmonic mean (Xian et al., CVPR 2017) of ``strict`` clustering accuracy of the hidden rows and plain accuracy
-of held-out rows of the classes that stayed known; the hidden ones alone count where classes are too small to
-hold a row out. Accuracies are means over heads: the best head's is noisier and saturates on a fold's easier
-problem (chosen on the digits, by true labels, on 8 configurations). Unlabeled and test rows take no part.
+``folds`` (default): a fold hides some known classes, discovers them from the others,
+and is scored by the harmonic mean (Xian et al., CVPR 2017) of ``strict`` clustering
+accuracy of the hidden rows and plain accuracy of held-out rows of the classes that
+stayed known; the hidden ones alone count where classes are too small to hold a row out.
+Accuracies are means over heads: the best head's is noisier and saturates on a fold's
+easier problem (chosen on the digits, by true labels, on 8 configurations). Unlabeled
+and test rows take no part.
 
-``loss`` and ``agreement`` run the real problem: the cluster loss of the best head (comparable only where
-neither temperature nor the number of clusters is searched), and the agreement of all pairs of heads on the
-unlabeled rows. ``oracle`` scores by the true labels, and everything it writes says so.
+``loss`` and ``agreement`` run the real problem: the cluster loss of the best head
+(comparable only where neither temperature nor the number of clusters is searched), and
+the agreement of all pairs of heads on the unlabeled rows. ``oracle`` scores by the true
+labels, and everything it writes says so.
 """
 
 import math
@@ -50,7 +54,8 @@ from uno.state import TrainState
 from uno.text import plural
 from uno.train import Worker
 
-HELD_OUT_EVERY = 5  # of each known class, to measure known accuracy on rows that were not trained on
+# of each known class, to measure known accuracy on rows that were not trained on
+HELD_OUT_EVERY = 5
 
 
 class Unread(NamedTuple):
@@ -61,16 +66,16 @@ class Unread(NamedTuple):
 
 
 Source = np.ndarray | list[np.ndarray] | str | Unread
-"""What stands for the images of N rows: pixels uint8 (N,3,S,S), or a frozen encoder's features float32
-(N,1+V,D), in memory or in a ``.npy`` file; the parts of :class:`~uno.data.mapped.NeighborViews`; or the
-images where they are.
+"""What stands for the images of N rows: pixels uint8 (N,3,S,S), or a frozen encoder's
+features float32 (N,1+V,D), in memory or in a ``.npy`` file; the parts of
+:class:`~uno.data.mapped.NeighborViews`; or the images where they are.
 """
 
 
 class SweepData(NamedTuple):
-    """What trials see: ``images``, ``labels`` (N,), known class or -1, and ``unlabeled`` (N,) of training
-    rows that can be read as far as that is known; for the oracle score alone ``oracle`` (N,), true novel
-    class from 0 or -1.
+    """What trials see: ``images``, ``labels`` (N,), known class or -1, and
+    ``unlabeled`` (N,) of training rows that can be read as far as that is known; for
+    the oracle score alone ``oracle`` (N,), true novel class from 0 or -1.
     """
 
     images: Source
@@ -82,20 +87,28 @@ class SweepData(NamedTuple):
 
 
 def sweep_data(task: Task, images: Source, ok: np.ndarray, score: str) -> SweepData:
-    """What ``score`` may see of a task's readable rows ``ok`` (N,); true labels for the oracle alone."""
+    """What ``score`` may see of a task's readable rows ``ok`` (N,); true labels for
+    the oracle alone.
+    """
     usable, oracle = task.is_train & ok, None
     if score == ORACLE:
-        oracle = np.where(usable, np.maximum(task.eval_labels - len(task.known), -1), -1)
+        oracle = np.where(
+            usable, np.maximum(task.eval_labels - len(task.known), -1), -1
+        )
         if oracle.max(initial=-1) < 0:
-            raise ConfigError("--score oracle needs the true novel classes, and this data set has none")
+            raise ConfigError(
+                "--score oracle needs the true novel classes, and this data set has"
+                " none"
+            )
     labels, unlabeled = np.where(usable, task.labels, -1), usable & (task.labels < 0)
     return SweepData(images, labels, unlabeled, len(task.known), task.num_novel, oracle)
 
 
 class FoldRows(NamedTuple):
     """One discovery problem of a trial, as row numbers: ``train`` as
-    :func:`~uno.data.splits.train_rows`, ``scored`` as a split of :func:`~uno.data.splits.truth_rows`;
-    ``hidden`` are its pseudo-novel classes, none in the real problem.
+    :func:`~uno.data.splits.train_rows`, ``scored`` as a split of
+    :func:`~uno.data.splits.truth_rows`; ``hidden`` are its pseudo-novel classes, none
+    in the real problem.
     """
 
     name: str
@@ -121,64 +134,106 @@ class Fold(NamedTuple):
 def make_folds(
     data: SweepData, score: str, num_folds: int, seed: int, hide: int | None = None
 ) -> list[FoldRows]:
-    """The problems that every trial solves, all of one sweep the same: the real one, or folds."""
+    """The problems that every trial solves, all of one sweep the same: the real one,
+    or folds.
+    """
     if score != FOLDS:
-        labels = data.labels  # of the real unlabeled rows -1, unless the oracle knows better
+        # of the real unlabeled rows -1, unless the oracle knows better
+        labels = data.labels
         if data.oracle is not None:
-            labels = np.where(data.unlabeled & (data.oracle >= 0), data.num_known + data.oracle, labels)
+            labels = np.where(
+                data.unlabeled & (data.oracle >= 0),
+                data.num_known + data.oracle,
+                labels,
+            )
         return [_fold("real", data, labels, data.unlabeled, data.num_novel)]
     folds: list[FoldRows] = []
     for hidden in hidden_classes(data.num_known, data.num_novel, num_folds, seed, hide):
         visible = [c for c in range(data.num_known) if c not in hidden]
-        renumbered = np.full(data.num_known + 1, -1)  # the last entry is that of label -1
+        # the last entry is that of label -1
+        renumbered = np.full(data.num_known + 1, -1)
         renumbered[[*visible, *hidden]] = np.arange(data.num_known)
         labels, novel = renumbered[data.labels], np.isin(data.labels, hidden)
-        folds.append(_fold(f"fold{len(folds)}", data, labels, novel, len(hidden), hidden))
+        folds.append(
+            _fold(f"fold{len(folds)}", data, labels, novel, len(hidden), hidden)
+        )
     return folds
 
 
 def _fold(
-    name: str, data: SweepData, labels: np.ndarray, novel: np.ndarray, num_novel: int,
+    name: str,
+    data: SweepData,
+    labels: np.ndarray,
+    novel: np.ndarray,
+    num_novel: int,
     hidden: tuple[int, ...] = (),
-) -> FoldRows:  # fmt: skip
-    """``labels`` int64 (N,): class within the fold, known first, or -1; ``novel`` bool (N,): to discover."""
+) -> FoldRows:
+    """``labels`` int64 (N,): class within the fold, known first, or -1; ``novel``
+    bool (N,): to discover.
+    """
     held_out = np.zeros(len(labels), dtype=bool)  # classes of fewer rows keep them all
     for c in range(data.num_known):
-        held_out[np.flatnonzero(data.labels == c)[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]] = True
-    labeled, unlabeled = np.flatnonzero((data.labels >= 0) & ~novel & ~held_out), np.flatnonzero(novel)
+        held_out[
+            np.flatnonzero(data.labels == c)[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
+        ] = True
+    labeled, unlabeled = (
+        np.flatnonzero((data.labels >= 0) & ~novel & ~held_out),
+        np.flatnonzero(novel),
+    )
     rows = np.flatnonzero(held_out | novel)
     num_known, classes = data.num_known - len(hidden), torch.from_numpy(labels.copy())
     train = {
-        "labeled": labeled, "labels": classes[labeled], "unlabeled": unlabeled,
-        "num_known": num_known, "num_novel": num_novel,
-    }  # fmt: skip
+        "labeled": labeled,
+        "labels": classes[labeled],
+        "unlabeled": unlabeled,
+        "num_known": num_known,
+        "num_novel": num_novel,
+    }
     return FoldRows(
-        name, train, (torch.from_numpy(rows), classes[rows], torch.from_numpy(novel[rows])), hidden
+        name,
+        train,
+        (torch.from_numpy(rows), classes[rows], torch.from_numpy(novel[rows])),
+        hidden,
     )
 
 
-def open_folds(source: Source, folds: list[FoldRows], config: Config, storage: Storage) -> list[Fold]:
-    """``folds`` with the images of ``source``: none is copied, and those that are where they were are read by
-    threads of this process, which lists unreadable ones in ``storage``.
+def open_folds(
+    source: Source, folds: list[FoldRows], config: Config, storage: Storage
+) -> list[Fold]:
+    """``folds`` with the images of ``source``: none is copied, and those that are where
+    they were are read by threads of this process, which lists unreadable ones in
+    ``storage``.
     """
     if isinstance(source, Unread):
         images = source.images
         bad = BadRows(source.ids, images, config.data.max_bad_fraction, storage)
         how = images, config.data.stored_size, decode_here(config, images), bad
         return [
-            Fold(name, stream_here(config, bad, images, **train),
-                 StreamedEvalSet(truth, rows, novel, *how), hidden)
+            Fold(
+                name,
+                stream_here(config, bad, images, **train),
+                StreamedEvalSet(truth, rows, novel, *how),
+                hidden,
+            )
             for name, train, (rows, truth, novel), hidden in folds
-        ]  # fmt: skip
+        ]
     values: Tensor | NeighborViews
     if isinstance(source, list):
         values = NeighborViews(*map(shared_tensor, source))
     else:
-        values = shared_tensor(np.load(source, mmap_mode="r") if isinstance(source, str) else source)
+        values = shared_tensor(
+            np.load(source, mmap_mode="r") if isinstance(source, str) else source
+        )
     blocks = HostRows([values]) if isinstance(source, str) else RowBlocks([values])
-    seen = RowBlocks([values if values.ndim == 4 else values[:, 0]])  # of features the evaluation view
+    # of features the evaluation view
+    seen = RowBlocks([values if values.ndim == 4 else values[:, 0]])
     return [
-        Fold(name, train_set(blocks, **train), EvalSet(seen.select_rows(rows), truth, rows, novel), hidden)
+        Fold(
+            name,
+            train_set(blocks, **train),
+            EvalSet(seen.select_rows(rows), truth, rows, novel),
+            hidden,
+        )
         for name, train, (rows, truth, novel), hidden in folds
     ]
 
@@ -186,37 +241,64 @@ def open_folds(source: Source, folds: list[FoldRows], config: Config, storage: S
 def hidden_classes(
     num_known: int, num_novel: int, folds: int, seed: int, hide: int | None = None
 ) -> list[tuple[int, ...]]:
-    """Which known classes each fold hides: windows of one permutation, so that all are hidden about as often;
-    ``hide`` at once, by default the share of classes that is novel in the real problem.
+    """Which known classes each fold hides: windows of one permutation, so that all are
+    hidden about as often; ``hide`` at once, by default the share of classes that is
+    novel in the real problem.
     """
     if num_known < 3:
         needs = f"needs at least 3 of them, the data has {num_known}"
-        raise ConfigError(f"--score folds hides known classes and {needs}; use --score agreement")
+        raise ConfigError(
+            f"--score folds hides known classes and {needs}; use --score agreement"
+        )
     most = num_known - 1
     if hide is None:
-        hide = min(max(math.floor(num_known * num_novel / (num_known + num_novel) + 0.5), 2), most)
+        hide = min(
+            max(math.floor(num_known * num_novel / (num_known + num_novel) + 0.5), 2),
+            most,
+        )
     if not 2 <= hide <= most:
-        raise ConfigError(f"--hide {hide}: must be from 2 to {most}, one less than the known classes")
+        raise ConfigError(
+            f"--hide {hide}: must be from 2 to {most}, one less than the known classes"
+        )
     order = np.random.default_rng([seed, TUNE_FOLDS]).permutation(num_known).tolist()
     distinct = num_known // math.gcd(hide, num_known)
     if folds > distinct:
-        what = f"{plural(num_known, 'known class', 'known classes')}, {hide} hidden at once"
+        what = (
+            f"{plural(num_known, 'known class', 'known classes')}, {hide} hidden at"
+            " once"
+        )
         raise ConfigError(f"--folds {folds}: {what}, give {distinct}")
-    return [tuple(sorted(order[(fold * hide + i) % num_known] for i in range(hide))) for fold in range(folds)]
+    return [
+        tuple(sorted(order[(fold * hide + i) % num_known] for i in range(hide)))
+        for fold in range(folds)
+    ]
 
 
-def measure(config: Config, fold: Fold, state: TrainState, score: str, worker: Worker) -> dict[str, float]:
-    """Score, to be maximized, its parts, and the number of ``rows`` a share of rows was measured on."""
+def measure(
+    config: Config, fold: Fold, state: TrainState, score: str, worker: Worker
+) -> dict[str, float]:
+    """Score, to be maximized, its parts, and the number of ``rows`` a share of rows
+    was measured on.
+    """
     model, train, truth = state.model.eval(), fold.train, fold.scored.truth
     num_true = max(train.num_known, int(truth.max()) + 1)
-    batches = fold.scored.batches(config.train.eval_batch_size, worker.rank, worker.world_size)
-    metrics = protocol_metrics(count(model, config, batches, num_true)[0], state.best_head, "scored")
-    keys = {f"{group}_{which}": f"scored/{group}/task_agnostic_strict/acc/{which}"
-            for group, which in product(("known", "novel"), ("best", "avg"))}  # fmt: skip
+    batches = fold.scored.batches(
+        config.train.eval_batch_size, worker.rank, worker.world_size
+    )
+    metrics = protocol_metrics(
+        count(model, config, batches, num_true)[0], state.best_head, "scored"
+    )
+    keys = {
+        f"{group}_{which}": f"scored/{group}/task_agnostic_strict/acc/{which}"
+        for group, which in product(("known", "novel"), ("best", "avg"))
+    }
     parts = {name: metrics[key] for name, key in keys.items() if key in metrics}
     parts["loss"] = float(state.head_losses.min())
     if score == AGREEMENT:
-        outputs = [_clusters(model, images, config) for images in _unlabeled_images(train, config)]
+        outputs = [
+            _clusters(model, images, config)
+            for images in _unlabeled_images(train, config)
+        ]
         found = _agreement(torch.cat(outputs, dim=1).numpy(), train.num_novel)
         parts |= {"agreement": found, "rows": float(train.num_unlabeled)}
     elif score != LOSS:
@@ -242,7 +324,9 @@ def _unlabeled_images(train: TrainData, config: Config) -> Iterator[Tensor]:
         yield from train.unlabeled_images.split(size)
         return
     rows = train.unlabeled
-    batches = batches_of(train.images, rows, decoded_rows(size, config.data.stored_size))
+    batches = batches_of(
+        train.images, rows, decoded_rows(size, config.data.stored_size)
+    )
     for _, images, reasons in train.decode(rows[batch] for batch in batches):
         if (ok := ok_mask(reasons)).any():
             yield images[torch.from_numpy(ok)]
@@ -256,6 +340,10 @@ def _clusters(model: UnoModel, images: Tensor, config: Config) -> Tensor:
 
 
 def _agreement(heads: np.ndarray, num_clusters: int) -> float:
-    """Mean accuracy of the clusters of one of ``heads`` (H, N) against those of another, over pairs."""
-    tables = [confusion(a, b, num_clusters, num_clusters) for a, b in combinations(heads, 2)]
+    """Mean accuracy of the clusters of one of ``heads`` (H, N) against those of
+    another, over pairs.
+    """
+    tables = [
+        confusion(a, b, num_clusters, num_clusters) for a, b in combinations(heads, 2)
+    ]
     return float(np.mean([cluster_accuracy(table) for table in tables]))

@@ -1,8 +1,10 @@
-"""Which configuration comes next, and what became of the last one: Ray Tune's view of the sweep's directory.
+"""Which configuration comes next, and what became of the last one: Ray Tune's view of
+the sweep's directory.
 
-Values of a random trial depend on (space, seed, index) alone, so a sweep that was killed, or is given more
-trials, continues as if it had never stopped. Other searchers get what happened before. Trial 0 is always the
-configuration as it was given, so that the winner is compared with what everybody would have used.
+Values of a random trial depend on (space, seed, index) alone, so a sweep that was
+killed, or is given more trials, continues as if it had never stopped. Other searchers
+get what happened before. Trial 0 is always the configuration as it was given, so that
+the winner is compared with what everybody would have used.
 """
 
 import json
@@ -13,7 +15,11 @@ from typing import Any
 
 from ray import tune as ray_tune
 from ray.tune import Stopper
-from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, MedianStoppingRule
+from ray.tune.schedulers import (
+    AsyncHyperBandScheduler,
+    FIFOScheduler,
+    MedianStoppingRule,
+)
 from ray.tune.search import Searcher
 
 from tune import records, spaces
@@ -28,9 +34,10 @@ from uno.session.console import print_line
 
 
 class Asked:
-    """A searcher of Ray Tune, asked for the values of a trial and told its score: TPE of Optuna, or what the
-    ``package.module:factory`` of ``--search`` returns. It sees the position of a choice, whose neighbors are
-    alike, for the choice. Of several trials at a time it is reproducible only up to the order of their ends.
+    """A searcher of Ray Tune, asked for the values of a trial and told its score: TPE
+    of Optuna, or what the ``package.module:factory`` of ``--search`` returns. It sees
+    the position of a choice, whose neighbors are alike, for the choice. Of several
+    trials at a time it is reproducible only up to the order of their ends.
     """
 
     def __init__(self, name: str, space: Space, seed: int) -> None:
@@ -38,18 +45,25 @@ class Asked:
         self._asked, self._said = set[str](), False
         problem = f"--search {name}"
         try:
-            self._searcher = _optuna(seed) if name == "optuna" else import_object("--search", name)()
+            self._searcher = (
+                _optuna(seed) if name == "optuna" else import_object("--search", name)()
+            )
             if not isinstance(self._searcher, Searcher):
                 kind = type(self._searcher).__name__
-                raise ConfigError(f"{problem} returns {kind}, not a ray.tune.search.Searcher")
+                raise ConfigError(
+                    f"{problem} returns {kind}, not a ray.tune.search.Searcher"
+                )
             drawn = {key: _ray_domain(domain) for key, domain in self._domains.items()}
             if not self._searcher.set_search_properties("score", "max", drawn):
                 own = "a space of its own; leave it, metric and mode to uno tune"
                 raise ConfigError(f"{problem} returns a searcher that has {own}")
         except ConfigError:
             raise
-        except Exception as error:  # a package that it needs, a domain that it cannot search
-            raise ConfigError(f"{problem}: {one_line(error) or type(error).__name__}") from None
+        # a package that it needs, a domain that it cannot search
+        except Exception as error:
+            raise ConfigError(
+                f"{problem}: {one_line(error) or type(error).__name__}"
+            ) from None
 
     def values(self, index: int) -> dict[str, Any] | str | None:
         """Of a new trial; None: it has none now, FINISHED: none any more."""
@@ -57,7 +71,9 @@ class Asked:
         if found is None or found == Searcher.FINISHED:
             return found
         self._asked.add(str(index))
-        return {key: _value(domain, found[key]) for key, domain in self._domains.items()}
+        return {
+            key: _value(domain, found[key]) for key, domain in self._domains.items()
+        }
 
     def report(self, index: int, result: dict[str, Any]) -> None:
         """A score of a trial that has not ended."""
@@ -65,24 +81,37 @@ class Asked:
             self._searcher.on_trial_result(str(index), result)
 
     def tell(self, trial: Trial) -> None:
-        """A trial ended; those of an earlier attempt are added, if the space holds their values."""
+        """A trial ended; those of an earlier attempt are added, if the space holds
+        their values.
+        """
         failed = trial.status == FAILED or not math.isfinite(trial.score)
         if (name := str(trial.index)) in self._asked:
             self._asked.remove(name)
-            result = None if failed else {"score": trial.score, "training_iteration": trial.last_epoch}
+            result = (
+                None
+                if failed
+                else {"score": trial.score, "training_iteration": trial.last_epoch}
+            )
             return self._searcher.on_trial_complete(name, result, error=failed)
         with suppress(ValueError, TypeError):  # outside the space
             point = {
-                key: domain.choices.index(spaces.frozen(trial.overrides[key]))
-                if domain.choices
-                else trial.overrides[key]
+                key: (
+                    domain.choices.index(spaces.frozen(trial.overrides[key]))
+                    if domain.choices
+                    else trial.overrides[key]
+                )
                 for key, domain in self._domains.items()
             }
             try:
-                self._searcher.add_evaluated_point(point, math.nan if failed else trial.score, error=failed)
+                self._searcher.add_evaluated_point(
+                    point, math.nan if failed else trial.score, error=failed
+                )
             except NotImplementedError:
                 if not self._said:
-                    print_line(f"note: --search {self._name} cannot be told of trials that it did not draw")
+                    print_line(
+                        f"note: --search {self._name} cannot be told of trials that it"
+                        " did not draw"
+                    )
                 self._said = True
 
 
@@ -94,14 +123,20 @@ def _optuna(seed: int) -> Searcher:
     from ray.tune.search.optuna import OptunaSearch
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    return OptunaSearch(sampler=optuna.samplers.TPESampler(seed=seed, n_startup_trials=5, constant_liar=True))
+    return OptunaSearch(
+        sampler=optuna.samplers.TPESampler(
+            seed=seed, n_startup_trials=5, constant_liar=True
+        )
+    )
 
 
 def _ray_domain(domain: spaces.Domain) -> Any:
     low, high = (0, len(domain.choices) - 1) if domain.choices else domain.ends
     if domain.choices or domain.scale == "int":
         return ray_tune.randint(low, high + 1)
-    return (ray_tune.loguniform if domain.scale == "log" else ray_tune.uniform)(low, high)
+    return (ray_tune.loguniform if domain.scale == "log" else ray_tune.uniform)(
+        low, high
+    )
 
 
 def _value(domain: spaces.Domain, found: Any) -> Any:
@@ -111,36 +146,51 @@ def _value(domain: spaces.Domain, found: Any) -> Any:
 
 
 class SweepSearcher(Searcher):
-    """Hands out the ``missing`` trials, those without a result, while fewer than ``limit`` run, writes the
-    result of each as it ends and calls ``on_end`` with it; while ``stopping``, trials that end were only
-    interrupted.
+    """Hands out the ``missing`` trials, those without a result, while fewer than
+    ``limit`` run, writes the result of each as it ends and calls ``on_end`` with it;
+    while ``stopping``, trials that end were only interrupted.
     """
 
     def __init__(
-        self, storage: Storage, options: SweepOptions, num_epochs: int, on_end: Callable[[Trial], None],
-        stopping: Callable[[], bool], limit: Callable[[], int],
-    ) -> None:  # fmt: skip
+        self,
+        storage: Storage,
+        options: SweepOptions,
+        num_epochs: int,
+        on_end: Callable[[Trial], None],
+        stopping: Callable[[], bool],
+        limit: Callable[[], int],
+    ) -> None:
         super().__init__(metric="score", mode="max")
         self._storage, self._options, self._num_epochs = storage, options, num_epochs
         self._on_end, self._stopping, self._limit = on_end, stopping, limit
         own = options.search in ("random", "grid")
-        self._asked = None if own else Asked(options.search, options.space, options.config.seed)
+        self._asked = (
+            None if own else Asked(options.search, options.space, options.config.seed)
+        )
         self._given = spaces.current(options.space, options.config)
-        self._points = spaces.grid(options.space, self._given) if options.search == "grid" else []
+        self._points = (
+            spaces.grid(options.space, self._given) if options.search == "grid" else []
+        )
         begun = {trial.index: trial for trial in records.read_trials(storage)}
         self._begun, self._running = begun.keys(), dict[str, int]()
         self.storage_error: str | None = None
-        self.missing = [i for i in range(options.trials) if i not in begun or not begun[i].status]
+        self.missing = [
+            i for i in range(options.trials) if i not in begun or not begun[i].status
+        ]
         for trial in begun.values():
             if self._asked is not None and trial.status:
                 self._asked.tell(trial)
 
-    def set_search_properties(self, metric: Any, mode: Any, config: Any, **spec: Any) -> bool:
+    def set_search_properties(
+        self, metric: Any, mode: Any, config: Any, **spec: Any
+    ) -> bool:
         """Nothing to set."""
         return True
 
     def suggest(self, trial_id: str) -> dict[str, Any] | str | None:
-        """The next trial without a result, with the values it was begun with, if it was."""
+        """The next trial without a result, with the values it was begun with, if it
+        was.
+        """
         if not self.missing:
             return Searcher.FINISHED
         if len(self._running) >= self._limit():
@@ -151,7 +201,10 @@ class SweepSearcher(Searcher):
             overrides = self._values(index)
             if not isinstance(overrides, dict):
                 return overrides
-            self._storage.write(f"{name}/trial.json", json.dumps({"overrides": overrides}, indent=1).encode())
+            self._storage.write(
+                f"{name}/trial.json",
+                json.dumps({"overrides": overrides}, indent=1).encode(),
+            )
         self._storage.delete(f"{name}/failure.json")
         self._running[trial_id] = self.missing.pop(0)
         return {"index": index}
@@ -162,28 +215,39 @@ class SweepSearcher(Searcher):
         if self._asked is not None:
             return self._asked.values(index)
         space, seed = self._options.space, self._options.config.seed
-        return self._points[index - 1] if self._points else spaces.draw(space, seed, index)
+        return (
+            self._points[index - 1] if self._points else spaces.draw(space, seed, index)
+        )
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
         """What a searcher may learn from before a trial ends."""
         if self._asked is not None and trial_id in self._running:
             self._asked.report(self._running[trial_id], result)
 
-    def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
+    def on_trial_complete(
+        self, trial_id: str, result: Any = None, error: bool = False
+    ) -> None:
         """Write ``result.json``: the trial is not run again."""
         if trial_id not in self._running:
             return
         index = self._running.pop(trial_id)
-        name, trial = records.trial_name(index), records.read_trial(self._storage, index)
+        name, trial = (
+            records.trial_name(index),
+            records.read_trial(self._storage, index),
+        )
         assert trial is not None
         failure = find_mapping(self._storage, f"{name}/failure.json") or {}
-        if failure.get("kind") == StorageError.__name__:  # the disk's fault, not the configuration's
+        # the disk's fault, not the configuration's
+        if failure.get("kind") == StorageError.__name__:
             self.storage_error = failure["reason"]
             self.missing.clear()
             return
         complete = trial.last_epoch >= self._num_epochs
         if failure or (error and not self._stopping()):
-            trial.status, trial.reason = FAILED, failure.get("reason", "the process died (out of memory?)")
+            trial.status, trial.reason = (
+                FAILED,
+                failure.get("reason", "the process died (out of memory?)"),
+            )
         elif error or (not complete and (self._stopping() or not trial.epochs)):
             return
         else:
@@ -191,8 +255,11 @@ class SweepSearcher(Searcher):
         result = {"status": trial.status, "epochs": trial.last_epoch}
         result |= {"score": trial.score} if trial.epochs else {}
         result |= {"reason": trial.reason} if trial.reason else {}
-        self._storage.write(f"{name}/result.json", json.dumps(result, indent=1).encode())
-        for entry in self._storage.list(name):  # checkpoints of a trial that has ended serve nobody
+        self._storage.write(
+            f"{name}/result.json", json.dumps(result, indent=1).encode()
+        )
+        # checkpoints of a trial that has ended serve nobody
+        for entry in self._storage.list(name):
             if "-seed" in entry:
                 self._storage.delete(f"{name}/{entry}")
         if self._asked is not None:
@@ -229,8 +296,12 @@ class Past:
         self.trial_id = f"earlier-{index}"
 
 
-def scheduler(options: SweepOptions, num_epochs: int, ended: Sequence[Trial]) -> FIFOScheduler:
-    """ASHA (Li et al., 2020), the median rule (Golovin et al., 2017) or none, told of earlier trials."""
+def scheduler(
+    options: SweepOptions, num_epochs: int, ended: Sequence[Trial]
+) -> FIFOScheduler:
+    """ASHA (Li et al., 2020), the median rule (Golovin et al., 2017) or none, told
+    of earlier trials.
+    """
     by: dict[str, Any] = {"time_attr": "epoch", "metric": "score", "mode": "max"}
     rule = options.asha or options.median
     if rule is None:
@@ -239,7 +310,10 @@ def scheduler(options: SweepOptions, num_epochs: int, ended: Sequence[Trial]) ->
     found: Any
     if options.asha:
         found = AsyncHyperBandScheduler(
-            **by, max_t=num_epochs, grace_period=grace, reduction_factor=rule["reduction"]
+            **by,
+            max_t=num_epochs,
+            grace_period=grace,
+            reduction_factor=rule["reduction"],
         )
     else:  # a trial that were paused would report its epochs again
         found = MedianStoppingRule(**by, grace_period=grace, min_time_slice=math.inf)
@@ -247,6 +321,8 @@ def scheduler(options: SweepOptions, num_epochs: int, ended: Sequence[Trial]) ->
         past: Any = Past(trial.index)
         found.on_trial_add(None, past)
         for epoch in trial.epochs:
-            found.on_trial_result(None, past, {"epoch": epoch["epoch"], "score": epoch["score"]})
+            found.on_trial_result(
+                None, past, {"epoch": epoch["epoch"], "score": epoch["score"]}
+            )
         found.on_trial_remove(None, past)
     return found

@@ -1,4 +1,6 @@
-"""``uno tune`` as a command; :mod:`tune.driver` does it, and no line of options imports that."""
+"""``uno tune`` as a command; :mod:`tune.driver` does it, and no line of options
+imports that.
+"""
 
 from collections.abc import Sequence
 from typing import Annotated, Literal
@@ -9,32 +11,61 @@ from pipelines.options import PRINT_CONFIG, Argument, Command, parse, switch
 from tune import FOLDS, SCORES, spaces
 
 WHAT_SCORES = (
-    "What trials are compared by: folds (known classes hidden in turn), loss, agreement; oracle uses "
-    "the true labels and is for research only."
+    "What trials are compared by: folds (known classes hidden in turn), loss,"
+    " agreement; oracle uses the true labels and is for research only."
 )
-TUNE = Command("tune", {
-    **PRINT_CONFIG,
-    "--report": switch("Write and print the report of the sweep in --output, as far as it got, and stop."),
-    "--space": Argument(f"{', '.join(spaces.SPACES)}, or a YAML file.", str, "uno"),
-    "--trials": Argument("Configurations to try; default: 16, of a grid all.", PositiveInt | None),
-    "--search": Argument(
-        "How they are chosen: random, grid (all combinations of the space's choices), optuna, or "
-        "package.module:factory, whose call returns a searcher of Ray Tune.", str, "random"),
-    "--score": Argument(WHAT_SCORES, Literal[*SCORES], FOLDS),
-    "--folds": Argument("Sets of hidden classes in each trial.", PositiveInt, 2),
-    "--hide": Argument("Classes a fold hides; default: the novel share of all classes.", int | None),
-    "--seeds": Argument("Runs of each configuration; the score is their mean.", PositiveInt, 1),
-    "--concurrent": Argument("Trials at a time; default: all the cluster holds.", PositiveInt | None),
-    "--scheduler": Argument(
-        "What stops a trial early: asha; median (its best score is below the median of the others' means); "
-        "none.", Literal["asha", "median", "none"], "asha"),
-    "--grace-epochs": Argument("Epochs before a trial may stop; default: a sixth.", PositiveInt | None),
-    "--reduction": Argument("asha: at each rung one of this many continues.", Annotated[int, Field(ge=2)], 3),
-}, output="runs/tune-{preset}-seed{seed}", text="""
+TUNE = Command(
+    "tune",
+    {
+        **PRINT_CONFIG,
+        "--report": switch(
+            "Write and print the report of the sweep in --output, as far as it got, and"
+            " stop."
+        ),
+        "--space": Argument(f"{', '.join(spaces.SPACES)}, or a YAML file.", str, "uno"),
+        "--trials": Argument(
+            "Configurations to try; default: 16, of a grid all.", PositiveInt | None
+        ),
+        "--search": Argument(
+            "How they are chosen: random, grid (all combinations of the space's"
+            " choices), optuna, or package.module:factory, whose call returns a"
+            " searcher of Ray Tune.",
+            str,
+            "random",
+        ),
+        "--score": Argument(WHAT_SCORES, Literal[*SCORES], FOLDS),
+        "--folds": Argument("Sets of hidden classes in each trial.", PositiveInt, 2),
+        "--hide": Argument(
+            "Classes a fold hides; default: the novel share of all classes.", int | None
+        ),
+        "--seeds": Argument(
+            "Runs of each configuration; the score is their mean.", PositiveInt, 1
+        ),
+        "--concurrent": Argument(
+            "Trials at a time; default: all the cluster holds.", PositiveInt | None
+        ),
+        "--scheduler": Argument(
+            "What stops a trial early: asha; median (its best score is below the median"
+            " of the others' means); none.",
+            Literal["asha", "median", "none"],
+            "asha",
+        ),
+        "--grace-epochs": Argument(
+            "Epochs before a trial may stop; default: a sixth.", PositiveInt | None
+        ),
+        "--reduction": Argument(
+            "asha: at each rung one of this many continues.",
+            Annotated[int, Field(ge=2)],
+            3,
+        ),
+    },
+    output="runs/tune-{preset}-seed{seed}",
+    text="""
 The other options make the configuration that is searched around, as for uno discover. Trial 0 is that
 configuration unchanged. The same command again continues a sweep that was stopped or killed; a larger
 --trials adds trials. `uno discover --config DIR/best.yaml` runs the best trial.
-""")  # fmt: skip
+""",  # noqa: E501
+)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,4 +1,5 @@
-"""UNO: novel class discovery with a unified objective (Fini et al., ICCV 2021), in plain PyTorch.
+"""UNO: novel class discovery with a unified objective (Fini et al., ICCV 2021), in
+plain PyTorch.
 
 Dimensions used in every docstring:
 
@@ -14,9 +15,10 @@ The paper is the outline:
     Sec. 4.1  Metrics and protocol           uno.results.metrics, uno.results.evaluate
     Sec. 4.2-4.4, appendix: tables, figures  uno.reproduce
 
-What others proposed, competitors and terms added to UNO's objective: uno.methods. A trained model:
-``uno.load("runs/demo").predict(images)``, or all at once, ``uno.discover(data="digits")`` (uno.session.api).
-"""
+What others proposed, competitors and terms added to UNO's objective: uno.methods. A
+trained model: ``uno.load("runs/demo").predict(images)``, or all at once,
+``uno.discover(data="digits")`` (uno.session.api).
+"""  # noqa: E501
 
 from typing import Any
 

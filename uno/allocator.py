@@ -1,7 +1,8 @@
 """The memory of a process that trains on the CPU, kept from one step to the next.
 
-glibc maps every block of more than 32 MiB anew and unmaps it when it is freed, so that the activations of a
-convolutional network are pages that the kernel has to clear in every step: up to a third of its time. Inside
+glibc maps every block of more than 32 MiB anew and unmaps it when it is freed, so that
+the activations of a convolutional network are pages that the kernel has to clear in
+every step: up to a third of its time. Inside
 :func:`kept_memory` blocks come from the heap, which does not shrink.
 """
 
@@ -18,8 +19,8 @@ LARGE = 32 * 2**20  # bytes; as far as glibc raises its threshold by itself
 
 @contextmanager
 def kept_memory(device: torch.device) -> Iterator[None]:
-    """Inside the ``with`` freed blocks stay with the process, where it computes on the CPU by glibc; after it
-    the kernel gets back what is free.
+    """Inside the ``with`` freed blocks stay with the process, where it computes on the
+    CPU by glibc; after it the kernel gets back what is free.
     """
     library = ctypes.CDLL(None)
     if device.type != "cpu" or not hasattr(library, "malloc_trim"):  # macOS, musl

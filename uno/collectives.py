@@ -1,4 +1,6 @@
-"""The only torch.distributed in ``uno``. On one process every function is the identity."""
+"""The only torch.distributed in ``uno``. On one process every function is the
+identity.
+"""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -25,54 +27,70 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def meeting() -> Any:
-    """The store in which the ranks meet that a launcher has started, as its environment says."""
+    """The store in which the ranks meet that a launcher has started, as its
+    environment says.
+    """
     from torch.distributed.rendezvous import rendezvous
 
     return next(rendezvous("env://"))[0]
 
 
 @contextmanager
-def group(store: Any, device: torch.device, rank: int, world_size: int) -> Iterator[None]:
-    """The process group of all ranks that meet in ``store``: NCCL on GPUs, else gloo. Interrupted: one of
-    them is lost.
+def group(
+    store: Any, device: torch.device, rank: int, world_size: int
+) -> Iterator[None]:
+    """The process group of all ranks that meet in ``store``: NCCL on GPUs, else gloo.
+    Interrupted: one of them is lost.
     """
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT
+        )
         yield
         dist.destroy_process_group()
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
-        why = re.sub(r"\[\S*\] ?", "", one_line(error))[:120]  # files of gloo, addresses
+        # files of gloo, addresses
+        why = re.sub(r"\[\S*\] ?", "", one_line(error))[:120]
         raise Interrupted(
-            f"rank {rank} of {world_size} lost another ({why}); the same command resumes"
+            f"rank {rank} of {world_size} lost another ({why}); the same command"
+            " resumes"
         ) from None
 
 
 def gather_rows(tensor: Tensor, dim: int) -> Tensor:
-    """Concatenate the workers' tensors of equal shape along ``dim``, in rank order, in one collective."""
+    """Concatenate the workers' tensors of equal shape along ``dim``, in rank order,
+    in one collective.
+    """
     if not in_group():
         return tensor
     parts = [
-        torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(rank_and_world()[1])
+        torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        for _ in range(rank_and_world()[1])
     ]
     dist.all_gather(parts, tensor.contiguous())
     return torch.cat(parts, dim=dim)
 
 
 def gather_rows_with_grad(tensor: Tensor, dim: int) -> Tensor:
-    """As :func:`gather_rows`; backward adds up what every worker's loss has to say about a row.
+    """As :func:`gather_rows`; backward adds up what every worker's loss has to say
+    about a row.
 
-    A loss that is a mean over (own rows x all rows), averaged over workers, so has the gradient of the mean
-    over all pairs.
+    A loss that is a mean over (own rows x all rows), averaged over workers, so has the
+    gradient of the mean over all pairs.
     """
     return _GatherRows.apply(tensor, dim) if in_group() else tensor
 
 
 def mean_with_grad(tensor: Tensor) -> Tensor:
     """Mean of the workers' tensors, with gradient as :func:`gather_rows_with_grad`."""
-    return gather_rows_with_grad(tensor.unsqueeze(0), 0).mean(dim=0) if in_group() else tensor
+    return (
+        gather_rows_with_grad(tensor.unsqueeze(0), 0).mean(dim=0)
+        if in_group()
+        else tensor
+    )
 
 
 class _GatherRows(torch.autograd.Function):
@@ -88,7 +106,11 @@ class _GatherRows(torch.autograd.Function):
 
 def local_shard(tensor: Tensor, dim: int) -> Tensor:
     """This worker's share of rows gathered by :func:`gather_rows`."""
-    return tensor.chunk(rank_and_world()[1], dim=dim)[rank_and_world()[0]] if in_group() else tensor
+    return (
+        tensor.chunk(rank_and_world()[1], dim=dim)[rank_and_world()[0]]
+        if in_group()
+        else tensor
+    )
 
 
 def all_reduce_sum_(tensor: Tensor) -> Tensor:
@@ -100,20 +122,30 @@ def all_reduce_sum_(tensor: Tensor) -> Tensor:
 
 def broadcast_from_rank0(tensor: Tensor) -> Tensor:
     """Rank 0's tensor, on every worker."""
-    tensor = tensor.contiguous()  # of other tensors gloo sums something else, and says nothing
-    return all_reduce_sum_(tensor if rank_and_world()[0] == 0 else torch.zeros_like(tensor))
+    # of other tensors gloo sums something else, and says nothing
+    tensor = tensor.contiguous()
+    return all_reduce_sum_(
+        tensor if rank_and_world()[0] == 0 else torch.zeros_like(tensor)
+    )
 
 
 class Job(NamedTuple):
-    """What one rank computes for all, int64 (num_rows,) on the CPU; it may take longer than a collective."""
+    """What one rank computes for all, int64 (num_rows,) on the CPU; it may take
+    longer than a collective.
+    """
 
     num_rows: int
     run: Callable[[], Tensor]
 
 
 def share_out(jobs: Sequence[Job], device: torch.device) -> list[Tensor]:
-    """The results of ``jobs``, on every rank: rank r of W computes every W-th from the r-th on."""
-    (rank, world), found = rank_and_world(), [torch.zeros(job.num_rows, dtype=torch.int64) for job in jobs]
+    """The results of ``jobs``, on every rank: rank r of W computes every W-th from
+    the r-th on.
+    """
+    (rank, world), found = (
+        rank_and_world(),
+        [torch.zeros(job.num_rows, dtype=torch.int64) for job in jobs],
+    )
 
     def work() -> None:
         for number in range(rank, len(jobs), world):
@@ -122,10 +154,14 @@ def share_out(jobs: Sequence[Job], device: torch.device) -> list[Tensor]:
     if world == 1 or not jobs:
         work()
         return found
-    with ThreadPoolExecutor(1, "uno-jobs", torch.set_num_threads, (torch.get_num_threads(),)) as pool:
+    with ThreadPoolExecutor(
+        1, "uno-jobs", torch.set_num_threads, (torch.get_num_threads(),)
+    ) as pool:
         own = pool.submit(work)
         # No rank waits in a collective for longer than it may.
-        while float(all_reduce_sum_(torch.tensor([float(not own.done())], device=device))):
+        while float(
+            all_reduce_sum_(torch.tensor([float(not own.done())], device=device))
+        ):
             wait([own], VOTE_S)
         own.result()
     sizes = [job.num_rows for job in jobs]

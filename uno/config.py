@@ -1,8 +1,10 @@
-"""The one schema of a run: YAML files, the command line, Tune samples and checkpoints all speak these fields.
+"""The one schema of a run: YAML files, the command line, Tune samples and checkpoints
+all speak these fields.
 
-Every class is frozen and rejects unknown keys, NaN, infinities and values out of range with the field's name.
-Values come from presets (``uno.presets``); the defaults here are the paper's CIFAR10 settings. What the rest
-of the program must know of a field stands with it (:class:`FieldTraits`).
+Every class is frozen and rejects unknown keys, NaN, infinities and values out of range
+with the field's name. Values come from presets (``uno.presets``); the defaults here are
+the paper's CIFAR10 settings. What the rest of the program must know of a field stands
+with it (:class:`FieldTraits`).
 """
 
 from __future__ import annotations
@@ -30,18 +32,34 @@ from pydantic.fields import FieldInfo
 
 from uno.errors import ConfigError, did_you_mean, one_line
 from uno.imports import OBJECT_NAME, check_origin, is_object_name
-from uno.limits import MAX_CONFIG_BYTES, MAX_CONFIG_DEPTH, MAX_CONFIG_VALUES, MAX_QUEUE_ROWS, MAX_THREADS
-from uno.methods import DEFAULT, METHODS, PRETEXTS, load, load_pretext, section, section_model
+from uno.limits import (
+    MAX_CONFIG_BYTES,
+    MAX_CONFIG_DEPTH,
+    MAX_CONFIG_VALUES,
+    MAX_QUEUE_ROWS,
+    MAX_THREADS,
+)
+from uno.methods import (
+    DEFAULT,
+    METHODS,
+    PRETEXTS,
+    load,
+    load_pretext,
+    section,
+    section_model,
+)
 
 
 class FieldTraits(NamedTuple):
-    """What a field is to the rest of the program; a section's holds for its fields unless they differ.
+    """What a field is to the rest of the program; a section's holds for its fields
+    unless they differ.
 
-    ``scope``: ``pretrain`` changes pretraining and what follows, ``discover`` only discovery, ``run`` how a
-    run is logged and kept, ``place`` where it executes; the last two may differ when a run resumes.
-    ``flag``: its short form on the command line. ``commands``: those that take it besides training.
-    ``fixed_by``: the one that does not take it, since it decides it itself.
-    ``search``: the domain of ``uno tune``'s own spaces; False: the same in all trials of a sweep.
+    ``scope``: ``pretrain`` changes pretraining and what follows, ``discover`` only
+    discovery, ``run`` how a run is logged and kept, ``place`` where it executes; the
+    last two may differ when a run resumes. ``flag``: its short form on the command
+    line. ``commands``: those that take it besides training. ``fixed_by``: the one that
+    does not take it, since it decides it itself. ``search``: the domain of
+    ``uno tune``'s own spaces; False: the same in all trials of a sweep.
     """
 
     scope: Literal["pretrain", "discover", "run", "place"] = "pretrain"
@@ -52,7 +70,9 @@ class FieldTraits(NamedTuple):
 
 
 def field(default: Any, sentence: str = "", **more: Any) -> Any:
-    """A field of the schema; ``more``: members of :class:`FieldTraits`, and limits as pydantic names them."""
+    """A field of the schema; ``more``: members of :class:`FieldTraits`, and limits
+    as pydantic names them.
+    """
     about = {name: more.pop(name) for name in FieldTraits._fields if name in more}
     return Field(default, description=sentence, json_schema_extra=about, **more)
 
@@ -60,7 +80,8 @@ def field(default: Any, sentence: str = "", **more: Any) -> Any:
 OWN_ENCODERS = ("resnet_small", "resnet18", "resnet34", "resnet50")
 LIBRARY_ENCODER = rf"(torchvision|timm):[\w.\-]+|{OBJECT_NAME}"
 REPORTERS = ("tensorboard", "wandb", "mlflow", "jsonl")
-VECTORS = "vectors"  # the source of vectors, its preset, and what stands for their encoder
+# the source of vectors, its preset, and what stands for their encoder
+VECTORS = "vectors"
 COLUMNS = ("image", "label", "id", "split", "eval_label", "embedding")
 Probability = Annotated[float, Field(ge=0, le=1)]
 Range = tuple[float, float]
@@ -70,71 +91,135 @@ class Section(BaseModel):
     """A part of the configuration; a method's own constants are a subclass of it."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True, protected_namespaces=()
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        validate_default=True,
+        protected_namespaces=(),
     )
 
 
-# fmt: off
 class DataConfig(Section):
     """Where the images are, which classes are known, and how rows become batches."""
 
-    source: str = field("digits",
-        "digits, cifar10:DIR, cifar100:DIR, imagenet:DIR, folder:DIR, imagefolder:DIR, parquet:DIR, tar:DIR, "
-        "vectors:FILE_OR_DIR (embeddings), or a path.",
-        flag="data", commands="predict report", fixed_by="reproduce")
-    labeled: str | None = field(None,
-        "Folder with one subfolder per known class; with --unlabeled, not --data.", flag="labeled",
-        commands="predict report", fixed_by="reproduce")
-    unlabeled: str | None = field(None, "Folder of images without labels, flat or nested; names are ignored.",
-        flag="unlabeled", commands="predict report", fixed_by="reproduce")
-    known_classes: str | None = field(None,
-        "Hide the other labels: first:N, names with commas, or a text file of names.", flag="known-classes")
-    num_novel: PositiveInt | Literal["auto"] | None = field(None,
-        "Classes to discover; auto estimates; default: what --known-classes hides.", flag="num-novel",
-        scope="discover")
-    setting: Literal["auto", "ncd", "gcd"] = field("auto",
-        "Setting of the unlabeled set. ncd: new classes only; gcd: known and new classes; auto: ncd where "
-        "--known-classes hides labels, gcd where images have no label, since ncd would force an image of a "
-        "known class into a new one.", flag="setting", scope="discover")
-    unlabeled_known_fraction: float = field(0.0,
-        "GCD benchmark: fraction of each known class whose labels are hidden (1 - prop_train_labels).",
-        ge=0, lt=1)
-    columns: str | None = field(None,
-        "Your names of a table's columns, of path (or image), label, id, split, eval_label, embedding: "
-        "path=file,label=kind.",
-        commands="predict report")
-    image_folder: str | None = field(None,
-        "Folder that the image paths of a table are relative to; default: the table's folder.",
-        commands="predict report")
-    image_suffix: str | None = field(None,
+    source: str = field(
+        "digits",
+        "digits, cifar10:DIR, cifar100:DIR, imagenet:DIR, folder:DIR, imagefolder:DIR,"
+        " parquet:DIR, tar:DIR, vectors:FILE_OR_DIR (embeddings), or a path.",
+        flag="data",
+        commands="predict report",
+        fixed_by="reproduce",
+    )
+    labeled: str | None = field(
+        None,
+        "Folder with one subfolder per known class; with --unlabeled, not --data.",
+        flag="labeled",
+        commands="predict report",
+        fixed_by="reproduce",
+    )
+    unlabeled: str | None = field(
+        None,
+        "Folder of images without labels, flat or nested; names are ignored.",
+        flag="unlabeled",
+        commands="predict report",
+        fixed_by="reproduce",
+    )
+    known_classes: str | None = field(
+        None,
+        "Hide the other labels: first:N, names with commas, or a text file of names.",
+        flag="known-classes",
+    )
+    num_novel: PositiveInt | Literal["auto"] | None = field(
+        None,
+        "Classes to discover; auto estimates; default: what --known-classes hides.",
+        flag="num-novel",
+        scope="discover",
+    )
+    setting: Literal["auto", "ncd", "gcd"] = field(
+        "auto",
+        "Setting of the unlabeled set. ncd: new classes only; gcd: known and new"
+        " classes; auto: ncd where --known-classes hides labels, gcd where images have"
+        " no label, since ncd would force an image of a known class into a new one.",
+        flag="setting",
+        scope="discover",
+    )
+    unlabeled_known_fraction: float = field(
+        0.0,
+        "GCD benchmark: fraction of each known class whose labels are hidden (1 -"
+        " prop_train_labels).",
+        ge=0,
+        lt=1,
+    )
+    columns: str | None = field(
+        None,
+        "Your names of a table's columns, of path (or image), label, id, split,"
+        " eval_label, embedding: path=file,label=kind.",
+        commands="predict report",
+    )
+    image_folder: str | None = field(
+        None,
+        "Folder that the image paths of a table are relative to; default: the table's"
+        " folder.",
+        commands="predict report",
+    )
+    image_suffix: str | None = field(
+        None,
         "Ending that is added to image paths of a table that lack it, such as .jpg.",
-        commands="predict report")
-    follow_links: bool = field(False, "Follow links that lead out of the data folder.",
-        commands="predict report")
-    imagenet_split: Literal["A", "B", "C"] = field("A",
-        "Which 30 held-out ImageNet classes are novel (imagenet:DIR without --known-classes).")
-    limit: int | None = field(None,
-        "Use at most this many rows of each split, spread evenly over the classes.", flag="limit",
-        commands="predict", ge=1)
-    download: bool = field(False, "Let cifar10:DIR and cifar100:DIR download.", commands="predict report")
-    stored_size: int = field(32, "Side of the stored square images, in pixels.", ge=4, le=1024)
-    mean: tuple[float, float, float] = field((0.4914, 0.4822, 0.4465),
-        "Channel means subtracted after scaling to 0-1.")
-    std: tuple[float, float, float] = field((0.2470, 0.2435, 0.2616),
-        "Channel standard deviations, divided by after that.")
-    validation_fraction: float = field(0.0,
-        "Fraction of labeled images, by class, held out for validation if the data has no test split with "
-        "known classes; your own images: 0.1.",
-        ge=0, lt=1)
-    interpolation: Literal["bilinear", "bicubic"] = field("bilinear",
-        "How images are resized, with antialiasing.")
-    batch_sampling: Literal["proportional", "balanced"] = field("proportional",
-        "Labeled to unlabeled images in a batch: as in the data, or 1:1 (the smaller set cycles).",
-        scope="discover")
-    loading: Literal["auto", "memory", "streaming"] = field("auto",
-        "memory: decode once, keep uint8 images in memory; streaming: decode in every epoch; "
-        "auto: memory where the set fits.")
-    max_bad_fraction: Probability = field(0.01, "Stop when more than this share of images is unreadable.")
+        commands="predict report",
+    )
+    follow_links: bool = field(
+        False,
+        "Follow links that lead out of the data folder.",
+        commands="predict report",
+    )
+    imagenet_split: Literal["A", "B", "C"] = field(
+        "A",
+        "Which 30 held-out ImageNet classes are novel (imagenet:DIR without"
+        " --known-classes).",
+    )
+    limit: int | None = field(
+        None,
+        "Use at most this many rows of each split, spread evenly over the classes.",
+        flag="limit",
+        commands="predict",
+        ge=1,
+    )
+    download: bool = field(
+        False, "Let cifar10:DIR and cifar100:DIR download.", commands="predict report"
+    )
+    stored_size: int = field(
+        32, "Side of the stored square images, in pixels.", ge=4, le=1024
+    )
+    mean: tuple[float, float, float] = field(
+        (0.4914, 0.4822, 0.4465), "Channel means subtracted after scaling to 0-1."
+    )
+    std: tuple[float, float, float] = field(
+        (0.2470, 0.2435, 0.2616), "Channel standard deviations, divided by after that."
+    )
+    validation_fraction: float = field(
+        0.0,
+        "Fraction of labeled images, by class, held out for validation if the data has"
+        " no test split with known classes; your own images: 0.1.",
+        ge=0,
+        lt=1,
+    )
+    interpolation: Literal["bilinear", "bicubic"] = field(
+        "bilinear", "How images are resized, with antialiasing."
+    )
+    batch_sampling: Literal["proportional", "balanced"] = field(
+        "proportional",
+        "Labeled to unlabeled images in a batch: as in the data, or 1:1 (the smaller"
+        " set cycles).",
+        scope="discover",
+    )
+    loading: Literal["auto", "memory", "streaming"] = field(
+        "auto",
+        "memory: decode once, keep uint8 images in memory; streaming: decode in every"
+        " epoch; auto: memory where the set fits.",
+    )
+    max_bad_fraction: Probability = field(
+        0.01, "Stop when more than this share of images is unreadable."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
@@ -145,85 +230,159 @@ class DataConfig(Section):
         for name, theirs in self._column_pairs:
             if name not in ("path", *COLUMNS) or not theirs:
                 names = ", ".join(("path", *COLUMNS))
-                raise ValueError(f"columns must be as path=file,label=kind, of {names}, not {name!r}")
+                raise ValueError(
+                    f"columns must be as path=file,label=kind, of {names}, not {name!r}"
+                )
         if len(self.named_columns) < len(self._column_pairs):
-            raise ValueError("columns must name each column once; path and image are the same one")
+            raise ValueError(
+                "columns must name each column once; path and image are the same one"
+            )
         if self.image_suffix is not None and not self.image_suffix.startswith("."):
             raise ValueError("image_suffix must begin with a dot, such as .jpg")
         return self
 
     @property
     def named_columns(self) -> dict[str, str]:
-        """The user's name of each of our columns that has one; path is another word for image."""
-        return {"image" if ours == "path" else ours: theirs for ours, theirs in self._column_pairs}
+        """The user's name of each of our columns that has one; path is another word
+        for image.
+        """
+        return {
+            "image" if ours == "path" else ours: theirs
+            for ours, theirs in self._column_pairs
+        }
 
     @property
     def _column_pairs(self) -> list[tuple[str, str]]:
-        pairs = (pair.partition("=") for pair in (self.columns or "").split(",") if pair.strip())
+        pairs = (
+            pair.partition("=")
+            for pair in (self.columns or "").split(",")
+            if pair.strip()
+        )
         return [(ours.strip(), theirs.strip()) for ours, _, theirs in pairs]
 
 
 class ViewConfig(Section):
-    """How one kind of view is cut from an image; probabilities of 0 switch an operation off."""
+    """How one kind of view is cut from an image; probabilities of 0 switch an
+    operation off.
+    """
 
     num_views: int = field(2, "Views of this kind per image.", ge=0, le=8)
     size: int = field(32, "Side of the view in pixels.", ge=4, le=1024)
-    crop: Literal["none", "pad", "resized", "pad_or_resized"] = field("pad_or_resized",
-        "Random crop after padding, random-resized crop, or one of the two at random.")
-    crop_padding: int = field(4, "Zero padding on each side before a random crop, pixels.", ge=0, le=256)
-    crop_scale: Range = field((0.8, 1.0), "Area of a random-resized crop, as a share of the image.",
-        search=dict(choices=((0.3, 1.0), (0.5, 1.0), (0.8, 1.0)),
-        reason="paper 0.8, authors' later 0.5; where the preset takes no resized crops it is left out"))
+    crop: Literal["none", "pad", "resized", "pad_or_resized"] = field(
+        "pad_or_resized",
+        "Random crop after padding, random-resized crop, or one of the two at random.",
+    )
+    crop_padding: int = field(
+        4, "Zero padding on each side before a random crop, pixels.", ge=0, le=256
+    )
+    crop_scale: Range = field(
+        (0.8, 1.0),
+        "Area of a random-resized crop, as a share of the image.",
+        search=dict(
+            choices=((0.3, 1.0), (0.5, 1.0), (0.8, 1.0)),
+            reason=(
+                "paper 0.8, authors' later 0.5; where the preset takes no resized crops"
+                " it is left out"
+            ),
+        ),
+    )
     flip: Probability = field(0.5, "Probability of a horizontal flip.")
     affine: Probability = field(0.0, "Probability of a random affine map.")
-    affine_degrees: float = field(0.0, "Rotation is uniform in +- this many degrees.", ge=0, le=180)
-    affine_translate: Probability = field(0.0, "Shift is uniform in +- this share of the side, per axis.")
+    affine_degrees: float = field(
+        0.0, "Rotation is uniform in +- this many degrees.", ge=0, le=180
+    )
+    affine_translate: Probability = field(
+        0.0, "Shift is uniform in +- this share of the side, per axis."
+    )
     affine_scale: Range = field((1.0, 1.0), "Range of the isotropic zoom.")
-    affine_shear: float = field(0.0, "Shear along x is uniform in +- this many degrees.", ge=0, le=60)
-    jitter: Probability = field(0.5, "Probability of color jitter.",
-        search=dict(choices=(0.0, 0.25, 0.5, 0.8, 1.0),
-        reason="strength of the color augmentation: the share of views it touches (paper 0.5)"))
-    brightness: float = field(0.3, "Brightness factor is uniform in 1 +- this.", ge=0, le=1)
+    affine_shear: float = field(
+        0.0, "Shear along x is uniform in +- this many degrees.", ge=0, le=60
+    )
+    jitter: Probability = field(
+        0.5,
+        "Probability of color jitter.",
+        search=dict(
+            choices=(0.0, 0.25, 0.5, 0.8, 1.0),
+            reason=(
+                "strength of the color augmentation: the share of views it touches"
+                " (paper 0.5)"
+            ),
+        ),
+    )
+    brightness: float = field(
+        0.3, "Brightness factor is uniform in 1 +- this.", ge=0, le=1
+    )
     contrast: float = field(0.3, "Contrast factor is uniform in 1 +- this.", ge=0, le=1)
-    saturation: float = field(0.15, "Saturation factor is uniform in 1 +- this.", ge=0, le=1)
-    hue: float = field(0.1, "Hue shift is uniform in +- this share of the color circle.", ge=0, le=0.5)
+    saturation: float = field(
+        0.15, "Saturation factor is uniform in 1 +- this.", ge=0, le=1
+    )
+    hue: float = field(
+        0.1, "Hue shift is uniform in +- this share of the color circle.", ge=0, le=0.5
+    )
     grayscale: Probability = field(0.1, "Probability of conversion to gray.")
-    solarize: Probability = field(0.0, "Probability of solarize with a uniform random threshold.")
+    solarize: Probability = field(
+        0.0, "Probability of solarize with a uniform random threshold."
+    )
     equalize: Probability = field(0.0, "Probability of histogram equalization.")
     blur: Probability = field(0.0, "Probability of Gaussian blur.")
-    blur_sigma: Range = field((0.1, 2.0), "Range of the blur's standard deviation, pixels.")
+    blur_sigma: Range = field(
+        (0.1, 2.0), "Range of the blur's standard deviation, pixels."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> ViewConfig:
         for name in ("crop_scale", "affine_scale", "blur_sigma"):
             low, high = getattr(self, name)
             if not 0 < low <= high:
-                raise ValueError(f"{name} must satisfy 0 < low <= high, got {low} {high}")
+                raise ValueError(
+                    f"{name} must satisfy 0 < low <= high, got {low} {high}"
+                )
         if self.crop_scale[1] > 1:
             raise ValueError("crop_scale must not exceed 1")
         return self
 
 
 class AugmentConfig(Section):
-    """The views of an image: large ones give pseudo-labels, small ones are only predicted (multi-crop)."""
+    """The views of an image: large ones give pseudo-labels, small ones are only
+    predicted (multi-crop).
+    """
 
     large: ViewConfig = ViewConfig()
-    small: ViewConfig = ViewConfig(num_views=0, size=18, crop="resized", crop_scale=(0.3, 0.8))
-    weak: bool = field(False, "Crop and flip only (the paper's weak augmentation, Tab. 2).")
-    vector_view: Literal["noise", "dropout", "neighbors"] = field("neighbors",
-        "--data vectors with one vector a row: its views have noise, lack some numbers, or move towards one "
-        "of its nearest neighbors.", search=False)
-    vector_strength: float = field(0.5,
-        "How much: standard deviations of the noise, share of numbers that lack, most of the way.", ge=0,
-        lt=10, search=False)
-    num_cached_views: int = field(6,
-        "Frozen encoder: random views per image whose features are cached; a step uses some. 0: the "
-        "evaluation view alone, where nothing is trained.", ge=0, le=64, search=False)
+    small: ViewConfig = ViewConfig(
+        num_views=0, size=18, crop="resized", crop_scale=(0.3, 0.8)
+    )
+    weak: bool = field(
+        False, "Crop and flip only (the paper's weak augmentation, Tab. 2)."
+    )
+    vector_view: Literal["noise", "dropout", "neighbors"] = field(
+        "neighbors",
+        "--data vectors with one vector a row: its views have noise, lack some numbers,"
+        " or move towards one of its nearest neighbors.",
+        search=False,
+    )
+    vector_strength: float = field(
+        0.5,
+        "How much: standard deviations of the noise, share of numbers that lack, most"
+        " of the way.",
+        ge=0,
+        lt=10,
+        search=False,
+    )
+    num_cached_views: int = field(
+        6,
+        "Frozen encoder: random views per image whose features are cached; a step uses"
+        " some. 0: the evaluation view alone, where nothing is trained.",
+        ge=0,
+        le=64,
+        search=False,
+    )
 
     @model_validator(mode="after")
     def _check(self) -> AugmentConfig:
         if self.large.num_views < 2:
-            raise ValueError("large.num_views must be at least 2: swapped prediction needs two views")
+            raise ValueError(
+                "large.num_views must be at least 2: swapped prediction needs two views"
+            )
         if 0 < self.num_cached_views < self.large.num_views:
             raise ValueError("num_cached_views must be 0 or at least large.num_views")
         return self
@@ -232,44 +391,95 @@ class AugmentConfig(Section):
 class ModelConfig(Section):
     """Encoder and heads (paper Sec. 3.1, 3.3, 4.1)."""
 
-    encoder: str = field("resnet18",
-        "resnet_small (He et al. 2016, Sec. 4.2), resnet18, resnet34, resnet50, torchvision:NAME, timm:NAME, "
-        "or package.module:callable, which returns a module (B, 3, S, S) -> (B, D); vectors:D for --data "
-        "vectors:PATH, which needs none.")
-    stem: Literal["cifar", "cifar_stride2", "imagenet"] = field("cifar",
-        "3x3 convolution of stride 1 (small images), 4x4 of stride 2, or resnetN: torchvision's 7x7 stem.")
+    encoder: str = field(
+        "resnet18",
+        "resnet_small (He et al. 2016, Sec. 4.2), resnet18, resnet34, resnet50,"
+        " torchvision:NAME, timm:NAME, or package.module:callable, which returns a"
+        " module (B, 3, S, S) -> (B, D); vectors:D for --data vectors:PATH, which needs"
+        " none.",
+    )
+    stem: Literal["cifar", "cifar_stride2", "imagenet"] = field(
+        "cifar",
+        "3x3 convolution of stride 1 (small images), 4x4 of stride 2, or resnetN:"
+        " torchvision's 7x7 stem.",
+    )
     width: int = field(16, "resnet_small: channels of the first stage.", ge=4, le=512)
     blocks: int = field(1, "resnet_small: residual blocks per stage.", ge=1, le=18)
-    stages: int = field(3, "resnet_small: stages, each of twice the channels.", ge=2, le=5)
-    num_heads: int = field(4, "Cluster heads and overclustering heads, each (n).", ge=1, le=32,
-        scope="discover", search=dict(low=2, high=8, scale="int",
-        reason="paper 4; restarts of the clustering, of which the best is taken; cost grows with them"))
-    overcluster_factor: int = field(3,
-        "Clusters of an overclustering head over novel classes (m); 0: no such heads.", ge=0, le=50,
-        scope="discover", search=dict(choices=(0, 1, 2, 3, 5, 8),
-        reason="paper 3, authors' later 3-10; 0 switches overclustering off"))
-    hidden_dim: int = field(2048, "Hidden units of a projection head.", ge=1, le=65536, scope="discover")
-    projection_dim: int = field(256, "Outputs of a projection head.", ge=1, le=16384, scope="discover")
-    weights: str | None = field(None,
-        "Discover from this run directory, an encoder's .safetensors, .pt or .pth, or the library's own "
-        "weights (pretrained): no pretraining here.", flag="weights",
-        scope="discover", search=False, fixed_by="reproduce")
-    finetune: Literal["full", "last_stage", "none"] = field("full",
-        "What is trained: encoder and heads, the encoder's last stage and the heads, or heads alone.")
-    prototype_init: Literal["random", "kmeans"] = field("random",
+    stages: int = field(
+        3, "resnet_small: stages, each of twice the channels.", ge=2, le=5
+    )
+    num_heads: int = field(
+        4,
+        "Cluster heads and overclustering heads, each (n).",
+        ge=1,
+        le=32,
+        scope="discover",
+        search=dict(
+            low=2,
+            high=8,
+            scale="int",
+            reason=(
+                "paper 4; restarts of the clustering, of which the best is taken; cost"
+                " grows with them"
+            ),
+        ),
+    )
+    overcluster_factor: int = field(
+        3,
+        "Clusters of an overclustering head over novel classes (m); 0: no such heads.",
+        ge=0,
+        le=50,
+        scope="discover",
+        search=dict(
+            choices=(0, 1, 2, 3, 5, 8),
+            reason="paper 3, authors' later 3-10; 0 switches overclustering off",
+        ),
+    )
+    hidden_dim: int = field(
+        2048, "Hidden units of a projection head.", ge=1, le=65536, scope="discover"
+    )
+    projection_dim: int = field(
+        256, "Outputs of a projection head.", ge=1, le=16384, scope="discover"
+    )
+    weights: str | None = field(
+        None,
+        "Discover from this run directory, an encoder's .safetensors, .pt or .pth, or"
+        " the library's own weights (pretrained): no pretraining here.",
+        flag="weights",
+        scope="discover",
+        search=False,
+        fixed_by="reproduce",
+    )
+    finetune: Literal["full", "last_stage", "none"] = field(
+        "full",
+        "What is trained: encoder and heads, the encoder's last stage and the heads, or"
+        " heads alone.",
+    )
+    prototype_init: Literal["random", "kmeans"] = field(
+        "random",
         "Random prototypes (paper), or the k-means centers of the encoder's features.",
-        scope="discover", search=False)
-    encoder_lr_factor: float = field(1, "The encoder's learning rate, as a multiple of the heads'.",
-        gt=0, le=100)
-    mlp_input: Literal["normalized", "raw"] = field("normalized",
-        "Projection heads read the l2-normalized feature (paper) or the raw one (v2).", scope="discover")
+        scope="discover",
+        search=False,
+    )
+    encoder_lr_factor: float = field(
+        1, "The encoder's learning rate, as a multiple of the heads'.", gt=0, le=100
+    )
+    mlp_input: Literal["normalized", "raw"] = field(
+        "normalized",
+        "Projection heads read the l2-normalized feature (paper) or the raw one (v2).",
+        scope="discover",
+    )
 
     @field_validator("encoder")
     @classmethod
     def _check_encoder(cls, name: str) -> str:
-        if name not in OWN_ENCODERS and not re.fullmatch(rf"{LIBRARY_ENCODER}|{VECTORS}(:\d{{1,6}})?", name):
+        if name not in OWN_ENCODERS and not re.fullmatch(
+            rf"{LIBRARY_ENCODER}|{VECTORS}(:\d{{1,6}})?", name
+        ):
             own = ", ".join(OWN_ENCODERS)
-            raise ValueError(f"must be {own}, torchvision:NAME, timm:NAME or package.module:callable")
+            raise ValueError(
+                f"must be {own}, torchvision:NAME, timm:NAME or package.module:callable"
+            )
         return name
 
     @property
@@ -281,88 +491,207 @@ class ModelConfig(Section):
 class ObjectiveConfig(Section):
     """The unified objective and its pseudo-labels (paper Sec. 3.1, 3.2)."""
 
-    temperature: float = field(0.1, "Softmax temperature tau.", gt=0, le=100, scope="pretrain",
-        search=dict(choices=(0.05, 0.07, 0.1, 0.14, 0.2),
-        reason="paper 0.1; steps of 1.4, not a range: pretraining depends on it and is trained once a value"))
-    epsilon: float = field(0.05, "Entropy weight of Sinkhorn-Knopp.", ge=1e-4, le=10,
-        search=dict(low=0.01, high=0.25, scale="log",
-        reason="paper 0.05; below 0.01 targets are one-hot and change clusters, above 0.25 near uniform"))
-    sinkhorn_iters: int = field(3, "Sinkhorn-Knopp iterations.", ge=1, le=1000,
-        search=dict(low=1, high=10, scale="int", reason="paper 3; beyond 10 Sinkhorn has converged"))
-    aggregation: Literal["swap", "average_pseudo_labels", "average_logits"] = field("swap",
-        "How the views' pseudo-labels are combined (paper, appendix).")
-    class_prior: Literal["uniform", "kmeans"] | None = field(None,
-        "Class prior of Sinkhorn-Knopp: uniform, or k-means cluster sizes, weighted by how well k-means "
-        "recovers the sizes of the known classes; default: kmeans for gcd, else uniform.")
-    concat: bool = field(True, "One softmax over known and novel outputs; off: two separate losses.")
-    pseudo_labels: Literal["soft", "hard"] = field("soft", "Soft pseudo-labels, or their argmax.")
-    iic_weight: float = field(0, "IIC: pushes labeled and unlabeled outputs apart (0.05).", ge=0, le=100)
-    iic_view_weight: float = field(0, "IIC: pulls an image's views together (0.01).", ge=0, le=100)
-    rkd_weight: float = field(0, "rKD: distils the pretrained known head's outputs on unlabeled rows (0.1).",
-        ge=0, le=100)
-    rkd_temperature: float = field(4, "Temperature of rKD's softmax, besides tau.", gt=0, le=100)
-    queue_size: int = field(0, "Past unlabeled rows that Sinkhorn sees too, after warm-up.", ge=0,
-        le=MAX_QUEUE_ROWS)
+    temperature: float = field(
+        0.1,
+        "Softmax temperature tau.",
+        gt=0,
+        le=100,
+        scope="pretrain",
+        search=dict(
+            choices=(0.05, 0.07, 0.1, 0.14, 0.2),
+            reason=(
+                "paper 0.1; steps of 1.4, not a range: pretraining depends on it and is"
+                " trained once a value"
+            ),
+        ),
+    )
+    epsilon: float = field(
+        0.05,
+        "Entropy weight of Sinkhorn-Knopp.",
+        ge=1e-4,
+        le=10,
+        search=dict(
+            low=0.01,
+            high=0.25,
+            scale="log",
+            reason=(
+                "paper 0.05; below 0.01 targets are one-hot and change clusters, above"
+                " 0.25 near uniform"
+            ),
+        ),
+    )
+    sinkhorn_iters: int = field(
+        3,
+        "Sinkhorn-Knopp iterations.",
+        ge=1,
+        le=1000,
+        search=dict(
+            low=1,
+            high=10,
+            scale="int",
+            reason="paper 3; beyond 10 Sinkhorn has converged",
+        ),
+    )
+    aggregation: Literal["swap", "average_pseudo_labels", "average_logits"] = field(
+        "swap", "How the views' pseudo-labels are combined (paper, appendix)."
+    )
+    class_prior: Literal["uniform", "kmeans"] | None = field(
+        None,
+        "Class prior of Sinkhorn-Knopp: uniform, or k-means cluster sizes, weighted by"
+        " how well k-means recovers the sizes of the known classes; default: kmeans for"
+        " gcd, else uniform.",
+    )
+    concat: bool = field(
+        True, "One softmax over known and novel outputs; off: two separate losses."
+    )
+    pseudo_labels: Literal["soft", "hard"] = field(
+        "soft", "Soft pseudo-labels, or their argmax."
+    )
+    iic_weight: float = field(
+        0, "IIC: pushes labeled and unlabeled outputs apart (0.05).", ge=0, le=100
+    )
+    iic_view_weight: float = field(
+        0, "IIC: pulls an image's views together (0.01).", ge=0, le=100
+    )
+    rkd_weight: float = field(
+        0,
+        "rKD: distils the pretrained known head's outputs on unlabeled rows (0.1).",
+        ge=0,
+        le=100,
+    )
+    rkd_temperature: float = field(
+        4, "Temperature of rKD's softmax, besides tau.", gt=0, le=100
+    )
+    queue_size: int = field(
+        0,
+        "Past unlabeled rows that Sinkhorn sees too, after warm-up.",
+        ge=0,
+        le=MAX_QUEUE_ROWS,
+    )
 
 
 class PhaseConfig(Section):
     """One training phase: SGD with momentum, linear warm-up, cosine decay."""
 
     epochs: int = field(200, "Length of the phase in epochs.", ge=0, le=100_000)
-    base_lr: float = field(0.1,
-        "Learning rate after warm-up, for a loss that is the mean of the head families; the authors' first "
-        "code sums them, which is twice the gradient.", gt=0, le=100,
-        search=dict(low=0.02, high=0.5, scale="log",
-        reason="paper 0.1, authors' later 0.4; beyond 0.5 it diverges"))
-    min_lr: float = field(0.001, "Learning rate at the first and last step.", ge=0, le=100)
-    warmup_epochs: float = field(10, "Length of the linear warm-up in epochs.", ge=0, le=100_000)
+    base_lr: float = field(
+        0.1,
+        "Learning rate after warm-up, for a loss that is the mean of the head families;"
+        " the authors' first code sums them, which is twice the gradient.",
+        gt=0,
+        le=100,
+        search=dict(
+            low=0.02,
+            high=0.5,
+            scale="log",
+            reason="paper 0.1, authors' later 0.4; beyond 0.5 it diverges",
+        ),
+    )
+    min_lr: float = field(
+        0.001, "Learning rate at the first and last step.", ge=0, le=100
+    )
+    warmup_epochs: float = field(
+        10, "Length of the linear warm-up in epochs.", ge=0, le=100_000
+    )
     momentum: float = field(0.9, "SGD momentum.", ge=0, lt=1)
-    weight_decay: float = field(1e-4, "SGD weight decay, all parameters.", ge=0, le=1,
-        search=dict(low=1e-5, high=1e-3, scale="log", reason="paper 1e-4, authors' later 1.5e-4"))
+    weight_decay: float = field(
+        1e-4,
+        "SGD weight decay, all parameters.",
+        ge=0,
+        le=1,
+        search=dict(
+            low=1e-5, high=1e-3, scale="log", reason="paper 1e-4, authors' later 1.5e-4"
+        ),
+    )
 
 
 class PretextConfig(PhaseConfig):
-    """Self-supervised training of the encoder on all rows, before supervised pretraining."""
+    """Self-supervised training of the encoder on all rows, before supervised
+    pretraining.
+    """
 
-    epochs: int = field(0, "Length of the phase in epochs; 0: there is none.", ge=0, le=100_000)
+    epochs: int = field(
+        0, "Length of the phase in epochs; 0: there is none.", ge=0, le=100_000
+    )
     weight_decay: float = field(5e-4, "SGD weight decay, all parameters.", ge=0, le=1)
-    task: str = field("rotation",
-        f"Pretext task: {', '.join(PRETEXTS)}, or package.module:PRETEXT of your own.")
+    task: str = field(
+        "rotation",
+        f"Pretext task: {', '.join(PRETEXTS)}, or package.module:PRETEXT of your own.",
+    )
 
 
 class TrainConfig(Section):
     """What both phases share."""
 
-    batch_size: int = field(512, "Global batch size in images, over all workers.", ge=2, le=1_000_000,
-        flag="batch-size")
-    max_steps: int | None = field(None,
-        "Stop each phase after this many steps (schedules keep their full length).", ge=1, flag="max-steps",
-        search=False)
+    batch_size: int = field(
+        512,
+        "Global batch size in images, over all workers.",
+        ge=2,
+        le=1_000_000,
+        flag="batch-size",
+    )
+    max_steps: int | None = field(
+        None,
+        "Stop each phase after this many steps (schedules keep their full length).",
+        ge=1,
+        flag="max-steps",
+        search=False,
+    )
     log_every: int = field(50, "Steps between two lines of metrics.", ge=1, scope="run")
-    checkpoint_every_epochs: int = field(10, "Epochs between two checkpoints.", ge=1, scope="run")
-    checkpoint_every_minutes: float | None = field(10,
-        "Minutes after which a line of metrics comes with a checkpoint.", gt=0, le=100_000, scope="run")
+    checkpoint_every_epochs: int = field(
+        10, "Epochs between two checkpoints.", ge=1, scope="run"
+    )
+    checkpoint_every_minutes: float | None = field(
+        10,
+        "Minutes after which a line of metrics comes with a checkpoint.",
+        gt=0,
+        le=100_000,
+        scope="run",
+    )
     keep_checkpoints: int = field(2, "Checkpoints kept per phase.", ge=1, scope="run")
-    eval_batch_size: int = field(1024, "Rows per evaluation batch on each worker.", ge=1, scope="run",
-        commands="evaluate")
-    report_to: str = field("tensorboard",
-        f"Who gets the lines of metrics, with commas: {', '.join(REPORTERS)} (metrics.jsonl, which training "
-        "always writes).", flag="report-to", scope="run")
-    profile: str | None = field(None,
-        "START:END, steps of each phase that torch.profiler traces on rank 0: RUN/profile.", scope="run")
+    eval_batch_size: int = field(
+        1024,
+        "Rows per evaluation batch on each worker.",
+        ge=1,
+        scope="run",
+        commands="evaluate",
+    )
+    report_to: str = field(
+        "tensorboard",
+        f"Who gets the lines of metrics, with commas: {', '.join(REPORTERS)}"
+        " (metrics.jsonl, which training always writes).",
+        flag="report-to",
+        scope="run",
+    )
+    profile: str | None = field(
+        None,
+        "START:END, steps of each phase that torch.profiler traces on rank 0:"
+        " RUN/profile.",
+        scope="run",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
         if unknown := [name for name in self.loggers if name not in REPORTERS]:
-            raise ValueError(f"report_to takes {', '.join(REPORTERS)}, not {unknown[0]!r}")
-        if self.profile and not (re.fullmatch(r"\d{1,9}:\d{1,9}", self.profile) and self.profiled):
-            raise ValueError(f"profile must be START:END with START < END, not {self.profile!r}")
+            raise ValueError(
+                f"report_to takes {', '.join(REPORTERS)}, not {unknown[0]!r}"
+            )
+        if self.profile and not (
+            re.fullmatch(r"\d{1,9}:\d{1,9}", self.profile) and self.profiled
+        ):
+            raise ValueError(
+                f"profile must be START:END with START < END, not {self.profile!r}"
+            )
         return self
 
     @property
     def loggers(self) -> tuple[str, ...]:
         """The names in ``report_to``, each once."""
-        return tuple(dict.fromkeys(name.strip() for name in self.report_to.split(",") if name.strip()))
+        return tuple(
+            dict.fromkeys(
+                name.strip() for name in self.report_to.split(",") if name.strip()
+            )
+        )
 
     @property
     def profiled(self) -> range:
@@ -373,32 +702,74 @@ class TrainConfig(Section):
 class ComputeConfig(Section):
     """Where the run executes; may differ between a run and its resumption."""
 
-    num_workers: int = field(0, "Ray workers; 0 works in this process without Ray.", ge=0, le=4096,
-        flag="workers", commands="evaluate predict report")
-    device: Literal["auto", "cpu", "cuda"] = field("auto", "auto takes CUDA where there is one.",
-        flag="device", commands="evaluate predict report")
-    gpus_per_worker: float = field(1.0, "GPUs reserved for each Ray worker when the device is cuda.", ge=0,
-        le=16, flag="gpus-per-worker", commands="evaluate predict report")
-    cpus_per_worker: float | None = field(None,
-        "CPUs reserved for each Ray worker; default min(1, (CPUs - 1) / workers).", gt=0,
-        commands="evaluate predict report")
-    placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = field("PACK",
-        "Ray's strategy: workers on few nodes, or spread over many.")
-    wait_minutes: float = field(30,
-        "How long a command waits at its start for nodes of a cluster that cannot place its workers yet.",
-        ge=0, le=10_000, commands="evaluate predict report")
-    precision: Literal["auto", "fp32", "bf16"] = field("auto",
-        "Encoder and MLP arithmetic; auto is bf16 on CUDA and fp32 on the CPU.")
-    compile: bool = field(False, "torch.compile the encoder; needs a C++ compiler, and a minute.")
-    encoder_runtime: Literal["auto", "torch", "openvino", "onnx", "compile"] = field("auto",
-        "What computes frozen features and predictions on CPUs; auto: the fastest that is installed.",
-        commands="predict")
-    detect_anomaly: bool = field(False,
-        "Stop at the first NaN in a backward pass and name the operation (torch.autograd); slow.")
-    threads: int | None = field(None, "CPU threads per worker; default: all cores / workers.", ge=1,
-        le=MAX_THREADS, commands="evaluate predict report")
-    cache: str | None = field(None,
-        "Directory that keeps features of frozen encoders for all runs; default $UNO_CACHE or ~/.cache/uno.")
+    num_workers: int = field(
+        0,
+        "Ray workers; 0 works in this process without Ray.",
+        ge=0,
+        le=4096,
+        flag="workers",
+        commands="evaluate predict report",
+    )
+    device: Literal["auto", "cpu", "cuda"] = field(
+        "auto",
+        "auto takes CUDA where there is one.",
+        flag="device",
+        commands="evaluate predict report",
+    )
+    gpus_per_worker: float = field(
+        1.0,
+        "GPUs reserved for each Ray worker when the device is cuda.",
+        ge=0,
+        le=16,
+        flag="gpus-per-worker",
+        commands="evaluate predict report",
+    )
+    cpus_per_worker: float | None = field(
+        None,
+        "CPUs reserved for each Ray worker; default min(1, (CPUs - 1) / workers).",
+        gt=0,
+        commands="evaluate predict report",
+    )
+    placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = (
+        field("PACK", "Ray's strategy: workers on few nodes, or spread over many.")
+    )
+    wait_minutes: float = field(
+        30,
+        "How long a command waits at its start for nodes of a cluster that cannot place"
+        " its workers yet.",
+        ge=0,
+        le=10_000,
+        commands="evaluate predict report",
+    )
+    precision: Literal["auto", "fp32", "bf16"] = field(
+        "auto", "Encoder and MLP arithmetic; auto is bf16 on CUDA and fp32 on the CPU."
+    )
+    compile: bool = field(
+        False, "torch.compile the encoder; needs a C++ compiler, and a minute."
+    )
+    encoder_runtime: Literal["auto", "torch", "openvino", "onnx", "compile"] = field(
+        "auto",
+        "What computes frozen features and predictions on CPUs; auto: the fastest that"
+        " is installed.",
+        commands="predict",
+    )
+    detect_anomaly: bool = field(
+        False,
+        "Stop at the first NaN in a backward pass and name the operation"
+        " (torch.autograd); slow.",
+    )
+    threads: int | None = field(
+        None,
+        "CPU threads per worker; default: all cores / workers.",
+        ge=1,
+        le=MAX_THREADS,
+        commands="evaluate predict report",
+    )
+    cache: str | None = field(
+        None,
+        "Directory that keeps features of frozen encoders for all runs; default"
+        " $UNO_CACHE or ~/.cache/uno.",
+    )
 
 
 class Config(Section):
@@ -408,20 +779,42 @@ class Config(Section):
     :class:`uno.methods.ncl.Constants`, for ``method: ncl``.
     """
 
-    model_config = ConfigDict(extra="allow")  # of the method's section alone, see _with_method_section
+    # of the method's section alone, see _with_method_section
+    model_config = ConfigDict(extra="allow")
 
-    preset: str = field("scratch",
-        "Named settings; default: digits, or for other data photos or scratch.", search=False,
-        fixed_by="reproduce")
-    recipe: Literal["paper", "v2", "cpu"] = field("paper",
-        "The paper's settings, the authors' improved ones, or (cifar10) a one-hour recipe for one CPU core.",
-        search=False)
-    method: str = field(DEFAULT,
-        f"Discovery method: {', '.join(METHODS)}, or package.module:METHOD of your own.", scope="discover")
-    seed: int = field(0, "Seed of every random number of the run.", ge=0, lt=2**31, search=False,
-        fixed_by="reproduce")
-    output: str | None = field(None, "Run directory, a path or a URI; default runs/PRESET-seedSEED.",
-        scope="place", commands="predict", fixed_by="reproduce")
+    preset: str = field(
+        "scratch",
+        "Named settings; default: digits, or for other data photos or scratch.",
+        search=False,
+        fixed_by="reproduce",
+    )
+    recipe: Literal["paper", "v2", "cpu"] = field(
+        "paper",
+        "The paper's settings, the authors' improved ones, or (cifar10) a one-hour"
+        " recipe for one CPU core.",
+        search=False,
+    )
+    method: str = field(
+        DEFAULT,
+        f"Discovery method: {', '.join(METHODS)}, or package.module:METHOD of your"
+        " own.",
+        scope="discover",
+    )
+    seed: int = field(
+        0,
+        "Seed of every random number of the run.",
+        ge=0,
+        lt=2**31,
+        search=False,
+        fixed_by="reproduce",
+    )
+    output: str | None = field(
+        None,
+        "Run directory, a path or a URI; default runs/PRESET-seedSEED.",
+        scope="place",
+        commands="predict",
+        fixed_by="reproduce",
+    )
     data: DataConfig = field(DataConfig(), search=False)
     augment: AugmentConfig = AugmentConfig()
     model: ModelConfig = ModelConfig()
@@ -430,30 +823,44 @@ class Config(Section):
     pretrain: PhaseConfig = PhaseConfig()
     discover: PhaseConfig = field(PhaseConfig(), scope="discover")
     train: TrainConfig = TrainConfig()
-    compute: ComputeConfig = field(ComputeConfig(), scope="place", commands="evaluate report")
+    compute: ComputeConfig = field(
+        ComputeConfig(), scope="place", commands="evaluate report"
+    )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled as plain values: another process imports the method before it holds its section."""
+        """Pickled as plain values: another process imports the method before it
+        holds its section.
+        """
         return Config.model_validate, (to_dict(self),)
 
     @property
     def method_options(self) -> Any:
-        """The method's own constants, an instance of its ``METHOD.config``; None: it has none."""
+        """The method's own constants, an instance of its ``METHOD.config``; None: it
+        has none.
+        """
         return next(iter((self.model_extra or {}).values()), None)
 
     @model_validator(mode="before")
     @classmethod
     def _with_method_section(cls, values: Any) -> Any:
-        """The method's section, checked and complete; no other key beside the fields."""
+        """The method's section, checked and complete; no other key beside the
+        fields.
+        """
         if not isinstance(values, dict):
             return values
         sections = section(str(values.get("method", DEFAULT)))
         if taken := sections.keys() & cls.model_fields.keys():
-            raise ValueError(f"the section of the method cannot be named {taken.pop()!r}: there is one")
+            raise ValueError(
+                f"the section of the method cannot be named {taken.pop()!r}: there"
+                " is one"
+            )
         if others := values.keys() - cls.model_fields.keys() - sections.keys():
             raise ValueError(f"unknown key {min(map(str, others))[:100]!r}")
         try:
-            own = {name: model.model_validate(values.get(name, {})) for name, model in sections.items()}
+            own = {
+                name: model.model_validate(values.get(name, {}))
+                for name, model in sections.items()
+            }
         except ValidationError as error:
             raise ValueError(describe(error, *sections)) from None
         return values | own
@@ -462,22 +869,37 @@ class Config(Section):
     def _check(self) -> Config:
         if self.pretext.epochs:
             load_pretext(self.pretext.task)
-        if self.model.prototype_init == "kmeans" and load(self.method).novel_head is not None:
-            raise ValueError(f"model.prototype_init kmeans needs UNO's heads: not with method {self.method}")
+        if (
+            self.model.prototype_init == "kmeans"
+            and load(self.method).novel_head is not None
+        ):
+            raise ValueError(
+                "model.prototype_init kmeans needs UNO's heads: not with method"
+                f" {self.method}"
+            )
         if self.model.takes_vectors and self.model.finetune != "none":
-            raise ValueError("model.encoder vectors needs model.finetune none: no encoder is there")
+            raise ValueError(
+                "model.encoder vectors needs model.finetune none: no encoder is there"
+            )
         if self.model.finetune == "none":
             if self.augment.small.num_views:
-                raise ValueError("augment.small.num_views must be 0 with model.finetune none")
+                raise ValueError(
+                    "augment.small.num_views must be 0 with model.finetune none"
+                )
             if self.pretext.epochs:
                 raise ValueError("pretext.epochs must be 0 with model.finetune none")
             if self.discover.epochs and not self.augment.num_cached_views:
-                raise ValueError("augment.num_cached_views must be at least 2 where discover.epochs is not 0")
+                raise ValueError(
+                    "augment.num_cached_views must be at least 2 where discover.epochs"
+                    " is not 0"
+                )
         if self.data.setting == "gcd" and (reason := why_not_gcd(self)):
             raise ValueError(reason)
         for name in EXTENSIONS:
             if getattr(self.objective, name) and not load(self.method).extends:
-                raise ValueError(f"objective.{name} does not go with method {self.method}")
+                raise ValueError(
+                    f"objective.{name} does not go with method {self.method}"
+                )
         return self
 
 
@@ -490,12 +912,16 @@ def why_not_gcd(config: Config) -> str | None:
     if not load(config.method).gcd:
         return f"data.setting gcd does not go with method {config.method}"
     if not config.objective.concat:
-        return "data.setting gcd needs objective.concat: known and novel outputs compete"
+        return (
+            "data.setting gcd needs objective.concat: known and novel outputs compete"
+        )
     for name in ("iic_weight", "iic_view_weight", "queue_size"):
         if getattr(config.objective, name):
-            return f"objective.{name} takes unlabeled rows for novel ones: not with data.setting gcd"
+            return (
+                f"objective.{name} takes unlabeled rows for novel ones: not with"
+                " data.setting gcd"
+            )
     return None
-# fmt: on
 
 
 def clusters_features(config: Config) -> bool:
@@ -510,7 +936,11 @@ def field_traits(key: str) -> FieldTraits:
     """What the schema says of a dotted key, a field's or a section's."""
     first, *rest = key.split(".")
     if first in Config.model_fields:
-        found, model, names = FieldTraits(), Config, [first, *rest]  # type: tuple[FieldTraits, Any, list[str]]
+        found, model, names = (
+            FieldTraits(),
+            Config,
+            [first, *rest],
+        )  # type: tuple[FieldTraits, Any, list[str]]
     else:  # a method's section, or a key of another version
         model, names = section_model(first), rest
         found = FieldTraits() if model is None else FieldTraits(scope="discover")
@@ -524,9 +954,11 @@ def field_traits(key: str) -> FieldTraits:
 
 
 def require_code(tree: Mapping[str, Any], foreign: str | None) -> None:
-    """Import the method that a stored ``tree`` names as ``package.module:METHOD``. ConfigError: it cannot be
-    imported, or it or the pretext task lies in ``foreign``, the directory of the tree whose origin is not
-    known; see :func:`uno.imports.check_origin`. To be asked before the tree becomes a configuration.
+    """Import the method that a stored ``tree`` names as ``package.module:METHOD``.
+    ConfigError: it cannot be imported, or it or the pretext task lies in ``foreign``,
+    the directory of the tree whose origin is not known; see
+    :func:`uno.imports.check_origin`. To be asked before the tree becomes a
+    configuration.
     """
     flat = flatten(tree)
     for key in ("method", "pretext.task"):
@@ -537,7 +969,9 @@ def require_code(tree: Mapping[str, Any], foreign: str | None) -> None:
 
 
 def may_change_on_resume(key: str) -> bool:
-    """Whether a key may differ between a run and its resumption: it does not change what is learned."""
+    """Whether a key may differ between a run and its resumption: it does not change
+    what is learned.
+    """
     return field_traits(key).scope in ("run", "place")
 
 
@@ -545,7 +979,11 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested mapping -> ``{"objective.epsilon": 0.05, ...}``."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        flat |= (
+            flatten(value, f"{prefix}{key}.")
+            if isinstance(value, Mapping)
+            else {f"{prefix}{key}": value}
+        )
     return flat
 
 
@@ -555,9 +993,13 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def fields_of(*methods: str) -> dict[str, FieldInfo]:
-    """Fields of the schema and sections of these methods, by name. ConfigError: there is no such method."""
+    """Fields of the schema and sections of these methods, by name. ConfigError:
+    there is no such method.
+    """
     sections = [item for method in methods for item in section(method).items()]
-    return Config.model_fields | {name: FieldInfo(annotation=model) for name, model in sections}
+    return Config.model_fields | {
+        name: FieldInfo(annotation=model) for name, model in sections
+    }
 
 
 @cache
@@ -567,13 +1009,15 @@ def field_names(method: str = DEFAULT) -> tuple[str, ...]:
 
 
 def override(config: Config, overrides: Mapping[str, Any]) -> Config:
-    """``config`` with dotted keys replaced, e.g. ``{"objective.epsilon": 0.1}``; of another method than
-    before without the former's section. Or ConfigError.
+    """``config`` with dotted keys replaced, e.g. ``{"objective.epsilon": 0.1}``; of
+    another method than before without the former's section. Or ConfigError.
     """
     tree, flat = to_dict(config), flatten(overrides)
     method = str(flat.get("method", config.method))
     if method != config.method:
-        tree = {name: tree[name] for name in Config.model_fields} | {name: {} for name in section(method)}
+        tree = {name: tree[name] for name in Config.model_fields} | {
+            name: {} for name in section(method)
+        }
     known = field_names(method)
     for key, value in flat.items():
         if key not in known:
@@ -582,7 +1026,9 @@ def override(config: Config, overrides: Mapping[str, Any]) -> Config:
                 continue
             if fields:
                 got = f"(got {repr(value)[:100]})"
-                raise ConfigError(f"{key!r} is a section of keys such as {fields[0]!r} {got}")
+                raise ConfigError(
+                    f"{key!r} is a section of keys such as {fields[0]!r} {got}"
+                )
             raise ConfigError(_unknown_key(key, method))
         *parents, leaf = key.split(".")
         node = tree
@@ -604,7 +1050,9 @@ def _unknown_key(key: str, method: str) -> str:
 
 
 RENAMED = {
-    "objective.consistency_weight": "METHOD.consistency_weight (rs, rs_plus, ncl, openmix, jia, dtc)",
+    "objective.consistency_weight": (
+        "METHOD.consistency_weight (rs, rs_plus, ncl, openmix, jia, dtc)"
+    ),
     "objective.rampup": "METHOD.rampup (rs, rs_plus, ncl, openmix, jia, dtc)",
     "objective.top_features": "rs.top_k or rs_plus.top_k",
     "objective.min_cosine": "ncl.threshold or openmix.threshold",
@@ -632,12 +1080,22 @@ RENAMED = {
 
 
 def describe(error: ValidationError, name: str = "") -> str:
-    """One line for the first problem in what ``name`` holds: ``objective.epsilon: ... (got -1)``."""
+    """One line for the first problem in what ``name`` holds:
+    ``objective.epsilon: ... (got -1)``.
+    """
     first = error.errors()[0]
-    loc = [str(part) for part in first["loc"] if str(part).isidentifier() or isinstance(part, int)]
+    loc = [
+        str(part)
+        for part in first["loc"]
+        if str(part).isidentifier() or isinstance(part, int)
+    ]
     where = ".".join([name, *loc] if name else loc)
     message = first["msg"].removeprefix("Value error, ")
-    got = "" if isinstance(first["input"], Mapping | BaseModel) else f" (got {reprlib.repr(first['input'])})"
+    got = (
+        ""
+        if isinstance(first["input"], Mapping | BaseModel)
+        else f" (got {reprlib.repr(first['input'])})"
+    )
     return f"{where}: {message}{got}" if where else message
 
 
@@ -646,25 +1104,35 @@ AUTO_KEYS = ("data.loading", "data.setting")
 
 
 def differing_keys(old: Mapping[str, Any], new: Config) -> list[str]:
-    """Dotted keys that keep a run of the stored tree ``old`` from going on as ``new``. A key that is younger
-    than the run has its default there.
+    """Dotted keys that keep a run of the stored tree ``old`` from going on as ``new``.
+    A key that is younger than the run has its default there.
     """
     a = flatten(to_dict(Config(method=new.method))) | flatten(old)
     b = flatten(to_dict(new))
     for key in AUTO_KEYS:  # a run stores what it was decided to be
         if "auto" in (a.get(key), b[key]):
             a[key] = b[key]
-    return [k for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k) and not may_change_on_resume(k)]
+    return [
+        k
+        for k in sorted(a.keys() | b.keys())
+        if a.get(k) != b.get(k) and not may_change_on_resume(k)
+    ]
 
 
 def config_hash(config: Config) -> str:
     """Hash of everything that changes what is learned (12 hex digits)."""
-    return hashlib.sha256(json.dumps(training_settings(config), sort_keys=True).encode()).hexdigest()[:12]
+    return hashlib.sha256(
+        json.dumps(training_settings(config), sort_keys=True).encode()
+    ).hexdigest()[:12]
 
 
 def training_settings(config: Config) -> dict[str, Any]:
     """Everything that changes what is learned, by dotted key."""
-    return {key: value for key, value in flatten(to_dict(config)).items() if not may_change_on_resume(key)}
+    return {
+        key: value
+        for key, value in flatten(to_dict(config)).items()
+        if not may_change_on_resume(key)
+    }
 
 
 SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C ten times as fast
@@ -673,8 +1141,11 @@ LONG_NUMBER = re.compile(r"[-+0-9_:.]{100,}")
 
 
 def load_yaml(path: str | Path) -> dict[str, Any]:
-    """Overrides from a YAML file; nested mappings and dotted keys both work. ConfigError: not such a file."""
-    from uno.data.files import read_bytes  # imported here: a plain command line needs no pyarrow
+    """Overrides from a YAML file; nested mappings and dotted keys both work.
+    ConfigError: not such a file.
+    """
+    # imported here: a plain command line needs no pyarrow
+    from uno.data.files import read_bytes
 
     try:
         data = read_bytes(str(path), MAX_CONFIG_BYTES)
@@ -685,35 +1156,51 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def parse_yaml(data: bytes, where: str) -> Mapping[str, Any]:
-    """The mapping in the content of a file that nobody vouches for; ``where`` names it in a ConfigError.
+    """The mapping in the content of a file that nobody vouches for; ``where`` names it
+    in a ConfigError.
 
-    Refused is what takes YAML without bound: aliases grow 2^n-fold, 20 kB of ``[`` take 35 s, and a number in
-    base 60 with 300,000 digits 50 s.
+    Refused is what takes YAML without bound: aliases grow 2^n-fold, 20 kB of ``[`` take
+    35 s, and a number in base 60 with 300,000 digits 50 s.
     """
     if len(data) > MAX_CONFIG_BYTES:
         raise ConfigError(f"{where} is larger than {MAX_CONFIG_BYTES} bytes")
     try:
         text, depth = data.decode(), 0
         for number, event in enumerate(yaml.parse(text, Loader=SAFE_LOADER)):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
+                event, yaml.CollectionEndEvent
+            )
             if isinstance(event, yaml.AliasEvent):
-                raise ValueError("YAML aliases (*name) are not accepted; write the values out")
+                raise ValueError(
+                    "YAML aliases (*name) are not accepted; write the values out"
+                )
             if depth > MAX_CONFIG_DEPTH:
                 raise ValueError(f"nested deeper than {MAX_CONFIG_DEPTH} levels")
-            if isinstance(event, yaml.ScalarEvent) and LONG_NUMBER.fullmatch(event.value):
+            if isinstance(event, yaml.ScalarEvent) and LONG_NUMBER.fullmatch(
+                event.value
+            ):
                 raise ValueError(f"a number of {len(event.value)} digits")
             if number > MAX_CONFIG_VALUES:
                 raise ValueError(f"more than {MAX_CONFIG_VALUES} values")
         tree = yaml.load(text, Loader=SAFE_LOADER)
-    except (yaml.YAMLError, ValueError) as error:  # not UTF-8, month 13, an integer of 5000 digits
+    # not UTF-8, month 13, an integer of 5000 digits
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{where}: {' '.join(str(error).split())}") from None
     if tree is None:  # nothing but comments
         return {}
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"{where} must hold a mapping of keys, not a {type(tree).__name__}")
+        raise ConfigError(
+            f"{where} must hold a mapping of keys, not a {type(tree).__name__}"
+        )
     return tree
 
 
 def dump_yaml(config: Config) -> str:
     """The resolved configuration as YAML, loadable by :func:`load_yaml`."""
-    return yaml.dump(to_dict(config), Dumper=SAFE_DUMPER, sort_keys=False, default_flow_style=None, width=110)
+    return yaml.dump(
+        to_dict(config),
+        Dumper=SAFE_DUMPER,
+        sort_keys=False,
+        default_flow_style=None,
+        width=110,
+    )

@@ -1,9 +1,11 @@
-"""Cropping the views of an encoded image on the CPU: decode once, take every crop, 8 bits.
+"""Cropping the views of an encoded image on the CPU: decode once, take every crop, 8
+bits.
 
-The half of the augmentation that streaming does where the images are read; :func:`uno.augment.augment_crops`
-does the rest on the training device. Both draw the same numbers for a row of a batch, a function of (seed,
-phase, step, place in the global batch): whoever crops it, whenever, gets the same. torch's 8-bit antialiased
-resize takes .25 ms for a crop of 224 px on a core of a Xeon, Pillow's .65.
+The half of the augmentation that streaming does where the images are read;
+:func:`uno.augment.augment_crops` does the rest on the training device. Both draw the
+same numbers for a row of a batch, a function of (seed, phase, step, place in the global
+batch): whoever crops it, whenever, gets the same. torch's 8-bit antialiased resize
+takes .25 ms for a crop of 224 px on a core of a Xeon, Pillow's .65.
 """
 
 import math
@@ -18,17 +20,25 @@ from torch import Tensor
 
 from uno.augment import BOX_NUMBERS, kinds, resized_boxes, sample_uniforms, to_params
 from uno.config import AugmentConfig, ViewConfig
-from uno.data.decode import BadImage, Interpolation, decode, decode_rgb, suppress_pillow_warnings
+from uno.data.decode import (
+    BadImage,
+    Interpolation,
+    decode,
+    decode_rgb,
+    suppress_pillow_warnings,
+)
 from uno.data.images import Image
 from uno.data.plan import augment_generator
 
 
 @dataclass(frozen=True)
 class Cropper:
-    """What to crop from the rows of a phase; plain data that travels to the processes that do it.
+    """What to crop from the rows of a phase; plain data that travels to the processes
+    that do it.
 
-    ``num_rows`` is B of the global batch, ``side`` that of the stored square, which all crops but ``resized``
-    are taken from, as in a resident set, ``at_once`` as :func:`uno.augment.sample_uniforms` has it.
+    ``num_rows`` is B of the global batch, ``side`` that of the stored square, which all
+    crops but ``resized`` are taken from, as in a resident set, ``at_once`` as
+    :func:`uno.augment.sample_uniforms` has it.
     """
 
     seed: int
@@ -53,17 +63,22 @@ class Cropper:
         """uint8 (B, row_bytes) -> for each kind (B,V,3,size,size)."""
         shapes = [(kind.num_views, 3, kind.size, kind.size) for kind in self.kinds]
         parts = pixels.split([math.prod(shape) for shape in shapes], dim=1)
-        return [part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True)]
+        return [
+            part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True)
+        ]
 
     def crop(
         self, steps: np.ndarray, positions: np.ndarray, images: Sequence[Image]
     ) -> tuple[np.ndarray, list[str | None]]:
-        """The views of n rows, of steps (n,) and places in the global batch (n,): uint8 (n, row_bytes).
+        """The views of n rows, of steps (n,) and places in the global batch (n,): uint8
+        (n, row_bytes).
 
         And for each the reason why it has none, or None.
         """
         pixels = torch.zeros(len(images), self.row_bytes, dtype=torch.uint8)
-        views = [[row.unbind(0) for row in part.unbind(0)] for part in self.split(pixels)]
+        views = [
+            [row.unbind(0) for row in part.unbind(0)] for part in self.split(pixels)
+        ]
         reasons: list[str | None] = [None] * len(images)
         with suppress_pillow_warnings():
             for step in np.unique(steps):
@@ -71,18 +86,29 @@ class Cropper:
                 planned = self._planned(int(step), positions[rows])
                 for i, row in enumerate(rows.tolist()):
                     try:
-                        self._crop(images[row], [plan[i] for plan in planned], [view[row] for view in views])
+                        self._crop(
+                            images[row],
+                            [plan[i] for plan in planned],
+                            [view[row] for view in views],
+                        )
                     except BadImage as error:
                         reasons[row] = str(error)
                         pixels[row] = 0
         return pixels.numpy(), reasons
 
     def _planned(self, step: int, positions: np.ndarray) -> list[np.ndarray]:
-        """By kind: the numbers (n,V,23) of crops from whole images, or boxes (n,V,4) on stored squares."""
-        generator, chosen = augment_generator(self.seed, self.stream, step), torch.from_numpy(positions)
+        """By kind: the numbers (n,V,23) of crops from whole images, or boxes (n,V,4)
+        on stored squares.
+        """
+        generator, chosen = (
+            augment_generator(self.seed, self.stream, step),
+            torch.from_numpy(positions),
+        )
         planned = []
         for kind in self.kinds:
-            numbers = sample_uniforms(self.num_rows, kind.num_views, generator, self.at_once)[chosen]
+            numbers = sample_uniforms(
+                self.num_rows, kind.num_views, generator, self.at_once
+            )[chosen]
             if kind.crop == "resized":
                 planned.append(numbers[..., :BOX_NUMBERS].numpy())
             else:
@@ -90,38 +116,65 @@ class Cropper:
                 planned.append(boxes.unflatten(0, (-1, kind.num_views)).numpy())
         return planned
 
-    def _crop(self, image: Image, planned: list[np.ndarray], out: list[tuple[Tensor, ...]]) -> None:
+    def _crop(
+        self, image: Image, planned: list[np.ndarray], out: list[tuple[Tensor, ...]]
+    ) -> None:
         whole = square = None
         for kind, plan, views in zip(self.kinds, planned, out, strict=True):
             if kind.crop == "resized":
-                whole = torch.from_numpy(decode_rgb(image, self._draft_side)) if whole is None else whole
-                source, boxes = whole, resized_boxes(kind.crop_scale, plan, *whole.shape[:2])
+                whole = (
+                    torch.from_numpy(decode_rgb(image, self._draft_side))
+                    if whole is None
+                    else whole
+                )
+                source, boxes = (
+                    whole,
+                    resized_boxes(kind.crop_scale, plan, *whole.shape[:2]),
+                )
             else:
                 if square is None:
-                    square = torch.from_numpy(decode(image, self.side, self.interpolation).copy()).permute(
-                        1, 2, 0
-                    )
+                    square = torch.from_numpy(
+                        decode(image, self.side, self.interpolation).copy()
+                    ).permute(1, 2, 0)
                 source, boxes = square, plan
             for view, box in zip(views, boxes.astype(int).tolist(), strict=True):
                 crop_(view, source, box, self.interpolation)
 
     @cached_property
     def _draft_side(self) -> int:
-        """The side of an image at which its smallest crop still has as many pixels as its view."""
+        """The side of an image at which its smallest crop still has as many pixels
+        as its view.
+        """
         resized = (kind for kind in self.kinds if kind.crop == "resized")
-        return max(math.ceil(kind.size / math.sqrt(kind.crop_scale[0])) for kind in resized)
+        return max(
+            math.ceil(kind.size / math.sqrt(kind.crop_scale[0])) for kind in resized
+        )
 
 
-def crop_(view: Tensor, image: Tensor, box: Sequence[int], interpolation: Interpolation = "bilinear") -> None:
-    """Write the ``box`` (top, left, height, width) of ``image`` uint8 (H,W,3 or 4) into uint8 (3,size,size).
+def crop_(
+    view: Tensor,
+    image: Tensor,
+    box: Sequence[int],
+    interpolation: Interpolation = "bilinear",
+) -> None:
+    """Write the ``box`` (top, left, height, width) of ``image`` uint8 (H,W,3 or 4) into
+    uint8 (3,size,size).
 
-    Resized with antialiasing and rounded; pixels outside are black, a fourth channel is dropped.
+    Resized with antialiasing and rounded; pixels outside are black, a fourth channel is
+    dropped.
     """
     top, left, height, width = box
     size = view.shape[-1]
     if (height, width) != (size, size):
-        part = image[top : top + height, left : left + width].permute(2, 0, 1).unsqueeze(0)
-        view.copy_(F.interpolate(part, size=(size, size), mode=interpolation, antialias=True)[0, :3])
+        part = (
+            image[top : top + height, left : left + width].permute(2, 0, 1).unsqueeze(0)
+        )
+        view.copy_(
+            F.interpolate(part, size=(size, size), mode=interpolation, antialias=True)[
+                0, :3
+            ]
+        )
     elif -size < top < image.shape[0] and -size < left < image.shape[1]:
-        edges = (-left, left + size - image.shape[1], -top, top + size - image.shape[0])  # negative: cut off
+        # negative: cut off
+        edges = (-left, left + size - image.shape[1], -top, top + size - image.shape[0])
         view.copy_(F.pad(image[..., :3].permute(2, 0, 1), edges))

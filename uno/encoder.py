@@ -1,9 +1,10 @@
-"""Encoders (B, 3, S, S) -> (B, D): torchvision's ResNets with either stem, the small ResNet for tiny images,
-and whatever torchvision, timm or a callable of the user builds.
+"""Encoders (B, 3, S, S) -> (B, D): torchvision's ResNets with either stem, the small
+ResNet for tiny images, and whatever torchvision, timm or a callable of the user builds.
 
-State-dict keys are the library's own, without its classifier, so that encoders load anywhere: what we add,
-the pooling of maps, is a hook. The libraries are imported where a network is built: torchvision takes 2 s,
-which processes that only decode need not pay.
+State-dict keys are the library's own, without its classifier, so that encoders load
+anywhere: what we add, the pooling of maps, is a hook. The libraries are imported where
+a network is built: torchvision takes 2 s, which processes that only decode need not
+pay.
 """
 
 import hashlib
@@ -27,19 +28,25 @@ PROBE_SIDE = 224  # of an encoder that does not say which images it takes
 
 
 class SmallResNet(nn.Module):
-    """ResNet for tiny images (He et al. 2016, Sec. 4.2): stem, stages of widths w, 2w, 4w (theirs: three).
+    """ResNet for tiny images (He et al. 2016, Sec. 4.2): stem, stages of widths w, 2w,
+    4w (theirs: three).
 
-    Where the width changes the shortcut is torchvision's 1x1 convolution, not zero padding. ``halved``: the
-    stem is a 4x4 convolution of stride 2, theirs a 3x3 one of stride 1.
+    Where the width changes the shortcut is torchvision's 1x1 convolution, not zero
+    padding. ``halved``: the stem is a 4x4 convolution of stride 2, theirs a 3x3 one of
+    stride 1.
     """
 
-    def __init__(self, width: int, blocks: int, stages: int = 3, halved: bool = False) -> None:
+    def __init__(
+        self, width: int, blocks: int, stages: int = 3, halved: bool = False
+    ) -> None:
         super().__init__()
         self.conv1 = _small_stem(width, "cifar_stride2" if halved else "cifar")
         self.bn1 = nn.BatchNorm2d(width)
         self.layer1 = _stage(width, width, blocks, stride=1)
         for i in range(1, stages):
-            self.add_module(f"layer{i + 1}", _stage(width << i - 1, width << i, blocks, stride=2))
+            self.add_module(
+                f"layer{i + 1}", _stage(width << i - 1, width << i, blocks, stride=2)
+            )
         self.num_stages, self.num_features = stages, width << stages - 1  # D
         _init_convolutions(self)
 
@@ -64,25 +71,36 @@ def _stage(inputs: int, outputs: int, blocks: int, stride: int) -> nn.Sequential
 
     shortcut = None
     if stride != 1 or inputs != outputs:
-        # On CPUs with AVX2 and no AVX512 the gradient of a strided 1x1 convolution of few channels is
-        # written past its buffer (oneDNN issue 6035): a crash, or wrong weights. So the stride comes first.
+        # On CPUs with AVX2 and no AVX512 the gradient of a strided 1x1 convolution of
+        # few channels is written past its buffer (oneDNN issue 6035): a crash, or wrong
+        # weights. So the stride comes first.
         few = inputs < ONEDNN_BLOCK
-        pick: list[tuple[str, nn.Module]] = [("every", nn.AvgPool2d(1, stride))] if few else []
+        pick: list[tuple[str, nn.Module]] = (
+            [("every", nn.AvgPool2d(1, stride))] if few else []
+        )
         pointwise = nn.Conv2d(inputs, outputs, 1, 1 if few else stride, bias=False)
-        shortcut = nn.Sequential(OrderedDict([*pick, ("0", pointwise), ("1", nn.BatchNorm2d(outputs))]))
+        shortcut = nn.Sequential(
+            OrderedDict([*pick, ("0", pointwise), ("1", nn.BatchNorm2d(outputs))])
+        )
     first = BasicBlock(inputs, outputs, stride, shortcut)
-    return nn.Sequential(first, *(BasicBlock(outputs, outputs) for _ in range(blocks - 1)))
+    return nn.Sequential(
+        first, *(BasicBlock(outputs, outputs) for _ in range(blocks - 1))
+    )
 
 
 def _init_convolutions(module: nn.Module) -> None:
-    """Kaiming normal, fan-out, for all convolutions (the authors' choice for low-resolution stems)."""
+    """Kaiming normal, fan-out, for all convolutions (the authors' choice for
+    low-resolution stems).
+    """
     for layer in module.modules():
         if isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
 
 
 class Vectors(nn.Module):
-    """The encoder of rows that come as vectors of D numbers, its identity; D of 1 until the data is read."""
+    """The encoder of rows that come as vectors of D numbers, its identity; D of 1
+    until the data is read.
+    """
 
     def __init__(self, num_features: int) -> None:
         super().__init__()
@@ -92,17 +110,23 @@ class Vectors(nn.Module):
         """(B, D) -> the same. ConfigError: images, or vectors of another length."""
         if vectors.shape[1:] != (self.num_features,):
             found = f"vectors of {vectors.shape[1]}" if vectors.ndim == 2 else "images"
-            raise ConfigError(f"the model takes vectors of {self.num_features} numbers, not {found}")
+            raise ConfigError(
+                f"the model takes vectors of {self.num_features} numbers, not {found}"
+            )
         return vectors
 
 
 def build_encoder(config: ModelConfig) -> nn.Module:
-    """Encoder module (B, 3, S, S) -> (B, D) with attribute ``num_features`` = D, freshly initialized.
+    """Encoder module (B, 3, S, S) -> (B, D) with attribute ``num_features`` = D,
+    freshly initialized.
 
-    ConfigError: no such encoder, its package is missing, or it gives something else than a vector an image.
+    ConfigError: no such encoder, its package is missing, or it gives something else
+    than a vector an image.
     """
     if config.encoder == "resnet_small":
-        return SmallResNet(config.width, config.blocks, config.stages, config.stem == "cifar_stride2")
+        return SmallResNet(
+            config.width, config.blocks, config.stages, config.stem == "cifar_stride2"
+        )
     if config.takes_vectors:
         return Vectors(int(config.encoder.partition(":")[2] or 1))
     if config.encoder not in OWN_ENCODERS:
@@ -127,16 +151,25 @@ def _library_encoder(name: str) -> nn.Module:
 
         encoder = timm.create_model(what, pretrained=False, num_classes=0)
     else:
-        encoder = _from_torchvision(what) if library == "torchvision" else _from_callable(name)
+        encoder = (
+            _from_torchvision(what)
+            if library == "torchvision"
+            else _from_callable(name)
+        )
     encoder.register_forward_hook(_pooled)
     side = image_side(encoder)
     training = encoder.training
     try:
-        with torch.no_grad():  # not inference_mode: what a module keeps from its first call is used later
-            encoder.num_features = encoder.eval()(torch.zeros(1, 3, side, side)).shape[1]
+        # not inference_mode: what a module keeps from its first call is used later
+        with torch.no_grad():
+            encoder.num_features = encoder.eval()(torch.zeros(1, 3, side, side)).shape[
+                1
+            ]
     except (RuntimeError, AssertionError, TypeError, ValueError) as error:
         reason = one_line(error)[:160]
-        raise ConfigError(f"model.encoder {name} fails on an image of {side} px: {reason}") from None
+        raise ConfigError(
+            f"model.encoder {name} fails on an image of {side} px: {reason}"
+        ) from None
     return encoder.train(training)
 
 
@@ -145,7 +178,9 @@ def _from_torchvision(what: str) -> nn.Module:
 
     check_name("torchvision", what)
     if what in ("googlenet", "inception_v3"):
-        raise ConfigError(f"model.encoder torchvision:{what} returns several outputs; choose another")
+        raise ConfigError(
+            f"model.encoder torchvision:{what} returns several outputs; choose another"
+        )
     encoder = models.get_model(what, weights=None)
     name = classifier_of(encoder)
     if not name:
@@ -156,8 +191,12 @@ def _from_torchvision(what: str) -> nn.Module:
 
 
 def classifier_of(encoder: nn.Module) -> str:
-    """Name of the linear layer in which a model of torchvision ends; "" where it ends in something else."""
-    last = [name for name, layer in encoder.named_modules() if isinstance(layer, nn.Linear)][-1:]
+    """Name of the linear layer in which a model of torchvision ends; "" where it
+    ends in something else.
+    """
+    last = [
+        name for name, layer in encoder.named_modules() if isinstance(layer, nn.Linear)
+    ][-1:]
     return last[0] if last and re.match(r"fc$|head|classifier", last[0]) else ""
 
 
@@ -165,11 +204,17 @@ def check_name(library: str, what: str) -> None:
     """ConfigError: timm is missing, or the library has no encoder of that name."""
     if library == "timm":
         if find_spec("timm") is None:
-            raise ConfigError(f"model.encoder timm:{what} needs the package timm: pip install timm")
+            raise ConfigError(
+                f"model.encoder timm:{what} needs the package timm: pip install timm"
+            )
         import timm
 
         kind, _, weights = what.partition(".")
-        known = timm.list_pretrained(f"{kind}.*") if weights and timm.is_model(kind) else timm.list_models()
+        known = (
+            timm.list_pretrained(f"{kind}.*")
+            if weights and timm.is_model(kind)
+            else timm.list_models()
+        )
     else:
         from torchvision import models
 
@@ -180,10 +225,12 @@ def check_name(library: str, what: str) -> None:
 
 
 def require_encoder(name: str, foreign: str | None = None) -> None:
-    """ConfigError: what ``model.encoder`` names is not at hand: no package, no such name.
+    """ConfigError: what ``model.encoder`` names is not at hand: no package, no such
+    name.
 
-    ``foreign`` is the directory of a model of which nobody said who made it. Where its encoder is a callable,
-    building it runs code, which must be of this machine: see :func:`uno.imports.check_origin`.
+    ``foreign`` is the directory of a model of which nobody said who made it. Where its
+    encoder is a callable, building it runs code, which must be of this machine: see
+    :func:`uno.imports.check_origin`.
     """
     library, _, what = name.partition(":")
     if name in OWN_ENCODERS or library == VECTORS:
@@ -199,7 +246,10 @@ def require_encoder(name: str, foreign: str | None = None) -> None:
 def _callable(name: str) -> Callable[[], Any]:
     found = import_object("model.encoder", name)
     if not callable(found):
-        raise ConfigError(f"model.encoder {name} cannot be called: it is of type {type(found).__name__}")
+        raise ConfigError(
+            f"model.encoder {name} cannot be called: it is of type"
+            f" {type(found).__name__}"
+        )
     return found
 
 
@@ -214,18 +264,28 @@ def _from_callable(name: str) -> nn.Module:
             raise ConfigError(f"model.encoder {name} {why}") from None
     if not isinstance(encoder, nn.Module):
         found = type(encoder).__name__
-        raise ConfigError(f"model.encoder {name} must return a torch.nn.Module, not a {found}")
+        raise ConfigError(
+            f"model.encoder {name} must return a torch.nn.Module, not a {found}"
+        )
     return encoder
 
 
 def code_of(name: str, encoder: nn.Module | None = None) -> dict[str, dict[str, str]]:
-    """Of the ``encoder`` of this name (None: it is built), a callable of the user's: ``code``, hashes of the
-    modules that define it and its layers, and ``packages``, their versions; {} for any other encoder.
+    """Of the ``encoder`` of this name (None: it is built), a callable of the user's:
+    ``code``, hashes of the modules that define it and its layers, and ``packages``,
+    their versions; {} for any other encoder.
     """
-    if name in OWN_ENCODERS or name.startswith(("torchvision:", "timm:", f"{VECTORS}:")) or name == VECTORS:
+    if (
+        name in OWN_ENCODERS
+        or name.startswith(("torchvision:", "timm:", f"{VECTORS}:"))
+        or name == VECTORS
+    ):
         return {}
     encoder = _library_encoder(name) if encoder is None else encoder
-    modules = {name.partition(":")[0], *(type(layer).__module__ for layer in encoder.modules())}
+    modules = {
+        name.partition(":")[0],
+        *(type(layer).__module__ for layer in encoder.modules()),
+    }
     sources, versions = {}, {}
     for module in sorted(modules):
         package = module.partition(".")[0]
@@ -238,16 +298,22 @@ def code_of(name: str, encoder: nn.Module | None = None) -> dict[str, dict[str, 
 
 
 def changed_code(name: str, then: Any, now: Any) -> str:
-    """A sentence on the ``code`` of :func:`code_of` then and now, "" where it is the same or not known."""
+    """A sentence on the ``code`` of :func:`code_of` then and now, "" where it is the
+    same or not known.
+    """
     if then == now or not isinstance(then, dict) or not isinstance(now, dict):
         return ""
     modules = sorted(m for m in then.keys() | now.keys() if then.get(m) != now.get(m))
-    return f"the code of model.encoder {name} has changed since the run began ({', '.join(modules)})"
+    return (
+        f"the code of model.encoder {name} has changed since the run began"
+        f" ({', '.join(modules)})"
+    )
 
 
 def _pooled(module: nn.Module, inputs: Any, output: Any) -> Tensor:
-    """One vector an image, (B, D): maps (B, D, h, w) are averaged over positions, tokens (B, T, D) too, but
-    where the module has a class token that is the vector. ConfigError: anything else.
+    """One vector an image, (B, D): maps (B, D, h, w) are averaged over positions,
+    tokens (B, T, D) too, but where the module has a class token that is the vector.
+    ConfigError: anything else.
     """
     if isinstance(output, Tensor):
         if output.ndim == 2:
@@ -255,14 +321,22 @@ def _pooled(module: nn.Module, inputs: Any, output: Any) -> Tensor:
         if output.ndim == 4:
             return output.mean(dim=(2, 3))
         if output.ndim == 3:
-            has_token = any(getattr(module, name, None) is not None for name in ("cls_token", "class_token"))
+            has_token = any(
+                getattr(module, name, None) is not None
+                for name in ("cls_token", "class_token")
+            )
             return output[:, 0] if has_token else output.mean(dim=1)
     what = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-    raise ConfigError(f"the encoder returns {what}, not vectors (B, D), tokens (B, T, D) or (B, D, h, w)")
+    raise ConfigError(
+        f"the encoder returns {what}, not vectors (B, D), tokens (B, T, D) or (B, D,"
+        " h, w)"
+    )
 
 
 def image_side(encoder: nn.Module) -> int:
-    """Side S of the images that an encoder says it takes, in pixels; 224 where it does not say."""
+    """Side S of the images that an encoder says it takes, in pixels; 224 where it
+    does not say.
+    """
     patches = getattr(getattr(encoder, "patch_embed", None), "img_size", None)
     described = (getattr(encoder, "pretrained_cfg", None) or {}).get("input_size")
     for side in (getattr(encoder, "image_size", None), patches, described):
@@ -271,9 +345,12 @@ def image_side(encoder: nn.Module) -> int:
     return PROBE_SIDE
 
 
-def frozen_parts(encoder: nn.Module, finetune: str) -> tuple[list[str], list[nn.Parameter]]:
-    """What ``model.finetune`` keeps as it is: names of submodules, "" for the whole encoder, and parameters
-    that are in none of them, as a class token is. ConfigError: ``last`` of an encoder without stages.
+def frozen_parts(
+    encoder: nn.Module, finetune: str
+) -> tuple[list[str], list[nn.Parameter]]:
+    """What ``model.finetune`` keeps as it is: names of submodules, "" for the whole
+    encoder, and parameters that are in none of them, as a class token is. ConfigError:
+    ``last`` of an encoder without stages.
     """
     if finetune == "full":
         return [], []
@@ -281,12 +358,17 @@ def frozen_parts(encoder: nn.Module, finetune: str) -> tuple[list[str], list[nn.
         return [""], []
     path = _last_stage(encoder)
     if not path:
-        raise ConfigError("model.finetune last_stage: the encoder has no stages or blocks; use full or none")
+        raise ConfigError(
+            "model.finetune last_stage: the encoder has no stages or blocks; use full"
+            " or none"
+        )
     modules, parameters, outer = list[str](), list[nn.Parameter](), ""
     for name in path:
         module = encoder.get_submodule(outer)
         before = [child for child, _ in module.named_children()]
-        modules += [f"{outer}.{child}".lstrip(".") for child in before[: before.index(name)]]
+        modules += [
+            f"{outer}.{child}".lstrip(".") for child in before[: before.index(name)]
+        ]
         parameters += module.parameters(recurse=False)
         outer = f"{outer}.{name}".lstrip(".")
     return modules, parameters
@@ -296,7 +378,9 @@ STAGES = ("blocks", "stages", "layers", "features", "trunk_output", "encoder")
 
 
 def _last_stage(module: nn.Module) -> list[str]:
-    """Names that lead from ``module`` to its last stage or block; none where it has no such."""
+    """Names that lead from ``module`` to its last stage or block; none where it has
+    no such.
+    """
     children = dict(module.named_children())
     numbered = [name for name in children if re.fullmatch(r"(layer|stage|s)\d+", name)]
     if numbered:
@@ -304,12 +388,21 @@ def _last_stage(module: nn.Module) -> list[str]:
     for name in (name for name in STAGES if name in children):
         stages = []
         if isinstance(children[name], nn.Sequential | nn.ModuleList):
-            # A stage holds blocks, and a block layers; a last convolution, which holds neither, is none.
+            # A stage holds blocks, and a block layers; a last convolution, which holds
+            # neither, is none.
             parts = children[name].named_children()
-            stages = [n for n, part in parts if any([*block.children()] for block in part.children())]
+            stages = [
+                n
+                for n, part in parts
+                if any([*block.children()] for block in part.children())
+            ]
         inner = stages[-1:] or _last_stage(children[name])
         if inner:
             return [name, *inner]
-    weighty = [name for name, child in children.items() if next(child.parameters(), None) is not None]
+    weighty = [
+        name
+        for name, child in children.items()
+        if next(child.parameters(), None) is not None
+    ]
     inner = _last_stage(children[weighty[0]]) if len(weighty) == 1 else []  # a wrapper
     return inner and [weighty[0], *inner]

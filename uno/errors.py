@@ -1,4 +1,6 @@
-"""The ends of a command besides success (one line for the user and one exit code each), and their words."""
+"""The ends of a command besides success (one line for the user and one exit code
+each), and their words.
+"""
 
 import difflib
 import errno
@@ -8,7 +10,9 @@ RAY = "'ray[default,train,tune,data]>=2.60'"  # as pyproject.toml has it
 
 
 class UnoError(Exception):
-    """What ends a command in one line for the user; ``exit_code`` is what the process returns."""
+    """What ends a command in one line for the user; ``exit_code`` is what the
+    process returns.
+    """
 
     exit_code = 1
 
@@ -43,16 +47,22 @@ def one_line(error: object) -> str:
 
 
 def printable(text: str, kept: str = "") -> str:
-    """``text`` with all that would steer a terminal escaped (``\\n``), but the characters ``kept``."""
+    """``text`` with all that would steer a terminal escaped (``\\n``), but the
+    characters ``kept``.
+    """
     return "".join(c if c.isprintable() or c in kept else ascii(c)[1:-1] for c in text)
 
 
 def did_you_mean(
-    word: str, known: Iterable[str], otherwise: str = "", show: Callable[[str], str] = repr,
+    word: str,
+    known: Iterable[str],
+    otherwise: str = "",
+    show: Callable[[str], str] = repr,
     likely: Sequence[str] = (),
-) -> str:  # fmt: skip
-    """The end of an error line: ``; did you mean 'folder'?``, the nearest of ``known`` as ``show`` has it, or
-    all that are ``likely``; where nothing is near, ``; otherwise`` or nothing.
+) -> str:
+    """The end of an error line: ``; did you mean 'folder'?``, the nearest of ``known``
+    as ``show`` has it, or all that are ``likely``; where nothing is near,
+    ``; otherwise`` or nothing.
     """
     near = likely or difflib.get_close_matches(word[:100], list(known), n=1)
     hint = f"did you mean {' or '.join(map(show, near))}?" if near else otherwise
@@ -60,12 +70,20 @@ def did_you_mean(
 
 
 def as_user_error(error: Exception) -> UnoError | None:
-    """What an error from elsewhere means to the user: a package or space is missing; None: a defect."""
+    """What an error from elsewhere means to the user: a package or space is missing;
+    None: a defect.
+    """
     if isinstance(error, ModuleNotFoundError):
         missing = (error.name or "").partition(".")[0]
         if missing not in ("", "uno", "pipelines", "tune"):
             extra = RAY if missing == "ray" else missing
-            return ConfigError(f"this needs the package {missing!r}: pip install {extra}")
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            return ConfigError(
+                f"this needs the package {missing!r}: pip install {extra}"
+            )
+    if isinstance(error, OSError) and error.errno in (
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EROFS,
+    ):
         return StorageError(str(error))
     return None

@@ -92,7 +92,9 @@ def fit_line(agreement: np.ndarray, accuracy: np.ndarray, groups: np.ndarray) ->
     intercept, slope = fit(np.ones(len(target), dtype=bool))
     low, high = np.quantile(residuals, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     quantiles = np.quantile(residuals, (np.arange(20) + 0.5) / 20)
-    return Line(float(intercept), float(slope), quantiles.tolist(), float(low), float(high))
+    return Line(
+        float(intercept), float(slope), quantiles.tolist(), float(low), float(high)
+    )
 
 
 def logit(share: Any) -> Any:
@@ -133,7 +135,9 @@ def expected_accuracy(
     return line(mean_logit(agreement))
 
 
-def outside_calibration(num_rows: int, num_known: int, num_novel: int, encoder: str) -> dict[str, float]:
+def outside_calibration(
+    num_rows: int, num_known: int, num_novel: int, encoder: str
+) -> dict[str, float]:
     """Tell in what a task differs from all tasks that the expectation was fitted on.
 
     Args:
@@ -164,7 +168,8 @@ def describe_outside(values: Mapping[str, float]) -> list[str]:
     """
     ranges = calibration()["ranges"]
     found = [
-        f"{values[name]:,.0f} {name} (calibrated on {ranges[name][0]:,} to {ranges[name][1]:,})"
+        f"{values[name]:,.0f} {name} (calibrated on {ranges[name][0]:,} to"
+        f" {ranges[name][1]:,})"
         for name in COUNTED
         if name in values
     ]

@@ -3,9 +3,9 @@
 The pipeline has four steps, and no label of a novel class takes part in it:
 
 1. Features are scaled to length one, centered and projected to their leading principal
-   directions. They are whitened by the covariance within the known classes (within-class
-   covariance normalization, Hatch et al., Interspeech 2006): directions in which images
-   of one known class vary say little about novel classes.
+   directions. They are whitened by the covariance within the known classes
+   (within-class covariance normalization, Hatch et al., Interspeech 2006): directions
+   in which images of one known class vary say little about novel classes.
 2. Each row is replaced by the mean of itself and its nearest neighbors.
 3. k-means finds the clusters. In generalized category discovery the labeled rows are
    fixed to the clusters of their classes.
@@ -40,7 +40,8 @@ SHRINKAGE = 0.1  # share of the mean eigenvalue that is added to the covariance
 NUM_STARTS = 10  # of k-means for the result
 MAX_EXTRA = 2.0  # at most this many extra clusters for each novel class, before merging
 EXTRA_PER_VARIATION = 2.0  # extra clusters for each novel class, per unit of variation
-MIN_ROWS_PER_CLUSTER = 10  # unlabeled rows, on average, of clusters that are merged later
+# unlabeled rows, on average, of clusters that are merged later
+MIN_ROWS_PER_CLUSTER = 10
 MAX_COMPARED_ROWS = 4_000  # unlabeled rows that other clusterings are compared on
 NUM_COMPARED_STARTS = 3  # of k-means for each other clustering
 NUM_HALVES = 2  # clusterings of a random half of the rows
@@ -185,7 +186,9 @@ class Clustering:
     neighbors: Tensor
 
     @classmethod
-    def of(cls, points: Tensor, labels: Tensor, num_novel: int, gcd: bool) -> "Clustering":
+    def of(
+        cls, points: Tensor, labels: Tensor, num_novel: int, gcd: bool
+    ) -> "Clustering":
         """Find the neighbors of the rows that take part."""
         clustered = (labels == FREE) | gcd
         neighbors = nearest(points[clustered])
@@ -201,7 +204,9 @@ class Clustering:
         """Number of known and novel classes."""
         return self.num_known + self.num_novel
 
-    def partition(self, kind: str, num_novel: int, num_starts: int, seed: int) -> Tensor:
+    def partition(
+        self, kind: str, num_novel: int, num_starts: int, seed: int
+    ) -> Tensor:
         """Cluster the rows without merging.
 
         Args:
@@ -251,10 +256,16 @@ class Clustering:
         num_clusters = self.num_classes + num_merges
         links, sizes = self.links_and_sizes(clusters, num_clusters)
         means = cluster_means(self.points, clusters, num_clusters)
-        return merge_clusters(links, sizes, means @ means.T, self.num_known, num_merges)[clusters]
+        return merge_clusters(
+            links, sizes, means @ means.T, self.num_known, num_merges
+        )[clusters]
 
-    def links_and_sizes(self, clusters: Tensor, num_clusters: int) -> tuple[Tensor, Tensor]:
-        """Return links (K, K) and sizes (K,) of the clusters, of the rows that take part."""
+    def links_and_sizes(
+        self, clusters: Tensor, num_clusters: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return links (K, K) and sizes (K,) of the clusters, of the rows that take
+        part.
+        """
         clusters = clusters[self.clustered]
         sizes = clusters.bincount(minlength=num_clusters)
         return count_links(self.neighbors, clusters, num_clusters), sizes
@@ -263,7 +274,9 @@ class Clustering:
         """Return the clustering of the rows at indices ``chosen`` (n,), ascending."""
         if len(chosen) == len(self.labels):
             return self
-        return Clustering.of(self.points[chosen], self.labels[chosen], self.num_novel, self.gcd)
+        return Clustering.of(
+            self.points[chosen], self.labels[chosen], self.num_novel, self.gcd
+        )
 
     def similar_pairs(self, clusters: Tensor) -> Tensor:
         """Return the pairs of novel clusters that mix most, as in :class:`Result`."""
@@ -276,7 +289,9 @@ class Clustering:
         return pairs[pairs[:, 2] > 0]
 
 
-def merge_clusters(links: Tensor, sizes: Tensor, cosines: Tensor, num_known: int, num_merges: int) -> Tensor:
+def merge_clusters(
+    links: Tensor, sizes: Tensor, cosines: Tensor, num_known: int, num_merges: int
+) -> Tensor:
     """Merge the two clusters that mix most, again and again.
 
     A novel cluster merges into a known or a novel one; two known clusters never merge.
@@ -346,7 +361,9 @@ def matched(truth: Tensor, found: Tensor, num_classes: int) -> Tensor:
     return torch.from_numpy(classes)[found] == truth
 
 
-def agreements(clustering: Clustering, rows: Tensor, clusters: Tensor, seed: int) -> Tensor:
+def agreements(
+    clustering: Clustering, rows: Tensor, clusters: Tensor, seed: int
+) -> Tensor:
     """Measure how far other clusterings of the same rows agree with the result.
 
     The other clusterings are, in this order: k-means, smoothed k-means and spectral
@@ -370,14 +387,24 @@ def agreements(clustering: Clustering, rows: Tensor, clusters: Tensor, seed: int
     free = labels == FREE
     if int(free.sum()) < 2 * (whitened.num_classes + 1):
         return torch.empty(0)
-    plain = Clustering.of(F.normalize(rows[chosen], dim=1), labels, num_novel, whitened.gcd)
+    plain = Clustering.of(
+        F.normalize(rows[chosen], dim=1), labels, num_novel, whitened.gcd
+    )
     starts = NUM_COMPARED_STARTS
-    others = [plain.partition(kind, num_novel, starts, seed) for kind in (KMEANS, SMOOTHED, SPECTRAL)]
-    others += [whitened.partition(kind, num_novel, starts, seed) for kind in (KMEANS, SPECTRAL)]
+    others = [
+        plain.partition(kind, num_novel, starts, seed)
+        for kind in (KMEANS, SMOOTHED, SPECTRAL)
+    ]
+    others += [
+        whitened.partition(kind, num_novel, starts, seed) for kind in (KMEANS, SPECTRAL)
+    ]
     others.append(whitened.run(seed + 1, starts))
     others += [half_clusters(whitened, seed + half) for half in range(NUM_HALVES)]
     num_classes = whitened.num_classes
-    shares = [matched(clusters[free], other[free], num_classes).double().mean() for other in others]
+    shares = [
+        matched(clusters[free], other[free], num_classes).double().mean()
+        for other in others
+    ]
     return torch.stack(shares)
 
 
@@ -387,7 +414,9 @@ def half_clusters(clustering: Clustering, seed: int) -> Tensor:
     free = (labels == FREE).nonzero().flatten()
     generator = torch.Generator().manual_seed(seed)
     half = free[torch.randperm(len(free), generator=generator)[: len(free) // 2]]
-    part = clustering.subset(torch.cat([(labels != FREE).nonzero().flatten(), half]).sort().values)
+    part = clustering.subset(
+        torch.cat([(labels != FREE).nonzero().flatten(), half]).sort().values
+    )
     clusters = part.run(seed, NUM_COMPARED_STARTS)
     cosines = points @ cluster_means(part.points, clusters, part.num_classes).T
     if not clustering.gcd:

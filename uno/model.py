@@ -17,10 +17,12 @@ BuildHead = Callable[[int, int], nn.Module]
 
 
 class Logits(NamedTuple):
-    """Cosines in float32 of V views; ``novel`` and ``over`` are None where the model has no such heads.
+    """Cosines in float32 of V views; ``novel`` and ``over`` are None where the model
+    has no such heads.
 
-    ``features`` are the encoder's, which baselines rank and compare; ``directions`` the projections of the
-    cluster heads, then of the overclustering heads, at length one and detached.
+    ``features`` are the encoder's, which baselines rank and compare; ``directions`` the
+    projections of the cluster heads, then of the overclustering heads, at length one
+    and detached.
     """
 
     known: Tensor  # (V, B, C_l)
@@ -33,17 +35,22 @@ class Logits(NamedTuple):
 class UnoModel(nn.Module):
     """Shared encoder E, known head h, cluster heads g_i and overclustering heads o_i.
 
-    ``num_novel`` C_u of 0 builds the encoder and the known head of C_l outputs only (pretraining).
-    ``novel_head`` builds, from (C_u, D), a baseline's one novel head, which reads the feature: (N, D) -> (1,
-    N, C_u); default: UNO's projection heads. ``adapter`` builds, from D, a module (N, D) -> (N, ``width``)
-    through which that head and the known one see the feature. What ``config.finetune`` freezes has no
+    ``num_novel`` C_u of 0 builds the encoder and the known head of C_l outputs only
+    (pretraining). ``novel_head`` builds, from (C_u, D), a baseline's one novel head,
+    which reads the feature: (N, D) -> (1, N, C_u); default: UNO's projection heads.
+    ``adapter`` builds, from D, a module (N, D) -> (N, ``width``) through which that
+    head and the known one see the feature. What ``config.finetune`` freezes has no
     gradient and stays in eval mode.
     """
 
     def __init__(
-        self, config: ModelConfig, num_known: int, num_novel: int, novel_head: BuildHead | None = None,
+        self,
+        config: ModelConfig,
+        num_known: int,
+        num_novel: int,
+        novel_head: BuildHead | None = None,
         adapter: Callable[[int], Any] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.encoder = build_encoder(config)
         features, projection = int(self.encoder.num_features), config.projection_dim  # type: ignore[arg-type]
@@ -52,7 +59,11 @@ class UnoModel(nn.Module):
             self.adapter = adapter(features)
             features = self.adapter.width
         self.known = Prototypes(num_known, features)
-        self.num_known, self.num_novel, self.num_heads = num_known, num_novel, config.num_heads
+        self.num_known, self.num_novel, self.num_heads = (
+            num_known,
+            num_novel,
+            config.num_heads,
+        )
         self.normalize_input = config.mlp_input == "normalized"
         self.projector = self.over = None
         self.novel: Any = None  # Prototypes, or a baseline's head
@@ -64,9 +75,15 @@ class UnoModel(nn.Module):
                 2 * heads if factor else heads, features, config.hidden_dim, projection
             )
             self.novel = Prototypes(heads, num_novel, projection)
-            self.over = Prototypes(heads, factor * num_novel, projection) if factor else None
+            self.over = (
+                Prototypes(heads, factor * num_novel, projection) if factor else None
+            )
         self._frozen, single = frozen_parts(self.encoder, config.finetune)
-        frozen = [p for name in self._frozen for p in self.encoder.get_submodule(name).parameters()]
+        frozen = [
+            p
+            for name in self._frozen
+            for p in self.encoder.get_submodule(name).parameters()
+        ]
         for parameter in [*frozen, *single]:
             parameter.requires_grad_(False)
         self.train()
@@ -80,19 +97,29 @@ class UnoModel(nn.Module):
 
     @torch.no_grad()
     def normalize_prototypes_(self) -> None:
-        """Scale all prototypes to length one, in place: before training's forward, evaluation, saving."""
+        """Scale all prototypes to length one, in place: before training's forward,
+        evaluation, saving.
+        """
         for module in self.modules():
             if isinstance(module, Prototypes):
-                module.weight.div_(module.weight.norm(dim=-1, keepdim=True).clamp_min_(1e-12))
+                module.weight.div_(
+                    module.weight.norm(dim=-1, keepdim=True).clamp_min_(1e-12)
+                )
 
     def features(self, images: Tensor) -> Tensor:
         """(B, 3, S, S) normalized images -> (B, D) pooled features z."""
         return self.encoder(images)
 
     def forward(self, views: Sequence[Tensor]) -> Logits:
-        """V views (B, 3, S_v, S_v), or features (B, D) -> :class:`Logits`; views of one size share a pass."""
-        batches = [torch.cat(list(group)) for _, group in groupby(views, key=lambda view: view.shape[-1])]
-        features = torch.cat([b if b.ndim == 2 else self.encoder(b) for b in batches])  # (V * B, D)
+        """V views (B, 3, S_v, S_v), or features (B, D) -> :class:`Logits`; views of
+        one size share a pass.
+        """
+        batches = [
+            torch.cat(list(group))
+            for _, group in groupby(views, key=lambda view: view.shape[-1])
+        ]
+        # (V * B, D)
+        features = torch.cat([b if b.ndim == 2 else self.encoder(b) for b in batches])
         return self.heads(features, len(views))
 
     def heads(self, features: Tensor, num_views: int = 1) -> Logits:
@@ -107,32 +134,47 @@ class UnoModel(nn.Module):
         if self.projector is None:
             novel, over, projections = self.novel(features), None, None
         else:
-            projections = unit(self.projector(directions if self.normalize_input else features))
+            projections = unit(
+                self.projector(directions if self.normalize_input else features)
+            )
             novel = self.novel.cosines(projections[: self.num_heads])
-            over = None if self.over is None else self.over.cosines(projections[self.num_heads :])
+            over = (
+                None
+                if self.over is None
+                else self.over.cosines(projections[self.num_heads :])
+            )
             projections = projections.detach()
         novel, over, projections = (
-            None if rows is None else rows.unflatten(1, (num_views, -1)).transpose(0, 1)  # (V, H, B, ...)
+            # (V, H, B, ...)
+            None if rows is None else rows.unflatten(1, (num_views, -1)).transpose(0, 1)
             for rows in (novel, over, projections)
         )
         return Logits(known, novel, over, by_view, projections)
 
 
 def build_model(
-    config: ModelConfig, num_known: int, num_novel: int, seed: int, novel_head: BuildHead | None = None,
+    config: ModelConfig,
+    num_known: int,
+    num_novel: int,
+    seed: int,
+    novel_head: BuildHead | None = None,
     adapter: Callable[[int], Any] | None = None,
-) -> UnoModel:  # fmt: skip
-    """A freshly initialized model; equal seeds give equal weights, the global random state is left alone."""
+) -> UnoModel:
+    """A freshly initialized model; equal seeds give equal weights, the global random
+    state is left alone.
+    """
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed CUDA's too
+        # torch.manual_seed would reseed CUDA's too
+        torch.default_generator.manual_seed(seed)
         return UnoModel(config, num_known, num_novel, novel_head, adapter)
 
 
 @torch.inference_mode()
 def forward(model: UnoModel, images: Tensor, config: Config) -> Logits:
-    """What ``model``, in eval mode, says of images uint8 (B, 3, S, S), on any device, under the evaluation
-    view: V = 1; or of that view's features, float (B, D), or first among cached ones (B, 1 + V, D). Whoever
-    looks at rows without training on them asks here.
+    """What ``model``, in eval mode, says of images uint8 (B, 3, S, S), on any device,
+    under the evaluation view: V = 1; or of that view's features, float (B, D), or first
+    among cached ones (B, 1 + V, D). Whoever looks at rows without training on them asks
+    here.
     """
     assert not model.training
     side = min(config.augment.large.size, images.shape[-1])
@@ -143,11 +185,14 @@ def forward(model: UnoModel, images: Tensor, config: Config) -> Logits:
 
 
 def features_of(model: UnoModel, images: Tensor | RowBlocks, config: Config) -> Tensor:
-    """Pooled features z (N, D) float32, on the model's device, of images uint8 (N, 3, S, S), N >= 1,
-    or of their cached features, which pass no head.
+    """Pooled features z (N, D) float32, on the model's device, of images uint8 (N, 3,
+    S, S), N >= 1, or of their cached features, which pass no head.
     """
     if images.ndim < 4:
         plain = images[:, 0] if images.ndim == 3 else images[:]
         return plain.float().to(model.known.weight.device)
-    parts = [forward(model, part, config).features for part in images.split(config.train.eval_batch_size)]
+    parts = [
+        forward(model, part, config).features
+        for part in images.split(config.train.eval_batch_size)
+    ]
     return torch.cat([part[0].float() for part in parts if part is not None])

@@ -1,4 +1,6 @@
-"""What the steps between two lines of metrics waited for: the data, or the slowest rank."""
+"""What the steps between two lines of metrics waited for: the data, or the slowest
+rank.
+"""
 
 import time
 from statistics import median
@@ -13,9 +15,9 @@ SLOW = 1.3  # times the median: a rank that is named
 
 
 class Pace:
-    """Counts seconds of the host, and never waits for the device. A rank's own part of a step ends with its
-    first forward pass: later it waits for the other ranks. (On GPUs these are launches: what shows there is
-    slow data and a slow host.)
+    """Counts seconds of the host, and never waits for the device. A rank's own part of
+    a step ends with its first forward pass: later it waits for the other ranks. (On
+    GPUs these are launches: what shows there is slow data and a slow host.)
     """
 
     def __init__(self, state: TrainState, batches: object) -> None:
@@ -35,22 +37,34 @@ class Pace:
         self._begun = time.perf_counter()
 
     def line(self, images_per_step: int) -> dict[str, float]:
-        """Of the steps since the last line, over all ranks, by one collective: images and milliseconds, the
-        share 0-1 of the time in which a rank waited for data (the most of all ranks; only of streamed data),
-        the gradient's norm in the last step, and the largest memory of a device so far, in GB.
+        """Of the steps since the last line, over all ranks, by one collective: images
+        and milliseconds, the share 0-1 of the time in which a rank waited for data (the
+        most of all ranks; only of streamed data), the gradient's norm in the last step,
+        and the largest memory of a device so far, in GB.
         """
         seconds, num = time.perf_counter() - self._start, self._state.step - self._first
         device, cuda = self._state.device, self._state.device.type == "cuda"
         peak = torch.cuda.max_memory_allocated(device) if cuda else 0
-        mine = [self._own / num, (self._waited_s() - self._waited) / seconds, peak / 1e9]
-        ranks = collectives.gather_rows(torch.tensor([mine], dtype=torch.float64, device=device), 0)
+        mine = [
+            self._own / num,
+            (self._waited_s() - self._waited) / seconds,
+            peak / 1e9,
+        ]
+        ranks = collectives.gather_rows(
+            torch.tensor([mine], dtype=torch.float64, device=device), 0
+        )
         own, wait, memory = ranks.T.tolist()
         self.rank_ms = 1000 * mine[0]
-        values = {"images_per_s": num * images_per_step / seconds, "step_ms": 1000 * seconds / num}
+        values = {
+            "images_per_s": num * images_per_step / seconds,
+            "step_ms": 1000 * seconds / num,
+        }
         if len(own) > 1:
             values["images_per_s_per_device"] = values["images_per_s"] / len(own)
             of_ranks = {"min": min(own), "median": median(own), "max": max(own)}
-            values |= {f"rank_ms_{name}": 1000 * value for name, value in of_ranks.items()}
+            values |= {
+                f"rank_ms_{name}": 1000 * value for name, value in of_ranks.items()
+            }
             if max(own) > SLOW * median(own):
                 values["slow_rank"] = own.index(max(own))
         if hasattr(self._batches, "waited_s"):

@@ -1,20 +1,26 @@
-"""Named settings: where they differ from the schema's defaults, which are the paper's for CIFAR10.
+"""Named settings: where they differ from the schema's defaults, which are the paper's
+for CIFAR10.
 
 - [paper]: Fini et al., ICCV 2021, Sec. 4.1 "Implementation Details" and Tab. 1;
-- [release]: the authors' first public code, where the paper gives no number (momentum, warm-up, magnitudes);
+- [release]: the authors' first public code, where the paper gives no number (momentum,
+  warm-up, magnitudes);
 - [v2]: the authors' improved recipe, published with their code after the paper.
 
-Where our numbers are not the authors' for reasons that are no preset's (executed side by side in float64):
+Where our numbers are not the authors' for reasons that are no preset's (executed side
+by side in float64):
 
-- Rates: the first release sums the losses of the two head families, which are averaged here and in v2: at one
-  learning rate ``paper`` takes half its gradient (and the release's README has batches of 256). Without
-  overclustering the cluster heads' share goes from 1/2 to 1 here, and stays 1 there.
-- BatchNorm: the release runs encoder and projector once a view, here views of one size share a pass of the
-  encoder and all views one of the projector, which small crops need (record ``2026-11-23_views-digits``).
-- The learning rate is a function of the step, there of the epoch. CIFAR10's std is the pixels', the release's
-  a mean of images' own. v2 pretrains there with batches of 256.
-- ImageNet in memory is cut from stored squares of 256 px, streamed from whole images as theirs. rKD's authors
-  have no overclustering heads on CIFAR (``--model.overcluster-factor 0``).
+- Rates: the first release sums the losses of the two head families, which are averaged
+  here and in v2: at one learning rate ``paper`` takes half its gradient (and the
+  release's README has batches of 256). Without overclustering the cluster heads' share
+  goes from 1/2 to 1 here, and stays 1 there.
+- BatchNorm: the release runs encoder and projector once a view, here views of one size
+  share a pass of the encoder and all views one of the projector, which small crops need
+  (record ``2026-11-23_views-digits``).
+- The learning rate is a function of the step, there of the epoch. CIFAR10's std is the
+  pixels', the release's a mean of images' own. v2 pretrains there with batches of 256.
+- ImageNet in memory is cut from stored squares of 256 px, streamed from whole images as
+  theirs. rKD's authors have no overclustering heads on CIFAR
+  (``--model.overcluster-factor 0``).
 
 Precedence: defaults < preset < YAML < command line < Tune sample.
 """
@@ -33,112 +39,210 @@ def _views(kind: str, **values: Any) -> Values:
 
 
 CIFAR100: Values = {
-    "data.source": "cifar100:data", "data.mean": (0.5071, 0.4865, 0.4409),
+    "data.source": "cifar100:data",
+    "data.mean": (0.5071, 0.4865, 0.4409),
     "data.std": (0.2673, 0.2564, 0.2762),
-}  # fmt: skip
+}
 
 # [v2]; pretraining keeps 0.1 and 1e-4.
 V2: Values = {
-    "recipe": "v2", "model.mlp_input": "raw",
-    "discover.base_lr": 0.4, "discover.weight_decay": 1.5e-4, "discover.epochs": 500,
-}  # fmt: skip
+    "recipe": "v2",
+    "model.mlp_input": "raw",
+    "discover.base_lr": 0.4,
+    "discover.weight_decay": 1.5e-4,
+    "discover.epochs": 500,
+}
 V2_COLOR: Values = {"brightness": 0.4, "contrast": 0.4, "saturation": 0.2}
 CIFAR_V2: Values = {
     **V2,
     **_views(
-        "large", **V2_COLOR, crop_scale=(0.5, 1.0), jitter=0.6, grayscale=0.0, solarize=0.1, equalize=0.1
+        "large",
+        **V2_COLOR,
+        crop_scale=(0.5, 1.0),
+        jitter=0.6,
+        grayscale=0.0,
+        solarize=0.1,
+        equalize=0.1,
     ),
-    **_views("small", **V2_COLOR, num_views=2, jitter=0.8, grayscale=0.0, solarize=0.2, equalize=0.2),
+    **_views(
+        "small",
+        **V2_COLOR,
+        num_views=2,
+        jitter=0.8,
+        grayscale=0.0,
+        solarize=0.2,
+        equalize=0.2,
+    ),
 }
 IMAGENET: Values = {  # views [release]; the rest as for CIFAR [paper]
-    "data.source": "imagenet:data", "data.stored_size": 256, "data.batch_sampling": "balanced",
-    "data.mean": (0.485, 0.456, 0.406), "data.std": (0.229, 0.224, 0.225),
-    **_views("large", size=224, crop="resized", crop_scale=(0.5, 1.0), blur=0.2), **_views("small", size=96),
-    "model.stem": "imagenet", "train.checkpoint_every_epochs": 1,
-}  # fmt: skip
+    "data.source": "imagenet:data",
+    "data.stored_size": 256,
+    "data.batch_sampling": "balanced",
+    "data.mean": (0.485, 0.456, 0.406),
+    "data.std": (0.229, 0.224, 0.225),
+    **_views("large", size=224, crop="resized", crop_scale=(0.5, 1.0), blur=0.2),
+    **_views("small", size=96),
+    "model.stem": "imagenet",
+    "train.checkpoint_every_epochs": 1,
+}
 IMAGENET_V2: Values = {
-    **V2, **_views("large", **V2_COLOR, grayscale=0.2),
-    **_views("small", **V2_COLOR, num_views=2, crop_scale=(0.08, 0.5), jitter=0.8, grayscale=0.2, blur=0.5),
-    "model.overcluster_factor": 4, "pretrain.epochs": 100, "discover.epochs": 60, "discover.base_lr": 0.2,
-    "pretrain.warmup_epochs": 5, "discover.warmup_epochs": 5,
-}  # fmt: skip
-# One's own photographs, few epochs on the features of a frozen encoder that somebody else has trained. Ours:
-# docs/results/photos.md says how the values were chosen. 224 px, and mean and std of
-# torchvision's encoders; others bring their own (uno.weights).
+    **V2,
+    **_views("large", **V2_COLOR, grayscale=0.2),
+    **_views(
+        "small",
+        **V2_COLOR,
+        num_views=2,
+        crop_scale=(0.08, 0.5),
+        jitter=0.8,
+        grayscale=0.2,
+        blur=0.5,
+    ),
+    "model.overcluster_factor": 4,
+    "pretrain.epochs": 100,
+    "discover.epochs": 60,
+    "discover.base_lr": 0.2,
+    "pretrain.warmup_epochs": 5,
+    "discover.warmup_epochs": 5,
+}
+# One's own photographs, few epochs on the features of a frozen encoder that somebody
+# else has trained. Ours: docs/results/photos.md says how the values were chosen. 224
+# px, and mean and std of torchvision's encoders; others bring their own (uno.weights).
 PHOTOS: Values = {
-    "data.stored_size": 256, "data.mean": (0.485, 0.456, 0.406), "data.std": (0.229, 0.224, 0.225),
+    "data.stored_size": 256,
+    "data.mean": (0.485, 0.456, 0.406),
+    "data.std": (0.229, 0.224, 0.225),
     "data.validation_fraction": 0.1,
-    **_views("large", size=224, crop="resized", crop_scale=(0.4, 1.0), jitter=0.0, grayscale=0.0),
-    "model.encoder": "torchvision:efficientnet_b0", "model.weights": "pretrained", "model.finetune": "none",
-    "model.prototype_init": "kmeans", "objective.class_prior": "kmeans", "model.hidden_dim": 256,
-    "model.projection_dim": 128, "train.batch_size": 512, "train.eval_batch_size": 128,
-    "discover.base_lr": 0.06, "discover.epochs": 30, "discover.warmup_epochs": 3,
-}  # fmt: skip
+    **_views(
+        "large",
+        size=224,
+        crop="resized",
+        crop_scale=(0.4, 1.0),
+        jitter=0.0,
+        grayscale=0.0,
+    ),
+    "model.encoder": "torchvision:efficientnet_b0",
+    "model.weights": "pretrained",
+    "model.finetune": "none",
+    "model.prototype_init": "kmeans",
+    "objective.class_prior": "kmeans",
+    "model.hidden_dim": 256,
+    "model.projection_dim": 128,
+    "train.batch_size": 512,
+    "train.eval_batch_size": 128,
+    "discover.base_lr": 0.06,
+    "discover.epochs": 30,
+    "discover.warmup_epochs": 3,
+}
 PRECOMPUTED: Values = {**PHOTOS, "model.encoder": VECTORS}
 DIGIT_VIEW = dict(
-    crop="none", flip=0.0, affine=1.0, affine_degrees=15.0, affine_translate=0.12, affine_shear=10.0,
-    affine_scale=(0.85, 1.15), jitter=0.8, brightness=0.4, contrast=0.4, saturation=0.0, hue=0.0,
-    grayscale=0.0, size=8,
-)  # fmt: skip
+    crop="none",
+    flip=0.0,
+    affine=1.0,
+    affine_degrees=15.0,
+    affine_translate=0.12,
+    affine_shear=10.0,
+    affine_scale=(0.85, 1.15),
+    jitter=0.8,
+    brightness=0.4,
+    contrast=0.4,
+    saturation=0.0,
+    hue=0.0,
+    grayscale=0.0,
+    size=8,
+)
 DIGITS: Values = {
-    **_views("large", **DIGIT_VIEW), **_views("small", **DIGIT_VIEW),
-    "data.source": "digits", "data.known_classes": "first:5", "data.stored_size": 8,
-    "data.mean": (0.3053, 0.3053, 0.3053), "data.std": (0.3761, 0.3761, 0.3761),
-    "model.encoder": "resnet_small", "model.hidden_dim": 512, "model.projection_dim": 128,
-    "train.batch_size": 128, "pretrain.epochs": 30, "pretrain.warmup_epochs": 3,
-    "discover.epochs": 60, "discover.warmup_epochs": 5,
-}  # fmt: skip
+    **_views("large", **DIGIT_VIEW),
+    **_views("small", **DIGIT_VIEW),
+    "data.source": "digits",
+    "data.known_classes": "first:5",
+    "data.stored_size": 8,
+    "data.mean": (0.3053, 0.3053, 0.3053),
+    "data.std": (0.3761, 0.3761, 0.3761),
+    "model.encoder": "resnet_small",
+    "model.hidden_dim": 512,
+    "model.projection_dim": 128,
+    "train.batch_size": 128,
+    "pretrain.epochs": 30,
+    "pretrain.warmup_epochs": 3,
+    "discover.epochs": 60,
+    "discover.warmup_epochs": 5,
+}
 
 
 # CIFAR10 in an hour of a CPU core. Ours: chosen by docs/results/cpu-recipe.md.
 CIFAR_CPU: Values = {
-    "recipe": "cpu", "model.encoder": "resnet_small", "model.width": 24, "model.stages": 4,
-    "model.stem": "cifar_stride2", "model.hidden_dim": 512, "model.projection_dim": 128,
-    "train.batch_size": 256, "train.checkpoint_every_epochs": 1, "pretrain.epochs": 8,
-    "pretrain.warmup_epochs": 1, "pretrain.base_lr": 0.4, "pretrain.weight_decay": 5e-4,
-    "discover.epochs": 12, "discover.warmup_epochs": 0.5, "discover.base_lr": 0.4,
+    "recipe": "cpu",
+    "model.encoder": "resnet_small",
+    "model.width": 24,
+    "model.stages": 4,
+    "model.stem": "cifar_stride2",
+    "model.hidden_dim": 512,
+    "model.projection_dim": 128,
+    "train.batch_size": 256,
+    "train.checkpoint_every_epochs": 1,
+    "pretrain.epochs": 8,
+    "pretrain.warmup_epochs": 1,
+    "pretrain.base_lr": 0.4,
+    "pretrain.weight_decay": 5e-4,
+    "discover.epochs": 12,
+    "discover.warmup_epochs": 0.5,
+    "discover.base_lr": 0.4,
     "discover.weight_decay": 1.5e-4,
-}  # fmt: skip
+}
 
 
-PRESETS: dict[str, tuple[Values, Values]] = {  # the paper's values (Tab. 1), and what v2 changes in them
-    # scikit-learn's 1,797 real 8x8 digits: 0-4 known, 5-9 novel. Not in the paper: sizes, rates, epochs and
-    # the affine views are ours; tau, iterations and m are the paper's. Digits must not be flipped.
+# the paper's values (Tab. 1), and what v2 changes in them
+PRESETS: dict[str, tuple[Values, Values]] = {
+    # scikit-learn's 1,797 real 8x8 digits: 0-4 known, 5-9 novel. Not in the paper:
+    # sizes, rates, epochs and the affine views are ours; tau, iterations and m are the
+    # paper's. Digits must not be flipped.
     "digits": (DIGITS, {"recipe": "v2", "model.mlp_input": "raw"}),
-    "cifar10": ({"data.source": "cifar10:data", "data.known_classes": "first:5"},
-                      {**CIFAR_V2, "model.overcluster_factor": 10}),
-    "cifar100_20": ({**CIFAR100, "data.known_classes": "first:80"},
-                          {**CIFAR_V2, "model.overcluster_factor": 5}),
+    "cifar10": (
+        {"data.source": "cifar10:data", "data.known_classes": "first:5"},
+        {**CIFAR_V2, "model.overcluster_factor": 10},
+    ),
+    "cifar100_20": (
+        {**CIFAR100, "data.known_classes": "first:80"},
+        {**CIFAR_V2, "model.overcluster_factor": 5},
+    ),
     "cifar100_50": ({**CIFAR100, "data.known_classes": "first:50"}, CIFAR_V2),
-    # Batches pair one labeled with one unlabeled image and cycle the shorter set [release].
+    # Batches pair one labeled with one unlabeled image and cycle the shorter set
+    # [release].
     "imagenet": (IMAGENET, IMAGENET_V2),
     "photos": (PHOTOS, {"recipe": "v2", "model.mlp_input": "raw"}),
     VECTORS: (PRECOMPUTED, {"recipe": "v2", "model.mlp_input": "raw"}),
-    # Of one's own images uno.data.defaults decides size, stem, batch, epochs, mean and std.
+    # Of one's own images uno.data.defaults decides size, stem, batch, epochs, mean and
+    # std.
     "scratch": ({}, CIFAR_V2),
-}  # fmt: skip
+}
 CPU: dict[str, Values] = {"cifar10": CIFAR_CPU}
 """What the recipe ``cpu`` changes in the paper's values."""
 
-BENCHMARKS = ("digits", "cifar10", "cifar100", "imagenet")  # kinds of sources with presets of their own
+# kinds of sources with presets of their own
+BENCHMARKS = ("digits", "cifar10", "cifar100", "imagenet")
 
 
 def is_custom_data(given: Mapping[str, Any]) -> bool:
-    """Whether the data of dotted keys is the user's, not that of a benchmark, whose rows are the paper's."""
+    """Whether the data of dotted keys is the user's, not that of a benchmark, whose
+    rows are the paper's.
+    """
     kind = str(given.get("data.source", "digits")).partition(":")[0]
     return given.get("data.labeled") is not None or kind not in BENCHMARKS
 
 
 IMAGE_SIZE = "image_size"
-"""One key for the side of images in pixels; what it sets is :func:`apply_image_size`."""
+"""One key for the side of images in pixels; what it sets is
+:func:`apply_image_size`.
+"""
 SIZES = ("augment.large.size", "data.stored_size", "augment.small.size")
 
 
 def apply_image_size(
     config: Config, given: Mapping[str, Any], described: Mapping[str, Any] | None = None
 ) -> Values:
-    """``given`` with its one size of images spelled out: all lengths in pixels, in the proportions of
-    ``config``, unless ``described`` by an encoder's maker. ConfigError: another size is given, too.
+    """``given`` with its one size of images spelled out: all lengths in pixels, in the
+    proportions of ``config``, unless ``described`` by an encoder's maker. ConfigError:
+    another size is given, too.
     """
     own = {key: value for key, value in given.items() if key != IMAGE_SIZE}
     if (size := given.get(IMAGE_SIZE)) is None:
@@ -146,15 +250,18 @@ def apply_image_size(
     large, small = config.augment.large, config.augment.small
     scale = override(config, {SIZES[0]: size}).augment.large.size / large.size
     found = {
-        "augment.large.size": size, "augment.small.size": max(4, round(small.size * scale)),
+        "augment.large.size": size,
+        "augment.small.size": max(4, round(small.size * scale)),
         "data.stored_size": max(4, min(round(config.data.stored_size * scale), 1024)),
         "augment.large.crop_padding": round(large.crop_padding * scale),
-        "augment.small.crop_padding": round(small.crop_padding * scale), **(described or {}),
-    }  # fmt: skip
+        "augment.small.crop_padding": round(small.crop_padding * scale),
+        **(described or {}),
+    }
     for key in SIZES:
         if own.get(key, found[key]) != found[key]:
             raise ConfigError(
-                f"image_size {size} sets {key} to {found[key]}, not {own[key]}: give one of them"
+                f"image_size {size} sets {key} to {found[key]}, not {own[key]}: give"
+                " one of them"
             )
     return found | own
 
@@ -165,14 +272,20 @@ def preset(name: str, recipe: str = "paper") -> Config:
 
 
 def preset_values(name: str, recipe: str = "paper") -> Values:
-    """What a preset changes, by dotted key; ``cifar100-20`` is ``cifar100_20``. ConfigError: no such one."""
+    """What a preset changes, by dotted key; ``cifar100-20`` is ``cifar100_20``.
+    ConfigError: no such one.
+    """
     name = name.replace("-", "_")
     if name not in PRESETS:
         before = ["scratch"] if name == "custom" else []
-        hint = did_you_mean(name, PRESETS, "choose from " + ", ".join(PRESETS), likely=before)
+        hint = did_you_mean(
+            name, PRESETS, "choose from " + ", ".join(PRESETS), likely=before
+        )
         raise ConfigError(f"unknown preset {name!r}{hint}")
     paper, v2 = PRESETS[name]
     recipes = {"paper": {}, "v2": v2, **({"cpu": CPU[name]} if name in CPU else {})}
     if recipe not in recipes:
-        raise ConfigError(f"{name} has no recipe {recipe!r}; choose from {', '.join(recipes)}")
+        raise ConfigError(
+            f"{name} has no recipe {recipe!r}; choose from {', '.join(recipes)}"
+        )
     return {"preset": name} | paper | recipes[recipe]

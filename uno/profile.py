@@ -14,12 +14,15 @@ TOP = 5
 
 
 class Profile:
-    """Traces ``steps`` of a phase: ``profile/PHASE.json`` for Perfetto, ``PHASE.txt`` with the operators that
-    took most, which ``uno doctor RUN`` shows, and on CUDA ``PHASE.pickle``, a snapshot for
-    pytorch.org/memory_viz. Outside these steps it costs nothing.
+    """Traces ``steps`` of a phase: ``profile/PHASE.json`` for Perfetto, ``PHASE.txt``
+    with the operators that took most, which ``uno doctor RUN`` shows, and on CUDA
+    ``PHASE.pickle``, a snapshot for pytorch.org/memory_viz. Outside these steps it
+    costs nothing.
     """
 
-    def __init__(self, steps: range, phase: str, device: torch.device, storage: Storage) -> None:
+    def __init__(
+        self, steps: range, phase: str, device: torch.device, storage: Storage
+    ) -> None:
         self._steps, self._phase, self._storage = steps, phase, storage
         self._cuda = device.type == "cuda"
         self._running: Any = None
@@ -50,11 +53,15 @@ class Profile:
         with tempfile.TemporaryDirectory() as folder:
             if write:
                 found.export_chrome_trace(os.path.join(folder, f"{self._phase}.json"))
-                with open(os.path.join(folder, f"{self._phase}.txt"), "w", encoding="utf-8") as file:
+                with open(
+                    os.path.join(folder, f"{self._phase}.txt"), "w", encoding="utf-8"
+                ) as file:
                     file.write(self._top(found))
             if self._cuda:
                 if write:
-                    torch.cuda.memory._dump_snapshot(os.path.join(folder, f"{self._phase}.pickle"))
+                    torch.cuda.memory._dump_snapshot(
+                        os.path.join(folder, f"{self._phase}.pickle")
+                    )
                 torch.cuda.memory._record_memory_history(enabled=None)
             for name in os.listdir(folder):
                 with open(os.path.join(folder, name), "rb") as file:
@@ -62,8 +69,13 @@ class Profile:
 
     def _top(self, found: Any) -> str:
         kind = "device" if self._cuda else "cpu"
-        times = {e.key: getattr(e, f"self_{kind}_time_total") for e in found.key_averages()}
+        times = {
+            e.key: getattr(e, f"self_{kind}_time_total") for e in found.key_averages()
+        }
         total = sum(times.values()) or 1
         top = sorted(times, key=lambda name: -times[name])[:TOP]
         shares = ", ".join(f"{name} {times[name] / total:.0%}" for name in top)
-        return f"{self._phase} steps {self._first}-{self._last}: of the {kind}'s time {shares}"
+        return (
+            f"{self._phase} steps {self._first}-{self._last}: of the {kind}'s time"
+            f" {shares}"
+        )

@@ -1,9 +1,12 @@
-"""A frozen encoder at the speed of a CPU: OpenVINO, ONNX Runtime or torch.compile in the place of PyTorch's
-layers, in float32; in bfloat16 by OpenVINO or PyTorch, with compute.precision bf16.
+"""A frozen encoder at the speed of a CPU: OpenVINO, ONNX Runtime or torch.compile in
+the place of PyTorch's layers, in float32; in bfloat16 by OpenVINO or PyTorch, with
+compute.precision bf16.
 
-A runtime is used if its features of the first images equal PyTorch's in float32 up to :data:`TOLERANCE`, or
-:data:`OF_BF16`. The number of images that pass at once is measured on them. Threads share the batches of a
-call, each computed by one, so that features do not depend on the number of threads.
+A runtime is used if its features of the first images equal PyTorch's in float32 up to
+:data:`TOLERANCE`, or
+:data:`OF_BF16`. The number of images that pass at once is measured on them. Threads
+share the batches of a call, each computed by one, so that features do not depend on the
+number of threads.
 """
 
 import logging
@@ -27,40 +30,54 @@ from uno.errors import ConfigError, one_line
 AUTO, EVERY, TORCH = "auto", "every", "torch"
 BF16 = "openvino"  # the one that computes in bfloat16 too
 PACKAGES = {"openvino": ("openvino",), "onnx": ("onnxruntime", "onnx", "onnxscript")}
-"""What runtimes need. PyTorch is compared with the first one that is installed and works; of many images, for
-which ``auto`` is ``every``, with all of them.
+"""What runtimes need. PyTorch is compared with the first one that is installed and
+works; of many images, for which ``auto`` is ``every``, with all of them.
 """
-TOLERANCE = 1e-3  # of the length of a row's features: a cosine above .999999; float32 differs by 1e-5
-OF_BF16 = 2.0  # times the difference that PyTorch's own bfloat16 has: .01 to .05 of the length
+# of the length of a row's features: a cosine above .999999; float32 differs by 1e-5
+TOLERANCE = 1e-3
+# times the difference that PyTorch's own bfloat16 has: .01 to .05 of the length
+OF_BF16 = 2.0
 BATCH_SIZES = (4, 8, 16)
-MIN_PIXELS = 1_000 * 224**2  # of all images; of fewer ``auto`` is PyTorch: a conversion takes 5-30 s
+# of all images; of fewer ``auto`` is PyTorch: a conversion takes 5-30 s
+MIN_PIXELS = 1_000 * 224**2
 MANY_PIXELS = 20 * MIN_PIXELS  # minutes, even by the fastest
 TIMED_S, MAX_ROUNDS = 0.5, 3  # of the images that are timed: no round after that time
 
 log = logging.getLogger(__name__)
 
 Program = Callable[[Tensor], Tensor]
-"""float32 (B, 3, S, S) -> (B, D), of the B and S that it was built for, from any thread."""
+"""float32 (B, 3, S, S) -> (B, D), of the B and S that it was built for, from any
+thread.
+"""
 
 
 class Plan(NamedTuple):
-    """The runtime of an encoder, how many images pass it at once, None: as measured, whether in bfloat16."""
+    """The runtime of an encoder, how many images pass it at once, None: as measured,
+    whether in bfloat16.
+    """
 
     runtime: str
     batch_size: int | None = None
     bf16: bool = False
 
 
-def plan_of(config: Config, num_images: int, side: int, device: torch.device) -> Plan | None:
-    """How ``num_images`` of ``side`` by ``side`` pixels should pass the encoder of ``config`` on ``device``,
-    None: as PyTorch has it. ConfigError: as :func:`require_runtime`.
+def plan_of(
+    config: Config, num_images: int, side: int, device: torch.device
+) -> Plan | None:
+    """How ``num_images`` of ``side`` by ``side`` pixels should pass the encoder of
+    ``config`` on ``device``, None: as PyTorch has it. ConfigError: as
+    :func:`require_runtime`.
     """
     require_runtime(config)
     name: str = config.compute.encoder_runtime
     num_pixels, bf16 = num_images * side**2, config.compute.precision == "bf16"
     pays = name != AUTO or (num_pixels >= MIN_PIXELS and bool(_installed(bf16)))
     name = EVERY if name == AUTO and num_pixels >= MANY_PIXELS else name
-    return Plan(name, bf16=bf16) if device.type == "cpu" and name != TORCH and pays else None
+    return (
+        Plan(name, bf16=bf16)
+        if device.type == "cpu" and name != TORCH and pays
+        else None
+    )
 
 
 def is_allowed(config: Config, plan: Plan, device: torch.device) -> bool:
@@ -82,13 +99,26 @@ def threads(number: int) -> Iterator[None]:
 
 
 def require_runtime(config: Config) -> None:
-    """ConfigError: ``compute.encoder_runtime`` is not installed, or does not compute in the precision."""
+    """ConfigError: ``compute.encoder_runtime`` is not installed, or does not compute
+    in the precision.
+    """
     name = config.compute.encoder_runtime
-    if missing := [package for package in PACKAGES.get(name, ()) if find_spec(package) is None]:
-        needs = "needs the " + ("package " if len(missing) == 1 else "packages ") + ", ".join(missing)
-        raise ConfigError(f"compute.encoder_runtime {name} {needs}: pip install {' '.join(missing)}")
+    if missing := [
+        package for package in PACKAGES.get(name, ()) if find_spec(package) is None
+    ]:
+        needs = (
+            "needs the "
+            + ("package " if len(missing) == 1 else "packages ")
+            + ", ".join(missing)
+        )
+        raise ConfigError(
+            f"compute.encoder_runtime {name} {needs}: pip install {' '.join(missing)}"
+        )
     if name not in (AUTO, TORCH, BF16) and config.compute.precision == "bf16":
-        raise ConfigError(f"compute.encoder_runtime {name} computes in float32: not with precision bf16")
+        raise ConfigError(
+            f"compute.encoder_runtime {name} computes in float32: not with precision"
+            " bf16"
+        )
 
 
 def _installed(bf16: bool = False) -> list[str]:
@@ -97,16 +127,19 @@ def _installed(bf16: bool = False) -> list[str]:
 
 
 class Runtime(nn.Module):
-    """``encoder``, in eval mode and on the CPU, as ``plan`` says, by ``threads`` threads: (B, 3, S, S) ->
-    (B, D) without a graph. The first images settle it. Images of another size pass the encoder itself, as all
-    do where a runtime fails or gives other features; then a line is logged.
+    """``encoder``, in eval mode and on the CPU, as ``plan`` says, by ``threads``
+    threads: (B, 3, S, S) -> (B, D) without a graph. The first images settle it. Images
+    of another size pass the encoder itself, as all do where a runtime fails or gives
+    other features; then a line is logged.
     """
 
     def __init__(self, encoder: nn.Module, plan: Plan, threads: int) -> None:
         super().__init__()
         self.encoder, self.num_features, self.plan = encoder, encoder.num_features, plan
         self._threads, self._lock = threads, threading.Lock()
-        self._pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
+        self._pool = ThreadPoolExecutor(
+            threads, initializer=torch.set_num_threads, initargs=(1,)
+        )
         self._program: Program | None = None
         self._shape: torch.Size | None = None
 
@@ -117,7 +150,11 @@ class Runtime(nn.Module):
                 self._settle(images)
         assert self._program is not None and self.plan.batch_size is not None
         same = images.shape[1:] == self._shape
-        program = self._program if same else partial(_torch, self.encoder, bf16=self.plan.bf16)
+        program = (
+            self._program
+            if same
+            else partial(_torch, self.encoder, bf16=self.plan.bf16)
+        )
         return self._run(program, images, self.plan.batch_size)
 
     def _settle(self, images: Tensor) -> None:
@@ -126,11 +163,17 @@ class Runtime(nn.Module):
         expected = self._run(partial(_torch, self.encoder), images, min(BATCH_SIZES))
         tolerance = TOLERANCE
         if self.plan.bf16:
-            own = self._run(partial(_torch, self.encoder, bf16=True), images, min(BATCH_SIZES))
-            tolerance = max(TOLERANCE, OF_BF16 * float(_difference(own, expected).max()))
+            own = self._run(
+                partial(_torch, self.encoder, bf16=True), images, min(BATCH_SIZES)
+            )
+            tolerance = max(
+                TOLERANCE, OF_BF16 * float(_difference(own, expected).max())
+            )
         wanted, found = self.plan.runtime, list[tuple[float, Plan, Program]]()
         compares = wanted in (AUTO, EVERY)
-        for name in [*_installed(self.plan.bf16), TORCH] if compares else [wanted, TORCH]:
+        for name in (
+            [*_installed(self.plan.bf16), TORCH] if compares else [wanted, TORCH]
+        ):
             if not found or wanted == EVERY or (compares and name == TORCH):
                 found += self._candidates(name, images, expected, tolerance)
         _, self.plan, self._program = min(found, key=lambda one: one[0])
@@ -139,15 +182,33 @@ class Runtime(nn.Module):
     def _candidates(
         self, name: str, images: Tensor, expected: Tensor, tolerance: float
     ) -> list[tuple[float, Plan, Program]]:
-        """Seconds, plan and program of a runtime for each size of a batch; a line says why there is none."""
-        sizes, found = [self.plan.batch_size] if self.plan.batch_size else BATCH_SIZES, []
+        """Seconds, plan and program of a runtime for each size of a batch; a line
+        says why there is none.
+        """
+        sizes, found = (
+            [self.plan.batch_size] if self.plan.batch_size else BATCH_SIZES,
+            [],
+        )
         bf16 = self.plan.bf16
         try:
-            for size, program in BUILD[name](self.encoder, images, sizes, self._threads, bf16):
-                worst = float(_difference(self._run(program, images, size), expected).max())
+            for size, program in BUILD[name](
+                self.encoder, images, sizes, self._threads, bf16
+            ):
+                worst = float(
+                    _difference(self._run(program, images, size), expected).max()
+                )
                 if name != TORCH and not worst <= tolerance:
-                    raise ValueError(f"its features differ from PyTorch's by {worst:.1e} of their length")
-                found.append((self._seconds(program, images, size), Plan(name, size, bf16), program))
+                    raise ValueError(
+                        f"its features differ from PyTorch's by {worst:.1e} of their"
+                        " length"
+                    )
+                found.append(
+                    (
+                        self._seconds(program, images, size),
+                        Plan(name, size, bf16),
+                        program,
+                    )
+                )
         except Exception as error:  # those of converters have no name in common
             if name == TORCH:
                 raise
@@ -158,7 +219,11 @@ class Runtime(nn.Module):
 
     def _seconds(self, program: Program, images: Tensor, size: int) -> float:
         """Of the fastest round of these images for each thread."""
-        every, start, best = images.repeat(self._threads, 1, 1, 1), time.perf_counter(), float("inf")
+        every, start, best = (
+            images.repeat(self._threads, 1, 1, 1),
+            time.perf_counter(),
+            float("inf"),
+        )
         for _ in range(MAX_ROUNDS):
             before = time.perf_counter()
             self._run(program, every, size)
@@ -179,9 +244,11 @@ def _difference(features: Tensor, expected: Tensor) -> Tensor:
     return (features - expected).norm(dim=1) / expected.norm(dim=1)
 
 
-Build = Callable[[nn.Module, Tensor, Sequence[int], int, bool], Iterator[tuple[int, Program]]]
-"""Encoder, examples (B, 3, S, S), sizes of batches, number of threads, whether in bfloat16 -> a program for
-each size.
+Build = Callable[
+    [nn.Module, Tensor, Sequence[int], int, bool], Iterator[tuple[int, Program]]
+]
+"""Encoder, examples (B, 3, S, S), sizes of batches, number of threads, whether in
+bfloat16 -> a program for each size.
 """
 
 
@@ -205,7 +272,9 @@ def _torch(encoder: Program, images: Tensor, bf16: bool = False) -> Tensor:
 
 @contextmanager
 def _kept_logging() -> Iterator[None]:
-    """OpenVINO's converter silences every logger's warnings, where it fails for good."""
+    """OpenVINO's converter silences every logger's warnings, where it fails for
+    good.
+    """
     root = logging.getLogger()
     level, filters, handlers = root.level, [*root.filters], [*root.handlers]
     try:
@@ -220,19 +289,33 @@ def _with_openvino(
 ) -> Iterator[tuple[int, Program]]:
     import openvino
 
-    with warnings.catch_warnings(action="ignore"), _kept_logging(), torch.inference_mode():  # the tracer's
+    # the tracer's
+    with (
+        warnings.catch_warnings(action="ignore"),
+        _kept_logging(),
+        torch.inference_mode(),
+    ):
         model = openvino.convert_model(encoder, example_input=images[:2])
     precision = "bf16" if bf16 else "f32"
-    how = {"NUM_STREAMS": threads, "INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": precision}
+    how = {
+        "NUM_STREAMS": threads,
+        "INFERENCE_NUM_THREADS": threads,
+        "INFERENCE_PRECISION_HINT": precision,
+    }
     for size in sizes:
         model.reshape([size, *images.shape[1:]])
-        # The plugin gives its thread a stack for signals and frees it with the model: the next signal of a
-        # thread that lives on would end the process. This thread ends here.
+        # The plugin gives its thread a stack for signals and frees it with the model:
+        # the next signal of a thread that lives on would end the process. This thread
+        # ends here.
         with ThreadPoolExecutor(1) as compiler:
-            compiled = compiler.submit(openvino.Core().compile_model, model, "CPU", how).result()
+            compiled = compiler.submit(
+                openvino.Core().compile_model, model, "CPU", how
+            ).result()
         own = threading.local()
 
-        def program(images: Tensor, compiled: Any = compiled, own: threading.local = own) -> Tensor:
+        def program(
+            images: Tensor, compiled: Any = compiled, own: threading.local = own
+        ) -> Tensor:
             if not hasattr(own, "request"):  # of each thread
                 own.request = compiled.create_infer_request()
             return torch.from_numpy(own.request.infer([images.numpy()])[0].copy())
@@ -246,7 +329,9 @@ def _with_onnx(
     import onnxruntime
 
     shapes = ({0: torch.export.Dim("batch", min=1)},)
-    data = to_onnx(encoder, "images", "features", args=(images[:2],), dynamic_shapes=shapes)
+    data = to_onnx(
+        encoder, "images", "features", args=(images[:2],), dynamic_shapes=shapes
+    )
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     session = onnxruntime.InferenceSession(
@@ -261,16 +346,27 @@ def _with_onnx(
 
 
 BUILD: dict[str, Build] = {
-    "openvino": _with_openvino, "onnx": _with_onnx, "compile": _compiled, TORCH: _with_torch,
-}  # fmt: skip
+    "openvino": _with_openvino,
+    "onnx": _with_onnx,
+    "compile": _compiled,
+    TORCH: _with_torch,
+}
 """Every runtime."""
 
 
 def to_onnx(module: nn.Module, input: str, output: str, **traced: Any) -> Any:
-    """The ``ModelProto`` of a module of one input and output; ``traced``: for ``torch.export.export``."""
-    with warnings.catch_warnings(action="ignore"):  # the exporter announces changes of its own code
+    """The ``ModelProto`` of a module of one input and output; ``traced``: for
+    ``torch.export.export``.
+    """
+    # the exporter announces changes of its own code
+    with warnings.catch_warnings(action="ignore"):
         exported = torch.onnx.export(
-            module, **traced, input_names=[input], output_names=[output], dynamo=True, verbose=False
+            module,
+            **traced,
+            input_names=[input],
+            output_names=[output],
+            dynamo=True,
+            verbose=False,
         )
     assert exported is not None
     return exported.model_proto

@@ -16,11 +16,12 @@ COUNTERS = ("epoch_losses", "head_losses", "window_loss", "skipped")
 class TrainState:
     """Model, optimizer and the running head losses after ``step`` optimizer steps.
 
-    ``epoch_losses`` (H + 1,) sums the cluster loss of each head over this worker's current epoch, and counts
-    its steps; ``head_losses`` (H,) is the mean over the last finished epoch and all workers; ``window_loss``
-    (2,) the sum and count of the total loss since the last line of metrics. Skipped steps enter none of them.
-    The sums are float64: adding float32 numbers in another order, as a resumed run does, changes no bit of
-    them.
+    ``epoch_losses`` (H + 1,) sums the cluster loss of each head over this worker's
+    current epoch, and counts its steps; ``head_losses`` (H,) is the mean over the last
+    finished epoch and all workers; ``window_loss`` (2,) the sum and count of the total
+    loss since the last line of metrics. Skipped steps enter none of them. The sums are
+    float64: adding float32 numbers in another order, as a resumed run does, changes no
+    bit of them.
     """
 
     model: UnoModel
@@ -33,15 +34,21 @@ class TrainState:
     window_loss: Tensor
     skipped: Tensor  # () steps skipped for non-finite gradients
     step: int = 0
-    total_steps: int = 1  # of the phase's schedule and its warm-up; set by uno.train.fit
+    # of the phase's schedule and its warm-up; set by uno.train.fit
+    total_steps: int = 1
     warmup_steps: int = 0
-    extra: dict[str, Tensor] = field(default_factory=dict)  # what a method keeps from step to step
-    grad_norm: Tensor | None = None  # () of all gradients of the last step; not in checkpoints
-    teacher: nn.Module | None = None  # the pretrained network, of methods that ask for it; not in checkpoints
+    # what a method keeps from step to step
+    extra: dict[str, Tensor] = field(default_factory=dict)
+    # () of all gradients of the last step; not in checkpoints
+    grad_norm: Tensor | None = None
+    # the pretrained network, of methods that ask for it; not in checkpoints
+    teacher: nn.Module | None = None
 
     @property
     def best_head(self) -> int:
-        """Index of the head with the lowest training cluster loss over the last finished epoch."""
+        """Index of the head with the lowest training cluster loss over the last
+        finished epoch.
+        """
         return int(self.head_losses.argmin())
 
     @property
@@ -51,34 +58,56 @@ class TrainState:
 
 
 def new_state(
-    model: UnoModel, forward: nn.Module, phase: PhaseConfig, device: torch.device, autocast: bool,
+    model: UnoModel,
+    forward: nn.Module,
+    phase: PhaseConfig,
+    device: torch.device,
+    autocast: bool,
     encoder_lr_factor: float = 1.0,
-) -> TrainState:  # fmt: skip
-    """State at step 0, with SGD as in the paper, over what is trained; the encoder's rate is
-    ``encoder_lr_factor`` times that of the rest. The fused kernel skips non-finite steps without waiting.
-    Another optimizer is named here alone, with all that it keeps of a parameter: checkpoints hold that,
-    whatever it is.
+) -> TrainState:
+    """State at step 0, with SGD as in the paper, over what is trained; the encoder's
+    rate is ``encoder_lr_factor`` times that of the rest. The fused kernel skips
+    non-finite steps without waiting. Another optimizer is named here alone, with all
+    that it keeps of a parameter: checkpoints hold that, whatever it is.
     """
-    trained, num_heads = trained_parameters(model), model.num_heads if model.num_novel else 1
+    trained, num_heads = (
+        trained_parameters(model),
+        model.num_heads if model.num_novel else 1,
+    )
     groups: list[dict[str, Any]] = [{"params": list(trained.values()), "factor": 1.0}]
     if encoder_lr_factor != 1:
-        encoder = {name: p for name, p in trained.items() if name.startswith("encoder.")}
+        encoder = {
+            name: p for name, p in trained.items() if name.startswith("encoder.")
+        }
         rest = [p for name, p in trained.items() if name not in encoder]
-        slow = [{"params": list(encoder.values()), "factor": encoder_lr_factor}] if encoder else []
+        slow = (
+            [{"params": list(encoder.values()), "factor": encoder_lr_factor}]
+            if encoder
+            else []
+        )
         groups = [*slow, {"params": rest, "factor": 1.0}]
     optimizer = torch.optim.SGD(
-        groups, phase.base_lr, phase.momentum, weight_decay=phase.weight_decay, fused=True
+        groups,
+        phase.base_lr,
+        phase.momentum,
+        weight_decay=phase.weight_decay,
+        fused=True,
     )
     for parameter in trained.values():
-        # Where the very first step is skipped, the fused kernel leaves buffers it makes itself uninitialized.
+        # Where the very first step is skipped, the fused kernel leaves buffers it makes
+        # itself uninitialized.
         optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return TrainState(
-        model, forward, optimizer, device, autocast,
+        model,
+        forward,
+        optimizer,
+        device,
+        autocast,
         epoch_losses=torch.zeros(num_heads + 1, dtype=torch.float64, device=device),
         head_losses=torch.full((num_heads,), float("inf"), device=device),
         window_loss=torch.zeros(2, dtype=torch.float64, device=device),
         skipped=torch.zeros((), device=device),
-    )  # fmt: skip
+    )
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -88,7 +117,9 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def state_tensors(state: TrainState) -> dict[str, Tensor]:
     """All tensors needed to continue bit for bit, by name."""
-    tensors = {f"model/{name}": tensor for name, tensor in state.model.state_dict().items()}
+    tensors = {
+        f"model/{name}": tensor for name, tensor in state.model.state_dict().items()
+    }
     for name, parameter in trained_parameters(state.model).items():
         kept = state.optimizer.state[parameter]
         tensors |= {f"optimizer/{name}/{key}": tensor for key, tensor in kept.items()}
@@ -105,10 +136,16 @@ def load_state_(state: TrainState, tensors: dict[str, Tensor], step: int) -> Non
     for name in COUNTERS:
         getattr(state, name).copy_(tensors[name])
     extra = with_prefix(tensors, "extra/")
-    state.extra = {name: tensor.to(state.device, copy=True) for name, tensor in extra.items()}
+    state.extra = {
+        name: tensor.to(state.device, copy=True) for name, tensor in extra.items()
+    }
     state.step = step
 
 
 def with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """The tensors whose names begin with ``prefix``, under the rest of their names."""
-    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): t
+        for name, t in tensors.items()
+        if name.startswith(prefix)
+    }

@@ -6,7 +6,9 @@ from uno.errors import printable
 
 
 def visible(name: object, limit: int = 300) -> str:
-    """At most ``limit`` characters of ``name``, unprintable ones spelled out; not escaped for HTML."""
+    """At most ``limit`` characters of ``name``, unprintable ones spelled out; not
+    escaped for HTML.
+    """
     shown = printable(str(name)[: limit + 1])
     return shown if len(shown) <= limit else f"{shown[: limit - 1]}…"
 
@@ -17,7 +19,9 @@ def composed(name: str) -> str:
 
 
 def folded(name: str) -> str:
-    """Equal for names that people, or file systems, take for one: by Unicode normalization and case."""
+    """Equal for names that people, or file systems, take for one: by Unicode
+    normalization and case.
+    """
     return composed(composed(name).casefold())
 
 

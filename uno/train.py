@@ -1,4 +1,6 @@
-"""THE training loop, the same without Ray, in a Ray Train worker and in a Tune trial."""
+"""THE training loop, the same without Ray, in a Ray Train worker and in a Tune
+trial.
+"""
 
 import logging
 import math
@@ -34,7 +36,9 @@ log = logging.getLogger(__name__)
 
 
 class Worker(Protocol):
-    """What the loop needs to know of where it runs: LocalWorker, or a worker of ``pipelines`` or ``tune``."""
+    """What the loop needs to know of where it runs: LocalWorker, or a worker of
+    ``pipelines`` or ``tune``.
+    """
 
     rank: int
     world_size: int
@@ -44,19 +48,25 @@ class Worker(Protocol):
         """The module to call in training: the model itself, or its DDP wrapper."""
 
     def report(self, metrics: dict[str, Any]) -> None:
-        """Hand a line of metrics to whoever watches; those of an epoch on every rank equally often."""
+        """Hand a line of metrics to whoever watches; those of an epoch on every rank
+        equally often.
+        """
 
     def should_stop(self, step: int) -> bool:
         """Whether to save and leave before ``step``; the same answer on every rank."""
 
 
 class LocalWorker:
-    """This process alone: no Ray, no process group, pdb works. A signal handler sets ``stop_requested``."""
+    """This process alone: no Ray, no process group, pdb works. A signal handler sets
+    ``stop_requested``.
+    """
 
     rank, world_size, stop_requested = 0, 1, False
 
     def __init__(
-        self, device: torch.device, on_report: Callable[[dict[str, Any]], None] = lambda metrics: None
+        self,
+        device: torch.device,
+        on_report: Callable[[dict[str, Any]], None] = lambda metrics: None,
     ) -> None:
         self.device, self.report = device, on_report
 
@@ -98,33 +108,55 @@ class Phase:
     def lr(self, step: int) -> float:
         """Learning rate of one step."""
         config = self.config
-        return warmup_cosine(step, self.total_steps, self.warmup_steps, config.base_lr, config.min_lr)
+        return warmup_cosine(
+            step, self.total_steps, self.warmup_steps, config.base_lr, config.min_lr
+        )
 
 
 def fit(
-    config: Config, phase: Phase, state: TrainState, batches: Callable[[int], Batch], worker: Worker,
+    config: Config,
+    phase: Phase,
+    state: TrainState,
+    batches: Callable[[int], Batch],
+    worker: Worker,
     storage: Storage,
-) -> None:  # fmt: skip
+) -> None:
     """Train from the newest checkpoint of ``phase`` to its end, in place.
 
-    ``batches(step)`` must be a pure function of the step: that makes a resumed run equal to an uninterrupted
-    one. Interrupted: a stop was requested; the state is saved, unless it is non-finite. NumericsError:
-    non-finite steps persisted after rolling back once. StorageError: a checkpoint cannot be written, or none
-    of those present verifies.
+    ``batches(step)`` must be a pure function of the step: that makes a resumed run
+    equal to an uninterrupted one. Interrupted: a stop was requested; the state is
+    saved, unless it is non-finite. NumericsError: non-finite steps persisted after
+    rolling back once. StorageError: a checkpoint cannot be written, or none of those
+    present verifies.
     """
-    state.total_steps, state.warmup_steps = max(1, phase.total_steps), phase.warmup_steps
+    state.total_steps, state.warmup_steps = (
+        max(1, phase.total_steps),
+        phase.warmup_steps,
+    )
     resumed = resume_(state, storage, phase.name)
-    pace, batches = Pace(state, batches), hooked("in_training", batches, phase.name, worker.rank, storage)
+    pace, batches = (
+        Pace(state, batches),
+        hooked("in_training", batches, phase.name, worker.rank, storage),
+    )
     save_every = config.train.checkpoint_every_epochs * phase.steps_per_epoch
-    health, first, last_report, saved_at = Health(state), state.step + 1, time.monotonic(), time.monotonic()
+    health, first, last_report, saved_at = (
+        Health(state),
+        state.step + 1,
+        time.monotonic(),
+        time.monotonic(),
+    )
     state.model.train()
     with ExitStack() as until:
         until.enter_context(closing(pace))
         until.enter_context(kept_memory(worker.device))
         until.enter_context(_anomalies(config, phase, state))
         traced = config.train.profiled if worker.rank == 0 else range(0)
-        profile = until.enter_context(Profile(traced, phase.name, worker.device, storage))
-        journal = until.enter_context(Journal(storage if worker.rank == 0 else None, phase.name, state.step))
+        profile = until.enter_context(
+            Profile(traced, phase.name, worker.device, storage)
+        )
+        journal = until.enter_context(
+            Journal(storage if worker.rank == 0 else None, phase.name, state.step)
+        )
         save = partial(_save, config, phase, state, worker, storage, journal)
         if not resumed and phase.last_step == 0:
             save()  # a phase without steps ends as it began
@@ -144,9 +176,13 @@ def fit(
             to_log = at_epoch_end or state.step % config.train.log_every == 0
             to_save = at_end or state.step % save_every == 0
             if not (to_log or to_save):  # nothing here waits for the device
-                if state.step == first or time.monotonic() - last_report > QUIET_S:  # two of them give an ETA
+                # two of them give an ETA
+                if state.step == first or time.monotonic() - last_report > QUIET_S:
                     last_report = time.monotonic()
-                    worker.report(_position(phase, state.step) | {"event": "step", "every_s": QUIET_S})
+                    worker.report(
+                        _position(phase, state.step)
+                        | {"event": "step", "every_s": QUIET_S}
+                    )
                 continue
             if health.is_lost(state):
                 _settle(journal, state)
@@ -157,7 +193,10 @@ def fit(
             if at_epoch_end:
                 _finish_epoch_(state)
             if to_log:
-                metrics, last_report = _collect_metrics_(phase, state, lr, pace), time.monotonic()
+                metrics, last_report = (
+                    _collect_metrics_(phase, state, lr, pace),
+                    time.monotonic(),
+                )
                 if at_epoch_end:
                     metrics["head_losses"] = state.head_losses.tolist()
                 if math.isfinite(metrics["loss"]):
@@ -177,16 +216,20 @@ def _anomalies(config: Config, phase: Phase, state: TrainState) -> Iterator[None
     except RuntimeError as error:
         if not config.compute.detect_anomaly or "returned nan values" not in str(error):
             raise
-        raise NumericsError(f"{phase.name} step {state.step}: {one_line(error)}") from None
+        raise NumericsError(
+            f"{phase.name} step {state.step}: {one_line(error)}"
+        ) from None
 
 
 class Health:
-    """Whether training is still sound: single non-finite steps, which are skipped, are tolerated; a series of
-    them, or non-finite weights, end in one roll-back to the newest checkpoint.
+    """Whether training is still sound: single non-finite steps, which are skipped, are
+    tolerated; a series of them, or non-finite weights, end in one roll-back to the
+    newest checkpoint.
     """
 
     def __init__(self, state: TrainState) -> None:
-        self._skipped = self._tolerated = int(state.skipped)  # at the last look; when a series of them began
+        # at the last look; when a series of them began
+        self._skipped = self._tolerated = int(state.skipped)
         self._rolled_back = False
 
     def is_lost(self, state: TrainState) -> bool:
@@ -200,7 +243,9 @@ class Health:
         return not _finite(state) or self._skipped - self._tolerated > MAX_SKIPPED_STEPS
 
     def roll_back_(self, state: TrainState, storage: Storage, phase: Phase) -> None:
-        """Load the newest checkpoint. NumericsError: there is none, or it was loaded for this before."""
+        """Load the newest checkpoint. NumericsError: there is none, or it was loaded
+        for this before.
+        """
         at = f"{phase.name} step {state.step}"
         if self._rolled_back or not resume_(state, storage, phase.name):
             advice = f"lower {phase.name}.base_lr or check the data's values"
@@ -213,32 +258,44 @@ class Health:
 def _position(phase: Phase, step: int) -> dict[str, Any]:
     """Where a phase is, as a line of metrics says it."""
     return {
-        "phase": phase.name, "step": step, "total_steps": phase.last_step,
+        "phase": phase.name,
+        "step": step,
+        "total_steps": phase.last_step,
         "epoch": -(-step // phase.steps_per_epoch),
         "epochs": -(-phase.last_step // phase.steps_per_epoch),
-    }  # fmt: skip
+    }
 
 
-def _collect_metrics_(phase: Phase, state: TrainState, lr: float, pace: Pace) -> dict[str, Any]:
-    """Metrics of the steps since the last line; ``loss`` is their mean, NaN where every step was skipped."""
+def _collect_metrics_(
+    phase: Phase, state: TrainState, lr: float, pace: Pace
+) -> dict[str, Any]:
+    """Metrics of the steps since the last line; ``loss`` is their mean, NaN where
+    every step was skipped.
+    """
     total, count = collectives.all_reduce_sum_(state.window_loss.clone()).tolist()
     state.window_loss.zero_()
     return {
         **_position(phase, state.step),
         "event": "epoch" if state.step % phase.steps_per_epoch == 0 else "step",
-        "loss": total / count if count else math.nan, "lr": lr,
-        **pace.line(phase.images_per_step), "skipped_steps": int(state.skipped),
-    }  # fmt: skip
+        "loss": total / count if count else math.nan,
+        "lr": lr,
+        **pace.line(phase.images_per_step),
+        "skipped_steps": int(state.skipped),
+    }
 
 
 def resume_(state: TrainState, storage: Storage, phase: str) -> bool:
-    """Load the newest valid checkpoint of a phase, in place; False where there is none."""
+    """Load the newest valid checkpoint of a phase, in place; False where there is
+    none.
+    """
     checkpoint = load_newest(storage, phase)
     if checkpoint is not None:
         try:
             load_state_(state, checkpoint.tensors, checkpoint.step)
         except (KeyError, RuntimeError) as error:
-            raise StorageError(f"the {phase} checkpoint does not fit this model: {one_line(error)}") from None
+            raise StorageError(
+                f"the {phase} checkpoint does not fit this model: {one_line(error)}"
+            ) from None
     return checkpoint is not None
 
 
@@ -248,13 +305,19 @@ def _is_due(config: Config, worker: Worker, saved_at: float) -> bool:
     if minutes is None:
         return False
     is_old = worker.rank == 0 and time.monotonic() - saved_at >= 60 * minutes
-    return bool(collectives.all_reduce_sum_(torch.tensor([float(is_old)], device=worker.device)))
+    return bool(
+        collectives.all_reduce_sum_(torch.tensor([float(is_old)], device=worker.device))
+    )
 
 
 def _finish_epoch_(state: TrainState) -> None:
-    """Move the epoch's mean head losses over all workers to ``head_losses`` and start counting anew."""
+    """Move the epoch's mean head losses over all workers to ``head_losses`` and
+    start counting anew.
+    """
     *_, count = sums = collectives.all_reduce_sum_(state.epoch_losses)
-    state.head_losses.copy_(torch.where(count > 0, sums[:-1] / count, state.head_losses))
+    state.head_losses.copy_(
+        torch.where(count > 0, sums[:-1] / count, state.head_losses)
+    )
     state.epoch_losses.zero_()
 
 
@@ -266,26 +329,41 @@ def _finite(state: TrainState) -> bool:
 
 
 def _save(
-    config: Config, phase: Phase, state: TrainState, worker: Worker, storage: Storage, journal: Journal,
+    config: Config,
+    phase: Phase,
+    state: TrainState,
+    worker: Worker,
+    storage: Storage,
+    journal: Journal,
     wait: bool = True,
-) -> None:  # fmt: skip
-    """Store the state as it is: nothing in it changes, so an extra checkpoint never changes the run. Without
-    ``wait`` training continues while rank 0 writes it; of two checkpoints the second waits for the first.
+) -> None:
+    """Store the state as it is: nothing in it changes, so an extra checkpoint never
+    changes the run. Without ``wait`` training continues while rank 0 writes it; of two
+    checkpoints the second waits for the first.
     """
     tensors = state_tensors(state)
     for name in ("epoch_losses", "window_loss"):
-        tensors[name] = collectives.all_reduce_sum_(tensors[name].clone()) / worker.world_size
+        tensors[name] = (
+            collectives.all_reduce_sum_(tensors[name].clone()) / worker.world_size
+        )
     if worker.rank == 0:
         journal.flush()  # one checkpoint at a time is in memory
         checkpoint = Checkpoint(state.step, tensors, dump_yaml(config))
-        # After its lines: a run that resumes from here drops later ones, and writes none of these again.
+        # After its lines: a run that resumes from here drops later ones, and writes
+        # none of these again.
         save_checkpoint(storage, phase.name, checkpoint, journal.enqueue)
-        journal.enqueue(partial(prune, storage, phase.name, state.step, config.train.keep_checkpoints))
+        journal.enqueue(
+            partial(
+                prune, storage, phase.name, state.step, config.train.keep_checkpoints
+            )
+        )
     if wait:
         _settle(journal, state)
 
 
 def _settle(journal: Journal, state: TrainState) -> None:
-    """Return on all ranks when rank 0 has written all: nobody looks for a checkpoint that it still writes."""
+    """Return on all ranks when rank 0 has written all: nobody looks for a checkpoint
+    that it still writes.
+    """
     journal.flush()
     collectives.barrier(state.device)

@@ -1,4 +1,6 @@
-"""What the libraries say of their encoders, and an encoder's weights from wherever they are."""
+"""What the libraries say of their encoders, and an encoder's weights from wherever
+they are.
+"""
 
 import io
 import os
@@ -23,7 +25,9 @@ from uno.errors import ConfigError, StorageError, one_line
 from uno.state import with_prefix
 
 PRETRAINED = "pretrained"
-"""What ``model.weights`` says for the library's own; a run keeps them as :data:`PRETRAINED_FILE`."""
+"""What ``model.weights`` says for the library's own; a run keeps them as
+:data:`PRETRAINED_FILE`.
+"""
 PRETRAINED_FILE = "pretrained.safetensors"
 SUFFIXES = (".safetensors", ".pt", ".pth")
 NETWORK_TIMEOUT_S = 10
@@ -33,27 +37,38 @@ class Description(NamedTuple):
     """What an encoder's maker says of it; None and "" where that is not known."""
 
     size: int | None = None  # side of the images it takes, pixels
-    crop_share: float = 1.0  # that side over the shorter side that images are resized to before
+    # that side over the shorter side that images are resized to before
+    crop_share: float = 1.0
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     interpolation: str | None = None
-    weights: str = ""  # the library's name of its weights, which tells what they were trained on
+    # the library's name of its weights, which tells what they were trained on
+    weights: str = ""
     license: str = ""  # of those weights
 
     def settings(self, size: int | None = None) -> dict[str, Any]:
-        """The dotted keys that follow from it; ``size``: the side that the user wants instead."""
+        """The dotted keys that follow from it; ``size``: the side that the user
+        wants instead.
+        """
         size = size or self.size
         store = size and min(int(size / self.crop_share + 1e-6), 1024)
-        interpolation = self.interpolation and ("bicubic" if self.interpolation == "bicubic" else "bilinear")
+        interpolation = self.interpolation and (
+            "bicubic" if self.interpolation == "bicubic" else "bilinear"
+        )
         values = {
-            "augment.large.size": size, "data.stored_size": store,
-            "data.mean": self.mean, "data.std": self.std, "data.interpolation": interpolation,
-        }  # fmt: skip
+            "augment.large.size": size,
+            "data.stored_size": store,
+            "data.mean": self.mean,
+            "data.std": self.std,
+            "data.interpolation": interpolation,
+        }
         return {key: value for key, value in values.items() if value is not None}
 
 
 def describe_encoder(name: str) -> Description:
-    """What is known of the encoder that ``model.encoder`` names. ConfigError: there is no such."""
+    """What is known of the encoder that ``model.encoder`` names. ConfigError: there
+    is no such.
+    """
     library, _, what = name.partition(":")
     if name == "resnet_small" or library == VECTORS:
         return Description()
@@ -75,49 +90,66 @@ def _of_torchvision(what: str) -> Description:
     see = weights.transforms()
     size = int(see.crop_size[0])
     return Description(
-        size, size / int(see.resize_size[0]), tuple(see.mean), tuple(see.std),
-        see.interpolation.value, f"torchvision {weights.name}",
+        size,
+        size / int(see.resize_size[0]),
+        tuple(see.mean),
+        tuple(see.std),
+        see.interpolation.value,
+        f"torchvision {weights.name}",
         weights.meta.get("license", ""),
-    )  # fmt: skip
+    )
 
 
 def _of_cfg(cfg: Mapping[str, Any]) -> Description:
     """timm's description of an encoder and its weights."""
     side, tag = int(cfg["input_size"][-1]), str(cfg.get("tag") or "")
     return Description(
-        side, float(cfg.get("crop_pct") or 1), tuple(cfg["mean"]), tuple(cfg["std"]),
-        str(cfg.get("interpolation")), f"timm {tag}" if tag else "",
+        side,
+        float(cfg.get("crop_pct") or 1),
+        tuple(cfg["mean"]),
+        tuple(cfg["std"]),
+        str(cfg.get("interpolation")),
+        f"timm {tag}" if tag else "",
         str(cfg.get("license") or ""),
-    )  # fmt: skip
+    )
 
 
 @cache
 def _of_callable(name: str) -> Description:
-    """From attributes of what it returns: ``image_size``, ``mean``, ``std``, ``interpolation``, or timm's."""
+    """From attributes of what it returns: ``image_size``, ``mean``, ``std``,
+    ``interpolation``, or timm's.
+    """
     with torch.random.fork_rng(devices=[]):
         encoder: Any = build_encoder(ModelConfig(encoder=name))
     if isinstance(getattr(encoder, "pretrained_cfg", None), Mapping):
         return _of_cfg(encoder.pretrained_cfg)
-    side, how = getattr(encoder, "image_size", None), getattr(encoder, "interpolation", None)
+    side, how = (
+        getattr(encoder, "image_size", None),
+        getattr(encoder, "interpolation", None),
+    )
     mean, std = (getattr(encoder, key, None) for key in ("mean", "std"))
     return Description(
         None if side is None else int(side if isinstance(side, int) else side[-1]),
         mean=None if mean is None else tuple(map(float, mean)),
         std=None if std is None else tuple(map(float, std)),
         interpolation=None if how is None else str(how),
-    )  # fmt: skip
+    )
 
 
 def check_encoder(config: Config, tensors: Mapping[str, Tensor] | None = None) -> None:
-    """Build the encoder of a run and show it an image of each size of its views. ConfigError: it cannot be
-    built, does not take such images, or ``tensors`` are not its weights.
+    """Build the encoder of a run and show it an image of each size of its views.
+    ConfigError: it cannot be built, does not take such images, or ``tensors`` are not
+    its weights.
     """
     encoder, name = build_encoder(config.model).eval(), config.model.encoder
     if tensors is not None:
         load_encoder_(encoder, tensors, str(config.model.weights))
-    kinds = (kind for kind in (config.augment.large, config.augment.small) if kind.num_views)
+    kinds = (
+        kind for kind in (config.augment.large, config.augment.small) if kind.num_views
+    )
     for side in sorted(
-        {kind.size for kind in kinds} | {min(config.augment.large.size, config.data.stored_size)}
+        {kind.size for kind in kinds}
+        | {min(config.augment.large.size, config.data.stored_size)}
     ):
         try:
             with torch.no_grad():
@@ -125,7 +157,9 @@ def check_encoder(config: Config, tensors: Mapping[str, Tensor] | None = None) -
         except (RuntimeError, AssertionError, TypeError, ValueError) as error:
             keys = "--augment.large.size and --data.stored-size"
             why = one_line(error)[:120]
-            raise ConfigError(f"model.encoder {name} does not accept {side} px ({keys}): {why}") from None
+            raise ConfigError(
+                f"model.encoder {name} does not accept {side} px ({keys}): {why}"
+            ) from None
 
 
 def is_file(source: str | None) -> bool:
@@ -134,8 +168,9 @@ def is_file(source: str | None) -> bool:
 
 
 def read_weights(source: str, storage: Storage | None = None) -> dict[str, Tensor]:
-    """Tensors by name of a file, or of ``pretrained`` those that ``storage``, the run, keeps. Nothing in a
-    file is executed. StorageError: it cannot be read, or holds something else.
+    """Tensors by name of a file, or of ``pretrained`` those that ``storage``, the run,
+    keeps. Nothing in a file is executed. StorageError: it cannot be read, or holds
+    something else.
     """
     if source == PRETRAINED:
         assert storage is not None
@@ -156,45 +191,79 @@ def _parsed(data: bytes, source: str) -> dict[str, Tensor]:
         with warnings.catch_warnings(action="ignore"):  # of old protocols
             found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
-        why = "holds more than tensors, and loading that would run code; save its state_dict() alone"
+        why = (
+            "holds more than tensors, and loading that would run code; save its"
+            " state_dict() alone"
+        )
         raise StorageError(f"model.weights: {source} {why}") from None
-    except (RuntimeError, LookupError, TypeError, AttributeError, EOFError, ValueError, OSError) as error:
+    except (
+        RuntimeError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        EOFError,
+        ValueError,
+        OSError,
+    ) as error:
         raise StorageError(
             f"model.weights: {source} is not a PyTorch file: {one_line(error)[:160]}"
         ) from None
     while isinstance(found, Mapping):
         inner = next(
-            (found[key] for key in ("state_dict", "model") if isinstance(found.get(key), Mapping)), None
+            (
+                found[key]
+                for key in ("state_dict", "model")
+                if isinstance(found.get(key), Mapping)
+            ),
+            None,
         )
         if inner is None:
             break
         found = inner
-    tensors = {k: v for k, v in found.items() if isinstance(v, Tensor)} if isinstance(found, Mapping) else {}
+    tensors = (
+        {k: v for k, v in found.items() if isinstance(v, Tensor)}
+        if isinstance(found, Mapping)
+        else {}
+    )
     if not tensors:
-        raise StorageError(f"model.weights: {source} holds no weights by name (a state dict)")
+        raise StorageError(
+            f"model.weights: {source} holds no weights by name (a state dict)"
+        )
     return tensors
 
 
-PREFIXES = ("", "module.", "encoder.", "module.encoder.", "backbone.", "model.")  # of others' checkpoints
+# of others' checkpoints
+PREFIXES = ("", "module.", "encoder.", "module.encoder.", "backbone.", "model.")
 CLASSIFIERS = ("fc.", "head.", "heads.", "classifier.", "head_dist.")
 
 
-def load_encoder_(encoder: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
+def load_encoder_(
+    encoder: nn.Module, tensors: Mapping[str, Tensor], source: str
+) -> None:
     """Load weights under the library's keys, without prefixes and classifiers.
     ConfigError: they are not this encoder's; the line names the keys that differ.
     """
     expected = encoder.state_dict()
     candidates = [with_prefix(dict(tensors), prefix) for prefix in PREFIXES]
-    own = max(candidates, key=lambda some: len(some.keys() & expected.keys()))  # the first of equals
-    missing = [k for k in expected if k not in own and not k.endswith("num_batches_tracked")]
+    # the first of equals
+    own = max(candidates, key=lambda some: len(some.keys() & expected.keys()))
+    missing = [
+        k for k in expected if k not in own and not k.endswith("num_batches_tracked")
+    ]
     surplus = [k for k in own if k not in expected and not k.startswith(CLASSIFIERS)]
     shapes = [
         f"{k} {tuple(own[k].shape)} for {tuple(value.shape)}"
         for k, value in expected.items()
         if k in own and own[k].shape != value.shape
     ]
-    kinds = (("missing", missing), ("unexpected", surplus), ("of another shape", shapes))
-    if problems := [f"{len(keys)} {kind} ({_first(keys)})" for kind, keys in kinds if keys]:
+    kinds = (
+        ("missing", missing),
+        ("unexpected", surplus),
+        ("of another shape", shapes),
+    )
+    if problems := [
+        f"{len(keys)} {kind} ({_first(keys)})" for kind, keys in kinds if keys
+    ]:
         why = f"keys {'; '.join(problems)}; --model.encoder names that of the weights"
         raise ConfigError(f"model.weights: {source} does not fit the encoder: {why}")
     encoder.load_state_dict({k: own.get(k, value) for k, value in expected.items()})
@@ -205,16 +274,23 @@ def _first(keys: Sequence[str]) -> str:
 
 
 def fetch_pretrained(name: str) -> bytes:
-    """The library's own weights for an encoder, as a safetensors file, from its cache or the internet; only
-    the process that starts a run calls this. ConfigError: there are none, or they cannot be had from here.
+    """The library's own weights for an encoder, as a safetensors file, from its cache
+    or the internet; only the process that starts a run calls this. ConfigError: there
+    are none, or they cannot be had from here.
     """
     library, _, what = name.partition(":")
     if library == VECTORS:
         return safetensors.torch.save({})
-    if name == "resnet_small" or (name not in OWN_ENCODERS and library not in ("torchvision", "timm")):
-        raise ConfigError(f"model.weights pretrained: no library has weights for {name}; pass a file")
+    if name == "resnet_small" or (
+        name not in OWN_ENCODERS and library not in ("torchvision", "timm")
+    ):
+        raise ConfigError(
+            f"model.weights pretrained: no library has weights for {name}; pass a file"
+        )
     state = _fetch_timm(what) if library == "timm" else _fetch_torchvision(what or name)
-    return safetensors.torch.save({key: tensor.contiguous() for key, tensor in state.items()})
+    return safetensors.torch.save(
+        {key: tensor.contiguous() for key, tensor in state.items()}
+    )
 
 
 def _fetch_torchvision(what: str) -> dict[str, Tensor]:
@@ -223,11 +299,19 @@ def _fetch_torchvision(what: str) -> dict[str, Tensor]:
 
     weights: Any = get_model_weights(what).DEFAULT
     try:
-        return weights.get_state_dict(progress=False, check_hash=True, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError) as error:  # URLError is an OSError; RuntimeError: a damaged file
-        folder, reason = os.path.join(torch.hub.get_dir(), "checkpoints"), one_line(error)[:120]
+        return weights.get_state_dict(
+            progress=False, check_hash=True, map_location="cpu", weights_only=True
+        )
+    # URLError is an OSError; RuntimeError: a damaged file
+    except (OSError, RuntimeError) as error:
+        folder, reason = (
+            os.path.join(torch.hub.get_dir(), "checkpoints"),
+            one_line(error)[:120],
+        )
         where = f"download {weights.url} into {folder}, or pass it as --weights FILE"
-        raise ConfigError(f"model.weights pretrained: cannot be downloaded ({reason}); {where}") from None
+        raise ConfigError(
+            f"model.weights pretrained: cannot be downloaded ({reason}); {where}"
+        ) from None
 
 
 def _fetch_timm(what: str) -> dict[str, Tensor]:
@@ -240,17 +324,28 @@ def _fetch_timm(what: str) -> dict[str, Tensor]:
     repository = cfg.hf_hub_id
     if not repository and not cfg.url:
         raise ConfigError(f"model.weights pretrained: timm has no weights for {what}")
-    file = f"{constants.ENDPOINT}/{repository}/resolve/main/model.safetensors" if repository else cfg.url
-    here = repository and isinstance(try_to_load_from_cache(repository, "model.safetensors"), str)
+    file = (
+        f"{constants.ENDPOINT}/{repository}/resolve/main/model.safetensors"
+        if repository
+        else cfg.url
+    )
+    here = repository and isinstance(
+        try_to_load_from_cache(repository, "model.safetensors"), str
+    )
     try:
         if not here:  # timm tries for a minute before it gives up
-            with suppress(HTTPError):  # it answers; what it says is the library's business
+            # it answers; what it says is the library's business
+            with suppress(HTTPError):
                 request = urllib.request.Request(file, method="HEAD")
                 urllib.request.urlopen(request, timeout=NETWORK_TIMEOUT_S).close()
         return timm.create_model(what, pretrained=True, num_classes=0).state_dict()
-    except (OSError, RuntimeError) as error:  # URLError and what the hub raises are OSErrors
+    # URLError and what the hub raises are OSErrors
+    except (OSError, RuntimeError) as error:
         folder, reason = constants.HF_HUB_CACHE, one_line(error)[:120]
         where = (
-            f"download {file} and pass it as --weights FILE, or copy another machine's cache into {folder}"
+            f"download {file} and pass it as --weights FILE, or copy another machine's"
+            f" cache into {folder}"
         )
-        raise ConfigError(f"model.weights pretrained: cannot be downloaded ({reason}); {where}") from None
+        raise ConfigError(
+            f"model.weights pretrained: cannot be downloaded ({reason}); {where}"
+        ) from None

@@ -8,9 +8,13 @@ import torch
 
 @pytest.fixture(scope="package", autouse=True)
 def quick_maps() -> Iterator[None]:
-    """The first two coordinates for t-SNE, which takes seconds a report and is tested with the report."""
+    """The first two coordinates for t-SNE, which takes seconds a report and is
+    tested with the report.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2])
+        patch.setattr(
+            "sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2]
+        )
         yield
 
 

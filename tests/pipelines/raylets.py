@@ -1,6 +1,8 @@
-"""Two nodes with addresses, ports and mounts of their own: network namespaces joined by a virtual cable.
+"""Two nodes with addresses, ports and mounts of their own: network namespaces joined by
+a virtual cable.
 
-As close to a second machine as one machine gets. Where namespaces are not allowed, two nodes on one address.
+As close to a second machine as one machine gets. Where namespaces are not allowed, two
+nodes on one address.
 """
 
 import os
@@ -20,7 +22,8 @@ from tests.pipelines.test_cluster_files import end_processes_of
 from tests.processes import below, running
 
 HEAD, OTHER = "10.199.77.1", "10.199.77.2"
-NAMESPACE, HERE, THERE = "uno-test", "uno-here", "uno-there"  # interface names hold 15 characters
+# interface names hold 15 characters
+NAMESPACE, HERE, THERE = "uno-test", "uno-here", "uno-there"
 DASHBOARD, AGENT = 8269, 8270  # a node whose agent finds its port taken takes no jobs
 TOKENS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")
 STORE_BYTES = 100 * 2**20
@@ -38,25 +41,41 @@ for found in others:
     accepted, why = client.drain_node(found.hex(), reason, "spot", deadline)
     assert accepted, why
 assert others
-"""
+"""  # noqa: E501
 
 
 def ip(words: str, check: bool = True) -> bool:
-    return subprocess.run(["ip", *words.split()], check=check, capture_output=True).returncode == 0
+    return (
+        subprocess.run(
+            ["ip", *words.split()], check=check, capture_output=True
+        ).returncode
+        == 0
+    )
 
 
 @contextmanager
 def cable() -> Iterator[bool]:
     """Whether the second machine is there."""
-    if os.getuid() or shutil.which("ip") is None or not ip(f"netns add {NAMESPACE}", check=False):
+    if (
+        os.getuid()
+        or shutil.which("ip") is None
+        or not ip(f"netns add {NAMESPACE}", check=False)
+    ):
         yield False
         return
     try:
-        joined = ip(f"link add {HERE} type veth peer name {THERE} netns {NAMESPACE}", check=False)
+        joined = ip(
+            f"link add {HERE} type veth peer name {THERE} netns {NAMESPACE}",
+            check=False,
+        )
         if joined:
             ip(f"addr add {HEAD}/24 dev {HERE}")
             ip(f"link set {HERE} up")
-            for words in (f"addr add {OTHER}/24 dev {THERE}", f"link set {THERE} up", "link set lo up"):
+            for words in (
+                f"addr add {OTHER}/24 dev {THERE}",
+                f"link set {THERE} up",
+                "link set lo up",
+            ):
                 ip(f"-n {NAMESPACE} {words}")
         yield joined
     finally:
@@ -65,53 +84,88 @@ def cable() -> Iterator[bool]:
 
 
 class Raylets:
-    """Nodes that run; ``env`` is that of a driver on the first machine, ``real``: there is a second one."""
+    """Nodes that run; ``env`` is that of a driver on the first machine, ``real``:
+    there is a second one.
+    """
 
     def __init__(self, folder: str, real: bool) -> None:
         self._folder, self.real = folder, real
         self._processes: list[subprocess.Popen] = []
         self.host = HEAD if real else "127.0.0.1"
         self.address = f"{self.host}:6391"
-        self.env = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": folder, "RAY_ADDRESS": ""}
+        self.env = {
+            **os.environ,
+            "RAY_AUTH_MODE": "disabled",
+            "RAY_TMPDIR": folder,
+            "RAY_ADDRESS": "",
+        }
         self.env |= {name: os.environ[name] for name in TOKENS if name in os.environ}
-        self.env |= {"RAY_health_check_period_ms": "1000"}  # a dead node is known after 5 s instead of 15
+        # a dead node is known after 5 s instead of 15
+        self.env |= {"RAY_health_check_period_ms": "1000"}
         if real:
             self.env["GLOO_SOCKET_IFNAME"] = HERE
 
     def start(self, cpus: int, takes_jobs: bool) -> None:
         """The head, with a dashboard, a dozen processes, where it ``takes_jobs``."""
-        place = ["--head", f"--node-ip-address={self.host}", "--port=6391", "--num-gpus=0"]
-        dashboard = [f"--dashboard-port={DASHBOARD}"] if takes_jobs else ["--include-dashboard=false"]
-        self._spawn([*place, *dashboard, f"--dashboard-agent-listen-port={AGENT}"], cpus)
+        place = [
+            "--head",
+            f"--node-ip-address={self.host}",
+            "--port=6391",
+            "--num-gpus=0",
+        ]
+        dashboard = (
+            [f"--dashboard-port={DASHBOARD}"]
+            if takes_jobs
+            else ["--include-dashboard=false"]
+        )
+        self._spawn(
+            [*place, *dashboard, f"--dashboard-agent-listen-port={AGENT}"], cpus
+        )
         wait_for(lambda: socket.socket().connect_ex((self.host, 6391)) == 0)
         self.env["RAY_ADDRESS"] = self.address
 
     def join(self, cpus: int, hidden: Path | None = None, gpus: int = 0) -> None:
-        """One more node; on the second machine, which does not see the directory ``hidden``, or the first."""
+        """One more node; on the second machine, which does not see the directory
+        ``hidden``, or the first.
+        """
         there = self.real and hidden is not None
-        where = [f"--address={self.address}", f"--node-ip-address={OTHER if there else self.host}"]
+        where = [
+            f"--address={self.address}",
+            f"--node-ip-address={OTHER if there else self.host}",
+        ]
         where.append(f"--num-gpus={gpus}")
         self._spawn(where, cpus, hidden if there else None)
         log = Path(f"{self._folder}/{len(self._processes) - 1}.log")
         wait_for(lambda: "Ray runtime started" in log.read_text())
 
     def lose(self) -> None:
-        """SIGKILL to the raylet of the node that joined last; returns once its `ray start` has ended."""
+        """SIGKILL to the raylet of the node that joined last; returns once its
+        `ray start` has ended.
+        """
         (raylet,) = self.processes_of("raylet", last := self._processes[-1])
         os.kill(raylet, signal.SIGKILL)
         wait_for(lambda: last.poll() is not None)
 
     def processes_of(self, name: str, *nodes: subprocess.Popen) -> list[int]:
-        """Those of ``nodes``, or of all, whose command begins with a path to, or as, ``name``."""
+        """Those of ``nodes``, or of all, whose command begins with a path to, or as,
+        ``name``.
+        """
         found = below([node.pid for node in nodes or self._processes], running())
-        return [pid for pid, each in found.items() if each.words[0].split("/")[-1].startswith(name)]
+        return [
+            pid
+            for pid, each in found.items()
+            if each.words[0].split("/")[-1].startswith(name)
+        ]
 
     def notice(self, seconds: float) -> Callable[[], None]:
-        """Tells every node but the head to leave when called, as `ray drain-node` does at a spot market's
-        notice; its process, which takes seconds to start, is there already.
+        """Tells every node but the head to leave when called, as `ray drain-node` does
+        at a spot market's notice; its process, which takes seconds to start, is there
+        already.
         """
         command = [sys.executable, "-c", DRAIN, self.address, str(seconds)]
-        process = subprocess.Popen(command, env=self.env, stdin=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command, env=self.env, stdin=subprocess.PIPE, text=True
+        )
 
         def tell() -> None:
             process.communicate("\n")
@@ -129,10 +183,22 @@ class Raylets:
         more = {}
         if hidden is not None:
             line = f"mount -t tmpfs tmpfs {hidden} && exec {' '.join(command)}"
-            command = ["ip", "netns", "exec", NAMESPACE, "unshare", "--mount", "sh", "-c", line]
+            command = [
+                "ip",
+                "netns",
+                "exec",
+                NAMESPACE,
+                "unshare",
+                "--mount",
+                "sh",
+                "-c",
+                line,
+            ]
             more = {"GLOO_SOCKET_IFNAME": THERE}
         with open(f"{self._folder}/{len(self._processes)}.log", "w") as log:
-            started = subprocess.Popen(command, env=self.env | more, stdout=log, stderr=log, cwd=ROOT)
+            started = subprocess.Popen(
+                command, env=self.env | more, stdout=log, stderr=log, cwd=ROOT
+            )
         self._processes.append(started)
 
 
@@ -152,20 +218,30 @@ def head(cpus: int, takes_jobs: bool = False) -> Iterator[Raylets]:
 
 @contextmanager
 def two_nodes(hidden: Path, cpus: tuple[int, int] = (4, 3)) -> Iterator[Raylets]:
-    """A head, and a node that does not see the directory ``hidden`` if it is on a second machine."""
+    """A head, and a node that does not see the directory ``hidden`` if it is on a
+    second machine.
+    """
     with head(cpus[0]) as raylets:
         raylets.join(cpus[1], hidden)
         yield raylets
 
 
 class Command:
-    """A command on the first machine; ``lines`` are what it has said, on both streams, ``code`` its end."""
+    """A command on the first machine; ``lines`` are what it has said, on both
+    streams, ``code`` its end.
+    """
 
-    def __init__(self, argv: list[str], env: dict[str, str], log: Path, code: Path = ROOT) -> None:
+    def __init__(
+        self, argv: list[str], env: dict[str, str], log: Path, code: Path = ROOT
+    ) -> None:
         self._log = log
         with open(log, "w") as file:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", *argv], env=env, cwd=code, stdout=file, stderr=subprocess.STDOUT
+                [sys.executable, "-m", *argv],
+                env=env,
+                cwd=code,
+                stdout=file,
+                stderr=subprocess.STDOUT,
             )
 
     @property

@@ -16,9 +16,18 @@ from uno.runs.checkpoint import load_newest
 
 ROOT = Path(__file__).parents[2]
 RAY = str(Path(sys.executable).parent / "ray")
-OPTIONS = [(f"--{key.replace('_', '-')}", str(value)) for key, value in small_run.SMALL.items()]
-SMALL = ["--preset", "digits", "--compute.threads", "1", *(word for pair in OPTIONS for word in pair)]
-LONG = [*SMALL, "--discover.epochs", "40"]  # 240 steps of discovery: time enough to be killed
+OPTIONS = [
+    (f"--{key.replace('_', '-')}", str(value)) for key, value in small_run.SMALL.items()
+]
+SMALL = [
+    "--preset",
+    "digits",
+    "--compute.threads",
+    "1",
+    *(word for pair in OPTIONS for word in pair),
+]
+# 240 steps of discovery: time enough to be killed
+LONG = [*SMALL, "--discover.epochs", "40"]
 INTERVAL = 6  # steps between checkpoints
 
 
@@ -36,7 +45,9 @@ def assert_same_weights(a: Path, b: Path) -> None:
 
 
 def assert_as_undisturbed(run: Path, undisturbed: Path, num_faults: int) -> None:
-    """The same numbers, every fault struck, and none cost more than a checkpoint interval and a step."""
+    """The same numbers, every fault struck, and none cost more than a checkpoint
+    interval and a step.
+    """
     wasted = wasted_steps(Storage(str(run)))
     assert len(wasted) == num_faults and max(wasted, default=0) <= INTERVAL + 1, wasted
     assert_same_weights(run, undisturbed)
@@ -48,12 +59,16 @@ def refused(capsys: Any, code: int, *argv: Any) -> str:
     capsys.readouterr()
     assert cli.main([str(word) for word in argv]) == code
     err: str = capsys.readouterr().err
-    assert err.startswith("uno: error: ") and err.count("\n") == 1 and err.endswith("\n"), err
+    assert (
+        err.startswith("uno: error: ") and err.count("\n") == 1 and err.endswith("\n")
+    ), err
     assert "internal" not in err and "Traceback" not in err
     return err
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 120, pause: float = 0.1) -> None:
+def wait_for(
+    condition: Callable[[], bool], seconds: float = 120, pause: float = 0.1
+) -> None:
     """Return once it holds."""
     end = time.monotonic() + seconds
     while not condition():
@@ -70,6 +85,8 @@ def free_port() -> int:
 
 def write_images(folder: Path, counts: dict[str, int], size: int = 8) -> Path:
     """PNG files of noise in one subfolder for each class."""
-    names = [str(Path(name) / f"{i}.png") for name, num in counts.items() for i in range(num)]
+    names = [
+        str(Path(name) / f"{i}.png") for name, num in counts.items() for i in range(num)
+    ]
     builders.write_images(folder, names, size=size)
     return folder

@@ -1,4 +1,6 @@
-"""``uno``: finding commands cheaply, and one line with the right exit code for every end."""
+"""``uno``: finding commands cheaply, and one line with the right exit code for every
+end.
+"""
 
 import errno
 import io
@@ -29,10 +31,14 @@ def raiser(error):
 
 @pytest.fixture
 def commands(monkeypatch):
-    """Stand-ins for the registered commands: ours, one from elsewhere, one that cannot be imported."""
+    """Stand-ins for the registered commands: ours, one from elsewhere, one that
+    cannot be imported.
+    """
     ours, theirs = f"{__name__}:ok", "no_such_package.module:main"
     targets = {"discover": ours, "evaluate": ours, "theirs": theirs}
-    entries = [EntryPoint(name, target, "uno.commands") for name, target in targets.items()]
+    entries = [
+        EntryPoint(name, target, "uno.commands") for name, target in targets.items()
+    ]
     monkeypatch.setattr(cli, "entry_points", lambda group: entries)
 
 
@@ -43,12 +49,15 @@ def test_dispatch_help_and_version(commands, capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert f"  discover  {cli.SENTENCES['discover']}" in lines and "  theirs" in lines
     assert not any(line.startswith("  tune") for line in lines)  # not registered here
-    assert cli.main([]) == 2 and "usage: uno COMMAND" in capsys.readouterr().out  # no success
+    # no success
+    assert cli.main([]) == 2 and "usage: uno COMMAND" in capsys.readouterr().out
     assert cli.main(["--version"]) == 0 and capsys.readouterr().out.startswith("uno 0.")
 
 
 def test_ctrl_c_while_python_ends_is_too_late(commands, capsys, monkeypatch):
-    """Kills: the traceback of an exit handler after the results; a caller in Python who is left deaf."""
+    """Kills: the traceback of an exit handler after the results; a caller in Python
+    who is left deaf.
+    """
     before, states = signal.getsignal(signal.SIGINT), []
     monkeypatch.setattr(sys, "argv", ["uno", "discover", "--seed", "2"])
     try:
@@ -64,11 +73,23 @@ def test_ctrl_c_while_python_ends_is_too_late(commands, capsys, monkeypatch):
     assert capsys.readouterr().out == 3 * "ran with --seed 2\n"
 
 
-@pytest.mark.parametrize(("name", "line"), [
-    ("discovr", "uno: error: unknown command 'discovr'; did you mean 'discover'?\n"),
-    ("zzz", "uno: error: unknown command 'zzz'; see uno --help\n"),
-    ("theirs", "uno: error: this needs the package 'no_such_package': pip install no_such_package\n"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        (
+            "discovr",
+            "uno: error: unknown command 'discovr'; did you mean 'discover'?\n",
+        ),
+        ("zzz", "uno: error: unknown command 'zzz'; see uno --help\n"),
+        (
+            "theirs",
+            (
+                "uno: error: this needs the package 'no_such_package': pip install"
+                " no_such_package\n"
+            ),
+        ),
+    ],
+)
 def test_a_wrong_command_is_one_line(commands, capsys, name, line):
     assert cli.main([name]) == 2
     assert capsys.readouterr() == ("", line)
@@ -79,18 +100,46 @@ def test_a_wrong_command_is_one_line(commands, capsys, name, line):
     [
         (ConfigError("seed: bad"), 2, "error: seed: bad"),
         (ConfigError("two\n  lines"), 2, "error: two lines"),
-        (NumericsError("non-finite loss at step 7"), 3, "error: non-finite loss at step 7"),
+        (
+            NumericsError("non-finite loss at step 7"),
+            3,
+            "error: non-finite loss at step 7",
+        ),
         (StorageError("cannot write /x"), 4, "error: cannot write /x"),
-        (OSError(errno.ENOSPC, "No space left", "/x"), 4, "error: [Errno 28] No space left: '/x'"),
-        (Interrupted("stopped at step 7"), 75, "stopped at step 7; resume with the same command"),
-        (Interrupted("stopped; resume with the same command"), 75, "stopped; resume with the same command"),
+        (
+            OSError(errno.ENOSPC, "No space left", "/x"),
+            4,
+            "error: [Errno 28] No space left: '/x'",
+        ),
+        (
+            Interrupted("stopped at step 7"),
+            75,
+            "stopped at step 7; resume with the same command",
+        ),
+        (
+            Interrupted("stopped; resume with the same command"),
+            75,
+            "stopped; resume with the same command",
+        ),
         (SystemExit(2), 2, None),
-        (KeyboardInterrupt(), 130,
-         "interrupted; the same command resumes from the last checkpoint, if there is one"),
-        (ModuleNotFoundError("x", name="ray.data"), 2,
-         "error: this needs the package 'ray': pip install 'ray[default,train,tune,data]>=2.60'"),
+        (
+            KeyboardInterrupt(),
+            130,
+            (
+                "interrupted; the same command resumes from the last checkpoint, if"
+                " there is one"
+            ),
+        ),
+        (
+            ModuleNotFoundError("x", name="ray.data"),
+            2,
+            (
+                "error: this needs the package 'ray': pip install"
+                " 'ray[default,train,tune,data]>=2.60'"
+            ),
+        ),
     ],
-)  # fmt: skip
+)
 def test_every_end_is_one_line_and_its_exit_code(capsys, error, code, line):
     assert cli.run_guarded(raiser(error), []) == code
     assert capsys.readouterr() == ("", f"uno: {line}\n" if line else "")
@@ -98,9 +147,13 @@ def test_every_end_is_one_line_and_its_exit_code(capsys, error, code, line):
 
 @pytest.mark.parametrize(
     "error",
-    [ValueError("odd\nthing"), OSError(errno.ENOENT, "gone"), BrokenPipeError("a socket of Ray"),
-     ModuleNotFoundError("No module named 'uno.nope'", name="uno.nope")],
-)  # fmt: skip
+    [
+        ValueError("odd\nthing"),
+        OSError(errno.ENOENT, "gone"),
+        BrokenPipeError("a socket of Ray"),
+        ModuleNotFoundError("No module named 'uno.nope'", name="uno.nope"),
+    ],
+)
 def test_a_defect_is_one_line_and_a_file(capsys, tmp_path, monkeypatch, error):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert cli.run_guarded(raiser(error), []) == 1
@@ -109,48 +162,81 @@ def test_a_defect_is_one_line_and_a_file(capsys, tmp_path, monkeypatch, error):
     (file,) = tmp_path.glob("uno-error-*.txt")
     start = f"uno: error: internal: {type(error).__name__}: "
     assert err.startswith(start) and f"(traceback in {file})" in err
-    assert "Traceback (most recent call last)" in file.read_text() and "raise error" in file.read_text()
-    monkeypatch.setattr("tempfile.tempdir", "/no/such/folder")  # nor can the file be written
-    assert cli.run_guarded(raiser(error), []) == 1 and capsys.readouterr().err.startswith(start)
+    assert (
+        "Traceback (most recent call last)" in file.read_text()
+        and "raise error" in file.read_text()
+    )
+    # nor can the file be written
+    monkeypatch.setattr("tempfile.tempdir", "/no/such/folder")
+    assert cli.run_guarded(
+        raiser(error), []
+    ) == 1 and capsys.readouterr().err.startswith(start)
 
 
 def python(code: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=60,
+    )
 
 
-@pytest.mark.parametrize(("code", "heavy"), [
-    ("[cli.main([word]) for word in ('--help', '--version', 'nope')]", "torch ray numpy tune pydantic"),
-    ("commands.parse([], commands.DEMO).config", "torch ray numpy tune"),
-    ("[cli.main([name, '--help']) for name in cli.SENTENCES]", "torch ray"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("code", "heavy"),
+    [
+        (
+            "[cli.main([word]) for word in ('--help', '--version', 'nope')]",
+            "torch ray numpy tune pydantic",
+        ),
+        ("commands.parse([], commands.DEMO).config", "torch ray numpy tune"),
+        ("[cli.main([name, '--help']) for name in cli.SENTENCES]", "torch ray"),
+    ],
+)
 def test_nothing_heavy_is_imported_before_there_is_work(code, heavy):
-    """Kills: an import of a pipeline or torch at the top of cli.py, which makes ``uno --help`` slow."""
+    """Kills: an import of a pipeline or torch at the top of cli.py, which makes
+    ``uno --help`` slow.
+    """
     imports = "cli" if code.startswith("[cli") else "commands"
     done = python(
-        f"import sys; from pipelines import {imports}; {code}\n"
-        f"found = set('{heavy}'.split()) & {{m.split('.')[0] for m in sys.modules}}\nassert not found, found"
+        f"import sys; from pipelines import {imports}; {code}\nfound ="
+        f" set('{heavy}'.split()) & {{m.split('.')[0] for m in sys.modules}}\nassert"
+        " not found, found"
     )
     assert done.returncode == 0, done.stderr
 
 
 def test_python_m_pipelines_is_uno():
-    """As a job that Ray starts is written. Kills: another exit code, a command that only `uno` has."""
+    """As a job that Ray starts is written. Kills: another exit code, a command that
+    only `uno` has.
+    """
     words = [sys.executable, "-m", "pipelines", "estimate-classs"]
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=60)
-    line = "uno: error: unknown command 'estimate-classs'; did you mean 'estimate-classes'?\n"
+    line = (
+        "uno: error: unknown command 'estimate-classs'; did you mean"
+        " 'estimate-classes'?\n"
+    )
     assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
 
 
-@pytest.mark.parametrize(("stream", "ends"), [
-    ("stdout", "os.pipe()"), ("stderr", "os.pipe()"), ("stdout", "os.openpty()"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stream", "ends"),
+    [
+        ("stdout", "os.pipe()"),
+        ("stderr", "os.pipe()"),
+        ("stdout", "os.openpty()"),
+    ],
+)
 def test_a_reader_that_left_ends_quietly(stream, ends):
-    """``uno ... | head -1``, a closed terminal: no traceback and no 'Exception ignored' at shutdown."""
+    """``uno ... | head -1``, a closed terminal: no traceback and no 'Exception
+    ignored' at shutdown.
+    """
     code = (
-        "import os, sys; from pipelines import cli\n"
-        f"stream = sys.{stream}\n"
-        f"read, write = {ends}; os.dup2(write, stream.fileno()); os.close(read); os.close(write)\n"
-        "sys.exit(cli.run_guarded(lambda argv: print('x' * 100_000, file=stream), []))"
+        f"import os, sys; from pipelines import cli\nstream = sys.{stream}\nread, write"
+        f" = {ends}; os.dup2(write, stream.fileno()); os.close(read);"
+        " os.close(write)\nsys.exit(cli.run_guarded(lambda argv: print('x' * 100_000,"
+        " file=stream), []))"
     )
     done = python(code)
     assert (done.returncode, done.stdout, done.stderr) == (141, "", "")
@@ -164,7 +250,14 @@ def test_no_output_at_all_is_no_defect(monkeypatch):
 
 
 def metrics(step: int, **more) -> dict:
-    base = {"phase": "discover", "epoch": 12, "epochs": 60, "total_steps": 660, "loss": 1.2341, "lr": 0.0953}
+    base = {
+        "phase": "discover",
+        "epoch": 12,
+        "epochs": 60,
+        "total_steps": 660,
+        "loss": 1.2341,
+        "lr": 0.0953,
+    }
     return base | {"step": step, "images_per_s": 5120.4} | more
 
 
@@ -182,7 +275,10 @@ def shown_on(out) -> str:
 def test_progress_is_plain_lines_or_one_live_bar_on_a_terminal():
     assert shown_on(io.StringIO()).splitlines() == [
         "discover  epoch 12/60  step 66/660  loss 1.234  lr 0.0953  5,120 images/s",
-        "discover  epoch 12/60  step 132/660  loss 1.234  lr 0.0953  5,120 images/s  ETA 01:20",
+        (
+            "discover  epoch 12/60  step 132/660  loss 1.234  lr 0.0953  5,120 images/s"
+            "  ETA 01:20"
+        ),
         "pretrain  epoch 12/60  step 660/660  loss 1.234  lr 0.0953",
     ]
     terminal = io.StringIO()
@@ -196,13 +292,31 @@ def test_a_phase_may_say_how_often_it_wants_a_line():
     """Kills: minutes of silence where no step is a multiple of the interval."""
     out, now = io.StringIO(), [0.0]
     with console.Progress(out, clock=lambda: now[0], interval=50) as progress:
-        for now[0], step in ((0.0, 0), (4.0, 128), (11.0, 256), (12.0, 384), (21.0, 512)):
-            progress({"phase": "features", "step": step, "total_steps": 1861, "every_s": 10.0})
-    assert [line.split()[2] for line in out.getvalue().splitlines()] == ["256/1861", "512/1861"]
+        for now[0], step in (
+            (0.0, 0),
+            (4.0, 128),
+            (11.0, 256),
+            (12.0, 384),
+            (21.0, 512),
+        ):
+            progress(
+                {
+                    "phase": "features",
+                    "step": step,
+                    "total_steps": 1861,
+                    "every_s": 10.0,
+                }
+            )
+    assert [line.split()[2] for line in out.getvalue().splitlines()] == [
+        "256/1861",
+        "512/1861",
+    ]
 
 
 def test_a_notebook_gets_the_bar_and_silence_nothing(capsys):
-    """A notebook's streams are no terminals and yet redraw. Kills: hundreds of lines below a cell."""
+    """A notebook's streams are no terminals and yet redraw. Kills: hundreds of lines
+    below a cell.
+    """
     notebook = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})()
     console.Progress(notebook)(metrics(66))
     assert "\r" in notebook.getvalue()

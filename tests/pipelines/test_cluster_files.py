@@ -22,7 +22,9 @@ pytestmark = pytest.mark.ray
 
 @pytest.mark.parametrize("name", ["cluster.yaml", "cluster-p5.yaml"])
 def test_the_cluster_files_fit_rays_schema(name):
-    """As ``ray up`` would read them; Ray's own check does not compare the worker counts."""
+    """As ``ray up`` would read them; Ray's own check does not compare the worker
+    counts.
+    """
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     config = yaml.safe_load((ROOT / name).read_text())
@@ -33,14 +35,21 @@ def test_the_cluster_files_fit_rays_schema(name):
     head = types[prepared["head_node_type"]]
     assert head["resources"] == {"CPU": 0} and head.get("max_workers", 0) == 0
     assert all(kind["min_workers"] <= kind["max_workers"] for kind in types.values())
-    assert sum(kind["max_workers"] for kind in types.values()) >= prepared["max_workers"] > 0
+    assert (
+        sum(kind["max_workers"] for kind in types.values())
+        >= prepared["max_workers"]
+        > 0
+    )
     assert prepared["setup_commands"] == []  # not Ray's, which install a nightly build
-    assert any("--dashboard-host=127.0.0.1" in command for command in prepared["head_start_ray_commands"])
+    assert any(
+        "--dashboard-host=127.0.0.1" in command
+        for command in prepared["head_start_ray_commands"]
+    )
 
 
 def test_the_spot_market_is_asked_first():
-    """By Ray's own scheduler, and for its priority alone. Kills: nodes paid on demand while
-    there are cheaper, priorities that are equal.
+    """By Ray's own scheduler, and for its priority alone. Kills: nodes paid on demand
+    while there are cheaper, priorities that are equal.
     """
     from ray.autoscaler.v2.instance_manager.config import NodeTypeConfig
     from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingRequest
@@ -51,14 +60,21 @@ def test_the_spot_market_is_asked_first():
 
     def asked(sign):
         configs = {
-            name: NodeTypeConfig(name, kind["min_workers"], kind["max_workers"], resources=kind["resources"],
-                                 priority=sign * kind.get("priority", 0))
+            name: NodeTypeConfig(
+                name,
+                kind["min_workers"],
+                kind["max_workers"],
+                resources=kind["resources"],
+                priority=sign * kind.get("priority", 0),
+            )
             for name, kind in types.items()
-        }  # fmt: skip
+        }
         request = SchedulingRequest(
-            node_type_configs=configs, max_num_nodes=5, disable_launch_config_check=True,
+            node_type_configs=configs,
+            max_num_nodes=5,
+            disable_launch_config_check=True,
             resource_requests=ResourceRequestUtil.group_by_count([demand, demand]),
-        )  # fmt: skip
+        )
         reply = ResourceDemandScheduler(None).schedule(request)
         return [(launch.instance_type, launch.count) for launch in reply.to_launch]
 
@@ -72,37 +88,80 @@ def test_a_log_that_grows_changes_no_package(tmp_path):
     shutil.copy(ROOT / ".rayignore", tmp_path)
     code, found = tmp_path / "code.py", []
     code.write_text("")
-    for size, growing in enumerate(("train.log", "nohup.out", "runs2/a/metrics.jsonl", "packed/0.parquet")):
+    for size, growing in enumerate(
+        ("train.log", "nohup.out", "runs2/a/metrics.jsonl", "packed/0.parquet")
+    ):
         (tmp_path / growing).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / growing).write_text("x" * size)
         found.append(get_uri_for_directory(str(tmp_path), include_gitignore=True))
     code.write_text("pass")
-    assert len({*found}) == 1 and get_uri_for_directory(str(tmp_path), include_gitignore=True) not in found
+    assert (
+        len({*found}) == 1
+        and get_uri_for_directory(str(tmp_path), include_gitignore=True) not in found
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_fake_cluster_grows_for_a_job(tmp_path):
-    """The head has no CPU: the command waits, the autoscaler starts nodes, two workers train."""
+    """The head has no CPU: the command waits, the autoscaler starts nodes, two
+    workers train.
+    """
     address = f"127.0.0.1:{free_port()}"
     text = (ROOT / "cluster-fake.yaml").read_text()
     assert "gcs_address: 127.0.0.1:6399" in text
     (tmp_path / "cluster.yaml").write_text(text.replace("127.0.0.1:6399", address))
-    own = {"RAY_FAKE_CLUSTER": "1", "RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": f"/tmp/uno-{os.getpid()}"}
+    own = {
+        "RAY_FAKE_CLUSTER": "1",
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_TMPDIR": f"/tmp/uno-{os.getpid()}",
+    }
     env = os.environ | own
     head = subprocess.Popen(
-        [RAY, "start", "--head", "--num-cpus=0", "--node-ip-address=127.0.0.1", "--include-dashboard=false",
-         "--block", f"--port={address.rpartition(':')[2]}",
-         f"--autoscaling-config={tmp_path / 'cluster.yaml'}"],
-        env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        [
+            RAY,
+            "start",
+            "--head",
+            "--num-cpus=0",
+            "--node-ip-address=127.0.0.1",
+            "--include-dashboard=false",
+            "--block",
+            f"--port={address.rpartition(':')[2]}",
+            f"--autoscaling-config={tmp_path / 'cluster.yaml'}",
+        ],
+        env=env,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     try:
-        wait_for(lambda: not socket.socket().connect_ex(("127.0.0.1", int(address.rpartition(":")[2]))), 60)
+        wait_for(
+            lambda: (
+                not socket.socket().connect_ex(
+                    ("127.0.0.1", int(address.rpartition(":")[2]))
+                )
+            ),
+            60,
+        )
         done = subprocess.run(
-            [sys.executable, "-m", "pipelines", "pretrain", *SMALL, "--workers", "2", "--max-steps", "3",
-             "--output", str(tmp_path / "run")],
-            env={**env, "RAY_ADDRESS": address}, cwd=ROOT, capture_output=True, text=True, timeout=200,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-m",
+                "pipelines",
+                "pretrain",
+                *SMALL,
+                "--workers",
+                "2",
+                "--max-steps",
+                "3",
+                "--output",
+                str(tmp_path / "run"),
+            ],
+            env={**env, "RAY_ADDRESS": address},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
         assert done.returncode == 0, done.stderr
         assert "waiting up to 30 minutes for nodes: need 2 workers with" in done.stdout
         assert f"finished: {tmp_path / 'run'}" in done.stdout
@@ -113,46 +172,93 @@ def test_the_fake_cluster_grows_for_a_job(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("line", [
-    "ray symmetric-run --address {address} {limits} -- {uno}",
-    "ray start --head --node-ip-address {host} --port {port} {limits} && {uno}",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "line",
+    [
+        "ray symmetric-run --address {address} {limits} -- {uno}",
+        "ray start --head --node-ip-address {host} --port {port} {limits} && {uno}",
+    ],
+)
 def test_a_cluster_that_rays_own_commands_start_is_found(tmp_path, line):
-    """In a PID namespace: `ray symmetric-run` ends with `ray stop`, which stops all of Ray that it sees.
-    Kills: a second cluster beside theirs, a run that fails within it.
+    """In a PID namespace: `ray symmetric-run` ends with `ray stop`, which stops all of
+    Ray that it sees. Kills: a second cluster beside theirs, a run that fails within it.
     """
-    alone = ["unshare", "--map-root-user", "--pid", "--fork", "--mount-proc", "--kill-child"]
-    if shutil.which("unshare") is None or subprocess.run([*alone, "true"], capture_output=True).returncode:
+    alone = [
+        "unshare",
+        "--map-root-user",
+        "--pid",
+        "--fork",
+        "--mount-proc",
+        "--kill-child",
+    ]
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*alone, "true"], capture_output=True).returncode
+    ):
         pytest.skip("needs PID namespaces")
-    port, folder = free_port(), tempfile.mkdtemp(prefix="uno-ray-", dir="/tmp")  # short, for its sockets
-    uno = ["python", "-m", "pipelines", "pretrain", *SMALL, "--workers", "1", "--max-steps", "3"]
-    words = {"uno": shlex.join([*uno, "--output", str(tmp_path / "run")]), "host": "127.0.0.1", "port": port}
-    words["limits"] = "--num-cpus=2 --object-store-memory=100000000 --include-dashboard=false"
+    # short, for its sockets
+    port, folder = free_port(), tempfile.mkdtemp(prefix="uno-ray-", dir="/tmp")
+    uno = [
+        "python",
+        "-m",
+        "pipelines",
+        "pretrain",
+        *SMALL,
+        "--workers",
+        "1",
+        "--max-steps",
+        "3",
+    ]
+    words = {
+        "uno": shlex.join([*uno, "--output", str(tmp_path / "run")]),
+        "host": "127.0.0.1",
+        "port": port,
+    }
+    words["limits"] = (
+        "--num-cpus=2 --object-store-memory=100000000 --include-dashboard=false"
+    )
     words["address"] = f"127.0.0.1:{port}"
     env = os.environ | {"RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": folder}
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
     env.pop("RAY_ADDRESS", None)
     try:
         done = subprocess.run(
-            [*alone, "sh", "-c", line.format(**words)], env=env, cwd=ROOT, capture_output=True, text=True,
+            [*alone, "sh", "-c", line.format(**words)],
+            env=env,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
             timeout=240,
-        )  # fmt: skip
+        )
         assert done.returncode == 0, done.stdout + done.stderr
-        assert re.search(rf"requesting 1 worker from the Ray cluster at \S+:{port};", done.stdout)
+        assert re.search(
+            rf"requesting 1 worker from the Ray cluster at \S+:{port};", done.stdout
+        )
         assert f"finished: {tmp_path / 'run'}" in done.stdout
-        assert len([*Path(folder).glob("ray/session_*/logs/gcs_server.out")]) == 2, "one, and session_latest"
+        assert len([*Path(folder).glob("ray/session_*/logs/gcs_server.out")]) == 2, (
+            "one, and session_latest"
+        )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def end_processes_of(started: list[subprocess.Popen], address: str) -> None:
-    """Every Ray process of the cluster at that address, whose nodes are ``started``, and of no other one; an
-    orphaned agent would hold its port for minutes, and the next cluster here would take no jobs.
+    """Every Ray process of the cluster at that address, whose nodes are ``started``,
+    and of no other one; an orphaned agent would hold its port for minutes, and the next
+    cluster here would take no jobs.
     """
     port = address.rpartition(":")[2]
-    marks = {f"--gcs-address={address}", f"--gcs_server_port={port}", f"--gcs_address={address}"}
+    marks = {
+        f"--gcs-address={address}",
+        f"--gcs_server_port={port}",
+        f"--gcs_address={address}",
+    }
     found = running()
-    ours = {pid for pid, process in found.items() if marks & set(process.words) and pid != os.getpid()}
+    ours = {
+        pid
+        for pid, process in found.items()
+        if marks & set(process.words) and pid != os.getpid()
+    }
     for pid in below(ours | {process.pid for process in started}, found):
         with suppress(OSError):
             os.kill(pid, 9)

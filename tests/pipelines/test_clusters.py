@@ -1,5 +1,5 @@
-"""What the cluster files ask of AWS, Kubernetes, SkyPilot and Anyscale, against what these accept: no cloud,
-no Ray.
+"""What the cluster files ask of AWS, Kubernetes, SkyPilot and Anyscale, against what
+these accept: no cloud, no Ray.
 """
 
 import json
@@ -21,7 +21,8 @@ AWS_FILES = ("cluster.yaml", "cluster-p5.yaml")
 PAGE = page("docs/deploy/aws.md")
 SUBMITTED = {"docs/deploy/ray.md": "Submit a job", "docs/deploy/aws.md": "Steps"}
 RAY_VERSION = re.search(r"^ray==(\S+)", (ROOT / "constraints.txt").read_text(), re.M)[1]
-OF_RAY = {"SubnetIds"}  # of node_config, not of RunInstances; Ray puts one of them in its place
+# of node_config, not of RunInstances; Ray puts one of them in its place
+OF_RAY = {"SubnetIds"}
 TEXT, WHOLE = {"type": "string"}, {"type": "integer"}
 
 
@@ -30,53 +31,101 @@ def only(**properties):
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
-# What of sky/utils/schemas.py of SkyPilot 0.14.1 the example uses: get_task_schema, get_resources_schema.
+# What of sky/utils/schemas.py of SkyPilot 0.14.1 the example uses: get_task_schema,
+# get_resources_schema.
 SKYPILOT = only(
-    name=TEXT, num_nodes=WHOLE, run=TEXT,
-    envs={"type": "object", "additionalProperties": False,
-          "patternProperties": {"^[a-zA-Z_][a-zA-Z0-9_]*$": {"type": ["string", "null"]}}},
+    name=TEXT,
+    num_nodes=WHOLE,
+    run=TEXT,
+    envs={
+        "type": "object",
+        "additionalProperties": False,
+        "patternProperties": {"^[a-zA-Z_][a-zA-Z0-9_]*$": {"type": ["string", "null"]}},
+    },
     resources=only(
-        accelerators={"anyOf": [
-            TEXT, {"type": "object", "additionalProperties": {"type": ["null", "number"]}},
-            {"type": "array", "items": TEXT},
-        ]},
-        use_spot={"type": "boolean"}, image_id={"type": ["string", "object", "null"]},
+        accelerators={
+            "anyOf": [
+                TEXT,
+                {
+                    "type": "object",
+                    "additionalProperties": {"type": ["null", "number"]},
+                },
+                {"type": "array", "items": TEXT},
+            ]
+        },
+        use_spot={"type": "boolean"},
+        image_id={"type": ["string", "object", "null"]},
     ),
-)  # fmt: skip
-# What of job/models.py and compute_config/models.py of Anyscale 0.26.112 the example uses, as a schema.
+)
+# What of job/models.py and compute_config/models.py of Anyscale 0.26.112 the example
+# uses, as a schema.
 ANYSCALE = only(
-    name=TEXT, entrypoint=TEXT | {"minLength": 1}, containerfile=TEXT, max_retries=WHOLE | {"minimum": 0},
+    name=TEXT,
+    entrypoint=TEXT | {"minLength": 1},
+    containerfile=TEXT,
+    max_retries=WHOLE | {"minimum": 0},
     env_vars={"type": "object", "additionalProperties": TEXT},
     compute_config=only(
         head_node=only(
             instance_type=TEXT,
-            resources={"type": "object", "additionalProperties": {"type": "number", "minimum": 0}},
+            resources={
+                "type": "object",
+                "additionalProperties": {"type": "number", "minimum": 0},
+            },
         ),
-        worker_nodes={"type": "array", "items": {"required": ["instance_type"]} | only(
-            instance_type=TEXT, min_nodes=WHOLE | {"minimum": 0}, max_nodes=WHOLE | {"minimum": 1},
-            market_type={"enum": ["ON_DEMAND", "SPOT", "PREFER_SPOT"]},
-        )},
+        worker_nodes={
+            "type": "array",
+            "items": (
+                {"required": ["instance_type"]}
+                | only(
+                    instance_type=TEXT,
+                    min_nodes=WHOLE | {"minimum": 0},
+                    max_nodes=WHOLE | {"minimum": 1},
+                    market_type={"enum": ["ON_DEMAND", "SPOT", "PREFER_SPOT"]},
+                )
+            ),
+        },
     ),
-)  # fmt: skip
+)
 GROUP = ("compute_config", "worker_nodes", 0)
 REFUSED = {
     "skypilot": [
-        ("num_node", 2), ("num_nodes", "2"), ("run", ["x"]), ("name", 5),
-        ("envs", "OUT PUT", "x"), ("resources", "use_spots", True), ("resources", "use_spot", "yes"),
-        ("resources", "accelerators", 4), ("resources", "accelerators", {"A10G": "4"}),
+        ("num_node", 2),
+        ("num_nodes", "2"),
+        ("run", ["x"]),
+        ("name", 5),
+        ("envs", "OUT PUT", "x"),
+        ("resources", "use_spots", True),
+        ("resources", "use_spot", "yes"),
+        ("resources", "accelerators", 4),
+        ("resources", "accelerators", {"A10G": "4"}),
         ("resources", "image_id", 3),
     ],
     "anyscale": [
-        ("names", "x"), ("name", 5), ("entrypoint", ""), ("entrypoint", ["x"]), ("containerfile", 3),
-        ("max_retries", "2"), ("max_retries", -1), ("env_vars", "X", 60),
-        ("compute_config", "worker_node", []), ("compute_config", "head_node", "min_nodes", 0),
+        ("names", "x"),
+        ("name", 5),
+        ("entrypoint", ""),
+        ("entrypoint", ["x"]),
+        ("containerfile", 3),
+        ("max_retries", "2"),
+        ("max_retries", -1),
+        ("env_vars", "X", 60),
+        ("compute_config", "worker_node", []),
+        ("compute_config", "head_node", "min_nodes", 0),
         ("compute_config", "head_node", "resources", {"CPU": "0"}),
-        ("compute_config", "head_node", "resources", {"CPU": -1}), (*GROUP, "instance_types", "x"),
-        (*GROUP, "instance_type", 5), (*GROUP, "market_type", "SPOT_FIRST"), (*GROUP, "min_nodes", "0"),
-        (*GROUP, "min_nodes", -1), (*GROUP, "max_nodes", "2"), (*GROUP, "max_nodes", 0),
+        ("compute_config", "head_node", "resources", {"CPU": -1}),
+        (*GROUP, "instance_types", "x"),
+        (*GROUP, "instance_type", 5),
+        (*GROUP, "market_type", "SPOT_FIRST"),
+        (*GROUP, "min_nodes", "0"),
+        (*GROUP, "min_nodes", -1),
+        (*GROUP, "max_nodes", "2"),
+        (*GROUP, "max_nodes", 0),
     ],
-}  # fmt: skip
-"""A place in the example and a value there: what the two packages themselves refuse, too."""
+}
+"""A place in the example and a value there: what the two packages themselves refuse,
+too.
+"""
 
 
 @cache
@@ -89,7 +138,9 @@ def service_model(name):
 
 
 def refusals(parameters, shape):
-    """What Amazon's client would say before it sends anything; nothing where all is well."""
+    """What Amazon's client would say before it sends anything; nothing where all is
+    well.
+    """
     from botocore.validate import ParamValidator
 
     return ParamValidator().validate(parameters, shape).generate_report()
@@ -104,7 +155,9 @@ def nodes(name):
 
 def asked(kind):
     """What Ray would hand to RunInstances."""
-    own = {key: value for key, value in kind["node_config"].items() if key not in OF_RAY}
+    own = {
+        key: value for key, value in kind["node_config"].items() if key not in OF_RAY
+    }
     return own | {"MinCount": 1, "MaxCount": 1}
 
 
@@ -115,33 +168,49 @@ def test_every_field_of_a_node_is_one_of_ec2(name):
     _, head, workers = nodes(name)
     for kind in (head, *workers.values()):
         assert refusals(asked(kind), shape) == ""
-    for wrong in ({"IamInstanceProfile": 5}, {"Placements": {}}, {"Placement": {"Group": "uno"}},
-                  {"BlockDeviceMappings": [{"Ebs": {"VolumeSize": "200 GB"}}]}):  # fmt: skip
+    for wrong in (
+        {"IamInstanceProfile": 5},
+        {"Placements": {}},
+        {"Placement": {"Group": "uno"}},
+        {"BlockDeviceMappings": [{"Ebs": {"VolumeSize": "200 GB"}}]},
+    ):
         assert refusals(asked(head) | wrong, shape) != ""
 
 
 @pytest.mark.parametrize("name", AWS_FILES)
 def test_nodes_have_rights_an_image_a_group_and_one_zone(name):
-    """Kills: workers without S3, Ray's image of 2022, a port 22 open to the world, nodes in several zones."""
+    """Kills: workers without S3, Ray's image of 2022, a port 22 open to the world,
+    nodes in several zones.
+    """
     cluster, head, workers = nodes(name)
     for kind in (head, *workers.values()):
         config = kind["node_config"]
-        assert re.fullmatch(r"resolve:ssm:/aws/service/deeplearning/ami/\S*ubuntu-2[24]\.04\S*|ami-\w+",
-                            config["ImageId"])  # fmt: skip
+        assert re.fullmatch(
+            r"resolve:ssm:/aws/service/deeplearning/ami/\S*ubuntu-2[24]\.04\S*|ami-\w+",
+            config["ImageId"],
+        )
         interfaces = config.get("NetworkInterfaces", [])
-        groups = [interface["Groups"] for interface in interfaces] or [config["SecurityGroupIds"]]
+        groups = [interface["Groups"] for interface in interfaces] or [
+            config["SecurityGroupIds"]
+        ]
         assert all(group == ["sg-GROUP"] for group in groups)
         assert config["MetadataOptions"]["HttpTokens"] == "required"
     assert head["node_config"]["IamInstanceProfile"] != {"Name": "uno-worker"}
     for kind in workers.values():
         assert kind["node_config"]["IamInstanceProfile"] == {"Name": "uno-worker"}
         assert kind["node_config"]["Placement"] == {"GroupName": "uno"}
-    assert re.fullmatch(r"[a-z]+-[a-z]+-\d[a-z]", cluster["provider"]["availability_zone"])
-    commands = [*cluster["head_start_ray_commands"], *cluster["worker_start_ray_commands"]]
+    assert re.fullmatch(
+        r"[a-z]+-[a-z]+-\d[a-z]", cluster["provider"]["availability_zone"]
+    )
+    commands = [
+        *cluster["head_start_ray_commands"],
+        *cluster["worker_start_ray_commands"],
+    ]
     starts = [command for command in commands if "ray start" in command]
     assert len(starts) == 2 and all("RAY_AUTH_MODE=token" in start for start in starts)
     assert cluster["file_mounts"] == {"/home/ray/.ray/auth_token": "~/.ray/auth_token"}
-    assert cluster["setup_commands"] == cluster["worker_setup_commands"] == []  # a node installs nothing
+    # a node installs nothing
+    assert cluster["setup_commands"] == cluster["worker_setup_commands"] == []
 
 
 def test_a_p5_has_a_network_card_for_each_of_its_32():
@@ -152,15 +221,21 @@ def test_a_p5_has_a_network_card_for_each_of_its_32():
     assert [card["InterfaceType"] for card in cards] == ["efa"] + ["efa-only"] * 31
 
 
-@pytest.mark.parametrize("command", re.findall(r"^aws .+?(?=\n(?:aws|docker|```))", PAGE, re.M | re.S))
+@pytest.mark.parametrize(
+    "command", re.findall(r"^aws .+?(?=\n(?:aws|docker|```))", PAGE, re.M | re.S)
+)
 def test_what_an_account_needs_is_what_aws_takes(command):
     """Kills: an operation or an option that does not exist, JSON that is none."""
     _, service, name, *words = shlex.split(command)
     if service == "ecr":
-        return  # its description has the same form; one more of them to read costs more than it finds
+        # its description has the same form; one more of them to read costs more than it
+        # finds
+        return
     title = "".join(part.title() for part in name.split("-"))
     shape = service_model(service).operation_model(title).input_shape
-    members = {re.sub(r"(?<!^)(?=[A-Z][a-z])", "-", key).lower(): key for key in shape.members}
+    members = {
+        re.sub(r"(?<!^)(?=[A-Z][a-z])", "-", key).lower(): key for key in shape.members
+    }
     parameters = {}
     for option, value in zip(words[::2], words[1::2], strict=True):
         assert option.startswith("--")
@@ -175,20 +250,33 @@ def test_what_an_account_needs_is_what_aws_takes(command):
 
 def test_the_names_of_the_account_are_those_of_the_files():
     """Kills: a profile or a placement group that a file wants and nobody makes."""
-    made = set(re.findall(r"create-instance-profile --instance-profile-name (\S+)", PAGE))
+    made = set(
+        re.findall(r"create-instance-profile --instance-profile-name (\S+)", PAGE)
+    )
     groups = set(re.findall(r"create-placement-group --group-name (\S+)", PAGE))
     for name in AWS_FILES:
         cluster, head, workers = nodes(name)
         configs = [kind["node_config"] for kind in (head, *workers.values())]
         assert {config["IamInstanceProfile"]["Name"] for config in configs} == made
-        assert {config["Placement"]["GroupName"] for config in configs if "Placement" in config} == groups
+        assert {
+            config["Placement"]["GroupName"]
+            for config in configs
+            if "Placement" in config
+        } == groups
         assert cluster["docker"]["image"] in PAGE
-        assert cluster["docker"]["image"].partition("/")[0] in cluster["initialization_commands"][0]
+        assert (
+            cluster["docker"]["image"].partition("/")[0]
+            in cluster["initialization_commands"][0]
+        )
 
 
-@pytest.mark.parametrize(("name", "schema"), [("skypilot", SKYPILOT), ("anyscale", ANYSCALE)])
+@pytest.mark.parametrize(
+    ("name", "schema"), [("skypilot", SKYPILOT), ("anyscale", ANYSCALE)]
+)
 def test_the_files_for_services_fit_their_schemas(name, schema):
-    """Kills: a key that the service does not know, a value of another type or out of range."""
+    """Kills: a key that the service does not know, a value of another type or out of
+    range.
+    """
     from jsonschema import ValidationError, validate
 
     job = yaml.safe_load((ROOT / f"examples/{name}.yaml").read_text())
@@ -203,21 +291,26 @@ def test_the_files_for_services_fit_their_schemas(name, schema):
 
 
 def test_the_anyscale_file_is_a_job_of_ours():
-    """Kills: options that uno does not have, more workers than the nodes have GPUs, an output that the next
-    attempt does not find.
+    """Kills: options that uno does not have, more workers than the nodes have GPUs, an
+    output that the next attempt does not find.
     """
     job = yaml.safe_load((ROOT / "examples/anyscale.yaml").read_text())
     (group,) = job["compute_config"]["worker_nodes"]
     python, _, module, command, *words = shlex.split(job["entrypoint"])
     config = parse(words, DISCOVER).config
     assert (python, module, command) == ("python", "pipelines", "discover")
-    assert group["min_nodes"] <= group["max_nodes"] and config.compute.num_workers == 4 * group["max_nodes"]
-    assert (ROOT / job["containerfile"]).exists() and config.output.startswith("/mnt/cluster_storage/")
+    assert (
+        group["min_nodes"] <= group["max_nodes"]
+        and config.compute.num_workers == 4 * group["max_nodes"]
+    )
+    assert (ROOT / job["containerfile"]).exists() and config.output.startswith(
+        "/mnt/cluster_storage/"
+    )
 
 
 def test_the_image_has_the_tested_ray_the_extras_and_what_efa_loads():
-    """Kills: `uno tune --search optuna` and timm: encoders that end with "pip install" on a cluster; a plugin
-    for EFA that NCCL cannot load, and says so nowhere.
+    """Kills: `uno tune --search optuna` and timm: encoders that end with "pip install"
+    on a cluster; a plugin for EFA that NCCL cannot load, and says so nowhere.
     """
     text = (ROOT / "Dockerfile").read_text()
     assert f"\nFROM rayproject/ray:{RAY_VERSION}-py311-gpu\n" in text
@@ -229,15 +322,34 @@ def test_the_image_has_the_tested_ray_the_extras_and_what_efa_loads():
 def test_the_kubernetes_manifest_has_the_keys_of_its_api():
     """KubeRay's ray.io/v1 types and the names that its objects must share."""
     claim, job = yaml.safe_load_all((ROOT / "rayjob.yaml").read_text())
-    assert (claim["kind"], job["apiVersion"], job["kind"]) == ("PersistentVolumeClaim", "ray.io/v1", "RayJob")
+    assert (claim["kind"], job["apiVersion"], job["kind"]) == (
+        "PersistentVolumeClaim",
+        "ray.io/v1",
+        "RayJob",
+    )
     spec, cluster = job["spec"], job["spec"]["rayClusterSpec"]
-    fields = "entrypoint runtimeEnvYAML shutdownAfterJobFinishes ttlSecondsAfterFinished backoffLimit"
+    fields = (
+        "entrypoint runtimeEnvYAML shutdownAfterJobFinishes ttlSecondsAfterFinished"
+        " backoffLimit"
+    )
     assert spec.keys() <= {*fields.split(), "rayClusterSpec"}
     assert "--output /" in spec["entrypoint"] and "--device cuda" in spec["entrypoint"]
-    assert int(yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) >= 30
-    fields = "rayVersion enableInTreeAutoscaling autoscalerOptions authOptions headGroupSpec workerGroupSpecs"
+    assert (
+        int(
+            yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"][
+                "RAY_JOB_STOP_WAIT_TIME_S"
+            ]
+        )
+        >= 30
+    )
+    fields = (
+        "rayVersion enableInTreeAutoscaling autoscalerOptions authOptions headGroupSpec"
+        " workerGroupSpecs"
+    )
     assert cluster.keys() <= {*fields.split()}
-    assert cluster["enableInTreeAutoscaling"] and cluster["authOptions"] == {"mode": "token"}
+    assert cluster["enableInTreeAutoscaling"] and cluster["authOptions"] == {
+        "mode": "token"
+    }
     assert cluster["rayVersion"] == RAY_VERSION
     (workers,) = cluster["workerGroupSpecs"]
     assert workers["minReplicas"] <= workers["replicas"] <= workers["maxReplicas"]
@@ -245,21 +357,37 @@ def test_the_kubernetes_manifest_has_the_keys_of_its_api():
     pod = workers["template"]["spec"]
     resources = pod["containers"][0]["resources"]
     (toleration,) = pod["tolerations"]
-    assert toleration == {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+    assert toleration == {
+        "key": "nvidia.com/gpu",
+        "operator": "Exists",
+        "effect": "NoSchedule",
+    }
     assert resources["limits"]["nvidia.com/gpu"] == 1
-    assert all(isinstance(v, str) for v in pod["nodeSelector"].values())  # true without quotes is refused
+    # true without quotes is refused
+    assert all(isinstance(v, str) for v in pod["nodeSelector"].values())
     for group in (cluster["headGroupSpec"], workers):
         assert all(isinstance(value, str) for value in group["rayStartParams"].values())
         pod = group["template"]["spec"]
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
         assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
-        assert volumes["runs"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
-        mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
-        assert mounts == {"runs": "/runs", "shm": "/dev/shm"} and mounts.keys() == volumes.keys()
+        assert (
+            volumes["runs"]["persistentVolumeClaim"]["claimName"]
+            == claim["metadata"]["name"]
+        )
+        mounts = {
+            mount["name"]: mount["mountPath"]
+            for mount in pod["containers"][0]["volumeMounts"]
+        }
+        assert (
+            mounts == {"runs": "/runs", "shm": "/dev/shm"}
+            and mounts.keys() == volumes.keys()
+        )
 
 
 def submissions():
-    """(file it is for, the words of ``python -m ...``) of every submitted command that the project shows."""
+    """(file it is for, the words of ``python -m ...``) of every submitted command
+    that the project shows.
+    """
     texts = {name: (ROOT / name).read_text() for name in AWS_FILES}
     texts |= {name: section(name, title) for name, title in SUBMITTED.items()}
     for name, text in texts.items():
@@ -267,7 +395,10 @@ def submissions():
         for words in re.findall(r"python -m (pipelines .+)", plain):
             yield ("cluster.yaml" if name in SUBMITTED else name), shlex.split(words)
     job = list(yaml.safe_load_all((ROOT / "rayjob.yaml").read_text()))[1]
-    yield "rayjob.yaml", shlex.split(job["spec"]["entrypoint"].partition("python -m ")[2])
+    yield (
+        "rayjob.yaml",
+        shlex.split(job["spec"]["entrypoint"].partition("python -m ")[2]),
+    )
 
 
 def mounts(name):
@@ -276,14 +407,24 @@ def mounts(name):
         job = list(yaml.safe_load_all((ROOT / name).read_text()))[1]
         group = job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]
         claims = {v["name"] for v in group["volumes"] if "persistentVolumeClaim" in v}
-        return [m["mountPath"] for m in group["containers"][0]["volumeMounts"] if m["name"] in claims]
+        return [
+            m["mountPath"]
+            for m in group["containers"][0]["volumeMounts"]
+            if m["name"] in claims
+        ]
     docker = yaml.safe_load((ROOT / name).read_text())["docker"]
-    return [option.rpartition(":")[2] for option in docker["run_options"] if option.startswith("-v ")]
+    return [
+        option.rpartition(":")[2]
+        for option in docker["run_options"]
+        if option.startswith("-v ")
+    ]
 
 
 @pytest.mark.parametrize(("name", "words"), list(submissions()))
 def test_submitted_commands_parse_and_name_what_all_nodes_see(name, words):
-    """Kills: data or a run directory that no file mounts, a flag that does not exist."""
+    """Kills: data or a run directory that no file mounts, a flag that does not
+    exist.
+    """
     from pipelines.commands import DISCOVER
     from pipelines.options import parse
 
@@ -291,6 +432,8 @@ def test_submitted_commands_parse_and_name_what_all_nodes_see(name, words):
     config = parse(words[2:], DISCOVER).config
     data = config.data.source.partition(":")[2]
     for place in (data, config.output):
-        shared = any(PurePosixPath(place).is_relative_to(mount) for mount in mounts(name))
+        shared = any(
+            PurePosixPath(place).is_relative_to(mount) for mount in mounts(name)
+        )
         assert place.startswith("s3://") or shared, place
     assert config.compute.device == "cuda" and config.compute.num_workers

@@ -1,4 +1,6 @@
-"""The commands in this process, without Ray: what they write, what they refuse, how they resume."""
+"""The commands in this process, without Ray: what they write, what they refuse, how
+they resume.
+"""
 
 import json
 import os
@@ -16,7 +18,14 @@ import yaml
 from safetensors.torch import load_file
 
 from pipelines import cli, ray_env
-from tests.pipelines.small import ROOT, SMALL, assert_same_weights, lines_of, refused, write_images
+from tests.pipelines.small import (
+    ROOT,
+    SMALL,
+    assert_same_weights,
+    lines_of,
+    refused,
+    write_images,
+)
 from tests.uno.small_run import wasted_steps
 from uno import objective
 from uno.config import field_names
@@ -33,7 +42,9 @@ DISCOVER = ["discover", *SMALL]
 def nothing_starts(monkeypatch):
     """Training or connecting to Ray fails the test."""
     for module, name in ((ray_env, "connect"), (job.run, "run_phase")):
-        monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("to be refused earlier"))
+        monkeypatch.setattr(
+            module, name, lambda *_, **__: pytest.fail("to be refused earlier")
+        )
 
 
 @pytest.fixture(scope="module")
@@ -44,37 +55,66 @@ def finished(tmp_path_factory) -> Path:
     return output
 
 
-@pytest.mark.parametrize(("argv", "says"), [
-    (["--objective.epsilonn", "1"], "did you mean --objective.epsilon?"),
-    (["--data", "folder:/no/such/place"], "/no/such/place"),
-    (["--known-classes", "0,1,eleven"], "eleven"),
-    (["--known-classes", "first:10"], "nothing to discover"),
-    (["--num-novel", "1000"], "than classes to discover (1000)"),
-    (["--batch-size", "34"], "divide by 2 workers"),
-    (["--weights", "/no/such/run"], "model.weights: /no/such/run"),
-    (["--weights", "/no/such/encoder.safetensors"], "no such file"),
-    (["--workers", "0", "--device", "cuda"], "CUDA"),
-    (["--compute.threads", "900"], "compute.threads is 900, more than"),
-    (["--model.width", "512", "--model.blocks", "18", "--batch-size", "64"], "this run needs at least"),
-    (["--augment.large.size", "1024", "--data.stored-size", "1024", "--batch-size", "64"], "activations"),
-    (["--objective.queue-size", "1000000", "--model.projection-dim", "4096"], "queue "),
-])  # fmt: skip
-def test_bad_options_are_one_line(tmp_path, capsys, nothing_starts, argv, says, monkeypatch):
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--objective.epsilonn", "1"], "did you mean --objective.epsilon?"),
+        (["--data", "folder:/no/such/place"], "/no/such/place"),
+        (["--known-classes", "0,1,eleven"], "eleven"),
+        (["--known-classes", "first:10"], "nothing to discover"),
+        (["--num-novel", "1000"], "than classes to discover (1000)"),
+        (["--batch-size", "34"], "divide by 2 workers"),
+        (["--weights", "/no/such/run"], "model.weights: /no/such/run"),
+        (["--weights", "/no/such/encoder.safetensors"], "no such file"),
+        (["--workers", "0", "--device", "cuda"], "CUDA"),
+        (["--compute.threads", "900"], "compute.threads is 900, more than"),
+        (
+            ["--model.width", "512", "--model.blocks", "18", "--batch-size", "64"],
+            "this run needs at least",
+        ),
+        (
+            [
+                "--augment.large.size",
+                "1024",
+                "--data.stored-size",
+                "1024",
+                "--batch-size",
+                "64",
+            ],
+            "activations",
+        ),
+        (
+            ["--objective.queue-size", "1000000", "--model.projection-dim", "4096"],
+            "queue ",
+        ),
+    ],
+)
+def test_bad_options_are_one_line(
+    tmp_path, capsys, nothing_starts, argv, says, monkeypatch
+):
     monkeypatch.setattr(resources, "free_host_bytes", lambda: 8 * 10**9)
     if "cuda" in argv and torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
     output = tmp_path / "run"
-    assert says in refused(capsys, 2, *DISCOVER, "--workers", "2", "--output", output, *argv)
+    assert says in refused(
+        capsys, 2, *DISCOVER, "--workers", "2", "--output", output, *argv
+    )
     assert not output.exists()
 
 
-@pytest.mark.parametrize(("counts", "argv", "says"), [
-    ({"cat": 20, "dog": 0, "emu": 20}, ["--known-classes", "cat,dog"], "dog"),
-    ({"cat": 40}, ["--known-classes", "first:1"], "nothing to discover"),
-    ({"cat": 40}, [], "every training image is labeled"),
-    ({"cat": 20, "dog": 3, "emu": 2}, ["--known-classes", "cat", "--num-novel", "9"],
-     "than classes to discover (9)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("counts", "argv", "says"),
+    [
+        ({"cat": 20, "dog": 0, "emu": 20}, ["--known-classes", "cat,dog"], "dog"),
+        ({"cat": 40}, ["--known-classes", "first:1"], "nothing to discover"),
+        ({"cat": 40}, [], "every training image is labeled"),
+        (
+            {"cat": 20, "dog": 3, "emu": 2},
+            ["--known-classes", "cat", "--num-novel", "9"],
+            "than classes to discover (9)",
+        ),
+    ],
+)
 def test_bad_folders_are_one_line(tmp_path, capsys, nothing_starts, counts, argv, says):
     data = f"folder:{write_images(tmp_path / 'images', counts)}"
     words = ["--batch-size", "8", "--workers", "2", "--output", tmp_path / "run", *argv]
@@ -87,11 +127,34 @@ def test_unreadable_images_are_left_out_and_listed_or_stop_the_run(tmp_path, cap
     (folder / "emu" / "7.png").write_text("not an image")
     listed = tmp_path / "run/bad_samples.jsonl"
     argv = [
-        "discover", "--data", f"folder:{folder}", "--output", str(tmp_path / "run"), "--known-classes",
-        "cat,dog", "--batch-size", "16", "--data.stored-size", "8", "--augment.large.size", "8",
-        "--augment.large.crop", "none", "--model.encoder", "resnet_small", "--model.width", "4",
-        "--model.hidden-dim", "16", "--max-steps", "1", "--pretrain.epochs", "1", "--discover.epochs", "1",
-    ]  # fmt: skip
+        "discover",
+        "--data",
+        f"folder:{folder}",
+        "--output",
+        str(tmp_path / "run"),
+        "--known-classes",
+        "cat,dog",
+        "--batch-size",
+        "16",
+        "--data.stored-size",
+        "8",
+        "--augment.large.size",
+        "8",
+        "--augment.large.crop",
+        "none",
+        "--model.encoder",
+        "resnet_small",
+        "--model.width",
+        "4",
+        "--model.hidden-dim",
+        "16",
+        "--max-steps",
+        "1",
+        "--pretrain.epochs",
+        "1",
+        "--discover.epochs",
+        "1",
+    ]
     line = refused(capsys, 2, *argv)
     assert "1 of 60 images are unreadable" in line and str(listed) in line
     (bad,) = map(json.loads, listed.read_text().splitlines())
@@ -99,18 +162,31 @@ def test_unreadable_images_are_left_out_and_listed_or_stop_the_run(tmp_path, cap
     assert not (tmp_path / "run/checkpoints").exists()
     assert cli.main([*argv, "--data.max-bad-fraction", "0.02", "--overwrite"]) == 0
     said = capsys.readouterr().out
-    assert f"1 unreadable image left out; see {listed}" in said and "emu/7.png: not a readable" in said
+    assert (
+        f"1 unreadable image left out; see {listed}" in said
+        and "emu/7.png: not a readable" in said
+    )
 
 
 def test_the_run_directory(finished):
-    names = {"config.yaml", "environment.json", "metrics.jsonl", "metrics.json", "checkpoints", "model"}
+    names = {
+        "config.yaml",
+        "environment.json",
+        "metrics.jsonl",
+        "metrics.json",
+        "checkpoints",
+        "model",
+    }
     assert {path.name for path in finished.iterdir()} >= {*names, "tensorboard"}
     assert not (finished / "lock.json").exists()
     results = json.loads((finished / "metrics.json").read_text())
     shares = [value for key, value in results.items() if not key.endswith("/rows")]
     assert all(isinstance(value, float) and 0 <= value <= 1 for value in shares)
-    assert {"train/novel/task_aware/acc/best", "test/novel/task_agnostic_strict/acc/avg",
-            "baseline/kmeans/novel/acc"} <= results.keys()  # fmt: skip
+    assert {
+        "train/novel/task_aware/acc/best",
+        "test/novel/task_agnostic_strict/acc/avg",
+        "baseline/kmeans/novel/acc",
+    } <= results.keys()
     assert {line["phase"] for line in lines_of(finished)} == {"pretrain", "discover"}
 
 
@@ -125,16 +201,24 @@ def test_a_finished_run_is_shown_not_trained(finished, capsys, nothing_starts):
     assert "objective.epsilon, seed" in line
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
-def test_the_report_is_part_of_a_finished_run(finished, tmp_path, capsys, monkeypatch, number):
-    """Kills: "done" without a report, a run that the same command takes for finished."""
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)]
+)
+def test_the_report_is_part_of_a_finished_run(
+    finished, tmp_path, capsys, monkeypatch, number
+):
+    """Kills: "done" without a report, a run that the same command takes for
+    finished.
+    """
     run = Path(shutil.copytree(finished, tmp_path / "run"))
     expected = (run / "metrics.json").read_bytes()
     for name in ("metrics.json", "report.html"):
         (run / name).unlink()
     command = [*DISCOVER, "--output", str(run)]
     with monkeypatch.context() as stopped:
-        stopped.setattr(job, "write_report", lambda *_, **__: signal.raise_signal(number))
+        stopped.setattr(
+            job, "write_report", lambda *_, **__: signal.raise_signal(number)
+        )
         assert cli.main(command) == 75
     assert "resume with the same command" in capsys.readouterr().err
     assert not (run / "metrics.json").exists() and not (run / "lock.json").exists()
@@ -142,31 +226,51 @@ def test_the_report_is_part_of_a_finished_run(finished, tmp_path, capsys, monkey
     assert "task_aware" in (run / "report.html").read_text()
 
 
-def test_evaluate_reproduces_the_results_and_so_does_the_run(finished, tmp_path, capsys):
-    """Kills: a traceback of json for damaged results; training again; a report of other results."""
+def test_evaluate_reproduces_the_results_and_so_does_the_run(
+    finished, tmp_path, capsys
+):
+    """Kills: a traceback of json for damaged results; training again; a report of
+    other results.
+    """
     before = (finished / "metrics.json").read_bytes()
     results = Path(shutil.copytree(finished, tmp_path / "run")) / "metrics.json"
     results.unlink()
     page = tmp_path / "run" / "report.html"
-    for text, kept in ((page.read_text().replace("<h1", "<h1 old", 1), False), ("the user's own", True)):
+    for text, kept in (
+        (page.read_text().replace("<h1", "<h1 old", 1), False),
+        ("the user's own", True),
+    ):
         page.write_text(text)
-        assert cli.main(["evaluate", str(tmp_path / "run")]) == 0 and results.read_bytes() == before
+        assert (
+            cli.main(["evaluate", str(tmp_path / "run")]) == 0
+            and results.read_bytes() == before
+        )
         assert (page.read_text() == text) == kept  # the second time nothing has changed
     assert "Task-aware" in capsys.readouterr().out
     results.write_text("{")
-    assert cli.main([*DISCOVER, "--output", str(tmp_path / "run")]) == 0 and results.read_bytes() == before
+    assert (
+        cli.main([*DISCOVER, "--output", str(tmp_path / "run")]) == 0
+        and results.read_bytes() == before
+    )
     assert "is not a run directory" in refused(capsys, 2, "evaluate", tmp_path)
     assert "RUN comes first" in refused(capsys, 2, "evaluate", "--workers", "0")
 
 
 def test_evaluate_works_here_and_stops_at_once(finished, tmp_path, capsys, monkeypatch):
-    """Kills: Ray for a run of two workers; a checkpoint promised where none is made; metrics half written."""
+    """Kills: Ray for a run of two workers; a checkpoint promised where none is made;
+    metrics half written.
+    """
     run = Path(shutil.copytree(finished, tmp_path / "run"))
     config = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(config.replace("num_workers: 0", "num_workers: 2"))
     before = (run / "metrics.json").read_bytes()
-    monkeypatch.setattr(ray_env, "connect", lambda *_, **__: pytest.fail("no Ray for an evaluation"))
-    assert cli.main(["evaluate", str(run)]) == 0 and (run / "metrics.json").read_bytes() == before
+    monkeypatch.setattr(
+        ray_env, "connect", lambda *_, **__: pytest.fail("no Ray for an evaluation")
+    )
+    assert (
+        cli.main(["evaluate", str(run)]) == 0
+        and (run / "metrics.json").read_bytes() == before
+    )
 
     def evaluate(*_):
         signal.raise_signal(signal.SIGTERM)
@@ -176,13 +280,23 @@ def test_evaluate_works_here_and_stops_at_once(finished, tmp_path, capsys, monke
     capsys.readouterr()
     assert cli.main(["evaluate", str(run)]) == 75
     said = capsys.readouterr()
-    assert said.err.splitlines()[-1] == "uno: stopped; nothing was changed; resume with the same command"
-    assert "checkpoint" not in said.out + said.err and (run / "metrics.json").read_bytes() == before
+    assert (
+        said.err.splitlines()[-1]
+        == "uno: stopped; nothing was changed; resume with the same command"
+    )
+    assert (
+        "checkpoint" not in said.out + said.err
+        and (run / "metrics.json").read_bytes() == before
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_run_of_gpu_workers_is_evaluated_and_reported_without_a_gpu(finished, tmp_path):
-    """Kills: a device of the run's workers that the machine of a later command must have, too."""
+def test_a_run_of_gpu_workers_is_evaluated_and_reported_without_a_gpu(
+    finished, tmp_path
+):
+    """Kills: a device of the run's workers that the machine of a later command must
+    have, too.
+    """
     run = Path(shutil.copytree(finished, tmp_path / "run"))
     tree = yaml.safe_load((run / "config.yaml").read_text())
     tree["compute"] |= {"num_workers": 2, "device": "cuda"}
@@ -192,24 +306,47 @@ def test_a_run_of_gpu_workers_is_evaluated_and_reported_without_a_gpu(finished, 
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_missing_device_or_weights_are_named_before_data_is_read(finished, tmp_path, capsys, monkeypatch):
+def test_a_missing_device_or_weights_are_named_before_data_is_read(
+    finished, tmp_path, capsys, monkeypatch
+):
     """Kills: minutes of a pass over the data, then the line."""
     for module in ("uno.session.data", "uno.session.predict", "uno.report.contents"):
-        monkeypatch.setattr(f"{module}.read_rows", lambda _: pytest.fail("data is read"))
-    for words in (*([name, finished] for name in ("predict", "evaluate", "report")), DISCOVER):
+        monkeypatch.setattr(
+            f"{module}.read_rows", lambda _: pytest.fail("data is read")
+        )
+    for words in (
+        *([name, finished] for name in ("predict", "evaluate", "report")),
+        DISCOVER,
+    ):
         assert "finds no CUDA device" in refused(capsys, 2, *words, "--device", "cuda")
-    for file in ("/no/such/encoder.safetensors", "/no/such/encoder.pth", "/no/such/run"):
+    for file in (
+        "/no/such/encoder.safetensors",
+        "/no/such/encoder.pth",
+        "/no/such/run",
+    ):
         assert "model.weights: " in refused(capsys, 2, *DISCOVER, "--weights", file)
 
 
 def test_a_dry_run_names_no_file_that_it_deletes(finished, tmp_path, capsys):
-    """Kills: bad_samples.jsonl in a folder that is gone; pretraining in the plan of a run with weights."""
+    """Kills: bad_samples.jsonl in a folder that is gone; pretraining in the plan of
+    a run with weights.
+    """
     source = write_images(tmp_path / "in", {f"class {i}": 15 for i in range(10)})
     (source / "class 0" / "broken.png").write_bytes(b"no image")
-    words = ["--data", f"folder:{source}", "--known-classes", "first:5", "--data.loading", "memory"]
+    words = [
+        "--data",
+        f"folder:{source}",
+        "--known-classes",
+        "first:5",
+        "--data.loading",
+        "memory",
+    ]
     assert cli.main([*DISCOVER, *words, "--dry-run"]) == 0
     said = "".join(capsys.readouterr())
-    assert "1 unreadable image left out; the first: class 0/broken.png" in said and "jsonl" not in said
+    assert (
+        "1 unreadable image left out; the first: class 0/broken.png" in said
+        and "jsonl" not in said
+    )
     assert "\npretrain: " in said
     assert cli.main([*DISCOVER, "--weights", str(finished), "--dry-run"]) == 0
     said = "".join(capsys.readouterr())
@@ -221,11 +358,14 @@ def test_pretrain_then_discover_equals_discover(finished, tmp_path):
     assert cli.main(["pretrain", *SMALL, "--output", str(tmp_path / "run")]) == 0
     assert {line["phase"] for line in lines_of(tmp_path / "run")} == {"pretrain"}
     assert cli.main([*DISCOVER, "--output", str(tmp_path / "run")]) == 0
-    assert lines_of(tmp_path / "run") == lines_of(finished)  # nothing was pretrained twice
+    # nothing was pretrained twice
+    assert lines_of(tmp_path / "run") == lines_of(finished)
     assert_same_weights(tmp_path / "run", finished)
 
 
-@pytest.mark.parametrize("weights", ["", pytest.param("model/encoder.safetensors", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "weights", ["", pytest.param("model/encoder.safetensors", marks=pytest.mark.slow)]
+)
 def test_weights_replace_pretraining(finished, tmp_path, weights, monkeypatch):
     """Kills: weights looked up from another directory than the user's."""
     monkeypatch.chdir(finished.parent)
@@ -235,18 +375,42 @@ def test_weights_replace_pretraining(finished, tmp_path, weights, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_librarys_own_weights_are_fetched_once_and_kept(finished, tmp_path, monkeypatch):
-    """Kills: a resumed run, or a dry one of it, that fetches; weights that are fetched and not used."""
-    theirs, fetched, run = finished / "model" / "encoder.safetensors", [], tmp_path / "run"
-    monkeypatch.setattr(resolve, "fetch_pretrained", lambda name: fetched.append(name) or theirs.read_bytes())
-    argv = [*DISCOVER, "--weights", "pretrained", "--model.finetune", "none", "--max-steps", "1"]
+def test_the_librarys_own_weights_are_fetched_once_and_kept(
+    finished, tmp_path, monkeypatch
+):
+    """Kills: a resumed run, or a dry one of it, that fetches; weights that are
+    fetched and not used.
+    """
+    theirs, fetched, run = (
+        finished / "model" / "encoder.safetensors",
+        [],
+        tmp_path / "run",
+    )
+    monkeypatch.setattr(
+        resolve,
+        "fetch_pretrained",
+        lambda name: fetched.append(name) or theirs.read_bytes(),
+    )
+    argv = [
+        *DISCOVER,
+        "--weights",
+        "pretrained",
+        "--model.finetune",
+        "none",
+        "--max-steps",
+        "1",
+    ]
     argv += ["--output", str(run)]
-    assert cli.main(argv) == 0 and {line["phase"] for line in lines_of(run)} == {"discover"}
+    assert cli.main(argv) == 0 and {line["phase"] for line in lines_of(run)} == {
+        "discover"
+    }
     (run / "metrics.json").unlink()
     assert cli.main([*argv, "--dry-run"]) == 0
     assert fetched == ["resnet_small"]
     kept, expected = load_file(run / "model" / "encoder.safetensors"), load_file(theirs)
-    assert kept.keys() == expected.keys() and all(torch.equal(kept[k], v) for k, v in expected.items())
+    assert kept.keys() == expected.keys() and all(
+        torch.equal(kept[k], v) for k, v in expected.items()
+    )
 
 
 @pytest.mark.slow
@@ -262,11 +426,15 @@ def test_fresh_starts_over(finished, tmp_path):
 def test_a_directory_that_is_no_run_is_not_touched(tmp_path, capsys, nothing_starts):
     (tmp_path / "thesis.tex").write_text("years of work")
     for switch in ([], ["--overwrite"]):
-        assert "holds no run" in refused(capsys, 2, *DISCOVER, "--output", tmp_path, *switch)
+        assert "holds no run" in refused(
+            capsys, 2, *DISCOVER, "--output", tmp_path, *switch
+        )
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_print_config_and_data_check_and_dry_run_leave_nothing(tmp_path, capsys, monkeypatch):
+def test_print_config_and_data_check_and_dry_run_leave_nothing(
+    tmp_path, capsys, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     assert cli.main([*DISCOVER, "--print-config"]) == 0
     assert "batch_size: 32" in capsys.readouterr().out
@@ -282,13 +450,35 @@ def test_print_config_and_data_check_and_dry_run_leave_nothing(tmp_path, capsys,
 
 
 def test_explain_says_where_every_value_comes_from(tmp_path, capsys, monkeypatch):
-    """Kills: a key without its origin, a line that is no configuration, one given taken for chosen."""
+    """Kills: a key without its origin, a line that is no configuration, one given
+    taken for chosen.
+    """
     monkeypatch.chdir(tmp_path)
     write_images(Path("known"), {"a": 9, "b": 9})
     write_images(Path("new"), {"x": 9})
     Path("mine.yaml").write_text("train: {batch_size: 8}\nseed: 3\n")
-    argv = ["--labeled", "known", "--unlabeled", "new", "--num-novel", "2", "--config", "mine.yaml"]
-    argv += ["--seed", "4", "--method", "rs", "--data.mean", "0.5", "0.5", "0.5", "--recipe", "v2"]
+    argv = [
+        "--labeled",
+        "known",
+        "--unlabeled",
+        "new",
+        "--num-novel",
+        "2",
+        "--config",
+        "mine.yaml",
+    ]
+    argv += [
+        "--seed",
+        "4",
+        "--method",
+        "rs",
+        "--data.mean",
+        "0.5",
+        "0.5",
+        "0.5",
+        "--recipe",
+        "v2",
+    ]
     assert cli.main(["discover", *argv, "--explain"]) == 0
     shown = capsys.readouterr().out
     origin = {}
@@ -296,25 +486,39 @@ def test_explain_says_where_every_value_comes_from(tmp_path, capsys, monkeypatch
         key, value = next(iter(yaml.safe_load(line).items()))
         origin[key] = value, line.rpartition("# ")[2]
     expected = {
-        "train.batch_size": (8, "file"), "seed": (4, "command line"), "method": ("rs", "command line"),
-        "data.mean": ([0.5, 0.5, 0.5], "command line"), "discover.base_lr": (0.4, "recipe v2"),
-        "data.setting": ("ncd", "data"), "augment.large.size": (8, "data"),
+        "train.batch_size": (8, "file"),
+        "seed": (4, "command line"),
+        "method": ("rs", "command line"),
+        "data.mean": ([0.5, 0.5, 0.5], "command line"),
+        "discover.base_lr": (0.4, "recipe v2"),
+        "data.setting": ("ncd", "data"),
+        "augment.large.size": (8, "data"),
         "data.validation_fraction": (0.1, "data"),
-        "objective.epsilon": (0.05, "default"), "output": ("runs/scratch-seed4", "default"),
-    }  # fmt: skip
+        "objective.epsilon": (0.05, "default"),
+        "output": ("runs/scratch-seed4", "default"),
+    }
     assert {key: origin[key] for key in expected} == expected
     assert origin.keys() == set(field_names("rs"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["known", "mine.yaml", "new"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "known",
+        "mine.yaml",
+        "new",
+    ]
 
 
 @pytest.mark.ray  # several processes
-def test_a_signal_saves_and_the_same_command_resumes(finished, tmp_path, capsys, monkeypatch):
+def test_a_signal_saves_and_the_same_command_resumes(
+    finished, tmp_path, capsys, monkeypatch
+):
     output = tmp_path / "run"
     argv = [*DISCOVER, "--output", str(output)]
     monkeypatch.setenv("UNO_FAULTS", "sigterm:step=4")
     assert cli.main(argv) == 75
     out, err = capsys.readouterr()
-    assert err.splitlines()[-1] == "uno: stopped at discover step 4 of 18; resume with the same command"
+    assert (
+        err.splitlines()[-1]
+        == "uno: stopped at discover step 4 of 18; resume with the same command"
+    )
     assert "stopping: saving a checkpoint first" in out
     assert checkpoint_steps(Storage(str(output)), "discover") == [4]
     assert not (output / "lock.json").exists()
@@ -327,25 +531,34 @@ def test_a_signal_saves_and_the_same_command_resumes(finished, tmp_path, capsys,
 
 @pytest.mark.ray  # several processes
 def test_a_killed_run_resumes_bit_for_bit(finished, tmp_path, capsys, monkeypatch):
-    """The process dies in the middle of an epoch; its lock file stays, and is found to be dead."""
+    """The process dies in the middle of an epoch; its lock file stays, and is found
+    to be dead.
+    """
     monkeypatch.setattr(lock, "RENEW_S", 0.2)
     monkeypatch.setattr(lock, "WATCH_S", 0.5)
     output = tmp_path / "run"
     words = [*SMALL, "--output", str(output)]
     killed = subprocess.run(
-        [sys.executable, "-m", "pipelines", "discover", *words], cwd=ROOT, timeout=120, capture_output=True,
+        [sys.executable, "-m", "pipelines", "discover", *words],
+        cwd=ROOT,
+        timeout=120,
+        capture_output=True,
         env={**os.environ, "UNO_FAULTS": "kill-driver:step=8"},
-    )  # fmt: skip
+    )
     assert killed.returncode == -signal.SIGKILL
     assert checkpoint_steps(Storage(str(output)), "discover") == [6]
     assert cli.main(["discover", *words]) == 0
-    assert "waiting 0.5 s to see whether that process is alive" in capsys.readouterr().out
+    assert (
+        "waiting 0.5 s to see whether that process is alive" in capsys.readouterr().out
+    )
     assert lines_of(output) == lines_of(finished)
     assert_same_weights(output, finished)
 
 
 def test_two_commands_in_one_directory(tmp_path, capsys, nothing_starts, monkeypatch):
-    """The second is refused while the first runs; not even --overwrite touches the directory."""
+    """The second is refused while the first runs; not even --overwrite touches the
+    directory.
+    """
     monkeypatch.setattr(lock, "RENEW_S", 0.2)
     output = tmp_path / "run"
     with lock.lock_run(Storage(str(output)), on_wait=print):
@@ -377,12 +590,16 @@ def test_storage_that_cannot_be_written_is_code_4(tmp_path, capsys):
     (tmp_path / "checkpoints").write_text("in the way")
     capsys.readouterr()
     assert cli.main(argv) == 4
-    assert capsys.readouterr().err.splitlines()[-1].startswith("uno: error: cannot write ")
+    assert (
+        capsys.readouterr().err.splitlines()[-1].startswith("uno: error: cannot write ")
+    )
 
 
 @pytest.mark.slow
 def test_num_novel_auto_takes_the_suggested_number(tmp_path, capsys, monkeypatch):
-    """Kills: the point estimate instead of the suggested number, 'auto' left in the stored configuration."""
+    """Kills: the point estimate instead of the suggested number, 'auto' left in the
+    stored configuration.
+    """
 
     def estimate(config, *_, **more):
         Storage(config.output).write("estimate.json", b'{"suggested": 4}')
@@ -390,11 +607,21 @@ def test_num_novel_auto_takes_the_suggested_number(tmp_path, capsys, monkeypatch
 
     monkeypatch.setattr("uno.session.job.estimate_classes", estimate)
     output = tmp_path / "run"
-    command = [*DISCOVER, "--workers", "0", "--num-novel", "auto", "--output", str(output)]
+    command = [
+        *DISCOVER,
+        "--workers",
+        "0",
+        "--num-novel",
+        "auto",
+        "--output",
+        str(output),
+    ]
     assert cli.main(command) == 0
     assert "num_novel: 4" in (output / "config.yaml").read_text()
     assert json.loads((output / "estimate.json").read_text()) == {"suggested": 4}
-    assert len(json.loads((output / "model" / "classes.json").read_text())["classes"]) == 9
+    assert (
+        len(json.loads((output / "model" / "classes.json").read_text())["classes"]) == 9
+    )
     capsys.readouterr()
     assert cli.main(command) == 0
     assert "nothing is trained again" in capsys.readouterr().out
@@ -403,11 +630,13 @@ def test_num_novel_auto_takes_the_suggested_number(tmp_path, capsys, monkeypatch
 
 @pytest.mark.slow
 def test_a_run_in_this_process_works_under_pdb(tmp_path):
-    """It stops in a step and then reaches its end. Kills: steps in a thread or a process that a debugger does
-    not see, a signal handler that cannot be set under it.
+    """It stops in a step and then reaches its end. Kills: steps in a thread or a
+    process that a debugger does not see, a signal handler that cannot be set under it.
     """
     code, output = objective.discovery_step.__code__, tmp_path / "run"
-    first = min(line for *_, line in code.co_lines() if line and line > code.co_firstlineno)
+    first = min(
+        line for *_, line in code.co_lines() if line and line > code.co_firstlineno
+    )
     asked = [
         f"break {code.co_filename}:{first}",
         "continue",
@@ -415,10 +644,24 @@ def test_a_run_in_this_process_works_under_pdb(tmp_path):
         "clear 1",
         "continue",
     ]
-    words = ["-m", "pdb", *(word for each in asked for word in ("-c", each)), "-m", "pipelines", *DISCOVER]
+    words = [
+        "-m",
+        "pdb",
+        *(word for each in asked for word in ("-c", each)),
+        "-m",
+        "pipelines",
+        *DISCOVER,
+    ]
     ended = subprocess.run(
-        [sys.executable, *words, "--max-steps", "2", "--output", str(output)], cwd=ROOT, text=True,
-        stdin=subprocess.DEVNULL, capture_output=True, timeout=800,
-    )  # fmt: skip
-    assert "('at step', 0)" in ended.stdout and "via sys.exit(). Exit status: 0" in ended.stdout
+        [sys.executable, *words, "--max-steps", "2", "--output", str(output)],
+        cwd=ROOT,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=800,
+    )
+    assert (
+        "('at step', 0)" in ended.stdout
+        and "via sys.exit(). Exit status: 0" in ended.stdout
+    )
     assert (output / "metrics.json").exists() and (output / "report.html").exists()

@@ -1,4 +1,6 @@
-"""``uno.discover(...)``: the command as a function, with its settings as keyword arguments."""
+"""``uno.discover(...)``: the command as a function, with its settings as keyword
+arguments.
+"""
 
 import asyncio
 import threading
@@ -22,13 +24,20 @@ from uno.session import api, job
 from uno.session.console import print_line
 from uno.session.settings import completed, from_keywords
 
-TINY = SMALL | {"preset": "digits", "pretrain.epochs": 1, "discover.epochs": 2, "compute.threads": 1}
+TINY = SMALL | {
+    "preset": "digits",
+    "pretrain.epochs": 1,
+    "discover.epochs": 2,
+    "compute.threads": 1,
+}
 
 
 @pytest.fixture
 def nothing_starts(monkeypatch):
     """Training fails the test."""
-    monkeypatch.setattr(job.run, "run_phase", lambda *_, **__: pytest.fail("to be refused earlier"))
+    monkeypatch.setattr(
+        job.run, "run_phase", lambda *_, **__: pytest.fail("to be refused earlier")
+    )
 
 
 def of_keywords(**settings: Any) -> dict[str, Any]:
@@ -37,20 +46,49 @@ def of_keywords(**settings: Any) -> dict[str, Any]:
     return uno.config.flatten(uno.config.to_dict(config))
 
 
-@pytest.mark.parametrize(("settings", "argv"), [
-    ({"data": "digits", "batch_size": 64, "seed": 3}, "--data digits --batch-size 64 --seed 3"),
-    ({"labeled": Path("a"), "unlabeled": "b", "num_novel": np.int64(4)},
-     "--labeled a --unlabeled b --num-novel 4"),
-    ({"objective.epsilon": 0.1, "objective": {"sinkhorn_iters": 5}, "model": {"num_heads": 2}},
-     "--objective.epsilon 0.1 --objective.sinkhorn-iters 5 --model.num-heads 2"),
-    ({"data": {"source": "folder:x"}, "known_classes": ["0", "1"], "max_steps": None},
-     "--data folder:x --known-classes 0,1 --max-steps None"),
-    ({"image_size": 12, "data": "digits"}, "--data digits --image-size 12"),
-    ({"preset": "cifar10", "data": "parquet:d", "recipe": "v2", "augment": {"large": {"flip": 0.0}}},
-     "--preset cifar10 --data parquet:d --recipe v2 --augment.large.flip 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "argv"),
+    [
+        (
+            {"data": "digits", "batch_size": 64, "seed": 3},
+            "--data digits --batch-size 64 --seed 3",
+        ),
+        (
+            {"labeled": Path("a"), "unlabeled": "b", "num_novel": np.int64(4)},
+            "--labeled a --unlabeled b --num-novel 4",
+        ),
+        (
+            {
+                "objective.epsilon": 0.1,
+                "objective": {"sinkhorn_iters": 5},
+                "model": {"num_heads": 2},
+            },
+            "--objective.epsilon 0.1 --objective.sinkhorn-iters 5 --model.num-heads 2",
+        ),
+        (
+            {
+                "data": {"source": "folder:x"},
+                "known_classes": ["0", "1"],
+                "max_steps": None,
+            },
+            "--data folder:x --known-classes 0,1 --max-steps None",
+        ),
+        ({"image_size": 12, "data": "digits"}, "--data digits --image-size 12"),
+        (
+            {
+                "preset": "cifar10",
+                "data": "parquet:d",
+                "recipe": "v2",
+                "augment": {"large": {"flip": 0.0}},
+            },
+            "--preset cifar10 --data parquet:d --recipe v2 --augment.large.flip 0",
+        ),
+    ],
+)
 def test_keywords_are_the_command_line(settings, argv):
-    """The same configuration, run directory included. Kills: other defaults, another precedence."""
+    """The same configuration, run directory included. Kills: other defaults, another
+    precedence.
+    """
     line = options.parse(argv.split(), commands.DISCOVER).config
     assert override(Config(), completed(from_keywords(settings))) == line
 
@@ -60,24 +98,46 @@ def test_keywords_win_over_files(tmp_path):
     file.write_text("seed: 5\nobjective: {epsilon: 0.2}\n")
     assert of_keywords(config=file, seed=7)["seed"] == 7
     both = of_keywords(config=[file, {"objective": {"epsilon": 0.3}}])
-    assert (both["seed"], both["objective.epsilon"], both["output"]) == (5, 0.3, "runs/digits-seed5")
+    assert (both["seed"], both["objective.epsilon"], both["output"]) == (
+        5,
+        0.3,
+        "runs/digits-seed5",
+    )
 
 
-@pytest.mark.parametrize(("settings", "says"), [
-    ({"lr": 1}, "unknown setting 'lr'; did you mean 'discover.base_lr' or 'pretrain.base_lr'?"),
-    ({"epsilon": 1}, "did you mean 'objective.epsilon'?"),
-    ({"size": 64}, "did you mean 'image_size'?"),
-    ({"image_size": 64, "augment.large.size": 32}, "image_size 64 sets augment.large.size to 64, not 32"),
-    ({"objective": {"epsilonn": 1}}, "'objective.epsilonn'; did you mean 'objective.epsilon'?"),
-    ({"objective": 3}, "did you mean 'objective.temperature'"),
-    ({"dry_run": True}, "unknown setting 'dry_run'"),
-    ({"objective.epsilon": -1}, "objective.epsilon: Input should be greater than"),
-    ({"labeled": "a", "unlabeled": "b", "data": "digits"}, "either --data or --labeled"),
-    ({"labeled": "a"}, "labeled and unlabeled must be given together"),
-    ({"data": "folder:/no/such/place"}, "/no/such/place"),
-    ({"num_novel": 1000}, "than classes to discover (1000)"),
-    ({"config": "/no/such.yaml"}, "cannot read config file /no/such.yaml"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (
+            {"lr": 1},
+            (
+                "unknown setting 'lr'; did you mean 'discover.base_lr' or"
+                " 'pretrain.base_lr'?"
+            ),
+        ),
+        ({"epsilon": 1}, "did you mean 'objective.epsilon'?"),
+        ({"size": 64}, "did you mean 'image_size'?"),
+        (
+            {"image_size": 64, "augment.large.size": 32},
+            "image_size 64 sets augment.large.size to 64, not 32",
+        ),
+        (
+            {"objective": {"epsilonn": 1}},
+            "'objective.epsilonn'; did you mean 'objective.epsilon'?",
+        ),
+        ({"objective": 3}, "did you mean 'objective.temperature'"),
+        ({"dry_run": True}, "unknown setting 'dry_run'"),
+        ({"objective.epsilon": -1}, "objective.epsilon: Input should be greater than"),
+        (
+            {"labeled": "a", "unlabeled": "b", "data": "digits"},
+            "either --data or --labeled",
+        ),
+        ({"labeled": "a"}, "labeled and unlabeled must be given together"),
+        ({"data": "folder:/no/such/place"}, "/no/such/place"),
+        ({"num_novel": 1000}, "than classes to discover (1000)"),
+        ({"config": "/no/such.yaml"}, "cannot read config file /no/such.yaml"),
+    ],
+)
 def test_a_mistake_is_a_config_error(tmp_path, nothing_starts, settings, says):
     """Kills: SystemExit, a traceback of pydantic's, a directory left behind."""
     output = tmp_path / "run"
@@ -94,7 +154,11 @@ def test_errors_from_elsewhere_mean_what_they_mean_on_the_command_line(monkeypat
         monkeypatch.setattr(job, "discover", run)
 
     for error, kind, words in (
-        (ModuleNotFoundError("No module named 'ray'", name="ray"), ConfigError, "pip install 'ray\\[default"),
+        (
+            ModuleNotFoundError("No module named 'ray'", name="ray"),
+            ConfigError,
+            "pip install 'ray\\[default",
+        ),
         (OSError(28, "No space left on device"), StorageError, "No space left"),
         (Interrupted("resume with the same command"), Interrupted, "resume"),
         (ZeroDivisionError("a defect"), ZeroDivisionError, "defect"),
@@ -105,8 +169,8 @@ def test_errors_from_elsewhere_mean_what_they_mean_on_the_command_line(monkeypat
 
 
 def test_workers_are_elsewhere(tmp_path, monkeypatch):
-    """Kills: an import of Ray from below, a run of another number of workers in silence; one that is lost on
-    its way to where workers are.
+    """Kills: an import of Ray from below, a run of another number of workers in
+    silence; one that is lost on its way to where workers are.
     """
     with pytest.raises(ConfigError, match=r"pipelines\.api\.discover\(\.\.\.\)"):
         uno.discover(output=tmp_path / "run", workers=2, quiet=True)
@@ -118,17 +182,27 @@ def test_workers_are_elsewhere(tmp_path, monkeypatch):
 
 
 def test_a_run_from_images_to_a_model_and_again(tmp_path, capsys):
-    """In folders, here; a second call trains nothing, also in an event loop and in another thread."""
+    """In folders, here; a second call trains nothing, also in an event loop and in
+    another thread.
+    """
     labeled = write_images(tmp_path / "known", {"cat": 12, "dog": 12})
     unlabeled = write_images(tmp_path / "new", {"any": 24})
-    settings = TINY | {"labeled": labeled, "unlabeled": unlabeled, "num_novel": 2, "batch_size": 16}
+    settings = TINY | {
+        "labeled": labeled,
+        "unlabeled": unlabeled,
+        "num_novel": 2,
+        "batch_size": 16,
+    }
     settings |= {"data.limit": None, "output": tmp_path / "run"}
     model = uno.discover(quiet=True, **settings)
     out, err = capsys.readouterr()
     assert err == "" and all(line.startswith("warning: ") for line in out.splitlines())
-    assert "duplicates with and without a label: 22" in out  # and one of each class is held out
+    # and one of each class is held out
+    assert "duplicates with and without a label: 22" in out
     assert [c.name for c in model.classes] == ["cat", "dog", "novel-1", "novel-2"]
-    assert model.run == str(tmp_path / "run") and Path(model.report).read_text().startswith("<!doctype")
+    assert model.run == str(tmp_path / "run") and Path(
+        model.report
+    ).read_text().startswith("<!doctype")
     assert 0 <= model.metrics["train/known/task_aware/acc/best"] <= 1
     assert len(model.predict([labeled / "cat" / "0.png"])) == 1
     steps = checkpoint_steps(api.Storage(model.run), DISCOVER)
@@ -168,8 +242,13 @@ def test_it_trains_in_a_thread(tmp_path, capsys):
 
 
 def test_the_command_line_answers_habits_too(capsys):
-    for words, says in (("--lr 1", "--discover.base-lr or --pretrain.base-lr"),
-                        ("--size 64", "--image-size"),
-                        ("--epochs 3", "--discover.epochs or --pretrain.epochs")):  # fmt: skip
+    for words, says in (
+        ("--lr 1", "--discover.base-lr or --pretrain.base-lr"),
+        ("--size 64", "--image-size"),
+        ("--epochs 3", "--discover.epochs or --pretrain.epochs"),
+    ):
         assert cli.main(["discover", *words.split()]) == 2
-        assert f"unknown option {words.split()[0]}; did you mean {says}?" in capsys.readouterr().err
+        assert (
+            f"unknown option {words.split()[0]}; did you mean {says}?"
+            in capsys.readouterr().err
+        )

@@ -19,19 +19,24 @@ def test_the_machine(capsys, monkeypatch):
     assert run() == 0
     out = capsys.readouterr().out
     assert (
-        out.startswith("ok       Python 3.") and "GiB free at" in out and "starts one on this machine" in out
+        out.startswith("ok       Python 3.")
+        and "GiB free at" in out
+        and "starts one on this machine" in out
     )
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     monkeypatch.setenv("UNO_FAULTS", "nan:step=1")
     assert run() == 2
     out = capsys.readouterr().out
     assert (
-        "error    no Ray cluster answers at RAY_ADDRESS=127.0.0.1:1" in out and "warning  UNO_FAULTS" in out
+        "error    no Ray cluster answers at RAY_ADDRESS=127.0.0.1:1" in out
+        and "warning  UNO_FAULTS" in out
     )
 
 
 def test_a_run_damaged_and_repaired(tmp_path, capsys, monkeypatch):
-    """Exit 0 with warnings, 4 without a checkpoint that verifies; a start does the same by itself."""
+    """Exit 0 with warnings, 4 without a checkpoint that verifies; a start does the
+    same by itself.
+    """
     monkeypatch.setattr(lock, "RENEW_S", 0.1)
     storage, stopped = Storage(str(tmp_path / "run")), tmp_path / "run"
     pretrain = ["pretrain", *SMALL, "--output", str(stopped)]
@@ -40,7 +45,10 @@ def test_a_run_damaged_and_repaired(tmp_path, capsys, monkeypatch):
     storage.write("checkpoints/pretrain/step_00000009.safetensors", b"{}")
     assert run(str(stopped)) == 0
     what = "it is truncated, or no safetensors file"
-    assert f"warning  pretrain step 9: {what}; an older one is used" in capsys.readouterr().out
+    assert (
+        f"warning  pretrain step 9: {what}; an older one is used"
+        in capsys.readouterr().out
+    )
     assert cli.main(pretrain) == 0
     line = f"warning: removed the damaged checkpoint of pretrain step 9 ({what})"
     assert line in capsys.readouterr().out
@@ -67,22 +75,53 @@ def test_no_run_is_code_2(tmp_path, capsys):
 
 MINE = {"Python": "3.11", "torch": "2.15"}
 NODE = {"NodeManagerAddress": "10.0.0.2", "Resources": {"CPU": 8.0, "GPU": 1.0}}
-FACTS = {"host": "n2", "versions": MINE, "sees": True, "gpus": ["A10G"], "cuda": "13.2", "efa": 0,
-         "plugin": "none", "late": 0.01}  # fmt: skip
+FACTS = {
+    "host": "n2",
+    "versions": MINE,
+    "sees": True,
+    "gpus": ["A10G"],
+    "cuda": "13.2",
+    "efa": 0,
+    "plugin": "none",
+    "late": 0.01,
+}
 
 
-@pytest.mark.parametrize(("changed", "speed", "level", "says"), [
-    ({}, 9.8e9, "ok", "n2: 8 CPUs, 1 x A10G, CUDA 13.2; sees the directory; all-reduce 9.8 GB/s"),
-    ({"versions": {"Python": "3.11", "torch": "2.14"}}, None, "error", "torch 2.14, here 2.15"),
-    ({"versions": {"Python": "3.11"}}, None, "error", "torch none, here 2.15"),
-    ({"gpus": []}, None, "error", "Ray counts 1 GPUs, PyTorch sees 0"),
-    ({"sees": False}, None, "error", "does not see the directory"),
-    ({"late": -5.0}, None, "warning", "its clock is -5.0 s off"),
-    ({"efa": 32}, None, "warning", "32 EFA cards and no libnccl-net.so: NCCL uses sockets"),
-    ({"efa": 32, "plugin": "ok"}, None, "ok", "32 EFA cards"),
-    ({"plugin": "/x/libnccl-net.so lacks libhwloc.so.15"}, None, "warning", "lacks libhwloc.so.15"),
-    ({}, "no answer in 60 s", "warning", "no all-reduce: no answer in 60 s"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changed", "speed", "level", "says"),
+    [
+        (
+            {},
+            9.8e9,
+            "ok",
+            "n2: 8 CPUs, 1 x A10G, CUDA 13.2; sees the directory; all-reduce 9.8 GB/s",
+        ),
+        (
+            {"versions": {"Python": "3.11", "torch": "2.14"}},
+            None,
+            "error",
+            "torch 2.14, here 2.15",
+        ),
+        ({"versions": {"Python": "3.11"}}, None, "error", "torch none, here 2.15"),
+        ({"gpus": []}, None, "error", "Ray counts 1 GPUs, PyTorch sees 0"),
+        ({"sees": False}, None, "error", "does not see the directory"),
+        ({"late": -5.0}, None, "warning", "its clock is -5.0 s off"),
+        (
+            {"efa": 32},
+            None,
+            "warning",
+            "32 EFA cards and no libnccl-net.so: NCCL uses sockets",
+        ),
+        ({"efa": 32, "plugin": "ok"}, None, "ok", "32 EFA cards"),
+        (
+            {"plugin": "/x/libnccl-net.so lacks libhwloc.so.15"},
+            None,
+            "warning",
+            "lacks libhwloc.so.15",
+        ),
+        ({}, "no answer in 60 s", "warning", "no all-reduce: no answer in 60 s"),
+    ],
+)
 def test_a_line_says_what_is_wrong_with_a_node(changed, speed, level, says):
     found = cluster.line_of(NODE, {**FACTS, **changed}, MINE, speed)
     assert (found.level, says in found.text) == (level, True), found
@@ -92,7 +131,10 @@ def test_a_line_says_what_is_wrong_with_a_node(changed, speed, level, says):
 
 def test_the_plugin_that_nccl_finds(tmp_path, monkeypatch):
     """Kills: a plugin whose libraries are not there taken for one that works."""
-    assert cluster.plugin(str(tmp_path)) == "none" and cluster.efa_devices(str(tmp_path / "no")) == []
+    assert (
+        cluster.plugin(str(tmp_path)) == "none"
+        and cluster.efa_devices(str(tmp_path / "no")) == []
+    )
     (tmp_path / "libnccl-net.so").write_bytes(b"")
     for told, expected in (
         ("libc.so.6 => /lib/libc.so.6\n", "ok"),
@@ -112,8 +154,8 @@ def test_a_cluster_is_needed(capsys, monkeypatch):
 @pytest.mark.ray
 @pytest.mark.slow
 def test_every_node_says_what_it_sees(tmp_path):
-    """Two machines, of which one does not see the directory. Kills: the head's answer for all, a node left
-    out, an all-reduce of one node, a token that stays.
+    """Two machines, of which one does not see the directory. Kills: the head's answer
+    for all, a node left out, an all-reduce of one node, a token that stays.
     """
     hidden = tmp_path / "hidden"
     hidden.mkdir()
@@ -123,10 +165,18 @@ def test_every_node_says_what_it_sees(tmp_path):
         told = Command(words, raylets.env, tmp_path / "log")
         assert told.end() == 0, told.lines
         lines = [line for line in told.lines if line.startswith("ok ")]
-        assert len(lines) == 2 and all("sees the directory; all-reduce" in line for line in lines), lines
-        assert sum("(head)" in line for line in lines) == 1 and not list((tmp_path / "shared").iterdir())
+        assert len(lines) == 2 and all(
+            "sees the directory; all-reduce" in line for line in lines
+        ), lines
+        assert sum("(head)" in line for line in lines) == 1 and not list(
+            (tmp_path / "shared").iterdir()
+        )
         if raylets.real:
             unseen = Command(
-                ["pipelines", "doctor", str(hidden), "--cluster"], raylets.env, tmp_path / "log2"
+                ["pipelines", "doctor", str(hidden), "--cluster"],
+                raylets.env,
+                tmp_path / "log2",
             )
-            assert unseen.end() == 2 and unseen.count("does not see the directory") == 1, unseen.lines
+            assert (
+                unseen.end() == 2 and unseen.count("does not see the directory") == 1
+            ), unseen.lines

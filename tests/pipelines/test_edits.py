@@ -29,7 +29,12 @@ from uno.results.metrics import confusion, hungarian, matched_counts
 def finished(tmp_path_factory) -> Path:
     """A finished run of 200 digits and three heads."""
     output = tmp_path_factory.mktemp("edits") / "run"
-    assert cli.main(["discover", *SMALL, "--model.num-heads", "3", "--output", str(output)]) == 0
+    assert (
+        cli.main(
+            ["discover", *SMALL, "--model.num-heads", "3", "--output", str(output)]
+        )
+        == 0
+    )
     return output
 
 
@@ -43,7 +48,9 @@ def task_of(run: Path) -> Task:
 
 
 def edit(run: Path, change) -> None:
-    """As a person does it: ``--rename``, or other actions in the file and ``--apply``."""
+    """As a person does it: ``--rename``, or other actions in the file and
+    ``--apply``.
+    """
     if isinstance(change, list):
         return uno("classes", run, *change)
     path = run / "classes.yaml"
@@ -66,21 +73,33 @@ def accuracies(table, task: Task, into: dict[int, int | None]) -> dict[str, floa
         given = novel[:, num_known:].copy()
         given[:, [i - num_known for i in gone]] = 0
         right = matched_counts(given, hungarian(given)).sum()
-        for name, rows, correct in (("known", known, np.trace(known)), ("novel", novel, right)):
+        for name, rows, correct in (
+            ("known", known, np.trace(known)),
+            ("novel", novel, right),
+        ):
             if rows.sum():
-                found[f"{split}/{name}/task_agnostic_strict/acc/best"] = correct / rows.sum()
+                found[f"{split}/{name}/task_agnostic_strict/acc/best"] = (
+                    correct / rows.sum()
+                )
             if rows.sum() and gone:
                 found[f"{split}/{name}/rejected"] = rows[:, gone].sum() / rows.sum()
     return found
 
 
 def assert_agree(run: Path) -> None:
-    """Predictions, the model in Python, metrics, card and report are of the same classes."""
+    """Predictions, the model in Python, metrics, card and report are of the same
+    classes.
+    """
     task, table = task_of(run), pq.read_table(run / "predictions.parquet")
     model = api.load(run)
     into = {c.index: c.into for c in model.classes}
-    dropped = "rejected-1" if "rejected" in [c.name for c in model.classes] else "rejected", "rejected"
-    calls = {c.index: dropped if c.into is None else (c.name, c.kind) for c in model.classes}
+    dropped = (
+        "rejected-1" if "rejected" in [c.name for c in model.classes] else "rejected",
+        "rejected",
+    )
+    calls = {
+        c.index: dropped if c.into is None else (c.name, c.kind) for c in model.classes
+    }
     index = table["class_index"].to_pylist()
     named = zip(table["class_name"].to_pylist(), table["kind"].to_pylist(), strict=True)
     assert list(named) == [calls[i] for i in index]
@@ -88,8 +107,13 @@ def assert_agree(run: Path) -> None:
 
     images = [task.rows.images[i] for i in range(len(task.rows))]
     found = model.predict(images)
-    assert found.class_name == table["class_name"].to_pylist() and found.kind == table["kind"].to_pylist()
-    np.testing.assert_allclose(found.probability, table["probability"].to_numpy(), atol=1e-5)
+    assert (
+        found.class_name == table["class_name"].to_pylist()
+        and found.kind == table["kind"].to_pylist()
+    )
+    np.testing.assert_allclose(
+        found.probability, table["probability"].to_numpy(), atol=1e-5
+    )
     np.testing.assert_allclose(found.probabilities.sum(axis=1), 1, atol=1e-5)
 
     metrics = json.loads((run / "metrics.json").read_text())
@@ -100,7 +124,10 @@ def assert_agree(run: Path) -> None:
     table_of_card = card.split("## Measured")[1].split("| accuracy, %")[1].splitlines()
     (aware,) = (line for line in table_of_card if line.startswith("| Task-aware |"))
     at = table_of_card[0].split(" | ").index("training images: known")
-    assert aware.split(" | ")[at] == f"{100 * metrics['train/known/task_aware/acc/best']:.1f}"
+    assert (
+        aware.split(" | ")[at]
+        == f"{100 * metrics['train/known/task_aware/acc/best']:.1f}"
+    )
     for c in model.classes:
         assert (f"`{c.name}` dropped" in card) == (c.into is None)
         target = None if c.into in (None, c.index) else model.classes[c.into].name
@@ -108,11 +135,20 @@ def assert_agree(run: Path) -> None:
 
     page = (run / "report.html").read_text()
     unlabeled = task.is_train & (task.labels < 0)
-    pattern = r'id="class-(\w+)">\s*<h4>.*?title="(.*?)".*?<span class="dim">([\d,]+) images'
-    cards = {(i, name): int(num.replace(",", "")) for i, name, num in re.findall(pattern, page)}
-    rows = np.bincount(np.array(index)[unlabeled], minlength=len(model.classes)).tolist()
+    pattern = (
+        r'id="class-(\w+)">\s*<h4>.*?title="(.*?)".*?<span class="dim">([\d,]+) images'
+    )
+    cards = {
+        (i, name): int(num.replace(",", ""))
+        for i, name, num in re.findall(pattern, page)
+    }
+    rows = np.bincount(
+        np.array(index)[unlabeled], minlength=len(model.classes)
+    ).tolist()
     expected = {
-        (str(i), c.name): rows[i] for i, c in enumerate(model.classes) if c.into == i and c.kind == "novel"
+        (str(i), c.name): rows[i]
+        for i, c in enumerate(model.classes)
+        if c.into == i and c.kind == "novel"
     }
     if rejected := sum(rows[i] for i, target in into.items() if target is None):
         expected[dropped[::-1]] = rejected
@@ -122,7 +158,9 @@ def assert_agree(run: Path) -> None:
 
 @pytest.mark.slow
 def test_everything_agrees_after_each_edit(finished, tmp_path, capsys):
-    """Kills: metrics, report, card that know of no merge; dropped rows handed to neighbors, or right."""
+    """Kills: metrics, report, card that know of no merge; dropped rows handed to
+    neighbors, or right.
+    """
     run = tmp_path / "run"
     shutil.copytree(finished, run)
     before = pq.read_table(run / "predictions.parquet").to_pandas()
@@ -137,7 +175,9 @@ def test_everything_agrees_after_each_edit(finished, tmp_path, capsys):
         edit(run, change)
         assert_agree(run)
     now = pq.read_table(run / "predictions.parquet").to_pandas()
-    assert (now.kind == "rejected").equals(before.class_index == a) and (now.kind == "rejected").sum() > 10
+    assert (now.kind == "rejected").equals(before.class_index == a) and (
+        now.kind == "rejected"
+    ).sum() > 10
     assert now.class_index.equals(before.class_index)  # nobody else's class changes
     metrics = (run / "metrics.json").read_bytes()
     uno("evaluate", run)
@@ -157,7 +197,9 @@ def test_no_discovered_class_is_left(finished, tmp_path, last):
 
 @pytest.mark.slow
 def test_an_export_in_the_run_follows(finished, tmp_path, capsys, monkeypatch):
-    """Kills: an exported program left with the classes of before. What programs compute is tested there."""
+    """Kills: an exported program left with the classes of before. What programs
+    compute is tested there.
+    """
 
     def fake(model, format):
         if format == "onnx":
@@ -178,7 +220,9 @@ def test_an_export_in_the_run_follows(finished, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_an_edit_that_was_cut_short_is_finished_by_the_same_command(finished, tmp_path, monkeypatch):
+def test_an_edit_that_was_cut_short_is_finished_by_the_same_command(
+    finished, tmp_path, monkeypatch
+):
     """Kills: stale metrics taken for those of the new classes."""
     run = tmp_path / "run"
     shutil.copytree(finished, run)
@@ -194,11 +238,17 @@ def test_an_edit_that_was_cut_short_is_finished_by_the_same_command(finished, tm
     assert_agree(run)
 
 
-def test_data_that_is_gone_stops_an_edit_before_anything_changes(finished, tmp_path, monkeypatch, capsys):
+def test_data_that_is_gone_stops_an_edit_before_anything_changes(
+    finished, tmp_path, monkeypatch, capsys
+):
     run = tmp_path / "run"
     shutil.copytree(finished, run)
     uno("classes", run)
-    edited = (run / "classes.yaml").read_text().replace("  action: keep", "  action: drop", 1)
+    edited = (
+        (run / "classes.yaml")
+        .read_text()
+        .replace("  action: keep", "  action: drop", 1)
+    )
     (run / "classes.yaml").write_text(edited)
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
 
@@ -207,16 +257,25 @@ def test_data_that_is_gone_stops_an_edit_before_anything_changes(finished, tmp_p
 
     monkeypatch.setattr("uno.session.data.read_rows", gone)
     assert "the images are gone" in refused(capsys, 2, "classes", run, "--apply")
-    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    assert {
+        path: path.read_bytes() for path in run.rglob("*") if path.is_file()
+    } == before
 
 
 @pytest.mark.slow
 def test_the_session_of_the_examples(tmp_path, monkeypatch, capsys):
-    """``examples/session.sh``, line by line in this process; every part of the run agrees after each."""
+    """``examples/session.sh``, line by line in this process; every part of the run
+    agrees after each.
+    """
     known = write_images(tmp_path / "known", dict.fromkeys(("cat", "dog", "emu"), 20))
     pile = write_images(tmp_path, {"pile": 80})
     run = tmp_path / "run"
-    for name, value in {"KNOWN": known, "UNLABELED": pile / "pile", "RUN": run, "NUM": 4}.items():
+    for name, value in {
+        "KNOWN": known,
+        "UNLABELED": pile / "pile",
+        "RUN": run,
+        "NUM": 4,
+    }.items():
         monkeypatch.setenv(name, str(value))
     lines = [
         line
@@ -230,46 +289,91 @@ def test_the_session_of_the_examples(tmp_path, monkeypatch, capsys):
             subprocess.run(["sh", "-ec", line], check=True)
             assert (run / "classes.yaml").read_text() != before
             continue
-        words = os.path.expandvars(line.removeprefix("uno ").replace('"$@"', " ".join(SMALL)))
+        words = os.path.expandvars(
+            line.removeprefix("uno ").replace('"$@"', " ".join(SMALL))
+        )
         uno(*shlex.split(words))
         if run.exists():
             assert_agree(run)
     table = pq.read_table(tmp_path / "run-sorted" / "predictions.parquet").to_pandas()
     rows = list(
-        csv.DictReader((tmp_path / "run-sorted" / "predictions.csv").read_text("utf-8-sig").splitlines())
+        csv.DictReader(
+            (tmp_path / "run-sorted" / "predictions.csv")
+            .read_text("utf-8-sig")
+            .splitlines()
+        )
     )
-    assert [row["class_name"] for row in rows] == table.class_name.to_list() and len(rows) == 80
+    assert [row["class_name"] for row in rows] == table.class_name.to_list() and len(
+        rows
+    ) == 80
     own = pq.read_table(run / "predictions.parquet").to_pandas()
-    assert table.class_name.to_list() == own.class_name[own.uri.isin(table.uri)].to_list()
+    assert (
+        table.class_name.to_list() == own.class_name[own.uri.isin(table.uri)].to_list()
+    )
     assert not {"novel-1", "novel-2", "novel-3"} & set(table.class_name)
     sorted_ = tmp_path / "run-sorted" / "by_class"
-    for (index, name, kind), group in table.groupby(["class_index", "class_name", "kind"]):
+    for (index, name, kind), group in table.groupby(
+        ["class_index", "class_name", "kind"]
+    ):
         folder = "rejected" if kind == "rejected" else f"{index:03d}-{name}"
         assert len(list((sorted_ / folder).glob("*.png"))) == len(group)
 
 
 def test_known_classes_may_have_the_names_of_discovered_ones(tmp_path, capsys):
-    """A name means one class in predictions, classes.yaml, report, folders and exported models."""
+    """A name means one class in predictions, classes.yaml, report, folders and
+    exported models.
+    """
     run = tmp_path / "run"
-    source = write_images(tmp_path / "in", {"novel-1": 20, "rejected": 20, "x": 20, "y": 20})
-    data = ["--data", f"folder:{source}", "--known-classes", "novel-1,rejected", "--limit", "80"]
-    uno("discover", *SMALL, *data, "--batch-size", "20", "--discover.epochs", "1", "--output", run)
+    source = write_images(
+        tmp_path / "in", {"novel-1": 20, "rejected": 20, "x": 20, "y": 20}
+    )
+    data = [
+        "--data",
+        f"folder:{source}",
+        "--known-classes",
+        "novel-1,rejected",
+        "--limit",
+        "80",
+    ]
+    uno(
+        "discover",
+        *SMALL,
+        *data,
+        "--batch-size",
+        "20",
+        "--discover.epochs",
+        "1",
+        "--output",
+        run,
+    )
     (next_name,) = re.findall(r"--rename (\S+)=NAME", capsys.readouterr().out)
     assert next_name in ("novel-2", "novel-3")
     uno("classes", run)
     uno("classes", run, "--rename", "3=owl")
     edit(run, {2: "drop"})
     assert_agree(run)
-    uno("predict", run, "--data", f"folder:{source}", "--folders", "--output", tmp_path / "out")
+    uno(
+        "predict",
+        run,
+        "--data",
+        f"folder:{source}",
+        "--folders",
+        "--output",
+        tmp_path / "out",
+    )
     uno("export", run, "--format", "pt2")
     model = api.load(run)
     assert [c.name for c in model.classes] == ["novel-1", "rejected", "novel-2", "owl"]
     table = pq.read_table(tmp_path / "out" / "predictions.parquet")
-    pairs = {*zip(table["class_name"].to_pylist(), table["kind"].to_pylist(), strict=True)}
+    pairs = {
+        *zip(table["class_name"].to_pylist(), table["kind"].to_pylist(), strict=True)
+    }
     assert len({name for name, _ in pairs}) == len(pairs)
     known = {("novel-1", "known"), ("rejected", "known")}
     assert pairs <= {*known, ("rejected-1", "rejected"), ("owl", "novel")}
-    folders = {path.name for path in (tmp_path / "out" / "by_class").iterdir() if path.is_dir()}
+    folders = {
+        path.name for path in (tmp_path / "out" / "by_class").iterdir() if path.is_dir()
+    }
     assert folders <= {"000-novel-1", "001-rejected", "rejected", "003-owl"}
 
 
@@ -280,7 +384,16 @@ def test_an_edit_predicts_no_other_images_than_the_runs(tmp_path, capsys):
     for seed, path in enumerate(paths):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(encoded(pixels(seed), "BMP"))
-    data = ["--data", f"folder:{source}", "--known-classes", "a,b", "--limit", "80", "--batch-size", "20"]
+    data = [
+        "--data",
+        f"folder:{source}",
+        "--known-classes",
+        "a,b",
+        "--limit",
+        "80",
+        "--batch-size",
+        "20",
+    ]
     uno("discover", *SMALL, *data, "--discover.epochs", "1", "--output", run)
     uno("classes", run)
     paths[5].write_bytes(encoded(pixels(999), "BMP"))
@@ -288,5 +401,7 @@ def test_an_edit_predicts_no_other_images_than_the_runs(tmp_path, capsys):
     tree = yaml.safe_load((run / "classes.yaml").read_text())
     tree["classes"][0]["action"] = "drop"
     (run / "classes.yaml").write_text(yaml.safe_dump(tree))
-    assert "1 of 1 images that were compared have changed" in refused(capsys, 2, "classes", run, "--apply")
+    assert "1 of 1 images that were compared have changed" in refused(
+        capsys, 2, "classes", run, "--apply"
+    )
     assert (run / "predictions.parquet").read_bytes() == before

@@ -1,4 +1,6 @@
-"""``uno embed``: vectors of a source that the source of vectors reads, also after a kill or damage."""
+"""``uno embed``: vectors of a source that the source of vectors reads, also after a
+kill or damage.
+"""
 
 from pathlib import Path
 
@@ -21,7 +23,9 @@ from uno.encoder import build_encoder
 
 @pytest.fixture(scope="module")
 def line(tmp_path_factory) -> list[str]:
-    """A command without its output: 150 digits of each split through an encoder that has learnt nothing."""
+    """A command without its output: 150 digits of each split through an encoder that
+    has learnt nothing.
+    """
     folder = tmp_path_factory.mktemp("embed")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -49,16 +53,23 @@ def read(path: Path) -> dict[str, np.ndarray]:
 
 
 def test_the_file_is_a_source_with_as_many_views_as_asked(line, tmp_path):
-    """Kills: views that are left out or are all one, labels or splits that are lost, another encoder."""
+    """Kills: views that are left out or are all one, labels or splits that are lost,
+    another encoder.
+    """
     plain, viewed = tmp_path / "plain.parquet", tmp_path / "viewed.parquet"
     assert cli.main([*line, "--output", str(plain)]) == 0
     assert cli.main([*line, "--output", str(viewed), "--views", "3"]) == 0
     one, four = read(plain), read(viewed)
     rows, digits = read_rows(DataConfig(source=f"vectors:{plain}")), read_digits()
-    truth = dict(zip(digits.ids, zip(digits.labels, digits.split, strict=True), strict=True))
+    truth = dict(
+        zip(digits.ids, zip(digits.labels, digits.split, strict=True), strict=True)
+    )
     assert len(rows) == 300 and [*one] == [*four]
     assert (
-        dict(zip(rows.ids, zip(rows.labels, rows.split, strict=True), strict=True)).items() <= truth.items()
+        dict(
+            zip(rows.ids, zip(rows.labels, rows.split, strict=True), strict=True)
+        ).items()
+        <= truth.items()
     )
     for name, vector in one.items():
         assert vector.shape == (1, four[name].shape[1]) and len(four[name]) == 4
@@ -66,8 +77,12 @@ def test_the_file_is_a_source_with_as_many_views_as_asked(line, tmp_path):
         assert len(np.unique(four[name], axis=0)) == 4
 
 
-def test_it_goes_on_after_a_stop_and_makes_a_damaged_shard_again(line, tmp_path, monkeypatch):
-    """Kills: finished shards that are computed twice, a damaged one that is believed."""
+def test_it_goes_on_after_a_stop_and_makes_a_damaged_shard_again(
+    line, tmp_path, monkeypatch
+):
+    """Kills: finished shards that are computed twice, a damaged one that is
+    believed.
+    """
     line = [*line, "--compute.cache", str(tmp_path / "cache")]
     compute, seen = features.compute_shard, list[int]()
 
@@ -93,19 +108,37 @@ def test_it_goes_on_after_a_stop_and_makes_a_damaged_shard_again(line, tmp_path,
     shard.write_bytes(shard.read_bytes()[:-9] + b"x" * 9)
     assert cli.main([*line, "--output", str(tmp_path / "a.parquet")]) == 0
     again = read(tmp_path / "a.parquet")
-    assert seen == [1] and all(np.array_equal(first[name], again[name]) for name in first)
+    assert seen == [1] and all(
+        np.array_equal(first[name], again[name]) for name in first
+    )
 
 
 def test_bad_images_are_left_out_and_paths_lead_to_pictures(line, tmp_path, capsys):
-    """Kills: a vector of zeros for an image that cannot be read, a path that leads elsewhere."""
+    """Kills: a vector of zeros for an image that cannot be read, a path that leads
+    elsewhere.
+    """
     write_digits(tmp_path / "images", read_digits().images.items[:20])
     (tmp_path / "images" / "0.png").write_bytes(b"no image")
-    assert cli.main([*line, "--data", f"folder:{tmp_path}/images", "--data.max-bad-fraction", ".1",
-                     "--output", str(tmp_path / "v.parquet")]) == 0  # fmt: skip
+    assert (
+        cli.main(
+            [
+                *line,
+                "--data",
+                f"folder:{tmp_path}/images",
+                "--data.max-bad-fraction",
+                ".1",
+                "--output",
+                str(tmp_path / "v.parquet"),
+            ]
+        )
+        == 0
+    )
     assert "1 unreadable image" in capsys.readouterr().out
     rows = read_rows(DataConfig(source=f"vectors:{tmp_path}/v.parquet"))
     assert len(rows) == 20 and "0.png" not in [*rows.ids]
-    assert rows.images.pictures().paths(np.arange(20)) == [str(tmp_path / "images" / i) for i in rows.ids]
+    assert rows.images.pictures().paths(np.arange(20)) == [
+        str(tmp_path / "images" / i) for i in rows.ids
+    ]
 
 
 def test_what_cannot_be_written_is_refused(line, tmp_path, capsys):
@@ -113,4 +146,6 @@ def test_what_cannot_be_written_is_refused(line, tmp_path, capsys):
     pq.write_table(pa.table({"a": [1]}), mine)
     assert "was not written by uno embed" in refused(capsys, 2, *line, "--output", mine)
     assert "FILE.parquet" in refused(capsys, 2, *line, "--output", tmp_path / "folder")
-    assert "needs pretrained weights" in refused(capsys, 2, *line[:-2], "--output", tmp_path / "v.parquet")
+    assert "needs pretrained weights" in refused(
+        capsys, 2, *line[:-2], "--output", tmp_path / "v.parquet"
+    )

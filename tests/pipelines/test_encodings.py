@@ -26,7 +26,9 @@ ESCAPED = rb"\u676f\u5b50"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Train on vectors of classes with Chinese names; return the directory of the run."""
+    """Train on vectors of classes with Chinese names; return the directory of the
+    run.
+    """
     folder = tmp_path_factory.mktemp("encodings") / CUP
     folder.mkdir()
     generator, truth = np.random.default_rng(0), np.arange(80) % 4
@@ -36,7 +38,9 @@ def run(tmp_path_factory):
     np.save(folder / "v.npy", vectors.astype(np.float32))
     lines = ["label", *(f'"{label}"' for label in labels)]
     (folder / "v.csv").write_text("\n".join(lines) + "\n", "utf-8")
-    uno.discover(data=f"vectors:{folder}/v.npy", num_novel=2, output=folder / "run", quiet=True)
+    uno.discover(
+        data=f"vectors:{folder}/v.npy", num_novel=2, output=folder / "run", quiet=True
+    )
     return folder / "run"
 
 
@@ -66,7 +70,9 @@ def test_every_command_prints_escapes(run, monkeypatch, encoding):
     paths = {"RUN": str(run), "DATA": str(run.parent / "v.npy")}
     for argv in arguments():
         streams = {}
-        words = [re.sub("RUN|DATA", lambda found: paths[found[0]], word) for word in argv]
+        words = [
+            re.sub("RUN|DATA", lambda found: paths[found[0]], word) for word in argv
+        ]
         with monkeypatch.context() as patch:
             for name in ("stdout", "stderr"):
                 stream = io.TextIOWrapper(io.BytesIO(), encoding)
@@ -104,11 +110,15 @@ def test_a_path_that_the_locale_cannot_name_is_refused():
 
 
 def test_a_table_for_spreadsheets_has_no_formula(run, tmp_path, monkeypatch):
-    """Excel reads the file as UTF-8, and the Parquet table has the names as they are."""
+    """Excel reads the file as UTF-8, and the Parquet table has the names as they
+    are.
+    """
     copy, names = tmp_path / "run", ["=1+1", "Gehäuse", "-cmd", "@a", "+1"]
     shutil.copytree(run, copy)
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["classes", "run", "--rename", f"2={names[0]}", f"3={names[1]}"]) == 0
+    assert (
+        cli.main(["classes", "run", "--rename", f"2={names[0]}", f"3={names[1]}"]) == 0
+    )
     assert cli.main(["predict", "run", "--csv"]) == 0
     data = (copy / "predictions.csv").read_bytes()
     assert data.startswith(b"\xef\xbb\xbf")

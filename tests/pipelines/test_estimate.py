@@ -1,4 +1,6 @@
-"""``uno estimate-classes`` on a few digits: no hidden label matters, nor where the tasks run."""
+"""``uno estimate-classes`` on a few digits: no hidden label matters, nor where the
+tasks run.
+"""
 
 import json
 import time
@@ -26,9 +28,19 @@ from uno.session.estimation import estimate_classes
 
 SETTINGS = Settings(num_splits=2, max_novel=3, num_restarts=2, num_roles=2)
 FLAGS = [
-    "--known-classes", "first:6", "--max-steps", "2", "--model.width", "4", "--device", "cpu",
-    "--num-splits", "2", "--max-novel", "3",
-]  # fmt: skip
+    "--known-classes",
+    "first:6",
+    "--max-steps",
+    "2",
+    "--model.width",
+    "4",
+    "--device",
+    "cpu",
+    "--num-splits",
+    "2",
+    "--max-novel",
+    "3",
+]
 
 
 def few_digits():
@@ -42,11 +54,15 @@ def run(folder, rows=None, workers=0, **settings):
     config = parse(words, commands.ESTIMATE).config
     task = make_task(rows or few_digits(), config.data)
     where = OnRay() if workers else place.Place()
-    return where.estimate(config, task, Storage(str(folder)), replace(SETTINGS, **settings))
+    return where.estimate(
+        config, task, Storage(str(folder)), replace(SETTINGS, **settings)
+    )
 
 
 def test_hidden_labels_do_not_matter(tmp_path):
-    """Key and curves too. Kills: features, sampling, seeds or cache keys that depend on the truth."""
+    """Key and curves too. Kills: features, sampling, seeds or cache keys that depend
+    on the truth.
+    """
     rows = few_digits()
     hidden = np.flatnonzero([label in "6789" for label in rows.labels])
     permuted = list(rows.labels)
@@ -61,9 +77,13 @@ def test_hidden_labels_do_not_matter(tmp_path):
 
 @pytest.mark.slow
 def test_pretraining_is_kept_and_shared(tmp_path, monkeypatch):
-    """Other settings of the clustering, and a restart, train nothing again. Kills: keys with too much."""
+    """Other settings of the clustering, and a restart, train nothing again. Kills:
+    keys with too much.
+    """
     first = run(tmp_path)
-    monkeypatch.setattr("uno.runs.run.run_phase", lambda *_: pytest.fail("pretrained again"))
+    monkeypatch.setattr(
+        "uno.runs.run.run_phase", lambda *_: pytest.fail("pretrained again")
+    )
     (tmp_path / "estimate.json").unlink()
     assert run(tmp_path) == first
     other = run(tmp_path, max_novel=2)
@@ -76,42 +96,80 @@ def test_command(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert cli.run_guarded(commands.estimate, [*FLAGS, "--data.limit", "400"]) == 0
     shown = capsys.readouterr().out
-    found = json.loads((tmp_path / "runs/digits-seed0-estimate/estimate.json").read_text())
-    assert f"new classes: {found['num_novel']} (interval {found['low']} to {found['high']})" in shown
-    assert "extra classes can be merged later" in shown and f"--num-novel {found['suggested']}" in shown
+    found = json.loads(
+        (tmp_path / "runs/digits-seed0-estimate/estimate.json").read_text()
+    )
+    assert (
+        f"new classes: {found['num_novel']} (interval {found['low']} to"
+        f" {found['high']})" in shown
+    )
+    assert (
+        "extra classes can be merged later" in shown
+        and f"--num-novel {found['suggested']}" in shown
+    )
     assert "  <- estimate" in shown and " F1 " in shown
     assert cli.run_guarded(commands.estimate, [*FLAGS, "--print-config"]) == 0
     assert "known_classes: first:6" in capsys.readouterr().out
-    assert cli.run_guarded(commands.estimate, [*FLAGS, "--dry-run", "--output", "other"]) == 0
+    assert (
+        cli.run_guarded(commands.estimate, [*FLAGS, "--dry-run", "--output", "other"])
+        == 0
+    )
     assert not (tmp_path / "other").exists()
 
 
-@pytest.mark.parametrize(("argv", "message"), [
-    (["--known-classes", "first:3"], "at least 4 known classes"),
-    (["--max-novel", "0"], "--max-novel: Input should be greater than 0"),
-    (["--num-splits", "two"], "--num-splits: Input should be a valid integer"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--known-classes", "first:3"], "at least 4 known classes"),
+        (["--max-novel", "0"], "--max-novel: Input should be greater than 0"),
+        (["--num-splits", "two"], "--num-splits: Input should be a valid integer"),
+    ],
+)
 def test_refusals_are_one_line(tmp_path, capsys, argv, message):
-    code = cli.run_guarded(commands.estimate, [*argv, "--output", str(tmp_path / "x"), "--device", "cpu"])
+    code = cli.run_guarded(
+        commands.estimate, [*argv, "--output", str(tmp_path / "x"), "--device", "cpu"]
+    )
     lines = capsys.readouterr().err.splitlines()
     assert code == 2 and len(lines) == 1 and message in lines[0]
 
 
 @pytest.mark.parametrize("kind", ["ncd", "gcd"])
-def test_features_of_a_frozen_encoder_are_clustered_as_they_are(tmp_path, monkeypatch, kind):
-    """Ten blobs, of which two are novel, in the cache's place: no pretraining, the evaluation view alone.
-    Kills: an encoder pretrained for each split, features of random views, known rows of the GCD setting
-    counted.
+def test_features_of_a_frozen_encoder_are_clustered_as_they_are(
+    tmp_path, monkeypatch, kind
+):
+    """Ten blobs, of which two are novel, in the cache's place: no pretraining, the
+    evaluation view alone. Kills: an encoder pretrained for each split, features of
+    random views, known rows of the GCD setting counted.
     """
-    words = ["--known-classes", "first:8", "--device", "cpu", "--model.finetune", "none", "--data.limit"]
-    words += ["240", "--data.setting", kind, "--output", str(tmp_path), "--max-novel", "5"]
+    words = [
+        "--known-classes",
+        "first:8",
+        "--device",
+        "cpu",
+        "--model.finetune",
+        "none",
+        "--data.limit",
+    ]
+    words += [
+        "240",
+        "--data.setting",
+        kind,
+        "--output",
+        str(tmp_path),
+        "--max-novel",
+        "5",
+    ]
     words += ["--data.unlabeled-known-fraction", "0.5"] if kind == "gcd" else []
     options = parse(words, commands.ESTIMATE)
 
     def features(config, task, storage, show, compute):
         truth, generator = task.eval_labels, torch.Generator().manual_seed(0)
-        plain = torch.eye(40)[truth] + torch.randn(len(truth), 40, generator=generator) / 12
-        return torch.stack([plain, *torch.randn(2, *plain.shape)], dim=1), [None] * len(truth)
+        plain = (
+            torch.eye(40)[truth] + torch.randn(len(truth), 40, generator=generator) / 12
+        )
+        return torch.stack([plain, *torch.randn(2, *plain.shape)], dim=1), [None] * len(
+            truth
+        )
 
     monkeypatch.setattr(place, "load_features", features)
     monkeypatch.setattr("uno.runs.run.run_phase", lambda *_: pytest.fail("pretrained"))
@@ -122,23 +180,43 @@ def test_features_of_a_frozen_encoder_are_clustered_as_they_are(tmp_path, monkey
 
 
 def test_weights_of_a_library_are_kept_beside_the_estimate(tmp_path, monkeypatch):
-    """Kills: weights that are fetched again, features of an encoder at random; an encoder nobody trained."""
-    words = [*FLAGS, "--model.finetune", "none", "--data.limit", "120", "--compute.cache", str(tmp_path)]
+    """Kills: weights that are fetched again, features of an encoder at random; an
+    encoder nobody trained.
+    """
+    words = [
+        *FLAGS,
+        "--model.finetune",
+        "none",
+        "--data.limit",
+        "120",
+        "--compute.cache",
+        str(tmp_path),
+    ]
     config = parse([*words, "--num-novel", "1"], commands.ESTIMATE).config
     data = safetensors.torch.save(build_encoder(config.model).state_dict())
     (tmp_path / "theirs.safetensors").write_bytes(data)
     monkeypatch.setattr(place, "fetch_pretrained", lambda name: data)
     found = []
-    for i, weights in enumerate(("pretrained", "pretrained", str(tmp_path / "theirs.safetensors"))):
+    for i, weights in enumerate(
+        ("pretrained", "pretrained", str(tmp_path / "theirs.safetensors"))
+    ):
         folder = str(tmp_path / str(i // 2))
         given = {"model.weights": weights, "output": folder, "data.num_novel": None}
         found.append(
-            estimate_classes(override(config, given), (), replace(SETTINGS, num_splits=1, max_novel=1))
+            estimate_classes(
+                override(config, given),
+                (),
+                replace(SETTINGS, num_splits=1, max_novel=1),
+            )
         )
-        monkeypatch.setattr(place, "fetch_pretrained", lambda name: pytest.fail("fetched again"))
+        monkeypatch.setattr(
+            place, "fetch_pretrained", lambda name: pytest.fail("fetched again")
+        )
     assert found[0] == found[1] and found[0].curves == found[2].curves
     with pytest.raises(ConfigError, match="needs --weights"):
-        estimate_classes(override(config, {"output": str(tmp_path / "x")}), (), SETTINGS)
+        estimate_classes(
+            override(config, {"output": str(tmp_path / "x")}), (), SETTINGS
+        )
 
 
 def _double(shared, item):
@@ -150,7 +228,9 @@ def _double(shared, item):
 
 @pytest.mark.ray
 def test_ray_gives_the_same_estimate(tmp_path, ray_cluster):
-    """Kills: results in order of completion, other threads or seeds in workers, errors wrapped by Ray."""
+    """Kills: results in order of completion, other threads or seeds in workers,
+    errors wrapped by Ray.
+    """
     assert run(tmp_path / "here") == run(tmp_path / "ray", workers=2)
     tasks = partial(ray_tasks, ray_cluster, 2, {"num_cpus": 1})
     assert dict(tasks(_double, (100,), range(7))) == {i: 100 + 2 * i for i in range(7)}

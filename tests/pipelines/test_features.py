@@ -1,4 +1,6 @@
-"""Runs that train heads on cached features of a frozen encoder, from the command to what they leave."""
+"""Runs that train heads on cached features of a frozen encoder, from the command to
+what they leave.
+"""
 
 import json
 import shutil
@@ -37,14 +39,28 @@ from uno.runs.hooks import VARIABLE
 from uno.session import job
 
 HEADS = [
-    "discover", *SMALL, "--preset", "digits", "--model.finetune", "none", "--model.prototype_init", "kmeans",
-    "--augment.small.num-views", "0", "--augment.num-cached-views", "3", "--discover.epochs", "2",
-]  # fmt: skip
+    "discover",
+    *SMALL,
+    "--preset",
+    "digits",
+    "--model.finetune",
+    "none",
+    "--model.prototype_init",
+    "kmeans",
+    "--augment.small.num-views",
+    "0",
+    "--augment.num-cached-views",
+    "3",
+    "--discover.epochs",
+    "2",
+]
 
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory) -> Path:
-    """A file of an encoder that has learned nothing, with running statistics of its own."""
+    """A file of an encoder that has learned nothing, with running statistics of its
+    own.
+    """
     path = tmp_path_factory.mktemp("weights") / "encoder.safetensors"
     safetensors.torch.save_file(encoder_of().state_dict(), path)
     return path
@@ -54,23 +70,48 @@ def weights(tmp_path_factory) -> Path:
 def finished(tmp_path_factory, weights) -> Path:
     """A finished run of 200 rows of the digits."""
     run = tmp_path_factory.mktemp("heads") / "run"
-    argv = [*HEADS, "--weights", str(weights), "--compute.cache", str(run.parent / "cache")]
+    argv = [
+        *HEADS,
+        "--weights",
+        str(weights),
+        "--compute.cache",
+        str(run.parent / "cache"),
+    ]
     assert cli.main([*argv, "--output", str(run)]) == 0
     return run
 
 
-def test_clustering_trains_nothing_and_says_what_to_expect(finished, weights, tmp_path, capsys, monkeypatch):
-    """Kills: a step that is taken, a space or prototypes that checkpoint, model and evaluation do not share,
-    a run again that chooses otherwise, a dry run that takes a step, says nothing of time or a warning twice,
-    a doctor that misses phases, the page's stored size for the encoder's.
+def test_clustering_trains_nothing_and_says_what_to_expect(
+    finished, weights, tmp_path, capsys, monkeypatch
+):
+    """Kills: a step that is taken, a space or prototypes that checkpoint, model and
+    evaluation do not share, a run again that chooses otherwise, a dry run that takes a
+    step, says nothing of time or a warning twice, a doctor that misses phases, the
+    page's stored size for the encoder's.
     """
     argv = [
-        "discover", *SMALL, "--preset", "digits", "--model.finetune", "none", "--method", "clustering",
-        "--augment.small.num-views", "0", "--augment.num-cached-views", "3", "--discover.epochs", "0",
-        "--weights", str(weights), "--compute.cache", str(finished.parent / "cache"),
-    ]  # fmt: skip
+        "discover",
+        *SMALL,
+        "--preset",
+        "digits",
+        "--model.finetune",
+        "none",
+        "--method",
+        "clustering",
+        "--augment.small.num-views",
+        "0",
+        "--augment.num-cached-views",
+        "3",
+        "--discover.epochs",
+        "0",
+        "--weights",
+        str(weights),
+        "--compute.cache",
+        str(finished.parent / "cache"),
+    ]
     capsys.readouterr()
-    few = ["--num-novel", "3", "--compute.cache", str(tmp_path / "empty")]  # features that are still to come
+    # features that are still to come
+    few = ["--num-novel", "3", "--compute.cache", str(tmp_path / "empty")]
     monkeypatch.setattr("uno.session.resources._shard_row", lambda *_: 1.0)
     assert cli.main([*argv, *few, "--output", str(tmp_path / "run"), "--dry-run"]) == 0
     planned = capsys.readouterr().out.splitlines()
@@ -83,50 +124,87 @@ def test_clustering_trains_nothing_and_says_what_to_expect(finished, weights, tm
     said = capsys.readouterr().out
     assert "expected accuracy on " in said and ", if there are 5 new classes" in said
     assert "another encoder (calibrated on " in said
-    once, again = (load_newest(Storage(str(tmp_path / name)), DISCOVER) for name in ("run", "again"))
+    once, again = (
+        load_newest(Storage(str(tmp_path / name)), DISCOVER)
+        for name in ("run", "again")
+    )
     assert once.step == 0
     assert_same(once.tensors, again.tensors)
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
-    (key,) = (key for key in metrics if key in ("trust/expected/ncd/acc", "trust/expected/gcd/acc"))
+    (key,) = (
+        key
+        for key in metrics
+        if key in ("trust/expected/ncd/acc", "trust/expected/gcd/acc")
+    )
     ends = (metrics[key.replace("acc", end)] for end in ("low", "acc", "high"))
-    assert list(ends) == sorted(metrics[key.replace("acc", end)] for end in ("low", "acc", "high"))
+    assert list(ends) == sorted(
+        metrics[key.replace("acc", end)] for end in ("low", "acc", "high")
+    )
     assert metrics["train/known/task_aware/acc/best"] > 0.3
     page = (tmp_path / "run" / "report.html").read_text()
     assert "Expected accuracy on " in page and "resnet_small, 8 px, 1 head<" in page
     assert "Heads and training" not in page and ">avg<" not in page
     assert cli.main(["doctor", str(tmp_path / "run")]) == 0
-    assert "checkpoints of step 0" in (said := capsys.readouterr().out) and "pretrain" not in said
+    assert (
+        "checkpoints of step 0" in (said := capsys.readouterr().out)
+        and "pretrain" not in said
+    )
     table = pq.read_table(tmp_path / "run" / "predictions.parquet").to_pylist()
-    images = {i: image for i, image in zip(read_digits().ids, read_digits().images.items[:20], strict=False)}
+    images = {
+        i: image
+        for i, image in zip(
+            read_digits().ids, read_digits().images.items[:20], strict=False
+        )
+    }
     write_digits(tmp_path / "images", list(images.values()))
-    found = uno.load(str(tmp_path / "run")).predict(sorted((tmp_path / "images").iterdir()))
+    found = uno.load(str(tmp_path / "run")).predict(
+        sorted((tmp_path / "images").iterdir())
+    )
     rows = {row["id"]: row["class_name"] for row in table}
-    pairs = [(rows[i], p.class_name) for i, p in zip(images, found, strict=True) if i in rows]
+    pairs = [
+        (rows[i], p.class_name) for i, p in zip(images, found, strict=True) if i in rows
+    ]
     assert len(pairs) >= 5 and all(ours == again for ours, again in pairs)
 
 
 @pytest.fixture
 def nothing_computed(monkeypatch):
     """Computing a feature fails the test."""
-    monkeypatch.setattr(cached, "compute_shard", lambda *_, **__: pytest.fail("features are there"))
+    monkeypatch.setattr(
+        cached, "compute_shard", lambda *_, **__: pytest.fail("features are there")
+    )
 
 
 def test_a_run_on_features_leaves_what_every_run_leaves(finished, weights):
-    """Kills: an encoder that is trained or stored otherwise, statistics that move, a phase of pretraining."""
+    """Kills: an encoder that is trained or stored otherwise, statistics that move, a
+    phase of pretraining.
+    """
     given = safetensors.torch.load_file(weights)
     kept = safetensors.torch.load_file(finished / "model" / "encoder.safetensors")
-    assert kept.keys() == given.keys() and all(torch.equal(kept[k], given[k]) for k in given)
+    assert kept.keys() == given.keys() and all(
+        torch.equal(kept[k], given[k]) for k in given
+    )
     assert {line["phase"] for line in lines_of(finished)} == {"discover"}
     assert (finished / "report.html").read_text().startswith("<!doctype")
-    assert json.loads((finished / "metrics.json").read_text())["train/known/task_aware/acc/avg"] > 0.3
+    assert (
+        json.loads((finished / "metrics.json").read_text())[
+            "train/known/task_aware/acc/avg"
+        ]
+        > 0.3
+    )
 
 
 def test_predictions_equal_those_of_the_encoder(finished, tmp_path, capsys):
-    """The run predicts from cached features, predict from pixels. Kills: features of a random view."""
+    """The run predicts from cached features, predict from pixels. Kills: features of
+    a random view.
+    """
     argv = ["predict", str(finished), "--data", "digits", "--compute.threads", "1"]
     assert cli.main([*argv, "--output", str(tmp_path)]) == 0
     ours, again = (
-        {row["id"]: row for row in pq.read_table(path / "predictions.parquet").to_pylist()}
+        {
+            row["id"]: row
+            for row in pq.read_table(path / "predictions.parquet").to_pylist()
+        }
         for path in (finished, tmp_path)
     )
     assert len(ours) == 400 and ours.keys() < again.keys()
@@ -145,7 +223,11 @@ def test_the_model_classifies_files(finished, tmp_path):
     found = model.predict(sorted((tmp_path / "images").iterdir()))
     table = pq.read_table(finished / "predictions.parquet").to_pylist()
     rows = {row["id"]: row["class_name"] for row in table}
-    pairs = [(rows[i], p.class_name) for i, p in zip(read_digits().ids, found, strict=False) if i in rows]
+    pairs = [
+        (rows[i], p.class_name)
+        for i, p in zip(read_digits().ids, found, strict=False)
+        if i in rows
+    ]
     assert len(pairs) >= 5 and all(ours == again for ours, again in pairs)
 
 
@@ -153,15 +235,28 @@ def test_the_model_classifies_files(finished, tmp_path):
 def test_evaluate_and_another_seed_compute_no_feature(
     finished, weights, tmp_path, monkeypatch, nothing_computed, capsys
 ):
-    """They find the cache where the run was told, and where the variable says. Kills: a key with the seed."""
+    """They find the cache where the run was told, and where the variable says.
+    Kills: a key with the seed.
+    """
     run = Path(shutil.copytree(finished, tmp_path / "run"))
     before = (run / "metrics.json").read_bytes()
     (run / "metrics.json").write_text("{}")
-    assert cli.main(["evaluate", str(run)]) == 0 and (run / "metrics.json").read_bytes() == before
+    assert (
+        cli.main(["evaluate", str(run)]) == 0
+        and (run / "metrics.json").read_bytes() == before
+    )
     assert cli.main(["doctor", str(run)]) == 0
     capsys.readouterr()
     monkeypatch.setenv("UNO_CACHE", str(finished.parent / "cache"))
-    other = [*HEADS, "--weights", str(weights), "--seed", "1", "--output", str(tmp_path / "other")]
+    other = [
+        *HEADS,
+        "--weights",
+        str(weights),
+        "--seed",
+        "1",
+        "--output",
+        str(tmp_path / "other"),
+    ]
     assert cli.main(other) == 0
     assert "features:" not in capsys.readouterr().out
     assert lines_of(tmp_path / "other") != lines_of(finished)
@@ -179,7 +274,9 @@ def test_a_stopped_run_ends_as_the_undisturbed_one(
     monkeypatch.delenv(VARIABLE)
     assert cli.main(argv) == 0
     assert lines_of(tmp_path / "run") == lines_of(finished)
-    states = (load_newest(Storage(str(run)), DISCOVER) for run in (tmp_path / "run", finished))
+    states = (
+        load_newest(Storage(str(run)), DISCOVER) for run in (tmp_path / "run", finished)
+    )
     assert_same(*(state.tensors for state in states))
 
 
@@ -190,35 +287,85 @@ def empty_cache(tmp_path, monkeypatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_a_dry_run_computes_one_step_and_keeps_nothing(weights, tmp_path, empty_cache, capsys):
-    """Kills: a dry run that takes the minutes of the features, files in the user's cache."""
-    argv = [*HEADS, "--weights", str(weights), "--output", str(tmp_path / "run"), "--dry-run"]
+def test_a_dry_run_computes_one_step_and_keeps_nothing(
+    weights, tmp_path, empty_cache, capsys
+):
+    """Kills: a dry run that takes the minutes of the features, files in the user's
+    cache.
+    """
+    argv = [
+        *HEADS,
+        "--weights",
+        str(weights),
+        "--output",
+        str(tmp_path / "run"),
+        "--dry-run",
+    ]
     assert cli.main(argv) == 0
     assert "one step of each phase was taken" in capsys.readouterr().out
     assert not empty_cache.exists() and not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
-def test_what_exceeds_the_memory_is_encoded_in_every_epoch(weights, tmp_path, empty_cache):
+def test_what_exceeds_the_memory_is_encoded_in_every_epoch(
+    weights, tmp_path, empty_cache
+):
     """Streaming: no cache, and an encoder that stays as it is, statistics too."""
     run = tmp_path / "run"
-    argv = [*HEADS, "--weights", str(weights), "--data.loading", "streaming", "--output", str(run)]
+    argv = [
+        *HEADS,
+        "--weights",
+        str(weights),
+        "--data.loading",
+        "streaming",
+        "--output",
+        str(run),
+    ]
     assert cli.main(argv) == 0
-    given, kept = map(safetensors.torch.load_file, (weights, run / "model" / "encoder.safetensors"))
-    assert all(torch.equal(kept[k], given[k]) for k in given) and not empty_cache.exists()
-    assert json.loads((run / "metrics.json").read_text())["train/known/task_aware/acc/avg"] > 0.3
+    given, kept = map(
+        safetensors.torch.load_file, (weights, run / "model" / "encoder.safetensors")
+    )
+    assert (
+        all(torch.equal(kept[k], given[k]) for k in given) and not empty_cache.exists()
+    )
+    assert (
+        json.loads((run / "metrics.json").read_text())["train/known/task_aware/acc/avg"]
+        > 0.3
+    )
 
 
-@pytest.mark.parametrize(("words", "says"), [
-    (["--weights", "None"], "model.finetune none needs pretrained weights"),
-    (["--pretext.epochs", "1"], "pretext.epochs must be 0 with model.finetune none"),
-    (["--method", "dtc", "--model.prototype-init=random", "--data.loading", "streaming"], "loading memory"),
-    (["--augment.small.num-views", "1"], "augment.small.num_views must be 0"),
-    (["--augment.num-cached-views", "2", "--augment.large.num-views", "3"], "num_cached_views must be 0 or"),
-])  # fmt: skip
-def test_what_means_nothing_with_frozen_features_is_one_line(weights, tmp_path, capsys, words, says):
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--weights", "None"], "model.finetune none needs pretrained weights"),
+        (
+            ["--pretext.epochs", "1"],
+            "pretext.epochs must be 0 with model.finetune none",
+        ),
+        (
+            [
+                "--method",
+                "dtc",
+                "--model.prototype-init=random",
+                "--data.loading",
+                "streaming",
+            ],
+            "loading memory",
+        ),
+        (["--augment.small.num-views", "1"], "augment.small.num_views must be 0"),
+        (
+            ["--augment.num-cached-views", "2", "--augment.large.num-views", "3"],
+            "num_cached_views must be 0 or",
+        ),
+    ],
+)
+def test_what_means_nothing_with_frozen_features_is_one_line(
+    weights, tmp_path, capsys, words, says
+):
     run = tmp_path / "run"
-    assert says in refused(capsys, 2, *HEADS, "--weights", weights, "--output", run, *words)
+    assert says in refused(
+        capsys, 2, *HEADS, "--weights", weights, "--output", run, *words
+    )
     assert not run.exists()
 
 
@@ -232,15 +379,27 @@ def test_a_cache_that_cannot_be_written_is_one_line(weights, tmp_path, capsys):
 def test_unreadable_images_of_the_cache_are_listed_by_every_run(
     weights, tmp_path, empty_cache, capsys, monkeypatch
 ):
-    """In folders, and over the budget. Kills: reasons that only the run that computed them knows."""
+    """In folders, and over the budget. Kills: reasons that only the run that
+    computed them knows.
+    """
     folder = write_images(tmp_path / "images", {"cat": 20, "dog": 20, "emu": 20})
     (folder / "emu" / "7.png").write_text("not an image")
-    argv = [*HEADS, "--weights", weights, "--data", f"folder:{folder}", "--known-classes", "cat,dog"]
+    argv = [
+        *HEADS,
+        "--weights",
+        weights,
+        "--data",
+        f"folder:{folder}",
+        "--known-classes",
+        "cat,dog",
+    ]
     argv += ["--limit", "60", "--batch-size", "20", "--discover.epochs", "1"]
     assert cli.main([str(word) for word in [*argv, "--output", tmp_path / "run"]]) == 2
     assert "uno: error: 1 of 60 images are unreadable" in capsys.readouterr().err
     assert "emu/7.png" in (tmp_path / "run" / "bad_samples.jsonl").read_text()
-    monkeypatch.setattr(cached, "compute_shard", lambda *_, **__: pytest.fail("features are there"))
+    monkeypatch.setattr(
+        cached, "compute_shard", lambda *_, **__: pytest.fail("features are there")
+    )
     argv += ["--data.max-bad-fraction", "0.1", "--output", tmp_path / "other"]
     assert cli.main([str(word) for word in argv]) == 0
     (line,) = (tmp_path / "other" / "bad_samples.jsonl").read_text().splitlines()
@@ -252,36 +411,84 @@ def test_unreadable_images_of_the_cache_are_listed_by_every_run(
 
 def test_data_check_counts_rows_that_are_held_out(tmp_path, capsys):
     folder = write_images(tmp_path / "images", {"cat": 20, "dog": 10, "emu": 30})
-    argv = ["data", "check", "--data", f"folder:{folder}", "--known-classes", "cat,dog", "--batch-size", "12"]
-    assert cli.main([*argv, "--data.validation-fraction", "0.2", "--data.stored-size", "8"]) == 0
+    argv = [
+        "data",
+        "check",
+        "--data",
+        f"folder:{folder}",
+        "--known-classes",
+        "cat,dog",
+        "--batch-size",
+        "12",
+    ]
+    assert (
+        cli.main(
+            [*argv, "--data.validation-fraction", "0.2", "--data.stored-size", "8"]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert "images       60 (48 train, 12 test)" in out
     words = map(str.split, out.splitlines())
-    counts = {each[0]: list(map(int, each[2:])) for each in words if each[1:2] in (["known"], ["novel"])}
-    assert counts["cat"] == [16, 0, 4] and counts["dog"] == [8, 0, 2] and counts["emu"] == [0, 24, 6]
+    counts = {
+        each[0]: list(map(int, each[2:]))
+        for each in words
+        if each[1:2] in (["known"], ["novel"])
+    }
+    assert (
+        counts["cat"] == [16, 0, 4]
+        and counts["dog"] == [8, 0, 2]
+        and counts["emu"] == [0, 24, 6]
+    )
 
 
 def test_what_ray_does_with_shards_gives_the_same_files(tmp_path, monkeypatch):
-    """From block to file, as tasks and actors do, with an image that cannot be read, and numbers that are not
-    finite, of a shard that lacks a view. Kills: shards cut elsewhere, reasons of other rows, views of test
-    rows, a file that is kept of an encoder that computes nothing.
+    """From block to file, as tasks and actors do, with an image that cannot be read,
+    and numbers that are not finite, of a shard that lacks a view. Kills: shards cut
+    elsewhere, reasons of other rows, views of test rows, a file that is kept of an
+    encoder that computes nothing.
     """
-    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda reference: reference))
+    monkeypatch.setitem(
+        sys.modules, "ray", SimpleNamespace(get=lambda reference: reference)
+    )
     monkeypatch.setattr(cached, "SHARD_ROWS", 32)
-    config = small_config(model__finetune="none", augment__small__num_views=0, augment__num_cached_views=2)
+    config = small_config(
+        model__finetune="none", augment__small__num_views=0, augment__num_cached_views=2
+    )
     task = make_task(read_digits(), config.data.model_copy(update={"limit": 40}))
     images = [task.rows.images[row] for row in range(80)]
     images[33] = b"no image"
-    task, encoder = replace(task, rows=replace(task.rows, images=images)), build_encoder(config.model).eval()
-    job, here, there = feature_job(config, task, encoder), Storage(str(tmp_path / "a")), tmp_path / "b"
+    task, encoder = (
+        replace(task, rows=replace(task.rows, images=images)),
+        build_encoder(config.model).eval(),
+    )
+    job, here, there = (
+        feature_job(config, task, encoder),
+        Storage(str(tmp_path / "a")),
+        tmp_path / "b",
+    )
     missing = {0: 0, 1: 0, 2: 2}
-    computed = list(FeatureCache(here, job).keep(compute_local(job, encoder, missing, 2), missing))
-    shards = [pack_shard(job.name(number, missing[number]), shard) for number, shard in computed]
+    computed = list(
+        FeatureCache(here, job).keep(compute_local(job, encoder, missing, 2), missing)
+    )
+    shards = [
+        pack_shard(job.name(number, missing[number]), shard)
+        for number, shard in computed
+    ]
     parts, numbers = [], []
     for weight in (1.0, float("nan")):
-        state = {k: v * weight if v.is_floating_point() else v for k, v in encoder.state_dict().items()}
-        actor = Featurizer("cpu", 2, (to_dict(config), safetensors.torch.save(state), None))
-        writer = Writer(str(there), partial(write_part, key=job.key, views=job.views, num_views=3), 32)
+        state = {
+            k: v * weight if v.is_floating_point() else v
+            for k, v in encoder.state_dict().items()
+        }
+        actor = Featurizer(
+            "cpu", 2, (to_dict(config), safetensors.torch.save(state), None)
+        )
+        writer = Writer(
+            str(there),
+            partial(write_part, key=job.key, views=job.views, num_views=3),
+            32,
+        )
         chunks = decode_block(shard_block(job, missing), config, None)
         results = actor(pa.concat_tables(chunks))  # Ray joins them
         found = [writer(results[i : i + 32]) for i in range(0, 80, 32)]
@@ -302,10 +509,12 @@ def stored(folder: Path) -> dict[str, bytes]:
 def test_two_ray_workers_compute_the_same_features(
     ray_cluster, finished, weights, tmp_path, empty_cache, capfd, monkeypatch
 ):
-    """Bit for bit, the evaluation view first. An encoder's fault is one line. Kills: features in the order
-    they come back, a batch that depends on the block, Ray's traceback for an error of ours.
+    """Bit for bit, the evaluation view first. An encoder's fault is one line. Kills:
+    features in the order they come back, a batch that depends on the block, Ray's
+    traceback for an error of ours.
     """
-    monkeypatch.setattr(job, "forecast", lambda *_: ())  # which computes some features, too
+    # which computes some features, too
+    monkeypatch.setattr(job, "forecast", lambda *_: ())
     broken = safetensors.torch.load_file(weights)
     broken["conv1.weight"][0] = float("nan")
     safetensors.torch.save_file(broken, tmp_path / "nan.safetensors")
@@ -313,7 +522,10 @@ def test_two_ray_workers_compute_the_same_features(
     assert cli.main([*argv, str(tmp_path / "nan.safetensors"), "--overwrite"]) == 2
     err = capfd.readouterr().err
     assert "Traceback" not in err
-    assert err.splitlines()[-1] == "uno: error: model.encoder resnet_small returns non-finite numbers"
+    assert (
+        err.splitlines()[-1]
+        == "uno: error: model.encoder resnet_small returns non-finite numbers"
+    )
     shutil.rmtree(empty_cache)
     assert cli.main([*argv, str(weights), "--overwrite"]) == 0
     assert "first clusters" in capfd.readouterr().out
@@ -325,7 +537,10 @@ def test_two_ray_workers_compute_the_same_features(
     assert two[0]["loss"] == pytest.approx(one[0]["loss"], rel=0.1)
     assert two[-1]["loss"] == pytest.approx(one[-1]["loss"], rel=0.3)
     ours, theirs = (
-        {row["id"]: row for row in pq.read_table(run / "predictions.parquet").to_pylist()}
+        {
+            row["id"]: row
+            for row in pq.read_table(run / "predictions.parquet").to_pylist()
+        }
         for run in (finished, tmp_path / "run")
     )
     assert ours.keys() == theirs.keys()
@@ -334,14 +549,22 @@ def test_two_ray_workers_compute_the_same_features(
 def test_images_that_were_overwritten_reach_the_next_run_and_end_the_old_one(
     weights, tmp_path, capsys, caplog
 ):
-    """With others of their size. The new run's table is what predict says of the files; a finished run shows
-    no result of other data, and does after a touch.
+    """With others of their size. The new run's table is what predict says of the files;
+    a finished run shows no result of other data, and does after a touch.
     """
     folder, words = tmp_path / "images", []
     names = [f"{'abc'[i // 20]}/{i}.bmp" for i in range(60)]
     for i, name in enumerate(names):
         write_bitmap(folder / name, i)
-    words = [*HEADS, "--weights", weights, "--data", f"folder:{folder}", "--known-classes", "a,b"]
+    words = [
+        *HEADS,
+        "--weights",
+        weights,
+        "--data",
+        f"folder:{folder}",
+        "--known-classes",
+        "a,b",
+    ]
     words += ["--limit", "60", "--batch-size", "20", "--discover.epochs", "1"]
     words += ["--compute.cache", tmp_path / "cache"]
     assert cli.main([str(word) for word in [*words, "--output", tmp_path / "old"]]) == 0
@@ -350,12 +573,17 @@ def test_images_that_were_overwritten_reach_the_next_run_and_end_the_old_one(
     for i, name in enumerate(names[::2]):
         write_bitmap(folder / name, 1000 + i)
     line = refused(capsys, 2, *words, "--output", tmp_path / "old")
-    assert "was trained on other data (30 of 30 images that were compared have changed, e.g. a/0.bmp)" in line
+    assert (
+        "was trained on other data (30 of 30 images that were compared have changed,"
+        " e.g. a/0.bmp)" in line
+    )
     assert cli.main([str(word) for word in [*words, "--output", tmp_path / "new"]]) == 0
     assert "30 images written to since" in caplog.text
     table = pq.read_table(tmp_path / "new" / "predictions.parquet").to_pylist()
     found = uno.load(tmp_path / "new").predict([folder / row["id"] for row in table])
-    np.testing.assert_allclose(found.probability, [row["probability"] for row in table], atol=1e-4)
+    np.testing.assert_allclose(
+        found.probability, [row["probability"] for row in table], atol=1e-4
+    )
 
 
 def write_bitmap(path, seed):
@@ -363,18 +591,34 @@ def write_bitmap(path, seed):
     path.write_bytes(encoded(pixels(seed), "BMP"))
 
 
-@pytest.mark.parametrize(("scale", "text"), [
-    (0.0, "the features of all images are zero"), (1e30, "the features are larger than 1e+06"),
-])  # fmt: skip
-def test_features_that_tell_nothing_apart_are_said_before_training(weights, tmp_path, capsys, scale, text):
+@pytest.mark.parametrize(
+    ("scale", "text"),
+    [
+        (0.0, "the features of all images are zero"),
+        (1e30, "the features are larger than 1e+06"),
+    ],
+)
+def test_features_that_tell_nothing_apart_are_said_before_training(
+    weights, tmp_path, capsys, scale, text
+):
     tensors = safetensors.torch.load_file(weights)
     for name in ("layer3.0.bn2", "layer3.0.downsample.1"):
         tensors[f"{name}.weight"] *= scale
         tensors[f"{name}.bias"] *= scale
     path = tmp_path / "odd.safetensors"
     safetensors.torch.save_file(tensors, path)
-    argv = [*HEADS, "--weights", path, "--output", tmp_path / "run", "--compute.cache", tmp_path / "cache"]
+    argv = [
+        *HEADS,
+        "--weights",
+        path,
+        "--output",
+        tmp_path / "run",
+        "--compute.cache",
+        tmp_path / "cache",
+    ]
     cli.main([str(word) for word in argv])
     out = capsys.readouterr().out
-    assert out.index(f"warning: {text}") < (out.index("not trustworthy") if scale == 0 else len(out))
+    assert out.index(f"warning: {text}") < (
+        out.index("not trustworthy") if scale == 0 else len(out)
+    )
     assert scale or f"{text}, and 100% of the unlabeled images are in one class" in out

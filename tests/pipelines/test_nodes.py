@@ -1,4 +1,6 @@
-"""What is said and decided while nodes come and go, with Ray's head replaced by a list of nodes."""
+"""What is said and decided while nodes come and go, with Ray's head replaced by a
+list of nodes.
+"""
 
 import os
 import subprocess
@@ -13,7 +15,14 @@ import pyarrow as pa
 import pytest
 
 from pipelines import jobs, nodes, packing, ray_env, ray_private, tables
-from pipelines.nodes import DrainWatcher, Node, StallWarner, no_images, shortage, wait_for_resources
+from pipelines.nodes import (
+    DrainWatcher,
+    Node,
+    StallWarner,
+    no_images,
+    shortage,
+    wait_for_resources,
+)
 from pipelines.partitions import map_through_model
 from tests.conftest import NUM_CPUS
 from tests.pipelines.small import wait_for
@@ -33,8 +42,8 @@ def node(name, total, free=None, leaving=False):
 
 @pytest.fixture
 def cluster(monkeypatch):
-    """``cluster((nodes, fits), ...)``: what the head says each second, the last of them keep dying, and
-    whether all that is wanted fits; the place that is asked.
+    """``cluster((nodes, fits), ...)``: what the head says each second, the last of them
+    keep dying, and whether all that is wanted fits; the place that is asked.
     """
 
     def start(*answers):
@@ -55,7 +64,10 @@ def cluster(monkeypatch):
 
 
 def config_of(**overrides):
-    return override(Config(), {"compute.num_workers": 2, **{f"compute.{k}": v for k, v in overrides.items()}})
+    return override(
+        Config(),
+        {"compute.num_workers": 2, **{f"compute.{k}": v for k, v in overrides.items()}},
+    )
 
 
 def test_a_head_that_does_not_answer_has_no_nodes(monkeypatch):
@@ -78,15 +90,22 @@ def test_a_head_that_does_not_answer_has_no_nodes(monkeypatch):
 
 
 def test_without_private_names_nodes_are_those_that_ray_lists(monkeypatch):
-    """Kills: a private name that another version of Ray lacks, and a run that ends for it."""
+    """Kills: a private name that another version of Ray lacks, and a run that ends
+    for it.
+    """
     import ray
     import ray.train
 
     for name in ("ray._private.worker", "ray._private.state", "ray.train.v2._internal"):
         monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.setattr(ray, "nodes", lambda: [
-        {"NodeID": "a", "Alive": True, "Resources": BIG}, {"NodeID": "b", "Alive": False, "Resources": {}},
-    ])  # fmt: skip
+    monkeypatch.setattr(
+        ray,
+        "nodes",
+        lambda: [
+            {"NodeID": "a", "Alive": True, "Resources": BIG},
+            {"NodeID": "b", "Alive": False, "Resources": {}},
+        ],
+    )
     assert ray_private.read_nodes() == [node("a", BIG)]
     assert ray_private.worker_hosts() == set()
     ray_private.propagate("RAY_ADDRESS")
@@ -104,30 +123,46 @@ def test_no_answer_is_no_lack_of_nodes(cluster, monkeypatch, capsys):
 
 
 def test_shares_are_those_of_the_nodes_that_stay(cluster):
-    """Kills: the shares of the start, of which two fill the node that is left, and Ray Data gets nothing."""
+    """Kills: the shares of the start, of which two fill the node that is left, and
+    Ray Data gets nothing.
+    """
     place = cluster(([node("a", SMALL), node("b", SMALL)], True))
     assert wait_for_resources(config_of(), lambda: False) == {"CPU": 1.0}
     assert nodes.PlacementProbe.call_args == call("PACK")
-    assert place.mock_calls == [call.fits([{"CPU": 1.0}, {"CPU": 1.0}], {"CPU": 0.9}), call.release()]
+    assert place.mock_calls == [
+        call.fits([{"CPU": 1.0}, {"CPU": 1.0}], {"CPU": 0.9}),
+        call.release(),
+    ]
     for other in ([], [node("b", BIG, leaving=True)]):
         cluster(([node("a", SMALL), *other], True))
         assert wait_for_resources(config_of(), lambda: False) == {"CPU": 0.5}
 
 
 def test_nodes_are_waited_for_with_a_line_every_30_s(cluster, capsys):
-    """Kills: one line and then silence, a line a second, an end while nodes may come."""
-    few, more = ([node("a", SMALL)], False), ([node("a", SMALL), node("b", SMALL)], True)
+    """Kills: one line and then silence, a line a second, an end while nodes may
+    come.
+    """
+    few, more = (
+        ([node("a", SMALL)], False),
+        ([node("a", SMALL), node("b", SMALL)], True),
+    )
     place = cluster(*[few] * 96, more)
-    assert wait_for_resources(config_of(cpus_per_worker=1.0), lambda: False) == {"CPU": 1.0}
+    assert wait_for_resources(config_of(cpus_per_worker=1.0), lambda: False) == {
+        "CPU": 1.0
+    }
     lines = capsys.readouterr().out.splitlines()
-    wanted = "need 2 workers with 1 CPU each, and 1 CPU for Ray Data; available: 2 CPU (2 free) on 1 node"
-    assert lines == [f"waiting for nodes: {wanted}"] * 4  # after 0, 30, 60 and 90 of 96 seconds
+    wanted = (
+        "need 2 workers with 1 CPU each, and 1 CPU for Ray Data; available: 2 CPU (2"
+        " free) on 1 node"
+    )
+    # after 0, 30, 60 and 90 of 96 seconds
+    assert lines == [f"waiting for nodes: {wanted}"] * 4
     assert place.release.called
 
 
 def test_a_place_that_others_have_is_waited_for(cluster, capsys):
-    """At first without a word: what was taken a moment ago comes back. Kills: workers that start into a
-    cluster that is in use, and silence.
+    """At first without a word: what was taken a moment ago comes back. Kills: workers
+    that start into a cluster that is in use, and silence.
     """
     busy, free = (([node("a", BIG, {"CPU": cpus})], cpus > 3) for cpus in (1.5, 4.0))
     cluster(*[busy] * 10, free)
@@ -138,8 +173,12 @@ def test_a_place_that_others_have_is_waited_for(cluster, capsys):
     assert capsys.readouterr().out.count("available: 4 CPU (1.5 free) on 1 node") == 2
 
 
-def test_waiting_ends_by_a_stop_and_at_the_start_by_the_clock(cluster, capsys, monkeypatch):
-    """Kills: a stop that is not heard, a command that waits for nodes of a cluster that cannot grow."""
+def test_waiting_ends_by_a_stop_and_at_the_start_by_the_clock(
+    cluster, capsys, monkeypatch
+):
+    """Kills: a stop that is not heard, a command that waits for nodes of a cluster
+    that cannot grow.
+    """
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     gpus = config_of(device="cuda", wait_minutes=10)
     place = cluster(([node("a", BIG)], False))
@@ -155,7 +194,12 @@ def test_waiting_ends_by_a_stop_and_at_the_start_by_the_clock(cluster, capsys, m
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     with pytest.raises(ConfigError, match="need 2 GPUs, the cluster has 0"):
         wait_for_resources(gpus, lambda: False, nodes.startup_timeout_s(gpus))
-    assert capsys.readouterr().out.count("waiting up to 10 minutes for nodes: need 2 workers") == 20
+    assert (
+        capsys.readouterr().out.count(
+            "waiting up to 10 minutes for nodes: need 2 workers"
+        )
+        == 20
+    )
     cluster(([node("a", BIG, {"CPU": 1.5})], False))
     with pytest.raises(ConfigError, match=r"available: 4 CPU \(1.5 free\)"):
         wait_for_resources(config_of(), lambda: False, nodes.startup_timeout_s(gpus))
@@ -166,7 +210,9 @@ def test_why_nodes_do_not_come_is_said(cluster, capsys, monkeypatch):
     cluster(([node("a", SMALL)], False))
     why = ["1 node starting", "cannot start gpu: InsufficientInstanceCapacity"]
     monkeypatch.setattr(nodes, "launches", lambda: why)
-    with pytest.raises(ConfigError, match="has 0; 1 node starting; cannot start gpu: Insufficient"):
+    with pytest.raises(
+        ConfigError, match="has 0; 1 node starting; cannot start gpu: Insufficient"
+    ):
         wait_for_resources(config_of(device="cuda"), lambda: False, 40.0)
     assert capsys.readouterr().out.count("; ".join(why)) == 2  # after 0 and 30 s
 
@@ -176,20 +222,32 @@ def test_launches_are_those_of_the_autoscaler(monkeypatch):
         return SimpleNamespace(ray_node_type_name="gpu", **fields)
 
     failed = [launch(details="no capacity"), launch(details="no capacity")]
-    status = SimpleNamespace(pending_launches=[launch(count=2)], pending_nodes=[1], failed_launches=failed)
-    monkeypatch.setattr("ray.autoscaler.v2.sdk.get_cluster_status", lambda address: status)
-    monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(gcs_address="head:6379"))
-    assert ray_private.launches() == ["3 nodes starting", "cannot start gpu: no capacity"]
+    status = SimpleNamespace(
+        pending_launches=[launch(count=2)], pending_nodes=[1], failed_launches=failed
+    )
+    monkeypatch.setattr(
+        "ray.autoscaler.v2.sdk.get_cluster_status", lambda address: status
+    )
+    monkeypatch.setattr(
+        "ray.get_runtime_context", lambda: SimpleNamespace(gcs_address="head:6379")
+    )
+    assert ray_private.launches() == [
+        "3 nodes starting",
+        "cannot start gpu: no capacity",
+    ]
     monkeypatch.delattr("ray.autoscaler.v2.sdk.get_cluster_status")
     assert ray_private.launches() == []
 
 
-@pytest.mark.parametrize(("strategy", "groups"), [
-    ("PACK", [[{"GPU": 1}, {"GPU": 1}, {"CPU": 0.9}]]),
-    ("SPREAD", [[{"GPU": 1}, {"GPU": 1}, {"CPU": 0.9}]]),
-    ("STRICT_PACK", [[{"GPU": 1}, {"GPU": 1}], [{"CPU": 0.9}]]),
-    ("STRICT_SPREAD", [[{"GPU": 1}, {"GPU": 1}], [{"CPU": 0.9}]]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("strategy", "groups"),
+    [
+        ("PACK", [[{"GPU": 1}, {"GPU": 1}, {"CPU": 0.9}]]),
+        ("SPREAD", [[{"GPU": 1}, {"GPU": 1}, {"CPU": 0.9}]]),
+        ("STRICT_PACK", [[{"GPU": 1}, {"GPU": 1}], [{"CPU": 0.9}]]),
+        ("STRICT_SPREAD", [[{"GPU": 1}, {"GPU": 1}], [{"CPU": 0.9}]]),
+    ],
+)
 def test_a_strict_strategy_is_one_of_the_workers(monkeypatch, strategy, groups):
     """Kills: as many nodes as workers, and a wait for one more."""
     asked, removed = [], []
@@ -209,7 +267,9 @@ def test_a_strict_strategy_is_one_of_the_workers(monkeypatch, strategy, groups):
 
 
 def test_predictions_and_features_wait_for_nodes_too(monkeypatch):
-    """Kills: a run that ends after training because idle nodes left while its model was aligned."""
+    """Kills: a run that ends after training because idle nodes left while its model
+    was aligned.
+    """
 
     def wait_for_resources(config, give_up, limit_s):
         raise ConfigError(f"no room within {limit_s:g} s")
@@ -217,7 +277,9 @@ def test_predictions_and_features_wait_for_nodes_too(monkeypatch):
     monkeypatch.setattr(nodes, "wait_for_resources", wait_for_resources)
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     storage, config = Storage("unused"), config_of(wait_minutes=2)
-    stored = map_through_model(None, config, storage, iter([]), None, object, (), None, 512, 512, 192)
+    stored = map_through_model(
+        None, config, storage, iter([]), None, object, (), None, 512, 512, 192
+    )
     with pytest.raises(ConfigError, match="no room within 120 s"):
         next(stored)
 
@@ -226,13 +288,17 @@ def estimate(ray, config, monkeypatch):
     found = []
     monkeypatch.setattr(jobs.ray_env, "connect", lambda **_: nullcontext(ray))
     monkeypatch.setattr(jobs, "estimated_set", lambda *_: None)
-    monkeypatch.setattr(jobs.estimate, "estimate_num_novel", lambda *facts, **_: found.append(facts[4]))
+    monkeypatch.setattr(
+        jobs.estimate, "estimate_num_novel", lambda *facts, **_: found.append(facts[4])
+    )
     jobs.OnRay().estimate(config, Mock(), Storage("unused"))
     return found
 
 
 def pack(ray, config, monkeypatch):
-    packing.store_on_ray(ray, override(config, {"output": "s3://bucket/packed?region=us-east-1"}))
+    packing.store_on_ray(
+        ray, override(config, {"output": "s3://bucket/packed?region=us-east-1"})
+    )
 
 
 def reproduce(ray, config, monkeypatch):
@@ -245,35 +311,57 @@ def reproduce(ray, config, monkeypatch):
 
 def tune(ray, config, monkeypatch):
     options = SimpleNamespace(config=config, concurrent=None, trials=9)
-    return nodes.once_one_fits(config, lambda: concurrency(options, ray.cluster_resources()))
+    return nodes.once_one_fits(
+        config, lambda: concurrency(options, ray.cluster_resources())
+    )
 
 
-@pytest.mark.parametrize(("command", "device", "found"), [
-    (estimate, "auto", ["cuda"]), (estimate, "cuda", ["cuda"]), (pack, "cuda", None),
-    (reproduce, "cuda", (1.0, 2)), (reproduce, "auto", (1.0, 2)),
-    (tune, "cuda", (1, {"CPU": 1.0, "GPU": 1.0})),
-])  # fmt: skip
-def test_the_first_task_of_a_command_waits_for_its_node(monkeypatch, command, device, found):
-    """On a cluster that has a head without CPUs when it is asked, and two GPUs a while later. Kills: "the
-    cluster has 0", cells on CPUs whose device is cuda, a wait of a private cluster, which does not grow.
+@pytest.mark.parametrize(
+    ("command", "device", "found"),
+    [
+        (estimate, "auto", ["cuda"]),
+        (estimate, "cuda", ["cuda"]),
+        (pack, "cuda", None),
+        (reproduce, "cuda", (1.0, 2)),
+        (reproduce, "auto", (1.0, 2)),
+        (tune, "cuda", (1, {"CPU": 1.0, "GPU": 1.0})),
+    ],
+)
+def test_the_first_task_of_a_command_waits_for_its_node(
+    monkeypatch, command, device, found
+):
+    """On a cluster that has a head without CPUs when it is asked, and two GPUs a while
+    later. Kills: "the cluster has 0", cells on CPUs whose device is cuda, a wait of a
+    private cluster, which does not grow.
     """
     answers, waited = [{}, {"CPU": 4.0, "GPU": 2.0}], []
     ray = Mock(cluster_resources=lambda: answers.pop(0))
-    monkeypatch.setattr(nodes, "wait_for_resources", lambda *facts: waited.append(facts[2]))
+    monkeypatch.setattr(
+        nodes, "wait_for_resources", lambda *facts: waited.append(facts[2])
+    )
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
-    assert command(ray, config_of(device=device), monkeypatch) == found and waited == [1800]
+    assert command(ray, config_of(device=device), monkeypatch) == found and waited == [
+        1800
+    ]
     monkeypatch.setenv("RAY_ADDRESS", "local")
     answers[:] = [{}]
-    with pytest.raises(ConfigError, match=r"too few GPUs|the cluster has 0|the cluster.s 0"):
+    with pytest.raises(
+        ConfigError, match=r"too few GPUs|the cluster has 0|the cluster.s 0"
+    ):
         command(ray, config_of(device="cuda"), monkeypatch)
 
 
 def test_shards_that_must_be_here_need_a_cpu_here():
     """Kills: a command that waits for ever, on a head whose CPUs Ray may not have."""
     ray = Mock(**{"get_runtime_context.return_value.get_node_id.return_value": "a"})
-    ray.nodes.return_value = [{"NodeID": "a", "Resources": {}}, {"NodeID": "b", "Resources": {"CPU": 4.0}}]
+    ray.nodes.return_value = [
+        {"NodeID": "a", "Resources": {}},
+        {"NodeID": "b", "Resources": {"CPU": 4.0}},
+    ]
     config = override(config_of(), {"output": "packed"})
-    with pytest.raises(ConfigError, match="--output packed is local, where Ray has no CPUs"):
+    with pytest.raises(
+        ConfigError, match="--output packed is local, where Ray has no CPUs"
+    ):
         packing.store_on_ray(ray, config)
     ray.nodes.return_value[0]["Resources"] = {"CPU": 1.0}
     assert packing.store_on_ray(ray, config)
@@ -285,18 +373,32 @@ def test_features_are_not_waited_for_after_a_stop(monkeypatch):
     monkeypatch.setattr(nodes, "PlacementProbe", Mock())
     sizes = None, 512, 512, 192
     stored = map_through_model(
-        None, config_of(), Storage("unused"), iter([]), None, object, (), *sizes, lambda: True
+        None,
+        config_of(),
+        Storage("unused"),
+        iter([]),
+        None,
+        object,
+        (),
+        *sizes,
+        lambda: True,
     )
     with pytest.raises(Interrupted, match="while waiting for nodes"):
         next(stored)
 
 
 def test_workers_of_one_run_do_not_share_a_gpu():
-    """NCCL ends with "Duplicate GPU detected", after three groups. Predictions may share one."""
+    """NCCL ends with "Duplicate GPU detected", after three groups. Predictions may
+    share one.
+    """
     halves = config_of(gpus_per_worker=0.5)
     nodes.check_shares(halves, {"CPU": 1.0})
-    nodes.check_shares(override(halves, {"compute.num_workers": 1}), {"CPU": 1.0, "GPU": 0.5})
-    with pytest.raises(ConfigError, match="NCCL accepts one per GPU: use --gpus-per-worker 1"):
+    nodes.check_shares(
+        override(halves, {"compute.num_workers": 1}), {"CPU": 1.0, "GPU": 0.5}
+    )
+    with pytest.raises(
+        ConfigError, match="NCCL accepts one per GPU: use --gpus-per-worker 1"
+    ):
         nodes.check_shares(halves, {"CPU": 1.0, "GPU": 0.5})
     with pytest.raises(ConfigError, match="NCCL"):
         nodes.check_shares(override(halves, {"compute.device": "cuda"}))
@@ -304,14 +406,24 @@ def test_workers_of_one_run_do_not_share_a_gpu():
 
 def test_what_is_there_is_said_without_the_nodes_that_leave():
     found = shortage(
-        {"CPU": 1.0, "GPU": 1.0}, 1, [node("a", BIG, {"CPU": 0.1}), node("b", BIG, leaving=True)]
+        {"CPU": 1.0, "GPU": 1.0},
+        1,
+        [node("a", BIG, {"CPU": 0.1}), node("b", BIG, leaving=True)],
     )
-    there = "available: 4 CPU (0.1 free), 0 GPU (0 free) on 1 node, 1 more node being drained"
-    assert found == f"need 1 worker with 1 CPU, 1 GPU each, and 1 CPU for Ray Data; {there}"
+    there = (
+        "available: 4 CPU (0.1 free), 0 GPU (0 free) on 1 node, 1 more node being"
+        " drained"
+    )
+    assert (
+        found
+        == f"need 1 worker with 1 CPU, 1 GPU each, and 1 CPU for Ray Data; {there}"
+    )
 
 
 def test_a_node_that_leaves_is_noticed_once_and_only_where_workers_are(monkeypatch):
-    """Kills: a request at every poll, a checkpoint for a node of another run, two of them for one notice."""
+    """Kills: a request at every poll, a checkpoint for a node of another run, two of
+    them for one notice.
+    """
     now, looks, found, hosts = [0.0], [], [node("a", BIG)], {"a"}
 
     def look():
@@ -336,10 +448,16 @@ def test_a_node_that_leaves_is_noticed_once_and_only_where_workers_are(monkeypat
     assert not notices.new() and notices.given
 
 
-def test_images_that_do_not_come_are_said_for_as_long_as_they_do_not_come(monkeypatch, caplog):
-    """Kills: silence while Ray Data has no CPU, lines while a step computes, before a wait and after."""
+def test_images_that_do_not_come_are_said_for_as_long_as_they_do_not_come(
+    monkeypatch, caplog
+):
+    """Kills: silence while Ray Data has no CPU, lines while a step computes, before
+    a wait and after.
+    """
     monkeypatch.setattr(
-        nodes, "read_nodes", lambda: [node("a", BIG, {"CPU": 0.2}), node("b", BIG, leaving=True)]
+        nodes,
+        "read_nodes",
+        lambda: [node("a", BIG, {"CPU": 0.2}), node("b", BIG, leaving=True)],
     )
     wanted = "no images for 31 s: each further process of Ray Data needs 0.9 CPU, "
     assert no_images(31) == f"{wanted}but no node has more than 0.2 free"
@@ -359,21 +477,29 @@ def test_images_that_do_not_come_are_said_for_as_long_as_they_do_not_come(monkey
     waits.close()
 
 
-@pytest.mark.parametrize(("answers", "cpus", "expected"), [
-    ([Room(9e9, 8e9), Room(5e9, 8e10)], 4, (5e9, 8e9, 3e8, 1e9)),
-    ([Room(9e9), Room(8e9)], 4, (8e9, None, 3e8, 1e9)),
-    ([Room(9e9, 8e9), "late"], 4, (9e9, 8e9, 3e8, 1e9)),
-    (["late", "late"], 4, (1e9, None, 3e8, None)),
-    ([], 1, (1e9, None, 3e8, None)),
-])  # fmt: skip
-def test_memory_is_that_of_the_nodes_of_the_workers(monkeypatch, answers, cpus, expected):
-    """Asked with what a worker takes. Kills: the head's own memory, which has no GPU, for the workers'; the
-    most of any node; waiting for a node that does not come; the store of a node that is gone.
+@pytest.mark.parametrize(
+    ("answers", "cpus", "expected"),
+    [
+        ([Room(9e9, 8e9), Room(5e9, 8e10)], 4, (5e9, 8e9, 3e8, 1e9)),
+        ([Room(9e9), Room(8e9)], 4, (8e9, None, 3e8, 1e9)),
+        ([Room(9e9, 8e9), "late"], 4, (9e9, 8e9, 3e8, 1e9)),
+        (["late", "late"], 4, (1e9, None, 3e8, None)),
+        ([], 1, (1e9, None, 3e8, None)),
+    ],
+)
+def test_memory_is_that_of_the_nodes_of_the_workers(
+    monkeypatch, answers, cpus, expected
+):
+    """Asked with what a worker takes. Kills: the head's own memory, which has no GPU,
+    for the workers'; the most of any node; waiting for a node that does not come; the
+    store of a node that is gone.
     """
 
     def wait(tasks, num_returns, timeout):
         assert num_returns == 2 and timeout
-        return [task for task in tasks if task != "late"], [task for task in tasks if task == "late"]
+        return [task for task in tasks if task != "late"], [
+            task for task in tasks if task == "late"
+        ]
 
     ray = Mock(wait=wait, get=list)
     ray.remote.return_value.return_value.remote.side_effect = answers
@@ -389,14 +515,19 @@ def test_memory_is_that_of_the_nodes_of_the_workers(monkeypatch, answers, cpus, 
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     config = override(Config(), {"compute.num_workers": 2})
     assert nodes.free_memory(config) == expected
-    assert ray.cancel.call_args_list == [call("late")] * answers.count("late") and ask.call_count == len(
-        answers
-    )
-    for options, asked in zip(ray.remote.call_args_list, ask.call_args_list, strict=False):
+    assert ray.cancel.call_args_list == [call("late")] * answers.count(
+        "late"
+    ) and ask.call_count == len(answers)
+    for options, asked in zip(
+        ray.remote.call_args_list, ask.call_args_list, strict=False
+    ):
         assert (options.kwargs["num_cpus"], options.kwargs["num_gpus"]) == (1, 1)
         assert asked.args[0]["compute"]["num_workers"] == 2
     ask.reset_mock()
-    assert nodes.free_memory(override(config, {"compute.num_workers": 0})) == Room(1e9) and not ask.called
+    assert (
+        nodes.free_memory(override(config, {"compute.num_workers": 0})) == Room(1e9)
+        and not ask.called
+    )
     monkeypatch.delenv("RAY_ADDRESS")
     assert nodes.free_memory(config) == Room(1e9) and not ask.called
 
@@ -411,17 +542,26 @@ def test_a_worker_counts_its_share_of_a_gpu(monkeypatch):
 
 @pytest.mark.ray
 def test_a_pool_of_ray_data_prints_no_line_of_ray_itself(monkeypatch):
-    """Kills: an error line of each rank at its first images; a line of its own that is lost with it."""
-    from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
+    """Kills: an error line of each rank at its first images; a line of its own that
+    is lost with it.
+    """
+    from ray._private.ray_logging import (
+        global_worker_stdstream_dispatcher as dispatcher,
+    )
 
     seen = []
     monkeypatch.setattr(ray_private, "GONE", ())  # no fall-back
-    monkeypatch.setattr(dispatcher, "handlers", [("prints", lambda printed: seen.extend(printed["lines"]))])
+    monkeypatch.setattr(
+        dispatcher,
+        "handlers",
+        [("prints", lambda printed: seen.extend(printed["lines"]))],
+    )
     for _ in range(2):
         ray_private.quiet_pools()
     assert len(dispatcher.handlers) == 2
     noise = (
-        "E 1 core_worker.cc:2465: Actor 'MapWorker' ... See https://github.com/ray-project/ray/issues/53727"
+        "E 1 core_worker.cc:2465: Actor 'MapWorker' ... See"
+        " https://github.com/ray-project/ray/issues/53727"
     )
     dispatcher.emit({"lines": ["a line", noise, "another"]})
     assert seen == ["a line", "another"]
@@ -436,12 +576,20 @@ def test_ray_answers_a_worker_and_us(ray_cluster, monkeypatch):
     assert ray_private.launches() == []
     assert ray_private.dataset_of([pa.table({"x": [1, 2]})] * 2).num_blocks() == 2
     line = ray_cluster.get(ray_cluster.remote(no_images).remote(31))
-    assert line.startswith("no images for 31 s: each further process of Ray Data needs 0.9 CPU, ")
+    assert line.startswith(
+        "no images for 31 s: each further process of Ray Data needs 0.9 CPU, "
+    )
     (found,) = nodes.read_nodes()
-    assert found.total["CPU"] == NUM_CPUS and not found.leaving and ray_private.worker_hosts() == set()
+    assert (
+        found.total["CPU"] == NUM_CPUS
+        and not found.leaving
+        and ray_private.worker_hosts() == set()
+    )
     place = nodes.PlacementProbe("PACK")
     data = {"CPU": 0.9}
-    assert place.fits([{"CPU": 1.0}], data) and not place.fits([{"CPU": NUM_CPUS + 1.0}], data)
+    assert place.fits([{"CPU": 1.0}], data) and not place.fits(
+        [{"CPU": NUM_CPUS + 1.0}], data
+    )
     place.release()
     assert wait_for_resources(config_of(), lambda: False)["CPU"] == 1.0
     wait_for(lambda: nodes.read_nodes()[0].free["CPU"] == NUM_CPUS)
@@ -449,11 +597,22 @@ def test_ray_answers_a_worker_and_us(ray_cluster, monkeypatch):
 
 @pytest.mark.ray
 def test_ray_data_starts_no_node():
-    """Its own thresholds, under our environment. Kills: a GPU node for tasks that only have to wait, names
-    that Ray does not read.
+    """Its own thresholds, under our environment. Kills: a GPU node for tasks that only
+    have to wait, names that Ray does not read.
     """
-    code = "from ray.data._internal.cluster_autoscaler import RateBasedClusterAutoscaler as scaler\n"
-    code += "print(min(vars(scaler.DEFAULT_CLUSTER_SCALING_UP_UTIL_THRESHOLD).values()))"
+    code = (
+        "from ray.data._internal.cluster_autoscaler import RateBasedClusterAutoscaler"
+        " as scaler\n"
+    )
+    code += (
+        "print(min(vars(scaler.DEFAULT_CLUSTER_SCALING_UP_UTIL_THRESHOLD).values()))"
+    )
     env = os.environ | ray_env.ENVIRONMENT
-    told = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    told = subprocess.run(
+        [sys.executable, "-c", code],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert told.stdout.strip() == "1000000000.0", told.stderr

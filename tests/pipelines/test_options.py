@@ -1,4 +1,6 @@
-"""The command line: what wins over what, which preset applies, and one line for every mistake."""
+"""The command line: what wins over what, which preset applies, and one line for
+every mistake.
+"""
 
 import os
 import re
@@ -33,13 +35,27 @@ def file(tmp_path):
 
 def test_no_arguments_are_the_digits_for_demo_and_usage_for_discover(capsys):
     got = parse([], DEMO)
-    assert config_hash(got.config) == config_hash(preset("digits")) and got.overrides == {}
-    assert (got.args.print_config, got.args.dry_run, got.args.overwrite) == (False, False, False)
+    assert (
+        config_hash(got.config) == config_hash(preset("digits")) and got.overrides == {}
+    )
+    assert (got.args.print_config, got.args.dry_run, got.args.overwrite) == (
+        False,
+        False,
+        False,
+    )
     with pytest.raises(SystemExit) as end:
         parse([], DISCOVER)
-    assert end.value.code == 2 and "examples:\n  uno discover --labeled" in capsys.readouterr().out
+    assert (
+        end.value.code == 2
+        and "examples:\n  uno discover --labeled" in capsys.readouterr().out
+    )
     got = parse(["--dry-run", "--print-config", "--overwrite", "--seed", "3"], DEMO)
-    assert (got.args.dry_run, got.args.print_config, got.args.overwrite, got.config.seed) == (
+    assert (
+        got.args.dry_run,
+        got.args.print_config,
+        got.args.overwrite,
+        got.config.seed,
+    ) == (
         True,
         True,
         True,
@@ -48,14 +64,28 @@ def test_no_arguments_are_the_digits_for_demo_and_usage_for_discover(capsys):
 
 
 def test_each_layer_overrides_the_one_before(file):
-    """defaults < preset < YAML < later YAML < command line; kills any swapped pair of layers."""
+    """defaults < preset < YAML < later YAML < command line; kills any swapped pair
+    of layers.
+    """
     first = file(
-        "preset: cifar10\nobjective: {epsilon: 0.2, sinkhorn_iters: 7}\ndiscover.epochs: 5\n", "1.yaml"
+        "preset: cifar10\nobjective: {epsilon: 0.2, sinkhorn_iters:"
+        " 7}\ndiscover.epochs: 5\n",
+        "1.yaml",
     )
     second = file("objective.sinkhorn_iters: 8\ndiscover:\n  epochs: 6\n", "2.yaml")
-    got = config("--config", first, "--config", second, "--discover.epochs", "9", "--recipe", "v2")
+    got = config(
+        "--config",
+        first,
+        "--config",
+        second,
+        "--discover.epochs",
+        "9",
+        "--recipe",
+        "v2",
+    )
     assert got.objective.temperature == 0.1  # default
-    assert got.discover.base_lr == 0.4  # preset, whose recipe comes from the command line
+    # preset, whose recipe comes from the command line
+    assert got.discover.base_lr == 0.4
     assert got.objective.epsilon == 0.2  # first file
     assert got.objective.sinkhorn_iters == 8  # second file
     assert got.discover.epochs == 9  # command line
@@ -67,40 +97,64 @@ def test_each_layer_overrides_the_one_before(file):
     assert (got.seed, got.data.num_novel) == (2, 4)
 
 
-@pytest.mark.parametrize(("argv", "at_hand", "name"), [
-    ("--data photos", True, "photos"),
-    ("--labeled a --unlabeled b", True, "photos"),
-    ("--labeled a --unlabeled b --weights pretrained", False, "photos"),
-    ("--data d --model.encoder torchvision:resnet18 --weights w.safetensors", False, "photos"),
-    ("--data d --model.encoder torchvision:resnet18 --weights w.pth", True, "photos"),
-    ("--data d --weights w.safetensors", True, "scratch"),  # of an encoder of ours
-    ("--data d --weights runs/before", True, "scratch"),
-    ("--data d --model.encoder resnet18", True, "scratch"),
-    ("--data d --model.finetune full", True, "scratch"),
-    ("--data cifar10:d", True, "scratch"),
-    ("--data imagenet:d --weights pretrained", True, "scratch"),
-    ("", True, "digits"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("argv", "at_hand", "name"),
+    [
+        ("--data photos", True, "photos"),
+        ("--labeled a --unlabeled b", True, "photos"),
+        ("--labeled a --unlabeled b --weights pretrained", False, "photos"),
+        (
+            "--data d --model.encoder torchvision:resnet18 --weights w.safetensors",
+            False,
+            "photos",
+        ),
+        (
+            "--data d --model.encoder torchvision:resnet18 --weights w.pth",
+            True,
+            "photos",
+        ),
+        ("--data d --weights w.safetensors", True, "scratch"),  # of an encoder of ours
+        ("--data d --weights runs/before", True, "scratch"),
+        ("--data d --model.encoder resnet18", True, "scratch"),
+        ("--data d --model.finetune full", True, "scratch"),
+        ("--data cifar10:d", True, "scratch"),
+        ("--data imagenet:d --weights pretrained", True, "scratch"),
+        ("", True, "digits"),
+    ],
+)
 def test_own_images_start_from_pretrained_weights_where_there_are_any(
     argv, at_hand, name, monkeypatch, tmp_path
 ):
-    """Kills: photos without weights, which would fetch them unasked; another preset for benchmarks."""
+    """Kills: photos without weights, which would fetch them unasked; another preset
+    for benchmarks.
+    """
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     if at_hand:
         (tmp_path / "hub" / "checkpoints").mkdir(parents=True)
-        (tmp_path / "hub" / "checkpoints" / "efficientnet_b0_rwightman-7f5810bc.pth").touch()
+        (
+            tmp_path / "hub" / "checkpoints" / "efficientnet_b0_rwightman-7f5810bc.pth"
+        ).touch()
     assert config(*argv.split()).preset == name
 
 
-@pytest.mark.parametrize(("more", "method"), [
-    ("", "clustering"), ("--seed 3 --num-novel 5", "clustering"),
-    ("--method uno", "uno"), ("--method ncl", "ncl"),
-    ("--objective.epsilon 0.1", "uno"), ("--discover.epochs 5", "uno"), ("--model.num-heads 2", "uno"),
-    ("--model.finetune last_stage", "uno"), ("--recipe v2", "uno"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("more", "method"),
+    [
+        ("", "clustering"),
+        ("--seed 3 --num-novel 5", "clustering"),
+        ("--method uno", "uno"),
+        ("--method ncl", "ncl"),
+        ("--objective.epsilon 0.1", "uno"),
+        ("--discover.epochs 5", "uno"),
+        ("--model.num-heads 2", "uno"),
+        ("--model.finetune last_stage", "uno"),
+        ("--recipe v2", "uno"),
+    ],
+)
 def test_frozen_features_leave_the_choice_to_the_data(more, method):
-    """Kills: a choice where a method, or a setting of UNO's, was given; UNO's epochs and clusters in a
-    choice, or none in UNO; another command than discover that chooses.
+    """Kills: a choice where a method, or a setting of UNO's, was given; UNO's epochs
+    and clusters in a choice, or none in UNO; another command than discover that
+    chooses.
     """
     line = "--data d --model.encoder torchvision:resnet18 --weights w.pth"
     got = parse([*line.split(), *more.split()], DISCOVER).config
@@ -112,28 +166,47 @@ def test_frozen_features_leave_the_choice_to_the_data(more, method):
 
 def test_presets_of_own_images_need_images():
     for name in ("scratch", "photos"):
-        with pytest.raises(ConfigError, match=f"^the preset '{name}' needs --data SOURCE"):
+        with pytest.raises(
+            ConfigError, match=f"^the preset '{name}' needs --data SOURCE"
+        ):
             config("--preset", name)
 
 
-@pytest.mark.parametrize(("argv", "name", "known"), [
-    ("", "digits", "first:5"),
-    ("--data folder:d --num-novel 7", "scratch", None),
-    ("--data photos", "scratch", None),
-    ("--labeled a --unlabeled b", "scratch", None),
-    ("--data folder:d --known-classes first:3", "scratch", "first:3"),
-    ("--preset cifar10", "cifar10", "first:5"),
-    ("--preset cifar10 --data cifar10:/d", "cifar10", "first:5"),
-    ("--preset cifar10 --data cifar100:/d", "cifar10", None),
-    ("--preset cifar10 --data parquet:/d", "cifar10", None),
-    ("--preset cifar10 --data parquet:/d --known-classes first:5", "cifar10", "first:5"),
-    ("--preset cifar10 --labeled a --unlabeled b", "cifar10", None),
-    ("--preset digits --labeled a --unlabeled b --known-classes first:2", "digits", "first:2"),
-    ("--preset scratch --data digits --known-classes first:5", "scratch", "first:5"),
-    ("--known-classes none", "digits", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("argv", "name", "known"),
+    [
+        ("", "digits", "first:5"),
+        ("--data folder:d --num-novel 7", "scratch", None),
+        ("--data photos", "scratch", None),
+        ("--labeled a --unlabeled b", "scratch", None),
+        ("--data folder:d --known-classes first:3", "scratch", "first:3"),
+        ("--preset cifar10", "cifar10", "first:5"),
+        ("--preset cifar10 --data cifar10:/d", "cifar10", "first:5"),
+        ("--preset cifar10 --data cifar100:/d", "cifar10", None),
+        ("--preset cifar10 --data parquet:/d", "cifar10", None),
+        (
+            "--preset cifar10 --data parquet:/d --known-classes first:5",
+            "cifar10",
+            "first:5",
+        ),
+        ("--preset cifar10 --labeled a --unlabeled b", "cifar10", None),
+        (
+            "--preset digits --labeled a --unlabeled b --known-classes first:2",
+            "digits",
+            "first:2",
+        ),
+        (
+            "--preset scratch --data digits --known-classes first:5",
+            "scratch",
+            "first:5",
+        ),
+        ("--known-classes none", "digits", None),
+    ],
+)
 def test_preset_and_known_classes_follow_the_data(argv, name, known):
-    """Kills: 8-pixel unmirrored settings for photographs, CIFAR's first:5 hiding labels of other data."""
+    """Kills: 8-pixel unmirrored settings for photographs, CIFAR's first:5 hiding
+    labels of other data.
+    """
     got = config(*argv.split())
     assert (got.preset, got.data.known_classes) == (name, known)
     assert got.augment.large.size == preset(name).augment.large.size
@@ -141,28 +214,42 @@ def test_preset_and_known_classes_follow_the_data(argv, name, known):
 
 def test_the_rule_holds_for_files_and_a_source_replaces_two_folders(file):
     got = config("--config", file("data:\n  source: folder:d\n"))
-    assert (got.preset, got.data.known_classes, got.data.stored_size) == ("scratch", None, 32)
-    kept = config("--config", file("preset: cifar10\ndata:\n  source: folder:d\n  known_classes: first:2\n"))
+    assert (got.preset, got.data.known_classes, got.data.stored_size) == (
+        "scratch",
+        None,
+        32,
+    )
+    kept = config(
+        "--config",
+        file("preset: cifar10\ndata:\n  source: folder:d\n  known_classes: first:2\n"),
+    )
     assert kept.data.known_classes == "first:2"
     path = file("data: {labeled: a, unlabeled: b}\n")
     assert config("--config", path).data.labeled == "a"
     got = config("--config", path, "--data", "folder:d").data
     assert (got.source, got.labeled, got.unlabeled) == ("folder:d", None, None)
-    assert parse(["run", "--config", path, "--data", "d"], PREDICT).overrides == {"data.source": "d"}
+    assert parse(["run", "--config", path, "--data", "d"], PREDICT).overrides == {
+        "data.source": "d"
+    }
 
 
-@pytest.mark.parametrize(("argv", "share"), [
-    ("--labeled a --unlabeled b", 0.1),
-    ("--data folder:d", 0.1),
-    ("--data d --preset cifar10", 0.1),
-    ("--data d --data.validation-fraction 0", 0),
-    ("--data d --data.validation-fraction 0.3 --preset photos", 0.3),
-    ("--data digits", 0),
-    ("--data cifar10:d --preset scratch", 0),
-    ("--preset imagenet", 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("argv", "share"),
+    [
+        ("--labeled a --unlabeled b", 0.1),
+        ("--data folder:d", 0.1),
+        ("--data d --preset cifar10", 0.1),
+        ("--data d --data.validation-fraction 0", 0),
+        ("--data d --data.validation-fraction 0.3 --preset photos", 0.3),
+        ("--data digits", 0),
+        ("--data cifar10:d --preset scratch", 0),
+        ("--preset imagenet", 0),
+    ],
+)
 def test_labeled_rows_of_own_images_are_held_out(argv, share):
-    """Whatever the preset. Kills: a default that is not to be changed, a share of a benchmark's rows."""
+    """Whatever the preset. Kills: a default that is not to be changed, a share of a
+    benchmark's rows.
+    """
     assert config(*argv.split()).data.validation_fraction == share
 
 
@@ -171,84 +258,156 @@ def test_every_field_is_a_flag_and_short_forms_are_frozen():
     assert sorted(set(flags.values())) == sorted(field_names())
     short = {name: key for name, key in flags.items() if "." not in name and "." in key}
     assert short == {
-        "--data": "data.source", "--labeled": "data.labeled", "--unlabeled": "data.unlabeled",
-        "--known-classes": "data.known_classes", "--num-novel": "data.num_novel", "--limit": "data.limit",
+        "--data": "data.source",
+        "--labeled": "data.labeled",
+        "--unlabeled": "data.unlabeled",
+        "--known-classes": "data.known_classes",
+        "--num-novel": "data.num_novel",
+        "--limit": "data.limit",
         "--setting": "data.setting",
-        "--batch-size": "train.batch_size", "--max-steps": "train.max_steps", "--device": "compute.device",
-        "--workers": "compute.num_workers", "--gpus-per-worker": "compute.gpus_per_worker",
-        "--weights": "model.weights", "--report-to": "train.report_to",
-    }  # fmt: skip
+        "--batch-size": "train.batch_size",
+        "--max-steps": "train.max_steps",
+        "--device": "compute.device",
+        "--workers": "compute.num_workers",
+        "--gpus-per-worker": "compute.gpus_per_worker",
+        "--weights": "model.weights",
+        "--report-to": "train.report_to",
+    }
 
 
-@pytest.mark.parametrize(("argv", "key", "value"), [
-    ("--objective.sinkhorn_iters 5", "objective.sinkhorn_iters", 5),
-    ("--objective.epsilon=1e-3", "objective.epsilon", 1e-3),
-    ("--data.std 0.1 0.2 0.3", "data.std", [0.1, 0.2, 0.3]),
-    ("--objective.no-concat", "objective.concat", False),
-    ("--objective.concat false", "objective.concat", False),
-    ("--data.download", "data.download", True),
-    ("--limit 7 --limit None", "data.limit", None),
-    ("--known-classes 5", "data.known_classes", "5"),
-    ("--data 1e5", "data.source", "1e5"),
-    ("--output 007", "output", "007"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("argv", "key", "value"),
+    [
+        ("--objective.sinkhorn_iters 5", "objective.sinkhorn_iters", 5),
+        ("--objective.epsilon=1e-3", "objective.epsilon", 1e-3),
+        ("--data.std 0.1 0.2 0.3", "data.std", [0.1, 0.2, 0.3]),
+        ("--objective.no-concat", "objective.concat", False),
+        ("--objective.concat false", "objective.concat", False),
+        ("--data.download", "data.download", True),
+        ("--limit 7 --limit None", "data.limit", None),
+        ("--known-classes 5", "data.known_classes", "5"),
+        ("--data 1e5", "data.source", "1e5"),
+        ("--output 007", "output", "007"),
+    ],
+)
 def test_values_are_read_as_their_fields_say(argv, key, value):
     assert flatten(to_dict(config(*argv.split())))[key] == value
 
 
 MISTAKES = [
-    ("--objective.epsilon -1", "objective.epsilon: Input should be greater than or equal to 0.0001 (got -1)"),
-    ("--objective.epsilon nan", "objective.epsilon: Input should be a finite number (got nan)"),
+    (
+        "--objective.epsilon -1",
+        "objective.epsilon: Input should be greater than or equal to 0.0001 (got -1)",
+    ),
+    (
+        "--objective.epsilon nan",
+        "objective.epsilon: Input should be a finite number (got nan)",
+    ),
     ("--data.std 1 1", "--data.std takes 3 values, got '1' '1'"),
     ("--seed", "--seed needs one value"),
     ("--seed 1 2", "--seed takes one value, got '1' '2'"),
-    ("--seed 1.5", "seed: Input should be a valid integer, got a number with a fractional part (got 1.5)"),
+    (
+        "--seed 1.5",
+        (
+            "seed: Input should be a valid integer, got a number with a fractional part"
+            " (got 1.5)"
+        ),
+    ),
     ("--seed " + "9" * 5000, "seed: Input should be a finite number (got inf)"),
-    ("--device tpu", "compute.device: Input should be 'auto', 'cpu' or 'cuda' (got 'tpu')"),
+    (
+        "--device tpu",
+        "compute.device: Input should be 'auto', 'cpu' or 'cuda' (got 'tpu')",
+    ),
     ("--objective.no-concat true", "--objective.no-concat takes no value, got 'true'"),
     ("--overwrite=1", "--overwrite takes no value, got '1'"),
     ("--output=", "--output needs one value"),
     ("--recipe v3", "digits has no recipe 'v3'; choose from paper, v2"),
     ("--preset cifr10", "unknown preset 'cifr10'; did you mean 'cifar10'?"),
-    ("--preset scratch", "the preset 'scratch' needs --data SOURCE, or --labeled DIR and --unlabeled DIR"),
+    (
+        "--preset scratch",
+        (
+            "the preset 'scratch' needs --data SOURCE, or --labeled DIR and"
+            " --unlabeled DIR"
+        ),
+    ),
     ("--labeled a", "data: labeled and unlabeled must be given together"),
-    ("--labeled a --unlabeled b --data c", "give either --data or --labeled and --unlabeled, not both"),
-    ("--augment.large.num-views 1", "augment: large.num_views must be at least 2: swapped prediction"),
-    ("--objective.epsilonn 1", "unknown option --objective.epsilonn; did you mean --objective.epsilon?"),
-    ("--objectiv.sinkhorn_iters 1", 
-     "unknown option --objectiv.sinkhorn-iters; did you mean --objective.sinkhorn-iters?"),
-    ("--base-lr 1", "unknown option --base-lr; did you mean --pretext.base-lr or --pretrain.base-lr or "),
+    (
+        "--labeled a --unlabeled b --data c",
+        "give either --data or --labeled and --unlabeled, not both",
+    ),
+    (
+        "--augment.large.num-views 1",
+        "augment: large.num_views must be at least 2: swapped prediction",
+    ),
+    (
+        "--objective.epsilonn 1",
+        "unknown option --objective.epsilonn; did you mean --objective.epsilon?",
+    ),
+    (
+        "--objectiv.sinkhorn_iters 1",
+        (
+            "unknown option --objectiv.sinkhorn-iters; did you mean"
+            " --objective.sinkhorn-iters?"
+        ),
+    ),
+    (
+        "--base-lr 1",
+        (
+            "unknown option --base-lr; did you mean --pretext.base-lr or"
+            " --pretrain.base-lr or "
+        ),
+    ),
     ("--dryrun", "unknown option --dryrun; did you mean --dry-run?"),
     ("--", "unknown option --; see --help-all"),
     ("-o x", "unexpected argument '-o'; options start with --"),
-    ("--config /nope.yaml", "cannot read config file /nope.yaml: No such file or directory"),
+    (
+        "--config /nope.yaml",
+        "cannot read config file /nope.yaml: No such file or directory",
+    ),
     ("--config", "--config needs one value"),
-]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize(("argv", "message"), MISTAKES, ids=[argv[:40] for argv, _ in MISTAKES])
+@pytest.mark.parametrize(
+    ("argv", "message"), MISTAKES, ids=[argv[:40] for argv, _ in MISTAKES]
+)
 def test_a_mistake_is_one_line(argv, message, command=DISCOVER):
     with pytest.raises(ConfigError) as caught:
         config(*argv.split(), command=command)
     assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("objective: {epsilonn: 1}", "unknown key 'objective.epsilonn'; did you mean 'objective.epsilon'?"),
-    ("objective: {epsilon: -1}", "objective.epsilon: Input should be greater than or equal to 0.0001 ("),
-    ("preset: cifr10", "unknown preset 'cifr10'; did you mean 'cifar10'?"),
-    ("preset: [digits]", "unknown preset \"['digits']\""),
-    ("recipe: v3", "digits has no recipe 'v3'; choose from paper, v2"),
-    ("data: digits", "'data' is a section of keys such as 'data.source' (got 'digits')"),
-    ("data: {source: 5}", "data.source: Input should be a valid string (got 5)"),
-    ("data: {labeled: a}", "data: labeled and unlabeled must be given together"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "objective: {epsilonn: 1}",
+            "unknown key 'objective.epsilonn'; did you mean 'objective.epsilon'?",
+        ),
+        (
+            "objective: {epsilon: -1}",
+            "objective.epsilon: Input should be greater than or equal to 0.0001 (",
+        ),
+        ("preset: cifr10", "unknown preset 'cifr10'; did you mean 'cifar10'?"),
+        ("preset: [digits]", "unknown preset \"['digits']\""),
+        ("recipe: v3", "digits has no recipe 'v3'; choose from paper, v2"),
+        (
+            "data: digits",
+            "'data' is a section of keys such as 'data.source' (got 'digits')",
+        ),
+        ("data: {source: 5}", "data.source: Input should be a valid string (got 5)"),
+        ("data: {labeled: a}", "data: labeled and unlabeled must be given together"),
+    ],
+)
 def test_a_mistake_in_a_file_is_one_line(text, message, file):
     test_a_mistake_is_one_line(f"--config {file(text)}", message)
 
 
 def test_default_output():
-    assert config("--preset", "cifar100_50", "--seed", "3").output == "runs/cifar100_50-seed3"
+    assert (
+        config("--preset", "cifar100_50", "--seed", "3").output
+        == "runs/cifar100_50-seed3"
+    )
     assert config(command=DEMO).output == "runs/demo"
     assert config(command=TUNE).output == "runs/tune-digits-seed0"
     assert config(command=ESTIMATE).output == "runs/digits-seed0-estimate"
@@ -256,30 +415,49 @@ def test_default_output():
     assert config("--output", "~/run/{x}").output == os.path.expanduser("~/run/{x}")
 
 
-OWN = Command("export", {
-    "RUN": Argument("A run."), "N": Argument("A number.", int | None), "--go": switch("Go."),
-    "--format": Argument("A format.", Literal["a", "b"]), "--names": Argument("Names.", list[str], ()),
-    "--count": Argument("Count.", PositiveInt, 3),
-})  # fmt: skip
+OWN = Command(
+    "export",
+    {
+        "RUN": Argument("A run."),
+        "N": Argument("A number.", int | None),
+        "--go": switch("Go."),
+        "--format": Argument("A format.", Literal["a", "b"]),
+        "--names": Argument("Names.", list[str], ()),
+        "--count": Argument("Count.", PositiveInt, 3),
+    },
+)
 
 
-@pytest.mark.parametrize("argv", [
-    "r 7 --format a --go --names x y --count 5", "--go r --count 5 7 --format=a --names x y",
-    "--format a r 7 --go --count=5 --names x y",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "r 7 --format a --go --names x y --count 5",
+        "--go r --count 5 7 --format=a --names x y",
+        "--format a r 7 --go --count=5 --names x y",
+    ],
+)
 def test_own_arguments_in_any_order(argv):
     own = parse(argv.split(), OWN).args
-    assert (own.run, own.format, own.names, own.count, own.go) == ("r", "a", ["x", "y"], 5, True)
+    assert (own.run, own.format, own.names, own.count, own.go) == (
+        "r",
+        "a",
+        ["x", "y"],
+        5,
+        True,
+    )
 
 
-@pytest.mark.parametrize(("argv", "message"), [
-    ("r", "--format is missing: uno export RUN"),
-    ("--format a", "RUN comes first: uno export RUN"),
-    ("r --format c", "--format: Input should be 'a' or 'b' (got 'c')"),
-    ("r --format a --count 0", "--count: Input should be greater than 0 (got 0)"),
-    ("r 1 z --format a", "unexpected argument 'z'"),
-    ("r --formt a", "unknown option --formt; did you mean --format?"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("r", "--format is missing: uno export RUN"),
+        ("--format a", "RUN comes first: uno export RUN"),
+        ("r --format c", "--format: Input should be 'a' or 'b' (got 'c')"),
+        ("r --format a --count 0", "--count: Input should be greater than 0 (got 0)"),
+        ("r 1 z --format a", "unexpected argument 'z'"),
+        ("r --formt a", "unknown option --formt; did you mean --format?"),
+    ],
+)
 def test_a_mistake_in_own_arguments_is_one_line(argv, message):
     test_a_mistake_is_one_line(argv, message, OWN)
 
@@ -287,19 +465,26 @@ def test_a_mistake_in_own_arguments_is_one_line(argv, message):
 def test_a_trained_model_fixes_all_but_where_it_runs():
     given = parse(["run", "--device", "cpu", "--data", "d"], PREDICT).overrides
     assert given == {"compute.device": "cpu", "data.source": "d"}
-    with pytest.raises(ConfigError, match=r"objective\.epsilon is fixed by the trained model"):
+    with pytest.raises(
+        ConfigError, match=r"objective\.epsilon is fixed by the trained model"
+    ):
         parse(["run", "--objective.epsilon", "0.1"], PREDICT)
 
 
 def test_a_command_without_what_it_needs_shows_its_help(capsys):
     with pytest.raises(SystemExit) as end:
         parse([], PREDICT)
-    assert end.value.code == 2 and "usage: uno predict RUN [OPTIONS]" in capsys.readouterr().out
+    assert (
+        end.value.code == 2
+        and "usage: uno predict RUN [OPTIONS]" in capsys.readouterr().out
+    )
 
 
 def test_inside_a_ray_job_the_output_must_outlive_the_job(monkeypatch):
     monkeypatch.setenv(settings.RAY_JOB, "{}")
-    for argv, command in product(("--seed 0", "--output runs/x", "--output ./x"), (DISCOVER, DEMO)):
+    for argv, command in product(
+        ("--seed 0", "--output runs/x", "--output ./x"), (DISCOVER, DEMO)
+    ):
         line = "inside a Ray job --output must be an absolute path or a URI"
         test_a_mistake_is_one_line(argv, line, command)
     for output in ("/data/run", "s3://bucket/run"):
@@ -321,11 +506,16 @@ def help_text(capsys, monkeypatch):
 
 
 def test_help_is_short_first(capsys):
-    """Kills: a hundred options where ten are asked for, a command's own argument hidden."""
+    """Kills: a hundred options where ten are asked for, a command's own argument
+    hidden.
+    """
     with pytest.raises(SystemExit):
         parse(["--help"], DISCOVER)
     text = capsys.readouterr().out
-    needed = "--data --labeled --num-novel --image-size --output --overwrite --dry-run --help-all"
+    needed = (
+        "--data --labeled --num-novel --image-size --output --overwrite --dry-run"
+        " --help-all"
+    )
     for name in needed.split():
         assert f"{name} " in text or f"{name}\n" in text, name
     assert "--objective.epsilon" not in text and text.count("\n") < 120
@@ -338,19 +528,30 @@ def test_help_is_short_first(capsys):
 def test_help_has_every_flag_with_a_sentence_and_the_values_in_force(help_text):
     text = help_text("--preset", "cifar10", "--recipe", "v2", "--discover.epochs", "77")
     for name, flag in DISCOVER.flags().items():
-        assert (f" {name} " in text or f" {name}," in text) and flag.sentence in text, name
+        assert (f" {name} " in text or f" {name}," in text) and flag.sentence in text, (
+            name
+        )
     assert "Length of the phase in epochs. (default: 77)" in text
     assert "twice the gradient. (default: 0.4)" in text
     assert "\x1b" not in text
-    assert "usage: uno demo" in help_text("--nonsense", command=DEMO)  # whatever the mistake
+    # whatever the mistake
+    assert "usage: uno demo" in help_text("--nonsense", command=DEMO)
     assert "--overwrite" not in help_text(command=DATA)
 
 
 @pytest.mark.parametrize(
     "argv",
-    ["", "--preset imagenet --recipe v2", "--data folder:d --num-novel 7", "--labeled a --unlabeled b",
-     "--preset cifar10 --data parquet:d --objective.epsilon 1e-4 --seed 5 --output /x"],
-)  # fmt: skip
+    [
+        "",
+        "--preset imagenet --recipe v2",
+        "--data folder:d --num-novel 7",
+        "--labeled a --unlabeled b",
+        (
+            "--preset cifar10 --data parquet:d --objective.epsilon 1e-4 --seed 5"
+            " --output /x"
+        ),
+    ],
+)
 def test_a_printed_config_loads_to_the_same_config(argv, file):
     printed = config(*argv.split())
     assert config("--config", file(dump_yaml(printed))) == printed
@@ -358,8 +559,8 @@ def test_a_printed_config_loads_to_the_same_config(argv, file):
 
 
 def test_an_encoders_description_stands_between_preset_and_file(tmp_path):
-    """Kills: a description that beats the user's file or line, or loses against the preset; a stored square
-    that does not follow the size that was asked for.
+    """Kills: a description that beats the user's file or line, or loses against the
+    preset; a stored square that does not follow the size that was asked for.
     """
     name, file = "tests.uno.toy_encoders:vit", tmp_path / "c.yaml"
     file.write_text("data: {mean: [0.1, 0.1, 0.1]}\n")
@@ -369,43 +570,84 @@ def test_an_encoders_description_stands_between_preset_and_file(tmp_path):
     assert (config.data.mean, config.data.std) == ((0.1,) * 3, (0.4,) * 3)
     assert config.data.interpolation == "bicubic"
     config = parse(
-        [*words, "--augment.large.size", "12", "--data.interpolation", "bilinear"], DISCOVER
+        [*words, "--augment.large.size", "12", "--data.interpolation", "bilinear"],
+        DISCOVER,
     ).config
     assert (config.augment.large.size, config.data.stored_size) == (12, 12)
     assert config.data.interpolation == "bilinear"
 
 
-IMAGES, VIT = "--data folder:d --num-novel 3", "--preset cifar10 --model.encoder tests.uno.toy_encoders:vit"
+IMAGES, VIT = (
+    "--data folder:d --num-novel 3",
+    "--preset cifar10 --model.encoder tests.uno.toy_encoders:vit",
+)
 
 
-@pytest.mark.parametrize(("argv", "text", "sizes"), [
-    (f"{IMAGES} --image-size 64", None, (64, 64, 36, 8)),
-    ("--preset imagenet --image-size=112", None, (112, 128, 48, 2)),
-    (f"--image-size 1024 --preset photos {IMAGES}", None, (1024, 1024)),
-    (f"{VIT} --image-size 12", None, (12, 12)),
-    (IMAGES, "image_size: 48\ndata: {num_novel: 3}\n", (48, 48)),
-    (f"{IMAGES} --image-size 40", "image_size: 48\ndata: {num_novel: 3}\n", (40, 40)),
-    (f"{IMAGES} --image-size 40", "augment: {large: {size: 20}}\n", (40, 40)),
-    (f"{IMAGES} --image-size 64 --augment.large.crop-padding 1 --data.stored-size 64", None, (64, 64, 36, 1)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("argv", "text", "sizes"),
+    [
+        (f"{IMAGES} --image-size 64", None, (64, 64, 36, 8)),
+        ("--preset imagenet --image-size=112", None, (112, 128, 48, 2)),
+        (f"--image-size 1024 --preset photos {IMAGES}", None, (1024, 1024)),
+        (f"{VIT} --image-size 12", None, (12, 12)),
+        (IMAGES, "image_size: 48\ndata: {num_novel: 3}\n", (48, 48)),
+        (
+            f"{IMAGES} --image-size 40",
+            "image_size: 48\ndata: {num_novel: 3}\n",
+            (40, 40),
+        ),
+        (f"{IMAGES} --image-size 40", "augment: {large: {size: 20}}\n", (40, 40)),
+        (
+            (
+                f"{IMAGES} --image-size 64 --augment.large.crop-padding 1"
+                " --data.stored-size 64"
+            ),
+            None,
+            (64, 64, 36, 1),
+        ),
+    ],
+)
 def test_one_size_of_images_sets_all_that_is_in_pixels(argv, text, sizes, file):
-    """Kills: a square that is stored too small for the view, small crops larger than the image, a size that
-    is lost between file and line, or silently beside another.
+    """Kills: a square that is stored too small for the view, small crops larger than
+    the image, a size that is lost between file and line, or silently beside another.
     """
     found = config(*argv.split(), *([] if text is None else ["--config", file(text)]))
     large, small = found.augment.large, found.augment.small
-    assert (large.size, found.data.stored_size, small.size, large.crop_padding)[: len(sizes)] == sizes
+    assert (large.size, found.data.stored_size, small.size, large.crop_padding)[
+        : len(sizes)
+    ] == sizes
 
 
-@pytest.mark.parametrize(("argv", "message", "command"), [
-    (f"{IMAGES} --image-size 64 --data.stored-size 80",
-     "image_size 64 sets data.stored_size to 64, not 80: give one of them", DISCOVER),
-    (f"{IMAGES} --image-size 64 --augment.small.size 18",
-     "image_size 64 sets augment.small.size to 36, not 18: give one of them", DISCOVER),
-    ("--image-size 2", "augment.large.size: Input should be greater than or equal to 4", DISCOVER),
-    ("--image-size x", "augment.large.size: Input should be a valid integer", DISCOVER),
-    ("r --data d --image-size 64", "image_size is fixed by the trained model", PREDICT),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("argv", "message", "command"),
+    [
+        (
+            f"{IMAGES} --image-size 64 --data.stored-size 80",
+            "image_size 64 sets data.stored_size to 64, not 80: give one of them",
+            DISCOVER,
+        ),
+        (
+            f"{IMAGES} --image-size 64 --augment.small.size 18",
+            "image_size 64 sets augment.small.size to 36, not 18: give one of them",
+            DISCOVER,
+        ),
+        (
+            "--image-size 2",
+            "augment.large.size: Input should be greater than or equal to 4",
+            DISCOVER,
+        ),
+        (
+            "--image-size x",
+            "augment.large.size: Input should be a valid integer",
+            DISCOVER,
+        ),
+        (
+            "r --data d --image-size 64",
+            "image_size is fixed by the trained model",
+            PREDICT,
+        ),
+    ],
+)
 def test_a_mistake_in_the_size_of_images_is_one_line(argv, message, command):
     """Kills: a size silently beside another, one that a trained model cannot take."""
     with pytest.raises(ConfigError) as caught:

@@ -1,4 +1,6 @@
-"""A method and a pretext task from outside the package, through the command line, without Ray."""
+"""A method and a pretext task from outside the package, through the command line,
+without Ray.
+"""
 
 import json
 import pickle
@@ -47,7 +49,7 @@ def step(state, batch, config, lr):
     return update_(state, F.cross_entropy(known.flatten(0, 1) / config.objective.temperature, labels), lr)
 
 PRETEXT = Pretext("negation", step, num_outputs=2)
-'''
+'''  # noqa: E501
 OWN = ["--method", "my_method:METHOD"]
 
 
@@ -65,8 +67,8 @@ def here(tmp_path, monkeypatch) -> Path:
 
 
 def test_a_run_from_its_pretext_task_to_predictions(here, capsys):
-    """Kills: a method that only a part of the commands knows, a section that is not stored, resumed or
-    compared, a pretext task that is not a phase of its own.
+    """Kills: a method that only a part of the commands knows, a section that is not
+    stored, resumed or compared, a pretext task that is not a phase of its own.
     """
     pretext = [
         "--pretext.task",
@@ -76,29 +78,51 @@ def test_a_run_from_its_pretext_task_to_predictions(here, capsys):
         "--pretext.warmup-epochs",
         "1",
     ]
-    words = ["discover", *SMALL, *OWN, *pretext, "--distill.entropy-weight", "1.5", "--output", "run"]
+    words = [
+        "discover",
+        *SMALL,
+        *OWN,
+        *pretext,
+        "--distill.entropy-weight",
+        "1.5",
+        "--output",
+        "run",
+    ]
     assert cli.main([*words, "--dry-run"]) == 0
     said = capsys.readouterr().out
-    assert "pretext: 2 epochs of" in said and said.index("pretext:") < said.index("pretrain:")
+    assert "pretext: 2 epochs of" in said and said.index("pretext:") < said.index(
+        "pretrain:"
+    )
     assert cli.main(words) == 0
     assert (
-        "distill" not in (stored := yaml.safe_load((here / "run" / "config.yaml").read_text()))["objective"]
+        "distill"
+        not in (stored := yaml.safe_load((here / "run" / "config.yaml").read_text()))[
+            "objective"
+        ]
     )
     assert stored["distill"] == {"target_temperature": 0.05, "entropy_weight": 1.5}
     assert list(dict.fromkeys(line["phase"] for line in lines_of(here / "run"))) == [
-        "pretext", "pretrain", "discover"
-    ]  # fmt: skip
-    losses = [line["loss"] for line in lines_of(here / "run") if line["phase"] == "pretext"]
+        "pretext",
+        "pretrain",
+        "discover",
+    ]
+    losses = [
+        line["loss"] for line in lines_of(here / "run") if line["phase"] == "pretext"
+    ]
     assert losses[-1] < 0.8 * losses[0]
     assert "Pretext task: loss" in (here / "run" / "report.html").read_text()
     assert cli.main(words) == 0 and "is finished" in capsys.readouterr().out
-    assert "distill.entropy_weight" in refused(capsys, 2, *words, "--distill.entropy-weight", "1")
+    assert "distill.entropy_weight" in refused(
+        capsys, 2, *words, "--distill.entropy-weight", "1"
+    )
     assert cli.main(["predict", "run", "--data", "digits", "--output", "out"]) == 0
     assert uno.load("run").classes
 
 
 def test_its_section_is_as_the_schemas(here, capsys):
-    """Flags, files, keywords, help, spaces, tables. Kills: a section of built-in methods alone."""
+    """Flags, files, keywords, help, spaces, tables. Kills: a section of built-in
+    methods alone.
+    """
     key = "distill.entropy_weight"
     assert cli.main(["discover", *OWN, "--help"]) == 0
     assert "--distill.entropy-weight FLOAT" in capsys.readouterr().out
@@ -108,15 +132,21 @@ def test_its_section_is_as_the_schemas(here, capsys):
     assert "Input should be less than or equal to 100" in refused(
         capsys, 2, "discover", *OWN, "--distill.entropy-weight", "1000", "--output", "x"
     )
-    (here / "mine.yaml").write_text("method: my_method:METHOD\ndistill: {entropy_weight: 4}\n")
+    (here / "mine.yaml").write_text(
+        "method: my_method:METHOD\ndistill: {entropy_weight: 4}\n"
+    )
     assert cli.main(["discover", "--config", "mine.yaml", "--print-config"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["distill"]["entropy_weight"] == 4
     given = from_keywords({"method": OWN[1], "distill": {"entropy_weight": 3}})
     config = override(Config(), completed(given))
-    assert config.method_options.entropy_weight == 3 and field_traits(key).scope == "discover"
+    assert (
+        config.method_options.entropy_weight == 3
+        and field_traits(key).scope == "discover"
+    )
     assert "distill" not in override(config, {"method": "uno"}).model_extra
     pickled = pickle.dumps(config)
-    assert b"Constants" not in pickled  # whose module another process finds through the method alone
+    # whose module another process finds through the method alone
+    assert b"Constants" not in pickled
     assert pickle.loads(pickled) == config
     (here / "space.yaml").write_text(f"{key}: {{low: 1, high: 4}}\n")
     assert [domain.key for domain in load_space("space.yaml", config)] == [key]
@@ -128,25 +158,50 @@ def test_its_section_is_as_the_schemas(here, capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--method", "no_such:METHOD"], "method no_such:METHOD cannot be imported: No module named"),
-        (["--method", "my_method:NOTHING"], "my_method:NOTHING cannot be imported: .*no attribute"),
-        (["--method", "my_method:step"], "my_method:step is of type function, not uno.methods.Method"),
-        (["--method", "my_method"], "method must be one of uno, .* or package.module:METHOD"),
-        (["--pretext.task", "my_method:METHOD", "--pretext.epochs", "1"], "not uno.methods.Pretext"),
-        ([*OWN, "--data.setting", "gcd"], "data.setting gcd does not go with method my_method:METHOD"),
+        (
+            ["--method", "no_such:METHOD"],
+            "method no_such:METHOD cannot be imported: No module named",
+        ),
+        (
+            ["--method", "my_method:NOTHING"],
+            "my_method:NOTHING cannot be imported: .*no attribute",
+        ),
+        (
+            ["--method", "my_method:step"],
+            "my_method:step is of type function, not uno.methods.Method",
+        ),
+        (
+            ["--method", "my_method"],
+            "method must be one of uno, .* or package.module:METHOD",
+        ),
+        (
+            ["--pretext.task", "my_method:METHOD", "--pretext.epochs", "1"],
+            "not uno.methods.Pretext",
+        ),
+        (
+            [*OWN, "--data.setting", "gcd"],
+            "data.setting gcd does not go with method my_method:METHOD",
+        ),
         (["--ncl.threshold", ".5"], "ncl.threshold belongs to method ncl, not to uno"),
-        (["--objective.min-cosine", ".5"], "it is --ncl.threshold or openmix.threshold now"),
+        (
+            ["--objective.min-cosine", ".5"],
+            "it is --ncl.threshold or openmix.threshold now",
+        ),
         (["--rotation.epochs", "5"], "it is --pretext.epochs now"),
     ],
 )
 def test_mistakes_are_one_line(here, capsys, words, says):
-    """Kills: a traceback of the user's module, an option of another method that silently does nothing."""
+    """Kills: a traceback of the user's module, an option of another method that
+    silently does nothing.
+    """
     line = refused(capsys, 2, "discover", "--data", "digits", "--output", "x", *words)
     assert re.search(says, line), line
     assert not (here / "x").exists()
 
 
-def test_code_in_a_directory_of_unknown_origin_is_not_imported(here, capsys, monkeypatch):
+def test_code_in_a_directory_of_unknown_origin_is_not_imported(
+    here, capsys, monkeypatch
+):
     """Kills: a model's configuration that has its own directory's code run."""
     words = ["discover", *SMALL, *OWN, "--max-steps", "1", "--output", "run"]
     assert cli.main(words) == 0
@@ -155,21 +210,35 @@ def test_code_in_a_directory_of_unknown_origin_is_not_imported(here, capsys, mon
     (here / "run" / "my_method.py").write_text("raise SystemExit(7)\n")
     uno.methods.load.cache_clear()
     monkeypatch.chdir(here / "run")
-    for command in (["predict", ".", "--data", "digits", "--output", "../out"], ["evaluate", "."]):
-        assert "its code lies in the model's own directory" in refused(capsys, 2, *command)
+    for command in (
+        ["predict", ".", "--data", "digits", "--output", "../out"],
+        ["evaluate", "."],
+    ):
+        assert "its code lies in the model's own directory" in refused(
+            capsys, 2, *command
+        )
 
 
 def test_pretraining_is_the_methods_choice():
     """Kills: pretraining for a method that does without, none for ``uno pretrain``."""
     config = preset("digits")
     assert run.phases(config) == ("pretrain", "discover")
-    assert run.phases(override(config, {"pretext.epochs": 1})) == ("pretext", "pretrain", "discover")
+    assert run.phases(override(config, {"pretext.epochs": 1})) == (
+        "pretext",
+        "pretrain",
+        "discover",
+    )
     assert run.phases(override(config, {"model.weights": "elsewhere"})) == ("discover",)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run.registry, "load", lambda _: replace(plain.METHOD, pretrain=False))
+        patch.setattr(
+            run.registry, "load", lambda _: replace(plain.METHOD, pretrain=False)
+        )
         assert run.phases(config) == ("discover",)
         assert run.phases(config, "pretrain") == ("pretrain",)
-        assert run.phases(override(config, {"pretext.epochs": 1})) == ("pretext", "discover")
+        assert run.phases(override(config, {"pretext.epochs": 1})) == (
+            "pretext",
+            "discover",
+        )
 
 
 LAYERS = """
@@ -183,20 +252,29 @@ class Mine(nn.Module):
     def forward(self, images):
         return self.layer(images{change}).relu().mean(dim=(2, 3))
 """
-CHANGED = "the code of model.encoder my_encoder:build has changed since the run began (my_layers): "
+CHANGED = (
+    "the code of model.encoder my_encoder:build has changed since the run began"
+    " (my_layers): "
+)
 ENCODER = ["--model.encoder", "my_encoder:build", "--image-size", "8"]
 
 
 def write_encoder(change: str = "") -> None:
-    """An encoder of the user's own in the working directory, of two modules that nothing has imported."""
-    Path("my_encoder.py").write_text("from my_layers import Mine\ndef build(): return Mine()\n")
+    """An encoder of the user's own in the working directory, of two modules that
+    nothing has imported.
+    """
+    Path("my_encoder.py").write_text(
+        "from my_layers import Mine\ndef build(): return Mine()\n"
+    )
     Path("my_layers.py").write_text(LAYERS.format(change=change))
     for name in ("my_encoder", "my_layers"):
         sys.modules.pop(name, None)
 
 
 def test_a_run_that_resumes_with_an_encoder_of_other_code_says_so(here, capsys, caplog):
-    """The weights fit. Kills: half a run by one forward, half by another; a warning of the same code."""
+    """The weights fit. Kills: half a run by one forward, half by another; a warning
+    of the same code.
+    """
     write_encoder()
     words = ["discover", *SMALL, *ENCODER, "--output", "run"]
     for change in ("", "", ".flip(2)"):
@@ -208,28 +286,66 @@ def test_a_run_that_resumes_with_an_encoder_of_other_code_says_so(here, capsys, 
     assert said in caplog.messages
 
 
-def test_predictions_of_an_encoder_of_other_code_are_not_mixed(here, capsys, caplog, monkeypatch):
-    """Whether partitions wait or the table is whole; in the run itself all are made again, and a model says
-    that it is not what was trained.
+def test_predictions_of_an_encoder_of_other_code_are_not_mixed(
+    here, capsys, caplog, monkeypatch
+):
+    """Whether partitions wait or the table is whole; in the run itself all are made
+    again, and a model says that it is not what was trained.
     """
     write_encoder()
     assert cli.main(["discover", *SMALL, *ENCODER, "--output", "run"]) == 0
-    assert cli.main(["predict", "run", "--data", "digits", "--limit", "30", "--output", "out"]) == 0
+    assert (
+        cli.main(
+            ["predict", "run", "--data", "digits", "--limit", "30", "--output", "out"]
+        )
+        == 0
+    )
     with monkeypatch.context() as patch:
 
         def stop(self):
             raise Interrupted("stopped")
 
         patch.setattr(predictions.PredictionWriter, "finish", stop)
-        assert cli.main(["predict", "run", "--data", "digits", "--limit", "30", "--output", "half"]) == 75
-    assert Path("half/_shards").exists() and not any("the code of" in message for message in caplog.messages)
+        assert (
+            cli.main(
+                [
+                    "predict",
+                    "run",
+                    "--data",
+                    "digits",
+                    "--limit",
+                    "30",
+                    "--output",
+                    "half",
+                ]
+            )
+            == 75
+        )
+    assert Path("half/_shards").exists() and not any(
+        "the code of" in message for message in caplog.messages
+    )
     before = pq.read_table("run/predictions.parquet")
     write_encoder(".flip(2)")
     for folder in ("out", "half"):
-        words = ["predict", "run", "--data", "digits", "--limit", "30", "--output", folder]
+        words = [
+            "predict",
+            "run",
+            "--data",
+            "digits",
+            "--limit",
+            "30",
+            "--output",
+            folder,
+        ]
         said = refused(capsys, 2, *words)
-        assert "holds predictions by other code of model.encoder; choose another --output" in said
-        assert f"{CHANGED}its predictions may differ from those of the run" in caplog.messages
+        assert (
+            "holds predictions by other code of model.encoder; choose another --output"
+            in said
+        )
+        assert (
+            f"{CHANGED}its predictions may differ from those of the run"
+            in caplog.messages
+        )
     assert cli.main(["predict", "run"]) == 0
     after = pq.read_table("run/predictions.parquet")
     assert len(after) == len(before) and after["probability"] != before["probability"]
@@ -246,7 +362,9 @@ def test_a_sweep_of_an_encoder_of_other_code_is_refused(here, tmp_path):
         for _ in range(2):
             open_sweep(options, storage, "0" * 64, 2)
         write_encoder(".flip(2)")
-        with pytest.raises(ConfigError, match="a sweep with other settings: encoder_code"):
+        with pytest.raises(
+            ConfigError, match="a sweep with other settings: encoder_code"
+        ):
             open_sweep(options, storage, "0" * 64, 2)
 
 
@@ -269,15 +387,31 @@ def test_a_table_of_an_encoder_of_other_code_is_refused(here):
     open_run(cell.config, Storage(f"cells/{cell.name}"), "0" * 64)
     assert cell.name in {job.name for job in tables.plan(request(words))}
     write_encoder(".flip(2)")
-    with pytest.raises(ConfigError, match=re.escape(f"{cell.name}: {CHANGED[:-2]}; use another --output")):
+    with pytest.raises(
+        ConfigError,
+        match=re.escape(f"{cell.name}: {CHANGED[:-2]}; use another --output"),
+    ):
         tables.plan(request(words))
 
 
 @pytest.mark.slow
 def test_an_estimate_by_an_encoder_of_other_code_is_made_anew(here):
     """Kills: a number of classes that features of an encoder had which is no more."""
-    words = ["estimate-classes", *SMALL, *ENCODER, "--known-classes", "first:6", "--max-steps", "2",
-        "--num-splits", "1", "--max-novel", "2", "--output", "estimate"]  # fmt: skip
+    words = [
+        "estimate-classes",
+        *SMALL,
+        *ENCODER,
+        "--known-classes",
+        "first:6",
+        "--max-steps",
+        "2",
+        "--num-splits",
+        "1",
+        "--max-novel",
+        "2",
+        "--output",
+        "estimate",
+    ]
     found = list[str]()
     for change in ("", "", ".flip(2)"):
         write_encoder(change)

@@ -61,17 +61,37 @@ def test_report_and_predictions_agree(tmp_path):
     run = tmp_path / "run"
     source = write_images(tmp_path / "in", {f"class {i}": 20 for i in range(10)})
     data = ["--data", f"folder:{source}", "--known-classes", "first:5"]
-    uno("discover", *SMALL, *data, "--model.num-heads", "3", "--workers", "0", "--output", run)
+    uno(
+        "discover",
+        *SMALL,
+        *data,
+        "--model.num-heads",
+        "3",
+        "--workers",
+        "0",
+        "--output",
+        run,
+    )
     config = override(Config(), yaml.safe_load((run / "config.yaml").read_text()))
     unlabeled = unlabeled_rows(read_task(config.data))
     agreement = pq.read_table(run / FILE)["head_agreement"].to_numpy()[unlabeled].mean()
     page = (run / "report.html").read_text()
     shown = re.search(r'Heads agree</dt>\s*<dd><span class="big">([0-9.]+)<', page)
-    assert shown is not None and float(shown.group(1)) == pytest.approx(100 * agreement, abs=0.06)
+    assert shown is not None and float(shown.group(1)) == pytest.approx(
+        100 * agreement, abs=0.06
+    )
 
 
 def test_predict_all_digits_and_again(run, tmp_path, capsys):
-    command = ["predict", run, "--data", "digits", "--output", tmp_path / "out", "--embedding"]
+    command = [
+        "predict",
+        run,
+        "--data",
+        "digits",
+        "--output",
+        tmp_path / "out",
+        "--embedding",
+    ]
     uno(*command)
     assert "1,797 images, 1,797 ok, 0 bad" in capsys.readouterr().out
     table = table_of(tmp_path / "out")
@@ -84,7 +104,9 @@ def test_predict_all_digits_and_again(run, tmp_path, capsys):
 
 @pytest.mark.parametrize("kind", ["folder", "table"])
 def test_overwritten_images_are_predicted_again(run, tmp_path, caplog, kind):
-    """Of the same names and sizes, to the same place. Kills: a table of images that are gone."""
+    """Of the same names and sizes, to the same place. Kills: a table of images that
+    are gone.
+    """
     source, tables = tmp_path / "in", []
     source.mkdir()
     (source / "rows.csv").write_text("path\n0.bmp\n1.bmp\n")
@@ -96,21 +118,31 @@ def test_overwritten_images_are_predicted_again(run, tmp_path, caplog, kind):
         tables.append(table_of(tmp_path / "out")["probability"].to_pylist())
     assert tables[0] != tables[1] == tables[2]
     (line,) = (message for message in caplog.messages if "written to" in message)
-    assert line == "images were written to since they were predicted: all are predicted again"
+    assert (
+        line
+        == "images were written to since they were predicted: all are predicted again"
+    )
 
 
 @pytest.mark.ray
 def test_workers_of_a_cluster_look_at_samples(ray_cluster, run, monkeypatch, caplog):
-    """Of a head without a GPU and with little memory. Kills: a model that this process runs, rows in another
-    order, a sample of nothing where only this machine has the files, or where nodes are lost.
+    """Of a head without a GPU and with little memory. Kills: a model that this process
+    runs, rows in another order, a sample of nothing where only this machine has the
+    files, or where nodes are lost.
     """
     storage, rows, numbers = Storage(str(run)), read_digits(), np.arange(1796, 1000, -1)
     model = load_classifier(storage)
     expected = sample_logits(model, decoder(model, rows, 1), numbers)
     config, workers = override(model.config, {"compute.num_workers": 2}), jobs.OnRay()
     monkeypatch.setattr(ray_env, "cluster_address", lambda: "a cluster")
-    monkeypatch.setattr(Place, "decoder", lambda *_: lambda batches: pytest.fail("this process computes"))
-    index, found = sample_logits(model, workers.decoder(config, storage, rows, model), numbers)
+    monkeypatch.setattr(
+        Place,
+        "decoder",
+        lambda *_: lambda batches: pytest.fail("this process computes"),
+    )
+    index, found = sample_logits(
+        model, workers.decoder(config, storage, rows, model), numbers
+    )
     assert (index == expected[0]).all()
     for ours, theirs in zip(found, expected[1], strict=True):
         assert ours is theirs is None or torch.allclose(ours, theirs, atol=1e-5)
@@ -123,11 +155,18 @@ def test_workers_of_a_cluster_look_at_samples(ray_cluster, run, monkeypatch, cap
     assert jobs.encode_on_ray(*how, [np.arange(1)]) == (1, "here")
     monkeypatch.setattr(jobs, "ray_tasks", lost)
     assert jobs.encode_on_ray(*how, [np.arange(1)] * 2) == (2, "here")
-    assert caplog.text.count("workers were lost or can read no image: this machine computes") == 2
+    assert (
+        caplog.text.count(
+            "workers were lost or can read no image: this machine computes"
+        )
+        == 2
+    )
 
 
 class Elsewhere(Place):
-    """Workers that are this process, and who asks them for a sample and for predictions."""
+    """Workers that are this process, and who asks them for a sample and for
+    predictions.
+    """
 
     def __init__(self, is_cluster=False) -> None:
         self.asked: list[int] = []
@@ -145,26 +184,49 @@ class Elsewhere(Place):
 
 def test_workers_align_the_heads_of_what_they_predict(run, tmp_path):
     """Kills: a head that runs the encoder although workers are there."""
-    given, workers = {"compute.num_workers": 1, "data.source": "digits", "output": str(tmp_path)}, Elsewhere()
+    given, workers = (
+        {"compute.num_workers": 1, "data.source": "digits", "output": str(tmp_path)},
+        Elsewhere(),
+    )
     session_predict(str(run), given, embedding=False, elsewhere=workers)
-    assert workers.asked == [1797] and load_classifier(Storage(str(run))).alignment is not None
+    assert (
+        workers.asked == [1797]
+        and load_classifier(Storage(str(run))).alignment is not None
+    )
 
 
-@pytest.mark.parametrize(("few", "loading", "is_cluster", "asked"), [
-    (1, "streaming", False, [400, 400]), (401, "streaming", True, []), (1, "memory", False, []),
-    (1, "memory", True, [400, 400]),
-])  # fmt: skip
-def test_workers_end_a_large_run(tmp_path, monkeypatch, few, loading, is_cluster, asked):
-    """They predict, look at the rows of the report and, when it is evaluated again, align the heads. Kills: a
-    head that runs the encoder of a large run, workers that start for a small one, or for images that this
-    machine has decoded and they would decode again.
+@pytest.mark.parametrize(
+    ("few", "loading", "is_cluster", "asked"),
+    [
+        (1, "streaming", False, [400, 400]),
+        (401, "streaming", True, []),
+        (1, "memory", False, []),
+        (1, "memory", True, [400, 400]),
+    ],
+)
+def test_workers_end_a_large_run(
+    tmp_path, monkeypatch, few, loading, is_cluster, asked
+):
+    """They predict, look at the rows of the report and, when it is evaluated again,
+    align the heads. Kills: a head that runs the encoder of a large run, workers that
+    start for a small one, or for images that this machine has decoded and they would
+    decode again.
     """
     monkeypatch.setattr("uno.session.predict.RAY_PAYS_ROWS", few)
     workers, run = Elsewhere(is_cluster), tmp_path / "run"
-    settings = {**SMALL_RUN, "data.loading": loading, "compute.num_workers": 1, "output": str(run)}
+    settings = {
+        **SMALL_RUN,
+        "data.loading": loading,
+        "compute.num_workers": 1,
+        "output": str(run),
+    }
     settings |= {"pretrain.epochs": 1, "discover.epochs": 1}
     discover(override(preset("digits"), settings), settings, elsewhere=workers)
-    assert workers.asked == asked and workers.predicted == asked[:1] and (run / "report.html").exists()
+    assert (
+        workers.asked == asked
+        and workers.predicted == asked[:1]
+        and (run / "report.html").exists()
+    )
     if not asked:
         return
     uno("classes", run)
@@ -174,7 +236,10 @@ def test_workers_end_a_large_run(tmp_path, monkeypatch, few, loading, is_cluster
     path.write_text(json.dumps(json.loads(path.read_text()) | {"alignment": None}))
     (run / "metrics.json").write_text("{}")
     evaluate(str(run), {"compute.num_workers": 1}, workers)
-    assert workers.asked == [*asked, 400, *asked[1:]] and json.loads(path.read_text())["alignment"]
+    assert (
+        workers.asked == [*asked, 400, *asked[1:]]
+        and json.loads(path.read_text())["alignment"]
+    )
 
 
 def test_workers_look_at_the_rows_of_a_report_where_asked(run, monkeypatch):
@@ -191,7 +256,10 @@ def test_damaged_files_have_rows(run, tmp_path, capsys):
     readable = write_damaged(tmp_path / "in")
     uno("predict", run, "--data", tmp_path / "in", "--output", tmp_path / "out")
     bad = NUM_DAMAGED - sum(readable.values())
-    assert f"{NUM_DAMAGED} images, {NUM_DAMAGED - bad} ok, {bad} bad" in capsys.readouterr().out
+    assert (
+        f"{NUM_DAMAGED} images, {NUM_DAMAGED - bad} ok, {bad} bad"
+        in capsys.readouterr().out
+    )
     assert len(table_of(tmp_path / "out")) == NUM_DAMAGED
 
 
@@ -199,34 +267,60 @@ def test_commands_without_checks_say_what_a_source_leaves_out(run, tmp_path, cap
     """To predict and to pack, of a folder and of a shard."""
     write_images(tmp_path / "in", {"a": 1, "b": 1})
     (tmp_path / "in" / "3.heic").write_bytes(b"x")
-    shard = write_tar(tmp_path / "t.tar", [("1.png", encoded(pixels(0))), ("2.cls", b"a"), ("1.cls", b"a")])
+    shard = write_tar(
+        tmp_path / "t.tar",
+        [("1.png", encoded(pixels(0))), ("2.cls", b"a"), ("1.cls", b"a")],
+    )
     for source, words in ((tmp_path / "in", "'3.heic'"), (shard, "'2.cls'")):
         packed = tmp_path / f"packed-{Path(source).name}"
         uno("data", "pack", "--data", source, "--output", packed)
         assert re.search(f"^warning: 1 .*{words}", capsys.readouterr().out, re.M)
     uno("predict", run, "--data", tmp_path / "in", "--output", tmp_path / "out")
-    assert re.search("^warning: 1 image left out .*'3.heic'", capsys.readouterr().out, re.M)
+    assert re.search(
+        "^warning: 1 image left out .*'3.heic'", capsys.readouterr().out, re.M
+    )
 
 
-def test_own_data_goes_into_the_run_and_a_part_of_other_data_elsewhere(run, tmp_path, capsys):
+def test_own_data_goes_into_the_run_and_a_part_of_other_data_elsewhere(
+    run, tmp_path, capsys
+):
     before = signal.getsignal(signal.SIGTERM)
     uno("predict", run)
     assert len(table_of(run)) == 1797
     refused(capsys, 2, "predict", run, "--limit", 10)
     uno("predict", run, "--data", "digits", "--limit", 10, "--output", tmp_path / "out")
-    assert table_of(tmp_path / "out")["id"].to_pylist()[:2] == ["digits-0000", "digits-0179"]
+    assert table_of(tmp_path / "out")["id"].to_pylist()[:2] == [
+        "digits-0000",
+        "digits-0179",
+    ]
     assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_mistakes_are_one_line(run, tmp_path, capsys, monkeypatch):
     out = tmp_path / "out"
     for code, words, argv in (
-        (4, "no trained model", [tmp_path / "nothing", "--data", "digits", "--output", out]),
+        (
+            4,
+            "no trained model",
+            [tmp_path / "nothing", "--data", "digits", "--output", out],
+        ),
         (2, "need --output", [run, "--data", "digits"]),
         (2, "no such file or folder", [run, "--data", "/no/such", "--output", out]),
-        (2, "is fixed by the trained model", [run, "--data", "digits", "--output", out, "--seed", "1"]),
-        (2, "unknown option --dry-run", [run, "--data", "digits", "--output", out, "--dry-run"]),
-        (2, "greater than or equal to 1", [run, "--data", "digits", "--limit", 0, "--output", out]),
+        (
+            2,
+            "is fixed by the trained model",
+            [run, "--data", "digits", "--output", out, "--seed", "1"],
+        ),
+        (
+            2,
+            "unknown option --dry-run",
+            [run, "--data", "digits", "--output", out, "--dry-run"],
+        ),
+        (
+            2,
+            "greater than or equal to 1",
+            [run, "--data", "digits", "--limit", 0, "--output", out],
+        ),
     ):
         assert words in refused(capsys, code, "predict", *argv)
     monkeypatch.setenv(settings.RAY_JOB, "{}")
@@ -241,7 +335,10 @@ def test_a_run_whose_data_is_gone_still_predicts(tmp_path, capsys):
     assert "head_agreement is empty" in capsys.readouterr().out
     assert table_of(tmp_path / "out")["head_agreement"].null_count == 1797
     uno("classes", tmp_path / "run")
-    assert "no suggestions" in capsys.readouterr().out and (tmp_path / "run" / "classes.yaml").exists()
+    assert (
+        "no suggestions" in capsys.readouterr().out
+        and (tmp_path / "run" / "classes.yaml").exists()
+    )
 
 
 def edit(run: Path, **changes) -> None:
@@ -270,7 +367,12 @@ def test_classes_from_first_look_to_predictions(run, capsys):
     assert after["class_name"].equals(before["class_name"].replace("novel-1", "sevens"))
     assert after.drop(columns="class_name").equals(before.drop(columns="class_name"))
 
-    edit(run, c6={"action": "merge into sevens"}, c7={"action": "drop"}, c8={"action": "merge into 3"})
+    edit(
+        run,
+        c6={"action": "merge into sevens"},
+        c7={"action": "drop"},
+        c8={"action": "merge into 3"},
+    )
     uno("classes", run, "--apply")
     assert "predicted 1,797 images again" in capsys.readouterr().out
     merged = table_of(run).to_pandas()
@@ -279,11 +381,19 @@ def test_classes_from_first_look_to_predictions(run, capsys):
     same = merged["class_index"] == before["class_index"]
     assert (merged["probability"][same] >= before["probability"][same] - 1e-5).all()
     uno("predict", run)  # complete: the names in the table are those of the model
-    assert [c.into for c in load_classifier(Storage(str(run))).classes[5:]] == [5, 5, None, 3, 9]
+    assert [c.into for c in load_classifier(Storage(str(run))).classes[5:]] == [
+        5,
+        5,
+        None,
+        3,
+        9,
+    ]
 
 
 def test_into_csv_and_folders(run, tmp_path, capsys):
-    """Kills: a class name as a path, two files of one name, an unreadable file copied, bytes altered."""
+    """Kills: a class name as a path, two files of one name, an unreadable file
+    copied, bytes altered.
+    """
     images, out = tmp_path / "images", tmp_path / "out"
     for folder in "ab":
         write_digits(images / folder, read_digits().images.items[:12])
@@ -293,19 +403,34 @@ def test_into_csv_and_folders(run, tmp_path, capsys):
     words = ["predict", run, "--data", images, "--output", out, "--csv", "--folders"]
     uno(*words)
     shown = capsys.readouterr().out
-    assert f"as CSV: {out / 'predictions.csv'}" in shown and f"sorted: {out / 'by_class'}" in shown
+    assert (
+        f"as CSV: {out / 'predictions.csv'}" in shown
+        and f"sorted: {out / 'by_class'}" in shown
+    )
     table = table_of(out).to_pandas()
     assert (
-        len(list(csv.DictReader((out / "predictions.csv").read_text("utf-8-sig").splitlines())))
+        len(
+            list(
+                csv.DictReader(
+                    (out / "predictions.csv").read_text("utf-8-sig").splitlines()
+                )
+            )
+        )
         == len(table)
         == 25
     )
     copies = [path for path in out.rglob("*.png")]
-    assert len(copies) == 24 and {path.parent.parent for path in copies} == {out / "by_class"}
-    assert sorted(p.read_bytes() for p in copies) == sorted(p.read_bytes() for p in images.rglob("digit*"))
+    assert len(copies) == 24 and {path.parent.parent for path in copies} == {
+        out / "by_class"
+    }
+    assert sorted(p.read_bytes() for p in copies) == sorted(
+        p.read_bytes() for p in images.rglob("digit*")
+    )
     for path in copies:
         index, _, name = path.parent.name.partition("-")
-        assert path.read_bytes() in {Path(u).read_bytes() for u in table.uri[table.class_index == int(index)]}
+        assert path.read_bytes() in {
+            Path(u).read_bytes() for u in table.uri[table.class_index == int(index)]
+        }
         assert re.fullmatch(r"[\w.-]+", name)
     before = sorted(out.rglob("*"))
     for name in (
@@ -323,7 +448,8 @@ def test_into_csv_and_folders(run, tmp_path, capsys):
     assert sorted(out.rglob("*")) == before
     (out / "by_class" / "made_from.json").write_text("{}")
     assert "holds another folder of sorted images" in refused(capsys, 2, *words)
-    uno("predict", run, "--limit", 3, "--folders", "--output", tmp_path / "pixels")  # images inside tables
+    # images inside tables
+    uno("predict", run, "--limit", 3, "--folders", "--output", tmp_path / "pixels")
     assert len(list((tmp_path / "pixels").rglob("*.png"))) == 3
 
 
@@ -337,7 +463,9 @@ def test_classes_named_in_one_step(run, capsys):
     uno("classes", run, "--rename", "nine=9")  # by the name it has now
     assert load_classifier(Storage(str(run))).classes[5].name == "9"
     before = (run / "classes.yaml").read_bytes()
-    assert "two classes are named '9'" in refused(capsys, 2, "classes", run, "--rename", "6=9")
+    assert "two classes are named '9'" in refused(
+        capsys, 2, "classes", run, "--rename", "6=9"
+    )
     assert (run / "classes.yaml").read_bytes() == before
 
 
@@ -352,10 +480,22 @@ def test_a_wrong_edit_changes_nothing(run, capsys):
 @pytest.mark.slow
 def test_export_writes_and_says_what(run, tmp_path, capsys):
     uno("export", run, "--format", "pt2")
-    assert "checked against the model; images uint8 (B, 3, 8, 8)" in capsys.readouterr().out
+    assert (
+        "checked against the model; images uint8 (B, 3, 8, 8)"
+        in capsys.readouterr().out
+    )
     assert (run / "model" / "model.pt2").exists()
-    uno("export", run, "--format", "encoder", "--output", tmp_path / "sub" / "e.safetensors")
-    assert "conv1.weight" in safetensors.torch.load((tmp_path / "sub" / "e.safetensors").read_bytes())
+    uno(
+        "export",
+        run,
+        "--format",
+        "encoder",
+        "--output",
+        tmp_path / "sub" / "e.safetensors",
+    )
+    assert "conv1.weight" in safetensors.torch.load(
+        (tmp_path / "sub" / "e.safetensors").read_bytes()
+    )
 
 
 def test_predict_run_replaces_what_an_earlier_model_said(run):
@@ -365,30 +505,50 @@ def test_predict_run_replaces_what_an_earlier_model_said(run):
     assert (first.rows, first.ok, first.bad) == (1797, 1797, 0)
     heads = run / "model" / "heads.safetensors"
     weights = safetensors.torch.load(heads.read_bytes())
-    heads.write_bytes(safetensors.torch.save({**weights, "known.weight": -weights["known.weight"]}))
-    predict_run(model.config, Storage(str(run)), task, load_classifier(Storage(str(run))))
+    heads.write_bytes(
+        safetensors.torch.save({**weights, "known.weight": -weights["known.weight"]})
+    )
+    predict_run(
+        model.config, Storage(str(run)), task, load_classifier(Storage(str(run)))
+    )
     found = set(table_of(run)["model_hash"].to_pylist())
-    assert found == {load_classifier(Storage(str(run))).model_hash} != {model.model_hash}
+    assert (
+        found == {load_classifier(Storage(str(run))).model_hash} != {model.model_hash}
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_run_of_gpu_workers_is_predicted_by_a_head_without_a_gpu(run):
-    """Kills: a run that ends with an error after training, because its driver has no CUDA."""
+    """Kills: a run that ends with an error after training, because its driver has no
+    CUDA.
+    """
     model = load_classifier(Storage(str(run)))
     task = read_task(model.config.data)
-    config = override(model.config, {"compute.num_workers": 2, "compute.device": "cuda"})
+    config = override(
+        model.config, {"compute.num_workers": 2, "compute.device": "cuda"}
+    )
     assert predict_run(config, Storage(str(run)), task, model)[1].ok == 1797
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_process_is_continued(run, tmp_path, number):
-    """A real process, killed while it predicts: no row is lost and none is there twice."""
+    """A real process, killed while it predicts: no row is lost and none is there
+    twice.
+    """
     for part in range(4):
         write_digits(tmp_path / "in" / str(part), read_digits().images.items)
-    torch_alone = ["--compute.encoder-runtime", "torch"]  # another's batch size is measured, and rounds
+    # another's batch size is measured, and rounds
+    torch_alone = ["--compute.encoder-runtime", "torch"]
     words = [str(run), "--data", str(tmp_path / "in"), *torch_alone, "--output"]
-    command = [sys.executable, "-m", "pipelines", "predict", *words, str(tmp_path / "out")]
+    command = [
+        sys.executable,
+        "-m",
+        "pipelines",
+        "predict",
+        *words,
+        str(tmp_path / "out"),
+    ]
     process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
     shards = tmp_path / "out" / "_shards"
     wait_for(lambda: len(list(shards.glob("*.parquet"))) >= 3, pause=0.002)
@@ -405,11 +565,23 @@ def test_a_killed_process_is_continued(run, tmp_path, number):
 
 @pytest.mark.ray
 def test_ray_gives_the_same_table(run, tmp_path, ray_cluster, capsys):
-    """Through decoding tasks, two actors. Kills: lost, repeated, reordered rows, a path that is no text."""
+    """Through decoding tasks, two actors. Kills: lost, repeated, reordered rows, a
+    path that is no text.
+    """
     write_digits(tmp_path / "in", read_digits().images.items[:900])
     write_damaged(tmp_path / "in")
-    (tmp_path / "in" / "digit-0000.png").rename(os.fsdecode(bytes(tmp_path / "in") + b"/caf\xe9.png"))
-    shared = ["predict", run, "--data", tmp_path / "in", "--embedding", "--compute.threads", "1"]
+    (tmp_path / "in" / "digit-0000.png").rename(
+        os.fsdecode(bytes(tmp_path / "in") + b"/caf\xe9.png")
+    )
+    shared = [
+        "predict",
+        run,
+        "--data",
+        tmp_path / "in",
+        "--embedding",
+        "--compute.threads",
+        "1",
+    ]
     uno(*shared, "--output", tmp_path / "here")
     uno(*shared, "--output", tmp_path / "ray", "--workers", "2")
     here, there = table_of(tmp_path / "here"), table_of(tmp_path / "ray")

@@ -1,4 +1,6 @@
-"""The commands through Ray Data and Ray Train on one shared cluster: equal to the local path."""
+"""The commands through Ray Data and Ray Train on one shared cluster: equal to the
+local path.
+"""
 
 import json
 import urllib.request
@@ -10,7 +12,15 @@ import pytest
 import torch
 
 from pipelines import cli, ray_data, ray_env
-from tests.pipelines.small import LONG, SMALL, assert_same_weights, lines_of, refused, wait_for, write_images
+from tests.pipelines.small import (
+    LONG,
+    SMALL,
+    assert_same_weights,
+    lines_of,
+    refused,
+    wait_for,
+    write_images,
+)
 from uno.data import mapped
 from uno.data.vectors import write_vectors
 
@@ -18,29 +28,50 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
 
 def test_one_worker_equals_no_ray(tmp_path, capsys, monkeypatch):
-    """Losses, weights and results, bit for bit, at one thread, where Ray's tasks decode."""
+    """Losses, weights and results, bit for bit, at one thread, where Ray's tasks
+    decode.
+    """
     monkeypatch.setattr(ray_data, "FEW_ROWS", 0)
     for workers in ("0", "1"):
         output = str(tmp_path / workers)
-        assert cli.main(["discover", *SMALL, "--output", output, "--workers", workers]) == 0
+        assert (
+            cli.main(["discover", *SMALL, "--output", output, "--workers", workers])
+            == 0
+        )
     capsys.readouterr()
     assert lines_of(tmp_path / "1") == lines_of(tmp_path / "0")
     assert_same_weights(tmp_path / "1", tmp_path / "0")
-    here, there = ((tmp_path / workers / "metrics.json").read_bytes() for workers in ("0", "1"))
+    here, there = (
+        (tmp_path / workers / "metrics.json").read_bytes() for workers in ("0", "1")
+    )
     assert here == there
 
 
 def test_the_demo_leaves_a_complete_run(two):
     found = {path.name for path in two.iterdir()}
-    assert found >= {"config.yaml", "environment.json", "metrics.jsonl", "metrics.json", "tensorboard"}
-    assert found >= {"checkpoints", "model", "logs"} and not {"lock.json", "ray", "STOP"} & found
+    assert found >= {
+        "config.yaml",
+        "environment.json",
+        "metrics.jsonl",
+        "metrics.json",
+        "tensorboard",
+    }
+    assert (
+        found >= {"checkpoints", "model", "logs"}
+        and not {"lock.json", "ray", "STOP"} & found
+    )
     results = json.loads((two / "metrics.json").read_text())
     assert results["train/known/task_aware/acc/best"] > 0.9
-    assert "test/novel/task_agnostic_strict/acc/avg" in results and "baseline/kmeans/novel/acc" in results
+    assert (
+        "test/novel/task_agnostic_strict/acc/avg" in results
+        and "baseline/kmeans/novel/acc" in results
+    )
 
 
 def test_two_workers_learn_what_one_process_learns(two, tmp_path):
-    """BatchNorm sees half a batch on each worker, so the losses are close, not equal."""
+    """BatchNorm sees half a batch on each worker, so the losses are close, not
+    equal.
+    """
     assert cli.main(["discover", *LONG, "--output", str(tmp_path / "here")]) == 0
     here, there = lines_of(tmp_path / "here"), lines_of(two)
     steps = ([(e["phase"], e["step"], e["lr"]) for e in run] for run in (here, there))
@@ -61,39 +92,81 @@ def test_the_same_demo_again_trains_nothing(two, capsys, monkeypatch):
 def test_numerics_error_in_a_worker_is_code_3(tmp_path, capfd):
     """Pixels divided by 1e-38 overflow: the loss is never finite."""
     tiny = ("--data.std", "1e-38", "1e-38", "1e-38")
-    assert cli.main(["pretrain", *SMALL, *tiny, "--workers", "1", "--output", str(tmp_path / "run")]) == 3
+    assert (
+        cli.main(
+            [
+                "pretrain",
+                *SMALL,
+                *tiny,
+                "--workers",
+                "1",
+                "--output",
+                str(tmp_path / "run"),
+            ]
+        )
+        == 3
+    )
     err = capfd.readouterr().err.splitlines()
     assert err[-1].startswith("uno: error: non-finite loss at pretrain step")
     assert not any("Traceback" in line for line in err)
 
 
-def test_unreadable_images_beyond_the_budget_stop_before_any_worker(tmp_path, capsys, monkeypatch):
+def test_unreadable_images_beyond_the_budget_stop_before_any_worker(
+    tmp_path, capsys, monkeypatch
+):
     from pipelines import worker
 
     monkeypatch.setattr(worker, "run_workers", pytest.fail)
     folder = write_images(tmp_path / "images", {"cat": 20, "dog": 20, "emu": 20})
     (folder / "emu" / "7.png").write_text("not an image")
     output = tmp_path / "run"
-    argv = ["discover", *SMALL[2:], "--data", f"folder:{folder}", "--known-classes", "cat,dog"]
-    argv += ["--preset", "scratch", "--model.encoder", "resnet_small", "--batch-size", "12"]
+    argv = [
+        "discover",
+        *SMALL[2:],
+        "--data",
+        f"folder:{folder}",
+        "--known-classes",
+        "cat,dog",
+    ]
+    argv += [
+        "--preset",
+        "scratch",
+        "--model.encoder",
+        "resnet_small",
+        "--batch-size",
+        "12",
+    ]
     line = refused(capsys, 2, *argv, "--workers", "2", "--output", output)
     assert line.startswith("uno: error: 1 of 60 images are unreadable")
-    assert json.loads((output / "bad_samples.jsonl").read_text())["id"].endswith("emu/7.png")
+    assert json.loads((output / "bad_samples.jsonl").read_text())["id"].endswith(
+        "emu/7.png"
+    )
 
 
-def test_rays_dashboard_has_a_run_by_a_method_of_the_users_own_and_its_numbers(ray_cluster, tmp_path):
-    """Kills: a configuration that only the process of the command can read, an empty Train tab, gauges that
-    no node exports.
+def test_rays_dashboard_has_a_run_by_a_method_of_the_users_own_and_its_numbers(
+    ray_cluster, tmp_path
+):
+    """Kills: a configuration that only the process of the command can read, an empty
+    Train tab, gauges that no node exports.
     """
     from ray.train.v2._internal.state.state_actor import get_state_actor
 
     port = ray_cluster.nodes()[0]["MetricsExportPort"]
 
     def exported() -> bool:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{port}/metrics", timeout=10
+        ) as page:
             return f'run="{tmp_path.name}"'.encode() in page.read()
 
-    own = ["--method", "examples.my_method:METHOD", "--workers", "1", "--output", str(tmp_path)]
+    own = [
+        "--method",
+        "examples.my_method:METHOD",
+        "--workers",
+        "1",
+        "--output",
+        str(tmp_path),
+    ]
     assert cli.main(["discover", *SMALL, *own]) == 0
     assert {line["phase"] for line in lines_of(tmp_path)} == {"pretrain", "discover"}
     runs = ray_cluster.get(get_state_actor().get_train_runs.remote()).values()
@@ -103,33 +176,68 @@ def test_rays_dashboard_has_a_run_by_a_method_of_the_users_own_and_its_numbers(r
 
 
 @pytest.mark.slow
-def test_two_workers_find_the_classes_of_vectors_that_one_process_finds(tmp_path, monkeypatch):
-    """Of vectors in a mapped file, whose views are made when they are read. k-means of the start is equal in
-    every digit, as are the rows of every batch; BatchNorm sees half a batch on each worker, so losses are
-    close, and 99% of the rows have the same class. Kills: rows, partners or shares that reach a worker in
-    another order, views drawn by worker, vectors that a worker reads from elsewhere.
+def test_two_workers_find_the_classes_of_vectors_that_one_process_finds(
+    tmp_path, monkeypatch
+):
+    """Of vectors in a mapped file, whose views are made when they are read. k-means of
+    the start is equal in every digit, as are the rows of every batch; BatchNorm sees
+    half a batch on each worker, so losses are close, and 99% of the rows have the same
+    class. Kills: rows, partners or shares that reach a worker in another order, views
+    drawn by worker, vectors that a worker reads from elsewhere.
     """
     monkeypatch.setattr(mapped, "MAPPED_BYTES", 0)
     generator, truth = np.random.default_rng(0), np.arange(600) % 6
-    values = 2 * generator.normal(size=(6, 16))[truth] + generator.normal(size=(600, 16))
+    values = 2 * generator.normal(size=(6, 16))[truth] + generator.normal(
+        size=(600, 16)
+    )
     labels = pa.array([f"c{c}" if c < 4 else None for c in truth])
     columns = {"label": labels, "eval_label": pa.array([f"c{c}" for c in truth])}
-    write_vectors(f"{tmp_path}/v.parquet", torch.from_numpy(values).float()[:, None], np.ones(600, int),
-                  {"id": pa.array([f"r{row}" for row in range(600)]), **columns})  # fmt: skip
+    write_vectors(
+        f"{tmp_path}/v.parquet",
+        torch.from_numpy(values).float()[:, None],
+        np.ones(600, int),
+        {"id": pa.array([f"r{row}" for row in range(600)]), **columns},
+    )
     words = [
-        "discover", "--data", f"vectors:{tmp_path}/v.parquet", "--num-novel", "2", "--batch-size", "96",
-        "--data.validation-fraction", "0", "--discover.epochs", "5", "--compute.threads", "1",
-        "--train.log-every", "1",
-    ]  # fmt: skip
+        "discover",
+        "--data",
+        f"vectors:{tmp_path}/v.parquet",
+        "--num-novel",
+        "2",
+        "--batch-size",
+        "96",
+        "--data.validation-fraction",
+        "0",
+        "--discover.epochs",
+        "5",
+        "--compute.threads",
+        "1",
+        "--train.log-every",
+        "1",
+    ]
     for workers in ("0", "2"):
-        assert cli.main([*words, "--workers", workers, "--output", str(tmp_path / workers)]) == 0
+        assert (
+            cli.main(
+                [*words, "--workers", workers, "--output", str(tmp_path / workers)]
+            )
+            == 0
+        )
     here, there = lines_of(tmp_path / "0"), lines_of(tmp_path / "2")
-    assert [line["step"] for line in here] == [line["step"] for line in there] == [*range(1, 31)]
-    assert [line["loss"] for line in there] == pytest.approx([line["loss"] for line in here], rel=0.05)
-    known, other = (json.loads((tmp_path / w / "metrics.json").read_text()) for w in ("0", "2"))
+    assert (
+        [line["step"] for line in here]
+        == [line["step"] for line in there]
+        == [*range(1, 31)]
+    )
+    assert [line["loss"] for line in there] == pytest.approx(
+        [line["loss"] for line in here], rel=0.05
+    )
+    known, other = (
+        json.loads((tmp_path / w / "metrics.json").read_text()) for w in ("0", "2")
+    )
     starts = [key for key in known if key.startswith("baseline/")]
     assert starts and [known[key] for key in starts] == [other[key] for key in starts]
     classes = [
-        pq.read_table(tmp_path / w / "predictions.parquet")["class_index"].to_numpy() for w in ("0", "2")
+        pq.read_table(tmp_path / w / "predictions.parquet")["class_index"].to_numpy()
+        for w in ("0", "2")
     ]
     assert np.mean(classes[0] == classes[1]) >= 0.99

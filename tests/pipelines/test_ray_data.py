@@ -1,4 +1,6 @@
-"""Ray Data decodes and crops what this process does, in order; a run is one however it gets images."""
+"""Ray Data decodes and crops what this process does, in order; a run is one however
+it gets images.
+"""
 
 import json
 import os
@@ -15,7 +17,13 @@ import pytest
 import torch
 
 from pipelines import cli, ray_data
-from tests.pipelines.small import ROOT, SMALL, assert_same_weights, refused, write_images
+from tests.pipelines.small import (
+    ROOT,
+    SMALL,
+    assert_same_weights,
+    refused,
+    write_images,
+)
 from tests.uno.data.test_tar import write_shards
 from tests.uno.small_run import small_config
 from uno.config import override
@@ -41,17 +49,25 @@ BROKEN = (3, 8, 14)
 CONFIG = override(
     preset("scratch"),
     {
-        "data.known_classes": "cat,dog", "data.loading": "streaming", "data.stored_size": 8,
-        "data.batch_sampling": "balanced", "train.batch_size": 12, "augment.large.size": 8,
-        "augment.large.crop": "resized", "augment.small.num_views": 1, "augment.small.size": 6,
+        "data.known_classes": "cat,dog",
+        "data.loading": "streaming",
+        "data.stored_size": 8,
+        "data.batch_sampling": "balanced",
+        "train.batch_size": 12,
+        "augment.large.size": 8,
+        "augment.large.crop": "resized",
+        "augment.small.num_views": 1,
+        "augment.small.size": 6,
     },
-)  # fmt: skip
+)
 PAIR = {"CPU": 2.0}
 
 
 def folder_of(tmp_path):
     """Three classes, some images broken, one with a name that is no UTF-8."""
-    folder = write_images(tmp_path / "images", {"cat": 20, "dog": 20, "emu": 30}, size=11)
+    folder = write_images(
+        tmp_path / "images", {"cat": 20, "dog": 20, "emu": 30}, size=11
+    )
     for i in BROKEN:
         (folder / "dog" / f"{i}.png").write_text("not an image")
     os.rename(folder / "cat" / "5.png", folder / "cat" / os.fsdecode(b"caf\xe9.png"))
@@ -61,11 +77,26 @@ def folder_of(tmp_path):
 def words_of(tmp_path):
     """Options of a small run on that folder."""
     return [
-        *SMALL[2:], "--preset", "scratch", "--data", f"folder:{folder_of(tmp_path)}",
-        "--known-classes", "cat,dog", "--limit", "70", "--batch-size", "12",
-        "--data.stored-size", "8", "--augment.large.size", "8", "--model.encoder", "resnet_small",
-        "--data.max-bad-fraction", "0.1",
-    ]  # fmt: skip
+        *SMALL[2:],
+        "--preset",
+        "scratch",
+        "--data",
+        f"folder:{folder_of(tmp_path)}",
+        "--known-classes",
+        "cat,dog",
+        "--limit",
+        "70",
+        "--batch-size",
+        "12",
+        "--data.stored-size",
+        "8",
+        "--augment.large.size",
+        "8",
+        "--model.encoder",
+        "resnet_small",
+        "--data.max-bad-fraction",
+        "0.1",
+    ]
 
 
 def task_of(source):
@@ -74,8 +105,8 @@ def task_of(source):
 
 
 def mixed_task(tmp_path):
-    """A relative path, the bytes of a file, some truncated and some empty, and pixels of different sizes, in
-    turn.
+    """A relative path, the bytes of a file, some truncated and some empty, and pixels
+    of different sizes, in turn.
     """
     generator, folder = np.random.default_rng(0), folder_of(tmp_path)
     os.chdir(tmp_path)
@@ -83,7 +114,8 @@ def mixed_task(tmp_path):
     images = [os.path.relpath(task.rows.images[i]) for i in range(len(task.rows))]
     images[1::3] = [Path(path).read_bytes() for path in images[1::3]]
     images[2::3] = [
-        generator.integers(0, 256, (6 + i % 5, 8, 3), dtype=np.uint8) for i in range(len(images[2::3]))
+        generator.integers(0, 256, (6 + i % 5, 8, 3), dtype=np.uint8)
+        for i in range(len(images[2::3]))
     ]
     images[4], images[40] = images[4][:60], b""
     return replace(task, rows=replace(task.rows, images=images))
@@ -104,13 +136,17 @@ def tar_task(tmp_path):
 
 
 def job_of(train, rank=0, world_size=1, first=0, last=8):
-    plan = run.plans(CONFIG, len(train.labels), train.num_unlabeled, world_size)[run.DISCOVER]
+    plan = run.plans(CONFIG, len(train.labels), train.num_unlabeled, world_size)[
+        run.DISCOVER
+    ]
     return CropJob(CONFIG, train, plan, rank, world_size, first, last)
 
 
 @contextmanager
 def executions_of():
-    """Of each that starts meanwhile in this process, whether it has Ray Data's allocator."""
+    """Of each that starts meanwhile in this process, whether it has Ray Data's
+    allocator.
+    """
     from ray.data._internal.execution.streaming_executor import StreamingExecutor
 
     found, execute = [], StreamingExecutor.execute
@@ -131,18 +167,24 @@ def joined(chunks):
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("make", [mixed_task, parquet_task, pytest.param(tar_task, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "make", [mixed_task, parquet_task, pytest.param(tar_task, marks=pytest.mark.slow)]
+)
 def test_ray_data_equals_this_process(ray_cluster, tmp_path, monkeypatch, make):
-    """Bit for bit: a resident set; the crops of both of two workers, over several executions, blocks and
-    chunks of a block, from the beginning and from the middle of an epoch; the rows of an evaluation.
-    Kills: blocks in the order of completion, an execution that is lost, chunks out of step; more executions
-    than epochs, also of images that are in memory, and images that travel in each; one without Ray Data's
+    """Bit for bit: a resident set; the crops of both of two workers, over several
+    executions, blocks and chunks of a block, from the beginning and from the middle of
+    an epoch; the rows of an evaluation. Kills: blocks in the order of completion, an
+    execution that is lost, chunks out of step; more executions than epochs, also of
+    images that are in memory, and images that travel in each; one without Ray Data's
     allocator.
     """
     for module, name, value in (
-        (resources, "ROWS_PER_BLOCK", 8), (ray_data, "ROWS_PER_DECODE", 3),
-        (ray_data, "EXECUTION_BLOCKS", 1), (stream, "CHUNK_ROWS", 5), (stream, "MAX_WINDOW_ROWS", 8),
-    ):  # fmt: skip
+        (resources, "ROWS_PER_BLOCK", 8),
+        (ray_data, "ROWS_PER_DECODE", 3),
+        (ray_data, "EXECUTION_BLOCKS", 1),
+        (stream, "CHUNK_ROWS", 5),
+        (stream, "MAX_WINDOW_ROWS", 8),
+    ):
         monkeypatch.setattr(module, name, value)
     monkeypatch.chdir(tmp_path)
     task = make(tmp_path)
@@ -153,12 +195,21 @@ def test_ray_data_equals_this_process(ray_cluster, tmp_path, monkeypatch, make):
         found, why = ray_data.decode_task(ray_cluster, task, 8)
         assert len(found) >= num_blocks and why == reasons
         blocks = ray_cluster.get(found)
-        assert {name for block in blocks for name in block.column_names} == {"row", "pixels", "reason"}
+        assert {name for block in blocks for name in block.column_names} == {
+            "row",
+            "pixels",
+            "reason",
+        }
         kept = ray_data.pixels_of(blocks, 8)
-        assert torch.equal(kept[:], images) and torch.equal(kept[[3, 0]], images[[3, 0]])
+        assert torch.equal(kept[:], images) and torch.equal(
+            kept[[3, 0]], images[[3, 0]]
+        )
 
     train = streaming_set(CONFIG, task, Storage(str(tmp_path / "run")))
-    source, limits = ray_cluster.put(train.images), ray_data.execution_limits(PAIR, 2, 0.5)
+    source, limits = (
+        ray_cluster.put(train.images),
+        ray_data.execution_limits(PAIR, 2, 0.5),
+    )
     crop = ray_data.crop_on_ray(ray_cluster, source, *limits)
     for rank, first in ((0, 0), (1, 3)):
         job = job_of(train, rank, 2, first)
@@ -171,26 +222,40 @@ def test_ray_data_equals_this_process(ray_cluster, tmp_path, monkeypatch, make):
         assert len(executed) == epochs > 1 and all(executed)
         assert len(chunks) >= (8 - first) * 6 / 5  # they leave a task one by one
         pixels, why = joined(chunks)
-        expected, expected_why = (part[first * 6 :] for part in joined(crop_local(job_of(train, rank, 2), 1)))
-        assert (pixels == expected).all() and why == expected_why and len(pixels) == (8 - first) * 6
+        expected, expected_why = (
+            part[first * 6 :] for part in joined(crop_local(job_of(train, rank, 2), 1))
+        )
+        assert (
+            (pixels == expected).all()
+            and why == expected_why
+            and len(pixels) == (8 - first) * 6
+        )
 
     rows = np.arange(len(task.rows))
     decoded = ray_data.decode_on_ray(ray_cluster, source, 8, *limits)
-    found, pixels, why = zip(*decoded(rows[start : start + 9] for start in rows[::9]), strict=True)
-    assert np.concatenate(found).tolist() == rows.tolist() and torch.equal(torch.cat(pixels), images)
+    found, pixels, why = zip(
+        *decoded(rows[start : start + 9] for start in rows[::9]), strict=True
+    )
+    assert np.concatenate(found).tolist() == rows.tolist() and torch.equal(
+        torch.cat(pixels), images
+    )
     assert [reason for some in why for reason in some] == reasons
 
 
 @pytest.mark.ray
 def test_a_damaged_page_is_one_line(ray_cluster, tmp_path):
     """Not the traceback of a Ray task."""
-    train = streaming_set(CONFIG, parquet_task(tmp_path), Storage(str(tmp_path / "run")))
+    train = streaming_set(
+        CONFIG, parquet_task(tmp_path), Storage(str(tmp_path / "run"))
+    )
     for path in (tmp_path / "out").glob("train-*.parquet"):
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 4
         path.write_bytes(data)
     source = ray_cluster.put(train.images)
-    crop = ray_data.crop_on_ray(ray_cluster, source, *ray_data.execution_limits(PAIR, 1, 1))
+    crop = ray_data.crop_on_ray(
+        ray_cluster, source, *ray_data.execution_limits(PAIR, 1, 1)
+    )
     with pytest.raises(ConfigError, match="cannot read row group") as caught:
         joined(crop(job_of(train)))
     assert "CRC" in str(caught.value) and "\n" not in str(caught.value)
@@ -198,15 +263,20 @@ def test_a_damaged_page_is_one_line(ray_cluster, tmp_path):
 
 @pytest.mark.ray
 def test_an_execution_needs_no_cpu_that_is_free(ray_cluster, tmp_path):
-    """All are held, as by the executions of other ranks, which end when this one has given its images. Kills:
-    two streamed runs on a cluster, or more processes than fit, that wait for each other for ever.
+    """All are held, as by the executions of other ranks, which end when this one has
+    given its images. Kills: two streamed runs on a cluster, or more processes than fit,
+    that wait for each other for ever.
     """
     from ray.util import placement_group, remove_placement_group
 
     train = streaming_set(CONFIG, mixed_task(tmp_path), Storage(str(tmp_path / "run")))
     limits = ray_data.execution_limits({"CPU": 4.0}, 1, 0)
     crop = ray_data.crop_on_ray(ray_cluster, ray_cluster.put(train.images), *limits)
-    total = {node["NodeID"]: node["Resources"].get("CPU", 0) for node in ray_cluster.nodes() if node["Alive"]}
+    total = {
+        node["NodeID"]: node["Resources"].get("CPU", 0)
+        for node in ray_cluster.nodes()
+        if node["Alive"]
+    }
     held = placement_group([{"CPU": cpus} for cpus in total.values() if cpus])
     assert held.wait(60)
     try:
@@ -225,9 +295,15 @@ def test_bad_images_of_a_streaming_run_are_listed_once(ray_cluster, tmp_path, ca
 
     argv = ["discover", *words_of(tmp_path), "--data.loading", "streaming"]
     for workers in ("0", "1"):
-        assert cli.main([*argv, "--workers", workers, "--output", str(tmp_path / workers)]) == 0
+        assert (
+            cli.main([*argv, "--workers", workers, "--output", str(tmp_path / workers)])
+            == 0
+        )
     assert_same_weights(tmp_path / "1", tmp_path / "0")
-    bad = [json.loads(line)["id"] for line in (tmp_path / "1" / "bad_samples.jsonl").read_text().splitlines()]
+    bad = [
+        json.loads(line)["id"]
+        for line in (tmp_path / "1" / "bad_samples.jsonl").read_text().splitlines()
+    ]
     assert sorted(bad) == sorted(f"dog/{i}.png" for i in BROKEN)
     address = ray_cluster.get_runtime_context().gcs_address
     assert "Spilled" not in memory_summary(address, stats_only=True)
@@ -236,7 +312,12 @@ def test_bad_images_of_a_streaming_run_are_listed_once(ray_cluster, tmp_path, ca
 def test_a_row_that_is_not_utf8_travels(tmp_path, monkeypatch):
     """As a full path, whatever directory a task runs in. Kills: names as text."""
     monkeypatch.chdir(tmp_path)
-    images = [os.fsdecode(b"caf\xe9.png"), "s3://bucket/b.png", b"bytes", np.zeros((2, 3, 3), np.uint8)]
+    images = [
+        os.fsdecode(b"caf\xe9.png"),
+        "s3://bucket/b.png",
+        b"bytes",
+        np.zeros((2, 3, 3), np.uint8),
+    ]
     block = ray_data.image_block(InMemory(images), np.arange(4))
     path, uri, data, pixels = from_columns(block, None)
     assert path == f"{tmp_path}/{images[0]}" and uri == images[1] and data == b"bytes"
@@ -249,14 +330,22 @@ def test_rows_of_shards_travel_as_numbers(tmp_path, make):
     images = make(tmp_path).rows.images
     index = np.array([3, 60, 7])
     block = ray_data.image_block(images, index)
-    assert block.column_names == ["row", "number"] and block["row"].to_pylist() == [3, 60, 7]
+    assert block.column_names == ["row", "number"] and block["row"].to_pylist() == [
+        3,
+        60,
+        7,
+    ]
     found = ray_data.decode_block(block, 8, images.reader())
     expected, _ = decode_many([images[i] for i in index], 8, 1)
-    assert (ray_data.bytes_of(found["pixels"], 192) == expected.flatten(1).numpy()).all()
+    assert (
+        ray_data.bytes_of(found["pixels"], 192) == expected.flatten(1).numpy()
+    ).all()
 
 
 def test_what_workers_get_holds_no_hidden_label(tmp_path):
-    """The rows that all workers read are bit-identical whatever the hidden labels are; the truth is not."""
+    """The rows that all workers read are bit-identical whatever the hidden labels
+    are; the truth is not.
+    """
     task = mixed_task(tmp_path)
     hidden = (task.labels < 0) & task.is_train
     shuffled = task.eval_labels.copy()
@@ -266,22 +355,36 @@ def test_what_workers_get_holds_no_hidden_label(tmp_path):
         for truth in (task.eval_labels, shuffled):
             put: list[object] = []
             store = type("Ray", (), {"put": put.append})
-            ray_data.shared(store, config, replace(task, eval_labels=truth), [None] * len(task.rows))
+            ray_data.shared(
+                store, config, replace(task, eval_labels=truth), [None] * len(task.rows)
+            )
             found.append(put)
         (*_, rows, truth), (*_, others, other_truth) = found
         assert set(rows) == set(others) <= {*stream_facts(task)}
         for name in {"labeled", "labels", "unlabeled", "num_known", "num_novel"}:
-            assert np.array_equal(np.asarray(rows[name]), np.asarray(others[name])), name
+            assert np.array_equal(np.asarray(rows[name]), np.asarray(others[name])), (
+                name
+            )
         assert len(truth["train"][0]) > len(other_truth["train"][0])
 
 
-@pytest.mark.parametrize(("cpus_here", "alive", "neighbors", "expected"), [
-    (3, True, 1, ("own", 2.0)), (4, True, 2, (None, 2.0)), (2.9, True, 1, ("own", 1.9)),
-    (2.7, True, 1, (None, 2.0)), (3, False, 1, (None, 2.0)), (7, True, 2, ("own", 2.0)),
-])  # fmt: skip
-def test_tasks_stay_where_their_worker_has_its_share_of_cpus(cpus_here, alive, neighbors, expected):
-    """Workers of a CPU whose share of the cluster is two more. Kills: processes that wait for ever on a node
-    whose CPUs are taken, CPUs of other nodes that idle, a node that has gone.
+@pytest.mark.parametrize(
+    ("cpus_here", "alive", "neighbors", "expected"),
+    [
+        (3, True, 1, ("own", 2.0)),
+        (4, True, 2, (None, 2.0)),
+        (2.9, True, 1, ("own", 1.9)),
+        (2.7, True, 1, (None, 2.0)),
+        (3, False, 1, (None, 2.0)),
+        (7, True, 2, ("own", 2.0)),
+    ],
+)
+def test_tasks_stay_where_their_worker_has_its_share_of_cpus(
+    cpus_here, alive, neighbors, expected
+):
+    """Workers of a CPU whose share of the cluster is two more. Kills: processes that
+    wait for ever on a node whose CPUs are taken, CPUs of other nodes that idle, a node
+    that has gone.
     """
     nodes = [
         {"NodeID": "other", "Alive": True, "Resources": {"CPU": 64.0}},
@@ -294,26 +397,35 @@ def test_tasks_stay_where_their_worker_has_its_share_of_cpus(cpus_here, alive, n
     )
 
 
-@pytest.mark.parametrize(("cpus", "size"), [(0.5, 1), (0.9999, 1), (1.8, 1), (1.9999, 2), (7.5, 7), (23, 23)])
+@pytest.mark.parametrize(
+    ("cpus", "size"), [(0.5, 1), (0.9999, 1), (1.8, 1), (1.9999, 2), (7.5, 7), (23, 23)]
+)
 def test_processes_of_a_rank_fit_into_its_cpus(cpus, size):
-    """Kills: one more, which waits for ever, and for which an autoscaler starts a node; one fewer."""
+    """Kills: one more, which waits for ever, and for which an autoscaler starts a
+    node; one fewer.
+    """
     assert ray_data.pool_size(cpus) == size
 
 
 @pytest.mark.ray
 @pytest.mark.slow
 def test_two_nodes_cut_their_own_rows():
-    """Two raylets, a worker on each. Kills: an affinity that Ray does not get, or that loses rows."""
+    """Two raylets, a worker on each. Kills: an affinity that Ray does not get, or
+    that loses rows.
+    """
     command = [sys.executable, "-m", "benchmarks.storage", "nodes", "--rows", "512"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["rows"] == 1024 and found["share_elsewhere"] < 0.05
 
 
 def test_executions_follow_each_other_in_order():
-    """The blocks of the next one are stored while one is read, and it starts when that has ended: its
-    processes would wait for CPUs otherwise. Kills: rows that are lost at the borders.
+    """The blocks of the next one are stored while one is read, and it starts when that
+    has ended: its processes would wait for CPUs otherwise. Kills: rows that are lost at
+    the borders.
     """
     stored, started, ended = [], [], []
 
@@ -330,7 +442,8 @@ def test_executions_follow_each_other_in_order():
     tables = [pa.table({"x": [i]}) for i in range(10)]
     found = ray_data.in_executions(execute, ray_data.grouped(tables, 4))
     first = next(found)["x"][0].as_py()
-    while len(stored) < 2:  # its thread comes when it comes; the timeout of the test is the limit
+    # its thread comes when it comes; the timeout of the test is the limit
+    while len(stored) < 2:
         pass
     assert started == [0]
     assert [first, *(table["x"][0].as_py() for table in found)] == [*range(10)]
@@ -338,8 +451,8 @@ def test_executions_follow_each_other_in_order():
 
 
 def test_an_execution_has_whole_epochs(monkeypatch):
-    """Kills: processes that are started for a few blocks; an epoch in two; more images in memory than an
-    execution may have; an execution of nothing.
+    """Kills: processes that are started for a few blocks; an epoch in two; more images
+    in memory than an execution may have; an execution of nothing.
     """
     monkeypatch.setattr(ray_data, "EXECUTION_BLOCKS", 3)
     monkeypatch.setattr(ray_data, "EXECUTION_BYTES", 40)
@@ -349,7 +462,11 @@ def test_an_execution_has_whole_epochs(monkeypatch):
     assert rows(ray_data.whole_epochs(epochs)) == [[2, 2, 1, 1, 1], [5, 5, 5, 5], [7]]
     assert rows(ray_data.grouped(parts(3, 3, 3, 9, 1, 1))) == [[3, 3], [3, 9], [1, 1]]
     monkeypatch.setattr(ray_data, "EXECUTION_BYTES", 1_000)
-    assert rows(ray_data.grouped(parts(3, 3, 3, 9, 1, 1), 5)) == [[3, 3], [3, 9], [1, 1]]
+    assert rows(ray_data.grouped(parts(3, 3, 3, 9, 1, 1), 5)) == [
+        [3, 3],
+        [3, 9],
+        [1, 1],
+    ]
     assert rows(ray_data.whole_epochs([])) == rows(ray_data.grouped([])) == []
 
 
@@ -364,54 +481,107 @@ def test_pixels_of_one_piece_are_not_copied():
 
 
 def test_a_resident_run_decodes_every_image_once(tmp_path, capsys, monkeypatch):
-    """Training, evaluation and predictions take the same pixels; the report shows images as the source has
-    them. Kills: a second reader of files, a model built where one is at hand.
+    """Training, evaluation and predictions take the same pixels; the report shows
+    images as the source has them. Kills: a second reader of files, a model built where
+    one is at hand.
     """
     decoded, built, before_report = [], [], []
     pixels, build, report = decode.to_rgb, UnoModel.__init__, job.write_report
     count = lambda *a, **k: before_report.append(len(decoded)) or report(*a, **k)  # noqa: E731
     monkeypatch.setattr(job, "write_report", count)
-    monkeypatch.setattr(decode, "to_rgb", lambda picture: decoded.append(1) or pixels(picture))
-    monkeypatch.setattr(UnoModel, "__init__", lambda self, *a, **k: built.append(1) or build(self, *a, **k))
-    given = ["--data.mean", *["0.5"] * 3, "--data.std", *["0.2"] * 3]  # or 512 are decoded to measure them
-    argv = ["discover", *words_of(tmp_path), *given, "--workers", "0", "--max-steps", "1"]
+    monkeypatch.setattr(
+        decode, "to_rgb", lambda picture: decoded.append(1) or pixels(picture)
+    )
+    monkeypatch.setattr(
+        UnoModel,
+        "__init__",
+        lambda self, *a, **k: built.append(1) or build(self, *a, **k),
+    )
+    # or 512 are decoded to measure them
+    given = ["--data.mean", *["0.5"] * 3, "--data.std", *["0.2"] * 3]
+    argv = [
+        "discover",
+        *words_of(tmp_path),
+        *given,
+        "--workers",
+        "0",
+        "--max-steps",
+        "1",
+    ]
     assert cli.main([*argv, "--output", str(tmp_path / "run")]) == 0
-    assert (tmp_path / "run/report.html").exists() and (tmp_path / "run/predictions.parquet").exists()
+    assert (tmp_path / "run/report.html").exists() and (
+        tmp_path / "run/predictions.parquet"
+    ).exists()
     checked = NUM_BRIGHTNESS - 1  # one of them is broken
     assert before_report == [70 - len(BROKEN) + checked]
-    # what memory it takes, a timed step of pretraining and of discovery, then these two; from checkpoints:
-    # evaluation, k-means on pretrained features, the saved model
+    # what memory it takes, a timed step of pretraining and of discovery, then these
+    # two; from checkpoints: evaluation, k-means on pretrained features, the saved model
     assert len(built) == 8
 
 
 def test_a_run_goes_on_as_it_began(tmp_path, capsys, monkeypatch):
     """auto decides once; another choice for the same run is refused with the key."""
     output = tmp_path / "run"
-    argv = ["pretrain", *SMALL, "--workers", "0", "--output", str(output), "--max-steps", "2"]
+    argv = [
+        "pretrain",
+        *SMALL,
+        "--workers",
+        "0",
+        "--output",
+        str(output),
+        "--max-steps",
+        "2",
+    ]
     monkeypatch.setattr("uno.session.resources.free_memory", lambda config: Room(1000))
     monkeypatch.setattr("uno.session.resources.own_bytes", lambda: 0)
     assert cli.main(argv) == 0
     said = capsys.readouterr().out
-    assert "memory: streamed (76.8 kB decoded; process peak about 870 MB, budget 0 bytes (60%" in said
+    assert (
+        "memory: streamed (76.8 kB decoded; process peak about 870 MB, budget 0 bytes"
+        " (60%" in said
+    )
     assert "loading: streaming" in (output / "config.yaml").read_text()
-    monkeypatch.setattr("uno.session.resources.free_memory", lambda config: Room(10**12))
+    monkeypatch.setattr(
+        "uno.session.resources.free_memory", lambda config: Room(10**12)
+    )
     assert cli.main(argv) == 0
-    assert "other settings: data.loading" in refused(capsys, 2, *argv, "--data.loading", "memory")
+    assert "other settings: data.loading" in refused(
+        capsys, 2, *argv, "--data.loading", "memory"
+    )
     assert cli.main([*argv, "--overwrite"]) == 0
     assert "budget 599 GB" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 def test_a_streamed_run_of_parquet(tmp_path, capsys, monkeypatch):
-    """Packed digits, end to end without Ray: results, predictions, report; images are never loaded whole."""
+    """Packed digits, end to end without Ray: results, predictions, report; images
+    are never loaded whole.
+    """
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["data", "pack", "--data", "digits", "--limit", "200", "--output", "out"]) == 0
+    assert (
+        cli.main(
+            ["data", "pack", "--data", "digits", "--limit", "200", "--output", "out"]
+        )
+        == 0
+    )
     assert "400 images, 400 packed, 0 bad, 2 shards: out" in capsys.readouterr().out
     monkeypatch.setattr("uno.data.resident.train_set", pytest.fail)
-    words = ["--data", "parquet:out", "--known-classes", "first:5", "--data.loading", "streaming"]
+    words = [
+        "--data",
+        "parquet:out",
+        "--known-classes",
+        "first:5",
+        "--data.loading",
+        "streaming",
+    ]
     assert cli.main(["discover", *SMALL, *words, "--output", "run"]) == 0
-    assert "test/novel/task_agnostic_strict/acc/avg" in (tmp_path / "run/metrics.json").read_text()
-    assert (tmp_path / "run/report.html").exists() and (tmp_path / "run/predictions.parquet").exists()
+    assert (
+        "test/novel/task_agnostic_strict/acc/avg"
+        in (tmp_path / "run/metrics.json").read_text()
+    )
+    assert (tmp_path / "run/report.html").exists() and (
+        tmp_path / "run/predictions.parquet"
+    ).exists()
     assert cli.main(["evaluate", "run"]) == 0
 
 
@@ -420,24 +590,39 @@ def test_pack_refuses(tmp_path, capsys, monkeypatch):
     pack = ["data", "pack", "--data", "digits"]
     assert "needs --output DIR" in refused(capsys, 2, *pack)
     line = refused(capsys, 2, *pack, "--output", "x", "--shard-mb", "0")
-    assert "--shard-mb: Input should be greater than 0" in line and not (tmp_path / "x").exists()
+    assert (
+        "--shard-mb: Input should be greater than 0" in line
+        and not (tmp_path / "x").exists()
+    )
 
 
 def test_a_process_that_decodes_imports_little():
-    """There is one for each CPU. Kills: 50 MB more of each, and half a second before its first image."""
-    code = "import sys, pipelines.ray_data; assert not {'scipy', 'sklearn', 'torchvision'} & {*sys.modules}"
+    """There is one for each CPU. Kills: 50 MB more of each, and half a second before
+    its first image.
+    """
+    code = (
+        "import sys, pipelines.ray_data; assert not {'scipy', 'sklearn', 'torchvision'}"
+        " & {*sys.modules}"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_views_of_vectors_reach_workers_in_parts(monkeypatch):
-    """Kills: views that are computed before they travel, or of other rows; features that arrive otherwise."""
+    """Kills: views that are computed before they travel, or of other rows; features
+    that arrive otherwise.
+    """
     fake = SimpleNamespace(put=lambda value: value, get=lambda value: value)
     monkeypatch.setitem(sys.modules, "ray", fake)
     monkeypatch.setitem(sys.modules, "ray.train", SimpleNamespace())
     values = torch.rand(400, 1, 6, generator=torch.Generator().manual_seed(0))
-    rows = replace(read_digits().take(np.arange(400)), images=Vectors(values, [None] * 400))
+    rows = replace(
+        read_digits().take(np.arange(400)), images=Vectors(values, [None] * 400)
+    )
     config = small_config(
-        model__finetune="none", augment__small__num_views=0, data__loading="memory", data__limit=None
+        model__finetune="none",
+        augment__small__num_views=0,
+        data__loading="memory",
+        data__limit=None,
     )
     task, ok = make_task(rows, config.data), np.ones(400, bool)
     views = with_views(values, config.augment, ok)

@@ -99,14 +99,49 @@ REFUSED = {
         *[*DISCOVER, "--output", "other", "--num-novel", "auto"],
     ],
     "dry run, auto": [*DISCOVER, "--dry-run", "--num-novel", "auto", "--output", "run"],
-    "pretrain: other settings": ["pretrain", *DISCOVER[1:], "--seed", "7", "--output", "run"],
+    "pretrain: other settings": [
+        "pretrain",
+        *DISCOVER[1:],
+        "--seed",
+        "7",
+        "--output",
+        "run",
+    ],
     "evaluate: not a run": ["evaluate", "other"],
     "evaluate: no such device": ["evaluate", "run", "--device", "tpu"],
     "predict: no output": ["predict", "run", "--data", "digits"],
-    "predict: other data": ["predict", "run", "--data", "folder:photos", "--output", "found"],
-    "predict: not a table": ["predict", "run", "--data", "digits", "--output", "foreign"],
-    "predict: data gone": ["predict", "run", "--data", "folder:gone", "--output", "found"],
-    "predict: vectors": ["predict", "run", "--data", "vectors:vectors.npy", "--output", "found"],
+    "predict: other data": [
+        "predict",
+        "run",
+        "--data",
+        "folder:photos",
+        "--output",
+        "found",
+    ],
+    "predict: not a table": [
+        "predict",
+        "run",
+        "--data",
+        "digits",
+        "--output",
+        "foreign",
+    ],
+    "predict: data gone": [
+        "predict",
+        "run",
+        "--data",
+        "folder:gone",
+        "--output",
+        "found",
+    ],
+    "predict: vectors": [
+        "predict",
+        "run",
+        "--data",
+        "vectors:vectors.npy",
+        "--output",
+        "found",
+    ],
     "predict: folders of vectors": ["predict", "cells", "--folders"],
     "report: not a run": ["report", "other"],
     "report: no such device": ["report", "run", "--device", "tpu"],
@@ -122,9 +157,23 @@ REFUSED = {
         *["--weights", "gone.safetensors", "--output", "table.parquet"],
     ],
     "pack: other data": ["data", "pack", "--data", "digits", "--output", "pack"],
-    "pack: not a pack": ["data", "pack", "--data", "folder:photos", "--output", "other"],
+    "pack: not a pack": [
+        "data",
+        "pack",
+        "--data",
+        "folder:photos",
+        "--output",
+        "other",
+    ],
     "pack: a run": ["data", "pack", "--data", "folder:photos", "--output", "run"],
-    "pack: vectors": ["data", "pack", "--data", "vectors:vectors.npy", "--output", "pack"],
+    "pack: vectors": [
+        "data",
+        "pack",
+        "--data",
+        "vectors:vectors.npy",
+        "--output",
+        "pack",
+    ],
     "tune: other settings": ["tune", *TINY, "--output", "sweep", "--folds", "1"],
     "tune: other data": ["tune", *TINY, "--output", "sweep", "--data.limit", "150"],
     "tune: a run": ["tune", *TINY, "--output", "run"],
@@ -166,8 +215,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("change", "settings", "overwrite"), CASES.values(), ids=CASES.keys())
-def test_refused_embeddings_change_nothing(outputs, monkeypatch, change, settings, overwrite):
+@pytest.mark.parametrize(
+    ("change", "settings", "overwrite"), CASES.values(), ids=CASES.keys()
+)
+def test_refused_embeddings_change_nothing(
+    outputs, monkeypatch, change, settings, overwrite
+):
     """Vectors may exist nowhere else than beside their run."""
     monkeypatch.chdir(outputs)
     before = checksums(outputs)

@@ -1,4 +1,6 @@
-"""``uno reproduce``: its command line, what it runs and does not run again, and what it says of failures."""
+"""``uno reproduce``: its command line, what it runs and does not run again, and what
+it says of failures.
+"""
 
 import json
 import os
@@ -17,7 +19,13 @@ import torch
 from safetensors.torch import save_file
 
 from pipelines import cells, cli, reproduce, tables
-from pipelines.cells import CellProcess, RayProcess, read_attempts, run_jobs, start_local
+from pipelines.cells import (
+    CellProcess,
+    RayProcess,
+    read_attempts,
+    run_jobs,
+    start_local,
+)
 from pipelines.commands import DISCOVER
 from pipelines.options import parse
 from tests.forked import forked
@@ -32,12 +40,16 @@ from uno.runs import lock
 from uno.runs.lock import LOCK_FILE
 from uno.session.settings import RAY_JOB
 
-WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the device")
+WITHOUT_GPU = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="this machine has the device"
+)
 TINY = [word for word in SMALL if word not in ("--preset", "digits")]
 
 
 class Processes:
-    """Instead of processes: each ends at once with its code of ``codes``; cells leave metrics."""
+    """Instead of processes: each ends at once with its code of ``codes``; cells
+    leave metrics.
+    """
 
     def __init__(self, codes: dict[str, int] | None = None) -> None:
         self.codes, self.started, self.running, self.most = codes or {}, [], 0, 0
@@ -67,13 +79,25 @@ def request(words) -> tables.Request:
 @pytest.fixture
 def request_of(tmp_path):
     def make(*words):
-        return request(["ablation", "--seeds", "2", "--output", str(tmp_path / "out"), *TINY, *words])
+        return request(
+            [
+                "ablation",
+                "--seeds",
+                "2",
+                "--output",
+                str(tmp_path / "out"),
+                *TINY,
+                *words,
+            ]
+        )
 
     return make
 
 
 def run(request, codes=None):
-    """Run what is missing; the processes, and the attempts by name as the console was told."""
+    """Run what is missing; the processes, and the attempts by name as the console
+    was told.
+    """
     processes = Processes(codes)
     for folder in ("cells", "pretrain"):
         (request.output / folder).mkdir(parents=True, exist_ok=True)
@@ -81,27 +105,48 @@ def run(request, codes=None):
     return processes, {job.name: attempt for job, attempt in ended}
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (["ablaton"], "unknown table 'ablaton'; did you mean 'ablation'"),
-    (["ablation", "--seeds", "0"], "--seeds: Input should be greater than 0"),
-    (["ablation", "--scale", "full"], "needs --cifar10 DIR .* and --cifar100 DIR"),
-    (["ablation", "--scale", "full", "--datasets", "cifar100-50"], "needs --cifar100 DIR"),
-    (["ablation", "--datasets", "mnist"], "choose from digits, cifar10-jpeg"),
-    (["ablation", "--rows", "no"], "choose from uno, no-concat"),
-    (["rotation", "--rows", "kcl"], "choose from uno, uno-rotation"),
-    (["ablation", "--seed", "3"], "seed is set by the table"),
-    (["ablation", "--data", "digits"], "data.source is set by the table"),
-    (["ablation", "--weights", "x.safetensors"], "model.weights is set by the table"),
-    (["ablation", "--model.finetune", "none"], "needs --weights FILE"),
-    (["ablation", "--model.finetune", "none", "--weights", "x"], "needs --weights FILE"),
-    (["ablation", "--model.finetune", "none", "--weights", "x.pt"], "no such file"),
-    (["ablation", "--objective.epsilom", "1"], "unknown option --objective.epsilom"),
-    (["ablation", "--output", "s3://a/b"], "must be a directory"),
-    (["ablation", "--cifar10-jpeg", "/nowhere"], "/nowhere"),
-    pytest.param(["ablation", "--device", "cuda"], "no CUDA device", marks=WITHOUT_GPU),
-])  # fmt: skip
-def test_mistakes_are_one_line_and_nothing_starts(words, message, capsys, tmp_path, monkeypatch):
-    """Kills: a traceback, and a run that starts before everything is known to be there."""
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["ablaton"], "unknown table 'ablaton'; did you mean 'ablation'"),
+        (["ablation", "--seeds", "0"], "--seeds: Input should be greater than 0"),
+        (["ablation", "--scale", "full"], "needs --cifar10 DIR .* and --cifar100 DIR"),
+        (
+            ["ablation", "--scale", "full", "--datasets", "cifar100-50"],
+            "needs --cifar100 DIR",
+        ),
+        (["ablation", "--datasets", "mnist"], "choose from digits, cifar10-jpeg"),
+        (["ablation", "--rows", "no"], "choose from uno, no-concat"),
+        (["rotation", "--rows", "kcl"], "choose from uno, uno-rotation"),
+        (["ablation", "--seed", "3"], "seed is set by the table"),
+        (["ablation", "--data", "digits"], "data.source is set by the table"),
+        (
+            ["ablation", "--weights", "x.safetensors"],
+            "model.weights is set by the table",
+        ),
+        (["ablation", "--model.finetune", "none"], "needs --weights FILE"),
+        (
+            ["ablation", "--model.finetune", "none", "--weights", "x"],
+            "needs --weights FILE",
+        ),
+        (["ablation", "--model.finetune", "none", "--weights", "x.pt"], "no such file"),
+        (
+            ["ablation", "--objective.epsilom", "1"],
+            "unknown option --objective.epsilom",
+        ),
+        (["ablation", "--output", "s3://a/b"], "must be a directory"),
+        (["ablation", "--cifar10-jpeg", "/nowhere"], "/nowhere"),
+        pytest.param(
+            ["ablation", "--device", "cuda"], "no CUDA device", marks=WITHOUT_GPU
+        ),
+    ],
+)
+def test_mistakes_are_one_line_and_nothing_starts(
+    words, message, capsys, tmp_path, monkeypatch
+):
+    """Kills: a traceback, and a run that starts before everything is known to be
+    there.
+    """
     monkeypatch.chdir(tmp_path)
     assert cli.run_guarded(reproduce.main, words) == 2
     err = capsys.readouterr().err.strip()
@@ -111,17 +156,32 @@ def test_mistakes_are_one_line_and_nothing_starts(words, message, capsys, tmp_pa
 
 
 def test_what_a_command_line_leads_to(request_of, monkeypatch):
-    """Kills: rows without the reference row or the row whose runs they read; as many Ray runs at a time as
-    there are cores; a record that says where and how fast.
+    """Kills: rows without the reference row or the row whose runs they read; as many
+    Ray runs at a time as there are cores; a record that says where and how fast.
     """
     chosen = request(["rotation", "--rows", "rs-plus-rotation"]).table.rows
     assert {row.key for row in chosen} == {"uno", "rs-plus", "rs-plus-rotation"}
     assert tables._default_parallel(request_of("--workers", "2").compute) == 1
-    assert tables._default_parallel(request_of("--device", "cpu").compute) == (os.cpu_count() or 1)
-    words = ["ablation", "--output", "x", "--seeds", "3", "--record=y", "--parallel", "1", "--recipe", "v2"]
+    assert tables._default_parallel(request_of("--device", "cpu").compute) == (
+        os.cpu_count() or 1
+    )
+    words = [
+        "ablation",
+        "--output",
+        "x",
+        "--seeds",
+        "3",
+        "--record=y",
+        "--parallel",
+        "1",
+        "--recipe",
+        "v2",
+    ]
     assert request(words).command == "uno reproduce ablation --seeds 3 --recipe v2"
     monkeypatch.setenv(RAY_JOB, "{}")
-    with pytest.raises(ConfigError, match="inside a Ray job --output must be an absolute path"):
+    with pytest.raises(
+        ConfigError, match="inside a Ray job --output must be an absolute path"
+    ):
         request(["ablation"])
 
 
@@ -129,21 +189,41 @@ def test_dry_run_lists_cells_and_cost(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert reproduce.main(["ablation", "--seeds", "2", "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert "8 cells, 0 of them have a result" in out and "digits no-concat seed 1" in out and "minutes" in out
+    assert (
+        "8 cells, 0 of them have a result" in out
+        and "digits no-concat seed 1" in out
+        and "minutes" in out
+    )
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("spelled", ["cifar100-20", "cifar100_20"])
 def test_a_dry_run_needs_no_data(spelled, capsys, tmp_path, monkeypatch):
-    """Cells and cost are known before the data is fetched, in both spellings. Kills: a dry run that
-    refuses, a run that starts without data, a directory that is given and not looked at.
+    """Cells and cost are known before the data is fetched, in both spellings. Kills: a
+    dry run that refuses, a run that starts without data, a directory that is given and
+    not looked at.
     """
     monkeypatch.chdir(tmp_path)
-    words = ["sota", "--scale", "full", "--datasets", spelled, "--rows", "uno", "rs_plus", "kmeans"]
+    words = [
+        "sota",
+        "--scale",
+        "full",
+        "--datasets",
+        spelled,
+        "--rows",
+        "uno",
+        "rs_plus",
+        "kmeans",
+    ]
     assert reproduce.main([*words, "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert "6 cells, 0 of them have a result" in out and "cifar100-20 rs-plus seed 2" in out
-    assert "CIFAR100-20: pretraining 200 epochs, discovery 200 epochs for each cell" in out
+    assert (
+        "6 cells, 0 of them have a result" in out
+        and "cifar100-20 rs-plus seed 2" in out
+    )
+    assert (
+        "CIFAR100-20: pretraining 200 epochs, discovery 200 epochs for each cell" in out
+    )
     assert "to run it, pass --cifar100 DIR" in out and "cost: unknown" in out
     with pytest.raises(ConfigError, match="needs --cifar100 DIR"):
         reproduce.main(words)
@@ -159,15 +239,18 @@ def test_the_help_lists_data_sets_and_rows(capsys):
     for name in names():
         for scale in ("small", "full"):
             table = build(name, scale)
-            assert all(f" {each.key}" in out for each in (*table.benchmarks, *table.rows))
+            assert all(
+                f" {each.key}" in out for each in (*table.benchmarks, *table.rows)
+            )
             assert not any(
                 "_" in each.key for each in (*table.benchmarks, *table.rows)
             )  # one spelling is stored
 
 
 def test_pretrainings_come_first_and_nothing_is_repeated(request_of):
-    """Kills: a cell before its pretraining, a pretraining for each cell, weights of another seed; a second
-    run of anything, seeds that cannot be added, a lost cell that stays lost.
+    """Kills: a cell before its pretraining, a pretraining for each cell, weights of
+    another seed; a second run of anything, seeds that cannot be added, a lost cell that
+    stays lost.
     """
     request = request_of()
     jobs = tables.plan(request)
@@ -175,12 +258,19 @@ def test_pretrainings_come_first_and_nothing_is_repeated(request_of):
     by_name = {job.name: job for job in jobs}
     for cell in request.cells:
         job, shared = by_name[cell.name], by_name[cell.pretraining]
-        assert job.config == override(cell.config, {"model.weights": str(request.output / job.needs)})
+        assert job.config == override(
+            cell.config, {"model.weights": str(request.output / job.needs)}
+        )
         assert job.needs == cell.pretraining and shared.needs is None
-        assert (shared.config.seed, shared.config.augment.weak) == (cell.seed, cell.config.augment.weak)
+        assert (shared.config.seed, shared.config.augment.weak) == (
+            cell.seed,
+            cell.config.augment.weak,
+        )
     processes, _ = run(request)
     order = processes.started
-    assert all(order.index(job.needs) < order.index(job.name) for job in jobs if job.needs)
+    assert all(
+        order.index(job.needs) < order.index(job.name) for job in jobs if job.needs
+    )
     assert processes.most == 2
     assert tables.plan(request) == []
     more = tables.plan(request_of("--seeds", "3"))
@@ -190,13 +280,21 @@ def test_pretrainings_come_first_and_nothing_is_repeated(request_of):
 
 
 def test_failures_are_noted_and_only_divergence_is_final(request_of):
-    """Kills: a diverged cell that is run for ever, a full disk that is never tried again."""
-    diverged, full, stopped = (f"cells/digits-{run}" for run in ("uno-seed0", "no-concat-seed0", "uno-seed1"))
+    """Kills: a diverged cell that is run for ever, a full disk that is never tried
+    again.
+    """
+    diverged, full, stopped = (
+        f"cells/digits-{run}" for run in ("uno-seed0", "no-concat-seed0", "uno-seed1")
+    )
     request = request_of()
     _, told = run(request, {diverged: 3, full: 4, stopped: 75})
     assert told[diverged].reason == f"{diverged} says why"
     attempts = read_attempts(request.output)
-    assert attempts[diverged].failed and attempts[full].failed and not attempts[stopped].failed
+    assert (
+        attempts[diverged].failed
+        and attempts[full].failed
+        and not attempts[stopped].failed
+    )
     assert attempts[diverged].seconds == pytest.approx(told[diverged].seconds, abs=0.01)
     with (request.output / cells.ATTEMPTS).open("a") as file:
         file.write('{"job": "cells/cut short", "sec')
@@ -214,36 +312,59 @@ def test_a_failed_pretraining_fails_its_cells(request_of):
     assert lost and not set(lost) & set(processes.started)
     assert len(processes.started) == len(jobs) - len(lost) and len(told) == len(jobs)
     attempts = read_attempts(request.output)
-    assert all(attempts[name].reason == f"pretraining: {shared} says why" for name in lost)
+    assert all(
+        attempts[name].reason == f"pretraining: {shared} says why" for name in lost
+    )
 
 
 @pytest.fixture
 def frozen_request(request_of, tmp_path, monkeypatch):
-    """``frozen_request(...)``: cells on the features of an encoder, its file in the working directory."""
+    """``frozen_request(...)``: cells on the features of an encoder, its file in the
+    working directory.
+    """
     monkeypatch.chdir(tmp_path)
     encoder = build_encoder(request_of().cells[0].config.model)
     save_file(encoder.state_dict(), "encoder.safetensors")
-    words = ["--model.finetune", "none", "--weights", "encoder.safetensors", "--compute.cache", "cache"]
+    words = [
+        "--model.finetune",
+        "none",
+        "--weights",
+        "encoder.safetensors",
+        "--compute.cache",
+        "cache",
+    ]
     return lambda *more: request_of(*words, "--discover.epochs", "1", *more)
 
 
 def test_features_come_first_and_are_shared(frozen_request, tmp_path):
-    """Kills: a pretraining of a frozen encoder, features for each seed, one set for different views, features
-    on one core while all cells wait, relative paths in processes elsewhere, a cache that was deleted since.
+    """Kills: a pretraining of a frozen encoder, features for each seed, one set for
+    different views, features on one core while all cells wait, relative paths in
+    processes elsewhere, a cache that was deleted since.
     """
     request = frozen_request("--parallel", "2")
     jobs = {job.name: job for job in tables.plan(request)}
     first = [name for name in jobs if name.startswith("features/")]
-    assert len(first) == 2 and len(jobs) == 8 + 2  # weak augmentation has views of its own
+    # weak augmentation has views of its own
+    assert len(first) == 2 and len(jobs) == 8 + 2
     for cell in request.cells:
         job = jobs[cell.name]
-        assert job.needs in first and jobs[job.needs].config.augment.weak == cell.config.augment.weak
+        assert (
+            job.needs in first
+            and jobs[job.needs].config.augment.weak == cell.config.augment.weak
+        )
         assert job.config.model.weights == str(tmp_path / "encoder.safetensors")
-        assert (job.config.compute.cache, job.config.compute.threads) == (str(tmp_path / "cache"), 1)
+        assert (job.config.compute.cache, job.config.compute.threads) == (
+            str(tmp_path / "cache"),
+            1,
+        )
         assert jobs[job.needs].config.compute.threads == 2
     processes, _ = run(request)
     order = processes.started
-    assert all(order.index(job.needs) < order.index(job.name) for job in jobs.values() if job.needs)
+    assert all(
+        order.index(job.needs) < order.index(job.name)
+        for job in jobs.values()
+        if job.needs
+    )
     assert tables.plan(request) == []
     (request.output / "cells" / "digits-uno-seed1" / "metrics.json").unlink()
     again = [job.name for job in tables.plan(request)]
@@ -252,19 +373,40 @@ def test_features_come_first_and_are_shared(frozen_request, tmp_path):
 
 @pytest.fixture
 def own_request(frozen_request, tmp_path):
-    """``own_request(TABLE, ...)``: on a folder of the user's, six classes, four of them known."""
+    """``own_request(TABLE, ...)``: on a folder of the user's, six classes, four of
+    them known.
+    """
     write_images(tmp_path / "My Photos", dict.fromkeys("abcdef", 12))
     (tmp_path / "known.txt").write_text("a\nb\nc\nd\n")
     frozen_request()  # the encoder's file
-    words = ["--data", "My Photos", "--known-classes", "known.txt", "--preset", "photos", "--image-size", "8"]
-    words += ["--model.encoder", "resnet_small", "--model.width", "4", "--weights", "encoder.safetensors"]
-    return lambda name, *more: request([name, *words, "--compute.cache", "cache", "--seeds", "1", *more])
+    words = [
+        "--data",
+        "My Photos",
+        "--known-classes",
+        "known.txt",
+        "--preset",
+        "photos",
+        "--image-size",
+        "8",
+    ]
+    words += [
+        "--model.encoder",
+        "resnet_small",
+        "--model.width",
+        "4",
+        "--weights",
+        "encoder.safetensors",
+    ]
+    return lambda name, *more: request(
+        [name, *words, "--compute.cache", "cache", "--seeds", "1", *more]
+    )
 
 
 def test_a_table_on_ones_own_images(own_request, tmp_path):
-    """In the words of uno discover; cells know their data wherever they run. Kills: a table's own data
-    besides, features for each method, a start or a prior that is UNO's for others, two rows of one
-    configuration, data told as if it were a change, a rate for frozen features elsewhere, or above one given.
+    """In the words of uno discover; cells know their data wherever they run. Kills: a
+    table's own data besides, features for each method, a start or a prior that is UNO's
+    for others, two rows of one configuration, data told as if it were a change, a rate
+    for frozen features elsewhere, or above one given.
     """
     asked = own_request("sota", "--discover.epochs", "2")
     found = {cell.row.key: cell.config for cell in asked.cells}
@@ -274,35 +416,60 @@ def test_a_table_on_ones_own_images(own_request, tmp_path):
     assert asked.table.benchmarks[0].name == "My Photos (4 / 2)"
     assert asked.output == Path("runs/reproduce-sota-my-photos").absolute()
     for key, config in found.items():
-        assert config.data.source == str(tmp_path / "My Photos") and config.data.setting == "ncd"
+        assert (
+            config.data.source == str(tmp_path / "My Photos")
+            and config.data.setting == "ncd"
+        )
         assert (
             config.data.known_classes == str(tmp_path / "known.txt")
             and config.data.validation_fraction == 0.1
         )
-        assert (config.discover.epochs, config.train.batch_size) == (2, 66) and config.output is None
+        assert (config.discover.epochs, config.train.batch_size) == (
+            2,
+            66,
+        ) and config.output is None
         ours = config.method == "uno"
         assert config.model.prototype_init == ("kmeans" if ours else "random"), key
         assert config.objective.class_prior == ("kmeans" if ours else None)
         assert config.model.weights == str(tmp_path / "encoder.safetensors")
     assert len({cell.pretraining for cell in asked.cells}) == 1
     assert len({dump_yaml(config) for config in found.values()}) == len(found)
-    assert asked.changes.keys() & {"data.source", "data.known_classes", "preset"} == set()
+    assert (
+        asked.changes.keys() & {"data.source", "data.known_classes", "preset"} == set()
+    )
     assert "same cached features" in asked.table.notes[1]
     jobs = tables.plan(asked)
     assert [job.name.partition("/")[0] for job in jobs] == ["features", *["cells"] * 14]
-    assert found["uno"].discover.base_lr == found["iic"].discover.base_lr < found["rs"].discover.base_lr
+    assert (
+        found["uno"].discover.base_lr
+        == found["iic"].discover.base_lr
+        < found["rs"].discover.base_lr
+    )
     assert {cell.config.discover.base_lr for cell in request(["sota"]).cells} == {0.1}
     rs = own_request(
-        "sota", "--model.prototype_init", "random", "--discover.base-lr", "0.5", "--rows", "rs"
+        "sota",
+        "--model.prototype_init",
+        "random",
+        "--discover.base-lr",
+        "0.5",
+        "--rows",
+        "rs",
     ).cells[0]
-    assert (rs.config.model.prototype_init, rs.config.discover.base_lr) == ("random", 0.5)
+    assert (rs.config.model.prototype_init, rs.config.discover.base_lr) == (
+        "random",
+        0.5,
+    )
 
 
 def test_a_table_on_vectors(tmp_path):
-    """Which need no weights. Kills: an encoder's file asked for, a cell that cannot find the vectors."""
+    """Which need no weights. Kills: an encoder's file asked for, a cell that cannot
+    find the vectors.
+    """
     rows = np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32)
     labels = [f"c{i % 6}" for i in range(60)]
-    table = pa.table({"id": [str(i) for i in range(60)], "label": labels, "embedding": list(rows)})
+    table = pa.table(
+        {"id": [str(i) for i in range(60)], "label": labels, "embedding": list(rows)}
+    )
     pq.write_table(table, tmp_path / "rows.parquet")
     words = [
         "sota",
@@ -314,20 +481,42 @@ def test_a_table_on_vectors(tmp_path):
         "1",
     ]
     asked = request(
-        [*words, "--rows", "clustering", "kmeans", "--seeds", "1", "--output", str(tmp_path / "out")]
+        [
+            *words,
+            "--rows",
+            "clustering",
+            "kmeans",
+            "--seeds",
+            "1",
+            "--output",
+            str(tmp_path / "out"),
+        ]
     )
-    assert [cell.row.key for cell in asked.cells] == ["clustering", "uno"] and not asked.refused
-    assert all(cell.config.data.source == f"vectors:{tmp_path}/rows.parquet" for cell in asked.cells)
-    assert [job.needs for job in tables.plan(asked)][1:] == [asked.cells[0].pretraining] * 2
+    assert [cell.row.key for cell in asked.cells] == [
+        "clustering",
+        "uno",
+    ] and not asked.refused
+    assert all(
+        cell.config.data.source == f"vectors:{tmp_path}/rows.parquet"
+        for cell in asked.cells
+    )
+    assert [job.needs for job in tables.plan(asked)][1:] == [
+        asked.cells[0].pretraining
+    ] * 2
 
 
 def test_rows_that_own_images_refuse_are_told(own_request):
     """Kills: a table that is refused whole, a row that is left out without a word."""
     asked = own_request("rotation")
     assert {cell.row.key for cell in asked.cells} == {"uno", "rs-plus"}
-    assert asked.refused.keys() == {"my-photos-uno-rotation", "my-photos-rs-plus-rotation"}
+    assert asked.refused.keys() == {
+        "my-photos-uno-rotation",
+        "my-photos-rs-plus-rotation",
+    }
     assert "pretext.epochs must be 0" in asked.refused["my-photos-uno-rotation"]
-    with pytest.raises(ConfigError, match="unknown-k chooses classes of the paper's data"):
+    with pytest.raises(
+        ConfigError, match="unknown-k chooses classes of the paper's data"
+    ):
         own_request("unknown-k")
     with pytest.raises(ConfigError, match="give either --data or --cifar10"):
         own_request("sota", "--cifar10", "x")
@@ -335,7 +524,14 @@ def test_rows_that_own_images_refuse_are_told(own_request):
         own_request("sota", "--data", "digits")
     with pytest.raises(ConfigError, match="epsilon"):
         own_request("sota", "--objective.epsilon", "-1")
-    unknown = ["--known-classes", "None", "--labeled", "My Photos", "--unlabeled", "My Photos/a"]
+    unknown = [
+        "--known-classes",
+        "None",
+        "--labeled",
+        "My Photos",
+        "--unlabeled",
+        "My Photos/a",
+    ]
     with pytest.raises(ConfigError, match="give either --data or --labeled"):
         own_request("sota", *unknown)
 
@@ -349,9 +545,17 @@ def test_images_without_truth_cannot_be_counted(own_request, tmp_path):
 
 
 def test_a_cell_finds_the_features_of_its_job(frozen_request, monkeypatch):
-    """Kills: a job of features whose cells compute them again, under another key or in another cache."""
-    request, computed, compute = frozen_request("--parallel", "2"), [], features.compute_shard
-    monkeypatch.setattr(features, "compute_shard", lambda *a: computed.append(1) or compute(*a))
+    """Kills: a job of features whose cells compute them again, under another key or
+    in another cache.
+    """
+    request, computed, compute = (
+        frozen_request("--parallel", "2"),
+        [],
+        features.compute_shard,
+    )
+    monkeypatch.setattr(
+        features, "compute_shard", lambda *a: computed.append(1) or compute(*a)
+    )
     jobs = {job.name: job for job in tables.plan(request)}
     cell = jobs["cells/digits-uno-seed1"]
     counts = []
@@ -363,20 +567,36 @@ def test_a_cell_finds_the_features_of_its_job(frozen_request, monkeypatch):
     assert json.loads((request.output / cell.name / "metrics.json").read_text())
 
 
-def test_a_full_scale_cell_is_run_with_what_its_methods_authors_set(tmp_path, monkeypatch):
-    """RS weighs consistency 50 on CIFAR100, also in the process that reads the cell's file. Kills: constants
-    that get lost on the way.
+def test_a_full_scale_cell_is_run_with_what_its_methods_authors_set(
+    tmp_path, monkeypatch
+):
+    """RS weighs consistency 50 on CIFAR100, also in the process that reads the cell's
+    file. Kills: constants that get lost on the way.
     """
     monkeypatch.setattr(tables, "_check_data", lambda configs: None)
-    words = ["sota", "--scale", "full", "--datasets", "cifar10", "cifar100-20", "--seeds", "1", "--dry-run"]
+    words = [
+        "sota",
+        "--scale",
+        "full",
+        "--datasets",
+        "cifar10",
+        "cifar100-20",
+        "--seeds",
+        "1",
+        "--dry-run",
+    ]
     words += ["--cifar10", "/a", "--cifar100", "/b", "--output", str(tmp_path)]
     weights = {}
     for job in tables.plan(request(words)):
         (tmp_path / "cell.yaml").write_text(dump_yaml(job.config))
-        found = parse(["--config", str(tmp_path / "cell.yaml")], DISCOVER).config.method_options
+        found = parse(
+            ["--config", str(tmp_path / "cell.yaml")], DISCOVER
+        ).config.method_options
         assert found == job.config.method_options
         weights[job.name] = getattr(found, "consistency_weight", None)
-    assert [weights[f"cells/{name}-seed0"] for name in ("cifar100-20-rs", "cifar10-rs")] == [50.0, 5.0]
+    assert [
+        weights[f"cells/{name}-seed0"] for name in ("cifar100-20-rs", "cifar10-rs")
+    ] == [50.0, 5.0]
 
 
 def test_a_directory_of_other_settings_is_refused(request_of):
@@ -384,17 +604,26 @@ def test_a_directory_of_other_settings_is_refused(request_of):
     request = request_of()
     run_dir = request.output / "cells" / "digits-uno-seed0"
     run_dir.mkdir(parents=True)
-    config = next(job.config for job in tables.plan(request) if job.name == "cells/digits-uno-seed0")
+    config = next(
+        job.config
+        for job in tables.plan(request)
+        if job.name == "cells/digits-uno-seed0"
+    )
     (run_dir / "config.yaml").write_text(dump_yaml(config))
     assert tables.plan(request)
-    (run_dir / "config.yaml").write_text(dump_yaml(override(config, {"objective.epsilon": 0.2})))
-    with pytest.raises(ConfigError, match=r"other settings: objective\.epsilon; use another --output"):
+    (run_dir / "config.yaml").write_text(
+        dump_yaml(override(config, {"objective.epsilon": 0.2}))
+    )
+    with pytest.raises(
+        ConfigError, match=r"other settings: objective\.epsilon; use another --output"
+    ):
         tables.plan(request)
 
 
 def test_a_pretraining_goes_on_for_other_rows(request_of):
-    """Kills: a stopped pretraining that is refused since the cell it was begun for was another method's;
-    the settings of that method in the cells of this one, another pretraining that is taken for it.
+    """Kills: a stopped pretraining that is refused since the cell it was begun for was
+    another method's; the settings of that method in the cells of this one, another
+    pretraining that is taken for it.
     """
     request = request_of("--rows", "uno", "--seeds", "1")
     first, cell = tables.plan(request)
@@ -403,8 +632,11 @@ def test_a_pretraining_goes_on_for_other_rows(request_of):
     begun = override(first.config, {"method": "ncl", "ncl.rampup": 0.5})
     (run_dir / "config.yaml").write_text(dump_yaml(begun))
     assert tables.plan(request) == [first._replace(config=begun), cell]
-    (run_dir / "config.yaml").write_text(dump_yaml(override(begun, {"pretrain.base_lr": 3.0})))
-    assert tables.plan(request) == [first._replace(config=begun), cell]  # the run refuses that itself
+    (run_dir / "config.yaml").write_text(
+        dump_yaml(override(begun, {"pretrain.base_lr": 3.0}))
+    )
+    # the run refuses that itself
+    assert tables.plan(request) == [first._replace(config=begun), cell]
 
 
 def test_a_signal_stops_the_queue(tmp_path):
@@ -419,19 +651,26 @@ def test_a_signal_stops_the_queue(tmp_path):
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_tables_are_written_under_a_claim_and_that_of_a_killed_driver_goes(tmp_path, monkeypatch):
-    """And half a configuration goes. Kills: a lock file that stays for ever once every cell has a result, two
-    drivers that write at once.
+def test_tables_are_written_under_a_claim_and_that_of_a_killed_driver_goes(
+    tmp_path, monkeypatch
+):
+    """And half a configuration goes. Kills: a lock file that stays for ever once every
+    cell has a result, two drivers that write at once.
     """
     storage, held = Storage(str(tmp_path)), []
-    half, in_a_run = "cells/.digits-uno-seed0.yaml.1a2b3c4d", "cells/digits-uno-seed0/.config.yaml.1a2b3c4d"
+    half, in_a_run = (
+        "cells/.digits-uno-seed0.yaml.1a2b3c4d",
+        "cells/digits-uno-seed0/.config.yaml.1a2b3c4d",
+    )
     for name in (half, in_a_run):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"half")
     storage.write(LOCK_FILE, b'{"token": "of a killed driver"}')
     monkeypatch.setattr(lock, "WATCH_S", 0.0)
     monkeypatch.setattr(tables, "plan", lambda request: [])
-    monkeypatch.setattr(tables, "write_tables", lambda request: held.append(storage.read(LOCK_FILE)))
+    monkeypatch.setattr(
+        tables, "write_tables", lambda request: held.append(storage.read(LOCK_FILE))
+    )
     assert reproduce.main(["ablation", "--output", str(tmp_path)]) == 0
     assert len(held) == 1 and b"killed" not in held[0] and not storage.exists(LOCK_FILE)
     assert not storage.exists(half) and storage.exists(in_a_run)
@@ -451,15 +690,30 @@ def test_a_process_ends_with_its_driver(tmp_path):
     code, said = forked(driver)
     assert code == 0
     pid = int(said)
-    wait_for(lambda: not (path := Path(f"/proc/{pid}/status")).exists() or "zombie" in path.read_text())
+    wait_for(
+        lambda: (
+            not (path := Path(f"/proc/{pid}/status")).exists()
+            or "zombie" in path.read_text()
+        )
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_tiny_ablation_end_to_end(tmp_path, capsys):
-    """Stopped by SIGTERM after a cell, continued, repeated: the table is whole and nothing runs twice."""
+    """Stopped by SIGTERM after a cell, continued, repeated: the table is whole and
+    nothing runs twice.
+    """
     out = tmp_path / "out"
-    words = ["ablation", "--rows", "no-overclustering", "--seeds", "1", "--output", str(out)]
+    words = [
+        "ablation",
+        "--rows",
+        "no-overclustering",
+        "--seeds",
+        "1",
+        "--output",
+        str(out),
+    ]
     words += ["--parallel", "1", *TINY, "--record", str(tmp_path / "record")]
     command = [sys.executable, "-m", "pipelines", "reproduce", *words]
     driver = subprocess.Popen(command, stderr=subprocess.PIPE)
@@ -470,13 +724,17 @@ def test_a_tiny_ablation_end_to_end(tmp_path, capsys):
     before = {path: path.stat().st_mtime for path in out.glob("cells/*/metrics.json")}
     assert len(before) == 1
     recorded = (tmp_path / "record" / "cells.jsonl").read_text().splitlines()
-    assert {json.loads(line)["cell"].split("/")[-1] for line in recorded} == {p.parent.name for p in before}
+    assert {json.loads(line)["cell"].split("/")[-1] for line in recorded} == {
+        p.parent.name for p in before
+    }
     assert cli.run_guarded(reproduce.main, words) == 0
     assert all(path.stat().st_mtime == time_of for path, time_of in before.items())
     assert len(list(out.glob("cells/*/metrics.json"))) == 2
     text = (out / "ablation.md").read_text()
     assert text.count("| 1 |") >= 12 and "not finished" not in text
-    assert json.loads((tmp_path / "record" / "result.json").read_text())["missing"] == []
+    assert (
+        json.loads((tmp_path / "record" / "result.json").read_text())["missing"] == []
+    )
     capsys.readouterr()
     assert reproduce.main(words) == 0
     assert "nothing is run again" in capsys.readouterr().out
@@ -487,33 +745,51 @@ def test_a_tiny_ablation_end_to_end(tmp_path, capsys):
     assert (tmp_path / "elsewhere" / "ablation.md").read_text() == text
 
 
-SAVES = "import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(print('saved', flush=True) or 75))\n"
+SAVES = (
+    "import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(print('saved',"
+    " flush=True) or 75))\n"
+)
 SAVES += "print('ready', flush=True)\ntime.sleep(60)"
 
 
 def test_a_task_runs_to_its_end_or_until_it_is_told_to_stop(tmp_path):
-    """In this process. Kills: a code that is lost, a process that is killed before it has saved."""
+    """In this process. Kills: a code that is lost, a process that is killed before
+    it has saved.
+    """
     log, stop = tmp_path / "log", tmp_path / "log.stop"
     assert cells._run([sys.executable, "-c", "raise SystemExit(3)"], log, stop) == 3
     touch = f"open({str(stop)!r}, 'w').close(); "
     script = SAVES.replace("time.sleep", f"{touch}time.sleep")
-    assert cells._run([sys.executable, "-c", script], log, stop) == Interrupted.exit_code
+    assert (
+        cells._run([sys.executable, "-c", script], log, stop) == Interrupted.exit_code
+    )
     assert log.read_text() == "ready\nsaved\n"
 
 
 @pytest.mark.ray
 def test_cells_on_ray(ray_cluster, tmp_path):
-    """Exit codes come back; terminate() lets a process save. Kills: processes that wait in turn."""
+    """Exit codes come back; terminate() lets a process save. Kills: processes that
+    wait in turn.
+    """
 
     def start(name, script):
-        return RayProcess(ray_cluster, {"num_cpus": 1}, [sys.executable, "-c", script], tmp_path / name)
+        return RayProcess(
+            ray_cluster,
+            {"num_cpus": 1},
+            [sys.executable, "-c", script],
+            tmp_path / name,
+        )
 
     def code(process):
         wait_for(lambda: process.poll() is not None)
         return process.poll()
 
-    done, failed = (start(str(i), f"print('said'); raise SystemExit({i})") for i in (0, 3))
-    assert (code(done), code(failed)) == (0, 3) and (tmp_path / "3").read_text() == "said\n"
+    done, failed = (
+        start(str(i), f"print('said'); raise SystemExit({i})") for i in (0, 3)
+    )
+    assert (code(done), code(failed)) == (0, 3) and (
+        tmp_path / "3"
+    ).read_text() == "said\n"
     saving, log = start("saving", SAVES), tmp_path / "saving"
     wait_for(lambda: log.exists() and "ready" in log.read_text())
     saving.terminate()

@@ -24,15 +24,17 @@ from uno.session.console import STOP_SIGNALS, interrupt_on_signal, on_stop
 
 
 def test_ray_does_not_take_sigterm_from_us(monkeypatch):
-    """Ray installs a handler that ends the process with code 15 and no line. Kills: predict and estimate that
-    leave that way, a handler that stays after its block.
+    """Ray installs a handler that ends the process with code 15 and no line. Kills:
+    predict and estimate that leave that way, a handler that stays after its block.
     """
     before = signal.getsignal(signal.SIGTERM)
 
     def init(**_):
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(15))
 
-    ray = SimpleNamespace(is_initialized=lambda: False, init=init, shutdown=lambda: None)
+    ray = SimpleNamespace(
+        is_initialized=lambda: False, init=init, shutdown=lambda: None
+    )
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     for name, value in ray_env.ENVIRONMENT.items():
@@ -54,7 +56,9 @@ def test_a_signal_while_ray_starts_is_heard_afterwards(monkeypatch, number):
         signal.raise_signal(number)
         assert not asked
 
-    ray = SimpleNamespace(is_initialized=lambda: False, init=init, shutdown=lambda: ended.append(1))
+    ray = SimpleNamespace(
+        is_initialized=lambda: False, init=init, shutdown=lambda: ended.append(1)
+    )
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setenv("RAY_ADDRESS", "local")
     for name, value in ray_env.ENVIRONMENT.items():
@@ -69,13 +73,17 @@ def test_a_signal_while_ray_starts_is_heard_afterwards(monkeypatch, number):
 @pytest.mark.parametrize("first", STOP_SIGNALS)
 @pytest.mark.parametrize("second", STOP_SIGNALS)
 def test_the_first_signal_asks_and_the_second_leaves(first, second, capsys):
-    """Kills: SIGHUP that ends the process without saving, a second signal that waits for a checkpoint."""
+    """Kills: SIGHUP that ends the process without saving, a second signal that waits
+    for a checkpoint.
+    """
     before, asked = [signal.getsignal(number) for number in STOP_SIGNALS], []
     with pytest.raises(KeyboardInterrupt), on_stop(lambda: asked.append(1), "stopping"):
         signal.raise_signal(first)
         assert asked == [1] and capsys.readouterr().out == "stopping\n"
         signal.raise_signal(second)
-    assert asked == [1] and [signal.getsignal(number) for number in STOP_SIGNALS] == before
+    assert (
+        asked == [1] and [signal.getsignal(number) for number in STOP_SIGNALS] == before
+    )
 
 
 def test_what_is_ignored_stays_ignored():
@@ -87,7 +95,9 @@ def test_what_is_ignored_stays_ignored():
 
 
 def test_ctrl_c_that_is_ignored_is_heard_again():
-    """``uno discover &`` in a script, then kill -INT. Kills: such a run that cannot be asked to stop."""
+    """``uno discover &`` in a script, then kill -INT. Kills: such a run that cannot
+    be asked to stop.
+    """
     before, asked = signal.signal(signal.SIGINT, signal.SIG_IGN), []
     with on_stop(lambda: asked.append(1)):
         signal.raise_signal(signal.SIGINT)
@@ -106,7 +116,11 @@ def test_a_line_that_nobody_can_read_does_not_keep_it_from_saving(monkeypatch):
 
 
 def test_a_stop_that_a_library_swallows_is_said_at_the_end():
-    with pytest.raises(Interrupted, match="resume"), interrupt_on_signal("resume"), suppress(Exception):
+    with (
+        pytest.raises(Interrupted, match="resume"),
+        interrupt_on_signal("resume"),
+        suppress(Exception),
+    ):
         signal.raise_signal(signal.SIGTERM)
 
 
@@ -128,9 +142,10 @@ def test_an_exit_in_a_callback_is_asked_again_without_a_traceback():
 
 @pytest.mark.parametrize("step_s", [0.001, 0.3, 20.0])
 def test_all_ranks_stop_at_the_same_step(monkeypatch, step_s):
-    """A look that fails, finds nothing, then the file, while steps go on. Kills: a rank that goes by its own
-    clock, training that waits for the look or ends with it, 100 steps of 20 s before a stop is heard: the
-    first vote follows at once, and no step has been timed; a second vote that goes by one step.
+    """A look that fails, finds nothing, then the file, while steps go on. Kills: a rank
+    that goes by its own clock, training that waits for the look or ends with it, 100
+    steps of 20 s before a stop is heard: the first vote follows at once, and no step
+    has been timed; a second vote that goes by one step.
     """
     looks, may_look, votes, clock = [], threading.Event(), [], [0.0]
 
@@ -143,7 +158,9 @@ def test_all_ranks_stop_at_the_same_step(monkeypatch, step_s):
 
     monkeypatch.setattr(ranks, "STOP_LOOK_S", 0.001)
     monkeypatch.setattr(ranks.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(collectives, "all_reduce_sum_", lambda vote: votes.append(vote.clone()) or vote)
+    monkeypatch.setattr(
+        collectives, "all_reduce_sum_", lambda vote: votes.append(vote.clone()) or vote
+    )
     first = ranks.StopVotes(0, torch.device("cpu"), look)
     asked = []
     while not (asked and asked[-1]):
@@ -154,7 +171,9 @@ def test_all_ranks_stop_at_the_same_step(monkeypatch, step_s):
             may_look.set()
     most = {0.001: 100, 0.3: 3, 20.0: 1}[step_s]
     steps = [int(vote[1]) for vote in votes]
-    assert max(steps) == most and all(after <= 2 * before for before, after in pairwise(steps))
+    assert max(steps) == most and all(
+        after <= 2 * before for before, after in pairwise(steps)
+    )
     assert len(votes) >= len(asked) / most
     seen = iter(votes)
     monkeypatch.setattr(collectives, "all_reduce_sum_", lambda vote: next(seen) + vote)

@@ -1,4 +1,6 @@
-"""``ray job submit`` against a running head: logs, exit codes, stop, kill, and the same submission again."""
+"""``ray job submit`` against a running head: logs, exit codes, stop, kill, and the
+same submission again.
+"""
 
 import json
 import subprocess
@@ -6,7 +8,14 @@ import sys
 
 import pytest
 
-from tests.pipelines.small import INTERVAL, LONG, RAY, ROOT, assert_as_undisturbed, wait_for
+from tests.pipelines.small import (
+    INTERVAL,
+    LONG,
+    RAY,
+    ROOT,
+    assert_as_undisturbed,
+    wait_for,
+)
 from uno.data.files import Storage
 from uno.runs import lock
 from uno.runs.checkpoint import checkpoint_steps
@@ -41,12 +50,32 @@ def runtime_env(faults: str) -> dict:
 
 
 def test_a_bad_configuration_fails_with_its_reason(client, tmp_path):
-    """One line in the logs, the code in the status; ray's own exit code is 1 for every failure."""
+    """One line in the logs, the code in the status; ray's own exit code is 1 for
+    every failure.
+    """
     words = [RAY, "job", "submit", "--address", client.url, "--working-dir", str(ROOT)]
-    words += ["--submission-id", "uno-bad", "--runtime-env-json", json.dumps(runtime_env("")), "--"]
-    words += [sys.executable, "-m", "pipelines", "discover", *LONG, "--batch-size", "33", "--workers", "2"]
+    words += [
+        "--submission-id",
+        "uno-bad",
+        "--runtime-env-json",
+        json.dumps(runtime_env("")),
+        "--",
+    ]
+    words += [
+        sys.executable,
+        "-m",
+        "pipelines",
+        "discover",
+        *LONG,
+        "--batch-size",
+        "33",
+        "--workers",
+        "2",
+    ]
     words += ["--output", str(tmp_path / "run")]
-    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240)
+    done = subprocess.run(
+        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240
+    )
     assert done.returncode == 1
     logs = client.get_job_logs("uno-bad")
     assert logs.splitlines()[-1].startswith("uno: error: ") and "Traceback" not in logs
@@ -56,11 +85,26 @@ def test_a_bad_configuration_fails_with_its_reason(client, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_killed_and_a_stopped_job_are_resumed_by_the_same_submission(two, client, tmp_path):
-    """kill -9 of the driver while its workers go on, then `ray job stop`, then to the end: equal weights."""
+def test_a_killed_and_a_stopped_job_are_resumed_by_the_same_submission(
+    two, client, tmp_path
+):
+    """kill -9 of the driver while its workers go on, then `ray job stop`, then to
+    the end: equal weights.
+    """
     storage = Storage(str(tmp_path / "run"))
-    words = [sys.executable, "-m", "pipelines", "discover", *LONG, "--workers", "2", "--output", storage.root]
-    env = {**runtime_env("kill-driver:step=8"), "working_dir": str(ROOT)}  # strikes once, as every fault
+    words = [
+        sys.executable,
+        "-m",
+        "pipelines",
+        "discover",
+        *LONG,
+        "--workers",
+        "2",
+        "--output",
+        storage.root,
+    ]
+    # strikes once, as every fault
+    env = {**runtime_env("kill-driver:step=8"), "working_dir": str(ROOT)}
 
     def submit() -> str:
         return client.submit_job(entrypoint=" ".join(words), runtime_env=env)
@@ -72,21 +116,33 @@ def test_a_killed_and_a_stopped_job_are_resumed_by_the_same_submission(two, clie
     assert ended(submit())[0] == "FAILED"
     killed_at = checkpoint_steps(storage, "discover")[-1]
     assert killed_at < 240
-    bookkeeping = [path for path in (tmp_path / "run" / "ray").rglob("*") if path.is_file()]
+    bookkeeping = [
+        path for path in (tmp_path / "run" / "ray").rglob("*") if path.is_file()
+    ]
     assert bookkeeping
-    for path in bookkeeping:  # Ray Train's snapshot of the killed run is of no use and of no harm
+    # Ray Train's snapshot of the killed run is of no use and of no harm
+    for path in bookkeeping:
         path.write_bytes(b"")
 
     stopped, goal = submit(), killed_at + 2 * INTERVAL
-    wait_for(lambda: checkpoint_steps(storage, "discover")[-1] >= goal or has_ended(client, stopped))
+    wait_for(
+        lambda: (
+            checkpoint_steps(storage, "discover")[-1] >= goal
+            or has_ended(client, stopped)
+        )
+    )
     client.stop_job(stopped)
     status, logs = ended(stopped)
     assert status == "STOPPED" and "resume with the same command" in logs[-1]
-    assert checkpoint_steps(storage, "discover")[-1] < 240 and not storage.exists(lock.LOCK_FILE)
+    assert checkpoint_steps(storage, "discover")[-1] < 240 and not storage.exists(
+        lock.LOCK_FILE
+    )
 
     status, logs = ended(submit())
     assert status == "SUCCEEDED", logs
-    assert any(f"results in {storage.root}" in line for line in logs) and not storage.exists("ray")
+    assert any(
+        f"results in {storage.root}" in line for line in logs
+    ) and not storage.exists("ray")
     assert [line for line in logs if "WARNING" in line or "Traceback" in line] == []
     assert_as_undisturbed(tmp_path / "run", two, 1)
 

@@ -1,4 +1,6 @@
-"""Two ranks of torchrun, without Ray: killed, resumed, finished, and what it says of other wishes."""
+"""Two ranks of torchrun, without Ray: killed, resumed, finished, and what it says of
+other wishes.
+"""
 
 import json
 import os
@@ -13,17 +15,36 @@ from torch.distributed import run
 
 from pipelines.commands import DISCOVER
 from pipelines.options import parse
-from tests.pipelines.small import LONG, ROOT, SMALL, assert_same_weights, lines_of, wait_for
+from tests.pipelines.small import (
+    LONG,
+    ROOT,
+    SMALL,
+    assert_same_weights,
+    lines_of,
+    wait_for,
+)
 from tests.processes import running
 from uno.data.files import Storage
 from uno.runs.checkpoint import checkpoint_steps
 
 
 def torchrun(log: Path, *argv: str) -> subprocess.Popen:
-    """``torchrun -m pipelines ARGV`` with two ranks and one thread each; its output goes to ``log``."""
-    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "pipelines", *argv]
+    """``torchrun -m pipelines ARGV`` with two ranks and one thread each; its output
+    goes to ``log``.
+    """
+    words = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "pipelines",
+        *argv,
+    ]
     with open(log, "w") as file:
-        return subprocess.Popen([sys.executable, *words], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+        return subprocess.Popen(
+            [sys.executable, *words], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT
+        )
 
 
 def ours(log: Path) -> list[str]:
@@ -33,27 +54,42 @@ def ours(log: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory) -> Path:
-    """A run of which kill -9 took a rank, whose torchrun was told to stop, and which the same command has
-    finished.
+    """A run of which kill -9 took a rank, whose torchrun was told to stop, and which
+    the same command has finished.
     """
     folder = tmp_path_factory.mktemp("torchrun")
-    command, output = ["discover", *LONG, "--output", str(folder / "run")], Storage(str(folder / "run"))
+    command, output = (
+        ["discover", *LONG, "--output", str(folder / "run")],
+        Storage(str(folder / "run")),
+    )
     first = torchrun(folder / "first.log", *command)
-    wait_for(lambda: bool(checkpoint_steps(output, "discover")) or first.poll() is not None)
+    wait_for(
+        lambda: bool(checkpoint_steps(output, "discover")) or first.poll() is not None
+    )
     ranks = [pid for pid, process in running().items() if process.parent == first.pid]
     (victim,) = [pid for pid in ranks if is_rank(pid, "1")]
     os.kill(victim, signal.SIGKILL)
     assert first.wait(120) != 0
     (line,) = ours(folder / "first.log")
-    assert line.startswith("uno: rank 0 of 2 lost another (") and line.endswith("the same command resumes")
+    assert line.startswith("uno: rank 0 of 2 lost another (") and line.endswith(
+        "the same command resumes"
+    )
     (killed,) = checkpoint_steps(output, "discover")[-1:]
     second = torchrun(folder / "second.log", *command)
-    wait_for(lambda: checkpoint_steps(output, "discover")[-1] > killed or second.poll() is not None)
+    wait_for(
+        lambda: (
+            checkpoint_steps(output, "discover")[-1] > killed
+            or second.poll() is not None
+        )
+    )
     second.terminate()
     assert second.wait(120) != 0
     (line,) = ours(folder / "second.log")
     stopped = checkpoint_steps(output, "discover")[-1]
-    assert line == f"uno: stopped at discover step {stopped} of 240; resume with the same command"
+    assert (
+        line == f"uno: stopped at discover step {stopped} of 240; resume with the same"
+        " command"
+    )
     assert torchrun(folder / "third.log", *command).wait(240) == 0
     assert f"resuming at discover step {stopped}" in (folder / "third.log").read_text()
     return folder / "run"
@@ -65,20 +101,38 @@ def is_rank(pid: int, rank: str) -> bool:
 
 @pytest.mark.ray  # several processes
 def test_a_rank_is_killed_and_the_same_command_finishes(resumed):
-    """Kills: a run that hangs or ends with code 0 when a rank dies, a claim that stays, two ranks that
-    predict or write, ranks that nobody watches, logs that end with their group.
+    """Kills: a run that hangs or ends with code 0 when a rank dies, a claim that stays,
+    two ranks that predict or write, ranks that nobody watches, logs that end with their
+    group.
     """
     names = {path.name for path in resumed.iterdir()}
     for rank in (0, 1):  # of three groups
         log = (resumed / "logs" / f"rank-{rank}.log").read_text()
-        assert log.count(f"rank {rank} of 2, process") == 3 and "epoch 40/40  step 240/240" in log
+        assert (
+            log.count(f"rank {rank} of 2, process") == 3
+            and "epoch 40/40  step 240/240" in log
+        )
         assert "Interrupted: stopped at discover step" in log
-    assert names >= {"predictions.parquet", "report.html", "metrics.json", "model", "tensorboard"}
+    assert names >= {
+        "predictions.parquet",
+        "report.html",
+        "metrics.json",
+        "model",
+        "tensorboard",
+    }
     assert not {"lock.json", "ray", "STOP"} & names
-    lines = [json.loads(line) for line in (resumed / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (resumed / "metrics.jsonl").read_text().splitlines()
+    ]
     steps = [(line["phase"], line["step"]) for line in lines]
-    assert steps == sorted(set(steps), key=lambda pair: (pair[0] == "discover", pair[1]))
-    assert all(0 < line["rank_ms_min"] <= line["rank_ms_median"] <= line["rank_ms_max"] for line in lines)
+    assert steps == sorted(
+        set(steps), key=lambda pair: (pair[0] == "discover", pair[1])
+    )
+    assert all(
+        0 < line["rank_ms_min"] <= line["rank_ms_median"] <= line["rank_ms_max"]
+        for line in lines
+    )
 
 
 @pytest.mark.ray
@@ -86,37 +140,58 @@ def test_it_learns_what_ray_learns(resumed, two):
     """Weights, lines and results of Ray with two workers, to the bit."""
     assert_same_weights(resumed, two)
     assert lines_of(resumed) == lines_of(two)
-    assert (resumed / "metrics.json").read_bytes() == (two / "metrics.json").read_bytes()
+    assert (resumed / "metrics.json").read_bytes() == (
+        two / "metrics.json"
+    ).read_bytes()
 
 
 @pytest.mark.ray  # several processes
 @pytest.mark.slow
 def test_other_wishes_are_one_line(tmp_path):
-    """From rank 0 alone. Kills: a rank that waits for ever for one that refused, a line from each of them."""
+    """From rank 0 alone. Kills: a rank that waits for ever for one that refused, a
+    line from each of them.
+    """
     process = torchrun(
-        tmp_path / "log", "discover", *SMALL, "--workers", "3", "--output", str(tmp_path / "run")
+        tmp_path / "log",
+        "discover",
+        *SMALL,
+        "--workers",
+        "3",
+        "--output",
+        str(tmp_path / "run"),
     )
     assert process.wait(120) != 0
     assert ours(tmp_path / "log") == [
-        "uno: error: --workers 3, but torchrun has started 2 ranks; leave --workers out"]  # fmt: skip
+        "uno: error: --workers 3, but torchrun has started 2 ranks; leave --workers out"
+    ]
     assert not (tmp_path / "run").exists()
 
 
 def test_the_slurm_script_starts_what_torchrun_and_ray_understand(tmp_path):
-    """With Slurm's commands stood in for. Kills: flags that torchrun or uno do not have, as many ranks as
-    nodes, options of the user's lost, a script that ends because it reads only the first of many nodes.
+    """With Slurm's commands stood in for. Kills: flags that torchrun or uno do not
+    have, as many ranks as nodes, options of the user's lost, a script that ends because
+    it reads only the first of many nodes.
     """
-    for name, body in (("scontrol", "echo node-a; seq 100000"), ("srun", 'printf "%s\\n" "$@"')):
+    for name, body in (
+        ("scontrol", "echo node-a; seq 100000"),
+        ("srun", 'printf "%s\\n" "$@"'),
+    ):
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
-    facts = {"SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "4"}
+    facts = {
+        "SLURM_JOB_NODELIST": "node-[a-b]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_GPUS_ON_NODE": "4",
+    }
     options = ["--data", "parquet:/data/my set", "--output", "/shared/run"]
 
     def started(launcher: str) -> list[str]:
         facts["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
         env = os.environ | facts | {"SLURM_JOB_ID": "7", "LAUNCHER": launcher}
         script = ["bash", str(ROOT / "examples/slurm.sbatch"), *options]
-        return subprocess.run(script, env=env, check=True, capture_output=True, text=True).stdout.splitlines()
+        return subprocess.run(
+            script, env=env, check=True, capture_output=True, text=True
+        ).stdout.splitlines()
 
     program, *words = started("torchrun")
     found = run.parse_args(words)
@@ -126,22 +201,44 @@ def test_the_slurm_script_starts_what_torchrun_and_ray_understand(tmp_path):
     assert found.training_script_args == ["discover", *options]
     words = started("ray")
     at = words.index("--")
-    assert words[:at] == ["ray", "symmetric-run", "--address", "node-a:6379", "--min-nodes", "2"]
-    assert words[at + 1 :] == ["python", "-m", "pipelines", "discover", "--workers", "8", *options]
+    assert words[:at] == [
+        "ray",
+        "symmetric-run",
+        "--address",
+        "node-a:6379",
+        "--min-nodes",
+        "2",
+    ]
+    assert words[at + 1 :] == [
+        "python",
+        "-m",
+        "pipelines",
+        "discover",
+        "--workers",
+        "8",
+        *options,
+    ]
     parse(words[at + 5 :], DISCOVER)
 
 
 def test_the_skypilot_file_starts_what_torchrun_understands(tmp_path):
-    """With torchrun stood in for. Kills: flags that torchrun or uno do not have, the first node's rank on
-    all.
+    """With torchrun stood in for. Kills: flags that torchrun or uno do not have, the
+    first node's rank on all.
     """
     task = yaml.safe_load((ROOT / "examples/skypilot.yaml").read_text())
     (tmp_path / "torchrun").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     (tmp_path / "torchrun").chmod(0o755)
-    sky = {"NODE_IPS": "10.0.0.1\n10.0.0.2", "NUM_NODES": "2", "NODE_RANK": "1", "NUM_GPUS_PER_NODE": "4"}
+    sky = {
+        "NODE_IPS": "10.0.0.1\n10.0.0.2",
+        "NUM_NODES": "2",
+        "NODE_RANK": "1",
+        "NUM_GPUS_PER_NODE": "4",
+    }
     env = os.environ | {f"SKYPILOT_{name}": value for name, value in sky.items()}
     env |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OUTPUT": "s3://bucket/run"}
-    words = subprocess.run(["bash", "-c", task["run"]], env=env, check=True, capture_output=True, text=True)
+    words = subprocess.run(
+        ["bash", "-c", task["run"]], env=env, check=True, capture_output=True, text=True
+    )
     found = run.parse_args(words.stdout.splitlines())
     assert (found.nnodes, found.nproc_per_node, found.node_rank, found.master_addr) == (
         "2",
@@ -151,4 +248,7 @@ def test_the_skypilot_file_starts_what_torchrun_understands(tmp_path):
     )
     assert (found.module, found.training_script) == (True, "pipelines")
     assert found.training_script_args[0] == "discover"
-    assert parse(found.training_script_args[1:], DISCOVER).config.output == "s3://bucket/run"
+    assert (
+        parse(found.training_script_args[1:], DISCOVER).config.output
+        == "s3://bucket/run"
+    )

@@ -13,7 +13,15 @@ from uno.runs.checkpoint import checkpoint_steps
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
-SPREAD = ["pipelines", "discover", *LONG, "--workers", "2", "--compute.placement_strategy", "SPREAD"]
+SPREAD = [
+    "pipelines",
+    "discover",
+    *LONG,
+    "--workers",
+    "2",
+    "--compute.placement_strategy",
+    "SPREAD",
+]
 WAITS = "waiting for nodes: need 2 workers with 1 CPU"
 
 
@@ -31,12 +39,14 @@ def unused(tmp_path):
 
 
 def test_nodes_die_come_and_are_told_to_leave(two, nodes, tmp_path, unused):
-    """A directory that the second node does not see is refused before a step is trained. Then its raylet is
-    killed, and the first has no room for both workers: another one comes, is told to leave, and the run,
-    which waits again, is stopped. The same command with room on the first node outlives the kill of a third.
-    Kills: an epoch trained before anyone notices, an end while nodes may come, workers without a share, steps
-    trained twice after a notice, workers that keep the share of before, which leaves Ray Data no CPU, a log
-    that stays on its node or is fetched at the end, one that the next group begins anew.
+    """A directory that the second node does not see is refused before a step is
+    trained. Then its raylet is killed, and the first has no room for both workers:
+    another one comes, is told to leave, and the run, which waits again, is stopped. The
+    same command with room on the first node outlives the kill of a third. Kills: an
+    epoch trained before anyone notices, an end while nodes may come, workers without a
+    share, steps trained twice after a notice, workers that keep the share of before,
+    which leaves Ray Data no CPU, a log that stays on its node or is fetched at the end,
+    one that the next group begins anew.
     """
     storage = Storage(str(tmp_path / "run"))
     argv = [*SPREAD, "--data.loading", "streaming", "--output", storage.root]
@@ -45,45 +55,77 @@ def test_nodes_die_come_and_are_told_to_leave(two, nodes, tmp_path, unused):
 
     def starts():
         events = faults.read_events(storage)
-        return [event["step"] for event in events if (event["event"], event["phase"]) == ("start", DISCOVER)]
+        return [
+            event["step"]
+            for event in events
+            if (event["event"], event["phase"]) == ("start", DISCOVER)
+        ]
 
     nodes.join(2, unused)
     if nodes.real:  # network namespaces need root
-        command = Command([*SPREAD, "--output", str(unused / "run")], nodes.env, tmp_path / "unseen")
+        command = Command(
+            [*SPREAD, "--output", str(unused / "run")], nodes.env, tmp_path / "unseen"
+        )
         assert command.end() == 4, command.lines
         last = command.lines[-1]
-        assert last.startswith("uno: error: ") and "is not on storage that all nodes share" in last
+        assert (
+            last.startswith("uno: error: ")
+            and "is not on storage that all nodes share" in last
+        )
         assert not (unused / "run" / "checkpoints").exists()
 
     command = Command(narrow, env, tmp_path / "log")
     wait_for(lambda: command.says(WAITS))
     assert command.says("workers died (a worker process or its node was lost)")
     deaths = 1
-    for _ in range(3):  # where the notice comes while processes of the group start, these may die of it
+    # where the notice comes while processes of the group start, these may die of it
+    for _ in range(3):
         nodes.join(2)
         tell_to_leave = nodes.notice(90)
-        wait_for(lambda deaths=deaths: len(starts()) == 1 + deaths or command.code is not None)
+        wait_for(
+            lambda deaths=deaths: (
+                len(starts()) == 1 + deaths or command.code is not None
+            )
+        )
         waited = command.count(WAITS)
         tell_to_leave()
-        wait_for(lambda waited=waited: command.count(WAITS) > waited or command.code is not None)
+        wait_for(
+            lambda waited=waited: (
+                command.count(WAITS) > waited or command.code is not None
+            )
+        )
         if command.says("a node is being drained"):
             break
         deaths += 1
-    assert command.says("a node is being drained") and command.count("workers died") == deaths
+    assert (
+        command.says("a node is being drained")
+        and command.count("workers died") == deaths
+    )
     reached = checkpoint_steps(storage, DISCOVER)[-1]
     command.stop()
-    assert command.end() == 75 and command.says("resume with the same command"), command.lines
+    assert command.end() == 75 and command.says("resume with the same command"), (
+        command.lines
+    )
 
     nodes.join(2)
     env = nodes.env | {faults.VARIABLE: f"kill-node:step={reached + 40}"}
     again = Command(argv, env, tmp_path / "again")
     assert again.end() == 0, again.lines
     assert again.says("was lost); new ones resume from the newest checkpoint")
-    assert len(starts()) == 3 + deaths and starts()[0] == 0 and starts()[1 + deaths] == reached
+    assert (
+        len(starts()) == 3 + deaths
+        and starts()[0] == 0
+        and starts()[1 + deaths] == reached
+    )
     assert_as_undisturbed(tmp_path / "run", two, 2)
-    results = [(run / "metrics.json").read_text() for run in (tmp_path / "run", two)]  # streamed and resident
+    # streamed and resident
+    results = [(run / "metrics.json").read_text() for run in (tmp_path / "run", two)]
     assert results[0] == results[1] and "baseline/kmeans/novel/acc" in results[0]
     for rank in range(2):
-        parts = storage.read(f"logs/rank-{rank}.log").decode().split(f"rank {rank} of 2, process ")[1:]
+        parts = (
+            storage.read(f"logs/rank-{rank}.log")
+            .decode()
+            .split(f"rank {rank} of 2, process ")[1:]
+        )
         assert len({part.splitlines()[0] for part in parts}) == len(parts) == 3 + deaths
         assert all("loss" in part for part in parts[-2:]), parts

@@ -24,20 +24,30 @@ def test_options_are_its_own_and_those_of_a_run():
     words = "--space full --trials 5 --objective.epsilon 0.2 --score loss"
     options = tiny_options("/x", *words.split())
     assert (options.trials, options.score, options.space_name) == (5, "loss", "full")
-    assert options.config.objective.epsilon == options.overrides["objective.epsilon"] == 0.2
+    assert (
+        options.config.objective.epsilon
+        == options.overrides["objective.epsilon"]
+        == 0.2
+    )
     assert options.overrides["preset"] == "digits" and not any(
         key.startswith(("output", "compute")) for key in options.overrides
     )
     assert options.asha == {"grace_epochs": 1, "reduction": 3}
     assert tiny_options("/x", "--scheduler", "none")[-2:] == (None, None)
-    assert tiny_options("/x", "--scheduler", "median")[-2:] == (None, {"grace_epochs": 1})
+    assert tiny_options("/x", "--scheduler", "median")[-2:] == (
+        None,
+        {"grace_epochs": 1},
+    )
 
 
-BAD = "--trial 3,--trials x,--space huge,--search gird,--score truth,--grace-epochs 0,--reduction 1,--dry-run"
+BAD = (
+    "--trial 3,--trials x,--space huge,--search gird,--score truth,--grace-epochs"
+    " 0,--reduction 1,--dry-run"
+)
 USELESS = (
-    "--trials 0,--folds 0,--seeds 0,--concurrent 0,--folds 9,--hide 1,--hide 5,--weights /some/run,"
-    "--discover.epochs 0,--train.batch-size 5000,--data.known-classes first:2,"
-    "--score agreement --model.num-heads 1"
+    "--trials 0,--folds 0,--seeds 0,--concurrent 0,--folds 9,--hide 1,--hide"
+    " 5,--weights /some/run,--discover.epochs 0,--train.batch-size"
+    " 5000,--data.known-classes first:2,--score agreement --model.num-heads 1"
 )
 
 
@@ -48,7 +58,9 @@ def test_bad_options_are_config_errors(words):
 
 
 @pytest.mark.parametrize("words", USELESS.split(","))
-def test_what_a_trial_would_stumble_over_is_refused_before_ray_starts(tmp_path, monkeypatch, words):
+def test_what_a_trial_would_stumble_over_is_refused_before_ray_starts(
+    tmp_path, monkeypatch, words
+):
     monkeypatch.setattr(driver, "_run_missing", lambda *args: pytest.fail("started"))
     with pytest.raises(ConfigError, match=r"^.+$"):
         main([*TINY, "--output", str(tmp_path / "s"), *words.split()])
@@ -69,10 +81,15 @@ def test_foreign_directories_and_other_settings_are_refused_by_name(tmp_path):
     assert (tmp_path / "thesis.txt").read_text() == "mine"
     (tmp_path / "thesis.txt").unlink()
     storage = fake_sweep(tmp_path, tiny_options(tmp_path), [])
-    for words, name in ((["--folds", "1"], "folds"), (["--objective.epsilon", "0.3"], "objective.epsilon")):
+    for words, name in (
+        (["--folds", "1"], "folds"),
+        (["--objective.epsilon", "0.3"], "objective.epsilon"),
+    ):
         with pytest.raises(ConfigError, match=name):
             driver.open_sweep(tiny_options(tmp_path, *words), storage, "0" * 64, 3)
-    same = tiny_options(tmp_path, "--trials", "99", "--concurrent", "1", "--compute.num_workers", "0")
+    same = tiny_options(
+        tmp_path, "--trials", "99", "--concurrent", "1", "--compute.num_workers", "0"
+    )
     driver.open_sweep(same, storage, "0" * 64, 3)
     storage.write("sweep.yaml", b"- damaged")
     with pytest.raises(ConfigError, match=r"sweep\.yaml"):
@@ -82,36 +99,64 @@ def test_foreign_directories_and_other_settings_are_refused_by_name(tmp_path):
 def test_a_sweep_of_failures_says_why(tmp_path):
     options = tiny_options(tmp_path / "s", "--folds", "1", "--trials", "1")
     fingerprint = read_task(options.config.data).rows.fingerprint
-    failed = {"overrides": spaces.draw(options.space, 0, 1), "status": "failed", "reason": "not finite"}
+    failed = {
+        "overrides": spaces.draw(options.space, 0, 1),
+        "status": "failed",
+        "reason": "not finite",
+    }
     fake_sweep(tmp_path / "s", options, [failed], 2, fingerprint)
-    with pytest.raises(NumericsError, match=r"every trial failed, .* first reason: not finite"):
+    with pytest.raises(
+        NumericsError, match=r"every trial failed, .* first reason: not finite"
+    ):
         driver.run_sweep(options)
 
 
 def test_a_sweep_that_goes_on_holds_out_what_it_held_out(tmp_path):
-    """Kills: an old sweep refused for a changed default, a share that was asked for and is ignored."""
+    """Kills: an old sweep refused for a changed default, a share that was asked for
+    and is ignored.
+    """
     fake_sweep(tmp_path, tiny_options(tmp_path), [])
-    by_default, asked = tiny_options(tmp_path), tiny_options(tmp_path, "--data.validation-fraction", "0.1")
+    by_default, asked = (
+        tiny_options(tmp_path),
+        tiny_options(tmp_path, "--data.validation-fraction", "0.1"),
+    )
     by_default = by_default._replace(config=asked.config)
-    found = [driver._resolved(options)[0].config.data.validation_fraction for options in (by_default, asked)]
+    found = [
+        driver._resolved(options)[0].config.data.validation_fraction
+        for options in (by_default, asked)
+    ]
     assert found == [0, 0.1]
 
 
-@pytest.mark.parametrize(("words", "epochs"), [("", 2), ("--max-steps 2", 1), ("--max-steps 1000", 2)])
+@pytest.mark.parametrize(
+    ("words", "epochs"), [("", 2), ("--max-steps 2", 1), ("--max-steps 1000", 2)]
+)
 def test_epochs_that_have_steps_to_take(tmp_path, words, epochs):
     options = tiny_options(tmp_path, *words.split())
-    assert driver.check_plans(options, make_folds(tiny_data(options.config), "folds", 2, 0)) == epochs
+    assert (
+        driver.check_plans(
+            options, make_folds(tiny_data(options.config), "folds", 2, 0)
+        )
+        == epochs
+    )
 
 
-@pytest.mark.parametrize(("words", "cluster", "number"), [
-    ("", {"CPU": 2.0}, 2), ("", {"CPU": 64.0}, 16), ("--concurrent 3", {"CPU": 64.0}, 3),
-    ("--compute.cpus-per-worker 4", {"CPU": 10.0}, 2), ("", {"CPU": 0.5}, 1),
-    ("--device cuda", {"CPU": 16.0, "GPU": 2.0}, 2),
-    ("--device cuda --gpus-per-worker 0.5", {"CPU": 16.0, "GPU": 2.0}, 4),
-    ("--workers 2 --compute.cpus-per-worker 1", {"CPU": 5.0}, 2),
-    ("--compute.cpus-per-worker 4", {"CPU": 1.0}, None), ("--device cuda", {"CPU": 1.0}, None),
-    ("--workers 2", {"CPU": 1.0}, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "cluster", "number"),
+    [
+        ("", {"CPU": 2.0}, 2),
+        ("", {"CPU": 64.0}, 16),
+        ("--concurrent 3", {"CPU": 64.0}, 3),
+        ("--compute.cpus-per-worker 4", {"CPU": 10.0}, 2),
+        ("", {"CPU": 0.5}, 1),
+        ("--device cuda", {"CPU": 16.0, "GPU": 2.0}, 2),
+        ("--device cuda --gpus-per-worker 0.5", {"CPU": 16.0, "GPU": 2.0}, 4),
+        ("--workers 2 --compute.cpus-per-worker 1", {"CPU": 5.0}, 2),
+        ("--compute.cpus-per-worker 4", {"CPU": 1.0}, None),
+        ("--device cuda", {"CPU": 1.0}, None),
+        ("--workers 2", {"CPU": 1.0}, None),
+    ],
+)
 def test_trials_at_a_time_are_what_the_cluster_holds(tmp_path, words, cluster, number):
     options = tiny_options(tmp_path, *words.split())
     with nullcontext() if number else pytest.raises(ConfigError):
@@ -119,27 +164,46 @@ def test_trials_at_a_time_are_what_the_cluster_holds(tmp_path, words, cluster, n
 
 
 def test_a_sweep_follows_the_nodes_that_come_and_go(tmp_path, monkeypatch, capsys):
-    """With one trial more than fits, which may start a node. Kills: a number of trials that is fixed at the
-    start, silence while no node is left, more trials at a time than were asked for.
+    """With one trial more than fits, which may start a node. Kills: a number of trials
+    that is fixed at the start, silence while no node is left, more trials at a time
+    than were asked for.
     """
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     monkeypatch.setattr(driver.ray_private, "launches", lambda: ["1 node starting"])
-    capacity = driver.Capacity(tiny_options(tmp_path, "--concurrent", "3"), {"CPU": 1.0})
+    capacity = driver.Capacity(
+        tiny_options(tmp_path, "--concurrent", "3"), {"CPU": 1.0}
+    )
     assert (capacity.places, capacity.limit) == (1, 2)
-    for cpus, places, limit in ((2.0, 2, 3), (8.0, 3, 3), (0.0, 0, 1), (0.0, 0, 1), (1.0, 1, 2)):
+    for cpus, places, limit in (
+        (2.0, 2, 3),
+        (8.0, 3, 3),
+        (0.0, 0, 1),
+        (0.0, 0, 1),
+        (1.0, 1, 2),
+    ):
         capacity.look({"CPU": cpus})
         assert (capacity.places, capacity.limit) == (places, limit)
     lines = capsys.readouterr().out.splitlines()
     assert [line.rpartition(": ")[2] for line in lines if "come or gone" in line] == [
-        "2 trials at a time", "3 trials at a time", "1 trial at a time"]  # fmt: skip
-    assert [line.count("needs 1 CPUs, the cluster has 0") for line in lines] == [0, 0, 1, 0]
+        "2 trials at a time",
+        "3 trials at a time",
+        "1 trial at a time",
+    ]
+    assert [line.count("needs 1 CPUs, the cluster has 0") for line in lines] == [
+        0,
+        0,
+        1,
+        0,
+    ]
     assert lines[2].endswith("; 1 node starting")
     monkeypatch.setenv("RAY_ADDRESS", "local")
     assert driver.Capacity(tiny_options(tmp_path), {"CPU": 1.0}).limit == 1
 
 
 def test_a_stale_cluster_address_is_one_line():
-    with pytest.raises(ConfigError, match="RAY_ADDRESS=local starts one on this machine"):
+    with pytest.raises(
+        ConfigError, match="RAY_ADDRESS=local starts one on this machine"
+    ):
         ray_env.check_address("127.0.0.1:1")
     for other in ("", "auto", "local", "ray://host:10001"):
         ray_env.check_address(other)
@@ -148,16 +212,34 @@ def test_a_stale_cluster_address_is_one_line():
 def test_own_images_decide_for_a_sweep_as_for_a_run(tmp_path, monkeypatch):
     """Kills: a sweep at 32 px, rungs of other epochs, a batch that no fold fills."""
     source = write_images(tmp_path / "in", dict.fromkeys("abcd", 16), size=12)
-    words = ["--data", f"folder:{source}", "--known-classes", "a,b,c", "--model.encoder", "resnet_small"]
+    words = [
+        "--data",
+        f"folder:{source}",
+        "--known-classes",
+        "a,b,c",
+        "--model.encoder",
+        "resnet_small",
+    ]
     monkeypatch.setattr("uno.data.defaults.EPOCHS", {"pretrain": 6, "discover": 18})
-    options = sweep_options(parse([*words, "--output", str(tmp_path / "s"), "--device", "cpu"], TUNE))
+    options = sweep_options(
+        parse([*words, "--output", str(tmp_path / "s"), "--device", "cpu"], TUNE)
+    )
     found, task = driver._resolved(options)
     assert found.config.augment.large.size == found.overrides["data.stored_size"] == 12
     assert (found.config.discover.epochs, found.asha["grace_epochs"]) == (18, 3)
-    folds = make_folds(driver.load_data(found, task, None, Storage(str(tmp_path))), "folds", 2, 0)
-    fitted = driver._fitted(found._replace(config=override(found.config, {"train.batch_size": 500})), folds)
+    folds = make_folds(
+        driver.load_data(found, task, None, Storage(str(tmp_path))), "folds", 2, 0
+    )
+    fitted = driver._fitted(
+        found._replace(config=override(found.config, {"train.batch_size": 500})), folds
+    )
     rows = sum(folds[0].sizes)
-    assert fitted.overrides["train.batch_size"] == fitted.config.train.batch_size <= rows < 500
+    assert (
+        fitted.overrides["train.batch_size"]
+        == fitted.config.train.batch_size
+        <= rows
+        < 500
+    )
     assert driver.check_plans(fitted, folds) == 18
 
 
@@ -183,9 +265,14 @@ def test_trials_of_a_sweep_on_an_object_store_find_its_pretrained_weights(monkey
 
 @pytest.mark.parametrize(
     ("more", "fact"),
-    [(["--hide", "9"], "--hide 9"), (["--batch-size", "190"], "does not fill one batch")],
+    [
+        (["--hide", "9"], "--hide 9"),
+        (["--batch-size", "190"], "does not fill one batch"),
+    ],
 )
-def test_folds_are_checked_before_an_image_is_decoded(tmp_path, monkeypatch, more, fact):
+def test_folds_are_checked_before_an_image_is_decoded(
+    tmp_path, monkeypatch, more, fact
+):
     monkeypatch.setattr(driver, "load_data", lambda *_: pytest.fail("too late"))
     with pytest.raises(ConfigError, match=fact):
         driver.run_sweep(tiny_options(tmp_path / "sweep", *more))

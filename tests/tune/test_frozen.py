@@ -1,4 +1,6 @@
-"""Sweeps on the features of a frozen encoder: computed once, hidden classes as ever, nothing pretrained."""
+"""Sweeps on the features of a frozen encoder: computed once, hidden classes as ever,
+nothing pretrained.
+"""
 
 import errno
 import os
@@ -51,55 +53,98 @@ def computed(monkeypatch):
 
 
 def vector_options(folder: Path, *more: str) -> SweepOptions:
-    """Options of a sweep in ``folder``/s on 240 vectors, of four known and two novel classes."""
+    """Options of a sweep in ``folder``/s on 240 vectors, of four known and two novel
+    classes.
+    """
     labels, generator = np.arange(240) % 6, np.random.default_rng(0)
-    values = 4 * generator.normal(size=(6, 16))[labels] + generator.normal(size=(240, 16))
+    values = 4 * generator.normal(size=(6, 16))[labels] + generator.normal(
+        size=(240, 16)
+    )
     given_vectors(values, np.where(labels < 4, labels, -1)).store(f"{folder}/v.parquet")
-    words = ["--data", f"vectors:{folder}/v.parquet", "--num-novel", "2", "--folds", "1"]
+    words = [
+        "--data",
+        f"vectors:{folder}/v.parquet",
+        "--num-novel",
+        "2",
+        "--folds",
+        "1",
+    ]
     words += ["--batch-size", "64", "--compute.threads", "1", "--output", f"{folder}/s"]
     return sweep_options(parse([*words, *more], TUNE))
 
 
 def load(options, own_weights=None, storage=None):
     task = preflight(override(options.config, HERE))
-    return load_data(options, task, own_weights, storage or Storage(str(options.config.output)))
+    return load_data(
+        options, task, own_weights, storage or Storage(str(options.config.output))
+    )
 
 
-def test_trials_and_later_sweeps_share_features_that_are_computed_once(tmp_path, computed):
-    """Kills: features for each trial, fold or sweep; a fold that trains on the evaluation view, or is scored
-    on another; a pretraining of an encoder that is frozen.
+def test_trials_and_later_sweeps_share_features_that_are_computed_once(
+    tmp_path, computed
+):
+    """Kills: features for each trial, fold or sweep; a fold that trains on the
+    evaluation view, or is scored on another; a pretraining of an encoder that is
+    frozen.
     """
     options = frozen_options(tmp_path, "--folds", "1", "--discover.epochs", "1")
     data = load(options)
     assert sorted(computed) == SHARDS
     assert data.images.shape[1] == 1 + 3 and data.images.dtype == np.float32
     with claimed(tmp_path / "sweep") as storage:
-        found = [run_tiny(options, data, storage, {"objective.epsilon": epsilon}) for epsilon in (0.05, 0.1)]
+        found = [
+            run_tiny(options, data, storage, {"objective.epsilon": epsilon})
+            for epsilon in (0.05, 0.1)
+        ]
         assert not storage.exists("pretrain")
-    assert len(found) == 2 and all(0 < line["score"] <= 1 for lines in found for line in lines)
-    again = load(frozen_options(tmp_path, "--seed", "7", "--score", AGREEMENT, "--model.num-heads", "2"))
+    assert len(found) == 2 and all(
+        0 < line["score"] <= 1 for lines in found for line in lines
+    )
+    again = load(
+        frozen_options(
+            tmp_path, "--seed", "7", "--score", AGREEMENT, "--model.num-heads", "2"
+        )
+    )
     assert sorted(computed) == SHARDS and np.array_equal(again.images, data.images)
     for fold in folds_of(data, options.config):
         rows = fold.scored.index.numpy()
-        assert torch.equal(fold.scored.images[:], torch.from_numpy(data.images[rows, 0]))
+        assert torch.equal(
+            fold.scored.images[:], torch.from_numpy(data.images[rows, 0])
+        )
         assert fold.train.unlabeled_images.shape[1:] == data.images.shape[1:]
 
 
-@pytest.mark.parametrize("score", [
-    "folds", *(pytest.param(s, marks=pytest.mark.slow) for s in ("loss", "agreement", "oracle"))
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "score",
+    [
+        "folds",
+        *(
+            pytest.param(s, marks=pytest.mark.slow)
+            for s in ("loss", "agreement", "oracle")
+        ),
+    ],
+)
 def test_every_score_is_one_of_features(tmp_path, score):
-    options = frozen_options(tmp_path, "--score", score, "--folds", "1", "--discover.epochs", "1")
+    options = frozen_options(
+        tmp_path, "--score", score, "--folds", "1", "--discover.epochs", "1"
+    )
     with claimed(tmp_path / "sweep") as storage:
         assert np.isfinite(run_tiny(options, load(options), storage)[-1]["score"])
 
 
 @pytest.mark.slow
 def test_weights_of_a_library_are_those_of_the_sweep(tmp_path, monkeypatch, computed):
-    """Kills: an encoder at random in the place of weights that trials find later; a file that stays."""
-    options, own = frozen_options(tmp_path), (tmp_path / "encoder.safetensors").read_bytes()
+    """Kills: an encoder at random in the place of weights that trials find later; a
+    file that stays.
+    """
+    options, own = (
+        frozen_options(tmp_path),
+        (tmp_path / "encoder.safetensors").read_bytes(),
+    )
     expected = load(options)
-    pretrained = options._replace(config=override(options.config, {"model.weights": PRETRAINED}))
+    pretrained = options._replace(
+        config=override(options.config, {"model.weights": PRETRAINED})
+    )
     assert np.array_equal(load(pretrained, own).images, expected.images)
     shutil.rmtree(tmp_path / "cache")
     assert np.array_equal(load(pretrained, own).images, expected.images)
@@ -107,61 +152,95 @@ def test_weights_of_a_library_are_those_of_the_sweep(tmp_path, monkeypatch, comp
 
 
 def test_what_would_change_the_features_is_not_searched(tmp_path):
-    """Kills: a trial that trains on the features of other views, or on those of another encoder."""
+    """Kills: a trial that trains on the features of other views, or on those of
+    another encoder.
+    """
     config = frozen_options(tmp_path).config
     keys = {domain.key for domain in spaces.load_space("full", config)}
-    every = {domain.key for domain in spaces.load_space("full", tiny_options(tmp_path).config)}
+    every = {
+        domain.key
+        for domain in spaces.load_space("full", tiny_options(tmp_path).config)
+    }
     assert every - keys == {"augment.large.jitter"}
     path = tmp_path / "mine.yaml"
     for key, choices in {
-        "augment.large.jitter": "[0.0, 0.5]", "augment.weak": "[false, true]", "model.width": "[4, 8]",
-        "model.finetune": "[none, full]", "model.encoder": "[resnet_small, resnet18]",
-    }.items():  # fmt: skip
+        "augment.large.jitter": "[0.0, 0.5]",
+        "augment.weak": "[false, true]",
+        "model.width": "[4, 8]",
+        "model.finetune": "[none, full]",
+        "model.encoder": "[resnet_small, resnet18]",
+    }.items():
         path.write_text(f"{key}: {{choices: {choices}}}\n")
         said = failure(spaces.load_space, str(path), config)
         assert said.startswith(f"{key} cannot be searched with model.finetune none")
-        assert spaces.load_space(str(path), override(config, {"model.finetune": "full"}))
-    path.write_text("augment.large.num_views: {choices: [2, 3]}\nmodel.hidden_dim: {choices: [8, 16]}\n")
+        assert spaces.load_space(
+            str(path), override(config, {"model.finetune": "full"})
+        )
+    path.write_text(
+        "augment.large.num_views: {choices: [2, 3]}\nmodel.hidden_dim: {choices: [8,"
+        " 16]}\n"
+    )
     assert len(spaces.load_space(str(path), config)) == 2
 
 
-@pytest.mark.parametrize(("weights", "says"), [
-    (None, "model.finetune none needs pretrained weights"),
-    ("/no/such/run", "may be trained on the classes that a fold hides"),
-])  # fmt: skip
-def test_mistakes_are_one_line_before_anything_starts(tmp_path, monkeypatch, weights, says):
+@pytest.mark.parametrize(
+    ("weights", "says"),
+    [
+        (None, "model.finetune none needs pretrained weights"),
+        ("/no/such/run", "may be trained on the classes that a fold hides"),
+    ],
+)
+def test_mistakes_are_one_line_before_anything_starts(
+    tmp_path, monkeypatch, weights, says
+):
     monkeypatch.setattr(driver, "_run_missing", lambda *args: pytest.fail("started"))
     options = frozen_options(tmp_path)
-    changed = options._replace(config=override(options.config, {"model.weights": weights}))
+    changed = options._replace(
+        config=override(options.config, {"model.weights": weights})
+    )
     assert says in failure(run_sweep, changed)
     assert not (tmp_path / "s").exists()
 
 
-@pytest.mark.parametrize(("make", "row_bytes", "says"), [
-    (tiny_options, 3 * 8 * 8, "decoded"), (frozen_options, 4 * (1 + 3) * 16, "of features"),
-])  # fmt: skip
-def test_what_does_not_fit_is_streamed(tmp_path, monkeypatch, capsys, make, row_bytes, says):
-    """Kills: a sweep of ImageNet that decodes until the machine dies, a copy that is forgotten, a choice of
-    the user's that is overruled, a continuation that chooses anew.
+@pytest.mark.parametrize(
+    ("make", "row_bytes", "says"),
+    [
+        (tiny_options, 3 * 8 * 8, "decoded"),
+        (frozen_options, 4 * (1 + 3) * 16, "of features"),
+    ],
+)
+def test_what_does_not_fit_is_streamed(
+    tmp_path, monkeypatch, capsys, make, row_bytes, says
+):
+    """Kills: a sweep of ImageNet that decodes until the machine dies, a copy that is
+    forgotten, a choice of the user's that is overruled, a continuation that chooses
+    anew.
     """
     monkeypatch.setattr(resources, "own_bytes", lambda: 0)
     programs = 2 * resources.ALONE_BYTES
     needed = 2 * 400 * row_bytes / SHARE  # here, and in Ray's store
     for told, free, loading in (
-        ("auto", 1.5 * needed, "memory"), ("auto", 0.5 * needed, "streaming"),
-        ("memory", 0.5 * needed, "memory"), ("streaming", 10**12, "streaming"),
-    ):  # fmt: skip
-        monkeypatch.setattr(resources, "free_host_bytes", lambda free=free: int(programs + free))
+        ("auto", 1.5 * needed, "memory"),
+        ("auto", 0.5 * needed, "streaming"),
+        ("memory", 0.5 * needed, "memory"),
+        ("streaming", 10**12, "streaming"),
+    ):
+        monkeypatch.setattr(
+            resources, "free_host_bytes", lambda free=free: int(programs + free)
+        )
         found, _ = driver._resolved(make(tmp_path, "--data.loading", told))
         assert found.config.data.loading == loading
-        assert f"memory: {resources.HOW[loading]}" in (out := capsys.readouterr().out) and says in out
+        assert (
+            f"memory: {resources.HOW[loading]}" in (out := capsys.readouterr().out)
+            and says in out
+        )
     open_sweep(found, Storage(str(found.config.output)), "0" * 64, 2)
     assert driver._resolved(make(tmp_path))[0].config.data.loading == "streaming"
 
 
 def test_features_in_a_file_are_those_in_memory(tmp_path):
-    """To the bit. Kills: a file of zeros, of the evaluation views alone, or that a trial loads; training rows
-    of another fold.
+    """To the bit. Kills: a file of zeros, of the evaluation views alone, or that a
+    trial loads; training rows of another fold.
     """
     found = []
     for loading in ("memory", "streaming"):
@@ -182,23 +261,29 @@ def test_features_in_a_file_are_those_in_memory(tmp_path):
 
 
 def test_trials_make_the_views_of_vectors_when_they_read_them(tmp_path):
-    """Kills: views of all rows that are computed before trials start, or others than those of a run."""
+    """Kills: views of all rows that are computed before trials start, or others than
+    those of a run.
+    """
     options, _ = driver._resolved(vector_options(tmp_path, "--discover.epochs", "2"))
     data, config = load(options), options.config
     assert [part.shape[1:] for part in data.images] == [(16,), (6,), (6,)]
     views = NeighborViews(*map(torch.from_numpy, data.images))[:].numpy()
     for made, stored in zip(
-        folds_of(data, config), folds_of(data._replace(images=views), config), strict=True
+        folds_of(data, config),
+        folds_of(data._replace(images=views), config),
+        strict=True,
     ):
-        plan = run.plans(config, len(made.train.labels), made.train.num_unlabeled, 0)[DISCOVER]
+        plan = run.plans(config, len(made.train.labels), made.train.num_unlabeled, 0)[
+            DISCOVER
+        ]
         both = (fold.train.batches(config, plan)(0).views for fold in (made, stored))
         assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
         assert torch.equal(made.scored.images[:], stored.scored.images[:])
 
 
 def test_features_larger_than_memory_are_never_in_memory(tmp_path):
-    """Of 512 MiB, in a process that may take 128 MiB more. Kills: a file that is loaded, a fold that copies
-    its rows or their evaluation views.
+    """Of 512 MiB, in a process that may take 128 MiB more. Kills: a file that is
+    loaded, a fold that copies its rows or their evaluation views.
     """
     num_rows, options = 2**18, frozen_options(tmp_path)
     path, labels = str(tmp_path / "features.npy"), np.arange(num_rows) % 6 - 1
@@ -209,12 +294,19 @@ def test_features_larger_than_memory_are_never_in_memory(tmp_path):
 
     def work() -> None:
         torch.set_num_threads(1)
-        taken = 1024 * int(Path("/proc/self/status").read_text().partition("VmData:")[2].split()[0])
+        taken = 1024 * int(
+            Path("/proc/self/status").read_text().partition("VmData:")[2].split()[0]
+        )
         resource.setrlimit(resource.RLIMIT_DATA, (taken + 2**27,) * 2)
         for fold in folds_of(data, options.config):
-            plan = run.plans(options.config, len(fold.train.labels), fold.train.num_unlabeled, 1)[DISCOVER]
+            plan = run.plans(
+                options.config, len(fold.train.labels), fold.train.num_unlabeled, 1
+            )[DISCOVER]
             views = fold.train.batches(options.config, plan)(0).views
-            assert views[0].shape == (32, 128) and len(next(fold.scored.batches(64))[0]) > 0
+            assert (
+                views[0].shape == (32, 128)
+                and len(next(fold.scored.batches(64))[0]) > 0
+            )
         try:
             np.load(path)
         except MemoryError:
@@ -226,7 +318,9 @@ def test_features_larger_than_memory_are_never_in_memory(tmp_path):
 
 def test_a_disk_without_space_for_features_is_one_line(tmp_path, monkeypatch):
     """Kills: SIGBUS at the first page that has no place."""
-    monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
+    monkeypatch.setattr(
+        os, "posix_fallocate", Mock(side_effect=OSError(errno.ENOSPC, "No space left"))
+    )
     options = frozen_options(tmp_path, "--data.loading", "streaming")
     with (
         claimed(tmp_path / "a") as storage,
@@ -239,35 +333,62 @@ def test_a_disk_without_space_for_features_is_one_line(tmp_path, monkeypatch):
 @pytest.mark.ray
 @pytest.mark.timeout(600)
 def test_a_sweep_on_features(ray_cluster, tmp_path, monkeypatch, computed):
-    """A relative path of weights, trials in other processes and directories, which read a file of features.
-    (For features in memory: a sweep on vectors.) Kills: weights that trials do not find, features that they
-    compute, a file of features that stays.
+    """A relative path of weights, trials in other processes and directories, which read
+    a file of features. (For features in memory: a sweep on vectors.) Kills: weights
+    that trials do not find, features that they compute, a file of features that stays.
     """
-    words = ("--trials", "3", "--folds", "1", "--scheduler", "none", "--data.loading", "streaming")
+    words = (
+        "--trials",
+        "3",
+        "--folds",
+        "1",
+        "--scheduler",
+        "none",
+        "--data.loading",
+        "streaming",
+    )
     options = frozen_options(tmp_path, *words)
     monkeypatch.chdir(tmp_path)
-    relative = options._replace(config=override(options.config, {"model.weights": "encoder.safetensors"}))
+    relative = options._replace(
+        config=override(options.config, {"model.weights": "encoder.safetensors"})
+    )
     assert run_sweep(relative) == 0
     assert sorted(computed) == SHARDS
-    written = {path.stat().st_mtime for path in (tmp_path / "cache").rglob("*.safetensors")}
+    written = {
+        path.stat().st_mtime for path in (tmp_path / "cache").rglob("*.safetensors")
+    }
     assert run_sweep(relative._replace(trials=4)) == 0
     assert sorted(computed) == SHARDS
-    assert written == {path.stat().st_mtime for path in (tmp_path / "cache").rglob("*.safetensors")}
+    assert written == {
+        path.stat().st_mtime for path in (tmp_path / "cache").rglob("*.safetensors")
+    }
     assert len(list((tmp_path / "s/trials").glob("*/result.json"))) == 4
-    assert '"failed"' not in "".join(path.read_text() for path in tmp_path.glob("s/trials/*/result.json"))
-    assert not (tmp_path / "s/pretrain").exists() and not (tmp_path / "s/features.npy").exists()
+    assert '"failed"' not in "".join(
+        path.read_text() for path in tmp_path.glob("s/trials/*/result.json")
+    )
+    assert (
+        not (tmp_path / "s/pretrain").exists()
+        and not (tmp_path / "s/features.npy").exists()
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(600)
 def test_a_sweep_on_vectors(ray_cluster, tmp_path, monkeypatch, capsys):
-    """Of UNO, whose best run is trained by ``uno discover``. Kills: vectors or their views that each trial
-    holds, a best.yaml that leads to the choice, a method that the user is not shown.
+    """Of UNO, whose best run is trained by ``uno discover``. Kills: vectors or their
+    views that each trial holds, a best.yaml that leads to the choice, a method that the
+    user is not shown.
     """
     shared, put = [], ray_cluster.put
-    monkeypatch.setattr(ray_cluster, "put", lambda value, **how: shared.append(value) or put(value, **how))
-    options = vector_options(tmp_path, "--trials", "2", "--max-steps", "3", "--scheduler", "none")
+    monkeypatch.setattr(
+        ray_cluster,
+        "put",
+        lambda value, **how: shared.append(value) or put(value, **how),
+    )
+    options = vector_options(
+        tmp_path, "--trials", "2", "--max-steps", "3", "--scheduler", "none"
+    )
     assert run_sweep(options) == 0
     (data,) = [value for value in shared if isinstance(value, SweepData)]
     assert [part.shape for part in data.images] == [(240, 16), (240, 6), (240, 6)]
@@ -275,7 +396,18 @@ def test_a_sweep_on_vectors(ray_cluster, tmp_path, monkeypatch, capsys):
     results = [path.read_text() for path in tmp_path.glob("s/trials/*/result.json")]
     assert len(results) == 2 and all('"finished"' in text for text in results)
 
-    assert cli.main(["discover", "--config", f"{tmp_path}/s/best.yaml", "--output", f"{tmp_path}/run"]) == 0
+    assert (
+        cli.main(
+            [
+                "discover",
+                "--config",
+                f"{tmp_path}/s/best.yaml",
+                "--output",
+                f"{tmp_path}/run",
+            ]
+        )
+        == 0
+    )
     metrics = (tmp_path / "run/metrics.json").read_text()
     assert "trust/score" in metrics and "trust/clustering/classes" not in metrics
     assert pq.read_table(tmp_path / "run/predictions.parquet").num_rows == 240
@@ -284,4 +416,7 @@ def test_a_sweep_on_vectors(ray_cluster, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("method", ["clustering", "pim"])
 def test_a_method_that_trains_nothing_has_nothing_to_search(tmp_path, method):
     said = failure(run_sweep, vector_options(tmp_path, "--method", method))
-    assert said == f"method {method} trains nothing, so no setting can be searched; use --method uno"
+    assert (
+        said == f"method {method} trains nothing, so no setting can be searched; use"
+        " --method uno"
+    )

@@ -24,9 +24,11 @@ from uno.text import visible
 UNO = load_space("uno", preset("digits"))
 
 VALUES = {
-    "objective.epsilon": 0.03, "objective.temperature": 0.07,
-    "model.num_heads": 6, "model.overcluster_factor": 5,
-}  # fmt: skip
+    "objective.epsilon": 0.03,
+    "objective.temperature": 0.07,
+    "model.num_heads": 6,
+    "model.overcluster_factor": 5,
+}
 NASTY = "</td><script>alert(1)</script>\u202e&\"'"
 
 
@@ -35,10 +37,27 @@ def trials(options):
     return [
         {"overrides": first, "scores": [0.3, 0.5, 0.6], "status": "finished"},
         {"overrides": VALUES, "scores": [0.4, 0.6, 0.8], "status": "finished"},
-        {"overrides": VALUES | {"objective.epsilon": 0.2}, "scores": [0.99], "status": "stopped"},
-        {"overrides": VALUES, "scores": [0.9, 0.95], "status": "failed", "reason": NASTY},
-        {"overrides": VALUES, "status": "failed", "reason": "non-finite loss at pretrain step 4"},
-        {"overrides": VALUES | {"model.num_heads": 2}, "scores": [0.2, 0.3, 0.4], "status": "finished"},
+        {
+            "overrides": VALUES | {"objective.epsilon": 0.2},
+            "scores": [0.99],
+            "status": "stopped",
+        },
+        {
+            "overrides": VALUES,
+            "scores": [0.9, 0.95],
+            "status": "failed",
+            "reason": NASTY,
+        },
+        {
+            "overrides": VALUES,
+            "status": "failed",
+            "reason": "non-finite loss at pretrain step 4",
+        },
+        {
+            "overrides": VALUES | {"model.num_heads": 2},
+            "scores": [0.2, 0.3, 0.4],
+            "status": "finished",
+        },
         {"overrides": VALUES, "scores": [0.5]},
     ]
 
@@ -63,8 +82,11 @@ def test_only_a_finished_trial_wins_and_the_console_shows_the_cost(storage):
     assert summary.best.index == 1
     assert [t.index for t in summary.ranked] == [1, 0, 5, 2]
     cost = summary.cost
-    assert cost["epochs"] == 13 and cost["seconds"] == 2 * 13 and cost["pretrainings"] == 0
-    assert cost["saved"] == pytest.approx(1 - 10 / 12)  # trials 0, 1, 2, 5 of 3 epochs each
+    assert (
+        cost["epochs"] == 13 and cost["seconds"] == 2 * 13 and cost["pretrainings"] == 0
+    )
+    # trials 0, 1, 2, 5 of 3 epochs each
+    assert cost["saved"] == pytest.approx(1 - 10 / 12)
     text = report.format_table(summary)
     assert text.splitlines()[1].startswith("1 ")
     assert "0 (yours)" in text and "4 trials, 2 failed" in text
@@ -73,11 +95,14 @@ def test_only_a_finished_trial_wins_and_the_console_shows_the_cost(storage):
     assert trial.standard_error == pytest.approx((10 / 12 * 2 / 12 / 10) ** 0.5)
 
 
-@pytest.mark.parametrize(("rows", "given", "winner"), [
-    (0, 0.999, 0), (0, 0.995, 1), (100, 0.995, 0), (100_000, 0.995, 1)
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "given", "winner"),
+    [(0, 0.999, 0), (0, 0.995, 1), (100, 0.995, 0), (100_000, 0.995, 1)],
+)
 def test_a_change_needs_evidence(tmp_path, options, rows, given, winner):
-    """.999 against .995 as given: a tie on 100 rows, not on 100,000; 0 rows: the score is no share."""
+    """.999 against .995 as given: a tie on 100 rows, not on 100,000; 0 rows: the
+    score is no share.
+    """
     both = [finished(0.5, score, line={"rows": rows}) for score in (given, 0.999)]
     summary = report.read(fake_sweep(tmp_path / "s", options, both))
     assert summary.best.index == winner
@@ -88,15 +113,24 @@ def test_a_change_needs_evidence(tmp_path, options, rows, given, winner):
 
 @pytest.mark.parametrize("winner", [0, 1])
 def test_best_yaml_is_taken_by_uno_discover_as_it_is(tmp_path, options, winner):
-    """All searched keys are in it, also where the winner has the default; options override them."""
+    """All searched keys are in it, also where the winner has the default; options
+    override them.
+    """
     storage = fake_sweep(tmp_path / "s", options, trials(options)[: winner + 1])
     report.write(storage)
     words = ["--config", storage.path("best.yaml")]
     wanted = override(options.config, VALUES) if winner else options.config
     assert differing_keys(to_dict(wanted), parse(words, DISCOVER).config) == []
-    assert parse([*words, "--objective.epsilon", "0.5"], DISCOVER).config.objective.epsilon == 0.5
+    assert (
+        parse([*words, "--objective.epsilon", "0.5"], DISCOVER).config.objective.epsilon
+        == 0.5
+    )
     text = storage.read("best.yaml").decode()
-    assert all(key in text for key in VALUES) and "compute" not in text and "output" not in text
+    assert (
+        all(key in text for key in VALUES)
+        and "compute" not in text
+        and "output" not in text
+    )
 
 
 def test_the_table_holds_every_trial_and_epoch(storage):
@@ -104,7 +138,12 @@ def test_the_table_holds_every_trial_and_epoch(storage):
     rows = pq.read_table(io.BytesIO(storage.read("sweep.parquet"))).to_pylist()
     assert len(rows) == 3 + 3 + 1 + 2 + 1 + 3 + 1
     assert {row["trial"] for row in rows} == set(range(7))
-    assert {"trial": 0, "epoch": 1, "score": 0.3, "objective.epsilon": 0.05}.items() <= rows[0].items()
+    assert {
+        "trial": 0,
+        "epoch": 1,
+        "score": 0.3,
+        "objective.epsilon": 0.05,
+    }.items() <= rows[0].items()
     assert [r["status"] for r in rows if r["trial"] == 6] == ["unfinished"]
     assert [r["epoch"] for r in rows if r["trial"] == 4] == [None]
     assert {row["objective"] for row in rows} == {"folds"}
@@ -114,11 +153,23 @@ def test_the_page_is_self_contained_and_inert(storage):
     report.write(storage)
     page = Page(storage.read("sweep.html").decode())
     assert page.unclosed == [] and page.scripts == [] and requests(page) == []
-    assert page.tags[3][1]["content"].startswith("default-src 'none'; img-src data:; style-src 'unsafe-in")
-    assert visible(NASTY) in page.text and "ORACLE" not in page.text and "nan" not in page.text
+    assert page.tags[3][1]["content"].startswith(
+        "default-src 'none'; img-src data:; style-src 'unsafe-in"
+    )
+    assert (
+        visible(NASTY) in page.text
+        and "ORACLE" not in page.text
+        and "nan" not in page.text
+    )
     dots = [attrs["class"] for tag, attrs in page.tags if tag == "circle"]
-    assert dots.count("dot best") == 1 + 2 + len(UNO)  # legend, two charts, a scatter for each key
-    numbers = [value for _, attrs in page.tags for name, value in attrs.items() if name in ("cx", "cy", "d")]
+    # legend, two charts, a scatter for each key
+    assert dots.count("dot best") == 1 + 2 + len(UNO)
+    numbers = [
+        value
+        for _, attrs in page.tags
+        for name, value in attrs.items()
+        if name in ("cx", "cy", "d")
+    ]
     assert numbers and not any("nan" in value or "inf" in value for value in numbers)
 
 
@@ -137,24 +188,38 @@ def test_the_oracle_brands_every_file_and_table(tmp_path):
     assert table.schema.metadata[b"oracle"] == b"true"
 
 
-@pytest.mark.parametrize("keep", [
-    slice(2, 5),
-    *(pytest.param(slice(*ends), marks=pytest.mark.slow) for ends in ((0, 0), (0, 1), (4, 5), (3, 7))),
-])  # fmt: skip
-def test_any_number_of_trials_has_a_page_a_finished_sweep_a_best_yaml(tmp_path, options, keep):
+@pytest.mark.parametrize(
+    "keep",
+    [
+        slice(2, 5),
+        *(
+            pytest.param(slice(*ends), marks=pytest.mark.slow)
+            for ends in ((0, 0), (0, 1), (4, 5), (3, 7))
+        ),
+    ],
+)
+def test_any_number_of_trials_has_a_page_a_finished_sweep_a_best_yaml(
+    tmp_path, options, keep
+):
     kept = trials(options)[keep]
     report.write(storage := fake_sweep(tmp_path / "s", options, kept))
     assert storage.exists("sweep.html")
-    assert storage.exists("best.yaml") == any(trial.get("status") == "finished" for trial in kept)
+    assert storage.exists("best.yaml") == any(
+        trial.get("status") == "finished" for trial in kept
+    )
 
 
 def test_importance_finds_the_keys_that_matter(tmp_path, options):
-    """A rising key and one whose best value is in the middle, of 12 trials, beside two of noise. Kills: a
-    rank correlation, which sees no optimum in the middle; a key named that only chance has raised.
+    """A rising key and one whose best value is in the middle, of 12 trials, beside two
+    of noise. Kills: a rank correlation, which sees no optimum in the middle; a key
+    named that only chance has raised.
     """
     draws, found = np.random.default_rng(1), []
     for i in range(12):
-        own = {"objective.epsilon": (0.02, 0.05, 0.1)[i % 3], "model.num_heads": 2 + 2 * (i // 6)}
+        own = {
+            "objective.epsilon": (0.02, 0.05, 0.1)[i % 3],
+            "model.num_heads": 2 + 2 * (i // 6),
+        }
         noise = {
             "objective.temperature": 0.05 * (1 + i % 2),
             "model.overcluster_factor": int(draws.integers(4)),
@@ -162,13 +227,19 @@ def test_importance_finds_the_keys_that_matter(tmp_path, options):
         score = 0.5 + 0.2 * (i % 3 == 1) + 0.1 * (i // 6) + 0.001 * i
         found.append(finished(0.1, 0.2, score, overrides=VALUES | own | noise))
     summary = report.read(storage := fake_sweep(tmp_path / "s", options, found))
-    assert {e.key for e in summary.effects if e.share > summary.chance} == {"objective.epsilon"}
-    assert [e.key for e in summary.effects][:2] == ["objective.epsilon", "model.num_heads"]
+    assert {e.key for e in summary.effects if e.share > summary.chance} == {
+        "objective.epsilon"
+    }
+    assert [e.key for e in summary.effects][:2] == [
+        "objective.epsilon",
+        "model.num_heads",
+    ]
     assert all(0 <= e.low <= e.share <= e.high <= 1 for e in summary.effects)
     line = report.format_table(summary).splitlines()[-1]
     first = summary.effects[0]
     assert line.startswith(
-        f"what mattered, as a share of the variance of ranks: objective.epsilon {first.share:.2f}"
+        "what mattered, as a share of the variance of ranks: objective.epsilon"
+        f" {first.share:.2f}"
     )
     report.write(storage)
     page = storage.read("sweep.html").decode()
@@ -178,14 +249,33 @@ def test_importance_finds_the_keys_that_matter(tmp_path, options):
 
 
 def test_a_report_of_a_sweep_that_is_not_finished(tmp_path, options, capsys):
-    """By `uno tune --report`, which names what mattered and draws it. Kills: a trial that it starts, a report
-    that needs the data, a directory that it makes.
+    """By `uno tune --report`, which names what mattered and draws it. Kills: a trial
+    that it starts, a report that needs the data, a directory that it makes.
     """
     values = [VALUES | {"objective.epsilon": 0.02 + 0.01 * i} for i in range(8)]
     trials = [finished(0.1 * i, overrides=value) for i, value in enumerate(values)]
-    storage = fake_sweep(tmp_path / "sweep", options, [*trials, {"overrides": VALUES, "scores": [0.5]}], 1)
-    assert main(["--data", "folder:/nowhere", "--report", "--output", str(tmp_path / "sweep")]) == 0
-    assert "what mattered, as a share of the variance of ranks: objective.epsilon" in capsys.readouterr().out
+    storage = fake_sweep(
+        tmp_path / "sweep",
+        options,
+        [*trials, {"overrides": VALUES, "scores": [0.5]}],
+        1,
+    )
+    assert (
+        main(
+            [
+                "--data",
+                "folder:/nowhere",
+                "--report",
+                "--output",
+                str(tmp_path / "sweep"),
+            ]
+        )
+        == 0
+    )
+    assert (
+        "what mattered, as a share of the variance of ranks: objective.epsilon"
+        in capsys.readouterr().out
+    )
     page = storage.read("sweep.html").decode()
     assert '<section aria-label="Importance">' in page and 'class="interval"' in page
     assert "unfinished" in page and not storage.exists("lock.json")
@@ -195,19 +285,26 @@ def test_a_report_of_a_sweep_that_is_not_finished(tmp_path, options, capsys):
 
 
 def test_noise_is_not_named(tmp_path, options):
-    """Of 40 sweeps in which no key matters, about 2 name one. Kills: four chances at once counted as one."""
+    """Of 40 sweeps in which no key matters, about 2 name one. Kills: four chances at
+    once counted as one.
+    """
     draws, named = np.random.default_rng(0), 0
     for _ in range(40):
-        trials = [records.Trial(i, spaces.draw(UNO, int(draws.integers(10**6)), i)) for i in range(12)]
+        trials = [
+            records.Trial(i, spaces.draw(UNO, int(draws.integers(10**6)), i))
+            for i in range(12)
+        ]
         effects, chance = report.importance(UNO, trials)
         named += effects[0].share > chance
         assert len(effects) == 4
     assert named <= 6
 
 
-def test_mlflow_has_one_run_a_trial_and_the_best_is_marked(storage, options, tmp_path, monkeypatch):
-    """Told twice, as when the same command comes again. Kills: runs or epochs that are there twice, trials of
-    one name, a failed trial's NaN (which MLflow takes).
+def test_mlflow_has_one_run_a_trial_and_the_best_is_marked(
+    storage, options, tmp_path, monkeypatch
+):
+    """Told twice, as when the same command comes again. Kills: runs or epochs that are
+    there twice, trials of one name, a failed trial's NaN (which MLflow takes).
     """
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
@@ -218,16 +315,24 @@ def test_mlflow_has_one_run_a_trial_and_the_best_is_marked(storage, options, tmp
             driver._tell_loggers(config, claim, report.read(storage))
     client = mlflow.MlflowClient()
     where = [client.get_experiment_by_name("uno").experiment_id]
-    assert len(client.search_runs(where, "tags.group = 'sweep'")) == len(trials(options))
+    assert len(client.search_runs(where, "tags.group = 'sweep'")) == len(
+        trials(options)
+    )
     (best,) = client.search_runs(where, "metrics.best = 1")
-    assert (best.info.run_name, best.data.params["objective.epsilon"]) == ("sweep-0001", "0.03")
+    assert (best.info.run_name, best.data.params["objective.epsilon"]) == (
+        "sweep-0001",
+        "0.03",
+    )
     history = client.get_metric_history(best.info.run_id, "tune/score")
     assert [(m.step, m.value) for m in history] == [(1, 0.4), (2, 0.6), (3, 0.8)]
 
 
-def test_tensorboard_and_jsonl_have_one_run_a_trial_and_the_best_is_marked(storage, options):
-    """Told twice, by another best trial the second time. Kills: a mark that stays, epochs that are there
-    twice, a trial without a run; by TensorBoard's own reader where it is installed.
+def test_tensorboard_and_jsonl_have_one_run_a_trial_and_the_best_is_marked(
+    storage, options
+):
+    """Told twice, by another best trial the second time. Kills: a mark that stays,
+    epochs that are there twice, a trial without a run; by TensorBoard's own reader
+    where it is installed.
     """
     config = override(options.config, {"train.report_to": "tensorboard,jsonl"})
     for best in (1, 5):
@@ -238,26 +343,47 @@ def test_tensorboard_and_jsonl_have_one_run_a_trial_and_the_best_is_marked(stora
         with lock.lock_run(storage, on_wait=pytest.fail) as claim:
             summary = report.write(claim.storage)
             driver._tell_loggers(config, claim, summary)
-        names = [f"trial-{i:04d}{'-best' * (i == best)}" for i in (0, 1, 2, 3, 5, 6)]  # trial 4 has no epoch
+        # trial 4 has no epoch
+        names = [f"trial-{i:04d}{'-best' * (i == best)}" for i in (0, 1, 2, 3, 5, 6)]
         assert storage.list("tensorboard") == names
         lines = [json.loads(line) for line in storage.read("sweep.jsonl").splitlines()]
         assert [line["trial"] for line in lines if line["best"]] == [best]
         assert lines[best]["values"] == summary.best.overrides
         assert lines[best]["epochs"] == summary.best.epochs
         for name in names:
-            found = {(e.step, v.tag): v.simple_value for e in events(storage, name) for v in e.summary.value}
+            found = {
+                (e.step, v.tag): v.simple_value
+                for e in events(storage, name)
+                for v in e.summary.value
+            }
             trial = summary.trials[int(name.split("-")[1])]
-            assert {step for step, tag in found if tag == "score"} == {*range(1, trial.last_epoch + 1)}
+            assert {step for step, tag in found if tag == "score"} == {
+                *range(1, trial.last_epoch + 1)
+            }
             assert found[trial.last_epoch, "score"] == pytest.approx(trial.score)
             assert found[1, "best"] == ("best" in name)
-            assert found[1, "value/objective.epsilon"] == pytest.approx(trial.overrides["objective.epsilon"])
-    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    found = reader.EventAccumulator(storage.path("tensorboard/trial-0005-best")).Reload()
-    assert [(e.step, e.value) for e in found.Scalars("best")] == [(1, 1.0), (2, 1.0), (3, 1.0)]
+            assert found[1, "value/objective.epsilon"] == pytest.approx(
+                trial.overrides["objective.epsilon"]
+            )
+    reader = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
+    found = reader.EventAccumulator(
+        storage.path("tensorboard/trial-0005-best")
+    ).Reload()
+    assert [(e.step, e.value) for e in found.Scalars("best")] == [
+        (1, 1.0),
+        (2, 1.0),
+        (3, 1.0),
+    ]
 
 
-def test_wandb_has_one_run_a_trial_and_the_best_is_marked(storage, options, monkeypatch):
-    """Offline, by W&B's own messages. Kills: trials of one run, of no group, a best one without a mark."""
+def test_wandb_has_one_run_a_trial_and_the_best_is_marked(
+    storage, options, monkeypatch
+):
+    """Offline, by W&B's own messages. Kills: trials of one run, of no group, a best
+    one without a mark.
+    """
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     config = override(options.config, {"train.report_to": "wandb"})
@@ -265,7 +391,9 @@ def test_wandb_has_one_run_a_trial_and_the_best_is_marked(storage, options, monk
         driver._tell_loggers(config, claim, report.read(storage))
     marks = {}
     for index in range(len(trials(options))):
-        run, _, summary = wandb_run(records.PartStorage(storage, records.trial_name(index)))
+        run, _, summary = wandb_run(
+            records.PartStorage(storage, records.trial_name(index))
+        )
         assert run.run_group == "sweep"
         marks[run.display_name] = float(summary["best"])
     assert [name for name, mark in marks.items() if mark] == ["sweep-0001"]

@@ -1,4 +1,6 @@
-"""The score sees known labels only: hidden classes, held-out rows, and no truth of the novel ones."""
+"""The score sees known labels only: hidden classes, held-out rows, and no truth of
+the novel ones.
+"""
 
 import numpy as np
 import pytest
@@ -10,59 +12,90 @@ from uno.errors import ConfigError
 
 
 def shuffled_truth(labels: np.ndarray) -> np.ndarray:
-    """The true labels of novel rows (5 and up) permuted; those of known rows as they are."""
+    """The true labels of novel rows (5 and up) permuted; those of known rows as they
+    are.
+    """
     novel = np.flatnonzero(labels >= 5)
     labels[novel] = np.random.default_rng(1).permutation(labels[novel])
     return labels
 
 
 def test_folds_hide_all_known_classes_about_equally_often():
-    """Kills: folds drawn independently, which may hide one class always and another never."""
+    """Kills: folds drawn independently, which may hide one class always and another
+    never.
+    """
     for known, novel, folds in ((5, 5, 2), (10, 5, 3), (80, 20, 5), (7, 3, 7)):
         hidden = hidden_classes(known, novel, folds, seed=0)
         counts = np.bincount(np.concatenate(hidden), minlength=known)
         assert counts.max() - counts.min() <= 1
         assert len(set(hidden)) == folds
         assert all(len(set(h)) == len(h) == len(hidden[0]) for h in hidden)
-    assert hidden_classes(10, 5, 2, 0) == hidden_classes(10, 5, 2, 0) != hidden_classes(10, 5, 2, 1)
+    assert (
+        hidden_classes(10, 5, 2, 0)
+        == hidden_classes(10, 5, 2, 0)
+        != hidden_classes(10, 5, 2, 1)
+    )
 
     # the share of classes that is novel, at least two, and one stays known
-    shares = ((80, 20, None), 16), ((5, 5, None), 3), ((3, 1, None), 2), ((3, 100, None), 2), ((5, 5, 4), 4)
+    shares = (
+        ((80, 20, None), 16),
+        ((5, 5, None), 3),
+        ((3, 1, None), 2),
+        ((3, 100, None), 2),
+        ((5, 5, 4), 4),
+    )
     for (known, novel, hide), expected in shares:
         assert len(hidden_classes(known, novel, 1, 0, hide)[0]) == expected
 
 
-@pytest.mark.parametrize("known, folds, hide", [(2, 1, None), (5, 6, None), (5, 2, 5), (5, 2, 1), (4, 3, 2)])
+@pytest.mark.parametrize(
+    "known, folds, hide", [(2, 1, None), (5, 6, None), (5, 2, 5), (5, 2, 1), (4, 3, 2)]
+)
 def test_impossible_folds_are_config_errors(known, folds, hide):
     with pytest.raises(ConfigError):
         hidden_classes(known, 5, folds, 0, hide)
 
 
 def test_a_fold_is_made_of_labeled_rows_alone(tmp_path):
-    """Kills: unlabeled or test rows in a fold, held-out rows trained on, classes numbered wrongly."""
+    """Kills: unlabeled or test rows in a fold, held-out rows trained on, classes
+    numbered wrongly.
+    """
     config = tiny_options(tmp_path).config
     data = tiny_data(config)
     for fold in folds_of(data, config):
         visible = [c for c in range(5) if c not in fold.hidden]
         rows = fold.scored.index.numpy()
         assert (data.labels[rows] >= 0).all() and not data.unlabeled[rows].any()
-        assert (np.array([*visible, *fold.hidden])[fold.scored.truth] == data.labels[rows]).all()
+        assert (
+            np.array([*visible, *fold.hidden])[fold.scored.truth] == data.labels[rows]
+        ).all()
         hidden = np.isin(data.labels, fold.hidden)
         assert len(fold.train.unlabeled_images) == hidden.sum()
         held_out = np.setdiff1d(rows, np.flatnonzero(hidden))
-        assert len(held_out) + len(fold.train.labels) == ((data.labels >= 0) & ~hidden).sum()
+        assert (
+            len(held_out) + len(fold.train.labels)
+            == ((data.labels >= 0) & ~hidden).sum()
+        )
         assert set(fold.train.labels.tolist()) == set(range(len(visible)))
         trained = {image.numpy().tobytes() for image in fold.train.labeled_images}
         assert trained.isdisjoint(data.images[row].tobytes() for row in held_out)
 
 
-@pytest.mark.parametrize("score", [
-    FOLDS, *(pytest.param(s, marks=pytest.mark.slow) for s in (ORACLE, LOSS, AGREEMENT))
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "score",
+    [
+        FOLDS,
+        *(pytest.param(s, marks=pytest.mark.slow) for s in (ORACLE, LOSS, AGREEMENT)),
+    ],
+)
 def test_permuting_the_true_novel_labels_changes_the_oracle_alone(tmp_path, score):
-    """THE property of the sweep, and its control. Kills any path from ``eval_labels`` to a score."""
+    """THE property of the sweep, and its control. Kills any path from
+    ``eval_labels`` to a score.
+    """
     options = tiny_options(tmp_path, "--score", score, "--folds", "1")
-    relabels = [None, shuffled_truth, lambda labels: labels * 0 - 1][: 2 if score == ORACLE else 3]
+    relabels = [None, shuffled_truth, lambda labels: labels * 0 - 1][
+        : 2 if score == ORACLE else 3
+    ]
     found = []
     for relabel in relabels:
         data = tiny_data(options.config, score, relabel)
@@ -77,26 +110,42 @@ def test_permuting_the_true_novel_labels_changes_the_oracle_alone(tmp_path, scor
     else:
         assert others == [true, true]
     with pytest.raises(ConfigError, match="oracle"):
-        tiny_data(options.config, ORACLE, lambda labels: np.where(labels >= 5, -1, labels))
+        tiny_data(
+            options.config, ORACLE, lambda labels: np.where(labels >= 5, -1, labels)
+        )
 
 
 @pytest.mark.slow
 def test_scores_of_an_epoch(tmp_path):
-    """Kills: a spread over folds, a mean of seeds only, rows counted once for each seed."""
+    """Kills: a spread over folds, a mean of seeds only, rows counted once for each
+    seed.
+    """
     options = tiny_options(tmp_path, "--seeds", "2")
     data = tiny_data(options.config)
     with claimed(tmp_path / "sweep") as storage:
         lines = run_tiny(options, data, storage)
     for line in lines:
         assert line["score"] == pytest.approx(np.mean(line["scores"]))
-        seeds = np.array(line["scores"]).reshape(2, 2).mean(axis=1)  # 2 seeds of 2 folds
-        assert line["spread"] == pytest.approx(np.std(seeds, ddof=1)) and line["spread"] > 0
-        assert line["rows"] == sum(len(fold.scored.truth) for fold in folds_of(data, options.config))
+        # 2 seeds of 2 folds
+        seeds = np.array(line["scores"]).reshape(2, 2).mean(axis=1)
+        assert (
+            line["spread"] == pytest.approx(np.std(seeds, ddof=1))
+            and line["spread"] > 0
+        )
+        assert line["rows"] == sum(
+            len(fold.scored.truth) for fold in folds_of(data, options.config)
+        )
     assert lines[0]["scores"] != lines[1]["scores"]
 
 
 def test_one_number_of_the_parts():
-    parts = {"loss": 1.5, "known_avg": 1.0, "novel_avg": 0.5, "known_best": 0.2, "agreement": 0.3}
+    parts = {
+        "loss": 1.5,
+        "known_avg": 1.0,
+        "novel_avg": 0.5,
+        "known_best": 0.2,
+        "agreement": 0.3,
+    }
     assert combined(parts, FOLDS) == pytest.approx(2 / 3)
     assert combined(parts | {"novel_avg": 0.0}, FOLDS) == 0
     assert combined({"known_avg": 0, "novel_avg": 0}, FOLDS) == 0

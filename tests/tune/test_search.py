@@ -1,4 +1,6 @@
-"""What Ray Tune is told to run, and what becomes of each trial; no cluster, but the package is needed."""
+"""What Ray Tune is told to run, and what becomes of each trial; no cluster, but the
+package is needed.
+"""
 
 from typing import ClassVar
 
@@ -20,19 +22,33 @@ pytestmark = pytest.mark.ray
 def sweep(tmp_path):
     options = tiny_options(tmp_path / "s")
     trials = [
-        {"overrides": spaces.current(UNO, options.config), "scores": [0.1, 0.5, 0.6], "status": "finished"},
-        {"overrides": spaces.draw(UNO, 0, 1), "scores": [0.2], "status": "failed", "reason": "x"},
-        {"overrides": spaces.draw(UNO, 9, 9), "scores": [0.3]},  # begun with values of its own, then killed
+        {
+            "overrides": spaces.current(UNO, options.config),
+            "scores": [0.1, 0.5, 0.6],
+            "status": "finished",
+        },
+        {
+            "overrides": spaces.draw(UNO, 0, 1),
+            "scores": [0.2],
+            "status": "failed",
+            "reason": "x",
+        },
+        # begun with values of its own, then killed
+        {"overrides": spaces.draw(UNO, 9, 9), "scores": [0.3]},
     ]
     return options, fake_sweep(tmp_path / "s", options, trials)
 
 
 def plan_of(sweep, trials=5, stopping=False, search="random", limit=9):
-    """A searcher, the trials that it says ended, and the numbers of those that it hands out."""
+    """A searcher, the trials that it says ended, and the numbers of those that it
+    hands out.
+    """
     from tune.search import SweepSearcher
 
     options, ended = sweep[0]._replace(trials=trials, search=search), []
-    plan = SweepSearcher(sweep[1], options, 3, ended.append, lambda: stopping, lambda: limit)
+    plan = SweepSearcher(
+        sweep[1], options, 3, ended.append, lambda: stopping, lambda: limit
+    )
     names = "abcdefg"[: len(plan.missing)]
     return plan, ended, [plan.suggest(name)["index"] for name in names]
 
@@ -51,11 +67,15 @@ def test_only_trials_without_a_result_are_run(sweep):
 
 
 def test_trials_without_a_place_are_not_begun(sweep):
-    """Kills: values that a searcher draws before it may learn, nodes that join for nothing."""
+    """Kills: values that a searcher draws before it may learn, nodes that join for
+    nothing.
+    """
     from tune.search import SweepSearcher
 
     places = [1]
-    plan = SweepSearcher(sweep[1], sweep[0], 3, lambda trial: None, lambda: False, lambda: places[0])
+    plan = SweepSearcher(
+        sweep[1], sweep[0], 3, lambda trial: None, lambda: False, lambda: places[0]
+    )
     assert plan.suggest("a") == {"index": 2} and plan.suggest("b") is None
     places[0] = 2
     assert plan.suggest("b") == {"index": 3} and plan.suggest("c") is None
@@ -69,13 +89,23 @@ def test_how_trials_end(sweep):
     plan, ended, _ = plan_of(sweep, trials=7)
     epochs(storage, 3, 3)
     epochs(storage, 4, 1)
-    storage.write("trials/0005/failure.json", b'{"kind": "NumericsError", "reason": "non-finite"}')
+    storage.write(
+        "trials/0005/failure.json", b'{"kind": "NumericsError", "reason": "non-finite"}'
+    )
     storage.write("trials/0005/fold0-seed0/x", b"")
     for name in "bcd":
         plan.on_trial_complete(name, result={})
     plan.on_trial_complete("e", error=True)  # killed: out of memory
-    assert [(t.index, t.status) for t in ended] == [(3, FINISHED), (4, STOPPED), (5, FAILED), (6, FAILED)]
-    assert [t.reason for t in ended[2:]] == ["non-finite", "the process died (out of memory?)"]
+    assert [(t.index, t.status) for t in ended] == [
+        (3, FINISHED),
+        (4, STOPPED),
+        (5, FAILED),
+        (6, FAILED),
+    ]
+    assert [t.reason for t in ended[2:]] == [
+        "non-finite",
+        "the process died (out of memory?)",
+    ]
     assert not storage.exists("trials/0005/fold0-seed0")
     assert plan_of(sweep, trials=7)[2] == [2]  # it never ended
 
@@ -87,7 +117,10 @@ def test_a_trial_that_is_interrupted_has_no_result(sweep):
     assert ended == [] and len(plan_of(sweep)[2]) == 3
     # nor has one whose disk is full, which is not the configuration's fault
     plan, ended, _ = plan_of(sweep, trials=12)  # some are not handed out yet
-    sweep[1].write("trials/0002/failure.json", b'{"kind": "StorageError", "reason": "no space left"}')
+    sweep[1].write(
+        "trials/0002/failure.json",
+        b'{"kind": "StorageError", "reason": "no space left"}',
+    )
     plan.on_trial_complete("a", result={})
     assert plan.storage_error == "no space left"
     assert ended == [] and plan.suggest("h") == "FINISHED"
@@ -95,16 +128,24 @@ def test_a_trial_that_is_interrupted_has_no_result(sweep):
 
 @pytest.mark.parametrize("rule", ["asha", "median"])
 def test_early_stopping_remembers_earlier_trials(tmp_path, rule):
-    """Kills: a continued sweep whose first trial meets empty rungs and survives, a rule that pauses."""
+    """Kills: a continued sweep whose first trial meets empty rungs and survives, a
+    rule that pauses.
+    """
     from tune.search import Past, scheduler
 
     options = tiny_options(tmp_path, "--scheduler", rule, "--grace-epochs", "1")
     lines = [{"epoch": epoch, "score": 0.9} for epoch in (1, 2, 3)]
     before = [records.Trial(i, {}, lines, FINISHED) for i in range(4)]
-    for past, score, expected in ((before, 0.1, "STOP"), (before, 0.95, "CONTINUE"), ([], 0.1, "CONTINUE")):
+    for past, score, expected in (
+        (before, 0.1, "STOP"),
+        (before, 0.95, "CONTINUE"),
+        ([], 0.1, "CONTINUE"),
+    ):
         found, new = scheduler(options, 9, past), Past(9)
         found.on_trial_add(None, new)
-        assert found.on_trial_result(None, new, {"epoch": 1, "score": score}) == expected
+        assert (
+            found.on_trial_result(None, new, {"epoch": 1, "score": score}) == expected
+        )
 
 
 def space_of(tmp_path, text):
@@ -113,11 +154,16 @@ def space_of(tmp_path, text):
 
 
 def test_a_grid_has_every_combination_once(tmp_path):
-    """Trial 0 is the given configuration, one of them. Kills: a point that is run twice, one left out."""
+    """Trial 0 is the given configuration, one of them. Kills: a point that is run
+    twice, one left out.
+    """
     from tune.search import SweepSearcher
 
-    words = space_of(tmp_path, "objective.epsilon: {choices: [0.025, 0.05, 0.1]}\n"
-                     "model.num_heads: {low: 3, high: 4, scale: int}\n")  # fmt: skip
+    words = space_of(
+        tmp_path,
+        "objective.epsilon: {choices: [0.025, 0.05, 0.1]}\n"
+        "model.num_heads: {low: 3, high: 4, scale: int}\n",
+    )
     options = tiny_options(tmp_path / "s", *words, "--search", "grid")
     storage = fake_sweep(tmp_path / "s", options, [])
     plan = SweepSearcher(storage, options, 3, pytest.fail, lambda: False, lambda: 99)
@@ -125,16 +171,27 @@ def test_a_grid_has_every_combination_once(tmp_path):
         pass
     values = [tuple(trial.overrides.values()) for trial in records.read_trials(storage)]
     assert values[0] == (0.05, 4) and len(values) == options.trials == 6
-    assert {*values} == {(epsilon, heads) for epsilon in (0.025, 0.05, 0.1) for heads in (3, 4)}
+    assert {*values} == {
+        (epsilon, heads) for epsilon in (0.025, 0.05, 0.1) for heads in (3, 4)
+    }
 
 
 def test_a_grid_needs_lists(tmp_path):
-    """Kills: a grid of a range, of a number of trials that it has not, of a million points."""
+    """Kills: a grid of a range, of a number of trials that it has not, of a million
+    points.
+    """
     many = f"objective.epsilon: {{choices: {[i / 1000 for i in range(1, 300)]}}}\n"
     many += f"objective.temperature: {{choices: {[i / 1000 for i in range(1, 300)]}}}\n"
     for words, says in (
         (["--space", "uno"], "objective.epsilon: --search grid needs choices"),
-        ([*space_of(tmp_path, "model.num_heads: {choices: [2, 4]}"), "--trials", "3"], "leave --trials out"),
+        (
+            [
+                *space_of(tmp_path, "model.num_heads: {choices: [2, 4]}"),
+                "--trials",
+                "3",
+            ],
+            "leave --trials out",
+        ),
         (space_of(tmp_path, many), "89,401 combinations, more than 10,000"),
     ):
         with pytest.raises(ConfigError, match=says):
@@ -145,7 +202,9 @@ SCRIPT = "tests.tune.test_search:"
 
 
 def climber():
-    """A searcher of somebody else's: one higher than the best position of each key that it was told of."""
+    """A searcher of somebody else's: one higher than the best position of each key
+    that it was told of.
+    """
     from ray.tune.search import Searcher
 
     class Climber(Searcher):
@@ -159,7 +218,8 @@ def climber():
             if len(self.asked) == 3:
                 return Searcher.FINISHED
             self.asked[trial_id] = {
-                key: min(self.best[key] + 1, self.drawn[key].upper - 1) for key in self.drawn
+                key: min(self.best[key] + 1, self.drawn[key].upper - 1)
+                for key in self.drawn
             }
             return self.asked[trial_id]
 
@@ -185,18 +245,32 @@ def nothing():
 
 
 def test_a_searcher_of_ray_tune_is_asked_and_told(tmp_path, capsys):
-    """Kills: values that are positions, a failed trial told as a good one, a score told to nobody, trials
-    of an earlier attempt that are dropped without a word.
+    """Kills: values that are positions, a failed trial told as a good one, a score told
+    to nobody, trials of an earlier attempt that are dropped without a word.
     """
     from tune.search import SweepSearcher
 
-    words = space_of(tmp_path, "objective.epsilon: {choices: [0.1, 0.2, 0.4]}\n"
-                     "model.num_heads: {low: 1, high: 8, scale: int}\n")  # fmt: skip
-    options = tiny_options(tmp_path / "s", *words, "--search", f"{SCRIPT}climber", "--trials", "9")
-    first = {"overrides": {"objective.epsilon": 0.1, "model.num_heads": 4}, "scores": [0.1] * 3}
-    storage, ended = fake_sweep(tmp_path / "s", options, [first | {"status": "finished"}] * 2), []
+    words = space_of(
+        tmp_path,
+        "objective.epsilon: {choices: [0.1, 0.2, 0.4]}\n"
+        "model.num_heads: {low: 1, high: 8, scale: int}\n",
+    )
+    options = tiny_options(
+        tmp_path / "s", *words, "--search", f"{SCRIPT}climber", "--trials", "9"
+    )
+    first = {
+        "overrides": {"objective.epsilon": 0.1, "model.num_heads": 4},
+        "scores": [0.1] * 3,
+    }
+    storage, ended = (
+        fake_sweep(tmp_path / "s", options, [first | {"status": "finished"}] * 2),
+        [],
+    )
     plan = SweepSearcher(storage, options, 3, ended.append, lambda: False, lambda: 9)
-    assert "note: --search tests.tune.test_search:climber cannot be told" in capsys.readouterr().out
+    assert (
+        "note: --search tests.tune.test_search:climber cannot be told"
+        in capsys.readouterr().out
+    )
     told = plan._asked._searcher.told
     told.clear()
     assert plan.suggest("a") == {"index": 2}
@@ -208,16 +282,22 @@ def test_a_searcher_of_ray_tune_is_asked_and_told(tmp_path, capsys):
     assert told == [("2", 0.4), ("2", False, 0.5), ("3", True, None)]
     values = [trial.overrides for trial in records.read_trials(storage)][2:]
     assert values == [
-        {"objective.epsilon": 0.2, "model.num_heads": 1}, {"objective.epsilon": 0.4, "model.num_heads": 2}
-    ]  # fmt: skip
+        {"objective.epsilon": 0.2, "model.num_heads": 1},
+        {"objective.epsilon": 0.4, "model.num_heads": 2},
+    ]
     assert plan.suggest("c") == {"index": 4} and plan.suggest("d") == "FINISHED"
 
 
-@pytest.mark.parametrize(("name", "says"), [
-    ("gird", "must be random, grid, optuna, or package.module:factory"),
-    ("tests.nowhere:searcher", "cannot be imported"), (f"{SCRIPT}nothing", "returns NoneType, not a ray"),
-    (f"{SCRIPT}own_space", "a space of its own"), (f"{SCRIPT}space_of", "missing 2 required"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("gird", "must be random, grid, optuna, or package.module:factory"),
+        ("tests.nowhere:searcher", "cannot be imported"),
+        (f"{SCRIPT}nothing", "returns NoneType, not a ray"),
+        (f"{SCRIPT}own_space", "a space of its own"),
+        (f"{SCRIPT}space_of", "missing 2 required"),
+    ],
+)
 def test_what_is_no_searcher_is_one_line(tmp_path, name, says):
     from tune.search import Asked
 
@@ -231,11 +311,18 @@ def test_optuna_is_told_what_happened_before(sweep):
     options, storage = sweep
     plan, _, _ = plan_of(sweep, search="optuna")
     study = plan._asked._searcher._ot_study
-    assert [(t.state.name, t.value) for t in study.trials[:2]] == [("COMPLETE", 0.6), ("FAIL", None)]
+    assert [(t.state.name, t.value) for t in study.trials[:2]] == [
+        ("COMPLETE", 0.6),
+        ("FAIL", None),
+    ]
     for trial in records.read_trials(storage):
         for domain in options.space:
             value = trial.overrides[domain.key]
-            assert value in domain.choices if domain.choices else domain.low <= value <= domain.high
+            assert (
+                value in domain.choices
+                if domain.choices
+                else domain.low <= value <= domain.high
+            )
     epochs(storage, 4, 3)
     plan.on_trial_complete("c", result={})
     assert study.trials[-1].value == 0.5
@@ -259,5 +346,7 @@ def test_a_searcher_learns(name):
         values = asked.values(index)
         found.append(values["objective.epsilon"])
         score = -abs(values["objective.epsilon"] - 0.2)
-        asked.tell(records.Trial(index, values, [{"epoch": 1, "score": score}], FINISHED))
+        asked.tell(
+            records.Trial(index, values, [{"epoch": 1, "score": score}], FINISHED)
+        )
     assert sum(found[-20:]) > 1.3 * sum(found[:20])  # the middle of the domain is .05

@@ -1,4 +1,6 @@
-"""Spaces: every key and bound is checked against the schema, and draws are functions of (seed, index)."""
+"""Spaces: every key and bound is checked against the schema, and draws are functions
+of (seed, index).
+"""
 
 import pytest
 
@@ -24,12 +26,19 @@ def test_named_spaces_fit_every_preset(name, base):
 
 
 def test_named_spaces():
-    """The digits take no resized crops: searching their scale would only waste trials."""
+    """The digits take no resized crops: searching their scale would only waste
+    trials.
+    """
     assert {d.key for d in UNO} == {
-        "objective.epsilon", "objective.temperature", "model.num_heads", "model.overcluster_factor",
-    }  # fmt: skip
+        "objective.epsilon",
+        "objective.temperature",
+        "model.num_heads",
+        "model.overcluster_factor",
+    }
     assert all(domain.reason for domain in FULL)
-    assert "augment.large.crop_scale" not in {d.key for d in spaces.load_space("full", DIGITS)}
+    assert "augment.large.crop_scale" not in {
+        d.key for d in spaces.load_space("full", DIGITS)
+    }
     assert "augment.large.crop_scale" in {d.key for d in FULL}
     with pytest.raises(ConfigError, match="uno, full"):
         spaces.load_space("huge", DIGITS)
@@ -38,32 +47,52 @@ def test_named_spaces():
 EPSILON, HEADS = "objective.epsilon", "model.num_heads"
 
 
-@pytest.mark.parametrize(("key", "entry", "words"), [
-    ("objective.epsilonn", "{low: 0.1, high: 0.2}", "'objective.epsilon'"),
-    ("objective", "{low: 0.1, high: 0.2}", "section"),
-    (EPSILON, "{low: 0.0, high: 0.2}", "objective.epsilon: Input should be greater"),
-    (EPSILON, "{low: 0.1, high: 20.0}", "objective.epsilon: Input should be less"),
-    (EPSILON, "{low: 0.2, high: 0.1}", "low 0.2 is not below high 0.1"),
-    (EPSILON, "{low: 0.1}", "needs choices, or the numbers low and high"),
-    (EPSILON, "{low: 0.1, high: .inf}", "finite"),
-    (EPSILON, "{low: false, high: 0.2}", "low: must be a number, not false"),
-    (EPSILON, "{low: a, high: b}", "low: Input should be a valid number"),
-    (EPSILON, "{low: 0.1, high: 0.2, choices: [0.1]}", "either"),
-    (EPSILON, "{low: 0.1, high: 0.2, scale: cubic}", "'linear', 'log' or 'int'"),
-    (EPSILON, "{lo: 0.1, high: 0.2}", "expected KEY: {low, high, scale, choices, reason}"),
-    (EPSILON, "{choices: []}", "needs choices"),
-    (EPSILON, "{choices: 0.1}", "choices: Input should be a valid tuple"),
-    ("discover.min_lr", "{low: 0.0, high: 0.1, scale: log}", "log scale"),
-    (HEADS, "{low: 2, high: 4.5, scale: int}", "whole"),
-    (HEADS, "{low: 2, high: 64, scale: int}", "model.num_heads: Input should be less"),
-    (HEADS, "{low: 1, high: 8}", "model.num_heads: Input should be a valid integer"),  # 5.459 heads
-    (HEADS, "{choices: [2, many]}", "model.num_heads"),
-    ("data.source", "{choices: [digits]}", "cannot be searched"),
-    ("seed", "{low: 0, high: 5, scale: int}", "cannot be searched"),
-    ("discover.epochs", "{low: 1, high: 5, scale: int}", "cannot be searched"),
-    ("compute.num_workers", "{low: 0, high: 2, scale: int}", "cannot be searched"),
-    ("model.weights", "{choices: [a, b]}", "cannot be searched"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("key", "entry", "words"),
+    [
+        ("objective.epsilonn", "{low: 0.1, high: 0.2}", "'objective.epsilon'"),
+        ("objective", "{low: 0.1, high: 0.2}", "section"),
+        (
+            EPSILON,
+            "{low: 0.0, high: 0.2}",
+            "objective.epsilon: Input should be greater",
+        ),
+        (EPSILON, "{low: 0.1, high: 20.0}", "objective.epsilon: Input should be less"),
+        (EPSILON, "{low: 0.2, high: 0.1}", "low 0.2 is not below high 0.1"),
+        (EPSILON, "{low: 0.1}", "needs choices, or the numbers low and high"),
+        (EPSILON, "{low: 0.1, high: .inf}", "finite"),
+        (EPSILON, "{low: false, high: 0.2}", "low: must be a number, not false"),
+        (EPSILON, "{low: a, high: b}", "low: Input should be a valid number"),
+        (EPSILON, "{low: 0.1, high: 0.2, choices: [0.1]}", "either"),
+        (EPSILON, "{low: 0.1, high: 0.2, scale: cubic}", "'linear', 'log' or 'int'"),
+        (
+            EPSILON,
+            "{lo: 0.1, high: 0.2}",
+            "expected KEY: {low, high, scale, choices, reason}",
+        ),
+        (EPSILON, "{choices: []}", "needs choices"),
+        (EPSILON, "{choices: 0.1}", "choices: Input should be a valid tuple"),
+        ("discover.min_lr", "{low: 0.0, high: 0.1, scale: log}", "log scale"),
+        (HEADS, "{low: 2, high: 4.5, scale: int}", "whole"),
+        (
+            HEADS,
+            "{low: 2, high: 64, scale: int}",
+            "model.num_heads: Input should be less",
+        ),
+        # 5.459 heads
+        (
+            HEADS,
+            "{low: 1, high: 8}",
+            "model.num_heads: Input should be a valid integer",
+        ),
+        (HEADS, "{choices: [2, many]}", "model.num_heads"),
+        ("data.source", "{choices: [digits]}", "cannot be searched"),
+        ("seed", "{low: 0, high: 5, scale: int}", "cannot be searched"),
+        ("discover.epochs", "{low: 1, high: 5, scale: int}", "cannot be searched"),
+        ("compute.num_workers", "{low: 0, high: 2, scale: int}", "cannot be searched"),
+        ("model.weights", "{choices: [a, b]}", "cannot be searched"),
+    ],
+)
 def test_a_bad_domain_is_one_line_naming_it(tmp_path, key, entry, words):
     path = tmp_path / "mine.yaml"
     path.write_text(f"{key}: {entry}\n")
@@ -76,7 +105,8 @@ def test_a_user_space_from_yaml(tmp_path):
     path.write_text(
         "objective.epsilon: {scale: log, low: 0.02, high: 0.2, reason: why not}\n"
         "model:\n  num_heads: {choices: [2, 4]}\n"
-        "discover.weight_decay: {scale: log, low: 1e-5, high: 1e-3}\n"  # text in YAML 1.1
+        # text in YAML 1.1
+        "discover.weight_decay: {scale: log, low: 1e-5, high: 1e-3}\n"
         "augment.large.crop_scale: {choices: [[0.2, 1.0], [0.5, 1.0]]}\n"
     )
     space = spaces.load_space(str(path), DIGITS)
@@ -110,7 +140,9 @@ def test_draws_depend_on_seed_and_index_alone():
 def test_position_is_the_inverse_of_at(domain):
     for share in (0.0, 0.3, 0.5, 0.9, 1 - 1e-9):
         value = domain.at(share)
-        assert domain.at(min(domain.position(value), 1 - 1e-9)) == pytest.approx(value, rel=0.35)
+        assert domain.at(min(domain.position(value), 1 - 1e-9)) == pytest.approx(
+            value, rel=0.35
+        )
     assert (domain.position(domain.ends[0]), domain.position(domain.ends[-1])) == (0, 1)
 
 
@@ -118,6 +150,8 @@ def test_values_outside_a_domain_are_at_its_edge_trial_0_has_the_given():
     assert UNO[0].position(5.0) == 1 and UNO[2].position(1) == 0
     assert UNO[1].position(0.12) == pytest.approx(0.625)  # between .1 and .14
     assert spaces.current(UNO, DIGITS) == {
-        "objective.epsilon": 0.05, "objective.temperature": 0.1, "model.num_heads": 4,
+        "objective.epsilon": 0.05,
+        "objective.temperature": 0.1,
+        "model.num_heads": 4,
         "model.overcluster_factor": 3,
-    }  # fmt: skip
+    }

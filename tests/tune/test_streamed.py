@@ -29,7 +29,12 @@ from uno.session.data import read_task
 
 def streamed(options, storage=None) -> SweepData:
     """What trials see of a streamed set."""
-    data = load_data(options, read_task(options.config.data), None, storage or Storage("mock:///sweep"))
+    data = load_data(
+        options,
+        read_task(options.config.data),
+        None,
+        storage or Storage("mock:///sweep"),
+    )
     assert isinstance(data.images, Unread)
     return data
 
@@ -38,12 +43,17 @@ def options_of(folder: Path, *words: str):
     return tiny_options(folder, "--data.loading", "streaming", *words)
 
 
-@pytest.mark.parametrize("score", [
-    FOLDS, AGREEMENT, *(pytest.param(s, marks=pytest.mark.slow) for s in ("loss", ORACLE))
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "score",
+    [
+        FOLDS,
+        AGREEMENT,
+        *(pytest.param(s, marks=pytest.mark.slow) for s in ("loss", ORACLE)),
+    ],
+)
 def test_streamed_rows_give_the_numbers_of_rows_in_memory(tmp_path, score):
-    """To the bit, where each image is read by itself. Kills: rows or classes of another fold, a score of
-    other rows, an epoch that begins at another step.
+    """To the bit, where each image is read by itself. Kills: rows or classes of another
+    fold, a score of other rows, an epoch that begins at another step.
     """
     options = options_of(tmp_path, "--score", score, "--folds", "2")
     found = []
@@ -80,44 +90,80 @@ def parquet(folder: Path, broken: int = 0) -> Path:
 
 
 def test_unreadable_images_are_listed_by_the_trial_and_not_scored(tmp_path):
-    """Kills: a broken image that ends a trial or is scored, one list of all trials, any number of them."""
+    """Kills: a broken image that ends a trial or is scored, one list of all trials,
+    any number of them.
+    """
     source = parquet(tmp_path / "data", broken=1)
-    words = ["--preset", "digits", "--data", f"parquet:{source}", "--num-novel", "5", "--score", AGREEMENT]
+    words = [
+        "--preset",
+        "digits",
+        "--data",
+        f"parquet:{source}",
+        "--num-novel",
+        "5",
+        "--score",
+        AGREEMENT,
+    ]
     options = options_of(tmp_path / "s", *words, "--data.max-bad-fraction", "0.02")
     with claimed(tmp_path / "a") as storage:
         assert len(run_tiny(options, streamed(options), storage)) == 2
         (line,) = storage.read(f"trials/0000/{BAD_SAMPLES}").splitlines()
         assert json.loads(line)["reason"]
     none = options_of(tmp_path / "s", *words, "--data.max-bad-fraction", "0")
-    with claimed(tmp_path / "b") as storage, pytest.raises(ConfigError, match="unreadable"):
+    with (
+        claimed(tmp_path / "b") as storage,
+        pytest.raises(ConfigError, match="unreadable"),
+    ):
         run_tiny(none, streamed(none), storage)
 
 
 @pytest.mark.slow
 def test_images_larger_than_memory_are_never_in_memory(tmp_path):
-    """Of 768 MiB decoded, in a process that may take 256 MiB more. Kills: images that are kept, a score that
-    reads all rows at once.
+    """Of 768 MiB decoded, in a process that may take 256 MiB more. Kills: images that
+    are kept, a score that reads all rows at once.
     """
     image = encoded(pixels(0, 32, 32))
     table = pa.table(
-        {"image": pa.array([image] * 4096, pa.binary()), "label": [str(i % 5) for i in range(4096)]}
+        {
+            "image": pa.array([image] * 4096, pa.binary()),
+            "label": [str(i % 5) for i in range(4096)],
+        }
     )
     pq.write_table(table, tmp_path / "rows.parquet", row_group_size=256)
     options = options_of(
-        tmp_path / "s", "--data", f"parquet:{tmp_path}", "--known-classes", "0,1,2,3", "--num-novel", "1",
-        "--data.limit", "4096", "--data.stored-size", "256", "--augment.large.size", "32",
-    )  # fmt: skip
+        tmp_path / "s",
+        "--data",
+        f"parquet:{tmp_path}",
+        "--known-classes",
+        "0,1,2,3",
+        "--num-novel",
+        "1",
+        "--data.limit",
+        "4096",
+        "--data.stored-size",
+        "256",
+        "--augment.large.size",
+        "32",
+    )
     data, config = streamed(options), options.config
 
     def work() -> None:
         torch.set_num_threads(1)
-        taken = 1024 * int(Path("/proc/self/status").read_text().partition("VmData:")[2].split()[0])
+        taken = 1024 * int(
+            Path("/proc/self/status").read_text().partition("VmData:")[2].split()[0]
+        )
         resource.setrlimit(resource.RLIMIT_DATA, (taken + 2**28,) * 2)
         (fold,) = folds_of(data, config, num_folds=1)
-        plan = run.plans(config, len(fold.train.labels), fold.train.num_unlabeled, 1)[DISCOVER]
+        plan = run.plans(config, len(fold.train.labels), fold.train.num_unlabeled, 1)[
+            DISCOVER
+        ]
         with closing(fold.train.batches(config, plan, 0, 1, 4)) as batches:
             assert [len(batches(step).labels) > 0 for step in range(4)] == [True] * 4
-        assert sum(len(truth) for _, truth in fold.scored.batches(256)) == len(fold.scored.truth) > 1000
+        assert (
+            sum(len(truth) for _, truth in fold.scored.batches(256))
+            == len(fold.scored.truth)
+            > 1000
+        )
         try:
             np.ones(2**29, np.uint8)
         except MemoryError:
@@ -130,25 +176,49 @@ def test_images_larger_than_memory_are_never_in_memory(tmp_path):
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(600)
-def test_a_streamed_sweep_of_parquet_and_one_in_memory(ray_cluster, tmp_path, monkeypatch):
-    """Row groups are mixed in windows, so that batches differ: the same trials, folds, rows and epochs, and
-    scores as near as another order of images leaves them. Kills: a sweep that decodes all images, trials
-    that do not find their images.
+def test_a_streamed_sweep_of_parquet_and_one_in_memory(
+    ray_cluster, tmp_path, monkeypatch
+):
+    """Row groups are mixed in windows, so that batches differ: the same trials, folds,
+    rows and epochs, and scores as near as another order of images leaves them. Kills: a
+    sweep that decodes all images, trials that do not find their images.
     """
     source, tables = parquet(tmp_path / "data"), []
     monkeypatch.setattr(driver, "load_images", Mock(side_effect=driver.load_images))
     for loading in ("memory", "streaming"):
         driver.load_images.reset_mock()
         options = tiny_options(
-            tmp_path / loading, "--preset", "digits", "--data", f"parquet:{source}", "--num-novel", "5",
-            "--data.loading", loading, "--trials", "2", "--folds", "2", "--scheduler", "none",
-        )  # fmt: skip
+            tmp_path / loading,
+            "--preset",
+            "digits",
+            "--data",
+            f"parquet:{source}",
+            "--num-novel",
+            "5",
+            "--data.loading",
+            loading,
+            "--trials",
+            "2",
+            "--folds",
+            "2",
+            "--scheduler",
+            "none",
+        )
         assert run_sweep(options) == 0
         assert driver.load_images.called == (loading == "memory")
         storage = Storage(str(tmp_path / loading))
         assert [result["status"] for result in results(storage)] == ["finished"] * 2
-        tables.append(pq.read_table(io.BytesIO(storage.read("sweep.parquet"))).to_pylist())
-    keys = ("trial", "epoch", "status", "objective", "objective.epsilon", "model.num_heads")
+        tables.append(
+            pq.read_table(io.BytesIO(storage.read("sweep.parquet"))).to_pylist()
+        )
+    keys = (
+        "trial",
+        "epoch",
+        "status",
+        "objective",
+        "objective.epsilon",
+        "model.num_heads",
+    )
     for resident, read in zip(*tables, strict=True):
         assert [resident[key] for key in keys] == [read[key] for key in keys]
         assert abs(resident["score"] - read["score"]) < 0.3

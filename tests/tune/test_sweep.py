@@ -1,4 +1,6 @@
-"""Sweeps through Ray Tune: shared pretraining, failures, a killed driver, workers, more trials than fit."""
+"""Sweeps through Ray Tune: shared pretraining, failures, a killed driver, workers,
+more trials than fit.
+"""
 
 import json
 import os
@@ -35,10 +37,14 @@ train.batch_size: {choices: [32, 5000]}
 """
 
 
-def values(temperature: float = 0.1, heads: int = 2, batch_size: int = 32) -> dict[str, float]:
+def values(
+    temperature: float = 0.1, heads: int = 2, batch_size: int = 32
+) -> dict[str, float]:
     return {
-        "objective.temperature": temperature, "model.num_heads": heads, "train.batch_size": batch_size,
-    }  # fmt: skip
+        "objective.temperature": temperature,
+        "model.num_heads": heads,
+        "train.batch_size": batch_size,
+    }
 
 
 def planned(folder: Path, trials: list[dict[str, float]], *words: str):
@@ -46,7 +52,9 @@ def planned(folder: Path, trials: list[dict[str, float]], *words: str):
     folder.mkdir(exist_ok=True)
     space, drawn = folder / "space.yaml", [{"overrides": t} for t in trials]
     space.write_text(SPACE)
-    options = tiny_options(folder / "s", "--space", str(space), "--trials", str(len(trials)), *words)
+    options = tiny_options(
+        folder / "s", "--space", str(space), "--trials", str(len(trials)), *words
+    )
     data, epochs = options.config.data, options.config.discover.epochs
     fingerprint = make_task(read_rows(data), data).rows.fingerprint
     return options, fake_sweep(folder / "s", options, drawn, epochs, fingerprint)
@@ -59,12 +67,17 @@ def command_of(folder: Path, words: str) -> list[str]:
 
 def results(storage: Storage) -> list[dict]:
     count = len(storage.list("trials"))
-    return [find_mapping(storage, f"{records.trial_name(i)}/result.json") for i in range(count)]
+    return [
+        find_mapping(storage, f"{records.trial_name(i)}/result.json")
+        for i in range(count)
+    ]
 
 
 def pretrainings(storage: Storage) -> dict[str, bytes]:
     names = [f"pretrain/{key}/done.json" for key in storage.list("pretrain")]
-    return {name.split("/")[1]: storage.read(name) for name in names if storage.exists(name)}
+    return {
+        name.split("/")[1]: storage.read(name) for name in names if storage.exists(name)
+    }
 
 
 def until(condition, driver=None, seconds: float = 400) -> None:
@@ -76,13 +89,26 @@ def until(condition, driver=None, seconds: float = 400) -> None:
 
 
 def until_free(ray) -> None:
-    until(lambda: ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"], seconds=60)
+    until(
+        lambda: ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"],
+        seconds=60,
+    )
 
 
 def test_pretrainings_are_shared_and_failures_never_win(ray_cluster, tmp_path):
-    """Five trials at once: one raises, one goes NaN, three share two pretrainings of each fold."""
-    trials = [values(), values(0.2, 3), values(0.1, 4), values(1e-40), values(batch_size=5000)]
-    options, storage = planned(tmp_path, trials, "--scheduler", "none", "--data.loading", "memory")
+    """Five trials at once: one raises, one goes NaN, three share two pretrainings of
+    each fold.
+    """
+    trials = [
+        values(),
+        values(0.2, 3),
+        values(0.1, 4),
+        values(1e-40),
+        values(batch_size=5000),
+    ]
+    options, storage = planned(
+        tmp_path, trials, "--scheduler", "none", "--data.loading", "memory"
+    )
     assert run_sweep(options) == 0
     found = results(storage)
     assert [r["status"] for r in found] == ["finished"] * 3 + ["failed"] * 2
@@ -92,34 +118,49 @@ def test_pretrainings_are_shared_and_failures_never_win(ray_cluster, tmp_path):
     folds = folds_of(tiny_data(options.config), options.config)
     configs = [override(options.config, t) for t in trials]
     expected = {pretrain_key(config, fold) for config in configs[:4] for fold in folds}
-    assert len(expected) == 6  # temperatures .1, .2 and 1e-40, 2 folds; trial 4 raised before it pretrained
+    # temperatures .1, .2 and 1e-40, 2 folds; trial 4 raised before it pretrained
+    assert len(expected) == 6
     assert pretrainings(storage).keys() == expected
     for key in expected:
         assert len(storage.read(f"pretrain/{key}/starts.log").splitlines()) == 1
     assert not storage.exists("ray")
-    assert all(name.endswith((".json", ".jsonl")) for name in storage.list("trials/0000"))
+    assert all(
+        name.endswith((".json", ".jsonl")) for name in storage.list("trials/0000")
+    )
     assert {"best.yaml", "sweep.html", "sweep.parquet"} <= set(storage.list())
 
 
 @pytest.mark.slow
 def test_more_trials_than_fit_and_stopping(ray_cluster, tmp_path):
-    """Kills: a deadlock of trials that hold all CPUs, ASHA that stops nobody, results that are run again."""
+    """Kills: a deadlock of trials that hold all CPUs, ASHA that stops nobody,
+    results that are run again.
+    """
     trials = [values(heads=2 + i % 3) for i in range(6)]
-    options, storage = planned(tmp_path, trials, "--compute.cpus-per-worker", "2", "--discover.epochs", "3")
+    options, storage = planned(
+        tmp_path, trials, "--compute.cpus-per-worker", "2", "--discover.epochs", "3"
+    )
     found = []
     for _ in range(2):
         assert run_sweep(options) == 0
-        found.append([storage.read(f"{records.trial_name(i)}/result.json") for i in range(6)])
+        found.append(
+            [storage.read(f"{records.trial_name(i)}/result.json") for i in range(6)]
+        )
     assert {r["status"] for r in results(storage)} <= {"finished", "stopped"}
     assert found[0] == found[1]
 
 
 @pytest.mark.slow
-def test_the_same_command_finishes_a_killed_and_a_stopped_sweep(ray_cluster, tmp_path, capsys):
-    """SIGKILL to the driver once a third of the trials is done, then SIGTERM in the second trial: nothing
-    finished is run again, and what was stopped has no result until it has one.
+def test_the_same_command_finishes_a_killed_and_a_stopped_sweep(
+    ray_cluster, tmp_path, capsys
+):
+    """SIGKILL to the driver once a third of the trials is done, then SIGTERM in the
+    second trial: nothing finished is run again, and what was stopped has no result
+    until it has one.
     """
-    words = command_of(tmp_path / "s", "--trials 3 --scheduler none --concurrent 1 --discover.epochs 60")
+    words = command_of(
+        tmp_path / "s",
+        "--trials 3 --scheduler none --concurrent 1 --discover.epochs 60",
+    )
     storage, null = Storage(str(tmp_path / "s")), subprocess.DEVNULL
     driver = subprocess.Popen(words, stdout=null, stderr=null, start_new_session=True)
     until(lambda: storage.exists("trials/0000/result.json"), driver)
@@ -127,11 +168,13 @@ def test_the_same_command_finishes_a_killed_and_a_stopped_sweep(ray_cluster, tmp
     driver.wait()
     assert not storage.exists("trials/0001/result.json")
     before, pretrained = storage.read("trials/0000/epochs.jsonl"), pretrainings(storage)
-    half = f"{records.trial_name(2)}/.trial.json.0123abcd"  # of a write that the kill cut off
+    # of a write that the kill cut off
+    half = f"{records.trial_name(2)}/.trial.json.0123abcd"
     storage.write(half, b"{")
 
     def stop() -> None:
-        until(lambda: len(storage.list("ray")) == 2)  # a process of the killed sweep may write until then
+        # a process of the killed sweep may write until then
+        until(lambda: len(storage.list("ray")) == 2)
         begun = len(records.read_epochs(storage, 1))
         until(lambda: len(records.read_epochs(storage, 1)) > begun)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -141,7 +184,9 @@ def test_the_same_command_finishes_a_killed_and_a_stopped_sweep(ray_cluster, tmp
     assert cli.main(words[3:]) == 75
     stopping.join()
     said = capsys.readouterr()
-    assert "1 result already" in " ".join(said.out.split()) and "same command" in said.err
+    assert (
+        "1 result already" in " ".join(said.out.split()) and "same command" in said.err
+    )
     assert not storage.exists("trials/0001/result.json")
     assert json.loads(storage.read("trials/0001/trial.json"))["overrides"]
 
@@ -154,11 +199,18 @@ def test_the_same_command_finishes_a_killed_and_a_stopped_sweep(ray_cluster, tmp
 
 @pytest.mark.slow
 def test_a_trial_outlives_its_process(ray_cluster, tmp_path):
-    """SIGKILL to the process of a streamed trial once it has an epoch: the same sweep ends with the trial
-    finished. (For one in memory: the loss of its node.) Kills: a trial that is failed for good, one that
-    begins anew.
+    """SIGKILL to the process of a streamed trial once it has an epoch: the same sweep
+    ends with the trial finished. (For one in memory: the loss of its node.) Kills: a
+    trial that is failed for good, one that begins anew.
     """
-    words = ("--scheduler", "none", "--discover.epochs", "8", "--data.loading", "streaming")
+    words = (
+        "--scheduler",
+        "none",
+        "--discover.epochs",
+        "8",
+        "--data.loading",
+        "streaming",
+    )
     options, storage = planned(tmp_path, [values()], *words)
     killed = []
 
@@ -166,7 +218,10 @@ def test_a_trial_outlives_its_process(ray_cluster, tmp_path):
         until(lambda: storage.exists("trials/0000/epochs.jsonl"))
         for folder in Path("/proc").iterdir():
             with suppress(OSError):  # it ended meanwhile
-                if folder.name.isdigit() and b"ray::ImplicitFunc" in (folder / "cmdline").read_bytes():
+                if (
+                    folder.name.isdigit()
+                    and b"ray::ImplicitFunc" in (folder / "cmdline").read_bytes()
+                ):
                     os.kill(int(folder.name), signal.SIGKILL)
                     killed.append(storage.read("trials/0000/epochs.jsonl"))
 
@@ -184,17 +239,35 @@ def test_a_trial_outlives_its_process(ray_cluster, tmp_path):
 
 @pytest.mark.slow
 def test_a_sweep_uses_a_node_that_joins_and_outlives_its_loss(tmp_path):
-    """One CPU for a trial, then another one on a second node, whose raylet is killed while its trial trains,
-    which then waits for the place of the first. Kills: a number of trials that is fixed at the start, a trial
-    that ends with its node, or begins anew.
+    """One CPU for a trial, then another one on a second node, whose raylet is killed
+    while its trial trains, which then waits for the place of the first. Kills: a number
+    of trials that is fixed at the start, a trial that ends with its node, or begins
+    anew.
     """
-    words = [*TINY, "--folds", "1", "--trials", "2", "--scheduler", "none", "--discover.epochs", "150"]
+    words = [
+        *TINY,
+        "--folds",
+        "1",
+        "--trials",
+        "2",
+        "--scheduler",
+        "none",
+        "--discover.epochs",
+        "150",
+    ]
     storage, epochs = Storage(str(tmp_path / "s")), "trials/0001/epochs.jsonl"
     with head(1) as raylets:
         sweep = Command(
-            ["pipelines", "tune", *words, "--output", storage.root], raylets.env, tmp_path / "log"
+            ["pipelines", "tune", *words, "--output", storage.root],
+            raylets.env,
+            tmp_path / "log",
         )
-        until(lambda: sweep.says("1 trial at a time") and storage.exists("trials/0000/epochs.jsonl"))
+        until(
+            lambda: (
+                sweep.says("1 trial at a time")
+                and storage.exists("trials/0000/epochs.jsonl")
+            )
+        )
         (first,) = raylets.processes_of("ray::ImplicitFunc")
         os.kill(first, signal.SIGSTOP)  # it ends after the node that it does not need
         assert not storage.exists("trials/0000/result.json")
@@ -207,74 +280,132 @@ def test_a_sweep_uses_a_node_that_joins_and_outlives_its_loss(tmp_path):
     assert [result["status"] for result in results(storage)] == ["finished"] * 2
     lines = storage.read(epochs)
     assert lines.startswith(before) and before.count(b"\n") < 150
-    assert [json.loads(line)["epoch"] for line in lines.splitlines()] == list(range(1, 151))
+    assert [json.loads(line)["epoch"] for line in lines.splitlines()] == list(
+        range(1, 151)
+    )
 
 
 @pytest.mark.slow
 def test_another_cluster_on_the_machine_does_not_confuse_a_sweep(ray_cluster, tmp_path):
-    """A sweep in a process of its own starts its own cluster beside the test lane's; each trial is a Ray
-    Train run. Kills: a trial that ends, or fails, and keeps its CPUs, so that the third waits for ever;
-    Ray's helper that finds the wrong cluster; a failure that does not say why.
+    """A sweep in a process of its own starts its own cluster beside the test lane's;
+    each trial is a Ray Train run. Kills: a trial that ends, or fails, and keeps its
+    CPUs, so that the third waits for ever; Ray's helper that finds the wrong cluster; a
+    failure that does not say why.
     """
-    words = ("--workers", "1", "--discover.epochs", "1", "--data.loading", "streaming", "--scheduler", "none")
-    _, storage = planned(tmp_path, [values(), values(1e-40), values(heads=3)], "--folds", "1", *words)
+    words = (
+        "--workers",
+        "1",
+        "--discover.epochs",
+        "1",
+        "--data.loading",
+        "streaming",
+        "--scheduler",
+        "none",
+    )
+    _, storage = planned(
+        tmp_path, [values(), values(1e-40), values(heads=3)], "--folds", "1", *words
+    )
     own = ["--space", str(tmp_path / "space.yaml"), "--trials", "3", *words]
     sweep, stale = (command_of(tmp_path / name, " ".join(own)) for name in ("s", "t"))
     how = {"capture_output": True, "text": True}
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
-    with tempfile.TemporaryDirectory(prefix="uno-", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        ended = subprocess.run(sweep, timeout=500, env=environment | {"RAY_TMPDIR": folder}, **how)
+    with tempfile.TemporaryDirectory(
+        prefix="uno-", dir="/tmp", ignore_cleanup_errors=True
+    ) as folder:
+        ended = subprocess.run(
+            sweep, timeout=500, env=environment | {"RAY_TMPDIR": folder}, **how
+        )
         logs = [path.read_text() for path in Path(folder).rglob("worker-*.err")]
     assert ended.returncode == 0 and "2 trials, 1 failed" in ended.stdout, ended.stderr
     found = results(storage)
     assert [result["status"] for result in found] == ["finished", "failed", "finished"]
     assert "finite" in found[1]["reason"]
     assert any("PlacementGroupCleaner" in log for log in logs)
-    assert not any("PlacementGroupCleaner" in log and "Traceback" in log for log in logs)
+    assert not any(
+        "PlacementGroupCleaner" in log and "Traceback" in log for log in logs
+    )
     assert len(ray_cluster.nodes()) == 1
-    ended = subprocess.run(stale, timeout=120, env=environment | {"RAY_ADDRESS": "127.0.0.1:1"}, **how)
+    ended = subprocess.run(
+        stale, timeout=120, env=environment | {"RAY_ADDRESS": "127.0.0.1:1"}, **how
+    )
     assert ended.returncode == 2
     assert len(ended.stderr.strip().splitlines()) == 1
 
 
 @pytest.mark.slow
 def test_a_sweep_by_somebody_elses_searcher(ray_cluster, tmp_path):
-    """And the median rule; it offers three trials. Kills: a searcher that is not told, a sweep that waits for
-    values which never come.
+    """And the median rule; it offers three trials. Kills: a searcher that is not told,
+    a sweep that waits for values which never come.
     """
     space = tmp_path / "space.yaml"
     space.write_text("objective.epsilon: {choices: [0.025, 0.05, 0.1]}\n")
-    words = ["--search", "tests.tune.test_search:climber", "--trials", "6", "--scheduler", "median",
-             "--concurrent", "1"]  # fmt: skip
-    options = tiny_options(tmp_path / "s", "--space", str(space), "--folds", "1", *words)
+    words = [
+        "--search",
+        "tests.tune.test_search:climber",
+        "--trials",
+        "6",
+        "--scheduler",
+        "median",
+        "--concurrent",
+        "1",
+    ]
+    options = tiny_options(
+        tmp_path / "s", "--space", str(space), "--folds", "1", *words
+    )
     assert run_sweep(options) == 0
     storage = Storage(str(tmp_path / "s"))
-    drawn = [trial.overrides["objective.epsilon"] for trial in records.read_trials(storage)]
+    drawn = [
+        trial.overrides["objective.epsilon"] for trial in records.read_trials(storage)
+    ]
     assert drawn == [0.05, 0.05, 0.1, 0.1]
     assert {result["status"] for result in results(storage)} <= {"finished", "stopped"}
 
 
 @pytest.mark.slow
-def test_a_sweep_by_optunas_searcher_of_ray_that_all_tools_read_back(ray_cluster, tmp_path, monkeypatch):
+def test_a_sweep_by_optunas_searcher_of_ray_that_all_tools_read_back(
+    ray_cluster, tmp_path, monkeypatch
+):
     """Kills: loggers that a sweep does not call."""
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    words = ["--search", "tests.tune.test_search:rays_optuna", "--trials", "4", "--scheduler", "none",
-             "--folds", "1", "--concurrent", "1",
-             "--report-to", "tensorboard,wandb,mlflow,jsonl"]  # fmt: skip
+    words = [
+        "--search",
+        "tests.tune.test_search:rays_optuna",
+        "--trials",
+        "4",
+        "--scheduler",
+        "none",
+        "--folds",
+        "1",
+        "--concurrent",
+        "1",
+        "--report-to",
+        "tensorboard,wandb,mlflow,jsonl",
+    ]
     assert run_sweep(tiny_options(tmp_path / "s", *words)) == 0
     storage = Storage(str(tmp_path / "s"))
     trials = records.read_trials(storage)
-    assert len({tuple(trial.overrides.values()) for trial in trials}) == len(trials) == 4
+    assert (
+        len({tuple(trial.overrides.values()) for trial in trials}) == len(trials) == 4
+    )
     client = mlflow.MlflowClient()
-    runs = client.search_runs([client.get_experiment_by_name("uno").experiment_id], "tags.group = 's'")
+    runs = client.search_runs(
+        [client.get_experiment_by_name("uno").experiment_id], "tags.group = 's'"
+    )
     scores = sorted(trial.epochs[-1]["score"] for trial in trials)
-    assert sorted(run.data.metrics["tune/score"] for run in runs) == pytest.approx(scores)
+    assert sorted(run.data.metrics["tune/score"] for run in runs) == pytest.approx(
+        scores
+    )
     assert sum(run.data.metrics["best"] for run in runs) == 1
     for trial in trials:
-        run, lines, _ = wandb_run(records.PartStorage(storage, records.trial_name(trial.index)))
+        run, lines, _ = wandb_run(
+            records.PartStorage(storage, records.trial_name(trial.index))
+        )
         last = [float(line["tune/score"]) for line in lines if "tune/score" in line][-1]
         assert run.run_group == "s" and last == pytest.approx(trial.epochs[-1]["score"])
-    assert len(storage.list("tensorboard")) == 4 and storage.read("sweep.jsonl").count(b"\n") >= 4
+    assert (
+        len(storage.list("tensorboard")) == 4
+        and storage.read("sweep.jsonl").count(b"\n") >= 4
+    )

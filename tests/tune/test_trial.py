@@ -1,4 +1,6 @@
-"""A trial without Ray: epochs in step, shared pretraining, and going on where a killed one was."""
+"""A trial without Ray: epochs in step, shared pretraining, and going on where a
+killed one was.
+"""
 
 import json
 import time
@@ -39,7 +41,9 @@ def newest(storage, phase):
     return load_newest(storage, phase).tensors
 
 
-def test_epochs_one_by_one_are_the_training_of_uno_discover(options, fold, storage, tmp_path):
+def test_epochs_one_by_one_are_the_training_of_uno_discover(
+    options, fold, storage, tmp_path
+):
     """Kills: a schedule that restarts with every epoch, a state that is not resumed."""
     run_tiny(options, tiny_data(options.config), storage)
     chunks = newest(PartStorage(storage, "trials/0000/fold0-seed0"), run.DISCOVER)
@@ -56,17 +60,27 @@ def test_a_killed_trial_goes_on_with_the_same_numbers(options, storage, tmp_path
         with pytest.raises(KeyboardInterrupt):
             run_tiny(options, data, other, report=Mock(side_effect=KeyboardInterrupt))
         assert len(records.read_epochs(other, 0)) == 1
-        other.append("trials/0000/epochs.jsonl", b'{"epoch": 2, "sc')  # a line cut short
+        # a line cut short
+        other.append("trials/0000/epochs.jsonl", b'{"epoch": 2, "sc')
         again = run_tiny(options, data, other, report=seen.append)
     # early stopping sees the earlier epoch too
-    assert [(e["epoch"], e["score"]) for e in seen] == [(e["epoch"], e["score"]) for e in whole]
+    assert [(e["epoch"], e["score"]) for e in seen] == [
+        (e["epoch"], e["score"]) for e in whole
+    ]
     assert again == whole[: len(again)]
 
 
 def test_a_score_that_is_not_finite_is_a_numerics_error(options, storage, monkeypatch):
     with pytest.raises(NumericsError):  # a divergent configuration
-        run_tiny(options, tiny_data(options.config), storage, overrides={"objective.temperature": 1e-40})
-    monkeypatch.setattr(trial, "measure", lambda *args: {"score": float("nan"), "loss": 1.0})
+        run_tiny(
+            options,
+            tiny_data(options.config),
+            storage,
+            overrides={"objective.temperature": 1e-40},
+        )
+    monkeypatch.setattr(
+        trial, "measure", lambda *args: {"score": float("nan"), "loss": 1.0}
+    )
     with pytest.raises(NumericsError, match="epoch 1"):
         run_tiny(options, tiny_data(options.config), storage)
 
@@ -80,25 +94,45 @@ def test_a_trial_of_a_sweep_that_was_taken_over_writes_nothing(options, storage)
 
 
 CHANGES = {
-    "discover.base_lr": 0.3, "model.num_heads": 7, "model.overcluster_factor": 1, "model.hidden_dim": 8,
-    "model.projection_dim": 4, "model.mlp_input": "raw", "objective.epsilon": 0.2,
+    "discover.base_lr": 0.3,
+    "model.num_heads": 7,
+    "model.overcluster_factor": 1,
+    "model.hidden_dim": 8,
+    "model.projection_dim": 4,
+    "model.mlp_input": "raw",
+    "objective.epsilon": 0.2,
     "objective.sinkhorn_iters": 5,
-    "objective.aggregation": "average_logits", "objective.concat": False, "objective.pseudo_labels": "hard",
-    "data.batch_sampling": "balanced", "data.num_novel": 2, "data.setting": "ncd",
+    "objective.aggregation": "average_logits",
+    "objective.concat": False,
+    "objective.pseudo_labels": "hard",
+    "data.batch_sampling": "balanced",
+    "data.num_novel": 2,
+    "data.setting": "ncd",
     "objective.class_prior": "kmeans",
-    "objective.iic_weight": 0.1, "objective.iic_view_weight": 0.1, "objective.rkd_weight": 0.1,
-    "objective.rkd_temperature": 2.0, "objective.queue_size": 8, "model.prototype_init": "kmeans",
-}  # fmt: skip
+    "objective.iic_weight": 0.1,
+    "objective.iic_view_weight": 0.1,
+    "objective.rkd_weight": 0.1,
+    "objective.rkd_temperature": 2.0,
+    "objective.queue_size": 8,
+    "model.prototype_init": "kmeans",
+}
 
 
-def test_pretraining_does_not_depend_on_the_keys_its_hash_leaves_out(options, fold, tmp_path):
-    """Kills: a key that changes pretraining and is left out: a trial would start from another's weights."""
+def test_pretraining_does_not_depend_on_the_keys_its_hash_leaves_out(
+    options, fold, tmp_path
+):
+    """Kills: a key that changes pretraining and is left out: a trial would start
+    from another's weights.
+    """
     covered = {key for key in field_names() if field_traits(key).scope == "discover"}
     phase = {key for key in covered if key.startswith("discover.")}
     assert covered - phase == {*CHANGES, "method", "model.weights"} - phase
     found, keys = [], set()
     for changes in ({}, CHANGES, {"method": "rs"}):
-        config, storage = override(options.config, changes), Storage(str(tmp_path / str(len(found))))
+        config, storage = (
+            override(options.config, changes),
+            Storage(str(tmp_path / str(len(found)))),
+        )
         run.run_phase(config, run.PRETRAIN, fold.train, LocalWorker(CPU), storage)
         found.append(newest(storage, run.PRETRAIN))
         keys.add(pretrain_key(config, fold))
@@ -107,18 +141,29 @@ def test_pretraining_does_not_depend_on_the_keys_its_hash_leaves_out(options, fo
     assert len(keys) == 1
 
 
-def test_pretraining_is_trained_once_for_each_fold_and_everything_else(options, fold, storage):
+def test_pretraining_is_trained_once_for_each_fold_and_everything_else(
+    options, fold, storage
+):
     others = {
-        "objective.temperature": 0.2, "seed": 1, "pretrain.base_lr": 0.2, "augment.large.jitter": 0.1,
-        "train.batch_size": 16, "model.width": 8,
-    }  # fmt: skip
-    changed = [options.config, *(override(options.config, {key: value}) for key, value in others.items())]
+        "objective.temperature": 0.2,
+        "seed": 1,
+        "pretrain.base_lr": 0.2,
+        "augment.large.jitter": 0.1,
+        "train.batch_size": 16,
+        "model.width": 8,
+    }
+    changed = [
+        options.config,
+        *(override(options.config, {key: value}) for key, value in others.items()),
+    ]
     assert len({pretrain_key(config, fold) for config in changed}) == 7
     folds = folds_of(tiny_data(options.config), options.config)
     assert len({pretrain_key(options.config, p) for p in folds}) == 2
     configs = [override(options.config, {"model.num_heads": n}) for n in (2, 3)]
     lease = Leases().lease
-    [folder] = {shared_pretraining(c, fold, LocalWorker(CPU), storage, lease) for c in configs}
+    [folder] = {
+        shared_pretraining(c, fold, LocalWorker(CPU), storage, lease) for c in configs
+    }
     assert len(Storage(folder).read("starts.log").splitlines()) == 1
 
 
@@ -143,8 +188,8 @@ def test_a_failed_pretraining_gives_its_lease_back(options, fold, storage, monke
 
 
 def test_a_group_that_dies_is_started_again_from_its_checkpoint(monkeypatch):
-    """Kills: a lost node that ends a trial for good, a third group beside the first, an endless loop, an end
-    of a trial that only had no place.
+    """Kills: a lost node that ends a trial for good, a third group beside the first, an
+    endless loop, an end of a trial that only had no place.
     """
     import ray.tune
     from ray.exceptions import RayActorError
@@ -158,7 +203,9 @@ def test_a_group_that_dies_is_started_again_from_its_checkpoint(monkeypatch):
             raise end
 
     monkeypatch.setattr(trial.ray_worker, "fit", fit)
-    monkeypatch.setattr(trial.ray_worker, "run_config", lambda folder, name, callbacks: name)
+    monkeypatch.setattr(
+        trial.ray_worker, "run_config", lambda folder, name, callbacks: name
+    )
     monkeypatch.setattr("ray.tune.integration.ray_train.TuneReportCallback", Mock)
     monkeypatch.setattr(ray.tune, "get_context", lambda: Mock(get_trial_id=lambda: "a"))
     options = Mock()

@@ -1,12 +1,15 @@
 import pytest
 import torch
 
-torch.set_num_threads(1)  # sums in one order, for tests that compare bits or stored numbers
+# sums in one order, for tests that compare bits or stored numbers
+torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """What a test changes lasts no longer than the test; its random numbers do not depend on those before."""
+    """What a test changes lasts no longer than the test; its random numbers do not
+    depend on those before.
+    """
     torch.manual_seed(0)
     yield
     torch.set_num_threads(1)

@@ -1,8 +1,11 @@
-"""A device that computes nothing, in the place of a GPU: ``meta``, whose tensors know shape and place alone.
+"""A device that computes nothing, in the place of a GPU: ``meta``, whose tensors know
+shape and place alone.
 
-Steps run on it end to end, as rank 0 of any number of workers. What mixes devices is an error; where
-:attr:`FakeCuda.strict`, so is what makes the host wait for the device: to read a value, a shape that depends
-on values, a copy back, a copy that blocks. What only a GPU shows is in ``test_gpu``: kernels, numbers.
+Steps run on it end to end, as rank 0 of any number of workers. What mixes devices is an
+error; where
+:attr:`FakeCuda.strict`, so is what makes the host wait for the device: to read a value,
+a shape that depends on values, a copy back, a copy that blocks. What only a GPU shows
+is in ``test_gpu``: kernels, numbers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
-from torch.utils._python_dispatch import TorchDispatchMode  # documented, in spite of its name
+
+# documented, in spite of its name
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.uno.small_run import SMALL
@@ -26,15 +31,25 @@ from uno.data.resident import TrainSet
 from uno.runs import run
 from uno.train import LocalWorker, Phase
 
-DEVICE, CPU, NOWHERE = torch.device("meta"), torch.device("cpu"), Storage("/nonexistent")
+DEVICE, CPU, NOWHERE = (
+    torch.device("meta"),
+    torch.device("cpu"),
+    Storage("/nonexistent"),
+)
 NUM_CLASSES = 5
 aten = torch.ops.aten
-READ, COPY, COPY_ = aten._local_scalar_dense.default, aten._to_copy.default, aten.copy_.default
+READ, COPY, COPY_ = (
+    aten._local_scalar_dense.default,
+    aten._to_copy.default,
+    aten.copy_.default,
+)
 BY_VALUES = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
 TINY = {key: value for key, value in SMALL.items() if key.startswith("model.")} | {
-    "model.encoder": "tests.uno.fake_cuda:narrow", "model.weights": None, "train.batch_size": 32,
+    "model.encoder": "tests.uno.fake_cuda:narrow",
+    "model.weights": None,
+    "train.batch_size": 32,
     "data.batch_sampling": "balanced",
-}  # fmt: skip
+}
 
 
 class Waits(AssertionError):
@@ -42,37 +57,48 @@ class Waits(AssertionError):
 
 
 class FakeCuda(TorchDispatchMode):
-    """Looks at all that touches ``DEVICE``. Until it is ``strict``, values can be read back, made up: from 0
-    to 1, or classes from 0 to 4; ``reads`` counts how often.
+    """Looks at all that touches ``DEVICE``. Until it is ``strict``, values can be read
+    back, made up: from 0 to 1, or classes from 0 to 4; ``reads`` counts how often.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.strict, self.reads = False, 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         tensors = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
         host = [a for a in tensors if not a.is_meta]
         if len(host) == len(tensors) and function is not COPY:
             return function(*args, **kwargs)
-        if torch.is_inference_mode_enabled():  # where operations arrive that others consist of
+        # where operations arrive that others consist of
+        if torch.is_inference_mode_enabled():
             with self:
                 found = function.decompose(*args, **kwargs)
             if found is not NotImplemented:
                 return found
         if function in (READ, COPY, COPY_):
-            to = args[0].device if function is COPY_ else torch.device(kwargs.get("device") or args[0].device)
+            to = (
+                args[0].device
+                if function is COPY_
+                else torch.device(kwargs.get("device") or args[0].device)
+            )
             if function is READ or (to == CPU and len(host) < len(tensors)):
                 return self._read(function, args, kwargs)
-            non_blocking = kwargs.get("non_blocking") or (function is COPY_ and len(args) > 2 and args[2])
+            non_blocking = kwargs.get("non_blocking") or (
+                function is COPY_ and len(args) > 2 and args[2]
+            )
             if self.strict and host and to == DEVICE and not non_blocking:
                 raise Waits(f"{function} to the device blocks")
         elif function is aten.lift_fresh.default and self.strict:
             raise Waits("numbers to the device block")
         elif any(a.ndim for a in host):
             raise Waits(f"{function} of tensors on the host and on the device")
-        elif function in BY_VALUES and any(a is not None and a.dtype == torch.bool for a in args[1]):
+        elif function in BY_VALUES and any(
+            a is not None and a.dtype == torch.bool for a in args[1]
+        ):
             raise Waits(f"{function} by a mask")
         try:
             return function(*args, **kwargs)
@@ -90,7 +116,11 @@ class FakeCuda(TorchDispatchMode):
             return torch.zeros((), dtype=source.dtype).item()
         generator = torch.Generator().manual_seed(source.numel())
         classes = (torch.arange(source.numel()) % NUM_CLASSES).view(source.shape)
-        values = torch.rand(source.shape, generator=generator) if source.is_floating_point() else classes
+        values = (
+            torch.rand(source.shape, generator=generator)
+            if source.is_floating_point()
+            else classes
+        )
         return values.to(kwargs.get("dtype") or source.dtype)
 
 
@@ -103,23 +133,37 @@ class CheckedSGD(SGD):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Nothing moves."""
         found_inf: Tensor = self.found_inf  # type: ignore[attr-defined]
-        assert (found_inf.device, found_inf.dtype, found_inf.numel()) == (DEVICE, torch.float32, 1)
+        assert (found_inf.device, found_inf.dtype, found_inf.numel()) == (
+            DEVICE,
+            torch.float32,
+            1,
+        )
         for group in self.param_groups:
             for parameter in (p for p in group["params"] if p.grad is not None):
                 for other in (parameter.grad, self.state[parameter]["momentum_buffer"]):
                     assert (other.device, other.dtype) == (DEVICE, parameter.dtype)
-                    assert (other.shape, _strides(other)) == (parameter.shape, _strides(parameter))
+                    assert (other.shape, _strides(other)) == (
+                        parameter.shape,
+                        _strides(parameter),
+                    )
 
 
 def _strides(tensor: Tensor) -> list[int]:
-    return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+    return [
+        stride
+        for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+        if size > 1
+    ]
 
 
 @contextmanager
 def fake_cuda(world_size: int = 1) -> Iterator[FakeCuda]:
-    """Inside, ``DEVICE`` is looked after, and collectives are those of rank 0 of that many workers."""
+    """Inside, ``DEVICE`` is looked after, and collectives are those of rank 0 of
+    that many workers.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # which knows no such device
+        # which knows no such device
+        patch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
         patch.setattr(torch.optim, "SGD", CheckedSGD)
         if world_size > 1:
             patch.setattr(collectives, "in_group", lambda: True)
@@ -132,7 +176,9 @@ def fake_cuda(world_size: int = 1) -> Iterator[FakeCuda]:
 
 
 class FirstWorker(LocalWorker):
-    """Rank 0 of several, without what Ray's worker puts around a model: DDP, and norms over all workers."""
+    """Rank 0 of several, without what Ray's worker puts around a model: DDP, and
+    norms over all workers.
+    """
 
     def __init__(self, world_size: int, device: torch.device = DEVICE) -> None:
         super().__init__(device)
@@ -141,7 +187,9 @@ class FirstWorker(LocalWorker):
 
 def narrow() -> nn.Module:
     """One block where a network has many: (B, 3, S, S) -> (B, 8, S / 2, S / 2)."""
-    return nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU()
+    )
 
 
 @cache
@@ -167,23 +215,39 @@ class RealCuda:
 
 
 def train_steps(
-    config: Config, phase: str, world_size: int, steps: Sequence[int] = (0,), device: torch.device = DEVICE
+    config: Config,
+    phase: str,
+    world_size: int,
+    steps: Sequence[int] = (0,),
+    device: torch.device = DEVICE,
 ) -> None:
-    """These steps of a phase, as :func:`uno.runs.run.run_phase` prepares it; none may wait for the device."""
+    """These steps of a phase, as :func:`uno.runs.run.run_phase` prepares it; none
+    may wait for the device.
+    """
 
     def fit(config: Config, phase: Phase, state: Any, batches: Any, *_: Any) -> None:
         state.total_steps = phase.total_steps
         for step in steps:
             mode.strict, state.step = True, step
             loss = phase.step(state, batches(step), config, phase.lr(step))
-            assert (loss.device.type, loss.dtype, loss.shape) == (device.type, torch.float32, (1,))
+            assert (loss.device.type, loss.dtype, loss.shape) == (
+                device.type,
+                torch.float32,
+                (1,),
+            )
             mode.strict = False
 
-    side = max(config.augment.large.size, config.augment.small.size, config.data.stored_size)
-    train = rows_of(1 + 4, 8) if config.model.finetune == "none" else rows_of(3, side, side)
+    side = max(
+        config.augment.large.size, config.augment.small.size, config.data.stored_size
+    )
+    train = (
+        rows_of(1 + 4, 8) if config.model.finetune == "none" else rows_of(3, side, side)
+    )
     there = fake_cuda(world_size) if device == DEVICE else nullcontext(RealCuda())
     with there as mode, pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "fit", fit)
         patch.setattr(run, "load_weights_", lambda *_: True)
         patch.setattr(run, "_load_phase_", lambda *_: True)
-        run.run_phase(config, phase, train.to(device), FirstWorker(world_size, device), NOWHERE)
+        run.run_phase(
+            config, phase, train.to(device), FirstWorker(world_size, device), NOWHERE
+        )

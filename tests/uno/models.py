@@ -1,4 +1,6 @@
-"""Trained-model directories without training, and files that are damaged in every way we know."""
+"""Trained-model directories without training, and files that are damaged in every
+way we know.
+"""
 
 import json
 import struct
@@ -27,9 +29,15 @@ TINY |= {"model.num_heads": 3, "compute.threads": 1}
 NUM_DAMAGED = 40
 
 
-def write_model(run: Path, aligned: bool = True, num_novel: int = 5, **overrides: Any) -> Config:
-    """A run directory as discover leaves it, with random weights and batch norms that have seen something."""
-    config = override(preset("digits"), TINY | {k.replace("__", "."): v for k, v in overrides.items()})
+def write_model(
+    run: Path, aligned: bool = True, num_novel: int = 5, **overrides: Any
+) -> Config:
+    """A run directory as discover leaves it, with random weights and batch norms
+    that have seen something.
+    """
+    config = override(
+        preset("digits"), TINY | {k.replace("__", "."): v for k, v in overrides.items()}
+    )
     model = registry.build_network(config, 5, num_novel, seed=1)
     generator = torch.Generator().manual_seed(0)
     for name, buffer in model.named_buffers():
@@ -49,13 +57,18 @@ def write_model(run: Path, aligned: bool = True, num_novel: int = 5, **overrides
 
 @torch.no_grad()
 def _spread_prototypes_(model: UnoModel, config: Config) -> None:
-    """Point prototypes from the mean to single images, so that every class is predicted for some digits."""
+    """Point prototypes from the mean to single images, so that every class is
+    predicted for some digits.
+    """
     digits = torch.from_numpy(read_digits().images.items[:40]).permute(0, 3, 1, 2) / 255
     size = config.data.stored_size
     images = F.interpolate(digits, size=(size, size), mode="bilinear")
     features = model.features(normalize(images, config.data.mean, config.data.std))
     inputs = F.normalize(features, dim=-1) if model.normalize_input else features
-    for head, points in ((model.known, features), (model.novel, model.projector(inputs))):
+    for head, points in (
+        (model.known, features),
+        (model.novel, model.projector(inputs)),
+    ):
         points = F.normalize(points, dim=-1)
         mean = F.normalize(points.mean(dim=-2, keepdim=True), dim=-1)
         points = points[..., : head.weight.shape[-2], :]
@@ -77,7 +90,9 @@ def write_digits(folder: Path, images: np.ndarray) -> None:
 
 
 def write_damaged(folder: Path) -> dict[str, bool]:
-    """Forty files of different kinds; the result says which of them can be read all the same."""
+    """Forty files of different kinds; the result says which of them can be read all
+    the same.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     noise = pixels(0, 40, 30)
     picture = Image.fromarray(noise)
@@ -90,31 +105,53 @@ def write_damaged(folder: Path) -> dict[str, bool]:
     flipped[png.index(b"IDAT") + 4] ^= 0xFF  # the first byte of the compressed stream
     rgba = np.concatenate([noise, np.full((40, 30, 1), 100, np.uint8)], axis=2)
     broken = {
-        "empty.jpg": b"", "empty.png": b"", "one-byte.jpg": b"\xff", "zeros.jpg": bytes(5000),
-        "text.jpg": b"this is not an image\n" * 20, "html.png": b"<html><script>alert(1)</script></html>",
+        "empty.jpg": b"",
+        "empty.png": b"",
+        "one-byte.jpg": b"\xff",
+        "zeros.jpg": bytes(5000),
+        "text.jpg": b"this is not an image\n" * 20,
+        "html.png": b"<html><script>alert(1)</script></html>",
         "eps.jpg": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\nshowpage\n",
         "svg.png": b"<svg xmlns='http://www.w3.org/2000/svg' width='10' height='10'/>",
-        "pdf.jpg": b"%PDF-1.4\n1 0 obj\n", "script.jpg": b"#!/bin/sh\nrm -rf /\n",
-        "pickle.jpg": b"\x80\x04\x95\x10\x00\x00\x00\x00", "zip.jpg": b"PK\x03\x04" + bytes(100),
-        "bomb.png": _png_header(60_000, 60_000), "wide.png": _png_header(2_000_000_000, 1),
-        "flat.png": _png_header(0, 10), "bomb.bmp": _bmp_header(50_000, 50_000),
-        "bomb.gif": b"GIF89a\xff\xff\xff\xff\x00\x00\x00", "flipped.png": bytes(flipped),
-        "truncated-half.jpg": jpeg[: len(jpeg) // 2], "truncated-header.jpg": jpeg[:20],
-        "truncated-half.png": png[: len(png) // 2], "truncated-header.png": png[:30],
-        "truncated.gif": gif[:40], "truncated.bmp": bmp[:100], "truncated.tiff": tiff[:60],
+        "pdf.jpg": b"%PDF-1.4\n1 0 obj\n",
+        "script.jpg": b"#!/bin/sh\nrm -rf /\n",
+        "pickle.jpg": b"\x80\x04\x95\x10\x00\x00\x00\x00",
+        "zip.jpg": b"PK\x03\x04" + bytes(100),
+        "bomb.png": _png_header(60_000, 60_000),
+        "wide.png": _png_header(2_000_000_000, 1),
+        "flat.png": _png_header(0, 10),
+        "bomb.bmp": _bmp_header(50_000, 50_000),
+        "bomb.gif": b"GIF89a\xff\xff\xff\xff\x00\x00\x00",
+        "flipped.png": bytes(flipped),
+        "truncated-half.jpg": jpeg[: len(jpeg) // 2],
+        "truncated-header.jpg": jpeg[:20],
+        "truncated-half.png": png[: len(png) // 2],
+        "truncated-header.png": png[:30],
+        "truncated.gif": gif[:40],
+        "truncated.bmp": bmp[:100],
+        "truncated.tiff": tiff[:60],
         "truncated.webp": webp[: len(webp) // 2],
         "float.tiff": encoded(noise[..., 0].astype(np.float32), "TIFF"),
-    }  # fmt: skip
+    }
     fine = {
-        "png-named.jpg": png, "jpeg-named.png": jpeg, "palette.gif": gif, "alpha.png": encoded(rgba),
-        "sixteen-bit.png": encoded((np.arange(1200).reshape(40, 30) * 50).astype(np.uint16)),
-        "palette.png": encoded(picture.convert("P")), "one-bit.png": encoded(picture.convert("1")),
+        "png-named.jpg": png,
+        "jpeg-named.png": jpeg,
+        "palette.gif": gif,
+        "alpha.png": encoded(rgba),
+        "sixteen-bit.png": encoded(
+            (np.arange(1200).reshape(40, 30) * 50).astype(np.uint16)
+        ),
+        "palette.png": encoded(picture.convert("P")),
+        "one-bit.png": encoded(picture.convert("1")),
         "gray.jpg": encoded(picture.convert("L"), "JPEG"),
         "cmyk.jpg": encoded(picture.convert("CMYK"), "JPEG"),
-        "rotated.jpg": encoded(noise, "JPEG", exif=exif), "trailing.jpg": jpeg + b"garbage" * 100,
-        "broken-exif.jpg": jpeg[:2] + b"\xff\xe1\x00\x10Exif\x00\x00garbage!" + jpeg[2:],
+        "rotated.jpg": encoded(noise, "JPEG", exif=exif),
+        "trailing.jpg": jpeg + b"garbage" * 100,
+        "broken-exif.jpg": jpeg[:2]
+        + b"\xff\xe1\x00\x10Exif\x00\x00garbage!"
+        + jpeg[2:],
         "single-pixel.png": encoded(noise[:1, :1]),
-    }  # fmt: skip
+    }
     for name, data in (broken | fine).items():
         (folder / name).write_bytes(data)
     return dict.fromkeys(broken, False) | dict.fromkeys(fine, True)
@@ -122,7 +159,9 @@ def write_damaged(folder: Path) -> dict[str, bool]:
 
 def _png_header(width: int, height: int) -> bytes:
     body = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    chunk = struct.pack(">I", len(body) - 4) + body + struct.pack(">I", zlib.crc32(body))
+    chunk = (
+        struct.pack(">I", len(body) - 4) + body + struct.pack(">I", zlib.crc32(body))
+    )
     return b"\x89PNG\r\n\x1a\n" + chunk + struct.pack(">I", 4) + b"IDAT" + bytes(8)
 
 

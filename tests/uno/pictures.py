@@ -9,10 +9,26 @@ from uno.config import ViewConfig
 LEVEL = 1 / 255
 MEAN, STD = (0.49, 0.48, 0.45), (0.25, 0.24, 0.26)
 EVERYTHING = ViewConfig(
-    size=24, crop="resized", crop_scale=(0.3, 1.0), flip=0.5, affine=0.5, affine_degrees=20,
-    affine_translate=0.1, affine_scale=(0.8, 1.2), affine_shear=10, jitter=0.8, brightness=0.4, contrast=0.5,
-    saturation=0.6, hue=0.3, grayscale=0.2, solarize=0.3, equalize=0.3, blur=0.5, blur_sigma=(0.1, 1.5),
-)  # fmt: skip
+    size=24,
+    crop="resized",
+    crop_scale=(0.3, 1.0),
+    flip=0.5,
+    affine=0.5,
+    affine_degrees=20,
+    affine_translate=0.1,
+    affine_scale=(0.8, 1.2),
+    affine_shear=10,
+    jitter=0.8,
+    brightness=0.4,
+    contrast=0.5,
+    saturation=0.6,
+    hue=0.3,
+    grayscale=0.2,
+    solarize=0.3,
+    equalize=0.3,
+    blur=0.5,
+    blur_sigma=(0.1, 1.5),
+)
 NOTHING = ViewConfig(size=32, crop="none", flip=0, jitter=0, grayscale=0)
 
 
@@ -45,14 +61,23 @@ def uniform(num: int, low: float, high: float, seed: int = 1) -> torch.Tensor:
 def per_row(operation, images: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
     """A torchvision function applied row by row with Python numbers."""
     columns = [p.tolist() for p in parameters]
-    return torch.stack([operation(image, *row) for image, *row in zip(images, *columns, strict=True)])
+    return torch.stack(
+        [operation(image, *row) for image, *row in zip(images, *columns, strict=True)]
+    )
 
 
-def check_both_dtypes(ours, reference, images, *parameters: torch.Tensor, atol: float = 2e-6) -> None:
-    """Equal to the reference on floats, and within a level on average of the reference on uint8 images."""
+def check_both_dtypes(
+    ours, reference, images, *parameters: torch.Tensor, atol: float = 2e-6
+) -> None:
+    """Equal to the reference on floats, and within a level on average of the
+    reference on uint8 images.
+    """
     floats = images / 255
     result = ours(floats.clone(), *parameters)
-    torch.testing.assert_close(result, per_row(reference, floats, *parameters), atol=atol, rtol=0)
+    torch.testing.assert_close(
+        result, per_row(reference, floats, *parameters), atol=atol, rtol=0
+    )
     rounded = per_row(reference, images, *parameters).float() / 255
-    assert (result - rounded).abs().mean() <= LEVEL < (result - floats).abs().mean()  # not the identity
+    # not the identity
+    assert (result - rounded).abs().mean() <= LEVEL < (result - floats).abs().mean()
     assert result.min() >= 0 and result.max() <= 1 + 1e-6

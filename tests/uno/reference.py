@@ -1,5 +1,5 @@
-"""Slow, plain float64 versions of the paper's equations, written from the text: what the fast code must
-equal.
+"""Slow, plain float64 versions of the paper's equations, written from the text: what
+the fast code must equal.
 """
 
 import itertools
@@ -9,10 +9,14 @@ import torch
 import torch.nn.functional as F
 
 
-def scale_matrix(logits: np.ndarray, epsilon: float, num_iters: int, prior=None) -> np.ndarray:
-    """Sinkhorn-Knopp by scaling the matrix exp(logits / epsilon): (B, K) -> (B, K); column k to prior[k].
+def scale_matrix(
+    logits: np.ndarray, epsilon: float, num_iters: int, prior=None
+) -> np.ndarray:
+    """Sinkhorn-Knopp by scaling the matrix exp(logits / epsilon): (B, K) -> (B, K);
+    column k to prior[k].
 
-    Works on exact logarithms of the row and column sums, so that nothing over- or underflows.
+    Works on exact logarithms of the row and column sums, so that nothing over- or
+    underflows.
     """
     log_y = logits.astype(np.float64) / epsilon
     for _ in range(num_iters if log_y.size else 0):
@@ -34,7 +38,9 @@ def cross_entropy(logits: np.ndarray, target: np.ndarray, temperature: float) ->
     return -float(sum(t * lp for t, lp in zip(target, log_p, strict=True)))
 
 
-def targets_of(novel: np.ndarray, num_labeled: int, num_large: int, options: dict) -> np.ndarray:
+def targets_of(
+    novel: np.ndarray, num_labeled: int, num_large: int, options: dict
+) -> np.ndarray:
     """Pseudo-labels (V_large, B_u, K) of one head from its (V, B, K) logits."""
     epsilon, num_iters = options["epsilon"], options["num_iters"]
     unlabeled = novel[:num_large, num_labeled:]
@@ -48,14 +54,20 @@ def targets_of(novel: np.ndarray, num_labeled: int, num_large: int, options: dic
     return np.array(targets)
 
 
-def classify_failure(known, novel, labels, targets, temperature: float, concat: bool) -> float:
-    """Eq. 1-3 for one head: known (V, B, C_l), novel (V, B, K), targets (V_large, B_u, K)."""
+def classify_failure(
+    known, novel, labels, targets, temperature: float, concat: bool
+) -> float:
+    """Eq. 1-3 for one head: known (V, B, C_l), novel (V, B, K), targets (V_large,
+    B_u, K).
+    """
     terms, num_known, num_clusters = [], known.shape[2], novel.shape[2]
-    for v, w in itertools.permutations(range(len(known)), 2):  # the view that teaches, the one that predicts
+    # the view that teaches, the one that predicts
+    for v, w in itertools.permutations(range(len(known)), 2):
         for b in range(known.shape[1] if v < len(targets) else 0):
             if b < len(labels):
                 alone, logits = np.eye(num_known)[labels[b]], known[w, b]
-                target = np.concatenate([alone, np.zeros(num_clusters)])  # Eq. 2, upper row
+                # Eq. 2, upper row
+                target = np.concatenate([alone, np.zeros(num_clusters)])
             else:
                 alone, logits = targets[v, b - len(labels)], novel[w, b]
                 nothing = (
@@ -63,29 +75,47 @@ def classify_failure(known, novel, labels, targets, temperature: float, concat: 
                 )  # in the GCD setting the target is over all outputs
                 target = np.concatenate([np.zeros(nothing), alone])  # Eq. 2, lower row
             if concat:
-                terms.append(cross_entropy(np.concatenate([known[w, b], novel[w, b]]), target, temperature))
+                terms.append(
+                    cross_entropy(
+                        np.concatenate([known[w, b], novel[w, b]]), target, temperature
+                    )
+                )
             else:
                 terms.append(cross_entropy(logits, alone, temperature))
     return float(np.mean(terms))
 
 
-def padded_loss(known, families, labels, targets, temperature, concat=True, mistake=None):
-    """Eq. 1-3 for autograd, with concatenated logits and padded targets; arguments as discovery_loss.
+def padded_loss(
+    known, families, labels, targets, temperature, concat=True, mistake=None
+):
+    """Eq. 1-3 for autograd, with concatenated logits and padded targets; arguments as
+    discovery_loss.
 
     ``mistake`` makes one that this field made: see tests/uno/test_mutants.py.
     """
     losses, (num_views, num_rows, num_known) = [], known.shape
     tau = 1 if mistake == "no temperature" else temperature
     for novel, target in zip(families, targets, strict=True):
-        num_large, num_heads, num_clusters = len(target), novel.shape[1], novel.shape[-1]
+        num_large, num_heads, num_clusters = (
+            len(target),
+            novel.shape[1],
+            novel.shape[-1],
+        )
         same = torch.eye(num_large, num_views, dtype=known.dtype)
-        pairs = {"itself too": torch.ones_like(same), "unswapped": same}.get(mistake, 1 - same)
-        joint = torch.cat([known.unsqueeze(1).expand(-1, num_heads, -1, -1), novel], dim=-1) / tau
+        pairs = {"itself too": torch.ones_like(same), "unswapped": same}.get(
+            mistake, 1 - same
+        )
+        joint = (
+            torch.cat([known.unsqueeze(1).expand(-1, num_heads, -1, -1), novel], dim=-1)
+            / tau
+        )
         if not concat:  # the other block's outputs are out of reach
             joint[:, :, : len(labels), num_known:] = -1e9
             joint[:, :, len(labels) :, :num_known] = -1e9
         log_p = joint.log_softmax(dim=-2 if mistake == "over rows" else -1)
-        pseudo = F.pad(target.to(known.dtype), (num_known + num_clusters - target.shape[-1], 0))
+        pseudo = F.pad(
+            target.to(known.dtype), (num_known + num_clusters - target.shape[-1], 0)
+        )
         if mistake == "known block":
             pseudo = pseudo.roll(-num_known, dims=-1)
         one_hot = F.pad(F.one_hot(labels, num_known).to(known.dtype), (0, num_clusters))

@@ -1,4 +1,6 @@
-"""A run that takes a second: real digits, a network of width 4, two heads, six steps an epoch."""
+"""A run that takes a second: real digits, a network of width 4, two heads, six steps
+an epoch.
+"""
 
 import re
 from collections.abc import Callable, Sequence
@@ -29,21 +31,35 @@ CPU = torch.device("cpu")
 CLOCKED = re.compile("images_per_s|step_ms|rank_ms|slow_rank|data_wait|peak_memory")
 HERE = LocalWorker(CPU)
 SMALL = {
-    "model.width": 4, "model.num_heads": 2, "model.overcluster_factor": 2, "model.hidden_dim": 16,
-    "model.projection_dim": 8, "data.limit": 200, "train.batch_size": 32, "train.log_every": 4,
-    "train.checkpoint_every_epochs": 1, "pretrain.epochs": 3, "discover.epochs": 3,
-    "pretrain.warmup_epochs": 1, "discover.warmup_epochs": 1,
-}  # fmt: skip
+    "model.width": 4,
+    "model.num_heads": 2,
+    "model.overcluster_factor": 2,
+    "model.hidden_dim": 16,
+    "model.projection_dim": 8,
+    "data.limit": 200,
+    "train.batch_size": 32,
+    "train.log_every": 4,
+    "train.checkpoint_every_epochs": 1,
+    "pretrain.epochs": 3,
+    "discover.epochs": 3,
+    "pretrain.warmup_epochs": 1,
+    "discover.warmup_epochs": 1,
+}
 
 
 def small_config(**overrides: Any) -> Config:
     """The digits preset, cut down; keys with ``__`` for dots."""
-    return override(preset("digits"), SMALL | {k.replace("__", "."): v for k, v in overrides.items()})
+    return override(
+        preset("digits"),
+        SMALL | {k.replace("__", "."): v for k, v in overrides.items()},
+    )
 
 
 @cache
 def small_sets() -> tuple[TrainSet, dict[str, EvalSet]]:
-    """100 labeled and 100 unlabeled training rows of the digits, and the rows with truth."""
+    """100 labeled and 100 unlabeled training rows of the digits, and the rows with
+    truth.
+    """
     config = small_config()
     sets = open_sets(config, read_task(config.data), Storage("."), keep=False)
     assert isinstance(sets.train, TrainSet)
@@ -51,24 +67,36 @@ def small_sets() -> tuple[TrainSet, dict[str, EvalSet]]:
 
 
 def fresh_state(
-    config: Config, num_novel: int = 5, dtype: torch.dtype = torch.float32, worker: Worker = HERE,
+    config: Config,
+    num_novel: int = 5,
+    dtype: torch.dtype = torch.float32,
+    worker: Worker = HERE,
     train: TrainSet | None = None,
-) -> TrainState:  # fmt: skip
-    """A state at step 0 of discovery by the run's method (pretraining: num_novel 0), as uno.runs makes it."""
+) -> TrainState:
+    """A state at step 0 of discovery by the run's method (pretraining: num_novel 0),
+    as uno.runs makes it.
+    """
     method = registry.load(config)
     model = registry.build_network(config, 5, num_novel, config.seed).to(dtype).train()
     train = train or small_sets()[0]
     extra = method.start(config, model, train) if method.start and num_novel else {}
     extra = init_prototypes_(config, model, train, extra) if num_novel else {}
     phase = config.discover if num_novel else config.pretrain
-    state = new_state(model, worker.wrap(model), phase, CPU, False, config.model.encoder_lr_factor)
-    state.extra = {name: collectives.broadcast_from_rank0(tensor) for name, tensor in extra.items()}
+    state = new_state(
+        model, worker.wrap(model), phase, CPU, False, config.model.encoder_lr_factor
+    )
+    state.extra = {
+        name: collectives.broadcast_from_rank0(tensor) for name, tensor in extra.items()
+    }
     state.total_steps = 18
     return state
 
 
 def batches_of(
-    config: Config, phase: str = run.DISCOVER, train: TrainSet | None = None, worker: Worker = HERE
+    config: Config,
+    phase: str = run.DISCOVER,
+    train: TrainSet | None = None,
+    worker: Worker = HERE,
 ) -> Callable[[int], Batch]:
     """``batches(step)`` of a phase on the small set."""
     train = train or small_sets()[0]
@@ -79,7 +107,10 @@ def batches_of(
 
 def train_both(config: Config, storage: Storage, worker: Worker = HERE) -> TrainState:
     """All phases; returns the final state."""
-    return [run.run_phase(config, name, small_sets()[0], worker, storage) for name in run.phases(config)][-1]
+    return [
+        run.run_phase(config, name, small_sets()[0], worker, storage)
+        for name in run.phases(config)
+    ][-1]
 
 
 class StopAt(LocalWorker):
@@ -93,8 +124,12 @@ class StopAt(LocalWorker):
         return step == self.step
 
 
-def check_resumes(config: Config, folder: Path, stops: Sequence[int]) -> dict[str, torch.Tensor]:
-    """Stopped before each of ``stops`` a run ends as the undisturbed one, to the bit; returns its tensors."""
+def check_resumes(
+    config: Config, folder: Path, stops: Sequence[int]
+) -> dict[str, torch.Tensor]:
+    """Stopped before each of ``stops`` a run ends as the undisturbed one, to the
+    bit; returns its tensors.
+    """
     runs = []
     for name, some in (("whole", ()), ("stopped", stops)):
         storage = Storage(str(folder / name))
@@ -109,26 +144,41 @@ def check_resumes(config: Config, folder: Path, stops: Sequence[int]) -> dict[st
 
 def copied_tensors(state: TrainState) -> dict[str, torch.Tensor]:
     """What a checkpoint of the state would hold, as it is now."""
-    return {name: tensor.detach().clone() for name, tensor in state_tensors(state).items()}
+    return {
+        name: tensor.detach().clone() for name, tensor in state_tensors(state).items()
+    }
 
 
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_same(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> None:
     """Bit for bit."""
     assert found.keys() == expected.keys()
-    different = [name for name in expected if not torch.equal(found[name], expected[name])]
+    different = [
+        name for name in expected if not torch.equal(found[name], expected[name])
+    ]
     assert not different, different
 
 
 def lines(storage: Storage) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without the clock."""
-    return [{k: v for k, v in line.items() if not CLOCKED.match(k)} for line in read_journal(storage)]
+    return [
+        {k: v for k, v in line.items() if not CLOCKED.match(k)}
+        for line in read_journal(storage)
+    ]
 
 
 def wasted_steps(storage: Storage) -> list[int]:
-    """For every fault that struck: the steps that were trained once more because of it."""
+    """For every fault that struck: the steps that were trained once more because of
+    it.
+    """
     events, wasted = faults.read_events(storage), []
     for i, event in enumerate(events):
         if event["event"] == "fault":
-            later = [e for e in events[i + 1 :] if e["event"] == "start" and e["phase"] == event["phase"]]
+            later = [
+                e
+                for e in events[i + 1 :]
+                if e["event"] == "start" and e["phase"] == event["phase"]
+            ]
             wasted.append(max(0, event["step"] - later[0]["step"]) if later else 0)
     return wasted

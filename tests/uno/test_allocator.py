@@ -27,15 +27,17 @@ for context in (nullcontext(), kept_memory(torch.device("meta")), kept_memory(to
         before = faults()
         steps()
         print(faults() - before, end=" ")
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.skipif(not GLIBC, reason="another C library")
 def test_steps_ask_for_their_pages_once():
-    """Page faults of ten steps by a fresh process: as it is, for another device, and inside. Kills: a setting
-    that has no effect, one for steps on a GPU.
+    """Page faults of ten steps by a fresh process: as it is, for another device, and
+    inside. Kills: a setting that has no effect, one for steps on a GPU.
     """
-    found = subprocess.run([sys.executable, "-c", CHILD], check=True, capture_output=True, text=True)
+    found = subprocess.run(
+        [sys.executable, "-c", CHILD], check=True, capture_output=True, text=True
+    )
     plain, other, kept = map(int, found.stdout.split())
     pages = 10 * 2**26 // resource.getpagesize()
     assert plain >= pages and other >= pages and kept < pages / 100

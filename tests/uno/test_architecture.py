@@ -1,4 +1,6 @@
-"""Imports follow the table of ARCHITECTURE.md, in no circle, and the method stays short to read."""
+"""Imports follow the table of ARCHITECTURE.md, in no circle, and the method stays
+short to read.
+"""
 
 import ast
 import importlib
@@ -15,7 +17,9 @@ from tests.forked import forked
 
 ROOT = Path(__file__).parents[2]
 FILES = {
-    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(
+        ".__init__"
+    ): path
     for package in ("uno", "pipelines", "tune")
     for path in sorted((ROOT / package).rglob("*.py"))
 }
@@ -28,14 +32,19 @@ def name_of(function: ast.expr) -> str:
 
 @cache
 def imported(source: str) -> set[str]:
-    """Dotted names that a module imports, anywhere in it: in functions and for type checkers too."""
+    """Dotted names that a module imports, anywhere in it: in functions and for type
+    checkers too.
+    """
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Call) and name_of(node.func) in ("import_module", "__import__"):
+        elif isinstance(node, ast.Call) and name_of(node.func) in (
+            "import_module",
+            "__import__",
+        ):
             names |= {str(a.value) for a in node.args if isinstance(a, ast.Constant)}
     return names
 
@@ -45,7 +54,9 @@ def graph() -> dict[str, set[str]]:
     edges = {}
     for module, path in FILES.items():
         names = ((name, name.rpartition(".")[0]) for name in imported(path.read_text()))
-        edges[module] = {next((n for n in pair if n in FILES), module) for pair in names} - {module}
+        edges[module] = {
+            next((n for n in pair if n in FILES), module) for pair in names
+        } - {module}
     return edges
 
 
@@ -56,19 +67,28 @@ def room(module: str) -> str:
 
 def allowed() -> dict[str, set[str]]:
     """The table of ARCHITECTURE.md: folder -> folders and modules it may import."""
-    rows = re.findall(r"^\| `([\w/]+/)` \|[^|]*\|([^|]*)\|$", (ROOT / "ARCHITECTURE.md").read_text(), re.M)
-    return {folder: {folder, *re.findall(r"`([\w/.]+)`", others)} for folder, others in rows}
+    rows = re.findall(
+        r"^\| `([\w/]+/)` \|[^|]*\|([^|]*)\|$",
+        (ROOT / "ARCHITECTURE.md").read_text(),
+        re.M,
+    )
+    return {
+        folder: {folder, *re.findall(r"`([\w/.]+)`", others)} for folder, others in rows
+    }
 
 
 def test_every_import_is_in_the_table():
-    """Kills: an import of a higher room, at the top of a file or inside a function, a call of one through the
-    metadata of what is installed; Ray below pipelines.
+    """Kills: an import of a higher room, at the top of a file or inside a function, a
+    call of one through the metadata of what is installed; Ray below pipelines.
     """
     rules, wrong = allowed(), []
     assert {room(module) for module in FILES} == rules.keys()
     for module, found in graph().items():
         for other in found:
-            if room(other) not in rules[room(module)] and other not in rules[room(module)]:
+            if (
+                room(other) not in rules[room(module)]
+                and other not in rules[room(module)]
+            ):
                 wrong.append(f"{module} imports {other}")
     for module, path in FILES.items():
         tops = {name.partition(".")[0] for name in imported(path.read_text())}
@@ -80,22 +100,31 @@ def test_every_import_is_in_the_table():
 
 
 def test_no_module_imports_itself_in_a_circle():
-    """At run time, inside functions and for type checkers. Kills: two modules that cannot be read alone."""
+    """At run time, inside functions and for type checkers. Kills: two modules that
+    cannot be read alone.
+    """
     TopologicalSorter(graph()).prepare()  # raises a CycleError that names the circle
 
 
 def test_the_scan_sees_imports():
     """Kills: a scan that finds nothing."""
-    source = "import ray.train as rt\nfrom tune import a\ndef f():\n    from pipelines.cli import main\n"
+    source = (
+        "import ray.train as rt\nfrom tune import a\ndef f():\n    from pipelines.cli"
+        " import main\n"
+    )
     assert imported(source) == {"ray.train", "tune.a", "pipelines.cli.main"}
     assert imported("importlib.import_module('tests.uno')") == {"tests.uno"}
 
 
 def test_uno_imports_without_ray():
-    """Every module of uno, with ray, pipelines and tune blocked. Kills: an import of them, wherever it is."""
+    """Every module of uno, with ray, pipelines and tune blocked. Kills: an import of
+    them, wherever it is.
+    """
 
     def import_again():
-        for name in [name for name in sys.modules if name.partition(".")[0] in {"uno", *above}]:
+        for name in [
+            name for name in sys.modules if name.partition(".")[0] in {"uno", *above}
+        ]:
             del sys.modules[name]
         sys.modules.update(dict.fromkeys(above))  # importing them raises
         uno = importlib.import_module("uno")
@@ -109,13 +138,19 @@ def test_uno_imports_without_ray():
 
 
 def test_private_names_of_ray_are_in_one_module():
-    """So that another version of Ray is one file to read. Kills: a private name without a fall-back."""
+    """So that another version of Ray is one file to read. Kills: a private name
+    without a fall-back.
+    """
     private = re.compile(r"ray(\.\w+)*\.(_\w+|core\.generated|autoscaler)\b")
     found = {
         str(path.relative_to(ROOT))
         for folder in ("pipelines", "tune")
         for path in (ROOT / folder).rglob("*.py")
-        if any(private.search(line) for line in path.read_text().splitlines() if "import " in line)
+        if any(
+            private.search(line)
+            for line in path.read_text().splitlines()
+            if "import " in line
+        )
     }
     assert found == {"pipelines/ray_private.py"}
 
@@ -132,5 +167,11 @@ def test_no_global_random_state_and_no_pickles(word):
 
 def test_only_collectives_speaks_torch_distributed():
     """Distributed is the identity on one process. Kills: ranks in the maths."""
-    speakers = {module for module, path in FILES.items() if "torch.distributed" in path.read_text()}
-    assert {module for module in speakers if module.startswith("uno")} == {"uno.collectives"}
+    speakers = {
+        module
+        for module, path in FILES.items()
+        if "torch.distributed" in path.read_text()
+    }
+    assert {module for module in speakers if module.startswith("uno")} == {
+        "uno.collectives"
+    }

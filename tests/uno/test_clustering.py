@@ -1,11 +1,20 @@
-"""Constrained k-means against a plain double-precision loop, and on degenerate input; whitening."""
+"""Constrained k-means against a plain double-precision loop, and on degenerate
+input; whitening.
+"""
 
 import numpy as np
 import pytest
 import torch
 from sklearn.metrics import silhouette_score
 
-from uno.clustering import FREE, constrained_kmeans, initial_centers, lloyd, silhouette, whiten
+from uno.clustering import (
+    FREE,
+    constrained_kmeans,
+    initial_centers,
+    lloyd,
+    silhouette,
+    whiten,
+)
 
 
 def blobs(num_blobs, rows, seed=0, noise=0.25, dims=5):
@@ -17,18 +26,30 @@ def blobs(num_blobs, rows, seed=0, noise=0.25, dims=5):
 
 
 def naive(points, fixed, centers):
-    """Lloyd in float64, one row and one cluster at a time; fixed rows count in their cluster's mean."""
-    points, centers = points.numpy().astype(np.float64), centers.numpy().astype(np.float64).copy()
+    """Lloyd in float64, one row and one cluster at a time; fixed rows count in their
+    cluster's mean.
+    """
+    points, centers = (
+        points.numpy().astype(np.float64),
+        centers.numpy().astype(np.float64).copy(),
+    )
     old = None
     while True:
-        nearest = [int(np.argmin([((p - c) ** 2).sum() for c in centers])) for p in points]
-        assignment = [n if f == FREE else f for n, f in zip(nearest, fixed.tolist(), strict=True)]
+        nearest = [
+            int(np.argmin([((p - c) ** 2).sum() for c in centers])) for p in points
+        ]
+        assignment = [
+            n if f == FREE else f for n, f in zip(nearest, fixed.tolist(), strict=True)
+        ]
         for k in range(len(centers)):
             rows = [p for p, a in zip(points, assignment, strict=True) if a == k]
             if rows:
                 centers[k] = np.mean(rows, axis=0)
         if assignment == old:
-            cost = sum(((p - centers[a]) ** 2).sum() for p, a in zip(points, assignment, strict=True))
+            cost = sum(
+                ((p - centers[a]) ** 2).sum()
+                for p, a in zip(points, assignment, strict=True)
+            )
             return assignment, centers, cost
         old = assignment
 
@@ -36,14 +57,16 @@ def naive(points, fixed, centers):
 @pytest.mark.parametrize("anchors", [0, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_equals_a_naive_loop(dtype, anchors, monkeypatch):
-    """In pieces of a few rows, with and without anchors. Kills: fixed rows left out of their mean, free rows
-    kept out of fixed clusters, stopping one step early, inertia of the free rows only, a wrong mean.
+    """In pieces of a few rows, with and without anchors. Kills: fixed rows left out of
+    their mean, free rows kept out of fixed clusters, stopping one step early, inertia
+    of the free rows only, a wrong mean.
     """
     monkeypatch.setattr("uno.clustering.MAX_CELLS", 300)
     points, _ = blobs(6, 20, noise=0.8)
     fixed = torch.full((120,), FREE)
     if anchors:
-        fixed[:10], fixed[20:32], fixed[119] = 0, 1, 1  # the last one is far from its cluster
+        # the last one is far from its cluster
+        fixed[:10], fixed[20:32], fixed[119] = 0, 1, 1
     for draws in torch.rand(4, 7 - anchors, generator=torch.Generator().manual_seed(3)):
         starts = initial_centers(points, fixed, draws)
         assert starts.shape == (7, 5)
@@ -55,21 +78,30 @@ def test_equals_a_naive_loop(dtype, anchors, monkeypatch):
 
 
 def test_anchors_never_leave_and_lead_their_cluster():
-    """Anchors sit on the wrong blob. Kills: anchors that move, re-seeding with an anchor."""
+    """Anchors sit on the wrong blob. Kills: anchors that move, re-seeding with an
+    anchor.
+    """
     points, truth = blobs(4, 25)
     fixed = torch.full((100,), FREE)
-    fixed[:12], fixed[12], fixed[50:62] = 0, 1, 1  # one row of blob 0 is an anchor of cluster 1
+    # one row of blob 0 is an anchor of cluster 1
+    fixed[:12], fixed[12], fixed[50:62] = 0, 1, 1
     for num_clusters in (2, 4, 9):
         found = constrained_kmeans(points, fixed, num_clusters, 5, seed=0)
         anchored = fixed != FREE
         assert torch.equal(found.assignment[anchored], fixed[anchored])
     best = constrained_kmeans(points, fixed, 4, 10, seed=0)
     assert (best.assignment[13:25] == 0).all() and (best.assignment[62:75] == 1).all()
-    assert best.assignment[truth == 1].unique().numel() == best.assignment[truth == 3].unique().numel() == 1
+    assert (
+        best.assignment[truth == 1].unique().numel()
+        == best.assignment[truth == 3].unique().numel()
+        == 1
+    )
 
 
 def test_restarts_choose_the_lowest_inertia_and_the_seed_decides():
-    """20 blobs: single starts merge two. Kills: first or worst restart, seed ignored, uniform seeding."""
+    """20 blobs: single starts merge two. Kills: first or worst restart, seed
+    ignored, uniform seeding.
+    """
     points, _ = blobs(20, 12, noise=0.05)
     free = torch.full((240,), FREE)
     many = [constrained_kmeans(points, free, 20, 10, seed=s) for s in range(3)]
@@ -81,8 +113,12 @@ def test_restarts_choose_the_lowest_inertia_and_the_seed_decides():
 
 
 def test_starts_are_anchor_means_then_spread_out():
-    """Kills: free centers drawn from anchors, or where a center already is (uniform draws take it often)."""
-    points = torch.cat([torch.zeros(50, 2), torch.tensor([[9.0, 0.0], [0.0, 9.0]])]).double()
+    """Kills: free centers drawn from anchors, or where a center already is (uniform
+    draws take it often).
+    """
+    points = torch.cat(
+        [torch.zeros(50, 2), torch.tensor([[9.0, 0.0], [0.0, 9.0]])]
+    ).double()
     fixed = torch.full((52,), FREE)
     fixed[:5] = 0
     for draws in torch.rand(8, 2, generator=torch.Generator().manual_seed(0)):
@@ -93,10 +129,18 @@ def test_starts_are_anchor_means_then_spread_out():
 def test_empty_clusters_are_filled_with_far_rows():
     """Three starts on one row, two far away; and a farthest row that is an anchor.
 
-    Kills: NaN centers, an empty cluster left, one row for two clusters, re-seeding with an anchor.
+    Kills: NaN centers, an empty cluster left, one row for two clusters, re-seeding with
+    an anchor.
     """
     points, _ = blobs(5, 10, noise=0.1)
-    starts = torch.cat([points[:1], points[:1], points[:1], torch.full((2, 5), 1e3, dtype=torch.float64)])
+    starts = torch.cat(
+        [
+            points[:1],
+            points[:1],
+            points[:1],
+            torch.full((2, 5), 1e3, dtype=torch.float64),
+        ]
+    )
     found = lloyd(points, torch.full((50,), FREE), starts)
     assert found.assignment.unique().numel() == 5
     assert found.centers.isfinite().all() and np.isfinite(found.inertia)
@@ -108,46 +152,68 @@ def test_empty_clusters_are_filled_with_far_rows():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_duplicates_leave_surplus_clusters_empty(dtype):
-    """Three distinct rows, six clusters. Kills: NaN, an endless loop, sums that depend on empty clusters."""
-    points = torch.tensor([[0.1, 0.7], [0.7, 0.3], [0.9, 0.9]], dtype=dtype).repeat(10, 1)
+    """Three distinct rows, six clusters. Kills: NaN, an endless loop, sums that
+    depend on empty clusters.
+    """
+    points = torch.tensor([[0.1, 0.7], [0.7, 0.3], [0.9, 0.9]], dtype=dtype).repeat(
+        10, 1
+    )
     fixed = torch.full((30,), FREE)
     fixed[0] = 0
     found = constrained_kmeans(points, fixed, 6, 3, seed=0)
     assert found.assignment.unique().numel() == 3 and found.inertia < 1e-9
     assert found.centers.isfinite().all()
-    same = constrained_kmeans(torch.ones(8, 3, dtype=dtype), torch.full((8,), FREE), 4, 2, seed=0)
+    same = constrained_kmeans(
+        torch.ones(8, 3, dtype=dtype), torch.full((8,), FREE), 4, 2, seed=0
+    )
     assert same.centers.isfinite().all() and same.inertia < 1e-9
     # No free center, only anchors' clusters. Kills: k-means++ without candidates.
     points, truth = blobs(2, 10)
     fixed = torch.where(torch.arange(20) % 2 == 0, truth, FREE)
     found = constrained_kmeans(points, fixed, 2, 3, seed=0)
     assert torch.equal(found.assignment, truth)
-    assert torch.equal(constrained_kmeans(points, truth, 2, 3, seed=0).assignment, truth)
+    assert torch.equal(
+        constrained_kmeans(points, truth, 2, 3, seed=0).assignment, truth
+    )
 
 
 def test_silhouette(monkeypatch):
-    """Of all rows and of a sample. Kills: the sample ignored (N^2 distances), a sample that depends on global
-    randomness, an error where there is one cluster only or as many as rows.
+    """Of all rows and of a sample. Kills: the sample ignored (N^2 distances), a sample
+    that depends on global randomness, an error where there is one cluster only or as
+    many as rows.
     """
     points, truth = blobs(3, 400, noise=0.5)
     whole = silhouette(points, truth, 5000, seed=0)
     assert whole == pytest.approx(silhouette_score(points.numpy(), truth.numpy()))
     seen = []
     score = "sklearn.metrics.silhouette_score"
-    monkeypatch.setattr(score, lambda p, c: seen.append(len(p)) or silhouette_score(p, c))
+    monkeypatch.setattr(
+        score, lambda p, c: seen.append(len(p)) or silhouette_score(p, c)
+    )
     sample = silhouette(points, truth, 300, seed=1)
     assert sample == pytest.approx(whole, abs=0.03) and sample != whole
     assert seen == [300]
     assert silhouette(points, truth, 300, seed=1) == sample
-    assert silhouette(points, truth * 0, 1000, seed=0) == silhouette(points[:9], torch.arange(9), 9, 0) == 0
+    assert (
+        silhouette(points, truth * 0, 1000, seed=0)
+        == silhouette(points[:9], torch.arange(9), 9, 0)
+        == 0
+    )
 
 
 def test_whitening():
-    """Kills: no centering, variances left as they were, all directions kept, the last ones for the first."""
+    """Kills: no centering, variances left as they were, all directions kept, the
+    last ones for the first.
+    """
     generator = torch.Generator().manual_seed(0)
-    points = torch.randn(4000, 5, generator=generator) * torch.tensor([0.1, 4.0, 2.0, 8.0, 0.1]) + 30
+    points = (
+        torch.randn(4000, 5, generator=generator)
+        * torch.tensor([0.1, 4.0, 2.0, 8.0, 0.1])
+        + 30
+    )
     white = whiten(points, variance=0.97)
-    assert white.shape == (4000, 3) and white.dtype == torch.float32  # 64 + 16 of 84 explain .952
+    # 64 + 16 of 84 explain .952
+    assert white.shape == (4000, 3) and white.dtype == torch.float32
     assert torch.allclose(white.T @ white / 4000, torch.eye(3), atol=1e-4)
     assert torch.corrcoef(torch.stack([white[:, 0], points[:, 3]]))[0, 1].abs() > 0.99
     assert whiten(points, variance=0.95).shape[1] == 2 and whiten(points).shape[1] == 5

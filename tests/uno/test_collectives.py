@@ -41,15 +41,29 @@ from uno.train import Phase, fit
 
 ROOT = Path(__file__).parents[2]
 CONFIG = small_config(train__batch_size=24)
-# Everything that Python code can call; DDP reduces gradients from C++, once for each bucket.
+# Everything that Python code can call; DDP reduces gradients from C++, once for each
+# bucket.
 COLLECTIVES = (
-    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "barrier",
-    "broadcast", "gather", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "send",
-)  # fmt: skip
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+    "send",
+)
 OPTIONS = {
-    "objective__iic_weight": 0.5, "objective__iic_view_weight": 0.5, "objective__rkd_weight": 0.5,
+    "objective__iic_weight": 0.5,
+    "objective__iic_view_weight": 0.5,
+    "objective__rkd_weight": 0.5,
     "objective__queue_size": 12,
-}  # fmt: skip
+}
 
 
 MIXED = {"data__setting": "gcd", "objective__rkd_weight": 0.5}
@@ -59,9 +73,12 @@ VIT = {
     "model__encoder_lr_factor": 0.5,
 }
 OWN = {
-    "uno": OPTIONS, "gcd": MIXED, "last": {"model__finetune": "last_stage"}, "vit": VIT,
+    "uno": OPTIONS,
+    "gcd": MIXED,
+    "last": {"model__finetune": "last_stage"},
+    "vit": VIT,
     "pim": {"method": "pim", "pim__steps": 20},
-}  # fmt: skip
+}
 """Options of a method that are not its defaults."""
 
 
@@ -73,19 +90,35 @@ class GlooWorker(StopAt):
         self.rank, self.world_size = rank, world_size
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        return nn.parallel.DistributedDataParallel(model) if self.world_size > 1 else model
+        return (
+            nn.parallel.DistributedDataParallel(model) if self.world_size > 1 else model
+        )
 
 
 def seen_in(state: TrainState) -> dict[str, Tensor]:
-    """Gradients, and what a checkpoint would hold but the sums over a worker's own rows."""
-    kept = {k: v for k, v in copied_tensors(state).items() if "epoch" not in k and "window" not in k}
-    grads = {f"grad/{name}": p.grad.clone() for name, p in trained_parameters(state.model).items()}
+    """Gradients, and what a checkpoint would hold but the sums over a worker's own
+    rows.
+    """
+    kept = {
+        k: v
+        for k, v in copied_tensors(state).items()
+        if "epoch" not in k and "window" not in k
+    }
+    grads = {
+        f"grad/{name}": p.grad.clone()
+        for name, p in trained_parameters(state.model).items()
+    }
     return grads | {f"state/{name}": tensor for name, tensor in kept.items()}
 
 
 def one_step(worker: GlooWorker) -> dict[str, Tensor]:
-    """A discovery step with BatchNorm in eval mode, so that rows do not see each other but in Sinkhorn."""
-    state, batch = fresh_state(CONFIG, worker=worker), batches_of(CONFIG, worker=worker)(0)
+    """A discovery step with BatchNorm in eval mode, so that rows do not see each
+    other but in Sinkhorn.
+    """
+    state, batch = (
+        fresh_state(CONFIG, worker=worker),
+        batches_of(CONFIG, worker=worker)(0),
+    )
     calls, targets = [], []
     state.model.eval()
 
@@ -98,37 +131,67 @@ def one_step(worker: GlooWorker) -> dict[str, Tensor]:
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(objective, "global_targets", noted("targets", objective.global_targets, targets))
+        patch.setattr(
+            objective,
+            "global_targets",
+            noted("targets", objective.global_targets, targets),
+        )
         for name in COLLECTIVES if worker.world_size > 1 else ():
             patch.setattr(dist, name, noted(name, getattr(dist, name), []))
         loss = objective.discovery_step(state, batch, CONFIG, 0.1)
-    assert calls == (["targets", "all_gather"] if worker.world_size > 1 else ["targets"])  # nothing else
+    # nothing else
+    assert calls == (
+        ["targets", "all_gather"] if worker.world_size > 1 else ["targets"]
+    )
     seen = {"novel_targets": targets[0][0], "over_targets": targets[0][1]}
-    return seen | {"loss": loss, "head_losses": state.epoch_losses.clone()} | seen_in(state)
+    return (
+        seen
+        | {"loss": loss, "head_losses": state.epoch_losses.clone()}
+        | seen_in(state)
+    )
 
 
 def nan_on_one_rank(worker: GlooWorker) -> dict[str, Tensor]:
     """The last rank's rows are not numbers: all ranks skip the step."""
-    state, batch = fresh_state(CONFIG, worker=worker), batches_of(CONFIG, worker=worker)(0)
+    state, batch = (
+        fresh_state(CONFIG, worker=worker),
+        batches_of(CONFIG, worker=worker)(0),
+    )
     before = [p.detach().clone() for p in state.model.encoder.parameters()]
     if worker.rank == worker.world_size - 1:
         batch = batch._replace(views=[view.fill_(float("nan")) for view in batch.views])
     objective.discovery_step(state, batch, CONFIG, 0.1)
-    kept = all(torch.equal(a, b) for a, b in zip(before, state.model.encoder.parameters(), strict=True))
+    kept = all(
+        torch.equal(a, b)
+        for a, b in zip(before, state.model.encoder.parameters(), strict=True)
+    )
     return {"skipped": state.skipped.clone(), "kept": torch.tensor(kept)}
 
 
 def whole_phase(worker: GlooWorker, folder: Path) -> dict[str, Tensor]:
-    """Two epochs, stopped in the middle of the second and resumed, against the same without a stop."""
+    """Two epochs, stopped in the middle of the second and resumed, against the same
+    without a stop.
+    """
     found = {}
     for name, stops in (("clean", (-1,)), ("resumed", (11, -1))):
         storage = Storage(str(folder / name))
         for worker.step in stops:
             state = fresh_state(CONFIG, worker=worker)
-            phase = Phase(run.DISCOVER, CONFIG.discover, 8, 24, 16, objective.discovery_step)
+            phase = Phase(
+                run.DISCOVER, CONFIG.discover, 8, 24, 16, objective.discovery_step
+            )
             with suppress(Interrupted):
-                fit(CONFIG, phase, state, batches_of(CONFIG, worker=worker), worker, storage)
-        found |= {f"{name}/{key}": value for key, value in copied_tensors(state).items()}
+                fit(
+                    CONFIG,
+                    phase,
+                    state,
+                    batches_of(CONFIG, worker=worker),
+                    worker,
+                    storage,
+                )
+        found |= {
+            f"{name}/{key}": value for key, value in copied_tensors(state).items()
+        }
         # what rank 0 stored is there for everyone as soon as fit returns
         found[f"{name}/stored"] = torch.tensor(load_newest(storage, run.DISCOVER).step)
     return found
@@ -141,24 +204,37 @@ def two_steps(name: str, worker: GlooWorker) -> dict[str, Tensor]:
     if hasattr(config.method_options, "rampup"):
         options |= {f"{name}__rampup": 0.0}
         config = small_config(train__batch_size=24, **options)
-    state, batches = fresh_state(config, worker=worker), batches_of(config, worker=worker)
+    state, batches = (
+        fresh_state(config, worker=worker),
+        batches_of(config, worker=worker),
+    )
     step = registry.load(config).step
     state.step = 9 if name == "ncl" else 0  # when its memories are full
     if config.objective.rkd_weight:
         state.teacher = build_model(config.model, 5, 0, 5).eval()
     state.model.eval()
     loss = step(state, batches(0), config, 0.02)
-    first = {key: tensor for key, tensor in seen_in(state).items() if key.startswith("grad/")}
+    first = {
+        key: tensor for key, tensor in seen_in(state).items() if key.startswith("grad/")
+    }
     step(state, batches(1), config, 0.02)
     return seen_in(state) | first | {"loss": loss}
 
 
 def unreadable(worker: GlooWorker, folder: Path) -> dict[str, Tensor]:
-    """Rows that each worker knows of after they have told each other, of which the last told none."""
+    """Rows that each worker knows of after they have told each other, of which the
+    last told none.
+    """
     names = Text.of(f"{i}.png" for i in range(20))
-    bad = BadRows(names, InMemory([b"no image"] * 20), 1.0, Storage(str(folder / "bad")))
+    bad = BadRows(
+        names, InMemory([b"no image"] * 20), 1.0, Storage(str(folder / "bad"))
+    )
     bad.sync(CPU)
-    for row in (3, *range(10, 10 + 2 * worker.rank)) if worker.rank < worker.world_size - 1 else ():
+    for row in (
+        (3, *range(10, 10 + 2 * worker.rank))
+        if worker.rank < worker.world_size - 1
+        else ()
+    ):
         bad.add(row, "unreadable")
     bad.sync(CPU)
     bad.add(5 + worker.rank, "later")
@@ -169,7 +245,9 @@ def unreadable(worker: GlooWorker, folder: Path) -> dict[str, Tensor]:
 
 
 def shared_jobs(worker: GlooWorker) -> dict[str, Tensor]:
-    """What five jobs return, of which the first lasts for three votes, and which of them were done here."""
+    """What five jobs return, of which the first lasts for three votes, and which of
+    them were done here.
+    """
     votes, third, ran = list[int](), threading.Event(), list[int]()
     reduce = collectives.all_reduce_sum_
 
@@ -187,7 +265,9 @@ def shared_jobs(worker: GlooWorker) -> dict[str, Tensor]:
     with mock.patch.object(collectives, "all_reduce_sum_", vote):
         jobs = [collectives.Job(i + 1, lambda i=i: job(i)) for i in range(5)]  # type: ignore[misc]
         found = collectives.share_out(jobs, CPU)
-    return {"ran": torch.tensor(ran)} | {f"of_{i}": each for i, each in enumerate(found)}
+    return {"ran": torch.tensor(ran)} | {
+        f"of_{i}": each for i, each in enumerate(found)
+    }
 
 
 def evaluated(worker: GlooWorker, setting: str, folder: Path) -> dict[str, Tensor]:
@@ -198,26 +278,44 @@ def evaluated(worker: GlooWorker, setting: str, folder: Path) -> dict[str, Tenso
         mock.patch.object(evaluate, "load_trained", lambda *_: (model, 0)),
         mock.patch.object(baselines, "load_weights_"),
     ):
-        values = evaluate.evaluate_run(config, Storage(str(folder)), train, sets, 10, worker)
-    return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+        values = evaluate.evaluate_run(
+            config, Storage(str(folder)), train, sets, 10, worker
+        )
+    return {
+        name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()
+    }
 
 
 def main(rank: int, world_size: int, folder: Path) -> None:
     """Run everything and store the tensors."""
     torch.set_num_threads(1)
     if world_size > 1:
-        dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=world_size)
+        dist.init_process_group(
+            "gloo", f"file://{folder}/store", rank=rank, world_size=world_size
+        )
     assert collectives.rank_and_world() == (rank, world_size)
     worker = GlooWorker(rank, world_size)
     parts = {"step": one_step(worker), "jobs": shared_jobs(worker)}
-    parts |= {f"metrics/{setting}": evaluated(worker, setting, folder) for setting in ("ncd", "gcd")}
+    parts |= {
+        f"metrics/{setting}": evaluated(worker, setting, folder)
+        for setting in ("ncd", "gcd")
+    }
     if world_size <= 2:
-        parts |= {f"method/{name}": two_steps(name, worker) for name in {**METHODS, **OWN}}
+        parts |= {
+            f"method/{name}": two_steps(name, worker) for name in {**METHODS, **OWN}
+        }
     if world_size > 1:
         parts |= {"nan": nan_on_one_rank(worker), "phase": whole_phase(worker, folder)}
         parts |= {"bad": unreadable(worker, folder)}
-    seen = {f"{part}/{name}": tensor for part, some in parts.items() for name, tensor in some.items()}
-    save_file({name: v.detach().contiguous().clone() for name, v in seen.items()}, folder / f"{rank}.st")
+    seen = {
+        f"{part}/{name}": tensor
+        for part, some in parts.items()
+        for name, tensor in some.items()
+    }
+    save_file(
+        {name: v.detach().contiguous().clone() for name, v in seen.items()},
+        folder / f"{rank}.st",
+    )
     if world_size > 1:
         dist.destroy_process_group()
 
@@ -226,7 +324,11 @@ def test_one_process_is_the_identity():
     """Kills: a copy, a reduction or a process group where there is one worker."""
     tensor = torch.rand(3, 4)
     assert collectives.rank_and_world() == (0, 1)
-    assert collectives.gather_rows(tensor, 0) is collectives.local_shard(tensor, 1) is tensor
+    assert (
+        collectives.gather_rows(tensor, 0)
+        is collectives.local_shard(tensor, 1)
+        is tensor
+    )
     assert collectives.all_reduce_sum_(tensor) is tensor
     collectives.barrier(CPU)
 
@@ -236,8 +338,13 @@ def results(world_size: int, folder: Path) -> tuple[list[dict[str, Tensor]], ...
     (one := folder / "one").mkdir()
     (many := folder / "many").mkdir()
     command = [sys.executable, "-m", "tests.uno.test_collectives"]
-    ranks = [[*command, str(rank), str(world_size), str(many)] for rank in range(world_size)]
-    processes = [subprocess.Popen(rank, cwd=ROOT, stderr=subprocess.PIPE, text=True) for rank in ranks]
+    ranks = [
+        [*command, str(rank), str(world_size), str(many)] for rank in range(world_size)
+    ]
+    processes = [
+        subprocess.Popen(rank, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        for rank in ranks
+    ]
     try:
         main(0, 1, one)
         errors = [process.communicate(timeout=800)[1] for process in processes]
@@ -245,36 +352,56 @@ def results(world_size: int, folder: Path) -> tuple[list[dict[str, Tensor]], ...
         for process in processes:
             process.kill()
     assert not any(process.returncode for process in processes), "\n".join(errors)
-    return [load_file(one / "0.st")], [load_file(many / f"{rank}.st") for rank in range(world_size)]
+    return [load_file(one / "0.st")], [
+        load_file(many / f"{rank}.st") for rank in range(world_size)
+    ]
 
 
 RAY, SLOW = pytest.mark.ray, pytest.mark.slow
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(w, marks=m) for w, m in ((2, RAY), (4, SLOW))])
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(w, marks=m) for w, m in ((2, RAY), (4, SLOW))]
+)
 def test_workers_equal_one_worker(tmp_path, world_size):
-    """Pseudo-labels, loss, gradients and the step of the same global batch, with BatchNorm in eval mode; two
-    workers take the steps of one for every method in the registry.
+    """Pseudo-labels, loss, gradients and the step of the same global batch, with
+    BatchNorm in eval mode; two workers take the steps of one for every method in the
+    registry.
 
-    Kills: Sinkhorn on a worker's own rows, rows of another rank, a collective per view, head or family, loss
-    weights that depend on the worker, gradients summed, a NaN that only its own rank sees, head losses of
-    rank 0 alone, a resume that differs, a checkpoint looked for before it is written; pairs of a worker's own
-    rows, the gradient of others' rows lost or counted twice, a queue or a memory that differs between
-    workers, IIC's means or a teacher's weights per worker; an unreadable row that a worker is not told, or of
-    which it is told twice; a clustering that two workers make, that one waits for in a collective, or that
-    another does not get; other metrics than those of one worker.
+    Kills: Sinkhorn on a worker's own rows, rows of another rank, a collective per view,
+    head or family, loss weights that depend on the worker, gradients summed, a NaN that
+    only its own rank sees, head losses of rank 0 alone, a resume that differs, a
+    checkpoint looked for before it is written; pairs of a worker's own rows, the
+    gradient of others' rows lost or counted twice, a queue or a memory that differs
+    between workers, IIC's means or a teacher's weights per worker; an unreadable row
+    that a worker is not told, or of which it is told twice; a clustering that two
+    workers make, that one waits for in a collective, or that another does not get;
+    other metrics than those of one worker.
     """
     (whole,), shares = results(world_size, tmp_path)
     if world_size == 2:
-        assert {name.split("/")[1] for name in whole if name.startswith("method/")} == {*METHODS, *OWN}
+        assert {name.split("/")[1] for name in whole if name.startswith("method/")} == {
+            *METHODS,
+            *OWN,
+        }
     for name, expected in whole.items():
         if name.startswith("method/") and world_size > 2:
             continue
         if name == "jobs/ran":
-            assert sorted(torch.cat([share[name] for share in shares]).tolist()) == expected.tolist()
-            assert all(len(share[name]) in (5 // world_size, -(-5 // world_size)) for share in shares)
+            assert (
+                sorted(torch.cat([share[name] for share in shares]).tolist())
+                == expected.tolist()
+            )
+            assert all(
+                len(share[name]) in (5 // world_size, -(-5 // world_size))
+                for share in shares
+            )
             continue
-        exact = dict(atol=1e-5, rtol=1e-4) if name.startswith("step/") else dict(atol=2e-5, rtol=1e-3)
+        exact = (
+            dict(atol=1e-5, rtol=1e-4)
+            if name.startswith("step/")
+            else dict(atol=2e-5, rtol=1e-3)
+        )
         if name.endswith("_targets"):
             joined = torch.cat([share[name] for share in shares], dim=2)
             torch.testing.assert_close(joined, expected, atol=1e-6, rtol=0)
@@ -283,10 +410,14 @@ def test_workers_equal_one_worker(tmp_path, world_size):
             torch.testing.assert_close(mean, expected, **exact)
         else:
             for share in shares:
-                torch.testing.assert_close(share[name], expected, **exact, msg=f"{name}: {{}}".format)
+                torch.testing.assert_close(
+                    share[name], expected, **exact, msg=f"{name}: {{}}".format
+                )
                 same = "/extra/" in name or name.startswith("metrics/")
                 assert not same or torch.equal(share[name], shares[0][name]), name
-                assert not name.startswith("metrics/") or torch.equal(share[name], expected), name
+                assert not name.startswith("metrics/") or torch.equal(
+                    share[name], expected
+                ), name
 
     for share in shares:
         early = range(10, 10 + 2 * (world_size - 2))
@@ -294,14 +425,18 @@ def test_workers_equal_one_worker(tmp_path, world_size):
         assert share["bad/known"].tolist() == share["bad/listed"].tolist() == rows
         assert (int(share["nan/skipped"]), bool(share["nan/kept"])) == (1, True)
         assert share["phase/clean/stored"] == share["phase/resumed/stored"] == 16
-        assert torch.equal(share["phase/clean/head_losses"], shares[0]["phase/clean/head_losses"])
+        assert torch.equal(
+            share["phase/clean/head_losses"], shares[0]["phase/clean/head_losses"]
+        )
         for name in share:
             if name.startswith("phase/clean/") and "running" not in name:
                 other = share[name.replace("/clean/", "/resumed/")]
                 if world_size == 2:  # a third of a sum does not come back to the bit
                     assert torch.equal(other, share[name]), name
                 torch.testing.assert_close(other, share[name], atol=1e-5, rtol=1e-4)
-                assert "/model/" not in name or torch.equal(share[name], shares[0][name]), name
+                assert "/model/" not in name or torch.equal(
+                    share[name], shares[0][name]
+                ), name
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""``compute.compile``: the same training with a compiled encoder, one clear line where nothing compiles."""
+"""``compute.compile``: the same training with a compiled encoder, one clear line
+where nothing compiles.
+"""
 
 import os
 import shutil
@@ -17,7 +19,9 @@ COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compil
 
 
 def test_a_missing_compiler_is_one_line(monkeypatch, tmp_path):
-    """Kills: a traceback of torch's in the first step, a silent fall-back to the plain encoder."""
+    """Kills: a traceback of torch's in the first step, a silent fall-back to the
+    plain encoder.
+    """
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(hardware.shutil, "which", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler"):
@@ -25,7 +29,9 @@ def test_a_missing_compiler_is_one_line(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_the_encoder_of_both_phases_is_compiled_on_request(monkeypatch, tmp_path, compiled):
+def test_the_encoder_of_both_phases_is_compiled_on_request(
+    monkeypatch, tmp_path, compiled
+):
     """Kills: an option that nothing reads, heads compiled with it."""
     seen = []
     monkeypatch.setattr(run, "prepare_compiler", lambda: None)
@@ -37,7 +43,9 @@ def test_the_encoder_of_both_phases_is_compiled_on_request(monkeypatch, tmp_path
 
 @COMPILER
 def test_compiled_code_stays_on_its_kind_of_processor(monkeypatch):
-    """Kills: code for one processor's vectors run on another, which gives NaN; a user's own folder left."""
+    """Kills: code for one processor's vectors run on another, which gives NaN; a
+    user's own folder left.
+    """
     folders = []
     for flags in ("sse2 avx2", "sse2 avx2 avx512f", "sse2 avx2"):
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")
@@ -52,9 +60,11 @@ def test_compiled_code_stays_on_its_kind_of_processor(monkeypatch):
 @pytest.mark.slow
 @COMPILER
 def test_compiled_steps_are_the_same_steps(monkeypatch, tmp_path):
-    """10 steps in float64: in float32 the order of summation tells after a few, and differs by processor.
+    """10 steps in float64: in float32 the order of summation tells after a few, and
+    differs by processor.
 
-    Kills: an encoder that is compiled in eval mode, or whose parameters are renamed or copied.
+    Kills: an encoder that is compiled in eval mode, or whose parameters are renamed or
+    copied.
     """
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     config, losses = small_config(), []
@@ -64,8 +74,13 @@ def test_compiled_steps_are_the_same_steps(monkeypatch, tmp_path):
         if compiled:
             state.model.encoder.compile()
         batches = map(batches_of(config), range(10))
-        doubles = [batch._replace(views=[view.double() for view in batch.views]) for batch in batches]
-        losses.append(torch.cat([discovery_step(state, b, config, 0.005) for b in doubles]))
+        doubles = [
+            batch._replace(views=[view.double() for view in batch.views])
+            for batch in batches
+        ]
+        losses.append(
+            torch.cat([discovery_step(state, b, config, 0.005) for b in doubles])
+        )
         assert list(state.model.state_dict()) == names
     torch.testing.assert_close(*losses, atol=1e-9, rtol=0)
     assert losses[0][0] - losses[0][-1] > 0.1  # it learns

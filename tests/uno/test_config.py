@@ -1,4 +1,6 @@
-"""The schema: its fields are frozen, files load safely, a mistake is one line that names the field."""
+"""The schema: its fields are frozen, files load safely, a mistake is one line that
+names the field.
+"""
 
 import difflib
 from pathlib import Path
@@ -35,22 +37,41 @@ def yaml_file(tmp_path):
 
 
 def test_the_field_list_is_frozen():
-    """Users write fields in files: a renamed one breaks them, a new one costs every reader a line."""
+    """Users write fields in files: a renamed one breaks them, a new one costs every
+    reader a line.
+    """
     stored, now = GOLDEN.read_text().split(), list(schema.field_names())
-    diff = "\n".join(difflib.unified_diff(stored, now, "golden", "schema", lineterm="", n=0))
+    diff = "\n".join(
+        difflib.unified_diff(stored, now, "golden", "schema", lineterm="", n=0)
+    )
     assert stored == now, (
-        f"the schema's fields changed:\n{diff}\nIf that is meant, say so in CHANGELOG.md and run:\n"
-        "python -c \"from uno.config import field_names; print(*field_names(), sep='\\n')\" > " + str(GOLDEN)
+        f"the schema's fields changed:\n{diff}\nIf that is meant, say so in"
+        ' CHANGELOG.md and run:\npython -c "from uno.config import field_names;'
+        " print(*field_names(), sep='\\n')\" > " + str(GOLDEN)
     )
 
 
 def test_scopes():
-    """Kills: a run that resumes with other settings, a pretraining shared by runs that need their own."""
+    """Kills: a run that resumes with other settings, a pretraining shared by runs
+    that need their own.
+    """
     scopes = {
         "run": ("train.log_every", "train.keep_checkpoints"),
         "place": ("output", "compute.threads", "compute.of_another_version"),
-        "pretrain": ("preset", "data.mean", "objective.temperature", "pretrain.epochs", "other"),
-        "discover": ("method", "data.num_novel", "model.num_heads", "objective.epsilon", "discover.epochs"),
+        "pretrain": (
+            "preset",
+            "data.mean",
+            "objective.temperature",
+            "pretrain.epochs",
+            "other",
+        ),
+        "discover": (
+            "method",
+            "data.num_novel",
+            "model.num_heads",
+            "objective.epsilon",
+            "discover.epochs",
+        ),
     }
     for scope, keys in scopes.items():
         assert {field_traits(key).scope for key in keys} == {scope}
@@ -59,27 +80,63 @@ def test_scopes():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"objective.epsilon": -1}, "objective.epsilon: Input should be greater than or equal to 0.0001"),
-        ({"objective.epsilon": float("nan")}, "objective.epsilon: Input should be a finite number (got nan)"),
-        ({"objective.temperature": float("inf")}, "objective.temperature: Input should be a finite number"),
-        ({"data.std": [1, 1, float("nan")]}, "data.std.2: Input should be a finite number (got nan)"),
+        (
+            {"objective.epsilon": -1},
+            "objective.epsilon: Input should be greater than or equal to 0.0001",
+        ),
+        (
+            {"objective.epsilon": float("nan")},
+            "objective.epsilon: Input should be a finite number (got nan)",
+        ),
+        (
+            {"objective.temperature": float("inf")},
+            "objective.temperature: Input should be a finite number",
+        ),
+        (
+            {"data.std": [1, 1, float("nan")]},
+            "data.std.2: Input should be a finite number (got nan)",
+        ),
         ({"data.std": [1, 1, 0]}, "data: std must be positive"),
         ({"data.labeled": "a"}, "data: labeled and unlabeled must be given together"),
-        ({"augment.large.num_views": 1}, "augment: large.num_views must be at least 2: swapped prediction"),
-        ({"augment.large.crop_scale": [0.9, 0.1]}, "augment.large: crop_scale must satisfy 0 < low <= high"),
+        (
+            {"augment.large.num_views": 1},
+            "augment: large.num_views must be at least 2: swapped prediction",
+        ),
+        (
+            {"augment.large.crop_scale": [0.9, 0.1]},
+            "augment.large: crop_scale must satisfy 0 < low <= high",
+        ),
         (
             {"method": "dino"},
-            f"method must be one of {', '.join(METHODS)}, or package.module:METHOD, got 'dino'",
+            (
+                f"method must be one of {', '.join(METHODS)}, or package.module:METHOD,"
+                " got 'dino'"
+            ),
         ),
         ({"recipe": "v3"}, "recipe: Input should be 'paper', 'v2' or 'cpu' (got 'v3')"),
-        ({"seed": 2**31}, "seed: Input should be less than 2147483648 (got 2147483648)"),
-        ({"data.num_novel": "seven"}, "data.num_novel: Input should be a valid integer, unable to parse"),
-        ({"objective.epsilonn": 1}, "unknown key 'objective.epsilonn'; did you mean 'objective.epsilon'?"),
+        (
+            {"seed": 2**31},
+            "seed: Input should be less than 2147483648 (got 2147483648)",
+        ),
+        (
+            {"data.num_novel": "seven"},
+            "data.num_novel: Input should be a valid integer, unable to parse",
+        ),
+        (
+            {"objective.epsilonn": 1},
+            "unknown key 'objective.epsilonn'; did you mean 'objective.epsilon'?",
+        ),
         ({"num_novel": 1}, "unknown key 'num_novel'; did you mean 'data.num_novel'?"),
-        ({"data": "cifar10:x"}, "'data' is a section of keys such as 'data.source' (got 'cifar10:x')"),
-        ({"seed": "x" * 10_000}, "seed: Input should be a valid integer, unable to parse string"),
+        (
+            {"data": "cifar10:x"},
+            "'data' is a section of keys such as 'data.source' (got 'cifar10:x')",
+        ),
+        (
+            {"seed": "x" * 10_000},
+            "seed: Input should be a valid integer, unable to parse string",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_is_one_short_line_that_names_the_field(overrides, message):
     with pytest.raises(ConfigError) as caught:
         override(Config(), overrides)
@@ -89,9 +146,12 @@ def test_a_mistake_is_one_short_line_that_names_the_field(overrides, message):
 
 def test_nested_and_dotted_keys_mean_the_same_and_comments_nothing(yaml_file):
     nested = load_yaml(yaml_file("objective:\n  epsilon: 0.1\n  sinkhorn_iters: 5\n"))
-    dotted = load_yaml(yaml_file("objective.epsilon: 0.1\nobjective.sinkhorn_iters: 5\n"))
+    dotted = load_yaml(
+        yaml_file("objective.epsilon: 0.1\nobjective.sinkhorn_iters: 5\n")
+    )
     assert nested == dotted == {"objective.epsilon": 0.1, "objective.sinkhorn_iters": 5}
-    values = load_yaml(yaml_file("discover:\n  weight_decay: 1e-4\n"))  # YAML 1.1 reads a string
+    # YAML 1.1 reads a string
+    values = load_yaml(yaml_file("discover:\n  weight_decay: 1e-4\n"))
     assert override(Config(), values).discover.weight_decay == 1e-4
     values = load_yaml(yaml_file("objective:\n  # epsilon: 0.1\nseed: 3\n"))
     assert override(Config(), values) == override(Config(), {"seed": 3})
@@ -105,34 +165,45 @@ def test_a_dumped_config_loads_to_the_same_one(name, yaml_file):
     assert Config.model_validate(yaml.safe_load(dump_yaml(config))) == config
 
 
-BOMB = "b0: &b0 {x: 1}\n" + "".join(f"b{n}: &b{n} {{p: *b{n - 1}, q: *b{n - 1}}}\n" for n in range(1, 30))
+BOMB = "b0: &b0 {x: 1}\n" + "".join(
+    f"b{n}: &b{n} {{p: *b{n - 1}, q: *b{n - 1}}}\n" for n in range(1, 30)
+)
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("seed: 1\n" + "#" * schema.MAX_CONFIG_BYTES, f" is larger than {schema.MAX_CONFIG_BYTES} bytes"),
+        (
+            "seed: 1\n" + "#" * schema.MAX_CONFIG_BYTES,
+            f" is larger than {schema.MAX_CONFIG_BYTES} bytes",
+        ),
         ("- 1\n- 2\n", " must hold a mapping of keys, not a list"),
         ("just words", " must hold a mapping of keys, not a str"),
         ("a: [1,\nb: 2", ": while parsing"),
         (b"\xff\xfe\x00", ": 'utf-8' codec"),
-        ("seed: !!python/object/apply:os.getcwd []", ": could not determine a constructor"),
+        (
+            "seed: !!python/object/apply:os.getcwd []",
+            ": could not determine a constructor",
+        ),
         ("data:\n  limit: 2024-13-45\n", ": month must be in 1..12"),
         ("seed: " + "9" * 5000, ": a number of 5000 digits"),
         ("[" * 900_000, ": nested deeper than 20 levels"),
         (BOMB, ": YAML aliases"),
         ("a: &a\n  b: *a\n", ": YAML aliases"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_file_is_one_line(content, message, yaml_file):
     path = yaml_file(content)
     with pytest.raises(ConfigError) as caught:
         load_yaml(path)
-    assert str(caught.value).startswith(f"config file {path}{message}") and "\n" not in str(caught.value)
+    assert str(caught.value).startswith(
+        f"config file {path}{message}"
+    ) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("path", "reason"), [("/no", "No such file"), ("/", "Is a directory"), ("a\0b", "embedded null byte")]
+    ("path", "reason"),
+    [("/no", "No such file"), ("/", "Is a directory"), ("a\0b", "embedded null byte")],
 )
 def test_an_unreadable_file_is_one_line(path, reason):
     with pytest.raises(ConfigError, match=f"^cannot read config file .*: {reason}"):
@@ -141,29 +212,49 @@ def test_an_unreadable_file_is_one_line(path, reason):
 
 def test_where_a_run_executes_does_not_change_what_it_is():
     config = Config()
-    moved = override(config, {"compute.num_workers": 8, "output": "elsewhere", "train.log_every": 1})
+    moved = override(
+        config, {"compute.num_workers": 8, "output": "elsewhere", "train.log_every": 1}
+    )
     other = override(config, {"objective.epsilon": 0.1})
     older = to_dict(config)
-    del older["model"]["width"], older["objective"]["epsilon"]  # fields that a run of before did not have
+    # fields that a run of before did not have
+    del older["model"]["width"], older["objective"]["epsilon"]
     assert differing_keys(older, config) == []
-    assert differing_keys(older, override(config, {"model.width": 8})) == ["model.width"]
+    assert differing_keys(older, override(config, {"model.width": 8})) == [
+        "model.width"
+    ]
     assert differing_keys(to_dict(config), moved) == []
     assert config_hash(moved) == config_hash(config) != config_hash(other)
     assert differing_keys(to_dict(config), other) == ["objective.epsilon"]
     decided = override(config, {"data.loading": "streaming"})
-    assert differing_keys(to_dict(config), decided) == differing_keys(to_dict(decided), config) == []
-    assert differing_keys(to_dict(decided), override(config, {"data.loading": "memory"})) == ["data.loading"]
-    mixed, novel = (override(config, {"data.setting": setting}) for setting in ("gcd", "ncd"))
-    assert differing_keys(to_dict(mixed), config) == [] != differing_keys(to_dict(mixed), novel)
+    assert (
+        differing_keys(to_dict(config), decided)
+        == differing_keys(to_dict(decided), config)
+        == []
+    )
+    assert differing_keys(
+        to_dict(decided), override(config, {"data.loading": "memory"})
+    ) == ["data.loading"]
+    mixed, novel = (
+        override(config, {"data.setting": setting}) for setting in ("gcd", "ncd")
+    )
+    assert (
+        differing_keys(to_dict(mixed), config)
+        == []
+        != differing_keys(to_dict(mixed), novel)
+    )
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("method", "rs"), ("objective.concat", False), ("objective.iic_weight", 0.05),
-        ("objective.iic_view_weight", 0.01), ("objective.queue_size", 64),
+        ("method", "rs"),
+        ("objective.concat", False),
+        ("objective.iic_weight", 0.05),
+        ("objective.iic_view_weight", 0.01),
+        ("objective.queue_size", 64),
     ],
-)  # fmt: skip
+)
 def test_what_takes_unlabeled_rows_for_novel_refuses_mixed_piles(key, value):
     override(Config(), {key: value})
     with pytest.raises(ConfigError, match=r"^[^\n]*data\.setting gcd[^\n]*$"):
@@ -171,7 +262,10 @@ def test_what_takes_unlabeled_rows_for_novel_refuses_mixed_piles(key, value):
 
 
 def test_exit_codes_are_those_of_the_design():
-    codes = {kind: kind.exit_code for kind in (ConfigError, NumericsError, StorageError, Interrupted)}
+    codes = {
+        kind: kind.exit_code
+        for kind in (ConfigError, NumericsError, StorageError, Interrupted)
+    }
     assert list(codes.values()) == [2, 3, 4, 75]
     assert all(issubclass(kind, UnoError) for kind in codes)
     assert issubclass(ConfigError, ValueError)

@@ -16,7 +16,9 @@ from uno.expectation import (
 
 
 def test_a_line_is_found_again():
-    """Tasks on a line with known noise: intercept, slope and quantiles are the true ones."""
+    """Tasks on a line with known noise: intercept, slope and quantiles are the true
+    ones.
+    """
     random = np.random.default_rng(0)
     agreement = random.uniform(-1, 2, 3_000)
     noise = random.normal(0, 0.4, 3_000)
@@ -41,7 +43,9 @@ def test_the_interval_holds_nine_tenths_of_tasks_like_those_of_the_fit():
     accuracy = sigmoid(0.5 + agreement + random.normal(0, 0.5, 2_000))
     line = fit_line(agreement[:1_000], accuracy[:1_000], np.arange(1_000) % 8)
     found = [line(value) for value in agreement[1_000:]]
-    inside = [e.low <= a <= e.high for e, a in zip(found, accuracy[1_000:], strict=True)]
+    inside = [
+        e.low <= a <= e.high for e, a in zip(found, accuracy[1_000:], strict=True)
+    ]
     assert 0.87 < np.mean(inside) < 0.95
     error = np.mean([e.mean for e in found]) - accuracy[1_000:].mean()
     assert abs(error) < 0.01

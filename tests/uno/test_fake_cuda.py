@@ -1,4 +1,6 @@
-"""No step waits for the GPU, and none mixes devices; nor do batches, evaluation and scores."""
+"""No step waits for the GPU, and none mixes devices; nor do batches, evaluation and
+scores.
+"""
 
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -9,7 +11,15 @@ import torch
 from torch import nn
 
 from pipelines.worker import RayWorker
-from tests.uno.fake_cuda import CPU, DEVICE, TINY, FirstWorker, Waits, fake_cuda, train_steps
+from tests.uno.fake_cuda import (
+    CPU,
+    DEVICE,
+    TINY,
+    FirstWorker,
+    Waits,
+    fake_cuda,
+    train_steps,
+)
 from tests.uno.models import tiny_model
 from tests.uno.small_run import small_config, small_sets
 from uno import steps
@@ -36,7 +46,10 @@ EXTENDED = {
     "rkd": {"objective.rkd_weight": 1.0},
     "iic": {"objective.iic_weight": 1.0, "objective.iic_view_weight": 1.0},
     "hard": {"objective.pseudo_labels": "hard", "objective.concat": False},
-    "average logits": {"objective.aggregation": "average_logits", "model.overcluster_factor": 0},
+    "average logits": {
+        "objective.aggregation": "average_logits",
+        "model.overcluster_factor": 0,
+    },
     "average labels": {"objective.aggregation": "average_pseudo_labels"},
     "prior": {"objective.class_prior": "kmeans", "model.prototype_init": "kmeans"},
     "gcd": {"data.setting": "gcd", "model.prototype_init": "kmeans"},
@@ -54,25 +67,38 @@ def train_both_ends(name, world_size, device=DEVICE, **more):
 @WORLDS
 @pytest.mark.parametrize("name", EXTENDED)
 def test_the_first_and_the_last_step_of_a_method(name, world_size):
-    """Its start, its memories once they are full, targets once they stand, what rises at its height."""
+    """Its start, its memories once they are full, targets once they stand, what
+    rises at its height.
+    """
     train_both_ends(name, world_size)
 
 
 @pytest.mark.parametrize("name", EXTENDED)
 def test_the_same_under_autocast(name):
-    """On the CPU, as the device without values has none. Kills: bfloat16 added to what float32 has begun."""
+    """On the CPU, as the device without values has none. Kills: bfloat16 added to
+    what float32 has begun.
+    """
     train_both_ends(name, 1, CPU, compute__precision="bf16")
 
 
 def steps_of(name, recipe):
     """What two presets of equal steps have in common."""
-    config, usual = (override(preset(*each), TINY) for each in ((name, recipe), ("cifar10",)))
-    same = {name: getattr(usual, name) for name in ("preset", "recipe", "pretrain", "discover")}
+    config, usual = (
+        override(preset(*each), TINY) for each in ((name, recipe), ("cifar10",))
+    )
+    same = {
+        name: getattr(usual, name)
+        for name in ("preset", "recipe", "pretrain", "discover")
+    }
     data = usual.data.model_copy(update={"stored_size": config.data.stored_size})
     return dump_yaml(config.model_copy(update=same | {"data": data}))
 
 
-RECIPES = {steps_of(name, recipe): (name, recipe) for recipe in ("paper", "v2") for name in reversed(PRESETS)}
+RECIPES = {
+    steps_of(name, recipe): (name, recipe)
+    for recipe in ("paper", "v2")
+    for name in reversed(PRESETS)
+}
 
 
 @pytest.mark.parametrize(("name", "recipe"), RECIPES.values())
@@ -84,7 +110,9 @@ def test_the_steps_of_a_preset(name, recipe):
 
 @pytest.fixture
 def streamed(tmp_path):
-    """``streamed(device, world_size)``: its batches of crops that are made on the host."""
+    """``streamed(device, world_size)``: its batches of crops that are made on the
+    host.
+    """
     config = small_config(**TINY | {"data.loading": "streaming", "compute.threads": 1})
     task = make_task(read_rows(config.data), config.data)
 
@@ -98,11 +126,12 @@ def streamed(tmp_path):
 
 @WORLDS
 def test_streamed_batches(streamed, world_size):
-    """Crops made on the host become views on the device. Kills: labels whose copy waits, a process alone that
-    asks its device for what it knows.
+    """Crops made on the host become views on the device. Kills: labels whose copy
+    waits, a process alone that asks its device for what it knows.
     """
     with fake_cuda(world_size) as mode, streamed(DEVICE, world_size) as batches:
-        mode.strict = world_size == 1  # several ask each other which images cannot be read
+        # several ask each other which images cannot be read
+        mode.strict = world_size == 1
         batches(0)
         mode.strict = True
         batch = batches(1)
@@ -113,22 +142,33 @@ def test_streamed_batches(streamed, world_size):
 def test_batches_for_a_gpu_lie_in_locked_pages(streamed, monkeypatch, device):
     """Kills: a copy that waits all the same, memory locked for no GPU."""
     packed, pinned = stream.pack, []
-    monkeypatch.setattr(stream, "pack", lambda *facts: pinned.append(facts[-1]) or packed(*facts[:-1], False))
-    with streamed(device, 1) as batches, suppress(AssertionError, RuntimeError):  # there is no GPU
+    monkeypatch.setattr(
+        stream,
+        "pack",
+        lambda *facts: pinned.append(facts[-1]) or packed(*facts[:-1], False),
+    )
+    # there is no GPU
+    with streamed(device, 1) as batches, suppress(AssertionError, RuntimeError):
         batches(0)
     assert pinned == [device == "cuda"]
 
 
 def edited(model: Any) -> Edits:
-    """Its sixth output merged into its seventh, its eighth dropped, its heads aligned."""
-    classes = [OutputClass(i, str(i), "known" if i < 5 else "novel", i) for i in range(10)]
+    """Its sixth output merged into its seventh, its eighth dropped, its heads
+    aligned.
+    """
+    classes = [
+        OutputClass(i, str(i), "known" if i < 5 else "novel", i) for i in range(10)
+    ]
     classes[5] = replace(classes[5], into=6)
     classes[7] = replace(classes[7], into=None)
     return Edits(classes, torch.arange(5).expand(model.num_heads, 5).contiguous())
 
 
 def test_evaluation_counts_without_waiting():
-    """Of a merged, dropped and aligned model, too. Kills: counts read batch by batch, routes copied in."""
+    """Of a merged, dropped and aligned model, too. Kills: counts read batch by
+    batch, routes copied in.
+    """
     config = small_config(**TINY)
     with fake_cuda(4) as mode:
         model = registry.build_network(config, 5, 5, 0).to(DEVICE).eval()
@@ -146,23 +186,38 @@ def test_a_whole_evaluation_reads_back_where_it_may(tmp_path, monkeypatch):
         config = override(config, {"data.setting": setting})
         with fake_cuda() as mode:
             model = registry.build_network(config, 5, 5, 0).eval()
-            monkeypatch.setattr(evaluate, "load_trained", lambda *_, model=model: (model, 0))
+            monkeypatch.setattr(
+                evaluate, "load_trained", lambda *_, model=model: (model, 0)
+            )
             monkeypatch.setattr(baselines, "load_weights_", lambda *_: True)
             train, sets = small_sets()
             place, worker = Storage(str(tmp_path)), FirstWorker(1)
-            values = evaluate.evaluate_run(config, place, train.to(DEVICE), sets, 10, worker)
-            assert mode.reads and "trust/kmeans/agreement" in values and place.exists("alignment.json")
+            values = evaluate.evaluate_run(
+                config, place, train.to(DEVICE), sets, 10, worker
+            )
+            assert (
+                mode.reads
+                and "trust/kmeans/agreement" in values
+                and place.exists("alignment.json")
+            )
 
 
 def test_scores_of_predictions(tmp_path):
-    """One look at the device for each of the results of a batch. Kills: images scored on another device."""
+    """One look at the device for each of the results of a batch. Kills: images
+    scored on another device.
+    """
     model = tiny_model(tmp_path, **{"model.encoder": "resnet_small"})
-    images, merged = torch.zeros(6, 3, model.size, model.size, dtype=torch.uint8), edited(model.module)
+    images, merged = (
+        torch.zeros(6, 3, model.size, model.size, dtype=torch.uint8),
+        edited(model.module),
+    )
     for classes, alignment in ((model.classes, model.alignment), merged):
         with fake_cuda() as mode:
             on_device = replace(model, classes=classes, alignment=alignment).to(DEVICE)
             scores = on_device.score(images)
-            assert mode.reads == len(scores) and all(part.device.type == "cpu" for part in scores)
+            assert mode.reads == len(scores) and all(
+                part.device.type == "cpu" for part in scores
+            )
             mode.strict = True
             logits = forward(on_device.module, images, model.config)
             found = score(logits, 0.1, 0, classes, alignment)
@@ -195,7 +250,9 @@ def test_what_waits_is_found(name):
 def test_a_wait_in_a_step_is_found(monkeypatch):
     """The same of a step: one line too many."""
     plain = steps.labeled_loss
-    monkeypatch.setattr(steps, "labeled_loss", lambda *facts: plain(*facts) * float(plain(*facts) > 0))
+    monkeypatch.setattr(
+        steps, "labeled_loss", lambda *facts: plain(*facts) * float(plain(*facts) > 0)
+    )
     with pytest.raises(Waits, match="back to the host"):
         train_steps(small_config(**TINY), run.PRETRAIN, 1)
 

@@ -46,7 +46,9 @@ def features(num_classes=10, sizes=None, noise=8.0, seed=0):
 def solve(points, truth, num_known, num_novel, gcd, seed=0):
     """Return the result, and the outputs and classes of the unlabeled rows."""
     free = (truth >= num_known) | (gcd & (torch.arange(len(truth)) % 2 == 0))
-    result = discover_clusters(points[~free], truth[~free], points[free], num_novel, gcd, seed)
+    result = discover_clusters(
+        points[~free], truth[~free], points[free], num_novel, gcd, seed
+    )
     cosines = result.space(points[free]) @ result.prototypes.T
     if not gcd:
         cosines[:, :num_known] = -torch.inf
@@ -110,15 +112,30 @@ def test_size_variation_is_that_of_known_classes():
 
 
 def test_merges_join_the_parts_of_a_class():
-    """Ten clusters of five blobs: the halves of each blob merge before anything else."""
+    """Ten clusters of five blobs: the halves of each blob merge before anything
+    else.
+    """
     generator = torch.Generator().manual_seed(0)
     centers = normalize(torch.randn(5, 12, generator=generator), dim=1)
     blob = torch.arange(5).repeat_interleave(40)
-    points = normalize(centers[blob] + 0.05 * torch.randn(200, 12, generator=generator), dim=1)
+    points = normalize(
+        centers[blob] + 0.05 * torch.randn(200, 12, generator=generator), dim=1
+    )
     part = blob * 2 + torch.randint(0, 2, (200,), generator=generator)
-    given = count_links(nearest(points), part, 10), part.bincount(minlength=10), torch.zeros(10, 10), 0
+    given = (
+        count_links(nearest(points), part, 10),
+        part.bincount(minlength=10),
+        torch.zeros(10, 10),
+        0,
+    )
     five = merge_clusters(*given, num_merges=5)
-    assert torch.equal(five[part], five[2 * blob]) and five.unique().tolist() == [0, 1, 2, 3, 4]
+    assert torch.equal(five[part], five[2 * blob]) and five.unique().tolist() == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]
     assert merge_clusters(*given, num_merges=8).unique().tolist() == [0, 1]
 
 
@@ -134,7 +151,9 @@ def test_empty_clusters_are_merged_first_and_known_ones_without_rows_take_nothin
     links = torch.diag(torch.tensor([0, 50, 50, 0, 50]))
     sizes = torch.tensor([0, 5, 5, 0, 5])
     used = torch.tensor([1, 2, 4])
-    once, twice = (merge_clusters(links, sizes, torch.ones(5, 5), 1, num)[used] for num in (1, 2))
+    once, twice = (
+        merge_clusters(links, sizes, torch.ones(5, 5), 1, num)[used] for num in (1, 2)
+    )
     assert len(once.unique()) == 3 and len(twice.unique()) == 2
     assert (once > 0).all() and (twice > 0).all()
 
@@ -199,7 +218,9 @@ def test_a_whitener_is_the_inverse_root_of_the_shrunk_covariance():
 
 
 def test_neighbors_are_found_in_blocks(monkeypatch):
-    points = normalize(torch.randn(50, 5, generator=torch.Generator().manual_seed(0)), dim=1)
+    points = normalize(
+        torch.randn(50, 5, generator=torch.Generator().manual_seed(0)), dim=1
+    )
     similarity = (points @ points.T).fill_diagonal_(-2)
     whole = nearest(points, 3)
     assert torch.equal(whole, similarity.topk(3, dim=1).indices)

@@ -1,4 +1,6 @@
-"""What only a GPU shows, beside ``test_fake_cuda``: kernels, numbers, waits. Run by ``pytest -m gpu``."""
+"""What only a GPU shows, beside ``test_fake_cuda``: kernels, numbers, waits. Run by
+``pytest -m gpu``.
+"""
 
 import pytest
 import torch
@@ -19,11 +21,16 @@ GPU = torch.device("cuda")
 
 @pytest.fixture
 def trained(tmp_path):
-    """``trained(device, num_steps)``: the state after these steps of pretraining and of discovery."""
+    """``trained(device, num_steps)``: the state after these steps of pretraining and
+    of discovery.
+    """
 
     def train(device, num_steps, precision="fp32"):
         config = small_config(train__max_steps=num_steps, compute__precision=precision)
-        storage, rows = Storage(str(tmp_path / f"{device}-{precision}")), small_sets()[0].to(device)
+        storage, rows = (
+            Storage(str(tmp_path / f"{device}-{precision}")),
+            small_sets()[0].to(device),
+        )
         for phase in (run.PRETRAIN, run.DISCOVER):
             state = run.run_phase(config, phase, rows, LocalWorker(device), storage)
         return state
@@ -53,21 +60,32 @@ def test_streamed_batches_arrive_without_a_wait(streamed):  # noqa: F811
 
 
 def test_a_run_is_that_of_the_cpu(trained, monkeypatch):
-    """Weights, momenta and losses after two steps of each phase; in bfloat16 the losses."""
+    """Weights, momenta and losses after two steps of each phase; in bfloat16 the
+    losses.
+    """
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     runs = (CPU, 2), (GPU, 2), (GPU, 2, "bf16")
-    here, there, half = ({k: t.cpu() for k, t in copied_tensors(trained(*facts)).items()} for facts in runs)
+    here, there, half = (
+        {k: t.cpu() for k, t in copied_tensors(trained(*facts)).items()}
+        for facts in runs
+    )
     torch.testing.assert_close(there, here, rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(half["epoch_losses"], here["epoch_losses"], rtol=0.1, atol=0)
+    torch.testing.assert_close(
+        half["epoch_losses"], here["epoch_losses"], rtol=0.1, atol=0
+    )
 
 
 def test_the_fused_kernel_skips_a_step_that_is_not_finite(trained):
     """Kills: NaN in weights or momenta, a skip that is not counted."""
     config, state = small_config(), trained(GPU, 2)
     state.model.normalize_prototypes_()
-    before = [tensor.clone() for tensor in (*state.model.parameters(), *momenta_of(state))]
+    before = [
+        tensor.clone() for tensor in (*state.model.parameters(), *momenta_of(state))
+    ]
     poison(state.model, float("nan"))
-    discovery_step(state, batches_of(config, train=small_sets()[0].to(GPU))(2), config, 0.1)
+    discovery_step(
+        state, batches_of(config, train=small_sets()[0].to(GPU))(2), config, 0.1
+    )
     torch.testing.assert_close([*state.model.parameters(), *momenta_of(state)], before)
     assert int(state.skipped) == 1
 
@@ -76,4 +94,6 @@ def test_scores_are_those_of_the_cpu(tmp_path):
     """Kills: a classifier that leaves a part of itself on the host."""
     model = tiny_model(tmp_path)
     images = torch.randint(0, 256, (6, 3, model.size, model.size), dtype=torch.uint8)
-    torch.testing.assert_close(model.to("cuda").score(images), model.score(images), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(
+        model.to("cuda").score(images), model.score(images), rtol=1e-2, atol=1e-2
+    )

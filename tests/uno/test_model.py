@@ -9,7 +9,9 @@ from uno.config import ModelConfig
 from uno.data.row_blocks import RowBlocks
 from uno.model import UnoModel, build_model, features_of, forward
 
-SMALL = ModelConfig(encoder="resnet_small", width=4, num_heads=3, hidden_dim=8, projection_dim=6)
+SMALL = ModelConfig(
+    encoder="resnet_small", width=4, num_heads=3, hidden_dim=8, projection_dim=6
+)
 
 
 def randomised(model: UnoModel) -> UnoModel:
@@ -22,14 +24,19 @@ def randomised(model: UnoModel) -> UnoModel:
     return model.eval()
 
 
-@pytest.mark.parametrize(("sizes", "passes"), [((8, 8, 6, 6), [10, 10]), ((8, 6, 8), [5, 5, 5])])
+@pytest.mark.parametrize(
+    ("sizes", "passes"), [((8, 8, 6, 6), [10, 10]), ((8, 6, 8), [5, 5, 5])]
+)
 @torch.inference_mode()
 def test_views_come_first_and_do_not_depend_on_each_other(sizes, passes):
-    """Kills: rows and views exchanged by the reshape, views sorted by size, a view's logits from another's
-    features, a pass through the encoder per view (its BatchNorm sees one view only, and costs more).
+    """Kills: rows and views exchanged by the reshape, views sorted by size, a view's
+    logits from another's features, a pass through the encoder per view (its BatchNorm
+    sees one view only, and costs more).
     """
     model, found = randomised(small_model()), []
-    hook = model.encoder.register_forward_pre_hook(lambda module, inputs: found.append(len(inputs[0])))
+    hook = model.encoder.register_forward_pre_hook(
+        lambda module, inputs: found.append(len(inputs[0]))
+    )
     views = [torch.randn(5, 3, size, size) for size in sizes]
     logits = model(views)
     hook.remove()
@@ -39,13 +46,18 @@ def test_views_come_first_and_do_not_depend_on_each_other(sizes, passes):
         for b in range(5):
             alone = model([view[b : b + 1]])
             for whole, own in zip(logits[:3], alone[:3], strict=True):
-                torch.testing.assert_close(whole[v, ..., b, :], own[0, ..., 0, :], atol=1e-5, rtol=1e-4)
+                torch.testing.assert_close(
+                    whole[v, ..., b, :], own[0, ..., 0, :], atol=1e-5, rtol=1e-4
+                )
     rows = logits.known.flatten(0, 1)
-    assert torch.cdist(rows, rows).fill_diagonal_(1).min() > 1e-4  # all rows differ: an exchange would show
+    # all rows differ: an exchange would show
+    assert torch.cdist(rows, rows).fill_diagonal_(1).min() > 1e-4
 
 
 def test_families_that_are_off_are_none():
-    """Kills: an overclustering head of zero clusters, heads in the pretraining network."""
+    """Kills: an overclustering head of zero clusters, heads in the pretraining
+    network.
+    """
     without = UnoModel(SMALL.model_copy(update={"overcluster_factor": 0}), 4, 3)
     logits = without([torch.randn(2, 3, 8, 8)])
     assert logits.over is None and without.over is None
@@ -55,25 +67,33 @@ def test_families_that_are_off_are_none():
     logits = pretraining([torch.randn(2, 3, 8, 8)] * 2)
     assert logits.known.shape == (2, 2, 4)
     assert logits.novel is None and logits.over is None
-    assert not [name for name in pretraining.state_dict() if name.startswith(("projector", "novel", "over"))]
+    assert not [
+        name
+        for name in pretraining.state_dict()
+        if name.startswith(("projector", "novel", "over"))
+    ]
 
 
 @pytest.mark.parametrize("overcluster_factor", [0, 2])
 def test_directions_are_what_the_logits_come_from(overcluster_factor):
-    """Kills: directions of other heads, views or the other family; gradients through them."""
+    """Kills: directions of other heads, views or the other family; gradients through
+    them.
+    """
     model = randomised(small_model(overcluster_factor=overcluster_factor))
     logits = model([torch.randn(4, 3, 8, 8) for _ in range(2)])
     pairs = [(model.novel, logits.novel)]
     if overcluster_factor:
         pairs.append((model.over, logits.over))
-    for directions, (head, own) in zip(logits.directions.split(3, dim=1), pairs, strict=True):
+    for directions, (head, own) in zip(
+        logits.directions.split(3, dim=1), pairs, strict=True
+    ):
         torch.testing.assert_close(head.cosines(directions), own)
     assert not logits.directions.requires_grad
 
 
 def test_a_seed_fixes_the_weights_and_leaves_the_global_state_alone():
-    """Kills: weights from the global generator, a seed that is ignored, a reseeded caller, one draw for
-    all heads, which would stay equal for ever.
+    """Kills: weights from the global generator, a seed that is ignored, a reseeded
+    caller, one draw for all heads, which would stay equal for ever.
     """
     torch.manual_seed(5)
     before = torch.random.get_rng_state()
@@ -83,17 +103,30 @@ def test_a_seed_fixes_the_weights_and_leaves_the_global_state_alone():
     again, other = build_model(SMALL, 4, 3, seed=1), build_model(SMALL, 4, 3, seed=2)
     for name, tensor in first.state_dict().items():
         assert torch.equal(tensor, again.state_dict()[name])
-    for name in ("encoder.conv1.weight", "known.weight", "projector.weight", "over.weight"):
+    for name in (
+        "encoder.conv1.weight",
+        "known.weight",
+        "projector.weight",
+        "over.weight",
+    ):
         assert not torch.equal(first.state_dict()[name], other.state_dict()[name])
     weights = first.projector.weight.flatten(1)
-    assert len(weights) == 6 and torch.cdist(weights, weights).fill_diagonal_(1).min() > 0.1
+    assert (
+        len(weights) == 6
+        and torch.cdist(weights, weights).fill_diagonal_(1).min() > 0.1
+    )
 
 
 @torch.no_grad()
 def test_features_pass_by_the_encoder():
-    """Kills: features that are encoded or scaled once more, views of them that are exchanged."""
+    """Kills: features that are encoded or scaled once more, views of them that are
+    exchanged.
+    """
     config = small_config()
-    model, images = randomised(small_model()), torch.randint(0, 256, (6, 3, 8, 8), dtype=torch.uint8)
+    model, images = (
+        randomised(small_model()),
+        torch.randint(0, 256, (6, 3, 8, 8), dtype=torch.uint8),
+    )
     expected = forward(model, images, config)
     assert expected.features is not None
     found = forward(model, expected.features[0], config)
@@ -104,8 +137,8 @@ def test_features_pass_by_the_encoder():
 
 
 def test_cached_features_pass_no_head(monkeypatch):
-    """The evaluation view of them, as a tensor or as rows. Kills: heads whose outputs nobody wants, another
-    view.
+    """The evaluation view of them, as a tensor or as rows. Kills: heads whose outputs
+    nobody wants, another view.
     """
     config = small_config()
     model = build_model(config.model, 5, 5, seed=0).eval()

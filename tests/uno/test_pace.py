@@ -28,11 +28,16 @@ def clock(monkeypatch):
     return now
 
 
-def test_the_share_of_waiting_is_that_of_data_slowed_on_purpose(tmp_path, clock, monkeypatch):
-    """Data takes 3 s of 5 in steps 1-4, 1 s of 3 later. Kills: a share of the wrong line or of the whole run,
-    augmentation taken for waiting, a step's time for the data's.
+def test_the_share_of_waiting_is_that_of_data_slowed_on_purpose(
+    tmp_path, clock, monkeypatch
+):
+    """Data takes 3 s of 5 in steps 1-4, 1 s of 3 later. Kills: a share of the wrong
+    line or of the whole run, augmentation taken for waiting, a step's time for the
+    data's.
     """
-    monkeypatch.setattr(streaming, "prefetch_map", lambda do, items, *_: (do(item) for item in items))
+    monkeypatch.setattr(
+        streaming, "prefetch_map", lambda do, items, *_: (do(item) for item in items)
+    )
     train, left = stream(tmp_path), iter([3.0] * 4 + [1.0] * 20)
 
     def slowly(job):
@@ -57,21 +62,33 @@ def test_the_share_of_waiting_is_that_of_data_slowed_on_purpose(tmp_path, clock,
     assert (first["step"], second["step"]) == (4, 8)
     assert first["data_wait"] == pytest.approx(3 / 5, abs=0.05)
     assert second["data_wait"] == pytest.approx(1 / 3, abs=0.05)
-    assert first["step_ms"] == pytest.approx(5000) and second["images_per_s"] == pytest.approx(24 / 3)
-    assert first["grad_norm"] > 0 and not any(key.startswith(("rank_ms", "slow", "peak")) for key in first)
-    assert [set(line) & {"data_wait", "step_ms"} for line in lines(storage)] == [set(), set()]
+    assert first["step_ms"] == pytest.approx(5000) and second[
+        "images_per_s"
+    ] == pytest.approx(24 / 3)
+    assert first["grad_norm"] > 0 and not any(
+        key.startswith(("rank_ms", "slow", "peak")) for key in first
+    )
+    assert [set(line) & {"data_wait", "step_ms"} for line in lines(storage)] == [
+        set(),
+        set(),
+    ]
 
 
-@pytest.mark.parametrize(("own", "slow"), [([2.0, 2.1, 3.0], 2), ([2.0, 2.1, 2.2], None)])
+@pytest.mark.parametrize(
+    ("own", "slow"), [([2.0, 2.1, 3.0], 2), ([2.0, 2.1, 2.2], None)]
+)
 def test_the_slow_rank_is_named(clock, monkeypatch, own, slow):
-    """A rank's own time ends with its forward pass. Kills: the time of a step, which all ranks have alike, a
-    rank named at random, the mean of ranks for the one that all wait for.
+    """A rank's own time ends with its forward pass. Kills: the time of a step, which
+    all ranks have alike, a rank named at random, the mean of ranks for the one that all
+    wait for.
     """
     state, seen = fresh_state(CONFIG), []
 
     def global_rows(mine, dim):
         seen.extend(mine.tolist())
-        return torch.tensor([[seconds, 0.1 * rank, 0.0] for rank, seconds in enumerate(own)])
+        return torch.tensor(
+            [[seconds, 0.1 * rank, 0.0] for rank, seconds in enumerate(own)]
+        )
 
     monkeypatch.setattr(pace.collectives, "gather_rows", global_rows)
 
@@ -84,23 +101,37 @@ def test_the_slow_rank_is_named(clock, monkeypatch, own, slow):
             state.step += 1
         line = found.line(30)
     assert seen == [[2.0, 0.0, 0.0]]
-    expected = {"rank_ms_min": 1000 * own[0], "rank_ms_median": 2100, "rank_ms_max": 1000 * own[2]}
-    assert line.items() >= {name: pytest.approx(value) for name, value in expected.items()}.items()
+    expected = {
+        "rank_ms_min": 1000 * own[0],
+        "rank_ms_median": 2100,
+        "rank_ms_max": 1000 * own[2],
+    }
+    assert (
+        line.items()
+        >= {name: pytest.approx(value) for name, value in expected.items()}.items()
+    )
     assert line.get("slow_rank") == slow and line["data_wait"] == pytest.approx(0.2)
     assert line["images_per_s_per_device"] == pytest.approx(30 / 7 / 3)
     assert not state.forward._forward_hooks
 
 
 def test_the_memory_is_that_of_the_fullest_gpu(clock, monkeypatch):
-    """With PyTorch's count stood in for. Kills: rank 0's memory alone, bytes, a key on CPUs."""
+    """With PyTorch's count stood in for. Kills: rank 0's memory alone, bytes, a key
+    on CPUs.
+    """
     state, asked = fresh_state(CONFIG), []
     state.device = torch.device("cuda")
 
     def gather(mine, dim):
         return torch.cat([mine, mine + 1, mine])
 
-    cuda = SimpleNamespace(max_memory_allocated=lambda device: asked.append(device) or 2_500_000_000)
-    own = {"tensor": lambda rows, dtype, device: torch.tensor(rows, dtype=dtype), "float64": torch.float64}
+    cuda = SimpleNamespace(
+        max_memory_allocated=lambda device: asked.append(device) or 2_500_000_000
+    )
+    own = {
+        "tensor": lambda rows, dtype, device: torch.tensor(rows, dtype=dtype),
+        "float64": torch.float64,
+    }
     monkeypatch.setattr(pace, "torch", SimpleNamespace(cuda=cuda, **own))
     monkeypatch.setattr(pace.collectives, "gather_rows", gather)
     with closing(pace.Pace(state, SimpleNamespace())) as found:

@@ -1,4 +1,6 @@
-"""Every number of every preset and recipe, against one file that was checked with the tables by hand."""
+"""Every number of every preset and recipe, against one file that was checked with
+the tables by hand.
+"""
 
 import itertools
 import json
@@ -16,17 +18,27 @@ DEFAULTS = flatten(to_dict(Config()))
 
 
 def differences(config: Config) -> dict:
-    return {key: value for key, value in flatten(to_dict(config)).items() if value != DEFAULTS[key]}
+    return {
+        key: value
+        for key, value in flatten(to_dict(config)).items()
+        if value != DEFAULTS[key]
+    }
 
 
 def test_numbers_are_the_published_ones():
-    """Kills: an old value left behind, v2's rate in pretraining, ImageNet with CIFAR's v2, a changed default.
+    """Kills: an old value left behind, v2's rate in pretraining, ImageNet with CIFAR's
+    v2, a changed default.
 
-    Fini et al. 2021, Sec. 4.1 and Tab. 1, and the authors' code. After a meant change write
-    ``now`` to the file, and say in CHANGELOG.md which numbers moved.
+    Fini et al. 2021, Sec. 4.1 and Tab. 1, and the authors' code. After a meant change
+    write ``now`` to the file, and say in CHANGELOG.md which numbers moved.
     """
-    each = [*itertools.product(PRESETS, ("paper", "v2")), *((name, "cpu") for name in CPU)]
-    now = {f"{name} {recipe}": differences(preset(name, recipe)) for name, recipe in each}
+    each = [
+        *itertools.product(PRESETS, ("paper", "v2")),
+        *((name, "cpu") for name in CPU),
+    ]
+    now = {
+        f"{name} {recipe}": differences(preset(name, recipe)) for name, recipe in each
+    }
     assert {"defaults": DEFAULTS, **now} == json.loads(GOLDEN.read_text())
 
 

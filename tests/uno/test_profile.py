@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.uno.small_run import CPU, assert_same, copied_tensors, small_config, small_sets
+from tests.uno.small_run import (
+    CPU,
+    assert_same,
+    copied_tensors,
+    small_config,
+    small_sets,
+)
 from tests.uno.test_train import discover, failing_at
 from uno.config import dump_yaml
 from uno.data.files import Storage
@@ -19,25 +25,39 @@ from uno.train import LocalWorker
 
 def pretrain(config, storage, worker=None):
     return copied_tensors(
-        run.run_phase(config, run.PRETRAIN, small_sets()[0], worker or LocalWorker(CPU), storage)
+        run.run_phase(
+            config, run.PRETRAIN, small_sets()[0], worker or LocalWorker(CPU), storage
+        )
     )
 
 
 @pytest.mark.parametrize("where", ["local", "remote"])
 def test_a_profile_is_read_back_and_changes_no_number(tmp_path, where):
-    """Two of nine steps. Kills: a trace of every step, of none, or of the last one missing; other weights;
-    operators without their shares.
+    """Two of nine steps. Kills: a trace of every step, of none, or of the last one
+    missing; other weights; operators without their shares.
     """
     storage = Storage(str(tmp_path / "run") if where == "local" else "mock:///run")
     config = small_config(train__profile="3:5")
-    assert_same(pretrain(config, storage), pretrain(small_config(), Storage(str(tmp_path / "plain"))))
+    assert_same(
+        pretrain(config, storage),
+        pretrain(small_config(), Storage(str(tmp_path / "plain"))),
+    )
     trace = json.loads(storage.read("profile/pretrain.json"))["traceEvents"]
     updates = [e for e in trace if e.get("name", "").startswith("Optimizer.step")]
-    assert len(updates) == 2 and any(e.get("name") == "aten::convolution_backward" for e in trace)
+    assert len(updates) == 2 and any(
+        e.get("name") == "aten::convolution_backward" for e in trace
+    )
     storage.write("config.yaml", dump_yaml(config).encode())
     (line,) = [f.text for f in directory.diagnose(storage) if "steps 3-4" in f.text]
-    shares = [int(part.rpartition(" ")[2][:-1]) for part in line.partition("time ")[2].split(", ")]
-    assert len(shares) == 5 and 100 >= sum(shares) > 20 and shares == sorted(shares, reverse=True)
+    shares = [
+        int(part.rpartition(" ")[2][:-1])
+        for part in line.partition("time ")[2].split(", ")
+    ]
+    assert (
+        len(shares) == 5
+        and 100 >= sum(shares) > 20
+        and shares == sorted(shares, reverse=True)
+    )
 
 
 def test_a_profile_to_the_end_and_on_other_ranks(tmp_path):
@@ -46,7 +66,9 @@ def test_a_profile_to_the_end_and_on_other_ranks(tmp_path):
         worker = LocalWorker(CPU)
         worker.rank = rank
         storage = Storage(str(tmp_path / str(rank)))
-        discover(storage, small_config(train__profile="8:99"), max_steps=9, worker=worker)
+        discover(
+            storage, small_config(train__profile="8:99"), max_steps=9, worker=worker
+        )
         assert expected in (storage.find("profile/discover.txt") or b"").decode()
         assert bool(storage.list("profile")) == bool(expected)
     for bad in ("5", "5:5", "9:2", "-1:3", "a:b"):
@@ -56,7 +78,9 @@ def test_a_profile_to_the_end_and_on_other_ranks(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:Error detected in")
 def test_an_anomaly_is_named_at_its_step(tmp_path):
-    """Kills: a switch that nothing reads, a traceback in the place of a line, steps skipped as usual."""
+    """Kills: a switch that nothing reads, a traceback in the place of a line, steps
+    skipped as usual.
+    """
 
     def step(state, *rest):
         if state.step == 7:
@@ -64,13 +88,18 @@ def test_an_anomaly_is_named_at_its_step(tmp_path):
         return failing_at([])(state, *rest)
 
     config = small_config(compute__detect_anomaly=True)
-    with pytest.raises(NumericsError, match=r"discover step 7: Function '\w+Backward0' returned nan values"):
+    with pytest.raises(
+        NumericsError,
+        match=r"discover step 7: Function '\w+Backward0' returned nan values",
+    ):
         discover(Storage(str(tmp_path)), config, step=step)
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 def test_on_a_gpu_there_is_a_snapshot_of_its_memory(tmp_path, monkeypatch):
-    """With PyTorch's recorder stood in for. Kills: a recorder that is left on, one that runs on the CPU."""
+    """With PyTorch's recorder stood in for. Kills: a recorder that is left on, one
+    that runs on the CPU.
+    """
     asked = []
 
     def dump(path):
@@ -78,7 +107,11 @@ def test_on_a_gpu_there_is_a_snapshot_of_its_memory(tmp_path, monkeypatch):
         Path(path).write_bytes(b"snapshot")
 
     memory = torch.cuda.memory
-    monkeypatch.setattr(memory, "_record_memory_history", lambda enabled="all", **_: asked.append(enabled))
+    monkeypatch.setattr(
+        memory,
+        "_record_memory_history",
+        lambda enabled="all", **_: asked.append(enabled),
+    )
     monkeypatch.setattr(memory, "_dump_snapshot", dump)
     for kind, expected in (("cpu", []), ("cuda", ["all", "dump", None])):
         storage = Storage(str(tmp_path / kind))
@@ -86,5 +119,10 @@ def test_on_a_gpu_there_is_a_snapshot_of_its_memory(tmp_path, monkeypatch):
             for step in range(4):
                 profile.before(step)
                 torch.ones(3) + 1
-        assert asked == expected and "steps 1-1" in storage.read("profile/discover.txt").decode()
-        assert storage.find("profile/discover.pickle") == (b"snapshot" if expected else None)
+        assert (
+            asked == expected
+            and "steps 1-1" in storage.read("profile/discover.txt").decode()
+        )
+        assert storage.find("profile/discover.pickle") == (
+            b"snapshot" if expected else None
+        )

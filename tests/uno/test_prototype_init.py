@@ -40,21 +40,27 @@ SIZES = [30, 30, 30, 30, 12, 40, 20, 8]  # of which the first four classes are k
 
 
 def blobs(seed=0, dims=40, noise=0.35, sizes=SIZES, num_known=4):
-    """Features, true classes, which rows are labeled: half of each known class. Noise hides in all dims."""
+    """Features, true classes, which rows are labeled: half of each known class.
+    Noise hides in all dims.
+    """
     generator = torch.Generator().manual_seed(seed)
     truth = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
     centers = torch.randn(len(sizes), dims, generator=generator)
-    points = centers[truth] + noise * torch.randn(len(truth), dims, generator=generator) + 2
+    points = (
+        centers[truth] + noise * torch.randn(len(truth), dims, generator=generator) + 2
+    )
     half = (torch.arange(len(truth)) % 2 == 0) & (truth < num_known)
     return points, truth, half
 
 
 def test_a_mixed_pile_falls_into_its_classes():
-    """Kills: known outputs counted after novel ones, labeled rows not fixed, shares of labeled rows in the
-    prior, centers of the whitened points.
+    """Kills: known outputs counted after novel ones, labeled rows not fixed, shares of
+    labeled rows in the prior, centers of the whitened points.
     """
     points, truth, labeled = blobs()
-    start = clusters_of(points[~labeled], points[labeled], truth[labeled], 4, "gcd", seed=0)
+    start = clusters_of(
+        points[~labeled], points[labeled], truth[labeled], 4, "gcd", seed=0
+    )
     true = truth[~labeled]
     assert torch.equal(start.assignment[true < 4], true[true < 4])
     novel = [set(start.assignment[true == c].tolist()) for c in range(4, 8)]
@@ -66,15 +72,21 @@ def test_a_mixed_pile_falls_into_its_classes():
     torch.testing.assert_close(start.centers.norm(dim=1), torch.ones(8))
     for c in range(4):
         mean = unit[truth == c].mean(dim=0)
-        torch.testing.assert_close(start.centers[c], mean / mean.norm(), atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            start.centers[c], mean / mean.norm(), atol=1e-4, rtol=0
+        )
 
 
 def test_a_novel_pile_has_novel_clusters_alone():
-    """Kills: known clusters in the prior of the NCD setting, centers of another order than the assignment."""
+    """Kills: known clusters in the prior of the NCD setting, centers of another
+    order than the assignment.
+    """
     points, truth, _ = blobs()
     rest = truth >= 4
     start = clusters_of(points[rest], points[~rest], truth[~rest], 4, "ncd", seed=0)
-    assert start.prior.sort().values.tolist() == pytest.approx(sorted(n / 80 for n in SIZES[4:]))
+    assert start.prior.sort().values.tolist() == pytest.approx(
+        sorted(n / 80 for n in SIZES[4:])
+    )
     unit = normalize(points[rest], dim=1)
     assert torch.equal((unit @ start.centers.T).argmax(dim=1), start.assignment)
 
@@ -91,20 +103,28 @@ def test_a_seed_says_it_all_and_permuted_rows_change_nothing():
 
 
 def test_a_start_from_the_free_rows_beats_centers_drawn_one_by_one():
-    """The sum of squares, which both minimize. Kills: known clusters that keep the center of their rivals."""
+    """The sum of squares, which both minimize. Kills: known clusters that keep the
+    center of their rivals.
+    """
     points, truth, labeled = blobs(noise=1.2, sizes=[20] * 16, num_known=8)
-    points, fixed = normalize(whiten(points, 15), dim=1), torch.where(labeled, truth, FREE)
+    points, fixed = (
+        normalize(whiten(points, 15), dim=1),
+        torch.where(labeled, truth, FREE),
+    )
 
     pairs = [
-        (seeded_kmeans(points, fixed, 16, 3, s).inertia, constrained_kmeans(points, fixed, 16, 3, s).inertia)
+        (
+            seeded_kmeans(points, fixed, 16, 3, s).inertia,
+            constrained_kmeans(points, fixed, 16, 3, s).inertia,
+        )
         for s in range(4)
     ]
     assert np.mean([a < b + 1e-3 for a, b in pairs]) >= 0.75, pairs
 
 
 def test_few_or_equal_rows_are_clustered_too():
-    """Fewer unlabeled rows than outputs, rows without a difference. Kills: k-means of fewer rows than
-    clusters, NaN, an output whose prior is zero.
+    """Fewer unlabeled rows than outputs, rows without a difference. Kills: k-means of
+    fewer rows than clusters, NaN, an output whose prior is zero.
     """
     points, truth, labeled = blobs()
     for rows in (points[~labeled][:5], torch.ones(20, 40)):
@@ -120,18 +140,21 @@ def streamed(config, tmp_path):
     facts = stream_facts(task)
     bad = BadRows(facts.pop("ids"), task.rows.images, 0.1, Storage(str(tmp_path)))
     decode = decode_here(config, task.rows.images)
-    return StreamSet(**facts, bad=bad, crop=lambda job: pytest.fail("cropped"), decode=decode)
+    return StreamSet(
+        **facts, bad=bad, crop=lambda job: pytest.fail("cropped"), decode=decode
+    )
 
 
 def test_features_of_streamed_rows_are_those_of_resident_ones(tmp_path, monkeypatch):
-    """In several batches, of a part of the rows. Kills: labels of other rows, training rows of another order,
-    an encoder in training mode.
+    """In several batches, of a part of the rows. Kills: labels of other rows, training
+    rows of another order, an encoder in training mode.
     """
     monkeypatch.setattr("uno.prototype_init.MAX_ROWS", 60)
     config = small_config(train__eval_batch_size=16)
     model = build_model(config.model, 5, 0, 0).eval()
     both = [
-        training_features(config, model, train) for train in (small_sets()[0], streamed(config, tmp_path))
+        training_features(config, model, train)
+        for train in (small_sets()[0], streamed(config, tmp_path))
     ]
     assert [len(part) for part in both[0]] == [60, 60, 60]
     for resident, streaming in zip(*both, strict=True):
@@ -140,7 +163,9 @@ def test_features_of_streamed_rows_are_those_of_resident_ones(tmp_path, monkeypa
 
 @pytest.fixture
 def packed(tmp_path, monkeypatch):
-    """800 streamed digits, in row groups of 10 or ``by_class`` of 40; and the groups that are read."""
+    """800 streamed digits, in row groups of 10 or ``by_class`` of 40; and the groups
+    that are read.
+    """
     read = []
 
     def make(by_class=False):
@@ -151,11 +176,19 @@ def packed(tmp_path, monkeypatch):
             numbers, labels = numbers[np.argsort(labels, kind="stable")], sorted(labels)
         images = [encoded(np.asarray(rows.images[i])) for i in numbers]
         table = pa.table({"image": pa.array(images, pa.binary()), "label": labels})
-        pq.write_table(table, tmp_path / "train.parquet", row_group_size=40 if by_class else 10)
-        source = {"data.source": f"parquet:{tmp_path}", "data.known_classes": "first:5", "data.limit": None}
+        pq.write_table(
+            table, tmp_path / "train.parquet", row_group_size=40 if by_class else 10
+        )
+        source = {
+            "data.source": f"parquet:{tmp_path}",
+            "data.known_classes": "first:5",
+            "data.limit": None,
+        }
         config = override(small_config(), {**source, "data.loading": "streaming"})
         read_group = tables._read_group
-        monkeypatch.setattr(tables, "_read_group", lambda *of: read.append(of[2]) or read_group(*of))
+        monkeypatch.setattr(
+            tables, "_read_group", lambda *of: read.append(of[2]) or read_group(*of)
+        )
         monkeypatch.setattr(tables, "_recent", lru_cache(maxsize=0)(tables._read_group))
         return config, make_task(read_rows(config.data), config.data)
 
@@ -164,9 +197,9 @@ def packed(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_row_groups_are_read_once_by_one_worker(packed, tmp_path, monkeypatch, world):
-    """What is looked at before discovery and after training: 2 x 100 rows of 800, of two networks. Kills: a
-    row group for each row (10 times as much), every worker that reads all, a reading for each network, other
-    rows or features with more workers.
+    """What is looked at before discovery and after training: 2 x 100 rows of 800, of
+    two networks. Kills: a row group for each row (10 times as much), every worker that
+    reads all, a reading for each network, other rows or features with more workers.
     """
     make, read = packed
     config, task = make()
@@ -175,7 +208,9 @@ def test_row_groups_are_read_once_by_one_worker(packed, tmp_path, monkeypatch, w
     models = [build_model(config.model, 5, 0, seed).eval() for seed in (0, 1)]
     parts = []
     for rank in range(world):
-        monkeypatch.setattr(collectives, "rank_and_world", lambda rank=rank: (rank, world))
+        monkeypatch.setattr(
+            collectives, "rank_and_world", lambda rank=rank: (rank, world)
+        )
         parts.append(features_by_all_of(monkeypatch, config, models, train))
     wanted = 200 / 10
     assert len(set(read)) == len(read) and len(read) <= 1.2 * wanted
@@ -188,11 +223,14 @@ def test_row_groups_are_read_once_by_one_worker(packed, tmp_path, monkeypatch, w
 
 
 def test_workers_read_about_as_many_resident_rows(monkeypatch):
-    """Of 200 that are fewer than an evaluation batch. Kills: one worker that reads for all, a row that nobody
-    reads or two do.
+    """Of 200 that are fewer than an evaluation batch. Kills: one worker that reads for
+    all, a row that nobody reads or two do.
     """
     config, (train, _), seen = small_config(), small_sets(), list[list[int]]()
-    model, resident = build_model(config.model, 5, 5, 0).eval(), prototype_init._resident
+    model, resident = (
+        build_model(config.model, 5, 5, 0).eval(),
+        prototype_init._resident,
+    )
 
     def noted(train, rows, batches):
         seen.append(np.concatenate(batches).tolist())
@@ -212,20 +250,25 @@ def features_by_all_of(monkeypatch, config, models, train):
     found = []
     with monkeypatch.context() as patch:
         patch.setattr(
-            collectives, "all_reduce_sum_", lambda tensor: found.append(tensor) or torch.ones_like(tensor)
+            collectives,
+            "all_reduce_sum_",
+            lambda tensor: found.append(tensor) or torch.ones_like(tensor),
         )
         sample_features(config, models, train)
     return found[: len(models)]
 
 
 def test_heads_are_aligned_on_whole_row_groups(packed, monkeypatch):
-    """Kills: a row group read for each of 10,000 rows, by the machine that leads a run."""
+    """Kills: a row group read for each of 10,000 rows, by the machine that leads a
+    run.
+    """
     make, _ = packed
     _, task = make()
     monkeypatch.setattr(predict, "SAMPLE_ROWS", 100)
     rows = predict.unlabeled_rows(task)
     assert 80 < len(rows) <= 100 and (task.labels[rows] < 0).all()
-    assert len(np.unique(task.rows.images.groups(rows))) <= 25  # half of a group is unlabeled
+    # half of a group is unlabeled
+    assert len(np.unique(task.rows.images.groups(rows))) <= 25
 
 
 def test_sorted_classes_are_all_looked_at(packed, tmp_path, monkeypatch, caplog):
@@ -235,11 +278,16 @@ def test_sorted_classes_are_all_looked_at(packed, tmp_path, monkeypatch, caplog)
     monkeypatch.setattr("uno.prototype_init.MAX_ROWS", 20)
     train = streaming_set(config, task, Storage(str(tmp_path / "run")))
     found = training_features(config, build_model(config.model, 5, 0, 0).eval(), train)
-    assert min(found.labels.bincount(minlength=5).tolist()) >= 3 and "sorted by class" in caplog.text
+    assert (
+        min(found.labels.bincount(minlength=5).tolist()) >= 3
+        and "sorted by class" in caplog.text
+    )
 
 
 def test_a_prior_only_where_the_run_asks_for_one(tmp_path):
-    """Kills: clusters of a plain run, which would cost its time; another prior than the one that is there."""
+    """Kills: clusters of a plain run, which would cost its time; another prior than
+    the one that is there.
+    """
     model, train = build_model(small_config().model, 5, 5, 0), small_sets()[0]
     mine = {"queue": torch.zeros(3)}
 
@@ -247,7 +295,9 @@ def test_a_prior_only_where_the_run_asks_for_one(tmp_path):
         return init_prototypes_(small_config(**options), model, train, extra)
 
     assert found({}) == {} and list(found(mine)) == ["queue"]
-    assert found({}, data__setting="ncd", objective__class_prior="kmeans")["prior"].shape == (5,)
+    assert found({}, data__setting="ncd", objective__class_prior="kmeans")[
+        "prior"
+    ].shape == (5,)
     assert found({}, data__setting="gcd")["prior"].shape == (10,)
     uniform = found(mine, data__setting="gcd", objective__class_prior="uniform")
     assert uniform["prior"].tolist() == pytest.approx([0.1] * 10) and "queue" in uniform
@@ -255,13 +305,17 @@ def test_a_prior_only_where_the_run_asks_for_one(tmp_path):
 
 
 def test_sizes_of_clusters_are_believed_as_far_as_known_ones_are_right():
-    """Kills: the error not relative to an equal share (all but one number of classes), its root, its sign
-    or a share below 0 of the spread; the spread of the known classes in place of the clusters'.
+    """Kills: the error not relative to an equal share (all but one number of classes),
+    its root, its sign or a share below 0 of the spread; the spread of the known classes
+    in place of the clusters'.
     """
     prior, true = torch.tensor([0.4, 0.2, 0.2, 0.2]), torch.tensor([0.75, 0.25])
     torch.testing.assert_close(shrink_prior(prior, true, true), prior)
-    torch.testing.assert_close(shrink_prior(prior, true.flip(0), true), torch.full((4,), 0.25))
-    # spread .6, -.2, -.2, -.2: variance .12; error of +-.1 of .5: .2 ** 2 = .04; a third is not believed
+    torch.testing.assert_close(
+        shrink_prior(prior, true.flip(0), true), torch.full((4,), 0.25)
+    )
+    # spread .6, -.2, -.2, -.2: variance .12; error of +-.1 of .5: .2 ** 2 = .04; a
+    # third is not believed
     half = shrink_prior(prior, true + torch.tensor([0.1, -0.1]), true)
     torch.testing.assert_close(half, torch.tensor([0.35, 0.65 / 3, 0.65 / 3, 0.65 / 3]))
     equal = torch.full((4,), 0.25)
@@ -269,7 +323,9 @@ def test_sizes_of_clusters_are_believed_as_far_as_known_ones_are_right():
 
 
 def test_shares_of_known_classes_and_of_the_clusters_that_match_them():
-    """Kills: clusters that are not matched, shares in another order than the classes'."""
+    """Kills: clusters that are not matched, shares in another order than the
+    classes'.
+    """
     sizes = [40, 10, 25]
     points, truth, _ = blobs(dims=20, noise=0.1, sizes=sizes, num_known=3)
     found, true = known_shares(points, truth, seed=0)
@@ -284,17 +340,27 @@ def test_shares_of_known_classes_and_of_the_clusters_that_match_them():
 
 @pytest.mark.parametrize("kind", ["ncd", "gcd"])
 def test_prototypes_start_at_the_clusters_of_the_features(kind):
-    """On clusters that leave no doubt every head's argmax is the clustering before the first step, and the
-    known head's the label. Kills: prototypes at random, of other projections, statistics of BatchNorm
-    that evaluation does not have, known rows among the novel clusters.
+    """On clusters that leave no doubt every head's argmax is the clustering before the
+    first step, and the known head's the label. Kills: prototypes at random, of other
+    projections, statistics of BatchNorm that evaluation does not have, known rows among
+    the novel clusters.
     """
-    config = small_config(model__prototype_init="kmeans", data__setting=kind, model__overcluster_factor=2)
+    config = small_config(
+        model__prototype_init="kmeans", data__setting=kind, model__overcluster_factor=2
+    )
     generator = torch.Generator().manual_seed(0)
     width = UnoModel(config.model, 5, 5).known.weight.shape[1]
     centers = torch.eye(width)[:10] * 4
-    truth = torch.arange(5, 10).repeat_interleave(30) if kind == "ncd" else torch.arange(10).repeat(15)
+    truth = (
+        torch.arange(5, 10).repeat_interleave(30)
+        if kind == "ncd"
+        else torch.arange(10).repeat(15)
+    )
     rows = {"labeled": torch.arange(5).repeat(12), "unlabeled": truth}
-    features = {k: centers[c] + torch.randn(len(c), width, generator=generator) / 5 for k, c in rows.items()}
+    features = {
+        k: centers[c] + torch.randn(len(c), width, generator=generator) / 5
+        for k, c in rows.items()
+    }
     views = {name: some[:, None].expand(-1, 4, -1) for name, some in features.items()}
     train = TrainSet(views["labeled"], rows["labeled"], views["unlabeled"], 5, 5)
     model = build_model(config.model, 5, 5, 1)
@@ -305,7 +371,9 @@ def test_prototypes_start_at_the_clusters_of_the_features(kind):
     for head in logits.novel[0]:
         pairs = confusion(truth[novel] - 5, head[novel].argmax(dim=1), 5, 5)
         assert cluster_accuracy(pairs) > 0.95  # at random .4 to .8
-    assert torch.equal(model([features["labeled"]]).known[0].argmax(dim=1), rows["labeled"])
+    assert torch.equal(
+        model([features["labeled"]]).known[0].argmax(dim=1), rows["labeled"]
+    )
     over = logits.over[0][0][novel].argmax(dim=1)  # an overcluster is of one class
     assert purity(confusion(truth[novel] - 5, over, 5, 10)) > 0.95
     kept = build_model(config.model, 5, 5, 1)

@@ -1,4 +1,6 @@
-"""Every runtime of an encoder against PyTorch, and what happens to one that is missing, fails or lies."""
+"""Every runtime of an encoder against PyTorch, and what happens to one that is
+missing, fails or lies.
+"""
 
 import ctypes
 import logging
@@ -36,7 +38,9 @@ def images_of(num, side=8):
 
 
 def fake(change=lambda features: features, seen=None):
-    """A runtime that gives ``change`` of PyTorch's features and notes the sizes of its batches."""
+    """A runtime that gives ``change`` of PyTorch's features and notes the sizes of
+    its batches.
+    """
 
     def build(encoder, images, sizes, threads, bf16):
         def program(images):
@@ -51,7 +55,9 @@ def fake(change=lambda features: features, seen=None):
 
 
 def installed(monkeypatch, *names):
-    monkeypatch.setattr(runtime, "_installed", lambda bf16=False: list(names) * (not bf16))
+    monkeypatch.setattr(
+        runtime, "_installed", lambda bf16=False: list(names) * (not bf16)
+    )
     monkeypatch.setattr(runtime, "find_spec", lambda package: object())
 
 
@@ -60,18 +66,25 @@ def missing(*packages):
 
 
 NEEDS = {
-    "openvino": missing("openvino"), "onnx": missing("onnx", "onnxscript", "onnxruntime"),
+    "openvino": missing("openvino"),
+    "onnx": missing("onnx", "onnxscript", "onnxruntime"),
     "compile": missing() if shutil.which("g++") else ["g++"],
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow
 def test_openvino_computes_in_bf16_where_the_processor_does():
-    """Kills: a hint that is not passed on. Elsewhere it computes in float32, which is as near."""
+    """Kills: a hint that is not passed on. Elsewhere it computes in float32, which
+    is as near.
+    """
     pytest.importorskip("openvino")
     encoder, images = encoder_of(), images_of(13)
     fast = Runtime(encoder, Plan("openvino", 4, True), threads=2)
-    error = float(((fast(images) - encoder(images)).norm(dim=1) / encoder(images).norm(dim=1)).max())
+    error = float(
+        (
+            (fast(images) - encoder(images)).norm(dim=1) / encoder(images).norm(dim=1)
+        ).max()
+    )
     assert fast.plan == Plan("openvino", 4, True) and error < 0.1
     assert error > 1e-4 or "avx512_bf16" not in _processor("flags")
 
@@ -79,8 +92,9 @@ def test_openvino_computes_in_bf16_where_the_processor_does():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NEEDS)
 def test_a_runtime_gives_the_features_of_pytorch(monkeypatch, tmp_path, name):
-    """Of 13 images, which fill no batch, in layers with statistics, under two threads. Kills: a program of
-    another mode, batches that are not filled up or not cut, a request that threads share.
+    """Of 13 images, which fill no batch, in layers with statistics, under two threads.
+    Kills: a program of another mode, batches that are not filled up or not cut, a
+    request that threads share.
     """
     if NEEDS[name]:
         pytest.skip(f"needs {', '.join(NEEDS[name])}")
@@ -95,7 +109,9 @@ def test_a_runtime_gives_the_features_of_pytorch(monkeypatch, tmp_path, name):
 
 
 def test_openvino_leaves_this_thread_its_stack_for_signals():
-    """Kills: a Ctrl-C that ends the process with SIGSEGV, since its handler's stack went with a model."""
+    """Kills: a Ctrl-C that ends the process with SIGSEGV, since its handler's stack
+    went with a model.
+    """
     pytest.importorskip("openvino")
     before = _signal_stack()
     encoder = build_encoder(small_config().model).eval()
@@ -106,7 +122,9 @@ def test_openvino_leaves_this_thread_its_stack_for_signals():
 
 
 def test_warnings_are_heard_after_openvino_has_failed(monkeypatch, caplog):
-    """Its converter sets the root logger's level. Kills: a process without a warning from there on."""
+    """Its converter sets the root logger's level. Kills: a process without a warning
+    from there on.
+    """
     openvino = pytest.importorskip("openvino")
 
     def failing(*_, **options):
@@ -117,7 +135,10 @@ def test_warnings_are_heard_after_openvino_has_failed(monkeypatch, caplog):
     monkeypatch.setattr(openvino, "convert_model", failing)
     fast = Runtime(encoder_of(), Plan("openvino"), threads=1)
     fast(images_of(5))
-    assert fast.plan.runtime == TORCH and "openvino is not used: no such operator" in caplog.text
+    assert (
+        fast.plan.runtime == TORCH
+        and "openvino is not used: no such operator" in caplog.text
+    )
 
 
 def _signal_stack() -> bytes:
@@ -127,13 +148,18 @@ def _signal_stack() -> bytes:
     return now.raw
 
 
-@pytest.mark.parametrize("change", [
-    lambda features: 2 * features, lambda features: features.flip(0), lambda features: features.roll(1, 1),
-    lambda features: features * torch.nan,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda features: 2 * features,
+        lambda features: features.flip(0),
+        lambda features: features.roll(1, 1),
+        lambda features: features * torch.nan,
+    ],
+)
 def test_a_runtime_that_lies_is_not_used(monkeypatch, caplog, change):
-    """By its length, by its order, by its direction, by NaN. Kills: no comparison, one by cosine alone, by
-    the mean of rows, or that NaN passes; a silent fall-back.
+    """By its length, by its order, by its direction, by NaN. Kills: no comparison, one
+    by cosine alone, by the mean of rows, or that NaN passes; a silent fall-back.
     """
     installed(monkeypatch, "onnx")
     monkeypatch.setitem(BUILD, "onnx", fake(change))
@@ -149,7 +175,9 @@ def test_a_runtime_that_lies_is_not_used(monkeypatch, caplog, change):
 
 
 def test_a_runtime_that_fails_is_not_used(monkeypatch, caplog):
-    """The next one that is installed is. Kills: a traceback of a converter's, one that ends the choice."""
+    """The next one that is installed is. Kills: a traceback of a converter's, one
+    that ends the choice.
+    """
 
     def failing(*_):
         raise LookupError("no such\noperator")
@@ -158,17 +186,28 @@ def test_a_runtime_that_fails_is_not_used(monkeypatch, caplog):
     installed(monkeypatch, "openvino", "onnx")
     monkeypatch.setitem(BUILD, "openvino", failing)
     monkeypatch.setitem(BUILD, "onnx", fake())
-    monkeypatch.setattr(Runtime, "_seconds", lambda self, program, images, size: isinstance(program, partial))
+    monkeypatch.setattr(
+        Runtime,
+        "_seconds",
+        lambda self, program, images, size: isinstance(program, partial),
+    )
     fast = Runtime(encoder_of(), Plan("auto"), threads=1)
     fast(images_of(2))
     assert fast.plan.runtime == "onnx" and len(caplog.records) == 1
-    assert caplog.records[0].getMessage().endswith("openvino is not used: no such operator")
+    assert (
+        caplog.records[0]
+        .getMessage()
+        .endswith("openvino is not used: no such operator")
+    )
 
 
-@pytest.mark.parametrize("best", [("openvino", 4), ("openvino", 16), ("onnx", 8), (TORCH, 8)])
+@pytest.mark.parametrize(
+    "best", [("openvino", 4), ("openvino", 16), ("onnx", 8), (TORCH, 8)]
+)
 def test_the_fastest_runtime_and_batch_are_taken(monkeypatch, best):
-    """By their time on the first images, of many the fastest of all runtimes. Kills: a size or a runtime that
-    is a constant, the slowest, the first that is faster than PyTorch.
+    """By their time on the first images, of many the fastest of all runtimes. Kills: a
+    size or a runtime that is a constant, the slowest, the first that is faster than
+    PyTorch.
     """
     installed(monkeypatch, "openvino", "onnx")
     built = list[str]()
@@ -192,53 +231,81 @@ def test_the_fastest_runtime_and_batch_are_taken(monkeypatch, best):
         built.clear()
         fast = Runtime(encoder_of(), Plan(wanted), threads=1)
         fast(images_of(3))
-        assert built == first and (fast.plan == Plan(*best)) == (wanted == "every" or best[0] != "onnx")
+        assert built == first and (fast.plan == Plan(*best)) == (
+            wanted == "every" or best[0] != "onnx"
+        )
 
 
 def test_all_batches_have_the_planned_size(monkeypatch):
-    """And images of another size than the first pass the encoder. Kills: a last batch that is smaller, which
-    a compiled program does not take; a program of one size fed with another.
+    """And images of another size than the first pass the encoder. Kills: a last batch
+    that is smaller, which a compiled program does not take; a program of one size fed
+    with another.
     """
     installed(monkeypatch)
     seen = list[int]()
     monkeypatch.setitem(BUILD, "onnx", fake(seen=seen))
     encoder = encoder_of()
     fast = Runtime(encoder, Plan("onnx", 8), threads=2)
-    assert torch.equal(fast(images_of(20)), fast(images_of(20)[:20])) and set(seen) == {8}
+    assert torch.equal(fast(images_of(20)), fast(images_of(20)[:20])) and set(seen) == {
+        8
+    }
     del seen[:]
-    torch.testing.assert_close(fast(images_of(5, 12)), encoder(images_of(5, 12)), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        fast(images_of(5, 12)), encoder(images_of(5, 12)), rtol=1e-5, atol=1e-6
+    )
     assert not seen
 
 
 def test_auto_is_pytorch_where_nothing_is_installed_or_worth_it(monkeypatch):
-    """Kills: a conversion for ten images, on a GPU, of another precision than float32; a package required."""
+    """Kills: a conversion for ten images, on a GPU, of another precision than
+    float32; a package required.
+    """
     config, many = small_config(), runtime.MIN_PIXELS // 64
     monkeypatch.setattr(runtime, "find_spec", lambda package: None)
     assert plan_of(config, many, 8, CPU) is None
     installed(monkeypatch, "onnx")
     assert plan_of(config, many, 8, CPU) == Plan("auto")
-    assert plan_of(config, many - 1, 8, CPU) is None and plan_of(config, many, 7, CPU) is None
+    assert (
+        plan_of(config, many - 1, 8, CPU) is None
+        and plan_of(config, many, 7, CPU) is None
+    )
     assert plan_of(config, 20 * many - 1, 8, CPU) == Plan("auto")
     assert plan_of(config, 20 * many, 8, CPU) == Plan("every")
     assert plan_of(config, many, 8, torch.device("cuda")) is None
-    assert plan_of(override(config, {"compute.precision": "bf16"}), many, 8, CPU) is None
-    assert plan_of(override(config, {"compute.encoder_runtime": "torch"}), many, 8, CPU) is None
-    assert plan_of(override(config, {"compute.encoder_runtime": "onnx"}), 1, 8, CPU) == Plan("onnx")
+    assert (
+        plan_of(override(config, {"compute.precision": "bf16"}), many, 8, CPU) is None
+    )
+    assert (
+        plan_of(override(config, {"compute.encoder_runtime": "torch"}), many, 8, CPU)
+        is None
+    )
+    assert plan_of(
+        override(config, {"compute.encoder_runtime": "onnx"}), 1, 8, CPU
+    ) == Plan("onnx")
 
 
-@pytest.mark.parametrize(("name", "package"), [("openvino", "openvino"), ("onnx", "onnxscript")])
+@pytest.mark.parametrize(
+    ("name", "package"), [("openvino", "openvino"), ("onnx", "onnxscript")]
+)
 def test_a_runtime_that_is_missing_is_one_line(monkeypatch, name, package):
-    """Kills: a silent fall-back, an ImportError later, the name of another package than the missing one."""
+    """Kills: a silent fall-back, an ImportError later, the name of another package
+    than the missing one.
+    """
     present = runtime.PACKAGES["onnx"][:-1]
-    monkeypatch.setattr(runtime, "find_spec", lambda package: object() if package in present else None)
+    monkeypatch.setattr(
+        runtime, "find_spec", lambda package: object() if package in present else None
+    )
     config = override(small_config(), {"compute.encoder_runtime": name})
-    with pytest.raises(ConfigError, match=rf"{name} needs the package {package}: pip install {package}$"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"{name} needs the package {package}: pip install {package}$",
+    ):
         plan_of(config, 1, 8, CPU)
 
 
 def test_bf16_is_openvinos_or_pytorchs(monkeypatch):
-    """Kills: a runtime of float32 for features that the cache calls bfloat16, a plan of the other precision
-    that continues, and bfloat16 that is never used.
+    """Kills: a runtime of float32 for features that the cache calls bfloat16, a plan of
+    the other precision that continues, and bfloat16 that is never used.
     """
     monkeypatch.setattr(runtime, "find_spec", lambda package: object())
     config = override(small_config(), {"compute.precision": "bf16"})

@@ -25,12 +25,15 @@ CONFIG = small_config()
 
 @pytest.mark.parametrize("mu", [0.9, 0.0])
 def test_sgd_follows_its_equations(mu):
-    """g' = g + wd w; m = mu m + g'; w = w - lr m. Kills: Nesterov, damping, decay left out or decoupled, a
-    momentum buffer that starts at anything but zero.
+    """g' = g + wd w; m = mu m + g'; w = w - lr m. Kills: Nesterov, damping, decay left
+    out or decoupled, a momentum buffer that starts at anything but zero.
     """
     state = fresh_state(small_config(discover__momentum=mu))
     parameter = state.model.known.weight
-    weight, momentum = parameter.detach().clone().double(), torch.zeros_like(parameter).double()
+    weight, momentum = (
+        parameter.detach().clone().double(),
+        torch.zeros_like(parameter).double(),
+    )
     for _ in range(4):
         grad = torch.randn_like(parameter)
         for other in state.model.parameters():
@@ -40,13 +43,19 @@ def test_sgd_follows_its_equations(mu):
         state.optimizer.step()
         momentum = mu * momentum + grad + 1e-4 * weight
         weight = weight - 0.3 * momentum
-    torch.testing.assert_close(parameter.detach().double(), weight, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        parameter.detach().double(), weight, atol=1e-6, rtol=1e-5
+    )
     buffer = state.optimizer.state[parameter]["momentum_buffer"]
-    torch.testing.assert_close(buffer.double(), momentum if mu else 0 * momentum, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        buffer.double(), momentum if mu else 0 * momentum, atol=1e-6, rtol=1e-5
+    )
 
 
 def test_stored_tensors_continue_the_run_bit_for_bit():
-    """Kills: momentum, running statistics or a counter left out of the checkpoint, tensors that alias."""
+    """Kills: momentum, running statistics or a counter left out of the checkpoint,
+    tensors that alias.
+    """
     batches, state = batches_of(CONFIG), fresh_state(CONFIG)
     for step in range(3):
         discovery_step(state, batches(step), CONFIG, 0.1)
@@ -59,7 +68,9 @@ def test_stored_tensors_continue_the_run_bit_for_bit():
             discovery_step(each, batches(step), CONFIG, 0.1)
     assert other.step == state.step == 6
     assert_same(copied_tensors(other), copied_tensors(state))
-    assert not torch.equal(stored["model/known.weight"], copied_tensors(state)["model/known.weight"])
+    assert not torch.equal(
+        stored["model/known.weight"], copied_tensors(state)["model/known.weight"]
+    )
 
 
 def test_every_tensor_of_model_and_optimizer_is_stored():
@@ -67,9 +78,17 @@ def test_every_tensor_of_model_and_optimizer_is_stored():
     state = fresh_state(CONFIG)
     names = set(copied_tensors(state))
     assert {f"model/{name}" for name in state.model.state_dict()} <= names
-    assert {f"optimizer/{name}/momentum_buffer" for name, _ in state.model.named_parameters()} <= names
-    counters = [value for value in vars(state).values() if isinstance(value, torch.Tensor)]
-    assert all(any(counter is tensor for tensor in state_tensors(state).values()) for counter in counters)
+    assert {
+        f"optimizer/{name}/momentum_buffer"
+        for name, _ in state.model.named_parameters()
+    } <= names
+    counters = [
+        value for value in vars(state).values() if isinstance(value, torch.Tensor)
+    ]
+    assert all(
+        any(counter is tensor for tensor in state_tensors(state).values())
+        for counter in counters
+    )
 
 
 def test_a_checkpoint_of_another_model_is_one_line(tmp_path):
@@ -77,25 +96,48 @@ def test_a_checkpoint_of_another_model_is_one_line(tmp_path):
     storage = Storage(str(tmp_path))
     wide = fresh_state(small_config(model__width=8))
     save_checkpoint(storage, "discover", Checkpoint(4, copied_tensors(wide), ""))
-    with pytest.raises(StorageError, match="discover checkpoint does not fit this model") as caught:
+    with pytest.raises(
+        StorageError, match="discover checkpoint does not fit this model"
+    ) as caught:
         resume_(fresh_state(CONFIG), storage, "discover")
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("finetune", "encoder", "frozen"), [
-    ("last_stage", "resnet_small", ("encoder.conv1.", "encoder.bn1.", "encoder.layer1.", "encoder.layer2.")),
-    ("none", "resnet_small", ("encoder.",)),
-    ("last_stage", "tests.uno.toy_encoders:vit", ("encoder.class_token", "encoder.conv_proj.",
-     "encoder.encoder.pos_embedding", "encoder.encoder.layers.encoder_layer_0.")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("finetune", "encoder", "frozen"),
+    [
+        (
+            "last_stage",
+            "resnet_small",
+            ("encoder.conv1.", "encoder.bn1.", "encoder.layer1.", "encoder.layer2."),
+        ),
+        ("none", "resnet_small", ("encoder.",)),
+        (
+            "last_stage",
+            "tests.uno.toy_encoders:vit",
+            (
+                "encoder.class_token",
+                "encoder.conv_proj.",
+                "encoder.encoder.pos_embedding",
+                "encoder.encoder.layers.encoder_layer_0.",
+            ),
+        ),
+    ],
+)
 def test_what_is_frozen_stays_to_the_bit(finetune, encoder, frozen):
-    """Running statistics too, with weight decay, in both phases; the rest learns, and nothing else is stored.
+    """Running statistics too, with weight decay, in both phases; the rest learns, and
+    nothing else is stored.
 
-    Kills: BatchNorm of a frozen stage in training mode after ``train()``, decay of frozen weights, momentum
-    kept for them.
+    Kills: BatchNorm of a frozen stage in training mode after ``train()``, decay of
+    frozen weights, momentum kept for them.
     """
-    config = small_config(model__finetune=finetune, model__encoder=encoder, train__batch_size=16)
-    for num_novel, phase, step in ((0, "pretrain", pretrain_step), (5, "discover", discovery_step)):
+    config = small_config(
+        model__finetune=finetune, model__encoder=encoder, train__batch_size=16
+    )
+    for num_novel, phase, step in (
+        (0, "pretrain", pretrain_step),
+        (5, "discover", discovery_step),
+    ):
         state, batches = fresh_state(config, num_novel), batches_of(config, phase)
         state.model.train()
         before = copied_tensors(state)
@@ -103,23 +145,34 @@ def test_what_is_frozen_stays_to_the_bit(finetune, encoder, frozen):
             step(state, batches(i), config, 0.1)
         after = copied_tensors(state)
         moved = {name for name in before if not torch.equal(before[name], after[name])}
-        of_model = [name.removeprefix("model/") for name in before if name.startswith("model/")]
+        of_model = [
+            name.removeprefix("model/") for name in before if name.startswith("model/")
+        ]
         kept = {name for name in of_model if name.startswith(frozen)}
         learned = {name for name in of_model if not name.startswith(frozen)}
         assert not moved & {f"model/{name}" for name in kept}
-        assert {f"model/{name}" for name, _ in state.model.named_parameters() if name in learned} <= moved
-        assert not {f"optimizer/{name}/momentum_buffer" for name in kept} & before.keys()
+        assert {
+            f"model/{name}"
+            for name, _ in state.model.named_parameters()
+            if name in learned
+        } <= moved
+        assert (
+            not {f"optimizer/{name}/momentum_buffer" for name in kept} & before.keys()
+        )
         if finetune == "last_stage":
             assert any(name.startswith("encoder.") for name in learned)
 
 
 def test_the_encoder_learns_at_its_own_rate():
-    """Half the rate moves it half as far in a first step; the heads go as before, and a factor of 1 changes
-    nothing. Kills: a factor on the heads, a rate that the schedule overwrites.
+    """Half the rate moves it half as far in a first step; the heads go as before, and a
+    factor of 1 changes nothing. Kills: a factor on the heads, a rate that the schedule
+    overwrites.
     """
     moved = {}
     for factor in (1.0, 0.5):
-        config = small_config(model__encoder_lr_factor=factor, discover__weight_decay=0.0)
+        config = small_config(
+            model__encoder_lr_factor=factor, discover__weight_decay=0.0
+        )
         state, batches = fresh_state(config), batches_of(config)
         state.model.normalize_prototypes_()
         before = copied_tensors(state)
@@ -129,7 +182,9 @@ def test_the_encoder_learns_at_its_own_rate():
         moved[factor] = {name: after[name] - before[name] for name in names}
     for name, whole in moved[1.0].items():
         share = 0.5 if name.startswith("model/encoder.") else 1
-        torch.testing.assert_close(moved[0.5][name], share * whole, atol=1e-6, rtol=1e-3)
+        torch.testing.assert_close(
+            moved[0.5][name], share * whole, atol=1e-6, rtol=1e-3
+        )
 
 
 @pytest.mark.slow
@@ -141,12 +196,18 @@ def test_a_run_with_frozen_stages_resumes_to_the_bit(tmp_path):
 
 
 def test_synchronized_batch_norms_of_a_frozen_stage_stay_in_eval_mode():
-    """DDP on GPUs converts the model. Kills: a norm of a frozen stage that goes back to training mode."""
+    """DDP on GPUs converts the model. Kills: a norm of a frozen stage that goes back
+    to training mode.
+    """
     state = fresh_state(small_config(model__finetune="last_stage"))
     model = nn.SyncBatchNorm.convert_sync_batchnorm(state.model)
     assert model is state.model  # the module that DDP wraps, and checkpoints keep
     model.train()
-    modes = {n: m.training for n, m in model.encoder.named_modules() if isinstance(m, nn.SyncBatchNorm)}
+    modes = {
+        n: m.training
+        for n, m in model.encoder.named_modules()
+        if isinstance(m, nn.SyncBatchNorm)
+    }
     assert {name for name, training in modes.items() if training} == {
         n for n in modes if n.startswith("layer3")
     }

@@ -1,4 +1,6 @@
-"""A step of each phase: its loss, what it counts, and what it does with a gradient that is not a number."""
+"""A step of each phase: its loss, what it counts, and what it does with a gradient
+that is not a number.
+"""
 
 import copy
 import itertools
@@ -11,7 +13,13 @@ import pytest
 import torch
 
 from tests.uno.reference import classify_failure, scale_matrix, targets_of
-from tests.uno.small_run import assert_same, batches_of, copied_tensors, fresh_state, small_config
+from tests.uno.small_run import (
+    assert_same,
+    batches_of,
+    copied_tensors,
+    fresh_state,
+    small_config,
+)
 from uno.data.columns import Labels
 from uno.data.decode import decode_many, ok_mask
 from uno.data.resident import assemble
@@ -27,26 +35,41 @@ CONFIG = small_config()
 
 
 def curve(phase: str) -> dict[str, list[float]]:
-    """20 steps on the digits from a fresh model; 2 large and 2 small views, shifted only.
+    """20 steps on the digits from a fresh model; 2 large and 2 small views, shifted
+    only.
 
-    In float64, on views rounded to 1/1024, from weights drawn by numpy, the curve is the same on every CPU.
-    In float32 it is not: a background pixel's activation may lie within rounding of ReLU's kink, which
-    moves the curve by 1%.
+    In float64, on views rounded to 1/1024, from weights drawn by numpy, the curve is
+    the same on every CPU. In float32 it is not: a background pixel's activation may lie
+    within rounding of ReLU's kink, which moves the curve by 1%.
     """
     config = small_config(
-        augment__small__num_views=2, augment__small__size=6, augment__small__crop="pad",
-        augment__large__crop="pad", augment__small__crop_padding=1, augment__large__crop_padding=2,
-        augment__large__affine=0.0, augment__small__affine=0.0, augment__weak=True, model__width=16,
-    )  # fmt: skip
-    state = fresh_state(config, num_novel=5 if phase == run.DISCOVER else 0, dtype=torch.float64)
+        augment__small__num_views=2,
+        augment__small__size=6,
+        augment__small__crop="pad",
+        augment__large__crop="pad",
+        augment__small__crop_padding=1,
+        augment__large__crop_padding=2,
+        augment__large__affine=0.0,
+        augment__small__affine=0.0,
+        augment__weak=True,
+        model__width=16,
+    )
+    state = fresh_state(
+        config, num_novel=5 if phase == run.DISCOVER else 0, dtype=torch.float64
+    )
     generator = np.random.default_rng(0)
     for parameter in state.model.parameters():
         if parameter.ndim == 1:  # scales and shifts of BatchNorm, biases
             parameter.data.round_()
         else:
-            weights = generator.uniform(-1, 1, parameter.shape) * 3 / parameter[0].numel() ** 0.5
+            weights = (
+                generator.uniform(-1, 1, parameter.shape)
+                * 3
+                / parameter[0].numel() ** 0.5
+            )
             parameter.data.copy_(torch.from_numpy(weights))
-    state.model.to(memory_format=torch.channels_last)  # as run.py does; recorded without
+    # as run.py does; recorded without
+    state.model.to(memory_format=torch.channels_last)
     step = discovery_step if phase == run.DISCOVER else pretrain_step
     batches, losses = batches_of(config, phase), []
     for i in range(20):
@@ -58,8 +81,9 @@ def curve(phase: str) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize("phase", [run.PRETRAIN, run.DISCOVER])
 def test_golden_curve(phase):
-    """Anything that changes the numbers of a run changes this curve: data order, views, network, objective,
-    optimizer. To record it anew, on purpose and with a line in the CHANGELOG:
+    """Anything that changes the numbers of a run changes this curve: data order, views,
+    network, objective, optimizer. To record it anew, on purpose and with a line in the
+    CHANGELOG:
 
         python -m tests.uno.test_steps
     """
@@ -72,13 +96,17 @@ def test_golden_curve(phase):
 
 @pytest.mark.parametrize("overcluster_factor", [0, 2])
 def test_loss_is_the_mean_of_both_families_and_all_heads(overcluster_factor):
-    """From the logits of a copy of the network, by the naive loop. Kills: families summed, heads summed, the
-    heads' losses taken from the overclustering family, targets from small views, blocks exchanged.
+    """From the logits of a copy of the network, by the naive loop. Kills: families
+    summed, heads summed, the heads' losses taken from the overclustering family,
+    targets from small views, blocks exchanged.
     """
     config = small_config(
-        augment__small__num_views=1, augment__small__size=6, augment__small__crop="resized",
-        model__overcluster_factor=overcluster_factor, train__batch_size=16,
-    )  # fmt: skip
+        augment__small__num_views=1,
+        augment__small__size=6,
+        augment__small__crop="resized",
+        model__overcluster_factor=overcluster_factor,
+        train__batch_size=16,
+    )
     state, batch = fresh_state(config), batches_of(config)(0)
     with torch.no_grad():
         logits = copy.deepcopy(state.model)(batch.views)
@@ -89,13 +117,20 @@ def test_loss_is_the_mean_of_both_families_and_all_heads(overcluster_factor):
     for heads in (family.numpy().transpose(1, 0, 2, 3) for family in families):
         targets = [targets_of(head, len(labels), 2, options) for head in heads]
         losses.append(
-            [classify_failure(known, h, labels, t, 0.1, True) for h, t in zip(heads, targets, strict=True)]
+            [
+                classify_failure(known, h, labels, t, 0.1, True)
+                for h, t in zip(heads, targets, strict=True)
+            ]
         )
     found = discovery_step(state, batch, config, 0.1)
     assert float(found) == pytest.approx(np.mean(losses), rel=1e-4)
     *heads, count = state.epoch_losses.tolist()
     assert heads == pytest.approx(losses[0], rel=1e-4)
-    assert state.window_loss.tolist() == [pytest.approx(float(found)), 1] and count == 1 and state.step == 1
+    assert (
+        state.window_loss.tolist() == [pytest.approx(float(found)), 1]
+        and count == 1
+        and state.step == 1
+    )
 
 
 def test_prototypes_are_normalized_before_the_forward():
@@ -111,34 +146,52 @@ def test_prototypes_are_normalized_before_the_forward():
 
 
 def test_targets_come_from_the_unlabeled_rows_of_large_views():
-    """Kills: targets from small crops, from labeled rows, families mixed by the shared collective."""
+    """Kills: targets from small crops, from labeled rows, families mixed by the
+    shared collective.
+    """
     families = [torch.rand(4, 3, 10, clusters) * 2 - 1 for clusters in (5, 15)]
     targets = global_targets(families, 2, 4, CONFIG.objective)
     assert [target.shape for target in targets] == [(2, 3, 6, 5), (2, 3, 6, 15)]
     for family in families:
         family[2:], family[:, :, :4] = 0, 0
-    for again, same in zip(global_targets(families, 2, 4, CONFIG.objective), targets, strict=True):
+    for again, same in zip(
+        global_targets(families, 2, 4, CONFIG.objective), targets, strict=True
+    ):
         torch.testing.assert_close(again, same)
 
 
 def test_unlabeled_rows_of_a_mixed_pile_choose_among_all_outputs():
-    """The prior's length says so. Kills: targets over novel outputs, known cosines of small views or labeled
-    rows, a prior for the wrong family, what novel classes have given to each overcluster whole.
+    """The prior's length says so. Kills: targets over novel outputs, known cosines of
+    small views or labeled rows, a prior for the wrong family, what novel classes have
+    given to each overcluster whole.
     """
     generator = torch.Generator().manual_seed(0)
     known = torch.rand(4, 10, 3, generator=generator, dtype=torch.float64) * 2 - 1
-    families = [torch.rand(4, 2, 10, k, generator=generator, dtype=torch.float64) * 2 - 1 for k in (5, 15)]
-    prior = torch.tensor([0.1, 0.2, 0.1, 0.05, 0.05, 0.1, 0.3, 0.1], dtype=torch.float64)
+    families = [
+        torch.rand(4, 2, 10, k, generator=generator, dtype=torch.float64) * 2 - 1
+        for k in (5, 15)
+    ]
+    prior = torch.tensor(
+        [0.1, 0.2, 0.1, 0.05, 0.05, 0.1, 0.3, 0.1], dtype=torch.float64
+    )
     priors = [prior.tolist(), [0.1, 0.2, 0.1, *[0.6 / 15] * 15]]
     found = global_targets(families, 2, 4, CONFIG.objective, known=known, prior=prior)
     for family, target, shares in zip(families, found, priors, strict=True):
         assert target.shape == (2, 2, 6, 3 + family.shape[-1])
         for v, h in itertools.product(range(2), range(2)):
-            joint = np.concatenate([known[v, 4:].numpy(), family[v, h, 4:].numpy()], axis=1)
-            np.testing.assert_allclose(target[v, h], scale_matrix(joint, 0.05, 3, shares), atol=1e-6)
-    novel = global_targets(families, 2, 4, CONFIG.objective, known=known, prior=prior[3:] / 0.6)
+            joint = np.concatenate(
+                [known[v, 4:].numpy(), family[v, h, 4:].numpy()], axis=1
+            )
+            np.testing.assert_allclose(
+                target[v, h], scale_matrix(joint, 0.05, 3, shares), atol=1e-6
+            )
+    novel = global_targets(
+        families, 2, 4, CONFIG.objective, known=known, prior=prior[3:] / 0.6
+    )
     assert [target.shape[-1] for target in novel] == [5, 15]
-    expected = scale_matrix(families[0][1, 0, 4:].numpy(), 0.05, 3, (prior[3:] / 0.6).tolist())
+    expected = scale_matrix(
+        families[0][1, 0, 4:].numpy(), 0.05, 3, (prior[3:] / 0.6).tolist()
+    )
     np.testing.assert_allclose(novel[0][1, 0], expected, atol=1e-6)
     plain = global_targets(families, 2, 4, CONFIG.objective, known=known, prior=None)
     torch.testing.assert_close(novel[1], plain[1])
@@ -146,11 +199,17 @@ def test_unlabeled_rows_of_a_mixed_pile_choose_among_all_outputs():
 
 @pytest.mark.parametrize("prior", ["uniform", "kmeans"])
 def test_a_step_on_a_mixed_pile_teaches_known_prototypes_by_unlabeled_rows(prior):
-    """Kills: unlabeled rows without a say in known outputs, a prior that is not in the checkpoint."""
+    """Kills: unlabeled rows without a say in known outputs, a prior that is not in
+    the checkpoint.
+    """
     config = small_config(data__setting="gcd", objective__class_prior=prior)
     state, batch = fresh_state(config), batches_of(config)(0)
-    assert state.extra["prior"].shape == (10,) and float(state.extra["prior"].sum()) == pytest.approx(1)
-    assert (prior == "uniform") == bool((state.extra["prior"] == state.extra["prior"][0]).all())
+    assert state.extra["prior"].shape == (10,) and float(
+        state.extra["prior"].sum()
+    ) == pytest.approx(1)
+    assert (prior == "uniform") == bool(
+        (state.extra["prior"] == state.extra["prior"][0]).all()
+    )
     assert "extra/prior" in copied_tensors(state)
     plain = fresh_state(small_config())  # where the labeled rows alone teach them
     assert "prior" not in plain.extra
@@ -162,17 +221,19 @@ def test_a_step_on_a_mixed_pile_teaches_known_prototypes_by_unlabeled_rows(prior
 
 @pytest.mark.slow  # half a minute on processors that only emulate it
 def test_bfloat16_follows_the_curve_of_float32():
-    """The stated tolerance of bfloat16: over 20 steps the mean loss within 3%, every loss within 15%
-    (found: 0.5 and 4%; a smaller network amplifies any rounding, differently on every processor). Kills:
-    bfloat16 that does not learn, autocast without effect, or around the objective (its softmax would lose
-    1e-2).
+    """The stated tolerance of bfloat16: over 20 steps the mean loss within 3%, every
+    loss within 15% (found: 0.5 and 4%; a smaller network amplifies any rounding,
+    differently on every processor). Kills: bfloat16 that does not learn, autocast
+    without effect, or around the objective (its softmax would lose 1e-2).
     """
     config = small_config(train__batch_size=128, model__width=16)
     batches, curves = batches_of(config), []
     for autocast in (False, True):
         state = fresh_state(config)
         state.autocast = autocast
-        curves.append([float(discovery_step(state, batches(i), config, 0.02)) for i in range(20)])
+        curves.append(
+            [float(discovery_step(state, batches(i), config, 0.02)) for i in range(20)]
+        )
     assert all(p.dtype == torch.float32 for p in state.model.parameters())
     single, half = np.array(curves)
     assert half[0] == pytest.approx(single[0], rel=0.03)
@@ -183,7 +244,9 @@ def test_bfloat16_follows_the_curve_of_float32():
 
 
 def poison(model: UnoModel, value: float):
-    """Gradients of one layer become ``value``; buffers and weights are left alone. Returns the remover."""
+    """Gradients of one layer become ``value``; buffers and weights are left alone.
+    Returns the remover.
+    """
     weight = model.encoder.layer2[0].conv1.weight
     return weight.register_hook(lambda grad: torch.full_like(grad, value)).remove
 
@@ -191,9 +254,9 @@ def poison(model: UnoModel, value: float):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("good_steps", [0, 2])
 def test_a_step_with_a_non_finite_gradient_is_skipped(good_steps, value):
-    """Weights and momentum keep their bits, at the very first step too (where torch's fused kernel leaves a
-    fresh momentum buffer uninitialized). Kills: NaN weights, momentum poisoned, the step's loss counted, the
-    step not counted.
+    """Weights and momentum keep their bits, at the very first step too (where torch's
+    fused kernel leaves a fresh momentum buffer uninitialized). Kills: NaN weights,
+    momentum poisoned, the step's loss counted, the step not counted.
     """
     state, batches = fresh_state(CONFIG), batches_of(CONFIG)
     for step in range(good_steps):
@@ -205,44 +268,69 @@ def test_a_step_with_a_non_finite_gradient_is_skipped(good_steps, value):
     remove()
     after = copied_tensors(state)
     kept = [
-        name for name in before if name.startswith("optimizer/") or name in ("epoch_losses", "window_loss")
+        name
+        for name in before
+        if name.startswith("optimizer/") or name in ("epoch_losses", "window_loss")
     ]
     kept += [f"model/{name}" for name, _ in state.model.named_parameters()]
     for name in kept:  # normalizing prototypes twice moves them by an ulp
-        atol = 1e-6 if name in ("model/known.weight", "model/novel.weight", "model/over.weight") else 0
+        atol = (
+            1e-6
+            if name in ("model/known.weight", "model/novel.weight", "model/over.weight")
+            else 0
+        )
         torch.testing.assert_close(after[name], before[name], atol=atol, rtol=0)
     assert (int(state.skipped), state.step) == (1, good_steps + 1)
     loss = discovery_step(state, batches(good_steps + 1), CONFIG, 0.1)
     assert torch.isfinite(loss).all()
-    assert all(torch.isfinite(tensor).all() for name, tensor in copied_tensors(state).items() if name in kept)
+    assert all(
+        torch.isfinite(tensor).all()
+        for name, tensor in copied_tensors(state).items()
+        if name in kept
+    )
     assert int(state.skipped) == 1
-    assert not torch.equal(state.model.encoder.conv1.weight, after["model/encoder.conv1.weight"])
+    assert not torch.equal(
+        state.model.encoder.conv1.weight, after["model/encoder.conv1.weight"]
+    )
 
 
 @pytest.mark.parametrize("unlabeled_known_fraction", [0.0, 0.5])
 def test_permuted_hidden_labels_change_no_training_tensor(unlabeled_known_fraction):
-    """The truth of novel rows is permuted among them, in the GCD setting that of all unlabeled rows. Kills:
-    any look at novel labels: in the split, the order of rows, the mask of unlabeled rows, the batches, the
-    prior.
+    """The truth of novel rows is permuted among them, in the GCD setting that of all
+    unlabeled rows. Kills: any look at novel labels: in the split, the order of rows,
+    the mask of unlabeled rows, the batches, the prior.
     """
-    run_config = small_config(data__setting="gcd" if unlabeled_known_fraction else "ncd")
+    run_config = small_config(
+        data__setting="gcd" if unlabeled_known_fraction else "ncd"
+    )
     changes = {"limit": None, "unlabeled_known_fraction": unlabeled_known_fraction}
     config, states, truths = run_config.data.model_copy(update=changes), [], []
     for permute in (False, True):
         rows = read_rows(config)
         if permute:
-            novel = [i for i, label in enumerate(rows.labels) if label in {"5", "6", "7", "8", "9"}]
+            novel = [
+                i
+                for i, label in enumerate(rows.labels)
+                if label in {"5", "6", "7", "8", "9"}
+            ]
             labels = list(rows.labels)
-            for i, j in zip(novel, np.random.default_rng(0).permutation(novel), strict=True):
+            for i, j in zip(
+                novel, np.random.default_rng(0).permutation(novel), strict=True
+            ):
                 labels[i] = rows.labels[j]
             rows = replace(rows, labels=Labels.of(labels))
         task = make_task(rows, config)
         if permute and unlabeled_known_fraction:
             hidden = np.flatnonzero(task.is_train & (task.labels < 0))
-            task.eval_labels[hidden] = np.random.default_rng(0).permutation(task.eval_labels[hidden])
+            task.eval_labels[hidden] = np.random.default_rng(0).permutation(
+                task.eval_labels[hidden]
+            )
         images, reasons = decode_many(task.rows.images, config.stored_size, 1)
         train = assemble(task, images, ok_mask(reasons))
-        state, batches = fresh_state(run_config, train=train), batches_of(run_config, train=train)
+        state, batches = (
+            fresh_state(run_config, train=train),
+            batches_of(run_config, train=train),
+        )
         for step in range(4):
             discovery_step(state, batches(step), run_config, 0.1)
         states.append(copied_tensors(state))
@@ -254,4 +342,6 @@ def test_permuted_hidden_labels_change_no_training_tensor(unlabeled_known_fracti
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for name in (run.PRETRAIN, run.DISCOVER):
-        (GOLDEN / f"{name}_20_steps.json").write_text(json.dumps(curve(name), indent=1) + "\n")
+        (GOLDEN / f"{name}_20_steps.json").write_text(
+            json.dumps(curve(name), indent=1) + "\n"
+        )

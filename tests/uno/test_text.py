@@ -11,6 +11,13 @@ def test_what_cannot_be_printed_is_spelled_out():
 
 
 def test_counts_and_guesses():
-    assert [plural(n, "image") for n in (0, 1, 2000)] == ["0 images", "1 image", "2,000 images"]
+    assert [plural(n, "image") for n in (0, 1, 2000)] == [
+        "0 images",
+        "1 image",
+        "2,000 images",
+    ]
     assert plural(2, "class", "classes") == "2 classes"
-    assert did_you_mean("ctas", ["cats", "dogs"]) == "; did you mean 'cats'?" and did_you_mean("x", []) == ""
+    assert (
+        did_you_mean("ctas", ["cats", "dogs"]) == "; did you mean 'cats'?"
+        and did_you_mean("x", []) == ""
+    )

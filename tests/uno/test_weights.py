@@ -44,21 +44,40 @@ def torch_file(content) -> bytes:
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt", ".pth"])
-@pytest.mark.parametrize("wrap", [
-    lambda state: state,
-    lambda state: {f"encoder.{k}": v for k, v in state.items()} | {"known.weight": torch.ones(3)},
-    lambda state: {f"module.{k}": v for k, v in state.items()},
-    lambda state: state | {"fc.weight": torch.ones(10, 16), "fc.bias": torch.ones(10)},
-    lambda state: {k: v for k, v in state.items() if not k.endswith("num_batches_tracked")},
-    lambda state: {"epoch": 3, "model": {"state_dict": state}},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda state: state,
+        lambda state: (
+            {f"encoder.{k}": v for k, v in state.items()}
+            | {"known.weight": torch.ones(3)}
+        ),
+        lambda state: {f"module.{k}": v for k, v in state.items()},
+        lambda state: (
+            state | {"fc.weight": torch.ones(10, 16), "fc.bias": torch.ones(10)}
+        ),
+        lambda state: {
+            k: v for k, v in state.items() if not k.endswith("num_batches_tracked")
+        },
+        lambda state: {"epoch": 3, "model": {"state_dict": state}},
+    ],
+)
 def test_weights_of_any_file_are_found(tmp_path, suffix, wrap):
-    """Kills: a prefix or a classifier that is refused, nested dicts, counters that must be there."""
-    theirs, ours = encoder_of("resnet_small", **SMALL), build_encoder(small_config().model)
+    """Kills: a prefix or a classifier that is refused, nested dicts, counters that
+    must be there.
+    """
+    theirs, ours = (
+        encoder_of("resnet_small", **SMALL),
+        build_encoder(small_config().model),
+    )
     content = wrap(dict(theirs.state_dict()))
     if suffix == ".safetensors" and "model" in content:
         pytest.skip("a safetensors file does not nest")
-    data = safetensors.torch.save(content) if suffix == ".safetensors" else torch_file(content)
+    data = (
+        safetensors.torch.save(content)
+        if suffix == ".safetensors"
+        else torch_file(content)
+    )
     (tmp_path / f"w{suffix}").write_bytes(data)
     load_encoder_(ours, read_weights(str(tmp_path / f"w{suffix}")), "w")
     for name, tensor in theirs.state_dict().items():
@@ -68,15 +87,19 @@ def test_weights_of_any_file_are_found(tmp_path, suffix, wrap):
 def test_weights_that_do_not_fit_name_the_keys():
     """Kills: a line without names, or with thousands; a partial load."""
     encoder = encoder_of("resnet_small", **SMALL)
-    state, before = dict(encoder.state_dict()), {k: v.clone() for k, v in encoder.state_dict().items()}
+    state, before = (
+        dict(encoder.state_dict()),
+        {k: v.clone() for k, v in encoder.state_dict().items()},
+    )
     for name in ("conv1.weight", "bn1.weight", "bn1.bias", "bn1.running_mean"):
         del state[name]
     state |= {"stem.weight": torch.ones(1), "layer3.0.conv1.weight": torch.ones(2, 3)}
     state = {name: tensor + 1 for name, tensor in state.items()}
     line = (
-        "model.weights: FILE does not fit the encoder: keys 4 missing (conv1.weight, bn1.weight, "
-        "bn1.bias ...); 1 unexpected (stem.weight); 1 of another shape "
-        "(layer3.0.conv1.weight (2, 3) for (16, 8, 3, 3)); --model.encoder names that of the weights"
+        "model.weights: FILE does not fit the encoder: keys 4 missing (conv1.weight,"
+        " bn1.weight, bn1.bias ...); 1 unexpected (stem.weight); 1 of another shape"
+        " (layer3.0.conv1.weight (2, 3) for (16, 8, 3, 3)); --model.encoder names that"
+        " of the weights"
     )
     with pytest.raises(ConfigError, match=f"^{re.escape(line)}$"):
         load_encoder_(encoder, state, "FILE")
@@ -89,46 +112,77 @@ def test_a_pickle_inside_is_refused(tmp_path):
     (tmp_path / "w.pt").write_bytes(torch_file({"model": Evil(str(mark))}))
     (tmp_path / "plain.pth").write_bytes(pickle.dumps(Evil(str(mark))))
     for name in ("w.pt", "plain.pth"):
-        with pytest.raises(StorageError, match=r"^model\.weights: .* would run code") as error:
+        with pytest.raises(
+            StorageError, match=r"^model\.weights: .* would run code"
+        ) as error:
             read_weights(str(tmp_path / name))
         assert "\n" not in str(error.value)
     assert not mark.exists()
 
 
-@pytest.mark.parametrize(("content", "line"), [
-    (b"", "is not a PyTorch file"),
-    (b"PK\x03\x04" + bytes(50), "is not a PyTorch file"),
-    (torch_file([1, 2]), "holds no weights by name"),
-    (torch_file({"epoch": 3}), "holds no weights by name"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (b"", "is not a PyTorch file"),
+        (b"PK\x03\x04" + bytes(50), "is not a PyTorch file"),
+        (torch_file([1, 2]), "holds no weights by name"),
+        (torch_file({"epoch": 3}), "holds no weights by name"),
+    ],
+)
 def test_files_without_weights_are_one_line(tmp_path, content, line):
     (tmp_path / "w.pt").write_bytes(content)
-    with pytest.raises(StorageError, match=rf"^model\.weights: .*w\.pt {line}") as error:
+    with pytest.raises(
+        StorageError, match=rf"^model\.weights: .*w\.pt {line}"
+    ) as error:
         read_weights(str(tmp_path / "w.pt"))
     assert "\n" not in str(error.value)
 
 
 def test_descriptions_are_the_libraries():
-    """Kills: the crop's share left out, CIFAR's mean, the interpolation of another library."""
+    """Kills: the crop's share left out, CIFAR's mean, the interpolation of another
+    library.
+    """
     found = describe_encoder("torchvision:efficientnet_b0")
-    assert (found.size, found.interpolation, found.mean) == (224, "bicubic", (0.485, 0.456, 0.406))
+    assert (found.size, found.interpolation, found.mean) == (
+        224,
+        "bicubic",
+        (0.485, 0.456, 0.406),
+    )
     assert found.settings()["data.stored_size"] == 256
     assert found.settings(112) | {"data.stored_size": 128} == found.settings(112)
     assert found.weights == "torchvision IMAGENET1K_V1"
-    own = {"augment.large.size": 8, "data.stored_size": 8, "data.mean": (0.3,) * 3, "data.std": (0.4,) * 3}
-    assert describe_encoder(f"{TOYS}:vit").settings() == own | {"data.interpolation": "bicubic"}
-    assert describe_encoder(f"{TOYS}:maps").settings() == describe_encoder("resnet_small").settings() == {}
+    own = {
+        "augment.large.size": 8,
+        "data.stored_size": 8,
+        "data.mean": (0.3,) * 3,
+        "data.std": (0.4,) * 3,
+    }
+    assert describe_encoder(f"{TOYS}:vit").settings() == own | {
+        "data.interpolation": "bicubic"
+    }
+    assert (
+        describe_encoder(f"{TOYS}:maps").settings()
+        == describe_encoder("resnet_small").settings()
+        == {}
+    )
 
 
-@pytest.mark.parametrize(("name", "size", "store", "weights"), [
-    ("tf_efficientnet_lite0", 224, 256, "timm in1k"),
-    ("vit_tiny_patch16_224", 224, 248, "timm augreg_in21k_ft_in1k"),
-    ("vit_small_patch14_dinov2.lvd142m", 518, 518, "timm lvd142m"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "size", "store", "weights"),
+    [
+        ("tf_efficientnet_lite0", 224, 256, "timm in1k"),
+        ("vit_tiny_patch16_224", 224, 248, "timm augreg_in21k_ft_in1k"),
+        ("vit_small_patch14_dinov2.lvd142m", 518, 518, "timm lvd142m"),
+    ],
+)
 def test_descriptions_of_timm(name, size, store, weights):
     pytest.importorskip("timm")
     found = describe_encoder(f"timm:{name}")
-    assert (found.size, found.settings()["data.stored_size"], found.weights) == (size, store, weights)
+    assert (found.size, found.settings()["data.stored_size"], found.weights) == (
+        size,
+        store,
+        weights,
+    )
     assert (found.license, found.interpolation) == ("apache-2.0", "bicubic")
 
 
@@ -136,16 +190,35 @@ def test_an_encoder_that_takes_other_images_is_one_line():
     """Kills: an assertion of torchvision's in the first step, hours later."""
     config = small_config(model__encoder=f"{TOYS}:vit")
     check_encoder(config)
-    wrong = small_config(model__encoder=f"{TOYS}:vit", augment__large__size=12, data__stored_size=12)
-    with pytest.raises(ConfigError, match=r"^model\.encoder .*:vit does not accept 12 px \(--augment"):
+    wrong = small_config(
+        model__encoder=f"{TOYS}:vit", augment__large__size=12, data__stored_size=12
+    )
+    with pytest.raises(
+        ConfigError, match=r"^model\.encoder .*:vit does not accept 12 px \(--augment"
+    ):
         check_encoder(wrong)
 
 
-@pytest.mark.parametrize(("name", "file", "folder"), [
-    ("torchvision:mobilenet_v2", r"https://download\.pytorch\.org/models/mobilenet_v2-\w+\.pth", "hub"),
-    ("resnet18", r"https://download\.pytorch\.org/models/resnet18-\w+\.pth", "checkpoints"),
-    ("timm:test_vit", r"https://huggingface\.co/timm/test_vit\.r160_in1k/.*\.safetensors", "cache"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "file", "folder"),
+    [
+        (
+            "torchvision:mobilenet_v2",
+            r"https://download\.pytorch\.org/models/mobilenet_v2-\w+\.pth",
+            "hub",
+        ),
+        (
+            "resnet18",
+            r"https://download\.pytorch\.org/models/resnet18-\w+\.pth",
+            "checkpoints",
+        ),
+        (
+            "timm:test_vit",
+            r"https://huggingface\.co/timm/test_vit\.r160_in1k/.*\.safetensors",
+            "cache",
+        ),
+    ],
+)
 def test_pretrained_offline_says_what_to_download_and_where_to_put_it(
     monkeypatch, tmp_path, name, file, folder
 ):
@@ -167,17 +240,28 @@ def test_pretrained_offline_says_what_to_download_and_where_to_put_it(
 
 @pytest.mark.parametrize("name", ["resnet_small", f"{TOYS}:vit"])
 def test_only_libraries_have_pretrained_weights(name):
-    with pytest.raises(ConfigError, match=rf"^model\.weights pretrained: no library has weights for {name}"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"^model\.weights pretrained: no library has weights for {name}",
+    ):
         fetch_pretrained(name)
 
 
 def test_pretrained_weights_are_read_from_the_run_alone(monkeypatch, tmp_path):
     """Kills: a worker or a resumed run that fetches."""
     theirs = encoder_of("torchvision:mobilenet_v3_small")
-    monkeypatch.setattr(weights, "_fetch_torchvision", lambda what: dict(theirs.state_dict()))
+    monkeypatch.setattr(
+        weights, "_fetch_torchvision", lambda what: dict(theirs.state_dict())
+    )
     storage = Storage(str(tmp_path))
-    storage.write(weights.PRETRAINED_FILE, fetch_pretrained("torchvision:mobilenet_v3_small"))
-    ours = build_encoder(small_config(model__encoder="torchvision:mobilenet_v3_small").model)
+    storage.write(
+        weights.PRETRAINED_FILE, fetch_pretrained("torchvision:mobilenet_v3_small")
+    )
+    ours = build_encoder(
+        small_config(model__encoder="torchvision:mobilenet_v3_small").model
+    )
     load_encoder_(ours, read_weights("pretrained", storage), "pretrained")
-    assert all(torch.equal(ours.state_dict()[k], v) for k, v in theirs.state_dict().items())
+    assert all(
+        torch.equal(ours.state_dict()[k], v) for k, v in theirs.state_dict().items()
+    )
     assert Description().settings() == {}

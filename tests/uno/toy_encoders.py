@@ -9,7 +9,11 @@ def vit() -> nn.Module:
     """torchvision's vision transformer of two blocks, for 8 px."""
     encoder = VisionTransformer(8, 4, 2, 2, hidden_dim=16, mlp_dim=32, dropout=0.1)
     encoder.heads = nn.Identity()
-    encoder.mean, encoder.std, encoder.interpolation = (0.3, 0.3, 0.3), (0.4, 0.4, 0.4), "bicubic"
+    encoder.mean, encoder.std, encoder.interpolation = (
+        (0.3, 0.3, 0.3),
+        (0.4, 0.4, 0.4),
+        "bicubic",
+    )
     return encoder
 
 
@@ -17,7 +21,9 @@ def timm_vit() -> nn.Module:
     """timm's, which averages its tokens."""
     from timm.models import VisionTransformer as TimmVisionTransformer
 
-    return TimmVisionTransformer(8, 4, num_classes=0, global_pool="avg", embed_dim=16, depth=2, num_heads=2)
+    return TimmVisionTransformer(
+        8, 4, num_classes=0, global_pool="avg", embed_dim=16, depth=2, num_heads=2
+    )
 
 
 def maps() -> nn.Module:
@@ -31,12 +37,16 @@ class Tokens(nn.Module):
     def __init__(self, has_class_token: bool) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, 6, 4, 4)
-        self.cls_token = nn.Parameter(torch.full((1, 1, 6), 7.0)) if has_class_token else None
+        self.cls_token = (
+            nn.Parameter(torch.full((1, 1, 6), 7.0)) if has_class_token else None
+        )
 
     def forward(self, images: Tensor) -> Tensor:
         """(B, 3, S, S) -> (B, T, 6)."""
         tokens = self.patches(images).flatten(2).transpose(1, 2)
-        first = [] if self.cls_token is None else [self.cls_token.expand(len(images), 1, 6)]
+        first = (
+            [] if self.cls_token is None else [self.cls_token.expand(len(images), 1, 6)]
+        )
         return torch.cat([*first, tokens], dim=1)
 
 

@@ -2,8 +2,8 @@
 
 Two layouts are known. Hugging Face's ``imagefolder`` has ``metadata.csv`` or
 ``metadata.jsonl`` with a column ``file_name``. Roboflow's export for several classes an
-image has ``_classes.csv`` with a column for each class, which holds 0 or 1. The tables lie
-in the folder itself or in the folders of its splits.
+image has ``_classes.csv`` with a column for each class, which holds 0 or 1. The tables
+lie in the folder itself or in the folders of its splits.
 """
 
 from __future__ import annotations
@@ -68,8 +68,13 @@ def read_annotated_folder(
     tables = _find_tables(root)
     if not tables:
         expected = ", ".join((*METADATA, ONE_HOT))
-        raise ConfigError(f"{source}: no {expected} there or in its folders train, test and validation")
-    merged: dict[str, list[Any]] = {c: [] for c in ("path", "id", "label", "eval_label", "split")}
+        raise ConfigError(
+            f"{source}: no {expected} there or in its folders train, test and"
+            " validation"
+        )
+    merged: dict[str, list[Any]] = {
+        c: [] for c in ("path", "id", "label", "eval_label", "split")
+    }
     lines, notes, others = list[int](), list[str](), dict[str, None]()
     for relative in tables:
         path = filesystem.join(root, *relative.split("/"))
@@ -102,8 +107,11 @@ def read_annotated_folder(
 
 
 def _warnings_of_left_out(root: str, rows: Rows, rules: PathRules) -> tuple[str, ...]:
-    """Return a line about the images below ``root`` that no table names, if there are any."""
-    named = set(rows.images.paths(np.arange(len(rows))))  # tables may spell them otherwise
+    """Return a line about the images below ``root`` that no table names, if there
+    are any.
+    """
+    # tables may spell them otherwise
+    named = set(rows.images.paths(np.arange(len(rows))))
     inside = filesystem.resolver(root, rules.follow_links)
     listed = filesystem.walk(root, rules.follow_links)
     images = (file.relative for file in listed if is_image(file.relative))
@@ -112,8 +120,11 @@ def _warnings_of_left_out(root: str, rows: Rows, rules: PathRules) -> tuple[str,
         return ()
     example = one_line(repr(filesystem.valid_text(left_out[0])))
     return (
-        f"{plural(len(left_out), 'image')} below {root} left out, e.g. {example}: only images "
-        "that a table names are read; add a line for each, with an empty label if it has none",
+        (
+            f"{plural(len(left_out), 'image')} below {root} left out, e.g. {example}:"
+            " only images that a table names are read; add a line for each, with an"
+            " empty label if it has none"
+        ),
     )
 
 
@@ -124,18 +135,26 @@ def _find_tables(root: str) -> list[str]:
     for folder in folders:
         if folder in SPLITS:
             _, files = filesystem.children(filesystem.join(root, folder))
-            found += [f"{folder}/{name}" for name in files if name in (*METADATA, ONE_HOT)]
+            found += [
+                f"{folder}/{name}" for name in files if name in (*METADATA, ONE_HOT)
+            ]
     return found
 
 
-def _columns_of_metadata(path: str, table: TextTable, names: Mapping[str, str]) -> dict[str, list[Any]]:
+def _columns_of_metadata(
+    path: str, table: TextTable, names: Mapping[str, str]
+) -> dict[str, list[Any]]:
     """Return our columns of a table of Hugging Face's layout."""
     image = names.get("image", "file_name")
     if image not in table.columns:
         has = one_line(", ".join(table.columns)) or "none"
         raise ConfigError(f"{path}: needs a column {image}; it has {has}")
-    theirs = {ours: names.get(ours, ours) for ours in ("id", "label", "eval_label", "split")}
-    columns = {ours: table.columns[c] for ours, c in theirs.items() if c in table.columns}
+    theirs = {
+        ours: names.get(ours, ours) for ours in ("id", "label", "eval_label", "split")
+    }
+    columns = {
+        ours: table.columns[c] for ours, c in theirs.items() if c in table.columns
+    }
     return columns | {"path": table.columns[image]}
 
 
@@ -148,13 +167,18 @@ def _columns_of_one_hot(path: str, table: TextTable) -> dict[str, list[Any]]:
     labels = list[str | None]()
     for row, line in enumerate(table.lines):
         flags = {name: (table.columns[name][row] or "0").strip() for name in classes}
-        if wrong := next((flag for flag in flags.values() if flag not in ("0", "1")), None):
-            raise ConfigError(f"{path} line {line}: {one_line(repr(wrong))} is neither 0 nor 1")
+        if wrong := next(
+            (flag for flag in flags.values() if flag not in ("0", "1")), None
+        ):
+            raise ConfigError(
+                f"{path} line {line}: {one_line(repr(wrong))} is neither 0 nor 1"
+            )
         members = [name for name, flag in flags.items() if flag == "1"]
         if len(members) > 1:
             raise ConfigError(
-                f"{path} line {line}: the image has the classes {one_line(', '.join(members))}; "
-                "classes are discovered for images of one class: keep one 1 a line"
+                f"{path} line {line}: the image has the classes"
+                f" {one_line(', '.join(members))}; classes are discovered for images of"
+                " one class: keep one 1 a line"
             )
         labels.append(members[0] if members else None)
     return {"path": table.columns["filename"], "label": labels}

@@ -30,19 +30,24 @@ SHRUNK = 3  # times, of the shorter side, beyond which somebody should know
 ORDER_ROWS = 2**22  # whose order is looked at
 NUM_BATCHES = 1000  # of an epoch, whose classes are counted
 NUM_NAMED = 5  # unreadable images in a line
-SORTED = 1.25  # times what the most frequent class has of a batch where rows are shuffled
+# times what the most frequent class has of a batch where rows are shuffled
+SORTED = 1.25
 BATCH = 32  # images between two looks at the clock
 CHECK_SECONDS = 60.0  # for decoding in ``uno data check`` and in a dry run
 
 
 class Problem(NamedTuple):
-    """``level`` "error": the run cannot succeed. "warning": it runs, but look at this."""
+    """``level`` "error": the run cannot succeed. "warning": it runs, but look at
+    this.
+    """
 
     level: str
     message: str
 
 
-def check(task: Task, config: Config, seconds: float = 0, batch_is_derived: bool = False) -> list[Problem]:
+def check(
+    task: Task, config: Config, seconds: float = 0, batch_is_derived: bool = False
+) -> list[Problem]:
     """Return everything suspicious about a task, errors first.
 
     At most 2 GiB of images are read. The numbers of rows are checked without the rows
@@ -64,13 +69,21 @@ def check(task: Task, config: Config, seconds: float = 0, batch_is_derived: bool
         problems += found
     elif bad:
         looked = len(headers) + len(bad) if vectors is None else len(task.rows)
-        text = f"{len(bad)} of a sample of {looked} images are unreadable, e.g. {bad[0]}"
+        text = (
+            f"{len(bad)} of a sample of {looked} images are unreadable, e.g. {bad[0]}"
+        )
         problems.append(Problem("warning" if len(bad) < looked else "error", text))
     if ok is not None and not ok.all() and batch_is_derived:
         config = with_fitting_batch(config, task, ok)
     problems += [*_of_classes(task, config), *row_problems(task, config, ok)]
-    problems += [*_of_sizes(config, headers), *_of_order(task, config), *_of_brightness(task)]
-    problems += [Problem("warning", text) for text in [*task.rows.warnings, *_duplicates(task)]]
+    problems += [
+        *_of_sizes(config, headers),
+        *_of_order(task, config),
+        *_of_brightness(task),
+    ]
+    problems += [
+        Problem("warning", text) for text in [*task.rows.warnings, *_duplicates(task)]
+    ]
     return sorted(problems, key=lambda problem: problem.level)
 
 
@@ -90,10 +103,14 @@ def with_fitting_batch(config: Config, task: Task, ok: np.ndarray | None) -> Con
     rows, size = train_rows(task, ok), config.train.batch_size
     sizes = len(rows["labeled"]), len(rows["unlabeled"]), config.compute.num_workers
     fitting = largest_batch(config.data.batch_sampling, size, *sizes)
-    return override(config, {"train.batch_size": fitting}) if fitting != size else config
+    return (
+        override(config, {"train.batch_size": fitting}) if fitting != size else config
+    )
 
 
-def row_problems(task: Task, config: Config, ok: np.ndarray | None = None) -> Iterator[Problem]:
+def row_problems(
+    task: Task, config: Config, ok: np.ndarray | None = None
+) -> Iterator[Problem]:
     """Yield what the numbers of training rows allow and do not allow.
 
     Args:
@@ -144,18 +161,25 @@ def _of_clusters(task: Task, config: Config, unlabeled: int) -> Iterator[Problem
 
 
 def format_report(task: Task, problems: list[Problem], size: int | None = None) -> str:
-    """Plain text: source, image sizes, the ``size`` in use, a table of classes, notes and problems."""
+    """Plain text: source, image sizes, the ``size`` in use, a table of classes,
+    notes and problems.
+    """
     rows, headers = task.rows, headers_of(task)[0]
     lines = [
         f"source       {rows.source}",
         f"fingerprint  {rows.fingerprint}",
-        f"images       {len(rows)} ({int(task.is_train.sum())} train, {int((~task.is_train).sum())} test)",
+        (
+            f"images       {len(rows)} ({int(task.is_train.sum())} train,"
+            f" {int((~task.is_train).sum())} test)"
+        ),
         f"classes      {len(task.known)} known, {task.num_novel} to discover",
     ]
     if headers:
         kinds = Counter(kind for kind, *_ in headers).most_common()
         formats = ", ".join(f"{number} {name}" for name, number in kinds)
-        sides = sorted((width * height, f"{width} x {height}") for _, width, height in headers)
+        sides = sorted(
+            (width * height, f"{width} x {height}") for _, width, height in headers
+        )
         sizes = f"{sides[0][1]} to {sides[-1][1]} pixels"
         lines.append(f"sizes        {sizes} ({formats}; sample of {len(headers)})")
     if (vectors := rows.images.vectors(np.arange(0))) is not None:
@@ -165,18 +189,33 @@ def format_report(task: Task, problems: list[Problem], size: int | None = None) 
     names = [printable(name) for name in task.known + task.novel] + ["(no truth)"]
     kinds_of = ["known"] * len(task.known) + ["novel"] * len(task.novel) + [""]
     width = min(max(map(len, names)), 40)
-    lines += ["", f"{'class':<{width}}  kind   {'labeled':>8} {'unlabeled':>10} {'test':>8}"]
-    for name, kind, (labeled, unlabeled, test) in zip(names, kinds_of, _counts(task).tolist(), strict=True):
+    lines += [
+        "",
+        f"{'class':<{width}}  kind   {'labeled':>8} {'unlabeled':>10} {'test':>8}",
+    ]
+    for name, kind, (labeled, unlabeled, test) in zip(
+        names, kinds_of, _counts(task).tolist(), strict=True
+    ):
         if kind or labeled or unlabeled or test:
-            lines.append(f"{name[:width]:<{width}}  {kind:<5}  {labeled:>8} {unlabeled:>10} {test:>8}")
+            lines.append(
+                f"{name[:width]:<{width}}  {kind:<5}  {labeled:>8} {unlabeled:>10}"
+                f" {test:>8}"
+            )
     lines += ["", *(f"note: {note}" for note in task.notes)]
     lines += [f"{level}: {message}" for level, message in problems]
     errors = sum(problem.level == "error" for problem in problems)
-    return "\n".join([*lines, f"{plural(errors, 'error')}, {plural(len(problems) - errors, 'warning')}"])
+    return "\n".join(
+        [
+            *lines,
+            f"{plural(errors, 'error')}, {plural(len(problems) - errors, 'warning')}",
+        ]
+    )
 
 
 def _counts(task: Task) -> np.ndarray:
-    """int64 (C + 1, 3): labeled, unlabeled and test rows of every class; the last row has no truth."""
+    """int64 (C + 1, 3): labeled, unlabeled and test rows of every class; the last
+    row has no truth.
+    """
     counts = np.zeros((len(task.known) + len(task.novel) + 1, 3), dtype=np.int64)
     column = np.where(~task.is_train, 2, np.where(task.labels >= 0, 0, 1))
     np.add.at(counts, (task.eval_labels, column), 1)
@@ -188,21 +227,41 @@ def _of_classes(task: Task, config: Config) -> Iterator[Problem]:
     for name in task.known + task.novel:
         other = seen.setdefault(" ".join(name.casefold().split()), name)
         if other != name:
-            yield Problem("warning", f"classes {other!r} and {name!r} differ only in case or spaces")
+            yield Problem(
+                "warning",
+                f"classes {other!r} and {name!r} differ only in case or spaces",
+            )
     for name in missing_labels(task.known):
-        text = f"class {name!r} seems to stand for a missing label: leave such labels empty"
+        text = (
+            f"class {name!r} seems to stand for a missing label: leave such labels"
+            " empty"
+        )
         yield Problem("warning", text)
     if task.num_known == 1:
-        text = f"only one known class, {task.known[0]!r}: how classes differ cannot be learned from it"
+        text = (
+            f"only one known class, {task.known[0]!r}: how classes differ cannot be"
+            " learned from it"
+        )
         yield Problem("warning", text)
     if task.num_novel == 1 and config.data.setting != "gcd":
-        yield Problem("warning", "num_novel is 1: every unlabeled image will be in the single novel class")
+        yield Problem(
+            "warning",
+            "num_novel is 1: every unlabeled image will be in the single novel class",
+        )
     if task.num_novel < len(task.novel):
         hidden = f"the {len(task.novel)} hidden classes"
-        yield Problem("warning", f"num_novel {task.num_novel} is below {hidden}: classes share clusters")
+        yield Problem(
+            "warning",
+            f"num_novel {task.num_novel} is below {hidden}: classes share clusters",
+        )
     in_training = _counts(task)[:-1, :2].sum(axis=1).tolist()
-    classes = list(zip(map(printable, task.known + task.novel), in_training, strict=True))
-    for kind, members in (("known", classes[: task.num_known]), ("novel", classes[task.num_known :])):
+    classes = list(
+        zip(map(printable, task.known + task.novel), in_training, strict=True)
+    )
+    for kind, members in (
+        ("known", classes[: task.num_known]),
+        ("novel", classes[task.num_known :]),
+    ):
         for num, what in enumerate(("no training image", "a single training image")):
             found = [name for name, count in members if count == num]
             if found:
@@ -212,7 +271,9 @@ def _of_classes(task: Task, config: Config) -> Iterator[Problem]:
                 yield Problem(level, f"{few} {what}: {listed}")
 
 
-def _of_batches(task: Task, config: Config, labeled: int, unlabeled: int) -> Iterator[Problem]:
+def _of_batches(
+    task: Task, config: Config, labeled: int, unlabeled: int
+) -> Iterator[Problem]:
     """Yield whether the rows fill the batches of the phases that take steps."""
     size, workers = config.train.batch_size, config.compute.num_workers
     mixed = config.data.setting == "gcd"
@@ -240,18 +301,25 @@ def _of_batches(task: Task, config: Config, labeled: int, unlabeled: int) -> Ite
 
 
 def _of_order(task: Task, config: Config) -> Iterator[Problem]:
-    """What is read together is mixed by windows of it: where it is sorted by class, batches hold few."""
+    """What is read together is mixed by windows of it: where it is sorted by class,
+    batches hold few.
+    """
     images = task.rows.images
     if images.groups(np.arange(0)) is None or config.data.loading != "streaming":
         return
     all_groups = images.groups(np.arange(len(images)))
     assert all_groups is not None
-    seen = all_groups % -(-len(images) // ORDER_ROWS) == 0  # of many rows whole groups of a part
+    # of many rows whole groups of a part
+    seen = all_groups % -(-len(images) // ORDER_ROWS) == 0
     window = window_rows(images)
     workers = max(1, config.compute.num_workers)
     with suppress(ConfigError):  # batches that do not work are a problem of their own
         plan = make_plan(
-            config.seed, config.data.batch_sampling, config.train.batch_size, *task.sizes, workers
+            config.seed,
+            config.data.batch_sampling,
+            config.train.batch_size,
+            *task.sizes,
+            workers,
         )
         member = task.is_train & seen
         labeled, unlabeled = member & (task.labels >= 0), member & (task.labels < 0)
@@ -261,39 +329,68 @@ def _of_order(task: Task, config: Config) -> Iterator[Problem]:
         )
         for kind, classes, size in kinds:
             members = np.flatnonzero(kind)
-            order = by_windows(all_groups[members], window, np.random.default_rng(config.seed))
+            order = by_windows(
+                all_groups[members], window, np.random.default_rng(config.seed)
+            )
             shuffled = np.random.default_rng(config.seed).permutation(len(members))
-            usual, found = (largest_share(classes[members[o]], size, workers) for o in (shuffled, order))
+            usual, found = (
+                largest_share(classes[members[o]], size, workers)
+                for o in (shuffled, order)
+            )
             if found > SORTED * usual:
-                text = f"images are sorted by class: when streamed, one class has {found:.0%} of a batch's "
-                text += f"{'un' if kind is unlabeled else ''}labeled images ({usual:.0%} if shuffled), "
+                text = (
+                    "images are sorted by class: when streamed, one class has"
+                    f" {found:.0%} of a batch's "
+                )
+                text += (
+                    f"{'un' if kind is unlabeled else ''}labeled images ({usual:.0%} if"
+                    " shuffled), "
+                )
                 yield Problem(
-                    "warning", text + "which breaks clustering with equal sizes; shuffle with uno data pack"
+                    "warning",
+                    text
+                    + "which breaks clustering with equal sizes; shuffle with uno data"
+                    " pack",
                 )
 
 
 def largest_share(classes: np.ndarray, size: int, workers: int) -> float:
-    """Mean share of the most frequent class in batches of ``size`` rows, among those with a class: 0-1. Of
-    ``classes`` int64 (N,) in the order of training, -1: none, each worker reads its own part. Of many batches
-    a sample is looked at.
+    """Mean share of the most frequent class in batches of ``size`` rows, among those
+    with a class: 0-1. Of ``classes`` int64 (N,) in the order of training, -1: none,
+    each worker reads its own part. Of many batches a sample is looked at.
     """
     steps = len(classes) // size
-    parts = classes[: steps * size].reshape(workers, steps, -1)[:, evenly_spaced(NUM_BATCHES, steps)]
+    parts = classes[: steps * size].reshape(workers, steps, -1)[
+        :, evenly_spaced(NUM_BATCHES, steps)
+    ]
     parts = parts.transpose(1, 0, 2).reshape(-1, size)
     counts = [np.bincount(part[part >= 0]) for part in parts if (part >= 0).any()]
-    return float(np.mean([count.max() / count.sum() for count in counts])) if counts else 0.0
+    return (
+        float(np.mean([count.max() / count.sum() for count in counts]))
+        if counts
+        else 0.0
+    )
 
 
-def _of_sizes(config: Config, headers: Sequence[tuple[str, int, int]]) -> Iterator[Problem]:
+def _of_sizes(
+    config: Config, headers: Sequence[tuple[str, int, int]]
+) -> Iterator[Problem]:
     side = min(config.data.stored_size, config.augment.large.size)
-    usual = int(np.median([min(width, height) for _, width, height in headers] or [side]))
+    usual = int(
+        np.median([min(width, height) for _, width, height in headers] or [side])
+    )
     if usual > SHRUNK * side:
-        text = f"images of about {usual} px are resized to {side} px, which loses most detail; "
+        text = (
+            f"images of about {usual} px are resized to {side} px, which loses most"
+            " detail; "
+        )
         yield Problem("warning", text + "raise --image-size (slower)")
 
 
 def _of_brightness(task: Task) -> Iterator[Problem]:
-    """Warn if a sample of images is nearly black, as 12-bit values in 16-bit files are."""
+    """Warn if a sample of images is nearly black, as 12-bit values in 16-bit files
+    are.
+    """
     images = task.rows.images
     if images.vectors(np.arange(0)) is not None:
         return
@@ -304,13 +401,17 @@ def _of_brightness(task: Task) -> Iterator[Problem]:
     largest = max((decoded for decoded, _, _ in measured), default=255)
     if largest >= DARK:
         return
-    text = f"images are nearly black: the brightest pixel of {len(measured)} images is {largest} of 255"
+    text = (
+        f"images are nearly black: the brightest pixel of {len(measured)} images is"
+        f" {largest} of 255"
+    )
     stored, white = max((stored, white) for _, stored, white in measured)
     if white > 255:
         bits = max(stored, 1).bit_length()
         text += (
-            f"; their stored values end at {stored:,} of {white:,}, as those of {bits} bits do: "
-            f"multiply them by {white // (2**bits - 1)}, or save the images with 8 bits"
+            f"; their stored values end at {stored:,} of {white:,}, as those of {bits}"
+            f" bits do: multiply them by {white // (2**bits - 1)}, or save the images"
+            " with 8 bits"
         )
     yield Problem("warning", text)
 
@@ -322,7 +423,9 @@ def _name(task: Task, row: int) -> str:
 
 
 def headers_of(task: Task) -> tuple[list[tuple[str, int, int]], list[str]]:
-    """Headers of a sample of rows, and the reasons of the unreadable ones with their ids."""
+    """Headers of a sample of rows, and the reasons of the unreadable ones with their
+    ids.
+    """
     headers, bad, images = [], [], task.rows.images
     if (ready := images.vectors(np.arange(len(images)))) is not None:
         pairs = zip(task.rows.ids, ready[1], strict=True)
@@ -335,7 +438,9 @@ def headers_of(task: Task) -> tuple[list[tuple[str, int, int]], list[str]]:
     return headers, bad
 
 
-def _decode_within(task: Task, config: Config, seconds: float) -> tuple[np.ndarray, list[Problem]]:
+def _decode_within(
+    task: Task, config: Config, seconds: float
+) -> tuple[np.ndarray, list[Problem]]:
     """Decode the images as a run would, until the time is up.
 
     Returns:
@@ -365,7 +470,9 @@ def _decode_within(task: Task, config: Config, seconds: float) -> tuple[np.ndarr
 
 
 def _duplicates(task: Task) -> Iterator[str]:
-    """Exact copies (same bytes or pixels) in both splits, both labeled and unlabeled, or under two labels."""
+    """Exact copies (same bytes or pixels) in both splits, both labeled and
+    unlabeled, or under two labels.
+    """
     groups, complete = _copies(task)
     found: dict[str, list[list[int]]] = defaultdict(list)
     for group in groups:
@@ -379,17 +486,27 @@ def _duplicates(task: Task) -> Iterator[str]:
         if len(labels - {-1}) > 1:
             found["duplicates with different known labels"].append(group)
     for text, copies in found.items():
-        yield f"{text}: {len(copies)}, e.g. {' = '.join(_name(task, i) for i in copies[0][:3])}"
+        yield (
+            f"{text}: {len(copies)}, e.g."
+            f" {' = '.join(_name(task, i) for i in copies[0][:3])}"
+        )
     if not complete:
-        yield f"the search for duplicates stopped after {MAX_HASHED_BYTES >> 30} GiB of images"
+        yield (
+            f"the search for duplicates stopped after {MAX_HASHED_BYTES >> 30} GiB of"
+            " images"
+        )
 
 
 def _copies(task: Task) -> tuple[list[list[int]], bool]:
-    """Groups of rows with equal content, and whether all were compared. Only files of equal size are read."""
+    """Groups of rows with equal content, and whether all were compared. Only files
+    of equal size are read.
+    """
     images, rows = task.rows.images, np.arange(len(task.rows))
     if (vectors := images.vectors(rows)) is not None:
         values, reasons = vectors
-        return [group for group in equal_rows(values[:, 0]) if reasons[group[0]] is None], True
+        return [
+            group for group in equal_rows(values[:, 0]) if reasons[group[0]] is None
+        ], True
     if images.groups(rows) is None:  # else sizes are means
         sizes = images.sizes(rows)
         _, same, counts = np.unique(sizes, return_inverse=True, return_counts=True)

@@ -1,4 +1,6 @@
-"""CIFAR10 and CIFAR100 in torchvision's directory layout, unpickling nothing but lists and bytes."""
+"""CIFAR10 and CIFAR100 in torchvision's directory layout, unpickling nothing but
+lists and bytes.
+"""
 
 import os
 import pickle
@@ -35,27 +37,58 @@ class Layout(NamedTuple):
 
 
 CIFAR10 = Layout(
-    "cifar10", "cifar-10-batches-py", tuple(f"data_batch_{i}" for i in range(1, 6)), ("test_batch",),
-    "batches.meta", "labels", "label_names", 10,
-)  # fmt: skip
+    "cifar10",
+    "cifar-10-batches-py",
+    tuple(f"data_batch_{i}" for i in range(1, 6)),
+    ("test_batch",),
+    "batches.meta",
+    "labels",
+    "label_names",
+    10,
+)
 CIFAR100 = Layout(
-    "cifar100", "cifar-100-python", ("train",), ("test",), "meta", "fine_labels", "fine_label_names", 100
+    "cifar100",
+    "cifar-100-python",
+    ("train",),
+    ("test",),
+    "meta",
+    "fine_labels",
+    "fine_label_names",
+    100,
 )
 
 
 def read_cifar(layout: Layout, path: str, download: bool) -> Rows:
-    """Rows of CIFAR10 or CIFAR100 below ``path`` (or in it): uint8 (N,32,32,3), classes in order of id."""
+    """Rows of CIFAR10 or CIFAR100 below ``path`` (or in it): uint8 (N,32,32,3),
+    classes in order of id.
+    """
     root = _find(layout, path, download)
     meta = filesystem.join(root, layout.meta)
     names = [_text(name) for name in _field(_load(meta), layout.names_key, list, meta)]
     if len(names) != layout.num_classes or len(set(names)) != len(names):
-        raise ConfigError(f"{meta}: expected {layout.num_classes} different class names")
-    batches = {file: _batch(layout, filesystem.join(root, file)) for file in (*layout.train, *layout.test)}
-    ids = Numbered([*batches], np.cumsum([0, *(len(labels) for _, labels in batches.values())]))
+        raise ConfigError(
+            f"{meta}: expected {layout.num_classes} different class names"
+        )
+    batches = {
+        file: _batch(layout, filesystem.join(root, file))
+        for file in (*layout.train, *layout.test)
+    }
+    ids = Numbered(
+        [*batches], np.cumsum([0, *(len(labels) for _, labels in batches.values())])
+    )
     images = InMemory(np.concatenate([pixels for pixels, _ in batches.values()]))
     codes = np.concatenate([labels for _, labels in batches.values()]).astype(np.int32)
-    is_train = np.repeat([file in layout.train for file in batches], np.diff(ids.starts))
-    return Rows(ids, images, Labels(names, codes), is_train, f"{layout.prefix}:{path}", tuple(names))
+    is_train = np.repeat(
+        [file in layout.train for file in batches], np.diff(ids.starts)
+    )
+    return Rows(
+        ids,
+        images,
+        Labels(names, codes),
+        is_train,
+        f"{layout.prefix}:{path}",
+        tuple(names),
+    )
 
 
 def _find(layout: Layout, path: str, download: bool) -> str:
@@ -66,12 +99,16 @@ def _find(layout: Layout, path: str, download: bool) -> str:
         _download(layout, path)
     if filesystem.kind(root) == "missing":
         fix = "unpack the archive, or allow the download with --data.download"
-        raise ConfigError(f"{layout.prefix}:{path}: no folder {layout.folder} there; {fix}")
+        raise ConfigError(
+            f"{layout.prefix}:{path}: no folder {layout.folder} there; {fix}"
+        )
     return root
 
 
 def _download(layout: Layout, path: str) -> None:
-    """Unpacked beside its place, which it takes when it is whole; another process may be there first."""
+    """Unpacked beside its place, which it takes when it is whole; another process
+    may be there first.
+    """
     from torchvision import datasets  # imported here: the only use, and slow
     from torchvision.datasets.utils import check_integrity, download_and_extract_archive
 
@@ -79,7 +116,8 @@ def _download(layout: Layout, path: str) -> None:
         raise ConfigError(f"{layout.prefix}:{path}: the download needs a local folder")
     source = datasets.CIFAR10 if layout is CIFAR10 else datasets.CIFAR100
     name, md5, root = source.filename, source.tgz_md5, os.path.join(path, layout.folder)
-    try:  # verifies the archive's checksum; torchvision's own class would also unpickle it
+    # verifies the archive's checksum; torchvision's own class would also unpickle it
+    try:
         os.makedirs(path, exist_ok=True)
         with TemporaryDirectory(prefix=".uno-", dir=path) as own:
             archive = path if check_integrity(os.path.join(path, name), md5) else own
@@ -90,7 +128,9 @@ def _download(layout: Layout, path: str) -> None:
                 if filesystem.kind(root) == "missing":
                     raise
     except (OSError, RuntimeError) as error:
-        raise ConfigError(f"cannot download {source.url} to {path}: {one_line(error)}") from None
+        raise ConfigError(
+            f"cannot download {source.url} to {path}: {one_line(error)}"
+        ) from None
 
 
 def _batch(layout: Layout, path: str) -> tuple[np.ndarray, list[int]]:
@@ -99,14 +139,26 @@ def _batch(layout: Layout, path: str) -> tuple[np.ndarray, list[int]]:
     pixels = _field(content, "data", _Array, path).pixels
     labels = _field(content, layout.label_key, list, path)
     if any(type(n) is not int or not 0 <= n < layout.num_classes for n in labels):
-        raise ConfigError(f"{path}: {layout.label_key} must be numbers from 0 to {layout.num_classes - 1}")
+        raise ConfigError(
+            f"{path}: {layout.label_key} must be numbers from 0 to"
+            f" {layout.num_classes - 1}"
+        )
     if pixels.shape != (len(labels), PIXELS):
-        raise ConfigError(f"{path}: data must be uint8 ({len(labels)}, {PIXELS}), not {pixels.shape}")
-    return np.ascontiguousarray(pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)), labels
+        raise ConfigError(
+            f"{path}: data must be uint8 ({len(labels)}, {PIXELS}), not {pixels.shape}"
+        )
+    return (
+        np.ascontiguousarray(pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)),
+        labels,
+    )
 
 
 def _field(content: Any, key: str, kind: type, path: str) -> Any:
-    value = content.get(key, content.get(key.encode())) if isinstance(content, dict) else None
+    value = (
+        content.get(key, content.get(key.encode()))
+        if isinstance(content, dict)
+        else None
+    )
     if not isinstance(value, kind):
         raise ConfigError(f"{path}: no field {key!r}, which CIFAR files have")
     return value
@@ -122,18 +174,22 @@ def _load(path: str) -> Any:
         for operation, argument, _ in pickletools.genops(data):
             place = int(argument or 0) if operation.name.endswith("PUT") else 0
             if place > MAX_MEMO:  # room would be made for all before it
-                raise ConfigError(f"refused: the pickle requests {place:,} memo entries")
+                raise ConfigError(
+                    f"refused: the pickle requests {place:,} memo entries"
+                )
         return _Unpickler(BytesIO(data), encoding="latin1").load()
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    except Exception as error:  # a broken pickle may raise anything; it constructs nothing but stand-ins
+    # a broken pickle may raise anything; it constructs nothing but stand-ins
+    except Exception as error:
         what = f"{type(error).__name__}: {one_line(error)}"
         raise ConfigError(f"{path} is not an intact CIFAR file ({what})") from None
 
 
 class _Array:
-    """Stands in for a numpy array of bytes. Numpy's own unpickling, with nothing but its arrays and types
-    allowed, ended in a segmentation fault within 15,000 damaged files.
+    """Stands in for a numpy array of bytes. Numpy's own unpickling, with nothing but
+    its arrays and types allowed, ended in a segmentation fault within 15,000 damaged
+    files.
     """
 
     pixels = np.empty(0, np.uint8)
@@ -147,7 +203,9 @@ class _Array:
         if code not in ("u1", "uint8", "|u1", "B"):
             raise ConfigError(f"data must be uint8, not {code}")
         raw = content.encode("latin1") if isinstance(content, str) else content
-        self.pixels = np.frombuffer(raw, np.uint8).reshape(shape, order="F" if fortran else "C")
+        self.pixels = np.frombuffer(raw, np.uint8).reshape(
+            shape, order="F" if fortran else "C"
+        )
 
 
 class _Type:
@@ -176,8 +234,14 @@ _STAND_INS: dict[tuple[str, str], Callable[..., Any]] = {
     ("numpy", "dtype"): _Type,
     ("numpy", "ndarray"): _Array,  # only ever named, as an argument of _reconstruct
     ("_codecs", "encode"): _encode,
-    **{(f"{m}.multiarray", "_reconstruct"): _Array for m in ("numpy.core", "numpy._core")},
-    **{(f"{m}.numeric", "_frombuffer"): _frombuffer for m in ("numpy.core", "numpy._core")},
+    **{
+        (f"{m}.multiarray", "_reconstruct"): _Array
+        for m in ("numpy.core", "numpy._core")
+    },
+    **{
+        (f"{m}.numeric", "_frombuffer"): _frombuffer
+        for m in ("numpy.core", "numpy._core")
+    },
 }
 
 
@@ -185,6 +249,7 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _STAND_INS:
             raise ConfigError(
-                f"refused: the pickle imports {one_line(f'{module}.{name}')}; CIFAR files do not"
+                f"refused: the pickle imports {one_line(f'{module}.{name}')}; CIFAR"
+                " files do not"
             )
         return _STAND_INS[module, name]

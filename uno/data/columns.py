@@ -1,5 +1,6 @@
-"""What sources say of N rows in words, in a few bytes a row: ids as text in one piece of memory, or made when
-they are wanted; classes as numbers. As a sequence each is what it says of every row.
+"""What sources say of N rows in words, in a few bytes a row: ids as text in one piece
+of memory, or made when they are wanted; classes as numbers. As a sequence each is what
+it says of every row.
 """
 
 from __future__ import annotations
@@ -79,12 +80,16 @@ class Text(Column[str]):
     def json(self, rows: np.ndarray) -> Any:
         """Text without special characters stays as it is, between quotes."""
         values = self.array.take(pa.array(rows))
-        if not pa.compute.all(pa.compute.match_substring_regex(values, PLAIN), min_count=0).as_py():
+        if not pa.compute.all(
+            pa.compute.match_substring_regex(values, PLAIN), min_count=0
+        ).as_py():
             return super().json(rows)
         return joined("", '"', values, '"')
 
     def repeated(self) -> str | None:
-        """The first that an earlier row has, too. Memory: 8 bytes a row, and their text once more."""
+        """The first that an earlier row has, too. Memory: 8 bytes a row, and their
+        text once more.
+        """
         order = pa.compute.array_sort_indices(self.array)
         values = self.array.take(order)
         same = pa.compute.equal(values[1:], values[:-1]).to_numpy(zero_copy_only=False)
@@ -101,13 +106,17 @@ class Text(Column[str]):
     def find(self, names: Iterable[str]) -> dict[str, int]:
         """Those of ``names`` that a row has, and the row."""
         wanted = pa.array(names, pa.large_string())
-        rows = np.flatnonzero(pa.compute.is_in(self.array, wanted).to_numpy(zero_copy_only=False))
+        rows = np.flatnonzero(
+            pa.compute.is_in(self.array, wanted).to_numpy(zero_copy_only=False)
+        )
         return dict(zip(self.take(rows), rows.tolist(), strict=True))
 
 
 @dataclass(frozen=True, eq=False)
 class Numbered(Column[str]):
-    """``FILE#NUMBER``: the rows of ``files``, those of file f from row ``starts[f]`` on; int64 (F + 1,)."""
+    """``FILE#NUMBER``: the rows of ``files``, those of file f from row ``starts[f]``
+    on; int64 (F + 1,).
+    """
 
     files: Sequence[str]
     starts: np.ndarray
@@ -121,7 +130,12 @@ class Numbered(Column[str]):
 
     def json(self, rows: np.ndarray) -> Any:
         """Each file's name is escaped once."""
-        return joined("", '"', self._joined([json.dumps(file)[1:-1] for file in self.files], rows), '"')
+        return joined(
+            "",
+            '"',
+            self._joined([json.dumps(file)[1:-1] for file in self.files], rows),
+            '"',
+        )
 
     def pick(self, rows: np.ndarray) -> Text:
         """Those of ``rows`` (n,)."""
@@ -133,7 +147,11 @@ class Numbered(Column[str]):
         for name in names:
             file, _, number = name.rpartition("#")
             at = place.get(file, -1)
-            if at >= 0 and number.isdigit() and int(number) < self.starts[at + 1] - self.starts[at]:
+            if (
+                at >= 0
+                and number.isdigit()
+                and int(number) < self.starts[at + 1] - self.starts[at]
+            ):
                 found[name] = int(self.starts[at]) + int(number)
         return found
 
@@ -144,8 +162,16 @@ class Numbered(Column[str]):
 
     def repeated(self) -> str | None:
         """One that two rows have, None where all differ, as those of one file do."""
-        full = [file for file, num in zip(self.files, np.diff(self.starts), strict=True) if num]
-        return None if len(set(full)) == len(full) else self.pick(np.arange(len(self))).repeated()
+        full = [
+            file
+            for file, num in zip(self.files, np.diff(self.starts), strict=True)
+            if num
+        ]
+        return (
+            None
+            if len(set(full)) == len(full)
+            else self.pick(np.arange(len(self))).repeated()
+        )
 
 
 Ids = Text | Numbered
@@ -154,7 +180,9 @@ Ids = Text | Numbered
 
 @dataclass(frozen=True, eq=False)
 class Labels(Column[str | None]):
-    """Class of each row: its place among ``classes`` (some may have no row), -1: none, int32 (N,)."""
+    """Class of each row: its place among ``classes`` (some may have no row), -1:
+    none, int32 (N,).
+    """
 
     classes: Sequence[str]
     codes: np.ndarray
@@ -163,7 +191,9 @@ class Labels(Column[str | None]):
     def of(cls, names: Iterable[str | None]) -> Labels:
         """Classes in order of their first rows."""
         index: dict[str, int] = {}
-        codes = (-1 if name is None else index.setdefault(name, len(index)) for name in names)
+        codes = (
+            -1 if name is None else index.setdefault(name, len(index)) for name in names
+        )
         found = np.fromiter(codes, np.int32)
         return cls(tuple(index), found)
 
@@ -177,7 +207,10 @@ class Labels(Column[str | None]):
 
     def take(self, rows: np.ndarray) -> list[str | None]:
         """The values of ``rows`` (n,)."""
-        return [None if code < 0 else self.classes[code] for code in self.codes[rows].tolist()]
+        return [
+            None if code < 0 else self.classes[code]
+            for code in self.codes[rows].tolist()
+        ]
 
     def json(self, rows: np.ndarray) -> Any:
         """Each class is escaped once."""
@@ -196,12 +229,18 @@ class Labels(Column[str | None]):
     @property
     def present(self) -> set[str]:
         """The classes that have rows."""
-        return {self.classes[code] for code in np.unique(self.codes).tolist() if code >= 0}
+        return {
+            self.classes[code] for code in np.unique(self.codes).tolist() if code >= 0
+        }
 
     def places(self, classes: Sequence[str]) -> np.ndarray:
-        """int64 (N,): place of each label among other ``classes``, -1 where it is none of them."""
+        """int64 (N,): place of each label among other ``classes``, -1 where it is
+        none of them.
+        """
         place = {name: i for i, name in enumerate(classes)}
-        return np.array([*(place.get(name, -1) for name in self.classes), -1], np.int64)[self.codes]
+        return np.array(
+            [*(place.get(name, -1) for name in self.classes), -1], np.int64
+        )[self.codes]
 
     def renamed(self, names: Iterable[str]) -> Labels:
         """With other ``names`` for the classes; those of one name become one class."""
@@ -211,13 +250,22 @@ class Labels(Column[str | None]):
     def or_else(self, other: Labels) -> Labels:
         """These, where there are none ``other``'s."""
         theirs = np.where(other.given, other.codes + len(self.classes), -1)
-        return Labels((*self.classes, *other.classes), np.where(self.given, self.codes, theirs))
+        return Labels(
+            (*self.classes, *other.classes), np.where(self.given, self.codes, theirs)
+        )
 
 
 def joined(separator: str, *parts: Any) -> Any:
-    """Arrow arrays of large strings, or text that is the same for all rows, one after the other."""
-    texts = [pa.scalar(part, pa.large_string()) if isinstance(part, str) else part for part in parts]
-    return pa.compute.binary_join_element_wise(*texts, pa.scalar(separator, pa.large_string()))
+    """Arrow arrays of large strings, or text that is the same for all rows, one
+    after the other.
+    """
+    texts = [
+        pa.scalar(part, pa.large_string()) if isinstance(part, str) else part
+        for part in parts
+    ]
+    return pa.compute.binary_join_element_wise(
+        *texts, pa.scalar(separator, pa.large_string())
+    )
 
 
 def decimal(numbers: np.ndarray) -> Any:

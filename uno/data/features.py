@@ -1,14 +1,16 @@
-"""Features of a frozen encoder, computed once: of every image the evaluation view, of training rows V random
-views besides. They take the place of images: float32 (N, 1 + V, D), the evaluation view first.
+"""Features of a frozen encoder, computed once: of every image the evaluation view, of
+training rows V random views besides. They take the place of images: float32 (N, 1 + V,
+D), the evaluation view first.
 
-A cache serves every run with the same encoder, weights and data, whatever its seed. It is a folder with a
-file for ``SHARD_ROWS`` rows, which proves its content and place: one that does not verify is computed again.
-More random views, or those of another kind or of other training rows, are in further files: a cache grows.
-A row's features depend on nothing but its shard, a view's not on how many there are, and on a CPU every batch
-is computed by one thread, and all have one size, so any number of threads, processes and workers gives the
-same bits. What computes them (:mod:`uno.runtime`) and that size are stored beside them: a job that was killed
-continues with both.
-At every start rows that have changed are looked for (:mod:`uno.data.snapshot`), and some encoded again.
+A cache serves every run with the same encoder, weights and data, whatever its seed. It
+is a folder with a file for ``SHARD_ROWS`` rows, which proves its content and place: one
+that does not verify is computed again. More random views, or those of another kind or
+of other training rows, are in further files: a cache grows. A row's features depend on
+nothing but its shard, a view's not on how many there are, and on a CPU every batch is
+computed by one thread, and all have one size, so any number of threads, processes and
+workers gives the same bits. What computes them (:mod:`uno.runtime`) and that size are
+stored beside them: a job that was killed continues with both. At every start rows that
+have changed are looked for (:mod:`uno.data.snapshot`), and some encoded again.
 """
 
 import hashlib
@@ -46,30 +48,43 @@ SEED = 0  # of the views: not the run's, so that runs of all seeds share them
 SHARD_ROWS = 128
 ROWS_AT_ONCE = 16  # whose pixels are in memory
 VIEWS_AT_ONCE = 6  # whose random numbers are drawn together
-CPU_IMAGES, CUDA_IMAGES = 8, 256  # of a pass through the encoder; on CPUs 8 are 1.7 times as fast as 32
+# of a pass through the encoder; on CPUs 8 are 1.7 times as fast as 32
+CPU_IMAGES, CUDA_IMAGES = 8, 256
 PLAN_FILE = "runtime.json"
-PROBED_ROWS, PROBE_S = 8, 1.0  # that are encoded again: at least one, and no more after that time
-CONSTANT, HUGE = 1e-5, 1e6  # mean distance from the mean over the mean norm, and that norm
+# that are encoded again: at least one, and no more after that time
+PROBED_ROWS, PROBE_S = 8, 1.0
+# mean distance from the mean over the mean norm, and that norm
+CONSTANT, HUGE = 1e-5, 1e6
 ODD = {
-    "zero": "the features of all images are zero", "constant": "the features of all images are the same",
+    "zero": "the features of all images are zero",
+    "constant": "the features of all images are the same",
     "huge": f"the features are larger than {HUGE:.0e}",
-}  # fmt: skip
-OF_SPREAD = 0.02  # of the distance of features from their mean, beyond which features of a row differ
+}
+# of the distance of features from their mean, beyond which features of a row differ
+OF_SPREAD = 0.02
 NOISE = 2e-3  # of their norm: other devices, batches and threads
 OF_BF16 = 3.0  # times the difference that bfloat16 makes
 
 log = logging.getLogger(__name__)
 
 Shard = tuple[Tensor, list[str | None]]
-"""Features (n, 1 + V, D) of a shard's rows, or the last ones of these, and why a row has none."""
+"""Features (n, 1 + V, D) of a shard's rows, or the last ones of these, and why a row
+has none.
+"""
 Missing = Mapping[int, int]
-"""Numbers of shards -> how many of their 1 + V views are there; the others are to be computed."""
+"""Numbers of shards -> how many of their 1 + V views are there; the others are to be
+computed.
+"""
 Zeros = Callable[[tuple[int, ...]], Tensor]
-"""Where features of that shape are to be: in memory by default, or in a file that is mapped."""
+"""Where features of that shape are to be: in memory by default, or in a file that is
+mapped.
+"""
 
 
 class FeatureJob(NamedTuple):
-    """The features of the rows of a task: what to compute, and under which name to keep it."""
+    """The features of the rows of a task: what to compute, and under which name to
+    keep it.
+    """
 
     config: Config
     task: Task
@@ -94,7 +109,8 @@ class FeatureJob(NamedTuple):
 
     def evaluation_view(self) -> "FeatureJob":
         """The job of the evaluation view alone, in the same cache."""
-        alone = {"augment.num_cached_views": 0, "discover.epochs": 0}  # discovery would need others
+        # discovery would need others
+        alone = {"augment.num_cached_views": 0, "discover.epochs": 0}
         return self._replace(config=override(self.config, alone), views="")
 
     def rows(self, number: int) -> np.ndarray:
@@ -107,19 +123,29 @@ class FeatureJob(NamedTuple):
         return shard_name(self.key, Piece(number, self.views, have, self.num_views))
 
     def load(self, number: int) -> tuple[list[Image], np.ndarray]:
-        """The images of a shard as they are stored, and bool (n,): which are training rows."""
+        """The images of a shard as they are stored, and bool (n,): which are
+        training rows.
+        """
         rows = self.rows(number)
         return self.task.rows.images.read_images(rows), self.task.is_train[rows]
 
 
 def feature_job(config: Config, task: Task, encoder: nn.Module) -> FeatureJob:
-    """What the features of ``task`` under ``encoder`` depend on, hashed into a key, and what the random views
-    do besides; 0.1 s for 20 MB of it.
+    """What the features of ``task`` under ``encoder`` depend on, hashed into a key, and
+    what the random views do besides; 0.1 s for 20 MB of it.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(encoder.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        digest.update(
+            tensor.detach()
+            .cpu()
+            .contiguous()
+            .flatten()
+            .view(torch.uint8)
+            .numpy()
+            .tobytes()
+        )
     facts = settings(config) | {
         "views": config.augment.large.size,  # all that the evaluation view depends on
         "version": VERSION,
@@ -130,7 +156,12 @@ def feature_job(config: Config, task: Task, encoder: nn.Module) -> FeatureJob:
     views = ""
     if config.augment.num_cached_views:
         kind = settings(config)["views"]
-        views = _hash({"kind": kind, "training": hashlib.sha256(task.is_train.tobytes()).hexdigest()})[:16]
+        views = _hash(
+            {
+                "kind": kind,
+                "training": hashlib.sha256(task.is_train.tobytes()).hexdigest(),
+            }
+        )[:16]
     return FeatureJob(config, task, encoder, _hash(facts)[:32], views)
 
 
@@ -139,7 +170,9 @@ def _hash(facts: Mapping[str, Any]) -> str:
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """What features depend on besides the weights of the encoder, the data and the number of views."""
+    """What features depend on besides the weights of the encoder, the data and the
+    number of views.
+    """
     data, views = config.data, _views(config).model_dump(mode="json")
     del views["num_cached_views"], views["large"]["num_views"]
     return {
@@ -147,23 +180,29 @@ def settings(config: Config) -> dict[str, Any]:
         "views": views,
         "bf16": config.compute.precision == "bf16",
         "transform": [data.stored_size, data.mean, data.std, data.interpolation],
-    }  # fmt: skip
+    }
 
 
 def _views(config: Config) -> AugmentConfig:
     """The cached views: those of the run's large kind."""
-    large = config.augment.large.model_copy(update={"num_views": config.augment.num_cached_views})
+    large = config.augment.large.model_copy(
+        update={"num_views": config.augment.num_cached_views}
+    )
     small = config.augment.small.model_copy(update={"num_views": 0})
     return config.augment.model_copy(update={"large": large, "small": small})
 
 
 def compute_shard(
-    config: Config, encoder: nn.Module, number: int, images: Sequence[Image], in_training: np.ndarray,
+    config: Config,
+    encoder: nn.Module,
+    number: int,
+    images: Sequence[Image],
+    in_training: np.ndarray,
     have: int = 0,
-) -> Shard:  # fmt: skip
-    """Shard ``number`` of a job: features of its n ``images``, all but the first ``have``, random views only
-    of those ``in_training`` (n,). ``encoder`` in eval mode, on any device. ConfigError: it returns non-finite
-    numbers.
+) -> Shard:
+    """Shard ``number`` of a job: features of its n ``images``, all but the first
+    ``have``, random views only of those ``in_training`` (n,). ``encoder`` in eval mode,
+    on any device. ConfigError: it returns non-finite numbers.
     """
     found, reasons = list[Tensor](), list[str | None]()
     for start in range(0, len(images), ROWS_AT_ONCE):
@@ -190,17 +229,24 @@ def oddity(features: Tensor) -> str:
 
 def not_finite(config: Config) -> ConfigError:
     """What is said of such features."""
-    return ConfigError(f"model.encoder {config.model.encoder} returns non-finite numbers")
+    return ConfigError(
+        f"model.encoder {config.model.encoder} returns non-finite numbers"
+    )
 
 
 def decode_rows(
     config: Config, first: int, images: Sequence[Image], in_training: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, list[str | None]]:
-    """What the encoder sees of rows from ``first`` on, all of one shard, n <= ROWS_AT_ONCE: uint8 (n,
-    :func:`row_bytes`), the square and the crops of random views; which rows have these, bool (n,); and why a
-    row has no features.
+    """What the encoder sees of rows from ``first`` on, all of one shard, n <=
+    ROWS_AT_ONCE: uint8 (n,
+    :func:`row_bytes`), the square and the crops of random views; which rows have these,
+    bool (n,); and why a row has no features.
     """
-    data, cropper, (number, start) = config.data, _cropper(config), divmod(first, SHARD_ROWS)
+    data, cropper, (number, start) = (
+        config.data,
+        _cropper(config),
+        divmod(first, SHARD_ROWS),
+    )
     squares, why = decode_many(images, data.stored_size, 1, data.interpolation)
     pixels = np.zeros((len(images), row_bytes(config)), np.uint8)
     viewed = in_training & ok_mask(why) & (config.augment.num_cached_views > 0)
@@ -208,33 +254,62 @@ def decode_rows(
     if viewed.any():
         chosen = np.flatnonzero(viewed)
         some, steps = [images[i] for i in chosen.tolist()], np.full(len(chosen), number)
-        pixels[chosen, _square_bytes(config) :], failed = cropper.crop(steps, start + chosen, some)
-        for i, reason in zip(chosen.tolist(), failed, strict=True):  # read a second time
+        pixels[chosen, _square_bytes(config) :], failed = cropper.crop(
+            steps, start + chosen, some
+        )
+        # read a second time
+        for i, reason in zip(chosen.tolist(), failed, strict=True):
             why[i] = reason
     return pixels, viewed, why
 
 
 @torch.inference_mode()
 def encode_rows(
-    config: Config, encoder: nn.Module, first: int, pixels: Tensor, viewed: np.ndarray, ok: np.ndarray,
+    config: Config,
+    encoder: nn.Module,
+    first: int,
+    pixels: Tensor,
+    viewed: np.ndarray,
+    ok: np.ndarray,
     have: int = 0,
-) -> Tensor:  # fmt: skip
-    """Features (n, 1 + V, D) of the rows of :func:`decode_rows`, zeros of those that are not ``ok`` (n,), and
-    in the first ``have`` views.
+) -> Tensor:
+    """Features (n, 1 + V, D) of the rows of :func:`decode_rows`, zeros of those that
+    are not ``ok`` (n,), and in the first ``have`` views.
     """
     data, augment, cropper = config.data, _views(config), _cropper(config)
     device = next(encoder.parameters()).device
-    features = torch.zeros(len(pixels), 1 + augment.large.num_views, int(encoder.num_features))  # type: ignore[arg-type]
+    width = int(encoder.num_features)  # type: ignore[arg-type]
+    features = torch.zeros(len(pixels), 1 + augment.large.num_views, width)
     if not have:
-        features[:, 0] = _encode(config, encoder, _plain_views(config, pixels.to(device)))
+        features[:, 0] = _encode(
+            config, encoder, _plain_views(config, pixels.to(device))
+        )
     if viewed.any():
-        chosen, (number, start) = torch.from_numpy(np.flatnonzero(viewed)), divmod(first, SHARD_ROWS)
-        crops, generator = pixels[chosen, _square_bytes(config) :], augment_generator(SEED, FEATURES, number)
-        where = data.mean, data.std, start + chosen, SHARD_ROWS, data.stored_size, VIEWS_AT_ONCE
-        views = augment_crops(cropper.split(crops.to(device)), augment, generator, *where)[max(have, 1) - 1 :]
-        parts = views if device.type == "cpu" else [torch.cat(views)]  # a view's batches have no other's
+        chosen, (number, start) = (
+            torch.from_numpy(np.flatnonzero(viewed)),
+            divmod(first, SHARD_ROWS),
+        )
+        crops, generator = (
+            pixels[chosen, _square_bytes(config) :],
+            augment_generator(SEED, FEATURES, number),
+        )
+        where = (
+            data.mean,
+            data.std,
+            start + chosen,
+            SHARD_ROWS,
+            data.stored_size,
+            VIEWS_AT_ONCE,
+        )
+        views = augment_crops(
+            cropper.split(crops.to(device)), augment, generator, *where
+        )[max(have, 1) - 1 :]
+        # a view's batches have no other's
+        parts = views if device.type == "cpu" else [torch.cat(views)]
         encoded = torch.cat([_encode(config, encoder, part) for part in parts])
-        features[chosen, max(have, 1) :] = encoded.unflatten(0, (len(views), -1)).transpose(0, 1)
+        features[chosen, max(have, 1) :] = encoded.unflatten(
+            0, (len(views), -1)
+        ).transpose(0, 1)
     features[~torch.from_numpy(ok)] = 0
     return features
 
@@ -259,7 +334,10 @@ def _encode(config: Config, encoder: nn.Module, images: Tensor) -> Tensor:
     if isinstance(encoder, Runtime):
         return encoder(images)
     kind = images.device.type
-    size, bf16 = CPU_IMAGES if kind == "cpu" else CUDA_IMAGES, config.compute.precision == "bf16"
+    size, bf16 = (
+        CPU_IMAGES if kind == "cpu" else CUDA_IMAGES,
+        config.compute.precision == "bf16",
+    )
     with torch.autocast(kind, torch.bfloat16, enabled=bf16):
         parts = [
             encoder(part.contiguous(memory_format=torch.channels_last)).float().cpu()
@@ -269,17 +347,23 @@ def _encode(config: Config, encoder: nn.Module, images: Tensor) -> Tensor:
 
 
 def first_images(job: FeatureJob, number: int) -> Tensor:
-    """What the encoder sees of a shard's first rows (B, 3, S, S); unreadable ones are black."""
+    """What the encoder sees of a shard's first rows (B, 3, S, S); unreadable ones
+    are black.
+    """
     config, rows = job.config, job.rows(number)[:ROWS_AT_ONCE]
     none = np.zeros(len(rows), bool)
-    pixels, *_ = decode_rows(config, int(rows[0]), job.task.rows.images.read_images(rows), none)
+    pixels, *_ = decode_rows(
+        config, int(rows[0]), job.task.rows.images.read_images(rows), none
+    )
     return _plain_views(config, torch.from_numpy(pixels))
 
 
 def _plain_views(config: Config, pixels: Tensor) -> Tensor:
     """The evaluation view (n, 3, S, S) of the pixels of rows."""
     data = config.data
-    squares = pixels[:, : _square_bytes(config)].unflatten(1, (3, data.stored_size, data.stored_size))
+    squares = pixels[:, : _square_bytes(config)].unflatten(
+        1, (3, data.stored_size, data.stored_size)
+    )
     return eval_view(squares, side(config), data.mean, data.std)
 
 
@@ -291,11 +375,15 @@ def side(config: Config) -> int:
 def compute_local(
     job: FeatureJob, encoder: nn.Module, missing: Missing, threads: int
 ) -> Iterator[tuple[int, Shard]]:
-    """What is ``missing`` of shards, in order, each by one of ``threads`` threads of this process."""
+    """What is ``missing`` of shards, in order, each by one of ``threads`` threads of
+    this process.
+    """
 
     def compute(number: int) -> tuple[int, Shard]:
         torch.set_num_threads(1)  # of this thread
-        return number, compute_shard(job.config, encoder, number, *job.load(number), missing[number])
+        return number, compute_shard(
+            job.config, encoder, number, *job.load(number), missing[number]
+        )
 
     return prefetch_map(compute, missing, threads, threads)
 
@@ -303,17 +391,23 @@ def compute_local(
 def pack_shard(name: str, shard: Shard) -> bytes:
     """A shard as the content of the file ``name``."""
     features, reasons = shard
-    return seal(name, {"features": features.contiguous()}, {"reasons": json.dumps(reasons)})
+    return seal(
+        name, {"features": features.contiguous()}, {"reasons": json.dumps(reasons)}
+    )
 
 
 def unpack_shard(name: str, data: bytes) -> Shard:
-    """The shard of the file ``name``. ValueError or KeyError: it is damaged, or another one's."""
+    """The shard of the file ``name``. ValueError or KeyError: it is damaged, or
+    another one's.
+    """
     tensors, facts = unseal(name, data)
     return tensors["features"], json.loads(facts["reasons"])
 
 
 class Piece(NamedTuple):
-    """Views ``first`` to ``stop`` of a shard, 0 the evaluation view, in a file; ``views``: their kind."""
+    """Views ``first`` to ``stop`` of a shard, 0 the evaluation view, in a file;
+    ``views``: their kind.
+    """
 
     number: int
     views: str = ""
@@ -337,9 +431,11 @@ class FeatureCache:
         """Where they are."""
         return self._storage.below(self._folder)
 
-    def read(self, zeros: Zeros = torch.zeros) -> tuple[Tensor, list[str | None], dict[int, int]]:
-        """Features (N, 1 + V, D), why a row has none, and how many of its 1 + V views each shard has. A file
-        that does not verify is removed.
+    def read(
+        self, zeros: Zeros = torch.zeros
+    ) -> tuple[Tensor, list[str | None], dict[int, int]]:
+        """Features (N, 1 + V, D), why a row has none, and how many of its 1 + V views
+        each shard has. A file that does not verify is removed.
         """
         job, num_rows, stored = self._job, len(self._job.task.rows), self._stored()
         features = zeros((num_rows, job.num_views, job.num_features))
@@ -352,7 +448,11 @@ class FeatureCache:
                 name, stop = shard_name(job.key, piece), self._stop(piece)
                 try:
                     shard, why = unpack_shard(name, self._storage.read(name))
-                    if shard.shape != (len(rows), piece.stop - piece.first, job.num_features):
+                    if shard.shape != (
+                        len(rows),
+                        piece.stop - piece.first,
+                        job.num_features,
+                    ):
                         raise ValueError(f"its shape is {tuple(shard.shape)}")
                 except (StorageError, ValueError, KeyError) as error:
                     damaged.append(f"{name}: {error}")
@@ -360,24 +460,34 @@ class FeatureCache:
                         self._storage.delete(name)
                     continue
                 own = slice(rows[0], rows[-1] + 1)
-                features[own, done:stop] = shard[:, done - piece.first : stop - piece.first]
+                features[own, done:stop] = shard[
+                    :, done - piece.first : stop - piece.first
+                ]
                 reasons[own], done = _joined(reasons[own], why), stop
             have[number] = done
             if not done:  # what is left is of images that nobody compares
                 self._delete(pieces)
         if damaged:
             text = "recomputing %s in %s, the first is %s"
-            log.warning(text, plural(len(damaged), "damaged file"), self.path, damaged[0])
+            log.warning(
+                text, plural(len(damaged), "damaged file"), self.path, damaged[0]
+            )
         return features, reasons, have
 
     def _stop(self, piece: Piece) -> int:
         """Up to which view a piece has those of the job."""
-        return min(piece.stop, self._job.num_views if piece.views == self._job.views else 1)
+        return min(
+            piece.stop, self._job.num_views if piece.views == self._job.views else 1
+        )
 
     def _next(self, pieces: Iterable[Piece], done: int) -> Piece | None:
-        """The one with the most of the job's views after the first ``done``; of these the smallest."""
+        """The one with the most of the job's views after the first ``done``; of
+        these the smallest.
+        """
         useful = [piece for piece in pieces if piece.first <= done < self._stop(piece)]
-        return max(useful, key=lambda piece: (self._stop(piece), -piece.stop), default=None)
+        return max(
+            useful, key=lambda piece: (self._stop(piece), -piece.stop), default=None
+        )
 
     def plan(self) -> Plan | None:
         """How the features that are here were computed; None: there are none."""
@@ -385,13 +495,20 @@ class FeatureCache:
             return None
         try:
             found = parse_json(self._storage.read(f"{self._folder}/{PLAN_FILE}"))
-            return Plan(str(found["runtime"]), int(found["batch_size"]), bool(found.get("bf16")))
-        except (StorageError, ValueError, KeyError, TypeError):  # it is younger than the cache, or damaged
+            return Plan(
+                str(found["runtime"]), int(found["batch_size"]), bool(found.get("bf16"))
+            )
+        # it is younger than the cache, or damaged
+        except (StorageError, ValueError, KeyError, TypeError):
             return Plan(TORCH, CPU_IMAGES)
 
     def keep_plan(self, plan: Plan) -> None:
         """Say how features are computed from now on."""
-        write_shard(self._storage, f"{self._folder}/{PLAN_FILE}", json.dumps(plan._asdict()).encode())
+        write_shard(
+            self._storage,
+            f"{self._folder}/{PLAN_FILE}",
+            json.dumps(plan._asdict()).encode(),
+        )
 
     def num_missing(self) -> float:
         """Rows that have no file, those of which some views are missing in part."""
@@ -403,8 +520,12 @@ class FeatureCache:
             rows += len(job.rows(number)) * (1 - done / job.num_views)
         return rows
 
-    def keep(self, shards: Iterable[tuple[int, Shard]], missing: Missing) -> Iterator[tuple[int, Shard]]:
-        """``shards``, each once it is stored. StorageError: the directory cannot be written to."""
+    def keep(
+        self, shards: Iterable[tuple[int, Shard]], missing: Missing
+    ) -> Iterator[tuple[int, Shard]]:
+        """``shards``, each once it is stored. StorageError: the directory cannot be
+        written to.
+        """
         for number, shard in shards:
             name = self._job.name(number, missing[number])
             write_shard(self._storage, name, pack_shard(name, shard))
@@ -426,22 +547,40 @@ class FeatureCache:
             names = self._storage.list(self._folder)
         found = defaultdict[int, list[Piece]](list)
         for name in names:
-            if match := re.fullmatch(r"([0-9]{6,})(?:-([0-9a-f]{16})-([0-9]+)-([0-9]+))?\.safetensors", name):
+            if match := re.fullmatch(
+                r"([0-9]{6,})(?:-([0-9a-f]{16})-([0-9]+)-([0-9]+))?\.safetensors", name
+            ):
                 number, views, first, stop = match.groups()
-                piece = Piece(int(number), views, int(first), int(stop)) if views else Piece(int(number))
+                piece = (
+                    Piece(int(number), views, int(first), int(stop))
+                    if views
+                    else Piece(int(number))
+                )
                 found[piece.number].append(piece)
         return found
 
     def write_facts(self, weights: str) -> None:
-        """``facts.json``, for people who look at the directory, and the snapshot of the rows."""
+        """``facts.json``, for people who look at the directory, and the snapshot of
+        the rows.
+        """
         config, task = self._job.config, self._job.task
         facts = {
-            "source": task.rows.source, "rows": len(task.rows), "encoder": config.model.encoder,
-            "weights": weights, "num_cached_views": config.augment.num_cached_views,
+            "source": task.rows.source,
+            "rows": len(task.rows),
+            "encoder": config.model.encoder,
+            "weights": weights,
+            "num_cached_views": config.augment.num_cached_views,
             "num_features": self._job.num_features,
-            "note": "features of a frozen encoder; can be deleted at any time and are then recomputed",
-        }  # fmt: skip
-        write_shard(self._storage, f"{self._folder}/facts.json", json.dumps(facts, indent=1).encode())
+            "note": (
+                "features of a frozen encoder; can be deleted at any time and are then"
+                " recomputed"
+            ),
+        }
+        write_shard(
+            self._storage,
+            f"{self._folder}/facts.json",
+            json.dumps(facts, indent=1).encode(),
+        )
         with _naming_the_option():
             snapshot.write(*self.snapshot, task.rows)
 
@@ -458,10 +597,12 @@ def write_shard(storage: Storage, name: str, data: bytes) -> None:
 def shard_name(key: str, piece: Piece) -> str:
     """Name of a file in a cache directory."""
     number, views, first, stop = piece
-    return f"features/{key}/{number:06}{f'-{views}-{first}-{stop}' if views else ''}.safetensors"
+    return f"features/{key}/{number:06}{f'-{views}-{first}-{stop}' if views else ''}.safetensors"  # noqa: E501
 
 
-def _joined(reasons: Sequence[str | None], more: Sequence[str | None]) -> list[str | None]:
+def _joined(
+    reasons: Sequence[str | None], more: Sequence[str | None]
+) -> list[str | None]:
     return [one or other for one, other in zip(reasons, more, strict=True)]
 
 
@@ -470,19 +611,27 @@ def _naming_the_option() -> Iterator[None]:
     try:
         yield
     except StorageError as error:
-        raise StorageError(f"{error}; --compute.cache DIRECTORY stores features elsewhere") from None
+        raise StorageError(
+            f"{error}; --compute.cache DIRECTORY stores features elsewhere"
+        ) from None
 
 
 def cached_features(
-    cache: FeatureCache, job: FeatureJob, weights: str,
+    cache: FeatureCache,
+    job: FeatureJob,
+    weights: str,
     compute: Callable[[Missing], Iterable[tuple[int, Shard]]],
-    on_progress: Callable[[int, int], None] = lambda done, total: None, zeros: Zeros = torch.zeros,
-) -> tuple[Tensor, list[str | None]]:  # fmt: skip
-    """Features (N, 1 + V, D) of a job and why a row has none: what the cache lacks is computed and kept by
-    ``compute``, file by file, so that a killed job resumes. StorageError: the cache cannot be written.
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    zeros: Zeros = torch.zeros,
+) -> tuple[Tensor, list[str | None]]:
+    """Features (N, 1 + V, D) of a job and why a row has none: what the cache lacks is
+    computed and kept by ``compute``, file by file, so that a killed job resumes.
+    StorageError: the cache cannot be written.
     """
     features, reasons, have = cache.read(zeros)
-    again = _stale(cache, job, features, reasons, {number for number in have if have[number]})
+    again = _stale(
+        cache, job, features, reasons, {number for number in have if have[number]}
+    )
     if again := again | _readable_again(job, reasons):
         cache.discard(again)
         have |= dict.fromkeys(again, 0)
@@ -490,7 +639,10 @@ def cached_features(
     if not missing:
         return features, reasons
     cache.write_facts(weights)  # before any work: is the directory writable?
-    total, done = len(job.task.rows), len(job.task.rows) - sum(len(job.rows(i)) for i in missing)
+    total, done = (
+        len(job.task.rows),
+        len(job.task.rows) - sum(len(job.rows(i)) for i in missing),
+    )
     on_progress(done, total)
     for number, (shard, why) in compute(missing):
         rows = job.rows(number)
@@ -503,40 +655,75 @@ def cached_features(
 
 
 def _stale(
-    cache: FeatureCache, job: FeatureJob, features: Tensor, reasons: Sequence[str | None],
+    cache: FeatureCache,
+    job: FeatureJob,
+    features: Tensor,
+    reasons: Sequence[str | None],
     stored: set[int],
-) -> set[int]:  # fmt: skip
-    """The ``stored`` shards whose features are not those of the job any more; a line says why."""
+) -> set[int]:
+    """The ``stored`` shards whose features are not those of the job any more; a line
+    says why.
+    """
     rows = job.task.rows
     if not stored:
         return set()
-    then, stale, why = snapshot.read(*cache.snapshot, rows), stored, "there is no snapshot of their images"
+    then, stale, why = (
+        snapshot.read(*cache.snapshot, rows),
+        stored,
+        "there is no snapshot of their images",
+    )
     if then is not None:
         found = snapshot.compare(rows, then)
-        stale = set() if found.believed else stored & {*(found.suspects // SHARD_ROWS).tolist()}
+        stale = (
+            set()
+            if found.believed
+            else stored & {*(found.suspects // SHARD_ROWS).tolist()}
+        )
         why = f"{plural(len(found.suspects), 'image')} written to since"
         if not stale and (row := _probe(job, features, reasons, stored)) is not None:
-            stale, why = stored, f"{job.config.model.encoder} now gives others, of {rows.ids[row]} for one"
+            stale, why = (
+                stored,
+                (
+                    f"{job.config.model.encoder} now gives others, of {rows.ids[row]}"
+                    " for one"
+                ),
+            )
     if stale:
         num = sum(len(job.rows(number)) for number in stale)
-        log.warning("features of %s images in %s are computed again: %s", f"{num:,}", cache.path, why)
+        log.warning(
+            "features of %s images in %s are computed again: %s",
+            f"{num:,}",
+            cache.path,
+            why,
+        )
     return stale
 
 
-def _probe(job: FeatureJob, features: Tensor, reasons: Sequence[str | None], stored: set[int]) -> int | None:
-    """A row of the ``stored`` shards whose evaluation view, encoded again, has other features, if any."""
+def _probe(
+    job: FeatureJob, features: Tensor, reasons: Sequence[str | None], stored: set[int]
+) -> int | None:
+    """A row of the ``stored`` shards whose evaluation view, encoded again, has other
+    features, if any.
+    """
     known = np.flatnonzero(ok_mask(reasons))
     known = known[np.isin(known // SHARD_ROWS, [*stored])]
     known = known[evenly_spaced(PROBED_ROWS, len(known))]
     plain, start = features[torch.from_numpy(known), 0], time.monotonic()
-    spread = float((plain - plain.mean(dim=0)).norm(dim=1).mean()) if len(known) else 0.0
+    spread = (
+        float((plain - plain.mean(dim=0)).norm(dim=1).mean()) if len(known) else 0.0
+    )
     for row, then in zip(known.tolist(), plain, strict=True):
-        images, viewed = job.task.rows.images.read_images(np.array([row])), np.zeros(1, bool)
+        images, viewed = (
+            job.task.rows.images.read_images(np.array([row])),
+            np.zeros(1, bool),
+        )
         pixels, _, why = decode_rows(job.config, row, images, viewed)
         seen = job.encoder, row, torch.from_numpy(pixels), viewed, ok_mask(why)
         now, noise = encode_rows(job.config, *seen)[0, 0], NOISE * float(then.norm())
         if job.config.compute.precision == "bf16":
-            exact = encode_rows(override(job.config, {"compute.precision": "fp32"}), *seen)[0, 0]
+            exact = encode_rows(
+                override(job.config, {"compute.precision": "fp32"}), *seen
+            )[0, 0]
             noise += OF_BF16 * float((now - exact).norm())
         if not float((now - then).norm()) <= max(OF_SPREAD * spread, noise):
             return row
@@ -546,14 +733,20 @@ def _probe(job: FeatureJob, features: Tensor, reasons: Sequence[str | None], sto
 
 
 def _readable_again(job: FeatureJob, reasons: Sequence[str | None]) -> set[int]:
-    """Shards with a row that could not be read when they were computed, and now can: a share was away."""
+    """Shards with a row that could not be read when they were computed, and now can:
+    a share was away.
+    """
     data, bad = job.config.data, np.flatnonzero(~ok_mask(reasons))
     if not len(bad):
         return set()
-    _, now = decode_many(job.task.rows.images.take(bad), data.stored_size, None, data.interpolation)
+    _, now = decode_many(
+        job.task.rows.images.take(bad), data.stored_size, None, data.interpolation
+    )
     return set((bad[ok_mask(now)] // SHARD_ROWS).tolist())
 
 
 def cache_directory(config: Config) -> str:
-    """Where features are kept: ``compute.cache``, $UNO_CACHE, or uno in the user's cache directory."""
+    """Where features are kept: ``compute.cache``, $UNO_CACHE, or uno in the user's
+    cache directory.
+    """
     return normalize_path(config.compute.cache or user_cache())

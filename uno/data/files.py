@@ -1,5 +1,6 @@
-"""Files by local path or by any URI that pyarrow knows (s3://, gs://, file://): sources to read, run
-directories to write. A local name need not be UTF-8: a ``str`` carries its bytes, and pyarrow gets bytes.
+"""Files by local path or by any URI that pyarrow knows (s3://, gs://, file://): sources
+to read, run directories to write. A local name need not be UTF-8: a ``str`` carries its
+bytes, and pyarrow gets bytes.
 """
 
 import json
@@ -29,13 +30,16 @@ TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}")  # what a file is called until it i
 
 FLAT = ("s3", "gcs", "abfs")  # object stores have no directories to create
 LISTERS = 16  # threads that list directories, and directories that are listed ahead
-PREFIX_LEVELS = 2  # of an object store that are listed one by one; below them a request lists all
+# of an object store that are listed one by one; below them a request lists all
+PREFIX_LEVELS = 2
 HIDDEN = re.compile(r"(^|/)(\.|__MACOSX(/|$))")  # what file managers leave behind
 TRANSIENT = re.compile(
-    r"AWS Error (SLOW_DOWN|THROTTLING|SERVICE_UNAVAILABLE|INTERNAL_FAILURE|REQUEST_TIMEOUT)"
+    r"AWS Error"
+    r" (SLOW_DOWN|THROTTLING|SERVICE_UNAVAILABLE|INTERNAL_FAILURE|REQUEST_TIMEOUT)"
     r"|AWS Error NETWORK_CONNECTION|HTTP status (429|5\d\d)|ServerBusy"
     r"|Status\((UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|INTERNAL)"
-    r"|connection (timed out|reset|refused|aborted)|stale file handle|transport endpoint|remote I/O error",
+    r"|connection (timed out|reset|refused|aborted)|stale file handle|transport"
+    r" endpoint|remote I/O error",
     re.IGNORECASE,
 )
 """Of S3, Google's and Azure's stores as pyarrow words it, and of network disks."""
@@ -47,9 +51,9 @@ log = logging.getLogger(__name__)
 
 
 class FileEntry(NamedTuple):
-    """A file below a root: relative path with '/', full path or URI, size in bytes, :func:`stat_of` time.
-    While a directory is listed also a folder in it: its relative path ends in '/', by which its files come
-    in order, and ``real`` is its real path.
+    """A file below a root: relative path with '/', full path or URI, size in bytes,
+    :func:`stat_of` time. While a directory is listed also a folder in it: its relative
+    path ends in '/', by which its files come in order, and ``real`` is its real path.
     """
 
     relative: str
@@ -60,12 +64,16 @@ class FileEntry(NamedTuple):
 
 
 def is_transient(error: object) -> bool:
-    """Whether storage that says so may answer a moment later: not what is missing, denied or full."""
+    """Whether storage that says so may answer a moment later: not what is missing,
+    denied or full.
+    """
     return TRANSIENT.search(str(error)) is not None
 
 
 def retry_transient(access: Callable[P, R]) -> Callable[P, R]:
-    """``access`` to storage, tried again for a minute while the error is one that may pass."""
+    """``access`` to storage, tried again for a minute while the error is one that
+    may pass.
+    """
 
     @wraps(access)
     def tried(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -88,25 +96,37 @@ def is_uri(path: str) -> bool:
 
 
 def normalize_path(path: str) -> str:
-    """``path`` with ``~`` expanded and ``file://`` removed; other URIs unchanged, without a last slash."""
+    """``path`` with ``~`` expanded and ``file://`` removed; other URIs unchanged,
+    without a last slash.
+    """
     if path.startswith("file://"):
         path = unquote(urlsplit(path).path, errors="surrogateescape")
     return path.rstrip("/") if is_uri(path) else os.path.expanduser(path)
 
 
 def full_path(path: str) -> str:
-    """A local path as every process finds it, whatever directory it runs in; a URI unchanged."""
+    """A local path as every process finds it, whatever directory it runs in; a URI
+    unchanged.
+    """
     return path if is_uri(path) else os.path.abspath(path)
 
 
 def valid_text(name: str) -> str:
-    """A file name as valid text: bytes that are not UTF-8, and half surrogate pairs, become escapes."""
-    half = re.sub("[\ud800-\udc7f\udd00-\udfff]", lambda found: ascii(found[0])[1:-1], name)
+    """A file name as valid text: bytes that are not UTF-8, and half surrogate pairs,
+    become escapes.
+    """
+    half = re.sub(
+        "[\ud800-\udc7f\udd00-\udfff]", lambda found: ascii(found[0])[1:-1], name
+    )
     return half.encode(errors="surrogateescape").decode(errors="backslashreplace")
 
 
-def parse_json(data: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """JSON of nobody knows whom, objects made by ``pairs``; ValueError also where it is nested too deeply."""
+def parse_json(
+    data: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None
+) -> Any:
+    """JSON of nobody knows whom, objects made by ``pairs``; ValueError also where it
+    is nested too deeply.
+    """
     try:
         return json.loads(data, object_pairs_hook=pairs)
     except RecursionError:
@@ -114,7 +134,9 @@ def parse_json(data: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] 
 
 
 def require_regular(path: str | bytes) -> None:
-    """OSError where a local file is a FIFO, a device or a socket: to open one may last for ever."""
+    """OSError where a local file is a FIFO, a device or a socket: to open one may
+    last for ever.
+    """
     mode = os.stat(path).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise OSError("not a regular file")
@@ -126,7 +148,9 @@ def kind(path: str) -> str:
     with reading(path):
         files, inner = locate(path)
         found = files.get_file_info(inner).type
-        return {pa.fs.FileType.File: "file", pa.fs.FileType.Directory: "directory"}.get(found, "missing")
+        return {pa.fs.FileType.File: "file", pa.fs.FileType.Directory: "directory"}.get(
+            found, "missing"
+        )
 
 
 def walk(root: str, follow_links: bool = False) -> Iterator[FileEntry]:
@@ -168,7 +192,9 @@ def files_below(root: str, follow_links: bool = False) -> Iterator[FileEntry]:
                 yield entry
                 continue
             inside = waiting.popleft()
-            waiting += [pool.submit(scan, following) for following in islice(folders, 1)]
+            waiting += [
+                pool.submit(scan, following) for following in islice(folders, 1)
+            ]
             if entry.real not in seen:
                 seen.add(entry.real)
                 yield from walk_one(inside.result())
@@ -183,10 +209,16 @@ def files_below(root: str, follow_links: bool = False) -> Iterator[FileEntry]:
 
 @retry_transient
 def children(root: str) -> tuple[list[str], list[str]]:
-    """Names directly below a directory, sorted: (folders, files). Raises as :func:`walk`."""
+    """Names directly below a directory, sorted: (folders, files). Raises as
+    :func:`walk`.
+    """
     with reading(root):
-        entries = [entry for entry in _entries(*locate(root)) if not HIDDEN.search(entry[0])]
-    return [name for name, is_dir in entries if is_dir], [name for name, is_dir in entries if not is_dir]
+        entries = [
+            entry for entry in _entries(*locate(root)) if not HIDDEN.search(entry[0])
+        ]
+    return [name for name, is_dir in entries if is_dir], [
+        name for name, is_dir in entries if not is_dir
+    ]
 
 
 def _entries(files: Any, inner: str | bytes) -> list[tuple[str, bool]]:
@@ -195,11 +227,15 @@ def _entries(files: Any, inner: str | bytes) -> list[tuple[str, bool]]:
         with os.scandir(os.fsdecode(inner)) as entries:
             return sorted((entry.name, _is_folder(entry)) for entry in entries)
     found = files.get_file_info(pa.fs.FileSelector(inner, allow_not_found=True))
-    return sorted((info.base_name, info.type == pa.fs.FileType.Directory) for info in found)
+    return sorted(
+        (info.base_name, info.type == pa.fs.FileType.Directory) for info in found
+    )
 
 
 def join(root: str, *parts: str) -> str:
-    """``root`` with path parts appended; in a URI they are quoted and go before its ``?options``."""
+    """``root`` with path parts appended; in a URI they are quoted and go before its
+    ``?options``.
+    """
     if not is_uri(root):
         return os.path.join(root, *parts)
     base, mark, options = root.partition("?")
@@ -220,7 +256,8 @@ def read_bytes(path: str, max_bytes: int) -> bytes:
     """At most ``max_bytes`` + 1 bytes of a file. Raises OSError."""
     if not is_uri(path):
         require_regular(path)
-        with open(path, "rb") as file:  # read(n) takes n bytes of memory, whatever there is to read
+        # read(n) takes n bytes of memory, whatever there is to read
+        with open(path, "rb") as file:
             fits = os.fstat(file.fileno()).st_size <= max_bytes
             return file.read() if fits else file.read(max_bytes + 1)
     files, inner = locate(path)
@@ -229,7 +266,9 @@ def read_bytes(path: str, max_bytes: int) -> bytes:
 
 
 def read_whole(path: str, max_bytes: int, what: str = "") -> bytes:
-    """A file; ConfigError, where it is called ``what``, if it is unreadable or larger than ``max_bytes``."""
+    """A file; ConfigError, where it is called ``what``, if it is unreadable or
+    larger than ``max_bytes``.
+    """
     with reading(what or path):
         data = read_bytes(path, max_bytes)
     if len(data) > max_bytes:
@@ -264,7 +303,11 @@ def resolver(root: str, follow_links: bool = False) -> Callable[[str], str | Non
             return None
         if not base:
             parts = PurePosixPath(relative)
-            return None if parts.is_absolute() or ".." in parts.parts else join(root, relative)
+            return (
+                None
+                if parts.is_absolute() or ".." in parts.parts
+                else join(root, relative)
+            )
         if follow_links:
             path = os.path.normpath(os.path.join(named, relative))
             return path if path.startswith((named, base)) else None
@@ -280,8 +323,8 @@ def resolver(root: str, follow_links: bool = False) -> Callable[[str], str | Non
 
 
 def stat_of(path: str) -> tuple[int, int]:
-    """Size in bytes and time of the last change in ns; -1 and 0 for a missing local file, -1 and -1 for any
-    remote one (one request each is too slow).
+    """Size in bytes and time of the last change in ns; -1 and 0 for a missing local
+    file, -1 and -1 for any remote one (one request each is too slow).
     """
     try:
         found = None if is_uri(path) else os.stat(path)
@@ -295,7 +338,9 @@ def _changed(found: os.stat_result) -> int:
     return max(found.st_mtime_ns, found.st_ctime_ns)
 
 
-def _local_scan(root: str, follow_links: bool) -> Callable[[FileEntry], list[FileEntry]]:
+def _local_scan(
+    root: str, follow_links: bool
+) -> Callable[[FileEntry], list[FileEntry]]:
     base = os.path.realpath(root).rstrip("/") + "/"
 
     def scan(folder: FileEntry) -> list[FileEntry]:
@@ -304,7 +349,11 @@ def _local_scan(root: str, follow_links: bool) -> Callable[[FileEntry], list[Fil
             for entry in entries:
                 if HIDDEN.search(entry.name):
                     continue
-                real = os.path.join(str(folder.real), entry.name) if follow_links else entry.path
+                real = (
+                    os.path.join(str(folder.real), entry.name)
+                    if follow_links
+                    else entry.path
+                )
                 if entry.is_symlink():
                     real = os.path.realpath(entry.path)
                     if not real.startswith(base) and not follow_links:
@@ -319,7 +368,9 @@ def _local_scan(root: str, follow_links: bool) -> Callable[[FileEntry], list[Fil
                     found.append(FileEntry(relative, entry.path, -1, 0))
                 elif entry.is_file():
                     stat = entry.stat()
-                    found.append(FileEntry(relative, entry.path, stat.st_size, _changed(stat)))
+                    found.append(
+                        FileEntry(relative, entry.path, stat.st_size, _changed(stat))
+                    )
         return sorted(found)
 
     return scan
@@ -336,7 +387,9 @@ def _remote_scan(root: str) -> Callable[[FileEntry], list[FileEntry]]:
             files, inner = locate(root)
             top, deep = inner.strip("/"), folder.relative.count("/") >= PREFIX_LEVELS
             infos = retry_transient(files.get_file_info)(
-                pa.fs.FileSelector(f"{inner}/{folder.relative}".rstrip("/"), recursive=deep)
+                pa.fs.FileSelector(
+                    f"{inner}/{folder.relative}".rstrip("/"), recursive=deep
+                )
             )
         found = []
         for info in infos:
@@ -344,7 +397,9 @@ def _remote_scan(root: str) -> Callable[[FileEntry], list[FileEntry]]:
             if not HIDDEN.search(relative):
                 if info.is_file:
                     time = -1 if info.mtime_ns is None else info.mtime_ns
-                    found.append(FileEntry(relative, join(root, relative), info.size, time))
+                    found.append(
+                        FileEntry(relative, join(root, relative), info.size, time)
+                    )
                 elif not deep:
                     found.append(FileEntry(f"{relative}/", "", -1, -1, relative))
         return sorted(found)
@@ -353,11 +408,15 @@ def _remote_scan(root: str) -> Callable[[FileEntry], list[FileEntry]]:
 
 
 def locate(path: str) -> tuple[Any, Any]:
-    """File system and the path inside it; one connection per scheme, host and options."""
+    """File system and the path inside it; one connection per scheme, host and
+    options.
+    """
     if not is_uri(path):
         return pa.fs.LocalFileSystem(), os.fsencode(path)
     parts = urlsplit(path, allow_fragments=False)
-    files, root = _connect(f"{parts.scheme}://{parts.netloc}", f"?{parts.query}" if parts.query else "")
+    files, root = _connect(
+        f"{parts.scheme}://{parts.netloc}", f"?{parts.query}" if parts.query else ""
+    )
     return files, root.rstrip("/") + unquote(parts.path)
 
 
@@ -372,7 +431,9 @@ def _connect(host: str, options: str) -> tuple[Any, str]:
 
 @contextmanager
 def refusing(kind: type[UnoError], what: str) -> Iterator[None]:
-    """What storage refuses inside the ``with`` is an error of that kind: cannot ``what``."""
+    """What storage refuses inside the ``with`` is an error of that kind: cannot
+    ``what``.
+    """
     try:
         yield
     except (OSError, UnicodeError, pa.ArrowException) as error:
@@ -385,32 +446,40 @@ def reading(path: str) -> AbstractContextManager[None]:
 
 
 class Storage:
-    """Files below ``root``, a local path (made absolute) or URI. A file appears whole or not at all; what the
-    file system refuses is a StorageError with the path.
+    """Files below ``root``, a local path (made absolute) or URI. A file appears whole
+    or not at all; what the file system refuses is a StorageError with the path.
     """
 
     def __init__(self, root: str) -> None:
         with refusing(StorageError, f"open {valid_text(root)}"):
             os.fsencode(root)
             if is_uri(root):
-                uri, option = root, "allow_delayed_open"  # till its bytes come: one request, not three
+                # till its bytes come: one request, not three
+                uri, option = root, "allow_delayed_open"
                 if uri.startswith("s3://") and option not in uri:
                     uri += f"{'&' if '?' in uri else '?'}{option}=true"
                 self._fs, self.root = pa.fs.FileSystem.from_uri(uri)
             else:
-                self._fs, self.root = pa.fs.LocalFileSystem(), str(Path(root).absolute())
+                self._fs, self.root = (
+                    pa.fs.LocalFileSystem(),
+                    str(Path(root).absolute()),
+                )
         self.is_local = isinstance(self._fs, pa.fs.LocalFileSystem)
         self.uri = self.root if self.is_local else root.rstrip("/")
 
     def check(self) -> None:
-        """What comes before every change of a file; raises StorageError where none is allowed any more."""
+        """What comes before every change of a file; raises StorageError where none
+        is allowed any more.
+        """
 
     def path(self, name: str) -> str:
         """Full path of ``name`` inside the file system."""
         return f"{self.root}/{name}" if name else self.root
 
     def below(self, name: str) -> str:
-        """``uri`` of a file or directory in it: the options of a URI stay at its end."""
+        """``uri`` of a file or directory in it: the options of a URI stay at its
+        end.
+        """
         return join(self.uri, name) if name else self.uri
 
     def exists(self, name: str = "") -> bool:
@@ -422,11 +491,17 @@ class Storage:
         return self._info(name).size or 0
 
     def unfinished(self, name: str = "") -> list[str]:
-        """What killed writers left below a directory, by name; on other than local disks there is none."""
+        """What killed writers left below a directory, by name; on other than local
+        disks there is none.
+        """
         found = list[str]()
         for where, _, files in os.walk(self.path(name)) if self.is_local else ():
             below = os.path.relpath(where, self.root)
-            found += [os.path.normpath(f"{below}/{file}") for file in files if TEMPORARY.fullmatch(file)]
+            found += [
+                os.path.normpath(f"{below}/{file}")
+                for file in files
+                if TEMPORARY.fullmatch(file)
+            ]
         return found
 
     @retry_transient
@@ -445,8 +520,14 @@ class Storage:
 
     @retry_transient
     def find(self, name: str, max_bytes: int | None = None) -> bytes | None:
-        """As :meth:`read`; None where there is no such file, which takes no look of its own."""
-        with self._errors("read", name), suppress(FileNotFoundError), self._opened(name) as file:
+        """As :meth:`read`; None where there is no such file, which takes no look of
+        its own.
+        """
+        with (
+            self._errors("read", name),
+            suppress(FileNotFoundError),
+            self._opened(name) as file,
+        ):
             return self._content(file, name, max_bytes)
         return None
 
@@ -463,8 +544,9 @@ class Storage:
             file.write(data)
 
     def write_first(self, name: str, data: bytes) -> bool:
-        """As :meth:`write`, where no file of that name is there; False: there is one. Two writers at the same
-        moment may both get True where the file system has no hard links.
+        """As :meth:`write`, where no file of that name is there; False: there is one.
+        Two writers at the same moment may both get True where the file system has no
+        hard links.
         """
         if self.exists(name):
             return False
@@ -485,7 +567,9 @@ class Storage:
 
     @contextmanager
     def create(self, name: str) -> Iterator[Any]:
-        """A stream into a new file, which takes its place when the ``with`` ends well, and else never was."""
+        """A stream into a new file, which takes its place when the ``with`` ends
+        well, and else never was.
+        """
         self.check()
         with self._errors("write", name):
             if self.is_local:
@@ -517,7 +601,9 @@ class Storage:
 
     @retry_transient
     def delete(self, name: str) -> None:
-        """Remove a file or a directory with all in it; nothing happens where there is none."""
+        """Remove a file or a directory with all in it; nothing happens where there
+        is none.
+        """
         self.check()
         found = self._info(name).type
         with self._errors("delete", name):
@@ -552,7 +638,9 @@ class Storage:
 
 @contextmanager
 def create_local(path: Path) -> Iterator[Any]:
-    """A stream into a temporary file that takes the place of ``path`` once its bytes are on the disk."""
+    """A stream into a temporary file that takes the place of ``path`` once its bytes
+    are on the disk.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:

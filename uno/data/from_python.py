@@ -42,8 +42,9 @@ def float_vectors(given: Any, what: str) -> Tensor:
     else:
         if hasattr(given, "toarray") and hasattr(given, "nnz"):  # of scipy.sparse
             raise ConfigError(
-                f"{what} are a sparse matrix, and dense numbers are needed; reduce its "
-                "columns first: sklearn.decomposition.TruncatedSVD(256).fit_transform(X)"
+                f"{what} are a sparse matrix, and dense numbers are needed; reduce its"
+                " columns first:"
+                " sklearn.decomposition.TruncatedSVD(256).fit_transform(X)"
             )
         array = _float_array(given, what)
         values = torch.from_numpy(array if array.flags.writeable else array.copy())
@@ -72,7 +73,8 @@ def _float_array(given: Any, what: str) -> np.ndarray:
         raise ConfigError(f"{text}{_fix(given)}") from None
     if array.dtype.kind not in "iuf":
         raise _not_vectors(what, array.dtype, array.shape)
-    with np.errstate(over="ignore"):  # what is too large becomes infinite, an unusable row
+    # what is too large becomes infinite, an unusable row
+    with np.errstate(over="ignore"):
         return np.ascontiguousarray(array, dtype=np.float32)
 
 
@@ -91,7 +93,10 @@ def _stacked(array: np.ndarray, what: str) -> np.ndarray:
 def _fix(given: Any) -> str:
     """Return what to do with a table or column that does not hold plain numbers."""
     if hasattr(given, "columns"):
-        return '; pass the numbers alone: df[columns].to_numpy("float32", na_value=numpy.nan)'
+        return (
+            '; pass the numbers alone: df[columns].to_numpy("float32",'
+            " na_value=numpy.nan)"
+        )
     is_column = getattr(given, "ndim", 1) == 1 and not isinstance(given, str | bytes)
     return '; stack vectors of one length: np.stack(df["embedding"])' * is_column
 

@@ -1,7 +1,8 @@
 """Lead from the image paths that a table holds to files.
 
-Tables come from other programs and other computers. A path may have backslashes, another
-Unicode form or percent signs, may lack its ending, or may be relative to another folder.
+Tables come from other programs and other computers. A path may have backslashes,
+another Unicode form or percent signs, may lack its ending, or may be relative to
+another folder.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ class ImagePaths:
         self._following = filesystem.resolver(self.root, follow_links=True)
 
     def find(self, given: str) -> str | None:
-        """Return the full path or URI of an image, or None if it is outside the folder."""
+        """Return the full path or URI of an image, or None if it is outside the
+        folder.
+        """
         return self.locate(given)[0]
 
     def locate(self, given: str) -> tuple[str | None, tuple[int, int]]:
@@ -103,15 +106,23 @@ class ImagePaths:
             )
         if filesystem.is_uri(given):
             folder = given.rpartition("/")[0]
-            or_name = "" if given.startswith("http") else f", or give --data.image-folder {folder}"
+            or_name = (
+                ""
+                if given.startswith("http")
+                else f", or give --data.image-folder {folder}"
+            )
             return (
                 f"{shown} is a URL: download the images and write their paths relative "
                 f"to {self.root}{or_name}"
             )
         outside = f"{shown} is outside the folder {self.root}"
         if self._following(given) is not None:
-            return f"{outside}: it is a link; copy the file, or give --data.follow-links"
-        return f"{outside}: move it there, or name its folder with --data.image-folder DIR"
+            return (
+                f"{outside}: it is a link; copy the file, or give --data.follow-links"
+            )
+        return (
+            f"{outside}: move it there, or name its folder with --data.image-folder DIR"
+        )
 
     def _complete(self, given: str) -> str:
         """Remove file:// or the folder's own URI from a path, and add its ending."""
@@ -176,7 +187,10 @@ def find_images(
             else:
                 found, stat = paths_of_table.locate(value)
                 if found is None:
-                    raise ConfigError(f"{source}: {place()}: {paths_of_table.refusal(value)}{otherwise}")
+                    raise ConfigError(
+                        f"{source}: {place()}:"
+                        f" {paths_of_table.refusal(value)}{otherwise}"
+                    )
                 path, first = found, first or value
             paths.append(path)
             stats.append(stat)
@@ -197,10 +211,14 @@ def _fix_of_missing(root: str, example: str, rules: PathRules) -> str:
     """Return the end of the error line that says that no image was found."""
     folder, name = os.path.split(os.path.join(root, example))
     others = os.listdir(folder) if os.path.isdir(folder) else []
-    if similar := next((other for other in others if other.lower() == name.lower()), None):
+    if similar := next(
+        (other for other in others if other.lower() == name.lower()), None
+    ):
         return f"; {similar!r} is there: write names with the same capital letters"
     if WINDOWS_DRIVE.match(example):
-        return "; it is a path of a Windows computer: write paths relative to that folder"
+        return (
+            "; it is a path of a Windows computer: write paths relative to that folder"
+        )
     fixes = list[str]()
     if rules.folder is None:
         fixes.append("name the folder of the images with --data.image-folder DIR")

@@ -1,5 +1,6 @@
-"""Images of any source, asked in one way: how many there are, how to read some, which are read together, what
-tells them apart, and what has been made of them. A source is one class that answers.
+"""Images of any source, asked in one way: how many there are, how to read some, which
+are read together, what tells them apart, and what has been made of them. A source is
+one class that answers.
 """
 
 from __future__ import annotations
@@ -22,20 +23,34 @@ from uno.data.row_blocks import RowBlocks
 
 Image = bytes | str | np.ndarray
 """Encoded bytes, a path or URI, or uint8 pixels (H,W,3)."""
-SORTED_SHARE = 0.9  # of the classes that evenly spaced rows show: groups that show fewer are sorted
+# of the classes that evenly spaced rows show: groups that show fewer are sorted
+SORTED_SHARE = 0.9
 log = logging.getLogger(__name__)
-EXTENSIONS = (".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+EXTENSIONS = (
+    ".jpg",
+    ".jpeg",
+    ".jfif",
+    ".png",
+    ".webp",
+    ".bmp",
+    ".gif",
+    ".tif",
+    ".tiff",
+)
 
 
 class Images(Protocol):
-    """N images, left where they are until somebody fetches them. Below is what holds where a class does not
-    say otherwise: each is read by itself, and travels to another process as it is.
+    """N images, left where they are until somebody fetches them. Below is what holds
+    where a class does not say otherwise: each is read by itself, and travels to another
+    process as it is.
     """
 
     def __len__(self) -> int: ...
 
     def read_images(self, rows: np.ndarray) -> list[Image]:
-        """The images of ``rows`` int64 (n,), in that order; what is read together is read once."""
+        """The images of ``rows`` int64 (n,), in that order; what is read together is
+        read once.
+        """
         ...
 
     def __getitem__(self, row: int) -> Image:
@@ -46,22 +61,32 @@ class Images(Protocol):
         return ImageSubset(self, rows)
 
     def groups(self, rows: np.ndarray) -> np.ndarray | None:
-        """Integers (n,): rows of one number are read together. None: each is read by itself."""
+        """Integers (n,): rows of one number are read together. None: each is read by
+        itself.
+        """
         return None
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
-        """int64 (n,): stored bytes of each image, -1: not known; a mean where they are read together."""
+        """int64 (n,): stored bytes of each image, -1: not known; a mean where they
+        are read together.
+        """
         found = self.read_images(rows)
-        return np.fromiter((getattr(image, "nbytes", len(image)) for image in found), np.int64, len(found))
+        return np.fromiter(
+            (getattr(image, "nbytes", len(image)) for image in found),
+            np.int64,
+            len(found),
+        )
 
     def content_keys(self, rows: np.ndarray) -> Iterable[bytes] | pa.Array:
-        """What the fingerprint of a data set has of each row: its content; or what stands for it unread, an
-        Arrow array of large strings of less than 256 bytes.
+        """What the fingerprint of a data set has of each row: its content; or what
+        stands for it unread, an Arrow array of large strings of less than 256 bytes.
         """
         return map(content_of, self.read_images(rows))
 
     def times(self, rows: np.ndarray) -> np.ndarray:
-        """int64 (n,): when what holds each image changed, in ns; -1: not known, 0: :meth:`facts` have all."""
+        """int64 (n,): when what holds each image changed, in ns; -1: not known, 0:
+        :meth:`facts` have all.
+        """
         return np.zeros(len(rows), np.int64)
 
     def paths(self, rows: np.ndarray) -> list[str | None]:
@@ -73,7 +98,9 @@ class Images(Protocol):
         return [None] * len(rows)
 
     def reader(self) -> Images | None:
-        """What reads them on any node from :meth:`numbers`; None: images travel themselves."""
+        """What reads them on any node from :meth:`numbers`; None: images travel
+        themselves.
+        """
         return None
 
     def numbers(self, rows: np.ndarray) -> np.ndarray:
@@ -81,8 +108,9 @@ class Images(Protocol):
         return rows
 
     def vectors(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]] | None:
-        """Features float32 (n, V, D) that came in the place of images, the evaluation view first, and why a
-        row has none. None: there are images, which are to be encoded.
+        """Features float32 (n, V, D) that came in the place of images, the evaluation
+        view first, and why a row has none. None: there are images, which are to be
+        encoded.
         """
         return None
 
@@ -95,8 +123,9 @@ class Images(Protocol):
         return [None] * len(rows)
 
     def prepared(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]] | None:
-        """What has been made of ``rows`` already, and why a row has none: pixels uint8 (n,3,S,S), or features
-        (n,D) of the run's frozen encoder. None: they have to be decoded.
+        """What has been made of ``rows`` already, and why a row has none: pixels uint8
+        (n,3,S,S), or features (n,D) of the run's frozen encoder. None: they have to be
+        decoded.
         """
         return None
 
@@ -109,13 +138,17 @@ class Ready(NamedTuple):
 
 
 def _of_others(name: str) -> Any:
-    """A method of :class:`ImageSubset`: what the images it is taken from say of its rows."""
+    """A method of :class:`ImageSubset`: what the images it is taken from say of its
+    rows.
+    """
     return lambda self, rows: getattr(self.images, name)(self.index[rows])
 
 
 @dataclass(frozen=True, eq=False)
 class ImageSubset(Images):
-    """Rows ``index`` int64 (N,) of other images, maybe with what has been made of them."""
+    """Rows ``index`` int64 (N,) of other images, maybe with what has been made of
+    them.
+    """
 
     images: Images
     index: np.ndarray
@@ -135,7 +168,9 @@ class ImageSubset(Images):
         """Never a choice of a choice."""
         ready = self.ready
         if ready is not None:
-            reasons = [ready.reasons[row] for row in np.arange(len(self))[rows].tolist()]
+            reasons = [
+                ready.reasons[row] for row in np.arange(len(self))[rows].tolist()
+            ]
             ready = Ready(ready.values.select_rows(torch.tensor(rows)), reasons)
         return ImageSubset(self.images, self.index[rows], ready)
 
@@ -167,7 +202,9 @@ class ImageSubset(Images):
         """Of what is ready, or as of the others."""
         if self.ready is None:
             return self.images.prepared(self.index[rows])
-        return self.ready.values[torch.tensor(rows)], [self.ready.reasons[row] for row in rows.tolist()]
+        return self.ready.values[torch.tensor(rows)], [
+            self.ready.reasons[row] for row in rows.tolist()
+        ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,7 +217,9 @@ class InMemory(Images):
         """For another process, which may run in another directory."""
         if isinstance(self.items, np.ndarray):
             return InMemory, (self.items,)
-        return InMemory, ([full_path(i) if isinstance(i, str) and i else i for i in self.items],)
+        return InMemory, (
+            [full_path(i) if isinstance(i, str) and i else i for i in self.items],
+        )
 
     def __len__(self) -> int:
         return len(self.items)
@@ -192,8 +231,8 @@ class InMemory(Images):
 
 @dataclass(frozen=True, eq=False)
 class Files(Images):
-    """Paths and URIs as bytes in one Arrow column, which processes share; ``stats`` int64 (N, 2): size and
-    time of the last change in ns, -1: not known.
+    """Paths and URIs as bytes in one Arrow column, which processes share; ``stats``
+    int64 (N, 2): size and time of the last change in ns, -1: not known.
 
     ``line_numbers`` int64 (N,): the line of each file in a table of text.
     """
@@ -206,19 +245,27 @@ class Files(Images):
     def of(cls, paths: Sequence[str], stats: Iterable[Sequence[int]]) -> Files:
         """Local paths become absolute; '' stays, a file that is not there."""
         full = [os.fsencode(path and full_path(path)) for path in paths]
-        return cls(pa.array(full, pa.large_binary()), np.array([*stats], np.int64).reshape(-1, 2))
+        return cls(
+            pa.array(full, pa.large_binary()),
+            np.array([*stats], np.int64).reshape(-1, 2),
+        )
 
     @classmethod
     def join(cls, parts: Sequence[Files]) -> Files:
         """One after the other."""
-        return cls(pa.concat_arrays([p.column for p in parts]), np.concatenate([p.stats for p in parts]))
+        return cls(
+            pa.concat_arrays([p.column for p in parts]),
+            np.concatenate([p.stats for p in parts]),
+        )
 
     def __len__(self) -> int:
         return len(self.column)
 
     def read_images(self, rows: np.ndarray) -> list[Image]:
         """Paths: whoever decodes a file reads it."""
-        return [os.fsdecode(path) for path in self.column.take(pa.array(rows)).to_pylist()]
+        return [
+            os.fsdecode(path) for path in self.column.take(pa.array(rows)).to_pylist()
+        ]
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
         """Those of the files."""
@@ -230,7 +277,11 @@ class Files(Images):
 
     def lines(self, rows: np.ndarray) -> list[int | None]:
         """Return the line of each file in a table of text, or None."""
-        return super().lines(rows) if self.line_numbers is None else self.line_numbers[rows].tolist()
+        return (
+            super().lines(rows)
+            if self.line_numbers is None
+            else self.line_numbers[rows].tolist()
+        )
 
     def content_keys(self, rows: np.ndarray) -> pa.Array:
         """Sizes: a moved data set is the same one."""
@@ -242,8 +293,12 @@ def as_images(images: Images | Sequence[Any] | np.ndarray) -> Images:
     return InMemory(images) if isinstance(images, Sequence | np.ndarray) else images
 
 
-def with_ready(images: Images, values: RowBlocks, reasons: Sequence[str | None]) -> Images:
-    """``images`` with what has been made of all N: pixels uint8 (N,3,S,S) or features (N,D)."""
+def with_ready(
+    images: Images, values: RowBlocks, reasons: Sequence[str | None]
+) -> Images:
+    """``images`` with what has been made of all N: pixels uint8 (N,3,S,S) or
+    features (N,D).
+    """
     return replace(images.take(np.arange(len(images))), ready=Ready(values, reasons))
 
 
@@ -259,21 +314,31 @@ def evenly_spaced(num: int, total: int) -> np.ndarray:
 
 
 def spread(
-    images: Images, kinds: Sequence[np.ndarray], num: int, labels: np.ndarray | None = None
+    images: Images,
+    kinds: Sequence[np.ndarray],
+    num: int,
+    labels: np.ndarray | None = None,
 ) -> list[np.ndarray]:
-    """Which at most ``num`` of each kind's rows, int64 (n,) each, to look at: evenly spaced ones, or where
-    images are read together all rows of evenly spaced groups, the same for all kinds as far as they suffice.
-    ``labels`` (n,) of the first kind's rows: where groups are sorted by class, of which a few show a few
-    classes, single rows after all.
+    """Which at most ``num`` of each kind's rows, int64 (n,) each, to look at: evenly
+    spaced ones, or where images are read together all rows of evenly spaced groups, the
+    same for all kinds as far as they suffice. ``labels`` (n,) of the first kind's rows:
+    where groups are sorted by class, of which a few show a few classes, single rows
+    after all.
     """
     even = [evenly_spaced(num, len(rows)) for rows in kinds]
     if images.groups(np.arange(0)) is None or images.prepared(np.arange(0)) is not None:
         return even
     found = _whole_groups(images, kinds, num)
     if labels is not None:
-        shown, (all_shown, first) = np.unique(labels[found[0]]), np.unique(labels[even[0]], return_index=True)
+        shown, (all_shown, first) = (
+            np.unique(labels[found[0]]),
+            np.unique(labels[even[0]], return_index=True),
+        )
         if len(shown) < SORTED_SHARE * len(all_shown):
-            log.warning("images are sorted by class: for each that is looked at, all stored with it are read")
+            log.warning(
+                "images are sorted by class: for each that is looked at, all stored"
+                " with it are read"
+            )
             return even
         lacking = first[~np.isin(all_shown, shown)]
         if len(lacking) <= (1 - SORTED_SHARE) * len(all_shown):  # rare ones
@@ -281,7 +346,9 @@ def spread(
     return found
 
 
-def _whole_groups(images: Images, kinds: Sequence[np.ndarray], num: int) -> list[np.ndarray]:
+def _whole_groups(
+    images: Images, kinds: Sequence[np.ndarray], num: int
+) -> list[np.ndarray]:
     groups = [cast(np.ndarray, images.groups(rows)) for rows in kinds]
     numbers = np.unique(np.concatenate(groups))
     shares = [num / max(num, len(rows)) for rows in kinds]
@@ -298,7 +365,9 @@ def _whole_groups(images: Images, kinds: Sequence[np.ndarray], num: int) -> list
 
 
 def batches_of(images: Images, rows: np.ndarray, size: int) -> list[np.ndarray]:
-    """Positions in ``rows`` int64 (n,), at most ``size`` at a time; a group that fits is in one batch."""
+    """Positions in ``rows`` int64 (n,), at most ``size`` at a time; a group that
+    fits is in one batch.
+    """
     groups, start, cuts = images.groups(rows), 0, list[int]()
     ends = np.arange(0) if groups is None else np.flatnonzero(np.diff(groups)) + 1
     while len(rows) - start > size:
@@ -322,7 +391,8 @@ def path_of(image: Image) -> str | None:
 
 
 def row_names(ids: Sequence[str], images: Images, rows: Sequence[int]) -> list[str]:
-    """Return what people are told about rows: the id, and the file if the id does not name it.
+    """Return what people are told about rows: the id, and the file if the id does not
+    name it.
 
     Args:
         ids: The ids of N rows.
@@ -339,9 +409,12 @@ def row_names(ids: Sequence[str], images: Images, rows: Sequence[int]) -> list[s
 
 
 def name_row(name: str, path: str | None, line: int | None) -> str:
-    """Return an id with the path and line of its image, unless the path ends with the id."""
+    """Return an id with the path and line of its image, unless the path ends with
+    the id.
+    """
     if path is not None and line is None:
-        tail = name.partition("/")[2]  # ids of two folders begin with labeled/ or unlabeled/
+        # ids of two folders begin with labeled/ or unlabeled/
+        tail = name.partition("/")[2]
         if path.endswith(f"/{name}") or (tail and path.endswith(f"/{tail}")):
             return name
     place = [path] if path else []
@@ -350,8 +423,9 @@ def name_row(name: str, path: str | None, line: int | None) -> str:
 
 
 def to_columns(images: Images, rows: np.ndarray) -> dict[str, Any]:
-    """How ``rows`` int64 (n,) travel to another process: numbers for :meth:`Images.reader`; else bytes, whose
-    ``shape`` is that of pixels, empty for a full path (which need not be text), null for an encoded image.
+    """How ``rows`` int64 (n,) travel to another process: numbers for
+    :meth:`Images.reader`; else bytes, whose ``shape`` is that of pixels, empty for a
+    full path (which need not be text), null for an encoded image.
     """
     if images.reader() is not None:
         return {"number": pa.array(images.numbers(rows))}
@@ -366,7 +440,10 @@ def to_columns(images: Images, rows: np.ndarray) -> dict[str, Any]:
         else:
             data.append(image)
             shapes.append(None)
-    return {"image": pa.array(data, pa.large_binary()), "shape": pa.array(shapes, pa.list_(pa.int32()))}
+    return {
+        "image": pa.array(data, pa.large_binary()),
+        "shape": pa.array(shapes, pa.list_(pa.int32())),
+    }
 
 
 def from_columns(block: pa.Table, reader: Images | None) -> list[Image]:
@@ -374,9 +451,15 @@ def from_columns(block: pa.Table, reader: Images | None) -> list[Image]:
     if reader is not None:
         return reader.read_images(block["number"].to_numpy())
     found = list[Image]()
-    for data, shape in zip(block["image"].to_pylist(), block["shape"].to_pylist(), strict=True):
+    for data, shape in zip(
+        block["image"].to_pylist(), block["shape"].to_pylist(), strict=True
+    ):
         if shape is None:
             found.append(data)
         else:
-            found.append(np.frombuffer(data, np.uint8).reshape(shape) if shape else os.fsdecode(data))
+            found.append(
+                np.frombuffer(data, np.uint8).reshape(shape)
+                if shape
+                else os.fsdecode(data)
+            )
     return found

@@ -30,7 +30,8 @@ def encode_labels(
 
     - None, NaN, ``pandas.NA`` and blank text are no label.
     - Text is the name of a class. Booleans are the classes ``True`` and ``False``.
-    - Whole numbers are classes: 0 and 0.0 are both ``0``. A negative number is no label.
+    - Whole numbers are classes: 0 and 0.0 are both ``0``. A negative number is no
+      label.
     - Other numbers are refused.
     - Text of a column is read as numbers if every label of the column is a number:
       pandas writes whole numbers with gaps to a CSV file as ``0.0`` and ``1.0``.
@@ -82,9 +83,14 @@ def encode_column(source: str, column: Any, declared: Sequence[str] = ()) -> Lab
     is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
     is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
     is_number = is_number or pa.types.is_decimal(kind)
-    if not (is_text or is_number or pa.types.is_boolean(kind) or pa.types.is_null(kind)):
+    if not (
+        is_text or is_number or pa.types.is_boolean(kind) or pa.types.is_null(kind)
+    ):
         fix = "cast it to text or whole numbers"
-        raise ConfigError(f"{source}: column label must hold names or numbers, not {column.type}; {fix}")
+        raise ConfigError(
+            f"{source}: column label must hold names or numbers, not {column.type};"
+            f" {fix}"
+        )
     kind = pa.float64() if pa.types.is_float16(kind) else kind
     coded = column.cast(kind).combine_chunks().dictionary_encode()
     distinct = coded.dictionary.to_pylist()
@@ -99,10 +105,13 @@ def _to_labels(
     declared: Sequence[str],
     name_row: Callable[[int], str],
 ) -> Labels:
-    """Name the distinct labels of a column; ``codes`` int (N,) are their places, -1: none."""
+    """Name the distinct labels of a column; ``codes`` int (N,) are their places, -1:
+    none.
+    """
     given = [value for value in distinct if not is_missing(value)]
     reads_text = all(
-        _is_number(value) or (isinstance(value, str) and NUMBER.fullmatch(value)) for value in given
+        _is_number(value) or (isinstance(value, str) and NUMBER.fullmatch(value))
+        for value in given
     )
     names = []
     for code, value in enumerate(distinct):
@@ -116,10 +125,12 @@ def _to_labels(
 
 
 def _class_name(value: Any, declared: Sequence[str], reads_text: bool) -> str | None:
-    """Return the class that one label names, None for none. ValueError: it names none."""
+    """Return the class that one label names, None for none. ValueError: it names
+    none.
+    """
     shown = one_line(repr(value))
     cast = (
-        """is not a whole number: cast whole numbers with df["label"].astype("Int64"), """
+        """is not a whole number: cast whole numbers with df["label"].astype("Int64"), """  # noqa: E501
         f"or write names such as 'class {one_line(value)}'"
     )
     if is_missing(value):
@@ -135,24 +146,32 @@ def _class_name(value: Any, declared: Sequence[str], reads_text: bool) -> str | 
     if isinstance(value, bool):
         return str(value)
     if not _is_number(value):
-        raise ValueError(f"{shown} is neither a name nor a whole number; write one of them")
+        raise ValueError(
+            f"{shown} is neither a name nor a whole number; write one of them"
+        )
     if not (math.isfinite(value) and int(value) == value):
         raise ValueError(f"{shown} {cast}")
     if value < 0:
         return None
     if declared and value >= len(declared):
-        raise ValueError(f"{shown} has no name among the {len(declared)} of the metadata; add it there")
+        raise ValueError(
+            f"{shown} has no name among the {len(declared)} of the metadata; add it"
+            " there"
+        )
     return declared[int(value)] if declared else str(int(value))
 
 
 def is_missing(value: Any) -> bool:
-    """Return whether a value means that there is none: None, NaN, NA, masked or blank text."""
+    """Return whether a value means that there is none: None, NaN, NA, masked or
+    blank text.
+    """
     if value is None or isinstance(value, str):
         return not (value and value.strip())
     differs = value != value
     if isinstance(differs, bool | np.bool_):
         return bool(differs)
-    return differs is value  # pandas.NA and numpy.ma.masked answer comparisons with themselves
+    # pandas.NA and numpy.ma.masked answer comparisons with themselves
+    return differs is value
 
 
 def _is_number(value: Any) -> bool:
@@ -166,9 +185,14 @@ def require_distinct(source: str, *labels: Labels | None) -> None:
         ConfigError: Two classes of the columns ``labels`` are written so.
     """
     seen: dict[str, str] = {}
-    for name in chain.from_iterable(some.classes for some in labels if some is not None):
+    for name in chain.from_iterable(
+        some.classes for some in labels if some is not None
+    ):
         spelling = re.sub(r"(?<=^\d)(\d*)\.0+$", r"\1", name.strip())
         other = seen.setdefault(spelling, name)
         if other != name:
             pair = f"{one_line(repr(other))} and {one_line(repr(name))}"
-            raise ConfigError(f"{source}: {pair} differ only in spelling: write them alike, or rename one")
+            raise ConfigError(
+                f"{source}: {pair} differ only in spelling: write them alike, or"
+                " rename one"
+            )

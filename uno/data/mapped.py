@@ -1,4 +1,6 @@
-"""Vectors that need not fit into memory: numbers in a mapped file, views made when they are read."""
+"""Vectors that need not fit into memory: numbers in a mapped file, views made when
+they are read.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,9 @@ def user_cache() -> str:
 
 
 def new_array(shape: tuple[int, ...]) -> np.ndarray:
-    """Zeros float32 ``shape``: in memory, or where they are many in a file of the cache directory that nobody
-    else sees and that is gone with the process. StorageError: the disk is full.
+    """Zeros float32 ``shape``: in memory, or where they are many in a file of the cache
+    directory that nobody else sees and that is gone with the process. StorageError: the
+    disk is full.
     """
     size = 4 * math.prod(shape)
     if size < MAPPED_BYTES:
@@ -41,10 +44,13 @@ def new_array(shape: tuple[int, ...]) -> np.ndarray:
         folder = tempfile.gettempdir()
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
-            os.posix_fallocate(file.fileno(), 0, size)  # a full disk kills whoever writes to a mapping
+            # a full disk kills whoever writes to a mapping
+            os.posix_fallocate(file.fileno(), 0, size)
             return np.memmap(file, np.float32, "r+", shape=shape)
     except OSError as error:
-        raise StorageError(f"cannot store {size / 1e9:.1f} GB of vectors in {folder}: {error}") from None
+        raise StorageError(
+            f"cannot store {size / 1e9:.1f} GB of vectors in {folder}: {error}"
+        ) from None
 
 
 def fill(shape: tuple[int, ...], piece: Callable[[slice], Any]) -> np.ndarray:
@@ -57,13 +63,18 @@ def fill(shape: tuple[int, ...], piece: Callable[[slice], Any]) -> np.ndarray:
 
 
 def equal_rows(values: Tensor) -> list[list[int]]:
-    """Groups of rows of ``values`` float32 (N, D) with the same bits, by 64-bit hashes of each."""
-    weights = np.random.default_rng(0).integers(2**64, size=values.shape[1], dtype=np.uint64)
+    """Groups of rows of ``values`` float32 (N, D) with the same bits, by 64-bit
+    hashes of each.
+    """
+    weights = np.random.default_rng(0).integers(
+        2**64, size=values.shape[1], dtype=np.uint64
+    )
     keys = np.empty(len(values), np.uint64)
     for start in range(0, len(values), HASHED_ROWS):
         own = slice(start, start + HASHED_ROWS)
         bits = values[own].numpy().view(np.uint32)
-        keys[own] = (bits ^ bits >> 16).astype(np.uint64) @ weights  # round numbers end in zeros
+        # round numbers end in zeros
+        keys[own] = (bits ^ bits >> 16).astype(np.uint64) @ weights
     order = np.argsort(keys, kind="stable")
     starts = np.flatnonzero(np.diff(keys[order], prepend=~keys[order[:1]]))
     counts = np.diff(starts, append=len(keys))
@@ -76,8 +87,9 @@ def equal_rows(values: Tensor) -> list[list[int]]:
 
 @dataclass(frozen=True, eq=False)
 class NeighborViews:
-    """Views float32 (N, 1 + V, D) of ``values`` (N, D), made when they are read: the first is the row itself,
-    view v a share ``shares`` (N, V) of the way to row ``partners`` int32 (N, V).
+    """Views float32 (N, 1 + V, D) of ``values`` (N, D), made when they are read: the
+    first is the row itself, view v a share ``shares`` (N, V) of the way to row
+    ``partners`` int32 (N, V).
     """
 
     values: Tensor
@@ -113,19 +125,29 @@ class NeighborViews:
         return self.values, self.partners, self.shares
 
     def __getitem__(self, key: Any) -> Tensor:
-        """Of rows all views (n, 1 + V, D), or some of them, as of a tensor; of (rows, views), int64 (n,)
-        each, one view of each (n, D). Of (:, 0) and (:, 0:1) nothing is copied.
+        """Of rows all views (n, 1 + V, D), or some of them, as of a tensor; of (rows,
+        views), int64 (n,) each, one view of each (n, D). Of (:, 0) and (:, 0:1) nothing
+        is copied.
         """
         rows, *views = key if isinstance(key, tuple) else (key,)
         if not views:
-            own, partners, shares = self.values[rows], self.partners[rows].long(), self.shares[rows]
-            moved = [own.lerp(self.values[p], s[:, None]) for p, s in zip(partners.T, shares.T, strict=True)]
+            own, partners, shares = (
+                self.values[rows],
+                self.partners[rows].long(),
+                self.shares[rows],
+            )
+            moved = [
+                own.lerp(self.values[p], s[:, None])
+                for p, s in zip(partners.T, shares.T, strict=True)
+            ]
             return torch.stack([own, *moved], dim=1)
         view = views[0]
         if not isinstance(view, Tensor):
             if view == 0:
                 return self.values[rows]
-            return self.values[rows, None] if view == slice(0, 1) else self[rows][:, view]
+            return (
+                self.values[rows, None] if view == slice(0, 1) else self[rows][:, view]
+            )
         before = (view - 1).clamp(min=0)
         partners = torch.where(view > 0, self.partners[rows, before].long(), rows)
         shares = torch.where(view > 0, self.shares[rows, before], 0)

@@ -11,9 +11,12 @@ VIDEO = "video; take still images"
 ARRAY = "an array file of NumPy; give --data vectors:{path}"
 HDF5 = "HDF5; save the matrix with np.save and give --data vectors:FILE.npy"
 SPREADSHEET = "a spreadsheet; save it as 'CSV UTF-8'"
-PICKLE = "Python objects, which are not opened; save arrays with np.save, tables as Parquet"
+PICKLE = (
+    "Python objects, which are not opened; save arrays with np.save, tables as Parquet"
+)
 ANNOTATIONS = (
-    "JSON; write a table with one line an image, as CSV with the columns path and label, or JSON lines"
+    "JSON; write a table with one line an image, as CSV with the columns path and"
+    " label, or JSON lines"
 )
 FIXES = {
     **dict.fromkeys((".heic", ".heif", ".avif", ".dng", ".cr2", ".cr3"), PHOTOGRAPH),
@@ -21,17 +24,28 @@ FIXES = {
     **dict.fromkeys((".mov", ".mp4", ".m4v", ".avi", ".mkv", ".webm", ".3gp"), VIDEO),
     ".npy": ARRAY,
     ".npz": ARRAY,
-    **dict.fromkeys((".pt", ".pth"), "PyTorch; save the tensor with np.save(FILE, tensor.numpy())"),
-    ".safetensors": "tensors; save the matrix with np.save and give --data vectors:FILE.npy",
-    ".h5ad": "cells of anndata; the guide 'Single cells' (docs/guides/cells.md) converts them",
+    **dict.fromkeys(
+        (".pt", ".pth"), "PyTorch; save the tensor with np.save(FILE, tensor.numpy())"
+    ),
+    ".safetensors": (
+        "tensors; save the matrix with np.save and give --data vectors:FILE.npy"
+    ),
+    ".h5ad": (
+        "cells of anndata; the guide 'Single cells' (docs/guides/cells.md) converts"
+        " them"
+    ),
     **dict.fromkeys((".h5", ".hdf5"), HDF5),
     ".mat": "MATLAB; read it with scipy.io.loadmat and save arrays with np.save",
     **dict.fromkeys((".pkl", ".pickle"), PICKLE),
     **dict.fromkeys((".xlsx", ".xls", ".ods"), SPREADSHEET),
-    ".arrow": "Arrow files of datasets.save_to_disk; write them with Dataset.to_parquet",
+    ".arrow": (
+        "Arrow files of datasets.save_to_disk; write them with Dataset.to_parquet"
+    ),
     ".feather": "an Arrow table; write it with pyarrow.parquet.write_table",
     ".tfrecord": "TFRecord; write its examples as Parquet or as tar shards",
-    **dict.fromkeys((".mdb", ".lmdb"), "LMDB; write its records as Parquet or tar shards"),
+    **dict.fromkeys(
+        (".mdb", ".lmdb"), "LMDB; write its records as Parquet or tar shards"
+    ),
     ".rec": "RecordIO; write its records as Parquet or tar shards",
     ".zip": "an archive; unpack it",
     ".rar": "an archive; unpack it",
@@ -46,14 +60,18 @@ USUAL_BESIDE_IMAGES = (".json", ".npy", ".npz", ".gz", ".txt")
 
 
 def fix_for(path: str) -> str:
-    """Return what a file holds and what to do with it, '' if its ending says nothing."""
+    """Return what a file holds and what to do with it, '' if its ending says
+    nothing.
+    """
     name = path.lower()
     fix = next((fix for suffix, fix in FIXES.items() if name.endswith(suffix)), "")
     return fix.replace("{path}", path)
 
 
 def meaning_of(suffix: str) -> str:
-    """Return what ignored files with an ending hold, as ' (...)', or '' if that is not clear."""
+    """Return what ignored files with an ending hold, as ' (...)', or '' if that is
+    not clear.
+    """
     fix = "" if suffix in USUAL_BESIDE_IMAGES else FIXES.get(suffix, "")
     return f" ({fix})" if fix else ""
 

@@ -1,5 +1,5 @@
-"""A directory that commands write: whose it is, what it was made from, what a killed writer left there; and
-files that prove their content.
+"""A directory that commands write: whose it is, what it was made from, what a killed
+writer left there; and files that prove their content.
 """
 
 import hashlib
@@ -15,7 +15,8 @@ from uno.data.files import TEMPORARY, Storage, parse_json
 from uno.errors import ConfigError
 from uno.limits import MAX_STATE_BYTES
 
-LOCK_FILE = "lock.json"  # of whoever works in a directory (uno.runs.lock); never part of what is made there
+# of whoever works in a directory (uno.runs.lock); never part of what is made there
+LOCK_FILE = "lock.json"
 MOST_KEYS = 6  # that a message names
 
 SEAL = "sha256"
@@ -23,8 +24,9 @@ BLANK = "0" * 64
 
 
 def is_ours(storage: Storage, mark: str, what: str, also: Collection[str] = ()) -> bool:
-    """Whether a directory has the file ``mark``, as every output called ``what`` has. False: the directory is
-    empty, or a command was killed there that had written no more than ``also``. ConfigError: it is another's.
+    """Whether a directory has the file ``mark``, as every output called ``what`` has.
+    False: the directory is empty, or a command was killed there that had written no
+    more than ``also``. ConfigError: it is another's.
     """
     if storage.exists(mark):
         return True
@@ -32,22 +34,30 @@ def is_ours(storage: Storage, mark: str, what: str, also: Collection[str] = ()) 
     begun = {name, *also}
     for found in storage.list(folder):
         if found not in begun and whole_name(found) not in begun and not is_lock(found):
-            problem = f"{_place(storage, mark)} is not empty and holds no {what} (no {name})"
-            raise ConfigError(f"{problem}; nothing was changed; choose another --output")
+            problem = (
+                f"{_place(storage, mark)} is not empty and holds no {what} (no {name})"
+            )
+            raise ConfigError(
+                f"{problem}; nothing was changed; choose another --output"
+            )
     return False
 
 
-def begin(storage: Storage, mark: str, identity: Mapping[str, Any], what: str, **more: Any) -> None:
-    """Begin an output called ``what`` in a free directory, or resume there: the file ``mark`` says what it is
-    made from, an ``identity`` of JSON values, and ``more`` that may change. ConfigError: the directory is
-    another's, or of another identity.
+def begin(
+    storage: Storage, mark: str, identity: Mapping[str, Any], what: str, **more: Any
+) -> None:
+    """Begin an output called ``what`` in a free directory, or resume there: the file
+    ``mark`` says what it is made from, an ``identity`` of JSON values, and ``more``
+    that may change. ConfigError: the directory is another's, or of another identity.
     """
     if not is_ours(storage, mark, what):
         storage.write(mark, json.dumps({**identity, **more}, indent=1).encode())
         return
     found = find_mapping(storage, mark) or {}
     if different := [key for key, value in identity.items() if found.get(key) != value]:
-        problem = f"holds another {what} (other data or options: {', '.join(different)})"
+        problem = (
+            f"holds another {what} (other data or options: {', '.join(different)})"
+        )
         raise ConfigError(f"{_place(storage, mark)} {problem}; choose another --output")
 
 
@@ -56,19 +66,31 @@ def _place(storage: Storage, mark: str) -> str:
     return storage.below(mark.rpartition("/")[0])
 
 
-def other_settings(place: str, what: str, keys: Sequence[str], advice: str) -> ConfigError:
-    """What is said where ``place`` holds an output whose settings differ by ``keys``."""
+def other_settings(
+    place: str, what: str, keys: Sequence[str], advice: str
+) -> ConfigError:
+    """What is said where ``place`` holds an output whose settings differ by
+    ``keys``.
+    """
     names = ", ".join(keys[:MOST_KEYS]) + " ..." * (len(keys) > MOST_KEYS)
     return ConfigError(f"{place} holds {what} with other settings: {names}; {advice}")
 
 
 def leftovers(storage: Storage, below: str = "") -> list[str]:
-    """What killed writers left below a directory, by name, but for the lock's: its holder may be writing."""
-    return [name for name in storage.unfinished(below) if not is_lock(name.rpartition("/")[2])]
+    """What killed writers left below a directory, by name, but for the lock's: its
+    holder may be writing.
+    """
+    return [
+        name
+        for name in storage.unfinished(below)
+        if not is_lock(name.rpartition("/")[2])
+    ]
 
 
 def sweep(storage: Storage, below: str = "") -> None:
-    """Delete the :func:`leftovers` below a directory, in which nobody else is writing."""
+    """Delete the :func:`leftovers` below a directory, in which nobody else is
+    writing.
+    """
     for name in leftovers(storage, below):
         storage.delete(name)
 
@@ -81,12 +103,16 @@ def sweep_file(storage: Storage, name: str) -> None:
 
 
 def whole_name(name: str) -> str:
-    """Of a temporary file the name that it gets once it is whole; of any other file ''."""
+    """Of a temporary file the name that it gets once it is whole; of any other file
+    ''.
+    """
     return name[1:].rpartition(".")[0] if TEMPORARY.fullmatch(name) else ""
 
 
 def is_lock(name: str) -> bool:
-    """Whether a file of an output directory is its lock, or what a killed writer left of it."""
+    """Whether a file of an output directory is its lock, or what a killed writer
+    left of it.
+    """
     return name.lstrip(".").startswith(LOCK_FILE)
 
 
@@ -106,20 +132,25 @@ def mapping(data: bytes | str) -> dict[str, Any] | None:
 
 
 def seal(name: str, tensors: dict[str, Tensor], facts: Mapping[str, str]) -> bytes:
-    """A safetensors file that proves its content and place: ``__metadata__`` holds ``facts``, the ``name`` it
-    is to have and the SHA-256 of the file, computed with zeros in the place of this sum. The same content
-    gives the same bytes.
+    """A safetensors file that proves its content and place: ``__metadata__`` holds
+    ``facts``, the ``name`` it is to have and the SHA-256 of the file, computed with
+    zeros in the place of this sum. The same content gives the same bytes.
     """
     data = safetensors.torch.save(tensors, {**facts, "name": name, SEAL: BLANK})
     end = 8 + int.from_bytes(data[:8], "little")
-    text = json.dumps(json.loads(data[8:end]), sort_keys=True).encode()  # the library's order is random
+    # the library's order is random
+    text = json.dumps(json.loads(data[8:end]), sort_keys=True).encode()
     text += b" " * (-len(text) % 8)
     size, body = len(text).to_bytes(8, "little"), memoryview(data)[end:]
-    return b"".join([size, text.replace(_entry(BLANK), _entry(_sum(size, text, body))), body])
+    return b"".join(
+        [size, text.replace(_entry(BLANK), _entry(_sum(size, text, body))), body]
+    )
 
 
 def unseal(name: str, data: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors and facts of the sealed file ``name``. ValueError: it is truncated, altered or another file."""
+    """Tensors and facts of the sealed file ``name``. ValueError: it is truncated,
+    altered or another file.
+    """
     size, length = data[:8], int.from_bytes(data[:8], "little")
     if length > min(MAX_STATE_BYTES, len(data) - 8):
         raise ValueError("it is truncated, or no safetensors file")

@@ -1,8 +1,9 @@
 """Parquet shards that stream well: a million small files is slow everywhere.
 
-Rows are shuffled, the same way every time; labeled and unlabeled rows never share a row group, so neither
-is read for the other's sake. Encoded images keep their bytes, pixels become PNG. A killed pack resumes when
-the command is repeated; until ``pack.json`` says that all shards are there, readers refuse the directory.
+Rows are shuffled, the same way every time; labeled and unlabeled rows never share a row
+group, so neither is read for the other's sake. Encoded images keep their bytes, pixels
+become PNG. A killed pack resumes when the command is repeated; until ``pack.json`` says
+that all shards are there, readers refuse the directory.
 """
 
 import hashlib
@@ -53,7 +54,9 @@ class Packed(NamedTuple):
 
 
 class ShardRows(NamedTuple):
-    """Which rows make a shard: numbers int64 (n,) in order; ``sizes`` are the rows of its row groups."""
+    """Which rows make a shard: numbers int64 (n,) in order; ``sizes`` are the rows
+    of its row groups.
+    """
 
     name: str
     sizes: np.ndarray
@@ -71,33 +74,55 @@ class Shard(NamedTuple):
 def store_shard(
     output: Storage, rows: Rows, shard: ShardRows, images: list[Image], threads: int = 1
 ) -> Shard:
-    """Store a shard of ``rows`` with its n ``images``, which are decoded by ``threads``, in any process."""
+    """Store a shard of ``rows`` with its n ``images``, which are decoded by
+    ``threads``, in any process.
+    """
     with ThreadPoolExecutor(threads) as pool, suppress_pillow_warnings():
         encoded = list(pool.map(_encode, images))
     ids = rows.ids.take(shard.rows)
-    bad = [{"id": i, "reason": one} for i, one in zip(ids, encoded, strict=True) if isinstance(one, str)]
+    bad = [
+        {"id": i, "reason": one}
+        for i, one in zip(ids, encoded, strict=True)
+        if isinstance(one, str)
+    ]
     output.write(shard.name, _content(rows, shard, ids, encoded, _schema(rows, bad)))
     return Shard(shard.name, len(ids), bad)
 
 
 def _content(
-    rows: Rows, shard: ShardRows, ids: list[str], encoded: list[bytes | str], schema: pa.Schema
+    rows: Rows,
+    shard: ShardRows,
+    ids: list[str],
+    encoded: list[bytes | str],
+    schema: pa.Schema,
 ) -> bytes:
     """The file of a shard; rows whose ``encoded`` image is a reason are not in it."""
     sink = io.BytesIO()
     options = {
         "write_page_checksum": True,
-        "compression": {name: "none" if name == "image" else "zstd" for name in schema.names},
+        "compression": {
+            name: "none" if name == "image" else "zstd" for name in schema.names
+        },
         "use_dictionary": ["label", "split"],
         "write_statistics": ["label", "split"],  # of images they would be whole images
     }
     number: dict[str | None, Any] = {name: i for i, name in enumerate(rows.class_names)}
     labels = rows.labels.take(shard.rows)
-    stored: list[Any] = [ids, encoded, [number.get(label) for label in labels] if number else labels]
-    stored += [c.take(shard.rows) for c in (rows.split, rows.eval_labels) if c is not None]
+    stored: list[Any] = [
+        ids,
+        encoded,
+        [number.get(label) for label in labels] if number else labels,
+    ]
+    stored += [
+        c.take(shard.rows) for c in (rows.split, rows.eval_labels) if c is not None
+    ]
     with pa.parquet.ParquetWriter(sink, schema, **options) as writer:
         for end, size in zip(accumulate(shard.sizes), shard.sizes, strict=True):
-            kept = [row for row in range(end - size, end) if not isinstance(encoded[row], str)]
+            kept = [
+                row
+                for row in range(end - size, end)
+                if not isinstance(encoded[row], str)
+            ]
             if kept:
                 columns = [[column[row] for row in kept] for column in stored]
                 writer.write_table(pa.table(columns, schema=schema))
@@ -106,9 +131,15 @@ def _content(
 
 def _schema(rows: Rows, bad: list[BadRow]) -> pa.Schema:
     label = pa.int64() if rows.class_names else pa.string()
-    fields = [("id", pa.string()), ("image", pa.binary()), ("label", label), ("split", pa.string())]
+    fields = [
+        ("id", pa.string()),
+        ("image", pa.binary()),
+        ("label", label),
+        ("split", pa.string()),
+    ]
     if rows.eval_labels is not None:
-        fields.append(("eval_label", pa.string()))  # its classes need not be among those of ``label``
+        # its classes need not be among those of ``label``
+        fields.append(("eval_label", pa.string()))
     metadata = {PACKED: json.dumps({"known": rows.known, "bad": bad})}
     if rows.class_names:
         names = {"names": list(rows.class_names), "_type": "ClassLabel"}
@@ -123,52 +154,80 @@ Store = Callable[[Storage, Rows, Iterator[ShardRows]], Iterator[Shard]]
 def store_local(threads: int) -> Store:
     """One shard after the other, decoded by ``threads`` of this process."""
 
-    def store(output: Storage, rows: Rows, shards: Iterator[ShardRows]) -> Iterator[Shard]:
+    def store(
+        output: Storage, rows: Rows, shards: Iterator[ShardRows]
+    ) -> Iterator[Shard]:
         for shard in shards:
-            yield store_shard(output, rows, shard, rows.images.read_images(shard.rows), threads)
+            yield store_shard(
+                output, rows, shard, rows.images.read_images(shard.rows), threads
+            )
 
     return store
 
 
 def pack(
-    rows: Rows, labeled: np.ndarray, output: Storage, shard_bytes: int, store: Store,
+    rows: Rows,
+    labeled: np.ndarray,
+    output: Storage,
+    shard_bytes: int,
+    store: Store,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Packed:  # fmt: skip
-    """Write ``rows``, ``labeled`` bool (N,) or not, to ``output``, which is empty or begun by the same call,
-    in shards of about ``shard_bytes``. Unreadable images are listed, not written.
+) -> Packed:
+    """Write ``rows``, ``labeled`` bool (N,) or not, to ``output``, which is empty or
+    begun by the same call, in shards of about ``shard_bytes``. Unreadable images are
+    listed, not written.
     """
     if rows.images.vectors(np.arange(0)) is not None:
-        raise ConfigError(f"{rows.source}: vectors are not packed; shards are for images")
+        raise ConfigError(
+            f"{rows.source}: vectors are not packed; shards are for images"
+        )
     shards = _shards(rows, labeled, shard_bytes)
-    digest = hashlib.sha256()  # of the rows of every row group: other options put other rows there
+    # of the rows of every row group: other options put other rows there
+    digest = hashlib.sha256()
     for group in chain.from_iterable(shards.values()):
         digest.update(len(group).to_bytes(8, "little") + group.astype("<i8").tobytes())
-    plan = {"format": FORMAT, "fingerprint": rows.fingerprint, "rows": len(rows), "shards": list(shards)}
+    plan = {
+        "format": FORMAT,
+        "fingerprint": rows.fingerprint,
+        "rows": len(rows),
+        "shards": list(shards),
+    }
     plan["groups_sha256"] = digest.hexdigest()
     begin(output, PACKING, plan, "pack", finished=False)
     sweep(output)
     there = [name for name in output.list() if name in shards]
     bad = {
         name: found
-        for name, found in prefetch_map(partial(_bad_of, output), there, FOOTERS, FOOTERS)
+        for name, found in prefetch_map(
+            partial(_bad_of, output), there, FOOTERS, FOOTERS
+        )
         if found is not None
     }
     done = sum(len(group) for name in bad for group in shards[name])
     on_progress(done, len(rows))
     missing = (
         ShardRows(name, np.array([*map(len, groups)]), np.concatenate(groups))
-        for name, groups in shards.items() if name not in bad
-    )  # fmt: skip
+        for name, groups in shards.items()
+        if name not in bad
+    )
     for shard in store(output, rows, missing):
         bad[shard.name] = shard.bad
         done += shard.rows
         on_progress(done, len(rows))
-    reason_of_id = {entry["id"]: entry["reason"] for name in shards for entry in bad[name]}
-    reasons = {row: reason_of_id[name] for name, row in rows.ids.find(reason_of_id).items()}
+    reason_of_id = {
+        entry["id"]: entry["reason"] for name in shards for entry in bad[name]
+    }
+    reasons = {
+        row: reason_of_id[name] for name, row in rows.ids.find(reason_of_id).items()
+    }
     entries = check_bad(rows.ids, reasons, 1, images=rows.images)
-    output.write(BAD_SAMPLES, "".join(json.dumps(entry) + "\n" for entry in entries).encode())
+    output.write(
+        BAD_SAMPLES, "".join(json.dumps(entry) + "\n" for entry in entries).encode()
+    )
     counts = {"packed": len(rows) - len(entries), "bad": len(entries)}
-    output.write(PACKING, json.dumps({**plan, **counts, "finished": True}, indent=1).encode())
+    output.write(
+        PACKING, json.dumps({**plan, **counts, "finished": True}, indent=1).encode()
+    )
     return Packed(len(rows), **counts, shards=len(shards))
 
 
@@ -176,13 +235,17 @@ def _bad_of(output: Storage, name: str) -> tuple[str, list[BadRow] | None]:
     """The unreadable rows that a finished shard lists, None where it is not whole."""
     try:
         with output.open(name) as source, pa.parquet.ParquetFile(source) as file:
-            found = json_at((file.schema_arrow.metadata or {}).get(PACKED.encode(), ""), "bad")
+            found = json_at(
+                (file.schema_arrow.metadata or {}).get(PACKED.encode(), ""), "bad"
+            )
             return name, cast(list[BadRow] | None, found)
     except (pa.ArrowException, StorageError):
         return name, None
 
 
-def _shards(rows: Rows, labeled: np.ndarray, shard_bytes: int) -> dict[str, list[np.ndarray]]:
+def _shards(
+    rows: Rows, labeled: np.ndarray, shard_bytes: int
+) -> dict[str, list[np.ndarray]]:
     """File name -> its row groups, each int64 row numbers."""
     sizes = np.maximum(rows.images.sizes(np.arange(len(rows))), 0)
     shards: dict[str, list[np.ndarray]] = {}
@@ -196,17 +259,26 @@ def _shards(rows: Rows, labeled: np.ndarray, shard_bytes: int) -> dict[str, list
                     filled = 0
                 files[-1].append(group)
                 filled += int(sizes[group].sum())
-        shards |= {f"{split}-{i:05d}-of-{len(files):05d}.parquet": groups for i, groups in enumerate(files)}
+        shards |= {
+            f"{split}-{i:05d}-of-{len(files):05d}.parquet": groups
+            for i, groups in enumerate(files)
+        }
     return shards
 
 
-def _order(rows: Rows, members: np.ndarray, sizes: np.ndarray, shard_bytes: int) -> np.ndarray:
-    """``members`` shuffled; what is read together by windows, or each shard would read all of it."""
+def _order(
+    rows: Rows, members: np.ndarray, sizes: np.ndarray, shard_bytes: int
+) -> np.ndarray:
+    """``members`` shuffled; what is read together by windows, or each shard would
+    read all of it.
+    """
     groups, window = rows.images.groups(members), 1
     if groups is None:
         groups = np.zeros(len(members), np.int64)
     elif len(members):
-        window = max(1, int(WINDOW_SHARDS * shard_bytes / max(1.0, sizes[members].mean())))
+        window = max(
+            1, int(WINDOW_SHARDS * shard_bytes / max(1.0, sizes[members].mean()))
+        )
     return members[by_windows(groups, window, np.random.default_rng([0, 0, 0, 0]))]
 
 
@@ -222,7 +294,9 @@ def _groups(order: np.ndarray, sizes: np.ndarray) -> Iterator[np.ndarray]:
 def _encode(image: Image) -> bytes | str:
     """The bytes to store; as text the reason why they cannot be decoded."""
     try:
-        content = image if not isinstance(image, str) else read_bytes(image, MAX_IMAGE_BYTES)
+        content = (
+            image if not isinstance(image, str) else read_bytes(image, MAX_IMAGE_BYTES)
+        )
         decode_rgb(content, MAX_IMAGE_BYTES)  # at full scale
     except BadImage as error:
         return str(error)

@@ -14,12 +14,14 @@ COPY_BYTES = 64 * 2**20  # that are on the way to a device at once
 
 
 class RowBlocks:
-    """Rows, uint8 (N,3,S,S) or the features that stand for them, in the ``blocks`` (n,...) that hold them on
-    the host: to take some rows is their first copy. ``place`` int64 (N,) counts rows over all blocks;
-    default: each once, in order.
+    """Rows, uint8 (N,3,S,S) or the features that stand for them, in the ``blocks``
+    (n,...) that hold them on the host: to take some rows is their first copy. ``place``
+    int64 (N,) counts rows over all blocks; default: each once, in order.
     """
 
-    def __init__(self, blocks: Sequence[Tensor | NeighborViews], place: Tensor | None = None) -> None:
+    def __init__(
+        self, blocks: Sequence[Tensor | NeighborViews], place: Tensor | None = None
+    ) -> None:
         self._blocks = list(blocks)
         self._ends = torch.tensor([len(block) for block in blocks]).cumsum(0)
         self._place = torch.arange(int(self._ends[-1])) if place is None else place
@@ -47,7 +49,9 @@ class RowBlocks:
         return RowBlocks(self._blocks, self._place[rows])
 
     def __getitem__(self, rows: Any) -> Tensor:
-        """A tensor of these rows, as :meth:`select_rows`; of a tuple, what else it says of each row."""
+        """A tensor of these rows, as :meth:`select_rows`; of a tuple, what else it
+        says of each row.
+        """
         rows, *rest = rows if isinstance(rows, tuple) else (rows,)
         place = self._place[rows]
         if len(self._blocks) == 1:
@@ -55,11 +59,18 @@ class RowBlocks:
         assert not rest
         in_order, order = place.sort()
         counts = torch.bincount(
-            torch.searchsorted(self._ends, in_order, right=True), minlength=len(self._blocks)
+            torch.searchsorted(self._ends, in_order, right=True),
+            minlength=len(self._blocks),
         )
-        found = torch.empty((len(place), *self.shape[1:]), dtype=self._blocks[0].dtype, device=self.device)
+        found = torch.empty(
+            (len(place), *self.shape[1:]),
+            dtype=self._blocks[0].dtype,
+            device=self.device,
+        )
         start = before = 0
-        for block, count, end in zip(self._blocks, counts.tolist(), self._ends.tolist(), strict=True):
+        for block, count, end in zip(
+            self._blocks, counts.tolist(), self._ends.tolist(), strict=True
+        ):
             own = slice(start, start + count)
             if count:
                 found[order[own]] = block[in_order[own] - before]
@@ -82,7 +93,9 @@ class RowBlocks:
 
 
 class HostRows(RowBlocks):
-    """Rows that stay on the host, as no device holds all: :meth:`to` says where chosen ones go."""
+    """Rows that stay on the host, as no device holds all: :meth:`to` says where
+    chosen ones go.
+    """
 
     _target: torch.device | str = "cpu"
 

@@ -1,5 +1,5 @@
-"""Whether images are what they were where a fingerprint has their sizes alone: when each changed, and hashes
-of a sample's content, kept beside what was made of them.
+"""Whether images are what they were where a fingerprint has their sizes alone: when
+each changed, and hashes of a sample's content, kept beside what was made of them.
 """
 
 import hashlib
@@ -20,12 +20,15 @@ FILE = "images.safetensors"
 LOCAL_ROWS, REMOTE_ROWS, GROUPS = 2_000, 64, 8  # that are hashed; groups are read whole
 SAMPLE_BYTES = 64 * 2**20
 READERS = 16
-ENOUGH = 32  # changed rows of equal content, after which the others are believed to be so
+# changed rows of equal content, after which the others are believed to be so
+ENOUGH = 32
 UNREADABLE = 0  # in the place of a hash
 
 
 class Snapshot(NamedTuple):
-    """Of N rows ``times`` int64 (N,), and ``hashes`` int64 (n,) of ``sample`` int64 (n,), evenly spaced."""
+    """Of N rows ``times`` int64 (N,), and ``hashes`` int64 (n,) of ``sample`` int64
+    (n,), evenly spaced.
+    """
 
     times: np.ndarray
     sample: np.ndarray
@@ -33,8 +36,9 @@ class Snapshot(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """``suspects`` int64 (s,): rows that something was written to since, or of which that is not known. Of
-    these ``looked`` int64 (l,) were compared, and ``different`` int64 (d,) have other content.
+    """``suspects`` int64 (s,): rows that something was written to since, or of which
+    that is not known. Of these ``looked`` int64 (l,) were compared, and ``different``
+    int64 (d,) have other content.
     """
 
     suspects: np.ndarray
@@ -44,17 +48,23 @@ class Difference(NamedTuple):
     @property
     def believed(self) -> bool:
         """Whether rows that were not compared, too, are as those that were."""
-        return not len(self.different) and len(self.looked) >= min(len(self.suspects), ENOUGH)
+        return not len(self.different) and len(self.looked) >= min(
+            len(self.suspects), ENOUGH
+        )
 
 
 def compare(rows: Rows, then: Snapshot) -> Difference:
-    """``rows``, whose fingerprint is that of those of a snapshot; nothing is read where no time differs."""
+    """``rows``, whose fingerprint is that of those of a snapshot; nothing is read
+    where no time differs.
+    """
     now = rows.images.times(np.arange(len(rows)))
     suspects = np.flatnonzero((now != then.times) | (now < 0))
     at = np.flatnonzero(np.isin(then.sample, suspects) & (then.hashes != UNREADABLE))
     looked = then.sample[at]
     found = _hashes(rows.images, looked)
-    return Difference(suspects, looked, looked[(found != then.hashes[at]) & (found != UNREADABLE)])
+    return Difference(
+        suspects, looked, looked[(found != then.hashes[at]) & (found != UNREADABLE)]
+    )
 
 
 def write(storage: Storage, name: str, rows: Rows) -> None:
@@ -62,7 +72,10 @@ def write(storage: Storage, name: str, rows: Rows) -> None:
     times = rows.images.times(np.arange(len(rows)))
     sample = _sample(rows.images) if times.any() else np.arange(0)
     arrays = Snapshot(times, sample, _hashes(rows.images, sample))._asdict()
-    storage.write(name, seal(name, {key: torch.from_numpy(array) for key, array in arrays.items()}, {}))
+    storage.write(
+        name,
+        seal(name, {key: torch.from_numpy(array) for key, array in arrays.items()}, {}),
+    )
 
 
 def read(storage: Storage, name: str, rows: Rows) -> Snapshot | None:
@@ -91,12 +104,20 @@ def _sample(images: Images) -> np.ndarray:
 def _hashes(images: Images, rows: np.ndarray) -> np.ndarray:
     """int64 (n,) of the content of ``rows`` (n,)."""
     with ThreadPoolExecutor(READERS) as pool:
-        return np.fromiter(pool.map(_hash, images.read_images(rows)), np.int64, len(rows))
+        return np.fromiter(
+            pool.map(_hash, images.read_images(rows)), np.int64, len(rows)
+        )
 
 
 def _hash(image: Image) -> int:
     try:
-        content = read_bytes(image, MAX_IMAGE_BYTES) if isinstance(image, str) else content_of(image)
+        content = (
+            read_bytes(image, MAX_IMAGE_BYTES)
+            if isinstance(image, str)
+            else content_of(image)
+        )
     except OSError:
         return UNREADABLE
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
+    return int.from_bytes(
+        hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True
+    )

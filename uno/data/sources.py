@@ -1,4 +1,6 @@
-"""What the user names -> Rows: ``digits``, ``cifar10:DIR``, ``folder:DIR``, or a path and its content."""
+"""What the user names -> Rows: ``digits``, ``cifar10:DIR``, ``folder:DIR``, or a
+path and its content.
+"""
 
 import os
 import re
@@ -37,7 +39,19 @@ class Remarks(NamedTuple):
 
 
 UNREAD = {
-    *(".heic", ".heif", ".avif", ".jxl", ".jp2", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".raf"),
+    *(
+        ".heic",
+        ".heif",
+        ".avif",
+        ".jxl",
+        ".jp2",
+        ".dng",
+        ".cr2",
+        ".cr3",
+        ".nef",
+        ".arw",
+        ".raf",
+    ),
     *(".jpe", ".ppm", ".pgm", ".tga", ".dcm"),
 }
 """Suffixes of images that no reader here takes: a warning counts them."""
@@ -65,14 +79,20 @@ class UnreadImages:
         what = f"{plural(self._suffixes.total(), 'image')} left out below {root}"
         formats = ", ".join(sorted(self._suffixes))
         example = one_line(repr(self._example))
-        return (f"{what}, e.g. {example}: {formats} files are not read; save them as JPEG or PNG",)
+        return (
+            (
+                f"{what}, e.g. {example}: {formats} files are not read; save them as"
+                " JPEG or PNG"
+            ),
+        )
 
 
 class Source(NamedTuple):
-    """A kind of source. ``read``: the rows at a path, where True says that they are only to be predicted, so
-    that labels and splits mean nothing. A file that ends in one of ``suffixes`` is of this kind; so is
-    ``in_folders`` a folder of them: never, if it holds no image, or always. ``may_lack``: whether a path is
-    read that is neither a file nor a folder.
+    """A kind of source. ``read``: the rows at a path, where True says that they are
+    only to be predicted, so that labels and splits mean nothing. A file that ends in
+    one of ``suffixes`` is of this kind; so is ``in_folders`` a folder of them: never,
+    if it holds no image, or always. ``may_lack``: whether a path is read that is
+    neither a file nor a folder.
     """
 
     read: Callable[[str, DataConfig, bool], Rows]
@@ -93,19 +113,34 @@ SOURCES = {
     "cifar100": _cifar(CIFAR100),
     "imagenet": Source(
         lambda path, config, _: read_imagenet(
-            path, config.imagenet_split, config.known_classes is None, config.follow_links
+            path,
+            config.imagenet_split,
+            config.known_classes is None,
+            config.follow_links,
         )
     ),
-    "folder": Source(lambda path, config, _: read_folder(path, follow_links=config.follow_links)),
-    "classes": Source(lambda path, config, _: read_folder(path, "classes", follow_links=config.follow_links)),
-    "splits": Source(lambda path, config, _: read_folder(path, "splits", follow_links=config.follow_links)),
+    "folder": Source(
+        lambda path, config, _: read_folder(path, follow_links=config.follow_links)
+    ),
+    "classes": Source(
+        lambda path, config, _: read_folder(
+            path, "classes", follow_links=config.follow_links
+        )
+    ),
+    "splits": Source(
+        lambda path, config, _: read_folder(
+            path, "splits", follow_links=config.follow_links
+        )
+    ),
     "imagefolder": Source(
         lambda path, config, images_only: read_annotated_folder(
             path, config.named_columns, PathRules.of(config), images_only
         )
     ),
     "parquet": Source(
-        lambda path, config, _: read_parquet(path, config.named_columns, PathRules.of(config)),
+        lambda path, config, _: read_parquet(
+            path, config.named_columns, PathRules.of(config)
+        ),
         suffixes=(".parquet",),
         in_folders="always",
     ),
@@ -116,7 +151,9 @@ SOURCES = {
         suffixes=(".csv", ".tsv", ".jsonl"),
     ),
     "tar": Source(
-        lambda path, config, images_only: read_tar(path, images_only, config.follow_links),
+        lambda path, config, images_only: read_tar(
+            path, images_only, config.follow_links
+        ),
         suffixes=(".tar",),
         in_folders="alone",
         may_lack=lambda path, config: not {"*", "{"}.isdisjoint(path),  # a pattern
@@ -130,13 +167,21 @@ SOURCES = {
 
 
 def read_rows(config: DataConfig, images_only: bool = False) -> Rows:
-    """The rows of ``config.source``, or of the folders ``labeled`` and ``unlabeled`` where given."""
+    """The rows of ``config.source``, or of the folders ``labeled`` and ``unlabeled``
+    where given.
+    """
     if config.labeled is not None and config.unlabeled is not None:
         return read_two_folders(
-            config.labeled, filesystem.normalize_path(config.unlabeled), config.follow_links
+            config.labeled,
+            filesystem.normalize_path(config.unlabeled),
+            config.follow_links,
         ).with_composed_names()
     kind, path = locate_source(config)
-    rows = read_digits() if kind == "digits" else SOURCES[kind].read(path, config, images_only)
+    rows = (
+        read_digits()
+        if kind == "digits"
+        else SOURCES[kind].read(path, config, images_only)
+    )
     return rows.with_composed_names()
 
 
@@ -151,33 +196,54 @@ def locate_source(config: DataConfig) -> tuple[str, str]:
         prefix, path = match.groups()
         if prefix not in SOURCES:
             known = f"choose from digits, {':, '.join(SOURCES)}:"
-            hint = did_you_mean(prefix.lower(), SOURCES, known, lambda near: f"{near}:{path}")
+            hint = did_you_mean(
+                prefix.lower(), SOURCES, known, lambda near: f"{near}:{path}"
+            )
             raise ConfigError(f"unknown data source {prefix + ':'!r}{hint}")
     path = filesystem.normalize_path(path)
     may_lack = prefix in SOURCES and SOURCES[prefix].may_lack(path, config)
     if filesystem.kind(path) == "missing" and not may_lack:
-        names = {name: repr(f"{name}:DIR") for name in SOURCES} | {"digits": repr("digits")}
+        names = {name: repr(f"{name}:DIR") for name in SOURCES} | {
+            "digits": repr("digits")
+        }
         hint = did_you_mean(source.lower(), names, show=names.__getitem__)
-        raise ConfigError(f"data source {source!r}: no such file or folder {path!r}{hint}")
+        raise ConfigError(
+            f"data source {source!r}: no such file or folder {path!r}{hint}"
+        )
     return prefix or recognize(path, config.follow_links, config.named_columns), path
 
 
-def recognize(path: str, follow_links: bool = False, names: Mapping[str, str] = NO_NAMES) -> str:
+def recognize(
+    path: str, follow_links: bool = False, names: Mapping[str, str] = NO_NAMES
+) -> str:
     """The kind of source that an existing file or folder is, by its content."""
     if filesystem.kind(path) == "file":
         kind = _kind_of(filesystem.split(path)[1].lower())
         if kind is None:
-            *others, last = chain.from_iterable(source.suffixes for source in SOURCES.values())
+            *others, last = chain.from_iterable(
+                source.suffixes for source in SOURCES.values()
+            )
             fix = f"; this is {fix_for(path)}" if fix_for(path) else ""
-            raise ConfigError(f"{path}: a file source must end in {', '.join(others)} or {last}{fix}")
+            raise ConfigError(
+                f"{path}: a file source must end in {', '.join(others)} or {last}{fix}"
+            )
         return kind
     folders, files = children(path)
-    cifar = [c.prefix for c in (CIFAR10, CIFAR100) if c.folder in folders or {c.meta, *c.train} <= set(files)]
+    cifar = [
+        c.prefix
+        for c in (CIFAR10, CIFAR100)
+        if c.folder in folders or {c.meta, *c.train} <= set(files)
+    ]
     if len(cifar) > 1:
-        raise ConfigError(f"{path} holds CIFAR10 and CIFAR100; say which: cifar10:{path} or cifar100:{path}")
+        raise ConfigError(
+            f"{path} holds CIFAR10 and CIFAR100; say which: cifar10:{path} or"
+            f" cifar100:{path}"
+        )
     if cifar:
         return cifar[0]
-    always = next((kind for kind in map(_kind_of, files) if _in_folders(kind) == "always"), None)
+    always = next(
+        (kind for kind in map(_kind_of, files) if _in_folders(kind) == "always"), None
+    )
     if always is not None:
         return always
     if has_labels(path, names):
@@ -197,7 +263,10 @@ def recognize(path: str, follow_links: bool = False, names: Mapping[str, str] = 
 
 def _kind_of(name: str) -> str | None:
     """The kind of source that a file is."""
-    return next((kind for kind, source in SOURCES.items() if name.endswith(source.suffixes)), None)
+    return next(
+        (kind for kind, source in SOURCES.items() if name.endswith(source.suffixes)),
+        None,
+    )
 
 
 def _in_folders(kind: str | None) -> str:
@@ -206,7 +275,9 @@ def _in_folders(kind: str | None) -> str:
 
 @cache
 def read_digits() -> Rows:
-    """scikit-learn's 1,797 handwritten digits as uint8 (8,8,3); every fifth of a class is a test row."""
+    """scikit-learn's 1,797 handwritten digits as uint8 (8,8,3); every fifth of a
+    class is a test row.
+    """
     from sklearn.datasets import load_digits  # imported here: it takes a second
 
     digits = load_digits()
@@ -218,26 +289,42 @@ def read_digits() -> Rows:
         Text.of(f"digits-{i:04d}" for i in range(len(grayscale))),
         Labels.of(map(str, digits.target)),
     )
-    return Rows(ids, InMemory(np.repeat(grayscale[..., None], 3, axis=3)), labels, is_train, "digits")
+    return Rows(
+        ids,
+        InMemory(np.repeat(grayscale[..., None], 3, axis=3)),
+        labels,
+        is_train,
+        "digits",
+    )
 
 
-def read_folder(root: str, kind: str = "folder", flag: str = "--data", follow_links: bool = False) -> Rows:
-    """Class subfolders of ``root`` (``kind`` classes), or of its train/ and test/ or val/ (splits), as
-    it is (folder); loose images are unlabeled. ConfigError: it may be both, so that ``flag`` has to choose.
-    ``follow_links``: whether links may lead out of ``root``.
+def read_folder(
+    root: str, kind: str = "folder", flag: str = "--data", follow_links: bool = False
+) -> Rows:
+    """Class subfolders of ``root`` (``kind`` classes), or of its train/ and test/ or
+    val/ (splits), as it is (folder); loose images are unlabeled. ConfigError: it may be
+    both, so that ``flag`` has to choose. ``follow_links``: whether links may lead out
+    of ``root``.
     """
     folders, _ = children(_directory(root))
     splits = {f"{name}/": SPLITS[name] for name in folders if name in SPLITS}
-    if kind == "classes" or not ("train" in folders and children(join(root, "train"))[0]):
+    if kind == "classes" or not (
+        "train" in folders and children(join(root, "train"))[0]
+    ):
         splits = {"": "train"}
     rows, others = _labeled(root, f"folder:{root}", splits, follow_links)
     if others and kind == "folder":
         named = ", ".join(others[:3]) + ", ..." * (len(others) > 3)
-        ways = f"if train is a class, too, give {flag} classes:{root}; if it is a split and these are to be "
+        ways = (
+            f"if train is a class, too, give {flag} classes:{root}; if it is a split"
+            " and these are to be "
+        )
         ways += f"left out, {flag} splits:{root}"
         if any(name.lower() in SPLIT_WORDS for name in others):
             ways += "; if they are test images, rename their folder to test"
-        raise ConfigError(f"{root} has train/ with subfolders, and images in {named}: {ways}")
+        raise ConfigError(
+            f"{root} has train/ with subfolders, and images in {named}: {ways}"
+        )
     if kind == "folder" and splits == {"": "train"}:
         _require_classes(rows, root, flag)
     return rows
@@ -250,8 +337,8 @@ SPLIT_WORDS = {*SPLITS, "training", "testing", "dev", "eval", "evaluation", "val
 def _require_classes(rows: Rows, root: str, flag: str) -> None:
     """Refuse class folders that seem to be splits, or one folder around the classes.
 
-    Raises:
-        ConfigError: The only class has subfolders and no image beside it, or all classes
+    Raises: ConfigError: The only class has subfolders and no image beside it, or all
+        classes
             have subfolders and names such as Training and Testing.
     """
     classes = rows.labels.classes
@@ -269,13 +356,15 @@ def _require_classes(rows: Rows, root: str, flag: str) -> None:
         (name,) = classes
         some = one_line(", ".join(inner[name][:3]))
         raise ConfigError(
-            f"{root} has one folder, {name}, with subfolders {some}: if these are the classes, "
-            f"give {flag} {join(root, name)}; if {name} is a class, {flag} classes:{root}"
+            f"{root} has one folder, {name}, with subfolders {some}: if these are the"
+            f" classes, give {flag} {join(root, name)}; if {name} is a class, {flag}"
+            f" classes:{root}"
         )
     if len(classes) > 1:
         raise ConfigError(
-            f"{root}: its folders {one_line(', '.join(classes))} seem to be splits: rename them to "
-            f"train and test; if they are classes, give {flag} classes:{root}"
+            f"{root}: its folders {one_line(', '.join(classes))} seem to be splits:"
+            f" rename them to train and test; if they are classes, give {flag}"
+            f" classes:{root}"
         )
 
 
@@ -287,24 +376,40 @@ def read_images(root: str, follow_links: bool = False) -> Rows:
 
 
 def read_two_folders(labeled: str, unlabeled: str, follow_links: bool = False) -> Rows:
-    """``labeled`` as :func:`read_folder` without loose images, maybe as KIND:DIR; ``unlabeled``: any images
-    below it.
+    """``labeled`` as :func:`read_folder` without loose images, maybe as KIND:DIR;
+    ``unlabeled``: any images below it.
     """
     match = re.match(r"(classes|splits):(?!//)(.*)", labeled, re.DOTALL)
-    kind, labeled = match.groups() if match and not os.path.exists(labeled) else ("folder", labeled)
+    kind, labeled = (
+        match.groups() if match and not os.path.exists(labeled) else ("folder", labeled)
+    )
     labeled = filesystem.normalize_path(labeled)
-    first, second = (os.path.realpath(_directory(folder)) + "/" for folder in (labeled, unlabeled))
+    first, second = (
+        os.path.realpath(_directory(folder)) + "/" for folder in (labeled, unlabeled)
+    )
     if first.startswith(second) or second.startswith(first):
-        raise ConfigError(f"--labeled {labeled} and --unlabeled {unlabeled} overlap; give separate folders")
+        raise ConfigError(
+            f"--labeled {labeled} and --unlabeled {unlabeled} overlap; give separate"
+            " folders"
+        )
     known = read_folder(labeled, kind, "--labeled", follow_links)
     others = read_images(unlabeled, follow_links)
     loose = np.flatnonzero(~known.labels.given)
     if len(loose):
-        found = f"{plural(len(loose), 'image')} in no class subfolder, e.g. {known.ids[loose[0]]}"
+        found = (
+            f"{plural(len(loose), 'image')} in no class subfolder, e.g."
+            f" {known.ids[loose[0]]}"
+        )
         raise ConfigError(f"--labeled {labeled}: {found}")
     both = known, others
-    names = ((f"labeled/{name}" for name in known.ids), (f"unlabeled/{name}" for name in others.ids))
-    ids, labels = Text.of(chain(*names)), Labels.of(chain(*(rows.labels for rows in both)))
+    names = (
+        (f"labeled/{name}" for name in known.ids),
+        (f"unlabeled/{name}" for name in others.ids),
+    )
+    ids, labels = (
+        Text.of(chain(*names)),
+        Labels.of(chain(*(rows.labels for rows in both))),
+    )
     images = Files.join([cast(Files, rows.images) for rows in both])
     is_train = np.concatenate([rows.is_train for rows in both])
     return Rows(
@@ -318,31 +423,55 @@ def read_two_folders(labeled: str, unlabeled: str, follow_links: bool = False) -
     )
 
 
-def read_imagenet(root: str, split: str, use_split: bool, follow_links: bool = False) -> Rows:
-    """train/ and val/ with wnid subfolders. ``use_split``: the novel classes are those of ``split`` 'A', 'B'
-    or 'C', the known ones all that are not held out; else all are kept and none is declared known.
+def read_imagenet(
+    root: str, split: str, use_split: bool, follow_links: bool = False
+) -> Rows:
+    """train/ and val/ with wnid subfolders. ``use_split``: the novel classes are those
+    of ``split`` 'A', 'B' or 'C', the known ones all that are not held out; else all are
+    kept and none is declared known.
     """
     folders, _ = children(_directory(root))
     if "train" not in folders:
-        raise ConfigError(f"imagenet:{root}: no folder train there; expected train/WNID/ and val/WNID/")
+        raise ConfigError(
+            f"imagenet:{root}: no folder train there; expected train/WNID/ and"
+            " val/WNID/"
+        )
     splits = {f"{name}/": SPLITS[name] for name in ("train", "val") if name in folders}
     rows, _ = _labeled(root, f"imagenet:{root}", splits, follow_links)
-    other = np.flatnonzero(rows.labels.places([*filter(is_wnid, rows.labels.classes)]) < 0)
+    other = np.flatnonzero(
+        rows.labels.places([*filter(is_wnid, rows.labels.classes)]) < 0
+    )
     if len(other):
-        what = f"image {rows.ids[other[0]]} is not in a wnid subfolder such as n01440764"
-        raise ConfigError(f"imagenet:{root}: {what}; move it into one, or use folder:{root}")
+        what = (
+            f"image {rows.ids[other[0]]} is not in a wnid subfolder such as n01440764"
+        )
+        raise ConfigError(
+            f"imagenet:{root}: {what}; move it into one, or use folder:{root}"
+        )
     if not use_split:
         return rows
-    held_out, novel = set(imagenet_wnids("held_out_118")), set(imagenet_wnids(f"novel_30_{split}"))
+    held_out, novel = (
+        set(imagenet_wnids("held_out_118")),
+        set(imagenet_wnids(f"novel_30_{split}")),
+    )
     present = rows.labels.present
     known = sorted(present - held_out)
     if not known or not present & novel:
         missing = f"novel wnid of split {split}" if known else "known wnid"
-        fix = "another --data.imagenet-split, or name known classes with --known-classes first:N"
-        raise ConfigError(f"{rows.source}: none of its {len(present)} classes is a {missing}; choose {fix}")
+        fix = (
+            "another --data.imagenet-split, or name known classes with --known-classes"
+            " first:N"
+        )
+        raise ConfigError(
+            f"{rows.source}: none of its {len(present)} classes is a {missing}; choose"
+            f" {fix}"
+        )
     left_out = present & held_out - novel
     kept = np.flatnonzero(rows.labels.places([*left_out]) < 0)
-    note = f"ignored {plural(len(left_out), 'held-out class', 'held-out classes')} not in split {split}"
+    note = (
+        f"ignored {plural(len(left_out), 'held-out class', 'held-out classes')} not in"
+        f" split {split}"
+    )
     notes = (*rows.notes, note) if left_out else rows.notes
     return replace(rows.take(kept), known=tuple(known), notes=notes)
 
@@ -354,12 +483,18 @@ def is_wnid(name: str) -> bool:
 
 def imagenet_wnids(file: str) -> list[str]:
     """The wnids of one of the package's lists, e.g. 'held_out_118' or 'novel_30_A'."""
-    return (resources.files("uno.data") / "imagenet_splits" / f"{file}.txt").read_text("utf-8").split()
+    return (
+        (resources.files("uno.data") / "imagenet_splits" / f"{file}.txt")
+        .read_text("utf-8")
+        .split()
+    )
 
 
-def _labeled(root: str, source: str, splits: dict[str, str], follow_links: bool) -> tuple[Rows, list[str]]:
-    """Rows below the folders ``splits`` ({prefix: 'train' or 'test'}); the next folder name is the class. And
-    the other folders that hold images.
+def _labeled(
+    root: str, source: str, splits: dict[str, str], follow_links: bool
+) -> tuple[Rows, list[str]]:
+    """Rows below the folders ``splits`` ({prefix: 'train' or 'test'}); the next folder
+    name is the class. And the other folders that hold images.
     """
     filled, remarks, others = set[str](), Remarks([], []), dict[str, None]()
 
@@ -375,12 +510,16 @@ def _labeled(root: str, source: str, splits: dict[str, str], follow_links: bool)
                 continue
             folder, slash, _ = found.relative.removeprefix(prefix).partition("/")
             filled.add(prefix + folder)
-            yield found, valid_text(folder) if slash else None, splits[prefix] == "train"
+            yield (
+                found,
+                valid_text(folder) if slash else None,
+                splits[prefix] == "train",
+            )
         if num_outside:
             remarks.warnings.append(
-                f"{plural(num_outside, 'image')} outside {', '.join(splits)} left out, e.g. "
-                f"{one_line(repr(valid_text(example)))}: with class folders in train/ only these "
-                "folders are read; move the images there or away"
+                f"{plural(num_outside, 'image')} outside {', '.join(splits)} left out,"
+                f" e.g. {one_line(repr(valid_text(example)))}: with class folders in"
+                " train/ only these folders are read; move the images there or away"
             )
 
     rows = _rows(below(), source, remarks)
@@ -389,14 +528,20 @@ def _labeled(root: str, source: str, splits: dict[str, str], follow_links: bool)
             if prefix + folder not in filled:
                 path = valid_text(join(root, prefix + folder))
                 also = "".join(f"; {line}" for line in remarks.warnings)
-                raise ConfigError(f"class folder {path} holds no images; fill or remove it{also}")
+                raise ConfigError(
+                    f"class folder {path} holds no images; fill or remove it{also}"
+                )
     loose = int((~rows.labels.given).sum())
     if 0 < loose < len(rows):
-        remarks.notes.append(f"{plural(loose, 'image')} outside class subfolders: unlabeled")
+        remarks.notes.append(
+            f"{plural(loose, 'image')} outside class subfolders: unlabeled"
+        )
     return replace(rows, notes=tuple(remarks.notes)), [*others]
 
 
-def _rows(listed: Iterable[tuple[FileEntry, str | None, bool]], source: str, remarks: Remarks) -> Rows:
+def _rows(
+    listed: Iterable[tuple[FileEntry, str | None, bool]], source: str, remarks: Remarks
+) -> Rows:
     """Return rows of (file, label, whether it is for training) each.
 
     ``remarks`` are complete when all of ``listed`` has been read.
@@ -410,14 +555,26 @@ def _rows(listed: Iterable[tuple[FileEntry, str | None, bool]], source: str, rem
     if not parts:
         root = source.partition(":")[2]
         also = "".join(f"; {line}" for line in remarks.warnings + remarks.notes)
-        raise ConfigError(f"no images below {root}; looked for files ending in {' '.join(EXTENSIONS)}{also}")
+        raise ConfigError(
+            f"no images below {root}; looked for files ending in"
+            f" {' '.join(EXTENSIONS)}{also}"
+        )
     names, images, classes, train = zip(*parts, strict=True)
-    columns = Text.join(names), Files.join(images), Labels.of(chain(*classes)), np.concatenate(train)
-    return Rows(*columns, source, notes=tuple(remarks.notes), warnings=tuple(remarks.warnings))
+    columns = (
+        Text.join(names),
+        Files.join(images),
+        Labels.of(chain(*classes)),
+        np.concatenate(train),
+    )
+    return Rows(
+        *columns, source, notes=tuple(remarks.notes), warnings=tuple(remarks.warnings)
+    )
 
 
 def _images(root: str, remarks: Remarks, follow_links: bool) -> Iterator[FileEntry]:
-    """Yield the images below ``root``; at the end ``remarks`` say what else is there."""
+    """Yield the images below ``root``; at the end ``remarks`` say what else is
+    there.
+    """
     others, unread = Counter[str](), UnreadImages()
     for found in filesystem.walk(_directory(root), follow_links):
         if is_image(found.relative):
@@ -427,9 +584,13 @@ def _images(root: str, remarks: Remarks, follow_links: bool) -> Iterator[FileEnt
     remarks.warnings.extend(unread.warnings(root))
     if others:
         most = others.most_common(8)
-        named = ", ".join(f"{number:,} {suffix}{meaning_of(suffix)}" for suffix, number in most)
+        named = ", ".join(
+            f"{number:,} {suffix}{meaning_of(suffix)}" for suffix, number in most
+        )
         more = ", ..." if len(others) > 8 else ""
-        remarks.notes.append(f"ignored {plural(others.total(), 'file')} below {root}: {named}{more}")
+        remarks.notes.append(
+            f"ignored {plural(others.total(), 'file')} below {root}: {named}{more}"
+        )
 
 
 def _suffix(name: str) -> str:

@@ -1,5 +1,6 @@
-"""Tables: Parquet (Hugging Face's layout, or columns id, image, label, split), CSV and JSONL. A column
-``eval_label`` may hold true classes for evaluation; training never reads it.
+"""Tables: Parquet (Hugging Face's layout, or columns id, image, label, split), CSV and
+JSONL. A column ``eval_label`` may hold true classes for evaluation; training never
+reads it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from uno.text import plural
 IMAGE_COLUMNS = ("image", "img", "path")
 LABEL_COLUMNS = ("label", "fine_label", "labels")
 TRAINING_COLUMNS = (*LABEL_COLUMNS, "split", "eval_label")
-PACKING, PACKED = "pack.json", "uno"  # what uno.data.pack leaves beside its shards, and in their metadata
+# what uno.data.pack leaves beside its shards, and in their metadata
+PACKING, PACKED = "pack.json", "uno"
 FOOTERS = 16  # that are read at once
 VERIFIED = pyarrow.dataset.ParquetFragmentScanOptions(page_checksum_verification=True)
 Names = tuple[str, ...]
@@ -53,52 +55,84 @@ VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary(
 TEXT, BINARY = (pa.string(), pa.large_string()), (pa.binary(), pa.large_binary())
 
 
-def read_parquet(path: str, names: Mapping[str, str] = NO_NAMES, rules: PathRules = DEFAULT_RULES) -> Rows:
-    """All *.parquet files of a folder, or one file. The split is column ``split``, else the file name
-    (train-*, test-*, validation-*) or folder, else train. Folders called NAME=VALUE are columns, as Spark and
-    pandas write them (:func:`partition_columns`). ``names``: what our columns are called there.
-    ``rules``: how a column of image paths is read. Images stay in the files until they are wanted.
+def read_parquet(
+    path: str, names: Mapping[str, str] = NO_NAMES, rules: PathRules = DEFAULT_RULES
+) -> Rows:
+    """All *.parquet files of a folder, or one file. The split is column ``split``, else
+    the file name (train-*, test-*, validation-*) or folder, else train. Folders called
+    NAME=VALUE are columns, as Spark and pandas write them (:func:`partition_columns`).
+    ``names``: what our columns are called there. ``rules``: how a column of image paths
+    is read. Images stay in the files until they are wanted.
     """
     source, (root, files) = f"parquet:{path}", parquet_files(path, rules.follow_links)
     with _lock:
         _recent.cache_clear()  # files may have changed
     with ThreadPoolExecutor(FOOTERS) as pool:
         folders = partition_columns(files)
-        parts = list(pool.map(lambda file, of: _read_file(file, names, of), files, folders))
+        parts = list(
+            pool.map(lambda file, of: _read_file(file, names, of), files, folders)
+        )
     tables, class_names, known, left = zip(*parts, strict=True)
     if len(set(left)) > 1:
         raise ConfigError(f"{source}: the files name their image column differently")
     if len(set(class_names)) > 1:
-        raise ConfigError(f"{source}: the class names in the metadata differ between files")
+        raise ConfigError(
+            f"{source}: the class names in the metadata differ between files"
+        )
     try:
         table = pa.concat_tables(tables, promote_options="permissive")
     except pa.ArrowException as error:
-        raise ConfigError(f"{source}: the files have different columns: {one_line(error)}") from None
+        raise ConfigError(
+            f"{source}: the files have different columns: {one_line(error)}"
+        ) from None
     if not len(table):
         raise ConfigError(f"{source}: no rows")
     labels, truth = (
-        encode_column(source, table[c], class_names[0]) if c in table.column_names else None
+        (
+            encode_column(source, table[c], class_names[0])
+            if c in table.column_names
+            else None
+        )
         for c in ("label", "eval_label")
     )
     require_distinct(source, labels, truth)
-    places, starts = [filesystem.valid_text(f.relative) for f in files], np.cumsum([0, *map(len, tables)])
+    places, starts = (
+        [filesystem.valid_text(f.relative) for f in files],
+        np.cumsum([0, *map(len, tables)]),
+    )
     ids: Ids = Numbered(places, starts)
     if "id" in table.column_names:
         ids = Text.join([*map(_ids, tables, places, starts.tolist())])
     images: Images
     if "image" in table.column_names:
-        images = find_images(source, root, values_in(table["image"]), False, rules, otherwise=STORE_BYTES)
+        images = find_images(
+            source, root, values_in(table["image"]), False, rules, otherwise=STORE_BYTES
+        )
     else:
-        images = ParquetImages(root, [f.path for f in files], left[0], [f[2:4] for f in files], rules)
+        images = ParquetImages(
+            root, [f.path for f in files], left[0], [f[2:4] for f in files], rules
+        )
     is_train, known = table["is_train"].to_numpy(), next(filter(None, known), ())
     schema = open_parquet(files[0].path, files[0].size).schema
     notes = () if labels is not None else note_of_no_label(path, schema.names, names)
     labels = Labels.none(len(table)) if labels is None else labels
-    return Rows(ids, images, labels, is_train, source, class_names[0], known, notes, eval_labels=truth)
+    return Rows(
+        ids,
+        images,
+        labels,
+        is_train,
+        source,
+        class_names[0],
+        known,
+        notes,
+        eval_labels=truth,
+    )
 
 
 def _ids(table: Any, name: str, first: int) -> Text:
-    """Of a file's rows, the first being row ``first`` of the source: they may lack some, or all."""
+    """Of a file's rows, the first being row ``first`` of the source: they may lack
+    some, or all.
+    """
     rows = np.arange(len(table))
     if "id" not in table.column_names:
         return Numbered([name], np.array([0, len(table)])).pick(rows)
@@ -110,28 +144,42 @@ def _ids(table: Any, name: str, first: int) -> Text:
 def values_in(column: Any) -> Iterator[Any]:
     """Of an Arrow column, few of them in Python at a time."""
     starts = range(0, len(column), ROWS_AT_ONCE)
-    return chain.from_iterable(column.slice(start, ROWS_AT_ONCE).to_pylist() for start in starts)
+    return chain.from_iterable(
+        column.slice(start, ROWS_AT_ONCE).to_pylist() for start in starts
+    )
 
 
-def parquet_files(path: str, follow_links: bool = False) -> tuple[str, list[filesystem.FileEntry]]:
+def parquet_files(
+    path: str, follow_links: bool = False
+) -> tuple[str, list[filesystem.FileEntry]]:
     """The folder, and the Parquet files in it."""
     if filesystem.kind(path) == "file":
         root, name = filesystem.split(path)
         return root, [filesystem.FileEntry(name, path, *filesystem.stat_of(path))]
     found = list(filesystem.walk(path, follow_links))
     files = [f for f in found if f.relative.endswith(".parquet")]
-    packs = (filesystem.read_text(f.path, MAX_TABLE_BYTES) for f in found if f.relative == PACKING)
+    packs = (
+        filesystem.read_text(f.path, MAX_TABLE_BYTES)
+        for f in found
+        if f.relative == PACKING
+    )
     if any(json_at(pack, "finished") is False for pack in packs):
-        raise ConfigError(f"parquet:{path} is an unfinished pack; run the same uno data pack command again")
+        raise ConfigError(
+            f"parquet:{path} is an unfinished pack; run the same uno data pack command"
+            " again"
+        )
     if not files:
-        raise ConfigError(f"no *.parquet files below {path}{hint_of_files(f.relative for f in found)}")
+        raise ConfigError(
+            f"no *.parquet files below {path}{hint_of_files(f.relative for f in found)}"
+        )
     return path, files
 
 
 class ParquetImages(Images):
-    """The image column ``column`` (bytes or struct<bytes, path below ``root``>) of Parquet ``files``, read
-    when a row is wanted, a whole row group at a time. ``stats``: size in bytes, which saves a request
-    each, and time of the last change, -1 where they are not known.
+    """The image column ``column`` (bytes or struct<bytes, path below ``root``>) of
+    Parquet ``files``, read when a row is wanted, a whole row group at a time.
+    ``stats``: size in bytes, which saves a request each, and time of the last change,
+    -1 where they are not known.
     """
 
     def __init__(
@@ -147,20 +195,31 @@ class ParquetImages(Images):
         with ThreadPoolExecutor(FOOTERS) as pool:
             opened = list(pool.map(lambda file: open_parquet(*file), sized))
         pairs = zip(sized, opened, strict=True)
-        groups = [(at, file, g) for at, file in pairs for g in range(file.metadata.num_row_groups)]
+        groups = [
+            (at, file, g)
+            for at, file in pairs
+            for g in range(file.metadata.num_row_groups)
+        ]
         self._groups = [(path, size, g) for (path, size), _, g in groups]
-        self._starts = np.cumsum([0, *(file.metadata.row_group(g).num_rows for _, file, g in groups)])
-        self._bytes = np.array([file.column_bytes(g, [column]) for _, file, g in groups], np.int64)
+        self._starts = np.cumsum(
+            [0, *(file.metadata.row_group(g).num_rows for _, file, g in groups)]
+        )
+        self._bytes = np.array(
+            [file.column_bytes(g, [column]) for _, file, g in groups], np.int64
+        )
         num_groups = [file.metadata.num_row_groups for file in opened]
-        self._times = np.repeat([stat[1] for stat in stats], num_groups).astype(np.int64)
+        self._times = np.repeat([stat[1] for stat in stats], num_groups).astype(
+            np.int64
+        )
         self._has_paths = any(file.may_name_files(g, column) for _, file, g in groups)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
     def read_images(self, rows: np.ndarray) -> list[Image]:
-        """The images of ``rows`` int64 (n,), in that order; every row group they are in is read once. One of
-        which only a part is wanted is remembered for the next call.
+        """The images of ``rows`` int64 (n,), in that order; every row group they are in
+        is read once. One of which only a part is wanted is remembered for the next
+        call.
         """
         groups, found = self.groups(rows), [b""] * len(rows)  # type: np.ndarray, list[Image]
         inside = ImagePaths(self.root, self._rules).find
@@ -183,19 +242,31 @@ class ParquetImages(Images):
         return found
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
-        """int64 (n,): about the mean in its row group, so that all of it are its bytes."""
+        """int64 (n,): about the mean in its row group, so that all of it are its
+        bytes.
+        """
         groups = self.groups(rows)
-        number, total, num = rows - self._starts[groups], self._bytes[groups], np.diff(self._starts)[groups]
+        number, total, num = (
+            rows - self._starts[groups],
+            self._bytes[groups],
+            np.diff(self._starts)[groups],
+        )
         return (number + 1) * total // num - number * total // num
 
     def content_keys(self, rows: np.ndarray) -> pa.Array:
         """Of each row its row group's bytes and its number there."""
         groups = self.groups(rows)
-        return joined(" of ", decimal(rows - self._starts[groups]), decimal(self._bytes[groups]))
+        return joined(
+            " of ", decimal(rows - self._starts[groups]), decimal(self._bytes[groups])
+        )
 
     def times(self, rows: np.ndarray) -> np.ndarray:
         """Those of the Parquet files, unless rows may be files of their own."""
-        return np.full(len(rows), -1) if self._has_paths else self._times[self.groups(rows)]
+        return (
+            np.full(len(rows), -1)
+            if self._has_paths
+            else self._times[self.groups(rows)]
+        )
 
     def paths(self, rows: np.ndarray) -> list[str | None]:
         """Nothing is read where no row has a path in the place of bytes."""
@@ -207,8 +278,9 @@ class ParquetImages(Images):
 
 
 class _Parquet:
-    """A Parquet file with its footer in memory. Page checksums are verified. Of an object whose size is known
-    the footer, and the column of a row group, is one request.
+    """A Parquet file with its footer in memory. Page checksums are verified. Of an
+    object whose size is known the footer, and the column of a row group, is one
+    request.
     """
 
     def __init__(self, path: str, size: int) -> None:
@@ -216,18 +288,29 @@ class _Parquet:
         with self.errors():
             files, inner = filesystem.locate(path)
             if filesystem.is_uri(path):
-                format = pyarrow.dataset.ParquetFileFormat(default_fragment_scan_options=VERIFIED)
+                format = pyarrow.dataset.ParquetFileFormat(
+                    default_fragment_scan_options=VERIFIED
+                )
                 known = None if size < 0 else size
-                self._fragment = format.make_fragment(inner, filesystem=files, file_size=known)
-                self.metadata, self.schema = self._fragment.metadata, self._fragment.physical_schema
+                self._fragment = format.make_fragment(
+                    inner, filesystem=files, file_size=known
+                )
+                self.metadata, self.schema = (
+                    self._fragment.metadata,
+                    self._fragment.physical_schema,
+                )
             else:  # whose name need not be text
                 with self._open() as file:
                     self.metadata, self.schema = file.metadata, file.schema_arrow
-        groups = [self.metadata.row_group(g).num_rows for g in range(self.metadata.num_row_groups)]
+        groups = [
+            self.metadata.row_group(g).num_rows
+            for g in range(self.metadata.num_row_groups)
+        ]
         num = self.metadata.num_rows
         if sum(groups) != num or min(groups, default=0) < 0:
             raise ConfigError(
-                f"{path}: its row groups have {plural(sum(groups), 'row')}, {num:,} by its footer"
+                f"{path}: its row groups have {plural(sum(groups), 'row')}, {num:,} by"
+                " its footer"
             )
 
     @filesystem.retry_transient
@@ -235,11 +318,19 @@ class _Parquet:
         """Those columns, of one row group or all; their text is UTF-8."""
         with self.errors("Parquet file" if group is None else f"row group {group} of"):
             if filesystem.is_uri(self.path):
-                wanted = self._fragment if group is None else self._fragment.subset(row_group_ids=[group])
+                wanted = (
+                    self._fragment
+                    if group is None
+                    else self._fragment.subset(row_group_ids=[group])
+                )
                 table = wanted.to_table(columns=columns, use_threads=False)
             else:
                 with self._open(self.metadata) as file:
-                    table = file.read(columns) if group is None else file.read_row_group(group, columns)
+                    table = (
+                        file.read(columns)
+                        if group is None
+                        else file.read_row_group(group, columns)
+                    )
             table.validate(full=True)
             table = without_views(table)
         if table.num_columns:
@@ -248,10 +339,15 @@ class _Parquet:
 
     def _require_rows(self, num: int, group: int | None) -> None:
         """ConfigError: the footer counts other rows than ``num``, which were read."""
-        counted = self.metadata.num_rows if group is None else self.metadata.row_group(group).num_rows
+        counted = (
+            self.metadata.num_rows
+            if group is None
+            else self.metadata.row_group(group).num_rows
+        )
         if num != counted:
             raise ConfigError(
-                f"{self.path}: its columns have {plural(num, 'row')}, {counted:,} by its footer"
+                f"{self.path}: its columns have {plural(num, 'row')}, {counted:,} by"
+                " its footer"
             )
 
     def column_bytes(self, group: int, columns: Sequence[str]) -> int:
@@ -263,14 +359,25 @@ class _Parquet:
             return sum(c.total_compressed_size for c in own)
 
     def may_name_files(self, group: int, column: str) -> bool:
-        """Whether rows of a row group may have a path and no bytes in a column struct<bytes, path>."""
+        """Whether rows of a row group may have a path and no bytes in a column
+        struct<bytes, path>.
+        """
         row_group = self.metadata.row_group(group)
         chunks = (row_group.column(i) for i in range(row_group.num_columns))
-        own = (chunk.statistics for chunk in chunks if chunk.path_in_schema == f"{column}.bytes")
-        return any(found is None or not found.has_null_count or found.null_count for found in own)
+        own = (
+            chunk.statistics
+            for chunk in chunks
+            if chunk.path_in_schema == f"{column}.bytes"
+        )
+        return any(
+            found is None or not found.has_null_count or found.null_count
+            for found in own
+        )
 
     def names_only_files(self, column: str) -> bool:
-        """Return whether no row has bytes in a column struct<bytes, path>, by the file's statistics."""
+        """Return whether no row has bytes in a column struct<bytes, path>, by the
+        file's statistics.
+        """
         groups = map(self.metadata.row_group, range(self.metadata.num_row_groups))
         with self.errors():
             chunks = [
@@ -285,12 +392,20 @@ class _Parquet:
         )
 
     def batches(self, columns: Sequence[str], group: int) -> Iterator[Any]:
-        """Those columns of a row group, some rows at a time; many bytes of an object by pages."""
-        if filesystem.is_uri(self.path) and self.column_bytes(group, columns) <= REQUEST_BYTES:
+        """Those columns of a row group, some rows at a time; many bytes of an object
+        by pages.
+        """
+        if (
+            filesystem.is_uri(self.path)
+            and self.column_bytes(group, columns) <= REQUEST_BYTES
+        ):
             yield from self.read(columns, group).to_batches(READ_ROWS)
             return
         num = 0
-        with self.errors(f"row group {group} of"), self._open(self.metadata, READ_BYTES) as file:
+        with (
+            self.errors(f"row group {group} of"),
+            self._open(self.metadata, READ_BYTES) as file,
+        ):
             for batch in file.iter_batches(READ_ROWS, [group], columns):
                 batch.validate(full=True)
                 num += len(batch)
@@ -300,8 +415,15 @@ class _Parquet:
     @contextmanager
     def _open(self, metadata: Any = None, buffer: int = 0) -> Iterator[Any]:
         files, inner = filesystem.locate(self.path)
-        options = {"metadata": metadata, "page_checksum_verification": True, "buffer_size": buffer}
-        with files.open_input_file(inner) as file, pa.parquet.ParquetFile(file, **options) as parquet:
+        options = {
+            "metadata": metadata,
+            "page_checksum_verification": True,
+            "buffer_size": buffer,
+        }
+        with (
+            files.open_input_file(inner) as file,
+            pa.parquet.ParquetFile(file, **options) as parquet,
+        ):
             yield parquet
 
     def errors(self, what: str = "Parquet file") -> AbstractContextManager[None]:
@@ -309,7 +431,8 @@ class _Parquet:
         return filesystem.reading(f"{what} {self.path}")
 
 
-_known: dict[tuple[str, int], _Parquet] = {}  # by path and size: every footer of a set, however many files
+# by path and size: every footer of a set, however many files
+_known: dict[tuple[str, int], _Parquet] = {}
 
 
 @filesystem.retry_transient
@@ -320,26 +443,35 @@ def open_parquet(path: str, size: int, anew: bool = False) -> _Parquet:
     return _known[path, size]
 
 
-_open_anew = filesystem.retry_transient(_Parquet)  # for who reads a file once: the footer is not kept
+# for who reads a file once: the footer is not kept
+_open_anew = filesystem.retry_transient(_Parquet)
 
 
 def _read_group(path: str, size: int, number: int, column: str) -> Any:
     return open_parquet(path, size).read([column], number)[column].combine_chunks()
 
 
-_lock, _recent = threading.Lock(), lru_cache(maxsize=2)(_read_group)  # in which calls end and begin
+# in which calls end and begin
+_lock, _recent = threading.Lock(), lru_cache(maxsize=2)(_read_group)
 
 
 class ParquetTable:
-    """Every row of the *.parquet files below ``path``, or of one, to be predicted: label and split mean
-    nothing. ``names`` as in :func:`read_parquet`. Rows are read where and when they are wanted, a few
-    hundred at a time. A row without an id is ``FILE#NUMBER``.
+    """Every row of the *.parquet files below ``path``, or of one, to be predicted:
+    label and split mean nothing. ``names`` as in :func:`read_parquet`. Rows are read
+    where and when they are wanted, a few hundred at a time. A row without an id is
+    ``FILE#NUMBER``.
     """
 
     def __init__(
-        self, path: str, names: Mapping[str, str] = NO_NAMES, rules: PathRules = DEFAULT_RULES
+        self,
+        path: str,
+        names: Mapping[str, str] = NO_NAMES,
+        rules: PathRules = DEFAULT_RULES,
     ) -> None:
-        self._name, (self._root, files) = f"parquet:{path}", parquet_files(path, rules.follow_links)
+        self._name, (self._root, files) = (
+            f"parquet:{path}",
+            parquet_files(path, rules.follow_links),
+        )
         self._rules = rules
         self.source: Any = self  # which reads rows by their numbers
         self.first: Images = InMemory([])
@@ -348,12 +480,17 @@ class ParquetTable:
             found = list(pool.map(lambda file: _describe(file, names), files))
         self._files, groups, digests, columns = zip(*found, strict=True)
         if len(set(columns)) > 1:
-            raise ConfigError(f"{self._name}: the files name their image column differently")
-        self._groups = np.cumsum([0, *chain.from_iterable(groups)])  # row where each begins
+            raise ConfigError(
+                f"{self._name}: the files name their image column differently"
+            )
+        # row where each begins
+        self._groups = np.cumsum([0, *chain.from_iterable(groups)])
         self._first_group = np.cumsum([0, *map(len, groups)])  # of each file
         self._image = columns[0]
         self.fingerprint = hashlib.sha256("".join(digests).encode()).hexdigest()
-        self.times = hashlib.sha256(repr([file.time for file in files]).encode()).hexdigest()
+        self.times = hashlib.sha256(
+            repr([file.time for file in files]).encode()
+        ).hexdigest()
         if not len(self):
             raise ConfigError(f"{self._name}: no rows")
         _, first = next(self._read(np.arange(min(len(self), PATHS_TRIED))))
@@ -364,7 +501,9 @@ class ParquetTable:
         elif pa.types.is_struct(first.type) and not any(
             value and value["bytes"] for value in first.to_pylist()
         ):
-            paths = [value.get("path") if value else None for value in first.to_pylist()]
+            paths = [
+                value.get("path") if value else None for value in first.to_pylist()
+            ]
             if any(paths):
                 find_images(self._name, self._root, paths, True, rules)
 
@@ -375,8 +514,12 @@ class ParquetTable:
         """As of :class:`~uno.data.inputs.Inputs`."""
         return map(Partition, numbers)
 
-    def read(self, part: Partition, sizes: Iterable[int]) -> Iterator[tuple[Any, Images]]:
-        """As of :class:`~uno.data.inputs.Inputs`. ConfigError: a file is damaged, or a path leads out."""
+    def read(
+        self, part: Partition, sizes: Iterable[int]
+    ) -> Iterator[tuple[Any, Images]]:
+        """As of :class:`~uno.data.inputs.Inputs`. ConfigError: a file is damaged, or
+        a path leads out.
+        """
         inside, tables = ImagePaths(self._root, self._rules), self._read(part.rows)
         ids, images = list[str](), list[Image]()
         for size in sizes:
@@ -393,7 +536,8 @@ class ParquetTable:
         for group in np.unique(of_rows).tolist():
             file = int(np.searchsorted(self._first_group, group, side="right")) - 1
             first = int(self._groups[group])
-            before = first - int(self._groups[self._first_group[file]])  # rows of the file
+            # rows of the file
+            before = first - int(self._groups[self._first_group[file]])
             wanted = rows[of_rows == group] - first
             name, path, size, id_column = self._files[file]
             columns, start = [self._image, *([id_column] if id_column else [])], 0
@@ -405,7 +549,10 @@ class ParquetTable:
                     ids = [f"{name}#{before + row}" for row in own.tolist()]
                     if id_column is not None:
                         given = chosen[id_column].cast(pa.string()).to_pylist()
-                        ids = [id or f"row-{first + row}" for id, row in zip(given, own, strict=True)]
+                        ids = [
+                            id or f"row-{first + row}"
+                            for id, row in zip(given, own, strict=True)
+                        ]
                     column = chosen[self._image]
                     yield ids, column.cast(plain_type(column.type))
                 start += len(batch)
@@ -415,31 +562,46 @@ class ParquetTable:
     def _values(self, column: Any, inside: ImagePaths) -> list[Image]:
         """The images of a column; ConfigError: a path leads out of the folder."""
         found = _images_in(column, inside.find)
-        for image, path in zip(found, column.to_pylist() if column.type in TEXT else (), strict=False):
+        for image, path in zip(
+            found, column.to_pylist() if column.type in TEXT else (), strict=False
+        ):
             if path and not image:
                 raise ConfigError(f"{self._name}: {inside.refusal(path)}")
         return found
 
 
 def _images_in(column: Any, inside: Callable[[str], str | None]) -> list[Image]:
-    """Images of a column: bytes, or else the path ``inside`` the folder; '' or b'' where there is neither."""
+    """Images of a column: bytes, or else the path ``inside`` the folder; '' or b''
+    where there is neither.
+    """
     column = column.cast(plain_type(column.type))
     if column.type in BINARY:
         return [value or b"" for value in column.to_pylist()]
     if column.type in TEXT:
         return [(path and inside(path)) or "" for path in column.to_pylist()]
     values = pa.compute.struct_field(column, "bytes").to_pylist()
-    paths = pa.compute.struct_field(column, "path").to_pylist() if "path" in column.type.names else values
-    return [value or (path and inside(path)) or b"" for value, path in zip(values, paths, strict=True)]
+    paths = (
+        pa.compute.struct_field(column, "path").to_pylist()
+        if "path" in column.type.names
+        else values
+    )
+    return [
+        value or (path and inside(path)) or b""
+        for value, path in zip(values, paths, strict=True)
+    ]
 
 
 def _describe(
     file: filesystem.FileEntry, own: Mapping[str, str]
 ) -> tuple[tuple[str, str, int, str | None], list[int], str, str]:
-    """Of a file to predict: (name, path, size, id column), rows of each row group, a hash of name and footer,
-    the image column.
+    """Of a file to predict: (name, path, size, id column), rows of each row group, a
+    hash of name and footer, the image column.
     """
-    path, name, parquet = file.path, filesystem.valid_text(file.relative), _open_anew(file.path, file.size)
+    path, name, parquet = (
+        file.path,
+        filesystem.valid_text(file.relative),
+        _open_anew(file.path, file.size),
+    )
     schema, metadata, footer = parquet.schema, parquet.metadata, io.BytesIO()
     check_names(path, own, schema.names, True)
     image, kept = _image_column(path, own, schema.names), own.get("id", "id")
@@ -448,17 +610,27 @@ def _describe(
         if kept in schema.names:
             pa.array([], schema.field(kept).type).cast(pa.string())
     metadata.write_metadata_file(footer)
-    rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+    rows = [
+        metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)
+    ]
     digest = hashlib.sha256(name.encode() + b"\0" + footer.getvalue()).hexdigest()
-    return (name, path, file.size, kept if kept in schema.names else None), rows, digest, image
+    return (
+        (name, path, file.size, kept if kept in schema.names else None),
+        rows,
+        digest,
+        image,
+    )
 
 
 def _read_file(
-    file: filesystem.FileEntry, own: Mapping[str, str], folders: Mapping[str, str | int | None]
+    file: filesystem.FileEntry,
+    own: Mapping[str, str],
+    folders: Mapping[str, str | int | None],
 ) -> tuple[Any, Names, Names, str]:
-    """One Parquet file as columns is_train and, where it or its ``folders`` have them, id, label, eval_label,
-    and image if these are paths; the class names and known classes of its metadata; the name of the image
-    column if that was left in the file, because it holds bytes, else ''.
+    """One Parquet file as columns is_train and, where it or its ``folders`` have them,
+    id, label, eval_label, and image if these are paths; the class names and known
+    classes of its metadata; the name of the image column if that was left in the file,
+    because it holds bytes, else ''.
     """
     name, path = file.relative, file.path
     parquet = open_parquet(path, file.size, anew=True)
@@ -470,12 +642,16 @@ def _read_file(
     if num > MAX_ROWS:
         raise ConfigError(f"{path} has {num:,} rows, more than {MAX_ROWS:,}")
     check_images(path, schema.field(image).type)
-    only_paths = pa.types.is_struct(schema.field(image).type) and parquet.names_only_files(image)
+    only_paths = pa.types.is_struct(
+        schema.field(image).type
+    ) and parquet.names_only_files(image)
     left = "" if plain_type(schema.field(image).type) in TEXT or only_paths else image
     theirs = {name: own.get(name, name) for name in ("id", "split", "eval_label")}
     theirs |= {"label": label or "", "image": image}
     wanted = {*theirs.values()} - {image}
-    table = parquet.read([c for c in schema.names if c in wanted or (c == image and not left)])
+    table = parquet.read(
+        [c for c in schema.names if c in wanted or (c == image and not left)]
+    )
     columns = {ours: table[c] for ours, c in theirs.items() if c in table.column_names}
     columns |= columns_of_folders(path, theirs, folders, columns, num)
     if only_paths:
@@ -483,29 +659,47 @@ def _read_file(
     elif not left:
         columns["image"] = columns["image"].cast(plain_type(columns["image"].type))
     with parquet.errors():
-        columns |= {name: columns[name].cast(pa.string()) for name in ("id", "split") if name in columns}
+        columns |= {
+            name: columns[name].cast(pa.string())
+            for name in ("id", "split")
+            if name in columns
+        }
     given = columns.pop("split", None)
     is_train = (
-        np.full(num, is_training(name)) if given is None else splits_in(path, encode_column(path, given))
+        np.full(num, is_training(name))
+        if given is None
+        else splits_in(path, encode_column(path, given))
     )
     found = pa.table({**columns, "is_train": is_train})
     metadata = schema.metadata or {}
     known = json_at(metadata.get(PACKED.encode(), ""), "known")
     known = tuple(map(str, known)) if isinstance(known, list) else ()
-    names = json_at(metadata.get(b"huggingface", ""), "info", "features", label or "", "names")
-    if names is not None and (not isinstance(names, list) or len(set(map(str, names))) < len(names)):
-        raise ConfigError(f"{path}: the class names in its metadata are not a list of different names")
-    return found, tuple(filesystem.valid_text(str(name)) for name in names or ()), known, left
+    names = json_at(
+        metadata.get(b"huggingface", ""), "info", "features", label or "", "names"
+    )
+    if names is not None and (
+        not isinstance(names, list) or len(set(map(str, names))) < len(names)
+    ):
+        raise ConfigError(
+            f"{path}: the class names in its metadata are not a list of different names"
+        )
+    return (
+        found,
+        tuple(filesystem.valid_text(str(name)) for name in names or ()),
+        known,
+        left,
+    )
 
 
 def partition_columns(
     files: Sequence[filesystem.FileEntry],
 ) -> list[dict[str, str | int | None]]:
-    """Return what hive partitioning says of each file: the columns that its folders are.
+    """Return what hive partitioning says of each file: the columns that its folders
+    are.
 
-    A folder ``split=test`` stands for a column ``split`` whose value is ``test`` in every
-    row below it. Values are unquoted (``a%20b``), ``__HIVE_DEFAULT_PARTITION__`` is null.
-    The values of a column are whole numbers if they are so in all files.
+    A folder ``split=test`` stands for a column ``split`` whose value is ``test`` in
+    every row below it. Values are unquoted (``a%20b``), ``__HIVE_DEFAULT_PARTITION__``
+    is null. The values of a column are whole numbers if they are so in all files.
 
     Args:
         files: The files, with paths relative to the folder that is the source.
@@ -537,14 +731,18 @@ def _hive_values(relative: str) -> dict[str, str | int | None]:
         raise ConfigError(f"{relative}: two of its folders name one column; rename one")
     with filesystem.reading(relative):
         columns = pa.schema([(name, pa.string()) for name in names])
-        expression = pyarrow.dataset.HivePartitioning(columns).parse("/".join([*pairs, ""]))
+        expression = pyarrow.dataset.HivePartitioning(columns).parse(
+            "/".join([*pairs, ""])
+        )
         return dict(pyarrow.dataset.get_partition_keys(expression))
 
 
 def present_columns(
     schema: Any, own: Mapping[str, str], folders: Mapping[str, str | int | None]
 ) -> list[str]:
-    """Return the columns of a Parquet file and its folders; these hold no ids or images."""
+    """Return the columns of a Parquet file and its folders; these hold no ids or
+    images.
+    """
     of_rows = [own[ours] for ours in own if ours not in TRAINING_COLUMNS]
     names = [*schema.names, *(name for name in folders if name not in of_rows)]
     return [*dict.fromkeys(names)]
@@ -586,15 +784,20 @@ def columns_of_folders(
         values = {*held.present, *(() if held.given.all() else (None,))}
         if differing := sorted(map(repr, values - {expected})):
             raise ConfigError(
-                f"{path}: its folder says {name}={expected}, a row of its column {name} "
-                f"{one_line(differing[0])}; rename the folder or drop the column"
+                f"{path}: its folder says {name}={expected}, a row of its column {name}"
+                f" {one_line(differing[0])}; rename the folder or drop the column"
             )
     return found
 
 
 def is_training(name: str) -> bool:
-    """Whether a file such as train-0-of-4.parquet or test/0000.parquet is for training; others are."""
-    words = [posixpath.basename(name).removesuffix(".parquet").split("-")[0], *name.split("/")[-2:-1]]
+    """Whether a file such as train-0-of-4.parquet or test/0000.parquet is for
+    training; others are.
+    """
+    words = [
+        posixpath.basename(name).removesuffix(".parquet").split("-")[0],
+        *name.split("/")[-2:-1],
+    ]
     return next((SPLITS[word] for word in words if word in SPLITS), "train") == "train"
 
 
@@ -608,21 +811,30 @@ def _image_column(path: str, own: Mapping[str, str], columns: Sequence[str]) -> 
 
 
 def check_names(
-    path: str, names: Mapping[str, str], columns: Iterable[str], images_only: bool = False
+    path: str,
+    names: Mapping[str, str],
+    columns: Iterable[str],
+    images_only: bool = False,
 ) -> None:
-    """ConfigError: a needed column of ``names`` is not there, or one is almost named as one of ours."""
+    """ConfigError: a needed column of ``names`` is not there, or one is almost named
+    as one of ours.
+    """
     present = list(columns)
     for ours, theirs in names.items():
         if theirs not in present and not (images_only and ours in TRAINING_COLUMNS):
             has = one_line(", ".join(present)) or "none"
-            raise ConfigError(f"{path}: --data.columns {ours}={theirs}: no such column; it has {has}")
-    read = {*names, *present} | ({"label"} if {*LABEL_COLUMNS}.intersection(present) else set())
+            raise ConfigError(
+                f"{path}: --data.columns {ours}={theirs}: no such column; it has {has}"
+            )
+    read = {*names, *present} | (
+        {"label"} if {*LABEL_COLUMNS}.intersection(present) else set()
+    )
     for theirs in () if images_only else {*present}.difference(names.values()):
         ours = theirs.strip().lower()
         if ours in ("label", "split", "eval_label") and ours not in read:
             raise ConfigError(
-                f"{path}: column {theirs!r} is not {ours}: rename it, leave it out, or give "
-                f"--data.columns {ours}={theirs}"
+                f"{path}: column {theirs!r} is not {ours}: rename it, leave it out, or"
+                f" give --data.columns {ours}={theirs}"
             )
 
 
@@ -638,7 +850,9 @@ def json_at(text: str | bytes, *names: str) -> Any:
 
 
 def plain_type(kind: Any) -> Any:
-    """Return the type of an Arrow column's values without dictionary encoding and views."""
+    """Return the type of an Arrow column's values without dictionary encoding and
+    views.
+    """
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     return VIEWS.get(kind, kind)
 
@@ -648,17 +862,28 @@ def without_views(table: Any) -> Any:
     for i, field in enumerate(table.schema):
         if field.type in VIEWS:
             kind = VIEWS[field.type]
-            table = table.set_column(i, pa.field(field.name, kind), table.column(i).cast(kind))
+            table = table.set_column(
+                i, pa.field(field.name, kind), table.column(i).cast(kind)
+            )
     return table
 
 
 def check_images(source: str, kind: Any) -> None:
     """ConfigError: a column of that Arrow type holds no images."""
     kind = plain_type(kind)
-    fields = {field.name: field.type for field in kind} if pa.types.is_struct(kind) else {}
+    fields = (
+        {field.name: field.type for field in kind} if pa.types.is_struct(kind) else {}
+    )
     if kind not in (*TEXT, *BINARY) and fields.get("bytes") not in BINARY:
-        fix = "; store each image encoded, as PNG or JPEG" if pa.types.is_list(kind) else ""
-        raise ConfigError(f"{source}: images must be bytes, paths or struct<bytes, path>, not {kind}{fix}")
+        fix = (
+            "; store each image encoded, as PNG or JPEG"
+            if pa.types.is_list(kind)
+            else ""
+        )
+        raise ConfigError(
+            f"{source}: images must be bytes, paths or struct<bytes, path>, not"
+            f" {kind}{fix}"
+        )
 
 
 def read_table(
@@ -673,11 +898,10 @@ def read_table(
     The columns are path (or image) and, where present, id, label, split and eval_label.
     An empty label is none.
 
-    Args:
-        path: Local path or URI of the table.
-        names: What our columns are called there.
-        rules: How image paths are read. By default they are relative to the table.
-        images_only: Whether rows are only to be predicted. Labels and splits are then not
+    Args: path: Local path or URI of the table. names: What our columns are called
+        there. rules: How image paths are read. By default they are relative to the
+        table. images_only: Whether rows are only to be predicted. Labels and splits are
+        then not
             read, and a row without a path is an unreadable image.
 
     Raises:
@@ -714,9 +938,13 @@ def rows_of_table(
     columns = table.columns
     check_names(path, names, columns, images_only)
     theirs = [name for name in columns if name]
-    columns = columns | {ours: columns[other] for ours, other in names.items() if other in columns}
+    columns = columns | {
+        ours: columns[other] for ours, other in names.items() if other in columns
+    }
     if images_only:
-        columns = {name: c for name, c in columns.items() if name not in TRAINING_COLUMNS}
+        columns = {
+            name: c for name, c in columns.items() if name not in TRAINING_COLUMNS
+        }
     image = next((c for c in ("path", "image") if c in columns), None)
     image = "image" if names.get("image") else image
     if image is None:
@@ -724,13 +952,18 @@ def rows_of_table(
     if not columns[image]:
         raise ConfigError(f"{source}: no rows")
     missing = [None] * len(columns[image])
-    labels, truth = (encode_labels(source, columns.get(c, missing)) for c in ("label", "eval_label"))
+    labels, truth = (
+        encode_labels(source, columns.get(c, missing)) for c in ("label", "eval_label")
+    )
     require_distinct(source, labels, truth)
     ids = Text.of(
         f"row-{i}" if value in (None, "") else str(value)
         for i, value in enumerate(columns.get("id", missing))
     )
-    splits = (None if value in (None, "") else str(value) for value in columns.get("split", missing))
+    splits = (
+        None if value in (None, "") else str(value)
+        for value in columns.get("split", missing)
+    )
     is_train = splits_in(source, Labels.of(splits))
     images = find_images(source, root, columns[image], images_only, rules, table.lines)
     notes = table.notes
@@ -748,7 +981,8 @@ def rows_of_table(
 
 
 LIKELY_IMAGES = re.compile(
-    r"(image|img|photo|picture|sample)?[ _-]?(id|name|path|uri|url|ref|file|s)?|source-ref"
+    r"(image|img|photo|picture|sample)?["
+    r" _-]?(id|name|path|uri|url|ref|file|s)?|source-ref"
     r"|file[ _-]?(name|path)?|image[ _-]?file[ _-]?(name|path)?",
     re.IGNORECASE,
 )
@@ -768,9 +1002,14 @@ def need_of_images(columns: Sequence[str], ours: Sequence[str]) -> str:
         columns: The names of the columns that it has.
         ours: The names that a column of images may have.
     """
-    likely = next((name for name in columns if name and LIKELY_IMAGES.fullmatch(name)), "NAME")
+    likely = next(
+        (name for name in columns if name and LIKELY_IMAGES.fullmatch(name)), "NAME"
+    )
     has = one_line(", ".join(columns)) or "none"
-    text = f"needs a column {' or '.join(ours)}, or --data.columns image={likely}; it has {has}"
+    text = (
+        f"needs a column {' or '.join(ours)}, or --data.columns image={likely}; it has"
+        f" {has}"
+    )
     if len(columns) == 1 and len(columns[0].split(",")) > 1:
         text += "; each line is one value in quotes: remove the quotes around the lines"
     if any(is_image(name) for name in columns):
@@ -778,8 +1017,11 @@ def need_of_images(columns: Sequence[str], ours: Sequence[str]) -> str:
     return text
 
 
-def note_of_no_label(path: str, columns: Sequence[str], names: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the note on a table that has no labels but other columns that may hold them.
+def note_of_no_label(
+    path: str, columns: Sequence[str], names: Mapping[str, str]
+) -> tuple[str, ...]:
+    """Return the note on a table that has no labels but other columns that may hold
+    them.
 
     Args:
         path: The table.
@@ -787,7 +1029,9 @@ def note_of_no_label(path: str, columns: Sequence[str], names: Mapping[str, str]
         names: What our columns are called there.
     """
     ours = {"path", "image", "img", "id", "split", "eval_label", "text", "embedding"}
-    others = [name for name in columns if name not in ours and name not in names.values()]
+    others = [
+        name for name in columns if name not in ours and name not in names.values()
+    ]
     if not others:
         return ()
     likely = next((name for name in others if LIKELY_LABELS.fullmatch(name)), None)
@@ -801,5 +1045,7 @@ def splits_in(source: str, given: Labels) -> np.ndarray:
     splits = [SPLITS.get(name.lower()) for name in given.classes]
     if None in splits:
         wrong = one_line(repr(given.classes[splits.index(None)]))
-        raise ConfigError(f"{source}: split must be train, test or validation, not {wrong}")
+        raise ConfigError(
+            f"{source}: split must be train, test or validation, not {wrong}"
+        )
     return np.array([*(split == "train" for split in splits), True])[given.codes]

@@ -33,18 +33,32 @@ from uno.limits import MAX_IMAGE_BYTES, MAX_MEMBER_BYTES, MAX_ROWS
 from uno.text import plural
 
 SCANNED = 16  # shards at once
-WINDOW_BYTES = {False: 2**14, True: 2**20}  # that a scan reads at once, of a local file and of an object
-GAP_BYTES = {False: 2**12, True: 2**20}  # between two images that are read in one piece all the same
+# that a scan reads at once, of a local file and of an object
+WINDOW_BYTES = {False: 2**14, True: 2**20}
+# between two images that are read in one piece all the same
+GAP_BYTES = {False: 2**12, True: 2**20}
 SPAN_BYTES = 8 * 2**20  # of a shard: what of an object is read together
 MAX_SHARDS = 10**6  # that a pattern names
 LABELS = ("label", "cls", "class")  # of a .json, the first that it has
-COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+COMPRESSED = {
+    b"\x1f\x8b": "gzip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+}
 FILES = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
-TEXTS = (tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE)  # followed by text for the next
+# followed by text for the next
+TEXTS = (tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE)
 WITHOUT_DATA = (
-    tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.DIRTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE,
-    tarfile.GNUTYPE_LONGLINK, tarfile.XGLTYPE,
-)  # fmt: skip
+    tarfile.LNKTYPE,
+    tarfile.SYMTYPE,
+    tarfile.DIRTYPE,
+    tarfile.CHRTYPE,
+    tarfile.BLKTYPE,
+    tarfile.FIFOTYPE,
+    tarfile.GNUTYPE_LONGLINK,
+    tarfile.XGLTYPE,
+)
 HIDDEN = re.compile(r"(^|/)(\.[^./]|__MACOSX(/|$))")  # what file managers leave behind
 PACKED = re.compile(r"\.(tgz|tar\.\w+)$", re.IGNORECASE)
 RECORD = re.compile(rb"(\d{1,8}) ([^=]+)=")  # of an extended header: LENGTH NAME=VALUE
@@ -52,8 +66,8 @@ RECORD = re.compile(rb"(\d{1,8}) ([^=]+)=")  # of an extended header: LENGTH NAM
 
 @dataclass(frozen=True, eq=False)
 class TarImages(Images):
-    """Images inside ``shards``, last changed at ``shard_times`` int64; of each row its shard int32 (N,), and
-    where it is there, int64 (N,) each.
+    """Images inside ``shards``, last changed at ``shard_times`` int64; of each row its
+    shard int32 (N,), and where it is there, int64 (N,) each.
     """
 
     shards: Sequence[str]
@@ -66,9 +80,12 @@ class TarImages(Images):
         return len(self.shard)
 
     def read_images(self, rows: np.ndarray) -> list[Image]:
-        """The images of ``rows`` int64 (n,), in that order; neighbors are read in one piece."""
+        """The images of ``rows`` int64 (n,), in that order; neighbors are read in
+        one piece.
+        """
         shard, start = self.shard[rows], self.offset[rows]
-        end = start + np.minimum(self.size[rows], MAX_IMAGE_BYTES + 1)  # of one that is refused anyway
+        # of one that is refused anyway
+        end = start + np.minimum(self.size[rows], MAX_IMAGE_BYTES + 1)
         found: list[Image] = [b""] * len(rows)
         for number in np.unique(shard).tolist():
             own = np.flatnonzero(shard == number)
@@ -79,7 +96,9 @@ class TarImages(Images):
         return found
 
     def groups(self, rows: np.ndarray) -> np.ndarray | None:
-        """Of objects their pieces of :data:`SPAN_BYTES`; a local image is read by itself."""
+        """Of objects their pieces of :data:`SPAN_BYTES`; a local image is read by
+        itself.
+        """
         return self._pieces[rows] if self.shards and is_uri(self.shards[0]) else None
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
@@ -111,8 +130,8 @@ class TarImages(Images):
 def read_tar(path: str, images_only: bool = False, follow_links: bool = False) -> Rows:
     """Read the *.tar files of a folder, one file, or those that a pattern names.
 
-    The members of one shard that have one key are a row, and its id is SHARD#KEY. The key
-    is the name without the suffix of an image or label: ``cam 2.1_003`` of
+    The members of one shard that have one key are a row, and its id is SHARD#KEY. The
+    key is the name without the suffix of an image or label: ``cam 2.1_003`` of
     ``cam 2.1_003.png``. The class is the text of KEY.cls, else ``label``, ``cls`` or
     ``class`` of KEY.json, by the rule of :func:`~uno.data.labels.encode_labels`. The
     split is what the name or folder of a shard says (train, test, val), else train. A
@@ -137,9 +156,17 @@ def read_tar(path: str, images_only: bool = False, follow_links: bool = False) -
     warnings, notes = _warnings(scans), _notes(scans)
     counts = [len(scan.keys) for scan in scans]
     if not sum(counts):
-        lacks = f"{source}: no members KEY.jpg, KEY.png, ... in its {len(shards)} tar files"
+        lacks = (
+            f"{source}: no members KEY.jpg, KEY.png, ... in its {len(shards)} tar files"
+        )
         raise ConfigError("; ".join([lacks, *warnings, *notes]))
-    ids = Text.join([Text(joined("#", scan.name, scan.keys.array)) for scan in scans if len(scan.keys)])
+    ids = Text.join(
+        [
+            Text(joined("#", scan.name, scan.keys.array))
+            for scan in scans
+            if len(scan.keys)
+        ]
+    )
     images = TarImages(
         [shard.path for shard in shards],
         np.array([shard.time for shard in shards], np.int64),
@@ -147,18 +174,28 @@ def read_tar(path: str, images_only: bool = False, follow_links: bool = False) -
         np.concatenate([scan.offsets for scan in scans]),
         np.concatenate([scan.sizes for scan in scans]),
     )
-    is_train = np.repeat([_split(shard.relative) == "train" for shard in shards], counts)
+    is_train = np.repeat(
+        [_split(shard.relative) == "train" for shard in shards], counts
+    )
     values = chain.from_iterable(scan.labels for scan in scans)
     labels = encode_labels(source, values, name_row=ids.__getitem__)
     _refuse_labels_in_other_shards(source, scans, ids, labels)
-    return Rows(ids, images, labels, is_train, source, notes=tuple(notes), warnings=tuple(warnings))
+    return Rows(
+        ids,
+        images,
+        labels,
+        is_train,
+        source,
+        notes=tuple(notes),
+        warnings=tuple(warnings),
+    )
 
 
 class Member(NamedTuple):
     """A member of a shard.
 
-    ``offset`` is the number of its first byte, ``size`` its bytes, and ``is_plain`` says
-    whether these bytes are its content.
+    ``offset`` is the number of its first byte, ``size`` its bytes, and ``is_plain``
+    says whether these bytes are its content.
     """
 
     name: str
@@ -168,7 +205,9 @@ class Member(NamedTuple):
 
     @property
     def suffix(self) -> str:
-        """What follows the last dot of the base name, in lower case; '' without a dot."""
+        """What follows the last dot of the base name, in lower case; '' without a
+        dot.
+        """
         return self._base.rpartition(".")[2].lower() if "." in self._base else ""
 
     @property
@@ -190,17 +229,25 @@ class Told(NamedTuple):
 
 
 class Shard:
-    """A tar file whose headers are read in order. Errors are ConfigErrors that name it."""
+    """A tar file whose headers are read in order. Errors are ConfigErrors that name
+    it.
+    """
 
     def __init__(self, found: FileEntry) -> None:
-        self.path, self.name, self.is_cut = found.path, valid_text(found.relative), False
+        self.path, self.name, self.is_cut = (
+            found.path,
+            valid_text(found.relative),
+            False,
+        )
         with filesystem.reading(self.path):
             self._file = _open(self.path)
             self.size = self._file.size()
         self._start, self._data, self._window = 0, b"", WINDOW_BYTES[is_uri(self.path)]
 
     def members(self) -> Iterator[Member]:
-        """Those that are not hidden, in order; the last may be cut off. Memory: that of one header."""
+        """Those that are not hidden, in order; the last may be cut off. Memory: that
+        of one header.
+        """
         at, told = 0, Told()
         while (info := self._header(at)) is not None:
             at += tarfile.BLOCKSIZE
@@ -210,21 +257,34 @@ class Shard:
             elif info.type not in WITHOUT_DATA:
                 at += self._map_bytes(info, at)
                 size = told.size if told.size is not None else size
-                name, left = (told.name or info.name).removeprefix("./"), max(0, self.size - at)
+                name, left = (
+                    (told.name or info.name).removeprefix("./"),
+                    max(0, self.size - at),
+                )
                 self.is_cut = self.is_cut or size > left
                 if not HIDDEN.search(name):
-                    yield Member(name, at, min(size, left), info.type in FILES and not told.is_sparse)
+                    yield Member(
+                        name,
+                        at,
+                        min(size, left),
+                        info.type in FILES and not told.is_sparse,
+                    )
                 told = Told()
             elif info.type not in (tarfile.GNUTYPE_LONGLINK, tarfile.XGLTYPE):
                 if info.type != tarfile.DIRTYPE:  # a link
-                    yield Member((told.name or info.name).removeprefix("./"), at, 0, False)
+                    yield Member(
+                        (told.name or info.name).removeprefix("./"), at, 0, False
+                    )
                 size, told = 0, Told()
             at += -(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
 
     def _header(self, at: int) -> tarfile.TarInfo | None:
         """The header at a byte; None: there is none any more."""
         block = self.read(at, tarfile.BLOCKSIZE) if at < self.size else b""
-        packed = next((name for magic, name in COMPRESSED.items() if block.startswith(magic)), None)
+        packed = next(
+            (name for magic, name in COMPRESSED.items() if block.startswith(magic)),
+            None,
+        )
         if packed is not None and at == 0:
             fix = "images are read at their places, so unpack it to a plain .tar"
             raise ConfigError(f"{self.path} is compressed ({packed}); {fix}")
@@ -238,7 +298,9 @@ class Shard:
         except (tarfile.HeaderError, ValueError):
             info = None
         if info is None or info.size < 0:
-            raise ConfigError(f"{self.path} is not a tar file: no header at byte {at:,}")
+            raise ConfigError(
+                f"{self.path} is not a tar file: no header at byte {at:,}"
+            )
         return info
 
     def _told(self, info: tarfile.TarInfo, at: int) -> Told:
@@ -250,7 +312,9 @@ class Shard:
         while found := RECORD.match(text, start):
             end = start + int(found[1])
             if not found.end() < end <= len(text):
-                raise ConfigError(f"{self.path}: a header that is not a list of names and values")
+                raise ConfigError(
+                    f"{self.path}: a header that is not a list of names and values"
+                )
             fields[found[2]], start = text[found.end() : end - 1], end
         size = fields.get(b"size", b"")
         return Told(
@@ -262,7 +326,10 @@ class Shard:
     def _map_bytes(self, info: tarfile.TarInfo, at: int) -> int:
         """Bytes of the blocks that say where the holes of a sparse file are."""
         num = 0
-        more = info.type == tarfile.GNUTYPE_SPARSE and self.read(at - 30, 1) not in (b"", b"\0")
+        more = info.type == tarfile.GNUTYPE_SPARSE and self.read(at - 30, 1) not in (
+            b"",
+            b"\0",
+        )
         while more:
             num += tarfile.BLOCKSIZE
             more = self.read(at + num - 8, 1) not in (b"", b"\0")
@@ -271,7 +338,10 @@ class Shard:
     def text(self, at: int, size: int, what: str) -> bytes:
         """Some bytes, which must not be many."""
         if size > MAX_MEMBER_BYTES:
-            raise ConfigError(f"{self.path}: {what} has {size:,} bytes, more than {MAX_MEMBER_BYTES:,}")
+            raise ConfigError(
+                f"{self.path}: {what} has {size:,} bytes, more than"
+                f" {MAX_MEMBER_BYTES:,}"
+            )
         return self.read(at, size)
 
     @filesystem.retry_transient
@@ -279,16 +349,23 @@ class Shard:
         """``num`` bytes, fewer at the end."""
         if not self._start <= at <= at + num <= self._start + len(self._data):
             with filesystem.reading(self.path):
-                self._start, self._data = at, self._file.read_at(max(num, self._window), at)
+                self._start, self._data = (
+                    at,
+                    self._file.read_at(max(num, self._window), at),
+                )
         return bytes(self._data[at - self._start : at - self._start + num])
 
 
 LabelMembers = dict[str, dict[str, Any]]
-"""Suffix ("cls" first, "json") -> key -> label, None for none, a ConfigError: why not."""
+"""Suffix ("cls" first, "json") -> key -> label, None for none, a ConfigError: why
+not.
+"""
 
 
 class _Scan(NamedTuple):
-    """What a shard holds: key, place and label of its N images, and what is left out."""
+    """What a shard holds: key, place and label of its N images, and what is left
+    out.
+    """
 
     name: str
     keys: Text
@@ -296,7 +373,8 @@ class _Scan(NamedTuple):
     sizes: np.ndarray
     labels: list[Any]  # as they are in the shard, None for none
     lost_labels: dict[str, str]  # key -> member, of labels whose key has no image
-    left_out: dict[str, tuple[str, str]]  # key -> image that is a field, image of its row
+    # key -> image that is a field, image of its row
+    left_out: dict[str, tuple[str, str]]
     others: Counter[str]  # suffixes of members that are neither image nor label
     is_cut: bool
 
@@ -311,13 +389,18 @@ def _scan(found: FileEntry, images_only: bool) -> _Scan:
         if is_image(f".{suffix}"):
             if key in images:
                 both = f"{_shown(images[key].name)} and {_shown(member.name)}"
-                raise ConfigError(f"{shard.path}: two images of one key, {both}; rename or remove one")
+                raise ConfigError(
+                    f"{shard.path}: two images of one key, {both}; rename or remove one"
+                )
             images[key] = member
             if len(images) > MAX_ROWS:
                 raise ConfigError(f"{shard.path} has more than {MAX_ROWS:,} images")
         elif suffix in labels:
             if key in labels[suffix]:
-                raise ConfigError(f"{shard.path}: two members are called {_shown(member.name)}; remove one")
+                raise ConfigError(
+                    f"{shard.path}: two members are called {_shown(member.name)};"
+                    " remove one"
+                )
             is_wanted = not images_only and is_missing(labels["cls"].get(key))
             labels[suffix][key] = _read_label(shard, member) if is_wanted else None
         else:
@@ -326,13 +409,19 @@ def _scan(found: FileEntry, images_only: bool) -> _Scan:
     for key in left_out:
         del images[key]
     values = [_label_of(labels, key).value for key in images]
-    if (error := next((v for v in values if isinstance(v, ConfigError)), None)) is not None:
+    if (
+        error := next((v for v in values if isinstance(v, ConfigError)), None)
+    ) is not None:
         raise error
     without_image = {
-        key: _label_of(labels, key) for key in chain.from_iterable(labels.values()) if key not in images
+        key: _label_of(labels, key)
+        for key in chain.from_iterable(labels.values())
+        if key not in images
     }
     lost = {key: label for key, label in without_image.items() if label.is_given}
-    others.update(label.suffix for key, label in without_image.items() if key not in lost)
+    others.update(
+        label.suffix for key, label in without_image.items() if key not in lost
+    )
     offsets = (image.offset * image.is_plain for image in images.values())
     sizes = (image.size * image.is_plain for image in images.values())
     return _Scan(
@@ -362,8 +451,14 @@ class _Label(NamedTuple):
 
 
 def _label_of(labels: LabelMembers, key: str) -> _Label:
-    """Return the label of a key: KEY.cls before KEY.json, suffix '' if it has neither."""
-    present = [_Label(suffix, labels[suffix][key]) for suffix in labels if key in labels[suffix]]
+    """Return the label of a key: KEY.cls before KEY.json, suffix '' if it has
+    neither.
+    """
+    present = [
+        _Label(suffix, labels[suffix][key])
+        for suffix in labels
+        if key in labels[suffix]
+    ]
     given = (label for label in present if not is_missing(label.value))
     return next(given, present[0] if present else _Label("", None))
 
@@ -374,7 +469,8 @@ def _fields_of_others(
     labels: LabelMembers,
     images_only: bool,
 ) -> dict[str, tuple[str, str]]:
-    """Return the keys of images that are a field of another row: the image, and the row's.
+    """Return the keys of images that are a field of another row: the image, and the
+    row's.
 
     Raises:
         ConfigError: Only such images are there for a label: any could be meant.
@@ -392,46 +488,58 @@ def _fields_of_others(
             label = _label_of(labels, sample)
             if label.is_given:
                 raise ConfigError(
-                    f"{shard.path}: label {_shown(f'{sample}.{label.suffix}')} has no image of the "
-                    f"same name, but {_shown(image.name)} begins so; rename one of them, "
-                    "so that the names differ only after the last dot"
+                    f"{shard.path}: label {_shown(f'{sample}.{label.suffix}')} has no"
+                    f" image of the same name, but {_shown(image.name)} begins so;"
+                    " rename one of them, so that the names differ only after the"
+                    " last dot"
                 )
     return fields
 
 
 def _warnings(scans: Sequence[_Scan]) -> list[str]:
-    """Return a line about labels without an image and one about images that are fields."""
+    """Return a line about labels without an image and one about images that are
+    fields.
+    """
     lines = []
     lost = [(scan, name) for scan in scans for name in scan.lost_labels.values()]
     if lost:
         scan, name = lost[0]
         lines.append(
-            f"{plural(len(lost), 'label')} without an image, e.g. {_shown(name)} in "
-            f"{scan.name}: a label KEY.cls or KEY.json belongs to KEY.jpg (or another image) "
-            "in the same shard; rename or add the image, or remove the label"
+            f"{plural(len(lost), 'label')} without an image, e.g. {_shown(name)} in"
+            f" {scan.name}: a label KEY.cls or KEY.json belongs to KEY.jpg (or another"
+            " image) in the same shard; rename or add the image, or remove the label"
         )
     fields = [(scan, *pair) for scan in scans for pair in scan.left_out.values()]
     if fields:
         scan, name, row_image = fields[0]
         lines.append(
-            f"{plural(len(fields), 'image')} left out, e.g. {_shown(name)} in {scan.name}: "
-            "WebDataset's key ends at the first dot, so it is another field of the row of "
-            f"{_shown(row_image)}; if it is an image of its own, replace the dots in its name"
+            f"{plural(len(fields), 'image')} left out, e.g. {_shown(name)} in"
+            f" {scan.name}: WebDataset's key ends at the first dot, so it is another"
+            f" field of the row of {_shown(row_image)}; if it is an image of its own,"
+            " replace the dots in its name"
         )
     return lines
 
 
 def _notes(scans: Sequence[_Scan]) -> list[str]:
     """Return a line for each shard that is cut off, and one about members not read."""
-    lines = [f"{scan.name} is truncated: it ends inside a member" for scan in scans if scan.is_cut]
+    lines = [
+        f"{scan.name} is truncated: it ends inside a member"
+        for scan in scans
+        if scan.is_cut
+    ]
     others = sum((scan.others for scan in scans), Counter[str]())
     if others:
         named = ", ".join(f"{num:,} .{name}" for name, num in others.most_common(8))
-        lines.append(f"ignored {plural(others.total(), 'member')} of the tar files: {named}")
+        lines.append(
+            f"ignored {plural(others.total(), 'member')} of the tar files: {named}"
+        )
     return lines
 
 
-def _refuse_labels_in_other_shards(source: str, scans: Sequence[_Scan], ids: Text, labels: Labels) -> None:
+def _refuse_labels_in_other_shards(
+    source: str, scans: Sequence[_Scan], ids: Text, labels: Labels
+) -> None:
     """Refuse labels whose image is in another shard and would count as unlabeled.
 
     Raises:
@@ -452,9 +560,9 @@ def _refuse_labels_in_other_shards(source: str, scans: Sequence[_Scan], ids: Tex
             if valid_text(lost_key) == key
         )
         raise ConfigError(
-            f"{source}: {plural(len(rows), 'label')} in another shard than the image, e.g. "
-            f"{_shown(name)} in {scan.name} and the image {one_line(repr(row))}; write all "
-            "members of a key into one shard"
+            f"{source}: {plural(len(rows), 'label')} in another shard than the image,"
+            f" e.g. {_shown(name)} in {scan.name} and the image {one_line(repr(row))};"
+            " write all members of a key into one shard"
         )
 
 
@@ -466,7 +574,8 @@ def _shown(name: str) -> str:
 def _read_label(shard: Shard, member: Member) -> Any:
     """Return what KEY.cls or KEY.json says, or the ConfigError why it says nothing.
 
-    The error is returned, because most JSON files that are no label have no image either.
+    The error is returned, because most JSON files that are no label have no image
+    either.
     """
     where = f"{shard.path}: {_shown(member.name)}"
     if not member.is_plain:
@@ -478,7 +587,9 @@ def _read_label(shard: Shard, member: Member) -> Any:
         return error
     except ValueError as error:
         kind = "JSON" if member.suffix == "json" else "UTF-8 text"
-        return ConfigError(f"{where} is not {kind}: {one_line(error)}; write it as {kind}")
+        return ConfigError(
+            f"{where} is not {kind}: {one_line(error)}; write it as {kind}"
+        )
     if member.suffix == "json":
         if not isinstance(value, dict):
             return ConfigError(f"{where} must be an object, not {type(value).__name__}")
@@ -488,7 +599,9 @@ def _read_label(shard: Shard, member: Member) -> Any:
 
 @filesystem.retry_transient
 def _read_images(path: str, start: np.ndarray, end: np.ndarray) -> list[bytes]:
-    """The bytes from ``start`` to ``end``, int64 (n,) each, in order; neighbors in one piece."""
+    """The bytes from ``start`` to ``end``, int64 (n,) each, in order; neighbors in
+    one piece.
+    """
     far = start[1:] - end[:-1] > GAP_BYTES[is_uri(path)]
     far |= start[1:] // SPAN_BYTES != start[:-1] // SPAN_BYTES
     images = list[bytes]()
@@ -525,13 +638,21 @@ def _shards(path: str, follow_links: bool) -> list[FileEntry]:
     shards = [file for file in found if file.relative.lower().endswith(".tar")]
     if not shards:
         packed = (file.relative for file in found if PACKED.search(file.relative))
-        why = next((f"; {valid_text(name)} is compressed, unpack it to a plain .tar" for name in packed), "")
+        why = next(
+            (
+                f"; {valid_text(name)} is compressed, unpack it to a plain .tar"
+                for name in packed
+            ),
+            "",
+        )
         raise ConfigError(f"no *.tar files below {path}{why}")
     return shards
 
 
 def _matching(pattern: str, follow_links: bool) -> list[FileEntry]:
-    base, mark, options = pattern.partition("?") if is_uri(pattern) else (pattern, "", "")
+    base, mark, options = (
+        pattern.partition("?") if is_uri(pattern) else (pattern, "", "")
+    )
     root = re.split(r"[*{]", base)[0].rpartition("/")[0]
     folder = (root or ("/" if base.startswith("/") else ".")) + mark + options
     names = list(islice(_expanded(base[len(root) :].lstrip("/")), MAX_SHARDS + 1))
@@ -563,6 +684,9 @@ def _expanded(pattern: str) -> Iterator[str]:
     if ends is None:
         words: Iterator[str] = iter(braces[1].split(","))
     else:
-        words = (f"{number:0{len(ends[1])}}" for number in range(int(ends[1]), int(ends[2]) + 1))
+        words = (
+            f"{number:0{len(ends[1])}}"
+            for number in range(int(ends[1]), int(ends[2]) + 1)
+        )
     for word in words:
         yield from _expanded(before + word + after)

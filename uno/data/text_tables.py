@@ -77,7 +77,9 @@ def read_csv(path: str) -> TextTable:
         num_skipped, separator = 1, declared[4:]
     else:
         separator = _separator_of(first_line)
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True)
+    reader = csv.reader(
+        io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True
+    )
     try:
         records = [(row, reader.line_num + num_skipped) for row in reader if row]
     except csv.Error as error:
@@ -93,7 +95,8 @@ def read_csv(path: str) -> TextTable:
     if (name := _first_repeated([name for name in fields if name])) is not None:
         raise ConfigError(f"{path}: two columns are named {one_line(repr(name))}")
     columns = {
-        name: [row[i] if i < len(row) else None for row, _ in records] for i, name in enumerate(fields)
+        name: [row[i] if i < len(row) else None for row, _ in records]
+        for i, name in enumerate(fields)
     }
     notes = () if separator == "," else (f"separated by {SEPARATORS[separator]}",)
     return TextTable(columns, [line for _, line in records], notes)
@@ -118,11 +121,13 @@ def read_jsonl(path: str) -> TextTable:
                 json.dumps(record, ensure_ascii=False).encode()
         except ValueError as error:
             raise ConfigError(
-                f"{path} line {number} is not JSON: {one_line(error)}{_many_lines(line)}"
+                f"{path} line {number} is not JSON:"
+                f" {one_line(error)}{_many_lines(line)}"
             ) from None
         if not isinstance(record, dict):
             raise ConfigError(
-                f"{path} line {number} must be an object, not {type(record).__name__}{_many_lines(line)}"
+                f"{path} line {number} must be an object, not"
+                f" {type(record).__name__}{_many_lines(line)}"
             )
         records.append(record)
         lines.append(number)
@@ -170,16 +175,19 @@ def _separator_of(header: str) -> str:
 def _read_text(path: str) -> str:
     """Read a table of text. Raises ConfigError if it is too large or not UTF-8."""
     data = filesystem.read_whole(path, MAX_TABLE_BYTES)
-    encoding = next((name for mark, name in BYTE_ORDER_MARKS.items() if data.startswith(mark)), "utf-8")
+    encoding = next(
+        (name for mark, name in BYTE_ORDER_MARKS.items() if data.startswith(mark)),
+        "utf-8",
+    )
     try:
         text = data.decode(encoding)
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise ConfigError(
-            f"cannot read {path}: it is not {encoding.removesuffix('-sig').upper()} "
-            f"(line {line}, byte 0x{data[error.start]:02x}), perhaps cp1252 or latin-1: "
-            "in Excel save as 'CSV UTF-8', or convert it: "
-            "iconv -f CP1252 -t UTF-8 OLD > NEW"
+            f"cannot read {path}: it is not {encoding.removesuffix('-sig').upper()}"
+            f" (line {line}, byte 0x{data[error.start]:02x}), perhaps cp1252 or"
+            " latin-1: in Excel save as 'CSV UTF-8', or convert it: iconv -f CP1252 -t"
+            " UTF-8 OLD > NEW"
         ) from None
     if "\0" in text[:1000]:
         raise ConfigError(

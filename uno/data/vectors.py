@@ -1,5 +1,6 @@
-"""Vectors that another program made stand in the place of images: frozen features that came from elsewhere.
-The source is their cache, and nothing is encoded. A picture or text of a row is only for people.
+"""Vectors that another program made stand in the place of images: frozen features that
+came from elsewhere. The source is their cache, and nothing is encoded. A picture or
+text of a row is only for people.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ from uno.limits import MAX_ROWS
 from uno.text import plural
 
 NEIGHBORS, NEAR_ROWS, COSINE_ROWS = 5, 20_000, 512  # of a row; among so many; at once
-NEAR_PAIRS, LEAST_NEAR_ROWS = 2 * 10**9, 1_000  # compared in all: a minute; among so many at least
+# compared in all: a minute; among so many at least
+NEAR_PAIRS, LEAST_NEAR_ROWS = 2 * 10**9, 1_000
 METADATA = b"uno.vectors"  # of a file that is ours
 ARRAYS, MAX_BYTES = (".npy", ".npz"), 2**36
 MANY_NUMBERS = 8  # columns of floats, beyond which they seem to be one vector
@@ -52,8 +54,9 @@ LIST = pa.large_list(pa.float32())
 
 @dataclass(frozen=True, eq=False)
 class Vectors(Images):
-    """``values`` float32 (N, V, D), V views of each row, zeros where one of the N ``reasons`` says why a row
-    has none; ``shown``: pictures of the rows; ``words``: text of each, in an Arrow array.
+    """``values`` float32 (N, V, D), V views of each row, zeros where one of the N
+    ``reasons`` says why a row has none; ``shown``: pictures of the rows; ``words``:
+    text of each, in an Arrow array.
     """
 
     values: Tensor
@@ -84,8 +87,16 @@ class Vectors(Images):
 
     def vectors(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]]:
         """These; of rows in a row without a copy."""
-        in_a_row = len(rows) and rows[-1] - rows[0] + 1 == len(rows) and bool((np.diff(rows) == 1).all())
-        own = slice(int(rows[0]), int(rows[-1]) + 1) if in_a_row else torch.from_numpy(rows)
+        in_a_row = (
+            len(rows)
+            and rows[-1] - rows[0] + 1 == len(rows)
+            and bool((np.diff(rows) == 1).all())
+        )
+        own = (
+            slice(int(rows[0]), int(rows[-1]) + 1)
+            if in_a_row
+            else torch.from_numpy(rows)
+        )
         return self.values[own], [self.reasons[row] for row in rows.tolist()]
 
     def prepared(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]]:
@@ -99,23 +110,36 @@ class Vectors(Images):
 
     def captions(self, rows: np.ndarray) -> list[str | None]:
         """The text of each."""
-        return [None] * len(rows) if self.words is None else self.words.take(pa.array(rows)).to_pylist()
+        return (
+            [None] * len(rows)
+            if self.words is None
+            else self.words.take(pa.array(rows)).to_pylist()
+        )
 
 
-def checked(values: Tensor, reasons: list[str | None]) -> tuple[Tensor, list[str | None]]:
-    """``values`` (N, V, D) with zeros in the place of rows that cannot be used, and the reason of each."""
+def checked(
+    values: Tensor, reasons: list[str | None]
+) -> tuple[Tensor, list[str | None]]:
+    """``values`` (N, V, D) with zeros in the place of rows that cannot be used, and
+    the reason of each.
+    """
     for start in range(0, len(values), PIECE_ROWS):
         part = values[start : start + PIECE_ROWS]
         finite = part.isfinite().all(dim=2)
         zeros = finite & (part == 0).all(dim=2)
-        for bad, why in ((~finite, "numbers that are not finite"), (zeros, "a vector of zeros")):
+        for bad, why in (
+            (~finite, "numbers that are not finite"),
+            (zeros, "a vector of zeros"),
+        ):
             for row in bad.any(dim=1).nonzero()[:, 0].tolist():
                 reasons[start + row] = reasons[start + row] or why
     unusable = torch.from_numpy(~ok_mask(reasons))
     if not unusable.any():
         return values, reasons
     bad = unusable[:, None, None]
-    usable = mapped.fill(tuple(values.shape), lambda own: values[own].masked_fill(bad[own], 0))
+    usable = mapped.fill(
+        tuple(values.shape), lambda own: values[own].masked_fill(bad[own], 0)
+    )
     return torch.from_numpy(usable), reasons
 
 
@@ -125,13 +149,15 @@ def read_vectors(
     images_only: bool = False,
     rules: PathRules = DEFAULT_RULES,
 ) -> Rows:
-    """The *.parquet files of a folder, or one file, with a column ``embedding`` (lists of one length of
-    numbers), and where present id, label, eval_label, split, image or path (shown in the report) and text; or
-    a .npy or .npz file of numbers (N, D), with those columns in a .csv of the same name, or as other arrays
-    of the .npz. Rows of one id are views of it, the first is for evaluation.
-    ``rules``: how ``path`` is read. ``names`` as in :func:`~uno.data.tables.read_parquet`; with
-    ``images_only`` labels and splits are not read. Rows without a usable vector are unreadable ones.
-    ConfigError: no such file or column, or rows of one id that differ in label or split.
+    """The *.parquet files of a folder, or one file, with a column ``embedding`` (lists
+    of one length of numbers), and where present id, label, eval_label, split, image or
+    path (shown in the report) and text; or a .npy or .npz file of numbers (N, D), with
+    those columns in a .csv of the same name, or as other arrays of the .npz. Rows of
+    one id are views of it, the first is for evaluation. ``rules``: how ``path`` is
+    read. ``names`` as in :func:`~uno.data.tables.read_parquet`; with ``images_only``
+    labels and splits are not read. Rows without a usable vector are unreadable ones.
+    ConfigError: no such file or column, or rows of one id that differ in label or
+    split.
     """
     source = f"vectors:{path}"
     read = _of_arrays if path.endswith(ARRAYS) else _of_parquet
@@ -144,16 +170,21 @@ def read_vectors(
     if not 0 < num <= MAX_ROWS:
         raise ConfigError(f"{source}: {plural(num, 'row')}, not 1 to {MAX_ROWS:,}")
     of_labels = ("label", "eval_label", "split") if images_only else ()
-    columns = {name: table[name] for name in table.column_names if name not in of_labels}
+    columns = {
+        name: table[name] for name in table.column_names if name not in of_labels
+    }
     ids = pa.array((f"row-{row}" for row in range(num)), pa.large_string())
     if "id" in columns:
         given = columns["id"].cast(pa.large_string()).combine_chunks()
-        ids = pa.compute.if_else(pa.compute.not_equal(given, "").fill_null(False), given, ids)
+        ids = pa.compute.if_else(
+            pa.compute.not_equal(given, "").fill_null(False), given, ids
+        )
     coded = ids.dictionary_encode()
     place = coded.indices.to_numpy()
     counts, order = np.bincount(place), np.argsort(place, kind="stable")
     starts = np.cumsum(counts) - counts
-    views = order[starts[:, None] + np.arange(counts.max()) % counts[:, None]]  # some repeat theirs
+    # some repeat theirs
+    views = order[starts[:, None] + np.arange(counts.max()) % counts[:, None]]
     first = views[:, 0]
     labels, truth, split = (
         encode_column(source, columns[name]) if name in columns else Labels.none(num)
@@ -163,7 +194,8 @@ def read_vectors(
     for what, column in (("label", labels), ("eval_label", truth), ("split", split)):
         if (differ := np.flatnonzero(column.codes != column.codes[first][place])).size:
             raise ConfigError(
-                f"{source}: rows of id {one_line(repr(ids[differ[0]].as_py()))} differ in {what}"
+                f"{source}: rows of id {one_line(repr(ids[differ[0]].as_py()))} differ"
+                f" in {what}"
             )
     is_train = tables.splits_in(source, split)[first]
     reasons = list[str | None]([None] * len(first))
@@ -173,7 +205,9 @@ def read_vectors(
         values = values[:, None]
     else:
         single = values
-        values = mapped.fill((*views.shape, values.shape[1]), lambda own: single[views[own]])
+        values = mapped.fill(
+            (*views.shape, values.shape[1]), lambda own: single[views[own]]
+        )
     found, reasons = checked(torch.from_numpy(values), reasons)
     if shown is None and "path" in columns:
         root = filesystem.split(path)[0] if filesystem.kind(path) == "file" else path
@@ -184,41 +218,69 @@ def read_vectors(
         if "text" in columns
         else None
     )
-    images = Vectors(found, reasons, None if shown is None else shown.take(first), words)
+    images = Vectors(
+        found, reasons, None if shown is None else shown.take(first), words
+    )
     notes: tuple[str, ...] = ()
     if counts.max() > 1:
         notes = (f"rows of one id, {counts.max()} at most, are its views",)
     if "label" not in table.column_names and not images_only:
         notes += tables.note_of_no_label(path, present, names)
         if path.endswith(ARRAYS) and not present:
-            notes += (f"no labels: write them to {path[:-4]}.csv, column label, one row a vector",)
+            notes += (
+                (
+                    f"no labels: write them to {path[:-4]}.csv, column label, one row a"
+                    " vector"
+                ),
+            )
     truths = truth.pick(first) if "eval_label" in columns else None
     return Rows(
-        Text(coded.dictionary), images, labels.pick(first), is_train, source, notes=notes, eval_labels=truths
+        Text(coded.dictionary),
+        images,
+        labels.pick(first),
+        is_train,
+        source,
+        notes=notes,
+        eval_labels=truths,
     )
 
 
 def require_kind(config: ModelConfig, images: Images) -> None:
-    """ConfigError: a model takes vectors and these are images, the other way round, or of another length."""
+    """ConfigError: a model takes vectors and these are images, the other way round,
+    or of another length.
+    """
     found = images.vectors(np.arange(0))
-    takes = "images" if not config.takes_vectors else f"vectors of {config.encoder.partition(':')[2]} numbers"
+    takes = (
+        "images"
+        if not config.takes_vectors
+        else f"vectors of {config.encoder.partition(':')[2]} numbers"
+    )
     given = "images" if found is None else f"vectors of {found[0].shape[2]} numbers"
     if takes != given:
-        raise ConfigError(f"model.encoder {config.encoder} takes {takes}, the data has {given}")
+        raise ConfigError(
+            f"model.encoder {config.encoder} takes {takes}, the data has {given}"
+        )
 
 
-def with_views(values: Tensor, augment: AugmentConfig, ok: np.ndarray) -> Tensor | NeighborViews:
-    """(N, V, D) as they are if V > 1; else (N, 1 + ``augment.num_cached_views``, D), made of rows that are
-    ``ok`` bool (N,), the same in runs of all seeds.
+def with_views(
+    values: Tensor, augment: AugmentConfig, ok: np.ndarray
+) -> Tensor | NeighborViews:
+    """(N, V, D) as they are if V > 1; else (N, 1 + ``augment.num_cached_views``, D),
+    made of rows that are ``ok`` bool (N,), the same in runs of all seeds.
     """
     if values.shape[1] > 1:
         return values
-    generator, rows = augment_generator(SEED, FEATURES, 0), torch.from_numpy(np.flatnonzero(ok))
+    generator, rows = (
+        augment_generator(SEED, FEATURES, 0),
+        torch.from_numpy(np.flatnonzero(ok)),
+    )
     how, strength = augment.vector_view, augment.vector_strength
     if how == "neighbors":
         return _neighbor_views(values[:, 0], rows, augment, generator)
     spread = values[rows[evenly_spaced(PIECE_ROWS, len(rows))], 0].std(dim=0)
-    found = torch.from_numpy(mapped.new_array((len(values), 1 + augment.num_cached_views, values.shape[2])))
+    found = torch.from_numpy(
+        mapped.new_array((len(values), 1 + augment.num_cached_views, values.shape[2]))
+    )
     for own in rows.split(PIECE_ROWS):
         found[own, 0] = points = values[own, 0]
         for view in range(1, found.shape[1]):
@@ -226,27 +288,37 @@ def with_views(values: Tensor, augment: AugmentConfig, ok: np.ndarray) -> Tensor
                 drawn = torch.randn(points.shape, generator=generator)
                 found[own, view] = points + strength * spread * drawn
             else:
-                found[own, view] = points * (torch.rand(points.shape, generator=generator) >= strength)
+                found[own, view] = points * (
+                    torch.rand(points.shape, generator=generator) >= strength
+                )
     return found
 
 
 def _neighbor_views(
     values: Tensor, rows: Tensor, augment: AugmentConfig, generator: torch.Generator
 ) -> NeighborViews:
-    """Views of ``values`` (N, D) towards neighbors, of ``rows`` int64 (n,); of other rows themselves."""
+    """Views of ``values`` (N, D) towards neighbors, of ``rows`` int64 (n,); of other
+    rows themselves.
+    """
     near, num_views = _neighbors(values, rows, generator), augment.num_cached_views
-    partners = torch.arange(len(values), dtype=torch.int32)[:, None].repeat(1, num_views)
+    partners = torch.arange(len(values), dtype=torch.int32)[:, None].repeat(
+        1, num_views
+    )
     shares = torch.zeros(len(values), num_views)
     for view in range(num_views):
         chosen = torch.randint(near.shape[1], (len(rows), 1), generator=generator)
-        shares[rows, view] = augment.vector_strength * torch.rand(len(rows), 1, generator=generator)[:, 0]
+        shares[rows, view] = (
+            augment.vector_strength
+            * torch.rand(len(rows), 1, generator=generator)[:, 0]
+        )
         partners[rows, view] = near.gather(1, chosen)[:, 0]
     return NeighborViews(values, partners, shares)
 
 
 def _neighbors(values: Tensor, rows: Tensor, generator: torch.Generator) -> Tensor:
-    """int32 (n, k): of ``rows`` int64 (n,) of ``values`` (N, D) those with the largest cosines to each, of at
-    most :data:`NEAR_ROWS` random ones, fewer where otherwise more than :data:`NEAR_PAIRS` were compared.
+    """int32 (n, k): of ``rows`` int64 (n,) of ``values`` (N, D) those with the largest
+    cosines to each, of at most :data:`NEAR_ROWS` random ones, fewer where otherwise
+    more than :data:`NEAR_PAIRS` were compared.
     """
     num = len(rows)
     near = rows.int()[:, None].repeat(1, min(NEIGHBORS, max(1, num - 1)))
@@ -256,7 +328,9 @@ def _neighbors(values: Tensor, rows: Tensor, generator: torch.Generator) -> Tens
         for own in torch.arange(len(some)).split(COSINE_ROWS):
             cosines = unit[own] @ unit.T
             cosines[torch.arange(len(own)), own] = -torch.inf
-            found = some[cosines.topk(min(near.shape[1], max(1, len(some) - 1)), dim=1).indices]
+            found = some[
+                cosines.topk(min(near.shape[1], max(1, len(some) - 1)), dim=1).indices
+            ]
             near[some[own], : found.shape[1]] = rows[found].int()
     return near
 
@@ -302,26 +376,36 @@ def given_vectors(embeddings: Any, labels: Any = None, ids: Any = None) -> Given
     """
     values = float_vectors(embeddings, "embeddings")
     num, columns = len(values), dict[str, list[Any]]()
-    columns["id"] = [f"row-{row}" for row in range(num)] if ids is None else distinct_ids(ids)
+    columns["id"] = (
+        [f"row-{row}" for row in range(num)] if ids is None else distinct_ids(ids)
+    )
     if labels is not None:
         columns["label"] = class_names(labels)
     for name, column in columns.items():
         if len(column) != num:
-            raise ConfigError(f"{len(column):,} {name}s for {num:,} embeddings; give one for each row")
+            raise ConfigError(
+                f"{len(column):,} {name}s for {num:,} embeddings; give one for each row"
+            )
     text = {name: pa.array(column, pa.string()) for name, column in columns.items()}
     return GivenVectors(values, text)
 
 
-def write_vectors(path: str, values: Tensor, counts: np.ndarray, columns: Mapping[str, Any]) -> None:
-    """The first ``counts`` int64 (N,) of the V views of ``values`` float32 (N, V, D), a row each, with Arrow
-    ``columns`` (N,) beside them, as one Parquet file that appears whole.
+def write_vectors(
+    path: str, values: Tensor, counts: np.ndarray, columns: Mapping[str, Any]
+) -> None:
+    """The first ``counts`` int64 (N,) of the V views of ``values`` float32 (N, V, D), a
+    row each, with Arrow ``columns`` (N,) beside them, as one Parquet file that appears
+    whole.
     """
     folder, name = filesystem.split(path)
     rows = np.repeat(np.arange(len(values)), counts)
     chosen = values[torch.arange(values.shape[1]) < torch.from_numpy(counts)[:, None]]
-    lists = pa.FixedSizeListArray.from_arrays(pa.array(chosen.flatten().numpy()), values.shape[2])
+    lists = pa.FixedSizeListArray.from_arrays(
+        pa.array(chosen.flatten().numpy()), values.shape[2]
+    )
     table = pa.table(
-        {name: column.take(pa.array(rows)) for name, column in columns.items()} | {"embedding": lists}
+        {name: column.take(pa.array(rows)) for name, column in columns.items()}
+        | {"embedding": lists}
     )
     table = table.replace_schema_metadata({METADATA: b"1"})
     with filesystem.Storage(folder or ".").create(name) as stream:
@@ -339,18 +423,25 @@ def is_vectors(path: str) -> bool:
 
 
 Read = tuple[pa.Table, np.ndarray, dict[int, str], Images | None, list[str]]
-"""Our columns of R rows, their numbers float32 (R, D), why rows of zeros have none, pictures of rows, and the
-names of all columns that are there."""
+"""Our columns of R rows, their numbers float32 (R, D), why rows of zeros have none,
+pictures of rows, and the names of all columns that are there.
+"""
 
 
-def _of_parquet(source: str, path: str, names: Mapping[str, str], rules: PathRules) -> Read:
-    """The rows of one file or of all in a folder; the pictures are those of their column of bytes."""
+def _of_parquet(
+    source: str, path: str, names: Mapping[str, str], rules: PathRules
+) -> Read:
+    """The rows of one file or of all in a folder; the pictures are those of their
+    column of bytes.
+    """
     root, files = tables.parquet_files(path, rules.follow_links)
     parts, pictures, lists = list[pa.Table](), set[str](), list[tuple[Any, str]]()
     for file, folders in zip(files, tables.partition_columns(files), strict=True):
         parquet = tables.open_parquet(file.path, file.size, anew=True)
         schema = parquet.schema
-        tables.check_names(file.path, names, tables.present_columns(schema, names, folders))
+        tables.check_names(
+            file.path, names, tables.present_columns(schema, names, folders)
+        )
         theirs = {ours: names.get(ours, ours) for ours in COLUMNS}
         image = names.get("image", "image")
         if image in schema.names:
@@ -363,7 +454,10 @@ def _of_parquet(source: str, path: str, names: Mapping[str, str], rules: PathRul
             has = one_line(", ".join(schema.names))
             needs = "needs a column embedding, or --data.columns embedding=NAME"
             if sum(map(pa.types.is_floating, schema.types)) > MANY_NUMBERS:
-                needs += ", one list a row (or save a column a number with np.save as FILE.npy)"
+                needs += (
+                    ", one list a row (or save a column a number with np.save as"
+                    " FILE.npy)"
+                )
             raise ConfigError(f"{file.path}: {needs}; it has {has}")
         vector = theirs.pop("embedding")
         _check_lists(file.path, schema.field(vector).type)
@@ -378,18 +472,28 @@ def _of_parquet(source: str, path: str, names: Mapping[str, str], rules: PathRul
     try:
         table = pa.concat_tables(parts, promote_options="permissive")
     except pa.ArrowException as error:
-        raise ConfigError(f"{source}: the files have different columns: {one_line(error)}") from None
+        raise ConfigError(
+            f"{source}: the files have different columns: {one_line(error)}"
+        ) from None
     if len(pictures) > 1:
         raise ConfigError(f"{source}: the files name their image column differently")
     shown = (
-        ParquetImages(root, [f.path for f in files], pictures.pop(), [f[2:4] for f in files], rules)
+        ParquetImages(
+            root,
+            [f.path for f in files],
+            pictures.pop(),
+            [f[2:4] for f in files],
+            rules,
+        )
         if pictures
         else None
     )
     return table, *_matrix(source, lists), shown, list(schema.names)
 
 
-def _of_arrays(source: str, path: str, names: Mapping[str, str], rules: PathRules) -> Read:
+def _of_arrays(
+    source: str, path: str, names: Mapping[str, str], rules: PathRules
+) -> Read:
     """Read the numbers of a .npy or .npz file, and the columns beside them.
 
     The columns are other arrays of the .npz file, and those of a .csv file of the same
@@ -407,12 +511,16 @@ def _of_arrays(source: str, path: str, names: Mapping[str, str], rules: PathRule
         present += given
         in_csv = _columns_of_csv(beside, given, len(values), path, names, columns)
         if (both := sorted(in_csv.keys() & columns.keys())) and both:
-            raise ConfigError(f"{path} and {beside} both hold {both[0]}; remove one of them")
+            raise ConfigError(
+                f"{path} and {beside} both hold {both[0]}; remove one of them"
+            )
         columns |= in_csv
     return pa.table(columns), values, {}, None, present
 
 
-def _load_arrays(path: str, names: Mapping[str, str]) -> tuple[np.ndarray, dict[str, Any], list[str]]:
+def _load_arrays(
+    path: str, names: Mapping[str, str]
+) -> tuple[np.ndarray, dict[str, Any], list[str]]:
     """Read a .npy or .npz file.
 
     Returns:
@@ -421,7 +529,8 @@ def _load_arrays(path: str, names: Mapping[str, str]) -> tuple[np.ndarray, dict[
     """
     try:
         if path.endswith(".npy") and os.path.isfile(path):
-            loaded = np.load(path, mmap_mode="c", allow_pickle=False)  # stays in the file
+            # stays in the file
+            loaded = np.load(path, mmap_mode="c", allow_pickle=False)
         else:
             data = filesystem.read_bytes(path, MAX_BYTES)
             loaded = np.load(io.BytesIO(data), allow_pickle=False)
@@ -430,8 +539,12 @@ def _load_arrays(path: str, names: Mapping[str, str]) -> tuple[np.ndarray, dict[
         arrays = {name: loaded[name] for name in loaded.files}
     except (OSError, ValueError, KeyError, IndexError, EOFError) as error:
         reason = one_line(error)
-        if "pickle" in reason or "bject" in reason:  # NumPy's advice would be to open it all the same
-            reason = "it is damaged, or holds Python objects, which are not opened; save a list "
+        # NumPy's advice would be to open it all the same
+        if "pickle" in reason or "bject" in reason:
+            reason = (
+                "it is damaged, or holds Python objects, which are not opened; save a"
+                " list "
+            )
             reason += "of vectors with np.stack, and names with .astype(str)"
         raise ConfigError(f"{path} holds no array that can be read: {reason}") from None
     name = _name_of_embeddings(path, arrays, names)
@@ -451,7 +564,9 @@ def _load_arrays(path: str, names: Mapping[str, str]) -> tuple[np.ndarray, dict[
     return arrays[name], columns, [other for other in arrays if other != name]
 
 
-def _name_of_embeddings(path: str, arrays: Mapping[str, np.ndarray], names: Mapping[str, str]) -> str:
+def _name_of_embeddings(
+    path: str, arrays: Mapping[str, np.ndarray], names: Mapping[str, str]
+) -> str:
     """Return the array that holds the embeddings of a .npz file.
 
     It is the one that ``names`` or its own name 'embedding' says, else the only array
@@ -485,7 +600,8 @@ def _columns_of_csv(
 ) -> dict[str, Any]:
     """Return our columns of the .csv file beside an array file of ``num_rows`` rows.
 
-    ``given`` are the columns of the .csv file. Columns that are ``inside`` the array file need not be there.
+    ``given`` are the columns of the .csv file. Columns that are ``inside`` the array
+    file need not be there.
     """
     wanted = {
         ours: theirs
@@ -494,12 +610,22 @@ def _columns_of_csv(
     }
     tables.check_names(beside, wanted, given)
     theirs = {ours: names.get(ours, ours) for ours in COLUMNS}
-    columns = {ours: pa.array(given[c], pa.string()) for ours, c in theirs.items() if c in given}
+    columns = {
+        ours: pa.array(given[c], pa.string())
+        for ours, c in theirs.items()
+        if c in given
+    }
     if names.get("image", "image") in given:
         columns["path"] = pa.array(given[names.get("image", "image")], pa.string())
     if (num_lines := len(next(iter(given.values()), []))) != num_rows:
-        fix = '; an empty line is no row: write "" for no label' if len(given) == 1 else ""
-        raise ConfigError(f"{beside} has {plural(num_lines, 'row')}, {path} has {num_rows:,}{fix}")
+        fix = (
+            '; an empty line is no row: write "" for no label'
+            if len(given) == 1
+            else ""
+        )
+        raise ConfigError(
+            f"{beside} has {plural(num_lines, 'row')}, {path} has {num_rows:,}{fix}"
+        )
     return columns
 
 
@@ -512,14 +638,30 @@ def _lists(file: Any, column: str) -> Iterator[Any]:
 
 def _check_lists(source: str, kind: Any) -> None:
     """ConfigError: a column of this type does not hold lists of numbers."""
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    if not is_list or not (pa.types.is_floating(kind.value_type) or pa.types.is_integer(kind.value_type)):
-        fix = "; parse the text, as df['embedding'].map(json.loads) does" if kind in TEXT else ""
-        raise ConfigError(f"{source}: column embedding must hold lists of numbers, not {kind}{fix}")
+    is_list = (
+        pa.types.is_list(kind)
+        or pa.types.is_large_list(kind)
+        or pa.types.is_fixed_size_list(kind)
+    )
+    if not is_list or not (
+        pa.types.is_floating(kind.value_type) or pa.types.is_integer(kind.value_type)
+    ):
+        fix = (
+            "; parse the text, as df['embedding'].map(json.loads) does"
+            if kind in TEXT
+            else ""
+        )
+        raise ConfigError(
+            f"{source}: column embedding must hold lists of numbers, not {kind}{fix}"
+        )
 
 
-def _matrix(source: str, columns: Sequence[tuple[Any, str]]) -> tuple[np.ndarray, dict[int, str]]:
-    """Lists, of which most have D numbers -> float32 (R, D), and why rows of zeros have none."""
+def _matrix(
+    source: str, columns: Sequence[tuple[Any, str]]
+) -> tuple[np.ndarray, dict[int, str]]:
+    """Lists, of which most have D numbers -> float32 (R, D), and why rows of zeros
+    have none.
+    """
     lengths = [np.zeros(0, np.int64)]
     for batch in chain.from_iterable(starmap(_lists, columns)):
         lengths.append(pa.compute.list_value_length(batch).fill_null(0).to_numpy())
@@ -531,7 +673,12 @@ def _matrix(source: str, columns: Sequence[tuple[Any, str]]) -> tuple[np.ndarray
     for batch in chain.from_iterable(starmap(_lists, columns)):
         own = fits[start : start + len(batch)]
         numbers = pa.compute.list_flatten(batch.filter(pa.array(own)))
-        values[start : start + len(batch)][own] = numbers.to_numpy(zero_copy_only=False).reshape(-1, width)
+        values[start : start + len(batch)][own] = numbers.to_numpy(
+            zero_copy_only=False
+        ).reshape(-1, width)
         start += len(batch)
-    wrong = {row: f"{length[row]} numbers, not {width}" for row in np.flatnonzero(~fits).tolist()}
+    wrong = {
+        row: f"{length[row]} numbers, not {width}"
+        for row in np.flatnonzero(~fits).tolist()
+    }
     return values, wrong

@@ -62,7 +62,8 @@ def start(config: Config, model: UnoModel, train: Any) -> dict[str, Tensor]:
     gcd, num_novel = config.data.setting == "gcd", train.num_novel
     if len(unlabeled) <= (num := num_novel + train.num_known * gcd):
         raise ConfigError(
-            f"method {METHOD.name} needs more unlabeled rows than {num} clusters, not {len(unlabeled)}"
+            f"method {METHOD.name} needs more unlabeled rows than {num} clusters, not"
+            f" {len(unlabeled)}"
         )
     result = discover_clusters(labeled, labels, unlabeled, num_novel, gcd, config.seed)
     _move_(model, result)

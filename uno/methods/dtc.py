@@ -1,24 +1,27 @@
-"""DTC: deep transfer clustering (Han et al., "Learning to discover novel visual categories via deep transfer
-clustering", ICCV 2019), in its Pi-model form: of its variants the one that keeps no second memory of rows.
+"""DTC: deep transfer clustering (Han et al., "Learning to discover novel visual
+categories via deep transfer clustering", ICCV 2019), in its Pi-model form: of its
+variants the one that keeps no second memory of rows.
 
-Features are reduced to C_u dimensions by a linear layer that starts as their principal components; centers
-start as k-means of the reduced features. q is the Student-t similarity to the centers, p sharpens it
-(p ~ q^2 / sum of q over rows), and KL(p || q) is minimized while p stands still for a while.
+Features are reduced to C_u dimensions by a linear layer that starts as their principal
+components; centers start as k-means of the reduced features. q is the Student-t
+similarity to the centers, p sharpens it (p ~ q^2 / sum of q over rows), and KL(p || q)
+is minimized while p stands still for a while.
 
-Known constants, from the authors' code: 10 epochs of warm-up without consistency, then 100; p anew at the
-end of the warm-up, then every 5 epochs (CIFAR100: 30, every 10; ImageNet: 10, then 60); weight of the
-squared difference of two views 10 (ImageNet 100), rising over 5 epochs; k-means from 20 starts. Here they
-are shares of the phase. Both terms are means over rows AND clusters, and unlabeled rows alone train, as in
-that code.
+Known constants, from the authors' code: 10 epochs of warm-up without consistency, then
+100; p anew at the end of the warm-up, then every 5 epochs (CIFAR100: 30, every 10;
+ImageNet: 10, then 60); weight of the squared difference of two views 10 (ImageNet 100),
+rising over 5 epochs; k-means from 20 starts. Here they are shares of the phase. Both
+terms are means over rows AND clusters, and unlabeled rows alone train, as in that code.
 
-On cached features of a frozen encoder the linear layer alone shapes them, the two views are cached ones, and
-the known head is the means of the classes.
+On cached features of a frozen encoder the linear layer alone shapes them, the two views
+are cached ones, and the known head is the means of the classes.
 
-What differs: q of a row is the last one seen in training, where the authors predict the set anew; the
-learning rate's one schedule; the Pi-model alone (theirs also has temporal ensembles of q, features or both).
-Labeled rows do not train on: the known head is that of pretraining, on an encoder that moves on, and novel
-outputs are log-similarities, below every known cosine. So DTC has no joint classifier: its task-agnostic
-accuracy and that of known rows are not comparable with other methods'.
+What differs: q of a row is the last one seen in training, where the authors predict the
+set anew; the learning rate's one schedule; the Pi-model alone (theirs also has temporal
+ensembles of q, features or both). Labeled rows do not train on: the known head is that
+of pretraining, on an encoder that moves on, and novel outputs are log-similarities,
+below every known cosine. So DTC has no joint classifier: its task-agnostic accuracy and
+that of known rows are not comparable with other methods'.
 """
 
 import torch
@@ -41,7 +44,12 @@ from uno.steps import Batch, update_
 
 NUM_STARTS = 20
 CIFAR100 = {"warmup": 30 / 130, "update_interval": 10 / 130, "rampup": 5 / 130}
-IMAGENET = {"consistency_weight": 100.0, "warmup": 10 / 70, "update_interval": 5 / 70, "rampup": 5 / 70}
+IMAGENET = {
+    "consistency_weight": 100.0,
+    "warmup": 10 / 70,
+    "update_interval": 5 / 70,
+    "rampup": 5 / 70,
+}
 SETTINGS = {"cifar100_20": CIFAR100, "cifar100_50": CIFAR100, "imagenet": IMAGENET}
 
 
@@ -49,15 +57,24 @@ class Constants(Section):
     """Of DTC; shares are of the phase."""
 
     consistency_weight: float = field(
-        10.0, "Weight of the squared difference of an image's two views.", ge=0, le=10**4
+        10.0,
+        "Weight of the squared difference of an image's two views.",
+        ge=0,
+        le=10**4,
     )
-    rampup: float = field(5 / 110, "Share after warm-up in which that weight rises.", ge=0, le=1)
+    rampup: float = field(
+        5 / 110, "Share after warm-up in which that weight rises.", ge=0, le=1
+    )
     warmup: float = field(10 / 110, "Share before the targets move.", ge=0, le=1)
-    update_interval: float = field(5 / 110, "Share between two updates of the targets.", gt=0, le=1)
+    update_interval: float = field(
+        5 / 110, "Share between two updates of the targets.", gt=0, le=1
+    )
 
 
 class DistanceHead(nn.Module):
-    """(N, D) features -> (1, N, K) log-similarities -log(1 + |W z + b - u_k|^2), whose softmax is q."""
+    """(N, D) features -> (1, N, K) log-similarities -log(1 + |W z + b - u_k|^2),
+    whose softmax is q.
+    """
 
     def __init__(self, num_novel: int, num_features: int) -> None:
         super().__init__()
@@ -73,7 +90,9 @@ class DistanceHead(nn.Module):
 
 
 def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
-    """KL to the standing targets + rising consistency, of unlabeled rows. Returns the loss as (1,)."""
+    """KL to the standing targets + rising consistency, of unlabeled rows. Returns
+    the loss as (1,).
+    """
     assert batch.rows is not None
     constants: Constants = config.method_options
     warmup = round(constants.warmup * state.total_steps)
@@ -81,43 +100,60 @@ def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
     if state.step >= warmup and (state.step - warmup) % interval == 0:
         state.extra["targets"] = sharpened(state.extra["probabilities"])
     unlabeled = [view[len(batch.labels) :] for view in batch.views]
-    known, novel, _ = forward_two_views(state, batch._replace(views=unlabeled, labels=batch.labels[:0]))
+    known, novel, _ = forward_two_views(
+        state, batch._replace(views=unlabeled, labels=batch.labels[:0])
+    )
     log_q = novel.log_softmax(dim=-1)  # (2, B_u, K)
     remember_(state.extra["probabilities"], batch.rows, log_q[0].detach().exp())
     weight = 0.0
     if state.step >= warmup:
         ramp = sigmoid_rampup(state.progress - constants.warmup, constants.rampup)
         weight = constants.consistency_weight * ramp
-    divergence = F.kl_div(log_q[0], state.extra["targets"][batch.rows], reduction="none").mean()
+    divergence = F.kl_div(
+        log_q[0], state.extra["targets"][batch.rows], reduction="none"
+    ).mean()
     untouched = 0 * known.sum()  # DDP waits for a gradient of every parameter
-    return update_(state, divergence + weight * F.mse_loss(*log_q.exp()) + untouched, lr)
+    return update_(
+        state, divergence + weight * F.mse_loss(*log_q.exp()) + untouched, lr
+    )
 
 
 def sharpened(q: Tensor) -> Tensor:
-    """DEC's target (Xie et al. 2016, Eq. 3), p ~ q^2 / f, f the sums of q over rows: (N, K) -> (N, K)."""
+    """DEC's target (Xie et al. 2016, Eq. 3), p ~ q^2 / f, f the sums of q over rows:
+    (N, K) -> (N, K).
+    """
     p = q.square() / q.sum(dim=0)
     return p / p.sum(dim=1, keepdim=True)
 
 
 def remember_(probabilities: Tensor, rows: Tensor, q: Tensor) -> None:
-    """Put the q of all workers' rows of this step in their places of (N_u, K), unless it is not finite."""
+    """Put the q of all workers' rows of this step in their places of (N_u, K),
+    unless it is not finite.
+    """
     rows, q = collectives.gather_rows(rows, 0), collectives.gather_rows(q.float(), 0)
     probabilities[rows] = torch.where(q.isfinite(), q, probabilities[rows])
 
 
 @torch.no_grad()
 def start(config: Config, model: UnoModel, train: TrainSet) -> dict[str, Tensor]:
-    """Principal components, k-means centers; q and p (N_u, K) of all unlabeled rows. ConfigError: too few."""
+    """Principal components, k-means centers; q and p (N_u, K) of all unlabeled rows.
+    ConfigError: too few.
+    """
     images, num_novel, head = train.unlabeled_images, train.num_novel, model.novel
     features = features_of(model.eval(), images, config)
     if config.model.finetune == "none":  # whose file knows no class
         labeled, labels, _ = sample_features(config, [model], train, ["labeled"])[0]
         set_to_class_means_(
-            model.known.weight, unit(labeled).to(model.known.weight), labels.to(features.device)
+            model.known.weight,
+            unit(labeled).to(model.known.weight),
+            labels.to(features.device),
         )
     model.train()
     if num_novel > min(found := tuple(features.shape)):
-        raise ConfigError(f"method dtc needs as many rows and features as classes ({num_novel}), got {found}")
+        raise ConfigError(
+            f"method dtc needs as many rows and features as classes ({num_novel}), got"
+            f" {found}"
+        )
     centered, _, directions = principal_components(features)
     components = directions[:, :num_novel].T  # (K, D)
     head.reduce.weight.copy_(components)
@@ -128,4 +164,6 @@ def start(config: Config, model: UnoModel, train: TrainSet) -> dict[str, Tensor]
     return {"probabilities": q, "targets": sharpened(q)}
 
 
-METHOD = Method("dtc", step, DistanceHead, start, Constants, settings=SETTINGS, needs_images=True)
+METHOD = Method(
+    "dtc", step, DistanceHead, start, Constants, settings=SETTINGS, needs_images=True
+)

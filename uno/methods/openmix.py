@@ -1,20 +1,23 @@
-"""OpenMix (Zhong et al., "OpenMix: reviving known knowledge for discovering novel visual categories in an
-open world", CVPR 2021; arXiv 2004.05551).
+"""OpenMix (Zhong et al., "OpenMix: reviving known knowledge for discovering novel
+visual categories in an open world", CVPR 2021; arXiv 2004.05551).
 
-Besides the cross-entropy of labeled rows and the pairwise one of unlabeled rows, which are similar above a
-cosine of their features, the network learns mixed images, and all C classes at once. Each labeled image takes
-a smaller share of a random unlabeled one; its target is mixed likewise, of the label [y, 0] and of what the
-novel head says of the other image, [0, p]. Each unlabeled image takes a smaller share of another, too, where
-its own class is clear: such reliable anchors teach the others. The squared error of the joint softmax with
-these targets has a weight that rises.
+Besides the cross-entropy of labeled rows and the pairwise one of unlabeled rows, which
+are similar above a cosine of their features, the network learns mixed images, and all C
+classes at once. Each labeled image takes a smaller share of a random unlabeled one; its
+target is mixed likewise, of the label [y, 0] and of what the novel head says of the
+other image, [0, p]. Each unlabeled image takes a smaller share of another, too, where
+its own class is clear: such reliable anchors teach the others. The squared error of the
+joint softmax with these targets has a weight that rises.
 
-No code was published. From the paper, at second hand: the cosine .95, the share of the labeled image max(l,
-1 - l) with l from a Beta distribution, anchors above a probability of .9, the rise, a start by clustering.
-Not known to us, so ours (record ``2026-11-22_methods-three``): Beta(1, 1); weight 1; the squares are summed
-over classes, their mean is over rows; the rise over a quarter of the phase, as RS's consistency, which is
-left in; the mixed image and the targets are of view 0; an anchor's partner is any unlabeled row. Partners
-come from the batch of all workers, whose images are gathered for it; a generator of the step draws them. On
-cached features the features are mixed, as in manifold mixup (Verma et al., ICML 2019), not pixels.
+No code was published. From the paper, at second hand: the cosine .95, the share of the
+labeled image max(l, 1 - l) with l from a Beta distribution, anchors above a probability
+of .9, the rise, a start by clustering. Not known to us, so ours (record
+``2026-11-22_methods-three``): Beta(1, 1); weight 1; the squares are summed over
+classes, their mean is over rows; the rise over a quarter of the phase, as RS's
+consistency, which is left in; the mixed image and the targets are of view 0; an
+anchor's partner is any unlabeled row. Partners come from the batch of all workers,
+whose images are gathered for it; a generator of the step draws them. On cached features
+the features are mixed, as in manifold mixup (Verma et al., ICML 2019), not pixels.
 """
 
 import numpy as np
@@ -40,11 +43,15 @@ WEIGHT = 1.0
 class Constants(rs.Consistency):
     """Of OpenMix."""
 
-    threshold: float = field(0.95, "Cosine above which two images count as of one class.", ge=-1, le=1)
+    threshold: float = field(
+        0.95, "Cosine above which two images count as of one class.", ge=-1, le=1
+    )
 
 
 def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
-    """The objective of pairs + rising squared error of mixed images. Returns the loss as (1,)."""
+    """The objective of pairs + rising squared error of mixed images. Returns the
+    loss as (1,).
+    """
     num_labeled, tau = len(batch.labels), config.objective.temperature
     partner, share = plan(state.step, num_labeled, len(batch.views[0]))
     partner, share = (t.to(state.device, non_blocking=True) for t in (partner, share))
@@ -52,21 +59,27 @@ def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
     weights = share.to(clean.dtype).view(-1, *[1] * (clean.ndim - 1))
     unlabeled = collectives.gather_rows(clean[num_labeled:], 0)
     mixed = weights * clean + (1 - weights) * unlabeled[partner]
-    logits = forward(state, batch._replace(views=[*batch.views[:2], mixed], num_large=3))
+    logits = forward(
+        state, batch._replace(views=[*batch.views[:2], mixed], num_large=3)
+    )
     assert logits.novel is not None and logits.features is not None
     known, novel = logits.known, logits.novel[:, 0]
-    similar = similar_by_cosine(logits.features[0, num_labeled:], config.method_options.threshold)
+    similar = similar_by_cosine(
+        logits.features[0, num_labeled:], config.method_options.threshold
+    )
     pairs = rs.loss_of_pairs(state, batch.labels, config, known[:2], novel[:2], similar)
     joint = (torch.cat([known[2], novel[2]], dim=-1) / tau).softmax(dim=-1)
     own = (novel[0, num_labeled:].detach() / tau).softmax(dim=-1)
     targets, counts = mixed_targets(batch.labels, own, partner, share, known.shape[-1])
-    mixed_loss = ((joint - targets).square().sum(dim=1) * counts).mean()  # over all rows, counted or not
+    # over all rows, counted or not
+    mixed_loss = ((joint - targets).square().sum(dim=1) * counts).mean()
     return update_(state, pairs + WEIGHT * rs.ramp(state, config) * mixed_loss, lr)
 
 
 def plan(step: int, num_labeled: int, num_rows: int) -> tuple[Tensor, Tensor]:
-    """For each of a worker's rows the unlabeled row of the global batch (B,) that is mixed in, and its own
-    share (B,) from .5 to 1: the same for a row on any number of workers.
+    """For each of a worker's rows the unlabeled row of the global batch (B,) that is
+    mixed in, and its own share (B,) from .5 to 1: the same for a row on any number of
+    workers.
     """
     rank, world_size = collectives.rank_and_world()
     random, found = np.random.default_rng(step), []
@@ -84,18 +97,26 @@ def plan(step: int, num_labeled: int, num_rows: int) -> tuple[Tensor, Tensor]:
 def mixed_targets(
     labels: Tensor, own: Tensor, partner: Tensor, share: Tensor, num_known: int
 ) -> tuple[Tensor, Tensor]:
-    """Targets (B, C) of mixed rows, and which of them count (B,) bool: labeled ones, and anchors.
+    """Targets (B, C) of mixed rows, and which of them count (B,) bool: labeled ones,
+    and anchors.
 
-    ``labels`` (B_l,); ``own`` (B_u, C_u), what the novel head says of unlabeled rows; ``partner`` (B,) counts
-    those of all workers.
+    ``labels`` (B_l,); ``own`` (B_u, C_u), what the novel head says of unlabeled rows;
+    ``partner`` (B,) counts those of all workers.
     """
     global_rows = collectives.gather_rows(own, 0)
-    first = torch.cat([
-        F.one_hot(labels, num_known + own.shape[1]).to(own.dtype), F.pad(own, (num_known, 0)),
-    ])  # fmt: skip
+    first = torch.cat(
+        [
+            F.one_hot(labels, num_known + own.shape[1]).to(own.dtype),
+            F.pad(own, (num_known, 0)),
+        ]
+    )
     share = share.to(own.dtype)[:, None]
-    counts = torch.cat([torch.ones_like(labels, dtype=torch.bool), own.amax(dim=1) > ANCHOR])
-    return share * first + (1 - share) * F.pad(global_rows[partner], (num_known, 0)), counts
+    counts = torch.cat(
+        [torch.ones_like(labels, dtype=torch.bool), own.amax(dim=1) > ANCHOR]
+    )
+    return share * first + (1 - share) * F.pad(
+        global_rows[partner], (num_known, 0)
+    ), counts
 
 
 @torch.no_grad()

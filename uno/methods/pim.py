@@ -1,24 +1,30 @@
-"""PIM: parametric information maximization (Chiaroni et al., "Parametric information maximization for
-generalized category discovery", ICCV 2023; code ThalesGroup/pim-generalized-category-discovery).
+"""PIM: parametric information maximization (Chiaroni et al., "Parametric information
+maximization for generalized category discovery", ICCV 2023; code
+ThalesGroup/pim-generalized-category-discovery).
 
-A linear classifier without bias on features that nobody trains, s = softmax(25 W z), from semi-supervised
-k-means centers: lambda times the mean entropy of s of unlabeled rows, less the entropy of the mean of s over
-all rows, plus the cross-entropy of labeled rows. lambda decides how far classes may differ in size: it is the
-one under which the same objective without labels, from plain k-means centers, puts labeled rows right most
+A linear classifier without bias on features that nobody trains, s = softmax(25 W z),
+from semi-supervised k-means centers: lambda times the mean entropy of s of unlabeled
+rows, less the entropy of the mean of s over all rows, plus the cross-entropy of labeled
+rows. lambda decides how far classes may differ in size: it is the one under which the
+same objective without labels, from plain k-means centers, puts labeled rows right most
 often (best matching).
 
-Known constants, from the authors' code: 25; Adam, rate .001, decay .01; all rows in each of 1,000 steps;
-lambda from .1 to 1 in steps of .05. Everything happens before the first step, as theirs, in one view.
+Known constants, from the authors' code: 25; Adam, rate .001, decay .01; all rows in
+each of 1,000 steps; lambda from .1 to 1 in steps of .05. Everything happens before the
+first step, as theirs, in one view.
 
 What differs:
-- Five values of lambda, of theirs: .1, .25, .5, .75, 1. Features and centers have length one.
-- Centers are :func:`uno.prototype_init.clusters_of`'s: in whitened directions, the best of 10 starts (theirs
-  100 starts of the features as they are).
-- In the NCD setting unlabeled rows are known to be new: the cross-entropy of that is added.
-- Of more than 20,000 rows of a kind, as many are used. Steps, if some are asked for, continue on batches of
-  views by SGD, with cosines over tau.
-- Rows of W differ in length. That is kept: with one coordinate more, zero in features, all rows have one
-  length, and every image its class; but the probabilities of ``uno predict`` are at tau, softer than s.
+- Five values of lambda, of theirs: .1, .25, .5, .75, 1. Features and centers have
+  length one.
+- Centers are :func:`uno.prototype_init.clusters_of`'s: in whitened directions, the best
+  of 10 starts (theirs 100 starts of the features as they are).
+- In the NCD setting unlabeled rows are known to be new: the cross-entropy of that is
+  added.
+- Of more than 20,000 rows of a kind, as many are used. Steps, if some are asked for,
+  continue on batches of views by SGD, with cosines over tau.
+- Rows of W differ in length. That is kept: with one coordinate more, zero in features,
+  all rows have one length, and every image its class; but the probabilities of
+  ``uno predict`` are at tau, softer than s.
 """
 
 from typing import Any, NamedTuple
@@ -33,7 +39,12 @@ from uno.config import Config, Section, field
 from uno.frozen import matched
 from uno.heads import unit
 from uno.methods import Method
-from uno.methods.method import NovelHead, cluster_centers, forward_two_views, frozen_sample
+from uno.methods.method import (
+    NovelHead,
+    cluster_centers,
+    forward_two_views,
+    frozen_sample,
+)
 from uno.model import UnoModel
 from uno.prototype_init import NUM_STARTS, Sample
 from uno.state import TrainState
@@ -48,9 +59,15 @@ class Constants(Section):
     """Of PIM."""
 
     weight: float | None = field(
-        None, "Weight lambda of the entropy of a row's classes; default: chosen on labeled rows.", ge=0, le=10
+        None,
+        "Weight lambda of the entropy of a row's classes; default: chosen on labeled"
+        " rows.",
+        ge=0,
+        le=10,
     )
-    steps: int = field(STEPS, "Steps of Adam on all rows, for each value of lambda.", ge=1, le=100_000)
+    steps: int = field(
+        STEPS, "Steps of Adam on all rows, for each value of lambda.", ge=1, le=100_000
+    )
 
 
 class Fit(NamedTuple):
@@ -73,50 +90,81 @@ class Adapter(nn.Module):
 
 
 def fit(
-    sample: Sample, num_novel: int, setting: str | None, seed: int, weight: float | None = None,
+    sample: Sample,
+    num_novel: int,
+    setting: str | None,
+    seed: int,
+    weight: float | None = None,
     steps: int = STEPS,
-) -> Fit:  # fmt: skip
-    """PIM on features, on their device. ``setting`` gcd: unlabeled rows are of any class, else of new ones;
-    ``weight``: lambda, None: chosen on labeled rows.
+) -> Fit:
+    """PIM on features, on their device. ``setting`` gcd: unlabeled rows are of any
+    class, else of new ones; ``weight``: lambda, None: chosen on labeled rows.
     """
     labels, num_known = sample.labels, int(sample.labels.max()) + 1
     rows = unit(torch.cat([sample.labeled, sample.unlabeled])).float()
     barred = 0 if setting == "gcd" else num_known
     if weight is None:
-        plain = kmeans(rows.cpu(), num_known + num_novel, NUM_STARTS, seed).centers.to(rows)
-        found = [descend(plain, rows, labels, each, steps, supervised=False) for each in WEIGHTS]
+        plain = kmeans(rows.cpu(), num_known + num_novel, NUM_STARTS, seed).centers.to(
+            rows
+        )
+        found = [
+            descend(plain, rows, labels, each, steps, supervised=False)
+            for each in WEIGHTS
+        ]
         right = [accuracy(rows[: len(labels)] @ each.T, labels) for each in found]
         weight = WEIGHTS[right.index(max(right))]
-    centers = cluster_centers(Sample(*(t.cpu() for t in sample)), num_novel, setting, seed).to(rows)
+    centers = cluster_centers(
+        Sample(*(t.cpu() for t in sample)), num_novel, setting, seed
+    ).to(rows)
     return Fit(descend(centers, rows, labels, weight, steps, barred=barred), weight)
 
 
 def accuracy(logits: Tensor, labels: Tensor) -> float:
-    """Share of rows (N, C) that are right under the best matching of outputs and ``labels`` (N,)."""
-    return float(matched(labels.cpu(), logits.argmax(dim=1).cpu(), logits.shape[1]).float().mean())
+    """Share of rows (N, C) that are right under the best matching of outputs and
+    ``labels`` (N,).
+    """
+    return float(
+        matched(labels.cpu(), logits.argmax(dim=1).cpu(), logits.shape[1])
+        .float()
+        .mean()
+    )
 
 
 def descend(
-    weights: Tensor, rows: Tensor, labels: Tensor, weight: float, steps: int, supervised: bool = True,
+    weights: Tensor,
+    rows: Tensor,
+    labels: Tensor,
+    weight: float,
+    steps: int,
+    supervised: bool = True,
     barred: int = 0,
-) -> Tensor:  # fmt: skip
-    """``weights`` (C, D) after ``steps`` of Adam on :func:`objective` of unit ``rows`` (N, D)."""
+) -> Tensor:
+    """``weights`` (C, D) after ``steps`` of Adam on :func:`objective` of unit
+    ``rows`` (N, D).
+    """
     leaf = weights.clone().requires_grad_()
     optimizer = torch.optim.Adam([leaf], RATE, weight_decay=DECAY)
     for _ in range(steps):
         optimizer.zero_grad()
-        objective(SCALE * (rows @ leaf.T)[None], labels, weight, supervised, barred).backward()
+        objective(
+            SCALE * (rows @ leaf.T)[None], labels, weight, supervised, barred
+        ).backward()
         optimizer.step()
     return leaf.detach()
 
 
 def objective(
-    logits: Tensor, labels: Tensor, weight: float | Tensor, supervised: bool = True, barred: int = 0
+    logits: Tensor,
+    labels: Tensor,
+    weight: float | Tensor,
+    supervised: bool = True,
+    barred: int = 0,
 ) -> Tensor:
-    """Information that is to be maximized, negative, and the cross-entropy of what is known: a scalar.
+    """Information that is to be maximized, negative, and the cross-entropy of what is
+    known: a scalar.
 
-    ``logits`` (V, B, C) of which the first B_l rows have ``labels`` (B_l,); ``supervised``: these count. The
-    others are of none of the first ``barred`` classes.
+    ``logits`` (V, B, C) of which the first B_l rows have ``labels`` (B_l,);
+    ``supervised``: these count. The others are of none of the first ``barred`` classes.
     """
     log_p = logits.log_softmax(dim=-1)
     p, free = log_p.exp(), slice(len(labels), None)
@@ -141,20 +189,35 @@ def start(config: Config, model: UnoModel, train: Any) -> dict[str, Tensor]:
     """Fit, and move all prototypes. Returns lambda. ConfigError: too few rows."""
     constants, device = config.method_options, model.known.weight.device
     sample = Sample(*(t.to(device) for t in frozen_sample(config, model, train)))
-    found = fit(sample, train.num_novel, config.data.setting, config.seed, constants.weight, constants.steps)
+    found = fit(
+        sample,
+        train.num_novel,
+        config.data.setting,
+        config.seed,
+        constants.weight,
+        constants.steps,
+    )
     with torch.no_grad():
-        known, novel = of_one_length(found.weights).split([model.num_known, model.num_novel])
+        known, novel = of_one_length(found.weights).split(
+            [model.num_known, model.num_novel]
+        )
         model.known.weight.copy_(known)
         model.novel.weight[0].copy_(novel)
     return {"weight": torch.tensor(found.weight)}
 
 
 def of_one_length(weights: Tensor) -> Tensor:
-    """(C, D) -> unit rows (C, D + 1) whose products with (z, 0) are those of ``weights`` with z, all divided
-    by the length of the longest (Bachrach et al., RecSys 2014).
+    """(C, D) -> unit rows (C, D + 1) whose products with (z, 0) are those of
+    ``weights`` with z, all divided by the length of the longest (Bachrach et al.,
+    RecSys 2014).
     """
     squared = weights.square().sum(dim=1, keepdim=True)
-    return torch.cat([weights, (squared.max() - squared).sqrt()], dim=1) / squared.max().sqrt()
+    return (
+        torch.cat([weights, (squared.max() - squared).sqrt()], dim=1)
+        / squared.max().sqrt()
+    )
 
 
-METHOD = Method("pim", step, NovelHead, start, Constants, adapter=Adapter, trains=False, gcd=True)
+METHOD = Method(
+    "pim", step, NovelHead, start, Constants, adapter=Adapter, trains=False, gcd=True
+)

@@ -20,11 +20,13 @@ def load(config: Config) -> Method:
 
 
 def settings(name: str, preset: str) -> dict[str, Any]:
-    """Dotted keys of a run by method ``name`` with a preset: the method, and what its authors set differently
-    on the preset's data. UNO's are the presets, of which methods with another head leave out what belongs to
-    UNO's: where its prototypes start, and what Sinkhorn expects. ConfigError: there is no such method.
+    """Dotted keys of a run by method ``name`` with a preset: the method, and what its
+    authors set differently on the preset's data. UNO's are the presets, of which
+    methods with another head leave out what belongs to UNO's: where its prototypes
+    start, and what Sinkhorn expects. ConfigError: there is no such method.
     """
-    if name == methods.DEFAULT:  # a plain command line imports no method, and so no torch
+    # a plain command line imports no method, and so no torch
+    if name == methods.DEFAULT:
         return {}
     method = methods.load(name)
     values: dict[str, Any] = {"method": name}
@@ -32,15 +34,23 @@ def settings(name: str, preset: str) -> dict[str, Any]:
         values |= {"model.prototype_init": "random", "objective.class_prior": None}
     if not method.trains:
         values |= {"discover.epochs": 0, "augment.num_cached_views": 0}
-    return values | {f"{method.name}.{key}": v for key, v in method.settings.get(preset, {}).items()}
+    return values | {
+        f"{method.name}.{key}": v for key, v in method.settings.get(preset, {}).items()
+    }
 
 
-def build_network(config: Config, num_known: int, num_novel: int, seed: int) -> "UnoModel":
-    """The freshly initialized network of the run's method; ``num_novel`` 0: encoder and known head alone."""
+def build_network(
+    config: Config, num_known: int, num_novel: int, seed: int
+) -> "UnoModel":
+    """The freshly initialized network of the run's method; ``num_novel`` 0: encoder
+    and known head alone.
+    """
     from uno.model import build_model
 
     method = load(config)
-    return build_model(config.model, num_known, num_novel, seed, method.novel_head, method.adapter)
+    return build_model(
+        config.model, num_known, num_novel, seed, method.novel_head, method.adapter
+    )
 
 
 def num_heads(config: Config) -> int:

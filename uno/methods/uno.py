@@ -1,5 +1,6 @@
-"""UNO itself: the step of :func:`uno.objective.discovery_step`, or, where the objective asks for terms of
-later work, that of :mod:`uno.methods.extensions`; the heads of :mod:`uno.model`.
+"""UNO itself: the step of :func:`uno.objective.discovery_step`, or, where the objective
+asks for terms of later work, that of :mod:`uno.methods.extensions`; the heads of
+:mod:`uno.model`.
 """
 
 from uno.config import EXTENSIONS
@@ -7,9 +8,15 @@ from uno.methods import Method, extensions
 from uno.objective import discovery_step
 
 METHOD = Method(
-    "uno", discovery_step, start=extensions.start, gcd=True, extends=True,
+    "uno",
+    discovery_step,
+    start=extensions.start,
+    gcd=True,
+    extends=True,
     teacher=lambda config: config.objective.rkd_weight > 0,
     variant=lambda config: (
-        extensions.step if any(getattr(config.objective, name) for name in EXTENSIONS) else None
+        extensions.step
+        if any(getattr(config.objective, name) for name in EXTENSIONS)
+        else None
     ),
-)  # fmt: skip
+)

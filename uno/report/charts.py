@@ -1,4 +1,6 @@
-"""Everything that is drawn, as numbers: line charts, heat maps and t-SNE maps; the templates make it SVG."""
+"""Everything that is drawn, as numbers: line charts, heat maps and t-SNE maps; the
+templates make it SVG.
+"""
 
 import math
 from collections.abc import Sequence
@@ -17,8 +19,9 @@ MAX_CURVE_POINTS, COLORS = 300, 10
 LEVELS = 10  # shades of a heat map
 MAX_MATRIX = 160  # classes or outputs up to which one is drawn
 MAX_POINTS = 1_500  # of a map
-# Half of the default, in half of its time (three maps took 14 s on one core, 29 s on a slower one), and ten
-# neighbors of a digit are as near it in the map: trustworthiness .9924, with 1,000 steps .9927.
+# Half of the default, in half of its time (three maps took 14 s on one core, 29 s on a
+# slower one), and ten neighbors of a digit are as near it in the map: trustworthiness
+# .9924, with 1,000 steps .9927.
 TSNE_STEPS = 500
 MIN_POINTS, PCA_DIMENSIONS = 10, 50
 EXTENT = 1000  # coordinates of a map are integers in [0, EXTENT]
@@ -66,12 +69,23 @@ class Chart(NamedTuple):
 
 
 def line_chart(
-    title: str, x_label: str, series: Sequence[Series], dots: Sequence[Dot] = (), *,
-    x_range: tuple[float, float] | None = None, y_range: tuple[float, float] | None = None,
-    x_ticks: Sequence[tuple[float, str]] | None = None, width: int = WIDTH,
-) -> Chart | None:  # fmt: skip
-    """A chart of the finite points; None if there are none. By default ranges are theirs, y from zero on."""
-    kept = [s._replace(points=[p for p in s.points if all(map(math.isfinite, p))]) for s in series]
+    title: str,
+    x_label: str,
+    series: Sequence[Series],
+    dots: Sequence[Dot] = (),
+    *,
+    x_range: tuple[float, float] | None = None,
+    y_range: tuple[float, float] | None = None,
+    x_ticks: Sequence[tuple[float, str]] | None = None,
+    width: int = WIDTH,
+) -> Chart | None:
+    """A chart of the finite points; None if there are none. By default ranges are
+    theirs, y from zero on.
+    """
+    kept = [
+        s._replace(points=[p for p in s.points if all(map(math.isfinite, p))])
+        for s in series
+    ]
     kept = [s for s in kept if s.points]
     points = [*(p for s in kept for p in s.points), *((d.x, d.y) for d in dots)]
     if not points:
@@ -79,7 +93,10 @@ def line_chart(
     xs, ys = zip(*points, strict=True)
     x_low, x_high = x_range or (min(xs), max(xs))
     y_low, y_high = y_range or (min(0.0, *ys), max(ys))
-    x_high, y_high = (high if high > low else low + 1 for low, high in ((x_low, x_high), (y_low, y_high)))
+    x_high, y_high = (
+        high if high > low else low + 1
+        for low, high in ((x_low, x_high), (y_low, y_high))
+    )
 
     def at_x(x: float) -> float:
         return round((x - x_low) / (x_high - x_low) * width, 1)
@@ -89,8 +106,14 @@ def line_chart(
 
     lines = []
     for i, s in enumerate(kept):
-        chosen = np.linspace(0, len(s.points) - 1, min(len(s.points), MAX_CURVE_POINTS)).round().astype(int)
-        path = "M" + "L".join(f"{at_x(s.points[j][0]):g} {at_y(s.points[j][1]):g}" for j in chosen)
+        chosen = (
+            np.linspace(0, len(s.points) - 1, min(len(s.points), MAX_CURVE_POINTS))
+            .round()
+            .astype(int)
+        )
+        path = "M" + "L".join(
+            f"{at_x(s.points[j][0]):g} {at_y(s.points[j][1]):g}" for j in chosen
+        )
         kind = s.kind or f"k{i % COLORS}"
         if len(chosen) == 1:
             path, kind = f"{path}h0", f"{kind} point"
@@ -98,10 +121,14 @@ def line_chart(
     if x_ticks is None:
         x_ticks = [(x, f"{x:,.0f}") for x in ticks(x_low, x_high) if x == int(x)]
     return Chart(
-        title, x_label, lines, [dot._replace(x=at_x(dot.x), y=at_y(dot.y)) for dot in dots],
+        title,
+        x_label,
+        lines,
+        [dot._replace(x=at_x(dot.x), y=at_y(dot.y)) for dot in dots],
         [(at_x(x), label) for x, label in x_ticks],
-        [(at_y(y), f"{y:g}") for y in ticks(y_low, y_high)], width,
-    )  # fmt: skip
+        [(at_y(y), f"{y:g}") for y in ticks(y_low, y_high)],
+        width,
+    )
 
 
 def ticks(low: float, high: float) -> list[float]:
@@ -114,16 +141,24 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def matrix(
-    title: str, counts: Counts, names: tuple[Sequence[str], Sequence[str]], matching: Counts,
+    title: str,
+    counts: Counts,
+    names: tuple[Sequence[str], Sequence[str]],
+    matching: Counts,
     num_known: int = 0,
-) -> dict[str, Any] | None:  # fmt: skip
-    """Heat map of counts (R, P), true classes x outputs, in the order of their matching; None without rows or
-    too large. ``shades`` are (opacity, path of unit squares), ``numbers`` (x, y, count, light text?).
+) -> dict[str, Any] | None:
+    """Heat map of counts (R, P), true classes x outputs, in the order of their
+    matching; None without rows or too large. ``shades`` are (opacity, path of unit
+    squares), ``numbers`` (x, y, count, light text?).
     """
     total = int(counts.sum())
     if not total or max(counts.shape) > MAX_MATRIX:
         return None
-    order = list(dict.fromkeys([*(m for m in matching.tolist() if m >= 0), *range(counts.shape[1])]))
+    order = list(
+        dict.fromkeys(
+            [*(m for m in matching.tolist() if m >= 0), *range(counts.shape[1])]
+        )
+    )
     shown = counts[:, order]
     share = shown / np.maximum(1, shown.sum(axis=1, keepdims=True))
     level = np.ceil(share * LEVELS).astype(int)
@@ -137,14 +172,27 @@ def matrix(
     wrong = sorted((-n, r, c) for r, c, n in cells if not is_match[r, c])
     rows, columns = names[0], [names[1][p] for p in order]
     return {
-        "title": title, "num_known": num_known, "cell": cell,
-        "rows": [visible(name, 120) for name in rows], "columns": [visible(name, 120) for name in columns],
-        "shades": [(v / LEVELS, squares(level == v)) for v in range(1, LEVELS + 1) if (level == v).any()],
+        "title": title,
+        "num_known": num_known,
+        "cell": cell,
+        "rows": [visible(name, 120) for name in rows],
+        "columns": [visible(name, 120) for name in columns],
+        "shades": [
+            (v / LEVELS, squares(level == v))
+            for v in range(1, LEVELS + 1)
+            if (level == v).any()
+        ],
         "outline": squares(is_match),
-        "numbers": [(c, r, n, share[r, c] > 0.55) for r, c, n in cells] if cell >= 26 else [],
-        "cells": cells, "correct": int(shown[is_match].sum()), "total": total,
-        "confusions": [(rows[r], columns[c], -n, float(share[r, c])) for n, r, c in wrong[:10]],
-    }  # fmt: skip
+        "numbers": [(c, r, n, share[r, c] > 0.55) for r, c, n in cells]
+        if cell >= 26
+        else [],
+        "cells": cells,
+        "correct": int(shown[is_match].sum()),
+        "total": total,
+        "confusions": [
+            (rows[r], columns[c], -n, float(share[r, c])) for n, r, c in wrong[:10]
+        ],
+    }
 
 
 class Map(NamedTuple):
@@ -158,22 +206,40 @@ class Map(NamedTuple):
 
 def choose_points(num_rows: int, seed: int) -> NDArray[np.int64]:
     """At most MAX_POINTS of ``num_rows`` positions, ascending, uniformly drawn."""
-    return np.sort(np.random.default_rng([seed, REPORT_MAP]).permutation(num_rows)[:MAX_POINTS])
+    return np.sort(
+        np.random.default_rng([seed, REPORT_MAP]).permutation(num_rows)[:MAX_POINTS]
+    )
 
 
-def draw_map(title: str, caption: str, data: NDArray[np.float32], seed: int) -> Map | None:
-    """PCA, then t-SNE, of data (P, D); None for fewer than MIN_POINTS points, or where all coincide."""
+def draw_map(
+    title: str, caption: str, data: NDArray[np.float32], seed: int
+) -> Map | None:
+    """PCA, then t-SNE, of data (P, D); None for fewer than MIN_POINTS points, or
+    where all coincide.
+    """
     from sklearn.decomposition import PCA
     from sklearn.manifold import TSNE
 
     data = np.nan_to_num(data.astype(np.float64))
     spread = data.std(axis=0).max(initial=0)
-    if len(data) < MIN_POINTS or data.shape[1] < 2 or spread <= 1e-6 * np.abs(data).max():
+    if (
+        len(data) < MIN_POINTS
+        or data.shape[1] < 2
+        or spread <= 1e-6 * np.abs(data).max()
+    ):
         return None
-    dimensions, perplexity = min(PCA_DIMENSIONS, *data.shape), min(30.0, (len(data) - 1) / 3)
-    with threadpool_limits(1):  # more threads spin: 4-10 times slower where the cores are shared
-        reduced = PCA(dimensions, svd_solver="full", random_state=seed).fit_transform(data / data.std())
-        tsne = TSNE(perplexity=perplexity, init="pca", max_iter=TSNE_STEPS, random_state=seed)
+    dimensions, perplexity = (
+        min(PCA_DIMENSIONS, *data.shape),
+        min(30.0, (len(data) - 1) / 3),
+    )
+    # more threads spin: 4-10 times slower where the cores are shared
+    with threadpool_limits(1):
+        reduced = PCA(dimensions, svd_solver="full", random_state=seed).fit_transform(
+            data / data.std()
+        )
+        tsne = TSNE(
+            perplexity=perplexity, init="pca", max_iter=TSNE_STEPS, random_state=seed
+        )
         xy = tsne.fit_transform(reduced.astype(np.float32))
     low, high = xy.min(axis=0), xy.max(axis=0)
     scale = (EXTENT - 40) / max(1e-9, float((high - low).max()))
@@ -183,10 +249,15 @@ def draw_map(title: str, caption: str, data: NDArray[np.float32], seed: int) -> 
 
 
 def map_groups(
-    classes: NDArray[np.int64], names: Sequence[str], num_known: int, colors: Sequence[int],
+    classes: NDArray[np.int64],
+    names: Sequence[str],
+    num_known: int,
+    colors: Sequence[int],
     maps: Sequence[Map],
-) -> list[dict[str, Any]]:  # fmt: skip
-    """The dots of each of the ``classes`` (P,), -1 for none, in ``maps`` of these P points."""
+) -> list[dict[str, Any]]:
+    """The dots of each of the ``classes`` (P,), -1 for none, in ``maps`` of these P
+    points.
+    """
     groups = []
     for index in np.unique(classes).tolist():
         mine = [m.xy[classes == index] for m in maps]

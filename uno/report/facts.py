@@ -23,7 +23,9 @@ from uno.text import plural
 
 @dataclass(frozen=True)
 class RunData:
-    """A run directory's contents; ``bad`` are (id, reason) of images, ``unreadable`` names damaged files."""
+    """A run directory's contents; ``bad`` are (id, reason) of images, ``unreadable``
+    names damaged files.
+    """
 
     metrics: dict[str, float] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
@@ -45,7 +47,9 @@ class RunData:
     def head_losses(self) -> list[list[float]]:
         """Per epoch of the discovery phase, the cluster loss of every head."""
         losses = [entry.get("head_losses") for entry in self.entries("discover")]
-        rows = [row for row in losses if isinstance(row, list) and all(map(is_number, row))]
+        rows = [
+            row for row in losses if isinstance(row, list) and all(map(is_number, row))
+        ]
         return [row for row in rows if len(row) == len(rows[-1])]
 
 
@@ -54,13 +58,19 @@ def read_facts(storage: Storage, metrics: Mapping[str, float] | None = None) -> 
     unreadable: list[str] = []
 
     def read(name: str, nothing: Any) -> Any:
-        """What a file holds (lines, a mapping or text, as ``nothing``); ``nothing`` where that fails."""
+        """What a file holds (lines, a mapping or text, as ``nothing``); ``nothing``
+        where that fails.
+        """
         found: Any = None
         with suppress(StorageError, ValueError):
             if isinstance(nothing, list):
                 found = read_journal(storage, name)
             else:
-                text = storage.read(name).decode(errors="replace") if storage.exists(name) else ""
+                text = (
+                    storage.read(name).decode(errors="replace")
+                    if storage.exists(name)
+                    else ""
+                )
                 found = parse_json(text or "{}") if isinstance(nothing, dict) else text
         if isinstance(found, type(nothing)):
             return found
@@ -70,15 +80,25 @@ def read_facts(storage: Storage, metrics: Mapping[str, float] | None = None) -> 
     results = read(runs.RESULTS_FILE, {}) if metrics is None else metrics
     return RunData(
         {key: float(value) for key, value in results.items() if is_number(value)},
-        read(runs.ENVIRONMENT_FILE, {}), read(runs.METRICS_FILE, []),
-        [(name_bad(entry), str(entry.get("reason", ""))) for entry in read(BAD_SAMPLES, [])],
-        read(runs.CONFIG_FILE, ""), read(runs.ESTIMATE_FILE, {}), tuple(unreadable),
-    )  # fmt: skip
+        read(runs.ENVIRONMENT_FILE, {}),
+        read(runs.METRICS_FILE, []),
+        [
+            (name_bad(entry), str(entry.get("reason", "")))
+            for entry in read(BAD_SAMPLES, [])
+        ],
+        read(runs.CONFIG_FILE, ""),
+        read(runs.ESTIMATE_FILE, {}),
+        tuple(unreadable),
+    )
 
 
 def is_number(value: Any) -> TypeGuard[float]:
     """Whether a value of a JSON file is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+    )
 
 
 def curves(facts: RunData) -> list[Chart]:
@@ -86,11 +106,17 @@ def curves(facts: RunData) -> list[Chart]:
     drawn = []
     for phase, title in runs.PHASES.items():
         for key, name in (("loss", "loss"), ("lr", "learning rate")):
-            pairs = [(entry.get("step"), entry.get(key)) for entry in facts.entries(phase)]
-            series = Series(name, [(x, y) for x, y in pairs if is_number(x) and is_number(y)])
+            pairs = [
+                (entry.get("step"), entry.get(key)) for entry in facts.entries(phase)
+            ]
+            series = Series(
+                name, [(x, y) for x, y in pairs if is_number(x) and is_number(y)]
+            )
             drawn.append(line_chart(f"{title}: {name}", "step", [series]))
     heads = enumerate(zip(*facts.head_losses(), strict=True), 1)
-    series_of_heads = [Series(f"head {head}", list(enumerate(losses, 1))) for head, losses in heads]
+    series_of_heads = [
+        Series(f"head {head}", list(enumerate(losses, 1))) for head, losses in heads
+    ]
     drawn.append(line_chart("Cluster loss of each head", "epoch", series_of_heads))
     return [chart for chart in drawn if chart is not None]
 
@@ -102,10 +128,17 @@ def estimate_chart(facts: RunData) -> Chart | None:
         return None
     series = [
         Series(label, list(zip(ks, stored[key], strict=False)))
-        for key, label in (("f1", "pair F1"), ("acc", "accuracy"), ("cvi", "silhouette"))
-        if isinstance(stored.get(key), list) and all(isinstance(v, int | float) for v in [*ks, *stored[key]])
+        for key, label in (
+            ("f1", "pair F1"),
+            ("acc", "accuracy"),
+            ("cvi", "silhouette"),
+        )
+        if isinstance(stored.get(key), list)
+        and all(isinstance(v, int | float) for v in [*ks, *stored[key]])
     ]
-    return line_chart("How well k clusters find held-out known classes", "k, novel classes", series)
+    return line_chart(
+        "How well k clusters find held-out known classes", "k, novel classes", series
+    )
 
 
 def times(config: Config, facts: RunData, task: Task | None) -> list[tuple[str, str]]:
@@ -114,16 +147,22 @@ def times(config: Config, facts: RunData, task: Task | None) -> list[tuple[str, 
     for phase, title in runs.PHASES.items():
         if entries := facts.entries(phase):
             size = config.train.batch_size
-            if phase == runs.PRETRAIN and task is not None:  # a set smaller than a batch is one batch
+            # a set smaller than a batch is one batch
+            if phase == runs.PRETRAIN and task is not None:
                 size = min(size, int((task.labels >= 0).sum()))
             took, last = duration(training_seconds(entries, size)), entries[-1]
-            how_far = f"{plural(last.get('step', 0), 'step')}, {plural(last.get('epoch', 0), 'epoch')}"
+            how_far = (
+                f"{plural(last.get('step', 0), 'step')},"
+                f" {plural(last.get('epoch', 0), 'epoch')}"
+            )
             found.append((f"{title} time", f"{took} for {how_far}"))
     return found
 
 
 def training_seconds(entries: Sequence[dict[str, Any]], images_per_step: int) -> float:
-    """Wall time that the lines of a phase account for, from their images/s; evaluation is not in it."""
+    """Wall time that the lines of a phase account for, from their images/s;
+    evaluation is not in it.
+    """
     seconds, before = 0.0, 0.0
     for entry in entries:
         step, speed = entry.get("step", 0), entry.get("images_per_s", 0)
@@ -134,21 +173,32 @@ def training_seconds(entries: Sequence[dict[str, Any]], images_per_step: int) ->
 
 
 def command_line(config: Config) -> str:
-    """A short ``uno discover`` that leads to ``config``: its preset and every field that differs from it."""
+    """A short ``uno discover`` that leads to ``config``: its preset and every field
+    that differs from it.
+    """
     words = ["uno", "discover", "--preset", config.preset, "--recipe", config.recipe]
     base: Mapping[str, Any] = {}
     with suppress(ConfigError):  # a preset of another version
         start = preset(config.preset, config.recipe)
         base = flatten(to_dict(override(start, settings(config.method, config.preset))))
         base["method"] = start.method
-    folders = config.data.labeled is not None  # then there is no source to name; else it always is
+    # then there is no source to name; else it always is
+    folders = config.data.labeled is not None
     for key, value in flatten(to_dict(config)).items():
         if key in ("preset", "recipe", "output") or (key == "data.source" and folders):
             continue
-        if base.get(key, ...) != value or key in ("data.source", "data.validation_fraction"):
+        if base.get(key, ...) != value or key in (
+            "data.source",
+            "data.validation_fraction",
+        ):
             section, dot, leaf = key.replace("_", "-").rpartition(".")
             if isinstance(value, bool):
-                words.append(f"--{section}.{leaf}" if value else f"--{section}.no-{leaf}")
+                words.append(
+                    f"--{section}.{leaf}" if value else f"--{section}.no-{leaf}"
+                )
             else:
-                words += [f"--{section}{dot}{leaf}", *map(str, value if isinstance(value, list) else [value])]
+                words += [
+                    f"--{section}{dot}{leaf}",
+                    *map(str, value if isinstance(value, list) else [value]),
+                ]
     return shlex.join(words)

@@ -1,4 +1,6 @@
-"""What all pages share: frame, style and formats. Whatever a class or a file is called, it stays inert."""
+"""What all pages share: frame, style and formats. Whatever a class or a file is
+called, it stays inert.
+"""
 
 import base64
 import datetime
@@ -15,25 +17,50 @@ from markupsafe import Markup
 from uno.text import plural, visible
 
 
-def render(template: str, context: Mapping[str, Any], package: str = "uno.report", script: str = "") -> str:
-    """A page that forbids every request and foreign script; all of ``context`` is escaped."""
+def render(
+    template: str,
+    context: Mapping[str, Any],
+    package: str = "uno.report",
+    script: str = "",
+) -> str:
+    """A page that forbids every request and foreign script; all of ``context`` is
+    escaped.
+    """
     assets = resources.files("uno.report") / "templates"
     code = (assets / script).read_text("utf-8") if script else ""
-    page = _environment(package).get_template(template).render(
-        context, style=Markup((assets / "report.css").read_text("utf-8")), script=Markup(code),
-        script_hash=base64.b64encode(hashlib.sha256(code.encode()).digest()).decode(),
-        generated=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
-    )  # fmt: skip
+    page = (
+        _environment(package)
+        .get_template(template)
+        .render(
+            context,
+            style=Markup((assets / "report.css").read_text("utf-8")),
+            script=Markup(code),
+            script_hash=base64.b64encode(
+                hashlib.sha256(code.encode()).digest()
+            ).decode(),
+            generated=datetime.datetime.now()
+            .astimezone()
+            .strftime("%Y-%m-%d %H:%M %Z"),
+        )
+    )
     return page.encode("utf-8", "replace").decode()
 
 
 @cache
 def _environment(package: str) -> Environment:
     environment = Environment(
-        loader=ChoiceLoader([PackageLoader("uno.report"), PackageLoader(package)]), autoescape=True,
-        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    filters = {"count": count, "duration": duration, "percent": percent, "plural": plural}
+        loader=ChoiceLoader([PackageLoader("uno.report"), PackageLoader(package)]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    filters = {
+        "count": count,
+        "duration": duration,
+        "percent": percent,
+        "plural": plural,
+    }
     environment.filters |= filters | {"quoted": shlex.quote, "visible": visible}
     return environment
 
@@ -53,4 +80,8 @@ def duration(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+    return (
+        f"{minutes} min"
+        if minutes < 60
+        else f"{minutes // 60} h {minutes % 60:02d} min"
+    )

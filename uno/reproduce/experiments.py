@@ -1,5 +1,5 @@
-"""The paper's tables and figures (``experiments.yaml``), and what it says of them (``published.yaml``), at
-the paper's ``full`` scale, or ``small`` for two CPU cores.
+"""The paper's tables and figures (``experiments.yaml``), and what it says of them
+(``published.yaml``), at the paper's ``full`` scale, or ``small`` for two CPU cores.
 """
 
 import hashlib
@@ -25,9 +25,12 @@ DATA_OPTIONS = {
     "cifar10": "CIFAR10 in torchvision's layout",
     "cifar100": "CIFAR100 in torchvision's layout",
     "imagenet": "ImageNet: train/ and val/ with wnid folders",
-    "cifar10-jpeg": "CIFAR10 as JPEG in Parquet, for --scale small: adds a subset of it",
+    "cifar10-jpeg": (
+        "CIFAR10 as JPEG in Parquet, for --scale small: adds a subset of it"
+    ),
 }
-REFERENCE = "uno"  # key of the row that others are compared to, unless they say otherwise
+# key of the row that others are compared to, unless they say otherwise
+REFERENCE = "uno"
 
 
 class Entry(BaseModel):
@@ -37,8 +40,9 @@ class Entry(BaseModel):
 
 
 class Benchmark(Entry):
-    """A data set with its split. ``source`` has a place for the directory of the command line's ``option``;
-    ``minutes`` are one cell's on one core, if somebody has measured them.
+    """A data set with its split. ``source`` has a place for the directory of the
+    command line's ``option``; ``minutes`` are one cell's on one core, if somebody has
+    measured them.
     """
 
     key: str
@@ -51,7 +55,9 @@ class Benchmark(Entry):
 
 
 class Evaluation(Entry):
-    """A way of counting: ``protocol`` of :mod:`uno.results.evaluate` on ``split``; ``name`` is for people."""
+    """A way of counting: ``protocol`` of :mod:`uno.results.evaluate` on ``split``;
+    ``name`` is for people.
+    """
 
     name: str
     protocol: str
@@ -59,9 +65,10 @@ class Evaluation(Entry):
 
 
 class Row(Entry):
-    """A network that is trained, or another reading of what another row (``of``) trained; ``metric`` is then
-    read of novel rows. ``claim`` is what its paper says against ``versus``; ``series`` and ``x`` place it in
-    a chart; ``frozen`` are settings of its method for a frozen encoder, unless the command line has others.
+    """A network that is trained, or another reading of what another row (``of``)
+    trained; ``metric`` is then read of novel rows. ``claim`` is what its paper says
+    against ``versus``; ``series`` and ``x`` place it in a chart; ``frozen`` are
+    settings of its method for a frozen encoder, unless the command line has others.
     """
 
     key: str
@@ -83,7 +90,9 @@ class Row(Entry):
 
 
 class Column(Entry):
-    """Published numbers of one data set: ``numbers[evaluation][row]``, one for each group."""
+    """Published numbers of one data set: ``numbers[evaluation][row]``, one for each
+    group.
+    """
 
     data: str
     source: str
@@ -96,15 +105,18 @@ class Column(Entry):
         return ", ".join(filter(None, (self.data, self.source, self.remark)))
 
     def read(self, row: str, evaluation: str) -> list[tuple[float, float | None]]:
-        """(mean, standard deviation or None) for each group; empty where the paper has none."""
+        """(mean, standard deviation or None) for each group; empty where the paper
+        has none.
+        """
         words = str(self.numbers.get(evaluation, {}).get(row, "")).split()
         pairs = [word.partition("±") for word in words]
         return [(float(mean), float(sd) if sd else None) for mean, _, sd in pairs]
 
 
 class Table(Entry):
-    """A table or figure; ``effects``: groups by evaluation in which rows are compared to each other;
-    ``frozen``: the notes where the encoder is frozen, if they are others.
+    """A table or figure; ``effects``: groups by evaluation in which rows are compared
+    to each other; ``frozen``: the notes where the encoder is frozen, if they are
+    others.
     """
 
     name: str
@@ -130,7 +142,9 @@ class Table(Entry):
 
 @cache
 def _load(file: str) -> dict[str, Any]:
-    return dict(yaml.safe_load((resources.files("uno.reproduce") / file).read_text("utf-8")))
+    return dict(
+        yaml.safe_load((resources.files("uno.reproduce") / file).read_text("utf-8"))
+    )
 
 
 def names() -> list[str]:
@@ -139,18 +153,29 @@ def names() -> list[str]:
 
 
 def build(name: str, scale: str) -> Table:
-    """The table of that name at ``full`` or ``small`` scale. ConfigError: there is none."""
+    """The table of that name at ``full`` or ``small`` scale. ConfigError: there is
+    none.
+    """
     if name not in names():
         hint = did_you_mean(name, names(), "choose from " + ", ".join(names()))
         raise ConfigError(f"unknown table {name!r}{hint}")
     tree = dict(_load("experiments.yaml")["tables"][name])
     own = {"small": tree.pop("small"), "full": tree.pop("full")}[scale]
     fills = own.get("fill", [{}])
-    tree |= {key: [*tree.get(key, ()), *own.get(key, ())] for key in ("benchmarks", "rows", "notes")}
+    tree |= {
+        key: [*tree.get(key, ()), *own.get(key, ())]
+        for key in ("benchmarks", "rows", "notes")
+    }
     tree["rows"] = [row for values in fills for row in _fill(tree["rows"], values)]
-    tree |= {key: _fill(tree[key], fills[0]) for key in ("notes", "x_label", "frozen") if key in tree}
+    tree |= {
+        key: _fill(tree[key], fills[0])
+        for key in ("notes", "x_label", "frozen")
+        if key in tree
+    }
     published = _load("published.yaml").get(name, ())
-    return Table.model_validate({"name": name, "scale": scale, "published": published, **tree})
+    return Table.model_validate(
+        {"name": name, "scale": scale, "published": published, **tree}
+    )
 
 
 def _fill(node: Any, values: Mapping[str, Any]) -> Any:
@@ -177,29 +202,45 @@ class Cell(NamedTuple):
 
     @property
     def pretraining(self) -> str:
-        """Directory of the pretraining, or of a frozen encoder's features, that cells share."""
-        from uno.data.features import settings as settings_of_features  # a plain command line needs no torch
+        """Directory of the pretraining, or of a frozen encoder's features, that
+        cells share.
+        """
+        # a plain command line needs no torch
+        from uno.data.features import settings as settings_of_features
         from uno.runs.run import pretrain_hash
 
         config = self.config
         if config.model.finetune == "none":
-            facts = [settings_of_features(config), config.data.model_dump(mode="json"), config.model.weights]
-            return f"features/{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]}"
+            facts = [
+                settings_of_features(config),
+                config.data.model_dump(mode="json"),
+                config.model.weights,
+            ]
+            return f"features/{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]}"  # noqa: E501
         return f"pretrain/{pretrain_hash(self.config)}"
 
 
-def with_own_data(table: Table, config: Config, num_known: int, num_novel: int) -> Table:
-    """``table`` on the data of ``config`` alone, whose settings its cells have but for what rows change.
-    ConfigError: its rows choose among the classes of data sets of their own.
+def with_own_data(
+    table: Table, config: Config, num_known: int, num_novel: int
+) -> Table:
+    """``table`` on the data of ``config`` alone, whose settings its cells have but for
+    what rows change. ConfigError: its rows choose among the classes of data sets of
+    their own.
     """
     if any(key.startswith("data.") for row in table.rows for key in row.overrides):
-        raise ConfigError(f"{table.name} chooses classes of the paper's data: not with data of your own")
+        raise ConfigError(
+            f"{table.name} chooses classes of the paper's data: not with data of"
+            " your own"
+        )
     source = config.data.labeled or config.data.source
     name = split(source.rstrip("/"))[1].rpartition(":")[2]
     key = re.sub("[^a-z0-9]+", "-", name.lower()).strip("-") or "own"
     values = flatten(to_dict(config))
     own = Benchmark(
-        key=key, name=f"{name} ({num_known} / {num_novel})", preset=config.preset, overrides=values
+        key=key,
+        name=f"{name} ({num_known} / {num_novel})",
+        preset=config.preset,
+        overrides=values,
     )
     return table.model_copy(update={"benchmarks": (own,)})
 
@@ -207,10 +248,11 @@ def with_own_data(table: Table, config: Config, num_known: int, num_novel: int) 
 def cells(
     table: Table, seeds: int, directories: Mapping[str, str], changes: Mapping[str, Any]
 ) -> tuple[list[Cell], dict[str, str]]:
-    """All runs of a table, seed by seed, so that an unfinished table compares complete seeds; and why others
-    are refused, by name: what a row changes does not go with the rest. A configuration is preset < data set
-    < what the authors of the row's method set there < what it needs on a frozen encoder < ``changes`` < row <
-    seed. ConfigError: that of the row which others are compared to is none.
+    """All runs of a table, seed by seed, so that an unfinished table compares complete
+    seeds; and why others are refused, by name: what a row changes does not go with the
+    rest. A configuration is preset < data set < what the authors of the row's method
+    set there < what it needs on a frozen encoder < ``changes`` < row < seed.
+    ConfigError: that of the row which others are compared to is none.
     """
     found, refused = list[Cell](), dict[str, str]()
     for benchmark in table.benchmarks:
@@ -220,13 +262,26 @@ def cells(
         own_changes = apply_image_size(base, changes)
         frozen = own_changes.get("model.finetune", base.model.finetune) == "none"
         for row in (row for row in table.rows if row.of is None):
-            method = str(row.overrides.get("method", changes.get("method", base.method)))
-            own = {**settings(method, benchmark.preset), **(row.frozen if frozen else {})}
-            own.pop("augment.num_cached_views", None)  # all cells share features, or a pretraining
+            method = str(
+                row.overrides.get("method", changes.get("method", base.method))
+            )
+            own = {
+                **settings(method, benchmark.preset),
+                **(row.frozen if frozen else {}),
+            }
+            # all cells share features, or a pretraining
+            own.pop("augment.num_cached_views", None)
             others = METHODS.keys() - {method}  # whose constants are not this row's
-            own |= {k: v for k, v in own_changes.items() if k.partition(".")[0] not in others} | row.overrides
+            own |= {
+                k: v
+                for k, v in own_changes.items()
+                if k.partition(".")[0] not in others
+            } | row.overrides
             try:
-                some = [Cell(row, benchmark, n, override(base, {**own, "seed": n})) for n in range(seeds)]
+                some = [
+                    Cell(row, benchmark, n, override(base, {**own, "seed": n}))
+                    for n in range(seeds)
+                ]
             except ConfigError as error:
                 if row.key == REFERENCE or not row.overrides:
                     raise

@@ -1,5 +1,5 @@
-"""The accuracies of a run as tables: what their rows and columns are, for the console, the model card and the
-report.
+"""The accuracies of a run as tables: what their rows and columns are, for the console,
+the model card and the report.
 """
 
 from collections.abc import Mapping
@@ -8,13 +8,18 @@ from typing import NamedTuple
 from uno.results.metrics import METRICS, PROTOCOLS
 
 SPLITS = {"train": "training images", "test": "unseen images"}
-HEADS_LEGEND = "avg / best: mean over heads / the head with the lowest training cluster loss"
-STRICT_LEGEND = "strict: a new class found on a known output, or the reverse, is an error"
+HEADS_LEGEND = (
+    "avg / best: mean over heads / the head with the lowest training cluster loss"
+)
+STRICT_LEGEND = (
+    "strict: a new class found on a known output, or the reverse, is an error"
+)
 
 
 class Row(NamedTuple):
-    """A line of a table. Its ``path`` in the metrics has places for ``{split}``, ``{group}`` and, of numbers
-    that every head has, ``{which}``: avg or best. Without a split it is of training rows.
+    """A line of a table. Its ``path`` in the metrics has places for ``{split}``,
+    ``{group}`` and, of numbers that every head has, ``{which}``: avg or best. Without a
+    split it is of training rows.
     """
 
     title: str
@@ -29,13 +34,17 @@ class Row(NamedTuple):
 
     def key(self, split: str, group: str, which: str = "avg") -> str:
         """The key of a cell in the metrics; "" where it stays empty."""
-        if (split != "train" and "{split}" not in self.path) or (which != "avg" and not self.has_heads):
+        if (split != "train" and "{split}" not in self.path) or (
+            which != "avg" and not self.has_heads
+        ):
             return ""
         return self.path.format(split=split, group=group, which=which)
 
 
 class Table(NamedTuple):
-    """Its columns are ``groups`` of images, by their names in paths, once for each split."""
+    """Its columns are ``groups`` of images, by their names in paths, once for each
+    split.
+    """
 
     title: str
     groups: dict[str, str]
@@ -44,19 +53,27 @@ class Table(NamedTuple):
     def filled(self, values: Mapping[str, float]) -> list[Row]:
         """The rows of which ``values`` hold a cell."""
         cells = [(split, group) for split in SPLITS for group in self.groups]
-        return [row for row in self.rows if any(row.key(*cell) in values for cell in cells)]
+        return [
+            row for row in self.rows if any(row.key(*cell) in values for cell in cells)
+        ]
 
     def columns(self, values: Mapping[str, float]) -> dict[str, list[str]]:
         """The groups of every split of which ``values`` hold a cell."""
         found = {
-            split: [g for g in self.groups if any(row.key(split, g) in values for row in self.rows)]
+            split: [
+                g
+                for g in self.groups
+                if any(row.key(split, g) in values for row in self.rows)
+            ]
             for split in SPLITS
         }
         return {split: groups for split, groups in found.items() if groups}
 
 
 def accuracy_rows() -> list[Row]:
-    """Every protocol, what random predictions and k-means get, and the other metrics of novel classes."""
+    """Every protocol, what random predictions and k-means get, and the other metrics
+    of novel classes.
+    """
     protocols = [
         Row(
             protocol.label,
@@ -67,41 +84,95 @@ def accuracy_rows() -> list[Row]:
         for name, protocol in PROTOCOLS.items()
     ]
     others = {name: metric for name, metric in METRICS.items() if name != "acc"}
-    meaning, path = "Of the discovered classes: {}.", "{{split}}/{{group}}/task_aware/{}/{{which}}"
+    meaning, path = (
+        "Of the discovered classes: {}.",
+        "{{split}}/{{group}}/task_aware/{}/{{which}}",
+    )
     return [*protocols, *NOVEL_BASELINES] + [
-        Row(f"Task-aware {metric.label}", meaning.format(metric.meaning), path.format(name))
+        Row(
+            f"Task-aware {metric.label}",
+            meaning.format(metric.meaning),
+            path.format(name),
+        )
         for name, metric in others.items()
     ]
 
 
 NOVEL_BASELINES = [
-    Row("Chance", "Random choice among the discovered classes, matched in the best way.",
-        "{split}/{group}/task_aware/chance/acc", in_console=True),
-    Row("k-means on features", "Clusters of the pretrained encoder's frozen features, no discovery.",
-        "baseline/kmeans/{group}/acc", in_console=True),
-    Row("k-means, features whitened", "The same along the directions that explain 95% of the variance.",
-        "baseline/kmeans_whitened/{group}/acc"),
-    Row("k-means, neighbor means", "Each image's features averaged with those of its 10 nearest neighbors.",
-        "baseline/kmeans_smoothed/{group}/acc"),
-    Row("Spectral clustering", "Of the graph of the 10 nearest neighbors.",
-        "baseline/spectral/{group}/acc", in_console=True),
-    Row("k-means on pixels", "Clusters of the raw images, no learning at all.",
-        "baseline/kmeans_pixels/{group}/acc"),
-]  # fmt: skip
-ACCURACY = Table("accuracy, %", {"known": "known", "novel": "novel", "all": "all"}, accuracy_rows())
-GENERALIZED = Table("unlabeled images, %", {"all": "All", "old": "Old", "new": "New"}, [
-    Row("One matching", "Old: known classes; new: novel classes. Any unlabeled image can be assigned to any "
-        "output; one matching of all classes to all outputs.",
-        "{split}/unlabeled/gcd/{group}/{which}", in_console=True),
-    Row("k-means on features", "As many clusters as classes, no labels.", "baseline/kmeans/gcd/{group}",
-        in_console=True),
-    Row("k-means, labels fixed", "Labeled images stay in their classes.",
-        "baseline/constrained_kmeans/gcd/{group}", in_console=True),
-    Row("k-means, neighbor means", "The same of features averaged with those of the 10 nearest neighbors.",
-        "baseline/kmeans_smoothed/gcd/{group}"),
-    Row("Spectral clustering", "Of the graph of the 10 nearest neighbors, labeled images in their classes.",
-        "baseline/spectral/gcd/{group}", in_console=True),
-])  # fmt: skip
+    Row(
+        "Chance",
+        "Random choice among the discovered classes, matched in the best way.",
+        "{split}/{group}/task_aware/chance/acc",
+        in_console=True,
+    ),
+    Row(
+        "k-means on features",
+        "Clusters of the pretrained encoder's frozen features, no discovery.",
+        "baseline/kmeans/{group}/acc",
+        in_console=True,
+    ),
+    Row(
+        "k-means, features whitened",
+        "The same along the directions that explain 95% of the variance.",
+        "baseline/kmeans_whitened/{group}/acc",
+    ),
+    Row(
+        "k-means, neighbor means",
+        "Each image's features averaged with those of its 10 nearest neighbors.",
+        "baseline/kmeans_smoothed/{group}/acc",
+    ),
+    Row(
+        "Spectral clustering",
+        "Of the graph of the 10 nearest neighbors.",
+        "baseline/spectral/{group}/acc",
+        in_console=True,
+    ),
+    Row(
+        "k-means on pixels",
+        "Clusters of the raw images, no learning at all.",
+        "baseline/kmeans_pixels/{group}/acc",
+    ),
+]
+ACCURACY = Table(
+    "accuracy, %", {"known": "known", "novel": "novel", "all": "all"}, accuracy_rows()
+)
+GENERALIZED = Table(
+    "unlabeled images, %",
+    {"all": "All", "old": "Old", "new": "New"},
+    [
+        Row(
+            "One matching",
+            "Old: known classes; new: novel classes. Any unlabeled image can be"
+            " assigned to any output; one matching of all classes to all outputs.",
+            "{split}/unlabeled/gcd/{group}/{which}",
+            in_console=True,
+        ),
+        Row(
+            "k-means on features",
+            "As many clusters as classes, no labels.",
+            "baseline/kmeans/gcd/{group}",
+            in_console=True,
+        ),
+        Row(
+            "k-means, labels fixed",
+            "Labeled images stay in their classes.",
+            "baseline/constrained_kmeans/gcd/{group}",
+            in_console=True,
+        ),
+        Row(
+            "k-means, neighbor means",
+            "The same of features averaged with those of the 10 nearest neighbors.",
+            "baseline/kmeans_smoothed/gcd/{group}",
+        ),
+        Row(
+            "Spectral clustering",
+            "Of the graph of the 10 nearest neighbors, labeled images in their"
+            " classes.",
+            "baseline/spectral/gcd/{group}",
+            in_console=True,
+        ),
+    ],
+)
 
 
 def filled_tables(values: Mapping[str, float]) -> list[Table]:
@@ -114,7 +185,10 @@ def filled_tables(values: Mapping[str, float]) -> list[Table]:
     if GENERALIZED not in tables:
         return tables
     rows = [row for row in ACCURACY.rows if not row.path.startswith("baseline/")]
-    return [GENERALIZED, *(t._replace(rows=rows) for t in tables if t is not GENERALIZED)]
+    return [
+        GENERALIZED,
+        *(t._replace(rows=rows) for t in tables if t is not GENERALIZED),
+    ]
 
 
 def has_several_heads(values: Mapping[str, float]) -> bool:
@@ -131,7 +205,9 @@ def format_table(values: Mapping[str, float]) -> str:
     There are at most twelve rows; all numbers are in ``metrics.json``. The average and
     the best head have a row each only where they differ.
     """
-    splits = [split for split in SPLITS if any(key.startswith(f"{split}/") for key in values)]
+    splits = [
+        split for split in SPLITS if any(key.startswith(f"{split}/") for key in values)
+    ]
     several = has_several_heads(values)
 
     def line(name: str, cells: list[str]) -> str:
@@ -143,11 +219,17 @@ def format_table(values: Mapping[str, float]) -> str:
     lines = [line("", [f"{SPLITS[split]:^21}" for split in splits])]
     for table in filled_tables(values):
         heads = "".join(f"{group:>7}" for group in table.groups.values())
-        lines += [line(table.title, [heads] * len(splits)), "-" * (32 + 23 * len(splits))]
+        lines += [
+            line(table.title, [heads] * len(splits)),
+            "-" * (32 + 23 * len(splits)),
+        ]
         for row in (row for row in table.filled(values) if row.in_console):
             both = row.has_heads and several
             for which in ("avg", "best") if both else ("avg",):
-                cells = ["".join(cell(row.key(s, group, which)) for group in table.groups) for s in splits]
+                cells = [
+                    "".join(cell(row.key(s, group, which)) for group in table.groups)
+                    for s in splits
+                ]
                 lines.append(line(f"{row.title:<26}{which if both else ''}", cells))
     legend = [HEADS_LEGEND, STRICT_LEGEND] if several else [STRICT_LEGEND]
     return "\n".join(text.rstrip() for text in [*lines, *legend])

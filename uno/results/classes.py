@@ -1,8 +1,10 @@
-"""What the outputs of a trained model are called, and what becomes of the discovered ones.
+"""What the outputs of a trained model are called, and what becomes of the discovered
+ones.
 
-``model/classes.json`` lists them; ``classes.yaml`` is where a person names, merges or drops discovered ones.
-A merged class adds its probability to the other's. A dropped one keeps its own: a row that is most probably
-of it is rejected, with that probability, and no other row's class changes.
+``model/classes.json`` lists them; ``classes.yaml`` is where a person names, merges or
+drops discovered ones. A merged class adds its probability to the other's. A dropped one
+keeps its own: a row that is most probably of it is rejected, with that probability, and
+no other row's class changes.
 """
 
 import hashlib
@@ -25,12 +27,13 @@ from uno.text import composed, folded
 
 YAML_FILE = "classes.yaml"
 MERGE = "merge into "
-REJECTED = "rejected"  # kind, and name unless a class has it, in predictions of rows of a dropped class
+# kind, and name unless a class has it, in predictions of rows of a dropped class
+REJECTED = "rejected"
 HEADER = """\
 # Names for the discovered classes. Edit this file, then run: uno classes RUN --apply
 # name:   what predictions call the class.
 # action: keep, drop (its images are "rejected"), or merge into NAME (a known class, or another entry's name).
-"""
+"""  # noqa: E501
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,15 @@ class OutputClass:
     index: int
     name: str
     kind: str  # known | novel
-    into: int | None  # the class that gets its probability: itself, or what it was merged into; None: dropped
+    # the class that gets its probability: itself, or what it was merged into; None:
+    # dropped
+    into: int | None
 
 
 class Suggestion(NamedTuple):
-    """What a discovered class looks like, to somebody who has to name it: ``rows`` of ``total`` sampled
-    unlabeled rows were put into it; the most similar classes as (name, likeness), most similar first.
+    """What a discovered class looks like, to somebody who has to name it: ``rows`` of
+    ``total`` sampled unlabeled rows were put into it; the most similar classes as
+    (name, likeness), most similar first.
     """
 
     rows: int
@@ -55,17 +61,24 @@ class Suggestion(NamedTuple):
 
 
 def first_classes(known: Sequence[str], num_novel: int) -> list[OutputClass]:
-    """Outputs of a model just trained; discovered ones are ``novel-1``, ..., but as no known class is."""
+    """Outputs of a model just trained; discovered ones are ``novel-1``, ..., but as
+    no known class is.
+    """
     novel = islice(_free((f"novel-{i}" for i in count(1)), known), num_novel)
     named = [(name, "known") for name in known] + [(name, "novel") for name in novel]
-    return [OutputClass(index, name, kind, index) for index, (name, kind) in enumerate(named)]
+    return [
+        OutputClass(index, name, kind, index)
+        for index, (name, kind) in enumerate(named)
+    ]
 
 
 def called(classes: Sequence[OutputClass]) -> list[tuple[str, str]]:
     """Name and kind of the rows that fall into each class."""
     names = chain([REJECTED], (f"{REJECTED}-{i}" for i in count(1)))
     rejected = next(_free(names, [c.name for c in classes if c.into is not None]))
-    return [(rejected, REJECTED) if c.into is None else (c.name, c.kind) for c in classes]
+    return [
+        (rejected, REJECTED) if c.into is None else (c.name, c.kind) for c in classes
+    ]
 
 
 def _free(names: Iterable[str], taken: Iterable[str]) -> Iterator[str]:
@@ -75,17 +88,27 @@ def _free(names: Iterable[str], taken: Iterable[str]) -> Iterator[str]:
 
 
 def parse_classes(data: bytes) -> list[OutputClass]:
-    """The classes in the content of ``classes.json``, by index. StorageError where it is damaged."""
+    """The classes in the content of ``classes.json``, by index. StorageError where
+    it is damaged.
+    """
     try:
         classes = []
         for e in parse_json(data)["classes"]:
             into = None if e.get("drop") else e.get("merge_into", e["index"])
             classes.append(OutputClass(e["index"], e["name"], e["kind"], into))
         kinds, targets = [c.kind for c in classes], (None, *range(len(classes)))
-        typed = all(isinstance(c.name, str) and isinstance(c.into, int | None) for c in classes)
+        typed = all(
+            isinstance(c.name, str) and isinstance(c.into, int | None) for c in classes
+        )
         placed = all(c.index == i and c.into in targets for i, c in enumerate(classes))
         left = any(c.into == c.index for c in classes) and len(classes) <= MAX_CLASSES
-        if not (left and typed and placed and kinds == sorted(kinds) and {*kinds} <= {"known", "novel"}):
+        if not (
+            left
+            and typed
+            and placed
+            and kinds == sorted(kinds)
+            and {*kinds} <= {"known", "novel"}
+        ):
             raise ValueError
     except (ValueError, TypeError, KeyError, AttributeError):
         raise StorageError("classes.json is damaged") from None
@@ -96,13 +119,21 @@ def dump_classes(data: bytes, classes: Sequence[OutputClass]) -> bytes:
     """``classes.json`` with the content ``data``, its classes replaced."""
     entries = []
     for c in classes:
-        fate = {"drop": True} if c.into is None else {"merge_into": c.into} if c.into != c.index else {}
+        fate = (
+            {"drop": True}
+            if c.into is None
+            else {"merge_into": c.into}
+            if c.into != c.index
+            else {}
+        )
         entries.append({"index": c.index, "name": c.name, "kind": c.kind, **fate})
     return json.dumps(parse_json(data) | {"classes": entries}, indent=1).encode()
 
 
 def merge_outputs(probabilities: Tensor, classes: Sequence[OutputClass]) -> Tensor:
-    """(..., C) -> (..., C): merged classes added up; a dropped one stays an outcome of its own."""
+    """(..., C) -> (..., C): merged classes added up; a dropped one stays an outcome
+    of its own.
+    """
     into = [c.index if c.into is None else c.into for c in classes]
     if into == [*range(len(classes))]:
         return probabilities
@@ -116,24 +147,35 @@ def unedited(classes: Sequence[OutputClass]) -> list[OutputClass]:
 
 
 def edits_of(classes: Sequence[OutputClass]) -> list[tuple[OutputClass, str]]:
-    """Every discovered class and what becomes of it: "", "merged into cat" or "dropped"."""
+    """Every discovered class and what becomes of it: "", "merged into cat" or
+    "dropped".
+    """
     found = []
     for c in classes:
         if c.kind == "novel":
-            merged = "dropped" if c.into is None else f"merged into {classes[c.into].name}"
+            merged = (
+                "dropped" if c.into is None else f"merged into {classes[c.into].name}"
+            )
             found.append((c, "" if c.into == c.index else merged))
     return found
 
 
 def hashes(classes: Sequence[OutputClass]) -> dict[str, str]:
-    """What identifies the "names" of classes, and the "routes": what is merged and dropped."""
+    """What identifies the "names" of classes, and the "routes": what is merged and
+    dropped.
+    """
     routes = ["rejected" if c.into is None else c.into for c in classes]
     values = {"names": [c.name for c in classes], "routes": routes}
-    return {key: hashlib.sha256(json.dumps(v).encode()).hexdigest()[:12] for key, v in values.items()}
+    return {
+        key: hashlib.sha256(json.dumps(v).encode()).hexdigest()[:12]
+        for key, v in values.items()
+    }
 
 
 def is_measured(data: bytes) -> bool:
-    """Whether a run's metrics are of the classes as ``data``, its ``classes.json``, routes them."""
+    """Whether a run's metrics are of the classes as ``data``, its ``classes.json``,
+    routes them.
+    """
     classes = parse_classes(data)
     at_first = hashes(unedited(classes))["routes"]
     return parse_json(data).get("measured", at_first) == hashes(classes)["routes"]
@@ -146,8 +188,14 @@ def with_measured(data: bytes) -> bytes:
     ).encode()
 
 
-def template(classes: Sequence[OutputClass], model_hash: str, suggestions: Mapping[int, Suggestion]) -> str:
-    """The text of a fresh ``classes.yaml``: every discovered class as it is, suggestions as comments."""
+def template(
+    classes: Sequence[OutputClass],
+    model_hash: str,
+    suggestions: Mapping[int, Suggestion],
+) -> str:
+    """The text of a fresh ``classes.yaml``: every discovered class as it is,
+    suggestions as comments.
+    """
     lines = [HEADER + f"model: {_scalar(model_hash)}", "classes:"]
     for c in classes:
         if c.kind == "novel":
@@ -169,22 +217,36 @@ def _comment(suggestion: Suggestion | None) -> str:
     if suggestion is None:
         return ""
     parts = [f"{suggestion.rows} of {suggestion.total} sampled images"]
-    for title, pairs in (("nearest known", suggestion.known), ("nearest discovered", suggestion.novel)):
+    for title, pairs in (
+        ("nearest known", suggestion.known),
+        ("nearest discovered", suggestion.novel),
+    ):
         if pairs:
-            parts.append(f"{title}: " + ", ".join(f"{name[:80]!a} {cosine:.2f}" for name, cosine in pairs))
+            parts.append(
+                f"{title}: "
+                + ", ".join(f"{name[:80]!a} {cosine:.2f}" for name, cosine in pairs)
+            )
     return f"  # {'; '.join(parts)}"
 
 
-def read_edits(data: bytes, where: str, classes: Sequence[OutputClass], model_hash: str) -> list[OutputClass]:
-    """All ``classes`` of a model under the names and actions of an edited ``classes.yaml``, ``data`` at
-    ``where``. ConfigError: anything wrong with it, in one line that names the class.
+def read_edits(
+    data: bytes, where: str, classes: Sequence[OutputClass], model_hash: str
+) -> list[OutputClass]:
+    """All ``classes`` of a model under the names and actions of an edited
+    ``classes.yaml``, ``data`` at ``where``. ConfigError: anything wrong with it, in one
+    line that names the class.
     """
     tree = parse_yaml(data, where)
     _check_keys(tree, ("model", "classes"), where)
     if tree.get("model") != model_hash:
-        raise ConfigError(f"{where} was written for another model; move it away and run uno classes again")
+        raise ConfigError(
+            f"{where} was written for another model; move it away and run uno classes"
+            " again"
+        )
     if not isinstance(tree.get("classes"), list):
-        raise ConfigError(f"{where}: classes must be a list of entries with index, name and action")
+        raise ConfigError(
+            f"{where}: classes must be a list of entries with index, name and action"
+        )
     novel, edited = [c.index for c in classes if c.kind == "novel"], list(classes)
     edits: dict[int, tuple[str, str]] = {}
     for number, entry in enumerate(tree["classes"], start=1):
@@ -194,12 +256,16 @@ def read_edits(data: bytes, where: str, classes: Sequence[OutputClass], model_ha
         edits[index] = name, action
     for index in novel:
         if index not in edits:
-            raise ConfigError(f"{where}: class {index} ({classes[index].name}) has no entry")
+            raise ConfigError(
+                f"{where}: class {index} ({classes[index].name}) has no entry"
+            )
     targets = {c.name: c.index for c in classes if c.kind == "known"}
     alike = {folded(name): name for name in targets}
     for index, (name, action) in edits.items():
         other = alike.setdefault(folded(name), name) if action == "keep" else name
-        if action == "keep" and (other != name or targets.setdefault(name, index) != index):
+        if action == "keep" and (
+            other != name or targets.setdefault(name, index) != index
+        ):
             both = repr(name) if other == name else f"{other!r} and {name!r}"
             ways = f"use action: merge into {other}, or another name"
             raise ConfigError(f"{where}: two classes are named {both}; {ways}")
@@ -212,34 +278,59 @@ def read_edits(data: bytes, where: str, classes: Sequence[OutputClass], model_ha
                 what = "no class" + did_you_mean(wanted, targets)
                 if wanted in gone:
                     what = "dropped" if gone[wanted] == "drop" else "merged itself"
-                raise ConfigError(f"{where}: class {index} is merged into {wanted!r}, which is {what}")
+                raise ConfigError(
+                    f"{where}: class {index} is merged into {wanted!r}, which is {what}"
+                )
             into = targets[wanted]
         edited[index] = replace(classes[index], name=name, into=into)
     if all(edited[index].into is None for index in novel):
-        raise ConfigError(f"{where}: all discovered classes are dropped: keep one, or merge one into another")
+        raise ConfigError(
+            f"{where}: all discovered classes are dropped: keep one, or merge one into"
+            " another"
+        )
     return edited
 
 
 def with_names(
-    data: bytes, where: str, classes: Sequence[OutputClass], model_hash: str, words: Sequence[str]
+    data: bytes,
+    where: str,
+    classes: Sequence[OutputClass],
+    model_hash: str,
+    words: Sequence[str],
 ) -> bytes:
-    """``data``, a ``classes.yaml``, with the names of ``words`` such as ``5=nine``: a discovered class by its
-    index or present name. Whatever else stands there stays. ConfigError: no such class, or not in our form.
+    """``data``, a ``classes.yaml``, with the names of ``words`` such as ``5=nine``: a
+    discovered class by its index or present name. Whatever else stands there stays.
+    ConfigError: no such class, or not in our form.
     """
-    now = {c.name: c.index for c in read_edits(data, where, classes, model_hash) if c.kind == "novel"}
+    now = {
+        c.name: c.index
+        for c in read_edits(data, where, classes, model_hash)
+        if c.kind == "novel"
+    }
     text, merges = data.decode(), dict[str, str]()
     for word in words:
         old, equals, new = word.partition("=")
-        index = int(old) if old.isdecimal() and int(old) in now.values() else now.get(old)
+        index = (
+            int(old) if old.isdecimal() and int(old) in now.values() else now.get(old)
+        )
         if not (equals and new):
-            raise ConfigError(f"--rename expects INDEX=NAME or NAME=NAME, such as 5=nine, got {word!r}")
+            raise ConfigError(
+                "--rename expects INDEX=NAME or NAME=NAME, such as 5=nine, got"
+                f" {word!r}"
+            )
         if index is None:
-            hint = did_you_mean(old, now, f"they are {min(now.values())} to {max(now.values())}")
-            raise ConfigError(f"--rename {word}: there is no discovered class {old!r}{hint}")
+            hint = did_you_mean(
+                old, now, f"they are {min(now.values())} to {max(now.values())}"
+            )
+            raise ConfigError(
+                f"--rename {word}: there is no discovered class {old!r}{hint}"
+            )
         entry = re.search(rf"^- index: {index}(?: .*)?\n  name: (.*)$", text, re.M)
         if entry is None:
             why = "its entry was changed by hand; edit the name in the file"
-            raise ConfigError(f"{where}: cannot edit class {index} automatically: {why}")
+            raise ConfigError(
+                f"{where}: cannot edit class {index} automatically: {why}"
+            )
         text = text[: entry.start(1)] + _scalar(new) + text[entry.end(1) :]
         before = next(name for name, own in now.items() if own == index)
         merges[_scalar(MERGE + before)] = _scalar(MERGE + new)
@@ -253,13 +344,20 @@ def with_names(
 def _entry(entry: Any, where: str, novel: Sequence[int]) -> tuple[int, str, str]:
     """(index, name, action) of one entry; ``novel`` are the indices there may be."""
     if not isinstance(entry, Mapping):
-        raise ConfigError(f"{where} must have index, name and action, got {str(entry)[:80]!r}")
+        raise ConfigError(
+            f"{where} must have index, name and action, got {str(entry)[:80]!r}"
+        )
     _check_keys(entry, ("index", "name", "action"), where)
-    index, name, action = entry.get("index"), entry.get("name"), entry.get("action", "keep")
+    index, name, action = (
+        entry.get("index"),
+        entry.get("name"),
+        entry.get("action", "keep"),
+    )
     if type(index) is not int or index not in novel:
         known = f"{min(novel)} to {max(novel)}"
         raise ConfigError(
-            f"{where}: index must be that of a discovered class, {known}, got {one_line(repr(index))}"
+            f"{where}: index must be that of a discovered class, {known}, got"
+            f" {one_line(repr(index))}"
         )
     where = f"{where} (class {index})"
     name = str(name) if type(name) is int else name  # `name: 7` means the text
@@ -267,12 +365,18 @@ def _entry(entry: Any, where: str, novel: Sequence[int]) -> tuple[int, str, str]
         raise ConfigError(f"{where}: name must be text, got {name!r}; put it in quotes")
     name = composed(name.strip())
     if not 1 <= len(name) <= MAX_LABEL_LENGTH or not name.isprintable():
-        raise ConfigError(f"{where}: name must have 1 to {MAX_LABEL_LENGTH} printable characters")
+        raise ConfigError(
+            f"{where}: name must have 1 to {MAX_LABEL_LENGTH} printable characters"
+        )
     wanted = re.sub(r"\A\s*merge\s+into\s+", MERGE, composed(str(action))).strip()
     if wanted not in ("keep", "drop") and not wanted.startswith(MERGE):
-        raise ConfigError(f"{where}: action must be keep, drop or merge into NAME, got {action!r}")
+        raise ConfigError(
+            f"{where}: action must be keep, drop or merge into NAME, got {action!r}"
+        )
     if name == REJECTED and wanted != "drop":
-        raise ConfigError(f"{where}: {name!r} is reserved for images of dropped classes")
+        raise ConfigError(
+            f"{where}: {name!r} is reserved for images of dropped classes"
+        )
     return index, name, wanted
 
 

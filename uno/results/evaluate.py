@@ -1,4 +1,6 @@
-"""Evaluation (Sec. 4.1): every worker counts its rows, the counts are added up, clusters are matched once."""
+"""Evaluation (Sec. 4.1): every worker counts its rows, the counts are added up,
+clusters are matched once.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,12 @@ from uno.results import metrics
 from uno.results.baselines import baselines, start_model
 from uno.results.classes import OutputClass, parse_classes
 from uno.results.infer import ALIGNMENT_FILE, align_features, outcomes
-from uno.results.trust import clustering_metrics, found_clusters, looked_at, trust_metrics
+from uno.results.trust import (
+    clustering_metrics,
+    found_clusters,
+    looked_at,
+    trust_metrics,
+)
 from uno.runs import DISCOVER
 from uno.runs.checkpoint import load_newest
 from uno.runs.run import load_trained
@@ -33,12 +40,17 @@ CLASSES_FILE = "model/classes.json"
 
 
 def evaluate_run(
-    config: Config, storage: Storage, train: TrainData, sets: Mapping[str, EvalData], num_true: int,
+    config: Config,
+    storage: Storage,
+    train: TrainData,
+    sets: Mapping[str, EvalData],
+    num_true: int,
     worker: Worker,
-) -> dict[str, float]:  # fmt: skip
-    """All protocols on the rows of both splits ("train", "test"), the baselines and the signs of trust, flat:
-    shared among all workers, the same on each. ``num_true``: classes, known and novel, that truth indexes.
-    Where nothing was merged yet, heads are aligned for :func:`~uno.results.infer.save_model`.
+) -> dict[str, float]:
+    """All protocols on the rows of both splits ("train", "test"), the baselines and the
+    signs of trust, flat: shared among all workers, the same on each. ``num_true``:
+    classes, known and novel, that truth indexes. Where nothing was merged yet, heads
+    are aligned for :func:`~uno.results.infer.save_model`.
     """
     model, best_head = load_trained(config, storage, train.num_known, train.num_novel)
     model, edits = model.to(worker.device), read_edits(storage)
@@ -47,17 +59,30 @@ def evaluate_run(
     for split, rows in sets.items():
         if mixed:  # unlabeled rows, then the others
             rows = replace(rows, truth=rows.truth + num_true * ~rows.unlabeled)
-        batches = rows.batches(config.train.eval_batch_size, worker.rank, worker.world_size)
+        batches = rows.batches(
+            config.train.eval_batch_size, worker.rank, worker.world_size
+        )
         counts = count(model, config, batches, num_true, edits, 1 + mixed)
         total = [torch.stack(parts).sum(dim=0) for parts in zip(*counts, strict=True)]
         values |= protocol_metrics(Confusions(*total), best_head, split, edits)
         if mixed:
-            values |= gcd_metrics(counts[0].joint, train.num_known, best_head, split, edits)
+            values |= gcd_metrics(
+                counts[0].joint, train.num_known, best_head, split, edits
+            )
     train.sync()
     begun = start_model(config, storage, train, sets["train"], worker.device)
-    trained, *before = sample_features(config, [model, *([] if begun is None else [begun])], train)
-    found = [] if begun is None else baselines(config, begun, before[0], train, sets["train"])
-    jobs, shown = [baseline.job for baseline in found], looked_at(config, trained, train)
+    trained, *before = sample_features(
+        config, [model, *([] if begun is None else [begun])], train
+    )
+    found = (
+        []
+        if begun is None
+        else baselines(config, begun, before[0], train, sets["train"])
+    )
+    jobs, shown = (
+        [baseline.job for baseline in found],
+        looked_at(config, trained, train),
+    )
     if shown is not None:
         cluster = partial(found_clusters, config, shown, train.num_novel)
         jobs.append(collectives.Job(len(shown.unlabeled), cluster))
@@ -75,15 +100,22 @@ def evaluate_run(
         values |= baseline.score(own)
     if shown is not None:
         num_held_out = int((sets["test"].truth < train.num_known).sum())
-        values |= trust_metrics(model, best_head, shown.unlabeled, clusters[-1], values, num_held_out)
-    if config.method == "clustering" and (checkpoint := load_newest(storage, DISCOVER)) is not None:
+        values |= trust_metrics(
+            model, best_head, shown.unlabeled, clusters[-1], values, num_held_out
+        )
+    if (
+        config.method == "clustering"
+        and (checkpoint := load_newest(storage, DISCOVER)) is not None
+    ):
         setting = str(config.data.setting)
         values |= clustering_metrics(checkpoint.tensors, setting, config.model.encoder)
     return values
 
 
 class Edits(NamedTuple):
-    """What was merged and dropped, and which clusters of the heads correspond (H, K)."""
+    """What was merged and dropped, and which clusters of the heads correspond (H,
+    K).
+    """
 
     classes: list[OutputClass]
     alignment: Tensor | None
@@ -100,7 +132,9 @@ class Edits(NamedTuple):
 
 
 def read_edits(storage: Storage) -> Edits | None:
-    """The edits of a run's model; None where there is none yet, or nothing was merged or dropped."""
+    """The edits of a run's model; None where there is none yet, or nothing was
+    merged or dropped.
+    """
     if not storage.exists(CLASSES_FILE):
         return None
     data = storage.read(CLASSES_FILE)
@@ -111,53 +145,86 @@ def read_edits(storage: Storage) -> Edits | None:
 
 
 class Confusions(NamedTuple):
-    """Int64 counts (rows: true class, columns: output); additive over batches and workers."""
+    """Int64 counts (rows: true class, columns: output); additive over batches and
+    workers.
+    """
 
-    known: Tensor  # (H, C_l, C_l) known rows over the known outputs; the same of all heads, but for merges
+    # (H, C_l, C_l) known rows over the known outputs; the same of all heads, but for
+    # merges
+    known: Tensor
     novel: Tensor  # (H, C_u, K) novel rows over the head's own outputs
     joint: Tensor  # (H, C_l + C_u, C_l + K) all rows over both, known first
 
     @classmethod
     def zeros(
-        cls, num_heads: int, num_known: int, num_true_novel: int, num_clusters: int,
+        cls,
+        num_heads: int,
+        num_known: int,
+        num_true_novel: int,
+        num_clusters: int,
         device: torch.device | str = "cpu",
-    ) -> Confusions:  # fmt: skip
+    ) -> Confusions:
         """``num_true_novel`` C_u is 0 where nobody knows them."""
         all_true, all_outputs = num_known + num_true_novel, num_known + num_clusters
-        shapes = ((num_known, num_known), (num_true_novel, num_clusters), (all_true, all_outputs))
-        return cls(*(torch.zeros(num_heads, *s, dtype=torch.int64, device=device) for s in shapes))
+        shapes = (
+            (num_known, num_known),
+            (num_true_novel, num_clusters),
+            (all_true, all_outputs),
+        )
+        return cls(
+            *(
+                torch.zeros(num_heads, *s, dtype=torch.int64, device=device)
+                for s in shapes
+            )
+        )
 
     def add_(self, known: Tensor, novel: Tensor, truth: Tensor) -> None:
-        """Count a batch in place, without waiting for the device: ``known`` (B, C_l), or (H, B, C_l), and
-        ``novel`` (H, B, K) on one scale, ``truth`` (B,) int64 in [0, C_l + C_u), or -1: not counted.
+        """Count a batch in place, without waiting for the device: ``known`` (B, C_l),
+        or (H, B, C_l), and ``novel`` (H, B, K) on one scale, ``truth`` (B,) int64 in
+        [0, C_l + C_u), or -1: not counted.
         """
         num_known = self.known.shape[-1]
         known_best, known_output = known.max(dim=-1)  # (B,)
         novel_best, novel_output = novel.max(dim=-1)  # (H, B)
         # argmax over [known, novel] without building it; a tie goes to the known output
-        output = torch.where(novel_best > known_best, num_known + novel_output, known_output)
+        output = torch.where(
+            novel_best > known_best, num_known + novel_output, known_output
+        )
         is_novel = truth >= num_known
-        _add_(self.known, truth, known_output.expand(novel_output.shape), (truth >= 0) & ~is_novel)
+        _add_(
+            self.known,
+            truth,
+            known_output.expand(novel_output.shape),
+            (truth >= 0) & ~is_novel,
+        )
         _add_(self.novel, truth - num_known, novel_output, is_novel)
         _add_(self.joint, truth, output, truth >= 0)
 
 
 def _add_(counts: Tensor, truth: Tensor, output: Tensor, counted: Tensor) -> None:
-    """Add rows to (H, R, P) counts in place: truth (B,), output (H, B), counted (B,) bool. Others add zero to
-    class 0: a selection, or bincount, would wait for the device to learn its size.
+    """Add rows to (H, R, P) counts in place: truth (B,), output (H, B), counted (B,)
+    bool. Others add zero to class 0: a selection, or bincount, would wait for the
+    device to learn its size.
     """
     if counts.shape[1]:
         cells = torch.where(counted, truth, 0) * counts.shape[2] + output  # (H, B)
-        counts.flatten(1).scatter_add_(1, cells, counted.to(counts.dtype).expand(len(counts), -1))
+        counts.flatten(1).scatter_add_(
+            1, cells, counted.to(counts.dtype).expand(len(counts), -1)
+        )
 
 
 def count(
-    model: UnoModel, config: Config, batches: Iterable[tuple[Tensor, Tensor]], num_true: int,
-    edits: Edits | None = None, num_kinds: int = 1,
-) -> list[Confusions]:  # fmt: skip
-    """The counts of all workers by kind of rows, each of whom brings own ``batches``, however many: images
-    uint8 (b, 3, S, S) and truth (b,), -1 or t + k * ``num_true`` for class t and kind k. ``model`` in eval
-    mode, not its DDP wrapper. With ``edits`` outputs are those of the predictions.
+    model: UnoModel,
+    config: Config,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    num_true: int,
+    edits: Edits | None = None,
+    num_kinds: int = 1,
+) -> list[Confusions]:
+    """The counts of all workers by kind of rows, each of whom brings own ``batches``,
+    however many: images uint8 (b, 3, S, S) and truth (b,), -1 or t + k * ``num_true``
+    for class t and kind k. ``model`` in eval mode, not its DDP wrapper. With ``edits``
+    outputs are those of the predictions.
     """
     device, num_novel = model.known.weight.device, num_true - model.num_known
     sizes = model.num_heads, model.num_known, num_novel, model.num_novel
@@ -167,7 +234,8 @@ def count(
         assert logits.novel is not None
         known, novel = logits.known[0], logits.novel[0]
         if edits is not None:
-            found = outcomes(known, novel, config.objective.temperature, *edits)  # (H, b, C)
+            # (H, b, C)
+            found = outcomes(known, novel, config.objective.temperature, *edits)
             known, novel = found[..., : model.num_known], found[..., model.num_known :]
         truth = truth.to(device, non_blocking=True)
         for kind, own in enumerate(counts):
@@ -181,22 +249,27 @@ def protocol_metrics(
 ) -> dict[str, float]:
     """Every metric of one split as flat paths, fractions 0-1 (ARI may be negative).
 
-    `{split}/{known|novel|all}/{protocol of PROTOCOLS}/{metric of METRICS}/{avg|best}`, of known and all rows
-    `acc` only, and `{split}/novel/task_aware/chance/acc`, that of random predictions; absent where no row has
-    truth, the last also where no cluster is left. ``confusions``: summed over workers; ``best_head``: by
-    TRAINING cluster loss, never by accuracy. Rows that ``edits`` reject are wrong, and left out of NMI and
-    ARI; `{split}/{known|novel}/rejected` is their share under the best head.
-    """
+    `{split}/{known|novel|all}/{protocol of PROTOCOLS}/{metric of
+    METRICS}/{avg|best}`, of known and all rows `acc` only, and `{split}/novel/task_aware/chance/acc`,
+    that of random predictions; absent where no row has truth, the last also where no
+    cluster is left. ``confusions``: summed over workers; ``best_head``: by TRAINING
+    cluster loss, never by accuracy. Rows that ``edits`` reject are wrong, and left out
+    of NMI and ARI; `{split}/{known|novel}/rejected` is their share under the best head.
+    """  # noqa: E501
     known, novel, joint = (counts.cpu().numpy() for counts in confusions)
     num_known, dropped = known.shape[-1], edits.dropped if edits else []
     aware = [block_diag(*blocks) for blocks in zip(known, novel, strict=True)]
     result: dict[str, float] = {}
     for name, protocol in metrics.PROTOCOLS.items():
         counts = aware if name == "task_aware" else joint
-        heads = [metrics.scores(protocol.of, head, num_known, dropped) for head in counts]
+        heads = [
+            metrics.scores(protocol.of, head, num_known, dropped) for head in counts
+        ]
         for key in heads[best_head]:
             group, metric = key.split("/")
-            result |= _of_heads(heads, key, f"{split}/{group}/{name}/{metric}", best_head)
+            result |= _of_heads(
+                heads, key, f"{split}/{group}/{name}/{metric}", best_head
+            )
     num_clusters = novel.shape[2] if edits is None else edits.num_novel
     if novel.any() and num_clusters:
         chance = metrics.chance_accuracy(novel[0].sum(axis=1), num_clusters)
@@ -204,25 +277,36 @@ def protocol_metrics(
     of_best = joint[best_head]
     for group, rows in (("known", of_best[:num_known]), ("novel", of_best[num_known:])):
         if dropped and rows.any():
-            result[f"{split}/{group}/rejected"] = float(rows[:, dropped].sum() / rows.sum())
+            result[f"{split}/{group}/rejected"] = float(
+                rows[:, dropped].sum() / rows.sum()
+            )
     return result
 
 
 def gcd_metrics(
-    joint: Tensor, num_known: int, best_head: int, split: str, edits: Edits | None = None
+    joint: Tensor,
+    num_known: int,
+    best_head: int,
+    split: str,
+    edits: Edits | None = None,
 ) -> dict[str, float]:
-    """`{split}/unlabeled/gcd/{all|old|new}/{avg|best}` of the GCD setting; {} where no row has truth.
-    ``joint`` (H, C_l + C_u, C_l + K): the unlabeled rows of :class:`Confusions`.
+    """`{split}/unlabeled/gcd/{all|old|new}/{avg|best}` of the GCD setting; {} where no
+    row has truth. ``joint`` (H, C_l + C_u, C_l + K): the unlabeled rows of
+    :class:`Confusions`.
     """
     dropped = [] if edits is None else edits.dropped
-    heads = [metrics.generalized(head, num_known, dropped) for head in joint.cpu().numpy()]
+    heads = [
+        metrics.generalized(head, num_known, dropped) for head in joint.cpu().numpy()
+    ]
     result: dict[str, float] = {}
     for name in heads[best_head]:
         result |= _of_heads(heads, name, f"{split}/unlabeled/gcd/{name}", best_head)
     return result
 
 
-def _of_heads(heads: list[dict[str, float]], key: str, path: str, best_head: int) -> dict[str, float]:
+def _of_heads(
+    heads: list[dict[str, float]], key: str, path: str, best_head: int
+) -> dict[str, float]:
     """A number of every head as its mean and that of the best one."""
     values = [head[key] for head in heads]
     return {f"{path}/avg": float(np.mean(values)), f"{path}/best": values[best_head]}

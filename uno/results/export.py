@@ -1,6 +1,8 @@
-"""A trained model for other tools: encoder weights, a self-contained program, ONNX, and a card that explains.
+"""A trained model for other tools: encoder weights, a self-contained program, ONNX, and
+a card that explains.
 
-Nothing is handed out unchecked: every format is loaded again and compared with the model it came from.
+Nothing is handed out unchecked: every format is loaded again and compared with the
+model it came from.
 """
 
 import io
@@ -33,16 +35,21 @@ from uno.weights import PRETRAINED, describe_encoder
 FORMATS = {"encoder": "encoder.safetensors", "pt2": "model.pt2", "onnx": "model.onnx"}
 """Formats and the names of their files in ``model/``."""
 CARD_FILE = "README.md"
-TOLERANCE = {"encoder": 1e-6, "pt2": 1e-5, "onnx": 1e-4}  # of features; of probabilities
-CHECK_ROWS = (1, 3, 8)  # batch sizes of the check; the example that is traced has another
+# of features; of probabilities
+TOLERANCE = {"encoder": 1e-6, "pt2": 1e-5, "onnx": 1e-4}
+# batch sizes of the check; the example that is traced has another
+CHECK_ROWS = (1, 3, 8)
 
 
 def export(model: Classifier, format: str) -> bytes:
-    """``model`` as a file of a format of :data:`FORMATS`. ConfigError: unknown format, or packages missing;
-    NumericsError: the file, loaded again, computes something else than the model.
+    """``model`` as a file of a format of :data:`FORMATS`. ConfigError: unknown format,
+    or packages missing; NumericsError: the file, loaded again, computes something else
+    than the model.
     """
     if format not in FORMATS:
-        raise ConfigError(f"unknown format {format!r}; choose from {', '.join(FORMATS)}")
+        raise ConfigError(
+            f"unknown format {format!r}; choose from {', '.join(FORMATS)}"
+        )
     return {"encoder": _encoder, "pt2": _pt2, "onnx": _onnx}[format](model)
 
 
@@ -52,7 +59,9 @@ def can_check_onnx() -> bool:
 
 
 class Program(nn.Module):
-    """uint8 (B, 3, S, S) RGB, or vectors float32 (B, D) -> the probabilities (B, C) of ``uno predict``."""
+    """uint8 (B, 3, S, S) RGB, or vectors float32 (B, D) -> the probabilities (B, C)
+    of ``uno predict``.
+    """
 
     def __init__(self, model: Classifier) -> None:
         super().__init__()
@@ -61,25 +70,39 @@ class Program(nn.Module):
         self.network = _one_head(model, model.best_head)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Layer by layer: what ``self.network(...)`` says of autocast would be in the program."""
+        """Layer by layer: what ``self.network(...)`` says of autocast would be in
+        the program.
+        """
         network, data = self.network, self.config.data
         vectors = self.config.model.takes_vectors
-        features = images if vectors else network.encoder(eval_view(images, self.side, data.mean, data.std))
+        features = (
+            images
+            if vectors
+            else network.encoder(eval_view(images, self.side, data.mean, data.std))
+        )
         features = features if network.adapter is None else network.adapter(features)
         unit = F.normalize(features, dim=-1)
         if network.projector is None:  # a baseline's head, on the feature
             novel = network.novel(features)[0]
         else:
-            projections = network.projector(unit if network.normalize_input else features)[0]
+            projections = network.projector(
+                unit if network.normalize_input else features
+            )[0]
             novel = F.normalize(projections, dim=-1) @ network.novel.weight[0].T
         joint = torch.cat([unit @ network.known.weight.T, novel], dim=-1)
-        return merge_outputs((joint / self.config.objective.temperature).softmax(dim=-1), self.classes)
+        return merge_outputs(
+            (joint / self.config.objective.temperature).softmax(dim=-1), self.classes
+        )
 
 
 def _one_head(model: Classifier, head: int) -> UnoModel:
-    """The network with cluster head ``head`` alone, without what only training uses, on the CPU."""
+    """The network with cluster head ``head`` alone, without what only training uses,
+    on the CPU.
+    """
     module = model.module
-    config = override(model.config, {"model.num_heads": 1, "model.overcluster_factor": 0})
+    config = override(
+        model.config, {"model.num_heads": 1, "model.overcluster_factor": 0}
+    )
     alone = build_network(config, module.num_known, module.num_novel, seed=0)
     state = alone.state_dict()
     for name, tensor in module.state_dict().items():
@@ -93,22 +116,38 @@ def _one_head(model: Classifier, head: int) -> UnoModel:
 
 
 def _encoder(model: Classifier) -> bytes:
-    """Weights under the library's keys; checked against the encoder by features of random images."""
+    """Weights under the library's keys; checked against the encoder by features of
+    random images.
+    """
     if model.config.model.takes_vectors:
-        raise ConfigError("the model takes vectors, so it has no encoder; --format pt2 or onnx has its heads")
+        raise ConfigError(
+            "the model takes vectors, so it has no encoder; --format pt2 or onnx has"
+            " its heads"
+        )
     state = model.module.encoder.state_dict().items()
-    data = safetensors.torch.save({name: tensor.cpu().contiguous() for name, tensor in state})
+    data = safetensors.torch.save(
+        {name: tensor.cpu().contiguous() for name, tensor in state}
+    )
     encoder = build_encoder(model.config.model)
     encoder.load_state_dict(safetensors.torch.load(data))
-    # The model's memory layout: another one sums in another order, which alone may move features by 2e-6.
+    # The model's memory layout: another one sums in another order, which alone may move
+    # features by 2e-6.
     encoder = encoder.eval().to(model.device).to(memory_format=torch.channels_last)
     features, place = model.module.features, model.device
-    _compare("encoder", model, lambda x: encoder(x.to(place) / 255), lambda x: features(x.to(place) / 255))
+    _compare(
+        "encoder",
+        model,
+        lambda x: encoder(x.to(place) / 255),
+        lambda x: features(x.to(place) / 255),
+    )
     return data
 
 
 def _pt2(model: Classifier) -> bytes:
-    exported, stream = torch.export.export(Program(model), **_traced(model)), io.BytesIO()
+    exported, stream = (
+        torch.export.export(Program(model), **_traced(model)),
+        io.BytesIO(),
+    )
     torch.export.save(exported, stream, extra_files=_facts(model))
     data = stream.getvalue()
     program = torch.export.load(io.BytesIO(data)).module()
@@ -117,10 +156,13 @@ def _pt2(model: Classifier) -> bytes:
 
 
 def _onnx(model: Classifier) -> bytes:
-    missing = next((name for name in ("onnx", "onnxscript") if find_spec(name) is None), None)
+    missing = next(
+        (name for name in ("onnx", "onnxscript") if find_spec(name) is None), None
+    )
     if missing:
         raise ConfigError(
-            f"--format onnx needs the package {missing}: pip install onnx onnxscript onnxruntime"
+            f"--format onnx needs the package {missing}: pip install onnx onnxscript"
+            " onnxruntime"
         )
     proto = to_onnx(Program(model), _input(model), "probabilities", **_traced(model))
     for key, value in _facts(model).items():
@@ -132,7 +174,9 @@ def _onnx(model: Classifier) -> bytes:
         session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
 
         def program(images: Tensor) -> Tensor:
-            return torch.from_numpy(session.run(None, {_input(model): images.numpy()})[0])
+            return torch.from_numpy(
+                session.run(None, {_input(model): images.numpy()})[0]
+            )
 
         _compare("onnx", model, program, lambda x: model.score(x).probabilities)
     return data
@@ -154,29 +198,51 @@ def _facts(model: Classifier) -> dict[str, str]:
 
 
 def _compare(
-    format: str, model: Classifier, found: Callable[[Tensor], Tensor], expected: Callable[[Tensor], Tensor]
+    format: str,
+    model: Classifier,
+    found: Callable[[Tensor], Tensor],
+    expected: Callable[[Tensor], Tensor],
 ) -> None:
-    """NumericsError: the file's function of images uint8 (B, 3, S, S) is not the model's."""
+    """NumericsError: the file's function of images uint8 (B, 3, S, S) is not the
+    model's.
+    """
     for num in CHECK_ROWS:
         images = _random_images(model, num)
         with torch.inference_mode():
             one, other = found(images), expected(images)
-        difference = float((one - other).abs().max()) if one.shape == other.shape else float("nan")
+        difference = (
+            float((one - other).abs().max())
+            if one.shape == other.shape
+            else float("nan")
+        )
         if not difference <= TOLERANCE[format]:
-            what = f"differs from the model by {difference:.1e} (allowed: {TOLERANCE[format]:.0e})"
-            raise NumericsError(f"the exported {format} file {what}; it was not written")
+            what = (
+                f"differs from the model by {difference:.1e} (allowed:"
+                f" {TOLERANCE[format]:.0e})"
+            )
+            raise NumericsError(
+                f"the exported {format} file {what}; it was not written"
+            )
 
 
 def _random_images(model: Classifier, num: int) -> Tensor:
-    """Smooth random images, uint8 (num, 3, S, S), or random vectors float32 (num, D)."""
+    """Smooth random images, uint8 (num, 3, S, S), or random vectors float32 (num,
+    D).
+    """
     if model.config.model.takes_vectors:
         width = int(model.module.encoder.num_features)  # type: ignore[arg-type]
         return torch.randn(num, width, generator=torch.Generator().manual_seed(num))
-    coarse = torch.rand(num, 3, 4, 4, generator=torch.Generator().manual_seed(num)) * 255
-    return F.interpolate(coarse, size=(model.size, model.size), mode="bilinear").to(torch.uint8)
+    coarse = (
+        torch.rand(num, 3, 4, 4, generator=torch.Generator().manual_seed(num)) * 255
+    )
+    return F.interpolate(coarse, size=(model.size, model.size), mode="bilinear").to(
+        torch.uint8
+    )
 
 
-def model_card(model: Classifier, facts: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
+def model_card(
+    model: Classifier, facts: Mapping[str, Any], metrics: Mapping[str, float]
+) -> str:
     """The card; ``facts`` are more lines of it, ``metrics`` flat, those that exist."""
     config, net = model.config, model.config.model
     library, _, name = net.encoder.partition(":")
@@ -190,16 +256,31 @@ def model_card(model: Classifier, facts: Mapping[str, Any], metrics: Mapping[str
     if any(c.into is None for c in model.classes):
         edits.append("images of a dropped class are `rejected`")
     environment = Environment(
-        loader=PackageLoader("uno.results"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+        loader=PackageLoader("uno.results"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
         keep_trailing_newline=True,
-    )  # fmt: skip
+    )
     return environment.get_template("model_card.jinja").render(
-        model=model, config=config, net=net, facts=facts, metrics=metrics, library=library, name=name,
-        classifier=classifier, small_stem=SMALL_STEMS.get(net.stem), own_encoders=OWN_ENCODERS, edits=edits,
-        weights=origin(net), method=description(config.method), trust=verdict(metrics), splits=SPLITS,
+        model=model,
+        config=config,
+        net=net,
+        facts=facts,
+        metrics=metrics,
+        library=library,
+        name=name,
+        classifier=classifier,
+        small_stem=SMALL_STEMS.get(net.stem),
+        own_encoders=OWN_ENCODERS,
+        edits=edits,
+        weights=origin(net),
+        method=description(config.method),
+        trust=verdict(metrics),
+        splits=SPLITS,
         tables=filled_tables(metrics),
         percent=lambda key: f"{100 * metrics[key]:.1f}" if key in metrics else "",
-    )  # fmt: skip
+    )
 
 
 def origin(net: ModelConfig) -> str:

@@ -1,4 +1,6 @@
-"""Predictions without Parquet: ``predictions.csv``, and a copy of every image in its class's folder."""
+"""Predictions without Parquet: ``predictions.csv``, and a copy of every image in its
+class's folder.
+"""
 
 import codecs
 import re
@@ -56,11 +58,13 @@ def _without_formulas(column: pa.Array) -> pa.Array:
     return pyarrow.compute.replace_substring_regex(column, FORMULA, r"'\1")
 
 
-def sort_images(storage: Storage, inputs: Inputs, on_progress: Callable[[int, int], None]) -> str:
-    """Copy the images of ``inputs`` to ``by_class/INDEX-NAME/``, rejected ones to ``by_class/rejected/``, as
-    ``predictions.parquet`` has them; unreadable ones are left out. Names keep letters, digits and ``.-_``.
-    Returns the folder's path. The same again resumes. ConfigError: the folder is another's, or of other
-    predictions.
+def sort_images(
+    storage: Storage, inputs: Inputs, on_progress: Callable[[int, int], None]
+) -> str:
+    """Copy the images of ``inputs`` to ``by_class/INDEX-NAME/``, rejected ones to
+    ``by_class/rejected/``, as ``predictions.parquet`` has them; unreadable ones are
+    left out. Names keep letters, digits and ``.-_``. Returns the folder's path. The
+    same again resumes. ConfigError: the folder is another's, or of other predictions.
     """
     output.begin(storage, MARK, read_identity(storage) or {}, "folder of sorted images")
     output.sweep(storage, FOLDER)
@@ -68,14 +72,18 @@ def sort_images(storage: Storage, inputs: Inputs, on_progress: Callable[[int, in
     of_parts, of_images = tee(_readable(storage))
     parts = inputs.parts(rows for rows, _ in of_images)
     for (rows, table), part in zip(of_parts, parts, strict=True):
-        names, kinds, index = (table[name].to_pylist() for name in ("class_name", "kind", "class_index"))
+        names, kinds, index = (
+            table[name].to_pylist() for name in ("class_name", "kind", "class_index")
+        )
         sizes = [len(rows[i : i + GROUP]) for i in range(0, len(rows), GROUP)]
         each = zip(rows.tolist(), names, kinds, index, strict=True)
         for ids, images in inputs.read(part, sizes):
             pictures = images.pictures()
             assert pictures is not None
             found = pictures.read_images(np.arange(len(ids)))
-            for name, image, (row, label, kind, number) in zip(ids.to_pylist(), found, each, strict=False):
+            for name, image, (row, label, kind, number) in zip(
+                ids.to_pylist(), found, each, strict=False
+            ):
                 data, suffix = _encoded(image)
                 stem = _safe(name.rpartition("/")[2])
                 stem = stem if "." in stem else stem + suffix
@@ -108,7 +116,9 @@ def _safe(name: str) -> str:
 
 
 def _encoded(image: Image) -> tuple[bytes, str]:
-    """The content of an image's file, as it is, and the suffix for one without a name."""
+    """The content of an image's file, as it is, and the suffix for one without a
+    name.
+    """
     if isinstance(image, str):
         try:
             return read_bytes(image, MAX_IMAGE_BYTES), ""

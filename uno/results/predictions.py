@@ -1,7 +1,9 @@
-"""The table of predictions: one row for every input, in input order, in ``predictions.parquet``.
+"""The table of predictions: one row for every input, in input order, in
+``predictions.parquet``.
 
-Finished partitions wait in ``_shards/``, a file each, for the last step, which joins them; the same command
-continues with the missing ones. The schema's metadata says what the table was made from.
+Finished partitions wait in ``_shards/``, a file each, for the last step, which joins
+them; the same command continues with the missing ones. The schema's metadata says what
+the table was made from.
 """
 
 from __future__ import annotations
@@ -22,7 +24,13 @@ import torch
 from torch import Tensor
 
 from uno.data import output
-from uno.data.decode import BATCHES_AHEAD, Interpolation, decode_many, ok_mask, prefetch_map
+from uno.data.decode import (
+    BATCHES_AHEAD,
+    Interpolation,
+    decode_many,
+    ok_mask,
+    prefetch_map,
+)
 from uno.data.files import Storage
 from uno.data.images import Images, path_of
 from uno.data.inputs import Inputs, Read, batch_sizes, chunk_rows, partition_rows
@@ -55,13 +63,20 @@ COLUMNS = {
 EMBEDDING = pa.list_(pa.float32())
 log = logging.getLogger(__name__)
 DIFFERENCES = {
-    "model_hash": "of another model", "data": "of other data", "rows": "of other data",
-    "names": "under other class names", "routes": "under other decisions on classes",
-    "embedding": "with another --embedding", "aligned": "without head agreement",
-    "format": "of another version", "times": "of images as they were before",
+    "model_hash": "of another model",
+    "data": "of other data",
+    "rows": "of other data",
+    "names": "under other class names",
+    "routes": "under other decisions on classes",
+    "embedding": "with another --embedding",
+    "aligned": "without head agreement",
+    "format": "of another version",
+    "times": "of images as they were before",
     "code": "by other code of model.encoder",
-}  # fmt: skip
-"""What a table was made from, and what is said of one that was made from something else."""
+}
+"""What a table was made from, and what is said of one that was made from something
+else.
+"""
 
 
 class Summary(NamedTuple):
@@ -74,7 +89,9 @@ class Summary(NamedTuple):
 
 
 class InputSpec(NamedTuple):
-    """How a model takes images: square, ``size`` pixels a side; ``chunk_rows`` are decoded at once."""
+    """How a model takes images: square, ``size`` pixels a side; ``chunk_rows`` are
+    decoded at once.
+    """
 
     size: int
     chunk_rows: int
@@ -82,13 +99,17 @@ class InputSpec(NamedTuple):
 
     @classmethod
     def of(cls, model: Classifier, part_rows: int) -> InputSpec:
-        """How ``model`` takes partitions of ``part_rows``: decoded 64 MiB of pixels at a time, at most."""
+        """How ``model`` takes partitions of ``part_rows``: decoded 64 MiB of pixels
+        at a time, at most.
+        """
         rows = chunk_rows(part_rows, max(1, BATCH_BYTES // (3 * model.size**2)))
         return cls(model.size, rows, model.config.data.interpolation)
 
 
 class Chunk(NamedTuple):
-    """Rows that are decoded at once: numbers from ``first`` on, their ids, their images."""
+    """Rows that are decoded at once: numbers from ``first`` on, their ids, their
+    images.
+    """
 
     first: int
     ids: pa.Array
@@ -96,16 +117,22 @@ class Chunk(NamedTuple):
 
 
 def predict_rows(
-    model: Classifier, writer: PredictionWriter, threads: int | None = None,
+    model: Classifier,
+    writer: PredictionWriter,
+    threads: int | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Summary:  # fmt: skip
-    """Classify what ``writer`` lacks, here, decoded ahead by ``threads`` (default: one a core), and finish;
-    ``on_progress`` gets (rows done, N) after a batch.
+) -> Summary:
+    """Classify what ``writer`` lacks, here, decoded ahead by ``threads`` (default: one
+    a core), and finish; ``on_progress`` gets (rows done, N) after a batch.
     """
     how, missing = InputSpec.of(model, writer.part_rows), writer.missing
     rows = [writer.rows_of(number) for number in missing]
     parts = zip(rows, writer.inputs.parts(map(np.asarray, rows)), strict=True)
-    chunks = (chunk for own, part in parts for chunk in read_part(writer.inputs.read, part, own.start, how))
+    chunks = (
+        chunk
+        for own, part in parts
+        for chunk in read_part(writer.inputs.read, part, own.start, how)
+    )
     decode = partial(decode_chunk, how=how, threads=threads or os.cpu_count())
     for facts, pixels in prefetch_map(decode, chunks, 1, BATCHES_AHEAD):
         for results in classify(model, facts, pixels, writer.embedding):
@@ -114,7 +141,9 @@ def predict_rows(
     return writer.finish()
 
 
-def read_part(read: Read, part: Partition, first: int, how: InputSpec) -> Iterator[Chunk]:
+def read_part(
+    read: Read, part: Partition, first: int, how: InputSpec
+) -> Iterator[Chunk]:
     """A partition whose first row is ``first``, cut into chunks."""
     whole, rest = divmod(len(part.rows), how.chunk_rows)
     for ids, images in read(part, [how.chunk_rows] * whole + [rest] * (rest > 0)):
@@ -122,9 +151,11 @@ def read_part(read: Read, part: Partition, first: int, how: InputSpec) -> Iterat
         first += len(ids)
 
 
-def decode_chunk(chunk: Chunk, how: InputSpec, threads: int | None = None) -> tuple[pa.Table, Tensor]:
-    """What is known of n rows: row, id, uri, reason (why it has no pixels); and uint8 (n, 3, S, S), or their
-    features (n, D), where a run has just computed them.
+def decode_chunk(
+    chunk: Chunk, how: InputSpec, threads: int | None = None
+) -> tuple[pa.Table, Tensor]:
+    """What is known of n rows: row, id, uri, reason (why it has no pixels); and uint8
+    (n, 3, S, S), or their features (n, D), where a run has just computed them.
     """
     rows = np.arange(len(chunk.ids))
     ready = chunk.images.prepared(rows)
@@ -134,12 +165,20 @@ def decode_chunk(chunk: Chunk, how: InputSpec, threads: int | None = None) -> tu
         found = chunk.images.read_images(rows)
         pixels, reasons = decode_many(found, how.size, threads, how.interpolation)
         places = [path_of(image) for image in found]
-    text = {"id": chunk.ids, "uri": pa.array(places, pa.string()), "reason": pa.array(reasons, pa.string())}
+    text = {
+        "id": chunk.ids,
+        "uri": pa.array(places, pa.string()),
+        "reason": pa.array(reasons, pa.string()),
+    }
     return pa.table({"row": chunk.first + rows, **text}), pixels
 
 
-def classify(model: Classifier, facts: pa.Table, pixels: Tensor, embedding: bool) -> Iterator[pa.Table]:
-    """What a model says of :func:`decode_chunk`, batch by batch, with ``embedding`` the features, too."""
+def classify(
+    model: Classifier, facts: pa.Table, pixels: Tensor, embedding: bool
+) -> Iterator[pa.Table]:
+    """What a model says of :func:`decode_chunk`, batch by batch, with ``embedding``
+    the features, too.
+    """
     ok, start = ok_mask(facts["reason"].to_pylist()), 0
     for size in batch_sizes(facts["row"][0].as_py(), len(facts), model.batch_rows):
         own = slice(start, start + size)
@@ -149,18 +188,25 @@ def classify(model: Classifier, facts: pa.Table, pixels: Tensor, embedding: bool
         start += size
 
 
-def result_table(facts: pa.Table, ok: np.ndarray, scores: Scores | None, embedding: bool) -> pa.Table:
-    """``facts`` of the rows of a batch, and the scores of those that are ``ok`` bool (b,)."""
+def result_table(
+    facts: pa.Table, ok: np.ndarray, scores: Scores | None, embedding: bool
+) -> pa.Table:
+    """``facts`` of the rows of a batch, and the scores of those that are ``ok`` bool
+    (b,).
+    """
     for name in ("class_index", *NUMBERS):
         values = np.zeros(len(ok), np.int32 if name == "class_index" else np.float32)
         values[ok] = 0 if scores is None else getattr(scores, name).numpy()
         facts = facts.append_column(name, pa.array(values, mask=~ok | np.isnan(values)))
     if embedding:
-        features = np.empty((0, 0), np.float32) if scores is None else scores.features.numpy()
+        features = (
+            np.empty((0, 0), np.float32) if scores is None else scores.features.numpy()
+        )
         starts = np.concatenate([[0], ok.cumsum()]) * features.shape[1]
         starts = pa.array(starts.astype(np.int32), mask=np.append(~ok, False))
         facts = facts.append_column(
-            "embedding", pa.ListArray.from_arrays(starts, pa.array(features.ravel(), pa.float32()))
+            "embedding",
+            pa.ListArray.from_arrays(starts, pa.array(features.ravel(), pa.float32())),
         )
     return facts
 
@@ -183,37 +229,61 @@ class PartWriter(NamedTuple):
         columns = {
             **{name: results[name] for name in results.column_names},
             "class_name": _names(self.classes).take(index),
-            "kind": pa.array([kind for _, kind in called(self.classes)], pa.string()).take(index),
-            "status": pa.compute.if_else(pa.compute.is_valid(results["reason"]), "bad", "ok"),
+            "kind": (
+                pa.array([kind for _, kind in called(self.classes)], pa.string()).take(
+                    index
+                )
+            ),
+            "status": pa.compute.if_else(
+                pa.compute.is_valid(results["reason"]), "bad", "ok"
+            ),
             "model_hash": pa.repeat(self.model_hash, len(results)),
         }
         schema = self.schema
         with storage.create(SHARD.format(number)) as stream:
-            table = pa.table({name: columns[name] for name in schema.names}, schema=schema)
+            table = pa.table(
+                {name: columns[name] for name in schema.names}, schema=schema
+            )
             pq.write_table(table, stream, compression="zstd")
 
 
 class PredictionWriter:
-    """Collects what ``model`` says of ``inputs``, with features if ``embedding``, and joins it. ConfigError:
-    there are predictions of something else, and not ``replace``, or another's Parquet file.
+    """Collects what ``model`` says of ``inputs``, with features if ``embedding``, and
+    joins it. ConfigError: there are predictions of something else, and not ``replace``,
+    or another's Parquet file.
     """
 
     def __init__(
-        self, storage: Storage, inputs: Inputs, model: Classifier, embedding: bool, replace: bool = False
+        self,
+        storage: Storage,
+        inputs: Inputs,
+        model: Classifier,
+        embedding: bool,
+        replace: bool = False,
     ) -> None:
         self.inputs, self.embedding, self.num_rows = inputs, embedding, len(inputs)
         self.identity = {
-            "model_hash": model.model_hash, **hashes(model.classes), "data": inputs.fingerprint,
-            "rows": len(inputs), "embedding": embedding, "aligned": model.alignment is not None,
-            "format": FORMAT, "times": inputs.times, "code": model.code,
-        }  # fmt: skip
+            "model_hash": model.model_hash,
+            **hashes(model.classes),
+            "data": inputs.fingerprint,
+            "rows": len(inputs),
+            "embedding": embedding,
+            "aligned": model.alignment is not None,
+            "format": FORMAT,
+            "times": inputs.times,
+            "code": model.code,
+        }
         self.part_writer = PartWriter(model.classes, model.model_hash, embedding)
         self.part_rows = partition_rows(self.num_rows)
         self.storage, self._parts = storage, dict[int, list[pa.Table]]()
         self._num_parts = -(-self.num_rows // self.part_rows)
         self.complete = self._claim(replace)
-        self._missing = set() if self.complete else {*range(self._num_parts)} - self._stored()
-        self.num_done = self.num_rows - sum(len(self.rows_of(number)) for number in self._missing)
+        self._missing = (
+            set() if self.complete else {*range(self._num_parts)} - self._stored()
+        )
+        self.num_done = self.num_rows - sum(
+            len(self.rows_of(number)) for number in self._missing
+        )
 
     @property
     def missing(self) -> list[int]:
@@ -222,10 +292,14 @@ class PredictionWriter:
 
     def rows_of(self, number: int) -> range:
         """Of a partition."""
-        return range(number * self.part_rows, min((number + 1) * self.part_rows, self.num_rows))
+        return range(
+            number * self.part_rows, min((number + 1) * self.part_rows, self.num_rows)
+        )
 
     def add(self, results: pa.Table) -> None:
-        """Take results of the next rows of a partition, which is stored once it is whole."""
+        """Take results of the next rows of a partition, which is stored once it is
+        whole.
+        """
         number = results["row"][0].as_py() // self.part_rows
         parts = self._parts.setdefault(number, [])
         parts.append(results)
@@ -242,29 +316,44 @@ class PredictionWriter:
         self.num_done += len(self.rows_of(number))
 
     def finish(self) -> Summary:
-        """Join the partitions into ``predictions.parquet``, some at a time, and count."""
+        """Join the partitions into ``predictions.parquet``, some at a time, and
+        count.
+        """
         if not self.complete:
             assert not self._parts and not self._missing
             parts = prefetch_map(self._read, range(self._num_parts), READERS, READERS)
-            _write(self.storage, self.part_writer.schema, self.identity, _row_groups(parts))
+            _write(
+                self.storage, self.part_writer.schema, self.identity, _row_groups(parts)
+            )
             self.complete = True
         self.storage.delete(SHARDS)
         with _reading(self.storage) as file:
             reasons = file.iter_batches(columns=["reason"])
             bad = sum(len(batch) - batch["reason"].null_count for batch in reasons)
-        return Summary(self.storage.below(FILE), self.num_rows, self.num_rows - bad, bad)
+        return Summary(
+            self.storage.below(FILE), self.num_rows, self.num_rows - bad, bad
+        )
 
     def _claim(self, replace: bool) -> bool:
         """Make the directory ours, or continue there; whether nothing is left to do."""
         storage, finished = self.storage, None
         output.sweep_file(storage, FILE)
-        foreign = [name for name in storage.list() if name.endswith(".parquet") and name != FILE]
+        foreign = [
+            name
+            for name in storage.list()
+            if name.endswith(".parquet") and name != FILE
+        ]
         with suppress(StorageError) if replace else nullcontext():
             finished = read_identity(storage)
         begun = output.find_mapping(storage, CLAIM) or {}
         before = finished or _identity(begun.get("made_from"))
-        if before is not None and {k for k, v in before.items() if v != self.identity[k]} == {"times"}:
-            log.warning("images were written to since they were predicted: all are predicted again")
+        if before is not None and {
+            k for k, v in before.items() if v != self.identity[k]
+        } == {"times"}:
+            log.warning(
+                "images were written to since they were predicted: all are predicted"
+                " again"
+            )
             replace = True
         if not foreign and finished == self.identity:
             return True
@@ -274,26 +363,45 @@ class PredictionWriter:
             foreign.append(FILE)
         if foreign:
             advice = "choose another --output"
-            raise ConfigError(f"{storage.path(foreign[0])} was not written by uno predict; {advice}")
+            raise ConfigError(
+                f"{storage.path(foreign[0])} was not written by uno predict; {advice}"
+            )
         if begun == claim:
             return False
         if not replace and (finished is not None or claimed):
             found = before or self.identity
-            differences = (text for key, text in DIFFERENCES.items() if found[key] != self.identity[key])
+            differences = (
+                text
+                for key, text in DIFFERENCES.items()
+                if found[key] != self.identity[key]
+            )
             what = next(differences, DIFFERENCES["format"])
-            raise ConfigError(f"{storage.uri} holds predictions {what}; choose another --output, or empty it")
+            raise ConfigError(
+                f"{storage.uri} holds predictions {what}; choose another --output, or"
+                " empty it"
+            )
         storage.delete(SHARDS)
         storage.write(CLAIM, json.dumps(claim).encode())
         return False
 
     def _stored(self) -> set[int]:
         """Partitions that are there whole; a damaged one is made again."""
-        names = {SHARD.format(number).rpartition("/")[2]: number for number in range(self._num_parts)}
+        names = {
+            SHARD.format(number).rpartition("/")[2]: number
+            for number in range(self._num_parts)
+        }
         there = [names[name] for name in self.storage.list(SHARDS) if name in names]
-        return {number for number, whole in prefetch_map(self._is_whole, there, READERS, READERS) if whole}
+        return {
+            number
+            for number, whole in prefetch_map(self._is_whole, there, READERS, READERS)
+            if whole
+        }
 
     def _is_whole(self, number: int) -> tuple[int, bool]:
-        with suppress(StorageError), _reading(self.storage, SHARD.format(number)) as file:
+        with (
+            suppress(StorageError),
+            _reading(self.storage, SHARD.format(number)) as file,
+        ):
             same = file.schema_arrow.equals(self.part_writer.schema)
             return number, same and file.metadata.num_rows == len(self.rows_of(number))
         return number, False
@@ -304,15 +412,21 @@ class PredictionWriter:
 
 
 def read_identity(storage: Storage) -> dict[str, Any] | None:
-    """What ``predictions.parquet`` was made from; None where there is none, or it is not one of ours."""
+    """What ``predictions.parquet`` was made from; None where there is none, or it is
+    not one of ours.
+    """
     if not storage.exists(FILE):
         return None
     with _reading(storage) as file:
-        return _identity(output.mapping((file.schema_arrow.metadata or {}).get(METADATA, b"")))
+        return _identity(
+            output.mapping((file.schema_arrow.metadata or {}).get(METADATA, b""))
+        )
 
 
 def read_columns(storage: Storage, names: Sequence[str]) -> pa.Table | None:
-    """Columns of ``predictions.parquet``, in input order; None where there is none of ours."""
+    """Columns of ``predictions.parquet``, in input order; None where there is none
+    of ours.
+    """
     if read_identity(storage) is None:
         return None
     with _reading(storage) as file:
@@ -320,13 +434,17 @@ def read_columns(storage: Storage, names: Sequence[str]) -> pa.Table | None:
 
 
 def read_batches(storage: Storage, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    """Columns of ``predictions.parquet``, which is ours, in input order, some rows at a time."""
+    """Columns of ``predictions.parquet``, which is ours, in input order, some rows
+    at a time.
+    """
     with _reading(storage) as file:
         yield from file.iter_batches(BATCH_ROWS, columns=list(names))
 
 
 def rename(storage: Storage, classes: Sequence[OutputClass]) -> bool:
-    """Put the names of ``classes`` into the table. False: there is none, or other classes were merged."""
+    """Put the names of ``classes`` into the table. False: there is none, or other
+    classes were merged.
+    """
     found = read_identity(storage)
     if found is None or found["routes"] != hashes(classes)["routes"]:
         return False
@@ -334,7 +452,10 @@ def rename(storage: Storage, classes: Sequence[OutputClass]) -> bool:
     with _reading(storage) as file:
         column = file.schema_arrow.get_field_index("class_name")
         groups = (file.read_row_group(group) for group in range(file.num_row_groups))
-        renamed = (g.set_column(column, "class_name", names.take(g["class_index"])) for g in groups)
+        renamed = (
+            g.set_column(column, "class_name", names.take(g["class_index"]))
+            for g in groups
+        )
         _write(storage, file.schema_arrow, found | hashes(classes), renamed)
     return True
 
@@ -343,10 +464,20 @@ def _names(classes: Sequence[OutputClass]) -> pa.Array:
     return pa.array([name for name, _ in called(classes)], pa.string())
 
 
-def _write(storage: Storage, schema: pa.Schema, identity: dict[str, Any], tables: Iterator[pa.Table]) -> None:
+def _write(
+    storage: Storage,
+    schema: pa.Schema,
+    identity: dict[str, Any],
+    tables: Iterator[pa.Table],
+) -> None:
     """Write ``predictions.parquet`` piece by piece; it appears whole."""
-    schema = schema.with_metadata({**(schema.metadata or {}), METADATA: json.dumps(identity).encode()})
-    with storage.create(FILE) as stream, pq.ParquetWriter(stream, schema, compression="zstd") as writer:
+    schema = schema.with_metadata(
+        {**(schema.metadata or {}), METADATA: json.dumps(identity).encode()}
+    )
+    with (
+        storage.create(FILE) as stream,
+        pq.ParquetWriter(stream, schema, compression="zstd") as writer,
+    ):
         for table in tables:
             writer.write_table(table.cast(schema))
 
@@ -356,7 +487,10 @@ def _row_groups(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
     waiting = list[pa.Table]()
     for table in tables:
         waiting.append(table)
-        if sum(map(len, waiting)) >= ROW_GROUP_ROWS or sum(t.nbytes for t in waiting) >= ROW_GROUP_BYTES:
+        if (
+            sum(map(len, waiting)) >= ROW_GROUP_ROWS
+            or sum(t.nbytes for t in waiting) >= ROW_GROUP_BYTES
+        ):
             yield pa.concat_tables(waiting).combine_chunks()
             waiting.clear()
     if waiting:
@@ -371,5 +505,6 @@ def _reading(storage: Storage, name: str = FILE) -> Iterator[pq.ParquetFile]:
 
 def _identity(found: Any) -> dict[str, Any] | None:
     """What something was made from; None where this version does not understand it."""
-    found = {"times": "", "code": {}, **found} if isinstance(found, dict) else {}  # earlier versions had none
+    # earlier versions had none
+    found = {"times": "", "code": {}, **found} if isinstance(found, dict) else {}
     return found if found.keys() == DIFFERENCES.keys() else None

@@ -1,6 +1,8 @@
-"""How a model and its predictions show themselves in a notebook: tables with small pictures, as plain HTML.
+"""How a model and its predictions show themselves in a notebook: tables with small
+pictures, as plain HTML.
 
-Everything is escaped, nothing is asked of the network, and a page stays below :data:`MAX_BYTES`.
+Everything is escaped, nothing is asked of the network, and a page stays below
+:data:`MAX_BYTES`.
 """
 
 import base64
@@ -31,8 +33,10 @@ MAX_BYTES = 300_000
 NUM_PICTURES = 5  # of a class
 MAX_CLASSES, MAX_ROWS = 60, 20  # of a table
 MANY_ROWS = 20_000  # above it, images inside tables are not searched for
-SIZES = ((48, 80), (48, 50), (32, 60), (24, 40))  # side and JPEG quality; with the last all pictures fit
-SMALL = 16  # up to this side a PNG is smaller than a JPEG, and enlarging keeps the pixels
+# side and JPEG quality; with the last all pictures fit
+SIZES = ((48, 80), (48, 50), (32, 60), (24, 40))
+# up to this side a PNG is smaller than a JPEG, and enlarging keeps the pixels
+SMALL = 16
 CELL = "text-align:left;vertical-align:middle;padding:2px 12px 2px 0"
 
 
@@ -44,13 +48,19 @@ class Members(NamedTuple):
 
 
 def encode(images: NDArray[np.uint8], columns: int, quality: int) -> str:
-    """(N,3,S,S) -> a data URI of one picture with ``columns`` images in a row; PNG if tiny, else JPEG."""
+    """(N,3,S,S) -> a data URI of one picture with ``columns`` images in a row; PNG
+    if tiny, else JPEG.
+    """
     num, _, side, _ = images.shape
-    filled = np.pad(images, [(0, -num % columns), (0, 0), (0, 0), (0, 0)]).reshape(-1, columns, 3, side, side)
+    filled = np.pad(images, [(0, -num % columns), (0, 0), (0, 0), (0, 0)]).reshape(
+        -1, columns, 3, side, side
+    )
     pixels = filled.transpose(0, 3, 1, 4, 2).reshape(-1, columns * side, 3)
     gray = bool((pixels == pixels[..., :1]).all())
     picture = Pillow.fromarray(pixels[..., 0] if gray else pixels)
-    return data_uri(picture, "png" if side <= SMALL else "jpeg", optimize=True, quality=quality)
+    return data_uri(
+        picture, "png" if side <= SMALL else "jpeg", optimize=True, quality=quality
+    )
 
 
 def data_uri(picture: Pillow.Image, kind: str, **options: Any) -> str:
@@ -61,8 +71,9 @@ def data_uri(picture: Pillow.Image, kind: str, **options: Any) -> str:
 
 
 def members(storage: Storage, config: Config) -> dict[int, Members]:
-    """By class index, what a run's ``predictions.parquet`` put into it; nothing where there is none. Images
-    are left out where they are remote, gone, or inside tables of many rows.
+    """By class index, what a run's ``predictions.parquet`` put into it; nothing where
+    there is none. Images are left out where they are remote, gone, or inside tables of
+    many rows.
     """
     table = predictions.read_columns(storage, ("class_index", "probability", "uri"))
     if table is None:
@@ -73,7 +84,9 @@ def members(storage: Storage, config: Config) -> dict[int, Members]:
     order = np.lexsort((-table["probability"].to_numpy(), index))
     starts = np.flatnonzero(np.diff(index[order], prepend=-1))
     groups = np.split(order, starts[1:])[:MAX_CLASSES] if len(order) else []
-    chosen = np.concatenate([group[:NUM_PICTURES] for group in groups]) if groups else order
+    chosen = (
+        np.concatenate([group[:NUM_PICTURES] for group in groups]) if groups else order
+    )
     uris = table["uri"].take(chosen).to_pylist()
     images: list[Image] = [b""] * len(chosen)
     if None not in uris:
@@ -81,10 +94,15 @@ def members(storage: Storage, config: Config) -> dict[int, Members]:
     elif len(table) <= MANY_ROWS:
         with suppress(UnoError, OSError):
             lazy = override(config, {"data.download": False}).data
-            rows, made_from = make_task(read_rows(lazy), lazy).rows, predictions.read_identity(storage)
+            rows, made_from = (
+                make_task(read_rows(lazy), lazy).rows,
+                predictions.read_identity(storage),
+            )
             if made_from is not None and made_from["data"] == rows.fingerprint:
                 pictures = rows.images.pictures()
-                images = images if pictures is None else pictures.read_images(row[chosen])
+                images = (
+                    images if pictures is None else pictures.read_images(row[chosen])
+                )
     found, at = {}, 0
     for group in groups:
         num = len(group[:NUM_PICTURES])
@@ -94,66 +112,122 @@ def members(storage: Storage, config: Config) -> dict[int, Members]:
 
 
 def model_html(
-    title: str, facts: Sequence[str], classes: Sequence[OutputClass], found: Mapping[int, Members], side: int
+    title: str,
+    facts: Sequence[str],
+    classes: Sequence[OutputClass],
+    found: Mapping[int, Members],
+    side: int,
 ) -> str:
-    """A table of the classes: name, kind, its fate, rows, pictures of at most ``side`` pixels."""
+    """A table of the classes: name, kind, its fate, rows, pictures of at most
+    ``side`` pixels.
+    """
     some = classes[:MAX_CLASSES]
-    strips = _strips([found[c.index].images if c.index in found else [] for c in some], side)
+    strips = _strips(
+        [found[c.index].images if c.index in found else [] for c in some], side
+    )
     rows = []
     fate_of = {c.index: fate for c, fate in edits_of(classes)}
     for c, picture in zip(some, strips, strict=True):
-        number = f"{found[c.index].rows:,}" if c.index in found else "0" if found else "–"  # noqa: RUF001
-        rows.append([picture, f"<b>{_text(c.name)}</b>", c.kind, number, _text(fate_of.get(c.index, ""))])
+        number = (
+            f"{found[c.index].rows:,}" if c.index in found else "0" if found else "–"  # noqa: RUF001
+        )
+        rows.append(
+            [
+                picture,
+                f"<b>{_text(c.name)}</b>",
+                c.kind,
+                number,
+                _text(fate_of.get(c.index, "")),
+            ]
+        )
     more = len(classes) - len(some)
     end = plural(more, "more class", "more classes") if more else ""
     return _page(title, facts, ["", "class", "kind", "images", ""], rows, end)
 
 
 def predictions_html(
-    title: str, facts: Sequence[str], images: Sequence[Image], rows: Sequence[Sequence[Any]], more: int
+    title: str,
+    facts: Sequence[str],
+    images: Sequence[Image],
+    rows: Sequence[Sequence[Any]],
+    more: int,
 ) -> str:
-    """A table of the first predictions: the picture, then what ``rows`` say, numbers as percent."""
+    """A table of the first predictions: the picture, then what ``rows`` say, numbers
+    as percent.
+    """
     pictures = _strips([[image] for image in images], SIZES[0][0])
-    cells = [[picture, *map(_text, words)] for picture, words in zip(pictures, rows, strict=True)]
+    cells = [
+        [picture, *map(_text, words)]
+        for picture, words in zip(pictures, rows, strict=True)
+    ]
     heads = ["", "image", "class", "kind", "probability", "heads agree", ""]
     return _page(title, facts, heads, cells, plural(more, "more image") if more else "")
 
 
 def counted(names: Iterable[str | None] | Mapping[str | None, int]) -> str:
-    """``cat (7), novel-1 (5), unreadable (1)`` of names or their counts: the most frequent first."""
+    """``cat (7), novel-1 (5), unreadable (1)`` of names or their counts: the most
+    frequent first.
+    """
     found = Counter(names).most_common()
-    shown = (("unreadable" if name is None else visible(name, 40), n) for name, n in found[:8])
-    return ", ".join(f"{name} ({n:,})" for name, n in shown) + (", ..." if len(found) > 8 else "")
+    shown = (
+        ("unreadable" if name is None else visible(name, 40), n)
+        for name, n in found[:8]
+    )
+    return ", ".join(f"{name} ({n:,})" for name, n in shown) + (
+        ", ..." if len(found) > 8 else ""
+    )
 
 
 def _strips(groups: Sequence[Sequence[Image]], side: int) -> list[str]:
-    """An <img> for each group of images, of those that can be read, coarser where there are many."""
+    """An <img> for each group of images, of those that can be read, coarser where
+    there are many.
+    """
     flat = [image for group in groups for image in group]
-    side = min(side, SIZES[0][0], *(max(i.shape[:2]) for i in flat if isinstance(i, np.ndarray)))
+    side = min(
+        side,
+        SIZES[0][0],
+        *(max(i.shape[:2]) for i in flat if isinstance(i, np.ndarray)),
+    )
     pixels, reasons = decode_many(flat, side)
     ok, ends = ok_mask(reasons), np.cumsum([len(group) for group in groups])
     for small, quality in SIZES:
         shown = pixels.numpy()
         if small < side:
-            shown = decode_many([image.transpose(1, 2, 0) for image in shown], small)[0].numpy()
-        parts = [shown[start:end][ok[start:end]] for start, end in zip([0, *ends], ends, strict=False)]
+            shown = decode_many([image.transpose(1, 2, 0) for image in shown], small)[
+                0
+            ].numpy()
+        parts = [
+            shown[start:end][ok[start:end]]
+            for start, end in zip([0, *ends], ends, strict=False)
+        ]
         uris = [encode(part, len(part), quality) if len(part) else "" for part in parts]
         if sum(map(len, uris)) <= MAX_BYTES * 0.8:
             break
-    style = "height:48px;max-width:none;image-rendering:" + ("pixelated" if side <= SMALL else "auto")
+    style = "height:48px;max-width:none;image-rendering:" + (
+        "pixelated" if side <= SMALL else "auto"
+    )
     return [f'<img src="{uri}" alt="" style="{style}">' if uri else "" for uri in uris]
 
 
-def _page(title: str, facts: Sequence[str], heads: Sequence[str], rows: Sequence[Any], more: str) -> str:
+def _page(
+    title: str,
+    facts: Sequence[str],
+    heads: Sequence[str],
+    rows: Sequence[Any],
+    more: str,
+) -> str:
     """``rows`` are of HTML, all else is text."""
     head = "".join(f'<th style="{CELL}">{_text(name)}</th>' for name in heads)
     body = "".join(
-        "<tr>" + "".join(f'<td style="{CELL}">{cell}</td>' for cell in row) + "</tr>" for row in rows
+        "<tr>" + "".join(f'<td style="{CELL}">{cell}</td>' for cell in row) + "</tr>"
+        for row in rows
     )
     lines = "".join(f"<div>{_text(fact)}</div>" for fact in facts if fact)
     return (
-        f'<div style="font-size:13px;overflow-x:auto"><div><b>{_text(title)}</b></div>{lines}'
-        f'<table style="border-collapse:collapse"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+        "<div"
+        f' style="font-size:13px;overflow-x:auto"><div><b>{_text(title)}</b></div>{lines}'  # noqa: E501
+        "<table"
+        f' style="border-collapse:collapse"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'  # noqa: E501
         f"<div>{_text(more)}</div></div>"
     )
 

@@ -2,10 +2,14 @@
 
 PRETEXT, PRETRAIN, DISCOVER = "pretext", "pretrain", "discover"
 PHASES = {PRETEXT: "Pretext task", PRETRAIN: "Pretraining", DISCOVER: "Discovery"}
-"""All phases in order, each with a section of its name in the configuration -> its title."""
+"""All phases in order, each with a section of its name in the configuration -> its
+title.
+"""
 
 NUMERICS = 26
-"""The last change marked "numbers" in CHANGELOG.md: runs and records say with which they were made."""
+"""The last change marked "numbers" in CHANGELOG.md: runs and records say with which
+they were made.
+"""
 
 TOUCHED: dict[int, tuple[str, ...]] = {
     18: ("exif",),
@@ -18,8 +22,8 @@ TOUCHED: dict[int, tuple[str, ...]] = {
     25: ("choice",),
     26: ("clustering",),
 }
-"""Words of the latest changes, as in CHANGELOG.md. A stored cell without them is kept; a change that is not
-here touches all cells.
+"""Words of the latest changes, as in CHANGELOG.md. A stored cell without them is kept;
+a change that is not here touches all cells.
 """
 
 CONFIG_FILE = "config.yaml"  # its presence makes a directory a run

@@ -1,5 +1,6 @@
-"""Checkpoints: ``checkpoints/<phase>/step_00000110.safetensors``, with the configuration in the metadata. A
-file appears whole or not at all, and holds the SHA-256 of its content: one that does not verify is none.
+"""Checkpoints: ``checkpoints/<phase>/step_00000110.safetensors``, with the
+configuration in the metadata. A file appears whole or not at all, and holds the SHA-256
+of its content: one that does not verify is none.
 """
 
 import logging
@@ -28,14 +29,20 @@ class Checkpoint(NamedTuple):
 
 
 def save_checkpoint(
-    storage: Storage, phase: str, checkpoint: Checkpoint,
+    storage: Storage,
+    phase: str,
+    checkpoint: Checkpoint,
     enqueue: Callable[[Callable[[], None]], None] = lambda write: write(),
-) -> None:  # fmt: skip
-    """Write a checkpoint, of the tensors as they are now, unless this step has a valid one: now, or when
-    ``enqueue`` calls what it gets. A StorageError leaves older checkpoints as they were.
+) -> None:
+    """Write a checkpoint, of the tensors as they are now, unless this step has a valid
+    one: now, or when ``enqueue`` calls what it gets. A StorageError leaves older
+    checkpoints as they were.
     """
     name = file_name(phase, checkpoint.step)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in checkpoint.tensors.items()}
+    tensors = {
+        name: tensor.detach().cpu().contiguous()
+        for name, tensor in checkpoint.tensors.items()
+    }
     facts = {"format_version": str(FORMAT_VERSION), "config": checkpoint.config_yaml}
     data = seal(name, tensors, facts)
 
@@ -50,8 +57,8 @@ def save_checkpoint(
 
 
 def prune(storage: Storage, phase: str, last: int, keep: int) -> None:
-    """Delete all checkpoints up to step ``last`` but the newest ``keep``. One of a later step may have been
-    written while this waited for its turn.
+    """Delete all checkpoints up to step ``last`` but the newest ``keep``. One of a
+    later step may have been written while this waited for its turn.
     """
     steps = [step for step in checkpoint_steps(storage, phase) if step <= last]
     for step in steps[:-keep]:
@@ -59,17 +66,24 @@ def prune(storage: Storage, phase: str, last: int, keep: int) -> None:
 
 
 def checkpoint_steps(storage: Storage, phase: str) -> list[int]:
-    """Steps that have a checkpoint, valid or not, ascending. StorageError: they have another format."""
+    """Steps that have a checkpoint, valid or not, ascending. StorageError: they have
+    another format.
+    """
     names = storage.list(f"checkpoints/{phase}")
     if any(re.fullmatch("step_[0-9]{8,18}", name) for name in names):
-        problem = f"{storage.path(f'checkpoints/{phase}')} has format version 1, not {FORMAT_VERSION}"
+        problem = (
+            f"{storage.path(f'checkpoints/{phase}')} has format version 1, not"
+            f" {FORMAT_VERSION}"
+        )
         raise StorageError(f"{problem}; use --overwrite, or another directory")
     found = (re.fullmatch(r"step_([0-9]{8,18})\.safetensors", name) for name in names)
     return sorted(int(match[1]) for match in found if match is not None)
 
 
 def load_newest(storage: Storage, phase: str) -> Checkpoint | None:
-    """The newest valid checkpoint, None where the phase has none; StorageError: none of those verifies."""
+    """The newest valid checkpoint, None where the phase has none; StorageError: none
+    of those verifies.
+    """
     newest, problems = read_checkpoints(storage, phase)
     for step, problem in problems.items():
         log.warning("skipping checkpoint %s: %s", file_name(phase, step), problem)
@@ -79,7 +93,9 @@ def load_newest(storage: Storage, phase: str) -> Checkpoint | None:
 def read_checkpoints(
     storage: Storage, phase: str, every: bool = False
 ) -> tuple[Checkpoint | None, dict[int, str]]:
-    """As :func:`load_newest`, with what is wrong with newer ones (with ``every`` one) by step."""
+    """As :func:`load_newest`, with what is wrong with newer ones (with ``every``
+    one) by step.
+    """
     newest, problems = None, {}
     for step in reversed(checkpoint_steps(storage, phase)):
         try:
@@ -90,13 +106,20 @@ def read_checkpoints(
         if newest is not None and not every:
             break
     if problems and newest is None:
-        none = f"none of the {len(problems)} checkpoints in {storage.path(f'checkpoints/{phase}')} verifies"
-        raise StorageError(f"{none} ({problems[max(problems)]}); use --overwrite to start over")
+        none = (
+            f"none of the {len(problems)} checkpoints in"
+            f" {storage.path(f'checkpoints/{phase}')} verifies"
+        )
+        raise StorageError(
+            f"{none} ({problems[max(problems)]}); use --overwrite to start over"
+        )
     return newest, problems
 
 
 def load_checkpoint(storage: Storage, phase: str, step: int) -> Checkpoint:
-    """One checkpoint. StorageError: it is missing, truncated or altered, or its format is unknown."""
+    """One checkpoint. StorageError: it is missing, truncated or altered, or its
+    format is unknown.
+    """
     name = file_name(phase, step)
     try:
         tensors, facts = unseal(name, storage.read(name))

@@ -14,22 +14,26 @@ from uno.errors import StorageError
 from uno.runs import METRICS_FILE
 
 MAX_LINES = 1000  # that wait for a storage which is slower than training
-PAUSE_S = 2.0  # between two uploads of the journal to an object store, which takes it whole
+# between two uploads of the journal to an object store, which takes it whole
+PAUSE_S = 2.0
 
 
 class Journal:
-    """Appends lines of metrics. Without a ``storage``, on all ranks but the first, nothing is written. Lines
-    of ``phase`` after ``step``, of a run that died or was rolled back, are dropped.
+    """Appends lines of metrics. Without a ``storage``, on all ranks but the first,
+    nothing is written. Lines of ``phase`` after ``step``, of a run that died or was
+    rolled back, are dropped.
 
-    One thread writes, in order, so that training never waits for storage; :meth:`flush` does. After a job has
-    failed none is done, and whatever is called next raises what it raised.
+    One thread writes, in order, so that training never waits for storage; :meth:`flush`
+    does. After a job has failed none is done, and whatever is called next raises what
+    it raised.
     """
 
     def __init__(self, storage: Storage | None, phase: str, step: int) -> None:
         self._storage, self._phase = storage, phase
         self._lines: deque[str] = deque()
         self._writer = ThreadPoolExecutor(1, "uno-journal")
-        self._last: Future[None] | None = None  # of the jobs so far: once it is done, all are
+        # of the jobs so far: once it is done, all are
+        self._last: Future[None] | None = None
         self._flush_requested = threading.Event()  # somebody waits for the jobs
         self._error: Exception | None = None
         self.rewind(step)
@@ -38,7 +42,9 @@ class Journal:
         """Itself."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None
+    ) -> None:
         """Close; of two errors the one that ended training is raised."""
         with nullcontext() if kind is None else suppress(StorageError):
             self.close()
@@ -51,7 +57,9 @@ class Journal:
         if self._storage is None:
             return
         if (data := self._storage.find(METRICS_FILE)) is not None:
-            kept = [e for e in _parsed(data.splitlines()) if not self._is_after(e, step)]
+            kept = [
+                e for e in _parsed(data.splitlines()) if not self._is_after(e, step)
+            ]
             self._text = "".join(json.dumps(e) + "\n" for e in kept).encode()
             if self._text != data:
                 self._storage.write(METRICS_FILE, self._text)
@@ -67,7 +75,9 @@ class Journal:
         self.enqueue(self._write_lines)
 
     def enqueue(self, job: Callable[[], None]) -> None:
-        """``job`` after the lines so far, in the same thread; at once where nothing is written."""
+        """``job`` after the lines so far, in the same thread; at once where nothing
+        is written.
+        """
         self._raise()
         if self._storage is None:
             job()
@@ -120,7 +130,9 @@ class Journal:
 
 
 class JournalTail:
-    """Follows ``metrics.jsonl`` while another process writes it; a look without news costs one request."""
+    """Follows ``metrics.jsonl`` while another process writes it; a look without news
+    costs one request.
+    """
 
     def __init__(self, storage: Storage) -> None:
         self._storage, self._size = storage, 0
@@ -128,18 +140,29 @@ class JournalTail:
         self.new_entries()
 
     def new_entries(self) -> list[dict[str, Any]]:
-        """Entries since the last look; after the file was rewound, those that differ from what was seen."""
+        """Entries since the last look; after the file was rewound, those that differ
+        from what was seen.
+        """
         size = self._storage.size(METRICS_FILE)
         if size == self._size:
             return []
-        lines = self._storage.read(METRICS_FILE).splitlines(keepends=True) if size else []
-        seen, self._lines = self._lines, [line for line in lines if line.endswith(b"\n")]
+        lines = (
+            self._storage.read(METRICS_FILE).splitlines(keepends=True) if size else []
+        )
+        seen, self._lines = (
+            self._lines,
+            [line for line in lines if line.endswith(b"\n")],
+        )
         self._size = sum(map(len, self._lines))
-        return _parsed([line for i, line in enumerate(self._lines) if seen[i : i + 1] != [line]])
+        return _parsed(
+            [line for i, line in enumerate(self._lines) if seen[i : i + 1] != [line]]
+        )
 
 
 def read_journal(storage: Storage, name: str = METRICS_FILE) -> list[dict[str, Any]]:
-    """All lines of ``metrics.jsonl``, or of another such file; a line cut short by a kill is left out."""
+    """All lines of ``metrics.jsonl``, or of another such file; a line cut short by a
+    kill is left out.
+    """
     return _parsed((storage.find(name) or b"").splitlines())
 
 

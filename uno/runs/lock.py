@@ -1,8 +1,10 @@
-"""One command at a time in a run directory: a claim that its holder renews, and that every write checks.
+"""One command at a time in a run directory: a claim that its holder renews, and that
+every write checks.
 
-It works on any storage and compares no clocks. A newcomer watches a claim that it finds: if it stays as it is
-for :data:`WATCH_S`, its holder was killed, and the newcomer's token replaces it. Whoever writes with the old
-one is stopped. A write under way at that time is of one whole file.
+It works on any storage and compares no clocks. A newcomer watches a claim that it
+finds: if it stays as it is for :data:`WATCH_S`, its holder was killed, and the
+newcomer's token replaces it. Whoever writes with the old one is stopped. A write under
+way at that time is of one whole file.
 """
 
 import json
@@ -25,7 +27,9 @@ WATCH_S = 10.0
 
 
 class ClaimedStorage(Storage):
-    """A run directory that can be written only while ``token`` is the one in its lock file."""
+    """A run directory that can be written only while ``token`` is the one in its
+    lock file.
+    """
 
     def __init__(self, root: str, token: str) -> None:
         super().__init__(root)
@@ -35,15 +39,22 @@ class ClaimedStorage(Storage):
         """Raise StorageError, before every write, unless the claim holds."""
         found = _read(self)
         if found is None:
-            problem = f"{self.path(LOCK_FILE)} is not visible on {socket.gethostname()}: the run was deleted"
-            raise StorageError(f"{problem}, or --output is not on storage that all nodes share")
+            problem = (
+                f"{self.path(LOCK_FILE)} is not visible on {socket.gethostname()}: the"
+                " run was deleted"
+            )
+            raise StorageError(
+                f"{problem}, or --output is not on storage that all nodes share"
+            )
         if found.get("token") != self.token:
-            raise StorageError(f"{self.uri} was taken over by {_who(found)}; this run stops writing")
+            raise StorageError(
+                f"{self.uri} was taken over by {_who(found)}; this run stops writing"
+            )
 
 
 class RunLock:
-    """The holder's side: renews the lock file from a thread until it is released. ConfigError: ``free`` was
-    the directory, and another command has just taken it.
+    """The holder's side: renews the lock file from a thread until it is released.
+    ConfigError: ``free`` was the directory, and another command has just taken it.
     """
 
     def __init__(self, root: str, free: bool = False) -> None:
@@ -59,14 +70,18 @@ class RunLock:
         threading.Thread(target=self._renew, name="uno-lock", daemon=True).start()
 
     def replace_token(self) -> str:
-        """A new token for this claim: workers that hold the old one can write no more."""
+        """A new token for this claim: workers that hold the old one can write no
+        more.
+        """
         with self._mutex:
             self.storage.token = uuid.uuid4().hex
             self._write()
             return self.storage.token
 
     def release(self) -> None:
-        """Stop renewing; if the lock file is still ours, remove it and what killed holders left of theirs."""
+        """Stop renewing; if the lock file is still ours, remove it and what killed
+        holders left of theirs.
+        """
         self._released.set()
         with self._mutex:
             if self._holds():
@@ -77,7 +92,8 @@ class RunLock:
 
     def _renew(self) -> None:
         while not self._released.wait(RENEW_S):
-            with suppress(StorageError), self._mutex:  # a full disk: whoever writes results will say so
+            # a full disk: whoever writes results will say so
+            with suppress(StorageError), self._mutex:
                 if self._released.is_set() or not self._holds():
                     return
                 self._write()
@@ -90,14 +106,18 @@ class RunLock:
 
     def _content(self) -> bytes:
         self._renewals += 1
-        lock = {"host": socket.gethostname(), "pid": os.getpid(), "token": self.storage.token}
+        lock = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "token": self.storage.token,
+        }
         return json.dumps({**lock, "renewals": self._renewals}).encode()
 
 
 @contextmanager
 def lock_run(storage: Storage, on_wait: Callable[[str], None]) -> Iterator[RunLock]:
-    """Hold the run directory ``storage``; ConfigError: another command does. ``on_wait`` gets one line where
-    a claim is found whose holder may be dead.
+    """Hold the run directory ``storage``; ConfigError: another command does.
+    ``on_wait`` gets one line where a claim is found whose holder may be dead.
     """
     found = lock_owner(storage, on_wait)
     if found is not None and found[1]:
@@ -109,8 +129,12 @@ def lock_run(storage: Storage, on_wait: Callable[[str], None]) -> Iterator[RunLo
         mine.release()
 
 
-def lock_owner(storage: Storage, on_wait: Callable[[str], None] | None = None) -> tuple[str, bool] | None:
-    """Who holds the directory, if anybody, and whether they live (watched until known, at most WATCH_S)."""
+def lock_owner(
+    storage: Storage, on_wait: Callable[[str], None] | None = None
+) -> tuple[str, bool] | None:
+    """Who holds the directory, if anybody, and whether they live (watched until
+    known, at most WATCH_S).
+    """
     found = now = _read(storage)
     if found is not None and on_wait is not None:
         why = f"waiting {WATCH_S:g} s to see whether that process is alive"

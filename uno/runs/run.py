@@ -1,4 +1,6 @@
-"""A run from its data to a trained model: pretext task, pretraining, discovery; the same on every worker."""
+"""A run from its data to a trained model: pretext task, pretraining, discovery; the
+same on every worker.
+"""
 
 from contextlib import closing
 
@@ -6,7 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from uno import collectives
-from uno.config import Config, PhaseConfig, config_hash, field_traits, flatten, override, to_dict
+from uno.config import (
+    Config,
+    PhaseConfig,
+    config_hash,
+    field_traits,
+    flatten,
+    override,
+    to_dict,
+)
 from uno.data.files import Storage
 from uno.data.plan import PRETEXT as PRETEXT_STREAM
 from uno.data.plan import Plan, make_plan, make_pretrain_plan
@@ -25,19 +35,27 @@ from uno.weights import PRETRAINED, is_file, load_encoder_, read_weights
 
 
 def phases(config: Config, last: str = DISCOVER) -> tuple[str, ...]:
-    """The phases of a run in their order, up to ``last``: discovery starts from weights that are given, else
-    from supervised pretraining where the method wants it, after the pretext task where there is one.
+    """The phases of a run in their order, up to ``last``: discovery starts from weights
+    that are given, else from supervised pretraining where the method wants it, after
+    the pretext task where there is one.
     """
     method, scratch = registry.load(config), config.model.weights is None
     if method.teacher(config) and config.model.finetune == "none":
-        pretrain = True  # of the known head alone, on features of the encoder whose weights are given
+        # of the known head alone, on features of the encoder whose weights are given
+        pretrain = True
     else:
         pretrain = scratch and (method.pretrain or last == PRETRAIN)
-    wanted = {PRETEXT: scratch and config.pretext.epochs > 0, PRETRAIN: pretrain, DISCOVER: last == DISCOVER}
+    wanted = {
+        PRETEXT: scratch and config.pretext.epochs > 0,
+        PRETRAIN: pretrain,
+        DISCOVER: last == DISCOVER,
+    }
     return tuple(name for name, is_wanted in wanted.items() if is_wanted)
 
 
-def plan_phase(config: Config, name: str, num_labeled: int, num_unlabeled: int, num_workers: int) -> Plan:
+def plan_phase(
+    config: Config, name: str, num_labeled: int, num_unlabeled: int, num_workers: int
+) -> Plan:
     """Return the batch plan of one phase.
 
     Raises:
@@ -53,7 +71,9 @@ def plan_phase(config: Config, name: str, num_labeled: int, num_unlabeled: int, 
     return make_plan(seed, sampling, size, num_labeled, num_unlabeled, workers)
 
 
-def plans(config: Config, num_labeled: int, num_unlabeled: int, num_workers: int) -> dict[str, Plan]:
+def plans(
+    config: Config, num_labeled: int, num_unlabeled: int, num_workers: int
+) -> dict[str, Plan]:
     """Return the batch plans of the phases of a run that take steps, by phase name.
 
     A phase without epochs reads no batch, so no batch size is wrong for it.
@@ -63,23 +83,35 @@ def plans(config: Config, num_labeled: int, num_unlabeled: int, num_workers: int
     """
     names = [*phases(config, PRETRAIN), DISCOVER]
     sizes = num_labeled, num_unlabeled, num_workers
-    return {name: plan_phase(config, name, *sizes) for name in names if getattr(config, name).epochs}
+    return {
+        name: plan_phase(config, name, *sizes)
+        for name in names
+        if getattr(config, name).epochs
+    }
 
 
 def pretrain_hash(config: Config) -> str:
     """Equal for configurations that lead to the same pretraining (12 hex digits)."""
     defaults = flatten(to_dict(Config()))
     return config_hash(
-        override(config, {k: v for k, v in defaults.items() if field_traits(k).scope == "discover"})
+        override(
+            config,
+            {k: v for k, v in defaults.items() if field_traits(k).scope == "discover"},
+        )
     )
 
 
-def run_phase(config: Config, name: str, train: TrainData, worker: Worker, storage: Storage) -> TrainState:
-    """Train one phase of a run, from its newest checkpoint; returns at once where it is finished.
+def run_phase(
+    config: Config, name: str, train: TrainData, worker: Worker, storage: Storage
+) -> TrainState:
+    """Train one phase of a run, from its newest checkpoint; returns at once where it is
+    finished.
 
-    A pretext task trains the encoder on all training rows. Pretraining: encoder and known head on labeled
-    rows (paper Sec. 4.1), of large views alone, also where discovery has small ones [v2]. Discovery: from
-    those, or from ``config.model.weights``. StorageError: a phase that this one starts from has not run.
+    A pretext task trains the encoder on all training rows. Pretraining: encoder and
+    known head on labeled rows (paper Sec. 4.1), of large views alone, also where
+    discovery has small ones [v2]. Discovery: from those, or from
+    ``config.model.weights``. StorageError: a phase that this one starts from has not
+    run.
     """
     settings: PhaseConfig = getattr(config, name)
     sizes = len(train.labels), train.num_unlabeled, worker.world_size
@@ -88,11 +120,20 @@ def run_phase(config: Config, name: str, train: TrainData, worker: Worker, stora
     if plan is not None:
         steps_per_epoch = plan.steps_per_epoch
         batch_rows = plan.labeled_size + plan.unlabeled_size
-    phase = Phase(name, settings, steps_per_epoch, batch_rows, config.train.max_steps, _step(config, name))
+    phase = Phase(
+        name,
+        settings,
+        steps_per_epoch,
+        batch_rows,
+        config.train.max_steps,
+        _step(config, name),
+    )
     model, has_known = _initial_network(config, name, train, storage)
     model = model.to(worker.device).to(memory_format=torch.channels_last)
     cuda = worker.device.type == "cuda"
-    autocast = config.compute.precision == "bf16" or (config.compute.precision == "auto" and cuda)
+    autocast = config.compute.precision == "bf16" or (
+        config.compute.precision == "auto" and cuda
+    )
     extra: dict[str, Tensor] = {}
     if name == DISCOVER and not checkpoint_steps(storage, name):
         start = registry.load(config).start
@@ -102,11 +143,18 @@ def run_phase(config: Config, name: str, train: TrainData, worker: Worker, stora
         prepare_compiler()
         model.encoder.compile()
     forward, encoder_lr_factor = worker.wrap(model), config.model.encoder_lr_factor
-    state = new_state(model, forward, settings, worker.device, autocast, encoder_lr_factor)
-    state.extra = {key: collectives.broadcast_from_rank0(t.to(worker.device)) for key, t in extra.items()}
+    state = new_state(
+        model, forward, settings, worker.device, autocast, encoder_lr_factor
+    )
+    state.extra = {
+        key: collectives.broadcast_from_rank0(t.to(worker.device))
+        for key, t in extra.items()
+    }
     if name == DISCOVER and registry.load(config).teacher(config):
         state.teacher = _teacher(config, train, storage).to(worker.device)
-    views = config if name == DISCOVER else override(config, {"augment.small.num_views": 0})
+    views = (
+        config if name == DISCOVER else override(config, {"augment.small.num_views": 0})
+    )
     if plan is None:
         fit(config, phase, state, _no_batch, worker, storage)
     else:
@@ -122,8 +170,12 @@ def _no_batch(step: int) -> Batch:
     raise AssertionError(f"a phase without steps asks for the batch of step {step}")
 
 
-def pretrain(config: Config, train: TrainData, worker: Worker, storage: Storage) -> TrainState:
-    """Supervised pretraining, after the pretext task where the run has one, whatever the run starts from."""
+def pretrain(
+    config: Config, train: TrainData, worker: Worker, storage: Storage
+) -> TrainState:
+    """Supervised pretraining, after the pretext task where the run has one, whatever
+    the run starts from.
+    """
     if config.pretext.epochs:
         run_phase(config, PRETEXT, train, worker, storage)
     return run_phase(config, PRETRAIN, train, worker, storage)
@@ -136,10 +188,22 @@ def _step(config: Config, phase: str) -> Step:
     return pretrain_step if phase == PRETRAIN else method.variant(config) or method.step
 
 
-def _initial_network(config: Config, phase: str, train: TrainData, storage: Storage) -> tuple[UnoModel, bool]:
-    """The network at step 0 of a phase, and whether its known prototypes are trained ones."""
+def _initial_network(
+    config: Config, phase: str, train: TrainData, storage: Storage
+) -> tuple[UnoModel, bool]:
+    """The network at step 0 of a phase, and whether its known prototypes are trained
+    ones.
+    """
     if phase == PRETEXT:
-        return build_model(config.model, load_pretext(config.pretext.task).num_outputs, 0, config.seed), False
+        return (
+            build_model(
+                config.model,
+                load_pretext(config.pretext.task).num_outputs,
+                0,
+                config.seed,
+            ),
+            False,
+        )
     if phase == PRETRAIN:
         model = build_model(config.model, train.num_known, 0, config.seed)
         if config.model.finetune == "none":
@@ -147,16 +211,19 @@ def _initial_network(config: Config, phase: str, train: TrainData, storage: Stor
         elif config.pretext.epochs:
             _load_phase_(model, storage, PRETEXT)
         return model, False
-    model = registry.build_network(config, train.num_known, train.num_novel, config.seed + 1)
+    model = registry.build_network(
+        config, train.num_known, train.num_novel, config.seed + 1
+    )
     has_known = load_weights_(model, config, storage)
     if has_known and registry.load(config).teacher(config):
-        model.normalize_prototypes_()  # student and teacher start from the same prototypes
+        # student and teacher start from the same prototypes
+        model.normalize_prototypes_()
     return model, has_known
 
 
 def _teacher(config: Config, train: TrainData, storage: Storage) -> UnoModel:
-    """The network that supervised pretraining left, encoder and known head, frozen. ConfigError: there is no
-    pretraining on the same known classes.
+    """The network that supervised pretraining left, encoder and known head, frozen.
+    ConfigError: there is no pretraining on the same known classes.
     """
     model = build_model(config.model, train.num_known, 0, config.seed)
     if PRETRAIN in phases(config):
@@ -165,21 +232,26 @@ def _teacher(config: Config, train: TrainData, storage: Storage) -> UnoModel:
         has_known = load_weights_(model, config, storage)
     if not has_known:
         why = "needs weights of a pretraining on the same known classes"
-        raise ConfigError(f"the teacher of method {config.method} (objective.rkd_weight) {why}")
+        raise ConfigError(
+            f"the teacher of method {config.method} (objective.rkd_weight) {why}"
+        )
     model.normalize_prototypes_()
     return model.eval().requires_grad_(False)
 
 
 def frozen_encoder(config: Config, storage: Storage) -> nn.Module:
-    """The encoder that a run with ``model.finetune`` heads starts from and ends with, in eval mode."""
+    """The encoder that a run with ``model.finetune`` heads starts from and ends
+    with, in eval mode.
+    """
     model = build_model(config.model, 1, 0, config.seed)
     load_weights_(model, config, storage)
     return model.encoder.eval().to(memory_format=torch.channels_last)
 
 
 def load_weights_(model: UnoModel, config: Config, storage: Storage) -> bool:
-    """Carry the encoder over from ``config.model.weights`` or this run's earlier phase, if it has one;
-    returns whether trained known prototypes came along: not of a file, nor of another number of classes.
+    """Carry the encoder over from ``config.model.weights`` or this run's earlier phase,
+    if it has one; returns whether trained known prototypes came along: not of a file,
+    nor of another number of classes.
     """
     source = config.model.weights
     if source is not None and (source == PRETRAINED or is_file(source)):
@@ -192,15 +264,22 @@ def load_weights_(model: UnoModel, config: Config, storage: Storage) -> bool:
         return False
     has_known = _load_phase_(model, storage, before[-1])
     if not has_known and before[-1] == PRETRAIN and model.adapter is None:
-        raise ConfigError("the pretrained known head has another number of classes than the data")
+        raise ConfigError(
+            "the pretrained known head has another number of classes than the data"
+        )
     return has_known
 
 
 def _load_phase_(model: UnoModel, storage: Storage, phase: str) -> bool:
-    """The encoder that a phase left, and its known prototypes where they are as many; returns whether."""
+    """The encoder that a phase left, and its known prototypes where they are as
+    many; returns whether.
+    """
     checkpoint = load_newest(storage, phase)
     if checkpoint is None:
-        raise StorageError(f"no {'pretraining' if phase == PRETRAIN else phase} checkpoint in {storage.uri}")
+        raise StorageError(
+            f"no {'pretraining' if phase == PRETRAIN else phase} checkpoint in"
+            f" {storage.uri}"
+        )
     weights = with_prefix(checkpoint.tensors, "model/")
     load_encoder_(model.encoder, with_prefix(weights, "encoder."), storage.uri)
     prototypes = weights["known.weight"]
@@ -211,12 +290,24 @@ def _load_phase_(model: UnoModel, storage: Storage, phase: str) -> bool:
 
 
 def load_trained(
-    config: Config, storage: Storage, num_known: int, num_novel: int, step: int | None = None
+    config: Config,
+    storage: Storage,
+    num_known: int,
+    num_novel: int,
+    step: int | None = None,
 ) -> tuple[UnoModel, int]:
-    """The discovered model of a run (as it was at ``step``), ready to predict, and its best head's index."""
-    checkpoint = load_newest(storage, DISCOVER) if step is None else load_checkpoint(storage, DISCOVER, step)
+    """The discovered model of a run (as it was at ``step``), ready to predict, and
+    its best head's index.
+    """
+    checkpoint = (
+        load_newest(storage, DISCOVER)
+        if step is None
+        else load_checkpoint(storage, DISCOVER, step)
+    )
     if checkpoint is None:
-        raise StorageError(f"no discovery checkpoint in {storage.uri}: run uno discover first")
+        raise StorageError(
+            f"no discovery checkpoint in {storage.uri}: run uno discover first"
+        )
     model = registry.build_network(config, num_known, num_novel, 0)
     model.load_state_dict(with_prefix(checkpoint.tensors, "model/"))
     model.normalize_prototypes_()

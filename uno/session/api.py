@@ -1,5 +1,6 @@
-"""The Python interface: ``uno.discover(...)`` and ``uno.load(run)`` give a model, ``model.predict(images)``
-its predictions. It mirrors the commands, and shows itself in a notebook.
+"""The Python interface: ``uno.discover(...)`` and ``uno.load(run)`` give a model,
+``model.predict(images)`` its predictions. It mirrors the commands, and shows itself in
+a notebook.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ ImageLike = str | PathLike[str] | bytes | np.ndarray | PIL.Image.Image
 
 @dataclass(frozen=True)
 class Prediction:
-    """The class of one image; without one where the image could not be read, ``reason`` says why."""
+    """The class of one image; without one where the image could not be read,
+    ``reason`` says why.
+    """
 
     class_index: int | None
     class_name: str | None
@@ -58,9 +61,11 @@ class Prediction:
 
 @dataclass(frozen=True, eq=False)
 class Predictions:
-    """The classes of N images; fields are those of ``uno predict``, as arrays of length N.
+    """The classes of N images; fields are those of ``uno predict``, as arrays of length
+    N.
 
-    A row that could not be read has class -1, no name, NaN for every number, and a reason.
+    A row that could not be read has class -1, no name, NaN for every number, and a
+    reason.
     """
 
     class_index: np.ndarray  # (N,) int64
@@ -87,41 +92,64 @@ class Predictions:
     def __getitem__(self, row: int | slice) -> Prediction | Predictions:
         if isinstance(row, slice):
             first: list[Image] = [*self.first, *[b""] * (len(self) - len(self.first))]
-            values = {field.name: getattr(self, field.name)[row] for field in fields(self)}
+            values = {
+                field.name: getattr(self, field.name)[row] for field in fields(self)
+            }
             return Predictions(**{**values, "first": first[row][: show.MAX_ROWS]})
         index = int(self.class_index[row])
         return Prediction(
-            class_index=None if index < 0 else index, class_name=self.class_name[row], kind=self.kind[row],
-            **{name: float(getattr(self, name)[row]) for name in NUMBERS}, reason=self.reason[row],
-        )  # fmt: skip
+            class_index=None if index < 0 else index,
+            class_name=self.class_name[row],
+            kind=self.kind[row],
+            **{name: float(getattr(self, name)[row]) for name in NUMBERS},
+            reason=self.reason[row],
+        )
 
     def __iter__(self) -> Iterator[Prediction]:
         return (self[row] for row in range(len(self)))
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {plural(len(self), 'image')}: {show.counted(self.class_name)}>"
+        return (
+            f"<{type(self).__name__} of {plural(len(self), 'image')}:"
+            f" {show.counted(self.class_name)}>"
+        )
 
     def to_pandas(self) -> Any:
-        """A ``pandas.DataFrame``, one row an image, without the arrays. ConfigError: pandas is missing."""
+        """A ``pandas.DataFrame``, one row an image, without the arrays. ConfigError:
+        pandas is missing.
+        """
         try:
             import pandas
         except ModuleNotFoundError:
-            raise ConfigError("to_pandas needs the package 'pandas': pip install pandas") from None
+            raise ConfigError(
+                "to_pandas needs the package 'pandas': pip install pandas"
+            ) from None
         names = ("path", "class_index", "class_name", "kind", *NUMBERS, "reason")
         return pandas.DataFrame({name: getattr(self, name) for name in names})
 
     def _repr_html_(self) -> str:
         rows = [
-            (path or f"image {i}", one.class_name, one.kind, one.probability, one.head_agreement, one.reason)
-            for i, (path, one, _) in enumerate(zip(self.path, self, self.first, strict=False))
+            (
+                path or f"image {i}",
+                one.class_name,
+                one.kind,
+                one.probability,
+                one.head_agreement,
+                one.reason,
+            )
+            for i, (path, one, _) in enumerate(
+                zip(self.path, self, self.first, strict=False)
+            )
         ]
         title, facts = plural(len(self), "image"), [show.counted(self.class_name)]
-        return show.predictions_html(title, facts, self.first, rows, len(self) - len(rows))
+        return show.predictions_html(
+            title, facts, self.first, rows, len(self) - len(rows)
+        )
 
 
 class Model:
-    """A trained model. ``classes`` are its outputs, in order; ``size`` the side of its images in pixels;
-    ``run`` the directory, a path or URI, that it came from.
+    """A trained model. ``classes`` are its outputs, in order; ``size`` the side of its
+    images in pixels; ``run`` the directory, a path or URI, that it came from.
     """
 
     def __init__(self, classifier: Classifier, storage: Storage) -> None:
@@ -144,7 +172,9 @@ class Model:
             if takes.takes_vectors
             else f"images of {self.size} px"
         )
-        return f"{known} known and {plural(novel, 'novel class', 'novel classes')}, {what}"
+        return (
+            f"{known} known and {plural(novel, 'novel class', 'novel classes')}, {what}"
+        )
 
     @cached_property
     def _members(self) -> dict[int, show.Members]:
@@ -155,31 +185,43 @@ class Model:
 
     def _repr_html_(self) -> str:
         facts = str(verdict(self.metrics) or "").splitlines()
-        facts += [self._counts, f"run: {self.run}", f"report: {self.report}" if self.report else ""]
+        facts += [
+            self._counts,
+            f"run: {self.run}",
+            f"report: {self.report}" if self.report else "",
+        ]
         if (right := self.metrics.get(STRICT)) is not None:
-            facts.append(f"novel training images in the right class: {right:.1%} (strict)")
+            facts.append(
+                f"novel training images in the right class: {right:.1%} (strict)"
+            )
         title = f"uno.{type(self).__name__}"
         return show.model_html(title, facts, self.classes, self._members, self.size)
 
     @cached_property
     def metrics(self) -> dict[str, float]:
-        """The run's ``metrics.json``, fractions by path, e.g. ``train/novel/task_aware/acc/best``; empty for
-        a copy of ``model/``.
+        """The run's ``metrics.json``, fractions by path, e.g.
+        ``train/novel/task_aware/acc/best``; empty for a copy of ``model/``.
         """
         return directory.read_results(self._storage) or {}
 
     @property
     def report(self) -> str | None:
         """Where the run's HTML report is, if it has one."""
-        return self._storage.below(REPORT_FILE) if self._storage.exists(REPORT_FILE) else None
+        return (
+            self._storage.below(REPORT_FILE)
+            if self._storage.exists(REPORT_FILE)
+            else None
+        )
 
     def predict(self, images: Sequence[ImageLike] | np.ndarray | Tensor) -> Predictions:
-        """Classify images of any size: a list or column of paths or URIs, encoded bytes, PIL images and uint8
-        arrays (H, W, 3) or (H, W); one uint8 array (N, H, W, 3) or (N, H, W); or one uint8 tensor
-        (N, 3, H, W). They are made square as in training: shorter side resized to ``size``, center crop. A
-        model of vectors accepts an array or tensor of numbers (N, D).
+        """Classify images of any size: a list or column of paths or URIs, encoded
+        bytes, PIL images and uint8 arrays (H, W, 3) or (H, W); one uint8 array (N, H,
+        W, 3) or (N, H, W); or one uint8 tensor (N, 3, H, W). They are made square as in
+        training: shorter side resized to ``size``, center crop. A model of vectors
+        accepts an array or tensor of numbers (N, D).
 
-        Unreadable files are rows with a reason; ConfigError, a ValueError: something else was given.
+        Unreadable files are rows with a reason; ConfigError, a ValueError: something
+        else was given.
         """
         with _own_torch(self._classifier.device):
             return self._predict(images)
@@ -194,37 +236,56 @@ class Model:
         else:
             items = _items(given)
             source = [b"" if isinstance(item, BadImage) else item for item in items]
-        batches = np.split(np.arange(len(items)), range(model.batch_rows, len(items), model.batch_rows))
+        batches = np.split(
+            np.arange(len(items)), range(model.batch_rows, len(items), model.batch_rows)
+        )
         how = model.config.data.interpolation
         decode = partial(decoded, source, size=model.size, interpolation=how)
         with at_speed(model, Config(), len(items), torch.get_num_threads()):
             parts = list(score_rows(model, decode, batches))
-        found = zip(items, (reason for _, some, _ in parts for reason in some), strict=True)
-        reasons = [str(item) if isinstance(item, BadImage) else reason for item, reason in found]
+        found = zip(
+            items, (reason for _, some, _ in parts for reason in some), strict=True
+        )
+        reasons = [
+            str(item) if isinstance(item, BadImage) else reason
+            for item, reason in found
+        ]
         scores = [some for *_, some in parts if some is not None]
         ok = ok_mask(reasons)
 
         def column(name: str, *width: int) -> np.ndarray:
-            full = np.full((len(items), *width), -1 if name == "class_index" else np.float32("nan"))
+            full = np.full(
+                (len(items), *width), -1 if name == "class_index" else np.float32("nan")
+            )
             if scores:
-                full[ok] = np.concatenate([getattr(some, name).numpy() for some in scores])
+                full[ok] = np.concatenate(
+                    [getattr(some, name).numpy() for some in scores]
+                )
             return full
 
         index = column("class_index")
         names = [*called(self.classes), (None, None)]  # the last for class -1
         width = int(model.module.encoder.num_features)  # type: ignore[arg-type]
         return Predictions(
-            class_index=index, class_name=[names[i][0] for i in index.tolist()], reason=reasons,
-            kind=[names[i][1] for i in index.tolist()], **{name: column(name) for name in NUMBERS},
-            probabilities=column("probabilities", len(self.classes)), embedding=column("features", width),
+            class_index=index,
+            class_name=[names[i][0] for i in index.tolist()],
+            reason=reasons,
+            kind=[names[i][1] for i in index.tolist()],
+            **{name: column(name) for name in NUMBERS},
+            probabilities=column("probabilities", len(self.classes)),
+            embedding=column("features", width),
             path=[item if isinstance(item, str) else None for item in items],
-            first=[b"" if isinstance(item, BadImage) else item for item in items[: show.MAX_ROWS]],
-        )  # fmt: skip
+            first=[
+                b"" if isinstance(item, BadImage) else item
+                for item in items[: show.MAX_ROWS]
+            ],
+        )
 
 
 def load(run: str | PathLike[str], device: str | torch.device = "cpu") -> Model:
-    """The model of a finished run, by path or URI, or of a copy of its ``model/`` folder, on "cpu" or
-    "cuda". StorageError: no trained model there, or a damaged one; ConfigError: no path, no such device.
+    """The model of a finished run, by path or URI, or of a copy of its ``model/``
+    folder, on "cpu" or "cuda". StorageError: no trained model there, or a damaged one;
+    ConfigError: no path, no such device.
     """
     if not isinstance(run, str | PathLike):
         raise ConfigError(f"load takes the path of a run, not {_kind(run)}")
@@ -234,30 +295,39 @@ def load(run: str | PathLike[str], device: str | torch.device = "cpu") -> Model:
 
 
 def discover(
-    *, embeddings: Any = None, labels: Any = None, ids: Any = None, overwrite: bool = False,
-    quiet: bool = False, **settings: Any,
-) -> Model:  # fmt: skip
-    """``uno discover`` from Python: find the classes in ``unlabeled``, given ``labeled`` images of others.
+    *,
+    embeddings: Any = None,
+    labels: Any = None,
+    ids: Any = None,
+    overwrite: bool = False,
+    quiet: bool = False,
+    **settings: Any,
+) -> Model:
+    """``uno discover`` from Python: find the classes in ``unlabeled``, given
+    ``labeled`` images of others.
 
         uno.discover(labeled="photos/known", unlabeled="photos/new", num_novel=12, output="runs/photos")
         uno.discover(data="digits", batch_size=128, objective={"epsilon": 0.1})
         uno.discover(embeddings=X, labels=y, num_novel=12, output="runs/vectors")
         uno.discover(config="mine.yaml", **{"discover.epochs": 20})
 
-    Every option of the command is a keyword, with its defaults, precedence and checks: short (``num_novel``),
-    dotted, or in a mapping for its section; ``config`` is a YAML file, a mapping, or a list of them. The same
-    call again resumes, or returns the model of the finished run; ``overwrite`` starts over. ``quiet``: no bar
-    and no lines but warnings. Ctrl-C (in the main thread) saves and raises Interrupted.
+    Every option of the command is a keyword, with its defaults, precedence and checks:
+    short (``num_novel``), dotted, or in a mapping for its section; ``config`` is a YAML
+    file, a mapping, or a list of them. The same call again resumes, or returns the
+    model of the finished run; ``overwrite`` starts over. ``quiet``: no bar and no lines
+    but warnings. Ctrl-C (in the main thread) saves and raises Interrupted.
 
-    ``embeddings``: an array or tensor of numbers (N, D), or (N, V, D) with V views of each row; ``labels``: N
-    names or numbers of classes; a missing value (None, NaN, pandas.NA, null) or a negative number for none;
-    ``ids``: N names. They are kept beside the run, in OUTPUT-vectors-HASH.parquet.
+    ``embeddings``: an array or tensor of numbers (N, D), or (N, V, D) with V views of
+    each row; ``labels``: N names or numbers of classes; a missing value (None, NaN,
+    pandas.NA, null) or a negative number for none; ``ids``: N names. They are kept
+    beside the run, in OUTPUT-vectors-HASH.parquet.
 
-    It works in this process: ``pipelines.api.discover`` takes the same settings and has workers.
+    It works in this process: ``pipelines.api.discover`` takes the same settings and has
+    workers.
 
-    Where the command ends with a line it raises an UnoError: ConfigError (a ValueError), NumericsError,
-    StorageError or Interrupted.
-    """
+    Where the command ends with a line it raises an UnoError: ConfigError (a
+    ValueError), NumericsError, StorageError or Interrupted.
+    """  # noqa: E501
     if embeddings is None:
         if labels is not None or ids is not None:
             raise ConfigError("labels and ids go with embeddings")
@@ -278,9 +348,9 @@ def stored_embeddings(
     """Store embeddings beside the run that is trained on them.
 
     The name of the file contains a hash of its content, so that no call replaces the
-    vectors of an earlier run. Version 0.2.0 named it without the hash. At the end a file
-    that the run does not use is deleted: the new one if the run was refused, and the
-    earlier one if the run was started over.
+    vectors of an earlier run. Version 0.2.0 named it without the hash. At the end a
+    file that the run does not use is deleted: the new one if the run was refused, and
+    the earlier one if the run was started over.
 
     Args:
         settings: The keywords of :func:`discover`.
@@ -323,7 +393,9 @@ def stored_embeddings(
             now = vectors_of(output)
             if is_new and now != place:
                 _delete(place)
-            is_ours = re.fullmatch(rf"{re.escape(beside)}(-\w{{12}})?\.parquet", earlier or "")
+            is_ours = re.fullmatch(
+                rf"{re.escape(beside)}(-\w{{12}})?\.parquet", earlier or ""
+            )
             if is_ours and earlier is not None and now != earlier:
                 _delete(earlier)
 
@@ -359,12 +431,19 @@ def _delete(path: str) -> None:
     Storage(folder).delete(name)
 
 
-def discover_at(elsewhere: Place | None, settings: Mapping[str, Any], overwrite: bool, quiet: bool) -> Model:
-    """:func:`discover`, whose workers, if ``settings`` ask for some, are ``elsewhere``."""
+def discover_at(
+    elsewhere: Place | None, settings: Mapping[str, Any], overwrite: bool, quiet: bool
+) -> Model:
+    """:func:`discover`, whose workers, if ``settings`` ask for some, are
+    ``elsewhere``.
+    """
     from uno.session import job  # it trains: to load a model takes less
 
     given = from_keywords(settings)
-    config, now = override(Config(), completed(given, choose=True)), torch.get_num_threads()
+    config, now = (
+        override(Config(), completed(given, choose=True)),
+        torch.get_num_threads(),
+    )
     try:  # the caller's own work goes on with as many threads as before
         with threads(now), suppress_output(quiet), _own_torch(torch.device("cpu")):
             job.discover(config, given, overwrite, elsewhere=elsewhere)
@@ -376,7 +455,9 @@ def discover_at(elsewhere: Place | None, settings: Mapping[str, Any], overwrite:
 
 
 def _device(name: Any) -> torch.device:
-    """One that this machine has. ConfigError: it has not, or models do not run there."""
+    """One that this machine has. ConfigError: it has not, or models do not run
+    there.
+    """
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError):
@@ -384,25 +465,34 @@ def _device(name: Any) -> torch.device:
     if device is None or device.type not in ("cpu", "cuda"):
         raise ConfigError(f'device must be "cpu" or "cuda", not {name!r}')
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f'PyTorch sees no CUDA device for device="{device}"; use device="cpu"')
+        raise ConfigError(
+            f'PyTorch sees no CUDA device for device="{device}"; use device="cpu"'
+        )
     return device
 
 
 @contextmanager
 def _own_torch(device: torch.device) -> Iterator[None]:
-    """Numbers on ``device`` as anywhere, whatever the caller has set: default dtype and device, autocast. In
-    a forked child, where OpenMP waits for ever for the threads of its parent, by one thread, as in the
-    workers of PyTorch's loaders. ConfigError: a GPU in a forked child of a process that has used one.
+    """Numbers on ``device`` as anywhere, whatever the caller has set: default dtype and
+    device, autocast. In a forked child, where OpenMP waits for ever for the threads of
+    its parent, by one thread, as in the workers of PyTorch's loaders. ConfigError: a
+    GPU in a forked child of a process that has used one.
     """
     if os.getpid() != PROCESS:
         if device.type == "cuda" and torch.cuda._is_in_bad_fork():
-            raise ConfigError('a forked process cannot use CUDA: start it by multiprocessing\'s "spawn"')
+            raise ConfigError(
+                "a forked process cannot use CUDA: start it by multiprocessing's"
+                ' "spawn"'
+            )
         torch.set_num_threads(1)
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
         is_set = torch.get_default_device().type != "cpu"
-        with torch.device("cpu") if is_set else nullcontext(), torch.autocast(device.type, enabled=False):
+        with (
+            torch.device("cpu") if is_set else nullcontext(),
+            torch.autocast(device.type, enabled=False),
+        ):
             yield
     finally:
         torch.set_default_dtype(dtype)
@@ -413,15 +503,26 @@ def _items(images: Any) -> list[Image | BadImage]:
     if isinstance(images, Tensor):
         if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != 3:
             found = f"{images.dtype} {tuple(images.shape)}"
-            raise ConfigError(f"a tensor of images must be uint8 (N, 3, H, W), not {found}")
+            raise ConfigError(
+                f"a tensor of images must be uint8 (N, 3, H, W), not {found}"
+            )
         images = images.cpu().permute(0, 2, 3, 1).numpy()
-    single = isinstance(images, np.ndarray) and (images.ndim == 2 or images.shape[2:] == (3,))
+    single = isinstance(images, np.ndarray) and (
+        images.ndim == 2 or images.shape[2:] == (3,)
+    )
     if isinstance(images, (str, bytes, PathLike, PIL.Image.Image)) or single:
-        raise ConfigError("predict takes several images; put a single one in a list: predict([image])")
+        raise ConfigError(
+            "predict takes several images; put a single one in a list: predict([image])"
+        )
     if isinstance(images, Mapping) or hasattr(images, "columns"):
-        raise ConfigError('predict takes the column of a table that holds the paths, such as table["path"]')
+        raise ConfigError(
+            "predict takes the column of a table that holds the paths, such as"
+            ' table["path"]'
+        )
     if not isinstance(images, Iterable) or getattr(images, "shape", None) == ():
-        raise ConfigError(f"predict takes a list or column of images, not {_kind(images)}")
+        raise ConfigError(
+            f"predict takes a list or column of images, not {_kind(images)}"
+        )
     images = images.to_pylist() if hasattr(images, "to_pylist") else images
     return [_item(image, row) for row, image in enumerate(images)]
 
@@ -441,9 +542,15 @@ def _item(image: Any, row: int) -> Image | BadImage:
     if isinstance(image, PIL.Image.Image):
         try:
             image = np.asarray(to_rgb(PIL.ImageOps.exif_transpose(image)))
-        except (BadImage, OSError) as error:  # OSError: a file opened lazily, and truncated
+        # OSError: a file opened lazily, and truncated
+        except (BadImage, OSError) as error:
             return BadImage(" ".join(str(error).split()))
-    if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim in (2, 3) and image.size:
+    if (
+        isinstance(image, np.ndarray)
+        and image.dtype == np.uint8
+        and image.ndim in (2, 3)
+        and image.size
+    ):
         image = np.repeat(image[..., None], 3, axis=2) if image.ndim == 2 else image
         if image.shape[2] == 3:
             return image

@@ -1,4 +1,6 @@
-"""The person at the keyboard: what they see while a run works, and how they stop it. Driver only."""
+"""The person at the keyboard: what they see while a run works, and how they stop it.
+Driver only.
+"""
 
 import os
 import select
@@ -17,15 +19,22 @@ from uno.errors import Interrupted, printable
 from uno.text import plural
 
 PARTS = {
-    "epoch": "epoch {epoch}/{epochs}", "step": "step {step}/{total_steps}", "loss": "loss {loss:.3f}",
-    "lr": "lr {lr:.4f}", "images_per_s": "{images_per_s:,.0f} images/s",
-    "data_wait": "waits for data {data_wait:.0%}", "slow_rank": "slow rank {slow_rank}",
-}  # fmt: skip
+    "epoch": "epoch {epoch}/{epochs}",
+    "step": "step {step}/{total_steps}",
+    "loss": "loss {loss:.3f}",
+    "lr": "lr {lr:.4f}",
+    "images_per_s": "{images_per_s:,.0f} images/s",
+    "data_wait": "waits for data {data_wait:.0%}",
+    "slow_rank": "slow rank {slow_rank}",
+}
 PACE = {  # in lines, for which a bar has no room
     "images_per_s_per_device": "{images_per_s_per_device:,.0f} images/s a device",
-    "rank_ms_max": "ranks {rank_ms_min:.0f} ms, {rank_ms_median:.0f} ms, {rank_ms_max:.0f} ms",
-    "grad_norm": "gradient {grad_norm:.3g}", "peak_memory_gb": "{peak_memory_gb:.1f} GB",
-}  # fmt: skip
+    "rank_ms_max": (
+        "ranks {rank_ms_min:.0f} ms, {rank_ms_median:.0f} ms, {rank_ms_max:.0f} ms"
+    ),
+    "grad_norm": "gradient {grad_norm:.3g}",
+    "peak_memory_gb": "{peak_memory_gb:.1f} GB",
+}
 
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -44,7 +53,9 @@ def suppress_output(silent: bool = True) -> Iterator[None]:
 
 
 def print_line(line: str, stream: TextIO | None = None) -> None:
-    """Print a line, above a bar; what cannot be encoded or would steer a terminal is escaped."""
+    """Print a line, above a bar; what cannot be encoded or would steer a terminal is
+    escaped.
+    """
     if SILENT.get() and not line.startswith("warning: "):
         return
     stream = stream or sys.stdout
@@ -61,9 +72,9 @@ def in_main_thread() -> bool:
 
 @contextmanager
 def on_stop(request: Callable[[], object], line: str | None = None) -> Iterator[None]:
-    """Say ``line`` and call ``request`` at SIGTERM, Ctrl-C and SIGHUP; a second one interrupts at once. A
-    SIGHUP that is ignored (nohup) stays so. Python handles signals in the main thread: in another one they
-    stay as they are.
+    """Say ``line`` and call ``request`` at SIGTERM, Ctrl-C and SIGHUP; a second one
+    interrupts at once. A SIGHUP that is ignored (nohup) stays so. Python handles
+    signals in the main thread: in another one they stay as they are.
     """
     if not in_main_thread():
         yield
@@ -91,7 +102,9 @@ def on_stop(request: Callable[[], object], line: str | None = None) -> Iterator[
 
 @contextmanager
 def interrupt_on_signal(line: str) -> Iterator[None]:
-    """Raise Interrupted with ``line`` at those signals, at the end at the latest: libraries swallow some."""
+    """Raise Interrupted with ``line`` at those signals, at the end at the latest:
+    libraries swallow some.
+    """
     asked = threading.Event()
 
     def stop() -> None:
@@ -106,7 +119,9 @@ def interrupt_on_signal(line: str) -> Iterator[None]:
 
 @contextmanager
 def reading() -> Iterator[Callable[[int], None]]:
-    """While a large table is read, a line every ten seconds; call it with the number of rows at the end."""
+    """While a large table is read, a line every ten seconds; call it with the number
+    of rows at the end.
+    """
     start, done = time.monotonic(), threading.Event()
 
     def tell() -> None:
@@ -115,9 +130,14 @@ def reading() -> Iterator[Callable[[int], None]]:
 
     def total(num: int) -> None:
         if (spent := time.monotonic() - start) > READING_S:
-            print_line(f"read {plural(num, 'image')} in {spent:.0f} s ({num / spent:,.0f} images/s)")
+            print_line(
+                f"read {plural(num, 'image')} in {spent:.0f} s ({num / spent:,.0f}"
+                " images/s)"
+            )
 
-    threading.Thread(target=copy_context().run, args=(tell,), name="uno-reading", daemon=True).start()
+    threading.Thread(
+        target=copy_context().run, args=(tell,), name="uno-reading", daemon=True
+    ).start()
     try:
         yield total
     finally:
@@ -127,28 +147,38 @@ def reading() -> Iterator[Callable[[int], None]]:
 def described(metrics: Mapping[str, Any], in_a_bar: bool = False) -> str:
     """A line of metrics in words."""
     texts = PARTS if in_a_bar else PARTS | PACE
-    parts = (text.format(**metrics) for key, text in texts.items() if metrics.get(key) is not None)
+    parts = (
+        text.format(**metrics)
+        for key, text in texts.items()
+        if metrics.get(key) is not None
+    )
     return "  ".join([metrics["phase"], *parts])
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """Shows metric dicts: phase, epoch, epochs, step, total_steps, loss, lr, images_per_s.
+    """Shows metric dicts: phase, epoch, epochs, step, total_steps, loss, lr,
+    images_per_s.
 
-    On a terminal and in a notebook a live bar on stderr, one for each phase; elsewhere a plain line at every
-    ``interval``-th step, but none within ``seconds`` of the one before, and at a phase's end. A phase whose
-    steps have no such rhythm says ``every_s`` how many seconds lie between two lines.
+    On a terminal and in a notebook a live bar on stderr, one for each phase; elsewhere
+    a plain line at every ``interval``-th step, but none within ``seconds`` of the one
+    before, and at a phase's end. A phase whose steps have no such rhythm says
+    ``every_s`` how many seconds lie between two lines.
     """
 
     def __init__(
-        self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic, interval: int = 1,
+        self,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        interval: int = 1,
         seconds: float = 0.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._stream, self._clock = stream or sys.stderr, clock
         self._interval, self._seconds = interval, seconds
         self._phase: str | None = None
         self._bar: tqdm[Any] | None = None
         self._silent = SILENT.get()
-        in_notebook = type(self._stream).__module__.startswith("ipykernel")  # it redraws a line after \\r
+        # it redraws a line after \\r
+        in_notebook = type(self._stream).__module__.startswith("ipykernel")
         self._live = in_notebook or self._stream.isatty()
 
     def __call__(self, metrics: Mapping[str, Any]) -> None:
@@ -169,7 +199,11 @@ class Progress(AbstractContextManager["Progress"]):
             if self._bar is None:
                 layout = "{desc}  {percentage:3.0f}% |{bar}|"
                 self._bar = tqdm(
-                    total=total, file=self._stream, ascii=True, dynamic_ncols=True, bar_format=layout
+                    total=total,
+                    file=self._stream,
+                    ascii=True,
+                    dynamic_ncols=True,
+                    bar_format=layout,
                 )
             self._bar.n = step
             self._bar.set_description_str("  ".join(parts))
@@ -191,7 +225,9 @@ class Progress(AbstractContextManager["Progress"]):
 
 
 def output_closed() -> bool:
-    """Whether nobody reads our output: a closed pipe, a terminal hung up. What is left then goes nowhere."""
+    """Whether nobody reads our output: a closed pipe, a terminal hung up. What is
+    left then goes nowhere.
+    """
     gone = False
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # not a file

@@ -1,4 +1,6 @@
-"""What a configuration names, opened in this process: its rows, what is kept of their images, its sets."""
+"""What a configuration names, opened in this process: its rows, what is kept of
+their images, its sets.
+"""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,15 +37,21 @@ SAMPLE_ROWS = 4_000  # whose features are looked at before training
 
 Show = Callable[[dict[str, Any]], None]
 Look = Callable[[Tensor, Sequence[str | None]], None]
-"""Takes the features (N, D) of the evaluation views, once they are there, and why a row has none."""
-Compute = Callable[[FeatureJob, nn.Module, Missing, Storage], Iterable[tuple[int, Shard]]]
-"""Computes what is missing of a job's shards under its encoder, and keeps it in a cache directory before it
-gives it out.
+"""Takes the features (N, D) of the evaluation views, once they are there, and why a
+row has none.
+"""
+Compute = Callable[
+    [FeatureJob, nn.Module, Missing, Storage], Iterable[tuple[int, Shard]]
+]
+"""Computes what is missing of a job's shards under its encoder, and keeps it in a cache
+directory before it gives it out.
 """
 
 
 def read_task(data: DataConfig) -> Task:
-    """The rows of a source, as a run with ``data`` sees them; a line while it takes long. ConfigError."""
+    """The rows of a source, as a run with ``data`` sees them; a line while it takes
+    long. ConfigError.
+    """
     with reading() as total:
         task = make_task(read_rows(data), data)
         total(len(task.rows))
@@ -67,19 +75,30 @@ class Sets(NamedTuple):
 
 
 def open_sets(
-    config: Config, task: Task, storage: Storage, show: Show = lambda metrics: None,
-    should_stop: Callable[[], bool] = lambda: False, keep: bool = True, look: Look | None = None,
-) -> Sets:  # fmt: skip
-    """The sets of a run in ``storage``, whose unreadable images it lists there if ``keep``; ``look`` as
-    :func:`load_features` has it. ConfigError: too many of them. Interrupted: ``should_stop`` says so.
+    config: Config,
+    task: Task,
+    storage: Storage,
+    show: Show = lambda metrics: None,
+    should_stop: Callable[[], bool] = lambda: False,
+    keep: bool = True,
+    look: Look | None = None,
+) -> Sets:
+    """The sets of a run in ``storage``, whose unreadable images it lists there if
+    ``keep``; ``look`` as
+    :func:`load_features` has it. ConfigError: too many of them. Interrupted:
+      ``should_stop`` says so.
     """
     if config.data.loading == "streaming":
         stream = streaming_set(config, task, storage)
-        return Sets(stream, partial(streaming_eval_sets, config, task, stream.bad), task, None)
+        return Sets(
+            stream, partial(streaming_eval_sets, config, task, stream.bad), task, None
+        )
     images, reasons = load_images(config, task, storage, show, should_stop, look)
     leave_out_unreadable(reasons, config, task, storage if keep else None)
     task, ok = keep_pixels(task, images, reasons), ok_mask(reasons)
-    return Sets(assemble(task, images, ok), partial(eval_sets, task, images, ok), task, ok)
+    return Sets(
+        assemble(task, images, ok), partial(eval_sets, task, images, ok), task, ok
+    )
 
 
 def config_for_readable_rows(
@@ -102,7 +121,10 @@ def config_for_readable_rows(
     if ok is None or ok.all():
         return config
     fitting = with_fitting_batch(config, task, ok) if batch_is_derived else config
-    size, left_out = fitting.train.batch_size, plural(int((~ok).sum()), "unreadable image")
+    size, left_out = (
+        fitting.train.batch_size,
+        plural(int((~ok).sum()), "unreadable image"),
+    )
     if size != config.train.batch_size:
         print_line(f"batch size: {size}, because {left_out} left out")
     for problem in row_problems(task, fitting, ok):
@@ -113,26 +135,41 @@ def config_for_readable_rows(
 
 
 def load_images(
-    config: Config, task: Task, storage: Storage, show: Show, should_stop: Callable[[], bool] = lambda: False,
+    config: Config,
+    task: Task,
+    storage: Storage,
+    show: Show,
+    should_stop: Callable[[], bool] = lambda: False,
     look: Look | None = None,
-) -> tuple[Tensor | NeighborViews, list[str | None]]:  # fmt: skip
-    """Pixels uint8 (N, 3, S, S), or features of a frozen encoder; and why a row has none."""
+) -> tuple[Tensor | NeighborViews, list[str | None]]:
+    """Pixels uint8 (N, 3, S, S), or features of a frozen encoder; and why a row has
+    none.
+    """
     if on_features(config):
         return load_features(config, task, storage, show, should_stop, look=look)
     data = config.data
-    return decode_many(task.rows.images, data.stored_size, interpolation=data.interpolation)
+    return decode_many(
+        task.rows.images, data.stored_size, interpolation=data.interpolation
+    )
 
 
 def leave_out_unreadable(
-    reasons: list[str | None], config: Config, task: Task, storage: Storage | None = None
+    reasons: list[str | None],
+    config: Config,
+    task: Task,
+    storage: Storage | None = None,
 ) -> None:
-    """Say how many images cannot be read and list them in a run's ``bad_samples.jsonl``; refuse too many."""
+    """Say how many images cannot be read and list them in a run's
+    ``bad_samples.jsonl``; refuse too many.
+    """
     limit = config.data.max_bad_fraction
     bad = check_bad(task.rows.ids, reasons, limit, storage, task.rows.images)
     if bad:
         first = f"the first: {name_bad(bad[0])}: {bad[0]['reason']}"
         where = f"see {storage.below(BAD_SAMPLES)}; " if storage else ""
-        print_line(f"warning: {plural(len(bad), 'unreadable image')} left out; {where}{first}")
+        print_line(
+            f"warning: {plural(len(bad), 'unreadable image')} left out; {where}{first}"
+        )
 
 
 def compute_local(
@@ -144,15 +181,27 @@ def compute_local(
     return FeatureCache(cache, job).keep(shards, missing)
 
 
-def _at_speed(job: FeatureJob, encoder: nn.Module, cache: FeatureCache, missing: Missing) -> nn.Module:
-    """``encoder`` as what is ``missing`` should be computed: as what ``cache`` has, or as fast as is possible
-    where that is worth it. PyTorch's evaluation views alone, of few rows, do not decide. A line says so where
-    features of both are mixed.
+def _at_speed(
+    job: FeatureJob, encoder: nn.Module, cache: FeatureCache, missing: Missing
+) -> nn.Module:
+    """``encoder`` as what is ``missing`` should be computed: as what ``cache`` has, or
+    as fast as is possible where that is worth it. PyTorch's evaluation views alone, of
+    few rows, do not decide. A line says so where features of both are mixed.
     """
     config, device = job.config, local_device(job.config)
-    num_images = sum(len(job.rows(number)) * (job.num_views - have) for number, have in missing.items())
-    plan, then = plan_of(config, num_images, features.side(config), device), cache.plan()
-    decides = plan is None or {*missing.values()} != {1} or (then is not None and then.runtime != TORCH)
+    num_images = sum(
+        len(job.rows(number)) * (job.num_views - have)
+        for number, have in missing.items()
+    )
+    plan, then = (
+        plan_of(config, num_images, features.side(config), device),
+        cache.plan(),
+    )
+    decides = (
+        plan is None
+        or {*missing.values()} != {1}
+        or (then is not None and then.runtime != TORCH)
+    )
     if then is not None and decides and is_allowed(config, then, device):
         plan = then
     plain = Plan(TORCH, features.CPU_IMAGES, config.compute.precision == "bf16")
@@ -169,18 +218,29 @@ def _at_speed(job: FeatureJob, encoder: nn.Module, cache: FeatureCache, missing:
 
 
 def load_features(
-    config: Config, task: Task, storage: Storage, show: Show, should_stop: Callable[[], bool] = lambda: False,
-    compute: Compute = compute_local, zeros: features.Zeros = torch.zeros, look: Look | None = None,
-) -> tuple[Tensor | NeighborViews, list[str | None]]:  # fmt: skip
-    """Features float32 (N, 1 + V, D) of the rows of ``task``, from the cache or else by ``compute``, and why
-    a row has none. Where evaluation views are computed they come before all others, and ``look`` takes them.
-    Interrupted: ``should_stop`` says so; ConfigError: nobody has trained the encoder.
+    config: Config,
+    task: Task,
+    storage: Storage,
+    show: Show,
+    should_stop: Callable[[], bool] = lambda: False,
+    compute: Compute = compute_local,
+    zeros: features.Zeros = torch.zeros,
+    look: Look | None = None,
+) -> tuple[Tensor | NeighborViews, list[str | None]]:
+    """Features float32 (N, 1 + V, D) of the rows of ``task``, from the cache or else by
+    ``compute``, and why a row has none. Where evaluation views are computed they come
+    before all others, and ``look`` takes them. Interrupted: ``should_stop`` says so;
+    ConfigError: nobody has trained the encoder.
     """
     if config.model.weights is None:
-        raise ConfigError("model.finetune none needs --weights, the weights of the frozen encoder")
+        raise ConfigError(
+            "model.finetune none needs --weights, the weights of the frozen encoder"
+        )
     given = task.rows.images.vectors(np.arange(len(task.rows)))
     if given is not None:  # the source is the cache
-        _warn_of_oddity(given[0], given[1], "nothing separates the rows; check the vectors")
+        _warn_of_oddity(
+            given[0], given[1], "nothing separates the rows; check the vectors"
+        )
         return with_views(given[0], config.augment, ok_mask(given[1])), given[1]
     require_runtime(config)
     encoder = frozen_encoder(config, storage)
@@ -189,14 +249,27 @@ def load_features(
     cache, settled = FeatureCache(place, job), list[nn.Module]()
 
     def computed(stage: FeatureJob, missing: Missing) -> Iterator[tuple[int, Shard]]:
-        rows, least = sum(len(job.rows(number)) for number in missing), min(missing.values())
+        rows, least = (
+            sum(len(job.rows(number)) for number in missing),
+            min(missing.values()),
+        )
         have = f" ({len(task.rows) - rows:,} cached)" if rows < len(task.rows) else ""
-        some = f", evaluation view and {least - 1} of {job.num_views - 1} views cached," if least else ""
+        some = (
+            f", evaluation view and {least - 1} of {job.num_views - 1} views cached,"
+            if least
+            else ""
+        )
         if not settled:
             settled.append(_at_speed(job, encoder, cache, missing))
         fast = settled[0]
-        how = f" by {fast.plan.runtime}, {fast.plan.batch_size} at once" if isinstance(fast, Runtime) else ""
-        found = f"{plural(rows, 'image')}{some} through {config.model.encoder}{how}{have}"
+        how = (
+            f" by {fast.plan.runtime}, {fast.plan.batch_size} at once"
+            if isinstance(fast, Runtime)
+            else ""
+        )
+        found = (
+            f"{plural(rows, 'image')}{some} through {config.model.encoder}{how}{have}"
+        )
         print_line(f"features: {found}; cache: {cache.path}")
         for number, shard in compute(stage, fast, missing, place):
             yield number, shard
@@ -209,23 +282,39 @@ def load_features(
         start[:] = start or [(done, time.monotonic())]
         seconds = max(time.monotonic() - start[0][1], 1e-9)
         speed = (done - start[0][0]) / seconds if done > start[0][0] else None
-        show({"phase": "features", "step": done, "total_steps": total, "images_per_s": speed,
-              "every_s": INTERVAL_S})  # fmt: skip
+        show(
+            {
+                "phase": "features",
+                "step": done,
+                "total_steps": total,
+                "images_per_s": speed,
+                "every_s": INTERVAL_S,
+            }
+        )
 
     first = look is not None and job.num_views > 1 and cache.num_missing()
     for stage in [job.evaluation_view(), job] if first else [job]:
         before = len(settled)
         start.clear()
-        which = FeatureCache(place, stage), stage, config.model.weights, partial(computed, stage), progress
+        which = (
+            FeatureCache(place, stage),
+            stage,
+            config.model.weights,
+            partial(computed, stage),
+            progress,
+        )
         found, reasons = features.cached_features(*which, zeros)
-        if look is not None and len(settled) > before:  # something was computed, for the first time
+        # something was computed, for the first time
+        if look is not None and len(settled) > before:
             look(found[:, 0], reasons)
     advice = f"{config.model.encoder} does not separate them; check its weights"
     _warn_of_oddity(found, reasons, advice)
     return found, reasons
 
 
-def _warn_of_oddity(found: Tensor | NeighborViews, reasons: Sequence[str | None], advice: str) -> None:
+def _warn_of_oddity(
+    found: Tensor | NeighborViews, reasons: Sequence[str | None], advice: str
+) -> None:
     """Say so before training where features (N, V, D) tell no rows apart."""
     rows = np.flatnonzero(ok_mask(reasons))
     some = found[torch.from_numpy(rows[evenly_spaced(SAMPLE_ROWS, len(rows))]), 0]

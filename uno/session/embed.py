@@ -1,4 +1,6 @@
-"""The features of any source as a file of vectors, which ``--data vectors:FILE`` and other programs read."""
+"""The features of any source as a file of vectors, which ``--data vectors:FILE`` and
+other programs read.
+"""
 
 import tempfile
 from collections.abc import Callable, Container, Sequence
@@ -22,12 +24,16 @@ from uno.weights import PRETRAINED_FILE
 
 
 def embed(
-    config: Config, given: Container[str], num_views: int = 0, compute: Compute = compute_local,
+    config: Config,
+    given: Container[str],
+    num_views: int = 0,
+    compute: Compute = compute_local,
     should_stop: Callable[[], bool] = lambda: False,
-) -> None:  # fmt: skip
-    """``uno embed``: write the evaluation view and ``num_views`` random ones of every row of ``config.data``,
-    through its frozen encoder, to ``config.output``, a Parquet file. Finished shards are kept in the cache,
-    so the same command continues. ConfigError: no weights, no such data, or the file is somebody else's.
+) -> None:
+    """``uno embed``: write the evaluation view and ``num_views`` random ones of every
+    row of ``config.data``, through its frozen encoder, to ``config.output``, a Parquet
+    file. Finished shards are kept in the cache, so the same command continues.
+    ConfigError: no weights, no such data, or the file is somebody else's.
     """
     place = config.output
     if place is None or not place.endswith(".parquet"):
@@ -35,44 +41,78 @@ def embed(
     folder, name = split(place)
     storage = Storage(folder or ".")
     if storage.exists(name) and not is_vectors(place):
-        raise ConfigError(f"{place} was not written by uno embed; choose another --output")
+        raise ConfigError(
+            f"{place} was not written by uno embed; choose another --output"
+        )
     config = with_full_path(
-        override(config, {"model.finetune": "none", "augment.small.num_views": 0, "discover.epochs": 0})
+        override(
+            config,
+            {
+                "model.finetune": "none",
+                "augment.small.num_views": 0,
+                "discover.epochs": 0,
+            },
+        )
     )
     least = num_views and max(config.augment.large.num_views, num_views)
-    config = override(config, {**images_of_weights(config, given), "augment.num_cached_views": least})
+    config = override(
+        config, {**images_of_weights(config, given), "augment.num_cached_views": least}
+    )
     with reading() as total:
         rows = read_rows(config.data)
-        rows = rows if config.data.limit is None else rows.take(limit_rows(rows, config.data.limit))
+        rows = (
+            rows
+            if config.data.limit is None
+            else rows.take(limit_rows(rows, config.data.limit))
+        )
         total(len(rows))
     for warning in rows.warnings:
         print_line(f"warning: {warning}")
     require_kind(config.model, rows.images)
     none = np.full(len(rows), -1)
     task = Task(rows, [], [], 0, none, none, np.full(len(rows), num_views > 0))
-    with tempfile.TemporaryDirectory(prefix="uno-embed-") as scratch, Progress() as show:
+    with (
+        tempfile.TemporaryDirectory(prefix="uno-embed-") as scratch,
+        Progress() as show,
+    ):
         start = Storage(scratch)
         if (weights := starting_weights(config, True)) is not None:
             start.write(PRETRAINED_FILE, weights)
-        features, reasons = load_features(config, task, start, show, should_stop, compute)
+        features, reasons = load_features(
+            config, task, start, show, should_stop, compute
+        )
     features = features[:] if isinstance(features, NeighborViews) else features
     leave_out_unreadable(reasons, config, task)
     ok = np.array([reason is None for reason in reasons])
     counts = np.where(ok, 1 + num_views, 0)
     write_vectors(place, features, counts, _columns(rows, folder))
     num = plural(int(ok.sum()), "row")
-    print_line(f"{num}, {1 + num_views} vectors of {features.shape[2]} numbers each: {place}")
+    print_line(
+        f"{num}, {1 + num_views} vectors of {features.shape[2]} numbers each: {place}"
+    )
 
 
 def _columns(rows: Rows, folder: str) -> dict[str, pa.Array]:
-    """What the file says of each row; paths where the images lie below its ``folder``, which may move."""
-    text: dict[str, Sequence[str | None]] = {"id": rows.ids, "label": rows.labels, "split": rows.split}
+    """What the file says of each row; paths where the images lie below its
+    ``folder``, which may move.
+    """
+    text: dict[str, Sequence[str | None]] = {
+        "id": rows.ids,
+        "label": rows.labels,
+        "split": rows.split,
+    }
     text |= {} if rows.eval_labels is None else {"eval_label": rows.eval_labels}
     number = np.arange(len(rows))
     text |= {"text": rows.images.captions(number)}
     pictures = rows.images.pictures()
     paths = [None] * len(rows) if pictures is None else pictures.paths(number)
     root = Storage(folder or ".").uri.rstrip("/") + "/"
-    text |= {"path": [p.removeprefix(root) if p and p.startswith(root) else None for p in paths]}
-    columns = {name: pa.array(list(column), pa.string()) for name, column in text.items()}
+    text |= {
+        "path": [
+            p.removeprefix(root) if p and p.startswith(root) else None for p in paths
+        ]
+    }
+    columns = {
+        name: pa.array(list(column), pa.string()) for name, column in text.items()
+    }
     return {name: c for name, c in columns.items() if c.null_count < len(c)}

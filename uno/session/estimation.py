@@ -20,10 +20,15 @@ from uno.text import plural
 
 
 def estimate_classes(
-    config: Config, given: Container[str] = (), settings: Settings | None = None, dry_run: bool = False,
+    config: Config,
+    given: Container[str] = (),
+    settings: Settings | None = None,
+    dry_run: bool = False,
     elsewhere: Place | None = None,
-) -> Estimate | None:  # fmt: skip
-    """Read the data of ``config``, estimate into ``config.output`` and show the result; None: a dry run."""
+) -> Estimate | None:
+    """Read the data of ``config``, estimate into ``config.output`` and show the
+    result; None: a dry run.
+    """
     settings, place = settings or Settings(), place_of(config, elsewhere)
     if config.compute.num_workers == 0:
         local_device(config)
@@ -32,7 +37,8 @@ def estimate_classes(
     vectors = task.rows.images.vectors(np.arange(len(task.rows)))
     readable = train_rows(task, None if vectors is None else ok_mask(vectors[1]))
     num_known = len(readable["labels"].unique())
-    require_enough_rows(num_known, len(readable["unlabeled"]))  # before anything is computed
+    # before anything is computed
+    require_enough_rows(num_known, len(readable["unlabeled"]))
     setting, reason = decide_setting(config, task.rows.known)
     values, lines = from_data(config, given, task, setting)
     if config.model.finetune == "none":  # nothing is trained on the features
@@ -41,39 +47,64 @@ def estimate_classes(
     left_out = (f"warning: {line}" for line in task.rows.warnings)
     for line in (reason, *lines, *left_out):
         print_line(line)
-    (labeled, unlabeled), known = task.sizes, plural(len(task.known), "known class", "known classes")
+    (labeled, unlabeled), known = (
+        task.sizes,
+        plural(len(task.known), "known class", "known classes"),
+    )
     sizes = f"{plural(labeled, 'labeled image')} of {known}, {unlabeled:,} unlabeled"
     print_line(f"data: {task.rows.source}: {sizes}")
     if dry_run:
         what = f"pretrain {settings.num_splits} encoders, each on some known classes"
-        what = "cluster the features of the frozen encoder" if config.model.finetune == "none" else what
+        what = (
+            "cluster the features of the frozen encoder"
+            if config.model.finetune == "none"
+            else what
+        )
         print_line(f"dry run: would {what}; nothing was done")
         return None
     assert config.output is not None
-    storage, start, kept = Storage(config.output), time.perf_counter(), "stopped; finished encoders are kept"
+    storage, start, kept = (
+        Storage(config.output),
+        time.perf_counter(),
+        "stopped; finished encoders are kept",
+    )
     with lock.lock_run(storage, on_wait=print_line), interrupt_on_signal(kept):
         found = place.estimate(config, task, storage, settings)
     print_line(format_estimate(found))
-    print_line(f"{time.perf_counter() - start:.0f} s; all curves in {storage.below(ESTIMATE_FILE)}")
+    print_line(
+        f"{time.perf_counter() - start:.0f} s; all curves in"
+        f" {storage.below(ESTIMATE_FILE)}"
+    )
     return found
 
 
 def format_estimate(found: Estimate) -> str:
     """The curves as a plain table, the answer, and what to make of it."""
     lines = ["", f"{'k':>4}  {'F1':>5}  {'ACC':>5}  {'CVI':>6}"]
-    for k, f1, acc, cvi in zip(found.ks, *(found.curves[name] for name in ("f1", "acc", "cvi")), strict=True):
+    for k, f1, acc, cvi in zip(
+        found.ks, *(found.curves[name] for name in ("f1", "acc", "cvi")), strict=True
+    ):
         mark = "  in the interval" if found.low <= k <= found.high else ""
         mark = "  <- estimate" if k == found.num_novel else mark
         lines.append(f"{k:>4}  {f1:>5.3f}  {acc:>5.3f}  {cvi:>6.3f}{mark}")
     ratios = zip(found.sizes["ratios"], found.sizes["clusters"], strict=True)
     wide = found.suggested < found.high
-    why = "the interval is too wide for its larger end" if wide else "the larger end of the interval"
+    why = (
+        "the interval is too wide for its larger end"
+        if wide
+        else "the larger end of the interval"
+    )
     shares = ", ".join(f"{count:.1f} (r {ratio:g})" for ratio, count in ratios if ratio)
     lines += [
         f"\nclusters of unlabeled images larger than r x the largest: {shares}",
-        f"\nestimated new classes: {found.num_novel} (interval {found.low} to {found.high})",
-        "next: extra classes can be merged later with uno classes, missing ones cannot: "
-        f"--num-novel {found.suggested} ({why})",
+        (
+            f"\nestimated new classes: {found.num_novel} (interval {found.low} to"
+            f" {found.high})"
+        ),
+        (
+            "next: extra classes can be merged later with uno classes, missing ones"
+            f" cannot: --num-novel {found.suggested} ({why})"
+        ),
     ]
     if found.at_limit:
         again = f"repeat uno estimate-classes with --max-novel {2 * found.ks[-1]}"

@@ -1,7 +1,8 @@
-"""A run: checked, trained, measured, finished; and one that is finished, measured again or with other
-classes.
+"""A run: checked, trained, measured, finished; and one that is finished, measured again
+or with other classes.
 
-Everything happens in this process, or where a :class:`~uno.session.place.Place` from elsewhere does the work.
+Everything happens in this process, or where a :class:`~uno.session.place.Place` from
+elsewhere does the work.
 """
 
 import json
@@ -30,7 +31,13 @@ from uno.report.contents import open_task, write_report
 from uno.report.first_look import write_first_look
 from uno.results import predictions
 from uno.results.accuracy_table import format_table
-from uno.results.classes import OutputClass, dump_classes, hashes, is_measured, with_measured
+from uno.results.classes import (
+    OutputClass,
+    dump_classes,
+    hashes,
+    is_measured,
+    with_measured,
+)
 from uno.results.evaluate import read_edits
 from uno.results.export import CARD_FILE, FORMATS, export, model_card
 from uno.results.infer import (
@@ -64,13 +71,18 @@ from uno.weights import PRETRAINED_FILE
 
 
 def discover(
-    config: Config, given: Mapping[str, Any], overwrite: bool = False, last: str = DISCOVER,
-    report: bool = True, dry_run: bool = False, elsewhere: Place | None = None,
-) -> None:  # fmt: skip
-    """Check everything, train the phases up to ``last`` that are not finished and, after discovery, evaluate
-    and print the table; ``given``: the keys of ``config`` that somebody set, ``report``: also predict every
-    row and write the run's page, ``dry_run``: instead of all that take one step of each phase, and keep
-    nothing.
+    config: Config,
+    given: Mapping[str, Any],
+    overwrite: bool = False,
+    last: str = DISCOVER,
+    report: bool = True,
+    dry_run: bool = False,
+    elsewhere: Place | None = None,
+) -> None:
+    """Check everything, train the phases up to ``last`` that are not finished and,
+    after discovery, evaluate and print the table; ``given``: the keys of ``config``
+    that somebody set, ``report``: also predict every row and write the run's page,
+    ``dry_run``: instead of all that take one step of each phase, and keep nothing.
     """
     for line in hooked("announced", list[str]()):
         print_line(line)
@@ -82,11 +94,16 @@ def discover(
     own_weights = starting_weights(config, overwrite)
     if config.data.num_novel == "auto":
         if dry_run:
-            raise ConfigError("--dry-run needs a number for --num-novel; uno estimate-classes estimates one")
+            raise ConfigError(
+                "--dry-run needs a number for --num-novel; uno estimate-classes"
+                " estimates one"
+            )
         if not overwrite:
             _require_same_run(config, given)
         folder = f"{config.output}-estimate"
-        found = estimate_classes(override(config, {"output": folder}), given, elsewhere=elsewhere)
+        found = estimate_classes(
+            override(config, {"output": folder}), given, elsewhere=elsewhere
+        )
         assert found is not None
         config = override(config, {"data.num_novel": found.suggested})
         estimate = Storage(folder).read(ESTIMATE_FILE)
@@ -106,7 +123,10 @@ def discover(
         directory.open_run(config, storage, task.rows.fingerprint)
         if evaluate and (finished := directory.read_results(storage)) is not None:
             directory.check_images(storage, task.rows)
-            print_line(f"{storage.uri} is finished; nothing is trained again (--overwrite starts over)")
+            print_line(
+                f"{storage.uri} is finished; nothing is trained again (--overwrite"
+                " starts over)"
+            )
             return _show(storage, finished)
     with lock.lock_run(storage, on_wait=print_line) as claim:
         if overwrite:
@@ -114,7 +134,8 @@ def discover(
         directory.open_run(config, claim.storage, task.rows.fingerprint)
         directory.begin_images(claim.storage, task.rows)
         if own_weights is not None and not claim.storage.exists(PRETRAINED_FILE):
-            claim.storage.write(PRETRAINED_FILE, own_weights)  # workers and a resumed run fetch nothing
+            # workers and a resumed run fetch nothing
+            claim.storage.write(PRETRAINED_FILE, own_weights)
         if estimate is not None:
             claim.storage.write(ESTIMATE_FILE, estimate)
         for line in forecast(config, task, claim.storage, phases):
@@ -123,12 +144,17 @@ def discover(
         look = look if evaluate and report else None
         job = TrainingJob(config, task, phases, evaluate, claim, look, is_derived)
         with ExitStack() as until:
-            with Loggers(config, claim.storage) as loggers, _watched(job, loggers) as show:
+            with (
+                Loggers(config, claim.storage) as loggers,
+                _watched(job, loggers) as show,
+            ):
                 values, task = place.train(job, show, until)
                 loggers.results(values)
             if not evaluate:
                 return print_line(f"finished: {storage.uri}")
-            with interrupt_on_signal("stopped before the run was finished; resume with the same command"):
+            with interrupt_on_signal(
+                "stopped before the run was finished; resume with the same command"
+            ):
                 _finish(config, claim.storage, task, values, report, elsewhere)
     _show(storage, values)
 
@@ -153,16 +179,22 @@ def _require_same_run(config: Config, given: Mapping[str, Any]) -> None:
 
 
 def _first_look(
-    config: Config, storage: Storage, task: Task, features: Tensor, reasons: Sequence[str | None]
+    config: Config,
+    storage: Storage,
+    task: Task,
+    features: Tensor,
+    reasons: Sequence[str | None],
 ) -> None:
     if num := write_first_look(config, storage, task, features, reasons):
         what = f"first clusters, by k-means of {plural(num, 'unlabeled image')}"
         print_line(f"{what}: {storage.below(REPORT)}")
 
 
-def evaluate(target: str, given: Mapping[str, Any], elsewhere: Place | None = None) -> None:
-    """Evaluate the run in directory ``target`` again, and write its report where that changes what it shows;
-    ``given`` dotted keys say where that happens.
+def evaluate(
+    target: str, given: Mapping[str, Any], elsewhere: Place | None = None
+) -> None:
+    """Evaluate the run in directory ``target`` again, and write its report where that
+    changes what it shows; ``given`` dotted keys say where that happens.
     """
     storage = Storage(target)
     config = with_full_path(stored_config(storage, given))
@@ -176,7 +208,9 @@ def evaluate(target: str, given: Mapping[str, Any], elsewhere: Place | None = No
         edits = read_edits(storage)
         if edits is not None and edits.alignment is None:
             model = load_classifier(storage)
-            decode = place_of(config, elsewhere).decoder(config, claim.storage, task.rows, model)
+            decode = place_of(config, elsewhere).decoder(
+                config, claim.storage, task.rows, model
+            )
             with_alignment(model, claim.storage, decode, unlabeled_rows(task))
         before = directory.read_results(storage)
         job = TrainingJob(config, task, (), True, claim)
@@ -185,38 +219,60 @@ def evaluate(target: str, given: Mapping[str, Any], elsewhere: Place | None = No
                 values, task = place_of(config, elsewhere).train(job, show, until)
             if values != before and storage.exists(REPORT):
                 with interrupt_on_signal("stopped; nothing was changed"):
-                    look, device = _look(config, claim.storage, task, elsewhere), local_device(config)
-                    write_report(config, claim.storage, task, device=device, metrics=values, look=look)
+                    look, device = (
+                        _look(config, claim.storage, task, elsewhere),
+                        local_device(config),
+                    )
+                    write_report(
+                        config,
+                        claim.storage,
+                        task,
+                        device=device,
+                        metrics=values,
+                        look=look,
+                    )
         _write_results(claim.storage, values)
         if storage.exists(f"model/{CARD_FILE}"):
             _write_card(claim.storage, load_classifier(storage), values)
     _show(storage, values)
 
 
-def apply_classes(claim: lock.RunLock, model: Classifier, edited: list[OutputClass]) -> None:
-    """Make ``edited`` the classes of a run's ``model``, and bring what the run holds in line: predictions,
-    metrics, report, card, exports. Raises, before anything is written, where the data that takes is gone.
+def apply_classes(
+    claim: lock.RunLock, model: Classifier, edited: list[OutputClass]
+) -> None:
+    """Make ``edited`` the classes of a run's ``model``, and bring what the run holds in
+    line: predictions, metrics, report, card, exports. Raises, before anything is
+    written, where the data that takes is gone.
     """
     storage, folder = claim.storage, model_folder(claim.storage)
     config = override(
-        model.config, {"compute.num_workers": 0, "compute.device": "auto", "output": storage.uri}
+        model.config,
+        {"compute.num_workers": 0, "compute.device": "auto", "output": storage.uri},
     )
     values, found = directory.read_results(storage), predictions.read_identity(storage)
     data = dump_classes(storage.read(f"{folder}classes.json"), edited)
     same = {"model_hash": model.model_hash, "routes": hashes(edited)["routes"]}
     predict = found is not None and not same.items() <= found.items()
     trained = values is not None and checkpoint_steps(storage, DISCOVER)
-    measure, has_report = bool(trained) and not is_measured(data), storage.exists(REPORT)
+    measure, has_report = (
+        bool(trained) and not is_measured(data),
+        storage.exists(REPORT),
+    )
     task, done = None, ["the model"]
     if predict or measure:
         task = read_task(config.data)
         directory.check_images(storage, task.rows)
     elif has_report and (task := open_task(config, storage)[0]) is None:
-        print_line(f"warning: {REPORT} was not updated: the training data is missing or has changed")
+        print_line(
+            f"warning: {REPORT} was not updated: the training data is missing or has"
+            " changed"
+        )
     storage.write(f"{folder}classes.json", data)
     model = replace(model, classes=edited)
     if task is not None:
-        model = with_alignment(model, storage, decoder(model, task.rows), unlabeled_rows(task))
+        model = with_alignment(
+            model, storage, decoder(model, task.rows), unlabeled_rows(task)
+        )
         job = TrainingJob(config, task, (), measure, claim)
         with ExitStack() as until, _watched(job) as show:
             measured, task = Place().train(job, show, until)
@@ -242,12 +298,18 @@ def apply_classes(claim: lock.RunLock, model: Classifier, edited: list[OutputCla
                 storage.write(name, export(model, format))
                 done.append(name)
             except ConfigError as error:
-                print_line(f"warning: {name} was not updated and still has the previous classes: {error}")
+                print_line(
+                    f"warning: {name} was not updated and still has the previous"
+                    f" classes: {error}"
+                )
     print_line(f"applied to {', '.join(done)}")
 
 
 def preflight(
-    config: Config, task: Task | None = None, dry_run: bool = False, batch_is_derived: bool = False
+    config: Config,
+    task: Task | None = None,
+    dry_run: bool = False,
+    batch_is_derived: bool = False,
 ) -> Task:
     """Check the data of a run before anything is computed, and print what is found.
 
@@ -266,7 +328,9 @@ def preflight(
     for problem in problems:
         if problem.level == "error":
             raise ConfigError(problem.message)
-    lines = [f"warning: {problem.message}" for problem in problems] + [f"note: {note}" for note in task.notes]
+    lines = [f"warning: {problem.message}" for problem in problems] + [
+        f"note: {note}" for note in task.notes
+    ]
     for line in [format_report(task, problems)] if dry_run else lines:
         print_line(line)
     labeled, unlabeled = task.sizes
@@ -278,17 +342,26 @@ def preflight(
     test, unseen = int((~task.rows.is_train).sum()), int((~task.is_train).sum())
     for count, what in ((test, "test"), (unseen - test, "held out for validation")):
         rows += f", {count:,} {what}" if count else ""
-    print_line(f"data: {task.rows.source}: {rows}; {plural(task.num_novel, 'class', 'classes')} to discover")
+    print_line(
+        f"data: {task.rows.source}: {rows};"
+        f" {plural(task.num_novel, 'class', 'classes')} to discover"
+    )
     return task
 
 
 @contextmanager
 def _watched(job: TrainingJob, also: Show = lambda metrics: None) -> Iterator[Show]:
-    """Heal the directory; show metrics, to ``also`` too, while ``job`` is trained and evaluated."""
+    """Heal the directory; show metrics, to ``also`` too, while ``job`` is trained
+    and evaluated.
+    """
     config, storage = job.config, job.claim.storage
     for line in directory.repair(storage):
         print_line(f"warning: {line}")
-    reached = [(phase, steps[-1]) for phase in job.phases if (steps := checkpoint_steps(storage, phase))]
+    reached = [
+        (phase, steps[-1])
+        for phase in job.phases
+        if (steps := checkpoint_steps(storage, phase))
+    ]
     if reached:
         print_line("resuming at {} step {}".format(*reached[-1]))
     with Progress(interval=config.train.log_every) as progress:
@@ -300,23 +373,39 @@ def _watched(job: TrainingJob, also: Show = lambda metrics: None) -> Iterator[Sh
         yield hooked("in_driver", show, storage)
     if config.data.loading == "streaming" and storage.exists(BAD_SAMPLES):
         count = len(storage.read(BAD_SAMPLES).splitlines())
-        print_line(f"warning: {plural(count, 'unreadable image')}; see {storage.below(BAD_SAMPLES)}")
+        print_line(
+            f"warning: {plural(count, 'unreadable image')}; see"
+            f" {storage.below(BAD_SAMPLES)}"
+        )
 
 
 def _finish(
-    config: Config, storage: Storage, task: Task, values: dict[str, float], report: bool,
+    config: Config,
+    storage: Storage,
+    task: Task,
+    values: dict[str, float],
+    report: bool,
     elsewhere: Place | None,
-) -> None:  # fmt: skip
-    """The model, with ``report`` all rows' predictions and the page, then the mark of a finished run."""
+) -> None:
+    """The model, with ``report`` all rows' predictions and the page, then the mark
+    of a finished run.
+    """
     trained = run.load_trained(config, storage, task.num_known, task.num_novel)
     model = save_model(config, storage, *trained, task.known)
-    _write_card(storage, model, values, f"{task.rows.source}, fingerprint {task.rows.fingerprint[:16]}")
+    _write_card(
+        storage,
+        model,
+        values,
+        f"{task.rows.source}, fingerprint {task.rows.fingerprint[:16]}",
+    )
     if report:
         print_line("predicting all images and writing the report")
         model, _ = predict_run(config, storage, task, model, elsewhere)
         _mark_measured(storage)
         look, device = _look(config, storage, task, elsewhere), local_device(config)
-        write_report(config, storage, task, device=device, model=model, metrics=values, look=look)
+        write_report(
+            config, storage, task, device=device, model=model, metrics=values, look=look
+        )
     _write_results(storage, values)
 
 
@@ -335,14 +424,22 @@ def _write_results(storage: Storage, values: dict[str, float]) -> None:
 
 def _mark_measured(storage: Storage) -> None:
     """The classes are those that the run's results count."""
-    if storage.exists("model/classes.json") and not is_measured(data := storage.read("model/classes.json")):
+    if storage.exists("model/classes.json") and not is_measured(
+        data := storage.read("model/classes.json")
+    ):
         storage.write("model/classes.json", with_measured(data))
 
 
-def _write_card(storage: Storage, model: Classifier, values: Mapping[str, float], data: str = "") -> None:
-    """The model card; ``data`` is what it says of the run's rows, by default what it said before."""
+def _write_card(
+    storage: Storage, model: Classifier, values: Mapping[str, float], data: str = ""
+) -> None:
+    """The model card; ``data`` is what it says of the run's rows, by default what it
+    said before.
+    """
     name = model_folder(storage) + CARD_FILE
-    if not data and (before := re.search("^- Data: (.*)$", storage.read(name).decode(), re.M)):
+    if not data and (
+        before := re.search("^- Data: (.*)$", storage.read(name).decode(), re.M)
+    ):
         data = before[1]
     facts = {"Data": data} if data else {}
     storage.write(name, model_card(model, facts, values).encode())
@@ -352,15 +449,26 @@ def _show(storage: Storage, values: dict[str, float]) -> None:
     if (found := verdict(values)) is not None:
         print_line("\n  ".join((f"\nverdict: {found.word}", *found.reasons)))
     novel = "novel-1"
-    with suppress(StorageError):  # of a damaged table, which the next prediction replaces
+    # of a damaged table, which the next prediction replaces
+    with suppress(StorageError):
         if (table := read_columns(storage, ("class_name", "kind"))) is not None:
-            for kind, what in (("novel", "new classes"), ("known", "known classes"), (None, "no class")):
-                own = pc.field("kind") == kind if kind else ~pc.field("kind").isin(["novel", "known"])
+            for kind, what in (
+                ("novel", "new classes"),
+                ("known", "known classes"),
+                (None, "no class"),
+            ):
+                own = (
+                    pc.field("kind") == kind
+                    if kind
+                    else ~pc.field("kind").isin(["novel", "known"])
+                )
                 pairs = table.filter(own)["class_name"].value_counts().to_pylist()
                 if counts := {pair["values"]: pair["counts"] for pair in pairs}:
                     print_line(f"images of {what}: {counted(counts)}")
                 if kind == "novel":
-                    novel = min(counts, key=lambda name: (len(name), name), default=novel)
+                    novel = min(
+                        counts, key=lambda name: (len(name), name), default=novel
+                    )
     if any("novel" in key.split("/") for key in values):  # with ground truth
         print_line(f"\n{format_table(values)}")
     print_line(f"\nresults in {storage.uri}")
@@ -374,18 +482,28 @@ def _show(storage: Storage, values: dict[str, float]) -> None:
 
 
 def _dry_run(
-    config: Config, task: Task, phases: tuple[str, ...], own_weights: bytes | None, batch_is_derived: bool
+    config: Config,
+    task: Task,
+    phases: tuple[str, ...],
+    own_weights: bytes | None,
+    batch_is_derived: bool,
 ) -> None:
-    """The plan and the forecast, and one step of each phase that has any in a scratch directory."""
+    """The plan and the forecast, and one step of each phase that has any in a
+    scratch directory.
+    """
     phases = tuple(name for name in phases if getattr(config, name).epochs)
-    for name, plan in run.plans(config, *task.sizes, config.compute.num_workers).items():
+    for name, plan in run.plans(
+        config, *task.sizes, config.compute.num_workers
+    ).items():
         if name in phases:
             steps = plural(plan.steps_per_epoch, "step")
             epochs = f"{plural(getattr(config, name).epochs, 'epoch')} of {steps}"
             unlabeled = plural(plan.unlabeled_size, "unlabeled image")
             print_line(f"{name}: {epochs} of {plan.labeled_size} labeled + {unlabeled}")
     with tempfile.TemporaryDirectory(prefix="uno-dry-run-") as folder:
-        once = override(config, {"train.max_steps": 1, "compute.num_workers": 0, "output": folder})
+        once = override(
+            config, {"train.max_steps": 1, "compute.num_workers": 0, "output": folder}
+        )
         with lock.lock_run(Storage(folder), on_wait=print_line) as claim:
             if own_weights is not None:
                 claim.storage.write(PRETRAINED_FILE, own_weights)
@@ -393,11 +511,16 @@ def _dry_run(
                 print_line(line)
             if not phases:
                 return print_line("dry run: nothing would be trained; nothing was kept")
-            if on_features(config) and not config.model.takes_vectors:  # which would take minutes
+            # which would take minutes
+            if on_features(config) and not config.model.takes_vectors:
                 if registry.load(config).needs_images:
-                    why = f"method {config.method} first computes features of all images"
+                    why = (
+                        f"method {config.method} first computes features of all images"
+                    )
                     return print_line(f"dry run: no step was taken, because {why}")
                 once = override(once, {"data.loading": "streaming"})
-            job = TrainingJob(once, task, phases, False, claim, batch_is_derived=batch_is_derived)
+            job = TrainingJob(
+                once, task, phases, False, claim, batch_is_derived=batch_is_derived
+            )
             Place().train(job, lambda metrics: None, ExitStack(), keep=False)
     print_line("dry run: one step of each phase was taken; nothing was kept")

@@ -1,4 +1,6 @@
-"""Running a trained model over a source: what ``uno predict`` and the end of a run share."""
+"""Running a trained model over a source: what ``uno predict`` and the end of a run
+share.
+"""
 
 import time
 from collections.abc import Mapping
@@ -25,37 +27,54 @@ from uno.session.data import read_task
 from uno.session.place import Place, place_of
 from uno.text import plural
 
-RAY_PAYS_ROWS = 20_000  # at the end of a run; below it, starting actors takes longer than the work
+# at the end of a run; below it, starting actors takes longer than the work
+RAY_PAYS_ROWS = 20_000
 ANYWHERE = {
-    "compute.num_workers": 0, "compute.device": "auto", "compute.encoder_runtime": "auto",
+    "compute.num_workers": 0,
+    "compute.device": "auto",
+    "compute.encoder_runtime": "auto",
     "compute.precision": "auto",
-}  # fmt: skip
+}
 """Where a model predicts by default, whatever trained it."""
 INTERVAL_S = 5.0  # between two lines of progress
 
 
 def predict(
-    target: str, given: Mapping[str, Any], embedding: bool, csv: bool = False, folders: bool = False,
+    target: str,
+    given: Mapping[str, Any],
+    embedding: bool,
+    csv: bool = False,
+    folders: bool = False,
     elsewhere: Place | None = None,
-) -> None:  # fmt: skip
-    """``uno predict``: classify a source with the model of the run ``target``; ``given`` are dotted keys."""
+) -> None:
+    """``uno predict``: classify a source with the model of the run ``target``;
+    ``given`` are dotted keys.
+    """
     storage = Storage(target)
     model = infer.load_classifier(storage)
-    compute, data = ({k: given[k] for k in given if k.startswith(s)} for s in ("compute.", "data."))
+    compute, data = (
+        {k: given[k] for k in given if k.startswith(s)} for s in ("compute.", "data.")
+    )
     config = override(model.config, {**ANYWHERE, **compute})
     num_threads(config)
     require_runtime(config)
     if config.compute.num_workers == 0:
         local_device(config)
     if data and "output" not in given:
-        raise ConfigError("--data and --limit need --output DIR, the place for predictions.parquet")
+        raise ConfigError(
+            "--data and --limit need --output DIR, the place for predictions.parquet"
+        )
     limit = override(Config(), {"data.limit": data.pop("data.limit", None)}).data.limit
     with reading() as total:
         if data:
             inputs: Inputs = open_inputs(override(Config(), data).data)
         else:
             inputs = RowInputs(make_task(read_rows(config.data), config.data).rows)
-        inputs = EvenSample(inputs, limit) if limit is not None and limit < len(inputs) else inputs
+        inputs = (
+            EvenSample(inputs, limit)
+            if limit is not None and limit < len(inputs)
+            else inputs
+        )
         total(len(inputs))
     for warning in inputs.warnings:
         print_line(f"warning: {warning}")
@@ -63,21 +82,34 @@ def predict(
     if folders and inputs.first.pictures() is None:
         raise ConfigError("--folders copies images, and the data has only vectors")
     if model.config.model.takes_vectors:  # there is nothing to decode
-        config = override(config, {"compute.num_workers": 0, "compute.device": local_device(config).type})
+        config = override(
+            config,
+            {"compute.num_workers": 0, "compute.device": local_device(config).type},
+        )
     try:
         if model.alignment is None:
             task = read_task(config.data)
-            decode = place_of(config, elsewhere).decoder(config, storage, task.rows, model)
+            decode = place_of(config, elsewhere).decoder(
+                config, storage, task.rows, model
+            )
             model = with_alignment(model, storage, decode, unlabeled_rows(task))
     except UnoError as error:
-        print_line(f"warning: head_agreement is empty, because heads cannot be aligned: {error}")
+        print_line(
+            "warning: head_agreement is empty, because heads cannot be aligned:"
+            f" {error}"
+        )
     output = Storage(str(given.get("output", storage.uri)))
-    writer = PredictionWriter(output, inputs, model, embedding, replace="output" not in given)
+    writer = PredictionWriter(
+        output, inputs, model, embedding, replace="output" not in given
+    )
 
     kept = "stopped; finished shards are kept"
     with interrupt_on_signal(kept):
         summary = _predict(config, model, storage, writer, elsewhere)
-    print_line(f"{plural(summary.rows, 'image')}, {summary.ok:,} ok, {summary.bad:,} bad: {summary.path}")
+    print_line(
+        f"{plural(summary.rows, 'image')}, {summary.ok:,} ok, {summary.bad:,} bad:"
+        f" {summary.path}"
+    )
     if csv:
         print_line(f"as CSV: {write_csv(output)}")
     if folders:
@@ -90,22 +122,33 @@ def predict(
 
 
 def predict_run(
-    config: Config, storage: Storage, task: Task, model: Classifier, elsewhere: Place | None = None
+    config: Config,
+    storage: Storage,
+    task: Task,
+    model: Classifier,
+    elsewhere: Place | None = None,
 ) -> tuple[Classifier, Summary]:
-    """The last step of a run: ``predictions.parquet`` of all its rows, on Ray where there are many to decode;
-    those of an earlier model are replaced. Returns ``model``, its heads aligned.
+    """The last step of a run: ``predictions.parquet`` of all its rows, on Ray where
+    there are many to decode; those of an earlier model are replaced. Returns ``model``,
+    its heads aligned.
     """
     if not ray_pays(task, elsewhere):
-        config = override(config, {"compute.num_workers": 0, "compute.device": local_device(config).type})
+        config = override(
+            config,
+            {"compute.num_workers": 0, "compute.device": local_device(config).type},
+        )
     decode = place_of(config, elsewhere).decoder(config, storage, task.rows, model)
     model = with_alignment(model, storage, decode, unlabeled_rows(task))
-    writer = PredictionWriter(storage, RowInputs(task.rows), model, embedding=False, replace=True)
+    writer = PredictionWriter(
+        storage, RowInputs(task.rows), model, embedding=False, replace=True
+    )
     return model, _predict(config, model, storage, writer, elsewhere)
 
 
 def ray_pays(task: Task, elsewhere: Place | None) -> bool:
-    """Whether workers end sooner than this process with what takes an encoder at the end of a run: there are
-    many rows, and no features of them, nor decoded images unless the workers are those of a cluster.
+    """Whether workers end sooner than this process with what takes an encoder at the
+    end of a run: there are many rows, and no features of them, nor decoded images
+    unless the workers are those of a cluster.
     """
     ready = task.rows.images.prepared(np.arange(0))
     is_cluster = elsewhere is not None and elsewhere.is_cluster()
@@ -114,24 +157,45 @@ def ray_pays(task: Task, elsewhere: Place | None) -> bool:
 
 
 def unlabeled_rows(task: Task) -> np.ndarray:
-    """Numbers of training rows whose classes were discovered, as many as heads are aligned on."""
-    kinds = [np.flatnonzero(task.is_train & member) for member in (task.labels >= 0, task.labels < 0)]
-    return kinds[1][spread(task.rows.images, kinds, SAMPLE_ROWS, task.labels[kinds[0]])[1]]
+    """Numbers of training rows whose classes were discovered, as many as heads are
+    aligned on.
+    """
+    kinds = [
+        np.flatnonzero(task.is_train & member)
+        for member in (task.labels >= 0, task.labels < 0)
+    ]
+    return kinds[1][
+        spread(task.rows.images, kinds, SAMPLE_ROWS, task.labels[kinds[0]])[1]
+    ]
 
 
 def _predict(
-    config: Config, model: Classifier, storage: Storage, writer: PredictionWriter, elsewhere: Place | None
+    config: Config,
+    model: Classifier,
+    storage: Storage,
+    writer: PredictionWriter,
+    elsewhere: Place | None,
 ) -> Summary:
     """Where ``config.compute`` says."""
     if writer.complete:
         return writer.finish()
     if writer.num_done:
-        print_line(f"resuming: {writer.num_done:,} of {plural(writer.num_rows, 'image')} already predicted")
+        print_line(
+            f"resuming: {writer.num_done:,} of {plural(writer.num_rows, 'image')}"
+            " already predicted"
+        )
     num_before, start = writer.num_done, time.monotonic()
     with Progress(seconds=INTERVAL_S) as progress:
 
         def show(done: int, total: int) -> None:
             speed = (done - num_before) / max(time.monotonic() - start, 1e-9)
-            progress({"phase": "predict", "step": done, "total_steps": total, "images_per_s": speed})
+            progress(
+                {
+                    "phase": "predict",
+                    "step": done,
+                    "total_steps": total,
+                    "images_per_s": speed,
+                }
+            )
 
         return place_of(config, elsewhere).predict(config, model, storage, writer, show)

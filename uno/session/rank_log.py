@@ -18,28 +18,45 @@ from uno.errors import StorageError, UnoError
 from uno.session.console import described, print_line
 
 FOLDER = "logs"
-UPLOAD_S = 10.0  # between two looks for what an object store, which takes a log whole, lacks
+# between two looks for what an object store, which takes a log whole, lacks
+UPLOAD_S = 10.0
 END_S = 5.0  # for the last lines: a child process of the rank may hold its output open
 
 
 class RankLog(AbstractContextManager["RankLog"]):
-    """What this process and its libraries write from here on also stands in the rank's log, behind that of
-    earlier groups, as do :meth:`note` and the error that ends the ``with``; what goes to a terminal stays
-    there alone. ``tee`` writes, a process of its own: the last words of a rank that is killed are kept.
+    """What this process and its libraries write from here on also stands in the rank's
+    log, behind that of earlier groups, as do :meth:`note` and the error that ends the
+    ``with``; what goes to a terminal stays there alone. ``tee`` writes, a process of
+    its own: the last words of a rank that is killed are kept.
     """
 
     def __init__(self, storage: Storage, rank: int, world_size: int) -> None:
-        self._storage, self._name, self._over = storage, f"{FOLDER}/rank-{rank}.log", threading.Event()
+        self._storage, self._name, self._over = (
+            storage,
+            f"{FOLDER}/rank-{rank}.log",
+            threading.Event(),
+        )
         self._own = None if storage.is_local else tempfile.mkdtemp("-uno")
-        self._path = storage.path(self._name) if self._own is None else os.path.join(self._own, "log")
-        self._kept: list[tuple[int, int, subprocess.Popen[bytes]]] = []  # descriptor, where it led, its tee
-        self._uploaded, self._upload_thread = 0, threading.Thread(target=self._follow, name="uno-rank-log")
+        self._path = (
+            storage.path(self._name)
+            if self._own is None
+            else os.path.join(self._own, "log")
+        )
+        # descriptor, where it led, its tee
+        self._kept: list[tuple[int, int, subprocess.Popen[bytes]]] = []
+        self._uploaded, self._upload_thread = (
+            0,
+            threading.Thread(target=self._follow, name="uno-rank-log"),
+        )
         with refusing(StorageError, f"write {storage.path(self._name)}"):
             os.makedirs(os.path.dirname(self._path), exist_ok=True)
             if self._own:
                 with open(self._path, "wb") as file:
                     file.write(storage.find(self._name) or b"")
-        self.note(f"rank {rank} of {world_size}, process {os.getpid()} on {socket.gethostname()}")
+        self.note(
+            f"rank {rank} of {world_size}, process {os.getpid()} on"
+            f" {socket.gethostname()}"
+        )
         self._tee()
         if self._own:
             self._upload_thread.daemon = True
@@ -47,16 +64,23 @@ class RankLog(AbstractContextManager["RankLog"]):
 
     def note(self, text: str) -> None:
         """A line with the time."""
-        with suppress(OSError), open(self._path, "ab", buffering=0) as file:  # a full disk: training says so
+        # a full disk: training says so
+        with suppress(OSError), open(self._path, "ab", buffering=0) as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n".encode())
 
     def metrics(self, metrics: Mapping[str, Any]) -> None:
         """A line of metrics."""
         self.note(described(metrics))
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
+    ) -> None:
         if error is not None:
-            text = f"{kind.__name__}: {error}" if isinstance(error, UnoError) and kind else None
+            text = (
+                f"{kind.__name__}: {error}"
+                if isinstance(error, UnoError) and kind
+                else None
+            )
             self.note(text or "".join(traceback.format_exception(error)).rstrip())
         self._flush()
         for number, before, tee in self._kept:
@@ -78,12 +102,17 @@ class RankLog(AbstractContextManager["RankLog"]):
             command = ["tee", "-a", self._path]
             try:  # of its own session: Ctrl-C and a hang-up are the rank's to answer
                 tee = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=before, stderr=subprocess.DEVNULL,
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=before,
+                    stderr=subprocess.DEVNULL,
                     start_new_session=True,
-                )  # fmt: skip
+                )
             except OSError as error:
                 os.close(before)
-                return print_line(f"warning: {self._name} has no output of libraries: {error}")
+                return print_line(
+                    f"warning: {self._name} has no output of libraries: {error}"
+                )
             assert tee.stdin is not None
             os.dup2(tee.stdin.fileno(), number)
             tee.stdin.close()

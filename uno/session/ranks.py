@@ -1,4 +1,6 @@
-"""A run whose ranks somebody else has started, one process each: ``torchrun``. Without Ray."""
+"""A run whose ranks somebody else has started, one process each: ``torchrun``.
+Without Ray.
+"""
 
 import inspect
 import json
@@ -30,12 +32,15 @@ from uno.session.resources import Room, on_features
 from uno.session.settings import LAUNCHED
 
 STOP_LOOK_S = 2.0  # between two looks whether to stop
-STOP_VOTE_S, MAX_VOTE_STEPS = 1.0, 100  # between two votes of the ranks on what was seen
+# between two votes of the ranks on what was seen
+STOP_VOTE_S, MAX_VOTE_STEPS = 1.0, 100
 POLL_S = 0.1
 
 
 class GroupWorker:
-    """One rank of a process group; ``look`` says on rank 0 whether to stop, and may take long."""
+    """One rank of a process group; ``look`` says on rank 0 whether to stop, and may
+    take long.
+    """
 
     rank: int
     world_size: int
@@ -43,16 +48,25 @@ class GroupWorker:
     _votes: "StopVotes | None" = None
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """DDP for several workers, on GPUs with norms over the whole batch (the CPU has no such kernels)."""
+        """DDP for several workers, on GPUs with norms over the whole batch (the CPU
+        has no such kernels).
+        """
         if self.world_size == 1:
             return model
         devices = None
         if self.device.type == "cuda":
-            model, devices = nn.SyncBatchNorm.convert_sync_batchnorm(model), [self.device]
-        # Running statistics are rank 0's (or equal, with SyncBatchNorm) and need not travel.
+            model, devices = (
+                nn.SyncBatchNorm.convert_sync_batchnorm(model),
+                [self.device],
+            )
+        # Running statistics are rank 0's (or equal, with SyncBatchNorm) and need not
+        # travel.
         ddp = nn.parallel.DistributedDataParallel
-        renamed = "forward_sync_buffers" in inspect.signature(ddp).parameters  # in torch 2.15
-        options: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
+        # in torch 2.15
+        renamed = "forward_sync_buffers" in inspect.signature(ddp).parameters
+        options: dict[str, Any] = {
+            "forward_sync_buffers" if renamed else "broadcast_buffers": False
+        }
         return ddp(model, device_ids=devices, gradient_as_bucket_view=True, **options)
 
     def look(self) -> bool:
@@ -72,15 +86,19 @@ class GroupWorker:
 
 
 class StopVotes:
-    """Whether training is to stop, the same answer on every rank at every step. A thread of rank 0 asks
-    ``look``, which may take long; the ranks vote about once a second, on what it saw and how many steps that
-    is, by rank 0's clock: one step at first, then at most twice as many as the last time.
+    """Whether training is to stop, the same answer on every rank at every step. A
+    thread of rank 0 asks ``look``, which may take long; the ranks vote about once a
+    second, on what it saw and how many steps that is, by rank 0's clock: one step at
+    first, then at most twice as many as the last time.
     """
 
-    def __init__(self, rank: int, device: torch.device, look: Callable[[], bool]) -> None:
+    def __init__(
+        self, rank: int, device: torch.device, look: Callable[[], bool]
+    ) -> None:
         self._rank, self._device, self._look = rank, device, look
         self._found, self._over = threading.Event(), threading.Event()
-        self._left, self._since = 1, (0, 0.0)  # steps to the next vote; steps between the last two, its time
+        # steps to the next vote; steps between the last two, its time
+        self._left, self._since = 1, (0, 0.0)
         if rank == 0:
             threading.Thread(target=self._watch, name="uno-stop", daemon=True).start()
 
@@ -90,9 +108,15 @@ class StopVotes:
         if self._left:
             return False
         (steps, before), now = self._since, time.monotonic()
-        wanted = min(int(STOP_VOTE_S * steps / max(now - before, 1e-3)), 2 * steps, MAX_VOTE_STEPS)
+        wanted = min(
+            int(STOP_VOTE_S * steps / max(now - before, 1e-3)),
+            2 * steps,
+            MAX_VOTE_STEPS,
+        )
         vote = [self._found.is_set(), max(wanted, 1)] if self._rank == 0 else [0, 0]
-        found, self._left = collectives.all_reduce_sum_(torch.tensor(vote, device=self._device)).tolist()
+        found, self._left = collectives.all_reduce_sum_(
+            torch.tensor(vote, device=self._device)
+        ).tolist()
         self._since = self._left, now
         return bool(found)
 
@@ -109,7 +133,12 @@ class StopVotes:
 
 class _TorchWorker(GroupWorker):
     def __init__(
-        self, place: "Ranks", device: torch.device, look: Callable[[], bool], show: Show, log: RankLog
+        self,
+        place: "Ranks",
+        device: torch.device,
+        look: Callable[[], bool],
+        show: Show,
+        log: RankLog,
     ) -> None:
         self.rank, self.world_size, self.device = place.rank, place.world_size, device
         self.look, self._show, self._log = look, show, log  # type: ignore[method-assign]
@@ -122,8 +151,9 @@ class _TorchWorker(GroupWorker):
 
 
 class Ranks(Place):
-    """All ranks that ``torchrun`` has started. Rank 0 leads: it has the command, the console and the claim,
-    and does alone what is not training; the others :meth:`follow`.
+    """All ranks that ``torchrun`` has started. Rank 0 leads: it has the command, the
+    console and the claim, and does alone what is not training; the others
+    :meth:`follow`.
     """
 
     def __init__(self) -> None:
@@ -134,8 +164,9 @@ class Ranks(Place):
         self._told = False
 
     def run(self, command: Callable[["Ranks"], int]) -> int:
-        """The exit code of this rank, of which rank 0 has the ``command``. The first that ends with an error
-        raises it; where others do so for that, only their code says it.
+        """The exit code of this rank, of which rank 0 has the ``command``. The first
+        that ends with an error raises it; where others do so for that, only their code
+        says it.
         """
         try:
             if self.rank == 0:
@@ -151,17 +182,33 @@ class Ranks(Place):
                 self._tell(None)
 
     def sized(self, config: Config) -> Config:
-        """``config`` with as many workers as there are ranks. ConfigError: it asks for others."""
+        """``config`` with as many workers as there are ranks. ConfigError: it asks
+        for others.
+        """
         if config.compute.num_workers not in (0, self.world_size):
-            what = f"--workers {config.compute.num_workers}, but torchrun has started {self.world_size} ranks"
+            what = (
+                f"--workers {config.compute.num_workers}, but torchrun has started"
+                f" {self.world_size} ranks"
+            )
             raise ConfigError(f"{what}; leave --workers out")
-        device = "cuda" if config.compute.device != "cpu" and torch.cuda.is_available() else "cpu"
+        device = (
+            "cuda"
+            if config.compute.device != "cpu" and torch.cuda.is_available()
+            else "cpu"
+        )
         if config.compute.device == "cuda" != device:
-            raise ConfigError("compute.device is cuda but PyTorch sees no CUDA device; use --device cpu")
-        return override(config, {"compute.num_workers": self.world_size, "compute.device": device})
+            raise ConfigError(
+                "compute.device is cuda but PyTorch sees no CUDA device; use"
+                " --device cpu"
+            )
+        return override(
+            config, {"compute.num_workers": self.world_size, "compute.device": device}
+        )
 
     def free_memory(self, config: Config) -> Room:
-        """Of a rank: its share of this machine, as each decodes all images, and its own GPU."""
+        """Of a rank: its share of this machine, as each decodes all images, and its
+        own GPU.
+        """
         room = super().free_memory(config)
         return room._replace(host=room.host // self._local_size)
 
@@ -170,28 +217,52 @@ class Ranks(Place):
     ) -> tuple[dict[str, float], Task]:
         """By all ranks; only rank 0 calls it."""
         storage = job.claim.storage
-        self._tell({
-            "config": to_dict(job.config), "phases": job.phases, "evaluate": job.evaluate,
-            "output": storage.uri, "token": storage.token, "fingerprint": job.task.rows.fingerprint,
-            "batch_is_derived": job.batch_is_derived,
-        })  # fmt: skip
+        self._tell(
+            {
+                "config": to_dict(job.config),
+                "phases": job.phases,
+                "evaluate": job.evaluate,
+                "output": storage.uri,
+                "token": storage.token,
+                "fingerprint": job.task.rows.fingerprint,
+                "batch_is_derived": job.batch_is_derived,
+            }
+        )
         return self._work(
-            job.config, job.task, job.phases, job.evaluate, job.batch_is_derived, storage, show, job.look
+            job.config,
+            job.task,
+            job.phases,
+            job.evaluate,
+            job.batch_is_derived,
+            storage,
+            show,
+            job.look,
         )
 
     def follow(self) -> None:
-        """Do what rank 0 tells, without a word. ConfigError: this machine has other data than rank 0's."""
+        """Do what rank 0 tells, without a word. ConfigError: this machine has other
+        data than rank 0's.
+        """
         while not self._store.check(["job"]):
             time.sleep(POLL_S)
         job = json.loads(self._store.get("job"))
         if job is None:
             return
-        config, storage = Config.model_validate(job["config"]), ClaimedStorage(job["output"], job["token"])
+        config, storage = (
+            Config.model_validate(job["config"]),
+            ClaimedStorage(job["output"], job["token"]),
+        )
         storage.check()
-        with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
+        with (
+            open(os.devnull, "w", encoding="utf-8") as nowhere,
+            redirect_stdout(nowhere),
+        ):
             task = read_task(config.data)
             if task.rows.fingerprint != job["fingerprint"]:
-                raise ConfigError(f"rank {self.rank} reads other data than rank 0 from {task.rows.source}")
+                raise ConfigError(
+                    f"rank {self.rank} reads other data than rank 0 from"
+                    f" {task.rows.source}"
+                )
             self._work(
                 config,
                 task,
@@ -213,27 +284,45 @@ class Ranks(Place):
         self._store.set("job", json.dumps(job))
 
     def _work(
-        self, config: Config, task: Task, phases: Any, evaluate: bool, batch_is_derived: bool,
-        storage: Storage, show: Show, look: Look | None = None,
-    ) -> tuple[dict[str, float], Task]:  # fmt: skip
+        self,
+        config: Config,
+        task: Task,
+        phases: Any,
+        evaluate: bool,
+        batch_is_derived: bool,
+        storage: Storage,
+        show: Show,
+        look: Look | None = None,
+    ) -> tuple[dict[str, float], Task]:
         torch.set_num_threads(num_threads(config, self._local_size))
-        device, stopping, first = local_device(config), threading.Event(), self.rank == 0
+        device, stopping, first = (
+            local_device(config),
+            threading.Event(),
+            self.rank == 0,
+        )
         if device.type == "cuda":
             torch.cuda.set_device(device := torch.device("cuda", self._local_rank))
-        # torchrun tells all to end as soon as one has: after an error here there is no other way any more.
+        # torchrun tells all to end as soon as one has: after an error here there is no
+        # other way any more.
         usual = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        stop, values = on_stop(stopping.set, STOPPING if first else None), dict[str, float]()
+        stop, values = (
+            on_stop(stopping.set, STOPPING if first else None),
+            dict[str, float](),
+        )
         group = collectives.group(self._store, device, self.rank, self.world_size)
         with stop, RankLog(storage, self.rank, self.world_size) as log, group:
             worker = _TorchWorker(self, device, stopping.is_set, show, log)
-            if on_features(config) and not first:  # rank 0 computes and keeps them for all
+            # rank 0 computes and keeps them for all
+            if on_features(config) and not first:
                 while not self._store.check(["features"]):
                     time.sleep(POLL_S)
             sets = open_sets(config, task, storage, show, stopping.is_set, first, look)
             if first:
                 self._store.set("features", "kept")
             if phases:
-                config = config_for_readable_rows(config, task, sets.ok, batch_is_derived)
+                config = config_for_readable_rows(
+                    config, task, sets.ok, batch_is_derived
+                )
             train = sets.train.to(device)
             try:
                 for phase in phases:
@@ -242,6 +331,8 @@ class Ranks(Place):
                 worker.close()
             if evaluate:
                 num_true = len(sets.task.known) + len(sets.task.novel)
-                values = evaluate_run(config, storage, train, sets.truth(), num_true, worker)
+                values = evaluate_run(
+                    config, storage, train, sets.truth(), num_true, worker
+                )
         signal.signal(signal.SIGTERM, usual)
         return values, sets.task

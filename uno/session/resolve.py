@@ -1,6 +1,7 @@
-"""From the settings somebody gave to the configuration of a run: what is given wins, a stored run keeps
-the rest of its values, and of a new one the data decides it. ``discover``, ``tune``, ``reproduce``,
-``estimate-classes`` and ``data check`` all ask here; each line of what was chosen says why.
+"""From the settings somebody gave to the configuration of a run: what is given wins, a
+stored run keeps the rest of its values, and of a new one the data decides it.
+``discover``, ``tune``, ``reproduce``, ``estimate-classes`` and ``data check`` all ask
+here; each line of what was chosen says why.
 """
 
 import json
@@ -28,7 +29,9 @@ Free = Callable[[Config], Room]
 
 
 class Resolved(NamedTuple):
-    """The configuration, what is to be said of it, and the task if it was read as the run will have it."""
+    """The configuration, what is to be said of it, and the task if it was read as
+    the run will have it.
+    """
 
     config: Config
     lines: list[str]
@@ -36,11 +39,15 @@ class Resolved(NamedTuple):
 
 
 def resolve(
-    config: Config, given: Iterable[str], overwrite: bool = False, free: Free = free_memory
+    config: Config,
+    given: Iterable[str],
+    overwrite: bool = False,
+    free: Free = free_memory,
 ) -> Resolved:
-    """``config``, of which ``given`` keys were set by somebody, as its run will have it: loading and
-    setting are no longer ``auto``. A run in its ``output`` keeps its values unless ``fresh``; else the data
-    is read. ``free``: the bytes that workers have. ConfigError: bad data.
+    """``config``, of which ``given`` keys were set by somebody, as its run will have
+    it: loading and setting are no longer ``auto``. A run in its ``output`` keeps its
+    values unless ``fresh``; else the data is read. ``free``: the bytes that workers
+    have. ConfigError: bad data.
     """
     given = {*given, *(SIZES if IMAGE_SIZE in given else ())}
     if (
@@ -49,21 +56,25 @@ def resolve(
         and (storage := Storage(config.output)).exists(CONFIG_FILE)
     ):
         began = as_begun(config, given, flatten(directory.read_config_tree(storage)))
-        return Resolved(began, [decide_setting(began, [], config.data.setting == "auto")[1]])
+        return Resolved(
+            began, [decide_setting(began, [], config.data.setting == "auto")[1]]
+        )
     task = read_task(config.data)
     setting, reason = decide_setting(config, task.rows.known)
     values, lines = from_data(config, given, task, setting)
     found = with_data(override(config, values) if values else config, setting=setting)
     told = config.data.loading != "auto"
-    loading, why = choose(found, len(task.rows), row_bytes(found), (free_memory if told else free)(found))
+    loading, why = choose(
+        found, len(task.rows), row_bytes(found), (free_memory if told else free)(found)
+    )
     found = with_data(found, loading=loading)
     return Resolved(found, [reason, *lines, f"memory: {why}"], task)
 
 
 def stored_config(storage: Storage, given: Mapping[str, Any]) -> Config:
-    """The configuration of the run in ``storage``, for work on it in this process unless the ``given`` dotted
-    keys say otherwise: its workers may have been elsewhere. StorageError or ConfigError: no run, a damaged
-    one.
+    """The configuration of the run in ``storage``, for work on it in this process
+    unless the ``given`` dotted keys say otherwise: its workers may have been elsewhere.
+    StorageError or ConfigError: no run, a damaged one.
     """
     here = {"compute.num_workers": 0, "compute.device": "auto"}
     stored = flatten(directory.read_config_tree(storage))
@@ -71,67 +82,122 @@ def stored_config(storage: Storage, given: Mapping[str, Any]) -> Config:
 
 
 def with_data(config: Config, **chosen: Any) -> Config:
-    """``config`` with fields of its data that this program has chosen: nothing is left to check."""
+    """``config`` with fields of its data that this program has chosen: nothing is
+    left to check.
+    """
     return config.model_copy(update={"data": config.data.model_copy(update=chosen)})
 
 
-def as_begun(config: Config, given: Container[str], stored: Mapping[str, Any]) -> Config:
-    """``config`` as a resumed run: what the flat tree ``stored`` says was chosen for it, unless ``given``."""
-    keys = [key for key in (*keys_from_images(config), "data.validation_fraction") if key not in given]
-    keys += [f"data.{name}" for name in ("setting", "loading") if getattr(config.data, name) == "auto"]
+def as_begun(
+    config: Config, given: Container[str], stored: Mapping[str, Any]
+) -> Config:
+    """``config`` as a resumed run: what the flat tree ``stored`` says was chosen for
+    it, unless ``given``.
+    """
+    keys = [
+        key
+        for key in (*keys_from_images(config), "data.validation_fraction")
+        if key not in given
+    ]
+    keys += [
+        f"data.{name}"
+        for name in ("setting", "loading")
+        if getattr(config.data, name) == "auto"
+    ]
     return override(config, {key: stored[key] for key in keys if key in stored})
 
 
 def from_data(
     config: Config, given: Container[str], task: Task, setting: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """What is not ``given`` of a new run on ``task``, by dotted key, and why: images are as the run took them
-    whose encoder this one starts from, else as they are themselves.
+    """What is not ``given`` of a new run on ``task``, by dotted key, and why: images
+    are as the run took them whose encoder this one starts from, else as they are
+    themselves.
     """
     values, lines = from_images(config, task, given, setting)
-    require_kind((override(config, values) if values else config).model, task.rows.images)
+    require_kind(
+        (override(config, values) if values else config).model, task.rows.images
+    )
     learned = images_of_weights(config, given) if keys_from_images(config) else {}
     if not learned:
         return values, lines
     source = config.model.weights
     size = learned.get(SIZES[0], config.augment.large.size)
-    return learned | values, [f"image size: {size} px; image size, mean and std: taken from {source}", *lines]
+    return learned | values, [
+        f"image size: {size} px; image size, mean and std: taken from {source}",
+        *lines,
+    ]
 
 
 def images_of_weights(config: Config, given: Container[str]) -> dict[str, Any]:
-    """How the run whose encoder ``config`` starts from took images, by dotted key, unless ``given``."""
+    """How the run whose encoder ``config`` starts from took images, by dotted key,
+    unless ``given``.
+    """
     source = config.model.weights
     if source in (None, PRETRAINED) or weights.is_file(source):
         return {}
     stored = flatten(directory.read_config_tree(Storage(str(source))))
-    return {key: stored[key] for key in OF_ENCODER if key in stored and key not in given}
+    return {
+        key: stored[key] for key in OF_ENCODER if key in stored and key not in given
+    }
 
 
 def as_printed(config: Config, given: Iterable[str], overwrite: bool) -> Config:
-    """``config`` with what own images decide, unless the number of their classes is to be found first."""
+    """``config`` with what own images decide, unless the number of their classes is
+    to be found first.
+    """
     if not keys_from_images(config) or config.data.num_novel == "auto":
         return config
     found = resolve(config, given, overwrite).config
-    return with_data(found, loading=config.data.loading)  # which is the machine's affair
+    # which is the machine's affair
+    return with_data(found, loading=config.data.loading)
 
 
-def explained(config: Config, file: Mapping[str, Any], line: Mapping[str, Any], overwrite: bool) -> list[str]:
-    """The configuration of a run as YAML, a dotted key a line with where its value comes from. ``config``:
-    what the keys of a ``file`` and a ``line`` lead to, before the data is looked at.
+def explained(
+    config: Config, file: Mapping[str, Any], line: Mapping[str, Any], overwrite: bool
+) -> list[str]:
+    """The configuration of a run as YAML, a dotted key a line with where its value
+    comes from. ``config``: what the keys of a ``file`` and a ``line`` lead to, before
+    the data is looked at.
     """
     given = {**file, **line}
-    found = config if config.data.num_novel == "auto" else resolve(config, given, overwrite).config
-    begun = not overwrite and config.output is not None and Storage(config.output).exists(CONFIG_FILE)
+    found = (
+        config
+        if config.data.num_novel == "auto"
+        else resolve(config, given, overwrite).config
+    )
+    begun = (
+        not overwrite
+        and config.output is not None
+        and Storage(config.output).exists(CONFIG_FILE)
+    )
     layers: list[tuple[str, Mapping[str, Any]]] = [
-        ("default", flatten(to_dict(Config(method=config.method))) | {"output": config.output}),
+        (
+            "default",
+            flatten(to_dict(Config(method=config.method))) | {"output": config.output},
+        ),
         (f"preset {config.preset}", preset_values(config.preset)),
         (f"recipe {config.recipe}", preset_values(config.preset, config.recipe)),
         (f"method {config.method}", method_settings(config.method, config.preset)),
     ]
-    values, before, lines = flatten(to_dict(found)), flatten(to_dict(config)), list[str]()
+    values, before, lines = (
+        flatten(to_dict(found)),
+        flatten(to_dict(config)),
+        list[str](),
+    )
     for key, value in values.items():
-        whose = [name for name, layer in layers if key in layer and _plain(layer[key]) == value]
-        origin = whose[0] if whose else "data" if config.model.encoder in OWN_ENCODERS else "encoder"
+        whose = [
+            name
+            for name, layer in layers
+            if key in layer and _plain(layer[key]) == value
+        ]
+        origin = (
+            whose[0]
+            if whose
+            else "data"
+            if config.model.encoder in OWN_ENCODERS
+            else "encoder"
+        )
         if value != before[key]:
             origin = f"the run in {config.output}" if begun else "data"
         for name, keys in (("file", file), ("command line", line)):
@@ -146,7 +212,9 @@ def _plain(value: Any) -> Any:
 
 
 def with_full_path(config: Config) -> Config:
-    """``model.weights`` as workers in other directories open it. ConfigError: nothing to start from there."""
+    """``model.weights`` as workers in other directories open it. ConfigError:
+    nothing to start from there.
+    """
     if config.model.weights in (None, PRETRAINED):
         return config
     source = full_path(normalize_path(config.model.weights))
@@ -156,19 +224,22 @@ def with_full_path(config: Config) -> Config:
             raise ConfigError(f"model.weights: no such file {source}")
     elif not checkpoint_steps(Storage(source), PRETRAIN):
         raise ConfigError(
-            f"model.weights: {source} is neither a {', '.join(weights.SUFFIXES)} file nor a pretrained run"
+            f"model.weights: {source} is neither a {', '.join(weights.SUFFIXES)} file"
+            " nor a pretrained run"
         )
     return override(config, {"model.weights": source})
 
 
 def starting_weights(config: Config, overwrite: bool) -> bytes | None:
-    """The library's own weights as a safetensors file, where a run starts from them: those it keeps, or else
-    fetched. An encoder or weights that do not fit are a ConfigError here, before any data is read.
+    """The library's own weights as a safetensors file, where a run starts from them:
+    those it keeps, or else fetched. An encoder or weights that do not fit are a
+    ConfigError here, before any data is read.
     """
     source, own, tensors = config.model.weights, None, None
     if config.model.finetune == "none" and source is None:
         raise ConfigError(
-            "model.finetune none needs pretrained weights: pass --weights FILE or --weights pretrained"
+            "model.finetune none needs pretrained weights: pass --weights FILE or"
+            " --weights pretrained"
         )
     if config.model.takes_vectors:
         return fetch_pretrained(config.model.encoder)

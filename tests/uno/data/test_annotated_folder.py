@@ -1,4 +1,6 @@
-"""Folders whose classes are in a table: Hugging Face's imagefolder and Roboflow's export."""
+"""Folders whose classes are in a table: Hugging Face's imagefolder and Roboflow's
+export.
+"""
 
 import json
 import os
@@ -33,9 +35,14 @@ def write_metadata(folder: Path, suffix: str, key: str = "label") -> None:
     }
     for split, pairs in rows.items():
         if suffix == "csv":
-            lines = [f"file_name,{key}", *(f"{name},{label or ''}" for name, label in pairs)]
+            lines = [
+                f"file_name,{key}",
+                *(f"{name},{label or ''}" for name, label in pairs),
+            ]
         else:
-            lines = [json.dumps({"file_name": name, key: label}) for name, label in pairs]
+            lines = [
+                json.dumps({"file_name": name, key: label}) for name, label in pairs
+            ]
         (folder / split / f"metadata.{suffix}").write_text("\n".join(lines))
 
 
@@ -44,7 +51,9 @@ def write_metadata(folder: Path, suffix: str, key: str = "label") -> None:
 def test_metadata_of_an_imagefolder_says_labels_and_splits(folder, suffix, kind):
     write_metadata(folder, suffix)
     rows = read_rows(DataConfig(source=f"{kind}{folder}"))
-    label_of = dict(zip(rows.ids, zip(rows.labels, rows.split, strict=True), strict=True))
+    label_of = dict(
+        zip(rows.ids, zip(rows.labels, rows.split, strict=True), strict=True)
+    )
     assert label_of == {
         "train/a.png": ("cat", "train"),
         "train/b.png": ("dog", "train"),
@@ -70,7 +79,9 @@ def _task_of(source: str):
 
 def test_captions_without_labels_leave_class_folders_as_they_are(tmp_path):
     write_images(tmp_path, ["cat/a.png", "dog/b.png"])
-    (tmp_path / "metadata.csv").write_text("file_name,text\ncat/a.png,a cat\ndog/b.png,a dog\n")
+    (tmp_path / "metadata.csv").write_text(
+        "file_name,text\ncat/a.png,a cat\ndog/b.png,a dog\n"
+    )
     rows = read_rows(DataConfig(source=str(tmp_path)))
     assert rows.source.startswith("folder:") and rows.labels == ["cat", "dog"]
 
@@ -85,7 +96,9 @@ def test_images_that_no_table_names_are_counted(folder):
 
 def test_an_image_that_a_table_spells_otherwise_is_not_left_out(tmp_path):
     write_images(tmp_path, ["my cat.png", "dog.png"])
-    (tmp_path / "metadata.csv").write_text("file_name,label\nmy%20cat.png,cat\ndog.png,dog\n")
+    (tmp_path / "metadata.csv").write_text(
+        "file_name,label\nmy%20cat.png,cat\ndog.png,dog\n"
+    )
     assert not read_rows(DataConfig(source=str(tmp_path))).warnings
 
 
@@ -95,7 +108,9 @@ def test_a_metadata_folder_can_be_predicted(folder):
 
 
 def test_an_imagefolder_without_a_table_or_its_column_is_refused(folder):
-    assert "metadata.csv" in failure(read_rows, DataConfig(source=f"imagefolder:{folder}"))
+    assert "metadata.csv" in failure(
+        read_rows, DataConfig(source=f"imagefolder:{folder}")
+    )
     (folder / "metadata.csv").write_text("image,label\ntrain/a.png,cat\n")
     line = failure(read_rows, DataConfig(source=f"imagefolder:{folder}"))
     assert "needs a column file_name" in line and "image, label" in line
@@ -119,7 +134,10 @@ def test_one_hot_classes_of_roboflow_are_labels(folder):
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("filename, cat, dog\na.png, 1, 1\n", "line 2: the image has the classes cat, dog"),
+        (
+            "filename, cat, dog\na.png, 1, 1\n",
+            "line 2: the image has the classes cat, dog",
+        ),
         ("filename, cat, dog\na.png, 0.5, 0\n", "neither 0 nor 1"),
         ("name, cat\na.png, 1\n", "needs a column filename"),
     ],

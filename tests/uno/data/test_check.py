@@ -20,14 +20,27 @@ from .builders import write_images
 
 def task_of(labels, config, images=None, split=None):
     num = len(labels)
-    images = np.random.default_rng(0).integers(0, 256, (num, 4, 4, 3), np.uint8) if images is None else images
+    images = (
+        np.random.default_rng(0).integers(0, 256, (num, 4, 4, 3), np.uint8)
+        if images is None
+        else images
+    )
     is_train = np.array(split or ["train"] * num) == "train"
-    rows = Rows(Text.of(f"r{i}" for i in range(num)), images, Labels.of(labels), is_train, "rows")
+    rows = Rows(
+        Text.of(f"r{i}" for i in range(num)),
+        images,
+        Labels.of(labels),
+        is_train,
+        "rows",
+    )
     return make_task(rows, config.data)
 
 
 def config_of(known=None, **overrides):
-    values = {"data.known_classes": known, **{k.replace("__", "."): v for k, v in overrides.items()}}
+    values = {
+        "data.known_classes": known,
+        **{k.replace("__", "."): v for k, v in overrides.items()},
+    }
     return override(Config(), {"train.batch_size": 16, **values})
 
 
@@ -45,33 +58,73 @@ def test_good_data_has_no_problems():
     task = make_task(read_rows(config.data), config.data)
     assert check(task, config) == []
     report = format_report(task, [])
-    assert task.rows.fingerprint in report and "8 x 8" in report and "0 errors, 0 warnings" in report
+    assert (
+        task.rows.fingerprint in report
+        and "8 x 8" in report
+        and "0 errors, 0 warnings" in report
+    )
     assert report.count("novel  ") == 5
 
 
 def test_images_that_are_made_tiny_are_named():
-    """Kills: 32 pixels in silence, the stored size where the views are smaller, a warning of every size."""
+    """Kills: 32 pixels in silence, the stored size where the views are smaller, a
+    warning of every size.
+    """
     images = [np.zeros((100, 200, 3), np.uint8)] * 40
-    small, large = ({"augment.large.size": side, "data.stored_size": 256} for side in (33, 34))
+    small, large = (
+        {"augment.large.size": side, "data.stored_size": 256} for side in (33, 34)
+    )
     base = config_of(known="first:2")
     task = task_of(LABELS, base, images)
     for values, found in ((small, ["about 100 px are resized to 33 px"]), (large, [])):
-        told = [m for m in messages(task, override(base, values), "warning") if "are resized" in m]
+        told = [
+            m
+            for m in messages(task, override(base, values), "warning")
+            if "are resized" in m
+        ]
         assert len(told) == len(found) and all(text in told[0] for text in found)
 
 
-@pytest.mark.parametrize(("labels", "overrides", "level", "text"), [
-    (["a"] * 8 + ["b"] * 8, {"known": "a"}, "warning", "only one known class"),
-    (["a"] * 8 + ["b"] * 8, {"known": "a"}, "warning", "num_novel is 1"),
-    (["a"] * 9 + ["A "] * 9 + ["c"] * 9, {"known": "a"}, "warning", "differ only in case"),
-    (["a"] * 9 + ["b"] + ["c"] * 9, {"known": "a,b"}, "warning", "1 known class has a"),
-    (["a"] * 9 + [None] * 3, {"data__num_novel": 4}, "error", "images (3) than classes to discover (4)"),
-    (["a"] * 9 + [None] * 7, {"data__num_novel": 4}, "warning", "overclustering head (12)"),
-    (LABELS, {"known": "a,b", "train__batch_size": 64}, "error", "works: 40"),
-    (LABELS, {"known": "a,b", "compute__num_workers": 3}, "error", "3 workers"),
-    (LABELS, {"known": "a,b", "data__num_novel": 4}, "warning", "2.0 each"),
-    (LABELS, {"known": "a,b", "data__num_novel": 1}, "warning", "classes share clusters"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("labels", "overrides", "level", "text"),
+    [
+        (["a"] * 8 + ["b"] * 8, {"known": "a"}, "warning", "only one known class"),
+        (["a"] * 8 + ["b"] * 8, {"known": "a"}, "warning", "num_novel is 1"),
+        (
+            ["a"] * 9 + ["A "] * 9 + ["c"] * 9,
+            {"known": "a"},
+            "warning",
+            "differ only in case",
+        ),
+        (
+            ["a"] * 9 + ["b"] + ["c"] * 9,
+            {"known": "a,b"},
+            "warning",
+            "1 known class has a",
+        ),
+        (
+            ["a"] * 9 + [None] * 3,
+            {"data__num_novel": 4},
+            "error",
+            "images (3) than classes to discover (4)",
+        ),
+        (
+            ["a"] * 9 + [None] * 7,
+            {"data__num_novel": 4},
+            "warning",
+            "overclustering head (12)",
+        ),
+        (LABELS, {"known": "a,b", "train__batch_size": 64}, "error", "works: 40"),
+        (LABELS, {"known": "a,b", "compute__num_workers": 3}, "error", "3 workers"),
+        (LABELS, {"known": "a,b", "data__num_novel": 4}, "warning", "2.0 each"),
+        (
+            LABELS,
+            {"known": "a,b", "data__num_novel": 1},
+            "warning",
+            "classes share clusters",
+        ),
+    ],
+)
 def test_problems_of_classes_and_batches(labels, overrides, level, text):
     config = config_of(**overrides)
     found = messages(task_of(labels, config), config, level)
@@ -82,7 +135,9 @@ def test_problems_of_classes_and_batches(labels, overrides, level, text):
 def test_pseudo_labels_are_no_matter_where_nothing_is_trained():
     """Kills: advice on batches for the choice among clusterings."""
     for epochs, count in ((1, 1), (0, 0)):
-        config = config_of("a,b", data__num_novel=4, discover__epochs=epochs, discover__warmup_epochs=0)
+        config = config_of(
+            "a,b", data__num_novel=4, discover__epochs=epochs, discover__warmup_epochs=0
+        )
         found = messages(task_of(LABELS, config), config, "warning")
         assert sum("pseudo-labels" in message for message in found) == count
 
@@ -91,32 +146,47 @@ def test_a_small_batch_is_no_news_where_nothing_is_pretrained():
     for weights, count in ((None, 1), ("encoder.safetensors", 0)):
         config = config_of("a,b", train__batch_size=30, model__weights=weights)
         found = messages(task_of(LABELS, config), config, "warning")
-        assert sum("pretraining batches hold all" in message for message in found) == count
+        assert (
+            sum("pretraining batches hold all" in message for message in found) == count
+        )
 
 
 def test_a_class_without_training_rows():
     for known, kind, level in (("a,b", "novel", "warning"), ("a,aa", "known", "error")):
         config = config_of(known)
         task = task_of([*LABELS, "aa"], config, split=["train"] * 40 + ["test"])
-        assert f"1 {kind} class has no training image: aa" in messages(task, config, level)
+        assert f"1 {kind} class has no training image: aa" in messages(
+            task, config, level
+        )
 
 
-@pytest.mark.parametrize(("how", "kinds"), [("sorted", ["labeled", "unlabeled"]), ("shuffled", [])])
+@pytest.mark.parametrize(
+    ("how", "kinds"), [("sorted", ["labeled", "unlabeled"]), ("shuffled", [])]
+)
 @pytest.mark.parametrize("part", [1, 2])
-def test_a_table_that_is_sorted_by_class_is_named(tmp_path, monkeypatch, how, kinds, part):
-    """Its row groups hold one class each; of large tables every ``part``-th is looked at. Kills: shares of
-    one row group for those of a batch, workers whose parts are not put together, a warning of a shuffled
-    table, of one in memory, single rows of the groups.
+def test_a_table_that_is_sorted_by_class_is_named(
+    tmp_path, monkeypatch, how, kinds, part
+):
+    """Its row groups hold one class each; of large tables every ``part``-th is looked
+    at. Kills: shares of one row group for those of a batch, workers whose parts are not
+    put together, a warning of a shuffled table, of one in memory, single rows of the
+    groups.
     """
     monkeypatch.setattr("uno.data.stream.MAX_WINDOW_ROWS", 16)
     monkeypatch.setattr("uno.data.check.ORDER_ROWS", 128)
     labels = np.repeat(np.arange(8), 16 * part)
     if how == "shuffled":
         labels = np.random.default_rng(1).permutation(labels)
-    table = pa.table({"image": [b"x"] * 128 * part, "label": [f"c{label}" for label in labels]})
+    table = pa.table(
+        {"image": [b"x"] * 128 * part, "label": [f"c{label}" for label in labels]}
+    )
     pq.write_table(table, tmp_path / "train.parquet", row_group_size=16)
     for loading in ("streaming", "memory"):
-        values = {"data__source": f"parquet:{tmp_path}", "data__loading": loading, "compute__num_workers": 2}
+        values = {
+            "data__source": f"parquet:{tmp_path}",
+            "data__loading": loading,
+            "compute__num_workers": 2,
+        }
         config = config_of("first:4", train__batch_size=32, **values)
         task = make_task(read_rows(config.data), config.data)
         found = [m for m in messages(task, config, "warning") if "sorted by class" in m]
@@ -124,7 +194,10 @@ def test_a_table_that_is_sorted_by_class_is_named(tmp_path, monkeypatch, how, ki
             kinds if loading == "streaming" else []
         )
         if found:  # 16 rows, eight from each worker's window of one class
-            assert re.search(r"has (\d+)%", found[0]) and int(re.search(r"has (\d+)%", found[0])[1]) >= 50
+            assert (
+                re.search(r"has (\d+)%", found[0])
+                and int(re.search(r"has (\d+)%", found[0])[1]) >= 50
+            )
 
 
 def test_duplicates():
@@ -136,10 +209,17 @@ def test_duplicates():
     images[1] = images[4]  # b = a
     images[5] = images[9]  # b = b: no problem
     images[2] = images[7]  # c = d, both unlabeled
-    found = messages(task_of([*LABELS, "a"], config, images, ["train"] * 40 + ["test"]), config, "warning")
-    for text in ("duplicates in train and test: 1, e.g. r3 = r40", "duplicates with and without a label: 1",
-                 "duplicates with different known labels: 1",
-                 "duplicates among the unlabeled images: 1, e.g. r2 = r7"):  # fmt: skip
+    found = messages(
+        task_of([*LABELS, "a"], config, images, ["train"] * 40 + ["test"]),
+        config,
+        "warning",
+    )
+    for text in (
+        "duplicates in train and test: 1, e.g. r3 = r40",
+        "duplicates with and without a label: 1",
+        "duplicates with different known labels: 1",
+        "duplicates among the unlabeled images: 1, e.g. r2 = r7",
+    ):
         assert any(text in message for message in found), found
     assert len(found) == 4
 
@@ -150,7 +230,10 @@ def test_duplicate_files_are_found_by_size_and_content(tmp_path):
     copy = shutil.copy(tmp_path / "train/a/2.png", tmp_path / "test/a/copy.png")
     config = config_of(data__source=str(tmp_path), known="first:2")
     task = make_task(read_rows(config.data), config.data)
-    assert any("e.g. test/a/copy.png = train/a/2.png" in m for m in messages(task, config, "warning"))
+    assert any(
+        "e.g. test/a/copy.png = train/a/2.png" in m
+        for m in messages(task, config, "warning")
+    )
     copy.write_bytes(b"broken")
     task = make_task(read_rows(config.data), config.data)
     report = format_report(task, check(task, config))
@@ -172,14 +255,20 @@ def test_every_image_is_decoded_in_the_time_there_is(tmp_path):
     task = make_task(read_rows(config.data), config.data)
 
     def found(seconds: float, fraction: float = 0.5) -> list[tuple[str, str]]:
-        problems = check(task, override(config, {"data.max_bad_fraction": fraction}), seconds)
+        problems = check(
+            task, override(config, {"data.max_bad_fraction": fraction}), seconds
+        )
         return [(p.level, p.message) for p in problems if "images" in p.message]
 
     assert found(0) == []
     ((level, message),) = found(60)
-    assert level == "warning" and message.startswith("2 of 180 images cannot be read: a/001.png: ")
+    assert level == "warning" and message.startswith(
+        "2 of 180 images cannot be read: a/001.png: "
+    )
     assert "; b/033.png: " in message
-    assert [(level, "would stop" in text) for level, text in found(60, 0.01)] == [("error", True)]
+    assert [(level, "would stop" in text) for level, text in found(60, 0.01)] == [
+        ("error", True)
+    ]
     assert "of 180 images were decoded in 1e-09 s" in found(1e-9)[-1][1]
     assert "as 32 x 32 pixels" in format_report(task, [], 32)
 
@@ -201,9 +290,15 @@ def test_the_check_counts_readable_images_only(tmp_path, derived, level, text):
     assert any(p.level == "error" for p in problems) != derived
 
 
-@pytest.mark.parametrize(("setting", "unlabeled", "fix"), [
-    ("gcd", 4, "--setting ncd"), ("gcd", 5, None), ("ncd", 2, "add unlabeled"), ("ncd", 3, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("setting", "unlabeled", "fix"),
+    [
+        ("gcd", 4, "--setting ncd"),
+        ("gcd", 5, None),
+        ("ncd", 2, "add unlabeled"),
+        ("ncd", 3, None),
+    ],
+)
 def test_clusters_need_more_unlabeled_images(setting, unlabeled, fix):
     """No batch size matters for a method that trains nothing."""
     values = {"data__num_novel": 2, "data__setting": setting, "method": "clustering"}

@@ -64,7 +64,9 @@ def test_a_class_that_means_missing_is_reported(tmp_path, word):
     line = refusal(table)
     assert f"class '{word}'" in line and "empty" in line
     table.write_text(f"path,label\na.png,cat\nb.png,{word}\nc.png,\n")
-    assert any(f"class '{word}'" in text and "missing" in text for text in warnings_of(table))
+    assert any(
+        f"class '{word}'" in text and "missing" in text for text in warnings_of(table)
+    )
 
 
 def test_a_folder_around_the_class_folders_is_refused_with_the_path_to_give(tmp_path):
@@ -76,9 +78,14 @@ def test_a_folder_around_the_class_folders_is_refused_with_the_path_to_give(tmp_
     assert set(read(tmp_path).labels) == {"Data"}
 
 
-@pytest.mark.parametrize("names", [("Training", "Testing"), ("train", "test"), ("Train", "Val")])
+@pytest.mark.parametrize(
+    "names", [("Training", "Testing"), ("train", "test"), ("Train", "Val")]
+)
 def test_folders_of_splits_by_other_names_are_no_classes(tmp_path, names):
-    write_images(tmp_path, [f"{split}/{kind}/1.png" for split in names for kind in ("cat", "dog")])
+    write_images(
+        tmp_path,
+        [f"{split}/{kind}/1.png" for split in names for kind in ("cat", "dog")],
+    )
     if names == ("train", "test"):
         assert set(read(tmp_path).labels) == {"cat", "dog"}
     else:
@@ -88,7 +95,10 @@ def test_folders_of_splits_by_other_names_are_no_classes(tmp_path, names):
 
 
 def test_test_images_in_a_folder_of_another_name_are_named(tmp_path):
-    write_images(tmp_path, [f"{split}/{kind}/1.png" for split in ("train", "dev") for kind in "ab"])
+    write_images(
+        tmp_path,
+        [f"{split}/{kind}/1.png" for split in ("train", "dev") for kind in "ab"],
+    )
     assert "rename their folder to test" in refusal(tmp_path)
 
 
@@ -161,7 +171,9 @@ def test_an_empty_line_of_labels_is_explained(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["v.npy", "v.npz"])
-def test_arrays_of_python_objects_are_refused_without_the_advice_to_open_them(tmp_path, name):
+def test_arrays_of_python_objects_are_refused_without_the_advice_to_open_them(
+    tmp_path, name
+):
     values = np.array([[1.0, 2.0], [3.0]], object)
     save = np.save if name == "v.npy" else np.savez
     save(tmp_path / name, values)
@@ -185,12 +197,16 @@ def test_embeddings_with_a_column_for_each_number_are_refused_with_a_way(tmp_pat
 
 def test_pixels_in_lists_are_refused_with_the_way_to_store_them(tmp_path):
     values = pa.array([[0] * 48] * 2, pa.list_(pa.uint8()))
-    pq.write_table(pa.table({"image": values, "label": ["a", None]}), tmp_path / "t.parquet")
+    pq.write_table(
+        pa.table({"image": values, "label": ["a", None]}), tmp_path / "t.parquet"
+    )
     line = refusal(f"parquet:{tmp_path}/t.parquet")
     assert "images must be bytes" in line and "PNG or JPEG" in line
 
 
-def test_one_json_document_in_a_jsonl_file_is_refused_with_the_option_of_pandas(tmp_path):
+def test_one_json_document_in_a_jsonl_file_is_refused_with_the_option_of_pandas(
+    tmp_path,
+):
     for indent in (None, 1):
         text = json.dumps([{"path": "a.png", "label": "cat"}], indent=indent)
         (tmp_path / "t.jsonl").write_text(text)
@@ -206,7 +222,10 @@ def test_a_list_of_files_and_numbers_is_refused_with_the_table_to_write(tmp_path
 def test_dots_in_folders_of_a_shard_do_not_end_the_key(tmp_path):
     with tarfile.open(tmp_path / "t.tar", "w") as tar:
         for row in range(3):
-            for suffix, data in (("JPG", encoded(pixels(row), "JPEG")), ("cls", b"cat")):
+            for suffix, data in (
+                ("JPG", encoded(pixels(row), "JPEG")),
+                ("cls", b"cat"),
+            ):
                 info = tarfile.TarInfo(f"./train.v1/{row}.{suffix}")
                 info.size = len(data)
                 tar.addfile(info, io.BytesIO(data))
@@ -230,7 +249,9 @@ def tiff_of_12_bits(values: np.ndarray) -> bytes:
         278: height,
         279: len(data),
     }
-    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    entries = b"".join(
+        struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items()
+    )
     header = b"II*\0" + struct.pack("<I", 8 + len(data))
     return header + data + struct.pack("<H", len(tags)) + entries + bytes(4)
 
@@ -243,7 +264,9 @@ def test_a_tiff_of_12_bits_has_the_range_that_it_declares():
 
 @pytest.mark.parametrize("format", ["PNG", "TIFF"])
 def test_12_bits_in_16_are_reported_with_the_number(tmp_path, format):
-    """The range cannot be known from one image: a dark image of 16 bits looks the same."""
+    """The range cannot be known from one image: a dark image of 16 bits looks the
+    same.
+    """
     values = np.linspace(0, 4095, 64).astype(np.uint16).reshape(8, 8)
     for name in ("cat/a.png", "dog/b.png", "c.png"):
         path: Path = tmp_path / name

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from uno.data import decode as decode_module
-from uno.data.decode import BadImage, check_bad, decode, decode_many, decoded, ok_mask, read_header
+from uno.data.decode import (
+    BadImage,
+    check_bad,
+    decode,
+    decode_many,
+    decoded,
+    ok_mask,
+    read_header,
+)
 from uno.data.files import Storage
 from uno.errors import ConfigError
 
@@ -35,15 +43,20 @@ def test_lossless_formats_are_exact_at_their_own_size(format):
 
 
 def test_resize_shorter_side_and_center_crop():
-    """Kills: squeezing to a square, a corner crop, the longer side resized, height and width swapped."""
+    """Kills: squeezing to a square, a corner crop, the longer side resized, height
+    and width swapped.
+    """
     out = decode(encoded(smooth(20, 60)), 10).astype(int)
     assert out.shape == (3, 10, 10)
-    assert abs(out[0].mean() - 127) < 3 and out[0].min() > 80 and out[0].max() < 175  # the middle third
+    # the middle third
+    assert abs(out[0].mean() - 127) < 3 and out[0].min() > 80 and out[0].max() < 175
     assert out[1, 0].mean() < 20 and out[1, -1].mean() > 235
     tall = decode(encoded(smooth(60, 20)), 10).astype(int)
     assert tall[1].min() > 80 and tall[0].max() > 235
     assert decode(encoded(smooth(3, 2)), 8).shape == (3, 8, 8)
-    np.testing.assert_array_equal(decode(smooth(20, 60), 10), decode(encoded(smooth(20, 60)), 10))
+    np.testing.assert_array_equal(
+        decode(smooth(20, 60), 10), decode(encoded(smooth(20, 60)), 10)
+    )
     # nearest or plain bilinear sampling would turn a fine checkerboard into 0 or 255
     board = np.indices((64, 64)).sum(0) % 2 * 255
     picture = np.repeat(board[..., None], 3, 2).astype(np.uint8)
@@ -52,7 +65,9 @@ def test_resize_shorter_side_and_center_crop():
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_orientation(orientation):
-    """Kills: EXIF ignored, turned the wrong way, turned after a crop that is not centered."""
+    """Kills: EXIF ignored, turned the wrong way, turned after a crop that is not
+    centered.
+    """
     picture = Image.fromarray(smooth(24, 48))
     exif = Image.Exif()
     exif[0x0112] = orientation
@@ -69,11 +84,14 @@ def test_modes_become_rgb():
     for mode in ("L", "1", "P", "LA", "RGBA"):
         out = decode(encoded(Image.fromarray(grayscale).convert(mode), "PNG"), 16)
         assert out.shape == (3, 16, 16) and np.ptp(out) > 200
-    cmyk = decode(encoded(Image.fromarray(smooth(16, 16)).convert("CMYK"), "JPEG", quality=95), 16)
+    cmyk = decode(
+        encoded(Image.fromarray(smooth(16, 16)).convert("CMYK"), "JPEG", quality=95), 16
+    )
     assert np.abs(cmyk.astype(int) - smooth(16, 16).transpose(2, 0, 1)).mean() < 12
     deep = Image.fromarray(grayscale.astype(np.uint16) * 257)
     for format in ("PNG", "TIFF"):
-        assert (decode(encoded(deep, format), 16)[0] == grayscale).all()  # kills: clipping 16 bits at 255
+        # kills: clipping 16 bits at 255
+        assert (decode(encoded(deep, format), 16)[0] == grayscale).all()
 
 
 def test_transparent_pixels_become_white_and_the_first_frame_counts():
@@ -84,7 +102,9 @@ def test_transparent_pixels_become_white_and_the_first_frame_counts():
     palette = Image.new("P", (8, 8), 0)
     palette.putpalette([255, 0, 0, 0, 255, 0])
     for format, transparency in (("GIF", 0), ("PNG", 0), ("PNG", bytes([0, 128]))):
-        assert (decode(encoded(palette, format, transparency=transparency), 8) == 255).all()
+        assert (
+            decode(encoded(palette, format, transparency=transparency), 8) == 255
+        ).all()
     frames = [Image.fromarray(np.full((8, 8, 3), v, np.uint8)) for v in (0, 255)]
     for format in ("GIF", "PNG", "WEBP", "TIFF"):
         data = encoded(frames[0], format, save_all=True, append_images=frames[1:])
@@ -93,23 +113,39 @@ def test_transparent_pixels_become_white_and_the_first_frame_counts():
 
 def huge_png(width, height):
     chunk = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + struct.pack(">I", 13)
+        + chunk
+        + struct.pack(">I", zlib.crc32(chunk))
+    )
 
 
 JPEG, PNG = encoded(pixels(0, 40, 40), "JPEG"), encoded(pixels(0, 40, 40))
 BAD = {
-    "empty": b"", "text": b"hello", "signature only": PNG[:8], "none": None,
-    "truncated jpeg": JPEG[: len(JPEG) // 2], "truncated png": PNG[: len(PNG) // 2],
-    "bomb": huge_png(60_000, 60_000), "large": huge_png(12_000, 9_000), "zero": huge_png(0, 10),
+    "empty": b"",
+    "text": b"hello",
+    "signature only": PNG[:8],
+    "none": None,
+    "truncated jpeg": JPEG[: len(JPEG) // 2],
+    "truncated png": PNG[: len(PNG) // 2],
+    "bomb": huge_png(60_000, 60_000),
+    "large": huge_png(12_000, 9_000),
+    "zero": huge_png(0, 10),
     "eps": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n",
-    "svg": b'<svg xmlns="http://www.w3.org/2000/svg"/>', "ppm": b"P6 2 2 255 " + bytes(12),
+    "svg": b'<svg xmlns="http://www.w3.org/2000/svg"/>',
+    "ppm": b"P6 2 2 255 " + bytes(12),
     "ico": encoded(pixels(0, 16, 16), "ICO"),
     "float tiff": encoded(Image.fromarray(np.ones((8, 8), np.float32)), "TIFF"),
     "int tiff": encoded(Image.fromarray(np.full((8, 8), 1 << 20, np.int32)), "TIFF"),
-    "missing file": "/nowhere/at/all.png", "folder": "/tmp", "null byte": "/tmp/\0.png",
-    "unknown uri": "nosuch://host/x.png", "float array": np.zeros((4, 4, 3)),
-    "flat array": np.zeros((4, 4), np.uint8), "no pixels": np.zeros((0, 4, 3), np.uint8),
-}  # fmt: skip
+    "missing file": "/nowhere/at/all.png",
+    "folder": "/tmp",
+    "null byte": "/tmp/\0.png",
+    "unknown uri": "nosuch://host/x.png",
+    "float array": np.zeros((4, 4, 3)),
+    "flat array": np.zeros((4, 4), np.uint8),
+    "no pixels": np.zeros((0, 4, 3), np.uint8),
+}
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -119,7 +155,9 @@ def test_bad_images_have_one_reason(name):
 
 
 def test_caps(monkeypatch, tmp_path):
-    """A file over the byte cap is refused before parsing, a picture over the pixel cap before decoding."""
+    """A file over the byte cap is refused before parsing, a picture over the pixel
+    cap before decoding.
+    """
     assert read_header(encoded(pixels(0, 5, 9), "JPEG")) == ("JPEG", 9, 5)
     assert read_header(pixels(0, 5, 9)) == ("pixels", 9, 5)
     (tmp_path / "a.png").write_bytes(encoded(pixels(0)))
@@ -134,10 +172,14 @@ def test_caps(monkeypatch, tmp_path):
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.sampled_from(["JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF"]), st.data())
 def test_no_damage_leads_to_another_exception(format, data):
-    """One to four flipped bytes and a cut anywhere: pixels of the right shape, or BadImage."""
+    """One to four flipped bytes and a cut anywhere: pixels of the right shape, or
+    BadImage.
+    """
     content = bytearray(encoded(pixels(1, 12, 9), format))
     for _ in range(data.draw(st.integers(1, 4))):
-        content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
+        content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(
+            st.integers(1, 255)
+        )
     end = data.draw(st.one_of(st.just(len(content)), st.integers(0, len(content))))
     try:
         assert decode(bytes(content[:end]), 8).shape == (3, 8, 8)
@@ -157,7 +199,9 @@ def test_decode_many_counts_every_row():
             np.testing.assert_array_equal(out[i], pixels(i).transpose(2, 0, 1))
         assert (out[3] == 0).all()
     out, reasons = decode_many([], 8)
-    assert out.shape == (0, 3, 8, 8) and reasons == [] and ok_mask(reasons).dtype == bool
+    assert (
+        out.shape == (0, 3, 8, 8) and reasons == [] and ok_mask(reasons).dtype == bool
+    )
 
 
 def test_budget_of_bad_images(tmp_path):
@@ -166,14 +210,21 @@ def test_budget_of_bad_images(tmp_path):
     assert check_bad([], [], 0.0, storage) == [] == storage.list()
     bad = [{"id": "1", "reason": "no image data"}, {"id": "199", "reason": "other"}]
     assert check_bad(ids, reasons, 0.01, storage) == bad
-    assert [json.loads(entry) for entry in storage.read("bad_samples.jsonl").splitlines()] == bad
-    with pytest.raises(ConfigError, match=r"2 of 199 images are unreadable.*1: no image data; all are in .*"):
+    assert [
+        json.loads(entry) for entry in storage.read("bad_samples.jsonl").splitlines()
+    ] == bad
+    with pytest.raises(
+        ConfigError,
+        match=r"2 of 199 images are unreadable.*1: no image data; all are in .*",
+    ):
         check_bad(ids[1:], reasons[1:], 0.01, storage)
 
 
 def test_large_jpegs_are_drafted_and_stay_close(monkeypatch):
     """Kills: a draft below the final size (blur), a draft that moves the crop."""
-    noise = Image.fromarray(pixels(3, 40, 56)).resize((1120, 800), Image.Resampling.BICUBIC)
+    noise = Image.fromarray(pixels(3, 40, 56)).resize(
+        (1120, 800), Image.Resampling.BICUBIC
+    )
     data = encoded(noise, "JPEG", quality=95)
     fast = decode(data, 40).astype(int)
     monkeypatch.setattr(decode_module, "DRAFT", 10_000)
@@ -182,20 +233,31 @@ def test_large_jpegs_are_drafted_and_stay_close(monkeypatch):
 
 
 def test_bicubic_is_pillows_and_bilinear_stays_the_default():
-    """Kills: an option that decoding of arrays, of files or of many ignores, another default."""
+    """Kills: an option that decoding of arrays, of files or of many ignores, another
+    default.
+    """
     image = pixels(5, 30, 30)
-    for name, mode in (("bilinear", Image.Resampling.BILINEAR), ("bicubic", Image.Resampling.BICUBIC)):
-        expected = np.asarray(Image.fromarray(image).resize((12, 12), mode)).transpose(2, 0, 1)
+    for name, mode in (
+        ("bilinear", Image.Resampling.BILINEAR),
+        ("bicubic", Image.Resampling.BICUBIC),
+    ):
+        expected = np.asarray(Image.fromarray(image).resize((12, 12), mode)).transpose(
+            2, 0, 1
+        )
         for source in (image, encoded(image)):
             assert np.array_equal(decode(source, 12, name), expected)
-            assert np.array_equal(decode_many([source], 12, 1, name)[0][0].numpy(), expected)
+            assert np.array_equal(
+                decode_many([source], 12, 1, name)[0][0].numpy(), expected
+            )
         ((_, found, _),) = decoded([image], [np.array([0])], 12, 1, name)
         assert np.array_equal(found[0].numpy(), expected)
         assert np.array_equal(decode(image, 12), expected) == (name == "bilinear")
 
 
 def test_more_pixels_than_bytes_can_hold_are_refused_before_they_are_made():
-    """Kills: gigabytes for a header. A real image has them: one color in one bit a pixel."""
+    """Kills: gigabytes for a header. A real image has them: one color in one bit a
+    pixel.
+    """
     header = bytearray(encoded(pixels(0), "BMP"))
     header[18:26] = struct.pack("<ii", 9_000, 9_000)
     with pytest.raises(BadImage, match="9000 x 9000 pixels in 246 bytes"):
@@ -205,18 +267,31 @@ def test_more_pixels_than_bytes_can_hold_are_refused_before_they_are_made():
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize(("shape", "size"), [
-    ((41, 64), 16), ((64, 41), 16), ((50, 50), 16), ((300, 400), 224), ((100, 300), 224), ((9, 19), 16),
-])  # fmt: skip
-def test_turned_pictures_are_pillows_to_the_level(orientation, interpolation, shape, size):
-    """Turned first, then resized: Pillow rounds in an order that depends on the scale. Kills: a small
-    square that is turned.
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [
+        ((41, 64), 16),
+        ((64, 41), 16),
+        ((50, 50), 16),
+        ((300, 400), 224),
+        ((100, 300), 224),
+        ((9, 19), 16),
+    ],
+)
+def test_turned_pictures_are_pillows_to_the_level(
+    orientation, interpolation, shape, size
+):
+    """Turned first, then resized: Pillow rounds in an order that depends on the scale.
+    Kills: a small square that is turned.
     """
     picture, exif = Image.fromarray(pixels(orientation, *shape)), Image.Exif()
     exif[0x0112] = orientation
     data = encoded(picture, "PNG", exif=exif)
     upright = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
     left, top = ((length - min(shape)) / 2 for length in upright.size)
-    box, how = (left, top, left + min(shape), top + min(shape)), Image.Resampling[interpolation.upper()]
+    box, how = (
+        (left, top, left + min(shape), top + min(shape)),
+        Image.Resampling[interpolation.upper()],
+    )
     expected = np.asarray(upright.resize((size, size), how, box)).transpose(2, 0, 1)
     np.testing.assert_array_equal(decode(data, size, interpolation), expected)

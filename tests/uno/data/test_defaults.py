@@ -21,28 +21,51 @@ from uno.presets import preset
 
 
 def fitted(folder, *given, name="scratch", num=24, side=120, **overrides):
-    """The configuration for two classes of ``num`` images each, one known, and what is said of it."""
+    """The configuration for two classes of ``num`` images each, one known, and what
+    is said of it.
+    """
     if not folder.exists():
         for i in range(2 * num):
             path = folder / "ab"[i % 2] / f"{i}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(encoded(pixels(i, side, side), "PNG"))
-    values = {"data.source": f"folder:{folder}", "data.known_classes": "a", "data.setting": "ncd"}
-    config = override(preset(name), values | {k.replace("__", "."): v for k, v in overrides.items()})
+    values = {
+        "data.source": f"folder:{folder}",
+        "data.known_classes": "a",
+        "data.setting": "ncd",
+    }
+    config = override(
+        preset(name), values | {k.replace("__", "."): v for k, v in overrides.items()}
+    )
     task = make_task(read_rows(config.data), config.data)
     values, lines = from_images(config, task, set(given), config.data.setting)
     assert not values.keys() & set(given)
     return override(config, values), lines, task
 
 
-@pytest.mark.parametrize(("side", "encoder", "size", "stem"), [
-    (300, "resnet18", 128, "imagenet"), (97, "resnet18", 96, "imagenet"), (80, "resnet18", 64, "cifar"),
-    (300, "resnet_small", 64, "cifar"), (29, "resnet18", 28, "cifar"), (5, "resnet18", 8, "cifar"),
-])  # fmt: skip
-def test_the_size_is_that_of_the_images_up_to_what_is_affordable(tmp_path, side, encoder, size, stem):
-    """Kills: 32 px for photographs; 300 px with a stem for small images, which takes 90 times as long."""
+@pytest.mark.parametrize(
+    ("side", "encoder", "size", "stem"),
+    [
+        (300, "resnet18", 128, "imagenet"),
+        (97, "resnet18", 96, "imagenet"),
+        (80, "resnet18", 64, "cifar"),
+        (300, "resnet_small", 64, "cifar"),
+        (29, "resnet18", 28, "cifar"),
+        (5, "resnet18", 8, "cifar"),
+    ],
+)
+def test_the_size_is_that_of_the_images_up_to_what_is_affordable(
+    tmp_path, side, encoder, size, stem
+):
+    """Kills: 32 px for photographs; 300 px with a stem for small images, which takes
+    90 times as long.
+    """
     config, lines, _ = fitted(tmp_path / "d", num=2, side=side, model__encoder=encoder)
-    assert (config.augment.large.size, config.data.stored_size, config.model.stem) == (size, size, stem)
+    assert (config.augment.large.size, config.data.stored_size, config.model.stem) == (
+        size,
+        size,
+        stem,
+    )
     assert f"image size: {size} px (images are about {side} px" in lines[0]
 
 
@@ -57,13 +80,16 @@ def test_mean_and_std_are_those_of_training_images(tmp_path):
 
 
 def test_batch_and_epochs_follow_the_rows(tmp_path):
-    """Kills: one step an epoch, fewer rows than classes need, weeks for a million rows."""
+    """Kills: one step an epoch, fewer rows than classes need, weeks for a million
+    rows.
+    """
     config, _, task = fitted(tmp_path / "d", side=8, num=200, data__num_novel=3)
     assert config.train.batch_size == sum(task.sizes) // 8 == 50
     assert {name: getattr(config, name).epochs for name in EPOCHS} == EPOCHS
     assert config.discover.warmup_epochs == EPOCHS["discover"] / 10
     many, _, _ = fitted(tmp_path / "d", side=8, data__num_novel=60)
-    assert many.train.batch_size == 312  # 60 classes x 2.6 unlabeled rows, and as many labeled ones
+    # 60 classes x 2.6 unlabeled rows, and as many labeled ones
+    assert many.train.batch_size == 312
     config, _, _ = fitted(tmp_path / "d", "pretrain.epochs", pretrain__epochs=7)
     assert (config.pretrain.epochs, config.discover.epochs) == (7, EPOCHS["discover"])
 
@@ -71,16 +97,22 @@ def test_batch_and_epochs_follow_the_rows(tmp_path):
 def test_a_large_set_gets_no_more_steps_than_the_papers(tmp_path, monkeypatch):
     monkeypatch.setattr("uno.data.defaults.MOST_STEPS", 100)
     config, lines, _ = fitted(tmp_path / "d", side=8, num=200)
-    assert (config.pretrain.epochs, config.discover.epochs) == (25, 12)  # of 4 and 8 steps
+    # of 4 and 8 steps
+    assert (config.pretrain.epochs, config.discover.epochs) == (25, 12)
     monkeypatch.setattr("uno.data.defaults.MOST_STEPS", 1)
     assert fitted(tmp_path / "d")[0].discover.epochs == LEAST_EPOCHS
-    assert MOST_STEPS >= 50_000 // 512 * 200 and any("--discover.epochs" in line for line in lines)
+    assert MOST_STEPS >= 50_000 // 512 * 200 and any(
+        "--discover.epochs" in line for line in lines
+    )
 
 
 @pytest.mark.parametrize(("most", "epochs"), [(10_000, 30), (100, 20), (5, 1), (1, 1)])
-def test_heads_on_features_take_a_bounded_number_of_steps(tmp_path, monkeypatch, most, epochs):
-    """5 steps an epoch. Kills: epochs that do not depend on the rows, none at all, a warm-up that is longer
-    than the training, epochs of the user's that are overruled, or of a set that is small.
+def test_heads_on_features_take_a_bounded_number_of_steps(
+    tmp_path, monkeypatch, most, epochs
+):
+    """5 steps an epoch. Kills: epochs that do not depend on the rows, none at all, a
+    warm-up that is longer than the training, epochs of the user's that are overruled,
+    or of a set that is small.
     """
     monkeypatch.setattr("uno.data.defaults.MOST_HEAD_STEPS", most)
     options = {"name": "photos", "side": 8, "train__batch_size": 8}
@@ -88,40 +120,69 @@ def test_heads_on_features_take_a_bounded_number_of_steps(tmp_path, monkeypatch,
     assert config.discover.epochs == epochs
     assert config.discover.warmup_epochs == (3 if epochs == 30 else epochs / 10)
     assert bool(lines) == (epochs != 30)
-    told = fitted(tmp_path / "d", "train.batch_size", "discover.epochs", discover__epochs=20, **options)
+    told = fitted(
+        tmp_path / "d",
+        "train.batch_size",
+        "discover.epochs",
+        discover__epochs=20,
+        **options,
+    )
     assert told[0].discover.epochs == 20 and not told[1]
 
 
 def test_what_is_given_stays(tmp_path):
     """Each key by itself. Kills: a flag of the user's that is overruled."""
     told = {
-        "augment.large.size": 24, "data.stored_size": 20, "train.batch_size": 10, "pretrain.epochs": 2,
-        "discover.epochs": 3, "data.mean": (0.1,) * 3, "data.std": (0.2,) * 3,
-    }  # fmt: skip
+        "augment.large.size": 24,
+        "data.stored_size": 20,
+        "train.batch_size": 10,
+        "pretrain.epochs": 2,
+        "discover.epochs": 3,
+        "data.mean": (0.1,) * 3,
+        "data.std": (0.2,) * 3,
+    }
     for key, value in told.items():
-        config, _, _ = fitted(tmp_path / "d", key, side=40, num=20, **{key.replace(".", "__"): value})
+        config, _, _ = fitted(
+            tmp_path / "d", key, side=40, num=20, **{key.replace(".", "__"): value}
+        )
         got = config
         for part in key.split("."):
             got = getattr(got, part)
         assert got == value
-        if key in ("augment.large.size", "data.stored_size"):  # one of the two sets the other
+        # one of the two sets the other
+        if key in ("augment.large.size", "data.stored_size"):
             assert config.augment.large.size == config.data.stored_size == value
-    config, lines, _ = fitted(tmp_path / "d", *told, **{k.replace(".", "__"): v for k, v in told.items()})
-    assert not lines and config.augment.large.size == 24 and config.data.stored_size == 20
+    config, lines, _ = fitted(
+        tmp_path / "d", *told, **{k.replace(".", "__"): v for k, v in told.items()}
+    )
+    assert (
+        not lines and config.augment.large.size == 24 and config.data.stored_size == 20
+    )
 
 
-@pytest.mark.parametrize("values", [
-    {"name": "cifar10"}, {"data__source": "cifar10:d"}, {"name": "digits"}, {"name": "photos"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"name": "cifar10"},
+        {"data__source": "cifar10:d"},
+        {"name": "digits"},
+        {"name": "photos"},
+    ],
+)
 def test_benchmarks_and_encoders_with_weights_are_as_they_were(tmp_path, values):
     name, source = values.get("name", "scratch"), values.get("data__source", "folder:d")
     keys = keys_from_images(override(preset(name), {"data.source": source}))
     assert keys == (OF_HEADS if name == "photos" else ())
     assert "train.batch_size" in FROM_IMAGES
     own = "folder:d" if name == "scratch" else source
-    assert name != "scratch" or keys_from_images(override(preset(name), {"data.source": own})) == FROM_IMAGES
+    assert (
+        name != "scratch"
+        or keys_from_images(override(preset(name), {"data.source": own})) == FROM_IMAGES
+    )
 
 
 def test_an_encoder_of_a_library_brings_its_own_size_and_statistics(tmp_path):
-    config, lines, _ = fitted(tmp_path / "d", side=40, model__encoder="tests.uno.toy_encoders:vit")
+    config, lines, _ = fitted(
+        tmp_path / "d", side=40, model__encoder="tests.uno.toy_encoders:vit"
+    )
     assert config.augment.large.size == 32 and not any("mean" in line for line in lines)

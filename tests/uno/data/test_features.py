@@ -1,4 +1,6 @@
-"""Features of a frozen encoder against a plain loop, and a cache that nothing makes lie."""
+"""Features of a frozen encoder against a plain loop, and a cache that nothing makes
+lie.
+"""
 
 import json
 import logging
@@ -37,7 +39,11 @@ from uno.errors import ConfigError, StorageError
 from .builders import encoded, pixels
 
 SHARD = 16
-HEADS = {"model__finetune": "none", "augment__small__num_views": 0, "augment__num_cached_views": 3}
+HEADS = {
+    "model__finetune": "none",
+    "augment__small__num_views": 0,
+    "augment__num_cached_views": 3,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +82,9 @@ def cache_of(folder, job):
 
 
 def computed(job, encoder=None, threads=1, seen=None, folder=None):
-    """``compute`` of :func:`cached_features`, which notes in ``seen`` what it is asked for."""
+    """``compute`` of :func:`cached_features`, which notes in ``seen`` what it is
+    asked for.
+    """
 
     def compute(missing):
         if seen is not None:
@@ -89,7 +97,10 @@ def computed(job, encoder=None, threads=1, seen=None, folder=None):
 
 def kept(folder, job, seen=None, **options):
     return cached_features(
-        cache_of(folder, job), job, "w", computed(job, seen=seen, folder=folder, **options)
+        cache_of(folder, job),
+        job,
+        "w",
+        computed(job, seen=seen, folder=folder, **options),
     )
 
 
@@ -105,21 +116,31 @@ def shards(folder):
 @torch.no_grad()
 @pytest.mark.parametrize(("crop", "side"), [("pad", 8), ("resized", 10)])
 def test_features_equal_a_loop_over_rows_and_views(tmp_path, crop, side):
-    """Stored squares may be larger than the views, images are. Kills: views of another row's numbers,
-    numbers that depend on the share of training rows, an evaluation view that is not the center, views of
-    test rows, mean and std forgotten.
+    """Stored squares may be larger than the views, images are. Kills: views of another
+    row's numbers, numbers that depend on the share of training rows, an evaluation view
+    that is not the center, views of test rows, mean and std forgotten.
     """
     config = config_of(
-        augment__large__crop=crop, augment__large__crop_scale=[0.3, 0.9], data__stored_size=side
+        augment__large__crop=crop,
+        augment__large__crop_scale=[0.3, 0.9],
+        data__stored_size=side,
     )
-    more = {"augment.large.jitter": 0.5, "augment.large.flip": 0.5, "data.interpolation": "bicubic"}
+    more = {
+        "augment.large.jitter": 0.5,
+        "augment.large.flip": 0.5,
+        "data.interpolation": "bicubic",
+    }
     config = override(config, more)
     images = [pixels(i, 12, 11) for i in range(40)]
     job = job_of(config, images)
     encoder, data = encoder_of(config), config.data
     found, reasons = kept(tmp_path, job)
-    assert found.shape == (40, 4, 16) and found.dtype == torch.float32 and not any(reasons)
-    drawn = features._views(override(config, {"augment.num_cached_views": features.VIEWS_AT_ONCE}))
+    assert (
+        found.shape == (40, 4, 16) and found.dtype == torch.float32 and not any(reasons)
+    )
+    drawn = features._views(
+        override(config, {"augment.num_cached_views": features.VIEWS_AT_ONCE})
+    )
     assert 0 < job.task.is_train.sum() < 40 and drawn.large.num_views == 6
     for row in range(40):
         number, position = divmod(row, SHARD)
@@ -135,17 +156,23 @@ def test_features_equal_a_loop_over_rows_and_views(tmp_path, crop, side):
             expected = augment(square, drawn, generator, data.mean, data.std, *where)
         else:
             cropper = Cropper(features.SEED, FEATURES, SHARD, drawn, side, "bicubic")
-            some, _ = cropper.crop(np.array([number]), np.array([position]), [images[row]])
+            some, _ = cropper.crop(
+                np.array([number]), np.array([position]), [images[row]]
+            )
             crops = cropper.split(torch.from_numpy(some))
-            expected = augment_crops(crops, drawn, generator, data.mean, data.std, *where, side)
+            expected = augment_crops(
+                crops, drawn, generator, data.mean, data.std, *where, side
+            )
         for v, view in enumerate(expected[:3]):
-            torch.testing.assert_close(found[row, 1 + v : 2 + v], encoder(view), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                found[row, 1 + v : 2 + v], encoder(view), rtol=1e-4, atol=1e-5
+            )
         assert len(torch.unique(found[row], dim=0)) == 4
 
 
 def test_without_random_views_it_is_the_evaluation_view_alone(tmp_path, monkeypatch):
-    """To the bit, read from a cache of any views, and it does not depend on the split. Kills: views that
-    nobody reads, an evaluation view that is computed twice.
+    """To the bit, read from a cache of any views, and it does not depend on the split.
+    Kills: views that nobody reads, an evaluation view that is computed twice.
     """
     job = job_of()
     config = override(job.config, {"discover.epochs": 0, "augment.num_cached_views": 0})
@@ -155,7 +182,11 @@ def test_without_random_views_it_is_the_evaluation_view_alone(tmp_path, monkeypa
     seen = []
     for folder in (tmp_path, tmp_path / "alone"):
         found, reasons = kept(folder, alone, seen)
-        assert torch.equal(found, whole[:, :1]) and not any(reasons) and len(shards(folder)) == 3
+        assert (
+            torch.equal(found, whole[:, :1])
+            and not any(reasons)
+            and len(shards(folder)) == 3
+        )
     assert seen == [[0, 1, 2]]
     split = replace(alone.task, is_train=~alone.task.is_train)
     weak = override(config, {"augment.weak": True, "augment.large.jitter": 0.5})
@@ -167,22 +198,27 @@ def test_without_random_views_it_is_the_evaluation_view_alone(tmp_path, monkeypa
 def with_views(job, num, **values):
     """The job with as many random views."""
     epochs = {} if num else {"discover.epochs": 0}
-    return job_of(override(job.config, {"augment.num_cached_views": num, **epochs, **values}))
+    return job_of(
+        override(job.config, {"augment.num_cached_views": num, **epochs, **values})
+    )
 
 
 @pytest.fixture
 def passed(monkeypatch):
     """How many images pass the encoder; the probe of what is stored not counted."""
     seen, encode = list[int](), features._encode
-    monkeypatch.setattr(features, "_encode", lambda *a: (seen.append(len(a[2])), encode(*a))[1])
+    monkeypatch.setattr(
+        features, "_encode", lambda *a: (seen.append(len(a[2])), encode(*a))[1]
+    )
     monkeypatch.setattr(features, "_probe", lambda *_: None)
     return seen
 
 
 @pytest.mark.parametrize("crop", ["pad", "resized"])
 def test_a_cache_grows_by_the_views_that_it_lacks(tmp_path, passed, crop):
-    """To the bits of all at once, also by parts of the groups whose numbers are drawn together; fewer are
-    read again. Kills: views that depend on how many there are, a pass of one that is there.
+    """To the bits of all at once, also by parts of the groups whose numbers are drawn
+    together; fewer are read again. Kills: views that depend on how many there are, a
+    pass of one that is there.
     """
     job = job_of(config_of(augment__large__crop=crop, augment__large__jitter=0.5))
     whole, _ = kept(tmp_path / "whole", with_views(job, 8))
@@ -191,18 +227,30 @@ def test_a_cache_grows_by_the_views_that_it_lacks(tmp_path, passed, crop):
     for num, count in zip((0, 2, 6, 8), expected, strict=True):
         del passed[:]
         found, reasons = kept(tmp_path / "grown", with_views(job, num))
-        assert torch.equal(found, whole[:, : 1 + num]) and not any(reasons) and sum(passed) == count
+        assert (
+            torch.equal(found, whole[:, : 1 + num])
+            and not any(reasons)
+            and sum(passed) == count
+        )
     del passed[:]
     for num in (8, 7, 3, 2, 0):
         for name in ("grown", "whole"):
-            assert torch.equal(kept(tmp_path / name, with_views(job, num))[0], whole[:, : 1 + num])
+            assert torch.equal(
+                kept(tmp_path / name, with_views(job, num))[0], whole[:, : 1 + num]
+            )
     assert not passed and len(shards(tmp_path / "grown")) == 12
 
 
-def test_random_views_of_another_kind_or_split_share_the_evaluation_view(tmp_path, passed):
-    """Side by side. Kills: views of one that the other reads, an evaluation view that is computed twice."""
+def test_random_views_of_another_kind_or_split_share_the_evaluation_view(
+    tmp_path, passed
+):
+    """Side by side. Kills: views of one that the other reads, an evaluation view
+    that is computed twice.
+    """
     job, start = job_of(), kept(tmp_path, job_of())[0]
-    other = with_views(job, 3, **{"augment.large.jitter": 0.9, "augment.large.brightness": 0.9})
+    other = with_views(
+        job, 3, **{"augment.large.jitter": 0.9, "augment.large.brightness": 0.9}
+    )
     split = replace(job.task, is_train=~job.task.is_train)
     for changed in (other, feature_job(job.config, split, job.encoder)):
         del passed[:]
@@ -214,7 +262,9 @@ def test_random_views_of_another_kind_or_split_share_the_evaluation_view(tmp_pat
 
 
 def test_a_stopped_extension_goes_on(tmp_path, passed):
-    """Kills: views that are computed twice, a shard that counts as whole with its first views."""
+    """Kills: views that are computed twice, a shard that counts as whole with its
+    first views.
+    """
     job = job_of()
     some, more = with_views(job, 2), with_views(job, 6)
     whole, _ = kept(tmp_path / "whole", more)
@@ -231,13 +281,21 @@ def test_a_stopped_extension_goes_on(tmp_path, passed):
     del passed[:]
     compute = computed(more, seen=seen, folder=tmp_path / "cache")
     cache = cache_of(tmp_path / "cache", more)
-    found, _ = cached_features(cache, more, "w", compute, lambda *done: progress.append(done))
-    assert torch.equal(found, whole) and seen == [[1, 2]] and progress == [(16, 40), (32, 40), (40, 40)]
+    found, _ = cached_features(
+        cache, more, "w", compute, lambda *done: progress.append(done)
+    )
+    assert (
+        torch.equal(found, whole)
+        and seen == [[1, 2]]
+        and progress == [(16, 40), (32, 40), (40, 40)]
+    )
     assert sum(passed) == 4 * job.task.is_train[16:].sum() and cache.num_missing() == 0
 
 
 @pytest.mark.parametrize("damaged", ["0-3", "3-7"])
-def test_of_a_cache_that_grew_what_is_damaged_is_computed_again(tmp_path, caplog, damaged):
+def test_of_a_cache_that_grew_what_is_damaged_is_computed_again(
+    tmp_path, caplog, damaged
+):
     """Kills: later views in the place of those that are missing."""
     job = job_of()
     kept(tmp_path, with_views(job, 2))
@@ -245,14 +303,24 @@ def test_of_a_cache_that_grew_what_is_damaged_is_computed_again(tmp_path, caplog
     path = next(path for path in shards(tmp_path) if path.stem.endswith(damaged))
     flip(path, path)
     found, _ = kept(tmp_path, with_views(job, 6), seen := [])
-    assert torch.equal(found, whole) and seen == [[0]] and "1 damaged file" in caplog.text
-    assert torch.equal(kept(tmp_path, with_views(job, 6), seen)[0], whole) and len(seen) == 1
+    assert (
+        torch.equal(found, whole) and seen == [[0]] and "1 damaged file" in caplog.text
+    )
+    assert (
+        torch.equal(kept(tmp_path, with_views(job, 6), seen)[0], whole)
+        and len(seen) == 1
+    )
 
 
 def test_any_number_of_threads_gives_the_same_bits():
     job = job_of()
-    found = [dict(computed(job, threads=threads)(whole_of(job))) for threads in (1, 2, 3)]
-    bits = [[(number, shard.numpy().tobytes()) for number, (shard, _) in one.items()] for one in found]
+    found = [
+        dict(computed(job, threads=threads)(whole_of(job))) for threads in (1, 2, 3)
+    ]
+    bits = [
+        [(number, shard.numpy().tobytes()) for number, (shard, _) in one.items()]
+        for one in found
+    ]
     assert sorted(found[0]) == [0, 1, 2] and bits[0] == bits[1] == bits[2]
 
 
@@ -269,20 +337,48 @@ def test_training_reads_no_row_of_the_test(tmp_path):
         assert (images[:] != 0).any(dim=2).all()
 
 
-@pytest.mark.parametrize(("values", "same"), [
-    ({"seed": 3, "model.num_heads": 5, "model.projection_dim": 4, "discover.epochs": 9}, True),
-    ({"compute.num_workers": 2, "compute.threads": 2, "train.batch_size": 64, "compute.cache": "/x"}, True),
-    ({"augment.large.num_views": 3, "model.prototype_init": "kmeans", "objective.class_prior": "kmeans"},
-     True),
-    ({"data.unlabeled_known_fraction": 0.5}, True),
-    ({"augment.num_cached_views": 4}, True),
-    ({"model.width": 8}, False),
-    ({"augment.large.flip": 0.5}, False),
-    ({"augment.large.size": 6}, False), ({"data.stored_size": 10}, False),
-    ({"data.mean": (0.3, 0.3, 0.4)}, False), ({"data.std": (0.3, 0.3, 0.4)}, False),
-    ({"data.interpolation": "bicubic"}, False), ({"data.limit": 21}, False),
-    ({"compute.precision": "bf16"}, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "same"),
+    [
+        (
+            {
+                "seed": 3,
+                "model.num_heads": 5,
+                "model.projection_dim": 4,
+                "discover.epochs": 9,
+            },
+            True,
+        ),
+        (
+            {
+                "compute.num_workers": 2,
+                "compute.threads": 2,
+                "train.batch_size": 64,
+                "compute.cache": "/x",
+            },
+            True,
+        ),
+        (
+            {
+                "augment.large.num_views": 3,
+                "model.prototype_init": "kmeans",
+                "objective.class_prior": "kmeans",
+            },
+            True,
+        ),
+        ({"data.unlabeled_known_fraction": 0.5}, True),
+        ({"augment.num_cached_views": 4}, True),
+        ({"model.width": 8}, False),
+        ({"augment.large.flip": 0.5}, False),
+        ({"augment.large.size": 6}, False),
+        ({"data.stored_size": 10}, False),
+        ({"data.mean": (0.3, 0.3, 0.4)}, False),
+        ({"data.std": (0.3, 0.3, 0.4)}, False),
+        ({"data.interpolation": "bicubic"}, False),
+        ({"data.limit": 21}, False),
+        ({"compute.precision": "bf16"}, False),
+    ],
+)
 def test_the_key_holds_what_features_depend_on_and_nothing_else(values, same):
     job = job_of()
     other = job_of(override(job.config, values))
@@ -296,7 +392,9 @@ def test_the_key_changes_with_weights_test_rows_and_pixels():
     keys = {job.key, feature_job(job.config, job.task, encoder).key}
     is_train = job.task.is_train.copy()
     is_train[0] ^= True  # as data.validation_fraction does
-    other = feature_job(job.config, replace(job.task, is_train=is_train), encoder_of(job.config))
+    other = feature_job(
+        job.config, replace(job.task, is_train=is_train), encoder_of(job.config)
+    )
     assert other.key == job.key and other.views != job.views
     images = job.task.rows.images.images.items.copy()
     images[job.task.rows.images.index[3], 0, 0, 0] ^= 1
@@ -305,8 +403,9 @@ def test_the_key_changes_with_weights_test_rows_and_pixels():
 
 
 def test_hidden_labels_reach_neither_the_features_nor_training(tmp_path):
-    """The fingerprint of the rows tells data sets apart, so their files are two; all tensors are the same.
-    Kills: views drawn by label, labels written beside the features.
+    """The fingerprint of the rows tells data sets apart, so their files are two; all
+    tensors are the same. Kills: views drawn by label, labels written beside the
+    features.
     """
     rows, sets, names = read_digits(), [], []
     permuted = np.array(rows.labels)
@@ -315,10 +414,19 @@ def test_hidden_labels_reach_neither_the_features_nor_training(tmp_path):
     config = config_of(data__limit=None)
     chosen = np.arange(0, 1797, 40)
     for labels in (rows.labels, permuted.tolist()):
-        task = make_task(replace(rows, labels=Labels.of(labels)).take(chosen), config.data)
+        task = make_task(
+            replace(rows, labels=Labels.of(labels)).take(chosen), config.data
+        )
         job = feature_job(config, task, encoder_of(config))
         found, _ = kept(tmp_path, job)
-        names.append((job.key, json.loads(Path(cache_of(tmp_path, job).path, "facts.json").read_text())))
+        names.append(
+            (
+                job.key,
+                json.loads(
+                    Path(cache_of(tmp_path, job).path, "facts.json").read_text()
+                ),
+            )
+        )
         sets.append(assemble(task, found, np.ones(len(task.rows), bool)))
     assert names[0][0] != names[1][0] and names[0][1] == names[1][1]
     for name, value in vars(sets[0]).items():
@@ -337,14 +445,20 @@ REASONS = {"reasons": json.dumps([None] * 16)}
 DAMAGE = {
     "a flipped bit": flip,
     "cut off": lambda first, second: second.write_bytes(second.read_bytes()[:1000]),
-    "another shard's content": lambda first, second: second.write_bytes(first.read_bytes()),
-    "not sealed": lambda first, second: second.write_bytes(safetensors.torch.save(CONTENT, REASONS)),
+    "another shard's content": lambda first, second: second.write_bytes(
+        first.read_bytes()
+    ),
+    "not sealed": lambda first, second: second.write_bytes(
+        safetensors.torch.save(CONTENT, REASONS)
+    ),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_file_is_noticed_and_computed_again(tmp_path, caplog, damage):
-    """One line. Kills: a sum that vouches for the content but not for its place, damage that is fatal."""
+    """One line. Kills: a sum that vouches for the content but not for its place,
+    damage that is fatal.
+    """
     job = job_of()
     whole, _ = kept(tmp_path, job)
     first, second, _ = shards(tmp_path)
@@ -359,17 +473,28 @@ def test_a_damaged_file_is_noticed_and_computed_again(tmp_path, caplog, damage):
     assert "damaged" in line and tmp_path.name in line and "\n" not in line
     assert {path.name: path.read_bytes() for path in shards(tmp_path)} == before
     caplog.clear()
-    assert torch.equal(kept(tmp_path, job, seen)[0], whole) and len(seen) == 1 and not caplog.messages
+    assert (
+        torch.equal(kept(tmp_path, job, seen)[0], whole)
+        and len(seen) == 1
+        and not caplog.messages
+    )
 
 
-@pytest.mark.parametrize("content", [
-    {"features": torch.ones(16, 4, 8)}, {"features": torch.ones(8, 4, 16)}, {"rows": torch.ones(16, 4, 16)},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"features": torch.ones(16, 4, 8)},
+        {"features": torch.ones(8, 4, 16)},
+        {"rows": torch.ones(16, 4, 16)},
+    ],
+)
 def test_a_shard_of_another_shape_is_not_taken(tmp_path, caplog, content):
     """Sealed, in its place."""
     job = job_of()
     cache = cache_of(tmp_path, job)
-    features.write_shard(Storage(str(tmp_path)), job.name(0), seal(job.name(0), content, REASONS))
+    features.write_shard(
+        Storage(str(tmp_path)), job.name(0), seal(job.name(0), content, REASONS)
+    )
     assert (
         cache.read()[2] == whole_of(job)
         and "recomputing 1 damaged file in" in caplog.text
@@ -384,7 +509,10 @@ def test_what_is_no_shard_is_left_alone(tmp_path, caplog):
     folder = Path(cache_of(tmp_path, job).path)
     for name in ("notes.txt", ".000000-abc.safetensors.1234", "000009.safetensors"):
         (folder / name).write_text("x")
-    assert cache_of(tmp_path, job).read()[2] == dict.fromkeys(range(3), 4) and not caplog.messages
+    assert (
+        cache_of(tmp_path, job).read()[2] == dict.fromkeys(range(3), 4)
+        and not caplog.messages
+    )
     assert len(list(folder.iterdir())) == 3 + 2 + 3
 
 
@@ -403,7 +531,11 @@ def test_a_stopped_job_goes_on(tmp_path):
         cached_features(cache, job, "w", stop_after_two)
     assert len(shards(tmp_path)) == 2
     found, _ = cached_features(
-        cache, job, "w", computed(job, seen=seen, folder=tmp_path), lambda *done: progress.append(done)
+        cache,
+        job,
+        "w",
+        computed(job, seen=seen, folder=tmp_path),
+        lambda *done: progress.append(done),
     )
     assert seen == [[2]] and progress == [(32, 40), (40, 40)]
     assert torch.equal(found, kept(tmp_path / "another", job)[0])
@@ -425,12 +557,20 @@ def test_two_at_once_do_no_harm(tmp_path, caplog):
     assert torch.equal(kept(tmp_path, job)[0], found[0]) and not caplog.messages
 
 
-def test_a_cache_that_is_removed_while_it_is_written_costs_nothing(tmp_path, monkeypatch):
-    job, whole, replaced, ours = job_of(), kept(tmp_path / "whole", job_of())[0], [], tmp_path / "cache"
+def test_a_cache_that_is_removed_while_it_is_written_costs_nothing(
+    tmp_path, monkeypatch
+):
+    job, whole, replaced, ours = (
+        job_of(),
+        kept(tmp_path / "whole", job_of())[0],
+        [],
+        tmp_path / "cache",
+    )
 
     def replace_(source, target):
         replaced.append(target)
-        if len(replaced) in (1, 5):  # facts.json and a shard, whose second writing succeeds
+        # facts.json and a shard, whose second writing succeeds
+        if len(replaced) in (1, 5):
             shutil.rmtree(ours)
         os_replace(source, target)
 
@@ -444,29 +584,47 @@ def test_a_cache_that_cannot_be_written_is_one_line_before_any_work(tmp_path):
     job, seen = job_of(), []
     with pytest.raises(StorageError) as error:
         kept(tmp_path / "file" / "cache", job, seen)
-    assert "--compute.cache" in str(error.value) and "\n" not in str(error.value) and not seen
+    assert (
+        "--compute.cache" in str(error.value)
+        and "\n" not in str(error.value)
+        and not seen
+    )
 
 
 def test_images_that_cannot_be_read_keep_their_reason_until_they_can(tmp_path):
-    """Kills: features of a black square, a reason lost in the cache, one that is believed for ever."""
+    """Kills: features of a black square, a reason lost in the cache, one that is
+    believed for ever.
+    """
     images = [pixels(i) for i in range(40)]
     broken = {3: b"broken", 17: np.zeros((4, 4), np.uint8)}
-    job, seen = job_of(images=[broken.get(i, image) for i, image in enumerate(images)]), []
+    job, seen = (
+        job_of(images=[broken.get(i, image) for i, image in enumerate(images)]),
+        [],
+    )
     for _ in range(2):
         found, reasons = kept(tmp_path, job, seen)
         assert [i for i, reason in enumerate(reasons) if reason] == [3, 17]
-        assert "not a readable" in reasons[3] and "pixels are uint8 (4, 4)" in reasons[17]
+        assert (
+            "not a readable" in reasons[3] and "pixels are uint8 (4, 4)" in reasons[17]
+        )
         assert not found[[3, 17]].any() and found.flatten(1).any(dim=1).sum() == 38
     assert seen == [[0, 1, 2]]
     task = replace(job.task, rows=replace(job.task.rows, images=images))
     again, reasons = kept(tmp_path, job._replace(task=task), seen)
-    assert not any(reasons) and again[[3, 17], 0].any(dim=1).all() and seen[1:] == [[0, 1]]
+    assert (
+        not any(reasons) and again[[3, 17], 0].any(dim=1).all() and seen[1:] == [[0, 1]]
+    )
     assert len(shards(tmp_path)) == 3
-    assert torch.equal(kept(tmp_path, job._replace(task=task), seen)[0], again) and len(seen) == 2
+    assert (
+        torch.equal(kept(tmp_path, job._replace(task=task), seen)[0], again)
+        and len(seen) == 2
+    )
 
 
 def test_an_image_that_goes_away_between_two_reads_is_unreadable(tmp_path, monkeypatch):
-    """It is read for the evaluation view, and again for the random ones. Kills: views of black squares."""
+    """It is read for the evaluation view, and again for the random ones. Kills:
+    views of black squares.
+    """
     crop = Cropper.crop
 
     def lose(self, steps, positions, images):
@@ -477,19 +635,30 @@ def test_an_image_that_goes_away_between_two_reads_is_unreadable(tmp_path, monke
     job = job_of()
     found, reasons = computed_all(job)
     lost = [row for row in (5, 21, 37) if job.task.is_train[row]]
-    assert lost and [i for i, reason in enumerate(reasons) if reason] == lost and not found[lost].any()
+    assert (
+        lost
+        and [i for i, reason in enumerate(reasons) if reason] == lost
+        and not found[lost].any()
+    )
 
 
 def computed_all(job):
-    shards = [shard for _, shard in compute_local(job, encoder_of(job.config), whole_of(job), 1)]
-    return torch.cat([part for part, _ in shards]), [why for _, part in shards for why in part]
+    shards = [
+        shard
+        for _, shard in compute_local(job, encoder_of(job.config), whole_of(job), 1)
+    ]
+    return torch.cat([part for part, _ in shards]), [
+        why for _, part in shards for why in part
+    ]
 
 
 def test_an_encoder_that_gives_nan_is_refused(tmp_path):
     job = job_of()
     encoder = encoder_of(job.config)
     nn.init.constant_(encoder.conv1.weight, float("nan"))
-    with pytest.raises(ConfigError, match=r"^model\.encoder resnet_small returns non-finite numbers$"):
+    with pytest.raises(
+        ConfigError, match=r"^model\.encoder resnet_small returns non-finite numbers$"
+    ):
         kept(tmp_path, job, encoder=encoder)
     assert not shards(tmp_path)
 
@@ -503,8 +672,17 @@ def test_where_features_are_kept(tmp_path, monkeypatch):
     for name in ("XDG_CACHE_HOME", mapped.CACHE_VARIABLE):
         monkeypatch.setenv(name, f"/{name}")
         where.append(features.cache_directory(config_of()))
-    where += [features.cache_directory(config_of(compute__cache=path)) for path in ("~/c", "s3://b/c")]
-    assert where == ["/home/me/.cache/uno", "/XDG_CACHE_HOME/uno", "/UNO_CACHE", "/home/me/c", "s3://b/c"]
+    where += [
+        features.cache_directory(config_of(compute__cache=path))
+        for path in ("~/c", "s3://b/c")
+    ]
+    assert where == [
+        "/home/me/.cache/uno",
+        "/XDG_CACHE_HOME/uno",
+        "/UNO_CACHE",
+        "/home/me/c",
+        "s3://b/c",
+    ]
 
 
 def compute_in_child(folder, slow):
@@ -527,7 +705,10 @@ def test_a_killed_process_and_two_at_once(tmp_path):
     root = Path(__file__).parents[3]
 
     def start(slow):
-        code = f"from tests.uno.data.test_features import *; compute_in_child({str(tmp_path)!r}, {slow})"
+        code = (
+            "from tests.uno.data.test_features import *;"
+            f" compute_in_child({str(tmp_path)!r}, {slow})"
+        )
         environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
         return subprocess.Popen([sys.executable, "-c", code], cwd=root, env=environment)
 
@@ -561,10 +742,14 @@ class Mine(nn.Module):
 
 
 def test_the_key_changes_with_the_code_of_a_callable(tmp_path, monkeypatch):
-    """Same weights, another ``forward``, in the module of the callable or that of its layers."""
+    """Same weights, another ``forward``, in the module of the callable or that of
+    its layers.
+    """
     monkeypatch.chdir(tmp_path)
     config, keys = config_of(model__encoder="mine_factory:build"), []
-    Path("mine_factory.py").write_text("from mine_layers import Mine\ndef build(): return Mine()\n")
+    Path("mine_factory.py").write_text(
+        "from mine_layers import Mine\ndef build(): return Mine()\n"
+    )
     for factor in (1, 1, 2):
         Path("mine_layers.py").write_text(ENCODER.format(factor=factor))
         for name in ("mine_factory", "mine_layers"):
@@ -578,25 +763,44 @@ def test_the_key_changes_with_the_code_of_a_callable(tmp_path, monkeypatch):
 def test_features_that_the_encoder_does_not_give_any_more_are_computed_again(
     tmp_path, caplog, monkeypatch, precision, noise
 ):
-    """Code behind the key's back. Kills: a cache that is believed, a difference that is not said, noise of
-    another batch, or of another program for bfloat16, that is taken for one.
+    """Code behind the key's back. Kills: a cache that is believed, a difference that is
+    not said, noise of another batch, or of another program for bfloat16, that is taken
+    for one.
     """
     job, seen = job_of(override(config_of(), {"compute.precision": precision})), []
     whole, _ = kept(tmp_path, job)
     encoder, forward = type(job.encoder), type(job.encoder).forward
-    monkeypatch.setattr(encoder, "forward", lambda self, images: forward(self, images) * (1 + noise))
-    assert torch.equal(kept(tmp_path, job, seen)[0], whole) and not seen and not caplog.messages
-    monkeypatch.setattr(encoder, "forward", lambda self, images: forward(self, images.flip(2)))
+    monkeypatch.setattr(
+        encoder, "forward", lambda self, images: forward(self, images) * (1 + noise)
+    )
+    assert (
+        torch.equal(kept(tmp_path, job, seen)[0], whole)
+        and not seen
+        and not caplog.messages
+    )
+    monkeypatch.setattr(
+        encoder, "forward", lambda self, images: forward(self, images.flip(2))
+    )
     found, _ = kept(tmp_path, job, seen)
     (line,) = caplog.messages
-    assert seen == [[0, 1, 2]] and "resnet_small now gives others" in line and "\n" not in line
-    assert not torch.equal(found, whole) and torch.equal(kept(tmp_path, job, seen)[0], found)
+    assert (
+        seen == [[0, 1, 2]]
+        and "resnet_small now gives others" in line
+        and "\n" not in line
+    )
+    assert not torch.equal(found, whole) and torch.equal(
+        kept(tmp_path, job, seen)[0], found
+    )
     assert len(seen) == 1
 
 
 def folder_job(folder):
-    """40 images of a folder, half of them without a label: BMP files, all of one size."""
-    config = config_of(data__source=f"folder:{folder}", data__known_classes="a,b", data__limit=None)
+    """40 images of a folder, half of them without a label: BMP files, all of one
+    size.
+    """
+    config = config_of(
+        data__source=f"folder:{folder}", data__known_classes="a,b", data__limit=None
+    )
     rows = read_rows(config.data)
     return feature_job(config, make_task(rows, config.data), encoder_of(config))
 
@@ -609,8 +813,12 @@ def write_bitmaps(folder, numbers, first_seed=0):
 
 
 @pytest.mark.parametrize("keeps_time", [False, True])
-def test_features_of_images_that_were_overwritten_are_computed_again(tmp_path, caplog, keeps_time):
-    """Of the same name and size. Kills: sizes that stand for content, times that anybody can set."""
+def test_features_of_images_that_were_overwritten_are_computed_again(
+    tmp_path, caplog, keeps_time
+):
+    """Of the same name and size. Kills: sizes that stand for content, times that
+    anybody can set.
+    """
     data, cache, seen = tmp_path / "data", tmp_path / "cache", []
     write_bitmaps(data, range(40))
     whole, _ = kept(cache, folder_job(data))
@@ -622,31 +830,44 @@ def test_features_of_images_that_were_overwritten_are_computed_again(tmp_path, c
     found, _ = kept(cache, job, seen)
     (line,) = caplog.messages
     assert "images written to" in line and (seen == [[0]] or keeps_time)
-    assert torch.equal(found, kept(tmp_path / "anew", job)[0]) and not torch.equal(found, whole)
+    assert torch.equal(found, kept(tmp_path / "anew", job)[0]) and not torch.equal(
+        found, whole
+    )
     assert torch.equal(kept(cache, folder_job(data), seen)[0], found) and len(seen) == 1
 
 
 @pytest.mark.parametrize("num_views", [0, 2, 6])
-def test_a_cache_does_not_grow_from_images_that_were_overwritten(tmp_path, caplog, num_views):
-    """And what other jobs stored of them is gone too. Kills: views of one image beside another's, a snapshot
-    of one job that vouches for what another has stored.
+def test_a_cache_does_not_grow_from_images_that_were_overwritten(
+    tmp_path, caplog, num_views
+):
+    """And what other jobs stored of them is gone too. Kills: views of one image beside
+    another's, a snapshot of one job that vouches for what another has stored.
     """
     data, cache, seen = tmp_path / "data", tmp_path / "cache", []
 
     def job(num):
-        config = override(folder_job(data).config, {"augment.num_cached_views": num, "discover.epochs": 0})
-        return feature_job(config, make_task(read_rows(config.data), config.data), encoder_of(config))
+        config = override(
+            folder_job(data).config,
+            {"augment.num_cached_views": num, "discover.epochs": 0},
+        )
+        return feature_job(
+            config, make_task(read_rows(config.data), config.data), encoder_of(config)
+        )
 
     write_bitmaps(data, range(40))
     for num in (0, 2, 6):
         kept(cache, job(num))
     write_bitmaps(data, range(0, 16, 2), 100)
     for num in (num_views, 8, 0, 2, 6):
-        assert torch.equal(kept(cache, job(num), seen)[0], kept(tmp_path / f"anew{num}", job(num))[0])
+        assert torch.equal(
+            kept(cache, job(num), seen)[0], kept(tmp_path / f"anew{num}", job(num))[0]
+        )
     assert seen[:2] == [[0], [0, 1, 2]] and len(seen) == 2 and len(caplog.messages) == 1
 
 
-def test_features_of_images_that_were_moved_copied_or_touched_are_kept(tmp_path, caplog):
+def test_features_of_images_that_were_moved_copied_or_touched_are_kept(
+    tmp_path, caplog
+):
     """Kills: times that make another data set."""
     data, cache, seen = tmp_path / "data", tmp_path / "cache", []
     write_bitmaps(data, range(40))
@@ -663,13 +884,21 @@ def test_features_of_images_that_were_moved_copied_or_touched_are_kept(tmp_path,
 def test_files_that_are_not_there_do_not_make_a_cache_stale(tmp_path):
     """Of a table. Kills: shards that are computed at every start."""
     write_bitmaps(tmp_path, range(40))
-    names = "".join(f"{'abcd'[i // 10]}/{i:02}.bmp,{'ab'[i // 10] if i < 20 else ''}\n" for i in range(40))
+    names = "".join(
+        f"{'abcd'[i // 10]}/{i:02}.bmp,{'ab'[i // 10] if i < 20 else ''}\n"
+        for i in range(40)
+    )
     (tmp_path / "rows.csv").write_text(f"path,label\n{names}")
     (tmp_path / "c" / "25.bmp").unlink()
-    config, seen = config_of(data__source=str(tmp_path / "rows.csv"), data__known_classes=None), []
+    config, seen = (
+        config_of(data__source=str(tmp_path / "rows.csv"), data__known_classes=None),
+        [],
+    )
     config = override(config, {"data.num_novel": 2, "data.limit": None})
     for _ in range(2):
-        job = feature_job(config, make_task(read_rows(config.data), config.data), encoder_of(config))
+        job = feature_job(
+            config, make_task(read_rows(config.data), config.data), encoder_of(config)
+        )
         kept(tmp_path / "cache", job, seen)
     assert seen == [[0, 1, 2]]
 

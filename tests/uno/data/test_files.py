@@ -15,22 +15,32 @@ from uno.data import files
 from uno.data.files import Storage, full_path, parse_json, read_whole, valid_text
 from uno.errors import ConfigError, StorageError
 
-MEMORY = "mock:///run"  # pyarrow's file system in memory: neither local nor an object store
+# pyarrow's file system in memory: neither local nor an object store
+MEMORY = "mock:///run"
 
 
 @pytest.mark.parametrize("kind", ["local", "not UTF-8", "file URI", "memory"])
 def test_round_trip(kind, tmp_path):
-    """Kills: parents that are not made, a URI taken for a path, append that replaces, delete that fails."""
+    """Kills: parents that are not made, a URI taken for a path, append that
+    replaces, delete that fails.
+    """
     root = str(tmp_path / ("caf\udce9" if kind == "not UTF-8" else "a b") / "run")
     roots = {"memory": MEMORY, "file URI": f"file://{quote(os.fsencode(root))}"}
     storage = Storage(roots.get(kind, root))
-    assert storage.list() == [] and storage.list("checkpoints") == [] and not storage.exists("x")
+    assert (
+        storage.list() == []
+        and storage.list("checkpoints") == []
+        and not storage.exists("x")
+    )
     storage.write("checkpoints/step_1/tensors", b"\x00\xff" * 1000)
     for text in (b"1\n", b"2\n"):
         storage.write("config.yaml", text)
         storage.append("logs/metrics.jsonl", text)
     assert storage.read("checkpoints/step_1/tensors") == b"\x00\xff" * 1000
-    assert storage.read("config.yaml") == b"2\n" and storage.read("logs/metrics.jsonl") == b"1\n2\n"
+    assert (
+        storage.read("config.yaml") == b"2\n"
+        and storage.read("logs/metrics.jsonl") == b"1\n2\n"
+    )
     assert storage.list() == ["checkpoints", "config.yaml", "logs"]
     assert storage.size("logs/metrics.jsonl") == 4 and storage.size("absent") == 0
     with storage.create("streamed") as stream, pytest.raises(KeyError):
@@ -74,7 +84,9 @@ def test_bad_uris_and_missing_files_are_storage_errors_of_one_line(tmp_path):
 
 @pytest.mark.parametrize("call", ["open", "fsync", "replace"])
 def test_a_failed_write_leaves_the_old_file_and_no_other(call, tmp_path, monkeypatch):
-    """Kills: writing in place, temporary files left behind, a message without the path."""
+    """Kills: writing in place, temporary files left behind, a message without the
+    path.
+    """
     storage = Storage(str(tmp_path))
     storage.write("state.json", b"old")
 
@@ -82,52 +94,105 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(call, tmp_path, monkeyp
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr({"open": "pathlib.Path.open"}.get(call, f"os.{call}"), full)
-    with pytest.raises(StorageError, match=r"cannot write .*state\.json.*No space left"):
+    with pytest.raises(
+        StorageError, match=r"cannot write .*state\.json.*No space left"
+    ):
         storage.write("state.json", b"new")
     monkeypatch.undo()
     assert storage.read("state.json") == b"old" and storage.list() == ["state.json"]
 
 
 def test_writes_are_flushed_before_they_are_named(tmp_path, monkeypatch):
-    """fsync, then rename, then fsync of the directory. Kills: any of them left out or late."""
+    """fsync, then rename, then fsync of the directory. Kills: any of them left out
+    or late.
+    """
     calls, fsync, replace = [], os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda fd: (calls.append("fsync"), fsync(fd)))
-    monkeypatch.setattr(os, "replace", lambda a, b: (calls.append("replace"), replace(a, b)))
+    monkeypatch.setattr(
+        os, "replace", lambda a, b: (calls.append("replace"), replace(a, b))
+    )
     Storage(str(tmp_path)).write("x", b"1")
     assert calls == ["fsync", "replace", "fsync"]
 
 
 def test_errors_of_the_file_system_are_storage_errors(tmp_path, monkeypatch):
-    """Kills: an OSError that passes through any method, one that is tried again though it stays."""
+    """Kills: an OSError that passes through any method, one that is tried again
+    though it stays.
+    """
     storage = Storage(MEMORY)
     storage._fs = Mock(type_name="mock")
     monkeypatch.setattr(files.time, "sleep", pytest.fail)
-    for name in ("get_file_info", "open_input_file", "open_output_stream", "create_dir"):
+    for name in (
+        "get_file_info",
+        "open_input_file",
+        "open_output_stream",
+        "create_dir",
+    ):
         getattr(storage._fs, name).side_effect = OSError("AWS Error ACCESS_DENIED")
     for action in ("exists", "size", "list", "read", "write", "append", "delete"):
         with pytest.raises(StorageError, match=r"run.*ACCESS_DENIED"):
-            getattr(storage, action)("x", *([b""] if action in ("write", "append") else []))
+            getattr(storage, action)(
+                "x", *([b""] if action in ("write", "append") else [])
+            )
 
 
 AWS = "When getting information for key 'k' in bucket 'bucket': AWS Error"
 
 
-@pytest.mark.parametrize(("error", "passes"), [
-    (f"{AWS} UNKNOWN (HTTP status 503) during HeadObject operation: No response body.", True),
-    (f"{AWS} UNKNOWN (HTTP status 429) during HeadObject operation: No response body.", True),
-    (f"{AWS} SLOW_DOWN during CreateMultipartUpload operation: text", True),
-    (f"{AWS} NETWORK_CONNECTION during HeadObject operation: curlCode: 7, Could not connect", True),
-    (OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT), "/nfs/a"), True),
-    (OSError(errno.ESTALE, os.strerror(errno.ESTALE), "/nfs/a"), True),
-    (f"{AWS} UNKNOWN (HTTP status 400) during HeadObject operation: No response body.", False),
-    (f"{AWS} ACCESS_DENIED during HeadObject operation: No response body.", False),
-    (f"{AWS} NO_SUCH_BUCKET during GetObject operation: text", False),
-    *[(OSError(code, os.strerror(code), "/nfs/a"), False) for code in (
-        errno.ENOENT, errno.EACCES, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)],
-])  # fmt: skip
-def test_what_may_pass_is_tried_again_for_half_a_minute(monkeypatch, caplog, error, passes):
-    """Texts of pyarrow 26 before a server that answers so. Kills: a permanent error that waits, one that may
-    pass and ends a run, retries without pauses or without end.
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (
+            (
+                f"{AWS} UNKNOWN (HTTP status 503) during HeadObject operation: No"
+                " response body."
+            ),
+            True,
+        ),
+        (
+            (
+                f"{AWS} UNKNOWN (HTTP status 429) during HeadObject operation: No"
+                " response body."
+            ),
+            True,
+        ),
+        (f"{AWS} SLOW_DOWN during CreateMultipartUpload operation: text", True),
+        (
+            (
+                f"{AWS} NETWORK_CONNECTION during HeadObject operation: curlCode: 7,"
+                " Could not connect"
+            ),
+            True,
+        ),
+        (OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT), "/nfs/a"), True),
+        (OSError(errno.ESTALE, os.strerror(errno.ESTALE), "/nfs/a"), True),
+        (
+            (
+                f"{AWS} UNKNOWN (HTTP status 400) during HeadObject operation: No"
+                " response body."
+            ),
+            False,
+        ),
+        (f"{AWS} ACCESS_DENIED during HeadObject operation: No response body.", False),
+        (f"{AWS} NO_SUCH_BUCKET during GetObject operation: text", False),
+        *[
+            (OSError(code, os.strerror(code), "/nfs/a"), False)
+            for code in (
+                errno.ENOENT,
+                errno.EACCES,
+                errno.ENOSPC,
+                errno.EDQUOT,
+                errno.EROFS,
+                errno.EIO,
+            )
+        ],
+    ],
+)
+def test_what_may_pass_is_tried_again_for_half_a_minute(
+    monkeypatch, caplog, error, passes
+):
+    """Texts of pyarrow 26 before a server that answers so. Kills: a permanent error
+    that waits, one that may pass and ends a run, retries without pauses or without end.
     """
     paused, asked = [], []
     monkeypatch.setattr(files.time, "sleep", paused.append)
@@ -146,7 +211,9 @@ def test_what_may_pass_is_tried_again_for_half_a_minute(monkeypatch, caplog, err
         assert asked == ["a"] and not paused
         return
     assert (
-        files.retry_transient(access)("a") == "data" and paused == [1, 2] and "retrying in 2 s" in caplog.text
+        files.retry_transient(access)("a") == "data"
+        and paused == [1, 2]
+        and "retrying in 2 s" in caplog.text
     )
     asked.clear(), paused.clear()
     failures = 99
@@ -156,7 +223,9 @@ def test_what_may_pass_is_tried_again_for_half_a_minute(monkeypatch, caplog, err
 
 
 def test_every_access_to_storage_is_patient(tmp_path, monkeypatch):
-    """Each succeeds after one refusal. Kills: a method or a function that is not tried again."""
+    """Each succeeds after one refusal. Kills: a method or a function that is not
+    tried again.
+    """
     monkeypatch.setattr(files.time, "sleep", lambda _: None)
     storage, inner = Storage(MEMORY), Storage(str(tmp_path))
     for name in ("x", "t"):
@@ -175,31 +244,54 @@ def test_every_access_to_storage_is_patient(tmp_path, monkeypatch):
 
     def flaky_files():
         real = fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem())
-        names = ("get_file_info", "open_input_file", "open_input_stream", "open_output_stream", "delete_file")
-        return Mock(type_name="s3", **{name: once(getattr(real, name)) for name in names})
+        names = (
+            "get_file_info",
+            "open_input_file",
+            "open_input_stream",
+            "open_output_stream",
+            "delete_file",
+        )
+        return Mock(
+            type_name="s3", **{name: once(getattr(real, name)) for name in names}
+        )
 
     for act in (
-        lambda: storage.exists("x"), lambda: storage.read("x") == b"1", lambda: storage.list() == ["t", "x"],
-        lambda: storage.write("y", b"2") is None, lambda: storage.append("y", b"2") is None,
-        lambda: storage.delete("y") is None, lambda: storage.find("x") == b"1",
-    ):  # fmt: skip
+        lambda: storage.exists("x"),
+        lambda: storage.read("x") == b"1",
+        lambda: storage.list() == ["t", "x"],
+        lambda: storage.write("y", b"2") is None,
+        lambda: storage.append("y", b"2") is None,
+        lambda: storage.delete("y") is None,
+        lambda: storage.find("x") == b"1",
+    ):
         storage._fs, storage.root = flaky_files(), ""
         assert act()
     for act in (
-        lambda: files.kind("s3://b/x") == "file", lambda: files.children("s3://b/")[1] == ["t", "x"],
-        lambda: len([*files.walk("s3://b/")]) == 2, lambda: files.read_bytes("s3://b/x", 9) == b"1",
-    ):  # fmt: skip
+        lambda: files.kind("s3://b/x") == "file",
+        lambda: files.children("s3://b/")[1] == ["t", "x"],
+        lambda: len([*files.walk("s3://b/")]) == 2,
+        lambda: files.read_bytes("s3://b/x", 9) == b"1",
+    ):
         remote = flaky_files()
-        monkeypatch.setattr(files, "locate", lambda path, remote=remote: (remote, path.rpartition("/")[2]))
+        monkeypatch.setattr(
+            files,
+            "locate",
+            lambda path, remote=remote: (remote, path.rpartition("/")[2]),
+        )
         assert act()
 
 
 def test_object_stores_get_no_directory_markers(tmp_path):
     """Kills: a request per directory and write on S3."""
-    storage, stream = Storage(MEMORY), fs.LocalFileSystem().open_output_stream(str(tmp_path / "object"))
+    storage, stream = (
+        Storage(MEMORY),
+        fs.LocalFileSystem().open_output_stream(str(tmp_path / "object")),
+    )
     storage._fs = Mock(type_name="s3", open_output_stream=Mock(return_value=stream))
     storage.write("a/b", b"1")
-    assert not storage._fs.create_dir.called and (tmp_path / "object").read_bytes() == b"1"
+    assert (
+        not storage._fs.create_dir.called and (tmp_path / "object").read_bytes() == b"1"
+    )
 
 
 def test_only_regular_files_are_opened(tmp_path):
@@ -226,21 +318,36 @@ def test_of_two_first_writers_one_writes(tmp_path, monkeypatch):
     """Kills: a look before the write instead of the file system's own answer."""
     for storage in (Storage(str(tmp_path)), Storage(MEMORY)):
         storage.delete("lock.json")
-        assert storage.write_first("lock.json", b"1") and not storage.write_first("lock.json", b"2")
+        assert storage.write_first("lock.json", b"1") and not storage.write_first(
+            "lock.json", b"2"
+        )
         assert storage.read("lock.json") == b"1"
     storage = Storage(str(tmp_path))
-    monkeypatch.setattr(storage, "exists", lambda name: False)  # both have looked before
+    # both have looked before
+    monkeypatch.setattr(storage, "exists", lambda name: False)
     assert not storage.write_first("lock.json", b"2")
-    monkeypatch.setattr(os, "link", Mock(side_effect=OSError(errno.EPERM, "no links here")))
-    assert storage.write_first("other.json", b"3") and storage.read("other.json") == b"3"
+    monkeypatch.setattr(
+        os, "link", Mock(side_effect=OSError(errno.EPERM, "no links here"))
+    )
+    assert (
+        storage.write_first("other.json", b"3") and storage.read("other.json") == b"3"
+    )
     assert sorted(os.listdir(tmp_path)) == ["lock.json", "other.json"]
 
 
-@pytest.mark.parametrize(("name", "text"), [
-    ("a", "a"), ("\udce9", "\\xe9"), ("\ud800\udce9", "\\ud800\\xe9"), ("\udfffx", "\\udfffx"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a", "a"),
+        ("\udce9", "\\xe9"),
+        ("\ud800\udce9", "\\ud800\\xe9"),
+        ("\udfffx", "\\udfffx"),
+    ],
+)
 def test_any_name_can_be_shown(name, text):
-    """Kills: half a surrogate pair, of a JSON or a command line, that no output can hold."""
+    """Kills: half a surrogate pair, of a JSON or a command line, that no output can
+    hold.
+    """
     assert valid_text(name) == text and valid_text(name).encode()
 
 
@@ -257,10 +364,15 @@ def test_json_of_nobody_knows_whom():
             parse_json(text)
 
 
-@pytest.mark.parametrize("root", ["s3://bucket/run?region=eu-west-1", "s3://bucket/run/?region=eu-west-1"])
+@pytest.mark.parametrize(
+    "root", ["s3://bucket/run?region=eu-west-1", "s3://bucket/run/?region=eu-west-1"]
+)
 def test_a_place_below_a_uri_keeps_its_options(root):
     """Kills: the name behind the options, where it is part of the region."""
-    assert Storage(root).below("pretrain/a b") == "s3://bucket/run/pretrain/a%20b?region=eu-west-1"
+    assert (
+        Storage(root).below("pretrain/a b")
+        == "s3://bucket/run/pretrain/a%20b?region=eu-west-1"
+    )
     assert Storage(root).below("") == Storage(root).uri
     part = Storage(Storage(root).below("part"))
     assert part.root == "bucket/run/part"
@@ -272,5 +384,9 @@ def test_no_place_is_joined_by_hand():
     """Kills: f"{storage.uri}/name" anywhere, which breaks URIs with options."""
     by_hand = re.compile(r"\{[^{}]*(\.uri|(?<!request\.)output('\])?)\}/")
     folder = Path(files.__file__).parents[2]
-    code = [path for package in ("uno", "pipelines", "tune") for path in (folder / package).rglob("*.py")]
+    code = [
+        path
+        for package in ("uno", "pipelines", "tune")
+        for path in (folder / package).rglob("*.py")
+    ]
     assert [path.name for path in code if by_hand.search(path.read_text())] == []

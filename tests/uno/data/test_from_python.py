@@ -71,7 +71,11 @@ def pandas_columns():
         yield f"{backend} numbers", found["numbers"], numbers
     for kind in (pa.string(), pa.int64()):
         values, names = (NAMES, NAMES) if kind == pa.string() else (NUMBERS, numbers)
-        yield f"arrow {kind}", pandas.Series(values, dtype=pandas.ArrowDtype(kind)), names
+        yield (
+            f"arrow {kind}",
+            pandas.Series(values, dtype=pandas.ArrowDtype(kind)),
+            names,
+        )
 
 
 def test_missing_labels_of_every_kind_are_no_label():
@@ -92,7 +96,9 @@ def test_repeated_ids_are_named_with_a_fix():
     assert distinct_ids(pa.array([3, 1, 2])) == ["3", "1", "2"]
 
 
-@pytest.mark.parametrize("given", ["abc", {"a": 1}, np.ones((3, 1)), 5, None, pa.table({"l": [1]})])
+@pytest.mark.parametrize(
+    "given", ["abc", {"a": 1}, np.ones((3, 1)), 5, None, pa.table({"l": [1]})]
+)
 def test_what_is_no_column_is_refused(given):
     assert "column" in (failure(class_names, given) or "")
 
@@ -185,7 +191,10 @@ def test_a_table_with_a_missing_number_is_refused_with_a_fix():
 def test_the_digest_is_that_of_the_content(vectors):
     labels = ["a", None, "b", "a", None, "b"]
     first = given_vectors(vectors, labels)
-    assert given_vectors(vectors.astype(">f8"), np.array(labels, object)).digest == first.digest
+    assert (
+        given_vectors(vectors.astype(">f8"), np.array(labels, object)).digest
+        == first.digest
+    )
     others = [
         given_vectors(-vectors, labels),
         given_vectors(vectors, labels[::-1]),

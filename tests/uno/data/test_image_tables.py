@@ -33,7 +33,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def write_table(folder: Path, text: str, name: str = "t.csv", encoding: str = "utf-8") -> str:
+def write_table(
+    folder: Path, text: str, name: str = "t.csv", encoding: str = "utf-8"
+) -> str:
     """Write a table, and return it as a source."""
     (folder / name).write_bytes(text.encode(encoding))
     return f"table:{folder / name}"
@@ -80,11 +82,15 @@ def test_a_file_that_ends_in_tsv_is_a_table(folder):
 
 
 def test_spaces_around_column_names_and_before_values_do_not_count(folder):
-    rows = read(write_table(folder, 'path, label \na.png, cat\nsub/b.png, "dog, big"\n'))
+    rows = read(
+        write_table(folder, 'path, label \na.png, cat\nsub/b.png, "dog, big"\n')
+    )
     assert rows.labels == ["cat", "dog, big"]
 
 
-@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize(
+    "encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32"]
+)
 def test_encodings_with_a_byte_order_mark_are_read(folder, encoding):
     mark = "\ufeff" if encoding in ("utf-16-le", "utf-16-be") else ""
     text = mark + csv_text().replace("cat", "Gehäuse")
@@ -92,10 +98,19 @@ def test_encodings_with_a_byte_order_mark_are_read(folder, encoding):
 
 
 @pytest.mark.parametrize("encoding", ["cp1252", "latin-1"])
-def test_another_encoding_is_refused_with_the_line_and_the_way_to_save(folder, encoding):
-    source = write_table(folder, csv_text().replace("dog", "Gehäuse"), encoding=encoding)
+def test_another_encoding_is_refused_with_the_line_and_the_way_to_save(
+    folder, encoding
+):
+    source = write_table(
+        folder, csv_text().replace("dog", "Gehäuse"), encoding=encoding
+    )
     line = refusal(source)
-    assert "not UTF-8" in line and "line 3" in line and "CSV UTF-8" in line and "iconv" in line
+    assert (
+        "not UTF-8" in line
+        and "line 3" in line
+        and "CSV UTF-8" in line
+        and "iconv" in line
+    )
 
 
 def test_utf_16_without_a_mark_is_refused_by_name(folder):
@@ -106,9 +121,15 @@ def test_columns_of_other_names_are_named_by_path_and_label(folder):
     source = write_table(folder, csv_text(header=("Filename", "class")))
     rows = read(source, columns="path=Filename,label=class,id=Filename")
     assert rows.labels == ["cat", "dog", None] and rows.ids == NAMES
-    lines = [json.dumps({"Filename": path, "class": name}) for path, name in PATHS_AND_LABELS]
+    lines = [
+        json.dumps({"Filename": path, "class": name}) for path, name in PATHS_AND_LABELS
+    ]
     source = write_table(folder, "\n".join(lines), "t.jsonl")
-    assert read(source, columns="path=Filename,label=class").labels == ["cat", "dog", None]
+    assert read(source, columns="path=Filename,label=class").labels == [
+        "cat",
+        "dog",
+        None,
+    ]
 
 
 def test_path_and_image_are_one_column():
@@ -120,9 +141,18 @@ def test_path_and_image_are_one_column():
 @pytest.mark.parametrize(
     ("header", "parts"),
     [
-        (("path", "class"), ("no column label", "path, class", "--data.columns label=class")),
-        (("Filename", "label"), ("needs a column path", "--data.columns image=Filename")),
-        (("a.png", "cat"), ("needs a column path", "the first line must name the columns")),
+        (
+            ("path", "class"),
+            ("no column label", "path, class", "--data.columns label=class"),
+        ),
+        (
+            ("Filename", "label"),
+            ("needs a column path", "--data.columns image=Filename"),
+        ),
+        (
+            ("a.png", "cat"),
+            ("needs a column path", "the first line must name the columns"),
+        ),
         (("path", "Label"), ("'Label' is not label", "--data.columns label=Label")),
     ],
 )
@@ -191,7 +221,11 @@ def test_an_image_folder_and_an_ending_complete_the_paths(folder):
 def test_what_a_prediction_reads_follows_the_same_rules(folder):
     (folder / "tables").mkdir()
     pq.write_table(pa.table({"path": ["b", "c"]}), folder / "tables/t.parquet")
-    config = DataConfig(source=str(folder / "tables"), image_folder=str(folder / "sub"), image_suffix=".png")
+    config = DataConfig(
+        source=str(folder / "tables"),
+        image_folder=str(folder / "sub"),
+        image_suffix=".png",
+    )
     inputs = open_inputs(config)
     (part,) = inputs.parts([np.arange(2)])
     ((_, images),) = inputs.read(part, [2])
@@ -208,7 +242,9 @@ def test_what_a_prediction_reads_follows_the_same_rules(folder):
         ("/elsewhere/a.png", ("is outside the folder", "--data.image-folder")),
     ],
 )
-def test_a_path_that_leads_elsewhere_is_refused_with_a_way_that_fits(folder, path, parts):
+def test_a_path_that_leads_elsewhere_is_refused_with_a_way_that_fits(
+    folder, path, parts
+):
     line = refusal(write_table(folder, f"path,label\na.png,cat\n{path},dog\n"))
     assert all(part in line for part in parts) and "(line 3)" in line
     assert "move it there" not in line or path.startswith("/elsewhere")
@@ -245,12 +281,16 @@ def test_unreadable_rows_of_a_table_have_their_path_and_line(folder):
     entry = json.loads(storage.read("bad_samples.jsonl"))
     assert (entry["id"], entry["uri"], entry["line"]) == ("row-1", gone, 3)
     assert name_bad(entry) == f"row-1 ({gone}, line 3)"
-    assert read_facts(storage).bad == [(f"row-1 ({gone}, line 3)", "No such file or directory")]
+    assert read_facts(storage).bad == [
+        (f"row-1 ({gone}, line 3)", "No such file or directory")
+    ]
 
 
 def test_duplicates_of_a_table_have_their_paths(folder):
     (folder / "sub/c.png").write_bytes((folder / "sub/b.png").read_bytes())
-    config = Config(data=DataConfig(source=write_table(folder, csv_text()), num_novel=1))
+    config = Config(
+        data=DataConfig(source=write_table(folder, csv_text()), num_novel=1)
+    )
     task = make_task(read_rows(config.data), config.data)
     (message,) = (p.message for p in check(task, config) if "duplicates" in p.message)
     assert "sub/b.png, line 3" in message and "sub/c.png, line 4" in message
@@ -261,7 +301,9 @@ def test_rows_of_folders_keep_their_short_names(tmp_path):
     (tmp_path / "dog/b.png").write_bytes(b"")
     rows = read(str(tmp_path))
     (entry,) = check_bad(rows.ids, [None, "empty"], 1, images=rows.images)
-    assert entry["uri"] == str(tmp_path / "dog/b.png") and name_bad(entry) == "dog/b.png"
+    assert (
+        entry["uri"] == str(tmp_path / "dog/b.png") and name_bad(entry) == "dog/b.png"
+    )
 
 
 @pytest.mark.parametrize(
@@ -274,7 +316,9 @@ def test_rows_of_folders_keep_their_short_names(tmp_path):
         ("e.safetensors", ("vectors: reads", "np.save")),
     ],
 )
-def test_vectors_in_other_files_are_refused_with_the_formats_that_are_read(tmp_path, name, parts):
+def test_vectors_in_other_files_are_refused_with_the_formats_that_are_read(
+    tmp_path, name, parts
+):
     (tmp_path / name).write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(500))
     line = refusal(f"vectors:{tmp_path / name}")
     assert all(part in line for part in parts)
@@ -294,7 +338,9 @@ def test_vectors_in_other_files_are_refused_with_the_formats_that_are_read(tmp_p
         ("instances.json", "columns path and label"),
     ],
 )
-def test_a_file_of_another_format_is_refused_with_the_way_to_read_it(tmp_path, name, part):
+def test_a_file_of_another_format_is_refused_with_the_way_to_read_it(
+    tmp_path, name, part
+):
     (tmp_path / name).write_bytes(bytes(100))
     assert part in refusal(str(tmp_path / name))
 
@@ -302,7 +348,12 @@ def test_a_file_of_another_format_is_refused_with_the_way_to_read_it(tmp_path, n
 def test_arrays_of_an_npz_file_are_embeddings_and_columns(tmp_path):
     values = np.random.default_rng(0).normal(size=(6, 3)).astype("f4")
     label = np.array(["a", "", "b", "b", "", "a"])
-    arrays = {"label": label, "features": values, "id": np.arange(6), "scale": np.ones(1)}
+    arrays = {
+        "label": label,
+        "features": values,
+        "id": np.arange(6),
+        "scale": np.ones(1),
+    }
     np.savez(tmp_path / "v.npz", **arrays)
     rows = read(f"vectors:{tmp_path}/v.npz")
     assert rows.labels == ["a", None, "b", "b", None, "a"] and rows.ids[5] == "5"
@@ -335,7 +386,9 @@ def test_parquet_that_only_names_files_reads_them_or_names_the_option(folder):
     """Hugging Face's struct of bytes and path, without bytes."""
     paths = [{"bytes": None, "path": str(folder / name)} for name in NAMES]
     (folder / "export").mkdir()
-    pq.write_table(hf_table(paths, [0, 0, None], ["x"], "image"), folder / "export/t.parquet")
+    pq.write_table(
+        hf_table(paths, [0, 0, None], ["x"], "image"), folder / "export/t.parquet"
+    )
     for read_it in (read, lambda source: open_inputs(DataConfig(source=source))):
         line = failure(read_it, f"parquet:{folder}/export")
         assert "outside the folder" in line and "--data.image-folder" in line
@@ -345,7 +398,9 @@ def test_parquet_that_only_names_files_reads_them_or_names_the_option(folder):
     assert rows.images[1] == os.path.realpath(folder / "sub/b.png")
     paths[0]["bytes"] = encoded(pixels(0))
     pq.write_table(hf_table(paths, [0, 0, None], ["x"], "image"), folder / "t.parquet")
-    assert read(f"parquet:{folder}/t.parquet").images[1] == os.path.realpath(folder / "sub/b.png")
+    assert read(f"parquet:{folder}/t.parquet").images[1] == os.path.realpath(
+        folder / "sub/b.png"
+    )
 
 
 @pytest.mark.parametrize("kind", ["", "parquet:", "folder:"])
@@ -357,7 +412,9 @@ def test_a_folder_of_arrow_files_names_how_to_write_parquet(tmp_path, kind):
 
 @pytest.fixture
 def linked(tmp_path: Path) -> Path:
-    """A folder 'data' whose images are links to files outside it, in the way of caches."""
+    """A folder 'data' whose images are links to files outside it, in the way of
+    caches.
+    """
     write_images(tmp_path / "store", ["0.png", "1.png"])
     for name, target in (("cat/a.png", "0.png"), ("dog/b.png", "1.png")):
         link = tmp_path / "data" / name
@@ -371,11 +428,15 @@ def test_links_out_of_a_folder_are_followed_on_request(linked):
     assert "--data.follow-links" in refusal(f"{linked}/data")
     rows = read(f"{linked}/data", follow_links=True)
     assert rows.labels == ["cat", "dog"]
-    assert (decode_many(rows.images, 8)[0][1].numpy() == pixels(1).transpose(2, 0, 1)).all()
+    assert (
+        decode_many(rows.images, 8)[0][1].numpy() == pixels(1).transpose(2, 0, 1)
+    ).all()
     both = {"labeled": f"{linked}/data", "unlabeled": f"{linked}/new"}
     assert "--data.follow-links" in failure(read_rows, DataConfig(**both))
     assert len(read_rows(DataConfig(**both, follow_links=True))) == 3
-    assert "--data.follow-links" in failure(open_inputs, DataConfig(source=f"{linked}/data"))
+    assert "--data.follow-links" in failure(
+        open_inputs, DataConfig(source=f"{linked}/data")
+    )
     assert len(open_inputs(DataConfig(source=f"{linked}/data", follow_links=True))) == 2
 
 
@@ -387,7 +448,9 @@ def test_links_of_tables_and_parquet_are_followed_on_request(linked):
     assert decode_many(rows.images, 8)[1] == [None, None]
     escape = write_table(linked / "data", "path,label\n../store/0.png,cat\n", "u.csv")
     assert "outside the folder" in failure(read, escape, follow_links=True)
-    pq.write_table(pa.table({"image": [encoded(pixels(0))], "label": ["a"]}), linked / "t.parquet")
+    pq.write_table(
+        pa.table({"image": [encoded(pixels(0))], "label": ["a"]}), linked / "t.parquet"
+    )
     (linked / "shards").mkdir()
     os.symlink(linked / "t.parquet", linked / "shards/t.parquet")
     assert "--data.follow-links" in refusal(f"parquet:{linked}/shards")
@@ -401,7 +464,11 @@ def test_a_link_to_nothing_is_an_unreadable_image(tmp_path, target):
     os.symlink(target, tmp_path / "cat/z.png")
     for rows in (read(str(tmp_path)), read(str(tmp_path), follow_links=True)):
         assert rows.ids == ["cat/a.png", "cat/z.png", "dog/b.png"]
-        assert [reason is None for reason in decode_many(rows.images, 8)[1]] == [True, False, True]
+        assert [reason is None for reason in decode_many(rows.images, 8)[1]] == [
+            True,
+            False,
+            True,
+        ]
 
 
 def test_loops_of_followed_links_end(tmp_path):

@@ -35,7 +35,10 @@ NAN = float("nan")
         ([True, False, None], ["True", "False", None]),
         ([True, "1.0"], ["True", "1.0"]),
         ([Decimal("2.00"), Decimal("NaN")], ["2", None]),
-        ([np.float32(2), np.int8(-1), np.str_("x"), np.bool_(True)], ["2", None, "x", "True"]),
+        (
+            [np.float32(2), np.int8(-1), np.str_("x"), np.bool_(True)],
+            ["2", None, "x", "True"],
+        ),
         ([], []),
     ],
 )
@@ -80,7 +83,9 @@ def test_arrow_columns_follow_the_rule(column, expected):
     assert encode_column("source", pa.chunked_array([column])) == expected
 
 
-@pytest.mark.parametrize("column", [pa.array([[1]]), pa.array([b"x"]), pa.array([1], pa.date32())])
+@pytest.mark.parametrize(
+    "column", [pa.array([[1]]), pa.array([b"x"]), pa.array([1], pa.date32())]
+)
 def test_an_arrow_column_of_another_type_is_refused(column):
     line = failure(encode_column, "source", pa.chunked_array([column]))
     assert "names or numbers" in line and str(column.type) in line and "cast" in line
@@ -88,11 +93,20 @@ def test_an_arrow_column_of_another_type_is_refused(column):
 
 def test_numbers_are_places_among_declared_names():
     names = ("zebra", "ant")
-    assert encode_labels("source", [0, 1.0, None, -1], names) == ["zebra", "ant", None, None]
-    assert "label 2 has no name among the 2" in failure(encode_labels, "source", [0, 2], names)
+    assert encode_labels("source", [0, 1.0, None, -1], names) == [
+        "zebra",
+        "ant",
+        None,
+        None,
+    ]
+    assert "label 2 has no name among the 2" in failure(
+        encode_labels, "source", [0, 2], names
+    )
 
 
-@pytest.mark.parametrize("source", ["parquet", "csv", "jsonl", "tar", "vectors", "arrays", "python"])
+@pytest.mark.parametrize(
+    "source", ["parquet", "csv", "jsonl", "tar", "vectors", "arrays", "python"]
+)
 def test_whole_numbers_with_gaps_are_the_same_classes_in_every_source(tmp_path, source):
     """As pandas makes them: integers with gaps become floats."""
     labels = [0.0, 1.0, None, 2.0, None]
@@ -101,9 +115,7 @@ def test_whole_numbers_with_gaps_are_the_same_classes_in_every_source(tmp_path, 
     as_text = ["" if label is None else str(label) for label in labels]
     csv = "".join(f"{name},{text}\n" for name, text in zip(names, as_text, strict=True))
     vectors = np.random.default_rng(0).normal(size=(5, 4)).astype("f4")
-    place = (
-        f"{tmp_path}/t.{ {'vectors': 'parquet', 'python': 'parquet', 'arrays': 'npy'}.get(source, source) }"
-    )
+    place = f"{tmp_path}/t.{ {'vectors': 'parquet', 'python': 'parquet', 'arrays': 'npy'}.get(source, source) }"  # noqa: E501
     if source == "parquet":
         pq.write_table(pa.table({"path": names, "label": labels}), place)
     elif source == "csv":
@@ -113,7 +125,9 @@ def test_whole_numbers_with_gaps_are_the_same_classes_in_every_source(tmp_path, 
         (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, records)))
     elif source == "tar":
         members = [(f"{i}.png", encoded(pixels(i))) for i in range(5)]
-        members += [(f"{i}.cls", text.encode()) for i, text in enumerate(as_text) if i != 3]
+        members += [
+            (f"{i}.cls", text.encode()) for i, text in enumerate(as_text) if i != 3
+        ]
         members += [("3.json", b'{"label": 2.0}')]
         write_tar(tmp_path / "t.tar", members, tarfile.PAX_FORMAT)
     elif source == "vectors":
@@ -134,4 +148,9 @@ def test_files_of_one_source_may_have_integers_or_floats(tmp_path):
     for name, labels in (("a", [1, 2]), ("b", [2.0, None])):
         table = pa.table({"image": [encoded(pixels(0))] * 2, "label": labels})
         pq.write_table(table, tmp_path / f"{name}.parquet")
-    assert read_rows(DataConfig(source=f"parquet:{tmp_path}")).labels == ["1", "2", "2", None]
+    assert read_rows(DataConfig(source=f"parquet:{tmp_path}")).labels == [
+        "1",
+        "2",
+        "2",
+        None,
+    ]

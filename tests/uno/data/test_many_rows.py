@@ -1,4 +1,6 @@
-"""What is said of many rows is arrays: no loop of Python over rows, and few bytes a row."""
+"""What is said of many rows is arrays: no loop of Python over rows, and few bytes a
+row.
+"""
 
 import json
 import subprocess
@@ -22,7 +24,9 @@ MANY = 60_000
 
 
 def lines_of(function):
-    """How often lines of Python were run, of each function; a comprehension runs its line for each value."""
+    """How often lines of Python were run, of each function; a comprehension runs its
+    line for each value.
+    """
     found = Counter()
 
     def trace(frame, event, argument):
@@ -43,7 +47,10 @@ def set_up(num_rows, folder):
     folder.mkdir()
     parts = lambda name, part: part()  # noqa: E731
     task = metadata.driver(num_rows, 64, parts)
-    for what, facts in (("facts", metadata.stream_facts(task)), ("truth", metadata.truth_rows(task))):
+    for what, facts in (
+        ("facts", metadata.stream_facts(task)),
+        ("truth", metadata.truth_rows(task)),
+    ):
         (folder / what).mkdir()
         metadata.store(facts, folder / what)
     metadata.rank(num_rows, 64, folder)
@@ -57,10 +64,21 @@ def listed(num_rows):
     codes = (np.arange(num_rows) % 5).astype(np.int32)
 
     def work():
-        rows = Rows(ids, images, Labels(tuple("abcde"), codes), np.ones(num_rows, bool), "listed")
-        task = make_task(rows, metadata.config_of(1).data.model_copy(update={"known_classes": "first:3"}))
+        rows = Rows(
+            ids,
+            images,
+            Labels(tuple("abcde"), codes),
+            np.ones(num_rows, bool),
+            "listed",
+        )
+        task = make_task(
+            rows,
+            metadata.config_of(1).data.model_copy(update={"known_classes": "first:3"}),
+        )
         some = task.rows.take(np.arange(0, num_rows, 2))
-        assert some.fingerprint != rows.fingerprint and ids.find(["7.png", "none"]) == {"7.png": 7}
+        assert some.fingerprint != rows.fingerprint and ids.find(["7.png", "none"]) == {
+            "7.png": 7
+        }
 
     return work
 
@@ -68,8 +86,14 @@ def listed(num_rows):
 def read(num_rows, folder):
     """A Parquet file with ids, of which some are missing."""
     ids = pa.array([None if i % 7 == 0 else f"{i}" for i in range(num_rows)])
-    columns = {"id": ids, "image": [b"x"] * num_rows, "label": [str(i % 3) for i in range(num_rows)]}
-    pq.write_table(pa.table(columns), folder / f"{num_rows}.parquet", row_group_size=num_rows // 4)
+    columns = {
+        "id": ids,
+        "image": [b"x"] * num_rows,
+        "label": [str(i % 3) for i in range(num_rows)],
+    }
+    pq.write_table(
+        pa.table(columns), folder / f"{num_rows}.parquet", row_group_size=num_rows // 4
+    )
 
     def work():
         rows = read_parquet(str(folder / f"{num_rows}.parquet"))
@@ -80,8 +104,8 @@ def read(num_rows, folder):
 
 @pytest.mark.parametrize("work", ["set_up", "listed", "read"])
 def test_no_loop_over_rows(tmp_path, work):
-    """Three times the rows, as many lines of Python. Kills: a loop or a comprehension over rows anywhere in
-    the set-up of a run, on the driver or a rank.
+    """Three times the rows, as many lines of Python. Kills: a loop or a comprehension
+    over rows anywhere in the set-up of a run, on the driver or a rank.
     """
     if work == "set_up":
         run = lambda num: lambda: set_up(num, tmp_path / str(num))  # noqa: E731
@@ -89,16 +113,32 @@ def test_no_loop_over_rows(tmp_path, work):
     else:
         run = {"listed": listed, "read": lambda num: read(num, tmp_path)}[work]
     few, many = (lines_of(run(num)) for num in (MANY // 3, MANY))
-    assert not {name: (few[name], num) for name, num in many.items() if num > few[name] + MANY // 100}
-    assert max(lines_of(lambda: [f"{i}" for i in range(MANY)]).values()) >= MANY  # what is counted sees one
+    assert not {
+        name: (few[name], num)
+        for name, num in many.items()
+        if num > few[name] + MANY // 100
+    }
+    # what is counted sees one
+    assert max(lines_of(lambda: [f"{i}" for i in range(MANY)]).values()) >= MANY
 
 
 @pytest.mark.slow
 def test_bytes_a_row():
-    """Of rows beyond the first million. Kills: another array of 8 bytes a row on a rank."""
+    """Of rows beyond the first million. Kills: another array of 8 bytes a row on a
+    rank.
+    """
     few, many = 10**6, 4 * 10**6
-    command = [sys.executable, "-m", "benchmarks.metadata", "--rows", str(few), str(many)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=800, cwd=ROOT)
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.metadata",
+        "--rows",
+        str(few),
+        str(many),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=800, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
     for part, most in (("setup", 40), ("driver", 80)):

@@ -6,10 +6,22 @@ import torch
 from safetensors import safe_open
 
 from uno.data.files import Storage
-from uno.data.output import begin, find_mapping, is_ours, leftovers, seal, sweep, sweep_file, unseal
+from uno.data.output import (
+    begin,
+    find_mapping,
+    is_ours,
+    leftovers,
+    seal,
+    sweep,
+    sweep_file,
+    unseal,
+)
 from uno.errors import ConfigError
 
-TENSORS = {"weight": torch.arange(6.0).view(2, 3), "bias": torch.ones(3, dtype=torch.bfloat16)}
+TENSORS = {
+    "weight": torch.arange(6.0).view(2, 3),
+    "bias": torch.ones(3, dtype=torch.bfloat16),
+}
 FACTS = {"state": '{"sha256": "' + "0" * 64 + '"}', "config": "seed: 0\n", "é": "ü"}
 
 
@@ -19,19 +31,28 @@ def storage(tmp_path) -> Storage:
 
 
 def test_a_sealed_file_gives_back_what_it_holds_and_any_reader_opens_it(tmp_path):
-    """Kills: bytes that follow the library's random order, a sum of zeros that a fact holds."""
+    """Kills: bytes that follow the library's random order, a sum of zeros that a
+    fact holds.
+    """
     data = seal("a/b", TENSORS, FACTS)
-    assert data == seal("a/b", dict(reversed(TENSORS.items())), dict(reversed(FACTS.items())))
+    assert data == seal(
+        "a/b", dict(reversed(TENSORS.items())), dict(reversed(FACTS.items()))
+    )
     tensors, facts = unseal("a/b", data)
     assert facts.items() > FACTS.items() and tensors.keys() == TENSORS.keys()
     assert all(torch.equal(tensors[name], tensor) for name, tensor in TENSORS.items())
     (tmp_path / "x.safetensors").write_bytes(data)
     with safe_open(tmp_path / "x.safetensors", "pt") as file:
-        assert file.metadata()["config"] == "seed: 0\n" and len(file.metadata()["sha256"]) == 64
+        assert (
+            file.metadata()["config"] == "seed: 0\n"
+            and len(file.metadata()["sha256"]) == 64
+        )
 
 
 def test_every_bit_counts():
-    """Kills: a part of the file that the sum leaves out, an error that is none of ours."""
+    """Kills: a part of the file that the sum leaves out, an error that is none of
+    ours.
+    """
     data = seal("a/b", {"w": torch.ones(2)}, {"a": "b"})
     for i in range(len(data)):
         with pytest.raises(ValueError, match=r"^it is "):
@@ -40,7 +61,11 @@ def test_every_bit_counts():
             unseal("a/b", data[:i])
     with pytest.raises(ValueError, match=r"^it is the file a/b$"):
         unseal("a/c", data)
-    for other in (safetensors.torch.save({"w": torch.ones(2)}), b"\xff" * 99, b"\x02" + b"\0" * 7 + b"[]"):
+    for other in (
+        safetensors.torch.save({"w": torch.ones(2)}),
+        b"\xff" * 99,
+        b"\x02" + b"\0" * 7 + b"[]",
+    ):
         with pytest.raises(ValueError, match=r"^it is "):
             unseal("a/b", other)
 
@@ -55,17 +80,26 @@ def test_a_directory_is_begun_continued_or_refused(storage):
     ):  # of a killed command
         storage.write(name, b"")
     assert not is_ours(storage, "made.json", "thing", {"also.txt"})
-    with pytest.raises(ConfigError, match=r"out is not empty and holds no thing \(no made.json\); nothing"):
+    with pytest.raises(
+        ConfigError,
+        match=r"out is not empty and holds no thing \(no made.json\); nothing",
+    ):
         begin(storage, "made.json", {"rows": 3}, "thing")
     storage.delete("also.txt")
     begin(storage, "made.json", {"rows": 3, "of": "x"}, "thing", finished=False)
-    assert find_mapping(storage, "made.json") == {"rows": 3, "of": "x", "finished": False}
+    assert find_mapping(storage, "made.json") == {
+        "rows": 3,
+        "of": "x",
+        "finished": False,
+    }
     begin(storage, "made.json", {"rows": 3, "of": "x"}, "thing", finished=True)
     assert find_mapping(storage, "made.json")["finished"] is False
     for content in (None, b"[]", b"{", b"[" * 100_000):
         if content is not None:
             storage.write("made.json", content)
-        with pytest.raises(ConfigError, match=r"holds another thing \(other data or options: .*of\)"):
+        with pytest.raises(
+            ConfigError, match=r"holds another thing \(other data or options: .*of\)"
+        ):
             begin(storage, "made.json", {"rows": 3, "of": "y"}, "thing")
     storage.write("below/mine.txt", b"")
     with pytest.raises(ConfigError, match=r"out/below is not empty and holds no thing"):
@@ -73,8 +107,17 @@ def test_a_directory_is_begun_continued_or_refused(storage):
 
 
 def test_what_killed_writers_left_goes_and_nothing_else(storage):
-    """Kills: the lock of a command at work, a file of the user's with a dot, another file's leftovers."""
-    names = [".a.json.0a1b2c3d", "b/.c.0a1b2c3d", ".lock.json.0a1b2c3d", ".notes", "a.json", "b/c"]
+    """Kills: the lock of a command at work, a file of the user's with a dot, another
+    file's leftovers.
+    """
+    names = [
+        ".a.json.0a1b2c3d",
+        "b/.c.0a1b2c3d",
+        ".lock.json.0a1b2c3d",
+        ".notes",
+        "a.json",
+        "b/c",
+    ]
     for name in names:
         storage.write(name, b"")
     sweep_file(storage, "c")
@@ -82,4 +125,11 @@ def test_what_killed_writers_left_goes_and_nothing_else(storage):
     sweep_file(storage, "a.json")
     assert leftovers(storage) == names[1:2]
     sweep(storage)
-    assert [storage.exists(name) for name in names] == [False, False, True, True, True, True]
+    assert [storage.exists(name) for name in names] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+        True,
+    ]

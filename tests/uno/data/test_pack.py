@@ -1,4 +1,6 @@
-"""Packed shards hold the same rows, survive a kill, and say when they are damaged or incomplete."""
+"""Packed shards hold the same rows, survive a kill, and say when they are damaged or
+incomplete.
+"""
 
 import json
 import os
@@ -28,7 +30,11 @@ def config_of(source, **more):
 def images(folder, broken=False):
     """Three classes in train/ and test/, 40 PNG files."""
     for split, num in (("train", 10), ("test", 3)):
-        write_images(folder, [f"{split}/{c}/{i}.png" for c in ("cat", "dog", "emu") for i in range(num)], num)
+        write_images(
+            folder,
+            [f"{split}/{c}/{i}.png" for c in ("cat", "dog", "emu") for i in range(num)],
+            num,
+        )
     write_images(folder, ["train/cat/10.png"], 99)
     if broken:
         (folder / "train" / "dog" / "3.png").write_bytes(b"no")
@@ -47,13 +53,22 @@ def by_id(task):
     pixels, reasons = decode_many(task.rows.images, 8, 1)
     assert ok_mask(reasons).all()
     raw = [one.tobytes() for one in pixels.numpy()]
-    columns = (task.labels.tolist(), task.eval_labels.tolist(), task.is_train.tolist(), raw)
+    columns = (
+        task.labels.tolist(),
+        task.eval_labels.tolist(),
+        task.is_train.tolist(),
+        raw,
+    )
     return dict(zip(task.rows.ids, zip(*columns, strict=True), strict=True))
 
 
-@pytest.mark.parametrize("source", [pytest.param("digits", marks=pytest.mark.slow), "folder"])
+@pytest.mark.parametrize(
+    "source", [pytest.param("digits", marks=pytest.mark.slow), "folder"]
+)
 def test_round_trip(tmp_path, source):
-    """The same task: ids, labels, truth, split, pixels. Kills: labels of another row, lost class order."""
+    """The same task: ids, labels, truth, split, pixels. Kills: labels of another
+    row, lost class order.
+    """
     more = {"data.known_classes": "first:5"} if source == "digits" else FEW
     source = source if source == "digits" else images(tmp_path / "images")
     done = packed(source, tmp_path / "out", **more)
@@ -61,13 +76,19 @@ def test_round_trip(tmp_path, source):
     before = make_task(read_rows(config_of(source, **more)), config_of(source, **more))
     config = config_of(f"parquet:{tmp_path}/out", **more)
     after = make_task(read_rows(config), config)
-    assert (after.known, after.novel, after.num_novel) == (before.known, before.novel, before.num_novel)
+    assert (after.known, after.novel, after.num_novel) == (
+        before.known,
+        before.novel,
+        before.num_novel,
+    )
     assert by_id(after) == by_id(before)
     assert after.rows.ids != before.rows.ids  # shuffled
 
 
 def test_the_shards_stream_well(tmp_path, monkeypatch):
-    """Names, sizes, checksums; no row group holds labeled and unlabeled rows; encoded bytes are untouched."""
+    """Names, sizes, checksums; no row group holds labeled and unlabeled rows;
+    encoded bytes are untouched.
+    """
     monkeypatch.setattr(module, "GROUP_ROWS", 4)
     source = images(tmp_path / "images")
     packed(source, tmp_path / "out", **FEW)
@@ -77,23 +98,34 @@ def test_the_shards_stream_well(tmp_path, monkeypatch):
         parquet = pq.ParquetFile(path)
         for number in range(parquet.num_row_groups):
             table = parquet.read_row_group(number)
-            kind, *others = {label in ("cat", "dog") for label in table["label"].to_pylist()}
+            kind, *others = {
+                label in ("cat", "dog") for label in table["label"].to_pylist()
+            }
             kinds.add(kind)
             assert len(table) <= 4 and not others
-            for name, image in zip(table["id"].to_pylist(), table["image"].to_pylist(), strict=True):
+            for name, image in zip(
+                table["id"].to_pylist(), table["image"].to_pylist(), strict=True
+            ):
                 assert (tmp_path / "images" / name).read_bytes() == image
     assert kinds == {True, False}
 
 
 def test_the_same_rows_go_where_they_always_went(tmp_path, monkeypatch):
-    """Else no pack that a kill or an older version began could be finished. Kills: another shuffle, a row
-    group of one row more, another order of the rows that a limit leaves.
+    """Else no pack that a kill or an older version began could be finished. Kills:
+    another shuffle, a row group of one row more, another order of the rows that a limit
+    leaves.
     """
     monkeypatch.setattr(module, "GROUP_BYTES", 1000)
     config = config_of("digits", **{"data.known_classes": "first:5"})
     rows = read_rows(config)
     rows = rows.take(limit_rows(rows, 200))
-    pack(rows, labeled_rows(rows, config) & rows.is_train, Storage(str(tmp_path)), 3000, store_local(1))
+    pack(
+        rows,
+        labeled_rows(rows, config) & rows.is_train,
+        Storage(str(tmp_path)),
+        3000,
+        store_local(1),
+    )
     plan = json.loads((tmp_path / "pack.json").read_text())
     assert len(plan["shards"]) == 20
     assert plan["fingerprint"].startswith("a562e099774791e9a73568542c377a1c")
@@ -109,13 +141,15 @@ def test_a_damaged_page_is_one_line(tmp_path):
     path.write_bytes(data)
     rows = read_rows(config_of(f"parquet:{tmp_path}/out"))
     assert re.search(
-        r"cannot read row group \d+ of .*CRC", failure(rows.images.read_images, np.arange(len(rows)))
+        r"cannot read row group \d+ of .*CRC",
+        failure(rows.images.read_images, np.arange(len(rows))),
     )
 
 
 def test_a_pack_with_a_bad_image_and_one_that_was_killed(tmp_path, monkeypatch):
-    """Finished shards are kept, an unfinished pack is refused, half a file goes. Kills: duplicates, lost bad
-    rows, a directory that is blocked by what a kill left of its first file.
+    """Finished shards are kept, an unfinished pack is refused, half a file goes. Kills:
+    duplicates, lost bad rows, a directory that is blocked by what a kill left of its
+    first file.
     """
     source = images(tmp_path / "images", broken=True)
     done = packed(source, tmp_path / "whole", **FEW)
@@ -139,24 +173,40 @@ def test_a_pack_with_a_bad_image_and_one_that_was_killed(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         packed(source, tmp_path / "out", **FEW)
     monkeypatch.setattr(Storage, "write", real)
-    assert "an unfinished pack" in failure(read_rows, config_of(f"parquet:{tmp_path}/out"))
-    times = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.parquet")}
+    assert "an unfinished pack" in failure(
+        read_rows, config_of(f"parquet:{tmp_path}/out")
+    )
+    times = {
+        path.name: path.stat().st_mtime_ns
+        for path in (tmp_path / "out").glob("*.parquet")
+    }
     assert len(times) == 2
     (tmp_path / "out" / ".bad_samples.jsonl.0a1b2c3d").write_text("{")
     packed(source, tmp_path / "out", **FEW)
-    assert sorted(os.listdir(tmp_path / "out")) == sorted(os.listdir(tmp_path / "whole"))
+    assert sorted(os.listdir(tmp_path / "out")) == sorted(
+        os.listdir(tmp_path / "whole")
+    )
     for path in (tmp_path / "whole").iterdir():
-        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes(), path.name
-    assert all((tmp_path / "out" / name).stat().st_mtime_ns == time for name, time in times.items())
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes(), (
+            path.name
+        )
+    assert all(
+        (tmp_path / "out" / name).stat().st_mtime_ns == time
+        for name, time in times.items()
+    )
 
 
 def test_truth_keeps_names_that_no_label_has(tmp_path):
-    """``eval_label`` may name classes beyond those of ``label``. Kills: truth lost without a word."""
+    """``eval_label`` may name classes beyond those of ``label``. Kills: truth lost
+    without a word.
+    """
     pictures = [{"bytes": encoded(pixels(i)), "path": None} for i in range(6)]
     table = hf_table(pictures, [0, 1, 0, None, None, None], ["cat", "dog"], "image")
     truth = ["cat", "dog", "cat", "fox", "owl", "fox"]
     (tmp_path / "in").mkdir()
-    pq.write_table(table.append_column("eval_label", [truth]), tmp_path / "in" / "train.parquet")
+    pq.write_table(
+        table.append_column("eval_label", [truth]), tmp_path / "in" / "train.parquet"
+    )
     packed(f"parquet:{tmp_path}/in", tmp_path / "out")
     rows = read_rows(config_of(f"parquet:{tmp_path}/out"))
     assert sorted(rows.eval_labels) == sorted(truth)
@@ -171,7 +221,9 @@ def test_other_directories_are_refused(tmp_path):
     source, out = images(tmp_path / "images"), tmp_path / "out"
     packed(source, out, **FEW)
     assert "holds another pack" in failure(packed, "digits", out)
-    assert "other data or options" in failure(packed, source, out, **{"data.known_classes": "cat"})
+    assert "other data or options" in failure(
+        packed, source, out, **{"data.known_classes": "cat"}
+    )
     shard = next(out.glob("*.parquet"))
     whole = shard.read_bytes()
     shard.write_bytes(whole[: len(whole) // 2])
@@ -180,13 +232,21 @@ def test_other_directories_are_refused(tmp_path):
 
 
 def test_a_pack_can_be_packed_again(tmp_path):
-    """From Parquet, by reference, known classes of the source and all. Kills: declared classes lost."""
+    """From Parquet, by reference, known classes of the source and all. Kills:
+    declared classes lost.
+    """
     source = images(tmp_path / "images")
     packed(source, tmp_path / "one", **FEW)
     config = config_of(f"parquet:{tmp_path}/one", **{"data.loading": "streaming"})
     rows = read_rows(config)
     object.__setattr__(rows, "known", ("cat", "dog"))
-    pack(rows, labeled_rows(rows, config), Storage(str(tmp_path / "two")), 2000, store_local(1))
+    pack(
+        rows,
+        labeled_rows(rows, config),
+        Storage(str(tmp_path / "two")),
+        2000,
+        store_local(1),
+    )
     again = read_rows(config_of(f"parquet:{tmp_path}/two"))
     assert again.known == ("cat", "dog") and sorted(again.ids) == sorted(rows.ids)
     assert make_task(again, config_of("x")).known == ["cat", "dog"]

@@ -1,4 +1,6 @@
-"""Batches are a pure function of (seed, step), exact for any number of workers; any step can be the first."""
+"""Batches are a pure function of (seed, step), exact for any number of workers; any
+step can be the first.
+"""
 
 import numpy as np
 import pytest
@@ -6,7 +8,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from uno.data import plan as module
-from uno.data.plan import Order, by_windows, epoch_indices, make_plan, make_pretrain_plan
+from uno.data.plan import (
+    Order,
+    by_windows,
+    epoch_indices,
+    make_plan,
+    make_pretrain_plan,
+)
 from uno.errors import ConfigError
 
 from .builders import failure
@@ -25,32 +33,52 @@ compositions = st.sampled_from(["proportional", "balanced"])
 @st.composite
 def plans(draw):
     """(plan, batch_sampling, number of workers, how rows are grouped)."""
-    batch_sampling, world, seed = draw(compositions), draw(workers), draw(st.integers(0, 99))
+    batch_sampling, world, seed = (
+        draw(compositions),
+        draw(workers),
+        draw(st.integers(0, 99)),
+    )
     size, num_l, num_u = draw(st.integers(2, 12)) * world, draw(counts), draw(counts)
     try:
         plan = make_plan(seed, batch_sampling, size, num_l, num_u, world)
     except ConfigError:
         assume(False)
     random = np.random.default_rng(seed)
-    groups = tuple(np.sort(random.integers(0, 5, n)) for n in (num_l, num_u)) if draw(st.booleans()) else None
+    groups = (
+        tuple(np.sort(random.integers(0, 5, n)) for n in (num_l, num_u))
+        if draw(st.booleans())
+        else None
+    )
     return plan, batch_sampling, world, groups
 
 
 def epoch(plan, number=0, world=1, groups=None, first=0):
-    """All rows of an epoch from step ``first`` on: labeled, unlabeled, worker by worker in a step."""
-    steps = range(number * plan.steps_per_epoch + first, (number + 1) * plan.steps_per_epoch)
+    """All rows of an epoch from step ``first`` on: labeled, unlabeled, worker by
+    worker in a step.
+    """
+    steps = range(
+        number * plan.steps_per_epoch + first, (number + 1) * plan.steps_per_epoch
+    )
     orders = [Order(plan, rank, world, groups, window_rows=7) for rank in range(world)]
-    return [np.concatenate(kind) for kind in zip(*(o.rows(s) for s in steps for o in orders), strict=True)]
+    return [
+        np.concatenate(kind)
+        for kind in zip(*(o.rows(s) for s in steps for o in orders), strict=True)
+    ]
 
 
-@pytest.mark.parametrize(("batch_sampling", "size", "labeled", "unlabeled", "expected"), [
-    ("proportional", 512, 40_000, 10_000, (410, 102)),  # CIFAR100-20: 80/20
-    ("proportional", 512, 25_000, 25_000, (256, 256)),  # CIFAR10 and CIFAR100-50
-    ("balanced", 512, 1_100_000, 39_000, (256, 256)),  # ImageNet
-    ("proportional", 8, 1, 1000, (1, 7)),
-    ("proportional", 8, 1000, 1, (7, 1)),
-])  # fmt: skip
-def test_sizes_of_the_published_protocols(batch_sampling, size, labeled, unlabeled, expected):
+@pytest.mark.parametrize(
+    ("batch_sampling", "size", "labeled", "unlabeled", "expected"),
+    [
+        ("proportional", 512, 40_000, 10_000, (410, 102)),  # CIFAR100-20: 80/20
+        ("proportional", 512, 25_000, 25_000, (256, 256)),  # CIFAR10 and CIFAR100-50
+        ("balanced", 512, 1_100_000, 39_000, (256, 256)),  # ImageNet
+        ("proportional", 8, 1, 1000, (1, 7)),
+        ("proportional", 8, 1000, 1, (7, 1)),
+    ],
+)
+def test_sizes_of_the_published_protocols(
+    batch_sampling, size, labeled, unlabeled, expected
+):
     """Kills: halves for everything, a share of zero, labeled and unlabeled swapped."""
     assert batch_sizes(batch_sampling, size, labeled, unlabeled) == expected
 
@@ -60,14 +88,20 @@ def test_sizes_of_the_published_protocols(batch_sampling, size, labeled, unlabel
 def test_rows_of_an_epoch_are_exact(drawn, number):
     """Kills: sampling with replacement, shares that overlap, a worker's tail lost."""
     plan, batch_sampling, world, groups = drawn
-    sizes, totals = (plan.labeled_size, plan.unlabeled_size), (plan.num_labeled, plan.num_unlabeled)
-    for rows, size, total in zip(epoch(plan, number, world, groups), sizes, totals, strict=True):
+    sizes, totals = (
+        (plan.labeled_size, plan.unlabeled_size),
+        (plan.num_labeled, plan.num_unlabeled),
+    )
+    for rows, size, total in zip(
+        epoch(plan, number, world, groups), sizes, totals, strict=True
+    ):
         full, rest = divmod(plan.steps_per_epoch * size, total)
         often = np.bincount(rows, minlength=total)
         assert sorted(often) == [full] * (total - rest) + [full + 1] * rest
         assert batch_sampling == "balanced" or max(often) <= 1
         passes = [rows[i : i + total] for i in range(0, len(rows) - total + 1, total)]
-        assert world > 1 or all(len(set(one)) == total for one in passes)  # not shuffled across cycles
+        # not shuffled across cycles
+        assert world > 1 or all(len(set(one)) == total for one in passes)
     steps = [total // size for total, size in zip(totals, sizes, strict=True)]
     assert plan.steps_per_epoch == (max if batch_sampling == "balanced" else min)(steps)
 
@@ -75,10 +109,14 @@ def test_rows_of_an_epoch_are_exact(drawn, number):
 @few
 @given(plans(), st.integers(0, 200))
 def test_workers_together_hold_the_global_batch(drawn, step):
-    """Kills: strided or shuffled shares, a streamed folder that trains on other rows than a resident one."""
+    """Kills: strided or shuffled shares, a streamed folder that trains on other rows
+    than a resident one.
+    """
     plan, _, world, _ = drawn
     shares = [Order(plan, rank, world) for rank in range(world)]
-    for whole, *parts in zip(Order(plan).rows(step), *(share.rows(step) for share in shares), strict=True):
+    for whole, *parts in zip(
+        Order(plan).rows(step), *(share.rows(step) for share in shares), strict=True
+    ):
         np.testing.assert_array_equal(np.concatenate(parts), whole)
         assert len({len(part) for part in parts}) == 1
     positions = np.concatenate([share.positions for share in shares])
@@ -95,18 +133,38 @@ def test_sizes_do_not_depend_on_workers_and_errors_name_sizes_that_work(
         sizes = batch_sizes(batch_sampling, size, labeled, unlabeled, workers)
     except ConfigError as error:
         assert "\n" not in str(error) and f"batch_size {size}: " in str(error)
-        for nearest in str(error).partition("works: ")[2].split(" or ") if "nearest" in str(error) else ():
-            assert batch_sizes(batch_sampling, int(nearest), labeled, unlabeled, workers)
+        for nearest in (
+            str(error).partition("works: ")[2].split(" or ")
+            if "nearest" in str(error)
+            else ()
+        ):
+            assert batch_sizes(
+                batch_sampling, int(nearest), labeled, unlabeled, workers
+            )
         return
     assert sizes == batch_sizes(batch_sampling, size, labeled, unlabeled)
-    assert sum(sizes) == size and all(part % workers == 0 and part > 0 for part in sizes)
-    assert make_plan(0, batch_sampling, size, labeled, unlabeled, workers).steps_per_epoch >= 1
+    assert sum(sizes) == size and all(
+        part % workers == 0 and part > 0 for part in sizes
+    )
+    assert (
+        make_plan(0, batch_sampling, size, labeled, unlabeled, workers).steps_per_epoch
+        >= 1
+    )
 
 
 def test_order_is_a_pure_function_of_seed_and_epoch():
-    """Kills: a generator carried over epochs, one permutation for every epoch, seed or stream ignored."""
+    """Kills: a generator carried over epochs, one permutation for every epoch, seed
+    or stream ignored.
+    """
     for grouped in ({}, {"groups": np.arange(50) // 5, "window_rows": 10}):
-        arguments = {"seed": 3, "epoch": 2, "num_rows": 50, "rows_needed": 50, "stream": 0, **grouped}
+        arguments = {
+            "seed": 3,
+            "epoch": 2,
+            "num_rows": 50,
+            "rows_needed": 50,
+            "stream": 0,
+            **grouped,
+        }
         base = epoch_indices(**arguments)
         epoch_indices(9, 9, 50, 500, 1)
         np.testing.assert_array_equal(base, epoch_indices(**arguments))
@@ -118,11 +176,15 @@ def test_order_is_a_pure_function_of_seed_and_epoch():
     assert epoch_indices(0, 0, 5, 0, 0).tolist() == []
 
 
-@pytest.mark.parametrize("groups", [None, (np.arange(103) // 10, np.empty(0, np.int64))])
+@pytest.mark.parametrize(
+    "groups", [None, (np.arange(103) // 10, np.empty(0, np.int64))]
+)
 def test_any_step_can_be_the_first(groups):
     """Kills: state between steps, steps counted per epoch only."""
     plan = make_pretrain_plan(3, 12, 103, 3)
-    whole, rest, other = (epoch(plan, e, 3, groups, f)[0] for e, f in ((1, 0), (1, 4), (2, 0)))
+    whole, rest, other = (
+        epoch(plan, e, 3, groups, f)[0] for e, f in ((1, 0), (1, 4), (2, 0))
+    )
     assert rest.tolist() == whole[4 * 12 :].tolist()
     assert (other != whole).any() and len(set(other)) == len(other)
     forward, again = Order(plan, 1, 3, groups, 7), Order(plan, 1, 3, groups, 7)
@@ -132,28 +194,39 @@ def test_any_step_can_be_the_first(groups):
 
 
 def test_windows_read_few_row_groups_at_a_time():
-    """Kills: a permutation of all rows, row groups in file order, rows in the order of the file."""
+    """Kills: a permutation of all rows, row groups in file order, rows in the order
+    of the file.
+    """
     groups = np.repeat(np.arange(40), 5)
     order = by_windows(groups, 20, np.random.default_rng(0))
     assert sorted(order.tolist()) == list(range(200))
     windows = [set(groups[order[i : i + 20]].tolist()) for i in range(0, 200, 20)]
-    assert all(len(window) == 4 for window in windows) and len(set.union(*windows)) == 40
+    assert (
+        all(len(window) == 4 for window in windows) and len(set.union(*windows)) == 40
+    )
     assert sum(max(window) - min(window) > 3 for window in windows) >= 8
     assert not (np.diff(groups[order[:20]]) >= 0).all()
-    groups = np.array([3, 3, 0, 0, 0, 7, 7, 5, 5, 5, 5, 9])  # as runs have read them before
+    # as runs have read them before
+    groups = np.array([3, 3, 0, 0, 0, 7, 7, 5, 5, 5, 5, 9])
     order = by_windows(groups, 4, np.random.default_rng(0))
     assert order.tolist() == [8, 10, 7, 9, 5, 3, 4, 11, 2, 6, 0, 1]
 
 
-@pytest.mark.parametrize(("arguments", "text"), [
-    (("proportional", 512, 40_000, 10_000, 4), "410 labeled + 102 unlabeled images do not divide by 4"),
-    (("proportional", 512, 100, 100), "nearest batch_size that works: 200"),
-    (("balanced", 7, 100, 100), "even size"),
-    (("balanced", 300, 100, 100), "nearest batch_size that works: 200"),
-    (("proportional", 8, 0, 10), "0 labeled"),
-    (("balanced", 8, 10, 0), "0 unlabeled"),
-    (("proportional", 2, 1, 1, 2), "use fewer workers"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            ("proportional", 512, 40_000, 10_000, 4),
+            "410 labeled + 102 unlabeled images do not divide by 4",
+        ),
+        (("proportional", 512, 100, 100), "nearest batch_size that works: 200"),
+        (("balanced", 7, 100, 100), "even size"),
+        (("balanced", 300, 100, 100), "nearest batch_size that works: 200"),
+        (("proportional", 8, 0, 10), "0 labeled"),
+        (("balanced", 8, 10, 0), "0 unlabeled"),
+        (("proportional", 2, 1, 1, 2), "use fewer workers"),
+    ],
+)
 def test_size_errors(arguments, text):
     assert text in failure(batch_sizes, *arguments)
 
@@ -167,16 +240,20 @@ def test_pretraining_takes_labeled_rows_only():
     discovery = make_plan(0, "proportional", 8, 30, 30)
     assert (Order(plan).rows(0)[0][:4] != Order(discovery).rows(0)[0][:4]).any()
     assert "nearest: 8 or 10" in failure(make_pretrain_plan, 0, 9, 30, 2)
-    assert "too few labeled images (1) for 2 workers" in failure(make_pretrain_plan, 0, 8, 1, 2)
+    assert "too few labeled images (1) for 2 workers" in failure(
+        make_pretrain_plan, 0, 8, 1, 2
+    )
 
 
 @pytest.mark.parametrize(
-    ("num", "group", "window"), [(0, 1, 1), (1, 1, 5), (999, 7, 20), (999, 40, 1), (500, 1, 600)]
+    ("num", "group", "window"),
+    [(0, 1, 1), (1, 1, 5), (999, 7, 20), (999, 40, 1), (500, 1, 600)],
 )
 @pytest.mark.parametrize("at_once", [1, 64, 10**6])
 def test_windows_are_sorted_as_by_two_keys(monkeypatch, num, group, window, at_once):
-    """The order is part of a run: it is that of one sort by window, then by draws, however rows are taken.
-    Kills: windows cut in two, rows of the next window, a sort that is not stable.
+    """The order is part of a run: it is that of one sort by window, then by draws,
+    however rows are taken. Kills: windows cut in two, rows of the next window, a sort
+    that is not stable.
     """
     monkeypatch.setattr(module, "SORTED_AT_ONCE", at_once)
     groups = np.random.default_rng(1).permutation(np.arange(num) // group)
@@ -186,7 +263,9 @@ def test_windows_are_sorted_as_by_two_keys(monkeypatch, num, group, window, at_o
     windows = np.empty(len(counts), np.int64)
     windows[sequence] = (np.cumsum(counts[sequence]) - counts[sequence]) // window
     expected = np.lexsort((random.random(num), windows[groups]))
-    assert np.array_equal(by_windows(groups, window, np.random.default_rng(0)), expected)
+    assert np.array_equal(
+        by_windows(groups, window, np.random.default_rng(0)), expected
+    )
 
 
 @pytest.mark.parametrize("groups", [None, (np.arange(60) // 5, np.arange(60) // 5)])

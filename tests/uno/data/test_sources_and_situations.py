@@ -1,8 +1,9 @@
-"""Every source in every situation: read exactly as it should be, or refused in one line.
+"""Every source in every situation: read exactly as it should be, or refused in one
+line.
 
 A cell of the table is a source in a situation. Its outcome is ``Right`` (which rows are
-read), ``Refused`` (what the error line names) or ``NotApplicable`` (and why). A cell may
-have several outcomes that are as good.
+read), ``Refused`` (what the error line names) or ``NotApplicable`` (and why). A cell
+may have several outcomes that are as good.
 """
 
 import csv
@@ -44,7 +45,8 @@ class Row(NamedTuple):
 
 
 class Right(NamedTuple):
-    """The labels of all rows in any order; how many are unreadable, test rows, warned of.
+    """The labels of all rows in any order; how many are unreadable, test rows, warned
+    of.
 
     ``named``: what the notes, warnings or names of unreadable rows must contain.
     """
@@ -104,7 +106,12 @@ def text_of(label: Label) -> str:
 def csv_text(rows: Iterable[Row], separator: str = ",") -> str:
     text = io.StringIO()
     writer = csv.writer(text, delimiter=separator)
-    writer.writerows([("path", "label"), *((f"images/{row.name}", text_of(row.label)) for row in rows)])
+    writer.writerows(
+        [
+            ("path", "label"),
+            *((f"images/{row.name}", text_of(row.label)) for row in rows),
+        ]
+    )
     return text.getvalue()
 
 
@@ -155,11 +162,15 @@ def write_parquet(root: Path, rows: Sequence[Row]) -> dict[str, str]:
     return {"source": f"parquet:{root}"}
 
 
-def write_tar(root: Path, rows: Sequence[Row], more: Iterable[tuple[str, bytes]] = ()) -> dict[str, str]:
+def write_tar(
+    root: Path, rows: Sequence[Row], more: Iterable[tuple[str, bytes]] = ()
+) -> dict[str, str]:
     root.mkdir(parents=True, exist_ok=True)
     members = [(row.name, content(row, number)) for number, row in enumerate(rows)]
     keys = [(row.name.removesuffix(".png"), row.label) for row in rows]
-    members += [(f"{key}.cls", f"{label}".encode()) for key, label in keys if label is not None]
+    members += [
+        (f"{key}.cls", f"{label}".encode()) for key, label in keys if label is not None
+    ]
     with tarfile.open(root / "t.tar", "w") as archive:
         for name, data in (*members, *more):
             info = tarfile.TarInfo(name)
@@ -209,12 +220,16 @@ def numbers_as_labels(source: str, root: Path) -> dict[str, str]:
     labels: list[Label] = [0.0, 0.0, 1.0, 1.0, None]
     if "folder" in source:
         labels = ["0", "0", "1", "1", None]
-    return WRITERS[source](root, [row._replace(label=v) for row, v in zip(ROWS, labels, strict=True)])
+    return WRITERS[source](
+        root, [row._replace(label=v) for row, v in zip(ROWS, labels, strict=True)]
+    )
 
 
 def other_numbers(source: str, root: Path) -> dict[str, str]:
     labels: list[Label] = [0.5, 0.5, 1.0, 1.0, None]
-    return WRITERS[source](root, [row._replace(label=v) for row, v in zip(ROWS, labels, strict=True)])
+    return WRITERS[source](
+        root, [row._replace(label=v) for row, v in zip(ROWS, labels, strict=True)]
+    )
 
 
 def odd_names(source: str, root: Path) -> dict[str, str]:
@@ -236,7 +251,10 @@ def lost_label(source: str, root: Path) -> dict[str, str]:
             file.write('\n{"path": "images/gone.png", "label": "cat"}')
     elif source == "parquet":
         write_images_of(root, ROWS)
-        table = {"path": [f"images/{row.name}" for row in (*ROWS, gone)], "label": [*LABELS, "cat"]}
+        table = {
+            "path": [f"images/{row.name}" for row in (*ROWS, gone)],
+            "label": [*LABELS, "cat"],
+        }
         pq.write_table(pa.table(table), root / "t.parquet")
     else:
         (root / ("known/emu" if source == "two folders" else "emu")).mkdir()
@@ -266,7 +284,10 @@ def link_within(source: str, root: Path) -> dict[str, str]:
         os.symlink("t.csv", root / "link.csv")
         return {"source": f"vectors:{root}/link.npy"}
     else:
-        os.symlink("a.png", root / ("known/cat" if source == "two folders" else "cat") / "link.png")
+        os.symlink(
+            "a.png",
+            root / ("known/cat" if source == "two folders" else "cat") / "link.png",
+        )
     return config
 
 
@@ -287,7 +308,9 @@ def link_out(source: str, root: Path) -> dict[str, str]:
 
 def link_to_nothing(source: str, root: Path) -> dict[str, str]:
     config = WRITERS[source](root, ROWS)
-    os.symlink("gone.png", root / ("new" if source == "two folders" else "") / "broken.png")
+    os.symlink(
+        "gone.png", root / ("new" if source == "two folders" else "") / "broken.png"
+    )
     return config
 
 
@@ -295,9 +318,15 @@ def another_encoding(source: str, root: Path) -> dict[str, str]:
     """A name with ä as Windows wrote it before Unicode."""
     rows = [*ROWS[:-1], Row("f.png", "Gehäuse"), ROWS[-1]]
     if source == "tar":
-        return write_tar(root, ROWS, [("f.png", content(ROWS[0], 9)), ("f.cls", "Gehäuse".encode("cp1252"))])
+        return write_tar(
+            root,
+            ROWS,
+            [("f.png", content(ROWS[0], 9)), ("f.cls", "Gehäuse".encode("cp1252"))],
+        )
     if source == "python":
-        return write_python(root, rows, [*LABELS[:-1], "Gehäuse".encode("cp1252"), None])
+        return write_python(
+            root, rows, [*LABELS[:-1], "Gehäuse".encode("cp1252"), None]
+        )
     config = WRITERS[source](root, ROWS if "folder" in source else rows)
     if source in ("csv", "vectors"):
         (root / "t.csv").write_text(csv_text(rows), "cp1252")
@@ -308,7 +337,10 @@ def another_encoding(source: str, root: Path) -> dict[str, str]:
     elif source == "parquet":
         raw = pa.array([f"{row.label}".encode("cp1252") for row in rows])
         labels = pa.Array.from_buffers(pa.string(), len(rows), raw.buffers())
-        table = {"image": [content(row, n) for n, row in enumerate(rows)], "label": labels}
+        table = {
+            "image": [content(row, n) for n, row in enumerate(rows)],
+            "label": labels,
+        }
         pq.write_table(pa.table(table), root / "t.parquet")
     else:
         folder = root / ("known" if source == "two folders" else "")
@@ -329,7 +361,9 @@ def byte_order_mark(source: str, root: Path) -> dict[str, str]:
 def semicolons(source: str, root: Path) -> dict[str, str]:
     config = WRITERS[source](root, ROWS)
     text = csv_text(ROWS, ";")
-    (root / "t.csv").write_text(text.replace("path;", "id;", 1) if source == "vectors" else text)
+    (root / "t.csv").write_text(
+        text.replace("path;", "id;", 1) if source == "vectors" else text
+    )
     return config
 
 
@@ -361,7 +395,9 @@ def partitions(source: str, root: Path) -> dict[str, str]:
     if source == "csv":
         lines = csv_text(ROWS).splitlines()
         splits = ["split", "test", "train", "train", "test", ""]
-        (root / "t.csv").write_text("".join(f"{a},{b}\n" for a, b in zip(lines, splits, strict=True)))
+        (root / "t.csv").write_text(
+            "".join(f"{a},{b}\n" for a, b in zip(lines, splits, strict=True))
+        )
     else:
         splits = ["test", "train", "train", "test", None]
         records = [
@@ -379,7 +415,9 @@ def missing_values_of_pandas(source: str, root: Path) -> dict[str, str]:
         return write_python(root, ROWS, labels)
     config = WRITERS[source](root, ROWS)
     column = "id" if source == "vectors" else "path"
-    table = pandas.DataFrame({column: [f"images/{row.name}" for row in ROWS], "label": labels})
+    table = pandas.DataFrame(
+        {column: [f"images/{row.name}" for row in ROWS], "label": labels}
+    )
     if source == "parquet":
         write_images_of(root, ROWS)
         table.to_parquet(root / "t.parquet")
@@ -409,7 +447,11 @@ SITUATIONS = {
         missing_values_of_pandas,
     )
 }
-FOLDERS, TEXTS, WITH_CSV = ("folder", "two folders"), ("csv", "jsonl"), ("csv", "vectors")
+FOLDERS, TEXTS, WITH_CSV = (
+    ("folder", "two folders"),
+    ("csv", "jsonl"),
+    ("csv", "vectors"),
+)
 NO_TEXT = NotApplicable("the source has no file of text")
 NO_FILES = NotApplicable("there are no image files, so that no link can stand for one")
 NO_TABLE = NotApplicable("pandas writes no such source")
@@ -427,7 +469,9 @@ def outcomes(situation: str, source: str) -> tuple[Outcome, ...]:
         case "lost_label", "folder" | "two folders":
             return (Refused(["emu", "fill or remove"]),)
         case "lost_label", "csv" | "jsonl" | "parquet":
-            return (Right([*LABELS, "cat"], unreadable=1, named="gone.png|t.parquet#5"),)
+            return (
+                Right([*LABELS, "cat"], unreadable=1, named="gone.png|t.parquet#5"),
+            )
         case "lost_label", "tar":
             return (Right(LABELS, named="gone.cls"),)
         case "lost_label", "vectors":
@@ -447,7 +491,11 @@ def outcomes(situation: str, source: str) -> tuple[Outcome, ...]:
         case "link_within", "vectors":
             return (plain,)
         case "link_within", "tar":
-            return (NotApplicable("a link in a shard is test_members_that_are_no_files_are_bad_rows"),)
+            return (
+                NotApplicable(
+                    "a link in a shard is test_members_that_are_no_files_are_bad_rows"
+                ),
+            )
         case "link_within", _:
             return (Right([*LABELS, "cat"]),)
         case "link_out" | "link_to_nothing", "vectors" | "tar":
@@ -457,7 +505,9 @@ def outcomes(situation: str, source: str) -> tuple[Outcome, ...]:
         case "link_to_nothing", "folder" | "two folders":
             return (Right([*LABELS, None], unreadable=1, named="broken"),)
         case "link_to_nothing", _:
-            return (NotApplicable("a row whose file is gone is the situation lost_label"),)
+            return (
+                NotApplicable("a row whose file is gone is the situation lost_label"),
+            )
         case "another_encoding", "folder" | "two folders":
             return (Right([*LABELS, r"Geh\xe4use"]),)
         case "another_encoding", "csv" | "jsonl" | "vectors":
@@ -482,7 +532,9 @@ def outcomes(situation: str, source: str) -> tuple[Outcome, ...]:
 
 
 def is_right(rows: Rows, expected: Right) -> bool:
-    """Whether the rows, their splits and unreadable images are exactly those expected."""
+    """Whether the rows, their splits and unreadable images are exactly those
+    expected.
+    """
     vectors = rows.images.vectors(np.arange(len(rows)))
     reasons = decode_many(rows.images, 8)[1] if vectors is None else vectors[1]
     config = override(Config(), {"data.num_novel": 1})
@@ -509,7 +561,12 @@ def test_a_source_is_read_right_or_refused_in_one_line(tmp_path, situation, sour
         line = str(error)
         assert "\n" not in line
         refused = [one for one in expected if isinstance(one, Refused)]
-        assert any(all(re.search(word, line) for word in one.words) for one in refused), line
+        assert any(
+            all(re.search(word, line) for word in one.words) for one in refused
+        ), line
     else:
         right = [one for one in expected if isinstance(one, Right)]
-        assert any(is_right(rows, one) for one in right), (list(rows.labels), rows.warnings)
+        assert any(is_right(rows, one) for one in right), (
+            list(rows.labels),
+            rows.warnings,
+        )

@@ -1,4 +1,6 @@
-"""Streaming batches are resident batches, from any step, whatever goes wrong with single images."""
+"""Streaming batches are resident batches, from any step, whatever goes wrong with
+single images.
+"""
 
 import json
 import pickle
@@ -11,7 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.uno.small_run import CPU, assert_same, copied_tensors, lines, small_config, small_sets
+from tests.uno.small_run import (
+    CPU,
+    assert_same,
+    copied_tensors,
+    lines,
+    small_config,
+    small_sets,
+)
 from uno.config import DataConfig, override
 from uno.data import stream as module
 from uno.data.columns import Labels, Text
@@ -28,7 +37,9 @@ from uno.train import LocalWorker
 from .builders import encoded, pixels
 from .test_resident import same
 
-CONFIG = small_config(train__batch_size=24, data__loading="streaming", compute__threads=2)
+CONFIG = small_config(
+    train__batch_size=24, data__loading="streaming", compute__threads=2
+)
 
 
 def digits_task():
@@ -46,7 +57,10 @@ def batches(train, config=CONFIG, phase=run.DISCOVER, rank=0, world_size=1, last
 
 def pictures(num=40, broken=()):
     """A task of encoded images of different shapes, half of them labeled."""
-    images = [b"not an image" if i in broken else encoded(pixels(i, 9 + i % 4, 12)) for i in range(num)]
+    images = [
+        b"not an image" if i in broken else encoded(pixels(i, 9 + i % 4, 12))
+        for i in range(num)
+    ]
     labels = [["cat", "dog"][i % 2] if i < num // 2 else None for i in range(num)]
     ids = Text.of(f"row {i}" for i in range(num))
     rows = Rows(ids, images, Labels.of(labels), np.full(num, True), "pictures")
@@ -55,11 +69,17 @@ def pictures(num=40, broken=()):
 
 @pytest.mark.parametrize("phase", [run.PRETRAIN, run.DISCOVER])
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_streamed_digits_are_the_resident_batches(tmp_path, monkeypatch, phase, world_size):
-    """Kills: rows, labels or colors of another step or worker, a part's border that loses a row."""
+def test_streamed_digits_are_the_resident_batches(
+    tmp_path, monkeypatch, phase, world_size
+):
+    """Kills: rows, labels or colors of another step or worker, a part's border that
+    loses a row.
+    """
     monkeypatch.setattr(module, "CHUNK_ROWS", 7)
     for rank in range(world_size):
-        expected = batches(small_sets()[0], phase=phase, rank=rank, world_size=world_size)
+        expected = batches(
+            small_sets()[0], phase=phase, rank=rank, world_size=world_size
+        )
         found = batches(stream(tmp_path), phase=phase, rank=rank, world_size=world_size)
         for step in (0, 1, 2, 6, 7, 3):
             assert same(found(step), expected(step)), step
@@ -67,7 +87,9 @@ def test_streamed_digits_are_the_resident_batches(tmp_path, monkeypatch, phase, 
 
 
 def test_nothing_is_cut_beyond_the_last_step(tmp_path, monkeypatch):
-    """And few steps ahead of the consumer. Kills: an unbounded queue, an endless line."""
+    """And few steps ahead of the consumer. Kills: an unbounded queue, an endless
+    line.
+    """
     monkeypatch.setattr(module, "CHUNK_ROWS", 24)
     done, train = [], stream(tmp_path)
 
@@ -87,26 +109,36 @@ def test_nothing_is_cut_beyond_the_last_step(tmp_path, monkeypatch):
 
 
 def test_what_workers_get_holds_no_hidden_label():
-    """Bit-identical whatever the hidden labels are. Kills: a task that travels as it is."""
+    """Bit-identical whatever the hidden labels are. Kills: a task that travels as it
+    is.
+    """
     task = digits_task()
     hidden, shuffled = (task.labels < 0) & task.is_train, task.eval_labels.copy()
     shuffled[hidden] = np.random.default_rng(0).permutation(shuffled[hidden])
     names = np.where(task.labels >= 0, task.rows.labels, "?").tolist()
-    other = replace(task, eval_labels=shuffled, rows=replace(task.rows, labels=Labels.of(names)))
+    other = replace(
+        task, eval_labels=shuffled, rows=replace(task.rows, labels=Labels.of(names))
+    )
     first, second = module.stream_facts(task), module.stream_facts(other)
     apart = {"bad", "crop", "decode", "device"}
     assert set(first) == {f.name for f in fields(module.StreamSet)} - apart | {"ids"}
     for name in first:
-        assert pickle.dumps(np.asarray(first[name])) == pickle.dumps(np.asarray(second[name])), name
+        assert pickle.dumps(np.asarray(first[name])) == pickle.dumps(
+            np.asarray(second[name])
+        ), name
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_row_once_in_an_epoch(tmp_path, world_size):
-    """The rows that are really read, with lengths that do not divide, also after a start in the middle."""
+    """The rows that are really read, with lengths that do not divide, also after a
+    start in the middle.
+    """
     task = pictures(46)
     config = override(CONFIG, {"train.batch_size": 12})
     train = stream(tmp_path / "run", config, task)
-    plan = run.plans(config, len(train.labels), train.num_unlabeled, world_size)[run.DISCOVER]
+    plan = run.plans(config, len(train.labels), train.num_unlabeled, world_size)[
+        run.DISCOVER
+    ]
     seen: Counter[int] = Counter()
     for rank in range(world_size):
         for first, last in ((0, 2), (2, plan.steps_per_epoch)):  # a stop in between
@@ -117,14 +149,21 @@ def test_every_row_once_in_an_epoch(tmp_path, world_size):
             cropped = sum(len(found) for found, _ in module.crop_local(job, 2))
             assert cropped == (last - first) * job.rows_per_step
         num = plan.steps_per_epoch
-        both = module.CropJob(config, train, plan, rank, world_size, 1, 2 * num).epochs(5)
+        both = module.CropJob(config, train, plan, rank, world_size, 1, 2 * num).epochs(
+            5
+        )
         borders = [np.concatenate([steps for steps, _, _ in epoch]) for epoch in both]
-        assert [(steps.min(), steps.max() + 1) for steps in borders] == [(1, num), (num, 2 * num)]
+        assert [(steps.min(), steps.max() + 1) for steps in borders] == [
+            (1, num),
+            (num, 2 * num),
+        ]
     assert set(seen.values()) == {1} and len(seen) == plan.steps_per_epoch * 12
 
 
 def test_a_resumed_stream_learns_the_same(tmp_path):
-    """Stopped in the middle of an epoch, weights and journal are those of an uninterrupted run."""
+    """Stopped in the middle of an epoch, weights and journal are those of an
+    uninterrupted run.
+    """
     config = override(CONFIG, {"compute.threads": 1})
 
     def train(name, stop_at=None):
@@ -142,7 +181,9 @@ def test_a_resumed_stream_learns_the_same(tmp_path):
 
 
 def test_bad_images_are_replaced_counted_and_listed(tmp_path):
-    """Kills: black images trained on, a label of the bad row kept, bad rows counted once per epoch."""
+    """Kills: black images trained on, a label of the bad row kept, bad rows counted
+    once per epoch.
+    """
     task = pictures(broken=(3, 30))
     config = override(CONFIG, {"train.batch_size": 12, "data.max_bad_fraction": 0.05})
     train = stream(tmp_path / "run", config, task)
@@ -154,27 +195,41 @@ def test_bad_images_are_replaced_counted_and_listed(tmp_path):
         ok = ~np.isin(rows, (3, 30))
         hit = np.flatnonzero(~ok)
         replaced += len(hit)
-        assert torch.equal(batch.labels, line.labels[torch.from_numpy(module.replacement_rows(ok, 6)[:6])])
+        assert torch.equal(
+            batch.labels,
+            line.labels[torch.from_numpy(module.replacement_rows(ok, 6)[:6])],
+        )
         kept = torch.from_numpy(np.flatnonzero(ok))
-        assert all(torch.equal(a[kept], b[kept]) for a, b in zip(batch.views, line.views, strict=True))
+        assert all(
+            torch.equal(a[kept], b[kept])
+            for a, b in zip(batch.views, line.views, strict=True)
+        )
         assert all(float(view[i].std()) > 0.1 for view in batch.views for i in hit)
     assert replaced >= 4
     train.bad.sync(CPU)
     text = (tmp_path / "run" / "bad_samples.jsonl").read_text().splitlines()
     assert [json.loads(entry)["id"] for entry in text] == ["row 3", "row 30"]
-    again = BadRows(task.rows.ids, task.rows.images, 0.05, Storage(str(tmp_path / "run")))
+    again = BadRows(
+        task.rows.ids, task.rows.images, 0.05, Storage(str(tmp_path / "run"))
+    )
     assert len(again) == 2
 
 
 def test_too_many_bad_images_end_the_run(tmp_path):
     config = override(CONFIG, {"train.batch_size": 12})
     train = stream(tmp_path, config, pictures(broken=(1, 2, 3)))
-    with pytest.raises(ConfigError, match=r"of 40 images are unreadable.*bad_samples.jsonl"):
-        run.run_phase(config, run.PRETRAIN, train, LocalWorker(CPU), Storage(str(tmp_path)))
+    with pytest.raises(
+        ConfigError, match=r"of 40 images are unreadable.*bad_samples.jsonl"
+    ):
+        run.run_phase(
+            config, run.PRETRAIN, train, LocalWorker(CPU), Storage(str(tmp_path))
+        )
 
 
 def test_stand_ins():
-    """Kills: a labeled row that stands in for an unlabeled one, the previous row instead of the next."""
+    """Kills: a labeled row that stands in for an unlabeled one, the previous row
+    instead of the next.
+    """
     ok = np.array([True, False, True, False, True, True, False])
     assert module.replacement_rows(ok, 4).tolist() == [0, 2, 2, 0, 4, 5, 4]
     assert module.replacement_rows(np.array([False, False, True]), 2) is None
@@ -183,11 +238,17 @@ def test_stand_ins():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_evaluation_counts_every_readable_row_once(tmp_path, world_size):
-    """The images and truth of the resident sets, over all workers; a bad one is noted, not counted."""
+    """The images and truth of the resident sets, over all workers; a bad one is
+    noted, not counted.
+    """
     expected = small_sets()[1]["test"]
     bad = stream(tmp_path).bad
     found = module.streaming_eval_sets(CONFIG, digits_task(), bad)["test"]
-    pairs = [pair for rank in range(world_size) for pair in found.batches(7, rank, world_size)]
+    pairs = [
+        pair
+        for rank in range(world_size)
+        for pair in found.batches(7, rank, world_size)
+    ]
     assert torch.equal(torch.cat([images for images, _ in pairs]), expected.images[:])
     assert torch.equal(torch.cat([truth for _, truth in pairs]), expected.truth)
     chosen = found.where(found.truth >= 5)
@@ -218,8 +279,8 @@ def test_ahead_keeps_order_and_stops():
 
 
 def test_bad_rows_cost_nothing_a_row(tmp_path):
-    """Ids that nobody may go through. Kills: a Python loop over a hundred million rows at every start, and
-    one for every bad image.
+    """Ids that nobody may go through. Kills: a Python loop over a hundred million rows
+    at every start, and one for every bad image.
     """
 
     class Ids:
@@ -236,20 +297,29 @@ def test_bad_rows_cost_nothing_a_row(tmp_path):
     bad = BadRows(Ids(), InMemory([b""] * 8), 0.1, storage)
     bad.add(7, "no image data")
     bad.sync(torch.device("cpu"))
-    assert storage.read("bad_samples.jsonl") == b'{"id": "row-7", "reason": "no image data"}\n'
+    assert (
+        storage.read("bad_samples.jsonl")
+        == b'{"id": "row-7", "reason": "no image data"}\n'
+    )
 
 
 def test_truth_is_read_without_a_table_of_all_rows():
-    """Of a million rows the first batch takes no more memory than some of their numbers. Kills: a dict of all
-    rows (135 bytes a row).
+    """Of a million rows the first batch takes no more memory than some of their
+    numbers. Kills: a dict of all rows (135 bytes a row).
     """
     num = 10**6
     rows, zeros = torch.arange(num), torch.zeros(num, dtype=torch.int64)
-    decode = lambda batches: ((rows, torch.zeros(len(rows), 3, 8, 8), [None] * len(rows)) for rows in batches)  # noqa: E731
-    found = module.StreamedEvalSet(rows % 7, rows, zeros > 0, InMemory([b""] * 0), 8, decode, None)
+    decode = lambda batches: (  # noqa: E731
+        (rows, torch.zeros(len(rows), 3, 8, 8), [None] * len(rows)) for rows in batches
+    )
+    found = module.StreamedEvalSet(
+        rows % 7, rows, zeros > 0, InMemory([b""] * 0), 8, decode, None
+    )
     tracemalloc.start()
     images, truth = next(found.batches(10, 1, 4))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert truth.tolist() == [(250_000 + i) % 7 for i in range(10)] and len(images) == 10
+    assert (
+        truth.tolist() == [(250_000 + i) % 7 for i in range(10)] and len(images) == 10
+    )
     assert peak < 40 * num / 4

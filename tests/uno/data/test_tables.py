@@ -42,44 +42,74 @@ def test_hugging_face_layout(tmp_path):
     rows = read_parquet(str(tmp_path))
     assert len(rows) == 16 and rows.class_names == ("zebra", "ant", "cow")
     train = np.flatnonzero(rows.is_train)
-    assert isinstance(rows.images, ParquetImages) and len(train) == 12 and rows.labels[train[1]] == "ant"
+    assert (
+        isinstance(rows.images, ParquetImages)
+        and len(train) == 12
+        and rows.labels[train[1]] == "ant"
+    )
     assert rows.ids[train[0]] == "train-00000-of-00001.parquet#0"
     assert (decode(rows.images[train[4]], 8) == pixels(4).transpose(2, 0, 1)).all()
 
 
 def test_files_must_agree_on_the_class_names(tmp_path):
     """Kills: the last file's names for the numbers of all."""
-    first, *others = (hf_table([picture(0)], [0], n, "image") for n in (["a", "b"], ["b", "a"], ["a"]))
+    first, *others = (
+        hf_table([picture(0)], [0], n, "image") for n in (["a", "b"], ["b", "a"], ["a"])
+    )
     pq.write_table(first, tmp_path / "a.parquet")
     for other in (*others, first.replace_schema_metadata(None)):
         pq.write_table(other, tmp_path / "b.parquet")
-        assert "class names in the metadata differ" in failure(read_parquet, str(tmp_path))
+        assert "class names in the metadata differ" in failure(
+            read_parquet, str(tmp_path)
+        )
 
 
 def test_limits_hold_before_rows_are_read(tmp_path, monkeypatch):
-    """Kills: a footer that announces more rows than there is memory, a text of nothing but line breaks."""
+    """Kills: a footer that announces more rows than there is memory, a text of
+    nothing but line breaks.
+    """
     monkeypatch.setattr(tables, "MAX_ROWS", 15)
     monkeypatch.setattr(text_tables, "MAX_ROWS", 15)
     write_hf(tmp_path, ["a", "b"], train=16, test=2)
     assert "has 16 rows, more than 15" in failure(read_parquet, str(tmp_path))
-    assert "has 17 lines, more than 15" in failure(read_table, write_csv(tmp_path, "path\n" + "a.png\n" * 16))
+    assert "has 17 lines, more than 15" in failure(
+        read_table, write_csv(tmp_path, "path\n" + "a.png\n" * 16)
+    )
 
 
 def test_class_names_that_are_no_text_are_escaped(tmp_path):
-    """Kills: half a surrogate pair from the metadata, which ends a run when it is written."""
+    """Kills: half a surrogate pair from the metadata, which ends a run when it is
+    written.
+    """
     table = hf_table([picture(i) for i in range(4)], [0, 1, 0, 1], ["a\ud800", "b"])
     pq.write_table(table, tmp_path / "t.parquet")
     assert read_parquet(str(tmp_path)).labels == ["a\\ud800", "b"] * 2
 
 
 def test_labels_of_parquet(tmp_path):
-    """Null and negative ones are none; without names they are numbers; broken metadata says nothing."""
+    """Null and negative ones are none; without names they are numbers; broken
+    metadata says nothing.
+    """
     broken = {"huggingface": "{not json"}
     for table, labels in (
-        (hf_table([picture(i) for i in range(3)], [0, None, -1], ["a", "b"]), ["a", None, None]),
-        (pa.table({"img": [b"x"] * 2, "coarse_label": [0, 0], "fine_label": [3, 10]}), ["3", "10"]),
-        (pa.table({"img": [b"x"], "label": pa.array(["x"]).dictionary_encode()}), ["x"]),
-        (pa.table({"img": [b"x"], "label": [1]}).replace_schema_metadata(broken), ["1"]),
+        (
+            hf_table([picture(i) for i in range(3)], [0, None, -1], ["a", "b"]),
+            ["a", None, None],
+        ),
+        (
+            pa.table(
+                {"img": [b"x"] * 2, "coarse_label": [0, 0], "fine_label": [3, 10]}
+            ),
+            ["3", "10"],
+        ),
+        (
+            pa.table({"img": [b"x"], "label": pa.array(["x"]).dictionary_encode()}),
+            ["x"],
+        ),
+        (
+            pa.table({"img": [b"x"], "label": [1]}).replace_schema_metadata(broken),
+            ["1"],
+        ),
     ):
         pq.write_table(table, tmp_path / "a.parquet")
         rows = read_parquet(str(tmp_path / "a.parquet"))
@@ -87,9 +117,14 @@ def test_labels_of_parquet(tmp_path):
 
 
 def test_hugging_face_rows_by_path(tmp_path):
-    """Kills: rows without bytes read as empty, paths resolved in the working directory."""
+    """Kills: rows without bytes read as empty, paths resolved in the working
+    directory.
+    """
     write_images(tmp_path, ["one.png"], first_seed=5)
-    images = [{"bytes": encoded(pixels(0)), "path": "ignored"}, {"bytes": None, "path": "one.png"}]
+    images = [
+        {"bytes": encoded(pixels(0)), "path": "ignored"},
+        {"bytes": None, "path": "one.png"},
+    ]
     pq.write_table(hf_table(images, [0, 0], ["a"]), tmp_path / "a.parquet")
     rows = read_parquet(str(tmp_path / "a.parquet"))
     assert (decode(rows.images[1], 8) == pixels(5).transpose(2, 0, 1)).all()
@@ -103,39 +138,70 @@ def test_hugging_face_rows_by_path(tmp_path):
 def test_canonical_layout(tmp_path):
     write_images(tmp_path, ["im/a.png", "im/b.png"])
     columns = {"id": ["r1", "r2"], "label": ["x", None], "split": ["train", "test"]}
-    pq.write_table(pa.table({**columns, "image": ["im/a.png", "im/b.png"]}), tmp_path / "rows.parquet")
+    pq.write_table(
+        pa.table({**columns, "image": ["im/a.png", "im/b.png"]}),
+        tmp_path / "rows.parquet",
+    )
     rows = read_parquet(str(tmp_path))  # paths are small and read at once
-    assert isinstance(rows.images, Files) and rows.images[1] == str(tmp_path / "im/b.png")
+    assert isinstance(rows.images, Files) and rows.images[1] == str(
+        tmp_path / "im/b.png"
+    )
     assert rows.ids == ["r1", "r2"] and rows.labels == ["x", None]
     assert list(rows.split) == ["train", "test"]
 
 
 def test_files_and_folders_name_the_split(tmp_path):
     splits = {
-        "train-0.parquet": "train", "validation-0.parquet": "test", "test/0.parquet": "test",
-        "part.parquet": "train", "training-0.parquet": "train",
-    }  # fmt: skip
+        "train-0.parquet": "train",
+        "validation-0.parquet": "test",
+        "test/0.parquet": "test",
+        "part.parquet": "train",
+        "training-0.parquet": "train",
+    }
     for name in splits:
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        pq.write_table(pa.table({"image": [encoded(pixels(0))], "label": ["a"]}), tmp_path / name)
+        pq.write_table(
+            pa.table({"image": [encoded(pixels(0))], "label": ["a"]}), tmp_path / name
+        )
     rows = read_parquet(str(tmp_path))
-    assert dict(zip([i.split("#")[0] for i in rows.ids], rows.split, strict=True)) == splits
+    assert (
+        dict(zip([i.split("#")[0] for i in rows.ids], rows.split, strict=True))
+        == splits
+    )
 
 
-@pytest.mark.parametrize(("table", "text"), [
-    (pa.table({"picture": [b"x"], "label": ["a"]}), "it has picture, label"),
-    (pa.table({"image": [1.5]}), "images must be bytes"),
-    (pa.table({"image": [b"x"], "label": [1.5]}), "row 0: label 1.5 is not a whole number"),
-    (pa.table({"image": [b"x"], "label": [[1, 2]]}), "names or numbers"),
-    (pa.table({"image": [b"x"], "split": ["holdout"]}), "'holdout'"),
-    (pa.table({"image": [b"x", b"y"], "id": ["same", "same"]}), "'same' appears more than once"),
-    (pa.table({"image": ["/etc/passwd"]}), "is outside the folder"),
-    (pa.table({"image": ["missing.png"]}), "none of its 1 images"),
-    (pa.table({"image": pa.array([], pa.binary())}), "no rows"),
-    (pa.table([[b"x"], ["a"], ["b"]], ["image", "label", "label"]), "two columns have one name"),
-    (hf_table([{"bytes": b"x", "path": None}], [7], ["a", "b"]), "label 7 has no name"),
-    (hf_table([{"bytes": b"x", "path": None}], [0], ["a", "a"]), "not a list of different names"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("table", "text"),
+    [
+        (pa.table({"picture": [b"x"], "label": ["a"]}), "it has picture, label"),
+        (pa.table({"image": [1.5]}), "images must be bytes"),
+        (
+            pa.table({"image": [b"x"], "label": [1.5]}),
+            "row 0: label 1.5 is not a whole number",
+        ),
+        (pa.table({"image": [b"x"], "label": [[1, 2]]}), "names or numbers"),
+        (pa.table({"image": [b"x"], "split": ["holdout"]}), "'holdout'"),
+        (
+            pa.table({"image": [b"x", b"y"], "id": ["same", "same"]}),
+            "'same' appears more than once",
+        ),
+        (pa.table({"image": ["/etc/passwd"]}), "is outside the folder"),
+        (pa.table({"image": ["missing.png"]}), "none of its 1 images"),
+        (pa.table({"image": pa.array([], pa.binary())}), "no rows"),
+        (
+            pa.table([[b"x"], ["a"], ["b"]], ["image", "label", "label"]),
+            "two columns have one name",
+        ),
+        (
+            hf_table([{"bytes": b"x", "path": None}], [7], ["a", "b"]),
+            "label 7 has no name",
+        ),
+        (
+            hf_table([{"bytes": b"x", "path": None}], [0], ["a", "a"]),
+            "not a list of different names",
+        ),
+    ],
+)
 def test_parquet_errors(tmp_path, table, text):
     pq.write_table(table, tmp_path / "a.parquet")
     assert text in failure(read_parquet, str(tmp_path))
@@ -153,10 +219,15 @@ def test_parquet_files_must_be_there_whole_and_alike(tmp_path):
 
 @pytest.fixture
 def shards(tmp_path):
-    """Two files of 10 and 7 rows in row groups of 4; two rows without bytes, one of them with a path."""
+    """Two files of 10 and 7 rows in row groups of 4; two rows without bytes, one of
+    them with a path.
+    """
     write_images(tmp_path, ["a/x.png"], first_seed=50)
     images = [picture(i) for i in range(17)]
-    images[5], images[12] = {"bytes": None, "path": "a/x.png"}, {"bytes": None, "path": None}
+    images[5], images[12] = (
+        {"bytes": None, "path": "a/x.png"},
+        {"bytes": None, "path": None},
+    )
     for name, part in (("one", images[:10]), ("two", images[10:])):
         table = hf_table(part, [0] * len(part), ["c"])
         pq.write_table(table, tmp_path / f"{name}.parquet", row_group_size=4)
@@ -171,19 +242,34 @@ def test_rows_are_what_they_are_when_all_is_read(shards):
     expected[5], expected[12] = str(shards / "a/x.png"), b""
     assert [rows.images[i] for i in range(17)] == expected
     order = np.random.default_rng(0).permutation(17)
-    for images in (rows.images, pickle.loads(pickle.dumps(rows.images)), rows.images.take(np.arange(17))):
+    for images in (
+        rows.images,
+        pickle.loads(pickle.dumps(rows.images)),
+        rows.images.take(np.arange(17)),
+    ):
         assert images.read_images(order) == [expected[i] for i in order]
     found = rows.images.paths(np.arange(17))
-    assert [i for i, path in enumerate(found) if path] == [5] and found[5] == expected[5]
+    assert [i for i, path in enumerate(found) if path] == [5] and found[5] == expected[
+        5
+    ]
 
 
 def test_a_row_group_is_read_once(shards, monkeypatch):
-    """Kills: a read per row, a cache without a limit, bytes that travel with the references."""
+    """Kills: a read per row, a cache without a limit, bytes that travel with the
+    references.
+    """
     read, real = [], pq.ParquetFile.read_row_group
-    monkeypatch.setattr(pq.ParquetFile, "read_row_group", lambda *args: read.append(args[1]) or real(*args))
+    monkeypatch.setattr(
+        pq.ParquetFile,
+        "read_row_group",
+        lambda *args: read.append(args[1]) or real(*args),
+    )
     tables._recent.cache_clear()
     images = read_parquet(str(shards)).images
-    assert images.groups(np.arange(17)).tolist() == [0] * 4 + [1] * 4 + [2] * 2 + [3] * 4 + [4] * 3
+    assert (
+        images.groups(np.arange(17)).tolist()
+        == [0] * 4 + [1] * 4 + [2] * 2 + [3] * 4 + [4] * 3
+    )
     images.read_images(np.array([16, 0, 3, 15, 1]))
     assert read == [0, 1]
     assert len([images[row] for row in range(17)]) == 17
@@ -192,8 +278,8 @@ def test_a_row_group_is_read_once(shards, monkeypatch):
 
 
 def test_a_footer_is_read_once_and_beside_others(monkeypatch):
-    """Of more files than a cache of 1,024 holds. Kills: footers one after the other, a file opened again for
-    its row groups, a footer that is forgotten.
+    """Of more files than a cache of 1,024 holds. Kills: footers one after the other, a
+    file opened again for its row groups, a footer that is forgotten.
     """
     read, two, numbers = [], threading.Barrier(2), itertools.count()
 
@@ -220,8 +306,8 @@ def test_a_footer_is_read_once_and_beside_others(monkeypatch):
 
 
 def test_an_object_is_opened_with_its_size(tmp_path, monkeypatch):
-    """Then Arrow asks for no size: a request less for every footer and row group. Kills: a size that is lost
-    on the way, rows that differ from those of a local file.
+    """Then Arrow asks for no size: a request less for every footer and row group.
+    Kills: a size that is lost on the way, rows that differ from those of a local file.
     """
     made, make = [], pyarrow.dataset.ParquetFileFormat.make_fragment
     for i in range(2):
@@ -242,7 +328,11 @@ def test_an_object_is_opened_with_its_size(tmp_path, monkeypatch):
     monkeypatch.setattr(pyarrow.dataset, "ParquetFileFormat", Format)
     here, there = (read_parquet(path) for path in (str(tmp_path), remote))
     assert [there.images[i] for i in range(8)] == [here.images[i] for i in range(8)]
-    assert (there.ids, there.labels, there.class_names) == (here.ids, here.labels, here.class_names)
+    assert (there.ids, there.labels, there.class_names) == (
+        here.ids,
+        here.labels,
+        here.class_names,
+    )
     assert made == [file.stat().st_size for file in sorted(tmp_path.iterdir())]
 
 
@@ -252,18 +342,29 @@ def test_another_file_and_no_file_are_seen(shards):
     assert read_parquet(str(shards)).fingerprint == rows.fingerprint
     table = pq.read_table(shards / "two.parquet")
     other = pa.array([{"bytes": b"another", "path": None}] * 7, table["img"].type)
-    pq.write_table(table.set_column(0, "img", other), shards / "two.parquet", row_group_size=4)
+    pq.write_table(
+        table.set_column(0, "img", other), shards / "two.parquet", row_group_size=4
+    )
     assert read_parquet(str(shards)).fingerprint != rows.fingerprint
     (shards / "one.parquet").unlink()
     assert "cannot read row group 0 of " in failure(rows.images.__getitem__, 0)
 
 
 def test_a_column_with_fewer_rows_than_its_footer_counts_is_one_line():
-    """Kills: an index out of bounds of images that stay in the file, rows of which a prediction ends."""
+    """Kills: an index out of bounds of images that stay in the file, rows of which a
+    prediction ends.
+    """
     path = str(Path(__file__).parents[2] / "corpus" / "parquet_images-fewer-than-rows")
-    fewer, rows = f"{path}: its columns have 0 rows, 3 by its footer", read_parquet(path)
+    fewer, rows = (
+        f"{path}: its columns have 0 rows, 3 by its footer",
+        read_parquet(path),
+    )
     assert len(rows) == 6 and len(rows.images[3]) > 0  # the other row group is whole
-    assert failure(rows.images.read_images, np.arange(3)) == failure(rows.images.__getitem__, 1) == fewer
+    assert (
+        failure(rows.images.read_images, np.arange(3))
+        == failure(rows.images.__getitem__, 1)
+        == fewer
+    )
     assert failure(ParquetTable, path) == fewer
 
 
@@ -272,23 +373,34 @@ def test_row_groups_with_other_rows_than_the_footer_counts_are_one_line(tmp_path
     pq.write_table(pa.table({"image": [b"x"] * 37}), path := tmp_path / "a.parquet")
     data = path.read_bytes()
     footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
-    more = data[footer:].replace(b"\x16\x4a", b"\x16\x4c", 1)  # 37 and 38, an int64 of Thrift
+    # 37 and 38, an int64 of Thrift
+    more = data[footer:].replace(b"\x16\x4a", b"\x16\x4c", 1)
     path.write_bytes(data[:footer] + more)
     for read in (read_parquet, ParquetTable):
-        assert failure(read, str(path)).endswith("its row groups have 37 rows, 38 by its footer")
+        assert failure(read, str(path)).endswith(
+            "its row groups have 37 rows, 38 by its footer"
+        )
 
 
 def test_csv_and_jsonl_agree(tmp_path):
     write_images(tmp_path, ["a.png", "b.png", "sub/c.png"])
-    text = '\ufeffpath,label,split\na.png,cat,train\nb.png,,train\nsub/c.png,"dog, big",test\n'
+    text = (
+        '\ufeffpath,label,split\na.png,cat,train\nb.png,,train\nsub/c.png,"dog,'
+        ' big",test\n'
+    )
     first = read_table(write_csv(tmp_path, text))
     (tmp_path / "t.jsonl").write_text(
-        '{"image": "a.png", "label": "cat"}\n{"image": "b.png", "label": null, "split": "train"}\n'
-        '{"image": "sub/c.png", "label": "dog, big", "split": "validation"}\n\n'
+        '{"image": "a.png", "label": "cat"}\n{"image": "b.png", "label": null, "split":'
+        ' "train"}\n{"image": "sub/c.png", "label": "dog, big", "split":'
+        ' "validation"}\n\n'
     )
     second = read_table(str(tmp_path / "t.jsonl"))
     for rows in (first, second):
-        assert rows.labels == ["cat", None, "dog, big"] and list(rows.split) == ["train", "train", "test"]
+        assert rows.labels == ["cat", None, "dog, big"] and list(rows.split) == [
+            "train",
+            "train",
+            "test",
+        ]
         assert rows.ids == ["row-0", "row-1", "row-2"]
         assert rows.images[2] == os.path.realpath(tmp_path / "sub/c.png")
     assert first.fingerprint == second.fingerprint
@@ -298,21 +410,33 @@ def test_csv_and_jsonl_agree(tmp_path):
 
 
 def test_columns_of_other_names(tmp_path):
-    """``--data.columns``. Kills: a column of the usual name that is taken all the same, a table to predict
-    that must have labels, a name that is not there without a line.
+    """``--data.columns``. Kills: a column of the usual name that is taken all the same,
+    a table to predict that must have labels, a name that is not there without a line.
     """
     write_images(tmp_path, ["a.png", "b.png"])
-    table = {"file": ["a.png", "b.png"], "kind": ["x", None], "image": ["0", "1"], "label": ["p", "q"]}
+    table = {
+        "file": ["a.png", "b.png"],
+        "kind": ["x", None],
+        "image": ["0", "1"],
+        "label": ["p", "q"],
+    }
     pq.write_table(pa.table(table), tmp_path / "t.parquet")
     csv = write_csv(tmp_path, "file,kind,image,label\na.png,x,0,p\nb.png,,1,q\n")
     for source in (f"parquet:{tmp_path}/t.parquet", f"table:{csv}"):
-        rows = read_rows(DataConfig(source=source, columns="image=file, label=kind,id=file"))
+        rows = read_rows(
+            DataConfig(source=source, columns="image=file, label=kind,id=file")
+        )
         assert rows.labels == ["x", None] and rows.ids == ["a.png", "b.png"]
         assert rows.images[1] == os.path.realpath(tmp_path / "b.png")
-        assert len(open_inputs(DataConfig(source=source, columns="image=file,label=gone"))) == 2
+        assert (
+            len(open_inputs(DataConfig(source=source, columns="image=file,label=gone")))
+            == 2
+        )
         found = failure(read_rows, DataConfig(source=source, columns="image=gone"))
         assert "--data.columns image=gone: no such column; it has file, kind" in found
-    assert "--data.columns image=file" in failure(read_table, write_csv(tmp_path, "file\na.png\n"))
+    assert "--data.columns image=file" in failure(
+        read_table, write_csv(tmp_path, "file\na.png\n")
+    )
 
 
 @pytest.mark.parametrize("columns", ["file", "picture=file", "image="])
@@ -324,57 +448,103 @@ def test_columns_are_pairs(columns):
 def test_truth_for_evaluation_only(tmp_path):
     """Kills: eval_label ignored, or taken for the label."""
     write_images(tmp_path, ["a.png", "b.png"])
-    table = {"path": ["a.png", "b.png"], "label": ["x", None], "eval_label": [None, "y"]}
+    table = {
+        "path": ["a.png", "b.png"],
+        "label": ["x", None],
+        "eval_label": [None, "y"],
+    }
     pq.write_table(pa.table(table), tmp_path / "t.parquet")
     csv = write_csv(tmp_path, "path,label,eval_label\na.png,x,\nb.png,,y\n")
     for rows in (read_parquet(str(tmp_path / "t.parquet")), read_table(csv)):
-        assert rows.labels == ["x", None] and rows.eval_labels == [None, "y"] and rows.truth == ["x", "y"]
+        assert (
+            rows.labels == ["x", None]
+            and rows.eval_labels == [None, "y"]
+            and rows.truth == ["x", "y"]
+        )
 
 
 def test_table_paths_are_confined(tmp_path):
-    """Kills: prefix comparison without a separator (data-evil next to data), links not resolved."""
+    """Kills: prefix comparison without a separator (data-evil next to data), links
+    not resolved.
+    """
     write_images(tmp_path, ["data/a.png", "data-evil/b.png"])
     os.symlink(tmp_path / "data-evil" / "b.png", tmp_path / "data" / "link.png")
-    evil = ("../data-evil/b.png", "link.png", str(tmp_path / "data-evil" / "b.png"), ".")
+    evil = (
+        "../data-evil/b.png",
+        "link.png",
+        str(tmp_path / "data-evil" / "b.png"),
+        ".",
+    )
     for path in evil:
-        message = failure(read_table, write_csv(tmp_path / "data", f"path\na.png\n{path}\n"))
+        message = failure(
+            read_table, write_csv(tmp_path / "data", f"path\na.png\n{path}\n")
+        )
         assert "is outside the folder" in message and "row 1" in message
-    assert len(read_table(write_csv(tmp_path / "data", f"path\n{tmp_path}/data/a.png\n"))) == 1
+    assert (
+        len(read_table(write_csv(tmp_path / "data", f"path\n{tmp_path}/data/a.png\n")))
+        == 1
+    )
 
 
-@pytest.mark.parametrize(("name", "text", "part"), [
-    ("t.csv", "file,label\na.png,x\n", "it has file, label"), ("t.csv", "path,label\n", "no rows"),
-    ("t.csv", "", "it has none"), ("t.csv", "path,label\na.png,x,y\n", "more values"),
-    ("t.csv", 'path\n""\n', "(line 2) has no image path"), ("t.csv", "path,split\na.png,dev\n", "'dev'"),
-    ("t.csv", "id,path\n1,a.png\n1,a.png\n", "'1' appears more than once"),
-    ("t.csv", "path\n" + "x" * 200_000 + "\n", "is not CSV"),
-    ("t.csv", "path\n\udcff\udcfe\n", "cannot read"), ("t.jsonl", "{", "line 1 is not JSON"),
-    ("t.jsonl", "[" * 100_000, "line 1 is not JSON"),
-    ("t.jsonl", '{"path": "\\ud800.png"}', "line 1 is not JSON"), ("t.jsonl", "[1]", "must be an object"),
-    ("t.jsonl", '{"path": "a.png", "label": 1.5}', "1.5"), ("t.jsonl", '{"path": 3}', "no image path"),
-    ("t.csv", "path,label,label\na.png,x,y\n", "two columns are named 'label'"),
-    ("t.csv", "path,label, Split\na.png,x,test\n", "'Split' is not split"),
-    ("t.csv", "path,Label\na.png,x\n", "'Label' is not label"),
-    ("t.csv", "path,label\na.png,1\na.png,1.0\na.png,x", "'1' and '1.0' differ only in spelling"),
-    ("t.jsonl", '{"path": "a.png", "label": "x 1.0"}\n{"path": "a.png", "label": "x 1.0 "}', "'x 1.0'"),
-    ("t.csv", "path,eval_label\na.png,cat\na.png,cat \n", "'cat' and 'cat '"),
-    ("t.csv", "path,label,eval_label\na.png,1,x\na.png,,1.0\n", "'1' and '1.0'"),
-    ("t.jsonl", '{"path": "a.png", "label": 1, "label": 2}', "'label' twice"),
-], ids=range(23))  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "text", "part"),
+    [
+        ("t.csv", "file,label\na.png,x\n", "it has file, label"),
+        ("t.csv", "path,label\n", "no rows"),
+        ("t.csv", "", "it has none"),
+        ("t.csv", "path,label\na.png,x,y\n", "more values"),
+        ("t.csv", 'path\n""\n', "(line 2) has no image path"),
+        ("t.csv", "path,split\na.png,dev\n", "'dev'"),
+        ("t.csv", "id,path\n1,a.png\n1,a.png\n", "'1' appears more than once"),
+        ("t.csv", "path\n" + "x" * 200_000 + "\n", "is not CSV"),
+        ("t.csv", "path\n\udcff\udcfe\n", "cannot read"),
+        ("t.jsonl", "{", "line 1 is not JSON"),
+        ("t.jsonl", "[" * 100_000, "line 1 is not JSON"),
+        ("t.jsonl", '{"path": "\\ud800.png"}', "line 1 is not JSON"),
+        ("t.jsonl", "[1]", "must be an object"),
+        ("t.jsonl", '{"path": "a.png", "label": 1.5}', "1.5"),
+        ("t.jsonl", '{"path": 3}', "no image path"),
+        ("t.csv", "path,label,label\na.png,x,y\n", "two columns are named 'label'"),
+        ("t.csv", "path,label, Split\na.png,x,test\n", "'Split' is not split"),
+        ("t.csv", "path,Label\na.png,x\n", "'Label' is not label"),
+        (
+            "t.csv",
+            "path,label\na.png,1\na.png,1.0\na.png,x",
+            "'1' and '1.0' differ only in spelling",
+        ),
+        (
+            "t.jsonl",
+            '{"path": "a.png", "label": "x 1.0"}\n{"path": "a.png", "label": "x 1.0 "}',
+            "'x 1.0'",
+        ),
+        ("t.csv", "path,eval_label\na.png,cat\na.png,cat \n", "'cat' and 'cat '"),
+        ("t.csv", "path,label,eval_label\na.png,1,x\na.png,,1.0\n", "'1' and '1.0'"),
+        ("t.jsonl", '{"path": "a.png", "label": 1, "label": 2}', "'label' twice"),
+    ],
+    ids=range(23),
+)
 def test_table_errors(tmp_path, name, text, part):
     write_images(tmp_path, ["a.png"])
     (tmp_path / name).write_text(text, "utf-8", "surrogateescape")
     assert part in failure(read_table, str(tmp_path / name))
 
 
-@pytest.mark.parametrize("change", [
-    lambda text: b"\xef\xbb\xbf" + text, lambda text: text.replace(b"\n", b"\r\n"), bytes.strip,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: b"\xef\xbb\xbf" + text,
+        lambda text: text.replace(b"\n", b"\r\n"),
+        bytes.strip,
+    ],
+)
 @pytest.mark.parametrize("suffix", ["csv", "jsonl"])
 def test_ends_of_lines_and_a_byte_order_mark_change_nothing(tmp_path, suffix, change):
     write_images(tmp_path, ["a.png", "b.png"])
     lines = [{"path": "a.png", "label": "1"}, {"path": "b.png", "label": 1}]
-    text = {"csv": b"path,label\na.png,1\nb.png,1\n", "jsonl": "\n".join(map(json.dumps, lines)).encode()}
+    text = {
+        "csv": b"path,label\na.png,1\nb.png,1\n",
+        "jsonl": "\n".join(map(json.dumps, lines)).encode(),
+    }
     plain, other = tmp_path / f"plain.{suffix}", tmp_path / f"other.{suffix}"
     plain.write_bytes(text[suffix] + b"\n")
     other.write_bytes(change(text[suffix]))
@@ -382,44 +552,72 @@ def test_ends_of_lines_and_a_byte_order_mark_change_nothing(tmp_path, suffix, ch
     assert first.labels.classes == ("1",) and first.fingerprint == second.fingerprint
 
 
-@pytest.mark.parametrize(("columns", "part"), [
-    ({"label": ["a", "a "]}, "'a' and 'a '"), ({"label": ["a", "b"], "Split": ["test"] * 2}, "'Split'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("columns", "part"),
+    [
+        ({"label": ["a", "a "]}, "'a' and 'a '"),
+        ({"label": ["a", "b"], "Split": ["test"] * 2}, "'Split'"),
+    ],
+)
 def test_what_parquet_may_mean_is_asked(tmp_path, columns, part):
-    """Kills: a check that only tables of text have; one of a column that a renamed one replaces."""
-    pq.write_table(pa.table({"image": [encoded(pixels(0))] * 2, **columns}), tmp_path / "a.parquet")
+    """Kills: a check that only tables of text have; one of a column that a renamed
+    one replaces.
+    """
+    pq.write_table(
+        pa.table({"image": [encoded(pixels(0))] * 2, **columns}), tmp_path / "a.parquet"
+    )
     assert part in failure(read_parquet, str(tmp_path))
     names = {"split": "Split"} if "Split" in columns else {}
     assert not names or not read_parquet(str(tmp_path), names).is_train.any()
 
 
 def write_hive(folder, parts):
-    """Files of two images below folders; ``parts``: folder -> columns beside the images."""
+    """Files of two images below folders; ``parts``: folder -> columns beside the
+    images.
+    """
     for number, (place, columns) in enumerate(parts.items()):
         (folder / place).mkdir(parents=True)
         images = [encoded(pixels(2 * number + i)) for i in range(2)]
-        pq.write_table(pa.table({"image": images, **columns}), folder / place / "part-0.parquet")
+        pq.write_table(
+            pa.table({"image": images, **columns}), folder / place / "part-0.parquet"
+        )
 
 
 def test_hive_folders_are_columns(tmp_path):
     """As Spark, pandas and pyarrow write them: quoted values, null, other columns."""
     null = "__HIVE_DEFAULT_PARTITION__"
     parts = {"split=test/label=cat": {}, f"split=train/label={null}": {}}
-    parts |= {"split=train/label=Mus%C3%A9e%2F2": {}, "split=val/label=a b": {"year": [1, 2]}}
+    parts |= {
+        "split=train/label=Mus%C3%A9e%2F2": {},
+        "split=val/label=a b": {"year": [1, 2]},
+    }
     write_hive(tmp_path, parts)
     rows = read_parquet(str(tmp_path))
-    found = {name.rpartition("/")[0]: [label, split] for name, label, split in zip(
-        rows.ids, rows.labels, rows.split, strict=True
-    )}  # fmt: skip
-    assert found == dict(zip(parts, [
-        ["cat", "test"], [None, "train"], ["Musée/2", "train"], ["a b", "test"],
-    ], strict=True))  # fmt: skip
+    found = {
+        name.rpartition("/")[0]: [label, split]
+        for name, label, split in zip(rows.ids, rows.labels, rows.split, strict=True)
+    }
+    assert found == dict(
+        zip(
+            parts,
+            [
+                ["cat", "test"],
+                [None, "train"],
+                ["Musée/2", "train"],
+                ["a b", "test"],
+            ],
+            strict=True,
+        )
+    )
     assert len(open_inputs(DataConfig(source=f"parquet:{tmp_path}"))) == 8
 
 
 def test_hive_folders_are_the_same_columns_when_pyarrow_writes_them(tmp_path):
     """Numbers as labels, and names of the columns that the user gives."""
-    columns = {"image": [encoded(pixels(i)) for i in range(6)], "kind": [0, 1, None, 0, 1, None]}
+    columns = {
+        "image": [encoded(pixels(i)) for i in range(6)],
+        "kind": [0, 1, None, 0, 1, None],
+    }
     columns["part"] = ["train", "test"] * 3
     pyarrow.dataset.write_dataset(
         pa.table(columns),
@@ -428,25 +626,37 @@ def test_hive_folders_are_the_same_columns_when_pyarrow_writes_them(tmp_path):
         partitioning=["part", "kind"],
         partitioning_flavor="hive",
     )
-    rows = read_rows(DataConfig(source=f"parquet:{tmp_path}", columns="label=kind,split=part"))
+    rows = read_rows(
+        DataConfig(source=f"parquet:{tmp_path}", columns="label=kind,split=part")
+    )
     found = sorted(zip(rows.split, map(str, rows.labels), strict=True))
     assert found == sorted(zip(columns["part"], map(str, columns["kind"]), strict=True))
-    plain = read_rows(DataConfig(source=f"parquet:{tmp_path}"))  # they are not called as ours
+    # they are not called as ours
+    plain = read_rows(DataConfig(source=f"parquet:{tmp_path}"))
     assert not plain.labels.given.any() and plain.is_train.all()
 
 
 def test_a_column_in_the_file_and_in_its_folder_must_agree(tmp_path):
-    write_hive(tmp_path / "a", {"label=1": {"label": [1.0, 1.0]}, "label=2": {"label": [2.0, 2.0]}})
+    write_hive(
+        tmp_path / "a",
+        {"label=1": {"label": [1.0, 1.0]}, "label=2": {"label": [2.0, 2.0]}},
+    )
     assert read_parquet(str(tmp_path / "a")).labels == ["1", "1", "2", "2"]
     for label, shown in (("dog", "'dog'"), (None, "None")):
         write_hive(tmp_path / str(label), {"label=cat": {"label": ["cat", label]}})
         line = failure(read_parquet, str(tmp_path / str(label)))
-        assert "part-0.parquet" in line and "label=cat" in line and shown in line and "rename" in line
+        assert (
+            "part-0.parquet" in line
+            and "label=cat" in line
+            and shown in line
+            and "rename" in line
+        )
     write_hive(tmp_path / "c", {"split=test/split=train": {}})
     assert "two of its folders" in failure(read_parquet, str(tmp_path / "c"))
     write_hive(tmp_path / "d", {"Split=test": {}})
     assert "'Split' is not split" in failure(read_parquet, str(tmp_path / "d"))
-    write_hive(tmp_path / "e", {"name=x": {}})  # one name for all rows of a file is no id
+    # one name for all rows of a file is no id
+    write_hive(tmp_path / "e", {"name=x": {}})
     line = failure(read_parquet, str(tmp_path / "e"), {"id": "name"})
     assert "id=name: no such column" in line
 
@@ -454,7 +664,9 @@ def test_a_column_in_the_file_and_in_its_folder_must_agree(tmp_path):
 def test_hive_folders_count_class_names_of_the_metadata(tmp_path):
     for place in ("label=0", "label=1"):
         (tmp_path / place).mkdir()
-        table = hf_table([{"bytes": encoded(pixels(0)), "path": None}], [0], ["zebra", "ant"])
+        table = hf_table(
+            [{"bytes": encoded(pixels(0)), "path": None}], [0], ["zebra", "ant"]
+        )
         pq.write_table(table.drop_columns("label"), tmp_path / place / "0.parquet")
     assert read_parquet(str(tmp_path)).labels == ["zebra", "ant"]
 
@@ -473,22 +685,32 @@ def read(source):
 
 def test_uris(bucket):
     write_hf(bucket / "hf", ["a", "b"])
-    write_images(bucket / "pets", ["train/cat/a.png", "train/dog/b.png", "test/cat/c.png"])
+    write_images(
+        bucket / "pets", ["train/cat/a.png", "train/dog/b.png", "test/cat/c.png"]
+    )
     write_csv(bucket / "pets", "path,label\ntrain/cat/a.png,cat\n")
     assert len(read("parquet:s3://bucket/hf")) == len(read("s3://bucket/hf")) == 16
     rows = read("s3://bucket/pets")
-    assert rows.labels == ["cat", "cat", "dog"] and rows.images[0] == "s3://bucket/pets/test/cat/c.png"
+    assert (
+        rows.labels == ["cat", "cat", "dog"]
+        and rows.images[0] == "s3://bucket/pets/test/cat/c.png"
+    )
     assert decode(rows.images[1], 8).shape == (3, 8, 8)
     assert rows.fingerprint == read(str(bucket / "pets")).fingerprint
     assert rows.fingerprint == read(f"file://{bucket}/pets").fingerprint
-    assert read("table:s3://bucket/pets/t.csv").images[0] == "s3://bucket/pets/train/cat/a.png"
+    assert (
+        read("table:s3://bucket/pets/t.csv").images[0]
+        == "s3://bucket/pets/train/cat/a.png"
+    )
     write_csv(bucket / "pets", "path\n../hf/x\n")
     assert "is outside the folder" in failure(read_table, "s3://bucket/pets/t.csv")
     assert "no such file" in failure(read, "s3://bucket/nothing")
 
 
 def test_uris_with_options_and_odd_names(bucket):
-    """Kills: options lost or swallowed by the path, names with '#', '?', '%' or blanks read as URI syntax."""
+    """Kills: options lost or swallowed by the path, names with '#', '?', '%' or
+    blanks read as URI syntax.
+    """
     write_images(bucket / "odd", ["cat/a b#1.png", "cat/50%25.png", "cat/c?.png"])
     options = "?endpoint_override=http://localhost:9000"
     rows = read(f"s3://bucket/odd{options}")
@@ -503,7 +725,10 @@ def test_uris_with_options_and_odd_names(bucket):
 def test_text_that_is_not_utf8_is_one_line(tmp_path, column):
     """Kills: a traceback of whoever reads the names first."""
     raw = pa.array([b"train\xf5", b"train", b"train"])
-    columns = {"image": pa.array([b"a", b"b", b"c"]), "label": pa.array(["a", "b", "a"])}
+    columns = {
+        "image": pa.array([b"a", b"b", b"c"]),
+        "label": pa.array(["a", "b", "a"]),
+    }
     columns[column] = pa.Array.from_buffers(pa.string(), 3, raw.buffers())
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
     line = r"^cannot read (Parquet file|row group 0 of) .*a\.parquet: [^\n]*UTF8[^\n]*$"

@@ -52,12 +52,17 @@ def write_tar(path, members, format=tarfile.USTAR_FORMAT) -> str:
 
 def write_shards(folder, root, size: int = 7, split: str = "train") -> None:
     """The images below ``folder`` in shards below ``root``: the class in KEY.cls."""
-    files = sorted(folder.rglob("*.png"), key=lambda file: str(file.relative_to(folder)))
+    files = sorted(
+        folder.rglob("*.png"), key=lambda file: str(file.relative_to(folder))
+    )
     for start in range(0, len(files), size):
         members = []
         for file in files[start : start + size]:
             key = str(file.relative_to(folder).with_suffix(""))
-            members += [(f"{key}.cls", file.parent.name.encode()), (f"{key}.png", file.read_bytes())]
+            members += [
+                (f"{key}.cls", file.parent.name.encode()),
+                (f"{key}.png", file.read_bytes()),
+            ]
         write_tar(root / f"{split}-{start // size:03}.tar", members)
 
 
@@ -75,26 +80,45 @@ def both(tmp_path):
 
 
 def test_the_layout(tmp_path):
-    """Kills: a class of another key, a number that is no name, an empty class that is one, a member without
-    an image as a row, the last suffix for the whole one, a hidden member.
+    """Kills: a class of another key, a number that is no name, an empty class that is
+    one, a member without an image as a row, the last suffix for the whole one, a hidden
+    member.
     """
     image = encoded(pixels(0))
-    write_tar(tmp_path / "x-train-0.tar", [
-        ("./a/1.JPG", image), ("./a/1.cls", b"cat\n"), ("a/2.json", b'{"label": 7}'), ("a/2.png", image),
-        ("a/3.seg.png", image), ("a/3.webp", image), ("a/3.txt", b"words"), ("4.bmp", image), ("4.cls", b" "),
-        ("5.json", b'{"label": null, "cls": "dog"}'), ("5.png", image), ("6.cls", b"cat"),
-        ("a/._1.jpg", b"finder"), ("7.png", image), ("7.json", b'{"class": "emu", "size": [1, 2]}'),
-    ])  # fmt: skip
-    write_tar(tmp_path / "val" / "0.tar", [("1.png", image), ("1.cls", "Łódź".encode())])
+    write_tar(
+        tmp_path / "x-train-0.tar",
+        [
+            ("./a/1.JPG", image),
+            ("./a/1.cls", b"cat\n"),
+            ("a/2.json", b'{"label": 7}'),
+            ("a/2.png", image),
+            ("a/3.seg.png", image),
+            ("a/3.webp", image),
+            ("a/3.txt", b"words"),
+            ("4.bmp", image),
+            ("4.cls", b" "),
+            ("5.json", b'{"label": null, "cls": "dog"}'),
+            ("5.png", image),
+            ("6.cls", b"cat"),
+            ("a/._1.jpg", b"finder"),
+            ("7.png", image),
+            ("7.json", b'{"class": "emu", "size": [1, 2]}'),
+        ],
+    )
+    write_tar(
+        tmp_path / "val" / "0.tar", [("1.png", image), ("1.cls", "Łódź".encode())]
+    )
     rows = read(f"tar:{tmp_path}")
     keys = [f"x-train-0.tar#{key}" for key in ("a/1", "a/2", "a/3", "4", "5", "7")]
     assert rows.ids == ["val/0.tar#1", *keys] or rows.ids == [*keys, "val/0.tar#1"]
     assert dict(zip(rows.ids, rows.labels, strict=True)) == {
-        **dict(zip(keys, ["cat", "7", None, None, None, "emu"], strict=True)), "val/0.tar#1": "Łódź",
-    }  # fmt: skip
+        **dict(zip(keys, ["cat", "7", None, None, None, "emu"], strict=True)),
+        "val/0.tar#1": "Łódź",
+    }
     assert dict(zip(rows.ids, rows.split, strict=True))["val/0.tar#1"] == "test"
     assert (
-        rows.images.read_images(np.arange(7)) == [image] * 7 and rows.images.paths(np.arange(7)) == [None] * 7
+        rows.images.read_images(np.arange(7)) == [image] * 7
+        and rows.images.paths(np.arange(7)) == [None] * 7
     )
     assert rows.notes == ("ignored 1 member of the tar files: 1 .txt",)
     lost, field = rows.warnings
@@ -106,7 +130,9 @@ def test_the_layout(tmp_path):
 
 
 def members_of(keys, image=None):
-    """Images and labels of ``keys``, whose class is the text before the last underscore."""
+    """Images and labels of ``keys``, whose class is the text before the last
+    underscore.
+    """
     image = image or encoded(pixels(0))
     images = [(f"{key}.png", image) for key in keys]
     return images, [(f"{key}.cls", key.rpartition("_")[0].encode()) for key in keys]
@@ -117,17 +143,33 @@ def test_a_label_may_be_anywhere_in_the_shard_of_its_image(tmp_path):
     images, labels = members_of(keys)
     beside = [member for pair in zip(images, labels, strict=True) for member in pair]
     expected = read(f"tar:{write_tar(tmp_path / 'a.tar', beside)}")
-    for members in (images + labels, labels + images, [*beside[:8], *images[4:], *labels[4:]]):
+    for members in (
+        images + labels,
+        labels + images,
+        [*beside[:8], *images[4:], *labels[4:]],
+    ):
         rows = read(f"tar:{write_tar(tmp_path / 'a.tar', members)}")
         assert rows.ids == expected.ids and rows.labels == expected.labels
-        assert rows.fingerprint == expected.fingerprint and not rows.warnings and not rows.notes
+        assert (
+            rows.fingerprint == expected.fingerprint
+            and not rows.warnings
+            and not rows.notes
+        )
     more = [("cat_0.json", b'{"label": "other"}')]
-    for members in (more + beside, beside + more, images + more + labels):  # KEY.cls counts
-        assert read(f"tar:{write_tar(tmp_path / 'a.tar', members)}").labels == expected.labels
+    # KEY.cls counts
+    for members in (more + beside, beside + more, images + more + labels):
+        assert (
+            read(f"tar:{write_tar(tmp_path / 'a.tar', members)}").labels
+            == expected.labels
+        )
 
 
 def test_json_gives_the_label_where_the_text_is_blank(tmp_path):
-    parts = [("1.png", encoded(pixels(0))), ("1.cls", b" "), ("1.json", b'{"label": "cat"}')]
+    parts = [
+        ("1.png", encoded(pixels(0))),
+        ("1.cls", b" "),
+        ("1.json", b'{"label": "cat"}'),
+    ]
     for order in (parts, parts[::-1]):
         assert read(f"tar:{write_tar(tmp_path / 'a.tar', order)}").labels == ["cat"]
 
@@ -136,23 +178,36 @@ def test_names_with_dots_are_rows(tmp_path):
     """Labeled or not, and the same rows where labels are not read."""
     keys = ["cam 2.1_003", "cam 2.1_004", "v1.0/x.y.z_1", "plain_1"]
     images, labels = members_of(keys)
-    path = write_tar(tmp_path / "a.tar", [*images, ("cam 2.1_005.png", encoded(pixels(5))), *labels])
+    path = write_tar(
+        tmp_path / "a.tar", [*images, ("cam 2.1_005.png", encoded(pixels(5))), *labels]
+    )
     rows = read(f"tar:{path}")
     assert rows.ids == [f"a.tar#{key}" for key in (*keys, "cam 2.1_005")]
     assert rows.labels == ["cam 2.1", "cam 2.1", "v1.0/x.y.z", "plain", None]
     assert not rows.warnings and not rows.notes
     predicted = read_rows(DataConfig(source=f"tar:{path}"), images_only=True)
-    assert predicted.ids == rows.ids and len(open_inputs(DataConfig(source=f"tar:{path}"))) == 5
+    assert (
+        predicted.ids == rows.ids
+        and len(open_inputs(DataConfig(source=f"tar:{path}"))) == 5
+    )
 
 
 def test_an_image_that_is_a_field_of_a_row_is_left_out_with_a_warning(tmp_path):
     """It is a row of its own where a label has its name."""
     image = encoded(pixels(0))
-    members = [("3.png", image), ("3.cls", b"cat"), ("3.mask.png", image), ("3.edge.png", image)]
+    members = [
+        ("3.png", image),
+        ("3.cls", b"cat"),
+        ("3.mask.png", image),
+        ("3.edge.png", image),
+    ]
     rows = read(f"tar:{write_tar(tmp_path / 'a.tar', members)}")
     assert rows.ids == ["a.tar#3"] and rows.labels == ["cat"]
     (line,) = rows.warnings
-    assert all(word in line for word in ("2 images left out", "'3.mask.png'", "first dot", "'3.png'"))
+    assert all(
+        word in line
+        for word in ("2 images left out", "'3.mask.png'", "first dot", "'3.png'")
+    )
     members.append(("3.edge.cls", b"dog"))
     rows = read(f"tar:{write_tar(tmp_path / 'a.tar', members)}")
     assert rows.ids == ["a.tar#3", "a.tar#3.edge"] and rows.labels == ["cat", "dog"]
@@ -179,7 +234,11 @@ def test_a_label_without_an_image_is_a_warning(tmp_path, name, content, num_warn
     assert rows.labels == ["a"] and len(rows.warnings) == num_warnings
     assert len(rows.notes) == 1 - num_warnings
     for line in rows.warnings:
-        assert "1 label without an image" in line and repr(name) in line and "a.tar" in line
+        assert (
+            "1 label without an image" in line
+            and repr(name) in line
+            and "a.tar" in line
+        )
 
 
 def test_labels_that_could_be_lost_are_refused(tmp_path):
@@ -190,38 +249,59 @@ def test_labels_that_could_be_lost_are_refused(tmp_path):
     line = failure(read, f"tar:{tmp_path}")
     assert "2 labels in another shard" in line and "'cat_1.cls' in b.tar" in line
     assert "'a.tar#cat_1'" in line and "one shard" in line
-    write_tar(tmp_path / "a.tar", [*images, *labels])  # all have one: the others are no image's
+    # all have one: the others are no image's
+    write_tar(tmp_path / "a.tar", [*images, *labels])
     assert "2 labels without an image" in read(f"tar:{tmp_path}").warnings[0]
-    path = write_tar(tmp_path / "c.tar", [("7.rgb.png", images[0][1]), ("7.cls", b"cat")])
+    path = write_tar(
+        tmp_path / "c.tar", [("7.rgb.png", images[0][1]), ("7.cls", b"cat")]
+    )
     line = failure(read, f"tar:{path}")
-    assert "c.tar" in line and "'7.cls'" in line and "'7.rgb.png'" in line and "rename" in line
+    assert (
+        "c.tar" in line
+        and "'7.cls'" in line
+        and "'7.rgb.png'" in line
+        and "rename" in line
+    )
     assert len(open_inputs(DataConfig(source=f"tar:{path}"))) == 1
 
 
 def test_lost_labels_are_said_wherever_a_run_begins(tmp_path, capsys):
-    """By ``check``, on the console of a run, in the report, and where no label is left."""
+    """By ``check``, on the console of a run, in the report, and where no label is
+    left.
+    """
     image = encoded(pixels(0))
     members = [(f"{i}.png", encoded(pixels(i))) for i in range(40)]
     members += [(f"{i}.cls", b"ab"[i % 2 : i % 2 + 1]) for i in range(30)]
     path = write_tar(tmp_path / "a.tar", [*members, ("gone.cls", b"a")])
-    config = override(Config(), {"data.source": f"tar:{path}", "data.num_novel": 1, "train.batch_size": 8})
+    config = override(
+        Config(),
+        {"data.source": f"tar:{path}", "data.num_novel": 1, "train.batch_size": 8},
+    )
     task = make_task(read_rows(config.data), config.data)
     problems = [one for one in check(task, config) if "'gone.cls'" in one.message]
     assert [one.level for one in problems] == ["warning"]
     preflight(config, task)
-    assert "warning: 1 label without an image, e.g. 'gone.cls'" in capsys.readouterr().out
+    assert (
+        "warning: 1 label without an image, e.g. 'gone.cls'" in capsys.readouterr().out
+    )
     storage = Storage(str(tmp_path / "run"))
     write_report(config, storage, task)
     page = storage.read("report.html").decode()
     assert "1 label without an image" in page and "gone.cls" in page
-    lost = DataConfig(source=f"tar:{write_tar(tmp_path / 'b.tar', [('1.png', image), ('2.cls', b'a')])}")
+    lost = DataConfig(
+        source=(
+            f"tar:{write_tar(tmp_path / 'b.tar', [('1.png', image), ('2.cls', b'a')])}"
+        )
+    )
     assert "'2.cls' in b.tar" in failure(make_task, read_rows(lost), lost)
     write_tar(tmp_path / "b.tar", [("2.cls", b"a")])
     line = failure(read_rows, lost)
     assert "no members KEY.jpg" in line and "'2.cls' in b.tar" in line
 
 
-@pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+@pytest.mark.parametrize(
+    "format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]
+)
 def test_names_of_any_length_and_letters(tmp_path, format):
     """Kills: a long name that is cut, a name that is left over for the next member."""
     long = "k" * (90 if format == tarfile.USTAR_FORMAT else 300)
@@ -233,18 +313,28 @@ def test_names_of_any_length_and_letters(tmp_path, format):
 
 
 def test_patterns(tmp_path):
-    """Kills: a shard too few or too many, widths that are lost, a folder's name in the place of a file's."""
+    """Kills: a shard too few or too many, widths that are lost, a folder's name in
+    the place of a file's.
+    """
     for i in range(12):
-        write_tar(tmp_path / "in" / f"shard-{i:03}.tar", [("0.png", encoded(pixels(i))), ("0.cls", b"a")])
+        write_tar(
+            tmp_path / "in" / f"shard-{i:03}.tar",
+            [("0.png", encoded(pixels(i))), ("0.cls", b"a")],
+        )
     for pattern, numbers in (
-        ("shard-{000..009}.tar", range(10)), ("shard-{003,011}.tar", (3, 11)), ("shard-*.tar", range(12)),
-        ("shard-01*.tar", (10, 11)), ("shard-0{00..01}.tar", (0, 1)),
-    ):  # fmt: skip
+        ("shard-{000..009}.tar", range(10)),
+        ("shard-{003,011}.tar", (3, 11)),
+        ("shard-*.tar", range(12)),
+        ("shard-01*.tar", (10, 11)),
+        ("shard-0{00..01}.tar", (0, 1)),
+    ):
         rows = read(f"tar:{tmp_path}/in/{pattern}")
         assert rows.ids == [f"shard-{i:03}.tar#0" for i in numbers]
     assert "shard-012.tar" in failure(read, f"tar:{tmp_path}/in/shard-{{009..012}}.tar")
     assert "no such file" in failure(read, f"tar:{tmp_path}/in/x*.tar")
-    assert "more than 1,000,000 files" in failure(read, f"tar:{tmp_path}/{{0..9999}}{{0..9999}}.tar")
+    assert "more than 1,000,000 files" in failure(
+        read, f"tar:{tmp_path}/{{0..9999}}{{0..9999}}.tar"
+    )
     assert "no such file or folder" in failure(read, f"tar:{tmp_path}/none")
     (tmp_path / "empty").mkdir()
     assert "no *.tar files below" in failure(read, f"tar:{tmp_path}/empty")
@@ -259,9 +349,13 @@ def test_a_folder_of_shards_is_recognized(tmp_path, both):
 
 
 def test_the_rows_of_a_folder(both):
-    """In memory. Kills: another order, pixels of a neighbor, a split or class that is lost."""
+    """In memory. Kills: another order, pixels of a neighbor, a split or class that
+    is lost.
+    """
     folder, shards = map(read, both)
-    assert [name.partition("#")[2] for name in shards.ids] == [name[:-4] for name in folder.ids]
+    assert [name.partition("#")[2] for name in shards.ids] == [
+        name[:-4] for name in folder.ids
+    ]
     assert shards.labels == folder.labels and shards.split == folder.split
     (a, _), (b, reasons) = (decode_many(rows.images, 8) for rows in (folder, shards))
     assert (a == b).all() and not any(reasons)
@@ -272,57 +366,97 @@ def test_the_rows_of_a_folder(both):
     data = [DataConfig(source=source, known_classes="cat,dog") for source in both]
     first, second = (make_task(read_rows(one), one) for one in data)
     assert (first.known, first.num_novel) == (second.known, second.num_novel)
-    assert (first.labels == second.labels).all() and (first.eval_labels == second.eval_labels).all()
+    assert (first.labels == second.labels).all() and (
+        first.eval_labels == second.eval_labels
+    ).all()
 
 
 def test_streamed_as_a_folder(both, tmp_path):
     """The same crops in the same order. Kills: windows of what is read by itself."""
-    more = {"train.batch_size": 4, "data.stored_size": 8, "data.known_classes": "cat,dog"}
-    config = override(Config(), {**more, "augment.large.size": 8, "data.batch_sampling": "balanced"})
+    more = {
+        "train.batch_size": 4,
+        "data.stored_size": 8,
+        "data.known_classes": "cat,dog",
+    }
+    config = override(
+        Config(), {**more, "augment.large.size": 8, "data.batch_sampling": "balanced"}
+    )
     found = []
     for name, source in zip(("folder", "tar"), both, strict=True):
         data = override(config, {"data.source": source}).data
-        train = streaming_set(config, make_task(read_rows(data), data), Storage(str(tmp_path / name)))
-        plan = run.plans(config, len(train.labels), train.num_unlabeled, 1)[run.DISCOVER]
+        train = streaming_set(
+            config, make_task(read_rows(data), data), Storage(str(tmp_path / name))
+        )
+        plan = run.plans(config, len(train.labels), train.num_unlabeled, 1)[
+            run.DISCOVER
+        ]
         chunks = list(crop_local(CropJob(config, train, plan, 0, 1, 0, 5), 1))
         found.append(np.concatenate([pixels for pixels, _ in chunks]))
     assert (found[0] == found[1]).all() and found[0].any()
 
 
 def test_predicted_checked_and_packed_as_a_folder(both, tmp_path):
-    """Without a word on tar in any of these. Kills: ids or images of other rows, a path that is none."""
+    """Without a word on tar in any of these. Kills: ids or images of other rows, a
+    path that is none.
+    """
     model, tables = tiny_model(tmp_path / "model"), []
     for name, source in zip(("a", "b"), both, strict=True):
         storage = Storage(str(tmp_path / name))
-        predict_rows(model, PredictionWriter(storage, open_inputs(DataConfig(source=source)), model, False))
-        tables.append(read_columns(storage, ("id", "uri", "class_index", "probability")))
+        predict_rows(
+            model,
+            PredictionWriter(
+                storage, open_inputs(DataConfig(source=source)), model, False
+            ),
+        )
+        tables.append(
+            read_columns(storage, ("id", "uri", "class_index", "probability"))
+        )
     assert tables[0]["class_index"].equals(tables[1]["class_index"])
     assert tables[0]["probability"].equals(tables[1]["probability"])
-    assert tables[1]["uri"].null_count == 30 and tables[1]["id"][0].as_py() == "train-000.tar#cat/00"
-    config = override(Config(), {"data.source": both[1], "data.known_classes": "cat,dog"})
+    assert (
+        tables[1]["uri"].null_count == 30
+        and tables[1]["id"][0].as_py() == "train-000.tar#cat/00"
+    )
+    config = override(
+        Config(), {"data.source": both[1], "data.known_classes": "cat,dog"}
+    )
     task = make_task(read_rows(config.data), config.data)
     assert "30 train, 0 test" in format_report(task, check(task, config, seconds=30))
     rows = task.rows
-    done = pack(rows, labeled_rows(rows, config.data), Storage(str(tmp_path / "out")), 2000, store_local(1))
+    done = pack(
+        rows,
+        labeled_rows(rows, config.data),
+        Storage(str(tmp_path / "out")),
+        2000,
+        store_local(1),
+    )
     assert (done.packed, done.bad) == (30, 0) and done.shards > 1
-    packed, number = read(f"parquet:{tmp_path}/out"), {name: i for i, name in enumerate(rows.ids)}
+    packed, number = (
+        read(f"parquet:{tmp_path}/out"),
+        {name: i for i, name in enumerate(rows.ids)},
+    )
     order = np.array([number[name] for name in packed.ids])
     assert packed.images.read_images(np.arange(30)) == rows.images.read_images(order)
     decoded, reasons = decode_many(rows.images, 8)
     kept = keep_pixels(task, decoded, reasons).rows.images
-    assert kept.prepared(np.array([3]))[0].equal(decoded[3:4]) and kept.paths(np.arange(2)) == [None] * 2
+    assert (
+        kept.prepared(np.array([3]))[0].equal(decoded[3:4])
+        and kept.paths(np.arange(2)) == [None] * 2
+    )
 
 
 def test_objects_are_read_in_pieces(both, tmp_path, monkeypatch):
-    """From 's3://bucket', served from a folder. Kills: a request for each image, one that spans all of a
-    shard, ids that hold the bucket, a pattern of URIs.
+    """From 's3://bucket', served from a folder. Kills: a request for each image, one
+    that spans all of a shard, ids that hold the bucket, a pattern of URIs.
     """
     remote = pa.fs.SubTreeFileSystem(str(tmp_path), pa.fs.LocalFileSystem())
     monkeypatch.setattr(filesystem, "_connect", lambda host, options: (remote, ""))
     here, there = read(both[1]), read("tar:s3://bucket/shards")
     assert there.ids == here.ids and there.fingerprint == here.fingerprint
     everything, opened = np.arange(30), []
-    assert there.images.groups(everything).tolist() == np.repeat(range(5), 7)[:30].tolist()
+    assert (
+        there.images.groups(everything).tolist() == np.repeat(range(5), 7)[:30].tolist()
+    )
     assert here.images.groups(everything) is None
     expected, real = here.images.read_images(everything), tar._open
     monkeypatch.setattr(tar, "_open", lambda path: opened.append(path) or real(path))
@@ -331,31 +465,64 @@ def test_objects_are_read_in_pieces(both, tmp_path, monkeypatch):
     again = read("tar:s3://bucket/shards/train-{000..004}.tar")
     assert again.ids == here.ids and again.images.read_images(everything) == expected
     assert len(np.unique(again.images.groups(everything))) > 5
-    assert read("tar:s3://bucket/shards/train-*4.tar").ids == ["train-004.tar#emu/08", "train-004.tar#emu/09"]
+    assert read("tar:s3://bucket/shards/train-*4.tar").ids == [
+        "train-004.tar#emu/08",
+        "train-004.tar#emu/09",
+    ]
 
 
 def test_members_that_are_no_files_are_bad_rows(tmp_path):
-    """Nothing outside the shard is ever opened. Kills: a link that is followed, a hole that is read as bytes,
-    a member behind them that is lost.
+    """Nothing outside the shard is ever opened. Kills: a link that is followed, a hole
+    that is read as bytes, a member behind them that is lost.
     """
     (tmp_path / "secret.png").write_bytes(encoded(pixels(9)))
-    link, image = {"type": tarfile.SYMTYPE, "linkname": "../secret.png"}, encoded(pixels(0))
+    link, image = (
+        {"type": tarfile.SYMTYPE, "linkname": "../secret.png"},
+        encoded(pixels(0)),
+    )
     sparse = {"pax_headers": {"GNU.sparse.major": "1", "GNU.sparse.size": "99999999"}}
-    path = write_tar(tmp_path / "a.tar", [
-        ("1.png", b"", link), ("2.png", b"", {**link, "type": tarfile.LNKTYPE}), ("3.png", image, sparse),
-        ("/etc/4.png", image), ("../../5.png", image), ("6.png/", b"", {"type": tarfile.DIRTYPE}),
-        ("7.png", b"", {"type": tarfile.FIFOTYPE}), ("8.png", image),
-    ], tarfile.PAX_FORMAT)  # fmt: skip
+    path = write_tar(
+        tmp_path / "a.tar",
+        [
+            ("1.png", b"", link),
+            ("2.png", b"", {**link, "type": tarfile.LNKTYPE}),
+            ("3.png", image, sparse),
+            ("/etc/4.png", image),
+            ("../../5.png", image),
+            ("6.png/", b"", {"type": tarfile.DIRTYPE}),
+            ("7.png", b"", {"type": tarfile.FIFOTYPE}),
+            ("8.png", image),
+        ],
+        tarfile.PAX_FORMAT,
+    )
     rows = read(f"tar:{path}")
-    assert [name.partition("#")[2] for name in rows.ids] == ["1", "2", "3", "/etc/4", "../../5", "7", "8"]
+    assert [name.partition("#")[2] for name in rows.ids] == [
+        "1",
+        "2",
+        "3",
+        "/etc/4",
+        "../../5",
+        "7",
+        "8",
+    ]
     reasons = decode_many(rows.images, 8)[1]
-    assert [reason is None for reason in reasons] == [False, False, False, True, True, False, True]
+    assert [reason is None for reason in reasons] == [
+        False,
+        False,
+        False,
+        True,
+        True,
+        False,
+        True,
+    ]
     assert reasons[0] == "no image data"
     assert {file.name for file in tmp_path.iterdir()} == {"a.tar", "secret.png"}
 
 
 def test_old_sparse_files(tmp_path):
-    """Of GNU tar, whose map goes on in blocks of its own. Kills: the map taken for headers."""
+    """Of GNU tar, whose map goes on in blocks of its own. Kills: the map taken for
+    headers.
+    """
     image, header = encoded(pixels(0)), tarfile.TarInfo("1.png")
     header.size, header.type = len(image), tarfile.GNUTYPE_SPARSE
     block = bytearray(header.tobuf(tarfile.GNU_FORMAT))
@@ -366,16 +533,29 @@ def test_old_sparse_files(tmp_path):
     rest = io.BytesIO()
     with tarfile.open(fileobj=rest, mode="w") as archive:
         add(archive, "2.png", image)
-    data = bytes(block) + extension + bytes(512) + image + bytes(-len(image) % 512) + rest.getvalue()
+    data = (
+        bytes(block)
+        + extension
+        + bytes(512)
+        + image
+        + bytes(-len(image) % 512)
+        + rest.getvalue()
+    )
     (tmp_path / "a.tar").write_bytes(data)
     rows = read(f"tar:{tmp_path / 'a.tar'}")
-    assert rows.ids == ["a.tar#1", "a.tar#2"] and rows.images.read_images(np.arange(2)) == [b"", image]
+    assert rows.ids == ["a.tar#1", "a.tar#2"] and rows.images.read_images(
+        np.arange(2)
+    ) == [b"", image]
 
 
 def test_cut_off_anywhere(tmp_path):
-    """One line, or a row that is listed as bad. Kills: a read beyond the end, a whole image lost."""
+    """One line, or a row that is listed as bad. Kills: a read beyond the end, a
+    whole image lost.
+    """
     images = [encoded(pixels(i, 20, 20)) for i in range(3)]
-    path = write_tar(tmp_path / "a.tar", [(f"{i}.png", image) for i, image in enumerate(images)])
+    path = write_tar(
+        tmp_path / "a.tar", [(f"{i}.png", image) for i, image in enumerate(images)]
+    )
     whole = (tmp_path / "a.tar").read_bytes()
     for size in range(0, 3 * 2048 + 600, 123):
         (tmp_path / "a.tar").write_bytes(whole[:size])
@@ -390,24 +570,55 @@ def test_cut_off_anywhere(tmp_path):
             assert rows.notes == ("a.tar is truncated: it ends inside a member",)
 
 
-@pytest.mark.parametrize(("name", "members", "words"), [
-    ("twice", [("1.png", b"x"), ("2.png", b"x"), ("1.png", b"x")], "two images of one key"),
-    ("two", [("1.png", b"x"), ("1.jpg", b"x")], "two images of one key, '1.png' and '1.jpg'"),
-    ("json", [("1.png", b"x"), ("1.json", b"{")], "'1.json' is not JSON"),
-    ("deep", [("1.png", b"x"), ("1.json", b"[" * 100_000)], "'1.json' is not JSON"),
-    ("list", [("1.png", b"x"), ("1.json", b"[1]")], "must be an object, not list"),
-    ("real", [("1.png", b"x"), ("1.json", b'{"label": 1.5}')], "a.tar#1: label 1.5 is not a whole number"),
-    ("text", [("1.png", b"x"), ("1.cls", b"\xff")], "'1.cls' is not UTF-8 text"),
-    ("long", [("1.png", b"x"), ("1.cls", b"x" * 400)], "a class's name has 400 characters"),
-    ("huge", [("1.png", b"x"), ("1.cls", b"x" * 2**21)], "has 2,097,152 bytes, more than 1,048,576"),
-    ("link", [("1.png", b"x"), ("1.cls", b"", {"type": tarfile.SYMTYPE, "linkname": "x"})], "is a link"),
-    ("none", [("readme.md", b"x")], "no members KEY.jpg"),
-    ("header", [("k" * 2**21 + ".png", b"x")], "a header has 2,097,157 bytes"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "members", "words"),
+    [
+        (
+            "twice",
+            [("1.png", b"x"), ("2.png", b"x"), ("1.png", b"x")],
+            "two images of one key",
+        ),
+        (
+            "two",
+            [("1.png", b"x"), ("1.jpg", b"x")],
+            "two images of one key, '1.png' and '1.jpg'",
+        ),
+        ("json", [("1.png", b"x"), ("1.json", b"{")], "'1.json' is not JSON"),
+        ("deep", [("1.png", b"x"), ("1.json", b"[" * 100_000)], "'1.json' is not JSON"),
+        ("list", [("1.png", b"x"), ("1.json", b"[1]")], "must be an object, not list"),
+        (
+            "real",
+            [("1.png", b"x"), ("1.json", b'{"label": 1.5}')],
+            "a.tar#1: label 1.5 is not a whole number",
+        ),
+        ("text", [("1.png", b"x"), ("1.cls", b"\xff")], "'1.cls' is not UTF-8 text"),
+        (
+            "long",
+            [("1.png", b"x"), ("1.cls", b"x" * 400)],
+            "a class's name has 400 characters",
+        ),
+        (
+            "huge",
+            [("1.png", b"x"), ("1.cls", b"x" * 2**21)],
+            "has 2,097,152 bytes, more than 1,048,576",
+        ),
+        (
+            "link",
+            [
+                ("1.png", b"x"),
+                ("1.cls", b"", {"type": tarfile.SYMTYPE, "linkname": "x"}),
+            ],
+            "is a link",
+        ),
+        ("none", [("readme.md", b"x")], "no members KEY.jpg"),
+        ("header", [("k" * 2**21 + ".png", b"x")], "a header has 2,097,157 bytes"),
+    ],
+)
 def test_what_is_refused_is_one_line(tmp_path, name, members, words):
     path = write_tar(tmp_path / "a.tar", members, tarfile.GNU_FORMAT)
     assert words in failure(read, f"tar:{path}")
-    if name in ("json", "deep", "list", "real", "text", "long", "huge", "link"):  # labels mean nothing there
+    # labels mean nothing there
+    if name in ("json", "deep", "list", "real", "text", "long", "huge", "link"):
         assert len(open_inputs(DataConfig(source=f"tar:{path}"))) == 1
 
 
@@ -418,7 +629,10 @@ def test_files_that_are_no_tar(tmp_path):
     data = (tmp_path / "good.tar").read_bytes()
     for content, words in (
         (gzip.compress(data), "is compressed (gzip); images are read at their places"),
-        (np.random.default_rng(0).bytes(5000), "is not a tar file: no header at byte 0"),
+        (
+            np.random.default_rng(0).bytes(5000),
+            "is not a tar file: no header at byte 0",
+        ),
         (data[:1024] + b"x" * 1024, "no header at byte"),
     ):
         path.write_bytes(content)
@@ -441,14 +655,17 @@ def test_files_that_are_no_tar(tmp_path):
 def test_json_may_be_large_where_it_is_not_wanted(tmp_path):
     """Kills: a label that is read although there is a KEY.cls before it."""
     more = json.dumps({"boxes": [0] * 10**6}).encode()
-    path = write_tar(tmp_path / "a.tar", [("1.cls", b"cat"), ("1.json", more), ("1.png", encoded(pixels(0)))])
+    path = write_tar(
+        tmp_path / "a.tar",
+        [("1.cls", b"cat"), ("1.json", more), ("1.png", encoded(pixels(0)))],
+    )
     assert read(f"tar:{path}").labels == ["cat"]
 
 
 @pytest.mark.slow
 def test_requests_to_s3(both, tmp_path, monkeypatch):
-    """Counted by moto: a size and a piece for each shard that is scanned or read. Kills: a request for every
-    header or image.
+    """Counted by moto: a size and a piece for each shard that is scanned or read.
+    Kills: a request for every header or image.
     """
     with store(0) as (env, log):
         for name, value in env.items():
@@ -461,7 +678,9 @@ def test_requests_to_s3(both, tmp_path, monkeypatch):
         before = len(requests_of(log))
         rows = read(f"tar:{place.uri}/shards")
         scanned = len(requests_of(log))
-        assert rows.images.read_images(np.arange(30)) == read(both[1]).images.read_images(np.arange(30))
+        assert rows.images.read_images(np.arange(30)) == read(
+            both[1]
+        ).images.read_images(np.arange(30))
         fetched = [method for _, method, _ in requests_of(log)[scanned:]]
         assert sorted(fetched) == ["GET"] * 5 + ["HEAD"] * 5
         assert scanned - before <= 5 * 2 + 5  # and what is there, twice, and a list

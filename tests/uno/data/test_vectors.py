@@ -1,5 +1,5 @@
-"""Vectors in the place of images: what is read, what is refused, and the views that are made of one
-vector.
+"""Vectors in the place of images: what is read, what is refused, and the views that are
+made of one vector.
 """
 
 from pathlib import Path
@@ -53,16 +53,30 @@ def rows_of(source: str, **more: Any) -> Any:
 def test_lists_of_any_floats_are_read(tmp_path, kind):
     """Kills: a kind of list or float that is refused or scrambled."""
     values = drawn().astype(np.float16)
-    rows = rows_of(stored(tmp_path / "v.parquet", kind, embedding=list(values), label=["a", None] * 6))
+    rows = rows_of(
+        stored(
+            tmp_path / "v.parquet", kind, embedding=list(values), label=["a", None] * 6
+        )
+    )
     found, reasons = rows.images.vectors(np.arange(12))
-    assert np.array_equal(found[:, 0].numpy(), values.astype(np.float32)) and reasons == [None] * 12
+    assert (
+        np.array_equal(found[:, 0].numpy(), values.astype(np.float32))
+        and reasons == [None] * 12
+    )
     assert rows.labels[:2] == ["a", None] and rows.ids[3] == "row-3"
 
 
 def test_rows_of_one_id_are_views(tmp_path):
-    """Kills: views in another order, ids with fewer views than others, labels of the wrong rows."""
+    """Kills: views in another order, ids with fewer views than others, labels of the
+    wrong rows.
+    """
     values = drawn(5)
-    source = stored(tmp_path / "v.parquet", embedding=list(values), id=list("abbca"), label=list("xyyzx"))
+    source = stored(
+        tmp_path / "v.parquet",
+        embedding=list(values),
+        id=list("abbca"),
+        label=list("xyyzx"),
+    )
     rows = rows_of(source)
     found, _ = rows.images.vectors(np.arange(3))
     assert [*rows.ids] == ["a", "b", "c"] and [*rows.labels] == ["x", "y", "z"]
@@ -73,36 +87,67 @@ def test_rows_of_one_id_are_views(tmp_path):
 
 
 def test_views_that_differ_in_label_are_refused(tmp_path):
-    source = stored(tmp_path / "v.parquet", embedding=list(drawn(3)), id=list("aab"), label=["x", "y", "x"])
+    source = stored(
+        tmp_path / "v.parquet",
+        embedding=list(drawn(3)),
+        id=list("aab"),
+        label=["x", "y", "x"],
+    )
     with pytest.raises(ConfigError, match="rows of id 'a' differ in label"):
         rows_of(source)
 
 
 def test_bad_rows_have_reasons(tmp_path):
-    """Kills: a NaN, an infinity, a missing number or vector that is trained on; a bad view that is kept."""
+    """Kills: a NaN, an infinity, a missing number or vector that is trained on; a
+    bad view that is kept.
+    """
     values = [[*row] for row in drawn(9).tolist()]
-    values[1][2], values[2][0], values[3], values[4], values[5][1] = np.nan, np.inf, [0.0] * 4, [1.0], None
+    values[1][2], values[2][0], values[3], values[4], values[5][1] = (
+        np.nan,
+        np.inf,
+        [0.0] * 4,
+        [1.0],
+        None,
+    )
     values[6], values[8] = None, [np.nan] * 4
-    source = stored(tmp_path / "v.parquet", embedding=values, id=[*map(str, range(8)), "7"])
+    source = stored(
+        tmp_path / "v.parquet", embedding=values, id=[*map(str, range(8)), "7"]
+    )
     found, reasons = rows_of(source).images.vectors(np.arange(8))
     finite, zeros = "numbers that are not finite", "a vector of zeros"
-    assert reasons == [None, finite, finite, zeros, "1 numbers, not 4", finite, "0 numbers, not 4", finite]
+    assert reasons == [
+        None,
+        finite,
+        finite,
+        zeros,
+        "1 numbers, not 4",
+        finite,
+        "0 numbers, not 4",
+        finite,
+    ]
     assert not found[1:].any() and found[0].all()
 
 
 def test_arrays_beside_a_table(tmp_path):
-    """Kills: a CSV that is read in another order, a file of objects, a table of another length."""
+    """Kills: a CSV that is read in another order, a file of objects, a table of
+    another length.
+    """
     values = drawn(6)
     np.save(tmp_path / "v.npy", values.astype(np.float64))
     bare = rows_of(f"vectors:{tmp_path}/v.npy")
-    assert not bare.labels.given.any() and np.array_equal(bare.images.vectors(np.arange(6))[0][:, 0], values)
+    assert not bare.labels.given.any() and np.array_equal(
+        bare.images.vectors(np.arange(6))[0][:, 0], values
+    )
     (tmp_path / "v.csv").write_text(
         "name,label\n" + "".join(f"r{i},{'k' if i < 3 else ''}\n" for i in range(6))
     )
     rows = rows_of(f"vectors:{tmp_path}/v.npy", columns="id=name")
     assert rows.ids[5] == "r5" and rows.labels[:4] == ["k", "k", "k", None]
     np.savez(tmp_path / "v.npz", embedding=values, other=values[:1])
-    assert np.array_equal(rows_of(f"vectors:{tmp_path}/v.npz").images.vectors(np.arange(6))[0][:, 0], values)
+    assert np.array_equal(
+        rows_of(f"vectors:{tmp_path}/v.npz").images.vectors(np.arange(6))[0][:, 0],
+        values,
+    )
     np.save(tmp_path / "v.npy", values[:5])
     with pytest.raises(ConfigError, match=r"has 6 rows, .* has 5"):
         rows_of(f"vectors:{tmp_path}/v.npy")
@@ -127,33 +172,53 @@ def test_what_holds_no_vectors_is_refused(tmp_path):
 def test_a_folder_of_files_with_splits_and_other_names(tmp_path):
     values = drawn(4)
     for name, part in (("train-0", values[:2]), ("test-0", values[2:])):
-        table = {"vec": pa.array(list(part), pa.list_(pa.float32())), "id": [f"{name}{i}" for i in range(2)]}
+        table = {
+            "vec": pa.array(list(part), pa.list_(pa.float32())),
+            "id": [f"{name}{i}" for i in range(2)],
+        }
         pq.write_table(pa.table(table), tmp_path / f"{name}.parquet")
     rows = rows_of(f"vectors:{tmp_path}", columns="embedding=vec")
     assert dict(zip(rows.ids, rows.is_train.tolist(), strict=True)) == {
-        "test-00": False, "test-01": False, "train-00": True, "train-01": True,
-    }  # fmt: skip
+        "test-00": False,
+        "test-01": False,
+        "train-00": True,
+        "train-01": True,
+    }
 
 
 def test_hive_folders_of_vectors_are_columns(tmp_path):
     for place in ("split=test/label=cat", "split=train/label=dog"):
         (tmp_path / place).mkdir(parents=True)
-        stored(tmp_path / place / "0.parquet", embedding=list(drawn(2)), id=[f"{place}{i}" for i in "ab"])
+        stored(
+            tmp_path / place / "0.parquet",
+            embedding=list(drawn(2)),
+            id=[f"{place}{i}" for i in "ab"],
+        )
     rows = rows_of(f"vectors:{tmp_path}")
-    assert rows.labels == ["cat", "cat", "dog", "dog"] and rows.split == ["test", "test", "train", "train"]
+    assert rows.labels == ["cat", "cat", "dog", "dog"] and rows.split == [
+        "test",
+        "test",
+        "train",
+        "train",
+    ]
     assert len(open_inputs(DataConfig(source=f"vectors:{tmp_path}"))) == 4
-    stored(tmp_path / place / "0.parquet", embedding=list(drawn(2)), label=["dog", "cat"])
+    stored(
+        tmp_path / place / "0.parquet", embedding=list(drawn(2)), label=["dog", "cat"]
+    )
     with pytest.raises(ConfigError, match="label=dog, a row of its column label 'cat'"):
         rows_of(f"vectors:{tmp_path}")
 
 
 def test_pictures_and_text_are_shown_not_learnt(tmp_path):
-    """Kills: a picture of another row, text that is lost in a choice of rows, a picture in the
-    fingerprint.
+    """Kills: a picture of another row, text that is lost in a choice of rows, a picture
+    in the fingerprint.
     """
     values = list(drawn(3))
     source = stored(
-        tmp_path / "v.parquet", embedding=values, path=["a.jpg", "b.jpg", ""], text=["x", "y", None]
+        tmp_path / "v.parquet",
+        embedding=values,
+        path=["a.jpg", "b.jpg", ""],
+        text=["x", "y", None],
     )
     (tmp_path / "b.jpg").write_bytes(b"here")
     rows = rows_of(source).take(np.array([2, 1]))
@@ -161,9 +226,17 @@ def test_pictures_and_text_are_shown_not_learnt(tmp_path):
     assert rows.images.pictures().read_images(np.array([1])) == [f"{tmp_path}/b.jpg"]
     assert rows.images.paths(np.array([1])) == [f"{tmp_path}/b.jpg"]
     plain = rows_of(stored(tmp_path / "w.parquet", embedding=values))
-    assert plain.fingerprint == rows_of(source).fingerprint and plain.images.pictures() is None
-    blob = rows_of(stored(tmp_path / "b.parquet", embedding=values, image=[b"0", b"1", b"2"]))
-    assert blob.take(np.array([2, 0])).images.pictures().read_images(np.arange(2)) == [b"2", b"0"]
+    assert (
+        plain.fingerprint == rows_of(source).fingerprint
+        and plain.images.pictures() is None
+    )
+    blob = rows_of(
+        stored(tmp_path / "b.parquet", embedding=values, image=[b"0", b"1", b"2"])
+    )
+    assert blob.take(np.array([2, 0])).images.pictures().read_images(np.arange(2)) == [
+        b"2",
+        b"0",
+    ]
 
 
 def test_other_numbers_are_another_data_set():
@@ -172,7 +245,9 @@ def test_other_numbers_are_another_data_set():
 
 
 def test_what_is_predicted_needs_no_labels(tmp_path):
-    source = stored(tmp_path / "v.parquet", embedding=list(drawn(3)), label=[[1], [2], [3]])
+    source = stored(
+        tmp_path / "v.parquet", embedding=list(drawn(3)), label=[[1], [2], [3]]
+    )
     assert len(open_inputs(DataConfig(source=source))) == 3
 
 
@@ -185,22 +260,36 @@ def test_the_checks_name_bad_vectors_and_do_not_decode(tmp_path):
     config = override(Config(), completed(given))
     task = make_task(read_rows(config.data), config.data)
     problems = check(task, config, seconds=5)
-    assert "as vectors of 4 numbers" in format_report(task, problems, config.data.stored_size)
-    named = [problem for problem in problems if "row-5: numbers that are not finite" in problem.message]
+    assert "as vectors of 4 numbers" in format_report(
+        task, problems, config.data.stored_size
+    )
+    named = [
+        problem
+        for problem in problems
+        if "row-5: numbers that are not finite" in problem.message
+    ]
     assert named and named[0].level == "error"  # more than 1 % of 40
     assert not [
-        problem for problem in problems if "unreadable" in problem.message and problem.level == "error"
+        problem
+        for problem in problems
+        if "unreadable" in problem.message and problem.level == "error"
     ]
 
 
 @pytest.mark.parametrize("how", ["noise", "dropout", "neighbors"])
 def test_views_of_one_vector(how):
-    """Kills: views that are the vector itself, that depend on the call, or that revive a bad row."""
+    """Kills: views that are the vector itself, that depend on the call, or that
+    revive a bad row.
+    """
     values, ok = torch.from_numpy(drawn(30)), np.arange(30) != 4
     values[4] = 0
     augment = AugmentConfig(vector_view=how, vector_strength=0.5, num_cached_views=3)
     found = with_views(values[:, None], augment, ok)[:]
-    assert found.shape == (30, 4, 4) and torch.equal(found[:, 0], values) and not found[4].any()
+    assert (
+        found.shape == (30, 4, 4)
+        and torch.equal(found[:, 0], values)
+        and not found[4].any()
+    )
     assert torch.equal(found, with_views(values[:, None], augment, ok)[:])
     assert all((found[ok, v] != values[ok]).any() for v in range(1, 4))
     assert not torch.equal(found[:, 1], found[:, 2])
@@ -209,26 +298,31 @@ def test_views_of_one_vector(how):
 
 
 def test_neighbors_are_near(monkeypatch):
-    """Kills: views that move to rows of another direction, or to the row itself; also where rows are searched
-    in parts.
+    """Kills: views that move to rows of another direction, or to the row itself; also
+    where rows are searched in parts.
     """
     monkeypatch.setattr("uno.data.vectors.NEAR_ROWS", 100)
     centers = torch.eye(4)[torch.arange(200) % 4] * 10
     points = centers + 0.1 * torch.from_numpy(drawn(200))
-    found = with_views(points[:, None], AugmentConfig(num_cached_views=2), np.ones(200, bool))
+    found = with_views(
+        points[:, None], AugmentConfig(num_cached_views=2), np.ones(200, bool)
+    )
     assert ((found[:, 1:] - centers[:, None]).norm(dim=2) < 1).all()
     assert ((found[:, 1:] - points[:, None]).norm(dim=2) > 0).all()
 
 
 def test_views_are_those_of_a_loop():
-    """Of every row and view, read in batches and one by one. Kills: a partner or a share of another row or
-    view, row 0 as the partner of bad rows, values that are copied.
+    """Of every row and view, read in batches and one by one. Kills: a partner or a
+    share of another row or view, row 0 as the partner of bad rows, values that are
+    copied.
     """
     values, ok = torch.from_numpy(drawn(40)), np.arange(40) % 7 != 3
     values[~ok] = 0
     augment = AugmentConfig(vector_strength=0.5, num_cached_views=3)
     views = with_views(values[:, None], augment, ok)
-    assert isinstance(views, NeighborViews) and views[:, 0].data_ptr() == values.data_ptr()
+    assert (
+        isinstance(views, NeighborViews) and views[:, 0].data_ptr() == values.data_ptr()
+    )
     expected = torch.zeros(40, 4, 4)
     for row in range(40):
         expected[row, 0] = values[row]
@@ -237,17 +331,25 @@ def test_views_are_those_of_a_loop():
             assert 0 <= share < 0.5
             expected[row, 1 + v] = values[row] + share * (other - values[row])
     torch.testing.assert_close(views[:], expected)
-    assert not views[:][~ok].any() and (views.partners[ok] != torch.arange(40)[ok, None]).all()
+    assert (
+        not views[:][~ok].any()
+        and (views.partners[ok] != torch.arange(40)[ok, None]).all()
+    )
     blocks = RowBlocks([views]).select_rows(torch.arange(39, -1, -2))
     rows, view = torch.tensor([0, 3, 3, 19, 7]), torch.tensor([0, 1, 3, 2, 0])
-    assert blocks.shape == (20, 4, 4) and torch.equal(blocks[:], views[:][torch.arange(39, -1, -2)])
+    assert blocks.shape == (20, 4, 4) and torch.equal(
+        blocks[:], views[:][torch.arange(39, -1, -2)]
+    )
     assert torch.equal(blocks[rows, view], blocks[:][rows, view])
-    assert torch.equal(views[:, 0:1], values[:, None]) and torch.equal(views[:, 2], views[:][:, 2])
+    assert torch.equal(views[:, 0:1], values[:, None]) and torch.equal(
+        views[:, 2], views[:][:, 2]
+    )
 
 
 def test_numbers_in_a_file_are_those_in_memory(tmp_path, monkeypatch):
-    """With bad rows and several views of a row; the file is gone from its folder. Kills: pieces in another
-    order, rows of a second file or group at the place of the first, a file that is left.
+    """With bad rows and several views of a row; the file is gone from its folder.
+    Kills: pieces in another order, rows of a second file or group at the place of the
+    first, a file that is left.
     """
     monkeypatch.setattr(tables, "READ_ROWS", 7)
     values, one = drawn(50), tmp_path / "data"
@@ -256,25 +358,38 @@ def test_numbers_in_a_file_are_those_in_memory(tmp_path, monkeypatch):
     for name, own in (("a", slice(0, 30)), ("b", slice(30, 50))):
         lists = pa.array(list(values[own]), pa.list_(pa.float32()))
         ids = [str(row % 40) for row in range(50)][own]
-        pq.write_table(pa.table({"embedding": lists, "id": ids}), one / f"{name}.parquet", row_group_size=11)
+        pq.write_table(
+            pa.table({"embedding": lists, "id": ids}),
+            one / f"{name}.parquet",
+            row_group_size=11,
+        )
     np.save(tmp_path / "v.npy", values.astype(np.float64))
     sources = f"vectors:{one}", f"vectors:{tmp_path}/v.npy"
-    in_memory = [rows_of(source).images.vectors(np.arange(len(rows_of(source)))) for source in sources]
+    in_memory = [
+        rows_of(source).images.vectors(np.arange(len(rows_of(source))))
+        for source in sources
+    ]
     monkeypatch.setenv("UNO_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(mapped, "MAPPED_BYTES", 0)
     monkeypatch.setattr(mapped, "PIECE_ROWS", 9)
     for source, (found, reasons) in zip(sources, in_memory, strict=True):
         images = rows_of(source).images
-        assert isinstance(mapped.new_array((3, 2)), np.memmap) and not [*(tmp_path / "cache").iterdir()]
+        assert isinstance(mapped.new_array((3, 2)), np.memmap) and not [
+            *(tmp_path / "cache").iterdir()
+        ]
         again, why = images.vectors(np.arange(len(images)))
         assert torch.equal(again, found) and why == reasons and sum(map(bool, why)) == 2
         assert torch.equal(images.vectors(np.array([7, 3]))[0], found[[7, 3]])
 
 
 def test_equal_rows_are_those_of_a_dictionary(monkeypatch):
-    """Kills: hashes of round numbers, whose last bits are zeros, that meet; pieces that overlap."""
+    """Kills: hashes of round numbers, whose last bits are zeros, that meet; pieces
+    that overlap.
+    """
     monkeypatch.setattr(mapped, "HASHED_ROWS", 1_000)
-    values = torch.randint(0, 3, (20_500, 8), generator=torch.Generator().manual_seed(0)).float()
+    values = torch.randint(
+        0, 3, (20_500, 8), generator=torch.Generator().manual_seed(0)
+    ).float()
     found: dict[tuple[float, ...], list[int]] = {}
     for row, numbers in enumerate(values.tolist()):
         found.setdefault(tuple(numbers), []).append(row)
@@ -285,10 +400,16 @@ def test_equal_rows_are_those_of_a_dictionary(monkeypatch):
 
 
 def test_copies_are_found_without_reading_rows(tmp_path, monkeypatch):
-    """Kills: vectors that are copied to compare them; bad rows, all of them zeros, taken for copies."""
+    """Kills: vectors that are copied to compare them; bad rows, all of them zeros,
+    taken for copies.
+    """
     values = drawn(40)
     values[7], values[8], values[9], values[12] = 0, 0, np.nan, values[3]
-    source = stored(tmp_path / "a.parquet", embedding=list(values), label=["a", "b"] * 10 + [None] * 20)
+    source = stored(
+        tmp_path / "a.parquet",
+        embedding=list(values),
+        label=["a", "b"] * 10 + [None] * 20,
+    )
     given = {"data.source": source, "data.num_novel": 2, "data.max_bad_fraction": 0.2}
     config = override(Config(), completed(given))
     task = make_task(read_rows(config.data), config.data)
@@ -309,13 +430,17 @@ def test_the_search_for_neighbors_is_bounded(monkeypatch):
 
     monkeypatch.setattr(torch.nn.functional, "normalize", counted)
     found = with_views(
-        torch.from_numpy(drawn(300))[:, None], AugmentConfig(num_cached_views=2), np.ones(300, bool)
+        torch.from_numpy(drawn(300))[:, None],
+        AugmentConfig(num_cached_views=2),
+        np.ones(300, bool),
     )
     assert sizes == [100] * 3 and len(found) == 300
 
 
 def test_vectors_from_memory(tmp_path):
-    """Kills: labels of None, NaN, -1, numpy's numbers or names that become something else; mixed views."""
+    """Kills: labels of None, NaN, -1, numpy's numbers or names that become something
+    else; mixed views.
+    """
     values = np.random.default_rng(0).normal(size=(6, 2, 4))
     labels = ["a", None, float("nan"), -1, np.int64(3), 2.0]
     given_vectors(values, labels).store(f"{tmp_path}/v.parquet")

@@ -1,4 +1,6 @@
-"""Deep transfer clustering against loops; its memory of every row survives a checkpoint."""
+"""Deep transfer clustering against loops; its memory of every row survives a
+checkpoint.
+"""
 
 import copy
 from dataclasses import replace
@@ -7,14 +9,26 @@ import numpy as np
 import pytest
 import torch
 
-from tests.uno.small_run import batches_of, check_resumes, fresh_state, small_config, small_sets
+from tests.uno.small_run import (
+    batches_of,
+    check_resumes,
+    fresh_state,
+    small_config,
+    small_sets,
+)
 from uno.errors import ConfigError
 from uno.methods import dtc, registry
 from uno.model import features_of
 
 
 def naive_q(points: np.ndarray, centers: np.ndarray) -> np.ndarray:
-    rows = [[1 / (1 + sum((a - b) ** 2 for a, b in zip(p, c, strict=True))) for c in centers] for p in points]
+    rows = [
+        [
+            1 / (1 + sum((a - b) ** 2 for a, b in zip(p, c, strict=True)))
+            for c in centers
+        ]
+        for p in points
+    ]
     return np.array([[similarity / sum(row) for similarity in row] for row in rows])
 
 
@@ -25,13 +39,23 @@ def naive_p(q: np.ndarray) -> np.ndarray:
 
 
 def test_q_and_p_equal_the_loops():
-    """Kills: a Gaussian for Student's t, distances that are not squared, p without the clusters' sizes."""
-    head, features = dtc.DistanceHead(3, 6).double(), torch.randn(7, 6, dtype=torch.float64)
-    reduced = features.numpy() @ head.reduce.weight.detach().numpy().T + head.reduce.bias.detach().numpy()
+    """Kills: a Gaussian for Student's t, distances that are not squared, p without
+    the clusters' sizes.
+    """
+    head, features = (
+        dtc.DistanceHead(3, 6).double(),
+        torch.randn(7, 6, dtype=torch.float64),
+    )
+    reduced = (
+        features.numpy() @ head.reduce.weight.detach().numpy().T
+        + head.reduce.bias.detach().numpy()
+    )
     expected = naive_q(reduced, head.weight[0].detach().numpy())
     found = head(features)[0].softmax(dim=-1)
     np.testing.assert_allclose(found.detach().numpy(), expected, rtol=1e-9)
-    np.testing.assert_allclose(dtc.sharpened(found).detach().numpy(), naive_p(expected), rtol=1e-9)
+    np.testing.assert_allclose(
+        dtc.sharpened(found).detach().numpy(), naive_p(expected), rtol=1e-9
+    )
     # equal rows stay; certain rows stay; a large cluster yields
     even = torch.full((4, 2), 0.5)
     torch.testing.assert_close(dtc.sharpened(even), even)
@@ -41,36 +65,53 @@ def test_q_and_p_equal_the_loops():
 
 
 def test_the_start_is_pca_and_k_means():
-    """Kills: components of uncentered features, the smallest ones, centers of other points."""
+    """Kills: components of uncentered features, the smallest ones, centers of other
+    points.
+    """
     config = small_config(method="dtc")
     state = fresh_state(config)
     head = state.model.novel
-    features = features_of(state.model.eval(), small_sets()[0].unlabeled_images, config).double().numpy()
+    features = (
+        features_of(state.model.eval(), small_sets()[0].unlabeled_images, config)
+        .double()
+        .numpy()
+    )
     centered = features - features.mean(axis=0)
     points = head.reduce(torch.from_numpy(features).float()).detach().double().numpy()
     variances = np.linalg.svd(centered, compute_uv=False)[:5] ** 2
     np.testing.assert_allclose((points**2).sum(axis=0), variances, rtol=1e-3)
     nearest = naive_q(points, head.weight[0].detach().double().numpy()).argmax(axis=1)
     for k in range(5):  # a k-means center is the mean of the points nearest to it
-        np.testing.assert_allclose(head.weight[0, k].detach(), points[nearest == k].mean(axis=0), atol=1e-4)
-    torch.testing.assert_close(state.extra["targets"], dtc.sharpened(state.extra["probabilities"]))
+        np.testing.assert_allclose(
+            head.weight[0, k].detach(), points[nearest == k].mean(axis=0), atol=1e-4
+        )
+    torch.testing.assert_close(
+        state.extra["targets"], dtc.sharpened(state.extra["probabilities"])
+    )
 
 
 @pytest.mark.parametrize("step", [0, 5, 6, 7])
 def test_the_step_equals_the_loop(step):
-    """66 steps: warm-up 6, targets anew every 3. Kills: targets of other rows, q of the second view, labeled
-    rows in the loss or in BatchNorm's statistics.
+    """66 steps: warm-up 6, targets anew every 3. Kills: targets of other rows, q of the
+    second view, labeled rows in the loss or in BatchNorm's statistics.
     """
     config = small_config(method="dtc", dtc__consistency_weight=3.0)
     state, batch = fresh_state(config), batches_of(config)(1)
     state.step, state.total_steps = step, 66
     generator = torch.Generator().manual_seed(1)
-    state.extra["probabilities"] = torch.rand(100, 5, generator=generator).softmax(dim=1)
-    memory, targets = state.extra["probabilities"].double().numpy(), state.extra["targets"].double().numpy()
+    state.extra["probabilities"] = torch.rand(100, 5, generator=generator).softmax(
+        dim=1
+    )
+    memory, targets = (
+        state.extra["probabilities"].double().numpy(),
+        state.extra["targets"].double().numpy(),
+    )
     if step == 6:
         targets = naive_p(memory)
     with torch.no_grad():
-        logits = copy.deepcopy(state.model)([view[len(batch.labels) :] for view in batch.views[:2]])
+        logits = copy.deepcopy(state.model)(
+            [view[len(batch.labels) :] for view in batch.views[:2]]
+        )
     q = np.exp(logits.novel[:, 0].double().numpy())
     q = q / q.sum(axis=-1, keepdims=True)
     p = targets[batch.rows.numpy()]
@@ -78,7 +119,9 @@ def test_the_step_equals_the_loop(step):
     if step >= 6:
         ramp = np.exp(-5 * (1 - (step - 6) / 3) ** 2)
         expected += 3.0 * ramp * np.mean((q[0] - q[1]) ** 2)
-    assert float(dtc.step(state, batch, config, 0.0)) == pytest.approx(expected, rel=1e-4)
+    assert float(dtc.step(state, batch, config, 0.0)) == pytest.approx(
+        expected, rel=1e-4
+    )
     kept = state.extra["probabilities"].double().numpy()
     np.testing.assert_allclose(kept[batch.rows.numpy()], q[0], rtol=1e-4)
     others = np.setdiff1d(np.arange(100), batch.rows.numpy())
@@ -86,21 +129,37 @@ def test_the_step_equals_the_loop(step):
     assert not state.model.known.weight.grad.any()
     # a bad step leaves the memory alone: no NaN becomes a target epochs later
     memory = torch.full((4, 2), 0.5)
-    dtc.remember_(memory, torch.tensor([2, 0]), torch.tensor([[float("nan")] * 2, [0.9, 0.1]]))
-    torch.testing.assert_close(memory, torch.tensor([[0.9, 0.1], [0.5, 0.5], [0.5, 0.5], [0.5, 0.5]]))
+    dtc.remember_(
+        memory, torch.tensor([2, 0]), torch.tensor([[float("nan")] * 2, [0.9, 0.1]])
+    )
+    torch.testing.assert_close(
+        memory, torch.tensor([[0.9, 0.1], [0.5, 0.5], [0.5, 0.5], [0.5, 0.5]])
+    )
 
 
 def test_constants_of_the_authors():
-    """Epochs as shares of the phase. Kills: CIFAR10's on CIFAR100, a constant that the step does not read."""
-    cifar100, imagenet = (registry.settings("dtc", name) for name in ("cifar100_50", "imagenet"))
-    assert cifar100["dtc.warmup"] == 30 / 130 and cifar100["dtc.update_interval"] == 10 / 130
-    assert imagenet["dtc.consistency_weight"] == 100 and imagenet["dtc.warmup"] == 10 / 70
+    """Epochs as shares of the phase. Kills: CIFAR10's on CIFAR100, a constant that
+    the step does not read.
+    """
+    cifar100, imagenet = (
+        registry.settings("dtc", name) for name in ("cifar100_50", "imagenet")
+    )
+    assert (
+        cifar100["dtc.warmup"] == 30 / 130
+        and cifar100["dtc.update_interval"] == 10 / 130
+    )
+    assert (
+        imagenet["dtc.consistency_weight"] == 100 and imagenet["dtc.warmup"] == 10 / 70
+    )
     assert registry.settings("dtc", "cifar10") == {"method": "dtc"}
     config = small_config(method="dtc", dtc__warmup=0.5, dtc__update_interval=0.25)
     state, batch = fresh_state(config), batches_of(config)(1)
     before, state.total_steps = state.extra["targets"].clone(), 20
     for step, moves in ((9, False), (10, True), (12, False), (15, True)):
-        state.step, state.extra["probabilities"] = step, state.extra["probabilities"].square() + step / 9
+        state.step, state.extra["probabilities"] = (
+            step,
+            state.extra["probabilities"].square() + step / 9,
+        )
         dtc.step(state, batch, config, 0.0)
         assert torch.equal(state.extra["targets"], before) != moves, step
         before = state.extra["targets"].clone()
@@ -109,7 +168,9 @@ def test_constants_of_the_authors():
 @pytest.mark.slow
 def test_a_stopped_run_resumes_to_the_bit(tmp_path):
     """Kills: targets or probabilities not stored, k-means anew after a resume."""
-    tensors = check_resumes(small_config(method="dtc", discover__epochs=4), tmp_path, (3, 14))
+    tensors = check_resumes(
+        small_config(method="dtc", discover__epochs=4), tmp_path, (3, 14)
+    )
     assert {"extra/targets", "extra/probabilities"} <= set(tensors)
 
 
@@ -117,5 +178,8 @@ def test_more_classes_than_features_is_one_line():
     """Kills: a traceback of eigh or k-means."""
     config, train = small_config(method="dtc"), replace(small_sets()[0], num_novel=17)
     model = registry.build_network(config, 5, 17, 0)
-    with pytest.raises(ConfigError, match=r"method dtc needs as many rows and features as classes \(17\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"method dtc needs as many rows and features as classes \(17\)",
+    ):
         dtc.start(config, model, train)

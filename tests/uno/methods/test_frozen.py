@@ -1,4 +1,6 @@
-"""What each method learns where the encoder is frozen and features take the place of images."""
+"""What each method learns where the encoder is frozen and features take the place of
+images.
+"""
 
 from pathlib import Path
 
@@ -7,7 +9,14 @@ import torch
 from safetensors.torch import save_file
 
 from tests.uno.methods import toy
-from tests.uno.small_run import HERE, StopAt, batches_of, copied_tensors, fresh_state, small_config
+from tests.uno.small_run import (
+    HERE,
+    StopAt,
+    batches_of,
+    copied_tensors,
+    fresh_state,
+    small_config,
+)
 from tests.uno.small_run import assert_same as same
 from uno.config import Config
 from uno.data.files import Storage
@@ -19,7 +28,11 @@ from uno.methods.pairs import PairSimilarity
 from uno.runs import DISCOVER, PRETRAIN, run
 from uno.runs.checkpoint import checkpoint_steps
 
-FROZEN = {"model__finetune": "none", "augment__small__num_views": 0, "augment__num_cached_views": 3}
+FROZEN = {
+    "model__finetune": "none",
+    "augment__small__num_views": 0,
+    "augment__num_cached_views": 3,
+}
 
 
 def config_of(**changes) -> Config:
@@ -27,7 +40,9 @@ def config_of(**changes) -> Config:
 
 
 def feature_set() -> TrainSet:
-    """60 labeled and 60 unlabeled rows of ten classes that are easily told apart, in four views."""
+    """60 labeled and 60 unlabeled rows of ten classes that are easily told apart, in
+    four views.
+    """
     generator = torch.Generator().manual_seed(0)
     centers = torch.randn(10, 1, 16, generator=generator)
     truth = torch.arange(120) % 10
@@ -38,46 +53,69 @@ def feature_set() -> TrainSet:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_learns_with_its_heads_alone(method):
-    """Kills: a method that is refused, an encoder that moves, a part of the head that never learns, a hidden
-    layer on every feature of a wide encoder.
+    """Kills: a method that is refused, an encoder that moves, a part of the head that
+    never learns, a hidden layer on every feature of a wide encoder.
     """
     config, train = config_of(method=method), feature_set()
     state, batches = fresh_state(config, train=train), batches_of(config, train=train)
-    state.step, state.extra = 9, {k: v + 0.1 if k == "memory" else v for k, v in state.extra.items()}
+    state.step, state.extra = (
+        9,
+        {k: v + 0.1 if k == "memory" else v for k, v in state.extra.items()},
+    )
     before = copied_tensors(state)
     for n in range(2):
         loss = registry.load(config).step(state, batches(n), config, 0.1)
         assert loss.isfinite()
-    moved = {name for name, t in copied_tensors(state).items() if not torch.equal(t, before[name])}
-    heads = {name for name in before if name.startswith("model/") and "encoder" not in name}
-    heads -= {name for name in heads if "adapter" in name}  # which is chosen before training
+    moved = {
+        name
+        for name, t in copied_tensors(state).items()
+        if not torch.equal(t, before[name])
+    }
+    heads = {
+        name for name in before if name.startswith("model/") and "encoder" not in name
+    }
+    # which is chosen before training
+    heads -= {name for name in heads if "adapter" in name}
     assert {name for name in moved if name.startswith("model/")} == heads
     known = state.model.eval().heads(train.labeled_images[:, 0]).known[0].argmax(dim=1)
-    assert method != "dtc" or torch.equal(known, train.labels)  # at the means of the classes
+    # at the means of the classes
+    assert method != "dtc" or torch.equal(known, train.labels)
     assert PairSimilarity(1280).output.in_features == 2048
 
 
 @pytest.mark.parametrize("method", ["ncl", "jia"])
 def test_a_layer_stands_for_the_last_stage(method):
-    """The identity at first; then the objective is that of its output. Kills: contrast, memories or pairs of
-    the features themselves, which nothing moves.
+    """The identity at first; then the objective is that of its output. Kills: contrast,
+    memories or pairs of the features themselves, which nothing moves.
     """
     config, train = config_of(method=method), feature_set()
-    frozen, whole = fresh_state(config, train=train), fresh_state(small_config(method=method), train=train)
+    frozen, whole = (
+        fresh_state(config, train=train),
+        fresh_state(small_config(method=method), train=train),
+    )
     features = train.unlabeled_images[:9, :2].transpose(0, 1)
     head = frozen.model.novel
     torch.testing.assert_close(head(features[0]), head.prototypes(features[0]))
     layer = torch.nn.Linear(16, 16)
     head.layer.load_state_dict(layer.state_dict())
-    assert not torch.allclose(head(features[0]), head.prototypes(features[0]), atol=0.01)
-    labels, logits = torch.tensor([0, 3, 1, 1]), toy.random_logits(9, 5, 5, 16)._replace(features=features)
+    assert not torch.allclose(
+        head(features[0]), head.prototypes(features[0]), atol=0.01
+    )
+    labels, logits = (
+        torch.tensor([0, 3, 1, 1]),
+        toy.random_logits(9, 5, 5, 16)._replace(features=features),
+    )
     mapped = logits._replace(features=layer(features).detach())
     for name in frozen.extra.keys() & {"memory", "labeled_memory"}:
-        rows = torch.nn.functional.normalize(train.labeled_images[: len(frozen.extra[name]), 0], dim=1)
+        rows = torch.nn.functional.normalize(
+            train.labeled_images[: len(frozen.extra[name]), 0], dim=1
+        )
         frozen.extra[name], whole.extra[name] = rows, rows
     frozen.step = whole.step = 9
     found = toy.step_on(config, logits, labels, frozen)
-    assert found == pytest.approx(toy.step_on(small_config(method=method), mapped, labels, whole), rel=1e-5)
+    assert found == pytest.approx(
+        toy.step_on(small_config(method=method), mapped, labels, whole), rel=1e-5
+    )
     assert found != pytest.approx(toy.step_on(config, mapped, labels, frozen), rel=1e-3)
     assert head.layer.weight.grad.abs().sum() > 0
 
@@ -85,25 +123,42 @@ def test_a_layer_stands_for_the_last_stage(method):
 @pytest.fixture
 def rkd(tmp_path: Path) -> Config:
     """UNO with rKD on features of an encoder whose file knows no class."""
-    save_file(build_encoder(small_config().model).state_dict(), path := tmp_path / "encoder.safetensors")
+    save_file(
+        build_encoder(small_config().model).state_dict(),
+        path := tmp_path / "encoder.safetensors",
+    )
     return config_of(
-        model__weights=str(path), objective__rkd_weight=0.1, pretrain__epochs=8, discover__epochs=1
+        model__weights=str(path),
+        objective__rkd_weight=0.1,
+        pretrain__epochs=8,
+        discover__epochs=1,
     )
 
 
 def test_the_teacher_of_rkd_is_a_known_head_on_the_features(rkd, tmp_path):
-    """Kills: an untrained teacher, one that starts the student, one that is lost in a resume."""
+    """Kills: an untrained teacher, one that starts the student, one that is lost in
+    a resume.
+    """
     train, whole = feature_set(), Storage(str(tmp_path / "whole"))
     assert run.phases(rkd) == (PRETRAIN, DISCOVER)
     run.run_phase(rkd, PRETRAIN, train, HERE, whole)
     state = run.run_phase(rkd, DISCOVER, train, HERE, whole)
     taught = state.teacher([train.labeled_images[:, 0]]).known[0].argmax(dim=1)
-    assert (taught == train.labels).float().mean() > 0.95 and checkpoint_steps(whole, PRETRAIN)
+    assert (taught == train.labels).float().mean() > 0.95 and checkpoint_steps(
+        whole, PRETRAIN
+    )
     plain = config_of(model__weights=rkd.model.weights, discover__epochs=1)
-    other = run.run_phase(plain, DISCOVER, train, HERE, Storage(str(tmp_path / "plain")))
-    assert other.teacher is None and not torch.equal(other.model.known.weight, state.model.known.weight)
+    other = run.run_phase(
+        plain, DISCOVER, train, HERE, Storage(str(tmp_path / "plain"))
+    )
+    assert other.teacher is None and not torch.equal(
+        other.model.known.weight, state.model.known.weight
+    )
     stopped = Storage(str(tmp_path / "stopped"))
     run.run_phase(rkd, PRETRAIN, train, HERE, stopped)
     with pytest.raises(Interrupted):
         run.run_phase(rkd, DISCOVER, train, StopAt(2), stopped)
-    same(copied_tensors(run.run_phase(rkd, DISCOVER, train, HERE, stopped)), copied_tensors(state))
+    same(
+        copied_tensors(run.run_phase(rkd, DISCOVER, train, HERE, stopped)),
+        copied_tensors(state),
+    )

@@ -13,26 +13,43 @@ LABELS = [0, 3, 1, 1]
 
 def naive_contrast(features: np.ndarray) -> float:
     """Features (2, B, D); a row is an anchor under either view."""
-    rows = [(v, i, x / np.linalg.norm(x)) for v in (0, 1) for i, x in enumerate(features[v])]
+    rows = [
+        (v, i, x / np.linalg.norm(x)) for v in (0, 1) for i, x in enumerate(features[v])
+    ]
     terms = []
     for v, i, x in rows:
-        powers = {(w, j): np.exp(x @ y / jia.TEMPERATURE) for w, j, y in rows if (w, j) != (v, i)}
-        same = [j for j in range(len(LABELS)) if i < len(LABELS) and LABELS[j] == LABELS[i]] or [i]
+        powers = {
+            (w, j): np.exp(x @ y / jia.TEMPERATURE)
+            for w, j, y in rows
+            if (w, j) != (v, i)
+        }
+        same = [
+            j for j in range(len(LABELS)) if i < len(LABELS) and LABELS[j] == LABELS[i]
+        ] or [i]
         positive = [place for place in powers if place[1] in same]
-        terms.append(-np.mean([np.log(powers[place] / sum(powers.values())) for place in positive]))
+        terms.append(
+            -np.mean(
+                [np.log(powers[place] / sum(powers.values())) for place in positive]
+            )
+        )
     return float(np.mean(terms))
 
 
 @pytest.mark.parametrize("step", [0, 3, 40])
 def test_the_step_equals_the_loop(step):
-    """Kills, each tried: a row that is its own negative, positives of one view, unlabeled rows alike, labeled
-    rows without their class, the logarithm of a sum, codes of one view, the smallest feature of a
-    window, codes that agree below the share, one temperature for another, a weight of the consistency that
-    does not rise.
+    """Kills, each tried: a row that is its own negative, positives of one view,
+    unlabeled rows alike, labeled rows without their class, the logarithm of a sum,
+    codes of one view, the smallest feature of a window, codes that agree below the
+    share, one temperature for another, a weight of the consistency that does not rise.
     """
-    state, logits = fresh_state(small_config(method="jia")), toy.random_logits(9, 4, 3, 6)
+    state, logits = (
+        fresh_state(small_config(method="jia")),
+        toy.random_logits(9, 4, 3, 6),
+    )
     state.step, state.total_steps = step, 20
-    windows = torch.tensor([[0, 1, 2], [3, 4, 5], [5, 0, 3], [1, 4, 2], [2, 3, 0], [4, 1, 0], [5, 2, 1]])
+    windows = torch.tensor(
+        [[0, 1, 2], [3, 4, 5], [5, 0, 3], [1, 4, 2], [2, 3, 0], [4, 1, 0], [5, 2, 1]]
+    )
     state.extra = {"windows": windows}
     logits.features[:, 6:8] = logits.features[:, 5:6] + 0.3 * logits.features[:, 6:8]
     found = toy.step_on(small_config(method="jia"), logits, torch.tensor(LABELS), state)
@@ -42,22 +59,37 @@ def test_the_step_equals_the_loop(step):
         [max(window, key=lambda d: row[d]) for window in windows.tolist()]
         for row in (features[0] + features[1])[4:]
     ]
-    shares = [[np.mean([a == b for a, b in zip(one, two, strict=True)]) for two in codes] for one in codes]
+    shares = [
+        [np.mean([a == b for a, b in zip(one, two, strict=True)]) for two in codes]
+        for one in codes
+    ]
     similar = [[share > jia.AGREEMENT for share in row] for row in shares]
     assert 5 < np.sum(similar) < 25
-    heads = [[toy.probabilities(view) for view in head] for head in (logits.known, logits.novel[:, 0])]
+    heads = [
+        [toy.probabilities(view) for view in head]
+        for head in (logits.known, logits.novel[:, 0])
+    ]
     weight = 5 * np.exp(-5 * (1 - min(1, step / 5)) ** 2)
-    expected = toy.naive_cross_entropy(logits.known[:, :4].numpy(), LABELS) + naive_contrast(features)
+    expected = toy.naive_cross_entropy(
+        logits.known[:, :4].numpy(), LABELS
+    ) + naive_contrast(features)
     expected += toy.naive_pair_loss(heads[1][0][4:], heads[1][1][4:], similar)
     expected += weight * sum(toy.naive_mse(*head) for head in heads)
     assert found == pytest.approx(expected, rel=1e-6)
 
 
 def test_windows_are_the_runs_own_and_of_different_features():
-    """Kills: windows drawn with replacement, from the global generator, or the same for every seed."""
+    """Kills: windows drawn with replacement, from the global generator, or the same
+    for every seed.
+    """
     model = registry.build_network(small_config(method="jia"), 5, 5, 0)
-    found = [jia.start(small_config(method="jia", seed=seed), model, None)["windows"] for seed in (0, 0, 1)]
-    assert found[0].shape == (512, jia.WINDOW) and found[0].unique().tolist() == list(range(16))
+    found = [
+        jia.start(small_config(method="jia", seed=seed), model, None)["windows"]
+        for seed in (0, 0, 1)
+    ]
+    assert found[0].shape == (512, jia.WINDOW) and found[0].unique().tolist() == list(
+        range(16)
+    )
     assert all(len(set(window)) == jia.WINDOW for window in found[0].tolist())
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
 
@@ -65,6 +97,8 @@ def test_windows_are_the_runs_own_and_of_different_features():
 def test_a_stopped_run_resumes_to_the_bit(tmp_path):
     """Kills: windows that are drawn anew or lost."""
     tensors = check_resumes(
-        small_config(method="jia", pretrain__epochs=0, discover__epochs=1), tmp_path, (3,)
+        small_config(method="jia", pretrain__epochs=0, discover__epochs=1),
+        tmp_path,
+        (3,),
     )
     assert tensors["extra/windows"].shape == (512, jia.WINDOW)

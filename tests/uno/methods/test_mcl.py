@@ -13,13 +13,23 @@ from uno.methods.pairs import PairSimilarity, similar_pairs, similarity_loss
 def naive_logit(network: PairSimilarity, a: np.ndarray, b: np.ndarray) -> float:
     """One pair through the weights, by hand."""
     left, right = a / np.linalg.norm(a), b / np.linalg.norm(b)
-    weights = {name: p.detach().double().numpy() for name, p in network.named_parameters()}
-    hidden = weights["left.weight"] @ left + weights["left.bias"] + weights["right.weight"] @ right
-    return float(weights["output.weight"][0] @ np.maximum(hidden, 0) + weights["output.bias"][0])
+    weights = {
+        name: p.detach().double().numpy() for name, p in network.named_parameters()
+    }
+    hidden = (
+        weights["left.weight"] @ left
+        + weights["left.bias"]
+        + weights["right.weight"] @ right
+    )
+    return float(
+        weights["output.weight"][0] @ np.maximum(hidden, 0) + weights["output.bias"][0]
+    )
 
 
 def test_similarity_equals_the_loop():
-    """Kills: features of the same view on both sides, a softplus of the wrong sign, pairs of one row."""
+    """Kills: features of the same view on both sides, a softplus of the wrong sign,
+    pairs of one row.
+    """
     network, features = PairSimilarity(6), torch.randn(2, 5, 6)
     labels = torch.tensor([0, 1, 0, 2, 2])
     terms = []
@@ -34,20 +44,31 @@ def test_similarity_equals_the_loop():
 
 
 def test_pairs_in_parts_are_the_same_pairs(monkeypatch):
-    """Logits and gradients. Kills: a part left out, parts in another order, a side that is cut off."""
-    network, features, found = PairSimilarity(6), torch.randn(2, 7, 6, requires_grad=True), []
-    for most in (10**6, 3 * 7 * 24):  # all at once; three rows of the left side at a time
+    """Logits and gradients. Kills: a part left out, parts in another order, a side
+    that is cut off.
+    """
+    network, features, found = (
+        PairSimilarity(6),
+        torch.randn(2, 7, 6, requires_grad=True),
+        [],
+    )
+    # all at once; three rows of the left side at a time
+    for most in (10**6, 3 * 7 * 24):
         monkeypatch.setattr(pairs, "MOST_AT_ONCE", most)
         network.zero_grad()
         features.grad = None
         logits = network(*features)
         (logits * torch.arange(49.0).view(7, 7)).sum().backward()
-        found.append([logits.detach(), features.grad, *(p.grad for p in network.parameters())])
+        found.append(
+            [logits.detach(), features.grad, *(p.grad for p in network.parameters())]
+        )
     torch.testing.assert_close(*found)
 
 
 def test_the_step_of_mcl_equals_the_loop():
-    """Kills: similarities of labeled rows used for unlabeled ones, a term missing, one view's pairs."""
+    """Kills: similarities of labeled rows used for unlabeled ones, a term missing,
+    one view's pairs.
+    """
     config = small_config(method="mcl")
     state, logits = fresh_state(config), toy.random_logits(9, 4, 5, 16)
     labels = torch.tensor([0, 3, 1, 1])
@@ -55,45 +76,66 @@ def test_the_step_of_mcl_equals_the_loop():
     similar = [[naive_logit(network, a, b) > 0 for b in second[4:]] for a in first[4:]]
     expected = toy.naive_cross_entropy(logits.known[:, :4].numpy(), labels.tolist())
     expected += float(similarity_loss(network, logits.features[:, :4], labels).detach())
-    expected += toy.naive_pair_loss(*(toy.probabilities(logits.novel[v, 0, 4:]) for v in (0, 1)), similar)
-    assert toy.step_on(config, logits, labels, state) == pytest.approx(expected, rel=1e-5)
+    expected += toy.naive_pair_loss(
+        *(toy.probabilities(logits.novel[v, 0, 4:]) for v in (0, 1)), similar
+    )
+    assert toy.step_on(config, logits, labels, state) == pytest.approx(
+        expected, rel=1e-5
+    )
 
 
 def test_the_similarity_network_learns_without_moving_the_encoder():
     """Kills: features that are not detached, a network that is not trained."""
     state = fresh_state(small_config(method="mcl"))
     features = torch.randn(2, 8, 16, requires_grad=True)
-    similarity_loss(state.model.novel.auxiliary, features, torch.arange(8) % 2).backward()
-    assert features.grad is None and state.model.novel.auxiliary.output.weight.grad.abs().sum() > 0
+    similarity_loss(
+        state.model.novel.auxiliary, features, torch.arange(8) % 2
+    ).backward()
+    assert (
+        features.grad is None
+        and state.model.novel.auxiliary.output.weight.grad.abs().sum() > 0
+    )
 
 
 def naive_contrast(p: np.ndarray, q: np.ndarray, similar: list[list[bool]]) -> float:
     terms = []
     for i, row in enumerate(p):
         for j, target in enumerate(q):
-            kl = sum((b + 1e-7) * np.log((b + 1e-7) / (a + 1e-7)) for a, b in zip(row, target, strict=True))
+            kl = sum(
+                (b + 1e-7) * np.log((b + 1e-7) / (a + 1e-7))
+                for a, b in zip(row, target, strict=True)
+            )
             terms.append(kl if similar[i][j] else max(0.0, 2.0 - kl))
     return float(np.mean(terms))
 
 
 def test_contrastive_loss_equals_the_loop():
     """Kills: KL of the other direction, a margin for similar pairs, a moved target."""
-    p, q = (torch.randn(n, 3, dtype=torch.float64).mul(3).softmax(dim=1) for n in (4, 6))
+    p, q = (
+        torch.randn(n, 3, dtype=torch.float64).mul(3).softmax(dim=1) for n in (4, 6)
+    )
     similar = torch.rand(4, 6) > 0.5
     expected = naive_contrast(p.numpy(), q.numpy(), similar.tolist())
-    assert float(kcl.contrastive_loss(p, q, similar)) == pytest.approx(expected, rel=1e-9)
+    assert float(kcl.contrastive_loss(p, q, similar)) == pytest.approx(
+        expected, rel=1e-9
+    )
     # equal and similar: 0; equal and different: the margin
     sure, pairs = torch.eye(3, dtype=torch.float64), torch.eye(3) > 0
     assert float(kcl.contrastive_loss(sure, sure, pairs)) == pytest.approx(0, abs=1e-5)
     even = torch.full((2, 4), 0.25, dtype=torch.float64)
-    assert float(kcl.contrastive_loss(even, even, torch.zeros(2, 2) > 0)) == pytest.approx(2)
+    assert float(
+        kcl.contrastive_loss(even, even, torch.zeros(2, 2) > 0)
+    ) == pytest.approx(2)
     p, q = (torch.full((2, 3), 1 / 3, requires_grad=True) for _ in range(2))
-    kcl.contrastive_loss(p, q, torch.ones(2, 2) > 0).backward()  # the target has no gradient
+    # the target has no gradient
+    kcl.contrastive_loss(p, q, torch.ones(2, 2) > 0).backward()
     assert p.grad is not None and q.grad is None
 
 
 def test_the_step_of_kcl_equals_the_loop():
-    """Kills: one order of the pairs only, similarities of the other order, a term missing."""
+    """Kills: one order of the pairs only, similarities of the other order, a term
+    missing.
+    """
     config = small_config(method="kcl")
     state, logits = fresh_state(config), toy.random_logits(9, 4, 5, 16)
     labels = torch.tensor([0, 3, 1, 1])
@@ -101,18 +143,29 @@ def test_the_step_of_kcl_equals_the_loop():
     first, second = (toy.probabilities(logits.novel[v, 0, 4:]) for v in (0, 1))
     expected = toy.naive_cross_entropy(logits.known[:, :4].numpy(), labels.tolist())
     expected += float(similarity_loss(network, logits.features[:, :4], labels).detach())
-    for p, q, own, others in ((first, second, *features), (second, first, *features[::-1])):
+    for p, q, own, others in (
+        (first, second, *features),
+        (second, first, *features[::-1]),
+    ):
         similar = [[naive_logit(network, a, b) > 0 for b in others] for a in own]
         expected += naive_contrast(p, q, similar) / 2
-    assert toy.step_on(config, logits, labels, state) == pytest.approx(expected, rel=1e-5)
+    assert toy.step_on(config, logits, labels, state) == pytest.approx(
+        expected, rel=1e-5
+    )
 
 
-@pytest.mark.parametrize("method", ["rs", "rs_plus", "mcl", "kcl", "dtc", "openmix", "jia"])
+@pytest.mark.parametrize(
+    "method", ["rs", "rs_plus", "mcl", "kcl", "dtc", "openmix", "jia"]
+)
 def test_steps_lower_the_loss(method):
     """Of every method. Kills: a sign, a loss without gradient."""
     config = small_config(method=method)
     if hasattr(config.method_options, "rampup"):
         config = small_config(method=method, **{f"{method}__rampup": 0.0})
-    state, batch, step = fresh_state(config), batches_of(config)(0), registry.load(config).step
+    state, batch, step = (
+        fresh_state(config),
+        batches_of(config)(0),
+        registry.load(config).step,
+    )
     found = [float(step(state, batch, config, 0.05)) for _ in range(20)]
     assert found[-1] < 0.8 * found[0]

@@ -1,4 +1,6 @@
-"""OpenMix against loops in float64: images, targets, anchors, and the loss of a step."""
+"""OpenMix against loops in float64: images, targets, anchors, and the loss of a
+step.
+"""
 
 import numpy as np
 import pytest
@@ -16,33 +18,52 @@ CONFIG = small_config(method="openmix")
 LABELS = [0, 3, 1, 1]
 
 
-@pytest.mark.parametrize(("step", "least"), [(0, 0.95), (3, 0.95), (40, 0.95), (3, 0.0)])
+@pytest.mark.parametrize(
+    ("step", "least"), [(0, 0.95), (3, 0.95), (40, 0.95), (3, 0.0)]
+)
 def test_the_step_equals_the_loop(step, least):
-    """Kills, each tried: the larger share to the unlabeled image, targets by other shares than images, the
-    prediction of the mixed image as its target, a known place for the novel part, all unlabeled rows as
-    anchors, none, cross-entropy, a mean over those that count alone, a weight that does not rise, pairs of
-    mixed images, the consistency over three views, another cosine than the given one.
+    """Kills, each tried: the larger share to the unlabeled image, targets by other
+    shares than images, the prediction of the mixed image as its target, a known place
+    for the novel part, all unlabeled rows as anchors, none, cross-entropy, a mean over
+    those that count alone, a weight that does not rise, pairs of mixed images, the
+    consistency over three views, another cosine than the given one.
     """
     config = small_config(method="openmix", openmix__threshold=least)
     state, generator = fresh_state(config), torch.Generator().manual_seed(3)
     state.step, state.total_steps = step, 20
     two, third = (toy.random_logits(10, 4, 3, 6, seed) for seed in (0, 1))
-    two.novel[0, 0, 4::2] = torch.tensor([0.9, -0.2, 0.1], dtype=torch.float64)  # anchors: every second row
+    # anchors: every second row
+    two.novel[0, 0, 4::2] = torch.tensor([0.9, -0.2, 0.1], dtype=torch.float64)
     known, novel, features = (
-        torch.cat([getattr(two, name), getattr(third, name)[:1]]) for name in ("known", "novel", "features")
+        torch.cat([getattr(two, name), getattr(third, name)[:1]])
+        for name in ("known", "novel", "features")
     )
     features[0, 9] = 2 * features[0, 8] + 0.01  # a similar pair under this view alone
     logits = Logits(known, novel, None, features)
-    views, seen = list(torch.rand(2, 10, 3, 2, 2, generator=generator, dtype=torch.float64)), []
+    views, seen = (
+        list(torch.rand(2, 10, 3, 2, 2, generator=generator, dtype=torch.float64)),
+        [],
+    )
     leaf = torch.zeros((), dtype=torch.float64, requires_grad=True)
     state.forward = lambda given: (
-        seen.extend(given) or logits._replace(known=logits.known + leaf, novel=logits.novel + leaf)
+        seen.extend(given)
+        or logits._replace(known=logits.known + leaf, novel=logits.novel + leaf)
     )
-    found = float(openmix.step(state, Batch(views, torch.tensor(LABELS), 2), config, 0.0))
+    found = float(
+        openmix.step(state, Batch(views, torch.tensor(LABELS), 2), config, 0.0)
+    )
 
     partner, share = (part.tolist() for part in openmix.plan(step, 4, 10))
-    assert min(share) >= 0.5 and len(set(share)) == 10 and {*partner} <= {*range(6)} and len({*partner}) > 2
-    heads = [[toy.probabilities(view) for view in head] for head in (logits.known, logits.novel[:, 0])]
+    assert (
+        min(share) >= 0.5
+        and len(set(share)) == 10
+        and {*partner} <= {*range(6)}
+        and len({*partner}) > 2
+    )
+    heads = [
+        [toy.probabilities(view) for view in head]
+        for head in (logits.known, logits.novel[:, 0])
+    ]
     errors = []
     for i in range(10):
         other = 4 + partner[i]
@@ -54,9 +75,15 @@ def test_the_step_equals_the_loop(step, least):
         for k in range(3):
             target[4 + k] += (1 - share[i]) * heads[1][0][other][k]
             target[4 + k] += share[i] * heads[1][0][i][k] if i >= 4 else 0
-        joint = toy.softmax(np.concatenate([logits.known[2, i], logits.novel[2, 0, i]]) / toy.TAU)
+        joint = toy.softmax(
+            np.concatenate([logits.known[2, i], logits.novel[2, 0, i]]) / toy.TAU
+        )
         counts = i < 4 or max(heads[1][0][i]) > 0.9
-        errors.append(sum((p - t) ** 2 for p, t in zip(joint, target, strict=True)) if counts else 0.0)
+        errors.append(
+            sum((p - t) ** 2 for p, t in zip(joint, target, strict=True))
+            if counts
+            else 0.0
+        )
     directions = [row / np.linalg.norm(row) for row in logits.features[0, 4:].numpy()]
     similar = [[bool(a @ b > least) for b in directions] for a in directions]
     assert np.sum(similar) == 8 if least == 0.95 else 8 < np.sum(similar) < 36
@@ -76,7 +103,9 @@ def test_a_row_has_the_same_partner_on_any_number_of_workers(monkeypatch):
         monkeypatch.setattr(collectives, "rank_and_world", lambda rank=rank: (rank, 2))
         parts.append(openmix.plan(5, 4, 10))
     for one, first, second in zip(whole, *parts, strict=True):
-        torch.testing.assert_close(torch.cat([first[:4], second[:4], first[4:], second[4:]]), one)
+        torch.testing.assert_close(
+            torch.cat([first[:4], second[:4], first[4:], second[4:]]), one
+        )
 
 
 def test_it_starts_at_clusters_of_the_features():
@@ -86,10 +115,18 @@ def test_it_starts_at_clusters_of_the_features():
     _, _, features = training_features(CONFIG, state.model, small_sets()[0])
     rows = torch.nn.functional.normalize(features, dim=1)
     models = [found.model for found in (state, fresh_state(small_config(method="rs")))]
-    near, random = ((rows @ m.novel.weight[0].detach().T).amax(dim=1).mean() for m in models)
+    near, random = (
+        (rows @ m.novel.weight[0].detach().T).amax(dim=1).mean() for m in models
+    )
     assert near > random + 0.1
 
 
 def test_a_stopped_run_resumes_to_the_bit(tmp_path):
-    """Kills: mixtures that depend on what was drawn before, clusters anew after a resume."""
-    check_resumes(small_config(method="openmix", pretrain__epochs=0, discover__epochs=1), tmp_path, (3,))
+    """Kills: mixtures that depend on what was drawn before, clusters anew after a
+    resume.
+    """
+    check_resumes(
+        small_config(method="openmix", pretrain__epochs=0, discover__epochs=1),
+        tmp_path,
+        (3,),
+    )

@@ -1,4 +1,6 @@
-"""Parametric information maximization against loops in float64, and on features whose classes are known."""
+"""Parametric information maximization against loops in float64, and on features
+whose classes are known.
+"""
 
 import numpy as np
 import pytest
@@ -20,20 +22,29 @@ LABELS = [0, 3, 1, 1]
 
 def naive_objective(logits, weight, supervised, barred):
     """(V, B, C)."""
-    p = {(v, i): toy.softmax(row) for v, view in enumerate(logits) for i, row in enumerate(view)}
+    p = {
+        (v, i): toy.softmax(row)
+        for v, view in enumerate(logits)
+        for i, row in enumerate(view)
+    }
     free = [row for (_, i), row in p.items() if i >= len(LABELS)]
     entropy = np.mean([-sum(a * np.log(a) for a in row) for row in free])
     mean = np.mean(list(p.values()), axis=0)
     loss = weight * entropy + sum(m * np.log(m) for m in mean)
     if supervised:
-        loss += np.mean([-np.log(row[LABELS[i]]) for (_, i), row in p.items() if i < len(LABELS)])
-    return loss + (np.mean([-np.log(sum(row[barred:])) for row in free]) if barred else 0)
+        loss += np.mean(
+            [-np.log(row[LABELS[i]]) for (_, i), row in p.items() if i < len(LABELS)]
+        )
+    return loss + (
+        np.mean([-np.log(sum(row[barred:])) for row in free]) if barred else 0
+    )
 
 
 @pytest.mark.parametrize(("supervised", "barred"), [(True, 0), (False, 0), (True, 4)])
 def test_the_objective_equals_the_loop(supervised, barred):
-    """Kills: the entropy of labeled rows, too, the mean over unlabeled rows alone, lambda on the other term,
-    labels in the search of lambda, unlabeled rows of known classes where all are new.
+    """Kills: the entropy of labeled rows, too, the mean over unlabeled rows alone,
+    lambda on the other term, labels in the search of lambda, unlabeled rows of known
+    classes where all are new.
     """
     logits = torch.randn(2, 9, 6, dtype=torch.float64, requires_grad=True)
     found = pim.objective(logits, torch.tensor(LABELS), 0.3, supervised, barred)
@@ -42,61 +53,96 @@ def test_the_objective_equals_the_loop(supervised, barred):
     own = (torch.tensor(LABELS), 0.3, supervised, barred)
     assert torch.autograd.gradcheck(lambda x: pim.objective(x, *own), (logits,))
     moved = logits.detach().flip(0)
-    torch.testing.assert_close(pim.objective(moved, *own), found.detach())  # views are alike
+    # views are alike
+    torch.testing.assert_close(pim.objective(moved, *own), found.detach())
     moved[:, 4:] = moved[:, torch.randperm(5) + 4]  # so are unlabeled rows
     torch.testing.assert_close(pim.objective(moved, *own), found.detach())
 
 
 def test_the_step_is_the_objective_of_two_views():
-    """Kills: known outputs left out, another temperature, rows that are barred in the GCD setting."""
+    """Kills: known outputs left out, another temperature, rows that are barred in
+    the GCD setting.
+    """
     for setting, barred in (("ncd", 5), ("gcd", 0)):
-        config = small_config(method="pim", pim__weight=0.4, pim__steps=1, data__setting=setting)
+        config = small_config(
+            method="pim", pim__weight=0.4, pim__steps=1, data__setting=setting
+        )
         state, logits = fresh_state(config), toy.random_logits(9, 5, 5, 16)
-        joint = np.concatenate([logits.known.numpy(), logits.novel[:, 0].numpy()], axis=-1) / toy.TAU
+        joint = (
+            np.concatenate([logits.known.numpy(), logits.novel[:, 0].numpy()], axis=-1)
+            / toy.TAU
+        )
         found = toy.step_on(config, logits, torch.tensor(LABELS), state)
-        assert found == pytest.approx(naive_objective(joint, 0.4, True, barred), rel=1e-6)
+        assert found == pytest.approx(
+            naive_objective(joint, 0.4, True, barred), rel=1e-6
+        )
 
 
 def test_descent_is_adams_on_all_rows():
-    """Three steps by hand. Kills: decay beside the gradient (AdamW), another rate, a factor other than 25."""
-    rows, weights = normalize(torch.randn(9, 4).double(), dim=1), torch.randn(6, 4).double()
+    """Three steps by hand. Kills: decay beside the gradient (AdamW), another rate, a
+    factor other than 25.
+    """
+    rows, weights = (
+        normalize(torch.randn(9, 4).double(), dim=1),
+        torch.randn(6, 4).double(),
+    )
     found = pim.descend(weights, rows, torch.tensor(LABELS), 0.3, 3)
     first = second = torch.zeros_like(weights)
     for n in (1, 2, 3):
         leaf = weights.clone().requires_grad_()
         pim.objective(25 * (rows @ leaf.T)[None], torch.tensor(LABELS), 0.3).backward()
         gradient = leaf.grad + 0.01 * weights
-        first, second = 0.9 * first + 0.1 * gradient, 0.999 * second + 0.001 * gradient**2
-        weights = weights - 0.001 * first / (1 - 0.9**n) / ((second / (1 - 0.999**n)).sqrt() + 1e-8)
+        first, second = (
+            0.9 * first + 0.1 * gradient,
+            0.999 * second + 0.001 * gradient**2,
+        )
+        weights = weights - 0.001 * first / (1 - 0.9**n) / (
+            (second / (1 - 0.999**n)).sqrt() + 1e-8
+        )
     torch.testing.assert_close(found, weights)
 
 
 def test_lambda_is_the_best_on_labeled_rows(monkeypatch):
-    """Kills: the smallest or last value, labels in the search, centers that know labels, one that is given
-    searched all the same, the search's weights as the result.
+    """Kills: the smallest or last value, labels in the search, centers that know
+    labels, one that is given searched all the same, the search's weights as the result.
     """
     train, asked = feature_set(), []
-    sample = Sample(train.labeled_images[:, 0], train.labels, train.unlabeled_images[:, 0])
+    sample = Sample(
+        train.labeled_images[:, 0], train.labels, train.unlabeled_images[:, 0]
+    )
 
     def descend(weights, rows, labels, weight, steps, supervised=True, barred=0):
         asked.append((weight, supervised, barred))
-        return weights if weight in (0.5, 0.75) else weights.roll(1, 1)  # others find nothing
+        # others find nothing
+        return weights if weight in (0.5, 0.75) else weights.roll(1, 1)
 
     monkeypatch.setattr(pim, "descend", descend)
     found = pim.fit(sample, 5, "ncd", 0)
-    assert found.weight == 0.5 and asked == [*((w, False, 0) for w in pim.WEIGHTS), (0.5, True, 5)]
-    means = [normalize(sample.labeled, dim=1)[sample.labels == c].mean(dim=0) for c in range(5)]
+    assert found.weight == 0.5 and asked == [
+        *((w, False, 0) for w in pim.WEIGHTS),
+        (0.5, True, 5),
+    ]
+    means = [
+        normalize(sample.labeled, dim=1)[sample.labels == c].mean(dim=0)
+        for c in range(5)
+    ]
     torch.testing.assert_close(found.weights[:5], normalize(torch.stack(means), dim=1))
     expected = clusters_of(sample.unlabeled, *sample[:2], 5, "ncd", 0).centers
     torch.testing.assert_close(found.weights[5:], expected)
     asked.clear()
-    assert pim.fit(sample, 5, "gcd", 0, weight=0.9).weight == 0.9 and asked == [(0.9, True, 0)]
+    assert pim.fit(sample, 5, "gcd", 0, weight=0.9).weight == 0.9 and asked == [
+        (0.9, True, 0)
+    ]
 
 
 def noisy(num_classes=6, num_known=4, seed=0):
-    """Features of classes of very different size that lie close; half of each known one has labels."""
+    """Features of classes of very different size that lie close; half of each known
+    one has labels.
+    """
     generator = torch.Generator().manual_seed(seed)
-    truth = torch.arange(num_classes).repeat_interleave(torch.tensor([60, 20, 60, 20, 60, 20]))
+    truth = torch.arange(num_classes).repeat_interleave(
+        torch.tensor([60, 20, 60, 20, 60, 20])
+    )
     centers = torch.randn(num_classes, 12, generator=generator)
     rows = centers[truth] + 1.2 * torch.randn(len(truth), 12, generator=generator)
     labeled = (truth < num_known) & (torch.arange(len(truth)) % 2 == 0)
@@ -104,20 +150,33 @@ def noisy(num_classes=6, num_known=4, seed=0):
 
 
 def test_it_finds_more_than_it_starts_from():
-    """Kills: a descent upward, labels of other rows; the length of features does not matter."""
+    """Kills: a descent upward, labels of other rows; the length of features does not
+    matter.
+    """
     sample, truth = noisy()
     found = pim.fit(sample, 2, "gcd", 0, steps=200)
     outputs = (normalize(sample.unlabeled, dim=1) @ found.weights.T).argmax(dim=1)
     start = clusters_of(sample.unlabeled, *sample[:2], 2, "gcd", 0).assignment
-    own, before = (float(matched(truth, each, 6).float().mean()) for each in (outputs, start))
-    assert own > before + 0.02 and own > 0.85 and found.weight >= 0.75  # as classes differ in size
-    longer = pim.fit(Sample(3 * sample.labeled, sample.labels, 5 * sample.unlabeled), 2, "gcd", 0, steps=200)
+    own, before = (
+        float(matched(truth, each, 6).float().mean()) for each in (outputs, start)
+    )
+    # as classes differ in size
+    assert own > before + 0.02 and own > 0.85 and found.weight >= 0.75
+    longer = pim.fit(
+        Sample(3 * sample.labeled, sample.labels, 5 * sample.unlabeled),
+        2,
+        "gcd",
+        0,
+        steps=200,
+    )
     assert longer.weight == found.weight
     torch.testing.assert_close(longer.weights, found.weights, rtol=1e-3, atol=1e-3)
 
 
 def test_the_search_of_lambda_sees_no_label():
-    """Labels in another order leave the weights alone that it scores. Kills: a search that fits labels."""
+    """Labels in another order leave the weights alone that it scores. Kills: a
+    search that fits labels.
+    """
     sample, _ = noisy()
     rows, some = normalize(sample.labeled, dim=1), sample.unlabeled[:6].clone()
     found = [
@@ -128,32 +187,52 @@ def test_the_search_of_lambda_sees_no_label():
 
 
 def test_rows_of_different_length_are_kept_as_cosines():
-    """Kills: prototypes that are scaled to length one, which moves rows between classes."""
-    weights, z = torch.randn(6, 5).double() * torch.rand(6, 1), normalize(torch.randn(99, 5).double(), dim=1)
+    """Kills: prototypes that are scaled to length one, which moves rows between
+    classes.
+    """
+    weights, z = (
+        torch.randn(6, 5).double() * torch.rand(6, 1),
+        normalize(torch.randn(99, 5).double(), dim=1),
+    )
     long = pim.of_one_length(weights)
     torch.testing.assert_close(long.norm(dim=1), torch.ones(6).double())
     cosines = pim.Adapter(5)(7 * z).double() @ long.T
-    torch.testing.assert_close(cosines * weights.norm(dim=1).max(), z @ weights.T, rtol=1e-5, atol=1e-6)
-    assert not torch.equal((z @ normalize(weights, dim=1).T).argmax(dim=1), cosines.argmax(dim=1))
+    torch.testing.assert_close(
+        cosines * weights.norm(dim=1).max(), z @ weights.T, rtol=1e-5, atol=1e-6
+    )
+    assert not torch.equal(
+        (z @ normalize(weights, dim=1).T).argmax(dim=1), cosines.argmax(dim=1)
+    )
 
 
 @pytest.mark.parametrize("setting", ["ncd", "gcd"])
 def test_the_run_has_the_fits_classes(setting):
-    """Kills: known and novel rows exchanged, a lambda that is lost, an adapter that moves features."""
-    config, train = config_of(method="pim", pim__steps=20, data__setting=setting), feature_set()
+    """Kills: known and novel rows exchanged, a lambda that is lost, an adapter that
+    moves features.
+    """
+    config, train = (
+        config_of(method="pim", pim__steps=20, data__setting=setting),
+        feature_set(),
+    )
     state = fresh_state(config, train=train)
-    sample = Sample(train.labeled_images[:, 0], train.labels, train.unlabeled_images[:, 0])
+    sample = Sample(
+        train.labeled_images[:, 0], train.labels, train.unlabeled_images[:, 0]
+    )
     found = pim.fit(sample, 5, setting, config.seed, steps=20)
     assert float(state.extra["weight"]) == pytest.approx(found.weight)
     for rows in (train.labeled_images[:, 0], train.unlabeled_images[:, 0]):
         heads = state.model.eval().heads(rows)
         joint = torch.cat([heads.known[0], heads.novel[0, 0]], dim=1).argmax(dim=1)
-        assert torch.equal(joint, (normalize(rows, dim=1) @ found.weights.T).argmax(dim=1))
+        assert torch.equal(
+            joint, (normalize(rows, dim=1) @ found.weights.T).argmax(dim=1)
+        )
 
 
 def test_a_run_pretrains_and_then_takes_no_step(tmp_path):
     """Kills: a known head of one coordinate more that is refused after pretraining."""
-    config = small_config(pim__steps=2, pretrain__epochs=1, **_dots(registry.settings("pim", "digits")))
+    config = small_config(
+        pim__steps=2, pretrain__epochs=1, **_dots(registry.settings("pim", "digits"))
+    )
     assert config.discover.epochs == 0
     state = train_both(config, Storage(str(tmp_path)))
     assert state.step == 0 and state.model.known.weight.shape == (5, 17)
@@ -170,6 +249,9 @@ def test_too_few_rows_are_one_line():
     for method in ("pim", "simgcd"):
         config = config_of(method=method)
         with pytest.raises(
-            ConfigError, match=rf"method {method} needs as many unlabeled rows as new classes \(5\)"
+            ConfigError,
+            match=rf"method {method} needs as many unlabeled rows as new classes \(5\)",
         ):
-            registry.load(config).start(config, registry.build_network(config, 5, 5, 0), few)
+            registry.load(config).start(
+                config, registry.build_network(config, 5, 5, 0), few
+            )

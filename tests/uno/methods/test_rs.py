@@ -13,45 +13,75 @@ from uno.schedule import sigmoid_rampup
 
 
 def naive_same_top(a: np.ndarray, b: np.ndarray, top: int = 5) -> bool:
-    first, second = (set(sorted(range(len(row)), key=lambda d: -row[d])[:top]) for row in (a, b))
+    first, second = (
+        set(sorted(range(len(row)), key=lambda d: -row[d])[:top]) for row in (a, b)
+    )
     return first == second
 
 
 @pytest.mark.parametrize("top", [1, 2, 5])
 def test_same_top_features_equals_sorting(top):
-    """Kills: ranks compared in order, the smallest features, intersections that are not empty."""
+    """Kills: ranks compared in order, the smallest features, intersections that are
+    not empty.
+    """
     generator = torch.Generator().manual_seed(top)
     centers = torch.rand(4, 8, generator=generator)
-    features = centers[torch.arange(20) % 4] + 0.1 * torch.rand(20, 8, generator=generator)
+    features = centers[torch.arange(20) % 4] + 0.1 * torch.rand(
+        20, 8, generator=generator
+    )
     found = rs.same_top_features(features[:12], features, top)
-    expected = [[naive_same_top(a, b, top) for b in features.numpy()] for a in features[:12].numpy()]
+    expected = [
+        [naive_same_top(a, b, top) for b in features.numpy()]
+        for a in features[:12].numpy()
+    ]
     assert found.tolist() == expected
     assert 0.1 < found.float().mean() < 0.9 and found[:, :12].diagonal().all()
 
 
 def test_pair_likelihood_equals_the_loop():
-    """Kills: a sum over pairs, pairs of equal rows left out, one class for the other in the logarithm."""
-    first, second = (torch.rand(n, 3, dtype=torch.float64).softmax(dim=1) for n in (4, 6))
+    """Kills: a sum over pairs, pairs of equal rows left out, one class for the other
+    in the logarithm.
+    """
+    first, second = (
+        torch.rand(n, 3, dtype=torch.float64).softmax(dim=1) for n in (4, 6)
+    )
     similar = torch.rand(4, 6) > 0.5
     expected = toy.naive_pair_loss(first.numpy(), second.numpy(), similar.numpy())
-    assert float(pair_likelihood_loss(first, second, similar)) == pytest.approx(expected, rel=1e-9)
-    # certain and right: 0; certain and wrong: -log 1e-7; uniform over K: log K for a similar pair
+    assert float(pair_likelihood_loss(first, second, similar)) == pytest.approx(
+        expected, rel=1e-9
+    )
+    # certain and right: 0; certain and wrong: -log 1e-7; uniform over K: log K for a
+    # similar pair
     sure = torch.eye(3, dtype=torch.float64)
-    assert float(pair_likelihood_loss(sure, sure, torch.eye(3) > 0)) == pytest.approx(0, abs=1e-6)
-    assert float(pair_likelihood_loss(sure, sure, torch.eye(3) < 1)) == pytest.approx(16.118, abs=1e-3)
+    assert float(pair_likelihood_loss(sure, sure, torch.eye(3) > 0)) == pytest.approx(
+        0, abs=1e-6
+    )
+    assert float(pair_likelihood_loss(sure, sure, torch.eye(3) < 1)) == pytest.approx(
+        16.118, abs=1e-3
+    )
     even = torch.full((2, 4), 0.25, dtype=torch.float64)
-    assert float(pair_likelihood_loss(even, even, torch.ones(2, 2) > 0)) == pytest.approx(np.log(4), abs=1e-5)
+    assert float(
+        pair_likelihood_loss(even, even, torch.ones(2, 2) > 0)
+    ) == pytest.approx(np.log(4), abs=1e-5)
 
 
 def test_k_is_the_authors_share_of_the_features():
     """Kills: 5 of 64, none of 16, another k than the published one for ResNet18."""
-    assert [rs.num_top(d) for d in (16, 64, 150, 512, 1280, 2048)] == [1, 1, 1, 5, 12, 20]
+    assert [rs.num_top(d) for d in (16, 64, 150, 512, 1280, 2048)] == [
+        1,
+        1,
+        1,
+        5,
+        12,
+        20,
+    ]
 
 
 @pytest.mark.parametrize("step", [0, 3, 40])
 def test_the_step_of_rs_equals_the_loop(step):
-    """Kills: unlabeled rows in the known loss, features of the other view, one view's pairs, a weight that
-    does not rise or rises beyond the end, consistency of unlabeled rows only, another k than the given one.
+    """Kills: unlabeled rows in the known loss, features of the other view, one view's
+    pairs, a weight that does not rise or rises beyond the end, consistency of unlabeled
+    rows only, another k than the given one.
     """
     more = {"rs__rampup": 0.5, "rs__top_k": 2}
     config = small_config(method="rs", rs__consistency_weight=7.0, **more)
@@ -62,43 +92,77 @@ def test_the_step_of_rs_equals_the_loop(step):
     p, q = (toy.probabilities(logits.novel[v, 0, 4:]) for v in (0, 1))
     features = logits.features[0, 4:].numpy()
     similar = [[naive_same_top(a, b, 2) for b in features] for a in features]
-    heads = [[toy.probabilities(view) for view in head] for head in (logits.known, logits.novel[:, 0])]
+    heads = [
+        [toy.probabilities(view) for view in head]
+        for head in (logits.known, logits.novel[:, 0])
+    ]
     weight = 7.0 * np.exp(-5 * (1 - min(1, step / 10)) ** 2)
     expected = toy.naive_cross_entropy(logits.known[:, :4].numpy(), labels.tolist())
-    expected += toy.naive_pair_loss(p, q, similar) + weight * sum(toy.naive_mse(*head) for head in heads)
+    expected += toy.naive_pair_loss(p, q, similar) + weight * sum(
+        toy.naive_mse(*head) for head in heads
+    )
     assert found == pytest.approx(expected, rel=1e-6)
 
 
 def test_rampup_of_known_cases_and_constants_of_the_authors():
-    """Kills: a ramp over epochs of a fixed number, a division by zero, CIFAR10's constants on CIFAR100."""
+    """Kills: a ramp over epochs of a fixed number, a division by zero, CIFAR10's
+    constants on CIFAR100.
+    """
     assert sigmoid_rampup(0, 0.25) == pytest.approx(np.exp(-5))
     assert sigmoid_rampup(0.125, 0.25) == pytest.approx(np.exp(-1.25))
-    assert sigmoid_rampup(0.25, 0.25) == sigmoid_rampup(1, 0.25) == sigmoid_rampup(0, 0) == 1
-    assert settings("rs", "cifar100_20") == {"method": "rs", "rs.consistency_weight": 50.0, "rs.rampup": 0.75}
-    assert settings("rs", "cifar10") == {"method": "rs"} and settings("uno", "cifar100_20") == {}
+    assert (
+        sigmoid_rampup(0.25, 0.25)
+        == sigmoid_rampup(1, 0.25)
+        == sigmoid_rampup(0, 0)
+        == 1
+    )
+    assert settings("rs", "cifar100_20") == {
+        "method": "rs",
+        "rs.consistency_weight": 50.0,
+        "rs.rampup": 0.75,
+    }
+    assert (
+        settings("rs", "cifar10") == {"method": "rs"}
+        and settings("uno", "cifar100_20") == {}
+    )
 
 
 def test_the_step_of_rs_plus_equals_the_loop():
-    """Kills: pseudo-labels counted from the known outputs, those of the joint head itself, a known loss over
-    known outputs only, the increment without its ramp, one view's joint loss.
+    """Kills: pseudo-labels counted from the known outputs, those of the joint head
+    itself, a known loss over known outputs only, the increment without its ramp, one
+    view's joint loss.
     """
-    config = small_config(method="rs_plus", rs_plus__consistency_weight=2.0, rs_plus__rampup=0.5)
+    config = small_config(
+        method="rs_plus", rs_plus__consistency_weight=2.0, rs_plus__rampup=0.5
+    )
     state, logits = fresh_state(config), toy.random_logits(9, 5, 5, 16)
     state.model.normalize_prototypes_()
     state.step, state.total_steps, labels = 4, 20, [0, 4, 1, 1]
     found = toy.step_on(config, logits, torch.tensor(labels), state)
 
-    prototypes, features = state.model.novel.auxiliary.weight[0].detach().numpy(), logits.features.numpy()
-    clusters = torch.from_numpy(features / np.linalg.norm(features, axis=-1, keepdims=True) @ prototypes.T)
+    prototypes, features = (
+        state.model.novel.auxiliary.weight[0].detach().numpy(),
+        logits.features.numpy(),
+    )
+    clusters = torch.from_numpy(
+        features / np.linalg.norm(features, axis=-1, keepdims=True) @ prototypes.T
+    )
     joint = np.concatenate([logits.known.numpy(), logits.novel[:, 0].numpy()], axis=-1)
     pseudo = [5 + int(np.argmax(row)) for row in clusters[0, 4:].numpy()]
-    similar = [[naive_same_top(a, b, 1) for b in features[0, 4:]] for a in features[0, 4:]]  # of 16
+    # of 16
+    similar = [
+        [naive_same_top(a, b, 1) for b in features[0, 4:]] for a in features[0, 4:]
+    ]
     ramp = np.exp(-5 * (1 - 4 / 10) ** 2)
     expected = toy.naive_cross_entropy(joint[:, :4], labels)
-    expected += toy.naive_pair_loss(*(toy.probabilities(view[4:]) for view in clusters), similar)
+    expected += toy.naive_pair_loss(
+        *(toy.probabilities(view[4:]) for view in clusters), similar
+    )
     expected += 0.05 * ramp * toy.naive_cross_entropy(joint[:, 4:], pseudo)
     for head in (torch.from_numpy(joint), clusters):
-        expected += 2.0 * ramp * toy.naive_mse(*(toy.probabilities(view) for view in head))
+        expected += (
+            2.0 * ramp * toy.naive_mse(*(toy.probabilities(view) for view in head))
+        )
     assert found == pytest.approx(expected, rel=1e-6)
     names = dict(state.model.named_parameters())  # both heads are trained
     assert {"novel.prototypes.weight", "novel.auxiliary.weight"} <= set(names)

@@ -28,9 +28,13 @@ def naive_contrast(rows, labels, tau):
     for v, i in places:
         powers = {p: np.exp(unit[v, i] @ unit[p] / tau) for p in places if p != (v, i)}
         mates = [
-            p for p in powers if p[1] == i or (i < len(labels) and labels[p[1] : p[1] + 1] == [labels[i]])
+            p
+            for p in powers
+            if p[1] == i or (i < len(labels) and labels[p[1] : p[1] + 1] == [labels[i]])
         ]
-        terms.append(-np.mean([np.log(powers[p] / sum(powers.values())) for p in mates]))
+        terms.append(
+            -np.mean([np.log(powers[p] / sum(powers.values())) for p in mates])
+        )
     return np.mean(terms)
 
 
@@ -43,8 +47,12 @@ def naive_loss(logits, h, gcd, rows, epsilon, weight, sharp):
         if not gcd and i >= len(LABELS):
             target[:num_known] = -np.inf
         p = softmax(target, sharp)
-        distilled.append(-sum(a * np.log(b) for a, b in zip(p, q, strict=True) if a > 0))
-    seen = joint if rows == "all" else joint[:, len(LABELS) :, 0 if gcd else num_known :]
+        distilled.append(
+            -sum(a * np.log(b) for a, b in zip(p, q, strict=True) if a > 0)
+        )
+    seen = (
+        joint if rows == "all" else joint[:, len(LABELS) :, 0 if gcd else num_known :]
+    )
     mean = np.mean([softmax(row, toy.TAU) for view in seen for row in view], axis=0)
     reg = np.log(len(mean)) + sum(m * np.log(m) for m in mean)
     unsupervised = np.mean(distilled) + epsilon * reg
@@ -59,12 +67,18 @@ def naive_loss(logits, h, gcd, rows, epsilon, weight, sharp):
 @pytest.mark.parametrize("setting", ["ncd", "gcd"])
 @pytest.mark.parametrize("rows", ["all", "unlabeled"])
 def test_the_step_equals_the_loop(setting, rows, frozen):
-    """Kills: a view that teaches itself, targets of unlabeled rows at known outputs, labels over known
-    outputs alone, the entropy of each row for that of the mean, one weight for another, contrast on frozen
-    features.
+    """Kills: a view that teaches itself, targets of unlabeled rows at known outputs,
+    labels over known outputs alone, the entropy of each row for that of the mean, one
+    weight for another, contrast on frozen features.
     """
-    more = {"data__setting": setting, "simgcd__entropy_rows": rows, "simgcd__epsilon": 1.7}
-    config = (config_of if frozen else small_config)(method="simgcd", simgcd__labeled_weight=0.3, **more)
+    more = {
+        "data__setting": setting,
+        "simgcd__entropy_rows": rows,
+        "simgcd__epsilon": 1.7,
+    }
+    config = (config_of if frozen else small_config)(
+        method="simgcd", simgcd__labeled_weight=0.3, **more
+    )
     train = feature_set() if frozen else None
     state = (
         fresh_state(config, dtype=torch.float64, train=train)
@@ -76,11 +90,15 @@ def test_the_step_equals_the_loop(setting, rows, frozen):
     state.step, state.total_steps = 3, 40  # half of 30 of 200
     h = None if frozen else project(logits.features).detach().numpy()
     expected = naive_loss(logits, h, setting == "gcd", rows, 1.7, 0.3, sharp=0.055)
-    assert toy.step_on(config, logits, torch.tensor(LABELS), state) == pytest.approx(expected, rel=1e-9)
+    assert toy.step_on(config, logits, torch.tensor(LABELS), state) == pytest.approx(
+        expected, rel=1e-9
+    )
 
 
 def test_targets_sharpen_over_a_share_of_the_phase():
-    """The authors' 30 of 200 epochs, both ends hit. Kills: an end beyond, a division by zero."""
+    """The authors' 30 of 200 epochs, both ends hit. Kills: an end beyond, a division
+    by zero.
+    """
     constants = simgcd.Constants()
     found = [simgcd.temperature(share, constants) for share in (0, 0.075, 0.15, 0.6, 1)]
     assert found == pytest.approx([0.07, 0.055, 0.04, 0.04, 0.04])
@@ -88,7 +106,9 @@ def test_targets_sharpen_over_a_share_of_the_phase():
 
 
 def test_no_gradient_passes_targets():
-    """It is softmax minus target, over tau. Kills: a target that moves, as of a siamese network."""
+    """It is softmax minus target, over tau. Kills: a target that moves, as of a
+    siamese network.
+    """
     joint = (torch.rand(2, 6, 5, dtype=torch.float64) * 2 - 1).requires_grad_()
     simgcd.distillation_loss(joint, 2, 3, 0.1, 0.05).backward()
     targets = joint.detach() / 0.05
@@ -96,12 +116,14 @@ def test_no_gradient_passes_targets():
     difference = (joint.detach() / 0.1).softmax(-1) - targets.softmax(-1).flip(0)
     torch.testing.assert_close(joint.grad, difference / 0.1 / 12)
     swapped = simgcd.distillation_loss(joint.flip(0), 2, 3, 0.1, 0.05)
-    torch.testing.assert_close(swapped, simgcd.distillation_loss(joint, 2, 3, 0.1, 0.05))
+    torch.testing.assert_close(
+        swapped, simgcd.distillation_loss(joint, 2, 3, 0.1, 0.05)
+    )
 
 
 def test_imbalance_of_known_cases():
-    """0 where classes are used alike, log K where one is; the order of classes and rows does not matter; its
-    gradient is that of differences.
+    """0 where classes are used alike, log K where one is; the order of classes and rows
+    does not matter; its gradient is that of differences.
     """
     even = 100 * torch.eye(4, dtype=torch.float64)[torch.arange(8) % 4].repeat(2, 1, 1)
     assert float(simgcd.imbalance(even)) == pytest.approx(0, abs=1e-9)
@@ -116,16 +138,29 @@ def test_contrast_knows_each_row_by_its_place():
     """Kills: a row without a label that is of a class, or of every other such row."""
     rows = torch.randn(2, 7, 5, dtype=torch.float64)
     for labels in ([], [2, 2, 0], [1] * 7):
-        found = contrast_loss(torch.nn.functional.normalize(rows, dim=-1), torch.tensor(labels).long(), 0.5)
-        assert float(found) == pytest.approx(naive_contrast(rows.numpy(), labels, 0.5), rel=1e-9)
+        found = contrast_loss(
+            torch.nn.functional.normalize(rows, dim=-1),
+            torch.tensor(labels).long(),
+            0.5,
+        )
+        assert float(found) == pytest.approx(
+            naive_contrast(rows.numpy(), labels, 0.5), rel=1e-9
+        )
 
 
 def test_constants_of_the_authors():
     """Kills: CIFAR10's on CIFAR100."""
-    assert registry.settings("simgcd", "cifar100_50") == {"method": "simgcd", "simgcd.epsilon": 4.0}
+    assert registry.settings("simgcd", "cifar100_50") == {
+        "method": "simgcd",
+        "simgcd.epsilon": 4.0,
+    }
     assert registry.settings("simgcd", "cifar10") == {"method": "simgcd"}
     constants = small_config(method="simgcd").method_options
-    assert (constants.epsilon, constants.labeled_weight, constants.entropy_rows) == (1, 0.35, "all")
+    assert (constants.epsilon, constants.labeled_weight, constants.entropy_rows) == (
+        1,
+        0.35,
+        "all",
+    )
 
 
 @pytest.mark.parametrize("setting", ["ncd", "gcd"])

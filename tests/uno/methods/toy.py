@@ -15,18 +15,26 @@ TAU = 0.1
 
 def step_on(config: Config, logits: Logits, labels: Tensor, state: TrainState) -> float:
     """The loss of the method's step whose network gives ``logits``."""
-    leaf = torch.zeros((), dtype=logits.known.dtype, requires_grad=True)  # something to differentiate by
+    # something to differentiate by
+    leaf = torch.zeros((), dtype=logits.known.dtype, requires_grad=True)
     moved = Logits(*(None if part is None else part + leaf for part in logits))
     state.forward = lambda views: moved
     batch = Batch([torch.zeros(1)] * 2, labels, 2)
     return float(registry.load(config).step(state, batch, config, 0.0))
 
 
-def random_logits(num_rows: int, num_known: int, num_novel: int, num_features: int, seed: int = 0) -> Logits:
+def random_logits(
+    num_rows: int, num_known: int, num_novel: int, num_features: int, seed: int = 0
+) -> Logits:
     """Float64 cosines and features of two views and one head."""
-    generator, shapes = torch.Generator().manual_seed(seed), ((num_known,), (num_novel,), (num_features,))
+    generator, shapes = (
+        torch.Generator().manual_seed(seed),
+        ((num_known,), (num_novel,), (num_features,)),
+    )
     known, novel, features = (
-        torch.rand(2, num_rows, *shape, generator=generator, dtype=torch.float64) * 2 - 1 for shape in shapes
+        torch.rand(2, num_rows, *shape, generator=generator, dtype=torch.float64) * 2
+        - 1
+        for shape in shapes
     )
     return Logits(known, novel.unsqueeze(1), None, features)
 
@@ -41,12 +49,21 @@ def naive_cross_entropy(rows: np.ndarray, labels: list[int]) -> float:
     """Mean over views and rows of -log softmax: cosines (V, B, K), B labels."""
     probabilities = [softmax(row / TAU) for row in rows.reshape(-1, rows.shape[-1])]
     return float(
-        np.mean([-np.log(p[label]) for p, label in zip(probabilities, labels * len(rows), strict=True)])
+        np.mean(
+            [
+                -np.log(p[label])
+                for p, label in zip(probabilities, labels * len(rows), strict=True)
+            ]
+        )
     )
 
 
-def naive_pair_loss(first: np.ndarray, second: np.ndarray, similar: np.ndarray) -> float:
-    """-log of the likelihood of every pair: (N, K), (M, K) probabilities, (N, M) bool."""
+def naive_pair_loss(
+    first: np.ndarray, second: np.ndarray, similar: np.ndarray
+) -> float:
+    """-log of the likelihood of every pair: (N, K), (M, K) probabilities, (N, M)
+    bool.
+    """
     terms = []
     for i, p in enumerate(first):
         for j, q in enumerate(second):
@@ -57,7 +74,11 @@ def naive_pair_loss(first: np.ndarray, second: np.ndarray, similar: np.ndarray) 
 
 def naive_mse(first: np.ndarray, second: np.ndarray) -> float:
     """Mean over rows and classes of the squared difference of probabilities."""
-    return float(np.mean([(p - q) ** 2 for p, q in zip(first.ravel(), second.ravel(), strict=True)]))
+    return float(
+        np.mean(
+            [(p - q) ** 2 for p, q in zip(first.ravel(), second.ravel(), strict=True)]
+        )
+    )
 
 
 def probabilities(logits: Tensor) -> np.ndarray:

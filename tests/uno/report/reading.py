@@ -5,11 +5,23 @@ from html.parser import HTMLParser
 from typing import Any
 
 VOID = {"meta", "link", "img", "input", "br", "hr"}
-FETCHING = ("src", "href", "srcset", "data", "poster", "action", "background", "xlink:href", "style")
+FETCHING = (
+    "src",
+    "href",
+    "srcset",
+    "data",
+    "poster",
+    "action",
+    "background",
+    "xlink:href",
+    "style",
+)
 
 
 class Page(HTMLParser):
-    """Tags, attributes, texts and scripts of an HTML page; ``unclosed`` is empty for a well-nested one."""
+    """Tags, attributes, texts and scripts of an HTML page; ``unclosed`` is empty for
+    a well-nested one.
+    """
 
     def __init__(self, html: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -60,9 +72,17 @@ class Page(HTMLParser):
 
 def requests(page: Page) -> list[str]:
     """Values of attributes that would make a browser fetch something."""
-    values = [(tag, *item) for tag, attrs in page.tags if tag != "path" for item in attrs.items()]
+    values = [
+        (tag, *item)
+        for tag, attrs in page.tags
+        if tag != "path"
+        for item in attrs.items()
+    ]
     inert = ("data:image/", "data:,", "#")
     return [
-        f"{tag} {name}={value[:80]}" for tag, name, value in values
-        if name in FETCHING and not value.startswith(inert) and (name != "style" or "url" in value)
-    ]  # fmt: skip
+        f"{tag} {name}={value[:80]}"
+        for tag, name, value in values
+        if name in FETCHING
+        and not value.startswith(inert)
+        and (name != "style" or "url" in value)
+    ]

@@ -24,26 +24,46 @@ from uno.report.facts import RunData
 from uno.report.findings import class_similarity, nearest, suggestions, summarize
 from uno.report.sample import Sample, choose_rows, open_model, score_sample
 from uno.results.classes import OutputClass
-from uno.results.infer import decoder, load_classifier, save_model, score_rows, with_alignment
+from uno.results.infer import (
+    decoder,
+    load_classifier,
+    save_model,
+    score_rows,
+    with_alignment,
+)
 from uno.runs import PHASES
 
 
 def sample_of(task: Task, outputs: np.ndarray, num_heads: int = 3) -> Sample:
     """Every head is sure of ``outputs`` (M,)."""
     num, num_novel = len(task.rows), task.num_novel
-    known = np.where(np.arange(task.num_known) == outputs[:, None], 0.9, -0.1).astype(np.float32)
-    novel = np.where(np.arange(num_novel) == outputs[:, None] - task.num_known, 0.9, -0.1).astype(np.float32)
+    known = np.where(np.arange(task.num_known) == outputs[:, None], 0.9, -0.1).astype(
+        np.float32
+    )
+    novel = np.where(
+        np.arange(num_novel) == outputs[:, None] - task.num_known, 0.9, -0.1
+    ).astype(np.float32)
     names = [*task.known, *(f"novel-{i + 1}" for i in range(num_novel))]
     features = (
-        np.eye(len(names), dtype=np.float32)[outputs] + np.linspace(0, 0.1, num, dtype=np.float32)[:, None]
+        np.eye(len(names), dtype=np.float32)[outputs]
+        + np.linspace(0, 0.1, num, dtype=np.float32)[:, None]
     )
     classes = [OutputClass(i, name, "", i) for i, name in enumerate(names)]
     return Sample(
-        np.arange(num), features, known,
-        novel[:, None].repeat(num_heads, axis=1), None, outputs[:, None].repeat(num_heads, axis=1),
-        np.maximum(outputs, task.num_known), np.full(num, 0.99, np.float32),
-        0, classes, "", num, 0,
-    )  # fmt: skip
+        np.arange(num),
+        features,
+        known,
+        novel[:, None].repeat(num_heads, axis=1),
+        None,
+        outputs[:, None].repeat(num_heads, axis=1),
+        np.maximum(outputs, task.num_known),
+        np.full(num, 0.99, np.float32),
+        0,
+        classes,
+        "",
+        num,
+        0,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +75,9 @@ def digits() -> Task:
 def warned(task, sample: Sample, known: RunData | None = None) -> list[str]:
     return [
         seen
-        for seen, _ in checks.warnings(small_config(), known or RunData(), sample, summarize(task, sample))
+        for seen, _ in checks.warnings(
+            small_config(), known or RunData(), sample, summarize(task, sample)
+        )
     ]
 
 
@@ -66,20 +88,36 @@ def test_classes_are_those_of_the_best_head(digits):
     unlabeled = (digits.labels < 0) & digits.is_train
     sizes = [int((unlabeled & (digits.eval_labels == 5 + k)).sum()) for k in range(5)]
     assert [c.count for c in found.clusters] == sizes
-    assert [c.majority for c in found.clusters] == [(name, 1.0) for name in digits.novel]
+    assert [c.majority for c in found.clusters] == [
+        (name, 1.0) for name in digits.novel
+    ]
     assert found.absorbed == 0 and found.mean_agreement == pytest.approx(2 / 3)
     assert np.allclose(found.pairs, [[1, 0, 1], [0, 1, 0], [1, 0, 1]])
 
 
 def test_likeness_finds_the_nearest():
-    """Kills: a class like itself, a scale on which all classes are alike, classes without rows."""
+    """Kills: a class like itself, a scale on which all classes are alike, classes
+    without rows.
+    """
     shared = torch.tensor([5.0, 0, 0, 0])  # what all images have in common says nothing
     axes = torch.eye(4)
-    rows = [axes[1], axes[2], axes[3], axes[1] + 0.2 * axes[3], axes[1], axes[3] - axes[1]]
-    likeness = class_similarity(shared + torch.stack(rows), torch.tensor([0, 1, 2, 3, 4, 6]), 7).numpy()
+    rows = [
+        axes[1],
+        axes[2],
+        axes[3],
+        axes[1] + 0.2 * axes[3],
+        axes[1],
+        axes[3] - axes[1],
+    ]
+    likeness = class_similarity(
+        shared + torch.stack(rows), torch.tensor([0, 1, 2, 3, 4, 6]), 7
+    ).numpy()
     known = nearest(likeness[3, :3])
-    assert len(known) == 3 and known[0][0] == 0 and known[0][1] > 0.9 > 0.1 > known[1][1]
-    assert [output for output, _ in nearest(likeness[3, 3:], 3)] == [4, 6]  # neither itself nor the empty one
+    assert (
+        len(known) == 3 and known[0][0] == 0 and known[0][1] > 0.9 > 0.1 > known[1][1]
+    )
+    # neither itself nor the empty one
+    assert [output for output, _ in nearest(likeness[3, 3:], 3)] == [4, 6]
     assert nearest(likeness[5, :3]) == []
 
 
@@ -89,19 +127,29 @@ def test_suggestions_are_of_unlabeled_rows(digits):
     found = suggestions(sample, summarize(digits, sample))
     unlabeled = (digits.labels < 0) & digits.is_train
     assert (
-        found[6].rows == (unlabeled & (digits.eval_labels == 6)).sum() and found[6].total == unlabeled.sum()
+        found[6].rows == (unlabeled & (digits.eval_labels == 6)).sum()
+        and found[6].total == unlabeled.sum()
     )
-    assert {name for name, _ in found[6].known} < set(digits.known) and len(found[6].novel) == 3
-    assert {name for name, _ in found[6].novel} < {f"novel-{i}" for i in range(1, 6)} - {"novel-2"}
+    assert {name for name, _ in found[6].known} < set(digits.known) and len(
+        found[6].novel
+    ) == 3
+    assert {name for name, _ in found[6].novel} < {
+        f"novel-{i}" for i in range(1, 6)
+    } - {"novel-2"}
 
 
 def test_agreement_is_that_of_the_predictions(tmp_path):
-    """Kills: an alignment of heads of the report's own, the best head left out or counted by luck."""
+    """Kills: an alignment of heads of the report's own, the best head left out or
+    counted by luck.
+    """
     config = small_config(**{"data.limit": 120, "model.num_heads": 3})
     task = make_task(read_rows(config.data), config.data)
     storage = write_run(tmp_path, config, task)
     model = open_model(config, storage, task, "cpu")
-    decode, unlabeled = decoder(model, task.rows), np.flatnonzero(task.is_train & (task.labels < 0))
+    decode, unlabeled = (
+        decoder(model, task.rows),
+        np.flatnonzero(task.is_train & (task.labels < 0)),
+    )
     sample = score_sample(task, model, decode)
     save_model(config, storage, model.module, model.best_head, task.known)
     aligned = with_alignment(load_classifier(storage), storage, decode, unlabeled)
@@ -111,11 +159,15 @@ def test_agreement_is_that_of_the_predictions(tmp_path):
     for found in (sample, again):  # an unfinished run and a finished one
         assert (found.output == scores.class_index.numpy()).all()
         assert np.allclose(found.confidence, scores.probability.numpy(), atol=1e-6)
-        assert np.allclose(summarize(task, found).agreement, scores.head_agreement.numpy())
+        assert np.allclose(
+            summarize(task, found).agreement, scores.head_agreement.numpy()
+        )
 
 
 def moved(sample: Sample, source: int, target: int, but: int = 0) -> Sample:
-    """Rows of output ``source``, all but the first few, go to ``target`` in all heads."""
+    """Rows of output ``source``, all but the first few, go to ``target`` in all
+    heads.
+    """
     votes = sample.votes.copy()
     votes[np.flatnonzero(sample.output == source)[but:]] = target
     return replace(sample, votes=votes)
@@ -123,7 +175,9 @@ def moved(sample: Sample, source: int, target: int, but: int = 0) -> Sample:
 
 def disagreeing(sample: Sample) -> Sample:
     votes = np.random.default_rng(0).integers(0, 10, sample.votes.shape)
-    return replace(sample, votes=np.concatenate([sample.votes[:, :1], votes[:, 1:]], axis=1))
+    return replace(
+        sample, votes=np.concatenate([sample.votes[:, :1], votes[:, 1:]], axis=1)
+    )
 
 
 def alone(sample: Sample, head: int) -> Sample:
@@ -134,26 +188,47 @@ def alone(sample: Sample, head: int) -> Sample:
 
 
 def test_a_chosen_head_that_stands_alone_is_told(digits):
-    """Kills: another head's solitude told as if it were the chosen one's; a head counted as its own other."""
+    """Kills: another head's solitude told as if it were the chosen one's; a head
+    counted as its own other.
+    """
     sample = sample_of(digits, digits.eval_labels, 4)
     line = next(title for title in warned(digits, alone(sample, 0)) if "Heads" in title)
     unlabeled = (digits.labels < 0) & digits.is_train
     share = 1 - unlabeled[::10].sum() / unlabeled.sum()
-    assert f"each of the others on {share:.1%} of the images, they with each other on 100.0%" in line
+    assert (
+        f"each of the others on {share:.1%} of the images, they with each other on"
+        " 100.0%" in line
+    )
     assert not any("Heads" in title for title in warned(digits, alone(sample, 1)))
 
 
-@pytest.mark.parametrize(("change", "seen"), [
-    (lambda s: s, ""),
-    (lambda s: moved(s, 9, 8), "Collapse: 1 of 5 discovered classes"),
-    (lambda s: replace(s, votes=s.votes * 0), "Collapse: 5 of 5 discovered classes"),
-    (lambda s: moved(s, 9, 8, but=4), "Imbalance: “novel-4”"),
-    (lambda s: moved(s, 7, 1), "of the unlabeled images are assigned to known classes"),
-    (lambda s: replace(s, features=s.features + s.features[:, [0, 1, 2, 3, 4, 7, 6, 5, 8, 9]]),
-     "Similar classes: 1 pair of discovered classes, most similar “novel-1” and “novel-3” (1"),
-    (disagreeing, "Heads disagree"),
-    (lambda s: replace(s, confidence=s.confidence * 0.4), "Low confidence"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "seen"),
+    [
+        (lambda s: s, ""),
+        (lambda s: moved(s, 9, 8), "Collapse: 1 of 5 discovered classes"),
+        (
+            lambda s: replace(s, votes=s.votes * 0),
+            "Collapse: 5 of 5 discovered classes",
+        ),
+        (lambda s: moved(s, 9, 8, but=4), "Imbalance: “novel-4”"),
+        (
+            lambda s: moved(s, 7, 1),
+            "of the unlabeled images are assigned to known classes",
+        ),
+        (
+            lambda s: replace(
+                s, features=s.features + s.features[:, [0, 1, 2, 3, 4, 7, 6, 5, 8, 9]]
+            ),
+            (
+                "Similar classes: 1 pair of discovered classes, most similar “novel-1”"
+                " and “novel-3” (1"
+            ),
+        ),
+        (disagreeing, "Heads disagree"),
+        (lambda s: replace(s, confidence=s.confidence * 0.4), "Low confidence"),
+    ],
+)
 def test_warnings_about_classes(digits, change, seen):
     usual = ("Few images per cluster", "No discovery phase")  # 100 rows, no journal
     titles = warned(digits, change(sample_of(digits, digits.eval_labels)))
@@ -164,15 +239,32 @@ def test_warnings_about_classes(digits, change, seen):
 @pytest.mark.parametrize("phase", PHASES)
 def test_warnings_about_a_phase(phase):
     """Kills: a phase that no check knows, such as rotation."""
-    lines = [{"phase": phase, "step": s, "total_steps": 10, "skipped_steps": 2, "epochs": 1} for s in (1, 5)]
-    found = [seen for seen, _ in checks.warnings(small_config(), RunData(journal=lines), None, None)]
+    lines = [
+        {"phase": phase, "step": s, "total_steps": 10, "skipped_steps": 2, "epochs": 1}
+        for s in (1, 5)
+    ]
+    found = [
+        seen
+        for seen, _ in checks.warnings(
+            small_config(), RunData(journal=lines), None, None
+        )
+    ]
     assert f"Unfinished: the {phase} phase stopped at step 5 of 10" in found
     assert f"2 steps of {phase} skipped because the loss was not finite" in found
 
 
 def test_warnings_about_training(digits):
-    line = {"phase": "discover", "step": 5, "total_steps": 10, "skipped_steps": 2, "epochs": 1}
-    known = RunData({"train/novel/task_aware/acc/avg": 0.4, "baseline/kmeans/novel/acc": 0.5}, journal=[line])
+    line = {
+        "phase": "discover",
+        "step": 5,
+        "total_steps": 10,
+        "skipped_steps": 2,
+        "epochs": 1,
+    }
+    known = RunData(
+        {"train/novel/task_aware/acc/avg": 0.4, "baseline/kmeans/novel/acc": 0.5},
+        journal=[line],
+    )
     one_head = disagreeing(sample_of(digits, digits.eval_labels, 1))
     titles = " ".join(warned(digits, one_head, known))
     assert "Heads disagree" not in titles
@@ -181,48 +273,91 @@ def test_warnings_about_training(digits):
 
 def test_a_sample_keeps_the_shares(digits):
     rows = choose_rows(digits, 100, seed=0)
-    assert len(rows) <= 100 and (np.diff(rows) > 0).all() and (choose_rows(digits, 100, 0) == rows).all()
+    assert (
+        len(rows) <= 100
+        and (np.diff(rows) > 0).all()
+        and (choose_rows(digits, 100, 0) == rows).all()
+    )
     assert abs(digits.is_train[rows].mean() - digits.is_train.mean()) < 0.03
     assert (choose_rows(digits, 10_000, 0) == np.arange(len(digits.rows))).all()
 
 
-@pytest.mark.parametrize("changes", [
-    {}, {"objective.concat": False, "train.max_steps": 3, "data.limit": 7},
-    {"data.source": "folder:/a b/'c'", "data.mean": (0.1, 0.2, 0.3), "data.known_classes": "first:2"},
-    {"data.labeled": "/x/one", "data.unlabeled": "/x/two", "data.known_classes": None},
-    {"preset": "scratch", "data.source": "parquet:/d", "data.known_classes": None, "data.num_novel": 4},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"objective.concat": False, "train.max_steps": 3, "data.limit": 7},
+        {
+            "data.source": "folder:/a b/'c'",
+            "data.mean": (0.1, 0.2, 0.3),
+            "data.known_classes": "first:2",
+        },
+        {
+            "data.labeled": "/x/one",
+            "data.unlabeled": "/x/two",
+            "data.known_classes": None,
+        },
+        {
+            "preset": "scratch",
+            "data.source": "parquet:/d",
+            "data.known_classes": None,
+            "data.num_novel": 4,
+        },
+    ],
+)
 def test_the_printed_command_leads_to_the_configuration(changes):
-    """Kills: a flag that the command line does not know, a lost quote, a difference left out."""
+    """Kills: a flag that the command line does not know, a lost quote, a difference
+    left out.
+    """
     config = override(preset("digits"), changes)
     again = parse(shlex.split(facts.command_line(config))[2:], DISCOVER).config
     skipped = {"output"} if config.data.labeled is None else {"output", "data.source"}
-    kept, want = ({k: v for k, v in flatten(to_dict(c)).items() if k not in skipped} for c in (again, config))
+    kept, want = (
+        {k: v for k, v in flatten(to_dict(c)).items() if k not in skipped}
+        for c in (again, config)
+    )
     assert kept == want
 
 
 def test_formats():
-    assert [page.duration(s) for s in (7.4, 700, 11100)] == ["7 s", "12 min", "3 h 05 min"]
+    assert [page.duration(s) for s in (7.4, 700, 11100)] == [
+        "7 s",
+        "12 min",
+        "3 h 05 min",
+    ]
     # training time counts each step once
-    entries = [{"step": step, "images_per_s": speed} for step, speed in ((10, 100.0), (20, 50.0), (20, 1.0))]
+    entries = [
+        {"step": step, "images_per_s": speed}
+        for step, speed in ((10, 100.0), (20, 50.0), (20, 1.0))
+    ]
     assert facts.training_seconds(entries, 100) == pytest.approx(10 + 20)
 
 
 def test_line_chart_places_points_and_skips_nan():
     points = [(0, 0.0), (10, 2.0), (5, float("nan"))]
-    chart = charts.line_chart("t", "step", [charts.Series("a", points)], [charts.Dot(5, 1, "best", "words")])
+    chart = charts.line_chart(
+        "t", "step", [charts.Series("a", points)], [charts.Dot(5, 1, "best", "words")]
+    )
     assert chart.lines[0].path == f"M0 {charts.HEIGHT}L{charts.WIDTH} 0"
-    assert chart.dots == [charts.Dot(charts.WIDTH / 2, charts.HEIGHT / 2, "best", "words")]
+    assert chart.dots == [
+        charts.Dot(charts.WIDTH / 2, charts.HEIGHT / 2, "best", "words")
+    ]
     assert [label for _, label in chart.y_ticks] == ["0", "0.5", "1", "1.5", "2"]
     assert charts.line_chart("t", "x", [charts.Series("a", [])]) is None
-    many = charts.line_chart("t", "x", [charts.Series("a", [(i, 1.0) for i in range(9999)])])
+    many = charts.line_chart(
+        "t", "x", [charts.Series("a", [(i, 1.0) for i in range(9999)])]
+    )
     assert many.lines[0].path.count("L") < charts.MAX_CURVE_POINTS
 
 
 def test_matrix_columns_follow_the_matching():
     counts, names = np.array([[0, 9, 1], [7, 0, 0]]), (["a", "b"], ["x", "y", "z"])
     figure = charts.matrix("t", counts, names, np.array([1, 0]), 1)
-    assert (figure["columns"], figure["correct"], figure["total"]) == (["y", "x", "z"], 16, 17)
+    assert (figure["columns"], figure["correct"], figure["total"]) == (
+        ["y", "x", "z"],
+        16,
+        17,
+    )
     assert figure["cells"] == [[0, 0, 9], [0, 2, 1], [1, 1, 7]]
     assert figure["outline"] == "M0 0h1v1h-1zM1 1h1v1h-1z"
     assert figure["confusions"] == [("a", "z", 1, pytest.approx(0.1))]
@@ -232,7 +367,11 @@ def test_matrix_columns_follow_the_matching():
 def test_maps_repeat_keep_groups_apart_and_need_differences():
     data = np.random.default_rng(0).normal(size=(60, 8)).astype(np.float32)
     first, second = (charts.draw_map("t", "c", data, 1) for _ in range(2))
-    assert (first.xy == second.xy).all() and first.xy.min() >= 0 and first.xy.max() <= charts.EXTENT
+    assert (
+        (first.xy == second.xy).all()
+        and first.xy.min() >= 0
+        and first.xy.max() <= charts.EXTENT
+    )
     classes = np.arange(60) % 3 - 1
     groups = charts.map_groups(classes, ["a", "b"], 1, [4, 5], [first])
     assert [g["kind"] for g in groups] == ["none", "known", "novel"]
@@ -244,10 +383,17 @@ def test_maps_repeat_keep_groups_apart_and_need_differences():
 
 
 def test_galleries(monkeypatch):
-    images = np.array([10, 20, 30], np.uint8)[:, None, None, None] + np.zeros((3, 3, 8, 8), np.uint8)
+    images = np.array([10, 20, 30], np.uint8)[:, None, None, None] + np.zeros(
+        (3, 3, 8, 8), np.uint8
+    )
     data = pictures.encode(images, 2, 80).partition("base64,")[2]
     picture = np.asarray(Pillow.open(BytesIO(base64.b64decode(data))))
-    assert picture.shape == (16, 16) and picture[0, 0] == 10 and picture[0, 8] == 20 and picture[8, 0] == 30
+    assert (
+        picture.shape == (16, 16)
+        and picture[0, 0] == 10
+        and picture[0, 8] == 20
+        and picture[8, 0] == 30
+    )
     # every member is there once; where there is no room, as many of each class
     task = hostile_task(small_config(), rows_per_class=10)
     sample = sample_of(task, task.eval_labels)
@@ -256,11 +402,21 @@ def test_galleries(monkeypatch):
     album = pictures.Album(task.rows, sample.index, sample.confidence, groups)
     gallery = album.gallery(groups[0])
     rows = [tile.row for part in gallery[:3] for tile in part]
-    assert rows == [*range(39, -1, -1)] and [len(part) for part in gallery[:3]] == [12, 22, 6]
+    assert rows == [*range(39, -1, -1)] and [len(part) for part in gallery[:3]] == [
+        12,
+        22,
+        6,
+    ]
     assert album.is_whole and album.side == 8 and gallery.left_out == 0
-    seen = Pillow.open(BytesIO(base64.b64decode(gallery.first[0].uri.partition("base64,")[2])))
+    seen = Pillow.open(
+        BytesIO(base64.b64decode(gallery.first[0].uri.partition("base64,")[2]))
+    )
     assert (np.asarray(seen) == task.rows.images[39]).all()
-    assert album.gallery(groups[2]) == ([], [], [], 0) and album.preview(groups[2]) == ("", 0, [])
+    assert album.gallery(groups[2]) == ([], [], [], 0) and album.preview(groups[2]) == (
+        "",
+        0,
+        [],
+    )
     monkeypatch.setattr(pictures, "BUDGET_BYTES", int(album.num_bytes * 20 / 45))
     small = pictures.Album(task.rows, sample.index, sample.confidence, groups)
     gallery = small.gallery(groups[0])
@@ -274,5 +430,11 @@ def test_pictures_are_those_of_the_source(tmp_path):
     """Kills: tiles of the pixels that a small run keeps, where the files hold more."""
     large = np.random.default_rng(0).integers(0, 255, (2, 300, 200, 3), dtype=np.uint8)
     chosen = InMemory(large).take(np.array([1, 0]))
-    images = with_ready(chosen, RowBlocks([torch.zeros(2, 3, 8, 8)]), [None, None]).take(np.array([1]))
-    assert len(images) == 1 and images[0].shape == (300, 200, 3) and (images[0] == large[0]).all()
+    images = with_ready(
+        chosen, RowBlocks([torch.zeros(2, 3, 8, 8)]), [None, None]
+    ).take(np.array([1]))
+    assert (
+        len(images) == 1
+        and images[0].shape == (300, 200, 3)
+        and (images[0] == large[0]).all()
+    )

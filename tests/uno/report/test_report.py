@@ -1,4 +1,6 @@
-"""The page as a whole: inert, complete without scripts, honest about what is missing."""
+"""The page as a whole: inert, complete without scripts, honest about what is
+missing.
+"""
 
 import json
 import shutil
@@ -26,11 +28,21 @@ from uno.results.metrics import PROTOCOLS
 from uno.text import visible
 
 CONFIG, TASK = small_config(), hostile_task(small_config())
-GROUPS = [f"{split}/{group}" for split in ("train", "test") for group in ("known", "novel", "all")]
-KEYS = [f"{group}/{protocol}/acc/{w}" for group in GROUPS for protocol in PROTOCOLS for w in ("avg", "best")]
+GROUPS = [
+    f"{split}/{group}"
+    for split in ("train", "test")
+    for group in ("known", "novel", "all")
+]
+KEYS = [
+    f"{group}/{protocol}/acc/{w}"
+    for group in GROUPS
+    for protocol in PROTOCOLS
+    for w in ("avg", "best")
+]
 METRICS = {key: 0.1 + 0.8 * i / 48 for i, key in enumerate(KEYS)} | {
-    "train/novel/task_aware/chance/acc": 0.2345, "baseline/kmeans/novel/acc": 0.9512,
-}  # fmt: skip
+    "train/novel/task_aware/chance/acc": 0.2345,
+    "baseline/kmeans/novel/acc": 0.9512,
+}
 
 
 def written(storage: Storage, *what, config=CONFIG, **how) -> Page:
@@ -44,9 +56,13 @@ GLOSSARY = "a href=https://github.com/uno-discovery/uno-on-ray/blob/main/docs/st
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_maps():
-    """The first two coordinates for t-SNE, which takes seconds and is tested with the facts."""
+    """The first two coordinates for t-SNE, which takes seconds and is tested with
+    the facts.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2])
+        patch.setattr(
+            "sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2]
+        )
         yield
 
 
@@ -57,18 +73,32 @@ def hostile(tmp_path_factory) -> tuple[Page, str, Storage]:
 
 
 def test_hostile_names_are_inert_and_nothing_is_asked_for(hostile):
-    """Kills: a template without autoescape, `|safe`, JSON with a raw `<`, names pasted into SVG or titles."""
+    """Kills: a template without autoescape, `|safe`, JSON with a raw `<`, names
+    pasted into SVG or titles.
+    """
     page, html, _ = hostile
     assert page.unclosed == [] and page.comments == [] and requests(page) == [GLOSSARY]
-    assert len(page.scripts) == 2 and "alert(1)" not in page.scripts[1]  # data and our own; nobody else's
-    assert not [name for _, attrs in page.tags for name in attrs if name.startswith("on")]
-    assert "{{ 7 * 7 }}" in page.text and all(visible(name) in page.text for name in HOSTILE)
+    # data and our own; nobody else's
+    assert len(page.scripts) == 2 and "alert(1)" not in page.scripts[1]
+    assert not [
+        name for _, attrs in page.tags for name in attrs if name.startswith("on")
+    ]
+    assert "{{ 7 * 7 }}" in page.text and all(
+        visible(name) in page.text for name in HOSTILE
+    )
     assert not any(char in html for char in "\u202e\u2028\u2029\x00\x1b")
     maps = page.data()["maps"]
     assert "</script>" in maps["true_names"][0]
     assert len(maps["ids"]) == len(maps["truth"]) == len(maps["xy"][0]) // 2
-    policy = next(a["content"] for _, a in page.tags if a.get("http-equiv") == "Content-Security-Policy")
-    assert policy.startswith("default-src 'none'; img-src data:;") and "'unsafe-eval'" not in policy
+    policy = next(
+        a["content"]
+        for _, a in page.tags
+        if a.get("http-equiv") == "Content-Security-Policy"
+    )
+    assert (
+        policy.startswith("default-src 'none'; img-src data:;")
+        and "'unsafe-eval'" not in policy
+    )
     assert "@import" not in html and "url(" not in html.split("<script")[0]
 
 
@@ -79,17 +109,42 @@ def test_numbers_equal_metrics(hostile):
     assert all(text == percent(METRICS[key]) for _, key, text in page.shown)
     cells = [key for tag, key, _ in page.shown if tag == "td"]
     assert sorted(cells) == sorted(METRICS)
-    assert cells[:12] == [f"{group}/task_aware/acc/{which}" for group in GROUPS for which in ("avg", "best")]
-    assert next(key for tag, key, _ in page.shown if tag == "span") == "train/novel/task_aware/acc/avg"
+    assert cells[:12] == [
+        f"{group}/task_aware/acc/{which}"
+        for group in GROUPS
+        for which in ("avg", "best")
+    ]
+    assert (
+        next(key for tag, key, _ in page.shown if tag == "span")
+        == "train/novel/task_aware/acc/avg"
+    )
 
 
 def test_page_is_complete_without_scripts(hostile):
-    """Everything that answers a question is markup: sections, galleries, heat maps, maps, curves, tables."""
+    """Everything that answers a question is markup: sections, galleries, heat maps,
+    maps, curves, tables.
+    """
     page = hostile[0]
-    sections = {"summary", "classes", "results", "confusion", "maps", "training", "known", "bad", "run"}
-    anchors = {a["href"][1:] for tag, a in page.tags if tag == "a" and a["href"].startswith("#")}
+    sections = {
+        "summary",
+        "classes",
+        "results",
+        "confusion",
+        "maps",
+        "training",
+        "known",
+        "bad",
+        "run",
+    }
+    anchors = {
+        a["href"][1:]
+        for tag, a in page.tags
+        if tag == "a" and a["href"].startswith("#")
+    }
     assert sections | anchors <= page.ids()
-    classes = {word for _, attrs in page.tags for word in attrs.get("class", "").split()}
+    classes = {
+        word for _, attrs in page.tags for word in attrs.get("class", "").split()
+    }
     assert {"matrix", "map", "tiles-of", "line", "heads", "results"} <= classes
     for word in (
         "No better than clustering",
@@ -105,15 +160,28 @@ def test_page_is_complete_without_scripts(hostile):
 def test_page_without_truth_metrics_or_test_split(tmp_path):
     task = hostile_task(CONFIG, truth=False)
     page = written(write_run(tmp_path / "truth", CONFIG, task), task)
-    assert "No ground truth for the new classes" in page.text and "There is no metrics.json" in page.text
+    assert (
+        "No ground truth for the new classes" in page.text
+        and "There is no metrics.json" in page.text
+    )
     known = {key: value for key, value in METRICS.items() if "/known/" in key}
     page = written(write_run(tmp_path / "known", CONFIG, task, known), task)
-    heads = [attrs for tag, attrs in page.tags if tag == "th" and attrs.get("scope") == "colgroup"]
-    assert [head["colspan"] for head in heads] == ["2"] * 4  # two splits, one group each
+    heads = [
+        attrs
+        for tag, attrs in page.tags
+        if tag == "th" and attrs.get("scope") == "colgroup"
+    ]
+    # two splits, one group each
+    assert [head["colspan"] for head in heads] == ["2"] * 4
     assert sorted(key for tag, key, _ in page.shown if tag == "td") == sorted(known)
-    assert {"results-title", "by-predicted"} <= page.ids() and "by-true" not in page.ids()
+    assert {
+        "results-title",
+        "by-predicted",
+    } <= page.ids() and "by-true" not in page.ids()
     task = hostile_task(CONFIG, test=False)
-    metrics = {key: value for key, value in METRICS.items() if not key.startswith("test/")}
+    metrics = {
+        key: value for key, value in METRICS.items() if not key.startswith("test/")
+    }
     page = written(write_run(tmp_path / "split", CONFIG, task, metrics), task)
     figures = {attrs["data-matrix"] for _, attrs in page.tags if "data-matrix" in attrs}
     assert figures == {"train-joint", "train-novel"} and "Test images" not in page.text
@@ -122,7 +190,12 @@ def test_page_without_truth_metrics_or_test_split(tmp_path):
 @pytest.mark.parametrize("damage", ["missing", "damaged", "unreadable"])
 def test_page_without_the_run_s_files(tmp_path, damage):
     storage = write_run(tmp_path, CONFIG, TASK, METRICS)
-    for name in ("metrics.json", "metrics.jsonl", "environment.json", "bad_samples.jsonl"):
+    for name in (
+        "metrics.json",
+        "metrics.jsonl",
+        "environment.json",
+        "bad_samples.jsonl",
+    ):
         storage.delete(name)
         if damage == "damaged":
             storage.write(name, b'[{"phase": 3}, \xff\x00')
@@ -130,16 +203,28 @@ def test_page_without_the_run_s_files(tmp_path, damage):
             (tmp_path / name).mkdir()
     storage.delete("checkpoints")
     page = written(storage, TASK)
-    assert "No predictions: no discovery checkpoint" in page.text and "Heads and training" not in page.text
+    assert (
+        "No predictions: no discovery checkpoint" in page.text
+        and "Heads and training" not in page.text
+    )
     assert ("environment.json could not be read" in page.text) == (damage == "damaged")
-    assert ("metrics.jsonl, bad_samples.jsonl could not be read" in page.text) == (damage == "unreadable")
+    assert ("metrics.jsonl, bad_samples.jsonl could not be read" in page.text) == (
+        damage == "unreadable"
+    )
     assert requests(page) == []
 
 
 def test_estimate_of_the_number_of_classes(tmp_path):
     storage = write_run(tmp_path, CONFIG, TASK)
     curve = {"f1": [0.2, 0.9, 0.5], "acc": [0.3, 0.8, 0.4], "cvi": [0.1, 0.2, 0.3]}
-    estimate = {"ks": [2, 5, 9], "curves": curve, "num_novel": 5, "low": 4, "high": 6, "suggested": 6}
+    estimate = {
+        "ks": [2, 5, 9],
+        "curves": curve,
+        "num_novel": 5,
+        "low": 4,
+        "high": 6,
+        "suggested": 6,
+    }
     storage.write("estimate.json", json.dumps(estimate).encode())
     page = written(storage, None)
     assert "estimate" in page.ids() and "Estimated: 5, between 4 and 6" in page.text
@@ -149,10 +234,15 @@ def test_estimate_of_the_number_of_classes(tmp_path):
 
 def test_page_without_data_and_on_a_sample(tmp_path, monkeypatch):
     storage = write_run(tmp_path / "other", CONFIG, TASK, METRICS)
-    found, note = open_task(CONFIG, storage)  # the digits: other data than the fingerprint's
+    # the digits: other data than the fingerprint's
+    found, note = open_task(CONFIG, storage)
     assert found is None and "fingerprint differs" in note
     page = written(storage, None, note=note)
-    assert "fingerprint differs" in page.text and "maps" not in page.ids() and "run" in page.ids()
+    assert (
+        "fingerprint differs" in page.text
+        and "maps" not in page.ids()
+        and "run" in page.ids()
+    )
     config = small_config(**{"data.limit": 100})
     task = make_task(read_rows(config.data), config.data)
     monkeypatch.setattr("uno.report.sample.MAX_ROWS_CPU", 60)
@@ -165,7 +255,11 @@ def test_rows_that_cannot_be_read_make_no_sample():
     """Kills: “a random sample of 1,607 of 1,616” where nine images are broken."""
     sample = sample_of(TASK, TASK.eval_labels)
     some = replace(sample, index=sample.index[:-9])
-    assert sample.is_whole and not some.is_whole and replace(some, num_unreadable=9).is_whole
+    assert (
+        sample.is_whole
+        and not some.is_whole
+        and replace(some, num_unreadable=9).is_whole
+    )
 
 
 @pytest.mark.slow
@@ -174,17 +268,30 @@ def test_a_page_of_many_pictures_stays_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(Sample, "output", property(lambda self: self.index % 100))
     monkeypatch.setattr(charts, "draw_map", lambda *_: None)
     monkeypatch.setattr(pictures, "BUDGET_BYTES", 600_000)
-    values = {"data.stored_size": 32, "augment.large.size": 8, "data.known_classes": "first:50"}
+    values = {
+        "data.stored_size": 32,
+        "augment.large.size": 8,
+        "data.known_classes": "first:50",
+    }
     config, num = small_config(**values), 1000
     ids = Text.of(f"some/folder/with a long name/photo {i:06d}.png" for i in range(num))
     images = np.random.default_rng(0).integers(0, 255, (num, 32, 32, 3), dtype=np.uint8)
-    is_train, labels = np.arange(num) % 500 >= 100, Labels.of(f"class {i % 100}" for i in range(num))
+    is_train, labels = (
+        np.arange(num) % 500 >= 100,
+        Labels.of(f"class {i % 100}" for i in range(num)),
+    )
     task = make_task(Rows(ids, images, labels, is_train, "noise"), config.data)
     storage = write_run(tmp_path, config, task)
     page = written(storage, task, config=config)
     tiles = [a["src"] for tag, a in page.tags if tag == "img" and a.get("loading")]
-    assert 400_000 < sum(map(len, tiles)) < 660_000 and storage.size("report.html") < 2_000_000
-    assert "members of a class, evenly spaced" in page.text and "0.6 MB of this file" in page.text
+    assert (
+        400_000 < sum(map(len, tiles)) < 660_000
+        and storage.size("report.html") < 2_000_000
+    )
+    assert (
+        "members of a class, evenly spaced" in page.text
+        and "0.6 MB of this file" in page.text
+    )
 
 
 # A document whose objects answer everything; used() is what a field or button does.
@@ -203,13 +310,13 @@ eval(script);
 edits.map(([i, value]) => { made[i + 2].value = value; made[i + 2].used(); said.push(status.textContent); });
 save.disabled || save.used();
 console.log(JSON.stringify(said));
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="no node on this machine")
 def test_names_edited_in_the_page_are_applied(tmp_path, monkeypatch):
-    """The script's own text, on a document of a few objects. Kills: a name that breaks YAML, a target by its
-    old name, actions exchanged, a file that --apply refuses.
+    """The script's own text, on a document of a few objects. Kills: a name that breaks
+    YAML, a target by its old name, actions exchanged, a file that --apply refuses.
     """
     monkeypatch.setattr(charts, "draw_map", lambda *_: None)
     storage = write_run(tmp_path, CONFIG, TASK)
@@ -220,7 +327,13 @@ def test_names_edited_in_the_page_are_applied(tmp_path, monkeypatch):
     def edited(*edits) -> list[str]:
         """What the page says after each, and the file that can be saved."""
         given = json.dumps([page.scripts[1], page.scripts[0], edits])
-        done = subprocess.run(["node", "-e", PAGE], input=given, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            ["node", "-e", PAGE],
+            input=given,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
         return json.loads(done.stdout)
 
     # fields are name and action of each discovered class, by turns; indices 5 to 9
@@ -229,12 +342,24 @@ def test_names_edited_in_the_page_are_applied(tmp_path, monkeypatch):
     assert said == "4 classes are changed."
     given = "classes.yaml", model.classes, model.model_hash
     found = [(c.name, c.into) for c in read_edits(text.encode(), *given)[5:]]
-    assert found == [(hard, 5), ("novel-2", 5), ("novel-3", None), ("novel-4", 1), ("novel-5", 9)]
-    assert read_edits(with_names(text.encode(), *given, ["6=six"]), *given)[6].name == "six"
+    assert found == [
+        (hard, 5),
+        ("novel-2", 5),
+        ("novel-3", None),
+        ("novel-4", 1),
+        ("novel-5", 9),
+    ]
+    assert (
+        read_edits(with_names(text.encode(), *given, ["6=six"]), *given)[6].name
+        == "six"
+    )
     for edits, says in (
-        ([(0, " ")], "needs a name"), ([(0, "novel-2")], "Two classes"), ([(0, "rejected")], "is what"),
-        ([(3, "5"), (1, "drop")], "itself merged or dropped"), ([(0, "x"), (0, "novel-1")], "Nothing"),
-    ):  # fmt: skip
+        ([(0, " ")], "needs a name"),
+        ([(0, "novel-2")], "Two classes"),
+        ([(0, "rejected")], "is what"),
+        ([(3, "5"), (1, "drop")], "itself merged or dropped"),
+        ([(0, "x"), (0, "novel-1")], "Nothing"),
+    ):
         assert says in edited(*edits)[-1]  # and no file
 
 
@@ -243,23 +368,37 @@ for (const frame of document.querySelectorAll("iframe")) {{
   const page = frame.contentDocument, table = page.querySelector("#overview").parentElement;
   for (const part of [page.documentElement, table])
     if (part.scrollWidth > part.clientWidth) console.error(`clipped: ${{part.tagName}} at ${{frame.width}}`);
-}}}}</script>"""
+}}}}</script>"""  # noqa: E501
 
 
 @pytest.mark.slow
 def test_chromium_opens_it_without_a_word_and_clips_nothing(hostile, tmp_path):
-    """At the width of a screen and of a phone. Kills: a column of the classes that one must scroll to."""
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    """At the width of a screen and of a phone. Kills: a column of the classes that
+    one must scroll to.
+    """
+    chromium = (
+        shutil.which("chromium")
+        or shutil.which("chromium-browser")
+        or shutil.which("google-chrome")
+    )
     if chromium is None:
         pytest.skip("no chromium on this machine")
     picture = tmp_path / "page.png"
-    flags = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking"
+    flags = (
+        "--headless --no-sandbox --disable-gpu --no-first-run"
+        " --disable-background-networking"
+    )
     flags += " --disable-component-update --disable-sync --enable-logging=stderr --v=0"
     flags += " --allow-file-access-from-files"
-    where = [f"--user-data-dir={tmp_path}/profile", f"--screenshot={picture}", "--window-size=1450,2000"]
+    where = [
+        f"--user-data-dir={tmp_path}/profile",
+        f"--screenshot={picture}",
+        "--window-size=1450,2000",
+    ]
     page, frames = hostile[2].path("report.html"), tmp_path / "frames.html"
     both = "".join(
-        f'<iframe src="file://{page}" width="{side}" height="900"></iframe>' for side in (1400, 390)
+        f'<iframe src="file://{page}" width="{side}" height="900"></iframe>'
+        for side in (1400, 390)
     )
     frames.write_text(FRAMES.format(frames=both))
     command = [chromium, *flags.split(), *where, f"file://{frames}"]

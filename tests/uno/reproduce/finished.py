@@ -7,8 +7,11 @@ from uno.reproduce.effects import Results, read
 from uno.reproduce.experiments import Table, build, cells
 
 ENVIRONMENT = {
-    "python": "3.11", "versions": {"torch": "2.11"}, "gpus": [], "processor": "Testium, 2 cores"
-}  # fmt: skip
+    "python": "3.11",
+    "versions": {"torch": "2.11"},
+    "gpus": [],
+    "processor": "Testium, 2 cores",
+}
 
 
 def small(name: str) -> Table:
@@ -18,10 +21,16 @@ def small(name: str) -> Table:
 
 
 def finished(
-    output: Path, table: Table, seeds: int, accuracy, skip: tuple[str, ...] = (), failed: dict | None = None
+    output: Path,
+    table: Table,
+    seeds: int,
+    accuracy,
+    skip: tuple[str, ...] = (),
+    failed: dict | None = None,
 ) -> Results:
-    """Cells of a minute each, but ``skip``, UNO's of numerics 9 and below, others older than that was noted;
-    ``accuracy(row key, evaluation, group, seed)`` is a fraction."""
+    """Cells of a minute each, but ``skip``, UNO's of numerics 9 and below, others older
+    than that was noted; ``accuracy(row key, evaluation, group, seed)`` is a fraction.
+    """
     todo, refused = cells(table, seeds, {}, {})
     for cell in (cell for cell in todo if cell.name not in skip):
         metrics = {}
@@ -30,10 +39,20 @@ def finished(
             for group in table.groups:
                 value = accuracy(cell.row.key, evaluation, group, cell.seed)
                 for head in ("avg", "best"):
-                    metrics[f"{evaluation.split}/{group}/{evaluation.protocol}/acc/{head}"] = value
+                    metrics[
+                        f"{evaluation.split}/{group}/{evaluation.protocol}/acc/{head}"
+                    ] = value
         run = output / cell.name
         run.mkdir(parents=True)
         (run / "metrics.json").write_text(json.dumps(metrics))
         made_with = {"numerics": 9 - cell.seed} if cell.row.key == "uno" else {}
         (run / "environment.json").write_text(json.dumps(ENVIRONMENT | made_with))
-    return read(table, todo, output, {}, {cell.name: 60.0 for cell in todo}, failed or {}, refused)
+    return read(
+        table,
+        todo,
+        output,
+        {},
+        {cell.name: 60.0 for cell in todo},
+        failed or {},
+        refused,
+    )

@@ -20,31 +20,46 @@ def test_a_table_is_consistent(name, scale):
     table = build(name, scale)
     rows = {row.key: row for row in table.rows}
     assert len(rows) == len(table.rows)
-    assert all(rows[row.trained].of is None and (not row.claim or row.versus in rows) for row in table.rows)
+    assert all(
+        rows[row.trained].of is None and (not row.claim or row.versus in rows)
+        for row in table.rows
+    )
     assert not table.effects or any(row.claim for row in table.rows)
     assert table.effects.keys() <= {e.name for e in table.evaluations}
-    assert {group for groups in table.effects.values() for group in groups} <= set(table.groups)
+    assert {group for groups in table.effects.values() for group in groups} <= set(
+        table.groups
+    )
     for column in table.published:
         assert column.source.startswith(("Tab.", "appendix, Tab."))
         assert column.numbers.keys() <= {e.name for e in table.evaluations}
         for evaluation, quoted in column.numbers.items():
             assert scale == "small" or quoted.keys() <= rows.keys()
             for numbers in (column.read(row, evaluation) for row in quoted):
-                assert len(numbers) == len(table.groups) and all(0 < mean < 100 for mean, _ in numbers)
+                assert len(numbers) == len(table.groups) and all(
+                    0 < mean < 100 for mean, _ in numbers
+                )
     todo, refused = cells(table, 2, NOWHERE, {"compute.threads": 1})
     assert not refused
     trained = [row for row in table.rows if row.of is None]
-    assert len({cell.name for cell in todo}) == len(todo) == 2 * len(table.benchmarks) * len(trained)
+    assert (
+        len({cell.name for cell in todo})
+        == len(todo)
+        == 2 * len(table.benchmarks) * len(trained)
+    )
     for cell in todo:
         assert cell.config.seed == cell.seed and cell.config.compute.threads == 1
-        assert cell.config.data.source == cell.benchmark.source.format(NOWHERE.get(cell.benchmark.option))
+        assert cell.config.data.source == cell.benchmark.source.format(
+            NOWHERE.get(cell.benchmark.option)
+        )
 
 
 def test_cells_mean_the_same_in_every_table():
     """Tables may share a directory. Kills: one row key for two configurations."""
     for scale, total in (("small", 10), ("full", 100)):
         seen = {}
-        for cell in (cell for name in names() for cell in plan(name, scale, benchmark=None)):
+        for cell in (
+            cell for name in names() for cell in plan(name, scale, benchmark=None)
+        ):
             assert seen.setdefault(cell.name, cell.config) == cell.config, cell.name
         for cell in plan("num-novel", scale, benchmark=None):
             assert cell.config.data.known_classes == f"first:{total - cell.row.x}"
@@ -53,7 +68,11 @@ def test_cells_mean_the_same_in_every_table():
 def test_published_numbers_as_printed():
     """Two cells of each kind, read off the paper by hand."""
     one, other = build("ablation", "full").published
-    assert one.read("no-concat", "task-agnostic, official") == [(48.5, None), (83.3, None), (65.9, None)]
+    assert one.read("no-concat", "task-agnostic, official") == [
+        (48.5, None),
+        (83.3, None),
+        (65.9, None),
+    ]
     assert other.read("uno", "task-aware") == [(78.8, None), (52.0, None), (65.4, None)]
     *_, image_net = build("sota", "small").published
     column = build("sota", "small").published[1]
@@ -64,25 +83,39 @@ def test_published_numbers_as_printed():
 
 
 def test_what_the_ablation_changes():
-    """Kills: a removal that removes something else; a preset that wins over the command line."""
+    """Kills: a removal that removes something else; a preset that wins over the
+    command line.
+    """
     changes = {"discover.epochs": 7, "model.overcluster_factor": 5, "recipe": "v2"}
     found = {cell.row.key: cell.config for cell in plan("ablation", **changes)}
     values = {
-        key: (c.objective.concat, c.model.overcluster_factor, c.augment.weak) for key, c in found.items()
+        key: (c.objective.concat, c.model.overcluster_factor, c.augment.weak)
+        for key, c in found.items()
     }
     assert values == {
-        "uno": (True, 5, False), "no-concat": (False, 5, False),
-        "no-overclustering": (True, 0, False), "weak-augmentation": (True, 5, True),
-    }  # fmt: skip
-    assert {(c.discover.epochs, c.model.mlp_input) for c in found.values()} == {(7, "raw")}
+        "uno": (True, 5, False),
+        "no-concat": (False, 5, False),
+        "no-overclustering": (True, 0, False),
+        "weak-augmentation": (True, 5, True),
+    }
+    assert {(c.discover.epochs, c.model.mlp_input) for c in found.values()} == {
+        (7, "raw")
+    }
 
 
-OTHERS = {"ablation": {"weak-augmentation"}, "rotation": {"uno-rotation", "rs-plus-rotation"}}
+OTHERS = {
+    "ablation": {"weak-augmentation"},
+    "rotation": {"uno-rotation", "rs-plus-rotation"},
+}
 
 
-@pytest.mark.parametrize("name", ["ablation", "sota", "task-agnostic", "unknown-k", "extensions", "rotation"])
+@pytest.mark.parametrize(
+    "name", ["ablation", "sota", "task-agnostic", "unknown-k", "extensions", "rotation"]
+)
 def test_rows_share_their_pretraining(name):
-    """Kills: a row that starts from other weights than UNO, a pretraining shared between seeds."""
+    """Kills: a row that starts from other weights than UNO, a pretraining shared
+    between seeds.
+    """
     todo, others = plan(name, seeds=2), OTHERS.get(name, set())
     shared = {cell.pretraining for cell in todo if cell.row.key not in others}
     assert len(shared) == 2
@@ -93,27 +126,43 @@ def test_rows_share_their_pretraining(name):
 def test_full_scale_takes_the_constants_of_a_methods_authors(name):
     """Kills: CIFAR10's constants everywhere, a row that overwrites them."""
     expected = {
-        ("rs", "cifar100"): (50.0, 0.75), ("rs_plus", "cifar100"): (25.0, 0.75),
-        ("rs", "imagenet"): (10.0, 50 / 90), ("rs_plus", "imagenet"): (10.0, 50 / 90),
-    }  # fmt: skip
-    expected |= {("dtc", "cifar100"): (10.0, 5 / 130), ("dtc", "imagenet"): (100.0, 5 / 70)}
+        ("rs", "cifar100"): (50.0, 0.75),
+        ("rs_plus", "cifar100"): (25.0, 0.75),
+        ("rs", "imagenet"): (10.0, 50 / 90),
+        ("rs_plus", "imagenet"): (10.0, 50 / 90),
+    }
+    expected |= {
+        ("dtc", "cifar100"): (10.0, 5 / 130),
+        ("dtc", "imagenet"): (100.0, 5 / 70),
+    }
     for method in ("jia", "openmix", "ncl"):
-        expected |= {(method, data): expected["rs", data] for data in ("cifar100", "imagenet")}
+        expected |= {
+            (method, data): expected["rs", data] for data in ("cifar100", "imagenet")
+        }
     seen = set()
     for cell in plan(name, "full", benchmark=None):
-        constants, key = cell.config.method_options, (cell.config.method, cell.benchmark.key.split("-")[0])
+        constants, key = (
+            cell.config.method_options,
+            (cell.config.method, cell.benchmark.key.split("-")[0]),
+        )
         if key in expected:
-            assert (constants.consistency_weight, constants.rampup) == expected[key], cell.name
+            assert (constants.consistency_weight, constants.rampup) == expected[key], (
+                cell.name
+            )
             seen.add(key)
     assert seen
-    todo = [cell.config for cell in plan(name, "full", benchmark=None, **{"rs.rampup": 0.5})]
+    todo = [
+        cell.config for cell in plan(name, "full", benchmark=None, **{"rs.rampup": 0.5})
+    ]
     assert all(one.method_options.rampup == 0.5 for one in todo if one.method == "rs")
     assert len({one.method for one in todo}) > 1  # the others do without
 
 
 def test_one_size_of_images_holds_for_every_cell():
-    """Each in the proportions of its data set. Kills: a key that no run has, a size for the digits alone."""
+    """Each in the proportions of its data set. Kills: a key that no run has, a size
+    for the digits alone.
+    """
     found = {cell.config.augment.large.size for cell in plan("ablation", image_size=12)}
-    assert found == {12} and {cell.config.data.stored_size for cell in plan("ablation", image_size=12)} == {
-        12
-    }
+    assert found == {12} and {
+        cell.config.data.stored_size for cell in plan("ablation", image_size=12)
+    } == {12}

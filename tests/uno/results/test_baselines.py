@@ -14,23 +14,31 @@ from uno.results.metrics import METRICS
 
 def kmeans_baseline(features, truth, num_clusters, seed):
     """Clusters of features (N, D), scored against ``truth`` (N,)."""
-    return score(truth, direction_clusters(lambda: features, num_clusters, seed), num_clusters)
+    return score(
+        truth, direction_clusters(lambda: features, num_clusters, seed), num_clusters
+    )
 
 
 def test_poor_starts_are_repeated():
-    """20 blobs: single starts merge two of them (.92) for 3 of 4 seeds. Kills: n_init=1, seed ignored."""
+    """20 blobs: single starts merge two of them (.92) for 3 of 4 seeds. Kills:
+    n_init=1, seed ignored.
+    """
     truth = np.repeat(np.arange(20), 20)
-    features = np.eye(20)[truth] + 0.2 * np.random.default_rng(0).standard_normal((400, 20))
+    features = np.eye(20)[truth] + 0.2 * np.random.default_rng(0).standard_normal(
+        (400, 20)
+    )
     for seed in range(4):
         assert kmeans_baseline(features, truth, 20, seed)["acc"] > 0.99
 
 
 def test_kmeans_of_pixels():
-    """Digits 5-9: .887-.890 over 5 seeds. Kills: plain accuracy, one cluster less, no l2 normalization,
-    normalization of columns, truth that reaches the clustering.
+    """Digits 5-9: .887-.890 over 5 seeds. Kills: plain accuracy, one cluster less, no
+    l2 normalization, normalization of columns, truth that reaches the clustering.
     """
     pixels, labels = load_digits(return_X_y=True)
-    train, _ = train_test_split(np.arange(len(labels)), test_size=0.2, stratify=labels, random_state=0)
+    train, _ = train_test_split(
+        np.arange(len(labels)), test_size=0.2, stratify=labels, random_state=0
+    )
     train = train[labels[train] >= 5]
     pixels, labels = pixels[train], labels[train]
     result = kmeans_baseline(pixels, labels, 5, seed=0)
@@ -44,8 +52,12 @@ def test_kmeans_of_pixels():
 
 
 def test_kmeans_of_rectangular_and_degenerate_input():
-    """3 clusters for 2 classes; black images. Kills: square matrices only, division by zero."""
-    merged = kmeans_baseline(np.eye(3)[[0, 0, 0, 1, 2, 2]], [0, 0, 1, 1, 2, 2], 3, seed=0)
+    """3 clusters for 2 classes; black images. Kills: square matrices only, division
+    by zero.
+    """
+    merged = kmeans_baseline(
+        np.eye(3)[[0, 0, 0, 1, 2, 2]], [0, 0, 1, 1, 2, 2], 3, seed=0
+    )
     assert merged["acc"] == 5 / 6
     features = np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 2.0], [0.0, 0.0]])
     assert kmeans_baseline(features, [0, 1, 2, 0], 3, seed=0)["acc"] == 1
@@ -53,11 +65,14 @@ def test_kmeans_of_rectangular_and_degenerate_input():
 
 @pytest.mark.parametrize("gcd", [False, True])
 def test_clusters_of_a_neighbor_graph_are_those_of_the_unlabeled_rows(monkeypatch, gcd):
-    """Of five separate classes, of which three are known, in a random order. Kills: clusters of the labeled
-    rows, or in another order; one kind for the other's; a graph of more rows than are cheap.
+    """Of five separate classes, of which three are known, in a random order. Kills:
+    clusters of the labeled rows, or in another order; one kind for the other's; a graph
+    of more rows than are cheap.
     """
     generator = torch.Generator().manual_seed(0)
-    truth = torch.arange(5).repeat_interleave(20)[torch.randperm(100, generator=generator)]
+    truth = torch.arange(5).repeat_interleave(20)[
+        torch.randperm(100, generator=generator)
+    ]
     features = 5 * torch.eye(8)[truth] + torch.randn(100, 8, generator=generator) / 4
     known = (truth < 3) & (torch.arange(100) % 2 == 0) & gcd
     labels, num_novel = torch.where(known, truth, FREE), 2 if gcd else 5
@@ -65,6 +80,8 @@ def test_clusters_of_a_neighbor_graph_are_those_of_the_unlabeled_rows(monkeypatc
     assert set(found) == {"kmeans_smoothed", "spectral"}
     for clusters in (find() for find in found.values()):
         assert baselines.score(truth[~known], clusters, 5)["acc"] == 1
-        assert not gcd or torch.equal(clusters[truth[~known] < 3], truth[~known & (truth < 3)])
+        assert not gcd or torch.equal(
+            clusters[truth[~known] < 3], truth[~known & (truth < 3)]
+        )
     monkeypatch.setattr(baselines, "MAX_GRAPH_ROWS", 99)
     assert baselines.graph_clusters(features, labels, num_novel, gcd, 0) == {}

@@ -1,4 +1,6 @@
-"""Names for discovered classes: what a person may write, what it does, and one line for every mistake."""
+"""Names for discovered classes: what a person may write, what it does, and one line
+for every mistake.
+"""
 
 import json
 import math
@@ -21,15 +23,33 @@ from uno.results.classes import (
 )
 
 HASH = "0123456789abcdef"
-KNOWN = [OutputClass(i, name, "known", i) for i, name in enumerate(["cat", "dog", "007"])]
-CLASSES = [*KNOWN, *(OutputClass(3 + i, f"novel-{i + 1}", "novel", 3 + i) for i in range(4))]
+KNOWN = [
+    OutputClass(i, name, "known", i) for i, name in enumerate(["cat", "dog", "007"])
+]
+CLASSES = [
+    *KNOWN,
+    *(OutputClass(3 + i, f"novel-{i + 1}", "novel", 3 + i) for i in range(4)),
+]
 HOSTILE = [
-    "</script>", "a: b # c", "'\"", "- x", "yes", "1e3", "é", "😀", "\u202ertl", "x" * 300, "{a}", "&a *a"
-]  # fmt: skip
+    "</script>",
+    "a: b # c",
+    "'\"",
+    "- x",
+    "yes",
+    "1e3",
+    "é",
+    "😀",
+    "\u202ertl",
+    "x" * 300,
+    "{a}",
+    "&a *a",
+]
 
 
 def edits(*entries, **keys) -> bytes:
-    full = [{"index": 3 + i, "name": f"novel-{i + 1}", "action": "keep"} for i in range(4)]
+    full = [
+        {"index": 3 + i, "name": f"novel-{i + 1}", "action": "keep"} for i in range(4)
+    ]
     for entry in entries:
         full[entry["index"] - 3] |= entry
     return yaml.safe_dump({"model": HASH, "classes": full, **keys}).encode()
@@ -48,7 +68,12 @@ def test_a_fresh_file_changes_nothing():
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_any_name_survives_the_file(name):
-    classes = [*CLASSES[:3], OutputClass(3, name, "novel", 3), *CLASSES[4:6], OutputClass(6, "x", "novel", 3)]
+    classes = [
+        *CLASSES[:3],
+        OutputClass(3, name, "novel", 3),
+        *CLASSES[4:6],
+        OutputClass(6, "x", "novel", 3),
+    ]
     if not name.isprintable():
         with pytest.raises(ConfigError, match="printable"):
             read(naming.template(classes, HASH, {}).encode())
@@ -73,39 +98,63 @@ def test_a_second_edit_can_take_the_first_one_back():
     assert read_edits(edits(), "classes.yaml", merged, HASH) == CLASSES
 
 
-@pytest.mark.parametrize(("data", "words"), [
-    (b"classes: [", "while parsing"),
-    (b"\xff\xfe", "'utf-8' codec"),
-    (b"a: &x [1]\nb: *x", "aliases"),
-    (b"[" * 100, "nested deeper"),
-    (b"# " + b"x" * 2_000_000, "larger than"),
-    (b"", "written for another model"),
-    (b"[1]", "must hold a mapping of keys"),
-    (edits(classe=1), "unknown key 'classe'; did you mean 'classes'"),
-    (edits(model="ffff"), "written for another model"),
-    (edits(classes={}), "must be a list"),
-    (edits(classes=[1]), "entry 1 must have"),
-    (edits(classes=[]), r"class 3 \(novel-1\) has no entry"),
-    (edits(classes=[{"index": 3, "name": name} for name in "ab"]), "class 3 has two entries"),
-    (edits(classes=[{"index": 0, "name": "a"}]), "3 to 6, got 0"),
-    (edits(classes=[{"index": "3", "name": "a"}]), "3 to 6, got '3'"),
-    (edits({"index": 3, "nam": "a"}), "unknown key 'nam'; did you mean 'name'"),
-    (edits({"index": 3, "name": ""}), "1 to 300 printable"),
-    (edits({"index": 3, "name": "a\nb"}), "1 to 300 printable"),
-    (edits({"index": 3, "name": None}), "must be text"),
-    (edits({"index": 3, "name": True}), "in quotes"),
-    (edits({"index": 3, "action": "delete"}), "keep, drop or merge into NAME, got 'delete'"),
-    (edits({"index": 3, "action": 5}), "got 5"),
-    (edits({"index": 3, "action": "merge into"}), "got 'merge into'"),
-    (edits({"index": 3, "action": "merge into catt"}), "no class; did you mean 'cat'"),
-    (edits({"index": 3, "action": "merge into novel-1"}), "which is merged itself"),
-    (edits({"index": 3, "action": "merge into novel-2"}, {"index": 4, "action": "drop"}), "is dropped"),
-    (edits({"index": 3, "name": "novel-2"}), "two classes are named 'novel-2'"),
-    (edits({"index": 3, "name": "cat"}), "use action: merge into cat"),
-    (edits({"index": 3, "name": "Cat"}), "two classes are named 'cat' and 'Cat'"),
-    (edits({"index": 3, "name": "rejected"}), "is reserved for images of dropped classes"),
-    (edits(*({"index": i, "action": "drop"} for i in range(3, 7))), "all discovered classes are dropped"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"classes: [", "while parsing"),
+        (b"\xff\xfe", "'utf-8' codec"),
+        (b"a: &x [1]\nb: *x", "aliases"),
+        (b"[" * 100, "nested deeper"),
+        (b"# " + b"x" * 2_000_000, "larger than"),
+        (b"", "written for another model"),
+        (b"[1]", "must hold a mapping of keys"),
+        (edits(classe=1), "unknown key 'classe'; did you mean 'classes'"),
+        (edits(model="ffff"), "written for another model"),
+        (edits(classes={}), "must be a list"),
+        (edits(classes=[1]), "entry 1 must have"),
+        (edits(classes=[]), r"class 3 \(novel-1\) has no entry"),
+        (
+            edits(classes=[{"index": 3, "name": name} for name in "ab"]),
+            "class 3 has two entries",
+        ),
+        (edits(classes=[{"index": 0, "name": "a"}]), "3 to 6, got 0"),
+        (edits(classes=[{"index": "3", "name": "a"}]), "3 to 6, got '3'"),
+        (edits({"index": 3, "nam": "a"}), "unknown key 'nam'; did you mean 'name'"),
+        (edits({"index": 3, "name": ""}), "1 to 300 printable"),
+        (edits({"index": 3, "name": "a\nb"}), "1 to 300 printable"),
+        (edits({"index": 3, "name": None}), "must be text"),
+        (edits({"index": 3, "name": True}), "in quotes"),
+        (
+            edits({"index": 3, "action": "delete"}),
+            "keep, drop or merge into NAME, got 'delete'",
+        ),
+        (edits({"index": 3, "action": 5}), "got 5"),
+        (edits({"index": 3, "action": "merge into"}), "got 'merge into'"),
+        (
+            edits({"index": 3, "action": "merge into catt"}),
+            "no class; did you mean 'cat'",
+        ),
+        (edits({"index": 3, "action": "merge into novel-1"}), "which is merged itself"),
+        (
+            edits(
+                {"index": 3, "action": "merge into novel-2"},
+                {"index": 4, "action": "drop"},
+            ),
+            "is dropped",
+        ),
+        (edits({"index": 3, "name": "novel-2"}), "two classes are named 'novel-2'"),
+        (edits({"index": 3, "name": "cat"}), "use action: merge into cat"),
+        (edits({"index": 3, "name": "Cat"}), "two classes are named 'cat' and 'Cat'"),
+        (
+            edits({"index": 3, "name": "rejected"}),
+            "is reserved for images of dropped classes",
+        ),
+        (
+            edits(*({"index": i, "action": "drop"} for i in range(3, 7))),
+            "all discovered classes are dropped",
+        ),
+    ],
+)
 def test_mistakes_are_one_line(data, words):
     with pytest.raises(ConfigError, match=words) as error:
         read(data)
@@ -113,22 +162,39 @@ def test_mistakes_are_one_line(data, words):
 
 
 def test_damaged_class_lists():
-    changes = ({"index": 1}, {"merge_into": 5}, {"merge_into": math.inf}, {"kind": "new"}, {"name": 3})
-    entries = [{"index": 0, "name": "a", "kind": "known"} | change for change in changes]
-    for data in ("", "[]", '{"classes": []}', *(json.dumps({"classes": [entry]}) for entry in entries)):
+    changes = (
+        {"index": 1},
+        {"merge_into": 5},
+        {"merge_into": math.inf},
+        {"kind": "new"},
+        {"name": 3},
+    )
+    entries = [
+        {"index": 0, "name": "a", "kind": "known"} | change for change in changes
+    ]
+    for data in (
+        "",
+        "[]",
+        '{"classes": []}',
+        *(json.dumps({"classes": [entry]}) for entry in entries),
+    ):
         with pytest.raises(StorageError, match=r"classes.json is damaged"):
             parse_classes(data.encode())
 
 
 def test_route_adds_merged_and_keeps_dropped():
-    """Kills: a merge that overwrites, a dropped class whose mass goes to the others or nowhere."""
+    """Kills: a merge that overwrites, a dropped class whose mass goes to the others
+    or nowhere.
+    """
     into = [0, 1, 2, 0, 0, None, 6]
     classes = [OutputClass(i, str(i), "novel", t) for i, t in enumerate(into)]
     probabilities = torch.rand(5, 7).softmax(dim=-1)
     found = merge_outputs(probabilities, classes)
     torch.testing.assert_close(found[:, 0], probabilities[:, [0, 3, 4]].sum(dim=-1))
     rest = [1, 2, 5, 6]
-    assert not found[:, [3, 4]].any() and torch.equal(found[:, rest], probabilities[:, rest])
+    assert not found[:, [3, 4]].any() and torch.equal(
+        found[:, rest], probabilities[:, rest]
+    )
     assert merge_outputs(probabilities, CLASSES) is probabilities
     assert called(classes)[4:6] == [("4", "novel"), ("rejected", "rejected")]
 
@@ -138,14 +204,22 @@ def test_metrics_know_the_classes_they_are_of():
     edited = dump_classes(data, read(edits({"index": 4, "action": "drop"})))
     assert naming.is_measured(data) and not naming.is_measured(edited)
     measured = naming.with_measured(edited)
-    assert naming.is_measured(measured) and parse_classes(measured) == parse_classes(edited)
+    assert naming.is_measured(measured) and parse_classes(measured) == parse_classes(
+        edited
+    )
     assert not naming.is_measured(dump_classes(measured, CLASSES))  # taken back
 
 
 def test_rename_changes_names_and_nothing_else():
-    """Kills: a comment lost, class 1 taken for class 13, a name that YAML reads as something else."""
+    """Kills: a comment lost, class 1 taken for class 13, a name that YAML reads as
+    something else.
+    """
     similar = {3: Suggestion(7, 9, (("cat", 0.5),)), 4: Suggestion(1, 9)}
-    data = naming.template(CLASSES, HASH, similar).encode().replace(b"action: keep\n", b"action: drop\n", 1)
+    data = (
+        naming.template(CLASSES, HASH, similar)
+        .encode()
+        .replace(b"action: keep\n", b"action: drop\n", 1)
+    )
 
     def renamed(*words: str) -> bytes:
         return naming.with_names(data, "classes.yaml", CLASSES, HASH, words)
@@ -158,14 +232,20 @@ def test_rename_changes_names_and_nothing_else():
     for name in HOSTILE[:-1]:
         assert "\u202e" in name or read(renamed(f"6={name}"))[6].name == name
     for word, says in (
-        ("4", "such as 5=nine"), ("4=", "such as 5=nine"), ("0=x", "class '0'; they are 3 to 6"),
-        ("novel=x", "did you mean 'novel-"), ("44=x", "they are 3 to 6"), ("cat=x", "'cat'"),
-    ):  # fmt: skip
+        ("4", "such as 5=nine"),
+        ("4=", "such as 5=nine"),
+        ("0=x", "class '0'; they are 3 to 6"),
+        ("novel=x", "did you mean 'novel-"),
+        ("44=x", "they are 3 to 6"),
+        ("cat=x", "'cat'"),
+    ):
         with pytest.raises(ConfigError, match=says):
             renamed(word)
     data = data.replace(b"action: drop", b"action: merge into novel-2")
     assert [c.into for c in read(renamed("4=yes: no"))][3:5] == [4, 4]
-    assert [c.into for c in read(renamed("novel-2=novel-3", "novel-3=novel-2"))][3:6] == [4, 4, 5]
+    assert [c.into for c in read(renamed("novel-2=novel-3", "novel-3=novel-2"))][
+        3:6
+    ] == [4, 4, 5]
     with pytest.raises(ConfigError, match="two classes are named"):
         read(renamed("5=cat"))
     with pytest.raises(ConfigError, match="edit the name in the file"):
@@ -179,10 +259,19 @@ def test_discovered_classes_take_free_names():
     assert [c.name for c in classes] == [*known, "novel-2", "novel-4", "novel-5"]
     text = naming.template(classes, HASH, {})
     assert read_edits(text.encode(), "classes.yaml", classes, HASH) == classes
-    renamed = naming.with_names(text.encode(), "classes.yaml", classes, HASH, ["novel-4=owl"])
+    renamed = naming.with_names(
+        text.encode(), "classes.yaml", classes, HASH, ["novel-4=owl"]
+    )
     edited = read_edits(
-        renamed.replace(b"  action: keep", b"  action: drop", 1), "classes.yaml", classes, HASH
+        renamed.replace(b"  action: keep", b"  action: drop", 1),
+        "classes.yaml",
+        classes,
+        HASH,
     )
     assert [c.name for c in edited[3:]] == ["novel-2", "owl", "novel-5"]
-    assert called(edited)[2:5] == [("rejected", "known"), ("rejected-1", "rejected"), ("owl", "novel")]
+    assert called(edited)[2:5] == [
+        ("rejected", "known"),
+        ("rejected-1", "rejected"),
+        ("owl", "novel"),
+    ]
     assert len({*called(edited)}) == 6

@@ -1,4 +1,6 @@
-"""The estimate of the number of classes on synthetic features, and each of its parts by hand."""
+"""The estimate of the number of classes on synthetic features, and each of its parts
+by hand.
+"""
 
 import itertools
 import json
@@ -14,7 +16,14 @@ from uno.data.resident import TrainSet
 from uno.errors import ConfigError
 from uno.presets import preset
 from uno.results import estimate as estimating
-from uno.results.estimate import Features, Settings, Split, anchor_choices, class_f1, interval
+from uno.results.estimate import (
+    Features,
+    Settings,
+    Split,
+    anchor_choices,
+    class_f1,
+    interval,
+)
 from uno.runs import ESTIMATE_FILE
 from uno.session.estimation import format_estimate
 
@@ -22,12 +31,19 @@ QUICK = Settings(num_splits=2, max_novel=7, num_restarts=4)
 
 
 def synthetic(num_classes, rows=20, noise=0.25, dims=12, seed=0):
-    """(classes' centers + noise, class of each row): unit vectors around well separated directions."""
+    """(classes' centers + noise, class of each row): unit vectors around well
+    separated directions.
+    """
     generator = np.random.default_rng(seed)
     centers = np.linalg.qr(generator.standard_normal((dims, dims)))[0][:num_classes]
     truth = np.repeat(np.arange(num_classes), rows)
-    points = centers[truth] + noise * generator.standard_normal((len(truth), dims)) / dims**0.5
-    return (points / np.linalg.norm(points, axis=1, keepdims=True)).astype(np.float32), truth
+    points = (
+        centers[truth]
+        + noise * generator.standard_normal((len(truth), dims)) / dims**0.5
+    )
+    return (points / np.linalg.norm(points, axis=1, keepdims=True)).astype(
+        np.float32
+    ), truth
 
 
 def train_set(num_known=6, rows=4, unlabeled=12):
@@ -39,7 +55,9 @@ def train_set(num_known=6, rows=4, unlabeled=12):
 
 @pytest.fixture
 def estimate(tmp_path):
-    """``estimate(points, truth, ...)`` of 6 known classes, whose "pretraining" hands out ``points``."""
+    """``estimate(points, truth, ...)`` of 6 known classes, whose "pretraining" hands
+    out ``points``.
+    """
 
     def run(points, truth, settings, config=preset("digits"), train=train_set()):  # noqa: B008
         run.calls = []
@@ -48,14 +66,17 @@ def estimate(tmp_path):
             run.calls.append(function)
             if function is not estimating.pretrain_split:
                 return estimating.run_local(function, shared, items)
-            mixed = config.data.setting == "gcd"  # then every second row of a known class has no label
+            # then every second row of a known class has no label
+            mixed = config.data.setting == "gcd"
             hidden = np.arange(len(truth)) % 2 == 1 if mixed else False
             labels = np.where((truth < 6) & ~hidden, truth, -1)
             rests = [~np.isin(labels, split.pretrain) | mixed for split, *_ in items]
             return enumerate([Features(points[rest], labels[rest]) for rest in rests])
 
         storage, known = Storage(str(tmp_path)), list("abcdef")
-        return estimating.estimate_num_novel(config, train, known, storage, "cpu", settings, tasks)
+        return estimating.estimate_num_novel(
+            config, train, known, storage, "cpu", settings, tasks
+        )
 
     return run
 
@@ -63,10 +84,11 @@ def estimate(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("num_novel", [1, 2, 4])
 def test_finds_the_number_of_separated_classes(estimate, tmp_path, num_novel):
-    """6 known and 1, 2 or 4 novel blobs. Only the upper end may be larger: one cluster too many that splits
-    an unlabeled class costs nothing, and ties go to the larger k.
+    """6 known and 1, 2 or 4 novel blobs. Only the upper end may be larger: one cluster
+    too many that splits an unlabeled class costs nothing, and ties go to the larger k.
 
-    Kills: k off by the anchors or probes, clusters of the known classes counted, votes of one split only.
+    Kills: k off by the anchors or probes, clusters of the known classes counted, votes
+    of one split only.
     """
     data = synthetic(6 + num_novel)
     found = estimate(*data, QUICK)
@@ -74,14 +96,18 @@ def test_finds_the_number_of_separated_classes(estimate, tmp_path, num_novel):
     assert num_novel <= found.suggested <= 2 * num_novel
     assert found.ks == list(range(8)) and found.at_limit == (found.high == 7)
     curve = found.curves["f1"]
-    assert max(curve[:num_novel]) <= curve[num_novel] > max(0.99, *curve[num_novel + 1 :])
+    assert (
+        max(curve[:num_novel]) <= curve[num_novel] > max(0.99, *curve[num_novel + 1 :])
+    )
     assert found.sizes["clusters"][found.sizes["ratios"].index(0.3)] == num_novel
     assert found.dtc["k"] == found.dtc["num_novel"] == num_novel
     assert len(found.splits) == 2
     for split in found.splits:
         assert sorted(split["pretrain"] + split["probe"]) == list("abcdef")
         assert [len(role["f1"]) for role in split["roles"]] == [8] * 6
-    assert json.loads((tmp_path / ESTIMATE_FILE).read_text()) == json.loads(json.dumps(asdict(found)))
+    assert json.loads((tmp_path / ESTIMATE_FILE).read_text()) == json.loads(
+        json.dumps(asdict(found))
+    )
     again = estimate(*data, replace(QUICK, max_novel=1))
     assert again.ks[-1] == 1 and again.key != found.key
 
@@ -89,8 +115,8 @@ def test_finds_the_number_of_separated_classes(estimate, tmp_path, num_novel):
 @pytest.mark.slow
 @pytest.mark.parametrize("num_novel", [3, 1])
 def test_unlabeled_rows_of_known_classes_are_not_counted_as_novel(estimate, num_novel):
-    """Half of each of 6 known classes is in the pile. Kills: the classes of pretraining left out of the
-    clusters that are fixed, or fixed without a cluster of their own.
+    """Half of each of 6 known classes is in the pile. Kills: the classes of pretraining
+    left out of the clusters that are fixed, or fixed without a cluster of their own.
     """
     config = override(preset("digits"), {"data.setting": "gcd"})
     found = estimate(*synthetic(6 + num_novel, rows=24), QUICK, config)
@@ -101,15 +127,28 @@ def test_unlabeled_rows_of_known_classes_are_not_counted_as_novel(estimate, num_
 
 
 def test_features_of_a_mixed_pile_are_those_of_all_rows(tmp_path, monkeypatch):
-    """Kills: rows of the classes of pretraining left out, whose unlabeled ones nobody would then claim."""
-    train, settings, counts = train_set(), replace(QUICK, num_splits=1, max_novel=1, num_roles=1), []
+    """Kills: rows of the classes of pretraining left out, whose unlabeled ones
+    nobody would then claim.
+    """
+    train, settings, counts = (
+        train_set(),
+        replace(QUICK, num_splits=1, max_novel=1, num_roles=1),
+        [],
+    )
     for setting in ("ncd", "gcd"):
         config = override(
             preset("digits"),
-            {"data.setting": setting, "train.batch_size": 10, "train.max_steps": 1, "model.width": 4},
+            {
+                "data.setting": setting,
+                "train.batch_size": 10,
+                "train.max_steps": 1,
+                "model.width": 4,
+            },
         )
         split = Split((0, 1), (2, 3, 4, 5))
-        found = estimating.pretrain_split(train, settings, "cpu", (split, config, str(tmp_path / setting)))
+        found = estimating.pretrain_split(
+            train, settings, "cpu", (split, config, str(tmp_path / setting))
+        )
         counts.append(np.bincount(found.labels + 1).tolist())
     assert counts == [[12, 0, 0, 4, 4, 4, 4], [12, 4, 4, 4, 4, 4, 4]]
 
@@ -120,14 +159,23 @@ def test_a_finished_estimate_is_returned_and_another_seed_is_not(estimate):
     settings = replace(QUICK, max_novel=2, num_roles=1)
     first = estimate(*data, settings, config, train)
     assert len(estimate.calls) == 2 and first.at_limit
-    assert f"repeat uno estimate-classes with --max-novel {2 * first.ks[-1]}" in format_estimate(first)
-    moved = config.model_copy(update={"output": "elsewhere", "discover": config.pretrain})
+    assert (
+        f"repeat uno estimate-classes with --max-novel {2 * first.ks[-1]}"
+        in format_estimate(first)
+    )
+    moved = config.model_copy(
+        update={"output": "elsewhere", "discover": config.pretrain}
+    )
     for same in (config, moved):  # where, and what follows pretraining, does not matter
         assert estimate(*data, settings, same, train) == first and not estimate.calls
     for change in (
         (settings, config.model_copy(update={"seed": 1}), train),
         (settings, config, replace(train, labels=train.labels.flip(0))),
-        (settings, config, replace(train, unlabeled_images=train.unlabeled_images.flip(0))),
+        (
+            settings,
+            config,
+            replace(train, unlabeled_images=train.unlabeled_images.flip(0)),
+        ),
         (replace(settings, num_restarts=2), config, train),
     ):
         assert estimate(*data, *change).key != first.key and len(estimate.calls) == 2
@@ -135,15 +183,25 @@ def test_a_finished_estimate_is_returned_and_another_seed_is_not(estimate):
 
 def test_too_little_to_go_by(tmp_path):
     storage = Storage(str(tmp_path))
-    with pytest.raises(ConfigError, match="at least 4 known classes with images, found 3"):
-        estimating.estimate_num_novel(preset("digits"), train_set(3), list("abc"), storage)
+    with pytest.raises(
+        ConfigError, match="at least 4 known classes with images, found 3"
+    ):
+        estimating.estimate_num_novel(
+            preset("digits"), train_set(3), list("abc"), storage
+        )
     with pytest.raises(ConfigError, match="1 unlabeled image"):
-        estimating.estimate_num_novel(preset("digits"), train_set(unlabeled=1), list("abcdef"), storage)
+        estimating.estimate_num_novel(
+            preset("digits"), train_set(unlabeled=1), list("abcdef"), storage
+        )
 
 
-@pytest.mark.parametrize(("known", "probes"), [(4, 2), (5, 3), (6, 4), (7, 4), (8, 4), (80, 20)])
+@pytest.mark.parametrize(
+    ("known", "probes"), [(4, 2), (5, 3), (6, 4), (7, 4), (8, 4), (80, 20)]
+)
 def test_class_splits(known, probes):
-    """Kills: equal splits, a class in both parts, probes that are always the same classes."""
+    """Kills: equal splits, a class in both parts, probes that are always the same
+    classes.
+    """
     splits = estimating.class_splits(range(10, 10 + known), 3, seed=0)
     assert len(set(splits)) == 3 == len({split.probe for split in splits})
     for split in splits:
@@ -156,7 +214,9 @@ def test_class_splits(known, probes):
 
 
 def test_anchor_choices():
-    """Kills: validation classes missing, one choice repeated, all of 125,970 choices tried."""
+    """Kills: validation classes missing, one choice repeated, all of 125,970 choices
+    tried.
+    """
     settings = Settings()
     pairs = list(itertools.combinations((1, 2, 3, 4), 2))
     assert anchor_choices(Split((0,), (1, 2, 3, 4)), settings, 0) == pairs
@@ -168,10 +228,16 @@ def test_anchor_choices():
 
 
 def test_class_f1_by_hand():
-    """Kills: accuracy for F1 (unlabeled rows that join cost nothing), greedy pairing, plain counts."""
+    """Kills: accuracy for F1 (unlabeled rows that join cost nothing), greedy
+    pairing, plain counts.
+    """
     assert class_f1(np.array([[10, 0, 0], [0, 10, 0]]), np.array([10, 10, 30])) == 1
-    assert class_f1(np.array([[10, 0], [0, 10]]), np.array([40, 10])) == pytest.approx((20 / 50 + 1) / 2)
-    assert class_f1(np.array([[5, 5, 0]]), np.array([5, 5, 9])) == pytest.approx(10 / 15)
+    assert class_f1(np.array([[10, 0], [0, 10]]), np.array([40, 10])) == pytest.approx(
+        (20 / 50 + 1) / 2
+    )
+    assert class_f1(np.array([[5, 5, 0]]), np.array([5, 5, 9])) == pytest.approx(
+        10 / 15
+    )
     table, totals = np.array([[6, 5], [6, 0]]), np.array([12, 5])
     assert class_f1(table, totals) == pytest.approx((10 / 16 + 12 / 18) / 2)
     generator = np.random.default_rng(0)
@@ -184,8 +250,8 @@ def test_class_f1_by_hand():
 
 
 def test_scores_of_one_k():
-    """Separated blobs: at the true k everything fits. Kills: unlabeled rows scored, anchors scored, clusters
-    numbered as classes (accuracy without matching).
+    """Separated blobs: at the true k everything fits. Kills: unlabeled rows scored,
+    anchors scored, clusters numbered as classes (accuracy without matching).
     """
     points, truth = synthetic(6)  # probes 0-3, unlabeled 4 and 5
     labels = np.where(truth < 4, truth, -1)
@@ -193,10 +259,14 @@ def test_scores_of_one_k():
 
     def scores(k):
         features = [Features(points, labels)]
-        return estimating.score_clusters([split], features, preset("digits"), settings, "cpu", (0, k))
+        return estimating.score_clusters(
+            [split], features, preset("digits"), settings, "cpu", (0, k)
+        )
 
     right = scores(2)
-    assert [role["anchors"] for role in right] == list(itertools.combinations(range(4), 2))
+    assert [role["anchors"] for role in right] == list(
+        itertools.combinations(range(4), 2)
+    )
     assert all(role["f1"] == role["acc"] == 1 and role["cvi"] > 0.5 for role in right)
     assert all(role["sizes"] == [20, 20, 0, 0, 0, 0] for role in right)
     assert all(role["f1"] < 0.95 for role in scores(0))
@@ -205,24 +275,54 @@ def test_scores_of_one_k():
 
 @pytest.mark.parametrize(("ratio", "counted"), [(0.01, 3), (0.3, 2)])
 def test_the_last_step_of_dtc_counts_clusters(ratio, counted):
-    """DTC, step 5, at k* = ceil((2 + 3) / 2). Kills: clusters at our own k, k* itself, no ratio."""
-    curves = {"f1": (0.1, 0.9, 0.2, 0.1), "acc": (0.5, 0.6, 0.8, 0.1), "cvi": (0.1, 0.1, 0.2, 0.3)}
+    """DTC, step 5, at k* = ceil((2 + 3) / 2). Kills: clusters at our own k, k*
+    itself, no ratio.
+    """
+    curves = {
+        "f1": (0.1, 0.9, 0.2, 0.1),
+        "acc": (0.5, 0.6, 0.8, 0.1),
+        "cvi": (0.1, 0.1, 0.2, 0.3),
+    }
     sizes = [[9], [9, 1], [5, 4], [100, 50, 2, 1, 0]]
     scores = {
-        (0, k): [{"anchors": (2,), "sizes": sizes[k], **{name: curves[name][k] for name in curves}}]
+        (0, k): [
+            {
+                "anchors": (2,),
+                "sizes": sizes[k],
+                **{name: curves[name][k] for name in curves},
+            }
+        ]
         for k in range(4)
     }
     settings = replace(QUICK, dtc_ratio=ratio)
-    found = estimating._combine([Split((0, 1), (2, 3))], [0, 1, 2, 3], scores, "abcd", settings, "")
-    assert found.num_novel == 1 and found.dtc == {"k_acc": 2, "k_cvi": 3, "k": 3, "num_novel": counted}
+    found = estimating._combine(
+        [Split((0, 1), (2, 3))], [0, 1, 2, 3], scores, "abcd", settings, ""
+    )
+    assert found.num_novel == 1 and found.dtc == {
+        "k_acc": 2,
+        "k_cvi": 3,
+        "k": 3,
+        "num_novel": counted,
+    }
 
 
 def test_interval_and_suggestion():
-    """Kills: rounding inwards, minimum and maximum for quantiles, 0 classes, a suggestion above twice low."""
+    """Kills: rounding inwards, minimum and maximum for quantiles, 0 classes, a
+    suggestion above twice low.
+    """
     assert interval([1, 3, 3, 3, 3, 3, 3, 3, 3, 9], 0.2) == (3, 3)
     assert interval([2, 2, 2, 3, 3, 3, 3, 4, 4, 4], 0.2) == (2, 4)
     assert interval([2, 3, 4, 5], 0.2) == (2, 5) and interval([0, 0, 0], 0.2) == (1, 1)
-    assert [estimating.suggest(*given) for given in ((3, 2, 4), (3, 3, 3), (3, 2, 7), (6, 2, 7))] == [
-        4, 3, 4, 6,
-    ]  # fmt: skip
-    assert estimating.largest_best([0.1, 0.5, 0.2, 0.5, 0.4]) == 3 and estimating.largest_best([1.0]) == 0
+    assert [
+        estimating.suggest(*given)
+        for given in ((3, 2, 4), (3, 3, 3), (3, 2, 7), (6, 2, 7))
+    ] == [
+        4,
+        3,
+        4,
+        6,
+    ]
+    assert (
+        estimating.largest_best([0.1, 0.5, 0.2, 0.5, 0.4]) == 3
+        and estimating.largest_best([1.0]) == 0
+    )

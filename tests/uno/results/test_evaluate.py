@@ -1,4 +1,6 @@
-"""Counting on shards and batches, the metric paths, the k-means baseline and the console table."""
+"""Counting on shards and batches, the metric paths, the k-means baseline and the
+console table.
+"""
 
 import numpy as np
 import pytest
@@ -32,7 +34,10 @@ def counted(known, novel, truth, num_true_novel=C_U):
 
 def reference(known, novel, truth):
     """The three matrices by a loop over rows, from their definition."""
-    known_counts, novel_counts = np.zeros((H, C_L, C_L), int), np.zeros((H, C_U, K), int)
+    known_counts, novel_counts = (
+        np.zeros((H, C_L, C_L), int),
+        np.zeros((H, C_U, K), int),
+    )
     joint_counts = np.zeros((H, C_L + C_U, C_L + K), int)
     for row, label in enumerate(truth.tolist()):
         if 0 <= label < C_L:
@@ -45,11 +50,15 @@ def reference(known, novel, truth):
 
 
 def test_counts_equal_a_loop_over_rows():
-    """Kills: argmax over the wrong block, blocks exchanged, one head for all, -1 counted, a row missed."""
+    """Kills: argmax over the wrong block, blocks exchanged, one head for all, -1
+    counted, a row missed.
+    """
     known, novel, truth = random_rows(200)
     assert (truth == -1).any()
     found = counted(known, novel, truth)
-    for counts, expected in zip(found, reference(known.numpy(), novel.numpy(), truth), strict=True):
+    for counts, expected in zip(
+        found, reference(known.numpy(), novel.numpy(), truth), strict=True
+    ):
         assert counts.dtype == torch.int64
         np.testing.assert_array_equal(counts.numpy(), expected)
 
@@ -57,12 +66,18 @@ def test_counts_equal_a_loop_over_rows():
 def test_a_tie_between_known_and_novel_is_known():
     """Kills: >= for >, which sends equal cosines to the cluster."""
     confusions = Confusions.zeros(1, 1, 1, 1)
-    confusions.add_(torch.tensor([[0.5], [0.5]]), torch.tensor([[[0.5], [0.75]]]), torch.tensor([0, 1]))
+    confusions.add_(
+        torch.tensor([[0.5], [0.5]]),
+        torch.tensor([[[0.5], [0.75]]]),
+        torch.tensor([0, 1]),
+    )
     assert confusions.joint.tolist() == [[[1, 0], [0, 1]]]
 
 
 def test_counting_never_waits_for_the_device():
-    """The meta device has no values to wait for. Kills: bincount, boolean selection, .item(), branches."""
+    """The meta device has no values to wait for. Kills: bincount, boolean selection,
+    .item(), branches.
+    """
     rows = [tensor.to("meta") for tensor in random_rows(16)]
     Confusions.zeros(H, C_L, C_U, K, device="meta").add_(*rows)
     with pytest.raises(RuntimeError):
@@ -87,21 +102,35 @@ class Spelled(UnoModel):
         return Logits(known[None, rows], novel[None, :, rows], None)
 
 
-CONFIG = override(preset("digits"), {"data.mean": (0.0, 0.0, 0.0), "data.std": (1.0, 1.0, 1.0),
-                                     "model.num_heads": H, "model.width": 4})  # fmt: skip
+CONFIG = override(
+    preset("digits"),
+    {
+        "data.mean": (0.0, 0.0, 0.0),
+        "data.std": (1.0, 1.0, 1.0),
+        "model.num_heads": H,
+        "model.width": 4,
+    },
+)
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "world_size", "batch_size"), [(300, 1, 300), (300, 1, 7), (301, 4, 32), (3, 4, 2)]
+    ("num_rows", "world_size", "batch_size"),
+    [(300, 1, 300), (300, 1, 7), (301, 4, 32), (3, 4, 2)],
 )
 def test_every_row_is_counted_exactly_once(num_rows, world_size, batch_size):
-    """W workers = 1 worker. Kills: padded sampler, dropped last batch, foreign truth, another view, counts
-    overwritten instead of added.
+    """W workers = 1 worker. Kills: padded sampler, dropped last batch, foreign truth,
+    another view, counts overwritten instead of added.
     """
     known, novel, truth = random_rows(num_rows)
     images = torch.zeros(num_rows, 3, 8, 8, dtype=torch.uint8)
-    images[:, 0, 0, 0], images[:, 0, 0, 1] = torch.arange(num_rows) % 256, torch.arange(num_rows) // 256
-    rows, model = EvalSet(images, truth, torch.arange(num_rows), truth < 0), Spelled(known, novel).eval()
+    images[:, 0, 0, 0], images[:, 0, 0, 1] = (
+        torch.arange(num_rows) % 256,
+        torch.arange(num_rows) // 256,
+    )
+    rows, model = (
+        EvalSet(images, truth, torch.arange(num_rows), truth < 0),
+        Spelled(known, novel).eval(),
+    )
     shares = [rows.batches(batch_size, rank, world_size) for rank in range(world_size)]
     found = [count(model, CONFIG, share, C_L + C_U)[0] for share in shares]
     total = [sum(parts) for parts in zip(*found, strict=True)]
@@ -112,38 +141,57 @@ def test_every_row_is_counted_exactly_once(num_rows, world_size, batch_size):
 
 
 def test_kinds_of_rows_are_counted_apart_in_one_pass():
-    """Kills: rows of one kind in the counts of another, rows without truth in any, a second pass."""
+    """Kills: rows of one kind in the counts of another, rows without truth in any, a
+    second pass.
+    """
     known, novel, truth = random_rows(300)
     images = torch.zeros(300, 3, 8, 8, dtype=torch.uint8)
-    images[:, 0, 0, 0], images[:, 0, 0, 1] = torch.arange(300) % 256, torch.arange(300) // 256
+    images[:, 0, 0, 0], images[:, 0, 0, 1] = (
+        torch.arange(300) % 256,
+        torch.arange(300) // 256,
+    )
     model, second = Spelled(known, novel).eval(), torch.arange(300) % 3 == 0
     both = torch.where(second & (truth >= 0), truth + C_L + C_U, truth)
     found = count(model, CONFIG, [(images, both)], C_L + C_U, num_kinds=2)
     assert sorted(model.rows) == list(range(300))
     for kind, own in zip((~second, second), found, strict=True):
-        assert all(map(torch.equal, own, counted(known, novel, torch.where(kind, truth, -1))))
+        assert all(
+            map(torch.equal, own, counted(known, novel, torch.where(kind, truth, -1)))
+        )
 
 
 def expected_keys(split: str) -> set[str]:
     keys = {f"{split}/novel/task_aware/chance/acc"}
     for protocol in PROTOCOLS:
         for which in ("avg", "best"):
-            keys |= {f"{split}/{rows}/{protocol}/acc/{which}" for rows in ("known", "novel", "all")}
+            keys |= {
+                f"{split}/{rows}/{protocol}/acc/{which}"
+                for rows in ("known", "novel", "all")
+            }
             keys |= {f"{split}/novel/{protocol}/{name}/{which}" for name in METRICS}
     return keys
 
 
 def test_protocol_metrics_by_hand():
-    """Two heads on four rows: known class 0 (rows 0, 1), novel classes 1 and 2 (rows 2, 3); clusters 1 and 2.
+    """Two heads on four rows: known class 0 (rows 0, 1), novel classes 1 and 2 (rows 2,
+    3); clusters 1 and 2.
 
-    Kills: best head chosen by accuracy (head 1 is better everywhere), avg / best exchanged, head axis lost,
-    argmax over the wrong block, blocks exchanged.
+    Kills: best head chosen by accuracy (head 1 is better everywhere), avg / best
+    exchanged, head axis lost, argmax over the wrong block, blocks exchanged.
     """
     known = torch.tensor([[0.1], [0.9], [0.5], [0.1]])
-    novel = torch.tensor([
-        [[0.3, 0.2], [0.1, 0.2], [0.4, 0.3], [0.9, 0.8]],  # own outputs of novel rows: 1, 1; over all: 0, 1
-        [[0.0, 0.0], [0.1, 0.2], [0.3, 0.6], [0.9, 0.8]],  # own: 2, 1; over all: 2, 1
-    ])  # fmt: skip
+    novel = torch.tensor(
+        [
+            # own outputs of novel rows: 1, 1; over all: 0, 1
+            [[0.3, 0.2], [0.1, 0.2], [0.4, 0.3], [0.9, 0.8]],
+            [
+                [0.0, 0.0],
+                [0.1, 0.2],
+                [0.3, 0.6],
+                [0.9, 0.8],
+            ],  # own: 2, 1; over all: 2, 1
+        ]
+    )
     confusions = Confusions.zeros(2, 1, 2, 2)
     confusions.add_(known, novel, torch.tensor([0, 0, 1, 2]))
     result = protocol_metrics(confusions, best_head=0, split="test")
@@ -160,19 +208,28 @@ def test_protocol_metrics_by_hand():
             path = f"test/{rows}/{protocol}/acc"
             assert (result[f"{path}/avg"], result[f"{path}/best"]) == pair, path
     other = protocol_metrics(confusions, best_head=1, split="test")
-    assert [other[f"test/novel/task_aware/acc/{which}"] for which in ("avg", "best")] == [0.75, 1]
+    assert [
+        other[f"test/novel/task_aware/acc/{which}"] for which in ("avg", "best")
+    ] == [0.75, 1]
     assert result["test/novel/task_aware/chance/acc"] == pytest.approx(0.75, abs=0.1)
 
 
 @pytest.mark.parametrize("num_true_novel", [0, 1, K + 2])
 def test_other_numbers_of_true_classes(num_true_novel):
-    """K clusters for 0, 1 or more true classes than clusters. Kills: square matrices, chance over C_u."""
+    """K clusters for 0, 1 or more true classes than clusters. Kills: square
+    matrices, chance over C_u.
+    """
     known, novel, truth = random_rows(120, num_true_novel=num_true_novel)
-    assert protocol_metrics(Confusions.zeros(H, C_L, num_true_novel, K), 0, "train") == {}  # no rows: no NaN
+    # no rows: no NaN
+    assert (
+        protocol_metrics(Confusions.zeros(H, C_L, num_true_novel, K), 0, "train") == {}
+    )
     result = protocol_metrics(counted(known, novel, truth, num_true_novel), 0, "test")
     assert all(np.isfinite(value) for value in result.values())
     if num_true_novel:
-        chance = metrics.chance_accuracy(np.bincount(truth[truth >= C_L] - C_L), num_clusters=K)
+        chance = metrics.chance_accuracy(
+            np.bincount(truth[truth >= C_L] - C_L), num_clusters=K
+        )
         assert result["test/novel/task_aware/chance/acc"] == chance
         assert set(result) == expected_keys("test")
     else:
@@ -181,8 +238,8 @@ def test_other_numbers_of_true_classes(num_true_novel):
 
 
 def test_mixed_piles_are_scored_over_their_unlabeled_rows():
-    """Two heads, known classes 0 and 1, novel class 2. Kills: labeled rows counted, best head by accuracy,
-    avg and best exchanged, a matching for each kind of rows.
+    """Two heads, known classes 0 and 1, novel class 2. Kills: labeled rows counted,
+    best head by accuracy, avg and best exchanged, a matching for each kind of rows.
     """
     joint = torch.zeros(2, 3, 3, dtype=torch.int64)
     joint[0] = torch.tensor([[4, 0, 0], [0, 3, 1], [0, 2, 6]])
@@ -193,5 +250,7 @@ def test_mixed_piles_are_scored_over_their_unlabeled_rows():
     expected = {"all": (13 / 16, 14 / 16), "old": (7 / 8, 1), "new": (6 / 8, 6 / 8)}
     for name, (first, second) in expected.items():
         path = f"train/unlabeled/gcd/{name}"
-        assert found[f"{path}/best"] == first and found[f"{path}/avg"] == pytest.approx((first + second) / 2)
+        assert found[f"{path}/best"] == first and found[f"{path}/avg"] == pytest.approx(
+            (first + second) / 2
+        )
     assert len(found) == 6 and gcd_metrics(joint * 0, 2, 0, "test") == {}

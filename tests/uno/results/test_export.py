@@ -1,4 +1,6 @@
-"""What other tools load computes what the model computes, in a process that knows nothing of this project."""
+"""What other tools load computes what the model computes, in a process that knows
+nothing of this project.
+"""
 
 import importlib.util
 import io
@@ -24,23 +26,35 @@ from uno.results.export import export, model_card
 from uno.results.infer import load_classifier, save_model
 from uno.runs import run
 
-RESNET18 = {"model__encoder": "resnet18", "data__stored_size": 16, "augment__large__size": 16}
+RESNET18 = {
+    "model__encoder": "resnet18",
+    "data__stored_size": 16,
+    "augment__large__size": 16,
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stem", ["cifar", "imagenet"])
 def test_encoder_loads_into_plain_torchvision(tmp_path, stem):
-    model, encoder = tiny_model(tmp_path, **RESNET18, model__stem=stem), torchvision.models.resnet18()
+    model, encoder = (
+        tiny_model(tmp_path, **RESNET18, model__stem=stem),
+        torchvision.models.resnet18(),
+    )
     if stem == "cifar":  # the two layers that the model card names
         encoder.conv1 = nn.Conv2d(3, 64, 3, 1, 1, bias=False)
         encoder.maxpool = nn.Identity()
     state = safetensors.torch.load(export(model, "encoder"))
     missing = encoder.load_state_dict(state, strict=False)
-    assert missing.missing_keys == ["fc.weight", "fc.bias"] and not missing.unexpected_keys
+    assert (
+        missing.missing_keys == ["fc.weight", "fc.bias"] and not missing.unexpected_keys
+    )
     encoder.fc = nn.Identity()
     images = torch.randn(4, 3, 16, 16)
-    with torch.inference_mode():  # in the layout that a plain module has: another one rounds differently
-        expected = model.module.to(memory_format=torch.contiguous_format).features(images)
+    # in the layout that a plain module has: another one rounds differently
+    with torch.inference_mode():
+        expected = model.module.to(memory_format=torch.contiguous_format).features(
+            images
+        )
         torch.testing.assert_close(encoder.eval()(images), expected, rtol=0, atol=1e-6)
 
 
@@ -60,30 +74,47 @@ assert not {"uno", "pipelines"} & set(sys.modules) and len(names) == 10
 
 @pytest.mark.ray  # several processes
 def test_pt2_computes_the_same_without_this_project(tmp_path):
-    """Kills: another head, no center crop, no normalization, no temperature, a fixed batch, merges lost."""
-    model = tiny_model(tmp_path / "run", augment__large__size=6, data__mean=(0.1, 0.2, 0.3))
-    model.classes[7:9] = [OutputClass(7, "a", "novel", 2), OutputClass(8, "b", "novel", None)]
+    """Kills: another head, no center crop, no normalization, no temperature, a fixed
+    batch, merges lost.
+    """
+    model = tiny_model(
+        tmp_path / "run", augment__large__size=6, data__mean=(0.1, 0.2, 0.3)
+    )
+    model.classes[7:9] = [
+        OutputClass(7, "a", "novel", 2),
+        OutputClass(8, "b", "novel", None),
+    ]
     (tmp_path / "model.pt2").write_bytes(export(model, "pt2"))
-    batches = {"one": torch.randint(0, 256, (1, 3, 8, 8)), "many": torch.randint(0, 256, (37, 3, 8, 8))}
+    batches = {
+        "one": torch.randint(0, 256, (1, 3, 8, 8)),
+        "many": torch.randint(0, 256, (37, 3, 8, 8)),
+    }
     for name, images in batches.items():
         np.save(tmp_path / f"{name}.npy", images.to(torch.uint8).numpy())
-    subprocess.run([sys.executable, "-c", FOREIGN], check=True, cwd=tmp_path, timeout=800)
+    subprocess.run(
+        [sys.executable, "-c", FOREIGN], check=True, cwd=tmp_path, timeout=800
+    )
     for name, images in batches.items():
         expected = model.score(images.to(torch.uint8)).probabilities
-        np.testing.assert_allclose(np.load(tmp_path / f"{name}.out.npy"), expected, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(
+            np.load(tmp_path / f"{name}.out.npy"), expected, rtol=0, atol=1e-5
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["dtc", "mcl", "clustering", "simgcd", "pim"])
 def test_baselines_are_exported_too(tmp_path, method):
-    """Cosines, distances, the default's chosen space; the export compares itself with the model. Kills:
-    prototypes in place of centers, a similarity network that is handed out, features as they are.
+    """Cosines, distances, the default's chosen space; the export compares itself with
+    the model. Kills: prototypes in place of centers, a similarity network that is
+    handed out, features as they are.
     """
     model, facts = tiny_model(tmp_path / "run", method=method), {"classes.json": ""}
     model.classes[5] = OutputClass(5, "</script> 😀", "novel", 5)
     if method == "clustering":
         model.module.adapter.mean.fill_(0.1)
-    program = torch.export.load(io.BytesIO(export(model, "pt2")), extra_files=facts).module()
+    program = torch.export.load(
+        io.BytesIO(export(model, "pt2")), extra_files=facts
+    ).module()
     assert json.loads(facts["classes.json"])[5]["name"] == "</script> 😀"
     assert program(torch.zeros(2, 3, 8, 8, dtype=torch.uint8)).shape == (2, 10)
     assert not [name for name, _ in program.named_parameters() if "auxiliary" in name]
@@ -92,7 +123,9 @@ def test_baselines_are_exported_too(tmp_path, method):
 @pytest.mark.slow
 def test_what_computes_something_else_is_not_handed_out(tmp_path, monkeypatch):
     one_head = exporting._one_head
-    monkeypatch.setattr(exporting, "_one_head", lambda model, head: one_head(model, head - 1))
+    monkeypatch.setattr(
+        exporting, "_one_head", lambda model, head: one_head(model, head - 1)
+    )
     with pytest.raises(NumericsError, match=r"\A.*differs from the model.*\Z"):
         export(tiny_model(tmp_path), "pt2")
 
@@ -102,21 +135,29 @@ def test_onnx_computes_the_same_or_says_what_is_missing(tmp_path):
     with pytest.raises(ConfigError, match="choose from encoder, pt2, onnx"):
         export(model, "tflite")
     if any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript")):
-        with pytest.raises(ConfigError, match="pip install onnx onnxscript onnxruntime"):
+        with pytest.raises(
+            ConfigError, match="pip install onnx onnxscript onnxruntime"
+        ):
             export(model, "onnx")
         return
     import onnxruntime
 
-    session = onnxruntime.InferenceSession(export(model, "onnx"), providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        export(model, "onnx"), providers=["CPUExecutionProvider"]
+    )
     images = torch.randint(0, 256, (11, 3, 8, 8)).to(torch.uint8)
     found = session.run(None, {"images": images.numpy()})[0]
-    np.testing.assert_allclose(found, model.score(images).probabilities, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(
+        found, model.score(images).probabilities, rtol=0, atol=1e-5
+    )
 
 
 METRICS = {
-    "train/novel/task_aware/acc/best": 0.9312, "train/novel/task_aware/acc/avg": 0.1,
-    "test/known/task_aware/acc/best": 0.5, "test/known/task_aware/acc/avg": 0.1,
-}  # fmt: skip
+    "train/novel/task_aware/acc/best": 0.9312,
+    "train/novel/task_aware/acc/avg": 0.1,
+    "test/known/task_aware/acc/best": 0.5,
+    "test/known/task_aware/acc/avg": 0.1,
+}
 
 
 CARDS = (
@@ -125,8 +166,15 @@ CARDS = (
     {**RESNET18, "model__stem": "cifar_stride2"},
     {**RESNET18, "model__stem": "imagenet"},
     {"model__stages": 4, "model__stem": "cifar_stride2"},
-    {"model__encoder": "torchvision:mobilenet_v3_small", "model__weights": "pretrained"},
-    {"model__encoder": "timm:test_efficientnet", "model__weights": "pretrained", "data__stored_size": 32},
+    {
+        "model__encoder": "torchvision:mobilenet_v3_small",
+        "model__weights": "pretrained",
+    },
+    {
+        "model__encoder": "timm:test_efficientnet",
+        "model__weights": "pretrained",
+        "data__stored_size": 32,
+    },
     {"model__encoder": f"{TOYS}:vit", "model__weights": "/some/where/vit.pth"},
 )
 
@@ -140,16 +188,24 @@ def test_the_model_card_says_how_to_load_and_that_works(tmp_path, monkeypatch, o
     model = tiny_model(tmp_path / "run", **options)
     facts = {"Data": "digits, fingerprint abc\n# injected"}
     card = model_card(model, facts, METRICS)
-    assert "fingerprint abc # injected" in card and "| Task-aware | 93.1 | 50.0 |" in card
+    assert (
+        "fingerprint abc # injected" in card and "| Task-aware | 93.1 | 50.0 |" in card
+    )
     code = card.split("```python\n")[1].split("```")[0]
     folder = tmp_path / "run" / "model"
-    if options:  # tracing a ResNet18 takes seconds; the program's lines are the same for all encoders
+    # tracing a ResNet18 takes seconds; the program's lines are the same for all
+    # encoders
+    if options:
         code = code[: code.index("program =")]
     else:
         (folder / "model.pt2").write_bytes(export(model, "pt2"))
     monkeypatch.chdir(folder)
-    code = code.replace('"RUN"', '"."').replace('["image.jpg"]', "images.permute(0, 2, 3, 1).numpy()")
-    space = {"images": torch.randint(0, 256, (2, 3, model.size, model.size)).to(torch.uint8)}
+    code = code.replace('"RUN"', '"."').replace(
+        '["image.jpg"]', "images.permute(0, 2, 3, 1).numpy()"
+    )
+    space = {
+        "images": torch.randint(0, 256, (2, 3, model.size, model.size)).to(torch.uint8)
+    }
     exec(compile(code, "card", "exec"), space)
     assert set(space) >= {"encoder"} and ("probabilities" in space) is not bool(options)
     assert "Nothing: the data has no labels" in model_card(model, {}, {})
@@ -162,7 +218,10 @@ def test_the_model_card_says_how_to_load_and_that_works(tmp_path, monkeypatch, o
             {"model__encoder": "resnet18", "model__weights": "pretrained"},
             "- Weights: torchvision ",
         ),
-        ({"model__encoder": "torchvision:vit_h_14", "model__weights": "pretrained"}, "license https"),
+        (
+            {"model__encoder": "torchvision:vit_h_14", "model__weights": "pretrained"},
+            "license https",
+        ),
         (
             {"model__weights": "/home/me/mine.safetensors"},
             "mine.safetensors (pretraining data unknown)",
@@ -175,21 +234,29 @@ def test_the_model_card_says_how_to_load_and_that_works(tmp_path, monkeypatch, o
     ],
 )
 def test_the_model_card_names_weights_and_what_they_have_seen(tmp_path, options, line):
-    """Kills: a path of this machine in the card, weights without a word of their data."""
+    """Kills: a path of this machine in the card, weights without a word of their
+    data.
+    """
     model = tiny_model(tmp_path)
     object.__setattr__(model, "config", small_config(**options))
-    assert line in model_card(model, {}, {}) and "/home/me" not in model_card(model, {}, {})
+    assert line in model_card(model, {}, {}) and "/home/me" not in model_card(
+        model, {}, {}
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("finetune", ["last_stage", "full"])
 @pytest.mark.parametrize("what", ["vit", "timm_vit"])
 def test_a_vision_transformer_trains_exports_and_predicts(tmp_path, what, finetune):
-    """Kills: an encoder that is built but not trained, a program for one batch size, a hook that is lost."""
+    """Kills: an encoder that is built but not trained, a program for one batch size,
+    a hook that is lost.
+    """
     if what == "timm_vit":
         pytest.importorskip("timm")
     encoder, storage = f"{TOYS}:{what}", Storage(str(tmp_path))
-    config = small_config(model__encoder=encoder, model__finetune=finetune, train__max_steps=2)
+    config = small_config(
+        model__encoder=encoder, model__finetune=finetune, train__max_steps=2
+    )
     run.run_phase(config, run.PRETRAIN, small_sets()[0], HERE, storage)
     run.run_phase(config, run.DISCOVER, small_sets()[0], HERE, storage)
     save_model(config, storage, *run.load_trained(config, storage, 5, 5), list("01234"))
@@ -197,4 +264,6 @@ def test_a_vision_transformer_trains_exports_and_predicts(tmp_path, what, finetu
     images = small_sets()[0].labeled_images[:9]
     assert export(model, "encoder")
     program = torch.export.load(io.BytesIO(export(model, "pt2"))).module()
-    torch.testing.assert_close(program(images), model.score(images).probabilities, rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        program(images), model.score(images).probabilities, rtol=0, atol=1e-5
+    )

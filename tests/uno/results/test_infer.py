@@ -1,4 +1,6 @@
-"""Scores, aligned heads, and a table with one row for every input whatever happens in between."""
+"""Scores, aligned heads, and a table with one row for every input whatever happens
+in between.
+"""
 
 import json
 import math
@@ -12,7 +14,13 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.uno.models import NUM_DAMAGED, tiny_model, write_damaged, write_digits, write_model
+from tests.uno.models import (
+    NUM_DAMAGED,
+    tiny_model,
+    write_damaged,
+    write_digits,
+    write_model,
+)
 from uno.config import Config, override
 from uno.data import decode as decoding
 from uno.data.files import Storage
@@ -25,7 +33,14 @@ from uno.errors import ConfigError, StorageError
 from uno.model import Logits
 from uno.results import predictions
 from uno.results.classes import OutputClass
-from uno.results.infer import NUMBERS, align_heads, decoder, load_classifier, score, with_alignment
+from uno.results.infer import (
+    NUMBERS,
+    align_heads,
+    decoder,
+    load_classifier,
+    score,
+    with_alignment,
+)
 from uno.results.predictions import FILE, PredictionWriter, predict_rows
 
 
@@ -50,9 +65,14 @@ def renamed(tmp_path_factory):
     return load_classifier(Storage(str(folder)))
 
 
-def classes_of(num_known: int, num_novel: int, into: dict[int, int | None] | None = None):
+def classes_of(
+    num_known: int, num_novel: int, into: dict[int, int | None] | None = None
+):
     kinds = ["known"] * num_known + ["novel"] * num_novel
-    return [OutputClass(i, f"c{i}", kind, (into or {}).get(i, i)) for i, kind in enumerate(kinds)]
+    return [
+        OutputClass(i, f"c{i}", kind, (into or {}).get(i, i))
+        for i, kind in enumerate(kinds)
+    ]
 
 
 def rows_of(source: str | Path, num: int | None = None) -> Rows | Inputs:
@@ -61,13 +81,17 @@ def rows_of(source: str | Path, num: int | None = None) -> Rows | Inputs:
     return rows if num is None else rows.take(np.arange(num))
 
 
-def writer_of(model, rows: Rows | Inputs, output: Path, embedding: bool = False, **options):
+def writer_of(
+    model, rows: Rows | Inputs, output: Path, embedding: bool = False, **options
+):
     inputs = RowInputs(rows) if isinstance(rows, Rows) else rows
     return PredictionWriter(Storage(str(output)), inputs, model, embedding, **options)
 
 
 def predict_all(model, rows: Rows | Inputs, output: Path, *args, **options) -> pa.Table:
-    summary = predict_rows(model, writer_of(model, rows, output, *args, **options), threads=1)
+    summary = predict_rows(
+        model, writer_of(model, rows, output, *args, **options), threads=1
+    )
     table = pq.read_table(output / FILE)
     assert summary.ok + summary.bad == summary.rows == len(table) == len(rows)
     return table
@@ -86,7 +110,8 @@ def reference(known, novel, temperature, best, into, alignment):
         exps = [math.exp(value / temperature) for value in logits]
         total = [0.0] * len(exps)
         for i, value in enumerate(exps):
-            total[i if into[i] is None else into[i]] += value / sum(exps)  # dropped: an outcome all the same
+            # dropped: an outcome all the same
+            total[i if into[i] is None else into[i]] += value / sum(exps)
         return total
 
     votes = [max(range(len(p)), key=p.__getitem__) for p in map(head, range(num_heads))]
@@ -94,28 +119,45 @@ def reference(known, novel, temperature, best, into, alignment):
     ranked = sorted(p, reverse=True)
     entropy = -sum(v * math.log(v) for v in p if v > 0)
     agreement = sum(vote == votes[best] for vote in votes) / num_heads
-    return votes[best], ranked[0], ranked[0] - ranked[1], entropy, agreement, sum(p[:num_known]), p
+    return (
+        votes[best],
+        ranked[0],
+        ranked[0] - ranked[1],
+        entropy,
+        agreement,
+        sum(p[:num_known]),
+        p,
+    )
 
 
-@pytest.mark.parametrize("into", [{}, {5: 6}, {4: 1, 6: None}], ids=["keep", "merge", "merge and drop"])
+@pytest.mark.parametrize(
+    "into", [{}, {5: 6}, {4: 1, 6: None}], ids=["keep", "merge", "merge and drop"]
+)
 def test_score_equals_the_definition(into):
-    """Kills: no temperature, softmax per family, another head's probabilities, votes that are not aligned or
-    not merged, the dropped class handed to the others.
+    """Kills: no temperature, softmax per family, another head's probabilities, votes
+    that are not aligned or not merged, the dropped class handed to the others.
     """
     generator = torch.Generator().manual_seed(3)
     known = torch.rand(20, 4, generator=generator) * 2 - 1
     novel = torch.rand(3, 20, 4, generator=generator) * 2 - 1
-    alignment, classes = torch.tensor([[2, 0, 1, 3], [0, 1, 2, 3], [3, 1, 0, 2]]), classes_of(4, 4, into)
+    alignment, classes = (
+        torch.tensor([[2, 0, 1, 3], [0, 1, 2, 3], [3, 1, 0, 2]]),
+        classes_of(4, 4, into),
+    )
     found = score(logits_of(known, novel), 0.1, 1, classes, alignment)[:-1]
     given = 0.1, 1, [c.into for c in classes], alignment.tolist()
     for row in range(20):
-        expected = reference(known[row].double().tolist(), novel[:, row].double(), *given)
+        expected = reference(
+            known[row].double().tolist(), novel[:, row].double(), *given
+        )
         for tensor, value in zip(found, expected, strict=True):
             np.testing.assert_allclose(tensor[row], value, rtol=1e-4, atol=1e-5)
 
 
 def test_heads_that_only_number_their_clusters_differently_agree():
-    """Kills: the alignment used backwards (a 3-cycle is not its own inverse), empty clusters left out."""
+    """Kills: the alignment used backwards (a 3-cycle is not its own inverse), empty
+    clusters left out.
+    """
     generator = torch.Generator().manual_seed(0)
     best = torch.rand(200, 5, generator=generator)
     orders = [torch.randperm(5, generator=generator) for _ in range(2)]
@@ -126,7 +168,9 @@ def test_heads_that_only_number_their_clusters_differently_agree():
     logits = logits_of(torch.rand(200, 3, generator=generator) - 1, novel)
     assert score(logits, 0.1, 1, classes_of(3, 5), alignment).head_agreement.eq(1).all()
     unaligned = torch.arange(5).expand(3, 5)
-    assert score(logits, 0.1, 1, classes_of(3, 5), unaligned).head_agreement.mean() < 0.8
+    assert (
+        score(logits, 0.1, 1, classes_of(3, 5), unaligned).head_agreement.mean() < 0.8
+    )
     novel = torch.zeros(2, 6, 4)
     novel[:, :, 0] = 1  # every row in one cluster
     own, another = align_heads(novel, 0).tolist()
@@ -138,8 +182,15 @@ def test_alignment_is_kept_with_the_model(tmp_path):
     storage = Storage(str(tmp_path))
     model = load_classifier(storage)
     assert model.alignment is None
-    aligned = with_alignment(model, storage, decoder(model, read_digits(), threads=1), np.arange(100))
-    assert predict_all(model, rows_of("digits", 9), tmp_path / "out")["head_agreement"].null_count == 9
+    aligned = with_alignment(
+        model, storage, decoder(model, read_digits(), threads=1), np.arange(100)
+    )
+    assert (
+        predict_all(model, rows_of("digits", 9), tmp_path / "out")[
+            "head_agreement"
+        ].null_count
+        == 9
+    )
     assert torch.equal(load_classifier(storage).alignment, aligned.alignment)
     assert aligned.model_hash == load_classifier(storage).model_hash == model.model_hash
 
@@ -160,9 +211,12 @@ def test_no_model_and_damaged_models_are_storage_errors(tmp_path):
     one_more = [*facts["classes"], {"index": 10, "name": "one more", "kind": "novel"}]
     dropped = [entry | {"drop": True} for entry in facts["classes"]]
     for change in (
-        {"classes": one_more}, {"classes": dropped}, {"best_head": math.inf}, {"best_head": -1},
+        {"classes": one_more},
+        {"classes": dropped},
+        {"best_head": math.inf},
+        {"best_head": -1},
         {"alignment": [[math.inf]]},
-    ):  # fmt: skip
+    ):
         path.write_text(json.dumps(facts | change))
         with pytest.raises(StorageError, match=r"do not belong together|is damaged"):
             load_classifier(Storage(str(tmp_path)))
@@ -180,15 +234,25 @@ def test_all_digits_in_order(tmp_path, model):
     columns = table.to_pydict()
     assert len(table) == 1797 and columns["id"] == rows.ids
     assert table["uri"].null_count == 1797 and table["reason"].null_count == 1797
-    assert set(columns["status"]) == {"ok"} and set(columns["model_hash"]) == {model.model_hash}
+    assert set(columns["status"]) == {"ok"} and set(columns["model_hash"]) == {
+        model.model_hash
+    }
     assert {len(values) for values in columns["embedding"]} == {16}
-    assert columns["class_name"] == [model.classes[i].name for i in columns["class_index"]]
-    assert columns["kind"] == ["known" if i < 5 else "novel" for i in columns["class_index"]]
+    assert columns["class_name"] == [
+        model.classes[i].name for i in columns["class_index"]
+    ]
+    assert columns["kind"] == [
+        "known" if i < 5 else "novel" for i in columns["class_index"]
+    ]
     assert [p.name for p in tmp_path.iterdir()] == [FILE]
-    single = model.score(torch.from_numpy(rows.images.items[700:701].transpose(0, 3, 1, 2).copy()))
+    single = model.score(
+        torch.from_numpy(rows.images.items[700:701].transpose(0, 3, 1, 2).copy())
+    )
     assert columns["class_index"][700] == int(single.class_index)
     assert columns["entropy"][700] == pytest.approx(float(single.entropy), rel=1e-4)
-    np.testing.assert_allclose(columns["embedding"][700], single.features[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        columns["embedding"][700], single.features[0], rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.slow
@@ -205,20 +269,33 @@ def test_every_digit_and_every_damaged_file_has_a_row(tmp_path, model):
         assert row["uri"] == str(tmp_path / "in" / "damaged" / name)
         results = ("class_index", "class_name", "kind", *NUMBERS, "embedding")
         assert all((row[column] is not None) is fine for column in results), name
-        assert row["reason"] is None if fine else row["reason"] and "\n" not in row["reason"]
-    assert {row["status"] for name, row in by_id.items() if "damaged" not in name} == {"ok"}
-    rows = read_images(str(tmp_path / "in"))  # as at the end of a run: paths and reasons stay
+        assert (
+            row["reason"] is None
+            if fine
+            else row["reason"] and "\n" not in row["reason"]
+        )
+    assert {row["status"] for name, row in by_id.items() if "damaged" not in name} == {
+        "ok"
+    }
+    # as at the end of a run: paths and reasons stay
+    rows = read_images(str(tmp_path / "in"))
     pixels, reasons = decoding.decode_many(rows.images, model.size)
-    rows = replace(rows, images=with_ready(rows.images, RowBlocks(pixels.split(7)), reasons))
+    rows = replace(
+        rows, images=with_ready(rows.images, RowBlocks(pixels.split(7)), reasons)
+    )
     assert predict_all(model, rows, tmp_path / "again", embedding=True).equals(table)
 
 
 def test_decoding_stays_a_few_batches_ahead(monkeypatch):
     """Memory is bounded: kills a queue without limit."""
     started, decode = [], decoding.decode_many
-    monkeypatch.setattr(decoding, "decode_many", lambda *args: started.append(1) or decode(*args))
+    monkeypatch.setattr(
+        decoding, "decode_many", lambda *args: started.append(1) or decode(*args)
+    )
     batches = [np.arange(i, i + 10) for i in range(0, 1000, 10)]
-    for taken, _ in enumerate(decoding.decoded(rows_of("digits").images, batches, 8, threads=1), start=1):
+    for taken, _ in enumerate(
+        decoding.decoded(rows_of("digits").images, batches, 8, threads=1), start=1
+    ):
         assert len(started) <= taken + decoding.BATCHES_AHEAD
     assert taken == len(started) == 100
 
@@ -228,7 +305,9 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("after", [0, 1, 3, 5], ids=lambda n: f"after {n} batches")
-def test_interrupted_work_continues_and_gives_the_same_table(tmp_path, monkeypatch, model, after):
+def test_interrupted_work_continues_and_gives_the_same_table(
+    tmp_path, monkeypatch, model, after
+):
     rows, output = rows_of("digits"), tmp_path / "out"
     expected = predict_all(model, rows, tmp_path / "whole")
     calls, score_batch = [], type(model).score
@@ -258,24 +337,33 @@ def test_partitions_of_many_batches_give_the_same_table(tmp_path, monkeypatch, m
     expected = predict_all(model, rows_of("digits"), tmp_path / "small", embedding=True)
     monkeypatch.setattr("uno.data.inputs.NUM_PARTITIONS", 1)
     monkeypatch.setattr(predictions, "ROW_GROUP_ROWS", 1)
-    assert predict_all(model, rows_of("digits"), tmp_path / "large", embedding=True).equals(expected)
+    assert predict_all(
+        model, rows_of("digits"), tmp_path / "large", embedding=True
+    ).equals(expected)
     assert pq.ParquetFile(tmp_path / "large" / FILE).num_row_groups == 2
     assert pq.ParquetFile(tmp_path / "small" / FILE).num_row_groups == 1
 
 
-@pytest.mark.parametrize("claim", [b"{", b"[]", b"{}", b'{"made_from": {"format": 0}, "part_rows": 512}'])
+@pytest.mark.parametrize(
+    "claim", [b"{", b"[]", b"{}", b'{"made_from": {"format": 0}, "part_rows": 512}']
+)
 def test_what_another_version_had_begun_is_refused(tmp_path, model, claim):
     """Kills: half a table of other rows, a traceback for a claim of unknown form."""
     rows, shard = rows_of("digits"), tmp_path / "_shards" / "000000.parquet"
     writer_of(model, rows, tmp_path)
     shard.write_bytes(b"kept")
     (shard.parent / "manifest.json").write_bytes(claim)
-    with pytest.raises(ConfigError, match="holds predictions of another version; choose another --output"):
+    with pytest.raises(
+        ConfigError,
+        match="holds predictions of another version; choose another --output",
+    ):
         writer_of(model, rows, tmp_path)
     assert shard.exists()
 
 
-def test_a_kill_between_joining_and_tidying_up_costs_nothing(tmp_path, monkeypatch, model):
+def test_a_kill_between_joining_and_tidying_up_costs_nothing(
+    tmp_path, monkeypatch, model
+):
     rows = rows_of("digits", 600)
     expected = predict_all(model, rows, tmp_path)
     (tmp_path / "_shards").mkdir()
@@ -286,7 +374,9 @@ def test_a_kill_between_joining_and_tidying_up_costs_nothing(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("finished", [True, False])
-def test_other_predictions_in_the_directory_are_refused(tmp_path, model, other, renamed, finished):
+def test_other_predictions_in_the_directory_are_refused(
+    tmp_path, model, other, renamed, finished
+):
     rows = rows_of("digits", 30)
     if finished:
         table = predict_all(model, rows, tmp_path)
@@ -298,7 +388,9 @@ def test_other_predictions_in_the_directory_are_refused(tmp_path, model, other, 
         (renamed, rows, False, "under other class names"),
         (model, rows.take(np.arange(29)), False, "of other data"),
     ):
-        with pytest.raises(ConfigError, match=rf"\A.* holds predictions {what}; choose .*\Z"):
+        with pytest.raises(
+            ConfigError, match=rf"\A.* holds predictions {what}; choose .*\Z"
+        ):
             predict_all(changed, chosen, tmp_path, embedding)
     if finished:
         assert pq.read_table(tmp_path / FILE).equals(table)
@@ -324,21 +416,35 @@ def test_sources_that_training_refuses(tmp_path, model):
     for source in (flat, f"folder:{flat}", f"imagenet:{flat}"):
         rows = rows_of(source)
         (part,) = rows.parts([np.arange(9)])
-        assert len(rows) == 9 and part.ids[-1].as_py() == "train/n99999999/digit-0000.png"
+        assert (
+            len(rows) == 9 and part.ids[-1].as_py() == "train/n99999999/digit-0000.png"
+        )
     csv = flat / "table.csv"
-    csv.write_text("path,label,split,other\ndigit-0000.png,,nonsense,1\n,7,train,2\ndigit-0002.png,x,,\n")
+    csv.write_text(
+        "path,label,split,other\ndigit-0000.png,,nonsense,1\n,7,train,2\ndigit-0002.png,x,,\n"
+    )
     table = predict_all(model, rows_of(csv), tmp_path / "out")
-    assert table["status"].to_pylist() == ["ok", "bad", "ok"] and table["id"].to_pylist()[0] == "row-0"
+    assert (
+        table["status"].to_pylist() == ["ok", "bad", "ok"]
+        and table["id"].to_pylist()[0] == "row-0"
+    )
     parquet = tmp_path / "images.parquet"
     data = [(flat / f"digit-{i:04d}.png").read_bytes() for i in range(3)]
-    pq.write_table(pa.table({"image": [*data, None], "label": [0.5, 1.5, None, 2.5]}), parquet)
+    pq.write_table(
+        pa.table({"image": [*data, None], "label": [0.5, 1.5, None, 2.5]}), parquet
+    )
     table = predict_all(model, rows_of(parquet), tmp_path / "out2")
     assert table["status"].to_pylist() == ["ok", "ok", "ok", "bad"]
 
 
 def test_names_that_are_no_text(tmp_path, model):
     """File names are bytes: the row is there, its id and uri are escaped."""
-    names = [b"caf\xe9.png", b"new\nline.png", "<\u202e>\u00e9\U0001f600.png".encode(), b"'\"; --.png"]
+    names = [
+        b"caf\xe9.png",
+        b"new\nline.png",
+        "<\u202e>\u00e9\U0001f600.png".encode(),
+        b"'\"; --.png",
+    ]
     (tmp_path / "in").mkdir()
     for name in names:
         with open(bytes(tmp_path / "in") + b"/" + name, "wb") as file:
@@ -356,16 +462,24 @@ def test_rename_changes_names_only(tmp_path, model, renamed):
     assert predictions.rename(storage, renamed.classes)
     after = pq.read_table(tmp_path / "out" / FILE)
     assert after.drop_columns("class_name").equals(before.drop_columns("class_name"))
-    expected = ["other" if name == "novel-1" else name for name in before["class_name"].to_pylist()]
+    expected = [
+        "other" if name == "novel-1" else name
+        for name in before["class_name"].to_pylist()
+    ]
     assert after["class_name"].to_pylist() == expected
-    assert predict_all(renamed, rows_of(tmp_path / "in"), tmp_path / "out").equals(after)  # it is complete
+    # it is complete
+    assert predict_all(renamed, rows_of(tmp_path / "in"), tmp_path / "out").equals(
+        after
+    )
     merged = [*renamed.classes[:9], OutputClass(9, "novel-5", "novel", 5)]
     assert not predictions.rename(storage, merged)
 
 
-def test_a_callable_that_a_model_names_is_said_and_never_the_models_own(tmp_path, monkeypatch, caplog):
-    """Kills: code of a downloaded folder that runs because somebody stands in it, an import without a word,
-    "damaged" for an encoder whose package is not here.
+def test_a_callable_that_a_model_names_is_said_and_never_the_models_own(
+    tmp_path, monkeypatch, caplog
+):
+    """Kills: code of a downloaded folder that runs because somebody stands in it, an
+    import without a word, "damaged" for an encoder whose package is not here.
     """
     write_model(tmp_path / "run", model__encoder="tests.uno.toy_encoders:vit")
     load_classifier(Storage(str(tmp_path / "run")))
@@ -375,7 +489,13 @@ def test_a_callable_that_a_model_names_is_said_and_never_the_models_own(tmp_path
     (config.parent / "evil.py").write_text("raise SystemExit\n")
     monkeypatch.chdir(config.parent)
     for name, line in (
-        ("evil:vit", r"^model\.encoder evil:vit is not run: its code lies in the model's own directory"),
+        (
+            "evil:vit",
+            (
+                r"^model\.encoder evil:vit is not run: its code lies in the model's own"
+                r" directory"
+            ),
+        ),
         ("no_such_package:vit", r"no_such_package:vit cannot be imported"),
         ("torchvision:no_such", r"torchvision has no 'no_such'"),
     ):

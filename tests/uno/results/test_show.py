@@ -1,4 +1,6 @@
-"""How models and predictions show themselves in a notebook: tables with pictures, small and inert."""
+"""How models and predictions show themselves in a notebook: tables with pictures,
+small and inert.
+"""
 
 import base64
 import json
@@ -33,7 +35,9 @@ def predicted(folder: Path, images: int = 60, **data: str) -> Storage:
     config = write_model(folder, data__limit=images, **changes)
     storage, model = Storage(str(folder)), load_classifier(Storage(str(folder)))
     rows = make_task(read_rows(config.data), config.data).rows
-    predict_rows(model, PredictionWriter(storage, RowInputs(rows), model, False, replace=True))
+    predict_rows(
+        model, PredictionWriter(storage, RowInputs(rows), model, False, replace=True)
+    )
     return storage
 
 
@@ -52,7 +56,10 @@ def test_a_model_shows_its_classes_with_pictures(digits):
     model = uno.load(digits.uri)
     text, page = model._repr_html_(), Page(model._repr_html_())
     assert page.unclosed == [] and requests(page) == [] and len(text) < 50_000
-    assert repr(model) == f"<Model {digits.uri!r}: 5 known and 5 novel classes, images of 8 px>"
+    assert (
+        repr(model)
+        == f"<Model {digits.uri!r}: 5 known and 5 novel classes, images of 8 px>"
+    )
     table = predictions.read_columns(digits, ("class_index", "probability")).to_pandas()
     groups, strips = dict(list(table.groupby("class_index"))), pictures(text)
     assert len(strips) == len(groups) >= 5
@@ -60,8 +67,12 @@ def test_a_model_shows_its_classes_with_pictures(digits):
     images = make_task(read_rows(config.data), config.data).rows.images
     for strip, index in zip(strips, sorted(groups), strict=True):
         best = groups[index]["probability"].idxmax()
-        np.testing.assert_array_equal(strip[:, :8], images[best][..., 0])  # the most probable comes first
-        assert strip.shape == (8, 8 * min(5, len(groups[index]))) and f">{len(groups[index])}</td>" in text
+        # the most probable comes first
+        np.testing.assert_array_equal(strip[:, :8], images[best][..., 0])
+        assert (
+            strip.shape == (8, 8 * min(5, len(groups[index])))
+            and f">{len(groups[index])}</td>" in text
+        )
 
 
 def test_images_in_folders_are_shown_until_they_are_gone(tmp_path):
@@ -71,7 +82,12 @@ def test_images_in_folders_are_shown_until_they_are_gone(tmp_path):
         write_digits(tmp_path / "known" / name, read_digits().images.items[40:44])
     write_digits(tmp_path / "new", read_digits().images.items[50:80])
     run = tmp_path / "run"
-    storage = predicted(run, labeled=str(tmp_path / "known"), unlabeled=str(tmp_path / "new"), num_novel=5)
+    storage = predicted(
+        run,
+        labeled=str(tmp_path / "known"),
+        unlabeled=str(tmp_path / "new"),
+        num_novel=5,
+    )
     assert pictures(uno.load(run)._repr_html_())
     for path in (tmp_path / "new").iterdir():
         path.unlink()
@@ -98,7 +114,10 @@ def test_names_are_inert(tmp_path):
     write_model(tmp_path, aligned=False)
     storage = Storage(str(tmp_path))
     data = storage.read("model/classes.json")
-    classes = [OutputClass(i, f"{HOSTILE}{i}", "known" if i < 5 else "novel", i) for i in range(10)]
+    classes = [
+        OutputClass(i, f"{HOSTILE}{i}", "known" if i < 5 else "novel", i)
+        for i in range(10)
+    ]
     classes[8] = OutputClass(8, "gone", "novel", None)
     classes[9] = OutputClass(9, "other", "novel", 2)
     storage.write("model/classes.json", dump_classes(data, classes))
@@ -108,8 +127,15 @@ def test_names_are_inert(tmp_path):
     found = model.predict([path, tmp_path / "none.png", pixels(2, 8, 8)])
     for text in (model._repr_html_(), found._repr_html_()):
         page = Page(text)
-        assert page.scripts == [] and page.unclosed == [] and "<script" not in text and "<b>.png" not in text
-        assert not any(char in text for char in "\x1b\u202e") and "alert(1)" in page.text
+        assert (
+            page.scripts == []
+            and page.unclosed == []
+            and "<script" not in text
+            and "<b>.png" not in text
+        )
+        assert (
+            not any(char in text for char in "\x1b\u202e") and "alert(1)" in page.text
+        )
     assert "merged into" in model._repr_html_() and "dropped" in model._repr_html_()
 
 
@@ -120,7 +146,9 @@ def test_it_stays_small_whatever_the_pictures(num_classes):
     classes = [OutputClass(i, "x" * 300, "novel", i) for i in range(num_classes)]
     found = {i: show.Members(9, images) for i in range(num_classes)}
     text = show.model_html("t", [], classes, found, 64)
-    assert len(text) < show.MAX_BYTES and len(pictures(text)) == min(num_classes, show.MAX_CLASSES)
+    assert len(text) < show.MAX_BYTES and len(pictures(text)) == min(
+        num_classes, show.MAX_CLASSES
+    )
     assert ("140 more classes" in text) == (num_classes == 200)
 
 
@@ -128,12 +156,21 @@ def test_predictions_show_the_first_rows_and_are_a_table(digits):
     model, images = uno.load(digits.uri), read_digits().images.items[:30]
     found = model.predict([*images, "/no/such/file.png"])
     text = found._repr_html_()
-    assert len(pictures(text)) == show.MAX_ROWS and "11 more images" in text and "image 19" in text
+    assert (
+        len(pictures(text)) == show.MAX_ROWS
+        and "11 more images" in text
+        and "image 19" in text
+    )
     np.testing.assert_array_equal(pictures(text)[3], images[3][..., 0])
-    assert repr(found).startswith("<Predictions of 31 images: ") and "unreadable (1)" in repr(found)
+    assert repr(found).startswith(
+        "<Predictions of 31 images: "
+    ) and "unreadable (1)" in repr(found)
     table = found.to_pandas()
     assert table["class_name"][0] == found[0].class_name and len(table) == 31
-    assert table["reason"][30] == "No such file or directory" and table["path"][30] == "/no/such/file.png"
+    assert (
+        table["reason"][30] == "No such file or directory"
+        and table["path"][30] == "/no/such/file.png"
+    )
     assert json.loads(table.to_json(orient="records"))[30]["probability"] is None
     alone = model.predict(["/no/such/file.png"])._repr_html_()
     assert "No such file" in alone and pictures(alone) == []

@@ -15,20 +15,33 @@ def signs(held=0.95, rows=40, kmeans=0.9, near=0.85):
     found = {trust.KMEANS: kmeans, trust.NEAR: near}
     if rows:
         score = held * min(kmeans, near)
-        found |= {trust.HELD_OUT: held, trust.HELD_OUT_ROWS: float(rows), trust.SCORE: score}
+        found |= {
+            trust.HELD_OUT: held,
+            trust.HELD_OUT_ROWS: float(rows),
+            trust.SCORE: score,
+        }
     return found
 
 
 SEEN = {trust.LARGEST: 0.5}
 
 
-@pytest.mark.parametrize(("given", "text"), [
-    ({"trust/features/zero": 1.0}, "the features of all images are zero"),
-    ({"trust/features/constant": 1.0, trust.LARGEST: 1.0},
-     "the features of all images are the same, and 100% of the unlabeled images are in one class"),
-    ({"trust/features/huge": 1.0}, "the features are larger than 1e+06"),
-    ({trust.LARGEST: 0.995}, "100% of the unlabeled images are in one class"), ({}, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"trust/features/zero": 1.0}, "the features of all images are zero"),
+        (
+            {"trust/features/constant": 1.0, trust.LARGEST: 1.0},
+            (
+                "the features of all images are the same, and 100% of the unlabeled"
+                " images are in one class"
+            ),
+        ),
+        ({"trust/features/huge": 1.0}, "the features are larger than 1e+06"),
+        ({trust.LARGEST: 0.995}, "100% of the unlabeled images are in one class"),
+        ({}, None),
+    ],
+)
 def test_a_verdict_says_what_makes_a_run_worthless(given, text):
     """Whatever its signs are. Kills: a pile in one class that is called trustworthy."""
     found = verdict(signs() | SEEN | given)
@@ -42,22 +55,74 @@ def test_features_that_tell_no_images_apart_have_a_word():
     assert list(map(oddity, odd)) == ["zero", "constant", "huge", "", ""]
 
 
-@pytest.mark.parametrize(("given", "word", "first", "second"), [
-    ({}, "trustworthy", "95.0% of 40 held-out", "assuming the number of classes is right"),
-    ({"held": 0.43}, "not trustworthy", "43.0% of 40 held-out", "known classes are not separated either"),
-    ({"kmeans": 0.5}, "not trustworthy", "95.0% of 40", "try another number of them or longer training"),
-    ({"near": 0.7}, "doubtful", "95.0% of 40", "the features do not separate these classes"),
-    ({"held": 0.8}, "doubtful", "80.0% of 40", "known classes are not separated either"),
-    ({"rows": 19}, "doubtful", "too few for a verdict", "k-means agrees on 90% of the unlabeled"),
-    ({"rows": 19}, "doubtful", "raise --data.validation-fraction", "assuming the number of classes is right"),
-    ({"rows": 19, "held": 0.5}, "not trustworthy", "50.0% of 19", "nearest neighbors on 85%"),
-    ({"rows": 0}, "doubtful", "no labeled image was held out", ""),
-    ({"rows": 0, "kmeans": 0.4}, "not trustworthy", "no labeled image was held out", ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "word", "first", "second"),
+    [
+        (
+            {},
+            "trustworthy",
+            "95.0% of 40 held-out",
+            "assuming the number of classes is right",
+        ),
+        (
+            {"held": 0.43},
+            "not trustworthy",
+            "43.0% of 40 held-out",
+            "known classes are not separated either",
+        ),
+        (
+            {"kmeans": 0.5},
+            "not trustworthy",
+            "95.0% of 40",
+            "try another number of them or longer training",
+        ),
+        (
+            {"near": 0.7},
+            "doubtful",
+            "95.0% of 40",
+            "the features do not separate these classes",
+        ),
+        (
+            {"held": 0.8},
+            "doubtful",
+            "80.0% of 40",
+            "known classes are not separated either",
+        ),
+        (
+            {"rows": 19},
+            "doubtful",
+            "too few for a verdict",
+            "k-means agrees on 90% of the unlabeled",
+        ),
+        (
+            {"rows": 19},
+            "doubtful",
+            "raise --data.validation-fraction",
+            "assuming the number of classes is right",
+        ),
+        (
+            {"rows": 19, "held": 0.5},
+            "not trustworthy",
+            "50.0% of 19",
+            "nearest neighbors on 85%",
+        ),
+        ({"rows": 0}, "doubtful", "no labeled image was held out", ""),
+        (
+            {"rows": 0, "kmeans": 0.4},
+            "not trustworthy",
+            "no labeled image was held out",
+            "",
+        ),
+    ],
+)
 def test_every_sign_must_hold(given, word, first, second):
-    """Kills: heads or training rows that are believed, thresholds exchanged, few rows that decide."""
+    """Kills: heads or training rows that are believed, thresholds exchanged, few
+    rows that decide.
+    """
     found = verdict(signs(**given))
-    assert found.word == word and first in found.reasons[0] and second in found.reasons[1]
+    assert (
+        found.word == word and first in found.reasons[0] and second in found.reasons[1]
+    )
     assert str(found).startswith(f"{word}: ") and str(found).count("\n") == 1
 
 
@@ -70,14 +135,20 @@ def checkpoint(agreement, counts=(200, 5, 5), similar=()):
     }
 
 
-@pytest.mark.parametrize(("setting", "counted"), [
-    ("ncd", "accuracy on images of new classes"),
-    ("gcd", "accuracy on all unlabeled images"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("setting", "counted"),
+    [
+        ("ncd", "accuracy on images of new classes"),
+        ("gcd", "accuracy on all unlabeled images"),
+    ],
+)
 def test_the_expected_accuracy_says_what_it_counts(setting, counted):
     values = trust.clustering_metrics(checkpoint([0.9] * 8), setting, "vectors")
     first, *rest = verdict(signs() | values).reasons
-    assert first.startswith(f"expected {counted}: ") and "if there are 5 new classes" in first
+    assert (
+        first.startswith(f"expected {counted}: ")
+        and "if there are 5 new classes" in first
+    )
     assert any("known output" in line for line in rest) == (setting == "gcd")
     key = f"trust/expected/{setting}"
     assert values[f"{key}/low"] < values[f"{key}/acc"] < values[f"{key}/high"]
@@ -85,7 +156,9 @@ def test_the_expected_accuracy_says_what_it_counts(setting, counted):
 
 def test_more_agreement_is_a_higher_expectation():
     means = [
-        trust.clustering_metrics(checkpoint([share] * 8), "ncd", "")["trust/expected/ncd/acc"]
+        trust.clustering_metrics(checkpoint([share] * 8), "ncd", "")[
+            "trust/expected/ncd/acc"
+        ]
         for share in (0.3, 0.5, 0.7, 0.9, 0.99)
     ]
     assert means == sorted(means) and means[0] < 0.6 < 0.9 < means[-1]
@@ -96,28 +169,48 @@ def test_the_verdict_is_the_expected_accuracy_in_a_word(share):
     """The other signs, good or bad, do not contradict it."""
     values = trust.clustering_metrics(checkpoint([share] * 8), "ncd", "vectors")
     expected = values["trust/expected/ncd/acc"]
-    word = "trustworthy" if expected >= 0.75 else "doubtful" if expected >= 0.5 else "not trustworthy"
+    word = (
+        "trustworthy"
+        if expected >= 0.75
+        else "doubtful"
+        if expected >= 0.5
+        else "not trustworthy"
+    )
     for other in (signs(), signs(kmeans=0.3, near=0.2), signs(rows=0), signs(held=0.2)):
         assert verdict(other | values).word == word
 
 
 def test_a_task_outside_the_calibration_is_called_less_certain():
-    inside = trust.clustering_metrics(checkpoint([0.9] * 8), "ncd", "timm:tf_efficientnet_lite0")
+    inside = trust.clustering_metrics(
+        checkpoint([0.9] * 8), "ncd", "timm:tf_efficientnet_lite0"
+    )
     assert not any("less certain" in line for line in verdict(signs() | inside).reasons)
     counts = (10**6, 5, 400)
-    outside = trust.clustering_metrics(checkpoint([0.9] * 8, counts), "ncd", "torchvision:resnet18")
-    (line,) = (line for line in verdict(signs() | outside).reasons if "less certain" in line)
+    outside = trust.clustering_metrics(
+        checkpoint([0.9] * 8, counts), "ncd", "torchvision:resnet18"
+    )
+    (line,) = (
+        line for line in verdict(signs() | outside).reasons if "less certain" in line
+    )
     assert "1,000,000 unlabeled images" in line and "400 novel classes" in line
     assert "another encoder" in line and "known classes" not in line
     vectors = trust.clustering_metrics(checkpoint([0.9] * 8), "ncd", "vectors:50")
-    assert not any("less certain" in line for line in verdict(signs() | vectors).reasons)
+    assert not any(
+        "less certain" in line for line in verdict(signs() | vectors).reasons
+    )
 
 
 def test_pairs_of_classes_that_look_like_one_are_advice():
     similar = [[1, 4, 0.9], [0, 2, 0.01]]
-    values = trust.clustering_metrics(checkpoint([0.9] * 8, similar=similar), "ncd", "vectors")
+    values = trust.clustering_metrics(
+        checkpoint([0.9] * 8, similar=similar), "ncd", "vectors"
+    )
     last = verdict(signs() | values).reasons[-1]
-    assert "novel-2 and novel-5" in last and "novel-3" not in last and "uno classes" in last
+    assert (
+        "novel-2 and novel-5" in last
+        and "novel-3" not in last
+        and "uno classes" in last
+    )
 
 
 def test_without_agreements_nothing_is_expected():
@@ -125,33 +218,52 @@ def test_without_agreements_nothing_is_expected():
     values = trust.clustering_metrics(checkpoint([]), "ncd", "vectors")
     assert not any(key.startswith("trust/expected") for key in values)
     assert verdict(signs() | values).word == "trustworthy"
-    assert trust.clustering_metrics({"model/known.weight": torch.zeros(1)}, "ncd", "") == {}
+    assert (
+        trust.clustering_metrics({"model/known.weight": torch.zeros(1)}, "ncd", "")
+        == {}
+    )
 
 
 def test_training_rows_are_called_that_and_old_runs_have_no_verdict():
-    assert "(training images: 100.0%)" in verdict(signs(rows=0) | {trust.TRAINING: 1.0}).reasons[0]
+    assert (
+        "(training images: 100.0%)"
+        in verdict(signs(rows=0) | {trust.TRAINING: 1.0}).reasons[0]
+    )
     assert verdict({trust.TRAINING: 1.0}) is None
 
 
 def test_neighbors_agree_above_chance():
-    """Two classes on either side of what all rows share: 1, though near rows of both are nearer than far ones
-    of one. Kills: lengths that count, what all rows share left in, no correction for chance, a row that is
-    its own neighbor.
+    """Two classes on either side of what all rows share: 1, though near rows of both
+    are nearer than far ones of one. Kills: lengths that count, what all rows share left
+    in, no correction for chance, a row that is its own neighbor.
     """
     generator = torch.Generator().manual_seed(0)
     group = torch.arange(24) % 2
     points = torch.zeros(24, 3)
-    points[:, 0], points[:, 1] = 5, torch.linspace(0.2, 1, 12).repeat_interleave(2) * (1 - 2 * group)
-    assert neighbor_agreement(points * (torch.rand(24, 1, generator=generator) + 0.5), group) == 1
+    points[:, 0], points[:, 1] = (
+        5,
+        torch.linspace(0.2, 1, 12).repeat_interleave(2) * (1 - 2 * group),
+    )
+    assert (
+        neighbor_agreement(
+            points * (torch.rand(24, 1, generator=generator) + 0.5), group
+        )
+        == 1
+    )
     many = torch.randn(400, 8, generator=generator)
-    assert neighbor_agreement(many, torch.randint(0, 2, (400,), generator=generator)) < 0.1
-    assert neighbor_agreement(many, torch.arange(400)) == 0  # nobody has its output but a row itself
-    assert neighbor_agreement(many, torch.zeros(400, dtype=torch.int64)) == 0  # one class tells nothing
+    assert (
+        neighbor_agreement(many, torch.randint(0, 2, (400,), generator=generator)) < 0.1
+    )
+    # nobody has its output but a row itself
+    assert neighbor_agreement(many, torch.arange(400)) == 0
+    # one class tells nothing
+    assert neighbor_agreement(many, torch.zeros(400, dtype=torch.int64)) == 0
 
 
 def test_signs_of_a_model_on_the_digits(monkeypatch):
-    """An untrained network and one whose outputs are the clusters of its features. Kills: another head than
-    the best, known outputs left out, a matching of rows to themselves, more rows than the limit.
+    """An untrained network and one whose outputs are the clusters of its features.
+    Kills: another head than the best, known outputs left out, a matching of rows to
+    themselves, more rows than the limit.
     """
     config, (train, _) = small_config(data__setting="ncd"), small_sets()
     model = build_model(config.model, 5, 5, 0).eval()
@@ -173,8 +285,14 @@ def test_signs_of_a_model_on_the_digits(monkeypatch):
     monkeypatch.setattr(trust, "MAX_ROWS", 60)
     shown = trust.looked_at(config, sample, train)
     clusters = trust.found_clusters(config, shown, 5)
-    own, other = (trust_metrics(model, head, shown.unlabeled, clusters, {}, 0) for head in (1, 0))
-    assert own[trust.KMEANS] == 1 > other[trust.KMEANS] and set(own) == {trust.KMEANS, trust.NEAR, *SEEN}
+    own, other = (
+        trust_metrics(model, head, shown.unlabeled, clusters, {}, 0) for head in (1, 0)
+    )
+    assert own[trust.KMEANS] == 1 > other[trust.KMEANS] and set(own) == {
+        trust.KMEANS,
+        trust.NEAR,
+        *SEEN,
+    }
     assert seen == [(60, 100, 100, 5, "ncd")]
     few = sample._replace(unlabeled=sample.unlabeled[:4])
     assert trust.looked_at(config, few, train) is None

@@ -48,17 +48,25 @@ def storage(tmp_path) -> Storage:
 
 @pytest.mark.parametrize("uri", [False, True])
 def test_round_trip(storage, uri):
-    """Kills: tensors that alias or lose their type, the phases mixed, a configuration that is lost."""
+    """Kills: tensors that alias or lose their type, the phases mixed, a
+    configuration that is lost.
+    """
     storage = Storage("mock:///run") if uri else storage
     for name in ("step_\u00b2", "12", "step_12", "step_0000000x", "step_", "tmp"):
         storage.write(f"checkpoints/discover/{name}/x", b"")
         storage.write(f"checkpoints/discover/{name}.safetensors", b"")
     assert load_newest(storage, "discover") is None
     save(storage, 3, 12)
-    assert checkpoint_steps(storage, "discover") == [3, 12] and load_newest(storage, "pretrain") is None
+    assert (
+        checkpoint_steps(storage, "discover") == [3, 12]
+        and load_newest(storage, "pretrain") is None
+    )
     found = load_newest(storage, "discover")
     for name, tensor in tensors(12).items():
-        assert torch.equal(found.tensors[name], tensor) and found.tensors[name].dtype == tensor.dtype
+        assert (
+            torch.equal(found.tensors[name], tensor)
+            and found.tensors[name].dtype == tensor.dtype
+        )
     assert found.step == 12 and found.config_yaml == "seed: 0\n"
 
 
@@ -75,7 +83,9 @@ def damage(storage: Storage, step: int, how: str) -> None:
 
 @pytest.mark.parametrize("how", DAMAGE)
 def test_the_newest_valid_one_is_taken(storage, caplog, how):
-    """Kills: the newest name wins, damage in silence. (What is damage: tests/uno/data/test_output.py.)"""
+    """Kills: the newest name wins, damage in silence. (What is damage:
+    tests/uno/data/test_output.py.)
+    """
     save(storage, 3, 12, 20)
     damage(storage, 20, how)
     with caplog.at_level(logging.WARNING):
@@ -85,16 +95,24 @@ def test_the_newest_valid_one_is_taken(storage, caplog, how):
     assert "step_00000020" in record.getMessage()
     for step in (3, 12):
         damage(storage, step, how)
-    with pytest.raises(StorageError, match=r"^none of the 3 checkpoints .*discover verifies.*--overwrite.*$"):
+    with pytest.raises(
+        StorageError,
+        match=r"^none of the 3 checkpoints .*discover verifies.*--overwrite.*$",
+    ):
         load_newest(storage, "discover")
 
 
 def test_a_file_that_verifies_is_still_checked(storage):
-    """A version from the future, or a file of another name. Kills: another step's weights, renamed."""
+    """A version from the future, or a file of another name. Kills: another step's
+    weights, renamed.
+    """
     save(storage, 3, 12)
     whole = storage.read(path(3))
     for content, says in (
-        (seal(path(12), {"w": torch.zeros(1)}, {"format_version": "99"}), "format version 99 instead of 2"),
+        (
+            seal(path(12), {"w": torch.zeros(1)}, {"format_version": "99"}),
+            "format version 99 instead of 2",
+        ),
         (whole, "it is the file checkpoints/discover/step_00000003.safetensors"),
     ):
         storage.write(path(12), content)
@@ -106,7 +124,10 @@ def test_a_file_that_verifies_is_still_checked(storage):
 def test_the_form_before_is_refused(storage):
     """Kills: a run of then that silently starts at step 0."""
     storage.write("checkpoints/discover/step_00000012/manifest.json", b"{}")
-    says = r"^.*discover has format version 1, not 2; use --overwrite, or another directory$"
+    says = (
+        r"^.*discover has format version 1, not 2; use --overwrite, or another"
+        r" directory$"
+    )
     for ask in (load_newest, checkpoint_steps):
         with pytest.raises(StorageError, match=says):
             ask(storage, "discover")
@@ -118,33 +139,42 @@ def test_the_last_k_are_kept(storage):
     save(storage, 1, 2, 30, 100, keep=2)
     assert checkpoint_steps(storage, "discover") == [30, 100]
     save(storage, 102, keep=1)
-    assert checkpoint_steps(storage, "discover") == [102] and checkpoint_steps(storage, "pretrain") == [1]
+    assert checkpoint_steps(storage, "discover") == [102] and checkpoint_steps(
+        storage, "pretrain"
+    ) == [1]
 
 
 @pytest.mark.parametrize("keep", [1, 2])
 def test_a_broken_newer_one_never_costs_the_valid_ones(storage, keep):
-    """It stays until its step is reached. Kills: the rubbish counted as the newest, so that the valid one
-    just written is deleted; a later step deleted, which may have been written meanwhile.
+    """It stays until its step is reached. Kills: the rubbish counted as the newest, so
+    that the valid one just written is deleted; a later step deleted, which may have
+    been written meanwhile.
     """
     save(storage, 10, 20, 30)
     damage(storage, 30, "flipped")
     save(storage, 25, keep=keep)
     assert load_newest(storage, "discover").step == 25
-    assert checkpoint_steps(storage, "discover") == ([25, 30] if keep == 1 else [20, 25, 30])
+    assert checkpoint_steps(storage, "discover") == (
+        [25, 30] if keep == 1 else [20, 25, 30]
+    )
     save(storage, 30, keep=keep)
     assert load_newest(storage, "discover").step == 30
     assert checkpoint_steps(storage, "discover") == ([30] if keep == 1 else [25, 30])
 
 
 def test_a_full_disk_keeps_the_older_ones(storage, monkeypatch):
-    """Kills: older checkpoints deleted first, the half-written one left, an OSError that passes through."""
+    """Kills: older checkpoints deleted first, the half-written one left, an OSError
+    that passes through.
+    """
     save(storage, 10)
 
     def full(source, target):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(StorageError, match=r"cannot write .*step_00000020.*No space left"):
+    with pytest.raises(
+        StorageError, match=r"cannot write .*step_00000020.*No space left"
+    ):
         save(storage, 20, keep=1)
     save(storage, 10, keep=1)  # a stop right after a save stores the same step
     monkeypatch.undo()
@@ -156,9 +186,13 @@ def test_a_full_disk_keeps_the_older_ones(storage, monkeypatch):
 
 
 def test_a_checkpoint_that_is_written_later_is_of_now(storage):
-    """Kills: one that is there before its lines, one of what training has made of the tensors since."""
+    """Kills: one that is there before its lines, one of what training has made of
+    the tensors since.
+    """
     later, weights = [], torch.zeros(3)
-    save_checkpoint(storage, "discover", Checkpoint(20, {"weights": weights}, ""), later.append)
+    save_checkpoint(
+        storage, "discover", Checkpoint(20, {"weights": weights}, ""), later.append
+    )
     weights += 1
     assert checkpoint_steps(storage, "discover") == []
     later[0]()

@@ -1,4 +1,6 @@
-"""A run directory: who may use it, a line for whatever is wrong with it, repairs that lose nothing."""
+"""A run directory: who may use it, a line for whatever is wrong with it, repairs
+that lose nothing.
+"""
 
 import io
 import json
@@ -11,7 +13,14 @@ import pytest
 
 from tests.uno.data.builders import encoded, pixels
 from tests.uno.small_run import small_config, train_both
-from uno.config import Config, DataConfig, dump_yaml, field_names, may_change_on_resume, override
+from uno.config import (
+    Config,
+    DataConfig,
+    dump_yaml,
+    field_names,
+    may_change_on_resume,
+    override,
+)
 from uno.data import snapshot
 from uno.data.files import Storage
 from uno.data.sources import read_folder, read_rows
@@ -61,21 +70,36 @@ def test_the_same_config_opens_its_run_again(empty, name, recipe):
 
 
 def test_what_does_not_fit_the_run_is_refused(empty):
-    """Kills: a run continued under other settings or on other data, keys that are not named."""
+    """Kills: a run continued under other settings or on other data, keys that are
+    not named.
+    """
     open_run(CONFIG, empty, "print")
     changed = override(CONFIG, {"objective.epsilon": 0.1, "discover.epochs": 4})
-    keys = r"other settings: discover\.epochs, objective\.epsilon; use those, --overwrite"
+    keys = (
+        r"other settings: discover\.epochs, objective\.epsilon; use those, --overwrite"
+    )
     with pytest.raises(ConfigError, match=keys):
         open_run(changed, empty, "print")
     with pytest.raises(ConfigError, match=r"\.\.\."):
         open_run(preset("cifar10"), empty, "print")
     changes = {
-        "output": "elsewhere", "compute.num_workers": 2, "compute.device": "cpu", "compute.threads": 3,
-        "train.log_every": 7, "train.keep_checkpoints": 5, "train.checkpoint_every_epochs": 3,
-        "train.eval_batch_size": 64, "train.report_to": "jsonl", "train.profile": "3:5",
+        "output": "elsewhere",
+        "compute.num_workers": 2,
+        "compute.device": "cpu",
+        "compute.threads": 3,
+        "train.log_every": 7,
+        "train.keep_checkpoints": 5,
+        "train.checkpoint_every_epochs": 3,
+        "train.eval_batch_size": 64,
+        "train.report_to": "jsonl",
+        "train.profile": "3:5",
         "train.checkpoint_every_minutes": 1,
-    }  # fmt: skip
-    free = {key for key in field_names() if may_change_on_resume(key) and not key.startswith("compute.")}
+    }
+    free = {
+        key
+        for key in field_names()
+        if may_change_on_resume(key) and not key.startswith("compute.")
+    }
     assert free == {key for key in changes if not key.startswith("compute.")}
     open_run(override(CONFIG, changes), empty, "print")
     with pytest.raises(ConfigError, match="trained on other data"):
@@ -91,10 +115,15 @@ DEEP = b"[" * 100_000  # more than Python recurses
 BOMB = b"a: &a {x: 1}\nb: &b {x: *a, y: *a}\nc: {x: *b, y: *b}\n"
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe", b"3", b"", DEEP, BOMB, b"#" * 2_000_000])
+@pytest.mark.parametrize(
+    "content", [b"{", b"[]", b"\xff\xfe", b"3", b"", DEEP, BOMB, b"#" * 2_000_000]
+)
 def test_damaged_files_of_a_run_are_one_line(empty, content):
     """Kills: tracebacks of json and yaml, a YAML file that takes minutes."""
-    for name, says in (("environment.json", "missing or damaged"), ("config.yaml", "damaged")):
+    for name, says in (
+        ("environment.json", "missing or damaged"),
+        ("config.yaml", "damaged"),
+    ):
         empty.delete("config.yaml")
         open_run(CONFIG, empty, "print")
         empty.write(name, content)
@@ -105,22 +134,34 @@ def test_damaged_files_of_a_run_are_one_line(empty, content):
 def test_a_directory_of_something_else_is_left_alone(empty):
     """Kills: a run written among somebody's files."""
     empty.write("thesis.tex", b"years of work")
-    with pytest.raises(ConfigError, match=r"holds no run \(no config\.yaml\); .* choose another"):
+    with pytest.raises(
+        ConfigError, match=r"holds no run \(no config\.yaml\); .* choose another"
+    ):
         open_run(CONFIG, empty, "print")
     assert empty.list() == ["thesis.tex"]
-    with pytest.raises(ConfigError, match=r"is not a run directory: it has no config\.yaml"):
+    with pytest.raises(
+        ConfigError, match=r"is not a run directory: it has no config\.yaml"
+    ):
         list(directory.diagnose(empty))
     # what a kill between the two writes leaves does not block the directory
     empty.delete("thesis.tex")
     empty.write("environment.json", b"{")
-    for name in (".lock.json.0a1b2c3d", ".config.yaml.0a1b2c3d", ".environment.json.0a1b2c3d"):
+    for name in (
+        ".lock.json.0a1b2c3d",
+        ".config.yaml.0a1b2c3d",
+        ".environment.json.0a1b2c3d",
+    ):
         empty.write(name, b"")
     open_run(CONFIG, empty, "print")
     assert empty.read("config.yaml").decode() == dump_yaml(CONFIG)
 
 
 def levels(storage: Storage, level: str) -> list[str]:
-    return [str(finding) for finding in directory.diagnose(storage) if finding.level == level]
+    return [
+        str(finding)
+        for finding in directory.diagnose(storage)
+        if finding.level == level
+    ]
 
 
 NEWEST = "checkpoints/discover/step_00000012.safetensors"
@@ -129,11 +170,18 @@ NEWEST = "checkpoints/discover/step_00000012.safetensors"
 def test_a_sound_run(storage):
     assert levels(storage, "warning") == levels(storage, "error") == []
     text = "\n".join(levels(storage, "ok"))
-    for said in ("pretrain: valid checkpoints of step 3, 6", "discover: valid checkpoints of step 6, 12",
-                 "not finished", "no command is using this directory"):  # fmt: skip
+    for said in (
+        "pretrain: valid checkpoints of step 3, 6",
+        "discover: valid checkpoints of step 6, 12",
+        "not finished",
+        "no command is using this directory",
+    ):
         assert said in text
     with lock.lock_run(storage, on_wait=pytest.fail):
-        assert any("process" in line and "is using this directory" in line for line in levels(storage, "ok"))
+        assert any(
+            "process" in line and "is using this directory" in line
+            for line in levels(storage, "ok")
+        )
 
 
 def cut(storage, name):
@@ -141,28 +189,61 @@ def cut(storage, name):
 
 
 WARNINGS = {
-    "a truncated checkpoint": (lambda s: cut(s, NEWEST), "discover step 12: it is damaged"),
-    "a cut line": (lambda s: cut(s, "metrics.jsonl"), "metrics.jsonl: 1 unreadable line"),
-    "a temporary file": (lambda s: s.write("checkpoints/.x.safetensors.0a1b2c3d", b""), "unfinished"),
+    "a truncated checkpoint": (
+        lambda s: cut(s, NEWEST),
+        "discover step 12: it is damaged",
+    ),
+    "a cut line": (
+        lambda s: cut(s, "metrics.jsonl"),
+        "metrics.jsonl: 1 unreadable line",
+    ),
+    "a temporary file": (
+        lambda s: s.write("checkpoints/.x.safetensors.0a1b2c3d", b""),
+        "unfinished",
+    ),
     "Ray's folder": (lambda s: s.write("ray/attempt-1/x.json", b""), "ray: Ray Train"),
     "a STOP file": (lambda s: s.write("STOP", b""), "STOP: the request"),
-    "damaged results": (lambda s: s.write("metrics.json", b"{"), "metrics.json is damaged"),
-    "deep results": (lambda s: s.write("metrics.json", DEEP), "metrics.json is damaged"),
-    "a deep line": (lambda s: s.append("metrics.jsonl", DEEP + b"\n"), "metrics.jsonl: 1 unreadable line"),
-    "a deep lock": (lambda s: s.write("lock.json", DEEP), "process ? on ? has the lock"),
+    "damaged results": (
+        lambda s: s.write("metrics.json", b"{"),
+        "metrics.json is damaged",
+    ),
+    "deep results": (
+        lambda s: s.write("metrics.json", DEEP),
+        "metrics.json is damaged",
+    ),
+    "a deep line": (
+        lambda s: s.append("metrics.jsonl", DEEP + b"\n"),
+        "metrics.jsonl: 1 unreadable line",
+    ),
+    "a deep lock": (
+        lambda s: s.write("lock.json", DEEP),
+        "process ? on ? has the lock",
+    ),
     "a dead holder": (
-        lambda s: s.write("lock.json", b'{"host": "gone", "pid": 7}'), "process 7 on gone has the lock"
+        lambda s: s.write("lock.json", b'{"host": "gone", "pid": 7}'),
+        "process 7 on gone has the lock",
     ),
     "another torch": (
-        lambda s: s.write("environment.json", b'{"format_version": 2, "versions": {"torch": "1.0"}}'),
+        lambda s: s.write(
+            "environment.json", b'{"format_version": 2, "versions": {"torch": "1.0"}}'
+        ),
         "torch 1.0 then",
     ),
-}  # fmt: skip
+}
 ERRORS = {
     "config.yaml": (lambda s: s.write("config.yaml", b"- 1"), "config.yaml is damaged"),
-    "a key of another version": (lambda s: s.append("config.yaml", b"\nno_such_key: 1\n"), "no_such_key"),
-    "environment.json": (lambda s: s.delete("environment.json"), "environment.json is missing"),
-    "a deep environment.json": (lambda s: s.write("environment.json", DEEP), "is missing or damaged"),
+    "a key of another version": (
+        lambda s: s.append("config.yaml", b"\nno_such_key: 1\n"),
+        "no_such_key",
+    ),
+    "environment.json": (
+        lambda s: s.delete("environment.json"),
+        "environment.json is missing",
+    ),
+    "a deep environment.json": (
+        lambda s: s.write("environment.json", DEEP),
+        "is missing or damaged",
+    ),
     "all checkpoints": (
         lambda s: [cut(s, file_name("discover", step)) for step in (6, 12)],
         "none of the 2 checkpoints",
@@ -188,11 +269,16 @@ def test_what_a_logger_is_writing_is_left_to_it(storage):
 
 
 def test_a_damaged_configuration_comes_back_from_the_newest_checkpoint(storage):
-    """Only when asked for. Kills: settings of another run, a repair that needs the file it repairs."""
+    """Only when asked for. Kills: settings of another run, a repair that needs the
+    file it repairs.
+    """
     storage.write("config.yaml", b"- 1")
     assert directory.repair(storage) == [] and storage.read("config.yaml") == b"- 1"
     (line,) = directory.repair(storage, thorough=True)
-    assert line == "restored config.yaml from the checkpoint of step 12" and levels(storage, "error") == []
+    assert (
+        line == "restored config.yaml from the checkpoint of step 12"
+        and levels(storage, "error") == []
+    )
     open_run(CONFIG, storage, "f" * 64)
 
 
@@ -200,19 +286,30 @@ def test_a_run_of_the_form_before_is_refused(empty):
     """Kills: settings that a newer schema has named as the reason."""
     empty.write("config.yaml", b"of: then")
     empty.write("environment.json", b'{"format_version": 1, "versions": {}}')
-    with pytest.raises(ConfigError, match=r"^.*empty has format version 1, not 2; use --overwrite$"):
+    with pytest.raises(
+        ConfigError, match=r"^.*empty has format version 1, not 2; use --overwrite$"
+    ):
         open_run(CONFIG, empty, "print")
 
 
 def test_repairs_lose_nothing(storage):
-    """Kills: the last valid checkpoint removed, an incomplete repair, older damage removed unasked."""
-    for case in ("a truncated checkpoint", "a temporary file", "Ray's folder", "a STOP file"):
+    """Kills: the last valid checkpoint removed, an incomplete repair, older damage
+    removed unasked.
+    """
+    for case in (
+        "a truncated checkpoint",
+        "a temporary file",
+        "Ray's folder",
+        "a STOP file",
+    ):
         WARNINGS[case][0](storage)
     assert len(levels(storage, "warning")) == 4
     (line,) = directory.repair(storage, thorough=True)
     assert "removed the damaged checkpoint of discover step 12 (it is damaged" in line
     assert levels(storage, "warning") == levels(storage, "error") == []
-    assert checkpoint_steps(storage, "discover") == [6] and checkpoint_steps(storage, "pretrain") == [3, 6]
+    assert checkpoint_steps(storage, "discover") == [6] and checkpoint_steps(
+        storage, "pretrain"
+    ) == [3, 6]
     for phase, step in (("discover", 6), ("pretrain", 3)):
         cut(storage, file_name(phase, step))
     for thorough in (False, True):
@@ -231,7 +328,9 @@ def folder_rows(folder, numbers=(), first_seed=0):
 
 
 def test_images_of_other_content_are_other_data(tmp_path, caplog, monkeypatch):
-    """Of the same names and sizes; a copy is the same data. Kills: sizes for content, times for identity."""
+    """Of the same names and sizes; a copy is the same data. Kills: sizes for
+    content, times for identity.
+    """
     storage, data = Storage(str(tmp_path / "run")), tmp_path / "data"
     rows = folder_rows(data, range(40))
     snapshot.write(storage, snapshot.FILE, rows)
@@ -240,7 +339,10 @@ def test_images_of_other_content_are_other_data(tmp_path, caplog, monkeypatch):
         directory.check_images(storage, folder_rows(folder))
     changed = folder_rows(data, [4, 5], 100)
     assert changed.fingerprint == rows.fingerprint and not caplog.messages
-    with pytest.raises(ConfigError, match=r"on other data \(2 of 2 images .* a/04.bmp\); use --overwrite"):
+    with pytest.raises(
+        ConfigError,
+        match=r"on other data \(2 of 2 images .* a/04.bmp\); use --overwrite",
+    ):
         directory.check_images(storage, changed)
     # of rows that nobody has hashed it is said
     monkeypatch.setattr(snapshot, "LOCAL_ROWS", 10)
@@ -249,7 +351,8 @@ def test_images_of_other_content_are_other_data(tmp_path, caplog, monkeypatch):
     (data / other).write_bytes(encoded(pixels(999), "BMP"))
     directory.check_images(storage, folder_rows(data))
     assert caplog.messages == [
-        "1 images were written to since the run began; the 0 that could be compared are the same"
+        "1 images were written to since the run began; the 0 that could be compared are"
+        " the same"
     ]
 
 
@@ -260,7 +363,9 @@ def test_content_inside_shards_is_compared(tmp_path, kind):
     for seed in (0, 100):
         images = [encoded(pixels(seed + i), "BMP") for i in range(8)]
         if kind == "parquet":
-            table = pa.table({"id": [f"{i}" for i in range(8)], "image": images, "label": ["a"] * 8})
+            table = pa.table(
+                {"id": [f"{i}" for i in range(8)], "image": images, "label": ["a"] * 8}
+            )
             pq.write_table(table, tmp_path / "x.parquet", compression="none")
         else:
             with tarfile.open(tmp_path / "x.tar", "w") as file:
@@ -274,5 +379,7 @@ def test_content_inside_shards_is_compared(tmp_path, kind):
         if seed == 0:
             snapshot.write(storage, snapshot.FILE, rows)
     assert prints[0] == prints[1]
-    with pytest.raises(ConfigError, match="8 of 8 images that were compared have changed"):
+    with pytest.raises(
+        ConfigError, match="8 of 8 images that were compared have changed"
+    ):
         directory.check_images(storage, rows)

@@ -36,16 +36,30 @@ def storage(request, tmp_path) -> Storage:
 
 
 def test_later_lines_of_the_same_phase_are_dropped(storage):
-    """Kills: duplicate lines after a resume, the other phase's dropped, or that of the step itself."""
+    """Kills: duplicate lines after a resume, the other phase's dropped, or that of
+    the step itself.
+    """
     assert read_journal(storage) == []
-    for phase, first, last in (("pretrain", 1, 9), ("discover", 1, 7), ("discover", 5, 6)):
+    for phase, first, last in (
+        ("pretrain", 1, 9),
+        ("discover", 1, 7),
+        ("discover", 5, 6),
+    ):
         write(storage, phase, first - 1, range(first, last + 1))
-    assert steps(storage, "pretrain") == list(range(1, 10)) and steps(storage) == [1, 2, 3, 4, 5, 6]
+    assert steps(storage, "pretrain") == list(range(1, 10)) and steps(storage) == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
     with closing(Journal(storage, "discover", 6)) as journal:
         journal.rewind(2)
         journal.write(line(3))
         with pytest.raises(ValueError, match="not JSON compliant"):
-            journal.write(line(4, loss=float("nan")))  # a journal that only Python reads
+            # a journal that only Python reads
+            journal.write(line(4, loss=float("nan")))
     assert steps(storage) == [1, 2, 3]
 
 
@@ -53,7 +67,12 @@ def test_a_line_cut_short_is_left_out_and_overwritten(storage):
     """Kills: a crash on the half line of a killed run, the next line glued to it."""
     write(storage, "discover", 0, [1, 2])
     whole = storage.read(METRICS_FILE)
-    for cut in (whole[:-1], whole[: len(whole) // 2 + 3], whole + b"7\n", whole + b"\xff\xfe\n"):
+    for cut in (
+        whole[:-1],
+        whole[: len(whole) // 2 + 3],
+        whole + b"7\n",
+        whole + b"\xff\xfe\n",
+    ):
         storage.write(METRICS_FILE, cut)
         assert steps(storage)[0] == 1
         write(storage, "discover", 2, [3])
@@ -62,7 +81,9 @@ def test_a_line_cut_short_is_left_out_and_overwritten(storage):
 
 
 def test_the_tail_shows_each_line_once(storage, monkeypatch):
-    """Kills: a line shown in halves or twice, silence after a rewind, a read where all is seen."""
+    """Kills: a line shown in halves or twice, silence after a rewind, a read where
+    all is seen.
+    """
     write(storage, "discover", 0, [1, 2])
     tail = JournalTail(storage)
 
@@ -76,7 +97,8 @@ def test_the_tail_shows_each_line_once(storage, monkeypatch):
     assert new() == []
     write(storage, "discover", 1, [2, 3])
     assert new() == [2, 3]
-    write(storage, "discover", 1, [2, 3, 4, 5], images_per_s=7.0)  # rolled back and grown between two looks
+    # rolled back and grown between two looks
+    write(storage, "discover", 1, [2, 3, 4, 5], images_per_s=7.0)
     assert new() == [2, 3, 4, 5]
     storage.append(METRICS_FILE, b'{"step": 6, ')
     assert new() == []
@@ -90,7 +112,9 @@ def test_the_tail_shows_each_line_once(storage, monkeypatch):
 
 
 class Requests:
-    """A file system that notes who asks it for what; it has no directories, as an object store."""
+    """A file system that notes who asks it for what; it has no directories, as an
+    object store.
+    """
 
     type_name = "s3"
 
@@ -99,7 +123,9 @@ class Requests:
 
     def __getattr__(self, name):
         def ask(path, *more):
-            self.seen.append((threading.current_thread() is threading.main_thread(), name, str(path)))
+            self.seen.append(
+                (threading.current_thread() is threading.main_thread(), name, str(path))
+            )
             if name == "open_output_stream":
                 self.inner.create_dir(path.rpartition("/")[0], recursive=True)
             return getattr(self.inner, name)(path, *more)
@@ -118,12 +144,15 @@ def remote() -> Storage:
 
 
 def test_nobody_waits_for_the_storage_of_a_line(storage, monkeypatch):
-    """Kills: lines written by the thread that trains, one request for each that waits, lines in another
-    order, a flush that returns before the last, lines that fill the memory.
+    """Kills: lines written by the thread that trains, one request for each that waits,
+    lines in another order, a flush that returns before the last, lines that fill the
+    memory.
     """
     may_write, calls = threading.Event(), []
     name = "append" if storage.is_local else "write"
-    monkeypatch.setattr(storage, name, lambda *args: may_write.wait() and calls.append(args))
+    monkeypatch.setattr(
+        storage, name, lambda *args: may_write.wait() and calls.append(args)
+    )
     journal = Journal(storage, "discover", 0)
     for step in range(1, 10):
         journal.write(line(step))
@@ -131,7 +160,9 @@ def test_nobody_waits_for_the_storage_of_a_line(storage, monkeypatch):
     journal.flush()
     assert len(calls) <= 2
     text = b"".join(data for _, data in calls) if storage.is_local else calls[-1][1]
-    assert [json.loads(entry)["step"] for entry in text.splitlines()] == list(range(1, 10))
+    assert [json.loads(entry)["step"] for entry in text.splitlines()] == list(
+        range(1, 10)
+    )
     may_write.clear()
     monkeypatch.setattr("uno.runs.journal.MAX_LINES", 3)
     threading.Timer(0.05, may_write.set).start()
@@ -142,8 +173,8 @@ def test_nobody_waits_for_the_storage_of_a_line(storage, monkeypatch):
 
 
 def test_what_the_writing_thread_meets_ends_training(storage, monkeypatch):
-    """Kills: a full disk that nobody hears of, a later line that hides the hole, an error in the place of the
-    one that ended training.
+    """Kills: a full disk that nobody hears of, a later line that hides the hole, an
+    error in the place of the one that ended training.
     """
 
     def full(*_):
@@ -160,14 +191,19 @@ def test_what_the_writing_thread_meets_ends_training(storage, monkeypatch):
                 getattr(journal, ending)()
             with pytest.raises(StorageError) if ending != "close" else nullcontext():
                 journal.close()
-            with pytest.raises(ZeroDivisionError), Journal(storage, "discover", 0) as journal:
+            with (
+                pytest.raises(ZeroDivisionError),
+                Journal(storage, "discover", 0) as journal,
+            ):
                 journal.write(line(3))
                 _ = 1 / 0
     assert steps(storage) == []
 
 
 def test_a_checkpoint_counts_when_its_lines_are_there(storage, monkeypatch):
-    """Kills: a run that resumes from a checkpoint whose lines a kill -9 took with it."""
+    """Kills: a run that resumes from a checkpoint whose lines a kill -9 took with
+    it.
+    """
     seen = []
 
     def slowly(do):
@@ -188,16 +224,21 @@ def test_a_checkpoint_counts_when_its_lines_are_there(storage, monkeypatch):
 
 
 def test_requests_of_training_do_not_grow_with_its_lines(remote):
-    """A line a step, and one an epoch. Kills: a look, a read or a write of the training thread for a
-    line; the whole journal read back for one.
+    """A line a step, and one an epoch. Kills: a look, a read or a write of the training
+    thread for a line; the whole journal read back for one.
     """
     asked = []
     for every in (1, 100):
         remote._fs.seen.clear()
-        config = small_config(train__log_every=every, pretrain__epochs=6, train__checkpoint_every_epochs=6)
+        config = small_config(
+            train__log_every=every, pretrain__epochs=6, train__checkpoint_every_epochs=6
+        )
         remote.delete("checkpoints")
         run_phase(config, PRETRAIN, small_sets()[0], HERE, remote)
         looks = ("open_input_file", "get_file_info")
-        asked.append([remote._fs.of(name, main) for name in looks for main in (True, False)])
-        assert remote._fs.of("open_output_stream", True) <= 2  # the checkpoint, a rewound journal
+        asked.append(
+            [remote._fs.of(name, main) for name in looks for main in (True, False)]
+        )
+        # the checkpoint, a rewound journal
+        assert remote._fs.of("open_output_stream", True) <= 2
     assert asked[0] == asked[1]

@@ -1,4 +1,6 @@
-"""Who may write in a run directory: one command, and its workers only while it has it."""
+"""Who may write in a run directory: one command, and its workers only while it has
+it.
+"""
 
 import json
 import time
@@ -24,7 +26,10 @@ def storage(tmp_path):
 
 
 def test_a_free_directory_is_held_and_given_back_even_after_an_error(storage):
-    with pytest.raises(ZeroDivisionError), lock_run(storage, on_wait=pytest.fail) as mine:
+    with (
+        pytest.raises(ZeroDivisionError),
+        lock_run(storage, on_wait=pytest.fail) as mine,
+    ):
         mine.storage.write("a.txt", b"1")
         mine.storage.append("a.txt", b"2")
         assert storage.read("a.txt") == b"12"
@@ -35,7 +40,9 @@ def test_a_free_directory_is_held_and_given_back_even_after_an_error(storage):
 
 
 def test_what_killed_holders_left_of_their_locks_goes_and_nothing_else(storage):
-    """Kills: `.lock.json.0c448410` for ever, of a sweep killed while it renewed its claim."""
+    """Kills: `.lock.json.0c448410` for ever, of a sweep killed while it renewed its
+    claim.
+    """
     for name in (
         ".lock.json.0c448410",
         "..lock.json.0c448410.12345678",
@@ -61,19 +68,28 @@ def test_a_living_holder_is_left_alone(storage):
 
 
 def test_a_dead_holder_is_replaced_and_its_workers_are_stopped(storage):
-    """Kills: a lock that a kill -9 leaves for ever; workers that outlive their driver and go on writing."""
-    storage.write(lock.LOCK_FILE, b'{"host": "gone", "pid": 1, "token": "old", "renewals": 7}')
+    """Kills: a lock that a kill -9 leaves for ever; workers that outlive their
+    driver and go on writing.
+    """
+    storage.write(
+        lock.LOCK_FILE, b'{"host": "gone", "pid": 1, "token": "old", "renewals": 7}'
+    )
     orphan = ClaimedStorage(storage.uri, "old")
     orphan.write("by-orphan.txt", b"while nobody else has it")
     with lock_run(storage, on_wait=lambda line: None):
-        for change, *data in ((orphan.write, b"late"), (orphan.append, b"late"), (orphan.delete,)):
+        for change, *data in (
+            (orphan.write, b"late"),
+            (orphan.append, b"late"),
+            (orphan.delete,),
+        ):
             with pytest.raises(StorageError, match="was taken over by process"):
                 change("by-orphan.txt", *data)
     assert storage.read("by-orphan.txt") == b"while nobody else has it"
 
 
 @pytest.mark.parametrize(
-    "content", [b"", *(pytest.param(c, marks=pytest.mark.slow) for c in (b"[]", b"{", b"\xff"))]
+    "content",
+    [b"", *(pytest.param(c, marks=pytest.mark.slow) for c in (b"[]", b"{", b"\xff"))],
 )
 def test_a_damaged_lock_is_of_a_dead_holder_a_released_one_is_free(storage, content):
     storage.write(lock.LOCK_FILE, content)
@@ -86,7 +102,9 @@ def test_a_damaged_lock_is_of_a_dead_holder_a_released_one_is_free(storage, cont
 
 
 def test_a_holder_that_lost_its_claim_does_not_take_it_back(storage):
-    """Kills: a sleeper (laptop, paused container) that wakes up and renews over its successor."""
+    """Kills: a sleeper (laptop, paused container) that wakes up and renews over its
+    successor.
+    """
     sleeper = RunLock(storage.uri)
     storage.write(lock.LOCK_FILE, json.dumps({"token": "successor"}).encode())
     time.sleep(0.4)
@@ -111,10 +129,17 @@ def test_a_new_token_shuts_out_the_workers_of_the_old_one(storage):
     assert not is_lock("config.yaml") and not is_lock("my-lock.json")
 
 
-def test_of_two_commands_in_the_same_moment_one_is_told_of_the_other(storage, monkeypatch):
-    """Both have found the directory free. Kills: the second that takes over, and ends the first."""
+def test_of_two_commands_in_the_same_moment_one_is_told_of_the_other(
+    storage, monkeypatch
+):
+    """Both have found the directory free. Kills: the second that takes over, and
+    ends the first.
+    """
     with lock_run(storage, on_wait=pytest.fail) as first:
         monkeypatch.setattr(lock, "lock_owner", lambda *_: None)
-        with pytest.raises(ConfigError, match="is in use by process"), lock_run(storage, on_wait=pytest.fail):
+        with (
+            pytest.raises(ConfigError, match="is in use by process"),
+            lock_run(storage, on_wait=pytest.fail),
+        ):
             pytest.fail("entered")
         first.storage.write("still.txt", b"mine")

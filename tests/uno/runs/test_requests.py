@@ -29,8 +29,9 @@ from uno.runs.lock import LOCK_FILE, ClaimedStorage
 
 @pytest.mark.slow
 def test_requests_to_s3(monkeypatch, tmp_path):
-    """Counted by moto. Kills: an upload in parts of a few bytes, a look before a read, the size of an object
-    asked for that its listing told, a journal read back for a line.
+    """Counted by moto. Kills: an upload in parts of a few bytes, a look before a read,
+    the size of an object asked for that its listing told, a journal read back for a
+    line.
     """
     with store(0) as (env, log):
         for name, value in env.items():
@@ -48,11 +49,15 @@ def test_requests_to_s3(monkeypatch, tmp_path):
         plain = Storage(storage.uri)
         assert costs(lambda: plain.write(LOCK_FILE, b'{"token": "token"}')) == (1, 1)
         assert costs(lambda: plain.find("nothing")) == (1, 0)
-        assert costs(lambda: storage.write("a", b"1")) == (3, 1)  # a size and a file: whose the run is
+        # a size and a file: whose the run is
+        assert costs(lambda: storage.write("a", b"1")) == (3, 1)
         with Journal(storage, "discover", 0) as journal:
             for step in (1, 2, 3):
                 metrics = {"phase": "discover", "step": step}
-                assert costs(lambda m=metrics: (journal.write(m), journal.flush())) == (3, 1)
+                assert costs(lambda m=metrics: (journal.write(m), journal.flush())) == (
+                    3,
+                    1,
+                )
         assert [entry["step"] for entry in read_journal(storage)] == [1, 2, 3]
         checkpoint = Checkpoint(3, {"w": torch.zeros(2)}, "")
         saved = costs(lambda: save_checkpoint(storage, "discover", checkpoint))
@@ -64,15 +69,19 @@ def test_requests_to_s3(monkeypatch, tmp_path):
             pq.write_table(pa.table(columns), tmp_path / "t.parquet", row_group_size=2)
             plain.write(f"table/{name}.parquet", (tmp_path / "t.parquet").read_bytes())
         images = []
-        described = costs(lambda: images.append(read_parquet(f"{storage.uri}/table").images))
+        described = costs(
+            lambda: images.append(read_parquet(f"{storage.uri}/table").images)
+        )
         assert described <= (7, 0)  # the size of both files is known by the listing
-        assert costs(lambda: images[0].read_images(np.array([0, 3, 5]))) == (3, 0)  # one of a group of rows
+        # one of a group of rows
+        assert costs(lambda: images[0].read_images(np.array([0, 3, 5]))) == (3, 0)
 
 
 @pytest.mark.slow
 def test_bytes_of_a_sample(monkeypatch, tmp_path):
-    """What is looked at before discovery and after training, from a packed set on S3: at most 1.2 times what
-    is wanted is read. Kills: a row group for each row, groups that are read for each kind, or twice.
+    """What is looked at before discovery and after training, from a packed set on S3:
+    at most 1.2 times what is wanted is read. Kills: a row group for each row, groups
+    that are read for each kind, or twice.
     """
     num = 1200
     images = np.stack([pixels(i, 40, 40) for i in range(num)])
@@ -94,7 +103,9 @@ def test_bytes_of_a_sample(monkeypatch, tmp_path):
             "data.known_classes": "a,b",
             "data.loading": "streaming",
         }
-        config = override(small_config(), data | {"data.limit": None, "data.stored_size": 20})
+        config = override(
+            small_config(), data | {"data.limit": None, "data.stored_size": 20}
+        )
         task = make_task(read_rows(config.data), config.data)
         train = streaming_set(config, task, Storage(str(tmp_path)))
         model = build_model(config.model, 2, 0, 0).eval()
@@ -104,7 +115,10 @@ def test_bytes_of_a_sample(monkeypatch, tmp_path):
         sample = training_features(config, model, train)
         between = bytes_read(log)
         novel = baselines.read(config, model, looked.where(looked.truth >= 2))
-        num_both, num_novel = len(sample.labeled) + len(sample.unlabeled), len(novel.features)
+        num_both, num_novel = (
+            len(sample.labeled) + len(sample.unlabeled),
+            len(novel.features),
+        )
         assert num_both >= 220 and num_novel >= 110
         assert (between - before) / (num_both * size) < 1.2
         assert (bytes_read(log) - between) / (num_novel * size) < 1.2

@@ -12,7 +12,14 @@ import torch
 import torchvision
 import yaml
 
-from tests.uno.small_run import assert_same, copied_tensors, fresh_state, small_config, small_sets, train_both
+from tests.uno.small_run import (
+    assert_same,
+    copied_tensors,
+    fresh_state,
+    small_config,
+    small_sets,
+    train_both,
+)
 from uno.config import Config, override
 from uno.data.files import Storage
 from uno.errors import ConfigError, StorageError
@@ -43,34 +50,55 @@ def finished(tmp_path_factory) -> Storage:
     return storage
 
 
-@pytest.mark.parametrize(("of_another_run", "num_known"), [(False, 5), (True, 5), (True, 3)])
-def test_discovery_starts_from_pretrained_weights(finished, storage, of_another_run, num_known):
-    """Kills: fresh known prototypes, a fresh encoder, running statistics left behind."""
+@pytest.mark.parametrize(
+    ("of_another_run", "num_known"), [(False, 5), (True, 5), (True, 3)]
+)
+def test_discovery_starts_from_pretrained_weights(
+    finished, storage, of_another_run, num_known
+):
+    """Kills: fresh known prototypes, a fresh encoder, running statistics left
+    behind.
+    """
     config = small_config(model__weights=finished.uri) if of_another_run else CONFIG
     pretrained = run.load_newest(finished, run.PRETRAIN).tensors
     model = build_model(config.model, num_known, 5, seed=1)
     known = model.known.weight.detach().clone()
-    assert run.load_weights_(model, config, storage if of_another_run else finished) == (num_known == 5)
+    assert run.load_weights_(
+        model, config, storage if of_another_run else finished
+    ) == (num_known == 5)
     for name, tensor in model.encoder.state_dict().items():
         assert torch.equal(tensor, pretrained[f"model/encoder.{name}"]), name
-    assert torch.equal(model.known.weight, pretrained["model/known.weight"] if num_known == 5 else known)
+    assert torch.equal(
+        model.known.weight,
+        pretrained["model/known.weight"] if num_known == 5 else known,
+    )
     with pytest.raises(ConfigError, match="another number of classes"):
         run.load_weights_(build_model(CONFIG.model, 3, 5, seed=1), CONFIG, finished)
 
 
 @pytest.mark.slow
 def test_torchvision_weights(storage):
-    """A state dict of torchvision's ResNet18 with its classifier. Kills: ``fc`` refused, keys ignored."""
+    """A state dict of torchvision's ResNet18 with its classifier. Kills: ``fc``
+    refused, keys ignored.
+    """
     theirs = torchvision.models.resnet18()
     storage.write("resnet18.safetensors", safetensors.torch.save(theirs.state_dict()))
     source = storage.path("resnet18.safetensors")
-    config = small_config(model__encoder="resnet18", model__stem="imagenet", model__weights=source)
+    config = small_config(
+        model__encoder="resnet18", model__stem="imagenet", model__weights=source
+    )
     model = build_model(config.model, 5, 5, seed=1)
     run.load_weights_(model, config, storage)
-    assert torch.equal(model.encoder.layer4[1].conv2.weight, theirs.layer4[1].conv2.weight)
+    assert torch.equal(
+        model.encoder.layer4[1].conv2.weight, theirs.layer4[1].conv2.weight
+    )
     small_stem = override(config, {"model.stem": "cifar"})
-    with pytest.raises(ConfigError, match=r"^model\.weights: .* does not fit the encoder: .*conv1.*$"):
-        run.load_weights_(build_model(small_stem.model, 5, 5, seed=1), small_stem, storage)
+    with pytest.raises(
+        ConfigError, match=r"^model\.weights: .* does not fit the encoder: .*conv1.*$"
+    ):
+        run.load_weights_(
+            build_model(small_stem.model, 5, 5, seed=1), small_stem, storage
+        )
 
 
 @pytest.mark.parametrize("content", [None, b"", b"not safetensors", b"\xff" * 64])
@@ -93,7 +121,9 @@ def test_no_pretraining_is_an_error(storage):
 
 
 def test_prototypes_are_normalized_before_evaluation(tmp_path):
-    """The last step leaves them longer or shorter. Kills: prototypes not normalized by load_trained."""
+    """The last step leaves them longer or shorter. Kills: prototypes not normalized
+    by load_trained.
+    """
     storage, state = Storage(str(tmp_path / "stretched")), fresh_state(CONFIG)
     with torch.no_grad():
         for head in (state.model.known, state.model.novel, state.model.over):
@@ -103,40 +133,70 @@ def test_prototypes_are_normalized_before_evaluation(tmp_path):
     model, best_head = run.load_trained(CONFIG, storage, 5, 5)
     assert best_head == 1 and not model.training
     for head in (model.known, model.novel, model.over):
-        torch.testing.assert_close(head.weight.norm(dim=-1), torch.ones(head.weight.shape[:-1]))
+        torch.testing.assert_close(
+            head.weight.norm(dim=-1), torch.ones(head.weight.shape[:-1])
+        )
 
 
 def whitened_by_hand(storage: Storage) -> float:
-    """k-means of the novel rows' pretrained features, whitened together with the labeled rows'."""
+    """k-means of the novel rows' pretrained features, whitened together with the
+    labeled rows'.
+    """
     train, sets = small_sets()
     model = build_model(CONFIG.model, 5, 0, 0)
     run.load_weights_(model, CONFIG, storage)
     novel = sets["train"].where(sets["train"].truth >= 5)
-    features = torch.cat([features_of(model.eval(), i, CONFIG) for i in (train.labeled_images, novel.images)])
+    features = torch.cat(
+        [
+            features_of(model.eval(), i, CONFIG)
+            for i in (train.labeled_images, novel.images)
+        ]
+    )
     unit = (features / features.norm(dim=1, keepdim=True)).double().numpy()
     centered = unit - unit.mean(axis=0)
     _, sizes, directions = np.linalg.svd(centered, full_matrices=False)
     count = 1 + int((np.cumsum(sizes**2) / np.sum(sizes**2) < 0.95).sum())
     white = (centered @ directions[:count].T / sizes[:count])[len(train.labels) :]
-    return score(novel.truth, direction_clusters(lambda: white, 5, CONFIG.seed), 5)["acc"]
+    return score(novel.truth, direction_clusters(lambda: white, 5, CONFIG.seed), 5)[
+        "acc"
+    ]
 
 
 def test_evaluation_has_all_protocols_and_baselines(finished):
     """Kills: a split or baseline left out, numbers that change from call to call."""
     train, sets = small_sets()
     values = evaluate_run(CONFIG, finished, train, sets, 10, WORKER)
-    protocols = ["task_aware", *(f"task_agnostic_{name}" for name in ("official", "joint", "strict"))]
-    for key in product(("train", "test"), ("known", "novel", "all"), protocols, ("acc",), ("avg", "best")):
+    protocols = [
+        "task_aware",
+        *(f"task_agnostic_{name}" for name in ("official", "joint", "strict")),
+    ]
+    for key in product(
+        ("train", "test"),
+        ("known", "novel", "all"),
+        protocols,
+        ("acc",),
+        ("avg", "best"),
+    ):
         assert 0 <= values["/".join(key)] <= 1
-    kinds = ("kmeans", "kmeans_whitened", "kmeans_pixels", "kmeans_smoothed", "spectral")
+    kinds = (
+        "kmeans",
+        "kmeans_whitened",
+        "kmeans_pixels",
+        "kmeans_smoothed",
+        "spectral",
+    )
     accuracies = [values[f"baseline/{kind}/novel/acc"] for kind in kinds]
-    assert len(set(accuracies)) == 5 and accuracies[1] == pytest.approx(whitened_by_hand(finished), abs=1e-9)
+    assert len(set(accuracies)) == 5 and accuracies[1] == pytest.approx(
+        whitened_by_hand(finished), abs=1e-9
+    )
     assert values["train/known/task_aware/acc/best"] > 0.5
     assert evaluate_run(CONFIG, finished, train, sets, 10, WORKER) == values
 
 
 def test_pretraining_sees_large_views_only(tmp_path, monkeypatch):
-    """Kills: the small crops of recipe v2 in pretraining, large crops that depend on there being some."""
+    """Kills: the small crops of recipe v2 in pretraining, large crops that depend on
+    there being some.
+    """
     seen = {}
 
     def see(config, phase, state, batches, worker, storage):
@@ -147,7 +207,9 @@ def test_pretraining_sees_large_views_only(tmp_path, monkeypatch):
     for small in (0, 2):
         config = small_config(augment__small__num_views=small, augment__small__size=4)
         for phase in (run.PRETRAIN, run.DISCOVER):
-            run.run_phase(config, phase, small_sets()[0], WORKER, Storage(str(tmp_path)))
+            run.run_phase(
+                config, phase, small_sets()[0], WORKER, Storage(str(tmp_path))
+            )
     assert len(seen[run.DISCOVER, 2]) == 4
     plain, v2 = seen[run.PRETRAIN, 0], seen[run.PRETRAIN, 2]
     assert len(v2) == 2 and all(map(torch.equal, plain, v2))
@@ -155,8 +217,9 @@ def test_pretraining_sees_large_views_only(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("setting", ["ncd", "gcd"])
 def test_an_evaluation_aligns_the_heads(finished, setting):
-    """By features that it has: whoever saves the model has nothing to decode. Kills: other rows or heads
-    than those that the images say, in a mixed pile rows that are taken for known, another best head's.
+    """By features that it has: whoever saves the model has nothing to decode. Kills:
+    other rows or heads than those that the images say, in a mixed pile rows that are
+    taken for known, another best head's.
     """
     config, (train, sets) = override(CONFIG, {"data.setting": setting}), small_sets()
     evaluate_run(config, finished, train, sets, 10, WORKER)
@@ -165,26 +228,41 @@ def test_an_evaluation_aligns_the_heads(finished, setting):
     saved = save_model(config, finished, model, best_head, names)
     task = read_task(config.data)
     decode = decoder(saved, task.rows, threads=1)
-    by_images = with_alignment(replace(saved, alignment=None), finished, decode, unlabeled_rows(task))
+    by_images = with_alignment(
+        replace(saved, alignment=None), finished, decode, unlabeled_rows(task)
+    )
     assert torch.equal(saved.alignment, by_images.alignment)
     assert not torch.equal(saved.alignment[1 - best_head], saved.alignment[best_head])
     assert save_model(config, finished, model, 1 - best_head, names).alignment is None
 
 
 def test_saved_model_is_what_is_evaluated(finished):
-    """Kills: weights before normalization, encoder keys with a prefix, classes out of order."""
+    """Kills: weights before normalization, encoder keys with a prefix, classes out
+    of order.
+    """
     names = ["zero", "one", "two", "three", "four"]
     model, best_head = run.load_trained(CONFIG, finished, 5, 5)
     written = save_model(CONFIG, finished, model, best_head, names)
-    assert (written.best_head, written.model_hash) == (best_head, load_classifier(finished).model_hash)
+    assert (written.best_head, written.model_hash) == (
+        best_head,
+        load_classifier(finished).model_hash,
+    )
     encoder = safetensors.torch.load(finished.read("model/encoder.safetensors"))
     heads = safetensors.torch.load(finished.read("model/heads.safetensors"))
     assert set(encoder) == set(model.encoder.state_dict())
-    assert_same(model.state_dict(), {f"encoder.{name}": tensor for name, tensor in encoder.items()} | heads)
+    assert_same(
+        model.state_dict(),
+        {f"encoder.{name}": tensor for name, tensor in encoder.items()} | heads,
+    )
     classes = json.loads(finished.read("model/classes.json"))
-    expected = [*product(names, ["known"]), *((f"novel-{i}", "novel") for i in range(1, 6))]
-    assert [(entry["index"], entry["name"], entry["kind"]) for entry in classes["classes"]] == [
-        (index, *names) for index, names in enumerate(expected)
+    expected = [
+        *product(names, ["known"]),
+        *((f"novel-{i}", "novel") for i in range(1, 6)),
     ]
+    assert [
+        (entry["index"], entry["name"], entry["kind"]) for entry in classes["classes"]
+    ] == [(index, *names) for index, names in enumerate(expected)]
     assert classes["best_head"] == best_head
-    assert override(Config(), yaml.safe_load(finished.read("model/config.yaml"))) == CONFIG
+    assert (
+        override(Config(), yaml.safe_load(finished.read("model/config.yaml"))) == CONFIG
+    )

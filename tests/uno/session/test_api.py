@@ -1,4 +1,6 @@
-"""``uno.load(run).predict(images)``: cheap to import, any kind of image, the numbers of ``uno predict``."""
+"""``uno.load(run).predict(images)``: cheap to import, any kind of image, the numbers
+of ``uno predict``.
+"""
 
 import os
 import subprocess
@@ -33,7 +35,10 @@ def model(run):
 
 
 def test_importing_uno_is_cheap():
-    code = "import sys, uno; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    code = (
+        "import sys, uno; assert 'torch' not in sys.modules and 'numpy' not in"
+        " sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = uno.nonsense
@@ -47,12 +52,25 @@ def test_every_kind_of_image_gives_the_same(model, tmp_path):
     assert model.size == 8 and [c.name for c in model.classes][4:6] == ["4", "novel-1"]
     expected = model.predict(pixels)
     opened = [Image.open(path) for path in paths]
-    encoded, grayscale = [path.read_bytes() for path in paths], [image[..., 0] for image in pixels]
+    encoded, grayscale = (
+        [path.read_bytes() for path in paths],
+        [image[..., 0] for image in pixels],
+    )
     tensor = torch.from_numpy(pixels).permute(0, 3, 1, 2)
-    for images in (paths, list(map(str, paths)), encoded, list(pixels), grayscale, opened, tensor):
+    for images in (
+        paths,
+        list(map(str, paths)),
+        encoded,
+        list(pixels),
+        grayscale,
+        opened,
+        tensor,
+    ):
         found = model.predict(images)
         np.testing.assert_array_equal(found.class_index, expected.class_index)
-        np.testing.assert_allclose(found.probabilities, expected.probabilities, atol=1e-6)
+        np.testing.assert_allclose(
+            found.probabilities, expected.probabilities, atol=1e-6
+        )
     for picture in opened:
         picture.close()
 
@@ -60,12 +78,22 @@ def test_every_kind_of_image_gives_the_same(model, tmp_path):
 def test_the_numbers_are_those_of_the_model(run, tmp_path):
     images = read_digits().images.items[:600]  # more than two batches
     found = uno.load(str(run / "model")).predict(images)
-    scores = tiny_model(tmp_path / "same").score(torch.from_numpy(images[:9].transpose(0, 3, 1, 2).copy()))
+    scores = tiny_model(tmp_path / "same").score(
+        torch.from_numpy(images[:9].transpose(0, 3, 1, 2).copy())
+    )
     np.testing.assert_allclose(found.margin[:9], scores.margin, rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(found.embedding[:9], scores.features, rtol=1e-4, atol=1e-6)
-    assert len(found) == len(list(found)) == 600 and found.probabilities.shape == (600, 10)
+    np.testing.assert_allclose(
+        found.embedding[:9], scores.features, rtol=1e-4, atol=1e-6
+    )
+    assert len(found) == len(list(found)) == 600 and found.probabilities.shape == (
+        600,
+        10,
+    )
     np.testing.assert_allclose(found.probabilities.sum(axis=1), 1, atol=1e-5)
-    assert found[0].class_name == found.class_name[0] and found[0].kind in ("known", "novel")
+    assert found[0].class_name == found.class_name[0] and found[0].kind in (
+        "known",
+        "novel",
+    )
     assert found[0].probability == pytest.approx(float(found.probabilities[0].max()))
 
 
@@ -75,39 +103,59 @@ def test_unreadable_images_are_rows_with_a_reason(model, tmp_path):
     assert [reason is None for reason in found.reason] == list(readable.values())
     grayscale = np.zeros((9, 5, 3), np.uint8)
     with Image.open(tmp_path / "truncated-half.jpg") as truncated:
-        found = model.predict([truncated, grayscale, Image.new("F", (4, 4)), "/no/such/file"])
+        found = model.predict(
+            [truncated, grayscale, Image.new("F", (4, 4)), "/no/such/file"]
+        )
     assert found.class_index.tolist()[::2] == [-1, -1] and found.class_index[1] >= 0
     assert found[2].class_name is None and "floating-point" in found[2].reason
-    assert np.isnan(found[0].probability) and found[3].reason == "No such file or directory"
+    assert (
+        np.isnan(found[0].probability)
+        and found[3].reason == "No such file or directory"
+    )
     # a rotated picture is turned upright
     with Image.open(tmp_path / "rotated.jpg") as picture:
         found = model.predict([picture, tmp_path / "rotated.jpg"])
-    np.testing.assert_allclose(found.probabilities[0], found.probabilities[1], atol=1e-6)
+    np.testing.assert_allclose(
+        found.probabilities[0], found.probabilities[1], atol=1e-6
+    )
 
 
 def test_nothing_and_nonsense(model, tmp_path):
     empty = model.predict([])
     assert len(empty) == 0 and empty.probabilities.shape == (0, 10)
     for images, words in (
-        ("image.png", "in a list"), (np.zeros((8, 8, 3), np.uint8), "in a list"),
-        (torch.zeros(2, 3, 8, 8), "must be uint8"), ([None], "image 0 is None"),
-        (None, "list or column of images, not None"), (3, "not int '3'"), (np.uint8(3), "list or column"),
-        (pd.DataFrame({"path": ["a.png"]}), r'table\["path"\]'), ({"path": ["a.png"]}, "column"),
-        (np.zeros((8, 8), np.uint8), "in a list"), (np.zeros((2, 8, 8)), "image 0 is float64"),
+        ("image.png", "in a list"),
+        (np.zeros((8, 8, 3), np.uint8), "in a list"),
+        (torch.zeros(2, 3, 8, 8), "must be uint8"),
+        ([None], "image 0 is None"),
+        (None, "list or column of images, not None"),
+        (3, "not int '3'"),
+        (np.uint8(3), "list or column"),
+        (pd.DataFrame({"path": ["a.png"]}), r'table\["path"\]'),
+        ({"path": ["a.png"]}, "column"),
+        (np.zeros((8, 8), np.uint8), "in a list"),
+        (np.zeros((2, 8, 8)), "image 0 is float64"),
         ([np.zeros((8, 8, 3))], "image 0 is float64"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=words):
             model.predict(images)
     with pytest.raises(StorageError, match="no trained model"):
         uno.load(tmp_path)
 
 
-@pytest.mark.parametrize(("path", "device", "words"), [
-    (None, "cpu", "the path of a run, not None"), (3, "cpu", "not int '3'"),
-    ("run", "cuda", "sees no CUDA device"), ("run", "cuda:7", "sees no CUDA device"),
-    ("run", "gpu", 'must be "cpu" or "cuda", not \'gpu\''), ("run", "mps", "not 'mps'"),
-    ("run", "meta", "not 'meta'"), ("run", None, "not None"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "device", "words"),
+    [
+        (None, "cpu", "the path of a run, not None"),
+        (3, "cpu", "not int '3'"),
+        ("run", "cuda", "sees no CUDA device"),
+        ("run", "cuda:7", "sees no CUDA device"),
+        ("run", "gpu", 'must be "cpu" or "cuda", not \'gpu\''),
+        ("run", "mps", "not 'mps'"),
+        ("run", "meta", "not 'meta'"),
+        ("run", None, "not None"),
+    ],
+)
 def test_what_cannot_be_loaded_is_one_line(run, path, device, words, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ConfigError, match=words):
@@ -115,14 +163,17 @@ def test_what_cannot_be_loaded_is_one_line(run, path, device, words, monkeypatch
 
 
 def test_the_callers_settings_of_torch_move_no_number(run):
-    """Kills: probabilities under the caller's autocast, default dtype or device, settings that are not put
-    back.
+    """Kills: probabilities under the caller's autocast, default dtype or device,
+    settings that are not put back.
     """
     images = read_digits().images.items[:40]
     expected = uno.load(run).predict(images)
     for setting in (
-        torch.autocast("cpu", torch.bfloat16), torch.device("meta"), torch.set_default_dtype, None,
-    ):  # fmt: skip
+        torch.autocast("cpu", torch.bfloat16),
+        torch.device("meta"),
+        torch.set_default_dtype,
+        None,
+    ):
         if setting is None:
             torch.set_default_device("meta")
         elif setting is torch.set_default_dtype:
@@ -130,7 +181,10 @@ def test_the_callers_settings_of_torch_move_no_number(run):
         try:
             with setting if hasattr(setting, "__enter__") else nullcontext():
                 found = uno.load(run).predict(images)
-                assert setting is not torch.set_default_dtype or torch.get_default_dtype() == torch.float64
+                assert (
+                    setting is not torch.set_default_dtype
+                    or torch.get_default_dtype() == torch.float64
+                )
         finally:
             torch.set_default_dtype(torch.float32)
             torch.set_default_device(None)
@@ -145,10 +199,16 @@ def test_a_column_of_paths_and_grey_images_are_taken(model, tmp_path):
     words = list(map(str, paths))
     expected = model.predict(paths)
     for images in (
-        np.array(words), np.array(words, object), np.array(paths), pd.DataFrame({"path": words})["path"],
-        pd.Series(paths), pd.Series(words, dtype="string"), pa.chunked_array([words]), tuple(words),
+        np.array(words),
+        np.array(words, object),
+        np.array(paths),
+        pd.DataFrame({"path": words})["path"],
+        pd.Series(paths),
+        pd.Series(words, dtype="string"),
+        pa.chunked_array([words]),
+        tuple(words),
         grayscale,
-    ):  # fmt: skip
+    ):
         found = model.predict(images)
         np.testing.assert_array_equal(found.probabilities, expected.probabilities)
         assert images is grayscale or found.path == words
@@ -158,7 +218,9 @@ def test_a_slice_of_predictions_is_predictions(model):
     found = model.predict(read_digits().images.items[:60])
     some = found[50:10:-4]
     assert len(some) == 10 and some.class_name == found.class_name[50:10:-4]
-    assert [one.probability for one in some] == [found[i].probability for i in range(50, 10, -4)]
+    assert [one.probability for one in some] == [
+        found[i].probability for i in range(50, 10, -4)
+    ]
     assert "<table" in some._repr_html_() and len(found[60:]) == 0
     assert found[np.int64(3)] == found[3] == found[-57]
 
@@ -178,25 +240,32 @@ for predict in (lambda: model.predict(images), lambda: uno.load(sys.argv[1]).pre
     alive = child.is_alive()
     child.kill()
     assert not alive and child.exitcode == 0, "the child hangs"
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("used", [True, False])
-def test_a_forked_child_of_a_process_that_has_used_a_gpu_is_told(run, monkeypatch, used):
-    """Where the parent has not, CUDA works. Kills: PyTorch's traceback, a server refused that forks first."""
+def test_a_forked_child_of_a_process_that_has_used_a_gpu_is_told(
+    run, monkeypatch, used
+):
+    """Where the parent has not, CUDA works. Kills: PyTorch's traceback, a server
+    refused that forks first.
+    """
     model = uno.load(run)
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: used)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     place = torch.device("cuda")
     model._classifier = replace(model._classifier, device=place)
-    line = r"\Aa forked process cannot use CUDA: start it by multiprocessing's \"spawn\"\Z"
+    line = (
+        r"\Aa forked process cannot use CUDA: start it by multiprocessing's \"spawn\"\Z"
+    )
 
     def child():
         for predict in (lambda: model.predict([]), lambda: uno.load(run, "cuda")):
             with pytest.raises(ConfigError, match=line) if used else nullcontext():
                 try:
                     predict()
-                except (AssertionError, RuntimeError):  # of PyTorch, which finds no GPU here
+                # of PyTorch, which finds no GPU here
+                except (AssertionError, RuntimeError):
                     assert not used
 
     assert forked(child) == (0, "")
@@ -204,5 +273,7 @@ def test_a_forked_child_of_a_process_that_has_used_a_gpu_is_told(run, monkeypatc
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_forked_child_of_a_process_that_has_predicted_predicts(run):
-    """OpenMP of PyTorch does not survive a fork. Kills: a pool of processes that hangs."""
+    """OpenMP of PyTorch does not survive a fork. Kills: a pool of processes that
+    hangs.
+    """
     subprocess.run([sys.executable, "-c", FORKED, run], check=True, timeout=150)

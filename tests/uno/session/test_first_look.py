@@ -20,7 +20,11 @@ from uno.runs import REPORT_FILE, run
 from uno.session import job
 from uno.session.data import read_task
 
-FROZEN = {"model__finetune": "none", "augment__small__num_views": 0, "augment__num_cached_views": 2}
+FROZEN = {
+    "model__finetune": "none",
+    "augment__small__num_views": 0,
+    "augment__num_cached_views": 2,
+}
 
 
 @pytest.fixture
@@ -32,12 +36,22 @@ def config(tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(rows.images.items[i]).save(path)
     given = small_config(data__limit=None, data__stored_size=8, **FROZEN)
-    safetensors.torch.save_file(build_encoder(given.model).state_dict(), tmp_path / "w.safetensors")
-    return override(given, {
-        "data.source": f"folder:{tmp_path / 'digits'}", "data.known_classes": "0,1,2,3,4",
-        "compute.cache": str(tmp_path / "cache"), "model.weights": str(tmp_path / "w.safetensors"),
-        "compute.threads": 1, "output": str(tmp_path / "run"), "discover.epochs": 1, "pretrain.epochs": 1,
-    })  # fmt: skip
+    safetensors.torch.save_file(
+        build_encoder(given.model).state_dict(), tmp_path / "w.safetensors"
+    )
+    return override(
+        given,
+        {
+            "data.source": f"folder:{tmp_path / 'digits'}",
+            "data.known_classes": "0,1,2,3,4",
+            "compute.cache": str(tmp_path / "cache"),
+            "model.weights": str(tmp_path / "w.safetensors"),
+            "compute.threads": 1,
+            "output": str(tmp_path / "run"),
+            "discover.epochs": 1,
+            "pretrain.epochs": 1,
+        },
+    )
 
 
 def page_of(folder):
@@ -45,12 +59,17 @@ def page_of(folder):
 
 
 @pytest.mark.parametrize("setting", ["ncd", "gcd"])
-def test_clusters_are_shown_before_random_views_and_training(tmp_path, config, capsys, monkeypatch, setting):
-    """And the report takes their place. Kills: a page after all views or of labeled images, one that is
-    there for a run whose features are cached, or that wants no report, another sum of the sizes.
+def test_clusters_are_shown_before_random_views_and_training(
+    tmp_path, config, capsys, monkeypatch, setting
+):
+    """And the report takes their place. Kills: a page after all views or of labeled
+    images, one that is there for a run whose features are cached, or that wants no
+    report, another sum of the sizes.
     """
     if setting == "gcd":
-        config = override(config, {"data.setting": "gcd", "data.unlabeled_known_fraction": 0.5})
+        config = override(
+            config, {"data.setting": "gcd", "data.unlabeled_known_fraction": 0.5}
+        )
     pages, have, encode = list[str](), list[int](), features.encode_rows
 
     def encoded(*rows):
@@ -62,14 +81,17 @@ def test_clusters_are_shown_before_random_views_and_training(tmp_path, config, c
     monkeypatch.setattr(features, "encode_rows", encoded)
     monkeypatch.setattr(features, "SHARD_ROWS", 200)
     trained = run.run_phase
-    monkeypatch.setattr(run, "run_phase", lambda *a: (pages.append(page_of(tmp_path)), trained(*a))[1])
+    monkeypatch.setattr(
+        run, "run_phase", lambda *a: (pages.append(page_of(tmp_path)), trained(*a))[1]
+    )
     job.discover(config, {})
     assert have == sorted(have) and set(have) == {0, 1} and len(pages) > have.count(1)
     [page] = set(pages)
     task = read_task(config.data)
     unlabeled = (task.labels < 0) & task.is_train
     sizes = [
-        int(n.replace(",", "")) for n in re.findall(r'Cluster \d+ <span class="dim">([\d,]+) image', page)
+        int(n.replace(",", ""))
+        for n in re.findall(r'Cluster \d+ <span class="dim">([\d,]+) image', page)
     ]
     [more] = re.findall(r"(\d+) more fall to known classes", page) or ["0"]
     assert len(sizes) == task.num_novel and sum(sizes) + int(more) == unlabeled.sum()
@@ -78,7 +100,10 @@ def test_clusters_are_shown_before_random_views_and_training(tmp_path, config, c
     assert shown and shown <= {task.rows.ids[i] for i in np.flatnonzero(unlabeled)}
     assert page.count("data:image") >= len(shown)
     said = capsys.readouterr().out
-    line = f"first clusters, by k-means of {unlabeled.sum()} unlabeled images: {tmp_path}/run/{REPORT_FILE}"
+    line = (
+        f"first clusters, by k-means of {unlabeled.sum()} unlabeled images:"
+        f" {tmp_path}/run/{REPORT_FILE}"
+    )
     assert said.count(line) == 1 and "First clusters" not in page_of(tmp_path)
     monkeypatch.setattr(run, "run_phase", trained)
     job.discover(config, {}, overwrite=True)
@@ -89,8 +114,8 @@ def test_clusters_are_shown_before_random_views_and_training(tmp_path, config, c
 
 
 def test_the_clusters_are_those_of_the_features(tmp_path, config, monkeypatch):
-    """Kills: rows without features, truth that takes part, a page of fewer rows than clusters, thousands of
-    pictures for hundreds of clusters.
+    """Kills: rows without features, truth that takes part, a page of fewer rows than
+    clusters, thousands of pictures for hundreds of clusters.
     """
     task = read_task(config.data)
     centers = torch.eye(10)[torch.from_numpy(task.eval_labels)]
@@ -98,15 +123,28 @@ def test_the_clusters_are_those_of_the_features(tmp_path, config, monkeypatch):
     unlabeled = np.flatnonzero((task.labels < 0) & task.is_train)
     reasons[unlabeled[0]] = "no image"
     storage = Storage(str(tmp_path / "run"))
-    assert write_first_look(config, storage, task, centers, reasons) == len(unlabeled) - 1
+    assert (
+        write_first_look(config, storage, task, centers, reasons) == len(unlabeled) - 1
+    )
     cards = page_of(tmp_path).split('<article class="card">')[1:]
     found = [set(re.findall(r'title="(\d)/\d+\.png"', card)) for card in cards]
-    assert sorted(map(tuple, found)) == [(name,) for name in sorted(map(str, task.novel))]
-    assert len(re.findall("<img", cards[0])) == first_look.NUM_FIRST + first_look.NUM_LAST
+    assert sorted(map(tuple, found)) == [
+        (name,) for name in sorted(map(str, task.novel))
+    ]
+    assert (
+        len(re.findall("<img", cards[0])) == first_look.NUM_FIRST + first_look.NUM_LAST
+    )
     assert "Farthest" in cards[0]
     monkeypatch.setattr(first_look, "MAX_PICTURES", 5 * 7)
     write_first_look(config, storage, task, centers, reasons)
-    assert page_of(tmp_path).count("<img") == 5 * 7 and "Farthest" not in page_of(tmp_path)
+    assert page_of(tmp_path).count("<img") == 5 * 7 and "Farthest" not in page_of(
+        tmp_path
+    )
     reasons = ["no image"] * len(centers)
-    assert write_first_look(config, Storage(str(tmp_path / "none")), task, centers, reasons) == 0
+    assert (
+        write_first_look(
+            config, Storage(str(tmp_path / "none")), task, centers, reasons
+        )
+        == 0
+    )
     assert not (tmp_path / "none" / REPORT_FILE).exists()

@@ -11,20 +11,36 @@ from uno.session import job
 
 @pytest.mark.parametrize("truth", [False, True])
 def test_the_last_lines_are_the_classes_and_what_to_do_next(tmp_path, capsys, truth):
-    """Kills: a table of accuracy without ground truth, counts by file order, no way on from the last line,
-    a known class as one to rename.
+    """Kills: a table of accuracy without ground truth, counts by file order, no way on
+    from the last line, a known class as one to rename.
     """
-    values = {"test/known/task_aware/acc/avg": 0.75, "test/known/task_aware/acc/best": 0.75}
-    values |= {"train/novel/task_aware/acc/avg": 0.5, "train/novel/task_aware/acc/best": 0.5} if truth else {}
-    names = pa.table({
-        "class_name": ["novel-1", "novel-2", "novel-2", None], "kind": ["known", "novel", "novel", None],
-    })  # fmt: skip
+    values = {
+        "test/known/task_aware/acc/avg": 0.75,
+        "test/known/task_aware/acc/best": 0.75,
+    }
+    values |= (
+        {"train/novel/task_aware/acc/avg": 0.5, "train/novel/task_aware/acc/best": 0.5}
+        if truth
+        else {}
+    )
+    names = pa.table(
+        {
+            "class_name": ["novel-1", "novel-2", "novel-2", None],
+            "kind": ["known", "novel", "novel", None],
+        }
+    )
     identity = dict.fromkeys(predictions.DIFFERENCES, "")
     predictions._write(Storage(str(tmp_path)), names.schema, identity, iter([names]))
     (tmp_path / REPORT_FILE).touch()
     job._show(Storage(str(tmp_path)), values)
-    *lines, report, classes, predict = filter(str.strip, capsys.readouterr().out.splitlines())
-    of = ("new classes: novel-2 (2)", "known classes: novel-1 (1)", "no class: unreadable (1)")
+    *lines, report, classes, predict = filter(
+        str.strip, capsys.readouterr().out.splitlines()
+    )
+    of = (
+        "new classes: novel-2 (2)",
+        "known classes: novel-1 (1)",
+        "no class: unreadable (1)",
+    )
     assert lines[:3] == [f"images of {what}" for what in of]
     assert report == f"next: open {tmp_path}/{REPORT_FILE}"
     assert classes == f"      uno classes {tmp_path} --rename novel-2=NAME"

@@ -24,12 +24,25 @@ RESULTS = {"train/all/acc": 0.75, "undefined": float("nan")}
 
 
 def line(step: int, phase: str = "discover", **more) -> dict:
-    where = {"phase": phase, "event": "step", "step": step, "total_steps": 9, "epoch": 1, "epochs": 2}
-    return where | {"loss": 1 / step, "lr": 0.1, "images_per_s": 5.0, "skipped_steps": 0} | more
+    where = {
+        "phase": phase,
+        "event": "step",
+        "step": step,
+        "total_steps": 9,
+        "epoch": 1,
+        "epochs": 2,
+    }
+    return (
+        where
+        | {"loss": 1 / step, "lr": 0.1, "images_per_s": 5.0, "skipped_steps": 0}
+        | more
+    )
 
 
 def report(names: str, storage: Storage, *metrics: dict, **more) -> None:
-    with Loggers(override(preset("digits"), {"train.report_to": names}), storage, **more) as log:
+    with Loggers(
+        override(preset("digits"), {"train.report_to": names}), storage, **more
+    ) as log:
         for each in metrics:
             log(each)
         log.results(RESULTS)
@@ -53,36 +66,64 @@ def events(storage: Storage, phase: str) -> list[Event]:
 
 
 def test_tensorboard_has_the_lines_of_a_run_its_resume_and_its_roll_back(storage):
-    """Kills: charts of one phase purged by the next (purging hides later steps of the whole directory),
-    points of abandoned steps, nothing on an object store, a position drawn as a number.
+    """Kills: charts of one phase purged by the next (purging hides later steps of the
+    whole directory), points of abandoned steps, nothing on an object store, a position
+    drawn as a number.
     """
     report("tensorboard", storage, line(4, "pretrain"), line(4, head_losses=[2.0, 3.0]))
     nowhere = {"phase": "discover", "step": 5, "event": "step", "every_s": 10.0}
-    report("tensorboard", storage, line(8), nowhere, line(9, loss=float("nan")), line(6), line(8))
+    report(
+        "tensorboard",
+        storage,
+        line(8),
+        nowhere,
+        line(9, loss=float("nan")),
+        line(6),
+        line(8),
+    )
     for phase, expected in (("pretrain", [4]), ("discover", [4, 8, 6, 8])):
         found = events(storage, phase)
-        scalars = [(e.step, v.tag, v.simple_value) for e in found for v in e.summary.value]
+        scalars = [
+            (e.step, v.tag, v.simple_value) for e in found for v in e.summary.value
+        ]
         assert [step for step, tag, _ in scalars if tag == "loss"] == expected
         assert ((4, "head_loss/1", 3.0) in scalars) == (phase == "discover")
         assert {tag for _, tag, _ in scalars} <= {
-            "loss", "lr", "images_per_s", "skipped_steps", "head_loss/0", "head_loss/1"}  # fmt: skip
+            "loss",
+            "lr",
+            "images_per_s",
+            "skipped_steps",
+            "head_loss/0",
+            "head_loss/1",
+        }
         purges = [e.step for e in found if e.session_log.status == 1]
         assert purges == ([4] if phase == "pretrain" else [4, 8, 6])
-    assert [v.tag for e in events(storage, "results") for v in e.summary.value] == 2 * ["train/all/acc"]
+    assert [v.tag for e in events(storage, "results") for v in e.summary.value] == 2 * [
+        "train/all/acc"
+    ]
 
 
 def test_tensorboard_itself_reads_it(tmp_path):
     """By TensorBoard's own reader, which is there with the package alone."""
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
     report("tensorboard", Storage(str(tmp_path)), line(4), line(8))
     report("tensorboard", Storage(str(tmp_path)), line(6), line(8, loss=0.5))
-    found = accumulator.EventAccumulator(str(tmp_path / "tensorboard/discover")).Reload()
+    found = accumulator.EventAccumulator(
+        str(tmp_path / "tensorboard/discover")
+    ).Reload()
     assert [(e.step, e.value) for e in found.Scalars("loss")] == [
-        (4, 0.25), (6, pytest.approx(1 / 6)), (8, 0.5)]  # fmt: skip
+        (4, 0.25),
+        (6, pytest.approx(1 / 6)),
+        (8, 0.5),
+    ]
 
 
 def test_mlflow_reads_a_run_and_its_resume_as_one(tmp_path, monkeypatch):
-    """Kills: a second run after a resume, parameters logged twice (refused), a run that never ends."""
+    """Kills: a second run after a resume, parameters logged twice (refused), a run
+    that never ends.
+    """
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -91,16 +132,29 @@ def test_mlflow_reads_a_run_and_its_resume_as_one(tmp_path, monkeypatch):
         report("mlflow", storage, *lines, group="sweep")
     client = mlflow.MlflowClient()
     (run,) = client.search_runs([client.get_experiment_by_name("uno").experiment_id])
-    assert [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "discover/loss")] == [
-        (4, 0.25), (8, 0.125)]  # fmt: skip
-    assert run.data.metrics.items() >= {"discover/head_loss/1": 3.0, "train/all/acc": 0.75}.items()
-    assert run.data.params.items() >= {"preset": "digits", "discover.base_lr": "0.1"}.items()
+    assert [
+        (m.step, m.value)
+        for m in client.get_metric_history(run.info.run_id, "discover/loss")
+    ] == [(4, 0.25), (8, 0.125)]
+    assert (
+        run.data.metrics.items()
+        >= {"discover/head_loss/1": 3.0, "train/all/acc": 0.75}.items()
+    )
+    assert (
+        run.data.params.items()
+        >= {"preset": "digits", "discover.base_lr": "0.1"}.items()
+    )
     assert (run.info.status, run.info.run_name, run.data.tags["group"]) == (
-        "FINISHED", "sweep-a-run", "sweep")  # fmt: skip
+        "FINISHED",
+        "sweep-a-run",
+        "sweep",
+    )
 
 
 def wandb_records(path: Path) -> list:
-    """W&B's messages in its transaction log: LevelDB's log format after a header of seven bytes."""
+    """W&B's messages in its transaction log: LevelDB's log format after a header of
+    seven bytes.
+    """
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, place, found, whole = path.read_bytes(), 7, [], b""
@@ -108,7 +162,10 @@ def wandb_records(path: Path) -> list:
         if (left := 2**15 - place % 2**15) < 7:
             place += left
             continue
-        size, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        size, kind = (
+            int.from_bytes(data[place + 4 : place + 6], "little"),
+            data[place + 6],
+        )
         whole += data[place + 7 : place + 7 + size]
         place += 7 + size
         if kind in (1, 4):  # whole, or the last part
@@ -118,30 +175,48 @@ def wandb_records(path: Path) -> list:
 
 
 def ended_wandb_records(path: Path) -> list:
-    """Those of a run that has ended: its service writes on when finish() has returned."""
+    """Those of a run that has ended: its service writes on when finish() has
+    returned.
+    """
     end = time.monotonic() + 60
-    while not (parsed := wandb_records(path)) or parsed[-1].WhichOneof("record_type") != "exit":
+    while (
+        not (parsed := wandb_records(path))
+        or parsed[-1].WhichOneof("record_type") != "exit"
+    ):
         assert time.monotonic() < end
         time.sleep(0.05)
     return parsed
 
 
 def wandb_run(storage: Storage) -> tuple[Any, list[dict[str, str]], dict[str, str]]:
-    """The run, the lines and the summary of the one offline run in that directory, values as JSON."""
+    """The run, the lines and the summary of the one offline run in that directory,
+    values as JSON.
+    """
     (path,) = Path(storage.path("wandb")).glob("offline-run-*/run-*.wandb")
     parsed = ended_wandb_records(path)
     history = [
-        {item.key or "/".join(item.nested_key): item.value_json for item in one.history.item}
+        {
+            item.key or "/".join(item.nested_key): item.value_json
+            for item in one.history.item
+        }
         for one in parsed
         if one.WhichOneof("record_type") == "history"
     ]
     (run,) = (one.run for one in parsed if one.WhichOneof("record_type") == "run")
-    return run, history, {u.key or u.nested_key[0]: u.value_json for p in parsed for u in p.summary.update}
+    return (
+        run,
+        history,
+        {
+            u.key or u.nested_key[0]: u.value_json
+            for p in parsed
+            for u in p.summary.update
+        },
+    )
 
 
 def test_wandb_reads_an_offline_run(tmp_path, monkeypatch):
-    """By W&B's own messages. Kills: a run that asks for the network or a login, its console taken,
-    steps lost since they go back.
+    """By W&B's own messages. Kills: a run that asks for the network or a login, its
+    console taken, steps lost since they go back.
     """
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -149,15 +224,25 @@ def test_wandb_reads_an_offline_run(tmp_path, monkeypatch):
     report("wandb", storage, line(4, "pretrain"), line(8), line(6), group="sweep")
     run, history, summary = wandb_run(storage)
     assert [row.get("discover/step") for row in history] == [None, "8", "6"]
-    assert history[1]["discover/loss"] == "0.125" and history[0]["pretrain/loss"] == "0.25"
-    assert (run.project, run.run_group, run.display_name) == ("uno", "sweep", "sweep-run")
+    assert (
+        history[1]["discover/loss"] == "0.125" and history[0]["pretrain/loss"] == "0.25"
+    )
+    assert (run.project, run.run_group, run.display_name) == (
+        "uno",
+        "sweep",
+        "sweep-run",
+    )
     assert summary["train/all/acc"] == "0.75"
     assert storage.read("loggers/wandb").decode() == run.run_id
 
 
 @pytest.mark.parametrize("when", ["made", "log", "close"])
-def test_a_logger_that_fails_is_off_after_one_warning(tmp_path, monkeypatch, capsys, when):
-    """Kills: an error that ends training, a warning for every line, a healthy logger switched off too."""
+def test_a_logger_that_fails_is_off_after_one_warning(
+    tmp_path, monkeypatch, capsys, when
+):
+    """Kills: an error that ends training, a warning for every line, a healthy logger
+    switched off too.
+    """
 
     class Failing:
         def __init__(self, record):
@@ -198,7 +283,9 @@ def test_a_logger_that_hangs_holds_nobody_up(tmp_path, monkeypatch, capsys):
 
 
 def test_a_run_reports_to_its_loggers(tmp_path, monkeypatch):
-    """From the driver: every line with a loss, the metrics at the end. Kills: loggers that nobody calls."""
+    """From the driver: every line with a loss, the metrics at the end. Kills:
+    loggers that nobody calls.
+    """
     seen = []
 
     class Noting:
@@ -216,70 +303,116 @@ def test_a_run_reports_to_its_loggers(tmp_path, monkeypatch):
 
     monkeypatch.setitem(loggers.LOGGERS, "wandb", ("json", Noting))
     place = job.Place()
-    config = small_config(train__log_every=50, output=str(tmp_path / "run"), train__report_to="jsonl,wandb")
+    config = small_config(
+        train__log_every=50,
+        output=str(tmp_path / "run"),
+        train__report_to="jsonl,wandb",
+    )
     monkeypatch.setattr(job, "place_of", lambda *_: place)
     train = place.train
     place.train = lambda *args: (RESULTS, train(*args)[1])
     job.discover(config, {}, last="pretrain")
-    assert seen == [("run", 4), *[("pretrain", 3 * i) for i in (1, 2, 3)], {"train/all/acc": 0.75}, False]
+    assert seen == [
+        ("run", 4),
+        *[("pretrain", 3 * i) for i in (1, 2, 3)],
+        {"train/all/acc": 0.75},
+        False,
+    ]
     assert not (tmp_path / "run" / "tensorboard").exists()
 
 
 def test_every_tool_reads_back_the_same_run(tmp_path, monkeypatch):
-    """A run's losses and results, by MLflow's client, TensorBoard's reader, W&B's messages and as JSON."""
+    """A run's losses and results, by MLflow's client, TensorBoard's reader, W&B's
+    messages and as JSON.
+    """
     mlflow = pytest.importorskip("mlflow")
-    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    reader = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("WANDB_MODE", "offline")
     storage = Storage(str(tmp_path / "run"))
-    job.discover(small_config(output=storage.root, train__report_to="tensorboard,wandb,mlflow,jsonl"), {})
-    told = [each for each in read_journal(storage) if each["phase"] == "discover" and "loss" in each]
+    job.discover(
+        small_config(
+            output=storage.root, train__report_to="tensorboard,wandb,mlflow,jsonl"
+        ),
+        {},
+    )
+    told = [
+        each
+        for each in read_journal(storage)
+        if each["phase"] == "discover" and "loss" in each
+    ]
     expected = [(each["step"], pytest.approx(each["loss"])) for each in told]
     result = json.loads(storage.read("metrics.json"))["train/novel/task_aware/acc/avg"]
     assert len(expected) > 3
     client = mlflow.MlflowClient()
     (run,) = client.search_runs([client.get_experiment_by_name("uno").experiment_id])
     assert [
-        (m.step, m.value) for m in client.get_metric_history(run.info.run_id, "discover/loss")
+        (m.step, m.value)
+        for m in client.get_metric_history(run.info.run_id, "discover/loss")
     ] == expected
     assert run.data.metrics["train/novel/task_aware/acc/avg"] == pytest.approx(result)
     board = reader.EventAccumulator(storage.path("tensorboard/discover")).Reload()
     assert [(each.step, each.value) for each in board.Scalars("loss")] == expected
     _, history, summary = wandb_run(storage)
     lines = [row for row in history if "discover/loss" in row]
-    assert [(int(row["discover/step"]), float(row["discover/loss"])) for row in lines] == expected
+    assert [
+        (int(row["discover/step"]), float(row["discover/loss"])) for row in lines
+    ] == expected
     assert float(summary["train/novel/task_aware/acc/avg"]) == pytest.approx(result)
 
 
 def test_what_is_not_there_is_refused_first(monkeypatch):
-    """Kills: a package that is missed after an hour, a misspelt name that reports to nobody."""
-    with pytest.raises(ConfigError, match="report_to takes tensorboard, wandb, mlflow, jsonl, not 'wand'"):
+    """Kills: a package that is missed after an hour, a misspelt name that reports to
+    nobody.
+    """
+    with pytest.raises(
+        ConfigError,
+        match="report_to takes tensorboard, wandb, mlflow, jsonl, not 'wand'",
+    ):
         small_config(train__report_to="wand")
-    monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda name: name == "json" or None)
+    monkeypatch.setattr(
+        loggers.importlib.util, "find_spec", lambda name: name == "json" or None
+    )
     with pytest.raises(ConfigError, match=r"pip install 'uno-discovery\[mlflow\]'"):
         require_loggers(small_config(train__report_to="jsonl, mlflow"))
 
 
 @pytest.mark.slow
 def test_a_run_on_s3_has_events_and_logs_of_ranks(monkeypatch):
-    """On moto, by TensorBoard's own reader of ``s3://`` where it is installed. Kills: events in a directory
-    of the driver's, an object that TensorBoard cannot read, logs of ranks that stay on their nodes.
+    """On moto, by TensorBoard's own reader of ``s3://`` where it is installed. Kills:
+    events in a directory of the driver's, an object that TensorBoard cannot read, logs
+    of ranks that stay on their nodes.
     """
     with store(0) as (env, _):
         for name, value in env.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setenv("S3_ENDPOINT", env["AWS_ENDPOINT_URL"])  # TensorBoard's own name of it
+        # TensorBoard's own name of it
+        monkeypatch.setenv("S3_ENDPOINT", env["AWS_ENDPOINT_URL"])
         make_bucket()
         storage = Storage(f"s3://{BUCKET}/run")
         report("tensorboard", storage, line(4), line(8))
-        steps = [e.step for e in events(storage, "discover") for v in e.summary.value if v.tag == "loss"]
+        steps = [
+            e.step
+            for e in events(storage, "discover")
+            for v in e.summary.value
+            if v.tag == "loss"
+        ]
         assert steps == [4, 8]
         for _ in range(2):
             with RankLog(storage, 3, 4) as log:
                 log.note("noted")
         text = storage.read("logs/rank-3.log").decode()
         assert text.count("rank 3 of 4, process") == text.count("noted") == 2
-        accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-        found = accumulator.EventAccumulator(f"{storage.uri}/tensorboard/discover").Reload()
-        assert [(e.step, e.value) for e in found.Scalars("loss")] == [(4, 0.25), (8, 0.125)]
+        accumulator = pytest.importorskip(
+            "tensorboard.backend.event_processing.event_accumulator"
+        )
+        found = accumulator.EventAccumulator(
+            f"{storage.uri}/tensorboard/discover"
+        ).Reload()
+        assert [(e.step, e.value) for e in found.Scalars("loss")] == [
+            (4, 0.25),
+            (8, 0.125),
+        ]
