@@ -243,7 +243,7 @@ def run_on_ray(
         if on_features(config):
             compute = partial(compute_on_ray, ray, give_up=stopping.is_set)
             how = show, stopping.is_set, compute
-            found, reasons = load_features(config, task, storage, *how, look=job.look)
+            found, reasons = load_features(config, task, storage, *how)
             leave_out_unreadable(reasons, config, task, storage)
         elif not streams:
             images, reasons = ray_data.decode_task(

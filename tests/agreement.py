@@ -665,7 +665,6 @@ def check_run(spec: Spec, workers: int = 0, trained_by: int = 0) -> list[str]:
         # a second a run
         patch.setattr(job, "write_report", lambda *args, **options: "none")
         # another where features are trained on
-        patch.setattr(job, "_first_look", lambda *args: None)
         patch.setenv("UNO_CACHE", str(folder / "cache"))
         try:
             own = train(spec, folder, trained_by)

@@ -107,12 +107,6 @@ class FeatureJob(NamedTuple):
         """Shards of the task."""
         return -(-len(self.task.rows) // SHARD_ROWS)
 
-    def evaluation_view(self) -> "FeatureJob":
-        """The job of the evaluation view alone, in the same cache."""
-        # discovery would need others
-        alone = {"augment.num_cached_views": 0, "discover.epochs": 0}
-        return self._replace(config=override(self.config, alone), views="")
-
     def rows(self, number: int) -> np.ndarray:
         """Row numbers of a shard, int64 (n,)."""
         first = number * SHARD_ROWS

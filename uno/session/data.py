@@ -36,7 +36,6 @@ INTERVAL_S = 10.0  # between two lines of progress
 SAMPLE_ROWS = 4_000  # whose features are looked at before training
 
 Show = Callable[[dict[str, Any]], None]
-Look = Callable[[Tensor, Sequence[str | None]], None]
 """Takes the features (N, D) of the evaluation views, once they are there, and why a
 row has none.
 """
@@ -81,19 +80,16 @@ def open_sets(
     show: Show = lambda metrics: None,
     should_stop: Callable[[], bool] = lambda: False,
     keep: bool = True,
-    look: Look | None = None,
 ) -> Sets:
     """The sets of a run in ``storage``, whose unreadable images it lists there if
-    ``keep``; ``look`` as
-    :func:`load_features` has it. ConfigError: too many of them. Interrupted:
-      ``should_stop`` says so.
+    ``keep``. ConfigError: too many of them. Interrupted: ``should_stop`` says so.
     """
     if config.data.loading == "streaming":
         stream = streaming_set(config, task, storage)
         return Sets(
             stream, partial(streaming_eval_sets, config, task, stream.bad), task, None
         )
-    images, reasons = load_images(config, task, storage, show, should_stop, look)
+    images, reasons = load_images(config, task, storage, show, should_stop)
     leave_out_unreadable(reasons, config, task, storage if keep else None)
     task, ok = keep_pixels(task, images, reasons), ok_mask(reasons)
     return Sets(
@@ -140,13 +136,12 @@ def load_images(
     storage: Storage,
     show: Show,
     should_stop: Callable[[], bool] = lambda: False,
-    look: Look | None = None,
 ) -> tuple[Tensor | NeighborViews, list[str | None]]:
     """Pixels uint8 (N, 3, S, S), or features of a frozen encoder; and why a row has
     none.
     """
     if on_features(config):
-        return load_features(config, task, storage, show, should_stop, look=look)
+        return load_features(config, task, storage, show, should_stop)
     data = config.data
     return decode_many(
         task.rows.images, data.stored_size, interpolation=data.interpolation
@@ -225,11 +220,9 @@ def load_features(
     should_stop: Callable[[], bool] = lambda: False,
     compute: Compute = compute_local,
     zeros: features.Zeros = torch.zeros,
-    look: Look | None = None,
 ) -> tuple[Tensor | NeighborViews, list[str | None]]:
     """Features float32 (N, 1 + V, D) of the rows of ``task``, from the cache or else by
-    ``compute``, and why a row has none. Where evaluation views are computed they come
-    before all others, and ``look`` takes them. Interrupted: ``should_stop`` says so;
+    ``compute``, and why a row has none. Interrupted: ``should_stop`` says so;
     ConfigError: nobody has trained the encoder.
     """
     if config.model.weights is None:
@@ -246,9 +239,9 @@ def load_features(
     encoder = frozen_encoder(config, storage)
     job = feature_job(config, task, encoder)
     place = Storage(features.cache_directory(config))
-    cache, settled = FeatureCache(place, job), list[nn.Module]()
+    cache = FeatureCache(place, job)
 
-    def computed(stage: FeatureJob, missing: Missing) -> Iterator[tuple[int, Shard]]:
+    def computed(missing: Missing) -> Iterator[tuple[int, Shard]]:
         rows, least = (
             sum(len(job.rows(number)) for number in missing),
             min(missing.values()),
@@ -259,9 +252,7 @@ def load_features(
             if least
             else ""
         )
-        if not settled:
-            settled.append(_at_speed(job, encoder, cache, missing))
-        fast = settled[0]
+        fast = _at_speed(job, encoder, cache, missing)
         how = (
             f" by {fast.plan.runtime}, {fast.plan.batch_size} at once"
             if isinstance(fast, Runtime)
@@ -271,7 +262,7 @@ def load_features(
             f"{plural(rows, 'image')}{some} through {config.model.encoder}{how}{have}"
         )
         print_line(f"features: {found}; cache: {cache.path}")
-        for number, shard in compute(stage, fast, missing, place):
+        for number, shard in compute(job, fast, missing, place):
             yield number, shard
             if should_stop():
                 raise Interrupted("stopped; finished features are kept")
@@ -292,21 +283,9 @@ def load_features(
             }
         )
 
-    first = look is not None and job.num_views > 1 and cache.num_missing()
-    for stage in [job.evaluation_view(), job] if first else [job]:
-        before = len(settled)
-        start.clear()
-        which = (
-            FeatureCache(place, stage),
-            stage,
-            config.model.weights,
-            partial(computed, stage),
-            progress,
-        )
-        found, reasons = features.cached_features(*which, zeros)
-        # something was computed, for the first time
-        if look is not None and len(settled) > before:
-            look(found[:, 0], reasons)
+    found, reasons = features.cached_features(
+        cache, job, config.model.weights, computed, progress, zeros
+    )
     advice = f"{config.model.encoder} does not separate them; check its weights"
     _warn_of_oddity(found, reasons, advice)
     return found, reasons

@@ -9,14 +9,13 @@ import json
 import re
 import shlex
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pyarrow.compute as pc
-from torch import Tensor
 
 from uno.config import Config, flatten, override
 from uno.data.check import CHECK_SECONDS, check, format_report
@@ -28,7 +27,6 @@ from uno.encoder import require_encoder
 from uno.errors import ConfigError, StorageError
 from uno.methods import registry
 from uno.report.contents import open_task, write_report
-from uno.report.first_look import write_first_look
 from uno.results import predictions
 from uno.results.accuracy_table import format_table
 from uno.results.classes import (
@@ -59,7 +57,7 @@ from uno.runs.hardware import local_device, num_threads
 from uno.runs.hooks import hooked
 from uno.runtime import require_runtime
 from uno.session.console import Progress, interrupt_on_signal, print_line
-from uno.session.data import Look, Show, read_task
+from uno.session.data import Show, read_task
 from uno.session.estimation import estimate_classes
 from uno.session.loggers import Loggers, require_loggers
 from uno.session.place import Place, TrainingJob, place_of
@@ -140,9 +138,7 @@ def discover(
             claim.storage.write(ESTIMATE_FILE, estimate)
         for line in forecast(config, task, claim.storage, phases):
             print_line(line)
-        look: Look | None = partial(_first_look, config, claim.storage, task)
-        look = look if evaluate and report else None
-        job = TrainingJob(config, task, phases, evaluate, claim, look, is_derived)
+        job = TrainingJob(config, task, phases, evaluate, claim, is_derived)
         with ExitStack() as until:
             with (
                 Loggers(config, claim.storage) as loggers,
@@ -176,18 +172,6 @@ def _require_same_run(config: Config, given: Mapping[str, Any]) -> None:
     number = {"data.num_novel": stored.get("data.num_novel")}
     begun = resolve(override(config, number), given).config
     directory.open_run(begun, storage, read_task(begun.data).rows.fingerprint)
-
-
-def _first_look(
-    config: Config,
-    storage: Storage,
-    task: Task,
-    features: Tensor,
-    reasons: Sequence[str | None],
-) -> None:
-    if num := write_first_look(config, storage, task, features, reasons):
-        what = f"first clusters, by k-means of {plural(num, 'unlabeled image')}"
-        print_line(f"{what}: {storage.below(REPORT)}")
 
 
 def evaluate(

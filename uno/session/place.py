@@ -28,7 +28,6 @@ from uno.session import resources
 from uno.session.console import Progress, on_stop, print_line
 from uno.session.data import (
     Compute,
-    Look,
     Show,
     compute_local,
     config_for_readable_rows,
@@ -43,8 +42,7 @@ STOPPING = "stopping: saving a checkpoint first"
 
 
 class TrainingJob(NamedTuple):
-    """What to train and evaluate, in whose directory; ``look`` as ``load_features`` has
-    it.
+    """What to train and evaluate, in whose directory.
 
     ``batch_is_derived`` says whether the batch size was derived from the data, so that
     it is derived again when unreadable images are left out.
@@ -55,7 +53,6 @@ class TrainingJob(NamedTuple):
     phases: tuple[str, ...]
     evaluate: bool
     claim: RunLock
-    look: Look | None = None
     batch_is_derived: bool = False
 
 
@@ -90,7 +87,6 @@ class Place:
                 show,
                 lambda: worker.stop_requested,
                 keep,
-                job.look,
             )
             if job.phases:
                 config = config_for_readable_rows(

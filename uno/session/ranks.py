@@ -25,7 +25,7 @@ from uno.runs import run
 from uno.runs.hardware import local_device, num_threads
 from uno.runs.lock import ClaimedStorage
 from uno.session.console import on_stop
-from uno.session.data import Look, Show, config_for_readable_rows, open_sets, read_task
+from uno.session.data import Show, config_for_readable_rows, open_sets, read_task
 from uno.session.place import STOPPING, Place, TrainingJob
 from uno.session.rank_log import RankLog
 from uno.session.resources import Room, on_features
@@ -236,7 +236,6 @@ class Ranks(Place):
             job.batch_is_derived,
             storage,
             show,
-            job.look,
         )
 
     def follow(self) -> None:
@@ -292,7 +291,6 @@ class Ranks(Place):
         batch_is_derived: bool,
         storage: Storage,
         show: Show,
-        look: Look | None = None,
     ) -> tuple[dict[str, float], Task]:
         torch.set_num_threads(num_threads(config, self._local_size))
         device, stopping, first = (
@@ -316,7 +314,7 @@ class Ranks(Place):
             if on_features(config) and not first:
                 while not self._store.check(["features"]):
                     time.sleep(POLL_S)
-            sets = open_sets(config, task, storage, show, stopping.is_set, first, look)
+            sets = open_sets(config, task, storage, show, stopping.is_set, first)
             if first:
                 self._store.set("features", "kept")
             if phases:
