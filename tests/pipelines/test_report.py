@@ -19,7 +19,7 @@ def test_report_writes_the_page(run, tmp_path, capsys):
     """Without its data and without a checkpoint too."""
     assert commands.report([run.uri, "--device", "cpu"]) == 0
     assert f"report: {run.path('report.html')}" in capsys.readouterr().out
-    assert b"Cluster-head logits" in run.read("report.html")
+    assert b"Feature space" in run.read("report.html")
     assert commands.report([run.uri, "--data", "folder:/nowhere"]) == 0
     assert "cannot be read" in capsys.readouterr().out
     assert b"cannot be read" in run.read("report.html")

@@ -1,6 +1,4 @@
-"""Everything that is drawn, as numbers: line charts, heat maps and t-SNE maps; the
-templates make it SVG.
-"""
+"""Line charts, heat maps and t-SNE maps as numbers; the templates draw them as SVG."""
 
 import math
 from collections.abc import Sequence
@@ -19,9 +17,8 @@ MAX_CURVE_POINTS, COLORS = 300, 10
 LEVELS = 10  # shades of a heat map
 MAX_MATRIX = 160  # classes or outputs up to which one is drawn
 MAX_POINTS = 1_500  # of a map
-# Half of the default, in half of its time (three maps took 14 s on one core, 29 s on a
-# slower one), and ten neighbors of a digit are as near it in the map: trustworthiness
-# .9924, with 1,000 steps .9927.
+# Half of scikit-learn's default, in half of its time. The trustworthiness of a map of
+# the digits is .9924, and .9927 with 1,000 steps.
 TSNE_STEPS = 500
 MIN_POINTS, PCA_DIMENSIONS = 10, 50
 EXTENT = 1000  # coordinates of a map are integers in [0, EXTENT]
@@ -253,19 +250,29 @@ def map_groups(
     names: Sequence[str],
     num_known: int,
     colors: Sequence[int],
-    maps: Sequence[Map],
+    xy: NDArray[np.int64],
 ) -> list[dict[str, Any]]:
-    """The dots of each of the ``classes`` (P,), -1 for none, in ``maps`` of these P
-    points.
+    """Group the points of a map by class.
+
+    Args:
+        classes: Class of each point int64 (P,), or -1 if it is unknown.
+        names: Names of the classes, known ones first.
+        num_known: Number of known classes.
+        colors: Number of the color of each class.
+        xy: Coordinates int64 (P, 2).
+
+    Returns:
+        For each class that has a point its index, name, kind (known, novel or none) and
+        color, the SVG path of its points and their median.
     """
     groups = []
     for index in np.unique(classes).tolist():
-        mine = [m.xy[classes == index] for m in maps]
+        mine = xy[classes == index]
         group = {"index": index, "name": "no truth", "kind": "none", "color": "k-none"}
         if index >= 0:
             kind = "known" if index < num_known else "novel"
             group |= {"name": names[index], "kind": kind, "color": f"k{colors[index]}"}
-        group["paths"] = ["".join(f"M{x} {y}h0" for x, y in xy) for xy in mine]
-        group["middles"] = [np.median(xy, axis=0).astype(int).tolist() for xy in mine]
+        group["path"] = "".join(f"M{x} {y}h0" for x, y in mine)
+        group["middle"] = np.median(mine, axis=0).astype(int).tolist()
         groups.append(group)
     return groups

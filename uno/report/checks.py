@@ -1,11 +1,13 @@
-"""What may be wrong with a run, for somebody who has to decide whether to trust it."""
+"""Warnings of a report: what may be wrong with a run, and what to do about it.
+
+The verdict (:mod:`uno.results.trust`) says how far a run can be trusted. The warnings
+name single causes that the verdict does not contain.
+"""
 
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from uno.config import Config
-from uno.methods import load
 from uno.report.facts import RunData
 from uno.report.findings import SIMILAR, SampleSummary
 from uno.report.sample import Sample
@@ -13,261 +15,184 @@ from uno.results.accuracy_table import ACCURACY, GENERALIZED, filled_tables
 from uno.runs import PHASES
 from uno.text import plural
 
-UNUSED = 0.02  # of an equal share: such a class is as good as empty
-# largest over smallest class; pseudo-labels are forced to be equally frequent
-UNEVEN = 3.0
-MIN_ROWS = 20
-LOW_AGREEMENT = 0.85
-# of the images: so much less the chosen head agrees with others than they with each
-# other
-ALONE = 0.02
-LOW_CONFIDENCE = 0.5
-ABSORBED = 0.1
+UNUSED = 0.02  # share of an equal class size, below which a class counts as empty
+UNEVEN = 3.0  # ratio of the largest to the smallest class, above which to warn
+MIN_ROWS = 20  # images of a class, below which its metrics are unreliable
+ABSORBED = 0.1  # share of NCD's unlabeled images on known classes, above which to warn
 
-CHECKED = (  # for the page
+CHECKED = (
     f"collapse (classes with less than {UNUSED:.0%} of an equal share), imbalance"
     f" (largest more than {UNEVEN:g} times the smallest), classes of fewer than"
-    f" {MIN_ROWS} images, classes more similar than {SIMILAR:g}, heads that agree on"
-    f" less than {LOW_AGREEMENT:.0%} of the images, a best head unlike the others,"
-    f" median confidence below {LOW_CONFIDENCE:.0%}, more than {ABSORBED:.0%} of the"
-    " images of the NCD setting assigned to known classes, accuracy not above k-means,"
-    " skipped training steps, unfinished phases, unreadable images, images and labels"
-    " of the source that are left out"
+    f" {MIN_ROWS} images, trained classes more similar than {SIMILAR:g}, more than"
+    f" {ABSORBED:.0%} of the images of the NCD setting assigned to known classes,"
+    " accuracy not above clustering, skipped training steps, unfinished phases,"
+    " unreadable images, images and labels of the source that are left out"
 )
+"""The list of all checks, which the report shows."""
 
 Warnings = Iterator[tuple[str, str]]
-"""What was seen, and what it may mean or what to do. Class names are in quotes and
-not escaped.
+"""Pairs of what was seen, and what it may mean or what to do. Class names are in quotes
+and not escaped.
 """
 
 
 def warnings(
-    config: Config,
+    setting: str,
     facts: RunData,
     sample: Sample | None,
     findings: SampleSummary | None,
     left_out: Sequence[str] = (),
 ) -> Warnings:
-    """Yield all warnings, the gravest first.
+    """Yield all warnings: the source, the classes, then the run.
 
     Args:
-        config: The configuration of the run.
-        facts: What its directory records.
+        setting: ``"ncd"`` or ``"gcd"``.
+        facts: What the run directory records.
         sample: The rows that were predicted, None if there are none.
         findings: What they show, None if there are none.
-        left_out: Lines about images and labels of the source that the run has not seen.
+        left_out: Lines ``"what: advice"`` about images and labels of the source that
+            the run has not seen.
     """
     for line in left_out:
         what, _, advice = line.partition(": ")
         yield what, advice[:1].upper() + advice[1:] + "."
     if sample is not None and findings is not None and findings.num_unlabeled:
         if len(findings.clusters) > 1:
-            yield from _sizes(config, sample, findings)
-        yield from _doubts(sample, findings, config.data.setting == "gcd")
-    yield from _run(facts)
+            yield from _class_sizes(facts, sample, findings)
+        if facts.has_trained:  # the verdict of `clustering` names such pairs
+            yield from _similar_classes(sample, findings)
+        if setting == "ncd":
+            yield from _absorbed_images(findings)
+    yield from _unfinished_phases(facts)
+    yield from _no_better_than_clustering(facts)
+    yield from _unreadable_files(facts)
 
 
-def _sizes(config: Config, sample: Sample, findings: SampleSummary) -> Warnings:
+def _class_sizes(facts: RunData, sample: Sample, findings: SampleSummary) -> Warnings:
     clusters = findings.clusters
-    total, num = findings.num_unlabeled, len(clusters)
-    equal = sum(c.count for c in clusters) / num
-    used = [c for c in clusters if c.count > UNUSED * max(equal, 1)]
-    if unused := [c.name for c in clusters if c not in used]:
+    equal_share = sum(cluster.count for cluster in clusters) / len(clusters)
+    used = [c for c in clusters if c.count > UNUSED * max(equal_share, 1)]
+    unused = [c.name for c in clusters if c not in used]
+    if unused:
         yield (
-            (
-                f"Collapse: {len(unused)} of {num} discovered classes have almost no"
-                f" images ({_list(unused)})"
-            ),
-            (
-                "Train longer, raise --objective.epsilon, or ask for fewer classes"
-                " (--num-novel)."
+            f"Collapse: {len(unused)} of {len(clusters)} discovered classes have almost"
+            f" no images ({_quoted(unused)})",
+            "Ask for fewer classes (--num-novel)"
+            + (
+                ", train longer, or raise --objective.epsilon."
+                if facts.has_trained
+                else "."
             ),
         )
-    big, small = (
-        f(used, key=lambda c: c.count, default=clusters[0]) for f in (max, min)
-    )
-    if big.count > UNEVEN * small.count:
+    largest = max(used, key=lambda c: c.count, default=clusters[0])
+    smallest = min(used, key=lambda c: c.count, default=clusters[0])
+    if largest.count > UNEVEN * smallest.count:
+        prior = "Pseudo-labels assume" if facts.has_trained else "k-means prefers"
         yield (
-            (
-                f"Imbalance: “{big.name}” has {plural(big.count, 'image')} and"
-                f" “{small.name}” {small.count:,}; an equal share is {equal:,.0f}"
-            ),
-            (
-                "Pseudo-labels assume equally frequent classes. If yours are not, a"
-                " large class may be split or small ones merged; look at both"
-                " galleries."
-            ),
+            f"Imbalance: “{largest.name}” has {plural(largest.count, 'image')} and"
+            f" “{smallest.name}” {smallest.count:,}; an equal share is"
+            f" {equal_share:,.0f}",
+            f"{prior} equally frequent classes. If yours are not, a large class may be"
+            " split or small ones merged; look at both galleries.",
         )
     few = [c.name for c in used if c.count < MIN_ROWS]
     if few and sample.is_whole:
+        classes = plural(len(few), "discovered class", "discovered classes")
         yield (
-            (
-                "Few images:"
-                f" {plural(len(few), 'discovered class', 'discovered classes')} with"
-                f" fewer than {MIN_ROWS} unlabeled images ({_list(few)})"
-            ),
-            (
-                "Metrics of such small classes are unreliable; add unlabeled images or"
-                " ask for fewer classes."
-            ),
-        )
-    factor = (
-        config.model.overcluster_factor if load(config.method).novel_head is None else 0
-    )
-    if sample.is_whole and total < MIN_ROWS * factor * num:
-        yield (
-            (
-                f"Few images per cluster: {plural(total, 'unlabeled image')} for"
-                f" {factor * num} overclusters"
-            ),
-            (
-                f"Below {MIN_ROWS} images each, lower --model.overcluster-factor (now"
-                f" {factor})."
-            ),
+            f"Few images: {classes} with fewer than {MIN_ROWS} unlabeled images"
+            f" ({_quoted(few)})",
+            "Metrics of such small classes are unreliable; add unlabeled images or ask"
+            " for fewer classes.",
         )
 
 
-def _doubts(sample: Sample, findings: SampleSummary, mixed: bool) -> Warnings:
-    num_known = len(sample.classes) - len(sample.novel[0, 0])
+def _similar_classes(sample: Sample, findings: SampleSummary) -> Warnings:
+    num_known = len(sample.classes) - sample.novel.shape[2]
     pairs = np.triu(findings.likeness[num_known:, num_known:], k=1)
-    if num := (pairs > SIMILAR).sum():
-        a, b = (
-            sample.names[num_known + i]
-            for i in np.unravel_index(pairs.argmax(), pairs.shape)
-        )
+    num_similar = int((pairs > SIMILAR).sum())
+    if num_similar:
+        first, second = np.unravel_index(pairs.argmax(), pairs.shape)
         yield (
-            (
-                f"Similar classes: {plural(num, 'pair')} of discovered classes, "
-                f"most similar “{a}” and “{b}” ({pairs.max():.2f})"
-            ),
-            (
-                "They may be one class: compare their galleries, then merge them (uno"
-                " classes) or ask for fewer."
-            ),
-        )
-    if sample.num_heads > 1 and findings.mean_agreement < LOW_AGREEMENT:
-        yield (
-            (
-                f"Heads disagree: on average only {findings.mean_agreement:.0%} of the"
-                " heads assign an image to the same class"
-            ),
-            (
-                "Clusters depend on the initialization: train longer or try another"
-                " number of classes."
-            ),
-        )
-    elif sample.num_heads > 2:
-        shares = np.delete(findings.pairs, sample.best_head, axis=1)  # (H, H - 1)
-        others = np.delete(shares, sample.best_head, axis=0)
-        num = len(others)
-        own, theirs = (
-            shares[sample.best_head].mean(),
-            (others.sum() - np.trace(others)) / num / (num - 1),
-        )
-        if theirs - own > ALONE:
-            yield (
-                (
-                    "Heads disagree: the chosen one agrees with each of the others on"
-                    f" {own:.1%} of the images, they with each other on {theirs:.1%}"
-                ),
-                (
-                    "The head with the lowest training loss disagrees with the others:"
-                    " look at images with low head_agreement in predictions.parquet, or"
-                    " compare with another --seed."
-                ),
-            )
-    if findings.median_confidence < LOW_CONFIDENCE:
-        yield (
-            (
-                "Low confidence: the median probability of an unlabeled image's class"
-                f" is {findings.median_confidence:.0%}"
-            ),
-            "Treat single predictions with care; training may have been too short.",
-        )
-    if findings.absorbed > ABSORBED and not mixed:
-        yield (
-            (
-                f"{findings.absorbed:.0%} of the unlabeled images are assigned to known"
-                " classes"
-            ),
-            (
-                "If the unlabeled images really contain known classes, train with"
-                " --data.setting gcd; otherwise novel images are lost to known classes."
-            ),
+            f"Similar classes: {plural(num_similar, 'pair')} of discovered classes,"
+            f" most similar “{sample.names[num_known + first]}” and"
+            f" “{sample.names[num_known + second]}” ({pairs.max():.2f})",
+            "They may be one class: compare their galleries, then merge them (uno"
+            " classes) or ask for fewer.",
         )
 
 
-def _run(facts: RunData) -> Warnings:
+def _absorbed_images(findings: SampleSummary) -> Warnings:
+    if findings.absorbed > ABSORBED:
+        yield (
+            f"{findings.absorbed:.0%} of the unlabeled images are assigned to known"
+            " classes",
+            "If the unlabeled images really contain known classes, train with"
+            " --data.setting gcd; otherwise novel images are lost to known classes.",
+        )
+
+
+def _unfinished_phases(facts: RunData) -> Warnings:
     for phase in PHASES:
         last = (facts.entries(phase) or [{}])[-1]
-        step, total, skipped = (
-            last.get(key, 0) for key in ("step", "total_steps", "skipped_steps")
-        )
+        step, total = last.get("step", 0), last.get("total_steps", 0)
         if step < total:
-            seen = (
-                f"Unfinished: the {phase} phase stopped at step {step:,} of {total:,}"
-            )
-            yield seen, "Run the same command again to resume."
-        if skipped:
             yield (
-                (
-                    f"{plural(skipped, 'step')} of {phase} skipped because the loss was"
-                    " not finite"
-                ),
-                (
-                    f"Lower --{phase}.base-lr if there are more than a handful "
-                    f"({plural(last.get('epochs', 0), 'epoch')} trained)."
-                ),
+                f"Unfinished: the {phase} phase stopped at step {step:,} of {total:,}",
+                "Run the same command again to resume.",
+            )
+        if skipped := last.get("skipped_steps", 0):
+            epochs = plural(last.get("epochs", 0), "epoch")
+            yield (
+                f"{plural(skipped, 'step')} of {phase} skipped because the loss was"
+                " not finite",
+                f"Lower --{phase}.base-lr if there are more than a handful ({epochs}"
+                " trained).",
             )
     if not facts.entries("discover") and not facts.metrics:
         yield (
             "No discovery phase is recorded in this directory",
             "Run uno discover first.",
         )
-    yield from _against_clustering(facts)
-    if facts.bad:
-        yield (
-            f"{plural(len(facts.bad), 'image')} could not be read and left out",
-            "Listed below.",
-        )
-    if facts.unreadable:
-        missing = "Sections that need it are missing in this report."
-        yield f"{', '.join(facts.unreadable)} could not be read", missing
 
 
-def _against_clustering(facts: RunData) -> Warnings:
+def _no_better_than_clustering(facts: RunData) -> Warnings:
     """Compare with clusterings of the same rows in the same setting."""
-    tables = filled_tables(facts.metrics)
-    if GENERALIZED in tables:
-        table, group, images, key = (
-            GENERALIZED,
-            "all",
-            "unlabeled",
-            "train/unlabeled/gcd/all/avg",
-        )
+    if GENERALIZED in filled_tables(facts.metrics):
+        table, group, images = GENERALIZED, "all", "unlabeled"
+        accuracy = facts.metrics.get("train/unlabeled/gcd/all/avg")
     else:
-        table, group, images, key = (
-            ACCURACY,
-            "novel",
-            "novel",
-            "train/novel/task_aware/acc/avg",
-        )
-    rows = (row for row in table.rows if row.path.startswith("baseline/"))
-    found = {row.title: facts.metrics.get(row.key("train", group)) for row in rows}
-    known = [(value, title) for title, value in found.items() if value is not None]
-    best, title = max(known, default=(0.0, ""))
-    right = facts.metrics.get(key)
-    if title and right is not None and right <= best:
+        table, group, images = ACCURACY, "novel", "novel"
+        accuracy = facts.metrics.get("train/novel/task_aware/acc/avg")
+    baselines = {
+        row.title: facts.metrics.get(row.key("train", group))
+        for row in table.rows
+        if row.path.startswith("baseline/")
+    }
+    measured = [
+        (value, title) for title, value in baselines.items() if value is not None
+    ]
+    best, title = max(measured, default=(0.0, ""))
+    if title and accuracy is not None and accuracy <= best:
         yield (
-            (
-                f"No better than clustering: {right:.1%} of the {images} images are"
-                f" correct, {title} {best:.1%}"
-            ),
+            f"No better than clustering: {accuracy:.1%} of the {images} images are"
+            f" correct, {title} {best:.1%}",
             "Discovery did not improve on clustering"
             + ("; see the learning curves." if facts.has_trained else "."),
         )
 
 
-def _list(names: Sequence[str]) -> str:
+def _unreadable_files(facts: RunData) -> Warnings:
+    if facts.bad:
+        images = plural(len(facts.bad), "image")
+        yield f"{images} could not be read and left out", "Listed below."
+    if facts.unreadable:
+        yield (
+            f"{', '.join(facts.unreadable)} could not be read",
+            "Sections that need it are missing in this report.",
+        )
+
+
+def _quoted(names: Sequence[str]) -> str:
+    """Return at most four names in quotes, and how many more there are."""
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return ", ".join(f"“{name}”" for name in names[:4]) + more

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from uno.config import Config
 from uno.data.features import side
@@ -27,7 +28,7 @@ from uno.results.infer import Classifier, Decode, decoder
 from uno.results.metrics import confusion, hungarian, joint_matching
 from uno.results.trust import verdict
 from uno.runs import REPORT_FILE, directory
-from uno.text import plural, visible
+from uno.text import visible
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ def write_report(
         "cards": [],
         "known_cards": [],
     }
-    looked |= {"rejected": None, "matrices": {}, "maps": [], "left_out": [], "data": {}}
+    looked |= {"rejected": None, "matrix": None, "map": None, "data": {}}
     if task is not None:
         try:
             model = (
@@ -90,7 +91,7 @@ def write_report(
         "novel_truth": any("/novel/" in key for key in metrics),
         "warnings": list(
             warnings(
-                config,
+                config.data.setting,
                 found,
                 looked["sample"],
                 looked["findings"],
@@ -196,11 +197,12 @@ def _looked(
             "off": set(off.tolist()),
         }
 
-    matrices = _matrices(task, sample, truth)
-    read = ("rows", "columns", "cells")
-    data: dict[str, Any] = {
-        "matrices": {key: {k: m[k] for k in read} for key, m in matrices.items()}
-    }
+    data: dict[str, Any] = {}
+    matrix = _confusion_matrix(task, sample, truth)
+    if matrix is not None:
+        data["matrix"] = {key: matrix[key] for key in ("rows", "columns", "cells")}
+    drawn = _map(task, sample, truth, album, seed)
+    data["map"] = drawn.pop("points", None)
     shown = [
         (c.index, c.name, visible(c.name, 60), c.kind, c.into) for c in sample.classes
     ]
@@ -218,104 +220,68 @@ def _looked(
         "album": album,
         "side": album.side,
         "fates": edits_of(sample.classes),
-        "matrices": matrices,
+        "matrix": matrix,
         "data": data,
-        **_maps(task, sample, truth, album, seed, data),
+        **drawn,
     }
 
 
-def _matrices(
-    task: Task, sample: Sample, all_truth: np.ndarray
-) -> dict[str, dict[str, Any]]:
-    """Joint task-agnostic matrix and the task-aware one of novel rows, per split
-    that has truth.
+def _confusion_matrix(
+    task: Task, sample: Sample, truth: NDArray[np.int64]
+) -> dict[str, Any] | None:
+    """Draw the confusion matrix of all classes, with their joint matching.
+
+    Args:
+        task: The rows of the run.
+        sample: The rows that were predicted.
+        truth: Their true classes int64 (M,), known ones first, or -1.
+
+    Returns:
+        A drawing of :func:`uno.report.charts.matrix` of the training rows whose true
+        class is known, of the test rows if there are none, or None.
     """
-    num_known, true_names, test = (
-        task.num_known,
-        [*task.known, *task.novel],
-        ~task.is_train[sample.index],
+    is_train = task.is_train[sample.index]
+    has_truth = truth >= 0
+    label, member = "Training images", is_train & has_truth
+    if not member.any():
+        label, member = "Test images", ~is_train & has_truth
+    true_names = [*task.known, *task.novel]
+    names, places = sample.columns
+    counts = confusion(
+        np.where(member, truth, -1),
+        places[sample.output],
+        len(true_names),
+        len(names),
     )
-    (names, places), num_kept = sample.columns, len(sample.kept)
-    drawn = {}
-    for split, label, member in (
-        ("test", "Test images", test),
-        ("train", "Training images", ~test),
-    ):
-        truth = np.where(member, all_truth, -1)
-        counts = confusion(truth, places[sample.output], len(true_names), len(names))
-        # nobody is right to be rejected
-        matching = joint_matching(counts[:, :num_kept], num_known)
-        title = f"{label}, all classes (task-agnostic, joint matching)"
-        drawn[f"{split}-joint"] = charts.matrix(
-            title, counts, (true_names, names), matching, num_known
-        )
-        if (truth >= num_known).any() and num_kept > num_known:
-            own, num_novel = places[sample.own] - num_known, num_kept - num_known
-            of_novel = np.maximum(truth - num_known, -1)
-            counts = confusion(of_novel, own, len(task.novel), len(names) - num_known)
-            title, matching = (
-                f"{label}, novel classes only (task-aware)",
-                hungarian(counts[:, :num_novel]),
-            )
-            drawn[f"{split}-novel"] = charts.matrix(
-                title, counts, (task.novel, names[num_known:]), matching
-            )
-    return {key: figure for key, figure in drawn.items() if figure is not None}
+    # the column of rejected rows, if there is one, is right for no class
+    matching = joint_matching(counts[:, : len(sample.kept)], task.num_known)
+    title = f"{label}, all classes (task-agnostic, joint matching)"
+    return charts.matrix(title, counts, (true_names, names), matching, task.num_known)
 
 
-def _maps(
+def _map(
     task: Task,
     sample: Sample,
-    all_truth: np.ndarray,
+    all_truth: NDArray[np.int64],
     album: Album,
     seed: int,
-    data: dict[str, Any],
 ) -> dict[str, Any]:
-    """Maps of a few rows, their dots for each coloring, and in ``data`` what the
-    script reads.
+    """Draw the t-SNE map of the features of a few rows.
+
+    Returns:
+        ``map``, None where there are too few rows or all features are the same;
+        ``layers``, the dots for each coloring; and ``points``, what the script of the
+        page reads.
     """
-    points = charts.choose_points(len(sample.index), seed)
-    features, novel, over = sample.features[points], sample.novel[points], sample.over
-    logits = np.concatenate(
-        [sample.known[points], novel.reshape(len(points), -1)], axis=1
-    )
-    heads = (
-        f"Logits of the known head and of {plural(sample.num_heads, 'cluster head')},"
-        " side by side."
-    )
-    spaces = {
-        "Shared feature space": (
-            f"Encoder output, {features.shape[1]} dimensions.",
-            features,
-        ),
-        "Cluster-head logits": (heads, logits),
-    }
-    if over is not None:
-        caption = (
-            f"{plural(over.shape[1], 'overclustering head')},"
-            f" {plural(over.shape[2], 'cluster')} each."
-        )
-        spaces["Overclustering-head logits"] = (
-            caption,
-            over[points].reshape(len(points), -1),
-        )
-    drawn = {
-        title: charts.draw_map(title, *space, seed) for title, space in spaces.items()
-    }
-    maps = [m for m in drawn.values() if m is not None]
-    left_out = [
-        title
-        for title, m in drawn.items()
-        if m is None and len(points) >= charts.MIN_POINTS
-    ]
-    if not maps:
-        return {"left_out": left_out}
-    num_known, (names, places), true_names = (
-        task.num_known,
-        sample.columns,
-        [*task.known, *task.novel],
-    )
-    truth, output = all_truth[points], places[sample.output[points]]
+    chosen = charts.choose_points(len(sample.index), seed)
+    features = sample.features[chosen]
+    caption = f"Encoder output, {features.shape[1]} dimensions."
+    drawn = charts.draw_map("Feature space", caption, features, seed)
+    if drawn is None:
+        return {"map": None}
+    num_known, true_names = task.num_known, [*task.known, *task.novel]
+    names, places = sample.columns
+    truth, output = all_truth[chosen], places[sample.output[chosen]]
     # Discovered classes count colors up, known ones down: few of both share none.
     known_colors = [charts.COLORS - 1 - i % charts.COLORS for i in range(num_known)]
     layers = {}
@@ -328,21 +294,20 @@ def _maps(
         colors = known_colors + [
             (m if m >= 0 else i) % charts.COLORS for i, m in enumerate(matching)
         ]
-        layers["true"] = charts.map_groups(truth, true_names, num_known, colors, maps)
+        layers["true"] = charts.map_groups(
+            truth, true_names, num_known, colors, drawn.xy
+        )
     colors = known_colors + [i % charts.COLORS for i in range(len(names) - num_known)]
-    layers["predicted"] = charts.map_groups(output, names, num_known, colors, maps)
-    sheet, side = album.sheet(points)
-    ids, known = (
-        task.rows.ids,
-        np.where(truth >= 0, truth < num_known, output < num_known),
-    )
-    data["maps"] = {
-        "xy": [m.xy.ravel().tolist() for m in maps],
-        "ids": [visible(ids[i], 60) for i in sample.index[points]],
+    layers["predicted"] = charts.map_groups(output, names, num_known, colors, drawn.xy)
+    sheet, side = album.sheet(chosen)
+    is_known = np.where(truth >= 0, truth < num_known, output < num_known)
+    points = {
+        "xy": drawn.xy.ravel().tolist(),
+        "ids": [visible(task.rows.ids[i], 60) for i in sample.index[chosen]],
         "truth": truth.tolist(),
         "output": output.tolist(),
-        "known": known.astype(int).tolist(),
-        "confidence": sample.confidence[points].round(3).tolist(),
+        "known": is_known.astype(int).tolist(),
+        "confidence": sample.confidence[chosen].round(3).tolist(),
         "true_names": [visible(name, 60) for name in true_names],
         "names": [visible(name, 60) for name in names],
         "sheet": sheet,
@@ -350,9 +315,4 @@ def _maps(
         "columns": SHEET_COLUMNS,
         "extent": charts.EXTENT,
     }
-    return {
-        "maps": maps,
-        "left_out": left_out,
-        "layers": layers,
-        "num_points": len(points),
-    }
+    return {"map": drawn, "layers": layers, "points": points}

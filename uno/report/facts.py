@@ -129,7 +129,7 @@ def estimate_chart(facts: RunData) -> Chart | None:
     series = [
         Series(label, list(zip(ks, stored[key], strict=False)))
         for key, label in (
-            ("f1", "pair F1"),
+            ("f1", "mean F1 of classes"),
             ("acc", "accuracy"),
             ("cvi", "silhouette"),
         )

@@ -112,7 +112,7 @@ def _panels(
         for title, data in spaces.items()
     ]
     return [
-        (m, map_groups(truth, names, task.num_known, colors, [m]))
+        (m, map_groups(truth, names, task.num_known, colors, m.xy))
         for m in drawn
         if m is not None
     ]

@@ -87,9 +87,9 @@ def test_hostile_names_are_inert_and_nothing_is_asked_for(hostile):
         visible(name) in page.text for name in HOSTILE
     )
     assert not any(char in html for char in "\u202e\u2028\u2029\x00\x1b")
-    maps = page.data()["maps"]
-    assert "</script>" in maps["true_names"][0]
-    assert len(maps["ids"]) == len(maps["truth"]) == len(maps["xy"][0]) // 2
+    points = page.data()["map"]
+    assert "</script>" in points["true_names"][0]
+    assert len(points["ids"]) == len(points["truth"]) == len(points["xy"]) // 2
     policy = next(
         a["content"]
         for _, a in page.tags
@@ -130,7 +130,7 @@ def test_page_is_complete_without_scripts(hostile):
         "classes",
         "results",
         "confusion",
-        "maps",
+        "map",
         "training",
         "known",
         "bad",
@@ -183,8 +183,7 @@ def test_page_without_truth_metrics_or_test_split(tmp_path):
         key: value for key, value in METRICS.items() if not key.startswith("test/")
     }
     page = written(write_run(tmp_path / "split", CONFIG, task, metrics), task)
-    figures = {attrs["data-matrix"] for _, attrs in page.tags if "data-matrix" in attrs}
-    assert figures == {"train-joint", "train-novel"} and "Test images" not in page.text
+    assert page.data()["matrix"] and "Test images" not in page.text
 
 
 @pytest.mark.parametrize("damage", ["missing", "damaged", "unreadable"])
@@ -240,7 +239,7 @@ def test_page_without_data_and_on_a_sample(tmp_path, monkeypatch):
     page = written(storage, None, note=note)
     assert (
         "fingerprint differs" in page.text
-        and "maps" not in page.ids()
+        and "map" not in page.ids()
         and "run" in page.ids()
     )
     config = small_config(**{"data.limit": 100})
@@ -248,7 +247,7 @@ def test_page_without_data_and_on_a_sample(tmp_path, monkeypatch):
     monkeypatch.setattr("uno.report.sample.MAX_ROWS_CPU", 60)
     page = written(write_run(tmp_path / "sample", config, task), task, config=config)
     assert "in a random sample of 60" in " ".join(page.text.split())
-    assert len(page.data()["maps"]["ids"]) == 60
+    assert len(page.data()["map"]["ids"]) == 60
 
 
 def test_rows_that_cannot_be_read_make_no_sample():

@@ -86,7 +86,7 @@ def test_both_figures(drawn, tmp_path):
     ]
     assert [g["kind"] for g in four.panels[0][1]] == ["known"] * 5 + ["novel"] * 5
     assert {g["kind"] for _, groups in appendix.panels for g in groups} == {"novel"}
-    assert sum(g["paths"][0].count("M") for g in four.panels[0][1]) == 120
+    assert sum(g["path"].count("M") for g in four.panels[0][1]) == 120
     # a missing run leaves its maps out
     (tmp_path / todo[1].name / "metrics.json").unlink()
     four, appendix = figures.draw(todo, tmp_path, said.append)

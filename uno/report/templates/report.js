@@ -4,9 +4,10 @@
   document.documentElement.classList.add("scripted");
   const data = JSON.parse(document.getElementById("data").textContent);
 
-  // -------------------------------------------------------------------------------------------- heat maps
-  for (const svg of document.querySelectorAll("svg.matrix")) {
-    const figure = data.matrices[svg.dataset.matrix];
+  // --------------------------------------------------------------------------------------------- heat map
+  const svg = document.querySelector("svg.matrix");
+  if (svg && data.matrix) {
+    const figure = data.matrix;
     const cell = +svg.dataset.cell, left = +svg.dataset.left, top = +svg.dataset.top;
     const readout = svg.closest("details").querySelector(".readout");
     const cursor = svg.querySelector(".cursor");
@@ -45,57 +46,53 @@
     });
   }
 
-  // ------------------------------------------------------------------------------------------------- maps
-  const maps = data.maps;
+  // -------------------------------------------------------------------------------------------------- map
+  const map = data.map;
   const box = document.querySelector(".mapbox");
-  if (maps && box) {
+  if (map && box) {
     const hover = box.querySelector(".hover");
     const thumb = hover.querySelector(".thumb"), words = hover.querySelector(".words");
-    const lines = Math.ceil(maps.ids.length / maps.columns);
+    const lines = Math.ceil(map.ids.length / map.columns);
     const novelOnly = document.getElementById("novel-only");
     document.body.append(hover);
-    if (maps.sheet) thumb.style.backgroundImage = `url(${maps.sheet})`;
+    if (map.sheet) thumb.style.backgroundImage = `url(${map.sheet})`;
     else thumb.hidden = true; // rows without pictures
-    thumb.style.backgroundSize = `${56 * maps.columns}px ${56 * lines}px`;
-    if (maps.side <= 16) thumb.style.imageRendering = "pixelated";
+    thumb.style.backgroundSize = `${56 * map.columns}px ${56 * lines}px`;
+    if (map.side <= 16) thumb.style.imageRendering = "pixelated";
 
     const describe = (i) => {
-      const truth = maps.truth[i] >= 0 ? `true ${maps.true_names[maps.truth[i]]}\n` : "";
-      return `${maps.ids[i]}\n${truth}predicted ${maps.names[maps.output[i]]}, ${(100 * maps.confidence[i]).toFixed(1)}%`;
+      const truth = map.truth[i] >= 0 ? `true ${map.true_names[map.truth[i]]}\n` : "";
+      return `${map.ids[i]}\n${truth}predicted ${map.names[map.output[i]]}, ${(100 * map.confidence[i]).toFixed(1)}%`;
     };
-    const nearest = (xy, x, y) => {
+    const nearest = (x, y) => {
       let best = -1, distance = 30 * 30;
-      for (let i = 0; i < maps.ids.length; i++) {
-        if (novelOnly.checked && maps.known[i]) continue;
-        const d = (xy[2 * i] - x) ** 2 + (xy[2 * i + 1] - y) ** 2;
+      for (let i = 0; i < map.ids.length; i++) {
+        if (novelOnly.checked && map.known[i]) continue;
+        const d = (map.xy[2 * i] - x) ** 2 + (map.xy[2 * i + 1] - y) ** 2;
         if (d < distance) { distance = d; best = i; }
       }
       return best;
     };
-    const pins = [...box.querySelectorAll(".pin")];
+    const drawing = box.querySelector("svg.map"), pin = drawing.querySelector(".pin");
     const hide = () => {
       hover.hidden = true;
-      for (const pin of pins) pin.setAttribute("visibility", "hidden");
+      pin.setAttribute("visibility", "hidden");
     };
-    for (const svg of box.querySelectorAll("svg.map")) {
-      svg.addEventListener("pointermove", (event) => {
-        const area = svg.getBoundingClientRect(), scale = maps.extent / area.width;
-        const i = nearest(maps.xy[+svg.dataset.map], (event.clientX - area.left) * scale, (event.clientY - area.top) * scale);
-        if (i < 0) return hide();
-        pins.forEach((pin, m) => { // the same image in every map
-          pin.setAttribute("cx", maps.xy[m][2 * i]);
-          pin.setAttribute("cy", maps.xy[m][2 * i + 1]);
-          pin.setAttribute("visibility", "visible");
-        });
-        thumb.style.backgroundPosition = `${-56 * (i % maps.columns)}px ${-56 * Math.floor(i / maps.columns)}px`;
-        words.textContent = describe(i);
-        hover.hidden = false;
-        const x = Math.min(event.pageX + 14, scrollX + document.documentElement.clientWidth - hover.offsetWidth - 8);
-        hover.style.left = `${Math.max(8, x)}px`;
-        hover.style.top = `${event.pageY + 14}px`;
-      });
-      svg.addEventListener("pointerleave", hide);
-    }
+    drawing.addEventListener("pointermove", (event) => {
+      const area = drawing.getBoundingClientRect(), scale = map.extent / area.width;
+      const i = nearest((event.clientX - area.left) * scale, (event.clientY - area.top) * scale);
+      if (i < 0) return hide();
+      pin.setAttribute("cx", map.xy[2 * i]);
+      pin.setAttribute("cy", map.xy[2 * i + 1]);
+      pin.setAttribute("visibility", "visible");
+      thumb.style.backgroundPosition = `${-56 * (i % map.columns)}px ${-56 * Math.floor(i / map.columns)}px`;
+      words.textContent = describe(i);
+      hover.hidden = false;
+      const x = Math.min(event.pageX + 14, scrollX + document.documentElement.clientWidth - hover.offsetWidth - 8);
+      hover.style.left = `${Math.max(8, x)}px`;
+      hover.style.top = `${event.pageY + 14}px`;
+    });
+    drawing.addEventListener("pointerleave", hide);
 
     for (const legend of box.querySelectorAll(".legend")) {
       const layer = legend.dataset.layer;
