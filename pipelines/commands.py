@@ -306,7 +306,7 @@ def report(argv: Sequence[str]) -> int:
     options = parse(argv, REPORT)
     from pipelines.jobs import OnRay
     from uno.data.files import Storage
-    from uno.report.contents import open_task, write_report
+    from uno.report.report import open_task, write_report
     from uno.runs.hardware import local_device
     from uno.session.console import print_line
     from uno.session.resolve import stored_config
@@ -317,13 +317,13 @@ def report(argv: Sequence[str]) -> int:
     task, note = open_task(config, storage)
     if note:
         print_line(f"warning: {note}")
-    look = None
+    make_decoder = None
     if task is not None and options.overrides.get("compute.num_workers"):
-        look = partial(OnRay().decoder, config, storage, task.rows)
-    print_line(
-        "report:"
-        f" {write_report(config, storage, task, device=device, note=note, look=look)}"
+        make_decoder = partial(OnRay().decoder, config, storage, task.rows)
+    path = write_report(
+        config, storage, task, device=device, note=note, make_decoder=make_decoder
     )
+    print_line(f"report: {path}")
     return 0
 
 

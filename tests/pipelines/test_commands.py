@@ -310,7 +310,7 @@ def test_a_missing_device_or_weights_are_named_before_data_is_read(
     finished, tmp_path, capsys, monkeypatch
 ):
     """Kills: minutes of a pass over the data, then the line."""
-    for module in ("uno.session.data", "uno.session.predict", "uno.report.contents"):
+    for module in ("uno.session.data", "uno.session.predict", "uno.report.report"):
         monkeypatch.setattr(
             f"{module}.read_rows", lambda _: pytest.fail("data is read")
         )

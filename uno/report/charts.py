@@ -12,20 +12,29 @@ from uno.data.plan import REPORT_MAP
 from uno.results.metrics import Counts
 from uno.text import visible
 
-WIDTH, HEIGHT, WIDE = 360, 150, 720
-MAX_CURVE_POINTS, COLORS = 300, 10
+WIDTH, HEIGHT, WIDE = 360, 150, 720  # pixels of a line chart, and of a wide one
+MAX_CURVE_POINTS = 300
+COLORS = 10
 LEVELS = 10  # shades of a heat map
 MAX_MATRIX = 160  # classes or outputs up to which one is drawn
 MAX_POINTS = 1_500  # of a map
 # Half of scikit-learn's default, in half of its time. The trustworthiness of a map of
 # the digits is .9924, and .9927 with 1,000 steps.
 TSNE_STEPS = 500
-MIN_POINTS, PCA_DIMENSIONS = 10, 50
+MIN_POINTS = 10
+PCA_DIMENSIONS = 50
 EXTENT = 1000  # coordinates of a map are integers in [0, EXTENT]
 
 
 class Series(NamedTuple):
-    """A curve to draw; ``kind`` is its style, by default a color."""
+    """A curve to draw.
+
+    Attributes:
+        name: Name for the legend.
+        points: Pairs (x, y), in the order in which they are connected.
+        kind: CSS class of its style, by default one of the colors.
+        opacity: 0 to 1.
+    """
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -34,7 +43,7 @@ class Series(NamedTuple):
 
 
 class Dot(NamedTuple):
-    """A mark in a line chart and the words a pointer finds there."""
+    """A mark in a line chart, with the text that a pointer shows."""
 
     x: float
     y: float
@@ -43,7 +52,15 @@ class Dot(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A drawn curve: name, style, SVG path, last value as text."""
+    """A curve in the coordinates of a drawing.
+
+    Attributes:
+        name: Name for the legend.
+        kind: CSS class of its style.
+        path: SVG path.
+        last: The last value as text.
+        opacity: 0 to 1.
+    """
 
     name: str
     kind: str
@@ -53,7 +70,7 @@ class Line(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """A drawing of ``width`` x ``height``; ticks are (position, label)."""
+    """A line chart in pixels; ticks are pairs of position and label."""
 
     title: str
     x_label: str
@@ -76,8 +93,20 @@ def line_chart(
     x_ticks: Sequence[tuple[float, str]] | None = None,
     width: int = WIDTH,
 ) -> Chart | None:
-    """A chart of the finite points; None if there are none. By default ranges are
-    theirs, y from zero on.
+    """Draw the finite points of some series.
+
+    Args:
+        title: Title of the chart.
+        x_label: Label of the x axis.
+        series: The curves.
+        dots: Further marks.
+        x_range: Ends of the x axis, by default those of the points.
+        y_range: Ends of the y axis, by default those of the points and zero.
+        x_ticks: Positions and labels on the x axis, by default round numbers.
+        width: Width in pixels.
+
+    Returns:
+        The chart, or None if there are no finite points.
     """
     kept = [
         s._replace(points=[p for p in s.points if all(map(math.isfinite, p))])
@@ -129,7 +158,7 @@ def line_chart(
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """About four round numbers in [low, high]."""
+    """Return about four round numbers in [low, high]."""
     raw = (high - low) / 4
     power = 10.0 ** math.floor(math.log10(raw))
     step = power * min((1, 2, 5, 10), key=lambda m: abs(m * power - raw))
@@ -144,9 +173,21 @@ def matrix(
     matching: Counts,
     num_known: int = 0,
 ) -> dict[str, Any] | None:
-    """Heat map of counts (R, P), true classes x outputs, in the order of their
-    matching; None without rows or too large. ``shades`` are (opacity, path of unit
-    squares), ``numbers`` (x, y, count, light text?).
+    """Draw a confusion matrix as a heat map.
+
+    Args:
+        title: Title of the drawing.
+        counts: Counts (R, P) of true classes and outputs.
+        names: Names of the true classes, and of the outputs.
+        matching: Output (R,) that is matched with each true class, or -1.
+        num_known: Number of known classes, which come first in both.
+
+    Returns:
+        The drawing with its columns in the order of the matching, or None if all counts
+        are 0 or there are more than ``MAX_MATRIX`` classes. ``shades`` are pairs of
+        opacity and a path of unit squares; ``numbers`` are x, y, count and whether the
+        text is light; ``cells`` are row, column and count; ``confusions`` are the true
+        class, output, count and share of the ten largest errors.
     """
     total = int(counts.sum())
     if not total or max(counts.shape) > MAX_MATRIX:
@@ -193,7 +234,14 @@ def matrix(
 
 
 class Map(NamedTuple):
-    """Points int (P, 2) in the plane, and how they were placed."""
+    """A map of P points.
+
+    Attributes:
+        title: Title of the map.
+        caption: How the points were placed.
+        xy: Coordinates (P, 2) in [0, extent].
+        extent: Side of the map.
+    """
 
     title: str
     caption: str
@@ -202,7 +250,7 @@ class Map(NamedTuple):
 
 
 def choose_points(num_rows: int, seed: int) -> NDArray[np.int64]:
-    """At most MAX_POINTS of ``num_rows`` positions, ascending, uniformly drawn."""
+    """Draw at most MAX_POINTS of ``num_rows`` positions, in ascending order."""
     return np.sort(
         np.random.default_rng([seed, REPORT_MAP]).permutation(num_rows)[:MAX_POINTS]
     )
@@ -211,8 +259,10 @@ def choose_points(num_rows: int, seed: int) -> NDArray[np.int64]:
 def draw_map(
     title: str, caption: str, data: NDArray[np.float32], seed: int
 ) -> Map | None:
-    """PCA, then t-SNE, of data (P, D); None for fewer than MIN_POINTS points, or
-    where all coincide.
+    """Place the rows of data (P, D) in the plane, by PCA and then t-SNE.
+
+    Returns:
+        The map, or None for fewer than MIN_POINTS rows or rows that are all the same.
     """
     from sklearn.decomposition import PCA
     from sklearn.manifold import TSNE

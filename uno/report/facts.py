@@ -1,4 +1,4 @@
-"""What the directory of a run says."""
+"""What the directory of a run records: metrics, environment, journal and settings."""
 
 import math
 import shlex
@@ -23,8 +23,16 @@ from uno.text import plural
 
 @dataclass(frozen=True)
 class RunData:
-    """A run directory's contents; ``bad`` are (id, reason) of images, ``unreadable``
-    names damaged files.
+    """The content of a run directory, except for its model.
+
+    Attributes:
+        metrics: The metrics of the run, flat.
+        environment: Command, versions and hardware.
+        journal: The lines of ``metrics.jsonl``, in order.
+        bad: Identifier and reason of each image that could not be read.
+        config_yaml: The stored configuration as text.
+        estimate: The estimated number of classes, empty without an estimate.
+        unreadable: Names of damaged files.
     """
 
     metrics: dict[str, float] = field(default_factory=dict)
@@ -36,16 +44,16 @@ class RunData:
     unreadable: tuple[str, ...] = ()
 
     def entries(self, phase: str) -> list[dict[str, Any]]:
-        """The journal's lines of a phase."""
+        """Return the lines of the journal that belong to a phase."""
         return [entry for entry in self.journal if entry.get("phase") == phase]
 
     @property
     def has_trained(self) -> bool:
-        """Whether any phase took a step."""
+        """Whether any phase took a training step."""
         return any(entry.get("step", 0) for entry in self.journal)
 
     def head_losses(self) -> list[list[float]]:
-        """Per epoch of the discovery phase, the cluster loss of every head."""
+        """Return the cluster loss of each head, for each epoch of discovery."""
         losses = [entry.get("head_losses") for entry in self.entries("discover")]
         rows = [
             row for row in losses if isinstance(row, list) and all(map(is_number, row))
@@ -54,46 +62,47 @@ class RunData:
 
 
 def read_facts(storage: Storage, metrics: Mapping[str, float] | None = None) -> RunData:
-    """Read what is there, ``metrics`` unless they are given."""
+    """Read the files of a run directory; missing and damaged files count as empty.
+
+    Args:
+        storage: The directory.
+        metrics: Metrics to use instead of the stored ones.
+    """
     unreadable: list[str] = []
 
-    def read(name: str, nothing: Any) -> Any:
-        """What a file holds (lines, a mapping or text, as ``nothing``); ``nothing``
-        where that fails.
-        """
-        found: Any = None
+    def read(name: str, empty: Any) -> Any:
+        """Read a file: a list of lines, a mapping or text, as ``empty`` is."""
+        content: Any = None
         with suppress(StorageError, ValueError):
-            if isinstance(nothing, list):
-                found = read_journal(storage, name)
+            if isinstance(empty, list):
+                content = read_journal(storage, name)
             else:
-                text = (
-                    storage.read(name).decode(errors="replace")
-                    if storage.exists(name)
-                    else ""
-                )
-                found = parse_json(text or "{}") if isinstance(nothing, dict) else text
-        if isinstance(found, type(nothing)):
-            return found
+                text = ""
+                if storage.exists(name):
+                    text = storage.read(name).decode(errors="replace")
+                content = parse_json(text or "{}") if isinstance(empty, dict) else text
+        if isinstance(content, type(empty)):
+            return content
         unreadable.append(name)
-        return nothing
+        return empty
 
     results = read(runs.RESULTS_FILE, {}) if metrics is None else metrics
     return RunData(
-        {key: float(value) for key, value in results.items() if is_number(value)},
-        read(runs.ENVIRONMENT_FILE, {}),
-        read(runs.METRICS_FILE, []),
-        [
+        metrics={k: float(value) for k, value in results.items() if is_number(value)},
+        environment=read(runs.ENVIRONMENT_FILE, {}),
+        journal=read(runs.METRICS_FILE, []),
+        bad=[
             (name_bad(entry), str(entry.get("reason", "")))
             for entry in read(BAD_SAMPLES, [])
         ],
-        read(runs.CONFIG_FILE, ""),
-        read(runs.ESTIMATE_FILE, {}),
-        tuple(unreadable),
+        config_yaml=read(runs.CONFIG_FILE, ""),
+        estimate=read(runs.ESTIMATE_FILE, {}),
+        unreadable=tuple(unreadable),  # filled by the calls above
     )
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a value of a JSON file is a finite number."""
+    """Return whether a value of a JSON file is a finite number."""
     return (
         isinstance(value, int | float)
         and not isinstance(value, bool)
@@ -102,27 +111,28 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def curves(facts: RunData) -> list[Chart]:
-    """Loss and learning rate of every phase there was, and the loss of every head."""
-    drawn = []
+    """Draw loss and learning rate of each phase, and the loss of each head."""
+    charts = []
     for phase, title in runs.PHASES.items():
         for key, name in (("loss", "loss"), ("lr", "learning rate")):
             pairs = [
                 (entry.get("step"), entry.get(key)) for entry in facts.entries(phase)
             ]
-            series = Series(
-                name, [(x, y) for x, y in pairs if is_number(x) and is_number(y)]
+            points = [(x, y) for x, y in pairs if is_number(x) and is_number(y)]
+            charts.append(
+                line_chart(f"{title}: {name}", "step", [Series(name, points)])
             )
-            drawn.append(line_chart(f"{title}: {name}", "step", [series]))
-    heads = enumerate(zip(*facts.head_losses(), strict=True), 1)
-    series_of_heads = [
-        Series(f"head {head}", list(enumerate(losses, 1))) for head, losses in heads
+    losses_of_heads = zip(*facts.head_losses(), strict=True)
+    heads = [
+        Series(f"head {head}", list(enumerate(losses, 1)))
+        for head, losses in enumerate(losses_of_heads, 1)
     ]
-    drawn.append(line_chart("Cluster loss of each head", "epoch", series_of_heads))
-    return [chart for chart in drawn if chart is not None]
+    charts.append(line_chart("Cluster loss of each head", "epoch", heads))
+    return [chart for chart in charts if chart is not None]
 
 
 def estimate_chart(facts: RunData) -> Chart | None:
-    """The curves of ``uno estimate-classes`` over k, where the run has them."""
+    """Draw the curves of ``uno estimate-classes`` over k, if the run has them."""
     ks, stored = facts.estimate.get("ks"), facts.estimate.get("curves")
     if not isinstance(ks, list) or not isinstance(stored, dict):
         return None
@@ -142,39 +152,44 @@ def estimate_chart(facts: RunData) -> Chart | None:
 
 
 def times(config: Config, facts: RunData, task: Task | None) -> list[tuple[str, str]]:
-    """What each phase took, as label and text."""
-    found = []
+    """Return how long each phase took, as pairs of label and text."""
+    lines = []
     for phase, title in runs.PHASES.items():
-        if entries := facts.entries(phase):
-            size = config.train.batch_size
-            # a set smaller than a batch is one batch
-            if phase == runs.PRETRAIN and task is not None:
-                size = min(size, int((task.labels >= 0).sum()))
-            took, last = duration(training_seconds(entries, size)), entries[-1]
-            how_far = (
-                f"{plural(last.get('step', 0), 'step')},"
-                f" {plural(last.get('epoch', 0), 'epoch')}"
-            )
-            found.append((f"{title} time", f"{took} for {how_far}"))
-    return found
+        entries = facts.entries(phase)
+        if not entries:
+            continue
+        batch_size = config.train.batch_size
+        if phase == runs.PRETRAIN and task is not None:
+            # labeled rows that are fewer than a batch are one batch
+            batch_size = min(batch_size, int((task.labels >= 0).sum()))
+        last = entries[-1]
+        seconds = duration(training_seconds(entries, batch_size))
+        steps, epochs = last.get("step", 0), last.get("epoch", 0)
+        text = f"{seconds} for {plural(steps, 'step')}, {plural(epochs, 'epoch')}"
+        lines.append((f"{title} time", text))
+    return lines
 
 
 def training_seconds(entries: Sequence[dict[str, Any]], images_per_step: int) -> float:
-    """Wall time that the lines of a phase account for, from their images/s;
-    evaluation is not in it.
+    """Return the time of a phase's training steps, without evaluation.
+
+    Args:
+        entries: The lines of the phase, with ``step`` and ``images_per_s``.
+        images_per_step: Number of images of a step.
     """
-    seconds, before = 0.0, 0.0
+    seconds, previous_step = 0.0, 0.0
     for entry in entries:
         step, speed = entry.get("step", 0), entry.get("images_per_s", 0)
-        if is_number(step) and is_number(speed) and speed and step > before:
-            seconds += (step - before) * images_per_step / speed
-            before = step
+        if is_number(step) and is_number(speed) and speed and step > previous_step:
+            seconds += (step - previous_step) * images_per_step / speed
+            previous_step = step
     return seconds
 
 
 def command_line(config: Config) -> str:
-    """A short ``uno discover`` that leads to ``config``: its preset and every field
-    that differs from it.
+    """Return a short ``uno discover`` command that leads to ``config``.
+
+    It names the preset and each field that differs from the preset.
     """
     words = ["uno", "discover", "--preset", config.preset, "--recipe", config.recipe]
     base: Mapping[str, Any] = {}
@@ -182,23 +197,20 @@ def command_line(config: Config) -> str:
         start = preset(config.preset, config.recipe)
         base = flatten(to_dict(override(start, settings(config.method, config.preset))))
         base["method"] = start.method
-    # then there is no source to name; else it always is
-    folders = config.data.labeled is not None
+    has_folders = config.data.labeled is not None
+    always_named = {"data.source", "data.validation_fraction"}
+    never_named = {"preset", "recipe", "output"}
+    if has_folders:
+        never_named.add("data.source")
     for key, value in flatten(to_dict(config)).items():
-        if key in ("preset", "recipe", "output") or (key == "data.source" and folders):
+        if key in never_named:
             continue
-        if base.get(key, ...) != value or key in (
-            "data.source",
-            "data.validation_fraction",
-        ):
-            section, dot, leaf = key.replace("_", "-").rpartition(".")
-            if isinstance(value, bool):
-                words.append(
-                    f"--{section}.{leaf}" if value else f"--{section}.no-{leaf}"
-                )
-            else:
-                words += [
-                    f"--{section}{dot}{leaf}",
-                    *map(str, value if isinstance(value, list) else [value]),
-                ]
+        if key not in always_named and base.get(key, ...) == value:
+            continue
+        section, dot, leaf = key.replace("_", "-").rpartition(".")
+        if isinstance(value, bool):
+            words.append(f"--{section}.{leaf}" if value else f"--{section}.no-{leaf}")
+        else:
+            values = value if isinstance(value, list) else [value]
+            words += [f"--{section}{dot}{leaf}", *map(str, values)]
     return shlex.join(words)

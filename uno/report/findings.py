@@ -1,6 +1,4 @@
-"""What a sample says of the discovered classes: their sizes, how sure and how alike
-they are.
-"""
+"""Summaries of the discovered classes: sizes, certainty and similarity."""
 
 import math
 from collections.abc import Callable
@@ -17,17 +15,25 @@ from uno.data.splits import Task
 from uno.report.sample import Sample
 from uno.results.classes import Suggestion
 
-# likeness of classes that may be one; of digits found to 99 percent it is .29 at most
+# Similarity from which on two classes may be one. Digits that are found with 99 percent
+# accuracy have at most .29.
 SIMILAR = 0.5
-NUM_NEAREST = 3
+NUM_NEAREST = 3  # most similar classes that are kept for each class
 
 
 @dataclass(frozen=True, eq=False)
 class Cluster:
-    """One output of the best head and the unlabeled training rows it takes: median
-    ``confidence``, mean ``agreement``, ``majority`` (true class, share), and the known
-    and the discovered classes that it is most like, as (output, likeness), the most
-    similar first.
+    """A discovered class, by its unlabeled training rows in a sample.
+
+    Attributes:
+        output: Its output.
+        name: Its name.
+        count: Number of rows.
+        confidence: Median probability of the rows' class, 0 to 1.
+        agreement: Mean share of the heads that assign a row to this class, 0 to 1.
+        majority: The most frequent true class and its share, or None without truth.
+        like_known: The most similar known classes as (output, similarity).
+        like_novel: The most similar discovered classes, alike.
     """
 
     output: int
@@ -42,14 +48,22 @@ class Cluster:
 
 @dataclass(frozen=True, eq=False)
 class SampleSummary:
-    """What a sample says of the discovered classes; numbers over the unlabeled rows,
-    NaN without any.
+    """A summary of a sample of M rows. Numbers over no row are NaN.
 
-    ``truth`` (M,): index into known + true novel names or -1; ``agreement`` (M,): share
-    of heads that put a row into its class; ``pairs`` (H,H): share of rows that two
-    heads put into the same; ``unsure``: below one half; ``absorbed``: taken for known
-    classes; ``likeness`` (C,C) of all outputs, as
-    :func:`similar_by_cosine` has it.
+    Attributes:
+        truth: True class (M,) as an index into the known and then the novel classes,
+            or -1.
+        unlabeled: Mask (M,) of the unlabeled training rows, which the numbers below
+            are over.
+        agreement: Share (M,) of the heads that assign a row to its output.
+        pairs: Share (H, H) of the rows that two heads assign to the same output.
+        clusters: The discovered classes that are neither merged nor dropped.
+        num_unlabeled: Number of unlabeled training rows.
+        mean_agreement: Mean of ``agreement``.
+        median_confidence: Median probability of the rows' outputs.
+        unsure: Share of the rows whose probability is below one half.
+        absorbed: Share of the rows that are assigned to known classes.
+        likeness: Similarity (C, C) of all outputs, of :func:`class_similarity`.
     """
 
     truth: NDArray[np.int64]
@@ -66,89 +80,119 @@ class SampleSummary:
 
 
 def summarize(task: Task, sample: Sample) -> SampleSummary:
-    """Summarize ``sample``."""
+    """Summarize the predictions of a sample."""
     rows, output, num_known = sample.index, sample.output, task.num_known
     unlabeled = task.is_train[rows] & (task.labels[rows] < 0)
-    truth, true_names = task.eval_labels[rows], [*task.known, *task.novel]
+    truth = task.eval_labels[rows]
     agreement = (sample.votes == output[:, None]).mean(axis=1)
-    features, member = (
+    similarity = class_similarity(
         torch.from_numpy(sample.features),
-        torch.from_numpy(sample.member(task)),
-    )
-    likeness = class_similarity(features, member, len(sample.classes)).numpy()
+        torch.from_numpy(sample.classes_of_rows(task)),
+        len(sample.classes),
+    ).numpy()
     clusters = []
-    for k in (k for k in sample.kept if k >= num_known):
-        mine = unlabeled & (output == k)
-        counts = np.bincount(truth[mine & (truth >= 0)], minlength=1)
-        majority = (
-            (true_names[counts.argmax()], float(counts.max() / counts.sum()))
-            if counts.any()
-            else None
-        )
-        like_known, like_novel = (
-            nearest(likeness[k, :num_known]),
-            nearest(likeness[k, num_known:], num_known),
-        )
-        sure, agreed = (
-            _over(np.median, sample.confidence[mine]),
-            _over(np.mean, agreement[mine]),
-        )
-        name, count = sample.names[k], int(mine.sum())
+    for k in sample.kept:
+        if k < num_known:
+            continue
+        members = unlabeled & (output == k)
         clusters.append(
-            Cluster(k, name, count, sure, agreed, majority, like_known, like_novel)
+            Cluster(
+                output=k,
+                name=sample.names[k],
+                count=int(members.sum()),
+                confidence=_over(np.median, sample.confidence[members]),
+                agreement=_over(np.mean, agreement[members]),
+                majority=_majority(truth[members], [*task.known, *task.novel]),
+                like_known=nearest(similarity[k, :num_known]),
+                like_novel=nearest(similarity[k, num_known:], num_known),
+            )
         )
     votes, confidence = sample.votes[unlabeled], sample.confidence[unlabeled]
-    pairs = (votes[:, :, None] == votes[:, None, :]).sum(axis=0) / max(1, len(votes))
+    same = votes[:, :, None] == votes[:, None, :]  # (n, H, H)
     return SampleSummary(
-        truth,
-        unlabeled,
-        agreement,
-        pairs,
-        clusters,
-        len(votes),
-        _over(np.mean, agreement[unlabeled]),
-        _over(np.median, confidence),
-        _over(np.mean, confidence < 0.5),
-        _over(np.mean, output[unlabeled] < num_known),
-        likeness,
+        truth=truth,
+        unlabeled=unlabeled,
+        agreement=agreement,
+        pairs=same.sum(axis=0) / max(1, len(votes)),
+        clusters=clusters,
+        num_unlabeled=len(votes),
+        mean_agreement=_over(np.mean, agreement[unlabeled]),
+        median_confidence=_over(np.median, confidence),
+        unsure=_over(np.mean, confidence < 0.5),
+        absorbed=_over(np.mean, output[unlabeled] < num_known),
+        likeness=similarity,
     )
+
+
+def _majority(truth: NDArray[np.int64], names: list[str]) -> tuple[str, float] | None:
+    """Return the most frequent true class and its share of the rows with a truth."""
+    counts = np.bincount(truth[truth >= 0], minlength=1)
+    if not counts.any():
+        return None
+    return names[counts.argmax()], float(counts.max() / counts.sum())
 
 
 def _over(statistic: Callable[..., Any], values: NDArray[Any]) -> float:
+    """Return a statistic of the values, or NaN if there are none."""
     return float(statistic(values)) if len(values) else math.nan
 
 
-def class_similarity(features: Tensor, member: Tensor, num_classes: int) -> Tensor:
-    """How alike classes are, (C, C), by ``features`` (N, D) of rows that ``member``
-    int64 (N,) puts into them: cosines of their mean directions as seen from the middle
-    of all classes. 1: the same; 0 or less: no more alike than any two; -inf: itself, or
-    a class without rows.
+def class_similarity(features: Tensor, classes: Tensor, num_classes: int) -> Tensor:
+    """Measure how similar classes are, by the cosine of their centered means.
+
+    Args:
+        features: Features (N, D).
+        classes: Class int64 (N,) of each row, 0 to C - 1.
+        num_classes: Number of classes C.
+
+    Returns:
+        Cosines (C, C) of the directions of the class means, after the mean of all
+        classes was subtracted. 1 means identical, and 0 or less means no more similar
+        than two classes are on average. The diagonal, and classes without rows, are
+        minus infinity.
     """
-    groups = F.one_hot(member, num_classes).float()  # (N, C)
-    used = groups.any(dim=0)
-    means = F.normalize(groups.T @ F.normalize(features.float(), dim=-1), dim=-1)
-    centered = F.normalize(means - means[used].mean(dim=0), dim=-1)
+    member = F.one_hot(classes, num_classes).float()  # (N, C)
+    has_rows = member.any(dim=0)
+    means = F.normalize(member.T @ F.normalize(features.float(), dim=-1), dim=-1)
+    centered = F.normalize(means - means[has_rows].mean(dim=0), dim=-1)
     cosines = (centered @ centered.T).fill_diagonal_(-torch.inf)
-    return cosines.where(used[:, None] & used, -torch.inf)
+    return cosines.where(has_rows[:, None] & has_rows, -torch.inf)
 
 
-def nearest(likeness: NDArray[np.float32], start: int = 0) -> list[tuple[int, float]]:
-    """(output, likeness) of the most similar few; ``likeness`` (C',) is of the
-    outputs from ``start`` on.
+def nearest(
+    similarity: NDArray[np.float32], first_output: int = 0
+) -> list[tuple[int, float]]:
+    """Return the most similar outputs.
+
+    Args:
+        similarity: Similarities (C',) of consecutive outputs.
+        first_output: The output of the first similarity.
+
+    Returns:
+        At most ``NUM_NEAREST`` pairs of output and similarity, the most similar first.
     """
-    order = np.argsort(-likeness, kind="stable")[:NUM_NEAREST]
+    order = np.argsort(-similarity, kind="stable")[:NUM_NEAREST]
     return [
-        (start + int(i), float(likeness[i])) for i in order if np.isfinite(likeness[i])
+        (first_output + int(i), float(similarity[i]))
+        for i in order
+        if np.isfinite(similarity[i])
     ]
 
 
 def suggestions(sample: Sample, findings: SampleSummary) -> dict[int, Suggestion]:
-    """What every discovered class looks like, to somebody who has to name it."""
-    found = {}
-    for c in findings.clusters:
-        known, novel = (
-            tuple((sample.names[output], value) for output, value in like)
-            for like in (c.like_known, c.like_novel)
+    """Return for each discovered class what helps to name it.
+
+    Returns:
+        By output: the number of its rows, of all unlabeled rows, and the names of the
+        most similar known and discovered classes.
+    """
+
+    def named(pairs: list[tuple[int, float]]) -> tuple[tuple[str, float], ...]:
+        return tuple((sample.names[output], value) for output, value in pairs)
+
+    return {
+        c.output: Suggestion(
+            c.count, findings.num_unlabeled, named(c.like_known), named(c.like_novel)
         )
-        found[c.output] = Suggestion(c.count, findings.num_unlabeled, known, novel)
-    return found
+        for c in findings.clusters
+    }

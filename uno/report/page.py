@@ -1,5 +1,7 @@
-"""What all pages share: frame, style and formats. Whatever a class or a file is
-called, it stays inert.
+"""The frame, style and number formats that all HTML pages share.
+
+Names of classes and files come from strangers. Everything is escaped, so that no name
+can become markup or a script.
 """
 
 import base64
@@ -23,8 +25,16 @@ def render(
     package: str = "uno.report",
     script: str = "",
 ) -> str:
-    """A page that forbids every request and foreign script; all of ``context`` is
-    escaped.
+    """Render a page that forbids every request and every script but its own.
+
+    Args:
+        template: Name of the template.
+        context: Values for the template, which are escaped.
+        package: Package with further templates.
+        script: Name of the script file, or an empty string.
+
+    Returns:
+        The page as text that can be encoded as UTF-8.
     """
     assets = resources.files("uno.report") / "templates"
     code = (assets / script).read_text("utf-8") if script else ""
@@ -66,17 +76,17 @@ def _environment(package: str) -> Environment:
 
 
 def count(number: float) -> str:
-    """``12,345``."""
+    """Return a number as ``12,345``."""
     return f"{number:,.0f}"
 
 
 def percent(fraction: float | None) -> str:
-    """A fraction as percent with one decimal; a dash where there is none."""
+    """Return a fraction as percent with one decimal, or a dash for None and NaN."""
     return "–" if fraction is None or fraction != fraction else f"{100 * fraction:.1f}"  # noqa: RUF001
 
 
 def duration(seconds: float) -> str:
-    """Seconds as ``48 s``, ``12 min`` or ``3 h 05 min``."""
+    """Return seconds as ``48 s``, ``12 min`` or ``3 h 05 min``."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

@@ -1,6 +1,4 @@
-"""Pictures as data URIs: a tile for every member of a class, and one sheet for the
-points of the maps.
-"""
+"""Pictures of a report as data URIs: tiles of classes, and one sheet for the map."""
 
 import os
 from collections.abc import Sequence
@@ -15,23 +13,28 @@ from uno.data.images import Image, evenly_spaced
 from uno.data.rows import Rows
 from uno.results.show import SMALL, data_uri, encode
 
-BUDGET_BYTES = 12_000_000  # of all tiles, as text in the page
-SHEET_BYTES = 700_000
+BUDGET_BYTES = 12_000_000  # size of all tiles, as text in the page
+SHEET_BYTES = 700_000  # size of the sheet
+# Sides and WebP qualities of tiles. The first pair with which all tiles fit the budget
+# is used. With the last pair, tiles are left out.
 SIZES = ((240, 60), (200, 55), (160, 50), (120, 50), (120, 30))
-"""Side and WebP quality of tiles: the first whose tiles fit the budget; with the
-last, some are left out.
-"""
-SHEET_SIDE, PREVIEW_SIDE = 24, 28
+SHEET_SIDE, PREVIEW_SIDE = 24, 28  # pixels
 SHEET_COLUMNS = 40
-NUM_PROBED = 24  # images that tell how large tiles will be
-# most confident rows of a class where there are no pictures; characters of one
-NUM_TEXTS, MAX_TEXT = 2, 300
+NUM_PROBED = 24  # images from which the size of all tiles is estimated
+NUM_PREVIEWED = 6  # pictures of a class in the table of classes
+NUM_TEXTS = 2  # rows of a class that the table shows where there are no pictures
+MAX_TEXT = 300  # characters of a row that is shown as text
 NUM_FIRST, NUM_LAST = 12, 6  # tiles of a class that are shown before it is opened
 
 
 class Tile(NamedTuple):
-    """An image, its position in the sample; "" for one that has none, and the row's
-    text or else id.
+    """A picture of a class.
+
+    Attributes:
+        row: Position in the sample.
+        uri: The picture as a data URI, or an empty string for rows without pictures.
+        text: The caption of the picture; for rows without pictures their text or
+            identifier.
     """
 
     row: int
@@ -40,8 +43,13 @@ class Tile(NamedTuple):
 
 
 class Gallery(NamedTuple):
-    """Tiles of a class by falling confidence: the first and last few, the rest, and
-    how many are left out.
+    """The tiles of a class, the most confident first.
+
+    Attributes:
+        first: The first few.
+        rest: Those between.
+        last: The last few.
+        left_out: Number of members without a tile.
     """
 
     first: list[Tile]
@@ -51,9 +59,22 @@ class Gallery(NamedTuple):
 
 
 class Album:
-    """Draws the members of classes, ``groups`` of positions in the sample: all of them
-    while tiles fit the budget, else as many of each class, evenly spaced in
-    ``confidence``. ``index`` (M,): rows of the sample; ``side``: of a tile.
+    """Draws the members of classes within a budget of bytes.
+
+    All members are drawn if they fit the budget. Otherwise each class has at most
+    ``most`` tiles, evenly spaced in confidence.
+
+    Args:
+        rows: The rows of the run.
+        index: Row numbers (M,) of the sample.
+        confidence: Probabilities (M,) of the rows' classes.
+        groups: Positions in the sample of the members of each class.
+
+    Attributes:
+        side: Side of a tile in pixels.
+        most: Largest number of tiles of a class.
+        is_whole: Whether all members are drawn.
+        num_bytes: Estimated size of all tiles.
     """
 
     def __init__(
@@ -63,45 +84,40 @@ class Album:
         confidence: NDArray[np.float32],
         groups: Sequence[NDArray[np.int64]],
     ) -> None:
-        pictures, self._confidence = rows.images.pictures(), confidence
+        pictures = rows.images.pictures()
+        self._confidence = confidence
         self._images = None if pictures is None else pictures.take(index)
         self._ids, self._captions = rows.ids.take(index), rows.images.captions(index)
-        sizes, total = [len(group) for group in groups], sum(map(len, groups))
-        probe = np.concatenate([*groups, np.arange(0)])
-        probe = probe[evenly_spaced(NUM_PROBED, total)]
-        sides = (
-            []
-            if self._images is None
-            else [_side(self._images[i]) for i in probe.tolist()]
-        )
+        sizes = [len(group) for group in groups]
+        total = sum(sizes)
+        members = np.concatenate([*groups, np.arange(0)])
+        probed = members[evenly_spaced(NUM_PROBED, total)].tolist()
+        sides = [] if self._images is None else [_side(self._images[i]) for i in probed]
         native = int(np.median(sides or [SIZES[0][0]]))
         fitting = [size for size in SIZES if size[0] <= native] or [(native, 85)]
+        mean_bytes = 1.0
         for self.side, self._quality in fitting:
-            mean = (
-                np.mean(
-                    [len(t.uri) + len(t.text) for t in map(self._tile, probe.tolist())]
-                )
-                if total
-                else 1
-            )
-            if mean * total <= BUDGET_BYTES:
+            if total:
+                tiles = [self._tile(i) for i in probed]
+                mean_bytes = float(np.mean([len(t.uri) + len(t.text) for t in tiles]))
+            if mean_bytes * total <= BUDGET_BYTES:
                 break
-        self.most = _cap(sizes, int(BUDGET_BYTES / mean))
-        num = sum(min(size, self.most) for size in sizes)
-        self.is_whole, self.num_bytes = num == total, int(mean * num)
+        self.most = _cap(sizes, int(BUDGET_BYTES / mean_bytes))
+        num_tiles = sum(min(size, self.most) for size in sizes)
+        self.is_whole = num_tiles == total
+        self.num_bytes = int(mean_bytes * num_tiles)
 
     @property
     def has_pictures(self) -> bool:
-        """Whether rows have pictures; else they are shown as text."""
+        """Whether rows have pictures. Other rows are shown as text."""
         return self._images is not None
 
     def gallery(self, members: NDArray[np.int64]) -> Gallery:
-        """Tiles of ``members``."""
+        """Return the tiles of a class, by the positions of its ``members``."""
         ranked = self._ranked(members)
         if len(ranked) > self.most:
-            ranked = ranked[
-                np.linspace(0, len(ranked) - 1, self.most).round().astype(int)
-            ]
+            chosen = np.linspace(0, len(ranked) - 1, self.most).round().astype(int)
+            ranked = ranked[chosen]
         threads = os.cpu_count() or 1
         tiles = list(prefetch_map(self._tile, ranked.tolist(), threads, 2 * threads))
         last = tiles[NUM_FIRST:][-NUM_LAST:]
@@ -109,18 +125,26 @@ class Album:
         return Gallery(tiles[:NUM_FIRST], rest, last, len(members) - len(tiles))
 
     def preview(self, members: NDArray[np.int64]) -> tuple[str, int, list[str]]:
-        """One picture of the most confident of ``members``, side by side, and how
-        many; or their texts.
+        """Show the most confident members of a class in one line of a table.
+
+        Returns:
+            One picture with the members side by side as a data URI, and their number;
+            or, for rows without pictures, their texts.
         """
-        ranked = self._ranked(members)[:6]
+        ranked = self._ranked(members)[:NUM_PREVIEWED]
         if self._images is None:
             return "", 0, [self._tile(i).text for i in ranked[:NUM_TEXTS].tolist()]
+        if not len(ranked):
+            return "", 0, []
         pixels = self._pixels(ranked, min(self.side, PREVIEW_SIDE))
-        return (encode(pixels, len(ranked), 80) if len(ranked) else ""), len(ranked), []
+        return encode(pixels, len(ranked), 80), len(ranked), []
 
     def sheet(self, positions: NDArray[np.int64]) -> tuple[str, int]:
-        """One picture of all ``positions`` within :data:`SHEET_BYTES`, and its side;
-        ("", 0): no pictures.
+        """Draw all ``positions`` on one sheet of about :data:`SHEET_BYTES`.
+
+        Returns:
+            The sheet as a data URI and the side of one picture in pixels, or
+            ``("", 0)`` for rows without pictures.
         """
         if self._images is None:
             return "", 0
@@ -153,17 +177,15 @@ class Album:
 
 
 def _side(image: Image) -> int:
-    """The shorter side in pixels."""
+    """Return the shorter side of an image in pixels."""
     try:
         return min(read_header(image)[1:])
-    except BadImage:  # gone since the model saw it
+    except BadImage:  # the file is gone since the run
         return SIZES[0][0]
 
 
 def _cap(sizes: Sequence[int], total: int) -> int:
-    """The most members of each group that may be shown, so that all groups' are at
-    most ``total``.
-    """
+    """Return how many members of each group fit if all groups share ``total`` tiles."""
     left, groups = total, sorted(sizes)
     for i, size in enumerate(groups):
         share = left // (len(groups) - i)

@@ -1,4 +1,4 @@
-"""What the model of a run says of a sample of its rows."""
+"""Predictions for a sample of the rows of a run, which its report shows."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,23 +23,33 @@ from uno.results.infer import (
 )
 from uno.runs import run
 
+# Rows in a sample: on a GPU or with features at hand; on the CPU, where 4,000 images of
+# 32 px take a minute or two through ResNet18; and on the CPU above 64 px.
 MAX_ROWS, MAX_ROWS_CPU, MAX_ROWS_CPU_LARGE = 20_000, 4_000, 2_500
-"""Rows looked at: on a GPU, or with features at hand; on two CPU cores, a minute or two
-with ResNet18 at 32 px; above 64 px.
-"""
 
 Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """M rows, of a task's ``num_rows``, and what the model says of them;
-    ``num_unreadable`` more were tried.
+    """M rows of a run with the predictions of its model.
 
-    ``index`` (M,); ``features`` (M,D); cosines ``known`` (M,C_l), ``novel`` (M,H,K),
-    every head's clusters in the order of the best head's, ``over`` (M,H,mK); ``votes``
-    (M,H): every head's output, as in predictions; ``own`` (M,): the best head's, were
-    all rows novel; ``confidence`` (M,) of the best head's; ``classes``: all outputs.
+    Clusters of all heads are numbered as those of the best head that they correspond
+    to. An output is a known class or a cluster of a head.
+
+    Attributes:
+        index: Numbers (M,) of the rows.
+        features: Outputs (M, D) of the encoder.
+        known: Cosines (M, C_l) to the prototypes of known classes.
+        novel: Cosines (M, H, K) to the prototypes of each cluster head.
+        over: Cosines (M, H, mK) of the overclustering heads, or None without them.
+        votes: The output (M, H) that each head assigns, as in predictions.
+        confidence: Probability (M,) of the best head's output.
+        best_head: The head with the lowest training loss.
+        classes: All outputs of the model, known ones first.
+        model_hash: Hash of the model, or an empty string while the run is unfinished.
+        num_rows: Number of rows from which the sample was drawn.
+        num_unreadable: Number of rows that were drawn and could not be read.
     """
 
     index: NDArray[np.int64]
@@ -48,7 +58,6 @@ class Sample:
     novel: Floats
     over: Floats | None
     votes: NDArray[np.int64]
-    own: NDArray[np.int64]
     confidence: Floats
     best_head: int
     classes: list[OutputClass]
@@ -58,20 +67,21 @@ class Sample:
 
     @property
     def names(self) -> list[str]:
-        """What predictions call each output."""
+        """The name of each output, as in predictions."""
         return [name for name, _ in called(self.classes)]
 
     @property
     def kept(self) -> list[int]:
-        """Outputs that are neither merged into another nor dropped, known ones
-        first.
-        """
+        """The outputs that are neither merged nor dropped, known ones first."""
         return [c.index for c in self.classes if c.into == c.index]
 
     @property
     def columns(self) -> tuple[list[str], NDArray[np.int64]]:
-        """Names of the kept outputs and, where something was dropped, of "rejected",
-        last; which of them each output is, -1 where it was merged.
+        """The columns of a confusion matrix.
+
+        They are the names of the kept outputs and, if an output was dropped, the name
+        of rejected images. The second value (outputs,) is the column of each output, or
+        -1 for an output that was merged into another one.
         """
         dropped = [c.index for c in self.classes if c.into is None]
         places = np.full(len(self.classes), -1, dtype=np.int64)
@@ -81,46 +91,53 @@ class Sample:
 
     @property
     def output(self) -> NDArray[np.int64]:
-        """(M,) the best head's votes."""
+        """The output (M,) that the best head assigns."""
         return self.votes[:, self.best_head]
 
-    def member(self, task: Task) -> NDArray[np.int64]:
-        """(M,) the class that a row is labeled with, else its output."""
+    def classes_of_rows(self, task: Task) -> NDArray[np.int64]:
+        """Return the class (M,) of each row: its label, or else its output."""
         labels = task.labels[self.index]
         return np.where(labels >= 0, labels, self.output)
 
     @property
     def num_heads(self) -> int:
-        """H."""
+        """Number of cluster heads H."""
         return self.votes.shape[1]
 
     @property
     def is_whole(self) -> bool:
-        """Whether no row was left out that can be read."""
+        """Whether the sample holds all rows that can be read."""
         return len(self.index) + self.num_unreadable == self.num_rows
 
 
 def choose_rows(task: Task, limit: int, seed: int) -> NDArray[np.int64]:
-    """At most ``limit`` row numbers, ascending: a uniform sample within labeled,
-    unlabeled and test rows.
+    """Draw at most ``limit`` rows.
+
+    Labeled, unlabeled and test rows keep their shares.
+
+    Returns:
+        Row numbers in ascending order.
     """
-    num = len(task.rows)
-    if num <= limit:
-        return np.arange(num)
-    generator, labeled = np.random.default_rng([seed, REPORT_SAMPLE]), task.labels >= 0
-    groups = map(np.flatnonzero, (labeled, task.is_train & ~labeled, ~task.is_train))
-    return np.sort(
-        np.concatenate(
-            [generator.permutation(g)[: int(limit * len(g) / num)] for g in groups]
-        )
-    )
+    num_rows = len(task.rows)
+    if num_rows <= limit:
+        return np.arange(num_rows)
+    generator = np.random.default_rng([seed, REPORT_SAMPLE])
+    is_labeled = task.labels >= 0
+    drawn = []
+    for mask in (is_labeled, task.is_train & ~is_labeled, ~task.is_train):
+        rows = np.flatnonzero(mask)
+        num_drawn = int(limit * len(rows) / num_rows)
+        drawn.append(generator.permutation(rows)[:num_drawn])
+    return np.sort(np.concatenate(drawn))
 
 
 def open_model(
     config: Config, storage: Storage, task: Task, device: torch.device | str
 ) -> Classifier:
-    """The model of a run: that in ``model/``, or while there is none that of the
-    newest checkpoint.
+    """Open the model of a run: the finished one, or else the newest checkpoint.
+
+    Raises:
+        StorageError: The directory holds neither.
     """
     with suppress(StorageError):
         model = load_classifier(storage, device)
@@ -136,16 +153,23 @@ def open_model(
 
 
 def score_sample(task: Task, model: Classifier, decode: Decode) -> Sample:
-    """What ``model`` says of as many rows as take a minute, clusters of heads
-    renumbered as in ``predictions.parquet``. ValueError: no image can be read.
+    """Predict as many rows as take about a minute.
+
+    Args:
+        task: The rows of the run.
+        model: Its model.
+        decode: Decodes rows for the model.
+
+    Raises:
+        ValueError: None of the drawn images can be read.
     """
-    config, best, size = model.config, model.best_head, model.size
-    num = MAX_ROWS_CPU if size <= 64 else MAX_ROWS_CPU_LARGE
-    ready = task.rows.images.prepared(np.arange(0))
-    # features are cheap
-    if model.device.type == "cuda" or (ready is not None and ready[0].ndim == 2):
-        num = MAX_ROWS
-    rows = choose_rows(task, num, config.seed)
+    best_head = model.best_head
+    limit = MAX_ROWS_CPU if model.size <= 64 else MAX_ROWS_CPU_LARGE
+    prepared = task.rows.images.prepared(np.arange(0))
+    has_features = prepared is not None and prepared[0].ndim == 2
+    if model.device.type == "cuda" or has_features:
+        limit = MAX_ROWS
+    rows = choose_rows(task, limit, model.config.seed)
     sampled = sample_logits(model, decode, rows, len(rows))
     if sampled is None:
         raise ValueError("no image of the data can be read")
@@ -154,26 +178,23 @@ def score_sample(task: Task, model: Classifier, decode: Decode) -> Sample:
     known, novel, alignment = logits.known[0], logits.novel[0], model.alignment
     if alignment is None:
         unlabeled = torch.from_numpy(task.is_train[index] & (task.labels[index] < 0))
-        alignment = align_heads(novel[:, unlabeled], best)
-    # (H, M, C)
-    found = outcomes(
-        known, novel, config.objective.temperature, model.classes, alignment
-    )
-    own = task.num_known + found[best, :, task.num_known :].argmax(dim=1)
+        alignment = align_heads(novel[:, unlabeled], best_head)
+    temperature = model.config.objective.temperature
+    # (H, M, outputs)
+    probabilities = outcomes(known, novel, temperature, model.classes, alignment)
     novel = novel.gather(2, alignment.cpu()[:, None].expand(novel.shape))  # (H, M, K)
     over = None if logits.over is None else logits.over[0].transpose(0, 1).numpy()
     return Sample(
-        index,
-        logits.features[0].numpy(),
-        known.numpy(),
-        novel.transpose(0, 1).numpy(),
-        over,
-        found.argmax(dim=2).T.numpy(),
-        own.numpy(),
-        found[best].amax(dim=1).numpy(),
-        best,
-        model.classes,
-        model.model_hash,
-        len(task.rows),
-        len(rows) - len(index),
+        index=index,
+        features=logits.features[0].numpy(),
+        known=known.numpy(),
+        novel=novel.transpose(0, 1).numpy(),
+        over=over,
+        votes=probabilities.argmax(dim=2).T.numpy(),
+        confidence=probabilities[best_head].amax(dim=1).numpy(),
+        best_head=best_head,
+        classes=model.classes,
+        model_hash=model.model_hash,
+        num_rows=len(task.rows),
+        num_unreadable=len(rows) - len(index),
     )

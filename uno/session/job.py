@@ -26,7 +26,7 @@ from uno.data.splits import Task
 from uno.encoder import require_encoder
 from uno.errors import ConfigError, StorageError
 from uno.methods import registry
-from uno.report.contents import open_task, write_report
+from uno.report.report import open_task, write_report
 from uno.results import predictions
 from uno.results.accuracy_table import format_table
 from uno.results.classes import (
@@ -203,17 +203,15 @@ def evaluate(
                 values, task = place_of(config, elsewhere).train(job, show, until)
             if values != before and storage.exists(REPORT):
                 with interrupt_on_signal("stopped; nothing was changed"):
-                    look, device = (
-                        _look(config, claim.storage, task, elsewhere),
-                        local_device(config),
-                    )
                     write_report(
                         config,
                         claim.storage,
                         task,
-                        device=device,
+                        device=local_device(config),
                         metrics=values,
-                        look=look,
+                        make_decoder=_report_decoder(
+                            config, claim.storage, task, elsewhere
+                        ),
                     )
         _write_results(claim.storage, values)
         if storage.exists(f"model/{CARD_FILE}"):
@@ -386,17 +384,22 @@ def _finish(
         print_line("predicting all images and writing the report")
         model, _ = predict_run(config, storage, task, model, elsewhere)
         _mark_measured(storage)
-        look, device = _look(config, storage, task, elsewhere), local_device(config)
         write_report(
-            config, storage, task, device=device, model=model, metrics=values, look=look
+            config,
+            storage,
+            task,
+            device=local_device(config),
+            model=model,
+            metrics=values,
+            make_decoder=_report_decoder(config, storage, task, elsewhere),
         )
     _write_results(storage, values)
 
 
-def _look(
+def _report_decoder(
     config: Config, storage: Storage, task: Task, elsewhere: Place | None
 ) -> Callable[[Classifier], Decode]:
-    """What shows rows to the model of a run for its report."""
+    """Return what makes the function that decodes rows for the report's model."""
     place = place_of(config, elsewhere) if ray_pays(task, elsewhere) else Place()
     return partial(place.decoder, config, storage, task.rows)
 

@@ -25,7 +25,7 @@ from uno.data.resident import keep_pixels
 from uno.data.sources import read_rows, recognize
 from uno.data.splits import labeled_rows, make_task
 from uno.data.stream import CropJob, crop_local, streaming_set
-from uno.report.contents import write_report
+from uno.report.report import write_report
 from uno.results.predictions import PredictionWriter, predict_rows, read_columns
 from uno.runs import run
 from uno.session.job import preflight

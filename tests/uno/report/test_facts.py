@@ -50,19 +50,18 @@ def sample_of(task: Task, outputs: np.ndarray, num_heads: int = 3) -> Sample:
     )
     classes = [OutputClass(i, name, "", i) for i, name in enumerate(names)]
     return Sample(
-        np.arange(num),
-        features,
-        known,
-        novel[:, None].repeat(num_heads, axis=1),
-        None,
-        outputs[:, None].repeat(num_heads, axis=1),
-        np.maximum(outputs, task.num_known),
-        np.full(num, 0.99, np.float32),
-        0,
-        classes,
-        "",
-        num,
-        0,
+        index=np.arange(num),
+        features=features,
+        known=known,
+        novel=novel[:, None].repeat(num_heads, axis=1),
+        over=None,
+        votes=outputs[:, None].repeat(num_heads, axis=1),
+        confidence=np.full(num, 0.99, np.float32),
+        best_head=0,
+        classes=classes,
+        model_hash="",
+        num_rows=num,
+        num_unreadable=0,
     )
 
 

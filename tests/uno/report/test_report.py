@@ -19,8 +19,8 @@ from uno.data.rows import Rows
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.report import charts, pictures
-from uno.report.contents import open_task, write_report
 from uno.report.page import percent
+from uno.report.report import open_task, write_report
 from uno.report.sample import Sample, open_model
 from uno.results.classes import read_edits, with_names
 from uno.results.infer import save_model

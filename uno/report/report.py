@@ -1,4 +1,4 @@
-"""What the report of a run shows, gathered for its template."""
+"""The HTML report of a run. Its parts are gathered here; a template renders them."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -30,6 +30,8 @@ from uno.results.trust import verdict
 from uno.runs import REPORT_FILE, directory
 from uno.text import visible
 
+REJECTED = -1  # key of the images of dropped classes, beside the outputs
+
 log = logging.getLogger(__name__)
 
 
@@ -42,188 +44,214 @@ def write_report(
     note: str = "",
     model: Classifier | None = None,
     metrics: Mapping[str, float] | None = None,
-    look: Callable[[Classifier], Decode] | None = None,
+    make_decoder: Callable[[Classifier], Decode] | None = None,
 ) -> str:
-    """Write ``report.html`` into a run directory and return its path; without a
-    ``task`` or a trained model it shows what is left. ``metrics``: those of a run that
-    has not written them yet; ``look``: what shows rows to the model, by default this
-    process.
+    """Write ``report.html`` into the directory of a run.
+
+    Without the data or without a trained model, the report shows what the directory
+    still holds.
+
+    Args:
+        config: The configuration of the run.
+        storage: Its directory.
+        task: Its rows, or None if the data is gone or has changed.
+        device: Where images are classified.
+        note: A sentence for the top of the report, such as why there is no ``task``.
+        model: The model of the run, by default the one in its directory.
+        metrics: The metrics of the run, by default those in its directory.
+        make_decoder: Returns the function that decodes rows for a model. By default
+            this process decodes them.
+
+    Returns:
+        The path or URI of the report.
     """
-    found, notes = facts.read_facts(storage, metrics), [note] if note else []
-    looked: dict[str, Any] = {
-        "sample": None,
-        "findings": None,
-        "cards": [],
-        "known_cards": [],
-    }
-    looked |= {"rejected": None, "matrix": None, "map": None, "data": {}}
+    run_data = facts.read_facts(storage, metrics)
+    notes = [note] if note else []
+    predicted = NOTHING_PREDICTED
     if task is not None:
         try:
-            model = (
-                open_model(config, storage, task, device)
-                if model is None
-                else model.to(device)
-            )
-            decode = (
-                look(model)
-                if look
-                else decoder(model, task.rows, config.compute.threads)
-            )
+            if model is None:
+                model = open_model(config, storage, task, device)
+            model = model.to(device)
+            if make_decoder is None:
+                decode = decoder(model, task.rows, config.compute.threads)
+            else:
+                decode = make_decoder(model)
             sample = score_sample(task, model, decode)
-        # RuntimeError: of another shape
         except (StorageError, RuntimeError, ValueError) as error:
+            # PyTorch raises RuntimeError for a checkpoint of another shape
             notes.append(f"No predictions: {' '.join(str(error).split())[:300]}.")
             log.warning("report without predictions: %s", error)
         else:
-            looked |= _looked(task, sample, summarize(task, sample), config.seed)
-    metrics = found.metrics
-    context = looked | {
+            findings = summarize(task, sample)
+            predicted = _predicted_parts(task, sample, findings, config.seed)
+    left_out = () if task is None else task.rows.warnings
+    values = run_data.metrics
+    context = {
+        **predicted,
         "config": config,
         "uri": storage.uri,
         "task": task,
         "notes": notes,
-        "facts": found,
-        "metrics": metrics,
+        "facts": run_data,
+        "metrics": values,
         "checked": CHECKED,
-        "trust": verdict(metrics),
+        "trust": verdict(values),
         "title": config.data.source if task is None else task.rows.source,
-        "tables": filled_tables(metrics),
-        "novel_truth": any("/novel/" in key for key in metrics),
+        "tables": filled_tables(values),
+        "novel_truth": any("/novel/" in key for key in values),
         "warnings": list(
             warnings(
                 config.data.setting,
-                found,
-                looked["sample"],
-                looked["findings"],
-                () if task is None else task.rows.warnings,
+                run_data,
+                predicted["sample"],
+                predicted["findings"],
+                left_out,
             )
         ),
-        "curves": facts.curves(found),
-        "estimate_chart": facts.estimate_chart(found),
-        "several_heads": has_several_heads(metrics),
+        "curves": facts.curves(run_data),
+        "estimate_chart": facts.estimate_chart(run_data),
+        "several_heads": has_several_heads(values),
         "num_heads": num_heads(config),
         "side": side(config),
         "method": description(config.method),
-        "times": facts.times(config, found, task),
+        "times": facts.times(config, run_data, task),
         "command": facts.command_line(config),
     }
-    storage.write(
-        REPORT_FILE, render("report.html", context, script="report.js").encode()
-    )
+    page = render("report.html", context, script="report.js")
+    storage.write(REPORT_FILE, page.encode())
     return storage.below(REPORT_FILE)
 
 
 def open_task(config: Config, storage: Storage) -> tuple[Task | None, str]:
-    """The rows of a finished run, or None and the reason where its data is gone or
-    has changed.
+    """Open the rows of a finished run for its report.
+
+    Args:
+        config: The configuration of the run.
+        storage: Its directory.
+
+    Returns:
+        The rows and an empty string, or None and a sentence that says why the data
+        cannot be shown: it is gone, or it has changed since the run.
     """
     recorded = facts.read_facts(storage).environment.get("data_fingerprint")
     try:
         task = make_task(read_rows(config.data), config.data)
     except (ConfigError, OSError) as error:
-        return (
-            None,
-            (
-                "The data of the run cannot be read, so this report shows no images:"
-                f" {error}"
-            ),
-        )
-    changed = (
-        "" if recorded in (None, task.rows.fingerprint) else "its fingerprint differs"
-    )
+        reason = "The data of the run cannot be read, so this report shows no images"
+        return None, f"{reason}: {error}"
+    change = ""
     try:
         directory.check_images(storage, task.rows)
     except ConfigError:
-        changed = changed or "the content of images differs"
-    if not changed:
+        change = "the content of images differs"
+    if recorded not in (None, task.rows.fingerprint):
+        change = "its fingerprint differs"
+    if not change:
         return task, ""
-    return (
-        None,
-        (
-            f"The data has changed since the run ({changed}), so this report shows no"
-            " images."
-        ),
-    )
+    reason = f"The data has changed since the run ({change})"
+    return None, f"{reason}, so this report shows no images."
 
 
-def _looked(
+NOTHING_PREDICTED: Mapping[str, Any] = {
+    "sample": None,
+    "findings": None,
+    "cards": [],
+    "known_cards": [],
+    "rejected": None,
+    "matrix": None,
+    "map": None,
+    "data": {},
+}
+"""What :func:`_predicted_parts` returns, for a run without data or without a model."""
+
+
+def _predicted_parts(
     task: Task, sample: Sample, findings: SampleSummary, seed: int
 ) -> dict[str, Any]:
-    """What the page shows of a sample, and the ``data`` that its script reads."""
-    true_names, truth, unlabeled = (
-        [*task.known, *task.novel],
-        findings.truth,
-        findings.unlabeled,
-    )
-    labeled = task.labels[sample.index] >= 0
-    dropped = np.isin(
-        sample.output, [c.index for c in sample.classes if c.into is None]
-    )
-    by_size = sorted(findings.clusters, key=lambda c: (-c.count, c.output))
-    rows_of = {c.output: unlabeled & (sample.output == c.output) for c in by_size}
-    if dropped.any():
-        rows_of[-1] = unlabeled & dropped
-    rows_of |= {k: ~labeled & (sample.output == k) for k in range(task.num_known)}
+    """Return the parts of the page that show predictions.
+
+    ``data`` among them is what the script of the page reads.
+    """
+    truth = findings.truth
+    true_names = [*task.known, *task.novel]
+    clusters = sorted(findings.clusters, key=lambda c: (-c.count, c.output))
+    members = _members(task, sample, findings, clusters)
     album = Album(
         task.rows,
         sample.index,
         sample.confidence,
-        list(map(np.flatnonzero, rows_of.values())),
+        list(members.values()),
     )
 
     def card(output: int, cluster: Cluster | None = None) -> dict[str, Any]:
-        members, expected = np.flatnonzero(rows_of[output]), output
+        """Return the card of a class: its pictures, and those of other classes."""
+        rows = members[output]
+        expected = output
         if cluster is not None:
-            expected = (
-                -1
-                if cluster.majority is None
-                else true_names.index(cluster.majority[0])
-            )
-        off = (
-            members[(truth[members] >= 0) & (truth[members] != expected)]
-            if expected >= 0
-            else members[:0]
-        )
-        examples = (
-            members if cluster else np.flatnonzero(task.labels[sample.index] == output)
-        )
+            majority = cluster.majority
+            expected = -1 if majority is None else true_names.index(majority[0])
+        is_wrong = (truth[rows] >= 0) & (truth[rows] != expected) & (expected >= 0)
+        labeled = np.flatnonzero(task.labels[sample.index] == output)
         return {
             "output": output,
             "name": sample.names[output],
-            "count": len(members),
+            "count": len(rows),
             "cluster": cluster,
-            "gallery": album.gallery(members),
-            "preview": album.preview(examples),
-            "off": set(off.tolist()),
+            "gallery": album.gallery(rows),
+            "preview": album.preview(rows if cluster else labeled),
+            "off": set(rows[is_wrong].tolist()),
         }
 
     data: dict[str, Any] = {}
     matrix = _confusion_matrix(task, sample, truth)
     if matrix is not None:
         data["matrix"] = {key: matrix[key] for key in ("rows", "columns", "cells")}
-    drawn = _map(task, sample, truth, album, seed)
-    data["map"] = drawn.pop("points", None)
-    shown = [
-        (c.index, c.name, visible(c.name, 60), c.kind, c.into) for c in sample.classes
-    ]
-    if sample.model_hash:  # of a run that has ended
-        data["classes"] = {"model": sample.model_hash, "entries": shown}
+    feature_map = _map(task, sample, truth, album, seed)
+    data["map"] = feature_map.pop("points", None)
+    if sample.model_hash:  # a finished run, whose classes can be edited
+        entries = [
+            (c.index, c.name, visible(c.name, 60), c.kind, c.into)
+            for c in sample.classes
+        ]
+        data["classes"] = {"model": sample.model_hash, "entries": entries}
+    rejected = None
+    if REJECTED in members:
+        rejected = card(REJECTED) | {"name": sample.columns[0][-1]}
     return {
         "sample": sample,
         "findings": findings,
         "true_names": true_names,
-        "cards": [card(c.output, c) for c in by_size],
-        "rejected": (
-            card(-1) | {"name": sample.columns[0][-1]} if -1 in rows_of else None
-        ),
-        "known_cards": [card(k) for k in range(task.num_known)],
+        "cards": [card(cluster.output, cluster) for cluster in clusters],
+        "rejected": rejected,
+        "known_cards": [card(output) for output in range(task.num_known)],
         "album": album,
         "side": album.side,
         "fates": edits_of(sample.classes),
         "matrix": matrix,
         "data": data,
-        **drawn,
+        **feature_map,
     }
+
+
+def _members(
+    task: Task, sample: Sample, findings: SampleSummary, clusters: list[Cluster]
+) -> dict[int, NDArray[np.int64]]:
+    """Return the positions in the sample of the images that each class shows.
+
+    Novel classes and :data:`REJECTED` have unlabeled training images, known classes
+    have all images without a label that are assigned to them.
+    """
+    output = sample.output
+    masks = {c.output: findings.unlabeled & (output == c.output) for c in clusters}
+    dropped_classes = [c.index for c in sample.classes if c.into is None]
+    is_dropped = np.isin(output, dropped_classes)
+    if is_dropped.any():
+        masks[REJECTED] = findings.unlabeled & is_dropped
+    is_labeled = task.labels[sample.index] >= 0
+    for known in range(task.num_known):
+        masks[known] = ~is_labeled & (output == known)
+    return {key: np.flatnonzero(mask) for key, mask in masks.items()}
 
 
 def _confusion_matrix(
