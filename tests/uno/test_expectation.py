@@ -78,10 +78,16 @@ def test_the_calibration_names_its_source_and_sets():
 
 def test_what_lies_outside_the_calibration_is_named_with_the_range():
     ranges = calibration()["ranges"]
-    inside = [low for low, _ in (ranges[k] for k in list(ranges)[:3])]
+    inside = [high for _, high in (ranges[k] for k in list(ranges)[:3])]
     assert outside_calibration(*inside, ranges["encoders"][0]) == {}
     found = outside_calibration(inside[0], inside[1], 5_000, "torchvision:resnet50")
     assert set(found) == {"novel classes", "encoder"}
     few, encoder = describe_outside(found)
     assert few.startswith("5,000 novel classes (calibrated on ")
     assert ranges["encoders"][0] in encoder
+
+
+def test_one_known_class_is_named_because_its_expectation_is_too_high():
+    found = outside_calibration(100, 1, 5, "vectors:x")
+    assert set(found) == {"one known class"}
+    assert "points too high" in describe_outside(found)[0]
