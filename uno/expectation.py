@@ -19,8 +19,8 @@ import numpy as np
 CALIBRATION_FILE = "expectation.json"
 SMALLEST = 0.005  # agreements and accuracies nearer to 0 or 1 count as this near
 COUNTED = ("unlabeled images", "known classes", "novel classes")
-# Expectations of tasks with one known class, whose data set was left out of the fit, were
-# too high by this many points on average (docs/results/clustering.md).
+# Expectations of tasks with one known class were too high by this many points, on
+# average of tasks whose data set was left out of the fit (docs/results/clustering.md).
 TOO_HIGH_WITH_ONE_CLASS = "6 to 8"
 LEVEL = 0.9  # share of the tasks whose accuracy the interval holds
 
@@ -150,9 +150,9 @@ def outside_calibration(
         encoder: ``config.model.encoder``.
 
     Returns:
-        The values outside the range of the tasks that the expectation was fitted on, by
-        ``"unlabeled images"``, ``"known classes"`` and ``"novel classes"``; ``"encoder"``:
-        1.0 for another encoder; and ``"one known class"``: 1.0 if there is only one.
+        The values outside the range of the tasks of the fit, by ``"unlabeled images"``,
+        ``"known classes"`` and ``"novel classes"``; ``"encoder"``: 1.0 for another
+        encoder; and ``"one known class"``: 1.0 if there is only one.
     """
     values = dict(zip(COUNTED, (num_rows, num_known, num_novel), strict=True))
     ranges = calibration()["ranges"]
