@@ -3,11 +3,14 @@ to read, run directories to write. A local name need not be UTF-8: a ``str`` car
 bytes, and pyarrow gets bytes.
 """
 
+import errno
 import json
 import logging
+import mmap
 import os
 import re
 import stat
+import tempfile
 import time
 import uuid
 from collections import deque
@@ -537,11 +540,12 @@ class Storage:
         with self._errors("read", name), self._opened(name) as file:
             yield file
 
-    @retry_transient
     def write(self, name: str, data: bytes) -> None:
         """Create or replace a file; after return it is on the disk, whole."""
-        with self.create(name) as file:
-            file.write(data)
+        if self.is_local:
+            self._write_local(name, data)
+        else:
+            self._upload(name, data)
 
     def write_first(self, name: str, data: bytes) -> bool:
         """As :meth:`write`, where no file of that name is there; False: there is one.
@@ -567,8 +571,20 @@ class Storage:
 
     @contextmanager
     def create(self, name: str) -> Iterator[Any]:
-        """A stream into a new file, which takes its place when the ``with`` ends
-        well, and else never was.
+        """Open a stream that creates or replaces a file when the ``with`` block ends.
+
+        The file appears whole. If the block raises an error, or the upload fails, a
+        file that was there before stays as it was. Bytes for a remote file system are
+        collected in a temporary file on this machine and uploaded once.
+
+        Args:
+            name: Path of the file below the root.
+
+        Yields:
+            A writable binary stream.
+
+        Raises:
+            StorageError: The file cannot be written, or the temporary folder is full.
         """
         self.check()
         with self._errors("write", name):
@@ -576,15 +592,39 @@ class Storage:
                 with create_local(Path(self.path(name))) as file:
                     yield file
                 return
-            if not self._fs.type_name.startswith(FLAT):
-                self._fs.create_dir(self.path(name).rpartition("/")[0], recursive=True)
-            with self._fs.open_output_stream(self.path(name)) as file:
+            with tempfile.TemporaryFile() as file:
                 try:
                     yield file
-                except BaseException:
-                    file.close()
-                    self._fs.delete_file(self.path(name))
-                    raise
+                    file.flush()
+                except OSError as error:
+                    if error.errno != errno.ENOSPC:
+                        raise
+                    raise StorageError(
+                        f"cannot write {self.path(name)}: no space left in"
+                        f" {tempfile.gettempdir()}, where files are collected before"
+                        " their upload; set TMPDIR to a folder with more space"
+                    ) from None
+                self._upload(name, _mapped_content(file))
+
+    @retry_transient
+    def _write_local(self, name: str, data: bytes) -> None:
+        """Create or replace a file on a local disk."""
+        with self.create(name) as file:
+            file.write(data)
+
+    @retry_transient
+    def _upload(self, name: str, data: Any) -> None:
+        """Create or replace a remote file, by one ``write`` of all its bytes.
+
+        Closing an upload publishes the bytes written so far. A single ``write`` leaves
+        no moment in between at which an error of this process can close half a file.
+        """
+        self.check()
+        with self._errors("write", name):
+            if not self._fs.type_name.startswith(FLAT):
+                self._fs.create_dir(self.path(name).rpartition("/")[0], recursive=True)
+            with self._fs.open_output_stream(self.path(name)) as stream:
+                stream.write(data)
 
     def append(self, name: str, data: bytes) -> None:
         """Add to the end of a file; object stores rewrite it."""
@@ -634,6 +674,13 @@ class Storage:
 
     def _errors(self, what: str, name: str) -> AbstractContextManager[None]:
         return refusing(StorageError, f"{what} {self.path(name)}")
+
+
+def _mapped_content(file: Any) -> Any:
+    """Return the bytes of an open file as a buffer that takes no memory."""
+    if not os.fstat(file.fileno()).st_size:  # an empty file cannot be mapped
+        return b""
+    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 @contextmanager

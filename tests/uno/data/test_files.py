@@ -4,7 +4,7 @@ import errno
 import os
 import re
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 from urllib.parse import quote
 
 import pytest
@@ -100,6 +100,45 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(call, tmp_path, monkeyp
         storage.write("state.json", b"new")
     monkeypatch.undo()
     assert storage.read("state.json") == b"old" and storage.list() == ["state.json"]
+
+
+@pytest.mark.parametrize("where", ["local", "memory"])
+def test_a_failed_stream_leaves_the_old_file(where, tmp_path):
+    """An overwrite that fails half-way removes or shortens nothing."""
+    storage = Storage(MEMORY if where == "memory" else str(tmp_path))
+    storage.write("old.txt", b"old")
+    for name in ("old.txt", "new.txt"):
+        with pytest.raises(KeyError), storage.create(name) as stream:
+            stream.write(b"ne")
+            raise KeyError
+    assert storage.read("old.txt") == b"old" and not storage.exists("new.txt")
+    with storage.create("old.txt") as stream:
+        stream.write(b"ne")
+        assert storage.read("old.txt") == b"old"
+        stream.write(b"w")
+    with storage.create("empty.txt"):
+        pass
+    assert storage.read("old.txt") == b"new" and storage.read("empty.txt") == b""
+
+
+def test_a_failed_upload_deletes_nothing():
+    storage, upload = Storage(MEMORY), MagicMock()
+    upload.write.side_effect = OSError("AWS Error ACCESS_DENIED")
+    upload.__enter__.return_value, upload.__exit__.return_value = upload, False
+    storage._fs = Mock(type_name="s3", open_output_stream=Mock(return_value=upload))
+    with (
+        pytest.raises(StorageError, match=r"cannot write .*ACCESS_DENIED"),
+        storage.create("predictions.parquet") as stream,
+    ):
+        stream.write(b"new")
+    assert not storage._fs.delete_file.called
+
+
+def test_a_full_temporary_folder_is_named():
+    """The line that ends an upload says which disk is full and how to use another."""
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(StorageError, match="TMPDIR"), Storage(MEMORY).create("x"):
+        raise full
 
 
 def test_writes_are_flushed_before_they_are_named(tmp_path, monkeypatch):
