@@ -4,6 +4,7 @@ bytes, and pyarrow gets bytes.
 """
 
 import errno
+import io
 import json
 import logging
 import mmap
@@ -11,6 +12,7 @@ import os
 import re
 import stat
 import tempfile
+import threading
 import time
 import uuid
 from collections import deque
@@ -73,24 +75,48 @@ def is_transient(error: object) -> bool:
     return TRANSIENT.search(str(error)) is not None
 
 
+class _RetryState(threading.local):
+    """Whether a call of this thread is inside :func:`retry_transient`."""
+
+    is_retrying = False
+
+
+_retry_state = _RetryState()
+
+
 def retry_transient(access: Callable[P, R]) -> Callable[P, R]:
-    """``access`` to storage, tried again for a minute while the error is one that
-    may pass.
+    """Return ``access``, which is called again after an error that may pass.
+
+    There are at most ``len(PAUSES_S)`` more calls, with pauses of 31 s in all. Together
+    with pyarrow's own attempts on S3 they take about a minute. If decorated functions
+    call each other, only the outermost one calls again: pauses never multiply.
+
+    Args:
+        access: A function that reads or writes storage.
+
+    Returns:
+        A function with the same parameters. It raises the last error of ``access``.
     """
 
     @wraps(access)
-    def tried(*args: P.args, **kwargs: P.kwargs) -> R:
-        for pause in PAUSES_S:
-            try:
-                return access(*args, **kwargs)
-            except (OSError, pa.ArrowException, UnoError) as error:
-                if not is_transient(error):
-                    raise
-                log.warning("%s; retrying in %d s", one_line(error), pause)
-                time.sleep(pause)
-        return access(*args, **kwargs)
+    def retried(*args: P.args, **kwargs: P.kwargs) -> R:
+        if _retry_state.is_retrying:
+            return access(*args, **kwargs)
+        _retry_state.is_retrying = True
+        try:
+            for pause in PAUSES_S:
+                try:
+                    return access(*args, **kwargs)
+                except (OSError, pa.ArrowException, UnoError) as error:
+                    if not is_transient(error):
+                        raise
+                    log.warning("%s; retrying in %d s", one_line(error), pause)
+                    time.sleep(pause)
+            return access(*args, **kwargs)
+        finally:
+            _retry_state.is_retrying = False
 
-    return tried
+    return retried
 
 
 def is_uri(path: str) -> bool:
@@ -432,6 +458,62 @@ def _connect(host: str, options: str) -> tuple[Any, str]:
     return files, root
 
 
+class RetryingFile(io.RawIOBase):
+    """A remote file that is open for random reads. A failed read is retried."""
+
+    def __init__(self, files: Any, inner: str) -> None:
+        super().__init__()
+        self._file = retry_transient(files.open_input_file)(inner)
+        self._position = 0
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def tell(self) -> int:
+        """Return the position in bytes."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move to a position and return it."""
+        starts = {io.SEEK_SET: 0, io.SEEK_CUR: self._position}
+        start = self._file.size() if whence == io.SEEK_END else starts[whence]
+        self._position = start + offset
+        return self._position
+
+    @retry_transient
+    def readinto(self, buffer: Any) -> int:
+        """Fill ``buffer`` from the position on; return the number of bytes."""
+        data = self._file.read_at(len(buffer), self._position)
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+        super().close()
+
+
+def open_file(files: Any, inner: str | bytes) -> Any:
+    """Open a file for random reads. Failed reads of a remote file are retried.
+
+    Args:
+        files: File system, as :func:`locate` returns it.
+        inner: Path inside the file system.
+
+    Returns:
+        A ``pyarrow.NativeFile``.
+    """
+    if isinstance(inner, bytes):
+        return files.open_input_file(inner)
+    return pa.PythonFile(RetryingFile(files, inner), mode="r")
+
+
 @contextmanager
 def refusing(kind: type[UnoError], what: str) -> Iterator[None]:
     """What storage refuses inside the ``with`` is an error of that kind: cannot
@@ -518,7 +600,7 @@ class Storage:
     @retry_transient
     def read(self, name: str, max_bytes: int | None = None) -> bytes:
         """Content of a file; StorageError where it has more than ``max_bytes``."""
-        with self.open(name) as file:
+        with self._errors("read", name), self._opened(name) as file:
             return self._content(file, name, max_bytes)
 
     @retry_transient
@@ -537,8 +619,11 @@ class Storage:
     @contextmanager
     def open(self, name: str) -> Iterator[Any]:
         """A file for random reads; errors inside the ``with`` are StorageErrors too."""
-        with self._errors("read", name), self._opened(name) as file:
-            yield file
+        with self._errors("read", name):
+            if self.is_local:
+                require_regular(self._inner(name))
+            with open_file(self._fs, self._inner(name)) as file:
+                yield file
 
     def write(self, name: str, data: bytes) -> None:
         """Create or replace a file; after return it is on the disk, whole."""

@@ -421,7 +421,7 @@ class _Parquet:
             "buffer_size": buffer,
         }
         with (
-            files.open_input_file(inner) as file,
+            filesystem.open_file(files, inner) as file,
             pa.parquet.ParquetFile(file, **options) as parquet,
         ):
             yield parquet

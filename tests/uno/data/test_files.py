@@ -14,6 +14,7 @@ from uno import weights
 from uno.data import files
 from uno.data.files import Storage, full_path, parse_json, read_whole, valid_text
 from uno.errors import ConfigError, StorageError
+from uno.runs.lock import ClaimedStorage
 
 # pyarrow's file system in memory: neither local nor an object store
 MEMORY = "mock:///run"
@@ -318,6 +319,38 @@ def test_every_access_to_storage_is_patient(tmp_path, monkeypatch):
             lambda path, remote=remote: (remote, path.rpartition("/")[2]),
         )
         assert act()
+
+
+@pytest.mark.parametrize("kind", [Storage, ClaimedStorage])
+@pytest.mark.parametrize("name", ["exists", "list", "read", "write", "delete"])
+def test_pauses_of_nested_accesses_do_not_multiply(kind, name, monkeypatch):
+    """A store that throttles for ever is left after one series of pauses."""
+    paused, storage = [], kind(MEMORY, *(["token"] if kind is ClaimedStorage else []))
+    monkeypatch.setattr(files.time, "sleep", paused.append)
+    throttled = Mock(side_effect=OSError(f"{AWS} SLOW_DOWN"))
+    calls = ("get_file_info", "open_input_file", "open_output_stream", "delete_file")
+    storage._fs = Mock(type_name="s3", **dict.fromkeys(calls, throttled))
+    with pytest.raises(StorageError, match="SLOW_DOWN"):
+        getattr(storage, name)("x", *([b""] if name == "write" else []))
+    assert sum(paused) == 31
+
+
+def test_every_read_of_an_open_remote_file_is_retried(monkeypatch):
+    """The file fails at its opening and before each of two pieces."""
+    monkeypatch.setattr(files.time, "sleep", lambda _: None)
+    content, fails = b"0123456789", iter([True, False] * 5)
+
+    def refuse_once(answer):
+        if next(fails):
+            raise OSError(f"{AWS} SLOW_DOWN")
+        return answer
+
+    remote = Mock(size=lambda: len(content))
+    remote.read_at = lambda num, at: refuse_once(content[at : at + num])
+    storage = Storage(MEMORY)
+    storage._fs = Mock(open_input_file=lambda name: refuse_once(remote))
+    with storage.open("x") as file:
+        assert file.read(4) == b"0123" and file.read_at(3, 6) == b"678"
 
 
 def test_object_stores_get_no_directory_markers(tmp_path):

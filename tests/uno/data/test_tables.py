@@ -1,5 +1,6 @@
 """Parquet, CSV and JSONL tables; images by reference."""
 
+import io
 import itertools
 import json
 import os
@@ -8,6 +9,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.dataset
@@ -21,6 +23,7 @@ from uno.data import tables, text_tables
 from uno.data.decode import decode
 from uno.data.images import Files
 from uno.data.inputs import open_inputs
+from uno.data.rows import Partition
 from uno.data.sources import read_rows
 from uno.data.tables import ParquetImages, ParquetTable, read_parquet, read_table
 from uno.errors import ConfigError
@@ -334,6 +337,36 @@ def test_an_object_is_opened_with_its_size(tmp_path, monkeypatch):
         here.class_names,
     )
     assert made == [file.stat().st_size for file in sorted(tmp_path.iterdir())]
+
+
+@pytest.mark.parametrize("request_bytes", [0, 2**26])
+def test_a_parquet_file_to_predict_is_read_from_a_store_that_throttles(
+    monkeypatch, request_bytes
+):
+    """Row groups are read by pages, or each in one request. One of five reads fails."""
+    images = [b"%d" % i for i in range(1200)]
+    content, numbers = io.BytesIO(), itertools.count()
+    pq.write_table(pa.table({"image": images}), content, row_group_size=60)
+    memory = fsspec.filesystem("memory")
+    memory.pipe_file("/b/t.parquet", content.getvalue())
+
+    class Throttled(io.BytesIO):
+        def read(self, *size):
+            if next(numbers) % 5 == 4:
+                raise OSError("AWS Error SLOW_DOWN during GetObject operation")
+            return super().read(*size)
+
+    class Store(pyarrow.fs.FSSpecHandler):
+        def open_input_file(self, path):
+            return pa.PythonFile(Throttled(self.fs.cat_file(path)), mode="r")
+
+    store = pyarrow.fs.PyFileSystem(Store(memory))
+    monkeypatch.setattr(filesystem, "locate", lambda path: (store, "b/t.parquet"))
+    monkeypatch.setattr(filesystem.time, "sleep", lambda _: None)
+    monkeypatch.setattr(tables, "REQUEST_BYTES", request_bytes)
+    table = ParquetTable("s3://b/t.parquet")
+    ((_, found),) = table.read(Partition(np.arange(1200)), [1200])
+    assert [found[i] for i in range(1200)] == images and next(numbers) > 20
 
 
 def test_another_file_and_no_file_are_seen(shards):
