@@ -437,7 +437,7 @@ def _of_parquet(
     root, files = tables.parquet_files(path, rules.follow_links)
     parts, pictures, lists = list[pa.Table](), set[str](), list[tuple[Any, str]]()
     for file, folders in zip(files, tables.partition_columns(files), strict=True):
-        parquet = tables.open_parquet(file.path, file.size, anew=True)
+        parquet = tables.open_parquet(file.path, file.size)
         schema = parquet.schema
         tables.check_names(
             file.path, names, tables.present_columns(schema, names, folders)
@@ -484,6 +484,7 @@ def _of_parquet(
             pictures.pop(),
             [f[2:4] for f in files],
             rules,
+            [parquet for parquet, _ in lists],
         )
         if pictures
         else None
