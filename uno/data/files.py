@@ -761,6 +761,29 @@ class Storage:
         return refusing(StorageError, f"{what} {self.path(name)}")
 
 
+def reserve_space(file: Any, size: int) -> None:
+    """Extend an open file to ``size`` bytes that have space on the disk.
+
+    A process that writes to a memory map of a file is killed when the disk is full, so
+    a lack of space must be found before. Where the system cannot reserve space, as
+    macOS, the free space is compared.
+
+    Args:
+        file: Local file that is open for writing.
+        size: Bytes that the file shall have.
+
+    Raises:
+        OSError: The disk has no space for them.
+    """
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file.fileno(), 0, size)
+        return
+    disk = os.fstatvfs(file.fileno())
+    if size > disk.f_bavail * disk.f_frsize:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    file.truncate(size)
+
+
 def _mapped_content(file: Any) -> Any:
     """Return the bytes of an open file as a buffer that takes no memory."""
     if not os.fstat(file.fileno()).st_size:  # an empty file cannot be mapped
