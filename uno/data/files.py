@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache, wraps
 from itertools import islice
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, BinaryIO, NamedTuple, ParamSpec, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
 import pyarrow as pa
@@ -48,6 +48,7 @@ TRANSIENT = re.compile(
     re.IGNORECASE,
 )
 """Of S3, Google's and Azure's stores as pyarrow words it, and of network disks."""
+REMOTE_PIECE_BYTES = 8 * 2**20  # of a remote file that is read like a local one
 PAUSES_S = (1, 2, 4, 8, 16)  # pyarrow itself tries for 6 s each time
 
 P = ParamSpec("P")
@@ -290,8 +291,20 @@ def read_bytes(path: str, max_bytes: int) -> bytes:
             fits = os.fstat(file.fileno()).st_size <= max_bytes
             return file.read() if fits else file.read(max_bytes + 1)
     files, inner = locate(path)
-    with files.open_input_stream(inner) as stream:
-        return bytes(stream.read(max_bytes + 1))
+    with files.open_input_file(inner) as file:
+        return bytes(file.read(min(file.size(), max_bytes + 1)))
+
+
+def open_binary(path: str) -> BinaryIO:
+    """Open a file to read some of its bytes. Failed reads of a remote file are retried.
+
+    Raises:
+        OSError: There is no such file, it cannot be read, or it is not a regular file.
+    """
+    if not is_uri(path):
+        require_regular(path)
+        return open(path, "rb")
+    return io.BufferedReader(RetryingFile(*locate(path)), REMOTE_PIECE_BYTES)
 
 
 def read_whole(path: str, max_bytes: int, what: str = "") -> bytes:

@@ -399,6 +399,15 @@ def test_a_file_over_its_limit_is_not_read(tmp_path):
         storage.read("a.json", 4)
 
 
+def test_a_small_remote_file_takes_no_more_memory_than_it_has_bytes():
+    """A limit of 256 TiB cannot be allocated."""
+    store, path = files.locate("mock:///small.csv")
+    with store.open_output_stream(path) as stream:
+        stream.write(b"path,label")
+    assert files.read_bytes("mock:///small.csv", 2**48) == b"path,label"
+    assert files.read_bytes("mock:///small.csv", 3) == b"path"
+
+
 def test_of_two_first_writers_one_writes(tmp_path, monkeypatch):
     """Kills: a look before the write instead of the file system's own answer."""
     for storage in (Storage(str(tmp_path)), Storage(MEMORY)):
