@@ -54,7 +54,8 @@ class Unread(ParquetImages):
     def __init__(self, num: int) -> None:
         starts = [*range(0, num, GROUP_ROWS), num]
         self.root, self.column, self._has_paths = "/nowhere", "image", False
-        self._groups = [(f"{i}.parquet", 0, 0) for i in range(len(starts) - 1)]
+        self._files = [(f"{i}.parquet", 0) for i in range(len(starts) - 1)]
+        self._groups = [(i, 0) for i in range(len(starts) - 1)]
         self._starts = np.array(starts)
         self._bytes, self._times = (
             np.diff(starts) * IMAGE_BYTES,

@@ -40,7 +40,7 @@ from uno.config import (
 from uno.data import output
 from uno.data.decode import ok_mask
 from uno.data.defaults import derives_batch
-from uno.data.files import Storage, refusing, split
+from uno.data.files import Storage, refusing, reserve_space, split
 from uno.data.mapped import NeighborViews
 from uno.data.plan import largest_batch
 from uno.data.splits import Task
@@ -312,7 +312,7 @@ def mapped_zeros(path: str, shape: tuple[int, ...]) -> Tensor:
     with refusing(StorageError, f"write {path}"):
         values = np.lib.format.open_memmap(path, "w+", np.float32, shape)
         with open(path, "r+b") as file:
-            os.posix_fallocate(file.fileno(), 0, os.path.getsize(path))
+            reserve_space(file, os.path.getsize(path))
     return torch.from_numpy(values)
 
 

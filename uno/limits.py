@@ -14,6 +14,8 @@ MAX_BMP_PIXELS_PER_BYTE = 256
 MAX_TABLE_BYTES = 2**30
 # bytes of a .cls or .json in a tar file, and of a header's own text
 MAX_MEMBER_BYTES = 2**20
+# bytes of the arrays in a .npz file, which are read into memory
+MAX_NPZ_BYTES = 8 * 2**30
 # bytes of a CIFAR batch
 MAX_CIFAR_BYTES = 512 * 2**20
 # rows of a source to train on, pack or check: 5 GB of metadata

@@ -329,6 +329,14 @@ def test_a_disk_without_space_for_features_is_one_line(tmp_path, monkeypatch):
         load(options, storage=storage)
 
 
+def test_features_are_mapped_where_space_cannot_be_reserved(tmp_path, monkeypatch):
+    """As on macOS, which has no ``posix_fallocate``."""
+    monkeypatch.delattr(os, "posix_fallocate", raising=False)
+    path = str(tmp_path / "features.npy")
+    assert driver.mapped_zeros(path, (500, 3)).shape == (500, 3)
+    assert np.load(path).shape == (500, 3)
+
+
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(600)

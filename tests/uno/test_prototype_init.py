@@ -1,7 +1,6 @@
 """Clusters that discovery starts from, against data whose classes are known."""
 
 from contextlib import suppress
-from functools import lru_cache
 from itertools import chain
 
 import numpy as np
@@ -166,7 +165,7 @@ def packed(tmp_path, monkeypatch):
     """800 streamed digits, in row groups of 10 or ``by_class`` of 40; and the groups
     that are read.
     """
-    read = []
+    read, read_group = [], pq.ParquetFile.read_row_group
 
     def make(by_class=False):
         rows = read_rows(small_config().data)
@@ -185,11 +184,12 @@ def packed(tmp_path, monkeypatch):
             "data.limit": None,
         }
         config = override(small_config(), {**source, "data.loading": "streaming"})
-        read_group = tables._read_group
         monkeypatch.setattr(
-            tables, "_read_group", lambda *of: read.append(of[2]) or read_group(*of)
+            pq.ParquetFile,
+            "read_row_group",
+            lambda *of: read.append(of[1]) or read_group(*of),
         )
-        monkeypatch.setattr(tables, "_recent", lru_cache(maxsize=0)(tables._read_group))
+        monkeypatch.setattr(tables, "RECENT_GROUPS", 0)
         return config, make_task(read_rows(config.data), config.data)
 
     return make, read

@@ -16,6 +16,7 @@ have changed are looked for (:mod:`uno.data.snapshot`), and some encoded again.
 import hashlib
 import json
 import logging
+import os
 import re
 import time
 from collections import defaultdict
@@ -580,11 +581,25 @@ class FeatureCache:
 
 
 def write_shard(storage: Storage, name: str, data: bytes) -> None:
-    """Keep a file of a job in a cache directory, from any process."""
+    """Write a file of a job to a cache directory, from any process.
+
+    Storage decides which errors are retried. In addition, a file is written again if
+    another process has removed its folder during the write.
+
+    Args:
+        storage: The cache directory.
+        name: Path of the file below it.
+        data: Content of the file.
+
+    Raises:
+        StorageError: The file cannot be written. The line names ``--compute.cache``.
+    """
     with _naming_the_option():
         try:
             storage.write(name, data)
-        except StorageError:  # somebody has just emptied the cache
+        except StorageError:
+            if not storage.is_local or storage.exists(os.path.dirname(name)):
+                raise
             storage.write(name, data)
 
 

@@ -3,11 +3,16 @@ to read, run directories to write. A local name need not be UTF-8: a ``str`` car
 bytes, and pyarrow gets bytes.
 """
 
+import errno
+import io
 import json
 import logging
+import mmap
 import os
 import re
 import stat
+import tempfile
+import threading
 import time
 import uuid
 from collections import deque
@@ -17,7 +22,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache, wraps
 from itertools import islice
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, BinaryIO, NamedTuple, ParamSpec, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
 import pyarrow as pa
@@ -43,6 +48,7 @@ TRANSIENT = re.compile(
     re.IGNORECASE,
 )
 """Of S3, Google's and Azure's stores as pyarrow words it, and of network disks."""
+REMOTE_PIECE_BYTES = 8 * 2**20  # of a remote file that is read like a local one
 PAUSES_S = (1, 2, 4, 8, 16)  # pyarrow itself tries for 6 s each time
 
 P = ParamSpec("P")
@@ -70,24 +76,48 @@ def is_transient(error: object) -> bool:
     return TRANSIENT.search(str(error)) is not None
 
 
+class _RetryState(threading.local):
+    """Whether a call of this thread is inside :func:`retry_transient`."""
+
+    is_retrying = False
+
+
+_retry_state = _RetryState()
+
+
 def retry_transient(access: Callable[P, R]) -> Callable[P, R]:
-    """``access`` to storage, tried again for a minute while the error is one that
-    may pass.
+    """Return ``access``, which is called again after an error that may pass.
+
+    There are at most ``len(PAUSES_S)`` more calls, with pauses of 31 s in all. Together
+    with pyarrow's own attempts on S3 they take about a minute. If decorated functions
+    call each other, only the outermost one calls again: pauses never multiply.
+
+    Args:
+        access: A function that reads or writes storage.
+
+    Returns:
+        A function with the same parameters. It raises the last error of ``access``.
     """
 
     @wraps(access)
-    def tried(*args: P.args, **kwargs: P.kwargs) -> R:
-        for pause in PAUSES_S:
-            try:
-                return access(*args, **kwargs)
-            except (OSError, pa.ArrowException, UnoError) as error:
-                if not is_transient(error):
-                    raise
-                log.warning("%s; retrying in %d s", one_line(error), pause)
-                time.sleep(pause)
-        return access(*args, **kwargs)
+    def retried(*args: P.args, **kwargs: P.kwargs) -> R:
+        if _retry_state.is_retrying:
+            return access(*args, **kwargs)
+        _retry_state.is_retrying = True
+        try:
+            for pause in PAUSES_S:
+                try:
+                    return access(*args, **kwargs)
+                except (OSError, pa.ArrowException, UnoError) as error:
+                    if not is_transient(error):
+                        raise
+                    log.warning("%s; retrying in %d s", one_line(error), pause)
+                    time.sleep(pause)
+            return access(*args, **kwargs)
+        finally:
+            _retry_state.is_retrying = False
 
-    return tried
+    return retried
 
 
 def is_uri(path: str) -> bool:
@@ -261,8 +291,20 @@ def read_bytes(path: str, max_bytes: int) -> bytes:
             fits = os.fstat(file.fileno()).st_size <= max_bytes
             return file.read() if fits else file.read(max_bytes + 1)
     files, inner = locate(path)
-    with files.open_input_stream(inner) as stream:
-        return bytes(stream.read(max_bytes + 1))
+    with files.open_input_file(inner) as file:
+        return bytes(file.read(min(file.size(), max_bytes + 1)))
+
+
+def open_binary(path: str) -> BinaryIO:
+    """Open a file to read some of its bytes. Failed reads of a remote file are retried.
+
+    Raises:
+        OSError: There is no such file, it cannot be read, or it is not a regular file.
+    """
+    if not is_uri(path):
+        require_regular(path)
+        return open(path, "rb")
+    return io.BufferedReader(RetryingFile(*locate(path)), REMOTE_PIECE_BYTES)
 
 
 def read_whole(path: str, max_bytes: int, what: str = "") -> bytes:
@@ -429,6 +471,62 @@ def _connect(host: str, options: str) -> tuple[Any, str]:
     return files, root
 
 
+class RetryingFile(io.RawIOBase):
+    """A remote file that is open for random reads. A failed read is retried."""
+
+    def __init__(self, files: Any, inner: str) -> None:
+        super().__init__()
+        self._file = retry_transient(files.open_input_file)(inner)
+        self._position = 0
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def tell(self) -> int:
+        """Return the position in bytes."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move to a position and return it."""
+        starts = {io.SEEK_SET: 0, io.SEEK_CUR: self._position}
+        start = self._file.size() if whence == io.SEEK_END else starts[whence]
+        self._position = start + offset
+        return self._position
+
+    @retry_transient
+    def readinto(self, buffer: Any) -> int:
+        """Fill ``buffer`` from the position on; return the number of bytes."""
+        data = self._file.read_at(len(buffer), self._position)
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+        super().close()
+
+
+def open_file(files: Any, inner: str | bytes) -> Any:
+    """Open a file for random reads. Failed reads of a remote file are retried.
+
+    Args:
+        files: File system, as :func:`locate` returns it.
+        inner: Path inside the file system.
+
+    Returns:
+        A ``pyarrow.NativeFile``.
+    """
+    if isinstance(inner, bytes):
+        return files.open_input_file(inner)
+    return pa.PythonFile(RetryingFile(files, inner), mode="r")
+
+
 @contextmanager
 def refusing(kind: type[UnoError], what: str) -> Iterator[None]:
     """What storage refuses inside the ``with`` is an error of that kind: cannot
@@ -515,7 +613,7 @@ class Storage:
     @retry_transient
     def read(self, name: str, max_bytes: int | None = None) -> bytes:
         """Content of a file; StorageError where it has more than ``max_bytes``."""
-        with self.open(name) as file:
+        with self._errors("read", name), self._opened(name) as file:
             return self._content(file, name, max_bytes)
 
     @retry_transient
@@ -534,14 +632,18 @@ class Storage:
     @contextmanager
     def open(self, name: str) -> Iterator[Any]:
         """A file for random reads; errors inside the ``with`` are StorageErrors too."""
-        with self._errors("read", name), self._opened(name) as file:
-            yield file
+        with self._errors("read", name):
+            if self.is_local:
+                require_regular(self._inner(name))
+            with open_file(self._fs, self._inner(name)) as file:
+                yield file
 
-    @retry_transient
     def write(self, name: str, data: bytes) -> None:
         """Create or replace a file; after return it is on the disk, whole."""
-        with self.create(name) as file:
-            file.write(data)
+        if self.is_local:
+            self._write_local(name, data)
+        else:
+            self._upload(name, data)
 
     def write_first(self, name: str, data: bytes) -> bool:
         """As :meth:`write`, where no file of that name is there; False: there is one.
@@ -567,8 +669,20 @@ class Storage:
 
     @contextmanager
     def create(self, name: str) -> Iterator[Any]:
-        """A stream into a new file, which takes its place when the ``with`` ends
-        well, and else never was.
+        """Open a stream that creates or replaces a file when the ``with`` block ends.
+
+        The file appears whole. If the block raises an error, or the upload fails, a
+        file that was there before stays as it was. Bytes for a remote file system are
+        collected in a temporary file on this machine and uploaded once.
+
+        Args:
+            name: Path of the file below the root.
+
+        Yields:
+            A writable binary stream.
+
+        Raises:
+            StorageError: The file cannot be written, or the temporary folder is full.
         """
         self.check()
         with self._errors("write", name):
@@ -576,15 +690,39 @@ class Storage:
                 with create_local(Path(self.path(name))) as file:
                     yield file
                 return
-            if not self._fs.type_name.startswith(FLAT):
-                self._fs.create_dir(self.path(name).rpartition("/")[0], recursive=True)
-            with self._fs.open_output_stream(self.path(name)) as file:
+            with tempfile.TemporaryFile() as file:
                 try:
                     yield file
-                except BaseException:
-                    file.close()
-                    self._fs.delete_file(self.path(name))
-                    raise
+                    file.flush()
+                except OSError as error:
+                    if error.errno != errno.ENOSPC:
+                        raise
+                    raise StorageError(
+                        f"cannot write {self.path(name)}: no space left in"
+                        f" {tempfile.gettempdir()}, where files are collected before"
+                        " their upload; set TMPDIR to a folder with more space"
+                    ) from None
+                self._upload(name, _mapped_content(file))
+
+    @retry_transient
+    def _write_local(self, name: str, data: bytes) -> None:
+        """Create or replace a file on a local disk."""
+        with self.create(name) as file:
+            file.write(data)
+
+    @retry_transient
+    def _upload(self, name: str, data: Any) -> None:
+        """Create or replace a remote file, by one ``write`` of all its bytes.
+
+        Closing an upload publishes the bytes written so far. A single ``write`` leaves
+        no moment in between at which an error of this process can close half a file.
+        """
+        self.check()
+        with self._errors("write", name):
+            if not self._fs.type_name.startswith(FLAT):
+                self._fs.create_dir(self.path(name).rpartition("/")[0], recursive=True)
+            with self._fs.open_output_stream(self.path(name)) as stream:
+                stream.write(data)
 
     def append(self, name: str, data: bytes) -> None:
         """Add to the end of a file; object stores rewrite it."""
@@ -634,6 +772,36 @@ class Storage:
 
     def _errors(self, what: str, name: str) -> AbstractContextManager[None]:
         return refusing(StorageError, f"{what} {self.path(name)}")
+
+
+def reserve_space(file: Any, size: int) -> None:
+    """Extend an open file to ``size`` bytes that have space on the disk.
+
+    A process that writes to a memory map of a file is killed when the disk is full, so
+    a lack of space must be found before. Where the system cannot reserve space, as
+    macOS, the free space is compared.
+
+    Args:
+        file: Local file that is open for writing.
+        size: Bytes that the file shall have.
+
+    Raises:
+        OSError: The disk has no space for them.
+    """
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file.fileno(), 0, size)
+        return
+    disk = os.fstatvfs(file.fileno())
+    if size > disk.f_bavail * disk.f_frsize:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    file.truncate(size)
+
+
+def _mapped_content(file: Any) -> Any:
+    """Return the bytes of an open file as a buffer that takes no memory."""
+    if not os.fstat(file.fileno()).st_size:  # an empty file cannot be mapped
+        return b""
+    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from uno.data.files import reserve_space
 from uno.errors import StorageError
 
 MAPPED_BYTES = 256 * 2**20  # from which on numbers are in a file
@@ -44,8 +45,7 @@ def new_array(shape: tuple[int, ...]) -> np.ndarray:
         folder = tempfile.gettempdir()
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
-            # a full disk kills whoever writes to a mapping
-            os.posix_fallocate(file.fileno(), 0, size)
+            reserve_space(file, size)
             return np.memmap(file, np.float32, "r+", shape=shape)
     except OSError as error:
         raise StorageError(

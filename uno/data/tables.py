@@ -10,10 +10,10 @@ import io
 import posixpath
 import re
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from functools import lru_cache
 from itertools import chain
 from typing import Any
 from urllib.parse import unquote
@@ -45,6 +45,7 @@ FOOTERS = 16  # that are read at once
 VERIFIED = pyarrow.dataset.ParquetFragmentScanOptions(page_checksum_verification=True)
 Names = tuple[str, ...]
 READ_ROWS, READ_BYTES = 512, 2**20  # of a row group at a time, by who predicts
+RECENT_GROUPS = 2  # row groups of a data set that are kept, after a part was wanted
 REQUEST_BYTES = 64 * 2**20  # of an object, in one piece
 STORE_BYTES = ", or store the bytes of the images in the column"
 PATHS_TRIED = 64  # of a column of paths, before anything starts
@@ -65,14 +66,12 @@ def read_parquet(
     is read. Images stay in the files until they are wanted.
     """
     source, (root, files) = f"parquet:{path}", parquet_files(path, rules.follow_links)
-    with _lock:
-        _recent.cache_clear()  # files may have changed
     with ThreadPoolExecutor(FOOTERS) as pool:
         folders = partition_columns(files)
         parts = list(
             pool.map(lambda file, of: _read_file(file, names, of), files, folders)
         )
-    tables, class_names, known, left = zip(*parts, strict=True)
+    tables, class_names, known, left, opened = zip(*parts, strict=True)
     if len(set(left)) > 1:
         raise ConfigError(f"{source}: the files name their image column differently")
     if len(set(class_names)) > 1:
@@ -110,11 +109,16 @@ def read_parquet(
         )
     else:
         images = ParquetImages(
-            root, [f.path for f in files], left[0], [f[2:4] for f in files], rules
+            root,
+            [f.path for f in files],
+            left[0],
+            [f[2:4] for f in files],
+            rules,
+            opened,
         )
     is_train, known = table["is_train"].to_numpy(), next(filter(None, known), ())
-    schema = open_parquet(files[0].path, files[0].size).schema
-    notes = () if labels is not None else note_of_no_label(path, schema.names, names)
+    present = opened[0].schema.names
+    notes = () if labels is not None else note_of_no_label(path, present, names)
     labels = Labels.none(len(table)) if labels is None else labels
     return Rows(
         ids,
@@ -176,10 +180,10 @@ def parquet_files(
 
 
 class ParquetImages(Images):
-    """The image column ``column`` (bytes or struct<bytes, path below ``root``>) of
-    Parquet ``files``, read when a row is wanted, a whole row group at a time.
-    ``stats``: size in bytes, which saves a request each, and time of the last change,
-    -1 where they are not known.
+    """The images of a column in Parquet files, read when a row is wanted.
+
+    A row group is read as a whole. The object keeps the footers of its files, and the
+    row groups that were last read in part. A pickled copy reads them again.
     """
 
     def __init__(
@@ -189,18 +193,31 @@ class ParquetImages(Images):
         column: str,
         stats: Sequence[Sequence[int]],
         rules: PathRules = DEFAULT_RULES,
+        opened: Sequence[OpenedParquet] | None = None,
     ) -> None:
+        """Read the footers of the files.
+
+        Args:
+            root: Folder that image paths in the column are relative to.
+            files: Path or URI of each file.
+            column: Name of the column: bytes or struct<bytes, path>.
+            stats: Size in bytes and time of the last change in ns of each file, -1
+                where they are not known. A known size saves a request.
+            rules: How image paths are read.
+            opened: The files, if their footers are already read.
+        """
         self.root, self.column, self._rules = root, column, rules
-        sized = [(file, stat[0]) for file, stat in zip(files, stats, strict=True)]
-        with ThreadPoolExecutor(FOOTERS) as pool:
-            opened = list(pool.map(lambda file: open_parquet(*file), sized))
-        pairs = zip(sized, opened, strict=True)
+        self._files = [(file, stat[0]) for file, stat in zip(files, stats, strict=True)]
+        if opened is None:
+            with ThreadPoolExecutor(FOOTERS) as pool:
+                opened = list(pool.map(lambda file: open_parquet(*file), self._files))
+        self._start_caches(opened)
         groups = [
             (at, file, g)
-            for at, file in pairs
+            for at, file in enumerate(opened)
             for g in range(file.metadata.num_row_groups)
         ]
-        self._groups = [(path, size, g) for (path, size), _, g in groups]
+        self._groups = [(at, g) for at, _, g in groups]
         self._starts = np.cumsum(
             [0, *(file.metadata.row_group(g).num_rows for _, file, g in groups)]
         )
@@ -213,27 +230,76 @@ class ParquetImages(Images):
         )
         self._has_paths = any(file.may_name_files(g, column) for _, file, g in groups)
 
+    def _start_caches(self, opened: Sequence[OpenedParquet | None]) -> None:
+        self._opened, self._lock = [*opened], threading.Lock()
+        self._recent = OrderedDict[int, Future[Any]]()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy in another process needs: no footers and no images."""
+        return {
+            name: value
+            for name, value in self.__dict__.items()
+            if name not in ("_opened", "_lock", "_recent")
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Start with no footer read."""
+        self.__dict__.update(state)
+        self._start_caches([None] * len(self._files))
+
     def __len__(self) -> int:
         return int(self._starts[-1])
 
     def read_images(self, rows: np.ndarray) -> list[Image]:
-        """The images of ``rows`` int64 (n,), in that order; every row group they are in
-        is read once. One of which only a part is wanted is remembered for the next
-        call.
+        """Return the images of ``rows`` int64 (n,), in that order.
+
+        Every row group is read once. A row group of which only some rows are wanted is
+        kept for the next call.
         """
         groups, found = self.groups(rows), [b""] * len(rows)  # type: np.ndarray, list[Image]
         inside = ImagePaths(self.root, self._rules).find
         for group in map(int, np.unique(groups)):
             at, first = np.flatnonzero(groups == group), int(self._starts[group])
             if len(at) == self._starts[group + 1] - first:
-                column = _read_group(*self._groups[group], self.column)
+                column = self._read_group(group)
             else:
-                with _lock:
-                    column = _recent(*self._groups[group], self.column)
+                column = self._recent_group(group)
             images = _images_in(column.take(pa.array(rows[at] - first)), inside)
             for i, image in zip(at.tolist(), images, strict=True):
                 found[i] = image
         return found
+
+    def _read_group(self, group: int) -> Any:
+        """Read the image column of a row group, numbered over all files."""
+        at, number = self._groups[group]
+        file = self._opened[at]
+        if file is None:  # threads may both read a footer, which does no harm
+            file = self._opened[at] = open_parquet(*self._files[at])
+        return file.read([self.column], number)[self.column].combine_chunks()
+
+    def _recent_group(self, group: int) -> Any:
+        """Return the image column of a row group and keep it for the next calls.
+
+        Threads that want the same row group wait for one read. Reads of different row
+        groups run at the same time: the lock is not held during a read.
+        """
+        with self._lock:
+            future = self._recent.get(group)
+            is_reader = future is None
+            if future is None:
+                future = self._recent[group] = Future()
+            self._recent.move_to_end(group)
+            while len(self._recent) > RECENT_GROUPS:
+                self._recent.popitem(last=False)
+        if is_reader:
+            try:
+                future.set_result(self._read_group(group))
+            except BaseException as error:
+                with self._lock:
+                    if self._recent.get(group) is future:
+                        del self._recent[group]  # the next call tries again
+                future.set_exception(error)
+        return future.result()
 
     def groups(self, rows: np.ndarray) -> np.ndarray:
         """int32 (n,): the row group of each of ``rows``, numbered over all files."""
@@ -277,7 +343,7 @@ class ParquetImages(Images):
         return self
 
 
-class _Parquet:
+class OpenedParquet:
     """A Parquet file with its footer in memory. Page checksums are verified. Of an
     object whose size is known the footer, and the column of a row group, is one
     request.
@@ -421,7 +487,7 @@ class _Parquet:
             "buffer_size": buffer,
         }
         with (
-            files.open_input_file(inner) as file,
+            filesystem.open_file(files, inner) as file,
             pa.parquet.ParquetFile(file, **options) as parquet,
         ):
             yield parquet
@@ -431,28 +497,18 @@ class _Parquet:
         return filesystem.reading(f"{what} {self.path}")
 
 
-# by path and size: every footer of a set, however many files
-_known: dict[tuple[str, int], _Parquet] = {}
-
-
 @filesystem.retry_transient
-def open_parquet(path: str, size: int, anew: bool = False) -> _Parquet:
-    """The file, as it was when its footer was last read by this process."""
-    if anew or (path, size) not in _known:
-        _known[path, size] = _Parquet(path, size)
-    return _known[path, size]
+def open_parquet(path: str, size: int) -> OpenedParquet:
+    """Read the footer of a file.
 
+    Args:
+        path: Local path or URI.
+        size: Bytes in the file, which saves a request; -1 if not known.
 
-# for who reads a file once: the footer is not kept
-_open_anew = filesystem.retry_transient(_Parquet)
-
-
-def _read_group(path: str, size: int, number: int, column: str) -> Any:
-    return open_parquet(path, size).read([column], number)[column].combine_chunks()
-
-
-# in which calls end and begin
-_lock, _recent = threading.Lock(), lru_cache(maxsize=2)(_read_group)
+    Raises:
+        ConfigError: The file cannot be read, or is no Parquet file.
+    """
+    return OpenedParquet(path, size)
 
 
 class ParquetTable:
@@ -542,7 +598,7 @@ class ParquetTable:
             name, path, size, id_column = self._files[file]
             columns, start = [self._image, *([id_column] if id_column else [])], 0
             number = group - int(self._first_group[file])
-            for batch in _open_anew(path, size).batches(columns, number):
+            for batch in open_parquet(path, size).batches(columns, number):
                 own = wanted[(wanted >= start) & (wanted < start + len(batch))]
                 if len(own):
                     chosen = batch.take(pa.array(own - start))
@@ -600,7 +656,7 @@ def _describe(
     path, name, parquet = (
         file.path,
         filesystem.valid_text(file.relative),
-        _open_anew(file.path, file.size),
+        open_parquet(file.path, file.size),
     )
     schema, metadata, footer = parquet.schema, parquet.metadata, io.BytesIO()
     check_names(path, own, schema.names, True)
@@ -626,14 +682,14 @@ def _read_file(
     file: filesystem.FileEntry,
     own: Mapping[str, str],
     folders: Mapping[str, str | int | None],
-) -> tuple[Any, Names, Names, str]:
+) -> tuple[Any, Names, Names, str, OpenedParquet]:
     """One Parquet file as columns is_train and, where it or its ``folders`` have them,
     id, label, eval_label, and image if these are paths; the class names and known
     classes of its metadata; the name of the image column if that was left in the file,
-    because it holds bytes, else ''.
+    because it holds bytes, else ''; and the opened file.
     """
     name, path = file.relative, file.path
-    parquet = open_parquet(path, file.size, anew=True)
+    parquet = open_parquet(path, file.size)
     schema, num = parquet.schema, parquet.metadata.num_rows
     present = present_columns(schema, own, folders)
     check_names(path, own, present)
@@ -688,6 +744,7 @@ def _read_file(
         tuple(filesystem.valid_text(str(name)) for name in names or ()),
         known,
         left,
+        parquet,
     )
 
 

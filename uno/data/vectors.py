@@ -6,9 +6,10 @@ text of a row is only for people.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
+import zipfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, starmap
@@ -38,14 +39,25 @@ from uno.data.rows import Rows
 from uno.data.tables import NO_NAMES, TEXT, ParquetImages
 from uno.data.text_tables import read_csv
 from uno.errors import ConfigError, StorageError, one_line
-from uno.limits import MAX_ROWS
+from uno.limits import MAX_NPZ_BYTES, MAX_ROWS
 from uno.text import plural
 
 NEIGHBORS, NEAR_ROWS, COSINE_ROWS = 5, 20_000, 512  # of a row; among so many; at once
 # compared in all: a minute; among so many at least
 NEAR_PAIRS, LEAST_NEAR_ROWS = 2 * 10**9, 1_000
 METADATA = b"uno.vectors"  # of a file that is ours
-ARRAYS, MAX_BYTES = (".npy", ".npz"), 2**36
+ARRAYS = (".npy", ".npz")
+# by np.load, of damaged files and of those that need a feature it lacks
+UNREADABLE = (
+    OSError,
+    ValueError,
+    LookupError,
+    EOFError,
+    MemoryError,
+    RuntimeError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 MANY_NUMBERS = 8  # columns of floats, beyond which they seem to be one vector
 CSV_FIX = "text; save its numbers with np.save(FILE, np.loadtxt(CSV, delimiter=','))"
 COLUMNS = ("id", "embedding", "label", "eval_label", "split", "path", "text")
@@ -437,7 +449,7 @@ def _of_parquet(
     root, files = tables.parquet_files(path, rules.follow_links)
     parts, pictures, lists = list[pa.Table](), set[str](), list[tuple[Any, str]]()
     for file, folders in zip(files, tables.partition_columns(files), strict=True):
-        parquet = tables.open_parquet(file.path, file.size, anew=True)
+        parquet = tables.open_parquet(file.path, file.size)
         schema = parquet.schema
         tables.check_names(
             file.path, names, tables.present_columns(schema, names, folders)
@@ -484,6 +496,7 @@ def _of_parquet(
             pictures.pop(),
             [f[2:4] for f in files],
             rules,
+            [parquet for parquet, _ in lists],
         )
         if pictures
         else None
@@ -531,13 +544,16 @@ def _load_arrays(
         if path.endswith(".npy") and os.path.isfile(path):
             # stays in the file
             loaded = np.load(path, mmap_mode="c", allow_pickle=False)
-        else:
-            data = filesystem.read_bytes(path, MAX_BYTES)
-            loaded = np.load(io.BytesIO(data), allow_pickle=False)
-        if isinstance(loaded, np.ndarray):
             return loaded, {}, []
-        arrays = {name: loaded[name] for name in loaded.files}
-    except (OSError, ValueError, KeyError, IndexError, EOFError) as error:
+        with filesystem.open_binary(path) as file:
+            loaded = np.load(file, allow_pickle=False)
+            if isinstance(loaded, np.ndarray):
+                return loaded, {}, []
+            _require_small(path, loaded.zip)
+            arrays = {name: loaded[name] for name in loaded.files}
+    except ConfigError:
+        raise
+    except UNREADABLE as error:
         reason = one_line(error)
         # NumPy's advice would be to open it all the same
         if "pickle" in reason or "bject" in reason:
@@ -546,6 +562,8 @@ def _load_arrays(
                 " list "
             )
             reason += "of vectors with np.stack, and names with .astype(str)"
+        if isinstance(error, zipfile.BadZipFile | zlib.error):
+            reason += "; the file is damaged, save it again with np.savez"
         raise ConfigError(f"{path} holds no array that can be read: {reason}") from None
     name = _name_of_embeddings(path, arrays, names)
     columns = dict[str, Any]()
@@ -562,6 +580,17 @@ def _load_arrays(
         column = column.astype(str) if column.dtype.kind == "S" else column
         columns["path" if ours == "image" else ours] = pa.array(column)
     return arrays[name], columns, [other for other in arrays if other != name]
+
+
+def _require_small(path: str, archive: zipfile.ZipFile) -> None:
+    """Raise ConfigError if the arrays of a .npz file take too much memory."""
+    num_bytes = sum(member.file_size for member in archive.infolist())
+    if num_bytes > MAX_NPZ_BYTES:
+        raise ConfigError(
+            f"{path}: its arrays have {num_bytes:,} bytes, more than {MAX_NPZ_BYTES:,}"
+            " that are read into memory; save the embeddings as a .npy file with"
+            " np.save, and the labels as a .csv file of the same name"
+        )
 
 
 def _name_of_embeddings(

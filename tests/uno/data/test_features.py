@@ -2,6 +2,7 @@
 lie.
 """
 
+import errno
 import json
 import logging
 import os
@@ -12,6 +13,7 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -500,6 +502,29 @@ def test_a_shard_of_another_shape_is_not_taken(tmp_path, caplog, content):
         and "recomputing 1 damaged file in" in caplog.text
         and not shards(tmp_path)
     )
+
+
+def test_a_file_for_a_full_disk_is_written_once(tmp_path, monkeypatch):
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StorageError, match=r"No space left.*--compute\.cache"):
+        features.write_shard(Storage(str(tmp_path)), "features/key/0", b"1")
+    assert full.call_count == 1
+
+
+def test_a_cache_that_is_emptied_during_a_write_gets_the_file(tmp_path, monkeypatch):
+    real_replace, calls = os.replace, []
+
+    def empty_first(source, target):
+        calls.append(target)
+        if len(calls) == 1:
+            shutil.rmtree(tmp_path / "features")
+        real_replace(source, target)
+
+    monkeypatch.setattr(os, "replace", empty_first)
+    storage = Storage(str(tmp_path))
+    features.write_shard(storage, "features/key/0", b"1")
+    assert storage.read("features/key/0") == b"1" and len(calls) == 2
 
 
 def test_what_is_no_shard_is_left_alone(tmp_path, caplog):

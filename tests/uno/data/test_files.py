@@ -4,16 +4,18 @@ import errno
 import os
 import re
 from pathlib import Path
-from unittest.mock import Mock
+from types import SimpleNamespace
+from unittest.mock import MagicMock, Mock
 from urllib.parse import quote
 
 import pytest
 from pyarrow import fs
 
 from uno import weights
-from uno.data import files
+from uno.data import files, mapped
 from uno.data.files import Storage, full_path, parse_json, read_whole, valid_text
 from uno.errors import ConfigError, StorageError
+from uno.runs.lock import ClaimedStorage
 
 # pyarrow's file system in memory: neither local nor an object store
 MEMORY = "mock:///run"
@@ -100,6 +102,45 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(call, tmp_path, monkeyp
         storage.write("state.json", b"new")
     monkeypatch.undo()
     assert storage.read("state.json") == b"old" and storage.list() == ["state.json"]
+
+
+@pytest.mark.parametrize("where", ["local", "memory"])
+def test_a_failed_stream_leaves_the_old_file(where, tmp_path):
+    """An overwrite that fails half-way removes or shortens nothing."""
+    storage = Storage(MEMORY if where == "memory" else str(tmp_path))
+    storage.write("old.txt", b"old")
+    for name in ("old.txt", "new.txt"):
+        with pytest.raises(KeyError), storage.create(name) as stream:
+            stream.write(b"ne")
+            raise KeyError
+    assert storage.read("old.txt") == b"old" and not storage.exists("new.txt")
+    with storage.create("old.txt") as stream:
+        stream.write(b"ne")
+        assert storage.read("old.txt") == b"old"
+        stream.write(b"w")
+    with storage.create("empty.txt"):
+        pass
+    assert storage.read("old.txt") == b"new" and storage.read("empty.txt") == b""
+
+
+def test_a_failed_upload_deletes_nothing():
+    storage, upload = Storage(MEMORY), MagicMock()
+    upload.write.side_effect = OSError("AWS Error ACCESS_DENIED")
+    upload.__enter__.return_value, upload.__exit__.return_value = upload, False
+    storage._fs = Mock(type_name="s3", open_output_stream=Mock(return_value=upload))
+    with (
+        pytest.raises(StorageError, match=r"cannot write .*ACCESS_DENIED"),
+        storage.create("predictions.parquet") as stream,
+    ):
+        stream.write(b"new")
+    assert not storage._fs.delete_file.called
+
+
+def test_a_full_temporary_folder_is_named():
+    """The line that ends an upload says which disk is full and how to use another."""
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(StorageError, match="TMPDIR"), Storage(MEMORY).create("x"):
+        raise full
 
 
 def test_writes_are_flushed_before_they_are_named(tmp_path, monkeypatch):
@@ -281,6 +322,38 @@ def test_every_access_to_storage_is_patient(tmp_path, monkeypatch):
         assert act()
 
 
+@pytest.mark.parametrize("kind", [Storage, ClaimedStorage])
+@pytest.mark.parametrize("name", ["exists", "list", "read", "write", "delete"])
+def test_pauses_of_nested_accesses_do_not_multiply(kind, name, monkeypatch):
+    """A store that throttles for ever is left after one series of pauses."""
+    paused, storage = [], kind(MEMORY, *(["token"] if kind is ClaimedStorage else []))
+    monkeypatch.setattr(files.time, "sleep", paused.append)
+    throttled = Mock(side_effect=OSError(f"{AWS} SLOW_DOWN"))
+    calls = ("get_file_info", "open_input_file", "open_output_stream", "delete_file")
+    storage._fs = Mock(type_name="s3", **dict.fromkeys(calls, throttled))
+    with pytest.raises(StorageError, match="SLOW_DOWN"):
+        getattr(storage, name)("x", *([b""] if name == "write" else []))
+    assert sum(paused) == 31
+
+
+def test_every_read_of_an_open_remote_file_is_retried(monkeypatch):
+    """The file fails at its opening and before each of two pieces."""
+    monkeypatch.setattr(files.time, "sleep", lambda _: None)
+    content, fails = b"0123456789", iter([True, False] * 5)
+
+    def refuse_once(answer):
+        if next(fails):
+            raise OSError(f"{AWS} SLOW_DOWN")
+        return answer
+
+    remote = Mock(size=lambda: len(content))
+    remote.read_at = lambda num, at: refuse_once(content[at : at + num])
+    storage = Storage(MEMORY)
+    storage._fs = Mock(open_input_file=lambda name: refuse_once(remote))
+    with storage.open("x") as file:
+        assert file.read(4) == b"0123" and file.read_at(3, 6) == b"678"
+
+
 def test_object_stores_get_no_directory_markers(tmp_path):
     """Kills: a request per directory and write on S3."""
     storage, stream = (
@@ -292,6 +365,18 @@ def test_object_stores_get_no_directory_markers(tmp_path):
     assert (
         not storage._fs.create_dir.called and (tmp_path / "object").read_bytes() == b"1"
     )
+
+
+def test_space_is_reserved_where_the_system_has_no_call_for_it(tmp_path, monkeypatch):
+    """As on macOS: arrays in a file have their size, and a full disk is an error."""
+    monkeypatch.delattr(os, "posix_fallocate", raising=False)
+    monkeypatch.setenv("UNO_CACHE", str(tmp_path))
+    monkeypatch.setattr(mapped, "MAPPED_BYTES", 1)
+    assert not mapped.new_array((500, 3)).any()
+    full = SimpleNamespace(f_bavail=1, f_frsize=4096)
+    monkeypatch.setattr(os, "fstatvfs", lambda number: full)
+    with pytest.raises(StorageError, match="No space left"):
+        mapped.new_array((500, 3))
 
 
 def test_only_regular_files_are_opened(tmp_path):
@@ -312,6 +397,15 @@ def test_a_file_over_its_limit_is_not_read(tmp_path):
     assert storage.read("a.json", 5) == b"12345"
     with pytest.raises(StorageError, match=r"a\.json is larger than 4 bytes"):
         storage.read("a.json", 4)
+
+
+def test_a_small_remote_file_takes_no_more_memory_than_it_has_bytes():
+    """A limit of 256 TiB cannot be allocated."""
+    store, path = files.locate("mock:///small.csv")
+    with store.open_output_stream(path) as stream:
+        stream.write(b"path,label")
+    assert files.read_bytes("mock:///small.csv", 2**48) == b"path,label"
+    assert files.read_bytes("mock:///small.csv", 3) == b"path"
 
 
 def test_of_two_first_writers_one_writes(tmp_path, monkeypatch):

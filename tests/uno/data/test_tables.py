@@ -1,13 +1,16 @@
 """Parquet, CSV and JSONL tables; images by reference."""
 
+import io
 import itertools
 import json
 import os
 import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.dataset
@@ -21,6 +24,7 @@ from uno.data import tables, text_tables
 from uno.data.decode import decode
 from uno.data.images import Files
 from uno.data.inputs import open_inputs
+from uno.data.rows import Partition
 from uno.data.sources import read_rows
 from uno.data.tables import ParquetImages, ParquetTable, read_parquet, read_table
 from uno.errors import ConfigError
@@ -264,7 +268,6 @@ def test_a_row_group_is_read_once(shards, monkeypatch):
         "read_row_group",
         lambda *args: read.append(args[1]) or real(*args),
     )
-    tables._recent.cache_clear()
     images = read_parquet(str(shards)).images
     assert (
         images.groups(np.arange(17)).tolist()
@@ -273,8 +276,68 @@ def test_a_row_group_is_read_once(shards, monkeypatch):
     images.read_images(np.array([16, 0, 3, 15, 1]))
     assert read == [0, 1]
     assert len([images[row] for row in range(17)]) == 17
-    assert read == [0, 1, 1, 2, 0, 1] and tables._recent.cache_info().currsize == 2
+    assert read == [0, 1, 1, 2, 0, 1]
     assert len(pickle.dumps(images)) < 2000
+
+
+def test_row_groups_are_read_at_the_same_time(tmp_path, monkeypatch):
+    """Four threads want a part of one row group each, and all four reads overlap."""
+    images = [b"%d" % i for i in range(8)]
+    pq.write_table(
+        pa.table({"image": images}), tmp_path / "a.parquet", row_group_size=2
+    )
+    opened, all_read = read_parquet(str(tmp_path)).images, threading.Barrier(4)
+    real = pq.ParquetFile.read_row_group
+    monkeypatch.setattr(
+        pq.ParquetFile,
+        "read_row_group",
+        lambda *args: all_read.wait(20) is not None and real(*args),
+    )
+    with ThreadPoolExecutor(4) as pool:
+        found = list(
+            pool.map(lambda i: opened.read_images(np.array([i])), range(0, 8, 2))
+        )
+    assert found == [[image] for image in images[::2]]
+
+
+def test_threads_share_one_read_of_a_row_group_and_a_failed_read_is_not_kept(
+    tmp_path, monkeypatch
+):
+    images, read = [b"%d" % i for i in range(4)], []
+    pq.write_table(pa.table({"image": images}), tmp_path / "a.parquet")
+    opened, both = read_parquet(str(tmp_path)).images, threading.Barrier(2)
+    real = pq.ParquetFile.read_row_group
+
+    def read_row_group(*args):
+        read.append(args[1])
+        if len(read) == 1:
+            raise OSError("Input/output error")
+        return real(*args)
+
+    def read_one(row):
+        both.wait(20)
+        return opened.read_images(np.array([row]))
+
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", read_row_group)
+    assert "Input/output error" in failure(opened.read_images, np.array([0]))
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(read_one, (0, 3))) == [[images[0]], [images[3]]]
+    assert len(read) == 2
+
+
+def test_a_rewritten_file_of_equal_size_is_read_anew(tmp_path):
+    """A second data set of the same process has nothing of the first one."""
+    path = tmp_path / "a.parquet"
+
+    def open_images(content):
+        pq.write_table(pa.table({"image": content}), path, compression="none")
+        size = path.stat().st_size
+        return size, ParquetImages(str(tmp_path), [str(path)], "image", [(size, -1)])
+
+    (size, before), first = open_images([b"1", b"22"]), np.array([0])
+    assert before.read_images(first) == [b"1"]
+    size_after, after = open_images([b"3", b"44"])
+    assert after.read_images(first) == [b"3"] and size_after == size
 
 
 def test_a_footer_is_read_once_and_beside_others(monkeypatch):
@@ -283,7 +346,7 @@ def test_a_footer_is_read_once_and_beside_others(monkeypatch):
     """
     read, two, numbers = [], threading.Barrier(2), itertools.count()
 
-    class Table(tables._Parquet):
+    class Table(tables.OpenedParquet):
         def __init__(self, path, size):
             if next(numbers) < 2:
                 two.wait(20)
@@ -296,13 +359,15 @@ def test_a_footer_is_read_once_and_beside_others(monkeypatch):
         def read(self, columns, group):
             return pa.table({columns[0]: [b"1", b"2"]})
 
-    monkeypatch.setattr(tables, "_Parquet", Table)
-    monkeypatch.setattr(tables, "_known", {})
+    monkeypatch.setattr(tables, "OpenedParquet", Table)
     files = [f"s3://bucket/{i}.parquet" for i in range(1100)]
     images = ParquetImages("s3://bucket", files, "image", [(9, -1)] * 1100)
     assert images.read_images(np.arange(len(images))) == [b"1", b"2"] * 1100
-    assert pickle.loads(pickle.dumps(images)).read_images(np.array([3])) == [b"2"]
     assert sorted(read) == sorted((file, 9) for file in files)
+    read.clear()
+    copy = pickle.loads(pickle.dumps(images))
+    assert copy.read_images(np.array([3, 2])) == [b"2", b"1"]
+    assert read == [(files[1], 9)]  # a copy reads the footers that it needs
 
 
 def test_an_object_is_opened_with_its_size(tmp_path, monkeypatch):
@@ -334,6 +399,36 @@ def test_an_object_is_opened_with_its_size(tmp_path, monkeypatch):
         here.class_names,
     )
     assert made == [file.stat().st_size for file in sorted(tmp_path.iterdir())]
+
+
+@pytest.mark.parametrize("request_bytes", [0, 2**26])
+def test_a_parquet_file_to_predict_is_read_from_a_store_that_throttles(
+    monkeypatch, request_bytes
+):
+    """Row groups are read by pages, or each in one request. One of five reads fails."""
+    images = [b"%d" % i for i in range(1200)]
+    content, numbers = io.BytesIO(), itertools.count()
+    pq.write_table(pa.table({"image": images}), content, row_group_size=60)
+    memory = fsspec.filesystem("memory")
+    memory.pipe_file("/b/t.parquet", content.getvalue())
+
+    class Throttled(io.BytesIO):
+        def read(self, *size):
+            if next(numbers) % 5 == 4:
+                raise OSError("AWS Error SLOW_DOWN during GetObject operation")
+            return super().read(*size)
+
+    class Store(pyarrow.fs.FSSpecHandler):
+        def open_input_file(self, path):
+            return pa.PythonFile(Throttled(self.fs.cat_file(path)), mode="r")
+
+    store = pyarrow.fs.PyFileSystem(Store(memory))
+    monkeypatch.setattr(filesystem, "locate", lambda path: (store, "b/t.parquet"))
+    monkeypatch.setattr(filesystem.time, "sleep", lambda _: None)
+    monkeypatch.setattr(tables, "REQUEST_BYTES", request_bytes)
+    table = ParquetTable("s3://b/t.parquet")
+    ((_, found),) = table.read(Partition(np.arange(1200)), [1200])
+    assert [found[i] for i in range(1200)] == images and next(numbers) > 20
 
 
 def test_another_file_and_no_file_are_seen(shards):

@@ -2,6 +2,9 @@
 made of one vector.
 """
 
+import io
+import tracemalloc
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,8 @@ import pytest
 import torch
 
 from uno.config import AugmentConfig, Config, DataConfig, override
-from uno.data import mapped, tables
+from uno.data import files as filesystem
+from uno.data import mapped, tables, vectors
 from uno.data.check import check, format_report
 from uno.data.from_python import float_vectors
 from uno.data.inputs import open_inputs
@@ -154,6 +158,62 @@ def test_arrays_beside_a_table(tmp_path):
     np.save(tmp_path / "o.npy", np.array([{}]), allow_pickle=True)
     with pytest.raises(ConfigError, match="no array that can be read"):
         rows_of(f"vectors:{tmp_path}/o.npy")
+
+
+@pytest.mark.parametrize("name", ["v.npy", "v.npz"])
+def test_arrays_are_read_from_a_remote_file_system(name):
+    values, content = drawn(6), io.BytesIO()
+    if name == "v.npy":
+        np.save(content, values)
+    else:
+        np.savez_compressed(content, embedding=values, label=np.array(list("aaabbb")))
+    store, path = filesystem.locate(f"mock:///{name}")
+    with store.open_output_stream(path) as stream:
+        stream.write(content.getvalue())
+    rows = rows_of(f"vectors:mock:///{name}")
+    assert np.array_equal(rows.images.vectors(np.arange(6))[0][:, 0], values)
+    assert rows.labels[5] == (None if name == "v.npy" else "b")
+
+
+def test_an_npz_file_is_not_in_memory_beside_its_arrays(tmp_path):
+    values = drawn(2000, 1000)
+    np.savez(tmp_path / "v.npz", embedding=values)
+    tracemalloc.start()
+    try:
+        rows_of(f"vectors:{tmp_path}/v.npz")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1.5 * values.nbytes
+
+
+def test_an_npz_file_of_too_many_bytes_is_refused(tmp_path, monkeypatch):
+    """Its arrays would be read into memory. The file itself is small: it is packed."""
+    np.savez_compressed(tmp_path / "v.npz", embedding=np.ones((1000, 8), np.float32))
+    monkeypatch.setattr(vectors, "MAX_NPZ_BYTES", 32_000)
+    with pytest.raises(ConfigError, match=r"v\.npz: its .*np\.save"):
+        rows_of(f"vectors:{tmp_path}/v.npz")
+    monkeypatch.setattr(vectors, "MAX_NPZ_BYTES", 33_000)
+    assert len(rows_of(f"vectors:{tmp_path}/v.npz")) == 1000
+
+
+@pytest.mark.parametrize("damage", ["cut", "altered", "impossible shape"])
+def test_a_damaged_npz_file_is_one_line(damage, tmp_path):
+    path = tmp_path / "v.npz"
+    np.savez_compressed(path, embedding=drawn(200))
+    content = bytearray(path.read_bytes())
+    if damage == "cut":
+        path.write_bytes(content[:-100])
+    elif damage == "altered":
+        content[300:400] = b"\xff" * 100
+        path.write_bytes(content)
+    else:
+        array, shape = io.BytesIO(), {"shape": (10**12, 4), "fortran_order": False}
+        np.lib.format.write_array_header_1_0(array, {"descr": "<f4", **shape})
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("embedding.npy", array.getvalue() + bytes(100))
+    with pytest.raises(ConfigError, match=r"v\.npz holds no array that can be read"):
+        rows_of(f"vectors:{tmp_path}/v.npz")
 
 
 def test_what_holds_no_vectors_is_refused(tmp_path):

@@ -78,6 +78,26 @@ def test_requests_to_s3(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
+def test_an_object_is_replaced_whole_or_not_at_all(monkeypatch):
+    """A file of three parts of an upload, and a stream that fails after two of them."""
+    with store(0) as (env, log):
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        make_bucket()
+        storage = Storage(f"s3://{BUCKET}/run")
+        piece = np.random.default_rng(0).bytes(2**20)
+        with storage.create("predictions") as stream:
+            for _ in range(25):
+                stream.write(piece)
+        with pytest.raises(KeyError), storage.create("predictions") as stream:
+            for _ in range(20):
+                stream.write(piece)
+            raise KeyError
+        assert storage.read("predictions") == 25 * piece
+        assert "DELETE" not in {method for _, method, _ in requests_of(log)}
+
+
+@pytest.mark.slow
 def test_bytes_of_a_sample(monkeypatch, tmp_path):
     """What is looked at before discovery and after training, from a packed set on S3:
     at most 1.2 times what is wanted is read. Kills: a row group for each row, groups
