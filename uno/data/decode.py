@@ -5,7 +5,6 @@ BadImage. Pillow decodes (480 ImageNet originals/s).
 
 import json
 import logging
-import os
 import threading
 import warnings
 from collections import deque
@@ -23,6 +22,7 @@ from PIL import UnidentifiedImageError
 from torch import Tensor
 
 from uno import collectives
+from uno.cpus import available_cpus
 from uno.data.columns import Ids
 from uno.data.files import Storage, is_transient, parse_json, read_bytes
 from uno.data.images import Image, Images, InMemory, as_images, name_row
@@ -186,8 +186,10 @@ def decoded(
     threads: int | None = None,
     interpolation: Interpolation = "bilinear",
 ) -> Iterator[DecodedBatch]:
-    """Batches of row numbers, decoded ahead by ``threads`` (default: all cores)
-    unless prepared already.
+    """Decode batches of row numbers ahead of the consumer, unless they are prepared.
+
+    ``threads`` is the number of decoding threads; by default all cores that this
+    process may use.
     """
 
     source = as_images(images)
@@ -196,7 +198,7 @@ def decoded(
         ready = source.prepared(rows)
         if ready is None:
             ready = decode_many(
-                source.take(rows), size, threads or os.cpu_count(), interpolation
+                source.take(rows), size, threads or available_cpus(), interpolation
             )
         return rows, *ready
 
