@@ -3,6 +3,7 @@ read first (format, pixel and byte caps), then the pixels; whatever goes wrong i
 BadImage. Pillow decodes (480 ImageNet originals/s).
 """
 
+import errno
 import json
 import logging
 import threading
@@ -26,7 +27,7 @@ from uno.cpus import available_cpus
 from uno.data.columns import Ids
 from uno.data.files import Storage, is_transient, parse_json, read_bytes
 from uno.data.images import Image, Images, InMemory, as_images, name_row
-from uno.errors import ConfigError, StorageError, one_line
+from uno.errors import ConfigError, StorageError, UnoError, one_line
 from uno.limits import (
     MAX_BMP_PIXELS_PER_BYTE,
     MAX_IMAGE_BYTES,
@@ -59,6 +60,8 @@ BATCHES_AHEAD = 2  # that are decoded while the model works
 PIECE_ROWS = 64  # that a thread decodes
 READERS = 4  # threads that read what is read together
 BAD_SAMPLES = "bad_samples.jsonl"
+# of the process or the machine, whatever file is read
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 BadSample = dict[str, Any]
 """An entry of :data:`BAD_SAMPLES`: id, reason and, if they are known, uri and line."""
@@ -393,12 +396,15 @@ def _pixels(picture: Pillow.Image) -> np.ndarray:
 
 
 def _upright(rgb: Pillow.Image, picture: Pillow.Image) -> Pillow.Image:
-    """The pixels of ``picture``, turned as its EXIF says: before anything is resized,
-    as rounding depends on the order. Of a PNG the orientation stands behind the pixels.
+    """Turn the pixels ``rgb`` of ``picture`` as its EXIF orientation says.
+
+    Pixels are turned before they are resized, because rounding depends on the order.
+    The orientation is read after the pixels, because in a PNG it may stand behind them.
     """
     try:
-        orientation = int(picture.getexif().get(ORIENTATION, 1))
-    except Exception:  # broken metadata of any kind does not make the pixels bad
+        with _decoder_errors():
+            orientation = int(picture.getexif().get(ORIENTATION, 1))
+    except BadImage:  # broken metadata of any kind does not make the pixels bad
         return rgb
     return rgb.transpose(UPRIGHT[orientation]) if orientation in UPRIGHT else rgb
 
@@ -417,11 +423,17 @@ def _square(
 
 
 def to_rgb(picture: Pillow.Image) -> Pillow.Image:
-    """Any mode -> RGB; transparent pixels become white, 9 to 16-bit gray is scaled
-    to 8 bits.
+    """Convert a picture of any mode to RGB.
+
+    Transparent pixels become white. Gray values of 9 to 16 bits are scaled to 8 bits.
+
+    Raises:
+        BadImage: The pixels cannot be decoded, or their range is not known.
     """
     if picture.mode.startswith("I;16") or picture.mode == "I":
-        values = np.asarray(picture).astype(np.int64)
+        with _decoder_errors():
+            stored = np.asarray(picture)
+        values = stored.astype(np.int64)
         if values.min() < 0 or values.max() > 65535:
             raise BadImage("32-bit pixels beyond 0-65535; convert the image to 8 bits")
         values = np.minimum(values * 255 // largest_sample(picture), 255)
@@ -430,16 +442,16 @@ def to_rgb(picture: Pillow.Image) -> Pillow.Image:
         raise BadImage(
             "floating-point pixels have no fixed range; convert the image to 8 bits"
         )
-    if (
-        picture.mode in ("RGBA", "LA", "PA", "La", "RGBa")
-        or "transparency" in picture.info
-    ):
-        rgba = picture.convert("RGBA")
-        return Pillow.alpha_composite(
-            Pillow.new("RGBA", rgba.size, "white"), rgba
-        ).convert("RGB")
-    picture.load()
-    return picture if picture.mode == "RGB" else picture.convert("RGB")
+    with _decoder_errors():
+        if (
+            picture.mode in ("RGBA", "LA", "PA", "La", "RGBa")
+            or "transparency" in picture.info
+        ):
+            rgba = picture.convert("RGBA")
+            white = Pillow.new("RGBA", rgba.size, "white")
+            return Pillow.alpha_composite(white, rgba).convert("RGB")
+        picture.load()
+        return picture if picture.mode == "RGB" else picture.convert("RGB")
 
 
 def largest_sample(picture: Pillow.Image) -> int:
@@ -448,11 +460,17 @@ def largest_sample(picture: Pillow.Image) -> int:
     A TIFF says how many bits a sample has. Its tag MaxSampleValue is not used: by the
     TIFF specification it must not change how an image looks, and it differs between
     images.
+
+    Raises:
+        BadImage: The number of bits is not a positive integer.
     """
     if picture.format != "TIFF":
         return 65535
-    bits = getattr(picture, "tag_v2", {}).get(BITS_PER_SAMPLE, (16,))
-    return int(2 ** min(bits[0], 16) - 1)
+    with _decoder_errors():
+        bits = getattr(picture, "tag_v2", {}).get(BITS_PER_SAMPLE, (16,))[0]
+    if not isinstance(bits, int) or bits < 1:
+        raise BadImage("a TIFF without a valid number of bits per sample")
+    return int(2 ** min(bits, 16) - 1)
 
 
 def brightness(image: Image) -> tuple[int, int, int]:
@@ -473,49 +491,101 @@ def brightness(image: Image) -> tuple[int, int, int]:
     with suppress_pillow_warnings(), _open(image, BRIGHTNESS_SIDE) as picture:
         stored, white = None, 255
         if picture.mode.startswith("I"):
-            stored, white = int(np.asarray(picture).max()), largest_sample(picture)
+            with _decoder_errors():
+                values = np.asarray(picture)
+            stored, white = int(values.max()), largest_sample(picture)
         largest = int(np.asarray(to_rgb(picture)).max())
         return largest, largest if stored is None else stored, white
 
 
 @contextmanager
 def _open(image: bytes | str, side: int | None = None) -> Iterator[Pillow.Image]:
-    """The picture with its header checked, a JPEG at the scale for ``side``; errors
-    inside are BadImages.
+    """Open an image and check its header.
+
+    Args:
+        image: Encoded bytes, or the path of a file.
+        side: The side in pixels that is needed; a JPEG is then decoded at a smaller
+            scale (:data:`DRAFT`). None for full scale.
+
+    Raises:
+        BadImage: The image cannot be read, or its header is refused.
+        StorageError: The storage or this machine does not give the file now.
+    """
+    data = _read(image)
+    with _open_file(BytesIO(data), len(data)) as picture:
+        if side is not None and picture.format in ("JPEG", "MPO"):
+            with _decoder_errors():
+                picture.draft(picture.mode, (DRAFT * side, DRAFT * side))
+        yield picture
+
+
+def _read(image: bytes | str) -> bytes:
+    """Return the bytes of an image. Raises as :func:`_open`."""
+    if not isinstance(image, str):
+        return bytes(image or b"")  # None: a null in a table
+    with _reader_errors(image):
+        return read_bytes(image, MAX_IMAGE_BYTES)
+
+
+def _open_file(file: Any, num_bytes: int) -> Pillow.Image:
+    """Open an image file of a known size and check its header.
+
+    Raises:
+        BadImage: The format is none of :data:`FORMATS`, or the numbers of bytes or
+            pixels are beyond the limits.
+    """
+    if not 0 < num_bytes <= MAX_IMAGE_BYTES:
+        text = f"larger than {MAX_IMAGE_BYTES} bytes" if num_bytes else "no image data"
+        raise BadImage(text)
+    with _decoder_errors():
+        picture = Pillow.open(file, formats=FORMATS)
+        width, height = picture.size
+    if not 0 < width * height <= MAX_IMAGE_PIXELS:
+        raise BadImage(f"{width} x {height} pixels, not 1 to {MAX_IMAGE_PIXELS}")
+    most = max(10**6, MAX_PIXELS_PER_BYTE * num_bytes)
+    if picture.format == "BMP":
+        most = MAX_BMP_PIXELS_PER_BYTE * num_bytes
+    if width * height > most:
+        raise BadImage(f"{width} x {height} pixels in {num_bytes} bytes")
+    return picture
+
+
+@contextmanager
+def _decoder_errors() -> Iterator[None]:
+    """Turn what Pillow raises for a broken or hostile file into a BadImage.
+
+    Damaged bytes lead Pillow's parsers to errors of almost any type. Therefore only
+    calls of Pillow belong inside, and none of our own code. A MemoryError passes: it
+    says nothing about the file.
     """
     try:
-        data = (
-            read_bytes(image, MAX_IMAGE_BYTES)
-            if isinstance(image, str)
-            else bytes(image)
-        )
-        if not 0 < len(data) <= MAX_IMAGE_BYTES:
-            raise BadImage(
-                f"larger than {MAX_IMAGE_BYTES} bytes" if data else "no image data"
-            )
-        with Pillow.open(BytesIO(data), formats=FORMATS) as picture:
-            width, height = picture.size
-            if not 0 < width * height <= MAX_IMAGE_PIXELS:
-                raise BadImage(
-                    f"{width} x {height} pixels, not 1 to {MAX_IMAGE_PIXELS}"
-                )
-            most = max(10**6, MAX_PIXELS_PER_BYTE * len(data))
-            if width * height > (
-                MAX_BMP_PIXELS_PER_BYTE * len(data) if picture.format == "BMP" else most
-            ):
-                raise BadImage(f"{width} x {height} pixels in {len(data)} bytes")
-            if side is not None and picture.format in ("JPEG", "MPO"):
-                picture.draft(picture.mode, (DRAFT * side, DRAFT * side))
-            yield picture
-    except BadImage:
+        yield
+    except (MemoryError, UnoError):  # UnoError: a signal that interrupts the run
         raise
     except UnidentifiedImageError:
         raise BadImage(f"not a readable {', '.join(FORMATS)} image") from None
     except OSError as error:
-        if isinstance(image, str) and is_transient(error):
-            raise StorageError(f"cannot read {image}: {one_line(error)}") from None
         raise BadImage(one_line(error.strerror or error)[:200]) from None
-    except Exception as error:  # whatever a broken file leads Pillow's parsers to
+    except Exception as error:
+        raise BadImage(f"{type(error).__name__}: {one_line(error)[:200]}") from None
+
+
+@contextmanager
+def _reader_errors(path: str) -> Iterator[None]:
+    """Turn an error of reading a file into a BadImage if the file is the reason.
+
+    Raises:
+        StorageError: The storage may answer later, or this process has no more memory
+            or open files. Another run may read the same file.
+    """
+    try:
+        yield
+    except (OSError, ValueError, pa.ArrowException) as error:
+        number = getattr(error, "errno", None)
+        if number in EXHAUSTED or is_transient(error):
+            raise StorageError(f"cannot read {path}: {one_line(error)}") from None
+        if isinstance(error, OSError):
+            raise BadImage(one_line(error.strerror or error)[:200]) from None
         raise BadImage(f"{type(error).__name__}: {one_line(error)[:200]}") from None
 
 

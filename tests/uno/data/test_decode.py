@@ -1,7 +1,9 @@
 """Images of many kinds, good and bad."""
 
+import errno
 import io
 import json
+import os
 import struct
 import zlib
 
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image, ImageOps
+from PIL import Image, ImageFile, ImageOps
 
 from uno.data import decode as decode_module
 from uno.data.decode import (
@@ -22,7 +24,7 @@ from uno.data.decode import (
     read_header,
 )
 from uno.data.files import Storage
-from uno.errors import ConfigError
+from uno.errors import ConfigError, StorageError
 
 from .builders import encoded, pixels
 
@@ -185,6 +187,56 @@ def test_no_damage_leads_to_another_exception(format, data):
         assert decode(bytes(content[:end]), 8).shape == (3, 8, 8)
     except BadImage as error:
         assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize("error", [MemoryError, TypeError])
+def test_an_error_that_is_not_about_the_image_is_raised(error, monkeypatch):
+    """The machine has no memory, or the code is wrong: the image is not unreadable."""
+
+    def fail(self, *args, **kwargs):
+        raise error("not about the image")
+
+    monkeypatch.setattr(Image.Image, "resize", fail)
+    with pytest.raises(error, match="not about the image"):
+        decode(encoded(pixels(0, 20, 30)), 8)
+    with pytest.raises(error, match="not about the image"):
+        decode_many([encoded(pixels(0, 20, 30))] * 3, 8, 2)
+
+
+def test_memory_that_is_missing_while_pillow_decodes_is_raised(monkeypatch):
+    def fail(self):
+        raise MemoryError
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", fail)
+    with pytest.raises(MemoryError):
+        decode(PNG, 8)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_a_process_without_free_files_does_not_make_images_unreadable(
+    number, monkeypatch, tmp_path
+):
+    path = tmp_path / "a.png"
+    path.write_bytes(PNG)
+
+    def fail(*args, **kwargs):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(decode_module, "read_bytes", fail)
+    with pytest.raises(StorageError, match=r"a\.png"):
+        decode(str(path), 8)
+
+
+def test_pillows_errors_of_any_kind_make_an_image_unreadable(monkeypatch):
+    """Damaged bytes lead to errors that are meant for programmers, too."""
+    for error in (KeyError("x"), TypeError("x"), struct.error("x"), RecursionError()):
+
+        def fail(self, error=error):
+            raise error
+
+        monkeypatch.setattr(ImageFile.ImageFile, "load", fail)
+        with pytest.raises(BadImage, match=type(error).__name__):
+            decode(PNG, 8)
 
 
 def test_decode_many_counts_every_row():
