@@ -25,7 +25,6 @@ from uno.data.decode import (
     Interpolation,
     decode,
     decode_rgb,
-    suppress_pillow_warnings,
 )
 from uno.data.images import Image
 from uno.data.plan import augment_generator
@@ -80,20 +79,19 @@ class Cropper:
             [row.unbind(0) for row in part.unbind(0)] for part in self.split(pixels)
         ]
         reasons: list[str | None] = [None] * len(images)
-        with suppress_pillow_warnings():
-            for step in np.unique(steps):
-                rows = np.flatnonzero(steps == step)
-                planned = self._planned(int(step), positions[rows])
-                for i, row in enumerate(rows.tolist()):
-                    try:
-                        self._crop(
-                            images[row],
-                            [plan[i] for plan in planned],
-                            [view[row] for view in views],
-                        )
-                    except BadImage as error:
-                        reasons[row] = str(error)
-                        pixels[row] = 0
+        for step in np.unique(steps):
+            rows = np.flatnonzero(steps == step)
+            planned = self._planned(int(step), positions[rows])
+            for i, row in enumerate(rows.tolist()):
+                try:
+                    self._crop(
+                        images[row],
+                        [plan[i] for plan in planned],
+                        [view[row] for view in views],
+                    )
+                except BadImage as error:
+                    reasons[row] = str(error)
+                    pixels[row] = 0
         return pixels.numpy(), reasons
 
     def _planned(self, step: int, positions: np.ndarray) -> list[np.ndarray]:

@@ -6,12 +6,12 @@ BadImage. Pillow decodes (480 ImageNet originals/s).
 import errno
 import json
 import logging
-import threading
+import re
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from io import BytesIO
 from typing import Any, Literal, TypeVar
 
@@ -59,6 +59,18 @@ UPRIGHT = {
 BATCHES_AHEAD = 2  # that are decoded while the model works
 PIECE_ROWS = 64  # that a thread decodes
 READERS = 4  # threads that read what is read together
+# what warnings.filters begins with while images are decoded
+IGNORED = (
+    ("ignore", None, Warning, re.compile(r"PIL\."), 0),
+    # of PyTorch: it shares Pillow's memory, and nobody writes to it
+    (
+        "ignore",
+        re.compile("The given NumPy array is not writable", re.IGNORECASE),
+        Warning,
+        None,
+        0,
+    ),
+)
 BAD_SAMPLES = "bad_samples.jsonl"
 # of the process or the machine, whatever file is read
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
@@ -77,29 +89,19 @@ class BadImage(Exception):
     """An image that cannot be used; the message is the reason, one line."""
 
 
-_lock, _muted, _num_inside = threading.Lock(), ExitStack(), 0
+def ignore_image_warnings() -> None:
+    """Ignore the warnings of :data:`IGNORED` from now on, in the whole process.
 
-
-@contextmanager
-def suppress_pillow_warnings() -> Iterator[None]:
-    """Mute Pillow's warnings while any thread is inside: filters belong to the
-    process.
+    Pillow warns of damaged metadata and of large pictures, image by image. Such images
+    are checked here. Warning filters belong to the process and not to a thread. So the
+    filters match nothing else, and they stay: to remove them would also remove those
+    that other threads have added meanwhile.
     """
-    global _num_inside
-    with _lock:
-        if _num_inside == 0:
-            _muted.enter_context(warnings.catch_warnings(action="ignore"))
-        _num_inside += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _num_inside -= 1
-            if _num_inside == 0:
-                _muted.close()
+    if (*warnings.filters[: len(IGNORED)],) != IGNORED:
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
-@suppress_pillow_warnings()
 def decode(
     image: Image, size: int, interpolation: Interpolation = "bilinear"
 ) -> np.ndarray:
@@ -120,8 +122,8 @@ def decode(
 
 def decode_rgb(image: Image, side: int) -> np.ndarray:
     """``image`` -> uint8 (H,W,3 or 4), not to be written to: upright, RGB, whole, a
-    JPEG maybe at a smaller scale (:data:`DRAFT`). A fourth channel means nothing. Call
-    it inside :func:`suppress_pillow_warnings`. Raises BadImage.
+    JPEG maybe at a smaller scale (:data:`DRAFT`). A fourth channel means nothing.
+    Raises BadImage.
     """
     if isinstance(image, np.ndarray):
         _check_array(image)
@@ -153,11 +155,10 @@ def decode_many(
                 reasons[row] = str(error)
 
     threads = threads or torch.get_num_threads()
-    with suppress_pillow_warnings():
-        deque(
-            prefetch_map(fill, pieces(as_images(images)), threads, 2 * threads),
-            maxlen=0,
-        )
+    deque(
+        prefetch_map(fill, pieces(as_images(images)), threads, 2 * threads),
+        maxlen=0,
+    )
     return pixels, reasons
 
 
@@ -376,7 +377,7 @@ def read_header(image: Image) -> tuple[str, int, int]:
     if isinstance(image, np.ndarray):
         _check_array(image)
         return "pixels", image.shape[1], image.shape[0]
-    with suppress_pillow_warnings(), _open(image) as picture:
+    with _open(image) as picture:
         return str(picture.format), *picture.size
 
 
@@ -488,7 +489,7 @@ def brightness(image: Image) -> tuple[int, int, int]:
     if isinstance(image, np.ndarray):
         _check_array(image)
         return int(image.max()), int(image.max()), 255
-    with suppress_pillow_warnings(), _open(image, BRIGHTNESS_SIDE) as picture:
+    with _open(image, BRIGHTNESS_SIDE) as picture:
         stored, white = None, 255
         if picture.mode.startswith("I"):
             with _decoder_errors():
@@ -537,6 +538,7 @@ def _open_file(file: Any, num_bytes: int) -> Pillow.Image:
     if not 0 < num_bytes <= MAX_IMAGE_BYTES:
         text = f"larger than {MAX_IMAGE_BYTES} bytes" if num_bytes else "no image data"
         raise BadImage(text)
+    ignore_image_warnings()
     with _decoder_errors():
         picture = Pillow.open(file, formats=FORMATS)
         width, height = picture.size

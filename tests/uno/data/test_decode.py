@@ -5,6 +5,7 @@ import io
 import json
 import os
 import struct
+import warnings
 import zlib
 
 import numpy as np
@@ -24,6 +25,7 @@ from uno.data.decode import (
     read_header,
 )
 from uno.data.files import Storage
+from uno.data.images import InMemory
 from uno.errors import ConfigError, StorageError
 
 from .builders import encoded, pixels
@@ -237,6 +239,33 @@ def test_pillows_errors_of_any_kind_make_an_image_unreadable(monkeypatch):
         monkeypatch.setattr(ImageFile.ImageFile, "load", fail)
         with pytest.raises(BadImage, match=type(error).__name__):
             decode(PNG, 8)
+
+
+class Announcing(InMemory):
+    """Images whose reader warns and adds a filter, as another thread may do."""
+
+    def read_images(self, rows):
+        warnings.warn("not of Pillow", UserWarning, stacklevel=2)
+        warnings.filterwarnings("ignore", "added while images are decoded")
+        return super().read_images(rows)
+
+
+def test_warnings_and_filters_of_others_survive_decoding():
+    """Warning filters belong to the process, so decoding must not mute or reset it."""
+    with pytest.warns(UserWarning, match="not of Pillow"):
+        decode_many(Announcing([PNG, JPEG]), 8, 2)
+        warnings.warn("added while images are decoded", stacklevel=1)
+    assert len(decode_many([PNG], 8, 2)[0]) == 1
+
+
+def test_pillow_does_not_warn_of_images_that_are_checked_here(monkeypatch):
+    """In the tests a warning is an error. A filter that comes later changes nothing."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 50)  # Pillow warns beyond
+    with pytest.warns(Image.DecompressionBombWarning):
+        Image.open(io.BytesIO(encoded(pixels(0, 8, 8))))
+    for _ in range(2):
+        assert decode(encoded(pixels(0, 8, 8)), 8).shape == (3, 8, 8)
+        warnings.simplefilter("error")
 
 
 def test_decode_many_counts_every_row():
