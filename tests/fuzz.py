@@ -163,7 +163,8 @@ def mutated(data: bytes, other: bytes, chance: random.Random) -> bytes:
 
 
 def _read_image(folder: Path, data: bytes) -> None:
-    read_header(data)
+    (folder / "image").write_bytes(data)
+    assert read_header(data) == read_header(str(folder / "image"))
     first = decode(data, 16)
     assert first.shape == (3, 16, 16) and np.array_equal(first, decode(data, 16)), (
         "two reads disagree"

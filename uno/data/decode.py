@@ -11,8 +11,8 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from io import BytesIO
+from contextlib import ExitStack, contextmanager
+from io import BufferedReader, BytesIO
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -25,7 +25,14 @@ from torch import Tensor
 from uno import collectives
 from uno.cpus import available_cpus
 from uno.data.columns import Ids
-from uno.data.files import Storage, is_transient, parse_json, read_bytes
+from uno.data.files import (
+    Storage,
+    is_transient,
+    open_file,
+    parse_json,
+    read_bytes,
+    retry_transient,
+)
 from uno.data.images import Image, Images, InMemory, as_images, name_row
 from uno.errors import ConfigError, StorageError, UnoError, one_line
 from uno.limits import (
@@ -58,6 +65,7 @@ UPRIGHT = {
 }
 BATCHES_AHEAD = 2  # that are decoded while the model works
 PIECE_ROWS = 64  # that a thread decodes
+HEADER_BYTES = 2**16  # that are read at once to find the size of an image
 READERS = 4  # threads that read what is read together
 # what warnings.filters begins with while images are decoded
 IGNORED = (
@@ -371,14 +379,49 @@ class BadRows:
 
 
 def read_header(image: Image) -> tuple[str, int, int]:
-    """(format or 'pixels', width, height) without decoding pixels. Raises BadImage
-    as :func:`decode`.
+    """Return (format or 'pixels', width, height) without decoding pixels.
+
+    Of a file or an object only the parts are read that hold the header: the first
+    64 KiB, of a TIFF also its directory. Pillow needs the whole file only for WEBP.
+
+    Raises:
+        BadImage: As :func:`decode`.
     """
     if isinstance(image, np.ndarray):
         _check_array(image)
         return "pixels", image.shape[1], image.shape[0]
-    with _open(image) as picture:
+    if isinstance(image, str):
+        return _read_file_header(image)
+    data = _read(image)
+    with _open_file(BytesIO(data), len(data)) as picture:
         return str(picture.format), *picture.size
+
+
+@retry_transient
+def _read_file_header(path: str) -> tuple[str, int, int]:
+    with ExitStack() as opened:
+        with _reader_errors(path):
+            file = opened.enter_context(open_file(path))
+            size = file.size()
+            buffered = opened.enter_context(_SizedReader(file, size))
+        with _open_file(buffered, size, path) as picture:
+            return str(picture.format), *picture.size
+
+
+class _SizedReader(BufferedReader):
+    """A file whose reads never ask for more bytes than the file has left.
+
+    A buffer of the size that is asked for is made before anything is read, and a
+    hostile header may ask for gigabytes.
+    """
+
+    def __init__(self, file: Any, size: int) -> None:
+        super().__init__(file, HEADER_BYTES)
+        self._size = size
+
+    def read(self, num: int | None = -1, /) -> bytes:
+        left = max(0, self._size - self.tell())
+        return super().read(left if num is None or num < 0 else min(num, left))
 
 
 def _pixels(picture: Pillow.Image) -> np.ndarray:
@@ -528,10 +571,16 @@ def _read(image: bytes | str) -> bytes:
         return read_bytes(image, MAX_IMAGE_BYTES)
 
 
-def _open_file(file: Any, num_bytes: int) -> Pillow.Image:
+def _open_file(file: Any, num_bytes: int, path: str = "") -> Pillow.Image:
     """Open an image file of a known size and check its header.
 
+    Args:
+        file: The content, as a file that can be read in any order.
+        num_bytes: The size of the content.
+        path: The path of a file that is read while it is opened.
+
     Raises:
+        StorageError: The file at ``path`` cannot be read now.
         BadImage: The format is none of :data:`FORMATS`, or the numbers of bytes or
             pixels are beyond the limits.
     """
@@ -539,7 +588,7 @@ def _open_file(file: Any, num_bytes: int) -> Pillow.Image:
         text = f"larger than {MAX_IMAGE_BYTES} bytes" if num_bytes else "no image data"
         raise BadImage(text)
     ignore_image_warnings()
-    with _decoder_errors():
+    with _decoder_errors(path):
         picture = Pillow.open(file, formats=FORMATS)
         width, height = picture.size
     if not 0 < width * height <= MAX_IMAGE_PIXELS:
@@ -553,12 +602,18 @@ def _open_file(file: Any, num_bytes: int) -> Pillow.Image:
 
 
 @contextmanager
-def _decoder_errors() -> Iterator[None]:
+def _decoder_errors(path: str = "") -> Iterator[None]:
     """Turn what Pillow raises for a broken or hostile file into a BadImage.
 
     Damaged bytes lead Pillow's parsers to errors of almost any type. Therefore only
     calls of Pillow belong inside, and none of our own code. A MemoryError passes: it
     says nothing about the file.
+
+    Args:
+        path: The file that Pillow itself reads; "" if its bytes are in memory.
+
+    Raises:
+        StorageError: The file at ``path`` cannot be read now.
     """
     try:
         yield
@@ -567,6 +622,7 @@ def _decoder_errors() -> Iterator[None]:
     except UnidentifiedImageError:
         raise BadImage(f"not a readable {', '.join(FORMATS)} image") from None
     except OSError as error:
+        _raise_if_later(error, path)
         raise BadImage(one_line(error.strerror or error)[:200]) from None
     except Exception as error:
         raise BadImage(f"{type(error).__name__}: {one_line(error)[:200]}") from None
@@ -583,12 +639,17 @@ def _reader_errors(path: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, pa.ArrowException) as error:
-        number = getattr(error, "errno", None)
-        if number in EXHAUSTED or is_transient(error):
-            raise StorageError(f"cannot read {path}: {one_line(error)}") from None
+        _raise_if_later(error, path)
         if isinstance(error, OSError):
             raise BadImage(one_line(error.strerror or error)[:200]) from None
         raise BadImage(f"{type(error).__name__}: {one_line(error)[:200]}") from None
+
+
+def _raise_if_later(error: Exception, path: str) -> None:
+    """Raise StorageError if a later read of the file at ``path`` may succeed."""
+    is_exhausted = getattr(error, "errno", None) in EXHAUSTED
+    if path and (is_exhausted or is_transient(error)):
+        raise StorageError(f"cannot read {path}: {one_line(error)}") from None
 
 
 def _check_array(image: np.ndarray) -> None:

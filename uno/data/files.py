@@ -265,6 +265,14 @@ def read_bytes(path: str, max_bytes: int) -> bytes:
         return bytes(stream.read(max_bytes + 1))
 
 
+def open_file(path: str) -> Any:
+    """Open a local file or an object for reads in any order. Raises OSError."""
+    files, inner = locate(path)
+    if not is_uri(path):
+        require_regular(inner)
+    return files.open_input_file(inner)
+
+
 def read_whole(path: str, max_bytes: int, what: str = "") -> bytes:
     """A file; ConfigError, where it is called ``what``, if it is unreadable or
     larger than ``max_bytes``.

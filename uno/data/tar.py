@@ -240,7 +240,7 @@ class Shard:
             False,
         )
         with filesystem.reading(self.path):
-            self._file = _open(self.path)
+            self._file = filesystem.open_file(self.path)
             self.size = self._file.size()
         self._start, self._data, self._window = 0, b"", WINDOW_BYTES[is_uri(self.path)]
 
@@ -605,19 +605,12 @@ def _read_images(path: str, start: np.ndarray, end: np.ndarray) -> list[bytes]:
     far = start[1:] - end[:-1] > GAP_BYTES[is_uri(path)]
     far |= start[1:] // SPAN_BYTES != start[:-1] // SPAN_BYTES
     images = list[bytes]()
-    with filesystem.reading(path), _open(path) as file:
+    with filesystem.reading(path), filesystem.open_file(path) as file:
         for piece in np.split(np.stack([start, end], axis=1), np.flatnonzero(far) + 1):
             first = int(piece[0, 0])
             data = file.read_at(int(piece[:, 1].max()) - first, first)
             images += [data[a - first : b - first] for a, b in piece.tolist()]
     return images
-
-
-def _open(path: str) -> Any:
-    files, inner = filesystem.locate(path)
-    if not is_uri(path):
-        filesystem.require_regular(inner)
-    return files.open_input_file(inner)
 
 
 def _split(name: str) -> str:

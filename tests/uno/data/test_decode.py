@@ -9,12 +9,15 @@ import warnings
 import zlib
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.fs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFile, ImageOps
 
 from uno.data import decode as decode_module
+from uno.data import files
 from uno.data.decode import (
     BadImage,
     check_bad,
@@ -171,6 +174,56 @@ def test_caps(monkeypatch, tmp_path):
     monkeypatch.setattr(decode_module, "MAX_IMAGE_BYTES", 50)
     with pytest.raises(BadImage, match="larger than 50 bytes"):
         decode(str(tmp_path / "a.png"), 8)
+
+
+def bytes_read():
+    """Bytes that this process has read, by Linux's own count."""
+    with open("/proc/self/io", encoding="utf-8") as file:
+        return int(file.readline().split()[1])
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="needs Linux")
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "BMP", "GIF", "TIFF"])
+@pytest.mark.parametrize("place", ["local", "s3://bucket"])
+def test_a_header_is_read_without_the_rest_of_the_file(
+    place, format, tmp_path, monkeypatch
+):
+    """As a local file, and as an object of a remote store. 3 MB, 30 times."""
+    data = encoded(pixels(0, 1000, 1000), format)
+    (tmp_path / "image").write_bytes(data)
+    remote = pa.fs.SubTreeFileSystem(str(tmp_path), pa.fs.LocalFileSystem())
+    monkeypatch.setattr(files, "_connect", lambda host, options: (remote, ""))
+    path = f"{tmp_path if place == 'local' else place}/image"
+    assert read_header(path) == read_header(data) == (format, 1000, 1000)
+    before = bytes_read()
+    for _ in range(30):
+        read_header(path)
+    assert bytes_read() - before < 30 * len(data) / 4
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, data in BAD.items() if isinstance(data, bytes)]
+)
+def test_the_header_of_a_file_is_refused_as_that_of_its_bytes(name, tmp_path):
+    path = tmp_path / "image"
+    path.write_bytes(BAD[name])
+    outcomes = []
+    for image in (BAD[name], str(path)):
+        try:
+            outcomes.append(read_header(image))
+        except BadImage as error:
+            outcomes.append(str(error))
+    assert outcomes[0] == outcomes[1]
+
+
+def test_a_header_that_storage_gives_later_is_no_unreadable_image(monkeypatch):
+    def fail(path):
+        raise OSError("AWS Error SLOW_DOWN during GetObject")
+
+    monkeypatch.setattr(decode_module, "open_file", fail)
+    monkeypatch.setattr(files.time, "sleep", lambda seconds: None)
+    with pytest.raises(StorageError, match="s3://b/a"):
+        read_header("s3://b/a.png")
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)

@@ -458,8 +458,10 @@ def test_objects_are_read_in_pieces(both, tmp_path, monkeypatch):
         there.images.groups(everything).tolist() == np.repeat(range(5), 7)[:30].tolist()
     )
     assert here.images.groups(everything) is None
-    expected, real = here.images.read_images(everything), tar._open
-    monkeypatch.setattr(tar, "_open", lambda path: opened.append(path) or real(path))
+    expected, real = here.images.read_images(everything), filesystem.open_file
+    monkeypatch.setattr(
+        filesystem, "open_file", lambda path: opened.append(path) or real(path)
+    )
     assert there.images.read_images(everything) == expected and len(opened) == 5
     monkeypatch.setattr(tar, "SPAN_BYTES", 1000)
     again = read("tar:s3://bucket/shards/train-{000..004}.tar")
