@@ -117,6 +117,11 @@ class TarImages(Images):
         """No image is a file of its own."""
         return [None] * len(rows)
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether the shards are objects."""
+        return any(map(is_uri, self.shards))
+
     def reader(self) -> TarImages:
         """This: any node reads the shards."""
         return self
