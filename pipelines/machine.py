@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from pipelines import ray_env
+from uno.cpus import available_cpus
 from uno.errors import RAY, ConfigError
 from uno.runs.directory import Finding
 
@@ -40,8 +41,8 @@ def machine() -> Iterator[Finding]:
         )
         yield Finding(
             "ok",
-            f"no CUDA device (PyTorch is {why}); training runs on {os.cpu_count()} CPU"
-            " cores",
+            f"no CUDA device (PyTorch is {why}); training runs on"
+            f" {available_cpus()} CPU cores",
         )
     yield from _ray()
     yield from _space()

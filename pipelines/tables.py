@@ -36,6 +36,7 @@ from uno.config import (
     override,
     to_dict,
 )
+from uno.cpus import available_cpus
 from uno.data.check import check
 from uno.data.features import cache_directory
 from uno.data.files import Storage, full_path, normalize_path
@@ -528,7 +529,7 @@ def _default_parallel(compute: ComputeConfig) -> int:
         return 1  # a cell is many processes
     if torch.cuda.is_available() and compute.device != "cpu":
         return max(1, torch.cuda.device_count())
-    cores = os.cpu_count() or 1
+    cores = available_cpus()
     return max(1, cores // (compute.threads or cores))
 
 

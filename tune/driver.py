@@ -146,7 +146,8 @@ def run_sweep(options: SweepOptions) -> int:
     own_weights = starting_weights(options.config, False)
     asked, (options, task) = options.overrides, _resolved(options)
     config = options.config
-    preflight(override(config, HERE), task)
+    goes_on = Storage(str(config.output)).exists(SETTINGS)
+    preflight(override(config, HERE), task, read_images=not goes_on)
     _check_folds(options, task, asked)
     assert config.output is not None
     storage = Storage(config.output)

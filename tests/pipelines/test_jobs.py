@@ -584,7 +584,7 @@ def test_threads_of_a_rank_leave_cores_to_ray_data(
     """Kills: eight ranks with all cores beside tasks that decode; a rank on the CPU
     with one thread.
     """
-    monkeypatch.setattr("uno.runs.hardware.os.cpu_count", lambda: 8)
+    monkeypatch.setattr("uno.runs.hardware.available_cpus", lambda: 8)
     config = override(Config(), {"data.loading": loading, "compute.threads": threads})
     assert worker.rank_threads(config, torch.device(device), 2, 2.5) == expected
 

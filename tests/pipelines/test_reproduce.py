@@ -3,7 +3,6 @@ it says of failures.
 """
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -31,6 +30,7 @@ from pipelines.options import parse
 from tests.forked import forked
 from tests.pipelines.small import SMALL, wait_for, write_images
 from uno.config import Config, dump_yaml, override
+from uno.cpus import available_cpus
 from uno.data import features
 from uno.data.files import Storage
 from uno.encoder import build_encoder
@@ -163,7 +163,7 @@ def test_what_a_command_line_leads_to(request_of, monkeypatch):
     assert {row.key for row in chosen} == {"uno", "rs-plus", "rs-plus-rotation"}
     assert tables._default_parallel(request_of("--workers", "2").compute) == 1
     assert tables._default_parallel(request_of("--device", "cpu").compute) == (
-        os.cpu_count() or 1
+        available_cpus()
     )
     words = [
         "ablation",

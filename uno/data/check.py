@@ -3,16 +3,24 @@
 import hashlib
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from uno.config import Config, clusters_features, override
-from uno.data.decode import BadImage, brightness, decoded, ok_mask, read_header
-from uno.data.files import is_uri, read_bytes
-from uno.data.images import content_of, evenly_spaced, row_names
+from uno.data.decode import (
+    BadImage,
+    brightness,
+    decoded,
+    ok_mask,
+    pieces,
+    read_header,
+)
+from uno.data.files import read_bytes
+from uno.data.images import Image, Images, content_of, evenly_spaced, row_names
 from uno.data.mapped import equal_rows
 from uno.data.plan import by_windows, largest_batch, make_plan, make_pretrain_plan
 from uno.data.splits import Task, missing_labels, train_rows
@@ -22,7 +30,9 @@ from uno.limits import MAX_IMAGE_BYTES
 from uno.text import plural
 
 MIN_ROWS_PER_CLUSTER = 2.6  # of a batch, below which pseudo-labels suffer
-MAX_HASHED_BYTES = 2 * 2**30
+# of images that are compared with each other: by ``uno data check``, and by a run
+MAX_HASHED_BYTES, MAX_HASHED_BYTES_OF_RUN = 2 * 2**30, 256 * 2**20
+HASHERS = 8  # threads that read and hash images
 NUM_HEADERS = 64
 NUM_BRIGHTNESS = 16  # images whose brightness is measured
 DARK = 64  # of 255, the brightest pixel of images that are nearly black
@@ -35,56 +45,69 @@ SORTED = 1.25
 BATCH = 32  # images between two looks at the clock
 CHECK_SECONDS = 60.0  # for decoding in ``uno data check`` and in a dry run
 
+Found = TypeVar("Found")
+
 
 class Problem(NamedTuple):
-    """``level`` "error": the run cannot succeed. "warning": it runs, but look at
-    this.
+    """Something about the data that a user should know.
+
+    ``level`` is "error" if the run cannot succeed, "warning" if it runs but the data
+    is suspicious, and "note" for what was not checked.
     """
 
     level: str
     message: str
 
 
+LEVELS = ("error", "warning", "note")
+
+
 def check(
-    task: Task, config: Config, seconds: float = 0, batch_is_derived: bool = False
+    task: Task,
+    config: Config,
+    seconds: float = 0,
+    batch_is_derived: bool = False,
+    read_images: bool = True,
 ) -> list[Problem]:
     """Return everything suspicious about a task, errors first.
 
-    At most 2 GiB of images are read. The numbers of rows are checked without the rows
-    that are known to be unreadable, because a run leaves them out before it trains.
+    The numbers of rows are checked without the rows that are known to be unreadable,
+    because a run leaves them out before it trains.
 
     Args:
         task: The rows and their classes.
         config: The configuration of the run.
-        seconds: How long images may be decoded to find unreadable ones; 0 decodes none
-            and looks at the headers of a sample.
+        seconds: How long images may be decoded to find unreadable ones. Then at most 2
+            GiB of images are searched for duplicates, wherever they are stored. With 0
+            no image is decoded: the headers of a sample are read, and a sample of local
+            images (256 MiB) is searched for duplicates.
         batch_is_derived: Whether the batch size was derived from the data, so that the
             run derives it again when rows are left out.
+        read_images: Whether images are looked at. A run that goes on with unchanged
+            data has looked at them before.
     """
-    headers, bad = headers_of(task)
     vectors = task.rows.images.vectors(np.arange(len(task.rows)))
-    problems, ok = list[Problem](), None if vectors is None else ok_mask(vectors[1])
-    if seconds:
-        ok, found = _decode_within(task, config, seconds)
-        problems += found
-    elif bad:
-        looked = len(headers) + len(bad) if vectors is None else len(task.rows)
-        text = (
-            f"{len(bad)} of a sample of {looked} images are unreadable, e.g. {bad[0]}"
-        )
-        problems.append(Problem("warning" if len(bad) < looked else "error", text))
+    ok = None if vectors is None else ok_mask(vectors[1])
+    headers, found = list[tuple[str, int, int]](), list[Problem]()
+    if read_images:
+        headers, bad = headers_of(task)
+        if seconds:
+            ok, found = _decode_within(task, config, seconds)
+        elif bad:
+            looked = len(headers) + len(bad) if vectors is None else len(task.rows)
+            text = (
+                f"{len(bad)} of a sample of {looked} images are unreadable, e.g."
+                f" {bad[0]}"
+            )
+            found = [Problem("warning" if len(bad) < looked else "error", text)]
+        found += [*_of_sizes(config, headers), *_of_brightness(task)]
+        found += _duplicates(task, in_full=seconds > 0)
     if ok is not None and not ok.all() and batch_is_derived:
         config = with_fitting_batch(config, task, ok)
-    problems += [*_of_classes(task, config), *row_problems(task, config, ok)]
-    problems += [
-        *_of_sizes(config, headers),
-        *_of_order(task, config),
-        *_of_brightness(task),
-    ]
-    problems += [
-        Problem("warning", text) for text in [*task.rows.warnings, *_duplicates(task)]
-    ]
-    return sorted(problems, key=lambda problem: problem.level)
+    problems = [*_of_classes(task, config), *row_problems(task, config, ok), *found]
+    problems += _of_order(task, config)
+    problems += [Problem("warning", text) for text in task.rows.warnings]
+    return sorted(problems, key=lambda problem: LEVELS.index(problem.level))
 
 
 def with_fitting_batch(config: Config, task: Task, ok: np.ndarray | None) -> Config:
@@ -203,13 +226,9 @@ def format_report(task: Task, problems: list[Problem], size: int | None = None) 
             )
     lines += ["", *(f"note: {note}" for note in task.notes)]
     lines += [f"{level}: {message}" for level, message in problems]
-    errors = sum(problem.level == "error" for problem in problems)
-    return "\n".join(
-        [
-            *lines,
-            f"{plural(errors, 'error')}, {plural(len(problems) - errors, 'warning')}",
-        ]
-    )
+    counts = Counter(problem.level for problem in problems)
+    errors, warnings = (plural(counts[level], level) for level in LEVELS[:2])
+    return "\n".join([*lines, f"{errors}, {warnings}"])
 
 
 def _counts(task: Task) -> np.ndarray:
@@ -394,10 +413,9 @@ def _of_brightness(task: Task) -> Iterator[Problem]:
     images = task.rows.images
     if images.vectors(np.arange(0)) is not None:
         return
-    measured = []
-    for row in evenly_spaced(NUM_BRIGHTNESS, len(task.rows)).tolist():
-        with suppress(BadImage):  # decoding reports it
-            measured.append(brightness(images[row]))
+    outcomes = _look_at(images, evenly_spaced(NUM_BRIGHTNESS, len(images)), brightness)
+    # decoding reports unreadable images
+    measured = [found for _, found in outcomes if not isinstance(found, BadImage)]
     largest = max((decoded for decoded, _, _ in measured), default=255)
     if largest >= DARK:
         return
@@ -430,12 +448,38 @@ def headers_of(task: Task) -> tuple[list[tuple[str, int, int]], list[str]]:
     if (ready := images.vectors(np.arange(len(images)))) is not None:
         pairs = zip(task.rows.ids, ready[1], strict=True)
         return [], [f"{name}: {reason}" for name, reason in pairs if reason is not None]
-    for row in evenly_spaced(NUM_HEADERS, len(task.rows)).tolist():
-        try:
-            headers.append(read_header(images[row]))
-        except BadImage as error:
-            bad.append(f"{_name(task, row)}: {error}")
+    for row, found in _look_at(
+        images, evenly_spaced(NUM_HEADERS, len(images)), read_header
+    ):
+        if isinstance(found, BadImage):
+            bad.append(f"{_name(task, row)}: {found}")
+        else:
+            headers.append(found)
     return headers, bad
+
+
+def _look_at(
+    images: Images, rows: np.ndarray, look: Callable[[Image], Found]
+) -> Iterator[tuple[int, Found | BadImage]]:
+    """Call ``look`` on the images of ``rows`` in threads.
+
+    Images that are stored together, such as those of a tar shard, are read together.
+
+    Yields:
+        For each row its number and what ``look`` returned, or the BadImage it raised.
+    """
+
+    def look_at(image: Image) -> Found | BadImage:
+        try:
+            return look(image)
+        except BadImage as error:
+            return error
+
+    with ThreadPoolExecutor(HASHERS, thread_name_prefix="uno-check") as pool:
+        for numbers, some in pieces(images.take(rows)):
+            content = some.read_images(np.arange(len(some)))
+            found = pool.map(look_at, content)
+            yield from zip(rows[numbers].tolist(), found, strict=True)
 
 
 def _decode_within(
@@ -469,11 +513,12 @@ def _decode_within(
     return ok, problems
 
 
-def _duplicates(task: Task) -> Iterator[str]:
-    """Exact copies (same bytes or pixels) in both splits, both labeled and
-    unlabeled, or under two labels.
+def _duplicates(task: Task, in_full: bool) -> Iterator[Problem]:
+    """Yield what exact copies there are (the same bytes or pixels), and how many images
+    were compared: copies in both splits, both labeled and unlabeled, or under two
+    labels.
     """
-    groups, complete = _copies(task)
+    groups, note = _copies(task, in_full)
     found: dict[str, list[list[int]]] = defaultdict(list)
     for group in groups:
         labels = {int(task.labels[i]) for i in group if task.is_train[i]}
@@ -486,43 +531,92 @@ def _duplicates(task: Task) -> Iterator[str]:
         if len(labels - {-1}) > 1:
             found["duplicates with different known labels"].append(group)
     for text, copies in found.items():
-        yield (
-            f"{text}: {len(copies)}, e.g."
-            f" {' = '.join(_name(task, i) for i in copies[0][:3])}"
-        )
-    if not complete:
-        yield (
-            f"the search for duplicates stopped after {MAX_HASHED_BYTES >> 30} GiB of"
-            " images"
-        )
+        example = " = ".join(_name(task, i) for i in copies[0][:3])
+        yield Problem("warning", f"{text}: {len(copies)}, e.g. {example}")
+    if note:
+        yield Problem("note", note)
 
 
-def _copies(task: Task) -> tuple[list[list[int]], bool]:
-    """Groups of rows with equal content, and whether all were compared. Only files
-    of equal size are read.
+def _copies(task: Task, in_full: bool) -> tuple[list[list[int]], str]:
+    """Find rows with equal content. Only files of equal size are read.
+
+    Args:
+        task: The rows.
+        in_full: Whether up to 2 GiB are read, of remote images, too; otherwise up to
+            256 MiB of local images.
+
+    Returns:
+        Groups of rows with equal content; and a line that says which images were not
+        compared, "" if all were.
     """
     images, rows = task.rows.images, np.arange(len(task.rows))
     if (vectors := images.vectors(rows)) is not None:
         values, reasons = vectors
-        return [
-            group for group in equal_rows(values[:, 0]) if reasons[group[0]] is None
-        ], True
-    if images.groups(rows) is None:  # else sizes are means
-        sizes = images.sizes(rows)
+        copies = equal_rows(values[:, 0])
+        return [group for group in copies if reasons[group[0]] is None], ""
+    advice = "" if in_full else "uno data check compares up to 2 GiB"
+    if not in_full and images.is_remote:
+        text = "images in remote storage were not searched for duplicates"
+        return [], f"{text}; {advice}"
+    notes = list[str]()
+    keys = images.groups(rows)  # what is read together
+    sizes = images.sizes(rows)
+    if keys is None:  # else sizes are means
+        unknown = int(((sizes < 0) & (images.times(rows) < 0)).sum())
+        if unknown:
+            what = plural(unknown, "image")
+            notes.append(f"{what} of unknown size not searched for duplicates")
         _, same, counts = np.unique(sizes, return_inverse=True, return_counts=True)
-        rows = rows[(sizes >= 0) & (sizes <= MAX_IMAGE_BYTES) & (counts[same] > 1)]
+        kept = (sizes >= 0) & (sizes <= MAX_IMAGE_BYTES) & (counts[same] > 1)
+        rows, sizes, keys = rows[kept], sizes[kept], sizes[kept]
+    limit = MAX_HASHED_BYTES if in_full else MAX_HASHED_BYTES_OF_RUN
+    chosen = _sample_by_key(keys, sizes, limit)
     groups: dict[bytes, list[int]] = defaultdict(list)
-    left = MAX_HASHED_BYTES
-    for row in rows.tolist():
-        image, content = images[row], b""
-        with suppress(OSError):  # decoding reports it
-            if not isinstance(image, str):
-                content = content_of(image)
-            elif not is_uri(image):
-                content = read_bytes(image, MAX_IMAGE_BYTES)
-        left -= len(content)
-        if left < 0:
-            break
-        if content:
-            groups[hashlib.blake2b(content, digest_size=16).digest()].append(row)
-    return [group for group in groups.values() if len(group) > 1], left >= 0
+    for row, digest in _look_at(images, rows[chosen], _digest):
+        if isinstance(digest, bytes):
+            groups[digest].append(row)
+    if len(chosen) < len(rows):
+        text = f"a sample of {len(chosen):,} of {len(rows):,} images"
+        notes.append(f"{text} was searched for duplicates")
+    note = "; ".join([*notes, advice] if notes and advice else notes)
+    return [sorted(group) for group in groups.values() if len(group) > 1], note
+
+
+def _sample_by_key(keys: np.ndarray, sizes: np.ndarray, limit: int) -> np.ndarray:
+    """Choose rows of about ``limit`` bytes at most, all rows of a key or none.
+
+    Args:
+        keys: (n,), equal for rows that are to be chosen together.
+        sizes: int64 (n,), the bytes of each row.
+        limit: The number of bytes.
+
+    Returns:
+        int64 (m,), the chosen of the n rows, in order. Single rows are chosen if the
+        rows of one key alone have too many bytes.
+    """
+    share = limit / max(1, int(sizes.sum()))
+    if share >= 1:
+        return np.arange(len(keys))
+    distinct, number = np.unique(keys, return_inverse=True)
+    some = evenly_spaced(int(share * len(distinct)), len(distinct))
+    if not len(some):
+        return evenly_spaced(int(share * len(keys)), len(keys))
+    return np.flatnonzero(np.isin(number, some))
+
+
+def _digest(image: Image) -> bytes:
+    """Hash the stored bytes or the pixels of an image.
+
+    Raises:
+        BadImage: The image cannot be read or is empty; decoding reports it.
+    """
+    try:
+        if isinstance(image, str):
+            content = read_bytes(image, MAX_IMAGE_BYTES)
+        else:
+            content = content_of(image)
+    except (OSError, ValueError) as error:
+        raise BadImage(str(error)) from None
+    if not content:
+        raise BadImage("no image data")
+    return hashlib.blake2b(content, digest_size=16).digest()

@@ -3,16 +3,16 @@ read first (format, pixel and byte caps), then the pixels; whatever goes wrong i
 BadImage. Pillow decodes (480 ImageNet originals/s).
 """
 
+import errno
 import json
 import logging
-import os
-import threading
+import re
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from io import BytesIO
+from io import BufferedReader, BytesIO
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -23,10 +23,18 @@ from PIL import UnidentifiedImageError
 from torch import Tensor
 
 from uno import collectives
+from uno.cpus import available_cpus
 from uno.data.columns import Ids
-from uno.data.files import Storage, is_transient, parse_json, read_bytes
+from uno.data.files import (
+    Storage,
+    is_transient,
+    open_file,
+    parse_json,
+    read_bytes,
+    retry_transient,
+)
 from uno.data.images import Image, Images, InMemory, as_images, name_row
-from uno.errors import ConfigError, StorageError, one_line
+from uno.errors import ConfigError, StorageError, UnoError, one_line
 from uno.limits import (
     MAX_BMP_PIXELS_PER_BYTE,
     MAX_IMAGE_BYTES,
@@ -43,6 +51,7 @@ DRAFT = 4
 the final side: 2.9 times faster from 4000 x 3000 to 224 px; ImageNet originals then
 differ by .65 of 255 at 32 px, 0 at 224.
 """
+JPEGS = ("JPEG", "MPO")  # formats that can be decoded at a smaller scale
 ORIENTATION = 0x0112
 BITS_PER_SAMPLE = 0x0102  # a tag of TIFF
 BRIGHTNESS_SIDE = 64  # of a JPEG whose brightness is measured, pixels
@@ -57,8 +66,23 @@ UPRIGHT = {
 }
 BATCHES_AHEAD = 2  # that are decoded while the model works
 PIECE_ROWS = 64  # that a thread decodes
+HEADER_BYTES = 2**16  # that are read at once to find the size of an image
 READERS = 4  # threads that read what is read together
+# what warnings.filters begins with while images are decoded
+IGNORED = (
+    ("ignore", None, Warning, re.compile(r"PIL\."), 0),
+    # of PyTorch: it shares Pillow's memory, and nobody writes to it
+    (
+        "ignore",
+        re.compile("The given NumPy array is not writable", re.IGNORECASE),
+        Warning,
+        None,
+        0,
+    ),
+)
 BAD_SAMPLES = "bad_samples.jsonl"
+# of the process or the machine, whatever file is read
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 BadSample = dict[str, Any]
 """An entry of :data:`BAD_SAMPLES`: id, reason and, if they are known, uri and line."""
@@ -74,29 +98,19 @@ class BadImage(Exception):
     """An image that cannot be used; the message is the reason, one line."""
 
 
-_lock, _muted, _num_inside = threading.Lock(), ExitStack(), 0
+def ignore_image_warnings() -> None:
+    """Ignore the warnings of :data:`IGNORED` from now on, in the whole process.
 
-
-@contextmanager
-def suppress_pillow_warnings() -> Iterator[None]:
-    """Mute Pillow's warnings while any thread is inside: filters belong to the
-    process.
+    Pillow warns of damaged metadata and of large pictures, image by image. Such images
+    are checked here. Warning filters belong to the process and not to a thread. So the
+    filters match nothing else, and they stay: to remove them would also remove those
+    that other threads have added meanwhile.
     """
-    global _num_inside
-    with _lock:
-        if _num_inside == 0:
-            _muted.enter_context(warnings.catch_warnings(action="ignore"))
-        _num_inside += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _num_inside -= 1
-            if _num_inside == 0:
-                _muted.close()
+    if (*warnings.filters[: len(IGNORED)],) != IGNORED:
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
-@suppress_pillow_warnings()
 def decode(
     image: Image, size: int, interpolation: Interpolation = "bilinear"
 ) -> np.ndarray:
@@ -117,14 +131,46 @@ def decode(
 
 def decode_rgb(image: Image, side: int) -> np.ndarray:
     """``image`` -> uint8 (H,W,3 or 4), not to be written to: upright, RGB, whole, a
-    JPEG maybe at a smaller scale (:data:`DRAFT`). A fourth channel means nothing. Call
-    it inside :func:`suppress_pillow_warnings`. Raises BadImage.
+    JPEG maybe at a smaller scale (:data:`DRAFT`). A fourth channel means nothing.
+    Raises BadImage.
     """
     if isinstance(image, np.ndarray):
         _check_array(image)
         return image
     with _open(image, side) as picture:
         return _pixels(_upright(to_rgb(picture), picture))
+
+
+def decode_square_and_rgb(
+    image: Image, size: int, side: int, interpolation: Interpolation = "bilinear"
+) -> tuple[np.ndarray, np.ndarray]:
+    """Read an image once and decode it to what two functions return.
+
+    Args:
+        image: Encoded bytes, a path or pixels.
+        size: The side of the square in pixels, as :func:`decode` takes it.
+        side: The side in pixels that :func:`decode_rgb` takes.
+        interpolation: How the square is resized.
+
+    Returns:
+        The square of :func:`decode` and the pixels of :func:`decode_rgb`, to the bit.
+        A JPEG is decoded once more if the two take it at different scales.
+
+    Raises:
+        BadImage: The image cannot be used.
+    """
+    if isinstance(image, np.ndarray):
+        return decode(image, size, interpolation), decode_rgb(image, side)
+    data = _read(image)
+    with _open(data, side) as picture:
+        if picture.format in JPEGS:
+            with _open(data, size) as scaled:
+                is_same_scale = scaled.size == picture.size
+            if not is_same_scale:
+                return decode(data, size, interpolation), decode_rgb(data, side)
+        upright = _upright(to_rgb(picture), picture)
+        square = np.asarray(_square(upright, size, interpolation))
+        return square.transpose(2, 0, 1), _pixels(upright)
 
 
 def decode_many(
@@ -150,11 +196,10 @@ def decode_many(
                 reasons[row] = str(error)
 
     threads = threads or torch.get_num_threads()
-    with suppress_pillow_warnings():
-        deque(
-            prefetch_map(fill, pieces(as_images(images)), threads, 2 * threads),
-            maxlen=0,
-        )
+    deque(
+        prefetch_map(fill, pieces(as_images(images)), threads, 2 * threads),
+        maxlen=0,
+    )
     return pixels, reasons
 
 
@@ -186,8 +231,10 @@ def decoded(
     threads: int | None = None,
     interpolation: Interpolation = "bilinear",
 ) -> Iterator[DecodedBatch]:
-    """Batches of row numbers, decoded ahead by ``threads`` (default: all cores)
-    unless prepared already.
+    """Decode batches of row numbers ahead of the consumer, unless they are prepared.
+
+    ``threads`` is the number of decoding threads; by default all cores that this
+    process may use.
     """
 
     source = as_images(images)
@@ -196,7 +243,7 @@ def decoded(
         ready = source.prepared(rows)
         if ready is None:
             ready = decode_many(
-                source.take(rows), size, threads or os.cpu_count(), interpolation
+                source.take(rows), size, threads or available_cpus(), interpolation
             )
         return rows, *ready
 
@@ -365,14 +412,49 @@ class BadRows:
 
 
 def read_header(image: Image) -> tuple[str, int, int]:
-    """(format or 'pixels', width, height) without decoding pixels. Raises BadImage
-    as :func:`decode`.
+    """Return (format or 'pixels', width, height) without decoding pixels.
+
+    Of a file or an object only the parts are read that hold the header: the first
+    64 KiB, of a TIFF also its directory. Pillow needs the whole file only for WEBP.
+
+    Raises:
+        BadImage: As :func:`decode`.
     """
     if isinstance(image, np.ndarray):
         _check_array(image)
         return "pixels", image.shape[1], image.shape[0]
-    with suppress_pillow_warnings(), _open(image) as picture:
+    if isinstance(image, str):
+        return _read_file_header(image)
+    data = _read(image)
+    with _open_file(BytesIO(data), len(data)) as picture:
         return str(picture.format), *picture.size
+
+
+@retry_transient
+def _read_file_header(path: str) -> tuple[str, int, int]:
+    with ExitStack() as opened:
+        with _reader_errors(path):
+            file = opened.enter_context(open_file(path))
+            size = file.size()
+            buffered = opened.enter_context(_SizedReader(file, size))
+        with _open_file(buffered, size, path) as picture:
+            return str(picture.format), *picture.size
+
+
+class _SizedReader(BufferedReader):
+    """A file whose reads never ask for more bytes than the file has left.
+
+    A buffer of the size that is asked for is made before anything is read, and a
+    hostile header may ask for gigabytes.
+    """
+
+    def __init__(self, file: Any, size: int) -> None:
+        super().__init__(file, HEADER_BYTES)
+        self._size = size
+
+    def read(self, num: int | None = -1, /) -> bytes:
+        left = max(0, self._size - self.tell())
+        return super().read(left if num is None or num < 0 else min(num, left))
 
 
 def _pixels(picture: Pillow.Image) -> np.ndarray:
@@ -391,12 +473,15 @@ def _pixels(picture: Pillow.Image) -> np.ndarray:
 
 
 def _upright(rgb: Pillow.Image, picture: Pillow.Image) -> Pillow.Image:
-    """The pixels of ``picture``, turned as its EXIF says: before anything is resized,
-    as rounding depends on the order. Of a PNG the orientation stands behind the pixels.
+    """Turn the pixels ``rgb`` of ``picture`` as its EXIF orientation says.
+
+    Pixels are turned before they are resized, because rounding depends on the order.
+    The orientation is read after the pixels, because in a PNG it may stand behind them.
     """
     try:
-        orientation = int(picture.getexif().get(ORIENTATION, 1))
-    except Exception:  # broken metadata of any kind does not make the pixels bad
+        with _decoder_errors():
+            orientation = int(picture.getexif().get(ORIENTATION, 1))
+    except BadImage:  # broken metadata of any kind does not make the pixels bad
         return rgb
     return rgb.transpose(UPRIGHT[orientation]) if orientation in UPRIGHT else rgb
 
@@ -415,11 +500,17 @@ def _square(
 
 
 def to_rgb(picture: Pillow.Image) -> Pillow.Image:
-    """Any mode -> RGB; transparent pixels become white, 9 to 16-bit gray is scaled
-    to 8 bits.
+    """Convert a picture of any mode to RGB.
+
+    Transparent pixels become white. Gray values of 9 to 16 bits are scaled to 8 bits.
+
+    Raises:
+        BadImage: The pixels cannot be decoded, or their range is not known.
     """
     if picture.mode.startswith("I;16") or picture.mode == "I":
-        values = np.asarray(picture).astype(np.int64)
+        with _decoder_errors():
+            stored = np.asarray(picture)
+        values = stored.astype(np.int64)
         if values.min() < 0 or values.max() > 65535:
             raise BadImage("32-bit pixels beyond 0-65535; convert the image to 8 bits")
         values = np.minimum(values * 255 // largest_sample(picture), 255)
@@ -428,16 +519,16 @@ def to_rgb(picture: Pillow.Image) -> Pillow.Image:
         raise BadImage(
             "floating-point pixels have no fixed range; convert the image to 8 bits"
         )
-    if (
-        picture.mode in ("RGBA", "LA", "PA", "La", "RGBa")
-        or "transparency" in picture.info
-    ):
-        rgba = picture.convert("RGBA")
-        return Pillow.alpha_composite(
-            Pillow.new("RGBA", rgba.size, "white"), rgba
-        ).convert("RGB")
-    picture.load()
-    return picture if picture.mode == "RGB" else picture.convert("RGB")
+    with _decoder_errors():
+        if (
+            picture.mode in ("RGBA", "LA", "PA", "La", "RGBa")
+            or "transparency" in picture.info
+        ):
+            rgba = picture.convert("RGBA")
+            white = Pillow.new("RGBA", rgba.size, "white")
+            return Pillow.alpha_composite(white, rgba).convert("RGB")
+        picture.load()
+        return picture if picture.mode == "RGB" else picture.convert("RGB")
 
 
 def largest_sample(picture: Pillow.Image) -> int:
@@ -446,11 +537,17 @@ def largest_sample(picture: Pillow.Image) -> int:
     A TIFF says how many bits a sample has. Its tag MaxSampleValue is not used: by the
     TIFF specification it must not change how an image looks, and it differs between
     images.
+
+    Raises:
+        BadImage: The number of bits is not a positive integer.
     """
     if picture.format != "TIFF":
         return 65535
-    bits = getattr(picture, "tag_v2", {}).get(BITS_PER_SAMPLE, (16,))
-    return int(2 ** min(bits[0], 16) - 1)
+    with _decoder_errors():
+        bits = getattr(picture, "tag_v2", {}).get(BITS_PER_SAMPLE, (16,))[0]
+    if not isinstance(bits, int) or bits < 1:
+        raise BadImage("a TIFF without a valid number of bits per sample")
+    return int(2 ** min(bits, 16) - 1)
 
 
 def brightness(image: Image) -> tuple[int, int, int]:
@@ -468,53 +565,124 @@ def brightness(image: Image) -> tuple[int, int, int]:
     if isinstance(image, np.ndarray):
         _check_array(image)
         return int(image.max()), int(image.max()), 255
-    with suppress_pillow_warnings(), _open(image, BRIGHTNESS_SIDE) as picture:
+    with _open(image, BRIGHTNESS_SIDE) as picture:
         stored, white = None, 255
         if picture.mode.startswith("I"):
-            stored, white = int(np.asarray(picture).max()), largest_sample(picture)
+            with _decoder_errors():
+                values = np.asarray(picture)
+            stored, white = int(values.max()), largest_sample(picture)
         largest = int(np.asarray(to_rgb(picture)).max())
         return largest, largest if stored is None else stored, white
 
 
 @contextmanager
 def _open(image: bytes | str, side: int | None = None) -> Iterator[Pillow.Image]:
-    """The picture with its header checked, a JPEG at the scale for ``side``; errors
-    inside are BadImages.
+    """Open an image and check its header.
+
+    Args:
+        image: Encoded bytes, or the path of a file.
+        side: The side in pixels that is needed; a JPEG is then decoded at a smaller
+            scale (:data:`DRAFT`). None for full scale.
+
+    Raises:
+        BadImage: The image cannot be read, or its header is refused.
+        StorageError: The storage or this machine does not give the file now.
+    """
+    data = _read(image)
+    with _open_file(BytesIO(data), len(data)) as picture:
+        if side is not None and picture.format in JPEGS:
+            with _decoder_errors():
+                picture.draft(picture.mode, (DRAFT * side, DRAFT * side))
+        yield picture
+
+
+def _read(image: bytes | str) -> bytes:
+    """Return the bytes of an image. Raises as :func:`_open`."""
+    if not isinstance(image, str):
+        return bytes(image or b"")  # None: a null in a table
+    with _reader_errors(image):
+        return read_bytes(image, MAX_IMAGE_BYTES)
+
+
+def _open_file(file: Any, num_bytes: int, path: str = "") -> Pillow.Image:
+    """Open an image file of a known size and check its header.
+
+    Args:
+        file: The content, as a file that can be read in any order.
+        num_bytes: The size of the content.
+        path: The path of a file that is read while it is opened.
+
+    Raises:
+        StorageError: The file at ``path`` cannot be read now.
+        BadImage: The format is none of :data:`FORMATS`, or the numbers of bytes or
+            pixels are beyond the limits.
+    """
+    if not 0 < num_bytes <= MAX_IMAGE_BYTES:
+        text = f"larger than {MAX_IMAGE_BYTES} bytes" if num_bytes else "no image data"
+        raise BadImage(text)
+    ignore_image_warnings()
+    with _decoder_errors(path):
+        picture = Pillow.open(file, formats=FORMATS)
+        width, height = picture.size
+    if not 0 < width * height <= MAX_IMAGE_PIXELS:
+        raise BadImage(f"{width} x {height} pixels, not 1 to {MAX_IMAGE_PIXELS}")
+    most = max(10**6, MAX_PIXELS_PER_BYTE * num_bytes)
+    if picture.format == "BMP":
+        most = MAX_BMP_PIXELS_PER_BYTE * num_bytes
+    if width * height > most:
+        raise BadImage(f"{width} x {height} pixels in {num_bytes} bytes")
+    return picture
+
+
+@contextmanager
+def _decoder_errors(path: str = "") -> Iterator[None]:
+    """Turn what Pillow raises for a broken or hostile file into a BadImage.
+
+    Damaged bytes lead Pillow's parsers to errors of almost any type. Therefore only
+    calls of Pillow belong inside, and none of our own code. A MemoryError passes: it
+    says nothing about the file.
+
+    Args:
+        path: The file that Pillow itself reads; "" if its bytes are in memory.
+
+    Raises:
+        StorageError: The file at ``path`` cannot be read now.
     """
     try:
-        data = (
-            read_bytes(image, MAX_IMAGE_BYTES)
-            if isinstance(image, str)
-            else bytes(image)
-        )
-        if not 0 < len(data) <= MAX_IMAGE_BYTES:
-            raise BadImage(
-                f"larger than {MAX_IMAGE_BYTES} bytes" if data else "no image data"
-            )
-        with Pillow.open(BytesIO(data), formats=FORMATS) as picture:
-            width, height = picture.size
-            if not 0 < width * height <= MAX_IMAGE_PIXELS:
-                raise BadImage(
-                    f"{width} x {height} pixels, not 1 to {MAX_IMAGE_PIXELS}"
-                )
-            most = max(10**6, MAX_PIXELS_PER_BYTE * len(data))
-            if width * height > (
-                MAX_BMP_PIXELS_PER_BYTE * len(data) if picture.format == "BMP" else most
-            ):
-                raise BadImage(f"{width} x {height} pixels in {len(data)} bytes")
-            if side is not None and picture.format in ("JPEG", "MPO"):
-                picture.draft(picture.mode, (DRAFT * side, DRAFT * side))
-            yield picture
-    except BadImage:
+        yield
+    except (MemoryError, UnoError):  # UnoError: a signal that interrupts the run
         raise
     except UnidentifiedImageError:
         raise BadImage(f"not a readable {', '.join(FORMATS)} image") from None
     except OSError as error:
-        if isinstance(image, str) and is_transient(error):
-            raise StorageError(f"cannot read {image}: {one_line(error)}") from None
+        _raise_if_later(error, path)
         raise BadImage(one_line(error.strerror or error)[:200]) from None
-    except Exception as error:  # whatever a broken file leads Pillow's parsers to
+    except Exception as error:
         raise BadImage(f"{type(error).__name__}: {one_line(error)[:200]}") from None
+
+
+@contextmanager
+def _reader_errors(path: str) -> Iterator[None]:
+    """Turn an error of reading a file into a BadImage if the file is the reason.
+
+    Raises:
+        StorageError: The storage may answer later, or this process has no more memory
+            or open files. Another run may read the same file.
+    """
+    try:
+        yield
+    except (OSError, ValueError, pa.ArrowException) as error:
+        _raise_if_later(error, path)
+        if isinstance(error, OSError):
+            raise BadImage(one_line(error.strerror or error)[:200]) from None
+        raise BadImage(f"{type(error).__name__}: {one_line(error)[:200]}") from None
+
+
+def _raise_if_later(error: Exception, path: str) -> None:
+    """Raise StorageError if a later read of the file at ``path`` may succeed."""
+    is_exhausted = getattr(error, "errno", None) in EXHAUSTED
+    if path and (is_exhausted or is_transient(error)):
+        raise StorageError(f"cannot read {path}: {one_line(error)}") from None
 
 
 def _check_array(image: np.ndarray) -> None:

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 import torch
 from torch import Tensor
 
 from uno.data.columns import decimal
-from uno.data.files import full_path, valid_text
+from uno.data.files import full_path, is_uri, valid_text
 from uno.data.row_blocks import RowBlocks
 
 Image = bytes | str | np.ndarray
@@ -88,6 +89,11 @@ class Images(Protocol):
         :meth:`facts` have all.
         """
         return np.zeros(len(rows), np.int64)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether reading the images takes requests to remote storage."""
+        return False
 
     def paths(self, rows: np.ndarray) -> list[str | None]:
         """The path of each image as text, None where it is not a file of its own."""
@@ -189,6 +195,11 @@ class ImageSubset(Images):
         ),
     )
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether the images that the rows are taken from are remote."""
+        return self.images.is_remote
+
     def reader(self) -> Images | None:
         """That of the others."""
         return self.images.reader()
@@ -227,6 +238,13 @@ class InMemory(Images):
     def read_images(self, rows: np.ndarray) -> list[Image]:
         """They are here."""
         return [self.items[row] for row in rows.tolist()]
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether any image is given as a URI."""
+        if isinstance(self.items, np.ndarray):
+            return False
+        return any(isinstance(item, str) and is_uri(item) for item in self.items)
 
 
 @dataclass(frozen=True, eq=False)
@@ -274,6 +292,12 @@ class Files(Images):
     def times(self, rows: np.ndarray) -> np.ndarray:
         """Those of the files."""
         return self.stats[rows, 1]
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether any file is given as a URI."""
+        found = pa.compute.match_substring(self.column, b"://")
+        return bool(pa.compute.any(found).as_py())
 
     def lines(self, rows: np.ndarray) -> list[int | None]:
         """Return the line of each file in a table of text, or None."""

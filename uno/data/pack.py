@@ -26,7 +26,6 @@ from uno.data.decode import (
     check_bad,
     decode_rgb,
     prefetch_map,
-    suppress_pillow_warnings,
 )
 from uno.data.files import Storage, read_bytes
 from uno.data.images import Image
@@ -77,7 +76,7 @@ def store_shard(
     """Store a shard of ``rows`` with its n ``images``, which are decoded by
     ``threads``, in any process.
     """
-    with ThreadPoolExecutor(threads) as pool, suppress_pillow_warnings():
+    with ThreadPoolExecutor(threads) as pool:
         encoded = list(pool.map(_encode, images))
     ids = rows.ids.take(shard.rows)
     bad = [

@@ -9,7 +9,6 @@ the device. In the place of an unreadable image stands the next readable one.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, closing
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from uno.augment import augment_crops
 from uno.config import Config
+from uno.cpus import available_cpus
 from uno.crops import Cropper
 from uno.data.decode import (
     BATCHES_AHEAD,
@@ -115,7 +115,7 @@ def stream_here(config: Config, bad: BadRows, images: Images, **rows: Any) -> St
     """Rows of :func:`~uno.data.splits.train_rows` of ``images``, cropped by threads
     of this process.
     """
-    crop = partial(crop_local, threads=config.compute.threads or os.cpu_count() or 1)
+    crop = partial(crop_local, threads=config.compute.threads or available_cpus())
     return StreamSet(
         images, **rows, bad=bad, crop=crop, decode=decode_here(config, images)
     )

@@ -338,6 +338,11 @@ class ParquetImages(Images):
         """Nothing is read where no row has a path in the place of bytes."""
         return super().paths(rows) if self._has_paths else [None] * len(rows)
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether the Parquet files are objects."""
+        return any(filesystem.is_uri(path) for path, _, _ in self._groups)
+
     def reader(self) -> ParquetImages:
         """This: any node reads the files."""
         return self

@@ -1,6 +1,5 @@
 """Pictures of a report as data URIs: tiles of classes, and one sheet for the map."""
 
-import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -8,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image as Pillow
 
+from uno.cpus import available_cpus
 from uno.data.decode import BadImage, decode, decode_many, prefetch_map, read_header
 from uno.data.images import Image, evenly_spaced
 from uno.data.rows import Rows
@@ -118,7 +118,7 @@ class Album:
         if len(ranked) > self.most:
             chosen = np.linspace(0, len(ranked) - 1, self.most).round().astype(int)
             ranked = ranked[chosen]
-        threads = os.cpu_count() or 1
+        threads = available_cpus()
         tiles = list(prefetch_map(self._tile, ranked.tolist(), threads, 2 * threads))
         last = tiles[NUM_FIRST:][-NUM_LAST:]
         rest = tiles[NUM_FIRST : len(tiles) - len(last)]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -23,6 +22,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
+from uno.cpus import available_cpus
 from uno.data import output
 from uno.data.decode import (
     BATCHES_AHEAD,
@@ -133,7 +133,7 @@ def predict_rows(
         for own, part in parts
         for chunk in read_part(writer.inputs.read, part, own.start, how)
     )
-    decode = partial(decode_chunk, how=how, threads=threads or os.cpu_count())
+    decode = partial(decode_chunk, how=how, threads=threads or available_cpus())
     for facts, pixels in prefetch_map(decode, chunks, 1, BATCHES_AHEAD):
         for results in classify(model, facts, pixels, writer.embedding):
             writer.add(results)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from uno.config import Config
+from uno.cpus import available_cpus
 from uno.errors import ConfigError
 from uno.runs import NUMERICS
 from uno.runs.checkpoint import FORMAT_VERSION
@@ -27,7 +28,7 @@ def hardware(cuda: bool | None = None) -> str:
     """
     if torch.cuda.is_available() if cuda is None else cuda:
         return str(torch.cuda.get_device_name())
-    return f"{_processor()}, {os.cpu_count()} cores"
+    return f"{_processor()}, {available_cpus()} cores"
 
 
 def local_device(config: Config) -> torch.device:
@@ -44,10 +45,13 @@ def local_device(config: Config) -> torch.device:
 
 
 def num_threads(config: Config, share: int = 1) -> int:
-    """``compute.threads``, or this machine's cores over ``share``. ConfigError: so many
-    that OpenMP gives up, after gigabytes of stacks.
+    """Return ``compute.threads``, or the cores of this process divided by ``share``.
+
+    Raises:
+        ConfigError: The number is so large that OpenMP gives up, after it took
+            gigabytes for stacks.
     """
-    cores = os.cpu_count() or 1
+    cores = available_cpus()
     threads, most = config.compute.threads or max(1, cores // share), max(64, 4 * cores)
     if threads > most:
         raise ConfigError(

@@ -96,28 +96,26 @@ def discover(
                 "--dry-run needs a number for --num-novel; uno estimate-classes"
                 " estimates one"
             )
-        if not overwrite:
-            _require_same_run(config, given)
+        num_novel = None if overwrite else _num_novel_of_run(config, given)
         folder = f"{config.output}-estimate"
-        found = estimate_classes(
-            override(config, {"output": folder}), given, elsewhere=elsewhere
-        )
-        assert found is not None
-        config = override(config, {"data.num_novel": found.suggested})
-        estimate = Storage(folder).read(ESTIMATE_FILE)
+        if num_novel is None:
+            found = estimate_classes(
+                override(config, {"output": folder}), given, elsewhere=elsewhere
+            )
+            assert found is not None
+            num_novel = found.suggested
+        estimate = Storage(folder).find(ESTIMATE_FILE)
+        config = override(config, {"data.num_novel": num_novel})
     config, lines, read = resolve(config, given, overwrite, place.free_memory)
     for line in lines:
         print_line(line)
     is_derived = derives_batch(config, given)
-    task = preflight(config, read, dry_run, is_derived)
-    phases = run.phases(config, last)
-    check_memory(config, task)
-    require_runtime(config)
-    if dry_run:
-        return _dry_run(config, task, phases, own_weights, is_derived)
-    assert config.output is not None
-    storage, evaluate = Storage(config.output), last == DISCOVER
-    if directory.is_run(storage) and not overwrite:
+    task = read_task(config.data) if read is None else read
+    evaluate, goes_on = last == DISCOVER, False
+    if config.output is not None and not dry_run and not overwrite:
+        goes_on = directory.is_run(Storage(config.output))
+    if goes_on:
+        storage = Storage(str(config.output))
         directory.open_run(config, storage, task.rows.fingerprint)
         if evaluate and (finished := directory.read_results(storage)) is not None:
             directory.check_images(storage, task.rows)
@@ -126,6 +124,14 @@ def discover(
                 " starts over)"
             )
             return _show(storage, finished)
+    task = preflight(config, task, dry_run, is_derived, read_images=not goes_on)
+    phases = run.phases(config, last)
+    check_memory(config, task)
+    require_runtime(config)
+    if dry_run:
+        return _dry_run(config, task, phases, own_weights, is_derived)
+    assert config.output is not None
+    storage = Storage(config.output)
     with lock.lock_run(storage, on_wait=print_line) as claim:
         if overwrite:
             directory.empty(claim.storage)
@@ -134,7 +140,7 @@ def discover(
         if own_weights is not None and not claim.storage.exists(PRETRAINED_FILE):
             # workers and a resumed run fetch nothing
             claim.storage.write(PRETRAINED_FILE, own_weights)
-        if estimate is not None:
+        if estimate is not None and not claim.storage.exists(ESTIMATE_FILE):
             claim.storage.write(ESTIMATE_FILE, estimate)
         for line in forecast(config, task, claim.storage, phases):
             print_line(line)
@@ -155,11 +161,12 @@ def discover(
     _show(storage, values)
 
 
-def _require_same_run(config: Config, given: Mapping[str, Any]) -> None:
-    """Check that the output directory is free, or that its run goes on.
+def _num_novel_of_run(config: Config, given: Mapping[str, Any]) -> int | None:
+    """Return the number of novel classes with which the run in the output directory
+    began, or None if the directory is free.
 
     The number of classes is estimated only after this check, because an estimate takes
-    long and replaces an earlier one.
+    long and replaces an earlier one. A run that goes on keeps its number.
 
     Raises:
         ConfigError: The directory holds something else, or a run of other settings or
@@ -167,11 +174,12 @@ def _require_same_run(config: Config, given: Mapping[str, Any]) -> None:
     """
     storage = Storage(str(config.output))
     if not directory.is_run(storage):
-        return
+        return None
     stored = flatten(directory.read_config_tree(storage))
-    number = {"data.num_novel": stored.get("data.num_novel")}
-    begun = resolve(override(config, number), given).config
+    number = stored.get("data.num_novel")
+    begun = resolve(override(config, {"data.num_novel": number}), given).config
     directory.open_run(begun, storage, read_task(begun.data).rows.fingerprint)
+    return begun.data.num_novel if isinstance(begun.data.num_novel, int) else None
 
 
 def evaluate(
@@ -185,9 +193,10 @@ def evaluate(
     if config.compute.num_workers == 0:
         local_device(config)
     require_encoder(config.model.encoder, storage.uri)
-    task = preflight(config)
+    task = read_task(config.data)
     directory.open_run(config, storage, task.rows.fingerprint)
     directory.check_images(storage, task.rows)
+    preflight(config, task, read_images=False)
     with lock.lock_run(storage, on_wait=print_line) as claim:
         edits = read_edits(storage)
         if edits is not None and edits.alignment is None:
@@ -292,6 +301,7 @@ def preflight(
     task: Task | None = None,
     dry_run: bool = False,
     batch_is_derived: bool = False,
+    read_images: bool = True,
 ) -> Task:
     """Check the data of a run before anything is computed, and print what is found.
 
@@ -301,16 +311,19 @@ def preflight(
         dry_run: Whether to decode images for up to a minute, as ``uno data check``, and
             to print the table of classes.
         batch_is_derived: Whether the batch size was derived from the data.
+        read_images: Whether a sample of images is looked at; False for a run that goes
+            on with unchanged data.
 
     Raises:
         ConfigError: The run cannot succeed with this data.
     """
     task = read_task(config.data) if task is None else task
-    problems = check(task, config, CHECK_SECONDS if dry_run else 0, batch_is_derived)
+    seconds = CHECK_SECONDS if dry_run else 0
+    problems = check(task, config, seconds, batch_is_derived, read_images)
     for problem in problems:
         if problem.level == "error":
             raise ConfigError(problem.message)
-    lines = [f"warning: {problem.message}" for problem in problems] + [
+    lines = [f"{problem.level}: {problem.message}" for problem in problems] + [
         f"note: {note}" for note in task.notes
     ]
     for line in [format_report(task, problems)] if dry_run else lines:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from uno import runtime
 from uno.allocator import kept_memory
 from uno.config import OWN_ENCODERS, VECTORS, Config, flatten, override, to_dict
+from uno.cpus import available_cpus
 from uno.crops import Cropper
 from uno.data import features
 from uno.data.features import FeatureCache, compute_shard, feature_job
@@ -227,7 +228,7 @@ def _program_bytes(config: Config, num_rows: int, cpus: int | None = None) -> in
     workers.
     """
     workers = config.compute.num_workers
-    tasks = min(cpus or os.cpu_count() or 1, -(-num_rows // ROWS_PER_BLOCK))
+    tasks = min(cpus or available_cpus(), -(-num_rows // ROWS_PER_BLOCK))
     more = max(tasks * TASK_BYTES, TRAINER_BYTES + workers * WORKER_BYTES)
     return RAY_BYTES + more if workers else ALONE_BYTES
 
@@ -446,6 +447,7 @@ def forecast(
             f"time: about {total} ({parts}), from a timed batch; then evaluation and"
             " report"
         )
+        # the load is that of the whole machine, so all of its cores count
         load, cores = os.getloadavg()[0], os.cpu_count() or 1
         if load > cores:
             busy = f"load {load:.1f} on {cores} cores"

@@ -1,14 +1,19 @@
 """The preflight report."""
 
+import io
 import re
 import shutil
+import tarfile
+import threading
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.fs
 import pyarrow.parquet as pq
 import pytest
 
 from uno.config import Config, override
+from uno.data import decode
 from uno.data.check import check, format_report
 from uno.data.columns import Labels, Text
 from uno.data.rows import Rows
@@ -242,6 +247,87 @@ def test_duplicate_files_are_found_by_size_and_content(tmp_path):
     task = task_of(["a", "b\x1b[31m", "c\n", "d"] * 10, config)
     report = format_report(task, check(task, config))
     assert "\x1b" not in report and "b\\x1b[31m" in report
+
+
+def notes_of(task, config, seconds):
+    return [p.message for p in check(task, config, seconds) if p.level == "note"]
+
+
+def test_a_run_searches_a_sample_for_duplicates_and_says_so(tmp_path, monkeypatch):
+    """Files of equal size are compared together; ``uno data check`` compares all."""
+    monkeypatch.setattr("uno.data.check.MAX_HASHED_BYTES_OF_RUN", 12_000)
+    write_images(tmp_path, [f"{c}/{i}.png" for c in "abc" for i in range(20)])
+    for number in range(6):  # six sizes, each of two copies
+        path = tmp_path / "c" / f"{number}.png"
+        data = path.read_bytes() + bytes(200 * number)
+        path.write_bytes(data)
+        (tmp_path / "c" / f"copy-{number}.png").write_bytes(data)
+    config = config_of(data__source=str(tmp_path), known="first:2")
+    task = make_task(read_rows(config.data), config.data)
+    (note,) = notes_of(task, config, 0)
+    assert "sample of" in note and "images" in note and "uno data check" in note
+    report = format_report(task, check(task, config))
+    assert "0 errors" in report and note in report
+
+    def copies(seconds):
+        found = [p.message for p in check(task, config, seconds)]
+        (line,) = [m for m in found if "duplicates among the unlabeled" in m]
+        return int(line.split(": ")[1].split(",")[0])
+
+    assert notes_of(task, config, 60) == []
+    assert 0 < copies(0) < copies(60) == 6
+
+
+@pytest.mark.parametrize("source", ["folder", "tar", "parquet"])
+def test_the_images_of_a_remote_source_are_compared_by_the_check_alone(
+    source, tmp_path, monkeypatch
+):
+    """One rule for all kinds of sources: a run does not download images for it."""
+    remote = pa.fs.SubTreeFileSystem(str(tmp_path), pa.fs.LocalFileSystem())
+    monkeypatch.setattr("uno.data.files._connect", lambda host, options: (remote, ""))
+    names = [f"train/{c}/{i}.png" for c in "abc" for i in range(4)]
+    write_images(tmp_path / "folder", names)
+    (tmp_path / "tar").mkdir()
+    (tmp_path / "parquet").mkdir()
+    copy = (tmp_path / "folder/train/c/0.png").read_bytes()
+    (tmp_path / "folder/train/c/9.png").write_bytes(copy)
+    files = [(name, (tmp_path / "folder" / name).read_bytes()) for name in names]
+    files.append(("train/c/9.png", copy))
+    with tarfile.open(tmp_path / "tar" / "train.tar", "w") as tar:
+        for number, (name, data) in enumerate(files):
+            label = name.split("/")[1].encode()
+            for suffix, content in ((".png", data), (".cls", label)):
+                member = tarfile.TarInfo(f"{number}{suffix}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    columns = {"image": [data for _, data in files]}
+    columns["label"] = [name.split("/")[1] for name, _ in files]
+    pq.write_table(pa.table(columns), tmp_path / "parquet" / "train.parquet")
+    uri = f"{source}:s3://bucket/{source}"
+    config = config_of(data__source=uri, known="first:2")
+    task = make_task(read_rows(config.data), config.data)
+    (note,) = notes_of(task, config, 0)
+    assert "remote" in note and "uno data check" in note
+    assert not any("duplicates among" in p.message for p in check(task, config))
+    assert notes_of(task, config, 60) == []
+    assert any("duplicates among" in p.message for p in check(task, config, 60))
+
+
+def test_a_sample_of_images_is_looked_at_in_threads(tmp_path, monkeypatch):
+    """Many small requests to storage are slow one after the other."""
+    threads, read = set(), decode.read_header
+
+    def noted(image):
+        threads.add(threading.get_ident())
+        barrier.wait()
+        return read(image)
+
+    barrier = threading.Barrier(4, timeout=60)  # which one thread would not pass
+    monkeypatch.setattr("uno.data.check.read_header", noted)
+    write_images(tmp_path, [f"{c}/{i}.png" for c in "abcd" for i in range(4)])
+    config = config_of(data__source=str(tmp_path), known="first:2")
+    check(make_task(read_rows(config.data), config.data), config)
+    assert len(threads) >= 4
 
 
 def test_every_image_is_decoded_in_the_time_there_is(tmp_path):

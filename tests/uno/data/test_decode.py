@@ -1,28 +1,37 @@
 """Images of many kinds, good and bad."""
 
+import errno
 import io
 import json
+import os
 import struct
+import warnings
 import zlib
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.fs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image, ImageOps
+from PIL import Image, ImageFile, ImageOps
 
 from uno.data import decode as decode_module
+from uno.data import files
 from uno.data.decode import (
     BadImage,
     check_bad,
     decode,
     decode_many,
+    decode_rgb,
+    decode_square_and_rgb,
     decoded,
     ok_mask,
     read_header,
 )
 from uno.data.files import Storage
-from uno.errors import ConfigError
+from uno.data.images import InMemory
+from uno.errors import ConfigError, StorageError
 
 from .builders import encoded, pixels
 
@@ -169,6 +178,56 @@ def test_caps(monkeypatch, tmp_path):
         decode(str(tmp_path / "a.png"), 8)
 
 
+def bytes_read():
+    """Bytes that this process has read, by Linux's own count."""
+    with open("/proc/self/io", encoding="utf-8") as file:
+        return int(file.readline().split()[1])
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="needs Linux")
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "BMP", "GIF", "TIFF"])
+@pytest.mark.parametrize("place", ["local", "s3://bucket"])
+def test_a_header_is_read_without_the_rest_of_the_file(
+    place, format, tmp_path, monkeypatch
+):
+    """As a local file, and as an object of a remote store. 3 MB, 30 times."""
+    data = encoded(pixels(0, 1000, 1000), format)
+    (tmp_path / "image").write_bytes(data)
+    remote = pa.fs.SubTreeFileSystem(str(tmp_path), pa.fs.LocalFileSystem())
+    monkeypatch.setattr(files, "_connect", lambda host, options: (remote, ""))
+    path = f"{tmp_path if place == 'local' else place}/image"
+    assert read_header(path) == read_header(data) == (format, 1000, 1000)
+    before = bytes_read()
+    for _ in range(30):
+        read_header(path)
+    assert bytes_read() - before < 30 * len(data) / 4
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, data in BAD.items() if isinstance(data, bytes)]
+)
+def test_the_header_of_a_file_is_refused_as_that_of_its_bytes(name, tmp_path):
+    path = tmp_path / "image"
+    path.write_bytes(BAD[name])
+    outcomes = []
+    for image in (BAD[name], str(path)):
+        try:
+            outcomes.append(read_header(image))
+        except BadImage as error:
+            outcomes.append(str(error))
+    assert outcomes[0] == outcomes[1]
+
+
+def test_a_header_that_storage_gives_later_is_no_unreadable_image(monkeypatch):
+    def fail(path):
+        raise OSError("AWS Error SLOW_DOWN during GetObject")
+
+    monkeypatch.setattr(decode_module, "open_file", fail)
+    monkeypatch.setattr(files.time, "sleep", lambda seconds: None)
+    with pytest.raises(StorageError, match="s3://b/a"):
+        read_header("s3://b/a.png")
+
+
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.sampled_from(["JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF"]), st.data())
 def test_no_damage_leads_to_another_exception(format, data):
@@ -185,6 +244,101 @@ def test_no_damage_leads_to_another_exception(format, data):
         assert decode(bytes(content[:end]), 8).shape == (3, 8, 8)
     except BadImage as error:
         assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize("error", [MemoryError, TypeError])
+def test_an_error_that_is_not_about_the_image_is_raised(error, monkeypatch):
+    """The machine has no memory, or the code is wrong: the image is not unreadable."""
+
+    def fail(self, *args, **kwargs):
+        raise error("not about the image")
+
+    monkeypatch.setattr(Image.Image, "resize", fail)
+    with pytest.raises(error, match="not about the image"):
+        decode(encoded(pixels(0, 20, 30)), 8)
+    with pytest.raises(error, match="not about the image"):
+        decode_many([encoded(pixels(0, 20, 30))] * 3, 8, 2)
+
+
+def test_memory_that_is_missing_while_pillow_decodes_is_raised(monkeypatch):
+    def fail(self):
+        raise MemoryError
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", fail)
+    with pytest.raises(MemoryError):
+        decode(PNG, 8)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_a_process_without_free_files_does_not_make_images_unreadable(
+    number, monkeypatch, tmp_path
+):
+    path = tmp_path / "a.png"
+    path.write_bytes(PNG)
+
+    def fail(*args, **kwargs):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(decode_module, "read_bytes", fail)
+    with pytest.raises(StorageError, match=r"a\.png"):
+        decode(str(path), 8)
+
+
+def test_pillows_errors_of_any_kind_make_an_image_unreadable(monkeypatch):
+    """Damaged bytes lead to errors that are meant for programmers, too."""
+    for error in (KeyError("x"), TypeError("x"), struct.error("x"), RecursionError()):
+
+        def fail(self, error=error):
+            raise error
+
+        monkeypatch.setattr(ImageFile.ImageFile, "load", fail)
+        with pytest.raises(BadImage, match=type(error).__name__):
+            decode(PNG, 8)
+
+
+class Announcing(InMemory):
+    """Images whose reader warns and adds a filter, as another thread may do."""
+
+    def read_images(self, rows):
+        warnings.warn("not of Pillow", UserWarning, stacklevel=2)
+        warnings.filterwarnings("ignore", "added while images are decoded")
+        return super().read_images(rows)
+
+
+def test_warnings_and_filters_of_others_survive_decoding():
+    """Warning filters belong to the process, so decoding must not mute or reset it."""
+    with pytest.warns(UserWarning, match="not of Pillow"):
+        decode_many(Announcing([PNG, JPEG]), 8, 2)
+        warnings.warn("added while images are decoded", stacklevel=1)
+    assert len(decode_many([PNG], 8, 2)[0]) == 1
+
+
+def test_pillow_does_not_warn_of_images_that_are_checked_here(monkeypatch):
+    """In the tests a warning is an error. A filter that comes later changes nothing."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 50)  # Pillow warns beyond
+    with pytest.warns(Image.DecompressionBombWarning):
+        Image.open(io.BytesIO(encoded(pixels(0, 8, 8))))
+    for _ in range(2):
+        assert decode(encoded(pixels(0, 8, 8)), 8).shape == (3, 8, 8)
+        warnings.simplefilter("error")
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize(("size", "side"), [(16, 16), (16, 400), (400, 16), (90, 30)])
+def test_one_read_gives_the_square_and_the_whole_image(format, size, side):
+    """To the bit, also where a JPEG is taken at two scales, and turned upright."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    large = Image.fromarray(pixels(1, 30, 40)).resize((1200, 900))
+    data = encoded(large, format, exif=exif)
+    square, whole = decode_square_and_rgb(data, size, side, "bicubic")
+    np.testing.assert_array_equal(square, decode(data, size, "bicubic"))
+    expected = decode_rgb(data, side)
+    assert whole.shape[:2] == expected.shape[:2]
+    np.testing.assert_array_equal(whole[..., :3], expected[..., :3])
+    array = pixels(2, 20, 30)
+    square, whole = decode_square_and_rgb(array, 8, 8)
+    assert np.array_equal(square, decode(array, 8)) and np.array_equal(whole, array)
 
 
 def test_decode_many_counts_every_row():

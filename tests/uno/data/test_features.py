@@ -19,12 +19,14 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from PIL import ImageFile
 from torch import nn
 
 from tests.uno.small_run import small_config
 from uno.augment import augment, augment_crops, eval_view
 from uno.config import override
 from uno.crops import Cropper
+from uno.data import decode as decode_module
 from uno.data import features, mapped
 from uno.data.columns import Labels
 from uno.data.decode import decode
@@ -170,6 +172,48 @@ def test_features_equal_a_loop_over_rows_and_views(tmp_path, crop, side):
                 found[row, 1 + v : 2 + v], encoder(view), rtol=1e-4, atol=1e-5
             )
         assert len(torch.unique(found[row], dim=0)) == 4
+
+
+@pytest.mark.parametrize("crop", ["pad", "resized"])
+def test_a_training_image_is_read_and_decoded_once(tmp_path, monkeypatch, crop):
+    """The square and the crops of the random views are cut from the same pixels."""
+    files = []
+    for number in range(40):
+        path = tmp_path / f"{number}.png"
+        path.write_bytes(encoded(pixels(number, 12, 11)))
+        files.append(str(path))
+    read, opened, loaded = decode_module.read_bytes, [], []
+    load = ImageFile.ImageFile.load
+
+    def counted_read(path, max_bytes):
+        opened.append(path)
+        return read(path, max_bytes)
+
+    def counted_load(self):
+        if self.tile:  # pixels that are not decoded yet
+            loaded.append(self)
+        return load(self)
+
+    monkeypatch.setattr(decode_module, "read_bytes", counted_read)
+    monkeypatch.setattr(ImageFile.ImageFile, "load", counted_load)
+    job = job_of(config_of(augment__large__crop=crop), files)
+    assert 0 < job.task.is_train.sum() < 40
+    _, reasons = kept(tmp_path / "cache", job)
+    assert not any(reasons)
+    assert sorted(opened) == sorted(files) and len(loaded) == 40
+
+
+def test_an_unreadable_training_image_has_a_reason_and_no_features(tmp_path):
+    """Its neighbors in the batch keep theirs."""
+    good = [encoded(pixels(number, 12, 11)) for number in range(40)]
+    job = job_of(images=good)
+    row = int(np.flatnonzero(job.task.is_train)[1])
+    bad = job_of(images=[b"" if i == row else image for i, image in enumerate(good)])
+    found, reasons = kept(tmp_path / "bad", bad)
+    whole, _ = kept(tmp_path / "good", job)
+    assert [i for i, reason in enumerate(reasons) if reason] == [row]
+    others = torch.arange(40) != row
+    assert not found[row].any() and found[others].equal(whole[others])
 
 
 def test_without_random_views_it_is_the_evaluation_view_alone(tmp_path, monkeypatch):

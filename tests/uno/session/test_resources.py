@@ -53,7 +53,7 @@ def programs(monkeypatch):
     ):
         monkeypatch.setattr(resources, f"{name}_BYTES", value * 10**6)
     monkeypatch.setattr(resources, "own_bytes", lambda: 40 * 10**6)
-    monkeypatch.setattr(resources.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(resources, "available_cpus", lambda: 2)
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_more_than_there_is_is_refused_and_elsewhere_nothing_is_known(
 
 
 def test_threads(monkeypatch):
-    monkeypatch.setattr(hardware.os, "cpu_count", lambda: 20)
+    monkeypatch.setattr(hardware, "available_cpus", lambda: 20)
     assert (
         hardware.num_threads(small_config()) == 20
         and hardware.num_threads(small_config(), 8) == 2

@@ -1,0 +1,115 @@
+"""A run that is finished or resumes on unchanged data reads no image before."""
+
+from types import SimpleNamespace
+
+import pytest
+
+import uno
+from tests.uno.data.builders import write_images
+from uno.data.files import Storage
+from uno.data.images import Files
+from uno.errors import ConfigError
+from uno.session.place import Place
+
+
+@pytest.fixture
+def settings(tmp_path):
+    """A tiny run that trains from scratch on two folders of images."""
+    names = [f"known/{name}/{i:02}.png" for name in "ab" for i in range(8)]
+    write_images(tmp_path, [*names, *(f"new/{i:02}.png" for i in range(12))])
+    values = {"labeled": str(tmp_path / "known"), "unlabeled": str(tmp_path / "new")}
+    values |= {"num_novel": 2, "preset": "scratch", "model.encoder": "resnet_small"}
+    values |= {"model.width": 4, "model.num_heads": 1, "model.hidden_dim": 16}
+    values |= {"model.projection_dim": 8, "compute.threads": 1}
+    for phase in ("pretrain", "discover"):
+        values |= {f"{phase}.epochs": 1, f"{phase}.warmup_epochs": 0}
+    return values | {"output": str(tmp_path / "run"), "data.validation_fraction": 0}
+
+
+@pytest.fixture
+def num_read(monkeypatch):
+    """The numbers of images that were asked for, call by call."""
+    numbers, read = [], Files.read_images
+
+    def counted(self, rows):
+        numbers.append(len(rows))
+        return read(self, rows)
+
+    monkeypatch.setattr(Files, "read_images", counted)
+    return numbers
+
+
+def test_a_finished_run_reads_no_image(settings, num_read, capsys):
+    first = uno.discover(**settings, quiet=True)
+    assert sum(num_read) > 0
+    num_read.clear()
+    again = uno.discover(**settings)
+    assert "is finished" in capsys.readouterr().out
+    assert again.model_hash == first.model_hash and sum(num_read) == 0
+
+
+def test_a_resumed_run_reads_no_image_before_it_continues(
+    settings, num_read, monkeypatch
+):
+    def stop(*args, **kwargs):
+        raise RuntimeError("training begins")
+
+    monkeypatch.setattr(Place, "train", stop)
+    with pytest.raises(RuntimeError, match="training begins"):
+        uno.discover(**settings, quiet=True)
+    assert sum(num_read) > 0  # a new run looks at its images
+    num_read.clear()
+    with pytest.raises(RuntimeError, match="training begins"):
+        uno.discover(**settings, quiet=True)
+    assert sum(num_read) == 0
+
+
+def test_evaluating_a_run_again_checks_no_image(settings, num_read, monkeypatch):
+    from uno.session import job
+
+    uno.discover(**settings, quiet=True)
+    num_read.clear()
+
+    def stop(*args, **kwargs):
+        raise RuntimeError("evaluation begins")
+
+    monkeypatch.setattr(Place, "train", stop)
+    with pytest.raises(RuntimeError, match="evaluation begins"):
+        job.evaluate(settings["output"], {})
+    assert sum(num_read) == 0
+
+
+def test_a_run_with_changed_images_is_refused_before_they_are_checked(
+    settings, tmp_path
+):
+    uno.discover(**settings, quiet=True)
+    (tmp_path / "new" / "03.png").write_bytes(b"broken")
+    with pytest.raises(ConfigError, match="other data"):
+        uno.discover(**settings, quiet=True)
+
+
+def test_a_run_keeps_its_estimated_number_of_classes(
+    settings, num_read, tmp_path, monkeypatch, capsys
+):
+    """The number is not estimated again, and the estimate is not lost."""
+    calls = []
+
+    def estimate(config, *args, **kwargs):
+        calls.append(config.output)
+        Storage(config.output).write("estimate.json", b"{}")
+        return SimpleNamespace(suggested=2)
+
+    monkeypatch.setattr("uno.session.job.estimate_classes", estimate)
+    settings |= {"num_novel": "auto"}
+    uno.discover(**settings, quiet=True)
+    stored = tmp_path / "run" / "estimate.json"
+    assert len(calls) == 1 and stored.exists()
+    num_read.clear()
+    stored.unlink()  # as if the run had been killed before
+    (tmp_path / "run" / "metrics.json").unlink()
+    uno.discover(**settings, quiet=True)
+    assert len(calls) == 1 and stored.exists()
+    num_read.clear()
+    uno.discover(**settings)
+    assert "is finished" in capsys.readouterr().out
+    assert len(calls) == 1 and sum(num_read) == 0
