@@ -89,13 +89,36 @@ def is_allowed(config: Config, plan: Plan, device: torch.device) -> bool:
 
 @contextmanager
 def threads(number: int) -> Iterator[None]:
-    """So many threads of torch inside the ``with``, after it as many as before."""
+    """Let torch use ``number`` threads inside the ``with``, and then as many as before.
+
+    Threads that begin inside the ``with`` have the same number.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def start_pool(num_threads: int) -> ThreadPoolExecutor:
+    """Start a pool whose threads compute by one thread of torch each.
+
+    ``torch.set_num_threads`` also decides for all threads that begin later, and a
+    thread takes that number at its first use of torch. So all threads of the pool
+    begin here, and the calling thread sets the number back.
+    """
+    pool = ThreadPoolExecutor(num_threads, "uno-runtime")
+    started = threading.Barrier(num_threads)
+
+    def begin(_: int) -> None:
+        torch.set_num_threads(1)
+        assert torch.get_num_threads() == 1  # the first use
+        started.wait()
+
+    with threads(1):
+        list(pool.map(begin, range(num_threads)))
+    return pool
 
 
 def require_runtime(config: Config) -> None:
@@ -137,9 +160,7 @@ class Runtime(nn.Module):
         super().__init__()
         self.encoder, self.num_features, self.plan = encoder, encoder.num_features, plan
         self._threads, self._lock = threads, threading.Lock()
-        self._pool = ThreadPoolExecutor(
-            threads, initializer=torch.set_num_threads, initargs=(1,)
-        )
+        self._pool = start_pool(threads)
         self._program: Program | None = None
         self._shape: torch.Size | None = None
 

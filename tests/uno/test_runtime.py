@@ -5,6 +5,7 @@ missing, fails or lies.
 import ctypes
 import logging
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.util import find_spec
 
@@ -254,6 +255,23 @@ def test_all_batches_have_the_planned_size(monkeypatch):
         fast(images_of(5, 12)), encoder(images_of(5, 12)), rtol=1e-5, atol=1e-6
     )
     assert not seen
+
+
+def test_a_runtime_leaves_the_number_of_threads_as_it_was(monkeypatch):
+    """In this thread and in those that begin later; its own threads have one each."""
+    installed(monkeypatch)
+    inside = list[int]()
+
+    def count(features):
+        inside.append(torch.get_num_threads())
+        return features
+
+    monkeypatch.setitem(BUILD, "onnx", fake(count))
+    torch.set_num_threads(3)
+    Runtime(encoder_of(), Plan("onnx", 8), threads=2)(images_of(20))
+    with ThreadPoolExecutor(1) as later:
+        assert later.submit(torch.get_num_threads).result() == 3
+    assert torch.get_num_threads() == 3 and {*inside} == {1}
 
 
 def test_auto_is_pytorch_where_nothing_is_installed_or_worth_it(monkeypatch):

@@ -41,6 +41,7 @@ from uno.data.splits import Task
 from uno.encoder import code_of
 from uno.errors import ConfigError, StorageError
 from uno.runtime import TORCH, Plan, Runtime
+from uno.runtime import threads as torch_threads
 from uno.text import plural
 
 VERSION = 4  # of what is computed and how it is stored
@@ -377,15 +378,19 @@ def compute_local(
 ) -> Iterator[tuple[int, Shard]]:
     """What is ``missing`` of shards, in order, each by one of ``threads`` threads of
     this process.
+
+    ``torch.set_num_threads`` also decides for all threads that begin later. So the
+    calling thread sets it, and sets it back at the end.
     """
 
     def compute(number: int) -> tuple[int, Shard]:
-        torch.set_num_threads(1)  # of this thread
+        torch.set_num_threads(1)
         return number, compute_shard(
             job.config, encoder, number, *job.load(number), missing[number]
         )
 
-    return prefetch_map(compute, missing, threads, threads)
+    with torch_threads(1):
+        yield from prefetch_map(compute, missing, threads, threads)
 
 
 def pack_shard(name: str, shard: Shard) -> bytes:
