@@ -7,8 +7,7 @@ prints one JSON row for each encoder, with random weights or those of ``--weight
 ``--images`` of ``--size`` px: those of ``--data``, or random ones. Every runtime that
 is installed takes its turn after ``torch``, the module as it is with ``--threads``
 threads, ``--repeats`` times; ``views_s`` are medians and ``ratio`` those over torch's.
-``plan`` is the size of the batches that was measured, ``settle_s`` what conversion and
-measurement took, and ``difference`` the largest of a row, over the length of its
+``settle_s`` is what conversion and comparison took, and ``difference`` the largest of a row, over the length of its
 features. Rows of bf16 are of ``--compute.precision bf16``; torch alone is float32.
 ``gflops`` are float operations a second, 10^9, of torch and of float32 matrix products
 of 2048 by 2048: what is left to gain where an encoder is made of them.
@@ -36,7 +35,7 @@ from uno.data.sources import read_rows
 from uno.encoder import build_encoder
 from uno.errors import ConfigError
 from uno.runs.hardware import at_speed
-from uno.runtime import BUILD, TORCH, Plan, Runtime, require_runtime
+from uno.runtime import BUILD, TORCH, Plan, require_runtime
 
 LOW = [("openvino bf16", "openvino", True), ("torch bf16", TORCH, True)]
 
@@ -118,7 +117,7 @@ def row(name: str, pixels: Tensor, args: argparse.Namespace) -> dict[str, Any]:
             continue
         start, fast = (
             time.perf_counter(),
-            at_speed(module, Plan(runtime, None, bf16), args.threads),
+            at_speed(module, Plan(runtime, bf16), args.threads),
         )
         found = encode(config, fast, pixels[: features.ROWS_AT_ONCE], 1)
         settled[other], encoders[other] = round(time.perf_counter() - start, 1), fast
@@ -136,11 +135,6 @@ def row(name: str, pixels: Tensor, args: argparse.Namespace) -> dict[str, Any]:
         runtime: len(pixels) / statistics.median(spent)
         for runtime, spent in times.items()
     }
-    plans = {
-        key: list(fast.plan)
-        for key, fast in encoders.items()
-        if isinstance(fast, Runtime)
-    }
     return {
         "benchmark": "runtimes",
         "encoder": name,
@@ -149,7 +143,6 @@ def row(name: str, pixels: Tensor, args: argparse.Namespace) -> dict[str, Any]:
         "data": args.data,
         "threads": args.threads,
         "repeats": args.repeats,
-        "plan": plans,
         "settle_s": settled,
         "difference": {key: float(f"{value:.1e}") for key, value in difference.items()},
         "views_s": {key: round(value, 1) for key, value in speed.items()},

@@ -49,12 +49,8 @@ def predict_on_ray(
     rows = [writer.rows_of(number) for number in writer.missing]
     parts = zip(rows, writer.inputs.parts(map(np.asarray, rows)), strict=True)
     blocks = (part_block(own.start, part) for own, part in parts)
-    num = writer.num_rows - writer.num_done
-    plan = (
-        None
-        if config.model.takes_vectors
-        else plan_of(config, num, how.size, torch.device("cpu"))
-    )
+    vectors = config.model.takes_vectors
+    plan = None if vectors else plan_of(config, torch.device("cpu"))
     loaded = ray.put(dict(files)), writer.embedding, plan
     write, sizes = (
         writer.part_writer.write,

@@ -28,9 +28,8 @@ AGENT_PORT = 52365
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Weights that the user has downloaded would change the preset of a command on own
-    images; a script's ``&`` and nohup have signals ignored, here and in child
-    processes.
+    """No test depends on weights that the user has downloaded. A script's ``&`` and
+    nohup have signals ignored, here and in child processes.
     """
     os.environ["TORCH_HOME"] = "/nonexistent"
     for number, usual in (

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+import torchvision
 import yaml
 
 import uno
@@ -221,6 +223,9 @@ def made(tmp_path_factory) -> Path:
     draw_photos(folder / "photos")
     draw("cross", 1).save(folder / "a.jpg")
     draw("bolt", 2).save(folder / "b.png")
+    weights = folder / "torch/hub/checkpoints/efficientnet_b0_rwightman-7f5810bc.pth"
+    weights.parent.mkdir(parents=True)  # as after a download, but untrained
+    torch.save(torchvision.models.efficientnet_b0().state_dict(), weights)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(
@@ -246,6 +251,7 @@ def test_the_examples_of_a_page_run(name, made, tmp_path, monkeypatch):
     """
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     monkeypatch.syspath_prepend(ROOT / "examples")
     monkeypatch.setattr(
         "sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2]

@@ -17,6 +17,13 @@ from uno.errors import Interrupted, one_line
 
 TIMEOUT = timedelta(minutes=10)  # of a collective: a rank that is as late is lost
 VOTE_S = 0.5  # between two votes on whether all ranks have done their jobs
+# what gloo and NCCL say of a connection that is lost, or of a rank that is late
+LOST = re.compile(
+    r"connection (closed|reset|refused|was (closed|reset))|closed by peer|broken pipe"
+    r"|timed out|timeout|remote process exit|ncclRemoteError|communicator was aborted"
+    r"|socket closed|network is unreachable|no route to host",
+    re.IGNORECASE,
+)
 
 in_group = dist.is_initialized if dist.is_available() else bool  # bool() is False
 
@@ -40,7 +47,11 @@ def group(
     store: Any, device: torch.device, rank: int, world_size: int
 ) -> Iterator[None]:
     """The process group of all ranks that meet in ``store``: NCCL on GPUs, else gloo.
-    Interrupted: one of them is lost.
+
+    Raises:
+        Interrupted: The connection to another rank is lost, or a rank is late. Any
+            other error of a collective, such as tensors of different sizes, is raised
+            as it is: the same command would end in it again.
     """
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
@@ -50,7 +61,7 @@ def group(
         yield
         dist.destroy_process_group()
     except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+        if not is_lost_rank(error):
             raise
         # files of gloo, addresses
         why = re.sub(r"\[\S*\] ?", "", one_line(error))[:120]
@@ -58,6 +69,20 @@ def group(
             f"rank {rank} of {world_size} lost another ({why}); the same command"
             " resumes"
         ) from None
+
+
+def is_lost_rank(error: RuntimeError) -> bool:
+    """Tell whether an error says that another rank is gone or late.
+
+    Gloo raises plain RuntimeErrors, and NCCL raises ``DistBackendError``, for lost
+    connections and for mistakes alike. Only the text tells them apart. The errors of a
+    store and of a socket mean that its process is gone, or that it did not answer.
+    """
+    if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
+        return True
+    text = str(error)
+    of_backend = isinstance(error, dist.DistBackendError) or "gloo" in text.lower()
+    return of_backend and LOST.search(text) is not None
 
 
 def gather_rows(tensor: Tensor, dim: int) -> Tensor:

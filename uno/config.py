@@ -747,10 +747,9 @@ class ComputeConfig(Section):
     compile: bool = field(
         False, "torch.compile the encoder; needs a C++ compiler, and a minute."
     )
-    encoder_runtime: Literal["auto", "torch", "openvino", "onnx", "compile"] = field(
-        "auto",
-        "What computes frozen features and predictions on CPUs; auto: the fastest that"
-        " is installed.",
+    encoder_runtime: Literal["torch", "openvino", "onnx", "compile"] = field(
+        "torch",
+        "What computes frozen features and predictions on CPUs.",
         commands="predict",
     )
     detect_anomaly: bool = field(
@@ -770,6 +769,12 @@ class ComputeConfig(Section):
         "Directory that keeps features of frozen encoders for all runs; default"
         " $UNO_CACHE or ~/.cache/uno.",
     )
+
+    @field_validator("encoder_runtime", mode="before")
+    @classmethod
+    def _read_auto(cls, value: Any) -> Any:
+        """Accept ``auto``, which runs of earlier versions have in their files."""
+        return "torch" if value == "auto" else value
 
 
 class Config(Section):

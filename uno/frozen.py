@@ -310,21 +310,33 @@ def merge_clusters(
         numbered anew without a gap.
     """
     links, sizes = links.clone(), sizes.clone()
-    target = torch.arange(len(sizes))
+    index = torch.arange(len(sizes))
+    target = index.clone()
     left = torch.ones(len(sizes), dtype=torch.bool)
     tie_breaker = 1e-6 * cosines.double()
     closeness = mixing(links, sizes) + tie_breaker
     closeness[sizes == 0] = -torch.inf
     closeness[:, sizes == 0] = torch.inf
     closeness[:, :num_known] = -torch.inf
+    # The closest of the later clusters, for each cluster, and how close it is. A merge
+    # changes few of them, so that not all pairs are compared again.
+    best, partner = closeness.new_empty(len(sizes)), torch.empty_like(index)
+
+    def find_partners_(clusters: Tensor) -> None:
+        is_pair = left & (index > clusters[:, None])
+        values = closeness[clusters].masked_fill(~is_pair, -torch.inf)
+        best[clusters], partner[clusters] = values.max(dim=1)
+
+    find_partners_(index)
     for _ in range(num_merges):
-        pairs = closeness.masked_fill(~(left & left[:, None]).triu(1), -torch.inf)
-        first, second = divmod(int(pairs.argmax()), len(sizes))
+        first = int(best.argmax())
+        second = int(partner[first])
         for sums in (links, links.T, sizes):
             sums[first] += sums[second]
             sums[second] = 0
         target[target == second] = first
         left[second] = False
+        best[second] = -torch.inf
         if sizes[first] > 0:
             row = mixing_with(links, sizes, first) + tie_breaker[first]
             others = left & (sizes > 0)
@@ -332,6 +344,16 @@ def merge_clusters(
             closeness[first, left & (sizes == 0)] = torch.inf
             if first >= num_known:
                 closeness[others, first] = row[others]
+        changed = left & ((partner == first) | (partner == second))
+        changed[first] = True
+        find_partners_(changed.nonzero().flatten())
+        column = closeness[:first, first]
+        is_closer = left[:first] & (
+            (column > best[:first])
+            | ((column == best[:first]) & (first < partner[:first]))
+        )
+        best[:first][is_closer] = column[is_closer]
+        partner[:first][is_closer] = first
     return (left.cumsum(0) - 1)[target]
 
 

@@ -1,19 +1,20 @@
-"""A frozen encoder at the speed of a CPU: OpenVINO, ONNX Runtime or torch.compile in
-the place of PyTorch's layers, in float32; in bfloat16 by OpenVINO or PyTorch, with
-compute.precision bf16.
+"""Compute a frozen encoder on a CPU by another program than PyTorch.
 
-A runtime is used if its features of the first images equal PyTorch's in float32 up to
-:data:`TOLERANCE`, or
-:data:`OF_BF16`. The number of images that pass at once is measured on them. Threads
-share the batches of a call, each computed by one, so that features do not depend on the
-number of threads.
+``compute.encoder_runtime`` names the program: OpenVINO, ONNX Runtime or torch.compile,
+in float32; in bfloat16 OpenVINO, with compute.precision bf16. The default is PyTorch,
+and nothing that is measured changes that, so that the same command gives the same
+features.
+
+The features of the first images must equal PyTorch's in float32 up to
+:data:`TOLERANCE`, or :data:`OF_BF16`. Threads share the batches of a call. Each batch
+has :data:`BATCH_SIZE` images and is computed by one thread, so features do not depend
+on the number of threads.
 """
 
 import logging
 import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -27,23 +28,16 @@ from torch import Tensor, nn
 from uno.config import Config
 from uno.errors import ConfigError, one_line
 
-AUTO, EVERY, TORCH = "auto", "every", "torch"
+TORCH = "torch"
 BF16 = "openvino"  # the one that computes in bfloat16 too
 PACKAGES = {"openvino": ("openvino",), "onnx": ("onnxruntime", "onnx", "onnxscript")}
-"""What runtimes need. PyTorch is compared with the first one that is installed and
-works; of many images, for which ``auto`` is ``every``, with all of them.
-"""
+"""What runtimes need."""
 # of the length of a row's features: a cosine above .999999; float32 differs by 1e-5
 TOLERANCE = 1e-3
 # times the difference that PyTorch's own bfloat16 has: .01 to .05 of the length
 OF_BF16 = 2.0
-BATCH_SIZES = (4, 8, 16)
-# of all images; of fewer ``auto`` is PyTorch: a conversion takes 5-30 s
-MIN_PIXELS = 1_000 * 224**2
-MANY_PIXELS = 20 * MIN_PIXELS  # minutes, even by the fastest
-TIMED_S, MAX_ROUNDS = 0.5, 3  # of the images that are timed: no round after that time
-
-log = logging.getLogger(__name__)
+BATCH_SIZE = 8  # images that pass the encoder at once, on CPUs
+COMPARED_IMAGES = 16  # of which features are compared with PyTorch's
 
 Program = Callable[[Tensor], Tensor]
 """float32 (B, 3, S, S) -> (B, D), of the B and S that it was built for, from any
@@ -52,50 +46,60 @@ thread.
 
 
 class Plan(NamedTuple):
-    """The runtime of an encoder, how many images pass it at once, None: as measured,
-    whether in bfloat16.
-    """
+    """The runtime of an encoder, and whether it computes in bfloat16."""
 
     runtime: str
-    batch_size: int | None = None
     bf16: bool = False
 
 
-def plan_of(
-    config: Config, num_images: int, side: int, device: torch.device
-) -> Plan | None:
-    """How ``num_images`` of ``side`` by ``side`` pixels should pass the encoder of
-    ``config`` on ``device``, None: as PyTorch has it. ConfigError: as
-    :func:`require_runtime`.
+def plan_of(config: Config, device: torch.device) -> Plan | None:
+    """Return how the encoder of ``config`` is computed on ``device``.
+
+    Returns:
+        None for PyTorch, which computes on GPUs whatever the configuration says.
+
+    Raises:
+        ConfigError: As :func:`require_runtime`.
     """
     require_runtime(config)
-    name: str = config.compute.encoder_runtime
-    num_pixels, bf16 = num_images * side**2, config.compute.precision == "bf16"
-    pays = name != AUTO or (num_pixels >= MIN_PIXELS and bool(_installed(bf16)))
-    name = EVERY if name == AUTO and num_pixels >= MANY_PIXELS else name
-    return (
-        Plan(name, bf16=bf16)
-        if device.type == "cpu" and name != TORCH and pays
-        else None
-    )
-
-
-def is_allowed(config: Config, plan: Plan, device: torch.device) -> bool:
-    """Whether ``config`` lets a job that began with ``plan`` continue with it."""
-    name, bf16 = config.compute.encoder_runtime, config.compute.precision == "bf16"
-    allowed = [TORCH, *_installed(bf16)] if name == AUTO else [name]
-    return device.type == "cpu" and plan.bf16 == bf16 and plan.runtime in allowed
+    name = config.compute.encoder_runtime
+    if device.type != "cpu" or name == TORCH:
+        return None
+    return Plan(name, config.compute.precision == "bf16")
 
 
 @contextmanager
 def threads(number: int) -> Iterator[None]:
-    """So many threads of torch inside the ``with``, after it as many as before."""
+    """Let torch use ``number`` threads inside the ``with``, and then as many as before.
+
+    Threads that begin inside the ``with`` have the same number.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def start_pool(num_threads: int) -> ThreadPoolExecutor:
+    """Start a pool whose threads compute by one thread of torch each.
+
+    ``torch.set_num_threads`` also decides for all threads that begin later, and a
+    thread takes that number at its first use of torch. So all threads of the pool
+    begin here, and the calling thread sets the number back.
+    """
+    pool = ThreadPoolExecutor(num_threads, "uno-runtime")
+    started = threading.Barrier(num_threads)
+
+    def begin(_: int) -> None:
+        torch.set_num_threads(1)
+        assert torch.get_num_threads() == 1  # the first use
+        started.wait()
+
+    with threads(1):
+        list(pool.map(begin, range(num_threads)))
+    return pool
 
 
 def require_runtime(config: Config) -> None:
@@ -114,128 +118,78 @@ def require_runtime(config: Config) -> None:
         raise ConfigError(
             f"compute.encoder_runtime {name} {needs}: pip install {' '.join(missing)}"
         )
-    if name not in (AUTO, TORCH, BF16) and config.compute.precision == "bf16":
+    if name not in (TORCH, BF16) and config.compute.precision == "bf16":
         raise ConfigError(
             f"compute.encoder_runtime {name} computes in float32: not with precision"
             " bf16"
         )
 
 
-def _installed(bf16: bool = False) -> list[str]:
-    names = [BF16] if bf16 else [*PACKAGES]
-    return [name for name in names if all(map(find_spec, PACKAGES[name]))]
-
-
 class Runtime(nn.Module):
-    """``encoder``, in eval mode and on the CPU, as ``plan`` says, by ``threads``
-    threads: (B, 3, S, S) -> (B, D) without a graph. The first images settle it. Images
-    of another size pass the encoder itself, as all do where a runtime fails or gives
-    other features; then a line is logged.
+    """An encoder, in eval mode and on the CPU, that a runtime computes.
+
+    The program is built for the size of the first images. Images of another size pass
+    the encoder itself.
     """
 
     def __init__(self, encoder: nn.Module, plan: Plan, threads: int) -> None:
+        """Prepare ``encoder`` to be computed as ``plan`` says, by ``threads`` threads.
+
+        The program is built at the first call.
+        """
         super().__init__()
         self.encoder, self.num_features, self.plan = encoder, encoder.num_features, plan
         self._threads, self._lock = threads, threading.Lock()
-        self._pool = ThreadPoolExecutor(
-            threads, initializer=torch.set_num_threads, initargs=(1,)
-        )
+        self._pool = start_pool(threads)
         self._program: Program | None = None
         self._shape: torch.Size | None = None
 
     def forward(self, images: Tensor) -> Tensor:
-        """(B, 3, S, S) -> (B, D)."""
+        """Compute the features (B, D) of images (B, 3, S, S), without a graph.
+
+        Raises:
+            ConfigError: The runtime cannot compute the encoder, or gives other
+                features than PyTorch.
+        """
         with self._lock:
             if self._program is None:
-                self._settle(images)
-        assert self._program is not None and self.plan.batch_size is not None
+                self._program, self._shape = self._build(images), images.shape[1:]
         same = images.shape[1:] == self._shape
-        program = (
-            self._program
-            if same
-            else partial(_torch, self.encoder, bf16=self.plan.bf16)
-        )
-        return self._run(program, images, self.plan.batch_size)
+        own = partial(_torch, self.encoder, bf16=self.plan.bf16)
+        return self._run(self._program if same else own, images)
 
-    def _settle(self, images: Tensor) -> None:
-        """Choose the program by the first images (B, 3, S, S)."""
-        images = images.detach()[torch.arange(max(BATCH_SIZES)) % len(images)]
-        expected = self._run(partial(_torch, self.encoder), images, min(BATCH_SIZES))
+    def _build(self, images: Tensor) -> Program:
+        """Build the program, and compare its features of the first images."""
+        name, bf16 = self.plan
+        images = images.detach()[torch.arange(COMPARED_IMAGES) % len(images)]
+        expected = self._run(partial(_torch, self.encoder), images)
         tolerance = TOLERANCE
-        if self.plan.bf16:
-            own = self._run(
-                partial(_torch, self.encoder, bf16=True), images, min(BATCH_SIZES)
-            )
-            tolerance = max(
-                TOLERANCE, OF_BF16 * float(_difference(own, expected).max())
-            )
-        wanted, found = self.plan.runtime, list[tuple[float, Plan, Program]]()
-        compares = wanted in (AUTO, EVERY)
-        for name in (
-            [*_installed(self.plan.bf16), TORCH] if compares else [wanted, TORCH]
-        ):
-            if not found or wanted == EVERY or (compares and name == TORCH):
-                found += self._candidates(name, images, expected, tolerance)
-        _, self.plan, self._program = min(found, key=lambda one: one[0])
-        self._shape = images.shape[1:]
-
-    def _candidates(
-        self, name: str, images: Tensor, expected: Tensor, tolerance: float
-    ) -> list[tuple[float, Plan, Program]]:
-        """Seconds, plan and program of a runtime for each size of a batch; a line
-        says why there is none.
-        """
-        sizes, found = (
-            [self.plan.batch_size] if self.plan.batch_size else BATCH_SIZES,
-            [],
-        )
-        bf16 = self.plan.bf16
+        if bf16:
+            own = self._run(partial(_torch, self.encoder, bf16=True), images)
+            error = float(_difference(own, expected).max())
+            tolerance = max(TOLERANCE, OF_BF16 * error)
+        fix = f"use compute.encoder_runtime {TORCH}"
         try:
-            for size, program in BUILD[name](
-                self.encoder, images, sizes, self._threads, bf16
-            ):
-                worst = float(
-                    _difference(self._run(program, images, size), expected).max()
-                )
-                if name != TORCH and not worst <= tolerance:
-                    raise ValueError(
-                        f"its features differ from PyTorch's by {worst:.1e} of their"
-                        " length"
-                    )
-                found.append(
-                    (
-                        self._seconds(program, images, size),
-                        Plan(name, size, bf16),
-                        program,
-                    )
-                )
+            program = BUILD[name](self.encoder, images, self._threads, bf16)
+            found = self._run(program, images)
         except Exception as error:  # those of converters have no name in common
-            if name == TORCH:
-                raise
             why = one_line(error)[:160] or type(error).__name__
-            log.warning("compute.encoder_runtime %s is not used: %s", name, why)
-            return []
-        return found
+            raise ConfigError(
+                f"compute.encoder_runtime {name} cannot compute this encoder: {why};"
+                f" {fix}"
+            ) from error
+        worst = float(_difference(found, expected).max())
+        if not worst <= tolerance:  # NaN is refused, too
+            raise ConfigError(
+                f"compute.encoder_runtime {name} gives features that differ from"
+                f" PyTorch's by {worst:.1e} of their length; {fix}"
+            )
+        return program
 
-    def _seconds(self, program: Program, images: Tensor, size: int) -> float:
-        """Of the fastest round of these images for each thread."""
-        every, start, best = (
-            images.repeat(self._threads, 1, 1, 1),
-            time.perf_counter(),
-            float("inf"),
-        )
-        for _ in range(MAX_ROUNDS):
-            before = time.perf_counter()
-            self._run(program, every, size)
-            best = min(best, time.perf_counter() - before)
-            if time.perf_counter() - start > TIMED_S:
-                break
-        return best
-
-    def _run(self, program: Program, images: Tensor, size: int) -> Tensor:
-        """All of ``images`` in batches of ``size``, the last one filled up."""
-        filled = F.pad(images, (0, 0, 0, 0, 0, 0, 0, -len(images) % size))
-        parts = [part.contiguous() for part in filled.split(size)]
+    def _run(self, program: Program, images: Tensor) -> Tensor:
+        """All of ``images`` in batches of one size, the last one filled up."""
+        filled = F.pad(images, (0, 0, 0, 0, 0, 0, 0, -len(images) % BATCH_SIZE))
+        parts = [part.contiguous() for part in filled.split(BATCH_SIZE)]
         return torch.cat(list(self._pool.map(program, parts)))[: len(images)]
 
 
@@ -244,24 +198,21 @@ def _difference(features: Tensor, expected: Tensor) -> Tensor:
     return (features - expected).norm(dim=1) / expected.norm(dim=1)
 
 
-Build = Callable[
-    [nn.Module, Tensor, Sequence[int], int, bool], Iterator[tuple[int, Program]]
-]
-"""Encoder, examples (B, 3, S, S), sizes of batches, number of threads, whether in
-bfloat16 -> a program for each size.
+Build = Callable[[nn.Module, Tensor, int, bool], Program]
+"""Encoder, examples (B, 3, S, S), number of threads, whether in bfloat16 -> a program
+for batches of :data:`BATCH_SIZE`.
 """
 
 
 def _with_torch(
-    encoder: nn.Module, images: Tensor, sizes: Sequence[int], threads: int, bf16: bool
-) -> Iterator[tuple[int, Program]]:
-    for size in sizes:
-        yield size, partial(_torch, encoder, bf16=bf16)
+    encoder: nn.Module, images: Tensor, threads: int, bf16: bool
+) -> Program:
+    return partial(_torch, encoder, bf16=bf16)
 
 
-def _compiled(encoder: nn.Module, *how: Any) -> Iterator[tuple[int, Program]]:
+def _compiled(encoder: nn.Module, images: Tensor, threads: int, bf16: bool) -> Program:
     program: Any = torch.compile(encoder, dynamic=False, options={"freezing": True})
-    return _with_torch(program, *how)
+    return partial(_torch, program, bf16=bf16)
 
 
 @torch.inference_mode()
@@ -285,8 +236,8 @@ def _kept_logging() -> Iterator[None]:
 
 
 def _with_openvino(
-    encoder: nn.Module, images: Tensor, sizes: Sequence[int], threads: int, bf16: bool
-) -> Iterator[tuple[int, Program]]:
+    encoder: nn.Module, images: Tensor, threads: int, bf16: bool
+) -> Program:
     import openvino
 
     # the tracer's
@@ -296,36 +247,30 @@ def _with_openvino(
         torch.inference_mode(),
     ):
         model = openvino.convert_model(encoder, example_input=images[:2])
-    precision = "bf16" if bf16 else "f32"
     how = {
         "NUM_STREAMS": threads,
         "INFERENCE_NUM_THREADS": threads,
-        "INFERENCE_PRECISION_HINT": precision,
+        "INFERENCE_PRECISION_HINT": "bf16" if bf16 else "f32",
     }
-    for size in sizes:
-        model.reshape([size, *images.shape[1:]])
-        # The plugin gives its thread a stack for signals and frees it with the model:
-        # the next signal of a thread that lives on would end the process. This thread
-        # ends here.
-        with ThreadPoolExecutor(1) as compiler:
-            compiled = compiler.submit(
-                openvino.Core().compile_model, model, "CPU", how
-            ).result()
-        own = threading.local()
+    model.reshape([BATCH_SIZE, *images.shape[1:]])
+    # The plugin gives its thread a stack for signals and frees it with the model: the
+    # next signal of a thread that lives on would end the process. This thread ends
+    # here.
+    with ThreadPoolExecutor(1) as compiler:
+        compiled = compiler.submit(
+            openvino.Core().compile_model, model, "CPU", how
+        ).result()
+    own = threading.local()
 
-        def program(
-            images: Tensor, compiled: Any = compiled, own: threading.local = own
-        ) -> Tensor:
-            if not hasattr(own, "request"):  # of each thread
-                own.request = compiled.create_infer_request()
-            return torch.from_numpy(own.request.infer([images.numpy()])[0].copy())
+    def program(images: Tensor) -> Tensor:
+        if not hasattr(own, "request"):  # of each thread
+            own.request = compiled.create_infer_request()
+        return torch.from_numpy(own.request.infer([images.numpy()])[0].copy())
 
-        yield size, program
+    return program
 
 
-def _with_onnx(
-    encoder: nn.Module, images: Tensor, sizes: Sequence[int], threads: int, bf16: bool
-) -> Iterator[tuple[int, Program]]:
+def _with_onnx(encoder: nn.Module, images: Tensor, threads: int, bf16: bool) -> Program:
     import onnxruntime
 
     shapes = ({0: torch.export.Dim("batch", min=1)},)
@@ -341,8 +286,7 @@ def _with_onnx(
     def program(images: Tensor) -> Tensor:
         return torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
 
-    for size in sizes:
-        yield size, program
+    return program
 
 
 BUILD: dict[str, Build] = {

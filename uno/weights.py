@@ -287,13 +287,14 @@ def fetch_pretrained(name: str) -> bytes:
         raise ConfigError(
             f"model.weights pretrained: no library has weights for {name}; pass a file"
         )
-    state = _fetch_timm(what) if library == "timm" else _fetch_torchvision(what or name)
+    state = _fetch_timm(what) if library == "timm" else _fetch_torchvision(name)
     return safetensors.torch.save(
         {key: tensor.contiguous() for key, tensor in state.items()}
     )
 
 
-def _fetch_torchvision(what: str) -> dict[str, Tensor]:
+def _fetch_torchvision(name: str) -> dict[str, Tensor]:
+    what = name.removeprefix("torchvision:")
     check_name("torchvision", what)
     from torchvision.models import get_model_weights
 
@@ -308,9 +309,11 @@ def _fetch_torchvision(what: str) -> dict[str, Tensor]:
             os.path.join(torch.hub.get_dir(), "checkpoints"),
             one_line(error)[:120],
         )
-        where = f"download {weights.url} into {folder}, or pass it as --weights FILE"
         raise ConfigError(
-            f"model.weights pretrained: cannot be downloaded ({reason}); {where}"
+            f"model.weights pretrained: cannot be downloaded ({reason}); download"
+            f" {weights.url} into {folder}, or pass it as --model.encoder"
+            f" {name} --weights FILE, or train an encoder on your own"
+            " images with --preset scratch"
         ) from None
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.error import URLError
 
 import numpy as np
 import pytest
@@ -118,7 +119,26 @@ def test_bad_options_are_one_line(
 def test_bad_folders_are_one_line(tmp_path, capsys, nothing_starts, counts, argv, says):
     data = f"folder:{write_images(tmp_path / 'images', counts)}"
     words = ["--batch-size", "8", "--workers", "2", "--output", tmp_path / "run", *argv]
-    assert says in refused(capsys, 2, "discover", "--data", data, *words)
+    words += ["--preset", "scratch", "--data", data]
+    assert says in refused(capsys, 2, "discover", *words)
+    assert not (tmp_path / "run").exists()
+
+
+def test_own_images_without_weights_and_network_are_one_line(
+    tmp_path, capsys, nothing_starts, monkeypatch
+):
+    """The line names both ways out: a file of weights, and an encoder of one's own."""
+
+    def no_network(*args, **kwargs):
+        raise URLError("Name or service not known")
+
+    monkeypatch.setattr("torch.hub.urlopen", no_network)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    data = f"folder:{write_images(tmp_path / 'images', {'cat': 20, 'dog': 20})}"
+    words = ["--data", data, "--known-classes", "cat", "--output", tmp_path / "run"]
+    line = refused(capsys, 2, "discover", *words)
+    encoder = "--model.encoder torchvision:efficientnet_b0 --weights FILE"
+    assert encoder in line and "--preset scratch" in line
     assert not (tmp_path / "run").exists()
 
 
@@ -458,6 +478,8 @@ def test_explain_says_where_every_value_comes_from(tmp_path, capsys, monkeypatch
     write_images(Path("new"), {"x": 9})
     Path("mine.yaml").write_text("train: {batch_size: 8}\nseed: 3\n")
     argv = [
+        "--preset",
+        "scratch",
         "--labeled",
         "known",
         "--unlabeled",

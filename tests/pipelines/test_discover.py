@@ -90,7 +90,8 @@ def test_keywords_are_the_command_line(settings, argv):
     precedence.
     """
     line = options.parse(argv.split(), commands.DISCOVER).config
-    assert override(Config(), completed(from_keywords(settings))) == line
+    given = completed(from_keywords(settings), choose=True)
+    assert override(Config(), given) == line
 
 
 def test_keywords_win_over_files(tmp_path):
@@ -133,7 +134,10 @@ def test_keywords_win_over_files(tmp_path):
             "either --data or --labeled",
         ),
         ({"labeled": "a"}, "labeled and unlabeled must be given together"),
-        ({"data": "folder:/no/such/place"}, "/no/such/place"),
+        (
+            {"data": "folder:/no/such/place", "preset": "scratch"},
+            "/no/such/place",
+        ),
         ({"num_novel": 1000}, "than classes to discover (1000)"),
         ({"config": "/no/such.yaml"}, "cannot read config file /no/such.yaml"),
     ],

@@ -98,36 +98,31 @@ def test_each_layer_overrides_the_one_before(file):
 
 
 @pytest.mark.parametrize(
-    ("argv", "at_hand", "name"),
+    ("argv", "name"),
     [
-        ("--data photos", True, "photos"),
-        ("--labeled a --unlabeled b", True, "photos"),
-        ("--labeled a --unlabeled b --weights pretrained", False, "photos"),
+        ("--data photos", "photos"),
+        ("--labeled a --unlabeled b", "photos"),
+        ("--labeled a --unlabeled b --weights pretrained", "photos"),
         (
             "--data d --model.encoder torchvision:resnet18 --weights w.safetensors",
-            False,
             "photos",
         ),
-        (
-            "--data d --model.encoder torchvision:resnet18 --weights w.pth",
-            True,
-            "photos",
-        ),
-        ("--data d --weights w.safetensors", True, "scratch"),  # of an encoder of ours
-        ("--data d --weights runs/before", True, "scratch"),
-        ("--data d --model.encoder resnet18", True, "scratch"),
-        ("--data d --model.finetune full", True, "scratch"),
-        ("--data cifar10:d", True, "scratch"),
-        ("--data imagenet:d --weights pretrained", True, "scratch"),
-        ("", True, "digits"),
+        ("--data d --model.encoder torchvision:resnet18 --weights w.pth", "photos"),
+        ("--data d --model.finetune none", "photos"),
+        ("--data d --weights w.safetensors", "scratch"),  # of an encoder of ours
+        ("--data d --weights runs/before", "scratch"),
+        ("--data d --model.encoder resnet18", "scratch"),
+        ("--data d --model.finetune full", "scratch"),
+        ("--data cifar10:d", "scratch"),
+        ("--data imagenet:d --weights pretrained", "scratch"),
+        ("", "digits"),
     ],
 )
-def test_own_images_start_from_pretrained_weights_where_there_are_any(
+@pytest.mark.parametrize("at_hand", [True, False])
+def test_the_settings_alone_decide_the_preset(
     argv, at_hand, name, monkeypatch, tmp_path
 ):
-    """Kills: photos without weights, which would fetch them unasked; another preset
-    for benchmarks.
-    """
+    """Weights that torchvision has downloaded before change nothing."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     if at_hand:
         (tmp_path / "hub" / "checkpoints").mkdir(parents=True)
@@ -176,10 +171,10 @@ def test_presets_of_own_images_need_images():
     ("argv", "name", "known"),
     [
         ("", "digits", "first:5"),
-        ("--data folder:d --num-novel 7", "scratch", None),
-        ("--data photos", "scratch", None),
-        ("--labeled a --unlabeled b", "scratch", None),
-        ("--data folder:d --known-classes first:3", "scratch", "first:3"),
+        ("--data folder:d --num-novel 7", "photos", None),
+        ("--data photos", "photos", None),
+        ("--labeled a --unlabeled b", "photos", None),
+        ("--data folder:d --known-classes first:3", "photos", "first:3"),
         ("--preset cifar10", "cifar10", "first:5"),
         ("--preset cifar10 --data cifar10:/d", "cifar10", "first:5"),
         ("--preset cifar10 --data cifar100:/d", "cifar10", None),
@@ -215,9 +210,9 @@ def test_preset_and_known_classes_follow_the_data(argv, name, known):
 def test_the_rule_holds_for_files_and_a_source_replaces_two_folders(file):
     got = config("--config", file("data:\n  source: folder:d\n"))
     assert (got.preset, got.data.known_classes, got.data.stored_size) == (
-        "scratch",
+        "photos",
         None,
-        32,
+        256,
     )
     kept = config(
         "--config",
@@ -578,7 +573,7 @@ def test_an_encoders_description_stands_between_preset_and_file(tmp_path):
 
 
 IMAGES, VIT = (
-    "--data folder:d --num-novel 3",
+    "--preset scratch --data folder:d --num-novel 3",
     "--preset cifar10 --model.encoder tests.uno.toy_encoders:vit",
 )
 
@@ -588,7 +583,7 @@ IMAGES, VIT = (
     [
         (f"{IMAGES} --image-size 64", None, (64, 64, 36, 8)),
         ("--preset imagenet --image-size=112", None, (112, 128, 48, 2)),
-        (f"--image-size 1024 --preset photos {IMAGES}", None, (1024, 1024)),
+        (f"{IMAGES} --image-size 1024 --preset photos", None, (1024, 1024)),
         (f"{VIT} --image-size 12", None, (12, 12)),
         (IMAGES, "image_size: 48\ndata: {num_novel: 3}\n", (48, 48)),
         (

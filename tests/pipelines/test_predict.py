@@ -538,9 +538,7 @@ def test_a_killed_process_is_continued(run, tmp_path, number):
     """
     for part in range(4):
         write_digits(tmp_path / "in" / str(part), read_digits().images.items)
-    # another's batch size is measured, and rounds
-    torch_alone = ["--compute.encoder-runtime", "torch"]
-    words = [str(run), "--data", str(tmp_path / "in"), *torch_alone, "--output"]
+    words = [str(run), "--data", str(tmp_path / "in"), "--output"]
     command = [
         sys.executable,
         "-m",

@@ -333,6 +333,44 @@ def test_one_process_is_the_identity():
     collectives.barrier(CPU)
 
 
+PAIR = "[/third_party/gloo/gloo/transport/tcp/pair.cc:464] "
+MISMATCH = (
+    "op.preamble.length <= op.nbytes. 1000 vs 12. Received data size doesn't match"
+)
+LOST = [
+    RuntimeError(f"{PAIR}Connection closed by peer [127.0.0.1]:55963"),
+    RuntimeError(f"{PAIR}Read error [127.0.0.1]:31626: Connection reset by peer"),
+    RuntimeError(f"{PAIR}Timed out waiting 3000ms for recv operation to complete"),
+    RuntimeError("Gloo connectFullMesh failed with timed out connecting"),
+    dist.DistNetworkError("failed to recv, got 0 bytes"),
+    dist.DistStoreError("wait timeout after 600000ms, keys: /features"),
+    dist.DistBackendError("NCCL error: remote process exited or there was a network"),
+]
+MISTAKES = [
+    RuntimeError(f"[enforce fail at {PAIR.strip('[] ')}] {MISMATCH}"),
+    RuntimeError("ProcessGroupGloo: invalid tensor type at index 0"),
+    dist.DistBackendError("NCCL error: invalid usage, ncclInvalidUsage"),
+    RuntimeError("result type Float can't be cast to the desired output type Bool"),
+]
+
+
+@pytest.mark.parametrize(
+    ("error", "resumes"), [(e, True) for e in LOST] + [(e, False) for e in MISTAKES]
+)
+def test_only_a_lost_rank_lets_the_same_command_resume(error, resumes):
+    """Shapes that differ between ranks would differ again, so they are an error."""
+    end = Interrupted if resumes else type(error)
+    try:
+        with (
+            pytest.raises(end) as caught,
+            collectives.group(dist.HashStore(), CPU, 0, 1),
+        ):
+            raise error
+    finally:
+        dist.destroy_process_group()
+    assert resumes or caught.value is error
+
+
 def results(world_size: int, folder: Path) -> tuple[list[dict[str, Tensor]], ...]:
     """What one process stores, and each of ``world_size`` beside it."""
     (one := folder / "one").mkdir()

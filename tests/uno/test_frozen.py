@@ -139,6 +139,29 @@ def test_merges_join_the_parts_of_a_class():
     assert merge_clusters(*given, num_merges=8).unique().tolist() == [0, 1]
 
 
+@pytest.mark.parametrize("num_known", [0, 6])
+def test_each_merge_is_the_best_of_all_pairs(num_known):
+    """As if the mixing of all pairs were computed again after each merge."""
+    generator = torch.Generator().manual_seed(num_known)
+    points = normalize(torch.randn(240, 6, generator=generator), dim=1)
+    clusters = torch.randint(0, 24, (240,), generator=generator)
+    neighbors, zeros = nearest(points), torch.zeros(24, 24)
+
+    def counts(of_row):
+        return count_links(neighbors, of_row, 24), of_row.bincount(minlength=24)
+
+    expected = clusters.clone()
+    for num_merges in range(1, 18):
+        values = mixing(*counts(expected)).triu(1)
+        values[:, :num_known] = -1
+        gone = expected.bincount(minlength=24) == 0
+        values[gone], values[:, gone] = -1, -1
+        first, second = divmod(int(values.argmax()), 24)
+        expected[expected == second] = first
+        found = merge_clusters(*counts(clusters), zeros, num_known, num_merges)
+        assert torch.equal(found[clusters], expected.unique(return_inverse=True)[1])
+
+
 def test_known_clusters_never_merge_and_take_in_novel_ones():
     links = torch.full((4, 4), 10)
     sizes = torch.tensor([20, 20, 20, 20])

@@ -232,7 +232,8 @@ def test_pretrained_offline_says_what_to_download_and_where_to_put_it(
     monkeypatch.setattr("urllib.request.urlopen", no_network)
     monkeypatch.setattr("torch.hub.urlopen", no_network)
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    line = rf"^model\.weights pretrained: .*not known.*{file}.*--weights FILE"
+    fix = "--weights FILE" if name.startswith("timm") else f"{name} --weights FILE"
+    line = rf"^model\.weights pretrained: .*not known.*{file}.*{fix}"
     with pytest.raises(ConfigError, match=line) as error:
         fetch_pretrained(name)
     assert "\n" not in str(error.value) and folder in str(error.value)
@@ -251,7 +252,7 @@ def test_pretrained_weights_are_read_from_the_run_alone(monkeypatch, tmp_path):
     """Kills: a worker or a resumed run that fetches."""
     theirs = encoder_of("torchvision:mobilenet_v3_small")
     monkeypatch.setattr(
-        weights, "_fetch_torchvision", lambda what: dict(theirs.state_dict())
+        weights, "_fetch_torchvision", lambda name: dict(theirs.state_dict())
     )
     storage = Storage(str(tmp_path))
     storage.write(

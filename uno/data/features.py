@@ -8,8 +8,8 @@ that does not verify is computed again. More random views, or those of another k
 of other training rows, are in further files: a cache grows. A row's features depend on
 nothing but its shard, a view's not on how many there are, and on a CPU every batch is
 computed by one thread, and all have one size, so any number of threads, processes and
-workers gives the same bits. What computes them (:mod:`uno.runtime`) and that size are
-stored beside them: a job that was killed continues with both. At every start rows that
+workers gives the same bits. Each runtime (:mod:`uno.runtime`) has a cache of its own.
+At every start rows that
 have changed are looked for (:mod:`uno.data.snapshot`), and some encoded again.
 """
 
@@ -33,7 +33,7 @@ from uno.config import AugmentConfig, Config, override
 from uno.crops import Cropper
 from uno.data import snapshot
 from uno.data.decode import decode_many, ok_mask, prefetch_map
-from uno.data.files import Storage, normalize_path, parse_json
+from uno.data.files import Storage, normalize_path
 from uno.data.images import Image, evenly_spaced
 from uno.data.mapped import user_cache
 from uno.data.output import seal, unseal
@@ -41,7 +41,8 @@ from uno.data.plan import FEATURES, augment_generator
 from uno.data.splits import Task
 from uno.encoder import code_of
 from uno.errors import ConfigError, StorageError
-from uno.runtime import TORCH, Plan, Runtime
+from uno.runtime import BATCH_SIZE, Runtime
+from uno.runtime import threads as torch_threads
 from uno.text import plural
 
 VERSION = 4  # of what is computed and how it is stored
@@ -50,8 +51,7 @@ SHARD_ROWS = 128
 ROWS_AT_ONCE = 16  # whose pixels are in memory
 VIEWS_AT_ONCE = 6  # whose random numbers are drawn together
 # of a pass through the encoder; on CPUs 8 are 1.7 times as fast as 32
-CPU_IMAGES, CUDA_IMAGES = 8, 256
-PLAN_FILE = "runtime.json"
+CPU_IMAGES, CUDA_IMAGES = BATCH_SIZE, 256
 # that are encoded again: at least one, and no more after that time
 PROBED_ROWS, PROBE_S = 8, 1.0
 # mean distance from the mean over the mean norm, and that norm
@@ -174,6 +174,7 @@ def settings(config: Config) -> dict[str, Any]:
         "encoder": config.model.encoder,
         "views": views,
         "bf16": config.compute.precision == "bf16",
+        "runtime": config.compute.encoder_runtime,
         "transform": [data.stored_size, data.mean, data.std, data.interpolation],
     }
 
@@ -383,15 +384,19 @@ def compute_local(
 ) -> Iterator[tuple[int, Shard]]:
     """What is ``missing`` of shards, in order, each by one of ``threads`` threads of
     this process.
+
+    ``torch.set_num_threads`` also decides for all threads that begin later. So the
+    calling thread sets it, and sets it back at the end.
     """
 
     def compute(number: int) -> tuple[int, Shard]:
-        torch.set_num_threads(1)  # of this thread
+        torch.set_num_threads(1)
         return number, compute_shard(
             job.config, encoder, number, *job.load(number), missing[number]
         )
 
-    return prefetch_map(compute, missing, threads, threads)
+    with torch_threads(1):
+        yield from prefetch_map(compute, missing, threads, threads)
 
 
 def pack_shard(name: str, shard: Shard) -> bytes:
@@ -493,27 +498,6 @@ class FeatureCache:
         useful = [piece for piece in pieces if piece.first <= done < self._stop(piece)]
         return max(
             useful, key=lambda piece: (self._stop(piece), -piece.stop), default=None
-        )
-
-    def plan(self) -> Plan | None:
-        """How the features that are here were computed; None: there are none."""
-        if not self._stored():
-            return None
-        try:
-            found = parse_json(self._storage.read(f"{self._folder}/{PLAN_FILE}"))
-            return Plan(
-                str(found["runtime"]), int(found["batch_size"]), bool(found.get("bf16"))
-            )
-        # it is younger than the cache, or damaged
-        except (StorageError, ValueError, KeyError, TypeError):
-            return Plan(TORCH, CPU_IMAGES)
-
-    def keep_plan(self, plan: Plan) -> None:
-        """Say how features are computed from now on."""
-        write_shard(
-            self._storage,
-            f"{self._folder}/{PLAN_FILE}",
-            json.dumps(plan._asdict()).encode(),
         )
 
     def num_missing(self) -> float:

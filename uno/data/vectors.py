@@ -277,10 +277,11 @@ def require_kind(config: ModelConfig, images: Images) -> None:
 def with_views(
     values: Tensor, augment: AugmentConfig, ok: np.ndarray
 ) -> Tensor | NeighborViews:
-    """(N, V, D) as they are if V > 1; else (N, 1 + ``augment.num_cached_views``, D),
-    made of rows that are ``ok`` bool (N,), the same in runs of all seeds.
+    """(N, V, D) as they are if V > 1, or if no further view is needed; else (N, 1 +
+    ``augment.num_cached_views``, D), made of rows that are ``ok`` bool (N,), the same
+    in runs of all seeds.
     """
-    if values.shape[1] > 1:
+    if values.shape[1] > 1 or not augment.num_cached_views:
         return values
     generator, rows = (
         augment_generator(SEED, FEATURES, 0),

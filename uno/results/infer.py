@@ -426,15 +426,12 @@ def decoder(model: Classifier, rows: Rows, threads: int | None = None) -> Decode
 
 
 @contextmanager
-def at_speed(
-    model: Classifier, config: Config, num_images: int, threads: int
-) -> Iterator[None]:
-    """Inside, ``model`` classifies as ``compute.encoder_runtime`` of ``config`` says,
-    where that is worth it for ``num_images``. ConfigError: the runtime is not
-    installed.
+def at_speed(model: Classifier, config: Config, threads: int) -> Iterator[None]:
+    """Inside, ``model`` classifies as ``compute.encoder_runtime`` of ``config`` says.
+    ConfigError: the runtime is not installed.
     """
-    what = config, num_images, model.size, model.device
-    plan = None if model.config.model.takes_vectors else plan_of(*what)
+    vectors = model.config.model.takes_vectors
+    plan = None if vectors else plan_of(config, model.device)
     encoder = model.module.encoder
     if plan is not None:
         model.module.encoder = hardware.at_speed(encoder, plan, threads)

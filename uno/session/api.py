@@ -28,7 +28,7 @@ from uno.data.vectors import Vectors, given_vectors, read_vectors, require_kind
 from uno.errors import ConfigError, StorageError, UnoError, as_user_error
 from uno.results import show
 from uno.results.classes import OutputClass, called
-from uno.results.infer import NUMBERS, Classifier, at_speed, load_classifier, score_rows
+from uno.results.infer import NUMBERS, Classifier, load_classifier, score_rows
 from uno.results.trust import verdict
 from uno.runs import CONFIG_FILE, REPORT_FILE, directory
 from uno.runtime import threads
@@ -241,8 +241,7 @@ class Model:
         )
         how = model.config.data.interpolation
         decode = partial(decoded, source, size=model.size, interpolation=how)
-        with at_speed(model, Config(), len(items), torch.get_num_threads()):
-            parts = list(score_rows(model, decode, batches))
+        parts = list(score_rows(model, decode, batches))
         found = zip(
             items, (reason for _, some, _ in parts for reason in some), strict=True
         )

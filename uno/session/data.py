@@ -27,7 +27,7 @@ from uno.data.vectors import with_views
 from uno.errors import ConfigError, Interrupted
 from uno.runs.hardware import at_speed, local_device, num_threads
 from uno.runs.run import frozen_encoder
-from uno.runtime import TORCH, Plan, Runtime, is_allowed, plan_of, require_runtime
+from uno.runtime import Runtime, plan_of, require_runtime
 from uno.session.console import print_line, reading
 from uno.session.resources import on_features
 from uno.text import plural
@@ -176,40 +176,18 @@ def compute_local(
     return FeatureCache(cache, job).keep(shards, missing)
 
 
-def _at_speed(
-    job: FeatureJob, encoder: nn.Module, cache: FeatureCache, missing: Missing
-) -> nn.Module:
-    """``encoder`` as what is ``missing`` should be computed: as what ``cache`` has, or
-    as fast as is possible where that is worth it. PyTorch's evaluation views alone, of
-    few rows, do not decide. A line says so where features of both are mixed.
+def _at_speed(job: FeatureJob, encoder: nn.Module, missing: Missing) -> nn.Module:
+    """Return the encoder as ``compute.encoder_runtime`` computes it, tried on images.
+
+    Raises:
+        ConfigError: The runtime cannot compute the encoder.
     """
-    config, device = job.config, local_device(job.config)
-    num_images = sum(
-        len(job.rows(number)) * (job.num_views - have)
-        for number, have in missing.items()
-    )
-    plan, then = (
-        plan_of(config, num_images, features.side(config), device),
-        cache.plan(),
-    )
-    decides = (
-        plan is None
-        or {*missing.values()} != {1}
-        or (then is not None and then.runtime != TORCH)
-    )
-    if then is not None and decides and is_allowed(config, then, device):
-        plan = then
-    plain = Plan(TORCH, features.CPU_IMAGES, config.compute.precision == "bf16")
-    if plan is not None and plan != plain:
-        encoder = at_speed(encoder, plan, num_threads(config))
-        encoder(features.first_images(job, min(missing)))
-        plan = encoder.plan
-    now = plan or plain
-    if then is not None and now.runtime != then.runtime:
-        new = f"{now.runtime} computes the missing ones and rounds differently"
-        print_line(f"features in {cache.path} are by {then.runtime}; {new}")
-    cache.keep_plan(now)
-    return encoder
+    plan = plan_of(job.config, local_device(job.config))
+    if plan is None:
+        return encoder
+    fast = at_speed(encoder, plan, num_threads(job.config))
+    fast(features.first_images(job, min(missing)))
+    return fast
 
 
 def load_features(
@@ -252,12 +230,8 @@ def load_features(
             if least
             else ""
         )
-        fast = _at_speed(job, encoder, cache, missing)
-        how = (
-            f" by {fast.plan.runtime}, {fast.plan.batch_size} at once"
-            if isinstance(fast, Runtime)
-            else ""
-        )
+        fast = _at_speed(job, encoder, missing)
+        how = f" by {fast.plan.runtime}" if isinstance(fast, Runtime) else ""
         found = (
             f"{plural(rows, 'image')}{some} through {config.model.encoder}{how}{have}"
         )

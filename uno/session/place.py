@@ -117,7 +117,7 @@ class Place:
         """
         threads, model = num_threads(config), model.to(local_device(config))
         torch.set_num_threads(threads)
-        with at_speed(model, config, writer.num_rows - writer.num_done, threads):
+        with at_speed(model, config, threads):
             return predict_rows(model, writer, config.compute.threads, show)
 
     def is_cluster(self) -> bool:

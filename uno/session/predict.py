@@ -32,7 +32,7 @@ RAY_PAYS_ROWS = 20_000
 ANYWHERE = {
     "compute.num_workers": 0,
     "compute.device": "auto",
-    "compute.encoder_runtime": "auto",
+    "compute.encoder_runtime": "torch",
     "compute.precision": "auto",
 }
 """Where a model predicts by default, whatever trained it."""

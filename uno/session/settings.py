@@ -11,7 +11,6 @@ else the data decides: :mod:`uno.session.resolve`. Nothing here imports torch bu
 a library describes an encoder.
 """
 
-import glob
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -35,7 +34,6 @@ from uno.presets import (
     SIZES,
     apply_image_size,
     is_custom_data,
-    preset,
     preset_values,
 )
 
@@ -166,34 +164,31 @@ def _described(encoder: Any, size: Any) -> dict[str, Any]:
 
 
 def own_preset(given: Mapping[str, Any]) -> str:
-    """Of own data: ``vectors``, ``photos`` where pretrained weights are given or at
-    hand, or ``scratch``.
+    """Return the preset of the user's own data, if the user names none.
+
+    Only the settings decide, never the files of this machine, so that a command means
+    the same everywhere.
+
+    Args:
+        given: The dotted keys that the user has set.
+
+    Returns:
+        ``vectors`` for vectors. ``photos`` for pretrained weights of an encoder from a
+        library, and for images without any setting of the encoder. ``scratch`` for
+        benchmark data, and wherever the settings ask for an encoder that is trained.
     """
     encoder, weights = given.get("model.encoder"), given.get("model.weights")
     if not is_custom_data(given):
         return "scratch"
     if str(given.get("data.source")).partition(":")[0] == VECTORS:
         return VECTORS
-    if weights is None and encoder is None and given.get("model.finetune") is None:
-        return "photos" if weights_at_hand() else "scratch"
+    if weights is None and encoder is None:
+        is_frozen = given.get("model.finetune") in (None, "none")
+        return "photos" if is_frozen else "scratch"
     file = str(weights).partition("?")[0].endswith(
         (".safetensors", ".pt", ".pth")
     ) and ":" in str(encoder)
     return "photos" if file or weights == "pretrained" else "scratch"
-
-
-def weights_at_hand() -> bool:
-    """Whether torchvision's weights of the encoder of ``photos`` have been
-    downloaded before.
-    """
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    home = os.environ.get("TORCH_HOME") or os.path.join(cache, "torch")
-    _, _, name = preset("photos").model.encoder.partition(":")
-    return bool(
-        glob.glob(
-            os.path.join(glob.escape(home), "hub", "checkpoints", f"{name}_*.pth")
-        )
-    )
 
 
 def checked_output(output: str) -> str:

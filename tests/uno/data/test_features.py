@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -115,6 +116,20 @@ def whole_of(job):
 
 def shards(folder):
     return sorted(folder.glob("features/*/0*.safetensors"))
+
+
+def test_the_number_of_threads_is_as_before_in_later_threads():
+    """Also where the features are not taken to the end."""
+    job = job_of()
+    for count in (job.num_shards, 1):
+        torch.set_num_threads(3)
+        shards = compute_local(job, encoder_of(job.config), whole_of(job), threads=2)
+        for _ in range(count):
+            next(shards)
+        shards.close()
+        with ThreadPoolExecutor(1) as later:
+            assert later.submit(torch.get_num_threads).result() == 3
+        assert torch.get_num_threads() == 3
 
 
 @torch.no_grad()

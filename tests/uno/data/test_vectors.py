@@ -357,6 +357,14 @@ def test_views_of_one_vector(how):
     assert with_views(two, augment, ok) is two
 
 
+@pytest.mark.parametrize("how", ["noise", "dropout", "neighbors"])
+def test_nothing_is_computed_where_no_view_is_needed(how):
+    """No neighbor is searched, and no vector copied."""
+    values = torch.from_numpy(drawn(30))[:, None]
+    augment = AugmentConfig(vector_view=how, num_cached_views=0)
+    assert with_views(values, augment, np.ones(30, bool)) is values
+
+
 def test_neighbors_are_near(monkeypatch):
     """Kills: views that move to rows of another direction, or to the row itself; also
     where rows are searched in parts.
