@@ -29,6 +29,7 @@ docs: $(STAMP)
 lint: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	.venv/bin/lint-imports --no-cache
 
 types: $(STAMP)
 	$(PY) -m mypy

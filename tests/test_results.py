@@ -1,10 +1,7 @@
-"""The results: no row without its origin, pages as the rows make them, links that
-lead somewhere, cells.
-"""
+"""The results: no row without its origin, records that are folded in, cells."""
 
 import gzip
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -29,11 +26,8 @@ def copy(tmp_path) -> Path:
     )
 
 
-def test_every_row_has_its_origin_and_every_page_its_rows():
+def test_every_row_has_its_origin():
     assert results.check() == []
-    assert [
-        str(path) for path, text in results.pages().items() if path.read_text() != text
-    ] == []
 
 
 @pytest.mark.parametrize(
@@ -65,44 +59,6 @@ def test_unknown_systems_commands_statuses_and_experiments_are_refused(copy):
         "no entry 2020-01-01",
     ):
         assert text in found
-
-
-def test_a_log_entry_is_short(copy):
-    with (copy / "LOG.md").open("a") as file:
-        file.write("\n".join(["\n## 2020-01-01 essay", *("line",) * 20]))
-    assert results.check(copy) == ["LOG.md: 2020-01-01 essay has more than 15 lines"]
-
-
-@pytest.mark.parametrize("table", results.TABLES)
-def test_a_changed_figure_changes_a_page(copy, table):
-    """Kills: a page that keeps a figure which its row no longer has."""
-    rows = results.read(table, copy)
-    rows[0]["value"] = str(2 * float(rows[0]["value"]) + 1)
-    results.write(table, rows, copy)
-    changed = [
-        path.stem
-        for path, text in results.pages(copy).items()
-        if path.read_text() != text
-    ]
-    assert changed == [table]
-
-
-def test_links_lead_to_experiments():
-    """Kills: a link of README or docs to an experiment that has no row."""
-    headings = {
-        path.name: set(re.findall(r"^#+ (.+)$", path.read_text(), re.M))
-        for path in (ROOT / "docs" / "results").glob("*.md")
-    }
-    for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
-        for page, anchor in re.findall(
-            r"\]\((?:[\w./-]*/)?(accuracy|speed|robustness)\.md#([\w-]+)\)",
-            path.read_text(),
-        ):
-            names = {
-                re.sub(r"[^\w -]", "", text.lower()).replace(" ", "-")
-                for text in headings[f"{page}.md"]
-            }
-            assert anchor in names, f"{path}: {page}.md#{anchor}"
 
 
 def record(tmp_path: Path, date: str, value: float) -> Path:

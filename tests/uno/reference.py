@@ -5,8 +5,6 @@ the fast code must equal.
 import itertools
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 
 
 def scale_matrix(
@@ -83,43 +81,3 @@ def classify_failure(
             else:
                 terms.append(cross_entropy(logits, alone, temperature))
     return float(np.mean(terms))
-
-
-def padded_loss(
-    known, families, labels, targets, temperature, concat=True, mistake=None
-):
-    """Eq. 1-3 for autograd, with concatenated logits and padded targets; arguments as
-    discovery_loss.
-
-    ``mistake`` makes one that this field made: see tests/uno/test_mutants.py.
-    """
-    losses, (num_views, num_rows, num_known) = [], known.shape
-    tau = 1 if mistake == "no temperature" else temperature
-    for novel, target in zip(families, targets, strict=True):
-        num_large, num_heads, num_clusters = (
-            len(target),
-            novel.shape[1],
-            novel.shape[-1],
-        )
-        same = torch.eye(num_large, num_views, dtype=known.dtype)
-        pairs = {"itself too": torch.ones_like(same), "unswapped": same}.get(
-            mistake, 1 - same
-        )
-        joint = (
-            torch.cat([known.unsqueeze(1).expand(-1, num_heads, -1, -1), novel], dim=-1)
-            / tau
-        )
-        if not concat:  # the other block's outputs are out of reach
-            joint[:, :, : len(labels), num_known:] = -1e9
-            joint[:, :, len(labels) :, :num_known] = -1e9
-        log_p = joint.log_softmax(dim=-2 if mistake == "over rows" else -1)
-        pseudo = F.pad(
-            target.to(known.dtype), (num_known + num_clusters - target.shape[-1], 0)
-        )
-        if mistake == "known block":
-            pseudo = pseudo.roll(-num_known, dims=-1)
-        one_hot = F.pad(F.one_hot(labels, num_known).to(known.dtype), (0, num_clusters))
-        y = torch.cat([one_hot.expand(num_large, num_heads, -1, -1), pseudo], dim=2)
-        weight = pairs / (num_large * (num_views - 1) * num_rows)
-        losses.append(-torch.einsum("vw,vhbk,whbk->h", weight, y, log_p))
-    return torch.stack(losses)
