@@ -612,6 +612,31 @@ class Storage:
             elif found == pa.fs.FileType.File:
                 self._fs.delete_file(self._inner(name))
 
+    @retry_transient
+    def move(self, name: str, target: str) -> None:
+        """Move a file, or a directory with all in it, and replace ``target``.
+
+        Local files are renamed. Object stores have no rename: each file is copied, then
+        deleted.
+        """
+        self.check()
+        is_folder = self._info(name).type == pa.fs.FileType.Directory
+        if is_folder and not self.is_local:
+            for entry in self.list(name):
+                self.move(f"{name}/{entry}", f"{target}/{entry}")
+            return self.delete(name)
+        if is_folder:
+            self.delete(target)
+        with self._errors("move", name):
+            if not self._fs.type_name.startswith(FLAT):
+                folder = os.path.dirname(self._inner(target))
+                self._fs.create_dir(folder, recursive=True)
+            if self.is_local:
+                self._fs.move(self._inner(name), self._inner(target))
+            else:
+                self._fs.copy_file(self._inner(name), self._inner(target))
+                self._fs.delete_file(self._inner(name))
+
     @contextmanager
     def _opened(self, name: str) -> Iterator[Any]:
         if self.is_local:
