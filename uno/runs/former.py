@@ -17,11 +17,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from uno.data import output
+from uno.data.decode import BAD_SAMPLES
 from uno.data.files import Storage
-from uno.errors import StorageError
+from uno.errors import ConfigError, StorageError
 from uno.runs import CONFIG_FILE, FORMER_FOLDER, PHASES
 from uno.runs.checkpoint import checkpoint_steps
 
+REFUSED_SAMPLES = f"refused_{BAD_SAMPLES}"  # the list of a command that was refused
 REPLACED = f"{FORMER_FOLDER}/replaced"
 
 
@@ -43,11 +45,16 @@ def kept_until_replaced(
     try:
         _set_aside(storage)
         yield lambda: _discard(storage)
-    except BaseException:
+    except BaseException as error:
         # Another command may have taken over the directory. It then settles this.
         with suppress(StorageError):
+            unreadable = storage.find(BAD_SAMPLES)
             if settle(storage):
                 announce(f"the former run in {storage.uri} was kept")
+                if unreadable and isinstance(error, ConfigError):
+                    storage.write(REFUSED_SAMPLES, unreadable)
+                    here, there = map(storage.below, (BAD_SAMPLES, REFUSED_SAMPLES))
+                    raise ConfigError(str(error).replace(here, there)) from None
         raise
     _discard(storage)
 

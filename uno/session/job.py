@@ -200,12 +200,13 @@ def _require_inputs_outside(config: Config, storage: Storage) -> None:
     """
     data = config.data
     if data.labeled is not None and data.unlabeled is not None:
-        inputs = {"--labeled": data.labeled, "--unlabeled": data.unlabeled}
+        inputs = [("--labeled", data.labeled), ("--unlabeled", data.unlabeled)]
     else:
-        inputs = {"--data": locate_source(data)[1]}
-    inputs |= {"--weights": config.model.weights, "--known-classes": data.known_classes}
+        inputs = [("--data", locate_source(data)[1])]
+    inputs += [("--weights", config.model.weights or "")]
+    inputs += [("--known-classes", data.known_classes or "")]
     output = os.path.realpath(storage.uri) if storage.is_local else storage.uri
-    for option, path in inputs.items():
+    for option, path in inputs:
         if not path:
             continue
         path = normalize_path(path)

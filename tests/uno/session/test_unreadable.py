@@ -184,8 +184,12 @@ def test_a_refused_overwrite_keeps_the_former_run(tmp_path, kind):
     before = files_of(output)
     for number in range(6):
         damage(tmp_path / "new" / f"{number:02}.png")
-    with pytest.raises(ConfigError, match="cannot be read|unreadable"):
+    with pytest.raises(ConfigError, match="unreadable") as refused:
         uno.discover(**settings, overwrite=True)
+    listed = next(path for path in output.glob("*bad_samples.jsonl"))
+    assert str(listed) in str(refused.value)
+    assert len(listed.read_text().splitlines()) == 6
+    listed.unlink()
     assert files_of(output) == before
     assert uno.load(str(output)).model_hash == first.model_hash
 
@@ -217,6 +221,15 @@ def test_overwrite_refuses_inputs_inside_the_former_run(tmp_path):
     weights = output / "encoder.safetensors"
     weights.write_bytes((tmp_path / "encoder.safetensors").read_bytes())
     before = files_of(output)
-    with pytest.raises(ConfigError, match="--weights .* is inside --output .*move it"):
+    with pytest.raises(ConfigError, match=r"--weights .* is inside --output .*move it"):
         uno.discover(**settings | {"weights": str(weights)}, overwrite=True)
     assert files_of(output) == before
+
+
+def test_dtc_refuses_narrow_features_before_it_computes_any(tmp_path):
+    """The toy encoder has 16 features."""
+    settings = write_folders(tmp_path, new=40) | settings_of("heads", tmp_path)
+    settings |= {"method": "dtc", "num_novel": 17, "output": str(tmp_path / "run")}
+    with pytest.raises(ConfigError, match=r"method dtc .*17.* only 16"):
+        uno.discover(**settings, quiet=True)
+    assert not (tmp_path / "cache").exists()
