@@ -25,7 +25,7 @@ from torch import Tensor
 from uno import collectives
 from uno.data.columns import Ids
 from uno.data.files import Storage, is_transient, parse_json, read_bytes
-from uno.data.images import Image, Images, InMemory, as_images, name_row
+from uno.data.images import Image, Images, InMemory, MissingImage, as_images, name_row
 from uno.errors import ConfigError, StorageError, one_line
 from uno.limits import (
     MAX_BMP_PIXELS_PER_BYTE,
@@ -487,6 +487,8 @@ def _open(image: bytes | str, side: int | None = None) -> Iterator[Pillow.Image]
             if isinstance(image, str)
             else bytes(image)
         )
+        if isinstance(image, MissingImage):
+            raise BadImage(image.reason)
         if not 0 < len(data) <= MAX_IMAGE_BYTES:
             raise BadImage(
                 f"larger than {MAX_IMAGE_BYTES} bytes" if data else "no image data"
