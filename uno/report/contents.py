@@ -103,7 +103,7 @@ def write_report(
         "num_heads": num_heads(config),
         "side": side(config),
         "method": description(config.method),
-        "times": facts.times(config, found, task),
+        "times": facts.times(found),
         "command": facts.command_line(config),
     }
     storage.write(

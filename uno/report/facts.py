@@ -11,7 +11,6 @@ from uno import runs
 from uno.config import Config, flatten, override, to_dict
 from uno.data.decode import BAD_SAMPLES, name_bad
 from uno.data.files import Storage, parse_json
-from uno.data.splits import Task
 from uno.errors import ConfigError, StorageError
 from uno.methods.registry import settings
 from uno.presets import preset
@@ -141,16 +140,15 @@ def estimate_chart(facts: RunData) -> Chart | None:
     )
 
 
-def times(config: Config, facts: RunData, task: Task | None) -> list[tuple[str, str]]:
-    """What each phase took, as label and text."""
+def times(facts: RunData) -> list[tuple[str, str]]:
+    """Return how long each phase trained, as label and text.
+
+    A phase that took no steps has no lines of metrics, and is left out.
+    """
     found = []
     for phase, title in runs.PHASES.items():
         if entries := facts.entries(phase):
-            size = config.train.batch_size
-            # a set smaller than a batch is one batch
-            if phase == runs.PRETRAIN and task is not None:
-                size = min(size, int((task.labels >= 0).sum()))
-            took, last = duration(training_seconds(entries, size)), entries[-1]
+            took, last = duration(training_seconds(entries)), entries[-1]
             how_far = (
                 f"{plural(last.get('step', 0), 'step')},"
                 f" {plural(last.get('epoch', 0), 'epoch')}"
@@ -159,15 +157,21 @@ def times(config: Config, facts: RunData, task: Task | None) -> list[tuple[str, 
     return found
 
 
-def training_seconds(entries: Sequence[dict[str, Any]], images_per_step: int) -> float:
-    """Wall time that the lines of a phase account for, from their images/s;
-    evaluation is not in it.
+def training_seconds(entries: Sequence[dict[str, Any]]) -> float:
+    """Sum the wall time of the steps of a phase, without evaluation.
+
+    Args:
+        entries: The lines of metrics of the phase. ``step_ms`` is the mean time of the
+            steps since the line before, in milliseconds.
+
+    Returns:
+        Seconds.
     """
     seconds, before = 0.0, 0.0
     for entry in entries:
-        step, speed = entry.get("step", 0), entry.get("images_per_s", 0)
-        if is_number(step) and is_number(speed) and speed and step > before:
-            seconds += (step - before) * images_per_step / speed
+        step, step_ms = entry.get("step", 0), entry.get("step_ms", 0)
+        if is_number(step) and is_number(step_ms) and step > before:
+            seconds += (step - before) * step_ms / 1000
             before = step
     return seconds
 
