@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 SHARD_MB = 128
 FRESH = {
     "--overwrite": switch(
-        "Start over: ignore the checkpoints of an earlier run in the same directory."
+        "Start over: replace an earlier run in the same directory once this one trains."
     )
 }
 EMBEDDING = {"--embedding": switch("Also write the pooled features, a list of floats.")}

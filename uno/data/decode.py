@@ -33,7 +33,7 @@ from uno.data.files import (
     read_bytes,
     retry_transient,
 )
-from uno.data.images import Image, Images, InMemory, as_images, name_row
+from uno.data.images import Image, Images, InMemory, MissingImage, as_images, name_row
 from uno.errors import ConfigError, StorageError, UnoError, one_line
 from uno.limits import (
     MAX_BMP_PIXELS_PER_BYTE,
@@ -598,6 +598,8 @@ def _open(image: bytes | str, side: int | None = None) -> Iterator[Pillow.Image]
 
 def _read(image: bytes | str) -> bytes:
     """Return the bytes of an image. Raises as :func:`_open`."""
+    if isinstance(image, MissingImage):
+        raise BadImage(image.reason)
     if not isinstance(image, str):
         return bytes(image or b"")  # None: a null in a table
     with _reader_errors(image):

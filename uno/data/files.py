@@ -312,7 +312,7 @@ def open_file(path: str) -> Any:
     files, inner = locate(path)
     if not is_uri(path):
         require_regular(inner)
-    return files.open_input_file(inner)
+    return open_located(files, inner)
 
 
 def read_whole(path: str, max_bytes: int, what: str = "") -> bytes:
@@ -547,8 +547,10 @@ class RetryingFile(io.RawIOBase):
         super().close()
 
 
-def open_file(files: Any, inner: str | bytes) -> Any:
-    """Open a file for random reads. Failed reads of a remote file are retried.
+def open_located(files: Any, inner: str | bytes) -> Any:
+    """Open a file of a file system for reads in any order.
+
+    Failed reads of a remote file are retried.
 
     Args:
         files: File system, as :func:`locate` returns it.
@@ -670,7 +672,7 @@ class Storage:
         with self._errors("read", name):
             if self.is_local:
                 require_regular(self._inner(name))
-            with open_file(self._fs, self._inner(name)) as file:
+            with open_located(self._fs, self._inner(name)) as file:
                 yield file
 
     def write(self, name: str, data: bytes) -> None:
@@ -783,6 +785,31 @@ class Storage:
             if found == pa.fs.FileType.Directory:
                 self._fs.delete_dir(self._inner(name))
             elif found == pa.fs.FileType.File:
+                self._fs.delete_file(self._inner(name))
+
+    @retry_transient
+    def move(self, name: str, target: str) -> None:
+        """Move a file, or a directory with all in it, and replace ``target``.
+
+        Local files are renamed. Object stores have no rename: each file is copied, then
+        deleted.
+        """
+        self.check()
+        is_folder = self._info(name).type == pa.fs.FileType.Directory
+        if is_folder and not self.is_local:
+            for entry in self.list(name):
+                self.move(f"{name}/{entry}", f"{target}/{entry}")
+            return self.delete(name)
+        if is_folder:
+            self.delete(target)
+        with self._errors("move", name):
+            if not self._fs.type_name.startswith(FLAT):
+                folder = os.path.dirname(self._inner(target))
+                self._fs.create_dir(folder, recursive=True)
+            if self.is_local:
+                self._fs.move(self._inner(name), self._inner(target))
+            else:
+                self._fs.copy_file(self._inner(name), self._inner(target))
                 self._fs.delete_file(self._inner(name))
 
     @contextmanager

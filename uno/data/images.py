@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, Self, cast
 
 import numpy as np
 import pyarrow as pa
@@ -38,6 +38,22 @@ EXTENSIONS = (
     ".tif",
     ".tiff",
 )
+
+
+class MissingImage(bytes):
+    """Empty image data of a row that names no readable image.
+
+    Attributes:
+        reason: Why there is no image, and what to do.
+    """
+
+    reason: str
+
+    def __new__(cls, reason: str) -> Self:
+        """Make an empty image with its reason."""
+        image = super().__new__(cls)
+        image.reason = reason
+        return image
 
 
 class Images(Protocol):

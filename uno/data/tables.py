@@ -27,7 +27,7 @@ import pyarrow.parquet
 from uno.data import files as filesystem
 from uno.data.columns import ROWS_AT_ONCE, Ids, Labels, Numbered, Text, decimal, joined
 from uno.data.image_paths import DEFAULT_RULES, ImagePaths, PathRules, find_images
-from uno.data.images import Image, Images, InMemory, is_image
+from uno.data.images import Image, Images, InMemory, MissingImage, is_image
 from uno.data.labels import encode_column, encode_labels, require_distinct
 from uno.data.other_formats import hint_of_files
 from uno.data.rows import SPLITS, Partition, Rows
@@ -341,7 +341,7 @@ class ParquetImages(Images):
     @property
     def is_remote(self) -> bool:
         """Whether the Parquet files are objects."""
-        return any(filesystem.is_uri(path) for path, _, _ in self._groups)
+        return any(filesystem.is_uri(path) for path, _ in self._files)
 
     def reader(self) -> ParquetImages:
         """This: any node reads the files."""
@@ -492,7 +492,7 @@ class OpenedParquet:
             "buffer_size": buffer,
         }
         with (
-            filesystem.open_file(files, inner) as file,
+            filesystem.open_located(files, inner) as file,
             pa.parquet.ParquetFile(file, **options) as parquet,
         ):
             yield parquet
@@ -632,8 +632,10 @@ class ParquetTable:
 
 
 def _images_in(column: Any, inside: Callable[[str], str | None]) -> list[Image]:
-    """Images of a column: bytes, or else the path ``inside`` the folder; '' or b''
-    where there is neither.
+    """Images of a column: bytes, or else the path ``inside`` the folder.
+
+    A row without either has an empty image; in a column of structs the image also says
+    why.
     """
     column = column.cast(plain_type(column.type))
     if column.type in BINARY:
@@ -647,9 +649,19 @@ def _images_in(column: Any, inside: Callable[[str], str | None]) -> list[Image]:
         else values
     )
     return [
-        value or (path and inside(path)) or b""
+        value or (path and inside(path)) or MissingImage(_without_image(path))
         for value, path in zip(values, paths, strict=True)
     ]
+
+
+def _without_image(path: str | bytes | None) -> str:
+    """Explain why a struct of bytes and path holds no image."""
+    fix = "embed the bytes of the image, or delete the row"
+    if not path:
+        return f"no image data: it has neither bytes nor a path; {fix}"
+    name = path.decode(errors="replace") if isinstance(path, bytes) else path
+    where = f"its path {one_line(name)[:200]} is no file in the data folder"
+    return f"no image data: it has no bytes, and {where}; {fix}"
 
 
 def _describe(

@@ -77,7 +77,18 @@ class DistanceHead(nn.Module):
     """
 
     def __init__(self, num_novel: int, num_features: int) -> None:
+        """Make the head.
+
+        Raises:
+            ConfigError: The features have fewer numbers than there are clusters.
+        """
         super().__init__()
+        if num_novel > num_features:
+            raise ConfigError(
+                f"method dtc reduces features to as many numbers as new classes"
+                f" ({num_novel}), but the encoder has only {num_features}; use a wider"
+                " encoder, a lower --num-novel, or another --method"
+            )
         self.reduce = nn.Linear(num_features, num_novel)
         self.weight = nn.Parameter(torch.randn(1, num_novel, num_novel))  # centers u_k
 
@@ -137,7 +148,7 @@ def remember_(probabilities: Tensor, rows: Tensor, q: Tensor) -> None:
 @torch.no_grad()
 def start(config: Config, model: UnoModel, train: TrainSet) -> dict[str, Tensor]:
     """Principal components, k-means centers; q and p (N_u, K) of all unlabeled rows.
-    ConfigError: too few.
+    ConfigError: fewer rows than clusters.
     """
     images, num_novel, head = train.unlabeled_images, train.num_novel, model.novel
     features = features_of(model.eval(), images, config)
@@ -149,10 +160,10 @@ def start(config: Config, model: UnoModel, train: TrainSet) -> dict[str, Tensor]
             labels.to(features.device),
         )
     model.train()
-    if num_novel > min(found := tuple(features.shape)):
+    if num_novel > len(features):
         raise ConfigError(
-            f"method dtc needs as many rows and features as classes ({num_novel}), got"
-            f" {found}"
+            f"method dtc needs as many unlabeled images as new classes ({num_novel}),"
+            f" got {len(features)}; add unlabeled images, or lower --num-novel"
         )
     centered, _, directions = principal_components(features)
     components = directions[:, :num_novel].T  # (K, D)

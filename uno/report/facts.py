@@ -11,7 +11,6 @@ from uno import runs
 from uno.config import Config, flatten, override, to_dict
 from uno.data.decode import BAD_SAMPLES, name_bad
 from uno.data.files import Storage, parse_json
-from uno.data.splits import Task
 from uno.errors import ConfigError, StorageError
 from uno.methods.registry import settings
 from uno.presets import preset
@@ -151,37 +150,39 @@ def estimate_chart(facts: RunData) -> Chart | None:
     )
 
 
-def times(config: Config, facts: RunData, task: Task | None) -> list[tuple[str, str]]:
-    """Return how long each phase took, as pairs of label and text."""
+def times(facts: RunData) -> list[tuple[str, str]]:
+    """Return how long each phase trained, as pairs of label and text.
+
+    A phase that took no steps has no lines of metrics, and is left out.
+    """
     lines = []
     for phase, title in runs.PHASES.items():
         entries = facts.entries(phase)
         if not entries:
             continue
-        batch_size = config.train.batch_size
-        if phase == runs.PRETRAIN and task is not None:
-            # labeled rows that are fewer than a batch are one batch
-            batch_size = min(batch_size, int((task.labels >= 0).sum()))
         last = entries[-1]
-        seconds = duration(training_seconds(entries, batch_size))
+        seconds = duration(training_seconds(entries))
         steps, epochs = last.get("step", 0), last.get("epoch", 0)
         text = f"{seconds} for {plural(steps, 'step')}, {plural(epochs, 'epoch')}"
         lines.append((f"{title} time", text))
     return lines
 
 
-def training_seconds(entries: Sequence[dict[str, Any]], images_per_step: int) -> float:
-    """Return the time of a phase's training steps, without evaluation.
+def training_seconds(entries: Sequence[dict[str, Any]]) -> float:
+    """Sum the wall time of the steps of a phase, without evaluation.
 
     Args:
-        entries: The lines of the phase, with ``step`` and ``images_per_s``.
-        images_per_step: Number of images of a step.
+        entries: The lines of metrics of the phase. ``step_ms`` is the mean time of the
+            steps since the line before, in milliseconds.
+
+    Returns:
+        Seconds.
     """
     seconds, previous_step = 0.0, 0.0
     for entry in entries:
-        step, speed = entry.get("step", 0), entry.get("images_per_s", 0)
-        if is_number(step) and is_number(speed) and speed and step > previous_step:
-            seconds += (step - previous_step) * images_per_step / speed
+        step, step_ms = entry.get("step", 0), entry.get("step_ms", 0)
+        if is_number(step) and is_number(step_ms) and step > previous_step:
+            seconds += (step - previous_step) * step_ms / 1000
             previous_step = step
     return seconds
 

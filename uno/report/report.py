@@ -115,7 +115,7 @@ def write_report(
         "num_heads": num_heads(config),
         "side": side(config),
         "method": description(config.method),
-        "times": facts.times(config, run_data, task),
+        "times": facts.times(run_data),
         "command": facts.command_line(config),
     }
     page = render("report.html", context, script="report.js")

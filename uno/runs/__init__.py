@@ -34,4 +34,5 @@ REPORT_FILE = "report.html"
 ESTIMATE_FILE = "estimate.json"
 STOP_FILE = "STOP"  # asks the workers to save and leave
 LOGGERS_FOLDER = "loggers"  # what each tool calls the run
+FORMER_FOLDER = "former"  # what --overwrite replaces, until the new run trains
 RAY_FOLDER = "ray"  # Ray Train's own bookkeeping; a resumed run never reads it

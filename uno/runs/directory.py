@@ -27,6 +27,7 @@ from uno.profile import FOLDER as PROFILES
 from uno.runs import (
     CONFIG_FILE,
     ENVIRONMENT_FILE,
+    FORMER_FOLDER,
     LOGGERS_FOLDER,
     METRICS_FILE,
     RAY_FOLDER,
@@ -54,7 +55,8 @@ def is_run(storage: Storage) -> bool:
     """Whether the directory holds a run (False also where it was only begun);
     ConfigError: anything else.
     """
-    return output.is_ours(storage, CONFIG_FILE, "run", {ENVIRONMENT_FILE})
+    begun = {ENVIRONMENT_FILE, FORMER_FOLDER}
+    return output.is_ours(storage, CONFIG_FILE, "run", begun)
 
 
 def open_run(config: Config, storage: Storage, fingerprint: str) -> None:
@@ -125,15 +127,6 @@ def begin_images(storage: Storage, rows: Rows) -> None:
         check_images(storage, rows)
     else:
         snapshot.write(storage, snapshot.FILE, rows)
-
-
-def empty(storage: Storage) -> None:
-    """Empty a run directory except for its lock; ``config.yaml`` goes last, so that
-    a rest is still a run.
-    """
-    for name in sorted(storage.list(), key=lambda name: name == CONFIG_FILE):
-        if not output.is_lock(name):
-            storage.delete(name)
 
 
 def require_run(storage: Storage) -> None:

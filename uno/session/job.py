@@ -6,6 +6,7 @@ elsewhere does the work.
 """
 
 import json
+import os
 import re
 import shlex
 import tempfile
@@ -21,7 +22,8 @@ from uno.config import Config, flatten, override
 from uno.data.check import CHECK_SECONDS, check, format_report
 from uno.data.decode import BAD_SAMPLES
 from uno.data.defaults import derives_batch
-from uno.data.files import Storage
+from uno.data.files import Storage, is_uri, normalize_path
+from uno.data.sources import locate_source
 from uno.data.splits import Task
 from uno.encoder import require_encoder
 from uno.errors import ConfigError, StorageError
@@ -50,7 +52,17 @@ from uno.results.infer import (
 from uno.results.predictions import read_columns
 from uno.results.show import counted
 from uno.results.trust import verdict
-from uno.runs import DISCOVER, ESTIMATE_FILE, RESULTS_FILE, directory, lock, run
+from uno.runs import (
+    DISCOVER,
+    ESTIMATE_FILE,
+    FORMER_FOLDER,
+    PHASES,
+    RESULTS_FILE,
+    directory,
+    former,
+    lock,
+    run,
+)
 from uno.runs import REPORT_FILE as REPORT
 from uno.runs.checkpoint import checkpoint_steps
 from uno.runs.hardware import local_device, num_threads
@@ -86,6 +98,8 @@ def discover(
         print_line(line)
     num_threads(config)  # before the data is read
     require_loggers(config)
+    if config.output is not None and not dry_run:
+        _settle_former_run(Storage(config.output))
     config, estimate, place = with_full_path(config), None, place_of(config, elsewhere)
     if config.compute.num_workers == 0:
         local_device(config)
@@ -114,6 +128,8 @@ def discover(
     evaluate, goes_on = last == DISCOVER, False
     if config.output is not None and not dry_run and not overwrite:
         goes_on = directory.is_run(Storage(config.output))
+    if overwrite and config.output is not None and not dry_run:
+        _require_inputs_outside(config, Storage(config.output))
     if goes_on:
         storage = Storage(str(config.output))
         directory.open_run(config, storage, task.rows.fingerprint)
@@ -132,9 +148,11 @@ def discover(
         return _dry_run(config, task, phases, own_weights, is_derived)
     assert config.output is not None
     storage = Storage(config.output)
-    with lock.lock_run(storage, on_wait=print_line) as claim:
+    with lock.lock_run(storage, on_wait=print_line) as claim, ExitStack() as begun:
+        started: Callable[[], None] | None = None
         if overwrite:
-            directory.empty(claim.storage)
+            former_run = former.kept_until_replaced(claim.storage, print_line)
+            started = begun.enter_context(former_run)
         directory.open_run(config, claim.storage, task.rows.fingerprint)
         directory.begin_images(claim.storage, task.rows)
         if own_weights is not None and not claim.storage.exists(PRETRAINED_FILE):
@@ -150,8 +168,15 @@ def discover(
                 Loggers(config, claim.storage) as loggers,
                 _watched(job, loggers) as show,
             ):
-                values, task = place.train(job, show, until)
+
+                def show_step(metrics: dict[str, Any]) -> None:
+                    if started is not None and metrics.get("phase") in PHASES:
+                        started()
+                    show(metrics)
+
+                values, task = place.train(job, show_step, until)
                 loggers.results(values)
+            begun.close()
             if not evaluate:
                 return print_line(f"finished: {storage.uri}")
             with interrupt_on_signal(
@@ -159,6 +184,41 @@ def discover(
             ):
                 _finish(config, claim.storage, task, values, report, elsewhere)
     _show(storage, values)
+
+
+def _settle_former_run(storage: Storage) -> None:
+    """Finish what a killed command with ``--overwrite`` left in a run directory."""
+    if storage.exists(FORMER_FOLDER):
+        with lock.lock_run(storage, on_wait=print_line) as claim:
+            former.settle(claim.storage)
+
+
+def _require_inputs_outside(config: Config, storage: Storage) -> None:
+    """Check that a run to be overwritten holds nothing that the new run reads.
+
+    Raises:
+        ConfigError: The data, the weights or the list of known classes is inside the
+            output directory.
+    """
+    data = config.data
+    if data.labeled is not None and data.unlabeled is not None:
+        inputs = [("--labeled", data.labeled), ("--unlabeled", data.unlabeled)]
+    else:
+        inputs = [("--data", locate_source(data)[1])]
+    inputs += [("--weights", config.model.weights or "")]
+    inputs += [("--known-classes", data.known_classes or "")]
+    output = os.path.realpath(storage.uri) if storage.is_local else storage.uri
+    for option, path in inputs:
+        if not path:
+            continue
+        path = normalize_path(path)
+        if not is_uri(path):
+            path = os.path.realpath(path)
+        if f"{path}/".startswith(f"{output}/"):
+            raise ConfigError(
+                f"{option} {path} is inside --output {output}, which --overwrite"
+                " empties; move it out of there, or choose another --output"
+            )
 
 
 def _num_novel_of_run(config: Config, given: Mapping[str, Any]) -> int | None:

@@ -21,7 +21,7 @@ import pytest
 from uno.config import DataConfig
 from uno.data import files as filesystem
 from uno.data import tables, text_tables
-from uno.data.decode import decode
+from uno.data.decode import check_bad, decode, decode_many
 from uno.data.images import Files
 from uno.data.inputs import open_inputs
 from uno.data.rows import Partition
@@ -832,3 +832,18 @@ def test_text_that_is_not_utf8_is_one_line(tmp_path, column):
     if column in ("id", "image"):  # what a prediction reads
         with pytest.raises(ConfigError, match=line):
             ParquetTable(str(tmp_path))
+
+
+def test_rows_without_an_image_say_why_and_what_to_do(tmp_path):
+    """Hugging Face's exports may keep paths of the computer that wrote them."""
+    images = [picture(0), picture(1), {"bytes": None, "path": "/far/two.png"}]
+    images += [{"bytes": None, "path": None}]
+    pq.write_table(hf_table(images, [0, 1, 0, 1], ["a", "b"]), tmp_path / "t.parquet")
+    rows = read_parquet(str(tmp_path))
+    reasons = decode_many(rows.images, 8)[1]
+    with pytest.raises(ConfigError) as refused:
+        check_bad(rows.ids, reasons, 0.0, None, rows.images)
+    for fact in ("t.parquet#2", "/far/two.png", "embed the bytes"):
+        assert fact in str(refused.value)
+    assert reasons[:2] == [None, None]
+    assert "neither bytes nor a path" in reasons[3] and "embed the bytes" in reasons[3]

@@ -174,12 +174,17 @@ def test_a_stopped_run_resumes_to_the_bit(tmp_path):
     assert {"extra/targets", "extra/probabilities"} <= set(tensors)
 
 
-def test_more_classes_than_features_is_one_line():
-    """Kills: a traceback of eigh or k-means."""
-    config, train = small_config(method="dtc"), replace(small_sets()[0], num_novel=17)
-    model = registry.build_network(config, 5, 17, 0)
+def test_more_classes_than_features_is_refused_when_the_network_is_built():
     with pytest.raises(
-        ConfigError,
-        match=r"method dtc needs as many rows and features as classes \(17\)",
+        ConfigError, match=r"as new classes .17., but .* only 16.*wider"
     ):
-        dtc.start(config, model, train)
+        registry.build_network(small_config(method="dtc"), 5, 17, 0)
+
+
+def test_more_classes_than_unlabeled_images_is_one_line():
+    """Kills: a traceback of k-means."""
+    config, train = small_config(method="dtc"), small_sets()[0]
+    few = replace(train, unlabeled_images=train.unlabeled_images[:2])
+    model = registry.build_network(config, 5, train.num_novel, 0)
+    with pytest.raises(ConfigError, match="got 2; add unlabeled images"):
+        dtc.start(config, model, few)

@@ -288,12 +288,16 @@ def test_formats():
         "12 min",
         "3 h 05 min",
     ]
-    # training time counts each step once
-    entries = [
-        {"step": step, "images_per_s": speed}
-        for step, speed in ((10, 100.0), (20, 50.0), (20, 1.0))
+
+
+def test_training_time_is_that_of_the_steps_whatever_the_batch_size():
+    """A derived batch size shrinks with unreadable images; no step counts twice."""
+    lines = [
+        {"phase": "discover", "step": 10, "step_ms": 1000.0, "images_per_s": 100.0},
+        {"phase": "discover", "step": 20, "step_ms": 2000.0, "images_per_s": 50.0},
+        {"phase": "discover", "step": 20, "step_ms": 9000.0, "images_per_s": 1.0},
     ]
-    assert facts.training_seconds(entries, 100) == pytest.approx(10 + 20)
+    assert facts.training_seconds(lines) == pytest.approx(10 + 20)
 
 
 def test_line_chart_places_points_and_skips_nan():

@@ -166,3 +166,70 @@ def test_too_few_classes_to_estimate_are_refused_before_work(tmp_path, monkeypat
     monkeypatch.setattr(features, "cached_features", lambda *_: pytest.fail("late"))
     with pytest.raises(ConfigError, match="known classes with images, found 2"):
         uno.discover(**settings, quiet=True)
+
+
+def files_of(folder):
+    """Return the content of all files below a folder by name."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize("kind", ["scratch", "heads", "clustering"])
+def test_a_refused_overwrite_keeps_the_former_run(tmp_path, kind):
+    """Too many unreadable images are known only after the new run has begun."""
+    settings = write_folders(tmp_path) | settings_of(kind, tmp_path)
+    output = tmp_path / "run"
+    settings |= {"output": str(output), "quiet": True}
+    first = uno.discover(**settings)
+    before = files_of(output)
+    for number in range(6):
+        damage(tmp_path / "new" / f"{number:02}.png")
+    with pytest.raises(ConfigError, match="unreadable") as refused:
+        uno.discover(**settings, overwrite=True)
+    listed = next(path for path in output.glob("*bad_samples.jsonl"))
+    assert str(listed) in str(refused.value)
+    assert len(listed.read_text().splitlines()) == 6
+    listed.unlink()
+    assert files_of(output) == before
+    assert uno.load(str(output)).model_hash == first.model_hash
+
+
+def test_an_overwrite_that_is_interrupted_before_training_keeps_the_former_run(
+    tmp_path, monkeypatch
+):
+    settings = write_folders(tmp_path) | settings_of("clustering", tmp_path)
+    output = tmp_path / "run"
+    settings |= {"output": str(output), "quiet": True}
+    uno.discover(**settings)
+    before = files_of(output)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "run_phase", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        uno.discover(**settings, seed=7, overwrite=True)
+    assert files_of(output) == before
+
+
+def test_overwrite_refuses_inputs_inside_the_former_run(tmp_path):
+    """Their files would be moved away before they are read."""
+    settings = write_folders(tmp_path) | settings_of("clustering", tmp_path)
+    output = tmp_path / "run"
+    settings |= {"output": str(output), "quiet": True}
+    uno.discover(**settings)
+    weights = output / "encoder.safetensors"
+    weights.write_bytes((tmp_path / "encoder.safetensors").read_bytes())
+    before = files_of(output)
+    with pytest.raises(ConfigError, match=r"--weights .* is inside --output .*move it"):
+        uno.discover(**settings | {"weights": str(weights)}, overwrite=True)
+    assert files_of(output) == before
+
+
+def test_dtc_refuses_narrow_features_before_it_computes_any(tmp_path):
+    """The toy encoder has 16 features."""
+    settings = write_folders(tmp_path, new=40) | settings_of("heads", tmp_path)
+    settings |= {"method": "dtc", "num_novel": 17, "output": str(tmp_path / "run")}
+    with pytest.raises(ConfigError, match=r"method dtc .*17.* only 16"):
+        uno.discover(**settings, quiet=True)
+    assert not (tmp_path / "cache").exists()

@@ -1,0 +1,123 @@
+"""A run that ``--overwrite`` replaces is lost only when the new run has begun."""
+
+from contextlib import suppress
+
+import pyarrow as pa
+import pytest
+
+from uno.data.files import Storage
+from uno.errors import StorageError
+from uno.runs import CONFIG_FILE, DISCOVER, former
+from uno.runs.checkpoint import file_name
+
+FORMER = {
+    CONFIG_FILE: b"former",
+    "metrics.json": b"former",
+    file_name(DISCOVER, 7): b"former",
+    "model/classes.json": b"former",
+}
+NEW = {CONFIG_FILE: b"new", "environment.json": b"new", "model/classes.json": b"new"}
+CHECKPOINT = {file_name(DISCOVER, 0): b"new"}
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+class MortalStorage(Storage):
+    """A directory whose writer is killed after a number of changes."""
+
+    changes_left = 10**6
+
+    def check(self):
+        """Count the changes, and be killed at the last one and ever after."""
+        self.changes_left -= 1
+        if self.changes_left < 0:
+            raise StorageError("the process is dead")
+
+
+@pytest.fixture(params=["local", "object store"])
+def new_storage(tmp_path, request):
+    """Make directories of a former run, on a file system with or without rename."""
+
+    def make(name="run"):
+        found = MortalStorage(str(tmp_path / name))
+        if request.param == "object store":
+            local = pa.fs.LocalFileSystem()
+            found._fs = pa.fs.SubTreeFileSystem(str(tmp_path), local)
+            found.root, found.is_local = name, False
+        write(found, FORMER)
+        return found
+
+    return make
+
+
+@pytest.fixture
+def storage(new_storage):
+    return new_storage()
+
+
+def write(storage, files):
+    for name, data in files.items():
+        storage.write(name, data)
+
+
+def content(folder):
+    """Return all files below a directory by name."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def overwrite(storage, files, error=None, begins=False):
+    """Write a new run over the former, which ends with an error if one is given."""
+    with former.kept_until_replaced(storage, announce=lambda line: None) as begun:
+        write(storage, files)
+        if begins:
+            begun()
+        if error is not None:
+            raise error
+
+
+def test_the_new_run_replaces_the_former_one(storage, tmp_path):
+    overwrite(storage, NEW | CHECKPOINT)
+    assert content(tmp_path / "run") == NEW | CHECKPOINT
+
+
+@pytest.mark.parametrize("error", [ValueError(), KeyboardInterrupt()])
+def test_a_new_run_that_fails_before_its_first_checkpoint_is_undone(
+    storage, tmp_path, error
+):
+    with pytest.raises(type(error)):
+        overwrite(storage, NEW, error)
+    assert content(tmp_path / "run") == FORMER
+
+
+def test_a_new_run_with_a_checkpoint_stays_when_it_fails(storage, tmp_path):
+    with pytest.raises(ValueError):
+        overwrite(storage, NEW | CHECKPOINT, ValueError())
+    assert content(tmp_path / "run") == NEW | CHECKPOINT
+
+
+def test_a_new_run_that_has_begun_to_train_stays_when_it_fails(storage, tmp_path):
+    with pytest.raises(ValueError):
+        overwrite(storage, NEW, ValueError(), begins=True)
+    assert content(tmp_path / "run") == NEW
+
+
+@pytest.mark.parametrize("files", [NEW, NEW | CHECKPOINT], ids=["data", "checkpoint"])
+@pytest.mark.parametrize("error", [None, ValueError()], ids=["replaced", "refused"])
+def test_after_a_kill_at_any_change_one_of_both_runs_is_whole(
+    new_storage, tmp_path, files, error
+):
+    outcomes = []
+    for changes in range(40):
+        storage = new_storage(f"killed-{changes}")
+        storage.changes_left = changes
+        with suppress(StorageError, ValueError):
+            overwrite(storage, files, error)
+        storage.changes_left = 10**6
+        former.settle(storage)
+        outcomes.append(content(tmp_path / f"killed-{changes}"))
+    assert outcomes[0] == FORMER
+    assert outcomes[-1] == (FORMER if error and files == NEW else files)
+    assert all(outcome in (FORMER, files) for outcome in outcomes)
