@@ -49,6 +49,7 @@ TRANSIENT = re.compile(
 )
 """Of S3, Google's and Azure's stores as pyarrow words it, and of network disks."""
 REMOTE_PIECE_BYTES = 8 * 2**20  # of a remote file that is read like a local one
+UPLOAD_BYTES_PER_S = 256 * 2**10  # most of a file that is uploaded as it grows
 PAUSES_S = (1, 2, 4, 8, 16)  # pyarrow itself tries for 6 s each time
 
 P = ParamSpec("P")
@@ -506,6 +507,20 @@ def _connect(host: str, options: str) -> tuple[Any, str]:
     return files, root
 
 
+def upload_pause_s(num_bytes: int, least_s: float) -> float:
+    """Return the pause between two uploads of a file that grows, in seconds.
+
+    An object store cannot append: each upload has the whole file. With a pause that
+    grows with the file, the uploaded bytes grow with the time, and not with the square
+    of the number of lines.
+
+    Args:
+        num_bytes: Bytes of the last upload.
+        least_s: Pause after a small upload, in seconds.
+    """
+    return max(least_s, num_bytes / UPLOAD_BYTES_PER_S)
+
+
 class RetryingFile(io.RawIOBase):
     """A remote file that is open for random reads. A failed read is retried."""
 
@@ -762,7 +777,12 @@ class Storage:
                 stream.write(data)
 
     def append(self, name: str, data: bytes) -> None:
-        """Add to the end of a file; object stores rewrite it."""
+        """Add ``data`` to the end of a file.
+
+        An object store cannot append: the whole file is read and written again. Use it
+        there for files of few lines. Files that grow during training are uploaded with
+        pauses of :func:`upload_pause_s`.
+        """
         if not self.is_local:
             return self.write(name, (self.find(name) or b"") + data)
         self.check()

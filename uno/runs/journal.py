@@ -9,13 +9,12 @@ from contextlib import nullcontext, suppress
 from types import TracebackType
 from typing import Any
 
-from uno.data.files import Storage, parse_json
+from uno.data.files import Storage, parse_json, upload_pause_s
 from uno.errors import StorageError
 from uno.runs import METRICS_FILE
 
-MAX_LINES = 1000  # that wait for a storage which is slower than training
-# between two uploads of the journal to an object store, which takes it whole
-PAUSE_S = 2.0
+MAX_LINES = 10_000  # that wait for a storage which is slower than training
+PAUSE_S = 2.0  # at least, between two uploads of the journal to an object store
 
 
 class Journal:
@@ -126,7 +125,7 @@ class Journal:
         else:
             self._text += new
             self._storage.write(METRICS_FILE, self._text)
-            self._flush_requested.wait(PAUSE_S)
+            self._flush_requested.wait(upload_pause_s(len(self._text), PAUSE_S))
 
 
 class JournalTail:

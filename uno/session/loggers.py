@@ -17,14 +17,13 @@ from contextvars import copy_context
 from typing import Any, NamedTuple, Protocol
 
 from uno.config import Config, flatten, to_dict
-from uno.data.files import Storage, split
+from uno.data.files import Storage, split, upload_pause_s
 from uno.errors import ConfigError, one_line
 from uno.runs import LOGGERS_FOLDER
 from uno.session.console import print_line
 
 POSITION = ("step", "total_steps", "epoch", "epochs", "every_s", "rank_ms")
-# between two uploads of events to an object store, which takes them whole
-UPLOAD_S = 30.0
+UPLOAD_S = 30.0  # at least, between two uploads of events to an object store
 REQUEST_S = 1.0  # between two requests to MLflow
 CLOSE_S = 60.0  # for what a logger still has to do when the run is over
 
@@ -70,7 +69,7 @@ class TensorBoard:
         from tensorboardX.proto.summary_pb2 import Summary
 
         self._storage, self._new, self._summary = record.storage, SummaryWriter, Summary
-        self._uploaded = -math.inf
+        self._next_upload = -math.inf  # time.monotonic()
         self._folder = (
             record.storage.path("")
             if record.storage.is_local
@@ -100,7 +99,7 @@ class TensorBoard:
         # as one event
         self._writers[phase].file_writer.add_summary(self._summary(value=found), step)
         self._writers[phase].flush()
-        if not self._storage.is_local and time.monotonic() > self._uploaded + UPLOAD_S:
+        if not self._storage.is_local and time.monotonic() > self._next_upload:
             self._upload()
 
     def results(self, values: Mapping[str, float]) -> None:
@@ -116,14 +115,15 @@ class TensorBoard:
             shutil.rmtree(self._folder)
 
     def _upload(self) -> None:
-        self._uploaded = time.monotonic()
+        start, num_bytes = time.monotonic(), 0
         for folder, _, names in os.walk(self._folder):
             for name in names:
                 path = os.path.join(folder, name)
                 with open(path, "rb") as file:
-                    self._storage.write(
-                        os.path.relpath(path, self._folder), file.read()
-                    )
+                    data = file.read()
+                self._storage.write(os.path.relpath(path, self._folder), data)
+                num_bytes += len(data)
+        self._next_upload = start + upload_pause_s(num_bytes, UPLOAD_S)
 
 
 class WandB:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
-from uno.data.files import Storage, refusing
+from uno.data.files import Storage, refusing, upload_pause_s
 from uno.errors import StorageError, UnoError
 from uno.session.console import described, print_line
 
@@ -127,7 +127,7 @@ class RankLog(AbstractContextManager["RankLog"]):
     def _follow(self) -> None:
         last = False
         while not last:
-            last = self._over.wait(UPLOAD_S)
+            last = self._over.wait(upload_pause_s(self._uploaded, UPLOAD_S))
             with suppress(OSError, UnoError):  # whoever writes checkpoints says it
                 if os.path.getsize(self._path) > self._uploaded:
                     with open(self._path, "rb") as file:

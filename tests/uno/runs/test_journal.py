@@ -8,6 +8,7 @@ from contextlib import closing, nullcontext
 import pytest
 
 from tests.uno.small_run import HERE, small_config, small_sets
+from uno.data import files
 from uno.data.files import Storage
 from uno.errors import StorageError
 from uno.runs import METRICS_FILE
@@ -170,6 +171,25 @@ def test_nobody_waits_for_the_storage_of_a_line(storage, monkeypatch):
         journal.write(line(step))
     assert may_write.is_set()
     journal.close()
+
+
+def test_uploads_of_a_long_journal_are_rare(remote, monkeypatch):
+    """A small upload rate stands for a large journal. Kills: an upload of the whole
+    journal every two seconds, however long it is; a flush that waits for the pause.
+    """
+    monkeypatch.setattr("uno.runs.journal.PAUSE_S", 0.0)
+    monkeypatch.setattr(files, "UPLOAD_BYTES_PER_S", 1e-3, raising=False)
+    with Journal(remote, "discover", 0) as journal:
+        journal.write(line(1))
+        while not steps(remote):
+            time.sleep(0.001)
+        for step in range(2, 100):
+            journal.write(line(step))
+            time.sleep(0.001)
+        assert remote._fs.of("open_output_stream", main=False) == 1
+        journal.flush()
+        assert steps(remote) == [*range(1, 100)]
+    assert remote._fs.of("open_output_stream", main=False) == 2
 
 
 def test_what_the_writing_thread_meets_ends_training(storage, monkeypatch):
