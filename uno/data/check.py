@@ -611,8 +611,10 @@ def _digest(image: Image) -> bytes:
         BadImage: The image cannot be read or is empty; decoding reports it.
     """
     try:
-        is_file = isinstance(image, str)
-        content = read_bytes(image, MAX_IMAGE_BYTES) if is_file else content_of(image)
+        if isinstance(image, str):
+            content = read_bytes(image, MAX_IMAGE_BYTES)
+        else:
+            content = content_of(image)
     except (OSError, ValueError) as error:
         raise BadImage(str(error)) from None
     if not content:

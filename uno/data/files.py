@@ -11,7 +11,7 @@ import stat
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache, wraps
@@ -339,6 +339,33 @@ def stat_of(path: str) -> tuple[int, int]:
     except OSError:
         return -1, 0
     return (-1, -1) if found is None else (found.st_size, _changed(found))
+
+
+def with_remote_facts(files: Sequence[FileEntry]) -> list[FileEntry]:
+    """Look up the size and the time of the last change of remote files without them.
+
+    A listing gives both. Files that are named one by one are looked up here, with one
+    request each, many at the same time. A file that is missing stays as it is.
+
+    Args:
+        files: Files of one storage, or local ones.
+
+    Raises:
+        ConfigError: The storage refuses a request.
+    """
+    wanted = [file for file in files if is_uri(file.path) and file.time < 0]
+    if not wanted:
+        return list(files)
+    with reading(wanted[0].path):
+        storage = locate(wanted[0].path)[0]
+        paths = [locate(file.path)[1] for file in wanted]
+        infos = retry_transient(storage.get_file_info)(paths)
+    known = {
+        file: file._replace(size=info.size, time=info.mtime_ns)
+        for file, info in zip(wanted, infos, strict=True)
+        if info.is_file and info.mtime_ns is not None
+    }
+    return [known.get(file, file) for file in files]
 
 
 def _changed(found: os.stat_result) -> int:

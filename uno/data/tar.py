@@ -2,7 +2,7 @@
 
 The members KEY.jpg (or another image) and KEY.cls or KEY.json of one shard are one row,
 in whatever order they are. A shard is scanned once for where its images lie; nothing is
-unpacked.
+unpacked. What is found in remote shards is kept (:mod:`uno.data.tar_index`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import sys
 import tarfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice
@@ -28,6 +27,7 @@ from uno.data.files import FileEntry, is_uri, valid_text
 from uno.data.images import Image, Images, is_image
 from uno.data.labels import encode_labels, is_missing
 from uno.data.rows import SPLITS, Rows
+from uno.data.tar_index import ShardScan, scan_shards
 from uno.errors import ConfigError, one_line
 from uno.limits import MAX_IMAGE_BYTES, MAX_MEMBER_BYTES, MAX_ROWS
 from uno.text import plural
@@ -156,8 +156,13 @@ def read_tar(path: str, images_only: bool = False, follow_links: bool = False) -
             none, or it cannot be told which image it belongs to.
     """
     source, shards = f"tar:{path}", _shards(path, follow_links)
-    with ThreadPoolExecutor(SCANNED) as pool:
-        scans = list(pool.map(lambda shard: _scan(shard, images_only), shards))
+    scans = scan_shards(
+        filesystem.full_path(path),
+        shards,
+        lambda shard: _scan(shard, images_only),
+        settings="images" if images_only else "images and labels",
+        threads=SCANNED,
+    )
     warnings, notes = _warnings(scans), _notes(scans)
     counts = [len(scan.keys) for scan in scans]
     if not sum(counts):
@@ -367,24 +372,7 @@ not.
 """
 
 
-class _Scan(NamedTuple):
-    """What a shard holds: key, place and label of its N images, and what is left
-    out.
-    """
-
-    name: str
-    keys: Text
-    offsets: np.ndarray
-    sizes: np.ndarray
-    labels: list[Any]  # as they are in the shard, None for none
-    lost_labels: dict[str, str]  # key -> member, of labels whose key has no image
-    # key -> image that is a field, image of its row
-    left_out: dict[str, tuple[str, str]]
-    others: Counter[str]  # suffixes of members that are neither image nor label
-    is_cut: bool
-
-
-def _scan(found: FileEntry, images_only: bool) -> _Scan:
+def _scan(found: FileEntry, images_only: bool) -> ShardScan:
     """Read the headers and labels of a shard, and join images and labels by key."""
     shard, others = Shard(found), Counter[str]()
     images: dict[str, Member] = {}
@@ -429,7 +417,7 @@ def _scan(found: FileEntry, images_only: bool) -> _Scan:
     )
     offsets = (image.offset * image.is_plain for image in images.values())
     sizes = (image.size * image.is_plain for image in images.values())
-    return _Scan(
+    return ShardScan(
         name=shard.name,
         keys=Text.of(map(valid_text, images)),
         offsets=np.fromiter(offsets, np.int64),
@@ -501,7 +489,7 @@ def _fields_of_others(
     return fields
 
 
-def _warnings(scans: Sequence[_Scan]) -> list[str]:
+def _warnings(scans: Sequence[ShardScan]) -> list[str]:
     """Return a line about labels without an image and one about images that are
     fields.
     """
@@ -526,7 +514,7 @@ def _warnings(scans: Sequence[_Scan]) -> list[str]:
     return lines
 
 
-def _notes(scans: Sequence[_Scan]) -> list[str]:
+def _notes(scans: Sequence[ShardScan]) -> list[str]:
     """Return a line for each shard that is cut off, and one about members not read."""
     lines = [
         f"{scan.name} is truncated: it ends inside a member"
@@ -543,7 +531,7 @@ def _notes(scans: Sequence[_Scan]) -> list[str]:
 
 
 def _refuse_labels_in_other_shards(
-    source: str, scans: Sequence[_Scan], ids: Text, labels: Labels
+    source: str, scans: Sequence[ShardScan], ids: Text, labels: Labels
 ) -> None:
     """Refuse labels whose image is in another shard and would count as unlabeled.
 
@@ -626,7 +614,11 @@ def _split(name: str) -> str:
 
 
 def _shards(path: str, follow_links: bool) -> list[FileEntry]:
-    """The tar files that a path or pattern names, in order."""
+    """Return the tar files that a path or pattern names, in order."""
+    return filesystem.with_remote_facts(_named_shards(path, follow_links))
+
+
+def _named_shards(path: str, follow_links: bool) -> list[FileEntry]:
     kind = filesystem.kind(path)
     if kind == "file":
         return [FileEntry(filesystem.split(path)[1], path, *filesystem.stat_of(path))]

@@ -3,12 +3,14 @@
 import gzip
 import io
 import json
+import os
 import pickle
 import tarfile
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.fs
+import pyarrow.parquet as pq
 import pytest
 
 from benchmarks.storage import BUCKET, make_bucket, requests_of, store
@@ -25,6 +27,7 @@ from uno.data.resident import keep_pixels
 from uno.data.sources import read_rows, recognize
 from uno.data.splits import labeled_rows, make_task
 from uno.data.stream import CropJob, crop_local, streaming_set
+from uno.data.tar import read_tar
 from uno.report.contents import write_report
 from uno.results.predictions import PredictionWriter, predict_rows, read_columns
 from uno.runs import run
@@ -471,6 +474,168 @@ def test_objects_are_read_in_pieces(both, tmp_path, monkeypatch):
         "train-004.tar#emu/08",
         "train-004.tar#emu/09",
     ]
+
+
+class CountingHandler(pa.fs.FileSystemHandler):
+    """A remote store, served from a folder, that counts the bytes that are read."""
+
+    def __init__(self, root):
+        self.files = pa.fs.SubTreeFileSystem(str(root), pa.fs.LocalFileSystem())
+        self.num_bytes = 0
+
+    def open_input_file(self, path):
+        handler, file = self, self.files.open_input_file(path)
+
+        class Counted(io.RawIOBase):
+            def readable(self):
+                return True
+
+            def seekable(self):
+                return True
+
+            def seek(self, *place):
+                return file.seek(*place)
+
+            def tell(self):
+                return file.tell()
+
+            def read(self, num=-1):
+                data = file.read(None if num < 0 else num)
+                handler.num_bytes += len(data)
+                return data
+
+        return pa.PythonFile(Counted(), mode="r")
+
+    open_input_stream = open_input_file
+
+    def get_type_name(self):
+        return "counting"
+
+    def normalize_path(self, path):
+        return path
+
+    def get_file_info(self, paths):
+        return self.files.get_file_info(paths)
+
+    def get_file_info_selector(self, selector):
+        return self.files.get_file_info(selector)
+
+    def refuse(self, *args, **kwargs):
+        raise NotImplementedError
+
+    copy_file = create_dir = delete_dir = delete_dir_contents = refuse
+    delete_file = delete_root_dir_contents = move = open_append_stream = refuse
+    open_output_stream = refuse
+
+
+@pytest.fixture
+def remote(tmp_path, monkeypatch):
+    """Three shards in a store that counts, written long ago, and an empty cache."""
+    monkeypatch.setenv("UNO_CACHE", str(tmp_path / "cache"))
+    for number in range(3):
+        members = [("notes.txt", b"?"), ("lost.cls", b"fox")]
+        for i in range(20):
+            members.append((f"{i}.png", encoded(pixels(20 * number + i, 40, 40))))
+            label = "fox" if i % 2 else {"label": 7.0}
+            data = label.encode() if i % 2 else json.dumps(label).encode()
+            members.append((f"{i}.{'cls' if i % 2 else 'json'}", data))
+        shard = tmp_path / "shards" / f"train-{number}.tar"
+        shard.parent.mkdir(parents=True, exist_ok=True)
+        with tarfile.open(shard, "w") as tar:
+            for name, data in members:
+                info = tarfile.TarInfo(name)
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+        os.utime(shard, (1e9 + number, 1e9 + number))
+    handler = CountingHandler(tmp_path)
+    files = pa.fs.PyFileSystem(handler)
+    monkeypatch.setattr(filesystem, "_connect", lambda host, options: (files, ""))
+    handler.shards = sorted((tmp_path / "shards").iterdir())
+    handler.total = sum(shard.stat().st_size for shard in handler.shards)
+    return handler
+
+
+SOURCES = ("tar:s3://bucket/shards", "tar:s3://bucket/shards/train-{0..2}.tar")
+
+
+def facts_of(rows):
+    everything = np.arange(len(rows))
+    return (
+        rows.ids.take(everything),
+        rows.labels.take(everything),
+        rows.fingerprint,
+        rows.notes,
+        rows.warnings,
+        rows.images.read_images(everything),
+    )
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_second_start_reads_no_remote_shard(remote, source):
+    """The index has what the scan found: keys, places, labels, notes."""
+    first = read(source)
+    assert remote.num_bytes > 0
+    remote.num_bytes = 0
+    again = read(source)
+    assert remote.num_bytes <= remote.total / 100
+    assert len(again) == 60 and facts_of(again) == facts_of(first)
+    assert ".txt" in str(again.notes) and "lost.cls" in str(again.warnings)
+
+
+def test_only_a_remote_shard_that_has_changed_is_scanned_again(remote):
+    first = read(SOURCES[0])
+    changed = remote.shards[1]
+    with tarfile.open(changed, "a") as tar:
+        info = tarfile.TarInfo("new.png")
+        info.size = len(encoded(pixels(99)))
+        tar.addfile(info, io.BytesIO(encoded(pixels(99))))
+    os.utime(changed, (2e9 / 2 + 50, 2e9 / 2 + 50))
+    remote.num_bytes = 0
+    again = read(SOURCES[0])
+    assert len(again) == len(first) + 1 and "train-1.tar#new" in [*again.ids]
+    assert remote.num_bytes < 1.2 * changed.stat().st_size
+    remote.shards[0].unlink()
+    remote.num_bytes = 0
+    assert len(read(SOURCES[0])) == len(again) - 20 and remote.num_bytes == 0
+
+
+def test_a_remote_shard_that_was_just_written_is_not_trusted(remote):
+    """It may be written again with the same size in the same tick of the clock."""
+    os.utime(remote.shards[2])
+    read(SOURCES[0])
+    remote.num_bytes = 0
+    read(SOURCES[0])
+    assert 0 < remote.num_bytes < 1.2 * remote.shards[2].stat().st_size
+
+
+def test_labels_and_no_labels_have_their_own_index(remote):
+    with_labels = read(SOURCES[0])
+    without = read_tar("s3://bucket/shards", images_only=True)
+    assert with_labels.labels.given.all() and not without.labels.given.any()
+    assert facts_of(read(SOURCES[0])) == facts_of(with_labels)
+
+
+def test_a_damaged_index_is_made_again(remote, tmp_path, caplog):
+    first = read(SOURCES[0])
+    (index,) = [p for p in (tmp_path / "cache").rglob("*") if p.is_file()]
+    data = index.read_bytes()
+    other = io.BytesIO()
+    pq.write_table(pa.table({"shard": [0]}), other)
+    holes = data[:200] + bytes(100) + data[300:]
+    for damaged in (b"", data[:-100], holes, other.getvalue()):
+        index.write_bytes(damaged)
+        assert facts_of(read(SOURCES[0])) == facts_of(first)
+        assert index.read_bytes() != damaged
+    assert "index" in caplog.text
+
+
+def test_a_cache_that_takes_no_file_is_named_and_the_shards_are_read(
+    remote, tmp_path, monkeypatch, caplog
+):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("UNO_CACHE", str(tmp_path / "file" / "cache"))
+    assert len(read(SOURCES[0])) == 60
+    assert "index" in caplog.text and "file" in caplog.text
 
 
 def test_members_that_are_no_files_are_bad_rows(tmp_path):
