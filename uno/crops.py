@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from uno.data.decode import (
     Interpolation,
     decode,
     decode_rgb,
+    decode_square_and_rgb,
 )
 from uno.data.images import Image
 from uno.data.plan import augment_generator
@@ -67,12 +69,25 @@ class Cropper:
         ]
 
     def crop(
-        self, steps: np.ndarray, positions: np.ndarray, images: Sequence[Image]
+        self,
+        steps: np.ndarray,
+        positions: np.ndarray,
+        images: Sequence[Image],
+        squares: np.ndarray | None = None,
     ) -> tuple[np.ndarray, list[str | None]]:
-        """The views of n rows, of steps (n,) and places in the global batch (n,): uint8
-        (n, row_bytes).
+        """Cut the views of n images, each of which is read once.
 
-        And for each the reason why it has none, or None.
+        Args:
+            steps: int64 (n,), the training step of each image.
+            positions: int64 (n,), the place of each image in the global batch.
+            images: The n images.
+            squares: uint8 (n, 3, side, side), which takes the centered square of each
+                image, resized as :func:`uno.data.decode.decode` does; black for an
+                image that cannot be decoded. None if no square is wanted.
+
+        Returns:
+            The views, uint8 (n, row_bytes), and for each image the reason why it has
+            none, or None.
         """
         pixels = torch.zeros(len(images), self.row_bytes, dtype=torch.uint8)
         views = [
@@ -88,10 +103,13 @@ class Cropper:
                         images[row],
                         [plan[i] for plan in planned],
                         [view[row] for view in views],
+                        None if squares is None else squares[row],
                     )
                 except BadImage as error:
                     reasons[row] = str(error)
                     pixels[row] = 0
+                    if squares is not None:
+                        squares[row] = 0
         return pixels.numpy(), reasons
 
     def _planned(self, step: int, positions: np.ndarray) -> list[np.ndarray]:
@@ -115,28 +133,41 @@ class Cropper:
         return planned
 
     def _crop(
-        self, image: Image, planned: list[np.ndarray], out: list[tuple[Tensor, ...]]
+        self,
+        image: Image,
+        planned: list[np.ndarray],
+        out: list[tuple[Tensor, ...]],
+        square_out: np.ndarray | None,
     ) -> None:
-        whole = square = None
+        square, whole = self._decode(image, square_out is not None)
+        if square_out is not None:
+            square_out[:] = square
         for kind, plan, views in zip(self.kinds, planned, out, strict=True):
             if kind.crop == "resized":
-                whole = (
-                    torch.from_numpy(decode_rgb(image, self._draft_side))
-                    if whole is None
-                    else whole
-                )
-                source, boxes = (
-                    whole,
-                    resized_boxes(kind.crop_scale, plan, *whole.shape[:2]),
-                )
+                source = torch.from_numpy(whole)
+                boxes = resized_boxes(kind.crop_scale, plan, *whole.shape[:2])
             else:
-                if square is None:
-                    square = torch.from_numpy(
-                        decode(image, self.side, self.interpolation).copy()
-                    ).permute(1, 2, 0)
-                source, boxes = square, plan
+                source = torch.from_numpy(square.copy()).permute(1, 2, 0)
+                boxes = plan
             for view, box in zip(views, boxes.astype(int).tolist(), strict=True):
                 crop_(view, source, box, self.interpolation)
+
+    def _decode(self, image: Image, with_square: bool) -> tuple[Any, Any]:
+        """Return the pixels that views are cut from, None for what no view needs.
+
+        Returns:
+            The stored square uint8 (3, side, side), and the whole image uint8
+            (H, W, 3 or 4).
+        """
+        crops = {kind.crop for kind in self.kinds}
+        needs_square = with_square or crops != {"resized"}
+        if "resized" not in crops:
+            return decode(image, self.side, self.interpolation), None
+        if not needs_square:
+            return None, decode_rgb(image, self._draft_side)
+        return decode_square_and_rgb(
+            image, self.side, self._draft_side, self.interpolation
+        )
 
     @cached_property
     def _draft_side(self) -> int:

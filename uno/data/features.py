@@ -237,30 +237,41 @@ def not_finite(config: Config) -> ConfigError:
 def decode_rows(
     config: Config, first: int, images: Sequence[Image], in_training: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, list[str | None]]:
-    """What the encoder sees of rows from ``first`` on, all of one shard, n <=
-    ROWS_AT_ONCE: uint8 (n,
-    :func:`row_bytes`), the square and the crops of random views; which rows have these,
-    bool (n,); and why a row has no features.
+    """Decode what the encoder sees of some rows. Every image is read once.
+
+    Args:
+        config: The configuration of the run.
+        first: The number of the first row. All rows are of one shard.
+        images: The images of the n rows, at most ROWS_AT_ONCE.
+        in_training: bool (n,), the rows that have random views.
+
+    Returns:
+        The pixels uint8 (n, :func:`row_bytes`): the square, then the crops of the
+        random views; bool (n,), the rows that have crops; and for each row the reason
+        why it has no features, or None.
     """
-    data, cropper, (number, start) = (
-        config.data,
-        _cropper(config),
-        divmod(first, SHARD_ROWS),
-    )
-    squares, why = decode_many(images, data.stored_size, 1, data.interpolation)
-    pixels = np.zeros((len(images), row_bytes(config)), np.uint8)
-    viewed = in_training & ok_mask(why) & (config.augment.num_cached_views > 0)
-    pixels[:, : _square_bytes(config)] = squares.flatten(1)
-    if viewed.any():
-        chosen = np.flatnonzero(viewed)
-        some, steps = [images[i] for i in chosen.tolist()], np.full(len(chosen), number)
-        pixels[chosen, _square_bytes(config) :], failed = cropper.crop(
-            steps, start + chosen, some
-        )
-        # read a second time
-        for i, reason in zip(chosen.tolist(), failed, strict=True):
-            why[i] = reason
-    return pixels, viewed, why
+    data, cropper = config.data, _cropper(config)
+    number, start = divmod(first, SHARD_ROWS)
+    squares = np.zeros((len(images), 3, data.stored_size, data.stored_size), np.uint8)
+    crops = np.zeros((len(images), cropper.row_bytes), np.uint8)
+    why: list[str | None] = [None] * len(images)
+    with_views = in_training & (config.augment.num_cached_views > 0)
+    for rows in (np.flatnonzero(with_views), np.flatnonzero(~with_views)):
+        if not len(rows):
+            continue
+        some = [images[row] for row in rows.tolist()]
+        if with_views[rows[0]]:
+            own, steps = squares[rows], np.full(len(rows), number)
+            crops[rows], reasons = cropper.crop(steps, start + rows, some, own)
+        else:
+            how = data.stored_size, 1, data.interpolation
+            decoded, reasons = decode_many(some, *how)
+            own = decoded.numpy()
+        squares[rows] = own
+        for row, reason in zip(rows.tolist(), reasons, strict=True):
+            why[row] = reason
+    pixels = np.concatenate([squares.reshape(len(images), -1), crops], axis=1)
+    return pixels, with_views & ok_mask(why), why
 
 
 @torch.inference_mode()

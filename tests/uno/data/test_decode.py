@@ -23,6 +23,8 @@ from uno.data.decode import (
     check_bad,
     decode,
     decode_many,
+    decode_rgb,
+    decode_square_and_rgb,
     decoded,
     ok_mask,
     read_header,
@@ -319,6 +321,24 @@ def test_pillow_does_not_warn_of_images_that_are_checked_here(monkeypatch):
     for _ in range(2):
         assert decode(encoded(pixels(0, 8, 8)), 8).shape == (3, 8, 8)
         warnings.simplefilter("error")
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize(("size", "side"), [(16, 16), (16, 400), (400, 16), (90, 30)])
+def test_one_read_gives_the_square_and_the_whole_image(format, size, side):
+    """To the bit, also where a JPEG is taken at two scales, and turned upright."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    large = Image.fromarray(pixels(1, 30, 40)).resize((1200, 900))
+    data = encoded(large, format, exif=exif)
+    square, whole = decode_square_and_rgb(data, size, side, "bicubic")
+    np.testing.assert_array_equal(square, decode(data, size, "bicubic"))
+    expected = decode_rgb(data, side)
+    assert whole.shape[:2] == expected.shape[:2]
+    np.testing.assert_array_equal(whole[..., :3], expected[..., :3])
+    array = pixels(2, 20, 30)
+    square, whole = decode_square_and_rgb(array, 8, 8)
+    assert np.array_equal(square, decode(array, 8)) and np.array_equal(whole, array)
 
 
 def test_decode_many_counts_every_row():

@@ -17,12 +17,14 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from PIL import ImageFile
 from torch import nn
 
 from tests.uno.small_run import small_config
 from uno.augment import augment, augment_crops, eval_view
 from uno.config import override
 from uno.crops import Cropper
+from uno.data import decode as decode_module
 from uno.data import features, mapped
 from uno.data.columns import Labels
 from uno.data.decode import decode
@@ -168,6 +170,48 @@ def test_features_equal_a_loop_over_rows_and_views(tmp_path, crop, side):
                 found[row, 1 + v : 2 + v], encoder(view), rtol=1e-4, atol=1e-5
             )
         assert len(torch.unique(found[row], dim=0)) == 4
+
+
+@pytest.mark.parametrize("crop", ["pad", "resized"])
+def test_a_training_image_is_read_and_decoded_once(tmp_path, monkeypatch, crop):
+    """The square and the crops of the random views are cut from the same pixels."""
+    files = []
+    for number in range(40):
+        path = tmp_path / f"{number}.png"
+        path.write_bytes(encoded(pixels(number, 12, 11)))
+        files.append(str(path))
+    read, opened, loaded = decode_module.read_bytes, [], []
+    load = ImageFile.ImageFile.load
+
+    def counted_read(path, max_bytes):
+        opened.append(path)
+        return read(path, max_bytes)
+
+    def counted_load(self):
+        if self.tile:  # pixels that are not decoded yet
+            loaded.append(self)
+        return load(self)
+
+    monkeypatch.setattr(decode_module, "read_bytes", counted_read)
+    monkeypatch.setattr(ImageFile.ImageFile, "load", counted_load)
+    job = job_of(config_of(augment__large__crop=crop), files)
+    assert 0 < job.task.is_train.sum() < 40
+    _, reasons = kept(tmp_path / "cache", job)
+    assert not any(reasons)
+    assert sorted(opened) == sorted(files) and len(loaded) == 40
+
+
+def test_an_unreadable_training_image_has_a_reason_and_no_features(tmp_path):
+    """Its neighbors in the batch keep theirs."""
+    good = [encoded(pixels(number, 12, 11)) for number in range(40)]
+    job = job_of(images=good)
+    row = int(np.flatnonzero(job.task.is_train)[1])
+    bad = job_of(images=[b"" if i == row else image for i, image in enumerate(good)])
+    found, reasons = kept(tmp_path / "bad", bad)
+    whole, _ = kept(tmp_path / "good", job)
+    assert [i for i, reason in enumerate(reasons) if reason] == [row]
+    others = torch.arange(40) != row
+    assert not found[row].any() and found[others].equal(whole[others])
 
 
 def test_without_random_views_it_is_the_evaluation_view_alone(tmp_path, monkeypatch):
@@ -618,27 +662,6 @@ def test_images_that_cannot_be_read_keep_their_reason_until_they_can(tmp_path):
     assert (
         torch.equal(kept(tmp_path, job._replace(task=task), seen)[0], again)
         and len(seen) == 2
-    )
-
-
-def test_an_image_that_goes_away_between_two_reads_is_unreadable(tmp_path, monkeypatch):
-    """It is read for the evaluation view, and again for the random ones. Kills:
-    views of black squares.
-    """
-    crop = Cropper.crop
-
-    def lose(self, steps, positions, images):
-        pixels, _ = crop(self, steps, positions, images)
-        return pixels, ["gone" if position == 5 else None for position in positions]
-
-    monkeypatch.setattr(Cropper, "crop", lose)
-    job = job_of()
-    found, reasons = computed_all(job)
-    lost = [row for row in (5, 21, 37) if job.task.is_train[row]]
-    assert (
-        lost
-        and [i for i, reason in enumerate(reasons) if reason] == lost
-        and not found[lost].any()
     )
 
 
