@@ -99,14 +99,14 @@ def discover(
                 " estimates one"
             )
         num_novel = None if overwrite else _num_novel_of_run(config, given)
+        folder = f"{config.output}-estimate"
         if num_novel is None:
-            folder = f"{config.output}-estimate"
             found = estimate_classes(
                 override(config, {"output": folder}), given, elsewhere=elsewhere
             )
             assert found is not None
             num_novel = found.suggested
-            estimate = Storage(folder).read(ESTIMATE_FILE)
+        estimate = Storage(folder).find(ESTIMATE_FILE)
         config = override(config, {"data.num_novel": num_novel})
     config, lines, read = resolve(config, given, overwrite, place.free_memory)
     for line in lines:
@@ -142,7 +142,7 @@ def discover(
         if own_weights is not None and not claim.storage.exists(PRETRAINED_FILE):
             # workers and a resumed run fetch nothing
             claim.storage.write(PRETRAINED_FILE, own_weights)
-        if estimate is not None:
+        if estimate is not None and not claim.storage.exists(ESTIMATE_FILE):
             claim.storage.write(ESTIMATE_FILE, estimate)
         for line in forecast(config, task, claim.storage, phases):
             print_line(line)

@@ -1,9 +1,12 @@
 """A run that is finished or resumes on unchanged data reads no image before."""
 
+from types import SimpleNamespace
+
 import pytest
 
 import uno
 from tests.uno.data.builders import write_images
+from uno.data.files import Storage
 from uno.data.images import Files
 from uno.errors import ConfigError
 from uno.session.place import Place
@@ -83,3 +86,30 @@ def test_a_run_with_changed_images_is_refused_before_they_are_checked(
     (tmp_path / "new" / "03.png").write_bytes(b"broken")
     with pytest.raises(ConfigError, match="other data"):
         uno.discover(**settings, quiet=True)
+
+
+def test_a_run_keeps_its_estimated_number_of_classes(
+    settings, num_read, tmp_path, monkeypatch, capsys
+):
+    """The number is not estimated again, and the estimate is not lost."""
+    calls = []
+
+    def estimate(config, *args, **kwargs):
+        calls.append(config.output)
+        Storage(config.output).write("estimate.json", b"{}")
+        return SimpleNamespace(suggested=2)
+
+    monkeypatch.setattr("uno.session.job.estimate_classes", estimate)
+    settings |= {"num_novel": "auto"}
+    uno.discover(**settings, quiet=True)
+    stored = tmp_path / "run" / "estimate.json"
+    assert len(calls) == 1 and stored.exists()
+    num_read.clear()
+    stored.unlink()  # as if the run had been killed before
+    (tmp_path / "run" / "metrics.json").unlink()
+    uno.discover(**settings, quiet=True)
+    assert len(calls) == 1 and stored.exists()
+    num_read.clear()
+    uno.discover(**settings)
+    assert "is finished" in capsys.readouterr().out
+    assert len(calls) == 1 and sum(num_read) == 0
