@@ -29,6 +29,8 @@ from uno.errors import StorageError, one_line
 VERSION = 1  # of what a scan finds and how it is stored
 FOLDER = "tar-index"
 FACTS = b"uno"  # key of the shards in the metadata of the file
+# what the content of a damaged index leads to
+DAMAGED = (ValueError, KeyError, TypeError)
 SETTLED_NS = 2 * 10**9  # a shard may change again in the same tick of its clock
 
 log = logging.getLogger(__name__)
@@ -139,7 +141,7 @@ def _read(place: str) -> dict[Identity, ShardScan]:
             )
             start = end
         return found
-    except (StorageError, pa.ArrowException, OSError, ValueError, KeyError) as error:
+    except (StorageError, pa.ArrowException, OSError, *DAMAGED) as error:
         log.warning("the index of tar shards cannot be read: %s", one_line(error))
         return {}
 

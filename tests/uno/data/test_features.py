@@ -705,27 +705,6 @@ def test_images_that_cannot_be_read_keep_their_reason_until_they_can(tmp_path):
     )
 
 
-def test_an_image_that_goes_away_between_two_reads_is_unreadable(tmp_path, monkeypatch):
-    """It is read for the evaluation view, and again for the random ones. Kills:
-    views of black squares.
-    """
-    crop = Cropper.crop
-
-    def lose(self, steps, positions, images):
-        pixels, _ = crop(self, steps, positions, images)
-        return pixels, ["gone" if position == 5 else None for position in positions]
-
-    monkeypatch.setattr(Cropper, "crop", lose)
-    job = job_of()
-    found, reasons = computed_all(job)
-    lost = [row for row in (5, 21, 37) if job.task.is_train[row]]
-    assert (
-        lost
-        and [i for i, reason in enumerate(reasons) if reason] == lost
-        and not found[lost].any()
-    )
-
-
 def computed_all(job):
     shards = [
         shard

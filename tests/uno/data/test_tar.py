@@ -10,6 +10,7 @@ import tarfile
 import numpy as np
 import pyarrow as pa
 import pyarrow.fs
+import pyarrow.parquet as pq
 import pytest
 
 from benchmarks.storage import BUCKET, make_bucket, requests_of, store
@@ -618,7 +619,10 @@ def test_a_damaged_index_is_made_again(remote, tmp_path, caplog):
     first = read(SOURCES[0])
     (index,) = [p for p in (tmp_path / "cache").rglob("*") if p.is_file()]
     data = index.read_bytes()
-    for damaged in (b"", data[:-100], data[:200] + bytes(100) + data[300:]):
+    other = io.BytesIO()
+    pq.write_table(pa.table({"shard": [0]}), other)
+    holes = data[:200] + bytes(100) + data[300:]
+    for damaged in (b"", data[:-100], holes, other.getvalue()):
         index.write_bytes(damaged)
         assert facts_of(read(SOURCES[0])) == facts_of(first)
         assert index.read_bytes() != damaged
