@@ -1,5 +1,4 @@
-"""The licenses of all that the tested set installs, as each package's metadata states
-them.
+"""The licenses of the tested packages, as the metadata of each package states them.
 
 python -m benchmarks.licenses > docs/LICENSES.md
 """
