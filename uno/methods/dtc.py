@@ -149,17 +149,26 @@ def start(config: Config, model: UnoModel, train: TrainSet) -> dict[str, Tensor]
             labels.to(features.device),
         )
     model.train()
-    if num_novel > min(found := tuple(features.shape)):
+    if num_novel > min(shape := tuple(features.shape)):
         raise ConfigError(
             f"method dtc needs as many rows and features as classes ({num_novel}), got"
-            f" {found}"
+            f" {shape}"
         )
-    centered, _, directions = principal_components(features)
-    components = directions[:, :num_novel].T  # (K, D)
-    head.reduce.weight.copy_(components)
-    head.reduce.bias.copy_(-components @ features.double().mean(dim=0))
-    points = (centered @ components.T).cpu()
-    head.weight.copy_(kmeans(points, num_novel, NUM_STARTS, config.seed).centers[None])
+
+    def compute() -> dict[str, Tensor]:
+        centered, _, directions = principal_components(features)
+        components = directions[:, :num_novel].T  # (K, D)
+        points = (centered @ components.T).cpu()
+        return {
+            "components": components,
+            "bias": -components @ features.double().mean(dim=0),
+            "centers": kmeans(points, num_novel, NUM_STARTS, config.seed).centers,
+        }
+
+    found = collectives.compute_on_rank0(compute, features.device)
+    head.reduce.weight.copy_(found["components"])
+    head.reduce.bias.copy_(found["bias"])
+    head.weight.copy_(found["centers"][None])
     q = head(features)[0].softmax(dim=-1)
     return {"probabilities": q, "targets": sharpened(q)}
 
