@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -179,18 +180,59 @@ def share_out(jobs: Sequence[Job], device: torch.device) -> list[Tensor]:
     if world == 1 or not jobs:
         work()
         return found
+    _work_together(work, device)
+    sizes = [job.num_rows for job in jobs]
+    return list(all_reduce_sum_(torch.cat(found).to(device)).cpu().split(sizes))
+
+
+def compute_on_rank0(
+    function: Callable[[], dict[str, Tensor]], device: torch.device
+) -> dict[str, Tensor]:
+    """Compute tensors on rank 0, and return them on every rank.
+
+    Args:
+        function: What rank 0 calls, in a thread. It may take longer than a collective
+            waits, and it calls no collective.
+        device: The device of this rank, on which ranks exchange tensors.
+
+    Returns:
+        The tensors by name, on the CPU; in one process as ``function`` returned them.
+    """
+    rank, world = rank_and_world()
+    if world == 1:
+        return function()
+    data = b""
+
+    def work() -> None:
+        nonlocal data
+        layout = torch.contiguous_format
+        data = safetensors.torch.save(
+            {name: t.clone(memory_format=layout) for name, t in function().items()}
+        )
+
+    _work_together(work if rank == 0 else lambda: None, device)
+    size = int(all_reduce_sum_(torch.tensor([len(data)], device=device)))
+    content = torch.zeros(size, dtype=torch.uint8, device=device)
+    if rank == 0:
+        content.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    return safetensors.torch.load(all_reduce_sum_(content).cpu().numpy().tobytes())
+
+
+def _work_together(work: Callable[[], None], device: torch.device) -> None:
+    """Call ``work`` on every rank, and return when all ranks have done it.
+
+    The ranks vote again and again, so that none waits in a collective for longer than
+    it may.
+    """
     with ThreadPoolExecutor(
         1, "uno-jobs", torch.set_num_threads, (torch.get_num_threads(),)
     ) as pool:
         own = pool.submit(work)
-        # No rank waits in a collective for longer than it may.
         while float(
             all_reduce_sum_(torch.tensor([float(not own.done())], device=device))
         ):
             wait([own], VOTE_S)
         own.result()
-    sizes = [job.num_rows for job in jobs]
-    return list(all_reduce_sum_(torch.cat(found).to(device)).cpu().split(sizes))
 
 
 def barrier(device: torch.device) -> None:

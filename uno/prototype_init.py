@@ -157,8 +157,11 @@ def init_prototypes_(
         return extra
     model.eval()
     labeled, labels, unlabeled = training_features(config, model, train)
-    found = clusters_of(
-        unlabeled, labeled, labels, num_novel, config.data.setting, config.seed
+    how = unlabeled, labeled, labels, num_novel, config.data.setting, config.seed
+    found = Clustering(
+        **collectives.compute_on_rank0(
+            lambda: clusters_of(*how)._asdict(), model.known.weight.device
+        )
     )
     if config.model.prototype_init == "kmeans":
         # a known class is below 0

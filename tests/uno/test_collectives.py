@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from sklearn.cluster import KMeans
 from torch import Tensor, nn
 
 from tests.uno.small_run import (
@@ -80,6 +81,15 @@ OWN = {
     "pim": {"method": "pim", "pim__steps": 20},
 }
 """Options of a method that are not its defaults."""
+
+
+STARTS = {
+    "clustering": {},
+    "pim": {"pim__steps": 20},
+    "dtc": {},
+    "openmix": {},
+}
+"""Methods that start from clusters, and their options."""
 
 
 class GlooWorker(StopAt):
@@ -286,6 +296,45 @@ def evaluated(worker: GlooWorker, setting: str, folder: Path) -> dict[str, Tenso
     }
 
 
+def starts(worker: GlooWorker) -> dict[str, Tensor]:
+    """What methods start from, and how many clusterings this process computed."""
+    found, fits = dict[str, Tensor](), list[int]()
+    fit_kmeans = KMeans.fit
+
+    def fit(*args, **kwargs):
+        fits.append(1)
+        return fit_kmeans(*args, **kwargs)
+
+    with mock.patch.object(KMeans, "fit", fit):
+        for name, options in STARTS.items():
+            fits.clear()
+            config = small_config(method=name, **options)
+            state = fresh_state(config, worker=worker)
+            seen = copied_tensors(state).items()
+            found |= {f"{name}/{key}": value for key, value in seen}
+            found[f"{name}/fits"] = torch.tensor(len(fits))
+    return found
+
+
+def late_ranks(worker: GlooWorker) -> dict[str, Tensor]:
+    """What rank 0 computed for longer than a collective waits."""
+    votes, third = list[int](), threading.Event()
+    reduce = collectives.all_reduce_sum_
+
+    def vote(tensor: Tensor) -> Tensor:
+        votes.append(1)
+        if len(votes) == 3:
+            third.set()
+        return reduce(tensor)
+
+    def compute() -> dict[str, Tensor]:
+        assert third.wait(100)
+        return {"none": torch.empty(0, 3), "some": torch.arange(6).view(2, 3).T}
+
+    with mock.patch.object(collectives, "all_reduce_sum_", vote):
+        return collectives.compute_on_rank0(compute, CPU)
+
+
 def main(rank: int, world_size: int, folder: Path) -> None:
     """Run everything and store the tensors."""
     torch.set_num_threads(1)
@@ -295,6 +344,10 @@ def main(rank: int, world_size: int, folder: Path) -> None:
         )
     assert collectives.rank_and_world() == (rank, world_size)
     worker = GlooWorker(rank, world_size)
+    if folder.parent.name == "starts":
+        parts = {"starts": starts(worker)}
+        parts |= {"late": late_ranks(worker)} if world_size > 1 else {}
+        return store(parts, folder / f"{rank}.st", world_size)
     parts = {"step": one_step(worker), "jobs": shared_jobs(worker)}
     parts |= {
         f"metrics/{setting}": evaluated(worker, setting, folder)
@@ -307,15 +360,17 @@ def main(rank: int, world_size: int, folder: Path) -> None:
     if world_size > 1:
         parts |= {"nan": nan_on_one_rank(worker), "phase": whole_phase(worker, folder)}
         parts |= {"bad": unreadable(worker, folder)}
+    store(parts, folder / f"{rank}.st", world_size)
+
+
+def store(parts: dict[str, dict[str, Tensor]], path: Path, world_size: int) -> None:
+    """Write the tensors of all parts to a file, and leave the group."""
     seen = {
         f"{part}/{name}": tensor
         for part, some in parts.items()
         for name, tensor in some.items()
     }
-    save_file(
-        {name: v.detach().contiguous().clone() for name, v in seen.items()},
-        folder / f"{rank}.st",
-    )
+    save_file({name: v.detach().contiguous().clone() for name, v in seen.items()}, path)
     if world_size > 1:
         dist.destroy_process_group()
 
@@ -475,6 +530,25 @@ def test_workers_equal_one_worker(tmp_path, world_size):
                 assert "/model/" not in name or torch.equal(
                     share[name], shares[0][name]
                 ), name
+
+
+@pytest.mark.ray  # several processes
+def test_rank_0_computes_the_clusterings_of_all(tmp_path):
+    """The other ranks get its result, and compute no clustering."""
+    (folder := tmp_path / "starts").mkdir()
+    (whole,), shares = results(2, folder)
+    for name, expected in whole.items():
+        if name.endswith("/fits"):
+            assert expected > 0, name
+            assert [int(share[name]) for share in shares] == [expected, 0], name
+        else:
+            assert torch.equal(shares[0][name], shares[1][name]), name
+            torch.testing.assert_close(
+                shares[0][name], expected, atol=2e-5, rtol=1e-3, msg=name
+            )
+    for share in shares:
+        assert share["late/none"].shape == (0, 3)
+        assert share["late/some"].tolist() == [[0, 3], [1, 4], [2, 5]]
 
 
 if __name__ == "__main__":

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from uno.collectives import compute_on_rank0
 from uno.config import Config
 from uno.errors import ConfigError
-from uno.frozen import MAX_DIRECTIONS, Result, discover_clusters
+from uno.frozen import MAX_DIRECTIONS, discover_clusters
 from uno.heads import unit
 from uno.methods import Method
-from uno.methods.method import NovelHead
+from uno.methods.method import NovelHead, set_prototypes_
 from uno.model import UnoModel
 from uno.objective import discovery_step
 from uno.prototype_init import training_features
@@ -65,22 +66,29 @@ def start(config: Config, model: UnoModel, train: Any) -> dict[str, Tensor]:
             f"method {METHOD.name} needs more unlabeled rows than {num} clusters, not"
             f" {len(unlabeled)}"
         )
-    result = discover_clusters(labeled, labels, unlabeled, num_novel, gcd, config.seed)
-    _move_(model, result)
+
+    def compute() -> dict[str, Tensor]:
+        result = discover_clusters(
+            labeled, labels, unlabeled, num_novel, gcd, config.seed
+        )
+        return {
+            "mean": result.space.mean,
+            "directions": result.space.directions,
+            "prototypes": result.prototypes,
+            "agreement": result.agreement,
+            "similar": result.similar,
+        }
+
+    found = compute_on_rank0(compute, model.known.weight.device)
+    with torch.no_grad():
+        model.adapter.mean.copy_(found["mean"])
+        model.adapter.directions.copy_(found["directions"])
+    set_prototypes_(model, found["prototypes"])
     return {
-        "agreement": result.agreement,
-        "similar": result.similar,
+        "agreement": found["agreement"],
+        "similar": found["similar"],
         "counts": torch.tensor([len(unlabeled), train.num_known, num_novel]),
     }
-
-
-@torch.no_grad()
-def _move_(model: UnoModel, result: Result) -> None:
-    model.adapter.mean.copy_(result.space.mean)
-    model.adapter.directions.copy_(result.space.directions)
-    known, novel = result.prototypes.split([model.num_known, model.num_novel])
-    model.known.weight.copy_(known)
-    model.novel.weight[0].copy_(novel)
 
 
 METHOD = Method(

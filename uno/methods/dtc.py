@@ -165,12 +165,21 @@ def start(config: Config, model: UnoModel, train: TrainSet) -> dict[str, Tensor]
             f"method dtc needs as many unlabeled images as new classes ({num_novel}),"
             f" got {len(features)}; add unlabeled images, or lower --num-novel"
         )
-    centered, _, directions = principal_components(features)
-    components = directions[:, :num_novel].T  # (K, D)
-    head.reduce.weight.copy_(components)
-    head.reduce.bias.copy_(-components @ features.double().mean(dim=0))
-    points = (centered @ components.T).cpu()
-    head.weight.copy_(kmeans(points, num_novel, NUM_STARTS, config.seed).centers[None])
+
+    def compute() -> dict[str, Tensor]:
+        centered, _, directions = principal_components(features)
+        components = directions[:, :num_novel].T  # (K, D)
+        points = (centered @ components.T).cpu()
+        return {
+            "components": components,
+            "bias": -components @ features.double().mean(dim=0),
+            "centers": kmeans(points, num_novel, NUM_STARTS, config.seed).centers,
+        }
+
+    found = collectives.compute_on_rank0(compute, features.device)
+    head.reduce.weight.copy_(found["components"])
+    head.reduce.bias.copy_(found["bias"])
+    head.weight.copy_(found["centers"][None])
     q = head(features)[0].softmax(dim=-1)
     return {"probabilities": q, "targets": sharpened(q)}
 

@@ -138,6 +138,16 @@ def frozen_sample(config: Config, model: UnoModel, train: Any) -> Sample:
     return sample
 
 
+@torch.no_grad()
+def set_prototypes_(model: UnoModel, prototypes: Tensor) -> None:
+    """Set the known prototypes of ``model``, and those of its one novel head, to rows
+    (C_l + C_u, D).
+    """
+    known, novel = prototypes.split([model.num_known, model.num_novel])
+    model.known.weight.copy_(known)
+    model.novel.weight[0].copy_(novel)
+
+
 def cluster_centers(
     sample: Sample, num_novel: int, setting: str | None, seed: int
 ) -> Tensor:

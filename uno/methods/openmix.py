@@ -125,8 +125,11 @@ def start(config: Config, model: UnoModel, train: TrainData) -> dict[str, Tensor
     model.eval()
     labeled, labels, unlabeled = training_features(config, model, train)
     model.train()
-    found = clusters_of(unlabeled, labeled, labels, train.num_novel, "ncd", config.seed)
-    model.novel.weight.copy_(found.centers.to(model.novel.weight)[None])
+    how = unlabeled, labeled, labels, train.num_novel, "ncd", config.seed
+    found = collectives.compute_on_rank0(
+        lambda: {"centers": clusters_of(*how).centers}, model.novel.weight.device
+    )
+    model.novel.weight.copy_(found["centers"][None])
     return {}
 
 

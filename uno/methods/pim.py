@@ -27,6 +27,7 @@ What differs:
   ``uno predict`` are at tau, softer than s.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from uno.clustering import kmeans
-from uno.collectives import mean_with_grad
+from uno.collectives import compute_on_rank0, mean_with_grad
 from uno.config import Config, Section, field
 from uno.frozen import matched
 from uno.heads import unit
@@ -44,6 +45,7 @@ from uno.methods.method import (
     cluster_centers,
     forward_two_views,
     frozen_sample,
+    set_prototypes_,
 )
 from uno.model import UnoModel
 from uno.prototype_init import NUM_STARTS, Sample
@@ -146,9 +148,10 @@ def descend(
     optimizer = torch.optim.Adam([leaf], RATE, weight_decay=DECAY)
     for _ in range(steps):
         optimizer.zero_grad()
-        objective(
-            SCALE * (rows @ leaf.T)[None], labels, weight, supervised, barred
-        ).backward()
+        logits = SCALE * (rows @ leaf.T)[None]
+        # all rows are here, on one rank
+        loss = objective(logits, labels, weight, supervised, barred, lambda mean: mean)
+        loss.backward()
         optimizer.step()
     return leaf.detach()
 
@@ -159,17 +162,19 @@ def objective(
     weight: float | Tensor,
     supervised: bool = True,
     barred: int = 0,
+    mean_of_ranks: Callable[[Tensor], Tensor] = mean_with_grad,
 ) -> Tensor:
     """Information that is to be maximized, negative, and the cross-entropy of what is
     known: a scalar.
 
     ``logits`` (V, B, C) of which the first B_l rows have ``labels`` (B_l,);
     ``supervised``: these count. The others are of none of the first ``barred`` classes.
+    ``mean_of_ranks`` averages the mean probabilities over the ranks' rows.
     """
     log_p = logits.log_softmax(dim=-1)
     p, free = log_p.exp(), slice(len(labels), None)
     uncertainty = -(p * log_p)[:, free].sum(dim=-1).mean()
-    mean = mean_with_grad(p.mean(dim=(0, 1))).clamp(min=1e-12)
+    mean = mean_of_ranks(p.mean(dim=(0, 1))).clamp(min=1e-12)
     loss = weight * uncertainty - torch.special.entr(mean).sum()
     if supervised:
         loss = loss + labeled_loss(logits, labels, 1.0)
@@ -189,21 +194,21 @@ def start(config: Config, model: UnoModel, train: Any) -> dict[str, Tensor]:
     """Fit, and move all prototypes. Returns lambda. ConfigError: too few rows."""
     constants, device = config.method_options, model.known.weight.device
     sample = Sample(*(t.to(device) for t in frozen_sample(config, model, train)))
-    found = fit(
-        sample,
-        train.num_novel,
-        config.data.setting,
-        config.seed,
-        constants.weight,
-        constants.steps,
-    )
-    with torch.no_grad():
-        known, novel = of_one_length(found.weights).split(
-            [model.num_known, model.num_novel]
+
+    def compute() -> dict[str, Tensor]:
+        found = fit(
+            sample,
+            train.num_novel,
+            config.data.setting,
+            config.seed,
+            constants.weight,
+            constants.steps,
         )
-        model.known.weight.copy_(known)
-        model.novel.weight[0].copy_(novel)
-    return {"weight": torch.tensor(found.weight)}
+        return {"rows": found.weights, "weight": torch.tensor(found.weight)}
+
+    found = compute_on_rank0(compute, device)
+    set_prototypes_(model, of_one_length(found["rows"]))
+    return {"weight": found["weight"]}
 
 
 def of_one_length(weights: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from uno.collectives import mean_with_grad
+from uno.collectives import compute_on_rank0, mean_with_grad
 from uno.config import Config, Section, field
 from uno.heads import unit
 from uno.methods import Method
@@ -45,6 +45,7 @@ from uno.methods.method import (
     contrast_loss,
     forward_two_views,
     frozen_sample,
+    set_prototypes_,
 )
 from uno.model import UnoModel
 from uno.state import TrainState
@@ -168,12 +169,11 @@ def start(config: Config, model: UnoModel, train: Any) -> dict[str, Tensor]:
     """
     if config.model.finetune == "none":
         sample = frozen_sample(config, model, train)
-        centers = cluster_centers(
-            sample, train.num_novel, config.data.setting, config.seed
+        how = sample, train.num_novel, config.data.setting, config.seed
+        found = compute_on_rank0(
+            lambda: {"centers": cluster_centers(*how)}, model.known.weight.device
         )
-        known, novel = centers.split([model.num_known, model.num_novel])
-        model.known.weight.copy_(known)
-        model.novel.weight[0].copy_(novel)
+        set_prototypes_(model, found["centers"])
     return {}
 
 
