@@ -129,9 +129,6 @@ def made(tmp_path_factory) -> Path:
     draw("bolt", 2).save(folder / "b.png")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr(
-            "sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2]
-        )
         uno.discover(data="digits", output="runs/demo", quiet=True, **SMALL, **FEW)
     return folder
 
@@ -153,9 +150,6 @@ def test_the_examples_of_a_page_run(name, made, tmp_path, monkeypatch):
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT / "examples")
-    monkeypatch.setattr(
-        "sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2]
-    )
     monkeypatch.setattr(uno, "discover", partial(uno.discover, quiet=True, **FEW))
     names: dict = {}
     ran = 0

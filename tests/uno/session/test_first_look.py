@@ -29,9 +29,9 @@ FROZEN = {
 
 @pytest.fixture
 def config(tmp_path):
-    """Six hundred digits in a folder, whose pictures can be seen, and an encoder."""
+    """Three hundred digits in a folder, whose pictures can be seen, and an encoder."""
     rows = read_digits()
-    for i in range(600):
+    for i in range(300):
         path = tmp_path / "digits" / str(rows.labels[i]) / f"{i}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(rows.images.items[i]).save(path)
@@ -79,7 +79,7 @@ def test_clusters_are_shown_before_random_views_and_training(
         return encode(*rows)
 
     monkeypatch.setattr(features, "encode_rows", encoded)
-    monkeypatch.setattr(features, "SHARD_ROWS", 200)
+    monkeypatch.setattr(features, "SHARD_ROWS", 100)
     trained = run.run_phase
     monkeypatch.setattr(
         run, "run_phase", lambda *a: (pages.append(page_of(tmp_path)), trained(*a))[1]

@@ -255,6 +255,7 @@ def test_a_run_reports_to_its_loggers(tmp_path, monkeypatch):
         train__log_every=50,
         output=str(tmp_path / "run"),
         train__report_to="jsonl,wandb",
+        compute__threads=1,
     )
     monkeypatch.setattr(job, "place_of", lambda *_: place)
     train = place.train
@@ -282,7 +283,9 @@ def test_every_tool_has_the_same_run(tmp_path, monkeypatch, wandb_runs):
     storage = Storage(str(tmp_path / "run"))
     job.discover(
         small_config(
-            output=storage.root, train__report_to="tensorboard,wandb,mlflow,jsonl"
+            output=storage.root,
+            train__report_to="tensorboard,wandb,mlflow,jsonl",
+            compute__threads=1,
         ),
         {},
         report=False,
