@@ -66,6 +66,27 @@ def no_cache_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
     _set(before)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def quick_maps() -> Iterator[Any]:
+    """Draw the maps of reports at the first two coordinates: t-SNE takes seconds.
+
+    Yields the function that is replaced, for ``real_maps``. Child processes compute
+    their maps.
+    """
+    from sklearn.manifold import TSNE
+
+    original = TSNE.fit_transform
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TSNE, "fit_transform", lambda self, points: points[:, :2])
+        yield original
+
+
+@pytest.fixture
+def real_maps(quick_maps: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute maps by t-SNE in this test."""
+    monkeypatch.setattr("sklearn.manifold.TSNE.fit_transform", quick_maps)
+
+
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[Any]:
     """The ``ray`` module, connected to a private cluster: no token of the user's, no
@@ -123,11 +144,7 @@ def two(
     output = tmp_path_factory.mktemp("two") / "run"
     if kept.exists():
         return Path(shutil.copytree(kept, output))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2]
-        )
-        assert cli.main(["demo", *LONG, "--output", str(output)]) == 0
+    assert cli.main(["demo", *LONG, "--output", str(output)]) == 0
     shutil.rmtree(kept.parent)  # of earlier code
     shutil.copytree(output, half := kept.with_suffix(".half"))
     half.rename(kept)

@@ -104,13 +104,10 @@ def test_pictures_are_those_of_the_script():
 
 
 @pytest.mark.slow
-def test_the_demo_still_looks_like_its_pictures(tmp_path, monkeypatch, capsys):
+def test_the_demo_still_looks_like_its_pictures(tmp_path, capsys):
     """A short demo has the picture's lines before training and below its table, and the
     report's columns. Kills: a picture of an earlier console or report.
     """
-    monkeypatch.setattr(
-        "sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2]
-    )
     short = [
         word for key in ("pretrain", "discover") for word in (f"--{key}.epochs", "2")
     ]
@@ -150,9 +147,6 @@ def test_a_notebook_runs_from_top_to_bottom(notebook, tmp_path, monkeypatch):
     itself; at three epochs of each phase. Kills: a name that does not exist, a model
     without discovered classes.
     """
-    monkeypatch.setattr(
-        "sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2]
-    )
     monkeypatch.chdir(tmp_path)
     names: dict = {}
     for cell in json.loads(notebook.read_text())["cells"]:

@@ -134,9 +134,6 @@ def made(tmp_path_factory) -> Path:
     torch.save(torchvision.models.efficientnet_b0().state_dict(), weights)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr(
-            "sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2]
-        )
         uno.discover(data="digits", output="runs/demo", quiet=True, **SMALL, **FEW)
     return folder
 
@@ -159,9 +156,6 @@ def test_the_examples_of_a_page_run(name, made, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     monkeypatch.syspath_prepend(ROOT / "examples")
-    monkeypatch.setattr(
-        "sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2]
-    )
     monkeypatch.setattr(uno, "discover", partial(uno.discover, quiet=True, **FEW))
     names: dict = {}
     ran = 0

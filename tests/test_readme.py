@@ -31,9 +31,6 @@ def python_block(mark: str) -> str:
 def test_the_example_in_python_with_a_small_model(tmp_path, monkeypatch, capsys):
     """Kills: a keyword, a key of the metrics or an attribute that does not exist."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        "sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2]
-    )
     small = {key: value for key, value in SMALL.items() if "epochs" not in key} | {
         "max_steps": 1,
         "compute.threads": 1,
@@ -72,13 +69,10 @@ def test_the_picture_is_small_and_says_nothing_else():
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_demo_as_a_newcomer_gets_it(tmp_path, monkeypatch, capsys):
+def test_the_demo_as_a_newcomer_gets_it(tmp_path, capsys):
     """Without Ray, which changes no number (test_ray). Kills: a line that the quick
     start explains and the run does not print.
     """
-    monkeypatch.setattr(
-        "sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2]
-    )
     here = ["--workers", "0", "--compute.threads", "1"]
     assert cli.main(["demo", *here, "--output", str(tmp_path / "run")]) == 0
     printed, explained = (
@@ -101,9 +95,6 @@ def test_the_demo_as_a_newcomer_gets_it(tmp_path, monkeypatch, capsys):
 @pytest.mark.ray
 def test_the_day_after_training(two, tmp_path, monkeypatch):
     """The commands of the page on a demo, in order, as they stand there."""
-    monkeypatch.setattr(
-        "sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2]
-    )
     monkeypatch.chdir(tmp_path)
     shutil.copytree(two, "runs/demo")
     for _, *words in commands(

@@ -220,7 +220,7 @@ def test_workers_end_a_large_run(
         "compute.num_workers": 1,
         "output": str(run),
     }
-    settings |= {"pretrain.epochs": 1, "discover.epochs": 1}
+    settings |= {"pretrain.epochs": 1, "discover.epochs": 1, "compute.threads": 1}
     discover(override(preset("digits"), settings), settings, elsewhere=workers)
     assert (
         workers.asked == asked

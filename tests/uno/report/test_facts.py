@@ -331,6 +331,7 @@ def test_matrix_columns_follow_the_matching():
     assert charts.matrix("t", counts * 0, names, np.array([1, 0])) is None
 
 
+@pytest.mark.usefixtures("real_maps")
 def test_maps_repeat_keep_groups_apart_and_need_differences():
     data = np.random.default_rng(0).normal(size=(60, 8)).astype(np.float32)
     first, second = (charts.draw_map("t", "c", data, 1) for _ in range(2))

@@ -54,18 +54,6 @@ GLOSSARY = "a href=https://github.com/uno-discovery/uno-on-ray/blob/main/docs/st
 """The one address, which a reader may follow and the page never does."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_maps():
-    """The first two coordinates for t-SNE, which takes seconds and is tested with
-    the facts.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "sklearn.manifold.TSNE.fit_transform", lambda self, points: points[:, :2]
-        )
-        yield
-
-
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory) -> tuple[Page, str, Storage]:
     storage = write_run(tmp_path_factory.mktemp("run"), CONFIG, TASK, METRICS)

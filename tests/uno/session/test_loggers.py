@@ -1,12 +1,11 @@
 """Each logger's record of a run, read back; one that fails or hangs stops nothing."""
 
 import json
+import tempfile
 import threading
-import time
-from pathlib import Path
-from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 from tensorboardX.proto.event_pb2 import Event
 
 from benchmarks.storage import BUCKET, make_bucket, store
@@ -54,14 +53,13 @@ def storage(request, tmp_path) -> Storage:
 
 
 def events(storage: Storage, phase: str) -> list[Event]:
-    """Of one directory, in order of its files."""
+    """Of one directory, in order of its files, by TensorBoard's own reader."""
     found = []
     for name in sorted(storage.list(f"tensorboard/{phase}")):
-        data = storage.read(f"tensorboard/{phase}/{name}")
-        while data:  # length (8), checksum (4), event, checksum (4)
-            size = int.from_bytes(data[:8], "little")
-            found.append(Event.FromString(data[12 : 12 + size]))
-            data = data[16 + size :]
+        with tempfile.NamedTemporaryFile() as copy:
+            copy.write(storage.read(f"tensorboard/{phase}/{name}"))
+            copy.flush()
+            found += map(Event.FromString, RawEventFileLoader(copy.name).Load())
     return found
 
 
@@ -151,89 +149,39 @@ def test_mlflow_reads_a_run_and_its_resume_as_one(tmp_path, monkeypatch):
     )
 
 
-def wandb_records(path: Path) -> list:
-    """W&B's messages in its transaction log: LevelDB's log format after a header of
-    seven bytes.
-    """
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    data, place, found, whole = path.read_bytes(), 7, [], b""
-    while place + 7 <= len(data):
-        if (left := 2**15 - place % 2**15) < 7:
-            place += left
-            continue
-        size, kind = (
-            int.from_bytes(data[place + 4 : place + 6], "little"),
-            data[place + 6],
-        )
-        whole += data[place + 7 : place + 7 + size]
-        place += 7 + size
-        if kind in (1, 4):  # whole, or the last part
-            found.append(Record.FromString(whole))
-            whole = b""
-    return found
-
-
-def ended_wandb_records(path: Path) -> list:
-    """Those of a run that has ended: its service writes on when finish() has
-    returned.
-    """
-    end = time.monotonic() + 60
-    while (
-        not (parsed := wandb_records(path))
-        or parsed[-1].WhichOneof("record_type") != "exit"
-    ):
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    return parsed
-
-
-def wandb_run(storage: Storage) -> tuple[Any, list[dict[str, str]], dict[str, str]]:
-    """The run, the lines and the summary of the one offline run in that directory,
-    values as JSON.
-    """
-    (path,) = Path(storage.path("wandb")).glob("offline-run-*/run-*.wandb")
-    parsed = ended_wandb_records(path)
-    history = [
-        {
-            item.key or "/".join(item.nested_key): item.value_json
-            for item in one.history.item
-        }
-        for one in parsed
-        if one.WhichOneof("record_type") == "history"
-    ]
-    (run,) = (one.run for one in parsed if one.WhichOneof("record_type") == "run")
-    return (
-        run,
-        history,
-        {
-            u.key or u.nested_key[0]: u.value_json
-            for p in parsed
-            for u in p.summary.update
-        },
-    )
-
-
-def test_wandb_reads_an_offline_run(tmp_path, monkeypatch):
-    """By W&B's own messages. Kills: a run that asks for the network or a login, its
-    console taken, steps lost since they go back.
-    """
-    pytest.importorskip("wandb")
+@pytest.fixture
+def wandb_runs(monkeypatch):
+    """The offline runs of W&B that a test starts, each with its rows and summary."""
+    wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
+    runs = []
+
+    def init(**settings):
+        run, rows, summary = start(**settings), [], {}
+        log, finish = run.log, run.finish
+        run.log = lambda row: (rows.append(row), log(row))
+        run.finish = lambda **how: (summary.update(dict(run.summary)), finish(**how))
+        runs.append((run, rows, summary))
+        return run
+
+    start = wandb.init
+    monkeypatch.setattr(wandb, "init", init)
+    return runs
+
+
+def test_wandb_has_an_offline_run(tmp_path, wandb_runs):
+    """Kills: a run that asks for the network or a login, steps lost since they go
+    back.
+    """
     storage = Storage(str(tmp_path / "run"))
     report("wandb", storage, line(4, "pretrain"), line(8), line(6), group="sweep")
-    run, history, summary = wandb_run(storage)
-    assert [row.get("discover/step") for row in history] == [None, "8", "6"]
-    assert (
-        history[1]["discover/loss"] == "0.125" and history[0]["pretrain/loss"] == "0.25"
-    )
-    assert (run.project, run.run_group, run.display_name) == (
-        "uno",
-        "sweep",
-        "sweep-run",
-    )
-    assert summary["train/all/acc"] == "0.75"
-    assert storage.read("loggers/wandb").decode() == run.run_id
+    ((run, rows, summary),) = wandb_runs
+    assert [row.get("discover/step") for row in rows] == [None, 8, 6]
+    assert rows[1]["discover/loss"] == 0.125 and rows[0]["pretrain/loss"] == 0.25
+    assert (run.project, run.group, run.name) == ("uno", "sweep", "sweep-run")
+    assert summary["train/all/acc"] == 0.75
+    assert storage.read("loggers/wandb").decode() == run.id
+    assert list((tmp_path / "run").glob("wandb/offline-run-*/run-*.wandb"))
 
 
 @pytest.mark.parametrize("when", ["made", "log", "close"])
@@ -307,6 +255,7 @@ def test_a_run_reports_to_its_loggers(tmp_path, monkeypatch):
         train__log_every=50,
         output=str(tmp_path / "run"),
         train__report_to="jsonl,wandb",
+        compute__threads=1,
     )
     monkeypatch.setattr(job, "place_of", lambda *_: place)
     train = place.train
@@ -321,9 +270,9 @@ def test_a_run_reports_to_its_loggers(tmp_path, monkeypatch):
     assert not (tmp_path / "run" / "tensorboard").exists()
 
 
-def test_every_tool_reads_back_the_same_run(tmp_path, monkeypatch):
-    """A run's losses and results, by MLflow's client, TensorBoard's reader, W&B's
-    messages and as JSON.
+def test_every_tool_has_the_same_run(tmp_path, monkeypatch, wandb_runs):
+    """A run's losses and results, by MLflow's client, TensorBoard's reader, in W&B's
+    run and as JSON.
     """
     mlflow = pytest.importorskip("mlflow")
     reader = pytest.importorskip(
@@ -331,13 +280,15 @@ def test_every_tool_reads_back_the_same_run(tmp_path, monkeypatch):
     )
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    monkeypatch.setenv("WANDB_MODE", "offline")
     storage = Storage(str(tmp_path / "run"))
     job.discover(
         small_config(
-            output=storage.root, train__report_to="tensorboard,wandb,mlflow,jsonl"
+            output=storage.root,
+            train__report_to="tensorboard,wandb,mlflow,jsonl",
+            compute__threads=1,
         ),
         {},
+        report=False,
     )
     told = [
         each
@@ -356,12 +307,10 @@ def test_every_tool_reads_back_the_same_run(tmp_path, monkeypatch):
     assert run.data.metrics["train/novel/task_aware/acc/avg"] == pytest.approx(result)
     board = reader.EventAccumulator(storage.path("tensorboard/discover")).Reload()
     assert [(each.step, each.value) for each in board.Scalars("loss")] == expected
-    _, history, summary = wandb_run(storage)
-    lines = [row for row in history if "discover/loss" in row]
-    assert [
-        (int(row["discover/step"]), float(row["discover/loss"])) for row in lines
-    ] == expected
-    assert float(summary["train/novel/task_aware/acc/avg"]) == pytest.approx(result)
+    ((_, rows, summary),) = wandb_runs
+    lines = [row for row in rows if "discover/loss" in row]
+    assert [(row["discover/step"], row["discover/loss"]) for row in lines] == expected
+    assert summary["train/novel/task_aware/acc/avg"] == pytest.approx(result)
 
 
 def test_what_is_not_there_is_refused_first(monkeypatch):

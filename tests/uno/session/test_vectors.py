@@ -13,6 +13,7 @@ from uno.session.predict import predict
 from uno.session.settings import completed
 
 FEW = {
+    "compute.threads": 1,
     "discover.epochs": 20,
     "train.batch_size": 64,
     "data.max_bad_fraction": 0.05,

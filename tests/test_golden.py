@@ -1,0 +1,68 @@
+"""Four small runs give their recorded results, see ``tests.golden``."""
+
+import pytest
+
+from tests.golden import (
+    RUNS,
+    differences,
+    discover,
+    discover_by_torchrun,
+    read_results,
+)
+
+SEVERAL_PROCESSES = [
+    pytest.param(name, marks=[] if name == "digits" else pytest.mark.slow)
+    for name in RUNS
+]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_gives_its_recorded_results(name, tmp_path):
+    found = discover(name, tmp_path)
+    assert differences(found, read_results()[name]["one"]) == []
+
+
+@pytest.mark.ray  # several processes
+@pytest.mark.parametrize("name", SEVERAL_PROCESSES)
+def test_two_ranks_of_torchrun_give_their_recorded_results(name, tmp_path):
+    found = discover_by_torchrun(name, tmp_path)
+    assert differences(found, read_results()[name]["two"]) == []
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("name", SEVERAL_PROCESSES)
+def test_two_workers_of_ray_give_the_results_of_two_ranks(name, tmp_path):
+    found = discover(name, tmp_path, "--workers", "2")
+    assert differences(found, read_results()[name]["two"]) == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"metrics": {"accuracy": 0.5001, "rows": 7}},
+        {"metrics": {"accuracy": 0.5, "rows": 8}},
+        {"metrics": {"accuracy": 0.5}},
+        {"metrics": {"accuracy": 0.5, "rows": 7, "more": 0.0}},
+        {"losses": {"discover": [[4, 1.0], [5, 2.0]]}},
+        {"losses": {"discover": [[4, 1.001]]}},
+        {"classes": "a a b"},
+        {"classes": "a b"},
+        {"weights": {"head": [2.0, 2.5]}},
+    ],
+    ids=str,
+)
+def test_a_difference_is_reported(change):
+    """Kills: a comparison that overlooks a value, a missing key or a row."""
+    record = {
+        "metrics": {"accuracy": 0.5, "rows": 7},
+        "losses": {"discover": [[4, 1.0]]},
+        "classes": "a b b",
+        "probability": 0.75,
+        "weights": {"head": [2.0, 3.0]},
+    }
+    rounded = {"metrics": {"accuracy": 0.5 * (1 + 5e-5), "rows": 7}}
+    assert differences(record, record) == []
+    assert differences(record | rounded, record) == []
+    (line,) = differences(record | change, record)
+    assert next(iter(change)) in line
