@@ -81,6 +81,9 @@ from uno.session.resources import check_memory, forecast, on_features
 from uno.text import plural
 from uno.weights import PRETRAINED_FILE
 
+# kinds of sources of which every folder or table below the path is data
+FOLDER_KINDS = ("folder", "imagefolder", "parquet", "vectors")
+
 
 def discover(
     config: Config,
@@ -135,6 +138,8 @@ def discover(
     storage, evaluate = Storage(config.output), last == DISCOVER
     if overwrite:
         _require_inputs_outside(config, storage)
+    if not directory.is_run(storage):
+        _require_output_outside(config, storage)
     if directory.is_run(storage) and not overwrite:
         directory.open_run(config, storage, task.rows.fingerprint)
         if evaluate and (finished := directory.read_results(storage)) is not None:
@@ -205,18 +210,42 @@ def _require_inputs_outside(config: Config, storage: Storage) -> None:
         inputs = [("--data", locate_source(data)[1])]
     inputs += [("--weights", config.model.weights or "")]
     inputs += [("--known-classes", data.known_classes or "")]
-    output = os.path.realpath(storage.uri) if storage.is_local else storage.uri
     for option, path in inputs:
-        if not path:
-            continue
-        path = normalize_path(path)
-        if not is_uri(path):
-            path = os.path.realpath(path)
-        if f"{path}/".startswith(f"{output}/"):
+        if path and _is_below(path, storage.uri):
             raise ConfigError(
-                f"{option} {path} is inside --output {output}, which --overwrite"
+                f"{option} {path} is inside --output {storage.uri}, which --overwrite"
                 " empties; move it out of there, or choose another --output"
             )
+
+
+def _require_output_outside(config: Config, storage: Storage) -> None:
+    """Check that a new run would not become a part of its own data.
+
+    A directory of a run would be a class folder, and its ``predictions.parquet`` a
+    shard, when the data is read the next time.
+
+    Raises:
+        ConfigError: The output directory is inside a folder of classes or of tables.
+    """
+    data = config.data
+    if data.labeled is not None and data.unlabeled is not None:
+        kind, option, path = "folder", "--labeled", data.labeled
+    else:
+        (kind, path), option = locate_source(data), "--data"
+    if kind in FOLDER_KINDS and _is_below(storage.uri, path):
+        raise ConfigError(
+            f"--output {storage.uri} is inside {option} {path}, where the run would be"
+            " read as data the next time; choose another --output"
+        )
+
+
+def _is_below(path: str, folder: str) -> bool:
+    """Return whether a path is a folder, or is inside it."""
+    inner, outer = (
+        name if is_uri(name) else os.path.realpath(name)
+        for name in map(normalize_path, (path, folder))
+    )
+    return f"{inner}/".startswith(f"{outer}/")
 
 
 def _require_same_run(config: Config, given: Mapping[str, Any]) -> None:
