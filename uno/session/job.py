@@ -193,7 +193,8 @@ def _settle_former_run(storage: Storage) -> None:
     """Finish what a killed command with ``--overwrite`` left in a run directory."""
     if storage.exists(FORMER_FOLDER):
         with lock.lock_run(storage, on_wait=print_line) as claim:
-            former.settle(claim.storage)
+            if former.settle(claim.storage):
+                print_line(f"the former run in {storage.uri} was put back")
 
 
 def _require_inputs_outside(config: Config, storage: Storage) -> None:
