@@ -374,9 +374,13 @@ def data(argv: Sequence[str]) -> int:
     from uno.data.defaults import derives_batch
     from uno.session.console import print_line
     from uno.session.data import read_task
-    from uno.session.resolve import resolve
+    from uno.session.resolve import resolve, starting_weights, with_full_path
+    from uno.weights import PRETRAINED
 
-    config, lines, task = resolve(options.config, options.overrides, True, free_memory)
+    config = with_full_path(options.config)
+    if config.model.weights not in (None, PRETRAINED):
+        starting_weights(config, overwrite=True)  # refuses weights that do not fit
+    config, lines, task = resolve(config, options.overrides, True, free_memory)
     for line in lines:
         print_line(line)
     task = task or read_task(config.data)

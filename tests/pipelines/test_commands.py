@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from pipelines import cli, ray_env
 from tests.pipelines.small import (
@@ -323,6 +323,14 @@ def test_a_run_of_gpu_workers_is_evaluated_and_reported_without_a_gpu(
     (run / "config.yaml").write_text(yaml.safe_dump(tree))
     assert cli.main(["evaluate", str(run)]) == 0
     assert cli.main(["report", str(run)]) == 0
+
+
+def test_data_check_refuses_the_weights_that_a_run_would_refuse(tmp_path, capsys):
+    other = tmp_path / "other.safetensors"
+    save_file({"conv1.weight": torch.zeros(1)}, other)
+    for file in (tmp_path / "missing.safetensors", other):
+        line = refused(capsys, 2, "data", "check", *SMALL, "--weights", file)
+        assert str(file) in line
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -329,6 +329,17 @@ def test_mistakes_are_one_line(run, tmp_path, capsys, monkeypatch):
     assert not out.exists()
 
 
+def test_predictions_of_other_data_do_not_go_into_a_run(run, tmp_path, capsys):
+    """Nor does the line advise to empty the run."""
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.yaml").write_text("seed: 1\n")
+    argv = ["predict", run, "--data", "digits", "--output", tmp_path / "other"]
+    line = refused(capsys, 2, *argv)
+    assert "directory of a run" in line and "another --output" in line
+    assert "empty" not in line
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["config.yaml"]
+
+
 def test_a_run_whose_data_is_gone_still_predicts(tmp_path, capsys):
     write_model(tmp_path / "run", aligned=False, data__source="folder:/gone")
     uno("predict", tmp_path / "run", "--data", "digits", "--output", tmp_path / "out")

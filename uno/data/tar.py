@@ -190,6 +190,13 @@ def read_tar(path: str, images_only: bool = False, follow_links: bool = False) -
     values = chain.from_iterable(scan.labels for scan in scans)
     labels = encode_labels(source, values, name_row=ids.__getitem__)
     _refuse_labels_in_other_shards(source, scans, ids, labels)
+    in_folders = any("/" in scan.keys[0] for scan in scans if len(scan.keys))
+    if not images_only and not labels.present and in_folders:
+        notes.append(
+            "the label of KEY.jpg is a member KEY.cls or KEY.json of the same shard; if"
+            " folders in the tar files are the classes, unpack them and pass --labeled"
+            " DIR --unlabeled DIR"
+        )
     return Rows(
         ids,
         images,

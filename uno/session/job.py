@@ -79,6 +79,9 @@ from uno.session.resources import check_memory, forecast, on_features
 from uno.text import plural
 from uno.weights import PRETRAINED_FILE
 
+# kinds of sources of which every folder or table below the path is data
+FOLDER_KINDS = ("folder", "imagefolder", "parquet", "vectors")
+
 
 def discover(
     config: Config,
@@ -126,12 +129,15 @@ def discover(
     is_derived = derives_batch(config, given)
     task = read_task(config.data) if read is None else read
     evaluate, goes_on = last == DISCOVER, False
-    if config.output is not None and not dry_run and not overwrite:
-        goes_on = directory.is_run(Storage(config.output))
-    if overwrite and config.output is not None and not dry_run:
-        _require_inputs_outside(config, Storage(config.output))
+    if config.output is not None and not dry_run:
+        storage = Storage(config.output)
+        is_run = directory.is_run(storage)
+        goes_on = is_run and not overwrite
+        if overwrite:
+            _require_inputs_outside(config, storage)
+        if not is_run:
+            _require_output_outside(config, storage)
     if goes_on:
-        storage = Storage(str(config.output))
         directory.open_run(config, storage, task.rows.fingerprint)
         if evaluate and (finished := directory.read_results(storage)) is not None:
             directory.check_images(storage, task.rows)
@@ -190,7 +196,8 @@ def _settle_former_run(storage: Storage) -> None:
     """Finish what a killed command with ``--overwrite`` left in a run directory."""
     if storage.exists(FORMER_FOLDER):
         with lock.lock_run(storage, on_wait=print_line) as claim:
-            former.settle(claim.storage)
+            if former.settle(claim.storage):
+                print_line(f"the former run in {storage.uri} was put back")
 
 
 def _require_inputs_outside(config: Config, storage: Storage) -> None:
@@ -207,18 +214,42 @@ def _require_inputs_outside(config: Config, storage: Storage) -> None:
         inputs = [("--data", locate_source(data)[1])]
     inputs += [("--weights", config.model.weights or "")]
     inputs += [("--known-classes", data.known_classes or "")]
-    output = os.path.realpath(storage.uri) if storage.is_local else storage.uri
     for option, path in inputs:
-        if not path:
-            continue
-        path = normalize_path(path)
-        if not is_uri(path):
-            path = os.path.realpath(path)
-        if f"{path}/".startswith(f"{output}/"):
+        if path and _is_below(path, storage.uri):
             raise ConfigError(
-                f"{option} {path} is inside --output {output}, which --overwrite"
+                f"{option} {path} is inside --output {storage.uri}, which --overwrite"
                 " empties; move it out of there, or choose another --output"
             )
+
+
+def _require_output_outside(config: Config, storage: Storage) -> None:
+    """Check that a new run would not become a part of its own data.
+
+    A directory of a run would be a class folder, and its ``predictions.parquet`` a
+    shard, when the data is read the next time.
+
+    Raises:
+        ConfigError: The output directory is inside a folder of classes or of tables.
+    """
+    data = config.data
+    if data.labeled is not None and data.unlabeled is not None:
+        kind, option, path = "folder", "--labeled", data.labeled
+    else:
+        (kind, path), option = locate_source(data), "--data"
+    if kind in FOLDER_KINDS and _is_below(storage.uri, path):
+        raise ConfigError(
+            f"--output {storage.uri} is inside {option} {path}, where the run would be"
+            " read as data the next time; choose another --output"
+        )
+
+
+def _is_below(path: str, folder: str) -> bool:
+    """Return whether a path is a folder, or is inside it."""
+    inner, outer = (
+        name if is_uri(name) else os.path.realpath(name)
+        for name in map(normalize_path, (path, folder))
+    )
+    return f"{inner}/".startswith(f"{outer}/")
 
 
 def _num_novel_of_run(config: Config, given: Mapping[str, Any]) -> int | None:

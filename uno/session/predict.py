@@ -20,6 +20,7 @@ from uno.results import infer
 from uno.results.folders import sort_images, write_csv
 from uno.results.infer import SAMPLE_ROWS, Classifier, with_alignment
 from uno.results.predictions import PredictionWriter, Summary
+from uno.runs import CONFIG_FILE
 from uno.runs.hardware import local_device, num_threads
 from uno.runtime import require_runtime
 from uno.session.console import Progress, interrupt_on_signal, print_line, reading
@@ -63,6 +64,11 @@ def predict(
     if data and "output" not in given:
         raise ConfigError(
             "--data and --limit need --output DIR, the place for predictions.parquet"
+        )
+    if data and Storage(str(given["output"])).exists(CONFIG_FILE):
+        raise ConfigError(
+            f"--output {given['output']} is the directory of a run, which keeps the"
+            " predictions of its own data; choose another --output"
         )
     limit = override(Config(), {"data.limit": data.pop("data.limit", None)}).data.limit
     with reading() as total:

@@ -28,6 +28,7 @@ from uno.data.sources import read_rows, recognize
 from uno.data.splits import labeled_rows, make_task
 from uno.data.stream import CropJob, crop_local, streaming_set
 from uno.data.tar import read_tar
+from uno.errors import ConfigError
 from uno.report.report import write_report
 from uno.results.predictions import PredictionWriter, predict_rows, read_columns
 from uno.runs import run
@@ -850,3 +851,13 @@ def test_s3_is_asked_less_often_than_there_are_images(both, tmp_path, monkeypatc
         assert scanned - before < 30 and len(requests_of(log)) - scanned < 30
         assert read(f"tar:{place.uri}/shards/train-{{000..004}}.tar").ids == rows.ids
     filesystem._connect.cache_clear()
+
+
+def test_a_shard_whose_folders_are_the_classes_is_refused_with_a_way_out(tmp_path):
+    names = ["known/cat/1.png", "known/dog/2.png", "new/3.png"]
+    members = [(name, encoded(pixels(i))) for i, name in enumerate(names)]
+    config = DataConfig(source=write_tar(tmp_path / "t.tar", members), num_novel=1)
+    with pytest.raises(ConfigError) as refused:
+        make_task(read_rows(config), config)
+    for fact in ("no image has a label", "KEY.cls", "--labeled"):
+        assert fact in str(refused.value)

@@ -233,3 +233,12 @@ def test_dtc_refuses_narrow_features_before_it_computes_any(tmp_path):
     with pytest.raises(ConfigError, match=r"method dtc .*17.* only 16"):
         uno.discover(**settings, quiet=True)
     assert not (tmp_path / "cache").exists()
+
+
+def test_a_run_inside_the_folder_of_its_classes_is_refused(tmp_path):
+    """Its directory would be a class without images when the run resumes."""
+    settings = write_folders(tmp_path) | settings_of("clustering", tmp_path)
+    output = tmp_path / "known" / "run"
+    with pytest.raises(ConfigError, match=r"is inside --labeled .*another --output"):
+        uno.discover(**settings, output=str(output), quiet=True)
+    assert not output.exists()
