@@ -9,9 +9,9 @@ import pytest
 
 from pipelines.commands import DISCOVER
 from pipelines.options import parse
+from tests.tune.log_files import events, wandb_run
 from tests.tune.tiny import fake_sweep, tiny_options
 from tests.uno.report.reading import Page, requests
-from tests.uno.session.test_loggers import events, wandb_run
 from tune import driver, records, report, spaces
 from tune.spaces import current, load_space
 from tune.sweep import main

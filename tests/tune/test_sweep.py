@@ -17,8 +17,8 @@ import pytest
 
 from pipelines import cli
 from tests.pipelines.raylets import Command, head
+from tests.tune.log_files import wandb_run
 from tests.tune.tiny import TINY, fake_sweep, folds_of, tiny_data, tiny_options
-from tests.uno.session.test_loggers import wandb_run
 from tune import records
 from tune.driver import run_sweep
 from tune.trial import pretrain_key

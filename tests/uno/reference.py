@@ -5,6 +5,8 @@ the fast code must equal.
 import itertools
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 
 
 def scale_matrix(
@@ -81,3 +83,28 @@ def classify_failure(
             else:
                 terms.append(cross_entropy(logits, alone, temperature))
     return float(np.mean(terms))
+
+
+def padded_loss(known, families, labels, targets, temperature, concat=True):
+    """Compute Eq. 1-3 for autograd, with concatenated logits and padded targets.
+
+    The arguments are those of :func:`uno.objective.discovery_loss`.
+    """
+    losses, (num_views, num_rows, num_known) = [], known.shape
+    for novel, target in zip(families, targets, strict=True):
+        num_large, num_heads, num_clusters = len(target), *novel.shape[1::2]
+        pairs = 1 - torch.eye(num_large, num_views, dtype=known.dtype)
+        known_of_heads = known.unsqueeze(1).expand(-1, num_heads, -1, -1)
+        logits = torch.cat([known_of_heads, novel], dim=-1) / temperature
+        if not concat:  # outputs of the other block are out of reach
+            logits[:, :, : len(labels), num_known:] = -1e9
+            logits[:, :, len(labels) :, :num_known] = -1e9
+        log_p = logits.log_softmax(dim=-1)
+        padding = num_known + num_clusters - target.shape[-1]
+        pseudo_labels = F.pad(target.to(known.dtype), (padding, 0))
+        one_hot = F.pad(F.one_hot(labels, num_known).to(known.dtype), (0, num_clusters))
+        one_hot = one_hot.expand(num_large, num_heads, -1, -1)
+        y = torch.cat([one_hot, pseudo_labels], dim=2)
+        weight = pairs / (num_large * (num_views - 1) * num_rows)
+        losses.append(-torch.einsum("vw,vhbk,whbk->h", weight, y, log_p))
+    return torch.stack(losses)
