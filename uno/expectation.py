@@ -70,7 +70,10 @@ class Line:
 
 
 def fit_line(agreement: np.ndarray, accuracy: np.ndarray, groups: np.ndarray) -> Line:
-    """Fit a calibration line, with residuals of sets that were left out of the fit.
+    """Fit the line from agreements to logits of accuracies by least squares.
+
+    Accuracies are kept ``SMALLEST`` away from 0 and 1. Residuals are differences of
+    logits, each from a line that was fitted without the data set of its task.
 
     Args:
         agreement: Mean logits of agreements (T,), of :func:`mean_logit`, one a task.
@@ -112,7 +115,10 @@ def sigmoid(value: Any) -> Any:
 
 
 def mean_logit(agreement: Sequence[float]) -> float:
-    """Return the mean log-odds of agreements (A,)."""
+    """Return the mean log-odds of agreements (A,), A > 0, of which none is infinite.
+
+    Agreements are kept ``SMALLEST`` away from 0 and 1.
+    """
     return float(np.mean(logit(np.asarray(agreement))))
 
 
@@ -170,7 +176,7 @@ def outside_calibration(
 
 
 def describe_outside(values: Mapping[str, float]) -> list[str]:
-    """Return a phrase for each value of :func:`outside_calibration`.
+    """Describe what :func:`outside_calibration` has returned, one phrase a value.
 
     An example is ``"40 novel classes (calibrated on 2 to 10)"``.
     """
@@ -194,7 +200,13 @@ def describe_outside(values: Mapping[str, float]) -> list[str]:
 
 @cache
 def calibration() -> Mapping[str, Any]:
-    """Read the stored calibration: its source, ranges, figures and lines."""
+    """Read the stored calibration.
+
+    Returns:
+        ``source``: the command that wrote it; ``sets`` and ``num_tasks``: its data;
+        ``ranges``: smallest and largest number of images and classes, and the encoders;
+        ``lines``: setting -> matching -> the fields of a :class:`Line`.
+    """
     text = files("uno").joinpath(CALIBRATION_FILE).read_text("utf-8")
     found: Mapping[str, Any] = json.loads(text)
     return found

@@ -189,7 +189,11 @@ class Clustering:
     def of(
         cls, points: Tensor, labels: Tensor, num_novel: int, gcd: bool
     ) -> "Clustering":
-        """Find the neighbors of the rows that take part."""
+        """Make a clustering, and find the neighbors of the rows that take part.
+
+        In GCD all rows take part, in NCD the unlabeled ones. The arguments are the
+        attributes of the class.
+        """
         clustered = (labels == FREE) | gcd
         neighbors = nearest(points[clustered])
         return cls(points, labels, num_novel, gcd, clustered, neighbors)
@@ -250,7 +254,16 @@ class Clustering:
         return self.merged(clusters, num_start - self.num_novel)
 
     def merged(self, clusters: Tensor, num_merges: int) -> Tensor:
-        """Merge clusters int64 (N,) of all rows, by :func:`merge_clusters`."""
+        """Merge clusters until ``num_classes`` are left, by :func:`merge_clusters`.
+
+        Args:
+            clusters: Clusters int64 (N,) of all rows, 0 to ``num_classes + num_merges``
+                - 1.
+            num_merges: Number of merges.
+
+        Returns:
+            The merged cluster int64 (N,) of each row.
+        """
         if not num_merges:
             return clusters
         num_clusters = self.num_classes + num_merges
@@ -263,8 +276,16 @@ class Clustering:
     def links_and_sizes(
         self, clusters: Tensor, num_clusters: int
     ) -> tuple[Tensor, Tensor]:
-        """Return links (K, K) and sizes (K,) of the clusters, of the rows that take
-        part.
+        """Count the links between clusters, and their rows.
+
+        Only the rows that take part count: in GCD all rows, in NCD the unlabeled ones.
+
+        Args:
+            clusters: Clusters int64 (N,) of all rows, 0 to K - 1.
+            num_clusters: K.
+
+        Returns:
+            Links (K, K) of :func:`uno.neighbors.count_links`, and numbers of rows (K,).
         """
         clusters = clusters[self.clustered]
         sizes = clusters.bincount(minlength=num_clusters)
@@ -279,7 +300,15 @@ class Clustering:
         )
 
     def similar_pairs(self, clusters: Tensor) -> Tensor:
-        """Return the pairs of novel clusters that mix most, as in :class:`Result`."""
+        """Return the pairs of novel clusters that mix most, the most first.
+
+        Args:
+            clusters: Clusters int64 (N,) of all rows.
+
+        Returns:
+            float64 (n, 3), at most ``MAX_SIMILAR_PAIRS`` rows: the indices of both
+            among the novel clusters, and their mixing, which is above 0.
+        """
         mixed = mixing(*self.links_and_sizes(clusters, self.num_classes))[
             self.num_known :, self.num_known :
         ].triu(1)
@@ -292,7 +321,7 @@ class Clustering:
 def merge_clusters(
     links: Tensor, sizes: Tensor, cosines: Tensor, num_known: int, num_merges: int
 ) -> Tensor:
-    """Merge the two clusters that mix most, again and again.
+    """Merge the two clusters that mix most (:func:`mixing`), again and again.
 
     A novel cluster merges into a known or a novel one; two known clusters never merge.
     Empty clusters are merged first. Pairs that do not mix at all are ordered by the
@@ -447,7 +476,10 @@ def half_clusters(clustering: Clustering, seed: int) -> Tensor:
 
 
 def _sample(labels: Tensor, max_rows: int) -> Tensor:
-    """Return evenly spaced rows: at most ``max_rows`` of labeled and unlabeled each."""
+    """Return indices of evenly spaced rows, in ascending order.
+
+    There are at most ``max_rows`` of the labeled rows, and of the unlabeled ones.
+    """
     kinds = ((labels != FREE).nonzero().flatten(), (labels == FREE).nonzero().flatten())
     spaced = [rows[:: -(-len(rows) // max_rows)] for rows in kinds]
     return torch.cat(spaced).sort().values

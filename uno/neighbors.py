@@ -82,7 +82,10 @@ def mixing(links: Tensor, sizes: Tensor) -> Tensor:
 
 
 def mixing_with(links: Tensor, sizes: Tensor, cluster: int) -> Tensor:
-    """Return one row (K,) of :func:`mixing`: that of ``cluster`` with each cluster."""
+    """Return one row (K,) of :func:`mixing`: that of ``cluster`` with each cluster.
+
+    It is 0 for the cluster itself and where one of the two has fewer than two rows.
+    """
     there, back = links[cluster].double(), links[:, cluster].double()
     within, size, sizes = links.diagonal().double(), sizes[cluster], sizes.double()
     total = (size + sizes).clamp(min=1)

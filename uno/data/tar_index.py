@@ -75,6 +75,10 @@ def scan_shards(
 ) -> list[ShardScan]:
     """Scan shards, or read from the index what an earlier scan has found.
 
+    The index is a Parquet file in the user's cache directory. It serves a shard whose
+    path, size and time of the last change are those of the scan; other shards are
+    scanned again, and the index is written anew.
+
     Args:
         root: The folder, file or pattern that names the shards.
         shards: The shards; those in remote storage are indexed.
@@ -107,6 +111,7 @@ def scan_shards(
 
 
 def _identity(shard: FileEntry) -> Identity:
+    """Return the path, size and time of change of a shard, by which it is found."""
     return shard.relative, shard.size, shard.time
 
 
@@ -147,7 +152,10 @@ def _read(place: str) -> dict[Identity, ShardScan]:
 
 
 def _labels(column: Any) -> list[Any]:
-    """Return the labels of a column of JSON texts; equal ones are one object."""
+    """Decode a dictionary-encoded Arrow column of JSON texts; null is None.
+
+    Equal labels are one object, which saves memory.
+    """
     texts = column.combine_chunks()
     values = [json.loads(text) for text in texts.dictionary.to_pylist()]
     values = [sys.intern(v) if isinstance(v, str) else v for v in values]
@@ -198,4 +206,5 @@ def _write(place: str, scans: dict[Identity, ShardScan]) -> None:
 
 
 def _joined(arrays: list[np.ndarray]) -> np.ndarray:
+    """Concatenate arrays of int64; no array gives an empty one."""
     return np.concatenate([np.zeros(0, np.int64), *arrays])

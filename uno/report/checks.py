@@ -69,6 +69,7 @@ def warnings(
 
 
 def _class_sizes(facts: RunData, sample: Sample, findings: SampleSummary) -> Warnings:
+    """Warn of discovered classes that are empty, very unequal, or very small."""
     clusters = findings.clusters
     equal_share = sum(cluster.count for cluster in clusters) / len(clusters)
     used = [c for c in clusters if c.count > UNUSED * max(equal_share, 1)]
@@ -107,6 +108,7 @@ def _class_sizes(facts: RunData, sample: Sample, findings: SampleSummary) -> War
 
 
 def _similar_classes(sample: Sample, findings: SampleSummary) -> Warnings:
+    """Warn of discovered classes whose mean features are nearly the same."""
     num_known = len(sample.classes) - sample.novel.shape[2]
     pairs = np.triu(findings.likeness[num_known:, num_known:], k=1)
     num_similar = int((pairs > SIMILAR).sum())
@@ -122,6 +124,7 @@ def _similar_classes(sample: Sample, findings: SampleSummary) -> Warnings:
 
 
 def _absorbed_images(findings: SampleSummary) -> Warnings:
+    """Warn if known classes take many unlabeled images, which NCD calls novel."""
     if findings.absorbed > ABSORBED:
         yield (
             f"{findings.absorbed:.0%} of the unlabeled images are assigned to known"
@@ -132,6 +135,7 @@ def _absorbed_images(findings: SampleSummary) -> Warnings:
 
 
 def _unfinished_phases(facts: RunData) -> Warnings:
+    """Warn of phases that stopped early, and of training steps that were skipped."""
     for phase in PHASES:
         last = (facts.entries(phase) or [{}])[-1]
         step, total = last.get("step", 0), last.get("total_steps", 0)
@@ -156,7 +160,11 @@ def _unfinished_phases(facts: RunData) -> Warnings:
 
 
 def _no_better_than_clustering(facts: RunData) -> Warnings:
-    """Compare with clusterings of the same rows in the same setting."""
+    """Warn if a plain clustering of the same images is at least as accurate.
+
+    In GCD the accuracy on all unlabeled images is compared, in NCD the task-aware
+    accuracy on training images of novel classes.
+    """
     if GENERALIZED in filled_tables(facts.metrics):
         table, group, images = GENERALIZED, "all", "unlabeled"
         accuracy = facts.metrics.get("train/unlabeled/gcd/all/avg")
@@ -182,6 +190,7 @@ def _no_better_than_clustering(facts: RunData) -> Warnings:
 
 
 def _unreadable_files(facts: RunData) -> Warnings:
+    """Warn of images and of files of the run that cannot be read."""
     if facts.bad:
         images = plural(len(facts.bad), "image")
         yield f"{images} could not be read and left out", "Listed below."

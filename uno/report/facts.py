@@ -151,9 +151,12 @@ def estimate_chart(facts: RunData) -> Chart | None:
 
 
 def times(facts: RunData) -> list[tuple[str, str]]:
-    """Return how long each phase trained, as pairs of label and text.
+    """Return how long the training steps of each phase took.
 
     A phase that took no steps has no lines of metrics, and is left out.
+
+    Returns:
+        Pairs such as ``("Discovery time", "12 min for 3,300 steps, 100 epochs")``.
     """
     lines = []
     for phase, title in runs.PHASES.items():

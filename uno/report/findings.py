@@ -80,7 +80,7 @@ class SampleSummary:
 
 
 def summarize(task: Task, sample: Sample) -> SampleSummary:
-    """Summarize the predictions of a sample."""
+    """Summarize a sample: class sizes, confidence, agreement of heads, similarity."""
     rows, output, num_known = sample.index, sample.output, task.num_known
     unlabeled = task.is_train[rows] & (task.labels[rows] < 0)
     truth = task.eval_labels[rows]
@@ -183,8 +183,9 @@ def suggestions(sample: Sample, findings: SampleSummary) -> dict[int, Suggestion
     """Return for each discovered class what helps to name it.
 
     Returns:
-        By output: the number of its rows, of all unlabeled rows, and the names of the
-        most similar known and discovered classes.
+        By output: the number of sampled unlabeled rows in the class, the number of all
+        sampled unlabeled rows, and the names of the most similar known and discovered
+        classes.
     """
 
     def named(pairs: list[tuple[int, float]]) -> tuple[tuple[str, float], ...]:

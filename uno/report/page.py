@@ -76,17 +76,17 @@ def _environment(package: str) -> Environment:
 
 
 def count(number: float) -> str:
-    """Return a number as ``12,345``."""
+    """Format a number, rounded to a whole one, as ``12,345``."""
     return f"{number:,.0f}"
 
 
 def percent(fraction: float | None) -> str:
-    """Return a fraction as percent with one decimal, or a dash for None and NaN."""
+    """Format a fraction as percent with one decimal; None and NaN are a dash."""
     return "–" if fraction is None or fraction != fraction else f"{100 * fraction:.1f}"  # noqa: RUF001
 
 
 def duration(seconds: float) -> str:
-    """Return seconds as ``48 s``, ``12 min`` or ``3 h 05 min``."""
+    """Format seconds as ``48 s``, ``12 min`` or ``3 h 05 min``."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

@@ -113,7 +113,15 @@ class Album:
         return self._images is not None
 
     def gallery(self, members: NDArray[np.int64]) -> Gallery:
-        """Return the tiles of a class, by the positions of its ``members``."""
+        """Return the tiles of a class.
+
+        Args:
+            members: Positions of the members in the sample.
+
+        Returns:
+            Tiles by falling confidence: all members, or ``most`` of them, evenly
+            spaced.
+        """
         ranked = self._ranked(members)
         if len(ranked) > self.most:
             chosen = np.linspace(0, len(ranked) - 1, self.most).round().astype(int)
@@ -125,11 +133,15 @@ class Album:
         return Gallery(tiles[:NUM_FIRST], rest, last, len(members) - len(tiles))
 
     def preview(self, members: NDArray[np.int64]) -> tuple[str, int, list[str]]:
-        """Show the most confident members of a class in one line of a table.
+        """Show at most six of the most confident members of a class in a table.
+
+        Args:
+            members: Positions of the members in the sample.
 
         Returns:
-            One picture with the members side by side as a data URI, and their number;
-            or, for rows without pictures, their texts.
+            A data URI of one picture with the members side by side, their number, and
+            an empty list. For rows without pictures: an empty string, 0, and the texts
+            of two members.
         """
         ranked = self._ranked(members)[:NUM_PREVIEWED]
         if self._images is None:
@@ -141,6 +153,8 @@ class Album:
 
     def sheet(self, positions: NDArray[np.int64]) -> tuple[str, int]:
         """Draw all ``positions`` on one sheet of about :data:`SHEET_BYTES`.
+
+        The pictures are squares in rows of :data:`SHEET_COLUMNS`, in the given order.
 
         Returns:
             The sheet as a data URI and the side of one picture in pixels, or
@@ -157,9 +171,11 @@ class Album:
         return uri, side
 
     def _ranked(self, members: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Sort positions by confidence, the most confident first."""
         return members[np.argsort(-self._confidence[members], kind="stable")]
 
     def _pixels(self, positions: NDArray[np.int64], side: int) -> NDArray[np.uint8]:
+        """Decode images as squares, uint8 (n, 3, side, side)."""
         assert self._images is not None
         return decode_many(self._images.take(positions), side)[0].numpy()
 
@@ -185,7 +201,11 @@ def _side(image: Image) -> int:
 
 
 def _cap(sizes: Sequence[int], total: int) -> int:
-    """Return how many members of each group fit if all groups share ``total`` tiles."""
+    """Return the largest number of tiles of one group.
+
+    All groups share ``total`` tiles. Tiles that small groups do not need go to the
+    larger ones. ``sizes`` are the numbers of members of the groups.
+    """
     left, groups = total, sorted(sizes)
     for i, size in enumerate(groups):
         share = left // (len(groups) - i)

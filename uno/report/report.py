@@ -259,14 +259,17 @@ def _confusion_matrix(
 ) -> dict[str, Any] | None:
     """Draw the confusion matrix of all classes, with their joint matching.
 
+    Labeled rows count with their label as true class.
+
     Args:
         task: The rows of the run.
         sample: The rows that were predicted.
         truth: Their true classes int64 (M,), known ones first, or -1.
 
     Returns:
-        A drawing of :func:`uno.report.charts.matrix` of the training rows whose true
-        class is known, of the test rows if there are none, or None.
+        A drawing of :func:`uno.report.charts.matrix` of the training rows that have a
+        true class, or of the test rows if no training row has one. None if no row has
+        one, or if there are too many classes to draw.
     """
     is_train = task.is_train[sample.index]
     has_truth = truth >= 0

@@ -67,7 +67,11 @@ class Sample:
 
     @property
     def names(self) -> list[str]:
-        """The name of each output, as in predictions."""
+        """The name of each output that predictions use.
+
+        A discovered class is ``novel-1`` or what the user called it. Dropped classes
+        share the name ``rejected``.
+        """
         return [name for name, _ in called(self.classes)]
 
     @property
@@ -77,11 +81,12 @@ class Sample:
 
     @property
     def columns(self) -> tuple[list[str], NDArray[np.int64]]:
-        """The columns of a confusion matrix.
+        """The columns of a confusion matrix, and the column of each output.
 
-        They are the names of the kept outputs and, if an output was dropped, the name
-        of rejected images. The second value (outputs,) is the column of each output, or
-        -1 for an output that was merged into another one.
+        The columns are the names of the kept outputs and, if an output was dropped, one
+        last column for the images of all dropped outputs. The second value (outputs,)
+        is the column of each output. It is -1 for an output that was merged into
+        another one, since no row is assigned to it.
         """
         dropped = [c.index for c in self.classes if c.into is None]
         places = np.full(len(self.classes), -1, dtype=np.int64)
@@ -91,11 +96,15 @@ class Sample:
 
     @property
     def output(self) -> NDArray[np.int64]:
-        """The output (M,) that the best head assigns."""
+        """The output (M,) that the head with the lowest training loss assigns."""
         return self.votes[:, self.best_head]
 
     def classes_of_rows(self, task: Task) -> NDArray[np.int64]:
-        """Return the class (M,) of each row: its label, or else its output."""
+        """Return the class (M,) of each row as an output: its label, or its prediction.
+
+        Labeled rows have the output of their known class. All other rows, test rows
+        included, have the output that the best head assigns.
+        """
         labels = task.labels[self.index]
         return np.where(labels >= 0, labels, self.output)
 
