@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from uno.collectives import compute_on_rank0
+from uno import collectives
 from uno.config import Config
 from uno.errors import ConfigError
 from uno.frozen import MAX_DIRECTIONS, discover_clusters
@@ -79,7 +79,7 @@ def start(config: Config, model: UnoModel, train: Any) -> dict[str, Tensor]:
             "similar": result.similar,
         }
 
-    found = compute_on_rank0(compute, model.known.weight.device)
+    found = collectives.compute_on_rank0(compute, model.known.weight.device)
     with torch.no_grad():
         model.adapter.mean.copy_(found["mean"])
         model.adapter.directions.copy_(found["directions"])

@@ -34,8 +34,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from uno import collectives
 from uno.clustering import kmeans
-from uno.collectives import compute_on_rank0, mean_with_grad
+from uno.collectives import mean_with_grad
 from uno.config import Config, Section, field
 from uno.frozen import matched
 from uno.heads import unit
@@ -206,7 +207,7 @@ def start(config: Config, model: UnoModel, train: Any) -> dict[str, Tensor]:
         )
         return {"rows": found.weights, "weight": torch.tensor(found.weight)}
 
-    found = compute_on_rank0(compute, device)
+    found = collectives.compute_on_rank0(compute, device)
     set_prototypes_(model, of_one_length(found["rows"]))
     return {"weight": found["weight"]}
 

@@ -35,7 +35,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from uno.collectives import compute_on_rank0, mean_with_grad
+from uno import collectives
+from uno.collectives import mean_with_grad
 from uno.config import Config, Section, field
 from uno.heads import unit
 from uno.methods import Method
@@ -170,7 +171,7 @@ def start(config: Config, model: UnoModel, train: Any) -> dict[str, Tensor]:
     if config.model.finetune == "none":
         sample = frozen_sample(config, model, train)
         how = sample, train.num_novel, config.data.setting, config.seed
-        found = compute_on_rank0(
+        found = collectives.compute_on_rank0(
             lambda: {"centers": cluster_centers(*how)}, model.known.weight.device
         )
         set_prototypes_(model, found["centers"])
