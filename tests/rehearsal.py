@@ -516,7 +516,7 @@ def frozen(cluster: Rehearsal) -> None:
         "--compute.cache",
         cluster.uri("cache"),
     ]
-    report = f"next: open {join(run, 'report.html')}"
+    report = f"next: open {shlex.quote(join(run, 'report.html'))}"
     cluster.run("features of a frozen encoder", [*words, *own, *ON_GPUS], report)
     assert Storage(run).exists("report.html") and Storage(run).exists("metrics.json")
     there, here = cluster.uri("predictions"), str(cluster.folder / "predictions")
