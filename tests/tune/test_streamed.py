@@ -132,6 +132,8 @@ def test_images_larger_than_memory_are_never_in_memory(tmp_path):
     pq.write_table(table, tmp_path / "rows.parquet", row_group_size=256)
     options = options_of(
         tmp_path / "s",
+        "--preset",
+        "scratch",
         "--data",
         f"parquet:{tmp_path}",
         "--known-classes",
