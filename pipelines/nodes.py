@@ -258,8 +258,16 @@ def check_shares(config: Config, each: Resources | None = None) -> None:
 
 
 class DrainWatcher:
-    """Whether a node that a worker of ours is on is being drained
-    (``ray drain-node``).
+    """Watches for a node with one of our workers that is being drained.
+
+    A node is drained by ``ray drain-node`` or by an autoscaler, which then removes it.
+
+    Args:
+        hosts: Returns the ids of the nodes on which the workers are.
+        clock: Seconds that never go back.
+
+    Attributes:
+        given: Whether such a node was reported.
     """
 
     def __init__(
@@ -273,7 +281,11 @@ class DrainWatcher:
         )
 
     def new(self) -> bool:
-        """True once: a node leaves since the last look; looks every few seconds."""
+        """Tell whether a node of the workers is being drained, and report it only once.
+
+        The cluster is asked at most once in ``LOOK_S`` seconds. In between, and after
+        True was returned, the answer is False.
+        """
         if self.given or self._clock() - self._looked < LOOK_S:
             return False
         self._looked = self._clock()

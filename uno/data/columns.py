@@ -161,7 +161,10 @@ class Numbered(Column[str]):
         return joined("#", texts, decimal(rows - self.starts[own]))
 
     def repeated(self) -> str | None:
-        """One that two rows have, None where all differ, as those of one file do."""
+        """Return an id that two rows have in common, or None if all ids differ.
+
+        Rows of one file always differ, since their ids have different numbers.
+        """
         full = [
             file
             for file, num in zip(self.files, np.diff(self.starts), strict=True)

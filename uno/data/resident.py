@@ -61,7 +61,10 @@ class TrainSet:
         return kind(config, self, plan, rank, world_size)
 
     def sync(self) -> None:
-        """Nothing to tell: unreadable images were left out before training."""
+        """Do nothing. Streamed sets exchange here which images are unreadable.
+
+        Unreadable images of a set in memory were left out before training.
+        """
 
 
 @dataclass(frozen=True, eq=False)

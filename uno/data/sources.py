@@ -376,8 +376,21 @@ def read_images(root: str, follow_links: bool = False) -> Rows:
 
 
 def read_two_folders(labeled: str, unlabeled: str, follow_links: bool = False) -> Rows:
-    """``labeled`` as :func:`read_folder` without loose images, maybe as KIND:DIR;
-    ``unlabeled``: any images below it.
+    """List the images of a folder of known classes and of a folder without labels.
+
+    Args:
+        labeled: Folder with one subfolder of images for each known class. The prefixes
+            ``classes:`` and ``splits:`` force how its subfolders are read, as in
+            ``--data``.
+        unlabeled: Folder whose images have no label, wherever they are below it.
+        follow_links: Whether links out of the folders are followed.
+
+    Returns:
+        The rows of both folders, labeled ones first.
+
+    Raises:
+        ConfigError: A folder is missing or holds no image, or one folder is inside the
+            other.
     """
     match = re.match(r"(classes|splits):(?!//)(.*)", labeled, re.DOTALL)
     kind, labeled = (

@@ -147,8 +147,11 @@ def unedited(classes: Sequence[OutputClass]) -> list[OutputClass]:
 
 
 def edits_of(classes: Sequence[OutputClass]) -> list[tuple[OutputClass, str]]:
-    """Every discovered class and what becomes of it: "", "merged into cat" or
-    "dropped".
+    """Describe what the user has decided about each discovered class.
+
+    Returns:
+        For each discovered class the class itself, and "" if it is kept, "merged into
+        NAME", or "dropped".
     """
     found = []
     for c in classes:

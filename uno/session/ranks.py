@@ -206,8 +206,10 @@ class Ranks(Place):
         )
 
     def free_memory(self, config: Config) -> Room:
-        """Of a rank: its share of this machine, as each decodes all images, and its
-        own GPU.
+        """Return the memory in bytes that is free for one rank.
+
+        Each rank decodes all images, so that it has its share of the machine's memory.
+        The memory of its GPU is its own.
         """
         room = super().free_memory(config)
         return room._replace(host=room.host // self._local_size)
