@@ -372,6 +372,7 @@ def data(argv: Sequence[str]) -> int:
     from pipelines.nodes import free_memory
     from uno.data.check import CHECK_SECONDS, check, format_report
     from uno.data.defaults import derives_batch
+    from uno.methods.registry import build_network
     from uno.session.console import print_line
     from uno.session.data import read_task
     from uno.session.resolve import resolve, starting_weights, with_full_path
@@ -384,6 +385,8 @@ def data(argv: Sequence[str]) -> int:
     for line in lines:
         print_line(line)
     task = task or read_task(config.data)
+    # A method can refuse the encoder, as `dtc` refuses one with too few features.
+    build_network(config, task.num_known, task.num_novel, seed=0)
     is_derived = derives_batch(config, options.overrides)
     problems = check(task, config, CHECK_SECONDS, is_derived)
     print(format_report(task, problems, config.data.stored_size))

@@ -325,6 +325,13 @@ def test_a_run_of_gpu_workers_is_evaluated_and_reported_without_a_gpu(
     assert cli.main(["report", str(run)]) == 0
 
 
+def test_data_check_refuses_an_encoder_that_the_method_would_refuse(capsys):
+    narrow = ("--method", "dtc", "--model.width", "4", "--model.stages", "2")
+    more = ("--known-classes", "first:1")  # nine of ten digits are new
+    line = refused(capsys, 2, "data", "check", *SMALL, *narrow, *more)
+    assert "method dtc" in line and "only 8" in line
+
+
 def test_data_check_refuses_the_weights_that_a_run_would_refuse(tmp_path, capsys):
     other = tmp_path / "other.safetensors"
     save_file({"conv1.weight": torch.zeros(1)}, other)
