@@ -4,7 +4,7 @@ PY := .venv/bin/python
 STAMP := .venv/.installed
 SET := -c constraints.txt -e '.[ray,dev]'
 
-.PHONY: demo docs test test-slow lint types fakecuda gpu slow bench fuzz chaos agreement leaks rehearsal newest-ray clean
+.PHONY: demo gpu-bundle docs test test-slow lint types fakecuda gpu slow bench fuzz chaos agreement leaks rehearsal newest-ray clean
 .DEFAULT_GOAL := demo
 
 # By uv, which takes a third of pip's time, from the index that pip would take; by pip where uv cannot.
@@ -17,6 +17,19 @@ $(STAMP): pyproject.toml constraints.txt
 	{ echo "uv cannot install it here, pip can and takes a few minutes"; \
 	$(PY) -m pip install --quiet --disable-pip-version-check $(SET); }
 	@touch $@
+
+# What a machine with a GPU and without a network needs besides this checkout, below 64 MB: see benchmarks/gpu.py.
+DATA ?= ../shared/data
+gpu-bundle:
+	rm -rf .gpu && mkdir -p .gpu/wheels .gpu/cifar10 .gpu/encoders .gpu/jpegs
+	$(PY) -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
+	  --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -c constraints.txt \
+	  -d .gpu/wheels pydantic pydantic-core annotated-types typing-inspection tensorboardX
+	$(PY) -m pip wheel --quiet --no-deps --no-build-isolation -w .gpu/wheels .
+	cp $(DATA)/cifar10-jpeg/*.parquet .gpu/cifar10/
+	cp $(DATA)/encoders/tf_efficientnet_lite0.safetensors .gpu/encoders/
+	find $(DATA)/imagenet-fullsize -type f | sort | head -40 | while read file; do cp "$$file" .gpu/jpegs/; done
+	chmod -R u+w .gpu && du -sh .gpu
 
 demo: $(STAMP)
 	@.venv/bin/uno demo

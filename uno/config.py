@@ -747,6 +747,11 @@ class ComputeConfig(Section):
     compile: bool = field(
         False, "torch.compile the encoder; needs a C++ compiler, and a minute."
     )
+    cuda_graph: bool = field(
+        False,
+        "Record UNO's training steps once and replay them as a CUDA graph: less work"
+        " for the host; one worker.",
+    )
     encoder_runtime: Literal["torch", "openvino", "onnx", "compile"] = field(
         "torch",
         "What computes frozen features and predictions on CPUs.",

@@ -8,6 +8,7 @@ a shape that depends on values, a copy back, a copy that blocks. What only a GPU
 is in ``test_gpu``: kernels, numbers.
 """
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
@@ -215,7 +216,9 @@ class RealCuda:
     @strict.setter
     def strict(self, wanted: bool) -> None:
         if torch.cuda.is_available():
-            torch.cuda.set_sync_debug_mode("error" if wanted else "default")
+            with warnings.catch_warnings():  # it is a prototype, it says
+                warnings.simplefilter("ignore")
+                torch.cuda.set_sync_debug_mode("error" if wanted else "default")
 
 
 def train_steps(
@@ -233,13 +236,15 @@ def train_steps(
         state.total_steps = phase.total_steps
         for step in steps:
             mode.strict, state.step = True, step
-            loss = phase.step(state, batches(step), config, phase.lr(step))
+            try:
+                loss = phase.step(state, batches(step), config, phase.lr(step))
+            finally:
+                mode.strict = False
             assert (loss.device.type, loss.dtype, loss.shape) == (
                 device.type,
                 torch.float32,
                 (1,),
             )
-            mode.strict = False
 
     side = max(
         config.augment.large.size, config.augment.small.size, config.data.stored_size

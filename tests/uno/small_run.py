@@ -72,6 +72,7 @@ def fresh_state(
     dtype: torch.dtype = torch.float32,
     worker: Worker = HERE,
     train: TrainSet | None = None,
+    device: torch.device = CPU,
 ) -> TrainState:
     """A state at step 0 of discovery by the run's method (pretraining: num_novel 0),
     as uno.runs makes it.
@@ -82,8 +83,9 @@ def fresh_state(
     extra = method.start(config, model, train) if method.start and num_novel else {}
     extra = init_prototypes_(config, model, train, extra) if num_novel else {}
     phase = config.discover if num_novel else config.pretrain
+    model = model.to(device)
     state = new_state(
-        model, worker.wrap(model), phase, CPU, False, config.model.encoder_lr_factor
+        model, worker.wrap(model), phase, device, False, config.model.encoder_lr_factor
     )
     state.extra = {
         name: collectives.broadcast_from_rank0(tensor) for name, tensor in extra.items()

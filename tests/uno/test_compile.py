@@ -35,7 +35,7 @@ def test_the_encoder_of_both_phases_is_compiled_on_request(
     """Kills: an option that nothing reads, heads compiled with it."""
     seen = []
     monkeypatch.setattr(run, "prepare_compiler", lambda: None)
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: seen.append(module))
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **how: seen.append(module))
     state = train_both(small_config(compute__compile=compiled), Storage(str(tmp_path)))
     assert len(seen) == (2 if compiled else 0)
     assert not compiled or seen[-1] is state.model.encoder
@@ -72,7 +72,7 @@ def test_compiled_steps_are_the_same_steps(monkeypatch, tmp_path):
         state = fresh_state(config, dtype=torch.float64)
         names = list(state.model.state_dict())
         if compiled:
-            state.model.encoder.compile()
+            state.model.encoder.compile(dynamic=False)
         batches = map(batches_of(config), range(10))
         doubles = [
             batch._replace(views=[view.double() for view in batch.views])

@@ -7,9 +7,16 @@ import torch
 
 from tests.uno.fake_cuda import CPU, RealCuda
 from tests.uno.models import tiny_model
-from tests.uno.small_run import batches_of, copied_tensors, small_config, small_sets
+from tests.uno.small_run import (
+    batches_of,
+    copied_tensors,
+    fresh_state,
+    small_config,
+    small_sets,
+)
 from tests.uno.test_fake_cuda import EXTENDED, streamed, train_both_ends  # noqa: F401
 from tests.uno.test_steps import poison
+from uno.captured import CapturedStep
 from uno.data.files import Storage
 from uno.objective import discovery_step
 from uno.runs import run
@@ -97,3 +104,39 @@ def test_scores_are_those_of_the_cpu(tmp_path):
     torch.testing.assert_close(
         model.to("cuda").score(images), model.score(images), rtol=1e-2, atol=1e-2
     )
+
+
+def test_a_recorded_step_is_the_same_step():
+    """Ten steps, of which the first are not recorded, with another rate in each."""
+    found = []
+    for step in (discovery_step, CapturedStep(discovery_step)):
+        config, train = small_config(), small_sets()[0].to(GPU)
+        state = fresh_state(config, train=train, device=GPU)
+        batches = batches_of(config, train=train)
+        losses = [
+            step(state, batches(number), config, 0.01 * (number + 1)).clone()
+            for number in range(10)
+        ]
+        assert state.step == 10
+        found.append((torch.cat(losses), copied_tensors(state)))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("more", [{}, {"compute__compile": True}])
+def test_a_run_with_recorded_steps_learns_the_same(tmp_path, more):
+    """Both phases, through the loop."""
+    losses = []
+    for name, graph in (("plain", False), ("recorded", True)):
+        storage = Storage(str(tmp_path / name))
+        rows = small_sets()[0].to(GPU)
+        config = small_config(
+            train__max_steps=8,
+            compute__cuda_graph=graph,
+            compute__precision="fp32",
+            **(more if graph else {}),
+        )
+        for phase in (run.PRETRAIN, run.DISCOVER):
+            state = run.run_phase(config, phase, rows, LocalWorker(GPU), storage)
+        losses.append(state.head_losses)
+    torch.testing.assert_close(*losses, rtol=1e-2, atol=1e-2)

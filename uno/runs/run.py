@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from uno import collectives
+from uno.captured import captured
 from uno.config import (
     Config,
     PhaseConfig,
@@ -120,13 +121,16 @@ def run_phase(
     if plan is not None:
         steps_per_epoch = plan.steps_per_epoch
         batch_rows = plan.labeled_size + plan.unlabeled_size
+    step = _step(config, name)
+    if name != PRETEXT:
+        step = captured(config, step, worker.device, worker.world_size)
     phase = Phase(
         name,
         settings,
         steps_per_epoch,
         batch_rows,
         config.train.max_steps,
-        _step(config, name),
+        step,
     )
     model, has_known = _initial_network(config, name, train, storage)
     model = model.to(worker.device).to(memory_format=torch.channels_last)
@@ -141,7 +145,8 @@ def run_phase(
         extra = init_prototypes_(config, model, train, extra, has_known)
     if config.compute.compile:
         prepare_compiler()
-        model.encoder.compile()
+        # one program for each size of views: one for all sizes is slower
+        model.encoder.compile(dynamic=False)
     forward, encoder_lr_factor = worker.wrap(model), config.model.encoder_lr_factor
     state = new_state(
         model, forward, settings, worker.device, autocast, encoder_lr_factor
