@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from uno.config import Config
 from uno.errors import ConfigError, one_line
+from uno.threads import start_pool
 
 TORCH = "torch"
 BF16 = "openvino"  # the one that computes in bfloat16 too
@@ -68,40 +69,6 @@ def plan_of(config: Config, device: torch.device) -> Plan | None:
     return Plan(name, config.compute.precision == "bf16")
 
 
-@contextmanager
-def threads(number: int) -> Iterator[None]:
-    """Let torch use ``number`` threads inside the ``with``, and then as many as before.
-
-    Threads that begin inside the ``with`` have the same number.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def start_pool(num_threads: int) -> ThreadPoolExecutor:
-    """Start a pool whose threads compute by one thread of torch each.
-
-    ``torch.set_num_threads`` also decides for all threads that begin later, and a
-    thread takes that number at its first use of torch. So all threads of the pool
-    begin here, and the calling thread sets the number back.
-    """
-    pool = ThreadPoolExecutor(num_threads, "uno-runtime")
-    started = threading.Barrier(num_threads)
-
-    def begin(_: int) -> None:
-        torch.set_num_threads(1)
-        assert torch.get_num_threads() == 1  # the first use
-        started.wait()
-
-    with threads(1):
-        list(pool.map(begin, range(num_threads)))
-    return pool
-
-
 def require_runtime(config: Config) -> None:
     """ConfigError: ``compute.encoder_runtime`` is not installed, or does not compute
     in the precision.
@@ -140,7 +107,7 @@ class Runtime(nn.Module):
         super().__init__()
         self.encoder, self.num_features, self.plan = encoder, encoder.num_features, plan
         self._threads, self._lock = threads, threading.Lock()
-        self._pool = start_pool(threads)
+        self._pool = start_pool(threads, "uno-runtime")
         self._program: Program | None = None
         self._shape: torch.Size | None = None
 

@@ -35,7 +35,9 @@ def test_the_encoder_of_both_phases_is_compiled_on_request(
     """Kills: an option that nothing reads, heads compiled with it."""
     seen = []
     monkeypatch.setattr(run, "prepare_compiler", lambda: None)
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **how: seen.append(module))
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda module, **how: seen.append(module)
+    )
     state = train_both(small_config(compute__compile=compiled), Storage(str(tmp_path)))
     assert len(seen) == (2 if compiled else 0)
     assert not compiled or seen[-1] is state.model.encoder

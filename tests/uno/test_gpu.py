@@ -107,36 +107,39 @@ def test_scores_are_those_of_the_cpu(tmp_path):
 
 
 def test_a_recorded_step_is_the_same_step():
-    """Ten steps, of which the first are not recorded, with another rate in each."""
+    """Ten steps, of which the first are not recorded, with another rate in each. In
+    float64: in float32 a difference of 1e-6 in the weights is one of .01 in the fifth
+    loss.
+    """
     found = []
     for step in (discovery_step, CapturedStep(discovery_step)):
         config, train = small_config(), small_sets()[0].to(GPU)
-        state = fresh_state(config, train=train, device=GPU)
-        batches = batches_of(config, train=train)
-        losses = [
-            step(state, batches(number), config, 0.01 * (number + 1)).clone()
-            for number in range(10)
-        ]
+        state = fresh_state(config, dtype=torch.float64, train=train, device=GPU)
+        losses = []
+        for number, batch in enumerate(map(batches_of(config, train=train), range(10))):
+            doubles = batch._replace(views=[view.double() for view in batch.views])
+            losses.append(step(state, doubles, config, 0.005 * (number + 1)).clone())
         assert state.step == 10
         found.append((torch.cat(losses), copied_tensors(state)))
-    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-2, atol=1e-3)
+    # the recorded rate is a float32
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("more", [{}, {"compute__compile": True}])
-def test_a_run_with_recorded_steps_learns_the_same(tmp_path, more):
-    """Both phases, through the loop."""
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's imports
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_run_with_recorded_steps_learns(tmp_path, compiled):
+    """Both phases, through the loop: as much as without the recording."""
     losses = []
     for name, graph in (("plain", False), ("recorded", True)):
-        storage = Storage(str(tmp_path / name))
-        rows = small_sets()[0].to(GPU)
         config = small_config(
             train__max_steps=8,
             compute__cuda_graph=graph,
+            compute__compile=compiled and graph,
             compute__precision="fp32",
-            **(more if graph else {}),
         )
+        storage, rows = Storage(str(tmp_path / name)), small_sets()[0].to(GPU)
         for phase in (run.PRETRAIN, run.DISCOVER):
             state = run.run_phase(config, phase, rows, LocalWorker(GPU), storage)
         losses.append(state.head_losses)
-    torch.testing.assert_close(*losses, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(*losses, rtol=0.1, atol=0)

@@ -10,7 +10,7 @@ import re
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from io import BufferedReader, BytesIO
 from typing import Any, Literal, TypeVar
@@ -41,6 +41,7 @@ from uno.limits import (
     MAX_IMAGE_PIXELS,
     MAX_PIXELS_PER_BYTE,
 )
+from uno.threads import start_pool
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 """What is decoded (first frame, first page); everything else, EPS above all, never
@@ -255,9 +256,12 @@ def prefetch_map(
 ) -> Generator[Result, None, None]:
     """``map(function, items)`` in threads, in order, at most ``depth`` results ahead
     of the consumer.
+
+    Each of the threads computes by one thread of torch: sixteen that resize images with
+    sixteen threads each would spend their time waiting for each other.
     """
     waiting: deque[Future[Result]] = deque()
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="uno-ahead")
+    pool = start_pool(threads, "uno-ahead")
     try:
         for item in items:
             waiting.append(pool.submit(function, item))

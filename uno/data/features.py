@@ -42,8 +42,8 @@ from uno.data.splits import Task
 from uno.encoder import code_of
 from uno.errors import ConfigError, StorageError
 from uno.runtime import BATCH_SIZE, Runtime
-from uno.runtime import threads as torch_threads
 from uno.text import plural
+from uno.threads import torch_threads
 
 VERSION = 4  # of what is computed and how it is stored
 SEED = 0  # of the views: not the run's, so that runs of all seeds share them

@@ -38,8 +38,8 @@ from uno.limits import MAX_STATE_BYTES
 from uno.model import features_of
 from uno.results.metrics import Counts, cluster_accuracy, confusion
 from uno.runs import ESTIMATE_FILE, run
-from uno.runtime import threads
 from uno.text import plural
+from uno.threads import torch_threads
 from uno.train import LocalWorker
 
 FINGERPRINT_ROWS = 1024
@@ -377,7 +377,7 @@ def pretrain_split(
     )
     if storage.exists(FEATURES):
         return Features(**safetensors.numpy.load(storage.read(FEATURES)))
-    with threads(config.compute.threads or 1):
+    with torch_threads(config.compute.threads or 1):
         frozen = config.model.finetune == "none"
         if not frozen:
             own = torch.isin(train.labels, pretrain)
@@ -459,7 +459,7 @@ def score_clusters(
         points = F.normalize(points[:, :num_directions], dim=1)
     more_anchors = split.pretrain if config.data.setting == "gcd" else ()
     num_clusters, results = k + len(split.probe) + len(more_anchors), []
-    with threads(config.compute.threads or 1):
+    with torch_threads(config.compute.threads or 1):
         for role, anchors in enumerate(anchor_choices(split, settings, config.seed)):
             validation = [c for c in split.probe if c not in anchors]
             fixed = torch.tensor(

@@ -31,11 +31,11 @@ from uno.results.classes import OutputClass, called
 from uno.results.infer import NUMBERS, Classifier, load_classifier, score_rows
 from uno.results.trust import verdict
 from uno.runs import CONFIG_FILE, REPORT_FILE, directory
-from uno.runtime import threads
 from uno.session.console import suppress_output
 from uno.session.place import Place
 from uno.session.settings import completed, from_keywords
 from uno.text import plural
+from uno.threads import torch_threads
 
 PROCESS = os.getpid()  # that imported this
 STRICT = "train/novel/task_agnostic_strict/acc/best"
@@ -444,7 +444,11 @@ def discover_at(
         torch.get_num_threads(),
     )
     try:  # the caller's own work goes on with as many threads as before
-        with threads(now), suppress_output(quiet), _own_torch(torch.device("cpu")):
+        with (
+            torch_threads(now),
+            suppress_output(quiet),
+            _own_torch(torch.device("cpu")),
+        ):
             job.discover(config, given, overwrite, elsewhere=elsewhere)
     except Exception as error:
         if (meant := as_user_error(error)) is None:

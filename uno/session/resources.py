@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from uno import runtime
 from uno.allocator import kept_memory
 from uno.config import OWN_ENCODERS, VECTORS, Config, flatten, override, to_dict
 from uno.cpus import available_cpus
@@ -33,6 +32,7 @@ from uno.runs.checkpoint import checkpoint_steps
 from uno.runs.hardware import local_device, num_threads
 from uno.steps import labeled_loss
 from uno.text import plural
+from uno.threads import torch_threads
 
 GB = 1e9
 SHARE = 0.6  # of free memory; the rest is for the model, its activations and the system
@@ -519,7 +519,7 @@ def crop_rate(config: Config, task: Task) -> float:
     def crop(num: int) -> None:
         cropper.crop(np.zeros(num, np.int64), np.arange(num), images[:num])
 
-    with runtime.threads(1):
+    with torch_threads(1):
         return len(images) / _timed(crop, 1, len(images))
 
 
@@ -572,7 +572,7 @@ def _shard_row(job: features.FeatureJob, encoder: nn.Module, threads: int) -> fl
     def compute(num: int) -> None:
         compute_shard(job.config, encoder, 0, images[:num], in_training[:num])
 
-    with runtime.threads(1):
+    with torch_threads(1):
         spent = _timed(compute, 1, num_rows) / num_rows
     return spent / (threads if next(encoder.parameters()).device.type == "cpu" else 1)
 

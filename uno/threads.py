@@ -1,0 +1,42 @@
+"""Threads for tensors, and pools whose threads do not get in each other's way."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def torch_threads(number: int) -> Iterator[None]:
+    """Let torch use ``number`` threads inside the ``with``, and then as many as before.
+
+    Threads that begin inside the ``with`` have the same number.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def start_pool(num_threads: int, name: str) -> ThreadPoolExecutor:
+    """Start a pool whose threads compute by one thread of torch each.
+
+    ``torch.set_num_threads`` also decides for all threads that begin later, and a
+    thread takes that number at its first use of torch. So all threads of the pool
+    begin here, and the calling thread sets the number back.
+    """
+    pool = ThreadPoolExecutor(num_threads, name)
+    started = threading.Barrier(num_threads)
+
+    def begin(_: int) -> None:
+        torch.set_num_threads(1)
+        assert torch.get_num_threads() == 1  # the first use
+        started.wait()
+
+    with torch_threads(1):
+        list(pool.map(begin, range(num_threads)))
+    return pool
