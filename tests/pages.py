@@ -15,10 +15,6 @@ PAGES = [
     "README.md",
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
 ]
-RECORD = re.compile(
-    r"\[([^]]*)\]\((?:[^)]*/)?(?:accuracy|speed|robustness)\.md#([\w-]+)\)"
-)
-"""A link to measured rows: its text and the experiment."""
 
 
 @cache
