@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import docs, pictures
 from pipelines import cli
 from tests.pages import REPOSITORY
+from tools import docs, pictures
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
@@ -19,11 +19,11 @@ NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 
 def test_the_reference_is_that_of_the_code():
     """Kills: a flag, field, limit or docstring that changed after
-    `python -m benchmarks.docs`.
+    `python -m tools.docs`.
     """
     for name, text in docs.pages().items():
         assert (docs.FOLDER / name).read_text() == text, (
-            f"run python -m benchmarks.docs: {name} is stale"
+            f"run python -m tools.docs: {name} is stale"
         )
 
 
@@ -92,7 +92,7 @@ def test_pictures_are_those_of_the_script():
     """
     for name, picture in pictures.DRAWN.items():
         assert (pictures.FOLDER / name).read_text() == picture(), (
-            f"run python -m benchmarks.pictures: {name}"
+            f"run python -m tools.pictures: {name}"
         )
     console = (pictures.FOLDER / "terminal.svg").read_text()
     text = pictures.console_text(console)

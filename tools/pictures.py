@@ -1,6 +1,6 @@
 """The pictures of docs/images: three drawn, and what the demo prints and reports.
 
-python -m benchmarks.pictures [RUN]   (RUN: where the demo writes; report.png needs
+python -m tools.pictures [RUN]   (RUN: where the demo writes; report.png needs
 Chromium)
 """
 

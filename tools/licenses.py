@@ -1,6 +1,6 @@
 """The licenses of the tested packages, as the metadata of each package states them.
 
-python -m benchmarks.licenses > docs/LICENSES.md
+python -m tools.licenses > docs/LICENSES.md
 """
 
 import re
@@ -70,7 +70,7 @@ def main() -> None:
         " Apache-2.0.\n"
     )
     print(
-        "Written by `python -m benchmarks.licenses`.\n\n| package | license |"
+        "Written by `python -m tools.licenses`.\n\n| package | license |"
         " |\n|---|---|---|"
     )
     for name, package in installed().items():

@@ -1,7 +1,7 @@
 """docs/reference from the code: commands, configuration, methods, limits and the Python
 interface as pages.
 
-python -m benchmarks.docs
+python -m tools.docs
 """
 
 import inspect
@@ -109,7 +109,7 @@ def page(name: str, *parts: str) -> str:
     these parts.
     """
     title, text = INTRODUCTIONS[name]
-    text = f"{text} Written by `python -m benchmarks.docs`."
+    text = f"{text} Written by `python -m tools.docs`."
     return "\n\n".join([f"# {title}", text.strip(), *filter(None, parts)]) + "\n"
 
 
