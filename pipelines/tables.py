@@ -1,6 +1,7 @@
-"""``uno reproduce TABLE``: the paper's tables and figures, run, measured and set beside
-its numbers. A cell is a run in ``OUTPUT/cells``, pretrainings in ``OUTPUT/pretrain``
-are shared; finished ones never repeated.
+"""``uno reproduce TABLE``: run what is missing of a table, and write it.
+
+A cell is a run in ``OUTPUT/cells``. Cells share the pretrainings in
+``OUTPUT/pretrain``. Finished runs are never repeated.
 """
 
 import os
@@ -21,7 +22,6 @@ from pipelines.cells import (
     CellProcess,
     RayProcess,
     Start,
-    note,
     read_attempts,
     run_jobs,
     start_local,
@@ -46,7 +46,7 @@ from uno.data.splits import make_task
 from uno.encoder import changed_code, code_of
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
 from uno.presets import is_custom_data
-from uno.reproduce import cell_store, documents, effects
+from uno.reproduce import documents, summary
 from uno.reproduce.experiments import (
     DATA_OPTIONS,
     REFERENCE,
@@ -57,8 +57,7 @@ from uno.reproduce.experiments import (
     cells,
     with_own_data,
 )
-from uno.reproduce.figures import draw
-from uno.runs import ENVIRONMENT_FILE, lock
+from uno.runs import ENVIRONMENT_FILE, NUMERICS, lock
 from uno.runs.directory import read_config_tree
 from uno.runs.hardware import local_device
 from uno.session.console import print_line
@@ -70,8 +69,16 @@ from uno.weights import is_file
 
 
 class Request(NamedTuple):
-    """``changes`` of all cells by dotted key, ``refused`` ones and why; ``command``
-    without where.
+    """What a command line asks for.
+
+    Attributes:
+        args: Its own options, as ``--seeds``.
+        table: The table with the rows and data sets that were asked for.
+        cells: All runs of the table.
+        refused: Reasons by name of the rows that are left out.
+        output: The directory of all runs.
+        changes: Settings that hold for all cells, by dotted key.
+        command: The command without its ``--output`` and ``--parallel``.
     """
 
     args: SimpleNamespace
@@ -84,9 +91,7 @@ class Request(NamedTuple):
 
     @property
     def lacking(self) -> list[Benchmark]:
-        """Data sets whose directory the command line does not have: only
-        ``--dry-run`` can do without.
-        """
+        """The data sets whose directory was not given, which ``--dry-run`` allows."""
         options = {
             name
             for name in DATA_OPTIONS
@@ -110,32 +115,13 @@ class Request(NamedTuple):
 
 
 def main(options: Options, argv: Sequence[str]) -> int:
-    """Run what is missing of a table and write it."""
+    """Run what is missing of a table, and write it."""
     request = read_request(options, argv)
-    record = request.args.record
-    if record is not None and not request.args.dry_run:
-        _take_from_record(request)
     jobs = plan(request)
     if request.args.dry_run:
-        have = (
-            {cell.name for cell in cell_store.stored(Storage(record), request.cells)}
-            if record
-            else set()
-        )
-        missing = [job for job in jobs if job.name not in have]
-        needed = {job.needs for job in missing}
-        _describe(request, [job for job in missing if job.needs or job.name in needed])
+        _describe(request, jobs)
         return 0
-    try:
-        run_missing(request, jobs)
-    finally:  # of a command that is stopped, too
-        # maps need the runs themselves
-        if record is not None and not request.table.maps:
-            seconds = {
-                name: past.seconds
-                for name, past in read_attempts(request.output).items()
-            }
-            cell_store.write(Storage(record), request.cells, request.output, seconds)
+    run_missing(request, jobs)
     with lock.lock_run(Storage(str(request.output)), on_wait=print_line) as claim:
         for name in leftovers(claim.storage):
             # a configuration's; what is in a run is its own affair
@@ -146,8 +132,10 @@ def main(options: Options, argv: Sequence[str]) -> int:
 
 
 def read_request(options: Options, argv: Sequence[str]) -> Request:
-    """The request of the command line ``argv``. ConfigError: a mistake in it, or
-    data that is missing.
+    """Return what the command line ``argv`` asks for.
+
+    Raises:
+        ConfigError: The command line has a mistake, or data is missing.
     """
     own, given = options.args, options.overrides
     on_own = is_custom_data(given) and {"data.source", "data.labeled"} & given.keys()
@@ -194,7 +182,7 @@ def read_request(options: Options, argv: Sequence[str]) -> Request:
     changes = ({} if full else {"compute.threads": 1}) | changes
     todo, refused = cells(table, own.seeds or table.seeds, directories, changes)
     # each has one value
-    words, left_out = ["uno", "reproduce"], ("--output", "--record", "--parallel")
+    words, left_out = ["uno", "reproduce"], ("--output", "--parallel")
     for before, word in zip(["", *argv], argv, strict=False):
         if before not in left_out and word.partition("=")[0] not in left_out:
             words.append(word)
@@ -290,23 +278,6 @@ def _select(
     return table.model_copy(update={"benchmarks": tuple(sets), "rows": kept_rows})
 
 
-def _take_from_record(request: Request) -> None:
-    """The cells that the record has and the output lacks."""
-    before, taken = read_attempts(request.output), 0
-    with lock.lock_run(Storage(str(request.output)), on_wait=print_line) as claim:
-        record = Storage(request.args.record)
-        for name, seconds in dict(
-            cell_store.restore(record, request.cells, request.output)
-        ).items():
-            if name not in before:
-                note(claim.storage, name, Attempts(seconds))
-            taken += name.startswith("cells/")
-    if taken:
-        print_line(
-            f"{plural(taken, 'cell')} read from the record {request.args.record}"
-        )
-
-
 def plan(request: Request) -> list[CellProcess]:
     """All jobs without a result, after what they start from: a pretraining, or the
     features of a frozen encoder, which the cache may have. ConfigError: bad data, a
@@ -330,6 +301,8 @@ def plan(request: Request) -> list[CellProcess]:
             if frozen
             else override(cell.config, {"model.weights": str(shared)})
         )
+        for directory in (run, shared):
+            _check_numerics(directory)
         _check_stored(run, config, code[config.model.encoder])
         diverged = attempts.get(cell.name, Attempts()).code == NumericsError.exit_code
         if diverged or (run / "metrics.json").exists():
@@ -373,8 +346,10 @@ def _check_data(configs: Sequence[Config]) -> None:
 
 
 def _check_stored(run: Path, config: Config, code: dict[str, str] | None) -> None:
-    """Raise ConfigError where a directory holds a cell of other settings, or its
-    encoder other ``code``.
+    """Check that the run in a directory is the one that this command would make.
+
+    Raises:
+        ConfigError: The run has other settings, or its encoder has other code.
     """
     if (run / "config.yaml").exists():
         facts = find_mapping(Storage(str(run)), ENVIRONMENT_FILE) or {}
@@ -392,6 +367,17 @@ def _check_stored(run: Path, config: Config, code: dict[str, str] | None) -> Non
             key for key in differing_keys(to_dict(stored), config) if key not in free
         ]:
             raise other_settings(str(run), "a cell", keys, "use another --output")
+
+
+def _check_numerics(run: Path) -> None:
+    """Raise ConfigError if a run was made before a change that alters results."""
+    facts = find_mapping(Storage(str(run)), ENVIRONMENT_FILE) or {}
+    numerics = facts.get("numerics", NUMERICS)
+    if numerics != NUMERICS:
+        raise ConfigError(
+            f"{run} was made with numerics {numerics}, and this version has {NUMERICS}:"
+            " its results may differ; use another --output"
+        )
 
 
 def _as_begun(run: Path, config: Config) -> Config:
@@ -534,11 +520,14 @@ def _default_parallel(compute: ComputeConfig) -> int:
 
 
 def write_tables(request: Request) -> None:
-    """Write and show the tables and, if asked for, the record; then raise if cells
-    failed or are missing.
+    """Write the table, and print it.
+
+    Raises:
+        UnoError: Cells failed; the kind is that of the first one.
+        Interrupted: Cells are missing.
     """
     attempts = read_attempts(request.output)
-    found = effects.read(
+    results = summary.read(
         request.table,
         request.cells,
         request.output,
@@ -551,22 +540,17 @@ def write_tables(request: Request) -> None:
         {name: past.reason for name, past in attempts.items() if past.failed},
         request.refused,
     )
-    maps = draw(request.cells, request.output, print_line) if request.table.maps else []
-    documents.write(Storage(str(request.output)), found, request.command, maps)
-    if request.args.record is not None and not request.args.record.endswith(
-        ".jsonl.gz"
-    ):
-        documents.write(
-            Storage(request.args.record), found, request.command, maps, record=True
-        )
-    files = ", ".join(f"{request.table.name}.{kind}" for kind in ("md", "json", "html"))
-    print_line(f"\n{documents.markdown(found)}\n\ntables in {request.output}: {files}")
-    if found.failures:
-        name, reason = next(iter(found.failures.items()))
+    documents.write(Storage(str(request.output)), results, request.command)
+    files = f"{request.table.name}.md, {request.table.name}.json"
+    print_line(
+        f"\n{documents.markdown(results)}\n\ntables in {request.output}: {files}"
+    )
+    if results.failures:
+        name, reason = next(iter(results.failures.items()))
         kind = {2: ConfigError, 3: NumericsError}.get(attempts[name].code, StorageError)
         raise kind(
-            f"{len(found.failures)} of {len(request.cells)} cells failed, {name} first:"
-            f" {reason}"
+            f"{len(results.failures)} of {len(request.cells)} cells failed, {name}"
+            f" first: {reason}"
         )
-    if found.missing:
-        raise Interrupted(f"{plural(len(found.missing), 'cell')} without a result")
+    if results.missing:
+        raise Interrupted(f"{plural(len(results.missing), 'cell')} without a result")
