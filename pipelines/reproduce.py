@@ -15,9 +15,7 @@ RUNNER = Literal["auto", "processes", "ray"]
 
 
 def _contents(name: str) -> str:
-    """The keys that ``--datasets`` and ``--rows`` choose from, as a paragraph of the
-    help.
-    """
+    """Return the data sets and rows of a table as a paragraph of the help."""
     small, full = (build(name, scale) for scale in ("small", "full"))
     sets, large = (
         ", ".join(benchmark.key for benchmark in table.benchmarks)

@@ -196,8 +196,12 @@ OWN_DATA = ("preset", "data.source", "data.labeled", "data.unlabeled")
 
 
 def _on_own_data(table: Table, options: Options) -> Table:
-    """``table`` on the command line's own data, which is read. ConfigError: nobody
-    can count there.
+    """Return a table on the data that the command line names.
+
+    The data is read, and its settings are decided here once for all cells.
+
+    Raises:
+        ConfigError: No unlabeled image has a true class to count with.
     """
     config = override(options.config, {"output": None})
     found, lines, task = resolve(config, options.overrides, True, nodes.free_memory)
@@ -229,8 +233,10 @@ def _on_own_data(table: Table, options: Options) -> Table:
 
 
 def _shared_features(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Full paths of a frozen encoder's weights and of the cache, which hold in every
-    process.
+    """Return settings with which all cells read one cache of features.
+
+    The paths of the encoder's weights and of the cache are full paths, because cells
+    can run in other directories.
     """
     source = given.get("model.weights")
     if not is_file(source):
@@ -245,7 +251,15 @@ def _shared_features(given: Mapping[str, Any]) -> dict[str, Any]:
 def _select(
     table: Table, own: SimpleNamespace, directories: Mapping[str, str]
 ) -> Table:
-    """The data sets and rows that were asked for and are there."""
+    """Keep the data sets and rows that were asked for.
+
+    The reference row stays, and so do the rows that a chosen row reads or is compared
+    to. Without ``--datasets`` the small scale leaves out data whose directory is not
+    given.
+
+    Raises:
+        ConfigError: A name is unknown, or a directory is missing.
+    """
     benchmarks = {benchmark.key: benchmark for benchmark in table.benchmarks}
     rows = {row.key: row for row in table.rows}
     chosen = {"datasets": list(benchmarks), "rows": list(rows)}
@@ -279,9 +293,13 @@ def _select(
 
 
 def plan(request: Request) -> list[CellProcess]:
-    """All jobs without a result, after what they start from: a pretraining, or the
-    features of a frozen encoder, which the cache may have. ConfigError: bad data, a
-    cell of other settings.
+    """Return the jobs of all cells without a result, in an order that can be run.
+
+    Each cell follows what it starts from: a pretraining, or a job that puts the
+    features of a frozen encoder into the cache. Diverged cells are not tried again.
+
+    Raises:
+        ConfigError: The data has a mistake, or a directory holds another cell.
     """
     lacking = {benchmark.key for benchmark in request.lacking}
     _check_data(
@@ -333,7 +351,11 @@ def plan(request: Request) -> list[CellProcess]:
 
 
 def _check_data(configs: Sequence[Config]) -> None:
-    """The preflight checks of a run, once for each data set and its classes."""
+    """Run the preflight checks once for each data set and its classes.
+
+    Raises:
+        ConfigError: A check found an error.
+    """
     for config in {
         (c.data, c.train.batch_size, c.augment): c for c in configs
     }.values():
@@ -381,8 +403,10 @@ def _check_numerics(run: Path) -> None:
 
 
 def _as_begun(run: Path, config: Config) -> Config:
-    """``config`` with the settings of discovery that an unfinished shared pretraining
-    has: those of the cell that was first when it was begun.
+    """Return ``config`` with settings of discovery from an unfinished pretraining.
+
+    Cells of several methods share a pretraining. The run keeps the settings of the cell
+    that was first when it was begun, and it resumes only with these.
     """
     if not (run / "config.yaml").exists():
         return config
@@ -397,7 +421,7 @@ def _as_begun(run: Path, config: Config) -> Config:
 
 
 def _describe(request: Request, jobs: Sequence[CellProcess]) -> None:
-    """The cells that are missing, and their cost where a cell's is known."""
+    """Print the cells without a result, and their cost if it has been measured."""
     todo, num_cells = {job.name for job in jobs}, len(request.cells)
     minutes = [cell.benchmark.minutes for cell in request.cells if cell.name in todo]
     counts = (
@@ -436,8 +460,10 @@ def _describe(request: Request, jobs: Sequence[CellProcess]) -> None:
 
 
 def run_missing(request: Request, jobs: Sequence[CellProcess]) -> None:
-    """Run ``jobs``, one console line for each that ends. Interrupted: by a signal,
-    with all saved.
+    """Run jobs, and print one line for each that ends.
+
+    Raises:
+        Interrupted: The process got a signal. All jobs have saved and ended.
     """
     if not jobs:
         print_line(f"{request.output}: every cell has a result; nothing is run again")
@@ -471,8 +497,10 @@ def run_missing(request: Request, jobs: Sequence[CellProcess]) -> None:
 
 @contextmanager
 def _runner(request: Request) -> Iterator[tuple[Start, int]]:
-    """Yield what starts a cell, as a process here or in a task of Ray, and how many
-    fit at a time.
+    """Choose between processes on this machine and tasks of Ray.
+
+    Yields:
+        A function that starts a process, and how many of them run at a time.
     """
     compute, parallel = request.compute, request.args.parallel
     several = ray_env.cluster_address() is not None or (
@@ -496,8 +524,17 @@ def _runner(request: Request) -> Iterator[tuple[Start, int]]:
 def cells_at_once(
     config: Config, cluster: dict[str, float]
 ) -> tuple[int, dict[str, float]]:
-    """Cells that the cluster holds, and what each takes (``num_cpus``,
-    ``num_gpus``); ConfigError: none.
+    """Compute how many cells a cluster holds at a time.
+
+    Args:
+        config: The configuration that the cells' settings of ``compute`` come from.
+        cluster: The resources of the cluster, as Ray counts them.
+
+    Returns:
+        The number of cells, and the resources of each (``num_cpus``, ``num_gpus``).
+
+    Raises:
+        ConfigError: The cluster has no room for a cell.
     """
     share = config.compute.gpus_per_worker if ray_env.use_gpu(config, cluster) else 0.0
     name, has = (
@@ -510,7 +547,7 @@ def cells_at_once(
 
 
 def _default_parallel(compute: ComputeConfig) -> int:
-    """Cells at a time on this machine."""
+    """Return how many cells run at a time on this machine unless the user says so."""
     if compute.num_workers:
         return 1  # a cell is many processes
     if torch.cuda.is_available() and compute.device != "cpu":

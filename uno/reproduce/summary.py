@@ -1,6 +1,4 @@
-"""Finished runs as the lines of a table: means over seeds, and differences of rows
-that are paired by seed.
-"""
+"""Summarize finished runs: means over seeds, and differences paired by seed."""
 
 import itertools
 import statistics

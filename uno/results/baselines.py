@@ -1,6 +1,4 @@
-"""Clusterings of the features that discovery starts from, as baselines of a run: what
-the representation alone gives away.
-"""
+"""Baselines of a run: clusterings of the features that discovery starts from."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -45,8 +43,11 @@ class Rows(NamedTuple):
 
 
 class Baseline(NamedTuple):
-    """A clustering that one rank computes, and the metrics that all ranks compute of
-    its clusters.
+    """A clustering of rows, and its metrics.
+
+    Attributes:
+        job: Computes the clusters (N,) on one rank.
+        score: Computes metrics from the clusters, on all ranks.
     """
 
     job: Job
@@ -73,8 +74,11 @@ def start_model(
 
 
 def _enough(config: Config, train: TrainData, rows: EvalData) -> tuple[bool, bool]:
-    """Tell whether as many novel rows as novel clusters have true classes, and whether
-    a GCD run has as many unlabeled rows as clusters.
+    """Tell whether there are enough rows for the novel and the GCD baselines.
+
+    Returns:
+        Whether at least as many novel rows as novel clusters have true classes, and
+        whether a GCD run has at least as many unlabeled rows as clusters.
     """
     mixed = (
         config.data.setting == "gcd"
