@@ -10,8 +10,10 @@ PROJECT, EXTRAS = "uno-discovery", ("ray", "dev")
 
 
 def license_of(package: Distribution) -> str:
-    """The metadata's expression, else its classifiers, else the first line of its
-    text.
+    """Return the license that a package states.
+
+    It is the license expression of the metadata, else its classifiers, else the first
+    line of its license text.
     """
     facts = package.metadata
     names = [
@@ -32,8 +34,14 @@ def license_of(package: Distribution) -> str:
 def needs(
     package: Distribution, extras: tuple[str, ...] = ()
 ) -> dict[str, tuple[str, ...]]:
-    """Names that a package needs, with the extras it asks of each; of markers only
-    ``extras`` count.
+    """Return the names of the packages that a package needs.
+
+    Args:
+        package: The package.
+        extras: Its extras whose needs count; other markers are ignored.
+
+    Returns:
+        The extras that it asks of each package, by name.
     """
     found = {}
     for line in package.requires or ():

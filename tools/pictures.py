@@ -91,9 +91,7 @@ def arrow(*points: float) -> str:
 
 
 def pipeline() -> str:
-    """Pretraining, then two views, heads, Sinkhorn and the unified objective (paper,
-    Fig. 2).
-    """
+    """Draw pretraining, views, heads, Sinkhorn and the objective (paper, Fig. 2)."""
     return svg(
         1040,
         452,
@@ -321,9 +319,7 @@ MONO = "ui-monospace, 'DejaVu Sans Mono', Menlo, monospace"
 
 
 def shortened(text: str, most: int = 3) -> str:
-    """Of a console: the progress in ``most`` lines of a phase, and nothing below the
-    protocols' accuracy.
-    """
+    """Shorten a console: ``most`` lines for each phase, no line after the protocols."""
     found: list[str] = []
     for line in text.split("\nChance")[0].splitlines():
         phase = re.match(r"\w+(?=  epoch |  step )", line)
