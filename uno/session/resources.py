@@ -223,7 +223,7 @@ def peak_bytes(
 
 
 def _program_bytes(config: Config, num_rows: int, cpus: int | None = None) -> int:
-    """As they were measured on CPUs (x86, Python 3.11, torch 2.15
+    """As ``benchmarks.memory`` measured them on CPUs (x86, Python 3.11, torch 2.15
     built for CUDA 13, Ray 2.60; not on GPUs): Ray's decode first and go, then there are
     workers.
     """
