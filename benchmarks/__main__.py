@@ -1,5 +1,6 @@
-"""``make bench``: the benchmarks that fit two CPU cores in 10 minutes, one JSON row
-each.
+"""Run the benchmarks that fit two CPU cores in ten minutes (``make bench``).
+
+Each of them prints one row of JSON.
 """
 
 import subprocess
@@ -11,8 +12,6 @@ COMMANDS = (
     "benchmarks.step --preset cifar10 --batch 64 --repeats 3",
     "benchmarks.step --preset cifar10 --batch 64 --repeats 3 --bf16",
     "benchmarks.step --preset digits --batch 128 --repeats 9",
-    "benchmarks.growth --curves batch clusters rows --repeats 3",
-    "benchmarks.workers",
 )
 
 for command in COMMANDS:

@@ -1,5 +1,4 @@
-"""How many images a second do we augment, next to torchvision on PIL images and on
-tensors, one at a time?
+"""Measure images/s of augmentation, and of torchvision one image at a time.
 
     python -m benchmarks.augment --batch 512 --repeats 5
 
@@ -39,9 +38,7 @@ class RandomThreshold(torch.nn.Module):
 def torchvision_view(
     config: ViewConfig, library: Any, finish: list[Any]
 ) -> Callable[[Any], Tensor]:
-    """The recipe of a view from the classes of ``torchvision.transforms`` or its
-    ``v2``.
-    """
+    """Build the recipe of a view from ``torchvision.transforms`` or its ``v2``."""
     padded = library.RandomCrop(config.size, padding=config.crop_padding)
     resized = library.RandomResizedCrop(config.size, config.crop_scale)
     crops = {
@@ -67,11 +64,13 @@ def torchvision_view(
 def one_at_a_time(
     images: list[Any], views: list[Callable[[Any], Tensor]]
 ) -> list[Tensor]:
+    """Make every view of each image alone; return one batch for each view."""
     rows = [[view(image) for view in views] for image in images]
     return [torch.stack(column) for column in zip(*rows, strict=True)]
 
 
 def main() -> None:
+    """Run the command line, and print one row of JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--preset",

@@ -1,5 +1,4 @@
-"""How fast do images stream, next to a torchvision DataLoader, and what does Ray take
-for itself?
+"""Measure streamed images/s, of a torchvision DataLoader too, and the share of Ray.
 
     python -m benchmarks.ingest rate --views 2+2        # images/s, threads and DataLoader on the same cores
     python -m benchmarks.ingest ray --views 2+0         # the same through Ray Data, and Ray's share
@@ -108,6 +107,7 @@ class Pictures(torch.utils.data.Dataset):
 
 
 def config_of(options: argparse.Namespace) -> Config:
+    """Return the configuration of the views and the source that were asked for."""
     large, small = map(int, options.views.split("+"))
     sizes = SIZES[options.source]
     return override(
@@ -166,9 +166,7 @@ def drain(chunks: Iterator[Chunk], expected: int) -> None:
 
 
 def in_processes(pool: ProcessPoolExecutor, job: CropJob, expected: int) -> None:
-    """The pure function on the same cores: every process crops its chunks and throws
-    them away.
-    """
+    """Crop all chunks in processes without Ray, and throw them away."""
     chunks = list(chain.from_iterable(job.epochs(job.chunk_rows)))
     assert (
         sum(pool.map(partial(crop_chunk, job.cropper, job.images), chunks)) == expected
@@ -178,12 +176,14 @@ def in_processes(pool: ProcessPoolExecutor, job: CropJob, expected: int) -> None
 def crop_chunk(
     cropper: Cropper, images: Images, chunk: tuple[np.ndarray, np.ndarray, np.ndarray]
 ) -> int:
+    """Crop a chunk in a process of the pool; return its number of images."""
     torch.set_num_threads(1)
     steps, positions, rows = chunk
     return len(cropper.crop(steps, positions, images.read_images(rows))[0])
 
 
 def loader_of(config: Config, images: Images, rows: np.ndarray) -> Callable[[], None]:
+    """Return a function that reads an epoch of a DataLoader with Pillow."""
     # no random access to row groups
     data = Pictures(images.read_images(rows), np.arange(len(rows)), config)
     loader = torch.utils.data.DataLoader(
@@ -218,9 +218,7 @@ def rate(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def through_ray(options: argparse.Namespace) -> dict[str, Any]:
-    """Ray Data into a consumer that does nothing, next to the pure function and the
-    DataLoader.
-    """
+    """Compare Ray Data with processes without Ray and with a DataLoader."""
     from pipelines import ray_env
     from pipelines.ray_data import crop_on_ray, execution_limits
 
@@ -248,8 +246,9 @@ def through_ray(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def stream(options: argparse.Namespace) -> dict[str, Any]:
-    """Epochs through Ray Data into a consumer that does nothing, each time on a Ray of
-    its own, in turns with the packages of the checkout ``--code``.
+    """Measure epochs through Ray Data, in turns with the code of ``--code``.
+
+    The consumer does nothing, and each turn starts Ray anew.
     """
     if options.turn:
         return one_stream(options)
@@ -285,6 +284,7 @@ def stream(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def checkouts(options: argparse.Namespace) -> dict[str, Path]:
+    """Return this checkout and, if given, the one of ``--code``, by name."""
     return ({"before": Path(options.code)} if options.code else {}) | {
         "here": Path(__file__).parents[1]
     }
@@ -300,8 +300,11 @@ def run_in(code: Path, words: list[str], stdout: Any) -> str:
 
 
 def one_stream(options: argparse.Namespace) -> dict[str, Any]:
-    """Images/s from begin to end, seconds to the first image, images/s after a
-    quarter of the blocks.
+    """Measure one turn of :func:`stream`.
+
+    Returns:
+        Images/s from begin to end, seconds to the first image, and images/s after a
+        quarter of the blocks.
     """
     from pipelines import ray_env
     from pipelines.ray_data import crop_on_ray, execution_limits
@@ -332,6 +335,7 @@ def one_stream(options: argparse.Namespace) -> dict[str, Any]:
 def row(
     options: argparse.Namespace, seconds: dict[str, list[float]], count: int
 ) -> dict[str, Any]:
+    """Return medians, speedups and spreads as one row of JSON."""
     middle = medians(seconds)
     return {
         "question": (
@@ -364,9 +368,7 @@ def row(
 
 
 def memory(options: argparse.Namespace) -> dict[str, Any]:
-    """Peak memory of all processes and of the object store, for 1, 2, 4 times the
-    epochs and the rows.
-    """
+    """Measure peak memory for 1, 2 and 4 times the epochs and the rows."""
     from pipelines import ray_env
     from pipelines.ray_data import crop_on_ray, execution_limits
 
@@ -402,9 +404,7 @@ def memory(options: argparse.Namespace) -> dict[str, Any]:
 
 
 class Peak:
-    """The largest sum of memory over this process and all below it, every half
-    second.
-    """
+    """Sum the memory of this process and its children every half second; keep peaks."""
 
     def __init__(self) -> None:
         self.found: dict[str, float] = {}
@@ -442,6 +442,7 @@ class Peak:
 
 
 def spilled_mb() -> float:
+    """Return the megabytes that the object store has written to disk."""
     import ray
     from ray._private.internal_api import memory_summary
 
@@ -450,8 +451,7 @@ def spilled_mb() -> float:
 
 
 def resident(options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of an epoch of pretraining after the first: one Ray worker and no Ray, in
-    turns.
+    """Measure an epoch of pretraining, with one Ray worker and without Ray in turns.
 
     Pretraining has the shortest steps; discovery would add evaluations and a report at
     the end of every run.
@@ -478,9 +478,7 @@ def resident(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def train(options: argparse.Namespace) -> dict[str, Any]:
-    """Steps/s of epochs of streamed pretraining after the first, on one Ray worker, in
-    turns with the packages of the checkout ``--code``.
-    """
+    """Measure steps/s of streamed pretraining, in turns with the code of ``--code``."""
     words = ["--workers", "1", "--data.loading", "streaming"]
     epochs = seconds_of_epochs(
         options, {name: (code, words) for name, code in checkouts(options).items()}
@@ -507,9 +505,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
 def seconds_of_epochs(
     options: argparse.Namespace, cases: dict[str, tuple[Path, list[str]]]
 ) -> dict[str, list[float]]:
-    """Of pretraining on half the classes of CIFAR10-JPEG, by each case's checkout
-    and arguments in turns.
-    """
+    """Measure epochs of pretraining on half the classes of CIFAR10-JPEG in turns."""
     # of an epoch: half the classes are known
     images = options.rows // 2 // TRAIN_BATCH * TRAIN_BATCH
     found: dict[str, list[float]] = {name: [] for name in cases}
@@ -577,6 +573,7 @@ def everything(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> int:
+    """Run the command line, and print one row of JSON."""
     parts = {
         "rate": rate,
         "ray": through_ray,

@@ -58,26 +58,6 @@ def spread(seconds: Mapping[str, list[float]]) -> dict[str, float]:
     return result
 
 
-def over_seeds(
-    runs: list[dict[str, float]], reported: Mapping[str, str]
-) -> dict[str, dict[str, Any]]:
-    """Mean, standard deviation, minimum and raw values of the metrics that the runs
-    have, by their titles.
-    """
-    results = {}
-    for name, key in reported.items():
-        if values := [round(run[key], 4) for run in runs if key in run]:
-            spread = round(statistics.stdev(values), 4) if len(values) > 1 else None
-            mean = round(statistics.mean(values), 4)
-            results[name] = {
-                "mean": mean,
-                "sd": spread,
-                "min": min(values),
-                "values": values,
-            }
-    return results
-
-
 def environment(device: str = "cpu", runs: Iterable[Path] = ()) -> dict[str, Any]:
     """Hardware, versions, and the numerics of this code, or of the oldest of ``runs``,
     which may have been finished before.

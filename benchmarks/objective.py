@@ -33,9 +33,7 @@ PARTS = ("sinkhorn", "sinkhorn_and_loss", "heads", "all")
 
 # ------------------------------------------------------------------------------------ the straightforward way  # noqa: E501
 class LoopedHeads(nn.Module):
-    """A known head, and a network of its own for every cluster and overclustering
-    head.
-    """
+    """A known head, and a module for every cluster and overclustering head."""
 
     def __init__(self, config: Config, num_known: int, num_novel: int) -> None:
         super().__init__()
@@ -140,6 +138,7 @@ def looped_loss(
 
 # ------------------------------------------------------------------------------------------------ measuring  # noqa: E501
 def main() -> None:
+    """Run the command line, and print one row of JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--presets", nargs="+", default=["cifar10", "cifar100_20", "imagenet"]
@@ -165,6 +164,7 @@ def main() -> None:
 
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure all methods at the sizes of a preset."""
     methods = make_methods(name, options.batch, options.device)
     methods = {
         key: run for key, run in methods.items() if key.split()[1] in options.parts
@@ -201,8 +201,12 @@ def outputs(logits: Logits) -> tuple[Tensor, list[Tensor]]:
 def make_methods(
     name: str, batch_size: int, device: str
 ) -> dict[str, Callable[[], Any]]:
-    """ "ours PART" and "looped PART" for sinkhorn, sinkhorn_and_loss, heads and all;
-    checked to be equal.
+    """Return the parts of the objective, batched and with loops.
+
+    Returns:
+        Functions by name: ``ours PART`` and ``looped PART`` for the parts ``sinkhorn``,
+        ``sinkhorn_and_loss``, ``heads`` and ``all``. Their losses are checked to be
+        equal.
     """
     config = override(preset(name), {"train.batch_size": batch_size})
     objective, num_views = config.objective, config.augment.large.num_views

@@ -1,5 +1,4 @@
-"""How many images a second does ``uno predict`` classify, next to a plain PyTorch loop
-over a DataLoader?
+"""Measure images/s of ``uno predict``, and of a PyTorch loop over a DataLoader.
 
     python -m benchmarks.predict --rows 2000 --repeats 3
 

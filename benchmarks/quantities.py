@@ -1,11 +1,8 @@
-"""What benchmarks need besides seconds: limits of the device, operators, bytes,
-exponents, sizes of sets.
+"""What benchmarks need besides seconds: limits of the device, counts of operators, and
+sizes of data sets.
 """
 
-import itertools
-import math
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -114,37 +111,6 @@ def count_operators(function: Callable[[], Any], device: str = "cpu") -> int:
             for event in trace.events()
         )
     return sum(_works(event) for event in trace.events())
-
-
-def peak_bytes(function: Callable[[], Any], device: str = "cpu") -> int:
-    """Largest sum of tensor memory that one call of ``function`` holds beyond what
-    was there before it.
-    """
-    function()
-    if device.startswith("cuda"):
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        function()
-        return torch.cuda.max_memory_allocated() - before
-    with torch.profiler.profile(profile_memory=True) as trace:
-        function()
-    assert trace.profiler is not None
-    events = [
-        e for e in trace.profiler.kineto_results.events() if e.name() == "[memory]"
-    ]
-    sums = itertools.accumulate(
-        e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())
-    )
-    return max(sums, default=0)
-
-
-def exponents(sizes: Sequence[float], values: Sequence[float]) -> dict[str, float]:
-    """The p of ``value ~ size ** p``: fitted to all points, and between the two
-    largest.
-    """
-    x, y = ([math.log(v) for v in numbers] for numbers in (sizes, values))
-    slope = statistics.linear_regression(x, y).slope
-    return {"all": round(slope, 2), "top": round((y[-1] - y[-2]) / (x[-1] - x[-2]), 2)}
 
 
 def _works(event: Any) -> bool:

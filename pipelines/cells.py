@@ -1,6 +1,8 @@
-"""Runs as processes of their own, on this machine or in tasks of Ray, each after the
-one it starts from; the output's ``attempts.jsonl`` notes how each attempt ended, and
-after how many seconds.
+"""Run the cells of ``uno reproduce`` as processes, on this machine or in tasks of Ray.
+
+A cell waits for the pretraining or the features that it starts from. The file
+``attempts.jsonl`` of the output directory has a line for each attempt: how it ended,
+and after how many seconds.
 """
 
 import json
@@ -42,8 +44,13 @@ UNFINISHED = (
 
 
 class CellProcess(NamedTuple):
-    """A run: ``name`` is its directory, ``needs`` that of the one it starts from,
-    ``label`` is for people.
+    """A run that is a process of its own.
+
+    Attributes:
+        name: Its directory below the output.
+        config: Its configuration.
+        label: Its name for people.
+        needs: The directory of the run that it starts from, if any.
     """
 
     name: str
@@ -53,8 +60,12 @@ class CellProcess(NamedTuple):
 
 
 class Attempts(NamedTuple):
-    """A job in ``attempts.jsonl``: seconds of all attempts, exit code and reason of
-    the last.
+    """All attempts of a job in ``attempts.jsonl``.
+
+    Attributes:
+        seconds: Seconds of all attempts together.
+        code: Exit code of the last attempt.
+        reason: The last line that the last attempt wrote, if it failed.
     """
 
     seconds: float = 0.0
@@ -63,14 +74,12 @@ class Attempts(NamedTuple):
 
     @property
     def failed(self) -> bool:
-        """Return whether the last attempt ended with an error, rather than being
-        interrupted.
-        """
+        """Whether the last attempt ended with an error; an interruption is none."""
         return self.code != 0 and self.code not in UNFINISHED
 
 
 def read_attempts(output: Path) -> dict[str, Attempts]:
-    """Every job of ``output`` that was started, by name."""
+    """Return the attempts of every job that was started in ``output``, by name."""
     found: dict[str, Attempts] = {}
     for entry in read_journal(Storage(str(output)), ATTEMPTS):
         seconds = found.get(entry["job"], Attempts()).seconds + entry["seconds"]
@@ -79,7 +88,7 @@ def read_attempts(output: Path) -> dict[str, Attempts]:
 
 
 def start_local(command: list[str], log: Path) -> subprocess.Popen[bytes]:
-    """A process of this machine; it ends with the driver."""
+    """Start a process on this machine that ends with this one."""
     # a session of its own: Ctrl-C reaches the driver, which forwards it
     with log.open("ab") as file:
         return subprocess.Popen(
@@ -93,8 +102,13 @@ def start_local(command: list[str], log: Path) -> subprocess.Popen[bytes]:
 
 
 class RayProcess:
-    """A process on whatever node has free ``resources``, with the methods of a
-    ``Popen``.
+    """A process in a task of Ray, with the methods of a ``Popen``.
+
+    Args:
+        ray: The module ``ray``, connected to a cluster.
+        resources: The resources of the task (``num_cpus``, ``num_gpus``).
+        command: The command of the process.
+        log: The file to which its output is appended.
     """
 
     def __init__(
@@ -107,8 +121,9 @@ class RayProcess:
         )
 
     def poll(self) -> int | None:
-        """Exit code, None while it runs; one whose node is lost counts as
-        interrupted.
+        """Return the exit code, or None while the process runs.
+
+        A process on a node that is lost counts as interrupted.
         """
         if not self._ray.wait([self._code], timeout=0)[0]:
             return None
@@ -119,14 +134,15 @@ class RayProcess:
             return Interrupted.exit_code
 
     def terminate(self) -> None:
-        """Ask it to save and end, by a file in the shared output: an interrupt of
-        Ray's may get lost.
+        """Ask the process to save and end, by a file in the shared output directory.
+
+        Ray may lose an interrupt.
         """
         self._stop.touch()
 
 
 def _run(command: list[str], log: Path, stop: Path) -> int:
-    """The task: runs a command to its end, or until the file ``stop`` is there."""
+    """Run a command until it ends or the file ``stop`` exists; return its code."""
     process = start_local(command, log)
     while process.poll() is None:
         if stop.exists():
@@ -144,9 +160,15 @@ Start = Callable[[list[str], Path], Process]
 def run_jobs(
     jobs: Sequence[CellProcess], output: Path, start: Start, capacity: int
 ) -> Iterator[tuple[CellProcess, Attempts]]:
-    """Run all jobs in ``output``, ``capacity`` at a time; yields every one that ended,
-    with its attempt. One that needs a failed one fails with it. After SIGTERM or
-    SIGINT: Interrupted, with all saved and ended.
+    """Run all jobs in ``output``, ``capacity`` at a time.
+
+    A job that needs a failed one fails with it.
+
+    Yields:
+        Every job that ended, with its attempt.
+
+    Raises:
+        Interrupted: The process got SIGTERM or SIGINT. All jobs have saved and ended.
     """
     stopping, running = threading.Event(), list[tuple[CellProcess, Process, float]]()
     waiting, ahead = list(jobs), {job.name for job in jobs}
@@ -181,9 +203,7 @@ def run_jobs(
 
 
 def _command(output: Path, job: CellProcess) -> tuple[list[str], Path]:
-    """Write the configuration of a job; return the command that runs it, and its
-    log.
-    """
+    """Write the configuration of a job; return its command and its log file."""
     run = output / job.name
     Storage(str(run.parent)).write(f"{run.name}.yaml", dump_yaml(job.config).encode())
     command = [
@@ -200,7 +220,7 @@ def _command(output: Path, job: CellProcess) -> tuple[list[str], Path]:
 def _ended(
     output: Path, running: list[tuple[CellProcess, Process, float]]
 ) -> Iterator[tuple[CellProcess, Attempts]]:
-    """Take those that have ended out of ``running``, note and yield them."""
+    """Take jobs that have ended out of ``running``; note and yield their attempts."""
     for job, process, since in list(running):
         if (code := process.poll()) is not None:
             running.remove((job, process, since))
@@ -211,13 +231,13 @@ def _ended(
 
 
 def note(output: Storage, name: str, attempt: Attempts) -> None:
-    """A line of ``attempts.jsonl``."""
+    """Append an attempt to ``attempts.jsonl``."""
     entry = {"job": name, **attempt._asdict(), "seconds": round(attempt.seconds, 2)}
     output.append(ATTEMPTS, (json.dumps(entry) + "\n").encode())
 
 
 def last_line(log: Path) -> str:
-    """The last line a process wrote, without our prefix."""
+    """Return the last line of a log without the prefix of an error."""
     lines = (
         log.read_text("utf-8", errors="replace").strip().splitlines()
         if log.exists()
@@ -232,9 +252,7 @@ def last_line(log: Path) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """``python -m pipelines.cells pretrain|features|cells --config FILE --output DIR``:
-    one job.
-    """
+    """Run one job: ``pretrain|features|cells --config FILE --output DIR``."""
     threading.Thread(target=end_with_parent, daemon=True).start()
     kind, *rest = argv
     if kind == "features":
@@ -249,7 +267,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def end_with_parent() -> None:
-    """Save and end when the driver was killed: nobody would note the result."""
+    """Save and end if the driver was killed, because no process notes the result."""
     while os.environ.get(PARENT, "") in ("", str(os.getppid())):
         time.sleep(1.0)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -46,7 +46,7 @@ SENTENCES = {  # a command from elsewhere is listed by its name alone
     "estimate-classes": (
         "Estimate the number of novel classes among the unlabeled images."
     ),
-    "reproduce": "Reproduce a table or figure of the paper and compare the numbers.",
+    "reproduce": "Reproduce a table of the paper and compare the numbers.",
     "tune": "Search hyper-parameters with Ray Tune.",
     "export": "Export the model for other tools.",
     "doctor": "Check this machine, or a run directory and whether it can resume.",

@@ -1,5 +1,6 @@
-"""``uno reproduce`` as a command; :mod:`pipelines.tables` does it, and no line of
-options imports that.
+"""The command ``uno reproduce``: its options; :mod:`pipelines.tables` does the work.
+
+The two are apart so that ``--help`` does not import PyTorch.
 """
 
 from collections.abc import Sequence
@@ -14,9 +15,7 @@ RUNNER = Literal["auto", "processes", "ray"]
 
 
 def _contents(name: str) -> str:
-    """The keys that ``--datasets`` and ``--rows`` choose from, as a paragraph of the
-    help.
-    """
+    """Return the data sets and rows of a table as a paragraph of the help."""
     small, full = (build(name, scale) for scale in ("small", "full"))
     sets, large = (
         ", ".join(benchmark.key for benchmark in table.benchmarks)
@@ -36,7 +35,8 @@ REPRODUCE = Command(
             "small is for two CPU cores.", Literal["small", "full"], "small"
         ),
         "--seeds": Argument(
-            "Runs of each row; default: 3, tsne: 1.", PositiveInt | None
+            "Runs of each row; default: 3, extensions: 8, rotation: 5.",
+            PositiveInt | None,
         ),
         "--output": Argument(
             "Default: runs/reproduce-TABLE (-full); for Ray a shared one.", str | None
@@ -55,10 +55,6 @@ REPRODUCE = Command(
             "auto: Ray where RAY_ADDRESS is set or there are several GPUs.",
             RUNNER,
             "auto",
-        ),
-        "--record": Argument(
-            "Keep a record, whose cells do not run again: DIR or FILE.jsonl.gz.",
-            str | None,
         ),
         "--dry-run": switch("List the cells and their cost; the data may be missing."),
     },

@@ -1,6 +1,7 @@
-"""``uno reproduce TABLE``: the paper's tables and figures, run, measured and set beside
-its numbers. A cell is a run in ``OUTPUT/cells``, pretrainings in ``OUTPUT/pretrain``
-are shared; finished ones never repeated.
+"""``uno reproduce TABLE``: run what is missing of a table, and write it.
+
+A cell is a run in ``OUTPUT/cells``. Cells share the pretrainings in
+``OUTPUT/pretrain``. Finished runs are never repeated.
 """
 
 import os
@@ -21,7 +22,6 @@ from pipelines.cells import (
     CellProcess,
     RayProcess,
     Start,
-    note,
     read_attempts,
     run_jobs,
     start_local,
@@ -46,7 +46,7 @@ from uno.data.splits import make_task
 from uno.encoder import changed_code, code_of
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
 from uno.presets import is_custom_data
-from uno.reproduce import cell_store, documents, effects
+from uno.reproduce import documents, summary
 from uno.reproduce.experiments import (
     DATA_OPTIONS,
     REFERENCE,
@@ -57,8 +57,7 @@ from uno.reproduce.experiments import (
     cells,
     with_own_data,
 )
-from uno.reproduce.figures import draw
-from uno.runs import ENVIRONMENT_FILE, lock
+from uno.runs import ENVIRONMENT_FILE, NUMERICS, lock
 from uno.runs.directory import read_config_tree
 from uno.runs.hardware import local_device
 from uno.session.console import print_line
@@ -70,8 +69,16 @@ from uno.weights import is_file
 
 
 class Request(NamedTuple):
-    """``changes`` of all cells by dotted key, ``refused`` ones and why; ``command``
-    without where.
+    """What a command line asks for.
+
+    Attributes:
+        args: Its own options, as ``--seeds``.
+        table: The table with the rows and data sets that were asked for.
+        cells: All runs of the table.
+        refused: Reasons by name of the rows that are left out.
+        output: The directory of all runs.
+        changes: Settings that hold for all cells, by dotted key.
+        command: The command without its ``--output`` and ``--parallel``.
     """
 
     args: SimpleNamespace
@@ -84,9 +91,7 @@ class Request(NamedTuple):
 
     @property
     def lacking(self) -> list[Benchmark]:
-        """Data sets whose directory the command line does not have: only
-        ``--dry-run`` can do without.
-        """
+        """The data sets whose directory was not given, which ``--dry-run`` allows."""
         options = {
             name
             for name in DATA_OPTIONS
@@ -110,32 +115,13 @@ class Request(NamedTuple):
 
 
 def main(options: Options, argv: Sequence[str]) -> int:
-    """Run what is missing of a table and write it."""
+    """Run what is missing of a table, and write it."""
     request = read_request(options, argv)
-    record = request.args.record
-    if record is not None and not request.args.dry_run:
-        _take_from_record(request)
     jobs = plan(request)
     if request.args.dry_run:
-        have = (
-            {cell.name for cell in cell_store.stored(Storage(record), request.cells)}
-            if record
-            else set()
-        )
-        missing = [job for job in jobs if job.name not in have]
-        needed = {job.needs for job in missing}
-        _describe(request, [job for job in missing if job.needs or job.name in needed])
+        _describe(request, jobs)
         return 0
-    try:
-        run_missing(request, jobs)
-    finally:  # of a command that is stopped, too
-        # maps need the runs themselves
-        if record is not None and not request.table.maps:
-            seconds = {
-                name: past.seconds
-                for name, past in read_attempts(request.output).items()
-            }
-            cell_store.write(Storage(record), request.cells, request.output, seconds)
+    run_missing(request, jobs)
     with lock.lock_run(Storage(str(request.output)), on_wait=print_line) as claim:
         for name in leftovers(claim.storage):
             # a configuration's; what is in a run is its own affair
@@ -146,8 +132,10 @@ def main(options: Options, argv: Sequence[str]) -> int:
 
 
 def read_request(options: Options, argv: Sequence[str]) -> Request:
-    """The request of the command line ``argv``. ConfigError: a mistake in it, or
-    data that is missing.
+    """Return what the command line ``argv`` asks for.
+
+    Raises:
+        ConfigError: The command line has a mistake, or data is missing.
     """
     own, given = options.args, options.overrides
     on_own = is_custom_data(given) and {"data.source", "data.labeled"} & given.keys()
@@ -194,7 +182,7 @@ def read_request(options: Options, argv: Sequence[str]) -> Request:
     changes = ({} if full else {"compute.threads": 1}) | changes
     todo, refused = cells(table, own.seeds or table.seeds, directories, changes)
     # each has one value
-    words, left_out = ["uno", "reproduce"], ("--output", "--record", "--parallel")
+    words, left_out = ["uno", "reproduce"], ("--output", "--parallel")
     for before, word in zip(["", *argv], argv, strict=False):
         if before not in left_out and word.partition("=")[0] not in left_out:
             words.append(word)
@@ -208,8 +196,12 @@ OWN_DATA = ("preset", "data.source", "data.labeled", "data.unlabeled")
 
 
 def _on_own_data(table: Table, options: Options) -> Table:
-    """``table`` on the command line's own data, which is read. ConfigError: nobody
-    can count there.
+    """Return a table on the data that the command line names.
+
+    The data is read, and its settings are decided here once for all cells.
+
+    Raises:
+        ConfigError: No unlabeled image has a true class to count with.
     """
     config = override(options.config, {"output": None})
     found, lines, task = resolve(config, options.overrides, True, nodes.free_memory)
@@ -241,8 +233,10 @@ def _on_own_data(table: Table, options: Options) -> Table:
 
 
 def _shared_features(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Full paths of a frozen encoder's weights and of the cache, which hold in every
-    process.
+    """Return settings with which all cells read one cache of features.
+
+    The paths of the encoder's weights and of the cache are full paths, because cells
+    can run in other directories.
     """
     source = given.get("model.weights")
     if not is_file(source):
@@ -257,7 +251,15 @@ def _shared_features(given: Mapping[str, Any]) -> dict[str, Any]:
 def _select(
     table: Table, own: SimpleNamespace, directories: Mapping[str, str]
 ) -> Table:
-    """The data sets and rows that were asked for and are there."""
+    """Keep the data sets and rows that were asked for.
+
+    The reference row stays, and so do the rows that a chosen row reads or is compared
+    to. Without ``--datasets`` the small scale leaves out data whose directory is not
+    given.
+
+    Raises:
+        ConfigError: A name is unknown, or a directory is missing.
+    """
     benchmarks = {benchmark.key: benchmark for benchmark in table.benchmarks}
     rows = {row.key: row for row in table.rows}
     chosen = {"datasets": list(benchmarks), "rows": list(rows)}
@@ -290,27 +292,14 @@ def _select(
     return table.model_copy(update={"benchmarks": tuple(sets), "rows": kept_rows})
 
 
-def _take_from_record(request: Request) -> None:
-    """The cells that the record has and the output lacks."""
-    before, taken = read_attempts(request.output), 0
-    with lock.lock_run(Storage(str(request.output)), on_wait=print_line) as claim:
-        record = Storage(request.args.record)
-        for name, seconds in dict(
-            cell_store.restore(record, request.cells, request.output)
-        ).items():
-            if name not in before:
-                note(claim.storage, name, Attempts(seconds))
-            taken += name.startswith("cells/")
-    if taken:
-        print_line(
-            f"{plural(taken, 'cell')} read from the record {request.args.record}"
-        )
-
-
 def plan(request: Request) -> list[CellProcess]:
-    """All jobs without a result, after what they start from: a pretraining, or the
-    features of a frozen encoder, which the cache may have. ConfigError: bad data, a
-    cell of other settings.
+    """Return the jobs of all cells without a result, in an order that can be run.
+
+    Each cell follows what it starts from: a pretraining, or a job that puts the
+    features of a frozen encoder into the cache. Diverged cells are not tried again.
+
+    Raises:
+        ConfigError: The data has a mistake, or a directory holds another cell.
     """
     lacking = {benchmark.key for benchmark in request.lacking}
     _check_data(
@@ -330,6 +319,8 @@ def plan(request: Request) -> list[CellProcess]:
             if frozen
             else override(cell.config, {"model.weights": str(shared)})
         )
+        for directory in (run, shared):
+            _check_numerics(directory)
         _check_stored(run, config, code[config.model.encoder])
         diverged = attempts.get(cell.name, Attempts()).code == NumericsError.exit_code
         if diverged or (run / "metrics.json").exists():
@@ -360,7 +351,11 @@ def plan(request: Request) -> list[CellProcess]:
 
 
 def _check_data(configs: Sequence[Config]) -> None:
-    """The preflight checks of a run, once for each data set and its classes."""
+    """Run the preflight checks once for each data set and its classes.
+
+    Raises:
+        ConfigError: A check found an error.
+    """
     for config in {
         (c.data, c.train.batch_size, c.augment): c for c in configs
     }.values():
@@ -373,8 +368,10 @@ def _check_data(configs: Sequence[Config]) -> None:
 
 
 def _check_stored(run: Path, config: Config, code: dict[str, str] | None) -> None:
-    """Raise ConfigError where a directory holds a cell of other settings, or its
-    encoder other ``code``.
+    """Check that the run in a directory is the one that this command would make.
+
+    Raises:
+        ConfigError: The run has other settings, or its encoder has other code.
     """
     if (run / "config.yaml").exists():
         facts = find_mapping(Storage(str(run)), ENVIRONMENT_FILE) or {}
@@ -394,9 +391,22 @@ def _check_stored(run: Path, config: Config, code: dict[str, str] | None) -> Non
             raise other_settings(str(run), "a cell", keys, "use another --output")
 
 
+def _check_numerics(run: Path) -> None:
+    """Raise ConfigError if a run was made before a change that alters results."""
+    facts = find_mapping(Storage(str(run)), ENVIRONMENT_FILE) or {}
+    numerics = facts.get("numerics", NUMERICS)
+    if numerics != NUMERICS:
+        raise ConfigError(
+            f"{run} was made with numerics {numerics}, and this version has {NUMERICS}:"
+            " its results may differ; use another --output"
+        )
+
+
 def _as_begun(run: Path, config: Config) -> Config:
-    """``config`` with the settings of discovery that an unfinished shared pretraining
-    has: those of the cell that was first when it was begun.
+    """Return ``config`` with settings of discovery from an unfinished pretraining.
+
+    Cells of several methods share a pretraining. The run keeps the settings of the cell
+    that was first when it was begun, and it resumes only with these.
     """
     if not (run / "config.yaml").exists():
         return config
@@ -411,7 +421,7 @@ def _as_begun(run: Path, config: Config) -> Config:
 
 
 def _describe(request: Request, jobs: Sequence[CellProcess]) -> None:
-    """The cells that are missing, and their cost where a cell's is known."""
+    """Print the cells without a result, and their cost if it has been measured."""
     todo, num_cells = {job.name for job in jobs}, len(request.cells)
     minutes = [cell.benchmark.minutes for cell in request.cells if cell.name in todo]
     counts = (
@@ -450,8 +460,10 @@ def _describe(request: Request, jobs: Sequence[CellProcess]) -> None:
 
 
 def run_missing(request: Request, jobs: Sequence[CellProcess]) -> None:
-    """Run ``jobs``, one console line for each that ends. Interrupted: by a signal,
-    with all saved.
+    """Run jobs, and print one line for each that ends.
+
+    Raises:
+        Interrupted: The process got a signal. All jobs have saved and ended.
     """
     if not jobs:
         print_line(f"{request.output}: every cell has a result; nothing is run again")
@@ -485,8 +497,10 @@ def run_missing(request: Request, jobs: Sequence[CellProcess]) -> None:
 
 @contextmanager
 def _runner(request: Request) -> Iterator[tuple[Start, int]]:
-    """Yield what starts a cell, as a process here or in a task of Ray, and how many
-    fit at a time.
+    """Choose between processes on this machine and tasks of Ray.
+
+    Yields:
+        A function that starts a process, and how many of them run at a time.
     """
     compute, parallel = request.compute, request.args.parallel
     several = ray_env.cluster_address() is not None or (
@@ -510,8 +524,17 @@ def _runner(request: Request) -> Iterator[tuple[Start, int]]:
 def cells_at_once(
     config: Config, cluster: dict[str, float]
 ) -> tuple[int, dict[str, float]]:
-    """Cells that the cluster holds, and what each takes (``num_cpus``,
-    ``num_gpus``); ConfigError: none.
+    """Compute how many cells a cluster holds at a time.
+
+    Args:
+        config: The configuration that the cells' settings of ``compute`` come from.
+        cluster: The resources of the cluster, as Ray counts them.
+
+    Returns:
+        The number of cells, and the resources of each (``num_cpus``, ``num_gpus``).
+
+    Raises:
+        ConfigError: The cluster has no room for a cell.
     """
     share = config.compute.gpus_per_worker if ray_env.use_gpu(config, cluster) else 0.0
     name, has = (
@@ -524,7 +547,7 @@ def cells_at_once(
 
 
 def _default_parallel(compute: ComputeConfig) -> int:
-    """Cells at a time on this machine."""
+    """Return how many cells run at a time on this machine unless the user says so."""
     if compute.num_workers:
         return 1  # a cell is many processes
     if torch.cuda.is_available() and compute.device != "cpu":
@@ -534,11 +557,14 @@ def _default_parallel(compute: ComputeConfig) -> int:
 
 
 def write_tables(request: Request) -> None:
-    """Write and show the tables and, if asked for, the record; then raise if cells
-    failed or are missing.
+    """Write the table, and print it.
+
+    Raises:
+        UnoError: Cells failed; the kind is that of the first one.
+        Interrupted: Cells are missing.
     """
     attempts = read_attempts(request.output)
-    found = effects.read(
+    results = summary.read(
         request.table,
         request.cells,
         request.output,
@@ -551,22 +577,17 @@ def write_tables(request: Request) -> None:
         {name: past.reason for name, past in attempts.items() if past.failed},
         request.refused,
     )
-    maps = draw(request.cells, request.output, print_line) if request.table.maps else []
-    documents.write(Storage(str(request.output)), found, request.command, maps)
-    if request.args.record is not None and not request.args.record.endswith(
-        ".jsonl.gz"
-    ):
-        documents.write(
-            Storage(request.args.record), found, request.command, maps, record=True
-        )
-    files = ", ".join(f"{request.table.name}.{kind}" for kind in ("md", "json", "html"))
-    print_line(f"\n{documents.markdown(found)}\n\ntables in {request.output}: {files}")
-    if found.failures:
-        name, reason = next(iter(found.failures.items()))
+    documents.write(Storage(str(request.output)), results, request.command)
+    files = f"{request.table.name}.md, {request.table.name}.json"
+    print_line(
+        f"\n{documents.markdown(results)}\n\ntables in {request.output}: {files}"
+    )
+    if results.failures:
+        name, reason = next(iter(results.failures.items()))
         kind = {2: ConfigError, 3: NumericsError}.get(attempts[name].code, StorageError)
         raise kind(
-            f"{len(found.failures)} of {len(request.cells)} cells failed, {name} first:"
-            f" {reason}"
+            f"{len(results.failures)} of {len(request.cells)} cells failed, {name}"
+            f" first: {reason}"
         )
-    if found.missing:
-        raise Interrupted(f"{plural(len(found.missing), 'cell')} without a result")
+    if results.missing:
+        raise Interrupted(f"{plural(len(results.missing), 'cell')} without a result")

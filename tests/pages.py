@@ -2,23 +2,14 @@
 
 import re
 import shlex
-import tomllib
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-_urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("urls", {})
-REPOSITORY = _urls.get(
-    "Repository", "https://github.com/uno-discovery/uno-on-ray"
-).rstrip("/")
 PAGES = [
     "README.md",
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
 ]
-RECORD = re.compile(
-    r"\[([^]]*)\]\((?:[^)]*/)?(?:accuracy|speed|robustness)\.md#([\w-]+)\)"
-)
-"""A link to measured rows: its text and the experiment."""
 
 
 @cache

@@ -37,13 +37,13 @@ from unittest import mock
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from benchmarks.storage import BUCKET, CREDENTIALS, store
 from pipelines import cli
 from tests.pages import page
 from tests.pipelines.declared_gpus import SETUP, compute_on_the_cpu
 from tests.pipelines.raylets import DASHBOARD, Command, Raylets, head
 from tests.pipelines.small import RAY, ROOT, wait_for
 from tests.processes import running
+from tests.s3 import BUCKET, CREDENTIALS, store
 from tests.uno.data.builders import write_cifar, write_images
 from tests.uno.data.test_tar import write_shards
 from tests.uno.models import write_model

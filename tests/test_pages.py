@@ -24,7 +24,7 @@ from tests.shapes import draw, draw_photos
 from tests.uno.small_run import SMALL
 from tune.spaces import load_space
 from tune.sweep import TUNE
-from uno import errors, limits
+from uno import errors
 from uno.data.sources import SOURCES
 from uno.errors import ConfigError
 from uno.methods import METHODS
@@ -186,17 +186,6 @@ def test_the_space_of_a_search_is_one(tmp_path):
     assert {
         d.key for d in load_space(str(tmp_path / "space.yaml"), preset("cifar10"))
     } == yaml.safe_load(text).keys()
-
-
-def test_the_table_of_limits_is_the_code():
-    """Kills: a limit that is changed in one place, one that nobody is told of."""
-    rows = re.findall(
-        r"^\| `(\w+)` \| ([\d,]+) ", page("docs/reference/limits.md"), re.M
-    )
-    told = {name: int(value.replace(",", "")) for name, value in rows}
-    assert told == {
-        name: value for name, value in vars(limits).items() if name.startswith("MAX_")
-    }
 
 
 def test_promises_name_their_tests():

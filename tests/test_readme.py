@@ -1,17 +1,15 @@
 """The demo, the day after it and the Python example run as the pages say."""
 
 import json
-import re
 import shutil
 from functools import partial
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 import uno
 from pipelines import cli
-from tests.pages import PAGES, ROOT, blocks, commands, page
+from tests.pages import PAGES, blocks, commands, page
 from tests.uno.small_run import SMALL
 
 README = page("README.md")
@@ -58,34 +56,14 @@ def run_example() -> dict:
     return names
 
 
-def test_the_picture_is_small_and_says_nothing_else():
-    """Kills: megabytes in every clone, a picture with somebody's metadata."""
-    path = ROOT / re.search(r"!\[[^]]+\]\([^)]*?(docs/[^)]+)\)", README)[1]
-    with Image.open(path) as picture:
-        assert (
-            path.stat().st_size <= 300_000 and picture.width >= 900 and not picture.info
-        )
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_demo_as_a_newcomer_gets_it(tmp_path, capsys):
-    """Without Ray, which changes no number (test_ray). Kills: a line that the quick
-    start explains and the run does not print.
+def test_the_demo_as_a_newcomer_gets_it(tmp_path):
+    """Without Ray, which changes no number (test_ray). Kills: a demo that does not find
+    the digits.
     """
     here = ["--workers", "0", "--compute.threads", "1"]
     assert cli.main(["demo", *here, "--output", str(tmp_path / "run")]) == 0
-    printed, explained = (
-        capsys.readouterr(),
-        "\n".join(blocks(page("docs/start/quickstart.md"), "text")),
-    )
-    starts = re.findall(r"^  [\w-]+(?= agrees)|^[\w ]+:", explained, re.M)
-    assert starts
-    assert [
-        start
-        for start in starts
-        if not re.search(rf"^{start}", printed.out + printed.err, re.M)
-    ] == []
     results = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert results["train/novel/task_aware/acc/best"] > 0.96
     assert results["train/known/task_aware/acc/best"] > 0.99

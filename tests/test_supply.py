@@ -5,7 +5,7 @@ import tomllib
 from importlib.metadata import distribution
 from pathlib import Path
 
-from benchmarks.licenses import license_of, needs
+from tools.licenses import license_of, needs
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -73,8 +73,7 @@ def test_a_mixed_pile_from_the_digits_to_the_report(tmp_path, capsys, loading):
         } <= set(values)
         assert f"{split}/novel/task_aware/acc/avg" in values
     assert {
-        f"baseline/{b}/gcd/all"
-        for b in ("kmeans", "constrained_kmeans", "kmeans_smoothed", "spectral")
+        f"baseline/{b}/gcd/all" for b in ("kmeans", "constrained_kmeans", "spectral")
     } <= set(values)
     page = (tmp_path / "report.html").read_text()
     assert page.index('id="trust"') < page.index('class="tiles"')

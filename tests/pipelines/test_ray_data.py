@@ -413,7 +413,7 @@ def test_two_nodes_cut_their_own_rows():
     """Two raylets, a worker on each. Kills: an affinity that Ray does not get, or
     that loses rows.
     """
-    command = [sys.executable, "-m", "benchmarks.storage", "nodes", "--rows", "512"]
+    command = [sys.executable, "-m", "tests.pipelines.two_nodes", "512"]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=200, cwd=ROOT
     )

@@ -36,7 +36,7 @@ from uno.data.files import Storage
 from uno.encoder import build_encoder
 from uno.errors import ConfigError, Interrupted
 from uno.reproduce.experiments import build, names
-from uno.runs import lock
+from uno.runs import NUMERICS, lock
 from uno.runs.lock import LOCK_FILE
 from uno.session.settings import RAY_JOB
 
@@ -157,7 +157,7 @@ def test_mistakes_are_one_line_and_nothing_starts(
 
 def test_what_a_command_line_leads_to(request_of, monkeypatch):
     """Kills: rows without the reference row or the row whose runs they read; as many
-    Ray runs at a time as there are cores; a record that says where and how fast.
+    Ray runs at a time as there are cores; a table that says where it was written.
     """
     chosen = request(["rotation", "--rows", "rs-plus-rotation"]).table.rows
     assert {row.key for row in chosen} == {"uno", "rs-plus", "rs-plus-rotation"}
@@ -171,7 +171,6 @@ def test_what_a_command_line_leads_to(request_of, monkeypatch):
         "x",
         "--seeds",
         "3",
-        "--record=y",
         "--parallel",
         "1",
         "--recipe",
@@ -620,6 +619,20 @@ def test_a_directory_of_other_settings_is_refused(request_of):
         tables.plan(request)
 
 
+@pytest.mark.parametrize("of", ["cell", "pretraining"])
+def test_a_run_of_other_numerics_is_refused(request_of, of):
+    """Kills: a table that mixes results from before and after a change of numbers."""
+    request = request_of()
+    cell = request.cells[0]
+    made = request.output / (cell.name if of == "cell" else cell.pretraining)
+    made.mkdir(parents=True)
+    (made / "environment.json").write_text(json.dumps({"numerics": NUMERICS}))
+    assert tables.plan(request)
+    (made / "environment.json").write_text(json.dumps({"numerics": NUMERICS - 1}))
+    with pytest.raises(ConfigError, match=f"numerics {NUMERICS - 1}.*--output"):
+        tables.plan(request)
+
+
 def test_a_pretraining_goes_on_for_other_rows(request_of):
     """Kills: a stopped pretraining that is refused since the cell it was begun for was
     another method's; the settings of that method in the cells of this one, another
@@ -714,7 +727,7 @@ def test_a_tiny_ablation_end_to_end(tmp_path, capsys):
         "--output",
         str(out),
     ]
-    words += ["--parallel", "1", *TINY, "--record", str(tmp_path / "record")]
+    words += ["--parallel", "1", *TINY]
     command = [sys.executable, "-m", "pipelines", "reproduce", *words]
     driver = subprocess.Popen(command, stderr=subprocess.PIPE)
     wait_for(lambda: any(out.glob("cells/*/metrics.json")), 600)
@@ -723,26 +736,17 @@ def test_a_tiny_ablation_end_to_end(tmp_path, capsys):
     assert driver.returncode == 75 and b"resume with the same command" in said
     before = {path: path.stat().st_mtime for path in out.glob("cells/*/metrics.json")}
     assert len(before) == 1
-    recorded = (tmp_path / "record" / "cells.jsonl").read_text().splitlines()
-    assert {json.loads(line)["cell"].split("/")[-1] for line in recorded} == {
-        p.parent.name for p in before
-    }
     assert cli.run_guarded(reproduce.main, words) == 0
     assert all(path.stat().st_mtime == time_of for path, time_of in before.items())
     assert len(list(out.glob("cells/*/metrics.json"))) == 2
-    text = (out / "ablation.md").read_text()
-    assert text.count("| 1 |") >= 12 and "not finished" not in text
-    assert (
-        json.loads((tmp_path / "record" / "result.json").read_text())["missing"] == []
-    )
+    assert "not finished" not in (out / "ablation.md").read_text()
+    written = json.loads((out / "ablation.json").read_text())
+    measured = [line for line in written["lines"] if "mean" in line]
+    assert {line["row"] for line in measured} == {"uno", "no-overclustering"}
+    assert all(line["n"] == 1 for line in measured) and written["missing"] == []
     capsys.readouterr()
     assert reproduce.main(words) == 0
     assert "nothing is run again" in capsys.readouterr().out
-    words[words.index(str(out))] = str(tmp_path / "elsewhere")
-    assert reproduce.main(words) == 0
-    said = capsys.readouterr().out
-    assert "2 cells read from the record" in said and "nothing is run again" in said
-    assert (tmp_path / "elsewhere" / "ablation.md").read_text() == text
 
 
 SAVES = (

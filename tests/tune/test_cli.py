@@ -4,10 +4,10 @@ from contextlib import nullcontext
 
 import pytest
 
-from benchmarks.storage import BUCKET, make_bucket, store
 from pipelines import ray_env
 from pipelines.options import parse
 from tests.pipelines.small import write_images
+from tests.s3 import BUCKET, make_bucket, store
 from tests.tune.tiny import TINY, fake_sweep, tiny_data, tiny_options
 from tune import driver, spaces
 from tune.driver import sweep_options

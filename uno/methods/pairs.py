@@ -4,8 +4,8 @@ rows: KCL and MCL use it.
 Hsu et al. train it first, on its own network, and freeze it; then unlabeled rows alone
 train. Here it is trained in the same run, on the detached features of the network that
 is being trained, from the pairs of labeled rows of each batch: one network instead of
-two, it follows the features where they go, and the known head stays (``pairs-digits``
-in docs/results/log.md compares both orders, and true pairs).
+two, it follows the features where they go, and the known head stays. On the
+digits, the authors' order was no better than this one.
 
 Its form is that of the authors' code, a hidden layer of 4 D units on both features side
 by side (at most the 2,048 of their 512 features: every pair of a batch passes through

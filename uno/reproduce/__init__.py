@@ -1,7 +1,7 @@
-"""The paper's tables and figures: ``experiments`` (what is trained, how it is counted,
-what the paper says), ``effects`` (what finished runs say of it), ``documents`` and
-``figures`` (how it is shown).
+"""The paper's tables: what is trained and counted, and what finished runs say.
 
-``pipelines.tables`` runs what is missing and calls these. A *cell* is one run: a row, a
-data set, a seed.
+``experiments`` reads the tables (``experiments.yaml``) and the paper's numbers
+(``published.yaml``), ``summary`` computes means over seeds from finished runs, and
+``documents`` writes them. ``pipelines.tables`` runs what is missing and calls these. A
+*cell* is one run: a row of a table, a data set, and a seed.
 """

@@ -1,5 +1,7 @@
-"""The paper's tables and figures (``experiments.yaml``), and what it says of them
-(``published.yaml``), at the paper's ``full`` scale, or ``small`` for two CPU cores.
+"""The tables of the paper and of this project as data.
+
+``experiments.yaml`` has their rows and data sets, at the paper's ``full`` scale and
+``small`` for two CPU cores; ``published.yaml`` has the paper's numbers.
 """
 
 import hashlib
@@ -9,7 +11,7 @@ from collections.abc import Mapping
 from functools import cache
 from importlib import resources
 from string import Template
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 from pydantic import BaseModel, ConfigDict
@@ -40,9 +42,16 @@ class Entry(BaseModel):
 
 
 class Benchmark(Entry):
-    """A data set with its split. ``source`` has a place for the directory of the
-    command line's ``option``; ``minutes`` are one cell's on one core, if somebody has
-    measured them.
+    """A data set with its known and novel classes.
+
+    Attributes:
+        key: Its name on the command line and in directories.
+        name: Its name for people.
+        preset: The preset of its runs.
+        option: The option that names its directory on the command line, if any.
+        source: Its ``data.source``, with ``{}`` in the place of the directory.
+        overrides: Settings that it changes.
+        minutes: Minutes of one cell on one core, if they have been measured.
     """
 
     key: str
@@ -55,9 +64,7 @@ class Benchmark(Entry):
 
 
 class Evaluation(Entry):
-    """A way of counting: ``protocol`` of :mod:`uno.results.evaluate` on ``split``;
-    ``name`` is for people.
-    """
+    """A protocol of :mod:`uno.results.evaluate` on a split; ``name`` is for people."""
 
     name: str
     protocol: str
@@ -65,10 +72,19 @@ class Evaluation(Entry):
 
 
 class Row(Entry):
-    """A network that is trained, or another reading of what another row (``of``)
-    trained; ``metric`` is then read of novel rows. ``claim`` is what its paper says
-    against ``versus``; ``series`` and ``x`` place it in a chart; ``frozen`` are
-    settings of its method for a frozen encoder, unless the command line has others.
+    """A row of a table: a configuration that is trained, or another number of its runs.
+
+    Attributes:
+        key: Its name on the command line and in directories.
+        name: Its name for people.
+        overrides: Settings that the row changes.
+        frozen: Settings of its method for a frozen encoder, unless the command line has
+            others.
+        of: Key of the row whose runs are read instead of training.
+        head: ``best`` (lowest training loss) or ``avg`` (mean over heads).
+        metric: Key of ``metrics.json`` that is read for novel classes, in place of the
+            accuracy; ``{split}`` stands for the split.
+        versus: Key of the row that this one is compared to, if any.
     """
 
     key: str
@@ -78,20 +94,23 @@ class Row(Entry):
     of: str | None = None
     head: str = "best"
     metric: str | None = None
-    claim: Literal["lower", "higher", "same"] | None = None
-    versus: str = REFERENCE
-    series: str | None = None
-    x: int | None = None
+    versus: str | None = None
 
     @property
     def trained(self) -> str:
-        """Key of the row whose runs hold the numbers."""
+        """The key of the row whose runs hold the numbers."""
         return self.of or self.key
 
 
 class Column(Entry):
-    """Published numbers of one data set: ``numbers[evaluation][row]``, one for each
-    group.
+    """The paper's numbers of one data set.
+
+    Attributes:
+        data: Name of the data set.
+        source: The table of the paper.
+        remark: What else decides these numbers.
+        numbers: By evaluation and row, one number for each group, in the paper's
+            writing (``98.1±0.8``).
     """
 
     data: str
@@ -101,12 +120,13 @@ class Column(Entry):
 
     @property
     def title(self) -> str:
-        """Data set and source, for the head of a column."""
+        """The data set and the source, for the head of a column."""
         return ", ".join(filter(None, (self.data, self.source, self.remark)))
 
     def read(self, row: str, evaluation: str) -> list[tuple[float, float | None]]:
-        """(mean, standard deviation or None) for each group; empty where the paper
-        has none.
+        """Return (mean, standard deviation or None) for each group.
+
+        The list is empty if the paper has no number.
         """
         words = str(self.numbers.get(evaluation, {}).get(row, "")).split()
         pairs = [word.partition("±") for word in words]
@@ -114,9 +134,21 @@ class Column(Entry):
 
 
 class Table(Entry):
-    """A table or figure; ``effects``: groups by evaluation in which rows are compared
-    to each other; ``frozen``: the notes where the encoder is frozen, if they are
-    others.
+    """A table with the rows, data sets and published numbers of one scale.
+
+    Attributes:
+        name: Its name on the command line.
+        scale: ``small`` or ``full``.
+        title: Its title, with the place in the paper.
+        question: What the table answers.
+        rows: What is trained or read.
+        evaluations: The protocols and splits that are counted.
+        groups: The groups of images in each cell: ``known``, ``novel``, ``all``.
+        benchmarks: The data sets.
+        published: The paper's numbers.
+        notes: Sentences below the table.
+        frozen: The notes for a frozen encoder, if they are others.
+        seeds: The default number of seeds.
     """
 
     name: str
@@ -128,15 +160,12 @@ class Table(Entry):
     groups: tuple[str, ...]
     benchmarks: tuple[Benchmark, ...]
     published: tuple[Column, ...] = ()
-    effects: dict[str, tuple[str, ...]] = {}
     notes: tuple[str, ...] = ()
     frozen: tuple[str, ...] | None = None
-    x_label: str = ""
     seeds: int = 3
-    maps: bool = False
 
     def row(self, key: str) -> Row:
-        """The row of that key."""
+        """Return the row of that key."""
         return next(row for row in self.rows if row.key == key)
 
 
@@ -148,13 +177,15 @@ def _load(file: str) -> dict[str, Any]:
 
 
 def names() -> list[str]:
-    """Names of all tables."""
+    """Return the names of all tables."""
     return list(_load("experiments.yaml")["tables"])
 
 
 def build(name: str, scale: str) -> Table:
-    """The table of that name at ``full`` or ``small`` scale. ConfigError: there is
-    none.
+    """Return a table at ``full`` or ``small`` scale.
+
+    Raises:
+        ConfigError: There is no table of that name.
     """
     if name not in names():
         hint = did_you_mean(name, names(), "choose from " + ", ".join(names()))
@@ -168,9 +199,7 @@ def build(name: str, scale: str) -> Table:
     }
     tree["rows"] = [row for values in fills for row in _fill(tree["rows"], values)]
     tree |= {
-        key: _fill(tree[key], fills[0])
-        for key in ("notes", "x_label", "frozen")
-        if key in tree
+        key: _fill(tree[key], fills[0]) for key in ("notes", "frozen") if key in tree
     }
     published = _load("published.yaml").get(name, ())
     return Table.model_validate(
@@ -179,7 +208,7 @@ def build(name: str, scale: str) -> Table:
 
 
 def _fill(node: Any, values: Mapping[str, Any]) -> Any:
-    """``node`` with the ``$words`` of all its texts replaced by their values."""
+    """Return a node of the YAML tree with its ``$words`` replaced by their values."""
     if isinstance(node, str):
         return Template(node).safe_substitute(values)
     if isinstance(node, dict):
@@ -197,14 +226,12 @@ class Cell(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its directory below the output."""
+        """The cell's directory below the output."""
         return f"cells/{self.benchmark.key}-{self.row.key}-seed{self.seed}"
 
     @property
     def pretraining(self) -> str:
-        """Directory of the pretraining, or of a frozen encoder's features, that
-        cells share.
-        """
+        """The directory of what cells share: a pretraining, or cached features."""
         # a plain command line needs no torch
         from uno.data.features import settings as settings_of_features
         from uno.runs.run import pretrain_hash
@@ -223,9 +250,16 @@ class Cell(NamedTuple):
 def with_own_data(
     table: Table, config: Config, num_known: int, num_novel: int
 ) -> Table:
-    """``table`` on the data of ``config`` alone, whose settings its cells have but for
-    what rows change. ConfigError: its rows choose among the classes of data sets of
-    their own.
+    """Return a table on the user's own data, in the place of its data sets.
+
+    Args:
+        table: The table.
+        config: The settings of every cell, except for what rows change.
+        num_known: Number of known classes.
+        num_novel: Number of novel classes.
+
+    Raises:
+        ConfigError: Rows of the table choose classes of the paper's data.
     """
     if any(key.startswith("data.") for row in table.rows for key in row.overrides):
         raise ConfigError(
@@ -248,11 +282,24 @@ def with_own_data(
 def cells(
     table: Table, seeds: int, directories: Mapping[str, str], changes: Mapping[str, Any]
 ) -> tuple[list[Cell], dict[str, str]]:
-    """All runs of a table, seed by seed, so that an unfinished table compares complete
-    seeds; and why others are refused, by name: what a row changes does not go with the
-    rest. A configuration is preset < data set < what the authors of the row's method
-    set there < what it needs on a frozen encoder < ``changes`` < row < seed.
-    ConfigError: that of the row which others are compared to is none.
+    """Return all runs of a table, seed by seed.
+
+    A configuration has these layers, and a later one wins: the preset, the data set,
+    what the authors of the row's method set for this data, what the method needs on a
+    frozen encoder, the command line's changes, the row, and the seed.
+
+    Args:
+        table: The table.
+        seeds: Number of seeds.
+        directories: Directories of data sets, by option of the command line.
+        changes: Settings of the command line.
+
+    Returns:
+        The cells, and the reasons by ``DATASET-ROW`` of the rows that are left out
+        because their settings do not go with the rest.
+
+    Raises:
+        ConfigError: The settings of the reference row are invalid.
     """
     found, refused = list[Cell](), dict[str, str]()
     for benchmark in table.benchmarks:

@@ -112,25 +112,10 @@ NOVEL_BASELINES = [
         in_console=True,
     ),
     Row(
-        "k-means, features whitened",
-        "The same along the directions that explain 95% of the variance.",
-        "baseline/kmeans_whitened/{group}/acc",
-    ),
-    Row(
-        "k-means, neighbor means",
-        "Each image's features averaged with those of its 10 nearest neighbors.",
-        "baseline/kmeans_smoothed/{group}/acc",
-    ),
-    Row(
         "Spectral clustering",
         "Of the graph of the 10 nearest neighbors.",
         "baseline/spectral/{group}/acc",
         in_console=True,
-    ),
-    Row(
-        "k-means on pixels",
-        "Clusters of the raw images, no learning at all.",
-        "baseline/kmeans_pixels/{group}/acc",
     ),
 ]
 ACCURACY = Table(
@@ -158,11 +143,6 @@ GENERALIZED = Table(
             "Labeled images stay in their classes.",
             "baseline/constrained_kmeans/gcd/{group}",
             in_console=True,
-        ),
-        Row(
-            "k-means, neighbor means",
-            "The same of features averaged with those of the 10 nearest neighbors.",
-            "baseline/kmeans_smoothed/gcd/{group}",
         ),
         Row(
             "Spectral clustering",

@@ -71,14 +71,8 @@ def evaluate_run(
             )
     train.sync()
     begun = start_model(config, storage, train, sets["train"], worker.device)
-    trained, *before = sample_features(
-        config, [model, *([] if begun is None else [begun])], train
-    )
-    found = (
-        []
-        if begun is None
-        else baselines(config, begun, before[0], train, sets["train"])
-    )
+    (trained,) = sample_features(config, [model], train)
+    found = [] if begun is None else baselines(config, begun, train, sets["train"])
     jobs, shown = (
         [baseline.job for baseline in found],
         looked_at(config, trained, train),

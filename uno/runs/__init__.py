@@ -7,23 +7,9 @@ title.
 """
 
 NUMERICS = 26
-"""The last change marked "numbers" in CHANGELOG.md: runs and records say with which
-they were made.
-"""
+"""The number of the last change in CHANGELOG.md that alters results.
 
-TOUCHED: dict[int, tuple[str, ...]] = {
-    18: ("exif",),
-    19: ("streaming",),
-    20: ("choice",),
-    21: ("exif", "vectors"),
-    22: ("num_cached_views",),
-    23: ("choice",),
-    24: ("choice",),
-    25: ("choice",),
-    26: ("clustering",),
-}
-"""Words of the latest changes, as in CHANGELOG.md. A stored cell without them is kept;
-a change that is not here touches all cells.
+Every run records it, and ``uno reproduce`` refuses runs of another number.
 """
 
 CONFIG_FILE = "config.yaml"  # its presence makes a directory a run

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from benchmarks import metadata
 from tests.pipelines.small import ROOT
+from tests.uno.data import many_rows
 from uno.data.columns import Labels, Text
 from uno.data.images import Files
 from uno.data.rows import Rows
@@ -45,15 +45,8 @@ def lines_of(function):
 def set_up(num_rows, folder):
     """On the driver and on a rank."""
     folder.mkdir()
-    parts = lambda name, part: part()  # noqa: E731
-    task = metadata.driver(num_rows, 64, parts)
-    for what, facts in (
-        ("facts", metadata.stream_facts(task)),
-        ("truth", metadata.truth_rows(task)),
-    ):
-        (folder / what).mkdir()
-        metadata.store(facts, folder / what)
-    metadata.rank(num_rows, 64, folder)
+    many_rows.store_parts(many_rows.prepare(num_rows, 64), folder)
+    many_rows.train_on_rank(num_rows, 64, folder)
 
 
 def listed(num_rows):
@@ -73,7 +66,7 @@ def listed(num_rows):
         )
         task = make_task(
             rows,
-            metadata.config_of(1).data.model_copy(update={"known_classes": "first:3"}),
+            many_rows.config_of(1).data.model_copy(update={"known_classes": "first:3"}),
         )
         some = task.rows.take(np.arange(0, num_rows, 2))
         assert some.fingerprint != rows.fingerprint and ids.find(["7.png", "none"]) == {
@@ -128,20 +121,13 @@ def test_bytes_a_row():
     rank.
     """
     few, many = 10**6, 4 * 10**6
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.metadata",
-        "--rows",
-        str(few),
-        str(many),
-    ]
+    command = [sys.executable, "-m", "tests.uno.data.many_rows", str(few), str(many)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=800, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
     # Measured: 40 and 30. Peaks of memory differ by 1 to 2 bytes a row from run to run.
-    for part, most in (("setup", 44), ("driver", 80)):
-        first, second = (one[part]["bytes_a_row"] * one["rows"] for one in found)
+    for part, most in (("rank", 44), ("driver", 80)):
+        first, second = (one[part] * one["rows"] for one in found)
         assert (second - first) / (many - few) < most, part

@@ -13,7 +13,7 @@ import pyarrow.fs
 import pyarrow.parquet as pq
 import pytest
 
-from benchmarks.storage import BUCKET, make_bucket, requests_of, store
+from tests.s3 import BUCKET, make_bucket, requests_of, store
 from tests.uno.models import tiny_model
 from uno.config import Config, DataConfig, override
 from uno.data import files as filesystem

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from uno.reproduce.effects import Results, read
 from uno.reproduce.experiments import Table, build, cells
+from uno.reproduce.summary import Results, read
 
 ENVIRONMENT = {
     "python": "3.11",
@@ -28,8 +28,9 @@ def finished(
     skip: tuple[str, ...] = (),
     failed: dict | None = None,
 ) -> Results:
-    """Cells of a minute each, but ``skip``, UNO's of numerics 9 and below, others older
-    than that was noted; ``accuracy(row key, evaluation, group, seed)`` is a fraction.
+    """Write cells of a minute each, except ``skip``, and read them.
+
+    ``accuracy(row key, evaluation, group, seed)`` is a fraction.
     """
     todo, refused = cells(table, seeds, {}, {})
     for cell in (cell for cell in todo if cell.name not in skip):
@@ -45,8 +46,7 @@ def finished(
         run = output / cell.name
         run.mkdir(parents=True)
         (run / "metrics.json").write_text(json.dumps(metrics))
-        made_with = {"numerics": 9 - cell.seed} if cell.row.key == "uno" else {}
-        (run / "environment.json").write_text(json.dumps(ENVIRONMENT | made_with))
+        (run / "environment.json").write_text(json.dumps(ENVIRONMENT))
     return read(
         table,
         todo,

@@ -1,4 +1,4 @@
-"""Clusterings of features and pixels, as baselines."""
+"""Clusterings of features, as baselines."""
 
 import numpy as np
 import pytest
@@ -7,16 +7,21 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 from uno.clustering import FREE
+from uno.config import Config
 from uno.results import baselines
-from uno.results.baselines import direction_clusters, score
+from uno.results.baselines import (
+    Rows,
+    direction_clusters,
+    novel_baselines,
+    score,
+    spectral_clusters,
+)
 from uno.results.metrics import METRICS
 
 
 def kmeans_baseline(features, truth, num_clusters, seed):
     """Clusters of features (N, D), scored against ``truth`` (N,)."""
-    return score(
-        truth, direction_clusters(lambda: features, num_clusters, seed), num_clusters
-    )
+    return score(truth, direction_clusters(features, num_clusters, seed), num_clusters)
 
 
 def test_poor_starts_are_repeated():
@@ -64,10 +69,9 @@ def test_kmeans_of_rectangular_and_degenerate_input():
 
 
 @pytest.mark.parametrize("gcd", [False, True])
-def test_clusters_of_a_neighbor_graph_are_those_of_the_unlabeled_rows(monkeypatch, gcd):
+def test_spectral_clusters_are_those_of_the_unlabeled_rows(gcd):
     """Of five separate classes, of which three are known, in a random order. Kills:
-    clusters of the labeled rows, or in another order; one kind for the other's; a graph
-    of more rows than are cheap.
+    clusters of the labeled rows, or in another order.
     """
     generator = torch.Generator().manual_seed(0)
     truth = torch.arange(5).repeat_interleave(20)[
@@ -76,12 +80,15 @@ def test_clusters_of_a_neighbor_graph_are_those_of_the_unlabeled_rows(monkeypatc
     features = 5 * torch.eye(8)[truth] + torch.randn(100, 8, generator=generator) / 4
     known = (truth < 3) & (torch.arange(100) % 2 == 0) & gcd
     labels, num_novel = torch.where(known, truth, FREE), 2 if gcd else 5
-    found = baselines.graph_clusters(features, labels, num_novel, gcd, 0)
-    assert set(found) == {"kmeans_smoothed", "spectral"}
-    for clusters in (find() for find in found.values()):
-        assert baselines.score(truth[~known], clusters, 5)["acc"] == 1
-        assert not gcd or torch.equal(
-            clusters[truth[~known] < 3], truth[~known & (truth < 3)]
-        )
-    monkeypatch.setattr(baselines, "MAX_GRAPH_ROWS", 99)
-    assert baselines.graph_clusters(features, labels, num_novel, gcd, 0) == {}
+    clusters = spectral_clusters(features, labels, num_novel, gcd, 0)
+    assert score(truth[~known], clusters, 5)["acc"] == 1
+    assert not gcd or torch.equal(
+        clusters[truth[~known] < 3], truth[~known & (truth < 3)]
+    )
+
+
+def test_there_is_no_graph_of_many_rows(monkeypatch):
+    rows = Rows(torch.randn(40, 4), torch.arange(40) % 2)
+    for limit, number in ((40, 2), (39, 1)):
+        monkeypatch.setattr(baselines, "MAX_GRAPH_ROWS", limit)
+        assert len(list(novel_baselines(Config(), rows, 2))) == number

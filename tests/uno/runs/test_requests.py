@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.storage import BUCKET, bytes_read, make_bucket, requests_of, store
+from tests.s3 import BUCKET, bytes_read, make_bucket, requests_of, store
 from tests.uno.data.builders import pixels
 from tests.uno.small_run import small_config
 from uno.config import override

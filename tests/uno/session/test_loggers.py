@@ -8,7 +8,7 @@ import pytest
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 from tensorboardX.proto.event_pb2 import Event
 
-from benchmarks.storage import BUCKET, make_bucket, store
+from tests.s3 import BUCKET, make_bucket, store
 from tests.uno.small_run import small_config
 from uno.config import override
 from uno.data.files import Storage

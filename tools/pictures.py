@@ -1,6 +1,6 @@
 """The pictures of docs/images: three drawn, and what the demo prints and reports.
 
-python -m benchmarks.pictures [RUN]   (RUN: where the demo writes; report.png needs
+python -m tools.pictures [RUN]   (RUN: where the demo writes; report.png needs
 Chromium)
 """
 
@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from html import escape, unescape
+from html import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -91,9 +91,7 @@ def arrow(*points: float) -> str:
 
 
 def pipeline() -> str:
-    """Pretraining, then two views, heads, Sinkhorn and the unified objective (paper,
-    Fig. 2).
-    """
+    """Draw pretraining, views, heads, Sinkhorn and the objective (paper, Fig. 2)."""
     return svg(
         1040,
         452,
@@ -300,7 +298,7 @@ DRAWN = {"pipeline.svg": pipeline, "ncd-gcd.svg": settings, "cluster.svg": clust
 
 
 def terminal(text: str) -> str:
-    """Lines of a console, as they are; :func:`console_text` gives them back."""
+    """Draw the lines of a console as they are."""
     parts = [
         f'<circle cx="{22 + 20 * i}" cy="20" r="6" fill="{color}"/>'
         for i, color in enumerate(LIGHTS)
@@ -320,18 +318,8 @@ SANS = "system-ui, 'DejaVu Sans', Arial, sans-serif"
 MONO = "ui-monospace, 'DejaVu Sans Mono', Menlo, monospace"
 
 
-def console_text(picture: str) -> str:
-    """The text layer of :func:`terminal`."""
-    return "\n".join(
-        unescape(line)
-        for line in re.findall(r'xml:space="preserve">(.*)</text>', picture)
-    )
-
-
 def shortened(text: str, most: int = 3) -> str:
-    """Of a console: the progress in ``most`` lines of a phase, and nothing below the
-    protocols' accuracy.
-    """
+    """Shorten a console: ``most`` lines for each phase, no line after the protocols."""
     found: list[str] = []
     for line in text.split("\nChance")[0].splitlines():
         phase = re.match(r"\w+(?=  epoch |  step )", line)
@@ -343,18 +331,6 @@ def shortened(text: str, most: int = 3) -> str:
             continue
         found += [line[:COLUMNS], *[line[COLUMNS:]] * (len(line) > COLUMNS)]
     return "\n".join(found)
-
-
-def heads(page: str) -> str:
-    """The text layer of a report's top: its tiles and the columns of its classes, a
-    line each.
-    """
-    top = page.split('class="gallery"')[0]
-    found = re.findall(
-        r"<dt\b[^>]*>(.*?)</dt>|<th\b(?![^>]*row)[^>]*>(.*?)</th>", top, re.S
-    )
-    texts = (unescape(re.sub(r"<[^>]+>", "", "".join(pair))) for pair in found)
-    return "".join(f"{' '.join(text.split())}\n" for text in texts)
 
 
 def chromium() -> str | None:
@@ -407,7 +383,6 @@ def main(run: str = "runs/demo") -> None:
         sys.exit("no Chromium on this machine: report.png was not drawn")
     page = Path(run, "report.html")
     draw(page, FOLDER / "report.png", WIDTH, HEIGHT)
-    (FOLDER / "report.txt").write_text(heads(page.read_text()))
 
 
 if __name__ == "__main__":

@@ -1,22 +1,17 @@
-"""What does a row cost, in bytes and seconds, before anything is trained on it?
+"""Measure the memory that the metadata of a row takes before training.
 
-    python -m benchmarks.metadata --rows 1000000
+    python -m tests.uno.data.many_rows 1000000 4000000
 
-prints one JSON row for each number of rows: synthetic metadata of Parquet files (row
-groups of 512 images, 100 classes, one label in five hidden), no image. ``driver`` is
-what one process does, but for the preflight check, which reads images; ``setup`` what
-one of ``--ranks`` does in a process of its own before its first batch of a stream,
-``later`` what it does then. Microseconds a row of each part; ``bytes_a_row``: the most
-memory beyond what the process had before them all, what all ranks of a node share
-included.
+prints one line of JSON for each number of rows: the bytes for each row of the driver
+and of one of 64 ranks. The rows are synthetic: row groups of 512 images, 100 classes,
+one label in five hidden, and no image is read. The bytes are the peak beyond what the
+process had before.
 """
 
-import argparse
 import gc
 import json
 import pickle
-import time
-from collections.abc import Callable
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -26,7 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.measure import environment
 from uno.config import Config, override
 from uno.data.columns import Labels, Numbered
 from uno.data.decode import BadRows
@@ -87,37 +81,20 @@ def rows_of(num: int) -> Rows:
 
 
 class Meter:
-    """Parts of the work: seconds a row of each, and bytes a row of all beyond what
-    there was.
-    """
+    """Measure the peak memory of this process since the meter was made."""
 
     def __init__(self, num_rows: int) -> None:
-        self._num_rows, self._parts = num_rows, dict[str, float]()
+        self._num_rows = num_rows
         gc.collect()
         self._before = _memory(reset=True)
 
-    def __call__(self, name: str, part: Callable[[], Any]) -> Any:
-        """What ``part`` returns, measured under ``name``."""
-        begin = time.perf_counter()
-        found = part()
-        self._parts[name] = round(
-            1e6 * (time.perf_counter() - begin) / self._num_rows, 4
-        )
-        return found
-
-    def result(self) -> dict[str, Any]:
-        """Of all parts so far."""
-        most = _memory() - self._before
-        total = round(sum(self._parts.values()), 4)
-        return {
-            "bytes_a_row": round(most / self._num_rows, 2),
-            "microseconds_a_row": total,
-            "parts": self._parts,
-        }
+    def bytes_a_row(self) -> float:
+        """Return the bytes for each row beyond what the process had before."""
+        return (_memory() - self._before) / self._num_rows
 
 
 def _memory(reset: bool = False) -> int:
-    """The most that this process has held in memory since the last ``reset``."""
+    """Return the peak memory of this process in bytes since the last ``reset``."""
     if reset:
         Path("/proc/self/clear_refs").write_text("5")
     text = Path("/proc/self/status").read_text()
@@ -128,19 +105,15 @@ def _memory(reset: bool = False) -> int:
     )
 
 
-def driver(
-    num_rows: int, ranks: int, meter: Callable[[str, Callable[[], Any]], Any]
-) -> Task:
-    """From a source's columns to what all ranks get."""
+def prepare(num_rows: int, ranks: int) -> Task:
+    """Do what the driver does, from a source's columns to what all ranks get."""
     config = config_of(ranks)
-    rows = meter("rows", lambda: rows_of(num_rows))
-    task: Task = meter("task", lambda: make_task(rows, config.data))
-    meter("fingerprint", lambda: rows.fingerprint)
-    meter("plans", lambda: run.plans(config, *task.sizes, ranks))
-    meter("truth", lambda: truth_rows(task))
-    meter(
-        "sample", lambda: spread(rows.images, [np.flatnonzero(task.labels < 0)], 20_000)
-    )
+    rows = rows_of(num_rows)
+    task = make_task(rows, config.data)
+    assert rows.fingerprint
+    run.plans(config, *task.sizes, ranks)
+    truth_rows(task)
+    spread(rows.images, [np.flatnonzero(task.labels < 0)], 20_000)
     return task
 
 
@@ -162,12 +135,16 @@ def load(folder: Path) -> dict[str, Any]:
     return dict(pickle.loads((folder / "facts").read_bytes(), buffers=arrays))
 
 
-def rank(num_rows: int, ranks: int, folder: Path) -> dict[str, Any]:
-    """What rank 1 does before its first batch, and after it."""
+def train_on_rank(num_rows: int, ranks: int, folder: Path) -> float:
+    """Do what rank 1 does until its first batch, and after it.
+
+    Returns:
+        The bytes for each row that the rank takes until its first batch.
+    """
     config, meter = config_of(ranks), Meter(num_rows)
-    facts = meter("facts", lambda: load(folder / "facts"))
+    facts = load(folder / "facts")
     images, storage = facts["images"], Storage(str(folder / "run"))
-    bad = meter("bad_rows", lambda: BadRows(facts.pop("ids"), images, 0.01, storage))
+    bad = BadRows(facts.pop("ids"), images, 0.01, storage)
     decode = lambda batches: (  # noqa: E731
         (b, torch.zeros(len(b), 3, 8, 8), [None] * len(b)) for b in batches
     )
@@ -177,57 +154,38 @@ def rank(num_rows: int, ranks: int, folder: Path) -> dict[str, Any]:
     plan = run.plans(config, len(train.labels), train.num_unlabeled, ranks)[
         run.DISCOVER
     ]
-    job = meter(
-        "job",
-        lambda: CropJob(config, train, plan, 1, ranks, 0, 2 * plan.steps_per_epoch),
-    )
-    meter("epoch", lambda: next(next(job.epochs(job.chunk_rows))))
-    setup, meter = meter.result(), Meter(num_rows)
-    meter(
-        "bad_image", lambda: (bad.add(3, "unreadable"), bad.sync(torch.device("cpu")))
-    )
-    index, classes, free = meter("truth", lambda: load(folder / "truth"))["train"]
+    job = CropJob(config, train, plan, 1, ranks, 0, 2 * plan.steps_per_epoch)
+    next(next(job.epochs(job.chunk_rows)))
+    taken = meter.bytes_a_row()
+    bad.add(3, "unreadable")
+    bad.sync(torch.device("cpu"))
+    index, classes, free = load(folder / "truth")["train"]
     held = StreamedEvalSet(classes, index, free, images, 8, decode, bad)
-    meter("evaluation", lambda: next(held.batches(256, 1, ranks)))
-    return {"setup": setup, "later": meter.result()}
+    next(held.batches(256, 1, ranks))
+    return taken
 
 
-def measured(num_rows: int, ranks: int) -> dict[str, Any]:
-    """The parts at one number of rows."""
+def store_parts(task: Task, folder: Path) -> None:
+    """Write what ranks get of a task below ``folder``."""
+    for part, facts in (("facts", stream_facts(task)), ("truth", truth_rows(task))):
+        (folder / part).mkdir()
+        store(facts, folder / part)
+
+
+def measured(num_rows: int, ranks: int) -> dict[str, float]:
+    """Return the bytes for each row of the driver and of a rank."""
     meter = Meter(num_rows)
-    task = driver(num_rows, ranks, meter)
-    lead = meter.result()
+    task = prepare(num_rows, ranks)
+    taken = meter.bytes_a_row()
     with (
         TemporaryDirectory() as name,
         ProcessPoolExecutor(1, get_context("spawn")) as pool,
     ):
-        folder = Path(name)
-        for what, facts in (("facts", stream_facts(task)), ("truth", truth_rows(task))):
-            (folder / what).mkdir()
-            store(facts, folder / what)
-        own = pool.submit(rank, num_rows, ranks, folder).result()
-    return {"rows": num_rows, "ranks": ranks, "driver": lead, **own}
-
-
-def main() -> None:
-    """See above."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--rows", type=int, nargs="+", default=[10**6])
-    parser.add_argument("--ranks", type=int, default=64)
-    args = parser.parse_args()
-    for num_rows in args.rows:
-        print(
-            json.dumps(
-                {
-                    "benchmark": "metadata",
-                    **measured(num_rows, args.ranks),
-                    **environment(),
-                }
-            )
-        )
+        store_parts(task, Path(name))
+        rank = pool.submit(train_on_rank, num_rows, ranks, Path(name)).result()
+    return {"rows": num_rows, "driver": taken, "rank": rank}
 
 
 if __name__ == "__main__":
-    main()
+    for words in sys.argv[1:]:
+        print(json.dumps(measured(int(words), 64)))

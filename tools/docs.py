@@ -1,7 +1,8 @@
-"""docs/reference from the code: commands, configuration, methods, limits and the Python
-interface as pages.
+"""Write docs/reference from the code.
 
-python -m benchmarks.docs
+    python -m tools.docs
+
+The pages are the commands, the configuration, methods, limits and the Python interface.
 """
 
 import inspect
@@ -89,9 +90,7 @@ def markdown(text: str | None) -> str:
 
 
 def table(titles: str, rows: Iterable[Iterable[object]]) -> str:
-    """A table of Markdown without its empty columns; ``titles`` are separated by
-    bars.
-    """
+    """Return a Markdown table without empty columns; bars separate ``titles``."""
     lines = [
         [" ".join(str(cell).split()).replace("|", r"\|") for cell in row]
         for row in rows
@@ -105,11 +104,9 @@ def table(titles: str, rows: Iterable[Iterable[object]]) -> str:
 
 
 def page(name: str, *parts: str) -> str:
-    """The page of a name: its title, its introduction, where it comes from, and
-    these parts.
-    """
+    """Return a page: its title, its introduction, and its parts."""
     title, text = INTRODUCTIONS[name]
-    text = f"{text} Written by `python -m benchmarks.docs`."
+    text = f"{text} Written by `python -m tools.docs`."
     return "\n\n".join([f"# {title}", text.strip(), *filter(None, parts)]) + "\n"
 
 
@@ -126,9 +123,7 @@ def shown(value: object) -> str:
 
 
 def values(kind: Any, info: FieldInfo | None = None) -> str:
-    """What can be given: the choices, or the type and its limits, as `INT`, ≥ 0, <
-    1.
-    """
+    """Return what can be given: choices, or a type and its limits, as `INT`, ≥ 0."""
     if kind is bool:
         return "`true`, `false`" if info else ""
     name = placeholder(kind).removesuffix("|None")
@@ -251,9 +246,7 @@ def limits_page() -> str:
 
 
 def methods_page() -> str:
-    """Every method and pretext task: its paper, what differs from it, its section of
-    the configuration.
-    """
+    """Return the page of methods and pretext tasks, with their settings."""
     parts = [markdown(methods.__doc__)]
     for title, names, flag in (
         ("", METHODS, "--method"),
@@ -271,9 +264,7 @@ def methods_page() -> str:
 
 
 def signature(thing: Any) -> str:
-    """The fence with ``name(argument: type = default) -> type``, on several lines
-    where it is long.
-    """
+    """Return a code block with the signature of a thing."""
     text = re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(inspect.signature(thing)))
     text = re.sub(r"^\(self(, )?", "(", text).replace(
         f"{uno.Model.__module__}.", "uno."

@@ -1,6 +1,6 @@
 """The licenses of the tested packages, as the metadata of each package states them.
 
-python -m benchmarks.licenses > docs/LICENSES.md
+python -m tools.licenses > docs/LICENSES.md
 """
 
 import re
@@ -10,8 +10,10 @@ PROJECT, EXTRAS = "uno-discovery", ("ray", "dev")
 
 
 def license_of(package: Distribution) -> str:
-    """The metadata's expression, else its classifiers, else the first line of its
-    text.
+    """Return the license that a package states.
+
+    It is the license expression of the metadata, else its classifiers, else the first
+    line of its license text.
     """
     facts = package.metadata
     names = [
@@ -32,8 +34,14 @@ def license_of(package: Distribution) -> str:
 def needs(
     package: Distribution, extras: tuple[str, ...] = ()
 ) -> dict[str, tuple[str, ...]]:
-    """Names that a package needs, with the extras it asks of each; of markers only
-    ``extras`` count.
+    """Return the names of the packages that a package needs.
+
+    Args:
+        package: The package.
+        extras: Its extras whose needs count; other markers are ignored.
+
+    Returns:
+        The extras that it asks of each package, by name.
     """
     found = {}
     for line in package.requires or ():
@@ -70,7 +78,7 @@ def main() -> None:
         " Apache-2.0.\n"
     )
     print(
-        "Written by `python -m benchmarks.licenses`.\n\n| package | license |"
+        "Written by `python -m tools.licenses`.\n\n| package | license |"
         " |\n|---|---|---|"
     )
     for name, package in installed().items():

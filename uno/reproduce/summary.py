@@ -1,0 +1,253 @@
+"""Summarize finished runs: means over seeds, and differences paired by seed."""
+
+import itertools
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from uno.data.output import mapping
+from uno.errors import ConfigError
+from uno.reproduce.experiments import Cell, Evaluation, Row, Table
+from uno.runs import ENVIRONMENT_FILE, ESTIMATE_FILE, RESULTS_FILE
+
+VERSIONS = ("python", "torch", "torchvision", "numpy", "numerics")
+
+Line = dict[str, Any]
+
+
+def deviation(values: Sequence[float]) -> float | None:
+    """Return the standard deviation over seeds (n - 1); None of one value."""
+    return statistics.stdev(values) if len(values) > 1 else None
+
+
+class Results(NamedTuple):
+    """A table and what its finished cells say.
+
+    Attributes:
+        table: The table with the rows and data sets that were asked for.
+        seeds: Number of seeds of each row.
+        lines: One mapping for each row, evaluation, group and data set. A line of the
+            paper has ``published``, ``published_sd`` and ``source``. A measured line
+            has ``mean`` and ``sd`` in percent, ``values`` by ``seeds``, and ``minutes``
+            of a run without its pretraining. If the row is compared to another one, the
+            line also has ``effect``, ``effect_sd`` and ``effect_n``: the differences of
+            the same seed in points.
+        total_minutes: Minutes of all processes, one after the other.
+        pretrain_minutes: Minutes of the pretrainings among them.
+        num_pretrainings: Number of pretrainings that cells share.
+        failures: Reasons by name of the cells that failed.
+        missing: Names of the cells without a result.
+        refused: Reasons by name of the cells that
+            :func:`~uno.reproduce.experiments.cells` leaves out.
+        hardware: Names of the devices of all runs.
+        versions: Versions of libraries, and the number of the numerics.
+        changes: Settings of the command line that hold for all cells.
+        remarks: Sentences about estimated numbers of classes.
+    """
+
+    table: Table
+    seeds: int
+    lines: Sequence[Line]
+    total_minutes: float
+    pretrain_minutes: float
+    num_pretrainings: int
+    failures: Mapping[str, str]
+    missing: Sequence[str]
+    refused: Mapping[str, str]
+    hardware: Sequence[str]
+    versions: Mapping[str, str]
+    changes: Mapping[str, Any]
+    remarks: Sequence[str]
+
+    def find(self, **wanted: Any) -> list[Line]:
+        """Return the lines with these entries."""
+        return [
+            line
+            for line in self.lines
+            if all(line.get(k) == v for k, v in wanted.items())
+        ]
+
+
+class Run(NamedTuple):
+    """A finished cell and what its directory holds."""
+
+    cell: Cell
+    metrics: Mapping[str, float]
+    environment: Mapping[str, Any]
+    minutes: float
+
+
+def read(
+    table: Table,
+    cells: Sequence[Cell],
+    output: Path,
+    changes: Mapping[str, Any],
+    seconds: Mapping[str, float],
+    failed: Mapping[str, str],
+    refused: Mapping[str, str],
+) -> Results:
+    """Read what finished cells measured.
+
+    Args:
+        table: The table that the cells belong to.
+        cells: All cells of the table except the refused ones.
+        output: The directory that holds their runs.
+        changes: Settings of the command line that hold for all cells.
+        seconds: Seconds of cells and pretrainings, by name.
+        failed: Reasons of failed cells, by name.
+        refused: Reasons of refused cells, by name.
+
+    Raises:
+        ConfigError: The result of a cell is damaged.
+    """
+    runs, missing, remarks = list[Run](), list[str](), list[str]()
+    for cell in cells:
+        directory = output / cell.name
+        if not (directory / RESULTS_FILE).exists():
+            missing.append(cell.name)
+            continue
+        metrics = read_json(directory / RESULTS_FILE)
+        environment = read_json(directory / ENVIRONMENT_FILE)
+        runs.append(Run(cell, metrics, environment, seconds.get(cell.name, 0.0) / 60))
+        if cell.config.data.num_novel == "auto":
+            estimate = read_json(directory / ESTIMATE_FILE)
+            remarks.append(
+                f"{cell.row.name}, seed {cell.seed}: estimated novel classes:"
+                f" {estimate.get('suggested', '?')}; DTC's procedure:"
+                f" {estimate.get('dtc', {}).get('num_novel', '?')}"
+            )
+    pretrainings = {cell.pretraining for cell in cells}
+    pretrain_minutes = sum(seconds.get(name, 0.0) for name in pretrainings) / 60
+    environments = [run.environment for run in runs]
+    on_gpu = changes.get("compute.device") != "cpu"
+    return Results(
+        table=table,
+        seeds=max(cell.seed for cell in cells) + 1,
+        lines=[*_published_lines(table), *_measured_lines(table, runs)],
+        total_minutes=sum(run.minutes for run in runs) + pretrain_minutes,
+        pretrain_minutes=pretrain_minutes,
+        num_pretrainings=len(pretrainings),
+        failures={name: failed[name] for name in missing if name in failed},
+        missing=[name for name in missing if name not in failed],
+        refused=refused,
+        hardware=sorted({_hardware(one, on_gpu) for one in environments}),
+        versions={name: _versions(environments, name) for name in VERSIONS},
+        changes={
+            key: value
+            for key, value in changes.items()
+            if not key.startswith("compute.")
+        },
+        remarks=remarks,
+    )
+
+
+def _published_lines(table: Table) -> Iterator[Line]:
+    """Yield the paper's numbers of the table's rows."""
+    for row, evaluation in itertools.product(table.rows, table.evaluations):
+        for column in table.published:
+            numbers = column.read(row.key, evaluation.name)
+            for group, (value, sd) in zip(table.groups, numbers, strict=False):
+                yield {
+                    **_counted(table, row, evaluation),
+                    "data": column.data,
+                    "group": group,
+                    "published": value,
+                    "published_sd": sd,
+                    "source": column.title,
+                }
+
+
+def _measured_lines(table: Table, runs: Sequence[Run]) -> Iterator[Line]:
+    """Yield a line for each row, evaluation, data set and group that runs measured."""
+    by_row: defaultdict[tuple[str, str], list[Run]] = defaultdict(list)
+    for run in runs:
+        by_row[run.cell.benchmark.key, run.cell.row.key].append(run)
+    for row, evaluation, benchmark, group in itertools.product(
+        table.rows, table.evaluations, table.benchmarks, table.groups
+    ):
+        own = by_row[benchmark.key, row.trained]
+        values = _percent(own, row, evaluation, group)
+        if not values:
+            continue
+        line: Line = {
+            **_counted(table, row, evaluation),
+            "benchmark": benchmark.key,
+            "data": benchmark.name,
+            "group": group,
+            "mean": statistics.fmean(values.values()),
+            "sd": deviation(list(values.values())),
+            "n": len(values),
+            "values": list(values.values()),
+            "seeds": list(values),
+            "minutes": statistics.fmean(run.minutes for run in own),
+        }
+        if row.versus is not None:
+            other_row = table.row(row.versus)
+            other = _percent(
+                by_row[benchmark.key, other_row.trained], other_row, evaluation, group
+            )
+            differences = [
+                value - other[seed] for seed, value in values.items() if seed in other
+            ]
+            if differences:
+                line |= {
+                    "effect": statistics.fmean(differences),
+                    "effect_sd": deviation(differences),
+                    "effect_n": len(differences),
+                }
+        yield line
+
+
+def _counted(table: Table, row: Row, evaluation: Evaluation) -> Line:
+    """Return what a line counts: its table, row and evaluation."""
+    return {
+        "table": table.name,
+        "scale": table.scale,
+        "row": row.key,
+        "name": row.name,
+        "head": row.head,
+        "evaluation": evaluation.name,
+        "protocol": evaluation.protocol,
+        "split": evaluation.split,
+    }
+
+
+def _percent(
+    runs: Iterable[Run], row: Row, evaluation: Evaluation, group: str
+) -> dict[int, float]:
+    """Return a row's number in percent by seed; empty if its runs have none."""
+    key = f"{evaluation.split}/{group}/{evaluation.protocol}/acc/{row.head}"
+    if row.metric is not None:  # a number of novel rows, task-aware
+        fits = group == "novel" and evaluation.protocol == "task_aware"
+        key = row.metric.format(split=evaluation.split) if fits else ""
+    return {
+        run.cell.seed: 100 * float(run.metrics[key])
+        for run in runs
+        if key in run.metrics
+    }
+
+
+def _versions(environments: Sequence[Mapping[str, Any]], name: str) -> str:
+    found = {e.get("versions", {}).get(name) or e.get(name) for e in environments}
+    return ", ".join(sorted(str(version) for version in found if version))
+
+
+def _hardware(environment: Mapping[str, Any], on_gpu: bool) -> str:
+    gpus = environment.get("gpus") or []
+    return str(
+        gpus[0] if gpus and on_gpu else environment.get("processor", "unknown hardware")
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON mapping; {} if there is no file.
+
+    Raises:
+        ConfigError: The file is damaged.
+    """
+    found = mapping(path.read_bytes()) if path.exists() else {}
+    if found is None:
+        raise ConfigError(f"{path} is damaged; delete its directory to run it again")
+    return found
