@@ -46,12 +46,6 @@ def machine() -> Iterator[Finding]:
         )
     yield from _ray()
     yield from _space()
-    if os.environ.get("UNO_FAULTS"):
-        yield Finding(
-            "warning",
-            "UNO_FAULTS is set: faults will be injected into runs",
-            "unset it",
-        )
 
 
 def _ray() -> Iterator[Finding]:

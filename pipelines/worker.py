@@ -28,7 +28,7 @@ from uno.data.resident import keep_pixels
 from uno.data.splits import Task
 from uno.errors import Interrupted
 from uno.results.evaluate import evaluate_run
-from uno.runs import PHASES, RAY_FOLDER, STOP_FILE, hooks, run
+from uno.runs import PHASES, RAY_FOLDER, STOP_FILE, run
 from uno.runs.checkpoint import checkpoint_steps
 from uno.runs.hardware import num_threads
 from uno.runs.journal import JournalTail
@@ -128,8 +128,6 @@ def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
     import ray.train
 
     quiet_ray_train()
-    # a cluster that runs already has its own environment
-    os.environ[hooks.VARIABLE] = loop["faults"]
     config = Config.model_validate(loop["config"])
     storage = ClaimedStorage(loop["output"], loop["token"])
     storage.check()  # every rank: the run directory must be one that all nodes see
@@ -297,7 +295,6 @@ def run_workers(
         "output": storage.uri,
         "phases": list(job.phases),
         "evaluate": job.evaluate,
-        "faults": os.environ.get(hooks.VARIABLE, ""),
     }
     saved, deaths = _saved_steps(storage), 0
     while True:

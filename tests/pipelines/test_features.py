@@ -4,6 +4,7 @@ what they leave.
 
 import json
 import shutil
+import signal
 import sys
 from dataclasses import replace
 from functools import partial
@@ -21,7 +22,13 @@ import uno
 from pipelines import cli
 from pipelines.features import Featurizer, decode_block, shard_block, write_part
 from pipelines.partitions import Writer
-from tests.pipelines.small import SMALL, lines_of, refused, write_images
+from tests.pipelines.small import (
+    SMALL,
+    lines_of,
+    refused,
+    signal_at,
+    write_images,
+)
 from tests.uno.data.builders import encoded, pixels
 from tests.uno.models import write_digits
 from tests.uno.small_run import assert_same, small_config
@@ -30,12 +37,12 @@ from uno.config import to_dict
 from uno.data import features as cached
 from uno.data.features import FeatureCache, compute_local, feature_job, pack_shard
 from uno.data.files import Storage
+from uno.data.resident import ResidentBatches
 from uno.data.sources import read_digits
 from uno.data.splits import make_task
 from uno.encoder import build_encoder
 from uno.runs import DISCOVER
 from uno.runs.checkpoint import load_newest
-from uno.runs.hooks import VARIABLE
 from uno.session import job
 
 HEADS = [
@@ -269,9 +276,10 @@ def test_a_stopped_run_ends_as_the_undisturbed_one(
     """At step 7 of 12, after the checkpoint of step 6."""
     argv = [*HEADS, "--weights", str(weights), "--output", str(tmp_path / "run")]
     argv += ["--compute.cache", str(finished.parent / "cache")]
-    monkeypatch.setenv(VARIABLE, "sigterm:step=7")
-    assert cli.main(argv) == 75
-    monkeypatch.delenv(VARIABLE)
+    with monkeypatch.context() as patch:
+        patch.setattr(ResidentBatches, "__call__", ResidentBatches.__call__)
+        signal_at(7, signal.SIGTERM)
+        assert cli.main(argv) == 75
     assert cli.main(argv) == 0
     assert lines_of(tmp_path / "run") == lines_of(finished)
     states = (

@@ -66,7 +66,6 @@ from uno.runs import (
 from uno.runs import REPORT_FILE as REPORT
 from uno.runs.checkpoint import checkpoint_steps
 from uno.runs.hardware import local_device, num_threads
-from uno.runs.hooks import hooked
 from uno.runtime import require_runtime
 from uno.session.console import Progress, interrupt_on_signal, print_line
 from uno.session.data import Show, read_task
@@ -97,8 +96,6 @@ def discover(
     that somebody set, ``report``: also predict every row and write the run's page,
     ``dry_run``: instead of all that take one step of each phase, and keep nothing.
     """
-    for line in hooked("announced", list[str]()):
-        print_line(line)
     num_threads(config)  # before the data is read
     require_loggers(config)
     if config.output is not None and not dry_run:
@@ -456,7 +453,7 @@ def _watched(job: TrainingJob, also: Show = lambda metrics: None) -> Iterator[Sh
             progress(metrics)
             also(metrics)
 
-        yield hooked("in_driver", show, storage)
+        yield show
     if config.data.loading == "streaming" and storage.exists(BAD_SAMPLES):
         count = len(storage.read(BAD_SAMPLES).splitlines())
         print_line(
