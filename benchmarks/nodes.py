@@ -226,10 +226,12 @@ def noting() -> None:
 
 
 def lose_a_raylet(num: int) -> dict[str, Any]:
-    """Seconds from the command to the group's last rank and to the first line of its
-    journal; of a vote and of a checkpoint's barrier (see :func:`together`) and of its
-    write, median and most; and from the loss to what the command says of it, to the
-    next line of the journal and to the end.
+    """Measure a run on ``num`` raylets, of which one is killed.
+
+    Returns the seconds from the command to the first line of the journal; of a vote and
+    of a checkpoint's barrier (see :func:`together`) and of its write, median and most;
+    and from the loss to what the command says of it, to the next checkpoint and to the
+    end.
     """
     from ray.cluster_utils import Cluster
 
@@ -279,15 +281,12 @@ def lose_a_raylet(num: int) -> dict[str, Any]:
                 wait_for(lambda: command.says("") and bool(reached()), RAYLETS_S)
                 return time.monotonic()
 
-            ranks = after(lambda: len(storage.list("logs")) == num)
             steps = after(lambda: read_journal(storage))
             lost = after(lambda: checkpoint_steps(storage, DISCOVER))
             saved = checkpoint_steps(storage, DISCOVER)[-1]
             cluster.remove_node(nodes[-1], allow_graceful=False)
             dies = after(lambda: command.count("new ones resume"))
-            after(lambda: storage.read("logs/rank-0.log").count(b" rank 0 of ") == 2)
-            before = len(read_journal(storage))
-            trains = after(lambda: len(read_journal(storage)) > before)
+            trains = after(lambda: _saved_step(storage) > saved)
             code = command.end(RAYLETS_S)
             ended = time.monotonic()
             found = [
@@ -300,7 +299,6 @@ def lose_a_raylet(num: int) -> dict[str, Any]:
     rows = {
         "workers": num,
         "exit_code": code,
-        "ranks_there_s": ranks - begin,
         "first_line_s": steps - begin,
         "lost_at_step": saved,
         "loss_known_s": dies - lost,

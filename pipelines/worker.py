@@ -40,7 +40,6 @@ from uno.session.data import (
     load_features,
 )
 from uno.session.place import STOPPING, TrainingJob
-from uno.session.rank_log import RankLog
 from uno.session.ranks import GroupWorker
 from uno.session.resources import advice, crop_rate, on_features, store_bytes
 
@@ -74,13 +73,10 @@ class RayWorker(GroupWorker):
         context = ray.train.get_context()
         self.rank, self.world_size = context.get_world_rank(), context.get_world_size()
         self.device, self._storage = ray.train.torch.get_device(), storage
-        self.log: RankLog | None = None
         self._gauges = Gauges(split(storage.uri)[1], self.rank)
 
     def report(self, metrics: dict[str, Any]) -> None:
-        """To the rank's log and Ray's metrics; to Ray Train once per epoch."""
-        if "loss" in metrics and self.log is not None:
-            self.log.metrics(metrics)
+        """Set Ray's metrics, and report to Ray Train once per epoch."""
         self._gauges.set(metrics)
         if metrics["event"] == "epoch":
             import ray.train
@@ -140,8 +136,7 @@ def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
     )
     if worker.device.type == "cuda" and ray.train.get_context().get_local_rank() == 0:
         collect_traces(storage)
-    with RankLog(storage, worker.rank, worker.world_size) as worker.log:
-        return _train_rank(config, loop, worker, storage)
+    return _train_rank(config, loop, worker, storage)
 
 
 def _train_rank(

@@ -27,7 +27,6 @@ from uno.runs.lock import ClaimedStorage
 from uno.session.console import on_stop
 from uno.session.data import Show, config_for_readable_rows, open_sets, read_task
 from uno.session.place import STOPPING, Place, TrainingJob
-from uno.session.rank_log import RankLog
 from uno.session.resources import Room, on_features
 from uno.session.settings import LAUNCHED
 
@@ -138,15 +137,12 @@ class _TorchWorker(GroupWorker):
         device: torch.device,
         look: Callable[[], bool],
         show: Show,
-        log: RankLog,
     ) -> None:
         self.rank, self.world_size, self.device = place.rank, place.world_size, device
-        self.look, self._show, self._log = look, show, log  # type: ignore[method-assign]
+        self.look, self._show = look, show  # type: ignore[method-assign]
 
     def report(self, metrics: dict[str, Any]) -> None:
-        """To the rank's log, and rank 0's to the console and the loggers."""
-        if "loss" in metrics:
-            self._log.metrics(metrics)
+        """Show the metrics of rank 0 on the console and in the loggers."""
         self._show(metrics)
 
 
@@ -310,8 +306,8 @@ class Ranks(Place):
             dict[str, float](),
         )
         group = collectives.group(self._store, device, self.rank, self.world_size)
-        with stop, RankLog(storage, self.rank, self.world_size) as log, group:
-            worker = _TorchWorker(self, device, stopping.is_set, show, log)
+        with stop, group:
+            worker = _TorchWorker(self, device, stopping.is_set, show)
             # rank 0 computes and keeps them for all
             if on_features(config) and not first:
                 while not self._store.check(["features"]):
