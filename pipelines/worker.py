@@ -41,7 +41,7 @@ from uno.session.data import (
 )
 from uno.session.place import STOPPING, TrainingJob
 from uno.session.ranks import GroupWorker
-from uno.session.resources import advice, crop_rate, on_features, store_bytes
+from uno.session.resources import on_features, store_bytes
 
 TRACES, TRACE = "nccl", "rank_"
 GAUGES = {
@@ -225,13 +225,6 @@ def run_on_ray(
                 config, stopping.is_set, nodes.startup_timeout_s(config)
             ),
         )
-        cluster, rate = (
-            ray.cluster_resources(),
-            crop_rate(config, task) if streams else None,
-        )
-        each = ray_env.worker_resources(config, cluster)
-        for line in advice(config, cluster.get("CPU", 0.0), each, rate):
-            print_line(line)
         images, reasons, found = None, None, None
         if on_features(config):
             compute = partial(compute_on_ray, ray, give_up=stopping.is_set)

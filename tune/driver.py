@@ -49,6 +49,7 @@ from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
 from uno.imports import is_object_name
 from uno.methods.registry import load, num_heads
 from uno.runs import DISCOVER, LOGGERS_FOLDER, RAY_FOLDER, directory, lock, run
+from uno.runs.hardware import num_threads
 from uno.runs.lock import RunLock
 from uno.session.console import Progress, interrupt_on_signal, on_stop, print_line
 from uno.session.data import leave_out_unreadable, load_features, load_images, read_task
@@ -450,7 +451,9 @@ def _resolved(options: SweepOptions) -> tuple[SweepOptions, Task]:
     if began is None:
         print_line(f"memory: {why}")
     config = with_data(config, loading=loading)
-    check_memory(override(config, HERE), task)
+    here = override(config, HERE)
+    num_threads(here)  # refuses too many threads
+    check_memory(here, task)
     return (
         _whole_grid(
             options._replace(config=config, overrides=given, asha=asha, median=median)

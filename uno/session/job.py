@@ -74,7 +74,8 @@ from uno.session.loggers import Loggers, require_loggers
 from uno.session.place import Place, TrainingJob, place_of
 from uno.session.predict import predict_run, ray_pays, unlabeled_rows
 from uno.session.resolve import resolve, starting_weights, stored_config, with_full_path
-from uno.session.resources import check_memory, forecast, on_features
+from uno.session.resources import check_memory, on_features
+from uno.session.summary import describe_run
 from uno.text import plural
 from uno.weights import PRETRAINED_FILE
 
@@ -163,7 +164,7 @@ def discover(
             claim.storage.write(PRETRAINED_FILE, own_weights)
         if estimate is not None and not claim.storage.exists(ESTIMATE_FILE):
             claim.storage.write(ESTIMATE_FILE, estimate)
-        for line in forecast(config, task, claim.storage, phases):
+        for line in describe_run(config, phases):
             print_line(line)
         job = TrainingJob(config, task, phases, evaluate, claim, is_derived)
         with ExitStack() as until:
@@ -576,7 +577,7 @@ def _dry_run(
     own_weights: bytes | None,
     batch_is_derived: bool,
 ) -> None:
-    """The plan and the forecast, and one step of each phase that has any in a
+    """The plan, and one step of each phase that has any in a
     scratch directory.
     """
     phases = tuple(name for name in phases if getattr(config, name).epochs)
@@ -595,7 +596,7 @@ def _dry_run(
         with lock.lock_run(Storage(folder), on_wait=print_line) as claim:
             if own_weights is not None:
                 claim.storage.write(PRETRAINED_FILE, own_weights)
-            for line in forecast(config, task, claim.storage, phases):
+            for line in describe_run(config, phases):
                 print_line(line)
             if not phases:
                 return print_line("dry run: nothing would be trained; nothing was kept")
