@@ -595,6 +595,22 @@ def test_a_killed_run_resumes_bit_for_bit(finished, tmp_path, capsys, monkeypatc
     assert_same_weights(output, finished)
 
 
+def test_a_damaged_checkpoint_is_removed_and_trained_again(tmp_path, capsys):
+    """If all are damaged, nothing starts over by itself: exit code 4."""
+    storage = Storage(str(tmp_path / "run"))
+    pretrain = ["pretrain", *SMALL, "--output", storage.root]
+    assert cli.main(pretrain) == 0
+    assert checkpoint_steps(storage, "pretrain") == [6, 9]
+    storage.write("checkpoints/pretrain/step_00000009.safetensors", b"{}")
+    assert cli.main(pretrain) == 0
+    line = "warning: removed the damaged checkpoint of pretrain step 9 ("
+    assert line in capsys.readouterr().out
+    assert checkpoint_steps(storage, "pretrain") == [6, 9]
+    for step in (6, 9):
+        storage.write(f"checkpoints/pretrain/step_{step:08d}.safetensors", b"{}")
+    assert "use --overwrite" in refused(capsys, 4, *pretrain)
+
+
 def test_two_commands_in_one_directory(tmp_path, capsys, nothing_starts, monkeypatch):
     """The second is refused while the first runs; not even --overwrite touches the
     directory.
