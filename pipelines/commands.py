@@ -18,15 +18,12 @@ from pydantic import NonNegativeInt, PositiveInt
 
 from pipelines.options import (
     DRY_RUN,
-    PRINT_CONFIG,
     RUN,
     Argument,
     Command,
-    Options,
     parse,
     switch,
 )
-from uno.config import dump_yaml
 from uno.errors import ConfigError, UnoError
 from uno.session.settings import checked_output, launched
 
@@ -62,10 +59,11 @@ APPLY = {
 }
 EXPLAIN = {
     "--explain": switch(
-        "Print every value and where it comes from (preset, file, data, ...) and stop."
+        "Print every value as YAML, and where it comes from (preset, file, data, ...),"
+        " and stop."
     )
 }
-TRAINING = PRINT_CONFIG | EXPLAIN | DRY_RUN | FRESH
+TRAINING = EXPLAIN | DRY_RUN | FRESH
 
 DEMO = Command("demo", TRAINING, output="runs/demo")
 PRETRAIN = Command("pretrain", TRAINING)
@@ -176,7 +174,6 @@ vectors:FILE and other programs read it. --workers N computes on Ray. Finished f
 ESTIMATE = Command(
     "estimate-classes",
     {
-        **PRINT_CONFIG,
         **DRY_RUN,
         "--max-novel": Argument(
             "Largest number to try; default: the number of known classes, at least 10.",
@@ -229,17 +226,15 @@ def discover(
     from uno.session import job
 
     own = options.args
-    if own.print_config:
-        return _print_config(options)
     if own.explain:
+        from uno.session.console import suppress_output
         from uno.session.resolve import explained
 
-        print(
-            *explained(
+        with suppress_output():
+            lines = explained(
                 options.config, options.yaml_values, options.cli_values, own.overwrite
-            ),
-            sep="\n",
-        )
+            )
+        print(*lines, sep="\n")
         return 0
     config = options.config if group is None else group.sized(options.config)
     place = OnRay() if group is None else group
@@ -251,16 +246,6 @@ def discover(
         dry_run=own.dry_run,
         elsewhere=place,
     )
-    return 0
-
-
-def _print_config(options: Options) -> int:
-    from uno.session.console import suppress_output
-    from uno.session.resolve import as_printed
-
-    with suppress_output():
-        config = as_printed(options.config, options.overrides, options.args.overwrite)
-    print(dump_yaml(config), end="")
     return 0
 
 
@@ -398,9 +383,6 @@ def estimate(argv: Sequence[str]) -> int:
     """Estimate, write ``estimate.json``, print the table."""
     options = parse(argv, ESTIMATE)
     own = options.args
-    if own.print_config:
-        print(dump_yaml(options.config), end="")
-        return 0
     from pipelines.jobs import OnRay
     from uno.results.estimate import Settings
     from uno.session.estimation import estimate_classes

@@ -31,7 +31,6 @@ from tune.trial import Leases, Sweep, SweepOptions, train_trial
 from uno.config import (
     Config,
     differing_keys,
-    dump_yaml,
     field_traits,
     flatten,
     override,
@@ -78,9 +77,6 @@ def main(options: Options) -> int:
     if options.args.report:
         return report_on(str(options.config.output))
     sweep = sweep_options(options)
-    if options.args.print_config:
-        print(dump_yaml(sweep.config), end="")
-        return 0
     return run_sweep(sweep)
 
 

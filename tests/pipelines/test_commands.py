@@ -467,12 +467,8 @@ def test_a_directory_that_is_no_run_is_not_touched(tmp_path, capsys, nothing_sta
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_print_config_and_data_check_and_dry_run_leave_nothing(
-    tmp_path, capsys, monkeypatch
-):
+def test_data_check_and_dry_run_leave_nothing(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert cli.main([*DISCOVER, "--print-config"]) == 0
-    assert "batch_size: 32" in capsys.readouterr().out
     assert cli.main(["data", "check", *SMALL]) == 0
     assert "5 known, 5 to discover" in capsys.readouterr().out
     assert cli.main(["data", "check", *SMALL, "--num-novel", "1000"]) == 2
@@ -485,9 +481,7 @@ def test_print_config_and_data_check_and_dry_run_leave_nothing(
 
 
 def test_explain_says_where_every_value_comes_from(tmp_path, capsys, monkeypatch):
-    """Kills: a key without its origin, a line that is no configuration, one given
-    taken for chosen.
-    """
+    """The lines are a file for --config, which gives the same values."""
     monkeypatch.chdir(tmp_path)
     write_images(Path("known"), {"a": 9, "b": 9})
     write_images(Path("new"), {"x": 9})
@@ -540,6 +534,12 @@ def test_explain_says_where_every_value_comes_from(tmp_path, capsys, monkeypatch
         "known",
         "mine.yaml",
         "new",
+    ]
+    Path("explained.yaml").write_text(shown)
+    assert cli.main(["discover", "--config", "explained.yaml", "--explain"]) == 0
+    again = capsys.readouterr().out
+    assert [line.rpartition("# ")[0] for line in again.splitlines()] == [
+        line.rpartition("# ")[0] for line in shown.splitlines()
     ]
 
 
