@@ -202,17 +202,14 @@ def noting() -> None:
 
     from uno import train
     from uno.runs.lock import ClaimedStorage
-    from uno.session.ranks import StopVotes
+    from uno.session.ranks import GroupWorker
 
     def noted(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            began, left = time.monotonic(), args[0]._left if kind == "vote" else 1
-            found, counts = (
-                function(*args, **kwargs),
-                kind != "write" or args[1].startswith("checkpoints/"),
-            )
-            # of StopVotes.stop only that which votes
-            if left == 1 and counts and dist.is_initialized():
+            began = time.monotonic()
+            found = function(*args, **kwargs)
+            counts = kind != "write" or args[1].startswith("checkpoints/")
+            if counts and dist.is_initialized():
                 line = json.dumps([dist.get_rank(), kind, began, time.monotonic()])
                 with open(Path(os.environ[TIMES], f"{os.getpid()}.times"), "a") as file:
                     file.write(f"{line}\n")
@@ -220,7 +217,8 @@ def noting() -> None:
 
         return call
 
-    StopVotes.stop = noted("vote", StopVotes.stop)  # type: ignore[method-assign]
+    vote = noted("vote", GroupWorker.should_stop)
+    GroupWorker.should_stop = vote  # type: ignore[method-assign]
     ClaimedStorage.write = noted("write", ClaimedStorage.write)  # type: ignore[method-assign]
     train.collectives.barrier = noted("barrier", train.collectives.barrier)
 

@@ -149,8 +149,6 @@ def _train_rank(
             run.run_phase(config, phase, train, worker, storage)
     except Interrupted as stop:
         return {"interrupted": str(stop)}
-    finally:
-        worker.close()
     if not loop["evaluate"]:
         return {"metrics": {}}
     return {
