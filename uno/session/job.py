@@ -147,6 +147,8 @@ def discover(
     task = preflight(config, task, dry_run, is_derived, read_images=not goes_on)
     phases = run.phases(config, last)
     check_memory(config, task)
+    # refuses an encoder that the method refuses, before features are computed
+    registry.build_network(config, task.num_known, task.num_novel, config.seed)
     require_runtime(config)
     if dry_run:
         return _dry_run(config, task, phases, own_weights, is_derived)
