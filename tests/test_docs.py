@@ -126,7 +126,7 @@ def test_the_demo_still_looks_like_its_pictures(tmp_path, capsys):
         [words(line) for line in console.splitlines()] for console in (text, shown)
     ]
     begin = [[line for line in some if line[:1] and line[0] in FIRST] for some in lines]
-    assert begin[0] == begin[1] and len(begin[0]) >= 6
+    assert begin[0] == begin[1] and len(begin[0]) >= 7
     report = pictures.heads((tmp_path / "run" / "report.html").read_text())
     assert report == (pictures.FOLDER / "report.txt").read_text()
 
