@@ -28,7 +28,7 @@ from uno.data.resident import keep_pixels
 from uno.data.splits import Task
 from uno.errors import Interrupted
 from uno.results.evaluate import evaluate_run
-from uno.runs import PHASES, RAY_FOLDER, STOP_FILE, hooks, run
+from uno.runs import PHASES, RAY_FOLDER, STOP_FILE, run
 from uno.runs.checkpoint import checkpoint_steps
 from uno.runs.hardware import num_threads
 from uno.runs.journal import JournalTail
@@ -40,9 +40,8 @@ from uno.session.data import (
     load_features,
 )
 from uno.session.place import STOPPING, TrainingJob
-from uno.session.rank_log import RankLog
 from uno.session.ranks import GroupWorker
-from uno.session.resources import advice, crop_rate, on_features, store_bytes
+from uno.session.resources import on_features, store_bytes
 
 TRACES, TRACE = "nccl", "rank_"
 GAUGES = {
@@ -74,13 +73,10 @@ class RayWorker(GroupWorker):
         context = ray.train.get_context()
         self.rank, self.world_size = context.get_world_rank(), context.get_world_size()
         self.device, self._storage = ray.train.torch.get_device(), storage
-        self.log: RankLog | None = None
         self._gauges = Gauges(split(storage.uri)[1], self.rank)
 
     def report(self, metrics: dict[str, Any]) -> None:
-        """To the rank's log and Ray's metrics; to Ray Train once per epoch."""
-        if "loss" in metrics and self.log is not None:
-            self.log.metrics(metrics)
+        """Set Ray's metrics, and report to Ray Train once per epoch."""
         self._gauges.set(metrics)
         if metrics["event"] == "epoch":
             import ray.train
@@ -128,8 +124,6 @@ def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
     import ray.train
 
     quiet_ray_train()
-    # a cluster that runs already has its own environment
-    os.environ[hooks.VARIABLE] = loop["faults"]
     config = Config.model_validate(loop["config"])
     storage = ClaimedStorage(loop["output"], loop["token"])
     storage.check()  # every rank: the run directory must be one that all nodes see
@@ -142,8 +136,7 @@ def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
     )
     if worker.device.type == "cuda" and ray.train.get_context().get_local_rank() == 0:
         collect_traces(storage)
-    with RankLog(storage, worker.rank, worker.world_size) as worker.log:
-        return _train_rank(config, loop, worker, storage)
+    return _train_rank(config, loop, worker, storage)
 
 
 def _train_rank(
@@ -156,8 +149,6 @@ def _train_rank(
             run.run_phase(config, phase, train, worker, storage)
     except Interrupted as stop:
         return {"interrupted": str(stop)}
-    finally:
-        worker.close()
     if not loop["evaluate"]:
         return {"metrics": {}}
     return {
@@ -232,13 +223,6 @@ def run_on_ray(
                 config, stopping.is_set, nodes.startup_timeout_s(config)
             ),
         )
-        cluster, rate = (
-            ray.cluster_resources(),
-            crop_rate(config, task) if streams else None,
-        )
-        each = ray_env.worker_resources(config, cluster)
-        for line in advice(config, cluster.get("CPU", 0.0), each, rate):
-            print_line(line)
         images, reasons, found = None, None, None
         if on_features(config):
             compute = partial(compute_on_ray, ray, give_up=stopping.is_set)
@@ -297,7 +281,6 @@ def run_workers(
         "output": storage.uri,
         "phases": list(job.phases),
         "evaluate": job.evaluate,
-        "faults": os.environ.get(hooks.VARIABLE, ""),
     }
     saved, deaths = _saved_steps(storage), 0
     while True:

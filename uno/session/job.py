@@ -66,7 +66,6 @@ from uno.runs import (
 from uno.runs import REPORT_FILE as REPORT
 from uno.runs.checkpoint import checkpoint_steps
 from uno.runs.hardware import local_device, num_threads
-from uno.runs.hooks import hooked
 from uno.runtime import require_runtime
 from uno.session.console import Progress, interrupt_on_signal, print_line
 from uno.session.data import Show, read_task
@@ -75,7 +74,8 @@ from uno.session.loggers import Loggers, require_loggers
 from uno.session.place import Place, TrainingJob, place_of
 from uno.session.predict import predict_run, ray_pays, unlabeled_rows
 from uno.session.resolve import resolve, starting_weights, stored_config, with_full_path
-from uno.session.resources import check_memory, forecast, on_features
+from uno.session.resources import check_memory, on_features
+from uno.session.summary import describe_run
 from uno.text import plural
 from uno.weights import PRETRAINED_FILE
 
@@ -97,8 +97,6 @@ def discover(
     that somebody set, ``report``: also predict every row and write the run's page,
     ``dry_run``: instead of all that take one step of each phase, and keep nothing.
     """
-    for line in hooked("announced", list[str]()):
-        print_line(line)
     num_threads(config)  # before the data is read
     require_loggers(config)
     if config.output is not None and not dry_run:
@@ -149,6 +147,8 @@ def discover(
     task = preflight(config, task, dry_run, is_derived, read_images=not goes_on)
     phases = run.phases(config, last)
     check_memory(config, task)
+    # refuses an encoder that the method refuses, before features are computed
+    registry.build_network(config, task.num_known, task.num_novel, config.seed)
     require_runtime(config)
     if dry_run:
         return _dry_run(config, task, phases, own_weights, is_derived)
@@ -166,7 +166,7 @@ def discover(
             claim.storage.write(PRETRAINED_FILE, own_weights)
         if estimate is not None and not claim.storage.exists(ESTIMATE_FILE):
             claim.storage.write(ESTIMATE_FILE, estimate)
-        for line in forecast(config, task, claim.storage, phases):
+        for line in describe_run(config, phases):
             print_line(line)
         job = TrainingJob(config, task, phases, evaluate, claim, is_derived)
         with ExitStack() as until:
@@ -456,7 +456,7 @@ def _watched(job: TrainingJob, also: Show = lambda metrics: None) -> Iterator[Sh
             progress(metrics)
             also(metrics)
 
-        yield hooked("in_driver", show, storage)
+        yield show
     if config.data.loading == "streaming" and storage.exists(BAD_SAMPLES):
         count = len(storage.read(BAD_SAMPLES).splitlines())
         print_line(
@@ -579,7 +579,7 @@ def _dry_run(
     own_weights: bytes | None,
     batch_is_derived: bool,
 ) -> None:
-    """The plan and the forecast, and one step of each phase that has any in a
+    """The plan, and one step of each phase that has any in a
     scratch directory.
     """
     phases = tuple(name for name in phases if getattr(config, name).epochs)
@@ -598,7 +598,7 @@ def _dry_run(
         with lock.lock_run(Storage(folder), on_wait=print_line) as claim:
             if own_weights is not None:
                 claim.storage.write(PRETRAINED_FILE, own_weights)
-            for line in forecast(config, task, claim.storage, phases):
+            for line in describe_run(config, phases):
                 print_line(line)
             if not phases:
                 return print_line("dry run: nothing would be trained; nothing was kept")
