@@ -283,7 +283,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         ]
         command, pattern = (
             ["benchmarks.inference", "fill", *sizes, *workers],
-            "features/*/0*.safetensors",
+            "features/*/*.parquet",
         )
     row: dict[str, Any] = {
         "question": f"seconds and memory of the driver of uno {options.what}",

@@ -58,13 +58,13 @@ def pixels_of(args: argparse.Namespace) -> Tensor:
 
 
 def encode(config: Config, encoder: nn.Module, pixels: Tensor, threads: int) -> Tensor:
-    """Features (N, D), as a run computes shards."""
+    """Features (N, D), as a run computes them."""
 
     def some(start: int) -> Tensor:
         torch.set_num_threads(1)  # of this thread
         own = pixels[start : start + features.ROWS_AT_ONCE]
-        none, ok = np.zeros(len(own), bool), np.ones(len(own), bool)
-        return features.encode_rows(config, encoder, start, own, none, ok)[:, 0]
+        seeds, none = np.zeros(len(own), np.int64), np.zeros(len(own), bool)
+        return features.encode_rows(config, encoder, seeds, own, none, ~none)[:, 0]
 
     return torch.cat(
         [

@@ -6,7 +6,7 @@ PHASES = {PRETEXT: "Pretext task", PRETRAIN: "Pretraining", DISCOVER: "Discovery
 title.
 """
 
-NUMERICS = 26
+NUMERICS = 27
 """The last change marked "numbers" in CHANGELOG.md: runs and records say with which
 they were made.
 """
@@ -21,6 +21,7 @@ TOUCHED: dict[int, tuple[str, ...]] = {
     24: ("choice",),
     25: ("choice",),
     26: ("clustering",),
+    27: ("none",),  # the value of model.finetune
 }
 """Words of the latest changes, as in CHANGELOG.md. A stored cell without them is kept;
 a change that is not here touches all cells.
@@ -28,6 +29,7 @@ a change that is not here touches all cells.
 
 CONFIG_FILE = "config.yaml"  # its presence makes a directory a run
 ENVIRONMENT_FILE = "environment.json"
+IMAGE_TIMES_FILE = "image_times.npy"  # when each image was last changed
 METRICS_FILE = "metrics.jsonl"  # a line of training a time
 RESULTS_FILE = "metrics.json"  # written last: the mark of a finished run
 REPORT_FILE = "report.html"

@@ -19,7 +19,7 @@ from uno.config import OWN_ENCODERS, VECTORS, Config, flatten, override, to_dict
 from uno.cpus import available_cpus
 from uno.crops import Cropper
 from uno.data import features
-from uno.data.features import FeatureCache, compute_shard, feature_job
+from uno.data.features import FeatureCache, encode_chunk, feature_job
 from uno.data.files import Storage
 from uno.data.plan import LABELED
 from uno.data.splits import Task
@@ -541,11 +541,13 @@ def _seconds(
     if on_features(config) and not config.model.takes_vectors:
         encoder = run.frozen_encoder(config, storage)
         job = feature_job(config, task, encoder)
-        left = FeatureCache(
-            Storage(features.cache_directory(config)), job
-        ).num_missing()
-        if left:
-            found["features"] = left * _shard_row(job, encoder.to(device), threads)
+        cache = FeatureCache(Storage(features.cache_directory(config)), job)
+        missing = cache.missing_rows()
+        if len(missing):
+            encoder = encoder.to(device)
+            found["features"] = len(missing) * _encoded_row(
+                job, encoder, missing, threads
+            )
     plans = run.plans(config, *task.sizes, config.compute.num_workers)
     for name in (name for name in phases if name in plans):
         steps, plan = (
@@ -562,15 +564,14 @@ def _seconds(
     return found
 
 
-def _shard_row(job: features.FeatureJob, encoder: nn.Module, threads: int) -> float:
-    """Seconds for a row's features, all threads at work."""
-    images, _ = job.load(0)
-    # test rows have fewer views: an upper bound
-    in_training = np.ones(len(images), dtype=bool)
-    num_rows = min(features.CPU_IMAGES, len(images))
+def _encoded_row(
+    job: features.FeatureJob, encoder: nn.Module, rows: np.ndarray, threads: int
+) -> float:
+    """Return the seconds that one of the rows takes while all threads encode."""
+    num_rows = min(features.CPU_IMAGES, len(rows))
 
     def compute(num: int) -> None:
-        compute_shard(job.config, encoder, 0, images[:num], in_training[:num])
+        encode_chunk(job, encoder, rows[:num])
 
     with runtime.threads(1):
         spent = _timed(compute, 1, num_rows) / num_rows
