@@ -14,6 +14,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.fs
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -26,10 +27,12 @@ from uno.config import override
 from uno.crops import Cropper
 from uno.data import decode as decode_module
 from uno.data import features, mapped
+from uno.data import files as filesystem
 from uno.data.columns import Labels
 from uno.data.decode import decode
 from uno.data.features import FeatureCache, cached_features, compute_local, feature_job
 from uno.data.files import Storage
+from uno.data.images import Files
 from uno.data.plan import FEATURES, VIEW_SEED, augment_generator
 from uno.data.resident import assemble
 from uno.data.sources import read_digits, read_rows
@@ -792,6 +795,24 @@ def test_features_of_images_that_were_moved_are_kept(tmp_path):
     for name in ("copied", "moved"):
         assert torch.equal(kept(cache, folder_job(tmp_path / name), seen)[0], whole)
     assert not seen
+
+
+def test_remote_files_that_are_named_one_by_one_are_looked_up(tmp_path, monkeypatch):
+    """Kills: an object that was overwritten and keeps its features."""
+    store = pa.fs.SubTreeFileSystem(str(tmp_path), pa.fs.LocalFileSystem())
+    monkeypatch.setattr(filesystem, "_connect", lambda host, options: (store, ""))
+    names = [f"{number}.png" for number in range(3)]
+    for name in names:
+        (tmp_path / name).write_bytes(encoded(pixels(0)))
+    images = Files.of([f"s3://bucket/{name}" for name in names], [(-1, -1)] * 3)
+    before = features.image_versions(images, np.arange(3)).to_pylist()
+    os.utime(tmp_path / names[1], (1e9, 1e9))
+    after = features.image_versions(images, np.arange(3)).to_pylist()
+    assert [one == other for one, other in zip(before, after, strict=True)] == [
+        True,
+        False,
+        True,
+    ]
 
 
 def test_rows_of_a_new_parquet_file_are_the_only_ones_to_be_encoded(tmp_path):
