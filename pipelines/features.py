@@ -20,15 +20,7 @@ from pipelines.ray_data import bytes_of, pixel_column, shared_tensor
 from uno.config import Config, to_dict
 from uno.data import features
 from uno.data.decode import prefetch_map
-from uno.data.features import (
-    FeatureJob,
-    Missing,
-    Piece,
-    Shard,
-    pack_shard,
-    shard_name,
-    unpack_shard,
-)
+from uno.data.features import Chunk, FeatureJob
 from uno.data.files import Storage
 from uno.data.images import from_columns, to_columns
 from uno.encoder import build_encoder
@@ -38,22 +30,34 @@ from uno.session import embed as session
 from uno.session.console import Progress, on_stop
 from uno.session.data import compute_local, load_features, read_task
 
-# that a task decodes, at most: a row group of Parquet has more rows than a shard
-TASK_SHARDS = 8
+# that a task decodes, at most: a row group of Parquet has more rows than a chunk
+TASK_CHUNKS = 8
 
 
 def compute_on_ray(
     ray: Any,
     job: FeatureJob,
     encoder: torch.nn.Module,
-    missing: Missing,
-    storage: Storage,
+    rows: np.ndarray,
     give_up: Callable[[], bool] = lambda: False,
-) -> Iterator[tuple[int, Shard]]:
-    """What is ``missing`` of shards, in order, once it is stored in the cache
-    directory: bit for bit as here. Interrupted: ``give_up`` while nodes are waited for.
+) -> Iterator[Chunk]:
+    """Encode rows by the workers of a cluster.
+
+    Args:
+        ray: The connected module.
+        job: What to encode.
+        encoder: The encoder in eval mode, or a :class:`~uno.runtime.Runtime` of it.
+        rows: int64 (n,), numbers of rows of the task.
+        give_up: Whether to stop while nodes are waited for.
+
+    Yields:
+        The chunks, in order. Their bits are those of one process.
+
+    Raises:
+        ConfigError: The encoder returns numbers that are not finite.
+        Interrupted: ``give_up`` says so.
     """
-    config, reader, numbers = job.config, job.task.rows.images.reader(), sorted(missing)
+    config, reader = job.config, job.task.rows.images.reader()
     plan, encoder = (
         (encoder.plan, encoder.encoder)
         if isinstance(encoder, Runtime)
@@ -65,59 +69,75 @@ def compute_on_ray(
     decode = partial(
         decode_block, config=config, reader=None if reader is None else ray.put(reader)
     )
-    at_once = max(1, min(TASK_SHARDS, len(numbers) // (4 * config.compute.num_workers)))
-    groups = (numbers[i : i + at_once] for i in range(0, len(numbers), at_once))
-    blocks = (
-        shard_block(job, {number: missing[number] for number in group})
-        for group in groups
-    )
+    chunks = features.split_rows(rows)
+    per_task = len(chunks) // (4 * config.compute.num_workers)
+    task_rows = features.CHUNK_ROWS * max(1, min(TASK_CHUNKS, per_task))
+    starts = range(0, len(rows), task_rows)
+    blocks = (make_block(job, rows, start, start + task_rows) for start in starts)
     loaded = (ray.put((to_dict(config), safetensors.torch.save(state), plan)),)
-    write = partial(write_part, key=job.key, views=job.views, num_views=job.num_views)
-    sizes = features.SHARD_ROWS, features.SHARD_ROWS, features.row_bytes(config)
-    stored = map_through_model(
-        ray, config, storage, blocks, decode, Featurizer, loaded, write, *sizes, give_up
+    sizes = features.CHUNK_ROWS, features.CHUNK_ROWS, features.row_bytes(config)
+    encoded = map_through_model(
+        ray,
+        config,
+        Storage(features.cache_directory(config)),
+        blocks,
+        decode,
+        Featurizer,
+        loaded,
+        pack_chunk,
+        *sizes,
+        give_up,
     )
-    for number, data in stored:
+    for number, data in encoded:
         if data is None:
             raise features.not_finite(config)
-        yield number, unpack_shard(job.name(number, missing[number]), data)
+        yield unpack_chunk(job, chunks[number], data)
 
 
-def shard_block(job: FeatureJob, missing: Missing) -> pa.Table:
-    """Rows of shards as they travel: ``row``, ``in_training``, how many views they
-    ``have``, the image.
+def make_block(job: FeatureJob, rows: np.ndarray, start: int, stop: int) -> pa.Table:
+    """Return rows of a job as they travel to a task.
+
+    The columns are ``row``, the position among the rows that are encoded; ``seed`` of
+    the random views; whether the row ``has_views``; and the image.
     """
-    rows = np.concatenate([job.rows(number) for number in missing])
-    have = [missing[number] for number in (rows // features.SHARD_ROWS).tolist()]
-    columns = to_columns(job.task.rows.images, rows)
+    own = rows[start:stop]
     return pa.table(
-        {"row": rows, "have": have, "in_training": job.task.is_train[rows], **columns}
+        {
+            "row": np.arange(start, start + len(own)),
+            "seed": features.view_seeds(job.ids(own)),
+            "has_views": job.has_views(own),
+            **to_columns(job.task.rows.images, own),
+        }
     )
 
 
 def decode_block(block: pa.Table, config: Config, reader: Any) -> Iterator[pa.Table]:
-    """A task: a :func:`shard_block` -> its rows with ``pixels``, a shard at a time."""
+    """Decode the rows of :func:`make_block` in a task.
+
+    Yields:
+        A table for each chunk of rows, with the pixels in the place of the image.
+    """
     import ray
 
     torch.set_num_threads(1)
     reader = None if reader is None else ray.get(reader)
-    images, rows = from_columns(block, reader), block["row"].to_numpy()
-    in_training, size = block["in_training"].to_numpy(), features.ROWS_AT_ONCE
+    images, seeds = from_columns(block, reader), block["seed"].to_numpy()
+    has_views, size = block["has_views"].to_numpy(), features.ROWS_AT_ONCE
     # whole: the writer gets them so
-    for shard in range(0, len(rows), features.SHARD_ROWS):
-        own = slice(shard, shard + features.SHARD_ROWS)
+    for chunk in range(0, len(block), features.CHUNK_ROWS):
+        own = slice(chunk, chunk + features.CHUNK_ROWS)
         pieces = [
             slice(i, min(i + size, own.stop))
-            for i in range(*own.indices(len(rows))[:2], size)
+            for i in range(*own.indices(len(block))[:2], size)
         ]
-        found = [
-            features.decode_rows(config, int(rows[p.start]), images[p], in_training[p])
+        decoded = [
+            features.decode_rows(config, seeds[p], images[p], has_views[p])
             for p in pieces
         ]
-        pixels, viewed, why = zip(*found, strict=True)
+        pixels, viewed, why = zip(*decoded, strict=True)
         facts = {
-            "row": rows[own],
-            "have": block["have"][own],
+            "row": block["row"][own],
+            "seed": seeds[own],
             "viewed": np.concatenate(viewed),
         }
         reasons = pa.array(chain.from_iterable(why), pa.string())
@@ -127,9 +147,7 @@ def decode_block(block: pa.Table, config: Config, reader: Any) -> Iterator[pa.Ta
 
 
 class Featurizer:
-    """An actor of the pool: loads the encoder once, then computes features of block
-    after block.
-    """
+    """An actor of the pool: loads the encoder once, then encodes block after block."""
 
     def __init__(self, device: str, threads: int, shared: Any) -> None:
         import ray
@@ -148,58 +166,55 @@ class Featurizer:
         self._encoder = at_speed(encoder, plan, threads) if here else encoder
 
     def __call__(self, block: pa.Table) -> pa.Table:
-        """Shards of :func:`decode_block` -> ``row``, ``have``, ``features`` and
+        """Encode chunks of :func:`decode_block` to ``row``, ``features`` and
         ``reason``.
         """
-        config, rows, viewed = (
-            self._config,
-            block["row"].to_numpy(),
-            block["viewed"].to_numpy(),
-        )
-        have = block["have"].to_numpy()
-        ok = block["reason"].is_null().to_numpy()
+        config, seeds = self._config, block["seed"].to_numpy()
+        viewed, ok = block["viewed"].to_numpy(), block["reason"].is_null().to_numpy()
         pixels = shared_tensor(bytes_of(block["pixels"], features.row_bytes(config)))
 
         def encode(start: int) -> torch.Tensor:
             torch.set_num_threads(1)  # of this thread
             own = slice(start, start + features.ROWS_AT_ONCE)
             # Ray has cut nothing
-            assert rows[start] % features.SHARD_ROWS % features.ROWS_AT_ONCE == 0
-            some = pixels[own], viewed[own], ok[own], int(have[start])
-            return features.encode_rows(config, self._encoder, int(rows[start]), *some)
+            assert block["row"][start].as_py() % features.ROWS_AT_ONCE == 0
+            return features.encode_rows(
+                config, self._encoder, seeds[own], pixels[own], viewed[own], ok[own]
+            )
 
-        starts = range(0, len(rows), features.ROWS_AT_ONCE)
-        found = torch.cat(
+        starts = range(0, len(block), features.ROWS_AT_ONCE)
+        encoded = torch.cat(
             list(prefetch_map(encode, starts, self._threads, self._threads))
         )
-        flat = found.flatten(1).numpy().view(np.uint8)
-        facts = {name: block[name] for name in ("row", "have", "reason")}
+        flat = encoded.flatten(1).numpy().view(np.uint8)
+        facts = {name: block[name] for name in ("row", "reason")}
         return pa.table({**facts, "features": pixel_column(flat)})
 
 
-def write_part(
-    storage: Storage,
-    number: int,
-    results: pa.Table,
-    key: str,
-    views: str,
-    num_views: int,
-) -> bytes | None:
-    """Keep all results of a shard, in order, in the cache directory; returns the
-    content of its file, or None for numbers that are not finite: of an error Ray would
-    make a traceback.
+def pack_chunk(storage: Storage, number: int, results: pa.Table) -> bytes | None:
+    """Return the features and reasons of a chunk as bytes for the driver.
+
+    Returns None for numbers that are not finite: Ray would print a traceback for an
+    error. Nothing is stored: the driver writes to the cache.
     """
-    column, have = results["features"], results["have"][0].as_py()
-    flat = torch.from_numpy(
-        bytes_of(column, column.type.byte_width).view(np.float32).copy()
-    )
-    if not flat.isfinite().all():
+    column = results["features"]
+    values = bytes_of(column, column.type.byte_width).view(np.float32)
+    if not np.isfinite(values).all():
         return None
-    shard = flat.unflatten(1, (num_views, -1))[:, have:], results["reason"].to_pylist()
-    name = shard_name(key, Piece(number, views, have, num_views))
-    data = pack_shard(name, shard)
-    features.write_shard(storage, name, data)
-    return data
+    stream = pa.BufferOutputStream()
+    table = results.select(["features", "reason"])
+    with pa.ipc.new_stream(stream, table.schema) as writer:
+        writer.write_table(table)
+    return stream.getvalue().to_pybytes()
+
+
+def unpack_chunk(job: FeatureJob, rows: np.ndarray, data: bytes) -> Chunk:
+    """Return the chunk of rows int64 (n,) that :func:`pack_chunk` made."""
+    table = pa.ipc.open_stream(data).read_all()
+    column = table["features"]
+    values = bytes_of(column, column.type.byte_width).view(np.float32).copy()
+    encoded = torch.from_numpy(values).unflatten(1, (job.num_views, -1))
+    return Chunk(rows, encoded, table["reason"].to_pylist())
 
 
 def embed(config: Config, given: Container[str], num_views: int) -> int:

@@ -109,20 +109,18 @@ def augment_crops(
     rows: Tensor,
     num_rows: int,
     side: int,
-    at_once: int = 0,
 ) -> list[Tensor]:
     """:func:`augment` for crops that :mod:`uno.crops` made on the CPU: everything after
     the crop.
 
     ``crops``: for each of :func:`kinds` (B,V,3,size,size) uint8, made with a generator
-    in the state of this one; ``side``: of the stored square, in pixels; ``at_once``: as
-    :func:`sample_uniforms` has it.
+    in the state of this one; ``side``: of the stored square, in pixels.
     """
     views: list[Tensor] = []
     for kind, crop in zip(kinds(config), crops, strict=True):
         draws = to_params(
             kind,
-            sample_uniforms(num_rows, kind.num_views, generator, at_once)[rows],
+            sample_uniforms(num_rows, kind.num_views, generator)[rows],
             side,
         )
         batch = crop.flatten(0, 1) / 255
@@ -180,16 +178,14 @@ def eval_view(
 
 
 def sample_uniforms(
-    num_rows: int, num_views: int, generator: torch.Generator, at_once: int = 0
+    num_rows: int, num_views: int, generator: torch.Generator
 ) -> Tensor:
-    """All numbers that views take, float64 (N,V,42) in 0-1: as many, so equal crops,
-    whatever the config. Those of ``at_once`` views are drawn together, so that a view
-    does not depend on V; 0: of all.
+    """Draw all numbers that V views of N rows take, float64 (N,V,42) in 0-1.
+
+    There are as many whatever the configuration says, so that crops are equal.
     """
-    size = (num_rows, at_once or num_views, BOX_NUMBERS + OTHER_NUMBERS)
-    groups = range(0, num_views, size[1])
-    drawn = [torch.rand(size, generator=generator, dtype=torch.float64) for _ in groups]
-    return torch.cat(drawn, dim=1)[:, :num_views]
+    size = (num_rows, num_views, BOX_NUMBERS + OTHER_NUMBERS)
+    return torch.rand(size, generator=generator, dtype=torch.float64)
 
 
 def to_params(config: ViewConfig, numbers: Tensor, side: int) -> AugmentParams:

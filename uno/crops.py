@@ -37,9 +37,14 @@ class Cropper:
     """What to crop from the rows of a phase; plain data that travels to the processes
     that do it.
 
-    ``num_rows`` is B of the global batch, ``side`` that of the stored square, which all
-    crops but ``resized`` are taken from, as in a resident set, ``at_once`` as
-    :func:`uno.augment.sample_uniforms` has it.
+    Attributes:
+        seed: The seed of the random numbers.
+        stream: The phase, one of the streams of :mod:`uno.data.plan`.
+        num_rows: B of the global batch.
+        augment: The kinds of views.
+        side: The side in pixels of the stored square, which all crops but ``resized``
+            are taken from, as in a resident set.
+        interpolation: How crops are resized.
     """
 
     seed: int
@@ -48,7 +53,6 @@ class Cropper:
     augment: AugmentConfig
     side: int
     interpolation: Interpolation = "bilinear"
-    at_once: int = 0
 
     @cached_property
     def kinds(self) -> list[ViewConfig]:
@@ -122,9 +126,7 @@ class Cropper:
         )
         planned = []
         for kind in self.kinds:
-            numbers = sample_uniforms(
-                self.num_rows, kind.num_views, generator, self.at_once
-            )[chosen]
+            numbers = sample_uniforms(self.num_rows, kind.num_views, generator)[chosen]
             if kind.crop == "resized":
                 planned.append(numbers[..., :BOX_NUMBERS].numpy())
             else:

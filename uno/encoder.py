@@ -144,33 +144,51 @@ def build_encoder(config: ModelConfig) -> nn.Module:
 
 
 def _library_encoder(name: str) -> nn.Module:
+    """Build an encoder of timm, of torchvision, or of the user's own function."""
+    encoder: Any
     library, _, what = name.partition(":")
     if library == "timm":
-        check_name(library, what)
-        import timm
-
-        encoder = timm.create_model(what, pretrained=False, num_classes=0)
+        encoder = _from_timm(what)
+    elif library == "torchvision":
+        encoder = _from_torchvision(what)
     else:
-        encoder = (
-            _from_torchvision(what)
-            if library == "torchvision"
-            else _from_callable(name)
-        )
+        encoder = _from_callable(name)
     encoder.register_forward_hook(_pooled)
+    if library not in ("timm", "torchvision"):
+        encoder.num_features = _measured_width(name, encoder)
+    return encoder
+
+
+def _measured_width(name: str, encoder: nn.Module) -> int:
+    """Return the number of features that an encoder gives for an image.
+
+    Raises:
+        ConfigError: It fails on an image, or gives something else than a vector.
+    """
     side = image_side(encoder)
     training = encoder.training
     try:
         # not inference_mode: what a module keeps from its first call is used later
         with torch.no_grad():
-            encoder.num_features = encoder.eval()(torch.zeros(1, 3, side, side)).shape[
-                1
-            ]
+            width = encoder.eval()(torch.zeros(1, 3, side, side)).shape[1]
     except (RuntimeError, AssertionError, TypeError, ValueError) as error:
         reason = one_line(error)[:160]
         raise ConfigError(
             f"model.encoder {name} fails on an image of {side} px: {reason}"
         ) from None
-    return encoder.train(training)
+    encoder.train(training)
+    return int(width)
+
+
+def _from_timm(what: str) -> nn.Module:
+    check_name("timm", what)
+    import timm
+
+    encoder = timm.create_model(what, pretrained=False, num_classes=0)
+    # some models, as MobileNetV3, have a layer between the pooled map and the classes
+    width = getattr(encoder, "head_hidden_size", None)
+    encoder.num_features = width or encoder.num_features
+    return encoder
 
 
 def _from_torchvision(what: str) -> nn.Module:
@@ -186,6 +204,7 @@ def _from_torchvision(what: str) -> nn.Module:
     if not name:
         why = "does not end in a linear classifier; choose another"
         raise ConfigError(f"model.encoder torchvision:{what} {why}")
+    encoder.num_features = encoder.get_submodule(name).in_features
     encoder.set_submodule(name, nn.Identity())
     return encoder
 

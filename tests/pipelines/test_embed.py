@@ -77,38 +77,37 @@ def test_the_file_is_a_source_with_as_many_views_as_asked(line, tmp_path):
         assert len(np.unique(four[name], axis=0)) == 4
 
 
-def test_it_goes_on_after_a_stop_and_makes_a_damaged_shard_again(
+def test_it_goes_on_after_a_stop_and_makes_a_damaged_file_again(
     line, tmp_path, monkeypatch
 ):
-    """Kills: finished shards that are computed twice, a damaged one that is
+    """Kills: finished rows that are encoded twice, a damaged one that is
     believed.
     """
     line = [*line, "--compute.cache", str(tmp_path / "cache")]
-    compute, seen = features.compute_shard, list[int]()
+    monkeypatch.setattr(features, "PART_SECONDS", -1.0)  # a file for each chunk
+    encode, seen = features.encode_chunk, list[int]()
 
-    def stopping(config, encoder, number, *rest):
+    def stopping(job, encoder, rows):
         if len(seen) == 1:
             raise KeyboardInterrupt
-        seen.append(number)
-        return compute(config, encoder, number, *rest)
+        return counting(job, encoder, rows)
 
-    def counting(config, encoder, number, *rest):
-        seen.append(number)
-        return compute(config, encoder, number, *rest)
+    def counting(job, encoder, rows):
+        seen.append(int(rows[0]))
+        return encode(job, encoder, rows)
 
-    monkeypatch.setattr(features, "compute_shard", stopping)
+    monkeypatch.setattr(features, "encode_chunk", stopping)
     assert cli.main([*line, "--output", str(tmp_path / "a.parquet")]) == 130
     assert not (tmp_path / "a.parquet").exists()
-    shards = sorted((tmp_path / "cache").rglob("0*.safetensors"))
-    monkeypatch.setattr(features, "compute_shard", counting)
+    (part,) = (tmp_path / "cache").rglob("*.parquet")
+    monkeypatch.setattr(features, "encode_chunk", counting)
     assert cli.main([*line, "--output", str(tmp_path / "a.parquet")]) == 0
-    assert len(shards) + len(seen) - 1 == 3
+    assert seen == [0, 128, 256]
     first, seen[:] = read(tmp_path / "a.parquet"), []
-    shard = sorted((tmp_path / "cache").rglob("000001.safetensors"))[0]
-    shard.write_bytes(shard.read_bytes()[:-9] + b"x" * 9)
+    part.write_bytes(part.read_bytes()[:-9] + b"x" * 9)
     assert cli.main([*line, "--output", str(tmp_path / "a.parquet")]) == 0
     again = read(tmp_path / "a.parquet")
-    assert seen == [1] and all(
+    assert seen == [0] and all(
         np.array_equal(first[name], again[name]) for name in first
     )
 

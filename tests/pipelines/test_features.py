@@ -7,7 +7,6 @@ import shutil
 import signal
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +19,13 @@ import torch
 
 import uno
 from pipelines import cli
-from pipelines.features import Featurizer, decode_block, shard_block, write_part
+from pipelines.features import (
+    Featurizer,
+    decode_block,
+    make_block,
+    pack_chunk,
+    unpack_chunk,
+)
 from pipelines.partitions import Writer
 from tests.pipelines.small import (
     SMALL,
@@ -35,7 +40,7 @@ from tests.uno.small_run import assert_same, small_config
 from tests.uno.test_runtime import encoder_of
 from uno.config import to_dict
 from uno.data import features as cached
-from uno.data.features import FeatureCache, compute_local, feature_job, pack_shard
+from uno.data.features import compute_local, feature_job
 from uno.data.files import Storage
 from uno.data.resident import ResidentBatches
 from uno.data.sources import read_digits
@@ -174,7 +179,7 @@ def test_clustering_trains_nothing_and_says_what_to_expect(
 def nothing_computed(monkeypatch):
     """Computing a feature fails the test."""
     monkeypatch.setattr(
-        cached, "compute_shard", lambda *_, **__: pytest.fail("features are there")
+        cached, "encode_chunk", lambda *_, **__: pytest.fail("features are there")
     )
 
 
@@ -401,7 +406,7 @@ def test_unreadable_images_of_the_cache_are_listed_by_every_run(
     assert "uno: error: 1 of 60 images are unreadable" in capsys.readouterr().err
     assert "emu/7.png" in (tmp_path / "run" / "bad_samples.jsonl").read_text()
     monkeypatch.setattr(
-        cached, "compute_shard", lambda *_, **__: pytest.fail("features are there")
+        cached, "encode_chunk", lambda *_, **__: pytest.fail("features are there")
     )
     argv += ["--data.max-bad-fraction", "0.1", "--output", tmp_path / "other"]
     assert cli.main([str(word) for word in argv]) == 0
@@ -445,40 +450,26 @@ def test_data_check_counts_rows_that_are_held_out(tmp_path, capsys):
     )
 
 
-def test_what_ray_does_with_shards_gives_the_same_files(tmp_path, monkeypatch):
-    """From block to file, as tasks and actors do, with an image that cannot be read,
-    and numbers that are not finite, of a shard that lacks a view. Kills: shards cut
-    elsewhere, reasons of other rows, views of test rows, a file that is kept of an
-    encoder that computes nothing.
+def test_what_ray_does_with_chunks_gives_the_same_features(tmp_path, monkeypatch):
+    """From block to chunk, as tasks and actors do, with an image that cannot be read,
+    and numbers that are not finite, of rows that do not follow each other. Kills:
+    chunks cut elsewhere, reasons of other rows, views of test rows.
     """
     monkeypatch.setitem(
         sys.modules, "ray", SimpleNamespace(get=lambda reference: reference)
     )
-    monkeypatch.setattr(cached, "SHARD_ROWS", 32)
+    monkeypatch.setattr(cached, "CHUNK_ROWS", 32)
     config = small_config(
         model__finetune="none", augment__small__num_views=0, augment__num_cached_views=2
     )
     task = make_task(read_digits(), config.data.model_copy(update={"limit": 40}))
     images = [task.rows.images[row] for row in range(80)]
     images[33] = b"no image"
-    task, encoder = (
-        replace(task, rows=replace(task.rows, images=images)),
-        build_encoder(config.model).eval(),
-    )
-    job, here, there = (
-        feature_job(config, task, encoder),
-        Storage(str(tmp_path / "a")),
-        tmp_path / "b",
-    )
-    missing = {0: 0, 1: 0, 2: 2}
-    computed = list(
-        FeatureCache(here, job).keep(compute_local(job, encoder, missing, 2), missing)
-    )
-    shards = [
-        pack_shard(job.name(number, missing[number]), shard)
-        for number, shard in computed
-    ]
-    parts, numbers = [], []
+    encoder = build_encoder(config.model).eval()
+    task = replace(task, rows=replace(task.rows, images=images))
+    job, rows = feature_job(config, task, encoder), np.delete(np.arange(80), [3, 40])
+    ours = list(compute_local(job, encoder, rows, 2))
+    parts = []
     for weight in (1.0, float("nan")):
         state = {
             k: v * weight if v.is_floating_point() else v
@@ -487,24 +478,25 @@ def test_what_ray_does_with_shards_gives_the_same_files(tmp_path, monkeypatch):
         actor = Featurizer(
             "cpu", 2, (to_dict(config), safetensors.torch.save(state), None)
         )
-        writer = Writer(
-            str(there),
-            partial(write_part, key=job.key, views=job.views, num_views=3),
-            32,
-        )
-        chunks = decode_block(shard_block(job, missing), config, None)
+        writer = Writer(str(tmp_path), pack_chunk, 32)
+        chunks = decode_block(make_block(job, rows, 0, 96), config, None)
         results = actor(pa.concat_tables(chunks))  # Ray joins them
-        found = [writer(results[i : i + 32]) for i in range(0, 80, 32)]
-        numbers.append([table["number"][0].as_py() for table in found])
-        parts.append([table["data"][0].as_py() for table in found])
-    assert numbers == [[0, 1, 2]] * 2 and parts == [shards, [None] * 3]
-    ours, theirs = stored(tmp_path / "a"), stored(there)
-    assert ours == theirs and len(ours) == 3
+        parts += [writer(results[i : i + 32]) for i in range(0, 78, 32)]
+    assert [part["number"][0].as_py() for part in parts] == [0, 1, 2] * 2
+    data = [part["data"][0].as_py() for part in parts]
+    assert data[3:] == [None] * 3
+    for chunk, packed in zip(ours, data[:3], strict=True):
+        theirs = unpack_chunk(job, chunk.rows, packed)
+        assert torch.equal(theirs.features, chunk.features)
+        assert theirs.reasons == chunk.reasons
+    assert sum(reason is not None for chunk in ours for reason in chunk.reasons) == 1
 
 
-def stored(folder: Path) -> dict[str, bytes]:
-    """Files of shards by name."""
-    return {path.name: path.read_bytes() for path in folder.rglob("*.safetensors")}
+def stored(folder: Path) -> dict[str, list[list[float]]]:
+    """The views of each row in a folder of features."""
+    rows = pq.read_table(folder).select(["id", "view", "embedding"]).to_pylist()
+    rows.sort(key=lambda row: (row["id"], row["view"]))
+    return {f"{row['id']} {row['view']}": row["embedding"] for row in rows}
 
 
 @pytest.mark.ray
@@ -547,10 +539,10 @@ def test_two_ray_workers_compute_the_same_features(
 
 
 def test_images_that_were_overwritten_reach_the_next_run_and_end_the_old_one(
-    weights, tmp_path, capsys, caplog
+    weights, tmp_path, capsys
 ):
     """With others of their size. The new run's table is what predict says of the files;
-    a finished run shows no result of other data, and does after a touch.
+    a finished run shows no result of other data.
     """
     folder, words = tmp_path / "images", []
     names = [f"{'abc'[i // 20]}/{i}.bmp" for i in range(60)]
@@ -568,17 +560,13 @@ def test_images_that_were_overwritten_reach_the_next_run_and_end_the_old_one(
     words += ["--limit", "60", "--batch-size", "20", "--discover.epochs", "1"]
     words += ["--compute.cache", tmp_path / "cache"]
     assert cli.main([str(word) for word in [*words, "--output", tmp_path / "old"]]) == 0
-    (folder / names[0]).touch()
     assert cli.main([str(word) for word in [*words, "--output", tmp_path / "old"]]) == 0
     for i, name in enumerate(names[::2]):
         write_bitmap(folder / name, 1000 + i)
     line = refused(capsys, 2, *words, "--output", tmp_path / "old")
-    assert (
-        "was trained on other data (30 of 30 images that were compared have changed,"
-        " e.g. a/0.bmp)" in line
-    )
+    assert "30 images written to since the run began, e.g. a/0.bmp" in line
     assert cli.main([str(word) for word in [*words, "--output", tmp_path / "new"]]) == 0
-    assert "30 images written to since" in caplog.text
+    assert "features: 30 images" in capsys.readouterr().out
     table = pq.read_table(tmp_path / "new" / "predictions.parquet").to_pylist()
     found = uno.load(tmp_path / "new").predict([folder / row["id"] for row in table])
     np.testing.assert_allclose(

@@ -550,10 +550,10 @@ def test_a_cell_finds_the_features_of_its_job(frozen_request, monkeypatch):
     request, computed, compute = (
         frozen_request("--parallel", "2"),
         [],
-        features.compute_shard,
+        features.encode_chunk,
     )
     monkeypatch.setattr(
-        features, "compute_shard", lambda *a: computed.append(1) or compute(*a)
+        features, "encode_chunk", lambda *a: computed.append(1) or compute(*a)
     )
     jobs = {job.name: job for job in tables.plan(request)}
     cell = jobs["cells/digits-uno-seed1"]

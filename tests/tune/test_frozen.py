@@ -36,19 +36,19 @@ from uno.session.job import preflight
 from uno.session.resources import SHARE
 from uno.weights import PRETRAINED
 
-SHARDS = [0, 1, 2, 3]  # of 400 rows, half of the training and half of the test
+ROWS = [*range(400)]  # half of the training and half of the test
 
 
 @pytest.fixture
 def computed(monkeypatch):
-    """Numbers of the shards that are computed, not read."""
-    numbers, compute = [], features.compute_shard
+    """Numbers of the rows that are encoded, not read."""
+    numbers, encode = [], features.encode_chunk
 
-    def counted(config, encoder, number, *rest):
-        numbers.append(number)
-        return compute(config, encoder, number, *rest)
+    def counted(job, encoder, rows):
+        numbers.extend(rows.tolist())
+        return encode(job, encoder, rows)
 
-    monkeypatch.setattr(features, "compute_shard", counted)
+    monkeypatch.setattr(features, "encode_chunk", counted)
     return numbers
 
 
@@ -89,7 +89,7 @@ def test_trials_and_later_sweeps_share_features_that_are_computed_once(
     """
     options = frozen_options(tmp_path, "--folds", "1", "--discover.epochs", "1")
     data = load(options)
-    assert sorted(computed) == SHARDS
+    assert sorted(computed) == ROWS
     assert data.images.shape[1] == 1 + 3 and data.images.dtype == np.float32
     with claimed(tmp_path / "sweep") as storage:
         found = [
@@ -105,7 +105,7 @@ def test_trials_and_later_sweeps_share_features_that_are_computed_once(
             tmp_path, "--seed", "7", "--score", AGREEMENT, "--model.num-heads", "2"
         )
     )
-    assert sorted(computed) == SHARDS and np.array_equal(again.images, data.images)
+    assert sorted(computed) == ROWS and np.array_equal(again.images, data.images)
     for fold in folds_of(data, options.config):
         rows = fold.scored.index.numpy()
         assert torch.equal(
@@ -148,7 +148,7 @@ def test_weights_of_a_library_are_those_of_the_sweep(tmp_path, monkeypatch, comp
     assert np.array_equal(load(pretrained, own).images, expected.images)
     shutil.rmtree(tmp_path / "cache")
     assert np.array_equal(load(pretrained, own).images, expected.images)
-    assert sorted(computed) == sorted(2 * SHARDS)
+    assert sorted(computed) == sorted(2 * ROWS)
 
 
 def test_what_would_change_the_features_is_not_searched(tmp_path):
@@ -358,12 +358,12 @@ def test_a_sweep_on_features(ray_cluster, tmp_path, monkeypatch, computed):
         config=override(options.config, {"model.weights": "encoder.safetensors"})
     )
     assert run_sweep(relative) == 0
-    assert sorted(computed) == SHARDS
+    assert sorted(computed) == ROWS
     written = {
         path.stat().st_mtime for path in (tmp_path / "cache").rglob("*.safetensors")
     }
     assert run_sweep(relative._replace(trials=4)) == 0
-    assert sorted(computed) == SHARDS
+    assert sorted(computed) == ROWS
     assert written == {
         path.stat().st_mtime for path in (tmp_path / "cache").rglob("*.safetensors")
     }

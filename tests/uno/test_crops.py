@@ -39,17 +39,6 @@ def cropper(**augment_fields) -> Cropper:
     return Cropper(7, 0, 6, AugmentConfig(**augment_fields), 16)
 
 
-@pytest.mark.parametrize("num_views", [1, 3, 4])
-def test_the_first_views_do_not_depend_on_how_many_follow(num_views):
-    """Where they are drawn in groups."""
-    few, many = (
-        sample_uniforms(5, num, torch.Generator().manual_seed(0), 3)
-        for num in (num_views, 7)
-    )
-    assert few.shape == (5, num_views, 42) and torch.equal(few, many[:, :num_views])
-    assert len(many.unique()) == many.numel()
-
-
 @pytest.mark.parametrize(
     "box", [(10, 20, 60, 90), (0, 0, 120, 160), (5, 7, 9, 14), (30, 30, 24, 24)]
 )

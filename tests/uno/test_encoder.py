@@ -9,7 +9,7 @@ import torchvision
 from torch import nn
 
 from uno.config import Config, ModelConfig, override
-from uno.encoder import build_encoder, frozen_parts
+from uno.encoder import build_encoder, frozen_parts, image_side
 from uno.errors import ConfigError
 
 
@@ -191,6 +191,32 @@ def test_library_encoders_keep_the_librarys_keys_and_lose_its_classifier(
     images = torch.randn(2, 3, *2 * [160 if what == "test_vit" else 64])
     with torch.inference_mode():
         torch.testing.assert_close(ours(images), theirs(images))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torchvision:mobilenet_v3_small",
+        "torchvision:vit_b_32",
+        "torchvision:swin_t",
+        "torchvision:alexnet",
+        "timm:mobilenetv3_small_050",
+        "timm:test_convnext",
+        "timm:test_resnet",
+        "timm:test_vit",
+        "timm:vgg11",
+    ],
+)
+def test_the_width_of_a_librarys_encoder_is_known_without_an_image(name, monkeypatch):
+    """Kills: a pass at every build, the width before the last hidden layer."""
+    if name.startswith("timm:"):
+        pytest.importorskip("timm")
+    with torch.device("meta"):
+        with monkeypatch.context() as patch:
+            patch.setattr(nn.Module, "__call__", lambda *_: pytest.fail("a pass"))
+            encoder = encoder_of(name).eval()
+        side = image_side(encoder)
+        assert encoder(torch.zeros(1, 3, side, side)).shape == (1, encoder.num_features)
 
 
 @pytest.mark.parametrize(

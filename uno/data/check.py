@@ -562,8 +562,8 @@ def _copies(task: Task, in_full: bool) -> tuple[list[list[int]], str]:
     keys = images.groups(rows)  # what is read together
     sizes = images.sizes(rows)
     if keys is None:  # else sizes are means
-        unknown = int(((sizes < 0) & (images.times(rows) < 0)).sum())
-        if unknown:
+        unknown = int((sizes < 0).sum())
+        if unknown and images.is_remote:  # else there are no such files
             what = plural(unknown, "image")
             notes.append(f"{what} of unknown size not searched for duplicates")
         _, same, counts = np.unique(sizes, return_inverse=True, return_counts=True)

@@ -1,59 +1,73 @@
-"""Features of a frozen encoder, computed once: of every image the evaluation view, of
-training rows V random views besides. They take the place of images: float32 (N, 1 + V,
-D), the evaluation view first.
+"""Features of a frozen encoder, computed once and kept in a cache.
 
-A cache serves every run with the same encoder, weights and data, whatever its seed. It
-is a folder with a file for ``SHARD_ROWS`` rows, which proves its content and place: one
-that does not verify is computed again. More random views, or those of another kind or
-of other training rows, are in further files: a cache grows. A row's features depend on
-nothing but its shard, a view's not on how many there are, and on a CPU every batch is
-computed by one thread, and all have one size, so any number of threads, processes and
-workers gives the same bits. Each runtime (:mod:`uno.runtime`) has a cache of its own.
-At every start rows that
-have changed are looked for (:mod:`uno.data.snapshot`), and some encoded again.
+Each image has the features of its evaluation view. A training image also has those of V
+random views. Together they are float32 (N, 1 + V, D), the evaluation view first, and
+take the place of images in training.
+
+A cache is a folder for one way of encoding: the encoder and its weights, the pixels
+that it sees, the views, and the versions of the programs that compute. It serves runs
+on any data and with any seed. It holds Parquet files in the format that ``uno embed``
+writes. An image is found there by its id and by what tells whether it has changed, so a
+new or changed image is encoded and the others are read.
+
+Features of a row do not depend on the rows beside it, except that on a GPU batches may
+differ in size. Batches on a CPU have one size and are computed by one thread each, so
+any number of threads, processes and workers gives the same bits.
 """
 
 import hashlib
 import json
 import logging
-import os
-import re
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from importlib.metadata import version
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+import pyarrow.parquet as pq
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from uno.augment import augment_crops, eval_view
-from uno.config import AugmentConfig, Config, override
+from uno.config import AugmentConfig, Config
 from uno.crops import Cropper
-from uno.data import snapshot
+from uno.data.columns import decimal, joined
 from uno.data.decode import decode_many, ok_mask, prefetch_map
-from uno.data.files import Storage, normalize_path
-from uno.data.images import Image, evenly_spaced
+from uno.data.files import FileEntry, Storage, normalize_path, with_remote_facts
+from uno.data.images import Image, Images
 from uno.data.mapped import user_cache
-from uno.data.output import seal, unseal
-from uno.data.plan import FEATURES, augment_generator
+from uno.data.plan import FEATURES, VIEW_SEED, augment_generator
 from uno.data.splits import Task
+from uno.data.vectors import write_vectors
 from uno.encoder import code_of
 from uno.errors import ConfigError, StorageError
-from uno.runtime import BATCH_SIZE, Runtime
+from uno.runtime import BATCH_SIZE, PACKAGES, Runtime
 from uno.text import plural
 from uno.threads import torch_threads
 
-VERSION = 4  # of what is computed and how it is stored
-SEED = 0  # of the views: not the run's, so that runs of all seeds share them
-SHARD_ROWS = 128
+VERSION = 5  # of how features are computed and stored
+CHUNK_ROWS = 128  # that one thread or worker encodes at once
 ROWS_AT_ONCE = 16  # whose pixels are in memory
-VIEWS_AT_ONCE = 6  # whose random numbers are drawn together
-# of a pass through the encoder; on CPUs 8 are 1.7 times as fast as 32
+# images that pass the encoder at once: on CPUs 8 are 1.7 times as fast as 32
 CPU_IMAGES, CUDA_IMAGES = BATCH_SIZE, 256
-# that are encoded again: at least one, and no more after that time
-PROBED_ROWS, PROBE_S = 8, 1.0
+# a file is written when it would have so many bytes, or after that time
+PART_BYTES, PART_SECONDS = 32 * 2**20, 10.0
+READERS = 4  # files that are read at the same time
+INDEX = pa.schema(
+    {
+        "key": pa.large_string(),
+        "part": pa.int64(),
+        "first": pa.int64(),
+        "reason": pa.large_string(),
+    }
+)
 # mean distance from the mean over the mean norm, and that norm
 CONSTANT, HUGE = 1e-5, 1e6
 ODD = {
@@ -61,115 +75,109 @@ ODD = {
     "constant": "the features of all images are the same",
     "huge": f"the features are larger than {HUGE:.0e}",
 }
-# of the distance of features from their mean, beyond which features of a row differ
-OF_SPREAD = 0.02
-NOISE = 2e-3  # of their norm: other devices, batches and threads
-OF_BF16 = 3.0  # times the difference that bfloat16 makes
 
 log = logging.getLogger(__name__)
 
-Shard = tuple[Tensor, list[str | None]]
-"""Features (n, 1 + V, D) of a shard's rows, or the last ones of these, and why a row
-has none.
-"""
-Missing = Mapping[int, int]
-"""Numbers of shards -> how many of their 1 + V views are there; the others are to be
-computed.
-"""
 Zeros = Callable[[tuple[int, ...]], Tensor]
-"""Where features of that shape are to be: in memory by default, or in a file that is
-mapped.
-"""
+"""Allocates float32 zeros of a shape: in memory, or in a file that is mapped."""
+
+
+class Chunk(NamedTuple):
+    """Features of some rows of a task.
+
+    Attributes:
+        rows: int64 (n,), the numbers of the rows in the task.
+        features: float32 (n, 1 + V, D), zeros for rows that cannot be read and for the
+            random views of test rows.
+        reasons: For each row the reason why it cannot be read, or None.
+    """
+
+    rows: np.ndarray
+    features: Tensor
+    reasons: list[str | None]
+
+
+Compute = Callable[[np.ndarray], Iterable[Chunk]]
+"""Encodes the rows int64 (n,) of a task, in that order."""
 
 
 class FeatureJob(NamedTuple):
-    """The features of the rows of a task: what to compute, and under which name to
-    keep it.
+    """What to encode, and how.
+
+    Attributes:
+        config: The configuration of the run.
+        task: The rows.
+        encoder: The frozen encoder, in eval mode.
+        facts: All that features depend on besides the image, as JSON values.
     """
 
     config: Config
     task: Task
     encoder: nn.Module
-    key: str
-    views: str  # under which the random ones are: their kind and rows
+    facts: dict[str, Any]
 
     @property
     def num_views(self) -> int:
-        """1 + V."""
+        """1 + V, the evaluation view and the random ones."""
         return 1 + self.config.augment.num_cached_views
 
     @property
     def num_features(self) -> int:
-        """D."""
+        """D, the width of the encoder."""
         return int(self.encoder.num_features)  # type: ignore[arg-type]
 
     @property
-    def num_shards(self) -> int:
-        """Shards of the task."""
-        return -(-len(self.task.rows) // SHARD_ROWS)
+    def folder(self) -> str:
+        """The path of the cache below the cache directory."""
+        text = json.dumps(self.facts, sort_keys=True)
+        return f"features/{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
-    def rows(self, number: int) -> np.ndarray:
-        """Row numbers of a shard, int64 (n,)."""
-        first = number * SHARD_ROWS
-        return np.arange(first, min(first + SHARD_ROWS, len(self.task.rows)))
+    def ids(self, rows: np.ndarray) -> list[str]:
+        """Return the ids of rows int64 (n,)."""
+        return list(self.task.rows.ids.take(rows))
 
-    def name(self, number: int, have: int = 0) -> str:
-        """Of the file of a shard with the views from ``have`` on."""
-        return shard_name(self.key, Piece(number, self.views, have, self.num_views))
-
-    def load(self, number: int) -> tuple[list[Image], np.ndarray]:
-        """The images of a shard as they are stored, and bool (n,): which are
-        training rows.
-        """
-        rows = self.rows(number)
-        return self.task.rows.images.read_images(rows), self.task.is_train[rows]
+    def has_views(self, rows: np.ndarray) -> np.ndarray:
+        """Return bool (n,): which of the rows int64 (n,) have random views."""
+        return self.task.is_train[rows] & (self.num_views > 1)
 
 
 def feature_job(config: Config, task: Task, encoder: nn.Module) -> FeatureJob:
-    """What the features of ``task`` under ``encoder`` depend on, hashed into a key, and
-    what the random views do besides; 0.1 s for 20 MB of it.
+    """Describe how the rows of ``task`` are encoded by ``encoder``.
+
+    The weights are hashed, which takes 0.1 s for 20 MB.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(encoder.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(
-            tensor.detach()
-            .cpu()
-            .contiguous()
-            .flatten()
-            .view(torch.uint8)
-            .numpy()
-            .tobytes()
-        )
+        values = tensor.detach().cpu().contiguous().flatten()
+        digest.update(values.view(torch.uint8).numpy().tobytes())
     facts = settings(config) | {
-        "views": config.augment.large.size,  # all that the evaluation view depends on
         "version": VERSION,
         "weights": digest.hexdigest(),
-        "data": task.rows.fingerprint,
+        "packages": _versions(config),
         **code_of(config.model.encoder, encoder),
     }
-    views = ""
-    if config.augment.num_cached_views:
-        kind = settings(config)["views"]
-        views = _hash(
-            {
-                "kind": kind,
-                "training": hashlib.sha256(task.is_train.tobytes()).hexdigest(),
-            }
-        )[:16]
-    return FeatureJob(config, task, encoder, _hash(facts)[:32], views)
+    return FeatureJob(config, task, encoder, facts)
 
 
-def _hash(facts: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+def _versions(config: Config) -> dict[str, str]:
+    """Return the versions of the packages that decode and encode images.
+
+    Builds of PyTorch for CPUs and GPUs have one version.
+    """
+    library = config.model.encoder.partition(":")[0]
+    names = {"torch", "pillow"} | {library} & {"timm", "torchvision"}
+    names.update(PACKAGES.get(config.compute.encoder_runtime, ())[:1])
+    return {name: version(name).partition("+")[0] for name in sorted(names)}
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """What features depend on besides the weights of the encoder, the data and the
-    number of views.
-    """
-    data, views = config.data, _views(config).model_dump(mode="json")
-    del views["num_cached_views"], views["large"]["num_views"]
+    """Return the settings that features depend on, as JSON values."""
+    data = config.data
+    if config.augment.num_cached_views:
+        views = _views(config).model_dump(mode="json")
+    else:
+        views = {"size": config.augment.large.size}  # of the evaluation view
     return {
         "encoder": config.model.encoder,
         "views": views,
@@ -180,7 +188,7 @@ def settings(config: Config) -> dict[str, Any]:
 
 
 def _views(config: Config) -> AugmentConfig:
-    """The cached views: those of the run's large kind."""
+    """Return the augmentation of the V random views: the run's large kind."""
     large = config.augment.large.model_copy(
         update={"num_views": config.augment.num_cached_views}
     )
@@ -188,29 +196,49 @@ def _views(config: Config) -> AugmentConfig:
     return config.augment.model_copy(update={"large": large, "small": small})
 
 
-def compute_shard(
-    config: Config,
-    encoder: nn.Module,
-    number: int,
-    images: Sequence[Image],
-    in_training: np.ndarray,
-    have: int = 0,
-) -> Shard:
-    """Shard ``number`` of a job: features of its n ``images``, all but the first
-    ``have``, random views only of those ``in_training`` (n,). ``encoder`` in eval mode,
-    on any device. ConfigError: it returns non-finite numbers.
+def view_seeds(ids: Sequence[str]) -> np.ndarray:
+    """Return int64 (n,), the numbers that the random views of rows are drawn with.
+
+    They depend on the id alone, so that runs of all seeds have the same views.
     """
-    found, reasons = list[Tensor](), list[str | None]()
-    for start in range(0, len(images), ROWS_AT_ONCE):
-        own, first = slice(start, start + ROWS_AT_ONCE), number * SHARD_ROWS + start
-        pixels, viewed, why = decode_rows(config, first, images[own], in_training[own])
-        some = torch.from_numpy(pixels), viewed, ok_mask(why), have
-        found.append(encode_rows(config, encoder, first, *some))
+    digests = (hashlib.blake2b(name.encode(), digest_size=8).digest() for name in ids)
+    return np.array([int.from_bytes(digest) >> 1 for digest in digests], np.int64)
+
+
+def encode_chunk(job: FeatureJob, encoder: nn.Module, rows: np.ndarray) -> Chunk:
+    """Decode and encode some rows.
+
+    Args:
+        job: What to encode.
+        encoder: The encoder in eval mode on its device, or a :class:`Runtime` of it.
+        rows: int64 (n,), numbers of rows of the task.
+
+    Raises:
+        ConfigError: The encoder returns numbers that are not finite.
+    """
+    images = job.task.rows.images.read_images(rows)
+    seeds, has_views = view_seeds(job.ids(rows)), job.has_views(rows)
+    features, reasons = list[Tensor](), list[str | None]()
+    for start in range(0, len(rows), ROWS_AT_ONCE):
+        some = slice(start, start + ROWS_AT_ONCE)
+        pixels, viewed, why = decode_rows(
+            job.config, seeds[some], images[some], has_views[some]
+        )
+        features.append(
+            encode_rows(
+                job.config,
+                encoder,
+                seeds[some],
+                torch.from_numpy(pixels),
+                viewed,
+                ok_mask(why),
+            )
+        )
         reasons += why
-    joined = torch.cat(found)[:, have:]
-    if not joined.isfinite().all():
-        raise not_finite(config)
-    return joined, reasons
+    chunk = Chunk(rows, torch.cat(features), reasons)
+    if not chunk.features.isfinite().all():
+        raise not_finite(job.config)
+    return chunk
 
 
 def oddity(features: Tensor) -> str:
@@ -224,22 +252,22 @@ def oddity(features: Tensor) -> str:
 
 
 def not_finite(config: Config) -> ConfigError:
-    """What is said of such features."""
+    """Return the error for features that are not finite."""
     return ConfigError(
         f"model.encoder {config.model.encoder} returns non-finite numbers"
     )
 
 
 def decode_rows(
-    config: Config, first: int, images: Sequence[Image], in_training: np.ndarray
+    config: Config, seeds: np.ndarray, images: Sequence[Image], has_views: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, list[str | None]]:
     """Decode what the encoder sees of some rows. Every image is read once.
 
     Args:
         config: The configuration of the run.
-        first: The number of the first row. All rows are of one shard.
-        images: The images of the n rows, at most ROWS_AT_ONCE.
-        in_training: bool (n,), the rows that have random views.
+        seeds: int64 (n,), from :func:`view_seeds`.
+        images: The images of the n rows.
+        has_views: bool (n,), the rows that have random views.
 
     Returns:
         The pixels uint8 (n, :func:`row_bytes`): the square, then the crops of the
@@ -247,18 +275,16 @@ def decode_rows(
         why it has no features, or None.
     """
     data, cropper = config.data, _cropper(config)
-    number, start = divmod(first, SHARD_ROWS)
     squares = np.zeros((len(images), 3, data.stored_size, data.stored_size), np.uint8)
     crops = np.zeros((len(images), cropper.row_bytes), np.uint8)
     why: list[str | None] = [None] * len(images)
-    with_views = in_training & (config.augment.num_cached_views > 0)
-    for rows in (np.flatnonzero(with_views), np.flatnonzero(~with_views)):
+    for rows in (np.flatnonzero(has_views), np.flatnonzero(~has_views)):
         if not len(rows):
             continue
         some = [images[row] for row in rows.tolist()]
-        if with_views[rows[0]]:
-            own, steps = squares[rows], np.full(len(rows), number)
-            crops[rows], reasons = cropper.crop(steps, start + rows, some, own)
+        if has_views[rows[0]]:
+            own, position = squares[rows], np.zeros(len(rows), np.int64)
+            crops[rows], reasons = cropper.crop(seeds[rows], position, some, own)
         else:
             how = data.stored_size, 1, data.interpolation
             decoded, reasons = decode_many(some, *how)
@@ -267,62 +293,66 @@ def decode_rows(
         for row, reason in zip(rows.tolist(), reasons, strict=True):
             why[row] = reason
     pixels = np.concatenate([squares.reshape(len(images), -1), crops], axis=1)
-    return pixels, with_views & ok_mask(why), why
+    return pixels, has_views & ok_mask(why), why
 
 
 @torch.inference_mode()
 def encode_rows(
     config: Config,
     encoder: nn.Module,
-    first: int,
+    seeds: np.ndarray,
     pixels: Tensor,
     viewed: np.ndarray,
     ok: np.ndarray,
-    have: int = 0,
 ) -> Tensor:
-    """Features (n, 1 + V, D) of the rows of :func:`decode_rows`, zeros of those that
-    are not ``ok`` (n,), and in the first ``have`` views.
+    """Encode the rows of :func:`decode_rows`.
+
+    Args:
+        config: The configuration of the run.
+        encoder: The encoder in eval mode on its device, or a :class:`Runtime` of it.
+        seeds: int64 (n,), from :func:`view_seeds`.
+        pixels: uint8 (n, :func:`row_bytes`).
+        viewed: bool (n,), the rows that have crops of random views.
+        ok: bool (n,), the rows that could be read.
+
+    Returns:
+        Features float32 (n, 1 + V, D) on the CPU, zeros for rows that are not ``ok``
+        and for random views that a row does not have.
     """
-    data, augment, cropper = config.data, _views(config), _cropper(config)
     device = next(encoder.parameters()).device
     width = int(encoder.num_features)  # type: ignore[arg-type]
-    features = torch.zeros(len(pixels), 1 + augment.large.num_views, width)
-    if not have:
-        features[:, 0] = _encode(
-            config, encoder, _plain_views(config, pixels.to(device))
-        )
+    num_views = config.augment.num_cached_views
+    features = torch.zeros(len(pixels), 1 + num_views, width)
+    features[:, 0] = _encode(config, encoder, _plain_views(config, pixels.to(device)))
     if viewed.any():
-        chosen, (number, start) = (
-            torch.from_numpy(np.flatnonzero(viewed)),
-            divmod(first, SHARD_ROWS),
-        )
-        crops, generator = (
-            pixels[chosen, _square_bytes(config) :],
-            augment_generator(SEED, FEATURES, number),
-        )
-        where = (
-            data.mean,
-            data.std,
-            start + chosen,
-            SHARD_ROWS,
-            data.stored_size,
-            VIEWS_AT_ONCE,
-        )
-        views = augment_crops(
-            cropper.split(crops.to(device)), augment, generator, *where
-        )[max(have, 1) - 1 :]
-        # a view's batches have no other's
-        parts = views if device.type == "cpu" else [torch.cat(views)]
-        encoded = torch.cat([_encode(config, encoder, part) for part in parts])
-        features[chosen, max(have, 1) :] = encoded.unflatten(
-            0, (len(views), -1)
-        ).transpose(0, 1)
+        chosen = torch.from_numpy(np.flatnonzero(viewed))
+        crops = pixels[chosen, _square_bytes(config) :].to(device)
+        views = [
+            torch.cat(_random_views(config, int(seed), own))
+            for seed, own in zip(seeds[viewed], crops.split(1), strict=True)
+        ]  # of each row (V, 3, S, S)
+        encoded = _encode(config, encoder, torch.cat(views))
+        features[chosen, 1:] = encoded.unflatten(0, (len(views), num_views))
     features[~torch.from_numpy(ok)] = 0
     return features
 
 
+def _random_views(config: Config, seed: int, crops: Tensor) -> list[Tensor]:
+    """Return the V random views (1, 3, S, S) of the crops uint8 (1, bytes) of a row."""
+    return augment_crops(
+        _cropper(config).split(crops),
+        _views(config),
+        augment_generator(VIEW_SEED, FEATURES, seed),
+        config.data.mean,
+        config.data.std,
+        torch.zeros(1, dtype=torch.int64),
+        num_rows=1,
+        side=config.data.stored_size,
+    )
+
+
 def row_bytes(config: Config) -> int:
-    """Of the pixels of a row, its square and its crops."""
+    """Return the number of bytes of a row's pixels: its square and its crops."""
     return _square_bytes(config) + _cropper(config).row_bytes
 
 
@@ -331,42 +361,47 @@ def _square_bytes(config: Config) -> int:
 
 
 def _cropper(config: Config) -> Cropper:
+    """Return what cuts the random views of a row, whose seed is its training step."""
     data = config.data
-    how = _views(config), data.stored_size, data.interpolation, VIEWS_AT_ONCE
-    return Cropper(SEED, FEATURES, SHARD_ROWS, *how)
+    return Cropper(
+        VIEW_SEED, FEATURES, 1, _views(config), data.stored_size, data.interpolation
+    )
 
 
 def _encode(config: Config, encoder: nn.Module, images: Tensor) -> Tensor:
-    """(B, 3, S, S) -> features (B, D) float32 on the CPU."""
+    """Encode images (B, 3, S, S) to features (B, D), float32 on the CPU.
+
+    On a CPU all batches have one size: the last one is filled up with black images.
+    """
     if isinstance(encoder, Runtime):
         return encoder(images)
-    kind = images.device.type
-    size, bf16 = (
-        CPU_IMAGES if kind == "cpu" else CUDA_IMAGES,
-        config.compute.precision == "bf16",
-    )
+    kind, size = images.device.type, CUDA_IMAGES
+    filled = images
+    if kind == "cpu":
+        size = CPU_IMAGES
+        filled = F.pad(images, (0, 0, 0, 0, 0, 0, 0, -len(images) % size))
+    bf16 = config.compute.precision == "bf16"
     with torch.autocast(kind, torch.bfloat16, enabled=bf16):
         parts = [
             encoder(part.contiguous(memory_format=torch.channels_last)).float().cpu()
-            for part in images.split(size)
+            for part in filled.split(size)
         ]
-    return torch.cat(parts)
+    return torch.cat(parts)[: len(images)]
 
 
-def first_images(job: FeatureJob, number: int) -> Tensor:
-    """What the encoder sees of a shard's first rows (B, 3, S, S); unreadable ones
-    are black.
+def first_images(job: FeatureJob, rows: np.ndarray) -> Tensor:
+    """Return the evaluation views (B, 3, S, S) of the first of the rows int64 (n,).
+
+    Images that cannot be read are black.
     """
-    config, rows = job.config, job.rows(number)[:ROWS_AT_ONCE]
-    none = np.zeros(len(rows), bool)
-    pixels, *_ = decode_rows(
-        config, int(rows[0]), job.task.rows.images.read_images(rows), none
-    )
-    return _plain_views(config, torch.from_numpy(pixels))
+    rows = rows[:ROWS_AT_ONCE]
+    none, images = np.zeros(len(rows), bool), job.task.rows.images.read_images(rows)
+    pixels, *_ = decode_rows(job.config, np.zeros(len(rows), np.int64), images, none)
+    return _plain_views(job.config, torch.from_numpy(pixels))
 
 
 def _plain_views(config: Config, pixels: Tensor) -> Tensor:
-    """The evaluation view (n, 3, S, S) of the pixels of rows."""
+    """Return the evaluation views (n, 3, S, S) of the pixels of rows."""
     data = config.data
     squares = pixels[:, : _square_bytes(config)].unflatten(
         1, (3, data.stored_size, data.stored_size)
@@ -375,239 +410,244 @@ def _plain_views(config: Config, pixels: Tensor) -> Tensor:
 
 
 def side(config: Config) -> int:
-    """Of the evaluation view, in pixels."""
+    """Return the side of the evaluation view in pixels."""
     return min(config.augment.large.size, config.data.stored_size)
 
 
+def split_rows(rows: np.ndarray) -> list[np.ndarray]:
+    """Split row numbers int64 (n,) into chunks of :data:`CHUNK_ROWS`, in order."""
+    return np.split(rows, np.arange(CHUNK_ROWS, len(rows), CHUNK_ROWS))
+
+
 def compute_local(
-    job: FeatureJob, encoder: nn.Module, missing: Missing, threads: int
-) -> Iterator[tuple[int, Shard]]:
-    """What is ``missing`` of shards, in order, each by one of ``threads`` threads of
-    this process.
+    job: FeatureJob, encoder: nn.Module, rows: np.ndarray, threads: int
+) -> Iterator[Chunk]:
+    """Encode rows int64 (n,) of a task by threads of this process, a chunk each.
 
     ``torch.set_num_threads`` also decides for all threads that begin later. So the
     calling thread sets it, and sets it back at the end.
+
+    Yields:
+        The chunks, in order.
     """
 
-    def compute(number: int) -> tuple[int, Shard]:
+    def compute(rows: np.ndarray) -> Chunk:
         torch.set_num_threads(1)
-        return number, compute_shard(
-            job.config, encoder, number, *job.load(number), missing[number]
-        )
+        return encode_chunk(job, encoder, rows)
 
     with torch_threads(1):
-        yield from prefetch_map(compute, missing, threads, threads)
+        yield from prefetch_map(compute, split_rows(rows), threads, threads)
 
 
-def pack_shard(name: str, shard: Shard) -> bytes:
-    """A shard as the content of the file ``name``."""
-    features, reasons = shard
-    return seal(
-        name, {"features": features.contiguous()}, {"reasons": json.dumps(reasons)}
-    )
+def image_versions(images: Images, rows: np.ndarray) -> pa.Array:
+    """Return texts (n,) that change if the images of the rows int64 (n,) change.
 
-
-def unpack_shard(name: str, data: bytes) -> Shard:
-    """The shard of the file ``name``. ValueError or KeyError: it is damaged, or
-    another one's.
+    They hold the size and the modification time of a file, or of the file that images
+    are stored in. Those of remote files that were named one by one take a request each.
+    Images in memory have no time; their pixels or bytes are hashed.
     """
-    tensors, facts = unseal(name, data)
-    return tensors["features"], json.loads(facts["reasons"])
-
-
-class Piece(NamedTuple):
-    """Views ``first`` to ``stop`` of a shard, 0 the evaluation view, in a file;
-    ``views``: their kind.
-    """
-
-    number: int
-    views: str = ""
-    first: int = 0
-    stop: int = 1
+    content = images.content_keys(rows)
+    if not isinstance(content, pa.Array):
+        hashes = (hashlib.blake2b(item, digest_size=16) for item in content)
+        content = pa.array((found.hexdigest() for found in hashes), pa.large_string())
+    times = images.times(rows)
+    unknown = np.flatnonzero(times < 0)
+    paths = images.paths(rows[unknown]) if len(unknown) else []
+    named = [FileEntry(path, path, -1, -1) for path in paths if path]
+    if len(named) == len(unknown) > 0:
+        times[unknown] = [file.time for file in with_remote_facts(named)]
+    return joined(" ", content, decimal(times))
 
 
 class FeatureCache:
-    """The files of one job in a cache directory."""
-
-    def __init__(self, storage: Storage, job: FeatureJob) -> None:
-        self._storage, self._job, self._folder = storage, job, f"features/{job.key}"
-
-    @property
-    def snapshot(self) -> tuple[Storage, str]:
-        """Where that of the rows is."""
-        return self._storage, f"{self._folder}/{snapshot.FILE}"
-
-    @property
-    def path(self) -> str:
-        """Where they are."""
-        return self._storage.below(self._folder)
-
-    def read(
-        self, zeros: Zeros = torch.zeros
-    ) -> tuple[Tensor, list[str | None], dict[int, int]]:
-        """Features (N, 1 + V, D), why a row has none, and how many of its 1 + V views
-        each shard has. A file that does not verify is removed.
-        """
-        job, num_rows, stored = self._job, len(self._job.task.rows), self._stored()
-        features = zeros((num_rows, job.num_views, job.num_features))
-        reasons: list[str | None] = [None] * num_rows
-        have, damaged = dict[int, int](), list[str]()
-        for number in range(job.num_shards):
-            rows, pieces, done = job.rows(number), stored[number], 0
-            while (piece := self._next(pieces, done)) is not None:
-                pieces.remove(piece)
-                name, stop = shard_name(job.key, piece), self._stop(piece)
-                try:
-                    shard, why = unpack_shard(name, self._storage.read(name))
-                    if shard.shape != (
-                        len(rows),
-                        piece.stop - piece.first,
-                        job.num_features,
-                    ):
-                        raise ValueError(f"its shape is {tuple(shard.shape)}")
-                except (StorageError, ValueError, KeyError) as error:
-                    damaged.append(f"{name}: {error}")
-                    with suppress(StorageError):
-                        self._storage.delete(name)
-                    continue
-                own = slice(rows[0], rows[-1] + 1)
-                features[own, done:stop] = shard[
-                    :, done - piece.first : stop - piece.first
-                ]
-                reasons[own], done = _joined(reasons[own], why), stop
-            have[number] = done
-            if not done:  # what is left is of images that nobody compares
-                self._delete(pieces)
-        if damaged:
-            text = "recomputing %s in %s, the first is %s"
-            log.warning(
-                text, plural(len(damaged), "damaged file"), self.path, damaged[0]
-            )
-        return features, reasons, have
-
-    def _stop(self, piece: Piece) -> int:
-        """Up to which view a piece has those of the job."""
-        return min(
-            piece.stop, self._job.num_views if piece.views == self._job.views else 1
-        )
-
-    def _next(self, pieces: Iterable[Piece], done: int) -> Piece | None:
-        """The one with the most of the job's views after the first ``done``; of
-        these the smallest.
-        """
-        useful = [piece for piece in pieces if piece.first <= done < self._stop(piece)]
-        return max(
-            useful, key=lambda piece: (self._stop(piece), -piece.stop), default=None
-        )
-
-    def num_missing(self) -> float:
-        """Rows that have no file, those of which some views are missing in part."""
-        job, stored, rows = self._job, self._stored(), 0.0
-        for number in range(job.num_shards):
-            done = 0
-            while (piece := self._next(stored[number], done)) is not None:
-                done = self._stop(piece)
-            rows += len(job.rows(number)) * (1 - done / job.num_views)
-        return rows
-
-    def keep(
-        self, shards: Iterable[tuple[int, Shard]], missing: Missing
-    ) -> Iterator[tuple[int, Shard]]:
-        """``shards``, each once it is stored. StorageError: the directory cannot be
-        written to.
-        """
-        for number, shard in shards:
-            name = self._job.name(number, missing[number])
-            write_shard(self._storage, name, pack_shard(name, shard))
-            yield number, shard
-
-    def discard(self, numbers: Iterable[int]) -> None:
-        """Remove all files of these shards, of other views too."""
-        stored = self._stored()
-        for number in numbers:
-            self._delete(stored[number])
-
-    def _delete(self, pieces: Iterable[Piece]) -> None:
-        for piece in pieces:
-            self._storage.delete(shard_name(self._job.key, piece))
-
-    def _stored(self) -> dict[int, list[Piece]]:
-        """The files of every shard by its number, of any views."""
-        with _naming_the_option():
-            names = self._storage.list(self._folder)
-        found = defaultdict[int, list[Piece]](list)
-        for name in names:
-            if match := re.fullmatch(
-                r"([0-9]{6,})(?:-([0-9a-f]{16})-([0-9]+)-([0-9]+))?\.safetensors", name
-            ):
-                number, views, first, stop = match.groups()
-                piece = (
-                    Piece(int(number), views, int(first), int(stop))
-                    if views
-                    else Piece(int(number))
-                )
-                found[piece.number].append(piece)
-        return found
-
-    def write_facts(self, weights: str) -> None:
-        """``facts.json``, for people who look at the directory, and the snapshot of
-        the rows.
-        """
-        config, task = self._job.config, self._job.task
-        facts = {
-            "source": task.rows.source,
-            "rows": len(task.rows),
-            "encoder": config.model.encoder,
-            "weights": weights,
-            "num_cached_views": config.augment.num_cached_views,
-            "num_features": self._job.num_features,
-            "note": (
-                "features of a frozen encoder; can be deleted at any time and are then"
-                " recomputed"
-            ),
-        }
-        write_shard(
-            self._storage,
-            f"{self._folder}/facts.json",
-            json.dumps(facts, indent=1).encode(),
-        )
-        with _naming_the_option():
-            snapshot.write(*self.snapshot, task.rows)
-
-
-def write_shard(storage: Storage, name: str, data: bytes) -> None:
-    """Write a file of a job to a cache directory, from any process.
-
-    Storage decides which errors are retried. In addition, a file is written again if
-    another process has removed its folder during the write.
+    """The cache of one way of encoding, in a cache directory.
 
     Args:
         storage: The cache directory.
-        name: Path of the file below it.
-        data: Content of the file.
-
-    Raises:
-        StorageError: The file cannot be written. The line names ``--compute.cache``.
+        job: What to look up.
     """
-    with _naming_the_option():
+
+    def __init__(self, storage: Storage, job: FeatureJob) -> None:
+        self._storage, self._job = storage, job
+        self._damaged = list[str]()
+        rows = np.arange(len(job.task.rows))
+        self._ids = pa.array(job.ids(rows), pa.large_string())
+        self._versions = image_versions(job.task.rows.images, rows)
+        self._counts = np.where(job.has_views(rows), job.num_views, 1)
+
+    @property
+    def path(self) -> str:
+        """The path or URI of the folder, for messages."""
+        return self._storage.below(self._job.folder)
+
+    def missing_rows(self) -> np.ndarray:
+        """Return the numbers int64 (n,) of the rows that the cache does not have."""
+        _, index = self._read_index()
+        self._warn_of_damage()
+        return np.flatnonzero(self._find_rows(index) < 0)
+
+    def read(
+        self, zeros: Zeros = torch.zeros
+    ) -> tuple[Tensor, list[str | None], np.ndarray]:
+        """Read the features of all rows that the cache has.
+
+        A file that is damaged is removed, and a line is logged.
+
+        Args:
+            zeros: Allocates the features.
+
+        Returns:
+            Features (N, 1 + V, D), zeros where there are none; for each row the reason
+            why it cannot be read, or None; and the numbers int64 (n,) of the rows that
+            are to be encoded. These include rows that could not be read and now can.
+        """
+        job, (names, index) = self._job, self._read_index()
+        features = zeros((len(job.task.rows), job.num_views, job.num_features))
+        found = self._find_rows(index)
+        known = np.flatnonzero(found >= 0)
+        own = index.take(pa.array(found[known]))
+        part, first = own["part"].to_numpy(), own["first"].to_numpy()
+        reasons: list[str | None] = [None] * len(found)
+        for row, reason in zip(known.tolist(), own["reason"].to_pylist(), strict=True):
+            reasons[row] = reason
+
+        def read_part(at: np.ndarray) -> np.ndarray:
+            """Fill in the features of a file; return its rows if it is damaged."""
+            values = self._read_values(names[part[at[0]]])
+            if values is None:
+                return known[at]
+            for count in np.unique(self._counts[known[at]]):
+                some = at[self._counts[known[at]] == count]
+                chosen = values[first[some][:, None] + np.arange(count)]
+                features[known[some], :count] = torch.from_numpy(chosen)
+            return np.arange(0)
+
+        order = np.argsort(part, kind="stable")
+        of_parts = np.split(order, np.flatnonzero(np.diff(part[order])) + 1)
+        with ThreadPoolExecutor(READERS) as pool:
+            lost = list(pool.map(read_part, of_parts if len(known) else []))
+        for row in chain.from_iterable(lost):
+            reasons[row] = None
+        self._warn_of_damage()
+        again = [np.flatnonzero(found < 0), *lost, self._readable_again(reasons)]
+        return features, reasons, np.unique(np.concatenate(again))
+
+    def append(
+        self, rows: np.ndarray, features: Tensor, reasons: Sequence[str | None]
+    ) -> None:
+        """Write the features of some rows to a new file, which appears whole.
+
+        Args:
+            rows: int64 (n,), numbers of the rows.
+            features: float32 (n, 1 + V, D).
+            reasons: For each of the n rows the reason why it cannot be read, or None.
+
+        Raises:
+            StorageError: The file cannot be written.
+        """
+        columns = {
+            "id": self._ids.take(pa.array(rows)),
+            "version": self._versions.take(pa.array(rows)),
+            "reason": pa.array(reasons, pa.large_string()),
+        }
+        name = f"{self._job.folder}/{uuid.uuid4().hex}.parquet"
+        with _naming_the_option():
+            path = self._storage.below(name)
+            write_vectors(path, features, self._counts[rows], columns)
+
+    def write_facts(self) -> None:
+        """Write ``facts.json``, for people who look at the folder.
+
+        Raises:
+            StorageError: The folder cannot be written.
+        """
+        note = "features of a frozen encoder; they can be deleted at any time"
+        text = json.dumps({"note": note, **self._job.facts}, indent=1)
+        with _naming_the_option():
+            self._storage.write(f"{self._job.folder}/facts.json", text.encode())
+
+    def _read_index(self) -> tuple[list[str], pa.Table]:
+        """Return the names of all files, and where they have which image.
+
+        The columns of the table are ``key``; ``part``, the position of the file's name;
+        ``first``, the number of the image's first vector in the file; and ``reason``,
+        null for an image that can be read. These images come first.
+        """
+        with _naming_the_option():
+            names = self._storage.list(self._job.folder)
+        names = [name for name in names if name.endswith(".parquet")]
+        with ThreadPoolExecutor(READERS) as pool:
+            parts = list(pool.map(self._read_part_index, range(len(names)), names))
+        index = pa.concat_tables([INDEX.empty_table(), *filter(None, parts)])
+        is_bad = index["reason"].is_valid().to_numpy()
+        return names, index.take(pa.array(np.argsort(is_bad, kind="stable")))
+
+    def _read_part_index(self, part: int, name: str) -> pa.Table | None:
+        """Return the rows of the index for one file, or None if it is damaged."""
+        table = self._read_columns(name, ["id", "version", "view", "reason"])
+        if table is None:
+            return None
+        first = np.flatnonzero(table["view"].to_numpy() == 0)
+        counts = decimal(np.diff(first, append=len(table)))
+        found = table.take(pa.array(first)).combine_chunks()
+        key = joined("\n", found["id"], found["version"], counts)
+        columns = [key, np.full(len(first), part), first, found["reason"]]
+        return pa.table(columns, schema=INDEX)
+
+    def _find_rows(self, index: pa.Table) -> np.ndarray:
+        """Return int64 (N,), the place of each row in the index, or -1."""
+        keys = joined("\n", self._ids, self._versions, decimal(self._counts))
+        found = pa.compute.index_in(keys, value_set=index["key"])
+        return found.fill_null(-1).to_numpy().astype(np.int64)
+
+    def _read_values(self, name: str) -> np.ndarray | None:
+        """Return the vectors float32 (R, D) of a file, or None if it is damaged."""
+        table = self._read_columns(name, ["embedding"])
+        if table is None:
+            return None
+        values = table["embedding"].combine_chunks().flatten().to_numpy()
+        return values.reshape(len(table), self._job.num_features)
+
+    def _read_columns(self, name: str, columns: list[str]) -> pa.Table | None:
+        """Return columns of a file, or None if it is damaged, and then remove it."""
+        path, width = f"{self._job.folder}/{name}", self._job.num_features
         try:
-            storage.write(name, data)
-        except StorageError:
-            if not storage.is_local or storage.exists(os.path.dirname(name)):
-                raise
-            storage.write(name, data)
+            with self._storage.open(path) as stream:
+                file = pq.ParquetFile(stream, page_checksum_verification=True)
+                schema = file.schema_arrow
+                if not {*columns, "embedding"} <= {*schema.names}:
+                    raise StorageError(f"it has the columns {schema.names}")
+                kind = schema.field("embedding").type
+                if kind != pa.list_(pa.float32(), width):
+                    raise StorageError(f"its vectors are {kind}, not {width} numbers")
+                return file.read(columns, use_threads=False)
+        except StorageError as error:
+            self._damaged.append(f"{name}: {error}")
+            with suppress(StorageError):
+                self._storage.delete(path)
+            return None
 
+    def _warn_of_damage(self) -> None:
+        if self._damaged:
+            log.warning(
+                "recomputing %s in %s, the first is %s",
+                plural(len(self._damaged), "damaged file"),
+                self.path,
+                self._damaged[0],
+            )
+            self._damaged.clear()
 
-def shard_name(key: str, piece: Piece) -> str:
-    """Name of a file in a cache directory."""
-    number, views, first, stop = piece
-    return f"features/{key}/{number:06}{f'-{views}-{first}-{stop}' if views else ''}.safetensors"  # noqa: E501
+    def _readable_again(self, reasons: Sequence[str | None]) -> np.ndarray:
+        """Return the rows int64 (n,) that could not be read and now can.
 
-
-def _joined(
-    reasons: Sequence[str | None], more: Sequence[str | None]
-) -> list[str | None]:
-    return [one or other for one, other in zip(reasons, more, strict=True)]
+        Their files have not changed, but a share may have been away.
+        """
+        data, bad = self._job.config.data, np.flatnonzero(~ok_mask(reasons))
+        if not len(bad):
+            return bad
+        images = self._job.task.rows.images.take(bad)
+        _, now = decode_many(images, data.stored_size, None, data.interpolation)
+        return bad[ok_mask(now)]
 
 
 @contextmanager
@@ -622,131 +662,60 @@ def _naming_the_option() -> Iterator[None]:
 
 def cached_features(
     cache: FeatureCache,
-    job: FeatureJob,
-    weights: str,
-    compute: Callable[[Missing], Iterable[tuple[int, Shard]]],
+    compute: Compute,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     zeros: Zeros = torch.zeros,
 ) -> tuple[Tensor, list[str | None]]:
-    """Features (N, 1 + V, D) of a job and why a row has none: what the cache lacks is
-    computed and kept by ``compute``, file by file, so that a killed job resumes.
-    StorageError: the cache cannot be written.
+    """Return features from a cache, and encode the rows that it lacks.
+
+    What is encoded is written to the cache every few seconds, also when the
+    computation is stopped, so that it resumes later.
+
+    Args:
+        cache: The cache.
+        compute: Encodes the rows that are missing.
+        on_progress: Called with the number of rows that are done, and of all rows.
+        zeros: Allocates the features.
+
+    Returns:
+        Features float32 (N, 1 + V, D), and for each row the reason why it cannot be
+        read, or None.
+
+    Raises:
+        StorageError: The cache cannot be read or written.
     """
-    features, reasons, have = cache.read(zeros)
-    again = _stale(
-        cache, job, features, reasons, {number for number in have if have[number]}
-    )
-    if again := again | _readable_again(job, reasons):
-        cache.discard(again)
-        have |= dict.fromkeys(again, 0)
-    missing = {number: done for number, done in have.items() if done < job.num_views}
-    if not missing:
+    features, reasons, missing = cache.read(zeros)
+    if not len(missing):
         return features, reasons
-    cache.write_facts(weights)  # before any work: is the directory writable?
-    total, done = (
-        len(job.task.rows),
-        len(job.task.rows) - sum(len(job.rows(i)) for i in missing),
-    )
+    cache.write_facts()  # before any work: is the directory writable?
+    total, unsaved, saved_at = len(features), list[Chunk](), time.monotonic()
+    most_rows = PART_BYTES // (4 * features[0].numel())
+
+    def save() -> None:
+        nonlocal saved_at
+        chunks, saved_at = [*unsaved], time.monotonic()
+        unsaved.clear()
+        if chunks:
+            rows, values, why = zip(*chunks, strict=True)
+            reasons_of_part = [*chain.from_iterable(why)]
+            cache.append(np.concatenate(rows), torch.cat(values), reasons_of_part)
+
+    done = total - len(missing)
     on_progress(done, total)
-    for number, (shard, why) in compute(missing):
-        rows = job.rows(number)
-        own = slice(rows[0], rows[-1] + 1)
-        features[own, missing[number] :] = shard
-        reasons[own] = _joined(reasons[own], why) if missing[number] else why
-        done += len(rows)
-        on_progress(done, total)
+    try:
+        for chunk in compute(missing):
+            features[chunk.rows] = chunk.features
+            for row, reason in zip(chunk.rows.tolist(), chunk.reasons, strict=True):
+                reasons[row] = reason
+            unsaved.append(chunk)
+            num_rows = sum(len(chunk.rows) for chunk in unsaved)
+            if num_rows >= most_rows or time.monotonic() - saved_at > PART_SECONDS:
+                save()
+            done += len(chunk.rows)
+            on_progress(done, total)
+    finally:
+        save()
     return features, reasons
-
-
-def _stale(
-    cache: FeatureCache,
-    job: FeatureJob,
-    features: Tensor,
-    reasons: Sequence[str | None],
-    stored: set[int],
-) -> set[int]:
-    """The ``stored`` shards whose features are not those of the job any more; a line
-    says why.
-    """
-    rows = job.task.rows
-    if not stored:
-        return set()
-    then, stale, why = (
-        snapshot.read(*cache.snapshot, rows),
-        stored,
-        "there is no snapshot of their images",
-    )
-    if then is not None:
-        found = snapshot.compare(rows, then)
-        stale = (
-            set()
-            if found.believed
-            else stored & {*(found.suspects // SHARD_ROWS).tolist()}
-        )
-        why = f"{plural(len(found.suspects), 'image')} written to since"
-        if not stale and (row := _probe(job, features, reasons, stored)) is not None:
-            stale, why = (
-                stored,
-                (
-                    f"{job.config.model.encoder} now gives others, of {rows.ids[row]}"
-                    " for one"
-                ),
-            )
-    if stale:
-        num = sum(len(job.rows(number)) for number in stale)
-        log.warning(
-            "features of %s images in %s are computed again: %s",
-            f"{num:,}",
-            cache.path,
-            why,
-        )
-    return stale
-
-
-def _probe(
-    job: FeatureJob, features: Tensor, reasons: Sequence[str | None], stored: set[int]
-) -> int | None:
-    """A row of the ``stored`` shards whose evaluation view, encoded again, has other
-    features, if any.
-    """
-    known = np.flatnonzero(ok_mask(reasons))
-    known = known[np.isin(known // SHARD_ROWS, [*stored])]
-    known = known[evenly_spaced(PROBED_ROWS, len(known))]
-    plain, start = features[torch.from_numpy(known), 0], time.monotonic()
-    spread = (
-        float((plain - plain.mean(dim=0)).norm(dim=1).mean()) if len(known) else 0.0
-    )
-    for row, then in zip(known.tolist(), plain, strict=True):
-        images, viewed = (
-            job.task.rows.images.read_images(np.array([row])),
-            np.zeros(1, bool),
-        )
-        pixels, _, why = decode_rows(job.config, row, images, viewed)
-        seen = job.encoder, row, torch.from_numpy(pixels), viewed, ok_mask(why)
-        now, noise = encode_rows(job.config, *seen)[0, 0], NOISE * float(then.norm())
-        if job.config.compute.precision == "bf16":
-            exact = encode_rows(
-                override(job.config, {"compute.precision": "fp32"}), *seen
-            )[0, 0]
-            noise += OF_BF16 * float((now - exact).norm())
-        if not float((now - then).norm()) <= max(OF_SPREAD * spread, noise):
-            return row
-        if time.monotonic() - start > PROBE_S:
-            break
-    return None
-
-
-def _readable_again(job: FeatureJob, reasons: Sequence[str | None]) -> set[int]:
-    """Shards with a row that could not be read when they were computed, and now can:
-    a share was away.
-    """
-    data, bad = job.config.data, np.flatnonzero(~ok_mask(reasons))
-    if not len(bad):
-        return set()
-    _, now = decode_many(
-        job.task.rows.images.take(bad), data.stored_size, None, data.interpolation
-    )
-    return set((bad[ok_mask(now)] // SHARD_ROWS).tolist())
 
 
 def cache_directory(config: Config) -> str:

@@ -374,14 +374,14 @@ def resolver(root: str, follow_links: bool = False) -> Callable[[str], str | Non
 
 
 def stat_of(path: str) -> tuple[int, int]:
-    """Size in bytes and time of the last change in ns; -1 and 0 for a missing local
-    file, -1 and -1 for any remote one (one request each is too slow).
+    """Size in bytes and modification time in ns; -1 and 0 for a missing local file,
+    -1 and -1 for any remote one (one request each is too slow).
     """
     try:
         found = None if is_uri(path) else os.stat(path)
     except OSError:
         return -1, 0
-    return (-1, -1) if found is None else (found.st_size, _changed(found))
+    return (-1, -1) if found is None else (found.st_size, found.st_mtime_ns)
 
 
 def with_remote_facts(files: Sequence[FileEntry]) -> list[FileEntry]:
@@ -409,11 +409,6 @@ def with_remote_facts(files: Sequence[FileEntry]) -> list[FileEntry]:
         if info.is_file and info.mtime_ns is not None
     }
     return [known.get(file, file) for file in files]
-
-
-def _changed(found: os.stat_result) -> int:
-    """Time in ns; that of the inode, which no writer sets back, is the later one."""
-    return max(found.st_mtime_ns, found.st_ctime_ns)
 
 
 def _local_scan(
@@ -447,7 +442,7 @@ def _local_scan(
                 elif entry.is_file():
                     stat = entry.stat()
                     found.append(
-                        FileEntry(relative, entry.path, stat.st_size, _changed(stat))
+                        FileEntry(relative, entry.path, stat.st_size, stat.st_mtime_ns)
                     )
         return sorted(found)
 

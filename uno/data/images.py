@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from uno.data.columns import decimal
-from uno.data.files import full_path, is_uri, valid_text
+from uno.data.files import full_path, is_uri, stat_of, valid_text
 from uno.data.row_blocks import RowBlocks
 
 Image = bytes | str | np.ndarray
@@ -101,8 +101,10 @@ class Images(Protocol):
         return map(content_of, self.read_images(rows))
 
     def times(self, rows: np.ndarray) -> np.ndarray:
-        """int64 (n,): when what holds each image changed, in ns; -1: not known, 0:
-        :meth:`facts` have all.
+        """Return int64 (n,): when the file that holds each image was last changed.
+
+        In ns since 1970; -1 if that is not known. 0 for images in memory:
+        :meth:`content_keys` have all of their content.
         """
         return np.zeros(len(rows), np.int64)
 
@@ -255,6 +257,14 @@ class InMemory(Images):
         """They are here."""
         return [self.items[row] for row in rows.tolist()]
 
+    def times(self, rows: np.ndarray) -> np.ndarray:
+        """Those of the files among the items."""
+        found = np.zeros(len(rows), np.int64)
+        if not isinstance(self.items, np.ndarray):
+            for place, item in enumerate(self.read_images(rows)):
+                found[place] = stat_of(item)[1] if isinstance(item, str) else 0
+        return found
+
     @property
     def is_remote(self) -> bool:
         """Whether any image is given as a URI."""
@@ -309,6 +319,10 @@ class Files(Images):
         """Those of the files."""
         return self.stats[rows, 1]
 
+    def content_keys(self, rows: np.ndarray) -> pa.Array:
+        """Sizes: a moved data set is the same one."""
+        return decimal(self.sizes(rows))
+
     @property
     def is_remote(self) -> bool:
         """Whether any file is given as a URI."""
@@ -322,10 +336,6 @@ class Files(Images):
             if self.line_numbers is None
             else self.line_numbers[rows].tolist()
         )
-
-    def content_keys(self, rows: np.ndarray) -> pa.Array:
-        """Sizes: a moved data set is the same one."""
-        return decimal(self.sizes(rows))
 
 
 def as_images(images: Images | Sequence[Any] | np.ndarray) -> Images:

@@ -19,8 +19,13 @@ from uno.text import plural
 
 # Streams of randomness: the second number of a generator's seed, one for each use of
 # it.
+# of the random views of features: not the run's, so that runs of all seeds share them
+VIEW_SEED = 0
 # FEATURES only after AUGMENT, for views
 LABELED, UNLABELED, PRETRAIN, AUGMENT, PRETEXT, FEATURES = range(6)
+VIEW_SEED = (
+    0  # of views of features: not the run's, so that runs of all seeds share them
+)
 REPORT_SAMPLE = 5  # rows that the report scores
 REPORT_MAP = 6  # rows that its maps show
 ESTIMATE = 8  # class splits, anchors and starts of the number of classes

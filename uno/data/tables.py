@@ -159,7 +159,8 @@ def parquet_files(
     """The folder, and the Parquet files in it."""
     if filesystem.kind(path) == "file":
         root, name = filesystem.split(path)
-        return root, [filesystem.FileEntry(name, path, *filesystem.stat_of(path))]
+        file = filesystem.FileEntry(name, path, *filesystem.stat_of(path))
+        return root, filesystem.with_remote_facts([file])
     found = list(filesystem.walk(path, follow_links))
     files = [f for f in found if f.relative.endswith(".parquet")]
     packs = (
@@ -327,12 +328,12 @@ class ParquetImages(Images):
         )
 
     def times(self, rows: np.ndarray) -> np.ndarray:
-        """Those of the Parquet files, unless rows may be files of their own."""
-        return (
-            np.full(len(rows), -1)
-            if self._has_paths
-            else self._times[self.groups(rows)]
-        )
+        """Those of the Parquet files, or of rows that are files of their own."""
+        times = self._times[self.groups(rows)]
+        if not self._has_paths:
+            return times
+        files = InMemory(self.read_images(rows))
+        return np.maximum(times, files.times(np.arange(len(rows))))
 
     def paths(self, rows: np.ndarray) -> list[str | None]:
         """Nothing is read where no row has a path in the place of bytes."""

@@ -27,14 +27,13 @@ from uno.data import files as filesystem
 from uno.data import mapped, tables
 from uno.data.columns import Labels, Text
 from uno.data.decode import ok_mask
-from uno.data.features import SEED
 from uno.data.from_python import class_names, distinct_ids, float_vectors
 from uno.data.image_paths import DEFAULT_RULES, PathRules, find_images
 from uno.data.images import Image, Images, evenly_spaced
 from uno.data.labels import encode_column, require_distinct
 from uno.data.mapped import PIECE_ROWS, NeighborViews
 from uno.data.other_formats import fix_for
-from uno.data.plan import FEATURES, augment_generator
+from uno.data.plan import FEATURES, VIEW_SEED, augment_generator
 from uno.data.rows import Rows
 from uno.data.tables import NO_NAMES, TEXT, ParquetImages
 from uno.data.text_tables import read_csv
@@ -284,7 +283,7 @@ def with_views(
     if values.shape[1] > 1 or not augment.num_cached_views:
         return values
     generator, rows = (
-        augment_generator(SEED, FEATURES, 0),
+        augment_generator(VIEW_SEED, FEATURES, 0),
         torch.from_numpy(np.flatnonzero(ok)),
     )
     how, strength = augment.vector_view, augment.vector_strength
@@ -406,23 +405,35 @@ def given_vectors(embeddings: Any, labels: Any = None, ids: Any = None) -> Given
 def write_vectors(
     path: str, values: Tensor, counts: np.ndarray, columns: Mapping[str, Any]
 ) -> None:
-    """The first ``counts`` int64 (N,) of the V views of ``values`` float32 (N, V, D), a
-    row each, with Arrow ``columns`` (N,) beside them, as one Parquet file that appears
-    whole.
+    """Write vectors as one Parquet file, which appears whole.
+
+    Args:
+        path: Path or URI of the file.
+        values: float32 (N, V, D), V views of N rows.
+        counts: int64 (N,), how many of the V views of each row are written. Each view
+            is a row of the file. Its number is in the column ``view``.
+        columns: Arrow arrays (N,), the other columns of the file.
     """
     folder, name = filesystem.split(path)
     rows = np.repeat(np.arange(len(values)), counts)
+    view = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
     chosen = values[torch.arange(values.shape[1]) < torch.from_numpy(counts)[:, None]]
     lists = pa.FixedSizeListArray.from_arrays(
         pa.array(chosen.flatten().numpy()), values.shape[2]
     )
     table = pa.table(
         {name: column.take(pa.array(rows)) for name, column in columns.items()}
-        | {"embedding": lists}
+        | {"view": pa.array(view, pa.int32()), "embedding": lists}
     )
     table = table.replace_schema_metadata({METADATA: b"1"})
     with filesystem.Storage(folder or ".").create(name) as stream:
-        pq.write_table(table, stream, compression="zstd", write_page_checksum=True)
+        pq.write_table(
+            table,
+            stream,
+            compression="zstd",
+            use_dictionary=[*columns],  # numbers seldom repeat
+            write_page_checksum=True,
+        )
 
 
 def is_vectors(path: str) -> bool:

@@ -6,7 +6,7 @@ PHASES = {PRETEXT: "Pretext task", PRETRAIN: "Pretraining", DISCOVER: "Discovery
 title.
 """
 
-NUMERICS = 26
+NUMERICS = 27
 """The number of the last change in CHANGELOG.md that alters results.
 
 Every run records it, and ``uno reproduce`` refuses runs of another number.
@@ -14,6 +14,7 @@ Every run records it, and ``uno reproduce`` refuses runs of another number.
 
 CONFIG_FILE = "config.yaml"  # its presence makes a directory a run
 ENVIRONMENT_FILE = "environment.json"
+IMAGE_TIMES_FILE = "image_times.npy"  # when each image was last changed
 METRICS_FILE = "metrics.jsonl"  # a line of training a time
 RESULTS_FILE = "metrics.json"  # written last: the mark of a finished run
 REPORT_FILE = "report.html"

@@ -1,9 +1,12 @@
 """A run's directory: who may use it, and the repairs that cannot lose anything."""
 
+import io
 import json
 import logging
 from contextlib import suppress
 from typing import Any
+
+import numpy as np
 
 from uno import runs
 from uno.config import (
@@ -13,7 +16,7 @@ from uno.config import (
     parse_yaml,
     require_code,
 )
-from uno.data import output, snapshot
+from uno.data import output
 from uno.data.files import Storage
 from uno.data.rows import Rows
 from uno.encoder import changed_code, code_of
@@ -23,6 +26,7 @@ from uno.runs import (
     CONFIG_FILE,
     ENVIRONMENT_FILE,
     FORMER_FOLDER,
+    IMAGE_TIMES_FILE,
     LOGGERS_FOLDER,
     RAY_FOLDER,
     RESULTS_FILE,
@@ -33,6 +37,7 @@ from uno.runs.checkpoint import (
     read_checkpoints,
 )
 from uno.runs.hardware import environment
+from uno.text import plural
 
 log = logging.getLogger(__name__)
 
@@ -81,38 +86,45 @@ def open_run(config: Config, storage: Storage, fingerprint: str) -> None:
 
 
 def check_images(storage: Storage, rows: Rows) -> None:
-    """Warn that images may not be those that a run began with. ConfigError: some
-    have other content.
+    """Check that no image was written to since a run, or a sweep, began.
+
+    The fingerprint of the data has the ids and sizes of files. This compares their
+    modification times. It does nothing if the run has no file of them.
+
+    Args:
+        storage: The directory of the run.
+        rows: The rows that it reads now, of the same fingerprint.
+
+    Raises:
+        ConfigError: An image has another time. The line names one.
     """
-    then = snapshot.read(storage, snapshot.FILE, rows)
-    if then is None:
+    data, then = storage.find(IMAGE_TIMES_FILE), np.zeros(0, np.int64)
+    if data is not None:
+        with suppress(ValueError, EOFError):
+            then = np.load(io.BytesIO(data), allow_pickle=False)
+    if len(then) != len(rows):
         return
-    suspects, looked, different = found = snapshot.compare(rows, then)
-    if len(different):
-        what = (
-            f"{len(different):,} of {len(looked):,} images that were compared have"
-            " changed, e.g. "
-        )
-        what += rows.ids[different[0]]
+    changed = np.flatnonzero(then != rows.images.times(np.arange(len(rows))))
+    if len(changed):
+        what = f"{plural(len(changed), 'image')} written to since the run began"
         raise ConfigError(
-            f"{storage.uri} was trained on other data ({what}); use --overwrite"
+            f"{storage.uri} was trained on other data ({what}, e.g."
+            f" {rows.ids[changed[0]]}); restore the files with their times, or use"
+            " --overwrite"
         )
-    if not found.believed:
-        text = (
-            "%s images were written to since the run began; the %s that could be"
-            " compared are the same"
-        )
-        log.warning(text, f"{len(suspects):,}", f"{len(looked):,}")
 
 
 def begin_images(storage: Storage, rows: Rows) -> None:
-    """Note which images a run, or a sweep, begins with, or :func:`check_images`
-    where it resumes.
+    """Note when the images of a run, or a sweep, were last changed.
+
+    If that was noted before, :func:`check_images` is called.
     """
-    if storage.exists(snapshot.FILE):
+    if storage.exists(IMAGE_TIMES_FILE):
         check_images(storage, rows)
-    else:
-        snapshot.write(storage, snapshot.FILE, rows)
+        return
+    stream = io.BytesIO()
+    np.save(stream, rows.images.times(np.arange(len(rows))))
+    storage.write(IMAGE_TIMES_FILE, stream.getvalue())
 
 
 def require_run(storage: Storage) -> None:

@@ -15,7 +15,7 @@ from uno.config import Config, DataConfig
 from uno.data import features
 from uno.data.check import row_problems, with_fitting_batch
 from uno.data.decode import BAD_SAMPLES, check_bad, decode_many, name_bad, ok_mask
-from uno.data.features import FeatureCache, FeatureJob, Missing, Shard, feature_job
+from uno.data.features import Chunk, FeatureCache, FeatureJob, feature_job
 from uno.data.files import Storage
 from uno.data.images import evenly_spaced
 from uno.data.mapped import NeighborViews
@@ -36,15 +36,9 @@ INTERVAL_S = 10.0  # between two lines of progress
 SAMPLE_ROWS = 4_000  # whose features are looked at before training
 
 Show = Callable[[dict[str, Any]], None]
-"""Takes the features (N, D) of the evaluation views, once they are there, and why a
-row has none.
-"""
-Compute = Callable[
-    [FeatureJob, nn.Module, Missing, Storage], Iterable[tuple[int, Shard]]
-]
-"""Computes what is missing of a job's shards under its encoder, and keeps it in a cache
-directory before it gives it out.
-"""
+"""Shows what a phase reports of a step: its name, the step, and numbers by name."""
+Compute = Callable[[FeatureJob, nn.Module, np.ndarray], Iterable[Chunk]]
+"""Encodes rows int64 (n,) of a job by an encoder, chunk after chunk, in order."""
 
 
 def read_task(data: DataConfig) -> Task:
@@ -168,16 +162,17 @@ def leave_out_unreadable(
 
 
 def compute_local(
-    job: FeatureJob, encoder: nn.Module, missing: Missing, cache: Storage
-) -> Iterator[tuple[int, Shard]]:
-    """:data:`Compute` by threads of this process."""
+    job: FeatureJob, encoder: nn.Module, rows: np.ndarray
+) -> Iterator[Chunk]:
+    """Encode rows int64 (n,) by threads of this process, see :data:`Compute`."""
     device, threads = local_device(job.config), num_threads(job.config)
-    shards = features.compute_local(job, encoder.to(device), missing, threads)
-    return FeatureCache(cache, job).keep(shards, missing)
+    return features.compute_local(job, encoder.to(device), rows, threads)
 
 
-def _at_speed(job: FeatureJob, encoder: nn.Module, missing: Missing) -> nn.Module:
-    """Return the encoder as ``compute.encoder_runtime`` computes it, tried on images.
+def _at_speed(job: FeatureJob, encoder: nn.Module, rows: np.ndarray) -> nn.Module:
+    """Return the encoder as ``compute.encoder_runtime`` computes it.
+
+    It is tried on images of the rows int64 (n,).
 
     Raises:
         ConfigError: The runtime cannot compute the encoder.
@@ -186,7 +181,7 @@ def _at_speed(job: FeatureJob, encoder: nn.Module, missing: Missing) -> nn.Modul
     if plan is None:
         return encoder
     fast = at_speed(encoder, plan, num_threads(job.config))
-    fast(features.first_images(job, min(missing)))
+    fast(features.first_images(job, rows))
     return fast
 
 
@@ -199,9 +194,24 @@ def load_features(
     compute: Compute = compute_local,
     zeros: features.Zeros = torch.zeros,
 ) -> tuple[Tensor | NeighborViews, list[str | None]]:
-    """Features float32 (N, 1 + V, D) of the rows of ``task``, from the cache or else by
-    ``compute``, and why a row has none. Interrupted: ``should_stop`` says so;
-    ConfigError: nobody has trained the encoder.
+    """Return the features of the rows of ``task`` under its frozen encoder.
+
+    Args:
+        config: The configuration of the run.
+        task: The rows.
+        storage: The directory of the run, which may hold the encoder's weights.
+        show: Shows the progress.
+        should_stop: Whether the user wants to stop.
+        compute: Encodes the rows that are not in the cache.
+        zeros: Allocates the features.
+
+    Returns:
+        Features float32 (N, 1 + V, D), and for each row the reason why it cannot be
+        read, or None.
+
+    Raises:
+        ConfigError: The encoder has no weights.
+        Interrupted: ``should_stop`` says so. What was encoded is kept.
     """
     if config.model.weights is None:
         raise ConfigError(
@@ -216,28 +226,17 @@ def load_features(
     require_runtime(config)
     encoder = frozen_encoder(config, storage)
     job = feature_job(config, task, encoder)
-    place = Storage(features.cache_directory(config))
-    cache = FeatureCache(place, job)
+    cache = FeatureCache(Storage(features.cache_directory(config)), job)
 
-    def computed(missing: Missing) -> Iterator[tuple[int, Shard]]:
-        rows, least = (
-            sum(len(job.rows(number)) for number in missing),
-            min(missing.values()),
-        )
-        have = f" ({len(task.rows) - rows:,} cached)" if rows < len(task.rows) else ""
-        some = (
-            f", evaluation view and {least - 1} of {job.num_views - 1} views cached,"
-            if least
-            else ""
-        )
-        fast = _at_speed(job, encoder, missing)
+    def computed(rows: np.ndarray) -> Iterator[Chunk]:
+        cached = len(task.rows) - len(rows)
+        have = f" ({cached:,} cached)" if cached else ""
+        fast = _at_speed(job, encoder, rows)
         how = f" by {fast.plan.runtime}" if isinstance(fast, Runtime) else ""
-        found = (
-            f"{plural(rows, 'image')}{some} through {config.model.encoder}{how}{have}"
-        )
-        print_line(f"features: {found}; cache: {cache.path}")
-        for number, shard in compute(job, fast, missing, place):
-            yield number, shard
+        what = f"{plural(len(rows), 'image')} through {config.model.encoder}{how}{have}"
+        print_line(f"features: {what}; cache: {cache.path}")
+        for chunk in compute(job, fast, rows):
+            yield chunk
             if should_stop():
                 raise Interrupted("stopped; finished features are kept")
 
@@ -257,9 +256,7 @@ def load_features(
             }
         )
 
-    found, reasons = features.cached_features(
-        cache, job, config.model.weights, computed, progress, zeros
-    )
+    found, reasons = features.cached_features(cache, computed, progress, zeros)
     advice = f"{config.model.encoder} does not separate them; check its weights"
     _warn_of_oddity(found, reasons, advice)
     return found, reasons

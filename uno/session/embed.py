@@ -30,10 +30,21 @@ def embed(
     compute: Compute = compute_local,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> None:
-    """``uno embed``: write the evaluation view and ``num_views`` random ones of every
-    row of ``config.data``, through its frozen encoder, to ``config.output``, a Parquet
-    file. Finished shards are kept in the cache, so the same command continues.
-    ConfigError: no weights, no such data, or the file is somebody else's.
+    """Write the features of all rows to a Parquet file, as ``uno embed`` does.
+
+    Finished features are kept in the cache, so the same command resumes.
+
+    Args:
+        config: The configuration: ``config.data`` are the rows, ``config.output`` is
+            the file.
+        given: The dotted keys that the user has set.
+        num_views: How many random views are written beside the evaluation view.
+        compute: Encodes the rows that are not in the cache.
+        should_stop: Whether the user wants to stop.
+
+    Raises:
+        ConfigError: There are no weights or no such data, or the file was not written
+            by ``uno embed``.
     """
     place = config.output
     if place is None or not place.endswith(".parquet"):

@@ -1,10 +1,6 @@
-"""Features of a frozen encoder against a plain loop, and a cache that nothing makes
-lie.
-"""
+"""Features of a frozen encoder against a plain loop, and what a cache encodes again."""
 
 import errno
-import json
-import logging
 import os
 import shutil
 import signal
@@ -17,8 +13,10 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.fs
+import pyarrow.parquet as pq
 import pytest
-import safetensors.torch
 import torch
 from PIL import ImageFile
 from torch import nn
@@ -29,21 +27,23 @@ from uno.config import override
 from uno.crops import Cropper
 from uno.data import decode as decode_module
 from uno.data import features, mapped
+from uno.data import files as filesystem
 from uno.data.columns import Labels
 from uno.data.decode import decode
 from uno.data.features import FeatureCache, cached_features, compute_local, feature_job
 from uno.data.files import Storage
-from uno.data.output import seal
-from uno.data.plan import FEATURES, augment_generator
+from uno.data.images import Files
+from uno.data.plan import FEATURES, VIEW_SEED, augment_generator
 from uno.data.resident import assemble
 from uno.data.sources import read_digits, read_rows
 from uno.data.splits import make_task
+from uno.data.vectors import read_vectors
 from uno.encoder import build_encoder
 from uno.errors import ConfigError, StorageError
 
 from .builders import encoded, pixels
 
-SHARD = 16
+CHUNK = 16
 HEADS = {
     "model__finetune": "none",
     "augment__small__num_views": 0,
@@ -52,9 +52,11 @@ HEADS = {
 
 
 @pytest.fixture(autouse=True)
-def small_shards(monkeypatch):
-    monkeypatch.setattr(features, "SHARD_ROWS", SHARD)
+def small_chunks(monkeypatch):
+    """A file for each chunk of 16 rows."""
+    monkeypatch.setattr(features, "CHUNK_ROWS", CHUNK)
     monkeypatch.setattr(features, "ROWS_AT_ONCE", 6)
+    monkeypatch.setattr(features, "PART_SECONDS", -1.0)
 
 
 def config_of(**overrides):
@@ -73,60 +75,66 @@ def encoder_of(config, seed=0):
 
 
 def job_of(config=None, images=None):
-    """20 training rows and 20 of the test: 2 shards of 16 and one of 8."""
+    """20 training rows and 20 of the test: 2 chunks of 16 and one of 8."""
     config = config or config_of()
-    rows = read_digits()
-    task = make_task(rows, config.data)
+    task = make_task(read_digits(), config.data)
     if images is not None:
         task = replace(task, rows=replace(task.rows, images=images))
     return feature_job(config, task, encoder_of(config))
+
+
+def rows_of(job, rows):
+    """The job with some of its rows."""
+    task, rows = job.task, np.asarray(rows)
+    some = replace(
+        task,
+        rows=task.rows.take(rows),
+        labels=task.labels[rows],
+        eval_labels=task.eval_labels[rows],
+        is_train=task.is_train[rows],
+    )
+    return job._replace(task=some)
 
 
 def cache_of(folder, job):
     return FeatureCache(Storage(str(folder)), job)
 
 
-def computed(job, encoder=None, threads=1, seen=None, folder=None):
-    """``compute`` of :func:`cached_features`, which notes in ``seen`` what it is
-    asked for.
-    """
+def computed(job, encoder=None, threads=1, seen=None):
+    """``compute`` of :func:`cached_features`, which notes the rows in ``seen``."""
 
-    def compute(missing):
+    def compute(rows):
         if seen is not None:
-            seen.append(list(missing))
-        found = compute_local(job, encoder or encoder_of(job.config), missing, threads)
-        return found if folder is None else cache_of(folder, job).keep(found, missing)
+            seen.append(rows.tolist())
+        return compute_local(job, encoder or encoder_of(job.config), rows, threads)
 
     return compute
 
 
 def kept(folder, job, seen=None, **options):
-    return cached_features(
-        cache_of(folder, job),
-        job,
-        "w",
-        computed(job, seen=seen, folder=folder, **options),
-    )
+    cache = cache_of(folder, job)
+    return cached_features(cache, computed(job, seen=seen, **options))
 
 
-def whole_of(job):
-    """All of every shard is missing."""
-    return dict.fromkeys(range(job.num_shards), 0)
+def all_rows(job):
+    return np.arange(len(job.task.rows))
 
 
-def shards(folder):
-    return sorted(folder.glob("features/*/0*.safetensors"))
+def parts(folder):
+    """Files of features, in the order in which they were written."""
+    found = folder.glob("features/*/*.parquet")
+    return sorted(found, key=lambda path: path.stat().st_mtime_ns)
 
 
 def test_the_number_of_threads_is_as_before_in_later_threads():
     """Also where the features are not taken to the end."""
     job = job_of()
-    for count in (job.num_shards, 1):
+    for count in (3, 1):
         torch.set_num_threads(3)
-        shards = compute_local(job, encoder_of(job.config), whole_of(job), threads=2)
+        chunks = compute_local(job, encoder_of(job.config), all_rows(job), threads=2)
         for _ in range(count):
-            next(shards)
-        shards.close()
+            next(chunks)
+        chunks.close()
         with ThreadPoolExecutor(1) as later:
             assert later.submit(torch.get_num_threads).result() == 3
         assert torch.get_num_threads() == 3
@@ -157,32 +165,30 @@ def test_features_equal_a_loop_over_rows_and_views(tmp_path, crop, side):
     assert (
         found.shape == (40, 4, 16) and found.dtype == torch.float32 and not any(reasons)
     )
-    drawn = features._views(
-        override(config, {"augment.num_cached_views": features.VIEWS_AT_ONCE})
+    drawn = config.augment.model_copy(
+        update={"large": config.augment.large.model_copy(update={"num_views": 3})}
     )
-    assert 0 < job.task.is_train.sum() < 40 and drawn.large.num_views == 6
+    assert 0 < job.task.is_train.sum() < 40
     for row in range(40):
-        number, position = divmod(row, SHARD)
         square = torch.from_numpy(decode(images[row], side, "bicubic").copy())[None]
         plain = encoder(eval_view(square, 8, data.mean, data.std))
         torch.testing.assert_close(found[row, :1], plain, rtol=1e-5, atol=1e-6)
-        where = torch.tensor([position]), SHARD
+        where = torch.tensor([0]), 1
         if not job.task.is_train[row]:
             assert not found[row, 1:].any()
             continue
-        generator = augment_generator(features.SEED, FEATURES, number)
+        (number,) = features.view_seeds([job.task.rows.ids[row]]).tolist()
+        generator = augment_generator(VIEW_SEED, FEATURES, number)
         if crop == "pad":
             expected = augment(square, drawn, generator, data.mean, data.std, *where)
         else:
-            cropper = Cropper(features.SEED, FEATURES, SHARD, drawn, side, "bicubic")
-            some, _ = cropper.crop(
-                np.array([number]), np.array([position]), [images[row]]
-            )
+            cropper = Cropper(VIEW_SEED, FEATURES, 1, drawn, side, "bicubic")
+            some, _ = cropper.crop(np.array([number]), np.array([0]), [images[row]])
             crops = cropper.split(torch.from_numpy(some))
             expected = augment_crops(
                 crops, drawn, generator, data.mean, data.std, *where, side
             )
-        for v, view in enumerate(expected[:3]):
+        for v, view in enumerate(expected):
             torch.testing.assert_close(
                 found[row, 1 + v : 2 + v], encoder(view), rtol=1e-4, atol=1e-5
             )
@@ -232,157 +238,90 @@ def test_an_unreadable_training_image_has_a_reason_and_no_features(tmp_path):
 
 
 def test_without_random_views_it_is_the_evaluation_view_alone(tmp_path, monkeypatch):
-    """To the bit, read from a cache of any views, and it does not depend on the split.
-    Kills: views that nobody reads, an evaluation view that is computed twice.
+    """To the bit, and it does not depend on the split. Kills: views that nobody
+    reads.
     """
     job = job_of()
+    whole, _ = kept(tmp_path, job)
     config = override(job.config, {"discover.epochs": 0, "augment.num_cached_views": 0})
     alone = job_of(config)
-    whole, _ = kept(tmp_path, job)
     monkeypatch.setattr(Cropper, "crop", lambda *_: pytest.fail("a random view"))
     seen = []
-    for folder in (tmp_path, tmp_path / "alone"):
-        found, reasons = kept(folder, alone, seen)
-        assert (
-            torch.equal(found, whole[:, :1])
-            and not any(reasons)
-            and len(shards(folder)) == 3
-        )
-    assert seen == [[0, 1, 2]]
-    split = replace(alone.task, is_train=~alone.task.is_train)
+    for task in (alone.task, replace(alone.task, is_train=~alone.task.is_train)):
+        found, reasons = kept(tmp_path, alone._replace(task=task), seen)
+        assert torch.equal(found, whole[:, :1]) and not any(reasons)
+    assert len(seen) == 1
     weak = override(config, {"augment.weak": True, "augment.large.jitter": 0.5})
-    assert {feature_job(weak, split, encoder_of(weak)).key, alone.key} == {alone.key}
+    assert job_of(weak).folder == alone.folder
     with pytest.raises(ConfigError, match="at least 2 where discover"):
         override(config, {"discover.epochs": 1})
 
 
-def with_views(job, num, **values):
-    """The job with as many random views."""
-    epochs = {} if num else {"discover.epochs": 0}
-    return job_of(
-        override(job.config, {"augment.num_cached_views": num, **epochs, **values})
-    )
-
-
 @pytest.fixture
 def passed(monkeypatch):
-    """How many images pass the encoder; the probe of what is stored not counted."""
+    """How many images pass the encoder, call by call."""
     seen, encode = list[int](), features._encode
     monkeypatch.setattr(
         features, "_encode", lambda *a: (seen.append(len(a[2])), encode(*a))[1]
     )
-    monkeypatch.setattr(features, "_probe", lambda *_: None)
     return seen
 
 
 @pytest.mark.parametrize("crop", ["pad", "resized"])
-def test_a_cache_grows_by_the_views_that_it_lacks(tmp_path, passed, crop):
-    """To the bits of all at once, also by parts of the groups whose numbers are drawn
-    together; fewer are read again. Kills: views that depend on how many there are, a
-    pass of one that is there.
+def test_an_image_that_is_added_is_the_only_one_to_be_encoded(tmp_path, passed, crop):
+    """Wherever it stands, and to the bits of all at once. Rows that go, or come in
+    another order, cost nothing. Kills: features that depend on the place of a row.
     """
     job = job_of(config_of(augment__large__crop=crop, augment__large__jitter=0.5))
-    whole, _ = kept(tmp_path / "whole", with_views(job, 8))
-    num_train, expected = int(job.task.is_train.sum()), [40]
-    expected += [num_train * num for num in (2, 4, 2)]
-    for num, count in zip((0, 2, 6, 8), expected, strict=True):
-        del passed[:]
-        found, reasons = kept(tmp_path / "grown", with_views(job, num))
-        assert (
-            torch.equal(found, whole[:, : 1 + num])
-            and not any(reasons)
-            and sum(passed) == count
-        )
+    whole, _ = kept(tmp_path / "whole", job)
+    (row,) = np.flatnonzero(job.task.is_train)[3:4]
+    kept(tmp_path / "cache", rows_of(job, np.delete(np.arange(40), row)))
     del passed[:]
-    for num in (8, 7, 3, 2, 0):
-        for name in ("grown", "whole"):
-            assert torch.equal(
-                kept(tmp_path / name, with_views(job, num))[0], whole[:, : 1 + num]
-            )
-    assert not passed and len(shards(tmp_path / "grown")) == 12
+    seen = []
+    found, _ = kept(tmp_path / "cache", job, seen)
+    assert seen == [[row]] and passed == [1, 3]  # evaluation view, random views
+    assert torch.equal(found, whole)
+    some = np.random.default_rng(0).permutation(40)[:30]
+    found, _ = kept(tmp_path / "cache", rows_of(job, some), seen)
+    assert torch.equal(found, whole[some]) and len(seen) == 1
 
 
-def test_random_views_of_another_kind_or_split_share_the_evaluation_view(
-    tmp_path, passed
-):
-    """Side by side. Kills: views of one that the other reads, an evaluation view
-    that is computed twice.
-    """
-    job, start = job_of(), kept(tmp_path, job_of())[0]
-    other = with_views(
-        job, 3, **{"augment.large.jitter": 0.9, "augment.large.brightness": 0.9}
+def test_a_row_that_moves_to_the_training_set_gets_its_views(tmp_path):
+    job, seen = job_of(), []
+    kept(tmp_path, job)
+    is_train = job.task.is_train.copy()
+    (row,) = np.flatnonzero(~is_train)[:1]
+    is_train[row] = True
+    other = job._replace(task=replace(job.task, is_train=is_train))
+    found, _ = kept(tmp_path, other, seen)
+    assert seen == [[row]] and found[row].any(dim=1).all()
+    assert torch.equal(found, kept(tmp_path / "anew", other)[0])
+
+
+@pytest.mark.parametrize(
+    ("encoder", "side"), [("resnet18", 32), ("torchvision:mobilenet_v3_small", 64)]
+)
+def test_features_do_not_depend_on_the_rows_beside_them(encoder, side):
+    """Of real encoders, to the bit."""
+    config = config_of(
+        model__encoder=encoder,
+        data__stored_size=side,
+        augment__large__size=side,
+        augment__num_cached_views=2,
     )
-    split = replace(job.task, is_train=~job.task.is_train)
-    for changed in (other, feature_job(job.config, split, job.encoder)):
-        del passed[:]
-        found, _ = kept(tmp_path, changed)
-        assert sum(passed) == 3 * changed.task.is_train.sum()
-        assert torch.equal(found, kept(tmp_path / changed.views, changed)[0])
-        assert torch.equal(found[:, 0], start[:, 0]) and not torch.equal(found, start)
-    assert torch.equal(kept(tmp_path, job)[0], start) and len(shards(tmp_path)) == 9
+    job = job_of(config)
+    (chunk,) = list(computed(job)(np.arange(13)))
+    order = np.array([9, 2, 12])
+    (some,) = list(computed(job)(order))
+    assert torch.equal(some.features, chunk.features[order])
 
 
-def test_a_stopped_extension_goes_on(tmp_path, passed):
-    """Kills: views that are computed twice, a shard that counts as whole with its
-    first views.
-    """
-    job = job_of()
-    some, more = with_views(job, 2), with_views(job, 6)
-    whole, _ = kept(tmp_path / "whole", more)
-    kept(tmp_path / "cache", some)
-
-    def stop_after_one(missing):
-        yield next(iter(computed(more, folder=tmp_path / "cache")(missing)))
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        cached_features(cache_of(tmp_path / "cache", more), more, "w", stop_after_one)
-    left, progress, seen = cache_of(tmp_path / "cache", more).num_missing(), [], []
-    assert left == pytest.approx(24 * 4 / 7)
-    del passed[:]
-    compute = computed(more, seen=seen, folder=tmp_path / "cache")
-    cache = cache_of(tmp_path / "cache", more)
-    found, _ = cached_features(
-        cache, more, "w", compute, lambda *done: progress.append(done)
-    )
-    assert (
-        torch.equal(found, whole)
-        and seen == [[1, 2]]
-        and progress == [(16, 40), (32, 40), (40, 40)]
-    )
-    assert sum(passed) == 4 * job.task.is_train[16:].sum() and cache.num_missing() == 0
-
-
-@pytest.mark.parametrize("damaged", ["0-3", "3-7"])
-def test_of_a_cache_that_grew_what_is_damaged_is_computed_again(
-    tmp_path, caplog, damaged
-):
-    """Kills: later views in the place of those that are missing."""
-    job = job_of()
-    kept(tmp_path, with_views(job, 2))
-    whole, _ = kept(tmp_path, with_views(job, 6))
-    path = next(path for path in shards(tmp_path) if path.stem.endswith(damaged))
-    flip(path, path)
-    found, _ = kept(tmp_path, with_views(job, 6), seen := [])
-    assert (
-        torch.equal(found, whole) and seen == [[0]] and "1 damaged file" in caplog.text
-    )
-    assert (
-        torch.equal(kept(tmp_path, with_views(job, 6), seen)[0], whole)
-        and len(seen) == 1
-    )
-
-
-def test_any_number_of_threads_gives_the_same_bits():
-    job = job_of()
+def test_any_number_of_threads_gives_the_same_bits(tmp_path):
     found = [
-        dict(computed(job, threads=threads)(whole_of(job))) for threads in (1, 2, 3)
+        kept(tmp_path / str(threads), job_of(), threads=threads)[0]
+        for threads in (1, 2, 3)
     ]
-    bits = [
-        [(number, shard.numpy().tobytes()) for number, (shard, _) in one.items()]
-        for one in found
-    ]
-    assert sorted(found[0]) == [0, 1, 2] and bits[0] == bits[1] == bits[2]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 def test_training_reads_no_row_of_the_test(tmp_path):
@@ -428,7 +367,8 @@ def test_training_reads_no_row_of_the_test(tmp_path):
             True,
         ),
         ({"data.unlabeled_known_fraction": 0.5}, True),
-        ({"augment.num_cached_views": 4}, True),
+        ({"data.limit": 21}, True),
+        ({"augment.num_cached_views": 4}, False),
         ({"model.width": 8}, False),
         ({"augment.large.flip": 0.5}, False),
         ({"augment.large.size": 6}, False),
@@ -436,39 +376,38 @@ def test_training_reads_no_row_of_the_test(tmp_path):
         ({"data.mean": (0.3, 0.3, 0.4)}, False),
         ({"data.std": (0.3, 0.3, 0.4)}, False),
         ({"data.interpolation": "bicubic"}, False),
-        ({"data.limit": 21}, False),
         ({"compute.precision": "bf16"}, False),
     ],
 )
-def test_the_key_holds_what_features_depend_on_and_nothing_else(values, same):
+def test_the_cache_holds_what_features_depend_on_and_nothing_else(values, same):
     job = job_of()
-    other = job_of(override(job.config, values))
-    assert ((other.key, other.views) == (job.key, job.views)) == same
+    assert (job_of(override(job.config, values)).folder == job.folder) == same
 
 
-def test_the_key_changes_with_weights_test_rows_and_pixels():
+def test_the_cache_changes_with_weights_and_versions(monkeypatch):
     job, encoder = job_of(), encoder_of(config_of())
-    assert feature_job(job.config, job.task, encoder).key == job.key
+    assert feature_job(job.config, job.task, encoder).folder == job.folder
     encoder.layer2[0].conv1.weight.data.view(torch.int32)[0, 0, 0, 0] ^= 1
-    keys = {job.key, feature_job(job.config, job.task, encoder).key}
-    is_train = job.task.is_train.copy()
-    is_train[0] ^= True  # as data.validation_fraction does
-    other = feature_job(
-        job.config, replace(job.task, is_train=is_train), encoder_of(job.config)
+    folders = {job.folder, feature_job(job.config, job.task, encoder).folder}
+    monkeypatch.setattr(features, "version", lambda name: "0.1")
+    assert len(folders | {job_of().folder}) == 3
+
+
+def test_an_image_in_memory_that_changes_is_the_only_one_to_be_encoded(tmp_path):
+    job, seen = job_of(), []
+    whole, _ = kept(tmp_path, job)
+    images = job.task.rows.images.images.items[job.task.rows.images.index].copy()
+    images[3, 0, 0, 0] ^= 1
+    found, _ = kept(tmp_path, job_of(images=images), seen)
+    assert seen == [[3]] and torch.equal(
+        found, kept(tmp_path / "anew", job_of(images=images))[0]
     )
-    assert other.key == job.key and other.views != job.views
-    images = job.task.rows.images.images.items.copy()
-    images[job.task.rows.images.index[3], 0, 0, 0] ^= 1
-    keys.add(job_of(images=images[job.task.rows.images.index]).key)
-    assert len(keys) == 3
+    assert not torch.equal(found, whole)
 
 
 def test_hidden_labels_reach_neither_the_features_nor_training(tmp_path):
-    """The fingerprint of the rows tells data sets apart, so their files are two; all
-    tensors are the same. Kills: views drawn by label, labels written beside the
-    features.
-    """
-    rows, sets, names = read_digits(), [], []
+    """Kills: views drawn by label, labels written beside the features."""
+    rows, sets, seen = read_digits(), [], []
     permuted = np.array(rows.labels)
     novel = np.flatnonzero(permuted >= "5")
     permuted[novel] = np.random.default_rng(0).permutation(permuted[novel])
@@ -479,150 +418,153 @@ def test_hidden_labels_reach_neither_the_features_nor_training(tmp_path):
             replace(rows, labels=Labels.of(labels)).take(chosen), config.data
         )
         job = feature_job(config, task, encoder_of(config))
-        found, _ = kept(tmp_path, job)
-        names.append(
-            (
-                job.key,
-                json.loads(
-                    Path(cache_of(tmp_path, job).path, "facts.json").read_text()
-                ),
-            )
-        )
+        found, _ = kept(tmp_path, job, seen)
         sets.append(assemble(task, found, np.ones(len(task.rows), bool)))
-    assert names[0][0] != names[1][0] and names[0][1] == names[1][1]
+    assert len(seen) == 1
     for name, value in vars(sets[0]).items():
         assert np.array_equal(value, getattr(sets[1], name)), name
 
 
-def flip(first, second):
-    data = bytearray(second.read_bytes())
-    data[-1] ^= 1
-    second.write_bytes(data)
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
 
 
-CONTENT = {"features": torch.ones(16, 4, 16)}
-REASONS = {"reasons": json.dumps([None] * 16)}
+def write_table(path, **columns):
+    table = pq.read_table(path)
+    for name, column in columns.items():
+        table = table.set_column(table.column_names.index(name), name, column(table))
+    pq.write_table(table, path)
+
+
+def narrow(table):
+    values = np.zeros(len(table) * 8, np.float32)
+    return pa.FixedSizeListArray.from_arrays(pa.array(values), 8)
+
 
 DAMAGE = {
     "a flipped bit": flip,
-    "cut off": lambda first, second: second.write_bytes(second.read_bytes()[:1000]),
-    "another shard's content": lambda first, second: second.write_bytes(
-        first.read_bytes()
-    ),
-    "not sealed": lambda first, second: second.write_bytes(
-        safetensors.torch.save(CONTENT, REASONS)
-    ),
+    "cut off": lambda path: path.write_bytes(path.read_bytes()[:1000]),
+    "empty": lambda path: path.write_bytes(b""),
+    "no features": lambda path: pq.write_table(pa.table({"id": ["a"]}), path),
+    "of another width": lambda path: write_table(path, embedding=narrow),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_file_is_noticed_and_computed_again(tmp_path, caplog, damage):
-    """One line. Kills: a sum that vouches for the content but not for its place,
-    damage that is fatal.
-    """
+    """One line. Kills: damage that is fatal, or that is believed."""
+    job, seen = job_of(), []
+    whole, _ = kept(tmp_path, job)
+    _, second, _ = parts(tmp_path)
+    DAMAGE[damage](second)
+    found, reasons = kept(tmp_path, job, seen)
+    assert torch.equal(found, whole) and not any(reasons)
+    assert seen == [list(range(16, 32))]
+    (line,) = caplog.messages
+    assert "1 damaged file" in line and tmp_path.name in line and "\n" not in line
+    assert len(parts(tmp_path)) == 3 and not second.exists()
+    assert torch.equal(kept(tmp_path, job, seen)[0], whole) and len(seen) == 1
+
+
+@pytest.mark.parametrize("place", np.linspace(0.01, 0.99, 25))
+def test_no_flipped_byte_changes_a_feature(tmp_path, place):
     job = job_of()
     whole, _ = kept(tmp_path, job)
-    first, second, _ = shards(tmp_path)
-    before = {path.name: path.read_bytes() for path in shards(tmp_path)}
-    DAMAGE[damage](first, second)
-    seen = []
-    with caplog.at_level(logging.WARNING):
-        found, reasons = kept(tmp_path, job, seen)
-    assert torch.equal(found, whole) and not any(reasons)
-    assert seen == [[1]]
-    (line,) = caplog.messages
-    assert "damaged" in line and tmp_path.name in line and "\n" not in line
-    assert {path.name: path.read_bytes() for path in shards(tmp_path)} == before
-    caplog.clear()
-    assert (
-        torch.equal(kept(tmp_path, job, seen)[0], whole)
-        and len(seen) == 1
-        and not caplog.messages
+    path = parts(tmp_path)[1]
+    data = bytearray(path.read_bytes())
+    data[int(place * len(data))] ^= 0x10
+    path.write_bytes(data)
+    assert torch.equal(kept(tmp_path, job)[0], whole)
+
+
+def test_an_interrupted_write_leaves_no_broken_file(tmp_path, monkeypatch):
+    job, seen, write = job_of(), [], pq.write_table
+
+    def write_half(table, stream, **options):
+        sink = pa.BufferOutputStream()
+        write(table, sink, **options)
+        stream.write(sink.getvalue().to_pybytes()[:500])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pq, "write_table", write_half)
+    with pytest.raises(KeyboardInterrupt):
+        kept(tmp_path, job)
+    assert not parts(tmp_path)
+    monkeypatch.setattr(pq, "write_table", write)
+    found, _ = kept(tmp_path, job, seen)
+    assert seen == [list(range(40))]
+    assert torch.equal(found, kept(tmp_path / "anew", job)[0])
+
+
+def test_a_full_disk_is_one_line_that_names_the_option(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     )
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        {"features": torch.ones(16, 4, 8)},
-        {"features": torch.ones(8, 4, 16)},
-        {"rows": torch.ones(16, 4, 16)},
-    ],
-)
-def test_a_shard_of_another_shape_is_not_taken(tmp_path, caplog, content):
-    """Sealed, in its place."""
-    job = job_of()
-    cache = cache_of(tmp_path, job)
-    features.write_shard(
-        Storage(str(tmp_path)), job.name(0), seal(job.name(0), content, REASONS)
-    )
-    assert (
-        cache.read()[2] == whole_of(job)
-        and "recomputing 1 damaged file in" in caplog.text
-        and not shards(tmp_path)
-    )
-
-
-def test_a_file_for_a_full_disk_is_written_once(tmp_path, monkeypatch):
-    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
-    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(StorageError, match=r"No space left.*--compute\.cache"):
-        features.write_shard(Storage(str(tmp_path)), "features/key/0", b"1")
-    assert full.call_count == 1
+        kept(tmp_path, job_of())
 
 
-def test_a_cache_that_is_emptied_during_a_write_gets_the_file(tmp_path, monkeypatch):
-    real_replace, calls = os.replace, []
-
-    def empty_first(source, target):
-        calls.append(target)
-        if len(calls) == 1:
-            shutil.rmtree(tmp_path / "features")
-        real_replace(source, target)
-
-    monkeypatch.setattr(os, "replace", empty_first)
-    storage = Storage(str(tmp_path))
-    features.write_shard(storage, "features/key/0", b"1")
-    assert storage.read("features/key/0") == b"1" and len(calls) == 2
-
-
-def test_what_is_no_shard_is_left_alone(tmp_path, caplog):
+def test_other_files_are_left_alone(tmp_path, caplog):
     """The temporary file of a killed process, notes of the user's."""
-    job = job_of()
+    job, seen = job_of(), []
     kept(tmp_path, job)
     folder = Path(cache_of(tmp_path, job).path)
-    for name in ("notes.txt", ".000000-abc.safetensors.1234", "000009.safetensors"):
+    names = ("notes.txt", ".abc.parquet.1234")
+    for name in names:
         (folder / name).write_text("x")
-    assert (
-        cache_of(tmp_path, job).read()[2] == dict.fromkeys(range(3), 4)
-        and not caplog.messages
-    )
-    assert len(list(folder.iterdir())) == 3 + 2 + 3
+    kept(tmp_path, job, seen)
+    assert not seen and not caplog.messages
+    assert all((folder / name).exists() for name in names)
+
+
+def test_files_are_written_by_size_or_time(tmp_path, monkeypatch):
+    """Kills: a file for each chunk of a million rows."""
+    monkeypatch.setattr(features, "PART_SECONDS", 1e9)
+    job = job_of()
+    whole, _ = kept(tmp_path / "one", job)
+    monkeypatch.setattr(features, "PART_BYTES", 4 * 30 * 4 * 16)  # of 30 rows
+    found, _ = kept(tmp_path / "two", job)
+    assert [len(parts(tmp_path / name)) for name in ("one", "two")] == [1, 2]
+    assert torch.equal(found, whole)
+    assert torch.equal(kept(tmp_path / "two", job)[0], whole)
 
 
 def test_a_stopped_job_goes_on(tmp_path):
-    """Only what is missing is computed, and progress counts what is there."""
+    """Only what is missing is encoded, to the same bits; progress counts the rest."""
     job, seen, progress = job_of(), [], []
 
-    def stop_after_two(numbers):
-        for count, found in enumerate(computed(job, folder=tmp_path)(numbers)):
-            if count == 1:
+    def stop_after_two(rows):
+        for count, chunk in enumerate(computed(job)(rows)):
+            if count == 2:
                 raise KeyboardInterrupt
-            yield found
+            yield chunk
 
-    cache = cache_of(tmp_path, job)
     with pytest.raises(KeyboardInterrupt):
-        cached_features(cache, job, "w", stop_after_two)
-    assert len(shards(tmp_path)) == 2
+        cached_features(cache_of(tmp_path, job), stop_after_two)
+    assert len(cache_of(tmp_path, job).missing_rows()) == 8
     found, _ = cached_features(
-        cache,
-        job,
-        "w",
-        computed(job, seen=seen, folder=tmp_path),
+        cache_of(tmp_path, job),
+        computed(job, seen=seen),
         lambda *done: progress.append(done),
     )
-    assert seen == [[2]] and progress == [(32, 40), (40, 40)]
+    assert seen == [list(range(32, 40))] and progress == [(32, 40), (40, 40)]
     assert torch.equal(found, kept(tmp_path / "another", job)[0])
+
+
+def test_what_was_encoded_before_a_stop_is_kept(tmp_path, monkeypatch):
+    """Kills: rows that wait for their file when a run is stopped."""
+    monkeypatch.setattr(features, "PART_SECONDS", 1e9)
+    job = job_of()
+
+    def stop_after_one(rows):
+        yield next(iter(computed(job)(rows)))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cached_features(cache_of(tmp_path, job), stop_after_one)
+    assert cache_of(tmp_path, job).missing_rows().tolist() == list(range(16, 40))
 
 
 def test_two_at_once_do_no_harm(tmp_path, caplog):
@@ -637,30 +579,20 @@ def test_two_at_once_do_no_harm(tmp_path, caplog):
         thread.start()
     for thread in threads:
         thread.join()
-    assert torch.equal(*found) and len(shards(tmp_path)) == 3
+    assert torch.equal(*found)
     assert torch.equal(kept(tmp_path, job)[0], found[0]) and not caplog.messages
 
 
-def test_a_cache_that_is_removed_while_it_is_written_costs_nothing(
-    tmp_path, monkeypatch
-):
-    job, whole, replaced, ours = (
-        job_of(),
-        kept(tmp_path / "whole", job_of())[0],
-        [],
-        tmp_path / "cache",
-    )
+def test_a_cache_that_is_removed_while_it_is_written_costs_nothing(tmp_path):
+    job, cache = job_of(), tmp_path / "cache"
 
-    def replace_(source, target):
-        replaced.append(target)
-        # facts.json and a shard, whose second writing succeeds
-        if len(replaced) in (1, 5):
-            shutil.rmtree(ours)
-        os_replace(source, target)
+    def compute(rows):
+        for chunk in computed(job)(rows):
+            shutil.rmtree(cache)
+            yield chunk
 
-    os_replace = os.replace
-    monkeypatch.setattr(os, "replace", replace_)
-    assert torch.equal(kept(ours, job)[0], whole) and len(replaced) == 7
+    found, _ = cached_features(cache_of(cache, job), compute)
+    assert torch.equal(found, kept(tmp_path / "whole", job)[0])
 
 
 def test_a_cache_that_cannot_be_written_is_one_line_before_any_work(tmp_path):
@@ -675,16 +607,15 @@ def test_a_cache_that_cannot_be_written_is_one_line_before_any_work(tmp_path):
     )
 
 
-def test_images_that_cannot_be_read_keep_their_reason_until_they_can(tmp_path):
+def test_images_that_cannot_be_read_keep_their_reason_until_they_can(
+    tmp_path, monkeypatch
+):
     """Kills: features of a black square, a reason lost in the cache, one that is
     believed for ever.
     """
-    images = [pixels(i) for i in range(40)]
-    broken = {3: b"broken", 17: np.zeros((4, 4), np.uint8)}
-    job, seen = (
-        job_of(images=[broken.get(i, image) for i, image in enumerate(images)]),
-        [],
-    )
+    images = [encoded(pixels(i)) for i in range(40)]
+    images[3], images[17] = b"broken", np.zeros((4, 4), np.uint8)
+    job, seen = job_of(images=images), []
     for _ in range(2):
         found, reasons = kept(tmp_path, job, seen)
         assert [i for i, reason in enumerate(reasons) if reason] == [3, 17]
@@ -692,27 +623,28 @@ def test_images_that_cannot_be_read_keep_their_reason_until_they_can(tmp_path):
             "not a readable" in reasons[3] and "pixels are uint8 (4, 4)" in reasons[17]
         )
         assert not found[[3, 17]].any() and found.flatten(1).any(dim=1).sum() == 38
-    assert seen == [[0, 1, 2]]
-    task = replace(job.task, rows=replace(job.task.rows, images=images))
-    again, reasons = kept(tmp_path, job._replace(task=task), seen)
-    assert (
-        not any(reasons) and again[[3, 17], 0].any(dim=1).all() and seen[1:] == [[0, 1]]
-    )
-    assert len(shards(tmp_path)) == 3
-    assert (
-        torch.equal(kept(tmp_path, job._replace(task=task), seen)[0], again)
-        and len(seen) == 2
-    )
+    assert len(seen) == 1
+    # the same bytes can be read when the program can, or a share is back
+    whole = job_of(images=[encoded(pixels(i)) for i in range(40)])
+    versions = features.image_versions(job.task.rows.images, np.arange(40))
+    monkeypatch.setattr(features, "image_versions", lambda images, rows: versions)
+    for _ in range(2):
+        again, reasons = kept(tmp_path, whole, seen)
+        assert not any(reasons) and again[[3, 17], 0].any(dim=1).all()
+    assert seen[1:] == [[3, 17]]
 
 
-def computed_all(job):
-    shards = [
-        shard
-        for _, shard in compute_local(job, encoder_of(job.config), whole_of(job), 1)
-    ]
-    return torch.cat([part for part, _ in shards]), [
-        why for _, part in shards for why in part
-    ]
+def test_files_have_the_format_of_vectors(tmp_path):
+    """``vectors:`` reads the views of each row."""
+    job = job_of()
+    whole, _ = kept(tmp_path, job)
+    rows = read_vectors(cache_of(tmp_path, job).path)
+    place = rows.ids.find(list(job.task.rows.ids.take(np.arange(40))))
+    own = [place[job.task.rows.ids[row]] for row in range(40)]
+    values, reasons = rows.images.vectors(np.array(own))
+    train = torch.from_numpy(job.task.is_train)
+    assert torch.equal(values[train], whole[train]) and not any(reasons)
+    assert torch.equal(values[:, 0], whole[:, 0])
 
 
 def test_an_encoder_that_gives_nan_is_refused(tmp_path):
@@ -723,7 +655,7 @@ def test_an_encoder_that_gives_nan_is_refused(tmp_path):
         ConfigError, match=r"^model\.encoder resnet_small returns non-finite numbers$"
     ):
         kept(tmp_path, job, encoder=encoder)
-    assert not shards(tmp_path)
+    assert not parts(tmp_path)
 
 
 def test_where_features_are_kept(tmp_path, monkeypatch):
@@ -750,21 +682,21 @@ def test_where_features_are_kept(tmp_path, monkeypatch):
 
 def compute_in_child(folder, slow):
     """What the processes of the next test run."""
-    features.SHARD_ROWS, features.ROWS_AT_ONCE = SHARD, 6
+    features.CHUNK_ROWS, features.ROWS_AT_ONCE, features.PART_SECONDS = CHUNK, 6, -1.0
     job = job_of()
 
-    def compute(numbers):
-        for number, data in computed(job, folder=folder)(numbers):
-            yield number, data
-            if slow:
+    def compute(rows):
+        for count, chunk in enumerate(computed(job)(rows)):
+            if slow and count:
                 signal.pause()
+            yield chunk
 
-    cached_features(cache_of(folder, job), job, "w", compute)
+    cached_features(cache_of(folder, job), compute)
 
 
 @pytest.mark.slow
 def test_a_killed_process_and_two_at_once(tmp_path):
-    """SIGKILL after the first of three shards; two processes compute the others."""
+    """SIGKILL after the first of three chunks; two processes encode the others."""
     root = Path(__file__).parents[3]
 
     def start(slow):
@@ -777,19 +709,16 @@ def test_a_killed_process_and_two_at_once(tmp_path):
 
     child = start(True)
     for _ in range(1200):
-        if shards(tmp_path) or child.poll() is not None:
+        if parts(tmp_path) or child.poll() is not None:
             break
         threading.Event().wait(0.1)
-    assert len(shards(tmp_path)) == 1
     child.kill()
     assert child.wait() == -signal.SIGKILL
-    (first,) = shards(tmp_path)
-    before = first.stat().st_mtime_ns
-    assert [child.wait() for child in (start(False), start(False))] == [0, 0]
-    assert len(shards(tmp_path)) == 3 and first.stat().st_mtime_ns == before
     job, seen = job_of(), []
+    assert len(cache_of(tmp_path, job).missing_rows()) == 24
+    assert [child.wait() for child in (start(False), start(False))] == [0, 0]
     found, _ = kept(tmp_path, job, seen)
-    assert not seen and torch.equal(found, computed_all(job)[0])
+    assert not seen and torch.equal(found, kept(tmp_path / "anew", job)[0])
 
 
 ENCODER = """
@@ -804,12 +733,12 @@ class Mine(nn.Module):
 """
 
 
-def test_the_key_changes_with_the_code_of_a_callable(tmp_path, monkeypatch):
+def test_the_cache_changes_with_the_code_of_a_callable(tmp_path, monkeypatch):
     """Same weights, another ``forward``, in the module of the callable or that of
     its layers.
     """
     monkeypatch.chdir(tmp_path)
-    config, keys = config_of(model__encoder="mine_factory:build"), []
+    config, folders = config_of(model__encoder="mine_factory:build"), []
     Path("mine_factory.py").write_text(
         "from mine_layers import Mine\ndef build(): return Mine()\n"
     )
@@ -818,43 +747,8 @@ def test_the_key_changes_with_the_code_of_a_callable(tmp_path, monkeypatch):
         for name in ("mine_factory", "mine_layers"):
             sys.modules.pop(name, None)
         task = make_task(read_digits(), config.data)
-        keys.append(feature_job(config, task, encoder_of(config)).key)
-    assert keys[0] == keys[1] != keys[2]
-
-
-@pytest.mark.parametrize(("precision", "noise"), [("auto", 1e-5), ("bf16", 5e-3)])
-def test_features_that_the_encoder_does_not_give_any_more_are_computed_again(
-    tmp_path, caplog, monkeypatch, precision, noise
-):
-    """Code behind the key's back. Kills: a cache that is believed, a difference that is
-    not said, noise of another batch, or of another program for bfloat16, that is taken
-    for one.
-    """
-    job, seen = job_of(override(config_of(), {"compute.precision": precision})), []
-    whole, _ = kept(tmp_path, job)
-    encoder, forward = type(job.encoder), type(job.encoder).forward
-    monkeypatch.setattr(
-        encoder, "forward", lambda self, images: forward(self, images) * (1 + noise)
-    )
-    assert (
-        torch.equal(kept(tmp_path, job, seen)[0], whole)
-        and not seen
-        and not caplog.messages
-    )
-    monkeypatch.setattr(
-        encoder, "forward", lambda self, images: forward(self, images.flip(2))
-    )
-    found, _ = kept(tmp_path, job, seen)
-    (line,) = caplog.messages
-    assert (
-        seen == [[0, 1, 2]]
-        and "resnet_small now gives others" in line
-        and "\n" not in line
-    )
-    assert not torch.equal(found, whole) and torch.equal(
-        kept(tmp_path, job, seen)[0], found
-    )
-    assert len(seen) == 1
+        folders.append(feature_job(config, task, encoder_of(config)).folder)
+    assert folders[0] == folders[1] != folders[2]
 
 
 def folder_job(folder):
@@ -875,77 +769,73 @@ def write_bitmaps(folder, numbers, first_seed=0):
         path.write_bytes(encoded(pixels(first_seed + number), "BMP"))
 
 
-@pytest.mark.parametrize("keeps_time", [False, True])
-def test_features_of_images_that_were_overwritten_are_computed_again(
-    tmp_path, caplog, keeps_time
-):
-    """Of the same name and size. Kills: sizes that stand for content, times that
-    anybody can set.
-    """
+def test_a_file_that_is_overwritten_or_added_is_the_only_one_to_be_encoded(tmp_path):
+    """Of the same size. Kills: sizes that stand for content."""
     data, cache, seen = tmp_path / "data", tmp_path / "cache", []
-    write_bitmaps(data, range(40))
+    write_bitmaps(data, range(39))
     whole, _ = kept(cache, folder_job(data))
-    times = {path: path.stat().st_mtime_ns for path in data.rglob("*.bmp")}
-    write_bitmaps(data, range(0, 16, 2), 100)
-    for path, time in times.items() if keeps_time else ():
-        os.utime(path, ns=(time, time))
+    write_bitmaps(data, [5], 100)
+    write_bitmaps(data, [39])
     job = folder_job(data)
     found, _ = kept(cache, job, seen)
-    (line,) = caplog.messages
-    assert "images written to" in line and (seen == [[0]] or keeps_time)
-    assert torch.equal(found, kept(tmp_path / "anew", job)[0]) and not torch.equal(
-        found, whole
-    )
-    assert torch.equal(kept(cache, folder_job(data), seen)[0], found) and len(seen) == 1
+    assert seen == [[5, 39]]
+    assert torch.equal(found, kept(tmp_path / "anew", job)[0])
+    assert not torch.equal(found[5], whole[5]) and torch.equal(found[6:39], whole[6:])
+    kept(cache, folder_job(data), seen)
+    assert len(seen) == 1
 
 
-@pytest.mark.parametrize("num_views", [0, 2, 6])
-def test_a_cache_does_not_grow_from_images_that_were_overwritten(
-    tmp_path, caplog, num_views
-):
-    """And what other jobs stored of them is gone too. Kills: views of one image beside
-    another's, a snapshot of one job that vouches for what another has stored.
-    """
-    data, cache, seen = tmp_path / "data", tmp_path / "cache", []
-
-    def job(num):
-        config = override(
-            folder_job(data).config,
-            {"augment.num_cached_views": num, "discover.epochs": 0},
-        )
-        return feature_job(
-            config, make_task(read_rows(config.data), config.data), encoder_of(config)
-        )
-
-    write_bitmaps(data, range(40))
-    for num in (0, 2, 6):
-        kept(cache, job(num))
-    write_bitmaps(data, range(0, 16, 2), 100)
-    for num in (num_views, 8, 0, 2, 6):
-        assert torch.equal(
-            kept(cache, job(num), seen)[0], kept(tmp_path / f"anew{num}", job(num))[0]
-        )
-    assert seen[:2] == [[0], [0, 1, 2]] and len(seen) == 2 and len(caplog.messages) == 1
-
-
-def test_features_of_images_that_were_moved_copied_or_touched_are_kept(
-    tmp_path, caplog
-):
-    """Kills: times that make another data set."""
+def test_features_of_images_that_were_moved_are_kept(tmp_path):
+    """Also of a copy with its times."""
     data, cache, seen = tmp_path / "data", tmp_path / "cache", []
     write_bitmaps(data, range(40))
     whole, _ = kept(cache, folder_job(data))
-    for path in data.rglob("*.bmp"):
-        path.touch()
     shutil.copytree(data, tmp_path / "copied")
     data.rename(tmp_path / "moved")
     for name in ("copied", "moved"):
         assert torch.equal(kept(cache, folder_job(tmp_path / name), seen)[0], whole)
-    assert not seen and not caplog.messages
+    assert not seen
+
+
+def test_remote_files_that_are_named_one_by_one_are_looked_up(tmp_path, monkeypatch):
+    """Kills: an object that was overwritten and keeps its features."""
+    store = pa.fs.SubTreeFileSystem(str(tmp_path), pa.fs.LocalFileSystem())
+    monkeypatch.setattr(filesystem, "_connect", lambda host, options: (store, ""))
+    names = [f"{number}.png" for number in range(3)]
+    for name in names:
+        (tmp_path / name).write_bytes(encoded(pixels(0)))
+    images = Files.of([f"s3://bucket/{name}" for name in names], [(-1, -1)] * 3)
+    before = features.image_versions(images, np.arange(3)).to_pylist()
+    os.utime(tmp_path / names[1], (1e9, 1e9))
+    after = features.image_versions(images, np.arange(3)).to_pylist()
+    assert [one == other for one, other in zip(before, after, strict=True)] == [
+        True,
+        False,
+        True,
+    ]
+
+
+def test_rows_of_a_new_parquet_file_are_the_only_ones_to_be_encoded(tmp_path):
+    data, seen = tmp_path / "data", []
+    data.mkdir()
+
+    def job():
+        config = config_of(
+            data__source=f"parquet:{data}", data__known_classes="a", data__limit=None
+        )
+        task = make_task(read_rows(config.data), config.data)
+        return feature_job(config, task, encoder_of(config))
+
+    for number in range(2):
+        images = [encoded(pixels(10 * number + i)) for i in range(10)]
+        table = pa.table({"image": images, "label": ["a", "b"] * 5})
+        pq.write_table(table, data / f"{number}.parquet")
+        kept(tmp_path / "cache", job(), seen)
+    assert seen == [list(range(10)), list(range(10, 20))]
 
 
 def test_files_that_are_not_there_do_not_make_a_cache_stale(tmp_path):
-    """Of a table. Kills: shards that are computed at every start."""
+    """Of a table. Kills: rows that are encoded at every start."""
     write_bitmaps(tmp_path, range(40))
     names = "".join(
         f"{'abcd'[i // 10]}/{i:02}.bmp,{'ab'[i // 10] if i < 20 else ''}\n"
@@ -963,12 +853,4 @@ def test_files_that_are_not_there_do_not_make_a_cache_stale(tmp_path):
             config, make_task(read_rows(config.data), config.data), encoder_of(config)
         )
         kept(tmp_path / "cache", job, seen)
-    assert seen == [[0, 1, 2]]
-
-
-def test_features_without_a_snapshot_are_computed_again(tmp_path, caplog):
-    job, seen = job_of(), []
-    kept(tmp_path, job)
-    Path(cache_of(tmp_path, job).path, "images.safetensors").unlink()
-    kept(tmp_path, job, seen)
-    assert seen == [[0, 1, 2]] and "there is no snapshot of their images" in caplog.text
+    assert seen == [list(range(40))]

@@ -21,7 +21,7 @@ from uno.results.infer import at_speed
 from uno.runtime import BUILD
 from uno.session.data import load_features
 
-SHARD, ROWS = 16, 20
+CHUNK, ROWS = 16, 20
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def batches(monkeypatch):
     seen = list[int]()
     installed(monkeypatch, "onnx")
     monkeypatch.setitem(BUILD, "onnx", fake(lambda values: values * (1 + 1e-5), seen))
-    monkeypatch.setattr(features, "SHARD_ROWS", SHARD)
+    monkeypatch.setattr(features, "CHUNK_ROWS", CHUNK)
     return seen
 
 
@@ -76,7 +76,7 @@ def test_each_runtime_has_features_of_its_own(tmp_path, batches, capsys, monkeyp
     assert not torch.equal(found, plain) and sum(batches) >= 2 * ROWS + 2 * ROWS
     assert "by onnx" in capsys.readouterr().out
     monkeypatch.setattr(
-        features, "compute_shard", lambda *_: pytest.fail("features are there")
+        features, "encode_chunk", lambda *_: pytest.fail("features are there")
     )
     assert torch.equal(load(config_of(tmp_path)), plain)
     assert torch.equal(load(config_of(tmp_path, "onnx")), found)
