@@ -24,15 +24,15 @@ from typing import Any
 import numpy as np
 
 from pipelines import ray_env
-from pipelines.jobs import OnRay
 from uno.config import override
 from uno.data.files import Storage
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.presets import preset
 from uno.results.estimate import Settings
+from uno.session.backend import choose_backend
 from uno.session.console import suppress_output
-from uno.session.place import Place
+from uno.session.run import Run
 
 
 def classes_of(seed: int, num_novel: int) -> tuple[list[int], list[int]]:
@@ -58,9 +58,9 @@ def run(
     task = make_task(read_rows(config.data), config.data)
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
-        place = OnRay() if config.compute.num_workers else Place()
+        opened = Run(config, Storage(folder), choose_backend(config), opened=task)
         with suppress_output():
-            found = place.estimate(config, task, Storage(folder), settings)
+            found = opened.backend.estimate(opened, settings)
         return asdict(found), time.perf_counter() - start
 
 

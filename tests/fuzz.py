@@ -63,7 +63,7 @@ from uno.results.classes import OutputClass, read_edits, template
 from uno.results.infer import load_classifier
 from uno.runs import lock
 from uno.runs.checkpoint import Checkpoint, file_name, load_newest, save_checkpoint
-from uno.runs.directory import diagnose, open_run, repair
+from uno.runs.directory import begin_run, diagnose, repair
 from uno.weights import read_weights
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -359,7 +359,7 @@ def _run_files() -> dict[str, bytes]:
     """
     with tempfile.TemporaryDirectory() as folder:
         config, storage = small_config(), Storage(folder)
-        open_run(config, storage, "f" * 64)
+        begin_run(config, storage, "f" * 64)
         save_checkpoint(
             storage,
             "discover",
@@ -406,7 +406,7 @@ def _read_run(folder: Path, data: bytes) -> None:
     storage = _write_run(folder, data)
     list(diagnose(storage))
     read_facts(storage)
-    _or_refused(open_run, small_config(), storage, "f" * 64)
+    _or_refused(begin_run, small_config(), storage, "f" * 64)
     repair(storage)
 
 

@@ -36,7 +36,6 @@ from uno.encoder import build_encoder
 from uno.runs import DISCOVER
 from uno.runs.checkpoint import load_newest
 from uno.runs.hooks import VARIABLE
-from uno.session import job
 
 HEADS = [
     "discover",
@@ -514,7 +513,7 @@ def test_two_ray_workers_compute_the_same_features(
     traceback for an error of ours.
     """
     # which computes some features, too
-    monkeypatch.setattr(job, "forecast", lambda *_: ())
+    monkeypatch.setattr("uno.session.pipeline.forecast", lambda *_: ())
     broken = safetensors.torch.load_file(weights)
     broken["conv1.weight"][0] = float("nan")
     safetensors.torch.save_file(broken, tmp_path / "nan.safetensors")

@@ -33,7 +33,6 @@ from uno.results.trust import verdict
 from uno.runs import CONFIG_FILE, REPORT_FILE, directory
 from uno.runtime import threads
 from uno.session.console import suppress_output
-from uno.session.place import Place
 from uno.session.settings import completed, from_keywords
 from uno.text import plural
 
@@ -321,8 +320,8 @@ def discover(
     pandas.NA, null) or a negative number for none; ``ids``: N names. They are kept
     beside the run, in OUTPUT-vectors-HASH.parquet.
 
-    It works in this process: ``pipelines.api.discover`` takes the same settings and has
-    workers.
+    It works in this process; ``workers=N`` trains on N workers of Ray, on this machine
+    or on the cluster of ``RAY_ADDRESS``.
 
     Where the command ends with a line it raises an UnoError: ConfigError (a
     ValueError), NumericsError, StorageError or Interrupted.
@@ -330,10 +329,10 @@ def discover(
     if embeddings is None:
         if labels is not None or ids is not None:
             raise ConfigError("labels and ids go with embeddings")
-        return discover_at(None, settings, overwrite, quiet)
+        return _discover(settings, overwrite, quiet)
     stored = stored_embeddings(settings, embeddings, labels, ids, overwrite)
     with stored as on_file:
-        return discover_at(None, on_file, overwrite, quiet)
+        return _discover(on_file, overwrite, quiet)
 
 
 @contextmanager
@@ -430,13 +429,9 @@ def _delete(path: str) -> None:
     Storage(folder).delete(name)
 
 
-def discover_at(
-    elsewhere: Place | None, settings: Mapping[str, Any], overwrite: bool, quiet: bool
-) -> Model:
-    """:func:`discover`, whose workers, if ``settings`` ask for some, are
-    ``elsewhere``.
-    """
-    from uno.session import job  # it trains: to load a model takes less
+def _discover(settings: Mapping[str, Any], overwrite: bool, quiet: bool) -> Model:
+    """Run :func:`discover` with the settings of a run, whose data is stored."""
+    from uno.session import pipeline  # to load a model takes less
 
     given = from_keywords(settings)
     config, now = (
@@ -445,7 +440,7 @@ def discover_at(
     )
     try:  # the caller's own work goes on with as many threads as before
         with threads(now), suppress_output(quiet), _own_torch(torch.device("cpu")):
-            job.discover(config, given, overwrite, elsewhere=elsewhere)
+            pipeline.discover(config, given, overwrite)
     except Exception as error:
         if (meant := as_user_error(error)) is None:
             raise

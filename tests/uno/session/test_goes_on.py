@@ -9,7 +9,7 @@ from tests.uno.data.builders import write_images
 from uno.data.files import Storage
 from uno.data.images import Files
 from uno.errors import ConfigError
-from uno.session.place import Place
+from uno.session.backend import LocalBackend
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_a_resumed_run_reads_no_image_before_it_continues(
     def stop(*args, **kwargs):
         raise RuntimeError("training begins")
 
-    monkeypatch.setattr(Place, "train", stop)
+    monkeypatch.setattr(LocalBackend, "train", stop)
     with pytest.raises(RuntimeError, match="training begins"):
         uno.discover(**settings, quiet=True)
     assert sum(num_read) > 0  # a new run looks at its images
@@ -65,7 +65,7 @@ def test_a_resumed_run_reads_no_image_before_it_continues(
 
 
 def test_evaluating_a_run_again_checks_no_image(settings, num_read, monkeypatch):
-    from uno.session import job
+    from uno.session import pipeline
 
     uno.discover(**settings, quiet=True)
     num_read.clear()
@@ -73,9 +73,9 @@ def test_evaluating_a_run_again_checks_no_image(settings, num_read, monkeypatch)
     def stop(*args, **kwargs):
         raise RuntimeError("evaluation begins")
 
-    monkeypatch.setattr(Place, "train", stop)
+    monkeypatch.setattr(LocalBackend, "train", stop)
     with pytest.raises(RuntimeError, match="evaluation begins"):
-        job.evaluate(settings["output"], {})
+        pipeline.evaluate(settings["output"], {})
     assert sum(num_read) == 0
 
 
@@ -99,7 +99,7 @@ def test_a_run_keeps_its_estimated_number_of_classes(
         Storage(config.output).write("estimate.json", b"{}")
         return SimpleNamespace(suggested=2)
 
-    monkeypatch.setattr("uno.session.job.estimate_classes", estimate)
+    monkeypatch.setattr("uno.session.prepare.estimate_classes", estimate)
     settings |= {"num_novel": "auto"}
     uno.discover(**settings, quiet=True)
     stored = tmp_path / "run" / "estimate.json"
