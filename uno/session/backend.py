@@ -11,6 +11,7 @@ from uno.config import Config
 from uno.data.decode import decode_many, ok_mask
 from uno.data.resident import TrainSet, assemble
 from uno.data.splits import Task
+from uno.data.stream import TrainData
 from uno.errors import Interrupted
 from uno.results.estimate import Estimate, Settings, estimate_num_novel
 from uno.results.evaluate import evaluate_run
@@ -21,6 +22,7 @@ from uno.session import resources
 from uno.session.console import Progress, on_stop, print_line
 from uno.session.data import (
     Compute,
+    Sets,
     Show,
     compute_local,
     config_for_readable_rows,
@@ -29,7 +31,7 @@ from uno.session.data import (
     open_sets,
 )
 from uno.session.run import Backend, Run
-from uno.train import LocalWorker
+from uno.train import LocalWorker, Worker
 from uno.weights import PRETRAINED, PRETRAINED_FILE, fetch_pretrained
 
 STOPPING = "stopping: saving a checkpoint first"
@@ -53,8 +55,7 @@ class LocalBackend:
 
     def train(self, run: Run, show: Show) -> dict[str, float]:
         """Train and evaluate the run, as :meth:`Backend.train` says."""
-        config = run.config
-        torch.set_num_threads(num_threads(config))
+        torch.set_num_threads(num_threads(run.config))
         worker = LocalWorker(run.device, show)
 
         def stop() -> None:
@@ -64,28 +65,16 @@ class LocalBackend:
 
         with on_stop(stop, STOPPING if run.phases else None):
             sets = open_sets(
-                config,
+                run.config,
                 run.task,
                 run.storage,
                 show,
                 lambda: worker.stop_requested,
                 keep=not run.dry_run,
             )
-            if run.phases:
-                config = config_for_readable_rows(
-                    config, run.task, sets.ok, run.batch_is_derived
-                )
-            train = sets.train.to(worker.device)
-            for phase in run.phases:
-                training.run_phase(config, phase, train, worker, run.storage)
-        run.opened = sets.task
-        if not run.evaluate:
-            return {}
-        num_true = len(run.task.known) + len(run.task.novel)
+            train = train_phases(run, sets, worker)
         with nullcontext() if run.phases else on_stop(stop):
-            return evaluate_run(
-                config, run.storage, train, sets.truth(), num_true, worker
-            )
+            return evaluate_rows(run, sets, train, worker)
 
     def after_training(self, task: Task) -> Backend:
         """Return this backend."""
@@ -119,6 +108,35 @@ class LocalBackend:
             settings,
             report=print_line,
         )
+
+
+def train_phases(run: Run, sets: Sets, worker: Worker) -> TrainData:
+    """Train the phases of a run on its opened data.
+
+    Returns:
+        The rows that training may see, on the device of the worker.
+    """
+    config = run.config
+    if run.phases:
+        config = config_for_readable_rows(
+            config, run.task, sets.ok, run.batch_is_derived
+        )
+    train = sets.train.to(worker.device)
+    for phase in run.phases:
+        training.run_phase(config, phase, train, worker, run.storage)
+    run.opened = sets.task
+    return train
+
+
+def evaluate_rows(
+    run: Run, sets: Sets, train: TrainData, worker: Worker
+) -> dict[str, float]:
+    """Return the metrics of a trained run, empty unless ``run.evaluate``."""
+    if not run.evaluate:
+        return {}
+    num_true = len(run.task.known) + len(run.task.novel)
+    truth = sets.truth()
+    return evaluate_run(run.config, run.storage, train, truth, num_true, worker)
 
 
 def estimated_set(run: Run, compute: Compute = compute_local) -> TrainSet:

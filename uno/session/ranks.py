@@ -15,16 +15,19 @@ from typing import Any
 import torch
 from torch import nn
 
-import uno.runs.run as training
 from uno import collectives
 from uno.config import Config, override, to_dict
 from uno.errors import ConfigError, StorageError, UnoError
-from uno.results.evaluate import evaluate_run
 from uno.runs.hardware import num_threads
 from uno.runs.lock import ClaimedStorage
-from uno.session.backend import STOPPING, LocalBackend
+from uno.session.backend import (
+    STOPPING,
+    LocalBackend,
+    evaluate_rows,
+    train_phases,
+)
 from uno.session.console import on_stop
-from uno.session.data import Show, config_for_readable_rows, open_sets
+from uno.session.data import Show, open_sets
 from uno.session.rank_log import RankLog
 from uno.session.resources import Room, on_features
 from uno.session.run import Run
@@ -290,10 +293,7 @@ class TorchrunBackend(LocalBackend):
         # torchrun tells all to end as soon as one has: after an error here there is no
         # other way any more.
         usual = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        stop, values = (
-            on_stop(stopping.set, STOPPING if first else None),
-            dict[str, float](),
-        )
+        stop = on_stop(stopping.set, STOPPING if first else None)
         group = collectives.group(self._store, device, self.rank, self.world_size)
         with stop, RankLog(storage, self.rank, self.world_size) as log, group:
             worker = _TorchWorker(self, device, stopping.is_set, show, log)
@@ -304,21 +304,10 @@ class TorchrunBackend(LocalBackend):
             sets = open_sets(config, run.task, storage, show, stopping.is_set, first)
             if first:
                 self._store.set("features", "kept")
-            if run.phases:
-                config = config_for_readable_rows(
-                    config, run.task, sets.ok, run.batch_is_derived
-                )
-            train = sets.train.to(device)
             try:
-                for phase in run.phases:
-                    training.run_phase(config, phase, train, worker, storage)
+                train = train_phases(run, sets, worker)
             finally:
                 worker.close()
-            run.opened = sets.task
-            if run.evaluate:
-                num_true = len(run.task.known) + len(run.task.novel)
-                values = evaluate_run(
-                    config, storage, train, sets.truth(), num_true, worker
-                )
+            metrics = evaluate_rows(run, sets, train, worker)
         signal.signal(signal.SIGTERM, usual)
-        return values
+        return metrics
