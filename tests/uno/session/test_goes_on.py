@@ -1,5 +1,6 @@
 """A run that is finished or resumes on unchanged data reads no image before."""
 
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from tests.uno.data.builders import write_images
 from uno.data.files import Storage
 from uno.data.images import Files
 from uno.errors import ConfigError
+from uno.session import pipeline
 from uno.session.backend import LocalBackend
 
 
@@ -65,8 +67,6 @@ def test_a_resumed_run_reads_no_image_before_it_continues(
 
 
 def test_evaluating_a_run_again_checks_no_image(settings, num_read, monkeypatch):
-    from uno.session import pipeline
-
     uno.discover(**settings, quiet=True)
     num_read.clear()
 
@@ -77,6 +77,15 @@ def test_evaluating_a_run_again_checks_no_image(settings, num_read, monkeypatch)
     with pytest.raises(RuntimeError, match="evaluation begins"):
         pipeline.evaluate(settings["output"], {})
     assert sum(num_read) == 0
+
+
+def test_evaluating_a_run_whose_end_was_cut_short_saves_its_model(settings, tmp_path):
+    first = uno.discover(**settings, quiet=True)
+    shutil.rmtree(tmp_path / "run" / "model")
+    (tmp_path / "run" / "metrics.json").unlink()
+    pipeline.evaluate(settings["output"], {})
+    again = uno.load(settings["output"])
+    assert again.model_hash == first.model_hash and again.metrics == first.metrics
 
 
 def test_a_run_with_changed_images_is_refused_before_they_are_checked(
