@@ -17,7 +17,7 @@ from uno.results.estimate import Estimate, Settings, estimate_num_novel
 from uno.results.evaluate import evaluate_run
 from uno.results.infer import Classifier, Decode, at_speed, decoder
 from uno.results.predictions import PredictionWriter, Summary, predict_rows
-from uno.runs.hardware import num_threads
+from uno.runs.hardware import local_device, num_threads
 from uno.session import resources
 from uno.session.console import Progress, on_stop, print_line
 from uno.session.data import (
@@ -39,8 +39,13 @@ RAY_BACKEND = "pipelines.backend:RayBackend"  # by name, because uno imports no 
 
 
 def choose_backend(config: Config) -> Backend:
-    """Return this process without workers, else the workers of Ray."""
+    """Return this process if there are no workers, else the workers of Ray.
+
+    Raises:
+        ConfigError: This process is to use a device that it has not.
+    """
     if config.compute.num_workers == 0:
+        local_device(config)
         return LocalBackend()
     backend: Backend = pkgutil.resolve_name(RAY_BACKEND)()
     return backend

@@ -11,7 +11,6 @@ from uno.data.files import Storage
 from uno.data.splits import decide_setting, train_rows
 from uno.results.estimate import Estimate, Settings, require_enough_rows
 from uno.runs import ESTIMATE_FILE
-from uno.runs.hardware import local_device
 from uno.session.backend import choose_backend
 from uno.session.console import interrupt_on_signal, print_line
 from uno.session.data import read_task
@@ -44,8 +43,6 @@ def estimate_classes(
     """
     settings = settings or Settings()
     backend = choose_backend(config) if backend is None else backend
-    if config.compute.num_workers == 0:
-        local_device(config)
     # The number is what we are after: 1 stands in for it and is never read.
     task = read_task(with_data(config, num_novel=1).data)
     vectors = task.rows.images.vectors(np.arange(len(task.rows)))

@@ -142,7 +142,7 @@ def evaluate(target: str, given: Mapping[str, Any]) -> None:
         is_saved = run.storage.exists(CLASSES_FILE)
         model = load_classifier(run.storage) if is_saved else _save_model(run)
         report = metrics != before and run.storage.exists(REPORT_FILE)
-        with interrupt_on_signal("stopped; nothing was changed"):
+        with interrupt_on_signal("stopped before the new metrics were stored"):
             finish(run, model, metrics, report=report)
     show_results(run.storage, metrics)
 

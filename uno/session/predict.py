@@ -20,9 +20,9 @@ from uno.results.folders import sort_images, write_csv
 from uno.results.infer import SAMPLE_ROWS, Classifier, with_alignment
 from uno.results.predictions import PredictionWriter, Summary
 from uno.runs import CONFIG_FILE
-from uno.runs.hardware import local_device, num_threads
+from uno.runs.hardware import num_threads
 from uno.runtime import require_runtime
-from uno.session.backend import choose_backend
+from uno.session.backend import LocalBackend, choose_backend
 from uno.session.console import Progress, interrupt_on_signal, print_line, reading
 from uno.session.run import Run
 from uno.text import plural
@@ -64,8 +64,7 @@ def predict(
     config = override(model.config, {**ANYWHERE, **compute})
     num_threads(config)
     require_runtime(config)
-    if config.compute.num_workers == 0:
-        local_device(config)
+    backend = choose_backend(config)
     if data and "output" not in given:
         raise ConfigError(
             "--data and --limit need --output DIR, the place for predictions.parquet"
@@ -75,12 +74,9 @@ def predict(
             f"--output {given['output']} is the directory of a run, which keeps the"
             " predictions of its own data; choose another --output"
         )
-    if model.config.model.takes_vectors:  # there is nothing to decode
-        config = override(
-            config,
-            {"compute.num_workers": 0, "compute.device": local_device(config).type},
-        )
-    run = Run(config, storage, choose_backend(config))
+    if model.config.model.takes_vectors:
+        backend = LocalBackend()  # there is nothing to decode
+    run = Run(config, storage, backend)
     limit = override(Config(), {"data.limit": data.pop("data.limit", None)}).data.limit
     if data:
         with reading() as total:

@@ -15,7 +15,7 @@ from uno.data.splits import Task
 from uno.errors import ConfigError
 from uno.runs import DISCOVER, ESTIMATE_FILE, FORMER_FOLDER, directory, former, lock
 from uno.runs import run as training
-from uno.runs.hardware import local_device, num_threads
+from uno.runs.hardware import num_threads
 from uno.runtime import require_runtime
 from uno.session.backend import choose_backend
 from uno.session.console import print_line
@@ -63,8 +63,6 @@ def open_run(
         _settle_former_run(Storage(config.output))
     config = with_full_path(config)
     backend = choose_backend(config) if backend is None else backend
-    if config.compute.num_workers == 0:
-        local_device(config)
     files = dict[str, bytes]()
     if (weights := starting_weights(config, overwrite)) is not None:
         files[PRETRAINED_FILE] = weights  # workers and a resumed run fetch nothing
@@ -112,13 +110,12 @@ def open_stored_run(target: str, given: Mapping[str, Any]) -> Run:
         given: Dotted keys that say where the work is done and where the data is now.
 
     Raises:
-        ConfigError: The directory holds no run, or a damaged one.
+        ConfigError: The directory holds no run, or a damaged one, or this machine has
+            not the device that was asked for.
     """
     storage = Storage(target)
     config = stored_config(storage, given)
-    run = Run(config, storage, choose_backend(config), resumes=True)
-    assert run.device  # refuses a device that this machine has not
-    return run
+    return Run(config, storage, choose_backend(config), resumes=True)
 
 
 def check_run(run: Run) -> None:
