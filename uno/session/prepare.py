@@ -57,10 +57,12 @@ def open_run(
         ConfigError: The settings do not go together or with the data, or the directory
             holds something else.
     """
+    assert config.output is not None
     num_threads(config)  # refuses a wrong number before the data is read
     require_loggers(config)
-    if config.output is not None and not dry_run:
-        _settle_former_run(Storage(config.output))
+    storage = Storage(config.output)
+    if not dry_run:
+        _settle_former_run(storage)
     config = with_full_path(config)
     backend = choose_backend(config) if backend is None else backend
     files = dict[str, bytes]()
@@ -72,23 +74,16 @@ def open_run(
                 "--dry-run needs a number for --num-novel; uno estimate-classes"
                 " estimates one"
             )
-        num_novel = None if overwrite else _num_novel_of_run(config, given)
-        estimate = Storage(f"{config.output}-estimate")
-        if num_novel is None:
-            found = estimate_classes(
-                override(config, {"output": estimate.root}), given, backend=backend
-            )
-            assert found is not None
-            num_novel = found.suggested
-        if (content := estimate.find(ESTIMATE_FILE)) is not None:
-            files[ESTIMATE_FILE] = content
+        num_novel, estimate = _estimate_num_novel(config, given, overwrite, backend)
         config = override(config, {"data.num_novel": num_novel})
+        if estimate is not None:
+            files[ESTIMATE_FILE] = estimate
     config, lines, task = resolve(config, given, overwrite, backend.free_memory)
     for line in lines:
         print_line(line)
     run = Run(
         config,
-        Storage(config.output or "."),
+        storage,
         backend,
         opened=task,
         phases=training.phases(config, last),
@@ -210,6 +205,25 @@ def _is_below(path: str, folder: str) -> bool:
         for name in map(normalize_path, (path, folder))
     )
     return f"{inner}/".startswith(f"{outer}/")
+
+
+def _estimate_num_novel(
+    config: Config, given: Mapping[str, Any], overwrite: bool, backend: Backend
+) -> tuple[int, bytes | None]:
+    """Estimate the number of novel classes, unless the run began with a number.
+
+    Returns:
+        The number, and the content of ``estimate.json``, None if that file is gone.
+    """
+    num_novel = None if overwrite else _num_novel_of_run(config, given)
+    storage = Storage(f"{config.output}-estimate")
+    if num_novel is None:
+        found = estimate_classes(
+            override(config, {"output": storage.uri}), given, backend=backend
+        )
+        assert found is not None
+        num_novel = found.suggested
+    return num_novel, storage.find(ESTIMATE_FILE)
 
 
 def _num_novel_of_run(config: Config, given: Mapping[str, Any]) -> int | None:
