@@ -51,7 +51,7 @@ A field is a key of a YAML file (`--config FILE`), a flag of the commands that t
 (`--objective.epsilon 0.1`; underscores may be hyphens; a short form stands beside the name), and a keyword
 of `uno.discover`. A boolean field also has a negated flag: `--objective.no-concat`. Values take precedence
 in this order: command line, YAML file, description of a library's encoder, preset, and the defaults below,
-which are the paper's settings for CIFAR10. `--print-config` prints the resolved configuration, `--explain`
+which are the paper's settings for CIFAR10. `--explain` prints the resolved configuration and
 the origin of every value. A [method](methods.md) can have its own section.""",  # noqa: E501
     ),
     "limits": (

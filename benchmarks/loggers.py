@@ -4,7 +4,7 @@
 
 prints one JSON row. Steps of discovery alone and the same steps as a run takes them
 take turns (A B A B): with the hook and the collective of ``Pace``, and every tenth step
-(``train.log_every`` of a run) a line to ``metrics.jsonl``, the rank's log, TensorBoard,
+(``train.log_every`` of a run) a line to ``metrics.jsonl``, TensorBoard,
 W&B (offline) and MLflow (a local folder), as far as they are installed. ``ratio`` is
 the median over pairs of turns, with the interval that has 95 % of its bootstrap
 samples; 1.01 at most is asked for.
@@ -34,9 +34,7 @@ from uno.pace import Pace
 from uno.presets import PRESETS, preset
 from uno.runs import DISCOVER
 from uno.runs.journal import Journal
-from uno.session.console import described
 from uno.session.loggers import LOGGERS, Loggers
-from uno.session.rank_log import RankLog
 from uno.state import new_state
 from uno.train import Phase, _collect_metrics_
 
@@ -95,12 +93,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         writers = (
             Loggers(config, storage),
             Journal(storage, DISCOVER, 0),
-            RankLog(storage, 0, 1),
         )
         with (
             writers[0] as loggers,
             writers[1] as journal,
-            writers[2] as log,
             closing(pace),
         ):
 
@@ -117,7 +113,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                         metrics = _collect_metrics_(phase, states[1], 0.01, pace)
                         journal.write(metrics)
                         loggers(metrics)
-                        log.note(described(metrics))
 
             seconds = take_turns(
                 {"plain": plain, "watched": watched}, options.repeats, options.device

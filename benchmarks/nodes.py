@@ -6,7 +6,7 @@
     python -m benchmarks.nodes raylets --nodes 16      # as many raylets, of which one is killed
 
 Two raylets (network namespaces where allowed), two workers, one a node; kill -9 of the
-second node's raylet before step 100 of 240 on the digits. ``room``: the node that is
+second node's raylet after step 96 of 240 on the digits. ``room``: the node that is
 left has CPUs for both workers, ``tight``: for them and Ray Data only if shares shrink,
 ``none``: not for them until another node comes, 70 s after the loss. Ray waits 2 s for
 the place of a group in place of 60 (25), so that the old program's twelve tries are
@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.measure import environment
-from tests import faults
 from tests.pipelines.raylets import STORE_BYTES, Command, two_nodes
 from tests.pipelines.small import LONG, ROOT, SMALL, wait_for
 from uno.data.files import Storage
@@ -42,6 +41,7 @@ from uno.runs.checkpoint import checkpoint_steps
 from uno.runs.journal import read_journal
 
 JOIN_S, LIMIT_S, REFUSES_S = 70.0, 150.0, 10.0
+LOST_AT_STEP = 96
 # progress, and what Ray says of its nodes
 SHOWN = ("discover ", "predict ", "\x1b", "\t", "    [")
 ONE_CPU = ("--compute.cpus-per-worker", "1")
@@ -80,7 +80,7 @@ CASES = {
 
 
 def lose_a_node(case: Case, code: Path) -> dict[str, Any]:
-    """Seconds from the loss to the first line of the journal after it and to the end
+    """Seconds from the loss to the first checkpoint after it and to the end
     (-9: it had none after 150 s), the longest time without any line on the console, and
     what was said, each with its second.
     """
@@ -89,10 +89,7 @@ def lose_a_node(case: Case, code: Path) -> dict[str, Any]:
         two_nodes(_made(Path(name) / "unused"), case.cpus) as nodes,
     ):
         folder, storage = Path(name), Storage(f"{name}/run")
-        own = {
-            faults.VARIABLE: "kill-node:step=100",
-            "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "2",
-        }
+        own = {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "2"}
         argv = [
             "pipelines",
             "discover",
@@ -110,10 +107,12 @@ def lose_a_node(case: Case, code: Path) -> dict[str, Any]:
         command = Command(
             argv, {**nodes.env, **own, "PYTHONPATH": str(code)}, folder / "log", code
         )
-        while command.code is None and not _events(storage, "fault"):
+        while command.code is None and _saved_step(storage) < LOST_AT_STEP:
             time.sleep(0.2)
+        saved = _saved_step(storage)
+        nodes.lose()
         lost, before = time.monotonic(), len(command.lines)
-        starts, journal, trains = len(_events(storage, "start")), None, None
+        trains = None
         last_line, silent, seen, joined = lost, 0.0, before, not case.joins
         said = list[tuple[float, str]]()
         while command.code is None and (now := time.monotonic()) < lost + LIMIT_S:
@@ -125,14 +124,7 @@ def lose_a_node(case: Case, code: Path) -> dict[str, Any]:
                     if not line.startswith(SHOWN)
                 ]
                 last_line, seen = now, len(lines)
-            if journal is None and len(_events(storage, "start")) > starts:
-                # whose lines after the checkpoint are dropped by now
-                journal = len(read_journal(storage))
-            elif (
-                journal is not None
-                and trains is None
-                and len(read_journal(storage)) > journal
-            ):
+            if trains is None and _saved_step(storage) > saved:
                 trains = round(now - lost, 1)
             if not joined and now - lost > JOIN_S:
                 nodes.join(2)
@@ -156,8 +148,9 @@ def _made(folder: Path) -> Path:
     return folder
 
 
-def _events(storage: Storage, kind: str) -> list[dict[str, Any]]:
-    return [event for event in faults.read_events(storage) if event["event"] == kind]
+def _saved_step(storage: Storage) -> int:
+    """Return the step of the newest checkpoint of discovery, 0 without one."""
+    return max(checkpoint_steps(storage, DISCOVER), default=0)
 
 
 def refuse(code: Path) -> dict[str, Any]:
@@ -209,17 +202,14 @@ def noting() -> None:
 
     from uno import train
     from uno.runs.lock import ClaimedStorage
-    from uno.session.ranks import StopVotes
+    from uno.session.ranks import GroupWorker
 
     def noted(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            began, left = time.monotonic(), args[0]._left if kind == "vote" else 1
-            found, counts = (
-                function(*args, **kwargs),
-                kind != "write" or args[1].startswith("checkpoints/"),
-            )
-            # of StopVotes.stop only that which votes
-            if left == 1 and counts and dist.is_initialized():
+            began = time.monotonic()
+            found = function(*args, **kwargs)
+            counts = kind != "write" or args[1].startswith("checkpoints/")
+            if counts and dist.is_initialized():
                 line = json.dumps([dist.get_rank(), kind, began, time.monotonic()])
                 with open(Path(os.environ[TIMES], f"{os.getpid()}.times"), "a") as file:
                     file.write(f"{line}\n")
@@ -227,16 +217,19 @@ def noting() -> None:
 
         return call
 
-    StopVotes.stop = noted("vote", StopVotes.stop)  # type: ignore[method-assign]
+    vote = noted("vote", GroupWorker.should_stop)
+    GroupWorker.should_stop = vote  # type: ignore[method-assign]
     ClaimedStorage.write = noted("write", ClaimedStorage.write)  # type: ignore[method-assign]
     train.collectives.barrier = noted("barrier", train.collectives.barrier)
 
 
 def lose_a_raylet(num: int) -> dict[str, Any]:
-    """Seconds from the command to the group's last rank and to the first line of its
-    journal; of a vote and of a checkpoint's barrier (see :func:`together`) and of its
-    write, median and most; and from the loss to what the command says of it, to the
-    next line of the journal and to the end.
+    """Measure a run on ``num`` raylets, of which one is killed.
+
+    Returns the seconds from the command to the first line of the journal; of a vote and
+    of a checkpoint's barrier (see :func:`together`) and of its write, median and most;
+    and from the loss to what the command says of it, to the next checkpoint and to the
+    end.
     """
     from ray.cluster_utils import Cluster
 
@@ -286,15 +279,12 @@ def lose_a_raylet(num: int) -> dict[str, Any]:
                 wait_for(lambda: command.says("") and bool(reached()), RAYLETS_S)
                 return time.monotonic()
 
-            ranks = after(lambda: len(storage.list("logs")) == num)
             steps = after(lambda: read_journal(storage))
             lost = after(lambda: checkpoint_steps(storage, DISCOVER))
             saved = checkpoint_steps(storage, DISCOVER)[-1]
             cluster.remove_node(nodes[-1], allow_graceful=False)
             dies = after(lambda: command.count("new ones resume"))
-            after(lambda: storage.read("logs/rank-0.log").count(b" rank 0 of ") == 2)
-            before = len(read_journal(storage))
-            trains = after(lambda: len(read_journal(storage)) > before)
+            trains = after(lambda: _saved_step(storage) > saved)
             code = command.end(RAYLETS_S)
             ended = time.monotonic()
             found = [
@@ -307,7 +297,6 @@ def lose_a_raylet(num: int) -> dict[str, Any]:
     rows = {
         "workers": num,
         "exit_code": code,
-        "ranks_there_s": ranks - begin,
         "first_line_s": steps - begin,
         "lost_at_step": saved,
         "loss_known_s": dies - lost,

@@ -49,7 +49,7 @@ SENTENCES = {  # a command from elsewhere is listed by its name alone
     "reproduce": "Reproduce a table or figure of the paper and compare the numbers.",
     "tune": "Search hyper-parameters with Ray Tune.",
     "export": "Export the model for other tools.",
-    "doctor": "Check this machine, or a run directory and whether it can resume.",
+    "doctor": "Check this machine, or every node of a Ray cluster.",
 }
 
 

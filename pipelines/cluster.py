@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from pipelines import ray_env
+from pipelines.machine import Finding
 from uno.data.files import Storage
 from uno.errors import ConfigError, StorageError, one_line
-from uno.runs.directory import Finding
 
 ANSWER_S = 60.0  # of a node: a process that imports torch
 MOST_CLOCK_S = 2.0  # that clocks of two nodes may differ

@@ -18,16 +18,14 @@ from pydantic import NonNegativeInt, PositiveInt
 
 from pipelines.options import (
     DRY_RUN,
-    PRINT_CONFIG,
     RUN,
     Argument,
     Command,
-    Options,
     parse,
     switch,
 )
-from uno.config import dump_yaml, override
-from uno.errors import ConfigError, StorageError, UnoError
+from uno.config import override
+from uno.errors import ConfigError, UnoError
 from uno.session.settings import checked_output, launched
 
 if TYPE_CHECKING:
@@ -62,10 +60,11 @@ APPLY = {
 }
 EXPLAIN = {
     "--explain": switch(
-        "Print every value and where it comes from (preset, file, data, ...) and stop."
+        "Print every value as YAML, and where it comes from (preset, file, data, ...),"
+        " and stop."
     )
 }
-TRAINING = PRINT_CONFIG | EXPLAIN | DRY_RUN | FRESH
+TRAINING = EXPLAIN | DRY_RUN | FRESH
 
 DEMO = Command("demo", TRAINING, output="runs/demo")
 PRETRAIN = Command("pretrain", TRAINING)
@@ -176,7 +175,6 @@ vectors:FILE and other programs read it. --workers N computes on Ray. Finished f
 ESTIMATE = Command(
     "estimate-classes",
     {
-        **PRINT_CONFIG,
         **DRY_RUN,
         "--max-novel": Argument(
             "Largest number to try; default: the number of known classes, at least 10.",
@@ -196,18 +194,11 @@ results and encoders; --workers N runs N tasks at once on Ray, with the same res
 DOCTOR = Command(
     "doctor",
     {
-        "RUN": Argument(
-            "The run directory; without it, the machine is checked.", str | None
+        "DIR": Argument(
+            "With --cluster: a directory for runs, which every node must see.",
+            str | None,
         ),
-        "--repair": switch(
-            "Remove what no command needs: unfinished writes, Ray's bookkeeping,"
-            " damaged checkpoints where an older one is valid; and restore a damaged"
-            " config.yaml from the newest checkpoint."
-        ),
-        "--cluster": switch(
-            "Check every node of the Ray cluster, and that it sees RUN, where runs are"
-            " to be."
-        ),
+        "--cluster": switch("Check every node of the Ray cluster, not this machine."),
     },
     "none",
 )
@@ -244,31 +235,19 @@ def discover(
     from uno.session import pipeline
 
     own = options.args
-    if own.print_config:
-        return _print_config(options)
     if own.explain:
+        from uno.session.console import suppress_output
         from uno.session.resolve import explained
 
-        print(
-            *explained(
+        with suppress_output():
+            lines = explained(
                 options.config, options.yaml_values, options.cli_values, own.overwrite
-            ),
-            sep="\n",
-        )
+            )
+        print(*lines, sep="\n")
         return 0
     config = options.config if ranks is None else ranks.sized(options.config)
     command_steps = pipeline.try_phases if own.dry_run else pipeline.discover
     command_steps(config, options.overrides, own.overwrite, last, backend=ranks)
-    return 0
-
-
-def _print_config(options: Options) -> int:
-    from uno.session.console import suppress_output
-    from uno.session.resolve import as_printed
-
-    with suppress_output():
-        config = as_printed(options.config, options.overrides, options.args.overwrite)
-    print(dump_yaml(config), end="")
     return 0
 
 
@@ -388,9 +367,6 @@ def estimate(argv: Sequence[str]) -> int:
     """Estimate, write ``estimate.json``, print the table."""
     options = parse(argv, ESTIMATE)
     own = options.args
-    if own.print_config:
-        print(dump_yaml(options.config), end="")
-        return 0
     from uno.results.estimate import Settings
     from uno.session.estimation import estimate_classes
 
@@ -400,44 +376,22 @@ def estimate(argv: Sequence[str]) -> int:
 
 
 def doctor(argv: Sequence[str]) -> int:
-    """Print a line for every finding; 0 if sound, 4 if the run cannot resume, 2 if
-    the machine cannot run.
-    """
+    """Print a line for each finding; return 2 if runs are impossible, else 0."""
     own = parse(argv, DOCTOR).args
     from pipelines.machine import machine
-    from uno.data.files import Storage
-    from uno.runs import directory, lock
     from uno.session.console import print_line
 
     if own.cluster:
         from pipelines.cluster import examine_cluster
 
-        if own.repair:
-            raise ConfigError(
-                "--repair is for a run directory, --cluster for its machines"
-            )
-        findings = list(examine_cluster(own.run))
-        for finding in findings:
-            print_line(str(finding))
-        return 2 if any(finding.level == "error" for finding in findings) else 0
-    if own.repair:
-        if own.run is None:
-            raise ConfigError("--repair needs a run directory")
-        storage = Storage(own.run)
-        directory.require_run(storage)
-        with lock.lock_run(storage, on_wait=print_line) as claim:
-            try:
-                for line in directory.repair(claim.storage, thorough=True):
-                    print_line(line)
-            except StorageError as error:
-                print_line(f"nothing was repaired: {error}")
-    findings = list(
-        machine() if own.run is None else directory.diagnose(Storage(own.run))
-    )
+        findings = list(examine_cluster(own.dir))
+    elif own.dir is not None:
+        raise ConfigError("uno doctor takes a directory only with --cluster")
+    else:
+        findings = list(machine())
     for finding in findings:
         print_line(str(finding))
-    unsound = any(finding.level == "error" for finding in findings)
-    return (2 if own.run is None else StorageError.exit_code) if unsound else 0
+    return 2 if any(finding.level == "error" for finding in findings) else 0
 
 
 def classes(argv: Sequence[str]) -> int:

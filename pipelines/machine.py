@@ -1,6 +1,4 @@
-"""``uno doctor`` without a run: finds what is wrong with this machine, and says what
-to do.
-"""
+"""``uno doctor``: find what is wrong with this machine, and say what to do."""
 
 import importlib.metadata
 import importlib.util
@@ -8,18 +6,31 @@ import os
 import platform
 import shutil
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
 from pipelines import ray_env
 from uno.cpus import available_cpus
 from uno.errors import RAY, ConfigError
-from uno.runs.directory import Finding
 
 GIB = 2**30
 LOW_DISK_BYTES = 5 * GIB
 # Ray puts its object store on the disk where /dev/shm is smaller than the store
 LOW_SHM_BYTES = GIB
+
+
+class Finding(NamedTuple):
+    """One line of ``uno doctor``; ``level`` is ok, warning or error."""
+
+    level: str
+    text: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.level:8} {self.text}" + (
+            f"; {self.remedy}" if self.remedy else ""
+        )
 
 
 def machine() -> Iterator[Finding]:
@@ -46,12 +57,6 @@ def machine() -> Iterator[Finding]:
         )
     yield from _ray()
     yield from _space()
-    if os.environ.get("UNO_FAULTS"):
-        yield Finding(
-            "warning",
-            "UNO_FAULTS is set: faults will be injected into runs",
-            "unset it",
-        )
 
 
 def _ray() -> Iterator[Finding]:

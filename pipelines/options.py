@@ -101,9 +101,6 @@ def switch(sentence: str) -> Argument:
     return Argument(sentence, bool, False)
 
 
-PRINT_CONFIG = {
-    "--print-config": switch("Print the resolved configuration as YAML and stop.")
-}
 DRY_RUN = {
     "--dry-run": switch("Check the data, take one step, print the plan and stop.")
 }

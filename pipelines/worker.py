@@ -28,7 +28,7 @@ from uno.data.files import Storage, join, split
 from uno.data.resident import keep_pixels
 from uno.errors import Interrupted
 from uno.results.evaluate import evaluate_run
-from uno.runs import PHASES, RAY_FOLDER, STOP_FILE, hooks
+from uno.runs import PHASES, RAY_FOLDER, STOP_FILE
 from uno.runs.checkpoint import checkpoint_steps
 from uno.runs.hardware import num_threads
 from uno.runs.journal import JournalTail
@@ -41,9 +41,8 @@ from uno.session.data import (
     leave_out_unreadable,
     load_features,
 )
-from uno.session.rank_log import RankLog
 from uno.session.ranks import GroupWorker
-from uno.session.resources import advice, crop_rate, on_features, store_bytes
+from uno.session.resources import on_features, store_bytes
 from uno.session.run import Run
 
 TRACES, TRACE = "nccl", "rank_"
@@ -76,13 +75,10 @@ class RayWorker(GroupWorker):
         context = ray.train.get_context()
         self.rank, self.world_size = context.get_world_rank(), context.get_world_size()
         self.device, self._storage = ray.train.torch.get_device(), storage
-        self.log: RankLog | None = None
         self._gauges = Gauges(split(storage.uri)[1], self.rank)
 
     def report(self, metrics: dict[str, Any]) -> None:
-        """To the rank's log and Ray's metrics; to Ray Train once per epoch."""
-        if "loss" in metrics and self.log is not None:
-            self.log.metrics(metrics)
+        """Set Ray's metrics, and report to Ray Train once per epoch."""
         self._gauges.set(metrics)
         if metrics["event"] == "epoch":
             import ray.train
@@ -130,8 +126,6 @@ def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
     import ray.train
 
     quiet_ray_train()
-    # a cluster that runs already has its own environment
-    os.environ[hooks.VARIABLE] = loop["faults"]
     config = Config.model_validate(loop["config"])
     storage = ClaimedStorage(loop["output"], loop["token"])
     storage.check()  # every rank: the run directory must be one that all nodes see
@@ -144,8 +138,7 @@ def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
     )
     if worker.device.type == "cuda" and ray.train.get_context().get_local_rank() == 0:
         collect_traces(storage)
-    with RankLog(storage, worker.rank, worker.world_size) as worker.log:
-        return _train_rank(config, loop, worker, storage)
+    return _train_rank(config, loop, worker, storage)
 
 
 def _train_rank(
@@ -158,8 +151,6 @@ def _train_rank(
             training.run_phase(config, phase, train, worker, storage)
     except Interrupted as stop:
         return {"interrupted": str(stop)}
-    finally:
-        worker.close()
     if not loop["evaluate"]:
         return {"metrics": {}}
     return {
@@ -241,13 +232,6 @@ def run_on_ray(run: Run, show: Show) -> dict[str, float]:
                 config, stopping.is_set, nodes.startup_timeout_s(config)
             ),
         )
-        cluster, rate = (
-            ray.cluster_resources(),
-            crop_rate(config, task) if streams else None,
-        )
-        each = ray_env.worker_resources(config, cluster)
-        for line in advice(config, cluster.get("CPU", 0.0), each, rate):
-            print_line(line)
         images, reasons, found = None, None, None
         if on_features(config):
             compute = partial(compute_on_ray, ray, give_up=stopping.is_set)
@@ -318,7 +302,6 @@ def run_workers(
         "output": storage.uri,
         "phases": list(run.phases),
         "evaluate": run.evaluate,
-        "faults": os.environ.get(hooks.VARIABLE, ""),
     }
     saved, deaths = _saved_steps(storage), 0
     while True:

@@ -136,7 +136,7 @@ COMMANDS: dict[str, Callable[[Path, int], list[Any]]] = {
         "--output",
         made / f"sweep{i}",
     ],
-    "doctor": lambda made, _: ["doctor", made / "run"],
+    "doctor": lambda made, _: ["doctor"],
     "refused": lambda made, i: [
         "predict",
         made / "run",

@@ -77,7 +77,12 @@ def test_submitted_and_launched_commands_parse():
         assert command == "discover" and parse(words, DISCOVER).config.output
 
 
-FOREIGN = {"--working-dir", "--gpus"}  # of other programs, named in sentences
+FOREIGN = {
+    "--working-dir",
+    "--gpus",
+    "--log-dir",
+    "--tee",
+}  # of other programs, named in sentences
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w.-]*\w")
 
 

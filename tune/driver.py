@@ -31,7 +31,6 @@ from tune.trial import Leases, Sweep, SweepOptions, train_trial
 from uno.config import (
     Config,
     differing_keys,
-    dump_yaml,
     field_traits,
     flatten,
     override,
@@ -49,6 +48,7 @@ from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
 from uno.imports import is_object_name
 from uno.methods.registry import load, num_heads
 from uno.runs import DISCOVER, LOGGERS_FOLDER, RAY_FOLDER, directory, lock, run
+from uno.runs.hardware import num_threads
 from uno.runs.lock import RunLock
 from uno.session.console import Progress, interrupt_on_signal, on_stop, print_line
 from uno.session.data import leave_out_unreadable, load_features, load_images, read_task
@@ -77,9 +77,6 @@ def main(options: Options) -> int:
     if options.args.report:
         return report_on(str(options.config.output))
     sweep = sweep_options(options)
-    if options.args.print_config:
-        print(dump_yaml(sweep.config), end="")
-        return 0
     return run_sweep(sweep)
 
 
@@ -450,7 +447,9 @@ def _resolved(options: SweepOptions) -> tuple[SweepOptions, Task]:
     if began is None:
         print_line(f"memory: {why}")
     config = with_data(config, loading=loading)
-    check_memory(override(config, HERE), task)
+    here = override(config, HERE)
+    num_threads(here)  # refuses too many threads
+    check_memory(here, task)
     return (
         _whole_grid(
             options._replace(config=config, overrides=given, asha=asha, median=median)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
-from pipelines.options import PRINT_CONFIG, Argument, Command, parse, switch
+from pipelines.options import Argument, Command, parse, switch
 from tune import FOLDS, SCORES, spaces
 
 WHAT_SCORES = (
@@ -17,7 +17,6 @@ WHAT_SCORES = (
 TUNE = Command(
     "tune",
     {
-        **PRINT_CONFIG,
         "--report": switch(
             "Write and print the report of the sweep in --output, as far as it got, and"
             " stop."

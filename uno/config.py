@@ -1047,41 +1047,9 @@ def override(config: Config, overrides: Mapping[str, Any]) -> Config:
 
 
 def _unknown_key(key: str, method: str) -> str:
-    if key in RENAMED:
-        return f"{key} is {RENAMED[key]} now"
     if (owner := key.partition(".")[0]) in METHODS and key in field_names(owner):
         return f"{key} belongs to method {owner}, not to {method}"
     return f"unknown key {key[:100]!r}{did_you_mean(key, field_names(method))}"
-
-
-RENAMED = {
-    "objective.consistency_weight": (
-        "METHOD.consistency_weight (rs, rs_plus, ncl, openmix, jia, dtc)"
-    ),
-    "objective.rampup": "METHOD.rampup (rs, rs_plus, ncl, openmix, jia, dtc)",
-    "objective.top_features": "rs.top_k or rs_plus.top_k",
-    "objective.min_cosine": "ncl.threshold or openmix.threshold",
-    "data.pile": "data.setting (novel: ncd, mixed: gcd)",
-    "data.hold_out": "data.validation_fraction",
-    "data.unlabel_known": "data.unlabeled_known_fraction",
-    "data.ingest": "data.loading (resident: memory)",
-    "data.composition": "data.batch_sampling (paired: balanced)",
-    "data.store_size": "data.stored_size",
-    "model.trainable": "model.finetune (heads: none, last: last_stage, all: full)",
-    "model.encoder_lr": "model.encoder_lr_factor",
-    "model.start": "model.prototype_init",
-    "objective.prior": "objective.class_prior (clusters: kmeans)",
-    "objective.num_iters": "objective.sinkhorn_iters",
-    "augment.cached_views": "augment.num_cached_views",
-    "augment.large.grey": "augment.large.grayscale",
-    "augment.small.grey": "augment.small.grayscale",
-    "compute.workers": "compute.num_workers",
-    "compute.placement": "compute.placement_strategy",
-    "objective.warmup": "dtc.warmup",
-    "objective.interval": "dtc.update_interval",
-    **{f"rotation.{name}": f"pretext.{name}" for name in PhaseConfig.model_fields},
-}
-"""What keys were called before."""
 
 
 def describe(error: ValidationError, name: str = "") -> str:

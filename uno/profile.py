@@ -15,7 +15,7 @@ TOP = 5
 
 class Profile:
     """Traces ``steps`` of a phase: ``profile/PHASE.json`` for Perfetto, ``PHASE.txt``
-    with the operators that took most, which ``uno doctor RUN`` shows, and on CUDA
+    with the operators that took most time, and on CUDA
     ``PHASE.pickle``, a snapshot for pytorch.org/memory_viz. Outside these steps it
     costs nothing.
     """

@@ -22,7 +22,6 @@ from uno.errors import Interrupted, NumericsError, StorageError, one_line
 from uno.pace import Pace
 from uno.profile import Profile
 from uno.runs.checkpoint import Checkpoint, load_newest, prune, save_checkpoint
-from uno.runs.hooks import hooked
 from uno.runs.journal import Journal
 from uno.schedule import warmup_cosine
 from uno.state import TrainState, load_state_, state_tensors
@@ -134,10 +133,7 @@ def fit(
         phase.warmup_steps,
     )
     resumed = resume_(state, storage, phase.name)
-    pace, batches = (
-        Pace(state, batches),
-        hooked("in_training", batches, phase.name, worker.rank, storage),
-    )
+    pace = Pace(state, batches)
     save_every = config.train.checkpoint_every_epochs * phase.steps_per_epoch
     health, first, last_report, saved_at = (
         Health(state),

@@ -25,9 +25,9 @@ from tests.pipelines.small import (
     assert_same_weights,
     lines_of,
     refused,
+    signal_at,
     write_images,
 )
-from tests.uno.small_run import wasted_steps
 from uno import objective
 from uno.config import field_names
 from uno.data import resident
@@ -469,12 +469,8 @@ def test_a_directory_that_is_no_run_is_not_touched(tmp_path, capsys, nothing_sta
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_print_config_and_data_check_and_dry_run_leave_nothing(
-    tmp_path, capsys, monkeypatch
-):
+def test_data_check_and_dry_run_leave_nothing(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert cli.main([*DISCOVER, "--print-config"]) == 0
-    assert "batch_size: 32" in capsys.readouterr().out
     assert cli.main(["data", "check", *SMALL]) == 0
     assert "5 known, 5 to discover" in capsys.readouterr().out
     assert cli.main(["data", "check", *SMALL, "--num-novel", "1000"]) == 2
@@ -487,9 +483,7 @@ def test_print_config_and_data_check_and_dry_run_leave_nothing(
 
 
 def test_explain_says_where_every_value_comes_from(tmp_path, capsys, monkeypatch):
-    """Kills: a key without its origin, a line that is no configuration, one given
-    taken for chosen.
-    """
+    """The lines are a file for --config, which gives the same values."""
     monkeypatch.chdir(tmp_path)
     write_images(Path("known"), {"a": 9, "b": 9})
     write_images(Path("new"), {"x": 9})
@@ -543,15 +537,22 @@ def test_explain_says_where_every_value_comes_from(tmp_path, capsys, monkeypatch
         "mine.yaml",
         "new",
     ]
+    Path("explained.yaml").write_text(shown)
+    assert cli.main(["discover", "--config", "explained.yaml", "--explain"]) == 0
+    again = capsys.readouterr().out
+    assert [line.rpartition("# ")[0] for line in again.splitlines()] == [
+        line.rpartition("# ")[0] for line in shown.splitlines()
+    ]
 
 
-@pytest.mark.ray  # several processes
 def test_a_signal_saves_and_the_same_command_resumes(
     finished, tmp_path, capsys, monkeypatch
 ):
+    batches = resident.ResidentBatches
+    monkeypatch.setattr(batches, "__call__", batches.__call__)  # restored at the end
     output = tmp_path / "run"
     argv = [*DISCOVER, "--output", str(output)]
-    monkeypatch.setenv("UNO_FAULTS", "sigterm:step=4")
+    signal_at(3, signal.SIGTERM)
     assert cli.main(argv) == 75
     out, err = capsys.readouterr()
     assert (
@@ -565,7 +566,6 @@ def test_a_signal_saves_and_the_same_command_resumes(
     assert "resuming at discover step 4\n" in capsys.readouterr().out
     assert lines_of(output) == lines_of(finished)
     assert_same_weights(output, finished)
-    assert wasted_steps(Storage(str(output))) == [0]
 
 
 @pytest.mark.ray  # several processes
@@ -577,12 +577,15 @@ def test_a_killed_run_resumes_bit_for_bit(finished, tmp_path, capsys, monkeypatc
     monkeypatch.setattr(lock, "WATCH_S", 0.5)
     output = tmp_path / "run"
     words = [*SMALL, "--output", str(output)]
+    program = (
+        "import sys; from pipelines import cli; from tests.pipelines.small import"
+        " signal_at; signal_at(8, 9); sys.exit(cli.main(sys.argv[1:]))"
+    )
     killed = subprocess.run(
-        [sys.executable, "-m", "pipelines", "discover", *words],
+        [sys.executable, "-c", program, "discover", *words],
         cwd=ROOT,
         timeout=120,
         capture_output=True,
-        env={**os.environ, "UNO_FAULTS": "kill-driver:step=8"},
     )
     assert killed.returncode == -signal.SIGKILL
     assert checkpoint_steps(Storage(str(output)), "discover") == [6]
@@ -592,6 +595,22 @@ def test_a_killed_run_resumes_bit_for_bit(finished, tmp_path, capsys, monkeypatc
     )
     assert lines_of(output) == lines_of(finished)
     assert_same_weights(output, finished)
+
+
+def test_a_damaged_checkpoint_is_removed_and_trained_again(tmp_path, capsys):
+    """If all are damaged, nothing starts over by itself: exit code 4."""
+    storage = Storage(str(tmp_path / "run"))
+    pretrain = ["pretrain", *SMALL, "--output", storage.root]
+    assert cli.main(pretrain) == 0
+    assert checkpoint_steps(storage, "pretrain") == [6, 9]
+    storage.write("checkpoints/pretrain/step_00000009.safetensors", b"{}")
+    assert cli.main(pretrain) == 0
+    line = "warning: removed the damaged checkpoint of pretrain step 9 ("
+    assert line in capsys.readouterr().out
+    assert checkpoint_steps(storage, "pretrain") == [6, 9]
+    for step in (6, 9):
+        storage.write(f"checkpoints/pretrain/step_{step:08d}.safetensors", b"{}")
+    assert "use --overwrite" in refused(capsys, 4, *pretrain)
 
 
 def test_two_commands_in_one_directory(tmp_path, capsys, nothing_starts, monkeypatch):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import uno
-from pipelines import backend, cli, commands, options
+from pipelines import backend, commands, options
 from tests.pipelines.small import write_images
 from tests.uno.small_run import SMALL
 from uno.config import Config, override
@@ -107,15 +107,7 @@ def test_keywords_win_over_files(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        (
-            {"lr": 1},
-            (
-                "unknown setting 'lr'; did you mean 'discover.base_lr' or"
-                " 'pretrain.base_lr'?"
-            ),
-        ),
         ({"epsilon": 1}, "did you mean 'objective.epsilon'?"),
-        ({"size": 64}, "did you mean 'image_size'?"),
         (
             {"image_size": 64, "augment.large.size": 32},
             "image_size 64 sets augment.large.size to 64, not 32",
@@ -242,16 +234,3 @@ def test_it_trains_in_a_thread(tmp_path, capsys):
     assert "discover  epoch" in capsys.readouterr().err
     print_line("lines are back")
     assert "lines are back" in capsys.readouterr().out
-
-
-def test_the_command_line_answers_habits_too(capsys):
-    for words, says in (
-        ("--lr 1", "--discover.base-lr or --pretrain.base-lr"),
-        ("--size 64", "--image-size"),
-        ("--epochs 3", "--discover.epochs or --pretrain.epochs"),
-    ):
-        assert cli.main(["discover", *words.split()]) == 2
-        assert (
-            f"unknown option {words.split()[0]}; did you mean {says}?"
-            in capsys.readouterr().err
-        )

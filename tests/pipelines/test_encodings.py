@@ -59,7 +59,6 @@ def arguments():
         ["classes", "RUN", "--rename", f"{CUP}77=x"],
         ["report", "RUN"],
         ["export", "RUN", "--format", "pt2"],
-        ["doctor", f"{CUP}-gone"],
         ["predict", f"{CUP}-gone"],
         [CUP],
     ]

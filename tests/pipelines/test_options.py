@@ -38,7 +38,7 @@ def test_no_arguments_are_the_digits_for_demo_and_usage_for_discover(capsys):
     assert (
         config_hash(got.config) == config_hash(preset("digits")) and got.overrides == {}
     )
-    assert (got.args.print_config, got.args.dry_run, got.args.overwrite) == (
+    assert (got.args.explain, got.args.dry_run, got.args.overwrite) == (
         False,
         False,
         False,
@@ -49,10 +49,10 @@ def test_no_arguments_are_the_digits_for_demo_and_usage_for_discover(capsys):
         end.value.code == 2
         and "examples:\n  uno discover --labeled" in capsys.readouterr().out
     )
-    got = parse(["--dry-run", "--print-config", "--overwrite", "--seed", "3"], DEMO)
+    got = parse(["--dry-run", "--explain", "--overwrite", "--seed", "3"], DEMO)
     assert (
         got.args.dry_run,
-        got.args.print_config,
+        got.args.explain,
         got.args.overwrite,
         got.config.seed,
     ) == (

@@ -184,7 +184,7 @@ REFUSED = {
         *["estimate-classes", "--data", "digits", "--known-classes", "first:2"],
         *["--output", "run"],
     ],
-    "doctor: not a run": ["doctor", "other", "--repair"],
+    "doctor: a directory without a cluster": ["doctor", "other"],
 }
 
 

@@ -4,11 +4,9 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import weakref
 from contextlib import suppress
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -140,46 +138,46 @@ def test_an_exit_in_a_callback_is_asked_again_without_a_traceback():
     assert forked(ended_in_a_callback) == (3, "")
 
 
-@pytest.mark.parametrize("step_s", [0.001, 0.3, 20.0])
-def test_all_ranks_stop_at_the_same_step(monkeypatch, step_s):
-    """A look that fails, finds nothing, then the file, while steps go on. Kills: a rank
-    that goes by its own clock, training that waits for the look or ends with it, 100
-    steps of 20 s before a stop is heard: the first vote follows at once, and no step
-    has been timed; a second vote that goes by one step.
-    """
-    looks, may_look, votes, clock = [], threading.Event(), [], [0.0]
+class Rank(ranks.GroupWorker):
+    def __init__(self, rank, look, device="cpu"):
+        self.rank, self.world_size = rank, 2
+        self.device, self.look = torch.device(device), look
+
+
+def test_all_ranks_stop_at_the_same_step(monkeypatch):
+    """Rank 0 looks, first in vain for its storage; the others follow its vote."""
+    monkeypatch.setattr(ranks, "STOP_LOOK_S", 0.0)
+    answers, votes = [StorageError("a moment"), False, True], []
 
     def look():
-        may_look.wait()
-        looks.append(len(looks))
-        if len(looks) == 1:
-            raise StorageError("a moment")
-        return len(looks) == 3
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
-    monkeypatch.setattr(ranks, "STOP_LOOK_S", 0.001)
-    monkeypatch.setattr(ranks.time, "monotonic", lambda: clock[0])
+    first, other = Rank(0, look), Rank(1, pytest.fail)
     monkeypatch.setattr(
-        collectives, "all_reduce_sum_", lambda vote: votes.append(vote.clone()) or vote
+        collectives, "all_reduce_sum_", lambda vote: votes.append(vote) or vote
     )
-    first = ranks.StopVotes(0, torch.device("cpu"), look)
-    asked = []
-    while not (asked and asked[-1]):
-        asked.append(first.stop())
-        clock[0] += step_s
-        if len(asked) == 300:  # nobody has waited for a look so far
-            assert not looks and not any(asked)
-            may_look.set()
-    most = {0.001: 100, 0.3: 3, 20.0: 1}[step_s]
-    steps = [int(vote[1]) for vote in votes]
-    assert max(steps) == most and all(
-        after <= 2 * before for before, after in pairwise(steps)
+    assert [first.should_stop(step) for step in range(3)] == [False, False, True]
+    monkeypatch.setattr(
+        collectives, "all_reduce_sum_", lambda vote: vote + votes.pop(0)
     )
-    assert len(votes) >= len(asked) / most
-    seen = iter(votes)
-    monkeypatch.setattr(collectives, "all_reduce_sum_", lambda vote: next(seen) + vote)
-    other = ranks.StopVotes(1, torch.device("cpu"), pytest.fail)
-    for answer in asked:
-        clock[0] += 7 * step_s  # another clock
-        assert other.stop() == answer
-    assert next(seen, None) is None
-    first.close()
+    assert [other.should_stop(step) for step in range(3)] == [False, False, True]
+
+
+def test_rank_0_does_not_look_at_every_step():
+    looks = []
+    rank = Rank(0, lambda: looks.append(1) or False)
+    assert not any(rank.should_stop(step) for step in range(100))
+    assert len(looks) == 1
+
+
+def test_ranks_on_gpus_vote_at_few_steps(monkeypatch):
+    votes = []
+    monkeypatch.setattr(
+        collectives, "all_reduce_sum_", lambda vote: votes.append(1) or torch.tensor(0)
+    )
+    rank = Rank(1, pytest.fail, "meta")
+    assert not any(rank.should_stop(step) for step in range(5, 105))
+    assert len(votes) == 10

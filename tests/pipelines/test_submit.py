@@ -3,6 +3,8 @@ same submission again.
 """
 
 import json
+import os
+import signal
 import subprocess
 import sys
 
@@ -16,10 +18,10 @@ from tests.pipelines.small import (
     assert_as_undisturbed,
     wait_for,
 )
+from tests.processes import running
 from uno.data.files import Storage
 from uno.runs import lock
 from uno.runs.checkpoint import checkpoint_steps
-from uno.runs.hooks import VARIABLE
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -45,8 +47,7 @@ def takes_jobs(client) -> bool:
         return False
 
 
-def runtime_env(faults: str) -> dict:
-    return {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60", VARIABLE: faults}}
+RUNTIME_ENV = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"}}
 
 
 def test_a_bad_configuration_fails_with_its_reason(client, tmp_path):
@@ -58,7 +59,7 @@ def test_a_bad_configuration_fails_with_its_reason(client, tmp_path):
         "--submission-id",
         "uno-bad",
         "--runtime-env-json",
-        json.dumps(runtime_env("")),
+        json.dumps(RUNTIME_ENV),
         "--",
     ]
     words += [
@@ -103,8 +104,7 @@ def test_a_killed_and_a_stopped_job_are_resumed_by_the_same_submission(
         "--output",
         storage.root,
     ]
-    # strikes once, as every fault
-    env = {**runtime_env("kill-driver:step=8"), "working_dir": str(ROOT)}
+    env = {**RUNTIME_ENV, "working_dir": str(ROOT)}
 
     def submit() -> str:
         return client.submit_job(entrypoint=" ".join(words), runtime_env=env)
@@ -113,7 +113,13 @@ def test_a_killed_and_a_stopped_job_are_resumed_by_the_same_submission(
         wait_for(lambda: has_ended(client, job), 240)
         return client.get_job_status(job), client.get_job_logs(job).splitlines()
 
-    assert ended(submit())[0] == "FAILED"
+    first = submit()
+    wait_for(
+        lambda: bool(checkpoint_steps(storage, "discover")) or has_ended(client, first)
+    )
+    for pid in processes_with(*words[1:]):
+        os.kill(pid, signal.SIGKILL)
+    assert ended(first)[0] == "FAILED"
     killed_at = checkpoint_steps(storage, "discover")[-1]
     assert killed_at < 240
     bookkeeping = [
@@ -144,7 +150,16 @@ def test_a_killed_and_a_stopped_job_are_resumed_by_the_same_submission(
         f"results in {storage.root}" in line for line in logs
     ) and not storage.exists("ray")
     assert [line for line in logs if "WARNING" in line or "Traceback" in line] == []
-    assert_as_undisturbed(tmp_path / "run", two, 1)
+    assert_as_undisturbed(tmp_path / "run", two)
+
+
+def processes_with(*words: str) -> list[int]:
+    """Return the processes whose command line ends with these words."""
+    return [
+        pid
+        for pid, process in running().items()
+        if process.words[-len(words) - 1 : -1] == list(words)
+    ]
 
 
 def has_ended(client, job: str) -> bool:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests import faults
 from uno import collectives
 from uno.config import Config, override
 from uno.data.files import Storage
@@ -166,19 +165,3 @@ def lines(storage: Storage) -> list[dict[str, Any]]:
         {k: v for k, v in line.items() if not CLOCKED.match(k)}
         for line in read_journal(storage)
     ]
-
-
-def wasted_steps(storage: Storage) -> list[int]:
-    """For every fault that struck: the steps that were trained once more because of
-    it.
-    """
-    events, wasted = faults.read_events(storage), []
-    for i, event in enumerate(events):
-        if event["event"] == "fault":
-            later = [
-                e
-                for e in events[i + 1 :]
-                if e["event"] == "start" and e["phase"] == event["phase"]
-            ]
-            wasted.append(max(0, event["step"] - later[0]["step"]) if later else 0)
-    return wasted

@@ -6,27 +6,22 @@ name single causes that the verdict does not contain.
 
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
 from uno.report.facts import RunData
-from uno.report.findings import SIMILAR, SampleSummary
-from uno.report.sample import Sample
+from uno.report.findings import SampleSummary
 from uno.results.accuracy_table import ACCURACY, GENERALIZED, filled_tables
 from uno.runs import PHASES
 from uno.text import plural
 
 UNUSED = 0.02  # share of an equal class size, below which a class counts as empty
 UNEVEN = 3.0  # ratio of the largest to the smallest class, above which to warn
-MIN_ROWS = 20  # images of a class, below which its metrics are unreliable
 ABSORBED = 0.1  # share of NCD's unlabeled images on known classes, above which to warn
 
 CHECKED = (
     f"collapse (classes with less than {UNUSED:.0%} of an equal share), imbalance"
-    f" (largest more than {UNEVEN:g} times the smallest), classes of fewer than"
-    f" {MIN_ROWS} images, trained classes more similar than {SIMILAR:g}, more than"
-    f" {ABSORBED:.0%} of the images of the NCD setting assigned to known classes,"
-    " accuracy not above clustering, skipped training steps, unfinished phases,"
-    " unreadable images, images and labels of the source that are left out"
+    f" (largest more than {UNEVEN:g} times the smallest), more than {ABSORBED:.0%} of"
+    " the images of the NCD setting assigned to known classes, accuracy not above"
+    " clustering, skipped training steps, unfinished phases, files of the run that"
+    " cannot be read, images and labels of the source that are left out"
 )
 """The list of all checks, which the report shows."""
 
@@ -39,7 +34,6 @@ and not escaped.
 def warnings(
     setting: str,
     facts: RunData,
-    sample: Sample | None,
     findings: SampleSummary | None,
     left_out: Sequence[str] = (),
 ) -> Warnings:
@@ -48,19 +42,16 @@ def warnings(
     Args:
         setting: ``"ncd"`` or ``"gcd"``.
         facts: What the run directory records.
-        sample: The rows that were predicted, None if there are none.
-        findings: What they show, None if there are none.
+        findings: What the predicted rows show, None if there are none.
         left_out: Lines ``"what: advice"`` about images and labels of the source that
             the run has not seen.
     """
     for line in left_out:
         what, _, advice = line.partition(": ")
         yield what, advice[:1].upper() + advice[1:] + "."
-    if sample is not None and findings is not None and findings.num_unlabeled:
+    if findings is not None and findings.num_unlabeled:
         if len(findings.clusters) > 1:
-            yield from _class_sizes(facts, sample, findings)
-        if facts.has_trained:  # the verdict of `clustering` names such pairs
-            yield from _similar_classes(sample, findings)
+            yield from _class_sizes(facts, findings)
         if setting == "ncd":
             yield from _absorbed_images(findings)
     yield from _unfinished_phases(facts)
@@ -68,8 +59,8 @@ def warnings(
     yield from _unreadable_files(facts)
 
 
-def _class_sizes(facts: RunData, sample: Sample, findings: SampleSummary) -> Warnings:
-    """Warn of discovered classes that are empty, very unequal, or very small."""
+def _class_sizes(facts: RunData, findings: SampleSummary) -> Warnings:
+    """Warn of discovered classes that are empty or very unequal."""
     clusters = findings.clusters
     equal_share = sum(cluster.count for cluster in clusters) / len(clusters)
     used = [c for c in clusters if c.count > UNUSED * max(equal_share, 1)]
@@ -95,31 +86,6 @@ def _class_sizes(facts: RunData, sample: Sample, findings: SampleSummary) -> War
             f" {equal_share:,.0f}",
             f"{prior} equally frequent classes. If yours are not, a large class may be"
             " split or small ones merged; look at both galleries.",
-        )
-    few = [c.name for c in used if c.count < MIN_ROWS]
-    if few and sample.is_whole:
-        classes = plural(len(few), "discovered class", "discovered classes")
-        yield (
-            f"Few images: {classes} with fewer than {MIN_ROWS} unlabeled images"
-            f" ({_quoted(few)})",
-            "Metrics of such small classes are unreliable; add unlabeled images or ask"
-            " for fewer classes.",
-        )
-
-
-def _similar_classes(sample: Sample, findings: SampleSummary) -> Warnings:
-    """Warn of discovered classes whose mean features are nearly the same."""
-    num_known = len(sample.classes) - sample.novel.shape[2]
-    pairs = np.triu(findings.likeness[num_known:, num_known:], k=1)
-    num_similar = int((pairs > SIMILAR).sum())
-    if num_similar:
-        first, second = np.unravel_index(pairs.argmax(), pairs.shape)
-        yield (
-            f"Similar classes: {plural(num_similar, 'pair')} of discovered classes,"
-            f" most similar “{sample.names[num_known + first]}” and"
-            f" “{sample.names[num_known + second]}” ({pairs.max():.2f})",
-            "They may be one class: compare their galleries, then merge them (uno"
-            " classes) or ask for fewer.",
         )
 
 
@@ -190,10 +156,7 @@ def _no_better_than_clustering(facts: RunData) -> Warnings:
 
 
 def _unreadable_files(facts: RunData) -> Warnings:
-    """Warn of images and of files of the run that cannot be read."""
-    if facts.bad:
-        images = plural(len(facts.bad), "image")
-        yield f"{images} could not be read and left out", "Listed below."
+    """Warn of files of the run that cannot be read."""
     if facts.unreadable:
         yield (
             f"{', '.join(facts.unreadable)} could not be read",

@@ -15,9 +15,6 @@ from uno.data.splits import Task
 from uno.report.sample import Sample
 from uno.results.classes import Suggestion
 
-# Similarity from which on two classes may be one. Digits that are found with 99 percent
-# accuracy have at most .29.
-SIMILAR = 0.5
 NUM_NEAREST = 3  # most similar classes that are kept for each class
 
 
@@ -63,7 +60,6 @@ class SampleSummary:
         median_confidence: Median probability of the rows' outputs.
         unsure: Share of the rows whose probability is below one half.
         absorbed: Share of the rows that are assigned to known classes.
-        likeness: Similarity (C, C) of all outputs, of :func:`class_similarity`.
     """
 
     truth: NDArray[np.int64]
@@ -76,7 +72,6 @@ class SampleSummary:
     median_confidence: float
     unsure: float
     absorbed: float
-    likeness: NDArray[np.float32]
 
 
 def summarize(task: Task, sample: Sample) -> SampleSummary:
@@ -120,7 +115,6 @@ def summarize(task: Task, sample: Sample) -> SampleSummary:
         median_confidence=_over(np.median, confidence),
         unsure=_over(np.mean, confidence < 0.5),
         absorbed=_over(np.mean, output[unlabeled] < num_known),
-        likeness=similarity,
     )
 
 

@@ -104,7 +104,6 @@ def write_report(
             warnings(
                 config.data.setting,
                 run_data,
-                predicted["sample"],
                 predicted["findings"],
                 left_out,
             )

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from io import BytesIO
 from itertools import tee
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -61,43 +62,68 @@ def _without_formulas(column: pa.Array) -> pa.Array:
 def sort_images(
     storage: Storage, inputs: Inputs, on_progress: Callable[[int, int], None]
 ) -> str:
-    """Copy the images of ``inputs`` to ``by_class/INDEX-NAME/``, rejected ones to
-    ``by_class/rejected/``, as ``predictions.parquet`` has them; unreadable ones are
-    left out. Names keep letters, digits and ``.-_``. Returns the folder's path. The
-    same again resumes. ConfigError: the folder is another's, or of other predictions.
+    """Copy the images to ``by_class/INDEX-NAME/``, by ``predictions.parquet``.
+
+    Rejected images go to ``by_class/rejected/``, unreadable ones are left out. Names
+    keep letters, digits and ``.-_``. The function can be called again: it writes the
+    same files.
+
+    Args:
+        storage: The directory with ``predictions.parquet``.
+        inputs: The rows that were predicted.
+        on_progress: Called with the number of copied images, and with that of all.
+
+    Returns:
+        The path of ``by_class``.
+
+    Raises:
+        ConfigError: ``by_class`` holds the images of other predictions.
     """
     output.begin(storage, MARK, read_identity(storage) or {}, "folder of sorted images")
     output.sweep(storage, FOLDER)
-    used, done = set[str](), 0
-    of_parts, of_images = tee(_readable(storage))
-    parts = inputs.parts(rows for rows, _ in of_images)
-    for (rows, table), part in zip(of_parts, parts, strict=True):
-        names, kinds, index = (
-            table[name].to_pylist() for name in ("class_name", "kind", "class_index")
-        )
+    used = set[str]()
+    for done, prediction in enumerate(_predicted_images(storage, inputs), 1):
+        data, suffix = _encoded(prediction.image)
+        stem = _safe(prediction.id.rpartition("/")[2])
+        stem = stem if "." in stem else stem + suffix
+        name = f"{FOLDER}/{prediction.folder}/{stem}"
+        if name.casefold() in used:
+            name = f"{FOLDER}/{prediction.folder}/{prediction.row}-{stem}"
+        used.add(name.casefold())
+        storage.write(name, data)
+        on_progress(done, len(inputs))
+    on_progress(len(inputs), len(inputs))
+    return storage.below(FOLDER)
+
+
+class _PredictedImage(NamedTuple):
+    """An image, and the folder of its class below ``by_class``."""
+
+    row: int
+    id: str
+    folder: str
+    image: Image
+
+
+def _predicted_images(storage: Storage, inputs: Inputs) -> Iterator[_PredictedImage]:
+    """Yield the images that could be read, in the order of the predictions."""
+    for_parts, batches = tee(_readable(storage))
+    parts = inputs.parts(rows for rows, _ in for_parts)
+    for (rows, table), part in zip(batches, parts, strict=True):
         sizes = [len(rows[i : i + GROUP]) for i in range(0, len(rows), GROUP)]
-        each = zip(rows.tolist(), names, kinds, index, strict=True)
+        predictions = zip(rows.tolist(), table.to_pylist(), strict=True)
         for ids, images in inputs.read(part, sizes):
             pictures = images.pictures()
             assert pictures is not None
             found = pictures.read_images(np.arange(len(ids)))
-            for name, image, (row, label, kind, number) in zip(
-                ids.to_pylist(), found, each, strict=False
+            # the predictions are last: zip would take one too many of them
+            for name, image, (row, each) in zip(
+                ids.to_pylist(), found, predictions, strict=False
             ):
-                data, suffix = _encoded(image)
-                stem = _safe(name.rpartition("/")[2])
-                stem = stem if "." in stem else stem + suffix
-                place = REJECTED if kind == REJECTED else f"{number:03d}-{_safe(label)}"
-                folder = f"{FOLDER}/{place}"
-                name = f"{folder}/{stem}"
-                if name.casefold() in used:
-                    name = f"{folder}/{row}-{stem}"
-                used.add(name.casefold())
-                storage.write(name, data)
-            done += len(ids)
-            on_progress(done, len(inputs))
-    on_progress(len(inputs), len(inputs))
-    return storage.below(FOLDER)
+                folder = f"{each['class_index']:03d}-{_safe(each['class_name'])}"
+                if each["kind"] == REJECTED:
+                    folder = REJECTED
+                yield _PredictedImage(row, name, folder, image)
 
 
 def _readable(storage: Storage) -> Iterator[tuple[np.ndarray, pa.RecordBatch]]:

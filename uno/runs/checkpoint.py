@@ -91,21 +91,24 @@ def load_newest(storage: Storage, phase: str) -> Checkpoint | None:
 
 
 def read_checkpoints(
-    storage: Storage, phase: str, every: bool = False
+    storage: Storage, phase: str
 ) -> tuple[Checkpoint | None, dict[int, str]]:
-    """As :func:`load_newest`, with what is wrong with newer ones (with ``every``
-    one) by step.
+    """Read the newest valid checkpoint of a phase.
+
+    Returns:
+        The checkpoint, None if the phase has none, and what is wrong with each newer
+        one, by its step.
+
+    Raises:
+        StorageError: The phase has checkpoints, and all of them are damaged.
     """
-    newest, problems = None, {}
+    problems: dict[int, str] = {}
     for step in reversed(checkpoint_steps(storage, phase)):
         try:
-            found = load_checkpoint(storage, phase, step)
-            newest = newest or found
+            return load_checkpoint(storage, phase, step), problems
         except StorageError as error:
             problems[step] = str(error)
-        if newest is not None and not every:
-            break
-    if problems and newest is None:
+    if problems:
         none = (
             f"none of the {len(problems)} checkpoints in"
             f" {storage.path(f'checkpoints/{phase}')} verifies"
@@ -113,7 +116,7 @@ def read_checkpoints(
         raise StorageError(
             f"{none} ({problems[max(problems)]}); use --overwrite to start over"
         )
-    return newest, problems
+    return None, problems
 
 
 def load_checkpoint(storage: Storage, phase: str, step: int) -> Checkpoint:

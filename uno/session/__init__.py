@@ -4,6 +4,6 @@
 ``prepare`` checks both and opens a ``run``, and ``pipeline`` holds the steps of the
 commands. ``backend`` and ``ranks`` do the work of a run in this process or in ranks of
 torchrun. ``predict``, ``estimation`` and ``embed`` do what their commands do,
-``resources`` says what fits into memory and how long it takes, ``console`` shows it,
-``api`` is the Python interface.
+``resources`` says what fits into memory, ``summary`` what a run will do, ``console``
+shows it, ``api`` is the Python interface.
 """

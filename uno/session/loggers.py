@@ -1,19 +1,18 @@
-"""A run's lines in the tools that people watch runs with (``--report-to``). The
-driver has every line.
+"""Send the metrics of a run to TensorBoard, W&B and MLflow (``--report-to``).
+
+The driver sends them. A logger that raises an error is switched off with a warning, so
+that a server that is down never ends a run.
 """
 
 import importlib.util
 import math
 import os
-import queue
 import shutil
 import tempfile
-import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, suppress
-from contextvars import copy_context
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, NamedTuple, Protocol
 
 from uno.config import Config, flatten, to_dict
@@ -24,8 +23,12 @@ from uno.session.console import print_line
 
 POSITION = ("step", "total_steps", "epoch", "epochs", "every_s", "rank_ms")
 UPLOAD_S = 30.0  # at least, between two uploads of events to an object store
-REQUEST_S = 1.0  # between two requests to MLflow
-CLOSE_S = 60.0  # for what a logger still has to do when the run is over
+FINISH_S = 60.0  # that W&B may still upload when the run is over
+# MLflow's own limits are 8 attempts of 120 s
+MLFLOW_LIMITS = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+}
 
 
 class Record(NamedTuple):
@@ -145,7 +148,9 @@ class WandB:
             config=dict(record.settings),
             reinit="create_new",
             dir=record.storage.path("") if record.storage.is_local else None,
-            settings=wandb.Settings(console="off", silent=True, login_timeout=30),
+            settings=wandb.Settings(
+                console="off", silent=True, login_timeout=30, finish_timeout=FINISH_S
+            ),
         )
 
     def log(self, phase: str, step: int, values: Mapping[str, float]) -> None:
@@ -171,28 +176,29 @@ class WandB:
 
 
 class MLflow:
-    """MLflow: experiment ``MLFLOW_EXPERIMENT_NAME`` or uno at
-    ``MLFLOW_TRACKING_URI``.
+    """MLflow: experiment ``MLFLOW_EXPERIMENT_NAME`` or uno at ``MLFLOW_TRACKING_URI``.
+
+    MLflow queues and sends the metrics in threads of its own.
     """
 
     def __init__(self, record: Record) -> None:
+        for name, limit in MLFLOW_LIMITS.items():
+            os.environ.setdefault(name, limit)
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 
         self._client, self._metric = MlflowClient(), Metric
-        self._waiting: list[Metric] = []
-        self._sent = -math.inf
+        self._sending: list[Any] = []
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "uno")
         found = self._client.get_experiment_by_name(name)
-        place = found.experiment_id if found else self._client.create_experiment(name)
+        experiment = (
+            found.experiment_id if found else self._client.create_experiment(name)
+        )
         tags = {"group": record.group} if record.group else {}
 
         def create() -> str:
-            return str(
-                self._client.create_run(
-                    place, tags=tags, run_name=record.name
-                ).info.run_id
-            )
+            run = self._client.create_run(experiment, tags=tags, run_name=record.name)
+            return str(run.info.run_id)
 
         self._id, new = record.key("mlflow", create)
         self._client.update_run(self._id, status="RUNNING")
@@ -201,30 +207,29 @@ class MLflow:
             self._client.log_batch(self._id, params=params[start : start + 100])
 
     def log(self, phase: str, step: int, values: Mapping[str, float]) -> None:
-        """A request a second at most: a server has many runs to listen to."""
-        self._add({f"{phase}/{name}": value for name, value in values.items()}, step)
-        if time.monotonic() > self._sent + REQUEST_S:
-            self._send()
+        """Queue the metrics under ``PHASE/name``."""
+        self._send({f"{phase}/{name}": value for name, value in values.items()}, step)
 
     def results(self, values: Mapping[str, float]) -> None:
-        """As metrics without a phase."""
-        self._add(values, 0)
+        """Queue the metrics without a phase."""
+        self._send(values, 0)
 
     def close(self, failed: bool) -> None:
-        """Finish."""
-        self._send()
+        """Wait until the queue is empty, then finish."""
+        for operation in self._sending:
+            operation.wait()
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
 
-    def _add(self, values: Mapping[str, float], step: int) -> None:
+    def _send(self, values: Mapping[str, float], step: int) -> None:
         now = round(1000 * time.time())
-        self._waiting += [
+        metrics = [
             self._metric(name, value, now, step) for name, value in values.items()
         ]
-
-    def _send(self) -> None:
-        for start in range(0, len(self._waiting), 1000):  # more at once are refused
-            self._client.log_batch(self._id, self._waiting[start : start + 1000])
-        self._waiting, self._sent = [], time.monotonic()
+        for start in range(0, len(metrics), 1000):  # more at once are refused
+            part = metrics[start : start + 1000]
+            self._sending.append(
+                self._client.log_batch(self._id, part, synchronous=False)
+            )
 
 
 LOGGERS: dict[str, tuple[str, Callable[[Record], Logger] | None]] = {
@@ -249,13 +254,18 @@ def require_loggers(config: Config) -> None:
 
 
 class Loggers(AbstractContextManager["Loggers"]):
-    """The loggers that ``config`` names, each in a thread of its own: one that fails
-    says one warning and is off, one that waits holds nobody up.
-    """
+    """All loggers of a run. One that raises an error is off after one warning."""
 
     def __init__(
         self, config: Config, storage: Storage, group: str | None = None
     ) -> None:
+        """Start the loggers that ``config`` names.
+
+        Args:
+            config: The configuration, which each logger records.
+            storage: The run directory.
+            group: The name of the sweep, None for a single run.
+        """
         name = split(storage.uri)[1]
         record = Record(
             storage,
@@ -263,37 +273,45 @@ class Loggers(AbstractContextManager["Loggers"]):
             group,
             flatten(to_dict(config)),
         )
-        found = {name: LOGGERS[name][1] for name in config.train.loggers}
-        self._threads = [
-            _LoggerThread(name, make, record) for name, make in found.items() if make
-        ]
+        self._loggers: dict[str, Logger] = {}
+        for name in config.train.loggers:
+            make = LOGGERS[name][1]
+            if make is not None:
+                with self._switched_off_by_errors(name):
+                    self._loggers[name] = make(record)
 
     def __call__(self, metrics: Mapping[str, Any]) -> None:
-        """A line of metrics; one that has no loss says only where the run is."""
+        """Send a line of metrics; one without a loss only says where the run is."""
         if math.isfinite(metrics.get("loss", math.nan)):
-            self._put("log", metrics["phase"], metrics["step"], scalars(metrics))
+            phase, step, values = metrics["phase"], metrics["step"], scalars(metrics)
+            self._each(lambda logger: logger.log(phase, step, values))
 
     def results(self, values: Mapping[str, float]) -> None:
-        """What the run has come to."""
+        """Send the results of the run."""
         if found := {
             key: value for key, value in values.items() if math.isfinite(value)
         }:
-            self._put("results", found)
+            self._each(lambda logger: logger.results(found))
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._put("close", kind is not None)
-        end = time.monotonic() + CLOSE_S
-        for thread in self._threads:
-            thread.join(max(0.0, end - time.monotonic()))
-            if thread.is_alive():
-                print_line(
-                    f"warning: --report-to {thread.name} has not finished in"
-                    f" {CLOSE_S:g} s and is left alone"
-                )
+        """Close all loggers."""
+        self._each(lambda logger: logger.close(kind is not None))
 
-    def _put(self, *job: Any) -> None:
-        for thread in self._threads:
-            thread.jobs.put(job)
+    def _each(self, call: Callable[[Logger], None]) -> None:
+        for name, logger in list(self._loggers.items()):
+            with self._switched_off_by_errors(name):
+                call(logger)
+
+    @contextmanager
+    def _switched_off_by_errors(self, name: str) -> Iterator[None]:
+        """Forget a logger that raises an error, and print a warning."""
+        try:
+            yield
+        except Exception as error:
+            self._loggers.pop(name, None)
+            reason = one_line(error) or type(error).__name__
+            with suppress(OSError):  # the console is closed
+                print_line(f"warning: --report-to {name} is off: {reason}")
 
 
 def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -307,36 +325,3 @@ def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
         f"head_loss/{head}": loss
         for head, loss in enumerate(metrics.get("head_losses", ()))
     }
-
-
-class _LoggerThread(threading.Thread):
-    def __init__(
-        self, name: str, make: Callable[[Record], Logger], record: Record
-    ) -> None:
-        super().__init__(name=name, daemon=True)
-        self.jobs, self._make, self._record = (
-            queue.SimpleQueue[tuple[Any, ...]](),
-            make,
-            record,
-        )
-        self._context = copy_context()  # whether the console is silent
-        self.start()
-
-    def run(self) -> None:
-        self._context.run(self._work)
-
-    def _work(self) -> None:
-        name, job = self.name, ("",)
-        try:
-            logger = self._make(self._record)
-            while job[0] != "close":
-                name, *values = job = self.jobs.get()
-                getattr(logger, name)(*values)
-        except Exception as error:  # whatever it is: training goes on
-            with suppress(OSError):
-                print_line(
-                    f"warning: --report-to {self.name} is off:"
-                    f" {one_line(error) or type(error).__name__}"
-                )
-            while job[0] != "close":
-                job = self.jobs.get()

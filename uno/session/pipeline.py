@@ -8,7 +8,7 @@ import json
 import re
 import shlex
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -42,7 +42,6 @@ from uno.results.trust import verdict
 from uno.runs import DISCOVER, PHASES, REPORT_FILE, RESULTS_FILE, directory
 from uno.runs.checkpoint import checkpoint_steps
 from uno.runs.former import kept_until_replaced
-from uno.runs.hooks import hooked
 from uno.session.backend import LocalBackend
 from uno.session.console import Progress, interrupt_on_signal, print_line
 from uno.session.data import Show
@@ -50,8 +49,9 @@ from uno.session.loggers import Loggers
 from uno.session.predict import align_heads, predict_run
 from uno.session.prepare import check_run, open_run, open_stored_run, preflight
 from uno.session.resolve import with_full_path
-from uno.session.resources import forecast, on_features
+from uno.session.resources import on_features
 from uno.session.run import Backend, Run
+from uno.session.summary import describe_run
 from uno.text import plural
 
 CLASSES_FILE = "model/classes.json"
@@ -81,8 +81,6 @@ def discover(
         ConfigError: The run cannot succeed, or another command holds its directory.
         Interrupted: Somebody stopped it. The same call resumes.
     """
-    for line in hooked("announced", list[str]()):
-        print_line(line)
     run = open_run(config, given, overwrite, last, backend)
     if run.resumes and run.evaluate and (metrics := run.metrics) is not None:
         directory.check_images(run.storage, run.task.rows)
@@ -302,7 +300,7 @@ def try_phases(
         with trial.locked():
             for name, content in run.first_files.items():
                 trial.storage.write(name, content)
-            for line in forecast(run.config, run.task, trial.storage, phases):
+            for line in describe_run(run.config, phases):
                 print_line(line)
             if not phases:
                 return print_line("dry run: nothing would be trained; nothing was kept")
@@ -321,7 +319,7 @@ def _begin_directory(run: Run) -> None:
     for name, content in run.first_files.items():
         if not storage.exists(name):
             storage.write(name, content)
-    for line in forecast(run.config, run.task, storage, run.phases):
+    for line in describe_run(run.config, run.phases):
         print_line(line)
 
 
@@ -350,8 +348,7 @@ def _train(run: Run, also: Show = lambda line: None) -> dict[str, float]:
             progress(line)
             also(line)
 
-        shown: Callable[[dict[str, Any]], None] = hooked("in_driver", show, run.storage)
-        metrics = run.backend.train(run, shown)
+        metrics = run.backend.train(run, show)
     if run.config.data.loading == "streaming" and run.storage.exists(BAD_SAMPLES):
         count = len(run.storage.read(BAD_SAMPLES).splitlines())
         print_line(

@@ -28,26 +28,22 @@ from uno.session.backend import (
 )
 from uno.session.console import on_stop
 from uno.session.data import Show, open_sets
-from uno.session.rank_log import RankLog
 from uno.session.resources import Room, on_features
 from uno.session.run import Run
 from uno.session.settings import LAUNCHED
 
 STOP_LOOK_S = 2.0  # between two looks whether to stop
-# between two votes of the ranks on what was seen
-STOP_VOTE_S, MAX_VOTE_STEPS = 1.0, 100
+GPU_VOTE_STEPS = 10  # between two votes of the ranks on GPUs whether to stop
 POLL_S = 0.1
 
 
 class GroupWorker:
-    """One rank of a process group; ``look`` says on rank 0 whether to stop, and may
-    take long.
-    """
+    """One rank of a process group; ``look`` says on rank 0 whether to stop."""
 
     rank: int
     world_size: int
     device: torch.device
-    _votes: "StopVotes | None" = None
+    _next_look = 0.0  # time.monotonic()
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """DDP for several workers, on GPUs with norms over the whole batch (the CPU
@@ -76,61 +72,24 @@ class GroupWorker:
         raise NotImplementedError
 
     def should_stop(self, step: int) -> bool:
-        """Whether the ranks agree to stop."""
-        if self._votes is None:
-            self._votes = StopVotes(self.rank, self.device, self.look)
-        return self._votes.stop()
+        """Return whether to stop before a step, with the same answer on all ranks.
 
-    def close(self) -> None:
-        """Look no more."""
-        if self._votes is not None:
-            self._votes.close()
-
-
-class StopVotes:
-    """Whether training is to stop, the same answer on every rank at every step. A
-    thread of rank 0 asks ``look``, which may take long; the ranks vote about once a
-    second, on what it saw and how many steps that is, by rank 0's clock: one step at
-    first, then at most twice as many as the last time.
-    """
-
-    def __init__(
-        self, rank: int, device: torch.device, look: Callable[[], bool]
-    ) -> None:
-        self._rank, self._device, self._look = rank, device, look
-        self._found, self._over = threading.Event(), threading.Event()
-        # steps to the next vote; steps between the last two, its time
-        self._left, self._since = 1, (0, 0.0)
-        if rank == 0:
-            threading.Thread(target=self._watch, name="uno-stop", daemon=True).start()
-
-    def stop(self) -> bool:
-        """Ask before every step."""
-        self._left -= 1
-        if self._left:
+        The ranks vote before every step on the CPU, and before some steps on a GPU,
+        because the vote waits for the GPU.
+        """
+        if self.device.type != "cpu" and step % GPU_VOTE_STEPS:
             return False
-        (steps, before), now = self._since, time.monotonic()
-        wanted = min(
-            int(STOP_VOTE_S * steps / max(now - before, 1e-3)),
-            2 * steps,
-            MAX_VOTE_STEPS,
-        )
-        vote = [self._found.is_set(), max(wanted, 1)] if self._rank == 0 else [0, 0]
-        found, self._left = collectives.all_reduce_sum_(
-            torch.tensor(vote, device=self._device)
-        ).tolist()
-        self._since = self._left, now
-        return bool(found)
+        vote = torch.tensor(int(self._hears_stop()), device=self.device)
+        return bool(collectives.all_reduce_sum_(vote).item())
 
-    def close(self) -> None:
-        """Look no more."""
-        self._over.set()
-
-    def _watch(self) -> None:
-        while not self._over.wait(STOP_LOOK_S):
-            with suppress(StorageError):  # whoever writes checkpoints will say so
-                if self._look():
-                    return self._found.set()
+    def _hears_stop(self) -> bool:
+        """Return whether rank 0 finds a request to stop; it looks every few seconds."""
+        if self.rank > 0 or time.monotonic() < self._next_look:
+            return False
+        self._next_look = time.monotonic() + STOP_LOOK_S
+        with suppress(StorageError):  # writing the checkpoints will show the error
+            return self.look()
+        return False
 
 
 class _TorchWorker(GroupWorker):
@@ -140,16 +99,13 @@ class _TorchWorker(GroupWorker):
         device: torch.device,
         look: Callable[[], bool],
         show: Show,
-        log: RankLog,
     ) -> None:
         self.rank, self.world_size = backend.rank, backend.world_size
         self.device = device
-        self.look, self._show, self._log = look, show, log  # type: ignore[method-assign]
+        self.look, self._show = look, show  # type: ignore[method-assign]
 
     def report(self, metrics: dict[str, Any]) -> None:
-        """To the rank's log, and rank 0's to the console and the loggers."""
-        if "loss" in metrics:
-            self._log.metrics(metrics)
+        """Show the metrics of rank 0 on the console and in the loggers."""
         self._show(metrics)
 
 
@@ -295,8 +251,8 @@ class TorchrunBackend(LocalBackend):
         usual = signal.signal(signal.SIGTERM, signal.SIG_IGN)
         stop = on_stop(stopping.set, STOPPING if first else None)
         group = collectives.group(self._store, device, self.rank, self.world_size)
-        with stop, RankLog(storage, self.rank, self.world_size) as log, group:
-            worker = _TorchWorker(self, device, stopping.is_set, show, log)
+        with stop, group:
+            worker = _TorchWorker(self, device, stopping.is_set, show)
             # rank 0 computes and keeps them for all
             if on_features(config) and not first:
                 while not self._store.check(["features"]):
@@ -304,10 +260,7 @@ class TorchrunBackend(LocalBackend):
             sets = open_sets(config, run.task, storage, show, stopping.is_set, first)
             if first:
                 self._store.set("features", "kept")
-            try:
-                train = train_phases(run, sets, worker)
-            finally:
-                worker.close()
+            train = train_phases(run, sets, worker)
             metrics = evaluate_rows(run, sets, train, worker)
         signal.signal(signal.SIGTERM, usual)
         return metrics

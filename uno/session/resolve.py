@@ -142,23 +142,19 @@ def images_of_weights(config: Config, given: Container[str]) -> dict[str, Any]:
     }
 
 
-def as_printed(config: Config, given: Iterable[str], overwrite: bool) -> Config:
-    """``config`` with what own images decide, unless the number of their classes is
-    to be found first.
-    """
-    if not keys_from_images(config) or config.data.num_novel == "auto":
-        return config
-    found = resolve(config, given, overwrite).config
-    # which is the machine's affair
-    return with_data(found, loading=config.data.loading)
-
-
 def explained(
     config: Config, file: Mapping[str, Any], line: Mapping[str, Any], overwrite: bool
 ) -> list[str]:
-    """The configuration of a run as YAML, a dotted key a line with where its value
-    comes from. ``config``: what the keys of a ``file`` and a ``line`` lead to, before
-    the data is looked at.
+    """Return the configuration of a run as YAML, with the origin of each value.
+
+    Each line is a dotted key, its value, and its origin in a comment, such as "preset
+    digits", "file", "command line" or "data". ``--config`` reads such a file.
+
+    Args:
+        config: The configuration before the data is read.
+        file: The settings from YAML files.
+        line: The settings from the command line.
+        overwrite: Whether a run in the output directory is started over.
     """
     given = {**file, **line}
     found = (

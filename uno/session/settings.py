@@ -17,7 +17,6 @@ from typing import Any
 
 from uno.config import (
     OWN_ENCODERS,
-    RENAMED,
     VECTORS,
     Config,
     field_names,
@@ -264,42 +263,12 @@ def _plain(value: Any) -> Any:
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
-ALIASES = {
-    "lr": ("discover.base-lr", "pretrain.base-lr"),
-    "learning-rate": ("discover.base-lr", "pretrain.base-lr"),
-    "epochs": ("discover.epochs", "pretrain.epochs"),
-    "num-epochs": ("discover.epochs", "pretrain.epochs"),
-    "size": ("image-size",),
-    "img-size": ("image-size",),
-    "resolution": ("image-size",),
-    "backbone": ("model.encoder",),
-    "num-classes": ("num-novel",),
-    "gpus": ("device", "gpus-per-worker"),
-    "out": ("output",),
-    "freeze": ("model.finetune",),
-    "finetune": ("model.finetune",),
-    "stream": ("data.loading",),
-    "unlabeled-set": ("unlabeled",),
-    "k": ("num-novel",),
-    "num-workers": ("workers",),
-    "fresh": ("overwrite",),
-}
-"""Words that people write out of habit, and the flags that they mean."""
-
-
 def similar(name: str, names: Iterable[str], keyword: bool = False) -> str:
     """Suggest what ``name``, a flag without its dashes or a ``keyword``, was meant
     to be.
     """
     word, known = dashed(name), list(names)
-    if new := RENAMED.get(word.replace("-", "_")):
-        name, _, values = new.partition(" ")  # what its values were called
-        return (
-            "; it is"
-            f" {name if keyword else f'--{dashed(name)}'}{values and f' {values}'} now"
-        )
-    likely = [flag for flag in ALIASES.get(word, ()) if flag in known]
-    likely = likely or [flag for flag in known if flag.endswith(f".{word}")][:3]
+    likely = [flag for flag in known if flag.endswith(f".{word}")][:3]
     likely = likely or [flag for flag in known if flag.startswith(f"{word}.")][:3]
     if keyword:
         see = f"see uno discover {HELP_ALL}"

@@ -75,7 +75,7 @@ def warned(task, sample: Sample, known: RunData | None = None) -> list[str]:
     return [
         seen
         for seen, _ in checks.warnings(
-            "ncd", known or RunData(), sample, summarize(task, sample)
+            "ncd", known or RunData(), summarize(task, sample)
         )
     ]
 
@@ -186,15 +186,6 @@ def moved(sample: Sample, source: int, target: int, but: int = 0) -> Sample:
             lambda s: moved(s, 7, 1),
             "of the unlabeled images are assigned to known classes",
         ),
-        (
-            lambda s: replace(
-                s, features=s.features + s.features[:, [0, 1, 2, 3, 4, 7, 6, 5, 8, 9]]
-            ),
-            (
-                "Similar classes: 1 pair of discovered classes, most similar “novel-1”"
-                " and “novel-3” (1"
-            ),
-        ),
     ],
 )
 def test_warnings_about_classes(digits, change, seen):
@@ -210,9 +201,7 @@ def test_warnings_about_a_phase(phase):
         {"phase": phase, "step": s, "total_steps": 10, "skipped_steps": 2, "epochs": 1}
         for s in (1, 5)
     ]
-    found = [
-        seen for seen, _ in checks.warnings("ncd", RunData(journal=lines), None, None)
-    ]
+    found = [seen for seen, _ in checks.warnings("ncd", RunData(journal=lines), None)]
     assert f"Unfinished: the {phase} phase stopped at step 5 of 10" in found
     assert f"2 steps of {phase} skipped because the loss was not finite" in found
 

@@ -1,6 +1,4 @@
-"""A run directory: who may use it, a line for whatever is wrong with it, repairs
-that lose nothing.
-"""
+"""A run directory: who may use it, and the repairs that lose nothing."""
 
 import io
 import json
@@ -26,17 +24,11 @@ from uno.data.files import Storage
 from uno.data.sources import read_folder, read_rows
 from uno.errors import ConfigError, StorageError
 from uno.presets import PRESETS, preset
-from uno.runs import directory, lock
+from uno.runs import directory
 from uno.runs.checkpoint import checkpoint_steps, file_name
 from uno.runs.directory import begin_run
 
 CONFIG = small_config(pretrain__epochs=2, discover__epochs=2)
-
-
-@pytest.fixture(autouse=True)
-def fast(monkeypatch):
-    monkeypatch.setattr(lock, "RENEW_S", 0.1)
-    monkeypatch.setattr(lock, "WATCH_S", 0.3)
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +134,7 @@ def test_a_directory_of_something_else_is_left_alone(empty):
     with pytest.raises(
         ConfigError, match=r"is not a run directory: it has no config\.yaml"
     ):
-        list(directory.diagnose(empty))
+        directory.require_run(empty)
     # what a kill between the two writes leaves does not block the directory
     empty.delete("thesis.tex")
     empty.write("environment.json", b"{")
@@ -156,130 +148,23 @@ def test_a_directory_of_something_else_is_left_alone(empty):
     assert empty.read("config.yaml").decode() == dump_yaml(CONFIG)
 
 
-def levels(storage: Storage, level: str) -> list[str]:
-    return [
-        str(finding)
-        for finding in directory.diagnose(storage)
-        if finding.level == level
-    ]
-
-
-NEWEST = "checkpoints/discover/step_00000012.safetensors"
-
-
-def test_a_sound_run(storage):
-    assert levels(storage, "warning") == levels(storage, "error") == []
-    text = "\n".join(levels(storage, "ok"))
-    for said in (
-        "pretrain: valid checkpoints of step 3, 6",
-        "discover: valid checkpoints of step 6, 12",
-        "not finished",
-        "no command is using this directory",
-    ):
-        assert said in text
-    with lock.lock_run(storage, on_wait=pytest.fail):
-        assert any(
-            "process" in line and "is using this directory" in line
-            for line in levels(storage, "ok")
-        )
-
-
-def cut(storage, name):
-    storage.write(name, storage.read(name)[:-9])
-
-
-WARNINGS = {
-    "a truncated checkpoint": (
-        lambda s: cut(s, NEWEST),
-        "discover step 12: it is damaged",
-    ),
-    "a cut line": (
-        lambda s: cut(s, "metrics.jsonl"),
-        "metrics.jsonl: 1 unreadable line",
-    ),
-    "a temporary file": (
-        lambda s: s.write("checkpoints/.x.safetensors.0a1b2c3d", b""),
-        "unfinished",
-    ),
-    "Ray's folder": (lambda s: s.write("ray/attempt-1/x.json", b""), "ray: Ray Train"),
-    "a STOP file": (lambda s: s.write("STOP", b""), "STOP: the request"),
-    "damaged results": (
-        lambda s: s.write("metrics.json", b"{"),
-        "metrics.json is damaged",
-    ),
-    "deep results": (
-        lambda s: s.write("metrics.json", DEEP),
-        "metrics.json is damaged",
-    ),
-    "a deep line": (
-        lambda s: s.append("metrics.jsonl", DEEP + b"\n"),
-        "metrics.jsonl: 1 unreadable line",
-    ),
-    "a deep lock": (
-        lambda s: s.write("lock.json", DEEP),
-        "process ? on ? has the lock",
-    ),
-    "a dead holder": (
-        lambda s: s.write("lock.json", b'{"host": "gone", "pid": 7}'),
-        "process 7 on gone has the lock",
-    ),
-    "another torch": (
-        lambda s: s.write(
-            "environment.json", b'{"format_version": 2, "versions": {"torch": "1.0"}}'
-        ),
-        "torch 1.0 then",
-    ),
-}
-ERRORS = {
-    "config.yaml": (lambda s: s.write("config.yaml", b"- 1"), "config.yaml is damaged"),
-    "a key of another version": (
-        lambda s: s.append("config.yaml", b"\nno_such_key: 1\n"),
-        "no_such_key",
-    ),
-    "environment.json": (
-        lambda s: s.delete("environment.json"),
-        "environment.json is missing",
-    ),
-    "a deep environment.json": (
-        lambda s: s.write("environment.json", DEEP),
-        "is missing or damaged",
-    ),
-    "all checkpoints": (
-        lambda s: [cut(s, file_name("discover", step)) for step in (6, 12)],
-        "none of the 2 checkpoints",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", [*WARNINGS, *ERRORS])
-def test_what_a_run_survives_is_a_warning_and_the_rest_an_error(storage, case):
-    damage, says = {**WARNINGS, **ERRORS}[case]
-    damage(storage)
-    one, other = ("warning", "error") if case in WARNINGS else ("error", "warning")
-    (line,) = levels(storage, one)
-    assert says in line and "\n" not in line and levels(storage, other) == []
+@pytest.mark.parametrize("content", [b"{", DEEP])
+def test_damaged_results_are_none(storage, content):
+    """The same command computes them again."""
+    storage.write("metrics.json", content)
+    assert directory.read_results(storage) is None
 
 
 def test_what_a_logger_is_writing_is_left_to_it(storage):
-    """Kills: a logger that is off since its half-written file was swept away."""
     half = "loggers/.wandb.0a1b2c3d"
     storage.write(half, b"")
     directory.repair(storage)
-    assert storage.exists(half) and levels(storage, "warning") == []
+    assert storage.exists(half)
 
 
-def test_a_damaged_configuration_comes_back_from_the_newest_checkpoint(storage):
-    """Only when asked for. Kills: settings of another run, a repair that needs the
-    file it repairs.
-    """
-    storage.write("config.yaml", b"- 1")
-    assert directory.repair(storage) == [] and storage.read("config.yaml") == b"- 1"
-    (line,) = directory.repair(storage, thorough=True)
-    assert (
-        line == "restored config.yaml from the checkpoint of step 12"
-        and levels(storage, "error") == []
-    )
-    begin_run(CONFIG, storage, "f" * 64)
+def cut(storage, phase, step):
+    name = file_name(phase, step)
+    storage.write(name, storage.read(name)[:-9])
 
 
 def test_a_run_of_the_form_before_is_refused(empty):
@@ -293,30 +178,21 @@ def test_a_run_of_the_form_before_is_refused(empty):
 
 
 def test_repairs_lose_nothing(storage):
-    """Kills: the last valid checkpoint removed, an incomplete repair, older damage
-    removed unasked.
-    """
-    for case in (
-        "a truncated checkpoint",
-        "a temporary file",
-        "Ray's folder",
-        "a STOP file",
-    ):
-        WARNINGS[case][0](storage)
-    assert len(levels(storage, "warning")) == 4
-    (line,) = directory.repair(storage, thorough=True)
-    assert "removed the damaged checkpoint of discover step 12 (it is damaged" in line
-    assert levels(storage, "warning") == levels(storage, "error") == []
-    assert checkpoint_steps(storage, "discover") == [6] and checkpoint_steps(
-        storage, "pretrain"
-    ) == [3, 6]
-    for phase, step in (("discover", 6), ("pretrain", 3)):
-        cut(storage, file_name(phase, step))
-    for thorough in (False, True):
-        with pytest.raises(StorageError, match="none of the 1 checkpoints"):
-            directory.repair(storage, thorough)
-        assert checkpoint_steps(storage, "discover") == [6]
-        assert checkpoint_steps(storage, "pretrain") == ([6] if thorough else [3, 6])
+    """Only what is newer than the newest valid checkpoint is removed."""
+    cut(storage, "discover", 12)
+    cut(storage, "pretrain", 3)
+    leftovers = ["checkpoints/.x.safetensors.0a1b2c3d", "ray/attempt/x.json", "STOP"]
+    for name in leftovers:
+        storage.write(name, b"")
+    (line,) = directory.repair(storage)
+    assert "discover step 12" in line
+    assert checkpoint_steps(storage, "discover") == [6]
+    assert checkpoint_steps(storage, "pretrain") == [3, 6]
+    assert not any(map(storage.exists, leftovers))
+    cut(storage, "discover", 6)
+    with pytest.raises(StorageError, match="none of the 1 checkpoints"):
+        directory.repair(storage)
+    assert checkpoint_steps(storage, "discover") == [6]
 
 
 def folder_rows(folder, numbers=(), first_seed=0):
