@@ -246,8 +246,8 @@ def discover(
         print(*lines, sep="\n")
         return 0
     config = options.config if ranks is None else ranks.sized(options.config)
-    command_steps = pipeline.try_phases if own.dry_run else pipeline.discover
-    command_steps(config, options.overrides, own.overwrite, last, backend=ranks)
+    run = pipeline.try_phases if own.dry_run else pipeline.discover
+    run(config, options.overrides, own.overwrite, last, backend=ranks)
     return 0
 
 
