@@ -19,14 +19,13 @@ from typing import Any, NamedTuple
 from pipelines import cli
 from pipelines.commands import DISCOVER, PRETRAIN
 from pipelines.features import fill_cache
-from pipelines.jobs import OnRay
 from pipelines.options import parse
 from uno.config import Config, dump_yaml
 from uno.data.files import Storage
 from uno.errors import Interrupted
 from uno.runs.journal import read_journal
 from uno.session.console import on_stop
-from uno.session.job import discover
+from uno.session.pipeline import discover
 
 ATTEMPTS = "attempts.jsonl"
 # set by the driver: its process may be gone before this one has imported torch
@@ -259,10 +258,10 @@ def main(argv: Sequence[str]) -> int:
         return fill_cache(parse(rest, DISCOVER).config)
     if kind == "pretrain":
         options = parse(rest, PRETRAIN)
-        discover(options.config, options.overrides, last="pretrain", elsewhere=OnRay())
+        discover(options.config, options.overrides, last="pretrain")
     else:
         options = parse(rest, DISCOVER)
-        discover(options.config, options.overrides, report=False, elsewhere=OnRay())
+        discover(options.config, options.overrides, report=False)
     return 0
 
 

@@ -24,6 +24,7 @@ from pipelines.options import (
     parse,
     switch,
 )
+from uno.config import override
 from uno.errors import ConfigError, UnoError
 from uno.session.settings import checked_output, launched
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from uno.data.files import Storage
     from uno.results.classes import Suggestion
     from uno.results.infer import Classifier
-    from uno.session.ranks import Ranks
+    from uno.session.ranks import TorchrunBackend
 
 SHARD_MB = 128
 FRESH = {
@@ -212,18 +213,26 @@ def discover(
     argv: Sequence[str],
     command: Command = DISCOVER,
     last: str = "discover",
-    group: Ranks | None = None,
+    ranks: TorchrunBackend | None = None,
 ) -> int:
-    """Pretrain unless weights are given, discover, evaluate. ``group``: of torchrun;
-    this is its rank 0.
-    """
-    if group is None and launched():
-        from uno.session.ranks import Ranks
+    """Pretrain unless weights are given, discover, evaluate.
 
-        return Ranks().run(partial(discover, argv, command, last))
+    Args:
+        argv: The arguments after the name of the command.
+        command: What may stand among them.
+        last: The last phase, "pretrain" or "discover".
+        ranks: The ranks of torchrun, if this process is rank 0 of them.
+
+    Returns:
+        The exit code.
+    """
+    if ranks is None and launched():
+        from uno.session.ranks import TorchrunBackend
+
+        backend = TorchrunBackend()
+        return backend.lead_or_follow(partial(discover, argv, command, last))
     options = parse(argv, command)
-    from pipelines.jobs import OnRay
-    from uno.session import job
+    from uno.session import pipeline
 
     own = options.args
     if own.explain:
@@ -236,16 +245,9 @@ def discover(
             )
         print(*lines, sep="\n")
         return 0
-    config = options.config if group is None else group.sized(options.config)
-    place = OnRay() if group is None else group
-    job.discover(
-        config,
-        options.overrides,
-        own.overwrite,
-        last,
-        dry_run=own.dry_run,
-        elsewhere=place,
-    )
+    config = options.config if ranks is None else ranks.sized(options.config)
+    run = pipeline.try_phases if own.dry_run else pipeline.discover
+    run(config, options.overrides, own.overwrite, last, backend=ranks)
     return 0
 
 
@@ -259,10 +261,9 @@ def pretrain(argv: Sequence[str]) -> int:
 def evaluate(argv: Sequence[str]) -> int:
     """Evaluate a run and rewrite its ``metrics.json``."""
     options = parse(argv, EVALUATE)
-    from pipelines.jobs import OnRay
-    from uno.session import job
+    from uno.session import pipeline
 
-    job.evaluate(options.args.run, options.overrides, OnRay())
+    pipeline.evaluate(options.args.run, options.overrides)
     return 0
 
 
@@ -271,37 +272,20 @@ def predict(argv: Sequence[str]) -> int:
     options = parse(argv, PREDICT)
     if "output" in (given := options.overrides):
         given["output"] = checked_output(str(given["output"]))
-    from pipelines.jobs import OnRay
     from uno.session import predict as session
 
     own = options.args
-    session.predict(own.run, given, own.embedding, own.csv, own.folders, OnRay())
+    session.predict(own.run, given, own.embedding, own.csv, own.folders)
     return 0
 
 
 def report(argv: Sequence[str]) -> int:
     """Write the report of a run and print its path."""
     options = parse(argv, REPORT)
-    from pipelines.jobs import OnRay
-    from uno.data.files import Storage
-    from uno.report.report import open_task, write_report
-    from uno.runs.hardware import local_device
+    from uno.session import pipeline
     from uno.session.console import print_line
-    from uno.session.resolve import stored_config
 
-    storage = Storage(options.args.run)
-    config = stored_config(storage, options.overrides)
-    device = local_device(config)
-    task, note = open_task(config, storage)
-    if note:
-        print_line(f"warning: {note}")
-    make_decoder = None
-    if task is not None and options.overrides.get("compute.num_workers"):
-        make_decoder = partial(OnRay().decoder, config, storage, task.rows)
-    path = write_report(
-        config, storage, task, device=device, note=note, make_decoder=make_decoder
-    )
-    print_line(f"report: {path}")
+    print_line(f"report: {pipeline.report(options.args.run, options.overrides)}")
     return 0
 
 
@@ -383,12 +367,11 @@ def estimate(argv: Sequence[str]) -> int:
     """Estimate, write ``estimate.json``, print the table."""
     options = parse(argv, ESTIMATE)
     own = options.args
-    from pipelines.jobs import OnRay
     from uno.results.estimate import Settings
     from uno.session.estimation import estimate_classes
 
     settings = Settings(num_splits=own.num_splits, max_novel=own.max_novel)
-    estimate_classes(options.config, options.overrides, settings, own.dry_run, OnRay())
+    estimate_classes(options.config, options.overrides, settings, own.dry_run)
     return 0
 
 
@@ -424,9 +407,10 @@ def classes(argv: Sequence[str]) -> int:
         with_names,
     )
     from uno.results.infer import load_classifier
-    from uno.runs import lock
+    from uno.session.backend import LocalBackend
     from uno.session.console import print_line
-    from uno.session.job import apply_classes
+    from uno.session.pipeline import apply_classes
+    from uno.session.run import Run
 
     if own.file is not None and own.rename:
         raise ConfigError("give either --file or --rename")
@@ -455,9 +439,12 @@ def classes(argv: Sequence[str]) -> int:
         for c, fate in edits_of(edited):
             print_line(f"  {c.index:4}  {c.name}  {fate}".rstrip())
     if own.apply or own.rename:
-        with lock.lock_run(storage, on_wait=print_line) as claim:
-            apply_classes(claim, model, edited)
-            claim.storage.write(YAML_FILE, data)
+        here = {"compute.num_workers": 0, "compute.device": "auto"}
+        config = override(model.config, {**here, "output": storage.uri})
+        run = Run(config, storage, LocalBackend())
+        with run.locked():
+            apply_classes(run, model, edited)
+            run.storage.write(YAML_FILE, data)
     else:
         print_line(
             f"{path} is valid; --apply updates the model and all files of the run"

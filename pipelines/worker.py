@@ -19,29 +19,31 @@ from typing import Any
 
 import torch
 
+import uno.runs.run as training
 from pipelines import nodes, ray_data, ray_env, ray_private
 from pipelines.features import compute_on_ray
 from uno.config import Config, override, to_dict
 from uno.data.decode import ok_mask
 from uno.data.files import Storage, join, split
 from uno.data.resident import keep_pixels
-from uno.data.splits import Task
 from uno.errors import Interrupted
 from uno.results.evaluate import evaluate_run
-from uno.runs import PHASES, RAY_FOLDER, STOP_FILE, run
+from uno.runs import PHASES, RAY_FOLDER, STOP_FILE
 from uno.runs.checkpoint import checkpoint_steps
 from uno.runs.hardware import num_threads
 from uno.runs.journal import JournalTail
 from uno.runs.lock import ClaimedStorage
+from uno.session.backend import STOPPING
 from uno.session.console import on_stop, print_line
 from uno.session.data import (
+    Show,
     config_for_readable_rows,
     leave_out_unreadable,
     load_features,
 )
-from uno.session.place import STOPPING, TrainingJob
 from uno.session.ranks import GroupWorker
 from uno.session.resources import on_features, store_bytes
+from uno.session.run import Run
 
 TRACES, TRACE = "nccl", "rank_"
 GAUGES = {
@@ -146,7 +148,7 @@ def _train_rank(
     train = train.to(worker.device)
     try:
         for phase in loop["phases"]:
-            run.run_phase(config, phase, train, worker, storage)
+            training.run_phase(config, phase, train, worker, storage)
     except Interrupted as stop:
         return {"interrupted": str(stop)}
     if not loop["evaluate"]:
@@ -194,14 +196,22 @@ def quiet_exit() -> None:
     sys.unraisablehook = hook
 
 
-def run_on_ray(
-    job: TrainingJob, show: Callable[[dict[str, Any]], None], until: ExitStack
-) -> tuple[dict[str, float], Task]:
-    """Ray Data decodes, Ray Train trains, this process follows ``metrics.jsonl`` for
-    ``show``. Returns rank 0's metrics, and the task with whatever images were decoded
-    for an evaluation, which are in Ray's store ``until`` is closed.
+def run_on_ray(run: Run, show: Show) -> dict[str, float]:
+    """Train and evaluate a run on Ray: Ray Data decodes, and Ray Train trains.
+
+    The rows of the run then have the images that were decoded for an evaluation. These
+    are in the object store of Ray, to which this process stays connected until
+    ``run.cleanup`` is closed.
+
+    Args:
+        run: The locked run.
+        show: Takes each line of metrics, which this process reads in
+            ``metrics.jsonl``.
+
+    Returns:
+        The metrics of rank 0, empty unless ``run.evaluate``.
     """
-    config, task, storage = job.config, job.task, job.claim.storage
+    config, task, storage = run.config, run.task, run.storage
     stopping = threading.Event()
 
     def stop() -> None:
@@ -214,9 +224,8 @@ def run_on_ray(
         connected = ray_env.connect(
             store, config.compute.num_workers, keep_idle=streams
         )
-        ray = (own if streams or on_features(config) else until).enter_context(
-            connected
-        )
+        until = own if streams or on_features(config) else run.cleanup
+        ray = until.enter_context(connected)
         nodes.check_shares(
             config,
             nodes.wait_for_resources(
@@ -236,10 +245,9 @@ def run_on_ray(
             leave_out_unreadable(reasons, config, task, storage)
         if stopping.is_set():
             raise Interrupted("stopped before training began")
-        if job.phases:
+        if run.phases:
             ok = None if reasons is None else ok_mask(reasons)
-            config = config_for_readable_rows(config, task, ok, job.batch_is_derived)
-            job = job._replace(config=config)
+            config = config_for_readable_rows(config, task, ok, run.batch_is_derived)
         journal = JournalTail(storage)
 
         def poll() -> None:
@@ -247,40 +255,53 @@ def run_on_ray(
                 show(metrics)
 
         facts = ray_data.shared(ray, config, task, reasons, found, images)
-        values = run_workers(ray, job, facts, poll, stopping.is_set)
+        values = run_workers(run, config, facts, poll, stopping.is_set)
         # the report and the predictions need no other decoding
-        if reasons is not None and job.evaluate:
+        if reasons is not None and run.evaluate:
             kept = (
                 ray_data.pixels_of(ray.get(facts["images"]), side)
                 if found is None
                 else found
             )
-            task = keep_pixels(task, kept, reasons)
-        return values, task
+            run.opened = keep_pixels(task, kept, reasons)
+        return values
 
 
 def run_workers(
-    ray: Any,
-    job: TrainingJob,
+    run: Run,
+    config: Config,
     facts: dict[str, Any],
     on_poll: Callable[[], None],
     give_up: Callable[[], bool],
 ) -> dict[str, float]:
-    """Train on Ray workers, with :func:`pipelines.ray_data.shared` facts; returns the
-    metrics of rank 0.
+    """Train and evaluate a run on a group of Ray workers.
 
     A group that dies is started again, once the cluster can place as many workers, and
     resumes from the newest checkpoint, unless three in a row die without a new one. A
-    group whose node is drained saves first, and counts for nothing. What a worker
-    raised for the user to act on, and Interrupted, are raised at once, and so is
-    Interrupted where ``give_up`` while nodes are waited for.
+    group whose node is drained saves first, and counts for nothing.
+
+    Args:
+        run: The locked run.
+        config: Its configuration, for the rows that can be read.
+        facts: What :func:`pipelines.ray_data.shared` has put into the object store.
+        on_poll: Is called again and again while the workers train.
+        give_up: Whether somebody asked to stop.
+
+    Returns:
+        The metrics of rank 0.
+
+    Raises:
+        Interrupted: The group was asked to stop, or ``give_up`` while nodes are waited
+            for.
+        UnoError: A worker raised it for the user to act on.
     """
-    config, storage = job.config, job.claim.storage
+    assert run.lock is not None
+    lock, storage = run.lock, run.storage
     loop = facts | {
         "config": to_dict(config),
         "output": storage.uri,
-        "phases": list(job.phases),
-        "evaluate": job.evaluate,
+        "phases": list(run.phases),
+        "evaluate": run.evaluate,
     }
     saved, deaths = _saved_steps(storage), 0
     while True:
@@ -292,7 +313,7 @@ def run_workers(
         )
         loop["worker_cpus"] = resources["CPU"]
         # a worker of the last group that still runs writes no more
-        loop["token"] = job.claim.replace_token()
+        loop["token"] = lock.replace_token()
         notices = nodes.DrainWatcher(ray_private.worker_hosts)
 
         def poll(notices: nodes.DrainWatcher = notices) -> None:
@@ -305,7 +326,7 @@ def run_workers(
                 storage.write(STOP_FILE, b"")
 
         try:
-            outcome = _fit_in_thread(loop, resources, job, poll)
+            outcome = _fit_in_thread(loop, resources, config, storage, poll)
         except Exception as error:
             loss = nodes.classify_failure(error)
             before, saved = saved, _saved_steps(storage)
@@ -330,17 +351,18 @@ def _saved_steps(storage: Storage) -> int:
 def _fit_in_thread(
     loop: dict[str, Any],
     resources: dict[str, float],
-    job: TrainingJob,
+    config: Config,
+    storage: Storage,
     on_poll: Callable[[], None],
 ) -> dict[str, Any]:
     """What :func:`train_loop` returned, trained in a thread so that we can watch the
     run.
     """
     compute, name = (
-        job.config.compute,
+        config.compute,
         f"attempt-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}",
     )
-    variables = flight_recorder(job.claim.storage) if "GPU" in resources else None
+    variables = flight_recorder(storage) if "GPU" in resources else None
     # run_workers starts a group again, with shares of the cluster as it is
     settings = run_config(join(loop["output"], RAY_FOLDER), name, (), 0, 0, variables)
     body = partial(

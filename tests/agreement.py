@@ -654,7 +654,7 @@ def load_program(run: Path, format: str) -> Callable[[Tensor], np.ndarray] | Non
 
 def check_run(spec: Spec, workers: int = 0, trained_by: int = 0) -> list[str]:
     """What the cases of a run find, a line each; what raises is a line, too."""
-    from uno.session import job
+    from uno.session import pipeline
 
     lines = list[str]()
     with (
@@ -663,7 +663,7 @@ def check_run(spec: Spec, workers: int = 0, trained_by: int = 0) -> list[str]:
     ):
         folder = Path(name)
         # a second a run
-        patch.setattr(job, "write_report", lambda *args, **options: "none")
+        patch.setattr(pipeline, "write_report", lambda *args, **options: "none")
         # another where features are trained on
         patch.setenv("UNO_CACHE", str(folder / "cache"))
         try:

@@ -62,7 +62,7 @@ from uno.report.facts import read_facts
 from uno.results.classes import OutputClass, read_edits, template
 from uno.results.infer import load_classifier
 from uno.runs.checkpoint import Checkpoint, file_name, load_newest, save_checkpoint
-from uno.runs.directory import open_run, repair
+from uno.runs.directory import begin_run, repair
 from uno.weights import read_weights
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -358,7 +358,7 @@ def _run_files() -> dict[str, bytes]:
     """
     with tempfile.TemporaryDirectory() as folder:
         config, storage = small_config(), Storage(folder)
-        open_run(config, storage, "f" * 64)
+        begin_run(config, storage, "f" * 64)
         save_checkpoint(
             storage,
             "discover",
@@ -403,7 +403,7 @@ def _of_run(*parts: str) -> Callable[[], list[bytes]]:
 def _read_run(folder: Path, data: bytes) -> None:
     storage = _write_run(folder, data)
     read_facts(storage)
-    _or_refused(open_run, small_config(), storage, "f" * 64)
+    _or_refused(begin_run, small_config(), storage, "f" * 64)
     repair(storage)
 
 

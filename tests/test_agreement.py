@@ -24,7 +24,7 @@ from tests.fuzz import CORPUS
 from uno.data.decode import decoded
 from uno.results import export, folders, predictions
 from uno.results.classes import unedited
-from uno.session import api, job
+from uno.session import api, pipeline
 
 SEED, NUM_RUNS = 521, 8  # with every kind in the first runs, in 13 of seed 0
 
@@ -121,14 +121,10 @@ PLAIN = {
 PLANTED = {
     "the run's own table": {
         (
-            job,
+            pipeline,
             "predict_run",
-        ): lambda config, storage, task, model, *more, predict=job.predict_run: predict(
-            config,
-            storage,
-            task,
-            replace(model, classes=unedited(model.classes)),
-            *more,
+        ): lambda run, model, predict=pipeline.predict_run: predict(
+            run, replace(model, classes=unedited(model.classes))
         )
     },
     "predict of bytes": {

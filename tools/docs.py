@@ -20,7 +20,6 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-import pipelines.api
 import uno
 from pipelines import cli, commands
 from pipelines.options import Command, placeholder
@@ -302,12 +301,6 @@ def python_page() -> str:
                 shape or isinstance(value, property | cached_property)
             ):
                 parts += [f"### `{name}.{member}`", shape, markdown(value.__doc__)]
-    on_ray = pipelines.api.discover
-    parts += [
-        "## `pipelines.api.discover`",
-        signature(on_ray),
-        markdown(on_ray.__doc__),
-    ]
     kinds = [
         k
         for k in vars(errors).values()

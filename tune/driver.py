@@ -52,8 +52,8 @@ from uno.runs.hardware import num_threads
 from uno.runs.lock import RunLock
 from uno.session.console import Progress, interrupt_on_signal, on_stop, print_line
 from uno.session.data import leave_out_unreadable, load_features, load_images, read_task
-from uno.session.job import preflight
 from uno.session.loggers import Loggers, require_loggers
+from uno.session.prepare import preflight
 from uno.session.resolve import (
     as_begun,
     from_data,

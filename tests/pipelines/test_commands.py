@@ -33,8 +33,9 @@ from uno.config import field_names
 from uno.data import resident
 from uno.data.files import Storage
 from uno.runs import lock
+from uno.runs import run as training
 from uno.runs.checkpoint import checkpoint_steps
-from uno.session import job, place, resolve, resources
+from uno.session import backend, resolve, resources
 
 DISCOVER = ["discover", *SMALL]
 
@@ -42,7 +43,7 @@ DISCOVER = ["discover", *SMALL]
 @pytest.fixture
 def nothing_starts(monkeypatch):
     """Training or connecting to Ray fails the test."""
-    for module, name in ((ray_env, "connect"), (job.run, "run_phase")):
+    for module, name in ((ray_env, "connect"), (training, "run_phase")):
         monkeypatch.setattr(
             module, name, lambda *_, **__: pytest.fail("to be refused earlier")
         )
@@ -237,7 +238,8 @@ def test_the_report_is_part_of_a_finished_run(
     command = [*DISCOVER, "--output", str(run)]
     with monkeypatch.context() as stopped:
         stopped.setattr(
-            job, "write_report", lambda *_, **__: signal.raise_signal(number)
+            "uno.session.pipeline.write_report",
+            lambda *_, **__: signal.raise_signal(number),
         )
         assert cli.main(command) == 75
     assert "resume with the same command" in capsys.readouterr().err
@@ -296,7 +298,7 @@ def test_evaluate_works_here_and_stops_at_once(finished, tmp_path, capsys, monke
         signal.raise_signal(signal.SIGTERM)
         pytest.fail("went on")
 
-    monkeypatch.setattr(place, "evaluate_run", evaluate)
+    monkeypatch.setattr(backend, "evaluate_run", evaluate)
     capsys.readouterr()
     assert cli.main(["evaluate", str(run)]) == 75
     said = capsys.readouterr()
@@ -345,7 +347,7 @@ def test_a_missing_device_or_weights_are_named_before_data_is_read(
     finished, tmp_path, capsys, monkeypatch
 ):
     """Kills: minutes of a pass over the data, then the line."""
-    for module in ("uno.session.data", "uno.session.predict", "uno.report.report"):
+    for module in ("uno.session.data", "uno.report.report"):
         monkeypatch.setattr(
             f"{module}.read_rows", lambda _: pytest.fail("data is read")
         )
@@ -661,7 +663,7 @@ def test_num_novel_auto_takes_the_suggested_number(tmp_path, capsys, monkeypatch
         Storage(config.output).write("estimate.json", b'{"suggested": 4}')
         return SimpleNamespace(num_novel=3, suggested=4)
 
-    monkeypatch.setattr("uno.session.job.estimate_classes", estimate)
+    monkeypatch.setattr("uno.session.prepare.estimate_classes", estimate)
     output = tmp_path / "run"
     command = [
         *DISCOVER,

@@ -10,17 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-import pipelines.api
 import uno
-from pipelines import commands, options
-from pipelines.jobs import OnRay
+from pipelines import backend, commands, options
 from tests.pipelines.small import write_images
 from tests.uno.small_run import SMALL
 from uno.config import Config, override
 from uno.errors import ConfigError, Interrupted, StorageError
 from uno.runs import DISCOVER
 from uno.runs.checkpoint import checkpoint_steps
-from uno.session import api, job
+from uno.session import api
 from uno.session.console import print_line
 from uno.session.settings import completed, from_keywords
 
@@ -36,7 +34,7 @@ TINY = SMALL | {
 def nothing_starts(monkeypatch):
     """Training fails the test."""
     monkeypatch.setattr(
-        job.run, "run_phase", lambda *_, **__: pytest.fail("to be refused earlier")
+        "uno.runs.run.run_phase", lambda *_, **__: pytest.fail("to be refused earlier")
     )
 
 
@@ -147,7 +145,7 @@ def test_errors_from_elsewhere_mean_what_they_mean_on_the_command_line(monkeypat
         def run(*_: Any, **__: Any) -> None:
             raise error
 
-        monkeypatch.setattr(job, "discover", run)
+        monkeypatch.setattr("uno.session.pipeline.discover", run)
 
     for error, kind, words in (
         (
@@ -164,17 +162,18 @@ def test_errors_from_elsewhere_mean_what_they_mean_on_the_command_line(monkeypat
             uno.discover()
 
 
-def test_workers_are_elsewhere(tmp_path, monkeypatch):
-    """Kills: an import of Ray from below, a run of another number of workers in
-    silence; one that is lost on its way to where workers are.
-    """
-    with pytest.raises(ConfigError, match=r"pipelines\.api\.discover\(\.\.\.\)"):
+def test_a_run_with_workers_trains_on_ray(tmp_path, monkeypatch):
+    """Kills: a run of another number of workers in silence."""
+    numbers = list[int]()
+
+    def train(self, run, show):
+        numbers.append(run.config.compute.num_workers)
+        raise RuntimeError("training begins")
+
+    monkeypatch.setattr(backend.RayBackend, "train", train)
+    with pytest.raises(RuntimeError, match="training begins"):
         uno.discover(output=tmp_path / "run", workers=2, quiet=True)
-    places: list[Any] = []
-    monkeypatch.setattr(job, "discover", lambda *_, elsewhere: places.append(elsewhere))
-    with pytest.raises(StorageError):  # nothing was trained
-        pipelines.api.discover(output=tmp_path / "run", workers=2)
-    assert type(places[0]) is OnRay and not (tmp_path / "run").exists()
+    assert numbers == [2]
 
 
 def test_a_run_from_images_to_a_model_and_again(tmp_path, capsys):

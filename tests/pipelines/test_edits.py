@@ -206,7 +206,7 @@ def test_an_export_in_the_run_follows(finished, tmp_path, capsys, monkeypatch):
             raise ConfigError("no onnx")
         return json.dumps([c.into for c in model.classes]).encode()
 
-    monkeypatch.setattr("uno.session.job.export", fake)
+    monkeypatch.setattr("uno.session.pipeline.export", fake)
     run = Path(shutil.copytree(finished, tmp_path / "run"))
     for name in ("model.pt2", "model.onnx"):
         (run / "model" / name).write_bytes(b"before")
@@ -227,7 +227,7 @@ def test_an_edit_that_was_cut_short_is_finished_by_the_same_command(
     run = tmp_path / "run"
     shutil.copytree(finished, run)
     uno("classes", run)
-    monkeypatch.setattr("uno.session.place.evaluate_run", lambda *_: 1 / 0)
+    monkeypatch.setattr("uno.session.backend.evaluate_run", lambda *_: 1 / 0)
     tree = yaml.safe_load((run / "classes.yaml").read_text())
     tree["classes"][0]["action"] = "drop"
     (run / "classes.yaml").write_text(yaml.safe_dump(tree))

@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 
 from pipelines import cli, commands
-from pipelines.jobs import OnRay, ray_tasks
+from pipelines.backend import ray_tasks
 from pipelines.options import parse
 from uno.config import override
 from uno.data.columns import Labels
@@ -23,8 +23,9 @@ from uno.data.splits import make_task
 from uno.encoder import build_encoder
 from uno.errors import ConfigError
 from uno.results.estimate import Settings
-from uno.session import place
+from uno.session import backend
 from uno.session.estimation import estimate_classes
+from uno.session.run import Run
 
 SETTINGS = Settings(num_splits=2, max_novel=3, num_restarts=2, num_roles=2)
 FLAGS = [
@@ -53,10 +54,9 @@ def run(folder, rows=None, workers=0, **settings):
     words = [*FLAGS, "--num-novel", "1", "--workers", str(workers)]
     config = parse(words, commands.ESTIMATE).config
     task = make_task(rows or few_digits(), config.data)
-    where = OnRay() if workers else place.Place()
-    return where.estimate(
-        config, task, Storage(str(folder)), replace(SETTINGS, **settings)
-    )
+    where = backend.choose_backend(config)
+    opened = Run(config, Storage(str(folder)), where, opened=task)
+    return where.estimate(opened, replace(SETTINGS, **settings))
 
 
 def test_hidden_labels_do_not_matter(tmp_path):
@@ -169,7 +169,7 @@ def test_features_of_a_frozen_encoder_are_clustered_as_they_are(
             truth
         )
 
-    monkeypatch.setattr(place, "load_features", features)
+    monkeypatch.setattr(backend, "load_features", features)
     monkeypatch.setattr("uno.runs.run.run_phase", lambda *_: pytest.fail("pretrained"))
     settings = Settings(num_splits=2, max_novel=5, num_restarts=3, num_roles=3)
     found = estimate_classes(options.config, (), settings)
@@ -193,7 +193,7 @@ def test_weights_of_a_library_are_kept_beside_the_estimate(tmp_path, monkeypatch
     config = parse([*words, "--num-novel", "1"], commands.ESTIMATE).config
     data = safetensors.torch.save(build_encoder(config.model).state_dict())
     (tmp_path / "theirs.safetensors").write_bytes(data)
-    monkeypatch.setattr(place, "fetch_pretrained", lambda name: data)
+    monkeypatch.setattr(backend, "fetch_pretrained", lambda name: data)
     found = []
     for i, weights in enumerate(
         ("pretrained", "pretrained", str(tmp_path / "theirs.safetensors"))
@@ -208,7 +208,7 @@ def test_weights_of_a_library_are_kept_beside_the_estimate(tmp_path, monkeypatch
             )
         )
         monkeypatch.setattr(
-            place, "fetch_pretrained", lambda name: pytest.fail("fetched again")
+            backend, "fetch_pretrained", lambda name: pytest.fail("fetched again")
         )
     assert found[0] == found[1] and found[0].curves == found[2].curves
     with pytest.raises(ConfigError, match="needs --weights"):

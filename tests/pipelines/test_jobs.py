@@ -7,7 +7,7 @@ import mmap
 import os
 import socket
 import sys
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from pipelines import nodes, ray_env, worker
+from pipelines.backend import RayBackend
 from tests.uno.small_run import small_config
 from uno.config import Config, override
 from uno.data.files import Storage
@@ -26,7 +27,7 @@ from uno.errors import ConfigError, Interrupted, NumericsError, StorageError, Un
 from uno.runs import STOP_FILE, run
 from uno.runs.checkpoint import Checkpoint, save_checkpoint
 from uno.runs.lock import lock_run
-from uno.session.place import TrainingJob
+from uno.session.run import Run
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def group(tmp_path, monkeypatch):
     def run_group(*outcomes, polls=(), stops=()):
         pending, stopped = list(outcomes), []
 
-        def fit(loop, resources, job, on_poll):
+        def fit(loop, resources, config, storage, on_poll):
             started.append((loop["token"], loop["worker_cpus"], resources))
             for act in polls:
                 act(on_poll, Storage(loop["output"]))
@@ -60,9 +61,9 @@ def group(tmp_path, monkeypatch):
         monkeypatch.setattr(worker.nodes, "wait_for_resources", wait_for_resources)
         config = override(Config(), {"compute.num_workers": 2})
         with lock_run(Storage(str(tmp_path)), on_wait=pytest.fail) as mine:
-            job = TrainingJob(config, None, (), True, mine)
+            run = Run(config, mine.storage, RayBackend(), lock=mine)
             return worker.run_workers(
-                None, job, {}, lambda: None, lambda: bool(stopped)
+                run, config, {}, lambda: None, lambda: bool(stopped)
             )
 
     run_group.started = started
@@ -523,15 +524,12 @@ def test_images_stay_in_rays_store_as_long_as_they_are_used(
         monkeypatch.setattr(worker.ray_data, name, lambda *_, found=found: found)
     config = small_config(compute__num_workers=2, data__loading=loading)
     task = make_task(read_rows(config.data), config.data)
-    with (
-        lock_run(Storage(str(tmp_path)), on_wait=pytest.fail) as mine,
-        ExitStack() as until,
-    ):
-        _, found = worker.run_on_ray(
-            TrainingJob(config, task, (), True, mine), lambda metrics: None, until
-        )
+    run = Run(config, Storage(str(tmp_path)), RayBackend(), task)
+    with run.locked():
+        worker.run_on_ray(run, lambda metrics: None)
         streams = loading == "streaming"
         assert events == ([("closed", True)] if streams else [])
+        found = run.task
         assert found is task if streams else found.rows.images.ready.values is kept
     assert events == [("closed", streams)]
 

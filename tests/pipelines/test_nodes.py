@@ -14,7 +14,7 @@ from unittest.mock import Mock, call
 import pyarrow as pa
 import pytest
 
-from pipelines import jobs, nodes, packing, ray_env, ray_private, tables
+from pipelines import backend, nodes, packing, ray_env, ray_private, tables
 from pipelines.nodes import (
     DrainWatcher,
     Node,
@@ -30,8 +30,10 @@ from tune.driver import concurrency
 from uno.config import Config, override
 from uno.data.files import Storage
 from uno.errors import ConfigError, Interrupted
+from uno.results.estimate import Settings
 from uno.session import resources
 from uno.session.resources import Room
+from uno.session.run import Run
 
 BIG, SMALL = ({"CPU": cpus, "memory": 1e9} for cpus in (4.0, 2.0))
 
@@ -286,12 +288,15 @@ def test_predictions_and_features_wait_for_nodes_too(monkeypatch):
 
 def estimate(ray, config, monkeypatch):
     found = []
-    monkeypatch.setattr(jobs.ray_env, "connect", lambda **_: nullcontext(ray))
-    monkeypatch.setattr(jobs, "estimated_set", lambda *_: None)
+    monkeypatch.setattr(backend.ray_env, "connect", lambda **_: nullcontext(ray))
+    monkeypatch.setattr(backend, "estimated_set", lambda *_: None)
     monkeypatch.setattr(
-        jobs.estimate, "estimate_num_novel", lambda *facts, **_: found.append(facts[4])
+        backend.estimate,
+        "estimate_num_novel",
+        lambda *facts, **_: found.append(facts[4]),
     )
-    jobs.OnRay().estimate(config, Mock(), Storage("unused"))
+    run = Run(config, Storage("unused"), backend.RayBackend(), opened=Mock())
+    run.backend.estimate(run, Settings())
     return found
 
 

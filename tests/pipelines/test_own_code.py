@@ -33,7 +33,7 @@ from uno.presets import preset
 from uno.reproduce.experiments import build, cells
 from uno.results import predictions
 from uno.runs import run
-from uno.runs.directory import open_run
+from uno.runs.directory import begin_run
 from uno.session.settings import completed, from_keywords
 
 PRETEXT = '''"""Is the image negated?"""
@@ -379,7 +379,7 @@ def test_a_table_of_an_encoder_of_other_code_is_refused(here):
     ]
     write_encoder()
     cell = request(words).cells[0]
-    open_run(cell.config, Storage(f"cells/{cell.name}"), "0" * 64)
+    begin_run(cell.config, Storage(f"cells/{cell.name}"), "0" * 64)
     assert cell.name in {job.name for job in tables.plan(request(words))}
     write_encoder(".flip(2)")
     with pytest.raises(

@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 import yaml
 
-from pipelines import cli, jobs, ray_env
+from pipelines import backend, cli, ray_env
 from tests.pipelines.small import SMALL, refused, wait_for, write_images
 from tests.uno.data.builders import encoded, pixels
 from tests.uno.data.test_tar import write_tar
@@ -32,11 +32,11 @@ from uno.presets import preset
 from uno.results.infer import decoder, load_classifier, read_model_files, sample_logits
 from uno.results.predictions import FILE
 from uno.session import settings
+from uno.session.backend import LocalBackend, choose_backend
 from uno.session.data import read_task
-from uno.session.job import discover, evaluate
-from uno.session.place import Place
-from uno.session.predict import predict as session_predict
+from uno.session.pipeline import discover, evaluate
 from uno.session.predict import predict_run, unlabeled_rows
+from uno.session.run import Run
 
 
 @pytest.fixture
@@ -133,15 +133,16 @@ def test_workers_of_a_cluster_look_at_samples(ray_cluster, run, monkeypatch, cap
     storage, rows, numbers = Storage(str(run)), read_digits(), np.arange(1796, 1000, -1)
     model = load_classifier(storage)
     expected = sample_logits(model, decoder(model, rows, 1), numbers)
-    config, workers = override(model.config, {"compute.num_workers": 2}), jobs.OnRay()
+    config = override(model.config, {"compute.num_workers": 2})
+    workers = backend.RayBackend()
     monkeypatch.setattr(ray_env, "cluster_address", lambda: "a cluster")
     monkeypatch.setattr(
-        Place,
+        LocalBackend,
         "decoder",
         lambda *_: lambda batches: pytest.fail("this process computes"),
     )
     index, found = sample_logits(
-        model, workers.decoder(config, storage, rows, model), numbers
+        model, workers.decoder(Run(config, storage, workers), model), numbers
     )
     assert (index == expected[0]).all()
     for ours, theirs in zip(found, expected[1], strict=True):
@@ -152,9 +153,9 @@ def test_workers_of_a_cluster_look_at_samples(ray_cluster, run, monkeypatch, cap
 
     files, images = read_model_files(storage), InMemory(["/no/such.png"])
     how = config, files, images, lambda batches: (len(batches), "here")
-    assert jobs.encode_on_ray(*how, [np.arange(1)]) == (1, "here")
-    monkeypatch.setattr(jobs, "ray_tasks", lost)
-    assert jobs.encode_on_ray(*how, [np.arange(1)] * 2) == (2, "here")
+    assert backend.encode_on_ray(*how, [np.arange(1)]) == (1, "here")
+    monkeypatch.setattr(backend, "ray_tasks", lost)
+    assert backend.encode_on_ray(*how, [np.arange(1)] * 2) == (2, "here")
     assert (
         caplog.text.count(
             "workers were lost or can read no image: this machine computes"
@@ -163,32 +164,35 @@ def test_workers_of_a_cluster_look_at_samples(ray_cluster, run, monkeypatch, cap
     )
 
 
-class Elsewhere(Place):
+class Workers(LocalBackend):
     """Workers that are this process, and who asks them for a sample and for
     predictions.
     """
+
+    after_training = backend.RayBackend.after_training
 
     def __init__(self, is_cluster=False) -> None:
         self.asked: list[int] = []
         self.predicted: list[int] = []
         self.is_cluster = lambda: is_cluster
 
-    def decoder(self, config, storage, rows, model):
-        self.asked.append(len(rows))
-        return super().decoder(config, storage, rows, model)
+    def decoder(self, run, model):
+        self.asked.append(len(run.task.rows))
+        return super().decoder(run, model)
 
-    def predict(self, config, model, storage, writer, show):
+    def predict(self, run, model, writer, show):
         self.predicted.append(writer.num_rows)
-        return super().predict(config, model, storage, writer, show)
+        return super().predict(run, model, writer, show)
 
 
-def test_workers_align_the_heads_of_what_they_predict(run, tmp_path):
+def test_workers_align_the_heads_of_what_they_predict(run, tmp_path, monkeypatch):
     """Kills: a head that runs the encoder although workers are there."""
-    given, workers = (
-        {"compute.num_workers": 1, "data.source": "digits", "output": str(tmp_path)},
-        Elsewhere(),
-    )
-    session_predict(str(run), given, embedding=False, elsewhere=workers)
+    workers = Workers()
+    monkeypatch.setattr(backend, "RayBackend", lambda: workers)
+    path = run / "model" / "classes.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"alignment": None}))
+    source = ["--data", "digits", "--output", tmp_path / "out"]
+    uno("predict", run, *source, "--workers", 1)
     assert (
         workers.asked == [1797]
         and load_classifier(Storage(str(run))).alignment is not None
@@ -198,10 +202,10 @@ def test_workers_align_the_heads_of_what_they_predict(run, tmp_path):
 @pytest.mark.parametrize(
     ("few", "loading", "is_cluster", "asked"),
     [
-        (1, "streaming", False, [400, 400]),
+        (1, "streaming", False, [400]),
         (401, "streaming", True, []),
         (1, "memory", False, []),
-        (1, "memory", True, [400, 400]),
+        (1, "memory", True, [400]),
     ],
 )
 def test_workers_end_a_large_run(
@@ -212,8 +216,9 @@ def test_workers_end_a_large_run(
     start for a small one, or for images that this machine has decoded and they would
     decode again.
     """
-    monkeypatch.setattr("uno.session.predict.RAY_PAYS_ROWS", few)
-    workers, run = Elsewhere(is_cluster), tmp_path / "run"
+    monkeypatch.setattr(backend, "RAY_PAYS_ROWS", few)
+    workers, run = Workers(is_cluster), tmp_path / "run"
+    monkeypatch.setattr(backend, "RayBackend", lambda: workers)
     settings = {
         **SMALL_RUN,
         "data.loading": loading,
@@ -221,10 +226,10 @@ def test_workers_end_a_large_run(
         "output": str(run),
     }
     settings |= {"pretrain.epochs": 1, "discover.epochs": 1, "compute.threads": 1}
-    discover(override(preset("digits"), settings), settings, elsewhere=workers)
+    discover(override(preset("digits"), settings), settings)
     assert (
         workers.asked == asked
-        and workers.predicted == asked[:1]
+        and workers.predicted == asked
         and (run / "report.html").exists()
     )
     if not asked:
@@ -235,17 +240,17 @@ def test_workers_end_a_large_run(
     path = run / "model" / "classes.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"alignment": None}))
     (run / "metrics.json").write_text("{}")
-    evaluate(str(run), {"compute.num_workers": 1}, workers)
+    evaluate(str(run), {"compute.num_workers": 1})
     assert (
-        workers.asked == [*asked, 400, *asked[1:]]
+        workers.asked == [*asked, 400, *asked]
         and json.loads(path.read_text())["alignment"]
     )
 
 
 def test_workers_look_at_the_rows_of_a_report_where_asked(run, monkeypatch):
     """Kills: --workers that a report accepts and forgets."""
-    workers = Elsewhere()
-    monkeypatch.setattr("pipelines.jobs.OnRay", lambda: workers)
+    workers = Workers()
+    monkeypatch.setattr(backend, "RayBackend", lambda: workers)
     uno("report", run)
     assert workers.asked == []
     uno("report", run, "--workers", 2)
@@ -385,7 +390,7 @@ def test_classes_from_first_look_to_predictions(run, capsys):
         c8={"action": "merge into 3"},
     )
     uno("classes", run, "--apply")
-    assert "predicted 1,797 images again" in capsys.readouterr().out
+    assert "predicting all images" in capsys.readouterr().out
     merged = table_of(run).to_pandas()
     assert not set(merged["class_index"]) & {6, 7, 8}
     assert (merged["known_probability"] >= before["known_probability"] - 1e-5).all()
@@ -511,17 +516,15 @@ def test_export_writes_and_says_what(run, tmp_path, capsys):
 
 def test_predict_run_replaces_what_an_earlier_model_said(run):
     model = load_classifier(Storage(str(run)))
-    task = read_task(model.config.data)
-    _, first = predict_run(model.config, Storage(str(run)), task, model)
+    opened = Run(model.config, Storage(str(run)), LocalBackend())
+    _, first = predict_run(opened, model)
     assert (first.rows, first.ok, first.bad) == (1797, 1797, 0)
     heads = run / "model" / "heads.safetensors"
     weights = safetensors.torch.load(heads.read_bytes())
     heads.write_bytes(
         safetensors.torch.save({**weights, "known.weight": -weights["known.weight"]})
     )
-    predict_run(
-        model.config, Storage(str(run)), task, load_classifier(Storage(str(run)))
-    )
+    predict_run(opened, load_classifier(Storage(str(run))))
     found = set(table_of(run)["model_hash"].to_pylist())
     assert (
         found == {load_classifier(Storage(str(run))).model_hash} != {model.model_hash}
@@ -534,11 +537,12 @@ def test_a_run_of_gpu_workers_is_predicted_by_a_head_without_a_gpu(run):
     CUDA.
     """
     model = load_classifier(Storage(str(run)))
-    task = read_task(model.config.data)
     config = override(
         model.config, {"compute.num_workers": 2, "compute.device": "cuda"}
     )
-    assert predict_run(config, Storage(str(run)), task, model)[1].ok == 1797
+    opened = Run(config, Storage(str(run)), choose_backend(config))
+    opened.backend = opened.backend.after_training(opened.task)
+    assert predict_run(opened, model)[1].ok == 1797
 
 
 @pytest.mark.slow

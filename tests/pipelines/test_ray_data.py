@@ -42,7 +42,7 @@ from uno.errors import ConfigError
 from uno.model import UnoModel
 from uno.presets import preset
 from uno.runs import run
-from uno.session import job, resources
+from uno.session import pipeline, resources
 from uno.session.resources import Room
 
 BROKEN = (3, 8, 14)
@@ -486,9 +486,9 @@ def test_a_resident_run_decodes_every_image_once(tmp_path, capsys, monkeypatch):
     one is at hand.
     """
     decoded, built, before_report = [], [], []
-    pixels, build, report = decode.to_rgb, UnoModel.__init__, job.write_report
+    pixels, build, report = decode.to_rgb, UnoModel.__init__, pipeline.write_report
     count = lambda *a, **k: before_report.append(len(decoded)) or report(*a, **k)  # noqa: E731
-    monkeypatch.setattr(job, "write_report", count)
+    monkeypatch.setattr(pipeline, "write_report", count)
     monkeypatch.setattr(
         decode, "to_rgb", lambda picture: decoded.append(1) or pixels(picture)
     )

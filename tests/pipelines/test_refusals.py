@@ -245,19 +245,3 @@ def test_overwritten_embeddings_take_the_place_of_the_earlier_ones(tmp_path):
     assert other.model_hash != first.model_hash
     (now,) = tmp_path.glob("run-vectors-*.parquet")
     assert now != stored and cli.main(["evaluate", str(output)]) == 0
-
-
-def test_a_run_of_the_earlier_file_name_goes_on(tmp_path):
-    """Version 0.2.0 stored vectors without a hash in the name of their file."""
-    vectors, labels = vectors_of()
-    output = tmp_path / "run"
-    first = uno.discover(embeddings=vectors, labels=labels, output=output, **GIVEN)
-    (stored,) = tmp_path.glob("run-vectors-*.parquet")
-    legacy = stored.rename(tmp_path / "run-vectors.parquet")
-    config = output / "config.yaml"
-    config.write_text(config.read_text().replace(stored.name, legacy.name))
-    again = uno.discover(embeddings=vectors, labels=labels, output=output, **GIVEN)
-    assert again.model_hash == first.model_hash
-    with pytest.raises(ConfigError, match="other data"):
-        uno.discover(embeddings=-vectors, labels=labels, output=output, **GIVEN)
-    assert [*tmp_path.glob("run-vectors*.parquet")] == [legacy]

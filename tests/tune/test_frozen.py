@@ -32,7 +32,8 @@ from uno.data.vectors import given_vectors
 from uno.errors import ConfigError, StorageError
 from uno.runs import DISCOVER, run
 from uno.session import resources
-from uno.session.job import preflight
+from uno.session.data import read_task
+from uno.session.prepare import preflight
 from uno.session.resources import SHARE
 from uno.weights import PRETRAINED
 
@@ -74,7 +75,9 @@ def vector_options(folder: Path, *more: str) -> SweepOptions:
 
 
 def load(options, own_weights=None, storage=None):
-    task = preflight(override(options.config, HERE))
+    config = override(options.config, HERE)
+    task = read_task(config.data)
+    preflight(config, task)
     return load_data(
         options, task, own_weights, storage or Storage(str(options.config.output))
     )

@@ -50,7 +50,7 @@ def is_run(storage: Storage) -> bool:
     return output.is_ours(storage, CONFIG_FILE, "run", begun)
 
 
-def open_run(config: Config, storage: Storage, fingerprint: str) -> None:
+def begin_run(config: Config, storage: Storage, fingerprint: str) -> None:
     """Make the directory a run's; ConfigError: it is one of other settings (named),
     data or format. A warning says where the code of its encoder is another.
     """

@@ -24,7 +24,7 @@ from uno.config import VECTORS, Config, flatten, override
 from uno.data.decode import BadImage, decoded, ok_mask, to_rgb
 from uno.data.files import Storage, full_path, split
 from uno.data.images import Image, Images
-from uno.data.vectors import Vectors, given_vectors, read_vectors, require_kind
+from uno.data.vectors import Vectors, given_vectors, require_kind
 from uno.errors import ConfigError, StorageError, UnoError, as_user_error
 from uno.results import show
 from uno.results.classes import OutputClass, called
@@ -32,7 +32,6 @@ from uno.results.infer import NUMBERS, Classifier, load_classifier, score_rows
 from uno.results.trust import verdict
 from uno.runs import CONFIG_FILE, REPORT_FILE, directory
 from uno.session.console import suppress_output
-from uno.session.place import Place
 from uno.session.settings import completed, from_keywords
 from uno.text import plural
 from uno.threads import torch_threads
@@ -321,8 +320,8 @@ def discover(
     pandas.NA, null) or a negative number for none; ``ids``: N names. They are kept
     beside the run, in OUTPUT-vectors-HASH.parquet.
 
-    It works in this process: ``pipelines.api.discover`` takes the same settings and has
-    workers.
+    It works in this process; ``workers=N`` trains on N workers of Ray, on this machine
+    or on the cluster of ``RAY_ADDRESS``.
 
     Where the command ends with a line it raises an UnoError: ConfigError (a
     ValueError), NumericsError, StorageError or Interrupted.
@@ -330,10 +329,10 @@ def discover(
     if embeddings is None:
         if labels is not None or ids is not None:
             raise ConfigError("labels and ids go with embeddings")
-        return discover_at(None, settings, overwrite, quiet)
+        return _discover(settings, overwrite, quiet)
     stored = stored_embeddings(settings, embeddings, labels, ids, overwrite)
     with stored as on_file:
-        return discover_at(None, on_file, overwrite, quiet)
+        return _discover(on_file, overwrite, quiet)
 
 
 @contextmanager
@@ -347,9 +346,8 @@ def stored_embeddings(
     """Store embeddings beside the run that is trained on them.
 
     The name of the file contains a hash of its content, so that no call replaces the
-    vectors of an earlier run. Version 0.2.0 named it without the hash. At the end a
-    file that the run does not use is deleted: the new one if the run was refused, and
-    the earlier one if the run was started over.
+    vectors of an earlier run. At the end a file that the run does not use is deleted:
+    the new one if the run was refused, and the earlier one if it was started over.
 
     Args:
         settings: The keywords of :func:`discover`.
@@ -370,30 +368,25 @@ def stored_embeddings(
     config = override(Config(), completed({**given, "data.source": f"{VECTORS}:"}))
     vectors, output = given_vectors(embeddings, labels, ids), str(config.output)
     beside = f"{full_path(output)}-{VECTORS}"
-    place, legacy = f"{beside}-{vectors.digest[:12]}.parquet", f"{beside}.parquet"
-    refusal = ConfigError(
-        f"{output} was trained on other data: other embeddings, labels or ids; pass "
-        "overwrite=True to start over, or another output"
-    )
-    earlier = vectors_of(output)
-    if earlier not in (None, place, legacy) and not overwrite:
-        raise refusal
-    is_new, used = not _is_file(place), place
+    place, earlier = f"{beside}-{vectors.digest[:12]}.parquet", vectors_of(output)
+    if earlier not in (None, place) and not overwrite:
+        raise ConfigError(
+            f"{output} was trained on other data: other embeddings, labels or ids;"
+            " pass overwrite=True to start over, or another output"
+        )
+    folder, name = split(place)
+    is_new = not Storage(folder).exists(name)
     if is_new:
         vectors.store(place)
     try:
-        if earlier == legacy and _same_vectors(legacy, place):
-            used = legacy
-        elif earlier == legacy and not overwrite:
-            raise refusal
-        yield {**settings, "data": f"{VECTORS}:{used}"}
+        yield {**settings, "data": f"{VECTORS}:{place}"}
     finally:
         with suppress(UnoError):  # a damaged directory may refer to any of them
             now = vectors_of(output)
             if is_new and now != place:
                 _delete(place)
             is_ours = re.fullmatch(
-                rf"{re.escape(beside)}(-\w{{12}})?\.parquet", earlier or ""
+                rf"{re.escape(beside)}-\w{{12}}\.parquet", earlier or ""
             )
             if is_ours and earlier is not None and now != earlier:
                 _delete(earlier)
@@ -413,30 +406,14 @@ def vectors_of(output: str) -> str | None:
     return path if kind == VECTORS else None
 
 
-def _same_vectors(path: str, other: str) -> bool:
-    """Return whether two files, of which the first may be gone, hold the same rows."""
-    if not _is_file(path):
-        return False
-    return read_vectors(path).fingerprint == read_vectors(other).fingerprint
-
-
-def _is_file(path: str) -> bool:
-    folder, name = split(path)
-    return Storage(folder).exists(name)
-
-
 def _delete(path: str) -> None:
     folder, name = split(path)
     Storage(folder).delete(name)
 
 
-def discover_at(
-    elsewhere: Place | None, settings: Mapping[str, Any], overwrite: bool, quiet: bool
-) -> Model:
-    """:func:`discover`, whose workers, if ``settings`` ask for some, are
-    ``elsewhere``.
-    """
-    from uno.session import job  # it trains: to load a model takes less
+def _discover(settings: Mapping[str, Any], overwrite: bool, quiet: bool) -> Model:
+    """Run :func:`discover` with the settings of a run, whose data is stored."""
+    from uno.session import pipeline  # to load a model takes less
 
     given = from_keywords(settings)
     config, now = (
@@ -449,7 +426,7 @@ def discover_at(
             suppress_output(quiet),
             _own_torch(torch.device("cpu")),
         ):
-            job.discover(config, given, overwrite, elsewhere=elsewhere)
+            pipeline.discover(config, given, overwrite)
     except Exception as error:
         if (meant := as_user_error(error)) is None:
             raise

@@ -10,12 +10,12 @@ from uno.data.decode import ok_mask
 from uno.data.files import Storage
 from uno.data.splits import decide_setting, train_rows
 from uno.results.estimate import Estimate, Settings, require_enough_rows
-from uno.runs import ESTIMATE_FILE, lock
-from uno.runs.hardware import local_device
+from uno.runs import ESTIMATE_FILE
+from uno.session.backend import choose_backend
 from uno.session.console import interrupt_on_signal, print_line
 from uno.session.data import read_task
-from uno.session.place import Place, place_of
 from uno.session.resolve import from_data, with_data
+from uno.session.run import Backend, Run
 from uno.text import plural
 
 
@@ -24,14 +24,25 @@ def estimate_classes(
     given: Container[str] = (),
     settings: Settings | None = None,
     dry_run: bool = False,
-    elsewhere: Place | None = None,
+    backend: Backend | None = None,
 ) -> Estimate | None:
-    """Read the data of ``config``, estimate into ``config.output`` and show the
-    result; None: a dry run.
+    """Estimate the number of novel classes, and print the result.
+
+    Args:
+        config: The configuration. Curves and encoders are stored in its ``output``.
+        given: The dotted keys that somebody has set.
+        settings: The numbers of the procedure, by default those of :class:`Settings`.
+        dry_run: Whether to check everything and to compute nothing.
+        backend: Where the work is done, by default chosen by ``compute.num_workers``.
+
+    Returns:
+        The estimate, or None for a dry run.
+
+    Raises:
+        ConfigError: There are too few known classes or rows.
     """
-    settings, place = settings or Settings(), place_of(config, elsewhere)
-    if config.compute.num_workers == 0:
-        local_device(config)
+    settings = settings or Settings()
+    backend = choose_backend(config) if backend is None else backend
     # The number is what we are after: 1 stands in for it and is never read.
     task = read_task(with_data(config, num_novel=1).data)
     vectors = task.rows.images.vectors(np.arange(len(task.rows)))
@@ -63,17 +74,17 @@ def estimate_classes(
         print_line(f"dry run: would {what}; nothing was done")
         return None
     assert config.output is not None
-    storage, start, kept = (
-        Storage(config.output),
+    run, start = (
+        Run(config, Storage(config.output), backend, opened=task),
         time.perf_counter(),
-        "stopped; finished encoders are kept",
     )
-    with lock.lock_run(storage, on_wait=print_line), interrupt_on_signal(kept):
-        found = place.estimate(config, task, storage, settings)
+    kept = "stopped; finished encoders are kept"
+    with run.locked(), interrupt_on_signal(kept):
+        found = backend.estimate(run, settings)
     print_line(format_estimate(found))
     print_line(
         f"{time.perf_counter() - start:.0f} s; all curves in"
-        f" {storage.below(ESTIMATE_FILE)}"
+        f" {run.storage.below(ESTIMATE_FILE)}"
     )
     return found
 

@@ -1,5 +1,5 @@
-"""Running a trained model over a source: what ``uno predict`` and the end of a run
-share.
+"""Predict the rows of a source with a trained model, for ``uno predict`` and at the end
+of a run.
 """
 
 import time
@@ -12,8 +12,7 @@ from uno.config import Config, override
 from uno.data.files import Storage
 from uno.data.images import spread
 from uno.data.inputs import EvenSample, Inputs, RowInputs, open_inputs
-from uno.data.sources import read_rows
-from uno.data.splits import Task, make_task
+from uno.data.splits import Task
 from uno.data.vectors import require_kind
 from uno.errors import ConfigError, UnoError
 from uno.results import infer
@@ -21,15 +20,13 @@ from uno.results.folders import sort_images, write_csv
 from uno.results.infer import SAMPLE_ROWS, Classifier, with_alignment
 from uno.results.predictions import PredictionWriter, Summary
 from uno.runs import CONFIG_FILE
-from uno.runs.hardware import local_device, num_threads
+from uno.runs.hardware import num_threads
 from uno.runtime import require_runtime
+from uno.session.backend import LocalBackend, choose_backend
 from uno.session.console import Progress, interrupt_on_signal, print_line, reading
-from uno.session.data import read_task
-from uno.session.place import Place, place_of
+from uno.session.run import Run
 from uno.text import plural
 
-# at the end of a run; below it, starting actors takes longer than the work
-RAY_PAYS_ROWS = 20_000
 ANYWHERE = {
     "compute.num_workers": 0,
     "compute.device": "auto",
@@ -46,10 +43,18 @@ def predict(
     embedding: bool,
     csv: bool = False,
     folders: bool = False,
-    elsewhere: Place | None = None,
 ) -> None:
-    """``uno predict``: classify a source with the model of the run ``target``;
-    ``given`` are dotted keys.
+    """Classify the images of a source with the model of a run: ``uno predict``.
+
+    Args:
+        target: The directory of the run, or a copy of its ``model/``.
+        given: Dotted keys of the source, of the output and of where the work is done.
+        embedding: Whether the table also has the features.
+        csv: Whether the table is also written as CSV.
+        folders: Whether images are also copied into a folder for each class.
+
+    Raises:
+        ConfigError: The source does not fit the model, or the output is a run's.
     """
     storage = Storage(target)
     model = infer.load_classifier(storage)
@@ -59,8 +64,7 @@ def predict(
     config = override(model.config, {**ANYWHERE, **compute})
     num_threads(config)
     require_runtime(config)
-    if config.compute.num_workers == 0:
-        local_device(config)
+    backend = choose_backend(config)
     if data and "output" not in given:
         raise ConfigError(
             "--data and --limit need --output DIR, the place for predictions.parquet"
@@ -70,35 +74,25 @@ def predict(
             f"--output {given['output']} is the directory of a run, which keeps the"
             " predictions of its own data; choose another --output"
         )
+    if model.config.model.takes_vectors:
+        backend = LocalBackend()  # there is nothing to decode
+    run = Run(config, storage, backend)
     limit = override(Config(), {"data.limit": data.pop("data.limit", None)}).data.limit
-    with reading() as total:
-        if data:
+    if data:
+        with reading() as total:
             inputs: Inputs = open_inputs(override(Config(), data).data)
-        else:
-            inputs = RowInputs(make_task(read_rows(config.data), config.data).rows)
-        inputs = (
-            EvenSample(inputs, limit)
-            if limit is not None and limit < len(inputs)
-            else inputs
-        )
-        total(len(inputs))
+            total(len(inputs))
+    else:
+        inputs = RowInputs(run.task.rows)
+    if limit is not None and limit < len(inputs):
+        inputs = EvenSample(inputs, limit)
     for warning in inputs.warnings:
         print_line(f"warning: {warning}")
     require_kind(model.config.model, inputs.first)
     if folders and inputs.first.pictures() is None:
         raise ConfigError("--folders copies images, and the data has only vectors")
-    if model.config.model.takes_vectors:  # there is nothing to decode
-        config = override(
-            config,
-            {"compute.num_workers": 0, "compute.device": local_device(config).type},
-        )
     try:
-        if model.alignment is None:
-            task = read_task(config.data)
-            decode = place_of(config, elsewhere).decoder(
-                config, storage, task.rows, model
-            )
-            model = with_alignment(model, storage, decode, unlabeled_rows(task))
+        model = align_heads(run, model)
     except UnoError as error:
         print_line(
             "warning: head_agreement is empty, because heads cannot be aligned:"
@@ -111,7 +105,7 @@ def predict(
 
     kept = "stopped; finished shards are kept"
     with interrupt_on_signal(kept):
-        summary = _predict(config, model, storage, writer, elsewhere)
+        summary = _predict(run, model, writer)
     print_line(
         f"{plural(summary.rows, 'image')}, {summary.ok:,} ok, {summary.bad:,} bad:"
         f" {summary.path}"
@@ -127,39 +121,30 @@ def predict(
             print_line(f"sorted: {sort_images(output, inputs, show)}")
 
 
-def predict_run(
-    config: Config,
-    storage: Storage,
-    task: Task,
-    model: Classifier,
-    elsewhere: Place | None = None,
-) -> tuple[Classifier, Summary]:
-    """The last step of a run: ``predictions.parquet`` of all its rows, on Ray where
-    there are many to decode; those of an earlier model are replaced. Returns ``model``,
-    its heads aligned.
+def predict_run(run: Run, model: Classifier) -> tuple[Classifier, Summary]:
+    """Predict all rows of a run into its ``predictions.parquet``.
+
+    Predictions of an earlier model are replaced.
+
+    Returns:
+        The model with aligned heads, and the numbers of rows.
     """
-    if not ray_pays(task, elsewhere):
-        config = override(
-            config,
-            {"compute.num_workers": 0, "compute.device": local_device(config).type},
-        )
-    decode = place_of(config, elsewhere).decoder(config, storage, task.rows, model)
-    model = with_alignment(model, storage, decode, unlabeled_rows(task))
+    model = align_heads(run, model)
     writer = PredictionWriter(
-        storage, RowInputs(task.rows), model, embedding=False, replace=True
+        run.storage, RowInputs(run.task.rows), model, embedding=False, replace=True
     )
-    return model, _predict(config, model, storage, writer, elsewhere)
+    return model, _predict(run, model, writer)
 
 
-def ray_pays(task: Task, elsewhere: Place | None) -> bool:
-    """Whether workers end sooner than this process with what takes an encoder at the
-    end of a run: there are many rows, and no features of them, nor decoded images
-    unless the workers are those of a cluster.
+def align_heads(run: Run, model: Classifier) -> Classifier:
+    """Align the heads of a model on unlabeled rows of its run, unless they are aligned.
+
+    The alignment is stored in the directory of the run.
     """
-    ready = task.rows.images.prepared(np.arange(0))
-    is_cluster = elsewhere is not None and elsewhere.is_cluster()
-    is_left = ready is None or (ready[0].ndim > 2 and is_cluster)
-    return is_left and len(task.rows) >= RAY_PAYS_ROWS
+    if model.alignment is not None:
+        return model
+    decode = run.backend.decoder(run, model)
+    return with_alignment(model, run.storage, decode, unlabeled_rows(run.task))
 
 
 def unlabeled_rows(task: Task) -> np.ndarray:
@@ -175,14 +160,8 @@ def unlabeled_rows(task: Task) -> np.ndarray:
     ]
 
 
-def _predict(
-    config: Config,
-    model: Classifier,
-    storage: Storage,
-    writer: PredictionWriter,
-    elsewhere: Place | None,
-) -> Summary:
-    """Where ``config.compute`` says."""
+def _predict(run: Run, model: Classifier, writer: PredictionWriter) -> Summary:
+    """Classify the rows that a writer lacks, and show the progress."""
     if writer.complete:
         return writer.finish()
     if writer.num_done:
@@ -204,4 +183,4 @@ def _predict(
                 }
             )
 
-        return place_of(config, elsewhere).predict(config, model, storage, writer, show)
+        return run.backend.predict(run, model, writer, show)

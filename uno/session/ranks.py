@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, redirect_stdout, suppress
+from contextlib import redirect_stdout, suppress
 from typing import Any
 
 import torch
@@ -17,17 +17,19 @@ from torch import nn
 
 from uno import collectives
 from uno.config import Config, override, to_dict
-from uno.data.files import Storage
-from uno.data.splits import Task
 from uno.errors import ConfigError, StorageError, UnoError
-from uno.results.evaluate import evaluate_run
-from uno.runs import run
-from uno.runs.hardware import local_device, num_threads
+from uno.runs.hardware import num_threads
 from uno.runs.lock import ClaimedStorage
+from uno.session.backend import (
+    STOPPING,
+    LocalBackend,
+    evaluate_rows,
+    train_phases,
+)
 from uno.session.console import on_stop
-from uno.session.data import Show, config_for_readable_rows, open_sets, read_task
-from uno.session.place import STOPPING, Place, TrainingJob
+from uno.session.data import Show, open_sets
 from uno.session.resources import Room, on_features
+from uno.session.run import Run
 from uno.session.settings import LAUNCHED
 
 STOP_LOOK_S = 2.0  # between two looks whether to stop
@@ -93,12 +95,13 @@ class GroupWorker:
 class _TorchWorker(GroupWorker):
     def __init__(
         self,
-        place: "Ranks",
+        backend: "TorchrunBackend",
         device: torch.device,
         look: Callable[[], bool],
         show: Show,
     ) -> None:
-        self.rank, self.world_size, self.device = place.rank, place.world_size, device
+        self.rank, self.world_size = backend.rank, backend.world_size
+        self.device = device
         self.look, self._show = look, show  # type: ignore[method-assign]
 
     def report(self, metrics: dict[str, Any]) -> None:
@@ -106,10 +109,11 @@ class _TorchWorker(GroupWorker):
         self._show(metrics)
 
 
-class Ranks(Place):
-    """All ranks that ``torchrun`` has started. Rank 0 leads: it has the command, the
-    console and the claim, and does alone what is not training; the others
-    :meth:`follow`.
+class TorchrunBackend(LocalBackend):
+    """The ranks that ``torchrun`` has started, one process each.
+
+    Rank 0 leads. It has the command, the console and the lock of the run, and does
+    alone what is neither training nor evaluation. The other ranks :meth:`follow`.
     """
 
     def __init__(self) -> None:
@@ -119,10 +123,17 @@ class Ranks(Place):
         self._store = collectives.meeting()
         self._told = False
 
-    def run(self, command: Callable[["Ranks"], int]) -> int:
-        """The exit code of this rank, of which rank 0 has the ``command``. The first
-        that ends with an error raises it; where others do so for that, only their code
-        says it.
+    def lead_or_follow(self, command: Callable[["TorchrunBackend"], int]) -> int:
+        """Run the command on rank 0, and follow it on the other ranks.
+
+        The first rank that ends with an error raises it. A rank that fails afterwards,
+        usually because of the first one, returns its exit code alone.
+
+        Args:
+            command: Takes this backend, and returns an exit code.
+
+        Returns:
+            The exit code of this rank.
         """
         try:
             if self.rank == 0:
@@ -170,65 +181,53 @@ class Ranks(Place):
         room = super().free_memory(config)
         return room._replace(host=room.host // self._local_size)
 
-    def train(
-        self, job: TrainingJob, show: Show, until: ExitStack, keep: bool = True
-    ) -> tuple[dict[str, float], Task]:
-        """By all ranks; only rank 0 calls it."""
-        storage = job.claim.storage
+    def train(self, run: Run, show: Show) -> dict[str, float]:
+        """Train and evaluate the run on all ranks. Only rank 0 calls this."""
+        assert run.lock is not None
         self._tell(
             {
-                "config": to_dict(job.config),
-                "phases": job.phases,
-                "evaluate": job.evaluate,
-                "output": storage.uri,
-                "token": storage.token,
-                "fingerprint": job.task.rows.fingerprint,
-                "batch_is_derived": job.batch_is_derived,
+                "config": to_dict(run.config),
+                "phases": run.phases,
+                "evaluate": run.evaluate,
+                "output": run.storage.uri,
+                "token": run.lock.storage.token,
+                "fingerprint": run.task.rows.fingerprint,
+                "batch_is_derived": run.batch_is_derived,
             }
         )
-        return self._work(
-            job.config,
-            job.task,
-            job.phases,
-            job.evaluate,
-            job.batch_is_derived,
-            storage,
-            show,
-        )
+        return self._work(run, show)
 
     def follow(self) -> None:
-        """Do what rank 0 tells, without a word. ConfigError: this machine has other
-        data than rank 0's.
+        """Train and evaluate as rank 0 tells, without a word.
+
+        Raises:
+            ConfigError: This machine has other data than that of rank 0.
         """
         while not self._store.check(["job"]):
             time.sleep(POLL_S)
         job = json.loads(self._store.get("job"))
         if job is None:
             return
-        config, storage = (
-            Config.model_validate(job["config"]),
-            ClaimedStorage(job["output"], job["token"]),
-        )
+        storage = ClaimedStorage(job["output"], job["token"])
         storage.check()
+        run = Run(
+            Config.model_validate(job["config"]),
+            storage,
+            self,
+            phases=tuple(job["phases"]),
+            evaluate=job["evaluate"],
+            batch_is_derived=job["batch_is_derived"],
+        )
         with (
             open(os.devnull, "w", encoding="utf-8") as nowhere,
             redirect_stdout(nowhere),
         ):
-            task = read_task(config.data)
-            if task.rows.fingerprint != job["fingerprint"]:
+            if run.task.rows.fingerprint != job["fingerprint"]:
                 raise ConfigError(
                     f"rank {self.rank} reads other data than rank 0 from"
-                    f" {task.rows.source}"
+                    f" {run.task.rows.source}"
                 )
-            self._work(
-                config,
-                task,
-                job["phases"],
-                job["evaluate"],
-                job["batch_is_derived"],
-                storage,
-                lambda metrics: None,
-            )
+            self._work(run, lambda metrics: None)
 
     def _ends_first(self) -> bool:
         """Whether no rank has asked this before, or nobody knows."""
@@ -240,31 +239,17 @@ class Ranks(Place):
         self._told = True
         self._store.set("job", json.dumps(job))
 
-    def _work(
-        self,
-        config: Config,
-        task: Task,
-        phases: Any,
-        evaluate: bool,
-        batch_is_derived: bool,
-        storage: Storage,
-        show: Show,
-    ) -> tuple[dict[str, float], Task]:
+    def _work(self, run: Run, show: Show) -> dict[str, float]:
+        """Train and evaluate as one of the ranks."""
+        config, storage, device = run.config, run.storage, run.device
         torch.set_num_threads(num_threads(config, self._local_size))
-        device, stopping, first = (
-            local_device(config),
-            threading.Event(),
-            self.rank == 0,
-        )
+        stopping, first = threading.Event(), self.rank == 0
         if device.type == "cuda":
             torch.cuda.set_device(device := torch.device("cuda", self._local_rank))
         # torchrun tells all to end as soon as one has: after an error here there is no
         # other way any more.
         usual = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        stop, values = (
-            on_stop(stopping.set, STOPPING if first else None),
-            dict[str, float](),
-        )
+        stop = on_stop(stopping.set, STOPPING if first else None)
         group = collectives.group(self._store, device, self.rank, self.world_size)
         with stop, group:
             worker = _TorchWorker(self, device, stopping.is_set, show)
@@ -272,20 +257,10 @@ class Ranks(Place):
             if on_features(config) and not first:
                 while not self._store.check(["features"]):
                     time.sleep(POLL_S)
-            sets = open_sets(config, task, storage, show, stopping.is_set, first)
+            sets = open_sets(config, run.task, storage, show, stopping.is_set, first)
             if first:
                 self._store.set("features", "kept")
-            if phases:
-                config = config_for_readable_rows(
-                    config, task, sets.ok, batch_is_derived
-                )
-            train = sets.train.to(device)
-            for phase in phases:
-                run.run_phase(config, phase, train, worker, storage)
-            if evaluate:
-                num_true = len(sets.task.known) + len(sets.task.novel)
-                values = evaluate_run(
-                    config, storage, train, sets.truth(), num_true, worker
-                )
+            train = train_phases(run, sets, worker)
+            metrics = evaluate_rows(run, sets, train, worker)
         signal.signal(signal.SIGTERM, usual)
-        return values, sets.task
+        return metrics

@@ -32,7 +32,7 @@ from uno.errors import ConfigError
 from uno.report.report import write_report
 from uno.results.predictions import PredictionWriter, predict_rows, read_columns
 from uno.runs import run
-from uno.session.job import preflight
+from uno.session.prepare import preflight
 
 from .builders import encoded, failure, pixels, write_images
 

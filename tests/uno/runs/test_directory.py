@@ -25,7 +25,7 @@ from uno.errors import ConfigError, StorageError
 from uno.presets import PRESETS, preset
 from uno.runs import directory
 from uno.runs.checkpoint import checkpoint_steps, file_name
-from uno.runs.directory import open_run
+from uno.runs.directory import begin_run
 
 CONFIG = small_config(pretrain__epochs=2, discover__epochs=2)
 
@@ -34,7 +34,7 @@ CONFIG = small_config(pretrain__epochs=2, discover__epochs=2)
 def trained(tmp_path_factory):
     """The directory of a run that ended before its evaluation."""
     storage = Storage(str(tmp_path_factory.mktemp("trained")))
-    open_run(CONFIG, storage, "f" * 64)
+    begin_run(CONFIG, storage, "f" * 64)
     train_both(CONFIG, storage)
     storage.delete("tensorboard")
     return storage.root
@@ -56,7 +56,7 @@ def test_the_same_config_opens_its_run_again(empty, name, recipe):
     """Kills: a value that YAML does not give back (1e-5 as text, tuples, None)."""
     config = preset(name, recipe)
     for _ in range(2):
-        open_run(config, empty, "print")
+        begin_run(config, empty, "print")
     assert override(Config(), directory.read_config_tree(empty)) == config
 
 
@@ -64,15 +64,15 @@ def test_what_does_not_fit_the_run_is_refused(empty):
     """Kills: a run continued under other settings or on other data, keys that are
     not named.
     """
-    open_run(CONFIG, empty, "print")
+    begin_run(CONFIG, empty, "print")
     changed = override(CONFIG, {"objective.epsilon": 0.1, "discover.epochs": 4})
     keys = (
         r"other settings: discover\.epochs, objective\.epsilon; use those, --overwrite"
     )
     with pytest.raises(ConfigError, match=keys):
-        open_run(changed, empty, "print")
+        begin_run(changed, empty, "print")
     with pytest.raises(ConfigError, match=r"\.\.\."):
-        open_run(preset("cifar10"), empty, "print")
+        begin_run(preset("cifar10"), empty, "print")
     changes = {
         "output": "elsewhere",
         "compute.num_workers": 2,
@@ -92,14 +92,14 @@ def test_what_does_not_fit_the_run_is_refused(empty):
         if may_change_on_resume(key) and not key.startswith("compute.")
     }
     assert free == {key for key in changes if not key.startswith("compute.")}
-    open_run(override(CONFIG, changes), empty, "print")
+    begin_run(override(CONFIG, changes), empty, "print")
     with pytest.raises(ConfigError, match="trained on other data"):
-        open_run(CONFIG, empty, "other")
+        begin_run(CONFIG, empty, "other")
     facts = json.loads(empty.read("environment.json"))
     assert facts["data_fingerprint"] == "print" and "torch" in facts["versions"]
     empty.write("environment.json", json.dumps(facts | {"format_version": 99}).encode())
     with pytest.raises(ConfigError, match="format version 99, not 2; use --overwrite"):
-        open_run(CONFIG, empty, "print")
+        begin_run(CONFIG, empty, "print")
 
 
 DEEP = b"[" * 100_000  # more than Python recurses
@@ -116,10 +116,10 @@ def test_damaged_files_of_a_run_are_one_line(empty, content):
         ("config.yaml", "damaged"),
     ):
         empty.delete("config.yaml")
-        open_run(CONFIG, empty, "print")
+        begin_run(CONFIG, empty, "print")
         empty.write(name, content)
         with pytest.raises(ConfigError, match=rf"{name} is {says}"):
-            open_run(CONFIG, empty, "print")
+            begin_run(CONFIG, empty, "print")
 
 
 def test_a_directory_of_something_else_is_left_alone(empty):
@@ -128,7 +128,7 @@ def test_a_directory_of_something_else_is_left_alone(empty):
     with pytest.raises(
         ConfigError, match=r"holds no run \(no config\.yaml\); .* choose another"
     ):
-        open_run(CONFIG, empty, "print")
+        begin_run(CONFIG, empty, "print")
     assert empty.list() == ["thesis.tex"]
     with pytest.raises(
         ConfigError, match=r"is not a run directory: it has no config\.yaml"
@@ -143,7 +143,7 @@ def test_a_directory_of_something_else_is_left_alone(empty):
         ".environment.json.0a1b2c3d",
     ):
         empty.write(name, b"")
-    open_run(CONFIG, empty, "print")
+    begin_run(CONFIG, empty, "print")
     assert empty.read("config.yaml").decode() == dump_yaml(CONFIG)
 
 
@@ -173,7 +173,7 @@ def test_a_run_of_the_form_before_is_refused(empty):
     with pytest.raises(
         ConfigError, match=r"^.*empty has format version 1, not 2; use --overwrite$"
     ):
-        open_run(CONFIG, empty, "print")
+        begin_run(CONFIG, empty, "print")
 
 
 def test_repairs_lose_nothing(storage):

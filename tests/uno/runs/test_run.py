@@ -44,7 +44,7 @@ def storage(tmp_path) -> Storage:
 def finished(tmp_path_factory) -> Storage:
     """A run of both phases."""
     storage = Storage(str(tmp_path_factory.mktemp("finished")))
-    directory.open_run(CONFIG, storage, "print")
+    directory.begin_run(CONFIG, storage, "print")
     train_both(CONFIG, storage)
     return storage
 

@@ -1,5 +1,6 @@
 """A run that is finished or resumes on unchanged data reads no image before."""
 
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,8 @@ from tests.uno.data.builders import write_images
 from uno.data.files import Storage
 from uno.data.images import Files
 from uno.errors import ConfigError
-from uno.session.place import Place
+from uno.session import pipeline
+from uno.session.backend import LocalBackend
 
 
 @pytest.fixture
@@ -54,7 +56,7 @@ def test_a_resumed_run_reads_no_image_before_it_continues(
     def stop(*args, **kwargs):
         raise RuntimeError("training begins")
 
-    monkeypatch.setattr(Place, "train", stop)
+    monkeypatch.setattr(LocalBackend, "train", stop)
     with pytest.raises(RuntimeError, match="training begins"):
         uno.discover(**settings, quiet=True)
     assert sum(num_read) > 0  # a new run looks at its images
@@ -65,18 +67,25 @@ def test_a_resumed_run_reads_no_image_before_it_continues(
 
 
 def test_evaluating_a_run_again_checks_no_image(settings, num_read, monkeypatch):
-    from uno.session import job
-
     uno.discover(**settings, quiet=True)
     num_read.clear()
 
     def stop(*args, **kwargs):
         raise RuntimeError("evaluation begins")
 
-    monkeypatch.setattr(Place, "train", stop)
+    monkeypatch.setattr(LocalBackend, "train", stop)
     with pytest.raises(RuntimeError, match="evaluation begins"):
-        job.evaluate(settings["output"], {})
+        pipeline.evaluate(settings["output"], {})
     assert sum(num_read) == 0
+
+
+def test_evaluating_a_run_whose_end_was_cut_short_saves_its_model(settings, tmp_path):
+    first = uno.discover(**settings, quiet=True)
+    shutil.rmtree(tmp_path / "run" / "model")
+    (tmp_path / "run" / "metrics.json").unlink()
+    pipeline.evaluate(settings["output"], {})
+    again = uno.load(settings["output"])
+    assert again.model_hash == first.model_hash and again.metrics == first.metrics
 
 
 def test_a_run_with_changed_images_is_refused_before_they_are_checked(
@@ -99,7 +108,7 @@ def test_a_run_keeps_its_estimated_number_of_classes(
         Storage(config.output).write("estimate.json", b"{}")
         return SimpleNamespace(suggested=2)
 
-    monkeypatch.setattr("uno.session.job.estimate_classes", estimate)
+    monkeypatch.setattr("uno.session.prepare.estimate_classes", estimate)
     settings |= {"num_novel": "auto"}
     uno.discover(**settings, quiet=True)
     stored = tmp_path / "run" / "estimate.json"

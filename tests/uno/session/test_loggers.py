@@ -15,7 +15,8 @@ from uno.data.files import Storage
 from uno.errors import ConfigError
 from uno.presets import preset
 from uno.runs.journal import read_journal
-from uno.session import job, loggers
+from uno.session import loggers, pipeline
+from uno.session.backend import LocalBackend
 from uno.session.loggers import Loggers, require_loggers
 
 RESULTS = {"train/all/acc": 0.75, "undefined": float("nan")}
@@ -252,17 +253,15 @@ def test_a_run_reports_to_its_loggers(tmp_path, monkeypatch):
             seen.append(failed)
 
     monkeypatch.setitem(loggers.LOGGERS, "wandb", ("json", Noting))
-    place = job.Place()
     config = small_config(
         train__log_every=50,
         output=str(tmp_path / "run"),
         train__report_to="jsonl,wandb",
         compute__threads=1,
     )
-    monkeypatch.setattr(job, "place_of", lambda *_: place)
-    train = place.train
-    place.train = lambda *args: (RESULTS, train(*args)[1])
-    job.discover(config, {}, last="pretrain")
+    train = LocalBackend.train
+    monkeypatch.setattr(LocalBackend, "train", lambda *a: train(*a) or RESULTS)
+    pipeline.discover(config, {}, last="pretrain")
     assert seen == [
         ("run", 4),
         *[("pretrain", 3 * i) for i in (1, 2, 3)],
@@ -283,7 +282,7 @@ def test_every_tool_has_the_same_run(tmp_path, monkeypatch, wandb_runs):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     storage = Storage(str(tmp_path / "run"))
-    job.discover(
+    pipeline.discover(
         small_config(
             output=storage.root,
             train__report_to="tensorboard,wandb,mlflow,jsonl",

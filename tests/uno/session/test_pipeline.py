@@ -6,7 +6,7 @@ import pytest
 from uno.data.files import Storage
 from uno.results import predictions
 from uno.runs import REPORT_FILE
-from uno.session import job
+from uno.session import pipeline
 
 
 @pytest.mark.parametrize("truth", [False, True])
@@ -32,7 +32,7 @@ def test_the_last_lines_are_the_classes_and_what_to_do_next(tmp_path, capsys, tr
     identity = dict.fromkeys(predictions.DIFFERENCES, "")
     predictions._write(Storage(str(tmp_path)), names.schema, identity, iter([names]))
     (tmp_path / REPORT_FILE).touch()
-    job._show(Storage(str(tmp_path)), values)
+    pipeline.show_results(Storage(str(tmp_path)), values)
     *lines, report, classes, predict = filter(
         str.strip, capsys.readouterr().out.splitlines()
     )
@@ -46,6 +46,6 @@ def test_the_last_lines_are_the_classes_and_what_to_do_next(tmp_path, capsys, tr
     assert classes == f"      uno classes {tmp_path} --rename novel-2=NAME"
     assert predict == f"      uno predict {tmp_path} --data SOURCE --output DIR"
     (tmp_path / "predictions.parquet").write_bytes(b"damaged")
-    job._show(Storage(str(tmp_path)), values)
+    pipeline.show_results(Storage(str(tmp_path)), values)
     again = capsys.readouterr().out
     assert "images of" not in again and ("accuracy, %" in again) == truth

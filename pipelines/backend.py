@@ -1,11 +1,9 @@
-"""The work of a run on Ray, for whoever wants workers: :class:`OnRay` is a place of
-``uno.session``.
-"""
+"""The backend that does the work of a run on Ray. ``uno`` loads it by name."""
 
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -20,9 +18,7 @@ from pipelines.inference import predict_on_ray
 from pipelines.worker import run_on_ray
 from uno.config import Config, override
 from uno.data.decode import decode_many, ok_mask
-from uno.data.files import Storage
 from uno.data.images import Images, from_columns, to_columns
-from uno.data.rows import Rows
 from uno.data.splits import Task
 from uno.model import features_of
 from uno.results import estimate
@@ -30,15 +26,20 @@ from uno.results.estimate import Estimate, Settings
 from uno.results.infer import Classifier, Decode, build_classifier, read_model_files
 from uno.results.predictions import PredictionWriter, Summary
 from uno.runs.hardware import num_threads
+from uno.session.backend import LocalBackend, estimated_set
 from uno.session.console import print_line
 from uno.session.data import Show
-from uno.session.place import Place, TrainingJob, estimated_set
 from uno.session.resources import Room
+from uno.session.run import Backend, Run
 
 log = logging.getLogger(__name__)
 
 
-class OnRay(Place):
+# At the end of a smaller run, starting actors takes longer than the work.
+RAY_PAYS_ROWS = 20_000
+
+
+class RayBackend(LocalBackend):
     """The Ray cluster at ``RAY_ADDRESS``, or one that runs on this machine, else one
     that is started.
     """
@@ -49,73 +50,71 @@ class OnRay(Place):
             os.environ[ray_env.ADDRESS] = address
 
     def free_memory(self, config: Config) -> Room:
-        """The least that a worker finds on its node, and of the store of any node."""
+        """Return the least bytes that a worker finds free on its node."""
         return nodes.free_memory(config)
 
-    def train(
-        self, job: TrainingJob, show: Show, until: ExitStack, keep: bool = True
-    ) -> tuple[dict[str, float], Task]:
-        """By Ray Data and Ray Train."""
-        return run_on_ray(job, show, until)
+    def train(self, run: Run, show: Show) -> dict[str, float]:
+        """Train and evaluate the run with Ray Data and Ray Train."""
+        return run_on_ray(run, show)
+
+    def after_training(self, task: Task) -> Backend:
+        """Return this backend only where its workers end sooner than this process.
+
+        They do if the run has many rows whose features are not at hand. Images that
+        this process has decoded are worth the workers of a cluster alone.
+        """
+        ready = task.rows.images.prepared(np.arange(0))
+        is_left = ready is None or (ready[0].ndim > 2 and self.is_cluster())
+        return self if is_left and len(task.rows) >= RAY_PAYS_ROWS else LocalBackend()
+
+    def is_cluster(self) -> bool:
+        """Return whether the workers are those of a cluster that runs already."""
+        return ray_env.cluster_address() is not None
+
+    def decoder(self, run: Run, model: Classifier) -> Decode:
+        """Return the function that decodes, or encodes, rows of the run for a model.
+
+        The workers of a cluster compute features, because this machine may be small.
+        This process decodes rows that need no encoder, those of a run that is not
+        finished, and all rows if Ray was started here.
+        """
+        here, images = super().decoder(run, model), run.task.rows.images
+        ready = images.prepared(np.arange(0))
+        has_features = ready is not None and ready[0].ndim == 2
+        if has_features or not model.model_hash or not self.is_cluster():
+            return here
+        files = read_model_files(run.storage)
+        return partial(encode_on_ray, run.config, files, images, here)
 
     def predict(
         self,
-        config: Config,
+        run: Run,
         model: Classifier,
-        storage: Storage,
         writer: PredictionWriter,
         show: Callable[[int, int], None],
     ) -> Summary:
-        """By actors that load the model from the files of its run."""
+        """Classify rows with actors that load the model from the files of its run."""
+        config, files = run.config, read_model_files(run.storage)
         with ray_env.connect(workers=config.compute.num_workers) as ray:
-            return predict_on_ray(ray, config, read_model_files(storage), writer, show)
+            return predict_on_ray(ray, config, files, writer, show)
 
-    def is_cluster(self) -> bool:
-        """Ray that this command does not start."""
-        return ray_env.cluster_address() is not None
-
-    def decoder(
-        self, config: Config, storage: Storage, rows: Rows, model: Classifier
-    ) -> Decode:
-        """Features that the workers of a cluster compute: its head may be small. This
-        process shows rows that need no encoder or are none of a finished run, and all
-        on a Ray of its own.
-        """
-        here, images = super().decoder(config, storage, rows, model), rows.images
-        ready = images.prepared(np.arange(0))
-        if (
-            (ready is not None and ready[0].ndim == 2)
-            or not model.model_hash
-            or not self.is_cluster()
-        ):
-            return here
-        return partial(encode_on_ray, config, read_model_files(storage), images, here)
-
-    def estimate(
-        self,
-        config: Config,
-        task: Task,
-        storage: Storage,
-        settings: Settings | None = None,
-    ) -> Estimate:
-        """As many encoders and clusterings at once as there are workers."""
+    def estimate(self, run: Run, settings: Settings) -> Estimate:
+        """Estimate with as many encoders and clusterings at once as workers."""
+        config = run.config
         with ray_env.connect(workers=config.compute.num_workers) as ray:
             # more are used where there is room
             one = override(config, {"compute.num_workers": 1})
             request = nodes.once_one_fits(
                 one, lambda: ray_env.task_request(config, ray.cluster_resources())
             )
-            tasks = partial(ray_tasks, ray, config.compute.num_workers, request)
-            train = estimated_set(config, task, storage, partial(compute_on_ray, ray))
-            device = "cuda" if request["num_gpus"] else "cpu"
             return estimate.estimate_num_novel(
                 config,
-                train,
-                task.known,
-                storage,
-                device,
+                estimated_set(run, partial(compute_on_ray, ray)),
+                run.task.known,
+                run.storage,
+                "cuda" if request["num_gpus"] else "cpu",
                 settings,
-                tasks,
+                partial(ray_tasks, ray, config.compute.num_workers, request),
                 report=print_line,
             )
 

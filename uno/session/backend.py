@@ -1,0 +1,173 @@
+"""The backends of a run: this process, or the one that its configuration asks for."""
+
+import pkgutil
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+
+import uno.runs.run as training
+from uno.config import Config
+from uno.data.decode import decode_many, ok_mask
+from uno.data.resident import TrainSet, assemble
+from uno.data.splits import Task
+from uno.data.stream import TrainData
+from uno.errors import Interrupted
+from uno.results.estimate import Estimate, Settings, estimate_num_novel
+from uno.results.evaluate import evaluate_run
+from uno.results.infer import Classifier, Decode, at_speed, decoder
+from uno.results.predictions import PredictionWriter, Summary, predict_rows
+from uno.runs.hardware import local_device, num_threads
+from uno.session import resources
+from uno.session.console import Progress, on_stop, print_line
+from uno.session.data import (
+    Compute,
+    Sets,
+    Show,
+    compute_local,
+    config_for_readable_rows,
+    leave_out_unreadable,
+    load_features,
+    open_sets,
+)
+from uno.session.run import Backend, Run
+from uno.train import LocalWorker, Worker
+from uno.weights import PRETRAINED, PRETRAINED_FILE, fetch_pretrained
+
+STOPPING = "stopping: saving a checkpoint first"
+RAY_BACKEND = "pipelines.backend:RayBackend"  # by name, because uno imports no Ray
+
+
+def choose_backend(config: Config) -> Backend:
+    """Return this process if there are no workers, else the workers of Ray.
+
+    Raises:
+        ConfigError: This process is to use a device that it has not.
+    """
+    if config.compute.num_workers == 0:
+        local_device(config)
+        return LocalBackend()
+    backend: Backend = pkgutil.resolve_name(RAY_BACKEND)()
+    return backend
+
+
+class LocalBackend:
+    """This process, without Ray."""
+
+    def free_memory(self, config: Config) -> resources.Room:
+        """Return the bytes that are free for this process."""
+        return resources.free_memory(config)
+
+    def train(self, run: Run, show: Show) -> dict[str, float]:
+        """Train and evaluate the run, as :meth:`Backend.train` says."""
+        torch.set_num_threads(num_threads(run.config))
+        worker = LocalWorker(run.device, show)
+
+        def stop() -> None:
+            if not run.phases:  # nothing is trained, so nothing waits for a step to end
+                raise Interrupted("stopped; nothing was changed")
+            worker.stop_requested = True
+
+        with on_stop(stop, STOPPING if run.phases else None):
+            sets = open_sets(
+                run.config,
+                run.task,
+                run.storage,
+                show,
+                lambda: worker.stop_requested,
+                keep=not run.dry_run,
+            )
+            train = train_phases(run, sets, worker)
+        with nullcontext() if run.phases else on_stop(stop):
+            return evaluate_rows(run, sets, train, worker)
+
+    def after_training(self, task: Task) -> Backend:
+        """Return this backend."""
+        return self
+
+    def decoder(self, run: Run, model: Classifier) -> Decode:
+        """Return the function with which threads of this process decode rows."""
+        return decoder(model, run.task.rows, run.config.compute.threads)
+
+    def predict(
+        self,
+        run: Run,
+        model: Classifier,
+        writer: PredictionWriter,
+        show: Callable[[int, int], None],
+    ) -> Summary:
+        """Classify the rows that ``writer`` lacks in this process."""
+        threads, model = num_threads(run.config), model.to(run.device)
+        torch.set_num_threads(threads)
+        with at_speed(model, run.config, threads):
+            return predict_rows(model, writer, run.config.compute.threads, show)
+
+    def estimate(self, run: Run, settings: Settings) -> Estimate:
+        """Estimate the number of novel classes, one encoder after another."""
+        return estimate_num_novel(
+            run.config,
+            estimated_set(run),
+            run.task.known,
+            run.storage,
+            run.device,
+            settings,
+            report=print_line,
+        )
+
+
+def train_phases(run: Run, sets: Sets, worker: Worker) -> TrainData:
+    """Train the phases of a run on its opened data.
+
+    Returns:
+        The rows that training may see, on the device of the worker.
+    """
+    config = run.config
+    if run.phases:
+        config = config_for_readable_rows(
+            config, run.task, sets.ok, run.batch_is_derived
+        )
+    train = sets.train.to(worker.device)
+    for phase in run.phases:
+        training.run_phase(config, phase, train, worker, run.storage)
+    run.opened = sets.task
+    return train
+
+
+def evaluate_rows(
+    run: Run, sets: Sets, train: TrainData, worker: Worker
+) -> dict[str, float]:
+    """Return the metrics of a trained run, empty unless ``run.evaluate``."""
+    if not run.evaluate:
+        return {}
+    num_true = len(run.task.known) + len(run.task.novel)
+    truth = sets.truth()
+    return evaluate_run(run.config, run.storage, train, truth, num_true, worker)
+
+
+def estimated_set(run: Run, compute: Compute = compute_local) -> TrainSet:
+    """Open the training rows on which the number of novel classes is estimated.
+
+    Args:
+        run: The run whose rows are read.
+        compute: Computes features of a frozen encoder.
+
+    Returns:
+        Decoded images, or the features (N, 1, D) of the evaluation views if the encoder
+        is frozen.
+    """
+    config, task, storage = run.config, run.task, run.storage
+    if config.model.finetune == "none":
+        if config.model.weights == PRETRAINED and not storage.exists(PRETRAINED_FILE):
+            storage.write(PRETRAINED_FILE, fetch_pretrained(config.model.encoder))
+        with Progress() as show:
+            features, reasons = load_features(
+                config, task, storage, show, compute=compute
+            )
+        images = features[:, 0:1]
+    else:
+        data = config.data
+        images, reasons = decode_many(
+            task.rows.images, data.stored_size, interpolation=data.interpolation
+        )
+    leave_out_unreadable(reasons, config, task)
+    return assemble(task, images, ok_mask(reasons))

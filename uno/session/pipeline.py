@@ -1,0 +1,424 @@
+"""The commands that train, evaluate and change a run, step by step.
+
+Each of them ends with :func:`finish`, which brings the files of the directory in line
+with the model.
+"""
+
+import json
+import re
+import shlex
+import tempfile
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pyarrow.compute as pc
+
+import uno.runs.run as training
+from uno.config import Config, override
+from uno.data.decode import BAD_SAMPLES
+from uno.data.files import Storage
+from uno.encoder import require_encoder
+from uno.errors import ConfigError, StorageError
+from uno.methods import registry
+from uno.report.report import open_task, write_report
+from uno.results import predictions
+from uno.results.accuracy_table import format_table
+from uno.results.classes import (
+    OutputClass,
+    dump_classes,
+    hashes,
+    is_measured,
+    with_measured,
+)
+from uno.results.evaluate import read_edits
+from uno.results.export import CARD_FILE, FORMATS, export, model_card
+from uno.results.infer import Classifier, load_classifier, model_folder, save_model
+from uno.results.predictions import read_columns
+from uno.results.show import counted
+from uno.results.trust import verdict
+from uno.runs import DISCOVER, PHASES, REPORT_FILE, RESULTS_FILE, directory
+from uno.runs.checkpoint import checkpoint_steps
+from uno.runs.former import kept_until_replaced
+from uno.session.backend import LocalBackend
+from uno.session.console import Progress, interrupt_on_signal, print_line
+from uno.session.data import Show
+from uno.session.loggers import Loggers
+from uno.session.predict import align_heads, predict_run
+from uno.session.prepare import check_run, open_run, open_stored_run, preflight
+from uno.session.resolve import with_full_path
+from uno.session.resources import on_features
+from uno.session.run import Backend, Run
+from uno.session.summary import describe_run
+from uno.text import plural
+
+CLASSES_FILE = "model/classes.json"
+
+
+def discover(
+    config: Config,
+    given: Mapping[str, Any],
+    overwrite: bool = False,
+    last: str = DISCOVER,
+    report: bool = True,
+    backend: Backend | None = None,
+) -> None:
+    """Train what is left of a run, evaluate it, and write everything that it shows.
+
+    The same call resumes a run, and prints the results of a finished one.
+
+    Args:
+        config: The configuration, before the data is looked at.
+        given: The dotted keys that somebody has set, with their values.
+        overwrite: Whether a run in the same directory is started over.
+        last: The last phase, "pretrain" or "discover".
+        report: Whether all rows are predicted and shown in a report.
+        backend: Where the work is done, by default chosen by ``compute.num_workers``.
+
+    Raises:
+        ConfigError: The run cannot succeed, or another command holds its directory.
+        Interrupted: Somebody stopped it. The same call resumes.
+    """
+    run = open_run(config, given, overwrite, last, backend)
+    if run.resumes and run.evaluate and (metrics := run.metrics) is not None:
+        directory.check_images(run.storage, run.task.rows)
+        print_line(
+            f"{run.storage.uri} is finished; nothing is trained again (--overwrite"
+            " starts over)"
+        )
+        return show_results(run.storage, metrics)
+    check_run(run)
+    with run.locked():
+        former_run = (
+            kept_until_replaced(run.storage, print_line)
+            if overwrite
+            else nullcontext(lambda: None)
+        )
+        with former_run as discard_former_run:
+            _begin_directory(run)
+
+            def show(line: dict[str, Any]) -> None:
+                if line.get("phase") in PHASES:
+                    discard_former_run()
+                loggers(line)
+
+            with Loggers(run.config, run.storage) as loggers:
+                metrics = _train(run, show)
+                loggers.results(metrics)
+        if not run.evaluate:
+            return print_line(f"finished: {run.storage.uri}")
+        with interrupt_on_signal(
+            "stopped before the run was finished; resume with the same command"
+        ):
+            finish(run, _save_model(run), metrics, predict=report, report=report)
+    show_results(run.storage, metrics)
+
+
+def evaluate(target: str, given: Mapping[str, Any]) -> None:
+    """Evaluate a run again, and write its report if that changes what it shows.
+
+    Args:
+        target: The directory of the run.
+        given: Dotted keys that say where the work is done and where the data is now.
+
+    Raises:
+        ConfigError: There is no such run, or its data has changed.
+    """
+    run = open_stored_run(target, given)
+    run.config = with_full_path(run.config)
+    require_encoder(run.config.model.encoder, run.storage.uri)
+    directory.begin_run(run.config, run.storage, run.task.rows.fingerprint)
+    directory.check_images(run.storage, run.task.rows)
+    preflight(run.config, run.task, read_images=False)
+    with run.locked():
+        edits = read_edits(run.storage)
+        if edits is not None and edits.alignment is None:
+            align_heads(run, load_classifier(run.storage))
+        before, metrics = run.metrics, _train(run)
+        is_saved = run.storage.exists(CLASSES_FILE)
+        model = load_classifier(run.storage) if is_saved else _save_model(run)
+        report = metrics != before and run.storage.exists(REPORT_FILE)
+        with interrupt_on_signal("stopped before the new metrics were stored"):
+            finish(run, model, metrics, report=report)
+    show_results(run.storage, metrics)
+
+
+def report(target: str, given: Mapping[str, Any]) -> str:
+    """Write the report of a run, finished or not, and return its path or URI.
+
+    Without the data, the report shows what the directory still holds.
+    """
+    run = open_stored_run(target, given)
+    run.opened, run.data_problem = open_task(run.config, run.storage)
+    if run.data_problem:
+        print_line(f"warning: {run.data_problem}")
+    finish(run, report=True)
+    return run.storage.below(REPORT_FILE)
+
+
+def apply_classes(run: Run, model: Classifier, edited: list[OutputClass]) -> None:
+    """Make the edited classes those of the model and of every file of its run.
+
+    Args:
+        run: The locked run, or a copy of its ``model/``.
+        model: Its model, with the classes before.
+        edited: The classes as the user wants them.
+
+    Raises:
+        ConfigError: Rows must be predicted again, and the data is gone or has changed.
+            Nothing was written then.
+    """
+    storage, folder = run.storage, model_folder(run.storage)
+    metrics, predicted = run.metrics, predictions.read_identity(storage)
+    data = dump_classes(storage.read(f"{folder}classes.json"), edited)
+    same = {"model_hash": model.model_hash, "routes": hashes(edited)["routes"]}
+    predict = predicted is not None and not same.items() <= predicted.items()
+    has_trained = metrics is not None and checkpoint_steps(storage, DISCOVER)
+    run.evaluate = bool(has_trained) and not is_measured(data)
+    report = storage.exists(REPORT_FILE)
+    if predict or run.evaluate:
+        directory.check_images(storage, run.task.rows)
+    elif report:
+        run.opened, run.data_problem = open_task(run.config, storage)
+        if run.data_problem:
+            report = False
+            print_line(
+                f"warning: {REPORT_FILE} was not updated: the training data is missing"
+                " or has changed"
+            )
+    storage.write(f"{folder}classes.json", data)
+    model, measured = replace(model, classes=edited), None
+    if run.opened is not None:
+        model, measured = align_heads(run, model), _train(run) or None
+    finish(run, model, measured, predict, report)
+    renamed = not predict and predictions.rename(storage, edited)
+    updated = {
+        "the model": True,
+        predictions.FILE: predict or renamed,
+        RESULTS_FILE: measured is not None,
+        REPORT_FILE: report,
+    }
+    for format in ("pt2", "onnx"):
+        if storage.exists(name := folder + FORMATS[format]):
+            try:
+                storage.write(name, export(model, format))
+                updated[name] = True
+            except ConfigError as error:
+                print_line(
+                    f"warning: {name} was not updated and still has the previous"
+                    f" classes: {error}"
+                )
+    print_line(f"applied to {', '.join(name for name in updated if updated[name])}")
+
+
+def finish(
+    run: Run,
+    model: Classifier | None = None,
+    metrics: dict[str, float] | None = None,
+    predict: bool = False,
+    report: bool = False,
+) -> None:
+    """Bring the files of a run in line with its model: the end of every command.
+
+    ``metrics.json`` is written last, because it marks a finished run.
+
+    Args:
+        run: The run.
+        model: Its model, or None if its card stays as it is.
+        metrics: Its new metrics, or None if it was not evaluated.
+        predict: Whether the model predicts all rows again.
+        report: Whether the report is written.
+    """
+    if model is not None:
+        _write_card(run, model, (run.metrics or {}) if metrics is None else metrics)
+    if predict:
+        assert model is not None
+        also = " and writing the report" if report else ""
+        print_line(f"predicting all images{also}")
+        model, _ = predict_run(run, model)
+    if report:
+        write_report(
+            run.config,
+            run.storage,
+            None if run.data_problem else run.task,
+            device=run.device,
+            note=run.data_problem,
+            model=model,
+            metrics=metrics,
+            make_decoder=partial(run.backend.decoder, run),
+        )
+    if metrics is not None:
+        _note_measured(run.storage)
+        content = json.dumps(metrics, indent=1, sort_keys=True)
+        run.storage.write(RESULTS_FILE, content.encode())
+
+
+def try_phases(
+    config: Config,
+    given: Mapping[str, Any],
+    overwrite: bool = False,
+    last: str = DISCOVER,
+    backend: Backend | None = None,
+) -> None:
+    """Check a run and take one step of each of its phases, and keep nothing.
+
+    The arguments are those of :func:`discover`. The steps are taken in this process and
+    in a temporary directory, whatever the backend is.
+
+    Raises:
+        ConfigError: The run cannot succeed.
+    """
+    run = open_run(config, given, overwrite, last, backend, dry_run=True)
+    check_run(run)
+    phases = tuple(name for name in run.phases if getattr(run.config, name).epochs)
+    plans = training.plans(run.config, *run.task.sizes, run.config.compute.num_workers)
+    for name, plan in plans.items():
+        if name in phases:
+            steps = plural(plan.steps_per_epoch, "step")
+            epochs = f"{plural(getattr(run.config, name).epochs, 'epoch')} of {steps}"
+            unlabeled = plural(plan.unlabeled_size, "unlabeled image")
+            print_line(f"{name}: {epochs} of {plan.labeled_size} labeled + {unlabeled}")
+    with tempfile.TemporaryDirectory(prefix="uno-dry-run-") as folder:
+        once = override(
+            run.config,
+            {"train.max_steps": 1, "compute.num_workers": 0, "output": folder},
+        )
+        # views of all rows would take minutes
+        computes_features = on_features(once) and not once.model.takes_vectors
+        if computes_features:
+            once = override(once, {"data.loading": "streaming"})
+        trial = replace(
+            run,
+            config=once,
+            storage=Storage(folder),
+            backend=LocalBackend(),
+            phases=phases,
+            evaluate=False,
+        )
+        with trial.locked():
+            for name, content in run.first_files.items():
+                trial.storage.write(name, content)
+            for line in describe_run(run.config, phases):
+                print_line(line)
+            if not phases:
+                return print_line("dry run: nothing would be trained; nothing was kept")
+            if computes_features and registry.load(once).needs_images:
+                why = f"method {once.method} first computes features of all images"
+                return print_line(f"dry run: no step was taken, because {why}")
+            trial.backend.train(trial, lambda line: None)
+    print_line("dry run: one step of each phase was taken; nothing was kept")
+
+
+def _begin_directory(run: Run) -> None:
+    """Write what a new run begins with, or check a run that resumes."""
+    storage = run.storage
+    directory.begin_run(run.config, storage, run.task.rows.fingerprint)
+    directory.begin_images(storage, run.task.rows)
+    for name, content in run.first_files.items():
+        if not storage.exists(name):
+            storage.write(name, content)
+    for line in describe_run(run.config, run.phases):
+        print_line(line)
+
+
+def _train(run: Run, also: Show = lambda line: None) -> dict[str, float]:
+    """Train what is left of a locked run, evaluate it, and show the progress.
+
+    Args:
+        run: The run. Its backend is then the one that predicts and shows its rows.
+        also: Takes each line of metrics, too.
+
+    Returns:
+        The metrics, empty unless ``run.evaluate``.
+    """
+    for line in directory.repair(run.storage):
+        print_line(f"warning: {line}")
+    reached = [
+        (phase, steps[-1])
+        for phase in run.phases
+        if (steps := checkpoint_steps(run.storage, phase))
+    ]
+    if reached:
+        print_line("resuming at {} step {}".format(*reached[-1]))
+    with Progress(interval=run.config.train.log_every) as progress:
+
+        def show(line: dict[str, Any]) -> None:
+            progress(line)
+            also(line)
+
+        metrics = run.backend.train(run, show)
+    if run.config.data.loading == "streaming" and run.storage.exists(BAD_SAMPLES):
+        count = len(run.storage.read(BAD_SAMPLES).splitlines())
+        print_line(
+            f"warning: {plural(count, 'unreadable image')}; see"
+            f" {run.storage.below(BAD_SAMPLES)}"
+        )
+    run.backend = run.backend.after_training(run.task)
+    return metrics
+
+
+def _save_model(run: Run) -> Classifier:
+    """Write the model of a trained run into ``model/``."""
+    task = run.task
+    trained = training.load_trained(
+        run.config, run.storage, task.num_known, task.num_novel
+    )
+    return save_model(run.config, run.storage, *trained, task.known)
+
+
+def _write_card(run: Run, model: Classifier, metrics: Mapping[str, float]) -> None:
+    """Write the model card. Without the rows, it says of them what it said before."""
+    name = model_folder(run.storage) + CARD_FILE
+    facts = {}
+    if run.opened is not None:
+        rows = run.opened.rows
+        facts["Data"] = f"{rows.source}, fingerprint {rows.fingerprint[:16]}"
+    elif (before := run.storage.find(name)) is not None:
+        facts = dict(re.findall("^- (Data): (.*)$", before.decode(), re.M))
+    run.storage.write(name, model_card(model, facts, metrics).encode())
+
+
+def _note_measured(storage: Storage) -> None:
+    """Note in ``classes.json`` that the metrics are those of its classes."""
+    data = storage.read(CLASSES_FILE)
+    if not is_measured(data):
+        storage.write(CLASSES_FILE, with_measured(data))
+
+
+def show_results(storage: Storage, values: dict[str, float]) -> None:
+    """Print the verdict, the classes, the accuracy and what to do next."""
+    if (found := verdict(values)) is not None:
+        print_line("\n  ".join((f"\nverdict: {found.word}", *found.reasons)))
+    novel = "novel-1"
+    # of a damaged table, which the next prediction replaces
+    with suppress(StorageError):
+        if (table := read_columns(storage, ("class_name", "kind"))) is not None:
+            for kind, what in (
+                ("novel", "new classes"),
+                ("known", "known classes"),
+                (None, "no class"),
+            ):
+                own = (
+                    pc.field("kind") == kind
+                    if kind
+                    else ~pc.field("kind").isin(["novel", "known"])
+                )
+                pairs = table.filter(own)["class_name"].value_counts().to_pylist()
+                if counts := {pair["values"]: pair["counts"] for pair in pairs}:
+                    print_line(f"images of {what}: {counted(counts)}")
+                if kind == "novel":
+                    novel = min(
+                        counts, key=lambda name: (len(name), name), default=novel
+                    )
+    if any("novel" in key.split("/") for key in values):  # with ground truth
+        print_line(f"\n{format_table(values)}")
+    print_line(f"\nresults in {storage.uri}")
+    if storage.exists(REPORT_FILE):
+        run, report = shlex.quote(storage.uri), shlex.quote(storage.below(REPORT_FILE))
+        print_line(
+            f"next: open {report}\n"
+            f"      uno classes {run} --rename {shlex.quote(f'{novel}=NAME')}\n"
+            f"      uno predict {run} --data SOURCE --output DIR"
+        )

@@ -1,0 +1,296 @@
+"""From what was asked for to a run that can start: its configuration, its data and its
+directory.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from uno.config import Config, flatten, override
+from uno.data.check import CHECK_SECONDS, check, format_report
+from uno.data.defaults import derives_batch
+from uno.data.files import Storage, is_uri, normalize_path
+from uno.data.sources import locate_source
+from uno.data.splits import Task
+from uno.errors import ConfigError
+from uno.methods import registry
+from uno.runs import DISCOVER, ESTIMATE_FILE, FORMER_FOLDER, directory, former, lock
+from uno.runs import run as training
+from uno.runs.hardware import num_threads
+from uno.runtime import require_runtime
+from uno.session.backend import choose_backend
+from uno.session.console import print_line
+from uno.session.data import read_task
+from uno.session.estimation import estimate_classes
+from uno.session.loggers import require_loggers
+from uno.session.resolve import resolve, starting_weights, stored_config, with_full_path
+from uno.session.resources import check_memory
+from uno.session.run import Backend, Run
+from uno.text import plural
+from uno.weights import PRETRAINED_FILE
+
+# kinds of sources of which every folder or table below the path is data
+FOLDER_KINDS = ("folder", "imagefolder", "parquet", "vectors")
+
+
+def open_run(
+    config: Config,
+    given: Mapping[str, Any],
+    overwrite: bool = False,
+    last: str = DISCOVER,
+    backend: Backend | None = None,
+    dry_run: bool = False,
+) -> Run:
+    """Decide the configuration of a run, read its rows and look at its directory.
+
+    Nothing is written into the directory, except that a former run, which a killed
+    command with ``--overwrite`` set aside, is put back.
+
+    Args:
+        config: The configuration, before the data is looked at.
+        given: The dotted keys that somebody has set, with their values.
+        overwrite: Whether a run in the same directory is started over.
+        last: The last phase, "pretrain" or "discover".
+        backend: Where the work is done, by default chosen by ``compute.num_workers``.
+        dry_run: Whether the output directory is neither checked nor used.
+
+    Raises:
+        ConfigError: The settings do not go together or with the data, or the directory
+            holds something else.
+    """
+    assert config.output is not None
+    num_threads(config)  # refuses a wrong number before the data is read
+    require_loggers(config)
+    storage = Storage(config.output)
+    if not dry_run:
+        _settle_former_run(storage)
+    config = with_full_path(config)
+    backend = choose_backend(config) if backend is None else backend
+    files = dict[str, bytes]()
+    if (weights := starting_weights(config, overwrite)) is not None:
+        files[PRETRAINED_FILE] = weights  # workers and a resumed run fetch nothing
+    if config.data.num_novel == "auto":
+        if dry_run:
+            raise ConfigError(
+                "--dry-run needs a number for --num-novel; uno estimate-classes"
+                " estimates one"
+            )
+        num_novel, estimate = _estimate_num_novel(config, given, overwrite, backend)
+        config = override(config, {"data.num_novel": num_novel})
+        if estimate is not None:
+            files[ESTIMATE_FILE] = estimate
+    config, lines, task = resolve(config, given, overwrite, backend.free_memory)
+    for line in lines:
+        print_line(line)
+    run = Run(
+        config,
+        storage,
+        backend,
+        opened=task,
+        phases=training.phases(config, last),
+        evaluate=last == DISCOVER,
+        batch_is_derived=derives_batch(config, given),
+        dry_run=dry_run,
+        first_files=files,
+    )
+    if not dry_run:
+        _look_at_directory(run, overwrite)
+    return run
+
+
+def open_stored_run(target: str, given: Mapping[str, Any]) -> Run:
+    """Open the run in a directory, for work on it.
+
+    Args:
+        target: The directory, a path or URI.
+        given: Dotted keys that say where the work is done and where the data is now.
+
+    Raises:
+        ConfigError: The directory holds no run, or a damaged one, or this machine has
+            not the device that was asked for.
+    """
+    storage = Storage(target)
+    config = stored_config(storage, given)
+    return Run(config, storage, choose_backend(config), resumes=True)
+
+
+def check_run(run: Run) -> None:
+    """Check that a run can succeed, before anything is computed.
+
+    Raises:
+        ConfigError: It cannot, for example because its data does not fit into memory.
+    """
+    preflight(
+        run.config,
+        run.task,
+        run.dry_run,
+        run.batch_is_derived,
+        read_images=not run.resumes,
+    )
+    check_memory(run.config, run.task)
+    # refuses an encoder that the method refuses, before features are computed
+    registry.build_network(
+        run.config, run.task.num_known, run.task.num_novel, run.config.seed
+    )
+    require_runtime(run.config)
+
+
+def _look_at_directory(run: Run, overwrite: bool) -> None:
+    """Find out whether a directory holds the run already.
+
+    Raises:
+        ConfigError: It holds something else, or a run of other settings or data, or it
+            and the data are inside each other.
+    """
+    is_run = directory.is_run(run.storage)
+    if overwrite:
+        _require_inputs_outside(run.config, run.storage)
+    if not is_run:
+        _require_output_outside(run.config, run.storage)
+    run.resumes = is_run and not overwrite
+    if run.resumes:
+        directory.begin_run(run.config, run.storage, run.task.rows.fingerprint)
+
+
+def _settle_former_run(storage: Storage) -> None:
+    """Finish what a killed command with ``--overwrite`` left in a run directory."""
+    if storage.exists(FORMER_FOLDER):
+        with lock.lock_run(storage, on_wait=print_line) as claim:
+            if former.settle(claim.storage):
+                print_line(f"the former run in {storage.uri} was put back")
+
+
+def _require_inputs_outside(config: Config, storage: Storage) -> None:
+    """Check that a run to be overwritten holds nothing that the new run reads.
+
+    Raises:
+        ConfigError: The data, the weights or the list of known classes is inside the
+            output directory.
+    """
+    data = config.data
+    if data.labeled is not None and data.unlabeled is not None:
+        inputs = [("--labeled", data.labeled), ("--unlabeled", data.unlabeled)]
+    else:
+        inputs = [("--data", locate_source(data)[1])]
+    inputs += [("--weights", config.model.weights or "")]
+    inputs += [("--known-classes", data.known_classes or "")]
+    for option, path in inputs:
+        if path and _is_below(path, storage.uri):
+            raise ConfigError(
+                f"{option} {path} is inside --output {storage.uri}, which --overwrite"
+                " empties; move it out of there, or choose another --output"
+            )
+
+
+def _require_output_outside(config: Config, storage: Storage) -> None:
+    """Check that a new run would not become a part of its own data.
+
+    A directory of a run would be a class folder, and its ``predictions.parquet`` a
+    shard, when the data is read the next time.
+
+    Raises:
+        ConfigError: The output directory is inside a folder of classes or of tables.
+    """
+    data = config.data
+    if data.labeled is not None and data.unlabeled is not None:
+        kind, option, path = "folder", "--labeled", data.labeled
+    else:
+        (kind, path), option = locate_source(data), "--data"
+    if kind in FOLDER_KINDS and _is_below(storage.uri, path):
+        raise ConfigError(
+            f"--output {storage.uri} is inside {option} {path}, where the run would be"
+            " read as data the next time; choose another --output"
+        )
+
+
+def _is_below(path: str, folder: str) -> bool:
+    """Return whether a path is a folder, or is inside it."""
+    inner, outer = (
+        name if is_uri(name) else os.path.realpath(name)
+        for name in map(normalize_path, (path, folder))
+    )
+    return f"{inner}/".startswith(f"{outer}/")
+
+
+def _estimate_num_novel(
+    config: Config, given: Mapping[str, Any], overwrite: bool, backend: Backend
+) -> tuple[int, bytes | None]:
+    """Estimate the number of novel classes, unless the run began with a number.
+
+    Returns:
+        The number, and the content of ``estimate.json``, None if that file is gone.
+    """
+    num_novel = None if overwrite else _num_novel_of_run(config, given)
+    storage = Storage(f"{config.output}-estimate")
+    if num_novel is None:
+        found = estimate_classes(
+            override(config, {"output": storage.uri}), given, backend=backend
+        )
+        assert found is not None
+        num_novel = found.suggested
+    return num_novel, storage.find(ESTIMATE_FILE)
+
+
+def _num_novel_of_run(config: Config, given: Mapping[str, Any]) -> int | None:
+    """Return the number of novel classes with which the run in the output directory
+    began, or None if the directory is free.
+
+    The number of classes is estimated only after this check, because an estimate takes
+    long and replaces an earlier one. A run that goes on keeps its number.
+
+    Raises:
+        ConfigError: The directory holds something else, or a run of other settings or
+            data.
+    """
+    storage = Storage(str(config.output))
+    if not directory.is_run(storage):
+        return None
+    stored = flatten(directory.read_config_tree(storage))
+    number = stored.get("data.num_novel")
+    begun = resolve(override(config, {"data.num_novel": number}), given).config
+    directory.begin_run(begun, storage, read_task(begun.data).rows.fingerprint)
+    return begun.data.num_novel if isinstance(begun.data.num_novel, int) else None
+
+
+def preflight(
+    config: Config,
+    task: Task,
+    dry_run: bool = False,
+    batch_is_derived: bool = False,
+    read_images: bool = True,
+) -> None:
+    """Check the data of a run before anything is computed, and print what is found.
+
+    Args:
+        config: The configuration of the run.
+        task: Its rows.
+        dry_run: Whether to decode images for up to a minute, as ``uno data check``, and
+            to print the table of classes.
+        batch_is_derived: Whether the batch size was derived from the data.
+        read_images: Whether a sample of images is looked at; False for a run that goes
+            on with unchanged data.
+
+    Raises:
+        ConfigError: The run cannot succeed with this data.
+    """
+    seconds = CHECK_SECONDS if dry_run else 0
+    problems = check(task, config, seconds, batch_is_derived, read_images)
+    for problem in problems:
+        if problem.level == "error":
+            raise ConfigError(problem.message)
+    lines = [f"{problem.level}: {problem.message}" for problem in problems] + [
+        f"note: {note}" for note in task.notes
+    ]
+    for line in [format_report(task, problems)] if dry_run else lines:
+        print_line(line)
+    labeled, unlabeled = task.sizes
+    training.plans(config, labeled, unlabeled, config.compute.num_workers)
+    known = plural(len(task.known), "known class", "known classes")
+    rows = f"{plural(labeled, 'labeled image')} of {known}, {unlabeled:,} unlabeled"
+    test, unseen = int((~task.rows.is_train).sum()), int((~task.is_train).sum())
+    for count, what in ((test, "test"), (unseen - test, "held out for validation")):
+        rows += f", {count:,} {what}" if count else ""
+    print_line(
+        f"data: {task.rows.source}: {rows};"
+        f" {plural(task.num_novel, 'class', 'classes')} to discover"
+    )

@@ -1,0 +1,138 @@
+"""The state of a run: what every step of a command needs to know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
+
+import torch
+
+from uno.config import Config
+from uno.data.files import Storage
+from uno.data.splits import Task
+from uno.results.estimate import Estimate, Settings
+from uno.results.infer import Classifier, Decode
+from uno.results.predictions import PredictionWriter, Summary
+from uno.runs import directory
+from uno.runs.hardware import local_device
+from uno.runs.lock import RunLock, lock_run
+from uno.session.console import print_line
+from uno.session.data import Show, read_task
+from uno.session.resources import Room
+
+
+class Backend(Protocol):
+    """Where the work of a run is done: this process, torchrun's ranks, or Ray."""
+
+    def free_memory(self, config: Config) -> Room:
+        """Return the bytes that are free for the processes that train."""
+
+    def train(self, run: Run, show: Show) -> dict[str, float]:
+        """Train the phases of a run from their newest checkpoints, then evaluate it.
+
+        The rows of ``run.task`` have their decoded images afterwards, where these stay
+        in memory.
+
+        Args:
+            run: A locked run. Without phases it is only evaluated.
+            show: Takes each line of metrics.
+
+        Returns:
+            The metrics, empty unless ``run.evaluate``.
+        """
+
+    def after_training(self, task: Task) -> Backend:
+        """Return the backend that predicts and shows the rows of a trained run."""
+
+    def decoder(self, run: Run, model: Classifier) -> Decode:
+        """Return the function that decodes, or encodes, rows of the run for a model."""
+
+    def predict(
+        self,
+        run: Run,
+        model: Classifier,
+        writer: PredictionWriter,
+        show: Callable[[int, int], None],
+    ) -> Summary:
+        """Classify the rows that ``writer`` lacks with the model of the run.
+
+        Args:
+            run: The run whose directory holds the model.
+            model: That model.
+            writer: Reads the rows and stores their predictions.
+            show: Takes the number of finished rows and of all rows.
+        """
+
+    def estimate(self, run: Run, settings: Settings) -> Estimate:
+        """Estimate the number of novel classes among the rows of a run."""
+
+
+@dataclass
+class Run:
+    """A run: its directory, its configuration, its rows and where its work is done.
+
+    Attributes:
+        config: The final configuration.
+        storage: The directory. Inside :meth:`locked` it can be written.
+        backend: Where the work is done.
+        opened: The rows of the run, None until ``task`` is used.
+        phases: The phases to train, in order.
+        evaluate: Whether the run is evaluated after its phases.
+        batch_is_derived: Whether the batch size was derived from the data, so that it
+            is derived again when unreadable images are left out.
+        resumes: Whether the directory holds this run already.
+        dry_run: Whether nothing is kept, not even a list of unreadable images.
+        first_files: Files that a new run directory begins with.
+        data_problem: Why the rows cannot be shown, empty if they can.
+        lock: The lock of the directory, None outside of :meth:`locked`.
+        cleanup: Closes what a backend keeps open until the command ends.
+    """
+
+    config: Config
+    storage: Storage
+    backend: Backend
+    opened: Task | None = None
+    phases: tuple[str, ...] = ()
+    evaluate: bool = True
+    batch_is_derived: bool = False
+    resumes: bool = False
+    dry_run: bool = False
+    first_files: Mapping[str, bytes] = field(default_factory=dict)
+    data_problem: str = ""
+    lock: RunLock | None = None
+    cleanup: ExitStack = field(default_factory=ExitStack)
+
+    @property
+    def task(self) -> Task:
+        """The rows of the run, which are read at the first use."""
+        if self.opened is None:
+            self.opened = read_task(self.config.data)
+        return self.opened
+
+    @cached_property
+    def device(self) -> torch.device:
+        """The device of this process.
+
+        Raises:
+            ConfigError: This process trains, and has not the device that was asked for.
+        """
+        return local_device(self.config)
+
+    @property
+    def metrics(self) -> dict[str, float] | None:
+        """The stored metrics, None unless the run is finished."""
+        return directory.read_results(self.storage)
+
+    @contextmanager
+    def locked(self) -> Iterator[RunLock]:
+        """Hold the directory, so that no other command writes into it.
+
+        Raises:
+            ConfigError: Another command holds it.
+        """
+        with lock_run(self.storage, on_wait=print_line) as self.lock, self.cleanup:
+            self.storage = self.lock.storage
+            yield self.lock
