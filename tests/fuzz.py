@@ -17,7 +17,6 @@ import io
 import json
 import multiprocessing
 import os
-import pickle
 import random
 import re
 import resource
@@ -42,11 +41,10 @@ import safetensors.torch
 import torch
 from PIL import Image
 
-from tests.uno.data.builders import encoded, hf_table, pixels, write_cifar
+from tests.uno.data.builders import encoded, hf_table, pixels
 from tests.uno.models import write_model
 from tests.uno.small_run import small_config
 from uno.config import Config, dump_yaml, load_yaml, override
-from uno.data.cifar import CIFAR10, read_cifar
 from uno.data.decode import (
     BadImage,
     decode,
@@ -297,34 +295,6 @@ JSONL = [
 ]
 
 
-@cache
-def _cifar_files() -> dict[str, bytes]:
-    with tempfile.TemporaryDirectory() as folder:
-        write_cifar(Path(folder), CIFAR10, rows=2)
-        return {
-            path.name: path.read_bytes()
-            for path in (Path(folder) / CIFAR10.folder).iterdir()
-        }
-
-
-def _read_cifar(folder: Path, data: bytes) -> None:
-    for name, content in _cifar_files().items():
-        (folder / name).write_bytes(data if name == "data_batch_1" else content)
-    _or_refused(read_cifar, CIFAR10, str(folder), False)
-    (folder / "data_batch_1").write_bytes(_cifar_files()["data_batch_1"])
-    (folder / CIFAR10.meta).write_bytes(data)
-    _or_refused(read_cifar, CIFAR10, str(folder), False)
-
-
-def _cifar() -> list[bytes]:
-    data = np.zeros((2, 3072), np.uint8)
-    made = [
-        pickle.dumps({"data": data, "labels": [0, 1]}, protocol)
-        for protocol in (0, 2, 4)
-    ]
-    return [*made, _cifar_files()["data_batch_1"], _cifar_files()[CIFAR10.meta]]
-
-
 def _read_weights(folder: Path, data: bytes) -> None:
     for suffix in (".safetensors", ".pt"):
         path = folder / f"w{suffix}"
@@ -452,7 +422,6 @@ OTHERS = {
     "tar": Kind(_tar, _read_tar),
     "csv": Kind(lambda: CSV, _read_text_table("t.csv")),
     "jsonl": Kind(lambda: JSONL, _read_text_table("t.jsonl")),
-    "cifar": Kind(_cifar, _read_cifar),
     "safetensors": Kind(_weights, _read_weights),
     "yaml": Kind(
         lambda: [dump_yaml(small_config()).encode(), b"objective: {epsilon: 0.1}\n"],

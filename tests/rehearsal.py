@@ -44,10 +44,9 @@ from tests.pipelines.raylets import DASHBOARD, Command, Raylets, head
 from tests.pipelines.small import RAY, ROOT, wait_for
 from tests.processes import running
 from tests.s3 import BUCKET, CREDENTIALS, store
-from tests.uno.data.builders import write_cifar, write_images
+from tests.uno.data.builders import write_hf, write_images
 from tests.uno.data.test_tar import write_shards
 from tests.uno.models import write_model
-from uno.data.cifar import CIFAR100
 from uno.data.files import Storage, join
 from uno.data.sources import imagenet_wnids
 from uno.runs import DISCOVER
@@ -446,14 +445,16 @@ def resident(cluster: Rehearsal) -> None:
     """Images in memory, on nodes that start late; the finished run is submitted
     again, and evaluated.
     """
-    write_cifar(cluster.folder / "data", CIFAR100, 200)
+    data = cluster.folder / "data"
+    write_hf(data, [f"class {i}" for i in range(100)], train=200, test=200)
     run = str(cluster.folder / "cifar100-20")
     places = {
-        "/runs/data": str(cluster.folder / "data"),
+        "cifar100:/runs/data": f"parquet:{data}",
         "--workers 4": "--workers 2",
         "/runs/cifar100-20": run,
     }
-    words = [*printed("rayjob.yaml", "discover", places), *SIZES]
+    words = printed("rayjob.yaml", "discover", places)
+    words += ["--known-classes", "first:80", *SIZES]
     job = cluster.submit(words)
     wait_for(
         lambda: job.says("waiting up to 30 minutes for nodes: need 2 workers with")

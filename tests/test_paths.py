@@ -19,9 +19,8 @@ from safetensors.torch import save_file
 from pipelines import cli
 from tests.pipelines.small import SMALL
 from tests.shapes import CORNERS, NEW, draw_photos
-from tests.uno.data.builders import write_cifar
+from tests.uno.data.builders import cifar_files, publish_cifar, write_cifar
 from uno.config import Config, override
-from uno.data.cifar import CIFAR100
 from uno.encoder import build_encoder
 
 ROOT = Path(__file__).parent.parent
@@ -68,7 +67,9 @@ def test_a_researcher_learns_the_cost_of_the_papers_table(
         "CIFAR100-20: pretraining 200 epochs" in (out := capsys.readouterr().out)
         and "cost:" in out
     )
-    write_cifar(tmp_path, CIFAR100, rows=600)
+    files = cifar_files("cifar100", rows=600)
+    publish_cifar(monkeypatch, "cifar100", files)
+    write_cifar(tmp_path, "cifar100", files)
     monkeypatch.setenv("DATA", str(tmp_path))
     take(check, replaced={"true": "false"})  # data.download
     assert "80 known, 20 to discover" in capsys.readouterr().out

@@ -1,11 +1,14 @@
-"""What sources say of N rows in words, in a few bytes a row: ids as text in one piece
-of memory, or made when they are wanted; classes as numbers. As a sequence each is what
-it says of every row.
+"""Compact columns of ids and labels.
+
+A data set has up to 100 million rows, and a Python string for each takes too much
+memory. Ids are kept as Arrow text, or are made from file names and numbers when they
+are read. Labels are kept as numbers. Each column is a sequence of its values.
 """
 
 from __future__ import annotations
 
 import json
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,20 +19,27 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
-ROWS_AT_ONCE = 2**13  # that become objects of Python
-PLAIN = r"^[ !#-\[\]-~]*$"  # text that is its own JSON
+ROWS_AT_ONCE = 2**13  # rows that are Python objects at the same time
+PLAIN = r"^[ !#-\[\]-~]*$"  # text that JSON does not escape
 Item = TypeVar("Item")
 
 
 class Column(Sequence[Item], ABC):
-    """N values, read by their rows."""
+    """A read-only sequence of N values that are read by row number."""
 
     @abstractmethod
     def take(self, rows: np.ndarray) -> list[Item]:
-        """The values of ``rows`` (n,)."""
+        """Return the values of ``rows``, int64 (n,)."""
 
     def json(self, rows: np.ndarray) -> Any:
-        """The values of ``rows`` (n,) as JSON, an Arrow array of large strings."""
+        """Return the values of some rows as JSON.
+
+        Args:
+            rows: Row numbers, int64 (n,).
+
+        Returns:
+            An Arrow array of n large strings.
+        """
         return pa.array(map(json.dumps, self.take(rows)), pa.large_string())
 
     @overload
@@ -48,37 +58,42 @@ class Column(Sequence[Item], ABC):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sequence) or isinstance(other, str):
             return NotImplemented
-        return len(self) == len(other) and all(map(lambda a, b: a == b, self, other))
-
-    __hash__ = None  # type: ignore[assignment]
+        return len(self) == len(other) and all(map(operator.eq, self, other))
 
 
 @dataclass(frozen=True, eq=False)
 class Text(Column[str]):
-    """Ids in an Arrow array of large strings: their text and 8 bytes a row."""
+    """Ids in an Arrow array of large strings.
+
+    Attributes:
+        array: The ids, which take their text and 8 bytes a row.
+    """
 
     array: Any
 
     @classmethod
     def of(cls, names: Iterable[str]) -> Text:
-        """Of any number of names."""
+        """Make a column of names, which may come from a generator."""
         parts = [pa.array(some, pa.large_string()) for some in chunks(names)]
         return cls(pa.concat_arrays(parts or [pa.array([], pa.large_string())]))
 
     @classmethod
     def join(cls, parts: Sequence[Text]) -> Text:
-        """One after the other."""
+        """Concatenate columns."""
         return cls(pa.concat_arrays([part.array for part in parts]))
 
     def __len__(self) -> int:
         return len(self.array)
 
     def take(self, rows: np.ndarray) -> list[str]:
-        """The values of ``rows`` (n,)."""
+        """Return the values of ``rows``, int64 (n,)."""
         return list(self.array.take(pa.array(rows)).to_pylist())
 
     def json(self, rows: np.ndarray) -> Any:
-        """Text without special characters stays as it is, between quotes."""
+        """Return the values of ``rows`` as JSON, as :meth:`Column.json`.
+
+        Text without special characters is only put between quotes, which is fast.
+        """
         values = self.array.take(pa.array(rows))
         if not pa.compute.all(
             pa.compute.match_substring_regex(values, PLAIN), min_count=0
@@ -87,8 +102,9 @@ class Text(Column[str]):
         return joined("", '"', values, '"')
 
     def repeated(self) -> str | None:
-        """The first that an earlier row has, too. Memory: 8 bytes a row, and their
-        text once more.
+        """Return the first id that an earlier row has, too, or None.
+
+        The ids are sorted, which takes 8 bytes a row and their text once more.
         """
         order = pa.compute.array_sort_indices(self.array)
         values = self.array.take(order)
@@ -100,11 +116,11 @@ class Text(Column[str]):
         return str(self.array[int(later.min())].as_py())
 
     def pick(self, rows: np.ndarray) -> Text:
-        """Those of ``rows`` (n,)."""
+        """Return the column of only ``rows``, int64 (n,), in that order."""
         return Text(self.array.take(pa.array(rows)))
 
     def find(self, names: Iterable[str]) -> dict[str, int]:
-        """Those of ``names`` that a row has, and the row."""
+        """Return the row number of each of ``names`` that is an id of a row."""
         wanted = pa.array(names, pa.large_string())
         rows = np.flatnonzero(
             pa.compute.is_in(self.array, wanted).to_numpy(zero_copy_only=False)
@@ -114,8 +130,11 @@ class Text(Column[str]):
 
 @dataclass(frozen=True, eq=False)
 class Numbered(Column[str]):
-    """``FILE#NUMBER``: the rows of ``files``, those of file f from row ``starts[f]``
-    on; int64 (F + 1,).
+    """Ids ``FILE#NUMBER`` of rows in files, which are made when they are read.
+
+    Attributes:
+        files: Names of F files.
+        starts: Row number of the first row of each file, and N: int64 (F + 1,).
     """
 
     files: Sequence[str]
@@ -125,11 +144,14 @@ class Numbered(Column[str]):
         return int(self.starts[-1])
 
     def take(self, rows: np.ndarray) -> list[str]:
-        """The values of ``rows`` (n,)."""
+        """Return the values of ``rows``, int64 (n,)."""
         return list(self._joined(self.files, rows).to_pylist())
 
     def json(self, rows: np.ndarray) -> Any:
-        """Each file's name is escaped once."""
+        """Return the values of ``rows`` as JSON, as :meth:`Column.json`.
+
+        The name of each file is escaped once.
+        """
         return joined(
             "",
             '"',
@@ -138,27 +160,27 @@ class Numbered(Column[str]):
         )
 
     def pick(self, rows: np.ndarray) -> Text:
-        """Those of ``rows`` (n,)."""
+        """Return the column of only ``rows``, int64 (n,), in that order."""
         return Text(self._joined(self.files, rows))
 
     def find(self, names: Iterable[str]) -> dict[str, int]:
-        """Those of ``names`` that a row has, and the row."""
-        place, found = {file: i for i, file in enumerate(self.files)}, dict[str, int]()
+        """Return the row number of each of ``names`` that is an id of a row."""
+        index_of_file = {file: i for i, file in enumerate(self.files)}
+        sizes = np.diff(self.starts)
+        row_of_name = dict[str, int]()
         for name in names:
             file, _, number = name.rpartition("#")
-            at = place.get(file, -1)
-            if (
-                at >= 0
-                and number.isdigit()
-                and int(number) < self.starts[at + 1] - self.starts[at]
-            ):
-                found[name] = int(self.starts[at]) + int(number)
-        return found
+            index = index_of_file.get(file)
+            if index is None or not number.isdigit() or int(number) >= sizes[index]:
+                continue
+            row_of_name[name] = int(self.starts[index]) + int(number)
+        return row_of_name
 
     def _joined(self, files: Sequence[str], rows: np.ndarray) -> Any:
-        own = np.searchsorted(self.starts, rows, side="right") - 1
-        texts = pa.array(files, pa.large_string()).take(pa.array(own))
-        return joined("#", texts, decimal(rows - self.starts[own]))
+        """Return the ids of ``rows``, with other names for the files."""
+        file_of_row = np.searchsorted(self.starts, rows, side="right") - 1
+        names = pa.array(files, pa.large_string()).take(pa.array(file_of_row))
+        return joined("#", names, decimal(rows - self.starts[file_of_row]))
 
     def repeated(self) -> str | None:
         """Return an id that two rows have in common, or None if all ids differ.
@@ -178,13 +200,17 @@ class Numbered(Column[str]):
 
 
 Ids = Text | Numbered
-"""What rows are called."""
+"""The ids of the rows of a data set."""
 
 
 @dataclass(frozen=True, eq=False)
 class Labels(Column[str | None]):
-    """Class of each row: its place among ``classes`` (some may have no row), -1:
-    none, int32 (N,).
+    """The class of each row.
+
+    Attributes:
+        classes: Names of classes, some of which may have no row.
+        codes: Index of each row's class in ``classes``, -1 for a row without a label:
+            int32 (N,).
     """
 
     classes: Sequence[str]
@@ -192,53 +218,65 @@ class Labels(Column[str | None]):
 
     @classmethod
     def of(cls, names: Iterable[str | None]) -> Labels:
-        """Classes in order of their first rows."""
+        """Make a column of class names, None for a row without a label.
+
+        The classes are in the order of their first rows.
+        """
         index: dict[str, int] = {}
         codes = (
             -1 if name is None else index.setdefault(name, len(index)) for name in names
         )
-        found = np.fromiter(codes, np.int32)
-        return cls(tuple(index), found)
+        # the generator fills the index
+        all_codes = np.fromiter(codes, np.int32)
+        return cls(tuple(index), all_codes)
 
     @classmethod
     def none(cls, num_rows: int) -> Labels:
-        """Of rows that have none."""
+        """Make a column of rows without labels."""
         return cls((), np.full(num_rows, -1, np.int32))
 
     def __len__(self) -> int:
         return len(self.codes)
 
     def take(self, rows: np.ndarray) -> list[str | None]:
-        """The values of ``rows`` (n,)."""
+        """Return the values of ``rows``, int64 (n,)."""
         return [
             None if code < 0 else self.classes[code]
             for code in self.codes[rows].tolist()
         ]
 
     def json(self, rows: np.ndarray) -> Any:
-        """Each class is escaped once."""
+        """Return the values of ``rows`` as JSON, as :meth:`Column.json`.
+
+        The name of each class is escaped once.
+        """
         texts = pa.array([*map(json.dumps, self.classes), "null"], pa.large_string())
         return texts.take(pa.array(self.codes[rows] % len(texts)))
 
     def pick(self, rows: np.ndarray) -> Labels:
-        """Those of ``rows``: numbers (n,), or bool (N,)."""
+        """Return the column of only ``rows``: row numbers int64 (n,), or bool (N,)."""
         return Labels(self.classes, self.codes[rows])
 
     @property
     def given(self) -> np.ndarray:
-        """bool (N,): which rows have one."""
+        """Whether each row has a label: bool (N,)."""
         return self.codes >= 0
 
     @property
     def present(self) -> set[str]:
-        """The classes that have rows."""
+        """The names of the classes that have at least one row."""
         return {
             self.classes[code] for code in np.unique(self.codes).tolist() if code >= 0
         }
 
     def places(self, classes: Sequence[str]) -> np.ndarray:
-        """int64 (N,): place of each label among other ``classes``, -1 where it is
-        none of them.
+        """Return the index of each row's class in another list of classes.
+
+        Args:
+            classes: Names of classes.
+
+        Returns:
+            int64 (N,), with -1 for a row without a label or of a class not listed.
         """
         place = {name: i for i, name in enumerate(classes)}
         return np.array(
@@ -246,12 +284,19 @@ class Labels(Column[str | None]):
         )[self.codes]
 
     def renamed(self, names: Iterable[str]) -> Labels:
-        """With other ``names`` for the classes; those of one name become one class."""
+        """Rename the classes. Classes that get the same name become one class.
+
+        Args:
+            names: The new name of each of ``classes``.
+
+        Returns:
+            A column with the classes in the order of their first new names.
+        """
         merged = Labels.of(names)
         return Labels(merged.classes, np.append(merged.codes, np.int32(-1))[self.codes])
 
     def or_else(self, other: Labels) -> Labels:
-        """These, where there are none ``other``'s."""
+        """Return these labels, with those of ``other`` for rows without a label."""
         theirs = np.where(other.given, other.codes + len(self.classes), -1)
         return Labels(
             (*self.classes, *other.classes), np.where(self.given, self.codes, theirs)
@@ -259,8 +304,14 @@ class Labels(Column[str | None]):
 
 
 def joined(separator: str, *parts: Any) -> Any:
-    """Arrow arrays of large strings, or text that is the same for all rows, one
-    after the other.
+    """Join text for each row.
+
+    Args:
+        separator: Text between two parts.
+        parts: Arrow arrays of n large strings, or text that is the same for all rows.
+
+    Returns:
+        An Arrow array of n large strings.
     """
     texts = [
         pa.scalar(part, pa.large_string()) if isinstance(part, str) else part
@@ -272,12 +323,12 @@ def joined(separator: str, *parts: Any) -> Any:
 
 
 def decimal(numbers: np.ndarray) -> Any:
-    """Whole ``numbers`` (n,) as text, an Arrow array of large strings."""
+    """Return integers (n,) as text, an Arrow array of large strings."""
     return pa.array(numbers).cast(pa.large_string())
 
 
 def chunks(values: Iterable[Item]) -> Iterator[list[Item]]:
-    """``values``, some at a time."""
+    """Yield ``values`` as lists of at most :data:`ROWS_AT_ONCE`."""
     rest = iter(values)
     while some := list(islice(rest, ROWS_AT_ONCE)):
         yield some

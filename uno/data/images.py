@@ -1,6 +1,6 @@
-"""Images of any source, asked in one way: how many there are, how to read some, which
-are read together, what tells them apart, and what has been made of them. A source is
-one class that answers.
+"""The interface to the images of any data source, and images in memory and in files.
+
+Images stay encoded where they are until they are read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from uno.data.row_blocks import RowBlocks
 
 Image = bytes | str | np.ndarray
 """Encoded bytes, a path or URI, or uint8 pixels (H,W,3)."""
-# of the classes that evenly spaced rows show: groups that show fewer are sorted
+# Rows that are stored together count as sorted by class if a sample of whole groups has
+# less than this share of the classes of a sample of single rows.
 SORTED_SHARE = 0.9
 log = logging.getLogger(__name__)
 EXTENSIONS = (
@@ -57,16 +58,18 @@ class MissingImage(bytes):
 
 
 class Images(Protocol):
-    """N images, left where they are until somebody fetches them. Below is what holds
-    where a class does not say otherwise: each is read by itself, and travels to another
-    process as it is.
+    """N images that are read by row number.
+
+    The methods below are defaults for images that are read one by one, and that are
+    sent to another process themselves.
     """
 
     def __len__(self) -> int: ...
 
     def read_images(self, rows: np.ndarray) -> list[Image]:
-        """The images of ``rows`` int64 (n,), in that order; what is read together is
-        read once.
+        """Return the images of ``rows``, int64 (n,), in that order.
+
+        Data that holds several of the images, such as a row group, is read once.
         """
         ...
 
@@ -74,29 +77,36 @@ class Images(Protocol):
         return self.read_images(np.array([row]))[0]
 
     def take(self, rows: np.ndarray) -> ImageSubset:
-        """Only ``rows`` int64 (n,), in that order; nothing is read or copied."""
+        """Return only the images of ``rows``, int64 (n,), in that order.
+
+        Nothing is read or copied.
+        """
         return ImageSubset(self, rows)
 
     def groups(self, rows: np.ndarray) -> np.ndarray | None:
-        """Integers (n,): rows of one number are read together. None: each is read by
-        itself.
+        """Return which of ``rows``, int64 (n,), are stored together.
+
+        Returns:
+            A number for each row, int64 (n,): rows with equal numbers are read at once,
+            for example all rows of a row group. None if each image is read by itself.
         """
         return None
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
-        """int64 (n,): stored bytes of each image, -1: not known; a mean where they
-        are read together.
+        """Return the stored size of each image in bytes, int64 (n,).
+
+        -1 if the size is not known. For images that are stored together it is the mean.
         """
-        found = self.read_images(rows)
-        return np.fromiter(
-            (getattr(image, "nbytes", len(image)) for image in found),
-            np.int64,
-            len(found),
-        )
+        images = self.read_images(rows)
+        sizes = [getattr(image, "nbytes", len(image)) for image in images]
+        return np.array(sizes, np.int64)
 
     def content_keys(self, rows: np.ndarray) -> Iterable[bytes] | pa.Array:
-        """What the fingerprint of a data set has of each row: its content; or what
-        stands for it unread, an Arrow array of large strings of less than 256 bytes.
+        """Return what the fingerprint of a data set contains for each of ``rows``.
+
+        Returns:
+            The content of each image; or, for images that are too many to be read, an
+            Arrow array of large strings of less than 256 bytes, such as file sizes.
         """
         return map(content_of, self.read_images(rows))
 
@@ -114,7 +124,7 @@ class Images(Protocol):
         return False
 
     def paths(self, rows: np.ndarray) -> list[str | None]:
-        """The path of each image as text, None where it is not a file of its own."""
+        """Return the path of each image as text, None if it is not a separate file."""
         return [path_of(image) for image in self.read_images(rows)]
 
     def lines(self, rows: np.ndarray) -> list[int | None]:
@@ -122,56 +132,74 @@ class Images(Protocol):
         return [None] * len(rows)
 
     def reader(self) -> Images | None:
-        """What reads them on any node from :meth:`numbers`; None: images travel
-        themselves.
+        """Return a small object that reads the images on any node.
+
+        It is sent to another process and reads the rows that :meth:`numbers` returns.
+        None if the images must be sent themselves.
         """
         return None
 
     def numbers(self, rows: np.ndarray) -> np.ndarray:
-        """int64 (n,): what ``rows`` are called by :meth:`reader`."""
+        """Return the row numbers of ``rows`` in :meth:`reader`, int64 (n,)."""
         return rows
 
     def vectors(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]] | None:
-        """Features float32 (n, V, D) that came in the place of images, the evaluation
-        view first, and why a row has none. None: there are images, which are to be
-        encoded.
+        """Return the embeddings of ``rows``, for a source that has no images to encode.
+
+        Returns:
+            Embeddings float32 (n, V, D) of V views, the evaluation view first, and for
+            each row the reason why it has no valid embedding, or None. None for a
+            source of images.
         """
         return None
 
     def pictures(self) -> Images | None:
-        """What people are shown of each row; None: nothing."""
+        """Return the images that a report shows for the rows, or None."""
         return self
 
     def captions(self, rows: np.ndarray) -> list[str | None]:
-        """What stands below the pictures of ``rows``, or in their place."""
+        """Return the text below the picture of each of ``rows``, or None for no text.
+
+        A row without a picture shows only this text.
+        """
         return [None] * len(rows)
 
     def prepared(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]] | None:
-        """What has been made of ``rows`` already, and why a row has none: pixels uint8
-        (n,3,S,S), or features (n,D) of the run's frozen encoder. None: they have to be
-        decoded.
+        """Return what is in memory of ``rows`` already.
+
+        Returns:
+            Decoded pixels uint8 (n, 3, S, S), or features (n, D) of the run's frozen
+            encoder; and for each row the reason why it is unreadable, or None. None if
+            the images have not been decoded.
         """
         return None
 
 
 class Ready(NamedTuple):
-    """What has been made of images: ``values`` of N rows, and why a row has none."""
+    """Decoded pixels or features of N images.
+
+    Attributes:
+        values: Pixels uint8 (N, 3, S, S), or features (N, D).
+        reasons: For each row the reason why it is unreadable, or None.
+    """
 
     values: RowBlocks
     reasons: Sequence[str | None]
 
 
 def _of_others(name: str) -> Any:
-    """A method of :class:`ImageSubset`: what the images it is taken from say of its
-    rows.
-    """
+    """Make a method of :class:`ImageSubset` that calls ``name`` of its base images."""
     return lambda self, rows: getattr(self.images, name)(self.index[rows])
 
 
 @dataclass(frozen=True, eq=False)
 class ImageSubset(Images):
-    """Rows ``index`` int64 (N,) of other images, maybe with what has been made of
-    them.
+    """A choice of rows of other images.
+
+    Attributes:
+        images: The images that rows are chosen from.
+        index: Row number in ``images`` of each chosen row, int64 (N,).
+        ready: Decoded pixels or features of the chosen rows, if they are in memory.
     """
 
     images: Images
@@ -182,14 +210,14 @@ class ImageSubset(Images):
         return len(self.index)
 
     def read_images(self, rows: np.ndarray) -> list[Image]:
-        """Those of the others, as all that follows."""
+        """Return the images of ``rows``, int64 (n,), in that order."""
         return self.images.read_images(self.index[rows])
 
     def __getitem__(self, row: int) -> Image:
         return self.images[int(self.index[row])]
 
     def take(self, rows: np.ndarray) -> ImageSubset:
-        """Never a choice of a choice."""
+        """Return only the images of ``rows``, as rows of the same base images."""
         ready = self.ready
         if ready is not None:
             reasons = [
@@ -219,16 +247,16 @@ class ImageSubset(Images):
         return self.images.is_remote
 
     def reader(self) -> Images | None:
-        """That of the others."""
+        """Return the reader of the base images, as :meth:`Images.reader`."""
         return self.images.reader()
 
     def pictures(self) -> Images | None:
-        """As of the others."""
-        found = self.images.pictures()
-        return None if found is None else found.take(self.index)
+        """Return the images that a report shows for the rows, or None."""
+        pictures = self.images.pictures()
+        return None if pictures is None else pictures.take(self.index)
 
     def prepared(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]] | None:
-        """Of what is ready, or as of the others."""
+        """Return what is in memory of ``rows``, as :meth:`Images.prepared`."""
         if self.ready is None:
             return self.images.prepared(self.index[rows])
         return self.ready.values[torch.tensor(rows)], [
@@ -238,12 +266,12 @@ class ImageSubset(Images):
 
 @dataclass(frozen=True, eq=False)
 class InMemory(Images):
-    """A list of images, or an array uint8 (N,H,W,3)."""
+    """A list of images, or an array uint8 (N, H, W, 3)."""
 
     items: Sequence[Any] | np.ndarray
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For another process, which may run in another directory."""
+        """Pickle with absolute paths: a process may run in another directory."""
         if isinstance(self.items, np.ndarray):
             return InMemory, (self.items,)
         return InMemory, (
@@ -254,16 +282,16 @@ class InMemory(Images):
         return len(self.items)
 
     def read_images(self, rows: np.ndarray) -> list[Image]:
-        """They are here."""
+        """Return the images of ``rows``, int64 (n,), in that order."""
         return [self.items[row] for row in rows.tolist()]
 
     def times(self, rows: np.ndarray) -> np.ndarray:
-        """Those of the files among the items."""
-        found = np.zeros(len(rows), np.int64)
-        if not isinstance(self.items, np.ndarray):
-            for place, item in enumerate(self.read_images(rows)):
-                found[place] = stat_of(item)[1] if isinstance(item, str) else 0
-        return found
+        """Return the modification times of the items that are files, 0 for others."""
+        if isinstance(self.items, np.ndarray):
+            return np.zeros(len(rows), np.int64)
+        items = self.read_images(rows)
+        times = [stat_of(item)[1] if isinstance(item, str) else 0 for item in items]
+        return np.array(times, np.int64)
 
     @property
     def is_remote(self) -> bool:
@@ -275,10 +303,14 @@ class InMemory(Images):
 
 @dataclass(frozen=True, eq=False)
 class Files(Images):
-    """Paths and URIs as bytes in one Arrow column, which processes share; ``stats``
-    int64 (N, 2): size and time of the last change in ns, -1: not known.
+    """Images in files.
 
-    ``line_numbers`` int64 (N,): the line of each file in a table of text.
+    Attributes:
+        column: Paths and URIs as an Arrow array of bytes, which processes share.
+        stats: Size in bytes and modification time in ns of each file, -1 if not known:
+            int64 (N, 2).
+        line_numbers: Line of each file in the table of text that names it, int64 (N,);
+            None for files of a folder.
     """
 
     column: Any
@@ -287,7 +319,12 @@ class Files(Images):
 
     @classmethod
     def of(cls, paths: Sequence[str], stats: Iterable[Sequence[int]]) -> Files:
-        """Local paths become absolute; '' stays, a file that is not there."""
+        """Make images of paths, of which local ones become absolute.
+
+        Args:
+            paths: N paths and URIs; '' for a file that is missing.
+            stats: Size and modification time of each file, as in ``stats``.
+        """
         full = [os.fsencode(path and full_path(path)) for path in paths]
         return cls(
             pa.array(full, pa.large_binary()),
@@ -296,7 +333,7 @@ class Files(Images):
 
     @classmethod
     def join(cls, parts: Sequence[Files]) -> Files:
-        """One after the other."""
+        """Concatenate files."""
         return cls(
             pa.concat_arrays([p.column for p in parts]),
             np.concatenate([p.stats for p in parts]),
@@ -306,28 +343,28 @@ class Files(Images):
         return len(self.column)
 
     def read_images(self, rows: np.ndarray) -> list[Image]:
-        """Paths: whoever decodes a file reads it."""
+        """Return the paths of ``rows``. The files are read when they are decoded."""
         return [
             os.fsdecode(path) for path in self.column.take(pa.array(rows)).to_pylist()
         ]
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
-        """Those of the files."""
+        """Return the size of each file in bytes, int64 (n,), -1 if not known."""
         return self.stats[rows, 0]
 
     def times(self, rows: np.ndarray) -> np.ndarray:
-        """Those of the files."""
+        """Return the modification time of each file in ns, -1 if not known."""
         return self.stats[rows, 1]
 
     def content_keys(self, rows: np.ndarray) -> pa.Array:
-        """Sizes: a moved data set is the same one."""
+        """Return file sizes, so that a moved data set keeps its fingerprint."""
         return decimal(self.sizes(rows))
 
     @property
     def is_remote(self) -> bool:
         """Whether any file is given as a URI."""
-        found = pa.compute.match_substring(self.column, b"://")
-        return bool(pa.compute.any(found).as_py())
+        has_scheme = pa.compute.match_substring(self.column, b"://")
+        return bool(pa.compute.any(has_scheme).as_py())
 
     def lines(self, rows: np.ndarray) -> list[int | None]:
         """Return the line of each file in a table of text, or None."""
@@ -339,26 +376,34 @@ class Files(Images):
 
 
 def as_images(images: Images | Sequence[Any] | np.ndarray) -> Images:
-    """A list, or an array uint8 (N,H,W,3), as :class:`InMemory`; images as they are."""
+    """Wrap a list of images or an array uint8 (N, H, W, 3) as :class:`InMemory`."""
     return InMemory(images) if isinstance(images, Sequence | np.ndarray) else images
 
 
 def with_ready(
     images: Images, values: RowBlocks, reasons: Sequence[str | None]
 ) -> Images:
-    """``images`` with what has been made of all N: pixels uint8 (N,3,S,S) or
-    features (N,D).
+    """Return ``images`` together with their decoded pixels or features.
+
+    Args:
+        images: N images.
+        values: Pixels uint8 (N, 3, S, S), or features (N, D).
+        reasons: For each row the reason why it is unreadable, or None.
     """
     return replace(images.take(np.arange(len(images))), ready=Ready(values, reasons))
 
 
 def is_image(name: str) -> bool:
-    """Whether a file's name ends as that of an image."""
+    """Return whether a file's name has an extension of an image format."""
     return name.lower().endswith(EXTENSIONS)
 
 
 def evenly_spaced(num: int, total: int) -> np.ndarray:
-    """int64 (min(num, total),): that many row numbers of ``total``, evenly spaced."""
+    """Return ``num`` evenly spaced row numbers below ``total``, or all if fewer.
+
+    Returns:
+        Ascending row numbers, int64 (min(num, total),).
+    """
     num = min(num, total)
     return np.arange(num) * total // max(num, 1)
 
@@ -369,11 +414,24 @@ def spread(
     num: int,
     labels: np.ndarray | None = None,
 ) -> list[np.ndarray]:
-    """Which at most ``num`` of each kind's rows, int64 (n,) each, to look at: evenly
-    spaced ones, or where images are read together all rows of evenly spaced groups, the
-    same for all kinds as far as they suffice. ``labels`` (n,) of the first kind's rows:
-    where groups are sorted by class, of which a few show a few classes, single rows
-    after all.
+    """Choose a sample of rows that takes little reading.
+
+    Rows that are read by themselves are chosen evenly spaced. Of images that are stored
+    together, whole groups are chosen evenly spaced, the same ones for all kinds of rows
+    as far as they suffice. If the groups are sorted by class, so that a few of them
+    show few classes, single rows are chosen after all.
+
+    Args:
+        images: The images of all rows.
+        kinds: Row numbers of each kind of rows, such as labeled and unlabeled ones:
+            int64 (n,) each.
+        num: Largest number of rows of each kind to choose.
+        labels: Classes of the first kind's rows, int64 (n,). Without them, groups are
+            not checked for being sorted by class.
+
+    Returns:
+        For each kind the positions of the chosen rows in its row numbers. For the first
+        kind they may be a few more than ``num``, to include rare classes.
     """
     even = [evenly_spaced(num, len(rows)) for rows in kinds]
     if images.groups(np.arange(0)) is None or images.prepared(np.arange(0)) is not None:
@@ -399,6 +457,7 @@ def spread(
 def _whole_groups(
     images: Images, kinds: Sequence[np.ndarray], num: int
 ) -> list[np.ndarray]:
+    """Choose positions of at most ``num`` rows of each kind, by whole groups."""
     groups = [cast(np.ndarray, images.groups(rows)) for rows in kinds]
     numbers = np.unique(np.concatenate(groups))
     shares = [num / max(num, len(rows)) for rows in kinds]
@@ -415,8 +474,16 @@ def _whole_groups(
 
 
 def batches_of(images: Images, rows: np.ndarray, size: int) -> list[np.ndarray]:
-    """Positions in ``rows`` int64 (n,), at most ``size`` at a time; a group that
-    fits is in one batch.
+    """Divide rows into batches for reading.
+
+    Args:
+        images: The images of all rows.
+        rows: Row numbers, int64 (n,).
+        size: Largest number of rows of a batch.
+
+    Returns:
+        Positions in ``rows`` of each batch, int64. Rows that are stored together are in
+        one batch, if the group has at most ``size`` rows.
     """
     groups, start, cuts = images.groups(rows), 0, list[int]()
     ends = np.arange(0) if groups is None else np.flatnonzero(np.diff(groups)) + 1
@@ -429,20 +496,22 @@ def batches_of(images: Images, rows: np.ndarray, size: int) -> list[np.ndarray]:
 
 
 def content_of(image: Image) -> bytes:
-    """What tells images apart: pixels and their shape, bytes, or a path."""
+    """Return bytes that identify an image: its shape and pixels, or its encoded data.
+
+    For an image in a file, it is the path.
+    """
     if isinstance(image, np.ndarray):
         return str(image.shape).encode() + image.tobytes()
     return os.fsencode(image)
 
 
 def path_of(image: Image) -> str | None:
-    """The path of an image that is a file, as text."""
+    """Return the full path of an image that is a file as text, or None."""
     return valid_text(full_path(image)) if isinstance(image, str) and image else None
 
 
 def row_names(ids: Sequence[str], images: Images, rows: Sequence[int]) -> list[str]:
-    """Return what people are told about rows: the id, and the file if the id does not
-    name it.
+    """Return names of rows for messages: the id, and the file that it does not name.
 
     Args:
         ids: The ids of N rows.
@@ -473,9 +542,17 @@ def name_row(name: str, path: str | None, line: int | None) -> str:
 
 
 def to_columns(images: Images, rows: np.ndarray) -> dict[str, Any]:
-    """How ``rows`` int64 (n,) travel to another process: numbers for
-    :meth:`Images.reader`; else bytes, whose ``shape`` is that of pixels, empty for a
-    full path (which need not be text), null for an encoded image.
+    """Return the columns by which images are sent to another process.
+
+    Args:
+        images: The images of all rows.
+        rows: Row numbers to send, int64 (n,).
+
+    Returns:
+        Arrow arrays by name. If :meth:`Images.reader` reads the images there, 'number'
+        has row numbers for it. Otherwise 'image' has bytes, and 'shape' says what they
+        are: the shape of pixels, an empty list for a full path (which need not be
+        text), or null for an encoded image.
     """
     if images.reader() is not None:
         return {"number": pa.array(images.numbers(rows))}
@@ -497,19 +574,22 @@ def to_columns(images: Images, rows: np.ndarray) -> dict[str, Any]:
 
 
 def from_columns(block: pa.Table, reader: Images | None) -> list[Image]:
-    """The images of :func:`to_columns`, in another process."""
+    """Return the images that :func:`to_columns` sent.
+
+    Args:
+        block: A table with the columns of :func:`to_columns`.
+        reader: What :meth:`Images.reader` returned.
+    """
     if reader is not None:
         return reader.read_images(block["number"].to_numpy())
-    found = list[Image]()
+    images = list[Image]()
     for data, shape in zip(
         block["image"].to_pylist(), block["shape"].to_pylist(), strict=True
     ):
         if shape is None:
-            found.append(data)
+            images.append(data)
+        elif shape:
+            images.append(np.frombuffer(data, np.uint8).reshape(shape))
         else:
-            found.append(
-                np.frombuffer(data, np.uint8).reshape(shape)
-                if shape
-                else os.fsdecode(data)
-            )
-    return found
+            images.append(os.fsdecode(data))
+    return images

@@ -1,4 +1,4 @@
-"""Images that are kept in memory once, however many sets are made of them."""
+"""Rows in host memory that several sets share: pixels of images, or features."""
 
 from __future__ import annotations
 
@@ -10,13 +10,19 @@ from torch import Tensor
 
 from uno.data.mapped import NeighborViews
 
-COPY_BYTES = 64 * 2**20  # that are on the way to a device at once
+COPY_BYTES = 64 * 2**20  # bytes that are copied to a device at once
 
 
 class RowBlocks:
-    """Rows, uint8 (N,3,S,S) or the features that stand for them, in the ``blocks``
-    (n,...) that hold them on the host: to take some rows is their first copy. ``place``
-    int64 (N,) counts rows over all blocks; default: each once, in order.
+    """A view of N rows of host memory, which is copied only when rows are read.
+
+    It is indexed like a tensor along its first dimension.
+
+    Args:
+        blocks: Tensors (n, ...) that hold the rows one after the other: pixels of
+            images uint8 (n, 3, S, S), or features.
+        place: For each row of the view its number, counted over all blocks, int64 (N,).
+            By default the view has each row once, in order.
     """
 
     def __init__(
@@ -31,26 +37,36 @@ class RowBlocks:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(N, ...)."""
+        """The shape as that of a tensor, (N, ...)."""
         return len(self), *self._blocks[0].shape[1:]
 
     @property
     def ndim(self) -> int:
-        """Dimensions of :attr:`shape`."""
+        """The number of dimensions."""
         return self._blocks[0].ndim
 
     @property
     def device(self) -> torch.device:
-        """The host."""
+        """The device of the blocks, which is the CPU."""
         return self._blocks[0].device
 
     def select_rows(self, rows: Tensor | slice) -> RowBlocks:
-        """These rows, int64 (n,), bool (N,) or a slice; nothing is copied."""
+        """Return a view of some rows without a copy.
+
+        Args:
+            rows: Row numbers int64 (n,), a mask bool (N,), or a slice.
+        """
         return RowBlocks(self._blocks, self._place[rows])
 
     def __getitem__(self, rows: Any) -> Tensor:
-        """A tensor of these rows, as :meth:`select_rows`; of a tuple, what else it
-        says of each row.
+        """Copy some rows into a tensor.
+
+        Args:
+            rows: The rows, as for :meth:`select_rows`; or, if there is a single block,
+                a tuple that begins with them and indexes further dimensions.
+
+        Returns:
+            A tensor (n, ...).
         """
         rows, *rest = rows if isinstance(rows, tuple) else (rows,)
         place = self._place[rows]
@@ -62,7 +78,7 @@ class RowBlocks:
             torch.searchsorted(self._ends, in_order, right=True),
             minlength=len(self._blocks),
         )
-        found = torch.empty(
+        values = torch.empty(
             (len(place), *self.shape[1:]),
             dtype=self._blocks[0].dtype,
             device=self.device,
@@ -73,54 +89,63 @@ class RowBlocks:
         ):
             own = slice(start, start + count)
             if count:
-                found[order[own]] = block[in_order[own] - before]
+                values[order[own]] = block[in_order[own] - before]
             start, before = own.stop, end
-        return found
+        return values
 
     def split(self, size: int) -> Iterator[Tensor]:
-        """All rows, ``size`` at a time."""
+        """Yield all rows as tensors of at most ``size`` rows."""
         return (self[i : i + size] for i in range(0, len(self), size))
 
     def to(self, device: torch.device | str) -> Tensor | RowBlocks:
-        """Itself on the host; elsewhere a tensor of these rows."""
+        """Return a tensor of all rows on ``device``, or the view itself for the CPU."""
         if torch.device(device).type == self.device.type:
             return self
-        found = torch.empty(self.shape, dtype=self._blocks[0].dtype, device=device)
+        values = torch.empty(self.shape, dtype=self._blocks[0].dtype, device=device)
         size = max(1, COPY_BYTES // max(1, self[:1].nbytes))
         for i in range(0, len(self), size):
-            found[i : i + size].copy_(self[i : i + size])
-        return found
+            values[i : i + size].copy_(self[i : i + size])
+        return values
 
 
 class HostRows(RowBlocks):
-    """Rows that stay on the host, as no device holds all: :meth:`to` says where
-    chosen ones go.
+    """A view of more rows than a device holds.
+
+    :meth:`to` copies nothing. It sets the device to which rows are copied when they are
+    read.
     """
 
     _target: torch.device | str = "cpu"
 
     def select_rows(self, rows: Tensor | slice) -> HostRows:
-        """As of others."""
-        found = HostRows(self._blocks, self._place[_on_host(rows)])
-        found._target = self._target
-        return found
+        """Return a view of some rows, as :meth:`RowBlocks.select_rows`.
+
+        ``rows`` may be on any device.
+        """
+        selected = HostRows(self._blocks, self._place[_on_host(rows)])
+        selected._target = self._target
+        return selected
 
     def __getitem__(self, rows: Any) -> Tensor:
-        """As of others, of rows counted on any device."""
+        """Copy rows, whose numbers may be on any device, to the device of :meth:`to`.
+
+        Otherwise as :class:`RowBlocks`.
+        """
         rows = tuple(map(_on_host, rows)) if isinstance(rows, tuple) else _on_host(rows)
         return super().__getitem__(rows).to(self._target)
 
     def to(self, device: torch.device | str) -> HostRows:
-        """The same rows for ``device``; nothing is copied."""
-        found = self.select_rows(slice(None))
-        found._target = device
-        return found
+        """Return the same view, with ``device`` as the place of rows that are read."""
+        view = self.select_rows(slice(None))
+        view._target = device
+        return view
 
 
 def _on_host(rows: Any) -> Any:
+    """Return an index with its tensor, if it is one, on the CPU."""
     return rows.cpu() if isinstance(rows, Tensor) else rows
 
 
 def part(images: Tensor | RowBlocks, rows: Tensor | slice) -> Tensor | RowBlocks:
-    """Rows of either."""
+    """Return some rows of a tensor, or a view of some rows of a view."""
     return images.select_rows(rows) if isinstance(images, RowBlocks) else images[rows]

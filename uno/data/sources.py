@@ -17,7 +17,7 @@ import numpy as np
 from uno.config import VECTORS, DataConfig
 from uno.data import files as filesystem
 from uno.data.annotated_folder import has_labels, read_annotated_folder
-from uno.data.cifar import CIFAR10, CIFAR100, Layout, read_cifar
+from uno.data.cifar import LAYOUTS, read_cifar, recognize_cifar
 from uno.data.columns import Labels, Text, chunks
 from uno.data.files import FileEntry, children, join, valid_text
 from uno.data.image_paths import PathRules
@@ -101,16 +101,15 @@ class Source(NamedTuple):
     may_lack: Callable[[str, DataConfig], bool] = lambda path, config: False
 
 
-def _cifar(layout: Layout) -> Source:
+def _cifar(name: str) -> Source:
     return Source(
-        lambda path, config, _: read_cifar(layout, path, config.download),
+        lambda path, config, _: read_cifar(name, path, config.download),
         may_lack=lambda path, config: config.download,
     )
 
 
 SOURCES = {
-    "cifar10": _cifar(CIFAR10),
-    "cifar100": _cifar(CIFAR100),
+    **{name: _cifar(name) for name in LAYOUTS},
     "imagenet": Source(
         lambda path, config, _: read_imagenet(
             path,
@@ -229,11 +228,7 @@ def recognize(
             )
         return kind
     folders, files = children(path)
-    cifar = [
-        c.prefix
-        for c in (CIFAR10, CIFAR100)
-        if c.folder in folders or {c.meta, *c.train} <= set(files)
-    ]
+    cifar = recognize_cifar(folders, files)
     if len(cifar) > 1:
         raise ConfigError(
             f"{path} holds CIFAR10 and CIFAR100; say which: cifar10:{path} or"

@@ -1,7 +1,8 @@
-"""Real files on disk for the tests: images, CIFAR pickles, Parquet with Hugging Face
+"""Real files on disk for the tests: images, CIFAR files, Parquet with Hugging Face
 metadata.
 """
 
+import hashlib
 import io
 import json
 import pickle
@@ -12,14 +13,16 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 from PIL import Image
+from torchvision import datasets
 
-from uno.data.cifar import Layout
 from uno.data.decode import check_bad, decode_many, ok_mask
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.errors import ConfigError
 
+CIFAR = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}
 SHARED = Path(__file__).parents[4] / "shared" / "data"
 
 
@@ -66,28 +69,44 @@ def write_images(
         )
 
 
-def write_cifar(
-    root: Path, layout: Layout, rows: int = 20, protocol: int = 2, fortran: bool = False
-) -> np.ndarray:
-    """Files with ``rows`` rows each, labels counting round; returns the first file's
-    pixels (rows, 3072).
+def cifar_files(name: str, rows: int = 20, protocol: int = 2) -> dict[str, bytes]:
+    """Content of the files of 'cifar10' or 'cifar100' by name, the file of class names
+    first: ``rows`` drawn rows each, labels counting round.
     """
-    folder = root / layout.folder
+    published = CIFAR[name]
+    num_classes = 10 if name == "cifar10" else 100
+    names = [f"class {i}" for i in range(num_classes)]
+    content: dict[str, Any] = {
+        published.meta["filename"]: {published.meta["key"]: names}
+    }
+    for seed, (file, _) in enumerate((*published.train_list, *published.test_list)):
+        drawn = np.random.default_rng(seed).integers(0, 256, (rows, 3072), np.uint8)
+        key = "labels" if name == "cifar10" else "fine_labels"
+        labels = [i % num_classes for i in range(rows)]
+        content[file] = {"data": drawn, key: labels}
+    return {file: pickle.dumps(value, protocol) for file, value in content.items()}
+
+
+def publish_cifar(
+    monkeypatch: pytest.MonkeyPatch, name: str, files: dict[str, bytes]
+) -> None:
+    """Let torchvision take these files for the published ones."""
+    published = CIFAR[name]
+    sums = {file: hashlib.md5(data).hexdigest() for file, data in files.items()}
+    meta = published.meta | {"md5": sums[published.meta["filename"]]}
+    monkeypatch.setattr(published, "meta", meta)
+    for files_of_split in ("train_list", "test_list"):
+        listed = [[file, sums[file]] for file, _ in getattr(published, files_of_split)]
+        monkeypatch.setattr(published, files_of_split, listed)
+
+
+def write_cifar(root: Path, name: str, files: dict[str, bytes]) -> Path:
+    """Write files into the folder that the archive unpacks to, and return it."""
+    folder = root / CIFAR[name].base_folder
     folder.mkdir(parents=True)
-    names = [f"class {i}" for i in range(layout.num_classes)]
-    (folder / layout.meta).write_bytes(
-        pickle.dumps({layout.names_key: names}, protocol)
-    )
-    labels = [i % layout.num_classes for i in range(rows)]
-    for seed, file in reversed([*enumerate((*layout.train, *layout.test))]):
-        data = np.random.default_rng(seed).integers(
-            0, 256, (rows, 3072), dtype=np.uint8
-        )
-        stored = np.asfortranarray(data) if fortran else data
-        (folder / file).write_bytes(
-            pickle.dumps({"data": stored, layout.label_key: labels}, protocol)
-        )
-    return data
+    for file, data in files.items():
+        (folder / file).write_bytes(data)
+    return folder
 
 
 def hf_table(
