@@ -1,5 +1,6 @@
-"""The features of any source as a file of vectors, which ``--data vectors:FILE`` and
-other programs read.
+"""Write the features of a source to a file of vectors: ``uno embed``.
+
+``--data vectors:FILE`` and other programs read such a file.
 """
 
 import tempfile
@@ -96,16 +97,24 @@ def embed(
     leave_out_unreadable(reasons, config, task)
     ok = np.array([reason is None for reason in reasons])
     counts = np.where(ok, 1 + num_views, 0)
-    write_vectors(place, features, counts, _columns(rows, folder))
+    write_vectors(place, features, counts, _describe_rows(rows, folder))
     num = plural(int(ok.sum()), "row")
     print_line(
         f"{num}, {1 + num_views} vectors of {features.shape[2]} numbers each: {place}"
     )
 
 
-def _columns(rows: Rows, folder: str) -> dict[str, pa.Array]:
-    """What the file says of each row; paths where the images lie below its
-    ``folder``, which may move.
+def _describe_rows(rows: Rows, folder: str) -> dict[str, pa.Array]:
+    """Return the columns that describe each row in the file of features.
+
+    Args:
+        rows: The N rows.
+        folder: The folder of the file. Paths of images below it are stored relative to
+            it, so that both can be moved together. Other paths are left out.
+
+    Returns:
+        String arrays of length N by name: "id", "label", "split", "eval_label", "text"
+        and "path", without columns that are empty.
     """
     text: dict[str, Sequence[str | None]] = {
         "id": rows.ids,

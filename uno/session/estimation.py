@@ -1,4 +1,4 @@
-"""The number of novel classes, as an interval: what ``uno estimate-classes`` does."""
+"""Estimate the number of novel classes: ``uno estimate-classes``."""
 
 import time
 from collections.abc import Container
@@ -90,7 +90,12 @@ def estimate_classes(
 
 
 def format_estimate(found: Estimate) -> str:
-    """The curves as a plain table, the answer, and what to make of it."""
+    """Format an estimate for the console.
+
+    Returns:
+        A table of the three scores for each number of clusters k, the estimate with its
+        interval, and a line that says what to do next.
+    """
     lines = ["", f"{'k':>4}  {'F1':>5}  {'ACC':>5}  {'CVI':>6}"]
     for k, f1, acc, cvi in zip(
         found.ks, *(found.curves[name] for name in ("f1", "acc", "cvi")), strict=True

@@ -21,14 +21,14 @@ from uno.runs.hardware import local_device
 from uno.runs.lock import RunLock, lock_run
 from uno.session.console import print_line
 from uno.session.data import Show, read_task
-from uno.session.resources import Room
+from uno.session.resources import FreeMemory
 
 
 class Backend(Protocol):
     """Where the work of a run is done: this process, torchrun's ranks, or Ray."""
 
-    def free_memory(self, config: Config) -> Room:
-        """Return the bytes that are free for the processes that train."""
+    def free_memory(self, config: Config) -> FreeMemory:
+        """Return the free memory for the processes that train, in bytes."""
 
     def train(self, run: Run, show: Show) -> dict[str, float]:
         """Train the phases of a run from their newest checkpoints, then evaluate it.
@@ -48,7 +48,7 @@ class Backend(Protocol):
         """Return the backend that predicts and shows the rows of a trained run."""
 
     def decoder(self, run: Run, model: Classifier) -> Decode:
-        """Return the function that decodes, or encodes, rows of the run for a model."""
+        """Return the function that decodes or encodes rows of the run for a model."""
 
     def predict(
         self,
@@ -72,20 +72,20 @@ class Backend(Protocol):
 
 @dataclass
 class Run:
-    """A run: its directory, its configuration, its rows and where its work is done.
+    """A run: its directory, its configuration, its rows and its backend.
 
     Attributes:
         config: The final configuration.
-        storage: The directory. Inside :meth:`locked` it can be written.
+        storage: The run directory. Inside :meth:`locked` it can be written.
         backend: Where the work is done.
         opened: The rows of the run, None until ``task`` is used.
-        phases: The phases to train, in order.
+        phases: The names of the phases to train, in order.
         evaluate: Whether the run is evaluated after its phases.
         batch_is_derived: Whether the batch size was derived from the data, so that it
             is derived again when unreadable images are left out.
         resumes: Whether the directory holds this run already.
         dry_run: Whether nothing is kept, not even a list of unreadable images.
-        first_files: Files that a new run directory begins with.
+        first_files: Content of files that a new run directory begins with, by name.
         data_problem: Why the rows cannot be shown, empty if they can.
         lock: The lock of the directory, None outside of :meth:`locked`.
         cleanup: Closes what a backend keeps open until the command ends.
@@ -107,7 +107,7 @@ class Run:
 
     @property
     def task(self) -> Task:
-        """The rows of the run, which are read at the first use."""
+        """The rows of the run with their classes and splits, read at the first use."""
         if self.opened is None:
             self.opened = read_task(self.config.data)
         return self.opened
@@ -117,21 +117,26 @@ class Run:
         """The device of this process.
 
         Raises:
-            ConfigError: This process trains, and has not the device that was asked for.
+            ConfigError: This process trains, and lacks the device that was asked for.
         """
         return local_device(self.config)
 
     @property
     def metrics(self) -> dict[str, float] | None:
-        """The stored metrics, None unless the run is finished."""
+        """The stored metrics by name, None unless the run is finished."""
         return directory.read_results(self.storage)
 
     @contextmanager
     def locked(self) -> Iterator[RunLock]:
-        """Hold the directory, so that no other command writes into it.
+        """Lock the directory inside the block, so that no other command writes into it.
+
+        At the end the lock is released, and what the backend keeps open is closed.
+
+        Yields:
+            The lock.
 
         Raises:
-            ConfigError: Another command holds it.
+            ConfigError: Another command holds the directory.
         """
         with lock_run(self.storage, on_wait=print_line) as self.lock, self.cleanup:
             self.storage = self.lock.storage
