@@ -132,8 +132,8 @@ def read_checkpoints(
     """Read the newest valid checkpoint of a phase, and list newer damaged ones.
 
     Returns:
-        The checkpoint, or None if the phase has no checkpoints. For each newer
-        checkpoint, which is damaged, its step and what is wrong with it.
+        The checkpoint, or None if the phase has no checkpoints. Second, the reason why
+        each newer checkpoint is damaged, by its step.
 
     Raises:
         StorageError: The phase has checkpoints, and all of them are damaged.

@@ -168,9 +168,9 @@ class JournalTail:
     def new_entries(self) -> list[dict[str, Any]]:
         """Return the entries since the last call.
 
-        If the file was rewound meanwhile, these are the entries that differ from those
-        at the same position before. A call without news costs one request to the
-        storage.
+        If lines were dropped meanwhile (:meth:`Journal.rewind`), the entries that
+        replaced them are returned, too. A call without new entries costs one request to
+        the storage.
         """
         size = self._storage.size(METRICS_FILE)
         if size == self._size:

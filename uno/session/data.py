@@ -87,7 +87,7 @@ def open_sets(
         task: All rows of the run.
         storage: The directory of the run.
         show: Shows the progress.
-        should_stop: Whether the user wants to stop.
+        should_stop: Returns whether the user has asked to stop.
         keep: Whether unreadable images are listed in the file ``bad_samples.jsonl`` of
             the run.
 
@@ -239,7 +239,7 @@ def load_features(
         task: The rows.
         storage: The directory of the run, which may hold the encoder's weights.
         show: Shows the progress.
-        should_stop: Whether the user wants to stop.
+        should_stop: Returns whether the user has asked to stop.
         compute: Encodes the rows that are not in the cache.
         zeros: Allocates the features.
 

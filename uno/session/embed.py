@@ -31,21 +31,23 @@ def embed(
     compute: Compute = compute_local,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Write the features of all rows to a Parquet file, as ``uno embed`` does.
+    """Write the features of all rows to a Parquet file: ``uno embed``.
 
     Finished features are kept in the cache, so the same command resumes.
 
     Args:
-        config: The configuration: ``config.data`` are the rows, ``config.output`` is
+        config: The configuration. ``config.data`` names the rows, and ``config.output``
             the file.
         given: The dotted keys that the user has set.
-        num_views: How many random views are written beside the evaluation view.
+        num_views: The number of random views that are written for each row, besides the
+            evaluation view.
         compute: Encodes the rows that are not in the cache.
-        should_stop: Whether the user wants to stop.
+        should_stop: Returns whether the user has asked to stop.
 
     Raises:
-        ConfigError: There are no weights or no such data, or the file was not written
-            by ``uno embed``.
+        ConfigError: There are no weights or no such data, or the file exists and was
+            not written by ``uno embed``.
+        Interrupted: ``should_stop`` returned True.
     """
     place = config.output
     if place is None or not place.endswith(".parquet"):

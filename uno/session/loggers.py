@@ -106,9 +106,9 @@ class TensorBoard:
     def log(self, phase: str, step: int, values: Mapping[str, float]) -> None:
         """Record the values of one training step in the directory of its phase.
 
-        After a roll-back the later steps are hidden. Each phase has its own directory,
-        because TensorBoard hides all later steps of a directory, whatever their phase
-        is.
+        After a roll-back the later steps are hidden. Each phase has a separate
+        directory, because TensorBoard hides all later steps of a directory, in every
+        phase.
         """
         if step <= self._last.get(phase, step):
             if phase in self._writers:
@@ -134,7 +134,7 @@ class TensorBoard:
         self.log("results", 0, values)
 
     def close(self, failed: bool) -> None:
-        """Close the files of events, and upload those that a URI needs."""
+        """Close the files of events, and upload them if the run directory is a URI."""
         for writer in self._writers.values():
             writer.close()
         if not self._storage.is_local:

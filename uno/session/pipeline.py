@@ -75,7 +75,8 @@ def discover(
         overwrite: Whether a run in the same directory is started over.
         last: The last phase, "pretrain" or "discover".
         report: Whether all rows are predicted and shown in a report.
-        backend: Where the work is done, by default chosen by ``compute.num_workers``.
+        backend: Does the work of the run, by default chosen by
+            ``compute.num_workers``.
 
     Raises:
         ConfigError: The run cannot succeed, or another command holds its directory.
@@ -122,7 +123,7 @@ def evaluate(target: str, given: Mapping[str, Any]) -> None:
 
     Args:
         target: The directory of the run.
-        given: Dotted keys that say where the work is done and where the data is now.
+        given: Settings by dotted key of the backend and of the present data source.
 
     Raises:
         ConfigError: There is no such run, or its data has changed.
@@ -154,7 +155,7 @@ def report(target: str, given: Mapping[str, Any]) -> str:
 
     Args:
         target: The directory of the run.
-        given: Dotted keys that say where the work is done and where the data is now.
+        given: Settings by dotted key of the backend and of the present data source.
     """
     run = open_stored_run(target, given)
     run.opened, run.data_problem = open_task(run.config, run.storage)
@@ -273,8 +274,8 @@ def try_phases(
 ) -> None:
     """Check a run and take one step of each of its phases, and keep nothing.
 
-    The arguments are those of :func:`discover`. The steps are taken in this process and
-    in a temporary directory, whatever the backend is.
+    The steps are taken in this process and in a temporary directory, with every
+    backend. The arguments have the same meaning as those of :func:`discover`.
 
     Raises:
         ConfigError: The run cannot succeed.

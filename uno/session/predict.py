@@ -52,7 +52,7 @@ def predict(
 
     Args:
         target: The directory of the run, or a copy of its ``model/``.
-        given: Dotted keys of the source, of the output and of where the work is done.
+        given: Settings by dotted key of the source, the output and the backend.
         embedding: Whether the table also has the features.
         csv: Whether the table is also written as CSV.
         folders: Whether images are also copied into a folder for each class.

@@ -53,7 +53,8 @@ def open_run(
         given: The dotted keys that the user has set, with their values.
         overwrite: Whether a run in the same directory is started over.
         last: The last phase, "pretrain" or "discover".
-        backend: Where the work is done, by default chosen by ``compute.num_workers``.
+        backend: Does the work of the run, by default chosen by
+            ``compute.num_workers``.
         dry_run: Whether the output directory is neither checked nor used.
 
     Raises:
@@ -105,7 +106,7 @@ def open_stored_run(target: str, given: Mapping[str, Any]) -> Run:
 
     Args:
         target: The directory, a path or URI.
-        given: Dotted keys that say where the work is done and where the data is now.
+        given: Settings by dotted key of the backend and of the present data source.
 
     Raises:
         ConfigError: The directory holds no run or a damaged one, or this machine lacks
@@ -188,10 +189,10 @@ def _require_inputs_outside(config: Config, storage: Storage) -> None:
 
 
 def _require_output_outside(config: Config, storage: Storage) -> None:
-    """Check that a new run would not become a part of its own data.
+    """Check that the directory of a new run is not inside the data of the run.
 
-    A directory of a run would be a class folder, and its ``predictions.parquet`` a
-    shard, when the data is read the next time.
+    Otherwise the directory would be read as a class folder, and its
+    ``predictions.parquet`` as a table, when the data is read the next time.
 
     Raises:
         ConfigError: The output directory is inside a folder of classes or of tables.

@@ -244,7 +244,7 @@ def training_bytes(config: Config, task: Task) -> dict[str, int]:
     Returns:
         Bytes of the "network" with gradients and momentum, of the "activations" of the
         encoder in a step of discovery, and of the "queue" of projections. Empty for an
-        encoder that is the user's own code.
+        encoder in the code of the user, which may not work on that device.
     """
     model, objective = config.model, config.objective
     library = model.encoder.partition(":")[0]
@@ -279,7 +279,7 @@ def training_bytes(config: Config, task: Task) -> dict[str, int]:
 def activation_bytes(encoder: nn.Module, side: int) -> int:
     """Estimate the bytes that a step keeps of one image for the backward pass.
 
-    Counted are the outputs of all layers whose weights are trained, in float32.
+    The outputs of all layers with trained weights are counted, in float32.
 
     Args:
         encoder: A network on the device "meta".

@@ -1,4 +1,4 @@
-"""The state of a run: what every step of a command needs to know."""
+"""The state of a run that all steps of a command share, and the backend interface."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ from uno.session.resources import FreeMemory
 
 
 class Backend(Protocol):
-    """Where the work of a run is done: this process, torchrun's ranks, or Ray."""
+    """The processes that do the work of a run.
+
+    There is a backend of this process, of torchrun's ranks and of Ray's workers.
+    """
 
     def free_memory(self, config: Config) -> FreeMemory:
         """Return the free memory for the processes that train, in bytes."""
@@ -33,15 +36,15 @@ class Backend(Protocol):
     def train(self, run: Run, show: Show) -> dict[str, float]:
         """Train the phases of a run from their newest checkpoints, then evaluate it.
 
-        The rows of ``run.task`` have their decoded images afterwards, where these stay
-        in memory.
+        If images are kept in memory, the rows of ``run.task`` hold the decoded images
+        afterwards.
 
         Args:
             run: A locked run. Without phases it is only evaluated.
             show: Takes each line of metrics.
 
         Returns:
-            The metrics, empty unless ``run.evaluate``.
+            The metrics by name, empty unless ``run.evaluate``.
         """
 
     def after_training(self, task: Task) -> Backend:
@@ -77,7 +80,7 @@ class Run:
     Attributes:
         config: The final configuration.
         storage: The run directory. Inside :meth:`locked` it can be written.
-        backend: Where the work is done.
+        backend: Does the work of the run.
         opened: The rows of the run, None until ``task`` is used.
         phases: The names of the phases to train, in order.
         evaluate: Whether the run is evaluated after its phases.

@@ -226,7 +226,8 @@ def checked_output(output: str) -> str:
     """Return the output directory with ``~`` replaced by the home directory.
 
     Raises:
-        ConfigError: The path is relative inside a Ray job, where it would be deleted.
+        ConfigError: The path is relative inside a Ray job. The working directory of a
+            job is deleted with the job.
     """
     output = os.path.expanduser(output)
     if RAY_JOB in os.environ and not os.path.isabs(output) and "://" not in output:
