@@ -283,7 +283,15 @@ def _load_teacher(config: Config, train: TrainData, storage: Storage) -> UnoMode
 
 
 def frozen_encoder(config: Config, storage: Storage) -> nn.Module:
-    """Return the encoder of a run that does not train it, in eval mode."""
+    """Build the encoder of a run with ``model.finetune none``, and load its weights.
+
+    Returns:
+        The encoder in eval mode, which is the same before and after training.
+
+    Raises:
+        ConfigError: The weights do not fit.
+        StorageError: The weights cannot be read.
+    """
     model = build_model(config.model, 1, 0, config.seed)
     load_weights_(model, config, storage)
     return model.encoder.eval().to(memory_format=torch.channels_last)

@@ -195,8 +195,9 @@ def estimated_set(run: Run, compute: Compute = compute_local) -> TrainSet:
         compute: Computes features of a frozen encoder.
 
     Returns:
-        Decoded images uint8 (N, 3, S, S), or features float32 (N, 1, D) of the
-        evaluation views if the encoder is frozen.
+        The readable training rows, with decoded images uint8 (N, 3, S, S). If the
+        encoder is frozen, with features float32 (N, 1, D) of the evaluation views
+        instead.
 
     Raises:
         ConfigError: Too many images cannot be read.

@@ -204,9 +204,10 @@ def compute_local(
 
 
 def _faster_encoder(job: FeatureJob, encoder: nn.Module, rows: np.ndarray) -> nn.Module:
-    """Return the encoder as ``compute.encoder_runtime`` computes it.
+    """Return the encoder in the form that ``compute.encoder_runtime`` names.
 
-    It is tried on images of the rows int64 (n,).
+    A batch of the rows int64 (n,) is encoded as a test. On a GPU, and with the runtime
+    "torch", the encoder itself is returned.
 
     Raises:
         ConfigError: The runtime cannot compute the encoder.

@@ -239,15 +239,15 @@ class MLflow:
             self._client.log_batch(self._id, params=params[start : start + 100])
 
     def log(self, phase: str, step: int, values: Mapping[str, float]) -> None:
-        """Queue the metrics under ``PHASE/name``."""
+        """Queue the values of one training step under ``PHASE/name``."""
         self._send({f"{phase}/{name}": value for name, value in values.items()}, step)
 
     def results(self, values: Mapping[str, float]) -> None:
-        """Queue the metrics without a phase."""
+        """Queue the metrics of the finished run under their names."""
         self._send(values, 0)
 
     def close(self, failed: bool) -> None:
-        """Wait until the queue is empty, then finish."""
+        """Wait until MLflow has sent all metrics, then end the MLflow run."""
         for operation in self._sending:
             operation.wait()
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")

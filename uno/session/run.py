@@ -60,17 +60,20 @@ class Backend(Protocol):
         writer: PredictionWriter,
         show: Callable[[int, int], None],
     ) -> Summary:
-        """Classify the rows that ``writer`` lacks with the model of the run.
+        """Classify the rows that ``writer`` has not written yet.
 
         Args:
-            run: The run whose directory holds the model.
-            model: That model.
+            run: The run that the model belongs to.
+            model: The model of the run.
             writer: Reads the rows and stores their predictions.
             show: Takes the number of finished rows and of all rows.
+
+        Returns:
+            The numbers of rows, and the path of the table.
         """
 
     def estimate(self, run: Run, settings: Settings) -> Estimate:
-        """Estimate the number of novel classes among the rows of a run."""
+        """Estimate the number of novel classes among the unlabeled rows of a run."""
 
 
 @dataclass
