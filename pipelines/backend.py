@@ -29,7 +29,7 @@ from uno.runs.hardware import num_threads
 from uno.session.backend import LocalBackend, estimated_set
 from uno.session.console import print_line
 from uno.session.data import Show
-from uno.session.resources import Room
+from uno.session.resources import FreeMemory
 from uno.session.run import Backend, Run
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class RayBackend(LocalBackend):
             # for all who ask whether there is one
             os.environ[ray_env.ADDRESS] = address
 
-    def free_memory(self, config: Config) -> Room:
+    def free_memory(self, config: Config) -> FreeMemory:
         """Return the least bytes that a worker finds free on its node."""
         return nodes.free_memory(config)
 

@@ -26,7 +26,7 @@ from uno.session.console import print_line
 from uno.text import plural
 
 if TYPE_CHECKING:  # tasks that decode import this module, too
-    from uno.session.resources import Room
+    from uno.session.resources import FreeMemory
 
 TELL_S = 30.0  # between two lines on what is waited for
 ASK_S = 60.0  # for what is free on the nodes of workers
@@ -168,7 +168,7 @@ def once_one_fits(
     return ask()
 
 
-def free_memory(config: Config) -> "Room":
+def free_memory(config: Config) -> "FreeMemory":
     """What is free for a run's workers: the least that a task in the place of each
     finds on its node, the least object store of the nodes that are there, and what is
     free here, where the run is led from. Of the nodes of a cluster that has no place
@@ -206,7 +206,7 @@ def free_memory(config: Config) -> "Room":
     return room
 
 
-def _free(tree: Mapping[str, Any]) -> "Room":
+def _free(tree: Mapping[str, Any]) -> "FreeMemory":
     """On the node of a worker."""
     from uno.session import resources
 

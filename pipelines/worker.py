@@ -85,7 +85,7 @@ class RayWorker(GroupWorker):
 
             ray.train.report(metrics)
 
-    def look(self) -> bool:
+    def asked_to_stop(self) -> bool:
         """Whether the driver left a STOP file."""
         return self._storage.exists(STOP_FILE)
 

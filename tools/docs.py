@@ -8,6 +8,7 @@ The pages are the commands, the configuration, methods, limits and the Python in
 import inspect
 import json
 import re
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from functools import cached_property
@@ -79,9 +80,24 @@ returns the exit code; 0 is success."""  # noqa: E501
 SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
+SECTION = re.compile(
+    r"^(Args|Attributes|Raises|Returns|Yields):\n((?:(?: {4}.*)?(?:\n|\Z))+)", re.M
+)
+"""A section of a docstring in Google style: its title, and its indented lines."""
+
+
+def list_section(section: re.Match[str]) -> str:
+    """Return a section of a docstring as Markdown, with its named entries as a list."""
+    title, body = section[1], textwrap.dedent(section[2]).strip()
+    if title not in ("Returns", "Yields"):
+        body = re.sub(r"^(\*{0,2}\w+): ", r"- `\1`: ", body, flags=re.M)
+    return f"{title}:\n\n{body}\n\n"
+
+
 def markdown(text: str | None) -> str:
     """A docstring's or help's text: roles, double backquotes and flags become code."""
-    text = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", inspect.cleandoc(text or ""))
+    text = SECTION.sub(list_section, inspect.cleandoc(text or "")).strip()
+    text = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text)
     text = re.sub(r"``([^`]+)``", r"`\1`", text)
     return re.sub(
         r"(`[^`]*`)|(?<![\w-])(--[a-z][\w.-]*\w)", lambda m: m[1] or f"`{m[2]}`", text

@@ -3,10 +3,10 @@
 A step of ResNet18 on 32 x 32 pixels launches about 800 kernels. The host needs longer
 to launch them than the GPU to compute them. A CUDA graph records the launches once and
 repeats all of them with a single call. A graph repeats the same kernels on the same
-memory, so everything that changes from step to step is copied into tensors that stay
-where they are: the views, the labels and the learning rate. The views themselves are
-made outside the graph, since the number of images that an operation of the
-augmentation works on is another one in every step.
+memory. Therefore all values that change from step to step are copied into tensors with
+a fixed address: the views, the labels and the learning rate. The augmentation that
+makes the views is not part of the graph, because the number of images in each of its
+operations changes from step to step.
 """
 
 from collections.abc import Callable
@@ -23,19 +23,26 @@ from uno.state import TrainState
 from uno.steps import Batch, Step, pretrain_step
 
 EAGER_STEPS = 3
-"""Steps before the recording: libraries choose their kernels, compilers compile."""
+"""Steps before the recording, in which libraries choose kernels or compile them."""
 
 Record = Callable[[Callable[[], Any]], Callable[[], Any]]
-"""Records what a function launches, without computing it, and returns a function that
-launches the same again.
+"""Record the kernels that a function launches, without computing them.
+
+Returns a function that launches the same kernels again.
 """
 
 
 def record_cuda_graph(function: Callable[[], Any]) -> Callable[[], Any]:
-    """Record the kernels that ``function`` launches; return what replays them."""
-    torch.cuda.empty_cache()  # the graph has memory of its own
+    """Record the kernels that ``function`` launches as a CUDA graph.
+
+    The kernels are not computed during the recording.
+
+    Returns:
+        A function that launches the recorded kernels again.
+    """
+    torch.cuda.empty_cache()  # the graph uses separate memory
     graph = torch.cuda.CUDAGraph()
-    # other threads may copy or allocate meanwhile: they prepare batches
+    # only this thread is checked: other threads copy and allocate to prepare batches
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         function()
     return graph.replay
@@ -43,28 +50,41 @@ def record_cuda_graph(function: Callable[[], Any]) -> Callable[[], Any]:
 
 @dataclass
 class Recording:
-    """A step that can be replayed, and the tensors that it reads and writes."""
+    """A recorded training step, and the tensors that it reads and writes.
+
+    Attributes:
+        replay: Launches the step again.
+        batch: The batch that the step reads. Each new batch is copied into its tensors.
+        lr: The learning rate that the step reads, float32 ().
+        loss: The loss that the step writes, float32 (1,).
+    """
 
     replay: Callable[[], Any]
     batch: Batch
-    lr: Tensor  # () float32
-    loss: Tensor  # (1,)
+    lr: Tensor
+    loss: Tensor
 
 
 class CapturedStep:
-    """A training step that computes the same as ``step``, from a recording.
+    """A training step that is recorded once and then replayed.
 
-    The first steps run as they are, so nothing is computed twice. A batch of another
-    shape than the recorded one runs as it is, too. After a roll-back to a checkpoint
-    the step is recorded anew, since the checkpoint's tensors lie elsewhere.
+    It computes the same as the step itself. The first steps are not recorded, so that
+    nothing is computed twice. A batch of another shape than the recorded one is not
+    replayed either. After a roll-back to a checkpoint the step is recorded again,
+    because the checkpoint's tensors have other addresses.
 
     Attributes:
-        step: The step that is recorded. It must not wait for the device, and depend on
-            the step's number by the learning rate alone.
+        step: The step that is recorded. It must not synchronize the device, and only
+            the learning rate may depend on the number of the step.
     """
 
     def __init__(self, step: Step, record: Record = record_cuda_graph) -> None:
-        """Prepare to record ``step`` by ``record``."""
+        """Prepare to record a step.
+
+        Args:
+            step: The step to record, see :class:`CapturedStep`.
+            record: Records the launches of a function, see :data:`Record`.
+        """
         self.step = step
         self._record = record
         self._recording: Recording | None = None
@@ -74,17 +94,19 @@ class CapturedStep:
     def __call__(
         self, state: TrainState, batch: Batch, config: Config, lr: float
     ) -> Tensor:
-        """Train on one batch; see :data:`uno.steps.Step`."""
+        """Train on one batch, see :data:`uno.steps.Step`. The state is updated."""
         if self._extra is not state.extra:
             self._recording, self._num_eager = None, 0
             self._extra = state.extra
         if self._num_eager < EAGER_STEPS:
             self._num_eager += 1
-            return _beside(state.device, lambda: self.step(state, batch, config, lr))
+            return _in_separate_stream(
+                state.device, lambda: self.step(state, batch, config, lr)
+            )
         if self._recording is None:
             self._recording = self._make_recording(state, batch, config)
         recording = self._recording
-        pairs = list(zip(_tensors(recording.batch), _tensors(batch), strict=True))
+        pairs = list(zip(_tensors_of(recording.batch), _tensors_of(batch), strict=True))
         if any(kept.shape != new.shape for kept, new in pairs):
             return self.step(state, batch, config, lr)
         for kept, new in pairs:
@@ -92,21 +114,24 @@ class CapturedStep:
         recording.lr.fill_(lr)
         next_step = state.step + 1
         recording.replay()
-        state.step = next_step  # the host's part of a step is not replayed
+        state.step = next_step  # the replay does not run this assignment of the step
         return recording.loss
 
     def _make_recording(
         self, state: TrainState, batch: Batch, config: Config
     ) -> Recording:
-        """Record the step with a copy of ``batch`` and a rate that is a tensor."""
+        """Record the step on a copy of ``batch``, with a tensor as learning rate."""
         views = [view.clone() for view in batch.views]
         kept = Batch(views, batch.labels.clone(), batch.num_large)
         lr: Any = torch.zeros((), dtype=torch.float32, device=state.device)
         loss = torch.zeros(1, device=state.device)
-        state.optimizer.zero_grad(set_to_none=True)  # gradients belong to the graph
+        state.optimizer.zero_grad(
+            set_to_none=True
+        )  # the graph allocates the gradients in its memory
         number = state.step
 
         def run() -> None:
+            """Take one step and store its loss."""
             loss.copy_(self.step(state, kept, config, lr))
 
         replay = self._record(run)
@@ -115,11 +140,18 @@ class CapturedStep:
 
 
 def captured(config: Config, step: Step, device: torch.device, workers: int) -> Step:
-    """Return ``step``, recorded as a CUDA graph where the configuration asks for it.
+    """Return a step that is replayed as a CUDA graph, if ``compute.cuda_graph`` is set.
+
+    Args:
+        config: The configuration of the run.
+        step: The training step. It is returned as it is if ``compute.cuda_graph`` is
+            False.
+        device: The device of the worker.
+        workers: The number of workers.
 
     Raises:
-        ConfigError: There is no GPU, there are several workers, or the step depends on
-            its number by more than the learning rate.
+        ConfigError: There is no GPU, there are several workers, or more than the
+            learning rate depends on the number of the step.
     """
     if not config.compute.cuda_graph:
         return step
@@ -137,20 +169,22 @@ def captured(config: Config, step: Step, device: torch.device, workers: int) -> 
     return CapturedStep(step)
 
 
-def _tensors(batch: Batch) -> list[Tensor]:
-    """The tensors of a batch that a step reads."""
+def _tensors_of(batch: Batch) -> list[Tensor]:
+    """Return the tensors of a batch that a step reads: its views and its labels."""
     return [*batch.views, batch.labels]
 
 
-def _beside(device: torch.device, function: Callable[[], Tensor]) -> Tensor:
-    """Call ``function`` in a stream of its own, as PyTorch asks for what precedes a
-    recording.
+def _in_separate_stream(device: torch.device, function: Callable[[], Tensor]) -> Tensor:
+    """Call ``function`` in a separate CUDA stream that the current one waits for.
+
+    PyTorch requires this for steps before a recording. On another device the function
+    is just called.
     """
     if device.type != "cuda":
         return function()
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        found = function()
+        result = function()
     torch.cuda.current_stream(device).wait_stream(stream)
-    return found
+    return result

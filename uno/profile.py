@@ -1,4 +1,4 @@
-"""``train.profile``: what some steps spend their time on, on rank 0."""
+"""Profile training steps on rank 0, for ``train.profile``."""
 
 import os
 import tempfile
@@ -10,14 +10,21 @@ from torch.profiler import ProfilerActivity, profile
 from uno.data.files import Storage
 
 FOLDER = "profile"
-TOP = 5
+NUM_OPERATORS = 5
 
 
 class Profile:
-    """Traces ``steps`` of a phase: ``profile/PHASE.json`` for Perfetto, ``PHASE.txt``
-    with the operators that took most time, and on CUDA
-    ``PHASE.pickle``, a snapshot for pytorch.org/memory_viz. Outside these steps it
-    costs nothing.
+    """Profile some steps of a phase, and write the result into the run directory.
+
+    The files are ``profile/PHASE.json``, a trace for Perfetto; ``profile/PHASE.txt``,
+    the operators that took most time; and on CUDA ``profile/PHASE.pickle``, a snapshot
+    of the memory for pytorch.org/memory_viz. Other steps are not slowed down.
+
+    Args:
+        steps: The steps to profile.
+        phase: The name of the phase.
+        device: The device of the worker.
+        storage: The run directory.
     """
 
     def __init__(
@@ -30,14 +37,20 @@ class Profile:
         self._first = self._last = 0
 
     def __enter__(self) -> "Profile":
+        """Return this profile."""
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
+        """End the profile, and write it unless the block has raised an exception."""
         if self._running is not None:
             self._stop(kind is None)
 
     def before(self, step: int) -> None:
-        """Tell it which step comes next."""
+        """Begin or end the profile before a step.
+
+        Args:
+            step: The number of steps that were taken before.
+        """
         if self._running is not None and step not in self._steps:
             self._stop(True)
         elif self._running is None and step in self._steps:
@@ -48,15 +61,18 @@ class Profile:
         self._last = step
 
     def _stop(self, write: bool) -> None:
-        found, self._running = self._running, None
-        found.stop()
+        """End the profile, and write its files if ``write`` is True."""
+        profiler, self._running = self._running, None
+        profiler.stop()
         with tempfile.TemporaryDirectory() as folder:
             if write:
-                found.export_chrome_trace(os.path.join(folder, f"{self._phase}.json"))
+                profiler.export_chrome_trace(
+                    os.path.join(folder, f"{self._phase}.json")
+                )
                 with open(
                     os.path.join(folder, f"{self._phase}.txt"), "w", encoding="utf-8"
                 ) as file:
-                    file.write(self._top(found))
+                    file.write(self._summarize(profiler))
             if self._cuda:
                 if write:
                     torch.cuda.memory._dump_snapshot(
@@ -67,13 +83,15 @@ class Profile:
                 with open(os.path.join(folder, name), "rb") as file:
                     self._storage.write(f"{FOLDER}/{name}", file.read())
 
-    def _top(self, found: Any) -> str:
+    def _summarize(self, profiler: Any) -> str:
+        """Return a line with the operators that took most time, and their shares."""
         kind = "device" if self._cuda else "cpu"
         times = {
-            e.key: getattr(e, f"self_{kind}_time_total") for e in found.key_averages()
+            e.key: getattr(e, f"self_{kind}_time_total")
+            for e in profiler.key_averages()
         }
         total = sum(times.values()) or 1
-        top = sorted(times, key=lambda name: -times[name])[:TOP]
+        top = sorted(times, key=lambda name: -times[name])[:NUM_OPERATORS]
         shares = ", ".join(f"{name} {times[name] / total:.0%}" for name in top)
         return (
             f"{self._phase} steps {self._first}-{self._last}: of the {kind}'s time"

@@ -1,4 +1,4 @@
-"""The one mutable object of training."""
+"""The state of training, and its conversion to and from the tensors of a checkpoint."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,45 +10,60 @@ from uno.config import PhaseConfig
 from uno.model import UnoModel
 
 COUNTERS = ("epoch_losses", "head_losses", "window_loss", "skipped")
+"""Fields of :class:`TrainState` that are stored in checkpoints under their names."""
 
 
 @dataclass
 class TrainState:
-    """Model, optimizer and the running head losses after ``step`` optimizer steps.
+    """The model, the optimizer and the running losses after ``step`` optimizer steps.
 
-    ``epoch_losses`` (H + 1,) sums the cluster loss of each head over this worker's
-    current epoch, and counts its steps; ``head_losses`` (H,) is the mean over the last
-    finished epoch and all workers; ``window_loss`` (2,) the sum and count of the total
-    loss since the last line of metrics. Skipped steps enter none of them. The sums are
-    float64: adding float32 numbers in another order, as a resumed run does, changes no
-    bit of them.
+    Skipped steps are not counted in any loss. The sums are float64, so that adding
+    float32 losses in another order, as a resumed run does, changes no bit of them.
+
+    Attributes:
+        model: The model.
+        forward: The model, or its DDP wrapper.
+        optimizer: The optimizer of the trained parameters.
+        device: The device of the model.
+        autocast: Whether forward passes use bfloat16.
+        epoch_losses: Sum of the cluster loss of each of H heads over this worker's
+            current epoch, and the number of its steps; float64 (H + 1,).
+        head_losses: Mean cluster loss of each head over the last finished epoch and all
+            workers, float32 (H,).
+        window_loss: Sum of the total loss since the last line of metrics, and the
+            number of steps in it; float64 (2,).
+        skipped: Number of steps that were skipped because gradients were not finite,
+            ().
+        step: Number of optimizer steps in this phase.
+        total_steps: Number of steps in the schedule of the phase, set by
+            :func:`uno.train.fit`.
+        warmup_steps: Number of warm-up steps in that schedule, set by
+            :func:`uno.train.fit`.
+        extra: Tensors by name that a method keeps from step to step.
+        grad_norm: Norm of all gradients of the last step, (). It is not in checkpoints.
+        teacher: The pretrained network, for methods that need it. It is not in
+            checkpoints.
     """
 
     model: UnoModel
-    forward: nn.Module  # the model, or its DDP wrapper
+    forward: nn.Module
     optimizer: torch.optim.Optimizer
     device: torch.device
     autocast: bool
     epoch_losses: Tensor
     head_losses: Tensor
     window_loss: Tensor
-    skipped: Tensor  # () steps skipped for non-finite gradients
+    skipped: Tensor
     step: int = 0
-    # of the phase's schedule and its warm-up; set by uno.train.fit
     total_steps: int = 1
     warmup_steps: int = 0
-    # what a method keeps from step to step
     extra: dict[str, Tensor] = field(default_factory=dict)
-    # () of all gradients of the last step; not in checkpoints
     grad_norm: Tensor | None = None
-    # the pretrained network, of methods that ask for it; not in checkpoints
     teacher: nn.Module | None = None
 
     @property
     def best_head(self) -> int:
-        """Index of the head with the lowest training cluster loss over the last
-        finished epoch.
-        """
+        """Index of the head with the lowest cluster loss in the last finished epoch."""
         return int(self.head_losses.argmin())
 
     @property
@@ -65,10 +80,21 @@ def new_state(
     autocast: bool,
     encoder_lr_factor: float = 1.0,
 ) -> TrainState:
-    """State at step 0, with SGD as in the paper, over what is trained; the encoder's
-    rate is ``encoder_lr_factor`` times that of the rest. The fused kernel skips
-    non-finite steps without waiting. Another optimizer is named here alone, with all
-    that it keeps of a parameter: checkpoints hold that, whatever it is.
+    """Return the state at step 0, with SGD as in the paper.
+
+    Only parameters that are not frozen are trained. The fused kernel skips steps with
+    gradients that are not finite without synchronizing the device. Checkpoints hold all
+    tensors that the optimizer keeps for a parameter, so another optimizer needs a
+    change in this function alone.
+
+    Args:
+        model: The model.
+        forward: The model, or its DDP wrapper.
+        phase: The settings of the phase: learning rate, momentum and weight decay.
+        device: The device of the model.
+        autocast: Whether forward passes use bfloat16.
+        encoder_lr_factor: Learning rate of the encoder, as a multiple of that of the
+            heads.
     """
     trained, num_heads = (
         trained_parameters(model),
@@ -79,13 +105,13 @@ def new_state(
         encoder = {
             name: p for name, p in trained.items() if name.startswith("encoder.")
         }
-        rest = [p for name, p in trained.items() if name not in encoder]
+        other = [p for name, p in trained.items() if name not in encoder]
         slow = (
             [{"params": list(encoder.values()), "factor": encoder_lr_factor}]
             if encoder
             else []
         )
-        groups = [*slow, {"params": rest, "factor": 1.0}]
+        groups = [*slow, {"params": other, "factor": 1.0}]
     optimizer = torch.optim.SGD(
         groups,
         phase.base_lr,
@@ -94,8 +120,8 @@ def new_state(
         fused=True,
     )
     for parameter in trained.values():
-        # Where the very first step is skipped, the fused kernel leaves buffers it makes
-        # itself uninitialized.
+        # The fused kernel would create the buffers in the first step, and leave them
+        # uninitialized if it skips that step.
         optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return TrainState(
         model,
@@ -111,12 +137,16 @@ def new_state(
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are not frozen, by name."""
+    """Return the parameters that are not frozen, by name."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def state_tensors(state: TrainState) -> dict[str, Tensor]:
-    """All tensors needed to continue bit for bit, by name."""
+    """Return all tensors that a run needs to continue bit for bit, by name.
+
+    The names begin with "model/", "optimizer/" or "extra/", or are those in
+    :data:`COUNTERS`. The tensors are not copied.
+    """
     tensors = {
         f"model/{name}": tensor for name, tensor in state.model.state_dict().items()
     }
@@ -128,7 +158,17 @@ def state_tensors(state: TrainState) -> dict[str, Tensor]:
 
 
 def load_state_(state: TrainState, tensors: dict[str, Tensor], step: int) -> None:
-    """Put stored tensors back, in place; the inverse of :func:`state_tensors`."""
+    """Load the tensors of a checkpoint, see :func:`state_tensors`, into ``state``.
+
+    Args:
+        state: The state of a model of the same shape. It is updated.
+        tensors: The tensors of the checkpoint, by name.
+        step: The number of optimizer steps before the checkpoint.
+
+    Raises:
+        KeyError: A tensor is missing.
+        RuntimeError: A tensor has another shape.
+    """
     state.model.load_state_dict(with_prefix(tensors, "model/"))
     for name, parameter in trained_parameters(state.model).items():
         for key, tensor in state.optimizer.state[parameter].items():
@@ -143,7 +183,7 @@ def load_state_(state: TrainState, tensors: dict[str, Tensor], step: int) -> Non
 
 
 def with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The tensors whose names begin with ``prefix``, under the rest of their names."""
+    """Select the tensors whose names begin with ``prefix``, and remove the prefix."""
     return {
         name.removeprefix(prefix): t
         for name, t in tensors.items()

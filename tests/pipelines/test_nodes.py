@@ -32,7 +32,7 @@ from uno.data.files import Storage
 from uno.errors import ConfigError, Interrupted
 from uno.results.estimate import Settings
 from uno.session import resources
-from uno.session.resources import Room
+from uno.session.resources import FreeMemory
 from uno.session.run import Run
 
 BIG, SMALL = ({"CPU": cpus, "memory": 1e9} for cpus in (4.0, 2.0))
@@ -485,9 +485,9 @@ def test_images_that_do_not_come_are_said_for_as_long_as_they_do_not_come(
 @pytest.mark.parametrize(
     ("answers", "cpus", "expected"),
     [
-        ([Room(9e9, 8e9), Room(5e9, 8e10)], 4, (5e9, 8e9, 3e8, 1e9)),
-        ([Room(9e9), Room(8e9)], 4, (8e9, None, 3e8, 1e9)),
-        ([Room(9e9, 8e9), "late"], 4, (9e9, 8e9, 3e8, 1e9)),
+        ([FreeMemory(9e9, 8e9), FreeMemory(5e9, 8e10)], 4, (5e9, 8e9, 3e8, 1e9)),
+        ([FreeMemory(9e9), FreeMemory(8e9)], 4, (8e9, None, 3e8, 1e9)),
+        ([FreeMemory(9e9, 8e9), "late"], 4, (9e9, 8e9, 3e8, 1e9)),
         (["late", "late"], 4, (1e9, None, 3e8, None)),
         ([], 1, (1e9, None, 3e8, None)),
     ],
@@ -530,11 +530,12 @@ def test_memory_is_that_of_the_nodes_of_the_workers(
         assert asked.args[0]["compute"]["num_workers"] == 2
     ask.reset_mock()
     assert (
-        nodes.free_memory(override(config, {"compute.num_workers": 0})) == Room(1e9)
+        nodes.free_memory(override(config, {"compute.num_workers": 0}))
+        == FreeMemory(1e9)
         and not ask.called
     )
     monkeypatch.delenv("RAY_ADDRESS")
-    assert nodes.free_memory(config) == Room(1e9) and not ask.called
+    assert nodes.free_memory(config) == FreeMemory(1e9) and not ask.called
 
 
 def test_a_worker_counts_its_share_of_a_gpu(monkeypatch):

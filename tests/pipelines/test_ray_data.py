@@ -43,7 +43,7 @@ from uno.model import UnoModel
 from uno.presets import preset
 from uno.runs import run
 from uno.session import pipeline, resources
-from uno.session.resources import Room
+from uno.session.resources import FreeMemory
 
 BROKEN = (3, 8, 14)
 CONFIG = override(
@@ -532,13 +532,15 @@ def test_a_run_goes_on_as_it_began(tmp_path, capsys, monkeypatch):
         "--max-steps",
         "2",
     ]
-    monkeypatch.setattr("uno.session.resources.free_memory", lambda config: Room(1000))
+    monkeypatch.setattr(
+        "uno.session.resources.free_memory", lambda config: FreeMemory(1000)
+    )
     assert cli.main(argv) == 0
     said = capsys.readouterr().out
     assert "memory: streamed (76.8 kB decoded; budget 600 bytes" in said
     assert "loading: streaming" in (output / "config.yaml").read_text()
     monkeypatch.setattr(
-        "uno.session.resources.free_memory", lambda config: Room(10**12)
+        "uno.session.resources.free_memory", lambda config: FreeMemory(10**12)
     )
     assert cli.main(argv) == 0
     assert "other settings: data.loading" in refused(

@@ -139,23 +139,23 @@ def test_an_exit_in_a_callback_is_asked_again_without_a_traceback():
 
 
 class Rank(ranks.GroupWorker):
-    def __init__(self, rank, look, device="cpu"):
+    def __init__(self, rank, asked_to_stop, device="cpu"):
         self.rank, self.world_size = rank, 2
-        self.device, self.look = torch.device(device), look
+        self.device, self.asked_to_stop = torch.device(device), asked_to_stop
 
 
 def test_all_ranks_stop_at_the_same_step(monkeypatch):
     """Rank 0 looks, first in vain for its storage; the others follow its vote."""
-    monkeypatch.setattr(ranks, "STOP_LOOK_S", 0.0)
+    monkeypatch.setattr(ranks, "STOP_CHECK_S", 0.0)
     answers, votes = [StorageError("a moment"), False, True], []
 
-    def look():
+    def asked_to_stop():
         answer = answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    first, other = Rank(0, look), Rank(1, pytest.fail)
+    first, other = Rank(0, asked_to_stop), Rank(1, pytest.fail)
     monkeypatch.setattr(
         collectives, "all_reduce_sum_", lambda vote: votes.append(vote) or vote
     )

@@ -34,7 +34,7 @@ from uno.runs import DISCOVER, run
 from uno.session import resources
 from uno.session.data import read_task
 from uno.session.prepare import preflight
-from uno.session.resources import SHARE
+from uno.session.resources import IMAGE_SHARE
 from uno.weights import PRETRAINED
 
 ROWS = [*range(400)]  # half of the training and half of the test
@@ -220,7 +220,7 @@ def test_what_does_not_fit_is_streamed(
     anew.
     """
     monkeypatch.setattr(driver, "check_memory", lambda *_: None)
-    needed = 2 * 400 * row_bytes / SHARE  # here, and in Ray's store
+    needed = 2 * 400 * row_bytes / IMAGE_SHARE  # here, and in Ray's store
     for told, free, loading in (
         ("auto", 1.5 * needed, "memory"),
         ("auto", 0.5 * needed, "streaming"),

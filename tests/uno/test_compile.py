@@ -51,7 +51,9 @@ def test_compiled_code_stays_on_its_kind_of_processor(monkeypatch):
     folders = []
     for flags in ("sse2 avx2", "sse2 avx2 avx512f", "sse2 avx2"):
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")
-        monkeypatch.setattr(hardware, "_processor", lambda field, flags=flags: flags)
+        monkeypatch.setattr(
+            hardware, "_processor_field", lambda field, flags=flags: flags
+        )
         hardware.prepare_compiler()
         hardware.prepare_compiler()
         folders.append(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]))

@@ -92,14 +92,14 @@ def test_the_slow_rank_is_named(clock, monkeypatch, own, slow):
 
     monkeypatch.setattr(pace.collectives, "gather_rows", global_rows)
 
-    with closing(pace.Pace(state, SimpleNamespace(waited_s=0.0))) as found:
+    with closing(pace.StepTimer(state, SimpleNamespace(waited_s=0.0))) as found:
         for _ in range(4):
             found.begin()
             clock[0] += 2.0
             state.forward([torch.zeros(2, 3, 32, 32)])
             clock[0] += 5.0  # the others are late
             state.step += 1
-        line = found.line(30)
+        line = found.collect(30)
     assert seen == [[2.0, 0.0, 0.0]]
     expected = {
         "rank_ms_min": 1000 * own[0],
@@ -134,9 +134,9 @@ def test_the_memory_is_that_of_the_fullest_gpu(clock, monkeypatch):
     }
     monkeypatch.setattr(pace, "torch", SimpleNamespace(cuda=cuda, **own))
     monkeypatch.setattr(pace.collectives, "gather_rows", gather)
-    with closing(pace.Pace(state, SimpleNamespace())) as found:
+    with closing(pace.StepTimer(state, SimpleNamespace())) as found:
         state.step += 1
         clock[0] += 1.0
-        line = found.line(30)
+        line = found.collect(30)
     assert line["peak_memory_gb"] == pytest.approx(3.5) and asked == [state.device]
     assert "data_wait" not in line

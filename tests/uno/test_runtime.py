@@ -16,7 +16,7 @@ from uno import runtime
 from uno.config import override
 from uno.encoder import build_encoder
 from uno.errors import ConfigError
-from uno.runs.hardware import _processor, at_speed
+from uno.runs.hardware import _processor_field, at_speed
 from uno.runtime import BUILD, TORCH, Plan, Runtime, plan_of
 
 CPU = torch.device("cpu")
@@ -85,7 +85,7 @@ def test_openvino_computes_in_bf16_where_the_processor_does():
         ).max()
     )
     assert error < 0.1
-    assert error > 1e-4 or "avx512_bf16" not in _processor("flags")
+    assert error > 1e-4 or "avx512_bf16" not in _processor_field("flags")
 
 
 @pytest.mark.slow

@@ -1,9 +1,10 @@
-"""A run: its phases, and the names of what every command finds in its directory."""
+"""The phases of a run, and the names of the files in a run directory."""
 
 PRETEXT, PRETRAIN, DISCOVER = "pretext", "pretrain", "discover"
 PHASES = {PRETEXT: "Pretext task", PRETRAIN: "Pretraining", DISCOVER: "Discovery"}
-"""All phases in order, each with a section of its name in the configuration -> its
-title.
+"""The title of each phase by its name, in order.
+
+The section of the configuration with the same name holds the settings of the phase.
 """
 
 NUMERICS = 27
@@ -12,14 +13,14 @@ NUMERICS = 27
 Every run records it, and ``uno reproduce`` refuses runs of another number.
 """
 
-CONFIG_FILE = "config.yaml"  # its presence makes a directory a run
+CONFIG_FILE = "config.yaml"  # a directory is a run if it has this file
 ENVIRONMENT_FILE = "environment.json"
-IMAGE_TIMES_FILE = "image_times.npy"  # when each image was last changed
-METRICS_FILE = "metrics.jsonl"  # a line of training a time
-RESULTS_FILE = "metrics.json"  # written last: the mark of a finished run
+IMAGE_TIMES_FILE = "image_times.npy"  # modification time of each image
+METRICS_FILE = "metrics.jsonl"  # one line for each logged step of training
+RESULTS_FILE = "metrics.json"  # written last, so it marks a finished run
 REPORT_FILE = "report.html"
 ESTIMATE_FILE = "estimate.json"
-STOP_FILE = "STOP"  # asks the workers to save and leave
-LOGGERS_FOLDER = "loggers"  # what each tool calls the run
-FORMER_FOLDER = "former"  # what --overwrite replaces, until the new run trains
-RAY_FOLDER = "ray"  # Ray Train's own bookkeeping; a resumed run never reads it
+STOP_FILE = "STOP"  # asks the workers to save a checkpoint and end
+LOGGERS_FOLDER = "loggers"  # identifier of the run in each logger
+FORMER_FOLDER = "former"  # run that --overwrite replaces, until the new run trains
+RAY_FOLDER = "ray"  # files of Ray Train; a resumed run never reads them

@@ -1,6 +1,9 @@
-"""Checkpoints: ``checkpoints/<phase>/step_00000110.safetensors``, with the
-configuration in the metadata. A file appears whole or not at all, and holds the SHA-256
-of its content: one that does not verify is none.
+"""Write and read checkpoints.
+
+The checkpoints of a phase are the files ``checkpoints/PHASE/step_00000110.safetensors``
+of the run directory. Each holds tensors, and in its metadata the run's configuration.
+Files are written atomically. A file also holds the SHA-256 of its content, and is not
+used if its content differs.
 """
 
 import logging
@@ -21,7 +24,13 @@ log = logging.getLogger(__name__)
 
 
 class Checkpoint(NamedTuple):
-    """What is stored: tensors by name and the run's configuration."""
+    """The content of a checkpoint.
+
+    Attributes:
+        step: The number of optimizer steps before it, in its phase.
+        tensors: Tensors by name, see :func:`uno.state.state_tensors`.
+        config_yaml: The configuration of the run as YAML.
+    """
 
     step: int
     tensors: dict[str, Tensor]
@@ -34,9 +43,20 @@ def save_checkpoint(
     checkpoint: Checkpoint,
     enqueue: Callable[[Callable[[], None]], None] = lambda write: write(),
 ) -> None:
-    """Write a checkpoint, of the tensors as they are now, unless this step has a valid
-    one: now, or when ``enqueue`` calls what it gets. A StorageError leaves older
-    checkpoints as they were.
+    """Write a checkpoint, unless a valid one of the same step exists.
+
+    The tensors are copied now, so they may change before the file is written. If
+    writing fails, older checkpoints are unchanged.
+
+    Args:
+        storage: The run directory.
+        phase: The name of the phase.
+        checkpoint: The content.
+        enqueue: Takes the function that writes the file, and calls it now or later.
+
+    Raises:
+        StorageError: The file cannot be written. It is raised where the function is
+            called.
     """
     name = file_name(phase, checkpoint.step)
     tensors = {
@@ -47,6 +67,7 @@ def save_checkpoint(
     data = seal(name, tensors, facts)
 
     def write() -> None:
+        """Write the file, unless a valid checkpoint of this step exists."""
         if checkpoint.step in checkpoint_steps(storage, phase):
             with suppress(StorageError):
                 load_checkpoint(storage, phase, checkpoint.step)
@@ -57,8 +78,14 @@ def save_checkpoint(
 
 
 def prune(storage: Storage, phase: str, last: int, keep: int) -> None:
-    """Delete all checkpoints up to step ``last`` but the newest ``keep``. One of a
-    later step may have been written while this waited for its turn.
+    """Delete old checkpoints of a phase.
+
+    Args:
+        storage: The run directory.
+        phase: The name of the phase.
+        last: The step up to which checkpoints are deleted. Later ones may have been
+            written since this deletion was queued, and are not touched.
+        keep: The number of checkpoints up to ``last`` that are kept, the newest ones.
     """
     steps = [step for step in checkpoint_steps(storage, phase) if step <= last]
     for step in steps[:-keep]:
@@ -66,8 +93,12 @@ def prune(storage: Storage, phase: str, last: int, keep: int) -> None:
 
 
 def checkpoint_steps(storage: Storage, phase: str) -> list[int]:
-    """Steps that have a checkpoint, valid or not, ascending. StorageError: they have
-    another format.
+    """Return the steps of a phase that have a checkpoint, in ascending order.
+
+    The files are not read, so a checkpoint may be damaged.
+
+    Raises:
+        StorageError: The phase has checkpoints of an unknown format.
     """
     names = storage.list(f"checkpoints/{phase}")
     if any(re.fullmatch("step_[0-9]{8,18}", name) for name in names):
@@ -76,13 +107,18 @@ def checkpoint_steps(storage: Storage, phase: str) -> list[int]:
             f" {FORMAT_VERSION}"
         )
         raise StorageError(f"{problem}; use --overwrite, or another directory")
-    found = (re.fullmatch(r"step_([0-9]{8,18})\.safetensors", name) for name in names)
-    return sorted(int(match[1]) for match in found if match is not None)
+    matches = (re.fullmatch(r"step_([0-9]{8,18})\.safetensors", name) for name in names)
+    return sorted(int(match[1]) for match in matches if match is not None)
 
 
 def load_newest(storage: Storage, phase: str) -> Checkpoint | None:
-    """The newest valid checkpoint, None where the phase has none; StorageError: none
-    of those verifies.
+    """Read the newest valid checkpoint of a phase, and warn of newer damaged ones.
+
+    Returns:
+        The checkpoint, or None if the phase has no checkpoints.
+
+    Raises:
+        StorageError: The phase has checkpoints, and all of them are damaged.
     """
     newest, problems = read_checkpoints(storage, phase)
     for step, problem in problems.items():
@@ -93,11 +129,11 @@ def load_newest(storage: Storage, phase: str) -> Checkpoint | None:
 def read_checkpoints(
     storage: Storage, phase: str
 ) -> tuple[Checkpoint | None, dict[int, str]]:
-    """Read the newest valid checkpoint of a phase.
+    """Read the newest valid checkpoint of a phase, and list newer damaged ones.
 
     Returns:
-        The checkpoint, None if the phase has none, and what is wrong with each newer
-        one, by its step.
+        The checkpoint, or None if the phase has no checkpoints. Second, the reason why
+        each newer checkpoint is damaged, by its step.
 
     Raises:
         StorageError: The phase has checkpoints, and all of them are damaged.
@@ -120,8 +156,10 @@ def read_checkpoints(
 
 
 def load_checkpoint(storage: Storage, phase: str, step: int) -> Checkpoint:
-    """One checkpoint. StorageError: it is missing, truncated or altered, or its
-    format is unknown.
+    """Read the checkpoint of one step.
+
+    Raises:
+        StorageError: The checkpoint is missing or damaged, or has an unknown format.
     """
     name = file_name(phase, step)
     try:
@@ -134,5 +172,5 @@ def load_checkpoint(storage: Storage, phase: str, step: int) -> Checkpoint:
 
 
 def file_name(phase: str, step: int) -> str:
-    """Name of a checkpoint in its run."""
+    """Return the name of a checkpoint's file, relative to the run directory."""
     return f"checkpoints/{phase}/step_{step:08d}.safetensors"

@@ -1,4 +1,4 @@
-"""A run's directory: who may use it, and the repairs that cannot lose anything."""
+"""Begin, check and repair a run directory."""
 
 import io
 import json
@@ -43,16 +43,32 @@ log = logging.getLogger(__name__)
 
 
 def is_run(storage: Storage) -> bool:
-    """Whether the directory holds a run (False also where it was only begun);
-    ConfigError: anything else.
+    """Return whether a directory holds a run.
+
+    False if it is empty, or holds no more than the first files of a run that was only
+    begun.
+
+    Raises:
+        ConfigError: The directory holds something else.
     """
     begun = {ENVIRONMENT_FILE, FORMER_FOLDER}
     return output.is_ours(storage, CONFIG_FILE, "run", begun)
 
 
 def begin_run(config: Config, storage: Storage, fingerprint: str) -> None:
-    """Make the directory a run's; ConfigError: it is one of other settings (named),
-    data or format. A warning says where the code of its encoder is another.
+    """Write the first files of a new run, or check that the directory holds this run.
+
+    A warning is logged if the code of the run's encoder has changed since the run
+    began.
+
+    Args:
+        config: The configuration of the run.
+        storage: The run directory.
+        fingerprint: The hash of the data.
+
+    Raises:
+        ConfigError: The directory holds a run of other settings, data or format, or its
+            ``environment.json`` is damaged. The message names the settings.
     """
     code = code_of(config.model.encoder).get("code")
     if not is_run(storage):
@@ -65,9 +81,9 @@ def begin_run(config: Config, storage: Storage, fingerprint: str) -> None:
         raise ConfigError(
             f"{storage.path(ENVIRONMENT_FILE)} is missing or damaged; use --overwrite"
         )
-    if (found := known.get("format_version")) != FORMAT_VERSION:
+    if (version := known.get("format_version")) != FORMAT_VERSION:
         raise ConfigError(
-            f"{storage.uri} has format version {found}, not {FORMAT_VERSION}; use"
+            f"{storage.uri} has format version {version}, not {FORMAT_VERSION}; use"
             " --overwrite"
         )
     if keys := differing_keys(read_config_tree(storage), config):
@@ -86,17 +102,18 @@ def begin_run(config: Config, storage: Storage, fingerprint: str) -> None:
 
 
 def check_images(storage: Storage, rows: Rows) -> None:
-    """Check that no image was written to since a run, or a sweep, began.
+    """Check that no image was modified since a run, or a sweep, began.
 
-    The fingerprint of the data has the ids and sizes of files. This compares their
-    modification times. It does nothing if the run has no file of them.
+    The fingerprint of the data covers the ids and sizes of files. This function
+    compares their modification times. It does nothing if the directory has no valid
+    file of them.
 
     Args:
         storage: The directory of the run.
-        rows: The rows that it reads now, of the same fingerprint.
+        rows: The rows that the run reads now, with the same fingerprint.
 
     Raises:
-        ConfigError: An image has another time. The line names one.
+        ConfigError: An image has another modification time. The message names one.
     """
     data, then = storage.find(IMAGE_TIMES_FILE), np.zeros(0, np.int64)
     if data is not None:
@@ -115,9 +132,10 @@ def check_images(storage: Storage, rows: Rows) -> None:
 
 
 def begin_images(storage: Storage, rows: Rows) -> None:
-    """Note when the images of a run, or a sweep, were last changed.
+    """Store the modification times of the images of a run, or a sweep.
 
-    If that was noted before, :func:`check_images` is called.
+    If they are stored already, they are compared with the present ones, see
+    :func:`check_images`.
     """
     if storage.exists(IMAGE_TIMES_FILE):
         check_images(storage, rows)
@@ -128,7 +146,7 @@ def begin_images(storage: Storage, rows: Rows) -> None:
 
 
 def require_run(storage: Storage) -> None:
-    """Raise ConfigError unless the directory is that of a run."""
+    """Raise ConfigError unless the directory holds a run."""
     if not storage.exists(CONFIG_FILE):
         raise ConfigError(
             f"{storage.uri} is not a run directory: it has no {CONFIG_FILE}"
@@ -136,8 +154,11 @@ def require_run(storage: Storage) -> None:
 
 
 def read_config_tree(storage: Storage) -> dict[str, Any]:
-    """The ``config.yaml`` of a run as a nested dict. ConfigError: there is none, it is
-    damaged, or its method cannot be imported.
+    """Return the ``config.yaml`` of a run as a nested dict.
+
+    Raises:
+        ConfigError: The file is missing or damaged, or the method's code cannot be
+            imported.
     """
     require_run(storage)
     tree = None
@@ -153,19 +174,19 @@ def read_config_tree(storage: Storage) -> dict[str, Any]:
 
 
 def read_results(storage: Storage) -> dict[str, float] | None:
-    """``metrics.json``; None where there is none or it is damaged."""
+    """Return the content of ``metrics.json``, or None if it is missing or damaged."""
     return output.find_mapping(storage, RESULTS_FILE)
 
 
 def repair(storage: Storage) -> list[str]:
-    """Remove what killed commands left, and damaged checkpoints that are not needed.
+    """Delete files that killed commands left, and damaged checkpoints without use.
 
-    A damaged checkpoint is not needed if it is newer than the newest valid one. What
-    killed commands left are temporary files on local disks, Ray's folder and the
-    request to stop.
+    A damaged checkpoint has no use if it is newer than the newest valid one. Killed
+    commands leave temporary files on local disks, Ray's folder, and the request to
+    stop.
 
     Returns:
-        A line for each checkpoint that was removed.
+        A line for each checkpoint that was deleted.
 
     Raises:
         StorageError: A phase has checkpoints, and all of them are damaged.
@@ -180,7 +201,7 @@ def repair(storage: Storage) -> list[str]:
             )
     names = [name for name in (RAY_FOLDER, runs.STOP_FILE) if storage.exists(name)]
     names += output.leftovers(storage)
-    # Threads of loggers, and processes that outlive their command, may be writing.
+    # These files may still be written: by a logger's thread, or by Ray's processes.
     busy = (f"{RAY_FOLDER}/", f"{LOGGERS_FOLDER}/")
     for name in names:
         if not name.startswith(busy):

@@ -23,7 +23,7 @@ from uno.errors import ConfigError, StorageError
 from uno.runs import CONFIG_FILE, FORMER_FOLDER, PHASES
 from uno.runs.checkpoint import checkpoint_steps
 
-REFUSED_SAMPLES = f"refused_{BAD_SAMPLES}"  # the list of a command that was refused
+REFUSED_SAMPLES = f"refused_{BAD_SAMPLES}"  # list of a refused command
 REPLACED = f"{FORMER_FOLDER}/replaced"
 
 
@@ -31,20 +31,24 @@ REPLACED = f"{FORMER_FOLDER}/replaced"
 def kept_until_replaced(
     storage: Storage, announce: Callable[[str], None]
 ) -> Iterator[Callable[[], None]]:
-    """Move the run in a locked directory aside, and back if the block raises.
+    """Set a run aside inside the block, and move it back if the block raises.
 
     Args:
-        storage: The directory of the run.
-        announce: Takes a line when the former run was moved back.
+        storage: The locked directory of the run.
+        announce: Takes a line for the user when the former run was moved back.
 
     Yields:
-        A function that deletes the former run, for when the new run has begun to train.
-        The end of the block deletes it, too.
+        A function that deletes the former run. It is called when the new run has begun
+        to train. The end of the block deletes the former run, too.
+
+    Raises:
+        ConfigError: The block has raised it. If it names the list of unreadable images,
+            that list was kept under another name, which the message now has.
     """
     settle(storage)
     try:
         _set_aside(storage)
-        yield lambda: _discard(storage)
+        yield lambda: _delete_former_run(storage)
     except BaseException as error:
         # Another command may have taken over the directory. It then settles this.
         with suppress(StorageError):
@@ -56,14 +60,17 @@ def kept_until_replaced(
                     here, there = map(storage.below, (BAD_SAMPLES, REFUSED_SAMPLES))
                     raise ConfigError(str(error).replace(here, there)) from None
         raise
-    _discard(storage)
+    _delete_former_run(storage)
 
 
 def settle(storage: Storage) -> bool:
-    """Decide between the former run and the new run of a locked directory.
+    """Complete an interrupted ``--overwrite``: keep the new run or the former one.
 
-    The new run stays if it has a checkpoint. Otherwise the former run is moved back.
-    Nothing happens if the directory has no former run.
+    The new run is kept if it has a checkpoint. Otherwise its files are deleted and the
+    former run is moved back. Nothing happens if the directory has no former run.
+
+    Args:
+        storage: The locked directory of the run.
 
     Returns:
         Whether the former run was moved back.
@@ -71,13 +78,13 @@ def settle(storage: Storage) -> bool:
     if not storage.exists(FORMER_FOLDER):
         return False
     if storage.exists(REPLACED):
-        _discard(storage)
+        _delete_former_run(storage)
         return False
     if storage.exists(f"{FORMER_FOLDER}/{CONFIG_FILE}"):
         if any(checkpoint_steps(storage, phase) for phase in PHASES):
-            _discard(storage)
+            _delete_former_run(storage)
             return False
-        for name in _content(storage):
+        for name in _files_of_run(storage):
             if name != CONFIG_FILE:
                 storage.delete(name)
         storage.move(f"{FORMER_FOLDER}/{CONFIG_FILE}", CONFIG_FILE)
@@ -88,16 +95,19 @@ def settle(storage: Storage) -> bool:
 
 
 def _set_aside(storage: Storage) -> None:
-    """Move all files of a run into the folder of the former run.
+    """Move all files of a run into the folder ``former/`` of its directory.
 
-    ``config.yaml`` goes last, so that its place tells whether all files were moved.
+    ``config.yaml`` is moved last, so that it shows whether all files were moved.
     """
-    for name in sorted(_content(storage), key=lambda name: name == CONFIG_FILE):
+    for name in sorted(_files_of_run(storage), key=lambda name: name == CONFIG_FILE):
         storage.move(name, f"{FORMER_FOLDER}/{name}")
 
 
-def _discard(storage: Storage) -> None:
-    """Delete the former run, if there is one. A killed deletion can be completed."""
+def _delete_former_run(storage: Storage) -> None:
+    """Delete the former run, if there is one.
+
+    A mark is written first, so that a deletion that was killed can be completed.
+    """
     if not storage.exists(FORMER_FOLDER):
         return
     storage.write(REPLACED, b"")
@@ -107,7 +117,7 @@ def _discard(storage: Storage) -> None:
     storage.delete(FORMER_FOLDER)
 
 
-def _content(storage: Storage) -> list[str]:
-    """Return the names of a run's files, without its lock and its former run."""
+def _files_of_run(storage: Storage) -> list[str]:
+    """Return the names of the files of a run, without its lock and its former run."""
     names = storage.list()
     return [n for n in names if n != FORMER_FOLDER and not output.is_lock(n)]

@@ -1,4 +1,4 @@
-"""What this process runs on, in words, for records and run directories."""
+"""The devices, threads and compiler of this process, and their description."""
 
 import hashlib
 import importlib.metadata
@@ -23,18 +23,24 @@ from uno.runtime import Plan, Runtime
 
 
 def hardware(cuda: bool | None = None) -> str:
-    """The GPU, if it does the work (by default where there is one), or the processor
-    and its cores.
+    """Return the name of the GPU, or of the processor with its number of cores.
+
+    Args:
+        cuda: Whether to name the GPU, by default if this machine has one.
     """
     if torch.cuda.is_available() if cuda is None else cuda:
         return str(torch.cuda.get_device_name())
-    return f"{_processor()}, {available_cpus()} cores"
+    return f"{_processor_field()}, {available_cpus()} cores"
 
 
 def local_device(config: Config) -> torch.device:
-    """The device of this process. Where workers train, their nodes have the GPUs and
-    this one may have none: then it is the CPU. ConfigError: the process trains itself,
-    CUDA was asked for and is not there.
+    """Return the device on which this process computes.
+
+    If workers train, only their nodes need GPUs: this process then uses the CPU if it
+    has no GPU, whatever device was asked for.
+
+    Raises:
+        ConfigError: This process trains, and lacks the CUDA device that was asked for.
     """
     wanted, cuda = config.compute.device, torch.cuda.is_available()
     if wanted == "cuda" and not cuda and config.compute.num_workers == 0:
@@ -45,11 +51,15 @@ def local_device(config: Config) -> torch.device:
 
 
 def num_threads(config: Config, share: int = 1) -> int:
-    """Return ``compute.threads``, or the cores of this process divided by ``share``.
+    """Return ``compute.threads``, or by default a share of the cores of this process.
+
+    Args:
+        config: The configuration.
+        share: The number of processes among which the cores are divided.
 
     Raises:
-        ConfigError: The number is so large that OpenMP gives up, after it took
-            gigabytes for stacks.
+        ConfigError: ``compute.threads`` is so large that OpenMP would fail, after it
+            took gigabytes for stacks.
     """
     cores = available_cpus()
     threads, most = config.compute.threads or max(1, cores // share), max(64, 4 * cores)
@@ -61,8 +71,13 @@ def num_threads(config: Config, share: int = 1) -> int:
 
 
 def environment(fingerprint: str) -> dict[str, Any]:
-    """Command, versions, hardware and the data's fingerprint, for
-    ``environment.json``.
+    """Return the content of ``environment.json``: how and where a run was started.
+
+    Args:
+        fingerprint: The hash of the data.
+
+    Returns:
+        The command, the versions of packages, the hardware and the fingerprint by name.
     """
     versions = {}
     for name in ("uno-discovery", "torch", "torchvision", "numpy", "ray"):
@@ -84,8 +99,15 @@ def environment(fingerprint: str) -> dict[str, Any]:
 
 
 def at_speed(encoder: nn.Module, plan: Plan, threads: int) -> Runtime:
-    """``encoder`` on the CPU as ``plan`` says. ConfigError: it is to be compiled,
-    and nothing compiles.
+    """Return an encoder that computes on the CPU with another runtime.
+
+    Args:
+        encoder: The frozen encoder.
+        plan: Names the runtime, such as "compile" or "onnx".
+        threads: The number of threads that the runtime uses.
+
+    Raises:
+        ConfigError: The encoder is to be compiled, and there is no C++ compiler.
     """
     if plan.runtime == "compile":
         prepare_compiler()
@@ -93,9 +115,15 @@ def at_speed(encoder: nn.Module, plan: Plan, threads: int) -> Runtime:
 
 
 def prepare_compiler() -> None:
-    """Before ``torch.compile``: a compiler (or ConfigError), and a cache for this
-    processor: torch 2.15 finds cached code by the graph alone; that for another
-    processor's vectors computes NaN without a word.
+    """Prepare ``torch.compile``: check that it has a compiler, and choose its cache.
+
+    The cache folder is named after the vector instructions of this processor, and is
+    set in the environment variable ``TORCHINDUCTOR_CACHE_DIR``. Torch 2.15 finds cached
+    code by the graph alone, and code for another processor's vectors computes NaN
+    without an error.
+
+    Raises:
+        ConfigError: There is no C++ compiler.
     """
     if not any(
         shutil.which(name) for name in (os.environ.get("CXX"), "g++", "clang++") if name
@@ -104,7 +132,7 @@ def prepare_compiler() -> None:
             "compiling an encoder needs a C++ compiler (g++, clang++ or CXX) on every"
             " node"
         )
-    vectors = f"{torch.backends.cpu.get_cpu_capability()} {_processor('flags')}"
+    vectors = f"{torch.backends.cpu.get_cpu_capability()} {_processor_field('flags')}"
     folder = os.environ.get(
         "TORCHINDUCTOR_CACHE_DIR",
         f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}",
@@ -114,7 +142,11 @@ def prepare_compiler() -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(folder, name)
 
 
-def _processor(field: str = "model name") -> str:
+def _processor_field(field: str = "model name") -> str:
+    """Return a field of the first processor in ``/proc/cpuinfo``.
+
+    Without such a file or field, return the type of the machine, such as "x86_64".
+    """
     with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
         for line in file:
             if line.startswith(field):

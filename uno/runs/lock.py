@@ -1,10 +1,11 @@
-"""One command at a time in a run directory: a claim that its holder renews, and that
-every write checks.
+"""The lock of a run directory, so that one command at a time writes into it.
 
-It works on any storage and compares no clocks. A newcomer watches a claim that it
-finds: if it stays as it is for :data:`WATCH_S`, its holder was killed, and the
-newcomer's token replaces it. Whoever writes with the old one is stopped. A write under
-way at that time is of one whole file.
+The lock is a file with a random token. Its holder renews the file every :data:`RENEW_S`
+seconds, and checks the token before every write. This works on any storage and compares
+no clocks. Another command that finds a lock file watches it for up to :data:`WATCH_S`
+seconds. If the file does not change, its holder was killed, and the command replaces
+the token by its own. A former holder that is alive after all cannot write any more,
+except that a write that had begun completes one whole file.
 """
 
 import json
@@ -22,13 +23,16 @@ from uno.data.output import LOCK_FILE, is_lock, mapping
 from uno.errors import ConfigError, StorageError
 from uno.limits import MAX_STATE_BYTES
 
-RENEW_S = 2.0
-WATCH_S = 10.0
+RENEW_S = 2.0  # seconds between two renewals of a lock
+WATCH_S = 10.0  # seconds after which a lock without renewal is that of a killed command
 
 
 class ClaimedStorage(Storage):
-    """A run directory that can be written only while ``token`` is the one in its
-    lock file.
+    """A run directory that can be written only while the lock file has a token.
+
+    Args:
+        root: The directory, a path or URI.
+        token: The token of the lock's holder.
     """
 
     def __init__(self, root: str, token: str) -> None:
@@ -36,9 +40,13 @@ class ClaimedStorage(Storage):
         self.token = token
 
     def check(self) -> None:
-        """Raise StorageError, before every write, unless the claim holds."""
-        found = _read(self)
-        if found is None:
+        """Check before a write that the lock is still held.
+
+        Raises:
+            StorageError: The lock file is missing or has another token.
+        """
+        content = _read_lock(self)
+        if content is None:
             problem = (
                 f"{self.path(LOCK_FILE)} is not visible on {socket.gethostname()}: the"
                 " run was deleted"
@@ -46,65 +54,87 @@ class ClaimedStorage(Storage):
             raise StorageError(
                 f"{problem}, or --output is not on storage that all nodes share"
             )
-        if found.get("token") != self.token:
+        if content.get("token") != self.token:
             raise StorageError(
-                f"{self.uri} was taken over by {_who(found)}; this run stops writing"
+                f"{self.uri} was taken over by {_describe_holder(content)}; this run"
+                " stops writing"
             )
 
 
 class RunLock:
-    """The holder's side: renews the lock file from a thread until it is released.
-    ConfigError: ``free`` was the directory, and another command has just taken it.
+    """A lock that this process holds, with a thread that renews it until its release.
+
+    Args:
+        root: The run directory, a path or URI.
+        free: Whether the directory had no lock file. Otherwise the lock file of a
+            killed command is replaced.
+
+    Attributes:
+        storage: The run directory, for writing.
+
+    Raises:
+        ConfigError: ``free`` is True, and another command has just taken the lock.
     """
 
     def __init__(self, root: str, free: bool = False) -> None:
         self.storage = ClaimedStorage(root, uuid.uuid4().hex)
-        self._plain = Storage(root)
+        self._unchecked_storage = Storage(root)
         self._mutex = threading.Lock()
         self._released = threading.Event()
         self._renewals = 0
         if not free:
-            self._write()
-        elif not self._plain.write_first(LOCK_FILE, self._content()):
-            raise _in_use(self._plain, _who(_read(self._plain) or {}))
+            self._write_lock()
+        elif not self._unchecked_storage.write_first(LOCK_FILE, self._next_content()):
+            raise _in_use_error(
+                self._unchecked_storage,
+                _describe_holder(_read_lock(self._unchecked_storage) or {}),
+            )
         threading.Thread(target=self._renew, name="uno-lock", daemon=True).start()
 
     def replace_token(self) -> str:
-        """A new token for this claim: workers that hold the old one can write no
-        more.
+        """Replace the token of the lock, and return the new one.
+
+        Workers that still have the old token can write no more.
         """
         with self._mutex:
             self.storage.token = uuid.uuid4().hex
-            self._write()
+            self._write_lock()
             return self.storage.token
 
     def release(self) -> None:
-        """Stop renewing; if the lock file is still ours, remove it and what killed
-        holders left of theirs.
+        """Stop renewing the lock, and delete the lock file if it has this lock's token.
+
+        Temporary files that killed holders left are deleted with it.
         """
         self._released.set()
         with self._mutex:
-            if self._holds():
-                for name in filter(is_lock, self._plain.list()):
+            if self._holds_lock():
+                for name in filter(is_lock, self._unchecked_storage.list()):
                     if TEMPORARY.fullmatch(name):
-                        self._plain.delete(name)
-                self._plain.delete(LOCK_FILE)
+                        self._unchecked_storage.delete(name)
+                self._unchecked_storage.delete(LOCK_FILE)
 
     def _renew(self) -> None:
+        """Rewrite the lock file again and again until it is released or taken over."""
         while not self._released.wait(RENEW_S):
-            # a full disk: whoever writes results will say so
+            # if the disk is full, the command itself will report it at its next write
             with suppress(StorageError), self._mutex:
-                if self._released.is_set() or not self._holds():
+                if self._released.is_set() or not self._holds_lock():
                     return
-                self._write()
+                self._write_lock()
 
-    def _holds(self) -> bool:
-        return (_read(self._plain) or {}).get("token") == self.storage.token
+    def _holds_lock(self) -> bool:
+        """Return whether the lock file has this lock's token."""
+        return (_read_lock(self._unchecked_storage) or {}).get(
+            "token"
+        ) == self.storage.token
 
-    def _write(self) -> None:
-        self._plain.write(LOCK_FILE, self._content())
+    def _write_lock(self) -> None:
+        """Write the lock file."""
+        self._unchecked_storage.write(LOCK_FILE, self._next_content())
 
-    def _content(self) -> bytes:
+    def _next_content(self) -> bytes:
+        """Return the lock file's content, with a number that rises at each renewal."""
         self._renewals += 1
         lock = {
             "host": socket.gethostname(),
@@ -116,46 +146,67 @@ class RunLock:
 
 @contextmanager
 def lock_run(storage: Storage, on_wait: Callable[[str], None]) -> Iterator[RunLock]:
-    """Hold the run directory ``storage``; ConfigError: another command does.
-    ``on_wait`` gets one line where a claim is found whose holder may be dead.
+    """Hold the lock of a run directory inside the block.
+
+    Args:
+        storage: The run directory.
+        on_wait: Takes a line for the user if the directory has a lock file, because it
+            takes seconds to see whether its holder is alive.
+
+    Yields:
+        The lock.
+
+    Raises:
+        ConfigError: Another command holds the lock.
     """
-    found = lock_owner(storage, on_wait)
-    if found is not None and found[1]:
-        raise _in_use(storage, found[0])
-    mine = RunLock(storage.uri, free=found is None)
+    owner = lock_owner(storage, on_wait)
+    if owner is not None and owner[1]:
+        raise _in_use_error(storage, owner[0])
+    lock = RunLock(storage.uri, free=owner is None)
     try:
-        yield mine
+        yield lock
     finally:
-        mine.release()
+        lock.release()
 
 
 def lock_owner(
     storage: Storage, on_wait: Callable[[str], None] | None = None
 ) -> tuple[str, bool] | None:
-    """Who holds the directory, if anybody, and whether they live (watched until
-    known, at most WATCH_S).
+    """Find out who holds the lock of a run directory.
+
+    If there is a lock file, it is watched until it changes, for up to :data:`WATCH_S`
+    seconds.
+
+    Args:
+        storage: The run directory.
+        on_wait: Takes a line for the user before the file is watched.
+
+    Returns:
+        The holder as text, and whether it is alive. None if nobody holds the lock.
     """
-    found = now = _read(storage)
-    if found is not None and on_wait is not None:
+    before = now = _read_lock(storage)
+    if before is not None and on_wait is not None:
         why = f"waiting {WATCH_S:g} s to see whether that process is alive"
-        on_wait(f"{storage.uri} is locked by {_who(found)}; {why}")
+        on_wait(f"{storage.uri} is locked by {_describe_holder(before)}; {why}")
     end = time.monotonic() + WATCH_S
-    while now is not None and now == found and time.monotonic() < end:
+    while now is not None and now == before and time.monotonic() < end:
         time.sleep(RENEW_S / 4)
-        now = _read(storage)
-    return None if now is None else (_who(now), now != found)
+        now = _read_lock(storage)
+    return None if now is None else (_describe_holder(now), now != before)
 
 
-def _in_use(storage: Storage, who: str) -> ConfigError:
+def _in_use_error(storage: Storage, holder: str) -> ConfigError:
+    """Return the error for a directory that another command uses."""
     advice = "wait for it, stop it, or choose another --output"
-    return ConfigError(f"{storage.uri} is in use by {who}; {advice}")
+    return ConfigError(f"{storage.uri} is in use by {holder}; {advice}")
 
 
-def _read(storage: Storage) -> dict[str, Any] | None:
-    """The lock file; {} where it is damaged, None where there is none."""
+def _read_lock(storage: Storage) -> dict[str, Any] | None:
+    """Return the content of the lock file, {} if damaged, None if missing."""
     data = storage.find(LOCK_FILE, MAX_STATE_BYTES)
     return None if data is None else mapping(data) or {}
 
 
-def _who(found: dict[str, Any]) -> str:
-    return f"process {found.get('pid', '?')} on {found.get('host', '?')}"
+def _describe_holder(lock: dict[str, Any]) -> str:
+    """Describe the holder of a lock file as "process 123 on HOST"."""
+    return f"process {lock.get('pid', '?')} on {lock.get('host', '?')}"

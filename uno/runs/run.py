@@ -1,5 +1,6 @@
-"""A run from its data to a trained model: pretext task, pretraining, discovery; the
-same on every worker.
+"""Train the phases of a run: pretext task, pretraining and discovery.
+
+All functions do the same on every worker.
 """
 
 from contextlib import closing
@@ -36,13 +37,19 @@ from uno.weights import PRETRAINED, is_file, load_encoder_, read_weights
 
 
 def phases(config: Config, last: str = DISCOVER) -> tuple[str, ...]:
-    """The phases of a run in their order, up to ``last``: discovery starts from weights
-    that are given, else from supervised pretraining where the method wants it, after
-    the pretext task where there is one.
+    """Return the names of the phases of a run, in order.
+
+    Discovery starts from ``model.weights`` if they are given. Otherwise it starts from
+    supervised pretraining if the method asks for it, and from the pretext task if that
+    has epochs.
+
+    Args:
+        config: The configuration of the run.
+        last: The last phase, "pretrain" or "discover".
     """
     method, scratch = registry.load(config), config.model.weights is None
     if method.teacher(config) and config.model.finetune == "none":
-        # of the known head alone, on features of the encoder whose weights are given
+        # pretraining trains the teacher, a known head on the frozen encoder's features
         pretrain = True
     else:
         pretrain = scratch and (method.pretrain or last == PRETRAIN)
@@ -59,8 +66,15 @@ def plan_phase(
 ) -> Plan:
     """Return the batch plan of one phase.
 
+    Args:
+        config: The configuration of the run.
+        name: The phase, "pretext", "pretrain" or "discover".
+        num_labeled: The number of labeled training rows.
+        num_unlabeled: The number of unlabeled training rows.
+        num_workers: The number of workers, 0 for this process alone.
+
     Raises:
-        ConfigError: The batch size does not go with the numbers of rows or workers.
+        ConfigError: The batch size does not fit the numbers of rows or workers.
     """
     seed, size, workers = config.seed, config.train.batch_size, max(1, num_workers)
     if name == PRETEXT:
@@ -75,12 +89,12 @@ def plan_phase(
 def plans(
     config: Config, num_labeled: int, num_unlabeled: int, num_workers: int
 ) -> dict[str, Plan]:
-    """Return the batch plans of the phases of a run that take steps, by phase name.
+    """Return the batch plans of all phases that have epochs, by phase name.
 
     A phase without epochs reads no batch, so no batch size is wrong for it.
 
     Raises:
-        ConfigError: The batch size does not go with the numbers of rows or workers.
+        ConfigError: The batch size does not fit the numbers of rows or workers.
     """
     names = [*phases(config, PRETRAIN), DISCOVER]
     sizes = num_labeled, num_unlabeled, num_workers
@@ -92,7 +106,7 @@ def plans(
 
 
 def pretrain_hash(config: Config) -> str:
-    """Equal for configurations that lead to the same pretraining (12 hex digits)."""
+    """Return a hash of the settings that pretraining depends on, 12 hex digits."""
     defaults = flatten(to_dict(Config()))
     return config_hash(
         override(
@@ -105,23 +119,38 @@ def pretrain_hash(config: Config) -> str:
 def run_phase(
     config: Config, name: str, train: TrainData, worker: Worker, storage: Storage
 ) -> TrainState:
-    """Train one phase of a run, from its newest checkpoint; returns at once where it is
-    finished.
+    """Train one phase of a run from its newest checkpoint to its end.
 
-    A pretext task trains the encoder on all training rows. Pretraining: encoder and
-    known head on labeled rows (paper Sec. 4.1), of large views alone, also where
-    discovery has small ones [v2]. Discovery: from those, or from
-    ``config.model.weights``. StorageError: a phase that this one starts from has not
-    run.
+    Returns at once if the phase is finished. The phases are:
+
+    - "pretext": The encoder learns the pretext task on all training rows.
+    - "pretrain": The encoder and the known head learn labeled rows (paper Sec. 4.1).
+      Only large views are used, even if discovery uses small ones, too.
+    - "discover": All heads are trained (paper Sec. 3), starting from the earlier phase
+      or from ``model.weights``.
+
+    Args:
+        config: The configuration of the run.
+        name: The name of the phase.
+        train: The training rows.
+        worker: The process that trains.
+        storage: The run directory.
+
+    Returns:
+        The state at the end of the phase.
+
+    Raises:
+        StorageError: The phase that this one starts from has no checkpoint.
+        Interrupted: The worker was asked to stop. A checkpoint is saved.
     """
     settings: PhaseConfig = getattr(config, name)
     sizes = len(train.labels), train.num_unlabeled, worker.world_size
     plan = plan_phase(config, name, *sizes) if settings.epochs else None
-    steps_per_epoch, batch_rows = 1, 0  # of a phase without steps, which reads no batch
+    steps_per_epoch, batch_rows = 1, 0  # values for a phase without steps
     if plan is not None:
         steps_per_epoch = plan.steps_per_epoch
         batch_rows = plan.labeled_size + plan.unlabeled_size
-    step = _step(config, name)
+    step = _step_function(config, name)
     if name != PRETEXT:
         step = captured(config, step, worker.device, worker.world_size)
     phase = Phase(
@@ -132,7 +161,7 @@ def run_phase(
         config.train.max_steps,
         step,
     )
-    model, has_known = _initial_network(config, name, train, storage)
+    model, has_known = _build_initial_network(config, name, train, storage)
     model = model.to(worker.device).to(memory_format=torch.channels_last)
     cuda = worker.device.type == "cuda"
     autocast = config.compute.precision == "bf16" or (
@@ -145,7 +174,7 @@ def run_phase(
         extra = init_prototypes_(config, model, train, extra, has_known)
     if config.compute.compile:
         prepare_compiler()
-        # one program for each size of views: one for all sizes is slower
+        # compile once for each size of views: one program for all sizes is slower
         model.encoder.compile(dynamic=False)
     forward, encoder_lr_factor = worker.wrap(model), config.model.encoder_lr_factor
     state = new_state(
@@ -156,7 +185,7 @@ def run_phase(
         for key, t in extra.items()
     }
     if name == DISCOVER and registry.load(config).teacher(config):
-        state.teacher = _teacher(config, train, storage).to(worker.device)
+        state.teacher = _load_teacher(config, train, storage).to(worker.device)
     views = (
         config if name == DISCOVER else override(config, {"augment.small.num_views": 0})
     )
@@ -171,33 +200,40 @@ def run_phase(
 
 
 def _no_batch(step: int) -> Batch:
-    """Stand in for the batches of a phase that takes no steps."""
+    """Raise AssertionError: a phase without steps must not ask for a batch."""
     raise AssertionError(f"a phase without steps asks for the batch of step {step}")
 
 
 def pretrain(
     config: Config, train: TrainData, worker: Worker, storage: Storage
 ) -> TrainState:
-    """Supervised pretraining, after the pretext task where the run has one, whatever
-    the run starts from.
+    """Run the supervised pretraining, after the pretext task if that has epochs.
+
+    Both run even if the configuration names weights to start from.
+
+    Returns:
+        The state at the end of pretraining.
     """
     if config.pretext.epochs:
         run_phase(config, PRETEXT, train, worker, storage)
     return run_phase(config, PRETRAIN, train, worker, storage)
 
 
-def _step(config: Config, phase: str) -> Step:
+def _step_function(config: Config, phase: str) -> Step:
+    """Return the function that takes one training step of a phase."""
     if phase == PRETEXT:
         return load_pretext(config.pretext.task).step
     method = registry.load(config)
     return pretrain_step if phase == PRETRAIN else method.variant(config) or method.step
 
 
-def _initial_network(
+def _build_initial_network(
     config: Config, phase: str, train: TrainData, storage: Storage
 ) -> tuple[UnoModel, bool]:
-    """The network at step 0 of a phase, and whether its known prototypes are trained
-    ones.
+    """Build the network with which a phase starts.
+
+    Returns:
+        The network at step 0, and whether its known prototypes were trained before.
     """
     if phase == PRETEXT:
         return (
@@ -221,14 +257,16 @@ def _initial_network(
     )
     has_known = load_weights_(model, config, storage)
     if has_known and registry.load(config).teacher(config):
-        # student and teacher start from the same prototypes
+        # the teacher's prototypes are normalized, and the student starts from them
         model.normalize_prototypes_()
     return model, has_known
 
 
-def _teacher(config: Config, train: TrainData, storage: Storage) -> UnoModel:
-    """The network that supervised pretraining left, encoder and known head, frozen.
-    ConfigError: there is no pretraining on the same known classes.
+def _load_teacher(config: Config, train: TrainData, storage: Storage) -> UnoModel:
+    """Return the frozen network of supervised pretraining: encoder and known head.
+
+    Raises:
+        ConfigError: There was no pretraining on the same known classes.
     """
     model = build_model(config.model, train.num_known, 0, config.seed)
     if PRETRAIN in phases(config):
@@ -245,8 +283,14 @@ def _teacher(config: Config, train: TrainData, storage: Storage) -> UnoModel:
 
 
 def frozen_encoder(config: Config, storage: Storage) -> nn.Module:
-    """The encoder that a run with ``model.finetune`` heads starts from and ends
-    with, in eval mode.
+    """Build the encoder of a run with ``model.finetune none``, and load its weights.
+
+    Returns:
+        The encoder in eval mode, which is the same before and after training.
+
+    Raises:
+        ConfigError: The weights do not fit.
+        StorageError: The weights cannot be read.
     """
     model = build_model(config.model, 1, 0, config.seed)
     load_weights_(model, config, storage)
@@ -254,9 +298,23 @@ def frozen_encoder(config: Config, storage: Storage) -> nn.Module:
 
 
 def load_weights_(model: UnoModel, config: Config, storage: Storage) -> bool:
-    """Carry the encoder over from ``config.model.weights`` or this run's earlier phase,
-    if it has one; returns whether trained known prototypes came along: not of a file,
-    nor of another number of classes.
+    """Load into a new network the weights with which a phase starts.
+
+    The source is ``model.weights`` if given, otherwise the phase before discovery.
+    Without either, the network is not changed.
+
+    Args:
+        model: The network. Its encoder, and if possible its known head, are changed.
+        config: The configuration of the run.
+        storage: The run directory.
+
+    Returns:
+        Whether trained known prototypes were loaded. A file of weights has none, and
+        those of another number of classes are not loaded.
+
+    Raises:
+        ConfigError: This run's pretraining had another number of known classes.
+        StorageError: The source has no valid checkpoint.
     """
     source = config.model.weights
     if source is not None and (source == PRETRAINED or is_file(source)):
@@ -276,8 +334,19 @@ def load_weights_(model: UnoModel, config: Config, storage: Storage) -> bool:
 
 
 def _load_phase_(model: UnoModel, storage: Storage, phase: str) -> bool:
-    """The encoder that a phase left, and its known prototypes where they are as
-    many; returns whether.
+    """Load the encoder and, if they fit, the known prototypes of a finished phase.
+
+    Args:
+        model: The network that is changed.
+        storage: The directory of the run that has trained the phase.
+        phase: "pretext" or "pretrain".
+
+    Returns:
+        Whether known prototypes were loaded. Only pretraining has them, and their
+        number must be that of the network.
+
+    Raises:
+        StorageError: The phase has no valid checkpoint.
     """
     checkpoint = load_newest(storage, phase)
     if checkpoint is None:
@@ -301,8 +370,20 @@ def load_trained(
     num_novel: int,
     step: int | None = None,
 ) -> tuple[UnoModel, int]:
-    """The discovered model of a run (as it was at ``step``), ready to predict, and
-    its best head's index.
+    """Load the model of a run from a checkpoint of discovery, in eval mode.
+
+    Args:
+        config: The configuration of the run.
+        storage: The run directory.
+        num_known: The number of known classes.
+        num_novel: The number of novel classes.
+        step: The step of the checkpoint, by default the newest.
+
+    Returns:
+        The model, and the index of its best head, which has the lowest training loss.
+
+    Raises:
+        StorageError: There is no such valid checkpoint.
     """
     checkpoint = (
         load_newest(storage, DISCOVER)

@@ -1,9 +1,9 @@
-"""A run from what was asked for to its finished directory.
+"""The work of each command, from the user's settings to the finished run directory.
 
-``settings`` and ``resolve`` make the configuration, ``data`` opens what it names,
-``prepare`` checks both and opens a ``run``, and ``pipeline`` holds the steps of the
-commands. ``backend`` and ``ranks`` do the work of a run in this process or in ranks of
-torchrun. ``predict``, ``estimation`` and ``embed`` do what their commands do,
-``resources`` says what fits into memory, ``summary`` what a run will do, ``console``
-shows it, ``api`` is the Python interface.
+``settings`` and ``resolve`` make the configuration. ``data`` opens the rows that it
+names, ``prepare`` checks both and opens a ``run``, and ``pipeline`` holds the steps of
+the commands. ``backend`` does the work of a run in this process, and ``ranks`` in the
+processes that torchrun started. ``predict``, ``estimation`` and ``embed`` implement the
+commands of these names. ``resources`` estimates memory, ``summary`` describes what a
+run will do, ``console`` prints, and ``api`` is the Python interface.
 """

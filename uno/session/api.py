@@ -1,6 +1,7 @@
-"""The Python interface: ``uno.discover(...)`` and ``uno.load(run)`` give a model,
-``model.predict(images)`` its predictions. It mirrors the commands, and shows itself in
-a notebook.
+"""The Python interface: ``uno.discover``, ``uno.load`` and ``Model.predict``.
+
+The functions do the same as the commands of these names. Models and predictions have an
+HTML view for notebooks.
 """
 
 from __future__ import annotations
@@ -36,15 +37,29 @@ from uno.session.settings import completed, from_keywords
 from uno.text import plural
 from uno.threads import torch_threads
 
-PROCESS = os.getpid()  # that imported this
+IMPORTING_PROCESS = os.getpid()  # a forked child has another number
 STRICT = "train/novel/task_agnostic_strict/acc/best"
 ImageLike = str | PathLike[str] | bytes | np.ndarray | PIL.Image.Image
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The class of one image; without one where the image could not be read,
-    ``reason`` says why.
+    """The predicted class of one image, with its scores.
+
+    Attributes:
+        class_index: Index of the predicted class in ``Model.classes``, None if the
+            image could not be read.
+        class_name: Name of that class, None if the image could not be read.
+        kind: "known", "novel", or "rejected" if the image belongs to a class that the
+            user has dropped; None if the image could not be read.
+        probability: Probability of the predicted class, 0-1. This and the following
+            numbers are NaN if the image could not be read.
+        margin: Difference between the two highest probabilities, 0-1.
+        entropy: Entropy of the class probabilities in nats.
+        head_agreement: Share of the heads that predict this class, 0-1; NaN if
+            the heads are not aligned.
+        known_probability: Sum of the probabilities of the known classes, 0-1.
+        reason: Why the image could not be read, None if it was read.
     """
 
     class_index: int | None
@@ -60,11 +75,29 @@ class Prediction:
 
 @dataclass(frozen=True, eq=False)
 class Predictions:
-    """The classes of N images; fields are those of ``uno predict``, as arrays of length
-    N.
+    """The predicted classes of N images, with the scores of each.
 
-    A row that could not be read has class -1, no name, NaN for every number, and a
-    reason.
+    The fields are the columns that ``uno predict`` writes, as arrays or lists of length
+    N. An image that could not be read has the class index -1, no class name, NaN for
+    every number, and a reason. Indexing with a number gives a :class:`Prediction`, and
+    with a slice the predictions of these images.
+
+    Attributes:
+        class_index: Index of the predicted class in ``Model.classes``, int64 (N,).
+        class_name: Name of the predicted class.
+        kind: "known", "novel" or "rejected", see :class:`Prediction`.
+        probability: Probability of the predicted class, float32 (N,), 0-1.
+        margin: Difference between the two highest probabilities, float32 (N,), 0-1.
+        entropy: Entropy of the class probabilities in nats, float32 (N,).
+        head_agreement: Share of the novel heads that predict the same class, float32
+            (N,), 0-1.
+        known_probability: Sum of the probabilities of the known classes, float32 (N,),
+            0-1.
+        probabilities: Probability of each class, float32 (N, C).
+        embedding: Output of the encoder, float32 (N, D).
+        reason: Why an image could not be read, None if it was read.
+        path: Path or URI of an image, None if the image was given as pixels or bytes.
+        first: The first images themselves, for the HTML view in a notebook.
     """
 
     class_index: np.ndarray  # (N,) int64
@@ -114,8 +147,13 @@ class Predictions:
         )
 
     def to_pandas(self) -> Any:
-        """A ``pandas.DataFrame``, one row an image, without the arrays. ConfigError:
-        pandas is missing.
+        """Return a ``pandas.DataFrame`` with one row for each image.
+
+        The columns are all fields that have one value for each image, but neither
+        ``probabilities`` nor ``embedding``.
+
+        Raises:
+            ConfigError: The package pandas is not installed.
         """
         try:
             import pandas
@@ -127,6 +165,7 @@ class Predictions:
         return pandas.DataFrame({name: getattr(self, name) for name in names})
 
     def _repr_html_(self) -> str:
+        """Return the HTML view for a notebook: counts and the first images."""
         rows = [
             (
                 path or f"image {i}",
@@ -147,8 +186,14 @@ class Predictions:
 
 
 class Model:
-    """A trained model. ``classes`` are its outputs, in order; ``size`` the side of its
-    images in pixels; ``run`` the directory, a path or URI, that it came from.
+    """A trained model, which classifies images or vectors.
+
+    Attributes:
+        run: The directory that the model was loaded from, a path or URI.
+        classes: The output classes, in the order of their indices.
+        size: Side of the square input images in pixels.
+        model_hash: Hash of the weights, the image transform and the temperature. The
+            names of the classes do not change it.
     """
 
     def __init__(self, classifier: Classifier, storage: Storage) -> None:
@@ -163,6 +208,7 @@ class Model:
 
     @property
     def _counts(self) -> str:
+        """The numbers of known and novel classes, and the kind of input, as text."""
         kept = [c.kind for c in self.classes if c.into == c.index]
         known, novel = kept.count("known"), kept.count("novel")
         takes = self._classifier.config.model
@@ -177,12 +223,18 @@ class Model:
 
     @cached_property
     def _members(self) -> dict[int, show.Members]:
+        """The members of each class by class index, for the HTML view.
+
+        They come from the table of the run's predictions. The mapping is empty if that
+        table is damaged.
+        """
         try:
             return show.members(self._storage, self._classifier.config)
-        except StorageError:  # a damaged table: a model is no worse for it
+        except StorageError:  # the model works without the table
             return {}
 
     def _repr_html_(self) -> str:
+        """Return the HTML view for a notebook: verdict, classes and their members."""
         facts = str(verdict(self.metrics) or "").splitlines()
         facts += [
             self._counts,
@@ -198,14 +250,17 @@ class Model:
 
     @cached_property
     def metrics(self) -> dict[str, float]:
-        """The run's ``metrics.json``, fractions by path, e.g.
-        ``train/novel/task_aware/acc/best``; empty for a copy of ``model/``.
+        """The run's ``metrics.json``: values by name, accuracies as fractions 0-1.
+
+        A name is a path such as ``train/novel/task_aware/acc/best``. The mapping is
+        empty if the model was loaded from a copy of ``model/`` or if the run is not
+        finished.
         """
         return directory.read_results(self._storage) or {}
 
     @property
     def report(self) -> str | None:
-        """Where the run's HTML report is, if it has one."""
+        """Path or URI of the run's HTML report, None if the run has no report."""
         return (
             self._storage.below(REPORT_FILE)
             if self._storage.exists(REPORT_FILE)
@@ -213,19 +268,31 @@ class Model:
         )
 
     def predict(self, images: Sequence[ImageLike] | np.ndarray | Tensor) -> Predictions:
-        """Classify images of any size: a list or column of paths or URIs, encoded
-        bytes, PIL images and uint8 arrays (H, W, 3) or (H, W); one uint8 array (N, H,
-        W, 3) or (N, H, W); or one uint8 tensor (N, 3, H, W). They are made square as in
-        training: shorter side resized to ``size``, center crop. A model of vectors
-        accepts an array or tensor of numbers (N, D).
+        """Classify images of any size, or vectors.
 
-        Unreadable files are rows with a reason; ConfigError, a ValueError: something
-        else was given.
+        Each image is made square as in training: its shorter side is resized to
+        ``size``, and the center is cropped. An image that cannot be read gets a reason
+        instead of a class.
+
+        Args:
+            images: A list or column of images, where each image is a path, a URI,
+                encoded bytes, a PIL image, or a uint8 array (H, W, 3) or (H, W).
+                Alternatively one uint8 array (N, H, W, 3) or (N, H, W), or one uint8
+                tensor (N, 3, H, W). A model of vectors takes one array or tensor of
+                numbers (N, D) instead.
+
+        Returns:
+            The predictions, in the order of the images.
+
+        Raises:
+            ConfigError: The argument has another type or shape. ConfigError is a
+                ValueError.
         """
-        with _own_torch(self._classifier.device):
+        with _default_torch_settings(self._classifier.device):
             return self._predict(images)
 
     def _predict(self, images: Any) -> Predictions:
+        """Classify images under PyTorch's default settings, see :meth:`predict`."""
         model, given = self._classifier, images
         if model.config.model.takes_vectors:
             vectors = Vectors.of(given, "predict")
@@ -233,7 +300,7 @@ class Model:
             items: list[Image | BadImage] = [b""] * len(vectors)
             source: Images | Sequence[Image] = vectors
         else:
-            items = _items(given)
+            items = _to_images(given)
             source = [b"" if isinstance(item, BadImage) else item for item in items]
         batches = np.split(
             np.arange(len(items)), range(model.batch_rows, len(items), model.batch_rows)
@@ -252,6 +319,12 @@ class Model:
         ok = ok_mask(reasons)
 
         def column(name: str, *width: int) -> np.ndarray:
+            """Return one score of all N rows, with -1 or NaN for unreadable rows.
+
+            Args:
+                name: Name of the score, an attribute of each batch of scores.
+                *width: The shape of the score of one row, nothing for a scalar.
+            """
             full = np.full(
                 (len(items), *width), -1 if name == "class_index" else np.float32("nan")
             )
@@ -262,7 +335,7 @@ class Model:
             return full
 
         index = column("class_index")
-        names = [*called(self.classes), (None, None)]  # the last for class -1
+        names = [*called(self.classes), (None, None)]  # the last is that of class -1
         width = int(model.module.encoder.num_features)  # type: ignore[arg-type]
         return Predictions(
             class_index=index,
@@ -281,14 +354,20 @@ class Model:
 
 
 def load(run: str | PathLike[str], device: str | torch.device = "cpu") -> Model:
-    """The model of a finished run, by path or URI, or of a copy of its ``model/``
-    folder, on "cpu" or "cuda". StorageError: no trained model there, or a damaged one;
-    ConfigError: no path, no such device.
+    """Load the model of a finished run.
+
+    Args:
+        run: Path or URI of the run directory, or of a copy of its ``model/`` folder.
+        device: "cpu" or "cuda", where the model predicts.
+
+    Raises:
+        StorageError: The directory has no trained model, or a damaged one.
+        ConfigError: ``run`` is no path, or this machine has no such device.
     """
     if not isinstance(run, str | PathLike):
-        raise ConfigError(f"load takes the path of a run, not {_kind(run)}")
-    storage, place = Storage(fspath(run)), _device(device)
-    with _own_torch(place):
+        raise ConfigError(f"load takes the path of a run, not {_describe_value(run)}")
+    storage, place = Storage(fspath(run)), _checked_device(device)
+    with _default_torch_settings(place):
         return Model(load_classifier(storage, place), storage)
 
 
@@ -301,38 +380,51 @@ def discover(
     quiet: bool = False,
     **settings: Any,
 ) -> Model:
-    """``uno discover`` from Python: find the classes in ``unlabeled``, given
-    ``labeled`` images of others.
+    """Train a model that finds the classes in unlabeled images, as ``uno discover`` does.
 
-        uno.discover(labeled="photos/known", unlabeled="photos/new", num_novel=12, output="runs/photos")
+        uno.discover(
+            labeled="photos/known", unlabeled="photos/new", num_novel=12,
+            output="runs/photos",
+        )
         uno.discover(data="digits", batch_size=128, objective={"epsilon": 0.1})
         uno.discover(embeddings=X, labels=y, num_novel=12, output="runs/vectors")
         uno.discover(config="mine.yaml", **{"discover.epochs": 20})
 
-    Every option of the command is a keyword, with its defaults, precedence and checks:
-    short (``num_novel``), dotted, or in a mapping for its section; ``config`` is a YAML
-    file, a mapping, or a list of them. The same call again resumes, or returns the
-    model of the finished run; ``overwrite`` starts over. ``quiet``: no bar and no lines
-    but warnings. Ctrl-C (in the main thread) saves and raises Interrupted.
+    The same call again resumes an interrupted run, or returns the model of the finished
+    run. Ctrl-C in the main thread saves a checkpoint first. The run works in this
+    process. With ``workers=N`` it trains on N workers of Ray instead, on this machine
+    or on the cluster that the environment variable ``RAY_ADDRESS`` names.
 
-    ``embeddings``: an array or tensor of numbers (N, D), or (N, V, D) with V views of
-    each row; ``labels``: N names or numbers of classes; a missing value (None, NaN,
-    pandas.NA, null) or a negative number for none; ``ids``: N names. They are kept
-    beside the run, in OUTPUT-vectors-HASH.parquet.
+    Args:
+        embeddings: Vectors to train on instead of images: an array or tensor of numbers
+            (N, D), or (N, V, D) with V views of each row. They are stored beside the
+            run in the file OUTPUT-vectors-HASH.parquet.
+        labels: With embeddings, N names or numbers of classes. A row is unlabeled if
+            its value is missing (None, NaN, pandas.NA) or a negative number.
+        ids: With embeddings, N names of the rows.
+        overwrite: Whether a run in the same directory is started over.
+        quiet: Whether only warnings are printed.
+        **settings: The options of the command, with the same defaults, precedence and
+            checks. A keyword is a short name (``num_novel``), a dotted name, or a
+            section with a mapping of its settings. ``config`` is a YAML file, a
+            mapping, or a list of them.
 
-    It works in this process; ``workers=N`` trains on N workers of Ray, on this machine
-    or on the cluster of ``RAY_ADDRESS``.
+    Returns:
+        The model of the finished run.
 
-    Where the command ends with a line it raises an UnoError: ConfigError (a
-    ValueError), NumericsError, StorageError or Interrupted.
+    Raises:
+        ConfigError: A setting or the data is wrong. ConfigError is a ValueError.
+        NumericsError: Training met numbers that are not finite, again and again.
+        StorageError: A file cannot be read or written.
+        Interrupted: Training was stopped. The same call resumes.
     """  # noqa: E501
     if embeddings is None:
         if labels is not None or ids is not None:
             raise ConfigError("labels and ids go with embeddings")
-        return _discover(settings, overwrite, quiet)
+        return _discover_source(settings, overwrite, quiet)
     stored = stored_embeddings(settings, embeddings, labels, ids, overwrite)
     with stored as on_file:
-        return _discover(on_file, overwrite, quiet)
+        return _discover_source(on_file, overwrite, quiet)
 
 
 @contextmanager
@@ -351,16 +443,17 @@ def stored_embeddings(
 
     Args:
         settings: The keywords of :func:`discover`.
-        embeddings: Numbers (N, D), or (N, V, D).
+        embeddings: Numbers (N, D), or (N, V, D) with V views of each row.
         labels: N classes, or None.
         ids: N names, or None.
         overwrite: Whether a run in the same directory is started over.
 
     Yields:
-        The keywords of a run on the stored file.
+        The keywords of :func:`discover` for a run on the stored file.
 
     Raises:
-        ConfigError: The arguments do not fit, or the directory holds a run on others.
+        ConfigError: The arguments do not fit each other, or the directory holds a run
+            on other embeddings.
     """
     given = from_keywords(settings)
     if own := {"data.source", "data.labeled"} & given.keys():
@@ -381,19 +474,25 @@ def stored_embeddings(
     try:
         yield {**settings, "data": f"{VECTORS}:{place}"}
     finally:
-        with suppress(UnoError):  # a damaged directory may refer to any of them
+        with suppress(UnoError):  # a damaged directory may use either file: keep both
             now = vectors_of(output)
             if is_new and now != place:
-                _delete(place)
+                _delete_file(place)
             is_ours = re.fullmatch(
                 rf"{re.escape(beside)}-\w{{12}}\.parquet", earlier or ""
             )
             if is_ours and earlier is not None and now != earlier:
-                _delete(earlier)
+                _delete_file(earlier)
 
 
 def vectors_of(output: str) -> str | None:
-    """Return the file of vectors that the run in a directory uses, or None.
+    """Return the path of the file of vectors that a run was trained on.
+
+    Args:
+        output: The run directory, a path or URI.
+
+    Returns:
+        The path, or None if the directory holds no run on vectors.
 
     Raises:
         ConfigError: The directory holds a run whose configuration is damaged.
@@ -406,25 +505,31 @@ def vectors_of(output: str) -> str | None:
     return path if kind == VECTORS else None
 
 
-def _delete(path: str) -> None:
+def _delete_file(path: str) -> None:
+    """Delete the file at a path or URI."""
     folder, name = split(path)
     Storage(folder).delete(name)
 
 
-def _discover(settings: Mapping[str, Any], overwrite: bool, quiet: bool) -> Model:
-    """Run :func:`discover` with the settings of a run, whose data is stored."""
-    from uno.session import pipeline  # to load a model takes less
+def _discover_source(
+    settings: Mapping[str, Any], overwrite: bool, quiet: bool
+) -> Model:
+    """Run :func:`discover` on data that a source or a stored file holds.
+
+    PyTorch's number of threads and default settings are restored at the end.
+    """
+    from uno.session import pipeline  # loading a model does not need it
 
     given = from_keywords(settings)
     config, now = (
         override(Config(), completed(given, choose=True)),
         torch.get_num_threads(),
     )
-    try:  # the caller's own work goes on with as many threads as before
+    try:
         with (
             torch_threads(now),
             suppress_output(quiet),
-            _own_torch(torch.device("cpu")),
+            _default_torch_settings(torch.device("cpu")),
         ):
             pipeline.discover(config, given, overwrite)
     except Exception as error:
@@ -434,9 +539,11 @@ def _discover(settings: Mapping[str, Any], overwrite: bool, quiet: bool) -> Mode
     return load(str(config.output))
 
 
-def _device(name: Any) -> torch.device:
-    """One that this machine has. ConfigError: it has not, or models do not run
-    there.
+def _checked_device(name: Any) -> torch.device:
+    """Return the device of a name such as "cpu", "cuda" or "cuda:1".
+
+    Raises:
+        ConfigError: Models do not run on such a device, or this machine lacks it.
     """
     try:
         device = torch.device(name)
@@ -452,13 +559,19 @@ def _device(name: Any) -> torch.device:
 
 
 @contextmanager
-def _own_torch(device: torch.device) -> Iterator[None]:
-    """Numbers on ``device`` as anywhere, whatever the caller has set: default dtype and
-    device, autocast. In a forked child, where OpenMP waits for ever for the threads of
-    its parent, by one thread, as in the workers of PyTorch's loaders. ConfigError: a
-    GPU in a forked child of a process that has used one.
+def _default_torch_settings(device: torch.device) -> Iterator[None]:
+    """Compute with PyTorch's default settings, whatever the caller has changed.
+
+    Inside the block the default dtype is float32, the default device is the CPU, and
+    autocast is off on ``device``. The dtype and the other settings are restored at the
+    end. A forked child of the process that imported this module is set to one thread,
+    because OpenMP would wait forever for the threads of its parent.
+
+    Raises:
+        ConfigError: ``device`` is a GPU, and this is a forked child of a process that
+            has used a GPU.
     """
-    if os.getpid() != PROCESS:
+    if os.getpid() != IMPORTING_PROCESS:
         if device.type == "cuda" and torch.cuda._is_in_bad_fork():
             raise ConfigError(
                 "a forked process cannot use CUDA: start it by multiprocessing's"
@@ -478,8 +591,16 @@ def _own_torch(device: torch.device) -> Iterator[None]:
         torch.set_default_dtype(dtype)
 
 
-def _items(images: Any) -> list[Image | BadImage]:
-    """Every image as what ``decode_many`` takes, or why it has no pixels."""
+def _to_images(images: Any) -> list[Image | BadImage]:
+    """Convert the argument of :meth:`Model.predict` to a list of images.
+
+    Returns:
+        For each image a path, encoded bytes or a uint8 array (H, W, 3); a
+        :class:`BadImage` with the reason for a PIL image that has no readable pixels.
+
+    Raises:
+        ConfigError: The argument has another type or shape.
+    """
     if isinstance(images, Tensor):
         if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != 3:
             found = f"{images.dtype} {tuple(images.shape)}"
@@ -501,20 +622,33 @@ def _items(images: Any) -> list[Image | BadImage]:
         )
     if not isinstance(images, Iterable) or getattr(images, "shape", None) == ():
         raise ConfigError(
-            f"predict takes a list or column of images, not {_kind(images)}"
+            f"predict takes a list or column of images, not {_describe_value(images)}"
         )
     images = images.to_pylist() if hasattr(images, "to_pylist") else images
-    return [_item(image, row) for row, image in enumerate(images)]
+    return [_to_image(image, row) for row, image in enumerate(images)]
 
 
-def _kind(value: Any) -> str:
-    """Of which type something is that was given in the place of something else."""
+def _describe_value(value: Any) -> str:
+    """Describe a value of a wrong type, for an error message.
+
+    The text is the dtype and shape of an array, otherwise the type and the first 40
+    characters.
+    """
     if isinstance(value, np.ndarray):
         return f"{value.dtype} {value.shape}"
     return "None" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"
 
 
-def _item(image: Any, row: int) -> Image | BadImage:
+def _to_image(image: Any, row: int) -> Image | BadImage:
+    """Convert one image, see :func:`_to_images`.
+
+    Args:
+        image: The image as the user gave it.
+        row: Its position in the list, for the error message.
+
+    Raises:
+        ConfigError: The image has another type or shape.
+    """
     if isinstance(image, (str, bytes)):
         return str(image) if isinstance(image, str) else bytes(image)
     if isinstance(image, PathLike):
@@ -522,7 +656,7 @@ def _item(image: Any, row: int) -> Image | BadImage:
     if isinstance(image, PIL.Image.Image):
         try:
             image = np.asarray(to_rgb(PIL.ImageOps.exif_transpose(image)))
-        # OSError: a file opened lazily, and truncated
+        # PIL opens a file lazily, so that a truncated one fails here with an OSError
         except (BadImage, OSError) as error:
             return BadImage(" ".join(str(error).split()))
     if (
@@ -535,4 +669,4 @@ def _item(image: Any, row: int) -> Image | BadImage:
         if image.shape[2] == 3:
             return image
     takes = "paths, bytes, PIL images or uint8 arrays (H, W, 3) or (H, W)"
-    raise ConfigError(f"image {row} is {_kind(image)}; images are {takes}")
+    raise ConfigError(f"image {row} is {_describe_value(image)}; images are {takes}")

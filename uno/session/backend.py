@@ -1,4 +1,4 @@
-"""The backends of a run: this process, or the one that its configuration asks for."""
+"""The local backend of a run, and the choice between it and Ray's workers."""
 
 import pkgutil
 from collections.abc import Callable
@@ -39,10 +39,14 @@ RAY_BACKEND = "pipelines.backend:RayBackend"  # by name, because uno imports no 
 
 
 def choose_backend(config: Config) -> Backend:
-    """Return this process if there are no workers, else the workers of Ray.
+    """Choose where the work of a run is done, by ``compute.num_workers``.
+
+    Returns:
+        The backend of this process for 0 workers, otherwise the backend of Ray.
 
     Raises:
-        ConfigError: This process is to use a device that it has not.
+        ConfigError: The work is done in this process, and it lacks the device that the
+            configuration asks for.
     """
     if config.compute.num_workers == 0:
         local_device(config)
@@ -52,18 +56,24 @@ def choose_backend(config: Config) -> Backend:
 
 
 class LocalBackend:
-    """This process, without Ray."""
+    """The backend that does all work in this process, without Ray."""
 
-    def free_memory(self, config: Config) -> resources.Room:
-        """Return the bytes that are free for this process."""
+    def free_memory(self, config: Config) -> resources.FreeMemory:
+        """Return the free memory for this process, in bytes."""
         return resources.free_memory(config)
 
     def train(self, run: Run, show: Show) -> dict[str, float]:
-        """Train and evaluate the run, as :meth:`Backend.train` says."""
+        """Train and evaluate a run in this process, see :meth:`Backend.train`.
+
+        Raises:
+            Interrupted: The user stopped it. A training phase has saved a checkpoint
+                then.
+        """
         torch.set_num_threads(num_threads(run.config))
         worker = LocalWorker(run.device, show)
 
         def stop() -> None:
+            """Let training stop after this step, or stop now if nothing is trained."""
             if not run.phases:  # nothing is trained, so nothing waits for a step to end
                 raise Interrupted("stopped; nothing was changed")
             worker.stop_requested = True
@@ -82,11 +92,11 @@ class LocalBackend:
             return evaluate_rows(run, sets, train, worker)
 
     def after_training(self, task: Task) -> Backend:
-        """Return this backend."""
+        """Return this backend, because it also predicts and shows the rows."""
         return self
 
     def decoder(self, run: Run, model: Classifier) -> Decode:
-        """Return the function with which threads of this process decode rows."""
+        """Return the function that decodes rows for a model in local threads."""
         return decoder(model, run.task.rows, run.config.compute.threads)
 
     def predict(
@@ -96,14 +106,24 @@ class LocalBackend:
         writer: PredictionWriter,
         show: Callable[[int, int], None],
     ) -> Summary:
-        """Classify the rows that ``writer`` lacks in this process."""
+        """Classify in this process the rows that ``writer`` has not written yet.
+
+        Args:
+            run: The run, which decides the device and the number of threads.
+            model: The model of the run. It is moved to the device of the run.
+            writer: Holds the rows and writes their predictions.
+            show: Takes the number of rows that are done and of all rows.
+
+        Returns:
+            The numbers of rows, and the path of the table.
+        """
         threads, model = num_threads(run.config), model.to(run.device)
         torch.set_num_threads(threads)
         with at_speed(model, run.config, threads):
             return predict_rows(model, writer, run.config.compute.threads, show)
 
     def estimate(self, run: Run, settings: Settings) -> Estimate:
-        """Estimate the number of novel classes, one encoder after another."""
+        """Estimate the number of novel classes, training one encoder after another."""
         return estimate_num_novel(
             run.config,
             estimated_set(run),
@@ -118,8 +138,20 @@ class LocalBackend:
 def train_phases(run: Run, sets: Sets, worker: Worker) -> TrainData:
     """Train the phases of a run on its opened data.
 
+    Finished phases are skipped, and an interrupted one resumes. ``run.opened`` becomes
+    the task with the images that are kept in memory.
+
+    Args:
+        run: The locked run.
+        sets: Its opened data.
+        worker: The process that trains: a local process or one rank of several.
+
     Returns:
         The rows that training may see, on the device of the worker.
+
+    Raises:
+        ConfigError: Too few rows can be read for the configuration.
+        Interrupted: The worker was asked to stop. A checkpoint is saved.
     """
     config = run.config
     if run.phases:
@@ -136,7 +168,14 @@ def train_phases(run: Run, sets: Sets, worker: Worker) -> TrainData:
 def evaluate_rows(
     run: Run, sets: Sets, train: TrainData, worker: Worker
 ) -> dict[str, float]:
-    """Return the metrics of a trained run, empty unless ``run.evaluate``."""
+    """Return the metrics of a trained run, by name; empty unless ``run.evaluate``.
+
+    Args:
+        run: The trained run.
+        sets: Its opened data.
+        train: The rows that training has seen.
+        worker: The process that evaluates. All ranks of a group must call this.
+    """
     if not run.evaluate:
         return {}
     num_true = len(run.task.known) + len(run.task.novel)
@@ -147,13 +186,21 @@ def evaluate_rows(
 def estimated_set(run: Run, compute: Compute = compute_local) -> TrainSet:
     """Open the training rows on which the number of novel classes is estimated.
 
+    A frozen encoder's features are computed and cached. Pretrained weights are fetched
+    and stored in the directory of the run, unless it has them. Unreadable images are
+    left out.
+
     Args:
-        run: The run whose rows are read.
+        run: The run to which the rows belong.
         compute: Computes features of a frozen encoder.
 
     Returns:
-        Decoded images, or the features (N, 1, D) of the evaluation views if the encoder
-        is frozen.
+        The readable training rows, with decoded images uint8 (N, 3, S, S). If the
+        encoder is frozen, with features float32 (N, 1, D) of the evaluation views
+        instead.
+
+    Raises:
+        ConfigError: Too many images cannot be read.
     """
     config, task, storage = run.config, run.task, run.storage
     if config.model.finetune == "none":

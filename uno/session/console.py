@@ -1,5 +1,6 @@
-"""The person at the keyboard: what they see while a run works, and how they stop it.
-Driver only.
+"""The console: printed lines, progress bars, and signals that stop a run.
+
+Only the process that runs the command uses this module, not Ray's workers.
 """
 
 import os
@@ -18,7 +19,7 @@ from tqdm import tqdm
 from uno.errors import Interrupted, printable
 from uno.text import plural
 
-PARTS = {
+METRIC_TEXTS = {
     "epoch": "epoch {epoch}/{epochs}",
     "step": "step {step}/{total_steps}",
     "loss": "loss {loss:.3f}",
@@ -27,7 +28,8 @@ PARTS = {
     "data_wait": "waits for data {data_wait:.0%}",
     "slow_rank": "slow rank {slow_rank}",
 }
-PACE = {  # in lines, for which a bar has no room
+"""Format of each metric by name, for lines and progress bars."""
+MORE_METRIC_TEXTS = {
     "images_per_s_per_device": "{images_per_s_per_device:,.0f} images/s a device",
     "rank_ms_max": (
         "ranks {rank_ms_min:.0f} ms, {rank_ms_median:.0f} ms, {rank_ms_max:.0f} ms"
@@ -35,16 +37,17 @@ PACE = {  # in lines, for which a bar has no room
     "grad_norm": "gradient {grad_norm:.3g}",
     "peak_memory_gb": "{peak_memory_gb:.1f} GB",
 }
-
+"""Format of more metrics by name, for lines. A progress bar has no room for them."""
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-READING_S = 10.0  # between two lines
+READING_S = 10.0  # seconds between two lines while the data is read
 SILENT = ContextVar("SILENT", default=False)
+"""Whether only warnings are printed, and no progress is shown."""
 
 
 @contextmanager
 def suppress_output(silent: bool = True) -> Iterator[None]:
-    """If ``silent``, no bar and no line but warnings."""
+    """Suppress everything but warnings inside the block, if ``silent`` is True."""
     token = SILENT.set(silent)
     try:
         yield
@@ -53,8 +56,15 @@ def suppress_output(silent: bool = True) -> Iterator[None]:
 
 
 def print_line(line: str, stream: TextIO | None = None) -> None:
-    """Print a line, above a bar; what cannot be encoded or would steer a terminal is
-    escaped.
+    """Print a line, above the progress bar if there is one.
+
+    Characters that the stream cannot encode, and control characters other than tabs and
+    line ends, are escaped. Output that is suppressed is not printed, except for
+    warnings.
+
+    Args:
+        line: The text. A warning begins with "warning: ".
+        stream: The stream, by default the standard output.
     """
     if SILENT.get() and not line.startswith("warning: "):
         return
@@ -66,25 +76,33 @@ def print_line(line: str, stream: TextIO | None = None) -> None:
 
 
 def in_main_thread() -> bool:
-    """Return whether this thread may handle signals."""
+    """Return whether this is the main thread, the only one that can handle signals."""
     return threading.current_thread() is threading.main_thread()
 
 
 @contextmanager
 def on_stop(request: Callable[[], object], line: str | None = None) -> Iterator[None]:
-    """Say ``line`` and call ``request`` at SIGTERM, Ctrl-C and SIGHUP; a second one
-    interrupts at once. A SIGHUP that is ignored (nohup) stays so. Python handles
-    signals in the main thread: in another one they stay as they are.
+    """Call a function at the first SIGTERM, SIGINT (Ctrl-C) or SIGHUP inside the block.
+
+    A second signal raises KeyboardInterrupt. A SIGHUP that is ignored (nohup) stays
+    ignored. Outside the main thread the signals are handled as before, because Python
+    handles signals in the main thread alone. At the end the former handlers are
+    restored.
+
+    Args:
+        request: Takes no argument and asks the work to stop.
+        line: A line to print first, if any.
     """
     if not in_main_thread():
         yield
         return
 
     def handle(number: int, frame: Any) -> None:
+        """Handle the first signal, and let the next one interrupt at once."""
         for each in old:
             signal.signal(each, signal.default_int_handler)
         if number == signal.SIGHUP:
-            output_closed()  # with the terminal
+            output_closed()  # the terminal is gone, so printing would fail
         if line is not None:
             with suppress(OSError):
                 print_line(line)
@@ -102,12 +120,18 @@ def on_stop(request: Callable[[], object], line: str | None = None) -> Iterator[
 
 @contextmanager
 def interrupt_on_signal(line: str) -> Iterator[None]:
-    """Raise Interrupted with ``line`` at those signals, at the end at the latest:
-    libraries swallow some.
+    """Raise Interrupted if a signal asks to stop inside the block, see :func:`on_stop`.
+
+    A library may swallow the exception that the signal raises. It is then raised again
+    at the end of the block.
+
+    Args:
+        line: The text of the exception.
     """
     asked = threading.Event()
 
     def stop() -> None:
+        """Note the request and raise Interrupted."""
         asked.set()
         raise Interrupted(line)
 
@@ -119,16 +143,21 @@ def interrupt_on_signal(line: str) -> Iterator[None]:
 
 @contextmanager
 def reading() -> Iterator[Callable[[int], None]]:
-    """While a large table is read, a line every ten seconds; call it with the number
-    of rows at the end.
+    """Print every ten seconds that the data is still being read.
+
+    Yields:
+        A function for the end of reading. It takes the number of rows, and prints the
+        time and the speed if reading took more than ten seconds.
     """
     start, done = time.monotonic(), threading.Event()
 
     def tell() -> None:
+        """Print the elapsed time every ten seconds until reading is done."""
         while not done.wait(READING_S):
             print_line(f"reading the data: {time.monotonic() - start:.0f} s")
 
     def total(num: int) -> None:
+        """Print how long it took to read ``num`` images, if it took long."""
         if (spent := time.monotonic() - start) > READING_S:
             print_line(
                 f"read {plural(num, 'image')} in {spent:.0f} s ({num / spent:,.0f}"
@@ -144,9 +173,17 @@ def reading() -> Iterator[Callable[[int], None]]:
         done.set()
 
 
-def described(metrics: Mapping[str, Any], in_a_bar: bool = False) -> str:
-    """A line of metrics in words."""
-    texts = PARTS if in_a_bar else PARTS | PACE
+def format_metrics(metrics: Mapping[str, Any], in_a_bar: bool = False) -> str:
+    """Format a line of metrics for the console.
+
+    Args:
+        metrics: Values by name. ``phase`` is required. Names that are not in
+            :data:`METRIC_TEXTS` or :data:`MORE_METRIC_TEXTS` are left out, and so are
+            values of None.
+        in_a_bar: Whether the text is for a progress bar, which has no space for
+            :data:`MORE_METRIC_TEXTS`.
+    """
+    texts = METRIC_TEXTS if in_a_bar else METRIC_TEXTS | MORE_METRIC_TEXTS
     parts = (
         text.format(**metrics)
         for key, text in texts.items()
@@ -156,13 +193,18 @@ def described(metrics: Mapping[str, Any], in_a_bar: bool = False) -> str:
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """Shows metric dicts: phase, epoch, epochs, step, total_steps, loss, lr,
-    images_per_s.
+    """Show the progress of training and of other work on the console.
 
-    On a terminal and in a notebook a live bar on stderr, one for each phase; elsewhere
-    a plain line at every ``interval``-th step, but none within ``seconds`` of the one
-    before, and at a phase's end. A phase whose steps have no such rhythm says
-    ``every_s`` how many seconds lie between two lines.
+    On a terminal and in a notebook, this is a live bar on stderr for each phase.
+    Elsewhere it is plain lines: one at every ``interval``-th step, but none within
+    ``seconds`` of the previous line, and one at the end of a phase. Metrics with
+    ``every_s`` give the number of seconds between two lines instead.
+
+    Args:
+        stream: Where to show it, by default stderr.
+        clock: Returns the time in seconds.
+        interval: Steps between two plain lines.
+        seconds: The least number of seconds between two plain lines.
     """
 
     def __init__(
@@ -177,21 +219,27 @@ class Progress(AbstractContextManager["Progress"]):
         self._phase: str | None = None
         self._bar: tqdm[Any] | None = None
         self._silent = SILENT.get()
-        # it redraws a line after \\r
+        # a notebook redraws a line after a carriage return, as a terminal does
         in_notebook = type(self._stream).__module__.startswith("ipykernel")
         self._live = in_notebook or self._stream.isatty()
 
     def __call__(self, metrics: Mapping[str, Any]) -> None:
-        """Show the newest metrics of a phase."""
+        """Show the newest metrics of a phase, with the time that is left.
+
+        Args:
+            metrics: ``phase`` (str), ``step`` and ``total_steps`` are required.
+                ``epoch``, ``epochs``, ``loss``, ``lr``, ``images_per_s`` and other
+                values are shown if they are there.
+        """
         if self._silent:
             return
         step, total, now = metrics["step"], metrics["total_steps"], self._clock()
         if metrics["phase"] != self._phase:
             self.close()
             self._phase = metrics["phase"]
-            self._first = step, now  # not step 0: a run may resume
+            self._first = step, now  # a resumed run does not begin at step 0
             self._shown = now
-        parts = [described(metrics, self._live)]
+        parts = [format_metrics(metrics, self._live)]
         if step > self._first[0]:
             eta_s = (now - self._first[1]) / (step - self._first[0]) * (total - step)
             parts.append(f"ETA {tqdm.format_interval(round(eta_s))}")
@@ -215,18 +263,21 @@ class Progress(AbstractContextManager["Progress"]):
             print_line("  ".join(parts), self._stream)
 
     def close(self) -> None:
-        """Leave the bar as it stands."""
+        """Close the bar and leave its last state on the terminal."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
 
     def __exit__(self, *_: object) -> None:
+        """Close the bar."""
         self.close()
 
 
 def output_closed() -> bool:
-    """Whether nobody reads our output: a closed pipe, a terminal hung up. What is
-    left then goes nowhere.
+    """Return whether nobody reads stdout or stderr any more.
+
+    This is so after a pipe was closed or a terminal hung up. Everything that is written
+    to such a stream afterwards is discarded without an error.
     """
     gone = False
     for stream in (sys.stdout, sys.stderr):

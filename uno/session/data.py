@@ -1,6 +1,4 @@
-"""What a configuration names, opened in this process: its rows, what is kept of
-their images, its sets.
-"""
+"""Open the data of a configuration: its rows, images or features, and sets."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,18 +30,22 @@ from uno.session.console import print_line, reading
 from uno.session.resources import on_features
 from uno.text import plural
 
-INTERVAL_S = 10.0  # between two lines of progress
-SAMPLE_ROWS = 4_000  # whose features are looked at before training
+INTERVAL_S = 10.0  # seconds between two lines of progress
+SAMPLE_ROWS = 4_000  # rows that must be distinguishable by their features
 
 Show = Callable[[dict[str, Any]], None]
-"""Shows what a phase reports of a step: its name, the step, and numbers by name."""
+"""Shows or stores a line of metrics, see :meth:`Progress.__call__` for its names."""
 Compute = Callable[[FeatureJob, nn.Module, np.ndarray], Iterable[Chunk]]
-"""Encodes rows int64 (n,) of a job by an encoder, chunk after chunk, in order."""
+"""Encodes the rows int64 (n,) of a job with an encoder, in chunks and in order."""
 
 
 def read_task(data: DataConfig) -> Task:
-    """The rows of a source, as a run with ``data`` sees them; a line while it takes
-    long. ConfigError.
+    """Read the rows of a source, and find their known and novel classes and splits.
+
+    A line is printed every ten seconds while this takes long.
+
+    Raises:
+        ConfigError: The source cannot be read, or does not fit the settings.
     """
     with reading() as total:
         task = make_task(read_rows(data), data)
@@ -75,8 +77,23 @@ def open_sets(
     should_stop: Callable[[], bool] = lambda: False,
     keep: bool = True,
 ) -> Sets:
-    """The sets of a run in ``storage``, whose unreadable images it lists there if
-    ``keep``. ConfigError: too many of them. Interrupted: ``should_stop`` says so.
+    """Open the data of a run for training and evaluation.
+
+    Images are decoded into memory, encoded by a frozen encoder, or streamed, as the
+    configuration says. Unreadable images are left out and reported.
+
+    Args:
+        config: The configuration of the run.
+        task: All rows of the run.
+        storage: The directory of the run.
+        show: Shows the progress.
+        should_stop: Returns whether the user has asked to stop.
+        keep: Whether unreadable images are listed in the file ``bad_samples.jsonl`` of
+            the run.
+
+    Raises:
+        ConfigError: Too many images cannot be read.
+        Interrupted: ``should_stop`` returned True.
     """
     if config.data.loading == "streaming":
         stream = streaming_set(config, task, storage)
@@ -103,7 +120,8 @@ def config_for_readable_rows(
         config: The configuration of the run, checked for all rows.
         task: All rows of the run.
         ok: bool (N,), the rows that can be read; None if images are streamed.
-        batch_is_derived: Whether nobody has set the batch size.
+        batch_is_derived: Whether the batch size was derived from the data and not set
+            by the user.
 
     Raises:
         ConfigError: The remaining rows do not go with the configuration.
@@ -131,8 +149,15 @@ def load_images(
     show: Show,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> tuple[Tensor | NeighborViews, list[str | None]]:
-    """Pixels uint8 (N, 3, S, S), or features of a frozen encoder; and why a row has
-    none.
+    """Decode all images of a run, or compute their features with a frozen encoder.
+
+    Returns:
+        Pixels uint8 (N, 3, S, S), or features float32 (N, 1 + V, D) of the evaluation
+        view and V random views. For each row the reason why it cannot be read, or None.
+
+    Raises:
+        ConfigError: The frozen encoder has no weights.
+        Interrupted: ``should_stop`` returned True while features were computed.
     """
     if on_features(config):
         return load_features(config, task, storage, show, should_stop)
@@ -148,8 +173,17 @@ def leave_out_unreadable(
     task: Task,
     storage: Storage | None = None,
 ) -> None:
-    """Say how many images cannot be read and list them in a run's
-    ``bad_samples.jsonl``; refuse too many.
+    """Warn of images that cannot be read, and refuse too many of them.
+
+    Args:
+        reasons: For each row the reason why it cannot be read, or None.
+        config: ``data.max_bad_fraction`` is the largest share that is accepted.
+        task: The rows.
+        storage: The run directory, where the images are listed in
+            ``bad_samples.jsonl``; None to write no list.
+
+    Raises:
+        ConfigError: Too many images cannot be read.
     """
     limit = config.data.max_bad_fraction
     bad = check_bad(task.rows.ids, reasons, limit, storage, task.rows.images)
@@ -164,15 +198,16 @@ def leave_out_unreadable(
 def compute_local(
     job: FeatureJob, encoder: nn.Module, rows: np.ndarray
 ) -> Iterator[Chunk]:
-    """Encode rows int64 (n,) by threads of this process, see :data:`Compute`."""
+    """Encode rows int64 (n,) with threads of this process, see :data:`Compute`."""
     device, threads = local_device(job.config), num_threads(job.config)
     return features.compute_local(job, encoder.to(device), rows, threads)
 
 
-def _at_speed(job: FeatureJob, encoder: nn.Module, rows: np.ndarray) -> nn.Module:
-    """Return the encoder as ``compute.encoder_runtime`` computes it.
+def _faster_encoder(job: FeatureJob, encoder: nn.Module, rows: np.ndarray) -> nn.Module:
+    """Return the encoder in the form that ``compute.encoder_runtime`` names.
 
-    It is tried on images of the rows int64 (n,).
+    A batch of the rows int64 (n,) is encoded as a test. On a GPU, and with the runtime
+    "torch", the encoder itself is returned.
 
     Raises:
         ConfigError: The runtime cannot compute the encoder.
@@ -194,32 +229,37 @@ def load_features(
     compute: Compute = compute_local,
     zeros: features.Zeros = torch.zeros,
 ) -> tuple[Tensor | NeighborViews, list[str | None]]:
-    """Return the features of the rows of ``task`` under its frozen encoder.
+    """Return the features of all rows under a frozen encoder.
+
+    Features in the cache are read, and the others are computed and cached. If the
+    source holds vectors, they are the features, and nothing is computed. A warning is
+    printed if the features do not distinguish the rows.
 
     Args:
         config: The configuration of the run.
         task: The rows.
         storage: The directory of the run, which may hold the encoder's weights.
         show: Shows the progress.
-        should_stop: Whether the user wants to stop.
+        should_stop: Returns whether the user has asked to stop.
         compute: Encodes the rows that are not in the cache.
         zeros: Allocates the features.
 
     Returns:
-        Features float32 (N, 1 + V, D), and for each row the reason why it cannot be
-        read, or None.
+        Features float32 (N, 1 + V, D) of the evaluation view and V random views. For
+        each row the reason why it cannot be read, or None.
 
     Raises:
         ConfigError: The encoder has no weights.
-        Interrupted: ``should_stop`` says so. What was encoded is kept.
+        Interrupted: ``should_stop`` returned True. Features that were computed stay in
+            the cache.
     """
     if config.model.weights is None:
         raise ConfigError(
             "model.finetune none needs --weights, the weights of the frozen encoder"
         )
     given = task.rows.images.vectors(np.arange(len(task.rows)))
-    if given is not None:  # the source is the cache
-        _warn_of_oddity(
+    if given is not None:  # the source holds the features themselves
+        _warn_if_indistinct(
             given[0], given[1], "nothing separates the rows; check the vectors"
         )
         return with_views(given[0], config.augment, ok_mask(given[1])), given[1]
@@ -229,9 +269,10 @@ def load_features(
     cache = FeatureCache(Storage(features.cache_directory(config)), job)
 
     def computed(rows: np.ndarray) -> Iterator[Chunk]:
+        """Yield the features of rows int64 (n,) that the cache lacks, in chunks."""
         cached = len(task.rows) - len(rows)
         have = f" ({cached:,} cached)" if cached else ""
-        fast = _at_speed(job, encoder, rows)
+        fast = _faster_encoder(job, encoder, rows)
         how = f" by {fast.plan.runtime}" if isinstance(fast, Runtime) else ""
         what = f"{plural(len(rows), 'image')} through {config.model.encoder}{how}{have}"
         print_line(f"features: {what}; cache: {cache.path}")
@@ -243,6 +284,7 @@ def load_features(
     start: list[tuple[int, float]] = []
 
     def progress(done: int, total: int) -> None:
+        """Show how many rows of all are done, and the speed of this command."""
         start[:] = start or [(done, time.monotonic())]
         seconds = max(time.monotonic() - start[0][1], 1e-9)
         speed = (done - start[0][0]) / seconds if done > start[0][0] else None
@@ -258,14 +300,20 @@ def load_features(
 
     found, reasons = features.cached_features(cache, computed, progress, zeros)
     advice = f"{config.model.encoder} does not separate them; check its weights"
-    _warn_of_oddity(found, reasons, advice)
+    _warn_if_indistinct(found, reasons, advice)
     return found, reasons
 
 
-def _warn_of_oddity(
+def _warn_if_indistinct(
     found: Tensor | NeighborViews, reasons: Sequence[str | None], advice: str
 ) -> None:
-    """Say so before training where features (N, V, D) tell no rows apart."""
+    """Print a warning if features do not distinguish the rows.
+
+    Args:
+        found: Features (N, 1 + V, D). The evaluation views of a sample are examined.
+        reasons: For each row the reason why it cannot be read, or None.
+        advice: What the user should check.
+    """
     rows = np.flatnonzero(ok_mask(reasons))
     some = found[torch.from_numpy(rows[evenly_spaced(SAMPLE_ROWS, len(rows))]), 0]
     if len(some) > 1 and (what := features.oddity(some)):

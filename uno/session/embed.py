@@ -1,5 +1,6 @@
-"""The features of any source as a file of vectors, which ``--data vectors:FILE`` and
-other programs read.
+"""Write the features of a source to a file of vectors: ``uno embed``.
+
+``--data vectors:FILE`` and other programs read such a file.
 """
 
 import tempfile
@@ -30,21 +31,23 @@ def embed(
     compute: Compute = compute_local,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Write the features of all rows to a Parquet file, as ``uno embed`` does.
+    """Write the features of all rows to a Parquet file: ``uno embed``.
 
     Finished features are kept in the cache, so the same command resumes.
 
     Args:
-        config: The configuration: ``config.data`` are the rows, ``config.output`` is
+        config: The configuration. ``config.data`` names the rows, and ``config.output``
             the file.
         given: The dotted keys that the user has set.
-        num_views: How many random views are written beside the evaluation view.
+        num_views: The number of random views that are written for each row, besides the
+            evaluation view.
         compute: Encodes the rows that are not in the cache.
-        should_stop: Whether the user wants to stop.
+        should_stop: Returns whether the user has asked to stop.
 
     Raises:
-        ConfigError: There are no weights or no such data, or the file was not written
-            by ``uno embed``.
+        ConfigError: There are no weights or no such data, or the file exists and was
+            not written by ``uno embed``.
+        Interrupted: ``should_stop`` returned True.
     """
     place = config.output
     if place is None or not place.endswith(".parquet"):
@@ -96,16 +99,24 @@ def embed(
     leave_out_unreadable(reasons, config, task)
     ok = np.array([reason is None for reason in reasons])
     counts = np.where(ok, 1 + num_views, 0)
-    write_vectors(place, features, counts, _columns(rows, folder))
+    write_vectors(place, features, counts, _describe_rows(rows, folder))
     num = plural(int(ok.sum()), "row")
     print_line(
         f"{num}, {1 + num_views} vectors of {features.shape[2]} numbers each: {place}"
     )
 
 
-def _columns(rows: Rows, folder: str) -> dict[str, pa.Array]:
-    """What the file says of each row; paths where the images lie below its
-    ``folder``, which may move.
+def _describe_rows(rows: Rows, folder: str) -> dict[str, pa.Array]:
+    """Return the columns that describe each row in the file of features.
+
+    Args:
+        rows: The N rows.
+        folder: The folder of the file. Paths of images below it are stored relative to
+            it, so that both can be moved together. Other paths are left out.
+
+    Returns:
+        String arrays of length N by name: "id", "label", "split", "eval_label", "text"
+        and "path", without columns that are empty.
     """
     text: dict[str, Sequence[str | None]] = {
         "id": rows.ids,

@@ -1,4 +1,4 @@
-"""The number of novel classes, as an interval: what ``uno estimate-classes`` does."""
+"""Estimate the number of novel classes: ``uno estimate-classes``."""
 
 import time
 from collections.abc import Container
@@ -30,16 +30,18 @@ def estimate_classes(
 
     Args:
         config: The configuration. Curves and encoders are stored in its ``output``.
-        given: The dotted keys that somebody has set.
-        settings: The numbers of the procedure, by default those of :class:`Settings`.
-        dry_run: Whether to check everything and to compute nothing.
-        backend: Where the work is done, by default chosen by ``compute.num_workers``.
+        given: The dotted keys that the user has set.
+        settings: The parameters of the estimate, by default those of :class:`Settings`.
+        dry_run: Whether everything is checked and nothing is computed.
+        backend: The backend that computes, by default chosen by
+            ``compute.num_workers``.
 
     Returns:
         The estimate, or None for a dry run.
 
     Raises:
         ConfigError: There are too few known classes or rows.
+        Interrupted: The user stopped it. Finished encoders are kept.
     """
     settings = settings or Settings()
     backend = choose_backend(config) if backend is None else backend
@@ -90,7 +92,13 @@ def estimate_classes(
 
 
 def format_estimate(found: Estimate) -> str:
-    """The curves as a plain table, the answer, and what to make of it."""
+    """Format an estimate for the console.
+
+    Returns:
+        A table with the F1, accuracy and cluster validity index for each number of
+        clusters k. Then the estimate with its interval, and the command that can
+        follow.
+    """
     lines = ["", f"{'k':>4}  {'F1':>5}  {'ACC':>5}  {'CVI':>6}"]
     for k, f1, acc, cvi in zip(
         found.ks, *(found.curves[name] for name in ("f1", "acc", "cvi")), strict=True

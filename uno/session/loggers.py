@@ -21,9 +21,10 @@ from uno.errors import ConfigError, one_line
 from uno.runs import LOGGERS_FOLDER
 from uno.session.console import print_line
 
-POSITION = ("step", "total_steps", "epoch", "epochs", "every_s", "rank_ms")
-UPLOAD_S = 30.0  # at least, between two uploads of events to an object store
-FINISH_S = 60.0  # that W&B may still upload when the run is over
+POSITION_KEYS = ("step", "total_steps", "epoch", "epochs", "every_s", "rank_ms")
+"""Names in a line of metrics that are no metrics, so that no logger records them."""
+UPLOAD_S = 30.0  # least seconds between two uploads of events to an object store
+FINISH_S = 60.0  # seconds that W&B may upload after the end of the run
 # MLflow's own limits are 8 attempts of 120 s
 MLFLOW_LIMITS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
@@ -32,8 +33,13 @@ MLFLOW_LIMITS = {
 
 
 class Record(NamedTuple):
-    """Whose numbers a logger gets: the directory, name, group (a sweep) and flat
-    configuration of a run.
+    """The run that a logger records.
+
+    Attributes:
+        storage: The run directory.
+        name: The name of the run.
+        group: The name of the sweep, None for a single run.
+        settings: The configuration by dotted key.
     """
 
     storage: Storage
@@ -42,8 +48,17 @@ class Record(NamedTuple):
     settings: Mapping[str, Any]
 
     def key(self, logger: str, new: Callable[[], str]) -> tuple[str, bool]:
-        """What ``logger`` calls this run, kept in its directory for a resume;
-        whether it is ``new``.
+        """Return the identifier under which a logger knows this run.
+
+        It is stored in the run directory, so that a resumed run continues the same
+        record.
+
+        Args:
+            logger: The name of the logger.
+            new: Makes an identifier if the run has none.
+
+        Returns:
+            The identifier, and whether it was made now.
         """
         if (found := self.storage.find(f"{LOGGERS_FOLDER}/{logger}")) is not None:
             return found.decode(), False
@@ -52,20 +67,27 @@ class Record(NamedTuple):
 
 
 class Logger(Protocol):
-    """One tool; made from a :class:`Record`. Whatever it raises switches it off."""
+    """A tool that records the metrics of one run.
+
+    It is made from a :class:`Record`. Any exception that it raises switches it off.
+    """
 
     def log(self, phase: str, step: int, values: Mapping[str, float]) -> None:
-        """The numbers of one line; after a roll-back steps come again."""
+        """Record the values of one training step. Steps repeat after a roll-back."""
 
     def results(self, values: Mapping[str, float]) -> None:
-        """The metrics of the finished run."""
+        """Record the metrics of the finished run."""
 
     def close(self, failed: bool) -> None:
-        """The run is over."""
+        """End the record of a run that has finished or failed."""
 
 
 class TensorBoard:
-    """Events in ``tensorboard/PHASE`` of the run directory."""
+    """Write TensorBoard events into ``tensorboard/PHASE`` of the run directory.
+
+    For a directory in an object store, events are written to a temporary folder and
+    uploaded at times.
+    """
 
     def __init__(self, record: Record) -> None:
         from tensorboardX import SummaryWriter
@@ -82,14 +104,17 @@ class TensorBoard:
         self._last: dict[str, int] = {}
 
     def log(self, phase: str, step: int, values: Mapping[str, float]) -> None:
-        """One directory per phase: purging hides every later step of the directory,
-        whatever its name.
+        """Record the values of one training step in the directory of its phase.
+
+        After a roll-back the later steps are hidden. Each phase has a separate
+        directory, because TensorBoard hides all later steps of a directory, in every
+        phase.
         """
         if step <= self._last.get(phase, step):
             if phase in self._writers:
                 self._writers.pop(phase).close()
             folder = os.path.join(self._folder, "tensorboard", phase)
-            # TensorBoard reads files by name, which has seconds
+            # TensorBoard reads files in the order of names, which only have seconds
             order = f".{time.time_ns()}"
             self._writers[phase] = self._new(
                 folder, purge_step=step, filename_suffix=order
@@ -99,18 +124,17 @@ class TensorBoard:
             self._summary.Value(tag=name, simple_value=value)
             for name, value in values.items()
         ]
-        # as one event
         self._writers[phase].file_writer.add_summary(self._summary(value=found), step)
         self._writers[phase].flush()
         if not self._storage.is_local and time.monotonic() > self._next_upload:
             self._upload()
 
     def results(self, values: Mapping[str, float]) -> None:
-        """As scalars of their own directory."""
+        """Record the metrics of the finished run in ``tensorboard/results``."""
         self.log("results", 0, values)
 
     def close(self, failed: bool) -> None:
-        """Write what is left."""
+        """Close the files of events, and upload them if the run directory is a URI."""
         for writer in self._writers.values():
             writer.close()
         if not self._storage.is_local:
@@ -118,6 +142,7 @@ class TensorBoard:
             shutil.rmtree(self._folder)
 
     def _upload(self) -> None:
+        """Upload all files of events, and decide when to do so again."""
         start, num_bytes = time.monotonic(), 0
         for folder, _, names in os.walk(self._folder):
             for name in names:
@@ -130,8 +155,9 @@ class TensorBoard:
 
 
 class WandB:
-    """Weights & Biases: project ``WANDB_PROJECT`` or uno, offline with
-    ``WANDB_MODE=offline``.
+    """Send metrics to Weights & Biases.
+
+    The project is ``WANDB_PROJECT`` or "uno". ``WANDB_MODE=offline`` sends nothing.
     """
 
     def __init__(self, record: Record) -> None:
@@ -154,7 +180,10 @@ class WandB:
         )
 
     def log(self, phase: str, step: int, values: Mapping[str, float]) -> None:
-        """Against ``PHASE/step``: W&B's own count goes up alone."""
+        """Record the values of one training step against the metric ``PHASE/step``.
+
+        W&B's own step can only rise, but steps repeat after a roll-back.
+        """
         if phase not in self._phases:
             self._phases.add(phase)
             self._run.define_metric(f"{phase}/step")
@@ -167,18 +196,20 @@ class WandB:
         )
 
     def results(self, values: Mapping[str, float]) -> None:
-        """As the run's summary."""
+        """Record the metrics of the finished run as the summary of the W&B run."""
         self._run.summary.update(dict(values))
 
     def close(self, failed: bool) -> None:
-        """Finish."""
+        """Finish the W&B run, with exit code 1 if it failed."""
         self._run.finish(exit_code=int(failed))
 
 
 class MLflow:
-    """MLflow: experiment ``MLFLOW_EXPERIMENT_NAME`` or uno at ``MLFLOW_TRACKING_URI``.
+    """Send metrics to MLflow.
 
-    MLflow queues and sends the metrics in threads of its own.
+    The experiment is ``MLFLOW_EXPERIMENT_NAME`` or "uno", on the server of
+    ``MLFLOW_TRACKING_URI``. MLflow queues the metrics and sends them in its own
+    threads.
     """
 
     def __init__(self, record: Record) -> None:
@@ -197,35 +228,37 @@ class MLflow:
         tags = {"group": record.group} if record.group else {}
 
         def create() -> str:
+            """Create the MLflow run and return its identifier."""
             run = self._client.create_run(experiment, tags=tags, run_name=record.name)
             return str(run.info.run_id)
 
         self._id, new = record.key("mlflow", create)
         self._client.update_run(self._id, status="RUNNING")
         params = [Param(key, str(value)) for key, value in record.settings.items()]
-        for start in range(0, len(params) * new, 100):  # more at once are refused
+        for start in range(0, len(params) * new, 100):  # MLflow refuses more at once
             self._client.log_batch(self._id, params=params[start : start + 100])
 
     def log(self, phase: str, step: int, values: Mapping[str, float]) -> None:
-        """Queue the metrics under ``PHASE/name``."""
+        """Queue the values of one training step under ``PHASE/name``."""
         self._send({f"{phase}/{name}": value for name, value in values.items()}, step)
 
     def results(self, values: Mapping[str, float]) -> None:
-        """Queue the metrics without a phase."""
+        """Queue the metrics of the finished run under their names."""
         self._send(values, 0)
 
     def close(self, failed: bool) -> None:
-        """Wait until the queue is empty, then finish."""
+        """Wait until MLflow has sent all metrics, then end the MLflow run."""
         for operation in self._sending:
             operation.wait()
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
 
     def _send(self, values: Mapping[str, float], step: int) -> None:
+        """Queue the values of one step."""
         now = round(1000 * time.time())
         metrics = [
             self._metric(name, value, now, step) for name, value in values.items()
         ]
-        for start in range(0, len(metrics), 1000):  # more at once are refused
+        for start in range(0, len(metrics), 1000):  # MLflow refuses more at once
             part = metrics[start : start + 1000]
             self._sending.append(
                 self._client.log_batch(self._id, part, synchronous=False)
@@ -244,7 +277,11 @@ LOGGERS: dict[str, tuple[str, Callable[[Record], Logger] | None]] = {
 
 
 def require_loggers(config: Config) -> None:
-    """ConfigError: a package that ``train.report_to`` needs is missing."""
+    """Check that the packages of all loggers in ``train.report_to`` are installed.
+
+    Raises:
+        ConfigError: A package is missing.
+    """
     for name in config.train.loggers:
         if importlib.util.find_spec(LOGGERS[name][0]) is None:
             raise ConfigError(
@@ -254,7 +291,10 @@ def require_loggers(config: Config) -> None:
 
 
 class Loggers(AbstractContextManager["Loggers"]):
-    """All loggers of a run. One that raises an error is off after one warning."""
+    """All loggers of a run.
+
+    A logger that raises an error is switched off, with one warning.
+    """
 
     def __init__(
         self, config: Config, storage: Storage, group: str | None = None
@@ -281,23 +321,24 @@ class Loggers(AbstractContextManager["Loggers"]):
                     self._loggers[name] = make(record)
 
     def __call__(self, metrics: Mapping[str, Any]) -> None:
-        """Send a line of metrics; one without a loss only says where the run is."""
+        """Send a line of metrics. A line without a finite loss is not sent."""
         if math.isfinite(metrics.get("loss", math.nan)):
             phase, step, values = metrics["phase"], metrics["step"], scalars(metrics)
-            self._each(lambda logger: logger.log(phase, step, values))
+            self._call_each(lambda logger: logger.log(phase, step, values))
 
     def results(self, values: Mapping[str, float]) -> None:
-        """Send the results of the run."""
+        """Send the metrics of the finished run that are finite."""
         if found := {
             key: value for key, value in values.items() if math.isfinite(value)
         }:
-            self._each(lambda logger: logger.results(found))
+            self._call_each(lambda logger: logger.results(found))
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close all loggers."""
-        self._each(lambda logger: logger.close(kind is not None))
+        """Close all loggers, as failed if the block has raised an exception."""
+        self._call_each(lambda logger: logger.close(kind is not None))
 
-    def _each(self, call: Callable[[Logger], None]) -> None:
+    def _call_each(self, call: Callable[[Logger], None]) -> None:
+        """Call a function for each logger that is not switched off."""
         for name, logger in list(self._loggers.items()):
             with self._switched_off_by_errors(name):
                 call(logger)
@@ -315,11 +356,14 @@ class Loggers(AbstractContextManager["Loggers"]):
 
 
 def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a line of metrics by name."""
+    """Return the numbers of a line of metrics by name, with one loss for each head.
+
+    Values in :data:`POSITION_KEYS` are left out.
+    """
     values = {
         k: v
         for k, v in metrics.items()
-        if isinstance(v, int | float) and k not in POSITION
+        if isinstance(v, int | float) and k not in POSITION_KEYS
     }
     return values | {
         f"head_loss/{head}": loss

@@ -65,21 +65,22 @@ def discover(
     report: bool = True,
     backend: Backend | None = None,
 ) -> None:
-    """Train what is left of a run, evaluate it, and write everything that it shows.
+    """Train and evaluate a run, and write its model, predictions, metrics and report.
 
-    The same call resumes a run, and prints the results of a finished one.
+    The same call resumes an interrupted run, and prints the results of a finished one.
 
     Args:
-        config: The configuration, before the data is looked at.
-        given: The dotted keys that somebody has set, with their values.
+        config: The configuration before the data is read.
+        given: The dotted keys that the user has set, with their values.
         overwrite: Whether a run in the same directory is started over.
         last: The last phase, "pretrain" or "discover".
         report: Whether all rows are predicted and shown in a report.
-        backend: Where the work is done, by default chosen by ``compute.num_workers``.
+        backend: Does the work of the run, by default chosen by
+            ``compute.num_workers``.
 
     Raises:
         ConfigError: The run cannot succeed, or another command holds its directory.
-        Interrupted: Somebody stopped it. The same call resumes.
+        Interrupted: The user stopped it. The same call resumes.
     """
     run = open_run(config, given, overwrite, last, backend)
     if run.resumes and run.evaluate and (metrics := run.metrics) is not None:
@@ -100,12 +101,13 @@ def discover(
             _begin_directory(run)
 
             def show(line: dict[str, Any]) -> None:
+                """Send a line, and delete the former run once training begins."""
                 if line.get("phase") in PHASES:
                     discard_former_run()
                 loggers(line)
 
             with Loggers(run.config, run.storage) as loggers:
-                metrics = _train(run, show)
+                metrics = _train_and_evaluate(run, show)
                 loggers.results(metrics)
         if not run.evaluate:
             return print_line(f"finished: {run.storage.uri}")
@@ -117,11 +119,11 @@ def discover(
 
 
 def evaluate(target: str, given: Mapping[str, Any]) -> None:
-    """Evaluate a run again, and write its report if that changes what it shows.
+    """Evaluate a finished run again, and update its report if the metrics have changed.
 
     Args:
         target: The directory of the run.
-        given: Dotted keys that say where the work is done and where the data is now.
+        given: Settings by dotted key of the backend and of the present data source.
 
     Raises:
         ConfigError: There is no such run, or its data has changed.
@@ -136,7 +138,7 @@ def evaluate(target: str, given: Mapping[str, Any]) -> None:
         edits = read_edits(run.storage)
         if edits is not None and edits.alignment is None:
             align_heads(run, load_classifier(run.storage))
-        before, metrics = run.metrics, _train(run)
+        before, metrics = run.metrics, _train_and_evaluate(run)
         is_saved = run.storage.exists(CLASSES_FILE)
         model = load_classifier(run.storage) if is_saved else _save_model(run)
         report = metrics != before and run.storage.exists(REPORT_FILE)
@@ -148,7 +150,12 @@ def evaluate(target: str, given: Mapping[str, Any]) -> None:
 def report(target: str, given: Mapping[str, Any]) -> str:
     """Write the report of a run, finished or not, and return its path or URI.
 
-    Without the data, the report shows what the directory still holds.
+    If the data is missing or has changed, the report shows what the directory still
+    holds.
+
+    Args:
+        target: The directory of the run.
+        given: Settings by dotted key of the backend and of the present data source.
     """
     run = open_stored_run(target, given)
     run.opened, run.data_problem = open_task(run.config, run.storage)
@@ -159,16 +166,19 @@ def report(target: str, given: Mapping[str, Any]) -> str:
 
 
 def apply_classes(run: Run, model: Classifier, edited: list[OutputClass]) -> None:
-    """Make the edited classes those of the model and of every file of its run.
+    """Apply edited classes to the model of a run and to all files that depend on them.
+
+    Names, merged classes and dropped classes change in the model, the predictions, the
+    metrics, the report and exported models. Only what has changed is computed again.
 
     Args:
         run: The locked run, or a copy of its ``model/``.
-        model: Its model, with the classes before.
-        edited: The classes as the user wants them.
+        model: Its model, with the classes before the edit.
+        edited: The classes after the edit.
 
     Raises:
-        ConfigError: Rows must be predicted again, and the data is gone or has changed.
-            Nothing was written then.
+        ConfigError: Rows must be predicted again, and the data is missing or has
+            changed. No file was changed then.
     """
     storage, folder = run.storage, model_folder(run.storage)
     metrics, predicted = run.metrics, predictions.read_identity(storage)
@@ -191,7 +201,7 @@ def apply_classes(run: Run, model: Classifier, edited: list[OutputClass]) -> Non
     storage.write(f"{folder}classes.json", data)
     model, measured = replace(model, classes=edited), None
     if run.opened is not None:
-        model, measured = align_heads(run, model), _train(run) or None
+        model, measured = align_heads(run, model), _train_and_evaluate(run) or None
     finish(run, model, measured, predict, report)
     renamed = not predict and predictions.rename(storage, edited)
     updated = {
@@ -220,13 +230,13 @@ def finish(
     predict: bool = False,
     report: bool = False,
 ) -> None:
-    """Bring the files of a run in line with its model: the end of every command.
+    """Update the files of a run after its model has changed: the end of every command.
 
     ``metrics.json`` is written last, because it marks a finished run.
 
     Args:
         run: The run.
-        model: Its model, or None if its card stays as it is.
+        model: Its model, or None if the model card stays as it is.
         metrics: Its new metrics, or None if it was not evaluated.
         predict: Whether the model predicts all rows again.
         report: Whether the report is written.
@@ -250,7 +260,7 @@ def finish(
             make_decoder=partial(run.backend.decoder, run),
         )
     if metrics is not None:
-        _note_measured(run.storage)
+        _mark_measured(run.storage)
         content = json.dumps(metrics, indent=1, sort_keys=True)
         run.storage.write(RESULTS_FILE, content.encode())
 
@@ -264,8 +274,8 @@ def try_phases(
 ) -> None:
     """Check a run and take one step of each of its phases, and keep nothing.
 
-    The arguments are those of :func:`discover`. The steps are taken in this process and
-    in a temporary directory, whatever the backend is.
+    The steps are taken in this process and in a temporary directory, with every
+    backend. The arguments have the same meaning as those of :func:`discover`.
 
     Raises:
         ConfigError: The run cannot succeed.
@@ -285,7 +295,7 @@ def try_phases(
             run.config,
             {"train.max_steps": 1, "compute.num_workers": 0, "output": folder},
         )
-        # views of all rows would take minutes
+        # features of all rows would take minutes, so images are streamed instead
         computes_features = on_features(once) and not once.model.takes_vectors
         if computes_features:
             once = override(once, {"data.loading": "streaming"})
@@ -312,7 +322,11 @@ def try_phases(
 
 
 def _begin_directory(run: Run) -> None:
-    """Write what a new run begins with, or check a run that resumes."""
+    """Write the first files of a new run, or check that a resumed run has not changed.
+
+    Raises:
+        ConfigError: The directory holds a run of other settings or data.
+    """
     storage = run.storage
     directory.begin_run(run.config, storage, run.task.rows.fingerprint)
     directory.begin_images(storage, run.task.rows)
@@ -323,12 +337,15 @@ def _begin_directory(run: Run) -> None:
         print_line(line)
 
 
-def _train(run: Run, also: Show = lambda line: None) -> dict[str, float]:
-    """Train what is left of a locked run, evaluate it, and show the progress.
+def _train_and_evaluate(run: Run, also: Show = lambda line: None) -> dict[str, float]:
+    """Train the unfinished phases of a locked run, evaluate it, and show the progress.
+
+    Damaged checkpoints are removed first. ``run.backend`` becomes the backend that
+    predicts and shows the rows.
 
     Args:
-        run: The run. Its backend is then the one that predicts and shows its rows.
-        also: Takes each line of metrics, too.
+        run: The locked run. It is changed.
+        also: Also receives each line of metrics.
 
     Returns:
         The metrics, empty unless ``run.evaluate``.
@@ -345,6 +362,7 @@ def _train(run: Run, also: Show = lambda line: None) -> dict[str, float]:
     with Progress(interval=run.config.train.log_every) as progress:
 
         def show(line: dict[str, Any]) -> None:
+            """Show a line of metrics on the console, and pass it on."""
             progress(line)
             also(line)
 
@@ -360,7 +378,7 @@ def _train(run: Run, also: Show = lambda line: None) -> dict[str, float]:
 
 
 def _save_model(run: Run) -> Classifier:
-    """Write the model of a trained run into ``model/``."""
+    """Write the model of a trained run into ``model/`` and return it."""
     task = run.task
     trained = training.load_trained(
         run.config, run.storage, task.num_known, task.num_novel
@@ -369,7 +387,10 @@ def _save_model(run: Run) -> Classifier:
 
 
 def _write_card(run: Run, model: Classifier, metrics: Mapping[str, float]) -> None:
-    """Write the model card. Without the rows, it says of them what it said before."""
+    """Write the model card.
+
+    Without the rows of the run, the card keeps its former line on the data.
+    """
     name = model_folder(run.storage) + CARD_FILE
     facts = {}
     if run.opened is not None:
@@ -380,19 +401,27 @@ def _write_card(run: Run, model: Classifier, metrics: Mapping[str, float]) -> No
     run.storage.write(name, model_card(model, facts, metrics).encode())
 
 
-def _note_measured(storage: Storage) -> None:
-    """Note in ``classes.json`` that the metrics are those of its classes."""
+def _mark_measured(storage: Storage) -> None:
+    """Note in ``classes.json`` that the metrics belong to the classes in it."""
     data = storage.read(CLASSES_FILE)
     if not is_measured(data):
         storage.write(CLASSES_FILE, with_measured(data))
 
 
 def show_results(storage: Storage, values: dict[str, float]) -> None:
-    """Print the verdict, the classes, the accuracy and what to do next."""
+    """Print the results of a finished run, and which commands can follow.
+
+    The results are the verdict, the numbers of images in each class, and the table of
+    accuracies if the data has true classes.
+
+    Args:
+        storage: The run directory.
+        values: The metrics by name.
+    """
     if (found := verdict(values)) is not None:
         print_line("\n  ".join((f"\nverdict: {found.word}", *found.reasons)))
     novel = "novel-1"
-    # of a damaged table, which the next prediction replaces
+    # the table may be damaged; the next prediction replaces it
     with suppress(StorageError):
         if (table := read_columns(storage, ("class_name", "kind"))) is not None:
             for kind, what in (
@@ -412,7 +441,7 @@ def show_results(storage: Storage, values: dict[str, float]) -> None:
                     novel = min(
                         counts, key=lambda name: (len(name), name), default=novel
                     )
-    if any("novel" in key.split("/") for key in values):  # with ground truth
+    if any("novel" in key.split("/") for key in values):  # the data has true classes
         print_line(f"\n{format_table(values)}")
     print_line(f"\nresults in {storage.uri}")
     if storage.exists(REPORT_FILE):

@@ -1,5 +1,6 @@
-"""Predict the rows of a source with a trained model, for ``uno predict`` and at the end
-of a run.
+"""Predict the rows of a source with a trained model.
+
+``uno predict`` does this, and every run at its end.
 """
 
 import time
@@ -33,8 +34,8 @@ ANYWHERE = {
     "compute.encoder_runtime": "torch",
     "compute.precision": "auto",
 }
-"""Where a model predicts by default, whatever trained it."""
-INTERVAL_S = 5.0  # between two lines of progress
+"""Settings with which a model predicts by default, whatever machine trained it."""
+INTERVAL_S = 5.0  # seconds between two lines of progress
 
 
 def predict(
@@ -46,15 +47,20 @@ def predict(
 ) -> None:
     """Classify the images of a source with the model of a run: ``uno predict``.
 
+    Without a source, the rows of the run itself are classified. The table is
+    ``predictions.parquet`` in the output directory.
+
     Args:
         target: The directory of the run, or a copy of its ``model/``.
-        given: Dotted keys of the source, of the output and of where the work is done.
+        given: Settings by dotted key of the source, the output and the backend.
         embedding: Whether the table also has the features.
         csv: Whether the table is also written as CSV.
         folders: Whether images are also copied into a folder for each class.
 
     Raises:
-        ConfigError: The source does not fit the model, or the output is a run's.
+        ConfigError: The source does not fit the model, or the output directory is that
+            of a run.
+        Interrupted: The user stopped it. Finished parts of the table are kept.
     """
     storage = Storage(target)
     model = infer.load_classifier(storage)
@@ -116,6 +122,7 @@ def predict(
         with interrupt_on_signal(kept), Progress(seconds=INTERVAL_S) as progress:
 
             def show(done: int, total: int) -> None:
+                """Show how many images were copied."""
                 progress({"phase": "copy", "step": done, "total_steps": total})
 
             print_line(f"sorted: {sort_images(output, inputs, show)}")
@@ -139,7 +146,11 @@ def predict_run(run: Run, model: Classifier) -> tuple[Classifier, Summary]:
 def align_heads(run: Run, model: Classifier) -> Classifier:
     """Align the heads of a model on unlabeled rows of its run, unless they are aligned.
 
-    The alignment is stored in the directory of the run.
+    The alignment says which outputs of the novel heads mean the same class. It is
+    stored in the directory of the run.
+
+    Returns:
+        The model with aligned heads.
     """
     if model.alignment is not None:
         return model
@@ -148,8 +159,10 @@ def align_heads(run: Run, model: Classifier) -> Classifier:
 
 
 def unlabeled_rows(task: Task) -> np.ndarray:
-    """Numbers of training rows whose classes were discovered, as many as heads are
-    aligned on.
+    """Select a sample of unlabeled training rows, on which heads are aligned.
+
+    Returns:
+        Numbers of the rows in the task, int64 (n,), n <= :data:`SAMPLE_ROWS`.
     """
     kinds = [
         np.flatnonzero(task.is_train & member)
@@ -161,7 +174,11 @@ def unlabeled_rows(task: Task) -> np.ndarray:
 
 
 def _predict(run: Run, model: Classifier, writer: PredictionWriter) -> Summary:
-    """Classify the rows that a writer lacks, and show the progress."""
+    """Classify the rows that a writer has not written yet, and show the progress.
+
+    Returns:
+        The numbers of rows, and the path of the table.
+    """
     if writer.complete:
         return writer.finish()
     if writer.num_done:
@@ -173,6 +190,7 @@ def _predict(run: Run, model: Classifier, writer: PredictionWriter) -> Summary:
     with Progress(seconds=INTERVAL_S) as progress:
 
         def show(done: int, total: int) -> None:
+            """Show how many rows are done, and the speed of this command."""
             speed = (done - num_before) / max(time.monotonic() - start, 1e-9)
             progress(
                 {

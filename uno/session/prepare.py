@@ -1,5 +1,7 @@
-"""From what was asked for to a run that can start: its configuration, its data and its
-directory.
+"""Open a run and check that it can start.
+
+A run is opened from the settings of the user: its configuration is completed, its rows
+are read, and its directory is examined.
 """
 
 import os
@@ -29,7 +31,7 @@ from uno.session.run import Backend, Run
 from uno.text import plural
 from uno.weights import PRETRAINED_FILE
 
-# kinds of sources of which every folder or table below the path is data
+# kinds of sources that read every folder or table below their path
 FOLDER_KINDS = ("folder", "imagefolder", "parquet", "vectors")
 
 
@@ -41,21 +43,22 @@ def open_run(
     backend: Backend | None = None,
     dry_run: bool = False,
 ) -> Run:
-    """Decide the configuration of a run, read its rows and look at its directory.
+    """Complete the configuration of a run, read its rows and examine its directory.
 
-    Nothing is written into the directory, except that a former run, which a killed
-    command with ``--overwrite`` set aside, is put back.
+    Nothing is written into the directory, with one exception: a former run, which a
+    killed command with ``--overwrite`` has set aside, is moved back.
 
     Args:
-        config: The configuration, before the data is looked at.
-        given: The dotted keys that somebody has set, with their values.
+        config: The configuration before the data is read.
+        given: The dotted keys that the user has set, with their values.
         overwrite: Whether a run in the same directory is started over.
         last: The last phase, "pretrain" or "discover".
-        backend: Where the work is done, by default chosen by ``compute.num_workers``.
+        backend: Does the work of the run, by default chosen by
+            ``compute.num_workers``.
         dry_run: Whether the output directory is neither checked nor used.
 
     Raises:
-        ConfigError: The settings do not go together or with the data, or the directory
+        ConfigError: The settings do not fit each other or the data, or the directory
             holds something else.
     """
     assert config.output is not None
@@ -63,7 +66,7 @@ def open_run(
     require_loggers(config)
     storage = Storage(config.output)
     if not dry_run:
-        _settle_former_run(storage)
+        _restore_former_run(storage)
     config = with_full_path(config)
     backend = choose_backend(config) if backend is None else backend
     files = dict[str, bytes]()
@@ -94,20 +97,20 @@ def open_run(
         first_files=files,
     )
     if not dry_run:
-        _look_at_directory(run, overwrite)
+        _examine_directory(run, overwrite)
     return run
 
 
 def open_stored_run(target: str, given: Mapping[str, Any]) -> Run:
-    """Open the run in a directory, for work on it.
+    """Open the run in a directory, to work on it.
 
     Args:
         target: The directory, a path or URI.
-        given: Dotted keys that say where the work is done and where the data is now.
+        given: Settings by dotted key of the backend and of the present data source.
 
     Raises:
-        ConfigError: The directory holds no run, or a damaged one, or this machine has
-            not the device that was asked for.
+        ConfigError: The directory holds no run or a damaged one, or this machine lacks
+            the device that was asked for.
     """
     storage = Storage(target)
     config = stored_config(storage, given)
@@ -118,7 +121,8 @@ def check_run(run: Run) -> None:
     """Check that a run can succeed, before anything is computed.
 
     Raises:
-        ConfigError: It cannot, for example because its data does not fit into memory.
+        ConfigError: The run cannot succeed. For example, its data does not fit into
+            memory.
     """
     preflight(
         run.config,
@@ -135,12 +139,14 @@ def check_run(run: Run) -> None:
     require_runtime(run.config)
 
 
-def _look_at_directory(run: Run, overwrite: bool) -> None:
-    """Find out whether a directory holds the run already.
+def _examine_directory(run: Run, overwrite: bool) -> None:
+    """Find out whether the output directory holds this run already.
+
+    ``run.resumes`` is set to the answer.
 
     Raises:
-        ConfigError: It holds something else, or a run of other settings or data, or it
-            and the data are inside each other.
+        ConfigError: The directory holds something else, or a run of other settings or
+            data. Or the directory is inside the data, or the data inside the directory.
     """
     is_run = directory.is_run(run.storage)
     if overwrite:
@@ -152,8 +158,8 @@ def _look_at_directory(run: Run, overwrite: bool) -> None:
         directory.begin_run(run.config, run.storage, run.task.rows.fingerprint)
 
 
-def _settle_former_run(storage: Storage) -> None:
-    """Finish what a killed command with ``--overwrite`` left in a run directory."""
+def _restore_former_run(storage: Storage) -> None:
+    """Move back a former run that a killed command with ``--overwrite`` set aside."""
     if storage.exists(FORMER_FOLDER):
         with lock.lock_run(storage, on_wait=print_line) as claim:
             if former.settle(claim.storage):
@@ -183,10 +189,10 @@ def _require_inputs_outside(config: Config, storage: Storage) -> None:
 
 
 def _require_output_outside(config: Config, storage: Storage) -> None:
-    """Check that a new run would not become a part of its own data.
+    """Check that the directory of a new run is not inside the data of the run.
 
-    A directory of a run would be a class folder, and its ``predictions.parquet`` a
-    shard, when the data is read the next time.
+    Otherwise the directory would be read as a class folder, and its
+    ``predictions.parquet`` as a table, when the data is read the next time.
 
     Raises:
         ConfigError: The output directory is inside a folder of classes or of tables.
@@ -232,11 +238,13 @@ def _estimate_num_novel(
 
 
 def _num_novel_of_run(config: Config, given: Mapping[str, Any]) -> int | None:
-    """Return the number of novel classes with which the run in the output directory
-    began, or None if the directory is free.
+    """Return the number of novel classes of the run in the output directory.
 
-    The number of classes is estimated only after this check, because an estimate takes
-    long and replaces an earlier one. A run that goes on keeps its number.
+    This is called before the number is estimated, because an estimate takes long and
+    replaces an earlier one. A run that resumes keeps its number.
+
+    Returns:
+        The number, or None if the directory holds no run.
 
     Raises:
         ConfigError: The directory holds something else, or a run of other settings or
@@ -259,16 +267,16 @@ def preflight(
     batch_is_derived: bool = False,
     read_images: bool = True,
 ) -> None:
-    """Check the data of a run before anything is computed, and print what is found.
+    """Check the data of a run before anything is computed, and print the findings.
 
     Args:
         config: The configuration of the run.
         task: Its rows.
-        dry_run: Whether to decode images for up to a minute, as ``uno data check``, and
-            to print the table of classes.
+        dry_run: Whether to decode images for up to a minute, as ``uno data check``
+            does, and to print the table of classes.
         batch_is_derived: Whether the batch size was derived from the data.
-        read_images: Whether a sample of images is looked at; False for a run that goes
-            on with unchanged data.
+        read_images: Whether a sample of images is read. False for a run that resumes
+            with unchanged data.
 
     Raises:
         ConfigError: The run cannot succeed with this data.

@@ -1,5 +1,6 @@
-"""A run whose ranks somebody else has started, one process each: ``torchrun``.
-Without Ray.
+"""A run in the processes that ``torchrun`` started, one process for each rank.
+
+Nothing here needs Ray.
 """
 
 import inspect
@@ -28,26 +29,34 @@ from uno.session.backend import (
 )
 from uno.session.console import on_stop
 from uno.session.data import Show, open_sets
-from uno.session.resources import Room, on_features
+from uno.session.resources import FreeMemory, on_features
 from uno.session.run import Run
-from uno.session.settings import LAUNCHED
+from uno.session.settings import TORCHRUN_VARIABLES
 
-STOP_LOOK_S = 2.0  # between two looks whether to stop
-GPU_VOTE_STEPS = 10  # between two votes of the ranks on GPUs whether to stop
-POLL_S = 0.1
+STOP_CHECK_S = 2.0  # seconds between two checks of rank 0 whether to stop
+GPU_VOTE_STEPS = 10  # steps between two votes of the ranks on GPUs whether to stop
+POLL_S = 0.1  # seconds between two checks whether rank 0 has sent something
 
 
 class GroupWorker:
-    """One rank of a process group; ``look`` says on rank 0 whether to stop."""
+    """One rank of a process group that trains together.
+
+    Attributes:
+        rank: The number of this process in the group, from 0.
+        world_size: The number of processes in the group.
+        device: The device of this rank.
+    """
 
     rank: int
     world_size: int
     device: torch.device
-    _next_look = 0.0  # time.monotonic()
+    _next_stop_check = 0.0  # time.monotonic()
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """DDP for several workers, on GPUs with norms over the whole batch (the CPU
-        has no such kernels).
+        """Return the module to call in training: DDP if there are several ranks.
+
+        On GPUs, batch normalization then uses the statistics of the whole batch. The
+        CPU has no kernels for that.
         """
         if self.world_size == 1:
             return model
@@ -60,74 +69,79 @@ class GroupWorker:
         # Running statistics are rank 0's (or equal, with SyncBatchNorm) and need not
         # travel.
         ddp = nn.parallel.DistributedDataParallel
-        # in torch 2.15
+        # torch 2.15 has renamed the option
         renamed = "forward_sync_buffers" in inspect.signature(ddp).parameters
         options: dict[str, Any] = {
             "forward_sync_buffers" if renamed else "broadcast_buffers": False
         }
         return ddp(model, device_ids=devices, gradient_as_bucket_view=True, **options)
 
-    def look(self) -> bool:
-        """Whether somebody asked to stop."""
+    def asked_to_stop(self) -> bool:
+        """Return whether the user has asked to stop. Only rank 0 calls this."""
         raise NotImplementedError
 
     def should_stop(self, step: int) -> bool:
         """Return whether to stop before a step, with the same answer on all ranks.
 
-        The ranks vote before every step on the CPU, and before some steps on a GPU,
-        because the vote waits for the GPU.
+        The ranks vote before every step on the CPU, and before every tenth step on a
+        GPU, because a vote waits for the GPU.
         """
         if self.device.type != "cpu" and step % GPU_VOTE_STEPS:
             return False
-        vote = torch.tensor(int(self._hears_stop()), device=self.device)
+        vote = torch.tensor(int(self._is_stop_requested()), device=self.device)
         return bool(collectives.all_reduce_sum_(vote).item())
 
-    def _hears_stop(self) -> bool:
-        """Return whether rank 0 finds a request to stop; it looks every few seconds."""
-        if self.rank > 0 or time.monotonic() < self._next_look:
+    def _is_stop_requested(self) -> bool:
+        """Return whether rank 0 has found a request to stop.
+
+        Rank 0 checks this every two seconds. Other ranks return False.
+        """
+        if self.rank > 0 or time.monotonic() < self._next_stop_check:
             return False
-        self._next_look = time.monotonic() + STOP_LOOK_S
-        with suppress(StorageError):  # writing the checkpoints will show the error
-            return self.look()
+        self._next_stop_check = time.monotonic() + STOP_CHECK_S
+        with suppress(StorageError):  # the next checkpoint raises this error again
+            return self.asked_to_stop()
         return False
 
 
 class _TorchWorker(GroupWorker):
+    """A rank that torchrun started. Rank 0 shows the metrics."""
+
     def __init__(
         self,
         backend: "TorchrunBackend",
         device: torch.device,
-        look: Callable[[], bool],
+        asked_to_stop: Callable[[], bool],
         show: Show,
     ) -> None:
         self.rank, self.world_size = backend.rank, backend.world_size
         self.device = device
-        self.look, self._show = look, show  # type: ignore[method-assign]
+        self.asked_to_stop, self._show = asked_to_stop, show  # type: ignore[method-assign]
 
     def report(self, metrics: dict[str, Any]) -> None:
-        """Show the metrics of rank 0 on the console and in the loggers."""
+        """Show a line of metrics on the console and in the loggers; on rank 0 only."""
         self._show(metrics)
 
 
 class TorchrunBackend(LocalBackend):
-    """The ranks that ``torchrun`` has started, one process each.
+    """The backend of the ranks that ``torchrun`` started, one process each.
 
-    Rank 0 leads. It has the command, the console and the lock of the run, and does
-    alone what is neither training nor evaluation. The other ranks :meth:`follow`.
+    Rank 0 runs the command, prints, holds the lock of the run, and alone does what is
+    neither training nor evaluation. The other ranks call :meth:`follow`.
     """
 
     def __init__(self) -> None:
         self.rank, self._local_rank, self.world_size, self._local_size = (
-            int(os.environ[name]) for name in LAUNCHED[:4]
+            int(os.environ[name]) for name in TORCHRUN_VARIABLES[:4]
         )
         self._store = collectives.meeting()
-        self._told = False
+        self._job_is_sent = False
 
     def lead_or_follow(self, command: Callable[["TorchrunBackend"], int]) -> int:
         """Run the command on rank 0, and follow it on the other ranks.
 
-        The first rank that ends with an error raises it. A rank that fails afterwards,
-        usually because of the first one, returns its exit code alone.
+        The first rank that ends with an error raises it. A rank that fails after it,
+        usually because of it, only returns its exit code.
 
         Args:
             command: Takes this backend, and returns an exit code.
@@ -141,16 +155,19 @@ class TorchrunBackend(LocalBackend):
             self.follow()
             return 0
         except UnoError as end:
-            if self._ends_first():
+            if self._is_first_to_end():
                 raise
             return end.exit_code
         finally:
-            if self.rank == 0 and not self._told:
-                self._tell(None)
+            if self.rank == 0 and not self._job_is_sent:
+                self._send_job(None)
 
     def sized(self, config: Config) -> Config:
-        """``config`` with as many workers as there are ranks. ConfigError: it asks
-        for others.
+        """Return the configuration with one worker for each rank, and with a device.
+
+        Raises:
+            ConfigError: The configuration asks for another number of workers, or for a
+                GPU that PyTorch does not see.
         """
         if config.compute.num_workers not in (0, self.world_size):
             what = (
@@ -172,19 +189,23 @@ class TorchrunBackend(LocalBackend):
             config, {"compute.num_workers": self.world_size, "compute.device": device}
         )
 
-    def free_memory(self, config: Config) -> Room:
-        """Return the memory in bytes that is free for one rank.
+    def free_memory(self, config: Config) -> FreeMemory:
+        """Return the free memory for one rank, in bytes.
 
-        Each rank decodes all images, so that it has its share of the machine's memory.
-        The memory of its GPU is its own.
+        Each rank decodes all images, so a rank gets an equal share of the machine's
+        memory. The whole memory of its GPU belongs to the rank.
         """
-        room = super().free_memory(config)
-        return room._replace(host=room.host // self._local_size)
+        memory = super().free_memory(config)
+        return memory._replace(host=memory.host // self._local_size)
 
     def train(self, run: Run, show: Show) -> dict[str, float]:
-        """Train and evaluate the run on all ranks. Only rank 0 calls this."""
+        """Train and evaluate the run on all ranks. Only rank 0 calls this.
+
+        The description of the run is sent to the other ranks first, see
+        :meth:`Backend.train` and :meth:`follow`.
+        """
         assert run.lock is not None
-        self._tell(
+        self._send_job(
             {
                 "config": to_dict(run.config),
                 "phases": run.phases,
@@ -195,10 +216,13 @@ class TorchrunBackend(LocalBackend):
                 "batch_is_derived": run.batch_is_derived,
             }
         )
-        return self._work(run, show)
+        return self._work_on_rank(run, show)
 
     def follow(self) -> None:
-        """Train and evaluate as rank 0 tells, without a word.
+        """Train and evaluate the run that rank 0 describes, and print nothing.
+
+        This waits until rank 0 begins to train. It returns if rank 0 ends without
+        training.
 
         Raises:
             ConfigError: This machine has other data than that of rank 0.
@@ -227,20 +251,29 @@ class TorchrunBackend(LocalBackend):
                     f"rank {self.rank} reads other data than rank 0 from"
                     f" {run.task.rows.source}"
                 )
-            self._work(run, lambda metrics: None)
+            self._work_on_rank(run, lambda metrics: None)
 
-    def _ends_first(self) -> bool:
-        """Whether no rank has asked this before, or nobody knows."""
+    def _is_first_to_end(self) -> bool:
+        """Return whether this rank is the first that ends with an error.
+
+        True if the store that all ranks share is gone, so that this cannot be known.
+        """
         with suppress(RuntimeError):  # the store is gone with its process
             return int(self._store.add("ends", 1)) == 1
         return True
 
-    def _tell(self, job: dict[str, Any] | None) -> None:
-        self._told = True
+    def _send_job(self, job: dict[str, Any] | None) -> None:
+        """Send the description of a run to the other ranks; None lets them end."""
+        self._job_is_sent = True
         self._store.set("job", json.dumps(job))
 
-    def _work(self, run: Run, show: Show) -> dict[str, float]:
-        """Train and evaluate as one of the ranks."""
+    def _work_on_rank(self, run: Run, show: Show) -> dict[str, float]:
+        """Train and evaluate a run as one of the ranks. All ranks call this.
+
+        Rank 0 computes and caches the features of a frozen encoder before the other
+        ranks open the data. SIGTERM is ignored outside of training, because torchrun
+        sends it to all ranks as soon as one has ended.
+        """
         config, storage, device = run.config, run.storage, run.device
         torch.set_num_threads(num_threads(config, self._local_size))
         stopping, first = threading.Event(), self.rank == 0
@@ -253,7 +286,7 @@ class TorchrunBackend(LocalBackend):
         group = collectives.group(self._store, device, self.rank, self.world_size)
         with stop, group:
             worker = _TorchWorker(self, device, stopping.is_set, show)
-            # rank 0 computes and keeps them for all
+            # rank 0 computes the features and stores them for all ranks
             if on_features(config) and not first:
                 while not self._store.check(["features"]):
                     time.sleep(POLL_S)

@@ -1,7 +1,8 @@
-"""From the settings somebody gave to the configuration of a run: what is given wins, a
-stored run keeps the rest of its values, and of a new one the data decides it.
-``discover``, ``tune``, ``reproduce``, ``estimate-classes`` and ``data check`` all ask
-here; each line of what was chosen says why.
+"""Complete the settings of the user to the configuration of a run.
+
+A value that the user has set is kept. A stored run keeps its other values, and for a
+new run they are derived from the data. ``discover``, ``tune``, ``reproduce``,
+``estimate-classes`` and ``data check`` all call this module.
 """
 
 import json
@@ -22,15 +23,19 @@ from uno.presets import IMAGE_SIZE, SIZES, preset_values
 from uno.runs import CONFIG_FILE, PRETRAIN, directory
 from uno.runs.checkpoint import checkpoint_steps
 from uno.session.data import read_task
-from uno.session.resources import Room, choose, free_memory, row_bytes
+from uno.session.resources import FreeMemory, choose, free_memory, row_bytes
 from uno.weights import PRETRAINED, PRETRAINED_FILE, fetch_pretrained
 
-Free = Callable[[Config], Room]
+MeasureMemory = Callable[[Config], FreeMemory]
 
 
 class Resolved(NamedTuple):
-    """The configuration, what is to be said of it, and the task if it was read as
-    the run will have it.
+    """A completed configuration.
+
+    Attributes:
+        config: The configuration.
+        lines: Lines for the console: each value that was chosen, with the reason.
+        task: The rows of the run, None if they were not read.
     """
 
     config: Config
@@ -42,12 +47,22 @@ def resolve(
     config: Config,
     given: Iterable[str],
     overwrite: bool = False,
-    free: Free = free_memory,
+    free: MeasureMemory = free_memory,
 ) -> Resolved:
-    """``config``, of which ``given`` keys were set by somebody, as its run will have
-    it: loading and setting are no longer ``auto``. A run in its ``output`` keeps its
-    values unless ``fresh``; else the data is read. ``free``: the bytes that workers
-    have. ConfigError: bad data.
+    """Complete the configuration of a run.
+
+    A run that the output directory holds keeps its values, and the data is not read.
+    For a new run the data is read, and decides the values that the user has not set.
+    ``data.loading`` and ``data.setting`` are not "auto" any more afterwards.
+
+    Args:
+        config: The configuration before the data is read.
+        given: The dotted keys that the user has set.
+        overwrite: Whether a run in the same directory is started over.
+        free: Returns the free memory for the processes that train.
+
+    Raises:
+        ConfigError: The data cannot be read, or does not fit the settings.
     """
     given = {*given, *(SIZES if IMAGE_SIZE in given else ())}
     if (
@@ -63,18 +78,30 @@ def resolve(
     setting, reason = decide_setting(config, task.rows.known)
     values, lines = from_data(config, given, task, setting)
     found = with_data(override(config, values) if values else config, setting=setting)
-    told = config.data.loading != "auto"
+    is_set = config.data.loading != "auto"
     loading, why = choose(
-        found, len(task.rows), row_bytes(found), (free_memory if told else free)(found)
+        found,
+        len(task.rows),
+        row_bytes(found),
+        (free_memory if is_set else free)(found),
     )
     found = with_data(found, loading=loading)
     return Resolved(found, [reason, *lines, f"memory: {why}"], task)
 
 
 def stored_config(storage: Storage, given: Mapping[str, Any]) -> Config:
-    """The configuration of the run in ``storage``, for work on it in this process
-    unless the ``given`` dotted keys say otherwise: its workers may have been elsewhere.
-    StorageError or ConfigError: no run, a damaged one.
+    """Return the configuration of a stored run, to work on it on this machine.
+
+    The workers and the device of its training are replaced by this process, because
+    they may have been on another machine.
+
+    Args:
+        storage: The run directory.
+        given: Dotted keys that replace stored values.
+
+    Raises:
+        ConfigError: The directory holds no run, or its configuration is damaged.
+        StorageError: The directory cannot be read.
     """
     here = {"compute.num_workers": 0, "compute.device": "auto"}
     stored = flatten(directory.read_config_tree(storage))
@@ -82,8 +109,9 @@ def stored_config(storage: Storage, given: Mapping[str, Any]) -> Config:
 
 
 def with_data(config: Config, **chosen: Any) -> Config:
-    """``config`` with fields of its data that this program has chosen: nothing is
-    left to check.
+    """Return the configuration with other values in its section ``data``.
+
+    The values are not validated, so they must come from this program.
     """
     return config.model_copy(update={"data": config.data.model_copy(update=chosen)})
 
@@ -91,8 +119,12 @@ def with_data(config: Config, **chosen: Any) -> Config:
 def as_begun(
     config: Config, given: Container[str], stored: Mapping[str, Any]
 ) -> Config:
-    """``config`` as a resumed run: what the flat tree ``stored`` says was chosen for
-    it, unless ``given``.
+    """Return the configuration with the values that were derived when a run began.
+
+    Args:
+        config: The configuration of the command that resumes the run.
+        given: The dotted keys that the user has set. They are not replaced.
+        stored: The stored configuration of the run, by dotted key.
     """
     keys = [
         key
@@ -110,9 +142,23 @@ def as_begun(
 def from_data(
     config: Config, given: Container[str], task: Task, setting: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """What is not ``given`` of a new run on ``task``, by dotted key, and why: images
-    are as the run took them whose encoder this one starts from, else as they are
-    themselves.
+    """Derive from the data the settings of a new run that the user has not set.
+
+    If the run starts from the encoder of another run, images are resized and normalized
+    as in that run. Otherwise this depends on the images.
+
+    Args:
+        config: The configuration before the data is read.
+        given: The dotted keys that the user has set.
+        task: The rows of the run.
+        setting: The final value of ``data.setting``.
+
+    Returns:
+        The derived values by dotted key, and lines that say why.
+
+    Raises:
+        ConfigError: The encoder takes images and the source has vectors, or the
+            reverse.
     """
     values, lines = from_images(config, task, given, setting)
     require_kind(
@@ -130,8 +176,15 @@ def from_data(
 
 
 def images_of_weights(config: Config, given: Container[str]) -> dict[str, Any]:
-    """How the run whose encoder ``config`` starts from took images, by dotted key,
-    unless ``given``.
+    """Return the settings of images of the run that ``model.weights`` names.
+
+    Args:
+        config: The configuration of the new run.
+        given: The dotted keys that the user has set. They are left out.
+
+    Returns:
+        Image size, mean, standard deviation and the like by dotted key. Empty if the
+        weights are not those of a run.
     """
     source = config.model.weights
     if source in (None, PRETRAINED) or weights.is_file(source):
@@ -182,14 +235,14 @@ def explained(
         list[str](),
     )
     for key, value in values.items():
-        whose = [
+        layers_with_value = [
             name
             for name, layer in layers
             if key in layer and _plain(layer[key]) == value
         ]
         origin = (
-            whose[0]
-            if whose
+            layers_with_value[0]
+            if layers_with_value
             else "data"
             if config.model.encoder in OWN_ENCODERS
             else "encoder"
@@ -204,12 +257,18 @@ def explained(
 
 
 def _plain(value: Any) -> Any:
+    """Return a value as JSON and YAML have it: a tuple becomes a list."""
     return list(value) if isinstance(value, tuple) else value
 
 
 def with_full_path(config: Config) -> Config:
-    """``model.weights`` as workers in other directories open it. ConfigError:
-    nothing to start from there.
+    """Return the configuration with ``model.weights`` as an absolute path or URI.
+
+    Workers in other directories can open it then.
+
+    Raises:
+        ConfigError: There is neither a file of weights nor a pretrained run at this
+            path.
     """
     if config.model.weights in (None, PRETRAINED):
         return config
@@ -227,9 +286,22 @@ def with_full_path(config: Config) -> Config:
 
 
 def starting_weights(config: Config, overwrite: bool) -> bytes | None:
-    """The library's own weights as a safetensors file, where a run starts from them:
-    those it keeps, or else fetched. An encoder or weights that do not fit are a
-    ConfigError here, before any data is read.
+    """Return the pretrained weights that a new run stores in its directory.
+
+    The weights are read from the run directory if they are there, otherwise fetched. An
+    encoder and weights that do not fit are refused here, before any data is read.
+
+    Args:
+        config: The configuration before the data is read.
+        overwrite: Whether a run in the same directory is started over.
+
+    Returns:
+        The content of a safetensors file, or None unless the run starts from pretrained
+        weights of a library.
+
+    Raises:
+        ConfigError: The encoder cannot be built, has no such weights, or is frozen
+            without weights.
     """
     source, own, tensors = config.model.weights, None, None
     if config.model.finetune == "none" and source is None:

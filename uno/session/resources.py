@@ -1,4 +1,8 @@
-"""Estimate the memory of a run: choose memory or streaming, refuse what cannot fit."""
+"""Estimate the memory of a run.
+
+The estimate decides whether images are kept in memory or streamed, and refuses a run
+that cannot fit.
+"""
 
 import os
 from contextlib import suppress
@@ -15,13 +19,14 @@ from uno.methods import registry
 from uno.runs.hardware import local_device
 
 GB = 1e9
-SHARE = 0.6  # of free memory for the images; the rest is for training and the system
-RAY_BYTES = 2_000_000_000  # of the processes that Ray starts in any case
-WORKER_BYTES = 750_000_000  # of each worker, without images and network
-# images of a task of Ray Data; a task is a process at first, which takes seconds
+# share of the free memory that images may take; training and the system need more
+IMAGE_SHARE = 0.6
+RAY_BYTES = 2_000_000_000  # memory of the processes that Ray always starts
+WORKER_BYTES = 750_000_000  # memory of a worker without images and network
+# images in one task of Ray Data; the first tasks start processes, which takes seconds
 ROWS_PER_BLOCK = 2048
-# of the object store, for each worker that reads a stream; a larger store is slower,
-# because the first touch of a page costs as much as a copy
+# size of the object store for each worker that reads a stream; a larger store is
+# slower, because the first write to a page costs as much as a copy
 STORE_BYTES = 1_500_000_000
 MEMINFO = "/proc/meminfo"
 CGROUP = "/sys/fs/cgroup"
@@ -31,10 +36,16 @@ HOW = {"memory": "kept in memory", "streaming": "streamed"}
 """Values of ``data.loading``, for the console."""
 
 
-class Room(NamedTuple):
+class FreeMemory(NamedTuple):
     """Free memory in bytes for a run, on the node that has the least.
 
     None means that there is no such limit.
+
+    Attributes:
+        host: Main memory.
+        device: A worker's share of the memory of a GPU.
+        store: The object store of a Ray cluster that already runs.
+        driver: Main memory of this machine, if the workers are on other machines.
     """
 
     host: int
@@ -43,11 +54,13 @@ class Room(NamedTuple):
     driver: int | None = None  # the machine of this process, if workers are on others
 
 
-def free_memory(config: Config) -> Room:
+def free_memory(config: Config) -> FreeMemory:
     """Return the memory that is free for a worker on this machine."""
     device = free_device_bytes(config)
     share = min(1.0, config.compute.gpus_per_worker or 1.0)
-    return Room(free_host_bytes(), None if device is None else int(share * device))
+    return FreeMemory(
+        free_host_bytes(), None if device is None else int(share * device)
+    )
 
 
 def free_host_bytes() -> int:
@@ -93,7 +106,7 @@ def row_bytes(config: Config) -> int:
 
 
 def choose(
-    config: Config, num_rows: int, row_bytes: int, room: Room
+    config: Config, num_rows: int, row_bytes: int, memory: FreeMemory
 ) -> tuple[Loading, str]:
     """Choose whether the images of a run are kept in memory or streamed.
 
@@ -101,10 +114,11 @@ def choose(
         config: ``data.loading`` is the wish of the user, or "auto".
         num_rows: The number of images.
         row_bytes: The bytes of one image in memory, see :func:`row_bytes`.
-        room: The free memory of the machines of the run.
+        memory: The free memory of the machines of the run.
 
     Returns:
-        The value for ``data.loading``, and a sentence that gives the reason.
+        The value for ``data.loading``, "memory" or "streaming", and a sentence that
+        gives the reason.
 
     Raises:
         ConfigError: The user wants to stream images that are needed in memory.
@@ -121,9 +135,9 @@ def choose(
             f"{needs} needs the images in memory; use --data.loading memory"
         )
     needed = num_rows * row_bytes
-    budget, limit = _image_budget(config, room)
+    budget, limit = _image_budget(config, memory)
     sizes = f"{_size(needed)} {'of features' if frozen else 'decoded'};"
-    sizes += f" budget {_size(budget)}, {SHARE:.0%} of {limit}"
+    sizes += f" budget {_size(budget)}, {IMAGE_SHARE:.0%} of {limit}"
     if wish != "auto":
         return wish, f"{HOW[wish]}, set by --data.loading ({sizes})"
     if needs:
@@ -132,20 +146,22 @@ def choose(
     return loading, f"{HOW[loading]} ({sizes})"
 
 
-def _image_budget(config: Config, room: Room) -> tuple[float, str]:
+def _image_budget(config: Config, memory: FreeMemory) -> tuple[float, str]:
     """Return the bytes that all images may take, and the name of the tightest limit."""
     workers = config.compute.num_workers
     programs = RAY_BYTES + workers * WORKER_BYTES if workers else 0
     # Features are in this process and in Ray's object store.
     copies = 2 if workers and config.model.finetune == "none" else 1
     limits: dict[str, float | None] = {
-        "free host memory": max(0, room.host - programs) / copies,
-        "free device memory": room.device,
-        "the smallest object store of the cluster": room.store,
-        "the driver's memory": None if room.driver is None else room.driver / copies,
+        "free host memory": max(0, memory.host - programs) / copies,
+        "free device memory": memory.device,
+        "the smallest object store of the cluster": memory.store,
+        "the driver's memory": None
+        if memory.driver is None
+        else memory.driver / copies,
     }
     free, name = min((free, name) for name, free in limits.items() if free is not None)
-    return SHARE * free, name
+    return IMAGE_SHARE * free, name
 
 
 def choose_for_sweep(
@@ -156,16 +172,18 @@ def choose_for_sweep(
     The trials share the images: this process and Ray's object store hold one copy
     each, and a GPU holds one copy for each fold.
     """
-    room, here = free_memory(config), override(config, {"compute.num_workers": 0})
-    device = None if room.device is None else room.device // num_folds
-    return choose(here, num_rows, row_bytes(config), Room(room.host // 2, device))
+    memory, here = free_memory(config), override(config, {"compute.num_workers": 0})
+    device = None if memory.device is None else memory.device // num_folds
+    return choose(
+        here, num_rows, row_bytes(config), FreeMemory(memory.host // 2, device)
+    )
 
 
 def store_bytes(config: Config, num_rows: int) -> int | None:
-    """Return the size of the object store that a run asks for on this machine.
+    """Return the size in bytes of Ray's object store for a run on this machine.
 
-    Images in memory are in the store twice, as they are read and as they are kept.
-    None for cached features: Ray's own default.
+    Images in memory are in the store twice: as they are read, and as they are kept.
+    None for cached features, which need no more than Ray's default.
     """
     if config.data.loading == "streaming":
         return min(
@@ -180,10 +198,11 @@ def store_bytes(config: Config, num_rows: int) -> int | None:
 def check_memory(config: Config, task: Task) -> None:
     """Refuse a run that cannot fit into the free memory of this machine.
 
-    Nothing is known of the machines of a cluster, and of GPUs that this machine lacks.
+    Nothing is checked for the machines of a cluster, nor for GPUs of workers.
 
     Raises:
-        ConfigError: The run needs more memory than is free; says for what.
+        ConfigError: The run needs more memory than is free. The message lists the
+            parts.
     """
     workers = config.compute.num_workers
     on_cluster = os.environ.get("RAY_ADDRESS", "local") not in ("", "local")
@@ -225,7 +244,7 @@ def training_bytes(config: Config, task: Task) -> dict[str, int]:
     Returns:
         Bytes of the "network" with gradients and momentum, of the "activations" of the
         encoder in a step of discovery, and of the "queue" of projections. Empty for an
-        encoder that is the user's own code.
+        encoder in the code of the user, which may not work on that device.
     """
     model, objective = config.model, config.objective
     library = model.encoder.partition(":")[0]
@@ -260,7 +279,7 @@ def training_bytes(config: Config, task: Task) -> dict[str, int]:
 def activation_bytes(encoder: nn.Module, side: int) -> int:
     """Estimate the bytes that a step keeps of one image for the backward pass.
 
-    Counted are the outputs of all layers whose weights are trained, in float32.
+    The outputs of all layers with trained weights are counted, in float32.
 
     Args:
         encoder: A network on the device "meta".
@@ -269,6 +288,7 @@ def activation_bytes(encoder: nn.Module, side: int) -> int:
     total = 0
 
     def add_output(module: nn.Module, inputs: Any, output: Any) -> None:
+        """Add the size of a layer's output to the total."""
         nonlocal total
         if isinstance(output, Tensor):
             total += output.nbytes

@@ -1,4 +1,4 @@
-"""The state of a run: what every step of a command needs to know."""
+"""The state of a run that all steps of a command share, and the backend interface."""
 
 from __future__ import annotations
 
@@ -21,34 +21,37 @@ from uno.runs.hardware import local_device
 from uno.runs.lock import RunLock, lock_run
 from uno.session.console import print_line
 from uno.session.data import Show, read_task
-from uno.session.resources import Room
+from uno.session.resources import FreeMemory
 
 
 class Backend(Protocol):
-    """Where the work of a run is done: this process, torchrun's ranks, or Ray."""
+    """The processes that do the work of a run.
 
-    def free_memory(self, config: Config) -> Room:
-        """Return the bytes that are free for the processes that train."""
+    There is a backend of this process, of torchrun's ranks and of Ray's workers.
+    """
+
+    def free_memory(self, config: Config) -> FreeMemory:
+        """Return the free memory for the processes that train, in bytes."""
 
     def train(self, run: Run, show: Show) -> dict[str, float]:
         """Train the phases of a run from their newest checkpoints, then evaluate it.
 
-        The rows of ``run.task`` have their decoded images afterwards, where these stay
-        in memory.
+        If images are kept in memory, the rows of ``run.task`` hold the decoded images
+        afterwards.
 
         Args:
             run: A locked run. Without phases it is only evaluated.
             show: Takes each line of metrics.
 
         Returns:
-            The metrics, empty unless ``run.evaluate``.
+            The metrics by name, empty unless ``run.evaluate``.
         """
 
     def after_training(self, task: Task) -> Backend:
         """Return the backend that predicts and shows the rows of a trained run."""
 
     def decoder(self, run: Run, model: Classifier) -> Decode:
-        """Return the function that decodes, or encodes, rows of the run for a model."""
+        """Return the function that decodes or encodes rows of the run for a model."""
 
     def predict(
         self,
@@ -57,35 +60,38 @@ class Backend(Protocol):
         writer: PredictionWriter,
         show: Callable[[int, int], None],
     ) -> Summary:
-        """Classify the rows that ``writer`` lacks with the model of the run.
+        """Classify the rows that ``writer`` has not written yet.
 
         Args:
-            run: The run whose directory holds the model.
-            model: That model.
+            run: The run that the model belongs to.
+            model: The model of the run.
             writer: Reads the rows and stores their predictions.
             show: Takes the number of finished rows and of all rows.
+
+        Returns:
+            The numbers of rows, and the path of the table.
         """
 
     def estimate(self, run: Run, settings: Settings) -> Estimate:
-        """Estimate the number of novel classes among the rows of a run."""
+        """Estimate the number of novel classes among the unlabeled rows of a run."""
 
 
 @dataclass
 class Run:
-    """A run: its directory, its configuration, its rows and where its work is done.
+    """A run: its directory, its configuration, its rows and its backend.
 
     Attributes:
         config: The final configuration.
-        storage: The directory. Inside :meth:`locked` it can be written.
-        backend: Where the work is done.
+        storage: The run directory. Inside :meth:`locked` it can be written.
+        backend: Does the work of the run.
         opened: The rows of the run, None until ``task`` is used.
-        phases: The phases to train, in order.
+        phases: The names of the phases to train, in order.
         evaluate: Whether the run is evaluated after its phases.
         batch_is_derived: Whether the batch size was derived from the data, so that it
             is derived again when unreadable images are left out.
         resumes: Whether the directory holds this run already.
         dry_run: Whether nothing is kept, not even a list of unreadable images.
-        first_files: Files that a new run directory begins with.
+        first_files: Content of files that a new run directory begins with, by name.
         data_problem: Why the rows cannot be shown, empty if they can.
         lock: The lock of the directory, None outside of :meth:`locked`.
         cleanup: Closes what a backend keeps open until the command ends.
@@ -107,7 +113,7 @@ class Run:
 
     @property
     def task(self) -> Task:
-        """The rows of the run, which are read at the first use."""
+        """The rows of the run with their classes and splits, read at the first use."""
         if self.opened is None:
             self.opened = read_task(self.config.data)
         return self.opened
@@ -117,21 +123,26 @@ class Run:
         """The device of this process.
 
         Raises:
-            ConfigError: This process trains, and has not the device that was asked for.
+            ConfigError: This process trains, and lacks the device that was asked for.
         """
         return local_device(self.config)
 
     @property
     def metrics(self) -> dict[str, float] | None:
-        """The stored metrics, None unless the run is finished."""
+        """The stored metrics by name, None unless the run is finished."""
         return directory.read_results(self.storage)
 
     @contextmanager
     def locked(self) -> Iterator[RunLock]:
-        """Hold the directory, so that no other command writes into it.
+        """Lock the directory inside the block, so that no other command writes into it.
+
+        At the end the lock is released, and what the backend keeps open is closed.
+
+        Yields:
+            The lock.
 
         Raises:
-            ConfigError: Another command holds it.
+            ConfigError: Another command holds the directory.
         """
         with lock_run(self.storage, on_wait=print_line) as self.lock, self.cleanup:
             self.storage = self.lock.storage

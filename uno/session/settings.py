@@ -1,14 +1,17 @@
-"""From the settings that somebody gives, on a command line, in files or as keywords, to
-a configuration.
+"""Merge the settings of the user with the defaults to a configuration.
 
-Precedence: defaults < preset < method < the description of an encoder from a library <
-YAML < command line. Values start from the preset that was given; otherwise from
-``digits`` for the digits and from
-:func:`own_preset` for any other data. A preset's known classes are those of its own
-data set: with another kind of source they are dropped unless they are given too,
-because hiding the labels of somebody else's classes would be a silent mistake. Whatever
-else the data decides: :mod:`uno.session.resolve`. Nothing here imports torch but where
-a library describes an encoder.
+Settings come from the command line, from YAML files or from Python keywords. In order
+of rising precedence, a value comes from: the schema's default, the preset, the method,
+the description of a library's encoder, a YAML file, the command line. Without a preset
+of the user, the digits use the preset ``digits`` and other data uses
+:func:`own_preset`.
+
+A preset's known classes belong to its own data set. With another kind of source they
+are dropped unless the user gives known classes, because hiding the labels of another
+data set's classes would be a silent mistake.
+
+What depends on the data is decided in :mod:`uno.session.resolve`. Nothing here imports
+torch, unless a library describes an encoder.
 """
 
 import os
@@ -36,10 +39,10 @@ from uno.presets import (
     preset_values,
 )
 
-# of the labeled rows of one's own images, where no test row is of a known class
+# share of the labeled rows that is held out if no test row has a known class
 VALIDATION_FRACTION = 0.1
 FROZEN_METHOD = "clustering"
-OF_UNO = tuple(
+UNO_KEYS = tuple(
     f"model.{name}"
     for name in (
         "num_heads",
@@ -52,7 +55,7 @@ OF_UNO = tuple(
 )
 OUTPUT = "runs/{preset}-seed{seed}"
 HELP_ALL = "--help-all"
-LAUNCHED = (
+TORCHRUN_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
     "WORLD_SIZE",
@@ -60,17 +63,29 @@ LAUNCHED = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-# set by Ray's job supervisor for the entrypoint of a submitted job
+# Ray sets this variable for the entrypoint of a submitted job
 RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 
 def completed(
     given: Mapping[str, Any], output: str | None = OUTPUT, choose: bool = False
 ) -> dict[str, Any]:
-    """All dotted keys, not checked yet, that ``given`` ones lead to; ``output``: the
-    run directory where none is given, with places for ``preset`` and ``seed``;
-    ``choose``: where :func:`leaves_choice`, the method is ``clustering``. ConfigError:
-    no such preset, recipe, method or encoder.
+    """Add the settings of the preset, the method and the encoder to the user's.
+
+    The values are not validated yet.
+
+    Args:
+        given: The dotted keys that the user has set, with their values.
+        output: The run directory if the user gives none. ``{preset}`` and ``{seed}`` in
+            it are replaced.
+        choose: Whether the method becomes ``clustering`` where :func:`leaves_choice` is
+            True.
+
+    Returns:
+        Values by dotted key.
+
+    Raises:
+        ConfigError: There is no such preset, recipe, method or encoder.
     """
     own = dict(given)
     require_text(own)
@@ -96,16 +111,16 @@ def completed(
         values["data.validation_fraction"] = (
             values.get("data.validation_fraction") or VALIDATION_FRACTION
         )
-    # in whose proportions sizes are
+    # the sizes of views keep the proportions of this configuration
     base = override(Config(), values) if IMAGE_SIZE in own else Config()
     encoder, size = (
         (values | own).get("model.encoder"),
         own.get(IMAGE_SIZE, own.get(SIZES[0])),
     )
-    values |= apply_image_size(base, own, _described(encoder, size))
+    values |= apply_image_size(base, own, _image_settings_of(encoder, size))
     if values.get("output") is None:
         seed = values.get("seed", 0)
-        # as the checked number
+        # the seed as it is after validation: 1 and not 1.0 or True
         seed = f"{seed:.0f}" if isinstance(seed, bool | float) else seed
         values["output"] = output and output.format(preset=values["preset"], seed=seed)
     if isinstance(values["output"], str):
@@ -114,13 +129,13 @@ def completed(
 
 
 def require_text(given: Mapping[str, Any]) -> None:
-    """Check that the settings can be written to a file of text.
+    """Check that the settings can be written to a text file.
 
     In a locale without UTF-8, Python reads other characters of a command line as bytes
     that no text can hold.
 
     Raises:
-        ConfigError: A value is no text.
+        ConfigError: A value has such characters.
     """
     for key, value in given.items():
         if isinstance(value, str) and value != value.encode(errors="replace").decode():
@@ -130,10 +145,20 @@ def require_text(given: Mapping[str, Any]) -> None:
 
 
 def leaves_choice(preset_name: str, given: Mapping[str, Any]) -> bool:
-    """Whether ``given`` keys set no method and nothing of UNO or its training, and
-    the preset is frozen.
+    """Return whether the user leaves the choice of the method to this program.
+
+    This is so if the preset has a frozen encoder ("photos" or "vectors"), and the user
+    has set neither a method, nor fine-tuning, nor any setting of UNO or of its
+    training.
+
+    Args:
+        preset_name: The name of the preset.
+        given: The dotted keys that the user has set, with their values.
     """
-    uno_sections, uno_keys = ("objective.", "discover."), ("method", "recipe", *OF_UNO)
+    uno_sections, uno_keys = (
+        ("objective.", "discover."),
+        ("method", "recipe", *UNO_KEYS),
+    )
     own = [key for key in given if key.startswith(uno_sections) or key in uno_keys]
     return (
         preset_name in ("photos", VECTORS)
@@ -142,9 +167,16 @@ def leaves_choice(preset_name: str, given: Mapping[str, Any]) -> bool:
     )
 
 
-def _described(encoder: Any, size: Any) -> dict[str, Any]:
-    """Size (``size`` if given), mean, std and interpolation that a library's or
-    user's encoder takes.
+def _image_settings_of(encoder: Any, size: Any) -> dict[str, Any]:
+    """Return the image settings that a library's or the user's own encoder asks for.
+
+    Args:
+        encoder: The value of ``model.encoder``.
+        size: The image size in pixels that the user has set, or None.
+
+    Returns:
+        Image size, mean, standard deviation and interpolation by dotted key. Empty for
+        the encoders of this program, and for vectors.
     """
     if (
         encoder is None
@@ -191,8 +223,11 @@ def own_preset(given: Mapping[str, Any]) -> str:
 
 
 def checked_output(output: str) -> str:
-    """A directory to write to, ``~`` replaced; a relative one inside a Ray job is a
-    ConfigError.
+    """Return the output directory with ``~`` replaced by the home directory.
+
+    Raises:
+        ConfigError: The path is relative inside a Ray job. The working directory of a
+            job is deleted with the job.
     """
     output = os.path.expanduser(output)
     if RAY_JOB in os.environ and not os.path.isabs(output) and "://" not in output:
@@ -205,14 +240,22 @@ def checked_output(output: str) -> str:
 
 
 def launched() -> bool:
-    """Whether this process is one of the ranks that ``torchrun`` has started."""
-    return all(name in os.environ for name in LAUNCHED)
+    """Return whether ``torchrun`` started this process as one of its ranks."""
+    return all(name in os.environ for name in TORCHRUN_VARIABLES)
 
 
 def merged(file: Mapping[str, Any], line: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted keys of files and of a line, which wins: a source there replaces the two
-    folders of a file, one size of images the sizes. ConfigError: the line has two kinds
-    of data.
+    """Merge the settings of files and of the command line, which takes precedence.
+
+    A source on the command line also replaces the two folders of a file, and one image
+    size replaces the sizes of all views.
+
+    Args:
+        file: The settings from YAML files, by dotted key.
+        line: The settings from the command line, by dotted key.
+
+    Raises:
+        ConfigError: The command line has both a source and two folders.
     """
     if {"data.source", "data.labeled"} <= line.keys():
         raise ConfigError("give either --data or --labeled and --unlabeled, not both")
@@ -224,9 +267,14 @@ def merged(file: Mapping[str, Any], line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_keywords(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments as dotted keys: ``batch_size=64``,
-    ``objective={"epsilon": 0.1}``, ``**{"objective.epsilon": 0.1}``, and ``config``: a
-    YAML file, a mapping, or a list of them.
+    """Convert keyword arguments to settings by dotted key.
+
+    A keyword is a short name (``batch_size=64``), a section with a mapping
+    (``objective={"epsilon": 0.1}``) or a dotted name (``**{"objective.epsilon":
+    0.1}``). ``config`` is a YAML file, a mapping, or a list of them.
+
+    Raises:
+        ConfigError: There is no such setting.
     """
     file, line = dict[str, Any](), dict[str, Any]()
     config = settings.get("config", [])
@@ -250,7 +298,11 @@ def from_keywords(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A value from Python as a YAML file would hold it."""
+    """Return a Python value as a YAML file would hold it.
+
+    A path becomes text, a list of class names becomes text with commas, and a NumPy
+    scalar becomes a number.
+    """
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if (
@@ -258,14 +310,17 @@ def _plain(value: Any) -> Any:
         and value
         and all(isinstance(word, str) for word in value)
     ):
-        return ",".join(value)  # names of classes
-    # a number of numpy's
+        return ",".join(value)
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 def similar(name: str, names: Iterable[str], keyword: bool = False) -> str:
-    """Suggest what ``name``, a flag without its dashes or a ``keyword``, was meant
-    to be.
+    """Suggest which setting an unknown name means, as the end of an error message.
+
+    Args:
+        name: The unknown name, without the dashes of an option.
+        names: The names of all settings.
+        keyword: Whether the name is a Python keyword and not an option.
     """
     word, known = dashed(name), list(names)
     likely = [flag for flag in known if flag.endswith(f".{word}")][:3]
@@ -279,5 +334,5 @@ def similar(name: str, names: Iterable[str], keyword: bool = False) -> str:
 
 
 def dashed(name: str) -> str:
-    """A key as options have it."""
+    """Return a key as it is written in an option: with dashes for underscores."""
     return name.replace("_", "-")

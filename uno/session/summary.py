@@ -1,4 +1,4 @@
-"""What a run will do, in lines for the console."""
+"""Describe for the console what a run will do."""
 
 from collections.abc import Iterator
 
@@ -18,7 +18,7 @@ TRAINED = {
 
 
 def describe_run(config: Config, phases: tuple[str, ...]) -> Iterator[str]:
-    """Yield lines on the encoder, its weights, and the epochs of the ``phases``."""
+    """Yield lines on the encoder, its weights, and the epochs of each phase."""
     model = config.model
     size = "vectors" if model.takes_vectors else f"{features.side(config)} px"
     yield (

@@ -12,7 +12,7 @@ from uno.methods import registry
 from uno.runs import hardware
 from uno.session import resources
 from uno.session.resources import (
-    Room,
+    FreeMemory,
     check_memory,
     choose,
     free_device_bytes,
@@ -34,27 +34,27 @@ def config(**values):
 @pytest.mark.parametrize(
     ("values", "room", "expected", "limit"),
     [
-        ({}, Room(510e6), "memory", "host memory"),
-        ({}, Room(490e6), "streaming", "host memory"),
-        ({}, Room(1e9, device=490e6), "streaming", "device memory"),
-        ({"compute__num_workers": 2}, Room(5e9), "memory", "host memory"),
-        ({"compute__num_workers": 2}, Room(3.9e9), "streaming", "host memory"),
-        ({"compute__num_workers": 2}, Room(1e9), "streaming", "host memory"),
+        ({}, FreeMemory(510e6), "memory", "host memory"),
+        ({}, FreeMemory(490e6), "streaming", "host memory"),
+        ({}, FreeMemory(1e9, device=490e6), "streaming", "device memory"),
+        ({"compute__num_workers": 2}, FreeMemory(5e9), "memory", "host memory"),
+        ({"compute__num_workers": 2}, FreeMemory(3.9e9), "streaming", "host memory"),
+        ({"compute__num_workers": 2}, FreeMemory(1e9), "streaming", "host memory"),
         (
             {"compute__num_workers": 2},
-            Room(1e10, store=4e8),
+            FreeMemory(1e10, store=4e8),
             "streaming",
             "object store",
         ),
         (
             {"compute__num_workers": 2},
-            Room(1e10, driver=490e6),
+            FreeMemory(1e10, driver=490e6),
             "streaming",
             "driver's memory",
         ),
         (
             {"compute__num_workers": 2, "model__finetune": "none"},
-            Room(1e10, driver=900e6),
+            FreeMemory(1e10, driver=900e6),
             "streaming",
             "driver's memory",
         ),
@@ -68,16 +68,16 @@ def test_auto_keeps_what_fits_into_the_tightest_limit(values, room, expected, li
 
 @pytest.mark.parametrize("wish", ["memory", "streaming"])
 def test_the_user_is_right(wish):
-    loading, reason = choose(config(data__loading=wish), 10_000, ROW, Room(1))
+    loading, reason = choose(config(data__loading=wish), 10_000, ROW, FreeMemory(1))
     assert loading == wish and "--data.loading" in reason
 
 
 @pytest.mark.parametrize("values", [{"method": "dtc"}, {"pretext__epochs": 1}])
 def test_a_method_that_needs_the_images_keeps_them(values):
-    loading, reason = choose(config(**values), 10_000, ROW, Room(1))
+    loading, reason = choose(config(**values), 10_000, ROW, FreeMemory(1))
     assert loading == "memory" and "needs" in reason
     with pytest.raises(ConfigError, match="loading memory"):
-        choose(config(data__loading="streaming", **values), 10_000, ROW, Room(1))
+        choose(config(data__loading="streaming", **values), 10_000, ROW, FreeMemory(1))
 
 
 def test_free_memory_is_the_containers(tmp_path, monkeypatch):
