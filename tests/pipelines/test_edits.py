@@ -195,7 +195,7 @@ def test_no_discovered_class_is_left(finished, tmp_path, last):
     assert_agree(run)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_an_export_in_the_run_follows(finished, tmp_path, capsys, monkeypatch):
     """Kills: an exported program left with the classes of before. What programs
     compute is tested there.
@@ -262,7 +262,7 @@ def test_data_that_is_gone_stops_an_edit_before_anything_changes(
     } == before
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_the_session_of_the_examples(tmp_path, monkeypatch, capsys):
     """``examples/session.sh``, line by line in this process; every part of the run
     agrees after each.

@@ -239,7 +239,7 @@ def test_the_model_classifies_files(finished, tmp_path):
     assert len(pairs) >= 5 and all(ours == again for ours, again in pairs)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_evaluate_and_another_seed_compute_no_feature(
     finished, weights, tmp_path, monkeypatch, nothing_computed, capsys
 ):
@@ -500,7 +500,7 @@ def stored(folder: Path) -> dict[str, list[list[float]]]:
 
 
 @pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.release
 def test_two_ray_workers_compute_the_same_features(
     ray_cluster, finished, weights, tmp_path, empty_cache, capfd, monkeypatch
 ):

@@ -122,7 +122,7 @@ def test_trials_and_later_sweeps_share_features_that_are_computed_once(
     [
         "folds",
         *(
-            pytest.param(s, marks=pytest.mark.slow)
+            pytest.param(s, marks=pytest.mark.release)
             for s in ("loss", "agreement", "oracle")
         ),
     ],
@@ -135,7 +135,7 @@ def test_every_score_is_one_of_features(tmp_path, score):
         assert np.isfinite(run_tiny(options, load(options), storage)[-1]["score"])
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_weights_of_a_library_are_those_of_the_sweep(tmp_path, monkeypatch, computed):
     """Kills: an encoder at random in the place of weights that trials find later; a
     file that stays.
@@ -337,7 +337,7 @@ def test_features_are_mapped_where_space_cannot_be_reserved(tmp_path, monkeypatc
     assert np.load(path).shape == (500, 3)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.ray
 @pytest.mark.timeout(600)
 def test_a_sweep_on_features(ray_cluster, tmp_path, monkeypatch, computed):
@@ -380,7 +380,7 @@ def test_a_sweep_on_features(ray_cluster, tmp_path, monkeypatch, computed):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.ray
 @pytest.mark.timeout(600)
 def test_a_sweep_on_vectors(ray_cluster, tmp_path, monkeypatch, capsys):
