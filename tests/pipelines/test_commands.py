@@ -412,7 +412,7 @@ def test_weights_replace_pretraining(finished, tmp_path, weights, monkeypatch):
     assert {line["phase"] for line in lines_of(tmp_path / "run")} == {"discover"}
 
 
-@pytest.mark.release
+@pytest.mark.slow
 def test_the_librarys_own_weights_are_fetched_once_and_kept(
     finished, tmp_path, monkeypatch
 ):

@@ -35,7 +35,7 @@ def folders(place: Path) -> list[str]:
     return [str(place / name) for name in sets]
 
 
-@pytest.mark.release
+@pytest.mark.slow
 def test_what_is_confirmed_is_known_to_the_next_run(tmp_path, capsys):
     """Kills: classes that are not confirmed, or images of others, among the known ones
     of the second run; an encoder that starts anew; a share of other images than the

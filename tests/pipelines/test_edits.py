@@ -262,7 +262,7 @@ def test_data_that_is_gone_stops_an_edit_before_anything_changes(
     } == before
 
 
-@pytest.mark.release
+@pytest.mark.slow
 def test_the_session_of_the_examples(tmp_path, monkeypatch, capsys):
     """``examples/session.sh``, line by line in this process; every part of the run
     agrees after each.

@@ -239,7 +239,7 @@ def test_the_model_classifies_files(finished, tmp_path):
     assert len(pairs) >= 5 and all(ours == again for ours, again in pairs)
 
 
-@pytest.mark.release
+@pytest.mark.slow
 def test_evaluate_and_another_seed_compute_no_feature(
     finished, weights, tmp_path, monkeypatch, nothing_computed, capsys
 ):

@@ -135,7 +135,7 @@ def test_every_score_is_one_of_features(tmp_path, score):
         assert np.isfinite(run_tiny(options, load(options), storage)[-1]["score"])
 
 
-@pytest.mark.release
+@pytest.mark.slow
 def test_weights_of_a_library_are_those_of_the_sweep(tmp_path, monkeypatch, computed):
     """Kills: an encoder at random in the place of weights that trials find later; a
     file that stays.

@@ -85,10 +85,7 @@ def test_a_fold_is_made_of_labeled_rows_alone(tmp_path):
     "score",
     [
         FOLDS,
-        *(
-            pytest.param(s, marks=pytest.mark.release)
-            for s in (ORACLE, LOSS, AGREEMENT)
-        ),
+        *(pytest.param(s, marks=pytest.mark.slow) for s in (ORACLE, LOSS, AGREEMENT)),
     ],
 )
 def test_permuting_the_true_novel_labels_changes_the_oracle_alone(tmp_path, score):
