@@ -717,7 +717,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     """The steps, a line each, then the other results."""
     print("\ncase, images/s, step ms, host ms, outside encoder, kernels, waits, GB")
     for row in rows:
-        if row["part"] == "steps":
+        if row["part"] == "steps" and "case" in row:
             names = ["images_per_s", "step_ms", "host_ms", "share_outside_encoder"]
             names += ["kernels", "host_waits", "peak_memory_gb"]
             values = [str(row.get(name, "-")) for name in names]
