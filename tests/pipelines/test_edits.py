@@ -401,7 +401,5 @@ def test_an_edit_predicts_no_other_images_than_the_runs(tmp_path, capsys):
     tree = yaml.safe_load((run / "classes.yaml").read_text())
     tree["classes"][0]["action"] = "drop"
     (run / "classes.yaml").write_text(yaml.safe_dump(tree))
-    assert "a/5.bmp" in refused(
-        capsys, 2, "classes", run, "--apply"
-    )
+    assert "a/5.bmp" in refused(capsys, 2, "classes", run, "--apply")
     assert (run / "predictions.parquet").read_bytes() == before
