@@ -4,7 +4,7 @@ PY := .venv/bin/python
 STAMP := .venv/.installed
 SET := -c constraints.txt -e '.[ray,dev]'
 
-.PHONY: demo gpu-bundle docs test test-slow lint types fakecuda gpu slow bench fuzz chaos agreement leaks rehearsal newest-ray clean
+.PHONY: demo gpu-bundle docs test test-slow release-check lint types fakecuda gpu slow bench newest-ray clean
 .DEFAULT_GOAL := demo
 
 # By uv, which takes a third of pip's time, from the index that pip would take; by pip where uv cannot.
@@ -66,37 +66,29 @@ beside = @$(QUIETLY) nice -n 19 $(MAKE) --no-print-directory $(1) > .beside.log 
 	echo "pytest $(2), beside $(1)"; OMP_NUM_THREADS=1 $(PY) -m pytest $(2) || code=$$?; \
 	wait $$beside || code=$$?; cat .beside.log; rm .beside.log; exit $$code
 
-# Lint, the default lane, the Ray lane with one case per fault family, types and the steps on the GPU.
+# What every change passes: lint, the default lane, the Ray lane, types and the steps on a GPU.
 test: lint
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --durations=5
-	$(call beside,types fakecuda,-m 'ray and not slow' --durations=10)
+	$(call beside,types fakecuda,-m 'ray and not slow and not release' --durations=10)
 
-# The full matrices.
+# Resume, kills and streaming that no faster test covers, and one path of each kind to its end.
 test-slow: $(STAMP)
 	$(call beside,slow,-m 'slow and ray' --durations=10)
 
 bench: $(STAMP)
 	$(PY) -m benchmarks
 
-# 10,000 mutated images of each of eight formats, 2,000 of each other kind of file.
-fuzz: $(STAMP)
-	OMP_NUM_THREADS=1 $(PY) -m tests.fuzz
-
-# 30 signals at random moments of every command, hours.
-chaos: $(STAMP)
-	OMP_NUM_THREADS=1 $(PY) -m tests.chaos
-
-# 200 random small data sets, of which everything that answers must say the same, minutes.
-agreement: $(STAMP)
-	OMP_NUM_THREADS=1 $(PY) -m tests.agreement
-
-# What 50 of each command leave behind, half an hour.
-leaks: $(STAMP)
-	OMP_NUM_THREADS=1 $(PY) -m tests.leaks
-
-# The commands of docs/deploy for a cluster, on one that is simulated here, minutes; as root on two machines.
-rehearsal: $(STAMP)
-	OMP_NUM_THREADS=1 $(PY) -m tests.rehearsal
+# What need not run at every change, some hours: the tests marked `release`, then a short form of each harness.
+# Without options each harness runs in full: `python -m tests.chaos` takes hours.
+release-check: export OMP_NUM_THREADS := 1
+release-check: $(STAMP)
+	$(PY) -m pytest -n 2 --timeout 900 -m 'release and not ray' --durations=10
+	$(PY) -m pytest --timeout 900 -m 'release and ray' --durations=10
+	$(PY) -m tests.fuzz --seconds 10
+	$(PY) -m tests.agreement --cases 40
+	$(PY) -m tests.leaks --times 10
+	$(PY) -m tests.chaos --moments 4
+	$(PY) -m tests.rehearsal streamed losses
 
 # The Ray lane on the newest Ray of the registry, in an environment of its own.
 NEWEST := .venv-newest
@@ -104,7 +96,7 @@ newest-ray:
 	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
 	grep -v '^ray==' constraints.txt > $(NEWEST)/constraints.txt
 	$(NEWEST)/bin/python -m pip install --quiet -c $(NEWEST)/constraints.txt -e '.[ray,dev]' --upgrade ray
-	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -m 'ray and not slow'
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -m 'ray and not slow and not release'
 
 clean:
 	rm -rf .venv $(NEWEST) runs build docs/_build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,7 +1,7 @@
 """Signals at random moments of every command, then the same command: it ends as the
 undisturbed one.
 
-    OMP_NUM_THREADS=1 python -m tests.chaos --moments 30 --seed 0           # make chaos
+    OMP_NUM_THREADS=1 python -m tests.chaos --moments 30 --seed 0
     OMP_NUM_THREADS=1 python -m tests.chaos --commands predict export --moments 12 --seed 3
 
 A command runs undisturbed, its files are kept. Then, ``--moments`` times from an empty

@@ -1,7 +1,7 @@
 """Hostile and clumsy inputs, seeded and counted: a reader takes them or refuses them in
 one line.
 
-    python -m tests.fuzz --images 10000 --others 2000 --seed 0      # make fuzz
+    python -m tests.fuzz --images 10000 --others 2000 --seed 0
     python -m tests.fuzz --kinds bmp yaml --seconds 30              # as many as fit
 
 A finding is a signal, an exception that is no UnoError or has several lines, more than

@@ -55,7 +55,7 @@ def test_a_slice():
     assert disagreements(enumerate(islice(specs(1), 1))) == []
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("number", range(NUM_RUNS))
 def test_all_say_the_same(number):
@@ -156,7 +156,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("what", [None, *PLANTED])
 def test_each_that_says_something_else_is_named(monkeypatch, what):
     """Kills: an answer that is not compared."""
@@ -171,7 +171,7 @@ def test_each_that_says_something_else_is_named(monkeypatch, what):
 
 
 @pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.timeout(600)
 def test_ray_says_the_same_of_what_it_trains(ray_cluster):
     """Predictions by two workers, of what two workers have trained."""
@@ -179,7 +179,7 @@ def test_ray_says_the_same_of_what_it_trains(ray_cluster):
 
 
 @pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("encoder", [None, *CHOICES["model.encoder"]])
 def test_ray_says_the_same_of_every_kind(ray_cluster, encoder):

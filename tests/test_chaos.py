@@ -1,4 +1,4 @@
-"""The chaos lane itself: what it would catch. The lane is `make chaos`."""
+"""The chaos lane itself: what it would catch. The lane is `python -m tests.chaos`."""
 
 import json
 import subprocess

@@ -58,7 +58,7 @@ def test_pictures_are_those_of_the_script():
         )
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_from_top_to_bottom(notebook, tmp_path, monkeypatch):

@@ -89,8 +89,6 @@ def test_past_failures_stay_repaired():
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_slice(kind):
-    """Half a minute for all kinds together, the same inputs every time; `make fuzz`
-    for more.
-    """
+    """Half a minute for all kinds together, the same inputs every time."""
     found = fuzz.fuzz(kind, 500, seed=0, seconds=30 / len(KINDS))
     assert found["findings"] == [] and found["inputs"] >= fuzz.BATCH, found

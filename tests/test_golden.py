@@ -12,10 +12,13 @@ from tests.golden import (
     tolerance_here,
 )
 
-SEVERAL_PROCESSES = [
-    pytest.param(name, marks=[] if name == "digits" else pytest.mark.slow)
-    for name in RUNS
-]
+# An encoder that is trained and one that is frozen stand for the others.
+LANE_ON_RAY = {
+    "digits": pytest.mark.slow,
+    "photos": pytest.mark.slow,
+    "gcd": pytest.mark.release,
+    "vectors": pytest.mark.release,
+}
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -25,7 +28,8 @@ def test_a_run_gives_its_recorded_results(name, tmp_path):
 
 
 @pytest.mark.ray  # several processes
-@pytest.mark.parametrize("name", SEVERAL_PROCESSES)
+@pytest.mark.release
+@pytest.mark.parametrize("name", RUNS)
 def test_two_ranks_of_torchrun_give_their_recorded_results(name, tmp_path):
     found = discover_by_torchrun(name, tmp_path)
     assert differences(found, read_results()[name]["two"], "", tolerance_here()) == []
@@ -33,7 +37,9 @@ def test_two_ranks_of_torchrun_give_their_recorded_results(name, tmp_path):
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("name", SEVERAL_PROCESSES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=LANE_ON_RAY[name]) for name in RUNS]
+)
 def test_two_workers_of_ray_give_the_results_of_two_ranks(name, tmp_path):
     found = discover(name, tmp_path, "--workers", "2")
     assert differences(found, read_results()[name]["two"], "", tolerance_here()) == []

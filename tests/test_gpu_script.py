@@ -27,7 +27,7 @@ def rows_of(out):
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_cut_leaves_the_results_of_what_was_finished(tmp_path):
     """The script is killed once the first step has been measured."""
     process = start(tmp_path, "--parts", "ceilings,steps,discover")
@@ -49,7 +49,7 @@ def test_a_cut_leaves_the_results_of_what_was_finished(tmp_path):
     }
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_it_ends_within_its_minutes_and_says_what_was_left_out(tmp_path):
     process = start(tmp_path, "--parts", "ceilings,steps", "--minutes", "0.01")
     output = process.communicate()[0].decode()

@@ -30,7 +30,7 @@ def places():
         yield made, leaks.prepare(made)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize(
     "name", [name for name in leaks.COMMANDS if name not in leaks.ON_RAY]
 )
@@ -45,7 +45,7 @@ def test_a_process_that_goes_on_keeps_nothing_of_its_commands(places, name):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.ray
 @pytest.mark.parametrize("name", leaks.ON_RAY)
 def test_a_ray_that_goes_on_holds_nothing_of_its_commands(places, name):
@@ -54,7 +54,7 @@ def test_a_ray_that_goes_on_holds_nothing_of_its_commands(places, name):
     assert last["held"] <= first["held"], (first, last)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["discover", "predict"])
 @pytest.mark.parametrize("end", leaks.ENDS)
@@ -64,7 +64,7 @@ def test_a_process_that_ends_leaves_nothing(places, name, end):
     assert left == [] and code in codes[end]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.ray
 def test_a_private_cluster_leaves_no_temporary_directories(places):
     """Kills: those of Ray's processes, which are killed before they remove theirs."""

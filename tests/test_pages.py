@@ -151,7 +151,7 @@ RUNS = [
 RUNS = [name for name in RUNS if name != "README.md"]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("name", RUNS)
 def test_the_examples_of_a_page_run(name, made, tmp_path, monkeypatch):
     """In order: Python, and the commands that are marked. Kills: an example that

@@ -56,7 +56,7 @@ def run_example() -> dict:
     return names
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.timeout(900)
 def test_the_demo_as_a_newcomer_gets_it(tmp_path):
     """Without Ray, which changes no number (test_ray). Kills: a demo that does not find
@@ -69,7 +69,7 @@ def test_the_demo_as_a_newcomer_gets_it(tmp_path):
     assert results["train/known/task_aware/acc/best"] > 0.99
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.ray
 def test_the_day_after_training(two, tmp_path, monkeypatch):
     """The commands of the page on a demo, in order, as they stand there."""

@@ -1,4 +1,4 @@
-"""One scene of the rehearsal; ``make rehearsal`` plays all."""
+"""One scene of the rehearsal; ``python -m tests.rehearsal`` plays all."""
 
 import json
 
@@ -36,7 +36,7 @@ def test_idle_is_who_waits_for_rank_0(tmp_path):
 
 
 @pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_run_and_predictions_on_gpus_that_only_workers_have():

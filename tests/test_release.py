@@ -104,7 +104,7 @@ sys.meta_path.insert(0, Absent())
 """
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.timeout(900)
 def test_the_wheel_runs_the_demo_without_ray(wheel, tmp_path):
     """An environment of the wheel and the dependencies, in which Ray cannot be

@@ -47,6 +47,7 @@ def test_the_cluster_files_fit_rays_schema(name):
     )
 
 
+@pytest.mark.release
 def test_the_spot_market_is_asked_first():
     """By Ray's own scheduler, and for its priority alone. Kills: nodes paid on demand
     while there are cheaper, priorities that are equal.
@@ -101,7 +102,7 @@ def test_a_log_that_grows_changes_no_package(tmp_path):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.timeout(300)
 def test_the_fake_cluster_grows_for_a_job(tmp_path):
     """The head has no CPU: the command waits, the autoscaler starts nodes, two
@@ -170,7 +171,7 @@ def test_the_fake_cluster_grows_for_a_job(tmp_path):
         shutil.rmtree(env["RAY_TMPDIR"], ignore_errors=True)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "line",

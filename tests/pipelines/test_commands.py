@@ -223,7 +223,7 @@ def test_a_finished_run_is_shown_not_trained(finished, capsys, nothing_starts):
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)]
+    "number", [signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.release)]
 )
 def test_the_report_is_part_of_a_finished_run(
     finished, tmp_path, capsys, monkeypatch, number
@@ -401,7 +401,8 @@ def test_pretrain_then_discover_equals_discover(finished, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "weights", ["", pytest.param("model/encoder.safetensors", marks=pytest.mark.slow)]
+    "weights",
+    ["", pytest.param("model/encoder.safetensors", marks=pytest.mark.release)],
 )
 def test_weights_replace_pretraining(finished, tmp_path, weights, monkeypatch):
     """Kills: weights looked up from another directory than the user's."""
@@ -686,7 +687,7 @@ def test_num_novel_auto_takes_the_suggested_number(tmp_path, capsys, monkeypatch
     assert cli.main([*command, "--dry-run"]) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_run_in_this_process_works_under_pdb(tmp_path):
     """It stops in a step and then reaches its end. Kills: steps in a thread or a
     process that a debugger does not see, a signal handler that cannot be set under it.

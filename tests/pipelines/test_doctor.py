@@ -104,7 +104,7 @@ def test_a_cluster_is_needed(capsys, monkeypatch):
 
 
 @pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.release
 def test_every_node_says_what_it_sees(tmp_path):
     """Two machines, of which one does not see the directory. Kills: the head's answer
     for all, a node left out, an all-reduce of one node, a token that stays.

@@ -195,7 +195,7 @@ def test_no_discovered_class_is_left(finished, tmp_path, last):
     assert_agree(run)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_an_export_in_the_run_follows(finished, tmp_path, capsys, monkeypatch):
     """Kills: an exported program left with the classes of before. What programs
     compute is tested there.
@@ -401,7 +401,5 @@ def test_an_edit_predicts_no_other_images_than_the_runs(tmp_path, capsys):
     tree = yaml.safe_load((run / "classes.yaml").read_text())
     tree["classes"][0]["action"] = "drop"
     (run / "classes.yaml").write_text(yaml.safe_dump(tree))
-    assert "a/5.bmp" in refused(
-        capsys, 2, "classes", run, "--apply"
-    )
+    assert "a/5.bmp" in refused(capsys, 2, "classes", run, "--apply")
     assert (run / "predictions.parquet").read_bytes() == before

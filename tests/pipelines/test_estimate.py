@@ -75,7 +75,7 @@ def test_hidden_labels_do_not_matter(tmp_path):
     assert all(np.isfinite(first.curves[name]).all() for name in first.curves)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_pretraining_is_kept_and_shared(tmp_path, monkeypatch):
     """Other settings of the clustering, and a restart, train nothing again. Kills:
     keys with too much.

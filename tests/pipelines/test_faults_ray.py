@@ -42,7 +42,7 @@ def test_a_killed_worker_is_replaced(two, tmp_path, caplog):
     assert_as_undisturbed(run, two)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_full_disk(two, tmp_path, capsys):
     """Exit 4 and one line; with room again the same command goes on."""
     disk = tmp_path / "disk"

@@ -500,7 +500,7 @@ def stored(folder: Path) -> dict[str, list[list[float]]]:
 
 
 @pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.release
 def test_two_ray_workers_compute_the_same_features(
     ray_cluster, finished, weights, tmp_path, empty_cache, capfd, monkeypatch
 ):

@@ -602,6 +602,7 @@ def test_ray_answers_a_worker_and_us(ray_cluster, monkeypatch):
 
 
 @pytest.mark.ray
+@pytest.mark.release
 def test_ray_data_starts_no_node():
     """Its own thresholds, under our environment. Kills: a GPU node for tasks that only
     have to wait, names that Ray does not read.

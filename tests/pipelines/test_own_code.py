@@ -389,7 +389,7 @@ def test_a_table_of_an_encoder_of_other_code_is_refused(here):
         tables.plan(request(words))
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_an_estimate_by_an_encoder_of_other_code_is_made_anew(here):
     """Kills: a number of classes that features of an encoder had which is no more."""
     words = [

@@ -125,6 +125,7 @@ def test_overwritten_images_are_predicted_again(run, tmp_path, caplog, kind):
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_workers_of_a_cluster_look_at_samples(ray_cluster, run, monkeypatch, caplog):
     """Of a head without a GPU and with little memory. Kills: a model that this process
     runs, rows in another order, a sample of nothing where only this machine has the

@@ -68,6 +68,7 @@ def test_the_demo_leaves_a_complete_run(two):
     )
 
 
+@pytest.mark.release
 def test_two_workers_learn_what_one_process_learns(two, tmp_path):
     """BatchNorm sees half a batch on each worker, so the losses are close, not
     equal.
@@ -143,6 +144,7 @@ def test_unreadable_images_beyond_the_budget_stop_before_any_worker(
     )
 
 
+@pytest.mark.release
 def test_rays_dashboard_has_a_run_by_a_method_of_the_users_own_and_its_numbers(
     ray_cluster, tmp_path
 ):
@@ -175,7 +177,7 @@ def test_rays_dashboard_has_a_run_by_a_method_of_the_users_own_and_its_numbers(
     wait_for(exported)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_two_workers_find_the_classes_of_vectors_that_one_process_finds(
     tmp_path, monkeypatch
 ):

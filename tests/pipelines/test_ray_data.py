@@ -168,7 +168,12 @@ def joined(chunks):
 
 @pytest.mark.ray
 @pytest.mark.parametrize(
-    "make", [mixed_task, parquet_task, pytest.param(tar_task, marks=pytest.mark.slow)]
+    "make",
+    [
+        mixed_task,
+        pytest.param(parquet_task, marks=pytest.mark.slow),
+        pytest.param(tar_task, marks=pytest.mark.release),
+    ],
 )
 def test_ray_data_equals_this_process(ray_cluster, tmp_path, monkeypatch, make):
     """Bit for bit: a resident set; the crops of both of two workers, over several
@@ -288,7 +293,7 @@ def test_an_execution_needs_no_cpu_that_is_free(ray_cluster, tmp_path):
 
 
 @pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.release
 def test_bad_images_of_a_streaming_run_are_listed_once(ray_cluster, tmp_path, capsys):
     """And with or without Ray it is one run; no block was spilled."""
     from ray._private.internal_api import memory_summary
@@ -408,7 +413,7 @@ def test_processes_of_a_rank_fit_into_its_cpus(cpus, size):
 
 
 @pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.release
 def test_two_nodes_cut_their_own_rows():
     """Two raylets, a worker on each. Kills: an affinity that Ray does not get, or
     that loses rows.

@@ -711,7 +711,7 @@ def test_a_process_ends_with_its_driver(tmp_path):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.timeout(900)
 def test_a_tiny_ablation_end_to_end(tmp_path, capsys):
     """Stopped by SIGTERM after a cell, continued, repeated: the table is whole and
@@ -771,6 +771,7 @@ def test_a_task_runs_to_its_end_or_until_it_is_told_to_stop(tmp_path):
 
 
 @pytest.mark.ray
+@pytest.mark.release
 def test_cells_on_ray(ray_cluster, tmp_path):
     """Exit codes come back; terminate() lets a process save. Kills: processes that
     wait in turn.

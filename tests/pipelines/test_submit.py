@@ -23,7 +23,7 @@ from uno.data.files import Storage
 from uno.runs import lock
 from uno.runs.checkpoint import checkpoint_steps
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.ray
 
 
 @pytest.fixture
@@ -50,6 +50,7 @@ def takes_jobs(client) -> bool:
 RUNTIME_ENV = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"}}
 
 
+@pytest.mark.release
 def test_a_bad_configuration_fails_with_its_reason(client, tmp_path):
     """One line in the logs, the code in the status; ray's own exit code is 1 for
     every failure.
@@ -86,6 +87,7 @@ def test_a_bad_configuration_fails_with_its_reason(client, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_killed_and_a_stopped_job_are_resumed_by_the_same_submission(
     two, client, tmp_path
 ):

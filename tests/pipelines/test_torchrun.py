@@ -100,6 +100,7 @@ def is_rank(pid: int, rank: str) -> bool:
 
 
 @pytest.mark.ray  # several processes
+@pytest.mark.slow
 def test_a_rank_is_killed_and_the_same_command_finishes(resumed):
     """The run is complete, and nothing of its former groups is left."""
     names = {path.name for path in resumed.iterdir()}
@@ -126,6 +127,7 @@ def test_a_rank_is_killed_and_the_same_command_finishes(resumed):
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_it_learns_what_ray_learns(resumed, two):
     """Weights, lines and results of Ray with two workers, to the bit."""
     assert_same_weights(resumed, two)

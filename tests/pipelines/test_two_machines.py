@@ -10,7 +10,7 @@ from uno.data.files import Storage
 from uno.runs import DISCOVER
 from uno.runs.checkpoint import checkpoint_steps
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.release, pytest.mark.timeout(600)]
 
 SPREAD = [
     "pipelines",

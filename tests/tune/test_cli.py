@@ -241,7 +241,7 @@ def test_own_images_decide_for_a_sweep_as_for_a_run(tmp_path, monkeypatch):
     assert driver.check_plans(fitted, folds) == 18
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_trials_of_a_sweep_on_an_object_store_find_its_pretrained_weights(monkeypatch):
     """Kills: a path in a bucket that trials look for in their own directory."""
 

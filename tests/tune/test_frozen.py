@@ -122,7 +122,7 @@ def test_trials_and_later_sweeps_share_features_that_are_computed_once(
     [
         "folds",
         *(
-            pytest.param(s, marks=pytest.mark.slow)
+            pytest.param(s, marks=pytest.mark.release)
             for s in ("loss", "agreement", "oracle")
         ),
     ],
@@ -337,7 +337,7 @@ def test_features_are_mapped_where_space_cannot_be_reserved(tmp_path, monkeypatc
     assert np.load(path).shape == (500, 3)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.ray
 @pytest.mark.timeout(600)
 def test_a_sweep_on_features(ray_cluster, tmp_path, monkeypatch, computed):
@@ -380,7 +380,7 @@ def test_a_sweep_on_features(ray_cluster, tmp_path, monkeypatch, computed):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.ray
 @pytest.mark.timeout(600)
 def test_a_sweep_on_vectors(ray_cluster, tmp_path, monkeypatch, capsys):

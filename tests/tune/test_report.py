@@ -193,7 +193,7 @@ def test_the_oracle_brands_every_file_and_table(tmp_path):
     [
         slice(2, 5),
         *(
-            pytest.param(slice(*ends), marks=pytest.mark.slow)
+            pytest.param(slice(*ends), marks=pytest.mark.release)
             for ends in ((0, 0), (0, 1), (4, 5), (3, 7))
         ),
     ],

@@ -48,7 +48,7 @@ def options_of(folder: Path, *words: str):
     [
         FOLDS,
         AGREEMENT,
-        *(pytest.param(s, marks=pytest.mark.slow) for s in ("loss", ORACLE)),
+        *(pytest.param(s, marks=pytest.mark.release) for s in ("loss", ORACLE)),
     ],
 )
 def test_streamed_rows_give_the_numbers_of_rows_in_memory(tmp_path, score):
@@ -175,7 +175,7 @@ def test_images_larger_than_memory_are_never_in_memory(tmp_path):
     assert forked(work) == (0, "")
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.ray
 @pytest.mark.timeout(600)
 def test_a_streamed_sweep_of_parquet_and_one_in_memory(

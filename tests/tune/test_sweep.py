@@ -130,7 +130,7 @@ def test_pretrainings_are_shared_and_failures_never_win(ray_cluster, tmp_path):
     assert {"best.yaml", "sweep.html", "sweep.parquet"} <= set(storage.list())
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_more_trials_than_fit_and_stopping(ray_cluster, tmp_path):
     """Kills: a deadlock of trials that hold all CPUs, ASHA that stops nobody,
     results that are run again.
@@ -197,7 +197,7 @@ def test_the_same_command_finishes_a_killed_and_a_stopped_sweep(
     assert not storage.exists(half)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_trial_outlives_its_process(ray_cluster, tmp_path):
     """SIGKILL to the process of a streamed trial once it has an epoch: the same sweep
     ends with the trial finished. (For one in memory: the loss of its node.) Kills: a
@@ -237,7 +237,7 @@ def test_a_trial_outlives_its_process(ray_cluster, tmp_path):
     until_free(ray_cluster)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_sweep_uses_a_node_that_joins_and_outlives_its_loss(tmp_path):
     """One CPU for a trial, then another one on a second node, whose raylet is killed
     while its trial trains, which then waits for the place of the first. Kills: a number
@@ -285,7 +285,7 @@ def test_a_sweep_uses_a_node_that_joins_and_outlives_its_loss(tmp_path):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_another_cluster_on_the_machine_does_not_confuse_a_sweep(ray_cluster, tmp_path):
     """A sweep in a process of its own starts its own cluster beside the test lane's;
     each trial is a Ray Train run. Kills: a trial that ends, or fails, and keeps its
@@ -332,7 +332,7 @@ def test_another_cluster_on_the_machine_does_not_confuse_a_sweep(ray_cluster, tm
     assert len(ended.stderr.strip().splitlines()) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_sweep_by_somebody_elses_searcher(ray_cluster, tmp_path):
     """And the median rule; it offers three trials. Kills: a searcher that is not told,
     a sweep that waits for values which never come.
@@ -361,7 +361,7 @@ def test_a_sweep_by_somebody_elses_searcher(ray_cluster, tmp_path):
     assert {result["status"] for result in results(storage)} <= {"finished", "stopped"}
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_sweep_by_optunas_searcher_of_ray_that_all_tools_read_back(
     ray_cluster, tmp_path, monkeypatch
 ):

@@ -275,7 +275,8 @@ SCALES = [((0.3, 0.8), 32), ((0.08, 0.5), 256), ((1.0, 1.0), 32)]
 
 
 @pytest.mark.parametrize(
-    ("scale", "side"), [*SCALES, pytest.param((0.8, 1.0), 32, marks=pytest.mark.slow)]
+    ("scale", "side"),
+    [*SCALES, pytest.param((0.8, 1.0), 32, marks=pytest.mark.release)],
 )
 def test_boxes_follow_torchvision(scale, side):
     """Kills: side for area, ratio not log-uniform or inverted, always a corner,

@@ -450,11 +450,12 @@ def results(world_size: int, folder: Path) -> tuple[list[dict[str, Tensor]], ...
     ]
 
 
-RAY, SLOW = pytest.mark.ray, pytest.mark.slow
-
-
 @pytest.mark.parametrize(
-    "world_size", [pytest.param(w, marks=m) for w, m in ((2, RAY), (4, SLOW))]
+    "world_size",
+    [
+        pytest.param(2, marks=pytest.mark.ray),
+        pytest.param(4, marks=pytest.mark.release),
+    ],
 )
 def test_workers_equal_one_worker(tmp_path, world_size):
     """Pseudo-labels, loss, gradients and the step of the same global batch, with

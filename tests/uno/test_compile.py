@@ -61,7 +61,7 @@ def test_compiled_code_stays_on_its_kind_of_processor(monkeypatch):
     assert folders[0] == folders[2] != folders[1]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @COMPILER
 def test_compiled_steps_are_the_same_steps(monkeypatch, tmp_path):
     """10 steps in float64: in float32 the order of summation tells after a few, and

@@ -71,7 +71,7 @@ NEEDS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_openvino_computes_in_bf16_where_the_processor_does():
     """Kills: a hint that is not passed on. Elsewhere it computes in float32, which
     is as near.
@@ -88,7 +88,7 @@ def test_openvino_computes_in_bf16_where_the_processor_does():
     assert error > 1e-4 or "avx512_bf16" not in _processor_field("flags")
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("name", NEEDS)
 def test_a_runtime_gives_the_features_of_pytorch(monkeypatch, tmp_path, name):
     """Of 13 images, which fill no batch, in layers with statistics, under two threads.

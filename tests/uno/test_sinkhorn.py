@@ -49,7 +49,7 @@ def test_equals_matrix_scaling(num_rows, num_clusters, log_epsilon, num_iters, s
 
 @pytest.mark.parametrize("num_clusters", [1, 2, 1000])
 @pytest.mark.parametrize(
-    "rows", ["0", "1", "2", "K-1", "K", pytest.param("10K", marks=pytest.mark.slow)]
+    "rows", ["0", "1", "2", "K-1", "K", pytest.param("10K", marks=pytest.mark.release)]
 )
 def test_shapes(num_clusters, rows):
     """Kills: failures for B in {0, 1, 2, K-1, K, 10K} and K in {1, 2, 1000}."""

@@ -219,7 +219,7 @@ def test_a_step_on_a_mixed_pile_teaches_known_prototypes_by_unlabeled_rows(prior
     assert (known[0] - known[1]).abs().max() > 1e-3
 
 
-@pytest.mark.slow  # half a minute on processors that only emulate it
+@pytest.mark.release  # half a minute on processors that only emulate it
 def test_bfloat16_follows_the_curve_of_float32():
     """The stated tolerance of bfloat16: over 20 steps the mean loss within 3%, every
     loss within 15% (found: 0.5 and 4%; a smaller network amplifies any rounding,

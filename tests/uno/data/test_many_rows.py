@@ -115,7 +115,7 @@ def test_no_loop_over_rows(tmp_path, work):
     assert max(lines_of(lambda: [f"{i}" for i in range(MANY)]).values()) >= MANY
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_bytes_a_row():
     """Of rows beyond the first million. Kills: another array of 8 bytes a row on a
     rank.

@@ -63,7 +63,7 @@ def by_id(task):
 
 
 @pytest.mark.parametrize(
-    "source", [pytest.param("digits", marks=pytest.mark.slow), "folder"]
+    "source", [pytest.param("digits", marks=pytest.mark.release), "folder"]
 )
 def test_round_trip(tmp_path, source):
     """The same task: ids, labels, truth, split, pixels. Kills: labels of another

@@ -830,7 +830,7 @@ def test_json_may_be_large_where_it_is_not_wanted(tmp_path):
     assert read(f"tar:{path}").labels == ["cat"]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_s3_is_asked_less_often_than_there_are_images(both, tmp_path, monkeypatch):
     """Counted by moto. Kills: a request for every header or image."""
     with store(0) as (env, log):

@@ -249,7 +249,7 @@ def test_rows_that_cannot_be_read_make_no_sample():
     )
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_page_of_many_pictures_stays_bounded(tmp_path, monkeypatch):
     """Noise compresses worst, and here every class has a full gallery."""
     monkeypatch.setattr(Sample, "output", property(lambda self: self.index % 100))
@@ -358,7 +358,7 @@ for (const frame of document.querySelectorAll("iframe")) {{
 }}}}</script>"""  # noqa: E501
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_chromium_opens_it_without_a_word_and_clips_nothing(hostile, tmp_path):
     """At the width of a screen and of a phone. Kills: a column of the classes that
     one must scroll to.

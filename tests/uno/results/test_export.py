@@ -33,7 +33,7 @@ RESNET18 = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("stem", ["cifar", "imagenet"])
 def test_encoder_loads_into_plain_torchvision(tmp_path, stem):
     model, encoder = (
@@ -101,7 +101,7 @@ def test_pt2_computes_the_same_without_this_project(tmp_path):
         )
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("method", ["dtc", "mcl", "clustering", "simgcd", "pim"])
 def test_baselines_are_exported_too(tmp_path, method):
     """Cosines, distances, the default's chosen space; the export compares itself with
@@ -179,7 +179,7 @@ CARDS = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("options", CARDS)
 def test_the_model_card_says_how_to_load_and_that_works(tmp_path, monkeypatch, options):
     """Its Python is executed, next to the files it speaks of."""
@@ -244,7 +244,7 @@ def test_the_model_card_names_weights_and_what_they_have_seen(tmp_path, options,
     )
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("finetune", ["last_stage", "full"])
 @pytest.mark.parametrize("what", ["vit", "timm_vit"])
 def test_a_vision_transformer_trains_exports_and_predicts(tmp_path, what, finetune):

@@ -24,7 +24,7 @@ def undisturbed(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "number", [errno.ENOSPC, pytest.param(errno.EROFS, marks=pytest.mark.slow)]
+    "number", [errno.ENOSPC, pytest.param(errno.EROFS, marks=pytest.mark.release)]
 )
 def test_a_disk_that_takes_no_checkpoint(tmp_path, undisturbed, monkeypatch, number):
     """The error names the file, the older checkpoint stays, and the run resumes."""

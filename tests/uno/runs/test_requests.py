@@ -40,7 +40,7 @@ def test_an_object_is_replaced_whole_or_not_at_all(monkeypatch):
         assert "DELETE" not in {method for _, method, _ in requests_of(log)}
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_bytes_of_a_sample(monkeypatch, tmp_path):
     """What is looked at before discovery and after training, from a packed set on S3:
     at most 1.2 times what is wanted is read. Kills: a row group for each row, groups

@@ -330,7 +330,7 @@ def test_what_is_not_there_is_refused_first(monkeypatch):
         require_loggers(small_config(train__report_to="jsonl, mlflow"))
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_run_on_s3_has_events(monkeypatch):
     """TensorBoard's own reader of ``s3://`` finds them, where it is installed."""
     with store(0) as (env, _):
