@@ -50,7 +50,7 @@ class StepTimer:
         self._step_start = time.perf_counter()
 
     def collect(self, images_per_step: int) -> dict[str, float]:
-        """Return the measurements since the last call of all ranks, and restart.
+        """Return what all ranks measured since the last call, and restart.
 
         All ranks must call this, because it gathers their times.
 
@@ -61,10 +61,11 @@ class StepTimer:
             Values by name. "images_per_s" is images per second over all ranks, and
             "step_ms" milliseconds per step. With several ranks,
             "images_per_s_per_device" is images per second and rank. "rank_ms_min",
-            "rank_ms_median" and "rank_ms_max" are milliseconds per step until the end
-            of a rank's forward pass. "slow_rank" is the slowest rank, if it needs more
-            than 1.3 times the median. "data_wait", only for streamed data, is the
-            largest share of the time in which a rank waited for data, 0-1.
+            "rank_ms_median" and "rank_ms_max" are milliseconds from the begin of a
+            step to the end of a rank's forward pass. "slow_rank" is the slowest rank,
+            if it needs more than 1.3 times the median. "data_wait", only for streamed
+            data, is the largest share of the time in which a rank waited for data,
+            0-1.
             "peak_memory_gb", only on GPUs, is the largest memory of a GPU so far, in
             GB. "grad_norm" is the norm of the gradient of the last step, if it is
             finite.

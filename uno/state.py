@@ -63,7 +63,10 @@ class TrainState:
 
     @property
     def best_head(self) -> int:
-        """Index of the head with the lowest cluster loss in the last finished epoch."""
+        """Index of the head with the lowest cluster loss in the last finished epoch.
+
+        It is 0 before an epoch has finished.
+        """
         return int(self.head_losses.argmin())
 
     @property

@@ -55,7 +55,7 @@ class Worker(Protocol):
         """
 
     def should_stop(self, step: int) -> bool:
-        """Return whether to save and end before ``step``. All ranks agree."""
+        """Return whether to save and end before ``step``, the same on every rank."""
 
 
 class LocalWorker:
@@ -290,10 +290,10 @@ class Health:
         )
 
     def roll_back_(self, state: TrainState, storage: Storage, phase: Phase) -> None:
-        """Load the newest checkpoint into ``state``, for the first time only.
+        """Load the newest checkpoint into ``state``, at most once in a phase.
 
         Raises:
-            NumericsError: There is no checkpoint, or training was rolled back before.
+            NumericsError: There is no checkpoint, or the phase was rolled back before.
         """
         at = f"{phase.name} step {state.step}"
         if self._rolled_back or not resume_(state, storage, phase.name):

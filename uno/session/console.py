@@ -91,7 +91,7 @@ def on_stop(request: Callable[[], object], line: str | None = None) -> Iterator[
 
     Args:
         request: Takes no argument and asks the work to stop.
-        line: A line to print first, if any.
+        line: A line to print when the signal arrives, before the request.
     """
     if not in_main_thread():
         yield

@@ -123,7 +123,7 @@ def evaluate(target: str, given: Mapping[str, Any]) -> None:
 
     Args:
         target: The directory of the run.
-        given: Settings by dotted key of the backend and of the present data source.
+        given: Settings by dotted key: where to compute, and where the data is now.
 
     Raises:
         ConfigError: There is no such run, or its data has changed.
@@ -155,7 +155,7 @@ def report(target: str, given: Mapping[str, Any]) -> str:
 
     Args:
         target: The directory of the run.
-        given: Settings by dotted key of the backend and of the present data source.
+        given: Settings by dotted key: where to compute, and where the data is now.
     """
     run = open_stored_run(target, given)
     run.opened, run.data_problem = open_task(run.config, run.storage)
@@ -232,7 +232,7 @@ def finish(
 ) -> None:
     """Update the files of a run after its model has changed: the end of every command.
 
-    ``metrics.json`` is written last, because it marks a finished run.
+    New metrics are written last, because ``metrics.json`` marks a finished run.
 
     Args:
         run: The run.

@@ -159,7 +159,10 @@ def align_heads(run: Run, model: Classifier) -> Classifier:
 
 
 def unlabeled_rows(task: Task) -> np.ndarray:
-    """Select a sample of unlabeled training rows, on which heads are aligned.
+    """Select unlabeled training rows that are spread evenly over the data.
+
+    The outputs of a model's heads are matched to each other on these rows, so that the
+    same output of every head means the same novel class.
 
     Returns:
         Numbers of the rows in the task, int64 (n,), n <= :data:`SAMPLE_ROWS`.

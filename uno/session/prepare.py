@@ -106,7 +106,7 @@ def open_stored_run(target: str, given: Mapping[str, Any]) -> Run:
 
     Args:
         target: The directory, a path or URI.
-        given: Settings by dotted key of the backend and of the present data source.
+        given: Settings by dotted key: where to compute, and where the data is now.
 
     Raises:
         ConfigError: The directory holds no run or a damaged one, or this machine lacks

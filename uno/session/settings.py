@@ -78,8 +78,8 @@ def completed(
         given: The dotted keys that the user has set, with their values.
         output: The run directory if the user gives none. ``{preset}`` and ``{seed}`` in
             it are replaced.
-        choose: Whether the method becomes ``clustering`` where :func:`leaves_choice` is
-            True.
+        choose: Whether the method becomes ``clustering`` if the preset has a frozen
+            encoder and the user has set no method and nothing of UNO's training.
 
     Returns:
         Values by dotted key.
@@ -172,7 +172,8 @@ def _image_settings_of(encoder: Any, size: Any) -> dict[str, Any]:
 
     Args:
         encoder: The value of ``model.encoder``.
-        size: The image size in pixels that the user has set, or None.
+        size: The image size in pixels that the user has set, or None. It replaces the
+            encoder's own size.
 
     Returns:
         Image size, mean, standard deviation and interpolation by dotted key. Empty for
