@@ -150,8 +150,8 @@ def captured(config: Config, step: Step, device: torch.device, workers: int) -> 
         workers: The number of workers.
 
     Raises:
-        ConfigError: There is no GPU, there are several workers, or more than the
-            learning rate depends on the number of the step.
+        ConfigError: There is no GPU, there are several workers, or the step is neither
+            that of supervised pretraining nor UNO's own discovery step.
     """
     if not config.compute.cuda_graph:
         return step

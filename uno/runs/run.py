@@ -39,9 +39,10 @@ from uno.weights import PRETRAINED, is_file, load_encoder_, read_weights
 def phases(config: Config, last: str = DISCOVER) -> tuple[str, ...]:
     """Return the names of the phases of a run, in order.
 
-    Discovery starts from ``model.weights`` if they are given. Otherwise it starts from
-    supervised pretraining if the method asks for it, and from the pretext task if that
-    has epochs.
+    With ``model.weights`` there is neither a pretext task nor pretraining. Otherwise
+    the pretext task runs if it has epochs, and pretraining runs if the method asks for
+    it or is the last phase. A method with a teacher and ``model.finetune`` "none" is
+    pretrained in any case.
 
     Args:
         config: The configuration of the run.

@@ -230,7 +230,7 @@ def finish(
     predict: bool = False,
     report: bool = False,
 ) -> None:
-    """Update the files of a run after its model has changed: the end of every command.
+    """Update the files of a run, at the end of each command that works on one.
 
     New metrics are written last, because ``metrics.json`` marks a finished run.
 
