@@ -70,7 +70,7 @@ class FileEntry(NamedTuple):
             in '/', so that sorting puts its files in the order of their relative paths.
         path: Full local path or URI.
         size: Size in bytes, -1 if not known.
-        time: Modification time in ns since 1970, as :func:`stat_of` returns it.
+        time: Modification time in ns since 1970; -1 if not known, 0 for a missing file.
         real: For a folder its path without links, by which a folder that was listed
             before is recognized (in remote storage its path below the root); None for a
             file.
