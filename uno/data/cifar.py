@@ -96,7 +96,7 @@ def read_cifar(name: str, path: str, download: bool) -> Rows:
 
 
 def _torchvision_class(name: str) -> Any:
-    """Return torchvision's class for a data set, which lists its files and checksums."""
+    """Return torchvision's class for a data set, which lists files and checksums."""
     from torchvision import datasets  # slow to import
 
     return {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}[name]
