@@ -117,8 +117,8 @@ def check(
 def with_fitting_batch(config: Config, task: Task, ok: np.ndarray | None) -> Config:
     """Return the configuration with the largest batch that the readable rows fill.
 
-    The batch size never grows. Streamed images keep it, because an unreadable image is
-    replaced within its batch.
+    The batch size never grows. It stays as it is for a run without discovery, and for
+    streamed images, because an unreadable one is replaced within its batch.
 
     Args:
         config: The configuration of a run whose batch size was derived from its data.
@@ -169,12 +169,16 @@ def row_problems(
 def _of_clusters(task: Task, config: Config, unlabeled: int) -> Iterator[Problem]:
     """Yield a problem if there are too few unlabeled rows for the clusters of a run.
 
+    It is an error if there are fewer rows than novel classes, or too few for a method
+    that clusters features. It is a warning if an overclustering head has more clusters
+    than there are rows.
+
     Args:
         task: The rows and their classes.
         config: The configuration of the run.
         unlabeled: Number of readable unlabeled training rows.
     """
-    mixed = config.data.setting == "gcd"  # then known classes need their rows, too
+    mixed = config.data.setting == "gcd"  # some unlabeled rows are of known classes
     num_novel, factor = task.num_novel, max(1, config.model.overcluster_factor)
     few = f"fewer unlabeled images ({unlabeled}) than"
     if unlabeled < num_novel:
@@ -271,7 +275,18 @@ def _counts(task: Task) -> np.ndarray:
 
 
 def _of_classes(task: Task, config: Config) -> Iterator[Problem]:
-    """Yield problems of the names of classes and of the numbers of their rows."""
+    """Yield problems of the names of classes and of the numbers of their rows.
+
+    Names are reported that differ only in case or spaces, or that seem to stand for a
+    missing label. Numbers are reported if there is one known class, if all unlabeled
+    rows will be in one novel class, if fewer classes are to be discovered than are
+    hidden, and for classes with no training image or a single one. A known class with
+    no training image is an error; the others are warnings.
+
+    Args:
+        task: The rows and their classes.
+        config: The configuration of the run.
+    """
     seen: dict[str, str] = {}
     for name in task.known + task.novel:
         other = seen.setdefault(" ".join(name.casefold().split()), name)
@@ -325,6 +340,10 @@ def _of_batches(
 ) -> Iterator[Problem]:
     """Yield problems of filling the batches of the phases that are trained.
 
+    It is an error if the rows do not fill a batch. Warnings say that there are fewer
+    labeled images than a batch has, or fewer than :data:`MIN_ROWS_PER_CLUSTER`
+    unlabeled images of each class in a batch.
+
     Args:
         task: The rows and their classes.
         config: The configuration of the run.
@@ -374,7 +393,7 @@ def _of_order(task: Task, config: Config) -> Iterator[Problem]:
     seen = all_groups % -(-len(images) // ORDER_ROWS) == 0
     window = window_rows(images)
     workers = max(1, config.compute.num_workers)
-    with suppress(ConfigError):  # batches that do not work are a problem of their own
+    with suppress(ConfigError):  # `_of_batches` reports batches that cannot be filled
         plan = make_plan(
             config.seed,
             config.data.batch_sampling,
@@ -448,6 +467,9 @@ def _of_sizes(
 ) -> Iterator[Problem]:
     """Yield a warning if images are reduced so much that most detail is lost.
 
+    That is the case if their median shorter side is more than :data:`SHRUNK` times the
+    side that the run uses.
+
     Args:
         config: The configuration of the run.
         headers: Format, width and height in pixels of a sample of images.
@@ -500,7 +522,10 @@ def _name(task: Task, row: int) -> str:
 
 
 def headers_of(task: Task) -> tuple[list[tuple[str, int, int]], list[str]]:
-    """Read the headers of a sample of images.
+    """Read the headers of a sample of at most :data:`NUM_HEADERS` images.
+
+    Args:
+        task: The rows.
 
     Returns:
         Format, width and height in pixels of each readable image of the sample; and for

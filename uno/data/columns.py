@@ -98,9 +98,15 @@ class Text(Column[str]):
         return list(self.array.take(pa.array(rows)).to_pylist())
 
     def json(self, rows: np.ndarray) -> Any:
-        """Return the ids of some rows as JSON, see :meth:`Column.json`.
+        """Return the ids of some rows as JSON.
 
         Text without special characters is only put between quotes, which is fast.
+
+        Args:
+            rows: Row numbers, int64 (n,).
+
+        Returns:
+            An Arrow array of n large strings.
         """
         values = self.array.take(pa.array(rows))
         if not pa.compute.all(
@@ -167,9 +173,15 @@ class Numbered(Column[str]):
         return list(self._joined(self.files, rows).to_pylist())
 
     def json(self, rows: np.ndarray) -> Any:
-        """Return the ids of some rows as JSON, see :meth:`Column.json`.
+        """Return the ids of some rows as JSON.
 
         The name of each file is escaped once, and not for each row.
+
+        Args:
+            rows: Row numbers, int64 (n,).
+
+        Returns:
+            An Arrow array of n large strings.
         """
         return joined(
             "",
@@ -288,10 +300,16 @@ class Labels(Column[str | None]):
         ]
 
     def json(self, rows: np.ndarray) -> Any:
-        """Return the class names of some rows as JSON, see :meth:`Column.json`.
+        """Return the class names of some rows as JSON.
 
         A row without a label is ``null``. The name of each class is escaped once, and
         not for each row.
+
+        Args:
+            rows: Row numbers, int64 (n,).
+
+        Returns:
+            An Arrow array of n large strings.
         """
         texts = pa.array([*map(json.dumps, self.classes), "null"], pa.large_string())
         return texts.take(pa.array(self.codes[rows] % len(texts)))

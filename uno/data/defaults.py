@@ -78,9 +78,12 @@ Found = tuple[dict[str, Any], list[str]]
 def keys_from_images(config: Config) -> tuple[str, ...]:
     """Return the keys of settings that are chosen from the images unless given.
 
+    Args:
+        config: The configuration of the run.
+
     Returns:
-        Dotted keys. None for a run on a benchmark's data, or with a preset other than
-        ``scratch``, ``photos`` and the one for vectors.
+        Dotted keys. The result is empty for a run on the data of a benchmark, and for a
+        preset other than ``scratch``, ``photos`` and the one for vectors.
     """
     if config.preset in ("photos", VECTORS):
         return (*OF_HEADS, *["model.encoder"] * config.model.takes_vectors)
@@ -157,6 +160,15 @@ def _size(config: Config, task: Task, given: Container[str]) -> Found:
     between 8 and the limit of :data:`MOST_PIXELS`. If the user gave one of the sizes of
     the large view and of the stored images, the other becomes equal. Nothing is chosen
     if the user gave both, or ``image_size``.
+
+    Args:
+        config: The configuration, with the preset's values.
+        task: The rows. The headers of a sample of images are read.
+        given: Dotted keys that the user has set. They are not chosen.
+
+    Returns:
+        Sizes of views and of stored images, paddings of crops and the stem, by dotted
+        key; and a line for the user.
     """
     large, store = (key in given for key in SIZES[:2])
     if IMAGE_SIZE in given or (large and store):
@@ -233,12 +245,22 @@ def _batch(
 def _epochs(
     config: Config, task: Task, given: Container[str], batch_size: int
 ) -> Found:
-    """Choose the number of epochs of both phases.
+    """Choose the number of epochs of both phases, for an encoder that is trained.
 
     A phase gets the number of :data:`EPOCHS`, or fewer so that it has about
     :data:`MOST_STEPS` steps, but at least :data:`LEAST_EPOCHS`. A tenth of the epochs
-    are warm-up. A phase keeps its number if that was given or differs from the
-    preset's. With ``model.weights``, pretraining gets no number.
+    are warm-up. A phase keeps its number if the user gave it, or if it differs from
+    that of the preset ``scratch``. With ``model.weights`` there is no pretraining,
+    which then gets no number.
+
+    Args:
+        config: The configuration, with the preset's values.
+        task: The rows, which are counted.
+        given: Dotted keys that the user has set. They are not chosen.
+        batch_size: The batch size of both phases.
+
+    Returns:
+        Numbers of epochs and of warm-up epochs by dotted key, and a line for the user.
     """
     usual = preset("scratch", config.recipe)
     values, said = dict[str, Any](), []
@@ -270,8 +292,18 @@ def _epochs_of_heads(
     """Choose the number of discovery epochs for heads on features of a frozen encoder.
 
     The preset's number is reduced so that there are at most :data:`MOST_HEAD_STEPS`
-    steps, but one epoch at least. Nothing is chosen if it is small enough, if the
-    number was given, or if the encoder is fine-tuned.
+    steps, but one epoch at least. A tenth of the epochs are warm-up. Nothing is chosen
+    if the preset's number is small enough, if the user gave it, or if the encoder is
+    fine-tuned.
+
+    Args:
+        config: The configuration, with the preset's values.
+        task: The rows, which are counted.
+        given: Dotted keys that the user has set. They are not chosen.
+        batch_size: The batch size of the run.
+
+    Returns:
+        Numbers of epochs and of warm-up epochs by dotted key, and a line for the user.
     """
     steps, (usual, warmup) = max(1, sum(task.sizes) // batch_size), OF_HEADS[1:]
     told = usual in given or config.model.finetune != "none"
@@ -294,9 +326,15 @@ def _statistics(
     A sample of about :data:`STATISTICS_ROWS` images is decoded to squares of
     ``stored_size`` pixels, at most :data:`STATISTICS_PIXELS`.
 
+    Args:
+        config: The configuration of the run.
+        task: The rows.
+        given: Dotted keys that the user has set. They are not chosen.
+        stored_size: The side of the stored images in pixels.
+
     Returns:
-        ``data.mean`` and ``data.std``, each three numbers between 0 and 1, without a
-        key that was given; nothing if both were given or no image can be read.
+        ``data.mean`` and ``data.std``, each three numbers between 0 and 1, and a line
+        for the user. Nothing if both were given or no image can be read.
     """
     if "data.mean" in given and "data.std" in given:
         return {}, []

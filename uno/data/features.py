@@ -192,7 +192,11 @@ def _versions(config: Config) -> dict[str, str]:
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """Return the settings that features depend on, as JSON values by name."""
+    """Return the settings that features depend on, as JSON values by name.
+
+    They are the encoder, its runtime and precision, the views, and how images are
+    resized and normalized.
+    """
     data = config.data
     if config.augment.num_cached_views:
         views = _views(config).model_dump(mode="json")
@@ -402,7 +406,7 @@ def row_bytes(config: Config) -> int:
 
 
 def _square_bytes(config: Config) -> int:
-    """Return the number of bytes of the square of an evaluation view, in RGB."""
+    """Return the number of bytes of a row's stored square, uint8 (3, S, S)."""
     return 3 * config.data.stored_size**2
 
 
@@ -794,7 +798,11 @@ class FeatureCache:
 
 @contextmanager
 def _naming_the_option() -> Iterator[None]:
-    """Add to StorageErrors of the ``with`` block how to store features elsewhere."""
+    """Add the option that stores features elsewhere to a StorageError of the block.
+
+    Raises:
+        StorageError: The ``with`` block raises one.
+    """
     try:
         yield
     except StorageError as error:

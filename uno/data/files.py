@@ -231,15 +231,18 @@ def kind(path: str) -> str:
 
 
 def walk(root: str, follow_links: bool = False) -> Iterator[FileEntry]:
-    """Yield the files below ``root`` as :func:`files_below`, if they are not too many.
+    """Yield the files below ``root`` in the order of their relative paths.
+
+    Unlike :func:`files_below`, which lists the files, this function limits their
+    number.
 
     Args:
         root: Local folder or URI.
         follow_links: Whether a link may lead out of a local ``root``.
 
     Raises:
-        ConfigError: A local folder holds more than MAX_ROWS files, or as
-            :func:`files_below`.
+        ConfigError: A local folder holds more than MAX_ROWS files, a folder cannot be
+            listed, or a link leads out of ``root`` and ``follow_links`` is False.
     """
     for number, found in enumerate(files_below(root, follow_links)):
         if number == MAX_ROWS and not is_uri(root):
@@ -316,10 +319,14 @@ def children(root: str) -> tuple[list[str], list[str]]:
 def _entries(files: Any, inner: str | bytes) -> list[tuple[str, bool]]:
     """Return the sorted names in a folder, each with whether it is a folder.
 
+    In remote storage a folder that does not exist counts as empty.
+
     Args:
         files: File system, as :func:`locate` returns it.
-        inner: Path inside the file system. A folder that is missing from a remote one
-            is empty.
+        inner: Path inside the file system, ``bytes`` for a local folder.
+
+    Raises:
+        OSError: The folder cannot be listed.
     """
     if isinstance(inner, bytes):  # local: names need not be text
         with os.scandir(os.fsdecode(inner)) as entries:
@@ -773,7 +780,10 @@ def refusing(kind: type[UnoError], what: str) -> Iterator[None]:
 
 
 def reading(path: str) -> AbstractContextManager[None]:
-    """Turn errors of reading a source inside the ``with`` block into a ConfigError.
+    """Turn errors of reading inside the ``with`` block into a ConfigError.
+
+    The message is 'cannot read PATH: REASON'. An OSError, UnicodeError or
+    ArrowException is turned into it.
 
     Args:
         path: What is read, for the message.
@@ -1117,8 +1127,13 @@ class Storage:
     def _content(self, file: Any, name: str, max_bytes: int | None) -> bytes:
         """Return the content of an open file.
 
+        Args:
+            file: The open file.
+            name: Its name, for errors.
+            max_bytes: Largest size in bytes; None for any size.
+
         Raises:
-            StorageError: The file is larger than ``max_bytes``, if that is not None.
+            StorageError: The file is larger than ``max_bytes``.
         """
         if max_bytes is not None and file.size() > max_bytes:
             raise StorageError(f"{self.path(name)} is larger than {max_bytes} bytes")
@@ -1135,7 +1150,14 @@ class Storage:
             return self._fs.get_file_info(self._inner(name))
 
     def _errors(self, what: str, name: str) -> AbstractContextManager[None]:
-        """Turn errors in a ``with`` block into StorageErrors 'cannot WHAT PATH'."""
+        """Turn errors of storage inside the ``with`` block into StorageErrors.
+
+        The message is 'cannot WHAT PATH: REASON'.
+
+        Args:
+            what: What is tried, such as 'read'.
+            name: Name of the file or directory.
+        """
         return refusing(StorageError, f"{what} {self.path(name)}")
 
 

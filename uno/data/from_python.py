@@ -41,7 +41,7 @@ def float_vectors(given: Any, what: str) -> Tensor:
         if values.dtype == torch.bool or values.is_complex():
             raise _not_vectors(what, values.dtype, values.shape)
     else:
-        if hasattr(given, "toarray") and hasattr(given, "nnz"):  # of scipy.sparse
+        if hasattr(given, "toarray") and hasattr(given, "nnz"):  # scipy.sparse has both
             raise ConfigError(
                 f"{what} are a sparse matrix, and dense numbers are needed; reduce its"
                 " columns first:"

@@ -141,7 +141,11 @@ class ImagePaths:
         )
 
     def _complete(self, given: str) -> str:
-        """Remove file:// or the folder's own URI from a path, and add its ending."""
+        """Remove file:// or the folder's own URI from a path, and add a missing ending.
+
+        The ending is the ``suffix`` of the rules. A path has it if it ends so in upper
+        or lower case.
+        """
         if given.startswith("file://"):
             given = filesystem.normalize_path(given)
         elif self._is_remote:

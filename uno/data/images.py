@@ -278,7 +278,7 @@ class ImageSubset(Images):
         return len(self.index)
 
     def read_images(self, rows: np.ndarray) -> list[Image]:
-        """Return the images of some rows int64 (n,), see :meth:`Images.read_images`."""
+        """Return the images of some rows int64 (n,) of the subset, in that order."""
         return self.images.read_images(self.index[rows])
 
     def __getitem__(self, row: int) -> Image:
@@ -321,7 +321,11 @@ class ImageSubset(Images):
         return self.images.is_remote
 
     def reader(self) -> Images | None:
-        """Return the reader of the base images, see :meth:`Images.reader`."""
+        """Return an object that reads the base images on any node.
+
+        It reads the rows that ``numbers`` returns. None if images must be sent
+        themselves.
+        """
         return self.images.reader()
 
     def pictures(self) -> Images | None:
@@ -330,10 +334,14 @@ class ImageSubset(Images):
         return None if pictures is None else pictures.take(self.index)
 
     def prepared(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]] | None:
-        """Return decoded pixels or features in memory, see :meth:`Images.prepared`.
+        """Return decoded pixels or features of rows that are already in memory.
 
         Args:
             rows: Row numbers, int64 (n,).
+
+        Returns:
+            Pixels uint8 (n, 3, S, S) or features (n, D), and for each row the reason
+            why it is unreadable, or None. A single None if nothing is in memory.
         """
         if self.ready is None:
             return self.images.prepared(self.index[rows])
@@ -444,11 +452,25 @@ class Files(Images):
         ]
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
-        """Return the size of each file in bytes, see :meth:`Images.sizes`."""
+        """Return the size of each file in bytes.
+
+        Args:
+            rows: Row numbers, int64 (n,).
+
+        Returns:
+            int64 (n,), -1 for a size that is not known and for a missing file.
+        """
         return self.stats[rows, 0]
 
     def times(self, rows: np.ndarray) -> np.ndarray:
-        """Return when each file was last changed, see :meth:`Images.times`."""
+        """Return when each file was last changed.
+
+        Args:
+            rows: Row numbers, int64 (n,).
+
+        Returns:
+            int64 (n,), ns since 1970; -1 if that is not known, 0 for a missing file.
+        """
         return self.stats[rows, 1]
 
     def content_keys(self, rows: np.ndarray) -> pa.Array:
@@ -559,7 +581,8 @@ def spread(
             )
             return even
         lacking = first[~np.isin(all_shown, shown)]
-        if len(lacking) <= (1 - SORTED_SHARE) * len(all_shown):  # rare ones
+        # The classes that whole groups do not show are rare ones.
+        if len(lacking) <= (1 - SORTED_SHARE) * len(all_shown):
             found[0] = np.union1d(found[0], even[0][lacking])
     return found
 
@@ -673,7 +696,7 @@ def name_row(name: str, path: str | None, line: int | None) -> str:
         'labeled/cat/1.jpg').
     """
     if path is not None and line is None:
-        # ids of two folders begin with labeled/ or unlabeled/
+        # The ids of a source of two folders begin with labeled/ or unlabeled/.
         tail = name.partition("/")[2]
         if path.endswith(f"/{name}") or (tail and path.endswith(f"/{tail}")):
             return name

@@ -120,6 +120,8 @@ def batch_sizes(first: int, num_rows: int, batch_rows: int) -> list[int]:
 def chunk_rows(part_rows: int, max_rows: int) -> int:
     """Return how many rows of a partition are decoded at once.
 
+    The number divides the rows of a partition, so that its chunks have equal size.
+
     Args:
         part_rows: Rows of a partition, as :func:`partition_rows` returns them.
         max_rows: Largest number of rows to return, at least 1.
@@ -198,9 +200,10 @@ class RowInputs(Inputs):
         return len(self.rows)
 
     def parts(self, numbers: Iterable[np.ndarray]) -> Iterator[Partition]:
-        """Yield partitions with ids and images, see :meth:`Inputs.parts`.
+        """Yield partitions with ids and images. The images are not read or copied here.
 
-        The images are not read or copied here.
+        Args:
+            numbers: Row numbers of each partition, int64 (n,), ascending.
         """
         for rows in numbers:
             ids = pa.array(self.rows.ids.take(rows), pa.string())
@@ -243,10 +246,14 @@ class ImageFolder(Inputs):
         return self._num
 
     def parts(self, numbers: Iterable[np.ndarray]) -> Iterator[Partition]:
-        """Yield partitions with ids and images, see :meth:`Inputs.parts`.
+        """Yield partitions with ids and images. The images are not read here.
 
         The ids are the paths below the folder. A partition is left out if the second
         listing ends before its last row.
+
+        Args:
+            numbers: Row numbers of each partition, int64 (n,). They ascend within a
+                partition and from one partition to the next.
 
         Raises:
             ConfigError: After the last partition, if names or sizes of images are not
@@ -311,10 +318,13 @@ class EvenSample(Inputs):
         return self._num
 
     def parts(self, numbers: Iterable[np.ndarray]) -> Iterator[Partition]:
-        """Yield partitions of the sampled rows, see :meth:`Inputs.parts`.
+        """Yield partitions of the sampled rows.
+
+        The row numbers of a partition are those of all rows, not those of the sample.
 
         Args:
-            numbers: Row numbers in the sample of each partition, int64 (n,).
+            numbers: Row numbers in the sample of each partition, int64 (n,). They
+                ascend within a partition and from one partition to the next.
         """
         return self._inputs.parts(
             rows * len(self._inputs) // self._num for rows in numbers
@@ -323,5 +333,10 @@ class EvenSample(Inputs):
     def read(
         self, part: Partition, sizes: Iterable[int]
     ) -> Iterator[tuple[pa.Array, Images]]:
-        """Yield ids and images of a partition in batches, see :meth:`Inputs.read`."""
+        """Yield the ids and images of a partition in batches.
+
+        Args:
+            part: A partition that :meth:`parts` yielded.
+            sizes: Numbers of rows of the batches, in order.
+        """
         return self._inputs.read(part, sizes)
