@@ -23,16 +23,20 @@ from uno.data.text_tables import TextTable, read_text_table
 from uno.errors import ConfigError, one_line
 from uno.text import plural
 
-METADATA = ("metadata.csv", "metadata.jsonl")
-ONE_HOT = "_classes.csv"
+METADATA = ("metadata.csv", "metadata.jsonl")  # tables in the layout of Hugging Face
+ONE_HOT = "_classes.csv"  # table in the layout of Roboflow
 
 
 def has_labels(root: str, names: Mapping[str, str] = NO_NAMES) -> bool:
-    """Return whether tables in a folder say the classes of its images.
+    """Return whether tables in a folder name the classes of its images.
 
     Args:
         root: Local folder or URI.
-        names: What our columns are called in the tables.
+        names: What the tables call our columns, such as 'label', by our names; a column
+            that is missing from it has our name.
+
+    Raises:
+        ConfigError: A table cannot be read.
     """
     label = names.get("label", "label")
     for relative in _find_tables(root):
@@ -52,17 +56,24 @@ def read_annotated_folder(
 ) -> Rows:
     """Read the images that the tables in a folder name.
 
-    The id of a row is the path of its image below ``root``. The split is that of the
-    table's folder, else train.
+    The id of a row is the path of its image below ``root``, unless its table has ids.
+    The split is that of the row's column ``split``, else that of the table's folder,
+    else 'train'.
 
     Args:
         root: Local folder or URI.
-        names: What our columns are called in the tables.
+        names: What the tables call our columns, such as 'label', by our names; a column
+            that is missing from it has our name.
         rules: How image paths are read. They are relative to the table that has them.
         images_only: Whether labels and splits are not read.
 
+    Returns:
+        The rows of all tables. Their warnings say how many images below ``root`` no
+        table names.
+
     Raises:
-        ConfigError: There is no such table, or an image has several classes.
+        ConfigError: There is no such table, a table cannot be read or lacks the column
+            of image paths, or an image has several classes.
     """
     source = f"imagefolder:{root}"
     tables = _find_tables(root)
@@ -107,10 +118,14 @@ def read_annotated_folder(
 
 
 def _warnings_of_left_out(root: str, rows: Rows, rules: PathRules) -> tuple[str, ...]:
-    """Return a line about the images below ``root`` that no table names, if there
-    are any.
+    """Return a warning about images that no table names, if there are any.
+
+    Args:
+        root: Local folder or URI, below which images are searched for.
+        rows: The rows of all tables.
+        rules: How image paths are read.
     """
-    # tables may spell them otherwise
+    # Tables may spell paths in another way, so full paths are compared.
     named = set(rows.images.paths(np.arange(len(rows))))
     inside = filesystem.resolver(root, rules.follow_links)
     listed = filesystem.walk(root, rules.follow_links)
@@ -129,7 +144,10 @@ def _warnings_of_left_out(root: str, rows: Rows, rules: PathRules) -> tuple[str,
 
 
 def _find_tables(root: str) -> list[str]:
-    """Return the relative paths of the tables in a folder and its splits."""
+    """Return the paths of the tables in a folder and in the folders of its splits.
+
+    The paths are relative to ``root``, with '/' as separator.
+    """
     folders, files = filesystem.children(root)
     found = [name for name in files if name in (*METADATA, ONE_HOT)]
     for folder in folders:
@@ -144,7 +162,20 @@ def _find_tables(root: str) -> list[str]:
 def _columns_of_metadata(
     path: str, table: TextTable, names: Mapping[str, str]
 ) -> dict[str, list[Any]]:
-    """Return our columns of a table of Hugging Face's layout."""
+    """Return our columns of a table in the layout of Hugging Face.
+
+    Args:
+        path: The path of the table, for errors.
+        table: The table.
+        names: What the table calls our columns, by our names.
+
+    Returns:
+        The values of 'path', and of those of 'id', 'label', 'eval_label' and 'split'
+        that the table has.
+
+    Raises:
+        ConfigError: The table has no column of image paths.
+    """
     image = names.get("image", "file_name")
     if image not in table.columns:
         has = one_line(", ".join(table.columns)) or "none"
@@ -159,7 +190,19 @@ def _columns_of_metadata(
 
 
 def _columns_of_one_hot(path: str, table: TextTable) -> dict[str, list[Any]]:
-    """Return path and label of a table with a column of 0 and 1 for each class."""
+    """Return path and label of a table with a column of 0 and 1 for each class.
+
+    Args:
+        path: The path of the table, for errors.
+        table: The table, in the layout of Roboflow.
+
+    Returns:
+        The values of 'path' and 'label'. An image with no 1 has no label.
+
+    Raises:
+        ConfigError: The table has no column ``filename``, or an image has several
+            classes or a value other than 0 and 1.
+    """
     if "filename" not in table.columns:
         has = one_line(", ".join(table.columns)) or "none"
         raise ConfigError(f"{path}: needs a column filename; it has {has}")

@@ -1,4 +1,4 @@
-"""What would go wrong with this data, before anything starts (``uno data check``)."""
+"""Find problems of a data set before a run starts, also for ``uno data check``."""
 
 import hashlib
 import time
@@ -29,21 +29,23 @@ from uno.errors import ConfigError, printable
 from uno.limits import MAX_IMAGE_BYTES
 from uno.text import plural
 
-MIN_ROWS_PER_CLUSTER = 2.6  # of a batch, below which pseudo-labels suffer
-# of images that are compared with each other: by ``uno data check``, and by a run
+# Least number of unlabeled rows of a class in a batch. Pseudo-labels get worse below.
+MIN_ROWS_PER_CLUSTER = 2.6
+# bytes of images that are compared by ``uno data check``, and by a run
 MAX_HASHED_BYTES, MAX_HASHED_BYTES_OF_RUN = 2 * 2**30, 256 * 2**20
 HASHERS = 8  # threads that read and hash images
-NUM_HEADERS = 64
+NUM_HEADERS = 64  # images whose headers are read
 NUM_BRIGHTNESS = 16  # images whose brightness is measured
-DARK = 64  # of 255, the brightest pixel of images that are nearly black
-SHRUNK = 3  # times, of the shorter side, beyond which somebody should know
-ORDER_ROWS = 2**22  # whose order is looked at
-NUM_BATCHES = 1000  # of an epoch, whose classes are counted
-NUM_NAMED = 5  # unreadable images in a line
-# times what the most frequent class has of a batch where rows are shuffled
+DARK = 64  # images are nearly black if their brightest pixel is below this, of 255
+SHRUNK = 3  # factor by which the shorter side may be reduced without a warning
+ORDER_ROWS = 2**22  # rows whose order is checked
+NUM_BATCHES = 1000  # batches of an epoch in which classes are counted
+NUM_NAMED = 5  # names that a message lists
+# Rows are sorted by class if the share of the most frequent class in a batch is larger
+# than in batches of shuffled rows by this factor.
 SORTED = 1.25
-BATCH = 32  # images between two looks at the clock
-CHECK_SECONDS = 60.0  # for decoding in ``uno data check`` and in a dry run
+BATCH = 32  # images that are decoded between two looks at the clock
+CHECK_SECONDS = 60.0  # time for decoding in ``uno data check`` and in a dry run
 
 Found = TypeVar("Found")
 
@@ -51,8 +53,10 @@ Found = TypeVar("Found")
 class Problem(NamedTuple):
     """Something about the data that a user should know.
 
-    ``level`` is "error" if the run cannot succeed, "warning" if it runs but the data
-    is suspicious, and "note" for what was not checked.
+    Attributes:
+        level: 'error' if the run cannot succeed, 'warning' if it runs but the data is
+            suspicious, and 'note' for checks that were not made.
+        message: One line that says what is wrong and, if possible, what to do.
     """
 
     level: str
@@ -77,14 +81,14 @@ def check(
     Args:
         task: The rows and their classes.
         config: The configuration of the run.
-        seconds: How long images may be decoded to find unreadable ones. Then at most 2
-            GiB of images are searched for duplicates, wherever they are stored. With 0
-            no image is decoded: the headers of a sample are read, and a sample of local
-            images (256 MiB) is searched for duplicates.
+        seconds: How long images may be decoded to find unreadable ones, in seconds.
+            Then at most 2 GiB of images are searched for duplicates, wherever they are
+            stored. With 0 no image is decoded: the headers of a sample are read, and a
+            sample of local images (256 MiB) is searched for duplicates.
         batch_is_derived: Whether the batch size was derived from the data, so that the
             run derives it again when rows are left out.
-        read_images: Whether images are looked at. A run that goes on with unchanged
-            data has looked at them before.
+        read_images: Whether images are read at all. A run that resumes with unchanged
+            data has checked them before.
     """
     vectors = task.rows.images.vectors(np.arange(len(task.rows)))
     ok = None if vectors is None else ok_mask(vectors[1])
@@ -113,8 +117,8 @@ def check(
 def with_fitting_batch(config: Config, task: Task, ok: np.ndarray | None) -> Config:
     """Return the configuration with the largest batch that the readable rows fill.
 
-    The batch size never grows. Streamed images keep it, because an unreadable image is
-    replaced within its batch.
+    The batch size never grows. It stays as it is for a run without discovery, and for
+    streamed images, because an unreadable one is replaced within its batch.
 
     Args:
         config: The configuration of a run whose batch size was derived from its data.
@@ -134,7 +138,10 @@ def with_fitting_batch(config: Config, task: Task, ok: np.ndarray | None) -> Con
 def row_problems(
     task: Task, config: Config, ok: np.ndarray | None = None
 ) -> Iterator[Problem]:
-    """Yield what the numbers of training rows allow and do not allow.
+    """Yield problems of the numbers of training rows.
+
+    There may be known classes without a readable row, fewer rows than clusters, or too
+    few rows for the batches.
 
     Args:
         task: The rows and their classes.
@@ -160,8 +167,18 @@ def row_problems(
 
 
 def _of_clusters(task: Task, config: Config, unlabeled: int) -> Iterator[Problem]:
-    """Yield whether there are enough unlabeled rows for the clusters of a run."""
-    mixed = config.data.setting == "gcd"  # then known classes need their rows, too
+    """Yield a problem if there are too few unlabeled rows for the clusters of a run.
+
+    It is an error if there are fewer rows than novel classes, or too few for a method
+    that clusters features. It is a warning if an overclustering head has more clusters
+    than there are rows.
+
+    Args:
+        task: The rows and their classes.
+        config: The configuration of the run.
+        unlabeled: Number of readable unlabeled training rows.
+    """
+    mixed = config.data.setting == "gcd"  # some unlabeled rows are of known classes
     num_novel, factor = task.num_novel, max(1, config.model.overcluster_factor)
     few = f"fewer unlabeled images ({unlabeled}) than"
     if unlabeled < num_novel:
@@ -184,8 +201,20 @@ def _of_clusters(task: Task, config: Config, unlabeled: int) -> Iterator[Problem
 
 
 def format_report(task: Task, problems: list[Problem], size: int | None = None) -> str:
-    """Plain text: source, image sizes, the ``size`` in use, a table of classes,
-    notes and problems.
+    """Return the report that ``uno data check`` prints.
+
+    It has the source, the sizes of a sample of images, a table with the numbers of
+    labeled, unlabeled and test rows of each class, notes, problems, and the numbers of
+    errors and warnings.
+
+    Args:
+        task: The rows and their classes.
+        problems: The problems that :func:`check` found.
+        size: The side of the stored images in pixels that a run uses; None to leave the
+            line out.
+
+    Returns:
+        Plain text of several lines.
     """
     rows, headers = task.rows, headers_of(task)[0]
     lines = [
@@ -232,8 +261,12 @@ def format_report(task: Task, problems: list[Problem], size: int | None = None) 
 
 
 def _counts(task: Task) -> np.ndarray:
-    """int64 (C + 1, 3): labeled, unlabeled and test rows of every class; the last
-    row has no truth.
+    """Count the labeled, unlabeled and test rows of each class.
+
+    Returns:
+        int64 (C + 1, 3): a row for each of the C known and novel classes, and a last
+        one for rows without a true class; columns for labeled training rows, unlabeled
+        training rows and test rows.
     """
     counts = np.zeros((len(task.known) + len(task.novel) + 1, 3), dtype=np.int64)
     column = np.where(~task.is_train, 2, np.where(task.labels >= 0, 0, 1))
@@ -242,6 +275,18 @@ def _counts(task: Task) -> np.ndarray:
 
 
 def _of_classes(task: Task, config: Config) -> Iterator[Problem]:
+    """Yield problems of the names of classes and of the numbers of their rows.
+
+    Names are reported that differ only in case or spaces, or that seem to stand for a
+    missing label. Numbers are reported if there is one known class, if all unlabeled
+    rows will be in one novel class, if fewer classes are to be discovered than are
+    hidden, and for classes with no training image or a single one. A known class with
+    no training image is an error; the others are warnings.
+
+    Args:
+        task: The rows and their classes.
+        config: The configuration of the run.
+    """
     seen: dict[str, str] = {}
     for name in task.known + task.novel:
         other = seen.setdefault(" ".join(name.casefold().split()), name)
@@ -293,7 +338,18 @@ def _of_classes(task: Task, config: Config) -> Iterator[Problem]:
 def _of_batches(
     task: Task, config: Config, labeled: int, unlabeled: int
 ) -> Iterator[Problem]:
-    """Yield whether the rows fill the batches of the phases that take steps."""
+    """Yield problems of filling the batches of the phases that are trained.
+
+    It is an error if the rows do not fill a batch. Warnings say that there are fewer
+    labeled images than a batch has, or fewer than :data:`MIN_ROWS_PER_CLUSTER`
+    unlabeled images of each class in a batch.
+
+    Args:
+        task: The rows and their classes.
+        config: The configuration of the run.
+        labeled: Number of labeled training rows.
+        unlabeled: Number of unlabeled training rows.
+    """
     size, workers = config.train.batch_size, config.compute.num_workers
     mixed = config.data.setting == "gcd"
     num_classes = task.num_novel + (task.num_known if mixed else 0)
@@ -320,19 +376,24 @@ def _of_batches(
 
 
 def _of_order(task: Task, config: Config) -> Iterator[Problem]:
-    """What is read together is mixed by windows of it: where it is sorted by class,
-    batches hold few.
+    """Yield a warning if streamed images are sorted by class.
+
+    Images that are stored together are read together and mixed only with those read at
+    about the same time. If they are sorted by class, a batch has images of few classes.
+    The mean share of the most frequent class in batches of this order is compared with
+    that in batches of shuffled rows, for labeled and for unlabeled rows. Images that
+    are not streamed, or are read one by one, are not checked.
     """
     images = task.rows.images
     if images.groups(np.arange(0)) is None or config.data.loading != "streaming":
         return
     all_groups = images.groups(np.arange(len(images)))
     assert all_groups is not None
-    # of many rows whole groups of a part
+    # Of many rows only some groups are checked, with all of their rows.
     seen = all_groups % -(-len(images) // ORDER_ROWS) == 0
     window = window_rows(images)
     workers = max(1, config.compute.num_workers)
-    with suppress(ConfigError):  # batches that do not work are a problem of their own
+    with suppress(ConfigError):  # `_of_batches` reports batches that cannot be filled
         plan = make_plan(
             config.seed,
             config.data.batch_sampling,
@@ -374,9 +435,19 @@ def _of_order(task: Task, config: Config) -> Iterator[Problem]:
 
 
 def largest_share(classes: np.ndarray, size: int, workers: int) -> float:
-    """Mean share of the most frequent class in batches of ``size`` rows, among those
-    with a class: 0-1. Of ``classes`` int64 (N,) in the order of training, -1: none,
-    each worker reads its own part. Of many batches a sample is looked at.
+    """Return the mean share of the most frequent class in batches.
+
+    Rows without a class are not counted. Of many batches an evenly spaced sample is
+    used.
+
+    Args:
+        classes: int64 (N,), the class of each row in the order of training, -1 for
+            none. Each worker reads a contiguous part of them.
+        size: Number of rows of a batch.
+        workers: Number of workers, whose parts are batched together.
+
+    Returns:
+        A number from 0 to 1, which is 0 if no row of the batches has a class.
     """
     steps = len(classes) // size
     parts = classes[: steps * size].reshape(workers, steps, -1)[
@@ -394,6 +465,15 @@ def largest_share(classes: np.ndarray, size: int, workers: int) -> float:
 def _of_sizes(
     config: Config, headers: Sequence[tuple[str, int, int]]
 ) -> Iterator[Problem]:
+    """Yield a warning if images are reduced so much that most detail is lost.
+
+    That is the case if their median shorter side is more than :data:`SHRUNK` times the
+    side that the run uses.
+
+    Args:
+        config: The configuration of the run.
+        headers: Format, width and height in pixels of a sample of images.
+    """
     side = min(config.data.stored_size, config.augment.large.size)
     usual = int(
         np.median([min(width, height) for _, width, height in headers] or [side])
@@ -407,8 +487,9 @@ def _of_sizes(
 
 
 def _of_brightness(task: Task) -> Iterator[Problem]:
-    """Warn if a sample of images is nearly black, as 12-bit values in 16-bit files
-    are.
+    """Yield a warning if a sample of images is nearly black.
+
+    This happens when 12-bit values are stored in 16-bit files.
     """
     images = task.rows.images
     if images.vectors(np.arange(0)) is not None:
@@ -435,14 +516,21 @@ def _of_brightness(task: Task) -> Iterator[Problem]:
 
 
 def _name(task: Task, row: int) -> str:
-    """Return what people are told about a row: its id, path and line."""
+    """Return how messages name a row: its id, path and line."""
     (name,) = row_names(task.rows.ids, task.rows.images, [row])
     return name
 
 
 def headers_of(task: Task) -> tuple[list[tuple[str, int, int]], list[str]]:
-    """Headers of a sample of rows, and the reasons of the unreadable ones with their
-    ids.
+    """Read the headers of a sample of at most :data:`NUM_HEADERS` images.
+
+    Args:
+        task: The rows.
+
+    Returns:
+        Format, width and height in pixels of each readable image of the sample; and for
+        each unreadable one 'ID: REASON'. For a source of vectors there are no headers,
+        and the unusable rows of the whole source are returned.
     """
     headers, bad, images = [], [], task.rows.images
     if (ready := images.vectors(np.arange(len(images)))) is not None:
@@ -461,15 +549,22 @@ def headers_of(task: Task) -> tuple[list[tuple[str, int, int]], list[str]]:
 def _look_at(
     images: Images, rows: np.ndarray, look: Callable[[Image], Found]
 ) -> Iterator[tuple[int, Found | BadImage]]:
-    """Call ``look`` on the images of ``rows`` in threads.
+    """Call ``look`` on the images of some rows, in threads.
 
     Images that are stored together, such as those of a tar shard, are read together.
 
+    Args:
+        images: The images of all rows.
+        rows: Row numbers, int64 (n,).
+        look: A function of an image, which may raise a BadImage.
+
     Yields:
-        For each row its number and what ``look`` returned, or the BadImage it raised.
+        For each of ``rows`` its number and what ``look`` returned, or the BadImage that
+        it raised. The rows may come in another order.
     """
 
     def look_at(image: Image) -> Found | BadImage:
+        """Return what ``look`` returns, or the BadImage that it raises."""
         try:
             return look(image)
         except BadImage as error:
@@ -487,8 +582,14 @@ def _decode_within(
 ) -> tuple[np.ndarray, list[Problem]]:
     """Decode the images as a run would, until the time is up.
 
+    Args:
+        task: The rows.
+        config: The configuration of the run.
+        seconds: The time limit, which is checked before each batch.
+
     Returns:
-        bool (N,), False for each image that cannot be read, and the problems.
+        bool (N,), False for each image that was found to be unreadable; and the
+        problems: unreadable images, and that not all images were decoded.
     """
     num, end, looked = len(task.rows), time.monotonic() + seconds, 0
     size, threads = config.data.stored_size, config.compute.threads
@@ -514,9 +615,14 @@ def _decode_within(
 
 
 def _duplicates(task: Task, in_full: bool) -> Iterator[Problem]:
-    """Yield what exact copies there are (the same bytes or pixels), and how many images
-    were compared: copies in both splits, both labeled and unlabeled, or under two
-    labels.
+    """Yield warnings about exact copies of images, which have equal bytes or pixels.
+
+    Copies are reported if they are in both splits, both labeled and unlabeled, both
+    unlabeled, or under two known labels. A note says which images were not compared.
+
+    Args:
+        task: The rows and their classes.
+        in_full: Whether more images are compared, see :func:`_copies`.
     """
     groups, note = _copies(task, in_full)
     found: dict[str, list[list[int]]] = defaultdict(list)
@@ -538,16 +644,19 @@ def _duplicates(task: Task, in_full: bool) -> Iterator[Problem]:
 
 
 def _copies(task: Task, in_full: bool) -> tuple[list[list[int]], str]:
-    """Find rows with equal content. Only files of equal size are read.
+    """Find rows with equal content.
+
+    Only files with the same size as another one are read.
 
     Args:
         task: The rows.
-        in_full: Whether up to 2 GiB are read, of remote images, too; otherwise up to
-            256 MiB of local images.
+        in_full: Whether up to 2 GiB of images are read, also from remote storage.
+            Otherwise up to 256 MiB of local images are read.
 
     Returns:
-        Groups of rows with equal content; and a line that says which images were not
-        compared, "" if all were.
+        Groups of two or more row numbers with equal content; and a text that says which
+        images were not compared, '' if all were. For a source of vectors the first
+        views are compared.
     """
     images, rows = task.rows.images, np.arange(len(task.rows))
     if (vectors := images.vectors(rows)) is not None:
@@ -559,11 +668,11 @@ def _copies(task: Task, in_full: bool) -> tuple[list[list[int]], str]:
         text = "images in remote storage were not searched for duplicates"
         return [], f"{text}; {advice}"
     notes = list[str]()
-    keys = images.groups(rows)  # what is read together
+    keys = images.groups(rows)  # equal for images that are stored together
     sizes = images.sizes(rows)
-    if keys is None:  # else sizes are means
+    if keys is None:  # the sizes are those of the images, and not means of a group
         unknown = int((sizes < 0).sum())
-        if unknown and images.is_remote:  # else there are no such files
+        if unknown and images.is_remote:  # a local file of unknown size is missing
             what = plural(unknown, "image")
             notes.append(f"{what} of unknown size not searched for duplicates")
         _, same, counts = np.unique(sizes, return_inverse=True, return_counts=True)
@@ -583,16 +692,16 @@ def _copies(task: Task, in_full: bool) -> tuple[list[list[int]], str]:
 
 
 def _sample_by_key(keys: np.ndarray, sizes: np.ndarray, limit: int) -> np.ndarray:
-    """Choose rows of about ``limit`` bytes at most, all rows of a key or none.
+    """Choose rows with about ``limit`` bytes in all, either all rows of a key or none.
 
     Args:
         keys: (n,), equal for rows that are to be chosen together.
-        sizes: int64 (n,), the bytes of each row.
+        sizes: int64 (n,), the number of bytes of each row.
         limit: The number of bytes.
 
     Returns:
-        int64 (m,), the chosen of the n rows, in order. Single rows are chosen if the
-        rows of one key alone have too many bytes.
+        int64 (m,), ascending positions of the chosen rows among the n rows. If not even
+        the rows of one key are within the limit, single rows are chosen.
     """
     share = limit / max(1, int(sizes.sum()))
     if share >= 1:
@@ -607,8 +716,11 @@ def _sample_by_key(keys: np.ndarray, sizes: np.ndarray, limit: int) -> np.ndarra
 def _digest(image: Image) -> bytes:
     """Hash the stored bytes or the pixels of an image.
 
+    Returns:
+        16 bytes that are equal for images with equal content.
+
     Raises:
-        BadImage: The image cannot be read or is empty; decoding reports it.
+        BadImage: The image cannot be read or is empty.
     """
     try:
         if isinstance(image, str):

@@ -1,4 +1,4 @@
-"""CIFAR10 and CIFAR100 as their makers publish them, read by torchvision.
+"""Read CIFAR10 and CIFAR100 as their makers publish them, with torchvision.
 
 The files are pickles, and loading a pickle can run code. A file is loaded only if its
 MD5 checksum is the one that torchvision lists for it.
@@ -42,14 +42,14 @@ LAYOUTS = {
 
 
 def recognize_cifar(folders: list[str], files: list[str]) -> list[str]:
-    """Return which of the two data sets a folder holds or is.
+    """Return which of the two data sets a folder contains or is.
 
     Args:
         folders: Names of the folders in it.
         files: Names of the files in it.
 
     Returns:
-        Any of 'cifar10' and 'cifar100'.
+        Some of 'cifar10' and 'cifar100', possibly none.
     """
     return [
         name
@@ -59,18 +59,19 @@ def recognize_cifar(folders: list[str], files: list[str]) -> list[str]:
 
 
 def read_cifar(name: str, path: str, download: bool) -> Rows:
-    """Read a data set.
+    """Read CIFAR10 or CIFAR100.
 
     The rows are in the order of torchvision's lists of files, training files first.
     Their ids are ``FILE#NUMBER``, such as ``test_batch#17``.
 
     Args:
         name: 'cifar10' or 'cifar100'.
-        path: Folder or URI that holds the folder of the unpacked archive, or is it.
+        path: Folder or URI of the unpacked archive, or of the folder that contains it.
         download: Whether to download and unpack the archive if that folder is missing.
 
     Returns:
-        Images uint8 (N, 32, 32, 3), with the classes in the order of their numbers.
+        Rows with images uint8 (N, 32, 32, 3), a label for each row, and the classes in
+        the order of their numbers.
 
     Raises:
         ConfigError: The data set is missing, cannot be read or downloaded, or one of
@@ -95,7 +96,7 @@ def read_cifar(name: str, path: str, download: bool) -> Rows:
 
 
 def _torchvision_class(name: str) -> Any:
-    """Return torchvision's data set, which knows the files and their checksums."""
+    """Return torchvision's class for a data set, which lists files and checksums."""
     from torchvision import datasets  # slow to import
 
     return {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}[name]
@@ -104,8 +105,15 @@ def _torchvision_class(name: str) -> Any:
 def _read_published(name: str, root: str) -> list[Any]:
     """Return torchvision's training and test set of the files in ``root``.
 
-    The checked bytes are copied to a private folder that torchvision reads: nobody can
-    change a file after its check, and ``root`` may be in remote storage.
+    The checked bytes are copied to a private folder that torchvision reads. So nobody
+    can change a file after its check, and ``root`` may be in remote storage.
+
+    Args:
+        name: 'cifar10' or 'cifar100'.
+        root: Folder or URI of the unpacked archive.
+
+    Raises:
+        ConfigError: A file cannot be read or copied, or is not the published one.
     """
     published = _torchvision_class(name)
     meta = published.meta["filename"], published.meta["md5"]
@@ -129,7 +137,16 @@ def _read_published(name: str, root: str) -> list[Any]:
 
 
 def _find(name: str, path: str, download: bool) -> str:
-    """Return the folder with the files of a data set, downloaded if that is allowed."""
+    """Return the folder of the unpacked archive, downloaded if that is allowed.
+
+    Args:
+        name: 'cifar10' or 'cifar100'.
+        path: Folder or URI of the unpacked archive, or of the folder that contains it.
+        download: Whether to download the archive if the folder is missing.
+
+    Raises:
+        ConfigError: The folder is missing, or the download fails.
+    """
     layout = LAYOUTS[name]
     if filesystem.kind(filesystem.join(path, layout.meta)) == "file":
         return path
@@ -145,8 +162,16 @@ def _find(name: str, path: str, download: bool) -> str:
 def _download(name: str, path: str) -> None:
     """Download an archive, check its checksum and unpack it below ``path``.
 
-    It is unpacked in a temporary folder beside its place and renamed when it is whole.
-    Another process may be there first.
+    An archive that is already in ``path`` is not downloaded again. It is unpacked in a
+    temporary folder in ``path``, which is renamed when it is complete. If another
+    process has unpacked it meanwhile, that folder is kept.
+
+    Args:
+        name: 'cifar10' or 'cifar100'.
+        path: Local folder, which is created if it is missing.
+
+    Raises:
+        ConfigError: ``path`` is a URI, or the archive cannot be downloaded or unpacked.
     """
     from torchvision.datasets.utils import check_integrity, download_and_extract_archive
 

@@ -1,4 +1,4 @@
-"""Compact columns of ids and labels.
+"""Keep ids and labels in compact columns.
 
 A data set has up to 100 million rows, and a Python string for each takes too much
 memory. Ids are kept as Arrow text, or are made from file names and numbers when they
@@ -20,16 +20,24 @@ import pyarrow as pa
 import pyarrow.compute
 
 ROWS_AT_ONCE = 2**13  # rows that are Python objects at the same time
-PLAIN = r"^[ !#-\[\]-~]*$"  # text that JSON does not escape
+PLAIN = r"^[ !#-\[\]-~]*$"  # matches text in which JSON escapes no character
 Item = TypeVar("Item")
 
 
 class Column(Sequence[Item], ABC):
-    """A read-only sequence of N values that are read by row number."""
+    """A read-only sequence of N values that are read by row number.
+
+    An index or a slice gives one value or a list of values. Two columns are equal if
+    their values are.
+    """
 
     @abstractmethod
     def take(self, rows: np.ndarray) -> list[Item]:
-        """Return the values of ``rows``, int64 (n,)."""
+        """Return the values of some rows, in that order.
+
+        Args:
+            rows: Row numbers, int64 (n,).
+        """
 
     def json(self, rows: np.ndarray) -> Any:
         """Return the values of some rows as JSON.
@@ -63,10 +71,10 @@ class Column(Sequence[Item], ABC):
 
 @dataclass(frozen=True, eq=False)
 class Text(Column[str]):
-    """Ids in an Arrow array of large strings.
+    """A column of ids in an Arrow array of large strings.
 
     Attributes:
-        array: The ids, which take their text and 8 bytes a row.
+        array: The ids. They take 8 bytes a row besides their text.
     """
 
     array: Any
@@ -86,13 +94,19 @@ class Text(Column[str]):
         return len(self.array)
 
     def take(self, rows: np.ndarray) -> list[str]:
-        """Return the values of ``rows``, int64 (n,)."""
+        """Return the ids of some rows int64 (n,), in that order."""
         return list(self.array.take(pa.array(rows)).to_pylist())
 
     def json(self, rows: np.ndarray) -> Any:
-        """Return the values of ``rows`` as JSON, as :meth:`Column.json`.
+        """Return the ids of some rows as JSON.
 
         Text without special characters is only put between quotes, which is fast.
+
+        Args:
+            rows: Row numbers, int64 (n,).
+
+        Returns:
+            An Arrow array of n large strings.
         """
         values = self.array.take(pa.array(rows))
         if not pa.compute.all(
@@ -102,9 +116,10 @@ class Text(Column[str]):
         return joined("", '"', values, '"')
 
     def repeated(self) -> str | None:
-        """Return the first id that an earlier row has, too, or None.
+        """Return the first id that an earlier row also has, or None if all ids differ.
 
-        The ids are sorted, which takes 8 bytes a row and their text once more.
+        The ids are sorted, which takes memory for 8 bytes a row and for their text once
+        more.
         """
         order = pa.compute.array_sort_indices(self.array)
         values = self.array.take(order)
@@ -116,11 +131,18 @@ class Text(Column[str]):
         return str(self.array[int(later.min())].as_py())
 
     def pick(self, rows: np.ndarray) -> Text:
-        """Return the column of only ``rows``, int64 (n,), in that order."""
+        """Return the column of only some rows int64 (n,), in that order."""
         return Text(self.array.take(pa.array(rows)))
 
     def find(self, names: Iterable[str]) -> dict[str, int]:
-        """Return the row number of each of ``names`` that is an id of a row."""
+        """Find the rows that have given ids.
+
+        Args:
+            names: Texts to search for.
+
+        Returns:
+            The row number of each of ``names`` that is the id of a row.
+        """
         wanted = pa.array(names, pa.large_string())
         rows = np.flatnonzero(
             pa.compute.is_in(self.array, wanted).to_numpy(zero_copy_only=False)
@@ -130,11 +152,14 @@ class Text(Column[str]):
 
 @dataclass(frozen=True, eq=False)
 class Numbered(Column[str]):
-    """Ids ``FILE#NUMBER`` of rows in files, which are made when they are read.
+    """A column of ids ``FILE#NUMBER`` for rows in files.
+
+    NUMBER counts the rows of a file from 0. The ids are made when they are read.
 
     Attributes:
         files: Names of F files.
-        starts: Row number of the first row of each file, and N: int64 (F + 1,).
+        starts: Row number of the first row of each file, and at the end N: int64 (F +
+            1,).
     """
 
     files: Sequence[str]
@@ -144,13 +169,19 @@ class Numbered(Column[str]):
         return int(self.starts[-1])
 
     def take(self, rows: np.ndarray) -> list[str]:
-        """Return the values of ``rows``, int64 (n,)."""
+        """Return the ids of some rows int64 (n,), in that order."""
         return list(self._joined(self.files, rows).to_pylist())
 
     def json(self, rows: np.ndarray) -> Any:
-        """Return the values of ``rows`` as JSON, as :meth:`Column.json`.
+        """Return the ids of some rows as JSON.
 
-        The name of each file is escaped once.
+        The name of each file is escaped once, and not for each row.
+
+        Args:
+            rows: Row numbers, int64 (n,).
+
+        Returns:
+            An Arrow array of n large strings.
         """
         return joined(
             "",
@@ -160,11 +191,18 @@ class Numbered(Column[str]):
         )
 
     def pick(self, rows: np.ndarray) -> Text:
-        """Return the column of only ``rows``, int64 (n,), in that order."""
+        """Return the column of only some rows int64 (n,), in that order."""
         return Text(self._joined(self.files, rows))
 
     def find(self, names: Iterable[str]) -> dict[str, int]:
-        """Return the row number of each of ``names`` that is an id of a row."""
+        """Find the rows that have given ids.
+
+        Args:
+            names: Texts to search for.
+
+        Returns:
+            The row number of each of ``names`` that is the id of a row.
+        """
         index_of_file = {file: i for i, file in enumerate(self.files)}
         sizes = np.diff(self.starts)
         row_of_name = dict[str, int]()
@@ -177,7 +215,15 @@ class Numbered(Column[str]):
         return row_of_name
 
     def _joined(self, files: Sequence[str], rows: np.ndarray) -> Any:
-        """Return the ids of ``rows``, with other names for the files."""
+        """Return the ids of some rows, with given names of the files.
+
+        Args:
+            files: F names to use in place of :attr:`files`.
+            rows: Row numbers, int64 (n,).
+
+        Returns:
+            An Arrow array of n large strings.
+        """
         file_of_row = np.searchsorted(self.starts, rows, side="right") - 1
         names = pa.array(files, pa.large_string()).take(pa.array(file_of_row))
         return joined("#", names, decimal(rows - self.starts[file_of_row]))
@@ -185,7 +231,8 @@ class Numbered(Column[str]):
     def repeated(self) -> str | None:
         """Return an id that two rows have in common, or None if all ids differ.
 
-        Rows of one file always differ, since their ids have different numbers.
+        Rows of one file always differ, because their ids have different numbers. So the
+        ids are compared only if two files have the same name.
         """
         full = [
             file
@@ -205,7 +252,7 @@ Ids = Text | Numbered
 
 @dataclass(frozen=True, eq=False)
 class Labels(Column[str | None]):
-    """The class of each row.
+    """A column with the class of each row.
 
     Attributes:
         classes: Names of classes, some of which may have no row.
@@ -218,48 +265,67 @@ class Labels(Column[str | None]):
 
     @classmethod
     def of(cls, names: Iterable[str | None]) -> Labels:
-        """Make a column of class names, None for a row without a label.
+        """Make a column of class names.
 
-        The classes are in the order of their first rows.
+        Args:
+            names: The class of each row, or None for a row without a label.
+
+        Returns:
+            A column with the classes in the order of their first rows.
         """
         index: dict[str, int] = {}
         codes = (
             -1 if name is None else index.setdefault(name, len(index)) for name in names
         )
-        # the generator fills the index
+        # The generator fills the index, so the array is made before the classes.
         all_codes = np.fromiter(codes, np.int32)
         return cls(tuple(index), all_codes)
 
     @classmethod
     def none(cls, num_rows: int) -> Labels:
-        """Make a column of rows without labels."""
+        """Make a column of ``num_rows`` rows without labels."""
         return cls((), np.full(num_rows, -1, np.int32))
 
     def __len__(self) -> int:
         return len(self.codes)
 
     def take(self, rows: np.ndarray) -> list[str | None]:
-        """Return the values of ``rows``, int64 (n,)."""
+        """Return the class names of some rows int64 (n,), in that order.
+
+        The value is None for a row without a label.
+        """
         return [
             None if code < 0 else self.classes[code]
             for code in self.codes[rows].tolist()
         ]
 
     def json(self, rows: np.ndarray) -> Any:
-        """Return the values of ``rows`` as JSON, as :meth:`Column.json`.
+        """Return the class names of some rows as JSON.
 
-        The name of each class is escaped once.
+        A row without a label is ``null``. The name of each class is escaped once, and
+        not for each row.
+
+        Args:
+            rows: Row numbers, int64 (n,).
+
+        Returns:
+            An Arrow array of n large strings.
         """
         texts = pa.array([*map(json.dumps, self.classes), "null"], pa.large_string())
         return texts.take(pa.array(self.codes[rows] % len(texts)))
 
     def pick(self, rows: np.ndarray) -> Labels:
-        """Return the column of only ``rows``: row numbers int64 (n,), or bool (N,)."""
+        """Return the column of only some rows.
+
+        Args:
+            rows: Row numbers int64 (n,) in the order of the result, or a mask bool
+                (N,).
+        """
         return Labels(self.classes, self.codes[rows])
 
     @property
     def given(self) -> np.ndarray:
-        """Whether each row has a label: bool (N,)."""
+        """Whether each row has a label, bool (N,)."""
         return self.codes >= 0
 
     @property
@@ -276,7 +342,8 @@ class Labels(Column[str | None]):
             classes: Names of classes.
 
         Returns:
-            int64 (N,), with -1 for a row without a label or of a class not listed.
+            int64 (N,), with -1 for a row without a label or of a class that is not
+            listed.
         """
         place = {name: i for i, name in enumerate(classes)}
         return np.array(
@@ -287,16 +354,24 @@ class Labels(Column[str | None]):
         """Rename the classes. Classes that get the same name become one class.
 
         Args:
-            names: The new name of each of ``classes``.
+            names: The new name of each of ``classes``, in their order.
 
         Returns:
-            A column with the classes in the order of their first new names.
+            A column with the classes in the order in which their new names first occur
+            in ``names``.
         """
         merged = Labels.of(names)
         return Labels(merged.classes, np.append(merged.codes, np.int32(-1))[self.codes])
 
     def or_else(self, other: Labels) -> Labels:
-        """Return these labels, with those of ``other`` for rows without a label."""
+        """Return these labels, and the labels of ``other`` for rows without one here.
+
+        Args:
+            other: Labels of the same N rows.
+
+        Returns:
+            A column with the classes of both, of which a name may occur twice.
+        """
         theirs = np.where(other.given, other.codes + len(self.classes), -1)
         return Labels(
             (*self.classes, *other.classes), np.where(self.given, self.codes, theirs)
@@ -304,11 +379,12 @@ class Labels(Column[str | None]):
 
 
 def joined(separator: str, *parts: Any) -> Any:
-    """Join text for each row.
+    """Join texts row by row.
 
     Args:
         separator: Text between two parts.
-        parts: Arrow arrays of n large strings, or text that is the same for all rows.
+        *parts: Arrow arrays of n large strings, or a text that is the same for all
+            rows.
 
     Returns:
         An Arrow array of n large strings.
@@ -323,12 +399,12 @@ def joined(separator: str, *parts: Any) -> Any:
 
 
 def decimal(numbers: np.ndarray) -> Any:
-    """Return integers (n,) as text, an Arrow array of large strings."""
+    """Return integers (n,) as decimal text, in an Arrow array of large strings."""
     return pa.array(numbers).cast(pa.large_string())
 
 
 def chunks(values: Iterable[Item]) -> Iterator[list[Item]]:
-    """Yield ``values`` as lists of at most :data:`ROWS_AT_ONCE`."""
+    """Yield ``values`` as lists of at most :data:`ROWS_AT_ONCE` values, in order."""
     rest = iter(values)
     while some := list(islice(rest, ROWS_AT_ONCE)):
         yield some

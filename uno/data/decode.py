@@ -1,6 +1,9 @@
-"""Encoded image -> square uint8 pixels, for files nobody vouches for: the header is
-read first (format, pixel and byte caps), then the pixels; whatever goes wrong is a
-BadImage. Pillow decodes (480 ImageNet originals/s).
+"""Decode encoded images from any origin to square uint8 pixels.
+
+The files may be damaged or hostile. The header is read first, and its format and its
+numbers of bytes and pixels are checked. Then the pixels are decoded. An image that
+cannot be used raises :class:`BadImage`, whatever is wrong with it. Pillow decodes,
+about 480 original images of ImageNet a second.
 """
 
 import errno
@@ -44,18 +47,19 @@ from uno.limits import (
 from uno.threads import start_pool
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
-"""What is decoded (first frame, first page); everything else, EPS above all, never
-reaches a decoder.
+"""Formats that are decoded: the first frame or page of an image. Files of any other
+format, above all EPS, never reach one of Pillow's decoders.
 """
 DRAFT = 4
-"""JPEG is decoded at 1/2, 1/4 or 1/8 scale where that leaves at least this many times
-the final side: 2.9 times faster from 4000 x 3000 to 224 px; ImageNet originals then
-differ by .65 of 255 at 32 px, 0 at 224.
+"""A JPEG is decoded at the scale 1/2, 1/4 or 1/8 if its sides still have at least this
+many times the pixels of the final side. From 4000 x 3000 to 224 pixels this is 2.9
+times as fast. For ImageNet's original images the results differ by 0.65 of 255 at 32
+pixels, and not at all at 224.
 """
 JPEGS = ("JPEG", "MPO")  # formats that can be decoded at a smaller scale
-ORIENTATION = 0x0112
-BITS_PER_SAMPLE = 0x0102  # a tag of TIFF
-BRIGHTNESS_SIDE = 64  # of a JPEG whose brightness is measured, pixels
+ORIENTATION = 0x0112  # the EXIF tag
+BITS_PER_SAMPLE = 0x0102  # the TIFF tag
+BRIGHTNESS_SIDE = 64  # side in pixels for which a JPEG is decoded by `brightness`
 UPRIGHT = {
     2: Pillow.Transpose.FLIP_LEFT_RIGHT,
     3: Pillow.Transpose.ROTATE_180,
@@ -65,14 +69,14 @@ UPRIGHT = {
     7: Pillow.Transpose.TRANSVERSE,
     8: Pillow.Transpose.ROTATE_90,
 }
-BATCHES_AHEAD = 2  # that are decoded while the model works
-PIECE_ROWS = 64  # that a thread decodes
-HEADER_BYTES = 2**16  # that are read at once to find the size of an image
-READERS = 4  # threads that read what is read together
-# what warnings.filters begins with while images are decoded
+BATCHES_AHEAD = 2  # batches that are decoded while the model works on another one
+PIECE_ROWS = 64  # images that a thread decodes at once
+HEADER_BYTES = 2**16  # bytes that are read at once to find the header of an image
+READERS = 4  # threads that read images that are stored together
+# the first entries of warnings.filters while images are decoded
 IGNORED = (
     ("ignore", None, Warning, re.compile(r"PIL\."), 0),
-    # of PyTorch: it shares Pillow's memory, and nobody writes to it
+    # a warning of PyTorch for tensors that share Pillow's memory; nobody writes to them
     (
         "ignore",
         re.compile("The given NumPy array is not writable", re.IGNORECASE),
@@ -82,7 +86,7 @@ IGNORED = (
     ),
 )
 BAD_SAMPLES = "bad_samples.jsonl"
-# of the process or the machine, whatever file is read
+# error numbers that concern the process or the machine, not the file that is read
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 BadSample = dict[str, Any]
@@ -90,22 +94,24 @@ BadSample = dict[str, Any]
 Result = TypeVar("Result")
 Interpolation = Literal["bilinear", "bicubic"]
 DecodedBatch = tuple[np.ndarray, Tensor, list[str | None]]
-"""Rows (b,), images uint8 (b,3,S,S), why a row has none: of :func:`decoded`."""
+"""Row numbers int64 (b,), pixels uint8 (b, 3, S, S), and for each row the reason why it
+cannot be used, or None. See :func:`decoded`.
+"""
 
 log = logging.getLogger(__name__)
 
 
 class BadImage(Exception):
-    """An image that cannot be used; the message is the reason, one line."""
+    """An image that cannot be used. The message is the reason, in one line."""
 
 
 def ignore_image_warnings() -> None:
     """Ignore the warnings of :data:`IGNORED` from now on, in the whole process.
 
     Pillow warns of damaged metadata and of large pictures, image by image. Such images
-    are checked here. Warning filters belong to the process and not to a thread. So the
-    filters match nothing else, and they stay: to remove them would also remove those
-    that other threads have added meanwhile.
+    are checked here. Warning filters belong to the process and not to a thread, so they
+    match only these warnings. They are never removed: that would also remove the
+    filters that other threads have added meanwhile.
     """
     if (*warnings.filters[: len(IGNORED)],) != IGNORED:
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
@@ -115,8 +121,22 @@ def ignore_image_warnings() -> None:
 def decode(
     image: Image, size: int, interpolation: Interpolation = "bilinear"
 ) -> np.ndarray:
-    """``image`` -> uint8 (3,size,size): upright, RGB, center crop, resized
-    (antialiased). Raises BadImage.
+    """Decode an image to a square.
+
+    The image is turned upright, converted to RGB, cropped to the centered square and
+    resized with antialiasing.
+
+    Args:
+        image: Encoded bytes, a path or URI, or pixels uint8 (H, W, 3).
+        size: The side of the result in pixels.
+        interpolation: How the square is resized.
+
+    Returns:
+        uint8 (3, size, size).
+
+    Raises:
+        BadImage: The image cannot be used.
+        StorageError: The image's file cannot be read now, but perhaps later.
     """
     if isinstance(image, np.ndarray):
         _check_array(image)
@@ -131,9 +151,21 @@ def decode(
 
 
 def decode_rgb(image: Image, side: int) -> np.ndarray:
-    """``image`` -> uint8 (H,W,3 or 4), not to be written to: upright, RGB, whole, a
-    JPEG maybe at a smaller scale (:data:`DRAFT`). A fourth channel means nothing.
-    Raises BadImage.
+    """Decode a whole image, upright and in RGB.
+
+    Args:
+        image: Encoded bytes, a path or URI, or pixels uint8 (H, W, 3).
+        side: The side of a square in pixels that the image is used for later. A JPEG
+            may be decoded at a smaller scale that suffices for it, see :data:`DRAFT`.
+
+    Returns:
+        uint8 (H, W, 3) or (H, W, 4), where the fourth channel has no meaning. The array
+        must not be written to, because it may share its memory with Pillow or be
+        ``image`` itself.
+
+    Raises:
+        BadImage: The image cannot be used.
+        StorageError: The image's file cannot be read now, but perhaps later.
     """
     if isinstance(image, np.ndarray):
         _check_array(image)
@@ -145,20 +177,24 @@ def decode_rgb(image: Image, side: int) -> np.ndarray:
 def decode_square_and_rgb(
     image: Image, size: int, side: int, interpolation: Interpolation = "bilinear"
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Read an image once and decode it to what two functions return.
+    """Decode an image to the results of both :func:`decode` and :func:`decode_rgb`.
+
+    The image is read once.
 
     Args:
-        image: Encoded bytes, a path or pixels.
+        image: Encoded bytes, a path or URI, or pixels uint8 (H, W, 3).
         size: The side of the square in pixels, as :func:`decode` takes it.
         side: The side in pixels that :func:`decode_rgb` takes.
         interpolation: How the square is resized.
 
     Returns:
-        The square of :func:`decode` and the pixels of :func:`decode_rgb`, to the bit.
-        A JPEG is decoded once more if the two take it at different scales.
+        The square uint8 (3, size, size) and the pixels uint8 (H, W, 3 or 4), with
+        exactly the values that the two functions return. A JPEG is decoded twice if the
+        two functions decode it at different scales.
 
     Raises:
         BadImage: The image cannot be used.
+        StorageError: The image's file cannot be read now, but perhaps later.
     """
     if isinstance(image, np.ndarray):
         return decode(image, size, interpolation), decode_rgb(image, side)
@@ -180,13 +216,26 @@ def decode_many(
     threads: int | None = None,
     interpolation: Interpolation = "bilinear",
 ) -> tuple[Tensor, list[str | None]]:
-    """N images -> (uint8 (N,3,size,size), bad ones black; why an image has no
-    pixels, None where it has).
+    """Decode N images to squares, in several threads.
+
+    Args:
+        images: The images.
+        size: The side of the squares in pixels.
+        threads: Number of threads; None or 0 for PyTorch's number of threads.
+        interpolation: How the squares are resized.
+
+    Returns:
+        Pixels uint8 (N, 3, size, size), black for images that cannot be used, and for
+        each image the reason why it cannot be used, or None.
+
+    Raises:
+        StorageError: An image's file cannot be read now, but perhaps later.
     """
     pixels = torch.zeros(len(images), 3, size, size, dtype=torch.uint8)
     out, reasons = pixels.numpy(), [None] * len(images)  # type: np.ndarray, list[str | None]
 
     def fill(piece: tuple[np.ndarray, Images]) -> None:
+        """Decode the images of a piece into the arrays of the enclosing function."""
         rows, some = piece
         for row, image in zip(
             rows.tolist(), some.read_images(np.arange(len(rows))), strict=True
@@ -205,8 +254,15 @@ def decode_many(
 
 
 def pieces(images: Images) -> Iterator[tuple[np.ndarray, Images]]:
-    """Numbers and images of :data:`PIECE_ROWS` rows at a time; what is read together
-    is read once, ahead.
+    """Divide images into pieces that a thread decodes at once.
+
+    If images are stored together, such as in a row group, the images of each group are
+    read once, by threads that are ahead of the consumer.
+
+    Yields:
+        Row numbers int64 (n,) and the images of these rows, with n at most
+        :data:`PIECE_ROWS`. Rows that are stored together come one after the other, so
+        the order of all rows may differ from that of ``images``.
     """
     rows = np.arange(len(images))
     groups = images.groups(rows)
@@ -232,15 +288,30 @@ def decoded(
     threads: int | None = None,
     interpolation: Interpolation = "bilinear",
 ) -> Iterator[DecodedBatch]:
-    """Decode batches of row numbers ahead of the consumer, unless they are prepared.
+    """Decode batches of rows in the background, ahead of the consumer.
 
-    ``threads`` is the number of decoding threads; by default all cores that this
-    process may use.
+    Batches that the images have already in memory (:meth:`Images.prepared`) are
+    returned as they are, which may be features instead of pixels.
+
+    Args:
+        images: The images of all rows.
+        batches: Row numbers of each batch, int64 (b,).
+        size: The side of the decoded squares in pixels.
+        threads: Number of decoding threads; None for the number of cores that this
+            process may use.
+        interpolation: How the squares are resized.
+
+    Yields:
+        For each batch the row numbers, the pixels uint8 (b, 3, size, size), and for
+        each row the reason why it cannot be used, or None.
+
+    Raises:
+        StorageError: An image's file cannot be read now, but perhaps later.
     """
-
     source = as_images(images)
 
     def decode_batch(rows: np.ndarray) -> DecodedBatch:
+        """Return the rows of a batch with their pixels and reasons."""
         ready = source.prepared(rows)
         if ready is None:
             ready = decode_many(
@@ -254,11 +325,21 @@ def decoded(
 def prefetch_map(
     function: Callable[[Any], Result], items: Iterable[Any], threads: int, depth: int
 ) -> Generator[Result, None, None]:
-    """``map(function, items)`` in threads, in order, at most ``depth`` results ahead
-    of the consumer.
+    """Apply a function to items in threads, ahead of the consumer.
 
-    Each of the threads computes by one thread of torch: sixteen that resize images with
-    sixteen threads each would spend their time waiting for each other.
+    Each thread computes with one thread of PyTorch. Otherwise sixteen threads that
+    resize images would start sixteen threads each, and wait for each other.
+
+    Args:
+        function: The function.
+        items: Its arguments, which are taken one by one as threads need them.
+        threads: Number of threads.
+        depth: Largest number of results that are computed or waiting when the consumer
+            takes one.
+
+    Yields:
+        The results, in the order of ``items``. An error of ``function`` is raised in
+        place of its result.
     """
     waiting: deque[Future[Result]] = deque()
     pool = start_pool(threads, "uno-ahead")
@@ -274,7 +355,15 @@ def prefetch_map(
 
 
 def ok_mask(reasons: Sequence[str | None]) -> np.ndarray:
-    """bool (N,): which images have pixels, from the reasons of :func:`decode_many`."""
+    """Return which rows have no reason why they cannot be read.
+
+    Args:
+        reasons: For each of N rows the reason, or None, as :func:`decode_many` returns
+            them.
+
+    Returns:
+        bool (N,).
+    """
     return np.array([reason is None for reason in reasons], dtype=bool)
 
 
@@ -285,21 +374,27 @@ def check_bad(
     storage: Storage | None = None,
     images: Images | None = None,
 ) -> list[BadSample]:
-    """List the unreadable images of a data set.
+    """List the unreadable images of a data set, and stop if there are too many.
 
-    Args: ids: The ids of N rows. reasons: Why images cannot be read, by row; or one
-        entry for each of N rows, None
-            if the image can be read.
-        max_fraction: The largest share of N that may be unreadable.
-        storage: Where rank 0 lists them as :data:`BAD_SAMPLES`; None for nowhere.
-        images: The images of the N rows, which know paths and lines.
+    Args:
+        ids: The ids of N rows.
+        reasons: The reasons of the images that cannot be read, by row number; or one
+            entry for each of the N rows, which is None if the image can be read.
+        max_fraction: The largest share of the N rows that may be unreadable, 0 to 1.
+        storage: The directory to which rank 0 writes the list as :data:`BAD_SAMPLES`,
+            if it is not empty; None to write no file.
+        images: The images of the N rows, from which their paths and lines are taken;
+            None to list neither.
 
     Returns:
-        One entry for each unreadable image: id, reason and, if they are known, uri (the
-        path of the file) and line (in the table that names the image).
+        One entry for each unreadable image, in the order of rows: id, reason and, if
+        they are known, uri (the path of the file) and line (in the table that names the
+        image).
 
     Raises:
-        ConfigError: More than ``max_fraction`` are unreadable.
+        ConfigError: More than ``max_fraction`` of the rows are unreadable. The list is
+            written before.
+        StorageError: The list cannot be written.
     """
     if not isinstance(reasons, Mapping):
         reasons = {row: why for row, why in enumerate(reasons) if why is not None}
@@ -333,8 +428,9 @@ def check_bad(
 
 
 def name_bad(entry: Mapping[str, Any]) -> str:
-    """Return what people are told about an entry of :data:`BAD_SAMPLES`: its id and
-    place.
+    """Return how messages name an entry of :data:`BAD_SAMPLES`: its id, path and line.
+
+    See :func:`~uno.data.images.name_row` for the form.
     """
     path, line = entry.get("uri"), entry.get("line")
     return name_row(
@@ -345,8 +441,17 @@ def name_bad(entry: Mapping[str, Any]) -> str:
 
 
 class BadRows:
-    """The rows of a task that this worker, and after :meth:`sync` all workers, could
-    not read in training.
+    """The rows of a task whose images could not be read during training.
+
+    Each worker adds the rows that it could not read. After :meth:`sync` every worker
+    has those of all workers. The rows that the run had listed in :data:`BAD_SAMPLES`
+    before it was resumed are included.
+
+    Args:
+        ids: The ids of the N rows of the task.
+        images: The images of the N rows.
+        max_fraction: The largest share of the N rows that may be unreadable, 0 to 1.
+        storage: The run directory, in which the rows are listed.
     """
 
     def __init__(
@@ -362,7 +467,12 @@ class BadRows:
         self._synced = len(self._reasons)
 
     def add(self, row: int, reason: str) -> None:
-        """Note that ``row`` of the task cannot be read."""
+        """Record that a row cannot be read.
+
+        Args:
+            row: Its number in the task.
+            reason: Why it cannot be read. A reason that was recorded before is kept.
+        """
         self._reasons.setdefault(row, reason)
 
     def __len__(self) -> int:
@@ -370,12 +480,22 @@ class BadRows:
 
     @property
     def rows(self) -> list[int]:
-        """Their numbers, in order."""
+        """The numbers of the rows that are recorded, ascending."""
         return sorted(self._reasons)
 
     def sync(self, device: torch.device) -> None:
-        """Tell each other, all workers at the same time, and list the rows as
-        :func:`check_bad`. Of several workers the host waits for ``device``.
+        """Exchange the recorded rows among all workers, and list them in a file.
+
+        All workers must call this at the same time. A worker that learns of a row from
+        another one decodes the image itself to get the reason, since only row numbers
+        are exchanged. Nothing is written if no worker has a new row.
+
+        Args:
+            device: The device over which workers communicate. With several workers the
+                calling process waits for it.
+
+        Raises:
+            ConfigError: More rows are unreadable than ``max_fraction`` allows.
         """
         device = device if collectives.in_group() else torch.device("cpu")
         new = list(self._reasons)[self._synced :]
@@ -386,7 +506,7 @@ class BadRows:
             return
         told = torch.tensor([*new, *[-1] * (most - len(new))], device=device)
         for row in collectives.gather_rows(told, 0).unique().tolist():
-            # another worker's: no need to send text around
+            # Another worker found this row; the reason is found again by decoding it.
             if row >= 0 and row not in self._reasons:
                 _, (reason,) = decode_many([self._images[row]], 1, 1)
                 self._reasons[row] = (
@@ -398,7 +518,13 @@ class BadRows:
         )
 
     def _listed(self) -> dict[int, str]:
-        """What the run has listed before it was resumed."""
+        """Read the rows and reasons that the run had listed before it was resumed.
+
+        A damaged list counts as empty, and a warning is logged.
+
+        Returns:
+            Reasons by row number.
+        """
         reasons = {}
         try:
             if self._storage.exists(BAD_SAMPLES):
@@ -416,13 +542,21 @@ class BadRows:
 
 
 def read_header(image: Image) -> tuple[str, int, int]:
-    """Return (format or 'pixels', width, height) without decoding pixels.
+    """Read the format and size of an image without decoding its pixels.
 
-    Of a file or an object only the parts are read that hold the header: the first
-    64 KiB, of a TIFF also its directory. Pillow needs the whole file only for WEBP.
+    Only the parts of a file that hold the header are read: the first 64 KiB, and for a
+    TIFF also its directory. Pillow needs the whole file only for WEBP.
+
+    Args:
+        image: Encoded bytes, a path or URI, or pixels uint8 (H, W, 3).
+
+    Returns:
+        The format as Pillow names it, such as 'JPEG', or 'pixels' for an array; the
+        width and the height in pixels, before the image is turned upright.
 
     Raises:
-        BadImage: As :func:`decode`.
+        BadImage: The header cannot be read, or is beyond the limits.
+        StorageError: The image's file cannot be read now, but perhaps later.
     """
     if isinstance(image, np.ndarray):
         _check_array(image)
@@ -436,6 +570,7 @@ def read_header(image: Image) -> tuple[str, int, int]:
 
 @retry_transient
 def _read_file_header(path: str) -> tuple[str, int, int]:
+    """Read the format, width and height of an image file, see :func:`read_header`."""
     with ExitStack() as opened:
         with _reader_errors(path):
             file = opened.enter_context(open_file(path))
@@ -448,8 +583,12 @@ def _read_file_header(path: str) -> tuple[str, int, int]:
 class _SizedReader(BufferedReader):
     """A file whose reads never ask for more bytes than the file has left.
 
-    A buffer of the size that is asked for is made before anything is read, and a
-    hostile header may ask for gigabytes.
+    A read allocates the requested bytes before it reads anything. A hostile header can
+    request gigabytes.
+
+    Args:
+        file: The file, open for reading.
+        size: The size of the file in bytes.
     """
 
     def __init__(self, file: Any, size: int) -> None:
@@ -457,13 +596,17 @@ class _SizedReader(BufferedReader):
         self._size = size
 
     def read(self, num: int | None = -1, /) -> bytes:
+        """Read ``num`` bytes, or all that are left if these are fewer or num is -1."""
         left = max(0, self._size - self.tell())
         return super().read(left if num is None or num < 0 else min(num, left))
 
 
 def _pixels(picture: Pillow.Image) -> np.ndarray:
-    """An RGB picture's memory (H,W,4), or a copy (H,W,3) where it lies in pieces or
-    Pillow is older.
+    """Return the pixels of an RGB picture.
+
+    Returns:
+        uint8 (H, W, 4) that shares the picture's memory and must not be written to; or
+        a copy uint8 (H, W, 3), if Pillow cannot share the memory as one piece.
     """
     try:
         values = pa.array(picture).values
@@ -481,6 +624,7 @@ def _upright(rgb: Pillow.Image, picture: Pillow.Image) -> Pillow.Image:
 
     Pixels are turned before they are resized, because rounding depends on the order.
     The orientation is read after the pixels, because in a PNG it may stand behind them.
+    Pixels with broken metadata are returned as they are.
     """
     try:
         with _decoder_errors():
@@ -493,7 +637,7 @@ def _upright(rgb: Pillow.Image, picture: Pillow.Image) -> Pillow.Image:
 def _square(
     picture: Pillow.Image, size: int, interpolation: Interpolation
 ) -> Pillow.Image:
-    """The centered square, resized."""
+    """Crop the centered square of a picture and resize it to ``size`` pixels a side."""
     if picture.size == (size, size):
         return picture
     side = min(picture.size)
@@ -506,10 +650,12 @@ def _square(
 def to_rgb(picture: Pillow.Image) -> Pillow.Image:
     """Convert a picture of any mode to RGB.
 
-    Transparent pixels become white. Gray values of 9 to 16 bits are scaled to 8 bits.
+    Transparent pixels are blended with white. Gray values of more than 8 bits are
+    scaled to 8 bits.
 
     Raises:
-        BadImage: The pixels cannot be decoded, or their range is not known.
+        BadImage: The pixels cannot be decoded, are floating-point numbers, or are
+            integers below 0 or above 65535.
     """
     if picture.mode.startswith("I;16") or picture.mode == "I":
         with _decoder_errors():
@@ -536,11 +682,11 @@ def to_rgb(picture: Pillow.Image) -> Pillow.Image:
 
 
 def largest_sample(picture: Pillow.Image) -> int:
-    """Return the value of white in a picture of more than 8 bits: 65535 for 16 bits.
+    """Return the stored value of white in a grayscale picture of more than 8 bits.
 
-    A TIFF says how many bits a sample has. Its tag MaxSampleValue is not used: by the
-    TIFF specification it must not change how an image looks, and it differs between
-    images.
+    In a TIFF with n bits a sample it is 2^n - 1, but at most 65535; otherwise it is
+    65535. The TIFF tag MaxSampleValue is not used: by the TIFF specification it must
+    not change how an image looks, and it differs between images.
 
     Raises:
         BadImage: The number of bits is not a positive integer.
@@ -558,13 +704,16 @@ def brightness(image: Image) -> tuple[int, int, int]:
     """Measure how bright an image is.
 
     Args:
-        image: Encoded bytes, a path or pixels.
+        image: Encoded bytes, a path or URI, or pixels uint8 (H, W, 3).
 
-    Returns: Its largest channel value after decoding (0 to 255), its largest stored
-        value, and the stored value of white (255, or 65535 for 16 bits).
+    Returns:
+        The largest channel value after decoding (0 to 255), the largest stored value,
+        and the stored value of white (255, or that of :func:`largest_sample` if the
+        image has more than 8 bits).
 
     Raises:
         BadImage: The image cannot be decoded.
+        StorageError: The image's file cannot be read now, but perhaps later.
     """
     if isinstance(image, np.ndarray):
         _check_array(image)
@@ -584,13 +733,16 @@ def _open(image: bytes | str, side: int | None = None) -> Iterator[Pillow.Image]
     """Open an image and check its header.
 
     Args:
-        image: Encoded bytes, or the path of a file.
-        side: The side in pixels that is needed; a JPEG is then decoded at a smaller
-            scale (:data:`DRAFT`). None for full scale.
+        image: Encoded bytes, or the path or URI of a file.
+        side: The side in pixels that is needed. A JPEG may then be decoded at a smaller
+            scale, see :data:`DRAFT`. None for full scale.
+
+    Yields:
+        The picture, whose pixels are not decoded yet.
 
     Raises:
         BadImage: The image cannot be read, or its header is refused.
-        StorageError: The storage or this machine does not give the file now.
+        StorageError: The image's file cannot be read now, but perhaps later.
     """
     data = _read(image)
     with _open_file(BytesIO(data), len(data)) as picture:
@@ -601,7 +753,12 @@ def _open(image: bytes | str, side: int | None = None) -> Iterator[Pillow.Image]
 
 
 def _read(image: bytes | str) -> bytes:
-    """Return the bytes of an image. Raises as :func:`_open`."""
+    """Return the bytes of an encoded image or of a file, at most MAX_IMAGE_BYTES + 1.
+
+    Raises:
+        BadImage: There is no image, or the file cannot be read.
+        StorageError: The image's file cannot be read now, but perhaps later.
+    """
     if isinstance(image, MissingImage):
         raise BadImage(image.reason)
     if not isinstance(image, str):
@@ -616,12 +773,16 @@ def _open_file(file: Any, num_bytes: int, path: str = "") -> Pillow.Image:
     Args:
         file: The content, as a file that can be read in any order.
         num_bytes: The size of the content.
-        path: The path of a file that is read while it is opened.
+        path: The path of the file if Pillow itself reads it from storage; '' if the
+            content is in memory.
+
+    Returns:
+        The picture, whose pixels are not decoded yet.
 
     Raises:
-        StorageError: The file at ``path`` cannot be read now.
-        BadImage: The format is none of :data:`FORMATS`, or the numbers of bytes or
-            pixels are beyond the limits.
+        BadImage: The format is none of :data:`FORMATS`, the header is damaged, or the
+            numbers of bytes or pixels are beyond the limits.
+        StorageError: The file at ``path`` cannot be read now, but perhaps later.
     """
     if not 0 < num_bytes <= MAX_IMAGE_BYTES:
         text = f"larger than {MAX_IMAGE_BYTES} bytes" if num_bytes else "no image data"
@@ -645,14 +806,15 @@ def _decoder_errors(path: str = "") -> Iterator[None]:
     """Turn what Pillow raises for a broken or hostile file into a BadImage.
 
     Damaged bytes lead Pillow's parsers to errors of almost any type. Therefore only
-    calls of Pillow belong inside, and none of our own code. A MemoryError passes: it
-    says nothing about the file.
+    calls of Pillow belong inside the ``with`` block, and no code of this project. A
+    MemoryError is passed on, since it says nothing about the file.
 
     Args:
-        path: The file that Pillow itself reads; "" if its bytes are in memory.
+        path: The file that Pillow itself reads; '' if its bytes are in memory.
 
     Raises:
-        StorageError: The file at ``path`` cannot be read now.
+        BadImage: Pillow cannot read the image.
+        StorageError: The file at ``path`` cannot be read now, but perhaps later.
     """
     try:
         yield
@@ -669,11 +831,18 @@ def _decoder_errors(path: str = "") -> Iterator[None]:
 
 @contextmanager
 def _reader_errors(path: str) -> Iterator[None]:
-    """Turn an error of reading a file into a BadImage if the file is the reason.
+    """Turn errors of reading a file in the ``with`` block into a BadImage.
+
+    An error that says nothing about the file becomes a StorageError instead, because a
+    later attempt may read the same file.
+
+    Args:
+        path: The file that is read.
 
     Raises:
+        BadImage: The file cannot be read.
         StorageError: The storage may answer later, or this process has no more memory
-            or open files. Another run may read the same file.
+            or open files.
     """
     try:
         yield
@@ -685,13 +854,17 @@ def _reader_errors(path: str) -> Iterator[None]:
 
 
 def _raise_if_later(error: Exception, path: str) -> None:
-    """Raise StorageError if a later read of the file at ``path`` may succeed."""
+    """Raise a StorageError if a later read of the file at ``path`` may succeed.
+
+    Nothing is raised if ``path`` is ''.
+    """
     is_exhausted = getattr(error, "errno", None) in EXHAUSTED
     if path and (is_exhausted or is_transient(error)):
         raise StorageError(f"cannot read {path}: {one_line(error)}") from None
 
 
 def _check_array(image: np.ndarray) -> None:
+    """Raise a BadImage unless an array holds pixels uint8 (H, W, 3)."""
     if (
         image.dtype != np.uint8
         or image.ndim != 3

@@ -1,6 +1,10 @@
-"""What a run on one's own images takes from them where it was not told: their size, the
-batch, the length of both phases, mean and std. For encoders that learn from nothing
-else; others come with theirs.
+"""Choose settings that the user did not give from the images of the data set.
+
+For images of the user's own, an encoder that is trained from the start has no published
+settings. So the size of images, the batch size, the number of epochs of both phases,
+and mean and standard deviation of the channels are chosen from the data. For heads on
+features of a frozen encoder, only the batch size and the number of epochs are chosen,
+because the other settings belong to the encoder.
 """
 
 import math
@@ -20,20 +24,26 @@ from uno.presets import IMAGE_SIZE, SIZES, apply_image_size, is_custom_data, pre
 from uno.text import plural
 
 MOST_PIXELS = {"cifar": 64, "cifar_stride2": 128, "imagenet": 128}
-"""A side by stem. ResNet-18: 2.2, 2.2 and .59 billion multiplications an image; the
-paper's 32 pixels .56.
+"""Largest side of an image in pixels that is chosen, by the encoder's stem. At these
+sizes ResNet-18 takes 2.2, 2.2 and 0.59 billion multiplications for an image; it takes
+0.56 billion for the paper's images of 32 pixels.
 """
-IMAGENET_STEM_FROM = 96  # pixels, below which its last maps would be 2 x 2
-# of the preset digits, whose 1,437 rows are few, too
+# Side in pixels from which the stem of ImageNet is chosen. For smaller images the last
+# feature maps of this stem would have only 2 x 2 values.
+IMAGENET_STEM_FROM = 96
+# Most epochs that are chosen. They are those of the preset for the digits, which are a
+# small data set of 1,437 rows.
 EPOCHS = {"pretrain": 30, "discover": 60}
-MOST_STEPS = 20_000  # of a phase; the paper's on CIFAR10 has 19,400
+MOST_STEPS = 20_000  # steps of a phase; the paper takes 19,400 on CIFAR10
 LEAST_EPOCHS = 5
-MOST_HEAD_STEPS = 5_000  # of heads on features of a frozen encoder
+MOST_HEAD_STEPS = 5_000  # steps of training heads on features of a frozen encoder
 OF_HEADS = ("train.batch_size", "discover.epochs", "discover.warmup_epochs")
-"""Keys of such a run that :func:`from_images` may set."""
-# at least, by smaller batches, while they hold enough rows of each class
+"""Keys that :func:`from_images` may set for heads on features of a frozen encoder."""
+# Least number of steps in an epoch. A small data set gets a smaller batch for it, as
+# long as the batch holds enough rows of each class.
 STEPS_OF_EPOCH = 8
-STATISTICS_ROWS, STATISTICS_PIXELS = 512, 256  # images, and the most of a side
+# images that the statistics are computed from, and largest side of them in pixels
+STATISTICS_ROWS, STATISTICS_PIXELS = 512, 256
 
 FROM_IMAGES = (
     *SIZES,
@@ -48,7 +58,9 @@ FROM_IMAGES = (
     "data.mean",
     "data.std",
 )
-"""All keys that :func:`from_images` may set; a resumed run keeps its own."""
+"""Keys that :func:`from_images` may set when an encoder is trained from the start.
+A resumed run keeps the values that it began with.
+"""
 OF_ENCODER = (
     *SIZES,
     "augment.large.crop_padding",
@@ -57,15 +69,21 @@ OF_ENCODER = (
     "data.mean",
     "data.std",
 )
-"""Those that belong to an encoder which has learned with them."""
+"""Keys of :data:`FROM_IMAGES` that belong to a trained encoder's weights."""
 
 Found = tuple[dict[str, Any], list[str]]
-"""Values by dotted key, and a line for each choice with its reason."""
+"""Chosen values by dotted key, and lines for the user that explain the choices."""
 
 
 def keys_from_images(config: Config) -> tuple[str, ...]:
-    """The keys of ``config`` that its images decide unless they are given; none for
-    a benchmark's.
+    """Return the keys of settings that are chosen from the images unless given.
+
+    Args:
+        config: The configuration of the run.
+
+    Returns:
+        Dotted keys. The result is empty for a run on the data of a benchmark, and for a
+        preset other than ``scratch``, ``photos`` and the one for vectors.
     """
     if config.preset in ("photos", VECTORS):
         return (*OF_HEADS, *["model.encoder"] * config.model.takes_vectors)
@@ -77,7 +95,12 @@ def keys_from_images(config: Config) -> tuple[str, ...]:
 
 
 def derives_batch(config: Config, given: Container[str]) -> bool:
-    """Return whether the batch size of a run is derived from its data."""
+    """Return whether the batch size of a run is derived from its data.
+
+    Args:
+        config: The configuration of the run.
+        given: Dotted keys that the user has set.
+    """
     key = "train.batch_size"
     return key in keys_from_images(config) and key not in given
 
@@ -85,8 +108,22 @@ def derives_batch(config: Config, given: Container[str]) -> bool:
 def from_images(
     config: Config, task: Task, given: Container[str], setting: str
 ) -> Found:
-    """What 512 training images suggest for keys that are not ``given``, in the run's
-    ``setting``.
+    """Choose settings from the training images.
+
+    Args:
+        config: The configuration, with the preset's values for the keys to choose.
+        task: The rows and their classes. Only a sample of the images is read.
+        given: Dotted keys that the user has set. They are not chosen.
+        setting: 'ncd' if all unlabeled rows are of novel classes, or 'gcd' if they are
+            of known classes, too.
+
+    Returns:
+        Values by dotted key, for some of :func:`keys_from_images`; for a source of
+        vectors also ``model.encoder``, with the length of the vectors. And a line for
+        the user about each choice.
+
+    Raises:
+        ConfigError: The source has vectors, and too many of them are unusable.
     """
     if not keys_from_images(config):
         return {}, []
@@ -117,8 +154,21 @@ def from_images(
 
 
 def _size(config: Config, task: Task, given: Container[str]) -> Found:
-    """As the images are, up to what is affordable; one of the two sizes that is
-    given sets the other.
+    """Choose the sizes of images in pixels, and the encoder's stem.
+
+    The size is the median of the images' shorter sides, down to a multiple of 4,
+    between 8 and the limit of :data:`MOST_PIXELS`. If the user gave one of the sizes of
+    the large view and of the stored images, the other becomes equal. Nothing is chosen
+    if the user gave both, or ``image_size``.
+
+    Args:
+        config: The configuration, with the preset's values.
+        task: The rows. The headers of a sample of images are read.
+        given: Dotted keys that the user has set. They are not chosen.
+
+    Returns:
+        Sizes of views and of stored images, paddings of crops and the stem, by dotted
+        key; and a line for the user.
     """
     large, store = (key in given for key in SIZES[:2])
     if IMAGE_SIZE in given or (large and store):
@@ -149,8 +199,20 @@ def _size(config: Config, task: Task, given: Container[str]) -> Found:
 def _batch(
     config: Config, task: Task, given: Container[str], num_classes: int, wanted: int
 ) -> Found:
-    """``wanted`` rows, at most the preset's, enough for every class, and no more
-    than the data fills.
+    """Choose the batch size.
+
+    Args:
+        config: The configuration. Its batch size is the largest that is chosen.
+        task: The rows. Unusable vectors are not counted.
+        given: Dotted keys that the user has set.
+        num_classes: Number of classes among the unlabeled rows. The batch has at least
+            :data:`MIN_ROWS_PER_CLUSTER` unlabeled rows for each of them, if the largest
+            size allows it.
+        wanted: The batch size if nothing else limits it. It becomes at least 32.
+
+    Returns:
+        The batch size, at most what the rows fill; nothing if it is that of ``config``
+        or was given.
     """
     if "train.batch_size" in given:
         return {}, []
@@ -183,8 +245,22 @@ def _batch(
 def _epochs(
     config: Config, task: Task, given: Container[str], batch_size: int
 ) -> Found:
-    """As many as of the digits, fewer where they would be too many steps; a tenth of
-    them is warm-up.
+    """Choose the number of epochs of both phases, for an encoder that is trained.
+
+    A phase gets the number of :data:`EPOCHS`, or fewer so that it has about
+    :data:`MOST_STEPS` steps, but at least :data:`LEAST_EPOCHS`. A tenth of the epochs
+    are warm-up. A phase keeps its number if the user gave it, or if it differs from
+    that of the preset ``scratch``. With ``model.weights`` there is no pretraining,
+    which then gets no number.
+
+    Args:
+        config: The configuration, with the preset's values.
+        task: The rows, which are counted.
+        given: Dotted keys that the user has set. They are not chosen.
+        batch_size: The batch size of both phases.
+
+    Returns:
+        Numbers of epochs and of warm-up epochs by dotted key, and a line for the user.
     """
     usual = preset("scratch", config.recipe)
     values, said = dict[str, Any](), []
@@ -213,8 +289,21 @@ def _epochs(
 def _epochs_of_heads(
     config: Config, task: Task, given: Container[str], batch_size: int
 ) -> Found:
-    """The preset's, fewer where heads on features would take more than
-    :data:`MOST_HEAD_STEPS`.
+    """Choose the number of discovery epochs for heads on features of a frozen encoder.
+
+    The preset's number is reduced so that there are at most :data:`MOST_HEAD_STEPS`
+    steps, but one epoch at least. A tenth of the epochs are warm-up. Nothing is chosen
+    if the preset's number is small enough, if the user gave it, or if the encoder is
+    fine-tuned.
+
+    Args:
+        config: The configuration, with the preset's values.
+        task: The rows, which are counted.
+        given: Dotted keys that the user has set. They are not chosen.
+        batch_size: The batch size of the run.
+
+    Returns:
+        Numbers of epochs and of warm-up epochs by dotted key, and a line for the user.
     """
     steps, (usual, warmup) = max(1, sum(task.sizes) // batch_size), OF_HEADS[1:]
     told = usual in given or config.model.finetune != "none"
@@ -232,7 +321,21 @@ def _epochs_of_heads(
 def _statistics(
     config: Config, task: Task, given: Container[str], stored_size: int
 ) -> Found:
-    """Of the channels of training images, as they are stored."""
+    """Compute mean and standard deviation of each color channel of training images.
+
+    A sample of about :data:`STATISTICS_ROWS` images is decoded to squares of
+    ``stored_size`` pixels, at most :data:`STATISTICS_PIXELS`.
+
+    Args:
+        config: The configuration of the run.
+        task: The rows.
+        given: Dotted keys that the user has set. They are not chosen.
+        stored_size: The side of the stored images in pixels.
+
+    Returns:
+        ``data.mean`` and ``data.std``, each three numbers between 0 and 1, and a line
+        for the user. Nothing if both were given or no image can be read.
+    """
     if "data.mean" in given and "data.std" in given:
         return {}, []
     rows = np.flatnonzero(task.is_train)
@@ -243,7 +346,7 @@ def _statistics(
     )
     images = images[torch.from_numpy(ok_mask(reasons))]
     if not len(images):
-        return {}, []  # the checks say so
+        return {}, []  # the checks report unreadable images
     moments = torch.zeros(2, 3, dtype=torch.float64)
     for part in images.split(32):
         values = part.double() / 255

@@ -1,14 +1,14 @@
-"""Features of a frozen encoder, computed once and kept in a cache.
+"""Compute the features of a frozen encoder once, and keep them in a cache.
 
-Each image has the features of its evaluation view. A training image also has those of V
+Each image has features of its evaluation view. A training image also has features of V
 random views. Together they are float32 (N, 1 + V, D), the evaluation view first, and
 take the place of images in training.
 
 A cache is a folder for one way of encoding: the encoder and its weights, the pixels
 that it sees, the views, and the versions of the programs that compute. It serves runs
 on any data and with any seed. It holds Parquet files in the format that ``uno embed``
-writes. An image is found there by its id and by what tells whether it has changed, so a
-new or changed image is encoded and the others are read.
+writes. An image is found there by its id and by a text that changes if the image
+changes, so a new or changed image is encoded and the others are read.
 
 Features of a row do not depend on the rows beside it, except that on a GPU batches may
 differ in size. Batches on a CPU have one size and are computed by one thread each, so
@@ -52,12 +52,12 @@ from uno.runtime import BATCH_SIZE, PACKAGES, Runtime
 from uno.text import plural
 from uno.threads import torch_threads
 
-VERSION = 5  # of how features are computed and stored
-CHUNK_ROWS = 128  # that one thread or worker encodes at once
-ROWS_AT_ONCE = 16  # whose pixels are in memory
+VERSION = 5  # increased when features are computed or stored in another way
+CHUNK_ROWS = 128  # rows that one thread or worker encodes at once
+ROWS_AT_ONCE = 16  # rows of a chunk whose pixels are in memory
 # images that pass the encoder at once: on CPUs 8 are 1.7 times as fast as 32
 CPU_IMAGES, CUDA_IMAGES = BATCH_SIZE, 256
-# a file is written when it would have so many bytes, or after that time
+# A file is written when it would have so many bytes, or after so many seconds.
 PART_BYTES, PART_SECONDS = 32 * 2**20, 10.0
 READERS = 4  # files that are read at the same time
 INDEX = pa.schema(
@@ -68,7 +68,8 @@ INDEX = pa.schema(
         "reason": pa.large_string(),
     }
 )
-# mean distance from the mean over the mean norm, and that norm
+# Features are constant if their mean distance from their mean is less than this share
+# of their mean norm, and huge if their mean norm is larger than the second number.
 CONSTANT, HUGE = 1e-5, 1e6
 ODD = {
     "zero": "the features of all images are zero",
@@ -79,7 +80,7 @@ ODD = {
 log = logging.getLogger(__name__)
 
 Zeros = Callable[[tuple[int, ...]], Tensor]
-"""Allocates float32 zeros of a shape: in memory, or in a file that is mapped."""
+"""Allocates float32 zeros of a shape, in memory or in a file that is mapped."""
 
 
 class Chunk(NamedTuple):
@@ -102,7 +103,7 @@ Compute = Callable[[np.ndarray], Iterable[Chunk]]
 
 
 class FeatureJob(NamedTuple):
-    """What to encode, and how.
+    """The images to encode, and how to encode them.
 
     Attributes:
         config: The configuration of the run.
@@ -118,33 +119,52 @@ class FeatureJob(NamedTuple):
 
     @property
     def num_views(self) -> int:
-        """1 + V, the evaluation view and the random ones."""
+        """The number of views of a training row, 1 + V with V random views."""
         return 1 + self.config.augment.num_cached_views
 
     @property
     def num_features(self) -> int:
-        """D, the width of the encoder."""
+        """The number of features D that the encoder returns for a view."""
         return int(self.encoder.num_features)  # type: ignore[arg-type]
 
     @property
     def folder(self) -> str:
-        """The path of the cache below the cache directory."""
+        """The path of the cache below the cache directory.
+
+        It ends in a hash of :attr:`facts`.
+        """
         text = json.dumps(self.facts, sort_keys=True)
         return f"features/{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
     def ids(self, rows: np.ndarray) -> list[str]:
-        """Return the ids of rows int64 (n,)."""
+        """Return the ids of rows.
+
+        Args:
+            rows: int64 (n,), numbers of rows of the task.
+        """
         return list(self.task.rows.ids.take(rows))
 
     def has_views(self, rows: np.ndarray) -> np.ndarray:
-        """Return bool (n,): which of the rows int64 (n,) have random views."""
+        """Return which rows have random views: training rows, if there are such views.
+
+        Args:
+            rows: int64 (n,), numbers of rows of the task.
+
+        Returns:
+            bool (n,).
+        """
         return self.task.is_train[rows] & (self.num_views > 1)
 
 
 def feature_job(config: Config, task: Task, encoder: nn.Module) -> FeatureJob:
-    """Describe how the rows of ``task`` are encoded by ``encoder``.
+    """Describe how the rows of a task are encoded by an encoder.
 
     The weights are hashed, which takes 0.1 s for 20 MB.
+
+    Args:
+        config: The configuration of the run.
+        task: The rows.
+        encoder: The frozen encoder, in eval mode.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(encoder.state_dict().items()):
@@ -161,9 +181,9 @@ def feature_job(config: Config, task: Task, encoder: nn.Module) -> FeatureJob:
 
 
 def _versions(config: Config) -> dict[str, str]:
-    """Return the versions of the packages that decode and encode images.
+    """Return the versions of the packages that decode and encode images, by name.
 
-    Builds of PyTorch for CPUs and GPUs have one version.
+    The suffix that tells builds of PyTorch for CPUs from those for GPUs is removed.
     """
     library = config.model.encoder.partition(":")[0]
     names = {"torch", "pillow"} | {library} & {"timm", "torchvision"}
@@ -172,12 +192,16 @@ def _versions(config: Config) -> dict[str, str]:
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """Return the settings that features depend on, as JSON values."""
+    """Return the settings that features depend on, as JSON values by name.
+
+    They are the encoder, its runtime and precision, the views, and how images are
+    resized and normalized.
+    """
     data = config.data
     if config.augment.num_cached_views:
         views = _views(config).model_dump(mode="json")
     else:
-        views = {"size": config.augment.large.size}  # of the evaluation view
+        views = {"size": config.augment.large.size}  # the evaluation view depends on it
     return {
         "encoder": config.model.encoder,
         "views": views,
@@ -188,7 +212,10 @@ def settings(config: Config) -> dict[str, Any]:
 
 
 def _views(config: Config) -> AugmentConfig:
-    """Return the augmentation of the V random views: the run's large kind."""
+    """Return the augmentation of the V random views.
+
+    It is the augmentation of the run's large views, without small views.
+    """
     large = config.augment.large.model_copy(
         update={"num_views": config.augment.num_cached_views}
     )
@@ -197,9 +224,15 @@ def _views(config: Config) -> AugmentConfig:
 
 
 def view_seeds(ids: Sequence[str]) -> np.ndarray:
-    """Return int64 (n,), the numbers that the random views of rows are drawn with.
+    """Return the seeds with which the random views of rows are drawn.
 
-    They depend on the id alone, so that runs of all seeds have the same views.
+    A seed depends only on the row's id, so runs of all seeds have the same views.
+
+    Args:
+        ids: The ids of n rows.
+
+    Returns:
+        int64 (n,), not negative.
     """
     digests = (hashlib.blake2b(name.encode(), digest_size=8).digest() for name in ids)
     return np.array([int.from_bytes(digest) >> 1 for digest in digests], np.int64)
@@ -209,7 +242,7 @@ def encode_chunk(job: FeatureJob, encoder: nn.Module, rows: np.ndarray) -> Chunk
     """Decode and encode some rows.
 
     Args:
-        job: What to encode.
+        job: The task to encode, and how.
         encoder: The encoder in eval mode on its device, or a :class:`Runtime` of it.
         rows: int64 (n,), numbers of rows of the task.
 
@@ -242,7 +275,14 @@ def encode_chunk(job: FeatureJob, encoder: nn.Module, rows: np.ndarray) -> Chunk
 
 
 def oddity(features: Tensor) -> str:
-    """Why features (N, D) tell no images apart, a word of :data:`ODD`, or ""."""
+    """Return why features cannot distinguish images.
+
+    Args:
+        features: (N, D).
+
+    Returns:
+        A key of :data:`ODD` ('zero', 'constant' or 'huge'), or '' for usable features.
+    """
     exact = features.double()
     norm = float(exact.norm(dim=1).mean())
     if norm == 0 or norm > HUGE:
@@ -252,7 +292,7 @@ def oddity(features: Tensor) -> str:
 
 
 def not_finite(config: Config) -> ConfigError:
-    """Return the error for features that are not finite."""
+    """Return the error to raise for features that are not finite."""
     return ConfigError(
         f"model.encoder {config.model.encoder} returns non-finite numbers"
     )
@@ -261,7 +301,7 @@ def not_finite(config: Config) -> ConfigError:
 def decode_rows(
     config: Config, seeds: np.ndarray, images: Sequence[Image], has_views: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, list[str | None]]:
-    """Decode what the encoder sees of some rows. Every image is read once.
+    """Decode the pixels that the encoder sees of some rows. Every image is read once.
 
     Args:
         config: The configuration of the run.
@@ -270,9 +310,9 @@ def decode_rows(
         has_views: bool (n,), the rows that have random views.
 
     Returns:
-        The pixels uint8 (n, :func:`row_bytes`): the square, then the crops of the
-        random views; bool (n,), the rows that have crops; and for each row the reason
-        why it has no features, or None.
+        The pixels uint8 (n, :func:`row_bytes`): the square of the evaluation view, then
+        the crops of the random views, black where there are none; bool (n,), the rows
+        that have crops; and for each row the reason why it cannot be read, or None.
     """
     data, cropper = config.data, _cropper(config)
     squares = np.zeros((len(images), 3, data.stored_size, data.stored_size), np.uint8)
@@ -330,7 +370,7 @@ def encode_rows(
         views = [
             torch.cat(_random_views(config, int(seed), own))
             for seed, own in zip(seeds[viewed], crops.split(1), strict=True)
-        ]  # of each row (V, 3, S, S)
+        ]  # a tensor (V, 3, S, S) for each row
         encoded = _encode(config, encoder, torch.cat(views))
         features[chosen, 1:] = encoded.unflatten(0, (len(views), num_views))
     features[~torch.from_numpy(ok)] = 0
@@ -338,7 +378,16 @@ def encode_rows(
 
 
 def _random_views(config: Config, seed: int, crops: Tensor) -> list[Tensor]:
-    """Return the V random views (1, 3, S, S) of the crops uint8 (1, bytes) of a row."""
+    """Return the V normalized random views of one row.
+
+    Args:
+        config: The configuration of the run.
+        seed: The seed of the row, from :func:`view_seeds`.
+        crops: uint8 (1, bytes), the crops of the row.
+
+    Returns:
+        V tensors (1, 3, S, S).
+    """
     return augment_crops(
         _cropper(config).split(crops),
         _views(config),
@@ -357,11 +406,15 @@ def row_bytes(config: Config) -> int:
 
 
 def _square_bytes(config: Config) -> int:
+    """Return the number of bytes of a row's stored square, uint8 (3, S, S)."""
     return 3 * config.data.stored_size**2
 
 
 def _cropper(config: Config) -> Cropper:
-    """Return what cuts the random views of a row, whose seed is its training step."""
+    """Return the object that crops the random views of rows.
+
+    Its random numbers depend on a training step. The seed of a row is used as the step.
+    """
     data = config.data
     return Cropper(
         VIEW_SEED, FEATURES, 1, _views(config), data.stored_size, data.interpolation
@@ -369,9 +422,17 @@ def _cropper(config: Config) -> Cropper:
 
 
 def _encode(config: Config, encoder: nn.Module, images: Tensor) -> Tensor:
-    """Encode images (B, 3, S, S) to features (B, D), float32 on the CPU.
+    """Encode normalized images.
 
     On a CPU all batches have one size: the last one is filled up with black images.
+
+    Args:
+        config: The configuration of the run.
+        encoder: The encoder in eval mode on its device, or a :class:`Runtime` of it.
+        images: (B, 3, S, S), on the encoder's device.
+
+    Returns:
+        Features float32 (B, D) on the CPU.
     """
     if isinstance(encoder, Runtime):
         return encoder(images)
@@ -390,9 +451,16 @@ def _encode(config: Config, encoder: nn.Module, images: Tensor) -> Tensor:
 
 
 def first_images(job: FeatureJob, rows: np.ndarray) -> Tensor:
-    """Return the evaluation views (B, 3, S, S) of the first of the rows int64 (n,).
+    """Decode the evaluation views of the first rows, at most :data:`ROWS_AT_ONCE`.
 
     Images that cannot be read are black.
+
+    Args:
+        job: The task to encode, and how.
+        rows: int64 (n,), numbers of rows of the task.
+
+    Returns:
+        Normalized images (B, 3, S, S).
     """
     rows = rows[:ROWS_AT_ONCE]
     none, images = np.zeros(len(rows), bool), job.task.rows.images.read_images(rows)
@@ -401,7 +469,15 @@ def first_images(job: FeatureJob, rows: np.ndarray) -> Tensor:
 
 
 def _plain_views(config: Config, pixels: Tensor) -> Tensor:
-    """Return the evaluation views (n, 3, S, S) of the pixels of rows."""
+    """Return the normalized evaluation views of rows.
+
+    Args:
+        config: The configuration of the run.
+        pixels: uint8 (n, :func:`row_bytes`).
+
+    Returns:
+        (n, 3, S, S), on the device of ``pixels``.
+    """
     data = config.data
     squares = pixels[:, : _square_bytes(config)].unflatten(
         1, (3, data.stored_size, data.stored_size)
@@ -410,7 +486,7 @@ def _plain_views(config: Config, pixels: Tensor) -> Tensor:
 
 
 def side(config: Config) -> int:
-    """Return the side of the evaluation view in pixels."""
+    """Return the side S of the evaluation view in pixels."""
     return min(config.augment.large.size, config.data.stored_size)
 
 
@@ -422,16 +498,26 @@ def split_rows(rows: np.ndarray) -> list[np.ndarray]:
 def compute_local(
     job: FeatureJob, encoder: nn.Module, rows: np.ndarray, threads: int
 ) -> Iterator[Chunk]:
-    """Encode rows int64 (n,) of a task by threads of this process, a chunk each.
+    """Encode rows by threads of this process, each of which encodes a chunk at a time.
 
-    ``torch.set_num_threads`` also decides for all threads that begin later. So the
-    calling thread sets it, and sets it back at the end.
+    PyTorch's number of threads is 1 meanwhile, also for the calling thread. A thread
+    takes over that number when it begins, so it is set before the threads start.
+
+    Args:
+        job: The task to encode, and how.
+        encoder: The encoder in eval mode on its device, or a :class:`Runtime` of it.
+        rows: int64 (n,), numbers of rows of the task.
+        threads: Number of threads.
 
     Yields:
         The chunks, in order.
+
+    Raises:
+        ConfigError: The encoder returns numbers that are not finite.
     """
 
     def compute(rows: np.ndarray) -> Chunk:
+        """Encode a chunk with one thread of PyTorch."""
         torch.set_num_threads(1)
         return encode_chunk(job, encoder, rows)
 
@@ -440,11 +526,21 @@ def compute_local(
 
 
 def image_versions(images: Images, rows: np.ndarray) -> pa.Array:
-    """Return texts (n,) that change if the images of the rows int64 (n,) change.
+    """Return a text for each image that changes if the image changes.
 
-    They hold the size and the modification time of a file, or of the file that images
-    are stored in. Those of remote files that were named one by one take a request each.
+    It holds the size and the modification time of the file, or of the file that images
+    are stored together in. Remote files that were named one by one take a request each.
     Images in memory have no time; their pixels or bytes are hashed.
+
+    Args:
+        images: The images of all rows.
+        rows: int64 (n,), numbers of rows.
+
+    Returns:
+        An Arrow array of n large strings.
+
+    Raises:
+        ConfigError: Remote storage refuses a request.
     """
     content = images.content_keys(rows)
     if not isinstance(content, pa.Array):
@@ -460,11 +556,11 @@ def image_versions(images: Images, rows: np.ndarray) -> pa.Array:
 
 
 class FeatureCache:
-    """The cache of one way of encoding, in a cache directory.
+    """The cache for one way of encoding, in a cache directory.
 
     Args:
         storage: The cache directory.
-        job: What to look up.
+        job: The task whose features are read and written, and how they are computed.
     """
 
     def __init__(self, storage: Storage, job: FeatureJob) -> None:
@@ -481,7 +577,16 @@ class FeatureCache:
         return self._storage.below(self._job.folder)
 
     def missing_rows(self) -> np.ndarray:
-        """Return the numbers int64 (n,) of the rows that the cache does not have."""
+        """Return the numbers of the rows that the cache does not have.
+
+        A file that is damaged is removed, and a line is logged.
+
+        Returns:
+            int64 (n,), ascending.
+
+        Raises:
+            StorageError: The cache directory cannot be listed.
+        """
         _, index = self._read_index()
         self._warn_of_damage()
         return np.flatnonzero(self._find_rows(index) < 0)
@@ -497,9 +602,13 @@ class FeatureCache:
             zeros: Allocates the features.
 
         Returns:
-            Features (N, 1 + V, D), zeros where there are none; for each row the reason
-            why it cannot be read, or None; and the numbers int64 (n,) of the rows that
-            are to be encoded. These include rows that could not be read and now can.
+            Features float32 (N, 1 + V, D), zeros where there are none; for each row the
+            reason why it cannot be read, or None; and the numbers int64 (n,) of the
+            rows that are to be encoded, ascending. These include rows that could not be
+            read before and now can.
+
+        Raises:
+            StorageError: The cache directory cannot be listed.
         """
         job, (names, index) = self._job, self._read_index()
         features = zeros((len(job.task.rows), job.num_views, job.num_features))
@@ -512,7 +621,14 @@ class FeatureCache:
             reasons[row] = reason
 
         def read_part(at: np.ndarray) -> np.ndarray:
-            """Fill in the features of a file; return its rows if it is damaged."""
+            """Copy the features of one file into ``features``.
+
+            Args:
+                at: int64 (m,), positions in ``known`` of the rows in the file.
+
+            Returns:
+                The numbers of these rows if the file is damaged, otherwise no number.
+            """
             values = self._read_values(names[part[at[0]]])
             if values is None:
                 return known[at]
@@ -567,11 +683,16 @@ class FeatureCache:
             self._storage.write(f"{self._job.folder}/facts.json", text.encode())
 
     def _read_index(self) -> tuple[list[str], pa.Table]:
-        """Return the names of all files, and where they have which image.
+        """Read which image is where in the files of the cache.
 
-        The columns of the table are ``key``; ``part``, the position of the file's name;
-        ``first``, the number of the image's first vector in the file; and ``reason``,
-        null for an image that can be read. These images come first.
+        Returns:
+            The names of all files; and a table with the columns ``key`` (the image's
+            id, version and number of views); ``part``, the position of the file's name;
+            ``first``, the number of the image's first vector in the file; and
+            ``reason``, null for an image that can be read. These images come first.
+
+        Raises:
+            StorageError: The cache directory cannot be listed.
         """
         with _naming_the_option():
             names = self._storage.list(self._job.folder)
@@ -583,7 +704,12 @@ class FeatureCache:
         return names, index.take(pa.array(np.argsort(is_bad, kind="stable")))
 
     def _read_part_index(self, part: int, name: str) -> pa.Table | None:
-        """Return the rows of the index for one file, or None if it is damaged."""
+        """Return the rows of the index for one file, or None if it is damaged.
+
+        Args:
+            part: The position of the file among all files.
+            name: The name of the file.
+        """
         table = self._read_columns(name, ["id", "version", "view", "reason"])
         if table is None:
             return None
@@ -595,7 +721,14 @@ class FeatureCache:
         return pa.table(columns, schema=INDEX)
 
     def _find_rows(self, index: pa.Table) -> np.ndarray:
-        """Return int64 (N,), the place of each row in the index, or -1."""
+        """Return the position of each row in the index, or -1.
+
+        Args:
+            index: The table of :meth:`_read_index`.
+
+        Returns:
+            int64 (N,). Of several entries for an image the first one is taken.
+        """
         keys = joined("\n", self._ids, self._versions, decimal(self._counts))
         found = pa.compute.index_in(keys, value_set=index["key"])
         return found.fill_null(-1).to_numpy().astype(np.int64)
@@ -609,7 +742,12 @@ class FeatureCache:
         return values.reshape(len(table), self._job.num_features)
 
     def _read_columns(self, name: str, columns: list[str]) -> pa.Table | None:
-        """Return columns of a file, or None if it is damaged, and then remove it."""
+        """Read columns of a file.
+
+        Returns:
+            The table, or None if the file is damaged, which is then removed. A file is
+            also damaged if it lacks a column or its vectors do not have D numbers.
+        """
         path, width = f"{self._job.folder}/{name}", self._job.num_features
         try:
             with self._storage.open(path) as stream:
@@ -628,6 +766,7 @@ class FeatureCache:
             return None
 
     def _warn_of_damage(self) -> None:
+        """Log a line about the damaged files since the last call, if there were any."""
         if self._damaged:
             log.warning(
                 "recomputing %s in %s, the first is %s",
@@ -638,9 +777,16 @@ class FeatureCache:
             self._damaged.clear()
 
     def _readable_again(self, reasons: Sequence[str | None]) -> np.ndarray:
-        """Return the rows int64 (n,) that could not be read and now can.
+        """Return the numbers of the rows that could not be read and now can.
 
-        Their files have not changed, but a share may have been away.
+        Their files have not changed, but their storage may have been unavailable.
+
+        Args:
+            reasons: For each of the N rows the reason why it could not be read, or
+                None.
+
+        Returns:
+            int64 (n,), ascending.
         """
         data, bad = self._job.config.data, np.flatnonzero(~ok_mask(reasons))
         if not len(bad):
@@ -652,6 +798,11 @@ class FeatureCache:
 
 @contextmanager
 def _naming_the_option() -> Iterator[None]:
+    """Add the option that stores features elsewhere to a StorageError of the block.
+
+    Raises:
+        StorageError: The ``with`` block raises one.
+    """
     try:
         yield
     except StorageError as error:
@@ -668,7 +819,7 @@ def cached_features(
 ) -> tuple[Tensor, list[str | None]]:
     """Return features from a cache, and encode the rows that it lacks.
 
-    What is encoded is written to the cache every few seconds, also when the
+    Rows that were encoded are written to the cache every few seconds, also when the
     computation is stopped, so that it resumes later.
 
     Args:
@@ -687,11 +838,12 @@ def cached_features(
     features, reasons, missing = cache.read(zeros)
     if not len(missing):
         return features, reasons
-    cache.write_facts()  # before any work: is the directory writable?
+    cache.write_facts()  # shows before any work whether the directory is writable
     total, unsaved, saved_at = len(features), list[Chunk](), time.monotonic()
     most_rows = PART_BYTES // (4 * features[0].numel())
 
     def save() -> None:
+        """Write the chunks that are not in the cache yet, if any, to a new file."""
         nonlocal saved_at
         chunks, saved_at = [*unsaved], time.monotonic()
         unsaved.clear()
@@ -719,7 +871,9 @@ def cached_features(
 
 
 def cache_directory(config: Config) -> str:
-    """Where features are kept: ``compute.cache``, $UNO_CACHE, or uno in the user's
-    cache directory.
+    """Return the path or URI of the directory in which features are kept.
+
+    It is ``compute.cache``, or else the environment variable UNO_CACHE, or else the
+    folder ``uno`` in the user's cache directory.
     """
     return normalize_path(config.compute.cache or user_cache())

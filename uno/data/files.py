@@ -1,6 +1,9 @@
-"""Files by local path or by any URI that pyarrow knows (s3://, gs://, file://): sources
-to read, run directories to write. A local name need not be UTF-8: a ``str`` carries its
-bytes, and pyarrow gets bytes.
+"""Read and write files by local path or by any URI that pyarrow knows.
+
+Such URIs begin with s3://, gs:// or file://. Functions read sources; :class:`Storage`
+also writes, for run directories. A local file name need not be valid UTF-8. In a
+``str`` its other bytes are surrogate escapes (``os.fsdecode``), and pyarrow is given
+the bytes (``os.fsencode``).
 """
 
 import errno
@@ -31,13 +34,13 @@ import pyarrow.fs
 from uno.errors import ConfigError, StorageError, UnoError, one_line
 from uno.limits import MAX_ROWS
 
-TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}")  # what a file is called until it is whole
+TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}")  # name of a file that is being written
 
 FLAT = ("s3", "gcs", "abfs")  # object stores have no directories to create
 LISTERS = 16  # threads that list directories, and directories that are listed ahead
-# of an object store that are listed one by one; below them a request lists all
+# Levels of remote folders that are listed one by one; one request lists all below them.
 PREFIX_LEVELS = 2
-HIDDEN = re.compile(r"(^|/)(\.|__MACOSX(/|$))")  # what file managers leave behind
+HIDDEN = re.compile(r"(^|/)(\.|__MACOSX(/|$))")  # files that file managers leave behind
 TRANSIENT = re.compile(
     r"AWS Error"
     r" (SLOW_DOWN|THROTTLING|SERVICE_UNAVAILABLE|INTERNAL_FAILURE|REQUEST_TIMEOUT)"
@@ -47,10 +50,12 @@ TRANSIENT = re.compile(
     r" endpoint|remote I/O error",
     re.IGNORECASE,
 )
-"""Of S3, Google's and Azure's stores as pyarrow words it, and of network disks."""
-REMOTE_PIECE_BYTES = 8 * 2**20  # of a remote file that is read like a local one
-UPLOAD_BYTES_PER_S = 256 * 2**10  # most of a file that is uploaded as it grows
-PAUSES_S = (1, 2, 4, 8, 16)  # pyarrow itself tries for 6 s each time
+"""Matches messages of errors that may pass: those of pyarrow for the stores of Amazon,
+Google and Azure, and those of network disks.
+"""
+REMOTE_PIECE_BYTES = 8 * 2**20  # bytes of a remote file that are read at once
+UPLOAD_BYTES_PER_S = 256 * 2**10  # mean rate for a file that is uploaded as it grows
+PAUSES_S = (1, 2, 4, 8, 16)  # between attempts, in each of which pyarrow tries for 6 s
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -58,9 +63,17 @@ log = logging.getLogger(__name__)
 
 
 class FileEntry(NamedTuple):
-    """A file below a root: relative path with '/', full path or URI, size in bytes,
-    :func:`stat_of` time. While a directory is listed also a folder in it: its relative
-    path ends in '/', by which its files come in order, and ``real`` is its real path.
+    """A file below a root folder, or a folder while folders are listed.
+
+    Attributes:
+        relative: Path below the root, with '/' as separator. The path of a folder ends
+            in '/', so that sorting puts its files in the order of their relative paths.
+        path: Full local path or URI.
+        size: Size in bytes, -1 if not known.
+        time: Modification time in ns since 1970; -1 if not known, 0 for a missing file.
+        real: For a folder its path without links, by which a folder that was listed
+            before is recognized (in remote storage its path below the root); None for a
+            file.
     """
 
     relative: str
@@ -71,14 +84,23 @@ class FileEntry(NamedTuple):
 
 
 def is_transient(error: object) -> bool:
-    """Whether storage that says so may answer a moment later: not what is missing,
-    denied or full.
+    """Return whether an error of storage may not occur again a moment later.
+
+    Timeouts, throttling and lost connections are such errors. Missing files, denied
+    access and full disks are not.
+
+    Args:
+        error: An exception, or its message.
     """
     return TRANSIENT.search(str(error)) is not None
 
 
 class _RetryState(threading.local):
-    """Whether a call of this thread is inside :func:`retry_transient`."""
+    """Whether a call of this thread is inside :func:`retry_transient`.
+
+    Attributes:
+        is_retrying: True during the call.
+    """
 
     is_retrying = False
 
@@ -91,13 +113,15 @@ def retry_transient(access: Callable[P, R]) -> Callable[P, R]:
 
     There are at most ``len(PAUSES_S)`` more calls, with pauses of 31 s in all. Together
     with pyarrow's own attempts on S3 they take about a minute. If decorated functions
-    call each other, only the outermost one calls again: pauses never multiply.
+    call each other, only the outermost one calls again, so that pauses do not multiply.
 
     Args:
         access: A function that reads or writes storage.
 
     Returns:
-        A function with the same parameters. It raises the last error of ``access``.
+        A function with the same parameters and result. It raises an error of ``access``
+        at once if :func:`is_transient` is False for it, and otherwise after the last
+        call.
     """
 
     @wraps(access)
@@ -122,13 +146,15 @@ def retry_transient(access: Callable[P, R]) -> Callable[P, R]:
 
 
 def is_uri(path: str) -> bool:
-    """Whether ``path`` is a URI of a remote file system."""
+    """Return whether a path is a URI, which has '://'."""
     return "://" in path
 
 
 def normalize_path(path: str) -> str:
-    """``path`` with ``~`` expanded and ``file://`` removed; other URIs unchanged,
-    without a last slash.
+    """Return a path as the other functions take it.
+
+    In a local path a leading ``~`` is expanded, and ``file://`` is removed with its
+    percent signs decoded. Another URI only loses slashes at its end.
     """
     if path.startswith("file://"):
         path = unquote(urlsplit(path).path, errors="surrogateescape")
@@ -136,15 +162,20 @@ def normalize_path(path: str) -> str:
 
 
 def full_path(path: str) -> str:
-    """A local path as every process finds it, whatever directory it runs in; a URI
-    unchanged.
+    """Return the absolute path of a local path, and a URI unchanged.
+
+    The result is valid in processes that run in another directory.
     """
     return path if is_uri(path) else os.path.abspath(path)
 
 
 def valid_text(name: str) -> str:
-    """A file name as valid text: bytes that are not UTF-8, and half surrogate pairs,
-    become escapes.
+    """Return a file name as text that can be encoded as UTF-8.
+
+    Bytes that are not UTF-8, and half surrogate pairs, become backslash escapes.
+
+    Args:
+        name: File name, with surrogate escapes for bytes that are not UTF-8.
     """
     half = re.sub(
         "[\ud800-\udc7f\udd00-\udfff]", lambda found: ascii(found[0])[1:-1], name
@@ -155,8 +186,15 @@ def valid_text(name: str) -> str:
 def parse_json(
     data: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None
 ) -> Any:
-    """JSON of nobody knows whom, objects made by ``pairs``; ValueError also where it
-    is nested too deeply.
+    """Parse JSON from an origin that is not trusted.
+
+    Args:
+        data: The JSON text.
+        pairs: Makes the Python value of a JSON object from its keys and values; None
+            for dictionaries.
+
+    Raises:
+        ValueError: The text is not JSON, or is nested too deeply.
     """
     try:
         return json.loads(data, object_pairs_hook=pairs)
@@ -165,8 +203,12 @@ def parse_json(
 
 
 def require_regular(path: str | bytes) -> None:
-    """OSError where a local file is a FIFO, a device or a socket: to open one may
-    last for ever.
+    """Check that a local path is a regular file or a directory.
+
+    Opening a FIFO, a device or a socket may block forever.
+
+    Raises:
+        OSError: It is neither, or does not exist.
     """
     mode = os.stat(path).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
@@ -175,7 +217,11 @@ def require_regular(path: str | bytes) -> None:
 
 @retry_transient
 def kind(path: str) -> str:
-    """'file', 'directory' or 'missing'; ConfigError where it cannot be reached."""
+    """Return whether a path or URI is a 'file', a 'directory' or 'missing'.
+
+    Raises:
+        ConfigError: The storage cannot be reached or refuses to answer.
+    """
     with reading(path):
         files, inner = locate(path)
         found = files.get_file_info(inner).type
@@ -185,10 +231,18 @@ def kind(path: str) -> str:
 
 
 def walk(root: str, follow_links: bool = False) -> Iterator[FileEntry]:
-    """Yield all of :func:`files_below`, with the same arguments.
+    """Yield the files below ``root`` in the order of their relative paths.
+
+    Unlike :func:`files_below`, which lists the files, this function limits their
+    number.
+
+    Args:
+        root: Local folder or URI.
+        follow_links: Whether a link may lead out of a local ``root``.
 
     Raises:
-        ConfigError: A local folder holds more than MAX_ROWS files.
+        ConfigError: A local folder holds more than MAX_ROWS files, a folder cannot be
+            listed, or a link leads out of ``root`` and ``follow_links`` is False.
     """
     for number, found in enumerate(files_below(root, follow_links)):
         if number == MAX_ROWS and not is_uri(root):
@@ -199,23 +253,25 @@ def walk(root: str, follow_links: bool = False) -> Iterator[FileEntry]:
 def files_below(root: str, follow_links: bool = False) -> Iterator[FileEntry]:
     """Yield the files below ``root`` in the order of their relative paths.
 
-    Hidden files are left out. Threads list the next :data:`LISTERS` directories (or
-    prefixes, whole from the third level on), which is all that is kept in memory. A
-    directory is walked once, so that loops of links end. A link to nothing is a file of
-    size -1.
+    Hidden files are left out. :data:`LISTERS` threads list the next folders ahead of
+    the consumer, and only these lists are in memory. From the third level of remote
+    storage on, one request lists all files below a folder. A folder that links lead to
+    twice is listed once, so loops of links end. A link whose target does not exist is a
+    file of size -1.
 
     Args:
         root: Local folder or URI.
         follow_links: Whether a link may lead out of a local ``root``.
 
     Raises:
-        ConfigError: A directory cannot be listed, or a link leads out of ``root`` and
+        ConfigError: A folder cannot be listed, or a link leads out of ``root`` and
             ``follow_links`` is False.
     """
     scan = _remote_scan(root) if is_uri(root) else _local_scan(root, follow_links)
     seen, pool = set[str](), ThreadPoolExecutor(LISTERS, thread_name_prefix="uno-list")
 
     def walk_one(entries: list[FileEntry]) -> Iterator[FileEntry]:
+        """Yield the files of a listed folder and of all folders in it."""
         folders = (entry for entry in entries if entry.real is not None)
         waiting = deque(pool.submit(scan, entry) for entry in islice(folders, LISTERS))
         for entry in entries:
@@ -240,8 +296,16 @@ def files_below(root: str, follow_links: bool = False) -> Iterator[FileEntry]:
 
 @retry_transient
 def children(root: str) -> tuple[list[str], list[str]]:
-    """Names directly below a directory, sorted: (folders, files). Raises as
-    :func:`walk`.
+    """Return the names of the folders and files directly in a folder.
+
+    Args:
+        root: Local folder or URI.
+
+    Returns:
+        Names of the folders and names of the files, each sorted, without hidden ones.
+
+    Raises:
+        ConfigError: The folder cannot be listed.
     """
     with reading(root):
         entries = [
@@ -253,7 +317,17 @@ def children(root: str) -> tuple[list[str], list[str]]:
 
 
 def _entries(files: Any, inner: str | bytes) -> list[tuple[str, bool]]:
-    """Names directly below a directory, sorted, and whether they are directories."""
+    """Return the sorted names in a folder, each with whether it is a folder.
+
+    In remote storage a folder that does not exist counts as empty.
+
+    Args:
+        files: File system, as :func:`locate` returns it.
+        inner: Path inside the file system, ``bytes`` for a local folder.
+
+    Raises:
+        OSError: The folder cannot be listed.
+    """
     if isinstance(inner, bytes):  # local: names need not be text
         with os.scandir(os.fsdecode(inner)) as entries:
             return sorted((entry.name, _is_folder(entry)) for entry in entries)
@@ -264,8 +338,11 @@ def _entries(files: Any, inner: str | bytes) -> list[tuple[str, bool]]:
 
 
 def join(root: str, *parts: str) -> str:
-    """``root`` with path parts appended; in a URI they are quoted and go before its
-    ``?options``.
+    """Append parts to a path or URI.
+
+    Args:
+        root: Local folder or URI. Options of a URI, from '?' on, stay at its end.
+        *parts: Names, which are percent-encoded in a URI.
     """
     if not is_uri(root):
         return os.path.join(root, *parts)
@@ -274,7 +351,13 @@ def join(root: str, *parts: str) -> str:
 
 
 def split(path: str) -> tuple[str, str]:
-    """(folder, name) of a file; joining them gives ``path`` again."""
+    """Split the path or URI of a file into its folder and its name.
+
+    Returns:
+        The folder with the options of a URI, '.' for a local name without a folder; and
+        the name, percent-decoded if it is of a URI. :func:`join` makes an equivalent
+        path of them.
+    """
     if not is_uri(path):
         return os.path.dirname(path) or ".", os.path.basename(path)
     base, mark, options = path.partition("?")
@@ -284,10 +367,22 @@ def split(path: str) -> tuple[str, str]:
 
 @retry_transient
 def read_bytes(path: str, max_bytes: int) -> bytes:
-    """At most ``max_bytes`` + 1 bytes of a file. Raises OSError."""
+    """Read a file, or its first bytes if it is too large.
+
+    Args:
+        path: Local path or URI.
+        max_bytes: Largest size in bytes that is allowed.
+
+    Returns:
+        The content, or the first ``max_bytes`` + 1 bytes of a larger file, by which the
+        caller knows that it is too large.
+
+    Raises:
+        OSError: The file cannot be read, or is not a regular file.
+    """
     if not is_uri(path):
         require_regular(path)
-        # read(n) takes n bytes of memory, whatever there is to read
+        # read(n) allocates n bytes of memory, however small the file is
         with open(path, "rb") as file:
             fits = os.fstat(file.fileno()).st_size <= max_bytes
             return file.read() if fits else file.read(max_bytes + 1)
@@ -309,7 +404,11 @@ def open_binary(path: str) -> BinaryIO:
 
 
 def open_file(path: str) -> Any:
-    """Open a local file or an object for reads in any order. Raises OSError."""
+    """Open a local file or a URI as a pyarrow file for reads in any order.
+
+    Raises:
+        OSError: The file cannot be opened, or is not a regular file.
+    """
     files, inner = locate(path)
     if not is_uri(path):
         require_regular(inner)
@@ -317,8 +416,15 @@ def open_file(path: str) -> Any:
 
 
 def read_whole(path: str, max_bytes: int, what: str = "") -> bytes:
-    """A file; ConfigError, where it is called ``what``, if it is unreadable or
-    larger than ``max_bytes``.
+    """Read a file of a limited size.
+
+    Args:
+        path: Local path or URI.
+        max_bytes: Largest size in bytes.
+        what: What error messages call the file; '' for its path.
+
+    Raises:
+        ConfigError: The file cannot be read, or is larger than ``max_bytes``.
     """
     with reading(what or path):
         data = read_bytes(path, max_bytes)
@@ -328,7 +434,17 @@ def read_whole(path: str, max_bytes: int, what: str = "") -> bytes:
 
 
 def read_text(path: str, max_bytes: int, what: str = "") -> str:
-    """As :func:`read_whole`, of UTF-8."""
+    """Read a text file in UTF-8, with or without a byte order mark.
+
+    Args:
+        path: Local path or URI.
+        max_bytes: Largest size in bytes.
+        what: What error messages call the file; '' for its path.
+
+    Raises:
+        ConfigError: The file cannot be read, is larger than ``max_bytes``, or is not
+            UTF-8.
+    """
     with reading(what or path):
         return read_whole(path, max_bytes, what).decode("utf-8-sig")
 
@@ -341,15 +457,17 @@ def resolver(root: str, follow_links: bool = False) -> Callable[[str], str | Non
         follow_links: Whether a link inside ``root`` may lead to a file outside it.
 
     Returns:
-        A function from a relative path to the full path. It returns None if '..', an
-        absolute path or (without ``follow_links``) a link leaves ``root``. The links of
-        a folder are followed once.
+        A function from a relative path to the full path, which need not exist. The
+        function returns None if '..', an absolute path, a URI or (without
+        ``follow_links``) a link leaves ``root``. The links in the path of a folder are
+        resolved at its first use only.
     """
     base = "" if is_uri(root) else os.path.realpath(root).rstrip("/") + "/"
     named = os.path.abspath(root).rstrip("/") + "/"
     folders: dict[str, str] = {}
 
     def find(relative: str) -> str | None:
+        """Return the full path of ``relative``, or None if it is outside the root."""
         if is_uri(relative) or "\0" in relative:
             return None
         if not base:
@@ -374,8 +492,11 @@ def resolver(root: str, follow_links: bool = False) -> Callable[[str], str | Non
 
 
 def stat_of(path: str) -> tuple[int, int]:
-    """Size in bytes and modification time in ns; -1 and 0 for a missing local file,
-    -1 and -1 for any remote one (one request each is too slow).
+    """Return the size in bytes and the modification time in ns of a file.
+
+    Returns:
+        (-1, 0) for a missing local file; (-1, -1) for a URI, since a request for each
+        file takes too long.
     """
     try:
         found = None if is_uri(path) else os.stat(path)
@@ -385,13 +506,17 @@ def stat_of(path: str) -> tuple[int, int]:
 
 
 def with_remote_facts(files: Sequence[FileEntry]) -> list[FileEntry]:
-    """Look up the size and the time of the last change of remote files without them.
+    """Look up the size and the modification time of remote files without a time.
 
-    A listing gives both. Files that are named one by one are looked up here, with one
-    request each, many at the same time. A file that is missing stays as it is.
+    A listing of a folder gives both. Files that were named one by one are looked up
+    here, with one request each, many at the same time.
 
     Args:
-        files: Files of one storage, or local ones.
+        files: Files, of which the remote ones are in the same storage.
+
+    Returns:
+        The files in the same order. A file that is local, has a time, or is missing
+        stays as it is.
 
     Raises:
         ConfigError: The storage refuses a request.
@@ -414,9 +539,20 @@ def with_remote_facts(files: Sequence[FileEntry]) -> list[FileEntry]:
 def _local_scan(
     root: str, follow_links: bool
 ) -> Callable[[FileEntry], list[FileEntry]]:
+    """Return a function that lists one local folder for :func:`files_below`.
+
+    Args:
+        root: The folder that all listed folders are below.
+        follow_links: Whether a link may lead out of ``root``.
+    """
     base = os.path.realpath(root).rstrip("/") + "/"
 
     def scan(folder: FileEntry) -> list[FileEntry]:
+        """Return the files and folders in a folder, sorted by relative path.
+
+        Raises:
+            ConfigError: The folder cannot be listed, or a link leads out of the root.
+        """
         found = []
         with reading(folder.path), os.scandir(folder.path) as entries:
             for entry in entries:
@@ -450,12 +586,25 @@ def _local_scan(
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
-    """Whether an entry is a directory or a link to one; a link to itself is none."""
+    """Return whether an entry is a folder or a link to a folder.
+
+    A link that leads to itself is neither.
+    """
     return os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
 
 
 def _remote_scan(root: str) -> Callable[[FileEntry], list[FileEntry]]:
+    """Return a function that lists one folder below a URI for :func:`files_below`."""
+
     def scan(folder: FileEntry) -> list[FileEntry]:
+        """Return the files and folders in a folder, sorted by relative path.
+
+        From the level :data:`PREFIX_LEVELS` on, the result has all files below the
+        folder and no folders.
+
+        Raises:
+            ConfigError: The folder cannot be listed.
+        """
         with reading(root):
             files, inner = locate(root)
             top, deep = inner.strip("/"), folder.relative.count("/") >= PREFIX_LEVELS
@@ -481,8 +630,16 @@ def _remote_scan(root: str) -> Callable[[FileEntry], list[FileEntry]]:
 
 
 def locate(path: str) -> tuple[Any, Any]:
-    """File system and the path inside it; one connection per scheme, host and
-    options.
+    """Return the file system of a path or URI, and the path inside it.
+
+    URIs of the same scheme, host and options share one connection.
+
+    Returns:
+        A ``pyarrow.fs.FileSystem``; and the path, ``bytes`` for a local path and
+        ``str`` for a URI.
+
+    Raises:
+        OSError: pyarrow does not know the scheme or the options.
     """
     if not is_uri(path):
         return pa.fs.LocalFileSystem(), os.fsencode(path)
@@ -495,6 +652,18 @@ def locate(path: str) -> tuple[Any, Any]:
 
 @lru_cache(maxsize=16)
 def _connect(host: str, options: str) -> tuple[Any, str]:
+    """Connect to the file system of a URI.
+
+    Args:
+        host: Scheme and host, such as 's3://bucket'.
+        options: Options of the URI with the leading '?', or ''.
+
+    Returns:
+        The file system, and the path of the host inside it.
+
+    Raises:
+        OSError: pyarrow does not know the scheme or the options.
+    """
     try:
         files, root = pa.fs.FileSystem.from_uri(host + options)
     except pa.ArrowException as error:
@@ -505,19 +674,24 @@ def _connect(host: str, options: str) -> tuple[Any, str]:
 def upload_pause_s(num_bytes: int, least_s: float) -> float:
     """Return the pause between two uploads of a file that grows, in seconds.
 
-    An object store cannot append: each upload has the whole file. With a pause that
-    grows with the file, the uploaded bytes grow with the time, and not with the square
-    of the number of lines.
+    An object store cannot append, so each upload has the whole file. With a pause that
+    grows with the file, the number of uploaded bytes is proportional to the time, and
+    not to the square of the number of lines.
 
     Args:
-        num_bytes: Bytes of the last upload.
+        num_bytes: Number of bytes of the last upload.
         least_s: Pause after a small upload, in seconds.
     """
     return max(least_s, num_bytes / UPLOAD_BYTES_PER_S)
 
 
 class RetryingFile(io.RawIOBase):
-    """A remote file that is open for random reads. A failed read is retried."""
+    """A remote file that is open for reads in any order. A failed read is retried.
+
+    Args:
+        files: File system, as :func:`locate` returns it.
+        inner: Path inside the file system.
+    """
 
     def __init__(self, files: Any, inner: str) -> None:
         super().__init__()
@@ -525,19 +699,25 @@ class RetryingFile(io.RawIOBase):
         self._position = 0
 
     def readable(self) -> bool:
-        """Return True."""
+        """Return True, because the file is open for reading."""
         return True
 
     def seekable(self) -> bool:
-        """Return True."""
+        """Return True, because the position can be changed."""
         return True
 
     def tell(self) -> int:
-        """Return the position in bytes."""
+        """Return the position in bytes from the start of the file."""
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move to a position and return it."""
+        """Move to a position and return it.
+
+        Args:
+            offset: Number of bytes from the place that ``whence`` names.
+            whence: ``io.SEEK_SET`` for the start of the file, ``io.SEEK_CUR`` for the
+                present position, or ``io.SEEK_END`` for the end.
+        """
         starts = {io.SEEK_SET: 0, io.SEEK_CUR: self._position}
         start = self._file.size() if whence == io.SEEK_END else starts[whence]
         self._position = start + offset
@@ -545,7 +725,11 @@ class RetryingFile(io.RawIOBase):
 
     @retry_transient
     def readinto(self, buffer: Any) -> int:
-        """Fill ``buffer`` from the position on; return the number of bytes."""
+        """Read bytes from the position on into ``buffer``, and advance the position.
+
+        Returns:
+            The number of bytes that were read, 0 at the end of the file.
+        """
         data = self._file.read_at(len(buffer), self._position)
         buffer[: len(data)] = data
         self._position += len(data)
@@ -564,10 +748,13 @@ def open_located(files: Any, inner: str | bytes) -> Any:
 
     Args:
         files: File system, as :func:`locate` returns it.
-        inner: Path inside the file system.
+        inner: Path inside the file system, ``bytes`` for a local one.
 
     Returns:
         A ``pyarrow.NativeFile``.
+
+    Raises:
+        OSError: The file cannot be opened.
     """
     if isinstance(inner, bytes):
         return files.open_input_file(inner)
@@ -576,8 +763,15 @@ def open_located(files: Any, inner: str | bytes) -> Any:
 
 @contextmanager
 def refusing(kind: type[UnoError], what: str) -> Iterator[None]:
-    """What storage refuses inside the ``with`` is an error of that kind: cannot
-    ``what``.
+    """Turn errors of storage inside the ``with`` block into an error of the project.
+
+    Args:
+        kind: The class of the error to raise.
+        what: What was tried, for a message 'cannot WHAT: REASON'.
+
+    Raises:
+        UnoError: An error of class ``kind``, if the block raises an OSError,
+            UnicodeError or ArrowException.
     """
     try:
         yield
@@ -586,20 +780,38 @@ def refusing(kind: type[UnoError], what: str) -> Iterator[None]:
 
 
 def reading(path: str) -> AbstractContextManager[None]:
-    """As :func:`refusing`, of a source, as ConfigErrors."""
+    """Turn errors of reading inside the ``with`` block into a ConfigError.
+
+    The message is 'cannot read PATH: REASON'. An OSError, UnicodeError or
+    ArrowException is turned into it.
+
+    Args:
+        path: What is read, for the message.
+    """
     return refusing(ConfigError, f"read {path}")
 
 
 class Storage:
-    """Files below ``root``, a local path (made absolute) or URI. A file appears whole
-    or not at all; what the file system refuses is a StorageError with the path.
+    """Files below a root directory, in a local file system or in remote storage.
+
+    A file that is written appears whole or not at all. Names of files are paths below
+    the root; '' is the root itself. If the file system refuses something, methods raise
+    a StorageError with the path.
+
+    Args:
+        root: Local path, which is made absolute, or URI.
+
+    Attributes:
+        root: The path of the root inside its file system.
+        uri: The path of a local root, or the URI of a remote one.
+        is_local: Whether the root is on a local file system.
     """
 
     def __init__(self, root: str) -> None:
         with refusing(StorageError, f"open {valid_text(root)}"):
             os.fsencode(root)
             if is_uri(root):
-                # till its bytes come: one request, not three
+                # With delayed opening a small upload takes one request and not three.
                 uri, option = root, "allow_delayed_open"
                 if uri.startswith("s3://") and option not in uri:
                     uri += f"{'&' if '?' in uri else '?'}{option}=true"
@@ -613,31 +825,39 @@ class Storage:
         self.uri = self.root if self.is_local else root.rstrip("/")
 
     def check(self) -> None:
-        """What comes before every change of a file; raises StorageError where none
-        is allowed any more.
+        """Check before every change of a file that changes are still allowed.
+
+        This class allows every change. A subclass overrides the method.
+
+        Raises:
+            StorageError: A subclass does not allow the change.
         """
 
     def path(self, name: str) -> str:
-        """Full path of ``name`` inside the file system."""
+        """Return the full path of ``name`` inside the file system."""
         return f"{self.root}/{name}" if name else self.root
 
     def below(self, name: str) -> str:
-        """``uri`` of a file or directory in it: the options of a URI stay at its
-        end.
-        """
+        """Return the full path or URI of ``name``. Options of a URI stay at its end."""
         return join(self.uri, name) if name else self.uri
 
     def exists(self, name: str = "") -> bool:
-        """Whether a file or directory of that name is there."""
+        """Return whether there is a file or directory of that name."""
         return bool(self._info(name).type != pa.fs.FileType.NotFound)
 
     def size(self, name: str) -> int:
-        """Bytes in a file; 0 where there is none."""
+        """Return the size of a file in bytes, 0 if it does not exist."""
         return self._info(name).size or 0
 
     def unfinished(self, name: str = "") -> list[str]:
-        """What killed writers left below a directory, by name; on other than local
-        disks there is none.
+        """Return the names of temporary files that interrupted writers left behind.
+
+        Args:
+            name: The directory to search, with all directories in it.
+
+        Returns:
+            Names below the root. There are none in remote storage, where a file is
+            written by one upload.
         """
         found = list[str]()
         for where, _, files in os.walk(self.path(name)) if self.is_local else ():
@@ -651,7 +871,7 @@ class Storage:
 
     @retry_transient
     def list(self, name: str = "") -> list[str]:
-        """Sorted base names in a directory; empty where there is none."""
+        """Return the sorted names in a directory, or none if it does not exist."""
         if self.is_local and not self.exists(name):
             return []
         with self._errors("list", name):
@@ -659,14 +879,30 @@ class Storage:
 
     @retry_transient
     def read(self, name: str, max_bytes: int | None = None) -> bytes:
-        """Content of a file; StorageError where it has more than ``max_bytes``."""
+        """Return the content of a file.
+
+        Args:
+            name: Name of the file.
+            max_bytes: Largest size in bytes; None for any size.
+
+        Raises:
+            StorageError: The file cannot be read, or is larger than ``max_bytes``.
+        """
         with self._errors("read", name), self._opened(name) as file:
             return self._content(file, name, max_bytes)
 
     @retry_transient
     def find(self, name: str, max_bytes: int | None = None) -> bytes | None:
-        """As :meth:`read`; None where there is no such file, which takes no look of
-        its own.
+        """Return the content of a file, or None if it does not exist.
+
+        No request of its own is made to learn whether the file exists.
+
+        Args:
+            name: Name of the file.
+            max_bytes: Largest size in bytes; None for any size.
+
+        Raises:
+            StorageError: The file cannot be read, or is larger than ``max_bytes``.
         """
         with (
             self._errors("read", name),
@@ -678,7 +914,18 @@ class Storage:
 
     @contextmanager
     def open(self, name: str) -> Iterator[Any]:
-        """A file for random reads; errors inside the ``with`` are StorageErrors too."""
+        """Open a file for reads in any order, until the ``with`` block ends.
+
+        Args:
+            name: Name of the file.
+
+        Yields:
+            A ``pyarrow.NativeFile``.
+
+        Raises:
+            StorageError: The file cannot be read. An OSError or ArrowException that is
+                raised inside the block becomes a StorageError, too.
+        """
         with self._errors("read", name):
             if self.is_local:
                 require_regular(self._inner(name))
@@ -686,16 +933,35 @@ class Storage:
                 yield file
 
     def write(self, name: str, data: bytes) -> None:
-        """Create or replace a file; after return it is on the disk, whole."""
+        """Create or replace a file. After the call the whole file is on the disk.
+
+        Args:
+            name: Name of the file. Missing directories are created.
+            data: The content.
+
+        Raises:
+            StorageError: The file cannot be written.
+        """
         if self.is_local:
             self._write_local(name, data)
         else:
             self._upload(name, data)
 
     def write_first(self, name: str, data: bytes) -> bool:
-        """As :meth:`write`, where no file of that name is there; False: there is one.
-        Two writers at the same moment may both get True where the file system has no
-        hard links.
+        """Create a file unless there is one of that name.
+
+        Of several writers at the same moment only one gets True, if the file system has
+        hard links. Without them, and in remote storage, several may get True.
+
+        Args:
+            name: Name of the file, directly in the root.
+            data: The content.
+
+        Returns:
+            Whether the file was created.
+
+        Raises:
+            StorageError: The file cannot be written.
         """
         if self.exists(name):
             return False
@@ -723,7 +989,7 @@ class Storage:
         collected in a temporary file on this machine and uploaded once.
 
         Args:
-            name: Path of the file below the root.
+            name: Name of the file. Missing directories are created.
 
         Yields:
             A writable binary stream.
@@ -753,7 +1019,7 @@ class Storage:
 
     @retry_transient
     def _write_local(self, name: str, data: bytes) -> None:
-        """Create or replace a file on a local disk."""
+        """Create or replace a local file, with retries after errors that may pass."""
         with self.create(name) as file:
             file.write(data)
 
@@ -761,8 +1027,13 @@ class Storage:
     def _upload(self, name: str, data: Any) -> None:
         """Create or replace a remote file, by one ``write`` of all its bytes.
 
-        Closing an upload publishes the bytes written so far. A single ``write`` leaves
-        no moment in between at which an error of this process can close half a file.
+        Closing an upload publishes the bytes that were written so far. With a single
+        ``write`` there is no moment at which an error of this process can publish half
+        a file.
+
+        Args:
+            name: Name of the file.
+            data: The content, as bytes or another buffer.
         """
         self.check()
         with self._errors("write", name):
@@ -772,11 +1043,18 @@ class Storage:
                 stream.write(data)
 
     def append(self, name: str, data: bytes) -> None:
-        """Add ``data`` to the end of a file.
+        """Add bytes to the end of a file, which is created if it does not exist.
 
-        An object store cannot append: the whole file is read and written again. Use it
-        there for files of few lines. Files that grow during training are uploaded with
-        pauses of :func:`upload_pause_s`.
+        An object store cannot append, so the whole file is read and written again. Use
+        this method there for small files only. Files that grow during training are
+        uploaded with pauses of :func:`upload_pause_s`.
+
+        Args:
+            name: Name of the file.
+            data: The bytes to add.
+
+        Raises:
+            StorageError: The file cannot be written.
         """
         if not self.is_local:
             return self.write(name, (self.find(name) or b"") + data)
@@ -791,8 +1069,12 @@ class Storage:
 
     @retry_transient
     def delete(self, name: str) -> None:
-        """Remove a file or a directory with all in it; nothing happens where there
-        is none.
+        """Delete a file, or a directory with all that is in it.
+
+        Nothing happens if there is none of that name.
+
+        Raises:
+            StorageError: It cannot be deleted.
         """
         self.check()
         found = self._info(name).type
@@ -804,10 +1086,17 @@ class Storage:
 
     @retry_transient
     def move(self, name: str, target: str) -> None:
-        """Move a file, or a directory with all in it, and replace ``target``.
+        """Move a file, or a directory with all that is in it, and replace ``target``.
 
         Local files are renamed. Object stores have no rename: each file is copied, then
         deleted.
+
+        Args:
+            name: Name of the file or directory.
+            target: The new name. Missing directories are created.
+
+        Raises:
+            StorageError: It cannot be moved.
         """
         self.check()
         is_folder = self._info(name).type == pa.fs.FileType.Directory
@@ -829,41 +1118,62 @@ class Storage:
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[Any]:
+        """Open a file to read it from its start, until the ``with`` block ends."""
         if self.is_local:
             require_regular(self._inner(name))
         with self._fs.open_input_file(self._inner(name)) as file:
             yield file
 
     def _content(self, file: Any, name: str, max_bytes: int | None) -> bytes:
+        """Return the content of an open file.
+
+        Args:
+            file: The open file.
+            name: Its name, for errors.
+            max_bytes: Largest size in bytes; None for any size.
+
+        Raises:
+            StorageError: The file is larger than ``max_bytes``.
+        """
         if max_bytes is not None and file.size() > max_bytes:
             raise StorageError(f"{self.path(name)} is larger than {max_bytes} bytes")
         return bytes(file.read())
 
     def _inner(self, name: str) -> str | bytes:
+        """Return the full path of ``name`` for pyarrow: bytes if it is local."""
         return os.fsencode(self.path(name)) if self.is_local else self.path(name)
 
     @retry_transient
     def _info(self, name: str) -> Any:
+        """Return pyarrow's ``FileInfo`` of ``name``, whether it exists or not."""
         with self._errors("look up", name):
             return self._fs.get_file_info(self._inner(name))
 
     def _errors(self, what: str, name: str) -> AbstractContextManager[None]:
+        """Turn errors of storage inside the ``with`` block into StorageErrors.
+
+        The message is 'cannot WHAT PATH: REASON'.
+
+        Args:
+            what: What is tried, such as 'read'.
+            name: Name of the file or directory.
+        """
         return refusing(StorageError, f"{what} {self.path(name)}")
 
 
 def reserve_space(file: Any, size: int) -> None:
     """Extend an open file to ``size`` bytes that have space on the disk.
 
-    A process that writes to a memory map of a file is killed when the disk is full, so
-    a lack of space must be found before. Where the system cannot reserve space, as
-    macOS, the free space is compared.
+    A process that writes to a memory map of a file is ended by the system when the disk
+    is full, so a lack of space must be found before. On systems that cannot reserve
+    space, such as macOS, ``size`` is only compared with the free space.
 
     Args:
         file: Local file that is open for writing.
-        size: Bytes that the file shall have.
+        size: Size that the file shall have, in bytes.
 
     Raises:
-        OSError: The disk has no space for them.
+        OSError: The disk has not enough space.
     """
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(file.fileno(), 0, size)
@@ -875,7 +1185,7 @@ def reserve_space(file: Any, size: int) -> None:
 
 
 def _mapped_content(file: Any) -> Any:
-    """Return the bytes of an open file as a buffer that takes no memory."""
+    """Return the bytes of an open file as a memory map, b'' if it is empty."""
     if not os.fstat(file.fileno()).st_size:  # an empty file cannot be mapped
         return b""
     return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -883,8 +1193,20 @@ def _mapped_content(file: Any) -> Any:
 
 @contextmanager
 def create_local(path: Path) -> Iterator[Any]:
-    """A stream into a temporary file that takes the place of ``path`` once its bytes
-    are on the disk.
+    """Open a stream that creates or replaces a local file when the ``with`` block ends.
+
+    The bytes are written to a temporary file beside it. When they are on the disk, this
+    file is renamed to ``path``. If the block raises an error, the temporary file is
+    deleted and a file at ``path`` stays as it was.
+
+    Args:
+        path: Path of the file. Missing directories are created.
+
+    Yields:
+        A writable binary stream.
+
+    Raises:
+        OSError: The file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")

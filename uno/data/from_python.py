@@ -16,7 +16,8 @@ from torch import Tensor
 from uno.data.labels import encode_labels, is_missing
 from uno.errors import ConfigError, one_line
 
-LIST_METHODS = ("to_pylist", "to_list", "tolist")  # of pyarrow; polars; the others
+# methods that return a list: of pyarrow, of polars, and of the other libraries
+LIST_METHODS = ("to_pylist", "to_list", "tolist")
 
 
 def float_vectors(given: Any, what: str) -> Tensor:
@@ -33,14 +34,14 @@ def float_vectors(given: Any, what: str) -> Tensor:
         float32 (N, V, D) on the CPU. The tensor may share its memory with ``given``.
 
     Raises:
-        ConfigError: These are no such numbers.
+        ConfigError: ``given`` does not hold such numbers, holds none, or is sparse.
     """
     if isinstance(given, Tensor):
         values = _dense(given, what)
         if values.dtype == torch.bool or values.is_complex():
             raise _not_vectors(what, values.dtype, values.shape)
     else:
-        if hasattr(given, "toarray") and hasattr(given, "nnz"):  # of scipy.sparse
+        if hasattr(given, "toarray") and hasattr(given, "nnz"):  # scipy.sparse has both
             raise ConfigError(
                 f"{what} are a sparse matrix, and dense numbers are needed; reduce its"
                 " columns first:"
@@ -54,6 +55,11 @@ def float_vectors(given: Any, what: str) -> Tensor:
 
 
 def _dense(given: Tensor, what: str) -> Tensor:
+    """Return a dense tensor on the CPU, without its graph.
+
+    Raises:
+        ConfigError: The tensor is sparse or has another layout than strides.
+    """
     if given.layout != torch.strided:
         text = f"{what} are a tensor of the layout {given.layout}"
         raise ConfigError(f"{text}; pass X.to_dense()")
@@ -61,7 +67,11 @@ def _dense(given: Tensor, what: str) -> Tensor:
 
 
 def _float_array(given: Any, what: str) -> np.ndarray:
-    """Return float32 numbers in native byte order with strides that PyTorch accepts."""
+    """Return float32 numbers in native byte order with strides that PyTorch accepts.
+
+    Raises:
+        ConfigError: ``given`` does not hold real numbers in rows of equal length.
+    """
     if isinstance(given, np.ma.MaskedArray) and given.dtype.kind in "iuf":
         given = np.ma.filled(given.astype(np.float32), np.nan)
     try:
@@ -73,13 +83,22 @@ def _float_array(given: Any, what: str) -> np.ndarray:
         raise ConfigError(f"{text}{_fix(given)}") from None
     if array.dtype.kind not in "iuf":
         raise _not_vectors(what, array.dtype, array.shape)
-    # what is too large becomes infinite, an unusable row
+    # A number that is too large becomes infinite, and its row is unusable.
     with np.errstate(over="ignore"):
         return np.ascontiguousarray(array, dtype=np.float32)
 
 
 def _stacked(array: np.ndarray, what: str) -> np.ndarray:
-    """Return an array of objects as numbers: N vectors, or numbers of Python."""
+    """Convert an array of objects to float32 numbers.
+
+    Args:
+        array: (N,), where each object is a vector; or an array of any shape of Python's
+            numbers.
+        what: The name of the argument.
+
+    Raises:
+        ValueError: The vectors have different lengths, or an object is no number.
+    """
     if array.ndim != 1 or not len(array):
         return array.astype(np.float32)
     rows = [np.asarray(row, dtype=np.float32) for row in array]
@@ -91,7 +110,11 @@ def _stacked(array: np.ndarray, what: str) -> np.ndarray:
 
 
 def _fix(given: Any) -> str:
-    """Return what to do with a table or column that does not hold plain numbers."""
+    """Return what to do with a table or column that does not hold plain numbers.
+
+    Returns:
+        Text that ends an error, '' if there is no advice.
+    """
     if hasattr(given, "columns"):
         return (
             '; pass the numbers alone: df[columns].to_numpy("float32",'
@@ -102,6 +125,13 @@ def _fix(given: Any) -> str:
 
 
 def _not_vectors(what: str, dtype: Any, shape: Iterable[int]) -> ConfigError:
+    """Return the error to raise for values that are not vectors.
+
+    Args:
+        what: The name of the argument.
+        dtype: The type of the values.
+        shape: Their shape.
+    """
     found = f"{dtype} {tuple(shape)}"
     text = f"{what} must be numbers (N, D) or (N, V, D), not {found}"
     return ConfigError(text)
@@ -114,6 +144,9 @@ def class_names(labels: Any) -> list[str | None]:
     an empty text, a negative number, a masked value, or the missing value of pandas,
     polars or pyarrow.
 
+    Args:
+        labels: A list, array, tensor or column of N labels.
+
     Raises:
         ConfigError: ``labels`` is no list or column, or holds something else.
     """
@@ -122,6 +155,9 @@ def class_names(labels: Any) -> list[str | None]:
 
 def distinct_ids(ids: Any) -> list[str]:
     """Return the id of each row as text.
+
+    Args:
+        ids: A list, array, tensor or column of N ids.
 
     Raises:
         ConfigError: ``ids`` is no list or column, lacks an id or repeats one.

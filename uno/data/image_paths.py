@@ -1,4 +1,4 @@
-"""Lead from the image paths that a table holds to files.
+"""Find the files of the image paths that a table holds.
 
 Tables come from other programs and other computers. A path may have backslashes,
 another Unicode form or percent signs, may lack its ending, or may be relative to
@@ -29,7 +29,7 @@ WINDOWS_DRIVE = re.compile(r"[A-Za-z]:[\\/]")
 
 @dataclass(frozen=True)
 class PathRules:
-    """How the image paths of a source are read.
+    """Rules that the user gives for reading the image paths of a source.
 
     Attributes:
         folder: Folder or URI that paths are relative to; None for the folder of the
@@ -59,7 +59,10 @@ class ImagePaths:
 
     Args:
         table_folder: Folder or URI of the table.
-        rules: What the user says about the paths.
+        rules: The user's rules for the paths.
+
+    Attributes:
+        root: Folder or URI that the paths are relative to.
     """
 
     def __init__(self, table_folder: str, rules: PathRules = DEFAULT_RULES) -> None:
@@ -70,17 +73,26 @@ class ImagePaths:
         self._following = filesystem.resolver(self.root, follow_links=True)
 
     def find(self, given: str) -> str | None:
-        """Return the full path or URI of an image, or None if it is outside the
-        folder.
+        """Return the full path or URI of an image, or None if it is outside the folder.
+
+        Args:
+            given: The path as the table has it. The file need not exist.
         """
         return self.locate(given)[0]
 
     def locate(self, given: str) -> tuple[str | None, tuple[int, int]]:
-        """Find an image: by its path as it is written, else as other programs write it.
+        """Find an image by its path as it is written, or as other programs write it.
+
+        In remote storage only the path as it is written is used, and no file is looked
+        up.
+
+        Args:
+            given: The path as the table has it.
 
         Returns:
-            The full path, None if it is outside the folder; and size and time as
-            :func:`~uno.data.files.stat_of` has them.
+            The full path or URI, None if it is outside the folder; and size and
+            modification time as :func:`~uno.data.files.stat_of` returns them, (-1, 0)
+            if no local file is found.
         """
         written = self._complete(given)
         path = self._inside(written)
@@ -95,7 +107,11 @@ class ImagePaths:
         return path, stat
 
     def refusal(self, given: str) -> str:
-        """Return why :meth:`find` gives None for a path, and what to do."""
+        """Return why :meth:`find` returns None for a path, and what to do.
+
+        Args:
+            given: The path as the table has it.
+        """
         if given.startswith("file://"):
             given = filesystem.normalize_path(given)
         shown = one_line(repr(given))
@@ -125,7 +141,11 @@ class ImagePaths:
         )
 
     def _complete(self, given: str) -> str:
-        """Remove file:// or the folder's own URI from a path, and add its ending."""
+        """Remove file:// or the folder's own URI from a path, and add a missing ending.
+
+        The ending is the ``suffix`` of the rules. A path has it if it ends so in upper
+        or lower case.
+        """
         if given.startswith("file://"):
             given = filesystem.normalize_path(given)
         elif self._is_remote:
@@ -137,7 +157,12 @@ class ImagePaths:
 
 
 def _other_spellings(path: str) -> Iterator[str]:
-    """Yield a path as Windows, a URL, or another operating system may mean it."""
+    """Yield other spellings of a path, by which its file may be found.
+
+    They are the path without spaces at its ends, with slashes in place of backslashes,
+    with decoded percent signs, and in two Unicode forms. A path with a Windows drive
+    has none.
+    """
     slashes = path.replace("\\", "/")
     if not WINDOWS_DRIVE.match(path):
         yield path.strip()
@@ -163,18 +188,22 @@ def find_images(
         table_folder: Folder or URI of the table.
         given: The N values of the column.
         may_lack: Whether a row may have no path; it is then an unreadable image.
-        rules: What the user says about the paths.
+        rules: The user's rules for the paths.
         lines: The line of each of the N rows in the table, if it is a file of text.
-        otherwise: Another way to correct the table, for errors.
+        otherwise: Text that ends errors, with another way to correct the table.
+
+    Returns:
+        N files. Some may be missing, which are unreadable images.
 
     Raises:
-        ConfigError: A row has no path, a path leads out of the folder, or no file is
-            there at all.
+        ConfigError: A row has no path, a path leads out of the folder, or none of the
+            files exists (which is not checked in remote storage).
     """
     paths_of_table = ImagePaths(table_folder, rules)
     parts, row, first = list[Files](), 0, ""
 
     def place() -> str:
+        """Return how errors name the current row."""
         return f"row {row}" if lines is None else f"row {row} (line {lines[row]})"
 
     for some in chunks(given):
@@ -208,7 +237,13 @@ def find_images(
 
 
 def _fix_of_missing(root: str, example: str, rules: PathRules) -> str:
-    """Return the end of the error line that says that no image was found."""
+    """Return the end of the error that says that no image was found: what to do.
+
+    Args:
+        root: Folder that the paths are relative to.
+        example: A path of the table.
+        rules: The user's rules for the paths.
+    """
     folder, name = os.path.split(os.path.join(root, example))
     others = os.listdir(folder) if os.path.isdir(folder) else []
     if similar := next(

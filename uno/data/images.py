@@ -1,6 +1,7 @@
-"""The interface to the images of any data source, and images in memory and in files.
+"""Define the interface to the images of any data source.
 
-Images stay encoded where they are until they are read.
+The module has the implementations for images in memory and in files. Images stay
+encoded where they are stored until they are read.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from uno.data.files import full_path, is_uri, stat_of, valid_text
 from uno.data.row_blocks import RowBlocks
 
 Image = bytes | str | np.ndarray
-"""Encoded bytes, a path or URI, or uint8 pixels (H,W,3)."""
+"""Encoded bytes, a path or URI, or pixels uint8 (H, W, 3)."""
 # Rows that are stored together count as sorted by class if a sample of whole groups has
 # less than this share of the classes of a sample of single rows.
 SORTED_SHARE = 0.9
@@ -44,8 +45,11 @@ EXTENSIONS = (
 class MissingImage(bytes):
     """Empty image data of a row that names no readable image.
 
-    Attributes:
+    Args:
         reason: Why there is no image, and what to do.
+
+    Attributes:
+        reason: As above; it becomes the reason why the image cannot be decoded.
     """
 
     reason: str
@@ -60,16 +64,22 @@ class MissingImage(bytes):
 class Images(Protocol):
     """N images that are read by row number.
 
-    The methods below are defaults for images that are read one by one, and that are
-    sent to another process themselves.
+    The methods have defaults for images that are read one by one, and that are sent to
+    another process themselves. Only ``__len__`` and :meth:`read_images` have none.
     """
 
     def __len__(self) -> int: ...
 
     def read_images(self, rows: np.ndarray) -> list[Image]:
-        """Return the images of ``rows``, int64 (n,), in that order.
+        """Return the images of some rows, in that order.
 
-        Data that holds several of the images, such as a row group, is read once.
+        Images that are stored together, such as in a row group, are read once.
+
+        Args:
+            rows: Row numbers, int64 (n,).
+
+        Returns:
+            n images. A path is returned for an image in a file, which is not read.
         """
         ...
 
@@ -77,14 +87,20 @@ class Images(Protocol):
         return self.read_images(np.array([row]))[0]
 
     def take(self, rows: np.ndarray) -> ImageSubset:
-        """Return only the images of ``rows``, int64 (n,), in that order.
+        """Return only the images of some rows, in that order.
 
         Nothing is read or copied.
+
+        Args:
+            rows: Row numbers, int64 (n,).
         """
         return ImageSubset(self, rows)
 
     def groups(self, rows: np.ndarray) -> np.ndarray | None:
-        """Return which of ``rows``, int64 (n,), are stored together.
+        """Return which rows are stored together.
+
+        Args:
+            rows: Row numbers, int64 (n,).
 
         Returns:
             A number for each row, int64 (n,): rows with equal numbers are read at once,
@@ -93,28 +109,41 @@ class Images(Protocol):
         return None
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
-        """Return the stored size of each image in bytes, int64 (n,).
+        """Return the stored size of each image in bytes.
 
-        -1 if the size is not known. For images that are stored together it is the mean.
+        Args:
+            rows: Row numbers, int64 (n,).
+
+        Returns:
+            int64 (n,), -1 if a size is not known. For images that are stored together
+            it is the mean size.
         """
         images = self.read_images(rows)
         sizes = [getattr(image, "nbytes", len(image)) for image in images]
         return np.array(sizes, np.int64)
 
     def content_keys(self, rows: np.ndarray) -> Iterable[bytes] | pa.Array:
-        """Return what the fingerprint of a data set contains for each of ``rows``.
+        """Return what the fingerprint of a data set contains for each image.
+
+        Args:
+            rows: Row numbers, int64 (n,).
 
         Returns:
             The content of each image; or, for images that are too many to be read, an
-            Arrow array of large strings of less than 256 bytes, such as file sizes.
+            Arrow array of n large strings of less than 256 bytes, such as file sizes.
         """
         return map(content_of, self.read_images(rows))
 
     def times(self, rows: np.ndarray) -> np.ndarray:
-        """Return int64 (n,): when the file that holds each image was last changed.
+        """Return when the file that holds each image was last changed.
 
-        In ns since 1970; -1 if that is not known. 0 for images in memory:
-        :meth:`content_keys` have all of their content.
+        Args:
+            rows: Row numbers, int64 (n,).
+
+        Returns:
+            int64 (n,), ns since 1970, and -1 if that is not known. 0 for images in
+            memory and for missing files. Changes of images in memory are seen in
+            :meth:`content_keys`.
         """
         return np.zeros(len(rows), np.int64)
 
@@ -124,59 +153,90 @@ class Images(Protocol):
         return False
 
     def paths(self, rows: np.ndarray) -> list[str | None]:
-        """Return the path of each image as text, None if it is not a separate file."""
+        """Return the path of each image as text, or None if it is not a separate file.
+
+        Args:
+            rows: Row numbers, int64 (n,).
+        """
         return [path_of(image) for image in self.read_images(rows)]
 
     def lines(self, rows: np.ndarray) -> list[int | None]:
-        """Return the line on which each image stands in a table of text, or None."""
+        """Return the line on which each image stands in a table of text, or None.
+
+        Args:
+            rows: Row numbers, int64 (n,).
+        """
         return [None] * len(rows)
 
     def reader(self) -> Images | None:
         """Return a small object that reads the images on any node.
 
         It is sent to another process and reads the rows that :meth:`numbers` returns.
-        None if the images must be sent themselves.
+
+        Returns:
+            Images of the whole source, or None if the images themselves must be sent.
         """
         return None
 
     def numbers(self, rows: np.ndarray) -> np.ndarray:
-        """Return the row numbers of ``rows`` in :meth:`reader`, int64 (n,)."""
+        """Return the numbers that rows have in :meth:`reader`.
+
+        Args:
+            rows: Row numbers, int64 (n,).
+
+        Returns:
+            int64 (n,).
+        """
         return rows
 
     def vectors(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]] | None:
-        """Return the embeddings of ``rows``, for a source that has no images to encode.
+        """Return the embeddings of rows, for a source that has no images to encode.
+
+        Args:
+            rows: Row numbers, int64 (n,).
 
         Returns:
             Embeddings float32 (n, V, D) of V views, the evaluation view first, and for
-            each row the reason why it has no valid embedding, or None. None for a
-            source of images.
+            each row the reason why it has no valid embedding, or None. A single None
+            for a source of images.
         """
         return None
 
     def pictures(self) -> Images | None:
-        """Return the images that a report shows for the rows, or None."""
+        """Return the images that a report shows for the rows.
+
+        Returns:
+            Images of the same N rows, or None if the source has none. A source of
+            images returns itself.
+        """
         return self
 
     def captions(self, rows: np.ndarray) -> list[str | None]:
-        """Return the text below the picture of each of ``rows``, or None for no text.
+        """Return the text below the picture of each row, or None for no text.
 
-        A row without a picture shows only this text.
+        A row without a picture is shown by this text alone.
+
+        Args:
+            rows: Row numbers, int64 (n,).
         """
         return [None] * len(rows)
 
     def prepared(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]] | None:
-        """Return what is in memory of ``rows`` already.
+        """Return decoded pixels or features of rows that are already in memory.
+
+        Args:
+            rows: Row numbers, int64 (n,).
 
         Returns:
             Decoded pixels uint8 (n, 3, S, S), or features (n, D) of the run's frozen
-            encoder; and for each row the reason why it is unreadable, or None. None if
-            the images have not been decoded.
+            encoder; and for each row the reason why it is unreadable, or None. A single
+            None if nothing is in memory.
         """
         return None
 
 
 class Ready(NamedTuple):
-    """Decoded pixels or features of N images.
+    """Decoded pixels or features of N images, in memory.
 
     Attributes:
         values: Pixels uint8 (N, 3, S, S), or features (N, D).
@@ -188,16 +248,24 @@ class Ready(NamedTuple):
 
 
 def _of_others(name: str) -> Any:
-    """Make a method of :class:`ImageSubset` that calls ``name`` of its base images."""
+    """Make a method of :class:`ImageSubset` that asks its base images.
+
+    Args:
+        name: Name of a method that takes row numbers int64 (n,).
+
+    Returns:
+        A method that translates the row numbers of the subset to those of the base
+        images.
+    """
     return lambda self, rows: getattr(self.images, name)(self.index[rows])
 
 
 @dataclass(frozen=True, eq=False)
 class ImageSubset(Images):
-    """A choice of rows of other images.
+    """Some rows of other images.
 
     Attributes:
-        images: The images that rows are chosen from.
+        images: The base images that rows are chosen from.
         index: Row number in ``images`` of each chosen row, int64 (N,).
         ready: Decoded pixels or features of the chosen rows, if they are in memory.
     """
@@ -210,14 +278,20 @@ class ImageSubset(Images):
         return len(self.index)
 
     def read_images(self, rows: np.ndarray) -> list[Image]:
-        """Return the images of ``rows``, int64 (n,), in that order."""
+        """Return the images of some rows int64 (n,) of the subset, in that order."""
         return self.images.read_images(self.index[rows])
 
     def __getitem__(self, row: int) -> Image:
         return self.images[int(self.index[row])]
 
     def take(self, rows: np.ndarray) -> ImageSubset:
-        """Return only the images of ``rows``, as rows of the same base images."""
+        """Return only the images of some rows, as a subset of the same base images.
+
+        Decoded pixels or features of the rows that are in memory are taken along.
+
+        Args:
+            rows: Row numbers, int64 (n,).
+        """
         ready = self.ready
         if ready is not None:
             reasons = [
@@ -243,20 +317,32 @@ class ImageSubset(Images):
 
     @property
     def is_remote(self) -> bool:
-        """Whether the images that the rows are taken from are remote."""
+        """Whether the base images are in remote storage."""
         return self.images.is_remote
 
     def reader(self) -> Images | None:
-        """Return the reader of the base images, as :meth:`Images.reader`."""
+        """Return an object that reads the base images on any node.
+
+        It reads the rows that ``numbers`` returns. None if images must be sent
+        themselves.
+        """
         return self.images.reader()
 
     def pictures(self) -> Images | None:
-        """Return the images that a report shows for the rows, or None."""
+        """Return the images that a report shows for the chosen rows, or None."""
         pictures = self.images.pictures()
         return None if pictures is None else pictures.take(self.index)
 
     def prepared(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]] | None:
-        """Return what is in memory of ``rows``, as :meth:`Images.prepared`."""
+        """Return decoded pixels or features of rows that are already in memory.
+
+        Args:
+            rows: Row numbers, int64 (n,).
+
+        Returns:
+            Pixels uint8 (n, 3, S, S) or features (n, D), and for each row the reason
+            why it is unreadable, or None. A single None if nothing is in memory.
+        """
         if self.ready is None:
             return self.images.prepared(self.index[rows])
         return self.ready.values[torch.tensor(rows)], [
@@ -266,12 +352,17 @@ class ImageSubset(Images):
 
 @dataclass(frozen=True, eq=False)
 class InMemory(Images):
-    """A list of images, or an array uint8 (N, H, W, 3)."""
+    """A list of images, or an array uint8 (N, H, W, 3).
+
+    Attributes:
+        items: The images. An item of a list may be encoded bytes, a path or URI, or
+            pixels uint8 (H, W, 3).
+    """
 
     items: Sequence[Any] | np.ndarray
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle with absolute paths: a process may run in another directory."""
+        """Pickle with absolute paths, for processes that run in another directory."""
         if isinstance(self.items, np.ndarray):
             return InMemory, (self.items,)
         return InMemory, (
@@ -282,11 +373,19 @@ class InMemory(Images):
         return len(self.items)
 
     def read_images(self, rows: np.ndarray) -> list[Image]:
-        """Return the images of ``rows``, int64 (n,), in that order."""
+        """Return the images of some rows int64 (n,), in that order."""
         return [self.items[row] for row in rows.tolist()]
 
     def times(self, rows: np.ndarray) -> np.ndarray:
-        """Return the modification times of the items that are files, 0 for others."""
+        """Return when each item that is a file was last changed.
+
+        Args:
+            rows: Row numbers, int64 (n,).
+
+        Returns:
+            int64 (n,), ns since 1970; 0 for an item that is no file or a missing one,
+            and -1 for a URI.
+        """
         if isinstance(self.items, np.ndarray):
             return np.zeros(len(rows), np.int64)
         items = self.read_images(rows)
@@ -307,10 +406,10 @@ class Files(Images):
 
     Attributes:
         column: Paths and URIs as an Arrow array of bytes, which processes share.
-        stats: Size in bytes and modification time in ns of each file, -1 if not known:
-            int64 (N, 2).
+        stats: Size in bytes and modification time in ns since 1970 of each file, -1 if
+            not known: int64 (N, 2). A missing file has the size -1 and the time 0.
         line_numbers: Line of each file in the table of text that names it, int64 (N,);
-            None for files of a folder.
+            None for files that no such table names.
     """
 
     column: Any
@@ -319,11 +418,12 @@ class Files(Images):
 
     @classmethod
     def of(cls, paths: Sequence[str], stats: Iterable[Sequence[int]]) -> Files:
-        """Make images of paths, of which local ones become absolute.
+        """Make images from paths, and make local paths absolute.
 
         Args:
-            paths: N paths and URIs; '' for a file that is missing.
-            stats: Size and modification time of each file, as in ``stats``.
+            paths: N paths and URIs; '' for a row without a file.
+            stats: Size and modification time of each file, as the attribute ``stats``
+                has them.
         """
         full = [os.fsencode(path and full_path(path)) for path in paths]
         return cls(
@@ -333,7 +433,7 @@ class Files(Images):
 
     @classmethod
     def join(cls, parts: Sequence[Files]) -> Files:
-        """Concatenate files."""
+        """Concatenate files. Their line numbers are not kept."""
         return cls(
             pa.concat_arrays([p.column for p in parts]),
             np.concatenate([p.stats for p in parts]),
@@ -343,21 +443,41 @@ class Files(Images):
         return len(self.column)
 
     def read_images(self, rows: np.ndarray) -> list[Image]:
-        """Return the paths of ``rows``. The files are read when they are decoded."""
+        """Return the paths of some rows int64 (n,).
+
+        The files are read when they are decoded.
+        """
         return [
             os.fsdecode(path) for path in self.column.take(pa.array(rows)).to_pylist()
         ]
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
-        """Return the size of each file in bytes, int64 (n,), -1 if not known."""
+        """Return the size of each file in bytes.
+
+        Args:
+            rows: Row numbers, int64 (n,).
+
+        Returns:
+            int64 (n,), -1 for a size that is not known and for a missing file.
+        """
         return self.stats[rows, 0]
 
     def times(self, rows: np.ndarray) -> np.ndarray:
-        """Return the modification time of each file in ns, -1 if not known."""
+        """Return when each file was last changed.
+
+        Args:
+            rows: Row numbers, int64 (n,).
+
+        Returns:
+            int64 (n,), ns since 1970; -1 if that is not known, 0 for a missing file.
+        """
         return self.stats[rows, 1]
 
     def content_keys(self, rows: np.ndarray) -> pa.Array:
-        """Return file sizes, so that a moved data set keeps its fingerprint."""
+        """Return the size of each file as text, for rows int64 (n,).
+
+        Paths are not used, so that a data set that is moved keeps its fingerprint.
+        """
         return decimal(self.sizes(rows))
 
     @property
@@ -367,7 +487,11 @@ class Files(Images):
         return bool(pa.compute.any(has_scheme).as_py())
 
     def lines(self, rows: np.ndarray) -> list[int | None]:
-        """Return the line of each file in a table of text, or None."""
+        """Return the line of each file in a table of text, or None.
+
+        Args:
+            rows: Row numbers, int64 (n,).
+        """
         return (
             super().lines(rows)
             if self.line_numbers is None
@@ -376,7 +500,10 @@ class Files(Images):
 
 
 def as_images(images: Images | Sequence[Any] | np.ndarray) -> Images:
-    """Wrap a list of images or an array uint8 (N, H, W, 3) as :class:`InMemory`."""
+    """Wrap a list of images or an array uint8 (N, H, W, 3) as :class:`InMemory`.
+
+    Other images are returned unchanged.
+    """
     return InMemory(images) if isinstance(images, Sequence | np.ndarray) else images
 
 
@@ -394,15 +521,19 @@ def with_ready(
 
 
 def is_image(name: str) -> bool:
-    """Return whether a file's name has an extension of an image format."""
+    """Return whether a file name has an ending of :data:`EXTENSIONS`."""
     return name.lower().endswith(EXTENSIONS)
 
 
 def evenly_spaced(num: int, total: int) -> np.ndarray:
-    """Return ``num`` evenly spaced row numbers below ``total``, or all if fewer.
+    """Return evenly spaced row numbers.
+
+    Args:
+        num: How many row numbers to return.
+        total: Number of rows.
 
     Returns:
-        Ascending row numbers, int64 (min(num, total),).
+        Ascending row numbers from 0 to ``total`` - 1, int64 (min(num, total),).
     """
     num = min(num, total)
     return np.arange(num) * total // max(num, 1)
@@ -416,10 +547,11 @@ def spread(
 ) -> list[np.ndarray]:
     """Choose a sample of rows that takes little reading.
 
-    Rows that are read by themselves are chosen evenly spaced. Of images that are stored
-    together, whole groups are chosen evenly spaced, the same ones for all kinds of rows
-    as far as they suffice. If the groups are sorted by class, so that a few of them
-    show few classes, single rows are chosen after all.
+    Rows that are read by themselves, or are in memory, are chosen evenly spaced. Of
+    images that are stored together, whole groups are chosen evenly spaced, the same
+    ones for all kinds of rows as far as they suffice. If the groups are sorted by
+    class, so that a few of them show few classes, single rows are chosen evenly spaced
+    after all, and a warning is logged.
 
     Args:
         images: The images of all rows.
@@ -430,8 +562,8 @@ def spread(
             not checked for being sorted by class.
 
     Returns:
-        For each kind the positions of the chosen rows in its row numbers. For the first
-        kind they may be a few more than ``num``, to include rare classes.
+        For each kind the positions of the chosen rows in its row numbers, int64. For
+        the first kind they may be a few more than ``num``, to include rare classes.
     """
     even = [evenly_spaced(num, len(rows)) for rows in kinds]
     if images.groups(np.arange(0)) is None or images.prepared(np.arange(0)) is not None:
@@ -449,7 +581,8 @@ def spread(
             )
             return even
         lacking = first[~np.isin(all_shown, shown)]
-        if len(lacking) <= (1 - SORTED_SHARE) * len(all_shown):  # rare ones
+        # The classes that whole groups do not show are rare ones.
+        if len(lacking) <= (1 - SORTED_SHARE) * len(all_shown):
             found[0] = np.union1d(found[0], even[0][lacking])
     return found
 
@@ -457,7 +590,16 @@ def spread(
 def _whole_groups(
     images: Images, kinds: Sequence[np.ndarray], num: int
 ) -> list[np.ndarray]:
-    """Choose positions of at most ``num`` rows of each kind, by whole groups."""
+    """Choose positions of at most ``num`` rows of each kind, by whole groups.
+
+    Args:
+        images: The images of all rows, which are stored in groups.
+        kinds: Row numbers of each kind of rows, int64 (n,) each.
+        num: Largest number of rows of each kind to choose.
+
+    Returns:
+        For each kind the positions of the chosen rows in its row numbers, int64.
+    """
     groups = [cast(np.ndarray, images.groups(rows)) for rows in kinds]
     numbers = np.unique(np.concatenate(groups))
     shares = [num / max(num, len(rows)) for rows in kinds]
@@ -482,8 +624,8 @@ def batches_of(images: Images, rows: np.ndarray, size: int) -> list[np.ndarray]:
         size: Largest number of rows of a batch.
 
     Returns:
-        Positions in ``rows`` of each batch, int64. Rows that are stored together are in
-        one batch, if the group has at most ``size`` rows.
+        Positions in ``rows`` of each batch, int64. Consecutive rows that are stored
+        together are in one batch, unless they are more than ``size``.
     """
     groups, start, cuts = images.groups(rows), 0, list[int]()
     ends = np.arange(0) if groups is None else np.flatnonzero(np.diff(groups)) + 1
@@ -496,9 +638,13 @@ def batches_of(images: Images, rows: np.ndarray, size: int) -> list[np.ndarray]:
 
 
 def content_of(image: Image) -> bytes:
-    """Return bytes that identify an image: its shape and pixels, or its encoded data.
+    """Return bytes that identify an image.
 
-    For an image in a file, it is the path.
+    Args:
+        image: Encoded bytes, a path or URI, or pixels uint8 (H, W, 3).
+
+    Returns:
+        The shape and the pixels of an array, the encoded bytes, or the path.
     """
     if isinstance(image, np.ndarray):
         return str(image.shape).encode() + image.tobytes()
@@ -506,12 +652,19 @@ def content_of(image: Image) -> bytes:
 
 
 def path_of(image: Image) -> str | None:
-    """Return the full path of an image that is a file as text, or None."""
+    """Return the full path of an image in a file as valid text.
+
+    Args:
+        image: Encoded bytes, a path or URI, or pixels uint8 (H, W, 3).
+
+    Returns:
+        The absolute path or the URI, or None if the image is not in a file.
+    """
     return valid_text(full_path(image)) if isinstance(image, str) and image else None
 
 
 def row_names(ids: Sequence[str], images: Images, rows: Sequence[int]) -> list[str]:
-    """Return names of rows for messages: the id, and the file that it does not name.
+    """Return how messages name rows.
 
     Args:
         ids: The ids of N rows.
@@ -519,7 +672,8 @@ def row_names(ids: Sequence[str], images: Images, rows: Sequence[int]) -> list[s
         rows: Numbers of the rows to name.
 
     Returns:
-        For each of ``rows`` a text such as 'row-7' or 'row-7 (/photos/a.jpg, line 9)'.
+        For each of ``rows`` a text such as 'row-7' or 'row-7 (/photos/a.jpg, line 9)',
+        as :func:`name_row` makes it.
     """
     numbers = np.array(rows, np.int64)
     names = [str(ids[row]) for row in rows]
@@ -528,11 +682,21 @@ def row_names(ids: Sequence[str], images: Images, rows: Sequence[int]) -> list[s
 
 
 def name_row(name: str, path: str | None, line: int | None) -> str:
-    """Return an id with the path and line of its image, unless the path ends with
-    the id.
+    """Return how messages name a row.
+
+    Args:
+        name: The id of the row.
+        path: The path of its image; None if it is not in a file.
+        line: The line of the row in a table of text; None if there is no table.
+
+    Returns:
+        The id, followed by the path and the line in brackets if they are known. If
+        there is no line, the path is left out if it ends with the id, or with the id
+        without its first folder (the rows of two folders have ids such as
+        'labeled/cat/1.jpg').
     """
     if path is not None and line is None:
-        # ids of two folders begin with labeled/ or unlabeled/
+        # The ids of a source of two folders begin with labeled/ or unlabeled/.
         tail = name.partition("/")[2]
         if path.endswith(f"/{name}") or (tail and path.endswith(f"/{tail}")):
             return name
@@ -551,7 +715,7 @@ def to_columns(images: Images, rows: np.ndarray) -> dict[str, Any]:
     Returns:
         Arrow arrays by name. If :meth:`Images.reader` reads the images there, 'number'
         has row numbers for it. Otherwise 'image' has bytes, and 'shape' says what they
-        are: the shape of pixels, an empty list for a full path (which need not be
+        are: the shape of pixels uint8, an empty list for a full path (which need not be
         text), or null for an encoded image.
     """
     if images.reader() is not None:
@@ -578,7 +742,7 @@ def from_columns(block: pa.Table, reader: Images | None) -> list[Image]:
 
     Args:
         block: A table with the columns of :func:`to_columns`.
-        reader: What :meth:`Images.reader` returned.
+        reader: The result of :meth:`Images.reader` of the images that were sent.
     """
     if reader is not None:
         return reader.read_images(block["number"].to_numpy())
