@@ -39,9 +39,9 @@ def user_cache() -> str:
 def new_array(shape: tuple[int, ...]) -> np.ndarray:
     """Return an array of zeros, which is in memory or in a file.
 
-    From :data:`MAPPED_BYTES` on, it is mapped to a file of the cache directory, or of the
-    directory for temporary files if that cannot be used. The file has no name and
-    disappears with the process.
+    An array of :data:`MAPPED_BYTES` or more is mapped to a file of the cache directory,
+    or of the directory for temporary files if the cache cannot be used. The file has no
+    name and disappears with the process.
 
     Args:
         shape: The shape of the array.
@@ -173,7 +173,7 @@ class NeighborViews:
         Args:
             key: One of
 
-                - ``rows``, an index of rows as that of a tensor: all views (n, 1 + V, D)
+                - ``rows``, an index of rows as of a tensor: all views (n, 1 + V, D)
                 - ``(rows, v)`` with a number v: view v of each row, (n, D)
                 - ``(rows, slice)``: some of the views of each row, (n, k, D)
                 - ``(rows, views)``, both int64 (n,): one view of each row, (n, D)
