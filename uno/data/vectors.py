@@ -1,6 +1,7 @@
-"""Vectors that another program made stand in the place of images: frozen features that
-came from elsewhere. The source is their cache, and nothing is encoded. A picture or
-text of a row is only for people.
+"""Read vectors that another program made, to use them in the place of images.
+
+The vectors are used as the features of a frozen encoder, so nothing is encoded. A
+picture or a text of a row is only shown to people.
 """
 
 from __future__ import annotations
@@ -41,12 +42,15 @@ from uno.errors import ConfigError, StorageError, one_line
 from uno.limits import MAX_NPZ_BYTES, MAX_ROWS
 from uno.text import plural
 
-NEIGHBORS, NEAR_ROWS, COSINE_ROWS = 5, 20_000, 512  # of a row; among so many; at once
-# compared in all: a minute; among so many at least
+# The number of neighbors of a row, the most rows that they are searched among, and the
+# rows that are compared with all of these at once.
+NEIGHBORS, NEAR_ROWS, COSINE_ROWS = 5, 20_000, 512
+# The most pairs of rows that are compared, which takes a minute; but neighbors are
+# always searched among so many rows, if there are so many.
 NEAR_PAIRS, LEAST_NEAR_ROWS = 2 * 10**9, 1_000
-METADATA = b"uno.vectors"  # of a file that is ours
+METADATA = b"uno.vectors"  # key in the metadata of files that this module writes
 ARRAYS = (".npy", ".npz")
-# by np.load, of damaged files and of those that need a feature it lacks
+# Errors that np.load raises for damaged files, and for files that it cannot read.
 UNREADABLE = (
     OSError,
     ValueError,
@@ -57,7 +61,7 @@ UNREADABLE = (
     zipfile.BadZipFile,
     zlib.error,
 )
-MANY_NUMBERS = 8  # columns of floats, beyond which they seem to be one vector
+MANY_NUMBERS = 8  # more columns of floats than this seem to be one vector
 CSV_FIX = "text; save its numbers with np.save(FILE, np.loadtxt(CSV, delimiter=','))"
 COLUMNS = ("id", "embedding", "label", "eval_label", "split", "path", "text")
 LIST = pa.large_list(pa.float32())
@@ -65,9 +69,14 @@ LIST = pa.large_list(pa.float32())
 
 @dataclass(frozen=True, eq=False)
 class Vectors(Images):
-    """``values`` float32 (N, V, D), V views of each row, zeros where one of the N
-    ``reasons`` says why a row has none; ``shown``: pictures of the rows; ``words``:
-    text of each, in an Arrow array.
+    """The vectors of N rows, in the place of images.
+
+    Attributes:
+        values: float32 (N, V, D), V views of each row, the one for evaluation first.
+            Rows without a usable vector have zeros.
+        reasons: For each row the reason why it has no usable vector, or None.
+        shown: Pictures of the rows, None if the source has none.
+        words: Arrow array with a text of each row, None if the source has none.
     """
 
     values: Tensor
@@ -77,7 +86,15 @@ class Vectors(Images):
 
     @classmethod
     def of(cls, given: Any, what: str = "embeddings") -> Vectors:
-        """Of numbers as :func:`~uno.data.from_python.float_vectors` takes them."""
+        """Make vectors of numbers that a caller passes.
+
+        Args:
+            given: Numbers as :func:`~uno.data.from_python.float_vectors` takes them.
+            what: The name of the argument, for messages.
+
+        Raises:
+            ConfigError: These are no such numbers.
+        """
         values = float_vectors(given, what)
         return cls(*checked(values, [None] * len(values)))
 
@@ -85,19 +102,24 @@ class Vectors(Images):
         return len(self.values)
 
     def read_images(self, rows: np.ndarray) -> list[Image]:
-        """The first view of each, float32 (D,)."""
+        """Return the first view of each of ``rows``, float32 (D,)."""
         return list(self.values[torch.from_numpy(rows), 0].numpy())
 
     def content_keys(self, rows: np.ndarray) -> Iterator[bytes]:
-        """All views of each."""
+        """Yield the bytes of all views of each of ``rows``."""
         return (self.values[row].numpy().tobytes() for row in rows.tolist())
 
     def paths(self, rows: np.ndarray) -> list[str | None]:
-        """Those of the pictures."""
+        """Return the path of the picture of each of ``rows``, or None."""
         return [None] * len(rows) if self.shown is None else self.shown.paths(rows)
 
     def vectors(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]]:
-        """These; of rows in a row without a copy."""
+        """Return the vectors of ``rows``, int64 (n,).
+
+        Returns:
+            float32 (n, V, D), which shares its memory with ``values`` if the rows are
+            consecutive; and the reasons of rows without a usable vector.
+        """
         in_a_row = (
             len(rows)
             and rows[-1] - rows[0] + 1 == len(rows)
@@ -111,16 +133,16 @@ class Vectors(Images):
         return self.values[own], [self.reasons[row] for row in rows.tolist()]
 
     def prepared(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]]:
-        """The first view of each, (n, D)."""
+        """Return the first view of each of ``rows``, (n, D), and the reasons."""
         values, reasons = self.vectors(rows)
         return values[:, 0], reasons
 
     def pictures(self) -> Images | None:
-        """Of the source."""
+        """Return the pictures of the source, None if it has none."""
         return self.shown
 
     def captions(self, rows: np.ndarray) -> list[str | None]:
-        """The text of each."""
+        """Return the text of each of ``rows``, or None."""
         return (
             [None] * len(rows)
             if self.words is None
@@ -131,8 +153,18 @@ class Vectors(Images):
 def checked(
     values: Tensor, reasons: list[str | None]
 ) -> tuple[Tensor, list[str | None]]:
-    """``values`` (N, V, D) with zeros in the place of rows that cannot be used, and
-    the reason of each.
+    """Find rows that cannot be used, and set their vectors to zeros.
+
+    A row cannot be used if it has a reason already, or if any of its views has numbers
+    that are not finite, or is a vector of zeros.
+
+    Args:
+        values: float32 (N, V, D). It is not changed.
+        reasons: For each row the reason why it has no usable vector, or None. Reasons
+            that are found are added to this list.
+
+    Returns:
+        ``values``, or a copy with zeros if rows cannot be used; and ``reasons``.
     """
     for start in range(0, len(values), PIECE_ROWS):
         part = values[start : start + PIECE_ROWS]
@@ -160,15 +192,28 @@ def read_vectors(
     images_only: bool = False,
     rules: PathRules = DEFAULT_RULES,
 ) -> Rows:
-    """The *.parquet files of a folder, or one file, with a column ``embedding`` (lists
-    of one length of numbers), and where present id, label, eval_label, split, image or
-    path (shown in the report) and text; or a .npy or .npz file of numbers (N, D), with
-    those columns in a .csv of the same name, or as other arrays of the .npz. Rows of
-    one id are views of it, the first is for evaluation. ``rules``: how ``path`` is
-    read. ``names`` as in :func:`~uno.data.tables.read_parquet`; with ``images_only``
-    labels and splits are not read. Rows without a usable vector are unreadable ones.
-    ConfigError: no such file or column, or rows of one id that differ in label or
-    split.
+    """Read vectors with their ids, labels and pictures.
+
+    Parquet files have a column ``embedding`` with lists of D numbers. They may also
+    have id, label, eval_label, split, text, and image or path, which the report shows.
+    A .npy or .npz file holds numbers (N, D). It may have the same columns beside it: in
+    a .csv file of the same name, or as other arrays of the .npz file.
+
+    Rows with the same id become one row with several views. The first is the one for
+    evaluation. A row with fewer views than others repeats its own. A row without a
+    usable vector is an unreadable one.
+
+    Args:
+        path: Path or URI of a .parquet, .npy or .npz file, or a folder of Parquet
+            files.
+        names: What our columns are called in the source, by our names.
+        images_only: Whether the rows are only to be predicted, so that labels and
+            splits are not read.
+        rules: How the column ``path`` is read.
+
+    Raises:
+        ConfigError: There is no such file or column, a file is damaged, or rows with
+            the same id differ in label or split.
     """
     source = f"vectors:{path}"
     read = _of_arrays if path.endswith(ARRAYS) else _of_parquet
@@ -194,7 +239,7 @@ def read_vectors(
     place = coded.indices.to_numpy()
     counts, order = np.bincount(place), np.argsort(place, kind="stable")
     starts = np.cumsum(counts) - counts
-    # some repeat theirs
+    # a row with fewer views than others repeats its own
     views = order[starts[:, None] + np.arange(counts.max()) % counts[:, None]]
     first = views[:, 0]
     labels, truth, split = (
@@ -257,8 +302,15 @@ def read_vectors(
 
 
 def require_kind(config: ModelConfig, images: Images) -> None:
-    """ConfigError: a model takes vectors and these are images, the other way round,
-    or of another length.
+    """Check that a model takes this kind of data.
+
+    Args:
+        config: The section ``model`` of the configuration.
+        images: The images or vectors.
+
+    Raises:
+        ConfigError: The model takes vectors and these are images, or the other way
+            round, or the vectors have another length.
     """
     found = images.vectors(np.arange(0))
     takes = (
@@ -276,9 +328,21 @@ def require_kind(config: ModelConfig, images: Images) -> None:
 def with_views(
     values: Tensor, augment: AugmentConfig, ok: np.ndarray
 ) -> Tensor | NeighborViews:
-    """(N, V, D) as they are if V > 1, or if no further view is needed; else (N, 1 +
-    ``augment.num_cached_views``, D), made of rows that are ``ok`` bool (N,), the same
-    in runs of all seeds.
+    """Return vectors together with views for training, if they have only one view.
+
+    The views are random, but the same in runs of all seeds. ``augment.vector_view``
+    says how they are made: "noise" adds noise, "dropout" sets some numbers to zero, and
+    "neighbors" moves a row towards one of its nearest neighbors.
+
+    Args:
+        values: float32 (N, V, D).
+        augment: The section ``augment`` of the configuration.
+        ok: Whether each row has a usable vector, bool (N,). Views of other rows mean
+            nothing.
+
+    Returns:
+        (N, 1 + ``augment.num_cached_views``, D) with the vectors themselves as the
+        first view. ``values`` itself if V > 1 or ``augment.num_cached_views`` is 0.
     """
     if values.shape[1] > 1 or not augment.num_cached_views:
         return values
@@ -309,8 +373,17 @@ def with_views(
 def _neighbor_views(
     values: Tensor, rows: Tensor, augment: AugmentConfig, generator: torch.Generator
 ) -> NeighborViews:
-    """Views of ``values`` (N, D) towards neighbors, of ``rows`` int64 (n,); of other
-    rows themselves.
+    """Return views that move rows towards their nearest neighbors.
+
+    For each view, a random one of the neighbors is drawn, and a random share of the
+    way, at most ``augment.vector_strength``.
+
+    Args:
+        values: float32 (N, D).
+        rows: Numbers of the usable rows, int64 (n,). Views of other rows are the rows
+            themselves.
+        augment: The section ``augment`` of the configuration.
+        generator: Draws the views.
     """
     near, num_views = _neighbors(values, rows, generator), augment.num_cached_views
     partners = torch.arange(len(values), dtype=torch.int32)[:, None].repeat(
@@ -328,9 +401,21 @@ def _neighbor_views(
 
 
 def _neighbors(values: Tensor, rows: Tensor, generator: torch.Generator) -> Tensor:
-    """int32 (n, k): of ``rows`` int64 (n,) of ``values`` (N, D) those with the largest
-    cosines to each, of at most :data:`NEAR_ROWS` random ones, fewer where otherwise
-    more than :data:`NEAR_PAIRS` were compared.
+    """Find the nearest neighbors of rows, by cosine similarity.
+
+    The rows are divided at random into parts of at most :data:`NEAR_ROWS`, and
+    neighbors are searched in the part of a row only. The parts are smaller if more than
+    :data:`NEAR_PAIRS` pairs were compared otherwise.
+
+    Args:
+        values: float32 (N, D).
+        rows: Row numbers, int64 (n,).
+        generator: Draws the parts.
+
+    Returns:
+        Row numbers of the k = min(:data:`NEIGHBORS`, n - 1) neighbors of each row,
+        nearest
+        first: int32 (n, k).
     """
     num = len(rows)
     near = rows.int()[:, None].repeat(1, min(NEIGHBORS, max(1, num - 1)))
@@ -437,7 +522,10 @@ def write_vectors(
 
 
 def is_vectors(path: str) -> bool:
-    """Whether a file is one of :func:`write_vectors`."""
+    """Return whether a file is one that :func:`write_vectors` has written.
+
+    The result is False if there is no such file, or it cannot be read.
+    """
     folder, name = filesystem.split(path)
     try:
         with filesystem.Storage(folder or ".").open(name) as file:
@@ -447,16 +535,31 @@ def is_vectors(path: str) -> bool:
 
 
 Read = tuple[pa.Table, np.ndarray, dict[int, str], Images | None, list[str]]
-"""Our columns of R rows, their numbers float32 (R, D), why rows of zeros have none,
-pictures of rows, and the names of all columns that are there.
+"""The content of a source with R rows.
+
+Our columns as an Arrow table; the numbers, float32 (R, D); row number -> reason, for
+rows of zeros that have no vector; the pictures of the rows, or None; and the names of
+all columns that the source has.
 """
 
 
 def _of_parquet(
     source: str, path: str, names: Mapping[str, str], rules: PathRules
 ) -> Read:
-    """The rows of one file or of all in a folder; the pictures are those of their
-    column of bytes.
+    """Read one Parquet file, or all files of a folder.
+
+    The pictures are those in their column of bytes. A column of image paths is returned
+    as the column ``path``.
+
+    Args:
+        source: The source, as error messages name it.
+        path: Path or URI of the file or folder.
+        names: What our columns are called in the files, by our names.
+        rules: How image paths are read.
+
+    Raises:
+        ConfigError: A file has no column of vectors, or the files do not have the same
+            columns.
     """
     root, files = tables.parquet_files(path, rules.follow_links)
     parts, pictures, lists = list[pa.Table](), set[str](), list[tuple[Any, str]]()
@@ -523,6 +626,17 @@ def _of_arrays(
 
     The columns are other arrays of the .npz file, and those of a .csv file of the same
     name, if there is one.
+
+    Args:
+        source: Unused, see :func:`_of_parquet`.
+        path: Path or URI of the file.
+        names: What our columns are called there, by our names.
+        rules: Unused, see :func:`_of_parquet`.
+
+    Raises:
+        ConfigError: The file cannot be read or does not hold numbers (N, D); or the
+            .csv file has another number of rows, or a column that the .npz file has,
+            too.
     """
     values, columns, present = _load_arrays(path, names)
     if values.ndim != 2:
@@ -546,11 +660,19 @@ def _of_arrays(
 def _load_arrays(
     path: str, names: Mapping[str, str]
 ) -> tuple[np.ndarray, dict[str, Any], list[str]]:
-    """Read a .npy or .npz file.
+    """Read a .npy or .npz file. A local .npy file stays on the disk and is mapped.
+
+    Args:
+        path: Path or URI of the file.
+        names: What our columns are called there, by our names.
 
     Returns:
         The embeddings, of any shape; our columns (N,) as Arrow arrays; and the names of
         all arrays but the embeddings.
+
+    Raises:
+        ConfigError: The file cannot be read, is too large, or it is not clear which of
+            its arrays are the embeddings.
     """
     try:
         if path.endswith(".npy") and os.path.isfile(path):
@@ -608,10 +730,10 @@ def _require_small(path: str, archive: zipfile.ZipFile) -> None:
 def _name_of_embeddings(
     path: str, arrays: Mapping[str, np.ndarray], names: Mapping[str, str]
 ) -> str:
-    """Return the array that holds the embeddings of a .npz file.
+    """Return the name of the array of a .npz file that holds the embeddings.
 
-    It is the one that ``names`` or its own name 'embedding' says, else the only array
-    that is a matrix, else the only array.
+    It is the array that ``names`` names, or that is called 'embedding'. Otherwise it is
+    the only array, or the only matrix among several.
 
     Raises:
         ConfigError: There is no such array, or there are several.
@@ -639,10 +761,23 @@ def _columns_of_csv(
     names: Mapping[str, str],
     inside: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return our columns of the .csv file beside an array file of ``num_rows`` rows.
+    """Return our columns of the .csv file beside an array file.
 
-    ``given`` are the columns of the .csv file. Columns that are ``inside`` the array
-    file need not be there.
+    Args:
+        beside: Path of the .csv file.
+        given: The columns of the .csv file.
+        num_rows: The number of rows of the array file.
+        path: The array file, for the error message.
+        names: What our columns are called there, by our names.
+        inside: Our columns that are in the array file, which need not be in the .csv
+            file.
+
+    Returns:
+        Our column name -> Arrow array of text (num_rows,).
+
+    Raises:
+        ConfigError: The .csv file has another number of rows, or lacks a column that
+            ``names`` names.
     """
     wanted = {
         ours: theirs
@@ -671,14 +806,27 @@ def _columns_of_csv(
 
 
 def _lists(file: Any, column: str) -> Iterator[Any]:
-    """A column of an opened Parquet file as lists of float32, some rows at a time."""
+    """Yield the lists of a column, cast to float32, some rows at a time.
+
+    Args:
+        file: An opened Parquet file.
+        column: Name of the column.
+    """
     for group in range(file.metadata.num_row_groups):
         for batch in file.batches([column], group):
             yield batch.column(0).cast(LIST, safe=False)
 
 
 def _check_lists(source: str, kind: Any) -> None:
-    """ConfigError: a column of this type does not hold lists of numbers."""
+    """Check that a column holds lists of numbers.
+
+    Args:
+        source: The file, as the error message names it.
+        kind: The Arrow type of the column.
+
+    Raises:
+        ConfigError: It is no list, or no list of numbers.
+    """
     is_list = (
         pa.types.is_list(kind)
         or pa.types.is_large_list(kind)
@@ -700,8 +848,21 @@ def _check_lists(source: str, kind: Any) -> None:
 def _matrix(
     source: str, columns: Sequence[tuple[Any, str]]
 ) -> tuple[np.ndarray, dict[int, str]]:
-    """Lists, of which most have D numbers -> float32 (R, D), and why rows of zeros
-    have none.
+    """Read columns of lists as one matrix.
+
+    D is the length that most lists have. The columns are read twice: first the lengths,
+    then the numbers.
+
+    Args:
+        source: The source, as the error message names it.
+        columns: An opened Parquet file and the name of its column, for each file.
+
+    Returns:
+        float32 (R, D), with zeros for lists of another length; and for each of these
+        rows the reason.
+
+    Raises:
+        ConfigError: Most rows have no list.
     """
     lengths = [np.zeros(0, np.int64)]
     for batch in chain.from_iterable(starmap(_lists, columns)):
