@@ -404,8 +404,8 @@ def _neighbors(values: Tensor, rows: Tensor, generator: torch.Generator) -> Tens
     """Find the nearest neighbors of rows, by cosine similarity.
 
     The rows are divided at random into parts of at most :data:`NEAR_ROWS`, and
-    neighbors are searched in the part of a row only. The parts are smaller if more than
-    :data:`NEAR_PAIRS` pairs were compared otherwise.
+    neighbors are searched in the part of a row only. The parts are smaller if otherwise
+    more than :data:`NEAR_PAIRS` pairs were compared.
 
     Args:
         values: float32 (N, D).
@@ -413,9 +413,9 @@ def _neighbors(values: Tensor, rows: Tensor, generator: torch.Generator) -> Tens
         generator: Draws the parts.
 
     Returns:
-        Row numbers of the k = min(:data:`NEIGHBORS`, n - 1) neighbors of each row,
-        nearest
-        first: int32 (n, k).
+        Row numbers of k = max(1, min(:data:`NEIGHBORS`, n - 1)) neighbors of each row,
+        nearest first: int32 (n, k). If the part of a row has fewer rows, the row itself
+        takes the remaining places.
     """
     num = len(rows)
     near = rows.int()[:, None].repeat(1, min(NEIGHBORS, max(1, num - 1)))
@@ -433,11 +433,12 @@ def _neighbors(values: Tensor, rows: Tensor, generator: torch.Generator) -> Tens
 
 
 class GivenVectors(NamedTuple):
-    """Embeddings that a caller passes, as they are stored.
+    """Embeddings that a caller passes, in the form in which they are stored.
 
     Attributes:
         values: float32 (N, V, D), V views of each row.
-        columns: The text of each row (N,), by the name of the column.
+        columns: Name of a column -> Arrow array of text (N,): ``id``, and ``label`` if
+            the caller passes labels.
     """
 
     values: Tensor
@@ -445,7 +446,7 @@ class GivenVectors(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the content, 64 hex digits."""
+        """SHA-256 of the numbers and columns, 64 hex digits."""
         found = hashlib.sha256(repr(tuple(self.values.shape)).encode())
         for name, column in self.columns.items():
             text = json.dumps([name, column.to_pylist()])
@@ -455,21 +456,29 @@ class GivenVectors(NamedTuple):
         return found.hexdigest()
 
     def store(self, path: str) -> None:
-        """Write a file for :func:`read_vectors`, which appears whole."""
+        """Write a file for :func:`read_vectors`, by an atomic write.
+
+        Args:
+            path: Path or URI of the file.
+        """
         counts = np.full(len(self.values), self.values.shape[1])
         write_vectors(path, self.values, counts, self.columns)
 
 
 def given_vectors(embeddings: Any, labels: Any = None, ids: Any = None) -> GivenVectors:
-    """Return embeddings, labels and ids as they are stored.
+    """Check embeddings, labels and ids that a caller passes.
 
     Args:
         embeddings: Numbers as :func:`~uno.data.from_python.float_vectors` takes them.
         labels: The class of each row (N,), or a missing value, or None.
         ids: The id of each row (N,); by default rows are numbered.
 
+    Returns:
+        The vectors and columns in the form in which they are stored.
+
     Raises:
-        ConfigError: The numbers of rows differ, or a value is none of these.
+        ConfigError: The numbers of rows differ, or an argument has another type or
+            shape.
     """
     values = float_vectors(embeddings, "embeddings")
     num, columns = len(values), dict[str, list[Any]]()
@@ -490,14 +499,14 @@ def given_vectors(embeddings: Any, labels: Any = None, ids: Any = None) -> Given
 def write_vectors(
     path: str, values: Tensor, counts: np.ndarray, columns: Mapping[str, Any]
 ) -> None:
-    """Write vectors as one Parquet file, which appears whole.
+    """Write vectors as one Parquet file, by an atomic write.
 
     Args:
         path: Path or URI of the file.
         values: float32 (N, V, D), V views of N rows.
         counts: int64 (N,), how many of the V views of each row are written. Each view
             is a row of the file. Its number is in the column ``view``.
-        columns: Arrow arrays (N,), the other columns of the file.
+        columns: Column name -> Arrow array (N,), the other columns of the file.
     """
     folder, name = filesystem.split(path)
     rows = np.repeat(np.arange(len(values)), counts)
