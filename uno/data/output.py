@@ -41,7 +41,7 @@ def is_ours(storage: Storage, mark: str, what: str, also: Collection[str] = ()) 
         command was killed before it wrote the mark.
 
     Raises:
-        ConfigError: The directory holds other files.
+        ConfigError: The directory holds anything else.
     """
     if storage.exists(mark):
         return True

@@ -39,7 +39,7 @@ from uno.limits import MAX_IMAGE_BYTES
 
 GROUP_BYTES = 8 * 2**20  # largest size of a row group, unless one image is larger
 GROUP_ROWS = 500  # largest number of rows of a row group
-WINDOW_SHARDS = 4  # rows of so many shards are mixed if the source is read in groups
+WINDOW_SHARDS = 4  # shards among which rows are mixed if a source has stored groups
 FORMAT = 1  # version of the layout
 BadRow = dict[str, str]  # the id of an unreadable row, and the reason
 
@@ -139,7 +139,7 @@ def _content(
             name: "none" if name == "image" else "zstd" for name in schema.names
         },
         "use_dictionary": ["label", "split"],
-        "write_statistics": ["label", "split"],  # of images they would be whole images
+        "write_statistics": ["label", "split"],  # those of images would hold images
     }
     number: dict[str | None, Any] = {name: i for i, name in enumerate(rows.class_names)}
     labels = rows.labels.take(shard.rows)
@@ -179,7 +179,7 @@ def _schema(rows: Rows, bad: list[BadRow]) -> pa.Schema:
         ("split", pa.string()),
     ]
     if rows.eval_labels is not None:
-        # its classes need not be among those of ``label``
+        # true classes need not be among the classes of ``label``
         fields.append(("eval_label", pa.string()))
     metadata = {PACKED: json.dumps({"known": rows.known, "bad": bad})}
     if rows.class_names:
@@ -249,7 +249,7 @@ def pack(
             f"{rows.source}: vectors are not packed; shards are for images"
         )
     shards = _shards(rows, labeled, shard_bytes)
-    # of the rows of every row group: other options put other rows there
+    # with other options, row groups hold other rows and the digest differs
     digest = hashlib.sha256()
     for group in chain.from_iterable(shards.values()):
         digest.update(len(group).to_bytes(8, "little") + group.astype("<i8").tobytes())

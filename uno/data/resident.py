@@ -144,7 +144,7 @@ def keep_pixels(
         reasons: For each row the reason why it is unreadable, or None.
     """
     if images.ndim != 4:
-        all_views, images = images, images[:, 0]  # the evaluation view
+        all_views, images = images, images[:, 0]  # the view for evaluation
         if isinstance(all_views, Tensor) and all_views.shape[1] > 1:
             images = images.clone()  # so that the other views can be freed
     values = images if isinstance(images, RowBlocks) else RowBlocks([images])

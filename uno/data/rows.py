@@ -88,6 +88,12 @@ class Rows:
     warnings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        """Wrap plain images, and check ids, number of rows and class names.
+
+        Raises:
+            ConfigError: Two ids are equal, there are more than ``MAX_ROWS`` rows, or
+                the name of a class is longer than ``MAX_LABEL_LENGTH``.
+        """
         object.__setattr__(self, "images", as_images(self.images))
         assert (
             len(self.ids) == len(self.images) == len(self.labels) == len(self.is_train)
@@ -191,7 +197,7 @@ class Rows:
             np.arange(i, min(i + PART_ROWS, num)) for i in range(0, num, PART_ROWS)
         ]
         columns: tuple[Column[Any], ...] = (self.ids, self.labels, self.split)
-        for number, column in enumerate(columns):  # as JSON of the three lists
+        for number, column in enumerate(columns):  # hashes the JSON of three lists
             digest.update(b", [" if number else b"[[")
             for i, part in enumerate(parts):
                 digest.update(b", " if i else b"")

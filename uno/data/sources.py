@@ -263,7 +263,7 @@ def recognize(
     Args:
         path: Path or URI of the file or folder.
         follow_links: Whether links may lead out of the folder.
-        names: What our columns are called in the source, by our names.
+        names: Standard name of a column, such as "label" -> its name in the source.
 
     Returns:
         A key of :data:`SOURCES`. A folder without any known layout is a "folder".
@@ -331,7 +331,7 @@ def read_digits() -> Rows:
 
     In every class each fifth digit is a test row, the others are training rows.
     """
-    from sklearn.datasets import load_digits  # imported here: it takes a second
+    from sklearn.datasets import load_digits  # a slow import, of a second
 
     digits = load_digits()
     grayscale = np.round(digits.images * 255 / 16).astype(np.uint8)

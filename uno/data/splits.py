@@ -365,7 +365,7 @@ def order_classes(names: Iterable[str], declared: Iterable[str] = ()) -> list[st
 
     def key(name: str) -> tuple[object, ...]:
         """Return the rank of a name in ``declared``, and its words and numbers."""
-        # numbers by length, then digits: int() refuses very long ones
+        # numbers are compared by length and digits, because int() refuses long ones
         words = re.split(r"([0-9]+)", name)
         words[1::2] = [f"{len(d.lstrip('0')):06}{d.lstrip('0')}" for d in words[1::2]]
         return rank.get(name, len(rank)), [*words, "000000", name]

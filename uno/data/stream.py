@@ -483,8 +483,8 @@ class CropJob:
 def window_rows(images: Images) -> int:
     """Return the number of rows that are mixed at once, if images are stored in groups.
 
-    It is about as many rows as :data:`WINDOW_BYTES` hold on average, at least 1 and at
-    most :data:`MAX_WINDOW_ROWS`. See :func:`~uno.data.plan.by_windows`.
+    It is about :data:`WINDOW_BYTES` divided by the mean stored size of an image, at
+    least 1 and at most :data:`MAX_WINDOW_ROWS`. See :func:`~uno.data.plan.by_windows`.
     """
     num, parts = len(images), range(0, len(images), SIZES_AT_ONCE)
     total = sum(

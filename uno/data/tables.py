@@ -54,7 +54,7 @@ REQUEST_BYTES = 64 * 2**20  # the most bytes of a remote file that are read in o
 STORE_BYTES = ", or store the bytes of the images in the column"
 PATHS_TRIED = 64  # rows with paths that are looked for before predictions start
 NO_NAMES: Mapping[str, str] = {}
-WHOLE = re.compile(r"-?(0|[1-9][0-9]{0,17})")  # an int64 as it is usually written
+WHOLE = re.compile(r"-?(0|[1-9][0-9]{0,17})")  # an int64 without leading zeros
 VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
 """Arrow's newer types of text and bytes -> the types that they are cast to."""
 TEXT, BINARY = (pa.string(), pa.large_string()), (pa.binary(), pa.large_binary())
@@ -72,7 +72,7 @@ def read_parquet(
 
     Args:
         path: Path or URI of the file or folder.
-        names: What our columns are called in the files, by our names.
+        names: Standard name of a column, such as "label" -> its name in the files.
         rules: How a column of image paths is read.
 
     Raises:
@@ -315,7 +315,7 @@ class ParquetImages(Images):
         """
         at, number = self._groups[group]
         file = self._opened[at]
-        if file is None:  # threads may both read a footer, which does no harm
+        if file is None:  # two threads may read the same footer, which does no harm
             file = self._opened[at] = open_parquet(*self._files[at])
         return file.read([self.column], number)[self.column].combine_chunks()
 
@@ -424,6 +424,7 @@ class OpenedParquet:
     """
 
     def __init__(self, path: str, size: int) -> None:
+        """Read the footer of the file, and check that its row counts agree."""
         self.path = path
         with self.errors():
             files, inner = filesystem.locate(path)
@@ -439,7 +440,7 @@ class OpenedParquet:
                     self._fragment.metadata,
                     self._fragment.physical_schema,
                 )
-            else:  # whose name need not be text
+            else:  # the name of a local file need not be valid text
                 with self._open() as file:
                     self.metadata, self.schema = file.metadata, file.schema_arrow
         groups = [
@@ -651,7 +652,7 @@ class ParquetTable:
 
     Args:
         path: Path or URI of a Parquet file, or of a folder.
-        names: What our columns are called in the files, by our names.
+        names: Standard name of a column, such as "label" -> its name in the files.
         rules: How a column of image paths is read.
 
     Attributes:
@@ -672,6 +673,7 @@ class ParquetTable:
         names: Mapping[str, str] = NO_NAMES,
         rules: PathRules = DEFAULT_RULES,
     ) -> None:
+        """Read the footers of the files, and look for the images of the first rows."""
         self._name, (self._root, files) = (
             f"parquet:{path}",
             parquet_files(path, rules.follow_links),
@@ -842,7 +844,7 @@ def _describe(
 
     Args:
         file: The file.
-        own: What our columns are called in the file, by our names.
+        own: Standard name of a column, such as "label" -> its name in the file.
 
     Returns:
         The name, path, size in bytes and id column (or None) of the file; the number of
@@ -885,7 +887,7 @@ def _read_file(
 
     Args:
         file: The file.
-        own: What our columns are called in the file, by our names.
+        own: Standard name of a column, such as "label" -> its name in the file.
         folders: Column name -> value, by :func:`partition_columns`.
 
     Returns:
@@ -1015,7 +1017,7 @@ def present_columns(
 
     Args:
         schema: The Arrow schema of the file.
-        own: What our columns are called in the file, by our names.
+        own: Standard name of a column, such as "label" -> its name in the file.
         folders: Column name -> value, by :func:`partition_columns`. Folders cannot
             stand for ids or images, so such names are left out.
     """
@@ -1035,13 +1037,13 @@ def columns_of_folders(
 
     Args:
         path: The file, as error messages name it.
-        theirs: What our columns are called in the source.
+        theirs: Standard name of a column -> its name in the source.
         folders: Column name -> value, by :func:`partition_columns`.
-        columns: The columns of the file itself, under our names.
+        columns: The columns of the file itself, by their standard names.
         num_rows: The number of rows of the file.
 
     Returns:
-        Our column name -> Arrow column that has the folder's value in every row.
+        Standard column name -> Arrow column with the folder's value in every row.
         Columns that the file itself has are not among them.
 
     Raises:
@@ -1089,7 +1091,7 @@ def _image_column(path: str, own: Mapping[str, str], columns: Sequence[str]) -> 
 
     Args:
         path: The file, as error messages name it.
-        own: What our columns are called in the file, by our names.
+        own: Standard name of a column, such as "label" -> its name in the file.
         columns: The names of all columns.
 
     Raises:
@@ -1113,7 +1115,7 @@ def check_names(
 
     Args:
         path: The file, as error messages name it.
-        names: What our columns are called in the file, by our names.
+        names: Standard name of a column, such as "label" -> its name in the file.
         columns: The names of all columns.
         images_only: Whether labels and splits are not read, so that these columns may
             be missing.
@@ -1220,7 +1222,7 @@ def read_table(
 
     Args:
         path: Local path or URI of the table.
-        names: What our columns are called in the table, by our names.
+        names: Standard name of a column, such as "label" -> its name in the table.
         rules: How image paths are read. By default they are relative to the table.
         images_only: Whether rows are only to be predicted. Labels and splits are then
             not read, and a row without a path is an unreadable image.
@@ -1249,7 +1251,7 @@ def rows_of_table(
         path: The table, for errors.
         root: Folder or URI that image paths are relative to.
         table: The content of the table.
-        names: What our columns are called in the table, by our names.
+        names: Standard name of a column, such as "label" -> its name in the table.
         rules: How image paths are read.
         images_only: Whether labels and splits are not read.
 
@@ -1346,7 +1348,7 @@ def note_of_no_label(
     Args:
         path: The table.
         columns: The names of the columns that it has.
-        names: What our columns are called in the table, by our names.
+        names: Standard name of a column, such as "label" -> its name in the table.
 
     Returns:
         One line that suggests a column, nothing if no column can be the labels.

@@ -36,11 +36,11 @@ from uno.text import plural
 SCANNED = 16  # the number of shards that are scanned at once
 # The bytes that a scan reads at once; the key says whether the shard is remote.
 WINDOW_BYTES = {False: 2**14, True: 2**20}
-# Two images are read in one piece if the gap between them has at most so many bytes;
-# the key says whether the shard is remote.
+# The largest gap in bytes between two images that are read in one piece; the key says
+# whether the shard is remote.
 GAP_BYTES = {False: 2**12, True: 2**20}
-# Shards are divided into spans of so many bytes. Only images that begin in the same
-# span are read in one piece. In remote shards these images form a group.
+# The size of the spans that shards are divided into, in bytes. Only images that begin
+# in the same span are read in one piece. In remote shards these images form a group.
 SPAN_BYTES = 8 * 2**20
 MAX_SHARDS = 10**6  # the largest number of shards that a pattern may name
 LABELS = ("label", "cls", "class")  # keys of the label in KEY.json; the first counts
@@ -94,8 +94,8 @@ class TarImages(Images):
     def read_images(self, rows: np.ndarray) -> list[Image]:
         """Return the encoded images of ``rows``, int64 (n,), in that order.
 
-        Neighboring images are read in one piece. Of an image that is larger than
-        ``MAX_IMAGE_BYTES``, only so much is read that its decoder refuses it.
+        Neighboring images are read in one piece. An image that is larger than
+        ``MAX_IMAGE_BYTES`` is cut to one byte more, so that decoding refuses it.
         """
         shard, start = self.shard[rows], self.offset[rows]
         # an image that is too large is refused later, so not all of it is read
@@ -329,7 +329,7 @@ class Shard:
                     )
                 told = Told()
             elif info.type not in (tarfile.GNUTYPE_LONGLINK, tarfile.XGLTYPE):
-                if info.type != tarfile.DIRTYPE:  # a link
+                if info.type != tarfile.DIRTYPE:  # a link or a device
                     yield Member(
                         (told.name or info.name).removeprefix("./"), at, 0, False
                     )

@@ -21,7 +21,7 @@ SEPARATORS = {",": "','", ";": "';'", "\t": "tabs", "|": "'|'"}
 """Each separator that is recognized, and its name in a note."""
 BYTE_ORDER_MARKS = {
     codecs.BOM_UTF8: "utf-8-sig",
-    codecs.BOM_UTF32_LE: "utf-32",  # before UTF-16, whose mark is its beginning
+    codecs.BOM_UTF32_LE: "utf-32",  # first, because it begins with the mark of UTF-16
     codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
@@ -122,7 +122,7 @@ def read_jsonl(path: str) -> TextTable:
             continue
         try:
             record = filesystem.parse_json(line, _object_of)
-            if "\\u" in line:  # half a surrogate pair is no text
+            if "\\u" in line:  # half of a surrogate pair is no valid text
                 json.dumps(record, ensure_ascii=False).encode()
         except ValueError as error:
             raise ConfigError(
@@ -182,7 +182,7 @@ def _separator_of(header: str) -> str:
         except csv.Error:  # reading the whole file raises it again
             return 0
 
-    return max(SEPARATORS, key=num_columns)  # of equal ones the first: the comma
+    return max(SEPARATORS, key=num_columns)  # the first, the comma, of equal ones
 
 
 def _read_text(path: str) -> str:

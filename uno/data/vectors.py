@@ -42,11 +42,11 @@ from uno.errors import ConfigError, StorageError, one_line
 from uno.limits import MAX_NPZ_BYTES, MAX_ROWS
 from uno.text import plural
 
-# The number of neighbors of a row, the most rows that they are searched among, and the
-# rows that are compared with all of these at once.
+# The number of neighbors of a row, the largest number of rows among which they are
+# searched, and the number of rows that are compared with all of these at once.
 NEIGHBORS, NEAR_ROWS, COSINE_ROWS = 5, 20_000, 512
-# The most pairs of rows that are compared, which takes a minute; but neighbors are
-# always searched among so many rows, if there are so many.
+# The largest number of pairs of rows that are compared, which takes a minute; and the
+# number of rows among which neighbors are searched even if that makes more pairs.
 NEAR_PAIRS, LEAST_NEAR_ROWS = 2 * 10**9, 1_000
 METADATA = b"uno.vectors"  # key in the metadata of files that this module writes
 ARRAYS = (".npy", ".npz")
@@ -206,7 +206,7 @@ def read_vectors(
     Args:
         path: Path or URI of a .parquet, .npy or .npz file, or a folder of Parquet
             files.
-        names: What our columns are called in the source, by our names.
+        names: Standard name of a column, such as "label" -> its name in the source.
         images_only: Whether the rows are only to be predicted, so that labels and
             splits are not read.
         rules: How the column ``path`` is read.
@@ -257,7 +257,7 @@ def read_vectors(
     reasons = list[str | None]([None] * len(first))
     for row, reason in why.items():
         reasons[place[row]] = reasons[place[row]] or reason
-    if counts.max() == 1:  # all in order
+    if counts.max() == 1:  # each row has one view, and the rows are in order
         values = values[:, None]
     else:
         single = values
@@ -525,7 +525,7 @@ def write_vectors(
             table,
             stream,
             compression="zstd",
-            use_dictionary=[*columns],  # numbers seldom repeat
+            use_dictionary=[*columns],  # not for the numbers, which seldom repeat
             write_page_checksum=True,
         )
 
@@ -546,9 +546,9 @@ def is_vectors(path: str) -> bool:
 Read = tuple[pa.Table, np.ndarray, dict[int, str], Images | None, list[str]]
 """The content of a source with R rows.
 
-Our columns as an Arrow table; the numbers, float32 (R, D); row number -> reason, for
-rows of zeros that have no vector; the pictures of the rows, or None; and the names of
-all columns that the source has.
+The standard columns as an Arrow table; the numbers, float32 (R, D); row number ->
+reason, for rows of zeros that have no vector; the pictures of the rows, or None; and
+the names of all columns that the source has.
 """
 
 
@@ -557,13 +557,13 @@ def _of_parquet(
 ) -> Read:
     """Read one Parquet file, or all files of a folder.
 
-    The pictures are those in their column of bytes. A column of image paths is returned
-    as the column ``path``.
+    If a column holds the bytes of images, these are the pictures of the rows. A column
+    of image paths is returned as the column ``path``.
 
     Args:
         source: The source, as error messages name it.
         path: Path or URI of the file or folder.
-        names: What our columns are called in the files, by our names.
+        names: Standard name of a column, such as "label" -> its name in the files.
         rules: How image paths are read.
 
     Raises:
@@ -639,7 +639,7 @@ def _of_arrays(
     Args:
         source: Unused, see :func:`_of_parquet`.
         path: Path or URI of the file.
-        names: What our columns are called there, by our names.
+        names: Standard name of a column, such as "label" -> its name there.
         rules: Unused, see :func:`_of_parquet`.
 
     Raises:
@@ -673,11 +673,11 @@ def _load_arrays(
 
     Args:
         path: Path or URI of the file.
-        names: What our columns are called there, by our names.
+        names: Standard name of a column, such as "label" -> its name there.
 
     Returns:
-        The embeddings, of any shape; our columns (N,) as Arrow arrays; and the names of
-        all arrays but the embeddings.
+        The embeddings, of any shape; the standard columns (N,) as Arrow arrays; and the
+        names of all arrays but the embeddings.
 
     Raises:
         ConfigError: The file cannot be read, is too large, or it is not clear which of
@@ -685,7 +685,7 @@ def _load_arrays(
     """
     try:
         if path.endswith(".npy") and os.path.isfile(path):
-            # stays in the file
+            # the array stays in the file, which is mapped
             loaded = np.load(path, mmap_mode="c", allow_pickle=False)
             return loaded, {}, []
         with filesystem.open_binary(path) as file:
@@ -698,7 +698,7 @@ def _load_arrays(
         raise
     except UNREADABLE as error:
         reason = one_line(error)
-        # NumPy's advice would be to open it all the same
+        # NumPy's message advises to allow Python objects, which is not safe
         if "pickle" in reason or "bject" in reason:
             reason = (
                 "it is damaged, or holds Python objects, which are not opened; save a"
@@ -770,19 +770,19 @@ def _columns_of_csv(
     names: Mapping[str, str],
     inside: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return our columns of the .csv file beside an array file.
+    """Return the standard columns of the .csv file beside an array file.
 
     Args:
         beside: Path of the .csv file.
         given: The columns of the .csv file.
         num_rows: The number of rows of the array file.
         path: The array file, for the error message.
-        names: What our columns are called there, by our names.
-        inside: Our columns that are in the array file, which need not be in the .csv
-            file.
+        names: Standard name of a column, such as "label" -> its name there.
+        inside: The standard columns that are in the array file, which need not be in
+            the .csv file.
 
     Returns:
-        Our column name -> Arrow array of text (num_rows,).
+        Standard column name -> Arrow array of text (num_rows,).
 
     Raises:
         ConfigError: The .csv file has another number of rows, or lacks a column that
