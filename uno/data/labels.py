@@ -54,9 +54,10 @@ def encode_labels(
     code_of: dict[tuple[type, Hashable], int] = {}
 
     def encode(value: Any) -> int:
-        """Return the position of a label in ``distinct``, -1 if the value is missing.
+        """Return the position of a label in the list ``distinct``, -1 if it is missing.
 
-        A label that is new is appended to ``distinct``.
+        A label that is not in the list yet is appended to it. A NumPy scalar is
+        converted to a Python value first.
         """
         if getattr(value, "shape", None) == () and not is_missing(value):
             value = value.item()
@@ -195,7 +196,7 @@ def _class_name(value: Any, declared: Sequence[str], reads_text: bool) -> str | 
 
 
 def is_missing(value: Any) -> bool:
-    """Return whether a value means that there is no label.
+    """Return whether a value in a column of labels means that there is no label.
 
     This holds for None, NaN, ``pandas.NA``, a masked value of NumPy and blank text.
     """
