@@ -144,7 +144,11 @@ class NeighborViews:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """The shape of all views, (N, 1 + V, D)."""
+        """The shape of all views as of one tensor, (N, 1 + V, D).
+
+        N is the number of vectors, V the number of views towards neighbors, and D the
+        length of a vector.
+        """
         return len(self), 1 + self.partners.shape[1], self.values.shape[1]
 
     @property
@@ -154,17 +158,21 @@ class NeighborViews:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the numbers, that of ``values``."""
+        """The type of the numbers, float32."""
         return self.values.dtype
 
     @property
     def device(self) -> torch.device:
-        """The device of ``values``, which is the CPU."""
+        """The device of the vectors, which is the CPU."""
         return self.values.device
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """The tensors ``values``, ``partners`` and ``shares``."""
+        """The tensors that define the views: ``values``, ``partners`` and ``shares``.
+
+        They are the vectors (N, D), the neighbor of each view (N, V) and its position
+        between vector and neighbor (N, V).
+        """
         return self.values, self.partners, self.shares
 
     def __getitem__(self, key: Any) -> Tensor:
