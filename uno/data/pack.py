@@ -206,7 +206,13 @@ def store_local(threads: int) -> Store:
     def store(
         output: Storage, rows: Rows, shards: Iterator[ShardRows]
     ) -> Iterator[Shard]:
-        """Read the images of each shard, write the shard and yield it."""
+        """Write shards one after the other, and yield each one that is written.
+
+        Args:
+            output: The directory of the pack.
+            rows: All rows of the source.
+            shards: The shards to write.
+        """
         for shard in shards:
             yield store_shard(
                 output, rows, shard, rows.images.read_images(shard.rows), threads
