@@ -37,12 +37,12 @@ class RowBlocks:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape that a tensor of all rows would have, (N, ...)."""
+        """The shape that a tensor of all N rows would have, (N, ...)."""
         return len(self), *self._blocks[0].shape[1:]
 
     @property
     def ndim(self) -> int:
-        """The number of dimensions."""
+        """The number of dimensions of :attr:`shape`."""
         return self._blocks[0].ndim
 
     @property
@@ -146,14 +146,20 @@ class HostRows(RowBlocks):
         return super().__getitem__(rows).to(self._target)
 
     def to(self, device: torch.device | str) -> HostRows:
-        """Return a view of the same rows, from which reads copy to ``device``."""
+        """Return a view of the same rows, from which reads copy to ``device``.
+
+        Nothing is copied yet: all rows stay in host memory.
+        """
         view = self.select_rows(slice(None))
         view._target = device
         return view
 
 
 def _on_host(rows: Any) -> Any:
-    """Return an index on the CPU if it is a tensor, else the index itself."""
+    """Return an index of rows on the CPU.
+
+    A tensor is copied there, and any other index, such as a slice, is returned itself.
+    """
     return rows.cpu() if isinstance(rows, Tensor) else rows
 
 
