@@ -123,7 +123,11 @@ class Rows:
         return len(self.ids)
 
     def take(self, index: np.ndarray) -> Rows:
-        """Return only the rows ``index``, int64 (M,), in that order."""
+        """Return a data set of only some rows.
+
+        Args:
+            index: Row numbers, int64 (M,). The rows are in this order.
+        """
         truth = None if self.eval_labels is None else self.eval_labels.pick(index)
         return replace(
             self,
@@ -168,7 +172,7 @@ class Rows:
 
     @property
     def split(self) -> Labels:
-        """The split of each row, "train" or "test"."""
+        """The split of each row as a column of N labels, "train" or "test"."""
         return Labels(("test", "train"), self.is_train.view(np.int8))
 
     @property
@@ -215,9 +219,11 @@ class Rows:
 
 
 def _together(values: Any, separator: str | bytes) -> Any:
-    """Return the values of an Arrow array of text or bytes as one buffer.
+    """Join the values of an Arrow array of text or bytes into one buffer.
 
-    ``separator`` stands between the values.
+    Args:
+        values: The Arrow array.
+        separator: Stands between two values.
     """
     rows = pa.LargeListArray.from_arrays(pa.array([0, len(values)], pa.int64()), values)
     return pa.compute.binary_join(rows, pa.scalar(separator, values.type))[
