@@ -230,7 +230,15 @@ MISSING = {
 
 
 def missing_labels(classes: Iterable[str]) -> list[str]:
-    """Return the names of classes that seem to stand for a missing label, sorted."""
+    """Return the names of classes that seem to stand for a missing label.
+
+    Args:
+        classes: Names of classes.
+
+    Returns:
+        The names that are in :data:`MISSING` in lower case, such as ``Unknown``,
+        sorted.
+    """
     return sorted(name for name in classes if name.strip().lower() in MISSING)
 
 
@@ -364,7 +372,12 @@ def order_classes(names: Iterable[str], declared: Iterable[str] = ()) -> list[st
     rank = {name: i for i, name in enumerate(declared)}
 
     def key(name: str) -> tuple[object, ...]:
-        """Return the rank of a name in ``declared``, and its words and numbers."""
+        """Return the sort key of a class name.
+
+        Returns:
+            The rank of the name in ``declared``, which is the same for all names that
+            are not declared; and the words and numbers of the name.
+        """
         # numbers are compared by length and digits, because int() refuses long ones
         words = re.split(r"([0-9]+)", name)
         words[1::2] = [f"{len(d.lstrip('0')):06}{d.lstrip('0')}" for d in words[1::2]]
