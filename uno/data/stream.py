@@ -107,7 +107,10 @@ class StreamSet:
         return len(self.unlabeled)
 
     def to(self, device: torch.device | str) -> StreamSet:
-        """Return the same set, with batches on ``device``."""
+        """Return the same set, of which the batches will be on ``device``.
+
+        The images themselves stay where they are.
+        """
         return replace(self, device=torch.device(device))
 
     def batches(
@@ -292,12 +295,12 @@ class StreamBatches:
         return Batch(views, labels, config.augment.large.num_views)
 
     def close(self) -> None:
-        """Stop to crop ahead."""
+        """Stop the threads or tasks that crop images ahead of the training step."""
         self._running.close()
         self._next = -1
 
     def _start(self, step: int) -> None:
-        """Start to crop the rows from a step on ahead."""
+        """Start to crop the rows of ``step`` and the following steps ahead."""
         self.close()
         self._job = job = self._job_from(first=step)
         chunks = self._running.enter_context(closing(self._train.crop(job)))
@@ -461,9 +464,16 @@ class CropJob:
             first = last
 
     def _references(self, num_rows: int, first: int, last: int) -> Iterator[References]:
-        """Yield the references of the steps from ``first`` to before ``last``.
+        """Yield the rows of a range of steps, some at a time.
 
-        They are of ``num_rows`` rows at a time, where the last ones can be fewer.
+        Args:
+            num_rows: The number of rows at a time. The last ones can be fewer.
+            first: The first step.
+            last: The step after the last one.
+
+        Yields:
+            Global steps, positions in the global batch, and row numbers of the task:
+            three arrays int64 (n,).
         """
         per_step, end = self.rows_per_step, (last - first) * self.rows_per_step
         for start in range(0, end, num_rows):
@@ -507,7 +517,16 @@ def crop_local(job: CropJob, threads: int) -> Generator[Chunk, None, None]:
     """
 
     def crop(item: tuple[np.ndarray, np.ndarray, Images]) -> Chunk:
-        """Read, decode and crop the rows of a chunk."""
+        """Read, decode and crop some rows.
+
+        Args:
+            item: Global steps int64 (n,), positions in the global batches int64 (n,),
+                and the n images.
+
+        Returns:
+            Views uint8 (n, row_bytes), and for each row the reason why it is
+            unreadable, or None.
+        """
         steps, positions, images = item
         return job.cropper.crop(
             steps, positions, images.read_images(np.arange(len(images)))
@@ -566,7 +585,11 @@ class StreamedEvalSet:
     bad: BadRows
 
     def where(self, chosen: Tensor) -> StreamedEvalSet:
-        """Return the rows that the mask ``chosen``, bool (N,), selects."""
+        """Return the set of only some of its N rows.
+
+        Args:
+            chosen: Whether each row is kept, bool (N,).
+        """
         truth, index, unlabeled = (
             rows[chosen] for rows in (self.truth, self.index, self.unlabeled)
         )
