@@ -229,5 +229,5 @@ def _write(place: str, scans: dict[Identity, ShardScan]) -> None:
 
 
 def _joined(arrays: list[np.ndarray]) -> np.ndarray:
-    """Concatenate arrays int64; a list without arrays gives an empty array."""
+    """Concatenate arrays int64 (n,). The result is empty if there are none."""
     return np.concatenate([np.zeros(0, np.int64), *arrays])
