@@ -89,7 +89,12 @@ def begin(
 
 
 def _place(storage: Storage, mark: str) -> str:
-    """Return the path or URI of the directory that a mark is in."""
+    """Return the path or URI of the directory that holds a mark.
+
+    Args:
+        storage: The directory, or one above it.
+        mark: Path of the mark, a file, below ``storage``.
+    """
     return storage.below(mark.rpartition("/")[0])
 
 
@@ -258,15 +263,22 @@ def unseal(name: str, data: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _entry(digest: str) -> bytes:
-    """Return the checksum as it stands in the JSON text of a header.
+    """Return key and value of a checksum as they stand in the header of a sealed file.
 
-    No other text there looks the same: JSON escapes quotes inside of values.
+    The header is JSON, so no text inside of a value can look the same: quotes are
+    escaped there.
     """
     return f'"{SEAL}": "{digest}"'.encode()
 
 
 def _sum(size: bytes, text: bytes, body: memoryview) -> str:
-    """Return the SHA-256 of a file of three parts: header size, header and body."""
+    """Return the SHA-256 of a safetensors file, 64 hex digits.
+
+    Args:
+        size: The first 8 bytes of the file, the size of its header.
+        text: The header. The place of the checksum holds zeros.
+        body: The bytes after the header.
+    """
     digest = hashlib.sha256(size + text)
     digest.update(body)
     return digest.hexdigest()
