@@ -46,11 +46,11 @@ class TrainSet:
 
     @property
     def num_unlabeled(self) -> int:
-        """N_u, the number of unlabeled rows."""
+        """N_u, the number of unlabeled training rows."""
         return len(self.unlabeled_images)
 
     def to(self, device: torch.device | str) -> TrainSet:
-        """Return the same set on ``device``."""
+        """Return the same set with all of its tensors on ``device``."""
         names = ("labeled_images", "labels", "unlabeled_images")
         return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
@@ -105,7 +105,11 @@ class EvalSet:
     unlabeled: Tensor
 
     def where(self, chosen: Tensor) -> EvalSet:
-        """Return the rows that the mask ``chosen``, bool (N,), selects."""
+        """Return the set of only some of its N rows.
+
+        Args:
+            chosen: Whether each row is kept, bool (N,).
+        """
         rest = self.truth[chosen], self.index[chosen], self.unlabeled[chosen]
         return EvalSet(part(self.images, chosen), *rest)
 
@@ -238,7 +242,11 @@ class ResidentBatches:
         self._order = Order(plan, rank, world_size)
 
     def __call__(self, step: int) -> Batch:
-        """Return this worker's part of the batch of a global step, from 0."""
+        """Return augmented views of this worker's rows in one step, on the device.
+
+        Args:
+            step: Global step, from 0.
+        """
         labeled, unlabeled = map(self._on_device, self._order.rows(step))
         views = self._views(labeled, unlabeled, step, self._order.positions)
         return Batch(
@@ -249,10 +257,10 @@ class ResidentBatches:
         )
 
     def close(self) -> None:
-        """Do nothing, because no batch is prepared ahead."""
+        """Do nothing. Batches of a set in memory are not prepared ahead."""
 
     def _on_device(self, rows: np.ndarray) -> Tensor:
-        """Return row numbers as a tensor on the device of the set."""
+        """Copy row numbers, int64 (n,), to a tensor on the device of the set."""
         return torch.from_numpy(rows).to(self._train.labels.device, non_blocking=True)
 
     def _views(
@@ -301,10 +309,18 @@ class FeatureBatches(ResidentBatches):
     def _views(
         self, labeled: Tensor, unlabeled: Tensor, step: int, positions: np.ndarray
     ) -> list[Tensor]:
-        """Return cached views of some rows, with the arguments of the base class.
+        """Return some of the cached views of each row, drawn at random for this step.
+
+        Args:
+            labeled: Numbers among the labeled rows, int64 (b_l,).
+            unlabeled: Numbers among the unlabeled rows, int64 (b_u,).
+            step: Global step, which seeds the draw.
+            positions: Positions of these rows in the global batch, labeled ones first:
+                int64 (b_l + b_u,).
 
         Returns:
-            One tensor (b_l + b_u, D) for each view that the configuration asks for.
+            ``augment.large.num_views`` tensors (b_l + b_u, D) of features. The views of
+            a row are different ones.
         """
         config, plan, train = self._config, self._plan, self._train
         generator = augment_generator(config.seed, plan.labeled_stream, step)
@@ -333,7 +349,11 @@ class PretextBatches(ResidentBatches):
     """
 
     def __call__(self, step: int) -> Batch:
-        """Return this worker's part of the batch of a global step, without labels."""
+        """Return augmented views of this worker's rows in one step, without labels.
+
+        Args:
+            step: Global step, from 0.
+        """
         train, (rows, _) = self._train, self._order.rows(step)
         # labeled and unlabeled rows are stored in different tensors
         is_unlabeled = rows >= len(train.labels)
