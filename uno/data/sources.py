@@ -125,7 +125,10 @@ class Source(NamedTuple):
 
 
 def _cifar(name: str) -> Source:
-    """Return the kind of source for "cifar10" or "cifar100"."""
+    """Make the kind of source for "cifar10" or "cifar100".
+
+    Its path may lack if the configuration allows to download the data.
+    """
     return Source(
         lambda path, config, _: read_cifar(name, path, config.download),
         may_lack=lambda path, config: config.download,
@@ -313,7 +316,15 @@ def recognize(
 
 
 def _kind_of(name: str) -> str | None:
-    """Return the kind of source that a file is by its ending, None if it is of none."""
+    """Return the kind of source that a file is by its ending.
+
+    Args:
+        name: Name of the file, in lower case.
+
+    Returns:
+        A key of :data:`SOURCES`, such as "table" for ``.csv``; None if there is no kind
+        with this ending.
+    """
     return next(
         (kind for kind, source in SOURCES.items() if name.endswith(source.suffixes)),
         None,
@@ -321,7 +332,15 @@ def _kind_of(name: str) -> str | None:
 
 
 def _in_folders(kind: str | None) -> str:
-    """Return ``Source.in_folders`` of a kind, "never" for None."""
+    """Return when a folder with files of a kind is of this kind.
+
+    Args:
+        kind: A key of :data:`SOURCES`, or None for other files.
+
+    Returns:
+        "never", "alone" (if there are no images in the folder) or "always"; "never" for
+        None.
+    """
     return "never" if kind is None else SOURCES[kind].in_folders
 
 
@@ -583,7 +602,7 @@ def read_imagenet(
 
 
 def is_wnid(name: str) -> bool:
-    """Return whether a name has the form of a WordNet id, such as n01440764."""
+    """Return whether a name has the form of a class id of ImageNet, as n01440764."""
     return re.fullmatch(r"n[0-9]{8}", name) is not None
 
 
@@ -747,7 +766,11 @@ def _suffix(name: str) -> str:
 
 
 def _directory(root: str) -> str:
-    """Return ``root``, or raise ConfigError if it is no folder."""
+    """Return the path ``root`` itself, if it is a folder.
+
+    Raises:
+        ConfigError: ``root`` is a file or missing.
+    """
     if filesystem.kind(root) != "directory":
         raise ConfigError(f"{root or '(empty path)'} is not a folder")
     return root
