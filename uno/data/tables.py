@@ -265,7 +265,11 @@ class ParquetImages(Images):
         self._has_paths = any(file.may_name_files(g, column) for _, file, g in groups)
 
     def _start_caches(self, opened: Sequence[OpenedParquet | None]) -> None:
-        """Set the footers that are already read, and keep no row group."""
+        """Set the footers of the files, and start with no row group in memory.
+
+        Args:
+            opened: Each file with its footer, None if the footer is still to be read.
+        """
         self._opened, self._lock = [*opened], threading.Lock()
         self._recent = OrderedDict[int, Future[Any]]()
 
@@ -278,7 +282,7 @@ class ParquetImages(Images):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a pickled copy. It has read no footer."""
+        """Restore a pickled copy, which reads the footers of its files when needed."""
         self.__dict__.update(state)
         self._start_caches([None] * len(self._files))
 
@@ -344,7 +348,14 @@ class ParquetImages(Images):
         return future.result()
 
     def groups(self, rows: np.ndarray) -> np.ndarray:
-        """Return the number of each row's row group over all files, int32 (n,)."""
+        """Return the row group that each row is stored in.
+
+        Args:
+            rows: Row numbers, int64 (n,).
+
+        Returns:
+            Numbers of row groups, counted over all files, int32 (n,).
+        """
         found = np.searchsorted(self._starts, rows, side="right").astype(np.int32)
         found -= 1
         return found
@@ -717,7 +728,11 @@ class ParquetTable:
         return int(self._groups[-1])
 
     def parts(self, numbers: Iterable[np.ndarray]) -> Iterator[Partition]:
-        """Yield a partition for each array of row numbers, without ids and images."""
+        """Yield a partition for each array of row numbers.
+
+        The partitions hold only the numbers, because any node can read their ids and
+        images.
+        """
         return map(Partition, numbers)
 
     def read(
@@ -1163,7 +1178,12 @@ def json_at(text: str | bytes, *names: str) -> Any:
 
 
 def plain_type(kind: Any) -> Any:
-    """Return the type of an Arrow column without dictionary encoding and views."""
+    """Return the Arrow type that a column has without dictionary encoding and views.
+
+    Args:
+        kind: An Arrow type. For a dictionary, the type of its values is used. A view of
+            text or bytes becomes large text or bytes.
+    """
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     return VIEWS.get(kind, kind)
 
