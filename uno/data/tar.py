@@ -119,15 +119,33 @@ class TarImages(Images):
         return self._pieces[rows] if self.shards and is_uri(self.shards[0]) else None
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
-        """Return the size of each member in bytes, int64 (n,)."""
+        """Return the size of each image in bytes, int64 (n,).
+
+        Args:
+            rows: Row numbers, int64 (n,).
+        """
         return self.size[rows]
 
     def times(self, rows: np.ndarray) -> np.ndarray:
-        """Return when each shard was last changed, in ns since 1970, int64 (n,)."""
+        """Return when the shard of each image was last changed.
+
+        Args:
+            rows: Row numbers, int64 (n,).
+
+        Returns:
+            ns since 1970, int64 (n,).
+        """
         return self.shard_times[self.shard[rows]]
 
     def content_keys(self, rows: np.ndarray) -> pa.Array:
-        """Return the size of each image as an Arrow array of text."""
+        """Return texts for the fingerprint of the data set: the size of each image.
+
+        Args:
+            rows: Row numbers, int64 (n,).
+
+        Returns:
+            An Arrow array of decimal numbers as text.
+        """
         return decimal(self.size[rows])
 
     def paths(self, rows: np.ndarray) -> list[str | None]:
@@ -244,17 +262,24 @@ class Member(NamedTuple):
 
     @property
     def suffix(self) -> str:
-        """The text after the last dot of the base name, in lower case, else ''."""
+        """The suffix of the member: the text after the last dot of its base name.
+
+        It is in lower case, and '' if there is no dot. For ``a/cam 2.1_003.PNG`` it is
+        ``png``.
+        """
         return self._base.rpartition(".")[2].lower() if "." in self._base else ""
 
     @property
     def key(self) -> str:
-        """The name without its suffix and the dot before it."""
+        """The key of the row that the member belongs to: its name without the suffix.
+
+        For ``a/cam 2.1_003.png`` it is ``a/cam 2.1_003``.
+        """
         return self.name.rpartition(".")[0] if "." in self._base else self.name
 
     @property
     def _base(self) -> str:
-        """The name without its folders."""
+        """The base name of the member, without its folders."""
         return self.name.rpartition("/")[2]
 
 
@@ -435,9 +460,13 @@ class Shard:
 
     @filesystem.retry_transient
     def read(self, at: int, num: int) -> bytes:
-        """Read ``num`` bytes from the position ``at``, fewer at the end of the file.
+        """Read ``num`` bytes of the file from the position ``at``.
 
-        The bytes that follow are read ahead, so that the next calls need no access.
+        The result is shorter at the end of the file. The bytes that follow are read
+        ahead, so that the next calls need no access.
+
+        Raises:
+            ConfigError: The file cannot be read.
         """
         if not self._start <= at <= at + num <= self._start + len(self._data):
             with filesystem.reading(self.path):
@@ -608,9 +637,13 @@ def _fields_of_others(
 
 
 def _warnings(scans: Sequence[ShardScan]) -> list[str]:
-    """Return a warning about labels without an image, and one about images left out.
+    """Return warnings about labels without an image, and about images left out.
 
-    Each is there only if the shards have such members.
+    Args:
+        scans: The content of each shard.
+
+    Returns:
+        At most one line for each of the two.
     """
     lines = []
     lost = [(scan, name) for scan in scans for name in scan.lost_labels.values()]
@@ -634,7 +667,15 @@ def _warnings(scans: Sequence[ShardScan]) -> list[str]:
 
 
 def _notes(scans: Sequence[ShardScan]) -> list[str]:
-    """Return a line for each shard that is cut off, and one about members not read."""
+    """Return notes about what the scan of the shards did not read.
+
+    Args:
+        scans: The content of each shard.
+
+    Returns:
+        A line for each shard that is cut off, and one about members that are neither
+        image nor label.
+    """
     lines = [
         f"{scan.name} is truncated: it ends inside a member"
         for scan in scans
@@ -767,9 +808,17 @@ def _shards(path: str, follow_links: bool) -> list[FileEntry]:
 
 
 def _named_shards(path: str, follow_links: bool) -> list[FileEntry]:
-    """Return the tar files that a path or pattern names.
+    """List the tar files that a path or pattern names.
 
-    The size and the time of remote files are missing if no listing gave them.
+    A path is a file or a folder. The size and the time of remote files are -1 if no
+    listing gave them.
+
+    Args:
+        path: A path or URI of a file or folder, or a pattern.
+        follow_links: Whether links may lead out of the folder.
+
+    Raises:
+        ConfigError: There are none, or too many.
     """
     kind = filesystem.kind(path)
     if kind == "file":
