@@ -102,15 +102,22 @@ class Vectors(Images):
         return len(self.values)
 
     def read_images(self, rows: np.ndarray) -> list[Image]:
-        """Return the first view of each of ``rows``, float32 (D,)."""
+        """Return the first view of each row, in the place of an image.
+
+        Args:
+            rows: Row numbers, int64 (n,).
+
+        Returns:
+            n arrays float32 (D,).
+        """
         return list(self.values[torch.from_numpy(rows), 0].numpy())
 
     def content_keys(self, rows: np.ndarray) -> Iterator[bytes]:
-        """Yield the bytes of all views of each of ``rows``."""
+        """Yield the bytes of all views of each row, for the fingerprint."""
         return (self.values[row].numpy().tobytes() for row in rows.tolist())
 
     def paths(self, rows: np.ndarray) -> list[str | None]:
-        """Return the path of the picture of each of ``rows``, or None."""
+        """Return the path of each row's picture, None for a row without picture."""
         return [None] * len(rows) if self.shown is None else self.shown.paths(rows)
 
     def vectors(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]]:
@@ -133,16 +140,24 @@ class Vectors(Images):
         return self.values[own], [self.reasons[row] for row in rows.tolist()]
 
     def prepared(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]]:
-        """Return the first view of each of ``rows``, (n, D), and the reasons."""
+        """Return the first view of each row, the one for evaluation.
+
+        Args:
+            rows: Row numbers, int64 (n,).
+
+        Returns:
+            float32 (n, D); and for each row the reason why it has no usable vector, or
+            None.
+        """
         values, reasons = self.vectors(rows)
         return values[:, 0], reasons
 
     def pictures(self) -> Images | None:
-        """Return the pictures of the source, None if it has none."""
+        """Return the pictures that a report shows for the rows, or None."""
         return self.shown
 
     def captions(self, rows: np.ndarray) -> list[str | None]:
-        """Return the text of each of ``rows``, or None."""
+        """Return the text that a report shows for each row, None for no text."""
         return (
             [None] * len(rows)
             if self.words is None
@@ -726,7 +741,15 @@ def _load_arrays(
 
 
 def _require_small(path: str, archive: zipfile.ZipFile) -> None:
-    """Raise ConfigError if the arrays of a .npz file take too much memory."""
+    """Refuse a .npz file that takes too much memory.
+
+    Args:
+        path: Path of the file, for the error message.
+        archive: The opened file.
+
+    Raises:
+        ConfigError: Its arrays have more than ``MAX_NPZ_BYTES`` bytes.
+    """
     num_bytes = sum(member.file_size for member in archive.infolist())
     if num_bytes > MAX_NPZ_BYTES:
         raise ConfigError(
