@@ -491,7 +491,7 @@ class CropJob:
 
 
 def window_rows(images: Images) -> int:
-    """Return the number of rows that are mixed at once, if images are stored in groups.
+    """Return how many rows are shuffled together if images are stored in groups.
 
     It is about :data:`WINDOW_BYTES` divided by the mean stored size of an image, at
     least 1 and at most :data:`MAX_WINDOW_ROWS`. See :func:`~uno.data.plan.by_windows`.
