@@ -118,14 +118,14 @@ def _identity(shard: FileEntry) -> Identity:
 
 
 def _read(place: str) -> dict[Identity, ShardScan]:
-    """Read an index.
+    """Read an index of tar shards.
 
     Args:
         place: Path of the index below the cache directory.
 
     Returns:
         The content of each shard in the index. Empty if there is no index, or if it is
-        damaged, of which a warning is logged.
+        damaged. A warning is then logged.
     """
     try:
         data = Storage(os.path.expanduser(user_cache())).find(place)
@@ -179,9 +179,9 @@ def _labels(column: Any) -> list[Any]:
 
 
 def _write(place: str, scans: dict[Identity, ShardScan]) -> None:
-    """Write an index.
+    """Write an index of tar shards.
 
-    A warning is logged if the cache directory cannot be written.
+    If the cache directory cannot be written, a warning is logged.
 
     Args:
         place: Path of the index below the cache directory.
