@@ -418,9 +418,10 @@ def _neighbor_views(
 def _neighbors(values: Tensor, rows: Tensor, generator: torch.Generator) -> Tensor:
     """Find the nearest neighbors of rows, by cosine similarity.
 
-    The rows are divided at random into parts of at most :data:`NEAR_ROWS`, and
-    neighbors are searched in the part of a row only. The parts are smaller if otherwise
-    more than :data:`NEAR_PAIRS` pairs were compared.
+    The rows are divided at random into parts, and neighbors are searched in the part of
+    a row only. A part has at most :data:`NEAR_ROWS` rows. It has fewer, but not fewer
+    than :data:`LEAST_NEAR_ROWS`, if otherwise more than :data:`NEAR_PAIRS` pairs were
+    compared. The last part has the rows that are left.
 
     Args:
         values: float32 (N, D).
