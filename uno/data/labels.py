@@ -74,7 +74,7 @@ def encode_labels(
 
 
 def encode_column(source: str, column: Any, declared: Sequence[str] = ()) -> Labels:
-    """Return the class of every row of an Arrow column, by the rule of `encode_labels`.
+    """Return the class of every row of an Arrow column, as :func:`encode_labels`.
 
     Args:
         source: The source, as error messages name it.
