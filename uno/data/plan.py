@@ -164,7 +164,7 @@ def _sizes(
     workers: int,
     batch_size: int,
 ) -> tuple[int, int, int] | str:
-    """Return the sizes of a batch and an epoch, or why the batch size does not work.
+    """Divide a batch size into B_l labeled and B_u unlabeled rows.
 
     Args:
         batch_sampling: "proportional" or "balanced".
@@ -174,7 +174,9 @@ def _sizes(
         batch_size: Size of the global batch, at least 2.
 
     Returns:
-        B_l, B_u and the number of steps of an epoch; or the reason as text.
+        B_l, B_u and the number of steps of an epoch. If the batch size does not work,
+        the reason as text: it is odd and balanced, an epoch has no whole batch, or the
+        number of workers does not divide B_l and B_u.
     """
     if batch_sampling == "balanced" and batch_size % 2:
         return "balanced batches need an even size"
