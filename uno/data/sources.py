@@ -72,10 +72,13 @@ class UnreadImages:
         self._suffixes, self._example = Counter[str](), ""
 
     def count(self, name: str) -> bool:
-        """Count a file if it is such an image, and return whether it is one.
+        """Count a file if it is an image of a format that is not read.
 
         Args:
             name: Name or relative path of the file.
+
+        Returns:
+            Whether it is such an image, by its ending.
         """
         suffix = _suffix(name)
         if suffix not in UNREAD:
@@ -85,10 +88,13 @@ class UnreadImages:
         return True
 
     def warnings(self, root: str) -> tuple[str, ...]:
-        """Return a line about the counted files, nothing if there are none.
+        """Return a warning about the counted images, whose formats are not read.
 
         Args:
-            root: The folder, as the line names it.
+            root: The folder that holds them, as the warning names it.
+
+        Returns:
+            One line, or nothing if no image was counted.
         """
         if not self._suffixes:
             return ()
@@ -223,7 +229,11 @@ def read_rows(config: DataConfig, images_only: bool = False) -> Rows:
 
 
 def locate_source(config: DataConfig) -> tuple[str, str]:
-    """Return the kind of ``config.source`` and the path to read.
+    """Return the kind of the data source that the user names, and its path.
+
+    Args:
+        config: The section ``data`` of the configuration. Its ``source`` is "digits", a
+            prefix and a path such as ``tar:DIR``, or only a path.
 
     Returns:
         "digits" or a key of :data:`SOURCES`; and the path or URI, '' for the digits.
@@ -607,7 +617,7 @@ def is_wnid(name: str) -> bool:
 
 
 def imagenet_wnids(file: str) -> list[str]:
-    """Return the WordNet ids of one of the package's lists.
+    """Return the class ids of ImageNet (wnids) in one of the package's lists.
 
     Args:
         file: Name of the list, such as "held_out_118" or "novel_30_A".
@@ -689,12 +699,12 @@ def _labeled(
 def _rows(
     listed: Iterable[tuple[FileEntry, str | None, bool]], source: str, remarks: Remarks
 ) -> Rows:
-    """Make rows of files.
+    """Make rows of image files.
 
     Args:
         listed: For each image its file, its class or None, and whether it is for
             training.
-        source: Name of the source in messages, with its root after the first colon.
+        source: Name of the source in messages: a prefix, a colon and the folder.
         remarks: Lines for the user. They are complete when ``listed`` is exhausted.
 
     Raises:
