@@ -327,7 +327,14 @@ class ParquetImages(Images):
         """Return the image column of a row group and keep it for the next calls.
 
         Threads that want the same row group wait for one read. Reads of different row
-        groups run at the same time: the lock is not held during a read.
+        groups run at the same time: the lock is not held during a read. The
+        :data:`RECENT_GROUPS` row groups that were used last are kept.
+
+        Args:
+            group: Number of the row group, counted over all files.
+
+        Returns:
+            An Arrow array.
         """
         with self._lock:
             future = self._recent.get(group)
@@ -611,7 +618,7 @@ class OpenedParquet:
 
     @contextmanager
     def _open(self, metadata: Any = None, buffer: int = 0) -> Iterator[Any]:
-        """Open the file inside a ``with`` block as a ``pyarrow.parquet.ParquetFile``.
+        """Open the file as a ``pyarrow.parquet.ParquetFile`` for a ``with`` block.
 
         Args:
             metadata: The footer, if it is already read.
@@ -761,10 +768,14 @@ class ParquetTable:
             del ids[:size], images[:size]
 
     def _read(self, rows: np.ndarray) -> Iterator[tuple[list[str], Any]]:
-        """Yield the ids and the image column of some rows, some of them at a time.
+        """Read the ids and images of some rows, a few hundred rows at a time.
 
         Args:
             rows: Row numbers in ascending order, int64 (n,).
+
+        Yields:
+            The ids of some rows, and an Arrow array of their values in the image
+            column.
         """
         of_rows = np.searchsorted(self._groups, rows, side="right") - 1
         for group in np.unique(of_rows).tolist():
@@ -796,8 +807,15 @@ class ParquetTable:
     def _values(self, column: Any, inside: ImagePaths) -> list[Image]:
         """Return the images of an Arrow column.
 
+        Args:
+            column: Arrow array of bytes, text or struct<bytes, path>.
+            inside: Finds the files that paths in the column name.
+
+        Returns:
+            Bytes or the full path of each row, empty for a row without an image.
+
         Raises:
-            ConfigError: The column holds paths, and one of them leads out of the
+            ConfigError: The column is text, and one of its paths leads out of the
                 folder.
         """
         found = _images_in(column, inside.find)
@@ -839,10 +857,10 @@ def _images_in(column: Any, inside: Callable[[str], str | None]) -> list[Image]:
 
 
 def _without_image(path: str | bytes | None) -> str:
-    """Return the reason why a struct of bytes and path holds no image.
+    """Return the reason why a row has no image, and what to do, for messages.
 
     Args:
-        path: The path in the struct, if there is one.
+        path: The path of the row in a column struct<bytes, path>, if it has one.
     """
     fix = "embed the bytes of the image, or delete the row"
     if not path:
@@ -1163,7 +1181,7 @@ def json_at(text: str | bytes, *names: str) -> Any:
 
     Args:
         text: The JSON text.
-        *names: The keys that lead to the value.
+        *names: The keys that lead to the value, from the outermost object on.
 
     Returns:
         The value, None if there is none or the text is no JSON.
