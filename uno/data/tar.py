@@ -110,11 +110,15 @@ class TarImages(Images):
         return found
 
     def groups(self, rows: np.ndarray) -> np.ndarray | None:
-        """Return the span of :data:`SPAN_BYTES` that each of ``rows`` begins in.
+        """Return which images are read together: those in the same span of a shard.
+
+        Args:
+            rows: Row numbers, int64 (n,).
 
         Returns:
-            Numbers of spans over all shards, int64 (n,). None if the shards are local,
-            where each image is read by itself.
+            The span that each image begins in, numbered over all shards, int64 (n,). A
+            span has :data:`SPAN_BYTES`. None if the shards are local, where each image
+            is read by itself.
         """
         return self._pieces[rows] if self.shards and is_uri(self.shards[0]) else None
 
@@ -799,7 +803,13 @@ def _split(name: str) -> str:
 
 
 def _shards(path: str, follow_links: bool) -> list[FileEntry]:
-    """Return the tar files that a path or pattern names, in order, with size and time.
+    """Return the tar files that a path or pattern names, in order.
+
+    The size and the time of remote files are looked up.
+
+    Args:
+        path: A path or URI of a file or folder, or a pattern.
+        follow_links: Whether links may lead out of the folder.
 
     Raises:
         ConfigError: There are none, or too many.
@@ -810,8 +820,7 @@ def _shards(path: str, follow_links: bool) -> list[FileEntry]:
 def _named_shards(path: str, follow_links: bool) -> list[FileEntry]:
     """List the tar files that a path or pattern names.
 
-    A path is a file or a folder. The size and the time of remote files are -1 if no
-    listing gave them.
+    The size and the time of remote files are -1 if no listing gave them.
 
     Args:
         path: A path or URI of a file or folder, or a pattern.
