@@ -133,7 +133,7 @@ class Source(NamedTuple):
 def _cifar(name: str) -> Source:
     """Make the kind of source for "cifar10" or "cifar100".
 
-    Its path may lack if the configuration allows to download the data.
+    Its path may be missing if the configuration allows to download the data.
     """
     return Source(
         lambda path, config, _: read_cifar(name, path, config.download),
