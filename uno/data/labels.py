@@ -1,7 +1,7 @@
 """Class labels: one rule for what a source may hold as the label of a row.
 
-Every source hands its labels to :func:`encode_labels`, or :func:`encode_column` if they
-are an Arrow column, so that the same table gives the same classes in every format.
+Every source passes its labels to :func:`encode_labels`, or to :func:`encode_column` if
+they are an Arrow column, so that the same table gives the same classes in every format.
 """
 
 import math
@@ -33,13 +33,14 @@ def encode_labels(
     - Whole numbers are classes: 0 and 0.0 are both ``0``. A negative number is no
       label.
     - Other numbers are refused.
-    - Text of a column is read as numbers if every label of the column is a number:
-      pandas writes whole numbers with gaps to a CSV file as ``0.0`` and ``1.0``.
+    - Text is read as numbers if every label of the source is a number or the text of
+      one: pandas writes whole numbers with gaps to a CSV file as ``0.0`` and ``1.0``.
 
     Args:
         source: The source, as error messages name it.
         values: The label of each of N rows, as its reader found it.
-        declared: Names of the classes 0, 1, ... if the source's metadata has them.
+        declared: Names of the classes 0, 1, ... if the source's metadata has them. They
+            replace labels that are numbers, not labels that are text.
         name_row: Returns how error messages name a row, given its number.
 
     Returns:
@@ -53,6 +54,11 @@ def encode_labels(
     code_of: dict[tuple[type, Hashable], int] = {}
 
     def encode(value: Any) -> int:
+        """Return the position of a label in the list ``distinct``, -1 if it is missing.
+
+        A label that is not in the list yet is appended to it. A NumPy scalar is
+        converted to a Python value first.
+        """
         if getattr(value, "shape", None) == () and not is_missing(value):
             value = value.item()
         if is_missing(value):
@@ -68,15 +74,19 @@ def encode_labels(
 
 
 def encode_column(source: str, column: Any, declared: Sequence[str] = ()) -> Labels:
-    """Return the class of every row of an Arrow column, by :func:`encode_labels`.
+    """Return the class of every row of an Arrow column, as :func:`encode_labels`.
 
     Args:
         source: The source, as error messages name it.
         column: An Arrow array or chunked array of N labels.
         declared: Names of the classes 0, 1, ... if the source's metadata has them.
 
+    Returns:
+        The classes in the order of their first rows, and the class of each row.
+
     Raises:
-        ConfigError: The type of the column or one of its labels is no label.
+        ConfigError: The column holds neither text nor numbers nor booleans, or one of
+            its labels is refused by :func:`encode_labels`.
     """
     kind = column.type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
@@ -105,8 +115,22 @@ def _to_labels(
     declared: Sequence[str],
     name_row: Callable[[int], str],
 ) -> Labels:
-    """Name the distinct labels of a column; ``codes`` int (N,) are their places, -1:
-    none.
+    """Make the labels of a source from its distinct values.
+
+    Args:
+        source: The source, as error messages name it.
+        distinct: The distinct values of the labels.
+        codes: The position in ``distinct`` of each row's label, int (N,); -1 if the row
+            has no label.
+        declared: Names of the classes 0, 1, ..., empty if the source declares none.
+        name_row: Returns how error messages name a row, given its number.
+
+    Returns:
+        The classes and the class of each row. Values that name the same class, such as
+        0 and 0.0, are joined.
+
+    Raises:
+        ConfigError: A value is no label. The message names the first row that has it.
     """
     given = [value for value in distinct if not is_missing(value)]
     reads_text = all(
@@ -125,8 +149,18 @@ def _to_labels(
 
 
 def _class_name(value: Any, declared: Sequence[str], reads_text: bool) -> str | None:
-    """Return the class that one label names, None for none. ValueError: it names
-    none.
+    """Return the name of the class that one label stands for.
+
+    Args:
+        value: The label.
+        declared: Names of the classes 0, 1, ..., empty if the source declares none.
+        reads_text: Whether text such as ``"1.0"`` is read as a number.
+
+    Returns:
+        The name, or None if the value is missing or a negative number.
+
+    Raises:
+        ValueError: The value is no label, or its number has no name in ``declared``.
     """
     shown = one_line(repr(value))
     cast = (
@@ -162,8 +196,9 @@ def _class_name(value: Any, declared: Sequence[str], reads_text: bool) -> str | 
 
 
 def is_missing(value: Any) -> bool:
-    """Return whether a value means that there is none: None, NaN, NA, masked or
-    blank text.
+    """Return whether a value in a column of labels means that there is no label.
+
+    This holds for None, NaN, ``pandas.NA``, a masked value of NumPy and blank text.
     """
     if value is None or isinstance(value, str):
         return not (value and value.strip())
@@ -175,14 +210,22 @@ def is_missing(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
+    """Return whether a value is an int, a float or a Decimal, but not a bool."""
     return isinstance(value, int | float | Decimal) and not isinstance(value, bool)
 
 
 def require_distinct(source: str, *labels: Labels | None) -> None:
-    """Refuse classes that differ only by spaces around their names, or as 1 and 1.0 do.
+    """Refuse classes that are almost certainly one class with two spellings.
+
+    Two names are spellings of one class if they differ only by spaces around them, or
+    as ``1`` and ``1.0`` do.
+
+    Args:
+        source: The source, as error messages name it.
+        *labels: Columns of labels, which are compared with each other. None is skipped.
 
     Raises:
-        ConfigError: Two classes of the columns ``labels`` are written so.
+        ConfigError: There are two such classes.
     """
     seen: dict[str, str] = {}
     for name in chain.from_iterable(

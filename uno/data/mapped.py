@@ -1,5 +1,7 @@
-"""Vectors that need not fit into memory: numbers in a mapped file, views made when
-they are read.
+"""Vectors that may be larger than the memory.
+
+Large arrays are kept in a memory-mapped file of the cache directory, and views of
+vectors are computed when they are read.
 """
 
 from __future__ import annotations
@@ -18,22 +20,37 @@ from torch import Tensor
 from uno.data.files import reserve_space
 from uno.errors import StorageError
 
-MAPPED_BYTES = 256 * 2**20  # from which on numbers are in a file
-PIECE_ROWS = 2**16
-HASHED_ROWS = 2**13  # at once
+MAPPED_BYTES = 256 * 2**20  # arrays of this size or more are kept in a file
+PIECE_ROWS = 2**16  # rows that are computed at once
+HASHED_ROWS = 2**13  # rows that are hashed at once
 CACHE_VARIABLE = "UNO_CACHE"
 
 
 def user_cache() -> str:
-    """$UNO_CACHE, or uno in the user's cache directory."""
+    """Return the cache directory of the user, a path or URI.
+
+    It is the environment variable ``UNO_CACHE`` if that is set, else ``uno`` in
+    ``XDG_CACHE_HOME`` or in ``~/.cache``. A ``~`` is not expanded.
+    """
     user = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "uno")
     return os.environ.get(CACHE_VARIABLE) or user
 
 
 def new_array(shape: tuple[int, ...]) -> np.ndarray:
-    """Zeros float32 ``shape``: in memory, or where they are many in a file of the cache
-    directory that nobody else sees and that is gone with the process. StorageError: the
-    disk is full.
+    """Return an array of zeros, which is in memory or in a file.
+
+    An array of :data:`MAPPED_BYTES` or more is mapped to a file of the cache directory,
+    or of the directory for temporary files if the cache cannot be used. The file has no
+    name and disappears with the process.
+
+    Args:
+        shape: The shape of the array.
+
+    Returns:
+        An array float32 of this shape.
+
+    Raises:
+        StorageError: The file cannot be made, for example because the disk is full.
     """
     size = 4 * math.prod(shape)
     if size < MAPPED_BYTES:
@@ -41,7 +58,7 @@ def new_array(shape: tuple[int, ...]) -> np.ndarray:
     folder = os.path.expanduser(user_cache())
     try:
         os.makedirs(folder, exist_ok=True)
-    except OSError:  # a URI, or not writable
+    except OSError:  # the cache directory is a URI, or it is not writable
         folder = tempfile.gettempdir()
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -54,7 +71,19 @@ def new_array(shape: tuple[int, ...]) -> np.ndarray:
 
 
 def fill(shape: tuple[int, ...], piece: Callable[[slice], Any]) -> np.ndarray:
-    """:func:`new_array` of ``piece``, of which each call gives some rows."""
+    """Make an array by :func:`new_array` and fill it piece by piece.
+
+    Args:
+        shape: The shape of the array.
+        piece: Returns the values of a slice of rows, (n, *shape[1:]). It is called for
+            at most :data:`PIECE_ROWS` rows at once.
+
+    Returns:
+        An array float32 of this shape.
+
+    Raises:
+        StorageError: The array cannot be stored on the disk.
+    """
     found = new_array(shape)
     for start in range(0, shape[0], PIECE_ROWS):
         own = slice(start, min(start + PIECE_ROWS, shape[0]))
@@ -63,8 +92,15 @@ def fill(shape: tuple[int, ...], piece: Callable[[slice], Any]) -> np.ndarray:
 
 
 def equal_rows(values: Tensor) -> list[list[int]]:
-    """Groups of rows of ``values`` float32 (N, D) with the same bits, by 64-bit
-    hashes of each.
+    """Return groups of rows that have the same bits.
+
+    Rows are compared by a hash of 64 bits each.
+
+    Args:
+        values: float32 (N, D).
+
+    Returns:
+        The row numbers of each group of two or more equal rows, in ascending order.
     """
     weights = np.random.default_rng(0).integers(
         2**64, size=values.shape[1], dtype=np.uint64
@@ -73,7 +109,7 @@ def equal_rows(values: Tensor) -> list[list[int]]:
     for start in range(0, len(values), HASHED_ROWS):
         own = slice(start, start + HASHED_ROWS)
         bits = values[own].numpy().view(np.uint32)
-        # round numbers end in zeros
+        # the low bits of round numbers are zeros, so the high bits are mixed in
         keys[own] = (bits ^ bits >> 16).astype(np.uint64) @ weights
     order = np.argsort(keys, kind="stable")
     starts = np.flatnonzero(np.diff(keys[order], prepend=~keys[order[:1]]))
@@ -87,9 +123,16 @@ def equal_rows(values: Tensor) -> list[list[int]]:
 
 @dataclass(frozen=True, eq=False)
 class NeighborViews:
-    """Views float32 (N, 1 + V, D) of ``values`` (N, D), made when they are read: the
-    first is the row itself, view v a share ``shares`` (N, V) of the way to row
-    ``partners`` int32 (N, V).
+    """Views of vectors towards their neighbors, computed when they are read.
+
+    This is read like a tensor float32 (N, 1 + V, D). View 0 of a row is the row itself.
+    View v is a point between the row and one of its neighbors, by linear interpolation.
+
+    Attributes:
+        values: The N vectors, float32 (N, D).
+        partners: The row number of the neighbor for each of the V views, int32 (N, V).
+        shares: The position of each view between the row, 0, and the neighbor, 1:
+            float32 (N, V).
     """
 
     values: Tensor
@@ -101,33 +144,51 @@ class NeighborViews:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(N, 1 + V, D)."""
+        """The shape of all views as of one tensor, (N, 1 + V, D).
+
+        N is the number of vectors, V the number of views towards neighbors, and D the
+        length of a vector.
+        """
         return len(self), 1 + self.partners.shape[1], self.values.shape[1]
 
     @property
     def ndim(self) -> int:
-        """Dimensions of :attr:`shape`."""
+        """The number of dimensions of :attr:`shape`, which is 3."""
         return 3
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the values."""
+        """The type of the numbers, float32."""
         return self.values.dtype
 
     @property
     def device(self) -> torch.device:
-        """The host."""
+        """The device of the vectors, which is the CPU."""
         return self.values.device
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """What it is made of, in order."""
+        """The tensors that define the views: ``values``, ``partners`` and ``shares``.
+
+        They are the vectors (N, D), the neighbor of each view (N, V) and its position
+        between vector and neighbor (N, V).
+        """
         return self.values, self.partners, self.shares
 
     def __getitem__(self, key: Any) -> Tensor:
-        """Of rows all views (n, 1 + V, D), or some of them, as of a tensor; of (rows,
-        views), int64 (n,) each, one view of each (n, D). Of (:, 0) and (:, 0:1) nothing
-        is copied.
+        """Compute views of some rows.
+
+        Args:
+            key: One of
+
+                - ``rows``, an index of rows as of a tensor: all views (n, 1 + V, D)
+                - ``(rows, v)`` with a number v: view v of each row, (n, D)
+                - ``(rows, slice)``: some of the views of each row, (n, k, D)
+                - ``(rows, views)``, both int64 (n,): one view of each row, (n, D)
+
+        Returns:
+            A tensor. For the keys ``(:, 0)`` and ``(:, 0:1)`` it shares the memory of
+            ``values``.
         """
         rows, *views = key if isinstance(key, tuple) else (key,)
         if not views:

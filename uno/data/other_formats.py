@@ -1,4 +1,4 @@
-"""Say what to do with files of formats that are not read."""
+"""Tell users what to do with files of formats that are not read."""
 
 from __future__ import annotations
 
@@ -54,14 +54,23 @@ FIXES = {
     ".json": ANNOTATIONS,
     ".txt": "text; write a table as CSV, with the first line path,label",
 }
-"""What files with an ending hold and what to do; ``{path}`` stands for the file."""
+"""Ending of a file -> what such a file holds and what to do with it.
+
+``{path}`` stands for the path of the file.
+"""
 USUAL_BESIDE_IMAGES = (".json", ".npy", ".npz", ".gz", ".txt")
 """Endings of files that lie beside images for many reasons."""
 
 
 def fix_for(path: str) -> str:
-    """Return what a file holds and what to do with it, '' if its ending says
-    nothing.
+    """Return what a file holds by its ending and what to do with it.
+
+    Args:
+        path: Path or name of the file.
+
+    Returns:
+        Text such as ``video; take still images``, '' if the ending is not in
+        :data:`FIXES`.
     """
     name = path.lower()
     fix = next((fix for suffix, fix in FIXES.items() if name.endswith(suffix)), "")
@@ -69,18 +78,28 @@ def fix_for(path: str) -> str:
 
 
 def meaning_of(suffix: str) -> str:
-    """Return what ignored files with an ending hold, as ' (...)', or '' if that is
-    not clear.
+    """Return what files with an ending hold, for a note on ignored files.
+
+    Args:
+        suffix: The ending with its dot, in lower case.
+
+    Returns:
+        Text in parentheses that begins with a space, such as `` (video; take still
+        images)``; '' if the ending is unknown or often lies beside images.
     """
     fix = "" if suffix in USUAL_BESIDE_IMAGES else FIXES.get(suffix, "")
     return f" ({fix})" if fix else ""
 
 
 def hint_of_files(names: Iterable[str]) -> str:
-    """Return the end of an error line that names one file of another format, or ''.
+    """Return the end of an error line that names one file of another format.
 
     Args:
-        names: Files that are there instead of those that were looked for.
+        names: Names of files that are there instead of the files that were looked for.
+
+    Returns:
+        ``; NAME is there: ...`` for the first file whose ending is in :data:`FIXES`, ''
+        if there is none.
     """
     for name in names:
         if fix := fix_for(name):

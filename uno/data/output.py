@@ -1,5 +1,8 @@
-"""A directory that commands write: whose it is, what it was made from, what a killed
-writer left there; and files that prove their content.
+"""Output directories, and files that prove their content.
+
+A directory that a command writes has a file that marks it, which says what the output
+is made from. This module decides whether a command may write to a directory, and it
+deletes the temporary files of processes that were killed there.
 """
 
 import hashlib
@@ -15,18 +18,30 @@ from uno.data.files import TEMPORARY, Storage, parse_json
 from uno.errors import ConfigError
 from uno.limits import MAX_STATE_BYTES
 
-# of whoever works in a directory (uno.runs.lock); never part of what is made there
+# the lock of a process that works in a directory (uno.runs.lock), no part of an output
 LOCK_FILE = "lock.json"
-MOST_KEYS = 6  # that a message names
+MOST_KEYS = 6  # the largest number of keys that a message names
 
-SEAL = "sha256"
-BLANK = "0" * 64
+SEAL = "sha256"  # key of the checksum in the header of a sealed file
+BLANK = "0" * 64  # stands for the checksum while it is computed
 
 
 def is_ours(storage: Storage, mark: str, what: str, also: Collection[str] = ()) -> bool:
-    """Whether a directory has the file ``mark``, as every output called ``what`` has.
-    False: the directory is empty, or a command was killed there that had written no
-    more than ``also``. ConfigError: it is another's.
+    """Return whether a directory holds an output of this kind.
+
+    Args:
+        storage: The directory, or one above it.
+        mark: Path below ``storage`` of the file that every such output has.
+        what: What the output is called in messages, such as "run".
+        also: Names of files that a command may write before the mark.
+
+    Returns:
+        True if the mark is there. False if the directory holds no more than files in
+        ``also``, a lock and temporary files of these and of the mark: it is empty, or a
+        command was killed before it wrote the mark.
+
+    Raises:
+        ConfigError: The directory holds anything else.
     """
     if storage.exists(mark):
         return True
@@ -46,9 +61,21 @@ def is_ours(storage: Storage, mark: str, what: str, also: Collection[str] = ()) 
 def begin(
     storage: Storage, mark: str, identity: Mapping[str, Any], what: str, **more: Any
 ) -> None:
-    """Begin an output called ``what`` in a free directory, or resume there: the file
-    ``mark`` says what it is made from, an ``identity`` of JSON values, and ``more``
-    that may change. ConfigError: the directory is another's, or of another identity.
+    """Begin an output in a free directory, or accept the same output to resume it.
+
+    In a free directory, this writes the file ``mark``.
+
+    Args:
+        storage: The directory, or one above it.
+        mark: Path below ``storage`` of the file that describes the output.
+        identity: JSON values that say what the output is made from.
+        what: What the output is called in messages, such as "pack".
+        **more: Further JSON values of the mark, which may differ when the output is
+            resumed.
+
+    Raises:
+        ConfigError: The directory holds other files, or an output whose mark has
+            another value for a key of ``identity``.
     """
     if not is_ours(storage, mark, what):
         storage.write(mark, json.dumps({**identity, **more}, indent=1).encode())
@@ -62,23 +89,42 @@ def begin(
 
 
 def _place(storage: Storage, mark: str) -> str:
-    """The directory of a mark."""
+    """Return the path or URI of the directory that holds a mark.
+
+    Args:
+        storage: The directory, or one above it.
+        mark: Path of the mark, a file, below ``storage``.
+    """
     return storage.below(mark.rpartition("/")[0])
 
 
 def other_settings(
     place: str, what: str, keys: Sequence[str], advice: str
 ) -> ConfigError:
-    """What is said where ``place`` holds an output whose settings differ by
-    ``keys``.
+    """Return the error for an output that was made with other settings.
+
+    Args:
+        place: Path or URI of the output.
+        what: What it holds, such as "a cell".
+        keys: Names of the settings that differ; the message names :data:`MOST_KEYS`.
+        advice: What the user can do.
     """
     names = ", ".join(keys[:MOST_KEYS]) + " ..." * (len(keys) > MOST_KEYS)
     return ConfigError(f"{place} holds {what} with other settings: {names}; {advice}")
 
 
 def leftovers(storage: Storage, below: str = "") -> list[str]:
-    """What killed writers left below a directory, by name, but for the lock's: its
-    holder may be writing.
+    """Return the temporary files that killed processes left below a directory.
+
+    Temporary files of the lock are not among them, because the process that holds the
+    lock may be writing it.
+
+    Args:
+        storage: The directory, or one above it.
+        below: Path of the directory below ``storage``.
+
+    Returns:
+        Paths of files below ``storage``. Storage other than a local disk has none.
     """
     return [
         name
@@ -88,42 +134,72 @@ def leftovers(storage: Storage, below: str = "") -> list[str]:
 
 
 def sweep(storage: Storage, below: str = "") -> None:
-    """Delete the :func:`leftovers` below a directory, in which nobody else is
-    writing.
+    """Delete the files of :func:`leftovers`.
+
+    No other process may write to the directory at the same time.
+
+    Args:
+        storage: The directory, or one above it.
+        below: Path of the directory below ``storage``.
     """
     for name in leftovers(storage, below):
         storage.delete(name)
 
 
 def sweep_file(storage: Storage, name: str) -> None:
-    """Delete what killed writers left of one file at the top of a directory."""
+    """Delete temporary files of one file.
+
+    No other process may write the file at the same time.
+
+    Args:
+        storage: The directory.
+        name: Name of the file at the top of the directory. The file itself stays.
+    """
     for found in storage.list():
         if whole_name(found) == name:
             storage.delete(found)
 
 
 def whole_name(name: str) -> str:
-    """Of a temporary file the name that it gets once it is whole; of any other file
-    ''.
+    """Return the name that a temporary file gets once it is completely written.
+
+    Args:
+        name: Name of a file, without folders.
+
+    Returns:
+        The final name, '' if the file is no temporary file.
     """
     return name[1:].rpartition(".")[0] if TEMPORARY.fullmatch(name) else ""
 
 
 def is_lock(name: str) -> bool:
-    """Whether a file of an output directory is its lock, or what a killed writer
-    left of it.
+    """Return whether a file is the lock of a directory or a temporary file of the lock.
+
+    Args:
+        name: Name of the file, without folders.
     """
     return name.lstrip(".").startswith(LOCK_FILE)
 
 
 def find_mapping(storage: Storage, name: str) -> dict[str, Any] | None:
-    """The JSON mapping in a file; None where there is none, or the file is damaged."""
+    """Read a JSON mapping from a file.
+
+    Returns:
+        The mapping, or None if there is no such file or it holds no JSON mapping.
+
+    Raises:
+        StorageError: The file cannot be read, or it has more than ``MAX_STATE_BYTES``.
+    """
     data = storage.find(name, MAX_STATE_BYTES)
     return None if data is None else mapping(data)
 
 
 def mapping(data: bytes | str) -> dict[str, Any] | None:
-    """A JSON mapping of nobody knows whom; None where it is anything else."""
+    """Parse a JSON mapping.
+
+    Returns:
+        The mapping, or None if the data is no JSON, or JSON of another type.
+    """
     try:
         found = parse_json(data)
     except ValueError:
@@ -132,13 +208,21 @@ def mapping(data: bytes | str) -> dict[str, Any] | None:
 
 
 def seal(name: str, tensors: dict[str, Tensor], facts: Mapping[str, str]) -> bytes:
-    """A safetensors file that proves its content and place: ``__metadata__`` holds
-    ``facts``, the ``name`` it is to have and the SHA-256 of the file, computed with
-    zeros in the place of this sum. The same content gives the same bytes.
+    """Return the content of a safetensors file that proves its content and its place.
+
+    The ``__metadata__`` of the file holds the facts, the name and a SHA-256 of the
+    whole file, which is computed with zeros in its own place. The same arguments give
+    the same bytes. :func:`unseal` reads the file.
+
+    Args:
+        name: The name that the file is to have, which ``unseal`` compares.
+        tensors: The tensors, by name.
+        facts: Further texts for ``__metadata__``, with other keys than "name" and
+            "sha256".
     """
     data = safetensors.torch.save(tensors, {**facts, "name": name, SEAL: BLANK})
     end = 8 + int.from_bytes(data[:8], "little")
-    # the library's order is random
+    # the library writes the keys in random order
     text = json.dumps(json.loads(data[8:end]), sort_keys=True).encode()
     text += b" " * (-len(text) % 8)
     size, body = len(text).to_bytes(8, "little"), memoryview(data)[end:]
@@ -148,8 +232,18 @@ def seal(name: str, tensors: dict[str, Tensor], facts: Mapping[str, str]) -> byt
 
 
 def unseal(name: str, data: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors and facts of the sealed file ``name``. ValueError: it is truncated,
-    altered or another file.
+    """Check and read the content of a file that :func:`seal` made.
+
+    Args:
+        name: The name of the file.
+        data: The content of the file.
+
+    Returns:
+        The tensors by name, and all texts of ``__metadata__``.
+
+    Raises:
+        ValueError: The content is truncated or altered, or that of a file with another
+            name.
     """
     size, length = data[:8], int.from_bytes(data[:8], "little")
     if length > min(MAX_STATE_BYTES, len(data) - 8):
@@ -169,11 +263,22 @@ def unseal(name: str, data: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _entry(digest: str) -> bytes:
-    """As it stands in a header: quotes that are part of a fact are escaped there."""
+    """Return key and value of a checksum as they stand in the header of a sealed file.
+
+    The header is JSON, so no text inside of a value can look the same: quotes are
+    escaped there.
+    """
     return f'"{SEAL}": "{digest}"'.encode()
 
 
 def _sum(size: bytes, text: bytes, body: memoryview) -> str:
+    """Return the SHA-256 of a safetensors file, 64 hex digits.
+
+    Args:
+        size: The first 8 bytes of the file, the size of its header.
+        text: The header. The place of the checksum holds zeros.
+        body: The bytes after the header.
+    """
     digest = hashlib.sha256(size + text)
     digest.update(body)
     return digest.hexdigest()

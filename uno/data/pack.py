@@ -1,9 +1,10 @@
-"""Parquet shards that stream well: a million small files is slow everywhere.
+"""Write a data set as Parquet shards, which stream faster than many small files.
 
-Rows are shuffled, the same way every time; labeled and unlabeled rows never share a row
-group, so neither is read for the other's sake. Encoded images keep their bytes, pixels
-become PNG. A killed pack resumes when the command is repeated; until ``pack.json`` says
-that all shards are there, readers refuse the directory.
+Rows are shuffled, the same way every time. Labeled and unlabeled rows never share a row
+group, so that reading one kind does not read the other. Encoded images keep their
+bytes, and pixels become PNG. A pack that was interrupted resumes when the command is
+repeated. Readers refuse the directory until ``pack.json`` says that all shards are
+there.
 """
 
 import hashlib
@@ -36,15 +37,22 @@ from uno.data.tables import FOOTERS, PACKED, PACKING, json_at
 from uno.errors import ConfigError, StorageError, one_line
 from uno.limits import MAX_IMAGE_BYTES
 
-GROUP_BYTES = 8 * 2**20
-GROUP_ROWS = 500
-WINDOW_SHARDS = 4  # of a Parquet source, mixed at once
-FORMAT = 1
-BadRow = dict[str, str]
+GROUP_BYTES = 8 * 2**20  # largest size of a row group, unless one image is larger
+GROUP_ROWS = 500  # largest number of rows of a row group
+WINDOW_SHARDS = 4  # shards among which rows are mixed if a source has stored groups
+FORMAT = 1  # version of the layout
+BadRow = dict[str, str]  # the id of an unreadable row, and the reason
 
 
 class Packed(NamedTuple):
-    """What came of it: ``rows`` = ``packed`` + ``bad``."""
+    """The numbers of rows and files of a finished pack.
+
+    Attributes:
+        rows: The number of rows of the source, which is ``packed + bad``.
+        packed: The number of rows that are in the shards.
+        bad: The number of rows left out because their images are unreadable.
+        shards: The number of shards.
+    """
 
     rows: int
     packed: int
@@ -53,8 +61,12 @@ class Packed(NamedTuple):
 
 
 class ShardRows(NamedTuple):
-    """Which rows make a shard: numbers int64 (n,) in order; ``sizes`` are the rows
-    of its row groups.
+    """The rows that a shard is to hold.
+
+    Attributes:
+        name: File name of the shard.
+        sizes: The number of rows of each of its row groups, int64 (groups,).
+        rows: Row numbers of the source in the order of the shard, int64 (n,).
     """
 
     name: str
@@ -63,7 +75,13 @@ class ShardRows(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """A stored shard: its name, its rows, and those that are not in it."""
+    """A shard that was written.
+
+    Attributes:
+        name: File name of the shard.
+        rows: The number of its rows, with those that are left out.
+        bad: The rows that are left out because their images are unreadable.
+    """
 
     name: str
     rows: int
@@ -73,8 +91,17 @@ class Shard(NamedTuple):
 def store_shard(
     output: Storage, rows: Rows, shard: ShardRows, images: list[Image], threads: int = 1
 ) -> Shard:
-    """Store a shard of ``rows`` with its n ``images``, which are decoded by
-    ``threads``, in any process.
+    """Write one shard.
+
+    Args:
+        output: The directory of the pack.
+        rows: All rows of the source.
+        shard: The rows that the shard is to hold.
+        images: The images of these rows, in the same order.
+        threads: The number of threads that decode and encode images.
+
+    Returns:
+        The shard, with the rows that are left out.
     """
     with ThreadPoolExecutor(threads) as pool:
         encoded = list(pool.map(_encode, images))
@@ -95,7 +122,16 @@ def _content(
     encoded: list[bytes | str],
     schema: pa.Schema,
 ) -> bytes:
-    """The file of a shard; rows whose ``encoded`` image is a reason are not in it."""
+    """Return the content of a shard's Parquet file.
+
+    Args:
+        rows: All rows of the source.
+        shard: The n rows that the shard is to hold.
+        ids: Their ids.
+        encoded: The bytes of each image; or as text the reason why it is unreadable.
+            Such rows are left out.
+        schema: The columns of the file, by :func:`_schema`.
+    """
     sink = io.BytesIO()
     options = {
         "write_page_checksum": True,
@@ -103,7 +139,7 @@ def _content(
             name: "none" if name == "image" else "zstd" for name in schema.names
         },
         "use_dictionary": ["label", "split"],
-        "write_statistics": ["label", "split"],  # of images they would be whole images
+        "write_statistics": ["label", "split"],  # those of images would hold images
     }
     number: dict[str | None, Any] = {name: i for i, name in enumerate(rows.class_names)}
     labels = rows.labels.take(shard.rows)
@@ -129,6 +165,12 @@ def _content(
 
 
 def _schema(rows: Rows, bad: list[BadRow]) -> pa.Schema:
+    """Return the Arrow schema of a shard, with its metadata.
+
+    The metadata holds the known classes of the source and the rows that are left out.
+    If the source declares an order of classes, labels are numbers, and the metadata
+    holds the names of the classes in the format of Hugging Face's datasets.
+    """
     label = pa.int64() if rows.class_names else pa.string()
     fields = [
         ("id", pa.string()),
@@ -137,7 +179,7 @@ def _schema(rows: Rows, bad: list[BadRow]) -> pa.Schema:
         ("split", pa.string()),
     ]
     if rows.eval_labels is not None:
-        # its classes need not be among those of ``label``
+        # true classes need not be among the classes of ``label``
         fields.append(("eval_label", pa.string()))
     metadata = {PACKED: json.dumps({"known": rows.known, "bad": bad})}
     if rows.class_names:
@@ -147,15 +189,30 @@ def _schema(rows: Rows, bad: list[BadRow]) -> pa.Schema:
 
 
 Store = Callable[[Storage, Rows, Iterator[ShardRows]], Iterator[Shard]]
-"""Stores shards, in any order."""
+"""Writes shards to a directory and yields them, in any order.
+
+Its arguments are the directory of the pack, all rows of the source, and the shards to
+write.
+"""
 
 
 def store_local(threads: int) -> Store:
-    """One shard after the other, decoded by ``threads`` of this process."""
+    """Return a function that writes shards one after the other in this process.
+
+    Args:
+        threads: The number of threads that decode and encode images.
+    """
 
     def store(
         output: Storage, rows: Rows, shards: Iterator[ShardRows]
     ) -> Iterator[Shard]:
+        """Write shards one after the other, and yield each one that is written.
+
+        Args:
+            output: The directory of the pack.
+            rows: All rows of the source.
+            shards: The shards to write.
+        """
         for shard in shards:
             yield store_shard(
                 output, rows, shard, rows.images.read_images(shard.rows), threads
@@ -172,16 +229,33 @@ def pack(
     store: Store,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Packed:
-    """Write ``rows``, ``labeled`` bool (N,) or not, to ``output``, which is empty or
-    begun by the same call, in shards of about ``shard_bytes``. Unreadable images are
-    listed, not written.
+    """Write a data set as shards, or complete a pack that was interrupted.
+
+    Unreadable images are left out of the shards and listed in ``bad_samples.jsonl``.
+
+    Args:
+        rows: The N rows to write.
+        labeled: Whether each row counts as labeled, bool (N,).
+        output: A directory that is empty, or that an earlier call with the same rows
+            and options has begun.
+        shard_bytes: The size of a shard in bytes. A shard ends with the row group that
+            reaches this size.
+        store: Writes the shards that are missing.
+        on_progress: Is called with the number of rows that are done, and with N.
+
+    Returns:
+        The numbers of rows and shards.
+
+    Raises:
+        ConfigError: The rows are vectors and not images, or the directory holds other
+            files or a pack of other rows or options.
     """
     if rows.images.vectors(np.arange(0)) is not None:
         raise ConfigError(
             f"{rows.source}: vectors are not packed; shards are for images"
         )
     shards = _shards(rows, labeled, shard_bytes)
-    # of the rows of every row group: other options put other rows there
+    # with other options, row groups hold other rows and the digest differs
     digest = hashlib.sha256()
     for group in chain.from_iterable(shards.values()):
         digest.update(len(group).to_bytes(8, "little") + group.astype("<i8").tobytes())
@@ -231,7 +305,12 @@ def pack(
 
 
 def _bad_of(output: Storage, name: str) -> tuple[str, list[BadRow] | None]:
-    """The unreadable rows that a finished shard lists, None where it is not whole."""
+    """Return the rows that a stored shard leaves out.
+
+    Returns:
+        The name of the shard; and its unreadable rows, None if the file is not a whole
+        shard.
+    """
     try:
         with output.open(name) as source, pa.parquet.ParquetFile(source) as file:
             found = json_at(
@@ -245,7 +324,17 @@ def _bad_of(output: Storage, name: str) -> tuple[str, list[BadRow] | None]:
 def _shards(
     rows: Rows, labeled: np.ndarray, shard_bytes: int
 ) -> dict[str, list[np.ndarray]]:
-    """File name -> its row groups, each int64 row numbers."""
+    """Distribute the rows among shards and row groups.
+
+    Args:
+        rows: All N rows of the source.
+        labeled: Whether each row counts as labeled, bool (N,).
+        shard_bytes: The size in bytes at which a shard ends.
+
+    Returns:
+        File name of each shard -> its row groups, each with row numbers int64 (n,). A
+        shard holds rows of one split, and a row group either labeled or unlabeled rows.
+    """
     sizes = np.maximum(rows.images.sizes(np.arange(len(rows))), 0)
     shards: dict[str, list[np.ndarray]] = {}
     for split, member in (("train", rows.is_train), ("test", ~rows.is_train)):
@@ -268,8 +357,20 @@ def _shards(
 def _order(
     rows: Rows, members: np.ndarray, sizes: np.ndarray, shard_bytes: int
 ) -> np.ndarray:
-    """``members`` shuffled; what is read together by windows, or each shard would
-    read all of it.
+    """Shuffle some rows, always in the same way.
+
+    If the source stores rows in groups that are read as a whole, rows are mixed inside
+    windows of about :data:`WINDOW_SHARDS` shards. Otherwise every shard would need data
+    of nearly every group.
+
+    Args:
+        rows: All N rows of the source.
+        members: Row numbers to shuffle, int64 (n,).
+        sizes: The size of every image in bytes, (N,).
+        shard_bytes: The size of a shard in bytes.
+
+    Returns:
+        The row numbers in their new order, int64 (n,).
     """
     groups, window = rows.images.groups(members), 1
     if groups is None:
@@ -282,6 +383,11 @@ def _order(
 
 
 def _groups(order: np.ndarray, sizes: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield consecutive row groups of ``order``, each with row numbers int64 (n,).
+
+    A group has at most :data:`GROUP_ROWS` rows and at most :data:`GROUP_BYTES`, but at
+    least one row. ``sizes`` are the bytes of all N images.
+    """
     start = 0
     while start < len(order):
         filled = sizes[order[start : start + GROUP_ROWS]].cumsum()
@@ -291,12 +397,16 @@ def _groups(order: np.ndarray, sizes: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _encode(image: Image) -> bytes | str:
-    """The bytes to store; as text the reason why they cannot be decoded."""
+    """Return the bytes to store for an image, or as text why it is unreadable.
+
+    The image is decoded to check it. Encoded images keep their bytes, and pixels become
+    PNG.
+    """
     try:
         content = (
             image if not isinstance(image, str) else read_bytes(image, MAX_IMAGE_BYTES)
         )
-        decode_rgb(content, MAX_IMAGE_BYTES)  # at full scale
+        decode_rgb(content, MAX_IMAGE_BYTES)  # checks the image at its full size
     except BadImage as error:
         return str(error)
     except OSError as error:

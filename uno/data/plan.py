@@ -1,9 +1,9 @@
-"""Which rows make batch number ``step``: a pure function of (seed, step), the same for
-any number of workers.
+"""Choose the rows of each training batch as a function of the seed and the step.
 
-A batch is B_l labeled rows followed by B_u unlabeled rows, both fixed for the run. An
-epoch's order is concatenated permutations, each drawn from its own generator, so a
-resumed run needs no random state.
+The rows are the same for any number of workers. A global batch is B_l labeled rows
+followed by B_u unlabeled rows, and both numbers are fixed for the run. The order of an
+epoch consists of permutations that are drawn from generators of their own, so that a
+resumed run needs no stored random state.
 """
 
 from dataclasses import dataclass
@@ -17,30 +17,38 @@ from torch import Tensor
 from uno.errors import ConfigError
 from uno.text import plural
 
-# Streams of randomness: the second number of a generator's seed, one for each use of
-# it.
-# of the random views of features: not the run's, so that runs of all seeds share them
+# The seed of cached random views of features. It is not the seed of the run, so that
+# runs of all seeds share the views.
 VIEW_SEED = 0
-# FEATURES only after AUGMENT, for views
+# A stream is the second number of a generator's seed. Each use of randomness has a
+# stream of its own, so that no two uses draw the same numbers. FEATURES follows AUGMENT
+# as the third number, so that it may equal REPORT_SAMPLE.
 LABELED, UNLABELED, PRETRAIN, AUGMENT, PRETEXT, FEATURES = range(6)
-VIEW_SEED = (
-    0  # of views of features: not the run's, so that runs of all seeds share them
-)
-REPORT_SAMPLE = 5  # rows that the report scores
-REPORT_MAP = 6  # rows that its maps show
-ESTIMATE = 8  # class splits, anchors and starts of the number of classes
-# The first number of these two is the stream, so that all seeds of a run have the same
-# rows.
-UNLABEL = 9  # rows of known classes that lose their label
-HELD_OUT = 10  # test rows
-TUNE_FOLDS = 11  # known classes that a trial of a sweep hides
+VIEW_SEED = 0  # the seed of cached views, which runs of all seeds share
+REPORT_SAMPLE = 5  # the rows that the report scores
+REPORT_MAP = 6  # the rows that the maps of the report show
+ESTIMATE = 8  # random choices in estimating the number of classes
+# Generators of the following streams do not depend on the seed of the run, so that runs
+# of all seeds have the same rows: the stream is the first number of their seed.
+UNLABEL = 9  # the rows of known classes that lose their label
+HELD_OUT = 10  # the training rows that become test rows
+TUNE_FOLDS = 11  # the known classes that a trial of a sweep hides
 
-SORTED_AT_ONCE = 2**18  # rows, of whole windows
+SORTED_AT_ONCE = 2**18  # rows that are sorted at once, unless one window has more
 
 
 class Batch(NamedTuple):
-    """V views of B rows on the training device; the first ``len(labels)`` rows are
-    labeled.
+    """The views of a training batch of B rows, on the training device.
+
+    The first B_l = ``len(labels)`` rows are labeled, the others are unlabeled.
+
+    Attributes:
+        views: V tensors, large views first: pixels (B, 3, S_v, S_v) of side S_v, or
+            features (B, D).
+        labels: Index of the known class of each labeled row, int64 (B_l,).
+        num_large: The number of large views among V.
+        rows: Number of each unlabeled row among the unlabeled rows of the training set,
+            int64 (B_u,); None if the batches do not say it.
     """
 
     views: list[Tensor]  # V tensors (B, 3, S_v, S_v), large views first
@@ -51,8 +59,18 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that fixes the rows of every batch: set sizes, B_l and B_u of the
-    global batch, steps.
+    """All numbers that fix the rows of every batch of a phase.
+
+    Attributes:
+        seed: Seed of the run.
+        num_labeled: N_l, the number of labeled rows. For a pretext task, the number of
+            all rows.
+        num_unlabeled: N_u, the number of unlabeled rows; 0 if the phase uses none.
+        labeled_size: B_l, the number of labeled rows in a global batch.
+        unlabeled_size: B_u, the number of unlabeled rows in a global batch.
+        steps_per_epoch: The number of batches in an epoch.
+        labeled_stream: The random stream that orders the labeled rows and draws the
+            views. It distinguishes the phases.
     """
 
     seed: int
@@ -72,13 +90,24 @@ def make_plan(
     num_unlabeled: int,
     num_workers: int = 1,
 ) -> Plan:
-    """The plan of the discovery phase; the workers must divide B_l and B_u of the
-    global ``batch_size``.
+    """Make the plan of the discovery phase.
 
-    ``proportional``: B_l : B_u nearest to N_l : N_u, at least one each; an epoch has
-    every row at most once. ``paired``: half and half; the longer set once, the shorter
-    cycles. Rows that do not fill a batch are left out of that epoch. A size that does
-    not work is a ConfigError with the nearest ones that do.
+    Rows that do not fill a batch are left out of an epoch.
+
+    Args:
+        seed: Seed of the run.
+        batch_sampling: "proportional" makes B_l : B_u as close to N_l : N_u as
+            possible, with at least one row of each, and an epoch has every row at most
+            once. "balanced" makes B_l = B_u. An epoch then has the rows of the larger
+            set at most once, and the smaller set is repeated.
+        batch_size: Size of the global batch, B_l + B_u.
+        num_labeled: N_l, the number of labeled training rows.
+        num_unlabeled: N_u, the number of unlabeled training rows.
+        num_workers: The number of workers. It must divide both B_l and B_u.
+
+    Raises:
+        ConfigError: There are no labeled or no unlabeled rows, or the batch size does
+            not work. The message names the nearest sizes that do.
     """
     if num_labeled < 1 or num_unlabeled < 1:
         found = f"found {num_labeled} labeled, {num_unlabeled} unlabeled"
@@ -107,8 +136,17 @@ def largest_batch(
     num_unlabeled: int,
     num_workers: int,
 ) -> int:
-    """The largest batch size, at most ``most``, that :func:`make_plan` takes;
-    ``most`` if none.
+    """Return the largest batch size that :func:`make_plan` accepts.
+
+    Args:
+        batch_sampling: "proportional" or "balanced".
+        most: The largest batch size to consider.
+        num_labeled: N_l, the number of labeled training rows.
+        num_unlabeled: N_u, the number of unlabeled training rows.
+        num_workers: The number of workers.
+
+    Returns:
+        The batch size, or ``most`` if no size is accepted.
     """
     sizes_of = partial(
         _sizes, batch_sampling, num_labeled, num_unlabeled, max(1, num_workers)
@@ -126,7 +164,20 @@ def _sizes(
     workers: int,
     batch_size: int,
 ) -> tuple[int, int, int] | str:
-    """B_l, B_u and the steps of an epoch, or why this batch size does not work."""
+    """Divide a batch size into B_l labeled and B_u unlabeled rows.
+
+    Args:
+        batch_sampling: "proportional" or "balanced".
+        num_labeled: N_l, the number of labeled training rows.
+        num_unlabeled: N_u, the number of unlabeled training rows.
+        workers: The number of workers, at least 1.
+        batch_size: Size of the global batch, at least 2.
+
+    Returns:
+        B_l, B_u and the number of steps of an epoch. If the batch size does not work,
+        the reason as text: it is odd and balanced, an epoch has no whole batch, or the
+        number of workers does not divide B_l and B_u.
+    """
     if batch_sampling == "balanced" and batch_size % 2:
         return "balanced batches need an even size"
     parts = (1, 1) if batch_sampling == "balanced" else (num_labeled, num_unlabeled)
@@ -154,8 +205,21 @@ def make_pretrain_plan(
     num_workers: int = 1,
     stream: int = PRETRAIN,
 ) -> Plan:
-    """The plan of pretraining: one kind of rows only. A set smaller than a batch is
-    one batch.
+    """Make the plan of pretraining or a pretext task, which have one kind of rows.
+
+    If there are fewer rows than the batch size, one batch holds them all, except for
+    those that the number of workers does not divide.
+
+    Args:
+        seed: Seed of the run.
+        batch_size: Size of the global batch.
+        num_labeled: The number of rows to train on.
+        num_workers: The number of workers. It must divide the batch size.
+        stream: The random stream of the phase.
+
+    Raises:
+        ConfigError: The number of workers does not divide the batch size, or there are
+            fewer rows than workers.
     """
     workers = max(1, num_workers)
     if batch_size % workers:
@@ -182,8 +246,25 @@ def epoch_indices(
     groups: np.ndarray | None = None,
     window_rows: int = 1,
 ) -> np.ndarray:
-    """int64 (rows_needed,): fresh permutations of ``num_rows``, of row ``groups`` by
-    :func:`by_windows`.
+    """Return the order of the rows of one kind in an epoch.
+
+    The order consists of permutations of all rows, each from a new generator, as many
+    as are needed.
+
+    Args:
+        seed: Seed of the run.
+        epoch: Number of the epoch, from 0.
+        num_rows: N, the number of rows of this kind.
+        rows_needed: The number of rows in the epoch. If it is larger than N, rows are
+            repeated.
+        stream: The random stream of this kind of rows.
+        groups: For each row the group in which it is stored, int64 (N,). The
+            permutations are then those of :func:`by_windows`. None for plain
+            permutations.
+        window_rows: The number of rows in a window, if there are groups.
+
+    Returns:
+        Row numbers, int64 (rows_needed,).
     """
     order = np.empty(rows_needed, np.int64)
     for cycle, start in enumerate(range(0, rows_needed, max(1, num_rows))):
@@ -200,17 +281,29 @@ def epoch_indices(
 def by_windows(
     groups: np.ndarray, window_rows: int, random: np.random.Generator
 ) -> np.ndarray:
-    """A permutation of the rows in ``groups`` int64 (N,) that is read by windows: each
-    of whole row groups, ``window_rows`` at least, whose rows are mixed.
+    """Return a random permutation that reads stored groups one window after the other.
+
+    The groups are put into a random order and divided into windows. A group with n rows
+    before it in this order belongs to window n // ``window_rows``, so that groups are
+    never divided, and a window can have more or fewer rows than ``window_rows``. The
+    rows of a window are shuffled.
+
+    Args:
+        groups: The group of each row, int (N,), numbers from 0.
+        window_rows: The number of rows that a window has if groups are small.
+        random: Generator of the permutation.
+
+    Returns:
+        Row numbers, int64 (N,).
     """
     counts = np.bincount(groups)
     present = np.flatnonzero(counts)
     sequence = present[random.permutation(len(present))]
-    # of each group: by the rows before it, in this sequence
+    # the window of each group follows from the number of rows before the group
     window = np.empty(len(counts), np.int32)
     window[sequence] = (np.cumsum(counts[sequence]) - counts[sequence]) // window_rows
     if len(sequence) and window[sequence[-1]] < 2**16:
-        window = window.astype(np.uint16)  # which NumPy sorts by digits
+        window = window.astype(np.uint16)  # NumPy has a faster sort for 16 bits
     own = window[groups]
     order, sizes = np.argsort(own, kind="stable"), np.bincount(own)
     return _sort_inside_(order, sizes[sizes > 0], random.random(len(groups)))
@@ -219,9 +312,19 @@ def by_windows(
 def _sort_inside_(
     order: np.ndarray, sizes: np.ndarray, draws: np.ndarray
 ) -> np.ndarray:
-    """``order`` int64 (N,), where rows of a window are together, ``sizes`` says how
-    many: each window sorted in place by the ``draws`` (N,) of its rows, 0-1. As
-    ``np.lexsort`` of both, in a third of its time.
+    """Sort the rows of each window by their random numbers, in place.
+
+    This gives the same as ``np.lexsort`` by window and random number, in a third of the
+    time.
+
+    Args:
+        order: Row numbers int64 (N,), in which the rows of a window are adjacent. It is
+            changed.
+        sizes: The number of rows in each window, in the same order.
+        draws: A random number for each row, 0-1, (N,), indexed by row number.
+
+    Returns:
+        ``order``, the same array.
     """
     ends, first = np.cumsum(sizes), 0
     while first < len(sizes):
@@ -240,15 +343,35 @@ def _sort_inside_(
 
 
 def augment_generator(seed: int, labeled_stream: int, step: int) -> torch.Generator:
-    """What the views of global batch ``step`` of a phase are drawn with."""
+    """Return the generator that draws the views of one global batch.
+
+    Args:
+        seed: Seed of the run.
+        labeled_stream: The random stream of the phase, see :class:`Plan`.
+        step: Number of the batch, from 0.
+    """
     seeds = np.random.SeedSequence([seed, AUGMENT, labeled_stream, step])
     return torch.Generator().manual_seed(int(seeds.generate_state(1, np.uint64)[0]))
 
 
 class Order:
-    """Rows of each step for worker ``rank`` of ``world_size``: its contiguous share of
-    every global batch, or of every epoch where images in row ``groups``, int64 (N_l,)
-    and (N_u,), are read in windows.
+    """The order in which one worker reads the rows of a phase.
+
+    The worker has a contiguous share of the labeled and of the unlabeled rows of every
+    global batch. If rows are stored in groups, it has a contiguous share of every epoch
+    instead, so that only this worker reads most of the groups in its share.
+
+    Args:
+        plan: The sizes of the phase.
+        rank: Number of the worker.
+        world_size: W, the number of workers.
+        groups: The group in which each labeled and each unlabeled row is stored, int64
+            (N_l,) and (N_u,); None if rows are read one by one.
+        window_rows: The number of rows in a window, see :func:`by_windows`.
+
+    Attributes:
+        positions: Positions of this worker's rows in every global batch, labeled ones
+            first: int64 (B / W,).
     """
 
     def __init__(
@@ -267,20 +390,28 @@ class Order:
             for size in (plan.labeled_size, plan.unlabeled_size)
         )
         self.positions = np.concatenate([labeled, plan.labeled_size + unlabeled])
-        """int64 (B/W,): places of this worker's rows in every global batch, labeled
-        ones first.
-        """
 
     def rows(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """(labeled int64 (B_l/W,), unlabeled int64 (B_u/W,)), each counted from 0 in
-        its set.
+        """Return the rows of this worker in one step.
+
+        Args:
+            step: Global step, from 0.
+
+        Returns:
+            Numbers among the labeled rows int64 (B_l / W,), and numbers among the
+            unlabeled rows int64 (B_u / W,).
         """
         epoch, i = divmod(step, self._plan.steps_per_epoch)
         labeled, unlabeled = self._epoch(epoch)
         return labeled[i], unlabeled[i]
 
     def _rows_of_epoch(self, epoch: int) -> list[np.ndarray]:
-        """This worker's labeled (steps, B_l/W) and unlabeled (steps, B_u/W) rows."""
+        """Return this worker's rows of an epoch, for each step.
+
+        Returns:
+            Numbers among the labeled rows int64 (steps, B_l / W), and numbers among the
+            unlabeled rows int64 (steps, B_u / W).
+        """
         plan, steps, workers = self._plan, self._plan.steps_per_epoch, self._world_size
         labeled, unlabeled = self._groups or (None, None)
         kinds = (
@@ -290,7 +421,7 @@ class Order:
         orders = (
             epoch_indices(plan.seed, epoch, *kind, self._window_rows) for kind in kinds
         )
-        # copies: an epoch that is kept keeps no other worker's rows
+        # copies, because a view would keep the rows of all workers in memory
         if self._groups is None:
             return [
                 order.reshape(steps, workers, -1)[:, self._rank].copy()

@@ -1,5 +1,7 @@
-"""Sets that are decoded once and kept in memory: what training may see, and what
-only evaluation reads.
+"""Training and evaluation sets that are decoded once and kept in memory.
+
+A :class:`TrainSet` holds all that training may see. Only evaluation reads an
+:class:`EvalSet`.
 """
 
 from __future__ import annotations
@@ -22,10 +24,18 @@ from uno.data.splits import Task, train_rows, truth_rows
 
 @dataclass(frozen=True, eq=False)
 class TrainSet:
-    """Everything training may see: images uint8 (N,3,S,S), or in their place a frozen
-    encoder's features float32 (N,1+V,D), see :mod:`uno.data.features`; ``labels`` int64
-    (N_l,) known-class indices. It holds no label of a novel class, not even hidden
-    somewhere.
+    """The training rows in memory, with all that training may see.
+
+    It holds no label of a novel class. Images are uint8 (N, 3, S, S). Their place can
+    be taken by features float32 (N, 1 + V, D) of a frozen encoder: one view for
+    evaluation and V random views, see :mod:`uno.data.features`.
+
+    Attributes:
+        labeled_images: Images or features of the N_l labeled rows.
+        labels: Index of the known class of each labeled row, int64 (N_l,).
+        unlabeled_images: Images or features of the N_u unlabeled rows.
+        num_known: C_l, the number of known classes.
+        num_novel: C_u, the number of novel classes.
     """
 
     labeled_images: Tensor | RowBlocks
@@ -36,11 +46,11 @@ class TrainSet:
 
     @property
     def num_unlabeled(self) -> int:
-        """N_u."""
+        """N_u, the number of unlabeled training rows."""
         return len(self.unlabeled_images)
 
     def to(self, device: torch.device | str) -> TrainSet:
-        """The same set on ``device``."""
+        """Return the same set with all of its tensors on ``device``."""
         names = ("labeled_images", "labels", "unlabeled_images")
         return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
@@ -52,8 +62,18 @@ class TrainSet:
         world_size: int = 1,
         last: int | None = None,
     ) -> ResidentBatches:
-        """The batches of a phase for worker ``rank``; those of a pretext task have
-        no labels.
+        """Return the batches of a phase for one worker.
+
+        Args:
+            config: The configuration of the run.
+            plan: The sizes of the phase.
+            rank: Number of the worker.
+            world_size: The number of workers.
+            last: Unused. Streamed sets need the step at which the phase ends.
+
+        Returns:
+            Batches of features if the set holds features; else batches without labels
+            for a pretext task; else batches of images.
         """
         kind = PretextBatches if plan.labeled_stream == PRETEXT else ResidentBatches
         if self.labeled_images.ndim == 3:
@@ -69,10 +89,14 @@ class TrainSet:
 
 @dataclass(frozen=True, eq=False)
 class EvalSet:
-    """Rows ``index`` int64 (N,) of the task with a true class: ``images`` uint8
-    (N,3,S,S), or features (N,D); ``truth`` int64 (N,) over known + novel classes,
-    ``unlabeled`` bool (N,): training sees no label of it, or not the row. Only
-    evaluation reads this.
+    """N rows with a true class, in memory. Only evaluation reads them.
+
+    Attributes:
+        images: Images uint8 (N, 3, S, S), or features float32 (N, D).
+        truth: Index of the true class among known + novel classes, int64 (N,).
+        index: Row number in the task, int64 (N,).
+        unlabeled: Whether training does not see the row's label, bool (N,). This holds
+            also for rows that training does not see at all.
     """
 
     images: Tensor | RowBlocks
@@ -81,15 +105,26 @@ class EvalSet:
     unlabeled: Tensor
 
     def where(self, chosen: Tensor) -> EvalSet:
-        """The rows of the mask ``chosen`` (N,) bool."""
+        """Return the set of only some of its N rows.
+
+        Args:
+            chosen: Whether each row is kept, bool (N,).
+        """
         rest = self.truth[chosen], self.index[chosen], self.unlabeled[chosen]
         return EvalSet(part(self.images, chosen), *rest)
 
     def batches(
         self, batch_size: int, rank: int = 0, world_size: int = 1
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """(images (b,3,S,S), truth (b,)) of this worker's rows ``rank::world_size``,
-        every row once.
+        """Yield the rows of one worker as batches, each row once.
+
+        Args:
+            batch_size: The largest number of rows in a batch.
+            rank: Number of the worker. It gets the rows ``rank::world_size``.
+            world_size: The number of workers.
+
+        Yields:
+            Images (b, 3, S, S) or features (b, D), and true classes int64 (b,).
         """
         own = slice(rank, None, world_size)
         images, truth = (
@@ -102,13 +137,20 @@ class EvalSet:
 def keep_pixels(
     task: Task, images: Tensor | RowBlocks | NeighborViews, reasons: list[str | None]
 ) -> Task:
-    """``task`` with the result of :func:`~uno.data.decode.decode_many`: what comes
-    later decodes nothing; or with cached features: what comes later needs no encoder.
+    """Return the task together with its decoded images or its features.
+
+    Later code then takes these values and neither decodes nor encodes the images again.
+
+    Args:
+        task: A task of N rows.
+        images: Pixels uint8 (N, 3, S, S); or features (N, 1 + V, D), of which the first
+            view is kept, the one for evaluation.
+        reasons: For each row the reason why it is unreadable, or None.
     """
     if images.ndim != 4:
-        all_views, images = images, images[:, 0]  # the evaluation view
+        all_views, images = images, images[:, 0]  # the view for evaluation
         if isinstance(all_views, Tensor) and all_views.shape[1] > 1:
-            images = images.clone()  # the others may go
+            images = images.clone()  # so that the other views can be freed
     values = images if isinstance(images, RowBlocks) else RowBlocks([images])
     return replace(
         task,
@@ -117,8 +159,12 @@ def keep_pixels(
 
 
 def assemble(task: Task, images: Tensor | NeighborViews, ok: np.ndarray) -> TrainSet:
-    """The training rows of ``task`` with images uint8 (N,3,S,S) that decoded (``ok``
-    bool (N,)).
+    """Return the training rows of a task as a set in memory.
+
+    Args:
+        task: A task of N rows.
+        images: Pixels uint8 (N, 3, S, S), or features float32 (N, 1 + V, D).
+        ok: Whether each row is readable, bool (N,). Other rows are left out.
     """
     return train_set(RowBlocks([images]), **train_rows(task, ok))
 
@@ -131,23 +177,42 @@ def train_set(
     num_known: int,
     num_novel: int,
 ) -> TrainSet:
-    """:func:`assemble` from :func:`~uno.data.splits.train_rows`, where the task
-    itself is not at hand.
+    """Return a training set of chosen rows, without the task that they come from.
+
+    The arguments but ``images`` are those that :func:`~uno.data.splits.train_rows`
+    returns.
+
+    Args:
+        images: Images or features of all N rows.
+        labeled: Row numbers of the labeled training rows, int64 (N_l,).
+        labels: Index of the known class of each labeled row, int64 (N_l,).
+        unlabeled: Row numbers of the unlabeled training rows, int64 (N_u,).
+        num_known: C_l, the number of known classes.
+        num_novel: C_u, the number of novel classes.
     """
     known, rest = (
         images.select_rows(torch.tensor(rows)) for rows in (labeled, unlabeled)
-    )  # Ray's arrays are read-only
+    )  # torch.tensor copies, because arrays that come from Ray are read-only
     return TrainSet(known, labels, rest, num_known, num_novel)
 
 
 def eval_sets(
     task: Task, images: Tensor | NeighborViews, ok: np.ndarray
 ) -> dict[str, EvalSet]:
-    """{"train", "test"} -> the rows with a true class, known and novel, in row
-    order; possibly none.
+    """Return the rows of a task that have a true class, as sets in memory.
+
+    Args:
+        task: A task of N rows.
+        images: Pixels uint8 (N, 3, S, S), or features float32 (N, 1 + V, D), of which
+            the first view is evaluated.
+        ok: Whether each row is readable, bool (N,). Other rows are left out.
+
+    Returns:
+        The sets of "train" and "test", with rows in ascending order. A set can be
+        empty.
     """
     found = truth_rows(task, ok).items()
-    # of features the evaluation view
+    # the first view of features is the one for evaluation
     pixels = RowBlocks([images if images.ndim == 4 else images[:, 0]])
     return {
         split: EvalSet(pixels.select_rows(own), truth, own, free)
@@ -156,8 +221,18 @@ def eval_sets(
 
 
 class ResidentBatches:
-    """``batches(step)`` -> :class:`Batch`, by (seed, step, rank): the same views on
+    """The batches of a phase from a set in memory, for one worker.
+
+    Calling an object with a step returns the batch of this step. The batch depends on
+    the seed of the run, the step and the rank only. The views of a row are the same for
     any number of workers.
+
+    Args:
+        config: The configuration of the run.
+        train: The training set.
+        plan: The sizes of the phase.
+        rank: Number of the worker.
+        world_size: The number of workers.
     """
 
     def __init__(
@@ -167,7 +242,11 @@ class ResidentBatches:
         self._order = Order(plan, rank, world_size)
 
     def __call__(self, step: int) -> Batch:
-        """The batch of global step ``step``."""
+        """Return augmented views of this worker's rows in one step, on the device.
+
+        Args:
+            step: Global step, from 0.
+        """
         labeled, unlabeled = map(self._on_device, self._order.rows(step))
         views = self._views(labeled, unlabeled, step, self._order.positions)
         return Batch(
@@ -178,16 +257,26 @@ class ResidentBatches:
         )
 
     def close(self) -> None:
-        """Nothing is prepared ahead."""
+        """Do nothing. Batches of a set in memory are not prepared ahead."""
 
     def _on_device(self, rows: np.ndarray) -> Tensor:
+        """Copy row numbers, int64 (n,), to a tensor on the device of the set."""
         return torch.from_numpy(rows).to(self._train.labels.device, non_blocking=True)
 
     def _views(
         self, labeled: Tensor, unlabeled: Tensor, step: int, positions: np.ndarray
     ) -> list[Tensor]:
-        """Views of these rows of the set, which are at ``positions`` (B,) of the
-        global batch.
+        """Return augmented views of some rows.
+
+        Args:
+            labeled: Numbers among the labeled rows, int64 (b_l,).
+            unlabeled: Numbers among the unlabeled rows, int64 (b_u,).
+            step: Global step, which seeds the augmentation.
+            positions: Positions of these rows in the global batch, labeled ones first:
+                int64 (b_l + b_u,).
+
+        Returns:
+            V tensors (b_l + b_u, 3, S_v, S_v), large views first.
         """
         config, plan, train = self._config, self._plan, self._train
         images = torch.cat(
@@ -210,17 +299,29 @@ class ResidentBatches:
 
 
 class FeatureBatches(ResidentBatches):
-    """Batches of features: each row's views are some of its cached ones, others in
-    every epoch.
+    """The batches of a phase from cached features, for one worker.
 
-    The evaluation view is one of them: heads that never meet what they will be asked
-    about end lower.
+    The views of a row are drawn anew in each step from its 1 + V cached views, without
+    repetition. The evaluation view is one of them, because accuracy is lower if the
+    heads never train on the view that they are evaluated on.
     """
 
     def _views(
         self, labeled: Tensor, unlabeled: Tensor, step: int, positions: np.ndarray
     ) -> list[Tensor]:
-        """V times (B, D)."""
+        """Return some of the cached views of each row, drawn at random for this step.
+
+        Args:
+            labeled: Numbers among the labeled rows, int64 (b_l,).
+            unlabeled: Numbers among the unlabeled rows, int64 (b_u,).
+            step: Global step, which seeds the draw.
+            positions: Positions of these rows in the global batch, labeled ones first:
+                int64 (b_l + b_u,).
+
+        Returns:
+            ``augment.large.num_views`` tensors (b_l + b_u, D) of features. The views of
+            a row are different ones.
+        """
         config, plan, train = self._config, self._plan, self._train
         generator = augment_generator(config.seed, plan.labeled_stream, step)
         size = plan.labeled_size + plan.unlabeled_size, train.labeled_images.shape[1]
@@ -242,12 +343,20 @@ class FeatureBatches(ResidentBatches):
 
 
 class PretextBatches(ResidentBatches):
-    """Batches of a pretext task: labeled and unlabeled rows alike."""
+    """The batches of a pretext task, which uses labeled and unlabeled rows alike.
+
+    Row numbers below N_l are labeled rows, and the following ones are unlabeled.
+    """
 
     def __call__(self, step: int) -> Batch:
-        """The batch of global step ``step``; it has no labels."""
+        """Return augmented views of this worker's rows in one step, without labels.
+
+        Args:
+            step: Global step, from 0.
+        """
         train, (rows, _) = self._train, self._order.rows(step)
-        is_unlabeled = rows >= len(train.labels)  # which are stored apart
+        # labeled and unlabeled rows are stored in different tensors
+        is_unlabeled = rows >= len(train.labels)
         labeled, unlabeled = rows[~is_unlabeled], rows[is_unlabeled] - len(train.labels)
         positions = self._order.positions[np.argsort(is_unlabeled, kind="stable")]
         views = self._views(

@@ -20,7 +20,7 @@ class RowBlocks:
 
     Args:
         blocks: Tensors (n, ...) that hold the rows one after the other: pixels of
-            images uint8 (n, 3, S, S), or features.
+            images uint8 (n, 3, S, S), or features. There is at least one.
         place: For each row of the view its number, counted over all blocks, int64 (N,).
             By default the view has each row once, in order.
     """
@@ -37,12 +37,12 @@ class RowBlocks:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape as that of a tensor, (N, ...)."""
+        """The shape that a tensor of all N rows would have, (N, ...)."""
         return len(self), *self._blocks[0].shape[1:]
 
     @property
     def ndim(self) -> int:
-        """The number of dimensions."""
+        """The number of dimensions of :attr:`shape`."""
         return self._blocks[0].ndim
 
     @property
@@ -98,7 +98,11 @@ class RowBlocks:
         return (self[i : i + size] for i in range(0, len(self), size))
 
     def to(self, device: torch.device | str) -> Tensor | RowBlocks:
-        """Return a tensor of all rows on ``device``, or the view itself for the CPU."""
+        """Return all rows as a tensor on ``device``.
+
+        If ``device`` has the type of the blocks' device, which is the CPU, this copies
+        nothing and returns the view itself.
+        """
         if torch.device(device).type == self.device.type:
             return self
         values = torch.empty(self.shape, dtype=self._blocks[0].dtype, device=device)
@@ -109,7 +113,7 @@ class RowBlocks:
 
 
 class HostRows(RowBlocks):
-    """A view of more rows than a device holds.
+    """A view of rows that stay in host memory because the device cannot hold them.
 
     :meth:`to` copies nothing. It sets the device to which rows are copied when they are
     read.
@@ -118,34 +122,52 @@ class HostRows(RowBlocks):
     _target: torch.device | str = "cpu"
 
     def select_rows(self, rows: Tensor | slice) -> HostRows:
-        """Return a view of some rows, as :meth:`RowBlocks.select_rows`.
+        """Return a view of some rows without a copy, with the same device for reads.
 
-        ``rows`` may be on any device.
+        Args:
+            rows: Row numbers int64 (n,), a mask bool (N,), or a slice. A tensor may be
+                on any device.
         """
         selected = HostRows(self._blocks, self._place[_on_host(rows)])
         selected._target = self._target
         return selected
 
     def __getitem__(self, rows: Any) -> Tensor:
-        """Copy rows, whose numbers may be on any device, to the device of :meth:`to`.
+        """Copy some rows to the device that :meth:`to` has set, the CPU by default.
 
-        Otherwise as :class:`RowBlocks`.
+        Args:
+            rows: The rows as for :meth:`RowBlocks.__getitem__`. Tensors may be on any
+                device.
+
+        Returns:
+            A tensor (n, ...).
         """
         rows = tuple(map(_on_host, rows)) if isinstance(rows, tuple) else _on_host(rows)
         return super().__getitem__(rows).to(self._target)
 
     def to(self, device: torch.device | str) -> HostRows:
-        """Return the same view, with ``device`` as the place of rows that are read."""
+        """Return a view of the same rows, from which reads copy to ``device``.
+
+        Nothing is copied yet: all rows stay in host memory.
+        """
         view = self.select_rows(slice(None))
         view._target = device
         return view
 
 
 def _on_host(rows: Any) -> Any:
-    """Return an index with its tensor, if it is one, on the CPU."""
+    """Return an index of rows on the CPU.
+
+    A tensor is copied there, and any other index, such as a slice, is returned itself.
+    """
     return rows.cpu() if isinstance(rows, Tensor) else rows
 
 
 def part(images: Tensor | RowBlocks, rows: Tensor | slice) -> Tensor | RowBlocks:
-    """Return some rows of a tensor, or a view of some rows of a view."""
+    """Return some rows of a tensor, or a view of some rows of a view.
+
+    Args:
+        images: N rows.
+        rows: Row numbers int64 (n,), a mask bool (N,), or a slice.
+    """
     return images.select_rows(rows) if isinstance(images, RowBlocks) else images[rows]

@@ -1,5 +1,7 @@
-"""The table every source becomes: one id, image, label and split per row. Images
-stay encoded and lazy.
+"""The rows of a data set: one id, image, label and split for each row.
+
+Every source is read into :class:`Rows`. Images stay encoded, and are read when they are
+needed.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from uno.errors import ConfigError, one_line
 from uno.limits import MAX_LABEL_LENGTH, MAX_ROWS
 from uno.text import composed, folded
 
-PART_ROWS = 2**16  # that are hashed at once
+PART_ROWS = 2**16  # rows that are hashed at once
 SPLITS = {
     "train": "train",
     "test": "test",
@@ -30,12 +32,18 @@ SPLITS = {
     "valid": "test",
     "validation": "test",
 }
-"""What sources call their splits -> ours."""
+"""What sources call a split -> "train" or "test"."""
 
 
 class Partition(NamedTuple):
-    """Numbers of its rows int64 (n,), in order; ids and images, unless any node can
-    read them.
+    """Some rows to predict.
+
+    Attributes:
+        rows: Row numbers in ascending order, int64 (n,).
+        ids: Arrow array of the ids of these rows; None if any node can read them by the
+            row numbers.
+        images: The images of these rows; None if any node can read them by the row
+            numbers.
     """
 
     rows: np.ndarray
@@ -45,14 +53,27 @@ class Partition(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """N rows with different ids. A row without a label is unlabeled. ``is_train`` bool
-    (N,): others test.
+    """The N rows of a data set.
 
-    ``class_names``: the order of classes where the source declares one (numeric ids).
-    ``known``: the known classes where the source itself says so (ImageNet splits).
-    ``notes`` are lines for the user; ``warnings`` are lines about images or labels of
-    the source that are left out. ``eval_labels``: true classes for evaluation only,
-    where the source has them.
+    Making an object raises ConfigError if two ids are equal, if there are more than
+    ``MAX_ROWS`` rows, or if the name of a class is longer than ``MAX_LABEL_LENGTH``.
+
+    Attributes:
+        ids: The ids, all different.
+        images: The images. A list of images, or an array uint8 (N, H, W, 3), is
+            wrapped.
+        labels: The class of each row. A row without a label is unlabeled.
+        is_train: Whether each row is a training row, bool (N,). Other rows are test
+            rows.
+        source: Name of the source in messages, such as ``folder:photos``.
+        class_names: The classes in their order, if the source declares one. Empty
+            otherwise.
+        known: The known classes, if the source itself declares them, as the splits of
+            ImageNet do. Empty otherwise.
+        notes: Lines for the user about how the source was read.
+        eval_labels: The true class of each row, which only evaluation reads. None if
+            the source has no such column.
+        warnings: Lines for the user about images or labels that are left out.
     """
 
     ids: Ids
@@ -67,6 +88,12 @@ class Rows:
     warnings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        """Wrap plain images, and check ids, number of rows and class names.
+
+        Raises:
+            ConfigError: Two ids are equal, there are more than ``MAX_ROWS`` rows, or
+                the name of a class is longer than ``MAX_LABEL_LENGTH``.
+        """
         object.__setattr__(self, "images", as_images(self.images))
         assert (
             len(self.ids) == len(self.images) == len(self.labels) == len(self.is_train)
@@ -96,7 +123,11 @@ class Rows:
         return len(self.ids)
 
     def take(self, index: np.ndarray) -> Rows:
-        """The rows ``index`` int64 (M,), in that order."""
+        """Return a data set of only some rows.
+
+        Args:
+            index: Row numbers, int64 (M,). The rows are in this order.
+        """
         truth = None if self.eval_labels is None else self.eval_labels.pick(index)
         return replace(
             self,
@@ -108,8 +139,11 @@ class Rows:
         )
 
     def with_composed_names(self) -> Rows:
-        """Class names in one Unicode normalization: those that differ in nothing else
-        are one class. The ``notes`` say so, and which differ in case only.
+        """Return the rows with class names in one Unicode normalization (NFC).
+
+        Classes with names that differ in the normalization only become one class. The
+        notes of the result name them. They also name classes that differ in upper and
+        lower case only, which stay different classes.
         """
         labels = [some for some in (self.labels, self.eval_labels) if some is not None]
         names = dict.fromkeys(
@@ -138,13 +172,14 @@ class Rows:
 
     @property
     def split(self) -> Labels:
-        """'train' or 'test' of every row."""
+        """The split of each row as a column of N labels, "train" or "test"."""
         return Labels(("test", "train"), self.is_train.view(np.int8))
 
     @property
     def truth(self) -> Labels:
-        """What evaluation takes for each row's true class: ``eval_labels`` where
-        given, else the label.
+        """The true class of each row for evaluation.
+
+        It is the value of ``eval_labels`` if there is one, else the label.
         """
         return (
             self.labels
@@ -154,16 +189,19 @@ class Rows:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of ids, labels, splits and content (pixels, bytes; sizes of files and
-        of the row groups of Parquet files), 64 hex digits. A moved data set keeps it.
-        0.1 s for 60,000 JPEGs of 32 px.
+        """A SHA-256 that identifies the data set, 64 hex digits.
+
+        It covers ids, labels, splits and what :meth:`Images.content_keys` returns:
+        pixels and bytes of images in memory, but only the sizes of files and of row
+        groups of Parquet files. So a data set that was moved keeps its fingerprint. For
+        60,000 JPEG files it takes 0.1 s.
         """
         digest, num = hashlib.sha256(), len(self)
         parts = [
             np.arange(i, min(i + PART_ROWS, num)) for i in range(0, num, PART_ROWS)
         ]
         columns: tuple[Column[Any], ...] = (self.ids, self.labels, self.split)
-        for number, column in enumerate(columns):  # as JSON of the three lists
+        for number, column in enumerate(columns):  # hashes the JSON of three lists
             digest.update(b", [" if number else b"[[")
             for i, part in enumerate(parts):
                 digest.update(b", " if i else b"")
@@ -181,7 +219,12 @@ class Rows:
 
 
 def _together(values: Any, separator: str | bytes) -> Any:
-    """The values of an Arrow array as one piece of memory."""
+    """Join the values of an Arrow array of text or bytes into one buffer.
+
+    Args:
+        values: The Arrow array.
+        separator: Stands between two values.
+    """
     rows = pa.LargeListArray.from_arrays(pa.array([0, len(values)], pa.int64()), values)
     return pa.compute.binary_join(rows, pa.scalar(separator, values.type))[
         0
@@ -189,8 +232,14 @@ def _together(values: Any, separator: str | bytes) -> Any:
 
 
 def _with_sizes(contents: Any) -> Any:
-    """Each text of an Arrow array of large strings, shorter than 256 bytes, after
-    its length in 8 bytes.
+    """Prepend its length to each text of an Arrow array.
+
+    Args:
+        contents: Arrow array of large strings of less than 256 bytes each.
+
+    Returns:
+        An Arrow array of large binaries: 8 bytes of the length (little endian), and the
+        text.
     """
     sizes = pa.array([i.to_bytes(8, "little") for i in range(256)], pa.large_binary())
     before = sizes.take(pa.compute.binary_length(contents))
@@ -201,7 +250,13 @@ def _with_sizes(contents: Any) -> Any:
 
 
 def _alike(names: Iterable[str], key: Callable[[str], str], what: str) -> Iterator[str]:
-    """A line for names of classes of one ``key``."""
+    """Yield a line for each group of different class names that have the same key.
+
+    Args:
+        names: Names of classes.
+        key: Returns the key of a name.
+        what: What the names of a group differ in, the end of the line.
+    """
     found = defaultdict[str, dict[str, None]](dict)
     for name in names:
         found[key(name)][name] = None

@@ -1,5 +1,8 @@
-"""What the user names -> Rows: ``digits``, ``cifar10:DIR``, ``folder:DIR``, or a
-path and its content.
+"""Read the data source that the user names.
+
+A source is ``digits``, a prefix and a path such as ``cifar10:DIR``, or only a path,
+whose content then decides how it is read. Every source is read into
+:class:`~uno.data.rows.Rows`.
 """
 
 import os
@@ -32,7 +35,12 @@ from uno.text import plural
 
 
 class Remarks(NamedTuple):
-    """Lines about a source: notes, and warnings about images that are left out."""
+    """Lines for the user about a source, which are collected while it is read.
+
+    Attributes:
+        notes: Lines about how the source was read.
+        warnings: Lines about images that are left out.
+    """
 
     notes: list[str]
     warnings: list[str]
@@ -54,17 +62,24 @@ UNREAD = {
     ),
     *(".jpe", ".ppm", ".pgm", ".tga", ".dcm"),
 }
-"""Suffixes of images that no reader here takes: a warning counts them."""
+"""Suffixes of image formats that are not read. A warning counts such files."""
 
 
 class UnreadImages:
-    """The files of a folder that are images of a format that is not read."""
+    """Counts the files of a folder that are images of a format that is not read."""
 
     def __init__(self) -> None:
         self._suffixes, self._example = Counter[str](), ""
 
     def count(self, name: str) -> bool:
-        """Count a file if it is such an image, and return whether it is one."""
+        """Count a file if it is an image of a format that is not read.
+
+        Args:
+            name: Name or relative path of the file.
+
+        Returns:
+            Whether it is such an image, by its ending.
+        """
         suffix = _suffix(name)
         if suffix not in UNREAD:
             return False
@@ -73,7 +88,14 @@ class UnreadImages:
         return True
 
     def warnings(self, root: str) -> tuple[str, ...]:
-        """Return a line about the counted files below ``root``, if there are any."""
+        """Return a warning about the counted images, whose formats are not read.
+
+        Args:
+            root: The folder that holds them, as the warning names it.
+
+        Returns:
+            One line, or nothing if no image was counted.
+        """
         if not self._suffixes:
             return ()
         what = f"{plural(self._suffixes.total(), 'image')} left out below {root}"
@@ -88,11 +110,18 @@ class UnreadImages:
 
 
 class Source(NamedTuple):
-    """A kind of source. ``read``: the rows at a path, where True says that they are
-    only to be predicted, so that labels and splits mean nothing. A file that ends in
-    one of ``suffixes`` is of this kind; so is ``in_folders`` a folder of them: never,
-    if it holds no image, or always. ``may_lack``: whether a path is read that is
-    neither a file nor a folder.
+    """A kind of data source: how it is read, and how it is recognized.
+
+    Attributes:
+        read: Reads the rows. Its arguments are the path, the section ``data`` of the
+            configuration, and whether the rows are only to be predicted, so that labels
+            and splits need not be read.
+        suffixes: Endings of the files that are of this kind.
+        in_folders: Whether a folder with such files is of this kind: "never"; "alone"
+            if there are no images in it; or "always".
+        may_lack: Returns whether a path is accepted although it is neither a file nor a
+            folder, for example because the data is downloaded there. Its arguments are
+            the path and the section ``data``.
     """
 
     read: Callable[[str, DataConfig, bool], Rows]
@@ -102,6 +131,10 @@ class Source(NamedTuple):
 
 
 def _cifar(name: str) -> Source:
+    """Make the kind of source for "cifar10" or "cifar100".
+
+    Its path may be missing if the configuration allows to download the data.
+    """
     return Source(
         lambda path, config, _: read_cifar(name, path, config.download),
         may_lack=lambda path, config: config.download,
@@ -166,8 +199,19 @@ SOURCES = {
 
 
 def read_rows(config: DataConfig, images_only: bool = False) -> Rows:
-    """The rows of ``config.source``, or of the folders ``labeled`` and ``unlabeled``
-    where given.
+    """Read the rows that the configuration names.
+
+    Args:
+        config: The section ``data`` of the configuration. The folders ``labeled`` and
+            ``unlabeled`` are read if both are given, else ``source``.
+        images_only: Whether the rows are only to be predicted, so that labels and
+            splits need not be read. It has no effect on the two folders.
+
+    Returns:
+        The rows, with class names in one Unicode normalization.
+
+    Raises:
+        ConfigError: The source is missing, unknown, damaged, or holds no images.
     """
     if config.labeled is not None and config.unlabeled is not None:
         return read_two_folders(
@@ -185,7 +229,19 @@ def read_rows(config: DataConfig, images_only: bool = False) -> Rows:
 
 
 def locate_source(config: DataConfig) -> tuple[str, str]:
-    """The kind of ``config.source`` and the path to read."""
+    """Return the kind of the data source that the user names, and its path.
+
+    Args:
+        config: The section ``data`` of the configuration. Its ``source`` is "digits", a
+            prefix and a path such as ``tar:DIR``, or only a path.
+
+    Returns:
+        "digits" or a key of :data:`SOURCES`; and the path or URI, '' for the digits.
+
+    Raises:
+        ConfigError: The prefix is unknown, there is nothing at the path, or the file at
+            the path has another format.
+    """
     source = config.source.strip()
     if source == "digits":
         return source, ""
@@ -215,7 +271,20 @@ def locate_source(config: DataConfig) -> tuple[str, str]:
 def recognize(
     path: str, follow_links: bool = False, names: Mapping[str, str] = NO_NAMES
 ) -> str:
-    """The kind of source that an existing file or folder is, by its content."""
+    """Return the kind of source that an existing file or folder is, by its content.
+
+    Args:
+        path: Path or URI of the file or folder.
+        follow_links: Whether links may lead out of the folder.
+        names: Standard name of a column, such as "label" -> its name in the source.
+
+    Returns:
+        A key of :data:`SOURCES`. A folder without any known layout is a "folder".
+
+    Raises:
+        ConfigError: The file has an ending of no kind, or the folder holds both CIFAR10
+            and CIFAR100.
+    """
     if filesystem.kind(path) == "file":
         kind = _kind_of(filesystem.split(path)[1].lower())
         if kind is None:
@@ -257,7 +326,15 @@ def recognize(
 
 
 def _kind_of(name: str) -> str | None:
-    """The kind of source that a file is."""
+    """Return the kind of source that a file is by its ending.
+
+    Args:
+        name: Name of the file, in lower case.
+
+    Returns:
+        A key of :data:`SOURCES`, such as "table" for ``.csv``; None if there is no kind
+        with this ending.
+    """
     return next(
         (kind for kind, source in SOURCES.items() if name.endswith(source.suffixes)),
         None,
@@ -265,15 +342,25 @@ def _kind_of(name: str) -> str | None:
 
 
 def _in_folders(kind: str | None) -> str:
+    """Return when a folder with files of a kind is of this kind.
+
+    Args:
+        kind: A key of :data:`SOURCES`, or None for other files.
+
+    Returns:
+        "never", "alone" (if there are no images in the folder) or "always"; "never" for
+        None.
+    """
     return "never" if kind is None else SOURCES[kind].in_folders
 
 
 @cache
 def read_digits() -> Rows:
-    """scikit-learn's 1,797 handwritten digits as uint8 (8,8,3); every fifth of a
-    class is a test row.
+    """Return scikit-learn's 1,797 handwritten digits, with pixels uint8 (8, 8, 3).
+
+    In every class each fifth digit is a test row, the others are training rows.
     """
-    from sklearn.datasets import load_digits  # imported here: it takes a second
+    from sklearn.datasets import load_digits  # a slow import, of a second
 
     digits = load_digits()
     grayscale = np.round(digits.images * 255 / 16).astype(np.uint8)
@@ -296,10 +383,24 @@ def read_digits() -> Rows:
 def read_folder(
     root: str, kind: str = "folder", flag: str = "--data", follow_links: bool = False
 ) -> Rows:
-    """Class subfolders of ``root`` (``kind`` classes), or of its train/ and test/ or
-    val/ (splits), as it is (folder); loose images are unlabeled. ConfigError: it may be
-    both, so that ``flag`` has to choose. ``follow_links``: whether links may lead out
-    of ``root``.
+    """Read a folder whose subfolders are classes.
+
+    The layout is either ``CLASS/...`` with training images only; or, if there is a
+    folder ``train`` with subfolders, ``train/CLASS/...`` and the same for the other
+    names of splits in :data:`~uno.data.rows.SPLITS`. Images in no class folder are
+    unlabeled.
+
+    Args:
+        root: Path or URI of the folder.
+        kind: "classes" for the first layout, even if a class is called train; "splits"
+            for the second one if it is there, where images outside the splits are left
+            out; "folder" decides between them and refuses folders that could be either.
+        flag: The option that names the folder, for messages.
+        follow_links: Whether links may lead out of the folder.
+
+    Raises:
+        ConfigError: There are no images, a class folder has none, or the layout is not
+            clear. The message then says which ``flag`` to give.
     """
     folders, _ = children(_directory(root))
     splits = {f"{name}/": SPLITS[name] for name in folders if name in SPLITS}
@@ -332,9 +433,15 @@ SPLIT_WORDS = {*SPLITS, "training", "testing", "dev", "eval", "evaluation", "val
 def _require_classes(rows: Rows, root: str, flag: str) -> None:
     """Refuse class folders that seem to be splits, or one folder around the classes.
 
-    Raises: ConfigError: The only class has subfolders and no image beside it, or all
-        classes
-            have subfolders and names such as Training and Testing.
+    Args:
+        rows: The rows of the folder. Their ids are relative paths.
+        root: Path or URI of the folder.
+        flag: The option that names the folder, for messages.
+
+    Raises:
+        ConfigError: The only class has several subfolders and no image beside them; or
+            there are several classes, all with subfolders only and with names such as
+            Training and Testing.
     """
     classes = rows.labels.classes
     if len(classes) != 1 and not all(name.lower() in SPLIT_WORDS for name in classes):
@@ -364,14 +471,22 @@ def _require_classes(rows: Rows, root: str, flag: str) -> None:
 
 
 def read_images(root: str, follow_links: bool = False) -> Rows:
-    """Every image below ``root``, unlabeled; names of folders mean nothing."""
+    """Read every image below a folder as an unlabeled row, whatever its subfolders are.
+
+    Args:
+        root: Path or URI of the folder.
+        follow_links: Whether links may lead out of the folder.
+
+    Raises:
+        ConfigError: ``root`` is no folder, or there are no images below it.
+    """
     remarks = Remarks([], [])
     listed = ((found, None, True) for found in _images(root, remarks, follow_links))
     return _rows(listed, f"folder:{root}", remarks)
 
 
 def read_two_folders(labeled: str, unlabeled: str, follow_links: bool = False) -> Rows:
-    """List the images of a folder of known classes and of a folder without labels.
+    """Read the images of a folder of known classes and of a folder without labels.
 
     Args:
         labeled: Folder with one subfolder of images for each known class. The prefixes
@@ -381,11 +496,12 @@ def read_two_folders(labeled: str, unlabeled: str, follow_links: bool = False) -
         follow_links: Whether links out of the folders are followed.
 
     Returns:
-        The rows of both folders, labeled ones first.
+        The rows of both folders, labeled ones first. Their ids are the relative paths
+        after ``labeled/`` or ``unlabeled/``.
 
     Raises:
-        ConfigError: A folder is missing or holds no image, or one folder is inside the
-            other.
+        ConfigError: A folder is missing or holds no image, one folder is inside the
+            other, or an image of the first folder is in no class folder.
     """
     match = re.match(r"(classes|splits):(?!//)(.*)", labeled, re.DOTALL)
     kind, labeled = (
@@ -434,9 +550,20 @@ def read_two_folders(labeled: str, unlabeled: str, follow_links: bool = False) -
 def read_imagenet(
     root: str, split: str, use_split: bool, follow_links: bool = False
 ) -> Rows:
-    """train/ and val/ with wnid subfolders. ``use_split``: the novel classes are those
-    of ``split`` 'A', 'B' or 'C', the known ones all that are not held out; else all are
-    kept and none is declared known.
+    """Read ImageNet from folders ``train/WNID`` and, if it is there, ``val/WNID``.
+
+    Args:
+        root: Path or URI of the folder with ``train`` and ``val``.
+        split: "A", "B" or "C", the 30 novel classes of the benchmark.
+        use_split: Whether the split decides the classes. All classes that are not among
+            the 118 held-out ones are then known, the 30 classes of ``split`` are novel,
+            and the other held-out classes are left out. Otherwise all classes are kept
+            and none is declared known.
+        follow_links: Whether links may lead out of the folder.
+
+    Raises:
+        ConfigError: The layout is another one, or a split is used and the folder has no
+            known or no novel class of it.
     """
     folders, _ = children(_directory(root))
     if "train" not in folders:
@@ -485,12 +612,16 @@ def read_imagenet(
 
 
 def is_wnid(name: str) -> bool:
-    """Whether ``name`` looks like n01440764."""
+    """Return whether a name has the form of a class id of ImageNet, as n01440764."""
     return re.fullmatch(r"n[0-9]{8}", name) is not None
 
 
 def imagenet_wnids(file: str) -> list[str]:
-    """The wnids of one of the package's lists, e.g. 'held_out_118' or 'novel_30_A'."""
+    """Return the class ids of ImageNet (wnids) in one of the package's lists.
+
+    Args:
+        file: Name of the list, such as "held_out_118" or "novel_30_A".
+    """
     return (
         (resources.files("uno.data") / "imagenet_splits" / f"{file}.txt")
         .read_text("utf-8")
@@ -501,12 +632,30 @@ def imagenet_wnids(file: str) -> list[str]:
 def _labeled(
     root: str, source: str, splits: dict[str, str], follow_links: bool
 ) -> tuple[Rows, list[str]]:
-    """Rows below the folders ``splits`` ({prefix: 'train' or 'test'}); the next folder
-    name is the class. And the other folders that hold images.
+    """Read the images of class folders that are below some prefixes.
+
+    Args:
+        root: Path or URI of the source.
+        source: Name of the source in messages.
+        splits: Prefix of relative paths -> "train" or "test". The prefix '' is the
+            whole source. Images below no prefix are left out with a warning.
+        follow_links: Whether links may lead out of ``root``.
+
+    Returns:
+        The rows, and the names of other folders of ``root`` that hold images. An image
+        that is in no folder below its prefix is unlabeled.
+
+    Raises:
+        ConfigError: There are no images, or a class folder has none.
     """
     filled, remarks, others = set[str](), Remarks([], []), dict[str, None]()
 
     def below() -> Iterator[tuple[FileEntry, str | None, bool]]:
+        """Yield each image with its class, or None, and whether it is for training.
+
+        This also fills ``filled`` with the class folders, and ``others`` with folders
+        outside the splits. At the end it warns of images that are left out.
+        """
         num_outside, example = 0, ""
         for found in _images(root, remarks, follow_links):
             prefix = next(filter(found.relative.startswith, splits), None)
@@ -550,9 +699,16 @@ def _labeled(
 def _rows(
     listed: Iterable[tuple[FileEntry, str | None, bool]], source: str, remarks: Remarks
 ) -> Rows:
-    """Return rows of (file, label, whether it is for training) each.
+    """Make rows of image files.
 
-    ``remarks`` are complete when all of ``listed`` has been read.
+    Args:
+        listed: For each image its file, its class or None, and whether it is for
+            training.
+        source: Name of the source in messages: a prefix, a colon and the folder.
+        remarks: Lines for the user. They are complete when ``listed`` is exhausted.
+
+    Raises:
+        ConfigError: There are no images.
     """
     parts = list[tuple[Text, Files, Labels, np.ndarray]]()
     for some in chunks(listed):
@@ -580,8 +736,16 @@ def _rows(
 
 
 def _images(root: str, remarks: Remarks, follow_links: bool) -> Iterator[FileEntry]:
-    """Yield the images below ``root``; at the end ``remarks`` say what else is
-    there.
+    """Yield the images below a folder.
+
+    Args:
+        root: Path or URI of the folder.
+        remarks: At the end this adds a warning about images of formats that are not
+            read, and a note about other files.
+        follow_links: Whether links may lead out of ``root``.
+
+    Raises:
+        ConfigError: ``root`` is no folder.
     """
     others, unread = Counter[str](), UnreadImages()
     for found in filesystem.walk(_directory(root), follow_links):
@@ -602,12 +766,21 @@ def _images(root: str, remarks: Remarks, follow_links: bool) -> Iterator[FileEnt
 
 
 def _suffix(name: str) -> str:
-    """``.heic`` of ``IMG_1.HEIC``, fit for a terminal."""
+    """Return the ending of a file in lower case, for a message.
+
+    It has at most 12 characters, such as ``.heic`` for ``IMG_1.HEIC``. A file without a
+    printable ending gives "without a suffix".
+    """
     suffix = os.path.splitext(name)[1].lower()[:12]
     return suffix if suffix.isprintable() and suffix.strip() else "without a suffix"
 
 
 def _directory(root: str) -> str:
+    """Return the path ``root`` itself, if it is a folder.
+
+    Raises:
+        ConfigError: ``root`` is a file or missing.
+    """
     if filesystem.kind(root) != "directory":
         raise ConfigError(f"{root or '(empty path)'} is not a folder")
     return root

@@ -1,8 +1,8 @@
-"""Which classes are known and which rows are labeled: Rows -> Task.
+"""Make the discovery problem of a data set: known classes, labels and true classes.
 
-The known classes are the distinct labels of the training rows; where ``known_classes``
-or the source declares them (benchmark mode), other labels are hidden: they move to
-``eval_labels``, which only evaluation reads.
+The known classes are the classes of the labeled training rows. In a benchmark, the
+setting ``known_classes`` or the source declares them instead. Labels of other classes
+are then hidden from training: only ``eval_labels``, which evaluation reads, has them.
 """
 
 import os
@@ -33,12 +33,20 @@ SETTINGS = {
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """A discovery problem over N rows; ``known`` and ``novel`` are class names in index
-    order.
+    """A discovery problem over N rows.
 
-    ``labels`` int64 (N,): known class or -1 = unlabeled, all that training may see.
-    ``eval_labels`` int64 (N,): index in known + novel or -1 = no truth, only evaluation
-    reads it.
+    Attributes:
+        rows: The rows.
+        known: Names of the known classes, in the order of their indices.
+        novel: Names of the novel classes that evaluation knows, in the order of their
+            indices. There can be fewer or more of them than ``num_novel``.
+        num_novel: The number of novel classes to discover, C_u.
+        labels: Index of the known class, or -1 for an unlabeled row, int64 (N,). It is
+            all that training may see. Test rows have -1.
+        eval_labels: Index of the true class among known + novel classes, or -1 if it is
+            not known, int64 (N,). Only evaluation reads it.
+        is_train: Whether each row is a training row, bool (N,).
+        notes: Lines for the user about how the source was read.
     """
 
     rows: Rows
@@ -57,14 +65,23 @@ class Task:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Numbers of labeled and of unlabeled training rows."""
+        """The number of labeled and the number of unlabeled training rows."""
         labeled = int((self.is_train & (self.labels >= 0)).sum())
         return labeled, int(self.is_train.sum()) - labeled
 
 
 def train_rows(task: Task, ok: np.ndarray | None = None) -> dict[str, Any]:
-    """What training may know of a task, as fields of its sets; ``ok`` bool (N,):
-    which images have pixels.
+    """Return all that training may know of a task, as fields of a training set.
+
+    Args:
+        task: A task of N rows.
+        ok: Whether each row is readable, bool (N,). Other rows are left out. None keeps
+            all rows.
+
+    Returns:
+        A mapping with ``labeled`` and ``unlabeled``, the row numbers of the training
+        rows as int64 (N_l,) and (N_u,); ``labels``, the known class of each labeled row
+        as a tensor int64 (N_l,); ``num_known`` and ``num_novel``.
     """
     usable = task.is_train if ok is None else task.is_train & ok
     labeled = np.flatnonzero(usable & (task.labels >= 0))
@@ -76,9 +93,17 @@ def train_rows(task: Task, ok: np.ndarray | None = None) -> dict[str, Any]:
 def truth_rows(
     task: Task, ok: np.ndarray | None = None
 ) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    """{"train", "test"} -> (rows with a true class, possibly none, that class among
-    known + novel, both int64; which of them training sees without a label, if at all,
-    bool).
+    """Return the rows that have a true class, for evaluation.
+
+    Args:
+        task: A task of N rows.
+        ok: Whether each row is readable, bool (N,). Other rows are left out. None keeps
+            all rows.
+
+    Returns:
+        For each split, "train" and "test", three tensors of n rows, with n = 0 if there
+        are none: row numbers int64 (n,), true classes among known + novel classes int64
+        (n,), and whether training does not see the row's label, bool (n,).
     """
     usable = (task.eval_labels >= 0) & (True if ok is None else ok)
     found: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
@@ -94,8 +119,20 @@ def truth_rows(
 
 
 def make_task(rows: Rows, config: DataConfig) -> Task:
-    """Apply ``known_classes``, ``num_novel`` and ``limit``; ConfigError where that
-    leaves no task.
+    """Make the task of a data set, by the settings of ``data``.
+
+    ``known_classes``, or else the classes that the source declares as known, hide the
+    labels of all other classes. ``limit`` keeps some rows of each split.
+    ``validation_fraction`` moves training rows to the test split if no test row has a
+    label of a known class. ``unlabeled_known_fraction`` hides labels of known classes.
+
+    Args:
+        rows: The rows of the source.
+        config: The section ``data`` of the configuration.
+
+    Raises:
+        ConfigError: No row has a label, nothing is left to discover, the number of
+            novel classes is not known, or a setting does not fit the data.
     """
     if config.num_novel == "auto":
         raise ConfigError(
@@ -167,7 +204,13 @@ def make_task(rows: Rows, config: DataConfig) -> Task:
 
 
 def _no_label(rows: Rows, what: str) -> str:
-    """Return an error line that also says what the source leaves out: maybe labels."""
+    """Return the error line for a source without labels.
+
+    Args:
+        rows: The rows of the source. Their warnings and notes are added, because what
+            was left out may be the labels.
+        what: What has no label: "image" or "training image".
+    """
     lacks = f"{rows.source}: no {what} has a label; known classes need labeled images"
     return "; ".join([lacks, *rows.warnings, *rows.notes])
 
@@ -183,22 +226,40 @@ MISSING = {
     "unlabeled",
     "unlabelled",
 }
-"""Names of classes, in lower case, that other programs write where a label is
-missing.
-"""
+"""Class names, in lower case, that other programs write where a label is missing."""
 
 
 def missing_labels(classes: Iterable[str]) -> list[str]:
-    """Return the names of classes that seem to stand for a missing label, sorted."""
+    """Return the names of classes that seem to stand for a missing label.
+
+    Args:
+        classes: Names of classes.
+
+    Returns:
+        The names that are in :data:`MISSING` in lower case, such as ``Unknown``,
+        sorted.
+    """
     return sorted(name for name in classes if name.strip().lower() in MISSING)
 
 
 def held_out(
     rows: Rows, is_train: np.ndarray, known: list[str], share: float
 ) -> np.ndarray:
-    """bool (N,): of the training rows, bool (N,), ``share`` of each class in ``known``,
-    chosen at random, always alike, and of those whose labels are hidden, as many of all
-    alike: nobody looks at their classes.
+    """Choose training rows that become test rows, always the same ones.
+
+    The rows are drawn at random from each known class, and at least one row of each
+    remains for training. Training rows whose label is hidden, because their class is
+    not known, are drawn as one group: their classes play no part. Rows without any
+    label are not chosen.
+
+    Args:
+        rows: All N rows.
+        is_train: Whether each row is a training row, bool (N,).
+        known: Names of the known classes.
+        share: The share of each group to choose, 0-1.
+
+    Returns:
+        Whether each row is chosen, bool (N,).
     """
     labels, chosen = (
         np.where(is_train, rows.labels.places(known), -1),
@@ -216,8 +277,15 @@ def held_out(
 
 
 def unlabel(labels: np.ndarray, share: float) -> np.ndarray:
-    """``labels`` int64 (N,) with -1 for ``share`` of each class, always the same;
-    one label a class stays.
+    """Hide labels at random, always the same ones.
+
+    Args:
+        labels: Known class of each row, or -1, int64 (N,).
+        share: The share of the rows of each class that lose their label, 0-1. At least
+            one row of each class keeps its label.
+
+    Returns:
+        The labels that are left, int64 (N,).
     """
     left = labels.copy()
     for c, group in enumerate(rows_of_classes(labels, labels.max() + 1)):
@@ -227,10 +295,19 @@ def unlabel(labels: np.ndarray, share: float) -> np.ndarray:
 
 
 def rows_of_classes(labels: np.ndarray, num: int) -> list[np.ndarray]:
-    """Rows int64 (n,) of each of the classes 0 to ``num`` - 1 in ``labels`` (N,), in
-    order.
+    """Return the rows of each class.
+
+    Args:
+        labels: The class of each row, int64 (N,). Rows of a negative class are not
+            returned.
+        num: The number of classes.
+
+    Returns:
+        For each of the classes 0 to ``num`` - 1 its row numbers in ascending order,
+        int64 (n,).
     """
-    small = labels.astype(np.int16)  # at most MAX_CLASSES; NumPy sorts it by digits
+    # MAX_CLASSES fits into 16 bits, for which NumPy has a faster sort
+    small = labels.astype(np.int16)
     order = np.argsort(small, kind="stable")
     return np.split(order, np.searchsorted(small[order], np.arange(num + 1)))[1:-1]
 
@@ -238,12 +315,21 @@ def rows_of_classes(labels: np.ndarray, num: int) -> list[np.ndarray]:
 def decide_setting(
     config: Config, declared: Sequence[str], began: bool = False
 ) -> tuple[Literal["ncd", "gcd"], str]:
-    """What ``data.setting`` means, and a sentence that says why. ``declared``: the
-    classes that the source says are known; ``began``: it is that of a stored run.
+    """Decide between the NCD and the GCD setting if ``data.setting`` is "auto".
 
-    Of rows that truly lack a label nobody knows the classes, so GCD is the safe answer:
-    in the NCD setting a known image is forced into a new class. Methods that know only
-    NCD get that.
+    The setting is NCD if a benchmark hides the labels of novel classes only, or if the
+    method knows only NCD. It is GCD if a benchmark also hides labels of known classes,
+    and if rows truly lack a label: nobody knows the classes of such rows, and the NCD
+    setting would force an image of a known class into a novel class.
+
+    Args:
+        config: The configuration of the run.
+        declared: Names of the known classes, if the source declares them.
+        began: Whether ``data.setting`` comes from a stored run, which the sentence
+            says.
+
+    Returns:
+        The setting, and a sentence for the user that names it and says why.
     """
     data = config.data
     if data.setting != "auto":
@@ -276,13 +362,23 @@ def decide_setting(
 
 
 def order_classes(names: Iterable[str], declared: Iterable[str] = ()) -> list[str]:
-    """The different names in the declared order, or else sorted with numbers by
-    value: 2 before 10.
+    """Return the different names of classes in order.
+
+    Args:
+        names: Names of classes, possibly with repetitions.
+        declared: Names in the order that a source declares. They come first. Other
+            names follow, sorted with numbers by value: ``2`` before ``10``.
     """
     rank = {name: i for i, name in enumerate(declared)}
 
     def key(name: str) -> tuple[object, ...]:
-        # numbers by length, then digits: int() refuses very long ones
+        """Return the sort key of a class name.
+
+        Returns:
+            The rank of the name in ``declared``, which is the same for all names that
+            are not declared; and the words and numbers of the name.
+        """
+        # numbers are compared by length and digits, because int() refuses long ones
         words = re.split(r"([0-9]+)", name)
         words[1::2] = [f"{len(d.lstrip('0')):06}{d.lstrip('0')}" for d in words[1::2]]
         return rank.get(name, len(rank)), [*words, "000000", name]
@@ -291,8 +387,17 @@ def order_classes(names: Iterable[str], declared: Iterable[str] = ()) -> list[st
 
 
 def labeled_rows(rows: Rows, config: DataConfig) -> np.ndarray:
-    """bool (N,): rows that count as labeled under ``known_classes``, whatever their
-    split.
+    """Return which rows count as labeled, training and test rows alike.
+
+    Args:
+        rows: All N rows.
+        config: The section ``data`` of the configuration.
+
+    Returns:
+        Whether each row has a label of a known class, bool (N,).
+
+    Raises:
+        ConfigError: ``known_classes`` does not fit the data.
     """
     classes = order_classes(rows.labels.present, rows.class_names)
     return (
@@ -303,15 +408,38 @@ def labeled_rows(rows: Rows, config: DataConfig) -> np.ndarray:
 def _known_classes(
     rows: Rows, config: DataConfig, classes: list[str]
 ) -> set[str] | None:
-    """What the user or the source names; None where the labels themselves say it."""
+    """Return the known classes that the user, or else the source, declares.
+
+    Args:
+        rows: The rows of the source.
+        config: The section ``data`` of the configuration.
+        classes: The classes of the labels, in order.
+
+    Returns:
+        Names of classes, or None if nobody declares them.
+
+    Raises:
+        ConfigError: ``known_classes`` does not fit the data.
+    """
     if config.known_classes is not None:
         return parse_known_classes(config.known_classes, classes)
     return set(rows.known) or None
 
 
 def parse_known_classes(value: str, classes: list[str]) -> set[str]:
-    """``first:N``, comma-separated names, or a text file of names -> names that are
-    all in ``classes``.
+    """Parse the setting ``known_classes``.
+
+    Args:
+        value: ``first:N`` for the first N classes, names separated by commas, or the
+            path or URI of a text file with one name on each line.
+        classes: The classes of the labels, in order.
+
+    Returns:
+        Names of classes, which are all in ``classes``.
+
+    Raises:
+        ConfigError: N is not between 1 and the number of classes; a name is not in
+            ``classes`` or is repeated; there is no name; or the file cannot be read.
     """
     first = re.fullmatch(r"first:(.*)", value.strip())
     if first:
@@ -345,8 +473,22 @@ def parse_known_classes(value: str, classes: list[str]) -> set[str]:
 
 
 def limit_rows(rows: Rows, limit: int) -> np.ndarray:
-    """At most ``limit`` rows of each split: unlabeled ones keep their share, classes
-    get the same number.
+    """Choose at most ``limit`` rows of the training rows, and of the test rows.
+
+    In each split, unlabeled rows keep their share of the rows. The classes get the same
+    number of rows, except that a class with fewer rows leaves its part to the others.
+    The rows of a class are evenly spaced.
+
+    Args:
+        rows: All N rows.
+        limit: The largest number of rows of each split.
+
+    Returns:
+        Row numbers in ascending order, int64 (n,).
+
+    Raises:
+        ConfigError: ``limit`` is smaller than the number of classes of a split, where
+            unlabeled rows count as a class.
     """
     kept, given = [], rows.labels.given
     for split, member in (("train", rows.is_train), ("test", ~rows.is_train)):
@@ -361,8 +503,8 @@ def limit_rows(rows: Rows, limit: int) -> np.ndarray:
                 " images"
             )
         left, todo = limit, len(groups)
-        # Unlabeled rows first, then small classes; ties stay in order of the first row,
-        # whatever the names.
+        # Unlabeled rows come first, then small classes. Ties are in the order of their
+        # first rows, so that the names of classes do not matter.
         for own in (
             sorted(groups, key=lambda own: (given[own[0]], len(own), own[0]))
             if len(members)

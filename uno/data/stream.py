@@ -1,10 +1,11 @@
-"""Training batches from images that stay where they are: read, decode and crop ahead of
-the training step.
+"""Training batches from images that are not in memory.
 
-A worker's rows of all steps form one sequence (:class:`CropJob`). Whoever crops them,
-threads here or Ray Data, hands back 8-bit views in the same order;
-:class:`StreamBatches` packs them into batches and does the rest of the augmentation on
-the device. In the place of an unreadable image stands the next readable one.
+Images are read, decoded and cropped ahead of the training step. The rows that a worker
+needs in all steps form one sequence (:class:`CropJob`). They are cropped by threads of
+this process or by Ray Data, which return 8-bit views in the same order.
+:class:`StreamBatches` packs the views into batches and does the rest of the
+augmentation on the device. An unreadable image is replaced by the next readable one of
+the batch.
 """
 
 from __future__ import annotations
@@ -40,33 +41,53 @@ from uno.data.resident import EvalSet, TrainSet
 from uno.data.splits import Task, train_rows, truth_rows
 from uno.errors import ConfigError
 
-SYNC_STEPS = 100
-EVAL_BYTES = 64 * 2**20  # decoded pixels of an evaluation batch
-# of views, at most: many in flight, half a second of cropping for ImageNet
+SYNC_STEPS = 100  # steps after which workers exchange which images are unreadable
+EVAL_BYTES = 64 * 2**20  # largest size of the decoded pixels of an evaluation batch
+# The largest size of the views of a chunk: small enough that many chunks are cropped
+# at the same time. For ImageNet a chunk takes half a second.
 CHUNK_BYTES = 16 * 2**20
-CHUNK_ROWS = 4096
-# of a chunk that a thread crops: what costs Ray a block costs nothing here
+CHUNK_ROWS = 4096  # largest number of rows of a chunk
+# The largest number of rows that a thread crops at once. It is smaller than in Ray
+# Data, because a small chunk costs a thread nothing.
 THREAD_ROWS = 512
-WINDOW_BYTES = 64 * 2**20
-# one Ray task crops two windows: with more, cores would wait for the last
+WINDOW_BYTES = 64 * 2**20  # stored bytes of a window, see window_rows
+# One Ray task crops two windows. With larger ones, cores would wait for the last task.
 MAX_WINDOW_ROWS = CHUNK_ROWS // 2
-SIZES_AT_ONCE = 2**16  # rows
+SIZES_AT_ONCE = 2**16  # rows of which the sizes are added at once
 CPU = torch.device("cpu")
 
 Chunk = tuple[np.ndarray, list[str | None]]
-"""Rows that have been cropped, in order: views uint8 (n, row_bytes), why a row has
-none.
+"""Cropped views of n consecutive rows of a job.
+
+The views of each row as uint8 (n, row_bytes), and for each row the reason why it is
+unreadable, or None.
 """
 References = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""Rows to crop, in order, each int64 (n,): step, position in the global batch, row
-of the task.
+"""Consecutive rows of a job, which are to be cropped.
+
+For each row the global step, the position in the global batch, and the row number in
+the task: three arrays int64 (n,).
 """
 
 
 @dataclass(frozen=True, eq=False)
 class StreamSet:
-    """As TrainSet, of images that are not loaded: those of all N rows of the task.
-    ``labeled`` int64 (N_l,) and ``unlabeled`` (N_u,) are numbers of its training rows.
+    """The training rows of a task with images that are read when they are needed.
+
+    It has the methods of :class:`~uno.data.resident.TrainSet`.
+
+    Attributes:
+        images: The images of all N rows of the task.
+        labeled: Row numbers of the labeled training rows, int64 (N_l,).
+        labels: Index of the known class of each labeled row, int64 (N_l,).
+        unlabeled: Row numbers of the unlabeled training rows, int64 (N_u,).
+        num_known: C_l, the number of known classes.
+        num_novel: C_u, the number of novel classes.
+        bad: Collects the rows that prove unreadable.
+        crop: Crops the rows of a job in order, in this process or by Ray.
+        decode: Decodes batches of row numbers, and yields the rows, images uint8 (b, 3,
+            S, S) and the reasons of unreadable ones.
+        device: The device of the batches.
     """
 
     images: Images
@@ -82,28 +103,50 @@ class StreamSet:
 
     @property
     def num_unlabeled(self) -> int:
-        """N_u."""
+        """N_u, the number of unlabeled training rows."""
         return len(self.unlabeled)
 
     def to(self, device: torch.device | str) -> StreamSet:
-        """The same set, with batches on ``device``."""
+        """Return the same set, of which the batches will be on ``device``.
+
+        The images themselves stay where they are.
+        """
         return replace(self, device=torch.device(device))
 
     def batches(
         self, config: Config, plan: Plan, rank: int, world_size: int, last: int
     ) -> StreamBatches:
-        """The batches of a phase for worker ``rank``; nothing is cropped beyond step
-        ``last``.
+        """Return the batches of a phase for one worker.
+
+        Args:
+            config: The configuration of the run.
+            plan: The sizes of the phase.
+            rank: Number of the worker.
+            world_size: The number of workers.
+            last: The step at which the phase ends. Nothing is cropped for this step or
+                later ones.
         """
         return StreamBatches(config, self, plan, rank, world_size, last)
 
     def sync(self) -> None:
-        """Tell all workers which images proved unreadable."""
+        """Exchange with all workers which images proved unreadable.
+
+        All workers must call this at the same step.
+
+        Raises:
+            ConfigError: More images are unreadable than the configuration allows.
+        """
         self.bad.sync(self.device)
 
 
 def streaming_set(config: Config, task: Task, storage: Storage) -> StreamSet:
-    """The training rows of ``task``, cropped by threads of this process."""
+    """Return the training rows of a task, cropped by threads of this process.
+
+    Args:
+        config: The configuration of the run.
+        task: The task.
+        storage: The run directory, where unreadable images are listed.
+    """
     facts = stream_facts(task)
     bad = BadRows(
         facts.pop("ids"), task.rows.images, config.data.max_bad_fraction, storage
@@ -112,8 +155,13 @@ def streaming_set(config: Config, task: Task, storage: Storage) -> StreamSet:
 
 
 def stream_here(config: Config, bad: BadRows, images: Images, **rows: Any) -> StreamSet:
-    """Rows of :func:`~uno.data.splits.train_rows` of ``images``, cropped by threads
-    of this process.
+    """Return a set of training rows, cropped by threads of this process.
+
+    Args:
+        config: The configuration of the run.
+        bad: Collects the rows that prove unreadable.
+        images: The images of all rows of the task.
+        **rows: The fields that :func:`~uno.data.splits.train_rows` returns.
     """
     crop = partial(crop_local, threads=config.compute.threads or available_cpus())
     return StreamSet(
@@ -124,7 +172,17 @@ def stream_here(config: Config, bad: BadRows, images: Images, **rows: Any) -> St
 def decode_here(
     config: Config, images: Images
 ) -> Callable[[Iterable[np.ndarray]], Iterator[DecodedBatch]]:
-    """What decodes batches of rows, by threads of this process."""
+    """Return a function that decodes batches of rows by threads of this process.
+
+    Args:
+        config: The configuration, which gives the size of images, the interpolation and
+            the number of threads.
+        images: The images of all rows of the task.
+
+    Returns:
+        A function from batches of row numbers, int64 (b,), to the decoded batches of
+        :func:`~uno.data.decode.decoded`.
+    """
     size, threads, how = (
         config.data.stored_size,
         config.compute.threads,
@@ -134,15 +192,33 @@ def decode_here(
 
 
 def stream_facts(task: Task) -> dict[str, Any]:
-    """The fields of a :class:`StreamSet` that do not depend on the process, and the
-    ``ids`` of all rows.
+    """Return the fields of a :class:`StreamSet` that do not depend on the process.
+
+    Returns:
+        The result of :func:`~uno.data.splits.train_rows`, with ``images`` and ``ids``
+        of all rows of the task. A set has no field ``ids``.
     """
     return {"images": task.rows.images, "ids": task.rows.ids, **train_rows(task)}
 
 
 class StreamBatches:
-    """As ResidentBatches; steps in order come from one sequence cropped ahead, any
-    other starts a new one.
+    """The batches of a phase from images that are not in memory, for one worker.
+
+    Calling an object with a step returns the batch of this step, as
+    :class:`~uno.data.resident.ResidentBatches`. The first call starts to crop the rows
+    of this and the following steps ahead. A call with another step than the next one
+    starts anew from there.
+
+    Args:
+        config: The configuration of the run.
+        train: The training set.
+        plan: The sizes of the phase.
+        rank: Number of the worker.
+        world_size: The number of workers.
+        last: The step at which the phase ends.
+
+    Attributes:
+        waited_s: Seconds that calls have waited for views, so far.
     """
 
     def __init__(
@@ -162,11 +238,19 @@ class StreamBatches:
         self._packed: Iterator[tuple[Tensor, dict[int, str]]] = iter(())
         self._next = -1
         self.waited_s = 0.0
-        """For what is cropped ahead, so far."""
+        """Seconds that calls have waited for views, so far."""
 
     def __call__(self, step: int) -> Batch:
-        """The batch of global step ``step``; ConfigError: too many unreadable
-        images, or a damaged source.
+        """Return this worker's part of the batch of a global step, from 0.
+
+        Rows that prove unreadable are added to ``bad`` of the set, and replaced. Every
+        :data:`SYNC_STEPS` steps and at the start of an epoch, the workers exchange
+        them.
+
+        Raises:
+            ConfigError: All labeled or all unlabeled images of the batch are
+                unreadable, more images are unreadable than the configuration allows, or
+                a source is damaged.
         """
         config, train, plan = self._config, self._train, self._plan
         if step != self._next:
@@ -211,11 +295,12 @@ class StreamBatches:
         return Batch(views, labels, config.augment.large.num_views)
 
     def close(self) -> None:
-        """Stop cropping ahead."""
+        """Stop the threads or tasks that crop images ahead of the training step."""
         self._running.close()
         self._next = -1
 
     def _start(self, step: int) -> None:
+        """Start to crop the rows of ``step`` and the following steps ahead."""
         self.close()
         self._job = job = self._job_from(first=step)
         chunks = self._running.enter_context(closing(self._train.crop(job)))
@@ -232,8 +317,18 @@ class StreamBatches:
 def pack(
     chunks: Iterator[Chunk], num_rows: int, row_bytes: int, pin: bool
 ) -> Generator[tuple[Tensor, dict[int, str]], None, None]:
-    """Chunks -> batches: uint8 (num_rows, row_bytes), page-locked if ``pin``, and
-    why rows have no pixels.
+    """Pack chunks of views into batches.
+
+    Args:
+        chunks: The views of all rows in order.
+        num_rows: The number of rows in a batch.
+        row_bytes: Bytes of all views of a row.
+        pin: Whether batches are in page-locked memory, from which they are copied to a
+            GPU asynchronously.
+
+    Yields:
+        The views of a batch, uint8 (num_rows, row_bytes); and the reason for each
+        unreadable row, by its position in the batch.
     """
     filled = 0
     for found, reasons in chunks:
@@ -257,9 +352,19 @@ def pack(
 
 
 def replacement_rows(ok: np.ndarray, num_labeled: int) -> np.ndarray | None:
-    """int64 (B,): which row takes each place of a batch: itself if ``ok`` bool (B,),
-    else the next one of its kind that is (the first ``num_labeled`` are one kind),
-    going round. None where a kind has none.
+    """Choose a readable row for each position of a batch.
+
+    A readable row stays at its position. An unreadable one is replaced by the next
+    readable row of its kind, labeled or unlabeled, and after the last row by the first
+    one.
+
+    Args:
+        ok: Whether each row is readable, bool (B,).
+        num_labeled: The number of labeled rows, which come first.
+
+    Returns:
+        The position of the row to take for each position, int64 (B,). None if rows of a
+        kind are all unreadable.
     """
     chosen = np.arange(len(ok))
     for kind in (slice(num_labeled), slice(num_labeled, None)):
@@ -272,8 +377,29 @@ def replacement_rows(ok: np.ndarray, num_labeled: int) -> np.ndarray | None:
 
 
 class CropJob:
-    """The rows that one worker needs from step ``first`` to before ``last``, in
-    order, and their cropper.
+    """The rows that one worker needs in a range of steps, and how they are cropped.
+
+    Args:
+        config: The configuration of the run.
+        train: The training set.
+        plan: The sizes of the phase.
+        rank: Number of the worker.
+        world_size: W, the number of workers.
+        first: The first step.
+        last: The step after the last one.
+
+    Attributes:
+        images: The images of all rows of the task.
+        first: The first step.
+        last: The step after the last one.
+        cropper: Crops the rows.
+        row_bytes: Bytes of all views of a row.
+        chunk_rows: The number of rows that are cropped at once.
+        fetch_rows: The number of rows to read at once, if the images are stored in
+            groups: about one window of labeled and one of unlabeled rows. None if each
+            image is read by itself.
+        order: The order of the rows.
+        rows_per_step: The number of this worker's rows in a batch, B / W.
     """
 
     def __init__(
@@ -300,22 +426,34 @@ class CropJob:
         groups = None if labeled is None or unlabeled is None else (labeled, unlabeled)
         window = 1 if groups is None else window_rows(self.images)
         self.fetch_rows = None if groups is None else 2 * window
-        """What to read at once: about a window of each kind; None: as few rows as
-        one likes.
-        """
+        """The number of rows to read at once, None if each image is read by itself."""
         self.order = Order(plan, rank, world_size, groups, window)
         self.rows_per_step = len(self.order.positions)
 
     def rows(self, step: int) -> np.ndarray:
-        """Rows of the task that make a step, int64 (B/W,), labeled ones first."""
+        """Return the rows of the task that make a step, labeled ones first.
+
+        Args:
+            step: Global step, from 0.
+
+        Returns:
+            Row numbers, int64 (B / W,).
+        """
         labeled, unlabeled = self.order.rows(step)
         return np.concatenate(
             [self._train.labeled[labeled], self._train.unlabeled[unlabeled]]
         )
 
     def epochs(self, num_rows: int) -> Iterator[Iterator[References]]:
-        """Of each epoch all rows in order, ``num_rows`` at a time across steps; the
-        last may be fewer.
+        """Yield the references of all rows, for each epoch.
+
+        Args:
+            num_rows: The number of rows at a time. They can be of several steps, and
+                the last ones of an epoch can be fewer.
+
+        Yields:
+            An iterator over the references of one epoch, or of the part of it that is
+            in the range of steps.
         """
         first = self.first
         while first < self.last:
@@ -326,6 +464,17 @@ class CropJob:
             first = last
 
     def _references(self, num_rows: int, first: int, last: int) -> Iterator[References]:
+        """Yield the rows of a range of steps, some at a time.
+
+        Args:
+            num_rows: The number of rows at a time. The last ones can be fewer.
+            first: The first step.
+            last: The step after the last one.
+
+        Yields:
+            Global steps, positions in the global batch, and row numbers of the task:
+            three arrays int64 (n,).
+        """
         per_step, end = self.rows_per_step, (last - first) * self.rows_per_step
         for start in range(0, end, num_rows):
             step, position = np.divmod(
@@ -342,7 +491,11 @@ class CropJob:
 
 
 def window_rows(images: Images) -> int:
-    """Rows that are mixed at once: they come from groups that are read together."""
+    """Return how many rows are shuffled together if images are stored in groups.
+
+    It is about :data:`WINDOW_BYTES` divided by the mean stored size of an image, at
+    least 1 and at most :data:`MAX_WINDOW_ROWS`. See :func:`~uno.data.plan.by_windows`.
+    """
     num, parts = len(images), range(0, len(images), SIZES_AT_ONCE)
     total = sum(
         int(images.sizes(np.arange(i, min(i + SIZES_AT_ONCE, num))).sum())
@@ -353,9 +506,27 @@ def window_rows(images: Images) -> int:
 
 
 def crop_local(job: CropJob, threads: int) -> Generator[Chunk, None, None]:
-    """Crop in ``threads`` threads of this process."""
+    """Crop the rows of a job in threads of this process, ahead of the consumer.
+
+    Args:
+        job: The rows.
+        threads: The number of threads.
+
+    Yields:
+        The views of all rows in order, in chunks.
+    """
 
     def crop(item: tuple[np.ndarray, np.ndarray, Images]) -> Chunk:
+        """Read, decode and crop some rows.
+
+        Args:
+            item: Global steps int64 (n,), positions in the global batches int64 (n,),
+                and the n images.
+
+        Returns:
+            Views uint8 (n, row_bytes), and for each row the reason why it is
+            unreadable, or None.
+        """
         steps, positions, images = item
         return job.cropper.crop(
             steps, positions, images.read_images(np.arange(len(images)))
@@ -365,8 +536,14 @@ def crop_local(job: CropJob, threads: int) -> Generator[Chunk, None, None]:
 
 
 def _with_images(job: CropJob) -> Iterator[tuple[np.ndarray, np.ndarray, Images]]:
-    """(steps, positions, images) of a chunk each; what is read together is fetched
-    here, ahead.
+    """Yield the rows of a job in chunks, with their images.
+
+    Images that are stored in groups are read here, in the thread that consumes this, so
+    that each group is read once. Other images are read when they are cropped.
+
+    Yields:
+        For n rows the global steps int64 (n,), the positions in the global batches
+        int64 (n,), and the images.
     """
     size = min(job.chunk_rows, THREAD_ROWS)
     for steps, positions, rows in chain.from_iterable(
@@ -385,8 +562,18 @@ def _with_images(job: CropJob) -> Iterator[tuple[np.ndarray, np.ndarray, Images]
 
 @dataclass(frozen=True, eq=False)
 class StreamedEvalSet:
-    """An EvalSet of images that are decoded when they are evaluated; ``bad`` notes
-    unreadable ones.
+    """N rows with a true class, decoded when they are evaluated.
+
+    Only evaluation reads them.
+
+    Attributes:
+        truth: Index of the true class among known + novel classes, int64 (N,).
+        index: Row number in the task, int64 (N,).
+        unlabeled: Whether training does not see the row's label, bool (N,).
+        images: The images of all rows of the task.
+        side: S, the side of decoded images in pixels.
+        decode: Decodes batches of row numbers, see :class:`StreamSet`.
+        bad: Collects the rows that prove unreadable.
     """
 
     truth: Tensor
@@ -398,7 +585,11 @@ class StreamedEvalSet:
     bad: BadRows
 
     def where(self, chosen: Tensor) -> StreamedEvalSet:
-        """The rows of the mask ``chosen`` (N,) bool."""
+        """Return the set of only some of its N rows.
+
+        Args:
+            chosen: Whether each row is kept, bool (N,).
+        """
         truth, index, unlabeled = (
             rows[chosen] for rows in (self.truth, self.index, self.unlabeled)
         )
@@ -407,8 +598,17 @@ class StreamedEvalSet:
     def batches(
         self, batch_size: int, rank: int = 0, world_size: int = 1
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """(images uint8 (b,3,S,S), truth (b,)) of this worker's contiguous share,
-        every row once.
+        """Yield the rows of one worker as batches, each row once.
+
+        Unreadable rows are left out and added to ``bad``.
+
+        Args:
+            batch_size: The largest number of rows in a batch.
+            rank: Number of the worker. It gets a contiguous share of the rows.
+            world_size: The number of workers.
+
+        Yields:
+            Images uint8 (b, 3, S, S), and true classes int64 (b,).
         """
         own, truth = (
             rows.tensor_split(world_size)[rank] for rows in (self.index, self.truth)
@@ -428,15 +628,30 @@ class StreamedEvalSet:
 
 
 def decoded_rows(batch_size: int, side: int) -> int:
-    """Of a batch that is decoded for the model alone."""
+    """Return the number of images to decode at once for evaluation.
+
+    Args:
+        batch_size: The largest number.
+        side: The side of the decoded images in pixels.
+
+    Returns:
+        ``batch_size``, or fewer if its pixels had more than :data:`EVAL_BYTES`.
+    """
     return max(1, min(batch_size, EVAL_BYTES // (3 * side**2)))
 
 
 def streaming_eval_sets(
     config: Config, task: Task, bad: BadRows
 ) -> dict[str, StreamedEvalSet]:
-    """{"train", "test"} -> the rows of ``task`` with a true class, decoded by
-    threads of this process.
+    """Return the rows of a task with a true class, decoded by threads of this process.
+
+    Args:
+        config: The configuration of the run.
+        task: The task.
+        bad: Collects the rows that prove unreadable.
+
+    Returns:
+        The sets of "train" and "test". A set can be empty.
     """
     how = (
         task.rows.images,

@@ -1,6 +1,8 @@
-"""Tables: Parquet (Hugging Face's layout, or columns id, image, label, split), CSV and
-JSONL. A column ``eval_label`` may hold true classes for evaluation; training never
-reads it.
+"""Read tables of images: Parquet, CSV and JSONL files.
+
+Parquet files have the columns id, image, label and split, or Hugging Face's layout.
+A column ``eval_label`` may hold true classes for evaluation, which training never
+reads.
 """
 
 from __future__ import annotations
@@ -39,31 +41,43 @@ from uno.text import plural
 IMAGE_COLUMNS = ("image", "img", "path")
 LABEL_COLUMNS = ("label", "fine_label", "labels")
 TRAINING_COLUMNS = (*LABEL_COLUMNS, "split", "eval_label")
-# what uno.data.pack leaves beside its shards, and in their metadata
+# The file that uno.data.pack writes beside its shards, and its key in their metadata.
 PACKING, PACKED = "pack.json", "uno"
-FOOTERS = 16  # that are read at once
+FOOTERS = 16  # the number of footers that are read at once
 VERIFIED = pyarrow.dataset.ParquetFragmentScanOptions(page_checksum_verification=True)
 Names = tuple[str, ...]
-READ_ROWS, READ_BYTES = 512, 2**20  # of a row group at a time, by who predicts
-RECENT_GROUPS = 2  # row groups of a data set that are kept, after a part was wanted
-REQUEST_BYTES = 64 * 2**20  # of an object, in one piece
+# Rows of a row group that are read at a time for predictions, and the size in bytes of
+# the buffer for that.
+READ_ROWS, READ_BYTES = 512, 2**20
+RECENT_GROUPS = 2  # row groups that are kept in memory after a part of them was read
+REQUEST_BYTES = 64 * 2**20  # the most bytes of a remote file that are read in one piece
 STORE_BYTES = ", or store the bytes of the images in the column"
-PATHS_TRIED = 64  # of a column of paths, before anything starts
+PATHS_TRIED = 64  # rows with paths that are looked for before predictions start
 NO_NAMES: Mapping[str, str] = {}
-WHOLE = re.compile(r"-?(0|[1-9][0-9]{0,17})")  # an int64 as it is usually written
+WHOLE = re.compile(r"-?(0|[1-9][0-9]{0,17})")  # an int64 without leading zeros
 VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
-"""Arrow's newer types of text and bytes, and the types that the code below knows."""
+"""Arrow's newer types of text and bytes -> the types that they are cast to."""
 TEXT, BINARY = (pa.string(), pa.large_string()), (pa.binary(), pa.large_binary())
 
 
 def read_parquet(
     path: str, names: Mapping[str, str] = NO_NAMES, rules: PathRules = DEFAULT_RULES
 ) -> Rows:
-    """All *.parquet files of a folder, or one file. The split is column ``split``, else
-    the file name (train-*, test-*, validation-*) or folder, else train. Folders called
-    NAME=VALUE are columns, as Spark and pandas write them (:func:`partition_columns`).
-    ``names``: what our columns are called there. ``rules``: how a column of image paths
-    is read. Images stay in the files until they are wanted.
+    """Read one Parquet file, or all *.parquet files of a folder.
+
+    The split of a row is its value in the column ``split``; else it follows from the
+    name of the file (train-*, test-*, validation-*) or its folder; else it is train.
+    Folders called NAME=VALUE are columns, as Spark and pandas write them, see
+    :func:`partition_columns`. Bytes of images stay in the files until they are read.
+
+    Args:
+        path: Path or URI of the file or folder.
+        names: Standard name of a column, such as "label" -> its name in the files.
+        rules: How a column of image paths is read.
+
+    Raises:
+        ConfigError: There is no such file; the files are damaged, not a whole pack, or
+            do not have the same columns; or a column cannot be used.
     """
     source, (root, files) = f"parquet:{path}", parquet_files(path, rules.follow_links)
     with ThreadPoolExecutor(FOOTERS) as pool:
@@ -134,8 +148,14 @@ def read_parquet(
 
 
 def _ids(table: Any, name: str, first: int) -> Text:
-    """Of a file's rows, the first being row ``first`` of the source: they may lack
-    some, or all.
+    """Return the ids of the rows of one file.
+
+    Args:
+        table: The Arrow table of the file. Its column ``id`` may lack values or be
+            missing. Ids are then ``row-NUMBER``, or ``NAME#NUMBER`` if there is no
+            column.
+        name: Relative path of the file.
+        first: Number of its first row in the source.
     """
     rows = np.arange(len(table))
     if "id" not in table.column_names:
@@ -146,7 +166,10 @@ def _ids(table: Any, name: str, first: int) -> Text:
 
 
 def values_in(column: Any) -> Iterator[Any]:
-    """Of an Arrow column, few of them in Python at a time."""
+    """Yield the values of an Arrow column as Python objects.
+
+    Only ``ROWS_AT_ONCE`` of them are converted at a time, to save memory.
+    """
     starts = range(0, len(column), ROWS_AT_ONCE)
     return chain.from_iterable(
         column.slice(start, ROWS_AT_ONCE).to_pylist() for start in starts
@@ -156,7 +179,18 @@ def values_in(column: Any) -> Iterator[Any]:
 def parquet_files(
     path: str, follow_links: bool = False
 ) -> tuple[str, list[filesystem.FileEntry]]:
-    """The folder, and the Parquet files in it."""
+    """Find the Parquet files of a source.
+
+    Args:
+        path: Path or URI of a Parquet file, or of a folder.
+        follow_links: Whether links may lead out of the folder.
+
+    Returns:
+        The folder that holds them all; and the files, with paths relative to it.
+
+    Raises:
+        ConfigError: There are no Parquet files, or the folder is an unfinished pack.
+    """
     if filesystem.kind(path) == "file":
         root, name = filesystem.split(path)
         file = filesystem.FileEntry(name, path, *filesystem.stat_of(path))
@@ -181,10 +215,19 @@ def parquet_files(
 
 
 class ParquetImages(Images):
-    """The images of a column in Parquet files, read when a row is wanted.
+    """The images of a column in Parquet files, read when a row is needed.
 
     A row group is read as a whole. The object keeps the footers of its files, and the
     row groups that were last read in part. A pickled copy reads them again.
+
+    Args:
+        root: Folder that image paths in the column are relative to.
+        files: Path or URI of each file.
+        column: Name of the column: bytes or struct<bytes, path>.
+        stats: Size in bytes and time of the last change in ns of each file, -1 where
+            they are not known. A known size saves a request.
+        rules: How image paths are read.
+        opened: The files, if their footers are already read.
     """
 
     def __init__(
@@ -196,17 +239,7 @@ class ParquetImages(Images):
         rules: PathRules = DEFAULT_RULES,
         opened: Sequence[OpenedParquet] | None = None,
     ) -> None:
-        """Read the footers of the files.
-
-        Args:
-            root: Folder that image paths in the column are relative to.
-            files: Path or URI of each file.
-            column: Name of the column: bytes or struct<bytes, path>.
-            stats: Size in bytes and time of the last change in ns of each file, -1
-                where they are not known. A known size saves a request.
-            rules: How image paths are read.
-            opened: The files, if their footers are already read.
-        """
+        """Read the footers of the files, unless they are given."""
         self.root, self.column, self._rules = root, column, rules
         self._files = [(file, stat[0]) for file, stat in zip(files, stats, strict=True)]
         if opened is None:
@@ -232,6 +265,11 @@ class ParquetImages(Images):
         self._has_paths = any(file.may_name_files(g, column) for _, file, g in groups)
 
     def _start_caches(self, opened: Sequence[OpenedParquet | None]) -> None:
+        """Set the footers of the files, and start with no row group in memory.
+
+        Args:
+            opened: Each file with its footer, None if the footer is still to be read.
+        """
         self._opened, self._lock = [*opened], threading.Lock()
         self._recent = OrderedDict[int, Future[Any]]()
 
@@ -244,7 +282,7 @@ class ParquetImages(Images):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Start with no footer read."""
+        """Restore a pickled copy, which reads the footers of its files when needed."""
         self.__dict__.update(state)
         self._start_caches([None] * len(self._files))
 
@@ -252,10 +290,10 @@ class ParquetImages(Images):
         return int(self._starts[-1])
 
     def read_images(self, rows: np.ndarray) -> list[Image]:
-        """Return the images of ``rows`` int64 (n,), in that order.
+        """Return the images of ``rows``, int64 (n,), in that order.
 
-        Every row group is read once. A row group of which only some rows are wanted is
-        kept for the next call.
+        Every row group is read once. If only some of its rows are needed, the row group
+        is kept for the next call.
         """
         groups, found = self.groups(rows), [b""] * len(rows)  # type: np.ndarray, list[Image]
         inside = ImagePaths(self.root, self._rules).find
@@ -271,10 +309,17 @@ class ParquetImages(Images):
         return found
 
     def _read_group(self, group: int) -> Any:
-        """Read the image column of a row group, numbered over all files."""
+        """Read the image column of a row group.
+
+        Args:
+            group: Number of the row group, counted over all files.
+
+        Returns:
+            An Arrow array.
+        """
         at, number = self._groups[group]
         file = self._opened[at]
-        if file is None:  # threads may both read a footer, which does no harm
+        if file is None:  # two threads may read the same footer, which does no harm
             file = self._opened[at] = open_parquet(*self._files[at])
         return file.read([self.column], number)[self.column].combine_chunks()
 
@@ -282,7 +327,14 @@ class ParquetImages(Images):
         """Return the image column of a row group and keep it for the next calls.
 
         Threads that want the same row group wait for one read. Reads of different row
-        groups run at the same time: the lock is not held during a read.
+        groups run at the same time: the lock is not held during a read. The
+        :data:`RECENT_GROUPS` row groups that were used last are kept.
+
+        Args:
+            group: Number of the row group, counted over all files.
+
+        Returns:
+            An Arrow array.
         """
         with self._lock:
             future = self._recent.get(group)
@@ -303,14 +355,23 @@ class ParquetImages(Images):
         return future.result()
 
     def groups(self, rows: np.ndarray) -> np.ndarray:
-        """int32 (n,): the row group of each of ``rows``, numbered over all files."""
+        """Return the row group that each row is stored in.
+
+        Args:
+            rows: Row numbers, int64 (n,).
+
+        Returns:
+            Numbers of row groups, counted over all files, int32 (n,).
+        """
         found = np.searchsorted(self._starts, rows, side="right").astype(np.int32)
         found -= 1
         return found
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
-        """int64 (n,): about the mean in its row group, so that all of it are its
-        bytes.
+        """Return the approximate size of each image in bytes, int64 (n,).
+
+        The stored bytes of the column in a row group are divided evenly among its rows,
+        so that the sizes of all its rows add up to them.
         """
         groups = self.groups(rows)
         number, total, num = (
@@ -321,14 +382,22 @@ class ParquetImages(Images):
         return (number + 1) * total // num - number * total // num
 
     def content_keys(self, rows: np.ndarray) -> pa.Array:
-        """Of each row its row group's bytes and its number there."""
+        """Return texts for the fingerprint, as an Arrow array of large strings.
+
+        The text of a row is its number in its row group, and the stored bytes of the
+        column there.
+        """
         groups = self.groups(rows)
         return joined(
             " of ", decimal(rows - self._starts[groups]), decimal(self._bytes[groups])
         )
 
     def times(self, rows: np.ndarray) -> np.ndarray:
-        """Those of the Parquet files, or of rows that are files of their own."""
+        """Return when the file of each image was last changed, in ns, int64 (n,).
+
+        If a row may have a path in place of bytes, the time is that of the Parquet file
+        or of the image file, whichever is later.
+        """
         times = self._times[self.groups(rows)]
         if not self._has_paths:
             return times
@@ -336,26 +405,44 @@ class ParquetImages(Images):
         return np.maximum(times, files.times(np.arange(len(rows))))
 
     def paths(self, rows: np.ndarray) -> list[str | None]:
-        """Nothing is read where no row has a path in the place of bytes."""
+        """Return the path of each image, None if the column holds its bytes.
+
+        Nothing is read if no row has a path in place of bytes.
+        """
         return super().paths(rows) if self._has_paths else [None] * len(rows)
 
     @property
     def is_remote(self) -> bool:
-        """Whether the Parquet files are objects."""
+        """Whether the Parquet files are in remote storage."""
         return any(filesystem.is_uri(path) for path, _ in self._files)
 
     def reader(self) -> ParquetImages:
-        """This: any node reads the files."""
+        """Return this object, because any node can read the files."""
         return self
 
 
 class OpenedParquet:
-    """A Parquet file with its footer in memory. Page checksums are verified. Of an
-    object whose size is known the footer, and the column of a row group, is one
-    request.
+    """A Parquet file with its footer in memory.
+
+    Checksums of pages are verified. If the size of a remote file is known, its footer
+    is read with one request, and so is the column of a row group.
+
+    Args:
+        path: Path or URI of the file.
+        size: Its size in bytes, -1 if not known.
+
+    Attributes:
+        path: Path or URI of the file.
+        metadata: The footer, a ``pyarrow.parquet.FileMetaData``.
+        schema: The Arrow schema.
+
+    Raises:
+        ConfigError: The file cannot be read, is no Parquet file, or its footer
+            contradicts itself.
     """
 
     def __init__(self, path: str, size: int) -> None:
+        """Read the footer of the file, and check that its row counts agree."""
         self.path = path
         with self.errors():
             files, inner = filesystem.locate(path)
@@ -371,7 +458,7 @@ class OpenedParquet:
                     self._fragment.metadata,
                     self._fragment.physical_schema,
                 )
-            else:  # whose name need not be text
+            else:  # the name of a local file need not be valid text
                 with self._open() as file:
                     self.metadata, self.schema = file.metadata, file.schema_arrow
         groups = [
@@ -387,7 +474,18 @@ class OpenedParquet:
 
     @filesystem.retry_transient
     def read(self, columns: Sequence[str], group: int | None = None) -> Any:
-        """Those columns, of one row group or all; their text is UTF-8."""
+        """Read some columns.
+
+        Args:
+            columns: Names of the columns.
+            group: Number of the row group to read, None for the whole file.
+
+        Returns:
+            An Arrow table. It is validated, so its text is UTF-8.
+
+        Raises:
+            ConfigError: The file is damaged or cannot be read.
+        """
         with self.errors("Parquet file" if group is None else f"row group {group} of"):
             if filesystem.is_uri(self.path):
                 wanted = (
@@ -410,7 +508,15 @@ class OpenedParquet:
         return table
 
     def _require_rows(self, num: int, group: int | None) -> None:
-        """ConfigError: the footer counts other rows than ``num``, which were read."""
+        """Check the number of rows that were read.
+
+        Args:
+            num: The number of rows.
+            group: The row group that they were read from, None for the whole file.
+
+        Raises:
+            ConfigError: The footer says another number.
+        """
         counted = (
             self.metadata.num_rows
             if group is None
@@ -423,7 +529,12 @@ class OpenedParquet:
             )
 
     def column_bytes(self, group: int, columns: Sequence[str]) -> int:
-        """Of those columns in a row group, as they are stored."""
+        """Return the stored size of some columns in a row group, in bytes.
+
+        Args:
+            group: Number of the row group.
+            columns: Names of the columns.
+        """
         row_group = self.metadata.row_group(group)
         chunks = (row_group.column(i) for i in range(row_group.num_columns))
         with self.errors(f"row group {group} of"):
@@ -431,8 +542,15 @@ class OpenedParquet:
             return sum(c.total_compressed_size for c in own)
 
     def may_name_files(self, group: int, column: str) -> bool:
-        """Whether rows of a row group may have a path and no bytes in a column
-        struct<bytes, path>.
+        """Return whether rows of a row group may have a path and no bytes.
+
+        Args:
+            group: Number of the row group.
+            column: Name of a column struct<bytes, path>. The result is False for a
+                column of another type.
+
+        Returns:
+            False if the statistics of the file say that all rows have bytes.
         """
         row_group = self.metadata.row_group(group)
         chunks = (row_group.column(i) for i in range(row_group.num_columns))
@@ -447,8 +565,10 @@ class OpenedParquet:
         )
 
     def names_only_files(self, column: str) -> bool:
-        """Return whether no row has bytes in a column struct<bytes, path>, by the
-        file's statistics.
+        """Return whether the statistics of the file say that no row has bytes.
+
+        Args:
+            column: Name of a column struct<bytes, path>.
         """
         groups = map(self.metadata.row_group, range(self.metadata.num_row_groups))
         with self.errors():
@@ -464,8 +584,20 @@ class OpenedParquet:
         )
 
     def batches(self, columns: Sequence[str], group: int) -> Iterator[Any]:
-        """Those columns of a row group, some rows at a time; many bytes of an object
-        by pages.
+        """Yield some columns of a row group, at most :data:`READ_ROWS` rows at a time.
+
+        A remote row group of at most :data:`REQUEST_BYTES` is read in one piece. A
+        larger one and a local one are read page by page, to save memory.
+
+        Args:
+            columns: Names of the columns.
+            group: Number of the row group.
+
+        Yields:
+            Arrow record batches.
+
+        Raises:
+            ConfigError: The file is damaged or cannot be read.
         """
         if (
             filesystem.is_uri(self.path)
@@ -486,6 +618,12 @@ class OpenedParquet:
 
     @contextmanager
     def _open(self, metadata: Any = None, buffer: int = 0) -> Iterator[Any]:
+        """Open the file as a ``pyarrow.parquet.ParquetFile`` for a ``with`` block.
+
+        Args:
+            metadata: The footer, if it is already read.
+            buffer: Size in bytes of the buffer for reads, 0 for none.
+        """
         files, inner = filesystem.locate(self.path)
         options = {
             "metadata": metadata,
@@ -499,13 +637,17 @@ class OpenedParquet:
             yield parquet
 
     def errors(self, what: str = "Parquet file") -> AbstractContextManager[None]:
-        """What goes wrong inside the ``with`` is a ConfigError."""
+        """Return a context in which errors of reading become ConfigErrors.
+
+        Args:
+            what: What is read, for the error message.
+        """
         return filesystem.reading(f"{what} {self.path}")
 
 
 @filesystem.retry_transient
 def open_parquet(path: str, size: int) -> OpenedParquet:
-    """Read the footer of a file.
+    """Read the footer of a file, with more attempts if remote storage fails.
 
     Args:
         path: Local path or URI.
@@ -518,10 +660,29 @@ def open_parquet(path: str, size: int) -> OpenedParquet:
 
 
 class ParquetTable:
-    """Every row of the *.parquet files below ``path``, or of one, to be predicted:
-    label and split mean nothing. ``names`` as in :func:`read_parquet`. Rows are read
-    where and when they are wanted, a few hundred at a time. A row without an id is
-    ``FILE#NUMBER``.
+    """The rows of Parquet files that are only to be predicted.
+
+    Labels and splits are not read. The table has the methods of
+    :class:`~uno.data.inputs.Inputs`. Making it reads the footers
+    and looks for the first images. All other rows are read when they are needed, a few
+    hundred at a time. A row without an id is called ``row-NUMBER``, or ``FILE#NUMBER``
+    if the file has no column of ids.
+
+    Args:
+        path: Path or URI of a Parquet file, or of a folder.
+        names: Standard name of a column, such as "label" -> its name in the files.
+        rules: How a column of image paths is read.
+
+    Attributes:
+        source: The table itself, which reads rows by their numbers on any node.
+        first: No images: the rows show what they are only when they are read.
+        warnings: Empty, because no row is left out.
+        fingerprint: A hash of the names and footers of the files.
+        times: A hash of the times of the last changes of the files.
+
+    Raises:
+        ConfigError: There are no rows; a file is damaged or its columns cannot be used;
+            or the first rows have paths of which none leads to a file.
     """
 
     def __init__(
@@ -530,12 +691,13 @@ class ParquetTable:
         names: Mapping[str, str] = NO_NAMES,
         rules: PathRules = DEFAULT_RULES,
     ) -> None:
+        """Read the footers of the files, and look for the images of the first rows."""
         self._name, (self._root, files) = (
             f"parquet:{path}",
             parquet_files(path, rules.follow_links),
         )
         self._rules = rules
-        self.source: Any = self  # which reads rows by their numbers
+        self.source: Any = self
         self.first: Images = InMemory([])
         self.warnings: tuple[str, ...] = ()
         with ThreadPoolExecutor(FOOTERS) as pool:
@@ -545,9 +707,9 @@ class ParquetTable:
             raise ConfigError(
                 f"{self._name}: the files name their image column differently"
             )
-        # row where each begins
+        # the row where each row group begins, and the first row group of each file
         self._groups = np.cumsum([0, *chain.from_iterable(groups)])
-        self._first_group = np.cumsum([0, *map(len, groups)])  # of each file
+        self._first_group = np.cumsum([0, *map(len, groups)])
         self._image = columns[0]
         self.fingerprint = hashlib.sha256("".join(digests).encode()).hexdigest()
         self.times = hashlib.sha256(
@@ -559,7 +721,7 @@ class ParquetTable:
         if first.type in TEXT:
             find_images(
                 self._name, self._root, first.to_pylist(), True, rules
-            )  # which says it if none is there
+            )  # raises an error if none of the files exists
         elif pa.types.is_struct(first.type) and not any(
             value and value["bytes"] for value in first.to_pylist()
         ):
@@ -573,14 +735,27 @@ class ParquetTable:
         return int(self._groups[-1])
 
     def parts(self, numbers: Iterable[np.ndarray]) -> Iterator[Partition]:
-        """As of :class:`~uno.data.inputs.Inputs`."""
+        """Yield a partition for each array of row numbers.
+
+        The partitions hold only the numbers, because any node can read their ids and
+        images.
+        """
         return map(Partition, numbers)
 
     def read(
         self, part: Partition, sizes: Iterable[int]
     ) -> Iterator[tuple[Any, Images]]:
-        """As of :class:`~uno.data.inputs.Inputs`. ConfigError: a file is damaged, or
-        a path leads out.
+        """Read the ids and images of a partition.
+
+        Args:
+            part: The partition.
+            sizes: The number of rows of each batch.
+
+        Yields:
+            For each batch an Arrow array of its ids, and its images.
+
+        Raises:
+            ConfigError: A file is damaged, or a path leads out of the folder.
         """
         inside, tables = ImagePaths(self._root, self._rules), self._read(part.rows)
         ids, images = list[str](), list[Image]()
@@ -593,12 +768,20 @@ class ParquetTable:
             del ids[:size], images[:size]
 
     def _read(self, rows: np.ndarray) -> Iterator[tuple[list[str], Any]]:
-        """Ids and images of ``rows`` (n,), which grow, some at a time."""
+        """Read the ids and images of some rows, a few hundred rows at a time.
+
+        Args:
+            rows: Row numbers in ascending order, int64 (n,).
+
+        Yields:
+            The ids of some rows, and an Arrow array of their values in the image
+            column.
+        """
         of_rows = np.searchsorted(self._groups, rows, side="right") - 1
         for group in np.unique(of_rows).tolist():
             file = int(np.searchsorted(self._first_group, group, side="right")) - 1
             first = int(self._groups[group])
-            # rows of the file
+            # rows of the file before this row group
             before = first - int(self._groups[self._first_group[file]])
             wanted = rows[of_rows == group] - first
             name, path, size, id_column = self._files[file]
@@ -622,7 +805,19 @@ class ParquetTable:
                     break
 
     def _values(self, column: Any, inside: ImagePaths) -> list[Image]:
-        """The images of a column; ConfigError: a path leads out of the folder."""
+        """Return the images of an Arrow column.
+
+        Args:
+            column: Arrow array of bytes, text or struct<bytes, path>.
+            inside: Finds the files that paths in the column name.
+
+        Returns:
+            Bytes or the full path of each row, empty for a row without an image.
+
+        Raises:
+            ConfigError: The column is text, and one of its paths leads out of the
+                folder.
+        """
         found = _images_in(column, inside.find)
         for image, path in zip(
             found, column.to_pylist() if column.type in TEXT else (), strict=False
@@ -633,10 +828,16 @@ class ParquetTable:
 
 
 def _images_in(column: Any, inside: Callable[[str], str | None]) -> list[Image]:
-    """Images of a column: bytes, or else the path ``inside`` the folder.
+    """Return the images of an Arrow column: bytes, or else paths.
 
-    A row without either has an empty image; in a column of structs the image also says
-    why.
+    Args:
+        column: Arrow array of bytes, text or struct<bytes, path>.
+        inside: Returns the full path of a relative one, None if it is no file that may
+            be read.
+
+    Returns:
+        Bytes or the full path of each row. A row without either has an empty image; in
+        a column of structs the image also says why.
     """
     column = column.cast(plain_type(column.type))
     if column.type in BINARY:
@@ -656,7 +857,11 @@ def _images_in(column: Any, inside: Callable[[str], str | None]) -> list[Image]:
 
 
 def _without_image(path: str | bytes | None) -> str:
-    """Explain why a struct of bytes and path holds no image."""
+    """Return the reason why a row has no image, and what to do, for messages.
+
+    Args:
+        path: The path of the row in a column struct<bytes, path>, if it has one.
+    """
     fix = "embed the bytes of the image, or delete the row"
     if not path:
         return f"no image data: it has neither bytes nor a path; {fix}"
@@ -668,8 +873,18 @@ def _without_image(path: str | bytes | None) -> str:
 def _describe(
     file: filesystem.FileEntry, own: Mapping[str, str]
 ) -> tuple[tuple[str, str, int, str | None], list[int], str, str]:
-    """Of a file to predict: (name, path, size, id column), rows of each row group, a
-    hash of name and footer, the image column.
+    """Read the footer of a file that is to be predicted.
+
+    Args:
+        file: The file.
+        own: Standard name of a column, such as "label" -> its name in the file.
+
+    Returns:
+        The name, path, size in bytes and id column (or None) of the file; the number of
+        rows of each row group; a hash of the name and footer; and the image column.
+
+    Raises:
+        ConfigError: The file is damaged, or a column is missing or of a wrong type.
     """
     path, name, parquet = (
         file.path,
@@ -701,10 +916,22 @@ def _read_file(
     own: Mapping[str, str],
     folders: Mapping[str, str | int | None],
 ) -> tuple[Any, Names, Names, str, OpenedParquet]:
-    """One Parquet file as columns is_train and, where it or its ``folders`` have them,
-    id, label, eval_label, and image if these are paths; the class names and known
-    classes of its metadata; the name of the image column if that was left in the file,
-    because it holds bytes, else ''; and the opened file.
+    """Read one Parquet file, but for the bytes of its images.
+
+    Args:
+        file: The file.
+        own: Standard name of a column, such as "label" -> its name in the file.
+        folders: Column name -> value, by :func:`partition_columns`.
+
+    Returns:
+        An Arrow table with the column is_train; with id, label and eval_label, if the
+        file or its folders have them; and with image, if the images are paths. The
+        class names and the known classes of the metadata, empty if it has none. The
+        name of the image column, if it holds bytes and was not read; else ''. The
+        opened file.
+
+    Raises:
+        ConfigError: The file is damaged, or a column is missing or of a wrong type.
     """
     name, path = file.relative, file.path
     parquet = open_parquet(path, file.size)
@@ -769,12 +996,12 @@ def _read_file(
 def partition_columns(
     files: Sequence[filesystem.FileEntry],
 ) -> list[dict[str, str | int | None]]:
-    """Return what hive partitioning says of each file: the columns that its folders
-    are.
+    """Return the columns that the folders of each file stand for, by hive partitioning.
 
-    A folder ``split=test`` stands for a column ``split`` whose value is ``test`` in
-    every row below it. Values are unquoted (``a%20b``), ``__HIVE_DEFAULT_PARTITION__``
-    is null. The values of a column are whole numbers if they are so in all files.
+    A folder ``split=test`` stands for a column ``split`` with the value ``test`` in
+    every row below it. Values are unquoted (``a%20b``), and
+    ``__HIVE_DEFAULT_PARTITION__`` is null. The values of a column become int if all
+    files have whole numbers there.
 
     Args:
         files: The files, with paths relative to the folder that is the source.
@@ -796,7 +1023,11 @@ def partition_columns(
 
 
 def _hive_values(relative: str) -> dict[str, str | int | None]:
-    """Return column name -> value of the folders NAME=VALUE in a file's path."""
+    """Return the name and value of each folder NAME=VALUE in a file's path.
+
+    Raises:
+        ConfigError: Two folders have the same name, or one cannot be parsed.
+    """
     folder = posixpath.dirname(relative)
     pairs = [part for part in folder.split("/") if part.find("=") > 0]
     if not pairs:
@@ -815,8 +1046,13 @@ def _hive_values(relative: str) -> dict[str, str | int | None]:
 def present_columns(
     schema: Any, own: Mapping[str, str], folders: Mapping[str, str | int | None]
 ) -> list[str]:
-    """Return the columns of a Parquet file and its folders; these hold no ids or
-    images.
+    """Return the names of the columns of a Parquet file and of its folders.
+
+    Args:
+        schema: The Arrow schema of the file.
+        own: Standard name of a column, such as "label" -> its name in the file.
+        folders: Column name -> value, by :func:`partition_columns`. Folders cannot
+            stand for ids or images, so such names are left out.
     """
     of_rows = [own[ours] for ours in own if ours not in TRAINING_COLUMNS]
     names = [*schema.names, *(name for name in folders if name not in of_rows)]
@@ -834,13 +1070,14 @@ def columns_of_folders(
 
     Args:
         path: The file, as error messages name it.
-        theirs: What our columns are called in the source.
+        theirs: Standard name of a column -> its name in the source.
         folders: Column name -> value, by :func:`partition_columns`.
-        columns: The columns of the file itself, under our names.
-        num_rows: Rows of the file.
+        columns: The columns of the file itself, by their standard names.
+        num_rows: The number of rows of the file.
 
     Returns:
-        Our column name -> Arrow column that has the folder's value in every row.
+        Standard column name -> Arrow column with the folder's value in every row.
+        Columns that the file itself has are not among them.
 
     Raises:
         ConfigError: The file has the column as well, with another value.
@@ -866,8 +1103,14 @@ def columns_of_folders(
 
 
 def is_training(name: str) -> bool:
-    """Whether a file such as train-0-of-4.parquet or test/0000.parquet is for
-    training; others are.
+    """Return whether the rows of a file are for training, by its name.
+
+    Args:
+        name: Relative path, such as train-0-of-4.parquet or test/0000.parquet.
+
+    Returns:
+        False if the first word of the file's name, or else the name of its folder,
+        names test or validation.
     """
     words = [
         posixpath.basename(name).removesuffix(".parquet").split("-")[0],
@@ -877,6 +1120,16 @@ def is_training(name: str) -> bool:
 
 
 def _image_column(path: str, own: Mapping[str, str], columns: Sequence[str]) -> str:
+    """Return the name of the column of images.
+
+    Args:
+        path: The file, as error messages name it.
+        own: Standard name of a column, such as "label" -> its name in the file.
+        columns: The names of all columns.
+
+    Raises:
+        ConfigError: There is no such column, or two columns have the same name.
+    """
     image = own.get("image") or next((c for c in IMAGE_COLUMNS if c in columns), None)
     if image is None:
         raise ConfigError(f"{path}: {need_of_images(columns, IMAGE_COLUMNS)}")
@@ -891,8 +1144,18 @@ def check_names(
     columns: Iterable[str],
     images_only: bool = False,
 ) -> None:
-    """ConfigError: a needed column of ``names`` is not there, or one is almost named
-    as one of ours.
+    """Check that the columns that the user names are there.
+
+    Args:
+        path: The file, as error messages name it.
+        names: Standard name of a column, such as "label" -> its name in the file.
+        columns: The names of all columns.
+        images_only: Whether labels and splits are not read, so that these columns may
+            be missing.
+
+    Raises:
+        ConfigError: A named column is missing; or a column is called almost as label,
+            split or eval_label, for example ``Label``, and would be ignored.
     """
     present = list(columns)
     for ours, theirs in names.items():
@@ -914,7 +1177,15 @@ def check_names(
 
 
 def json_at(text: str | bytes, *names: str) -> Any:
-    """What JSON holds below ``names``, None where there is nothing of the kind."""
+    """Return a value inside a JSON document.
+
+    Args:
+        text: The JSON text.
+        *names: The keys that lead to the value, from the outermost object on.
+
+    Returns:
+        The value, None if there is none or the text is no JSON.
+    """
     try:
         value = filesystem.parse_json(text)
         for name in names:
@@ -925,15 +1196,21 @@ def json_at(text: str | bytes, *names: str) -> Any:
 
 
 def plain_type(kind: Any) -> Any:
-    """Return the type of an Arrow column's values without dictionary encoding and
-    views.
+    """Return the Arrow type that a column has without dictionary encoding and views.
+
+    Args:
+        kind: An Arrow type. For a dictionary, the type of its values is used. A view of
+            text or bytes becomes large text or bytes.
     """
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     return VIEWS.get(kind, kind)
 
 
 def without_views(table: Any) -> Any:
-    """Cast the columns of an Arrow table or batch that are views of text or bytes."""
+    """Cast the columns of an Arrow table or batch that are views of text or bytes.
+
+    Other columns stay as they are. See :data:`VIEWS`.
+    """
     for i, field in enumerate(table.schema):
         if field.type in VIEWS:
             kind = VIEWS[field.type]
@@ -944,7 +1221,15 @@ def without_views(table: Any) -> Any:
 
 
 def check_images(source: str, kind: Any) -> None:
-    """ConfigError: a column of that Arrow type holds no images."""
+    """Check that a column can hold images.
+
+    Args:
+        source: The source, as the error message names it.
+        kind: The Arrow type of the column.
+
+    Raises:
+        ConfigError: The type is neither bytes nor text nor a struct with bytes.
+    """
     kind = plain_type(kind)
     fields = (
         {field.name: field.type for field in kind} if pa.types.is_struct(kind) else {}
@@ -973,11 +1258,12 @@ def read_table(
     The columns are path (or image) and, where present, id, label, split and eval_label.
     An empty label is none.
 
-    Args: path: Local path or URI of the table. names: What our columns are called
-        there. rules: How image paths are read. By default they are relative to the
-        table. images_only: Whether rows are only to be predicted. Labels and splits are
-        then not
-            read, and a row without a path is an unreadable image.
+    Args:
+        path: Local path or URI of the table.
+        names: Standard name of a column, such as "label" -> its name in the table.
+        rules: How image paths are read. By default they are relative to the table.
+        images_only: Whether rows are only to be predicted. Labels and splits are then
+            not read, and a row without a path is an unreadable image.
 
     Raises:
         ConfigError: The file is no such table, or its images are not there.
@@ -1003,7 +1289,7 @@ def rows_of_table(
         path: The table, for errors.
         root: Folder or URI that image paths are relative to.
         table: The content of the table.
-        names: What our columns are called there.
+        names: Standard name of a column, such as "label" -> its name in the table.
         rules: How image paths are read.
         images_only: Whether labels and splits are not read.
 
@@ -1095,13 +1381,15 @@ def need_of_images(columns: Sequence[str], ours: Sequence[str]) -> str:
 def note_of_no_label(
     path: str, columns: Sequence[str], names: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """Return the note on a table that has no labels but other columns that may hold
-    them.
+    """Return a note on a table that has no column of labels.
 
     Args:
         path: The table.
         columns: The names of the columns that it has.
-        names: What our columns are called there.
+        names: Standard name of a column, such as "label" -> its name in the table.
+
+    Returns:
+        One line that suggests a column, nothing if no column can be the labels.
     """
     ours = {"path", "image", "img", "id", "split", "eval_label", "text", "embedding"}
     others = [
@@ -1116,7 +1404,20 @@ def note_of_no_label(
 
 
 def splits_in(source: str, given: Labels) -> np.ndarray:
-    """bool (N,): which rows are for training; those that say nothing are."""
+    """Return whether each row is for training.
+
+    Args:
+        source: The source, as the error message names it.
+        given: The split that each of N rows names. A row that names none is for
+            training.
+
+    Returns:
+        bool (N,).
+
+    Raises:
+        ConfigError: A split is not one of :data:`~uno.data.rows.SPLITS`, in any case of
+            letters.
+    """
     splits = [SPLITS.get(name.lower()) for name in given.classes]
     if None in splits:
         wrong = one_line(repr(given.classes[splits.index(None)]))

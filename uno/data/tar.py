@@ -1,8 +1,9 @@
 """Read tar shards in the layout of WebDataset.
 
 The members KEY.jpg (or another image) and KEY.cls or KEY.json of one shard are one row,
-in whatever order they are. A shard is scanned once for where its images lie; nothing is
-unpacked. What is found in remote shards is kept (:mod:`uno.data.tar_index`).
+in whatever order they are. A shard is scanned once for where its images lie, and
+nothing is unpacked. What is found in remote shards is kept
+(:mod:`uno.data.tar_index`).
 """
 
 from __future__ import annotations
@@ -32,14 +33,17 @@ from uno.errors import ConfigError, one_line
 from uno.limits import MAX_IMAGE_BYTES, MAX_MEMBER_BYTES, MAX_ROWS
 from uno.text import plural
 
-SCANNED = 16  # shards at once
-# that a scan reads at once, of a local file and of an object
+SCANNED = 16  # the number of shards that are scanned at once
+# The bytes that a scan reads at once; the key says whether the shard is remote.
 WINDOW_BYTES = {False: 2**14, True: 2**20}
-# between two images that are read in one piece all the same
+# The largest gap in bytes between two images that are read in one piece; the key says
+# whether the shard is remote.
 GAP_BYTES = {False: 2**12, True: 2**20}
-SPAN_BYTES = 8 * 2**20  # of a shard: what of an object is read together
-MAX_SHARDS = 10**6  # that a pattern names
-LABELS = ("label", "cls", "class")  # of a .json, the first that it has
+# The size of the spans that shards are divided into, in bytes. Only images that begin
+# in the same span are read in one piece. In remote shards these images form a group.
+SPAN_BYTES = 8 * 2**20
+MAX_SHARDS = 10**6  # the largest number of shards that a pattern may name
+LABELS = ("label", "cls", "class")  # keys of the label in KEY.json; the first counts
 COMPRESSED = {
     b"\x1f\x8b": "gzip",
     b"BZh": "bzip2",
@@ -47,8 +51,9 @@ COMPRESSED = {
     b"\x28\xb5\x2f\xfd": "zstd",
 }
 FILES = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
-# followed by text for the next
+# Types of headers that are followed by text about the next member.
 TEXTS = (tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE)
+# Types of members that are no files.
 WITHOUT_DATA = (
     tarfile.LNKTYPE,
     tarfile.SYMTYPE,
@@ -59,15 +64,22 @@ WITHOUT_DATA = (
     tarfile.GNUTYPE_LONGLINK,
     tarfile.XGLTYPE,
 )
-HIDDEN = re.compile(r"(^|/)(\.[^./]|__MACOSX(/|$))")  # what file managers leave behind
+HIDDEN = re.compile(r"(^|/)(\.[^./]|__MACOSX(/|$))")  # files that file managers add
 PACKED = re.compile(r"\.(tgz|tar\.\w+)$", re.IGNORECASE)
-RECORD = re.compile(rb"(\d{1,8}) ([^=]+)=")  # of an extended header: LENGTH NAME=VALUE
+RECORD = re.compile(rb"(\d{1,8}) ([^=]+)=")  # in an extended header: LENGTH NAME=VALUE
 
 
 @dataclass(frozen=True, eq=False)
 class TarImages(Images):
-    """Images inside ``shards``, last changed at ``shard_times`` int64; of each row its
-    shard int32 (N,), and where it is there, int64 (N,) each.
+    """N images inside tar shards.
+
+    Attributes:
+        shards: Path or URI of each shard.
+        shard_times: When each shard was last changed, ns since 1970, int64 (shards,).
+        shard: The position in ``shards`` of each image's shard, int32 (N,).
+        offset: Position of the first byte of each image in its shard, int64 (N,).
+        size: Size of each image in bytes, int64 (N,). It is 0 for members that are
+            links or sparse files, which are unreadable.
     """
 
     shards: Sequence[str]
@@ -80,11 +92,13 @@ class TarImages(Images):
         return len(self.shard)
 
     def read_images(self, rows: np.ndarray) -> list[Image]:
-        """The images of ``rows`` int64 (n,), in that order; neighbors are read in
-        one piece.
+        """Return the encoded images of ``rows``, int64 (n,), in that order.
+
+        Neighboring images are read in one piece. An image that is larger than
+        ``MAX_IMAGE_BYTES`` is cut to one byte more, so that decoding refuses it.
         """
         shard, start = self.shard[rows], self.offset[rows]
-        # of one that is refused anyway
+        # an image that is too large is refused later, so not all of it is read
         end = start + np.minimum(self.size[rows], MAX_IMAGE_BYTES + 1)
         found: list[Image] = [b""] * len(rows)
         for number in np.unique(shard).tolist():
@@ -96,44 +110,70 @@ class TarImages(Images):
         return found
 
     def groups(self, rows: np.ndarray) -> np.ndarray | None:
-        """Of objects their pieces of :data:`SPAN_BYTES`; a local image is read by
-        itself.
+        """Return which images are read together: those in the same span of a shard.
+
+        Args:
+            rows: Row numbers, int64 (n,).
+
+        Returns:
+            The span that each image begins in, numbered over all shards, int64 (n,). A
+            span has :data:`SPAN_BYTES`. None if the shards are local, where each image
+            is read by itself.
         """
         return self._pieces[rows] if self.shards and is_uri(self.shards[0]) else None
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
-        """Those of the members."""
+        """Return the size of each image in bytes, int64 (n,).
+
+        Args:
+            rows: Row numbers, int64 (n,).
+        """
         return self.size[rows]
 
     def times(self, rows: np.ndarray) -> np.ndarray:
-        """Those of the shards."""
+        """Return when the shard of each image was last changed.
+
+        Args:
+            rows: Row numbers, int64 (n,).
+
+        Returns:
+            ns since 1970, int64 (n,).
+        """
         return self.shard_times[self.shard[rows]]
 
     def content_keys(self, rows: np.ndarray) -> pa.Array:
-        """Sizes, as of files."""
+        """Return texts for the fingerprint of the data set: the size of each image.
+
+        Args:
+            rows: Row numbers, int64 (n,).
+
+        Returns:
+            An Arrow array of decimal numbers as text.
+        """
         return decimal(self.size[rows])
 
     def paths(self, rows: np.ndarray) -> list[str | None]:
-        """No image is a file of its own."""
+        """Return None for each row, because no image is a file of its own."""
         return [None] * len(rows)
 
     @property
     def is_remote(self) -> bool:
-        """Whether the shards are objects."""
+        """Whether the shards are in remote storage."""
         return any(map(is_uri, self.shards))
 
     def reader(self) -> TarImages:
-        """This: any node reads the shards."""
+        """Return this object, because any node can read the shards."""
         return self
 
     @cached_property
     def _pieces(self) -> np.ndarray:
+        """The span that each image begins in, numbered over all shards, int64 (N,)."""
         places = np.stack([self.shard, self.offset // SPAN_BYTES])
         return np.unique(places, axis=1, return_inverse=True)[1].reshape(-1)
 
 
 def read_tar(path: str, images_only: bool = False, follow_links: bool = False) -> Rows:
-    """Read the *.tar files of a folder, one file, or those that a pattern names.
+    """Read the *.tar files of a folder, one file, or the files that a pattern names.
 
     The members of one shard that have one key are a row, and its id is SHARD#KEY. The
     key is the name without the suffix of an image or label: ``cam 2.1_003`` of
@@ -143,8 +183,8 @@ def read_tar(path: str, images_only: bool = False, follow_links: bool = False) -
     member that is a link or sparse is an unreadable image.
 
     WebDataset itself ends a key at the first dot. So ``3.mask.png`` is another field of
-    the row ``3`` and no row of its own where ``3.png`` is there and no label belongs to
-    ``3.mask.png``: a warning counts such images, and labels that have no image.
+    the row ``3`` and no row of its own if ``3.png`` is there and no label belongs to
+    ``3.mask.png``. A warning counts such images, and labels that have no image.
 
     Args:
         path: A folder, a file, or a pattern with ``*``, ``{000..009}`` or ``{a,b}``.
@@ -152,8 +192,9 @@ def read_tar(path: str, images_only: bool = False, follow_links: bool = False) -
         follow_links: Whether shards may be links out of the folder.
 
     Raises:
-        ConfigError: There is no such file, one is compressed or no tar file, a label is
-            none, or it cannot be told which image it belongs to.
+        ConfigError: There is no such file or no image, a file is compressed or no tar
+            file, a label is neither a name nor a whole number, or it is not clear which
+            image a label belongs to.
     """
     source, shards = f"tar:{path}", _shards(path, follow_links)
     scans = scan_shards(
@@ -211,8 +252,11 @@ def read_tar(path: str, images_only: bool = False, follow_links: bool = False) -
 class Member(NamedTuple):
     """A member of a shard.
 
-    ``offset`` is the number of its first byte, ``size`` its bytes, and ``is_plain``
-    says whether these bytes are its content.
+    Attributes:
+        name: Its path in the shard.
+        offset: Position of its first byte in the shard.
+        size: Its size in bytes, or the bytes that are there if the shard is cut off.
+        is_plain: Whether these bytes are its content. False for links and sparse files.
     """
 
     name: str
@@ -222,23 +266,35 @@ class Member(NamedTuple):
 
     @property
     def suffix(self) -> str:
-        """What follows the last dot of the base name, in lower case; '' without a
-        dot.
+        """The suffix of the member: the text after the last dot of its base name.
+
+        It is in lower case, and '' if there is no dot. For ``a/cam 2.1_003.PNG`` it is
+        ``png``.
         """
         return self._base.rpartition(".")[2].lower() if "." in self._base else ""
 
     @property
     def key(self) -> str:
-        """The name without its suffix."""
+        """The key of the row that the member belongs to: its name without the suffix.
+
+        For ``a/cam 2.1_003.png`` it is ``a/cam 2.1_003``.
+        """
         return self.name.rpartition(".")[0] if "." in self._base else self.name
 
     @property
     def _base(self) -> str:
+        """The base name of the member, without its folders."""
         return self.name.rpartition("/")[2]
 
 
 class Told(NamedTuple):
-    """What extended headers say of the member that follows them."""
+    """What extended headers say about the member that follows them.
+
+    Attributes:
+        name: Its path, '' if they do not say it.
+        size: Its size in bytes, None if they do not say it.
+        is_sparse: Whether it is a sparse file.
+    """
 
     name: str = ""
     size: int | None = None
@@ -246,8 +302,20 @@ class Told(NamedTuple):
 
 
 class Shard:
-    """A tar file whose headers are read in order. Errors are ConfigErrors that name
-    it.
+    """A tar file with headers that are read in order.
+
+    Its methods raise ConfigError, which names the file, if the file cannot be read or
+    is damaged.
+
+    Args:
+        found: The file.
+
+    Attributes:
+        path: Path or URI of the file.
+        name: Its path below the source, as text.
+        size: Its size in bytes.
+        is_cut: Whether the file ends inside a member or header. It is complete when
+            :meth:`members` is exhausted.
     """
 
     def __init__(self, found: FileEntry) -> None:
@@ -262,8 +330,10 @@ class Shard:
         self._start, self._data, self._window = 0, b"", WINDOW_BYTES[is_uri(self.path)]
 
     def members(self) -> Iterator[Member]:
-        """Those that are not hidden, in order; the last may be cut off. Memory: that
-        of one header.
+        """Yield the files and links of the shard in order.
+
+        Hidden files, such as file managers add, are left out. Only one header is in
+        memory at a time. The last member may be cut off.
         """
         at, told = 0, Told()
         while (info := self._header(at)) is not None:
@@ -288,7 +358,7 @@ class Shard:
                     )
                 told = Told()
             elif info.type not in (tarfile.GNUTYPE_LONGLINK, tarfile.XGLTYPE):
-                if info.type != tarfile.DIRTYPE:  # a link
+                if info.type != tarfile.DIRTYPE:  # a link or a device
                     yield Member(
                         (told.name or info.name).removeprefix("./"), at, 0, False
                     )
@@ -296,7 +366,15 @@ class Shard:
             at += -(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
 
     def _header(self, at: int) -> tarfile.TarInfo | None:
-        """The header at a byte; None: there is none any more."""
+        """Read the header at a position in bytes.
+
+        Returns:
+            The header, None at the end of the archive.
+
+        Raises:
+            ConfigError: The file is compressed, or there is something else at this
+                position.
+        """
         block = self.read(at, tarfile.BLOCKSIZE) if at < self.size else b""
         packed = next(
             (name for magic, name in COMPRESSED.items() if block.startswith(magic)),
@@ -321,7 +399,15 @@ class Shard:
         return info
 
     def _told(self, info: tarfile.TarInfo, at: int) -> Told:
-        """What a header that is followed by text says of the next member."""
+        """Read an extended header.
+
+        Args:
+            info: The header.
+            at: Position in bytes of the text that follows it.
+
+        Raises:
+            ConfigError: The text is too long, or no list of names and values.
+        """
         text = self.text(at, info.size, "a header")
         if info.type == tarfile.GNUTYPE_LONGNAME:
             return Told(text.rstrip(b"\0").decode(errors="surrogateescape"))
@@ -341,7 +427,13 @@ class Shard:
         )
 
     def _map_bytes(self, info: tarfile.TarInfo, at: int) -> int:
-        """Bytes of the blocks that say where the holes of a sparse file are."""
+        """Return the size of the blocks that describe the holes of a sparse file.
+
+        Args:
+            info: The header of a member. The size is 0 if it is no sparse file of GNU
+                tar.
+            at: Position in bytes after the header.
+        """
         num = 0
         more = info.type == tarfile.GNUTYPE_SPARSE and self.read(at - 30, 1) not in (
             b"",
@@ -353,7 +445,16 @@ class Shard:
         return num
 
     def text(self, at: int, size: int, what: str) -> bytes:
-        """Some bytes, which must not be many."""
+        """Read some bytes that must not be many.
+
+        Args:
+            at: Position of the first byte.
+            size: The number of bytes.
+            what: What is read, for the error message.
+
+        Raises:
+            ConfigError: ``size`` is larger than ``MAX_MEMBER_BYTES``.
+        """
         if size > MAX_MEMBER_BYTES:
             raise ConfigError(
                 f"{self.path}: {what} has {size:,} bytes, more than"
@@ -363,7 +464,14 @@ class Shard:
 
     @filesystem.retry_transient
     def read(self, at: int, num: int) -> bytes:
-        """``num`` bytes, fewer at the end."""
+        """Read ``num`` bytes of the file from the position ``at``.
+
+        The result is shorter at the end of the file. The bytes that follow are read
+        ahead, so that the next calls need no access.
+
+        Raises:
+            ConfigError: The file cannot be read.
+        """
         if not self._start <= at <= at + num <= self._start + len(self._data):
             with filesystem.reading(self.path):
                 self._start, self._data = (
@@ -374,13 +482,23 @@ class Shard:
 
 
 LabelMembers = dict[str, dict[str, Any]]
-"""Suffix ("cls" first, "json") -> key -> label, None for none, a ConfigError: why
-not.
+"""The labels of a shard: suffix ("cls", then "json") -> key -> label.
+
+A label is None if it is missing, and a ConfigError if it cannot be read.
 """
 
 
 def _scan(found: FileEntry, images_only: bool) -> ShardScan:
-    """Read the headers and labels of a shard, and join images and labels by key."""
+    """Read the headers and labels of a shard, and join images and labels by key.
+
+    Args:
+        found: The shard.
+        images_only: Whether labels are not read.
+
+    Raises:
+        ConfigError: The shard cannot be read, has too many images, two images or two
+            equal labels of one key, or a label of an image cannot be read.
+    """
     shard, others = Shard(found), Counter[str]()
     images: dict[str, Member] = {}
     labels: LabelMembers = {"cls": {}, "json": {}}
@@ -438,21 +556,38 @@ def _scan(found: FileEntry, images_only: bool) -> ShardScan:
 
 
 class _Label(NamedTuple):
-    """The label that counts of a key: its suffix, and its value or why it has none."""
+    """The label of a key that counts.
+
+    Attributes:
+        suffix: Suffix of the member that it is in: "cls", "json", or '' for none.
+        value: The label, None if it is missing, or a ConfigError that says why it
+            cannot be read.
+    """
 
     suffix: str
     value: Any
 
     @property
     def is_given(self) -> bool:
-        """Whether somebody wrote a label: JSON that is none may be about anything."""
+        """Whether somebody wrote a label.
+
+        A JSON file that cannot be read as a label does not count, because it may be
+        about anything.
+        """
         is_other_json = self.suffix == "json" and isinstance(self.value, ConfigError)
         return not is_missing(self.value) and not is_other_json
 
 
 def _label_of(labels: LabelMembers, key: str) -> _Label:
-    """Return the label of a key: KEY.cls before KEY.json, suffix '' if it has
-    neither.
+    """Return the label of a key.
+
+    Args:
+        labels: The labels of the shard.
+        key: The key of a row.
+
+    Returns:
+        The label in KEY.cls, or the one in KEY.json if that is missing. The suffix is
+        '' if the key has neither.
     """
     present = [
         _Label(suffix, labels[suffix][key])
@@ -469,11 +604,20 @@ def _fields_of_others(
     labels: LabelMembers,
     images_only: bool,
 ) -> dict[str, tuple[str, str]]:
-    """Return the keys of images that are a field of another row: the image, and the
-    row's.
+    """Return the images that are a field of another row, by WebDataset's rule for keys.
+
+    Args:
+        shard: The shard, for the error message.
+        images: The images of the shard by key.
+        labels: The labels of the shard.
+        images_only: Whether labels are not read.
+
+    Returns:
+        Key of each such image -> its name, and the name of the other row's image.
 
     Raises:
-        ConfigError: Only such images are there for a label: any could be meant.
+        ConfigError: A label has no image of its own key, but images that WebDataset
+            would give its key. It is then not clear which image is meant.
     """
     fields = dict[str, tuple[str, str]]()
     for key, image in images.items():
@@ -497,8 +641,13 @@ def _fields_of_others(
 
 
 def _warnings(scans: Sequence[ShardScan]) -> list[str]:
-    """Return a line about labels without an image and one about images that are
-    fields.
+    """Return warnings about labels without an image, and about images left out.
+
+    Args:
+        scans: The content of each shard.
+
+    Returns:
+        At most one line for each of the two.
     """
     lines = []
     lost = [(scan, name) for scan in scans for name in scan.lost_labels.values()]
@@ -522,7 +671,15 @@ def _warnings(scans: Sequence[ShardScan]) -> list[str]:
 
 
 def _notes(scans: Sequence[ShardScan]) -> list[str]:
-    """Return a line for each shard that is cut off, and one about members not read."""
+    """Return notes about what the scan of the shards did not read.
+
+    Args:
+        scans: The content of each shard.
+
+    Returns:
+        A line for each shard that is cut off, and one about members that are neither
+        image nor label.
+    """
     lines = [
         f"{scan.name} is truncated: it ends inside a member"
         for scan in scans
@@ -540,7 +697,13 @@ def _notes(scans: Sequence[ShardScan]) -> list[str]:
 def _refuse_labels_in_other_shards(
     source: str, scans: Sequence[ShardScan], ids: Text, labels: Labels
 ) -> None:
-    """Refuse labels whose image is in another shard and would count as unlabeled.
+    """Refuse labels with an image in another shard, which would count as unlabeled.
+
+    Args:
+        source: Name of the source in messages.
+        scans: The content of each shard.
+        ids: The ids of all N rows.
+        labels: The labels of all N rows.
 
     Raises:
         ConfigError: There is such a label.
@@ -567,15 +730,17 @@ def _refuse_labels_in_other_shards(
 
 
 def _shown(name: str) -> str:
-    """Return the name of a member for an error line."""
+    """Return the name of a member as it stands in an error line."""
     return one_line(repr(valid_text(name)))
 
 
 def _read_label(shard: Shard, member: Member) -> Any:
-    """Return what KEY.cls or KEY.json says, or the ConfigError why it says nothing.
+    """Read the label in a member KEY.cls or KEY.json.
 
-    The error is returned, because most JSON files that are no label have no image
-    either.
+    Returns:
+        The label, None if a JSON file has none, or the ConfigError that says why it
+        cannot be read. The error is not raised here, because most JSON files that are
+        no label have no image either.
     """
     where = f"{shard.path}: {_shown(member.name)}"
     if not member.is_plain:
@@ -599,8 +764,21 @@ def _read_label(shard: Shard, member: Member) -> Any:
 
 @filesystem.retry_transient
 def _read_images(path: str, start: np.ndarray, end: np.ndarray) -> list[bytes]:
-    """The bytes from ``start`` to ``end``, int64 (n,) each, in order; neighbors in
-    one piece.
+    """Read byte ranges of a shard.
+
+    Neighboring ranges are read in one piece, see :data:`GAP_BYTES` and
+    :data:`SPAN_BYTES`.
+
+    Args:
+        path: Path or URI of the shard.
+        start: Position of the first byte of each range in ascending order, int64 (n,).
+        end: Position after the last byte of each range, int64 (n,).
+
+    Returns:
+        The bytes of each range.
+
+    Raises:
+        ConfigError: The shard cannot be read.
     """
     far = start[1:] - end[:-1] > GAP_BYTES[is_uri(path)]
     far |= start[1:] // SPAN_BYTES != start[:-1] // SPAN_BYTES
@@ -614,18 +792,43 @@ def _read_images(path: str, start: np.ndarray, end: np.ndarray) -> list[bytes]:
 
 
 def _split(name: str) -> str:
-    """train or test, by the words of a shard's name or its folder."""
+    """Return the split of a shard, "train" or "test".
+
+    It follows from the first word in the name of the file that names a split, else from
+    the name of its folder; "train" if neither says anything.
+    """
     folder, _, file = f"/{name}".rpartition("/")
     words = [*re.split(r"[-_.]", file.lower()), folder.rpartition("/")[2].lower()]
     return next((SPLITS[word] for word in words if word in SPLITS), "train")
 
 
 def _shards(path: str, follow_links: bool) -> list[FileEntry]:
-    """Return the tar files that a path or pattern names, in order."""
+    """Return the tar files that a path or pattern names, in order.
+
+    The size and the time of remote files are looked up.
+
+    Args:
+        path: A path or URI of a file or folder, or a pattern.
+        follow_links: Whether links may lead out of the folder.
+
+    Raises:
+        ConfigError: There are none, or too many.
+    """
     return filesystem.with_remote_facts(_named_shards(path, follow_links))
 
 
 def _named_shards(path: str, follow_links: bool) -> list[FileEntry]:
+    """List the tar files that a path or pattern names.
+
+    The size and the time of remote files are -1 if no listing gave them.
+
+    Args:
+        path: A path or URI of a file or folder, or a pattern.
+        follow_links: Whether links may lead out of the folder.
+
+    Raises:
+        ConfigError: There are none, or too many.
+    """
     kind = filesystem.kind(path)
     if kind == "file":
         return [FileEntry(filesystem.split(path)[1], path, *filesystem.stat_of(path))]
@@ -647,6 +850,18 @@ def _named_shards(path: str, follow_links: bool) -> list[FileEntry]:
 
 
 def _matching(pattern: str, follow_links: bool) -> list[FileEntry]:
+    """Return the files that a pattern names.
+
+    Args:
+        pattern: A path or URI with ``*``, which stands for any characters but "/", and
+            with ``{000..009}`` or ``{a,b}``.
+        follow_links: Whether links may lead out of the folder before the first ``*`` or
+            ``{``.
+
+    Raises:
+        ConfigError: There is no such file, or the pattern names more than
+            :data:`MAX_SHARDS`.
+    """
     base, mark, options = (
         pattern.partition("?") if is_uri(pattern) else (pattern, "", "")
     )
@@ -671,7 +886,11 @@ def _matching(pattern: str, follow_links: bool) -> list[FileEntry]:
 
 
 def _expanded(pattern: str) -> Iterator[str]:
-    """The names that ``{000..009}`` and ``{a,b}`` stand for."""
+    """Yield the names that a pattern with braces stands for.
+
+    ``{000..009}`` stands for the numbers from 000 to 009, and ``{a,b}`` for a and b.
+    ``*`` stays.
+    """
     braces = re.search(r"\{([^{}]*)\}", pattern)
     if braces is None:
         yield pattern

@@ -1,9 +1,9 @@
 """An index of remote tar shards: where their images lie, and their labels.
 
-To find the images of a shard its headers are scanned, and of an object store most of
-the shard is transferred for that. The index keeps the result in the cache directory of
-the user. A later start reads the index and scans only shards whose size or time of the
-last change is another.
+To find the images of a shard its headers are scanned, for which most of the shard is
+transferred from an object store. The index keeps the result in the cache directory of
+the user. A later start reads the index and scans only new shards, and shards with
+another size or time of the last change.
 """
 
 import hashlib
@@ -26,10 +26,10 @@ from uno.data.files import FileEntry, Storage, is_uri
 from uno.data.mapped import user_cache
 from uno.errors import StorageError, one_line
 
-VERSION = 1  # of what a scan finds and how it is stored
+VERSION = 1  # version of what a scan finds and how it is stored
 FOLDER = "tar-index"
-FACTS = b"uno"  # key of the shards in the metadata of the file
-# what the content of a damaged index leads to
+FACTS = b"uno"  # key under which the metadata of the file describes the shards
+# errors that a damaged index can lead to while it is parsed
 DAMAGED = (ValueError, KeyError, TypeError)
 SETTLED_NS = 2 * 10**9  # a shard may change again in the same tick of its clock
 
@@ -37,17 +37,18 @@ log = logging.getLogger(__name__)
 
 
 class ShardScan(NamedTuple):
-    """What a shard holds.
+    """The content of a shard, as its scan found it.
 
     Attributes:
         name: The path of the shard below the source, as text.
         keys: The keys of its N images.
-        offsets: int64 (N,), the first byte of each image.
-        sizes: int64 (N,), the bytes of each image.
+        offsets: Position of the first byte of each image in the shard, int64 (N,).
+        sizes: Size of each image in bytes, int64 (N,).
         labels: The label of each image as it is in the shard, None for none.
-        lost_labels: Key -> member, of labels whose key has no image.
-        left_out: Key -> (image that is a field of another row, image of that row).
-        others: The suffixes of members that are neither image nor label.
+        lost_labels: Labels without an image of the same key: key -> name of the member.
+        left_out: Images that are a field of another row: key -> names of this image and
+            of the image of that row.
+        others: The number of members that are neither image nor label, by their suffix.
         is_cut: Whether the shard ends inside a member.
     """
 
@@ -75,15 +76,16 @@ def scan_shards(
 ) -> list[ShardScan]:
     """Scan shards, or read from the index what an earlier scan has found.
 
-    The index is a Parquet file in the user's cache directory. It serves a shard whose
-    path, size and time of the last change are those of the scan; other shards are
-    scanned again, and the index is written anew.
+    The index is a Parquet file in the user's cache directory. It serves a shard if its
+    path, its size and the time of its last change are those of the scan. Other shards
+    are scanned again, and the index is written anew. Local shards are always scanned.
 
     Args:
         root: The folder, file or pattern that names the shards.
-        shards: The shards; those in remote storage are indexed.
+        shards: The shards.
         scan: Scans one shard.
-        settings: What ``scan`` depends on besides the shard.
+        settings: Text that names what the result of ``scan`` depends on besides the
+            shard. Other settings have an index of their own.
         threads: The number of shards that are scanned at once.
 
     Returns:
@@ -111,12 +113,20 @@ def scan_shards(
 
 
 def _identity(shard: FileEntry) -> Identity:
-    """Return the path, size and time of change of a shard, by which it is found."""
+    """Return the path, the size and the time of the last change of a shard."""
     return shard.relative, shard.size, shard.time
 
 
 def _read(place: str) -> dict[Identity, ShardScan]:
-    """Return what is in an index, nothing if there is none or it is damaged."""
+    """Read an index of tar shards.
+
+    Args:
+        place: Path of the index below the cache directory.
+
+    Returns:
+        The content of each shard in the index. Empty if there is no index, or if it is
+        damaged. A warning is then logged.
+    """
     try:
         data = Storage(os.path.expanduser(user_cache())).find(place)
         if data is None:
@@ -152,9 +162,15 @@ def _read(place: str) -> dict[Identity, ShardScan]:
 
 
 def _labels(column: Any) -> list[Any]:
-    """Decode a dictionary-encoded Arrow column of JSON texts; null is None.
+    """Decode the labels of an index.
 
     Equal labels are one object, which saves memory.
+
+    Args:
+        column: A dictionary-encoded Arrow column of JSON texts.
+
+    Returns:
+        The label of each row, None for null.
     """
     texts = column.combine_chunks()
     values = [json.loads(text) for text in texts.dictionary.to_pylist()]
@@ -163,7 +179,14 @@ def _labels(column: Any) -> list[Any]:
 
 
 def _write(place: str, scans: dict[Identity, ShardScan]) -> None:
-    """Write an index. A warning says if the cache directory does not take it."""
+    """Write an index of tar shards.
+
+    If the cache directory cannot be written, a warning is logged.
+
+    Args:
+        place: Path of the index below the cache directory.
+        scans: The content of each shard.
+    """
     facts = [
         {
             "identity": identity,
@@ -206,5 +229,5 @@ def _write(place: str, scans: dict[Identity, ShardScan]) -> None:
 
 
 def _joined(arrays: list[np.ndarray]) -> np.ndarray:
-    """Concatenate arrays of int64; no array gives an empty one."""
+    """Concatenate arrays int64 (n,). The result is empty if there are none."""
     return np.concatenate([np.zeros(0, np.int64), *arrays])

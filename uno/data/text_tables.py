@@ -21,7 +21,7 @@ SEPARATORS = {",": "','", ";": "';'", "\t": "tabs", "|": "'|'"}
 """Each separator that is recognized, and its name in a note."""
 BYTE_ORDER_MARKS = {
     codecs.BOM_UTF8: "utf-8-sig",
-    codecs.BOM_UTF32_LE: "utf-32",  # before UTF-16, whose mark is its beginning
+    codecs.BOM_UTF32_LE: "utf-32",  # first, because it begins with the mark of UTF-16
     codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
@@ -58,15 +58,16 @@ def read_text_table(path: str) -> TextTable:
 def read_csv(path: str) -> TextTable:
     """Read a CSV file whose first line names the columns.
 
-    Spaces after a separator do not count. The separator is the one that gives the
-    first line the most columns, and a comma if several do. A first line ``sep=;``, as
-    Excel writes it, names the separator instead.
+    Spaces after a separator are ignored. The separator is the one that gives the first
+    line the most columns, and a comma if several do. A first line ``sep=;``, as Excel
+    writes it, names the separator instead.
 
     Args:
         path: Local path or URI of the file.
 
     Raises:
-        ConfigError: The file is not CSV, or a row has more values than the first line.
+        ConfigError: The file is not CSV, a row has more values than the first line, or
+            two columns have the same name.
     """
     text = _read_text(path)
     first_line = text.splitlines()[0] if text else ""
@@ -103,13 +104,17 @@ def read_csv(path: str) -> TextTable:
 
 
 def read_jsonl(path: str) -> TextTable:
-    """Read a file with one JSON object on each line.
+    """Read a file with one JSON object on each line. Empty lines are ignored.
 
     Args:
         path: Local path or URI of the file.
 
+    Returns:
+        A table with all names of the objects as columns, None where an object lacks
+        one.
+
     Raises:
-        ConfigError: A line is not a JSON object.
+        ConfigError: A line is not a JSON object, or an object has a name twice.
     """
     records, lines = list[dict[str, Any]](), list[int]()
     for number, line in enumerate(_read_text(path).split("\n"), start=1):
@@ -117,7 +122,7 @@ def read_jsonl(path: str) -> TextTable:
             continue
         try:
             record = filesystem.parse_json(line, _object_of)
-            if "\\u" in line:  # half a surrogate pair is no text
+            if "\\u" in line:  # half of a surrogate pair is no valid text
                 json.dumps(record, ensure_ascii=False).encode()
         except ValueError as error:
             raise ConfigError(
@@ -137,21 +142,28 @@ def read_jsonl(path: str) -> TextTable:
 
 
 def _many_lines(line: str) -> str:
-    """The end of an error line if a file seems to hold one JSON document."""
+    """Return advice for an error line if a line begins a longer JSON document.
+
+    The result is '' unless the line begins a JSON list or is ``{`` alone.
+    """
     if not line.lstrip().startswith("[") and line.strip() != "{":
         return ""
     return "; write one object a line (pandas: to_json(orient='records', lines=True))"
 
 
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a JSON object. Raises ValueError if two of its values have one name."""
+    """Make a dictionary of the names and values of a JSON object.
+
+    Raises:
+        ValueError: Two values have the same name.
+    """
     if (name := _first_repeated([name for name, _ in pairs])) is not None:
         raise ValueError(f"{name!r} twice in an object")
     return dict(pairs)
 
 
 def _first_repeated(names: Sequence[str]) -> str | None:
-    """Return the first name that an earlier one equals, or None."""
+    """Return the first name that equals an earlier one, None if all are different."""
     seen = set[str]()
     for name in names:
         if name in seen:
@@ -161,19 +173,25 @@ def _first_repeated(names: Sequence[str]) -> str | None:
 
 
 def _separator_of(header: str) -> str:
-    """Return the separator that gives the first line of a CSV file most columns."""
+    """Return the separator that gives the first line of a CSV file the most columns."""
 
     def num_columns(separator: str) -> int:
+        """Return the number of columns of the first line, 0 if it is not valid CSV."""
         try:
             return len(next(csv.reader([header], delimiter=separator), []))
         except csv.Error:  # reading the whole file raises it again
             return 0
 
-    return max(SEPARATORS, key=num_columns)  # of equal ones the first: the comma
+    return max(SEPARATORS, key=num_columns)  # the first, the comma, of equal ones
 
 
 def _read_text(path: str) -> str:
-    """Read a table of text. Raises ConfigError if it is too large or not UTF-8."""
+    """Read the text of a file, which is UTF-8 unless a byte order mark says otherwise.
+
+    Raises:
+        ConfigError: The file cannot be read, has more than ``MAX_TABLE_BYTES`` bytes or
+            ``MAX_ROWS`` lines, or is not text in this encoding.
+    """
     data = filesystem.read_whole(path, MAX_TABLE_BYTES)
     encoding = next(
         (name for mark, name in BYTE_ORDER_MARKS.items() if data.startswith(mark)),

@@ -1,6 +1,7 @@
-"""Vectors that another program made stand in the place of images: frozen features that
-came from elsewhere. The source is their cache, and nothing is encoded. A picture or
-text of a row is only for people.
+"""Read vectors that another program made, to use them in the place of images.
+
+The vectors are used as the features of a frozen encoder, so nothing is encoded. A
+picture or a text of a row is only shown to people.
 """
 
 from __future__ import annotations
@@ -41,12 +42,15 @@ from uno.errors import ConfigError, StorageError, one_line
 from uno.limits import MAX_NPZ_BYTES, MAX_ROWS
 from uno.text import plural
 
-NEIGHBORS, NEAR_ROWS, COSINE_ROWS = 5, 20_000, 512  # of a row; among so many; at once
-# compared in all: a minute; among so many at least
+# The number of neighbors of a row, the largest number of rows among which they are
+# searched, and the number of rows that are compared with all of these at once.
+NEIGHBORS, NEAR_ROWS, COSINE_ROWS = 5, 20_000, 512
+# The largest number of pairs of rows that are compared, which takes a minute; and the
+# number of rows among which neighbors are searched even if that makes more pairs.
 NEAR_PAIRS, LEAST_NEAR_ROWS = 2 * 10**9, 1_000
-METADATA = b"uno.vectors"  # of a file that is ours
+METADATA = b"uno.vectors"  # key in the metadata of files that this module writes
 ARRAYS = (".npy", ".npz")
-# by np.load, of damaged files and of those that need a feature it lacks
+# Errors that np.load raises for damaged files, and for files that it cannot read.
 UNREADABLE = (
     OSError,
     ValueError,
@@ -57,7 +61,7 @@ UNREADABLE = (
     zipfile.BadZipFile,
     zlib.error,
 )
-MANY_NUMBERS = 8  # columns of floats, beyond which they seem to be one vector
+MANY_NUMBERS = 8  # more columns of floats than this seem to be one vector
 CSV_FIX = "text; save its numbers with np.save(FILE, np.loadtxt(CSV, delimiter=','))"
 COLUMNS = ("id", "embedding", "label", "eval_label", "split", "path", "text")
 LIST = pa.large_list(pa.float32())
@@ -65,9 +69,14 @@ LIST = pa.large_list(pa.float32())
 
 @dataclass(frozen=True, eq=False)
 class Vectors(Images):
-    """``values`` float32 (N, V, D), V views of each row, zeros where one of the N
-    ``reasons`` says why a row has none; ``shown``: pictures of the rows; ``words``:
-    text of each, in an Arrow array.
+    """The vectors of N rows, in the place of images.
+
+    Attributes:
+        values: float32 (N, V, D), V views of each row, the one for evaluation first.
+            Rows without a usable vector have zeros.
+        reasons: For each row the reason why it has no usable vector, or None.
+        shown: Pictures of the rows, None if the source has none.
+        words: Arrow array with a text of each row, None if the source has none.
     """
 
     values: Tensor
@@ -77,7 +86,15 @@ class Vectors(Images):
 
     @classmethod
     def of(cls, given: Any, what: str = "embeddings") -> Vectors:
-        """Of numbers as :func:`~uno.data.from_python.float_vectors` takes them."""
+        """Make vectors of numbers that a caller passes.
+
+        Args:
+            given: Numbers as :func:`~uno.data.from_python.float_vectors` takes them.
+            what: The name of the argument, for messages.
+
+        Raises:
+            ConfigError: These are no such numbers.
+        """
         values = float_vectors(given, what)
         return cls(*checked(values, [None] * len(values)))
 
@@ -85,19 +102,31 @@ class Vectors(Images):
         return len(self.values)
 
     def read_images(self, rows: np.ndarray) -> list[Image]:
-        """The first view of each, float32 (D,)."""
+        """Return the first view of each row, in the place of an image.
+
+        Args:
+            rows: Row numbers, int64 (n,).
+
+        Returns:
+            n arrays float32 (D,).
+        """
         return list(self.values[torch.from_numpy(rows), 0].numpy())
 
     def content_keys(self, rows: np.ndarray) -> Iterator[bytes]:
-        """All views of each."""
+        """Yield the bytes of all views of each row, for the fingerprint."""
         return (self.values[row].numpy().tobytes() for row in rows.tolist())
 
     def paths(self, rows: np.ndarray) -> list[str | None]:
-        """Those of the pictures."""
+        """Return the path of each row's picture, None for a row without picture."""
         return [None] * len(rows) if self.shown is None else self.shown.paths(rows)
 
     def vectors(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]]:
-        """These; of rows in a row without a copy."""
+        """Return the vectors of ``rows``, int64 (n,).
+
+        Returns:
+            float32 (n, V, D), which shares its memory with ``values`` if the rows are
+            consecutive; and the reasons of rows without a usable vector.
+        """
         in_a_row = (
             len(rows)
             and rows[-1] - rows[0] + 1 == len(rows)
@@ -111,16 +140,24 @@ class Vectors(Images):
         return self.values[own], [self.reasons[row] for row in rows.tolist()]
 
     def prepared(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]]:
-        """The first view of each, (n, D)."""
+        """Return the first view of each row, the one for evaluation.
+
+        Args:
+            rows: Row numbers, int64 (n,).
+
+        Returns:
+            float32 (n, D); and for each row the reason why it has no usable vector, or
+            None.
+        """
         values, reasons = self.vectors(rows)
         return values[:, 0], reasons
 
     def pictures(self) -> Images | None:
-        """Of the source."""
+        """Return the pictures that a report shows for the rows, or None."""
         return self.shown
 
     def captions(self, rows: np.ndarray) -> list[str | None]:
-        """The text of each."""
+        """Return the text that a report shows for each row, None for no text."""
         return (
             [None] * len(rows)
             if self.words is None
@@ -131,8 +168,18 @@ class Vectors(Images):
 def checked(
     values: Tensor, reasons: list[str | None]
 ) -> tuple[Tensor, list[str | None]]:
-    """``values`` (N, V, D) with zeros in the place of rows that cannot be used, and
-    the reason of each.
+    """Find rows that cannot be used, and set their vectors to zeros.
+
+    A row cannot be used if it has a reason already, or if any of its views has numbers
+    that are not finite, or is a vector of zeros.
+
+    Args:
+        values: float32 (N, V, D). It is not changed.
+        reasons: For each row the reason why it has no usable vector, or None. Reasons
+            that are found are added to this list.
+
+    Returns:
+        ``values``, or a copy with zeros if rows cannot be used; and ``reasons``.
     """
     for start in range(0, len(values), PIECE_ROWS):
         part = values[start : start + PIECE_ROWS]
@@ -160,15 +207,28 @@ def read_vectors(
     images_only: bool = False,
     rules: PathRules = DEFAULT_RULES,
 ) -> Rows:
-    """The *.parquet files of a folder, or one file, with a column ``embedding`` (lists
-    of one length of numbers), and where present id, label, eval_label, split, image or
-    path (shown in the report) and text; or a .npy or .npz file of numbers (N, D), with
-    those columns in a .csv of the same name, or as other arrays of the .npz. Rows of
-    one id are views of it, the first is for evaluation. ``rules``: how ``path`` is
-    read. ``names`` as in :func:`~uno.data.tables.read_parquet`; with ``images_only``
-    labels and splits are not read. Rows without a usable vector are unreadable ones.
-    ConfigError: no such file or column, or rows of one id that differ in label or
-    split.
+    """Read vectors with their ids, labels and pictures.
+
+    Parquet files have a column ``embedding`` with lists of D numbers. They may also
+    have id, label, eval_label, split, text, and image or path, which the report shows.
+    A .npy or .npz file holds numbers (N, D). It may have the same columns beside it: in
+    a .csv file of the same name, or as other arrays of the .npz file.
+
+    Rows with the same id become one row with several views. The first is the one for
+    evaluation. A row with fewer views than others repeats its own. A row without a
+    usable vector is an unreadable one.
+
+    Args:
+        path: Path or URI of a .parquet, .npy or .npz file, or a folder of Parquet
+            files.
+        names: Standard name of a column, such as "label" -> its name in the source.
+        images_only: Whether the rows are only to be predicted, so that labels and
+            splits are not read.
+        rules: How the column ``path`` is read.
+
+    Raises:
+        ConfigError: There is no such file or column, a file is damaged, or rows with
+            the same id differ in label or split.
     """
     source = f"vectors:{path}"
     read = _of_arrays if path.endswith(ARRAYS) else _of_parquet
@@ -194,7 +254,7 @@ def read_vectors(
     place = coded.indices.to_numpy()
     counts, order = np.bincount(place), np.argsort(place, kind="stable")
     starts = np.cumsum(counts) - counts
-    # some repeat theirs
+    # a row with fewer views than others repeats its own
     views = order[starts[:, None] + np.arange(counts.max()) % counts[:, None]]
     first = views[:, 0]
     labels, truth, split = (
@@ -212,7 +272,7 @@ def read_vectors(
     reasons = list[str | None]([None] * len(first))
     for row, reason in why.items():
         reasons[place[row]] = reasons[place[row]] or reason
-    if counts.max() == 1:  # all in order
+    if counts.max() == 1:  # each row has one view, and the rows are in order
         values = values[:, None]
     else:
         single = values
@@ -257,8 +317,15 @@ def read_vectors(
 
 
 def require_kind(config: ModelConfig, images: Images) -> None:
-    """ConfigError: a model takes vectors and these are images, the other way round,
-    or of another length.
+    """Check that a model takes this kind of data.
+
+    Args:
+        config: The section ``model`` of the configuration.
+        images: The images or vectors.
+
+    Raises:
+        ConfigError: The model takes vectors and these are images, or the other way
+            round, or the vectors have another length.
     """
     found = images.vectors(np.arange(0))
     takes = (
@@ -276,9 +343,21 @@ def require_kind(config: ModelConfig, images: Images) -> None:
 def with_views(
     values: Tensor, augment: AugmentConfig, ok: np.ndarray
 ) -> Tensor | NeighborViews:
-    """(N, V, D) as they are if V > 1, or if no further view is needed; else (N, 1 +
-    ``augment.num_cached_views``, D), made of rows that are ``ok`` bool (N,), the same
-    in runs of all seeds.
+    """Return vectors together with views for training, if they have only one view.
+
+    The views are random, but the same in runs of all seeds. ``augment.vector_view``
+    says how they are made: "noise" adds noise, "dropout" sets some numbers to zero, and
+    "neighbors" moves a row towards one of its nearest neighbors.
+
+    Args:
+        values: float32 (N, V, D).
+        augment: The section ``augment`` of the configuration.
+        ok: Whether each row has a usable vector, bool (N,). Views of other rows mean
+            nothing.
+
+    Returns:
+        (N, 1 + ``augment.num_cached_views``, D) with the vectors themselves as the
+        first view. ``values`` itself if V > 1 or ``augment.num_cached_views`` is 0.
     """
     if values.shape[1] > 1 or not augment.num_cached_views:
         return values
@@ -309,8 +388,17 @@ def with_views(
 def _neighbor_views(
     values: Tensor, rows: Tensor, augment: AugmentConfig, generator: torch.Generator
 ) -> NeighborViews:
-    """Views of ``values`` (N, D) towards neighbors, of ``rows`` int64 (n,); of other
-    rows themselves.
+    """Return views that move rows towards their nearest neighbors.
+
+    For each view, a random one of the neighbors is drawn, and a random share of the
+    way, at most ``augment.vector_strength``.
+
+    Args:
+        values: float32 (N, D).
+        rows: Numbers of the usable rows, int64 (n,). Views of other rows are the rows
+            themselves.
+        augment: The section ``augment`` of the configuration.
+        generator: Draws the views.
     """
     near, num_views = _neighbors(values, rows, generator), augment.num_cached_views
     partners = torch.arange(len(values), dtype=torch.int32)[:, None].repeat(
@@ -328,9 +416,22 @@ def _neighbor_views(
 
 
 def _neighbors(values: Tensor, rows: Tensor, generator: torch.Generator) -> Tensor:
-    """int32 (n, k): of ``rows`` int64 (n,) of ``values`` (N, D) those with the largest
-    cosines to each, of at most :data:`NEAR_ROWS` random ones, fewer where otherwise
-    more than :data:`NEAR_PAIRS` were compared.
+    """Find the nearest neighbors of rows, by cosine similarity.
+
+    The rows are divided at random into parts, and neighbors are searched in the part of
+    a row only. A part has at most :data:`NEAR_ROWS` rows. It has fewer, but not fewer
+    than :data:`LEAST_NEAR_ROWS`, if otherwise more than :data:`NEAR_PAIRS` pairs were
+    compared. The last part has the rows that are left.
+
+    Args:
+        values: float32 (N, D).
+        rows: Row numbers, int64 (n,).
+        generator: Draws the parts.
+
+    Returns:
+        Row numbers of k = max(1, min(:data:`NEIGHBORS`, n - 1)) neighbors of each row,
+        nearest first: int32 (n, k). If the part of a row has fewer rows, the row itself
+        takes the remaining places.
     """
     num = len(rows)
     near = rows.int()[:, None].repeat(1, min(NEIGHBORS, max(1, num - 1)))
@@ -348,11 +449,12 @@ def _neighbors(values: Tensor, rows: Tensor, generator: torch.Generator) -> Tens
 
 
 class GivenVectors(NamedTuple):
-    """Embeddings that a caller passes, as they are stored.
+    """Embeddings that a caller passes, in the form in which they are stored.
 
     Attributes:
         values: float32 (N, V, D), V views of each row.
-        columns: The text of each row (N,), by the name of the column.
+        columns: Name of a column -> Arrow array of text (N,): ``id``, and ``label`` if
+            the caller passes labels.
     """
 
     values: Tensor
@@ -360,7 +462,7 @@ class GivenVectors(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the content, 64 hex digits."""
+        """SHA-256 of the numbers and columns, 64 hex digits."""
         found = hashlib.sha256(repr(tuple(self.values.shape)).encode())
         for name, column in self.columns.items():
             text = json.dumps([name, column.to_pylist()])
@@ -370,21 +472,29 @@ class GivenVectors(NamedTuple):
         return found.hexdigest()
 
     def store(self, path: str) -> None:
-        """Write a file for :func:`read_vectors`, which appears whole."""
+        """Write a file for :func:`read_vectors`, by an atomic write.
+
+        Args:
+            path: Path or URI of the file.
+        """
         counts = np.full(len(self.values), self.values.shape[1])
         write_vectors(path, self.values, counts, self.columns)
 
 
 def given_vectors(embeddings: Any, labels: Any = None, ids: Any = None) -> GivenVectors:
-    """Return embeddings, labels and ids as they are stored.
+    """Check embeddings, labels and ids that a caller passes.
 
     Args:
         embeddings: Numbers as :func:`~uno.data.from_python.float_vectors` takes them.
         labels: The class of each row (N,), or a missing value, or None.
         ids: The id of each row (N,); by default rows are numbered.
 
+    Returns:
+        The vectors and columns in the form in which they are stored.
+
     Raises:
-        ConfigError: The numbers of rows differ, or a value is none of these.
+        ConfigError: The numbers of rows differ, or an argument has another type or
+            shape.
     """
     values = float_vectors(embeddings, "embeddings")
     num, columns = len(values), dict[str, list[Any]]()
@@ -405,14 +515,14 @@ def given_vectors(embeddings: Any, labels: Any = None, ids: Any = None) -> Given
 def write_vectors(
     path: str, values: Tensor, counts: np.ndarray, columns: Mapping[str, Any]
 ) -> None:
-    """Write vectors as one Parquet file, which appears whole.
+    """Write vectors as one Parquet file, by an atomic write.
 
     Args:
         path: Path or URI of the file.
         values: float32 (N, V, D), V views of N rows.
         counts: int64 (N,), how many of the V views of each row are written. Each view
             is a row of the file. Its number is in the column ``view``.
-        columns: Arrow arrays (N,), the other columns of the file.
+        columns: Column name -> Arrow array (N,), the other columns of the file.
     """
     folder, name = filesystem.split(path)
     rows = np.repeat(np.arange(len(values)), counts)
@@ -431,13 +541,16 @@ def write_vectors(
             table,
             stream,
             compression="zstd",
-            use_dictionary=[*columns],  # numbers seldom repeat
+            use_dictionary=[*columns],  # not for the numbers, which seldom repeat
             write_page_checksum=True,
         )
 
 
 def is_vectors(path: str) -> bool:
-    """Whether a file is one of :func:`write_vectors`."""
+    """Return whether a file is one that :func:`write_vectors` has written.
+
+    The result is False if there is no such file, or it cannot be read.
+    """
     folder, name = filesystem.split(path)
     try:
         with filesystem.Storage(folder or ".").open(name) as file:
@@ -447,16 +560,31 @@ def is_vectors(path: str) -> bool:
 
 
 Read = tuple[pa.Table, np.ndarray, dict[int, str], Images | None, list[str]]
-"""Our columns of R rows, their numbers float32 (R, D), why rows of zeros have none,
-pictures of rows, and the names of all columns that are there.
+"""The content of a source with R rows.
+
+The standard columns as an Arrow table; the numbers, float32 (R, D); row number ->
+reason, for rows of zeros that have no vector; the pictures of the rows, or None; and
+the names of all columns that the source has.
 """
 
 
 def _of_parquet(
     source: str, path: str, names: Mapping[str, str], rules: PathRules
 ) -> Read:
-    """The rows of one file or of all in a folder; the pictures are those of their
-    column of bytes.
+    """Read one Parquet file, or all files of a folder.
+
+    If a column holds the bytes of images, these are the pictures of the rows. A column
+    of image paths is returned as the column ``path``.
+
+    Args:
+        source: The source, as error messages name it.
+        path: Path or URI of the file or folder.
+        names: Standard name of a column, such as "label" -> its name in the files.
+        rules: How image paths are read.
+
+    Raises:
+        ConfigError: A file has no column of vectors, or the files do not have the same
+            columns.
     """
     root, files = tables.parquet_files(path, rules.follow_links)
     parts, pictures, lists = list[pa.Table](), set[str](), list[tuple[Any, str]]()
@@ -523,6 +651,17 @@ def _of_arrays(
 
     The columns are other arrays of the .npz file, and those of a .csv file of the same
     name, if there is one.
+
+    Args:
+        source: Unused, see :func:`_of_parquet`.
+        path: Path or URI of the file.
+        names: Standard name of a column, such as "label" -> its name there.
+        rules: Unused, see :func:`_of_parquet`.
+
+    Raises:
+        ConfigError: The file cannot be read or does not hold numbers (N, D); or the
+            .csv file has another number of rows, or a column that the .npz file has,
+            too.
     """
     values, columns, present = _load_arrays(path, names)
     if values.ndim != 2:
@@ -546,15 +685,23 @@ def _of_arrays(
 def _load_arrays(
     path: str, names: Mapping[str, str]
 ) -> tuple[np.ndarray, dict[str, Any], list[str]]:
-    """Read a .npy or .npz file.
+    """Read a .npy or .npz file. A local .npy file stays on the disk and is mapped.
+
+    Args:
+        path: Path or URI of the file.
+        names: Standard name of a column, such as "label" -> its name there.
 
     Returns:
-        The embeddings, of any shape; our columns (N,) as Arrow arrays; and the names of
-        all arrays but the embeddings.
+        The embeddings, of any shape; the standard columns (N,) as Arrow arrays; and the
+        names of all arrays but the embeddings.
+
+    Raises:
+        ConfigError: The file cannot be read, is too large, or it is not clear which of
+            its arrays are the embeddings.
     """
     try:
         if path.endswith(".npy") and os.path.isfile(path):
-            # stays in the file
+            # the array stays in the file, which is mapped
             loaded = np.load(path, mmap_mode="c", allow_pickle=False)
             return loaded, {}, []
         with filesystem.open_binary(path) as file:
@@ -567,7 +714,7 @@ def _load_arrays(
         raise
     except UNREADABLE as error:
         reason = one_line(error)
-        # NumPy's advice would be to open it all the same
+        # NumPy's message advises to allow Python objects, which is not safe
         if "pickle" in reason or "bject" in reason:
             reason = (
                 "it is damaged, or holds Python objects, which are not opened; save a"
@@ -595,7 +742,15 @@ def _load_arrays(
 
 
 def _require_small(path: str, archive: zipfile.ZipFile) -> None:
-    """Raise ConfigError if the arrays of a .npz file take too much memory."""
+    """Refuse a .npz file that takes too much memory.
+
+    Args:
+        path: Path of the file, for the error message.
+        archive: The opened file.
+
+    Raises:
+        ConfigError: Its arrays have more than ``MAX_NPZ_BYTES`` bytes.
+    """
     num_bytes = sum(member.file_size for member in archive.infolist())
     if num_bytes > MAX_NPZ_BYTES:
         raise ConfigError(
@@ -608,10 +763,10 @@ def _require_small(path: str, archive: zipfile.ZipFile) -> None:
 def _name_of_embeddings(
     path: str, arrays: Mapping[str, np.ndarray], names: Mapping[str, str]
 ) -> str:
-    """Return the array that holds the embeddings of a .npz file.
+    """Return the name of the array of a .npz file that holds the embeddings.
 
-    It is the one that ``names`` or its own name 'embedding' says, else the only array
-    that is a matrix, else the only array.
+    It is the array that ``names`` names, or that is called 'embedding'. Otherwise it is
+    the only array, or the only matrix among several.
 
     Raises:
         ConfigError: There is no such array, or there are several.
@@ -639,10 +794,23 @@ def _columns_of_csv(
     names: Mapping[str, str],
     inside: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return our columns of the .csv file beside an array file of ``num_rows`` rows.
+    """Return the standard columns of the .csv file beside an array file.
 
-    ``given`` are the columns of the .csv file. Columns that are ``inside`` the array
-    file need not be there.
+    Args:
+        beside: Path of the .csv file.
+        given: The columns of the .csv file.
+        num_rows: The number of rows of the array file.
+        path: The array file, for the error message.
+        names: Standard name of a column, such as "label" -> its name there.
+        inside: The standard columns that are in the array file, which need not be in
+            the .csv file.
+
+    Returns:
+        Standard column name -> Arrow array of text (num_rows,).
+
+    Raises:
+        ConfigError: The .csv file has another number of rows, or lacks a column that
+            ``names`` names.
     """
     wanted = {
         ours: theirs
@@ -671,14 +839,27 @@ def _columns_of_csv(
 
 
 def _lists(file: Any, column: str) -> Iterator[Any]:
-    """A column of an opened Parquet file as lists of float32, some rows at a time."""
+    """Yield the lists of a column, cast to float32, some rows at a time.
+
+    Args:
+        file: An opened Parquet file.
+        column: Name of the column.
+    """
     for group in range(file.metadata.num_row_groups):
         for batch in file.batches([column], group):
             yield batch.column(0).cast(LIST, safe=False)
 
 
 def _check_lists(source: str, kind: Any) -> None:
-    """ConfigError: a column of this type does not hold lists of numbers."""
+    """Check that a column holds lists of numbers.
+
+    Args:
+        source: The file, as the error message names it.
+        kind: The Arrow type of the column.
+
+    Raises:
+        ConfigError: It is no list, or no list of numbers.
+    """
     is_list = (
         pa.types.is_list(kind)
         or pa.types.is_large_list(kind)
@@ -700,8 +881,21 @@ def _check_lists(source: str, kind: Any) -> None:
 def _matrix(
     source: str, columns: Sequence[tuple[Any, str]]
 ) -> tuple[np.ndarray, dict[int, str]]:
-    """Lists, of which most have D numbers -> float32 (R, D), and why rows of zeros
-    have none.
+    """Read columns of lists as one matrix.
+
+    D is the length that most lists have. The columns are read twice: first the lengths,
+    then the numbers.
+
+    Args:
+        source: The source, as the error message names it.
+        columns: An opened Parquet file and the name of its column, for each file.
+
+    Returns:
+        float32 (R, D), with zeros for lists of another length; and for each of these
+        rows the reason.
+
+    Raises:
+        ConfigError: Most rows have no list.
     """
     lengths = [np.zeros(0, np.int64)]
     for batch in chain.from_iterable(starmap(_lists, columns)):
