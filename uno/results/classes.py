@@ -88,10 +88,13 @@ def first_classes(known: Sequence[str], num_novel: int) -> list[OutputClass]:
 
 
 def called(classes: Sequence[OutputClass]) -> list[tuple[str, str]]:
-    """Return the name and the kind that predictions give to each class.
+    """Return the name and the kind that predictions give to the rows of each class.
 
-    A dropped class has the kind "rejected", and the same name, or "rejected-1" and so
-    on if a class that was not dropped has that name.
+    Rows of a dropped class have the kind "rejected" and the name "rejected". If a class
+    that was not dropped has this name, the name is "rejected-1" and so on.
+
+    Returns:
+        For each class its name, and "known", "novel" or "rejected".
     """
     names = chain([REJECTED], (f"{REJECTED}-{i}" for i in count(1)))
     rejected = next(_free(names, [c.name for c in classes if c.into is not None]))
@@ -101,7 +104,9 @@ def called(classes: Sequence[OutputClass]) -> list[tuple[str, str]]:
 
 
 def _free(names: Iterable[str], taken: Iterable[str]) -> Iterator[str]:
-    """Yield the names that are not taken, compared without case and Unicode form.
+    """Yield the names that are not taken.
+
+    Names that differ only in case or Unicode form count as equal.
 
     Args:
         names: The candidate names.
