@@ -78,7 +78,9 @@ def run_local(
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of the estimate. The record ``estimate-classes-digits`` explains them.
+    """The settings of the estimate.
+
+    The record ``estimate-classes-digits`` explains the defaults.
 
     Attributes:
         num_splits: Number of splits of the known classes. An encoder is pretrained for
@@ -201,11 +203,11 @@ def estimate_num_novel(
     tasks: Tasks = run_local,
     report: Callable[[str], None] = lambda line: None,
 ) -> Estimate:
-    """Estimate the number of classes of the unlabeled rows, and store ``estimate.json``.
+    """Estimate the number of classes of the unlabeled rows, and store the estimate.
 
-    Pretrained encoders and features are stored below ``storage``, under a hash of what
-    they depend on. The same call continues after an interruption, and returns the
-    stored estimate at once if it is finished.
+    The estimate is ``estimate.json`` in ``storage``. Pretrained encoders and features
+    are stored there, too, under a hash of what they depend on. The same call continues
+    after an interruption, and returns the stored estimate at once if it is finished.
 
     Args:
         config: The configuration of the run.
@@ -376,7 +378,7 @@ def interval(votes: Sequence[int], quantile: float) -> tuple[int, int]:
         quantile: The share of the votes below and above the interval, 0-0.5.
 
     Returns:
-        Both ends, rounded outwards, at least 1.
+        The lower and the upper end, rounded outwards, at least 1.
     """
     low, high = np.quantile(votes, [quantile, 1 - quantile])
     return max(1, math.floor(low + 1e-9)), max(1, math.ceil(high - 1e-9))
@@ -465,7 +467,7 @@ def anchor_choices(
 def pretrain_split(
     train: TrainSet, settings: Settings, device: str, job: tuple[Split, Config, str]
 ) -> Features:
-    """Pretrain an encoder on the classes of a split, and compute the features to cluster.
+    """Pretrain an encoder on the classes of a split, and compute features to cluster.
 
     The features belong to the rows that pretraining has no labels for: unlabeled rows
     and rows of probe classes. In the GCD setting they belong to all rows. They are
@@ -479,7 +481,7 @@ def pretrain_split(
         job: The split, the configuration of its pretraining, and the URI of its folder.
 
     Returns:
-        The whitened features of at most ``max_rows`` labeled and as many unlabeled
+        The whitened features, of at most ``max_rows`` labeled and as many unlabeled
         rows. They have length one unless the encoder is frozen.
     """
     split, config, uri = job
@@ -575,8 +577,9 @@ def score_clusters(
 
     The features of a frozen encoder are clustered at each k in as many directions as
     the centers of all classes span. In the directions that explain 95 % of the variance
-    of Caltech-24's 1,280 features, noise hides the classes: k is 16, the limit. In the
-    directions used here k is between 8 and 12, and 8 is true.
+    of Caltech-24's 1,280 features, noise hides the classes: the estimate is 16, the
+    largest k. In the directions used here it is between 8 and 12, and the true number
+    is 8.
 
     Args:
         splits: The splits of the known classes.
