@@ -1,4 +1,4 @@
-"""Predictions for people: a CSV file, and copies of the images in a folder per class."""
+"""Predictions for people: a CSV file, and copies of the images by class."""
 
 import codecs
 import re
