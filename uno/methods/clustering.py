@@ -24,7 +24,13 @@ from uno.prototype_init import training_features
 
 
 class Adapter(nn.Module):
-    """A :class:`uno.frozen.Space` as a module; nothing in it is trained."""
+    """An affine map of unit features that is not trained.
+
+    It is a :class:`uno.frozen.Space` as a module.
+
+    Attributes:
+        width: The number of coordinates.
+    """
 
     def __init__(self, num_features: int) -> None:
         """Start from the leading ``MAX_DIRECTIONS`` of the ``num_features`` axes."""
