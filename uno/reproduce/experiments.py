@@ -32,12 +32,12 @@ DATA_OPTIONS = {
         "CIFAR10 as JPEG in Parquet, for --scale small: adds a subset of it"
     ),
 }
-# key of the row that stands for UNO itself, whose settings must be valid
+# key of the row of UNO itself, to which the differences of other rows refer
 REFERENCE = "uno"
 
 
 class Entry(BaseModel):
-    """A frozen entry of ``experiments.yaml``."""
+    """An immutable entry of ``experiments.yaml``. Unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
