@@ -15,9 +15,9 @@ and k is the same share of the features (:func:`num_top`).
 What differs:
 - Ranks are those of an augmented view, as in the authors' code, but their views are
   crops and flips alone.
-- The whole encoder learns. Theirs is frozen except for the last stage: ``--weights RUN
-  --model.finetune last_stage`` freezes it. For their self-supervised pretraining see
-  ``--pretext.epochs``.
+- The whole encoder learns. Theirs is frozen except for the last stage, as here with
+  ``--weights RUN`` and ``--model.finetune last_stage``. For their self-supervised
+  pretraining see ``--pretext.epochs``.
 - Both heads are cosines over tau. The known loss has both views, theirs has one. The
   learning rate has one schedule (theirs is 0.1, divided by 10 after 170 of 200 epochs).
   Their batches have 128 rows.
