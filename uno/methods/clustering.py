@@ -41,7 +41,17 @@ class Adapter(nn.Module):
         self.register_buffer("directions", directions)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Map features (N, D) to coordinates (N, ``width``) of the space."""
+        """Map features to coordinates in the space in which the clusters were found.
+
+        Features are scaled to length one, the mean is subtracted, and the result is
+        multiplied by the directions.
+
+        Args:
+            features: Features of the encoder, (N, D).
+
+        Returns:
+            Coordinates (N, ``width``).
+        """
         mean, directions = self.get_buffer("mean"), self.get_buffer("directions")
         with torch.autocast(features.device.type, enabled=False):
             return (unit(features) - mean) @ directions
