@@ -110,7 +110,17 @@ class DistanceHead(nn.Module):
         self.weight = nn.Parameter(torch.randn(1, num_novel, num_novel))  # centers u_k
 
     def forward(self, features: Tensor) -> Tensor:
-        """Map features (N, D) to log-similarities (1, N, K), at least float32."""
+        """Compute the log-similarities of features to the K cluster centers.
+
+        Features are reduced to K numbers by the linear layer. The log-similarity to a
+        center is -log(1 + squared distance).
+
+        Args:
+            features: Features (N, D).
+
+        Returns:
+            Log-similarities (1, N, K), at least float32. Their softmax is q.
+        """
         reduced = self.reduce(features)
         reduced = reduced.to(torch.promote_types(reduced.dtype, torch.float32))
         squared = (reduced.unsqueeze(1) - self.weight).square().sum(dim=-1)  # (N, K)
