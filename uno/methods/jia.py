@@ -107,10 +107,16 @@ def agreement(codes: Tensor, others: Tensor, window: int) -> Tensor:
 
 
 def start(config: Config, model: UnoModel, train: Any) -> dict[str, Tensor]:
-    """Draw the windows of features to compare.
+    """Draw the windows of features that the winner-take-all hashes compare.
+
+    Args:
+        config: The configuration of the run, which has the seed.
+        model: The network, which decides the number of features D.
+        train: Not used.
 
     Returns:
-        "windows", indices of features, int64 (H, k). A window has no feature twice.
+        "windows", H = 512 random sets of k = 4 indices of features, int64 (H, k). A
+        window has no feature twice.
     """
     width, generator = (
         model.known.weight.shape[1],
