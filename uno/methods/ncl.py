@@ -270,11 +270,18 @@ def newest(rows: Tensor, memory: Tensor) -> Tensor:
 
 
 def start(config: Config, model: UnoModel, train: Any) -> dict[str, Tensor]:
-    """Create empty memories.
+    """Create empty memories of features, of at most 2,000 rows (ImageNet 3,000).
+
+    Args:
+        config: The configuration of the run, which has the preset.
+        model: The network, which decides the number of features D.
+        train: The training data. No memory has more rows than its labeled or unlabeled
+            rows.
 
     Returns:
-        "memory" (M, D) of unlabeled rows, "labeled_memory" (M_l, D), and
-        "labeled_classes" (M_l,), which are -1.
+        "memory", zeros (M, D) for unlabeled rows; "labeled_memory", zeros (M_l, D) for
+        labeled rows; and "labeled_classes", the classes of its entries, int64 (M_l,),
+        which are -1.
     """
     size, device = SIZES.get(config.preset, SIZE), model.known.weight.device
     num_labeled, num_unlabeled = (
