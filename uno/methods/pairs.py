@@ -79,7 +79,16 @@ class PairSimilarity(nn.Module):
         return torch.cat([part_of(part, right) for part in parts])
 
     def _logits(self, left: Tensor, right: Tensor) -> Tensor:
-        """Compute logits (n, M) from the hidden parts (n, hidden) and (M, hidden)."""
+        """Compute the logits of pairs from both parts of the hidden layer.
+
+        Args:
+            left: The linear layer's output for the first features, (n, hidden).
+            right: The linear layer's output for the second features, (M, hidden).
+
+        Returns:
+            Logits (n, M). They are the output layer on the ReLU of the sum of both
+            parts.
+        """
         return self.output((left[:, None] + right[None]).relu_()).squeeze(-1)
 
 
