@@ -99,7 +99,14 @@ class Adapter(nn.Module):
         self.width = num_features + 1
 
     def forward(self, features: Tensor) -> Tensor:
-        """Map features (N, D) to unit features with a zero, (N, D + 1)."""
+        """Scale features to length one, and append a coordinate of zero.
+
+        Args:
+            features: Features of the encoder, (N, D).
+
+        Returns:
+            Features (N, D + 1).
+        """
         return F.pad(unit(features), (0, 1))
 
 
