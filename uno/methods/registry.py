@@ -12,10 +12,10 @@ if TYPE_CHECKING:  # it imports torch, which the command line does without
 
 
 def load(config: Config) -> Method:
-    """Return the method of a run.
+    """Return the method of a run, with the novel head that fits its encoder.
 
-    If the encoder is frozen, the novel head of the method is its ``frozen_head``, if it
-    has one.
+    If the encoder is frozen (``model.finetune`` is "none") and the method has a
+    ``frozen_head``, this is the method's ``novel_head``.
 
     Raises:
         ConfigError: There is no such method.
@@ -78,6 +78,7 @@ def build_network(
 def num_heads(config: Config) -> int:
     """Return the number of cluster heads of the run's method.
 
-    It is 1 for every method with its own novel head.
+    It is ``model.num_heads`` for UNO's projection heads, and 1 for a method that has a
+    novel head of its own.
     """
     return config.model.num_heads if load(config).novel_head is None else 1
