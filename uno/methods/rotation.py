@@ -45,7 +45,8 @@ def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
 def turned(batch: Batch) -> Batch:
     """Return a batch of four views, where view k is turned by k * 90 degrees.
 
-    The views are made from the large views in turn.
+    View k is made from the large view number k modulo the number of large views. Labels
+    and row numbers stay.
     """
     views = [batch.views[k % batch.num_large] for k in range(NUM_TURNS)]
     views = [torch.rot90(view, k, (2, 3)).contiguous() for k, view in enumerate(views)]
