@@ -156,9 +156,12 @@ def num_top(num_features: int) -> int:
 
 
 def ramp(state: TrainState, config: Config) -> float:
-    """Return the factor of the rising weight at the present step, 0-1.
+    """Return the factor by which a rising weight is multiplied at this step, 0-1.
 
-    It rises to 1 over the first ``rampup`` of the phase.
+    Args:
+        state: The state of training, which has the progress of the phase, 0-1.
+        config: The configuration. The method's constant ``rampup`` is the share of the
+            phase after which the factor is 1.
     """
     return sigmoid_rampup(state.progress, config.method_options.rampup)
 
