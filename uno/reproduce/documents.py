@@ -109,8 +109,10 @@ def _measured(
 def effects_grid(results: Results) -> Grid:
     """Return the differences of rows to the row that they are compared to, as texts.
 
-    A row of texts stands for a row of the table under one evaluation. Only the head is
-    returned if no row is compared.
+    A row of texts stands for a row of the table under one evaluation. Its columns are
+    the row, the row that it is compared to, the evaluation, and then for each data set
+    the mean difference in points with its standard deviation, and the number of seeds.
+    Only the head is returned if no row is compared.
     """
     table = results.table
     grid = [["", "against", f"evaluation ({' / '.join(table.groups)})"]]
@@ -188,7 +190,15 @@ def explanations(results: Results) -> list[str]:
 
 
 def facts(results: Results, command: str) -> dict[str, str]:
-    """Return the command, the hardware and the versions of a table as texts."""
+    """Return the command, the hardware and the versions of libraries of a table.
+
+    Args:
+        results: The results of the table.
+        command: The command that computes them.
+
+    Returns:
+        Texts by "command", "hardware" and "versions".
+    """
     versions = ", ".join(
         f"{name} {value}" for name, value in results.versions.items() if value
     )
@@ -216,7 +226,10 @@ def _markdown_table(grid: Grid) -> str:
 
 
 def _inert(text: str) -> str:
-    """Escape a text for a cell of a Markdown table: its markup has no effect."""
+    """Escape a text for a cell of a Markdown table, so that it is shown literally.
+
+    White space becomes single spaces, and texts are cut at 2,000 characters.
+    """
     shown = visible(" ".join(text.split()), 2000)
     return shown.replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")
 
