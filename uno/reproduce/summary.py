@@ -64,7 +64,12 @@ class Results(NamedTuple):
     remarks: Sequence[str]
 
     def find(self, **wanted: Any) -> list[Line]:
-        """Return the lines that have all of these entries."""
+        """Return the lines of the results that have all given entries.
+
+        Args:
+            wanted: Values by key of the line, such as ``row="uno"`` or
+                ``group="novel"``.
+        """
         return [
             line
             for line in self.lines
@@ -153,7 +158,11 @@ def read(
 
 
 def _published_lines(table: Table) -> Iterator[Line]:
-    """Yield a line for each of the paper's numbers of the table's rows."""
+    """Yield a line for each number that the paper has for a row of the table.
+
+    A line has the mean as ``published``, the standard deviation or None as
+    ``published_sd``, and the data set, the group and the source.
+    """
     for row, evaluation in itertools.product(table.rows, table.evaluations):
         for column in table.published:
             numbers = column.read(row.key, evaluation.name)
@@ -169,7 +178,16 @@ def _published_lines(table: Table) -> Iterator[Line]:
 
 
 def _measured_lines(table: Table, runs: Sequence[Run]) -> Iterator[Line]:
-    """Yield a line for each row, evaluation, data set and group that runs measured."""
+    """Yield a line for each row, evaluation, data set and group that runs measured.
+
+    Args:
+        table: The table.
+        runs: The finished runs of its cells.
+
+    Yields:
+        Lines with the mean and standard deviation in percent over seeds. If a row is
+        compared to another one, its line also has the mean difference of the same seed.
+    """
     by_row: defaultdict[tuple[str, str], list[Run]] = defaultdict(list)
     for run in runs:
         by_row[run.cell.benchmark.key, run.cell.row.key].append(run)
@@ -210,7 +228,11 @@ def _measured_lines(table: Table, runs: Sequence[Run]) -> Iterator[Line]:
 
 
 def _counted(table: Table, row: Row, evaluation: Evaluation) -> Line:
-    """Return the entries that every line of a row and an evaluation has."""
+    """Return the entries that describe a line of results, without any number.
+
+    These are the table and its scale; the key, name and head of the row; and the name,
+    protocol and split of the evaluation.
+    """
     return {
         "table": table.name,
         "scale": table.scale,
@@ -246,7 +268,12 @@ def _percent(
 
 
 def _versions(environments: Sequence[Mapping[str, Any]], name: str) -> str:
-    """Return all versions of a library in the environments of runs, comma-separated."""
+    """Return the versions of a library in all runs, sorted and comma-separated.
+
+    Args:
+        environments: The contents of ``environment.json`` of the runs.
+        name: The name of the library, or "numerics".
+    """
     found = {e.get("versions", {}).get(name) or e.get(name) for e in environments}
     return ", ".join(sorted(str(version) for version in found if version))
 
