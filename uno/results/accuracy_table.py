@@ -38,7 +38,7 @@ class Row(NamedTuple):
 
     @property
     def has_heads(self) -> bool:
-        """Whether the metric has one value for each cluster head."""
+        """Whether the metric of this row has one value for each cluster head."""
         return "{which}" in self.path
 
     def key(self, split: str, group: str, which: str = "avg") -> str:
