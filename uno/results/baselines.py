@@ -89,9 +89,15 @@ def start_model(
 def _enough(config: Config, train: TrainData, rows: EvalData) -> tuple[bool, bool]:
     """Return whether there are enough rows for the novel and for the GCD baselines.
 
+    Args:
+        config: The configuration of the run, which has the setting.
+        train: The training set, which has the numbers of classes.
+        rows: The training rows with their true classes.
+
     Returns:
-        Whether at least as many novel rows as novel clusters have true classes, and
-        whether a GCD run has at least as many unlabeled rows as clusters.
+        Whether there are at least as many rows of novel classes as novel clusters; and
+        whether the setting is "gcd" and there are at least as many unlabeled rows as
+        known and novel classes.
     """
     mixed = (
         config.data.setting == "gcd"
