@@ -534,8 +534,8 @@ def pretrain_split(
 def _max_novel(settings: Settings, train: TrainSet) -> int:
     """Return the largest number of novel classes to try.
 
-    It is the setting ``max_novel``, by default the number of known classes and at least
-    10; but no more than there are unlabeled rows to cluster.
+    It is the setting ``max_novel``, by default the number of known classes, but at
+    least 10. It is never larger than the number of unlabeled rows or ``max_rows``.
     """
     num_known, num_unlabeled = len(train.labels.unique()), train.num_unlabeled
     return min(
@@ -671,7 +671,10 @@ def _digest(*parts: Any) -> str:
 
 
 def _fingerprint(train: TrainSet) -> str:
-    """Return a hash of the images and known labels of the training rows."""
+    """Return a hash of the images and labels of the training rows, as hexadecimal text.
+
+    Nothing else can influence the estimate through the data.
+    """
     total = hashlib.sha256()
     for rows in (train.labels, train.labeled_images, train.unlabeled_images):
         total.update(str(tuple(rows.shape)).encode())
