@@ -132,7 +132,7 @@ class Edits(NamedTuple):
 
     @property
     def dropped(self) -> list[int]:
-        """The outputs whose rows are rejected."""
+        """The indices of the dropped classes. Rows predicted as these are rejected."""
         return [c.index for c in self.classes if c.into is None]
 
     @property
