@@ -509,7 +509,15 @@ def _load_network(
 ) -> UnoModel:
     """Build the network of a configuration, and load the weights of the files.
 
-    Raises one of ``DAMAGE`` if the weights do not fit.
+    Args:
+        config: The configuration.
+        classes: The output classes, which decide the numbers of known and novel
+            classes.
+        files: The contents of the model's files, by name.
+
+    Returns:
+        The network on the CPU. An error of the types ``DAMAGE`` is raised if the
+        weights do not fit.
     """
     num_known = sum(c.kind == "known" for c in classes)
     module = build_network(config, num_known, len(classes) - num_known, seed=0)
@@ -519,9 +527,17 @@ def _load_network(
 
 
 def _model_hash(config: Config, files: Mapping[str, bytes]) -> str:
-    """Return a hash of everything that determines probabilities, 16 hexadecimal digits.
+    """Return a hash of everything that determines the probabilities of a model.
 
-    This is the image transform, the temperature and the weights.
+    This is the image transform, the temperature and the weights. The names of the
+    classes do not change it.
+
+    Args:
+        config: The configuration of the model.
+        files: The contents of the model's files, by name.
+
+    Returns:
+        16 hexadecimal digits.
     """
     data, side = config.data, config.augment.large.size
     parts = [
