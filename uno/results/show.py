@@ -292,7 +292,10 @@ def _page(
 
 
 def _text(words: object) -> str:
-    """Format a value as escaped HTML: floats in percent, None and NaN as ""."""
+    """Format the value of a cell as escaped HTML of at most 120 characters.
+
+    A float is shown in percent, and None and NaN as "".
+    """
     if words is None or words != words:  # not a number
         return ""
     if isinstance(words, float):
