@@ -116,7 +116,10 @@ def verdict(values: Mapping[str, float]) -> Verdict | None:
 
 
 def _word(score: float) -> Word:
-    """Return the verdict of a score from 0 to 1."""
+    """Return the verdict of a score from 0 to 1.
+
+    It is "trustworthy" from 0.75, "doubtful" from 0.5, and otherwise "not trustworthy".
+    """
     if score < DOUBTED:
         return "not trustworthy"
     return "trustworthy" if score >= BELIEVED else "doubtful"
@@ -154,10 +157,16 @@ def _agreement(values: Mapping[str, float], word: Word, trained: bool) -> str:
 
 
 def _seen(values: Mapping[str, float]) -> str:
-    """Describe degenerate features or classes, which make a run worthless.
+    """Describe signs that make a run worthless, whatever its other metrics are.
+
+    They are features that do not tell images apart, and at least 99 % of the unlabeled
+    images in one class.
+
+    Args:
+        values: The metrics of the run, by key.
 
     Returns:
-        The text; "" if there are none.
+        The text; "" if there are no such signs.
     """
     seen = [text for word, text in ODD.items() if FEATURES + word in values]
     if (share := values.get(LARGEST, 0.0)) >= ONE_CLASS:
@@ -166,7 +175,14 @@ def _seen(values: Mapping[str, float]) -> str:
 
 
 def _expected(values: Mapping[str, float]) -> list[str]:
-    """Return lines on the expected accuracy; none if the run did not predict it."""
+    """Format the accuracy that the method ``clustering`` expects, with its interval.
+
+    Args:
+        values: The metrics of the run, by key.
+
+    Returns:
+        Lines of text; none if the metrics have no expected accuracy.
+    """
     lines = []
     for key, counts in COUNTS.items():
         if f"{key}/acc" in values:
@@ -189,9 +205,14 @@ def _expected(values: Mapping[str, float]) -> list[str]:
 
 
 def _merge_advice(values: Mapping[str, float]) -> list[str]:
-    """Return a line on pairs of novel classes that look like one, most similar first.
+    """Return a line that names pairs of novel classes that may be one class each.
 
-    The result is empty if there are no such pairs.
+    Args:
+        values: The metrics of the run, by key.
+
+    Returns:
+        One line with at most three pairs, most similar first; an empty list if there
+        are no such pairs.
     """
     pairs = sorted(
         (key for key in values if key.startswith(SIMILAR)), key=lambda k: -values[k]
@@ -255,7 +276,13 @@ def clustering_metrics(
 
 
 def _on_known(values: Mapping[str, float]) -> tuple[Word, str]:
-    """Judge a run by its held-out labeled rows and its score.
+    """Judge a run by its accuracy on held-out labeled rows and by its score.
+
+    Without held-out rows the verdict is "doubtful" at best, because accuracy on unseen
+    images is not known, and with fewer than 20 of them, too.
+
+    Args:
+        values: The metrics of the run, by key.
 
     Returns:
         The verdict, and a line on the accuracy on labeled rows.
