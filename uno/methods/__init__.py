@@ -189,9 +189,14 @@ def _load(key: str, name: str, own: Mapping[str, str], kind: type) -> Any:
 
 
 def section(method: str) -> dict[str, Any]:
-    """Return the configuration section of a method: its schema by the section's name.
+    """Return the section that a method adds to the configuration.
 
-    The result is empty if the method has no section.
+    Args:
+        method: The name of a method.
+
+    Returns:
+        The pydantic schema of the section, by the name of the section; empty if the
+        method has no section.
 
     Raises:
         ConfigError: There is no such method.
@@ -202,14 +207,14 @@ def section(method: str) -> dict[str, Any]:
 
 
 def section_model(name: str) -> Any:
-    """Return the schema of a method's configuration section.
+    """Return the schema of a configuration section that a method has added.
 
     Args:
-        name: The name of the section.
+        name: The name of the section, which is also the name of the method.
 
     Returns:
-        The schema; None if no method that was loaded, or belongs to the package, has a
-        section of this name.
+        The pydantic schema; None if no method of this package and no loaded method of
+        the user has a section of this name.
     """
     return (
         load(name).config
@@ -219,5 +224,8 @@ def section_model(name: str) -> Any:
 
 
 def description(name: str) -> str:
-    """Return what a method is in a few words, or the name of a method of the user."""
+    """Return what a method is: "rank statistics (Han et al., ICLR 2020)".
+
+    For a method that is not part of this package it is the name.
+    """
     return METHODS.get(name, name)
