@@ -39,11 +39,18 @@ class NovelHead(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The prototypes, (1, K, D)."""
+        """The prototypes of the K novel classes, (1, K, D)."""
         return self.prototypes.weight
 
     def forward(self, features: Tensor) -> Tensor:
-        """Compute the cosines (1, N, K) of features (N, D) with the prototypes."""
+        """Compute the cosines of features with the K prototypes of the novel classes.
+
+        Args:
+            features: Features of the encoder, (N, D).
+
+        Returns:
+            Cosines (1, N, K).
+        """
         return self.prototypes(features)
 
 
@@ -65,7 +72,14 @@ class AdaptedHead(NovelHead):
         nn.init.zeros_(self.layer.bias)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Compute the cosines (1, N, K) of the layer's output for features (N, D)."""
+        """Apply the linear layer to features, and compute cosines with K prototypes.
+
+        Args:
+            features: Features of the encoder, (N, D).
+
+        Returns:
+            Cosines (1, N, K).
+        """
         return self.prototypes(self.layer(features))
 
 
