@@ -105,7 +105,7 @@ class Row(Entry):
 
     @property
     def trained(self) -> str:
-        """The key of the row whose runs hold the numbers."""
+        """The key of the row whose runs are read: ``of`` if set, otherwise ``key``."""
         return self.of or self.key
 
 
@@ -127,7 +127,7 @@ class Column(Entry):
 
     @property
     def title(self) -> str:
-        """The data set and the source, for the head of a column."""
+        """The title of the column: the data set, the source, and the remark."""
         return ", ".join(filter(None, (self.data, self.source, self.remark)))
 
     def read(self, row: str, evaluation: str) -> list[tuple[float, float | None]]:
@@ -178,20 +178,26 @@ class Table(Entry):
     seeds: int = 3
 
     def row(self, key: str) -> Row:
-        """Return the row of a key."""
+        """Return the row of the table that has this key."""
         return next(row for row in self.rows if row.key == key)
 
 
 @cache
 def _load(file: str) -> dict[str, Any]:
-    """Read a YAML file of this package. It is read once."""
+    """Read a YAML file that lies beside this module.
+
+    The content is cached.
+
+    Args:
+        file: The name of the file, such as "experiments.yaml".
+    """
     return dict(
         yaml.safe_load((resources.files("uno.reproduce") / file).read_text("utf-8"))
     )
 
 
 def names() -> list[str]:
-    """Return the names of all tables."""
+    """Return the names of all tables in ``experiments.yaml``."""
     return list(_load("experiments.yaml")["tables"])
 
 
@@ -226,7 +232,15 @@ def build(name: str, scale: str) -> Table:
 
 
 def _fill(node: Any, values: Mapping[str, Any]) -> Any:
-    """Return a node of the YAML tree with its ``$words`` replaced by their values."""
+    """Replace ``$word`` in all texts of a YAML tree by the value of ``word``.
+
+    Args:
+        node: A text, list, mapping or other value of the tree.
+        values: The values by word. Words that are not among them stay.
+
+    Returns:
+        A new tree.
+    """
     if isinstance(node, str):
         return Template(node).safe_substitute(values)
     if isinstance(node, dict):
@@ -251,14 +265,16 @@ class Cell(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The cell's directory below the output."""
+        """The directory of the run below the output: ``cells/digits-uno-seed0``."""
         return f"cells/{self.benchmark.key}-{self.row.key}-seed{self.seed}"
 
     @property
     def pretraining(self) -> str:
-        """The directory of the pretraining that cells share, below the output.
+        """The directory of the cell's pretraining below the output.
 
-        For a frozen encoder it is the directory of the cached features.
+        Cells with the same pretraining share it, because its name is a hash of the
+        settings that pretraining depends on. If the encoder is frozen, it is the
+        directory of the cached features instead.
         """
         # a plain command line needs no torch
         from uno.data.features import settings as settings_of_features
