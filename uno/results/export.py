@@ -79,10 +79,16 @@ class Program(nn.Module):
         self.network = _one_head(model, model.best_head)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Compute the probabilities (B, C) of images (B, 3, S, S) or vectors (B, D).
+        """Compute the probabilities of all C classes.
 
         The layers are called one by one, because a call of the network would put its
         autocast into the traced program.
+
+        Args:
+            images: Images uint8 (B, 3, S, S) RGB, or vectors float32 (B, D).
+
+        Returns:
+            Probabilities (B, C), where merged classes have been added to their targets.
         """
         network, data = self.network, self.config.data
         vectors = self.config.model.takes_vectors
@@ -166,7 +172,14 @@ def _encoder(model: Classifier) -> bytes:
 
 
 def _pt2(model: Classifier) -> bytes:
-    """Return the model as a program of ``torch.export``, checked by random images."""
+    """Return the model as a program of ``torch.export``, for images or vectors.
+
+    The program is loaded again, and its probabilities for random inputs are compared
+    with those of the model. The classes and the hash of the model are stored in it.
+
+    Raises:
+        NumericsError: The program computes other probabilities than the model.
+    """
     exported, stream = (
         torch.export.export(Program(model), **_traced(model)),
         io.BytesIO(),
@@ -179,7 +192,10 @@ def _pt2(model: Classifier) -> bytes:
 
 
 def _onnx(model: Classifier) -> bytes:
-    """Return the model as ONNX, checked by random images if onnxruntime is installed.
+    """Return the model as ONNX, for images or vectors.
+
+    The classes and the hash of the model are stored in it. If onnxruntime is installed,
+    its probabilities for random inputs are compared with those of the model.
 
     Raises:
         ConfigError: The package onnx or onnxscript is not installed.
@@ -212,18 +228,27 @@ def _onnx(model: Classifier) -> bytes:
 
 
 def _input(model: Classifier) -> str:
-    """Return the name of the program's input: "vectors" or "images"."""
+    """Return the name of the input in an exported file: "vectors" or "images"."""
     return "vectors" if model.config.model.takes_vectors else "images"
 
 
 def _traced(model: Classifier) -> dict[str, Any]:
-    """Return the arguments of ``torch.export``: an example, and its free batch size."""
+    """Return the keyword arguments with which the model is traced for an export.
+
+    Returns:
+        "args", an example of two random inputs, and "dynamic_shapes", by which the
+        batch may have any size from 1.
+    """
     shapes = ({0: torch.export.Dim("batch", min=1)},)
     return {"args": (_random_images(model, 2),), "dynamic_shapes": shapes}
 
 
 def _facts(model: Classifier) -> dict[str, str]:
-    """Return the classes as JSON and the model's hash, to be stored in the file."""
+    """Return the facts about the model that an exported file holds.
+
+    Returns:
+        "classes.json", the output classes as JSON, and "model_hash".
+    """
     classes = json.loads(dump_classes(b"{}", model.classes))["classes"]
     return {"classes.json": json.dumps(classes), "model_hash": model.model_hash}
 
