@@ -31,10 +31,14 @@ GROUP = 64  # images read at a time
 
 
 def write_csv(storage: Storage) -> str:
-    """Write the predictions as CSV for spreadsheets, without embeddings.
+    """Write the predictions as ``predictions.csv`` for spreadsheets.
 
-    The file begins with a byte order mark, by which Excel recognizes UTF-8. Text that a
-    spreadsheet would take for a formula has an apostrophe in front.
+    All columns but the embedding are written. The file begins with a byte order mark,
+    by which Excel recognizes UTF-8. Text that a spreadsheet would take for a formula
+    has an apostrophe in front.
+
+    Args:
+        storage: The directory with ``predictions.parquet``.
 
     Returns:
         The path of the file.
@@ -115,7 +119,16 @@ class _PredictedImage(NamedTuple):
 
 
 def _predicted_images(storage: Storage, inputs: Inputs) -> Iterator[_PredictedImage]:
-    """Yield the images that could be read, in the order of the predictions."""
+    """Yield the images that could be read, with the folders of their predicted classes.
+
+    Args:
+        storage: The directory with ``predictions.parquet``.
+        inputs: The rows that were predicted, from which the images are read.
+
+    Yields:
+        The images in the order of the predictions. The folder is "INDEX-NAME" of the
+        class, or "rejected".
+    """
     for_parts, batches = tee(_readable(storage))
     parts = inputs.parts(rows for rows, _ in for_parts)
     for (rows, table), part in zip(batches, parts, strict=True):
@@ -151,7 +164,11 @@ def _readable(storage: Storage) -> Iterator[tuple[np.ndarray, pa.RecordBatch]]:
 
 
 def _safe(name: str) -> str:
-    """Return a name of at most 80 characters that is safe in paths and for shells."""
+    """Return a name in which only ASCII letters, digits and ``._-`` are left.
+
+    Other characters become ``_``. Only the last 80 characters are kept, and the name
+    does not begin with ``.`` or ``-``. An empty name becomes ``_``.
+    """
     return re.sub(r"[^\w.-]+", "_", name, flags=re.ASCII)[-80:].lstrip(".-") or "_"
 
 
