@@ -97,28 +97,53 @@ def matched_counts(counts: Counts, matching: Counts) -> Counts:
 
 
 def cluster_accuracy(counts: Counts) -> float:
-    """Return the share of rows that agree under the best matching, 0-1.
+    """Return the share of rows that agree under the best matching.
 
-    This is ClusterAcc of Sec. 4.1. Raises ValueError if the counts (R, P) have no row.
+    This is ClusterAcc of Sec. 4.1.
+
+    Args:
+        counts: Number of rows of each true class at each output, (R, P).
+
+    Returns:
+        The share, 0-1.
+
+    Raises:
+        ValueError: The counts have no row.
     """
     return float(matched_counts(counts, hungarian(counts)).sum() / _num_rows(counts))
 
 
 def purity(counts: Counts) -> float:
-    """Return the share of rows in the majority class of their output, 0-1.
+    """Return the share of rows in the majority class of their output.
 
-    A high purity says little if there are many more clusters than classes. Raises
-    ValueError if the counts (R, P) have no row.
+    A high purity says little if there are many more outputs than classes.
+
+    Args:
+        counts: Number of rows of each true class at each output, (R, P).
+
+    Returns:
+        The share, 0-1.
+
+    Raises:
+        ValueError: The counts have no row.
     """
     return float(counts.max(axis=0, initial=0).sum() / _num_rows(counts))
 
 
 def nmi(counts: Counts) -> float:
-    """Return the normalized mutual information of classes and outputs, 0-1.
+    """Return the normalized mutual information of true classes and outputs.
 
-    It is divided by the arithmetic mean of both entropies, as in scikit-learn. It is 1
-    if all rows are of one class and at one output. Raises ValueError if the counts (R,
-    P) have no row.
+    It is the mutual information divided by the arithmetic mean of both entropies, as in
+    scikit-learn.
+
+    Args:
+        counts: Number of rows of each true class at each output, (R, P).
+
+    Returns:
+        The value, 0-1. It is 1 if all rows are of one class and at one output.
+
+    Raises:
+        ValueError: The counts have no row.
     """
     joint = counts / _num_rows(counts)
     total = entr(joint.sum(axis=1)).sum() + entr(joint.sum(axis=0)).sum()
@@ -130,10 +155,19 @@ def nmi(counts: Counts) -> float:
 
 
 def ari(counts: Counts) -> float:
-    """Return the adjusted Rand index (Hubert and Arabie, 1985), as in scikit-learn.
+    """Return the adjusted Rand index of true classes and outputs, as in scikit-learn.
 
-    It is at most 1, and 0 is expected for random predictions. It is 1 if all rows are
-    of one class and at one output. Raises ValueError if the counts (R, P) have no row.
+    The definition is that of Hubert and Arabie, 1985.
+
+    Args:
+        counts: Number of rows of each true class at each output, (R, P).
+
+    Returns:
+        The index, at most 1. Random predictions have 0 on average. It is 1 if all rows
+        are of one class and at one output.
+
+    Raises:
+        ValueError: The counts have no row.
     """
     sums = (
         np.asarray(_num_rows(counts)),
@@ -242,9 +276,13 @@ The console, the model card and the report show every entry.
 
 
 def cluster_metrics(counts: Counts) -> dict[str, float]:
-    """Return all :data:`METRICS` of counts (R, P) by name.
+    """Compute all :data:`METRICS` of a clustering, such as "acc" and "nmi".
 
-    The result is empty if there are no rows.
+    Args:
+        counts: Number of rows of each true class at each output, (R, P).
+
+    Returns:
+        The metrics by name; empty if the counts have no row.
     """
     return (
         {name: metric.of(counts) for name, metric in METRICS.items()}
