@@ -291,7 +291,7 @@ class PartWriter(NamedTuple):
 
     @property
     def schema(self) -> pa.Schema:
-        """The schema of the table."""
+        """The schema of the table of predictions, with "embedding" if asked for."""
         return pa.schema(COLUMNS | ({"embedding": EMBEDDING} if self.embedding else {}))
 
     def write(self, storage: Storage, number: int, results: pa.Table) -> None:
@@ -383,7 +383,11 @@ class PredictionWriter:
         return sorted(self._missing)
 
     def rows_of(self, number: int) -> range:
-        """Return the numbers of the rows of a partition."""
+        """Return the numbers of the rows that a partition has in the table.
+
+        Args:
+            number: The number of the partition, from 0.
+        """
         return range(
             number * self.part_rows, min((number + 1) * self.part_rows, self.num_rows)
         )
@@ -407,7 +411,13 @@ class PredictionWriter:
             self._missing.discard(number)
 
     def stored(self, number: int) -> None:
-        """Note that another process has written the partition of this number."""
+        """Note that another process has written a partition.
+
+        Its rows count as done.
+
+        Args:
+            number: The number of the partition.
+        """
         self._missing.remove(number)
         self.num_done += len(self.rows_of(number))
 
@@ -496,7 +506,7 @@ class PredictionWriter:
         return False
 
     def _stored(self) -> set[int]:
-        """Return the numbers of the partitions with undamaged files."""
+        """Return the numbers of the partitions that have an undamaged file."""
         names = {
             SHARD.format(number).rpartition("/")[2]: number
             for number in range(self._num_parts)
@@ -509,7 +519,12 @@ class PredictionWriter:
         }
 
     def _is_whole(self, number: int) -> tuple[int, bool]:
-        """Return the number of a partition, and whether its file is undamaged."""
+        """Return whether the file of a partition is readable and complete.
+
+        Returns:
+            The number of the partition, and whether its file has the right schema and
+            the right number of rows.
+        """
         with (
             suppress(StorageError),
             _reading(self.storage, SHARD.format(number)) as file,
@@ -519,7 +534,7 @@ class PredictionWriter:
         return number, False
 
     def _read(self, number: int) -> pa.Table:
-        """Read the table of a partition."""
+        """Read the file of a partition as a table."""
         with _reading(self.storage, SHARD.format(number)) as file:
             return file.read()
 
@@ -545,6 +560,10 @@ def read_identity(storage: Storage) -> dict[str, Any] | None:
 def read_columns(storage: Storage, names: Sequence[str]) -> pa.Table | None:
     """Read columns of ``predictions.parquet``, in the order of the inputs.
 
+    Args:
+        storage: The directory of the predictions.
+        names: The names of the columns.
+
     Returns:
         The columns; None if there is no table, or this version did not write it.
     """
@@ -569,11 +588,15 @@ def read_batches(storage: Storage, names: Sequence[str]) -> Iterator[pa.RecordBa
 
 
 def rename(storage: Storage, classes: Sequence[OutputClass]) -> bool:
-    """Rewrite ``predictions.parquet`` with the present names of the classes.
+    """Write the present names of the classes into ``predictions.parquet``.
+
+    Args:
+        storage: The directory of the predictions.
+        classes: The classes with their present names.
 
     Returns:
-        Whether it was rewritten. It is not if there is no table, or if other classes
-        were merged or dropped when it was written.
+        Whether this was done. Nothing is done if there is no table, or if ``classes``
+        are merged or dropped in another way than in the table.
     """
     found = read_identity(storage)
     if found is None or found["routes"] != hashes(classes)["routes"]:
@@ -621,9 +644,10 @@ def _write(
 
 
 def _row_groups(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """Join tables to row groups of at least 65,536 rows or 64 MiB.
+    """Join consecutive tables to row groups of at least 65,536 rows or 64 MiB.
 
-    The footer of a Parquet file lists every row group, so there should be few.
+    The footer of a Parquet file lists every row group, so there should be few. The last
+    row group may be smaller.
     """
     waiting = list[pa.Table]()
     for table in tables:
@@ -640,7 +664,12 @@ def _row_groups(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
 
 @contextmanager
 def _reading(storage: Storage, name: str = FILE) -> Iterator[pq.ParquetFile]:
-    """Open a Parquet file of the predictions inside the block."""
+    """Open a Parquet file in the directory of the predictions, for the block.
+
+    Args:
+        storage: The directory of the predictions.
+        name: The name of the file, by default ``predictions.parquet``.
+    """
     with storage.open(name) as source, pq.ParquetFile(source) as file:
         yield file
 
