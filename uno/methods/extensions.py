@@ -57,13 +57,18 @@ def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
 def terms(
     state: TrainState, batch: Batch, logits: Logits, objective: ObjectiveConfig
 ) -> Iterator[Tensor]:
-    """Yield the additional terms of the loss, each a scalar times its weight.
+    """Yield the additional terms of the loss that have a weight, times this weight.
+
+    The terms are :func:`iic_loss`, :func:`iic_view_loss` and :func:`rkd_loss`.
 
     Args:
         state: The state of training, with the teacher if rKD has a weight.
         batch: The batch.
         logits: The cosines of the batch.
         objective: The section of the configuration that has the weights.
+
+    Yields:
+        Scalars.
     """
     assert logits.novel is not None
     known, novel, num_labeled, tau = (
@@ -147,10 +152,11 @@ def iic_loss(
 ) -> Tensor:
     """Return minus the symmetric KL divergence of labeled and unlabeled outputs.
 
-    This is the inter-class term of Li et al. (CVPR 2023). Outputs are softmaxes over
-    all C classes. The mean is over all pairs of a labeled and an unlabeled row, over
-    views and over cluster heads. It is computed without pairs: the mean of KL(p || q)
-    is the mean of <p, log p> minus <mean p, mean log q>.
+    Minimizing it moves the outputs of both kinds of rows apart. This is the inter-class
+    term of Li et al. (CVPR 2023). Outputs are softmaxes over all C classes. The mean is
+    over all pairs of a labeled and an unlabeled row, over both directions, views and
+    cluster heads. It is computed without pairs: the mean of KL(p || q) is the mean of
+    <p, log p> minus <mean p, mean log q>.
 
     Args:
         known: Cosines with the known prototypes, (V, B, C_l).
@@ -160,7 +166,7 @@ def iic_loss(
         temperature: The divisor of the cosines.
 
     Returns:
-        A scalar.
+        A scalar, at most 0 over all workers.
     """
     joint = (
         torch.cat(
