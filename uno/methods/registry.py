@@ -27,16 +27,20 @@ def load(config: Config) -> Method:
 
 
 def settings(name: str, preset: str) -> dict[str, Any]:
-    """Return the settings that a method changes under a preset, by dotted key.
+    """Return the settings that a method brings along under a preset, by dotted key.
 
-    They are the method itself, and the values that its authors use on the data of the
-    preset. For UNO there are none, because the presets are made for it. Methods with
-    another head drop what belongs to UNO's head: where its prototypes start, and the
-    class prior.
+    They are the name of the method, and the constants that its authors use on the data
+    of the preset. For UNO there are none, because the presets are made for it. With the
+    presets "photos" and "vectors", a method with a novel head of its own turns off what
+    belongs to UNO's head: where its prototypes start, and the class prior. A method
+    that does not train gets 0 epochs of discovery and no cached views.
 
     Args:
         name: The name of the method.
         preset: The name of the preset.
+
+    Returns:
+        Values by key, such as "dtc.warmup".
 
     Raises:
         ConfigError: There is no such method.
