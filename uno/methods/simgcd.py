@@ -168,9 +168,10 @@ def distillation_loss(
     The prediction of the other view is the target. It is sharper, and gets no gradient.
 
     Args:
-        joint: Cosines of two views, (2, B, C), known classes and labeled rows first.
+        joint: Cosines of two views with all prototypes, (2, B, C). Known classes and
+            labeled rows come first.
         num_labeled: The number of labeled rows.
-        barred: The number of known outputs at which targets of unlabeled rows are zero.
+        barred: The targets of unlabeled rows are zero at the first ``barred`` outputs.
         tau: The temperature of the predictions.
         sharp: The temperature of the targets.
 
