@@ -15,12 +15,13 @@ Grid = list[list[str]]  # a table of texts, its head first
 
 
 def format_mean_sd(value: float, sd: float | None = None, signed: bool = False) -> str:
-    """Format a mean and its standard deviation: ``98.1 ± 0.8``.
+    """Format a mean and its standard deviation with one decimal: ``98.1 ± 0.8``.
 
     Args:
         value: The mean.
         sd: The standard deviation. If it is None, only the mean is formatted.
-        signed: Whether a positive mean has a plus sign.
+        signed: Whether a positive mean has a plus sign. A mean that is rounded to 0 has
+            none.
     """
     text = f"{value:.1f}"
     if signed:
