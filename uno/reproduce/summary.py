@@ -248,13 +248,19 @@ def _counted(table: Table, row: Row, evaluation: Evaluation) -> Line:
 def _percent(
     runs: Iterable[Run], row: Row, evaluation: Evaluation, group: str
 ) -> dict[int, float]:
-    """Return a number of a row in percent by seed; empty if its runs have none.
+    """Return the number that a row of a table counts, in percent by seed.
+
+    It is the accuracy, or the other metric of the row, which only exists for novel
+    images under the task-aware protocol.
 
     Args:
         runs: The runs of the row on one data set.
-        row: The row, which may name a metric other than accuracy.
+        row: The row, with its head and maybe a metric other than accuracy.
         evaluation: The protocol and the split.
         group: The group of images, such as "novel".
+
+    Returns:
+        Percent by seed; empty if the runs do not have the number.
     """
     key = f"{evaluation.split}/{group}/{evaluation.protocol}/acc/{row.head}"
     if row.metric is not None:  # a number of novel rows, task-aware
