@@ -327,14 +327,15 @@ def read(config: Config, model: UnoModel, rows: EvalData) -> Rows:
 def _resident(
     images: Tensor | RowBlocks, batches: Sequence[np.ndarray]
 ) -> Iterator[tuple[Tensor | RowBlocks, np.ndarray]]:
-    """Yield batches of images that are in memory, each with an all-True mask.
+    """Yield batches of images that are in memory, in the form of streamed batches.
 
     Args:
         images: Images, or features of a frozen encoder, (N, ...).
         batches: Row numbers of each batch.
 
     Yields:
-        The images of a batch, and a mask bool (b,) that marks every row as readable.
+        The images of a batch, and a mask bool (b,), which is True because all rows can
+        be read.
     """
     for batch in batches:
         yield part(images, torch.from_numpy(batch)), np.ones(len(batch), dtype=bool)
