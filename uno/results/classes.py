@@ -117,10 +117,13 @@ def _free(names: Iterable[str], taken: Iterable[str]) -> Iterator[str]:
 
 
 def parse_classes(data: bytes) -> list[OutputClass]:
-    """Parse the classes in the content of ``classes.json``.
+    """Parse the output classes in the content of ``classes.json``.
+
+    Args:
+        data: The content of the file.
 
     Returns:
-        The classes, by index.
+        The classes by index, known ones first, with the class that each is merged into.
 
     Raises:
         StorageError: The content is damaged.
@@ -189,7 +192,10 @@ def merge_outputs(probabilities: Tensor, classes: Sequence[OutputClass]) -> Tens
 
 
 def unedited(classes: Sequence[OutputClass]) -> list[OutputClass]:
-    """Return the classes as if none had been merged or dropped; names stay."""
+    """Return the classes as if none had been merged or dropped.
+
+    Their names stay as they are.
+    """
     return [replace(c, into=c.index) for c in classes]
 
 
@@ -439,18 +445,19 @@ def with_names(
 
 
 def _entry(entry: Any, where: str, novel: Sequence[int]) -> tuple[int, str, str]:
-    """Check one entry of ``classes.yaml`` and return its index, name and action.
+    """Check the entry of one discovered class in ``classes.yaml``.
 
     Args:
-        entry: The parsed entry.
+        entry: The parsed entry, a mapping with index, name and action.
         where: The place of the entry, for messages.
         novel: The indices of the discovered classes.
 
     Returns:
-        The index, the name, and "keep", "drop" or "merge into NAME".
+        The index, the name, and the action: "keep", "drop" or "merge into NAME".
 
     Raises:
-        ConfigError: The entry is invalid.
+        ConfigError: The entry is no such mapping, its index is that of no discovered
+            class, or its name or action is invalid.
     """
     if not isinstance(entry, Mapping):
         raise ConfigError(
