@@ -304,9 +304,12 @@ def _combine(
 ) -> Estimate:
     """Combine the scores of all splits and numbers of clusters into the estimate.
 
+    The estimate is the k with the largest mean F1 score. Each choice of anchors votes
+    for its own best k, and the interval comes from the votes.
+
     Args:
         splits: The splits of the known classes.
-        ks: The numbers of novel classes that were tried, ascending.
+        ks: The numbers of novel classes that were tried, ascending from 0.
         scores: The scores of each split and k.
         known: The names of the known classes, by index.
         settings: The settings of the estimate.
@@ -439,6 +442,9 @@ def anchor_choices(
 ) -> list[tuple[int, ...]]:
     """Return different choices of the probe classes that are anchors.
 
+    The rows of an anchor are fixed to one cluster. The other probe classes of a choice
+    validate the clusters.
+
     Args:
         split: The split with the probe classes.
         settings: Decides the number of choices and the share of anchors.
@@ -544,12 +550,12 @@ def _max_novel(settings: Settings, train: TrainSet) -> int:
 
 
 def _sample_rows(labels: Tensor, max_rows: int, seed: int) -> Tensor:
-    """Draw row numbers with the same limit for every class.
+    """Draw rows at random, with the same limit for every class.
 
     Args:
-        labels: Classes int64 (N,). All unlabeled rows are one class.
-        max_rows: The largest number of rows over all classes. Every class keeps at
-            least one row.
+        labels: Class of each row, int64 (N,). Unlabeled rows all have the same value.
+        max_rows: The limit of a class is this number divided by the number of classes,
+            but at least 1.
         seed: The seed of the draw.
 
     Returns:
@@ -571,9 +577,11 @@ def score_clusters(
 ) -> list[dict[str, Any]]:
     """Cluster the rows of a split with k novel classes, for every choice of anchors.
 
-    The clusters are those of k novel classes and of the probe classes. In the GCD
-    setting the classes of pretraining have clusters, too: they are additional anchors,
-    because some unlabeled rows belong to them.
+    Anchors are probe classes of the split (classes without labels in pretraining) whose
+    rows are fixed to one cluster each. The other probe classes are validation classes.
+    There are k clusters more than probe classes. In the GCD setting the classes of
+    pretraining have clusters, too: they are additional anchors, because some unlabeled
+    rows belong to them.
 
     The features of a frozen encoder are clustered at each k in as many directions as
     the centers of all classes span. In the directions that explain 95 % of the variance
@@ -592,8 +600,8 @@ def score_clusters(
     Returns:
         For each choice of anchors: "anchors", their class indices; "f1", see
         :func:`class_f1`, and "acc", the clustering accuracy, of the validation classes;
-        "cvi", the silhouette of the free rows; and "sizes", the number of unlabeled
-        rows of each cluster, descending.
+        "cvi", the silhouette of the rows that are not fixed; and "sizes", the number of
+        unlabeled rows of each cluster, descending.
     """
     index, k = item
     split, labels = splits[index], torch.tensor(features[index].labels)
@@ -652,13 +660,15 @@ def _positions(labels: Tensor, classes: Sequence[int]) -> NDArray[np.int64]:
 def class_f1(table: Counts, totals: Counts) -> float:
     """Return the mean F1 score of the validation classes, 0-1.
 
-    Each class is matched to one cluster so that the mean is largest. Too few clusters
-    cost precision, because rows of other classes and unlabeled rows join. Too many
-    clusters cost recall.
+    The F1 score of a class and a cluster is twice the number of their common rows,
+    divided by the sum of the rows of the class and of the cluster. Each class is
+    matched to one cluster so that the mean is largest. Too few clusters cost precision,
+    because rows of other classes and unlabeled rows join. Too many clusters cost
+    recall.
 
     Args:
-        table: Number of validation rows of each class in each cluster, (C, K) with C <=
-            K.
+        table: Number of validation rows of each class in each cluster, (C, K) with C at
+            most K.
         totals: Number of all rows in each cluster, (K,).
     """
     f1 = 2 * table / np.maximum(table.sum(axis=1, keepdims=True) + totals, 1)
