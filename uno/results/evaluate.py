@@ -182,7 +182,7 @@ class Confusions(NamedTuple):
         num_clusters: int,
         device: torch.device | str = "cpu",
     ) -> Confusions:
-        """Create counts of zero.
+        """Create (true class, output) counts of zero for H heads.
 
         Args:
             num_heads: The number of heads H.
@@ -206,13 +206,16 @@ class Confusions(NamedTuple):
         )
 
     def add_(self, known: Tensor, novel: Tensor, truth: Tensor) -> None:
-        """Count a batch in place, without synchronizing the device.
+        """Add a batch to the (true class, output) counts in place.
+
+        Each row is counted at the output with its largest score: among the known
+        outputs for a known row in ``known``, among the novel outputs for a novel row in
+        ``novel``, and among all outputs in ``joint``, where a tie goes to the known
+        output. The device is not synchronized.
 
         Args:
             known: Scores of the known outputs, (B, C_l) or (H, B, C_l).
-            novel: Scores of the novel outputs on the same scale, (H, B, K). A row is
-                counted at the output with the largest score; a tie goes to the known
-                output.
+            novel: Scores of the novel outputs on the same scale, (H, B, K).
             truth: True classes, int64 (B,) from 0 to C_l + C_u - 1, or -1 for rows that
                 are not counted.
         """
