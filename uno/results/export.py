@@ -141,7 +141,8 @@ def _one_head(model: Classifier, head: int) -> UnoModel:
 def _encoder(model: Classifier) -> bytes:
     """Return the encoder's weights as safetensors, under the keys of its library.
 
-    Features of random images are compared with those of an encoder that loads them.
+    The weights are loaded into a new encoder, and its features of random images are
+    compared with those of the model.
 
     Raises:
         ConfigError: The model takes vectors, so it has no encoder.
