@@ -665,8 +665,9 @@ def with_alignment(
 ) -> Classifier:
     """Align the heads of a model by unlabeled rows, and store the alignment.
 
-    The alignment is added to ``classes.json``. Nothing is changed if the heads are
-    aligned already, or no row can be read.
+    The alignment says for each head and each cluster of the best head which cluster
+    corresponds, see :func:`align_heads`. It is added to ``classes.json``. Nothing is
+    changed if the heads are aligned already, or no row can be read.
 
     Args:
         model: The model.
