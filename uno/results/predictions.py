@@ -295,7 +295,9 @@ class PartWriter(NamedTuple):
         return pa.schema(COLUMNS | ({"embedding": EMBEDDING} if self.embedding else {}))
 
     def write(self, storage: Storage, number: int, results: pa.Table) -> None:
-        """Write the file of a partition.
+        """Write the file of a partition, ``_shards/NUMBER.parquet``.
+
+        The columns class_name, kind, status and model_hash are added.
 
         Args:
             storage: The directory of the predictions.
@@ -624,13 +626,13 @@ def _write(
     identity: dict[str, Any],
     tables: Iterator[pa.Table],
 ) -> None:
-    """Write ``predictions.parquet`` as an atomic write.
+    """Write ``predictions.parquet``, which only appears when it is complete.
 
     Args:
         storage: The directory of the predictions.
         schema: The schema of the table.
         identity: What the table is made from. It is stored in the metadata.
-        tables: The parts of the table in order, one row group each.
+        tables: The parts of the table in order. Each is cast to the schema.
     """
     schema = schema.with_metadata(
         {**(schema.metadata or {}), METADATA: json.dumps(identity).encode()}
