@@ -53,6 +53,10 @@ TEMPERATURE = 0.1
 def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
     """Train on one batch: the objective of pairs, plus the contrast of all rows.
 
+    The objective is :func:`uno.methods.rs.loss_of_pairs`, where pairs are similar if
+    more than half of their hash codes are equal. The contrast is
+    :func:`uno.methods.method.contrast_loss`.
+
     Args:
         state: The state of training. It is updated.
         batch: The batch.
