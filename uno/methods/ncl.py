@@ -84,8 +84,10 @@ class Constants(rs.Consistency):
 def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
     """Train on one batch: the objective of pairs, plus the contrast with both memories.
 
-    The rows of the batch enter the memories. The contrast of unlabeled rows begins when
-    its share of the phase is reached and the memory is full.
+    The objective is :func:`uno.methods.rs.loss_of_pairs`, where pairs are similar by
+    the cosine of their features. The contrast is :func:`class_loss` for labeled rows.
+    For unlabeled rows it is :func:`neighbor_loss`, which begins when its share of the
+    phase is reached and the memory is full. The rows of the batch enter the memories.
 
     Args:
         state: The state of training. It is updated, with the memories in ``extra``.
