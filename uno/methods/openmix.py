@@ -53,7 +53,10 @@ class Constants(rs.Consistency):
 def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
     """Train on one batch: the objective of pairs, plus a squared error of mixed images.
 
-    The weight of the squared error rises over the phase.
+    The objective is :func:`uno.methods.rs.loss_of_pairs`, where pairs are similar by
+    the cosine of their features. Each image is mixed with an unlabeled one, and the
+    squared error is that of its probabilities and its mixed target. The weight of this
+    error rises over the phase.
 
     Args:
         state: The state of training. It is updated.
@@ -119,7 +122,11 @@ def plan(step: int, num_labeled: int, num_rows: int) -> tuple[Tensor, Tensor]:
 def mixed_targets(
     labels: Tensor, own: Tensor, partner: Tensor, share: Tensor, num_known: int
 ) -> tuple[Tensor, Tensor]:
-    """Compute the targets of mixed rows.
+    """Compute the targets of images that are mixed with unlabeled ones.
+
+    The target of a row is ``share`` times its own target plus 1 - ``share`` times the
+    target of its partner. The target of a labeled row is its label, and the target of
+    an unlabeled row is the novel head's probabilities, which are zero at known classes.
 
     Args:
         labels: Classes of the labeled rows, int64 (B_l,).
