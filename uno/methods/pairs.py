@@ -106,6 +106,10 @@ def pair_head(num_novel: int, num_features: int) -> nn.Module:
     Args:
         num_novel: The number of novel classes.
         num_features: The number of features D.
+
+    Returns:
+        A :class:`~uno.methods.method.NovelHead`, where ``auxiliary`` is a
+        :class:`PairSimilarity`.
     """
     return NovelHead(num_novel, num_features, PairSimilarity(num_features))
 
