@@ -207,10 +207,14 @@ def objective(
 ) -> Tensor:
     """Compute the negative mutual information and the cross-entropy of labels.
 
+    The negative mutual information is lambda times the mean entropy of the class
+    probabilities of unlabeled rows, minus the entropy of the mean probabilities of all
+    rows.
+
     Args:
         logits: Logits of V views, (V, B, C), with labeled rows first.
         labels: Classes of the labeled rows, int64 (B_l,).
-        weight: lambda, the weight of the mean entropy of unlabeled rows.
+        weight: lambda.
         supervised: Whether the cross-entropy of labeled rows is added.
         barred: If it is not 0, unlabeled rows belong to none of the first ``barred``
             classes, and the cross-entropy of this is added.
