@@ -31,11 +31,18 @@ SETTINGS = {**rs.SETTINGS, "cifar100_20": CIFAR100, "cifar100_50": CIFAR100}
 
 
 def joint_head(num_novel: int, num_features: int) -> nn.Module:
-    """Create the joint head's novel prototypes, and the cluster head as auxiliary part.
+    """Create the novel part of the joint head, and the cluster head as auxiliary part.
+
+    Both have C_u prototypes. The joint head consists of the known prototypes and the
+    created ones, and the cluster head makes the pseudo-labels.
 
     Args:
-        num_novel: The number of novel classes.
+        num_novel: The number of novel classes C_u.
         num_features: The number of features D.
+
+    Returns:
+        A :class:`~uno.methods.method.NovelHead`, where ``auxiliary`` is the cluster
+        head.
     """
     return NovelHead(num_novel, num_features, Prototypes(1, num_novel, num_features))
 
