@@ -86,11 +86,16 @@ class Constants(Section):
 
 
 def head(num_novel: int, num_features: int) -> nn.Module:
-    """Create the novel prototypes, and the projection for contrast as auxiliary part.
+    """Create the novel head, with the projection for contrast as auxiliary part.
+
+    The projection is an MLP of three layers with GELU, from D to 256 numbers.
 
     Args:
         num_novel: The number of novel classes.
         num_features: The number of features D.
+
+    Returns:
+        A :class:`~uno.methods.method.NovelHead`.
     """
     widths = (num_features, HIDDEN, HIDDEN, PROJECTION)
     layers = [nn.Linear(*pair) for pair in pairwise(widths)]
