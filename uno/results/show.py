@@ -88,8 +88,8 @@ def data_uri(picture: Pillow.Image, kind: str, **options: Any) -> str:
 def members(storage: Storage, config: Config) -> dict[int, Members]:
     """Return the images of a run that were predicted as each class.
 
-    Images are left out if they are remote, cannot be read, or lie in tables with more
-    than ``MANY_ROWS`` rows.
+    Images are left out if they are remote, or lie in tables with more than
+    ``MANY_ROWS`` rows, or if the data can no longer be read or has changed.
 
     Args:
         storage: The directory with ``predictions.parquet``.
@@ -224,14 +224,18 @@ def counted(names: Iterable[str | None] | Mapping[str | None, int]) -> str:
 
 
 def _strips(groups: Sequence[Sequence[Image]], side: int) -> list[str]:
-    """Return an HTML image for each group of images; "" if none can be read.
+    """Return an HTML image for each group of images, with its images side by side.
 
-    The pictures are coarser if there are many, so that a page has at most
+    All pictures become coarser if there are many, so that a page has at most
     ``MAX_BYTES``.
 
     Args:
-        groups: Groups of images. Those that cannot be read are left out.
+        groups: Groups of images. Images that cannot be read are left out.
         side: The largest side of an image in pixels.
+
+    Returns:
+        An ``<img>`` with a data URI for each group; "" if none of its images can be
+        read.
     """
     flat = [image for group in groups for image in group]
     side = min(
