@@ -121,9 +121,8 @@ class Pretext:
     num_outputs: int
 
 
-_sections: dict[
-    str, Any
-] = {}  # sections of loaded methods outside this package, by name
+# sections of loaded methods outside this package, by name
+_sections: dict[str, Any] = {}
 
 
 @cache

@@ -214,7 +214,7 @@ def start(config: Config, model: UnoModel, train: TrainSet) -> dict[str, Tensor]
     """
     images, num_novel, head = train.unlabeled_images, train.num_novel, model.novel
     features = features_of(model.eval(), images, config)
-    if config.model.finetune == "none":  # whose file knows no class
+    if config.model.finetune == "none":  # its weights have no known head
         labeled, labels, _ = sample_features(config, [model], train, ["labeled"])[0]
         set_to_class_means_(
             model.known.weight,

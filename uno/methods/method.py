@@ -170,7 +170,8 @@ def contrast_loss(features: Tensor, labels: Tensor, temperature: float) -> Tenso
     rank, world_size = collectives.rank_and_world()
     num_rows = features.shape[1]
     place = rank * num_rows + torch.arange(num_rows, device=labels.device)
-    ids = torch.cat([labels, -1 - place[len(labels) :]])  # a class, or a row of its own
+    # rows without a class have negative ids of their own
+    ids = torch.cat([labels, -1 - place[len(labels) :]])
     all_ids = collectives.gather_rows(ids, 0).repeat(2)
     # (2 W B, D)
     everyone = collectives.gather_rows_with_grad(features, 1).flatten(0, 1)

@@ -86,7 +86,7 @@ def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
     joint = (torch.cat([known[2], novel[2]], dim=-1) / tau).softmax(dim=-1)
     own = (novel[0, num_labeled:].detach() / tau).softmax(dim=-1)
     targets, counts = mixed_targets(batch.labels, own, partner, share, known.shape[-1])
-    # over all rows, counted or not
+    # the mean is over all rows, also over those that do not count
     mixed_loss = ((joint - targets).square().sum(dim=1) * counts).mean()
     return update_(state, pairs + WEIGHT * rs.ramp(state, config) * mixed_loss, lr)
 

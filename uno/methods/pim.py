@@ -54,8 +54,8 @@ from uno.state import TrainState
 from uno.steps import Batch, labeled_loss, update_
 
 SCALE = 25.0
-RATE, DECAY, STEPS = 1e-3, 1e-2, 1000  # of Adam
-WEIGHTS = (0.1, 0.25, 0.5, 0.75, 1.0)  # lambda
+RATE, DECAY, STEPS = 1e-3, 1e-2, 1000  # settings of Adam
+WEIGHTS = (0.1, 0.25, 0.5, 0.75, 1.0)  # values of lambda that are tried
 
 
 class Constants(Section):
@@ -190,7 +190,7 @@ def descend(
     for _ in range(steps):
         optimizer.zero_grad()
         logits = SCALE * (rows @ leaf.T)[None]
-        # all rows are here, on one rank
+        # one rank has all rows, so there is nothing to average
         loss = objective(logits, labels, weight, supervised, barred, lambda mean: mean)
         loss.backward()
         optimizer.step()

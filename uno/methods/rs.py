@@ -35,7 +35,7 @@ from uno.schedule import sigmoid_rampup
 from uno.state import TrainState
 from uno.steps import Batch, labeled_loss, update_
 
-TOP, OF = 5, 512  # k of D features whose ranks are compared
+TOP, OF = 5, 512  # the 5 largest of 512 features are compared
 CIFAR100 = {"consistency_weight": 50.0, "rampup": 0.75}
 IMAGENET = {"consistency_weight": 10.0, "rampup": 50 / 90}
 SETTINGS = {"cifar100_20": CIFAR100, "cifar100_50": CIFAR100, "imagenet": IMAGENET}

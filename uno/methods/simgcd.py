@@ -55,7 +55,7 @@ from uno.state import TrainState
 from uno.steps import Batch, labeled_loss, update_
 
 HIDDEN, PROJECTION = 2048, 256
-CONTRAST, SUPERVISED_CONTRAST = 1.0, 0.07  # temperatures
+CONTRAST, SUPERVISED_CONTRAST = 1.0, 0.07  # temperatures of both contrastive terms
 SETTINGS = {name: {"epsilon": 4.0} for name in ("cifar100_20", "cifar100_50")}
 
 

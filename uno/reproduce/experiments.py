@@ -362,9 +362,10 @@ def cells(
                 **settings(method, benchmark.preset),
                 **(row.frozen if frozen else {}),
             }
-            # all cells share features, or a pretraining
+            # all cells share cached features, so a method cannot change these
             own.pop("augment.num_cached_views", None)
-            others = METHODS.keys() - {method}  # whose constants are not this row's
+            # the constants of other methods do not apply to this row
+            others = METHODS.keys() - {method}
             own |= {
                 k: v
                 for k, v in own_changes.items()

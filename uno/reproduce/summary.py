@@ -263,7 +263,7 @@ def _percent(
         Percent by seed; empty if the runs do not have the number.
     """
     key = f"{evaluation.split}/{group}/{evaluation.protocol}/acc/{row.head}"
-    if row.metric is not None:  # a number of novel rows, task-aware
+    if row.metric is not None:  # it only exists for novel rows, task-aware
         fits = group == "novel" and evaluation.protocol == "task_aware"
         key = row.metric.format(split=evaluation.split) if fits else ""
     return {

@@ -30,7 +30,7 @@ from uno.prototype_init import (
 from uno.results import metrics
 from uno.runs.run import load_weights_
 
-MAX_BASELINE_ROWS = 50_000  # rows of a kind for k-means; MAX_ROWS of streamed images
+MAX_BASELINE_ROWS = 50_000  # labeled, and unlabeled, rows for k-means
 MAX_GRAPH_ROWS = 20_000  # rows for spectral clustering, which takes 30 s on two cores
 NUM_STARTS = 10
 

@@ -45,7 +45,7 @@ from uno.threads import torch_threads
 from uno.train import LocalWorker
 
 FINGERPRINT_ROWS = 1024
-MIN_KNOWN = 4  # two classes to pretrain on, two to probe with
+MIN_KNOWN = 4  # known classes: two to pretrain on and two probe classes
 FEATURES = "features.safetensors"
 CURVES = ("f1", "acc", "cvi")
 RATIOS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5)
@@ -235,7 +235,8 @@ def estimate_num_novel(
         _fingerprint(train),
         code_of(config.model.encoder),
     )
-    for split in splits:  # in the pretraining of which only its classes are known
+    # only the classes for pretraining are known in the pretraining of a split
+    for split in splits:
         only = {
             "known_classes": ",".join(known[c] for c in split.pretrain),
             "num_novel": None,
@@ -258,7 +259,8 @@ def estimate_num_novel(
         )
     key = _digest(keys, asdict(settings), ks)
     if storage.exists(ESTIMATE_FILE):
-        with suppress(ValueError, TypeError, AttributeError):  # damaged: estimated anew
+        # a damaged estimate is replaced
+        with suppress(ValueError, TypeError, AttributeError):
             stored = parse_json(storage.read(ESTIMATE_FILE, MAX_STATE_BYTES))
             if stored.get("key") == key:
                 return Estimate(**stored)

@@ -69,7 +69,7 @@ def evaluate_run(
     values: dict[str, float] = {}
     mixed = config.data.setting == "gcd"
     for split, rows in sets.items():
-        if mixed:  # unlabeled rows, then the others
+        if mixed:  # unlabeled rows are kind 0, and labeled rows are kind 1
             rows = replace(rows, truth=rows.truth + num_true * ~rows.unlabeled)
         batches = rows.batches(
             config.train.eval_batch_size, worker.rank, worker.world_size
@@ -222,7 +222,8 @@ class Confusions(NamedTuple):
         num_known = self.known.shape[-1]
         known_best, known_output = known.max(dim=-1)  # (B,)
         novel_best, novel_output = novel.max(dim=-1)  # (H, B)
-        # argmax over [known, novel] without building it; a tie goes to the known output
+        # this is the argmax over [known, novel] without a copy of both; a tie goes to
+        # the known output
         output = torch.where(
             novel_best > known_best, num_known + novel_output, known_output
         )

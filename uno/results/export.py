@@ -37,7 +37,7 @@ FORMATS = {"encoder": "encoder.safetensors", "pt2": "model.pt2", "onnx": "model.
 CARD_FILE = "README.md"
 # largest difference of features ("encoder") or probabilities
 TOLERANCE = {"encoder": 1e-6, "pt2": 1e-5, "onnx": 1e-4}
-# batch sizes of the check; the example that is traced has another
+# batch sizes of the check, which differ from that of the traced example
 CHECK_ROWS = (1, 3, 8)
 
 
@@ -99,7 +99,7 @@ class Program(nn.Module):
         )
         features = features if network.adapter is None else network.adapter(features)
         unit = F.normalize(features, dim=-1)
-        if network.projector is None:  # a baseline's head, on the feature
+        if network.projector is None:  # the head of a baseline reads the feature
             novel = network.novel(features)[0]
         else:
             projections = network.projector(

@@ -27,7 +27,7 @@ CSV_FILE = "predictions.csv"
 FOLDER = "by_class"
 FORMULA = r"^([=+\-@\t\r\n])"  # how a formula begins, in Excel and LibreOffice
 MARK = f"{FOLDER}/made_from.json"
-GROUP = 64  # images read at a time
+GROUP = 64  # images that are read at a time
 
 
 def write_csv(storage: Storage) -> str:

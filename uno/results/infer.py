@@ -57,7 +57,7 @@ DAMAGE = (
     SafetensorError,
 )
 """Errors that damaged or mismatched files of a model raise when they are loaded."""
-BATCH_BYTES = 64 * 2**20  # decoded pixels of a batch
+BATCH_BYTES = 64 * 2**20  # bytes of the decoded pixels of a batch
 MAX_BATCH_ROWS = 256
 SAMPLE_ROWS = 10_000  # rows to align heads and to suggest names
 # the alignment of the heads that the evaluation of a run computed, for save_model
@@ -330,7 +330,7 @@ def _align(known: Tensor, novel: Tensor, best_head: int, setting: str | None) ->
         setting: In the setting "gcd" only rows that the best head assigns to a novel
             output count.
     """
-    if setting == "gcd":  # rows of known classes say nothing of novel clusters
+    if setting == "gcd":  # rows of known classes have no novel cluster
         novel = novel[:, taken_for_novel(known, novel, best_head)]
     return align_heads(novel, best_head)
 

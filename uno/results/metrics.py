@@ -175,7 +175,7 @@ def ari(counts: Counts) -> float:
         counts.sum(axis=1),
         counts.sum(axis=0),
     )
-    # Pairs of rows within groups; floats, as products of two of them overflow int64.
+    # numbers of pairs of rows; they are floats, because products would overflow int64
     all_pairs, together, same_class, same_output = (
         float((n * (n - 1)).sum() / 2) for n in sums
     )
@@ -549,7 +549,7 @@ def generalized(
     found = scores(task_agnostic_joint, joint, num_known, dropped)
     names = {"known/acc": "old", "novel/acc": "new", "all/acc": "all"}
     result = {name: found[key] for key, name in names.items() if key in found}
-    if len(result) == 1:  # rows of one kind
+    if len(result) == 1:  # all rows are of one kind
         result["all"] = next(iter(result.values()))
     return result
 

@@ -41,22 +41,23 @@ from uno.results.infer import BATCH_BYTES, NUMBERS, Classifier, Scores
 FILE = "predictions.parquet"
 SHARDS = "_shards"
 SHARD = f"{SHARDS}/{{:06d}}.parquet"
-CLAIM = f"{SHARDS}/manifest.json"  # what the shards are made from
+CLAIM = f"{SHARDS}/manifest.json"  # says what the shards are made from
 FORMAT = 1
 BATCH_ROWS = 2**13  # rows that are read at a time
 READERS = 8  # files of partitions that are read ahead
-ROW_GROUP_ROWS, ROW_GROUP_BYTES = 2**16, 64 * 2**20  # of the table
+# least number of rows or bytes of a row group
+ROW_GROUP_ROWS, ROW_GROUP_BYTES = 2**16, 64 * 2**20
 METADATA = b"uno"  # key of the identity in the metadata of the schema
 
 COLUMNS = {
     "id": pa.string(),
-    "uri": pa.string(),  # path of the image; null where it is inside a table
-    "class_index": pa.int32(),  # null, as all results, where status is bad
+    "uri": pa.string(),  # path of the image; null if it is inside a table
+    "class_index": pa.int32(),  # null if the status is bad, like all results
     "class_name": pa.string(),
-    "kind": pa.string(),  # known | novel | rejected: fell into a dropped class
+    "kind": pa.string(),  # known, novel, or rejected (of a dropped class)
     **dict.fromkeys(NUMBERS, pa.float32()),
-    "status": pa.string(),  # ok | bad
-    "reason": pa.string(),  # why it is bad
+    "status": pa.string(),  # ok or bad
+    "reason": pa.string(),  # why the image could not be read
     "model_hash": pa.string(),
 }
 EMBEDDING = pa.list_(pa.float32())

@@ -34,7 +34,7 @@ MAX_CLASSES, MAX_ROWS = 60, 20  # rows of a table
 MANY_ROWS = 20_000  # rows of a data set above which images in tables are not read
 # sides in pixels and JPEG qualities, tried in order; with the last, all pictures fit
 SIZES = ((48, 80), (48, 50), (32, 60), (24, 40))
-# up to this side a PNG is smaller than a JPEG, and enlarging keeps the pixels
+# side in pixels up to which a PNG is smaller than a JPEG; pixels stay sharp then
 SMALL = 16
 CELL = "text-align:left;vertical-align:middle;padding:2px 12px 2px 0"
 
@@ -300,7 +300,7 @@ def _text(words: object) -> str:
 
     A float is shown in percent, and None and NaN as "".
     """
-    if words is None or words != words:  # not a number
+    if words is None or words != words:  # NaN differs from itself
         return ""
     if isinstance(words, float):
         return f"{words:.0%}"
