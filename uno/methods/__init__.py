@@ -1,16 +1,15 @@
-"""Discovery methods and pretext tasks under one protocol each; all the rest of a run is
-shared.
+"""Discovery methods and pretext tasks, and how they are found by name.
 
-All methods share encoder, pretraining, batches and views (of which baselines use two
-large ones), SGD, schedule and evaluation. Unless its module says otherwise, a
-baseline's novel head is one layer of cosines on the feature over tau, where the papers
-have a linear layer with a bias: so known and novel outputs are comparable, and predict,
-report and export serve every method.
+All methods share the encoder, pretraining, batches, views, SGD, schedule and
+evaluation. Baselines use two large views. Unless its module says otherwise, the novel
+head of a baseline is one layer of cosines on the feature, divided by tau, where the
+papers have a linear layer with a bias. So known and novel outputs are comparable, and
+predict, report and export serve every method.
 
-A method of this package is a module with a ``METHOD`` and its line in :data:`METHODS`;
-one of your own is named by ``--method package.module:METHOD``. A pretext task has a
-``PRETEXT`` and ``--pretext.task`` alike. Nothing here imports torch: the command line
-and the schema ask this module.
+A method of this package is a module with a ``METHOD`` and its line in :data:`METHODS`.
+Your own method is named by ``--method package.module:METHOD``. A pretext task has a
+``PRETEXT``, and ``--pretext.task`` names it in the same way. Nothing here imports
+torch, because the command line and the schema use this module.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from uno.imports import import_object, is_object_name
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-# the constants of this method are the section ``objective``: it has none of its own
+# the constants of this method are the section ``objective``, not one of its own name
 DEFAULT = "uno"
 METHODS = {
     DEFAULT: "unified objective (Fini et al., ICCV 2021)",
@@ -43,39 +42,48 @@ METHODS = {
     "pim": "parametric information maximization (Chiaroni et al., ICCV 2023)",
     "clustering": "clusters of a frozen encoder's features, without training",
 }
-"""Name, which is its module's too -> what it is."""
+"""What each method is, by its name, which is also the name of its module."""
 PRETEXTS = {"rotation": "which of four quarter turns (Gidaris et al., ICLR 2018)"}
-"""As :data:`METHODS`, of pretext tasks."""
+"""What each pretext task is, by its name, which is also the name of its module."""
 
 
 @dataclass(frozen=True)
 class Method:
     """A discovery method.
 
-    ``name``: an identifier, also of its section of the configuration. ``step`` is one
-    optimizer step, a
-    :data:`uno.steps.Step`; ``variant(config)``: another one where the configuration
-    asks for it, else None. ``config``: a subclass of :class:`uno.config.Section` with
-    the method's own constants, ``--NAME.FIELD``; a step finds them as
-    ``config.method_options``. ``settings``: preset -> values of that section, where the
-    authors' constants depend on the data.
-
-    ``novel_head(K, D)`` builds the head that reads the feature: (N, D) -> (1, N, K)
-    logits, with ``weight`` (1, K, ...); None: UNO's projection heads. ``frozen_head``:
-    the head in its place where the encoder is frozen, of a method that would shape it:
-    see :class:`uno.methods.method.AdaptedHead`. ``start(config, model, train)`` runs
-    once, before the first step, on every worker alike: it may initialize the model in
-    place and returns the tensors to keep, by name, in ``state.extra`` and in
-    checkpoints. ``adapter(D)``: see
-    :class:`uno.model.UnoModel`. ``trains``: False where ``start`` does all on features
-    of a frozen encoder, so that by default discovery has no epochs.
-
-    ``gcd``: it serves an unlabeled set that holds known classes, too. ``pretrain``: it
-    wants supervised pretraining where no weights are given. ``needs_images``: it reads
-    images or ``Batch.rows`` itself, so it cannot stream. ``teacher(config)``: whether
-    ``state.teacher`` is to be the frozen network that supervised pretraining left.
-    ``extends``: it reads all of ``objective``: the prior, and the terms that are off by
-    default (IIC, rKD, the queue).
+    Attributes:
+        name: An identifier. The section of the method in the configuration has this
+            name.
+        step: Trains on one batch, see :data:`uno.steps.Step`.
+        novel_head: Builds the novel head from (K, D). The head maps features (N, D) to
+            logits (1, N, K) and has a ``weight`` (1, K, ...). None for the projection
+            heads of UNO.
+        start: Called as ``start(config, model, train)`` before the first step, on every
+            worker. It may initialize the model in place. It returns tensors by name,
+            which are kept in ``state.extra`` and in checkpoints.
+        config: The constants of the method, a subclass of :class:`uno.config.Section`,
+            as options ``--NAME.FIELD``. A step reads them as ``config.method_options``.
+            None if the method has none.
+        settings: By preset the values of that section, if the authors' constants depend
+            on the data.
+        frozen_head: Builds the novel head in the place of ``novel_head`` if the encoder
+            is frozen and the method would train it, see
+            :class:`uno.methods.method.AdaptedHead`.
+        adapter: Builds from D a module that maps the features before the heads, see
+            :class:`uno.model.UnoModel`.
+        trains: False if ``start`` does all the work on features of a frozen encoder.
+            Discovery has no epochs by default then.
+        gcd: Whether the method can be used if the unlabeled set also holds known
+            classes.
+        pretrain: Whether the method needs supervised pretraining if no weights are
+            given.
+        needs_images: Whether the method reads images or ``Batch.rows`` itself, so that
+            it cannot stream.
+        teacher: Given the configuration, whether ``state.teacher`` must be a frozen
+            copy of the network after supervised pretraining.
+        extends: Whether the method uses all of the section ``objective``: the class
+            prior, and the terms that are off by default (IIC, rKD, the queue).
+        variant: Given the configuration, a step to use instead of ``step``, or None.
     """
 
     name: str
@@ -97,13 +105,15 @@ class Method:
 
 @dataclass(frozen=True)
 class Pretext:
-    """A self-supervised task, which trains the encoder on all rows before supervised
-    pretraining.
+    """A self-supervised task that trains the encoder before supervised pretraining.
 
-    ``step``, a :data:`uno.steps.Step`, is given the large views of labeled and
-    unlabeled rows alike, without labels; it may turn or mask them. ``num_outputs``:
-    cosines of the feature, ``known`` of the model's output; that head is dropped
-    afterward.
+    Attributes:
+        name: The name of the task.
+        step: Trains on one batch, see :data:`uno.steps.Step`. The batch has the large
+            views of labeled and unlabeled rows, without labels. The step may change the
+            views.
+        num_outputs: The number of known outputs that the model has for the task, as
+            cosines of the feature. This head is dropped afterward.
     """
 
     name: str
@@ -111,13 +121,19 @@ class Pretext:
     num_outputs: int
 
 
-_sections: dict[str, Any] = {}  # of methods from elsewhere that were loaded, by name
+# sections of loaded methods outside this package, by name
+_sections: dict[str, Any] = {}
 
 
 @cache
 def load(name: str) -> Method:
-    """The method of :data:`METHODS`, or of ``package.module:METHOD``. ConfigError:
-    there is no such.
+    """Return the method of a name.
+
+    Args:
+        name: A key of :data:`METHODS`, or ``package.module:METHOD``, which is imported.
+
+    Raises:
+        ConfigError: There is no such method, or its own name is taken or no identifier.
     """
     found = _load("method", name, METHODS, Method)
     if name not in METHODS:
@@ -131,13 +147,30 @@ def load(name: str) -> Method:
 
 @cache
 def load_pretext(name: str) -> Pretext:
-    """The pretext task of :data:`PRETEXTS`, or of ``package.module:PRETEXT``.
-    ConfigError: as of a method.
+    """Return the pretext task of a name.
+
+    Args:
+        name: A key of :data:`PRETEXTS`, or ``package.module:PRETEXT``, which is
+            imported.
+
+    Raises:
+        ConfigError: There is no such task.
     """
     return _load("pretext.task", name, PRETEXTS, Pretext)
 
 
 def _load(key: str, name: str, own: Mapping[str, str], kind: type) -> Any:
+    """Return the object that a name of the package or an import path stands for.
+
+    Args:
+        key: The key of the configuration, for messages.
+        name: A name of ``own``, or an import path.
+        own: The names of the package.
+        kind: The type that the object must have, :class:`Method` or :class:`Pretext`.
+
+    Raises:
+        ConfigError: There is no such object, or it has another type.
+    """
     what = kind.__name__.upper()
     if name in own:
         return getattr(import_module(f"uno.methods.{name}"), what)
@@ -155,8 +188,17 @@ def _load(key: str, name: str, own: Mapping[str, str], kind: type) -> Any:
 
 
 def section(method: str) -> dict[str, Any]:
-    """The configuration section of a method, name -> model; {}: it has none.
-    ConfigError: no such method.
+    """Return the section that a method adds to the configuration.
+
+    Args:
+        method: The name of a method.
+
+    Returns:
+        The pydantic schema of the section, by the name of the section; empty if the
+        method has no section.
+
+    Raises:
+        ConfigError: There is no such method.
     """
     if method == DEFAULT or (found := load(method)).config is None:
         return {}
@@ -164,8 +206,14 @@ def section(method: str) -> dict[str, Any]:
 
 
 def section_model(name: str) -> Any:
-    """The model of the section ``name`` of a method; None: no method that is known
-    here has it.
+    """Return the schema of a configuration section that a method has added.
+
+    Args:
+        name: The name of the section, which is also the name of the method.
+
+    Returns:
+        The pydantic schema; None if no method of this package and no loaded method of
+        the user has a section of this name.
     """
     return (
         load(name).config
@@ -175,5 +223,8 @@ def section_model(name: str) -> Any:
 
 
 def description(name: str) -> str:
-    """What a method is, for a card and a report."""
+    """Return what a method is: "rank statistics (Han et al., ICLR 2020)".
+
+    For a method that is not part of this package it is the name.
+    """
     return METHODS.get(name, name)

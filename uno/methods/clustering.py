@@ -24,7 +24,13 @@ from uno.prototype_init import training_features
 
 
 class Adapter(nn.Module):
-    """A :class:`uno.frozen.Space` as a module; nothing in it is trained."""
+    """An affine map of unit features that is not trained.
+
+    It is a :class:`uno.frozen.Space` as a module.
+
+    Attributes:
+        width: The number of coordinates.
+    """
 
     def __init__(self, num_features: int) -> None:
         """Start from the leading ``MAX_DIRECTIONS`` of the ``num_features`` axes."""
@@ -35,7 +41,17 @@ class Adapter(nn.Module):
         self.register_buffer("directions", directions)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Map features (N, D) to coordinates (N, ``width``) of the space."""
+        """Map features to coordinates in the space in which the clusters were found.
+
+        Features are scaled to length one, the mean is subtracted, and the result is
+        multiplied by the directions.
+
+        Args:
+            features: Features of the encoder, (N, D).
+
+        Returns:
+            Coordinates (N, ``width``).
+        """
         mean, directions = self.get_buffer("mean"), self.get_buffer("directions")
         with torch.autocast(features.device.type, enabled=False):
             return (unit(features) - mean) @ directions

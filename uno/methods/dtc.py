@@ -1,27 +1,34 @@
-"""DTC: deep transfer clustering (Han et al., "Learning to discover novel visual
-categories via deep transfer clustering", ICCV 2019), in its Pi-model form: of its
-variants the one that keeps no second memory of rows.
+"""DTC: deep transfer clustering (Han et al., ICCV 2019).
 
-Features are reduced to C_u dimensions by a linear layer that starts as their principal
-components; centers start as k-means of the reduced features. q is the Student-t
-similarity to the centers, p sharpens it (p ~ q^2 / sum of q over rows), and KL(p || q)
-is minimized while p stands still for a while.
+The paper is "Learning to discover novel visual categories via deep transfer
+clustering". This is its Pi-model form, the variant that keeps no second memory of rows.
+
+A linear layer reduces the features to C_u dimensions. It starts as their principal
+components, and the centers start as k-means of the reduced features. q is the Student-t
+similarity to the centers. p sharpens it: p ~ q^2 / sum of q over rows. KL(p || q) is
+minimized, and p is updated only from time to time.
 
 Known constants, from the authors' code: 10 epochs of warm-up without consistency, then
-100; p anew at the end of the warm-up, then every 5 epochs (CIFAR100: 30, every 10;
-ImageNet: 10, then 60); weight of the squared difference of two views 10 (ImageNet 100),
-rising over 5 epochs; k-means from 20 starts. Here they are shares of the phase. Both
-terms are means over rows AND clusters, and unlabeled rows alone train, as in that code.
+100; p is updated at the end of the warm-up, then every 5 epochs (CIFAR100: 30, every
+10; ImageNet: 10, then 60); the weight of the squared difference of two views is 10
+(ImageNet 100), rising over 5 epochs; k-means has 20 starts. Here the numbers of epochs
+are shares of the phase. Both terms are means over rows AND clusters, and only unlabeled
+rows train, as in that code.
 
-On cached features of a frozen encoder the linear layer alone shapes them, the two views
-are cached ones, and the known head is the means of the classes.
+On cached features of a frozen encoder only the linear layer shapes the features. The
+two views are cached ones, and the known head is the means of the classes.
 
-What differs: q of a row is the last one seen in training, where the authors predict the
-set anew; the learning rate's one schedule; the Pi-model alone (theirs also has temporal
-ensembles of q, features or both). Labeled rows do not train on: the known head is that
-of pretraining, on an encoder that moves on, and novel outputs are log-similarities,
-below every known cosine. So DTC has no joint classifier: its task-agnostic accuracy and
-that of known rows are not comparable with other methods'.
+What differs:
+- The q of a row is the last one seen in training. The authors predict the whole set
+  again.
+- The learning rate has one schedule.
+- There is only the Pi-model. The authors' code also has temporal ensembles of q, of
+  features, or of both.
+
+Labeled rows do not train in discovery. The known head is that of pretraining, on an
+encoder that changes, and novel outputs are log-similarities, below every known cosine.
+So DTC has no joint classifier: its task-agnostic accuracy and that of known rows are
+not comparable with those of other methods.
 """
 
 import torch
@@ -54,7 +61,7 @@ SETTINGS = {"cifar100_20": CIFAR100, "cifar100_50": CIFAR100, "imagenet": IMAGEN
 
 
 class Constants(Section):
-    """Of DTC; shares are of the phase."""
+    """Constants of DTC. Shares are shares of the discovery phase."""
 
     consistency_weight: float = field(
         10.0,
@@ -72,15 +79,25 @@ class Constants(Section):
 
 
 class DistanceHead(nn.Module):
-    """(N, D) features -> (1, N, K) log-similarities -log(1 + |W z + b - u_k|^2),
-    whose softmax is q.
+    """A head of log-similarities to centers, the novel head of DTC.
+
+    It computes -log(1 + |W z + b - u_k|^2) of features z and centers u_k. The softmax
+    of these is q, the Student-t similarity.
+
+    Attributes:
+        reduce: The linear layer W, b from D features to K numbers.
+        weight: The centers u_k, (1, K, K).
     """
 
     def __init__(self, num_novel: int, num_features: int) -> None:
-        """Make the head.
+        """Create the head with a random linear layer and random centers.
+
+        Args:
+            num_novel: The number of clusters K.
+            num_features: The number of features D.
 
         Raises:
-            ConfigError: The features have fewer numbers than there are clusters.
+            ConfigError: There are fewer features than clusters.
         """
         super().__init__()
         if num_novel > num_features:
@@ -93,7 +110,17 @@ class DistanceHead(nn.Module):
         self.weight = nn.Parameter(torch.randn(1, num_novel, num_novel))  # centers u_k
 
     def forward(self, features: Tensor) -> Tensor:
-        """(N, D) -> (1, N, K) float32 at least."""
+        """Compute the log-similarities of features to the K cluster centers.
+
+        Features are reduced to K numbers by the linear layer. The log-similarity to a
+        center is -log(1 + squared distance).
+
+        Args:
+            features: Features (N, D).
+
+        Returns:
+            Log-similarities (1, N, K), at least float32. Their softmax is q.
+        """
         reduced = self.reduce(features)
         reduced = reduced.to(torch.promote_types(reduced.dtype, torch.float32))
         squared = (reduced.unsqueeze(1) - self.weight).square().sum(dim=-1)  # (N, K)
@@ -101,8 +128,21 @@ class DistanceHead(nn.Module):
 
 
 def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
-    """KL to the standing targets + rising consistency, of unlabeled rows. Returns
-    the loss as (1,).
+    """Train on the unlabeled rows of one batch.
+
+    The loss is KL(p || q) to the stored targets p, plus the squared difference of q
+    under two views with a rising weight. The q of view 0 is stored for each row. The
+    targets are updated at the end of the warm-up and then after each
+    ``update_interval``.
+
+    Args:
+        state: The state of training. It is updated.
+        batch: The batch, with the row numbers of its unlabeled rows.
+        config: The configuration of the run, with the method's constants.
+        lr: The learning rate.
+
+    Returns:
+        The loss (1,), detached.
     """
     assert batch.rows is not None
     constants: Constants = config.method_options
@@ -130,16 +170,26 @@ def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
 
 
 def sharpened(q: Tensor) -> Tensor:
-    """DEC's target (Xie et al. 2016, Eq. 3), p ~ q^2 / f, f the sums of q over rows:
-    (N, K) -> (N, K).
+    """Compute the targets of DEC (Xie et al., 2016, Eq. 3): p ~ q^2 / f.
+
+    Args:
+        q: Cluster probabilities (N, K). f is their sum over rows.
+
+    Returns:
+        Targets p (N, K). Each row sums to 1.
     """
     p = q.square() / q.sum(dim=0)
     return p / p.sum(dim=1, keepdim=True)
 
 
 def remember_(probabilities: Tensor, rows: Tensor, q: Tensor) -> None:
-    """Put the q of all workers' rows of this step in their places of (N_u, K),
-    unless it is not finite.
+    """Store the q of all workers' rows of a step in place.
+
+    Args:
+        probabilities: The stored q of all unlabeled rows, (N_u, K). Values that are not
+            finite are not stored.
+        rows: The row numbers of this worker's rows, int64 (B_u,).
+        q: The q of these rows, (B_u, K).
     """
     rows, q = collectives.gather_rows(rows, 0), collectives.gather_rows(q.float(), 0)
     probabilities[rows] = torch.where(q.isfinite(), q, probabilities[rows])
@@ -147,12 +197,24 @@ def remember_(probabilities: Tensor, rows: Tensor, q: Tensor) -> None:
 
 @torch.no_grad()
 def start(config: Config, model: UnoModel, train: TrainSet) -> dict[str, Tensor]:
-    """Principal components, k-means centers; q and p (N_u, K) of all unlabeled rows.
-    ConfigError: fewer rows than clusters.
+    """Initialize the head by principal components and k-means of the features.
+
+    With a frozen encoder the known prototypes become the means of the classes.
+
+    Args:
+        config: The configuration of the run.
+        model: The network. Its heads are changed.
+        train: The training data.
+
+    Returns:
+        "probabilities", q, and "targets", p, of all unlabeled rows, (N_u, K).
+
+    Raises:
+        ConfigError: There are fewer unlabeled rows than clusters.
     """
     images, num_novel, head = train.unlabeled_images, train.num_novel, model.novel
     features = features_of(model.eval(), images, config)
-    if config.model.finetune == "none":  # whose file knows no class
+    if config.model.finetune == "none":  # its weights have no known head
         labeled, labels, _ = sample_features(config, [model], train, ["labeled"])[0]
         set_to_class_means_(
             model.known.weight,

@@ -1,9 +1,9 @@
-"""What later work adds to UNO's objective, all of it off by default: IIC, rKD, and a
-queue for Sinkhorn.
+"""Terms that later work adds to UNO's objective: IIC, rKD, and a queue for Sinkhorn.
 
-The terms take the cosines of a step: known (V, B, C_l), novel (V, H, B, C_u) of the
-cluster heads, the first B_l rows labeled. Under several workers each is a number whose
-mean over workers, and whose gradient, is that of the global batch.
+All of them are off by default. They use the cosines of a step: known (V, B, C_l), and
+novel (V, H, B, C_u) of the cluster heads, where the first B_l rows are labeled. With
+several workers, the mean over workers of each term, and of its gradient, is that of the
+global batch.
 """
 
 from collections.abc import Iterator
@@ -22,8 +22,18 @@ from uno.steps import Batch, forward, update_
 
 
 def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
-    """:func:`uno.objective.discovery_step` with the terms and the queue that
-    ``objective`` asks for.
+    """Train on one batch with the additional terms and the queue of the configuration.
+
+    Otherwise this is :func:`uno.objective.discovery_step`.
+
+    Args:
+        state: The state of training. It is updated.
+        batch: The batch.
+        config: The configuration of the run.
+        lr: The learning rate.
+
+    Returns:
+        The loss (1,), detached.
     """
     objective = config.objective
     logits, labels = forward(state, batch), batch.labels
@@ -47,7 +57,19 @@ def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
 def terms(
     state: TrainState, batch: Batch, logits: Logits, objective: ObjectiveConfig
 ) -> Iterator[Tensor]:
-    """What ``objective`` adds to the loss, weighted."""
+    """Yield the additional terms of the loss that have a weight, times this weight.
+
+    The terms are :func:`iic_loss`, :func:`iic_view_loss` and :func:`rkd_loss`.
+
+    Args:
+        state: The state of training, with the teacher if rKD has a weight.
+        batch: The batch.
+        logits: The cosines of the batch.
+        objective: The section of the configuration that has the weights.
+
+    Yields:
+        Scalars.
+    """
     assert logits.novel is not None
     known, novel, num_labeled, tau = (
         logits.known,
@@ -74,7 +96,14 @@ def terms(
 
 
 def start(config: Config, model: UnoModel, train: Any) -> dict[str, Tensor]:
-    """An empty queue of projections for Sinkhorn, where the run has one."""
+    """Create an empty queue of projections for Sinkhorn, if the run has one.
+
+    The size Q of the queue is ``objective.queue_size``.
+
+    Returns:
+        "queue", zeros (V_large, H, Q, P), or (V_large, H, Q, 2P) with overclustering
+        heads; empty if Q is 0.
+    """
     size, families = config.objective.queue_size, 1 if model.over is None else 2
     width = families * config.model.projection_dim
     shape = (config.augment.large.num_views, config.model.num_heads, size, width)
@@ -85,15 +114,22 @@ def start(config: Config, model: UnoModel, train: Any) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def past_logits(state: TrainState, directions: Tensor) -> list[Tensor] | None:
-    """Cosines of past unlabeled rows with today's prototypes; the rows of this batch
-    enter the queue.
+    """Add rows to the queue, and return cosines of queued rows with the prototypes.
 
-    After SwAV (Caron et al. 2020, App. A), for batches with few rows per cluster. Like
-    theirs the queue takes part late: once it is full and the warm-up is over.
-    ``state.extra["queue"]`` (V_large, H, Q, P or 2P) holds directions of both families
-    side by side, newest first, the same on all workers; ``directions`` (V_large, H or
-    2H, B_u, P) are this worker's. Returns per family (V_large, H, Q, K), or None
-    without part.
+    The queue is that of SwAV (Caron et al., 2020, App. A), for batches with few rows
+    for each cluster. As there, it takes part late: when it is full and the warm-up is
+    over.
+
+    Args:
+        state: The state of training. ``state.extra["queue"]`` (V_large, H, Q, P or 2P)
+            is updated. It holds the directions of cluster heads and overclustering
+            heads side by side, newest first, the same on all workers.
+        directions: Directions of this worker's unlabeled rows, (V_large, H or 2H, B_u,
+            P), first those of the cluster heads.
+
+    Returns:
+        For each family of heads, cosines (V_large, H, Q, K) of the rows in the queue;
+        None as long as the queue takes no part.
     """
     queue, heads = (
         state.extra["queue"],
@@ -101,7 +137,8 @@ def past_logits(state: TrainState, directions: Tensor) -> list[Tensor] | None:
     )
     rows = gather_rows(torch.cat(directions.chunk(len(heads), dim=1), dim=-1), dim=2)
     newest = torch.cat([rows.to(queue.dtype), queue], dim=2)[:, :, : queue.shape[2]]
-    state.extra["queue"] = newest.nan_to_num(0.0, 0.0, 0.0)  # a bad step must not stay
+    # values of a step that was not finite must not stay in the queue
+    state.extra["queue"] = newest.nan_to_num(0.0, 0.0, 0.0)
     if state.step < state.warmup_steps or state.step * rows.shape[2] < queue.shape[2]:
         return None
     return [
@@ -113,13 +150,23 @@ def past_logits(state: TrainState, directions: Tensor) -> list[Tensor] | None:
 def iic_loss(
     known: Tensor, novel: Tensor, num_labeled: int, temperature: float
 ) -> Tensor:
-    """Minus the symmetric KL divergence between the outputs of labeled and of unlabeled
-    rows, a scalar.
+    """Return minus the symmetric KL divergence of labeled and unlabeled outputs.
 
-    Li et al. (CVPR 2023), "inter-class": outputs are softmaxes over all C classes; the
-    mean goes over all pairs of a labeled and an unlabeled row, over views and cluster
-    heads. A mean over pairs needs no pairs: the mean of KL(p || q) is the mean of <p,
-    log p> less <mean p, mean log q>. Needs rows of both kinds.
+    Minimizing it moves the outputs of both kinds of rows apart. This is the inter-class
+    term of Li et al. (CVPR 2023). Outputs are softmaxes over all C classes. The mean is
+    over all pairs of a labeled and an unlabeled row, over both directions, views and
+    cluster heads. It is computed without pairs: the mean of KL(p || q) is the mean of
+    <p, log p> minus <mean p, mean log q>.
+
+    Args:
+        known: Cosines with the known prototypes, (V, B, C_l).
+        novel: Cosines with the novel prototypes, (V, H, B, C_u).
+        num_labeled: The number of labeled rows, which come first. There must be rows of
+            both kinds.
+        temperature: The divisor of the cosines.
+
+    Returns:
+        A scalar, at most 0 over all workers.
     """
     joint = (
         torch.cat(
@@ -144,12 +191,21 @@ def iic_loss(
 def iic_view_loss(
     known: Tensor, novel: Tensor, num_labeled: int, temperature: float
 ) -> Tensor:
-    """Symmetric KL divergence between the outputs of a row's views, per class, a
-    scalar.
+    """Return the symmetric KL divergence of the outputs of a row's views, per class.
 
-    Li et al. (CVPR 2023), "intra-class": labeled rows' softmax over known outputs,
-    unlabeled rows' over novel ones; mean over pairs of views, heads and rows, divided
-    by the number of classes as in the authors' code.
+    This is the intra-class term of Li et al. (CVPR 2023). Labeled rows have a softmax
+    over the known outputs, and unlabeled rows over the novel outputs. The mean is over
+    pairs of views, heads and rows. As in the authors' code it is divided by the number
+    of classes.
+
+    Args:
+        known: Cosines with the known prototypes, (V, B, C_l), with V at least 2.
+        novel: Cosines with the novel prototypes, (V, H, B, C_u).
+        num_labeled: The number of labeled rows, which come first.
+        temperature: The divisor of the cosines.
+
+    Returns:
+        A scalar, the sum for labeled and unlabeled rows.
     """
     total = known.new_zeros(())
     for logits in (known[:, None, :num_labeled], novel[:, :, num_labeled:]):
@@ -169,17 +225,26 @@ def rkd_loss(
     temperature: float,
     distillation_temperature: float,
 ) -> Tensor:
-    """Cross-entropy of the known outputs on unlabeled rows with those of the pretrained
-    network.
+    """Return the cross-entropy of known outputs with those of the pretrained network.
 
-    Gu et al. (ICCV 2023), rKD: a row weighs as much as the probability that the current
-    network gives to all known classes, relative to the mean; factor T^2 as in Hinton et
-    al. 2015. Softmax at tau T throughout. The weight has a gradient, as in the authors'
-    code. Unlabeled rows: known (V, B_u, C_l), novel (V, H, B_u, C_u), the pretrained
-    network's teacher (V, B_u, C_l); a scalar, the mean over views, heads and rows. Of a
-    frozen encoder whose file knows no class, that network is the encoder with a known
-    head that learns for the epochs of pretraining, on labeled rows alone, before
-    discovery.
+    This is rKD (Gu et al., ICCV 2023) on unlabeled rows. A row has as much weight as
+    the probability of all known classes under the current network, relative to the
+    mean. The weight has a gradient, as in the authors' code. Every softmax has the
+    temperature tau T, and the loss has the factor T^2 (Hinton et al., 2015).
+
+    If a frozen encoder has weights without a head for the known classes, the pretrained
+    network is this encoder with a known head. That head learns on labeled rows, for the
+    epochs of pretraining, before discovery.
+
+    Args:
+        known: Cosines of unlabeled rows with the known prototypes, (V, B_u, C_l).
+        novel: Cosines with the novel prototypes, (V, H, B_u, C_u).
+        teacher: Cosines of the pretrained network, (V, B_u, C_l).
+        temperature: tau, the divisor of cosines in training.
+        distillation_temperature: T.
+
+    Returns:
+        A scalar, the mean over views, heads and rows.
     """
     scale = temperature * distillation_temperature
     cross_entropy = -(

@@ -1,25 +1,27 @@
-"""Jia et al., "Joint representation learning and novel category discovery on single-
-and multi-modal data" (ICCV 2021; arXiv 2104.12673), of one modality.
+"""The method of Jia et al. (ICCV 2021; arXiv 2104.12673), for one modality.
 
-The objective of :mod:`uno.methods.rs` with pairs called similar where winner-take-all
-hashes agree (Yagnik et al. 2011: of each of H random windows of k features, which is
-the largest), and noise contrast of the features of all rows: an unlabeled row is drawn
-to its other view alone (instance discrimination), a labeled one to both views of all
-rows of its class (category discrimination), away from all other rows.
+The paper is "Joint representation learning and novel category discovery on single- and
+multi-modal data". The objective is that of :mod:`uno.methods.rs`, with two changes.
+Pairs are similar if their winner-take-all hashes agree (Yagnik et al., 2011: for each
+of H random windows of k features, which of these is the largest). And the features of
+all rows are contrasted: an unlabeled row is drawn to its other view alone (instance
+discrimination), a labeled row to both views of all rows of its class (category
+discrimination), and each away from all other rows.
 
-No code was published, and no constant is known to us: these are ours, once for all
-data. H = 512, k = 4. The share of equal codes above which rows are similar, and the
-temperature, are those with the best accuracy on the labeled digits alone, three of five
-classes held out as novel (record ``2026-11-22_methods-three``). Codes are of the mean
-of both views' features, which tells held-out classes apart better than one view's.
-Contrast and every other term weigh 1, the consistency as in RS; contrast reads the
-features, not a projection of them, and the batch of all workers, not a memory; several
-positives count as the mean of their logarithms (Khosla et al. 2020, L_out).
+No code was published, and we know no constant. So the constants are ours, the same for
+all data. H is 512 and k is 4. The share of equal codes above which rows are similar,
+and the temperature, are those with the best accuracy on the labeled digits alone, with
+three of five classes held out as novel (record ``2026-11-22_methods-three``). Codes are
+those of the mean of both views' features, which separates held-out classes better than
+one view. Contrast and every other term have the weight 1, and the consistency the same
+as in RS. The features are contrasted, not a projection of them, among the batch of all
+workers, without a memory. Several positives count as the mean of their logarithms
+(Khosla et al., 2020, L_out).
 
-A frozen encoder has nothing that contrast could train: there a linear layer on its
-features, the identity at first, stands for its last stage, and what is hashed,
-contrasted and clustered is that layer's output, of cached views. The known head reads
-the features themselves.
+A frozen encoder has nothing that contrast could train. There a linear layer on its
+features, the identity at first, takes the place of its last stage. The output of this
+layer, for cached views, is hashed, contrasted and clustered. The known head reads the
+features themselves.
 """
 
 from typing import Any
@@ -49,7 +51,21 @@ TEMPERATURE = 0.1
 
 
 def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
-    """The objective of pairs + contrast of all rows. Returns the loss as (1,)."""
+    """Train on one batch: the objective of pairs, plus the contrast of all rows.
+
+    The objective is :func:`uno.methods.rs.loss_of_pairs`, where pairs are similar if
+    more than half of their hash codes are equal. The contrast is
+    :func:`uno.methods.method.contrast_loss`.
+
+    Args:
+        state: The state of training. It is updated.
+        batch: The batch.
+        config: The configuration of the run, with the method's constants.
+        lr: The learning rate.
+
+    Returns:
+        The loss (1,), detached.
+    """
     num_labeled, windows = len(batch.labels), state.extra["windows"]
     known, novel, features = forward_two_views(state, batch)
     features = learned_features(state.model, features)
@@ -65,14 +81,29 @@ def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
 
 
 def hash_codes(features: Tensor, windows: Tensor) -> Tensor:
-    """Which feature of each window is the largest: (N, D) and indices (H, k) -> (N,
-    H) in 0..k-1.
+    """Return which feature of each window is the largest.
+
+    Args:
+        features: Features (N, D).
+        windows: Indices of features, int64 (H, k).
+
+    Returns:
+        Codes int64 (N, H), from 0 to k - 1.
     """
     return features[:, windows].argmax(dim=-1)
 
 
 def agreement(codes: Tensor, others: Tensor, window: int) -> Tensor:
-    """Share of equal codes of rows (N, H) and (M, H), of 0..``window``-1: (N, M)."""
+    """Return the share of equal codes for each pair of rows.
+
+    Args:
+        codes: Codes int64 (N, H).
+        others: Codes int64 (M, H).
+        window: The number of values of a code, which are 0 to ``window`` - 1.
+
+    Returns:
+        Shares (N, M), 0-1.
+    """
     one, other = (
         F.one_hot(rows, window).flatten(1).float() for rows in (codes, others)
     )
@@ -80,7 +111,17 @@ def agreement(codes: Tensor, others: Tensor, window: int) -> Tensor:
 
 
 def start(config: Config, model: UnoModel, train: Any) -> dict[str, Tensor]:
-    """The windows (H, k): features of the network, at random."""
+    """Draw the windows of features that the winner-take-all hashes compare.
+
+    Args:
+        config: The configuration of the run, which has the seed.
+        model: The network, which decides the number of features D.
+        train: Not used.
+
+    Returns:
+        "windows", H = 512 random sets of k = 4 indices of features, int64 (H, k). A
+        window has no feature twice.
+    """
     width, generator = (
         model.known.weight.shape[1],
         torch.Generator().manual_seed(config.seed),

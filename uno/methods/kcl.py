@@ -1,10 +1,12 @@
-"""KCL: KLD-based contrastive loss (Hsu et al., "Learning to cluster in order to
-transfer across domains and tasks", ICLR 2018; code L2C).
+"""KCL: KLD-based contrastive loss (Hsu et al., ICLR 2018; code L2C).
 
-The outputs of two unlabeled rows should have a small KL divergence where a similarity
-network (:mod:`uno.methods.pairs`) calls them similar, one above a margin where it does
-not. Known constants, from the authors' code: margin 2, 1e-7 added to probabilities, no
-gradient to the distribution that is the target, both orders of a pair.
+The paper is "Learning to cluster in order to transfer across domains and tasks". The
+outputs of two unlabeled rows should have a small KL divergence if a similarity network
+(:mod:`uno.methods.pairs`) calls them similar, and one above a margin if it does not.
+
+Known constants, from the authors' code: the margin is 2, 1e-7 is added to
+probabilities, the distribution that is the target has no gradient, and both orders of a
+pair count.
 """
 
 from functools import partial
@@ -21,8 +23,19 @@ MARGIN = 2.0
 def contrast(
     first: Tensor, second: Tensor, similarity: pairs.PairSimilarity, features: Tensor
 ) -> Tensor:
-    """Of both orders, from the rows' probabilities (B_u, C_u) under two views;
-    features (2, B_u, D).
+    """Return the contrastive loss of unlabeled rows.
+
+    It is the mean of both orders of the two views.
+
+    Args:
+        first: Cluster probabilities of this worker's unlabeled rows in view 0, (B_u,
+            C_u).
+        second: The same in view 1.
+        similarity: The similarity network, which decides which rows are similar.
+        features: Features of these rows in both views, (2, B_u, D).
+
+    Returns:
+        A scalar.
     """
     forth = contrastive_loss(first, second, pairs.similar_pairs(similarity, features))
     back = contrastive_loss(
@@ -32,11 +45,20 @@ def contrast(
 
 
 def contrastive_loss(probabilities: Tensor, targets: Tensor, similar: Tensor) -> Tensor:
-    """Mean over pairs of KL(q_j || p_i) where similar, else max(0, margin - KL(q_j ||
-    p_i)).
+    """Return the contrastive loss of pairs, with a margin on the KL divergence.
 
-    p (N, K) of this worker's rows under one view; q (N, K) under the other, gathered
-    from all workers, M rows, detached; similar (N, M) bool.
+    It is the mean over pairs of KL(q_j || p_i) if they are similar, otherwise of max(0,
+    margin - KL(q_j || p_i)).
+
+    Args:
+        probabilities: Cluster probabilities p of this worker's rows in one view, (N,
+            K).
+        targets: Cluster probabilities q of this worker's rows in the other view. Those
+            of all workers are gathered, M rows, without gradient.
+        similar: Which pairs are similar, bool (N, M).
+
+    Returns:
+        A scalar.
     """
     log_p = (probabilities + 1e-7).log()
     q = collectives.gather_rows(targets.detach(), 0) + 1e-7

@@ -21,8 +21,13 @@ from uno.steps import Batch, forward
 
 
 class NovelHead(nn.Module):
-    """Cosines of the feature to K prototypes, and a module that only the method's
-    step calls, if any.
+    """A novel head of cosines of the feature to K prototypes.
+
+    Args:
+        num_novel: The number of prototypes K.
+        num_features: The number of features D.
+        auxiliary: A module that only the method's step calls, if any. It is trained
+            with the head.
     """
 
     def __init__(
@@ -34,21 +39,30 @@ class NovelHead(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """(1, K, D)."""
+        """The prototypes of the K novel classes, (1, K, D)."""
         return self.prototypes.weight
 
     def forward(self, features: Tensor) -> Tensor:
-        """(N, D) features -> (1, N, K) cosines."""
+        """Compute the cosines of features with the K prototypes of the novel classes.
+
+        Args:
+            features: Features of the encoder, (N, D).
+
+        Returns:
+            Cosines (1, N, K).
+        """
         return self.prototypes(features)
 
 
 class AdaptedHead(NovelHead):
-    """A linear layer on the feature, the identity at first, and cosines of its output
-    to K prototypes.
+    """A linear layer on the feature, and cosines of its output to K prototypes.
 
-    In the place of the encoder's last stage, which methods that shape features train
-    (NCL's authors, like RS's, freeze the stages before it): the one layer that learns
-    where only features are at hand.
+    The layer is the identity at first. It takes the place of the encoder's last stage
+    if the encoder is frozen, for methods that shape features. (The authors of NCL and
+    RS train only this stage.)
+
+    Attributes:
+        layer: The linear layer from D to D features.
     """
 
     def __init__(self, num_novel: int, num_features: int) -> None:
@@ -58,21 +72,42 @@ class AdaptedHead(NovelHead):
         nn.init.zeros_(self.layer.bias)
 
     def forward(self, features: Tensor) -> Tensor:
-        """(N, D) features -> (1, N, K) cosines."""
+        """Apply the linear layer to features, and compute cosines with K prototypes.
+
+        Args:
+            features: Features of the encoder, (N, D).
+
+        Returns:
+            Cosines (1, N, K).
+        """
         return self.prototypes(self.layer(features))
 
 
 def learned_features(model: UnoModel, features: Tensor) -> Tensor:
-    """Features (..., D) as the method shapes them: the encoder's own, or an
-    :class:`AdaptedHead`'s.
+    """Return the features that the method trains.
+
+    Args:
+        model: The network.
+        features: Features of the encoder, (..., D).
+
+    Returns:
+        The output of the linear layer if the novel head is an :class:`AdaptedHead`,
+        otherwise ``features``.
     """
     head = model.novel
     return head.layer(features) if isinstance(head, AdaptedHead) else features
 
 
 def forward_two_views(state: TrainState, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Known cosines (2, B, C_l), novel ones (2, B, C_u), features (2, B, D) of the
-    first two large views.
+    """Compute the outputs of the model for the first two large views of a batch.
+
+    Args:
+        state: The state of training, with the model.
+        batch: The batch with at least two large views.
+
+    Returns:
+        Known cosines (2, B, C_l), the novel head's outputs (2, B, C_u), and features
+        (2, B, D).
     """
     logits = forward(state, batch._replace(views=batch.views[:2], num_large=2))
     assert logits.novel is not None and logits.features is not None
@@ -82,38 +117,61 @@ def forward_two_views(state: TrainState, batch: Batch) -> tuple[Tensor, Tensor, 
 def pair_likelihood_loss(
     probabilities: Tensor, others: Tensor, similar: Tensor
 ) -> Tensor:
-    """Binary cross-entropy of "both rows are in one cluster", P = <p_i, q_j>; the mean
-    over all pairs.
+    """Return the binary cross-entropy of "both rows are in one cluster".
 
-    p (N, K) of this worker's rows under one view, q (M, K) of all workers' under the
-    other; ``similar`` (N, M) bool. Han et al. 2020, Eq. 2; Hsu et al. 2019, Eq. 1; 1e-7
-    is the authors' in both.
+    The probability of this is the inner product <p_i, q_j> (Han et al., 2020, Eq. 2;
+    Hsu et al., 2019, Eq. 1). 1e-7 is added inside the logarithm, as in both authors'
+    code.
+
+    Args:
+        probabilities: Cluster probabilities p of this worker's rows in one view, (N,
+            K).
+        others: Cluster probabilities q of all workers' rows in the other view, (M, K).
+        similar: Which pairs are in one cluster, bool (N, M).
+
+    Returns:
+        A scalar, the mean over all pairs.
     """
     together = probabilities @ others.T
     return -torch.where(similar, together + 1e-7, 1 - together + 1e-7).log().mean()
 
 
 def similar_by_cosine(features: Tensor, threshold: float) -> Tensor:
-    """Which unlabeled rows (N, D) have a cosine above ``threshold``: (N, M) bool, M
-    of all workers.
+    """Return which pairs of rows have features with a cosine above a threshold.
+
+    Args:
+        features: Features (N, D) of this worker's unlabeled rows.
+        threshold: The cosine.
+
+    Returns:
+        A mask, bool (N, M), for the M unlabeled rows of all workers.
     """
     directions = unit(features.detach())
     return directions @ collectives.gather_rows(directions, 0).T > threshold
 
 
 def contrast_loss(features: Tensor, labels: Tensor, temperature: float) -> Tensor:
-    """-log of the softmax over all other rows and views, at the positives: their mean,
-    a row's and a view's.
+    """Return the contrastive loss of features in two views (InfoNCE and SupCon).
 
-    Unit features (2, B, D), the first B_l rows of the classes ``labels`` (B_l,):
-    positives of a labeled row are both views of its class (Khosla et al. 2020, L_out),
-    of another its other view (InfoNCE). A scalar, of this worker's rows against those
-    of all workers.
+    For each row and view it is the mean, over its positives, of minus the log of a
+    softmax over all other rows and views. The positives of a labeled row are both views
+    of all rows of its class (Khosla et al., 2020, L_out). The positive of any other row
+    is its other view (InfoNCE).
+
+    Args:
+        features: Unit features of this worker's rows, (2, B, D). They are compared with
+            those of all workers.
+        labels: Classes of the first B_l rows, int64 (B_l,). It may be empty.
+        temperature: The divisor of the inner products.
+
+    Returns:
+        A scalar, the mean over this worker's rows and views.
     """
     rank, world_size = collectives.rank_and_world()
     num_rows = features.shape[1]
     place = rank * num_rows + torch.arange(num_rows, device=labels.device)
-    ids = torch.cat([labels, -1 - place[len(labels) :]])  # a class, or a row of its own
+    # rows without a class have negative ids of their own
+    ids = torch.cat([labels, -1 - place[len(labels) :]])
     all_ids = collectives.gather_rows(ids, 0).repeat(2)
     # (2 W B, D)
     everyone = collectives.gather_rows_with_grad(features, 1).flatten(0, 1)
@@ -126,8 +184,18 @@ def contrast_loss(features: Tensor, labels: Tensor, temperature: float) -> Tenso
 
 
 def frozen_sample(config: Config, model: UnoModel, train: Any) -> Sample:
-    """Features that a method starts from. ConfigError: fewer unlabeled rows than new
-    classes.
+    """Compute the features that a method starts from, in eval mode.
+
+    Args:
+        config: The configuration of the run.
+        model: The network. It is in training mode afterward.
+        train: The training data.
+
+    Returns:
+        Features of labeled and unlabeled rows.
+
+    Raises:
+        ConfigError: There are fewer unlabeled rows than novel classes.
     """
     model.eval()
     sample = training_features(config, model, train)
@@ -140,8 +208,11 @@ def frozen_sample(config: Config, model: UnoModel, train: Any) -> Sample:
 
 @torch.no_grad()
 def set_prototypes_(model: UnoModel, prototypes: Tensor) -> None:
-    """Set the known prototypes of ``model``, and those of its one novel head, to rows
-    (C_l + C_u, D).
+    """Set the known prototypes and those of the only novel head in place.
+
+    Args:
+        model: The network.
+        prototypes: The prototypes (C_l + C_u, D), known ones first.
     """
     known, novel = prototypes.split([model.num_known, model.num_novel])
     model.known.weight.copy_(known)
@@ -151,8 +222,17 @@ def set_prototypes_(model: UnoModel, prototypes: Tensor) -> None:
 def cluster_centers(
     sample: Sample, num_novel: int, setting: str | None, seed: int
 ) -> Tensor:
-    """Centers (C_l + C_u, D) of length one, on the CPU: the means of the known classes,
-    then of the clusters of :func:`uno.prototype_init.clusters_of` that are new.
+    """Return directions of the known classes and of novel clusters, on the CPU.
+
+    Args:
+        sample: Features of labeled and unlabeled rows.
+        num_novel: The number of novel classes C_u.
+        setting: The setting. In "gcd" unlabeled rows may belong to known classes.
+        seed: The seed of k-means.
+
+    Returns:
+        Rows of length one, (C_l + C_u, D): the means of the known classes, then the
+        centers of the novel clusters of :func:`uno.prototype_init.clusters_of`.
     """
     labeled, labels, unlabeled = sample
     centers = clusters_of(unlabeled, labeled, labels, num_novel, setting, seed).centers

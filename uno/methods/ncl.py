@@ -1,36 +1,46 @@
-"""NCL: neighborhood contrastive learning (Zhong et al., "Neighborhood contrastive
-learning for novel class discovery", CVPR 2021; arXiv 2106.10731).
+"""NCL: neighborhood contrastive learning (Zhong et al., CVPR 2021; arXiv 2106.10731).
 
-The objective of :mod:`uno.methods.rs` with pairs called similar where their features'
-cosine is high, and contrast of the features themselves with two memories, first in
-first out. An unlabeled row is drawn to its other view and to its nearest neighbors in
-the memory of unlabeled rows, and pushed away from the rest and from hard negatives:
-memory entries unlike it, mixed with labeled ones. A labeled row is drawn to its other
-view and to all entries of its class. Neither memory holds a label that is not given.
+The paper is "Neighborhood contrastive learning for novel class discovery". The
+objective is that of :mod:`uno.methods.rs`, with two changes. Pairs are similar if the
+cosine of their features is high. And the features are contrasted with two memories, in
+which the oldest entries are replaced. An unlabeled row is drawn to its other view and
+to its nearest neighbors in the memory of unlabeled rows. It is pushed away from the
+other entries and from hard negatives: memory entries unlike it, mixed with labeled
+ones. A labeled row is drawn to its other view and to all entries of its class. Neither
+memory holds a label that is not given.
 
-Known constants, from the authors' code: pairs are similar above a cosine of .95
-(``--ncl.threshold``; a small network that few labels trained needs a lower one: record
-``2026-11-23_cpu-track``); temperature .05; memories of 2,000 (ImageNet 3,000); of an
-unlabeled row's target .2 on the other view and .8 spread over k = int(2000 / C_u / 2)
-neighbors; weight 1 from epoch 1 of 200; weight .1 of labeled rows, targets uniform;
-hard negatives from epoch 3: the 400 entries least like the row (50 where C_u = 5) mixed
-5 times with random labeled entries, 1/3 to 2/3 and 2/3 to 1/3, of which the 400 hardest
-count; the weight of the consistency as RS.
+Known constants, from the authors' code:
+- Pairs are similar above a cosine of 0.95 (``--ncl.threshold``; a small network that
+  was trained with few labels needs a lower one: record ``2026-11-23_cpu-track``). The
+  temperature is 0.05.
+- The memories have 2,000 entries (ImageNet 3,000).
+- The target of an unlabeled row is 0.2 on the other view, and 0.8 spread over k =
+  int(2000 / C_u / 2) neighbors. This term has the weight 1 from epoch 1 of 200. The
+  term of labeled rows has the weight 0.1, with uniform targets.
+- Hard negatives begin at epoch 3. The 400 entries least like the row (50 if C_u = 5)
+  are mixed 5 times with random labeled entries, 1/3 to 2/3 and 2/3 to 1/3, and the 400
+  hardest of them count.
+- The weight of the consistency is that of RS.
 
-Ours: a memory is no larger than its set, or it would hold a row's past more often than
-its neighbors; k, 400 and 50 shrink with it. Epochs are shares of the phase, and a term
-waits until its memories are full, where theirs begin as random numbers. The target sums
-to one, as in the paper: in their code a row whose other view is among its own nearest
-loses that part. Labeled entries are drawn with replacement, by a generator of the step.
-All workers hold the same memories, of all workers' rows in the order of the global
-batch. Not carried over: steps of the learning rate, batches of 128, the frozen first
-three stages. Its authors warn that hard negatives sometimes collapse, and leave them
-out on CIFAR10.
+What differs:
+- A memory is no larger than its set. Otherwise it would hold earlier copies of a row
+  more often than the row's neighbors. k, 400 and 50 shrink with it.
+- Epochs are shares of the phase. A term waits until its memories are full, where theirs
+  begin as random numbers.
+- The target sums to one, as in the paper. In their code a row whose other view is among
+  its own nearest entries loses that part.
+- Labeled entries are drawn with replacement, by a generator of the step.
+- All workers hold the same memories, of all workers' rows in the order of the global
+  batch.
+- Steps of the learning rate, batches of 128 and the frozen first three stages are left
+  out.
 
-A frozen encoder has nothing that contrast could train: there a linear layer on its
-features, the identity at first, stands for the last stage, the only one that the
-authors train, and pairs, memories and clusters are of that layer's output, of cached
-views. The known head reads the features themselves.
+The authors warn that hard negatives sometimes collapse, and leave them out on CIFAR10.
+
+A frozen encoder has nothing that contrast could train. There a linear layer on its
+features, the identity at first, takes the place of the last stage, the only one that
+the authors train. Pairs, memories and clusters are those of this layer's output, for
+cached views. The known head reads the features themselves.
 """
 
 from typing import Any
@@ -54,17 +64,17 @@ from uno.state import TrainState
 from uno.steps import Batch, update_
 
 TEMPERATURE = 0.05
-SIZE, SIZES = 2000, {"imagenet": 3000}  # of a memory, by preset
-OWN = 0.2  # of the target: the other view
+SIZE, SIZES = 2000, {"imagenet": 3000}  # entries of a memory, and those by preset
+OWN = 0.2  # share of the target at the other view
 LABELED_WEIGHT = 0.1
-START, HARD_START = 1 / 200, 3 / 200  # shares of the phase
-NUM_HARD, NUM_FAR, NUM_FAR_OF_FIVE = 400, 400, 50  # of a memory of 2,000
+START, HARD_START = 1 / 200, 3 / 200  # shares of the phase, at which terms begin
+NUM_HARD, NUM_FAR, NUM_FAR_OF_FIVE = 400, 400, 50  # entries, if a memory has 2,000
 DRAWS = 5
 MIXES = ((1 / 3, 2 / 3), (2 / 3, 1 / 3))
 
 
 class Constants(rs.Consistency):
-    """Of NCL."""
+    """Constants of NCL."""
 
     threshold: float = field(
         0.95, "Cosine above which two images count as of one class.", ge=-1, le=1
@@ -72,8 +82,21 @@ class Constants(rs.Consistency):
 
 
 def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
-    """The objective of pairs + contrast of labeled and, once it is time, of
-    unlabeled rows. Returns (1,).
+    """Train on one batch: the objective of pairs, plus the contrast with both memories.
+
+    The objective is :func:`uno.methods.rs.loss_of_pairs`, where pairs are similar by
+    the cosine of their features. The contrast is :func:`class_loss` for labeled rows.
+    For unlabeled rows it is :func:`neighbor_loss`, which begins when its share of the
+    phase is reached and the memory is full. The rows of the batch enter the memories.
+
+    Args:
+        state: The state of training. It is updated, with the memories in ``extra``.
+        batch: The batch.
+        config: The configuration of the run, with the method's constants.
+        lr: The learning rate.
+
+    Returns:
+        The loss (1,), detached.
     """
     num_labeled, extra = len(batch.labels), state.extra
     known, novel, features = forward_two_views(state, batch)
@@ -113,11 +136,21 @@ def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
 def class_loss(
     query: Tensor, key: Tensor, labels: Tensor, memory: Tensor, classes: Tensor
 ) -> Tensor:
-    """Cross-entropy with a target uniform over the other view and the entries of the
-    row's class, a scalar.
+    """Return the contrastive loss of labeled rows with the memory of labeled rows.
 
-    Unit vectors: query, key (N, D), memory (M, D); labels (N,), classes (M,), -1 where
-    an entry is empty.
+    It is a cross-entropy. The target is uniform over the other view of the row and the
+    entries of its class.
+
+    Args:
+        query: Unit features of this worker's labeled rows in view 0, (N, D).
+        key: The same in view 1.
+        labels: Classes of the rows, int64 (N,).
+        memory: Unit features of earlier rows, (M, D).
+        classes: Classes of the entries, int64 (M,), -1 for empty entries, which do not
+            count.
+
+    Returns:
+        A scalar, the mean over rows.
     """
     others = (query @ memory.T).masked_fill(classes < 0, -torch.inf)
     log_p = (
@@ -132,11 +165,20 @@ def class_loss(
 def neighbor_loss(
     query: Tensor, key: Tensor, memory: Tensor, near: int, hard: Tensor | None
 ) -> Tensor:
-    """Cross-entropy with .2 of the target on the other view, .8 on the ``near`` nearest
-    entries, a scalar.
+    """Return the contrastive loss of unlabeled rows with the memory of unlabeled rows.
 
-    Unit vectors: query, key (N, D), memory (M, D); ``hard`` (N, n): cosines with
-    further negatives.
+    It is a cross-entropy. The target is 0.2 at the other view of the row, and 0.8
+    spread evenly over the entries nearest to it.
+
+    Args:
+        query: Unit features of this worker's unlabeled rows in view 0, (N, D).
+        key: The same in view 1.
+        memory: Unit features of earlier rows, (M, D).
+        near: The number of nearest entries.
+        hard: Cosines of the rows with additional negatives, (N, n), or None.
+
+    Returns:
+        A scalar, the mean over rows.
     """
     others = query @ memory.T
     logits = [
@@ -152,6 +194,18 @@ def neighbor_loss(
 
 
 def _hard(state: TrainState, query: Tensor, num_novel: int) -> Tensor:
+    """Draw labeled entries, and return cosines with the hardest mixtures.
+
+    The draw depends on the step alone, and is the same for any number of workers.
+
+    Args:
+        state: The state of training, with both memories.
+        query: Unit features of this worker's unlabeled rows, (N, D).
+        num_novel: The number of novel classes.
+
+    Returns:
+        The cosines of :func:`hard_negatives`.
+    """
     memory, labeled = state.extra["memory"], state.extra["labeled_memory"]
     far = NUM_FAR_OF_FIVE if num_novel == 5 else NUM_FAR
     far, kept = (max(1, min(n, len(memory) * n // SIZE)) for n in (far, NUM_HARD))
@@ -168,12 +222,22 @@ def _hard(state: TrainState, query: Tensor, num_novel: int) -> Tensor:
 def hard_negatives(
     query: Tensor, memory: Tensor, labeled: Tensor, chosen: Tensor, kept: int
 ) -> Tensor:
-    """Cosines (N, at most ``kept``) of rows with the hardest mixtures of unlike and
-    labeled entries.
+    """Return the cosines of rows with their hardest negatives.
 
-    Unit vectors: query (N, D), memory (M, D), labeled (L, D); ``chosen`` (N, draws, n):
-    which labeled entry each of the n least similar entries is mixed with, in each draw.
-    No mixture is ever formed: its cosine follows from those of its two parts.
+    The negatives of a row are mixtures of the memory entries least similar to it with
+    labeled entries. The mixtures are not computed: their cosines follow from those of
+    both parts.
+
+    Args:
+        query: Unit features of the rows, (N, D).
+        memory: Unit features of unlabeled rows, (M, D).
+        labeled: Unit features of labeled rows, (L, D).
+        chosen: In each draw, the labeled entry that each of the n least similar entries
+            is mixed with, int64 (N, draws, n).
+        kept: The number of mixtures with the highest cosines to keep.
+
+    Returns:
+        Cosines (N, ``kept``), or fewer columns if there are fewer mixtures.
     """
     others = query @ memory.T
     far = others.topk(chosen.shape[2], dim=1, largest=False).indices  # (N, n)
@@ -191,18 +255,35 @@ def hard_negatives(
 
 
 def newest(rows: Tensor, memory: Tensor) -> Tensor:
-    """``memory`` (M, ...) with all workers' ``rows`` in front of it, the oldest left
-    out.
+    """Put the rows of all workers in front of a memory, and drop its oldest entries.
+
+    Args:
+        rows: The rows of this worker, (N, ...). Values that are not finite become 0.
+        memory: The memory, (M, ...), newest first.
+
+    Returns:
+        The new memory, (M, ...).
     """
     found = torch.cat([collectives.gather_rows(rows, 0).to(memory.dtype), memory])[
         : len(memory)
     ]
-    return found.nan_to_num(0.0, 0.0, 0.0)  # a bad step must not stay
+    # values of a step that was not finite must not stay in the memory
+    return found.nan_to_num(0.0, 0.0, 0.0)
 
 
 def start(config: Config, model: UnoModel, train: Any) -> dict[str, Tensor]:
-    """Empty memories: (M, D) of unlabeled rows, (M_l, D) and the classes (M_l,) of
-    labeled ones.
+    """Create empty memories of features, of at most 2,000 rows (ImageNet 3,000).
+
+    Args:
+        config: The configuration of the run, which has the preset.
+        model: The network, which decides the number of features D.
+        train: The training data. No memory has more rows than its labeled or unlabeled
+            rows.
+
+    Returns:
+        "memory", zeros (M, D) for unlabeled rows; "labeled_memory", zeros (M_l, D) for
+        labeled rows; and "labeled_classes", the classes of its entries, int64 (M_l,),
+        which are -1.
     """
     size, device = SIZES.get(config.preset, SIZE), model.known.weight.device
     num_labeled, num_unlabeled = (

@@ -1,23 +1,25 @@
-"""OpenMix (Zhong et al., "OpenMix: reviving known knowledge for discovering novel
-visual categories in an open world", CVPR 2021; arXiv 2004.05551).
+"""OpenMix (Zhong et al., CVPR 2021; arXiv 2004.05551).
 
-Besides the cross-entropy of labeled rows and the pairwise one of unlabeled rows, which
-are similar above a cosine of their features, the network learns mixed images, and all C
-classes at once. Each labeled image takes a smaller share of a random unlabeled one; its
-target is mixed likewise, of the label [y, 0] and of what the novel head says of the
-other image, [0, p]. Each unlabeled image takes a smaller share of another, too, where
-its own class is clear: such reliable anchors teach the others. The squared error of the
-joint softmax with these targets has a weight that rises.
+The paper is "OpenMix: reviving known knowledge for discovering novel visual categories
+in an open world". Labeled rows have a cross-entropy. Unlabeled rows have a pairwise
+one, and pairs are similar above a cosine of their features. In addition the network
+learns mixed images, over all C classes at once. Each labeled image is mixed with a
+smaller share of a random unlabeled one. Its target is mixed in the same way, from the
+label [y, 0] and the novel head's probabilities of the other image, [0, p]. Each
+unlabeled image is mixed with a smaller share of another one, too, if its own class is
+clear: such reliable anchors teach the others. The squared error of the joint softmax
+with these targets has a weight that rises.
 
-No code was published. From the paper, at second hand: the cosine .95, the share of the
-labeled image max(l, 1 - l) with l from a Beta distribution, anchors above a probability
-of .9, the rise, a start by clustering. Not known to us, so ours (record
-``2026-11-22_methods-three``): Beta(1, 1); weight 1; the squares are summed over
-classes, their mean is over rows; the rise over a quarter of the phase, as RS's
-consistency, which is left in; the mixed image and the targets are of view 0; an
-anchor's partner is any unlabeled row. Partners come from the batch of all workers,
-whose images are gathered for it; a generator of the step draws them. On cached features
-the features are mixed, as in manifold mixup (Verma et al., ICML 2019), not pixels.
+No code was published. From the paper, at second hand: the cosine 0.95; the share of the
+labeled image max(l, 1 - l) with l from a Beta distribution; anchors above a probability
+of 0.9; the rise; and the start by clustering. The other constants are not known to us,
+so they are ours (record ``2026-11-22_methods-three``): Beta(1, 1); weight 1; squares
+are summed over classes, and their mean is over rows; the rise takes a quarter of the
+phase, as the consistency of RS, which is kept; the mixed image and the targets are
+those of view 0; the partner of an anchor is any unlabeled row. Partners come from the
+batch of all workers, whose images are gathered for this. A generator of the step draws
+them. On cached features the features are mixed, not pixels, as in manifold mixup (Verma
+et al., ICML 2019).
 """
 
 import numpy as np
@@ -41,7 +43,7 @@ WEIGHT = 1.0
 
 
 class Constants(rs.Consistency):
-    """Of OpenMix."""
+    """Constants of OpenMix."""
 
     threshold: float = field(
         0.95, "Cosine above which two images count as of one class.", ge=-1, le=1
@@ -49,8 +51,21 @@ class Constants(rs.Consistency):
 
 
 def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
-    """The objective of pairs + rising squared error of mixed images. Returns the
-    loss as (1,).
+    """Train on one batch: the objective of pairs, plus a squared error of mixed images.
+
+    The objective is :func:`uno.methods.rs.loss_of_pairs`, where pairs are similar by
+    the cosine of their features. Each image is mixed with an unlabeled one, and the
+    squared error is that of its probabilities and its mixed target. The weight of this
+    error rises over the phase.
+
+    Args:
+        state: The state of training. It is updated.
+        batch: The batch.
+        config: The configuration of the run, with the method's constants.
+        lr: The learning rate.
+
+    Returns:
+        The loss (1,), detached.
     """
     num_labeled, tau = len(batch.labels), config.objective.temperature
     partner, share = plan(state.step, num_labeled, len(batch.views[0]))
@@ -71,15 +86,25 @@ def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
     joint = (torch.cat([known[2], novel[2]], dim=-1) / tau).softmax(dim=-1)
     own = (novel[0, num_labeled:].detach() / tau).softmax(dim=-1)
     targets, counts = mixed_targets(batch.labels, own, partner, share, known.shape[-1])
-    # over all rows, counted or not
+    # the mean is over all rows, also over those that do not count
     mixed_loss = ((joint - targets).square().sum(dim=1) * counts).mean()
     return update_(state, pairs + WEIGHT * rs.ramp(state, config) * mixed_loss, lr)
 
 
 def plan(step: int, num_labeled: int, num_rows: int) -> tuple[Tensor, Tensor]:
-    """For each of a worker's rows the unlabeled row of the global batch (B,) that is
-    mixed in, and its own share (B,) from .5 to 1: the same for a row on any number of
-    workers.
+    """Draw the partner and the share of each row of this worker.
+
+    The draw depends on the step alone. A row of the global batch has the same partner
+    and share for any number of workers.
+
+    Args:
+        step: The number of the step, the seed of the draw.
+        num_labeled: The number of labeled rows of this worker.
+        num_rows: The number of all rows B of this worker.
+
+    Returns:
+        The unlabeled row of the global batch that is mixed in, int64 (B,), counted from
+        its first unlabeled row; and the share of the row itself, float64 (B,), 0.5-1.
     """
     rank, world_size = collectives.rank_and_world()
     random, found = np.random.default_rng(step), []
@@ -97,11 +122,23 @@ def plan(step: int, num_labeled: int, num_rows: int) -> tuple[Tensor, Tensor]:
 def mixed_targets(
     labels: Tensor, own: Tensor, partner: Tensor, share: Tensor, num_known: int
 ) -> tuple[Tensor, Tensor]:
-    """Targets (B, C) of mixed rows, and which of them count (B,) bool: labeled ones,
-    and anchors.
+    """Compute the targets of images that are mixed with unlabeled ones.
 
-    ``labels`` (B_l,); ``own`` (B_u, C_u), what the novel head says of unlabeled rows;
-    ``partner`` (B,) counts those of all workers.
+    The target of a row is ``share`` times its own target plus 1 - ``share`` times the
+    target of its partner. The target of a labeled row is its label, and the target of
+    an unlabeled row is the novel head's probabilities, which are zero at known classes.
+
+    Args:
+        labels: Classes of the labeled rows, int64 (B_l,).
+        own: The novel head's probabilities of this worker's unlabeled rows, (B_u, C_u).
+        partner: The unlabeled row of the global batch that is mixed into each row,
+            int64 (B,).
+        share: The share of the row itself, (B,).
+        num_known: The number of known classes.
+
+    Returns:
+        Targets (B, C), and which rows count, bool (B,): labeled ones, and unlabeled
+        ones with a probability above 0.9.
     """
     global_rows = collectives.gather_rows(own, 0)
     first = torch.cat(
@@ -121,7 +158,16 @@ def mixed_targets(
 
 @torch.no_grad()
 def start(config: Config, model: UnoModel, train: TrainData) -> dict[str, Tensor]:
-    """Novel prototypes to the centers of k-means clusters of the features."""
+    """Set the novel prototypes to the centers of k-means clusters of the features.
+
+    Args:
+        config: The configuration of the run.
+        model: The network. Its novel prototypes are changed.
+        train: The training data.
+
+    Returns:
+        No tensors.
+    """
     model.eval()
     labeled, labels, unlabeled = training_features(config, model, train)
     model.train()

@@ -1,19 +1,19 @@
-"""A network that says whether two images are of one class, learned from the labeled
-rows: KCL and MCL use it.
+"""The similarity network of KCL and MCL, which is learned from labeled rows.
 
-Hsu et al. train it first, on its own network, and freeze it; then unlabeled rows alone
-train. Here it is trained in the same run, on the detached features of the network that
-is being trained, from the pairs of labeled rows of each batch: one network instead of
-two, it follows the features where they go, and the known head stays. On the
-digits, the authors' order was no better than this one.
+It decides whether two images are of one class. Hsu et al. train it first, with its own
+encoder, and freeze it. Then only unlabeled rows train. Here it is trained in the same
+run, from the pairs of labeled rows of each batch, on the detached features of the
+network that is being trained. So there is one network instead of two, the similarity
+follows the features as they change, and the known head stays. On the digits, the
+authors' order was no better than this one.
 
-Its form is that of the authors' code, a hidden layer of 4 D units on both features side
-by side (at most the 2,048 of their 512 features: every pair of a batch passes through
-it), without its BatchNorm; features are normalized to length one. All pairs of a batch
-count alike, so it is taken for granted that novel classes are about as many as known
-ones; a pair is similar where its probability exceeds 1/2. The three terms of a step
-weigh one each, and pairs are of (view 0, view 1), where the authors have one view: both
-are our choice.
+Its form is that of the authors' code: a hidden layer of 4 D units on both features side
+by side (at most 2,048, which are those of their 512 features, because every pair of a
+batch passes through it). It has no BatchNorm, and features are normalized to length
+one. All pairs of a batch have the same weight, so novel classes are assumed to be about
+as many as known ones. A pair is similar if its probability exceeds 1/2. The three terms
+of a step have the weight 1 each, and pairs are of (view 0, view 1), where the authors
+have one view. Both are our choice.
 """
 
 from collections.abc import Callable
@@ -32,12 +32,18 @@ from uno.state import TrainState
 from uno.steps import Batch, labeled_loss, update_
 
 MOST_HIDDEN = 2048
-# hidden values of pairs, which backward computes again: in a cache, not in memory
+# hidden values that are computed at once, so that they fit into a cache
 MOST_AT_ONCE = 2**21
 
 
 class PairSimilarity(nn.Module):
-    """Logit of "one class" for every pair of two sets of features."""
+    """A network that decides for pairs of features whether both are of one class.
+
+    It maps two sets of features to a logit for every pair.
+
+    Args:
+        num_features: The number of features D.
+    """
 
     def __init__(self, num_features: int) -> None:
         super().__init__()
@@ -47,8 +53,18 @@ class PairSimilarity(nn.Module):
         self.output = nn.Linear(num_hidden, 1)
 
     def forward(self, features: Tensor, others: Tensor) -> Tensor:
-        """(N, D) and (M, D) -> (N, M); a linear layer on both side by side is a sum
-        of two.
+        """Compute the logits of all pairs.
+
+        The linear layer on two features side by side is computed as the sum of two
+        layers. If there are many pairs, hidden values are computed again in the
+        backward pass, to save memory.
+
+        Args:
+            features: Features (N, D).
+            others: Features (M, D).
+
+        Returns:
+            Logits (N, M).
         """
         left, right = (
             self.left(unit(features.float())),
@@ -63,23 +79,58 @@ class PairSimilarity(nn.Module):
         return torch.cat([part_of(part, right) for part in parts])
 
     def _logits(self, left: Tensor, right: Tensor) -> Tensor:
-        """Hidden parts of both sides, (n, hidden) and (M, hidden), -> (n, M)."""
+        """Compute the logits of pairs from both parts of the hidden layer.
+
+        Args:
+            left: The linear layer's output for the first features, (n, hidden).
+            right: The linear layer's output for the second features, (M, hidden).
+
+        Returns:
+            Logits (n, M). They are the output layer on the ReLU of the sum of both
+            parts.
+        """
         return self.output((left[:, None] + right[None]).relu_()).squeeze(-1)
 
 
 PairTerm = Callable[[Tensor, Tensor, PairSimilarity, Tensor], Tensor]
+"""A loss of pairs of unlabeled rows, such as :func:`uno.methods.kcl.contrast`.
+
+It maps the cluster probabilities (B_u, C_u) in view 0 and in view 1, the similarity
+network, and features (2, B_u, D) to a scalar.
+"""
 
 
 def pair_head(num_novel: int, num_features: int) -> nn.Module:
-    """The novel head, and the similarity network as its auxiliary part."""
+    """Create the novel head, with the similarity network as its auxiliary module.
+
+    Args:
+        num_novel: The number of novel classes.
+        num_features: The number of features D.
+
+    Returns:
+        A :class:`~uno.methods.method.NovelHead`, where ``auxiliary`` is a
+        :class:`PairSimilarity`.
+    """
     return NovelHead(num_novel, num_features, PairSimilarity(num_features))
 
 
 def step(
     term: PairTerm, state: TrainState, batch: Batch, config: Config, lr: float
 ) -> Tensor:
-    """Cross-entropy of labeled rows + that of their pairs + ``term`` of unlabeled
-    pairs. Returns (1,).
+    """Train on one batch: labeled rows, pairs of labeled rows, and unlabeled pairs.
+
+    The loss is the sum of the cross-entropy of labeled rows, the loss of the similarity
+    network, and ``term``.
+
+    Args:
+        term: The loss of pairs of unlabeled rows.
+        state: The state of training. It is updated.
+        batch: The batch.
+        config: The configuration of the run.
+        lr: The learning rate.
+
+    Returns:
+        The loss (1,), detached.
     """
     num_labeled, tau = len(batch.labels), config.objective.temperature
     known, novel, features = forward_two_views(state, batch)
@@ -98,8 +149,18 @@ def step(
 def similarity_loss(
     similarity: PairSimilarity, features: Tensor, labels: Tensor
 ) -> Tensor:
-    """Binary cross-entropy over pairs of labeled rows, view 0 of ours, view 1 of all
-    workers', detached.
+    """Return the binary cross-entropy of the similarity network on labeled rows.
+
+    A pair consists of view 0 of a row of this worker and view 1 of a row of any worker.
+
+    Args:
+        similarity: The similarity network.
+        features: Features of this worker's labeled rows in both views, (2, B_l, D).
+            They get no gradient.
+        labels: Classes of these rows, int64 (B_l,).
+
+    Returns:
+        A scalar, the mean over pairs.
     """
     others, other_labels = (
         collectives.gather_rows(t, 0) for t in (features[1].detach(), labels)
@@ -112,7 +173,14 @@ def similarity_loss(
 
 @torch.no_grad()
 def similar_pairs(similarity: PairSimilarity, features: Tensor) -> Tensor:
-    """Which pairs of unlabeled rows it calls similar: (2, B_u, D) -> (B_u, B_u of
-    all workers) bool.
+    """Return which pairs of unlabeled rows the similarity network calls similar.
+
+    Args:
+        similarity: The similarity network.
+        features: Features of this worker's unlabeled rows in both views, (2, B_u, D).
+
+    Returns:
+        A mask, bool (B_u, M): view 0 of this worker's rows, and view 1 of the M rows of
+        all workers.
     """
     return similarity(features[0], collectives.gather_rows(features[1], 0)) > 0

@@ -1,30 +1,30 @@
-"""PIM: parametric information maximization (Chiaroni et al., "Parametric information
-maximization for generalized category discovery", ICCV 2023; code
-ThalesGroup/pim-generalized-category-discovery).
+"""PIM: parametric information maximization (Chiaroni et al., ICCV 2023).
 
-A linear classifier without bias on features that nobody trains, s = softmax(25 W z),
-from semi-supervised k-means centers: lambda times the mean entropy of s of unlabeled
-rows, less the entropy of the mean of s over all rows, plus the cross-entropy of labeled
-rows. lambda decides how far classes may differ in size: it is the one under which the
-same objective without labels, from plain k-means centers, puts labeled rows right most
-often (best matching).
+The paper is "Parametric information maximization for generalized category discovery",
+and the code ThalesGroup/pim-generalized-category-discovery. A linear classifier without
+bias, s = softmax(25 W z), is trained on features z that are not trained. It starts from
+the centers of semi-supervised k-means. The loss is lambda times the mean entropy of s
+of unlabeled rows, minus the entropy of the mean of s over all rows, plus the
+cross-entropy of labeled rows. lambda decides how much classes may differ in size. The
+chosen lambda is the one under which the same objective without labels, from the centers
+of plain k-means, puts most labeled rows right (best matching).
 
-Known constants, from the authors' code: 25; Adam, rate .001, decay .01; all rows in
-each of 1,000 steps; lambda from .1 to 1 in steps of .05. Everything happens before the
-first step, as theirs, in one view.
+Known constants, from the authors' code: 25; Adam with rate 0.001 and decay 0.01; all
+rows in each of 1,000 steps; lambda from 0.1 to 1 in steps of 0.05. As in that code,
+everything happens before the first step, in one view.
 
 What differs:
-- Five values of lambda, of theirs: .1, .25, .5, .75, 1. Features and centers have
+- There are five values of lambda: 0.1, 0.25, 0.5, 0.75 and 1. Features and centers have
   length one.
-- Centers are :func:`uno.prototype_init.clusters_of`'s: in whitened directions, the best
-  of 10 starts (theirs 100 starts of the features as they are).
-- In the NCD setting unlabeled rows are known to be new: the cross-entropy of that is
-  added.
-- Of more than 20,000 rows of a kind, as many are used. Steps, if some are asked for,
-  continue on batches of views by SGD, with cosines over tau.
-- Rows of W differ in length. That is kept: with one coordinate more, zero in features,
-  all rows have one length, and every image its class; but the probabilities of
-  ``uno predict`` are at tau, softer than s.
+- Centers are those of :func:`uno.prototype_init.clusters_of`: in whitened directions,
+  the best of 10 starts. The authors have 100 starts of the features as they are.
+- In the NCD setting unlabeled rows are known to be of novel classes. The cross-entropy
+  of that is added.
+- If there are more than 20,000 rows of a kind, 20,000 are used. If steps are asked for,
+  they continue on batches of views by SGD, with cosines over tau.
+- The rows of W differ in length. That is kept: with one more coordinate, which is zero
+  in features, all rows have one length, and every image its class. But the
+  probabilities of ``uno predict`` have the temperature tau, so they are softer than s.
 """
 
 from collections.abc import Callable
@@ -54,12 +54,12 @@ from uno.state import TrainState
 from uno.steps import Batch, labeled_loss, update_
 
 SCALE = 25.0
-RATE, DECAY, STEPS = 1e-3, 1e-2, 1000  # of Adam
-WEIGHTS = (0.1, 0.25, 0.5, 0.75, 1.0)  # lambda
+RATE, DECAY, STEPS = 1e-3, 1e-2, 1000  # settings of Adam
+WEIGHTS = (0.1, 0.25, 0.5, 0.75, 1.0)  # values of lambda that are tried
 
 
 class Constants(Section):
-    """Of PIM."""
+    """Constants of PIM."""
 
     weight: float | None = field(
         None,
@@ -74,21 +74,39 @@ class Constants(Section):
 
 
 class Fit(NamedTuple):
-    """A classifier: the class of a unit feature z is the largest of ``weights`` @ z."""
+    """A fitted linear classifier.
 
-    weights: Tensor  # (C_l + C_u, D)
-    weight: float  # lambda
+    The class of a unit feature z is the index of the largest of ``weights`` @ z.
+
+    Attributes:
+        weights: A row for each class, (C_l + C_u, D), known classes first.
+        weight: lambda.
+    """
+
+    weights: Tensor
+    weight: float
 
 
 class Adapter(nn.Module):
-    """Unit features, and a zero: (N, D) -> (N, ``width``), D + 1."""
+    """A module that scales features to length one and adds a coordinate of zero.
+
+    Attributes:
+        width: The number of its outputs, D + 1.
+    """
 
     def __init__(self, num_features: int) -> None:
         super().__init__()
         self.width = num_features + 1
 
     def forward(self, features: Tensor) -> Tensor:
-        """(N, D) -> (N, D + 1)."""
+        """Scale features to length one, and append a coordinate of zero.
+
+        Args:
+            features: Features of the encoder, (N, D).
+
+        Returns:
+            Features (N, D + 1).
+        """
         return F.pad(unit(features), (0, 1))
 
 
@@ -100,8 +118,16 @@ def fit(
     weight: float | None = None,
     steps: int = STEPS,
 ) -> Fit:
-    """PIM on features, on their device. ``setting`` gcd: unlabeled rows are of any
-    class, else of new ones; ``weight``: lambda, None: chosen on labeled rows.
+    """Fit the classifier of PIM to features, on their device.
+
+    Args:
+        sample: Features of labeled and unlabeled rows.
+        num_novel: The number of novel classes.
+        setting: In "gcd" unlabeled rows may be of any class, otherwise of novel
+            classes.
+        seed: The seed of k-means.
+        weight: lambda. If it is None, it is chosen on labeled rows.
+        steps: The number of steps of Adam, for each value of lambda.
     """
     labels, num_known = sample.labels, int(sample.labels.max()) + 1
     rows = unit(torch.cat([sample.labeled, sample.unlabeled])).float()
@@ -123,8 +149,11 @@ def fit(
 
 
 def accuracy(logits: Tensor, labels: Tensor) -> float:
-    """Share of rows (N, C) that are right under the best matching of outputs and
-    ``labels`` (N,).
+    """Return the share of rows that are correct under the best matching, 0-1.
+
+    Args:
+        logits: Logits (N, C). The largest one decides the output.
+        labels: Classes int64 (N,), which are matched to outputs.
     """
     return float(
         matched(labels.cpu(), logits.argmax(dim=1).cpu(), logits.shape[1])
@@ -142,15 +171,26 @@ def descend(
     supervised: bool = True,
     barred: int = 0,
 ) -> Tensor:
-    """``weights`` (C, D) after ``steps`` of Adam on :func:`objective` of unit
-    ``rows`` (N, D).
+    """Minimize the objective of PIM by Adam on all rows.
+
+    Args:
+        weights: The initial weights, (C, D).
+        rows: Unit features, (N, D), those of labeled rows first.
+        labels: Classes of the labeled rows, int64 (N_l,).
+        weight: lambda.
+        steps: The number of steps.
+        supervised: Whether the labels count.
+        barred: The number of known classes that unlabeled rows cannot belong to.
+
+    Returns:
+        The final weights, (C, D).
     """
     leaf = weights.clone().requires_grad_()
     optimizer = torch.optim.Adam([leaf], RATE, weight_decay=DECAY)
     for _ in range(steps):
         optimizer.zero_grad()
         logits = SCALE * (rows @ leaf.T)[None]
-        # all rows are here, on one rank
+        # one rank has all rows, so there is nothing to average
         loss = objective(logits, labels, weight, supervised, barred, lambda mean: mean)
         loss.backward()
         optimizer.step()
@@ -165,12 +205,23 @@ def objective(
     barred: int = 0,
     mean_of_ranks: Callable[[Tensor], Tensor] = mean_with_grad,
 ) -> Tensor:
-    """Information that is to be maximized, negative, and the cross-entropy of what is
-    known: a scalar.
+    """Compute the negative mutual information and the cross-entropy of labels.
 
-    ``logits`` (V, B, C) of which the first B_l rows have ``labels`` (B_l,);
-    ``supervised``: these count. The others are of none of the first ``barred`` classes.
-    ``mean_of_ranks`` averages the mean probabilities over the ranks' rows.
+    The negative mutual information is lambda times the mean entropy of the class
+    probabilities of unlabeled rows, minus the entropy of the mean probabilities of all
+    rows.
+
+    Args:
+        logits: Logits of V views, (V, B, C), with labeled rows first.
+        labels: Classes of the labeled rows, int64 (B_l,).
+        weight: lambda.
+        supervised: Whether the cross-entropy of labeled rows is added.
+        barred: If it is not 0, unlabeled rows belong to none of the first ``barred``
+            classes, and the cross-entropy of this is added.
+        mean_of_ranks: Averages the mean probabilities (C,) over the workers.
+
+    Returns:
+        A scalar, to be minimized.
     """
     log_p = logits.log_softmax(dim=-1)
     p, free = log_p.exp(), slice(len(labels), None)
@@ -183,7 +234,17 @@ def objective(
 
 
 def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
-    """:func:`objective` of two views of a batch. Returns the loss as (1,)."""
+    """Train on two views of one batch by :func:`objective`.
+
+    Args:
+        state: The state of training. It is updated.
+        batch: The batch.
+        config: The configuration of the run.
+        lr: The learning rate.
+
+    Returns:
+        The loss (1,), detached.
+    """
     known, novel, _ = forward_two_views(state, batch)
     logits = torch.cat([known, novel], dim=-1) / config.objective.temperature
     barred = 0 if config.data.setting == "gcd" else known.shape[-1]
@@ -192,7 +253,19 @@ def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
 
 
 def start(config: Config, model: UnoModel, train: Any) -> dict[str, Tensor]:
-    """Fit, and move all prototypes. Returns lambda. ConfigError: too few rows."""
+    """Fit the classifier, and set all prototypes of the model to it.
+
+    Args:
+        config: The configuration of the run, with the method's constants.
+        model: The network. Its prototypes are changed.
+        train: The training data.
+
+    Returns:
+        "weight", lambda, a scalar.
+
+    Raises:
+        ConfigError: There are fewer unlabeled rows than novel classes.
+    """
     constants, device = config.method_options, model.known.weight.device
     sample = Sample(*(t.to(device) for t in frozen_sample(config, model, train)))
 
@@ -213,9 +286,16 @@ def start(config: Config, model: UnoModel, train: Any) -> dict[str, Tensor]:
 
 
 def of_one_length(weights: Tensor) -> Tensor:
-    """(C, D) -> unit rows (C, D + 1) whose products with (z, 0) are those of
-    ``weights`` with z, all divided by the length of the longest (Bachrach et al.,
-    RecSys 2014).
+    """Extend rows by one coordinate so that all have length one.
+
+    Their products with (z, 0) are those of ``weights`` with z, divided by the length of
+    the longest row (Bachrach et al., RecSys 2014).
+
+    Args:
+        weights: Rows (C, D).
+
+    Returns:
+        Unit rows (C, D + 1).
     """
     squared = weights.square().sum(dim=1, keepdim=True)
     return (

@@ -1,4 +1,4 @@
-"""From a run's configuration to its method and to its network."""
+"""The method and the network of a run, from its configuration."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,14 @@ if TYPE_CHECKING:  # it imports torch, which the command line does without
 
 
 def load(config: Config) -> Method:
-    """The method of a run, with the head that its encoder leaves it."""
+    """Return the method of a run, with the novel head that fits its encoder.
+
+    If the encoder is frozen (``model.finetune`` is "none") and the method has a
+    ``frozen_head``, this is the method's ``novel_head``.
+
+    Raises:
+        ConfigError: There is no such method.
+    """
     method = methods.load(config.method)
     if config.model.finetune == "none" and method.frozen_head is not None:
         return replace(method, novel_head=method.frozen_head)
@@ -20,10 +27,23 @@ def load(config: Config) -> Method:
 
 
 def settings(name: str, preset: str) -> dict[str, Any]:
-    """Dotted keys of a run by method ``name`` with a preset: the method, and what its
-    authors set differently on the preset's data. UNO's are the presets, of which
-    methods with another head leave out what belongs to UNO's: where its prototypes
-    start, and what Sinkhorn expects. ConfigError: there is no such method.
+    """Return the settings that a method brings along under a preset, by dotted key.
+
+    They are the name of the method, and the constants that its authors use on the data
+    of the preset. For UNO there are none, because the presets are made for it. With the
+    presets "photos" and "vectors", a method with a novel head of its own turns off what
+    belongs to UNO's head: where its prototypes start, and the class prior. A method
+    that does not train gets 0 epochs of discovery and no cached views.
+
+    Args:
+        name: The name of the method.
+        preset: The name of the preset.
+
+    Returns:
+        Values by key, such as "dtc.warmup".
+
+    Raises:
+        ConfigError: There is no such method.
     """
     # a plain command line imports no method, and so no torch
     if name == methods.DEFAULT:
@@ -42,8 +62,14 @@ def settings(name: str, preset: str) -> dict[str, Any]:
 def build_network(
     config: Config, num_known: int, num_novel: int, seed: int
 ) -> "UnoModel":
-    """The freshly initialized network of the run's method; ``num_novel`` 0: encoder
-    and known head alone.
+    """Build the freshly initialized network of the run's method.
+
+    Args:
+        config: The configuration of the run.
+        num_known: The number of known classes.
+        num_novel: The number of novel classes; 0 for the encoder and the known head
+            alone.
+        seed: The seed of the weights.
     """
     from uno.model import build_model
 
@@ -54,5 +80,9 @@ def build_network(
 
 
 def num_heads(config: Config) -> int:
-    """Cluster heads H of the run's method."""
+    """Return the number of cluster heads of the run's method.
+
+    It is ``model.num_heads`` for UNO's projection heads, and 1 for a method that has a
+    novel head of its own.
+    """
     return config.model.num_heads if load(config).novel_head is None else 1

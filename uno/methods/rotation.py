@@ -1,6 +1,8 @@
-"""Rotation (Gidaris et al., "Unsupervised representation learning by predicting image
-rotations", ICLR 2018): by how many quarter turns was an image turned? KCL to RS+ start
-from it; their papers then freeze most of the encoder, which learns here.
+"""Rotation: by how many quarter turns was an image turned? (Gidaris et al., ICLR 2018).
+
+The paper is "Unsupervised representation learning by predicting image rotations". The
+methods KCL to RS+ start from this task. Their papers then freeze most of the encoder,
+which learns here.
 """
 
 import torch
@@ -16,8 +18,18 @@ NUM_TURNS = 4
 
 
 def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
-    """Cross-entropy of the number of quarter turns, each row turned by 0 to 3.
-    Returns the loss as (1,).
+    """Train on one batch to predict the number of quarter turns.
+
+    Each row is turned by 0 to 3 quarter turns, and the loss is a cross-entropy.
+
+    Args:
+        state: The state of training. It is updated.
+        batch: The batch.
+        config: The configuration of the run, which has the temperature.
+        lr: The learning rate.
+
+    Returns:
+        The loss (1,), detached.
     """
     known = forward(state, turned(batch)).known  # (4, B, 4)
     turns = torch.arange(NUM_TURNS, device=known.device).repeat_interleave(
@@ -31,8 +43,10 @@ def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
 
 
 def turned(batch: Batch) -> Batch:
-    """Four views, of which view k is turned by k * 90 degrees, made of the large
-    ones in turn.
+    """Return a batch of four views, where view k is turned by k * 90 degrees.
+
+    View k is made from the large view number k modulo the number of large views. Labels
+    and row numbers stay.
     """
     views = [batch.views[k % batch.num_large] for k in range(NUM_TURNS)]
     views = [torch.rot90(view, k, (2, 3)).contiguous() for k, view in enumerate(views)]

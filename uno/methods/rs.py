@@ -1,26 +1,26 @@
-"""RS: rank statistics (Han et al., "Automatically discovering and learning new visual
-categories with ranking statistics", ICLR 2020; code AutoNovel).
+"""RS: rank statistics (Han et al., ICLR 2020; code AutoNovel).
 
-Two unlabeled images are of one class if the same k features are their largest. That
-pseudo-label of every pair trains the novel head by binary cross-entropy; labeled rows
-train the known head; both heads must agree with themselves on two views, with a weight
-that rises.
+The paper is "Automatically discovering and learning new visual categories with ranking
+statistics". Two unlabeled images are of one class if the same k features are their
+largest. This pseudo-label of every pair trains the novel head by binary cross-entropy.
+Labeled rows train the known head. Both heads must give equal outputs for two views,
+with a weight that rises.
 
-Known constants, from the authors' code: k = 5 of ResNet18's 512 features; pairs are
-(view 0, view 1), all B_u^2 of the batch; weight of the mean squared difference 5,
-rising over 50 of 200 epochs (CIFAR10), 50 over 150 of 200 (CIFAR100), 10 over 50 of 90
-(ImageNet). Here the rise takes the same share of the phase, whatever its length, and k
-the same share of the features (:func:`num_top`).
+Known constants, from the authors' code: k is 5 of the 512 features of ResNet18; pairs
+are (view 0, view 1), all B_u^2 of the batch; the weight of the mean squared difference
+is 5, rising over 50 of 200 epochs (CIFAR10), 50 over 150 of 200 (CIFAR100), 10 over 50
+of 90 (ImageNet). Here the rise takes the same share of the phase, whatever its length,
+and k is the same share of the features (:func:`num_top`).
 
 What differs:
-- Ranks are those of an augmented view, as the authors', but their views are crops and
-  flips alone.
-- The whole encoder learns, where theirs is frozen but for the last stage:
-  ``--weights RUN --model.finetune last_stage`` freezes it. For their self-supervised
+- Ranks are those of an augmented view, as in the authors' code, but their views are
+  crops and flips alone.
+- The whole encoder learns. Theirs is frozen except for the last stage, as here with
+  ``--weights RUN`` and ``--model.finetune last_stage``. For their self-supervised
   pretraining see ``--pretext.epochs``.
-- Both heads are cosines over tau; the known loss has both views, theirs one; the
-  learning rate has one schedule (theirs 0.1, divided by 10 after 170 of 200 epochs);
-  their batches have 128 rows.
+- Both heads are cosines over tau. The known loss has both views, theirs has one. The
+  learning rate has one schedule (theirs is 0.1, divided by 10 after 170 of 200 epochs).
+  Their batches have 128 rows.
 """
 
 import torch
@@ -35,15 +35,16 @@ from uno.schedule import sigmoid_rampup
 from uno.state import TrainState
 from uno.steps import Batch, labeled_loss, update_
 
-TOP, OF = 5, 512  # k of D features whose ranks are compared
+TOP, OF = 5, 512  # the 5 largest of 512 features are compared
 CIFAR100 = {"consistency_weight": 50.0, "rampup": 0.75}
 IMAGENET = {"consistency_weight": 10.0, "rampup": 50 / 90}
 SETTINGS = {"cifar100_20": CIFAR100, "cifar100_50": CIFAR100, "imagenet": IMAGENET}
 
 
 class Consistency(Section):
-    """The rising weight of the views' agreement, which several methods have;
-    defaults: CIFAR10's.
+    """Constants of the consistency of two views, whose weight rises.
+
+    Several methods have them. The defaults are those of CIFAR10.
     """
 
     consistency_weight: float = field(
@@ -55,7 +56,7 @@ class Consistency(Section):
 
 
 class Constants(Consistency):
-    """Of RS, and of RS+."""
+    """Constants of RS, and of RS+."""
 
     top_k: int | None = field(
         None,
@@ -65,8 +66,16 @@ class Constants(Consistency):
 
 
 def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
-    """Cross-entropy + pairwise cross-entropy + rising consistency. Returns the loss
-    as (1,).
+    """Train on one batch by :func:`loss`.
+
+    Args:
+        state: The state of training. It is updated.
+        batch: The batch.
+        config: The configuration of the run, with the method's constants.
+        lr: The learning rate.
+
+    Returns:
+        The loss (1,), detached.
     """
     return update_(
         state, loss(state, batch.labels, config, *forward_two_views(state, batch)), lr
@@ -81,8 +90,18 @@ def loss(
     novel: Tensor,
     features: Tensor,
 ) -> Tensor:
-    """Scalar, of known (2, B, C) and novel (2, B, C_u) cosines and features (2, B,
-    D).
+    """Compute the loss of RS, where similar pairs share their largest features.
+
+    Args:
+        state: The state of training, which has the progress of the phase.
+        labels: Classes of the labeled rows, int64 (B_l,).
+        config: The configuration of the run, with the method's constants.
+        known: Cosines of the known head in two views, (2, B, C), labeled rows first.
+        novel: Cosines of the novel head, (2, B, C_u).
+        features: Features (2, B, D). Those of view 0 are ranked.
+
+    Returns:
+        A scalar, see :func:`loss_of_pairs`.
     """
     ranked = features[0, len(labels) :].detach()
     top = min(config.method_options.top_k or num_top(ranked.shape[1]), ranked.shape[1])
@@ -98,8 +117,23 @@ def loss_of_pairs(
     novel: Tensor,
     similar: Tensor,
 ) -> Tensor:
-    """:func:`loss` where (B_u, B_u of all workers) bool says which pairs of unlabeled
-    rows are similar; of any method whose constants are :class:`Consistency`.
+    """Compute the objective of pairs, which several methods share.
+
+    It is the cross-entropy of labeled rows, plus the binary cross-entropy of pairs of
+    unlabeled rows, plus the consistency of both heads with a rising weight.
+
+    Args:
+        state: The state of training, which has the progress of the phase.
+        labels: Classes of the labeled rows, int64 (B_l,).
+        config: The configuration of the run. The constants of its method must be a
+            :class:`Consistency`.
+        known: Cosines of the known head in two views, (2, B, C), labeled rows first.
+        novel: Cosines of the novel head, (2, B, C_u).
+        similar: Which pairs are similar, bool (B_u, M): this worker's unlabeled rows
+            and those of all workers.
+
+    Returns:
+        A scalar.
     """
     tau, unlabeled = config.objective.temperature, slice(len(labels), None)
     first, second = (novel[:, unlabeled] / tau).softmax(dim=-1)
@@ -114,28 +148,50 @@ def loss_of_pairs(
 
 
 def num_top(num_features: int) -> int:
-    """k for D features: the authors' share of them, 5 of 512, and at least one."""
+    """Return k, the number of largest features that are compared, for D features.
+
+    It is the authors' share of the features, 5 of 512, but at least 1.
+    """
     return max(1, round(TOP * num_features / OF))
 
 
 def ramp(state: TrainState, config: Config) -> float:
-    """Rises to 1 over the first ``rampup`` of the phase."""
+    """Return the factor by which a rising weight is multiplied at this step, 0-1.
+
+    Args:
+        state: The state of training, which has the progress of the phase, 0-1.
+        config: The configuration. The method's constant ``rampup`` is the share of the
+            phase after which the factor is 1.
+    """
     return sigmoid_rampup(state.progress, config.method_options.rampup)
 
 
 def consistency_loss(logits: Tensor, temperature: float) -> Tensor:
-    """Mean squared difference of the softmax outputs of two views: logits (2, B, K)
-    -> scalar.
+    """Return the mean squared difference of the softmax outputs of two views.
+
+    Args:
+        logits: Cosines of two views, (2, B, K).
+        temperature: The divisor of the cosines.
+
+    Returns:
+        A scalar.
     """
     return F.mse_loss(*(logits / temperature).softmax(dim=-1))
 
 
 def same_top_features(features: Tensor, others: Tensor, top: int) -> Tensor:
-    """Whether the ``top`` largest features of rows (N, D), (M, D) are one set, in
-    any order: (N, M) bool.
+    """Return for which pairs of rows the same features are the largest, in any order.
+
+    Args:
+        features: Features (N, D).
+        others: Features (M, D).
+        top: The number of largest features.
+
+    Returns:
+        A mask, bool (N, M).
     """
 
-    # (N, D), one where the feature is among the largest
+    # (N, D) -> (N, D), 1 if the feature is among the largest of its row, otherwise 0
     def top_set(rows: Tensor) -> Tensor:
         return torch.zeros_like(rows).scatter_(1, rows.topk(top, dim=1).indices, 1)
 

@@ -1,17 +1,17 @@
-"""RS+: rank statistics with incremental learning (Han et al., ICLR 2020, Sec. 3.3; code
-AutoNovel, ``--IL``).
+"""RS+: rank statistics with incremental learning (Han et al., ICLR 2020, Sec. 3.3).
 
-The known head grows by C_u outputs, and what the cluster head of :mod:`uno.methods.rs`
-says of an unlabeled row is the row's pseudo-label for this joint head. The joint head
-classifies all C classes.
+The code is AutoNovel with ``--IL``. The known head grows by C_u outputs to a joint
+head, which classifies all C classes. The cluster of an unlabeled row under the cluster
+head of :mod:`uno.methods.rs` is the row's pseudo-label for the joint head.
 
-Known constants, from the authors' code: the pseudo-label's cross-entropy weighs 0.05
-times the ramp of the consistency; consistency 5 over 50 of 200 epochs (CIFAR10), 25
-over 300 of 400 (CIFAR100). ImageNet's are not in their code: those of RS stand in. Both
-heads here are cosines: the joint head is the known prototypes and C_u more, which the
-authors start as random rows with a low bias. Task-aware accuracy here is that of the
-joint head's novel outputs, one model for all protocols; the authors report the cluster
-head's there. k and what else differs: :mod:`uno.methods.rs`.
+Known constants, from the authors' code: the cross-entropy of pseudo-labels has the
+weight 0.05 times the ramp of the consistency; the consistency is 5 over 50 of 200
+epochs (CIFAR10), 25 over 300 of 400 (CIFAR100). Those of ImageNet are not in their
+code, so those of RS are used. Both heads here are cosines: the joint head is the known
+prototypes and C_u more, which the authors start as random rows with a low bias.
+Task-aware accuracy here is that of the joint head's novel outputs, one model for all
+protocols. The authors report that of the cluster head there. For k and other
+differences see :mod:`uno.methods.rs`.
 """
 
 import torch
@@ -31,13 +31,36 @@ SETTINGS = {**rs.SETTINGS, "cifar100_20": CIFAR100, "cifar100_50": CIFAR100}
 
 
 def joint_head(num_novel: int, num_features: int) -> nn.Module:
-    """The joint head's novel prototypes, and the cluster head as its auxiliary part."""
+    """Create the novel part of the joint head, and the cluster head as auxiliary part.
+
+    Both have C_u prototypes. The joint head consists of the known prototypes and the
+    created ones, and the cluster head makes the pseudo-labels.
+
+    Args:
+        num_novel: The number of novel classes C_u.
+        num_features: The number of features D.
+
+    Returns:
+        A :class:`~uno.methods.method.NovelHead`, where ``auxiliary`` is the cluster
+        head.
+    """
     return NovelHead(num_novel, num_features, Prototypes(1, num_novel, num_features))
 
 
 def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
-    """The loss of RS on joint and cluster head + rising cross-entropy of
-    pseudo-labels. Returns (1,).
+    """Train on one batch: the loss of RS, plus the cross-entropy of pseudo-labels.
+
+    The labeled rows train the joint head, and the pairs of unlabeled rows the cluster
+    head. The weight of the pseudo-labels rises over the phase.
+
+    Args:
+        state: The state of training. It is updated.
+        batch: The batch.
+        config: The configuration of the run, with the method's constants.
+        lr: The learning rate.
+
+    Returns:
+        The loss (1,), detached.
     """
     num_labeled, tau = len(batch.labels), config.objective.temperature
     known, novel, features = forward_two_views(state, batch)
@@ -51,11 +74,17 @@ def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
 
 
 def incremental_loss(joint: Tensor, clusters: Tensor, temperature: float) -> Tensor:
-    """Cross-entropy of the joint head with the cluster head's decision under view 0 as
-    the label.
+    """Return the cross-entropy of the joint head with pseudo-labels.
 
-    Cosines of unlabeled rows: joint (V, B_u, C_l + C_u), clusters (B_u, C_u); mean over
-    views and rows.
+    The pseudo-label of a row is its most probable cluster under the cluster head.
+
+    Args:
+        joint: Cosines of unlabeled rows under the joint head, (V, B_u, C_l + C_u).
+        clusters: Their cosines under the cluster head in view 0, (B_u, C_u).
+        temperature: The divisor of the cosines of the joint head.
+
+    Returns:
+        A scalar, the mean over views and rows.
     """
     num_known = joint.shape[-1] - clusters.shape[-1]
     labels = num_known + clusters.argmax(dim=-1)

@@ -1,32 +1,34 @@
-"""SimGCD (Wen et al., "Parametric classification for generalized category discovery: a
-baseline study", ICCV 2023; code CVMI-Lab/SimGCD).
+"""SimGCD (Wen et al., ICCV 2023; code CVMI-Lab/SimGCD).
 
-One classifier of cosines over all C classes. Every row learns from its other view's
-prediction, sharpened by a temperature that falls (self-distillation, without a second
-network); the entropy of the mean prediction keeps all classes in use; labeled rows
-learn their class; a projection of the features is contrasted, without labels (InfoNCE)
-and with them (SupCon):
+The paper is "Parametric classification for generalized category discovery: a baseline
+study". There is one classifier of cosines over all C classes. Every row learns from the
+prediction of its other view, sharpened by a temperature that falls (self-distillation,
+without a second network). The entropy of the mean prediction keeps all classes in use.
+Labeled rows learn their class. A projection of the features is contrasted, without
+labels (InfoNCE) and with them (SupCon):
 
-    (1 - w) (distillation + epsilon (log C - entropy) + InfoNCE) + w (cross-entropy + SupCon).
+    (1 - w) (distillation + epsilon (log C - entropy) + InfoNCE)
+    + w (cross-entropy + SupCon).
 
-Known constants, from the authors' code: w = .35; epsilon CIFAR10 1, CIFAR100 4,
-ImageNet-100 1 (CUB 2, Cars, Aircraft and Herbarium 1); the target's temperature .07 to
-.04 over the first 30 of 200 epochs, the prediction's .1 (here tau); temperatures of
-contrast 1 and .07; projection 2048, 2048, 256 with GELU.
+Known constants, from the authors' code: w is 0.35; epsilon is 1 for CIFAR10, 4 for
+CIFAR100, 1 for ImageNet-100 (CUB 2, Cars, Aircraft and Herbarium 1); the target's
+temperature falls from 0.07 to 0.04 over the first 30 of 200 epochs, and the
+prediction's is 0.1 (here tau); the temperatures of contrast are 1 and 0.07; the
+projection has widths 2048, 2048 and 256 with GELU.
 
 What differs:
-- In the NCD setting targets of unlabeled rows have no mass at known outputs, as UNO's.
-- ``--simgcd.entropy-rows unlabeled`` is ours: the authors pull the whole batch toward
-  equal classes, which is wrong where labeled rows decide how often a known class is in
-  it. Of unlabeled rows, and in the NCD setting among novel outputs alone.
-- A frozen encoder has nothing that contrast could train, so it is left out there; and
-  prototypes start at class means and clusters of the features, as PIM's, where the
-  authors' are random and their encoder moves.
-- Prototypes have length one, theirs start at .58 under weight normalization: their rate
-  of .1 is .3 here (``--discover.base-lr``). Weight decay is of all parameters (theirs
-  spares biases); the encoder learns as ``--model.finetune`` says (theirs: the last
-  block, ``last_stage``); warm-up and batches are the preset's.
-"""  # noqa: E501
+- In the NCD setting the targets of unlabeled rows are zero at known outputs, as in UNO.
+- ``--simgcd.entropy-rows unlabeled`` is ours. The authors pull the whole batch toward
+  equal classes, which is wrong if labeled rows decide how often a known class is in it.
+  With this option only unlabeled rows count, and in the NCD setting only novel outputs.
+- A frozen encoder has nothing that contrast could train, so contrast is left out there.
+  Prototypes then start at class means and clusters of the features, as in PIM. The
+  authors' start at random, and their encoder moves.
+- Prototypes have length one. Theirs start at 0.58 under weight normalization: their
+  rate of 0.1 is 0.3 here (``--discover.base-lr``). Weight decay applies to all
+  parameters (theirs excludes biases). The encoder learns as ``--model.finetune`` says
+  (theirs: the last block, ``last_stage``). Warm-up and batches are those of the preset.
+"""
 
 import math
 from itertools import pairwise
@@ -53,12 +55,12 @@ from uno.state import TrainState
 from uno.steps import Batch, labeled_loss, update_
 
 HIDDEN, PROJECTION = 2048, 256
-CONTRAST, SUPERVISED_CONTRAST = 1.0, 0.07  # temperatures
+CONTRAST, SUPERVISED_CONTRAST = 1.0, 0.07  # temperatures of both contrastive terms
 SETTINGS = {name: {"epsilon": 4.0} for name in ("cifar100_20", "cifar100_50")}
 
 
 class Constants(Section):
-    """Of SimGCD."""
+    """Constants of SimGCD."""
 
     epsilon: float = field(
         1.0, "Weight of the entropy of the mean prediction.", ge=0, le=100
@@ -84,8 +86,16 @@ class Constants(Section):
 
 
 def head(num_novel: int, num_features: int) -> nn.Module:
-    """The novel prototypes, and the projection that is contrasted as the auxiliary
-    part.
+    """Create the novel head, with the projection for contrast as auxiliary part.
+
+    The projection is an MLP of three layers with GELU, from D to 256 numbers.
+
+    Args:
+        num_novel: The number of novel classes.
+        num_features: The number of features D.
+
+    Returns:
+        A :class:`~uno.methods.method.NovelHead`.
     """
     widths = (num_features, HIDDEN, HIDDEN, PROJECTION)
     layers = [nn.Linear(*pair) for pair in pairwise(widths)]
@@ -101,7 +111,19 @@ def head(num_novel: int, num_features: int) -> nn.Module:
 
 
 def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
-    """Self-distillation, entropy, labels and contrast. Returns the loss as (1,)."""
+    """Train on one batch: self-distillation, entropy, labels and contrast.
+
+    Contrast is left out if the head has no projection, as with a frozen encoder.
+
+    Args:
+        state: The state of training. It is updated.
+        batch: The batch.
+        config: The configuration of the run, with the method's constants.
+        lr: The learning rate.
+
+    Returns:
+        The loss (1,), detached.
+    """
     constants: Constants = config.method_options
     labels, weight, tau = (
         batch.labels,
@@ -128,8 +150,14 @@ def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
 
 
 def temperature(progress: float, constants: Constants) -> float:
-    """Of the targets, from ``first_temperature`` to ``last_temperature`` in a line
-    over ``rampup``.
+    """Return the temperature of the targets.
+
+    It changes linearly from ``first_temperature`` to ``last_temperature`` over the
+    share ``rampup`` of the phase.
+
+    Args:
+        progress: The share of the phase that is done, 0-1.
+        constants: The constants of the method.
     """
     share = 1.0 if progress >= constants.rampup else progress / constants.rampup
     return constants.first_temperature + share * (
@@ -140,11 +168,20 @@ def temperature(progress: float, constants: Constants) -> float:
 def distillation_loss(
     joint: Tensor, num_labeled: int, barred: int, tau: float, sharp: float
 ) -> Tensor:
-    """Cross-entropy of each view's prediction at ``tau`` with the other's at ``sharp``,
-    without its gradient.
+    """Return the cross-entropy of each view's prediction with that of the other view.
 
-    Cosines (2, B, C); targets of rows from ``num_labeled`` on have nothing at the first
-    ``barred`` outputs. A scalar, the mean over views and rows.
+    The prediction of the other view is the target. It is sharper, and gets no gradient.
+
+    Args:
+        joint: Cosines of two views with all prototypes, (2, B, C). Known classes and
+            labeled rows come first.
+        num_labeled: The number of labeled rows.
+        barred: The targets of unlabeled rows are zero at the first ``barred`` outputs.
+        tau: The temperature of the predictions.
+        sharp: The temperature of the targets.
+
+    Returns:
+        A scalar, the mean over views and rows.
     """
     targets = joint.detach() / sharp
     targets[:, num_labeled:, :barred] = -torch.inf
@@ -156,8 +193,14 @@ def distillation_loss(
 
 
 def imbalance(logits: Tensor) -> Tensor:
-    """log K - the entropy of the mean softmax over views and the rows of all
-    workers: (V, B, K) -> scalar.
+    """Return how far the mean prediction is from equal classes: log K - its entropy.
+
+    Args:
+        logits: Logits of this worker's rows, (V, B, K). The mean of the softmax is over
+            views and the rows of all workers.
+
+    Returns:
+        A scalar from 0 to log K, in nats.
     """
     mean = mean_with_grad(logits.softmax(dim=-1).mean(dim=(0, 1)))
     return math.log(len(mean)) - torch.special.entr(mean).sum()
@@ -165,8 +208,19 @@ def imbalance(logits: Tensor) -> Tensor:
 
 @torch.no_grad()
 def start(config: Config, model: UnoModel, train: Any) -> dict[str, Tensor]:
-    """Of a frozen encoder all prototypes to class means and clusters. ConfigError:
-    too few rows.
+    """Set the prototypes to class means and clusters, if the encoder is frozen.
+
+    Args:
+        config: The configuration of the run.
+        model: The network. Its prototypes are changed.
+        train: The training data.
+
+    Returns:
+        No tensors.
+
+    Raises:
+        ConfigError: The encoder is frozen, and there are fewer unlabeled rows than
+            novel classes.
     """
     if config.model.finetune == "none":
         sample = frozen_sample(config, model, train)

@@ -1,6 +1,7 @@
-"""UNO itself: the step of :func:`uno.objective.discovery_step`, or, where the objective
-asks for terms of later work, that of :mod:`uno.methods.extensions`; the heads of
-:mod:`uno.model`.
+"""UNO itself (Fini et al., ICCV 2021), with the heads of :mod:`uno.model`.
+
+The step is :func:`uno.objective.discovery_step`. If the objective asks for terms of
+later work, it is that of :mod:`uno.methods.extensions`.
 """
 
 from uno.config import EXTENSIONS

@@ -1,7 +1,7 @@
-"""The paper's tables: what is trained and counted, and what finished runs say.
+"""Reproduction of the tables of the paper and of this project.
 
 ``experiments`` reads the tables (``experiments.yaml``) and the paper's numbers
-(``published.yaml``), ``summary`` computes means over seeds from finished runs, and
-``documents`` writes them. ``pipelines.tables`` runs what is missing and calls these. A
-*cell* is one run: a row of a table, a data set, and a seed.
+(``published.yaml``). ``summary`` computes means over seeds from finished runs.
+``documents`` writes them. ``pipelines.tables`` trains the missing runs, and uses these
+modules. A *cell* is one run: a row of a table, a data set, and a seed.
 """

@@ -15,7 +15,14 @@ Grid = list[list[str]]  # a table of texts, its head first
 
 
 def format_mean_sd(value: float, sd: float | None = None, signed: bool = False) -> str:
-    """Format a mean and its spread: ``98.1 ± 0.8``, or ``98.1`` without ``sd``."""
+    """Format a mean and its standard deviation with one decimal: ``98.1 ± 0.8``.
+
+    Args:
+        value: The mean.
+        sd: The standard deviation. If it is None, only the mean is formatted.
+        signed: Whether a positive mean has a plus sign. A mean that is rounded to 0 has
+            none.
+    """
     text = f"{value:.1f}"
     if signed:
         text = "0.0" if float(text) == 0 else f"{value:+.1f}".replace("-", MINUS)
@@ -23,9 +30,12 @@ def format_mean_sd(value: float, sd: float | None = None, signed: bool = False) 
 
 
 def results_grid(results: Results) -> Grid:
-    """Return rows x evaluations, the paper's numbers beside the measured ones.
+    """Return the accuracies of a table as texts.
 
-    The numbers of all groups share a cell, in the order of ``table.groups``.
+    A row of texts stands for a row of the table under one evaluation. Its columns are
+    the paper's numbers, and then for each data set the measured accuracy, the number of
+    seeds and the minutes of a run. A cell has the numbers of all groups, in the order
+    of ``table.groups``. Rows without any number are left out.
     """
     table = results.table
     titles = [
@@ -49,7 +59,14 @@ def results_grid(results: Results) -> Grid:
 
 
 def _published(results: Results, title: str, row: Row, evaluation: Evaluation) -> str:
-    """Return the paper's numbers of a row; a dash if it has none."""
+    """Return the paper's numbers of a row and an evaluation; a dash if it has none.
+
+    Args:
+        results: The results of the table.
+        title: The title of the column of the paper's numbers.
+        row: The row of the table.
+        evaluation: The evaluation.
+    """
     numbers = (
         format_mean_sd(line["published"], line["published_sd"])
         for line in results.find(row=row.key, evaluation=evaluation.name, source=title)
@@ -60,7 +77,18 @@ def _published(results: Results, title: str, row: Row, evaluation: Evaluation) -
 def _measured(
     results: Results, benchmark: Benchmark, row: Row, evaluation: Evaluation
 ) -> list[str]:
-    """Return accuracies, number of seeds, and mean minutes of a run."""
+    """Return the measured accuracies, the number of seeds, and the minutes of a run.
+
+    Args:
+        results: The results of the table.
+        benchmark: The data set.
+        row: The row of the table.
+        evaluation: The evaluation.
+
+    Returns:
+        Three texts. The accuracy is "refused" if the settings of the row do not go with
+        the data set. The minutes are "" if the row reads the runs of another one.
+    """
     if f"{benchmark.key}-{row.trained}" in results.refused:
         return ["refused", "0", ""]
     lines = results.find(
@@ -80,8 +108,11 @@ def _measured(
 
 
 def effects_grid(results: Results) -> Grid:
-    """Return the differences of rows to the row that they are compared to.
+    """Return the differences of rows to the row that they are compared to, as texts.
 
+    A row of texts stands for a row of the table under one evaluation. Its columns are
+    the row, the row that it is compared to, the evaluation, and then for each data set
+    the mean difference in points with its standard deviation, and the number of seeds.
     Only the head is returned if no row is compared.
     """
     table = results.table
@@ -118,7 +149,11 @@ def effects_grid(results: Results) -> Grid:
 
 
 def explanations(results: Results) -> list[str]:
-    """List what a reader has to know: units, seeds, spreads, times, failures."""
+    """Return the sentences that stand below a table.
+
+    They explain units, seeds, spreads and times, and name changed settings, refused
+    rows, failures and missing cells.
+    """
     table = results.table
     said = [
         "Percent; mean ± standard deviation over seeds; last epoch; no number was"
@@ -156,7 +191,15 @@ def explanations(results: Results) -> list[str]:
 
 
 def facts(results: Results, command: str) -> dict[str, str]:
-    """Return command, hardware and versions as texts."""
+    """Return the command, the hardware and the versions of libraries of a table.
+
+    Args:
+        results: The results of the table.
+        command: The command that computes them.
+
+    Returns:
+        Texts by "command", "hardware" and "versions".
+    """
     versions = ", ".join(
         f"{name} {value}" for name, value in results.versions.items() if value
     )
@@ -168,7 +211,7 @@ def facts(results: Results, command: str) -> dict[str, str]:
 
 
 def markdown(results: Results) -> str:
-    """Return title, results, differences and explanations."""
+    """Return a table's title, accuracies, differences and explanations as Markdown."""
     parts = [f"{results.table.title}:", _markdown_table(results_grid(results))]
     effects = effects_grid(results)
     if len(effects) > 1:
@@ -178,18 +221,28 @@ def markdown(results: Results) -> str:
 
 
 def _markdown_table(grid: Grid) -> str:
+    """Format texts as a Markdown table. The first row is its head."""
     rows = [grid[0], ["---"] * len(grid[0]), *grid[1:]]
     return "\n".join("| " + " | ".join(map(_inert, row)) + " |" for row in rows)
 
 
 def _inert(text: str) -> str:
-    """Escape a text for a cell of a Markdown table: markup is shown, not obeyed."""
+    """Escape a text for a cell of a Markdown table, so that it is shown literally.
+
+    White space becomes single spaces, and texts are cut at 2,000 characters.
+    """
     shown = visible(" ".join(text.split()), 2000)
     return shown.replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")
 
 
 def write(storage: Storage, results: Results, command: str) -> None:
-    """Write ``TABLE.md`` and ``TABLE.json``; tables may share a directory."""
+    """Write the results of a table as ``NAME.md`` and ``NAME.json``.
+
+    Args:
+        storage: The directory. Several tables may share it.
+        results: The results.
+        command: The command that computes them.
+    """
     name, where = results.table.name, facts(results, command)
     text = [
         f"# {results.table.question}",
@@ -204,7 +257,12 @@ def write(storage: Storage, results: Results, command: str) -> None:
 
 
 def as_json(results: Results, command: str) -> dict[str, Any]:
-    """Return every number with its raw values, and where it was measured."""
+    """Return the results as a JSON mapping, with the values of every seed.
+
+    Args:
+        results: The results.
+        command: The command that computes them.
+    """
     return {
         "title": results.table.title,
         "question": results.table.question,

@@ -1,7 +1,8 @@
 """The tables of the paper and of this project as data.
 
-``experiments.yaml`` has their rows and data sets, at the paper's ``full`` scale and
-``small`` for two CPU cores; ``published.yaml`` has the paper's numbers.
+``experiments.yaml`` has their rows and data sets, at the scale ``full`` of the paper
+and at the scale ``small`` for two CPU cores. ``published.yaml`` has the paper's
+numbers.
 """
 
 import hashlib
@@ -31,12 +32,12 @@ DATA_OPTIONS = {
         "CIFAR10 as JPEG in Parquet, for --scale small: adds a subset of it"
     ),
 }
-# key of the row that others are compared to, unless they say otherwise
+# key of the row of UNO itself, to which the differences of other rows refer
 REFERENCE = "uno"
 
 
 class Entry(BaseModel):
-    """A frozen entry of ``experiments.yaml``."""
+    """An immutable entry of ``experiments.yaml``. Unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -45,12 +46,12 @@ class Benchmark(Entry):
     """A data set with its known and novel classes.
 
     Attributes:
-        key: Its name on the command line and in directories.
-        name: Its name for people.
-        preset: The preset of its runs.
-        option: The option that names its directory on the command line, if any.
-        source: Its ``data.source``, with ``{}`` in the place of the directory.
-        overrides: Settings that it changes.
+        key: The name on the command line and in directories.
+        name: The name for people.
+        preset: The preset of the runs.
+        option: The option that names the directory on the command line, if any.
+        source: The value of ``data.source``, with ``{}`` in the place of the directory.
+        overrides: Settings that the data set changes, by dotted key.
         minutes: Minutes of one cell on one core, if they have been measured.
     """
 
@@ -64,7 +65,13 @@ class Benchmark(Entry):
 
 
 class Evaluation(Entry):
-    """A protocol of :mod:`uno.results.evaluate` on a split; ``name`` is for people."""
+    """A protocol on a split, which is a line of each row of a table.
+
+    Attributes:
+        name: The name for people.
+        protocol: A name of :data:`uno.results.metrics.PROTOCOLS`.
+        split: "train" or "test".
+    """
 
     name: str
     protocol: str
@@ -72,19 +79,19 @@ class Evaluation(Entry):
 
 
 class Row(Entry):
-    """A row of a table: a configuration that is trained, or another number of its runs.
+    """A row of a table: a trained configuration, or another number of its runs.
 
     Attributes:
-        key: Its name on the command line and in directories.
-        name: Its name for people.
-        overrides: Settings that the row changes.
-        frozen: Settings of its method for a frozen encoder, unless the command line has
-            others.
-        of: Key of the row whose runs are read instead of training.
-        head: ``best`` (lowest training loss) or ``avg`` (mean over heads).
-        metric: Key of ``metrics.json`` that is read for novel classes, in place of the
-            accuracy; ``{split}`` stands for the split.
-        versus: Key of the row that this one is compared to, if any.
+        key: The name on the command line and in directories.
+        name: The name for people.
+        overrides: Settings that the row changes, by dotted key.
+        frozen: Settings for a frozen encoder. Those of the command line win.
+        of: The key of the row whose runs are read instead of training.
+        head: "best" (the head with the lowest training loss) or "avg" (mean over
+            heads).
+        metric: The key of ``metrics.json`` that is read for novel classes, in place of
+            the accuracy; ``{split}`` stands for the split.
+        versus: The key of the row that this one is compared to, if any.
     """
 
     key: str
@@ -98,7 +105,7 @@ class Row(Entry):
 
     @property
     def trained(self) -> str:
-        """The key of the row whose runs hold the numbers."""
+        """The key of the row whose runs are read: ``of`` if set, otherwise ``key``."""
         return self.of or self.key
 
 
@@ -106,11 +113,11 @@ class Column(Entry):
     """The paper's numbers of one data set.
 
     Attributes:
-        data: Name of the data set.
+        data: The name of the data set.
         source: The table of the paper.
-        remark: What else decides these numbers.
-        numbers: By evaluation and row, one number for each group, in the paper's
-            writing (``98.1±0.8``).
+        remark: A condition under which the numbers were measured.
+        numbers: By evaluation and row, one number for each group, separated by spaces,
+            in the paper's form (``98.1±0.8``).
     """
 
     data: str
@@ -120,13 +127,19 @@ class Column(Entry):
 
     @property
     def title(self) -> str:
-        """The data set and the source, for the head of a column."""
+        """The title of the column: the data set, the source, and the remark."""
         return ", ".join(filter(None, (self.data, self.source, self.remark)))
 
     def read(self, row: str, evaluation: str) -> list[tuple[float, float | None]]:
-        """Return (mean, standard deviation or None) for each group.
+        """Return the paper's numbers of a row under an evaluation.
 
-        The list is empty if the paper has no number.
+        Args:
+            row: The key of the row.
+            evaluation: The name of the evaluation.
+
+        Returns:
+            (mean, standard deviation or None) in percent for each group; empty if the
+            paper has no number.
         """
         words = str(self.numbers.get(evaluation, {}).get(row, "")).split()
         pairs = [word.partition("±") for word in words]
@@ -137,17 +150,17 @@ class Table(Entry):
     """A table with the rows, data sets and published numbers of one scale.
 
     Attributes:
-        name: Its name on the command line.
-        scale: ``small`` or ``full``.
-        title: Its title, with the place in the paper.
-        question: What the table answers.
-        rows: What is trained or read.
+        name: The name on the command line.
+        scale: "small" or "full".
+        title: The title, with the place in the paper.
+        question: The question that the table answers.
+        rows: The rows, which are trained or read.
         evaluations: The protocols and splits that are counted.
-        groups: The groups of images in each cell: ``known``, ``novel``, ``all``.
+        groups: The groups of images in each cell: "known", "novel", "all".
         benchmarks: The data sets.
         published: The paper's numbers.
         notes: Sentences below the table.
-        frozen: The notes for a frozen encoder, if they are others.
+        frozen: The notes for a frozen encoder; None if they are the same.
         seeds: The default number of seeds.
     """
 
@@ -165,24 +178,35 @@ class Table(Entry):
     seeds: int = 3
 
     def row(self, key: str) -> Row:
-        """Return the row of that key."""
+        """Return the row of the table that has this key."""
         return next(row for row in self.rows if row.key == key)
 
 
 @cache
 def _load(file: str) -> dict[str, Any]:
+    """Read a YAML file that lies beside this module.
+
+    The content is cached.
+
+    Args:
+        file: The name of the file, such as "experiments.yaml".
+    """
     return dict(
         yaml.safe_load((resources.files("uno.reproduce") / file).read_text("utf-8"))
     )
 
 
 def names() -> list[str]:
-    """Return the names of all tables."""
+    """Return the names of all tables in ``experiments.yaml``."""
     return list(_load("experiments.yaml")["tables"])
 
 
 def build(name: str, scale: str) -> Table:
-    """Return a table at ``full`` or ``small`` scale.
+    """Return a table at one scale.
+
+    Args:
+        name: The name of the table.
+        scale: "full" or "small".
 
     Raises:
         ConfigError: There is no table of that name.
@@ -208,7 +232,15 @@ def build(name: str, scale: str) -> Table:
 
 
 def _fill(node: Any, values: Mapping[str, Any]) -> Any:
-    """Return a node of the YAML tree with its ``$words`` replaced by their values."""
+    """Replace ``$word`` in all texts of a YAML tree by the value of ``word``.
+
+    Args:
+        node: A text, list, mapping or other value of the tree.
+        values: The values by word. Words that are not among them stay.
+
+    Returns:
+        A new tree.
+    """
     if isinstance(node, str):
         return Template(node).safe_substitute(values)
     if isinstance(node, dict):
@@ -217,7 +249,14 @@ def _fill(node: Any, values: Mapping[str, Any]) -> Any:
 
 
 class Cell(NamedTuple):
-    """One run: a row on a data set with a seed."""
+    """One run of a table: a row on a data set with a seed.
+
+    Attributes:
+        row: The row of the table.
+        benchmark: The data set.
+        seed: The seed.
+        config: The configuration of the run.
+    """
 
     row: Row
     benchmark: Benchmark
@@ -226,12 +265,17 @@ class Cell(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The cell's directory below the output."""
+        """The directory of the run below the output: ``cells/digits-uno-seed0``."""
         return f"cells/{self.benchmark.key}-{self.row.key}-seed{self.seed}"
 
     @property
     def pretraining(self) -> str:
-        """The directory of what cells share: a pretraining, or cached features."""
+        """The directory of the cell's pretraining below the output.
+
+        Cells with the same pretraining share it, because its name is a hash of the
+        settings that pretraining depends on. If the encoder is frozen, it is the
+        directory of the cached features instead.
+        """
         # a plain command line needs no torch
         from uno.data.features import settings as settings_of_features
         from uno.runs.run import pretrain_hash
@@ -285,21 +329,23 @@ def cells(
     """Return all runs of a table, seed by seed.
 
     A configuration has these layers, and a later one wins: the preset, the data set,
-    what the authors of the row's method set for this data, what the method needs on a
-    frozen encoder, the command line's changes, the row, and the seed.
+    the settings that the authors of the row's method use for this data, the settings of
+    the row for a frozen encoder, the changes of the command line, the row, and the
+    seed.
 
     Args:
         table: The table.
-        seeds: Number of seeds.
-        directories: Directories of data sets, by option of the command line.
-        changes: Settings of the command line.
+        seeds: The number of seeds.
+        directories: The directories of data sets, by option of the command line.
+        changes: The settings of the command line, by dotted key.
 
     Returns:
-        The cells, and the reasons by ``DATASET-ROW`` of the rows that are left out
-        because their settings do not go with the rest.
+        The cells, and the rows that are left out because their settings do not go with
+        the rest: the reasons by "DATASET-ROW".
 
     Raises:
-        ConfigError: The settings of the reference row are invalid.
+        ConfigError: The settings of the reference row, or of a row without overrides,
+            are invalid.
     """
     found, refused = list[Cell](), dict[str, str]()
     for benchmark in table.benchmarks:
@@ -316,9 +362,10 @@ def cells(
                 **settings(method, benchmark.preset),
                 **(row.frozen if frozen else {}),
             }
-            # all cells share features, or a pretraining
+            # all cells share cached features, so a method cannot change these
             own.pop("augment.num_cached_views", None)
-            others = METHODS.keys() - {method}  # whose constants are not this row's
+            # the constants of other methods do not apply to this row
+            others = METHODS.keys() - {method}
             own |= {
                 k: v
                 for k, v in own_changes.items()

@@ -15,34 +15,36 @@ from uno.runs import ENVIRONMENT_FILE, ESTIMATE_FILE, RESULTS_FILE
 VERSIONS = ("python", "torch", "torchvision", "numpy", "numerics")
 
 Line = dict[str, Any]
+"""A line of a table's results, see :attr:`Results.lines`."""
 
 
 def deviation(values: Sequence[float]) -> float | None:
-    """Return the standard deviation over seeds (n - 1); None of one value."""
+    """Return the sample standard deviation (n - 1) of values; None of one value."""
     return statistics.stdev(values) if len(values) > 1 else None
 
 
 class Results(NamedTuple):
-    """A table and what its finished cells say.
+    """A table and the results of its finished cells.
 
     Attributes:
         table: The table with the rows and data sets that were asked for.
-        seeds: Number of seeds of each row.
-        lines: One mapping for each row, evaluation, group and data set. A line of the
+        seeds: The number of seeds of each row.
+        lines: A mapping for each row, evaluation, group and data set. A line of the
             paper has ``published``, ``published_sd`` and ``source``. A measured line
-            has ``mean`` and ``sd`` in percent, ``values`` by ``seeds``, and ``minutes``
-            of a run without its pretraining. If the row is compared to another one, the
-            line also has ``effect``, ``effect_sd`` and ``effect_n``: the differences of
-            the same seed in points.
+            has ``mean`` and ``sd`` in percent, ``values`` with their ``seeds``, and
+            ``minutes`` of a run without its pretraining. If the row is compared to
+            another one, the line also has ``effect``, ``effect_sd`` and ``effect_n``:
+            the mean, standard deviation and number of the differences of the same seed,
+            in points.
         total_minutes: Minutes of all processes, one after the other.
         pretrain_minutes: Minutes of the pretrainings among them.
-        num_pretrainings: Number of pretrainings that cells share.
+        num_pretrainings: The number of pretrainings that cells share.
         failures: Reasons by name of the cells that failed.
-        missing: Names of the cells without a result.
-        refused: Reasons by name of the cells that
+        missing: Names of the cells without a result that did not fail.
+        refused: Reasons by "DATASET-ROW" of the rows that
             :func:`~uno.reproduce.experiments.cells` leaves out.
         hardware: Names of the devices of all runs.
-        versions: Versions of libraries, and the number of the numerics.
+        versions: Versions of libraries, and the version number of the numerics.
         changes: Settings of the command line that hold for all cells.
         remarks: Sentences about estimated numbers of classes.
     """
@@ -62,7 +64,12 @@ class Results(NamedTuple):
     remarks: Sequence[str]
 
     def find(self, **wanted: Any) -> list[Line]:
-        """Return the lines with these entries."""
+        """Return the lines of the results that have all given entries.
+
+        Args:
+            wanted: Values by key of the line, such as ``row="uno"`` or
+                ``group="novel"``.
+        """
         return [
             line
             for line in self.lines
@@ -71,7 +78,14 @@ class Results(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A finished cell and what its directory holds."""
+    """A finished cell with the results of its run.
+
+    Attributes:
+        cell: The cell.
+        metrics: The metrics of the run, by key.
+        environment: The hardware and versions of the run.
+        minutes: Minutes of the run, without pretraining.
+    """
 
     cell: Cell
     metrics: Mapping[str, float]
@@ -144,7 +158,11 @@ def read(
 
 
 def _published_lines(table: Table) -> Iterator[Line]:
-    """Yield the paper's numbers of the table's rows."""
+    """Yield a line for each number that the paper has for a row of the table.
+
+    A line has the mean as ``published``, the standard deviation or None as
+    ``published_sd``, and the data set, the group and the source.
+    """
     for row, evaluation in itertools.product(table.rows, table.evaluations):
         for column in table.published:
             numbers = column.read(row.key, evaluation.name)
@@ -160,7 +178,16 @@ def _published_lines(table: Table) -> Iterator[Line]:
 
 
 def _measured_lines(table: Table, runs: Sequence[Run]) -> Iterator[Line]:
-    """Yield a line for each row, evaluation, data set and group that runs measured."""
+    """Yield a line for each row, evaluation, data set and group that runs measured.
+
+    Args:
+        table: The table.
+        runs: The finished runs of its cells.
+
+    Yields:
+        Lines with the mean and standard deviation in percent over seeds. If a row is
+        compared to another one, its line also has the mean difference of the same seed.
+    """
     by_row: defaultdict[tuple[str, str], list[Run]] = defaultdict(list)
     for run in runs:
         by_row[run.cell.benchmark.key, run.cell.row.key].append(run)
@@ -201,7 +228,11 @@ def _measured_lines(table: Table, runs: Sequence[Run]) -> Iterator[Line]:
 
 
 def _counted(table: Table, row: Row, evaluation: Evaluation) -> Line:
-    """Return what a line counts: its table, row and evaluation."""
+    """Return the entries that describe a line of results, without any number.
+
+    These are the table and its scale; the key, name and head of the row; and the name,
+    protocol and split of the evaluation.
+    """
     return {
         "table": table.name,
         "scale": table.scale,
@@ -217,9 +248,22 @@ def _counted(table: Table, row: Row, evaluation: Evaluation) -> Line:
 def _percent(
     runs: Iterable[Run], row: Row, evaluation: Evaluation, group: str
 ) -> dict[int, float]:
-    """Return a row's number in percent by seed; empty if its runs have none."""
+    """Return the number that a row of a table counts, in percent by seed.
+
+    It is the accuracy, or the other metric of the row, which only exists for novel
+    images under the task-aware protocol.
+
+    Args:
+        runs: The runs of the row on one data set.
+        row: The row, with its head and maybe a metric other than accuracy.
+        evaluation: The protocol and the split.
+        group: The group of images, such as "novel".
+
+    Returns:
+        Percent by seed; empty if the runs do not have the number.
+    """
     key = f"{evaluation.split}/{group}/{evaluation.protocol}/acc/{row.head}"
-    if row.metric is not None:  # a number of novel rows, task-aware
+    if row.metric is not None:  # it only exists for novel rows, task-aware
         fits = group == "novel" and evaluation.protocol == "task_aware"
         key = row.metric.format(split=evaluation.split) if fits else ""
     return {
@@ -230,11 +274,23 @@ def _percent(
 
 
 def _versions(environments: Sequence[Mapping[str, Any]], name: str) -> str:
+    """Return the versions of a library in all runs, sorted and comma-separated.
+
+    Args:
+        environments: The contents of ``environment.json`` of the runs.
+        name: The name of the library, or "numerics".
+    """
     found = {e.get("versions", {}).get(name) or e.get(name) for e in environments}
     return ", ".join(sorted(str(version) for version in found if version))
 
 
 def _hardware(environment: Mapping[str, Any], on_gpu: bool) -> str:
+    """Return the name of a run's first GPU, or of its processor.
+
+    Args:
+        environment: The environment of the run.
+        on_gpu: Whether the run may have used a GPU.
+    """
     gpus = environment.get("gpus") or []
     return str(
         gpus[0] if gpus and on_gpu else environment.get("processor", "unknown hardware")
@@ -242,7 +298,7 @@ def _hardware(environment: Mapping[str, Any], on_gpu: bool) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON mapping; {} if there is no file.
+    """Read a JSON mapping; an empty one if there is no file.
 
     Raises:
         ConfigError: The file is damaged.

@@ -1,5 +1,7 @@
-"""The accuracies of a run as tables: what their rows and columns are, for the console,
-the model card and the report.
+"""Tables of a run's accuracies, for the console, the model card and the report.
+
+A table has rows of metrics, and columns of image groups ("known", "novel", "all") for
+each split ("train", "test").
 """
 
 from collections.abc import Mapping
@@ -17,9 +19,16 @@ STRICT_LEGEND = (
 
 
 class Row(NamedTuple):
-    """A line of a table. Its ``path`` in the metrics has places for ``{split}``,
-    ``{group}`` and, of numbers that every head has, ``{which}``: avg or best. Without a
-    split it is of training rows.
+    """A row of an accuracy table: one metric, over all splits and groups of images.
+
+    Attributes:
+        title: The name of the metric, for people.
+        meaning: A sentence that explains the metric.
+        path: The key of the metric in ``metrics.json``, with the placeholder
+            ``{group}`` and, depending on the metric, ``{split}`` ("train" or "test")
+            and ``{which}`` ("avg" or "best" head). A path without ``{split}`` counts
+            training rows. A path without ``{which}`` does not depend on the head.
+        in_console: Whether the row is printed on the console.
     """
 
     title: str
@@ -29,11 +38,22 @@ class Row(NamedTuple):
 
     @property
     def has_heads(self) -> bool:
-        """Whether every head has a number of its own."""
+        """Whether the metric of this row has one value for each cluster head."""
         return "{which}" in self.path
 
     def key(self, split: str, group: str, which: str = "avg") -> str:
-        """The key of a cell in the metrics; "" where it stays empty."""
+        """Return the key of a cell in ``metrics.json``.
+
+        Args:
+            split: "train" or "test".
+            group: The group of images, such as "known" or "novel".
+            which: "avg" for the mean over the heads, or "best" for the best head.
+
+        Returns:
+            The key. It is "" if the cell stays empty: the metric only counts training
+            rows and another split is asked for, or it does not depend on the head and
+            the best head is asked for.
+        """
         if (split != "train" and "{split}" not in self.path) or (
             which != "avg" and not self.has_heads
         ):
@@ -42,8 +62,12 @@ class Row(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Its columns are ``groups`` of images, by their names in paths, once for each
-    split.
+    """A table of accuracies, with one column for each split and group of images.
+
+    Attributes:
+        title: The title, for people.
+        groups: The title of each group of images, by its name in the keys of metrics.
+        rows: All rows that the table can have.
     """
 
     title: str
@@ -51,14 +75,25 @@ class Table(NamedTuple):
     rows: list[Row]
 
     def filled(self, values: Mapping[str, float]) -> list[Row]:
-        """The rows of which ``values`` hold a cell."""
+        """Return the rows that have a value in at least one cell.
+
+        Args:
+            values: The metrics of a run, by key.
+        """
         cells = [(split, group) for split in SPLITS for group in self.groups]
         return [
             row for row in self.rows if any(row.key(*cell) in values for cell in cells)
         ]
 
     def columns(self, values: Mapping[str, float]) -> dict[str, list[str]]:
-        """The groups of every split of which ``values`` hold a cell."""
+        """Return the groups that have a value in at least one cell, by split.
+
+        Args:
+            values: The metrics of a run, by key.
+
+        Returns:
+            The groups of "train" and of "test". A split without any value is left out.
+        """
         found = {
             split: [
                 g
@@ -71,8 +106,11 @@ class Table(NamedTuple):
 
 
 def accuracy_rows() -> list[Row]:
-    """Every protocol, what random predictions and k-means get, and the other metrics
-    of novel classes.
+    """Return the rows of the table :data:`ACCURACY`.
+
+    These are the accuracy under each protocol, the baselines of the novel classes
+    (chance, k-means and spectral clustering), and the other metrics of novel classes
+    under the task-aware protocol, such as NMI.
     """
     protocols = [
         Row(
@@ -156,10 +194,14 @@ GENERALIZED = Table(
 
 
 def filled_tables(values: Mapping[str, float]) -> list[Table]:
-    """Return the tables of which ``values`` hold a cell.
+    """Return the tables that have a value in at least one cell.
 
-    In generalized category discovery, clusterings of the novel rows alone are left out:
-    they were told which rows are novel, so nothing in the run compares with them.
+    In generalized category discovery, clusterings of the novel rows alone are left out
+    of the accuracy table. They were told which rows are novel, so nothing in the run
+    compares with them.
+
+    Args:
+        values: The metrics of a run, by key.
     """
     tables = [table for table in (ACCURACY, GENERALIZED) if table.filled(values)]
     if GENERALIZED not in tables:
@@ -172,7 +214,11 @@ def filled_tables(values: Mapping[str, float]) -> list[Table]:
 
 
 def has_several_heads(values: Mapping[str, float]) -> bool:
-    """Tell whether some number differs between the average and the best head."""
+    """Return whether any metric differs between the average and the best head.
+
+    Args:
+        values: The metrics of a run, by key.
+    """
     return any(
         key.endswith("/avg") and values.get(f"{key[:-4]}/best", value) != value
         for key, value in values.items()
@@ -182,8 +228,12 @@ def has_several_heads(values: Mapping[str, float]) -> bool:
 def format_table(values: Mapping[str, float]) -> str:
     """Format the main metrics of a run as text of at most 80 columns.
 
-    There are at most twelve rows; all numbers are in ``metrics.json``. The average and
-    the best head have a row each only where they differ.
+    A table has at most twelve rows of numbers in percent. All metrics are in
+    ``metrics.json``. The average and the best head have a row each only if any metric
+    differs between them.
+
+    Args:
+        values: The metrics of a run, by key, as fractions.
     """
     splits = [
         split for split in SPLITS if any(key.startswith(f"{split}/") for key in values)

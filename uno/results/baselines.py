@@ -30,16 +30,21 @@ from uno.prototype_init import (
 from uno.results import metrics
 from uno.runs.run import load_weights_
 
-MAX_BASELINE_ROWS = 50_000  # rows of a kind for k-means; MAX_ROWS of streamed images
+MAX_BASELINE_ROWS = 50_000  # labeled, and unlabeled, rows for k-means
 MAX_GRAPH_ROWS = 20_000  # rows for spectral clustering, which takes 30 s on two cores
 NUM_STARTS = 10
 
 
 class Rows(NamedTuple):
-    """Rows of an evaluation set that can be read, on the CPU."""
+    """Readable rows of an evaluation set with their features, on the CPU.
 
-    features: Tensor  # (N, D)
-    truth: Tensor  # (N,)
+    Attributes:
+        features: Features of the encoder, (N, D).
+        truth: True classes, int64 (N,); known classes come first.
+    """
+
+    features: Tensor
+    truth: Tensor
 
 
 class Baseline(NamedTuple):
@@ -63,8 +68,16 @@ def start_model(
 ) -> UnoModel | None:
     """Load the network that discovery started from, in eval mode.
 
+    Args:
+        config: The configuration of the run.
+        storage: The run directory, which may hold pretrained weights.
+        train: The training set, which has the numbers of classes.
+        rows: The training rows with their true classes.
+        device: The device of the network.
+
     Returns:
-        The network; None if too few ``rows`` have true classes for any baseline.
+        The network without a novel head; None if too few ``rows`` have true classes for
+        any baseline.
     """
     if not any(_enough(config, train, rows)):
         return None
@@ -74,11 +87,17 @@ def start_model(
 
 
 def _enough(config: Config, train: TrainData, rows: EvalData) -> tuple[bool, bool]:
-    """Tell whether there are enough rows for the novel and the GCD baselines.
+    """Return whether there are enough rows for the novel and for the GCD baselines.
+
+    Args:
+        config: The configuration of the run, which has the setting.
+        train: The training set, which has the numbers of classes.
+        rows: The training rows with their true classes.
 
     Returns:
-        Whether at least as many novel rows as novel clusters have true classes, and
-        whether a GCD run has at least as many unlabeled rows as clusters.
+        Whether there are at least as many rows of novel classes as novel clusters; and
+        whether the setting is "gcd" and there are at least as many unlabeled rows as
+        known and novel classes.
     """
     mixed = (
         config.data.setting == "gcd"
@@ -119,10 +138,15 @@ def baselines(
 
 
 def novel_baselines(config: Config, rows: Rows, num_novel: int) -> Iterator[Baseline]:
-    """Yield clusterings of the rows of novel classes.
+    """Yield k-means and spectral clustering of the rows of novel classes.
 
-    Their metrics are ``baseline/{kmeans|spectral}/novel/{metric}``; no spectral
-    clustering of more than ``MAX_GRAPH_ROWS`` rows is computed.
+    Their metrics are ``baseline/{kmeans|spectral}/novel/{metric}``. Spectral clustering
+    is left out if there are more than ``MAX_GRAPH_ROWS`` rows.
+
+    Args:
+        config: The configuration of the run, which has the seed.
+        rows: The rows of novel classes.
+        num_novel: The number of clusters.
     """
     features, truth = rows
     jobs: dict[str, Callable[[], Tensor]] = {
@@ -143,6 +167,14 @@ def novel_baselines(config: Config, rows: Rows, num_novel: int) -> Iterator[Base
 def _score_novel(
     path: str, truth: Tensor, num_novel: int, clusters: Tensor
 ) -> dict[str, float]:
+    """Return the metrics of the clusters of novel rows, by key.
+
+    Args:
+        path: The prefix of the keys, such as "baseline/kmeans/novel".
+        truth: True classes (N,), any integers.
+        num_novel: The number of clusters.
+        clusters: Clusters (N,) from 0 to ``num_novel`` - 1.
+    """
     return {
         f"{path}/{metric}": value
         for metric, value in score(truth, clusters, num_novel).items()
@@ -155,8 +187,8 @@ def spectral_clusters(
     """Cluster rows by the graph of their nearest neighbors.
 
     Args:
-        features: Features (N, D).
-        labels: Their known classes (N,), or FREE.
+        features: Features (N, D) of labeled and unlabeled rows.
+        labels: Known classes (N,) of the labeled rows, and FREE for unlabeled ones.
         num_novel: Number of novel clusters.
         gcd: Whether unlabeled rows can belong to known classes.
         seed: Seed of k-means.
@@ -171,7 +203,17 @@ def spectral_clusters(
 
 
 def score(truth: ArrayLike, clusters: ArrayLike, num_clusters: int) -> dict[str, float]:
-    """Return every metric of clusters (N,) against true classes (N,) of any ids."""
+    """Return every metric of a clustering against the true classes.
+
+    Args:
+        truth: True classes (N,), any integers.
+        clusters: Clusters (N,) from 0 to ``num_clusters`` - 1.
+        num_clusters: The number of clusters.
+
+    Returns:
+        The metrics by their names in :data:`uno.results.metrics.METRICS`; empty if
+        there are no rows.
+    """
     classes, class_index = np.unique(np.asarray(truth), return_inverse=True)
     counts = metrics.confusion(
         class_index, np.asarray(clusters), len(classes), num_clusters
@@ -180,10 +222,15 @@ def score(truth: ArrayLike, clusters: ArrayLike, num_clusters: int) -> dict[str,
 
 
 def direction_clusters(features: ArrayLike, num_clusters: int, seed: int) -> Tensor:
-    """Cluster features (N, D) by k-means (k-means++, best of 10 starts).
+    """Cluster features by k-means (k-means++, best of 10 starts).
 
     Every row is scaled to length one, because UNO's heads compare directions. Rows are
     not centered.
+
+    Args:
+        features: Features (N, D).
+        num_clusters: The number of clusters.
+        seed: Seed of the starts.
 
     Returns:
         Clusters (N,).
@@ -201,8 +248,15 @@ def generalized_baselines(
 
     Their metrics are
     ``baseline/{kmeans|constrained_kmeans|spectral}/gcd/{all|old|new}``. k-means uses no
-    label; in the other two the labeled rows are fixed to their classes. There is none
-    if fewer unlabeled rows than classes can be read.
+    label. In the other two the labeled rows are fixed to their classes. Spectral
+    clustering is left out if there are more than ``MAX_GRAPH_ROWS`` rows. Nothing is
+    yielded if fewer unlabeled rows than classes or no labeled rows can be read.
+
+    Args:
+        config: The configuration of the run, which has the seed.
+        unlabeled_rows: The readable unlabeled rows with their true classes.
+        labeled_rows: The readable labeled rows with their classes.
+        train: The training set, which has the numbers of known and novel classes.
     """
     unlabeled, truth = unlabeled_rows
     labeled, labels = labeled_rows
@@ -240,10 +294,18 @@ def generalized_baselines(
 
 
 def read(config: Config, model: UnoModel, rows: EvalData) -> Rows:
-    """Compute the features of rows on every worker; each worker reads a share.
+    """Compute the features of rows on all workers; each worker reads a share.
 
-    At most ``MAX_BASELINE_ROWS`` rows are read, evenly spaced, and ``MAX_ROWS`` of
-    streamed images. Rows that cannot be read are left out.
+    At most ``MAX_BASELINE_ROWS`` rows are used, evenly spaced, or ``MAX_ROWS`` if the
+    images are streamed. Rows that cannot be read are left out.
+
+    Args:
+        config: The configuration of the run, which has the batch size.
+        model: The network, in eval mode.
+        rows: The rows with their true classes.
+
+    Returns:
+        Features and true classes of the readable rows, the same on every worker.
     """
     size = config.train.eval_batch_size
     if isinstance(rows, StreamedEvalSet):
@@ -265,5 +327,15 @@ def read(config: Config, model: UnoModel, rows: EvalData) -> Rows:
 def _resident(
     images: Tensor | RowBlocks, batches: Sequence[np.ndarray]
 ) -> Iterator[tuple[Tensor | RowBlocks, np.ndarray]]:
+    """Yield batches of images that are in memory, in the form of streamed batches.
+
+    Args:
+        images: Images, or features of a frozen encoder, (N, ...).
+        batches: Row numbers of each batch.
+
+    Yields:
+        The images of a batch, and a mask bool (b,), which is True because all rows can
+        be read.
+    """
     for batch in batches:
         yield part(images, torch.from_numpy(batch)), np.ones(len(batch), dtype=bool)

@@ -1,10 +1,9 @@
-"""What the outputs of a trained model are called, and what becomes of the discovered
-ones.
+"""Names and merges of a model's output classes.
 
-``model/classes.json`` lists them; ``classes.yaml`` is where a person names, merges or
-drops discovered ones. A merged class adds its probability to the other's. A dropped one
-keeps its own: a row that is most probably of it is rejected, with that probability, and
-no other row's class changes.
+``model/classes.json`` lists the classes. A person names, merges or drops discovered
+classes in ``classes.yaml``. A merged class adds its probability to the class that it is
+merged into. A dropped class keeps its probability: a row that most probably belongs to
+it is rejected, with that probability, and the class of no other row changes.
 """
 
 import hashlib
@@ -27,7 +26,7 @@ from uno.text import composed, folded
 
 YAML_FILE = "classes.yaml"
 MERGE = "merge into "
-# kind, and name unless a class has it, in predictions of rows of a dropped class
+# kind of predictions of a dropped class, and their name unless a class has that name
 REJECTED = "rejected"
 HEADER = """\
 # Names for the discovered classes. Edit this file, then run: uno classes RUN --apply
@@ -38,20 +37,30 @@ HEADER = """\
 
 @dataclass(frozen=True)
 class OutputClass:
-    """One of the C outputs of a model."""
+    """One of the C output classes of a model.
+
+    Attributes:
+        index: The index of the output, from 0; known classes come first.
+        name: The name that predictions use.
+        kind: "known" or "novel".
+        into: The index of the class that gets the probability: ``index`` itself, or the
+            class that this one was merged into. None if the class was dropped.
+    """
 
     index: int
     name: str
-    kind: str  # known | novel
-    # the class that gets its probability: itself, or what it was merged into; None:
-    # dropped
+    kind: str
     into: int | None
 
 
 class Suggestion(NamedTuple):
-    """What a discovered class looks like, to somebody who has to name it: ``rows`` of
-    ``total`` sampled unlabeled rows were put into it; the most similar classes as
-    (name, likeness), most similar first.
+    """Facts about a discovered class, for a person who has to name it.
+
+    Attributes:
+        rows: The number of sampled unlabeled rows that the model put into the class.
+        total: The number of all sampled unlabeled rows.
+        known: The most similar known classes as (name, cosine), most similar first.
+        novel: The most similar other discovered classes, in the same form.
     """
 
     rows: int
@@ -61,8 +70,14 @@ class Suggestion(NamedTuple):
 
 
 def first_classes(known: Sequence[str], num_novel: int) -> list[OutputClass]:
-    """Outputs of a model just trained; discovered ones are ``novel-1``, ..., but as
-    no known class is.
+    """Return the output classes of a model that was just trained.
+
+    Discovered classes are named ``novel-1``, ``novel-2`` and so on. A name that a known
+    class already has is skipped.
+
+    Args:
+        known: The names of the known classes, by index.
+        num_novel: The number of discovered classes.
     """
     novel = islice(_free((f"novel-{i}" for i in count(1)), known), num_novel)
     named = [(name, "known") for name in known] + [(name, "novel") for name in novel]
@@ -73,7 +88,14 @@ def first_classes(known: Sequence[str], num_novel: int) -> list[OutputClass]:
 
 
 def called(classes: Sequence[OutputClass]) -> list[tuple[str, str]]:
-    """Name and kind of the rows that fall into each class."""
+    """Return the name and the kind that predictions give to the rows of each class.
+
+    Rows of a dropped class have the kind "rejected" and the name "rejected". If a class
+    that was not dropped has this name, the name is "rejected-1" and so on.
+
+    Returns:
+        For each class its name, and "known", "novel" or "rejected".
+    """
     names = chain([REJECTED], (f"{REJECTED}-{i}" for i in count(1)))
     rejected = next(_free(names, [c.name for c in classes if c.into is not None]))
     return [
@@ -82,14 +104,29 @@ def called(classes: Sequence[OutputClass]) -> list[tuple[str, str]]:
 
 
 def _free(names: Iterable[str], taken: Iterable[str]) -> Iterator[str]:
-    """Those of ``names`` that nobody takes for one of others."""
+    """Yield the names that are not taken.
+
+    Names that differ only in case or Unicode form count as equal.
+
+    Args:
+        names: The candidate names.
+        taken: The names that are in use.
+    """
     others = {*map(folded, taken)}
     return (name for name in names if folded(name) not in others)
 
 
 def parse_classes(data: bytes) -> list[OutputClass]:
-    """The classes in the content of ``classes.json``, by index. StorageError where
-    it is damaged.
+    """Parse the output classes in the content of ``classes.json``.
+
+    Args:
+        data: The content of the file.
+
+    Returns:
+        The classes by index, known ones first, with the class that each is merged into.
+
+    Raises:
+        StorageError: The content is damaged.
     """
     try:
         classes = []
@@ -116,7 +153,12 @@ def parse_classes(data: bytes) -> list[OutputClass]:
 
 
 def dump_classes(data: bytes, classes: Sequence[OutputClass]) -> bytes:
-    """``classes.json`` with the content ``data``, its classes replaced."""
+    """Return the content of ``classes.json`` with its classes replaced.
+
+    Args:
+        data: The present content, a JSON mapping. Its other entries stay.
+        classes: The classes to write.
+    """
     entries = []
     for c in classes:
         fate = (
@@ -131,8 +173,16 @@ def dump_classes(data: bytes, classes: Sequence[OutputClass]) -> bytes:
 
 
 def merge_outputs(probabilities: Tensor, classes: Sequence[OutputClass]) -> Tensor:
-    """(..., C) -> (..., C): merged classes added up; a dropped one stays an outcome
-    of its own.
+    """Add the probabilities of merged classes to those of their targets.
+
+    A dropped class keeps its probability. A merged class gets the probability 0.
+
+    Args:
+        probabilities: Probabilities of all outputs, (..., C).
+        classes: The C classes.
+
+    Returns:
+        Probabilities (..., C); the same tensor if no class was merged.
     """
     into = [c.index if c.into is None else c.into for c in classes]
     if into == [*range(len(classes))]:
@@ -142,7 +192,10 @@ def merge_outputs(probabilities: Tensor, classes: Sequence[OutputClass]) -> Tens
 
 
 def unedited(classes: Sequence[OutputClass]) -> list[OutputClass]:
-    """``classes`` as trained, none merged or dropped."""
+    """Return the classes as if none had been merged or dropped.
+
+    Their names stay as they are.
+    """
     return [replace(c, into=c.index) for c in classes]
 
 
@@ -164,8 +217,11 @@ def edits_of(classes: Sequence[OutputClass]) -> list[tuple[OutputClass, str]]:
 
 
 def hashes(classes: Sequence[OutputClass]) -> dict[str, str]:
-    """What identifies the "names" of classes, and the "routes": what is merged and
-    dropped.
+    """Return hashes that identify the user's decisions on the classes.
+
+    Returns:
+        "names": a hash of all names. "routes": a hash of the class that each class is
+        merged into, or that it was dropped. Both have 12 hexadecimal digits.
     """
     routes = ["rejected" if c.into is None else c.into for c in classes]
     values = {"names": [c.name for c in classes], "routes": routes}
@@ -176,8 +232,11 @@ def hashes(classes: Sequence[OutputClass]) -> dict[str, str]:
 
 
 def is_measured(data: bytes) -> bool:
-    """Whether a run's metrics are of the classes as ``data``, its ``classes.json``,
-    routes them.
+    """Return whether a run's metrics belong to the present merges and drops.
+
+    Args:
+        data: The content of ``classes.json``. Without the entry "measured" the metrics
+            belong to classes of which none was merged or dropped.
     """
     classes = parse_classes(data)
     at_first = hashes(unedited(classes))["routes"]
@@ -185,7 +244,14 @@ def is_measured(data: bytes) -> bool:
 
 
 def with_measured(data: bytes) -> bytes:
-    """``data``, which notes that the metrics have just been computed."""
+    """Note in ``classes.json`` that the metrics belong to the present merges and drops.
+
+    Args:
+        data: The content of ``classes.json``.
+
+    Returns:
+        The content with the entry "measured".
+    """
     return json.dumps(
         parse_json(data) | {"measured": hashes(parse_classes(data))["routes"]}, indent=1
     ).encode()
@@ -196,8 +262,12 @@ def template(
     model_hash: str,
     suggestions: Mapping[int, Suggestion],
 ) -> str:
-    """The text of a fresh ``classes.yaml``: every discovered class as it is,
-    suggestions as comments.
+    """Return the text of a fresh ``classes.yaml`` with every discovered class.
+
+    Args:
+        classes: The classes of the model. Their present names and actions are written.
+        model_hash: The hash of the model, which :func:`read_edits` compares.
+        suggestions: Facts about discovered classes, by index. They become comments.
     """
     lines = [HEADER + f"model: {_scalar(model_hash)}", "classes:"]
     for c in classes:
@@ -210,13 +280,17 @@ def template(
 
 
 def _scalar(value: str) -> str:
-    """A string as a YAML scalar on one line."""
+    """Format a string as a YAML scalar on one line, quoted if necessary."""
     style = None if value.isascii() and value.isprintable() else '"'
     return yaml.safe_dump(value, width=1_000_000, default_style=style).split("\n")[0]
 
 
 def _comment(suggestion: Suggestion | None) -> str:
-    """Names are shown escaped: a line break in one would end the comment."""
+    """Format a suggestion as a YAML comment; "" if there is none.
+
+    Names are escaped and cut to 80 characters, because a line break in one would end
+    the comment.
+    """
     if suggestion is None:
         return ""
     parts = [f"{suggestion.rows} of {suggestion.total} sampled images"]
@@ -235,9 +309,20 @@ def _comment(suggestion: Suggestion | None) -> str:
 def read_edits(
     data: bytes, where: str, classes: Sequence[OutputClass], model_hash: str
 ) -> list[OutputClass]:
-    """All ``classes`` of a model under the names and actions of an edited
-    ``classes.yaml``, ``data`` at ``where``. ConfigError: anything wrong with it, in one
-    line that names the class.
+    """Read the names and actions of an edited ``classes.yaml``.
+
+    Args:
+        data: The content of ``classes.yaml``.
+        where: The path of the file, for messages.
+        classes: The present classes of the model.
+        model_hash: The hash of the model.
+
+    Returns:
+        All classes of the model, with the names and targets of the file.
+
+    Raises:
+        ConfigError: The file is invalid or belongs to another model. The message has
+            one line and names the class.
     """
     tree = parse_yaml(data, where)
     _check_keys(tree, ("model", "classes"), where)
@@ -301,9 +386,24 @@ def with_names(
     model_hash: str,
     words: Sequence[str],
 ) -> bytes:
-    """``data``, a ``classes.yaml``, with the names of ``words`` such as ``5=nine``: a
-    discovered class by its index or present name. Whatever else stands there stays.
-    ConfigError: no such class, or not in our form.
+    """Change the names of discovered classes in the text of ``classes.yaml``.
+
+    Actions that merge into a renamed class follow. All other text stays.
+
+    Args:
+        data: The content of ``classes.yaml``.
+        where: The path of the file, for messages.
+        classes: The present classes of the model.
+        model_hash: The hash of the model.
+        words: Names to set, such as ``5=nine``: the index or the present name of a
+            discovered class, and its new name.
+
+    Returns:
+        The changed content.
+
+    Raises:
+        ConfigError: A word has another form or names no discovered class, or the file
+            is invalid, or an entry was changed by hand so that it cannot be edited.
     """
     now = {
         c.name: c.index
@@ -345,7 +445,20 @@ def with_names(
 
 
 def _entry(entry: Any, where: str, novel: Sequence[int]) -> tuple[int, str, str]:
-    """(index, name, action) of one entry; ``novel`` are the indices there may be."""
+    """Check the entry of one discovered class in ``classes.yaml``.
+
+    Args:
+        entry: The parsed entry, a mapping with index, name and action.
+        where: The place of the entry, for messages.
+        novel: The indices of the discovered classes.
+
+    Returns:
+        The index, the name, and the action: "keep", "drop" or "merge into NAME".
+
+    Raises:
+        ConfigError: The entry is no such mapping, its index is that of no discovered
+            class, or its name or action is invalid.
+    """
     if not isinstance(entry, Mapping):
         raise ConfigError(
             f"{where} must have index, name and action, got {str(entry)[:80]!r}"
@@ -384,6 +497,13 @@ def _entry(entry: Any, where: str, novel: Sequence[int]) -> tuple[int, str, str]
 
 
 def _check_keys(tree: Mapping[Any, Any], known: Sequence[str], where: str) -> None:
+    """Raise ConfigError if a mapping has a key that is not one of ``known``.
+
+    Args:
+        tree: The mapping.
+        known: The allowed keys.
+        where: The place of the mapping, for the message.
+    """
     for key in tree:
         if key not in known:
             hint = did_you_mean(str(key), known, f"keys are {', '.join(known)}")

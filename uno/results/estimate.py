@@ -1,13 +1,15 @@
-"""How many novel classes? From the known ones: hide some, and see which k finds them
-again.
+"""Estimate the number of novel classes from the known classes.
 
-After DTC (Han et al., ICCV 2019). Some known classes are held out as probes and the
-encoder is pretrained on the rest; some probe classes are anchors, whose rows are fixed
-to a cluster, the rows of the others are as free as the unlabeled ones: the k at which
-clusters fit these validation classes best is the answer. Unlike DTC (why: the record
-``estimate-classes-digits``) k is chosen by :func:`class_f1` instead of accuracy and
-silhouette, features are whitened, and several class splits and choices of anchors vote
-for an interval.
+The procedure follows DTC (Han et al., ICCV 2019). Some known classes are held out as
+probe classes, and the encoder is pretrained on the rest. Some probe classes are
+anchors: their rows are fixed to one cluster each. The rows of the other probe classes,
+the validation classes, are as free as the unlabeled rows. The estimate is the number k
+of novel clusters at which the clusters fit the validation classes best.
+
+It differs from DTC in three ways (the record ``estimate-classes-digits`` has the
+reasons). k is chosen by :func:`class_f1` instead of accuracy and silhouette. Features
+are whitened. Several splits of the classes and several choices of anchors vote for an
+interval.
 """
 
 import hashlib
@@ -43,95 +45,144 @@ from uno.threads import torch_threads
 from uno.train import LocalWorker
 
 FINGERPRINT_ROWS = 1024
-MIN_KNOWN = 4  # two classes to pretrain on, two to probe with
+MIN_KNOWN = 4  # known classes: two to pretrain on and two probe classes
 FEATURES = "features.safetensors"
 CURVES = ("f1", "acc", "cvi")
 RATIOS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5)
 
 Scores = dict[tuple[int, int], list[dict[str, Any]]]
-"""(split, k) -> what :func:`score_clusters` says of it."""
+"""The results of :func:`score_clusters`, by split index and k."""
 Results = Iterator[tuple[int, Any]]
 Tasks = Callable[[Callable[..., Any], tuple[Any, ...], Sequence[Any]], Results]
-"""Runs independent tasks: (position, ``function(*shared, items[position])``) of all
-items, in any order.
+"""Run independent tasks: (function, shared arguments, items) -> results.
+
+Yields (position, ``function(*shared, items[position])``) for every item, in any order.
 """
 
 
 def run_local(
     function: Callable[..., Any], shared: tuple[Any, ...], items: Sequence[Any]
 ) -> Results:
-    """:data:`Tasks` in this process, one after the other."""
+    """Run independent tasks in this process, one after the other, see :data:`Tasks`.
+
+    Args:
+        function: Called as ``function(*shared, item)``.
+        shared: The arguments that all tasks have in common.
+        items: One item for each task.
+
+    Returns:
+        An iterator of (position of the item, result).
+    """
     return ((position, function(*shared, item)) for position, item in enumerate(items))
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The procedure's numbers; the defaults are those of the record
-    ``estimate-classes-digits``.
+    """The settings of the estimate.
+
+    The record ``estimate-classes-digits`` explains the defaults.
+
+    Attributes:
+        num_splits: Number of splits of the known classes. An encoder is pretrained for
+            each.
+        max_novel: Largest number of novel classes that is tried; None for the number of
+            known classes, at least 10.
+        num_roles: Number of choices of anchors in a split.
+        anchor_ratio: Share of the probe classes that are anchors (as in DTC).
+        num_restarts: Number of starts of k-means (as in DTC).
+        variance: Share of the variance that the whitened directions explain.
+        dtc_ratio: For DTC's estimate, the size above which a cluster counts, as a share
+            of the largest cluster (as in DTC, which has 0.3 for ImageNet).
+        quantile: Share of the votes that may lie below the interval, and above it.
+        max_rows: Largest number of unlabeled rows, and of labeled rows, to cluster.
+        silhouette_rows: Largest number of rows for the silhouette.
     """
 
-    num_splits: int = 3  # class splits, each pretrains an encoder
-    # largest k tried; default: the known classes, at least 10
+    num_splits: int = 3
     max_novel: int | None = None
-    num_roles: int = 6  # choices of anchors within a split
-    anchor_ratio: float = 0.6  # of the probe classes (DTC)
-    num_restarts: int = 10  # of k-means (DTC)
-    variance: float = VARIANCE  # that the whitened directions explain
-    # of the largest cluster, that one which counts exceeds (DTC; ImageNet: .3)
+    num_roles: int = 6
+    anchor_ratio: float = 0.6
+    num_restarts: int = 10
+    variance: float = VARIANCE
     dtc_ratio: float = 0.01
-    quantile: float = 0.2  # of the votes that may lie below, and above, the interval
-    max_rows: int = 50_000  # unlabeled, and labeled, rows that are clustered
+    quantile: float = 0.2
+    max_rows: int = 50_000
     silhouette_rows: int = 2_000
 
 
 class Split(NamedTuple):
-    """Known-class indices of one split, each sorted."""
+    """The known classes of one split, as sorted indices.
+
+    Attributes:
+        pretrain: The classes with which the encoder is pretrained.
+        probe: The classes that are held out.
+    """
 
     pretrain: tuple[int, ...]
     probe: tuple[int, ...]
 
 
 class Features(NamedTuple):
-    """Rows to cluster."""
+    """The rows of a split that are clustered.
 
-    # (N, D), white; of unit length unless the encoder is frozen
+    Attributes:
+        points: Whitened features, (N, D). They have length one unless the encoder is
+            frozen.
+        labels: Known classes (N,), -1 for unlabeled rows.
+    """
+
     points: NDArray[np.float32]
-    labels: NDArray[np.int64]  # (N,), -1 = unlabeled
+    labels: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The result, as stored in ``estimate.json``: ``low <= num_novel <= high``, and
-    what it rests on.
+    """The estimated number of novel classes, as stored in ``estimate.json``.
+
+    Attributes:
+        num_novel: The estimate, with ``low <= num_novel <= high``.
+        low: Lower end of the interval.
+        high: Upper end of the interval.
+        suggested: Number of classes to train with, see :func:`suggest`.
+        at_limit: Whether the interval reaches the largest k that was tried.
+        ks: The numbers of novel classes that were tried.
+        curves: Means over all splits and choices of anchors at each k: "f1" and "acc"
+            as fractions, and "cvi", the silhouette.
+        dtc: The estimate of DTC's own procedure: "k_acc" and "k_cvi", the best k by
+            accuracy and by silhouette; "k", their mean; and "num_novel", how many of
+            the k clusters are large enough to count.
+        sizes: "ratios", and in "clusters" for each ratio r the mean number of clusters
+            that have more than r times the unlabeled rows of the largest cluster.
+        splits: For each split the names of its classes, and in "roles" the anchors, the
+            vote and the curves of each choice of anchors.
+        settings: The :class:`Settings`, as a mapping.
+        key: Hash of everything that the estimate depends on.
     """
 
     num_novel: int
     low: int
     high: int
-    suggested: int  # what to train with: one class too many costs less than one too few
-    at_limit: bool  # the interval reaches the largest k tried
-    ks: list[int]  # that were tried
-    # means of f1, acc (fractions) and cvi (silhouette) at each k
+    suggested: int
+    at_limit: bool
+    ks: list[int]
     curves: dict[str, list[float]]
-    # the plain method's k_acc, k_cvi, k, and of k clusters those that count: its answer
     dtc: dict[str, int]
-    # at each ratio r, clusters with more unlabeled rows than r x the largest
     sizes: dict[str, list[float]]
-    # class names, and the curves of every choice of anchors
     splits: list[dict[str, Any]]
     settings: dict[str, Any]
     key: str
 
 
 def require_enough_rows(num_known: int, num_unlabeled: int) -> None:
-    """Check that the number of novel classes can be estimated from so many rows.
+    """Check that there are enough rows to estimate the number of novel classes.
 
     Args:
-        num_known: Known classes that have a labeled training image.
-        num_unlabeled: Unlabeled training images.
+        num_known: Number of known classes that have a labeled training image.
+        num_unlabeled: Number of unlabeled training images.
 
     Raises:
-        ConfigError: There are too few of either.
+        ConfigError: There are fewer than 4 known classes or fewer than 2 unlabeled
+            images.
     """
     if num_known < MIN_KNOWN:
         needs = f"estimating the number of classes needs at least {MIN_KNOWN}"
@@ -152,15 +203,25 @@ def estimate_num_novel(
     tasks: Tasks = run_local,
     report: Callable[[str], None] = lambda line: None,
 ) -> Estimate:
-    """Estimate the number of classes among the unlabeled rows, and store it as
-    ``estimate.json``.
+    """Estimate the number of classes of the unlabeled rows, and store the estimate.
 
-    Pretraining and features are kept in ``storage`` under a hash of what they depend
-    on: the same command continues after an interruption, and returns at once when it
-    has finished. ``train`` is on the host, its ``num_novel`` is not read; ``known`` are
-    names by index; ``tasks`` run on ``device``, anywhere, with the same results;
-    ``report`` gets a line a split. ConfigError: too few known classes or unlabeled
-    rows.
+    The estimate is ``estimate.json`` in ``storage``. Pretrained encoders and features
+    are stored there, too, under a hash of what they depend on. The same call continues
+    after an interruption, and returns the stored estimate at once if it is finished.
+
+    Args:
+        config: The configuration of the run.
+        train: The training rows, on the host. Its ``num_novel`` is not read.
+        known: The names of the known classes, by index.
+        storage: The directory of the run.
+        device: The device of pretraining and clustering.
+        settings: The settings of the estimate, by default ``Settings()``.
+        tasks: Runs pretraining and clustering, in this process or elsewhere. The
+            results do not depend on where.
+        report: Takes a line of text after each pretrained split.
+
+    Raises:
+        ConfigError: There are too few known classes or unlabeled rows.
     """
     settings, num_unlabeled = settings or Settings(), len(train.unlabeled_images)
     frozen = config.model.finetune == "none"
@@ -174,7 +235,8 @@ def estimate_num_novel(
         _fingerprint(train),
         code_of(config.model.encoder),
     )
-    for split in splits:  # in the pretraining of which only its classes are known
+    # only the classes for pretraining are known in the pretraining of a split
+    for split in splits:
         only = {
             "known_classes": ",".join(known[c] for c in split.pretrain),
             "num_novel": None,
@@ -197,7 +259,8 @@ def estimate_num_novel(
         )
     key = _digest(keys, asdict(settings), ks)
     if storage.exists(ESTIMATE_FILE):
-        with suppress(ValueError, TypeError, AttributeError):  # damaged: estimated anew
+        # a damaged estimate is replaced
+        with suppress(ValueError, TypeError, AttributeError):
             stored = parse_json(storage.read(ESTIMATE_FILE, MAX_STATE_BYTES))
             if stored.get("key") == key:
                 return Estimate(**stored)
@@ -222,7 +285,7 @@ def estimate_num_novel(
         settings,
         str(device),
     )
-    # the long ones first
+    # the longest tasks come first
     items = [(i, k) for k in reversed(ks) for i in range(len(splits))]
     scores = {
         items[position]: found
@@ -241,10 +304,23 @@ def _combine(
     settings: Settings,
     key: str,
 ) -> Estimate:
+    """Combine the scores of all splits and numbers of clusters into the estimate.
+
+    The estimate is the k with the largest mean F1 score. Each choice of anchors votes
+    for its own best k, and the interval comes from the votes.
+
+    Args:
+        splits: The splits of the known classes.
+        ks: The numbers of novel classes that were tried, ascending from 0.
+        scores: The scores of each split and k.
+        known: The names of the known classes, by index.
+        settings: The settings of the estimate.
+        key: The hash to store.
+    """
     described: list[dict[str, Any]] = []
     for i, split in enumerate(splits):
         roles = []
-        # of a choice of anchors, at every k
+        # the scores of one choice of anchors, at every k
         for found in zip(*(scores[i, k] for k in ks), strict=True):
             curves = {name: [one[name] for one in found] for name in CURVES}
             anchors = [known[c] for c in found[0]["anchors"]]
@@ -266,7 +342,7 @@ def _combine(
     low, high = min(ends), max(ends)
     k_acc, k_cvi = largest_best(means["acc"]), largest_best(means["cvi"])
 
-    # clusters with more unlabeled rows than that share of the most
+    # mean number of clusters with more unlabeled rows than a share of the largest one
     def large(k: int, ratio: float) -> float:
         sizes = [
             role["sizes"]
@@ -300,30 +376,53 @@ def _combine(
 
 
 def interval(votes: Sequence[int], quantile: float) -> tuple[int, int]:
-    """(low, high): all but a share ``quantile`` of the votes on either side, rounded
-    outwards, at least 1.
+    """Return the interval that leaves out a share of the votes on either side.
+
+    Args:
+        votes: The best number of novel classes of each choice of anchors.
+        quantile: The share of the votes below and above the interval, 0-0.5.
+
+    Returns:
+        The lower and the upper end, rounded outwards, at least 1.
     """
     low, high = np.quantile(votes, [quantile, 1 - quantile])
     return max(1, math.floor(low + 1e-9)), max(1, math.ceil(high - 1e-9))
 
 
 def suggest(num_novel: int, low: int, high: int) -> int:
-    """What to train with: ``high``, for a class too few merges two that nobody takes
-    apart again; but in an interval wider than twice ``low`` as many as that, or
-    ``num_novel``.
+    """Return the number of novel classes to train with.
+
+    One class too few costs more than one too many, because it merges two classes that
+    nobody separates again. So this is ``high``. If ``high`` exceeds twice ``low``, it
+    is the larger of ``num_novel`` and twice ``low``.
+
+    Args:
+        num_novel: The estimated number of novel classes.
+        low: Lower end of its interval.
+        high: Upper end of its interval.
     """
     return high if high <= 2 * low else max(num_novel, 2 * low)
 
 
 def largest_best(curve: Sequence[float]) -> int:
-    """The largest k that attains the curve's maximum."""
+    """Return the largest index at which a curve attains its maximum, within 1e-9.
+
+    The index is the number k of novel classes, because the curves begin at k = 0.
+    """
     return int(np.flatnonzero(np.asarray(curve) >= np.max(curve) - 1e-9)[-1])
 
 
 def class_splits(classes: Sequence[int], num_splits: int, seed: int) -> list[Split]:
-    """Different splits of the known ``classes``, at most as many as classes. A quarter
-    are probes (paper: 20 of 80), at least 4 where 3 remain to pretrain on, else what
-    two leave; every class about equally often.
+    """Draw different splits of the known classes into pretraining and probe classes.
+
+    A quarter of the classes are probe classes (the paper has 20 of 80), but at least 4.
+    Of fewer than 7 classes, all but 2 are probe classes; otherwise at least 3 remain to
+    pretrain on. Every class is a probe class about equally often.
+
+    Args:
+        classes: The indices of the known classes, at least 4.
+        num_splits: The number of splits. There are at most as many as classes.
+        seed: The seed of the order of the classes.
     """
     order = (
         np.random.default_rng([seed, ESTIMATE]).permutation(np.array(classes)).tolist()
@@ -343,8 +442,20 @@ def class_splits(classes: Sequence[int], num_splits: int, seed: int) -> list[Spl
 def anchor_choices(
     split: Split, settings: Settings, seed: int
 ) -> list[tuple[int, ...]]:
-    """Choices of anchors among the probe classes: all of them, or ``num_roles``
-    random different ones.
+    """Return different choices of the probe classes that are anchors.
+
+    The rows of an anchor are fixed to one cluster. The other probe classes of a choice
+    validate the clusters.
+
+    Args:
+        split: The split with the probe classes.
+        settings: Decides the number of choices and the share of anchors.
+        seed: The seed of random choices.
+
+    Returns:
+        Sorted class indices of each choice: all possible choices if there are at most
+        ``num_roles``, otherwise ``num_roles`` random ones. At least one probe class is
+        an anchor, and at least one is not.
     """
     count = len(split.probe)
     anchors = min(max(1, round(settings.anchor_ratio * count)), count - 1)
@@ -364,10 +475,22 @@ def anchor_choices(
 def pretrain_split(
     train: TrainSet, settings: Settings, device: str, job: tuple[Split, Config, str]
 ) -> Features:
-    """Pretrain on the classes of a split and take the features of all the other rows,
-    in the GCD setting of all rows; kept in its folder. ``job``: the split, the
-    configuration of its pretraining, the folder's URI. Of a frozen encoder these are
-    the first views of ``train``, whitened, of any length.
+    """Pretrain an encoder on the classes of a split, and compute features to cluster.
+
+    The features belong to the rows that pretraining has no labels for: unlabeled rows
+    and rows of probe classes. In the GCD setting they belong to all rows. They are
+    stored in the folder of the split, and read from there if they exist. A frozen
+    encoder is not pretrained: its features are the first cached view of ``train``.
+
+    Args:
+        train: The training rows, on the host.
+        settings: The settings of the estimate.
+        device: The device of pretraining.
+        job: The split, the configuration of its pretraining, and the URI of its folder.
+
+    Returns:
+        The whitened features, of at most ``max_rows`` labeled and as many unlabeled
+        rows. They have length one unless the encoder is frozen.
     """
     split, config, uri = job
     storage, place, pretrain = (
@@ -417,7 +540,11 @@ def pretrain_split(
 
 
 def _max_novel(settings: Settings, train: TrainSet) -> int:
-    """The largest k that is tried."""
+    """Return the largest number of novel classes to try.
+
+    It is the setting ``max_novel``, by default the number of known classes, but at
+    least 10. It is never larger than the number of unlabeled rows or ``max_rows``.
+    """
     num_known, num_unlabeled = len(train.labels.unique()), train.num_unlabeled
     return min(
         settings.max_novel or max(10, num_known), num_unlabeled, settings.max_rows
@@ -425,8 +552,16 @@ def _max_novel(settings: Settings, train: TrainSet) -> int:
 
 
 def _sample_rows(labels: Tensor, max_rows: int, seed: int) -> Tensor:
-    """Sorted row numbers, at most ``max_rows``, every class capped alike. labels:
-    (N,) int64.
+    """Draw rows at random, with the same limit for every class.
+
+    Args:
+        labels: Class of each row, int64 (N,). Unlabeled rows all have the same value.
+        max_rows: The limit of a class is this number divided by the number of classes,
+            but at least 1.
+        seed: The seed of the draw.
+
+    Returns:
+        Sorted row numbers, int64.
     """
     classes = labels.unique().tolist()
     cap = max(1, max_rows // len(classes))
@@ -442,14 +577,33 @@ def score_clusters(
     device: str,
     item: tuple[int, int],
 ) -> list[dict[str, Any]]:
-    """Cluster split i with k novel classes, ``item`` = (i, k): the scores of every
-    choice of anchors. In the GCD setting the classes of pretraining are anchors, too,
-    with rows among the unlabeled ones.
+    """Cluster the rows of a split with k novel classes, for every choice of anchors.
 
-    A frozen encoder's features are clustered, at each k, in as many directions as the
-    centers of all classes span: in those that explain 95% of Caltech-24's 1,280
-    features noise hides the classes (k = 16, the limit; in these 9, between 8 and 12,
-    of true 8).
+    Anchors are probe classes of the split (classes without labels in pretraining) whose
+    rows are fixed to one cluster each. The other probe classes are validation classes.
+    There are k clusters more than probe classes. In the GCD setting the classes of
+    pretraining have clusters, too: they are additional anchors, because some unlabeled
+    rows belong to them.
+
+    The features of a frozen encoder are clustered at each k in as many directions as
+    the centers of all classes span. In the directions that explain 95 % of the variance
+    of Caltech-24's 1,280 features, noise hides the classes: the estimate is 16, the
+    largest k. In the directions used here it is between 8 and 12, and the true number
+    is 8.
+
+    Args:
+        splits: The splits of the known classes.
+        features: The features of each split.
+        config: The configuration of the run.
+        settings: The settings of the estimate.
+        device: The device of k-means.
+        item: The index of the split, and k.
+
+    Returns:
+        For each choice of anchors: "anchors", their class indices; "f1", see
+        :func:`class_f1`, and "acc", the clustering accuracy, of the validation classes;
+        "cvi", the silhouette of the rows that are not fixed; and "sizes", the number of
+        unlabeled rows of each cluster, descending.
     """
     index, k = item
     split, labels = splits[index], torch.tensor(features[index].labels)
@@ -493,7 +647,12 @@ def score_clusters(
 
 
 def _positions(labels: Tensor, classes: Sequence[int]) -> NDArray[np.int64]:
-    """(N,) int64: each label's position in ``classes``, or FREE."""
+    """Return the position of each label in ``classes``, int64 (N,), or FREE (-1).
+
+    Args:
+        labels: Class indices (N,), FREE for unlabeled rows.
+        classes: Class indices. A label that is not among them gets FREE.
+    """
     position = {c: i for i, c in enumerate(classes)}
     return np.array(
         [position.get(label, FREE) for label in labels.tolist()], dtype=np.int64
@@ -501,24 +660,33 @@ def _positions(labels: Tensor, classes: Sequence[int]) -> NDArray[np.int64]:
 
 
 def class_f1(table: Counts, totals: Counts) -> float:
-    """How well clusters fit the validation classes: the mean F1 of each class with its
-    own cluster, 0-1.
+    """Return the mean F1 score of the validation classes, 0-1.
 
-    ``table`` (C, K), C <= K: validation rows of each class in each cluster; ``totals``
-    (K,): all rows. Too few clusters cost precision, as rows of other, also unlabeled,
-    classes join; too many cost recall.
+    The F1 score of a class and a cluster is twice the number of their common rows,
+    divided by the sum of the rows of the class and of the cluster. Each class is
+    matched to one cluster so that the mean is largest. Too few clusters cost precision,
+    because rows of other classes and unlabeled rows join. Too many clusters cost
+    recall.
+
+    Args:
+        table: Number of validation rows of each class in each cluster, (C, K) with C at
+            most K.
+        totals: Number of all rows in each cluster, (K,).
     """
     f1 = 2 * table / np.maximum(table.sum(axis=1, keepdims=True) + totals, 1)
     return float(f1[linear_sum_assignment(f1, maximize=True)].mean())
 
 
 def _digest(*parts: Any) -> str:
-    """Hash of anything JSON holds, 12 hex digits."""
+    """Return a hash of values that JSON can hold, as 12 hexadecimal digits."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def _fingerprint(train: TrainSet) -> str:
-    """Of what training may see: images and known labels, and nothing else."""
+    """Return a hash of the images and labels of the training rows, as hexadecimal text.
+
+    Nothing else can influence the estimate through the data.
+    """
     total = hashlib.sha256()
     for rows in (train.labels, train.labeled_images, train.unlabeled_images):
         total.update(str(tuple(rows.shape)).encode())

@@ -1,5 +1,6 @@
-"""Evaluation (Sec. 4.1): every worker counts its rows, the counts are added up,
-clusters are matched once.
+"""Evaluation of a trained run (paper Sec. 4.1).
+
+Every worker counts its rows, the counts are added up, and clusters are matched once.
 """
 
 from __future__ import annotations
@@ -47,17 +48,28 @@ def evaluate_run(
     num_true: int,
     worker: Worker,
 ) -> dict[str, float]:
-    """All protocols on the rows of both splits ("train", "test"), the baselines and the
-    signs of trust, flat: shared among all workers, the same on each. ``num_true``:
-    classes, known and novel, that truth indexes. Where nothing was merged yet, heads
-    are aligned for :func:`~uno.results.infer.save_model`.
+    """Evaluate a trained run, and return its metrics as fractions by key.
+
+    The metrics are those of all protocols on both splits, the baselines, and the signs
+    of :mod:`uno.results.trust`. All workers call this function, each evaluates a share
+    of the rows, and all get the same metrics. If no class was merged or dropped, the
+    heads are aligned, and rank 0 writes ``alignment.json`` for
+    :func:`~uno.results.infer.save_model`.
+
+    Args:
+        config: The configuration of the run.
+        storage: The run directory, with the trained checkpoint.
+        train: The training rows.
+        sets: The rows of "train" and "test" with their true classes.
+        num_true: The number of known and novel classes that the true classes index.
+        worker: The process that evaluates.
     """
     model, best_head = load_trained(config, storage, train.num_known, train.num_novel)
     model, edits = model.to(worker.device), read_edits(storage)
     values: dict[str, float] = {}
     mixed = config.data.setting == "gcd"
     for split, rows in sets.items():
-        if mixed:  # unlabeled rows, then the others
+        if mixed:  # unlabeled rows are kind 0, and labeled rows are kind 1
             rows = replace(rows, truth=rows.truth + num_true * ~rows.unlabeled)
         batches = rows.batches(
             config.train.eval_batch_size, worker.rank, worker.world_size
@@ -107,8 +119,12 @@ def evaluate_run(
 
 
 class Edits(NamedTuple):
-    """What was merged and dropped, and which clusters of the heads correspond (H,
-    K).
+    """The merged and dropped classes of a model, and the alignment of its heads.
+
+    Attributes:
+        classes: The output classes.
+        alignment: For each head and each cluster of the best head the corresponding
+            cluster, int64 (H, K); None if it is not known.
     """
 
     classes: list[OutputClass]
@@ -116,18 +132,21 @@ class Edits(NamedTuple):
 
     @property
     def dropped(self) -> list[int]:
-        """Outputs whose rows are rejected."""
+        """The indices of the dropped classes. Rows predicted as these are rejected."""
         return [c.index for c in self.classes if c.into is None]
 
     @property
     def num_novel(self) -> int:
-        """Discovered classes that are left."""
+        """The number of discovered classes that are neither merged nor dropped."""
         return sum(c.kind == "novel" and c.into == c.index for c in self.classes)
 
 
 def read_edits(storage: Storage) -> Edits | None:
-    """The edits of a run's model; None where there is none yet, or nothing was
-    merged or dropped.
+    """Read the merged and dropped classes of a run's model.
+
+    Returns:
+        The classes and the alignment; None if there is no model yet, or no class was
+        merged or dropped.
     """
     if not storage.exists(CLASSES_FILE):
         return None
@@ -139,15 +158,20 @@ def read_edits(storage: Storage) -> Edits | None:
 
 
 class Confusions(NamedTuple):
-    """Int64 counts (rows: true class, columns: output); additive over batches and
-    workers.
+    """Counts of (true class, output) pairs for each of H heads, int64.
+
+    Counts of different batches and workers can be added.
+
+    Attributes:
+        known: Known rows over the known outputs, (H, C_l, C_l). All heads have the same
+            counts, unless classes were merged.
+        novel: Novel rows over the novel outputs of the head, (H, C_u, K).
+        joint: All rows over all outputs, known first, (H, C_l + C_u, C_l + K).
     """
 
-    # (H, C_l, C_l) known rows over the known outputs; the same of all heads, but for
-    # merges
     known: Tensor
-    novel: Tensor  # (H, C_u, K) novel rows over the head's own outputs
-    joint: Tensor  # (H, C_l + C_u, C_l + K) all rows over both, known first
+    novel: Tensor
+    joint: Tensor
 
     @classmethod
     def zeros(
@@ -158,7 +182,16 @@ class Confusions(NamedTuple):
         num_clusters: int,
         device: torch.device | str = "cpu",
     ) -> Confusions:
-        """``num_true_novel`` C_u is 0 where nobody knows them."""
+        """Create (true class, output) counts of zero for H heads.
+
+        Args:
+            num_heads: The number of heads H.
+            num_known: The number of known classes C_l.
+            num_true_novel: The number of true novel classes C_u; 0 if they are not
+                known.
+            num_clusters: The number of novel outputs K.
+            device: The device of the counts.
+        """
         all_true, all_outputs = num_known + num_true_novel, num_known + num_clusters
         shapes = (
             (num_known, num_known),
@@ -173,14 +206,24 @@ class Confusions(NamedTuple):
         )
 
     def add_(self, known: Tensor, novel: Tensor, truth: Tensor) -> None:
-        """Count a batch in place, without waiting for the device: ``known`` (B, C_l),
-        or (H, B, C_l), and ``novel`` (H, B, K) on one scale, ``truth`` (B,) int64 in
-        [0, C_l + C_u), or -1: not counted.
+        """Add a batch to the (true class, output) counts in place.
+
+        Each row is counted at the output with its largest score: among the known
+        outputs for a known row in ``known``, among the novel outputs for a novel row in
+        ``novel``, and among all outputs in ``joint``, where a tie goes to the known
+        output. The device is not synchronized.
+
+        Args:
+            known: Scores of the known outputs, (B, C_l) or (H, B, C_l).
+            novel: Scores of the novel outputs on the same scale, (H, B, K).
+            truth: True classes, int64 (B,) from 0 to C_l + C_u - 1, or -1 for rows that
+                are not counted.
         """
         num_known = self.known.shape[-1]
         known_best, known_output = known.max(dim=-1)  # (B,)
         novel_best, novel_output = novel.max(dim=-1)  # (H, B)
-        # argmax over [known, novel] without building it; a tie goes to the known output
+        # this is the argmax over [known, novel] without a copy of both; a tie goes to
+        # the known output
         output = torch.where(
             novel_best > known_best, num_known + novel_output, known_output
         )
@@ -196,9 +239,16 @@ class Confusions(NamedTuple):
 
 
 def _add_(counts: Tensor, truth: Tensor, output: Tensor, counted: Tensor) -> None:
-    """Add rows to (H, R, P) counts in place: truth (B,), output (H, B), counted (B,)
-    bool. Others add zero to class 0: a selection, or bincount, would wait for the
-    device to learn its size.
+    """Add rows to counts in place, without synchronizing the device.
+
+    Rows that are not counted add zero to class 0. Selecting rows, or ``bincount``,
+    would wait for the device to learn the number of rows.
+
+    Args:
+        counts: Counts (H, R, P) of (true class, output) pairs.
+        truth: True classes (B,), from 0 to R - 1 for counted rows.
+        output: Outputs (H, B) from 0 to P - 1.
+        counted: Which rows count, bool (B,).
     """
     if counts.shape[1]:
         cells = torch.where(counted, truth, 0) * counts.shape[2] + output  # (H, B)
@@ -215,10 +265,23 @@ def count(
     edits: Edits | None = None,
     num_kinds: int = 1,
 ) -> list[Confusions]:
-    """The counts of all workers by kind of rows, each of whom brings own ``batches``,
-    however many: images uint8 (b, 3, S, S) and truth (b,), -1 or t + k * ``num_true``
-    for class t and kind k. ``model`` in eval mode, not its DDP wrapper. With ``edits``
-    outputs are those of the predictions.
+    """Count the outputs of a model over the rows of all workers.
+
+    Every worker calls this function with its own batches, of any number.
+
+    Args:
+        model: The model in eval mode, not its DDP wrapper.
+        config: The configuration of the run.
+        batches: Images uint8 (b, 3, S, S), or features of a frozen encoder, and int64
+            (b,): -1 for rows that are not counted, or t + k * ``num_true`` for the true
+            class t and the kind k.
+        num_true: The number of known and novel classes.
+        edits: The merged and dropped classes. If they are given, the outputs are those
+            of the predictions.
+        num_kinds: The number of kinds of rows that are counted separately.
+
+    Returns:
+        The counts of each kind, summed over all workers.
     """
     device, num_novel = model.known.weight.device, num_true - model.num_known
     sizes = model.num_heads, model.num_known, num_novel, model.num_novel
@@ -241,15 +304,23 @@ def count(
 def protocol_metrics(
     confusions: Confusions, best_head: int, split: str, edits: Edits | None = None
 ) -> dict[str, float]:
-    """Every metric of one split as flat paths, fractions 0-1 (ARI may be negative).
+    """Compute every metric of one split, as fractions by key (ARI may be negative).
 
-    `{split}/{known|novel|all}/{protocol of PROTOCOLS}/{metric of
-    METRICS}/{avg|best}`, of known and all rows `acc` only, and `{split}/novel/task_aware/chance/acc`,
-    that of random predictions; absent where no row has truth, the last also where no
-    cluster is left. ``confusions``: summed over workers; ``best_head``: by TRAINING
-    cluster loss, never by accuracy. Rows that ``edits`` reject are wrong, and left out
-    of NMI and ARI; `{split}/{known|novel}/rejected` is their share under the best head.
-    """  # noqa: E501
+    The keys are ``{split}/{known|novel|all}/{protocol}/{metric}/{avg|best}``, with the
+    protocols of :data:`~uno.results.metrics.PROTOCOLS` and the metrics of
+    :data:`~uno.results.metrics.METRICS`. Known and all rows only have the metric "acc".
+    ``{split}/novel/task_aware/chance/acc`` is the accuracy of random predictions. It is
+    absent if no cluster is left. Groups without counted rows have no keys.
+
+    Args:
+        confusions: The counts, summed over workers.
+        best_head: The head with the lowest cluster loss in training. It is never chosen
+            by accuracy.
+        split: The first part of the keys, "train" or "test".
+        edits: The merged and dropped classes. Rows of dropped outputs are rejected:
+            they count as wrong, and NMI and ARI leave them out. Their share under the
+            best head is ``{split}/{known|novel}/rejected``.
+    """
     known, novel, joint = (counts.cpu().numpy() for counts in confusions)
     num_known, dropped = known.shape[-1], edits.dropped if edits else []
     aware = [block_diag(*blocks) for blocks in zip(known, novel, strict=True)]
@@ -284,9 +355,19 @@ def gcd_metrics(
     split: str,
     edits: Edits | None = None,
 ) -> dict[str, float]:
-    """`{split}/unlabeled/gcd/{all|old|new}/{avg|best}` of the GCD setting; {} where no
-    row has truth. ``joint`` (H, C_l + C_u, C_l + K): the unlabeled rows of
-    :class:`Confusions`.
+    """Compute the accuracies of the unlabeled rows in the GCD setting.
+
+    Args:
+        joint: The counts ``joint`` of :class:`Confusions` for the unlabeled rows, (H,
+            C_l + C_u, C_l + K).
+        num_known: The number of known classes C_l.
+        best_head: The head with the lowest cluster loss in training.
+        split: The first part of the keys, "train" or "test".
+        edits: The merged and dropped classes.
+
+    Returns:
+        ``{split}/unlabeled/gcd/{all|old|new}/{avg|best}`` as fractions, where old are
+        known and new are novel classes; empty if no row is counted.
     """
     dropped = [] if edits is None else edits.dropped
     heads = [
@@ -301,6 +382,13 @@ def gcd_metrics(
 def _of_heads(
     heads: list[dict[str, float]], key: str, path: str, best_head: int
 ) -> dict[str, float]:
-    """A number of every head as its mean and that of the best one."""
+    """Return the mean of a metric over the heads, and its value for the best head.
+
+    Args:
+        heads: The metrics of each head, by name.
+        key: The name of the metric.
+        path: The prefix of the returned keys, which end with "/avg" and "/best".
+        best_head: The index of the best head.
+    """
     values = [head[key] for head in heads]
     return {f"{path}/avg": float(np.mean(values)), f"{path}/best": values[best_head]}

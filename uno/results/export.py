@@ -1,8 +1,8 @@
-"""A trained model for other tools: encoder weights, a self-contained program, ONNX, and
-a card that explains.
+"""Export of a trained model for other tools, and its model card.
 
-Nothing is handed out unchecked: every format is loaded again and compared with the
-model it came from.
+The formats are the encoder's weights, a self-contained PyTorch program, and ONNX. Each
+file is loaded again and compared with the model before it is returned. Only ONNX is
+returned unchecked if onnxruntime is missing.
 """
 
 import io
@@ -35,16 +35,23 @@ from uno.weights import PRETRAINED, describe_encoder
 FORMATS = {"encoder": "encoder.safetensors", "pt2": "model.pt2", "onnx": "model.onnx"}
 """Formats and the names of their files in ``model/``."""
 CARD_FILE = "README.md"
-# of features; of probabilities
+# largest difference of features ("encoder") or probabilities
 TOLERANCE = {"encoder": 1e-6, "pt2": 1e-5, "onnx": 1e-4}
-# batch sizes of the check; the example that is traced has another
+# batch sizes of the check, which differ from that of the traced example
 CHECK_ROWS = (1, 3, 8)
 
 
 def export(model: Classifier, format: str) -> bytes:
-    """``model`` as a file of a format of :data:`FORMATS`. ConfigError: unknown format,
-    or packages missing; NumericsError: the file, loaded again, computes something else
-    than the model.
+    """Return a model as the content of a file.
+
+    Args:
+        model: The model.
+        format: A format of :data:`FORMATS`: "encoder", "pt2" or "onnx".
+
+    Raises:
+        ConfigError: The format is unknown, a package is missing, or the encoder of a
+            model that takes vectors is asked for.
+        NumericsError: The file, loaded again, computes something else than the model.
     """
     if format not in FORMATS:
         raise ConfigError(
@@ -54,13 +61,15 @@ def export(model: Classifier, format: str) -> bytes:
 
 
 def can_check_onnx() -> bool:
-    """Whether onnxruntime is here: without it an ONNX file is written unchecked."""
+    """Return whether onnxruntime is installed. Otherwise ONNX files are not checked."""
     return find_spec("onnxruntime") is not None
 
 
 class Program(nn.Module):
-    """uint8 (B, 3, S, S) RGB, or vectors float32 (B, D) -> the probabilities (B, C)
-    of ``uno predict``.
+    """A model with its best head alone, as a module that can be traced.
+
+    It maps images uint8 (B, 3, S, S) RGB, or vectors float32 (B, D), to the
+    probabilities (B, C) that ``uno predict`` computes.
     """
 
     def __init__(self, model: Classifier) -> None:
@@ -70,8 +79,16 @@ class Program(nn.Module):
         self.network = _one_head(model, model.best_head)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Layer by layer: what ``self.network(...)`` says of autocast would be in
-        the program.
+        """Compute the probabilities of all C classes.
+
+        The layers are called one by one, because a call of the network would put its
+        autocast into the traced program.
+
+        Args:
+            images: Images uint8 (B, 3, S, S) RGB, or vectors float32 (B, D).
+
+        Returns:
+            Probabilities (B, C), where merged classes have been added to their targets.
         """
         network, data = self.network, self.config.data
         vectors = self.config.model.takes_vectors
@@ -82,7 +99,7 @@ class Program(nn.Module):
         )
         features = features if network.adapter is None else network.adapter(features)
         unit = F.normalize(features, dim=-1)
-        if network.projector is None:  # a baseline's head, on the feature
+        if network.projector is None:  # the head of a baseline reads the feature
             novel = network.novel(features)[0]
         else:
             projections = network.projector(
@@ -96,8 +113,14 @@ class Program(nn.Module):
 
 
 def _one_head(model: Classifier, head: int) -> UnoModel:
-    """The network with cluster head ``head`` alone, without what only training uses,
-    on the CPU.
+    """Return the network with one cluster head, without the parts that only train.
+
+    Args:
+        model: The model.
+        head: The index of the head to keep.
+
+    Returns:
+        A new network on the CPU, in eval mode, without gradients.
     """
     module = model.module
     config = override(
@@ -116,8 +139,14 @@ def _one_head(model: Classifier, head: int) -> UnoModel:
 
 
 def _encoder(model: Classifier) -> bytes:
-    """Weights under the library's keys; checked against the encoder by features of
-    random images.
+    """Return the encoder's weights as safetensors, under the keys of its library.
+
+    The weights are loaded into a new encoder, and its features of random images are
+    compared with those of the model.
+
+    Raises:
+        ConfigError: The model takes vectors, so it has no encoder.
+        NumericsError: The loaded encoder computes other features.
     """
     if model.config.model.takes_vectors:
         raise ConfigError(
@@ -130,8 +159,8 @@ def _encoder(model: Classifier) -> bytes:
     )
     encoder = build_encoder(model.config.model)
     encoder.load_state_dict(safetensors.torch.load(data))
-    # The model's memory layout: another one sums in another order, which alone may move
-    # features by 2e-6.
+    # This is the memory layout of the model. Another one sums in another order, which
+    # alone changes features by up to 2e-6.
     encoder = encoder.eval().to(model.device).to(memory_format=torch.channels_last)
     features, place = model.module.features, model.device
     _compare(
@@ -144,6 +173,14 @@ def _encoder(model: Classifier) -> bytes:
 
 
 def _pt2(model: Classifier) -> bytes:
+    """Return the model as a program of ``torch.export``, for images or vectors.
+
+    The program is loaded again, and its probabilities for random inputs are compared
+    with those of the model. The classes and the hash of the model are stored in it.
+
+    Raises:
+        NumericsError: The program computes other probabilities than the model.
+    """
     exported, stream = (
         torch.export.export(Program(model), **_traced(model)),
         io.BytesIO(),
@@ -156,6 +193,15 @@ def _pt2(model: Classifier) -> bytes:
 
 
 def _onnx(model: Classifier) -> bytes:
+    """Return the model as ONNX, for images or vectors.
+
+    The classes and the hash of the model are stored in it. If onnxruntime is installed,
+    its probabilities for random inputs are compared with those of the model.
+
+    Raises:
+        ConfigError: The package onnx or onnxscript is not installed.
+        NumericsError: The file computes other probabilities than the model.
+    """
     missing = next(
         (name for name in ("onnx", "onnxscript") if find_spec(name) is None), None
     )
@@ -183,16 +229,27 @@ def _onnx(model: Classifier) -> bytes:
 
 
 def _input(model: Classifier) -> str:
+    """Return the name of the input in an exported file: "vectors" or "images"."""
     return "vectors" if model.config.model.takes_vectors else "images"
 
 
 def _traced(model: Classifier) -> dict[str, Any]:
-    """The example that is traced, of any number of images."""
+    """Return the keyword arguments with which the model is traced for an export.
+
+    Returns:
+        "args", an example of two random inputs, and "dynamic_shapes", by which the
+        batch may have any size from 1.
+    """
     shapes = ({0: torch.export.Dim("batch", min=1)},)
     return {"args": (_random_images(model, 2),), "dynamic_shapes": shapes}
 
 
 def _facts(model: Classifier) -> dict[str, str]:
+    """Return the facts about the model that an exported file holds.
+
+    Returns:
+        "classes.json", the output classes as JSON, and "model_hash".
+    """
     classes = json.loads(dump_classes(b"{}", model.classes))["classes"]
     return {"classes.json": json.dumps(classes), "model_hash": model.model_hash}
 
@@ -203,8 +260,17 @@ def _compare(
     found: Callable[[Tensor], Tensor],
     expected: Callable[[Tensor], Tensor],
 ) -> None:
-    """NumericsError: the file's function of images uint8 (B, 3, S, S) is not the
-    model's.
+    """Check that an exported file computes the same as the model on random inputs.
+
+    Args:
+        format: The format, which decides the tolerance.
+        model: The model, which decides the shape of the inputs.
+        found: The function of the file. It takes images uint8 (B, 3, S, S), or vectors
+            float32 (B, D).
+        expected: The function of the model, with the same input.
+
+    Raises:
+        NumericsError: Shapes differ, or values by more than ``TOLERANCE``.
     """
     for num in CHECK_ROWS:
         images = _random_images(model, num)
@@ -226,8 +292,14 @@ def _compare(
 
 
 def _random_images(model: Classifier, num: int) -> Tensor:
-    """Smooth random images, uint8 (num, 3, S, S), or random vectors float32 (num,
-    D).
+    """Return smooth random images, or random vectors if the model takes vectors.
+
+    Args:
+        model: The model, which decides the shape.
+        num: The number of images. It is also the seed.
+
+    Returns:
+        Images uint8 (num, 3, S, S), or vectors float32 (num, D).
     """
     if model.config.model.takes_vectors:
         width = int(model.module.encoder.num_features)  # type: ignore[arg-type]
@@ -243,7 +315,14 @@ def _random_images(model: Classifier, num: int) -> Tensor:
 def model_card(
     model: Classifier, facts: Mapping[str, Any], metrics: Mapping[str, float]
 ) -> str:
-    """The card; ``facts`` are more lines of it, ``metrics`` flat, those that exist."""
+    """Return the model card as Markdown.
+
+    Args:
+        model: The model.
+        facts: More facts about the run, such as hardware and dates, for the template.
+        metrics: The metrics of the run by key. A metric that is missing leaves its cell
+            empty.
+    """
     config, net = model.config, model.config.model
     library, _, name = net.encoder.partition(":")
     classifier = ""
@@ -284,7 +363,11 @@ def model_card(
 
 
 def origin(net: ModelConfig) -> str:
-    """The weights that training began with, and what is known of their pretraining."""
+    """Describe the weights that training began with, and their pretraining data.
+
+    Args:
+        net: The model section of the configuration.
+    """
     if net.weights is None:
         library = net.encoder.partition(":")[0]
         random = library in ("torchvision", "timm", *OWN_ENCODERS)

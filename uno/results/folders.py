@@ -1,6 +1,4 @@
-"""Predictions without Parquet: ``predictions.csv``, and a copy of every image in its
-class's folder.
-"""
+"""Predictions for people: a CSV file, and copies of the images by class."""
 
 import codecs
 import re
@@ -29,14 +27,18 @@ CSV_FILE = "predictions.csv"
 FOLDER = "by_class"
 FORMULA = r"^([=+\-@\t\r\n])"  # how a formula begins, in Excel and LibreOffice
 MARK = f"{FOLDER}/made_from.json"
-GROUP = 64  # images read at a time
+GROUP = 64  # images that are read at a time
 
 
 def write_csv(storage: Storage) -> str:
-    """Write the predictions as CSV for spreadsheets, without embeddings.
+    """Write the predictions as ``predictions.csv`` for spreadsheets.
 
-    The file begins with a byte order mark, by which Excel recognizes UTF-8. Text that a
-    spreadsheet would take for a formula has an apostrophe in front.
+    All columns but the embedding are written. The file begins with a byte order mark,
+    by which Excel recognizes UTF-8. Text that a spreadsheet would take for a formula
+    has an apostrophe in front.
+
+    Args:
+        storage: The directory with ``predictions.parquet``.
 
     Returns:
         The path of the file.
@@ -53,7 +55,10 @@ def write_csv(storage: Storage) -> str:
 
 
 def _without_formulas(column: pa.Array) -> pa.Array:
-    """Return a column in which no text begins a formula of a spreadsheet."""
+    """Put an apostrophe in front of texts that a spreadsheet would take for formulas.
+
+    Columns of other types are returned unchanged.
+    """
     if not pa.types.is_string(column.type):
         return column
     return pyarrow.compute.replace_substring_regex(column, FORMULA, r"'\1")
@@ -64,20 +69,21 @@ def sort_images(
 ) -> str:
     """Copy the images to ``by_class/INDEX-NAME/``, by ``predictions.parquet``.
 
-    Rejected images go to ``by_class/rejected/``, unreadable ones are left out. Names
-    keep letters, digits and ``.-_``. The function can be called again: it writes the
-    same files.
+    Images of dropped classes go to ``by_class/rejected/``. Images that could not be
+    read are left out. In the names of folders and files all characters except ASCII
+    letters, digits and ``._-`` become ``_``. A repeated call writes the same files.
 
     Args:
         storage: The directory with ``predictions.parquet``.
         inputs: The rows that were predicted.
-        on_progress: Called with the number of copied images, and with that of all.
+        on_progress: Called with the number of copied images and the number of all rows.
 
     Returns:
         The path of ``by_class``.
 
     Raises:
         ConfigError: ``by_class`` holds the images of other predictions.
+        StorageError: An image can no longer be read.
     """
     output.begin(storage, MARK, read_identity(storage) or {}, "folder of sorted images")
     output.sweep(storage, FOLDER)
@@ -97,7 +103,14 @@ def sort_images(
 
 
 class _PredictedImage(NamedTuple):
-    """An image, and the folder of its class below ``by_class``."""
+    """An image with the folder of its predicted class.
+
+    Attributes:
+        row: The number of the row in the predictions.
+        id: The id of the row, such as a relative path.
+        folder: The name of the folder below ``by_class``.
+        image: The image: its path or URI, the bytes of its file, or pixels.
+    """
 
     row: int
     id: str
@@ -106,7 +119,16 @@ class _PredictedImage(NamedTuple):
 
 
 def _predicted_images(storage: Storage, inputs: Inputs) -> Iterator[_PredictedImage]:
-    """Yield the images that could be read, in the order of the predictions."""
+    """Yield the images that could be read, with the folders of their predicted classes.
+
+    Args:
+        storage: The directory with ``predictions.parquet``.
+        inputs: The rows that were predicted, from which the images are read.
+
+    Yields:
+        The images in the order of the predictions. The folder is "INDEX-NAME" of the
+        class, or "rejected".
+    """
     for_parts, batches = tee(_readable(storage))
     parts = inputs.parts(rows for rows, _ in for_parts)
     for (rows, table), part in zip(batches, parts, strict=True):
@@ -116,7 +138,8 @@ def _predicted_images(storage: Storage, inputs: Inputs) -> Iterator[_PredictedIm
             pictures = images.pictures()
             assert pictures is not None
             found = pictures.read_images(np.arange(len(ids)))
-            # the predictions are last: zip would take one too many of them
+            # the predictions are the last argument, because zip would otherwise take
+            # one of them too many
             for name, image, (row, each) in zip(
                 ids.to_pylist(), found, predictions, strict=False
             ):
@@ -127,7 +150,11 @@ def _predicted_images(storage: Storage, inputs: Inputs) -> Iterator[_PredictedIm
 
 
 def _readable(storage: Storage) -> Iterator[tuple[np.ndarray, pa.RecordBatch]]:
-    """Numbers of rows that could be read, and their classes, some at a time."""
+    """Yield the rows of the predictions whose images could be read, batch by batch.
+
+    Yields:
+        Row numbers int64 (n,), and their columns class_index, class_name and kind.
+    """
     start = 0
     for batch in read_batches(storage, ["class_index", "class_name", "kind"]):
         rows = np.flatnonzero(batch["class_index"].is_valid())
@@ -137,13 +164,23 @@ def _readable(storage: Storage) -> Iterator[tuple[np.ndarray, pa.RecordBatch]]:
 
 
 def _safe(name: str) -> str:
-    """A part of a path that means nothing to any file system or shell."""
+    """Return a name in which only ASCII letters, digits and ``._-`` are left.
+
+    Other characters become ``_``. Only the last 80 characters are kept, and the name
+    does not begin with ``.`` or ``-``. An empty name becomes ``_``.
+    """
     return re.sub(r"[^\w.-]+", "_", name, flags=re.ASCII)[-80:].lstrip(".-") or "_"
 
 
 def _encoded(image: Image) -> tuple[bytes, str]:
-    """The content of an image's file, as it is, and the suffix for one without a
-    name.
+    """Return the content of an image file, and a suffix for a file without one.
+
+    Args:
+        image: The path or URI of an image file, which is read; the bytes of an image
+            file; or pixels uint8 (H, W, 3), which are encoded as PNG.
+
+    Raises:
+        StorageError: The image file cannot be read.
     """
     if isinstance(image, str):
         try:

@@ -1,8 +1,7 @@
-"""A trained model and what it says of images: probabilities, how sure it is, and which
-heads agree.
+"""A trained model as a classifier: its scores, its files, and its aligned heads.
 
-In reading order: scores of a batch; saving and loading ``model/``; scoring rows;
-aligning heads.
+The order is: scores of a batch, alignment of heads, saving and loading ``model/``, and
+scoring rows.
 """
 
 from __future__ import annotations
@@ -57,50 +56,67 @@ DAMAGE = (
     OverflowError,
     SafetensorError,
 )
-"""What files of a model raise that are damaged, or of another one."""
-BATCH_BYTES = 64 * 2**20  # decoded pixels of a batch
+"""Errors that damaged or mismatched files of a model raise when they are loaded."""
+BATCH_BYTES = 64 * 2**20  # bytes of the decoded pixels of a batch
 MAX_BATCH_ROWS = 256
-SAMPLE_ROWS = 10_000  # to align heads and to suggest names
-# of a run: what its evaluation has found, for the model that is saved then
+SAMPLE_ROWS = 10_000  # rows to align heads and to suggest names
+# the alignment of the heads that the evaluation of a run computed, for save_model
 ALIGNMENT_FILE = "alignment.json"
 
 Decode = Callable[
     [Iterable[np.ndarray]], Iterator[tuple[np.ndarray, Tensor, Sequence[str | None]]]
 ]
-"""Batches of row numbers (b,) -> (row numbers, uint8 (b, 3, S, S), why a row has no
-pixels or None); or their features float32 (b, D) in the place of pixels.
+"""Decode batches of rows: batches of row numbers (b,) -> tuples for each batch.
+
+A tuple holds the row numbers (b,), the pixels uint8 (b, 3, S, S), and for each row why
+it could not be read, or None. If a run has just computed the features of its frozen
+encoder, they stand in the place of the pixels, float32 (b, D).
 """
 
 
 class Scores(NamedTuple):
-    """What the model says of B images. ``probabilities`` has one column for each of
-    the C outputs.
+    """The scores of B images.
+
+    Attributes:
+        class_index: The most probable class, int64 (B,). It may be a dropped class.
+        probability: Probability of this class, (B,).
+        margin: Difference to the probability of the second most probable class, (B,).
+        entropy: Entropy of the probabilities in nats, (B,).
+        head_agreement: Share of the heads that predict this class, (B,); NaN if the
+            heads are not aligned.
+        known_probability: Sum of the probabilities of the known classes, (B,).
+        probabilities: Probabilities of the C outputs after merges, float32 (B, C).
+        features: Features of the encoder, float32 (B, D).
     """
 
-    # (B,) int64, the most probable outcome: a class, or a dropped one
     class_index: Tensor
-    probability: Tensor  # (B,) of that class
-    margin: Tensor  # (B,) lead over the second class
-    entropy: Tensor  # (B,) nats, of all outcomes
-    # (B,) share of heads with the same class; NaN where the heads are not aligned
+    probability: Tensor
+    margin: Tensor
+    entropy: Tensor
     head_agreement: Tensor
-    # (B,) probability that it is of a known class, whichever; novel is the rest
     known_probability: Tensor
-    probabilities: Tensor  # (B, C) float32
-    features: Tensor  # (B, D) pooled features z
+    probabilities: Tensor
+    features: Tensor
 
 
 NUMBERS = Scores._fields[1:6]
-"""Columns of the predictions that are one number a row."""
+"""Names of the scores that are one number for each row, as columns of predictions."""
 
 
 @dataclass(frozen=True, eq=False)
 class Classifier:
     """A trained model with its classes, on one device.
 
-    ``alignment`` int64 (H, K): the cluster of head h that corresponds to each cluster
-    of the best head; None where it is not known. ``model_hash`` identifies weights and
-    transform, not the names of classes.
+    Attributes:
+        module: The network, in eval mode.
+        config: The configuration of the run that trained it.
+        classes: The output classes, by index.
+        best_head: The index of the head that predicts.
+        alignment: For each head and each cluster of the best head the corresponding
+            cluster, int64 (H, K); None if it is not known.
+        model_hash: Hash of the weights, the image transform and the temperature. The
+            names of the classes do not change it.
+        device: The device of the network.
     """
 
     module: UnoModel
@@ -113,28 +129,44 @@ class Classifier:
 
     @property
     def size(self) -> int:
-        """Side S of the images it takes, in pixels."""
+        """The side S of the images that the model takes, in pixels."""
         return self.config.data.stored_size
 
     @property
     def code(self) -> dict[str, str]:
-        """Hashes of the modules of an encoder that is a callable of the user's."""
+        """Hashes of the Python modules of an encoder that is the user's callable.
+
+        It is empty for encoders of the package and of libraries.
+        """
         return code_of(self.config.model.encoder, self.module.encoder).get("code", {})
 
     @property
     def batch_rows(self) -> int:
-        """Images scored at once: a power of two, at most 256 and 64 MiB of pixels."""
+        """The number of images to score at once.
+
+        It is the largest power of two for which a batch has at most 256 images and 64
+        MiB of pixels, but at least 1.
+        """
         fit = max(1, BATCH_BYTES // (3 * self.size**2))
         return min(MAX_BATCH_ROWS, int(2 ** (fit.bit_length() - 1)))
 
     def to(self, device: torch.device | str) -> Classifier:
-        """This model on ``device``; it moves, it is not copied."""
+        """Move the network to a device, and return the model with this device.
+
+        The network is moved, not copied, so this model moves, too.
+        """
         return replace(self, module=self.module.to(device), device=torch.device(device))
 
     @torch.inference_mode()
     def score(self, images: Tensor) -> Scores:
-        """Classify images uint8 (B, 3, S, S), B <= :attr:`batch_rows`, or their
-        features (B, D); results are on the CPU.
+        """Classify a batch of images.
+
+        Args:
+            images: Images uint8 (B, 3, S, S) with B at most :attr:`batch_rows`, or
+                their features (B, D).
+
+        Returns:
+            The scores, on the CPU.
         """
         logits, temperature = (
             forward(self.module, images, self.config),
@@ -153,10 +185,17 @@ def score(
     classes: list[OutputClass],
     alignment: Tensor | None,
 ) -> Scores:
-    """Cosines of B images under one view -> what ``best_head`` says, and how many heads
-    say the same.
+    """Compute the scores of B images from the logits of one view.
 
-    All heads vote: agreement is at least 1 / H.
+    Args:
+        logits: The cosines and the features of the images.
+        temperature: The divisor of the cosines in the softmax.
+        best_head: The index of the head that predicts.
+        classes: The output classes, which may be merged.
+        alignment: The alignment of the heads, int64 (H, K), or None.
+
+    Returns:
+        The scores. All H heads vote in ``head_agreement``, so it is at least 1 / H.
     """
     assert logits.novel is not None and logits.features is not None
     known = logits.known[0]  # (B, C_l)
@@ -192,9 +231,21 @@ def outcomes(
     classes: Sequence[OutputClass],
     alignment: Tensor | None,
 ) -> Tensor:
-    """Cosines ``known`` (B, C_l), ``novel`` (H, B, K) -> probabilities (H, B, C): of
-    every head the softmax over [known, novel] outputs at the training ``temperature``
-    (Eq. 1), its clusters renumbered by ``alignment``, then merges.
+    """Compute the probabilities of all outputs for every head (paper Eq. 1).
+
+    Each head has a softmax over its known and novel outputs. Then the probabilities of
+    merged classes are added.
+
+    Args:
+        known: Cosines of B images with the known prototypes, (B, C_l).
+        novel: Cosines with the prototypes of each head, (H, B, K).
+        temperature: The divisor of the cosines, the same as in training.
+        classes: The output classes, which may be merged.
+        alignment: If it is given, int64 (H, K), the clusters of each head are numbered
+            as the corresponding clusters of the best head.
+
+    Returns:
+        Probabilities (H, B, C).
     """
     if alignment is not None:
         own = alignment.to(novel.device, non_blocking=True)
@@ -206,22 +257,37 @@ def outcomes(
 
 
 def taken_for_novel(known: Tensor, novel: Tensor, best_head: int) -> Tensor:
-    """bool (N,): rows that the best head takes for novel, by cosines (N, C_l) and (H,
-    N, K); all of them where it takes none for that.
+    """Return which rows the best head assigns to a novel output.
+
+    Args:
+        known: Cosines with the known prototypes, (N, C_l).
+        novel: Cosines with the prototypes of each head, (H, N, K).
+        best_head: The index of the best head.
+
+    Returns:
+        A mask, bool (N,). It is True for all rows if no row is assigned to a novel
+        output.
     """
     found = novel[best_head].amax(dim=-1) > known.amax(dim=-1)
     return found if found.any() else torch.ones_like(found)
 
 
 def align_heads(novel: Tensor, best_head: int) -> Tensor:
-    """(H, N, K) cosines of N unlabeled rows -> int64 (H, K): the cluster of every head
-    that shares most rows with each of the best head's.
+    """Match the clusters of every head to those of the best head.
+
+    Args:
+        novel: Cosines of N unlabeled rows with the prototypes of each head, (H, N, K).
+        best_head: The index of the best head.
+
+    Returns:
+        For each head and each cluster of the best head the cluster matched to it, int64
+        (H, K) on the CPU. The matching is one to one and shares the most rows.
     """
     num, assigned = novel.shape[-1], novel.argmax(dim=-1).cpu().numpy()  # K, (H, N)
     pairs = [
         hungarian(confusion(assigned[best_head], own, num, num)) for own in assigned
     ]
-    pairs[best_head] = np.arange(num)  # also where clusters are empty
+    pairs[best_head] = np.arange(num)  # even if clusters are empty
     return torch.from_numpy(np.stack(pairs))
 
 
@@ -229,8 +295,20 @@ def align_heads(novel: Tensor, best_head: int) -> Tensor:
 def align_features(
     model: UnoModel, config: Config, best_head: int, features: Tensor
 ) -> Tensor:
-    """:func:`align_heads` by features (N, D) of unlabeled rows, of which at most
-    ``SAMPLE_ROWS`` count.
+    """Align the heads of a model by features of unlabeled rows.
+
+    See :func:`align_heads`.
+
+    Args:
+        model: The network.
+        config: The configuration of the run. In the GCD setting only rows that the best
+            head assigns to a novel output count.
+        best_head: The index of the best head.
+        features: Features (N, D) of unlabeled rows. At most ``SAMPLE_ROWS`` of them,
+            evenly spaced, count.
+
+    Returns:
+        The alignment, int64 (H, K) on the CPU.
     """
     chosen = features[torch.from_numpy(evenly_spaced(SAMPLE_ROWS, len(features)))]
     found = []
@@ -243,10 +321,16 @@ def align_features(
 
 
 def _align(known: Tensor, novel: Tensor, best_head: int, setting: str | None) -> Tensor:
-    """Cosines known (N, C_l) and novel (H, N, K) of unlabeled rows ->
-    :func:`align_heads`.
+    """Align the heads by the cosines of unlabeled rows, see :func:`align_heads`.
+
+    Args:
+        known: Cosines with the known prototypes, (N, C_l).
+        novel: Cosines with the prototypes of each head, (H, N, K).
+        best_head: The index of the best head.
+        setting: In the setting "gcd" only rows that the best head assigns to a novel
+            output count.
     """
-    if setting == "gcd":  # rows of known classes say nothing of novel clusters
+    if setting == "gcd":  # rows of known classes have no novel cluster
         novel = novel[:, taken_for_novel(known, novel, best_head)]
     return align_heads(novel, best_head)
 
@@ -258,8 +342,21 @@ def save_model(
     best_head: int,
     known: Sequence[str],
 ) -> Classifier:
-    """Write ``model/``: encoder under torchvision's keys, heads, which the evaluation
-    may have aligned, classes. Returns what it holds.
+    """Write the files of a trained model to ``model/``.
+
+    They are the configuration, the weights of the encoder under the keys of its
+    library, the weights of the heads, and the classes. If the evaluation has aligned
+    the heads, ``classes.json`` holds the alignment.
+
+    Args:
+        config: The configuration of the run.
+        storage: The run directory.
+        module: The trained network.
+        best_head: The index of the head with the lowest training cluster loss.
+        known: The names of the known classes, by index.
+
+    Returns:
+        The model that the files describe, around ``module``.
     """
     weights = {
         name: tensor.detach().cpu().contiguous()
@@ -287,12 +384,19 @@ def save_model(
 
 
 def load_classifier(storage: Storage, device: torch.device | str = "cpu") -> Classifier:
-    """The model of a run directory, or of a copy of its ``model/``; StorageError: none,
-    or a damaged one.
+    """Load the model of a run directory, or of a copy of its folder ``model/``.
 
-    A model's files are data, but for one thing: an encoder that is
-    ``package.module:callable`` is code, which is imported from this machine, never from
-    the model's directory, and named in a warning before.
+    The files are read as data only. There is one exception: an encoder that is
+    ``package.module:callable`` is code. It is imported from this machine, never from
+    the directory of the model, and a warning names it before.
+
+    Args:
+        storage: The directory.
+        device: The device of the model.
+
+    Raises:
+        StorageError: There is no model, or its files are damaged.
+        ConfigError: The library or the callable of the encoder is missing.
     """
     files = read_model_files(storage)
     model = build_classifier(files, device, foreign=storage.uri)
@@ -306,8 +410,10 @@ def load_classifier(storage: Storage, device: torch.device | str = "cpu") -> Cla
 
 
 def model_folder(storage: Storage) -> str:
-    """Where the model's files are: ``model/`` in a run, "" in a copy of it.
-    StorageError: nowhere.
+    """Return the folder of the model's files: "model/" in a run, "" in a copy of it.
+
+    Raises:
+        StorageError: There is no ``classes.json`` in either place.
     """
     for folder in ("model/", ""):
         if storage.exists(f"{folder}classes.json"):
@@ -317,7 +423,11 @@ def model_folder(storage: Storage) -> str:
 
 
 def read_model_files(storage: Storage) -> dict[str, bytes]:
-    """Content of the files that make a model, by name."""
+    """Read the files that make a model, and return their contents by name.
+
+    Raises:
+        StorageError: There is no model, or a file cannot be read or is too large.
+    """
     folder = model_folder(storage)
     most = {name: None if name in WEIGHTS else MAX_STATE_BYTES for name in MODEL_FILES}
     return {name: storage.read(folder + name, most[name]) for name in MODEL_FILES}
@@ -329,10 +439,19 @@ def build_classifier(
     module: UnoModel | None = None,
     foreign: str | None = None,
 ) -> Classifier:
-    """A model from the content of its files, or around the ``module`` they were written
-    from; StorageError: damaged, or they do not belong together. ConfigError: the
-    encoder's library is missing, or its callable; ``foreign`` is for
-    :func:`~uno.encoder.require_encoder`.
+    """Build a model from the contents of its files.
+
+    Args:
+        files: The contents of :data:`MODEL_FILES`, by name.
+        device: The device of the model.
+        module: The network that the files were written from. If it is not given, a
+            network is built and the weights of the files are loaded.
+        foreign: The URI of a directory that other people may have written, for
+            :func:`~uno.encoder.require_encoder`; None for the own run.
+
+    Raises:
+        StorageError: The files are damaged or do not belong together.
+        ConfigError: The library or the callable of the encoder is missing.
     """
     classes, facts = (
         parse_classes(files["classes.json"]),
@@ -388,6 +507,18 @@ def build_classifier(
 def _load_network(
     config: Config, classes: Sequence[OutputClass], files: Mapping[str, bytes]
 ) -> UnoModel:
+    """Build the network of a configuration, and load the weights of the files.
+
+    Args:
+        config: The configuration.
+        classes: The output classes, which decide the numbers of known and novel
+            classes.
+        files: The contents of the model's files, by name.
+
+    Returns:
+        The network on the CPU. An error of the types ``DAMAGE`` is raised if the
+        weights do not fit.
+    """
     num_known = sum(c.kind == "known" for c in classes)
     module = build_network(config, num_known, len(classes) - num_known, seed=0)
     encoder, heads = (safetensors.torch.load(files[name]) for name in WEIGHTS)
@@ -396,8 +527,17 @@ def _load_network(
 
 
 def _model_hash(config: Config, files: Mapping[str, bytes]) -> str:
-    """Of all that fixes probabilities: the transform, the temperature and the
-    weights.
+    """Return a hash of everything that determines the probabilities of a model.
+
+    This is the image transform, the temperature and the weights. The names of the
+    classes do not change it.
+
+    Args:
+        config: The configuration of the model.
+        files: The contents of the model's files, by name.
+
+    Returns:
+        16 hexadecimal digits.
     """
     data, side = config.data, config.augment.large.size
     parts = [
@@ -415,9 +555,16 @@ def _model_hash(config: Config, files: Mapping[str, bytes]) -> str:
 
 
 def decoder(model: Classifier, rows: Rows, threads: int | None = None) -> Decode:
-    """The pixels of ``rows`` for ``model``, decoded ahead of it by ``threads``
-    (default: one a core); or their features float32 (b, D), where a run has just
-    computed them.
+    """Return the function that decodes rows for a model, in threads ahead of its use.
+
+    Args:
+        model: The model, which decides the size of the images.
+        rows: The rows with their images.
+        threads: The number of threads, by default one for each core.
+
+    Returns:
+        A function as described at :data:`Decode`. If a run has just computed the
+        features of its frozen encoder, it returns them in the place of pixels.
     """
     how = model.config.data.interpolation
     return partial(
@@ -427,8 +574,18 @@ def decoder(model: Classifier, rows: Rows, threads: int | None = None) -> Decode
 
 @contextmanager
 def at_speed(model: Classifier, config: Config, threads: int) -> Iterator[None]:
-    """Inside, ``model`` classifies as ``compute.encoder_runtime`` of ``config`` says.
-    ConfigError: the runtime is not installed.
+    """Run the encoder of a model on a faster runtime inside the block.
+
+    The runtime is ``compute.encoder_runtime`` of ``config``. The encoder is put back at
+    the end. A model that takes vectors stays unchanged.
+
+    Args:
+        model: The model. It is changed inside the block.
+        config: The configuration, which names the runtime.
+        threads: The number of threads of the runtime.
+
+    Raises:
+        ConfigError: The runtime is not installed.
     """
     vectors = model.config.model.takes_vectors
     plan = None if vectors else plan_of(config, model.device)
@@ -444,8 +601,16 @@ def at_speed(model: Classifier, config: Config, threads: int) -> Iterator[None]:
 def score_rows(
     model: Classifier, decode: Decode, batches: Iterable[np.ndarray]
 ) -> Iterator[tuple[np.ndarray, Sequence[str | None], Scores | None]]:
-    """Batches of row numbers (b,) -> them, why a row could not be read, scores of
-    the others or None.
+    """Decode and classify batches of rows.
+
+    Args:
+        model: The model.
+        decode: Decodes batches of rows.
+        batches: Row numbers of each batch, at most ``model.batch_rows``.
+
+    Yields:
+        The row numbers (b,); for each row why it could not be read, or None; and the
+        scores of the readable rows in order, None if there are none.
     """
     for index, pixels, reasons in decode(batches):
         ok = ok_mask(reasons)
@@ -459,8 +624,17 @@ def score_rows(
 def sample_logits(
     model: Classifier, decode: Decode, rows: np.ndarray, limit: int = SAMPLE_ROWS
 ) -> tuple[np.ndarray, Logits] | None:
-    """Of at most ``limit`` of ``rows`` int64 (N,), evenly spaced: the numbers of those
-    that can be read, and their :class:`Logits` on the CPU; None where there are none.
+    """Compute the logits of a sample of rows.
+
+    Args:
+        model: The model.
+        decode: Decodes batches of rows.
+        rows: Row numbers, int64 (N,).
+        limit: The largest number of rows in the sample, which is evenly spaced.
+
+    Returns:
+        The numbers of the readable rows in the sample, and their logits as float32 on
+        the CPU; None if none of them can be read.
     """
     chosen, size = rows[evenly_spaced(limit, len(rows))], model.batch_rows
     indices, parts = [], []
@@ -489,8 +663,20 @@ def sample_logits(
 def with_alignment(
     model: Classifier, storage: Storage, decode: Decode, unlabeled: np.ndarray
 ) -> Classifier:
-    """``model``, its heads aligned on the ``unlabeled`` training rows int64 (N_u,), as
-    ``classes.json`` then says; as it is where it has been done, or no row can be read.
+    """Align the heads of a model by unlabeled rows, and store the alignment.
+
+    The alignment says for each head and each cluster of the best head which cluster
+    corresponds, see :func:`align_heads`. It is added to ``classes.json``. Nothing is
+    changed if the heads are aligned already, or no row can be read.
+
+    Args:
+        model: The model.
+        storage: The directory of the model.
+        decode: Decodes batches of rows.
+        unlabeled: Row numbers of the unlabeled training rows, int64 (N_u,).
+
+    Returns:
+        The model with the alignment.
     """
     sample = (
         sample_logits(model, decode, unlabeled) if model.alignment is None else None

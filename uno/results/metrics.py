@@ -1,13 +1,14 @@
-"""Metrics and evaluation protocols (Sec. 4.1) as functions of confusion matrices.
+"""Metrics and evaluation protocols (paper Sec. 4.1) as functions of confusion matrices.
 
-A confusion matrix is int64, rows = true classes, columns = predicted outputs. Matrices
-of disjoint rows add up, so batches and workers are summed first and matched once: the
-Hungarian algorithm per shard inflates (random predictions, 10 classes, 400 rows: .17
-whole, .32 as the mean of 8 shards).
+A confusion matrix is int64, with a row for each true class and a column for each
+predicted output. Matrices of disjoint sets of rows can be added. So the counts of
+batches and workers are summed first, and clusters are matched once. Matching every part
+on its own overstates the accuracy: random predictions of 400 rows of 10 classes get
+0.17 as a whole, and 0.32 as the mean of 8 parts.
 
-Joint matrices of the task-agnostic protocols have C_l + C_u rows and C_l + K columns,
-known first in both. K may differ from C_u: the matching is rectangular, rows of a class
-or cluster without partner count as wrong.
+The joint matrices of the task-agnostic protocols have C_l + C_u rows and C_l + K
+columns, known ones first in both. K may differ from C_u. The matching is rectangular
+then, and rows of a class or cluster without a partner count as wrong.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,12 +26,22 @@ Counts = NDArray[np.int64]
 def confusion(
     truth: ArrayLike, predicted: ArrayLike, num_true: int, num_predicted: int
 ) -> Counts:
-    """Count (true class, predicted output) pairs: (R, P), additive over disjoint sets
-    of rows.
+    """Count the pairs of a true class and a predicted output.
 
-    ``truth`` (N,) integers in [0, R), or -1 for a row without truth, which is ignored;
-    ``predicted`` (N,) integers in [0, P). Host memory. ValueError: the shapes differ,
-    or a value lies outside its range.
+    Counts of disjoint sets of rows can be added.
+
+    Args:
+        truth: True classes, integers (N,) from 0 to ``num_true`` - 1, or -1 for rows
+            without a true class, which are ignored. On the host.
+        predicted: Predicted outputs, integers (N,) from 0 to ``num_predicted`` - 1.
+        num_true: The number of classes R.
+        num_predicted: The number of outputs P.
+
+    Returns:
+        Counts (R, P), int64.
+
+    Raises:
+        ValueError: The shapes differ, or a value lies outside its range.
     """
     rows, columns = np.asarray(truth), np.asarray(predicted)
     if rows.ndim != 1 or rows.shape != columns.shape:
@@ -55,9 +66,14 @@ def confusion(
 
 
 def hungarian(counts: Counts) -> Counts:
-    """The output (R,) int64 of each class in the pairing of classes with outputs, each
-    at most once, under which most rows of ``counts`` (R, P) agree (Kuhn, 1955); -1: no
-    partner, only where R > P.
+    """Match each class to one output so that most rows agree (Kuhn, 1955).
+
+    Args:
+        counts: Counts of rows by class and output, (R, P).
+
+    Returns:
+        The output of each class, int64 (R,). No two classes have the same output. A
+        class without a partner, which only exists if R > P, has -1.
     """
     classes, outputs = linear_sum_assignment(counts, maximize=True)
     matching = np.full(len(counts), -1, dtype=np.int64)
@@ -66,30 +82,68 @@ def hungarian(counts: Counts) -> Counts:
 
 
 def matched_counts(counts: Counts, matching: Counts) -> Counts:
-    """Rows of each class that fall on its matched output: counts (R, P), matching
-    (R,) -> (R,) int64.
+    """Count the rows of each class at the output that is matched to the class.
+
+    Args:
+        counts: Counts of rows by class and output, (R, P).
+        matching: The output of each class, (R,), or -1 for none.
+
+    Returns:
+        Counts (R,), int64.
     """
-    # no rows in column -1, for classes without partner
+    # column -1 has no rows, for classes without a partner
     padded = np.pad(counts, ((0, 0), (0, 1)))
     return padded[np.arange(len(counts)), matching]
 
 
-# The metrics of counts (R, P); undefined (ValueError) where they count no row.
 def cluster_accuracy(counts: Counts) -> float:
-    """Share of rows that agree under the best matching, 0-1: ClusterAcc of Sec. 4.1."""
+    """Return the share of rows that agree under the best matching.
+
+    This is ClusterAcc of Sec. 4.1.
+
+    Args:
+        counts: Number of rows of each true class at each output, (R, P).
+
+    Returns:
+        The share, 0-1.
+
+    Raises:
+        ValueError: The counts have no row.
+    """
     return float(matched_counts(counts, hungarian(counts)).sum() / _num_rows(counts))
 
 
 def purity(counts: Counts) -> float:
-    """Share of rows in the majority class of their output, 0-1. Many clusters are
-    pure for free.
+    """Return the share of rows in the majority class of their output.
+
+    A high purity says little if there are many more outputs than classes.
+
+    Args:
+        counts: Number of rows of each true class at each output, (R, P).
+
+    Returns:
+        The share, 0-1.
+
+    Raises:
+        ValueError: The counts have no row.
     """
     return float(counts.max(axis=0, initial=0).sum() / _num_rows(counts))
 
 
 def nmi(counts: Counts) -> float:
-    """Mutual information over the arithmetic mean of both entropies, 0-1, as
-    scikit-learn's; 1 for two trivial partitions (one class, one output).
+    """Return the normalized mutual information of true classes and outputs.
+
+    It is the mutual information divided by the arithmetic mean of both entropies, as in
+    scikit-learn.
+
+    Args:
+        counts: Number of rows of each true class at each output, (R, P).
+
+    Returns:
+        The value, 0-1. It is 1 if all rows are of one class and at one output.
+
+    Raises:
+        ValueError: The counts have no row.
     """
     joint = counts / _num_rows(counts)
     total = entr(joint.sum(axis=1)).sum() + entr(joint.sum(axis=0)).sum()
@@ -101,8 +155,19 @@ def nmi(counts: Counts) -> float:
 
 
 def ari(counts: Counts) -> float:
-    """Adjusted Rand index, at most 1, expected 0 for random predictions (Hubert and
-    Arabie, 1985), as scikit-learn's; 1 for two trivial partitions.
+    """Return the adjusted Rand index of true classes and outputs, as in scikit-learn.
+
+    The definition is that of Hubert and Arabie, 1985.
+
+    Args:
+        counts: Number of rows of each true class at each output, (R, P).
+
+    Returns:
+        The index, at most 1. Random predictions have 0 on average. It is 1 if all rows
+        are of one class and at one output.
+
+    Raises:
+        ValueError: The counts have no row.
     """
     sums = (
         np.asarray(_num_rows(counts)),
@@ -110,7 +175,7 @@ def ari(counts: Counts) -> float:
         counts.sum(axis=1),
         counts.sum(axis=0),
     )
-    # Pairs of rows within groups; floats, as products of two of them overflow int64.
+    # numbers of pairs of rows; they are floats, because products would overflow int64
     all_pairs, together, same_class, same_output = (
         float((n * (n - 1)).sum() / 2) for n in sums
     )
@@ -120,9 +185,14 @@ def ari(counts: Counts) -> float:
 
 
 def class_recall(right: Counts, sizes: Counts, part: str = "all") -> float:
-    """Mean recall of classes, each counted once, 0-1: ``right`` and ``sizes`` (R,)
-    rows, those without rows left out. ``part`` "small" or "large": of the third of
-    them, rounded up, with the fewest or most rows.
+    """Return the mean recall of classes, 0-1; every class counts once.
+
+    Args:
+        right: Number of correct rows of each class, (R,).
+        sizes: Number of rows of each class, (R,). Classes without rows are left out; at
+            least one must have rows.
+        part: "all" classes, or a third of them, rounded up: "small" for those with the
+            fewest rows, "large" for those with the most.
     """
     order = np.argsort(sizes, kind="stable")[np.count_nonzero(sizes == 0) :]
     recalls, third = right[order] / sizes[order], -(-len(order) // 3)
@@ -134,14 +204,27 @@ def class_recall(right: Counts, sizes: Counts, part: str = "all") -> float:
 
 
 def _best_recall(part: str, counts: Counts) -> float:
+    """Return :func:`class_recall` under the best matching of classes and outputs.
+
+    Args:
+        part: "all", "small" or "large".
+        counts: Counts of rows by class and output, (R, P), with at least one row.
+    """
     return class_recall(
         matched_counts(counts, hungarian(counts)), counts.sum(axis=1), part
     )
 
 
 class Metric(NamedTuple):
-    """A number that says how well clusters fit classes; ``of`` counts (R, P), at
-    least one row.
+    """A metric of how well clusters agree with classes.
+
+    Attributes:
+        of: Computes the metric from counts (R, P) with at least one row.
+        label: The name for people.
+        meaning: What the metric measures, for people.
+        is_share: Whether the metric is a share of rows. Then rows at none of the
+            clusters count as wrong. Otherwise rejected rows are left out, and novel
+            rows that are predicted as known form one more cluster.
     """
 
     of: Callable[[Counts], float]
@@ -186,13 +269,21 @@ METRICS = {
         "mean recall of the third of the classes with the most images",
     ),
 }
-"""By their names in the paths of ``metrics.json``. Console, model card and report
-show every entry.
+"""The metrics by their names in the keys of ``metrics.json``.
+
+The console, the model card and the report show every entry.
 """
 
 
 def cluster_metrics(counts: Counts) -> dict[str, float]:
-    """All :data:`METRICS` of counts (R, P); {} without rows."""
+    """Compute all :data:`METRICS` of a clustering, such as "acc" and "nmi".
+
+    Args:
+        counts: Number of rows of each true class at each output, (R, P).
+
+    Returns:
+        The metrics by name; empty if the counts have no row.
+    """
     return (
         {name: metric.of(counts) for name, metric in METRICS.items()}
         if counts.sum()
@@ -203,12 +294,16 @@ def cluster_metrics(counts: Counts) -> dict[str, float]:
 def chance_accuracy(
     class_counts: ArrayLike, num_clusters: int, num_trials: int = 100, seed: int = 0
 ) -> float:
-    """Expected clustering accuracy of uniformly random predictions, 0-1: the matching
-    lifts it above 1 / K.
+    """Estimate the clustering accuracy of uniformly random predictions, 0-1.
 
-    ``class_counts`` (R,): rows of each class, one row at least; K = ``num_clusters``.
-    Mean of ``num_trials`` simulations; its standard error with 10 balanced classes:
-    .0012 for 200 rows, .0002 for 4,000.
+    It is higher than 1 / K, because the best matching is chosen. The standard error of
+    100 trials with 10 balanced classes is 0.0012 for 200 rows, and 0.0002 for 4,000.
+
+    Args:
+        class_counts: Number of rows of each class, (R,), at least one row in total.
+        num_clusters: Number of clusters K.
+        num_trials: Number of simulations to average.
+        seed: Seed of the simulations.
     """
     generator = np.random.default_rng(seed)
     uniform, sizes = (
@@ -220,9 +315,14 @@ def chance_accuracy(
 
 
 class Matched(NamedTuple):
-    """What a protocol makes of joint counts: how many known rows are right, how many of
-    each novel class (C_u,), and the novel rows (C_u, P) over their ``clusters``;
-    ``others`` (C_u,) are on none of these.
+    """The rows that are correct under a protocol.
+
+    Attributes:
+        known: Number of correct known rows.
+        novel: Number of correct rows of each novel class, (C_u,).
+        clusters: Novel rows by class and cluster, (C_u, P), for the other metrics.
+        others: Rows of each novel class at none of these clusters, (C_u,); None if the
+            protocol has no such rows.
     """
 
     known: int
@@ -231,20 +331,31 @@ class Matched(NamedTuple):
     others: Counts | None = None
 
 
-# The protocols of joint counts (C_l + C_u, C_l + K), by argmax over the known and the
-# head's novel outputs.
 def task_aware(joint: Counts, num_known: int) -> Matched:
-    """Of each row it is given whether its class is known or novel: of ``joint`` the
-    known rows over the known outputs and the novel rows over the head's own outputs,
-    argmax over these alone.
+    """Count correct rows, given whether the class of each row is known or novel.
+
+    Known rows choose among the known outputs, and novel rows among the novel outputs,
+    which are matched to the novel classes.
+
+    Args:
+        joint: Counts (C_l + C_u, C_l + K) of rows that have chosen in this way. Only
+            known rows at known outputs and novel rows at novel outputs are read.
+        num_known: The number of known classes C_l.
     """
     known, novel = joint[:num_known, :num_known], joint[num_known:, num_known:]
     return Matched(np.trace(known), matched_counts(novel, hungarian(novel)), novel)
 
 
 def task_agnostic_official(joint: Counts, num_known: int) -> Matched:
-    """Known rows plainly; novel classes matched to ANY output: lenient, as the
-    authors' release computes.
+    """Count correct rows as the authors' code does.
+
+    Every row chooses among all outputs. Known rows must be at the output of their
+    class. A novel class may be matched to any output, even to a known one, which is
+    lenient.
+
+    Args:
+        joint: Counts (C_l + C_u, C_l + K).
+        num_known: The number of known classes C_l.
     """
     novel = joint[num_known:]
     return Matched(
@@ -253,20 +364,30 @@ def task_agnostic_official(joint: Counts, num_known: int) -> Matched:
 
 
 def task_agnostic_joint(joint: Counts, num_known: int) -> Matched:
-    """One matching of all classes to all outputs; known, novel and all rows are counted
-    under it. Known classes are matched too, so accuracy on known rows may differ from
-    the plain one.
+    """Count correct rows under one matching of all classes to all outputs.
+
+    Every row chooses among all outputs. Known classes are matched, too, so the accuracy
+    of known rows may differ from that under the other protocols.
+
+    Args:
+        joint: Counts (C_l + C_u, C_l + K).
+        num_known: The number of known classes C_l.
     """
     matched = matched_counts(joint, joint_matching(joint, num_known))
     return Matched(matched[:num_known].sum(), matched[num_known:], joint[num_known:])
 
 
 def task_agnostic_strict(joint: Counts, num_known: int) -> Matched:
-    """Known rows plainly; novel classes matched to novel outputs only, a row predicted
-    as known is an error.
+    """Count correct rows, where a novel row that is predicted as known is wrong.
 
-    NMI and ARI pool the known outputs into a single one, "not discovered": telling
-    novel classes apart by the known class they are mistaken for earns nothing.
+    Every row chooses among all outputs. Known rows must be at the output of their
+    class, and novel classes are matched to novel outputs only. For NMI and ARI the
+    known outputs are one cluster: novel classes gain nothing if they are mistaken for
+    different known classes.
+
+    Args:
+        joint: Counts (C_l + C_u, C_l + K).
+        num_known: The number of known classes C_l.
     """
     found, absorbed = (
         joint[num_known:, num_known:],
@@ -277,9 +398,17 @@ def task_agnostic_strict(joint: Counts, num_known: int) -> Matched:
 
 
 def joint_matching(joint: Counts, num_known: int) -> Counts:
-    """:func:`hungarian` of all classes and outputs; of equally good matchings the one
-    with most known rows right, so that the shares of known and of novel rows are
-    functions of the counts.
+    """Match all classes to all outputs so that most rows agree, as :func:`hungarian`.
+
+    Among equally good matchings this is one with most correct known rows. So the
+    accuracies of known and of novel rows are determined by the counts.
+
+    Args:
+        joint: Counts (C_l + C_u, C_l + K).
+        num_known: The number of known classes C_l.
+
+    Returns:
+        The output of each class, int64 (C_l + C_u,), or -1 for none.
     """
     weights = joint * (joint.sum() + 1)
     weights[:num_known] += joint[:num_known]
@@ -287,7 +416,13 @@ def joint_matching(joint: Counts, num_known: int) -> Counts:
 
 
 class Protocol(NamedTuple):
-    """A way of counting, for people."""
+    """An evaluation protocol.
+
+    Attributes:
+        of: Computes the correct rows from joint counts (C_l + C_u, C_l + K) and C_l.
+        label: The name for people.
+        meaning: What the protocol counts, for people.
+    """
 
     of: Callable[[Counts, int], Matched]
     label: str
@@ -321,7 +456,7 @@ PROTOCOLS = {
         " is an error.",
     ),
 }
-"""By their names in the paths of ``metrics.json``."""
+"""The protocols by their names in the keys of ``metrics.json``."""
 
 
 def scores(
@@ -330,13 +465,22 @@ def scores(
     num_known: int,
     dropped: Sequence[int] = (),
 ) -> dict[str, float]:
-    """`{known|novel|all}/acc` and every other `novel/{metric}` of joint counts under
-    ``protocol``.
+    """Compute the metrics of known, novel and all rows under a protocol.
 
-    A known class has a name, how well its rows cluster says nothing more: known and all
-    rows get accuracy only. A group without rows has no key; `all`, the sample-weighted
-    mean, needs rows of both. Rows in the columns ``dropped`` are rejected: shares of
-    rows count them as wrong, NMI and ARI leave them out.
+    Known and all rows only have the accuracy, because known classes have names, so it
+    does not matter how well their rows cluster.
+
+    Args:
+        protocol: One of the protocols, such as :func:`task_aware`.
+        joint: Counts (C_l + C_u, C_l + K).
+        num_known: The number of known classes C_l.
+        dropped: Outputs whose rows are rejected. Shares of rows count these as wrong,
+            NMI and ARI leave them out.
+
+    Returns:
+        "known/acc", "novel/NAME" for every name of :data:`METRICS`, and "all/acc", the
+        share of all rows. A group without rows has no keys, and "all" needs rows of
+        both kinds.
     """
     kept = joint.copy()
     kept[:, list(dropped)] = 0
@@ -351,7 +495,7 @@ def scores(
             f"novel/{name}": _of_novel(metric, found, num_new)
             for name, metric in METRICS.items()
         }
-        # of all rows, under the protocol's own matching:
+        # these count all novel rows, under the protocol's own matching
         sizes = joint[num_known:].sum(axis=1)
         result["novel/acc"] = float(found.novel.sum() / num_new)
         result |= {
@@ -366,7 +510,13 @@ def scores(
 
 
 def _of_novel(metric: Metric, found: Matched, num_rows: int) -> float:
-    """A metric of ``num_rows`` novel rows; 0 where all of them are rejected."""
+    """Compute a metric of the novel rows; 0 if all of them are rejected.
+
+    Args:
+        metric: The metric.
+        found: The correct rows under a protocol.
+        num_rows: The number of novel rows, with rejected ones, for shares of rows.
+    """
     counts = found.clusters
     if not metric.is_share and found.others is not None:
         counts = np.concatenate([found.others[:, None], counts], axis=1)
@@ -382,19 +532,34 @@ def _of_novel(metric: Metric, found: Matched, num_rows: int) -> float:
 def generalized(
     joint: Counts, num_known: int, dropped: Sequence[int] = ()
 ) -> dict[str, float]:
-    """`all`, `old` and `new`: accuracy on unlabeled rows of known and novel classes
-    under one matching of all classes to all outputs (generalized category discovery:
-    Vaze et al., CVPR 2022), but ``dropped`` ones.
+    """Compute the accuracies of generalized category discovery.
+
+    All classes are matched to all outputs at once (Vaze et al., CVPR 2022), see
+    :func:`task_agnostic_joint`.
+
+    Args:
+        joint: Counts of unlabeled rows, (C_l + C_u, C_l + K).
+        num_known: The number of known classes C_l.
+        dropped: Outputs whose rows are rejected, and so wrong.
+
+    Returns:
+        The accuracy of "all" unlabeled rows, of "old" ones (known classes) and "new"
+        ones (novel classes), 0-1. A group without rows has no key.
     """
     found = scores(task_agnostic_joint, joint, num_known, dropped)
     names = {"known/acc": "old", "novel/acc": "new", "all/acc": "all"}
     result = {name: found[key] for key, name in names.items() if key in found}
-    if len(result) == 1:  # rows of one kind
+    if len(result) == 1:  # all rows are of one kind
         result["all"] = next(iter(result.values()))
     return result
 
 
 def _num_rows(counts: Counts) -> int:
+    """Return the number of rows that a confusion matrix counts.
+
+    Raises:
+        ValueError: It counts no row.
+    """
     num_rows = int(counts.sum())
     if num_rows == 0:
         raise ValueError(

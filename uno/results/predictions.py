@@ -1,8 +1,7 @@
-"""The table of predictions: one row for every input, in input order, in
-``predictions.parquet``.
+"""The table of predictions, ``predictions.parquet``: one row for each input, in order.
 
-Finished partitions wait in ``_shards/``, a file each, for the last step, which joins
-them; the same command continues with the missing ones. The schema's metadata says what
+Finished partitions of the rows are files in ``_shards/``. The last step joins them. The
+same command continues with the missing partitions. The metadata of the schema say what
 the table was made from.
 """
 
@@ -42,22 +41,23 @@ from uno.results.infer import BATCH_BYTES, NUMBERS, Classifier, Scores
 FILE = "predictions.parquet"
 SHARDS = "_shards"
 SHARD = f"{SHARDS}/{{:06d}}.parquet"
-CLAIM = f"{SHARDS}/manifest.json"  # what the shards are made from
+CLAIM = f"{SHARDS}/manifest.json"  # says what the shards are made from
 FORMAT = 1
-BATCH_ROWS = 2**13  # that are read at a time
+BATCH_ROWS = 2**13  # rows that are read at a time
 READERS = 8  # files of partitions that are read ahead
-ROW_GROUP_ROWS, ROW_GROUP_BYTES = 2**16, 64 * 2**20  # of the table
-METADATA = b"uno"
+# least number of rows or bytes of a row group
+ROW_GROUP_ROWS, ROW_GROUP_BYTES = 2**16, 64 * 2**20
+METADATA = b"uno"  # key of the identity in the metadata of the schema
 
 COLUMNS = {
     "id": pa.string(),
-    "uri": pa.string(),  # path of the image; null where it is inside a table
-    "class_index": pa.int32(),  # null, as all results, where status is bad
+    "uri": pa.string(),  # path of the image; null if it is inside a table
+    "class_index": pa.int32(),  # null if the status is bad, like all results
     "class_name": pa.string(),
-    "kind": pa.string(),  # known | novel | rejected: fell into a dropped class
+    "kind": pa.string(),  # known, novel, or rejected (of a dropped class)
     **dict.fromkeys(NUMBERS, pa.float32()),
-    "status": pa.string(),  # ok | bad
-    "reason": pa.string(),  # why it is bad
+    "status": pa.string(),  # ok or bad
+    "reason": pa.string(),  # why the image could not be read
     "model_hash": pa.string(),
 }
 EMBEDDING = pa.list_(pa.float32())
@@ -74,13 +74,21 @@ DIFFERENCES = {
     "times": "of images as they were before",
     "code": "by other code of model.encoder",
 }
-"""What a table was made from, and what is said of one that was made from something
-else.
+"""The facts that identify predictions, and the words for those that differ.
+
+The words complete "the directory holds predictions ...".
 """
 
 
 class Summary(NamedTuple):
-    """A finished table: ``ok + bad = rows``."""
+    """The numbers of rows of a finished table, where ``ok + bad = rows``.
+
+    Attributes:
+        path: The path of the table.
+        rows: The number of rows.
+        ok: The number of rows with a prediction.
+        bad: The number of rows that could not be read.
+    """
 
     path: str
     rows: int
@@ -89,8 +97,12 @@ class Summary(NamedTuple):
 
 
 class InputSpec(NamedTuple):
-    """How a model takes images: square, ``size`` pixels a side; ``chunk_rows`` are
-    decoded at once.
+    """The form in which a model takes images.
+
+    Attributes:
+        size: The side of the square images in pixels.
+        chunk_rows: The number of images to decode at once.
+        interpolation: The interpolation of the resizing.
     """
 
     size: int
@@ -99,16 +111,24 @@ class InputSpec(NamedTuple):
 
     @classmethod
     def of(cls, model: Classifier, part_rows: int) -> InputSpec:
-        """How ``model`` takes partitions of ``part_rows``: decoded 64 MiB of pixels
-        at a time, at most.
+        """Return the form in which a model takes the images of a partition.
+
+        Args:
+            model: The model.
+            part_rows: The number of rows of a partition. At most 64 MiB of pixels are
+                decoded at once.
         """
         rows = chunk_rows(part_rows, max(1, BATCH_BYTES // (3 * model.size**2)))
         return cls(model.size, rows, model.config.data.interpolation)
 
 
 class Chunk(NamedTuple):
-    """Rows that are decoded at once: numbers from ``first`` on, their ids, their
-    images.
+    """Rows that are decoded at once.
+
+    Attributes:
+        first: The number of the first row in the table. The others follow it.
+        ids: The ids of the rows.
+        images: The images of the rows, not decoded yet.
     """
 
     first: int
@@ -122,8 +142,17 @@ def predict_rows(
     threads: int | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Summary:
-    """Classify what ``writer`` lacks, here, decoded ahead by ``threads`` (default: one
-    a core), and finish; ``on_progress`` gets (rows done, N) after a batch.
+    """Classify the rows that are not written yet in this process, and finish the table.
+
+    Args:
+        model: The model.
+        writer: The writer of the table. It has the inputs and the missing partitions.
+        threads: The number of threads that decode ahead, by default one for each core.
+        on_progress: Called with (number of rows done, number of all rows) after a
+            batch.
+
+    Returns:
+        The numbers of rows of the finished table.
     """
     how, missing = InputSpec.of(model, writer.part_rows), writer.missing
     rows = [writer.rows_of(number) for number in missing]
@@ -144,7 +173,17 @@ def predict_rows(
 def read_part(
     read: Read, part: Partition, first: int, how: InputSpec
 ) -> Iterator[Chunk]:
-    """A partition whose first row is ``first``, cut into chunks."""
+    """Read a partition of the inputs in chunks.
+
+    Args:
+        read: Reads rows of the inputs.
+        part: The partition.
+        first: The number of its first row in the table.
+        how: The form in which the model takes images.
+
+    Yields:
+        Chunks of ``how.chunk_rows`` rows; the last one may have fewer.
+    """
     whole, rest = divmod(len(part.rows), how.chunk_rows)
     for ids, images in read(part, [how.chunk_rows] * whole + [rest] * (rest > 0)):
         yield Chunk(first, ids, images)
@@ -154,8 +193,18 @@ def read_part(
 def decode_chunk(
     chunk: Chunk, how: InputSpec, threads: int | None = None
 ) -> tuple[pa.Table, Tensor]:
-    """What is known of n rows: row, id, uri, reason (why it has no pixels); and uint8
-    (n, 3, S, S), or their features (n, D), where a run has just computed them.
+    """Decode the images of a chunk.
+
+    Args:
+        chunk: The chunk, with n rows.
+        how: The form in which the model takes images.
+        threads: The number of threads, by default one for each core.
+
+    Returns:
+        A table with the columns row, id, uri and reason (why the image could not be
+        read, or null), and the pixels uint8 (n, 3, S, S). If a run has just computed
+        the features of its frozen encoder, they stand in the place of the pixels, (n,
+        D).
     """
     rows = np.arange(len(chunk.ids))
     ready = chunk.images.prepared(rows)
@@ -176,8 +225,16 @@ def decode_chunk(
 def classify(
     model: Classifier, facts: pa.Table, pixels: Tensor, embedding: bool
 ) -> Iterator[pa.Table]:
-    """What a model says of :func:`decode_chunk`, batch by batch, with ``embedding``
-    the features, too.
+    """Classify a decoded chunk, batch by batch.
+
+    Args:
+        model: The model.
+        facts: The table of :func:`decode_chunk`.
+        pixels: The pixels or features of the rows.
+        embedding: Whether to add the features as the column "embedding".
+
+    Yields:
+        The table of a batch with the scores, see :func:`result_table`.
     """
     ok, start = ok_mask(facts["reason"].to_pylist()), 0
     for size in batch_sizes(facts["row"][0].as_py(), len(facts), model.batch_rows):
@@ -191,8 +248,17 @@ def classify(
 def result_table(
     facts: pa.Table, ok: np.ndarray, scores: Scores | None, embedding: bool
 ) -> pa.Table:
-    """``facts`` of the rows of a batch, and the scores of those that are ``ok`` bool
-    (b,).
+    """Add the scores of a batch to the table of its rows.
+
+    Args:
+        facts: The rows of the batch, b of them.
+        ok: Which rows could be read, bool (b,).
+        scores: The scores of the readable rows in order; None if there are none.
+        embedding: Whether to add the features as the column "embedding".
+
+    Returns:
+        The table with the columns class_index and :data:`~uno.results.infer.NUMBERS`.
+        They are null for rows that could not be read, and where a number is NaN.
     """
     for name in ("class_index", *NUMBERS):
         values = np.zeros(len(ok), np.int32 if name == "class_index" else np.float32)
@@ -212,7 +278,13 @@ def result_table(
 
 
 class PartWriter(NamedTuple):
-    """What makes files of partitions, in any process."""
+    """Writes the files of partitions, in any process.
+
+    Attributes:
+        classes: The output classes of the model.
+        model_hash: The hash of the model.
+        embedding: Whether the table has the column "embedding".
+    """
 
     classes: list[OutputClass]
     model_hash: str
@@ -220,11 +292,19 @@ class PartWriter(NamedTuple):
 
     @property
     def schema(self) -> pa.Schema:
-        """That of the table."""
+        """The schema of the table of predictions, with "embedding" if asked for."""
         return pa.schema(COLUMNS | ({"embedding": EMBEDDING} if self.embedding else {}))
 
     def write(self, storage: Storage, number: int, results: pa.Table) -> None:
-        """Store partition ``number``: all its results, in order."""
+        """Write the file of a partition, ``_shards/NUMBER.parquet``.
+
+        The columns class_name, kind, status and model_hash are added.
+
+        Args:
+            storage: The directory of the predictions.
+            number: The number of the partition.
+            results: All its rows in order, with the columns of :func:`result_table`.
+        """
         index = results["class_index"].combine_chunks()
         columns = {
             **{name: results[name] for name in results.column_names},
@@ -248,9 +328,24 @@ class PartWriter(NamedTuple):
 
 
 class PredictionWriter:
-    """Collects what ``model`` says of ``inputs``, with features if ``embedding``, and
-    joins it. ConfigError: there are predictions of something else, and not ``replace``,
-    or another's Parquet file.
+    """Collects the predictions of all rows, and writes ``predictions.parquet``.
+
+    It continues with the missing partitions of the same predictions.
+
+    Args:
+        storage: The directory of the predictions.
+        inputs: The rows to predict.
+        model: The model.
+        embedding: Whether the table has a column with the features.
+        replace: Whether predictions of something else may be replaced.
+
+    Attributes:
+        complete: Whether the table is finished.
+        num_done: The number of rows whose partitions are written or collected.
+
+    Raises:
+        ConfigError: The directory holds predictions of something else and not
+            ``replace``, or a Parquet file that ``uno predict`` did not write.
     """
 
     def __init__(
@@ -287,18 +382,26 @@ class PredictionWriter:
 
     @property
     def missing(self) -> list[int]:
-        """Numbers of the partitions that are not stored yet."""
+        """The numbers of the partitions that are not written yet, ascending."""
         return sorted(self._missing)
 
     def rows_of(self, number: int) -> range:
-        """Of a partition."""
+        """Return the numbers of the rows that a partition has in the table.
+
+        Args:
+            number: The number of the partition, from 0.
+        """
         return range(
             number * self.part_rows, min((number + 1) * self.part_rows, self.num_rows)
         )
 
     def add(self, results: pa.Table) -> None:
-        """Take results of the next rows of a partition, which is stored once it is
-        whole.
+        """Add the results of the next rows of a partition.
+
+        The partition is written as soon as all its rows are there.
+
+        Args:
+            results: A table as :func:`result_table` returns it.
         """
         number = results["row"][0].as_py() // self.part_rows
         parts = self._parts.setdefault(number, [])
@@ -311,13 +414,23 @@ class PredictionWriter:
             self._missing.discard(number)
 
     def stored(self, number: int) -> None:
-        """Note that another process has stored a partition."""
+        """Note that another process has written a partition.
+
+        Its rows count as done.
+
+        Args:
+            number: The number of the partition.
+        """
         self._missing.remove(number)
         self.num_done += len(self.rows_of(number))
 
     def finish(self) -> Summary:
-        """Join the partitions into ``predictions.parquet``, some at a time, and
-        count.
+        """Join the partitions into ``predictions.parquet``, and delete their files.
+
+        All partitions must be written. Few of them are in memory at once.
+
+        Returns:
+            The numbers of rows of the table.
         """
         if not self.complete:
             assert not self._parts and not self._missing
@@ -335,7 +448,18 @@ class PredictionWriter:
         )
 
     def _claim(self, replace: bool) -> bool:
-        """Make the directory ours, or continue there; whether nothing is left to do."""
+        """Mark the directory as that of these predictions, or continue in it.
+
+        If only the modification times of images differ, all rows are predicted again,
+        with a warning. Partitions of other predictions are deleted.
+
+        Returns:
+            Whether the table is finished.
+
+        Raises:
+            ConfigError: The directory holds predictions of something else and not
+                ``replace``, or a Parquet file that ``uno predict`` did not write.
+        """
         storage, finished = self.storage, None
         output.sweep_file(storage, FILE)
         foreign = [
@@ -385,7 +509,7 @@ class PredictionWriter:
         return False
 
     def _stored(self) -> set[int]:
-        """Partitions that are there whole; a damaged one is made again."""
+        """Return the numbers of the partitions that have an undamaged file."""
         names = {
             SHARD.format(number).rpartition("/")[2]: number
             for number in range(self._num_parts)
@@ -398,6 +522,12 @@ class PredictionWriter:
         }
 
     def _is_whole(self, number: int) -> tuple[int, bool]:
+        """Return whether the file of a partition is readable and complete.
+
+        Returns:
+            The number of the partition, and whether its file has the right schema and
+            the right number of rows.
+        """
         with (
             suppress(StorageError),
             _reading(self.storage, SHARD.format(number)) as file,
@@ -407,13 +537,20 @@ class PredictionWriter:
         return number, False
 
     def _read(self, number: int) -> pa.Table:
+        """Read the file of a partition as a table."""
         with _reading(self.storage, SHARD.format(number)) as file:
             return file.read()
 
 
 def read_identity(storage: Storage) -> dict[str, Any] | None:
-    """What ``predictions.parquet`` was made from; None where there is none, or it is
-    not one of ours.
+    """Read what ``predictions.parquet`` was made from.
+
+    Returns:
+        The facts with the keys of :data:`DIFFERENCES`; None if there is no table, or
+        this version did not write it.
+
+    Raises:
+        StorageError: The file is damaged.
     """
     if not storage.exists(FILE):
         return None
@@ -424,8 +561,14 @@ def read_identity(storage: Storage) -> dict[str, Any] | None:
 
 
 def read_columns(storage: Storage, names: Sequence[str]) -> pa.Table | None:
-    """Columns of ``predictions.parquet``, in input order; None where there is none
-    of ours.
+    """Read columns of ``predictions.parquet``, in the order of the inputs.
+
+    Args:
+        storage: The directory of the predictions.
+        names: The names of the columns.
+
+    Returns:
+        The columns; None if there is no table, or this version did not write it.
     """
     if read_identity(storage) is None:
         return None
@@ -434,16 +577,29 @@ def read_columns(storage: Storage, names: Sequence[str]) -> pa.Table | None:
 
 
 def read_batches(storage: Storage, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    """Columns of ``predictions.parquet``, which is ours, in input order, some rows
-    at a time.
+    """Read columns of ``predictions.parquet`` in batches, in the order of the inputs.
+
+    Args:
+        storage: The directory of the predictions.
+        names: The names of the columns.
+
+    Yields:
+        Batches of at most ``BATCH_ROWS`` rows.
     """
     with _reading(storage) as file:
         yield from file.iter_batches(BATCH_ROWS, columns=list(names))
 
 
 def rename(storage: Storage, classes: Sequence[OutputClass]) -> bool:
-    """Put the names of ``classes`` into the table. False: there is none, or other
-    classes were merged.
+    """Write the present names of the classes into ``predictions.parquet``.
+
+    Args:
+        storage: The directory of the predictions.
+        classes: The classes with their present names.
+
+    Returns:
+        Whether this was done. Nothing is done if there is no table, or if ``classes``
+        are merged or dropped in another way than in the table.
     """
     found = read_identity(storage)
     if found is None or found["routes"] != hashes(classes)["routes"]:
@@ -461,6 +617,7 @@ def rename(storage: Storage, classes: Sequence[OutputClass]) -> bool:
 
 
 def _names(classes: Sequence[OutputClass]) -> pa.Array:
+    """Return the name that predictions give to each class, as a string array."""
     return pa.array([name for name, _ in called(classes)], pa.string())
 
 
@@ -470,7 +627,14 @@ def _write(
     identity: dict[str, Any],
     tables: Iterator[pa.Table],
 ) -> None:
-    """Write ``predictions.parquet`` piece by piece; it appears whole."""
+    """Write ``predictions.parquet``, which only appears when it is complete.
+
+    Args:
+        storage: The directory of the predictions.
+        schema: The schema of the table.
+        identity: What the table is made from. It is stored in the metadata.
+        tables: The parts of the table in order. Each is cast to the schema.
+    """
     schema = schema.with_metadata(
         {**(schema.metadata or {}), METADATA: json.dumps(identity).encode()}
     )
@@ -483,7 +647,11 @@ def _write(
 
 
 def _row_groups(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """Tables joined to what a reader takes at once: a footer lists every row group."""
+    """Join consecutive tables to row groups of at least 65,536 rows or 64 MiB.
+
+    The footer of a Parquet file lists every row group, so there should be few. The last
+    row group may be smaller.
+    """
     waiting = list[pa.Table]()
     for table in tables:
         waiting.append(table)
@@ -499,12 +667,22 @@ def _row_groups(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
 
 @contextmanager
 def _reading(storage: Storage, name: str = FILE) -> Iterator[pq.ParquetFile]:
+    """Open a Parquet file in the directory of the predictions, for the block.
+
+    Args:
+        storage: The directory of the predictions.
+        name: The name of the file, by default ``predictions.parquet``.
+    """
     with storage.open(name) as source, pq.ParquetFile(source) as file:
         yield file
 
 
 def _identity(found: Any) -> dict[str, Any] | None:
-    """What something was made from; None where this version does not understand it."""
-    # earlier versions had none
+    """Return the stored identity of predictions, or None if it has other keys.
+
+    Args:
+        found: The stored value of any type. A mapping may lack "times" and "code".
+    """
+    # some tables were written without these keys
     found = {"times": "", "code": {}, **found} if isinstance(found, dict) else {}
     return found if found.keys() == DIFFERENCES.keys() else None

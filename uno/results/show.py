@@ -1,8 +1,7 @@
-"""How a model and its predictions show themselves in a notebook: tables with small
-pictures, as plain HTML.
+"""HTML views of a model and of predictions, for notebooks.
 
-Everything is escaped, nothing is asked of the network, and a page stays below
-:data:`MAX_BYTES`.
+They are tables with small pictures. All text is escaped, nothing is loaded from the
+network, and a page has at most :data:`MAX_BYTES`.
 """
 
 import base64
@@ -30,26 +29,36 @@ from uno.results.classes import OutputClass, edits_of
 from uno.text import plural, visible
 
 MAX_BYTES = 300_000
-NUM_PICTURES = 5  # of a class
-MAX_CLASSES, MAX_ROWS = 60, 20  # of a table
-MANY_ROWS = 20_000  # above it, images inside tables are not searched for
-# side and JPEG quality; with the last all pictures fit
+NUM_PICTURES = 5  # pictures of a class
+MAX_CLASSES, MAX_ROWS = 60, 20  # rows of a table
+MANY_ROWS = 20_000  # rows of a data set above which images in tables are not read
+# sides in pixels and JPEG qualities, tried in order; with the last, all pictures fit
 SIZES = ((48, 80), (48, 50), (32, 60), (24, 40))
-# up to this side a PNG is smaller than a JPEG, and enlarging keeps the pixels
+# side in pixels up to which a PNG is smaller than a JPEG; pixels stay sharp then
 SMALL = 16
 CELL = "text-align:left;vertical-align:middle;padding:2px 12px 2px 0"
 
 
 class Members(NamedTuple):
-    """Of one class: the rows that were put into it, and the most probable as images."""
+    """The images that were predicted as one class.
+
+    Attributes:
+        rows: The number of these images.
+        images: The images with the highest probabilities, at most ``NUM_PICTURES``. An
+            image that cannot be shown is ``b""``.
+    """
 
     rows: int
     images: list[Image]
 
 
 def encode(images: NDArray[np.uint8], columns: int, quality: int) -> str:
-    """(N,3,S,S) -> a data URI of one picture with ``columns`` images in a row; PNG
-    if tiny, else JPEG.
+    """Encode images as one picture, a data URI.
+
+    Args:
+        images: Images uint8 (N, 3, S, S).
+        columns: The number of images in a row of the picture.
+        quality: The JPEG quality, 1-95. Images with sides up to ``SMALL`` become PNG.
     """
     num, _, side, _ = images.shape
     filled = np.pad(images, [(0, -num % columns), (0, 0), (0, 0), (0, 0)]).reshape(
@@ -64,16 +73,31 @@ def encode(images: NDArray[np.uint8], columns: int, quality: int) -> str:
 
 
 def data_uri(picture: Pillow.Image, kind: str, **options: Any) -> str:
-    """A picture as a data URI of an image of a ``kind``, by Pillow's ``options``."""
+    """Encode a picture as a data URI.
+
+    Args:
+        picture: The picture.
+        kind: The format, such as "png" or "jpeg".
+        options: Options of Pillow for this format.
+    """
     buffer = BytesIO()
     picture.save(buffer, kind, **options)
     return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 def members(storage: Storage, config: Config) -> dict[int, Members]:
-    """By class index, what a run's ``predictions.parquet`` put into it; nothing where
-    there is none. Images are left out where they are remote, gone, or inside tables of
-    many rows.
+    """Return the images of a run that were predicted as each class.
+
+    Images are left out if they are remote, or lie in tables with more than
+    ``MANY_ROWS`` rows, or if the data can no longer be read or has changed.
+
+    Args:
+        storage: The directory with ``predictions.parquet``.
+        config: The configuration of the run, which names the data.
+
+    Returns:
+        The images by class index, for at most ``MAX_CLASSES`` classes; empty if there
+        are no predictions.
     """
     table = predictions.read_columns(storage, ("class_index", "probability", "uri"))
     if table is None:
@@ -118,8 +142,17 @@ def model_html(
     found: Mapping[int, Members],
     side: int,
 ) -> str:
-    """A table of the classes: name, kind, its fate, rows, pictures of at most
-    ``side`` pixels.
+    """Return a table of the classes of a model as HTML.
+
+    A row has pictures, the name, the kind, the number of images, and "merged into NAME"
+    or "dropped" if the user decided so.
+
+    Args:
+        title: The title of the table.
+        facts: Lines of text below the title.
+        classes: The output classes. The first ``MAX_CLASSES`` are shown.
+        found: The images of each class, by index.
+        side: The largest side of the pictures in pixels.
     """
     some = classes[:MAX_CLASSES]
     strips = _strips(
@@ -152,8 +185,16 @@ def predictions_html(
     rows: Sequence[Sequence[Any]],
     more: int,
 ) -> str:
-    """A table of the first predictions: the picture, then what ``rows`` say, numbers
-    as percent.
+    """Return a table of the first predictions as HTML.
+
+    Args:
+        title: The title of the table.
+        facts: Lines of text below the title.
+        images: The image of each row.
+        rows: For each row the path of the image, the class, its kind, the probability,
+            the share of heads that agree, and the reason if the image could not be
+            read. Floats are shown in percent.
+        more: The number of predictions that are not shown.
     """
     pictures = _strips([[image] for image in images], SIZES[0][0])
     cells = [
@@ -165,8 +206,12 @@ def predictions_html(
 
 
 def counted(names: Iterable[str | None] | Mapping[str | None, int]) -> str:
-    """``cat (7), novel-1 (5), unreadable (1)`` of names or their counts: the most
-    frequent first.
+    """Format the most frequent names with their counts: ``cat (7), novel-1 (5)``.
+
+    At most eight names are shown. None is shown as "unreadable".
+
+    Args:
+        names: Names, or the count of each name.
     """
     found = Counter(names).most_common()
     shown = (
@@ -179,8 +224,18 @@ def counted(names: Iterable[str | None] | Mapping[str | None, int]) -> str:
 
 
 def _strips(groups: Sequence[Sequence[Image]], side: int) -> list[str]:
-    """An <img> for each group of images, of those that can be read, coarser where
-    there are many.
+    """Return an HTML image for each group of images, with its images side by side.
+
+    All pictures become coarser if there are many, so that a page has at most
+    ``MAX_BYTES``.
+
+    Args:
+        groups: Groups of images. Images that cannot be read are left out.
+        side: The largest side of an image in pixels.
+
+    Returns:
+        An ``<img>`` with a data URI for each group; "" if none of its images can be
+        read.
     """
     flat = [image for group in groups for image in group]
     side = min(
@@ -216,7 +271,15 @@ def _page(
     rows: Sequence[Any],
     more: str,
 ) -> str:
-    """``rows`` are of HTML, all else is text."""
+    """Return a table with a title as HTML.
+
+    Args:
+        title: The title, as text.
+        facts: Lines below the title, as text. Empty ones are left out.
+        heads: The heads of the columns, as text.
+        rows: The cells of each row, as HTML.
+        more: A line below the table, as text.
+    """
     head = "".join(f'<th style="{CELL}">{_text(name)}</th>' for name in heads)
     body = "".join(
         "<tr>" + "".join(f'<td style="{CELL}">{cell}</td>' for cell in row) + "</tr>"
@@ -233,7 +296,11 @@ def _page(
 
 
 def _text(words: object) -> str:
-    if words is None or words != words:  # not a number
+    """Format the value of a cell as escaped HTML of at most 120 characters.
+
+    A float is shown in percent, and None and NaN as "".
+    """
+    if words is None or words != words:  # NaN differs from itself
         return ""
     if isinstance(words, float):
         return f"{words:.0%}"

@@ -1,14 +1,15 @@
-"""Can a run be trusted without ground truth for the new classes? Three signs that need
-no such label.
+"""Judge without true novel classes whether a run can be trusted.
 
-Known classes: the share right, among all outputs, of labeled rows that training did not
-see. k-means: the share of unlabeled rows on which the best head and k-means of the same
-features agree. Neighbors: how many of an unlabeled row's nearest in features are in its
-class, 0 as by chance. A run that fails may have either of them, and heads that agree:
-the score is the first times the smaller of the others, which over the runs of
-docs/results/trust.md ranks as the true accuracy does, and is about as large. The method
-``clustering`` predicts its accuracy from other clusterings of the same rows
-(:mod:`uno.expectation`); the verdict on it is that prediction in a word.
+Three signs need no label of a novel class. Known classes: the share of labeled rows
+unseen in training that are correct among all outputs. k-means: the share of unlabeled
+rows on which the best head and k-means of the same features agree. Neighbors: the share
+of the nearest neighbors of an unlabeled row that have its class, 0 as by chance. A run
+that fails can have a good value of one sign, or heads that agree. The score is the
+first sign times the smaller of the other two. Over the runs of docs/results/trust.md it
+ranks like the true accuracy, and is about as large.
+
+The method ``clustering`` predicts its accuracy from other clusterings of the same rows
+(:mod:`uno.expectation`). Its verdict is this prediction in a word.
 """
 
 from collections.abc import Mapping
@@ -34,21 +35,21 @@ from uno.prototype_init import Sample, clusters_of
 from uno.results import metrics
 from uno.text import plural
 
-MAX_ROWS = 4_000  # unlabeled ones that are looked at
+MAX_ROWS = 4_000  # unlabeled rows that the signs are computed from
 NEIGHBORS = 10
-BELIEVED, DOUBTED = 0.75, 0.5  # scores from which on a run is trustworthy, doubtful
-MIN_HELD_OUT = 20  # rows; of fewer the share right says little
+BELIEVED, DOUBTED = 0.75, 0.5  # lowest scores of trustworthy and of doubtful runs
+MIN_HELD_OUT = 20  # held-out rows; the accuracy of fewer rows says little
 HELD_OUT, HELD_OUT_ROWS = "trust/held_out/acc", "trust/held_out/rows"
 KMEANS, NEAR, SCORE = (
     "trust/kmeans/agreement",
     "trust/neighbors/agreement",
     "trust/score",
 )
-FEATURES = "trust/features/"  # and a word of ODD: 1 where they are so
+FEATURES = "trust/features/"  # followed by a word of ODD; 1 if it applies
 LARGEST = "trust/largest_class/share"
-MAX_SHOWN_PAIRS = 3  # of classes that look like one
-ONE_CLASS = 0.99  # of the pile, from which on it is in one
-# what the expected accuracy counts: by setting and matching
+MAX_SHOWN_PAIRS = 3  # pairs of classes that look like one
+ONE_CLASS = 0.99  # share of the unlabeled rows in one class that is degenerate
+# keys of the expected accuracy, by setting and matching
 EXPECTED: dict[tuple[str, Matching], str] = {
     ("ncd", "one_to_one"): "trust/expected/ncd",
     ("gcd", "one_to_one"): "trust/expected/gcd",
@@ -63,15 +64,20 @@ COUNTS = {
 }
 NUM_NOVEL = "trust/clustering/classes"
 NUM_AGREEMENTS = "trust/clustering/clusterings"
-OUTSIDE = "trust/outside/"  # and a name of uno.expectation.COUNTED, or encoder
-SIMILAR = "trust/similar/"  # and two indices of novel classes from 0: how much they mix
+OUTSIDE = "trust/outside/"  # followed by a name of uno.expectation.COUNTED, or encoder
+SIMILAR = "trust/similar/"  # followed by the indices A/B of two novel classes, from 0
 TRAINING = "train/known/task_agnostic_strict/acc/best"
 
 Word = Literal["trustworthy", "doubtful", "not trustworthy"]
 
 
 class Verdict(NamedTuple):
-    """Whether to trust a run, with the reasons as lines of text."""
+    """Whether to trust a run, with the reasons as lines of text.
+
+    Attributes:
+        word: "trustworthy", "doubtful" or "not trustworthy".
+        reasons: Lines of text.
+    """
 
     word: Word
     reasons: tuple[str, ...]
@@ -84,13 +90,15 @@ def verdict(values: Mapping[str, float]) -> Verdict | None:
     """Judge a run by its metrics.
 
     Args:
-        values: The metrics of a run, flat.
+        values: The metrics of a run, by key.
 
     Returns:
-        The verdict. Its reasons are, in this order: the expected accuracy with its
-        interval (of the method ``clustering``), held-out labeled images, the agreement
-        of k-means and nearest neighbors, and pairs of classes that look like one. None
-        if the metrics hold no signs, as with too few unlabeled rows.
+        The verdict; None if the metrics hold no signs, as with too few unlabeled rows.
+        The reasons are, in this order: for the method ``clustering`` the expected
+        accuracy with its interval, held-out labeled images, the agreement with k-means
+        and of nearest neighbors, and pairs of classes that look like one. If the
+        features or the classes are degenerate, the run is not trustworthy, and the
+        reasons are the held-out labeled images and this fact.
     """
     if KMEANS not in values:
         return None
@@ -108,13 +116,23 @@ def verdict(values: Mapping[str, float]) -> Verdict | None:
 
 
 def _word(score: float) -> Word:
+    """Return the verdict of a score from 0 to 1.
+
+    It is "trustworthy" from 0.75, "doubtful" from 0.5, and otherwise "not trustworthy".
+    """
     if score < DOUBTED:
         return "not trustworthy"
     return "trustworthy" if score >= BELIEVED else "doubtful"
 
 
 def _agreement(values: Mapping[str, float], word: Word, trained: bool) -> str:
-    """Return the line on k-means and nearest neighbors, with advice."""
+    """Return the line on k-means and nearest neighbors, with advice.
+
+    Args:
+        values: The metrics of a run, by key.
+        word: The verdict, which decides the advice.
+        trained: Whether the run was trained, so that longer training can help.
+    """
     signs = min(values[KMEANS], values[NEAR])
     if word == "trustworthy":
         advice = "assuming the number of classes is right"
@@ -139,7 +157,17 @@ def _agreement(values: Mapping[str, float], word: Word, trained: bool) -> str:
 
 
 def _seen(values: Mapping[str, float]) -> str:
-    """Return what makes a run worthless whatever its signs are, or an empty string."""
+    """Describe signs that make a run worthless, whatever its other metrics are.
+
+    They are features that do not tell images apart, and at least 99 % of the unlabeled
+    images in one class.
+
+    Args:
+        values: The metrics of the run, by key.
+
+    Returns:
+        The text; "" if there are no such signs.
+    """
     seen = [text for word, text in ODD.items() if FEATURES + word in values]
     if (share := values.get(LARGEST, 0.0)) >= ONE_CLASS:
         seen.append(f"{100 * share:.0f}% of the unlabeled images are in one class")
@@ -147,7 +175,14 @@ def _seen(values: Mapping[str, float]) -> str:
 
 
 def _expected(values: Mapping[str, float]) -> list[str]:
-    """Return lines on the expected accuracy, or none if it is not known."""
+    """Format the accuracy that the method ``clustering`` expects, with its interval.
+
+    Args:
+        values: The metrics of the run, by key.
+
+    Returns:
+        Lines of text; none if the metrics have no expected accuracy.
+    """
     lines = []
     for key, counts in COUNTS.items():
         if f"{key}/acc" in values:
@@ -170,8 +205,14 @@ def _expected(values: Mapping[str, float]) -> list[str]:
 
 
 def _merge_advice(values: Mapping[str, float]) -> list[str]:
-    """Return a line on the pairs of novel classes that look like one, the most
-    first.
+    """Return a line that names pairs of novel classes that may be one class each.
+
+    Args:
+        values: The metrics of the run, by key.
+
+    Returns:
+        One line with at most three pairs, most similar first; an empty list if there
+        are no such pairs.
     """
     pairs = sorted(
         (key for key in values if key.startswith(SIMILAR)), key=lambda k: -values[k]
@@ -196,19 +237,20 @@ def _merge_advice(values: Mapping[str, float]) -> list[str]:
 def clustering_metrics(
     tensors: Mapping[str, Tensor], setting: str, encoder: str
 ) -> dict[str, float]:
-    """Return what the method ``clustering`` left in a checkpoint as metrics.
+    """Return the metrics that the method ``clustering`` left in a checkpoint.
 
     Args:
-        tensors: The checkpoint's tensors.
-        setting: ``"ncd"`` or ``"gcd"``.
+        tensors: The tensors of the checkpoint, by name.
+        setting: "ncd" or "gcd".
         encoder: ``config.model.encoder``.
 
     Returns:
-        Fractions `trust/expected/{ncd|gcd|gcd_strict}/{acc|low|high}`, those of
-        the run's setting; absent if there were too few rows. Values
-        `trust/outside/NAME` outside the calibration's range. The mixing
-        `trust/similar/A/B` of novel classes A and B that look like one class. Empty for
-        other methods.
+        Empty for other methods. Otherwise ``trust/clustering/classes`` and
+        ``trust/clustering/clusterings``, the numbers of novel classes and of other
+        clusterings. Fractions ``trust/expected/{ncd|gcd|gcd_strict}/{acc|low|high}``
+        for the setting, unless there were too few rows. ``trust/outside/NAME``, facts
+        outside the range of the calibration. ``trust/similar/A/B``, how much the novel
+        classes A and B mix, for pairs that look like one class.
     """
     if "extra/agreement" not in tensors:
         return {}
@@ -234,7 +276,17 @@ def clustering_metrics(
 
 
 def _on_known(values: Mapping[str, float]) -> tuple[Word, str]:
-    """The verdict, and what is right of labeled rows."""
+    """Judge a run by its accuracy on held-out labeled rows and by its score.
+
+    Without held-out rows the verdict is "doubtful" at best, because accuracy on unseen
+    images is not known, and with fewer than 20 of them, too.
+
+    Args:
+        values: The metrics of the run, by key.
+
+    Returns:
+        The verdict, and a line on the accuracy on labeled rows.
+    """
     signs = min(values[KMEANS], values[NEAR])
     if HELD_OUT not in values:
         text = "no labeled image was held out, so accuracy on unseen images is unknown"
@@ -260,8 +312,16 @@ def _on_known(values: Mapping[str, float]) -> tuple[Word, str]:
 
 
 def looked_at(config: Config, sample: Sample, train: TrainData) -> Sample | None:
-    """``sample`` with at most ``MAX_ROWS`` unlabeled rows; None where they are fewer
-    than the outputs.
+    """Return a sample with at most ``MAX_ROWS`` unlabeled rows, evenly spaced.
+
+    Args:
+        config: The configuration of the run.
+        sample: Features of labeled and unlabeled rows.
+        train: The training set, which has the numbers of classes.
+
+    Returns:
+        The smaller sample; None if it has fewer unlabeled rows than the unlabeled rows
+        can have classes: novel ones, in the GCD setting also known ones.
     """
     chosen = evenly_spaced(MAX_ROWS, len(sample.unlabeled))
     least = train.num_novel + (train.num_known if config.data.setting == "gcd" else 0)
@@ -274,8 +334,15 @@ def looked_at(config: Config, sample: Sample, train: TrainData) -> Sample | None
 
 
 def found_clusters(config: Config, sample: Sample, num_novel: int) -> Tensor:
-    """Clusters (N_u,) of the unlabeled rows by k-means, known ones first in the GCD
-    setting.
+    """Cluster the unlabeled rows of a sample by k-means.
+
+    Args:
+        config: The configuration of the run.
+        sample: Features of labeled and unlabeled rows.
+        num_novel: The number of novel classes.
+
+    Returns:
+        Clusters (N_u,). In the GCD setting the known classes come first.
     """
     labeled, labels, unlabeled = sample
     setting, seed = config.data.setting, config.seed
@@ -291,14 +358,22 @@ def trust_metrics(
     values: Mapping[str, float],
     num_held_out: int,
 ) -> dict[str, float]:
-    """The signs and the score of a trained ``model``, in eval mode, by features
-    ``unlabeled`` (N_u, D) and
-    :func:`found_clusters` of them (N_u,), fractions 0-1 but for rows:
-    `trust/{kmeans|neighbors}/agreement`; of features that tell no images apart
-    `trust/features/{zero|constant|huge}`; among several new classes
-    `trust/largest_class/share`; and where ``num_held_out`` labeled rows were not seen
-    in training `trust/held_out/{acc|rows}` and `trust/score`. ``values``: the run's
-    metrics so far.
+    """Compute the signs and the score of a trained model.
+
+    Args:
+        model: The network in eval mode.
+        best_head: The index of the best head.
+        unlabeled: Features (N_u, D) of unlabeled rows.
+        clusters: The clusters of these rows by :func:`found_clusters`, (N_u,).
+        values: The metrics of the run so far, by key.
+        num_held_out: The number of labeled rows that training did not see.
+
+    Returns:
+        Fractions 0-1: ``trust/{kmeans|neighbors}/agreement``; with several novel
+        classes ``trust/largest_class/share``; and, if the metrics have the accuracy on
+        held-out labeled rows, ``trust/held_out/acc`` and ``trust/score``, with the
+        number ``trust/held_out/rows``. ``trust/features/{zero|constant|huge}`` is 1 if
+        the features do not tell images apart for this reason, and absent otherwise.
     """
     outputs, num = (
         _outputs(model, unlabeled, best_head),
@@ -320,9 +395,17 @@ def trust_metrics(
 
 
 def neighbor_agreement(features: Tensor, outputs: Tensor) -> float:
-    """Share of the 10 nearest rows, by the angle around the mean, that have a row's
-    output, 0-1: 0 is what they would have by chance, or less. ``features`` (N, D), N >=
-    2, ``outputs`` (N,) int64.
+    """Return how often nearest neighbors share an output, corrected for chance.
+
+    The 10 nearest rows of each row count, by the cosine of features from which the mean
+    direction is subtracted.
+
+    Args:
+        features: Features (N, D) with N at least 2.
+        outputs: The output of each row, int64 (N,).
+
+    Returns:
+        0 if they share it as often as by chance, or less; 1 if always.
     """
     directions = F.normalize(features.float(), dim=1)
     directions = F.normalize(directions - directions.mean(dim=0), dim=1)
@@ -334,7 +417,13 @@ def neighbor_agreement(features: Tensor, outputs: Tensor) -> float:
 
 
 def _outputs(model: UnoModel, features: Tensor, head: int) -> Tensor:
-    """(N, D) -> the output (N,) int64 of each row, known ones first, on the CPU."""
+    """Return the most probable output of each row, int64 (N,) on the CPU.
+
+    Args:
+        model: The network.
+        features: Features (N, D).
+        head: The index of the cluster head. Known outputs come first.
+    """
     logits = model.heads(features.to(model.known.weight.device))
     assert logits.novel is not None
     return (
