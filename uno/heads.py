@@ -1,8 +1,8 @@
-"""Known head, projection heads and prototypes (paper Sec. 3.1, 3.3).
+"""Heads of the network: prototypes and projection heads (paper Sec. 3.1, 3.3).
 
-The paper's separate networks, n cluster and n overclustering heads, are stacked: one
-wide Linear + BatchNorm1d and one batched matmul serve all heads, with parameters and
-results equal to separate MLPs.
+The paper has n cluster heads and n overclustering heads, each with its own MLP. Here
+they are stacked: one wide Linear, one BatchNorm1d and one batched matrix product serve
+all heads. Parameters and results equal those of separate MLPs.
 """
 
 import math
@@ -13,8 +13,11 @@ from torch import Tensor, nn
 
 
 class Prototypes(nn.Module):
-    """Bias-free linear layer to cosines: its rows, (K, D) or (H, K, D) for H heads,
-    are unit vectors.
+    """Compute cosines with K prototypes, by a linear layer without bias.
+
+    ``weight`` holds the prototypes, (K, D), or (H, K, D) for H heads. They start at
+    random with length one. Training changes their length, and
+    :meth:`uno.model.UnoModel.normalize_prototypes_` restores it.
     """
 
     def __init__(self, *shape: int) -> None:
@@ -22,22 +25,30 @@ class Prototypes(nn.Module):
         self.weight = nn.Parameter(F.normalize(torch.randn(*shape), dim=-1))
 
     def forward(self, features: Tensor) -> Tensor:
-        """(..., B, D) features of any length -> (..., B, K) cosines, see
-        :meth:`cosines`.
-        """
+        """Compute cosines (..., B, K) with features (..., B, D) of any length."""
         return self.cosines(unit(features))
 
     def cosines(self, directions: Tensor) -> Tensor:
-        """Unit vectors (..., B, D) -> (..., B, K) in float32 at least: bf16 flips
-        0.8% of pseudo-labels.
+        """Compute cosines with rows of length one.
+
+        They are computed in float32 at least, also under autocast, because bfloat16
+        changes 0.8% of the pseudo-labels.
+
+        Args:
+            directions: Unit vectors (..., B, D).
+
+        Returns:
+            Cosines (..., B, K), in the type of ``directions``.
         """
         with torch.autocast(directions.device.type, enabled=False):
             return directions @ self.weight.mT.to(directions.dtype)
 
 
 class StackedProjector(nn.Module):
-    """H projection heads D -> hidden (BatchNorm, ReLU) -> projection_dim, evaluated
-    together.
+    """H projection heads, evaluated together.
+
+    Each head is an MLP: D features, a hidden layer with BatchNorm and ReLU, and
+    ``projection_dim`` outputs.
     """
 
     def __init__(
@@ -57,7 +68,10 @@ class StackedProjector(nn.Module):
         )
 
     def forward(self, features: Tensor) -> Tensor:
-        """(B, D) features -> (H, B, projection_dim) projections, not normalized."""
+        """Compute projections (H, B, projection_dim) of features (B, D).
+
+        The projections are not normalized.
+        """
         hidden = F.relu(self.bn(self.hidden(features)))  # (B, H * hidden)
         # (H, B, hidden)
         hidden = hidden.unflatten(1, (self.num_heads, -1)).transpose(0, 1)
@@ -65,8 +79,9 @@ class StackedProjector(nn.Module):
 
 
 def unit(vectors: Tensor) -> Tensor:
-    """(..., D) -> the same, of length one, in float32 at least; a zero vector stays
-    zero.
+    """Scale vectors (..., D) to length one, in float32 at least.
+
+    A zero vector stays zero.
     """
     return F.normalize(
         vectors.to(torch.promote_types(vectors.dtype, torch.float32)), dim=-1
