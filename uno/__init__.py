@@ -20,7 +20,7 @@ The paper is the outline:
 UNO's objective. A trained model predicts with
 ``uno.load("runs/demo").predict(images)``. ``uno.discover(data="digits")`` does a whole
 run (:mod:`uno.session.api`).
-"""  # noqa: E501
+"""
 
 from typing import Any
 
