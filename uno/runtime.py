@@ -1,14 +1,15 @@
 """Compute a frozen encoder on a CPU by another program than PyTorch.
 
-``compute.encoder_runtime`` names the program: OpenVINO, ONNX Runtime or torch.compile,
-in float32; in bfloat16 OpenVINO, with compute.precision bf16. The default is PyTorch,
-and nothing that is measured changes that, so that the same command gives the same
-features.
+``compute.encoder_runtime`` names the program: OpenVINO, ONNX Runtime or torch.compile.
+All compute in float32. With ``compute.precision bf16`` OpenVINO computes in bfloat16.
+The default is PyTorch, and no measurement changes that, so that the same command gives
+the same features.
 
-The features of the first images must equal PyTorch's in float32 up to
-:data:`TOLERANCE`, or :data:`OF_BF16`. Threads share the batches of a call. Each batch
-has :data:`BATCH_SIZE` images and is computed by one thread, so features do not depend
-on the number of threads.
+The features of the first images are compared with those of PyTorch in float32. The
+largest accepted difference is :data:`TOLERANCE`, or in bfloat16 :data:`OF_BF16` times
+that of PyTorch's own bfloat16. Threads share the batches of a call. Each batch has
+:data:`BATCH_SIZE` images and is computed by one thread, so features do not depend on
+the number of threads.
 """
 
 import logging
@@ -47,7 +48,12 @@ thread.
 
 
 class Plan(NamedTuple):
-    """The runtime of an encoder, and whether it computes in bfloat16."""
+    """How an encoder is computed.
+
+    Attributes:
+        runtime: ``openvino``, ``onnx`` or ``compile``.
+        bf16: Whether it computes in bfloat16.
+    """
 
     runtime: str
     bf16: bool = False
@@ -60,7 +66,7 @@ def plan_of(config: Config, device: torch.device) -> Plan | None:
         None for PyTorch, which computes on GPUs whatever the configuration says.
 
     Raises:
-        ConfigError: As :func:`require_runtime`.
+        ConfigError: As for :func:`require_runtime`.
     """
     require_runtime(config)
     name = config.compute.encoder_runtime
@@ -70,8 +76,11 @@ def plan_of(config: Config, device: torch.device) -> Plan | None:
 
 
 def require_runtime(config: Config) -> None:
-    """ConfigError: ``compute.encoder_runtime`` is not installed, or does not compute
-    in the precision.
+    """Check that ``compute.encoder_runtime`` can be used.
+
+    Raises:
+        ConfigError: A package is not installed, or the runtime does not compute in the
+            precision of the run.
     """
     name = config.compute.encoder_runtime
     if missing := [
@@ -126,7 +135,12 @@ class Runtime(nn.Module):
         return self._run(self._program if same else own, images)
 
     def _build(self, images: Tensor) -> Program:
-        """Build the program, and compare its features of the first images."""
+        """Build the program, and compare its features with those of PyTorch.
+
+        Raises:
+            ConfigError: The runtime cannot compute the encoder, or gives other
+                features.
+        """
         name, bf16 = self.plan
         images = images.detach()[torch.arange(COMPARED_IMAGES) % len(images)]
         expected = self._run(partial(_torch, self.encoder), images)
@@ -154,14 +168,20 @@ class Runtime(nn.Module):
         return program
 
     def _run(self, program: Program, images: Tensor) -> Tensor:
-        """All of ``images`` in batches of one size, the last one filled up."""
+        """Compute the features of all images in batches of one size.
+
+        The last batch is filled up with black images, and their features are dropped.
+        """
         filled = F.pad(images, (0, 0, 0, 0, 0, 0, 0, -len(images) % BATCH_SIZE))
         parts = [part.contiguous() for part in filled.split(BATCH_SIZE)]
         return torch.cat(list(self._pool.map(program, parts)))[: len(images)]
 
 
 def _difference(features: Tensor, expected: Tensor) -> Tensor:
-    """(B, D) twice -> (B,), of the length of what is expected."""
+    """Return the distance (B,) of features (B, D) to the expected ones.
+
+    It is relative to the length of the expected features.
+    """
     return (features - expected).norm(dim=1) / expected.norm(dim=1)
 
 
@@ -174,24 +194,28 @@ for batches of :data:`BATCH_SIZE`.
 def _with_torch(
     encoder: nn.Module, images: Tensor, threads: int, bf16: bool
 ) -> Program:
+    """Return a program that runs the encoder as it is."""
     return partial(_torch, encoder, bf16=bf16)
 
 
 def _compiled(encoder: nn.Module, images: Tensor, threads: int, bf16: bool) -> Program:
+    """Return a program that runs the encoder through torch.compile."""
     program: Any = torch.compile(encoder, dynamic=False, options={"freezing": True})
     return partial(_torch, program, bf16=bf16)
 
 
 @torch.inference_mode()
 def _torch(encoder: Program, images: Tensor, bf16: bool = False) -> Tensor:
+    """Run an encoder in PyTorch, and return its features in float32."""
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         return encoder(images.contiguous(memory_format=torch.channels_last)).float()
 
 
 @contextmanager
 def _kept_logging() -> Iterator[None]:
-    """OpenVINO's converter silences every logger's warnings, where it fails for
-    good.
+    """Restore the settings of the root logger at the end of a ``with`` block.
+
+    When OpenVINO's converter fails, it leaves the warnings of all loggers switched off.
     """
     root = logging.getLogger()
     level, filters, handlers = root.level, [*root.filters], [*root.handlers]
@@ -205,6 +229,7 @@ def _kept_logging() -> Iterator[None]:
 def _with_openvino(
     encoder: nn.Module, images: Tensor, threads: int, bf16: bool
 ) -> Program:
+    """Return a program that OpenVINO compiled for batches of :data:`BATCH_SIZE`."""
     import openvino
 
     # the tracer's
@@ -238,6 +263,7 @@ def _with_openvino(
 
 
 def _with_onnx(encoder: nn.Module, images: Tensor, threads: int, bf16: bool) -> Program:
+    """Return a program that ONNX Runtime computes in float32, one thread a call."""
     import onnxruntime
 
     shapes = ({0: torch.export.Dim("batch", min=1)},)
@@ -266,8 +292,17 @@ BUILD: dict[str, Build] = {
 
 
 def to_onnx(module: nn.Module, input: str, output: str, **traced: Any) -> Any:
-    """The ``ModelProto`` of a module of one input and output; ``traced``: for
-    ``torch.export.export``.
+    """Export a module with one input and one output to ONNX.
+
+    Args:
+        module: The module.
+        input: The name of the input.
+        output: The name of the output.
+        **traced: Arguments of ``torch.onnx.export``, such as ``args`` and
+            ``dynamic_shapes``.
+
+    Returns:
+        The ``ModelProto``.
     """
     # the exporter announces changes of its own code
     with warnings.catch_warnings(action="ignore"):
