@@ -1,5 +1,6 @@
-"""``python -m pipelines COMMAND``: ``uno COMMAND`` with the code that stands here,
-for ``ray job submit``.
+"""Run ``python -m pipelines COMMAND`` as ``uno COMMAND``, with the code of this folder.
+
+``ray job submit`` uses this.
 """
 
 import sys
