@@ -73,7 +73,7 @@ class Attempts(NamedTuple):
 
     @property
     def failed(self) -> bool:
-        """Whether the last attempt ended with an error; an interruption is none."""
+        """Whether the last attempt ended with an error, and not by an interruption."""
         return self.code != 0 and self.code not in UNFINISHED
 
 
@@ -159,15 +159,20 @@ Start = Callable[[list[str], Path], Process]
 def run_jobs(
     jobs: Sequence[CellProcess], output: Path, start: Start, capacity: int
 ) -> Iterator[tuple[CellProcess, Attempts]]:
-    """Run all jobs in ``output``, ``capacity`` at a time.
+    """Run all jobs in ``output``, and pass on failures to the jobs that need them.
 
-    A job that needs a failed one fails with it.
+    Args:
+        jobs: The jobs.
+        output: The output directory.
+        start: Starts a command as a process.
+        capacity: The largest number of processes at once.
 
     Yields:
-        Every job that ended, with its attempt.
+        Every job that ended, with its attempt. A job that needs a failed one fails
+        without a start.
 
     Raises:
-        Interrupted: The process got SIGTERM or SIGINT. All jobs have saved and ended.
+        Interrupted: This process got SIGTERM or SIGINT. All jobs have saved and ended.
     """
     stopping, running = threading.Event(), list[tuple[CellProcess, Process, float]]()
     waiting, ahead = list(jobs), {job.name for job in jobs}
@@ -219,7 +224,16 @@ def _command(output: Path, job: CellProcess) -> tuple[list[str], Path]:
 def _ended(
     output: Path, running: list[tuple[CellProcess, Process, float]]
 ) -> Iterator[tuple[CellProcess, Attempts]]:
-    """Take jobs that have ended out of ``running``; note and yield their attempts."""
+    """Remove the jobs that have ended from ``running``, and record their attempts.
+
+    Args:
+        output: The output directory, in which ``attempts.jsonl`` is written.
+        running: Jobs with their processes and the time of their start, from
+            ``time.monotonic()``. Ended jobs are removed.
+
+    Yields:
+        Every job that has ended, with its attempt.
+    """
     for job, process, since in list(running):
         if (code := process.poll()) is not None:
             running.remove((job, process, since))
@@ -230,13 +244,22 @@ def _ended(
 
 
 def note(output: Storage, name: str, attempt: Attempts) -> None:
-    """Append an attempt to ``attempts.jsonl``."""
+    """Append the attempt of a job to ``attempts.jsonl``.
+
+    Args:
+        output: The output directory.
+        name: The name of the job.
+        attempt: The attempt.
+    """
     entry = {"job": name, **attempt._asdict(), "seconds": round(attempt.seconds, 2)}
     output.append(ATTEMPTS, (json.dumps(entry) + "\n").encode())
 
 
 def last_line(log: Path) -> str:
-    """Return the last line of a log without the prefix of an error."""
+    """Return the last line of a log, without the prefix ``uno: error:``.
+
+    It has at most 300 characters. A missing or empty log gives ``it left no message``.
+    """
     lines = (
         log.read_text("utf-8", errors="replace").strip().splitlines()
         if log.exists()
@@ -266,7 +289,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def end_with_parent() -> None:
-    """Save and end if the driver was killed, because no process notes the result."""
+    """Wait until the driver is gone, then ask this process to save and end.
+
+    Without a driver no process would record the result. ``UNO_PARENT`` holds the
+    driver's process id. If it is not set, this waits forever.
+    """
     while os.environ.get(PARENT, "") in ("", str(os.getppid())):
         time.sleep(1.0)
     os.kill(os.getpid(), signal.SIGTERM)
