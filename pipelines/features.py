@@ -1,5 +1,6 @@
-"""Features of a frozen encoder on Ray, bit for bit as
-:func:`uno.session.data.compute_local` has them.
+"""Compute the features of a frozen encoder on Ray.
+
+They equal those of :func:`uno.session.data.compute_local` bit for bit.
 """
 
 import threading
@@ -147,7 +148,14 @@ def decode_block(block: pa.Table, config: Config, reader: Any) -> Iterator[pa.Ta
 
 
 class Featurizer:
-    """An actor of the pool: loads the encoder once, then encodes block after block."""
+    """An actor of the pool, which loads the encoder once and encodes many blocks.
+
+    Args:
+        device: The device of the encoder.
+        threads: The number of blocks of rows that are encoded at once.
+        shared: The reference to the configuration, the weights as a safetensors file,
+            and the :class:`~uno.runtime.Plan` or None.
+    """
 
     def __init__(self, device: str, threads: int, shared: Any) -> None:
         import ray
@@ -166,8 +174,11 @@ class Featurizer:
         self._encoder = at_speed(encoder, plan, threads) if here else encoder
 
     def __call__(self, block: pa.Table) -> pa.Table:
-        """Encode chunks of :func:`decode_block` to ``row``, ``features`` and
-        ``reason``.
+        """Encode chunks of :func:`decode_block`.
+
+        Returns:
+            A table with the columns ``row``, ``reason`` and ``features`` (bytes of
+            float32, the encoded views of a row side by side).
         """
         config, seeds = self._config, block["seed"].to_numpy()
         viewed, ok = block["viewed"].to_numpy(), block["reason"].is_null().to_numpy()
@@ -209,7 +220,13 @@ def pack_chunk(storage: Storage, number: int, results: pa.Table) -> bytes | None
 
 
 def unpack_chunk(job: FeatureJob, rows: np.ndarray, data: bytes) -> Chunk:
-    """Return the chunk of rows int64 (n,) that :func:`pack_chunk` made."""
+    """Return the chunk of features that :func:`pack_chunk` made.
+
+    Args:
+        job: What is encoded.
+        rows: int64 (n,), the rows of the chunk.
+        data: The bytes.
+    """
     table = pa.ipc.open_stream(data).read_all()
     column = table["features"]
     values = bytes_of(column, column.type.byte_width).view(np.float32).copy()
@@ -218,7 +235,14 @@ def unpack_chunk(job: FeatureJob, rows: np.ndarray, data: bytes) -> Chunk:
 
 
 def embed(config: Config, given: Container[str], num_views: int) -> int:
-    """``uno embed``, here or on Ray; returns 0."""
+    """Run ``uno embed`` on this machine or on Ray, and return the exit code 0.
+
+    Args:
+        config: The configuration. ``compute.num_workers`` 0 means this machine.
+        given: The dotted keys that the user set.
+        num_views: The number of random views of each row to encode besides the plain
+            image.
+    """
     stopping, workers = threading.Event(), config.compute.num_workers
     connected = ray_env.connect(workers=workers) if workers else nullcontext()
     with on_stop(stopping.set), connected as ray:
@@ -232,7 +256,12 @@ def embed(config: Config, given: Container[str], num_views: int) -> int:
 
 
 def fill_cache(config: Config) -> int:
-    """Compute what the cache lacks of a run's features, here or on Ray; returns 0."""
+    """Compute the features of a run that the cache lacks, and return the exit code 0.
+
+    Args:
+        config: The configuration. ``compute.num_workers`` 0 means this machine,
+            otherwise Ray is used.
+    """
     data = config.data.model_copy(
         update={"num_novel": 1} if config.data.num_novel == "auto" else {}
     )
