@@ -1,9 +1,8 @@
-"""Partitions of rows on Ray, from where their images are to a file: what predictions
-and features share.
+"""Map partitions of rows through a model on Ray, with one file for each partition.
 
-Where the rows of a partition are (or their bytes) -> tasks that read and decode them,
-on any node -> an actor pool that holds the model -> an actor that writes a file for
-each partition.
+Predictions and features use this. The steps are: tasks on any node read and decode the
+rows, actors with the model compute results, and one actor writes a file for each
+partition.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,14 +39,32 @@ def map_through_model(
     row_bytes: int,
     give_up: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[int, bytes | None]]:
-    """Numbers of stored partitions, and what ``write`` returned; each has ``part_rows``
-    rows, the last fewer.
+    """Map partitions of rows through a model on Ray.
 
-    ``blocks`` are whole partitions with a column ``row``; ``decode`` makes chunks of
-    them, pixels of ``row_bytes`` a row. A chunk has ``chunk_rows``, which divide
-    ``part_rows``; the last one may have fewer. Each worker's actor is a
-    ``model(device, threads, *loaded)`` and gets a chunk at a time. Paths must lead to
-    the images from every node. Nodes are waited for, until ``give_up``: Interrupted.
+    Image paths must be valid on every node. Nodes are waited for.
+
+    Args:
+        ray: The connected module.
+        config: The configuration, with the number and the resources of workers.
+        storage: The directory of the results.
+        blocks: One table for each partition, with a column ``row``.
+        decode: Turns such a table into tables of chunks, with pixels.
+        model: The class of the actors. An actor is ``model(device, threads, *loaded)``,
+            and is called with one chunk at a time.
+        loaded: Arguments of the actors.
+        write: Stores the results of a partition, see :data:`Write`.
+        part_rows: The number of rows of a partition. The last one may have fewer.
+        chunk_rows: The number of rows of a chunk, a divisor of ``part_rows``. The last
+            one may have fewer.
+        row_bytes: The bytes of the pixels of a row.
+        give_up: Whether to stop while nodes are waited for.
+
+    Yields:
+        The number of each stored partition, and what ``write`` returned.
+
+    Raises:
+        ConfigError: The cluster had no place for the workers in time.
+        Interrupted: ``give_up`` said so.
     """
     workers = config.compute.num_workers
     resources = nodes.wait_for_resources(
@@ -101,16 +118,27 @@ def map_through_model(
 
 
 class Writer:
-    """The actor that stores partitions of ``size`` rows, the last one of fewer, in
-    ``target``. Of tasks each would start a process, as Ray keeps no more idle ones than
-    there are CPUs: 5 times slower for digits.
+    """The actor that stores partitions.
+
+    Tasks would be 5 times slower for the digits. Ray keeps no more idle processes than
+    there are CPUs, so each task would start a process.
+
+    Args:
+        target: The directory of the results.
+        write: Stores the results of a partition, see :data:`Write`.
+        size: The number of rows of a partition. The last one may have fewer.
     """
 
     def __init__(self, target: str, write: Write, size: int) -> None:
         self._storage, self._write, self._size = Storage(target), write, size
 
     def __call__(self, results: pa.Table) -> pa.Table:
-        """All results of a partition, in order -> its number."""
+        """Store all results of one partition, given in order.
+
+        Returns:
+            A table of one row: the ``number`` of the partition, and the ``data`` that
+            ``write`` returned.
+        """
         rows = results["row"].to_numpy()
         number = int(rows[0]) // self._size
         assert np.array_equal(
