@@ -1,4 +1,4 @@
-"""Ray Tune over UNO: what trials may be scored by."""
+"""Tune UNO with Ray Tune. This module holds the names of the scores of trials."""
 
 FOLDS, LOSS, AGREEMENT, ORACLE = "folds", "loss", "agreement", "oracle"
 SCORES = {
