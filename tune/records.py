@@ -14,7 +14,7 @@
     trials/0007/<fold>-seed<n>/  its checkpoints; deleted with the result
     pretrain/<hash>/             a pretraining, shared by the trials that do not change
                                  it
-"""  # noqa: E501
+"""
 
 import math
 from collections.abc import Mapping
