@@ -4,7 +4,7 @@ A user's own space is a YAML file with one entry for each key::
 
     objective.epsilon: {scale: log, low: 0.02, high: 0.2, reason: "softer targets"}
     model.num_heads: {choices: [2, 4, 8]}
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
