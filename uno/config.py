@@ -235,6 +235,7 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
+        """Check the values together, and the names in ``columns``."""
         if (self.labeled is None) != (self.unlabeled is None):
             raise ValueError("labeled and unlabeled must be given together")
         if min(self.std) <= 0:
@@ -346,6 +347,7 @@ class ViewConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> ViewConfig:
+        """Check that ranges are ordered and positive."""
         for name in ("crop_scale", "affine_scale", "blur_sigma"):
             low, high = getattr(self, name)
             if not 0 < low <= high:
@@ -395,6 +397,7 @@ class AugmentConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> AugmentConfig:
+        """Check the numbers of views."""
         if self.large.num_views < 2:
             raise ValueError(
                 "large.num_views must be at least 2: swapped prediction needs two views"
@@ -489,6 +492,7 @@ class ModelConfig(Section):
     @field_validator("encoder")
     @classmethod
     def _check_encoder(cls, name: str) -> str:
+        """Check the form of the encoder's name. Nothing is imported."""
         if name not in OWN_ENCODERS and not re.fullmatch(
             rf"{LIBRARY_ENCODER}|{VECTORS}(:\d{{1,6}})?", name
         ):
@@ -686,6 +690,7 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
+        """Check the names of loggers and the form of ``profile``."""
         if unknown := [name for name in self.loggers if name not in REPORTERS]:
             raise ValueError(
                 f"report_to takes {', '.join(REPORTERS)}, not {unknown[0]!r}"
@@ -889,6 +894,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Config:
+        """Check the sections against each other and against the method."""
         if self.pretext.epochs:
             load_pretext(self.pretext.task)
         if (
