@@ -60,16 +60,17 @@ class RayBackend(LocalBackend):
         return run_on_ray(run, show)
 
     def after_training(self, task: Task) -> Backend:
-        """Return the backend for the work after training.
+        """Return the backend for the work after training, such as predictions.
 
         Args:
             task: The rows of the run.
 
         Returns:
             This backend if its workers end sooner than this process, else a local one.
-            They do if the run has many rows and their features still have to be
-            computed. If only images were decoded already, it must also be a cluster
-            that runs elsewhere.
+            This backend is returned for at least ``RAY_PAYS_ROWS`` rows, if their
+            images have not been read yet. If this process has the decoded images
+            already, the workers must also belong to a cluster that runs already. If it
+            has the features, the backend is always local.
         """
         ready = task.rows.images.prepared(np.arange(0))
         is_left = ready is None or (ready[0].ndim > 2 and self.is_cluster())
