@@ -76,15 +76,16 @@ def pack_data(config: Config, shard_mb: int, given: Mapping[str, Any]) -> int:
 
 
 def store_on_ray(ray: Any, config: Config) -> Store:
-    """Return a function that stores shards by tasks of Ray, one for each worker.
+    """Return a function that stores shards by tasks of Ray.
 
-    Image paths must be valid on every node, and so must an output that is a URI. If the
-    output is a local directory, all tasks run on this node. The facts about all rows
-    are in the object store. Nodes are waited for.
+    There are at most as many tasks at a time as workers. Image paths must be valid on
+    every node, and so must an output that is a URI. If the output is a local directory,
+    all tasks run on this node. The facts about all rows are in the object store. Nodes
+    are waited for.
 
     Args:
         ray: The connected module.
-        config: The configuration with the output directory.
+        config: The configuration with the output directory and the number of workers.
 
     Raises:
         ConfigError: The output is local, and Ray has no CPU on this node; or no node
