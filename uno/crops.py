@@ -225,11 +225,11 @@ def crop_(
     box: Sequence[int],
     interpolation: Interpolation = "bilinear",
 ) -> None:
-    """Write a resized box of an image into a view.
+    """Write a box of an image into a view, resized with antialiasing.
 
-    The box is resized with antialiasing and rounded to 8 bits. A box of the view's own
-    size is copied, and may reach outside the image. Pixels outside stay as they are in
-    ``view``, unless the box overlaps the image: then they become black.
+    A box of another size than the view must lie inside the image. A box of the view's
+    size is copied, and may reach outside the image. Pixels outside are then black. If
+    the box does not overlap the image at all, the view is left as it is.
 
     Args:
         view: uint8 (3,size,size), which is written.
