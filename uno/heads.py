@@ -15,9 +15,12 @@ from torch import Tensor, nn
 class Prototypes(nn.Module):
     """Compute cosines with K prototypes, by a linear layer without bias.
 
-    ``weight`` holds the prototypes, (K, D), or (H, K, D) for H heads. They start at
-    random with length one. Training changes their length, and
-    :meth:`uno.model.UnoModel.normalize_prototypes_` restores it.
+    ``weight`` holds the prototypes. They start at random with length one. Training
+    changes their length, and :meth:`uno.model.UnoModel.normalize_prototypes_` restores
+    it.
+
+    Args:
+        *shape: The shape of ``weight``: K, D, or H, K, D for H heads.
     """
 
     def __init__(self, *shape: int) -> None:
@@ -47,8 +50,13 @@ class Prototypes(nn.Module):
 class StackedProjector(nn.Module):
     """H projection heads, evaluated together.
 
-    Each head is an MLP: D features, a hidden layer with BatchNorm and ReLU, and
-    ``projection_dim`` outputs.
+    Each head is an MLP with one hidden layer, BatchNorm and ReLU.
+
+    Args:
+        num_heads: H.
+        num_features: D, the length of the features.
+        hidden_dim: The width of the hidden layer of each head.
+        projection_dim: P, the number of outputs of each head.
     """
 
     def __init__(
