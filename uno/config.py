@@ -626,7 +626,10 @@ class PhaseConfig(Section):
 
 
 class PretextConfig(PhaseConfig):
-    """Self-supervised training of the encoder on all rows, before pretraining."""
+    """Self-supervised training of the encoder, before supervised pretraining.
+
+    It uses all rows, labeled and unlabeled.
+    """
 
     epochs: int = field(
         0, "Length of the phase in epochs; 0: there is none.", ge=0, le=100_000
