@@ -70,6 +70,7 @@ class Domain:
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> Domain:
+        """Check that there are either choices, or a range that the scale allows."""
         bounds = [value for value in (self.low, self.high) if value is not None]
         if self.choices and bounds:
             raise ValueError("give either choices, or low and high")
