@@ -8,5 +8,5 @@ import sys
 from pipelines import cli
 
 if __name__ == "__main__":
-    sys.argv[0] = "uno"  # as environment.json has the command
+    sys.argv[0] = "uno"  # the name in environment.json
     sys.exit(cli.main())

@@ -48,7 +48,7 @@ class RayBackend(LocalBackend):
 
     def __init__(self) -> None:
         if (address := ray_env.cluster_address()) is not None:
-            # for all who ask whether there is one
+            # Other functions ask for the cluster by this variable.
             os.environ[ray_env.ADDRESS] = address
 
     def free_memory(self, config: Config) -> FreeMemory:
@@ -116,7 +116,7 @@ class RayBackend(LocalBackend):
         """
         config = run.config
         with ray_env.connect(workers=config.compute.num_workers) as ray:
-            # more are used where there is room
+            # One place is enough to begin, and more are used if there is room.
             one = override(config, {"compute.num_workers": 1})
             request = nodes.once_one_fits(
                 one, lambda: ray_env.task_request(config, ray.cluster_resources())
@@ -162,7 +162,7 @@ def encode_on_ray(
         [to_columns(images, some) for some in rows],
         max(1, -(-len(rows) // workers)),
     )
-    # nodes that are lost
+    # A RayError means that nodes were lost.
     with ray_env.connect() as ray, suppress(ray.exceptions.RayError):
         one = override(config, {"compute.num_workers": 1})
         request = nodes.once_one_fits(

@@ -28,7 +28,8 @@ from uno.session.console import on_stop
 from uno.session.pipeline import discover
 
 ATTEMPTS = "attempts.jsonl"
-# set by the driver: its process may be gone before this one has imported torch
+# The driver sets this variable to its process id, because it may be gone before the
+# cell has imported torch.
 PARENT = "UNO_PARENT"
 POLL_S = 0.1
 UNFINISHED = (
@@ -88,7 +89,7 @@ def read_attempts(output: Path) -> dict[str, Attempts]:
 
 def start_local(command: list[str], log: Path) -> subprocess.Popen[bytes]:
     """Start a process on this machine that ends with this one."""
-    # a session of its own: Ctrl-C reaches the driver, which forwards it
+    # In a new session Ctrl-C reaches only the driver, which forwards it.
     with log.open("ab") as file:
         return subprocess.Popen(
             command,
@@ -152,7 +153,7 @@ def _run(command: list[str], log: Path, stop: Path) -> int:
 
 
 Process = subprocess.Popen[bytes] | RayProcess
-# starts a command whose output is appended to a file
+# Starts a command, and appends its output to a file.
 Start = Callable[[list[str], Path], Process]
 
 

@@ -23,7 +23,7 @@ from uno.errors import Interrupted, UnoError, as_user_error, did_you_mean
 
 Command = Callable[[Sequence[str]], int]
 
-SENTENCES = {  # a command from elsewhere is listed by its name alone
+SENTENCES = {  # a command of another package is listed without one
     "demo": (
         "Pretrain, discover, evaluate, predict and report on the embedded digits; needs"
         " no arguments."
@@ -67,7 +67,7 @@ def run(command: Command) -> int:
     The process is expected to end afterwards: Ctrl-C is ignored from then on.
     """
     code = run_guarded(command, sys.argv[1:])
-    # at its exit Python answers Ctrl-C with a traceback
+    # At its exit Python would answer Ctrl-C with a traceback.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return code
 
@@ -78,7 +78,7 @@ def run_guarded(command: Command, argv: Sequence[str]) -> int:
     An error becomes one line on stderr, and never a traceback.
     """
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed before we began: `uno ... >&-`
+        if getattr(sys, name) is None:  # closed by the shell: `uno ... >&-`
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     with _escaped_output():
         return _run_guarded(command, argv)
@@ -100,7 +100,7 @@ def _escaped_output() -> Iterator[None]:
         yield
     finally:
         for stream, errors in changed:
-            with suppress(ValueError, OSError):  # it was closed, or nobody reads it
+            with suppress(ValueError, OSError):  # it was closed, or has no reader
                 stream.reconfigure(errors=errors)
 
 
@@ -132,7 +132,7 @@ def _run_guarded(command: Command, argv: Sequence[str]) -> int:
             from uno.session.console import output_closed
 
             if output_closed():
-                return 141  # as if SIGPIPE had ended us: `uno ... | head`
+                return 141  # the code after SIGPIPE: `uno ... | head`
         meant = as_user_error(error)
         return (
             _internal(error)
@@ -181,7 +181,7 @@ uno COMMAND --help lists a command's options; uno --version prints the version."
 
 def _end(line: str, code: int) -> int:
     """Print a message as one line on stderr, and return the exit code."""
-    with suppress(OSError):  # nobody reads any more
+    with suppress(OSError):  # the reader is gone
         print("uno:", " ".join(line.split()), file=sys.stderr)
     return code
 

@@ -21,8 +21,8 @@ from pipelines.machine import Finding
 from uno.data.files import Storage
 from uno.errors import ConfigError, StorageError, one_line
 
-ANSWER_S = 60.0  # of a node: a process that imports torch
-MOST_CLOCK_S = 2.0  # that clocks of two nodes may differ
+ANSWER_S = 60.0  # for the answer of a node, which starts a process and imports torch
+MOST_CLOCK_S = 2.0  # largest accepted difference of two clocks
 REDUCED_BYTES, REDUCE_S = 64 * 2**20, 1.0
 PACKAGES = ("uno-discovery", "torch", "torchvision", "ray", "numpy", "pyarrow")
 PLUGIN_PATHS = "/opt/amazon/ofi-nccl/lib:/opt/aws-ofi-nccl/lib"
@@ -240,13 +240,13 @@ def reduce_for_a_second(
     )
     try:
         tensor, spent, rounds = torch.zeros(REDUCED_BYTES // 4, device=device), 0.0, 0
-        dist.all_reduce(tensor)  # which opens the connections
+        dist.all_reduce(tensor)  # opens the connections
         start = time.monotonic()
         while spent < REDUCE_S:
             dist.all_reduce(tensor)
             rounds += 1
             clock = torch.tensor([time.monotonic() - start], device=device)
-            dist.broadcast(clock, 0)  # all of them end after as many
+            dist.broadcast(clock, 0)  # all ranks stop after the same round
             spent = float(clock)
         return rounds * REDUCED_BYTES * 2 * (world - 1) / world / spent
     finally:

@@ -31,7 +31,8 @@ from uno.session import embed as session
 from uno.session.console import Progress, on_stop
 from uno.session.data import compute_local, load_features, read_task
 
-# that a task decodes, at most: a row group of Parquet has more rows than a chunk
+# The largest number of chunks of a task. A row group of Parquet has more rows than a
+# chunk, so that a task of several chunks reads less.
 TASK_CHUNKS = 8
 
 
@@ -124,7 +125,7 @@ def decode_block(block: pa.Table, config: Config, reader: Any) -> Iterator[pa.Ta
     reader = None if reader is None else ray.get(reader)
     images, seeds = from_columns(block, reader), block["seed"].to_numpy()
     has_views, size = block["has_views"].to_numpy(), features.ROWS_AT_ONCE
-    # whole: the writer gets them so
+    # The results are whole chunks, because the writer needs whole chunks.
     for chunk in range(0, len(block), features.CHUNK_ROWS):
         own = slice(chunk, chunk + features.CHUNK_ROWS)
         pieces = [
@@ -185,9 +186,9 @@ class Featurizer:
         pixels = shared_tensor(bytes_of(block["pixels"], features.row_bytes(config)))
 
         def encode(start: int) -> torch.Tensor:
-            torch.set_num_threads(1)  # of this thread
+            torch.set_num_threads(1)  # for this thread only
             own = slice(start, start + features.ROWS_AT_ONCE)
-            # Ray has cut nothing
+            # Ray must not have divided the chunks.
             assert block["row"][start].as_py() % features.ROWS_AT_ONCE == 0
             return features.encode_rows(
                 config, self._encoder, seeds[own], pixels[own], viewed[own], ok[own]

@@ -16,7 +16,7 @@ from uno.errors import RAY, ConfigError
 
 GIB = 2**30
 LOW_DISK_BYTES = 5 * GIB
-# Ray puts its object store on the disk where /dev/shm is smaller than the store
+# Ray puts its object store on the disk if /dev/shm is smaller than the store.
 LOW_SHM_BYTES = GIB
 
 

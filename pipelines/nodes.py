@@ -27,12 +27,12 @@ from uno.errors import ConfigError, Interrupted, UnoError, one_line
 from uno.session.console import print_line
 from uno.text import plural
 
-if TYPE_CHECKING:  # tasks that decode import this module, too
+if TYPE_CHECKING:  # Tasks that decode import this module, and do not need that one.
     from uno.session.resources import FreeMemory
 
-TELL_S = 30.0  # between two lines on what is waited for
-ASK_S = 60.0  # for what is free on the nodes of workers
-LOOK_S = 2.0  # between two looks for nodes that leave
+TELL_S = 30.0  # seconds between two lines about a wait
+ASK_S = 60.0  # seconds to wait for the free memory of the workers' nodes
+LOOK_S = 2.0  # seconds between two checks for nodes that are drained
 
 LOST = {
     "RayActorError",
@@ -148,7 +148,7 @@ def wait_for_resources(
                 raise Interrupted(
                     "stopped while waiting for nodes; resume with the same command"
                 )
-            if not nodes:  # no answer, which says nothing of the cluster
+            if not nodes:  # the head did not answer
                 time.sleep(POLL_S)
                 continue
             try:
@@ -161,7 +161,7 @@ def wait_for_resources(
             ):
                 return resources
             line = shortage(resources, workers, nodes)
-            # What others have, they give back.
+            # Resources that others use become free again.
             limit = (
                 limit_s if problem else max(limit_s, 60 * config.compute.wait_minutes)
             )
@@ -406,7 +406,7 @@ def classify_failure(error: Exception) -> WorkerFailure:
     )
     if LEFT in names or any(getattr(look, "preempted", False) for look in looks):
         return WorkerFailure("workers stopped: their node was drained", None)
-    # of the many lines that Ray says
+    # Ray's error has many lines, and the first one is enough.
     own = f"{type(failure).__name__}: {failure}".splitlines()[0][:200]
     if names & LOST:
         text = (

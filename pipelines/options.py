@@ -60,7 +60,7 @@ class Argument(NamedTuple):
     sentence: str
     type: Any = str
     default: Any = None
-    key: str = ""  # of a field of the schema
+    key: str = ""  # the dotted key of a field of the schema
     negated: bool = False  # the second form of a boolean field, --objective.no-concat
 
     @property
@@ -252,7 +252,8 @@ def parse(argv: Sequence[str], command: Command) -> Options:
                     f"unexpected argument {surplus[0]!r}; options start with --"
                 )
             value = flags[name].value(name, words + surplus) if name else None
-            if name and flags[name].takes_numbers:  # or pydantic would speak of strings
+            # else the error would be about a string
+            if name and flags[name].takes_numbers:
                 value = NUMBERS.validate_python(value)
             if name in arguments:
                 own[name] = value
@@ -261,7 +262,7 @@ def parse(argv: Sequence[str], command: Command) -> Options:
     except ConfigError:
         if not asked:
             raise
-        file, line = {}, {}  # help is there for who has made a mistake
+        file, line = {}, {}  # The help is shown for a line with a mistake, too.
     options = Options(command, SimpleNamespace(), file, line)
     if asked or (
         not argv and (command.examples or any(a.required for a in arguments.values()))
@@ -424,7 +425,8 @@ def _print_help(options: Options, everything: bool) -> None:
         )
 
     flags = command.flags(str(values.get("method", DEFAULT)))
-    forms, section, hidden = dict[str, list[str]](), "", 0  # names of one argument
+    # by key, the names of an argument
+    forms, section, hidden = dict[str, list[str]](), "", 0
     for name, argument in flags.items():
         if not argument.key or command.may_change(argument.key):
             forms.setdefault(argument.key or name, []).append(name)

@@ -28,7 +28,8 @@ from uno.session.console import Progress, print_line
 from uno.text import plural
 
 BAD = pa.list_(pa.struct({"id": pa.string(), "reason": pa.string()}))
-# of shards that are in the object store at once, or where their images are
+# The largest number of rows whose images, or places of images, are in the object store
+# at once.
 EXECUTION_ROWS = 2**20
 
 

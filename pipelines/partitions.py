@@ -18,8 +18,9 @@ from uno.config import Config
 from uno.data.files import Storage
 from uno.runs.hardware import num_threads
 
-EXECUTION_ROWS = 2**24  # whose places are in the object store at once
-FACT_BYTES = 4096  # of a row besides its pixels: id, path, reason
+# largest number of rows whose places are in the object store at once
+EXECUTION_ROWS = 2**24
+FACT_BYTES = 4096  # bytes of a row besides its pixels: id, path, reason
 
 Write = Callable[[Storage, int, pa.Table], bytes | None]
 """Keeps the results of partition ``number``; returns what the driver wants of them."""
@@ -72,7 +73,8 @@ def map_through_model(
     )
     cluster = ray.cluster_resources()
     spare = cluster.get("CPU", 1) - workers * resources["CPU"]
-    # two tasks at least: small images wait for Python
+    # At least two tasks run at a time, because Python is the bottleneck for small
+    # images.
     decode_cpus = ray_env.TASK_CPUS * min(1.0, spare / 2)
     here = {NODE: own_node(ray)} if storage.is_local else None
     arguments = (
@@ -83,7 +85,7 @@ def map_through_model(
     whole = {"batch_format": "pyarrow", "batch_size": None}
     for some in grouped(blocks, EXECUTION_ROWS):
         dataset = dataset_of(some)
-        # the rows of a partition stay together
+        # The rows of a partition must stay together.
         dataset.context.execution_options.preserve_order = True
         # Ray joins blocks below this size, and cuts those of 1.5 times as much, which
         # no chunk has.
@@ -99,7 +101,7 @@ def map_through_model(
                 num_cpus=resources["CPU"],
                 num_gpus=resources.get("GPU", 0),
                 batch_format="pyarrow",
-                batch_size=chunk_rows,  # Ray wants a number where there are GPUs
+                batch_size=chunk_rows,  # Ray requires a number for actors with GPUs.
             )
             .map_batches(
                 Writer,

@@ -46,18 +46,21 @@ from uno.data.splits import Task, train_rows, truth_rows
 from uno.data.stream import CHUNK_BYTES, Chunk, CropJob, EvalData, References, TrainData
 from uno.errors import UnoError
 
-# of a resident set; below it, to start processes takes longer than to decode
+# Fewer images than this are decoded here, because starting processes takes longer.
 FEW_ROWS = 2_000
-ROWS_PER_DECODE = 256  # decoded at once by a task; bounds its memory
-# of places, or of images that are in memory, which travel to their tasks
+ROWS_PER_DECODE = 256  # decoded at once by a task, which limits its memory
+# The largest number of bytes of places, or of images in memory, that are sent to the
+# tasks of an execution.
 EXECUTION_BYTES = 128 * 2**20
-# from which on whole epochs are enough for an execution: its processes are new ones
+# An execution has so many epochs that it has this many blocks, because each execution
+# starts new processes.
 EXECUTION_BLOCKS = 1_000
-STORE_SHARE = 0.4  # of the object store, for the executions of all workers
-# that a task crops: it costs 11 ms of CPU time, a block of its results much less
+STORE_SHARE = 0.4  # share of the object store for the executions of all workers
+# The number of chunks that a task crops. A task costs 11 ms of CPU time, and a block of
+# its results much less.
 TASK_CHUNKS = 4
 
-# of a worker's CPUs that its own node must have for its tasks to stay there
+# A worker's tasks stay on its node if that has this share of the CPUs for them.
 NEAR_SHARE = 0.9
 
 Run = Callable[[list[pa.Table]], Iterator[pa.Table]]
@@ -137,7 +140,7 @@ def worker_sets(
             lambda own, true, free: EvalSet(seen.select_rows(own), true, own, free)
         )
 
-    # an error is raised here, in one line
+    # The error is raised here, so Ray need not log it.
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)
     cpus, store = execution_limits(
         ray.cluster_resources(), config.compute.num_workers, loop["worker_cpus"]
@@ -179,7 +182,7 @@ def decode_task(
         bytes) and ``reason``. The reason is None, or it says why the image cannot be
         read; the pixels are then zeros.
     """
-    # imported here: tasks that decode have no use for it
+    # Imported here, because tasks that decode do not need it.
     from uno.session.resources import ROWS_PER_BLOCK
 
     images, rows = task.rows.images, np.arange(len(task.rows))

@@ -26,14 +26,14 @@ POLL_S = 0.5
 TASK_CPUS = 0.9
 ADDRESS = "RAY_ADDRESS"
 T = TypeVar("T")
-UNREACHED = "1e9"  # of a share that is used
+UNREACHED = "1e9"  # a share of use that is never reached
 
 ENVIRONMENT = {
-    # at the default of 2 s every report blocks up to 1.7 s
+    # With the default of 2 s every report takes up to 1.7 s.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
-    # the dashboard's Train tab is empty otherwise
+    # Without this the Train tab of the dashboard is empty.
     "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",
-    # V2 starts up to 32 footer-reading processes per execution
+    # V2 starts up to 32 processes for each execution to read footers.
     "RAY_DATA_USE_DATASOURCE_V2": "0",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # the patch prints every worker line twice
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
@@ -46,18 +46,18 @@ ENVIRONMENT = {
     "RAY_DATA_DEFAULT_CLUSTER_SCALING_UP_OBJECT_STORE_MEMORY_UTIL_THRESHOLD": UNREACHED,
     "RAY_SCHEDULER_EVENTS": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Ray 2.60 announces a future change of this default otherwise
+    # Without this Ray 2.60 announces a future change of the default.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # workers without a place are said within 30 s
+    # Workers without a place are reported within 30 s.
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "25",
     # pipelines.nodes looks for nodes that leave: Ray's own watcher prints an error line
     # per run, as its actor may restart with arguments that are gone, and asking it is a
     # barrier of all ranks.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
-    # Ray calling itself
+    # Ray's own code causes this warning.
     "PYTHONWARNINGS": "ignore:`ExecutionOptions.exclude_resources` is deprecated",
 }
-# disabled for a private cluster here; of another one the user's is left
+# It is disabled for a private cluster, and not changed for others.
 AUTH_MODE = "RAY_AUTH_MODE"
 
 
@@ -177,16 +177,16 @@ def _start(
     try:
         ray.init(logging_level=logging.WARNING, **options)
         if callable(on_term) and in_main_thread():
-            # Ray puts its own, which ends the process without a word
+            # Ray's handler would end the process without a message.
             signal.signal(signal.SIGTERM, on_term)
-    except SystemExit:  # that handler, while Ray was starting
+    except SystemExit:  # raised by Ray's handler for SIGTERM
         ray.shutdown()
         raise Interrupted("stopped while Ray was starting") from None
     except (ConnectionError, ray.exceptions.AuthenticationError) as error:
         raise ConfigError(
             f"cannot reach the Ray cluster at {address}: {_with_tokens(error)}"
         ) from None
-    except Exception as error:  # Ray has no class of its own for it
+    except Exception as error:  # Ray has no class for this error
         if "AF_UNIX path length" in str(error):
             problem = (
                 "names of Ray's sockets would be too long in the temporary directory"

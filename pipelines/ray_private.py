@@ -13,10 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-NODE = "ray.io/node-id"  # the label that each node has
-# where a node leaves that was asked for
+NODE = "ray.io/node-id"  # the label of each node with its id
+# The fallback if the requested node has left: any node.
 ELSEWHERE = [{"label_selector": dict[str, str]()}]
-GONE = (ImportError, AttributeError, TypeError)  # what a name that has moved raises
+GONE = (ImportError, AttributeError, TypeError)  # raised by a name that has moved
 
 Resources = dict[str, float]
 
@@ -34,7 +34,7 @@ class Node(NamedTuple):
     id: str
     total: Resources
     free: Resources
-    leaving: bool  # it takes no more work
+    leaving: bool  # it is being drained
 
 
 def read_nodes() -> list[Node]:
@@ -156,7 +156,7 @@ def quiet_pools() -> None:
         )
 
         dispatcher.remove_handler(leave_out.__name__)
-        # the one that prints is behind it
+        # The handler that prints comes after this one.
         dispatcher.handlers.insert(0, (leave_out.__name__, leave_out))
 
 

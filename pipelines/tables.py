@@ -271,7 +271,7 @@ def _select(
                 )
         chosen[option] = [name.replace("_", "-") for name in wanted] or chosen[option]
     sets = [benchmarks[name] for name in chosen["datasets"]]
-    if own.scale == "small" and not own.datasets:  # what is not there is not missed
+    if own.scale == "small" and not own.datasets:  # missing data is left out
         sets = [
             benchmark for benchmark in sets if benchmark.option in (None, *directories)
         ]
@@ -379,7 +379,7 @@ def _check_stored(run: Path, config: Config, code: dict[str, str] | None) -> Non
             config.model.encoder, facts.get("encoder_code"), code
         ):
             raise ConfigError(f"{run}: {changed}; use another --output")
-        # fields it does not know: defaults
+        # Fields that the stored run lacks get their default.
         stored = override(Config(), read_config_tree(Storage(str(run))))
         free = {
             *["model.weights"] * (config.model.finetune != "none"),
@@ -509,7 +509,7 @@ def _runner(request: Request) -> Iterator[tuple[Start, int]]:
     wants_ray = request.args.runner == "ray" or (
         request.args.runner == "auto" and several
     )
-    if not wants_ray or compute.num_workers:  # cells that start Ray themselves
+    if not wants_ray or compute.num_workers:  # such cells start Ray themselves
         local_device(Config(compute=compute))
         yield start_local, parallel or _default_parallel(compute)
         return

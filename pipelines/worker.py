@@ -143,7 +143,7 @@ def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
     quiet_ray_train()
     config = Config.model_validate(loop["config"])
     storage = ClaimedStorage(loop["output"], loop["token"])
-    storage.check()  # every rank: the run directory must be one that all nodes see
+    storage.check()  # on every rank, because all nodes must see the run directory
     worker, neighbors = (
         RayWorker(storage),
         ray.train.get_context().get_local_world_size(),
@@ -283,7 +283,7 @@ def run_on_ray(run: Run, show: Show) -> dict[str, float]:
 
         facts = ray_data.shared(ray, config, task, reasons, found, images)
         values = run_workers(run, config, facts, poll, stopping.is_set)
-        # the report and the predictions need no other decoding
+        # The report and the predictions use these images, too.
         if reasons is not None and run.evaluate:
             kept = (
                 ray_data.pixels_of(ray.get(facts["images"]), side)
@@ -333,14 +333,15 @@ def run_workers(
     }
     saved, deaths = _saved_steps(storage), 0
     while True:
-        storage.delete(STOP_FILE)  # which asked the last group to leave its nodes
+        storage.delete(STOP_FILE)  # it asked the last group to stop
         resources = nodes.wait_for_resources(config, give_up)
-        # A cluster that has lost its GPUs is no cluster without GPUs.
+        # Later groups need the same device, even if the cluster has lost its GPUs
+        # meanwhile.
         config = override(
             config, {"compute.device": "cuda" if "GPU" in resources else "cpu"}
         )
         loop["worker_cpus"] = resources["CPU"]
-        # a worker of the last group that still runs writes no more
+        # A worker of the last group that still runs can then write nothing.
         loop["token"] = lock.replace_token()
         notices = nodes.DrainWatcher(ray_private.worker_hosts)
 
@@ -403,7 +404,8 @@ def _fit_in_thread(
         f"attempt-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}",
     )
     variables = flight_recorder(storage) if "GPU" in resources else None
-    # run_workers starts a group again, with shares of the cluster as it is
+    # Ray must not start a group again: run_workers does, with the resources that the
+    # cluster has then.
     settings = run_config(join(loop["output"], RAY_FOLDER), name, (), 0, 0, variables)
     body = partial(
         fit,

@@ -68,7 +68,7 @@ from uno.weights import PRETRAINED, PRETRAINED_FILE, is_file
 
 STOPPING = "stopping; run the same command again to resume the unfinished trials"
 CPU_OF_A_WAITING_TRIAL = 0.01
-# trials may find a GPU that this process lacks
+# Trials may have a GPU that this process lacks.
 HERE = {"compute.num_workers": 0, "compute.device": "auto"}
 
 
@@ -148,7 +148,7 @@ def run_sweep(options: SweepOptions) -> int:
     """
     check_options(options)
     require_loggers(options.config)
-    # trials run in other directories
+    # Trials run in other directories, so paths must be full.
     options = options._replace(config=with_full_path(options.config))
     own_weights = starting_weights(options.config, False)
     asked, (options, task) = options.overrides, _resolved(options)
@@ -171,7 +171,7 @@ def run_sweep(options: SweepOptions) -> int:
         if derives_batch(config, asked):
             options = _fitted(options, folds)
         num_epochs = check_plans(options, folds)
-        if own_weights is not None:  # trials find them in the sweep's directory
+        if own_weights is not None:  # trials read them there
             kept = {"model.weights": storage.below(PRETRAINED_FILE)}
             options = options._replace(config=override(options.config, kept))
         open_sweep(options, claim.storage, task.rows.fingerprint, num_epochs)
@@ -270,7 +270,7 @@ def _tell_loggers(config: Config, claim: RunLock, summary: report.Summary) -> No
                 {"best": float(trial is summary.best), "score": trial.score}
             )
     if "tensorboard" in names:
-        with suppress(StorageError):  # whatever it is: the sweep has its results
+        with suppress(StorageError):  # the results are already written
             claim.storage.delete("tensorboard")
         with Loggers(
             override(config, {"train.report_to": "tensorboard"}), claim.storage
@@ -367,7 +367,7 @@ def check_options(options: SweepOptions) -> None:
         )
         raise ConfigError(f"--score agreement compares heads: {needs}")
     model = options.config.model
-    # A file's frozen encoder is taken to have learned from other images.
+    # The weights of a frozen encoder from a file count as trained on other images.
     foreign = model.finetune == "none" and (
         model.weights == PRETRAINED or is_file(model.weights)
     )
@@ -698,16 +698,16 @@ def _run_missing(
         "starting Ray" + (f"; {plural(len(ended), 'result')} already" if ended else "")
     )
     os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
-    # the searcher hands out what has a place
+    # The searcher itself limits the number of pending trials.
     os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(options.trials)
-    # the new engine prints boxes whatever the verbosity
+    # The new output engine prints boxes at any verbosity.
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
     with on_stop(stopping.set, STOPPING), ray_env.connect() as ray:
         from ray import tune
 
         from tune import search
 
-        # errors of trials are in the table
+        # Errors of trials are in the table, so Ray need not log them.
         logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
         capacity = nodes.once_one_fits(
             config, lambda: Capacity(options, ray.cluster_resources()), stopping.is_set
@@ -747,7 +747,7 @@ def _run_missing(
                 search_alg=searcher,
                 scheduler=search.scheduler(options, num_epochs, ended),
                 num_samples=len(searcher.missing),
-                # a process takes seconds to import torch
+                # A new process takes seconds to import torch.
                 reuse_actors=not config.compute.num_workers,
             ),
             run_config=tune.RunConfig(
@@ -765,7 +765,8 @@ def _run_missing(
         try:
             ray_env.in_thread(tuner.fit, lambda: capacity.look(ray.cluster_resources()))
         finally:
-            # Tune's registry of parameters holds it as long as the process lives
+            # Otherwise Tune's registry of parameters would keep it until the process
+            # ends.
             ray.kill(leases)
         if (reason := searcher.storage_error) is not None:
             raise StorageError(

@@ -35,7 +35,7 @@ NUMBERS = (
     "novel_avg",
     "loss",
     "agreement",
-    # of an epoch: columns, where a trial has them
+    # Times of an epoch.
     "seconds",
     "cpu_seconds",
     "gpu_seconds",

@@ -53,7 +53,7 @@ from uno.state import TrainState
 from uno.text import plural
 from uno.train import Worker
 
-# of each known class, to measure known accuracy on rows that were not trained on
+# Every fifth row of a known class is held out, to measure the known accuracy.
 HELD_OUT_EVERY = 5
 
 
@@ -181,7 +181,7 @@ def make_folds(
         ConfigError: The known classes do not allow these folds.
     """
     if score != FOLDS:
-        # of the real unlabeled rows -1, unless the oracle knows better
+        # Unlabeled rows have -1, unless the score may see their true class.
         labels = data.labels
         if data.oracle is not None:
             labels = np.where(
@@ -193,7 +193,7 @@ def make_folds(
     folds: list[FoldRows] = []
     for hidden in hidden_classes(data.num_known, data.num_novel, num_folds, seed, hide):
         visible = [c for c in range(data.num_known) if c not in hidden]
-        # the last entry is that of label -1
+        # The last entry is for label -1.
         renumbered = np.full(data.num_known + 1, -1)
         renumbered[[*visible, *hidden]] = np.arange(data.num_known)
         labels, novel = renumbered[data.labels], np.isin(data.labels, hidden)
@@ -224,7 +224,8 @@ def _fold(
         num_novel: The number of classes to discover.
         hidden: The known classes that the problem hides.
     """
-    held_out = np.zeros(len(labels), dtype=bool)  # classes of fewer rows keep them all
+    # Of a class with fewer than 5 rows none is held out.
+    held_out = np.zeros(len(labels), dtype=bool)
     for c in range(data.num_known):
         held_out[
             np.flatnonzero(data.labels == c)[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
@@ -285,7 +286,7 @@ def open_folds(
             np.load(source, mmap_mode="r") if isinstance(source, str) else source
         )
     blocks = HostRows([values]) if isinstance(source, str) else RowBlocks([values])
-    # of features the evaluation view
+    # For features this is the evaluation view.
     seen = RowBlocks([values if values.ndim == 4 else values[:, 0]])
     return [
         Fold(

@@ -68,7 +68,7 @@ class Asked:
                 raise ConfigError(f"{problem} returns a searcher that has {own}")
         except ConfigError:
             raise
-        # a package that it needs, a domain that it cannot search
+        # For example, a package is missing, or the searcher does not support a domain.
         except Exception as error:
             raise ConfigError(
                 f"{problem}: {one_line(error) or type(error).__name__}"
@@ -117,7 +117,7 @@ class Asked:
                 else {"score": trial.score, "training_iteration": trial.last_epoch}
             )
             return self._searcher.on_trial_complete(name, result, error=failed)
-        with suppress(ValueError, TypeError):  # outside the space
+        with suppress(ValueError, TypeError):  # the values are outside the space
             point = {
                 key: (
                     domain.choices.index(spaces.frozen(trial.overrides[key]))
@@ -302,7 +302,7 @@ class SweepSearcher(Searcher):
         )
         assert trial is not None
         failure = find_mapping(self._storage, f"{name}/failure.json") or {}
-        # the disk's fault, not the configuration's
+        # The storage failed, and not the configuration.
         if failure.get("kind") == StorageError.__name__:
             self.storage_error = failure["reason"]
             self.missing.clear()
@@ -323,7 +323,7 @@ class SweepSearcher(Searcher):
         self._storage.write(
             f"{name}/result.json", json.dumps(result, indent=1).encode()
         )
-        # checkpoints of a trial that has ended serve nobody
+        # Checkpoints of a trial that has ended are not needed.
         for entry in self._storage.list(name):
             if "-seed" in entry:
                 self._storage.delete(f"{name}/{entry}")
@@ -395,7 +395,7 @@ def scheduler(
             grace_period=grace,
             reduction_factor=rule["reduction"],
         )
-    else:  # a trial that were paused would report its epochs again
+    else:  # A paused trial would report its epochs again, so none is paused.
         found = MedianStoppingRule(**by, grace_period=grace, min_time_slice=math.inf)
     for trial in (trial for trial in ended if trial.status != FAILED and trial.epochs):
         past: Any = Past(trial.index)

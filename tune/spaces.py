@@ -142,7 +142,7 @@ class Domain:
 
 
 Space = tuple[Domain, ...]
-MAX_POINTS = 10_000  # of a grid
+MAX_POINTS = 10_000  # largest number of combinations of a grid
 
 UNO = (
     "objective.epsilon",
@@ -198,9 +198,9 @@ def load_space(name: str, config: Config) -> Space:
         except pydantic.ValidationError as error:
             raise ConfigError(describe(error, where)) from None
         if key not in known:
-            override(config, {key: None})  # raises, and names the nearest key
+            override(config, {key: None})  # raises an error that names a similar key
             raise ConfigError(f"{key!r} is a section, not a key")
-        # Trials share the problem, the machine, and what early stopping compares by.
+        # All trials have the same problem, machine and number of epochs.
         if (
             not field_traits(key).search
             or may_change_on_resume(key)
@@ -209,7 +209,7 @@ def load_space(name: str, config: Config) -> Space:
             raise ConfigError(
                 f"{key} cannot be searched: it is the same for all trials of a sweep"
             )
-        # between the ends: a whole number needs scale int
+        # A value between the ends shows that a field of whole numbers needs scale int.
         values = (*domain.ends, domain.at(0.37))
         changed = [override(config, {key: value}) for value in values]
         if config.model.finetune == "none" and _other_features(key, config, changed):

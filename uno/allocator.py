@@ -14,7 +14,7 @@ import torch
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # mallopt(3)
 NEVER, MAX_MAPPINGS = -1, 65_536
-LARGE = 32 * 2**20  # bytes; as far as glibc raises its threshold by itself
+LARGE = 32 * 2**20  # bytes; glibc itself raises the threshold up to this
 
 
 @contextmanager

@@ -35,12 +35,12 @@ from uno.config import AugmentConfig, ViewConfig
 
 CROP_ATTEMPTS = 10  # torchvision.transforms.RandomResizedCrop.get_params
 CROP_RATIO = (3 / 4, 4 / 3)
-BOX_NUMBERS = 2 * CROP_ATTEMPTS + 3  # of a row that its crop takes
-OTHER_NUMBERS = 19
+BOX_NUMBERS = 2 * CROP_ATTEMPTS + 3  # random numbers for the crop of a view
+OTHER_NUMBERS = 19  # random numbers for its other operations
 BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
-# an order of the four is an index into this tuple
+# The orders of the four operations. An order is stored as an index into this tuple.
 JITTER_ORDERS = tuple(permutations(range(4)))
-# the kernel covers +- this many of the largest standard deviation
+# The kernel covers this many times the largest standard deviation on each side.
 BLUR_RADIUS_SIGMAS = 4
 
 
@@ -404,7 +404,7 @@ def apply(images: Tensor, draws: AugmentParams, config: ViewConfig) -> Tensor:
             f"images must be uint8 (B,3,S,S), B > 0; got {images.dtype}"
             f" {tuple(images.shape)}"
         )
-    # interpolation weights in bfloat16 would show
+    # Interpolation weights in bfloat16 would visibly change the images.
     with torch.autocast(images.device.type, enabled=False):
         out = _crop(images, draws, config)
         _finish_(out, draws, config)
@@ -657,7 +657,7 @@ def hue_(images: Tensor, shift: Tensor) -> Tensor:
     hue.div_(chroma.clamp(min=1e-12)).copysign_(green - blue).add_(
         6 * shift.view(-1, 1, 1, 1)
     )
-    hue.sub_((hue / 6).round_().mul_(6))  # back to -3..3
+    hue.sub_((hue / 6).round_().mul_(6))  # wrapped into -3..3 again
     away = torch.cat(
         [hue.abs().sub_(1), 2 - (hue + 1).abs_(), 2 - (hue - 1).abs_()], dim=1
     ).clamp_(0, 1)

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-FREE = -1  # in ``fixed``: the row goes to its nearest center
-# share of it that whitened features keep where nobody knows how many clusters there are
+FREE = -1  # value in ``fixed`` for a row that goes to its nearest center
+# Whitened features keep this share of the variance if the number of clusters is
+# unknown.
 VARIANCE = 0.95
 MAX_CELLS = 2**24  # distances held at a time: 64 MB in float32
 
@@ -39,11 +40,12 @@ def kmeans(points: Tensor, num_clusters: int, num_starts: int, seed: int) -> Clu
         num_starts: The number of runs. The run with the smallest inertia is returned.
         seed: The seed of the starts.
     """
-    from sklearn.cluster import KMeans  # 2 s of CPU time, which every worker would pay
+    # The import takes 2 s, which every worker would spend.
+    from sklearn.cluster import KMeans
     from sklearn.exceptions import ConvergenceWarning
 
     with warnings.catch_warnings():
-        # fewer different rows than clusters
+        # scikit-learn warns if there are fewer distinct rows than clusters.
         warnings.simplefilter("ignore", ConvergenceWarning)
         found = KMeans(num_clusters, n_init=num_starts, random_state=seed).fit(
             points.numpy()
@@ -228,7 +230,7 @@ def _means(points: Tensor, assignment: Tensor, centers: Tensor) -> Tensor:
     clusters = torch.arange(len(centers), device=points.device)[:, None]
     rows = MAX_CELLS // max(1, len(centers))
     for part, own in zip(points.split(rows), assignment.split(rows), strict=True):
-        # (K, rows): a product is deterministic on CUDA, too
+        # (K, rows). Unlike index_add_, a matrix product is deterministic on CUDA.
         member = (own == clusters).to(points.dtype)
         sums += member @ part
         counts += member.sum(dim=1, keepdim=True)

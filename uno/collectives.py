@@ -17,9 +17,10 @@ from torch import Tensor
 
 from uno.errors import Interrupted, one_line
 
-TIMEOUT = timedelta(minutes=10)  # of a collective: a rank that is as late is lost
-VOTE_S = 0.5  # between two votes on whether all ranks have done their jobs
-# what gloo and NCCL say of a connection that is lost, or of a rank that is late
+# of a collective; a rank that is this late counts as lost
+TIMEOUT = timedelta(minutes=10)
+VOTE_S = 0.5  # seconds between two votes on whether all ranks have finished
+# Texts of gloo and NCCL for a lost connection or a late rank.
 LOST = re.compile(
     r"connection (closed|reset|refused|was (closed|reset))|closed by peer|broken pipe"
     r"|timed out|timeout|remote process exit|ncclRemoteError|communicator was aborted"
@@ -76,7 +77,7 @@ def group(
     except RuntimeError as error:
         if not is_lost_rank(error):
             raise
-        # files of gloo, addresses
+        # The brackets hold source files of gloo and addresses.
         why = re.sub(r"\[\S*\] ?", "", one_line(error))[:120]
         raise Interrupted(
             f"rank {rank} of {world_size} lost another ({why}); the same command"
@@ -176,7 +177,7 @@ def broadcast_from_rank0(tensor: Tensor) -> Tensor:
     All workers must pass a tensor of the same shape and type. On other workers its
     values do not matter.
     """
-    # of other tensors gloo sums something else, and says nothing
+    # For tensors that are not contiguous gloo returns wrong sums without an error.
     tensor = tensor.contiguous()
     return all_reduce_sum_(
         tensor if rank_and_world()[0] == 0 else torch.zeros_like(tensor)

@@ -89,7 +89,7 @@ def field(default: Any, sentence: str = "", **more: Any) -> Any:
 OWN_ENCODERS = ("resnet_small", "resnet18", "resnet34", "resnet50")
 LIBRARY_ENCODER = rf"(torchvision|timm):[\w.\-]+|{OBJECT_NAME}"
 REPORTERS = ("tensorboard", "wandb", "mlflow", "jsonl")
-# the source of vectors, its preset, and what stands for their encoder
+# The kind of source, the preset and the encoder of data that consists of vectors.
 VECTORS = "vectors"
 COLUMNS = ("image", "label", "id", "split", "eval_label", "embedding")
 Probability = Annotated[float, Field(ge=0, le=1)]
@@ -811,7 +811,7 @@ class Config(Section):
     ncl`` it is ``ncl``, a :class:`uno.methods.ncl.Constants`.
     """
 
-    # of the method's section alone, see _with_method_section
+    # Only the method's section is allowed in addition, see _with_method_section.
     model_config = ConfigDict(extra="allow")
 
     preset: str = field(
@@ -977,7 +977,7 @@ def field_traits(key: str) -> FieldTraits:
             Config,
             [first, *rest],
         )  # type: tuple[FieldTraits, Any, list[str]]
-    else:  # a method's section, or a key of another version
+    else:  # the section of a method, or an unknown key
         model, names = section_model(first), rest
         found = FieldTraits() if model is None else FieldTraits(scope="discover")
     for name in names:
@@ -1085,7 +1085,7 @@ def override(config: Config, overrides: Mapping[str, Any]) -> Config:
     for key, value in flat.items():
         if key not in known:
             fields = [name for name in known if name.startswith(f"{key}.")]
-            if fields and value is None:  # a section whose lines are all commented out
+            if fields and value is None:  # all lines of the section are comments
                 continue
             if fields:
                 got = f"(got {repr(value)[:100]})"
@@ -1150,7 +1150,7 @@ def differing_keys(old: Mapping[str, Any], new: Config) -> list[str]:
     """
     a = flatten(to_dict(Config(method=new.method))) | flatten(old)
     b = flatten(to_dict(new))
-    for key in AUTO_KEYS:  # a run stores what it was decided to be
+    for key in AUTO_KEYS:  # A run stores the decided value.
         if "auto" in (a.get(key), b[key]):
             a[key] = b[key]
     return [
@@ -1176,7 +1176,8 @@ def training_settings(config: Config) -> dict[str, Any]:
     }
 
 
-SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C ten times as fast
+# ten times as fast, written in C
+SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 SAFE_DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 LONG_NUMBER = re.compile(r"[-+0-9_:.]{100,}")
 
@@ -1193,7 +1194,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     Raises:
         ConfigError: The file cannot be read, or is not such a file.
     """
-    # imported here: a plain command line needs no pyarrow
+    # Imported here, because a command line without a file needs no pyarrow.
     from uno.data.files import read_bytes
 
     try:
@@ -1241,10 +1242,10 @@ def parse_yaml(data: bytes, where: str) -> Mapping[str, Any]:
             if number > MAX_CONFIG_VALUES:
                 raise ValueError(f"more than {MAX_CONFIG_VALUES} values")
         tree = yaml.load(text, Loader=SAFE_LOADER)
-    # not UTF-8, month 13, an integer of 5000 digits
+    # Examples are text that is not UTF-8, month 13, and an integer of 5000 digits.
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{where}: {' '.join(str(error).split())}") from None
-    if tree is None:  # nothing but comments
+    if tree is None:  # The file has comments only.
         return {}
     if not isinstance(tree, Mapping):
         raise ConfigError(

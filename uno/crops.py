@@ -249,6 +249,6 @@ def crop_(
             ]
         )
     elif -size < top < image.shape[0] and -size < left < image.shape[1]:
-        # negative: cut off
+        # F.pad cuts off at a negative width.
         edges = (-left, left + size - image.shape[1], -top, top + size - image.shape[0])
         view.copy_(F.pad(image[..., :3].permute(2, 0, 1), edges))

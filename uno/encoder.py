@@ -26,7 +26,7 @@ from uno.errors import ConfigError, did_you_mean, one_line
 from uno.imports import check_origin, import_object, working_directory
 
 ONEDNN_BLOCK = 8  # channels that one AVX2 register holds
-PROBE_SIDE = 224  # of an encoder that does not say which images it takes
+PROBE_SIDE = 224  # side of the images for an encoder that names none, in pixels
 
 
 class SmallResNet(nn.Module):
@@ -203,7 +203,7 @@ def _measured_width(name: str, encoder: nn.Module) -> int:
     side = image_side(encoder)
     training = encoder.training
     try:
-        # not inference_mode: what a module keeps from its first call is used later
+        # In inference_mode a tensor that a module caches could not be used in training.
         with torch.no_grad():
             width = encoder.eval()(torch.zeros(1, 3, side, side)).shape[1]
     except (RuntimeError, AssertionError, TypeError, ValueError) as error:
@@ -225,7 +225,8 @@ def _from_timm(what: str) -> nn.Module:
     import timm
 
     encoder = timm.create_model(what, pretrained=False, num_classes=0)
-    # some models, as MobileNetV3, have a layer between the pooled map and the classes
+    # Some models, such as MobileNetV3, have a layer between the pooled map and the
+    # classes.
     width = getattr(encoder, "head_hidden_size", None)
     encoder.num_features = width or encoder.num_features
     return encoder
@@ -531,5 +532,6 @@ def _last_stage(module: nn.Module) -> list[str]:
         for name, child in children.items()
         if next(child.parameters(), None) is not None
     ]
-    inner = _last_stage(children[weighty[0]]) if len(weighty) == 1 else []  # a wrapper
+    # The module is a wrapper.
+    inner = _last_stage(children[weighty[0]]) if len(weighty) == 1 else []
     return inner and [weighty[0], *inner]

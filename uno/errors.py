@@ -4,7 +4,7 @@ import difflib
 import errno
 from collections.abc import Callable, Iterable, Sequence
 
-RAY = "'ray[default,train,tune,data]>=2.60'"  # as pyproject.toml has it
+RAY = "'ray[default,train,tune,data]>=2.60'"  # the same text as in pyproject.toml
 
 
 class UnoError(Exception):

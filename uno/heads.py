@@ -66,7 +66,7 @@ class StackedProjector(nn.Module):
         self.num_heads = num_heads
         self.hidden = nn.Linear(num_features, num_heads * hidden_dim)
         self.bn = nn.BatchNorm1d(num_heads * hidden_dim)
-        # nn.Linear's default initialization, per head
+        # The default initialization of nn.Linear, for each head.
         bound = 1 / math.sqrt(hidden_dim)
         self.weight = nn.Parameter(
             torch.empty(num_heads, hidden_dim, projection_dim).uniform_(-bound, bound)

@@ -194,7 +194,7 @@ def build_model(
         adapter: As for :class:`UnoModel`.
     """
     with torch.random.fork_rng(devices=[]):
-        # torch.manual_seed would reseed CUDA's too
+        # torch.manual_seed would also seed the generators of CUDA.
         torch.default_generator.manual_seed(seed)
         return UnoModel(config, num_known, num_novel, novel_head, adapter)
 

@@ -42,15 +42,15 @@ def sinkhorn(
     scores = (
         logits.detach().to(torch.promote_types(logits.dtype, torch.float32)) / epsilon
     )
-    # sums over 5 clusters in a row would not vectorize
+    # Sums over few adjacent clusters would not be vectorized, so the rows come last.
     by_cluster = scores.shape[-1] < scores.shape[-2]
     scores = scores.mT.contiguous() if by_cluster else scores
     over_rows, over_clusters = (-1, -2) if by_cluster else (-2, -1)
     mass = None if prior is None else prior.to(scores.dtype).log()
     mass = mass.unsqueeze(-1) if mass is not None and by_cluster else mass
     for _ in range(num_iters):
-        scores = scores.log_softmax(dim=over_rows)  # every cluster gets the same mass
-        scores = scores if mass is None else scores + mass  # or its own
+        scores = scores.log_softmax(dim=over_rows)  # equal masses of clusters
+        scores = scores if mass is None else scores + mass  # or the masses of the prior
         scores = scores.log_softmax(dim=over_clusters)  # every row gets mass one
     return scores.exp().mT if by_cluster else scores.exp()
 
@@ -128,7 +128,7 @@ def discovery_loss(
         len(targets[0]),
         known.shape,
     )
-    # [v, w]: the target of v teaches w
+    # Entry [v, w] is 1 if view w is trained with the target of view v.
     pairs = known.new_ones(num_large, num_views).fill_diagonal_(0)
     num_terms = num_large * (num_views - 1) * num_rows
     losses = []

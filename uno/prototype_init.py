@@ -27,8 +27,8 @@ from uno.methods import load
 from uno.model import UnoModel, features_of
 
 NUM_STARTS = 10
-MAX_ROWS = 20_000  # of a kind, that are clustered
-# of resident rows that are shared: workers get about as many rows each
+MAX_ROWS = 20_000  # of each kind that are clustered
+# Limits of the batches of rows in memory, so that workers get about equally many rows.
 MIN_BATCH_ROWS, MAX_BATCHES = 32, 64
 
 Kind = Literal["labeled", "unlabeled"]
@@ -205,7 +205,7 @@ def init_prototypes_(
         )
     )
     if config.model.prototype_init == "kmeans":
-        # a known class is below 0
+        # A row of a known class gets a negative number.
         cluster = found.assignment - num_known if mixed else found.assignment
         _move_prototypes_(
             model,
@@ -329,8 +329,10 @@ def sample_features(
             np.arange(len(numbers)),
             decoded_rows(size, config.data.stored_size),
         )
-        pieces = [order[:num], order[num:]]  # as resident ones
-        if train.images.groups(order[:0]) is not None:  # a group has both kinds
+        # labeled and unlabeled rows apart, as in memory
+        pieces = [order[:num], order[num:]]
+        # A group of rows in a file has both kinds.
+        if train.images.groups(order[:0]) is not None:
             pieces = [np.argsort(numbers, kind="stable")]
         batches = [
             own[batch]
@@ -471,7 +473,7 @@ def set_to_class_means_(prototypes: Tensor, directions: Tensor, group: Tensor) -
         directions: (N, P), rows of length one.
         group: int64 (N,), the prototype 0 .. K - 1 of each row; -1 for none.
     """
-    # (N, K); -1 is in none
+    # (N, K); a row with -1 is in no group.
     member = F.one_hot(group.clamp(min=0), len(prototypes)) * (group >= 0)[:, None]
     member = member.to(directions)
     sums = member.T @ directions

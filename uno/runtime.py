@@ -31,15 +31,17 @@ from uno.errors import ConfigError, one_line
 from uno.threads import start_pool
 
 TORCH = "torch"
-BF16 = "openvino"  # the one that computes in bfloat16 too
+BF16 = "openvino"  # the only runtime that also computes in bfloat16
 PACKAGES = {"openvino": ("openvino",), "onnx": ("onnxruntime", "onnx", "onnxscript")}
 """What runtimes need."""
-# of the length of a row's features: a cosine above .999999; float32 differs by 1e-5
+# The largest accepted difference, relative to the length of a row's features. The
+# cosine is then above 0.999999. The difference in float32 is usually 1e-5.
 TOLERANCE = 1e-3
-# times the difference that PyTorch's own bfloat16 has: .01 to .05 of the length
+# The same for bfloat16, as a multiple of the difference between PyTorch's own bfloat16
+# and float32, which is 0.01 to 0.05 of the length.
 OF_BF16 = 2.0
 BATCH_SIZE = 8  # images that pass the encoder at once, on CPUs
-COMPARED_IMAGES = 16  # of which features are compared with PyTorch's
+COMPARED_IMAGES = 16  # images whose features are compared with PyTorch's
 
 Program = Callable[[Tensor], Tensor]
 """float32 (B, 3, S, S) -> (B, D), of the B and S that it was built for, from any
@@ -153,14 +155,14 @@ class Runtime(nn.Module):
         try:
             program = BUILD[name](self.encoder, images, self._threads, bf16)
             found = self._run(program, images)
-        except Exception as error:  # those of converters have no name in common
+        except Exception as error:  # converters raise errors of many classes
             why = one_line(error)[:160] or type(error).__name__
             raise ConfigError(
                 f"compute.encoder_runtime {name} cannot compute this encoder: {why};"
                 f" {fix}"
             ) from error
         worst = float(_difference(found, expected).max())
-        if not worst <= tolerance:  # NaN is refused, too
+        if not worst <= tolerance:  # This also refuses NaN.
             raise ConfigError(
                 f"compute.encoder_runtime {name} gives features that differ from"
                 f" PyTorch's by {worst:.1e} of their length; {fix}"
@@ -232,7 +234,7 @@ def _with_openvino(
     """Return a program that OpenVINO compiled for batches of :data:`BATCH_SIZE`."""
     import openvino
 
-    # the tracer's
+    # The tracer warns about Python values that it makes constant.
     with (
         warnings.catch_warnings(action="ignore"),
         _kept_logging(),
@@ -255,7 +257,7 @@ def _with_openvino(
     own = threading.local()
 
     def program(images: Tensor) -> Tensor:
-        if not hasattr(own, "request"):  # of each thread
+        if not hasattr(own, "request"):  # a request for each thread
             own.request = compiled.create_infer_request()
         return torch.from_numpy(own.request.infer([images.numpy()])[0].copy())
 
@@ -304,7 +306,7 @@ def to_onnx(module: nn.Module, input: str, output: str, **traced: Any) -> Any:
     Returns:
         The ``ModelProto``.
     """
-    # the exporter announces changes of its own code
+    # The exporter warns about future changes of its own code.
     with warnings.catch_warnings(action="ignore"):
         exported = torch.onnx.export(
             module,

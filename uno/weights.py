@@ -37,15 +37,15 @@ class Description(NamedTuple):
     A value is None or "" if it is not known.
     """
 
-    size: int | None = None  # side of the images it takes, pixels
-    # that side over the shorter side that images are resized to before
+    size: int | None = None  # side of the images that the encoder takes, in pixels
+    # that side, divided by the shorter side to which images are resized before the crop
     crop_share: float = 1.0
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     interpolation: str | None = None
-    # the library's name of its weights, which tells what they were trained on
+    # The library's name of the weights, which says on which data they were trained.
     weights: str = ""
-    license: str = ""  # of those weights
+    license: str = ""  # the license of the weights
 
     def settings(self, size: int | None = None) -> dict[str, Any]:
         """Return the settings of a run that follow from the description.
@@ -232,7 +232,7 @@ def _parsed(data: bytes, source: str) -> dict[str, Tensor]:
                 f"model.weights: {source} is not a safetensors file: {one_line(error)}"
             ) from None
     try:
-        with warnings.catch_warnings(action="ignore"):  # of old protocols
+        with warnings.catch_warnings(action="ignore"):  # warnings about old formats
             found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         why = (
@@ -276,7 +276,7 @@ def _parsed(data: bytes, source: str) -> dict[str, Tensor]:
     return tensors
 
 
-# of others' checkpoints
+# Prefixes and classifiers in checkpoints of other programs.
 PREFIXES = ("", "module.", "encoder.", "module.encoder.", "backbone.", "model.")
 CLASSIFIERS = ("fc.", "head.", "heads.", "classifier.", "head_dist.")
 
@@ -300,7 +300,7 @@ def load_encoder_(
     """
     expected = encoder.state_dict()
     candidates = [with_prefix(dict(tensors), prefix) for prefix in PREFIXES]
-    # the first of equals
+    # max() returns the first of equal candidates.
     own = max(candidates, key=lambda some: len(some.keys() & expected.keys()))
     missing = [
         k for k in expected if k not in own and not k.endswith("num_batches_tracked")
@@ -375,7 +375,7 @@ def _fetch_torchvision(name: str) -> dict[str, Tensor]:
         return weights.get_state_dict(
             progress=False, check_hash=True, map_location="cpu", weights_only=True
         )
-    # URLError is an OSError; RuntimeError: a damaged file
+    # URLError is an OSError, and a damaged file raises RuntimeError.
     except (OSError, RuntimeError) as error:
         folder, reason = (
             os.path.join(torch.hub.get_dir(), "checkpoints"),
@@ -413,13 +413,13 @@ def _fetch_timm(what: str) -> dict[str, Tensor]:
         try_to_load_from_cache(repository, "model.safetensors"), str
     )
     try:
-        if not here:  # timm tries for a minute before it gives up
-            # it answers; what it says is the library's business
+        if not here:  # timm itself gives up only after a minute
+            # An HTTP error is an answer, too. timm handles it.
             with suppress(HTTPError):
                 request = urllib.request.Request(file, method="HEAD")
                 urllib.request.urlopen(request, timeout=NETWORK_TIMEOUT_S).close()
         return timm.create_model(what, pretrained=True, num_classes=0).state_dict()
-    # URLError and what the hub raises are OSErrors
+    # URLError and the errors of the hub are OSErrors.
     except (OSError, RuntimeError) as error:
         folder, reason = constants.HF_HUB_CACHE, one_line(error)[:120]
         where = (
