@@ -77,7 +77,7 @@ def shared(
 ) -> dict[str, Any]:
     """Put what all workers read of a task into the object store.
 
-    What training may know and the true labels are separate.
+    What training may know and the true labels are stored separately.
 
     Args:
         ray: The connected module.
@@ -89,7 +89,9 @@ def shared(
         images: The references to blocks of :func:`decode_task`, or None.
 
     Returns:
-        Entries of the dict that :func:`worker_sets` takes.
+        Entries of the dict that :func:`worker_sets` takes: ``num_true``, the number of
+        true classes; references at ``rows`` (the facts for training) and ``truth`` (the
+        true labels); and at ``source``, ``features`` or ``images`` if the run has them.
     """
     ok = None if reasons is None else ok_mask(reasons)
     streams = config.data.loading == "streaming"
@@ -500,8 +502,8 @@ def in_executions(run: Run, groups: Iterator[list[pa.Table]]) -> Iterator[pa.Tab
 def whole_epochs(epochs: Iterable[Iterable[pa.Table]]) -> Iterator[list[pa.Table]]:
     """Join the blocks of epochs to groups, one for each execution.
 
-    A group has whole epochs, and as many that it has at least ``EXECUTION_BLOCKS``
-    blocks. The last group may have fewer.
+    A group consists of whole epochs. It ends as soon as it has at least
+    ``EXECUTION_BLOCKS`` blocks. The last group may have fewer.
 
     Args:
         epochs: The blocks of each epoch.
