@@ -101,10 +101,14 @@ class Domain:
         )
 
     def at(self, share: float) -> Any:
-        """Return the value below which a share of the domain lies.
+        """Return a value by its position in the domain.
+
+        Positions are equally spaced on the domain's scale. For example, ``at(0.5)`` is
+        the middle choice, the arithmetic mean of the bounds, or on a log scale their
+        geometric mean. Values of a range are rounded to 4 significant digits.
 
         Args:
-            share: The share, in [0, 1).
+            share: The position, in [0, 1).
         """
         if self.choices:
             return self.choices[int(share * len(self.choices))]
