@@ -160,7 +160,11 @@ def _optuna(seed: int) -> Searcher:
 
 
 def _ray_domain(domain: spaces.Domain) -> Any:
-    """Return a domain as Ray Tune has it; choices become their positions."""
+    """Return Ray Tune's distribution for a domain.
+
+    Choices become a uniform distribution of their positions, 0 to the number of choices
+    minus 1.
+    """
     low, high = (0, len(domain.choices) - 1) if domain.choices else domain.ends
     if domain.choices or domain.scale == "int":
         return ray_tune.randint(low, high + 1)
@@ -170,7 +174,12 @@ def _ray_domain(domain: spaces.Domain) -> Any:
 
 
 def _value(domain: spaces.Domain, found: Any) -> Any:
-    """Return the value of a domain that a searcher chose."""
+    """Return the value that a searcher has chosen from :func:`_ray_domain`.
+
+    Args:
+        domain: The domain.
+        found: The searcher's number: a value, or the position of a choice.
+    """
     if domain.choices:
         return domain.choices[int(found)]
     return int(found) if domain.scale == "int" else float(found)
@@ -265,7 +274,15 @@ class SweepSearcher(Searcher):
         return {"index": index}
 
     def _values(self, index: int) -> dict[str, Any] | str | None:
-        """Return the values of a new trial, as :meth:`Asked.values` does."""
+        """Return the values of a new trial, by dotted key.
+
+        Trial 0 has the values of the given configuration. The others are drawn, or
+        taken from the grid, or chosen by the searcher of ``--search``, see
+        :meth:`Asked.values`.
+
+        Args:
+            index: The number of the trial.
+        """
         if index == 0:
             return self._given
         if self._asked is not None:
@@ -276,7 +293,12 @@ class SweepSearcher(Searcher):
         )
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
-        """Tell the searcher the score of an epoch."""
+        """Tell the searcher of ``--search`` the score of an epoch.
+
+        Args:
+            trial_id: Ray Tune's id of the trial.
+            result: The result that Ray Tune has.
+        """
         if self._asked is not None and trial_id in self._running:
             self._asked.report(self._running[trial_id], result)
 
