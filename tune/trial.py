@@ -55,7 +55,7 @@ class SweepOptions(NamedTuple):
         space_name: The name or the file of the space.
         trials: The number of trials.
         search: ``random``, ``grid``, ``optuna`` or ``package.module:factory``.
-        score: The name of the score.
+        score: ``folds``, ``loss``, ``agreement`` or ``oracle``.
         folds: The number of folds of each trial.
         hide: The number of classes that a fold hides; None for the default.
         seeds: The number of runs of each configuration.
@@ -256,7 +256,15 @@ def _clock(worker: Worker) -> Callable[[], dict[str, float]]:
 
 
 def pretrain_key(config: Config, fold: Fold) -> str:
-    """Return a key that is equal for trials that can share a pretraining."""
+    """Return a key of the pretraining of a trial on a fold.
+
+    It is equal for trials that can share the pretraining: those with equal settings of
+    pretraining and equal hidden classes.
+
+    Args:
+        config: The configuration of the trial.
+        fold: The problem.
+    """
     hidden = hashlib.sha256(json.dumps(fold.hidden).encode()).hexdigest()[:6]
     return f"{run.pretrain_hash(config)}-{hidden}"
 
@@ -472,7 +480,11 @@ class _TrialWorker(ray_worker.RayWorker):
 
 
 def _train_loop(loop: dict[str, Any]) -> None:
-    """Run a trial on every worker: Ray Train's ``train_loop_per_worker``."""
+    """Run a trial on every worker: Ray Train's ``train_loop_per_worker``.
+
+    Args:
+        loop: ``index``, the number of the trial, and ``sweep``, a :class:`Sweep`.
+    """
     import ray.train
 
     ray_worker.quiet_ray_train()
