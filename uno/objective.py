@@ -173,8 +173,8 @@ def global_targets(
 ) -> list[Tensor]:
     """Compute pseudo-labels of this worker's unlabeled rows from the GLOBAL batch.
 
-    One collective serves all views, heads and families: their logits are gathered side
-    by side.
+    The global batch has the rows of all workers. Their logits are gathered by a single
+    collective for all views, heads and families.
 
     Args:
         families: F tensors (V, H, B, K_f), cosines of the cluster heads, then those of
@@ -182,10 +182,10 @@ def global_targets(
         num_large: The first ``num_large`` views give targets.
         num_labeled: The first ``num_labeled`` rows have labels.
         objective: The settings of Sinkhorn and of the pseudo-labels.
-        past: F tensors (V_large, H, Q, K_f), logits of rows of earlier batches, which
-            Sinkhorn sees in addition. They get no targets.
-        known: (V, B, C_l), cosines with the known prototypes. They are used with a
-            prior over all C outputs only.
+        past: F tensors (V_large, H, Q, K_f), cosines of Q rows of earlier batches,
+            which Sinkhorn sees in addition. They get no targets.
+        known: (V, B, C_l), cosines with the known prototypes. They are used only if
+            ``prior`` covers all C outputs.
         prior: The expected shares of the unlabeled rows in the outputs; None for equal
             shares. (C_u,) is for the cluster heads. (C,) means that unlabeled rows may
             be of known classes, too (GCD). Their targets then cover the known outputs
@@ -194,7 +194,7 @@ def global_targets(
 
     Returns:
         F tensors (V_large, H, B_u, K_f), or (V_large, H, B_u, C_l + K_f) with a prior
-        over all C outputs.
+        over all C outputs. Rows sum to one.
     """
     priors: list[Tensor | None] = [prior, *[None] * (len(families) - 1)]
     if prior is not None and known is not None and len(prior) > families[0].shape[-1]:
