@@ -52,11 +52,22 @@ class RayBackend(LocalBackend):
             os.environ[ray_env.ADDRESS] = address
 
     def free_memory(self, config: Config) -> FreeMemory:
-        """Return the free memory for a run, see :func:`pipelines.nodes.free_memory`."""
+        """Return the free memory of the nodes on which a run's workers will be.
+
+        See :func:`pipelines.nodes.free_memory`.
+        """
         return nodes.free_memory(config)
 
     def train(self, run: Run, show: Show) -> dict[str, float]:
-        """Train and evaluate the run with Ray Data and Ray Train."""
+        """Train and evaluate the run with Ray Data and Ray Train.
+
+        Args:
+            run: The locked run.
+            show: Takes each line of metrics.
+
+        Returns:
+            The metrics of the evaluation; empty unless ``run.evaluate``.
+        """
         return run_on_ray(run, show)
 
     def after_training(self, task: Task) -> Backend:
@@ -83,9 +94,17 @@ class RayBackend(LocalBackend):
     def decoder(self, run: Run, model: Classifier) -> Decode:
         """Return the function that decodes, or encodes, rows of the run for a model.
 
-        The workers of a cluster compute features, because this machine may be small.
-        This process decodes rows that need no encoder, those of a run that is not
-        finished, and all rows if Ray was started here.
+        On a cluster that runs already, its workers compute features, because this
+        machine may be small. In all other cases this process does the work: if Ray was
+        started here, if the features are known already, or if the model is that of an
+        unfinished run.
+
+        Args:
+            run: The run.
+            model: The model.
+
+        Returns:
+            A function as :data:`uno.results.infer.Decode`.
         """
         here, images = super().decoder(run, model), run.task.rows.images
         ready = images.prepared(np.arange(0))
@@ -102,7 +121,18 @@ class RayBackend(LocalBackend):
         writer: PredictionWriter,
         show: Callable[[int, int], None],
     ) -> Summary:
-        """Classify rows with actors that load the model from the files of its run."""
+        """Classify rows with actors that load the model from the files of its run.
+
+        Args:
+            run: The run of the model.
+            model: The model. It is not used, because the actors load it.
+            writer: The predictions. Parts that are stored already are not computed
+                again.
+            show: Takes the number of finished rows and of all rows.
+
+        Returns:
+            The summary of all predictions.
+        """
         config, files = run.config, read_model_files(run.storage)
         with ray_env.connect(workers=config.compute.num_workers) as ray:
             return predict_on_ray(ray, config, files, writer, show)
