@@ -97,10 +97,16 @@ def compute_on_ray(
 
 
 def make_block(job: FeatureJob, rows: np.ndarray, start: int, stop: int) -> pa.Table:
-    """Return rows of a job as they travel to a task.
+    """Return rows of a job as the table that is sent to a task.
 
     The columns are ``row``, the position among the rows that are encoded; ``seed`` of
-    the random views; whether the row ``has_views``; and the image.
+    the random views; ``has_views``, whether the row has random views; and the image.
+
+    Args:
+        job: What is encoded.
+        rows: int64 (n,), the numbers of all rows that are encoded.
+        start: The position of the first row of the table.
+        stop: The position after its last row.
     """
     own = rows[start:stop]
     return pa.table(
@@ -116,8 +122,15 @@ def make_block(job: FeatureJob, rows: np.ndarray, start: int, stop: int) -> pa.T
 def decode_block(block: pa.Table, config: Config, reader: Any) -> Iterator[pa.Table]:
     """Decode the rows of :func:`make_block` in a task.
 
+    Args:
+        block: The table.
+        config: The configuration of the run.
+        reader: The reference to what reads images by row number, or None.
+
     Yields:
-        A table for each chunk of rows, with the pixels in the place of the image.
+        A table for each chunk of rows: ``row``, ``seed``, ``viewed`` (whether the
+        pixels are for random views), ``reason`` (why the image cannot be read, or None)
+        and ``pixels``.
     """
     import ray
 
@@ -206,8 +219,16 @@ class Featurizer:
 def pack_chunk(storage: Storage, number: int, results: pa.Table) -> bytes | None:
     """Return the features and reasons of a chunk as bytes for the driver.
 
-    Returns None for numbers that are not finite: Ray would print a traceback for an
-    error. Nothing is stored: the driver writes to the cache.
+    Nothing is stored, because the driver writes to the cache.
+
+    Args:
+        storage: The directory of the cache, which is not used.
+        number: The number of the chunk, which is not used.
+        results: A table of :meth:`Featurizer.__call__`.
+
+    Returns:
+        None if a number is not finite. An error in its place would make Ray print a
+        traceback.
     """
     column = results["features"]
     values = bytes_of(column, column.type.byte_width).view(np.float32)
