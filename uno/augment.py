@@ -228,10 +228,18 @@ def eval_view(
 def sample_uniforms(
     num_rows: int, num_views: int, generator: torch.Generator
 ) -> Tensor:
-    """Draw the random numbers for V views of each of N rows: float64 (N,V,42) in 0-1.
+    """Draw the random numbers for V views of each of N rows.
 
     A view takes 42 numbers whatever its configuration is, so that switching an
     operation on or off does not change the other parameters.
+
+    Args:
+        num_rows: N.
+        num_views: V.
+        generator: A generator on the CPU.
+
+    Returns:
+        float64 (N,V,42), uniform in [0, 1).
     """
     size = (num_rows, num_views, BOX_NUMBERS + OTHER_NUMBERS)
     return torch.rand(size, generator=generator, dtype=torch.float64)
@@ -412,7 +420,13 @@ def apply(images: Tensor, draws: AugmentParams, config: ViewConfig) -> Tensor:
 
 
 def _finish_(views: Tensor, draws: AugmentParams, config: ViewConfig) -> None:
-    """Apply all operations after crop and flip in place to float32 views (N,3,S,S)."""
+    """Apply all operations that follow crop and flip, in place.
+
+    Args:
+        views: float32 (N,3,size,size) in 0-1, which is changed.
+        draws: The parameters of the N views.
+        config: The kind of these views.
+    """
     _on_rows(views, draws.affine, affine, draws.pose)
     if len(rows := draws.jitter.nonzero()[:, 0]):
         jitter_(views, rows, draws.factors[rows], draws.order[rows])
