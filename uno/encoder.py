@@ -71,12 +71,24 @@ SMALL_STEMS = {"cifar": (3, 1), "cifar_stride2": (4, 2)}
 
 
 def _small_stem(width: int, stem: str) -> nn.Conv2d:
-    """Build the first convolution of a stem of :data:`SMALL_STEMS`."""
+    """Build the first convolution of an encoder for small images.
+
+    Args:
+        width: The number of its output channels.
+        stem: ``cifar`` (3x3, stride 1) or ``cifar_stride2`` (4x4, stride 2).
+    """
     return nn.Conv2d(3, width, *SMALL_STEMS[stem], 1, bias=False)
 
 
 def _stage(inputs: int, outputs: int, blocks: int, stride: int) -> nn.Sequential:
-    """Build a stage of residual blocks, of which the first has the given stride."""
+    """Build a stage of residual blocks (He et al. 2016).
+
+    Args:
+        inputs: The number of channels of the input.
+        outputs: The number of channels of every block.
+        blocks: The number of blocks.
+        stride: The stride of the first block. The others have stride 1.
+    """
     from torchvision.models.resnet import BasicBlock
 
     shortcut = None
@@ -329,6 +341,9 @@ def require_encoder(name: str, foreign: str | None = None) -> None:
 def _callable(name: str) -> Callable[[], Any]:
     """Import the user's function that builds an encoder.
 
+    Args:
+        name: ``package.module:NAME``.
+
     Raises:
         ConfigError: It cannot be imported, or cannot be called.
     """
@@ -420,10 +435,19 @@ def changed_code(name: str, then: Any, now: Any) -> str:
 
 
 def _pooled(module: nn.Module, inputs: Any, output: Any) -> Tensor:
-    """Turn the output of an encoder into one vector for each image, as a forward hook.
+    """Turn the output of an encoder into one vector for each image.
 
-    Vectors (B, D) stay. Maps (B, D, h, w) are averaged over positions. Of tokens (B, T,
-    D) the first is taken if the module has a class token. Otherwise they are averaged.
+    This is a forward hook. Vectors (B, D) stay. Maps (B, D, h, w) are averaged over
+    positions. Of tokens (B, T, D) the first is taken if the module has a class token.
+    Otherwise they are averaged.
+
+    Args:
+        module: The encoder.
+        inputs: The inputs, which are not used.
+        output: The output.
+
+    Returns:
+        (B, D).
 
     Raises:
         ConfigError: The output is of another kind.
