@@ -216,6 +216,12 @@ def run_sweep(options: SweepOptions) -> int:
 def _check_folds(options: SweepOptions, task: Task, asked: Container[str]) -> None:
     """Check the folds of a sweep before any image is decoded.
 
+    Args:
+        options: The options of the sweep.
+        task: The rows of the sweep.
+        asked: The dotted keys that the user set. Without a batch size among them, the
+            batch size is reduced to the rows of a fold.
+
     Raises:
         ConfigError: The score does not go with the classes, or the batch size does not
             go with the rows of a fold.
@@ -528,6 +534,13 @@ def _fitted(options: SweepOptions, folds: list[FoldRows]) -> SweepOptions:
     """Reduce the batch size so that every fold fills a batch.
 
     A fold has fewer rows than the run.
+
+    Args:
+        options: The options of the sweep.
+        folds: The problems of each trial.
+
+    Returns:
+        The options with the batch size, which counts as set by the user.
     """
     config = options.config
     rules, workers = (
@@ -778,7 +791,10 @@ def _run_missing(
 
 
 def _line(trial: Trial) -> str:
-    """Return a line on how a trial ended and on its values."""
+    """Return a line on how a trial ended and on its values.
+
+    For example ``trial 3 finished: score 0.8123  [epsilon 0.05, num_heads 4]``.
+    """
     how = (
         "finished"
         if trial.status == FINISHED
