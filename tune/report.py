@@ -221,7 +221,8 @@ def _explained(
 def what_mattered(summary: Summary) -> str:
     """Return a line that names the keys with an effect above chance.
 
-    It is "" with too few trials.
+    If there is none, the line names the key with the largest effect. It is "" if there
+    were too few trials.
     """
     if not summary.effects:
         return ""
@@ -394,7 +395,8 @@ def page(summary: Summary) -> str:
 def best_so_far(summary: Summary) -> Chart | None:
     """Draw the score of each trial over its number, and the best finished score so far.
 
-    The chart is None without a score.
+    Returns:
+        The chart, or None without a score.
     """
     steps, top = [], -math.inf
     for trial in (trial for trial in summary.trials if math.isfinite(trial.score)):
@@ -409,8 +411,10 @@ def best_so_far(summary: Summary) -> Chart | None:
 def learning_curves(summary: Summary) -> Chart | None:
     """Draw the score over epochs, one line for each trial.
 
-    The lines show where early stopping ended a trial. The chart is None without a
-    score.
+    The lines show where early stopping ended a trial.
+
+    Returns:
+        The chart, or None without a score.
     """
     series, last = [], int(summary.settings["epochs"])
     for trial in _shown(summary):
@@ -429,9 +433,16 @@ def learning_curves(summary: Summary) -> Chart | None:
 
 
 def scatter(domain: Domain, summary: Summary) -> Chart | None:
-    """Draw the score over the values of one key, about five of which are marked.
+    """Draw the score of each trial over its value of one key.
 
-    The chart is None without a score.
+    About five values are marked on the axis.
+
+    Args:
+        domain: The domain of the key.
+        summary: The results.
+
+    Returns:
+        The chart, or None without a score.
     """
     values = domain.choices[:: max(1, len(domain.choices) // 6)]
     values = values or tuple(
@@ -446,9 +457,9 @@ def scatter(domain: Domain, summary: Summary) -> Chart | None:
 
 
 def _shown(summary: Summary) -> list[Trial]:
-    """Return the last 200 trials with a score, with the best at the end.
+    """Return the last 200 trials with a score, with the best trial at the end.
 
-    The best is thus drawn above the others.
+    The best is thus always among them, and is drawn above the others.
     """
     shown = [trial for trial in summary.trials if math.isfinite(trial.score)]
     return sorted(shown, key=lambda trial: trial is summary.best)[-MAX_SHOWN:]
@@ -499,7 +510,7 @@ def _kind(summary: Summary, trial: Trial) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a value as short text for a chart."""
+    """Return a value as short text for a chart: ``0.05``, or ``0.5-1`` for a pair."""
     if isinstance(value, list | tuple):
         return "-".join(map(_text, value))
     return f"{value:.2g}" if isinstance(value, float) else visible(value, 14)
