@@ -139,6 +139,9 @@ class Runtime(nn.Module):
     def _build(self, images: Tensor) -> Program:
         """Build the program, and compare its features with those of PyTorch.
 
+        Args:
+            images: The first images, float32 (B, 3, S, S).
+
         Raises:
             ConfigError: The runtime cannot compute the encoder, or gives other
                 features.
@@ -170,9 +173,16 @@ class Runtime(nn.Module):
         return program
 
     def _run(self, program: Program, images: Tensor) -> Tensor:
-        """Compute the features of all images in batches of one size.
+        """Compute the features of all images in batches of one size, by a thread pool.
 
         The last batch is filled up with black images, and their features are dropped.
+
+        Args:
+            program: Computes the features of a batch.
+            images: float32 (B, 3, S, S).
+
+        Returns:
+            float32 (B, D).
         """
         filled = F.pad(images, (0, 0, 0, 0, 0, 0, 0, -len(images) % BATCH_SIZE))
         parts = [part.contiguous() for part in filled.split(BATCH_SIZE)]
@@ -180,9 +190,14 @@ class Runtime(nn.Module):
 
 
 def _difference(features: Tensor, expected: Tensor) -> Tensor:
-    """Return the distance (B,) of features (B, D) to the expected ones.
+    """Return the distance of features to the expected ones, relative to their length.
 
-    It is relative to the length of the expected features.
+    Args:
+        features: (B, D).
+        expected: (B, D).
+
+    Returns:
+        (B,).
     """
     return (features - expected).norm(dim=1) / expected.norm(dim=1)
 
@@ -196,19 +211,31 @@ for batches of :data:`BATCH_SIZE`.
 def _with_torch(
     encoder: nn.Module, images: Tensor, threads: int, bf16: bool
 ) -> Program:
-    """Return a program that runs the encoder as it is."""
+    """Return a program (see :data:`Program`) that runs the encoder in PyTorch.
+
+    It computes in bfloat16 if ``bf16``. The other arguments are not used.
+    """
     return partial(_torch, encoder, bf16=bf16)
 
 
 def _compiled(encoder: nn.Module, images: Tensor, threads: int, bf16: bool) -> Program:
-    """Return a program that runs the encoder through torch.compile."""
+    """Return a program (see :data:`Program`) that runs the encoder by torch.compile.
+
+    It computes in bfloat16 if ``bf16``. The other arguments are not used.
+    """
     program: Any = torch.compile(encoder, dynamic=False, options={"freezing": True})
     return partial(_torch, program, bf16=bf16)
 
 
 @torch.inference_mode()
 def _torch(encoder: Program, images: Tensor, bf16: bool = False) -> Tensor:
-    """Run an encoder in PyTorch, and return its features in float32."""
+    """Run an encoder in PyTorch, and return its features in float32.
+
+    Args:
+        encoder: The encoder, or what torch.compile made of it.
+        images: float32 (B, 3, S, S), on the CPU.
+        bf16: Whether to compute in bfloat16.
+    """
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         return encoder(images.contiguous(memory_format=torch.channels_last)).float()
 
@@ -231,7 +258,14 @@ def _kept_logging() -> Iterator[None]:
 def _with_openvino(
     encoder: nn.Module, images: Tensor, threads: int, bf16: bool
 ) -> Program:
-    """Return a program that OpenVINO compiled for batches of :data:`BATCH_SIZE`."""
+    """Return a program (see :data:`Program`) that OpenVINO compiled.
+
+    Args:
+        encoder: The encoder.
+        images: Example images (B, 3, S, S), which give the size.
+        threads: The number of threads that call the program.
+        bf16: Whether to compute in bfloat16.
+    """
     import openvino
 
     # The tracer warns about Python values that it makes constant.
@@ -265,7 +299,16 @@ def _with_openvino(
 
 
 def _with_onnx(encoder: nn.Module, images: Tensor, threads: int, bf16: bool) -> Program:
-    """Return a program that ONNX Runtime computes in float32, one thread a call."""
+    """Return a program (see :data:`Program`) that ONNX Runtime computes in float32.
+
+    Each call uses one thread.
+
+    Args:
+        encoder: The encoder.
+        images: Example images (B, 3, S, S), which give the size.
+        threads: The number of threads that call the program, which is not used.
+        bf16: Not used.
+    """
     import onnxruntime
 
     shapes = ({0: torch.export.Dim("batch", min=1)},)
