@@ -128,9 +128,9 @@ def decode_block(block: pa.Table, config: Config, reader: Any) -> Iterator[pa.Ta
         reader: The reference to what reads images by row number, or None.
 
     Yields:
-        A table for each chunk of rows: ``row``, ``seed``, ``viewed`` (whether the
-        pixels are for random views), ``reason`` (why the image cannot be read, or None)
-        and ``pixels``.
+        A table for each chunk of rows: ``row``, ``seed``, ``viewed`` (whether the row
+        has crops of random views), ``reason`` (why the image cannot be read, or None)
+        and ``pixels`` (of all crops of the row).
     """
     import ray
 
