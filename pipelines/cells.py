@@ -88,7 +88,12 @@ def read_attempts(output: Path) -> dict[str, Attempts]:
 
 
 def start_local(command: list[str], log: Path) -> subprocess.Popen[bytes]:
-    """Start a process on this machine that ends with this one."""
+    """Start a process on this machine that ends with this one.
+
+    Args:
+        command: The command of the process.
+        log: The file to which its output is appended.
+    """
     # In a new session Ctrl-C reaches only the driver, which forwards it.
     with log.open("ab") as file:
         return subprocess.Popen(
@@ -142,7 +147,16 @@ class RayProcess:
 
 
 def _run(command: list[str], log: Path, stop: Path) -> int:
-    """Run a command until it ends or the file ``stop`` exists; return its code."""
+    """Run a command until it ends or a file appears, in a task of Ray.
+
+    Args:
+        command: The command of the process.
+        log: The file to which its output is appended.
+        stop: The file that asks the process to save and end.
+
+    Returns:
+        The exit code of the process.
+    """
     process = start_local(command, log)
     while process.poll() is None:
         if stop.exists():
@@ -208,7 +222,15 @@ def run_jobs(
 
 
 def _command(output: Path, job: CellProcess) -> tuple[list[str], Path]:
-    """Write the configuration of a job; return its command and its log file."""
+    """Write the configuration of a job, and return how to run it.
+
+    Args:
+        output: The output directory.
+        job: The job.
+
+    Returns:
+        The command and the log file.
+    """
     run = output / job.name
     Storage(str(run.parent)).write(f"{run.name}.yaml", dump_yaml(job.config).encode())
     command = [
@@ -275,7 +297,13 @@ def last_line(log: Path) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one job: ``pretrain|features|cells --config FILE --output DIR``."""
+    """Run one job in this process, and return the exit code.
+
+    Args:
+        argv: ``KIND --config FILE --output DIR``. The kind ``features`` fills the cache
+            of features, ``pretrain`` trains the encoder and the known head, and
+            ``cells`` does a whole run without a report.
+    """
     threading.Thread(target=end_with_parent, daemon=True).start()
     kind, *rest = argv
     if kind == "features":
