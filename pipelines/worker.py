@@ -119,7 +119,10 @@ class Gauges:
         }
 
     def set(self, metrics: Mapping[str, Any]) -> None:
-        """Set the gauges to the numbers of a line of metrics."""
+        """Set the gauges to the numbers of a line of metrics.
+
+        Numbers without a gauge are ignored. The line's ``phase`` becomes a tag.
+        """
         for name in self._gauges.keys() & metrics.keys():
             self._gauges[name].set(
                 metrics[name], {**self._tags, "phase": metrics["phase"]}
@@ -159,7 +162,17 @@ def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
 def _train_rank(
     config: Config, loop: dict[str, Any], worker: RayWorker, storage: ClaimedStorage
 ) -> dict[str, Any]:
-    """Train and evaluate a run on this rank, see :func:`train_loop`."""
+    """Train and evaluate a run on this rank.
+
+    Args:
+        config: The configuration of the run.
+        loop: The argument of :func:`train_loop`.
+        worker: This rank.
+        storage: The directory of the run.
+
+    Returns:
+        The result of :func:`train_loop`.
+    """
     train, truth = ray_data.worker_sets(config, loop, storage)
     train = train.to(worker.device)
     try:
@@ -490,7 +503,11 @@ def flight_recorder(storage: Storage) -> dict[str, str]:
 
 
 def traces_of(storage: Storage) -> str:
-    """Return the directory on a node for NCCL's traces."""
+    """Return the directory on a node for NCCL's traces.
+
+    It is ``nccl`` in the directory of a local run, and for a run on an object store a
+    temporary directory with a name made from the run's URI.
+    """
     if storage.is_local:
         return storage.path(TRACES)
     name = hashlib.sha256(storage.uri.encode()).hexdigest()[:12]
