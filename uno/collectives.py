@@ -124,6 +124,10 @@ def gather_rows_with_grad(tensor: Tensor, dim: int) -> Tensor:
     The backward pass adds up the gradients that all workers' losses have for a row. If
     each worker's loss is a mean over pairs (own row, any row), and gradients are
     averaged over workers, the result is the gradient of the mean over all pairs.
+
+    Args:
+        tensor: This worker's tensor.
+        dim: The dimension along which to concatenate.
     """
     return _GatherRows.apply(tensor, dim) if in_group() else tensor
 
@@ -156,7 +160,12 @@ class _GatherRows(torch.autograd.Function):
 
 
 def local_shard(tensor: Tensor, dim: int) -> Tensor:
-    """Return this worker's part of a tensor that :func:`gather_rows` concatenated."""
+    """Return this worker's part of a tensor that :func:`gather_rows` concatenated.
+
+    Args:
+        tensor: The tensor with the rows of all workers.
+        dim: The dimension along which it was concatenated.
+    """
     return (
         tensor.chunk(rank_and_world()[1], dim=dim)[rank_and_world()[0]]
         if in_group()
@@ -280,6 +289,10 @@ def _work_together(work: Callable[[], None], device: torch.device) -> None:
 
 
 def barrier(device: torch.device) -> None:
-    """Wait for all workers."""
+    """Wait until all workers have called this.
+
+    Args:
+        device: The device of this rank, on which ranks exchange tensors.
+    """
     if in_group():
         float(all_reduce_sum_(torch.zeros(1, device=device)))
