@@ -410,9 +410,13 @@ def combined(parts: Mapping[str, float], score: str) -> float:
 
 
 def _unlabeled_images(train: TrainData, config: Config) -> Iterator[Tensor]:
-    """Yield the unlabeled images, or their features, in batches.
+    """Yield the unlabeled images of a training set, or their features, in batches.
 
     Images that cannot be read are left out.
+
+    Args:
+        train: The training set.
+        config: The configuration of the trial.
     """
     size = config.train.eval_batch_size
     if not isinstance(train, StreamSet):
@@ -428,7 +432,16 @@ def _unlabeled_images(train: TrainData, config: Config) -> Iterator[Tensor]:
 
 
 def _clusters(model: UnoModel, images: Tensor, config: Config) -> Tensor:
-    """Return the cluster of each of B images under every head, int64 (H, B)."""
+    """Return the most likely novel cluster of images under every cluster head.
+
+    Args:
+        model: The model, in eval mode.
+        images: B images, or their features, as :func:`uno.model.forward` takes them.
+        config: The configuration of the trial.
+
+    Returns:
+        int64 (H, B), on the CPU.
+    """
     novel = forward(model, images, config).novel
     assert novel is not None
     return novel[0].argmax(dim=-1).cpu()
