@@ -729,7 +729,12 @@ def jitter_(images: Tensor, rows: Tensor, factors: Tensor, order: Tensor) -> Ten
 
 
 def solarize(images: Tensor, threshold: Tensor) -> Tensor:
-    """Invert the values that are at or above ``threshold`` (B,), in 0-1."""
+    """Invert the values of images that are at or above a threshold.
+
+    Args:
+        images: float32 (B,3,H,W) in 0-1.
+        threshold: (B,), in 0-1.
+    """
     bright = (images >= threshold.view(-1, 1, 1, 1)).to(images.dtype)
     return bright.sub_(images).abs_()  # |1 - x| where bright, |0 - x| elsewhere
 
