@@ -115,7 +115,18 @@ class Request(NamedTuple):
 
 
 def main(options: Options, argv: Sequence[str]) -> int:
-    """Run what is missing of a table, and write it."""
+    """Run what is missing of a table, write the table, and return the exit code 0.
+
+    With ``--dry-run`` the missing cells are only listed.
+
+    Args:
+        options: The options of the command line.
+        argv: The arguments after the name of the command.
+
+    Raises:
+        UnoError: The command line has a mistake, or a cell failed.
+        Interrupted: The process got a signal, or cells are missing.
+    """
     request = read_request(options, argv)
     jobs = plan(request)
     if request.args.dry_run:
@@ -257,6 +268,11 @@ def _select(
     to. Without ``--datasets`` the small scale leaves out data whose directory is not
     given.
 
+    Args:
+        table: The table.
+        own: The options ``datasets``, ``rows`` and ``scale`` of the command line.
+        directories: The directories of data sets that were given, by option.
+
     Raises:
         ConfigError: A name is unknown, or a directory is missing.
     """
@@ -369,6 +385,13 @@ def _check_data(configs: Sequence[Config]) -> None:
 
 def _check_stored(run: Path, config: Config, code: dict[str, str] | None) -> None:
     """Check that the run in a directory is the one that this command would make.
+
+    A directory without a configuration is accepted.
+
+    Args:
+        run: The directory of the run.
+        config: The configuration that this command would use.
+        code: The code of the encoder, see :func:`uno.encoder.code_of`, or None.
 
     Raises:
         ConfigError: The run has other settings, or its encoder has other code.
