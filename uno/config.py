@@ -258,7 +258,8 @@ class DataConfig(Section):
     def named_columns(self) -> dict[str, str]:
         """The user's name of each column that is renamed, by this program's name.
 
-        The user may write ``path`` for ``image``.
+        The user may write ``path`` for ``image``. For example ``path=file,label=kind``
+        gives ``{"image": "file", "label": "kind"}``.
         """
         return {
             "image" if ours == "path" else ours: theirs
@@ -717,7 +718,7 @@ class TrainConfig(Section):
 
     @property
     def profiled(self) -> range:
-        """The numbers of the steps that are profiled."""
+        """The numbers of the steps that are profiled: those in ``profile``, or none."""
         return range(*map(int, self.profile.split(":"))) if self.profile else range(0)
 
 
@@ -800,7 +801,7 @@ class ComputeConfig(Section):
     @field_validator("encoder_runtime", mode="before")
     @classmethod
     def _read_auto(cls, value: Any) -> Any:
-        """Accept ``auto``, which runs of earlier versions have in their files."""
+        """Read ``auto``, which a run's stored configuration may have, as ``torch``."""
         return "torch" if value == "auto" else value
 
 
