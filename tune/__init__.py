@@ -1,4 +1,4 @@
-"""Tune UNO with Ray Tune. This module holds the names of the scores of trials."""
+"""The names of the scores by which ``uno tune`` compares trials, and their meaning."""
 
 FOLDS, LOSS, AGREEMENT, ORACLE = "folds", "loss", "agreement", "oracle"
 SCORES = {
