@@ -215,11 +215,11 @@ def discover(
     last: str = "discover",
     ranks: TorchrunBackend | None = None,
 ) -> int:
-    """Pretrain unless weights are given, discover, evaluate.
+    """Pretrain unless weights are given, discover, evaluate and report.
 
     Args:
         argv: The arguments after the name of the command.
-        command: What may stand among them.
+        command: The command with its options: ``discover``, ``pretrain`` or ``demo``.
         last: The last phase, "pretrain" or "discover".
         ranks: The ranks of torchrun, if this process is rank 0 of them.
 
@@ -322,7 +322,10 @@ def export(argv: Sequence[str]) -> int:
 
 
 def data(argv: Sequence[str]) -> int:
-    """Check a data set, or pack it into shards."""
+    """Check a data set, or pack it into shards.
+
+    The exit code is 2 if the check finds an error.
+    """
     options = parse(argv, DATA)
     if options.args.action == "pack":
         from pipelines.packing import pack_data
@@ -357,7 +360,7 @@ def data(argv: Sequence[str]) -> int:
 
 
 def embed(argv: Sequence[str]) -> int:
-    """Write the vectors that an encoder computes for a source."""
+    """Write the vectors that a frozen encoder computes for every image of a source."""
     options = parse(argv, EMBED)
     from pipelines import features
 
@@ -396,7 +399,12 @@ def doctor(argv: Sequence[str]) -> int:
 
 
 def classes(argv: Sequence[str]) -> int:
-    """Write a template of ``RUN/classes.yaml``, check an edited file, or apply it."""
+    """Name, merge or drop the discovered classes of a run.
+
+    Without a file of edits and without ``--rename``, ``RUN/classes.yaml`` is written as
+    a template. Otherwise the file is checked, and with ``--apply`` or ``--rename`` the
+    model and all files of the run are updated.
+    """
     own = parse(argv, CLASSES).args
     from uno.data.files import Storage
     from uno.limits import MAX_STATE_BYTES
