@@ -93,14 +93,14 @@ class Cropper:
         Args:
             steps: int64 (n,), the training step of each image.
             positions: int64 (n,), the place of each image in the global batch.
-            images: The n images.
+            images: The n encoded images.
             squares: uint8 (n, 3, side, side), which takes the centered square of each
                 image, resized as :func:`uno.data.decode.decode` does; black for an
                 image that cannot be decoded. None if no square is wanted.
 
         Returns:
             The views, uint8 (n, row_bytes), and for each image the reason why it has
-            none, or None.
+            none, or None. The views are black if there is a reason.
         """
         pixels = torch.zeros(len(images), self.row_bytes, dtype=torch.uint8)
         views = [
