@@ -74,7 +74,7 @@ class Attempts(NamedTuple):
 
     @property
     def failed(self) -> bool:
-        """Whether the last attempt ended with an error, and not by an interruption."""
+        """Whether the last attempt ended with an error. An interruption is no error."""
         return self.code != 0 and self.code not in UNFINISHED
 
 
