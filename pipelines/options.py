@@ -79,7 +79,7 @@ class Argument(NamedTuple):
 
     @property
     def takes_numbers(self) -> bool:
-        """Whether words are read as numbers if they have that form."""
+        """Whether words that look like numbers are read as numbers."""
         return not {int, float}.isdisjoint(get_args(self.type) or (self.type,))
 
     def value(self, name: str, words: Sequence[str]) -> Any:
@@ -213,7 +213,10 @@ class Options:
 
     @cached_property
     def config(self) -> Config:
-        """The complete configuration, with the command's default of the output."""
+        """The configuration that follows from the line and its files.
+
+        If the user names no output directory, it is the default of the command.
+        """
         choose = self.command.name in ("discover", "data")
         return override(
             Config(), completed(self.overrides, self.command.output, choose)
@@ -349,11 +352,11 @@ def _flags(
 
 
 def _methods_in(groups: list[Group], file: Mapping[str, Any]) -> list[str]:
-    """Return the methods whose constants a line may set.
+    """Return the methods whose own constants a line may set.
 
     Args:
         groups: The groups of the line.
-        file: The values of the files of ``--config``.
+        file: The values of the files of ``--config``, by dotted key.
 
     Returns:
         The method that the line or a file chooses, which need not exist, and the
@@ -373,7 +376,11 @@ def _groups(argv: Iterable[str]) -> Iterator[Group]:
     """Divide a line into its options, each with the words that follow.
 
     For example, ``x --a 1 2 --b=3`` yields ``("", False, ["x"])``, ``("--a", False,
-    ["1", "2"])`` and ``("--b", True, ["3"])``.
+    ["1", "2"])`` and ``("--b", True, ["3"])``. The bool says whether the value follows
+    an equals sign.
+
+    Args:
+        argv: The words of the line.
     """
     name, equals, words = "", "", list[str]()
     for token in argv:
