@@ -47,8 +47,9 @@ LOST = {
     "WorkerGroupStartupFailedError",
     "WorkerGroupError",
 }
-"""Classes of Ray 2.60: a worker or its node is gone. (A test compares these names
-with Ray's.)
+"""Names of errors of Ray 2.60 which mean that a worker or its node is lost.
+
+A test compares these names with those in Ray.
 """
 NO_PLACE = "WorkerGroupStartupTimeoutError"
 LEFT = "PreemptionError"

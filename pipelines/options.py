@@ -39,8 +39,9 @@ NUMBERS: TypeAdapter[Any] = TypeAdapter(StrictBool | list[_Number] | _Number | N
 
 
 Group = tuple[str, bool, list[str]]
-"""A flag, or "" for the words before the first one, whether by ``=``, and the words
-after it.
+"""An option, whether its value follows an equals sign, and the words after it.
+
+The name is "" for the words before the first option.
 """
 
 

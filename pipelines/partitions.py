@@ -23,7 +23,10 @@ EXECUTION_ROWS = 2**24
 FACT_BYTES = 4096  # bytes of a row besides its pixels: id, path, reason
 
 Write = Callable[[Storage, int, pa.Table], bytes | None]
-"""Keeps the results of partition ``number``; returns what the driver wants of them."""
+"""Stores the results of a partition, and returns bytes for the driver, or None.
+
+Its arguments are the directory, the number of the partition, and the results.
+"""
 
 
 def map_through_model(

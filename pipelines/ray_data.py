@@ -64,7 +64,10 @@ TASK_CHUNKS = 4
 NEAR_SHARE = 0.9
 
 Run = Callable[[list[pa.Table]], Iterator[pa.Table]]
-"""One execution: blocks, which are stored at once, to blocks, in order."""
+"""Runs an execution: takes blocks, and yields the resulting blocks in order.
+
+The blocks are put into the object store when it is called.
+"""
 
 
 def shared(

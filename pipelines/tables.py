@@ -203,7 +203,7 @@ def read_request(options: Options, argv: Sequence[str]) -> Request:
 
 
 OWN_DATA = ("preset", "data.source", "data.labeled", "data.unlabeled")
-"""Keys that a table leaves to whoever brings the data."""
+"""Keys that a table does not set if the user gives the data."""
 
 
 def _on_own_data(table: Table, options: Options) -> Table:

@@ -70,9 +70,12 @@ class Unread(NamedTuple):
 
 
 Source = np.ndarray | list[np.ndarray] | str | Unread
-"""What stands for the images of N rows: pixels uint8 (N,3,S,S), or a frozen encoder's
-features float32 (N,1+V,D), in memory or in a ``.npy`` file; the parts of
-:class:`~uno.data.mapped.NeighborViews`; or the images where they are.
+"""The images of N rows, or what replaces them.
+
+An array holds pixels, uint8 (N,3,S,S), or features of a frozen encoder, float32
+(N,1+V,D). A string is the path of a ``.npy`` file with such features. A list holds the
+parts of :class:`~uno.data.mapped.NeighborViews`. :class:`Unread` holds images that are
+read when they are needed.
 """
 
 

@@ -161,8 +161,10 @@ MORE = (
     "objective.sinkhorn_iters",
 )
 SPACES = {"uno": UNO, "full": (*UNO, *MORE, "augment.large.jitter")}
-"""Named spaces: keys, in the order of their draws; the schema has the domain of
-each.
+"""The keys of each named space, in the order in which their values are drawn.
+
+The domain of a key is declared in the schema, see
+:class:`uno.config.FieldTraits`.
 """
 
 

@@ -936,7 +936,10 @@ class Config(Section):
 
 
 EXTENSIONS = ("iic_weight", "iic_view_weight", "rkd_weight", "queue_size")
-"""What switches on terms of the objective that methods with ``extends`` add."""
+"""Settings that switch on added terms of the objective, if they are not 0.
+
+Only methods with ``extends`` have these terms.
+"""
 
 
 def why_not_gcd(config: Config) -> str | None:
@@ -1139,7 +1142,7 @@ def describe(error: ValidationError, name: str = "") -> str:
 
 
 AUTO_KEYS = ("data.loading", "data.setting")
-"""Keys whose ``auto`` is decided before a run begins."""
+"""Keys whose value ``auto`` is replaced by a decision before a run begins."""
 
 
 def differing_keys(old: Mapping[str, Any], new: Config) -> list[str]:

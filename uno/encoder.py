@@ -67,7 +67,7 @@ class SmallResNet(nn.Module):
 
 
 SMALL_STEMS = {"cifar": (3, 1), "cifar_stride2": (4, 2)}
-"""Kernel and stride of the stems for small images, which pad by 1."""
+"""Kernel size and stride of the stems for small images. Their padding is 1."""
 
 
 def _small_stem(width: int, stem: str) -> nn.Conv2d:

@@ -220,9 +220,9 @@ PRESETS: dict[str, tuple[Values, Values]] = {
     "scratch": ({}, CIFAR_V2),
 }
 CPU: dict[str, Values] = {"cifar10": CIFAR_CPU}
-"""What the recipe ``cpu`` changes in the paper's values."""
+"""The settings of the recipe ``cpu`` that differ from the paper's, by preset."""
 
-# kinds of sources with presets of their own
+# The kinds of sources that have presets.
 BENCHMARKS = ("digits", "cifar10", "cifar100", "imagenet")
 
 
@@ -237,9 +237,7 @@ def is_custom_data(given: Mapping[str, Any]) -> bool:
 
 
 IMAGE_SIZE = "image_size"
-"""One key for the side of images in pixels; what it sets is
-:func:`apply_image_size`.
-"""
+"""The key of the side of images in pixels, see :func:`apply_image_size`."""
 SIZES = ("augment.large.size", "data.stored_size", "augment.small.size")
 
 

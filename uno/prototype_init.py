@@ -34,8 +34,10 @@ MIN_BATCH_ROWS, MAX_BATCHES = 32, 64
 Kind = Literal["labeled", "unlabeled"]
 KINDS: tuple[Kind, ...] = ("labeled", "unlabeled")
 Load = Callable[[Sequence[np.ndarray]], Iterator[tuple[Tensor | RowBlocks, np.ndarray]]]
-"""Images of batches of numbers, and bool (n,) which of them could be read, of the
-others anything.
+"""Reads images: takes the numbers of the n images of each batch, int64 (n,).
+
+For each batch it yields the images, and bool (n,), which of them could be read. The
+pixels of the others have no meaning.
 """
 
 

@@ -33,7 +33,7 @@ from uno.threads import start_pool
 TORCH = "torch"
 BF16 = "openvino"  # the only runtime that also computes in bfloat16
 PACKAGES = {"openvino": ("openvino",), "onnx": ("onnxruntime", "onnx", "onnxscript")}
-"""What runtimes need."""
+"""The packages that each runtime needs."""
 # The largest accepted difference, relative to the length of a row's features. The
 # cosine is then above 0.999999. The difference in float32 is usually 1e-5.
 TOLERANCE = 1e-3
@@ -44,8 +44,9 @@ BATCH_SIZE = 8  # images that pass the encoder at once, on CPUs
 COMPARED_IMAGES = 16  # images whose features are compared with PyTorch's
 
 Program = Callable[[Tensor], Tensor]
-"""float32 (B, 3, S, S) -> (B, D), of the B and S that it was built for, from any
-thread.
+"""A function that maps images, float32 (B, 3, S, S), to features (B, D).
+
+It accepts the B and S for which it was built, and can be called from any thread.
 """
 
 
@@ -203,8 +204,10 @@ def _difference(features: Tensor, expected: Tensor) -> Tensor:
 
 
 Build = Callable[[nn.Module, Tensor, int, bool], Program]
-"""Encoder, examples (B, 3, S, S), number of threads, whether in bfloat16 -> a program
-for batches of :data:`BATCH_SIZE`.
+"""Builds a program for batches of :data:`BATCH_SIZE` images.
+
+Its arguments are the encoder, example images (B, 3, S, S), the number of threads, and
+whether to compute in bfloat16.
 """
 
 
@@ -333,7 +336,7 @@ BUILD: dict[str, Build] = {
     "compile": _compiled,
     TORCH: _with_torch,
 }
-"""Every runtime."""
+"""The function that builds the program of each runtime."""
 
 
 def to_onnx(module: nn.Module, input: str, output: str, **traced: Any) -> Any:

@@ -23,8 +23,9 @@ from uno.errors import ConfigError, StorageError, one_line
 from uno.state import with_prefix
 
 PRETRAINED = "pretrained"
-"""What ``model.weights`` says for the library's own; a run keeps them as
-:data:`PRETRAINED_FILE`.
+"""The value of ``model.weights`` for the pretrained weights of the encoder's library.
+
+A run keeps a copy of them as :data:`PRETRAINED_FILE`.
 """
 PRETRAINED_FILE = "pretrained.safetensors"
 SUFFIXES = (".safetensors", ".pt", ".pth")
