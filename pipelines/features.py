@@ -50,7 +50,7 @@ def compute_on_ray(
         job: What to encode.
         encoder: The encoder in eval mode, or a :class:`~uno.runtime.Runtime` of it.
         rows: int64 (n,), numbers of rows of the task.
-        give_up: Whether to stop while nodes are waited for.
+        give_up: Returns whether to stop waiting for nodes.
 
     Yields:
         The chunks, in order. Their bits are those of one process.

@@ -124,7 +124,7 @@ def wait_for_resources(
 
     Args:
         config: The configuration of the run.
-        give_up: Whether the user has asked to stop.
+        give_up: Returns whether the user has asked to stop.
         limit_s: The longest wait in seconds. If the cluster is large enough and only
             the work of others is in the way, the wait is at least
             ``compute.wait_minutes``.
@@ -134,7 +134,7 @@ def wait_for_resources(
 
     Raises:
         ConfigError: There was no place in time.
-        Interrupted: ``give_up`` said so.
+        Interrupted: ``give_up`` returned True.
     """
     start, place, workers = (
         time.monotonic(),
@@ -187,7 +187,7 @@ def once_one_fits(
         config: The configuration of the run.
         ask: The function. It raises ConfigError if the cluster cannot hold a single
             task or trial.
-        give_up: Whether the user has asked to stop.
+        give_up: Returns whether the user has asked to stop.
 
     Returns:
         The result of ``ask``. If the first call failed, it is called again once the
@@ -197,7 +197,7 @@ def once_one_fits(
     Raises:
         ConfigError: ``ask`` raised it, and the cluster cannot grow; or there was no
             place in time.
-        Interrupted: ``give_up`` said so.
+        Interrupted: ``give_up`` returned True.
     """
     try:
         return ask()

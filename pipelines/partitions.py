@@ -61,14 +61,14 @@ def map_through_model(
         chunk_rows: The number of rows of a chunk, a divisor of ``part_rows``. The last
             one may have fewer.
         row_bytes: The bytes of the pixels of a row.
-        give_up: Whether to stop while nodes are waited for.
+        give_up: Returns whether to stop waiting for nodes.
 
     Yields:
         The number of each stored partition, and what ``write`` returned.
 
     Raises:
         ConfigError: The cluster had no place for the workers in time.
-        Interrupted: ``give_up`` said so.
+        Interrupted: ``give_up`` returned True.
     """
     workers = config.compute.num_workers
     resources = nodes.wait_for_resources(

@@ -344,9 +344,9 @@ def preferred_node(
 ) -> tuple[str | None, float]:
     """Decide whether the processes of a worker's executions stay on its own node.
 
-    There their results need not travel. They stay if the node has about as many CPUs
-    for them as the worker's share of the cluster. A smaller node would do less than the
-    cluster.
+    On the same node their results need not be sent over the network. They stay if the
+    node has about as many CPUs for them as the worker's share of the cluster. On a node
+    with fewer CPUs they would be slower than on the whole cluster.
 
     Args:
         nodes: The nodes of ``ray.nodes()``.

@@ -326,13 +326,13 @@ def run_workers(
         config: Its configuration, for the rows that can be read.
         facts: What :func:`pipelines.ray_data.shared` has put into the object store.
         on_poll: Is called again and again while the workers train.
-        give_up: Whether the user has asked to stop.
+        give_up: Returns whether the user has asked to stop.
 
     Returns:
         The metrics of rank 0.
 
     Raises:
-        Interrupted: The group was asked to stop, or ``give_up`` said so while nodes
+        Interrupted: The group was asked to stop, or ``give_up`` returned True while nodes
             were waited for.
         UnoError: A worker raised it for the user to act on.
     """

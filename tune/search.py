@@ -195,7 +195,7 @@ class SweepSearcher(Searcher):
         options: The options of the sweep.
         num_epochs: The number of epochs of a trial.
         on_end: Is called with each trial that has ended.
-        stopping: Whether the sweep was asked to stop. Trials that end then were
+        stopping: Returns whether the sweep was asked to stop. Trials that end then were
             interrupted, and get no result.
         limit: Returns how many trials may run.
 
@@ -366,7 +366,7 @@ class Interruption(Stopper):
     """Ends all trials as soon as the sweep is asked to stop.
 
     Args:
-        stopping: Whether the sweep was asked to stop.
+        stopping: Returns whether the sweep was asked to stop.
     """
 
     def __init__(self, stopping: Callable[[], bool]) -> None:
