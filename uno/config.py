@@ -63,8 +63,9 @@ class FieldTraits(NamedTuple):
         commands: The commands that take the field besides training, with spaces
             between.
         fixed_by: The command that does not take the field, because it decides it.
-        search: The values that the spaces of ``uno tune`` try; False if all trials of a
-            sweep must have the same value.
+        search: The members of :class:`tune.spaces.Domain` with which the named spaces
+            of ``uno tune`` search the field; True if only a space of the user's own can
+            search it; False if all trials of a sweep must have the same value.
     """
 
     scope: Literal["pretrain", "discover", "run", "place"] = "pretrain"
