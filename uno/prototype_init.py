@@ -246,8 +246,9 @@ def _move_prototypes_(
         unlabeled: Features (N_u, D).
         cluster: int64 (N_u,), the novel cluster of each unlabeled row; negative for
             rows of known classes.
-        seed: The seed of the k-means of the overclustering heads. These heads stay as
-            they are if they have more prototypes than there are rows.
+        seed: The seed of the k-means of the overclustering heads. It clusters the
+            unlabeled rows of novel clusters. If there are fewer of them than prototypes
+            of a head, these heads stay as they are.
     """
     device, num_heads, is_novel = (
         model.known.weight.device,
