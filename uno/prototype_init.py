@@ -271,7 +271,10 @@ def _move_prototypes_(
 
 
 class Sample(NamedTuple):
-    """Features of at most ``MAX_ROWS`` training rows of each kind, on the CPU."""
+    """Features of a sample of the training rows, on the CPU.
+
+    It has at most ``MAX_ROWS`` labeled and as many unlabeled rows.
+    """
 
     labeled: Tensor  # (N_l, D)
     labels: Tensor  # (N_l,)
