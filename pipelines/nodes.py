@@ -27,7 +27,7 @@ from uno.errors import ConfigError, Interrupted, UnoError, one_line
 from uno.session.console import print_line
 from uno.text import plural
 
-if TYPE_CHECKING:  # Tasks that decode import this module, and do not need that one.
+if TYPE_CHECKING:  # tasks that decode import this module without that one
     from uno.session.resources import FreeMemory
 
 TELL_S = 30.0  # seconds between two lines about a wait

@@ -38,8 +38,8 @@ ENVIRONMENT = {
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # the patch prints every worker line twice
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
     "RAY_DATA_LOG_LEVEL": "ERROR",
-    # Busy tasks of Ray Data are no reason for another node: near() keeps them where
-    # they are.
+    # Busy tasks of Ray Data must not start another node: preferred_node() in
+    # pipelines.ray_data keeps them on their worker's node.
     "RAY_DATA_DEFAULT_CLUSTER_SCALING_UP_CPU_UTIL_THRESHOLD": UNREACHED,
     "RAY_DATA_DEFAULT_CLUSTER_SCALING_UP_GPU_UTIL_THRESHOLD": UNREACHED,
     "RAY_DATA_DEFAULT_CLUSTER_SCALING_UP_MEMORY_UTIL_THRESHOLD": UNREACHED,

@@ -135,7 +135,7 @@ def main(options: Options, argv: Sequence[str]) -> int:
     run_missing(request, jobs)
     with lock.lock_run(Storage(str(request.output)), on_wait=print_line) as claim:
         for name in leftovers(claim.storage):
-            # a configuration's; what is in a run is its own affair
+            # Only files of a cell's configuration are deleted. A run deletes its own.
             if name.count("/") == 1:
                 claim.storage.delete(name)
         write_tables(request)
@@ -192,7 +192,7 @@ def read_request(options: Options, argv: Sequence[str]) -> Request:
         )
     changes = ({} if full else {"compute.threads": 1}) | changes
     todo, refused = cells(table, own.seeds or table.seeds, directories, changes)
-    # each has one value
+    # Each of these options has one value.
     words, left_out = ["uno", "reproduce"], ("--output", "--parallel")
     for before, word in zip(["", *argv], argv, strict=False):
         if before not in left_out and word.partition("=")[0] not in left_out:
@@ -226,9 +226,9 @@ def _on_own_data(table: Table, options: Options) -> Table:
         raise ConfigError(
             f"{task.rows.source}: {why}; hide labels with --known-classes"
         )
-    # each method's own affair
+    # Every cell decides its loading itself.
     places: dict[str, Any] = {"data.loading": config.data.loading}
-    # as every process finds them
+    # Full paths, because processes of cells can run in other directories.
     for name in ("source", "labeled", "unlabeled", "known_classes"):
         kind, colon, path = str(getattr(found.data, name)).rpartition(":")
         named = name == "known_classes" and path in task.known
@@ -342,7 +342,8 @@ def plan(request: Request) -> list[CellProcess]:
         if diverged or (run / "metrics.json").exists():
             continue
         if frozen:
-            # it is waited for: with the threads of all cells at a time
+            # Cells wait for this job, so that it may use the threads of all parallel
+            # cells.
             threads = request.compute.threads
             every = threads and threads * (
                 request.args.parallel or _default_parallel(request.compute)
@@ -572,7 +573,7 @@ def cells_at_once(
 def _default_parallel(compute: ComputeConfig) -> int:
     """Return how many cells run at a time on this machine unless the user says so."""
     if compute.num_workers:
-        return 1  # a cell is many processes
+        return 1  # A cell has several processes.
     if torch.cuda.is_available() and compute.device != "cpu":
         return max(1, torch.cuda.device_count())
     cores = available_cpus()

@@ -332,8 +332,8 @@ def run_workers(
         The metrics of rank 0.
 
     Raises:
-        Interrupted: The group was asked to stop, or ``give_up`` returned True while nodes
-            were waited for.
+        Interrupted: The group was asked to stop, or ``give_up`` returned True during a
+            wait for nodes.
         UnoError: A worker raised it for the user to act on.
     """
     assert run.lock is not None

@@ -417,7 +417,7 @@ def scheduler(
             grace_period=grace,
             reduction_factor=rule["reduction"],
         )
-    else:  # A paused trial would report its epochs again, so none is paused.
+    else:  # no trial is paused, because it would report its epochs again
         found = MedianStoppingRule(**by, grace_period=grace, min_time_slice=math.inf)
     for trial in (trial for trial in ended if trial.status != FAILED and trial.epochs):
         past: Any = Past(trial.index)

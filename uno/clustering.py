@@ -26,8 +26,8 @@ MAX_CELLS = 2**24  # distances held at a time: 64 MB in float32
 class Clusters(NamedTuple):
     """A partition of N rows into K clusters."""
 
-    assignment: Tensor  # (N,) int64
-    centers: Tensor  # (K, D), in the points' type
+    assignment: Tensor  # int64 (N,), the cluster of each row
+    centers: Tensor  # (K, D), in the type of the points
     inertia: float  # sum of squared distances of all rows to their centers
 
 

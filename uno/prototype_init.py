@@ -48,9 +48,10 @@ class Clustering(NamedTuple):
     C_u.
     """
 
-    assignment: Tensor  # (N_u,) int64
-    centers: Tensor  # (K, D), of the unit features of all rows, of length one
-    prior: Tensor  # (K,) shares of the unlabeled rows, positive, which sum to one
+    assignment: Tensor  # int64 (N_u,), the cluster of each unlabeled row
+    # (K, D), the mean direction of each cluster's rows; for GCD with the labeled rows
+    centers: Tensor
+    prior: Tensor  # (K,), positive shares of the unlabeled rows, which sum to one
 
 
 def clusters_of(
