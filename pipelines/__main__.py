@@ -1,5 +1,6 @@
-"""``python -m pipelines COMMAND``: ``uno COMMAND`` with the code that stands here,
-for ``ray job submit``.
+"""Run ``python -m pipelines COMMAND`` as ``uno COMMAND``, with the code of this folder.
+
+``ray job submit`` uses this.
 """
 
 import sys
@@ -7,5 +8,5 @@ import sys
 from pipelines import cli
 
 if __name__ == "__main__":
-    sys.argv[0] = "uno"  # as environment.json has the command
+    sys.argv[0] = "uno"  # the name in environment.json
     sys.exit(cli.main())

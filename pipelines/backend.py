@@ -40,43 +40,71 @@ RAY_PAYS_ROWS = 20_000
 
 
 class RayBackend(LocalBackend):
-    """The Ray cluster at ``RAY_ADDRESS``, or one that runs on this machine, else one
-    that is started.
+    """The backend that works on a Ray cluster.
+
+    It is the cluster at ``RAY_ADDRESS``, or one that runs on this machine. Otherwise
+    one is started on this machine.
     """
 
     def __init__(self) -> None:
         if (address := ray_env.cluster_address()) is not None:
-            # for all who ask whether there is one
+            # Other functions ask for the cluster by this variable.
             os.environ[ray_env.ADDRESS] = address
 
     def free_memory(self, config: Config) -> FreeMemory:
-        """Return the least bytes that a worker finds free on its node."""
+        """Return the free memory of the nodes on which a run's workers will be.
+
+        See :func:`pipelines.nodes.free_memory`.
+        """
         return nodes.free_memory(config)
 
     def train(self, run: Run, show: Show) -> dict[str, float]:
-        """Train and evaluate the run with Ray Data and Ray Train."""
+        """Train and evaluate the run with Ray Data and Ray Train.
+
+        Args:
+            run: The locked run.
+            show: Takes each line of metrics.
+
+        Returns:
+            The metrics of the evaluation; empty unless ``run.evaluate``.
+        """
         return run_on_ray(run, show)
 
     def after_training(self, task: Task) -> Backend:
-        """Return this backend only where its workers end sooner than this process.
+        """Return the backend for the work after training, such as predictions.
 
-        They do if the run has many rows whose features are not at hand. Images that
-        this process has decoded are worth the workers of a cluster alone.
+        Args:
+            task: The rows of the run.
+
+        Returns:
+            This backend if its workers end sooner than this process, else a local one.
+            This backend is returned for at least ``RAY_PAYS_ROWS`` rows, if their
+            images have not been read yet. If this process has the decoded images
+            already, the workers must also belong to a cluster that runs already. If it
+            has the features, the backend is always local.
         """
         ready = task.rows.images.prepared(np.arange(0))
         is_left = ready is None or (ready[0].ndim > 2 and self.is_cluster())
         return self if is_left and len(task.rows) >= RAY_PAYS_ROWS else LocalBackend()
 
     def is_cluster(self) -> bool:
-        """Return whether the workers are those of a cluster that runs already."""
+        """Return whether the workers belong to a cluster that runs already."""
         return ray_env.cluster_address() is not None
 
     def decoder(self, run: Run, model: Classifier) -> Decode:
         """Return the function that decodes, or encodes, rows of the run for a model.
 
-        The workers of a cluster compute features, because this machine may be small.
-        This process decodes rows that need no encoder, those of a run that is not
-        finished, and all rows if Ray was started here.
+        On a cluster that runs already, its workers compute features, because this
+        machine may be small. In all other cases this process does the work: if Ray was
+        started here, if the features are known already, or if the model is that of an
+        unfinished run.
+
+        Args:
+            run: The run.
+            model: The model.
+
+        Returns:
+            A function as :data:`uno.results.infer.Decode`.
         """
         here, images = super().decoder(run, model), run.task.rows.images
         ready = images.prepared(np.arange(0))
@@ -93,16 +121,32 @@ class RayBackend(LocalBackend):
         writer: PredictionWriter,
         show: Callable[[int, int], None],
     ) -> Summary:
-        """Classify rows with actors that load the model from the files of its run."""
+        """Classify rows with actors that load the model from the files of its run.
+
+        Args:
+            run: The run of the model.
+            model: The model. It is not used, because the actors load it.
+            writer: The predictions. Parts that are stored already are not computed
+                again.
+            show: Takes the number of finished rows and of all rows.
+
+        Returns:
+            The summary of all predictions.
+        """
         config, files = run.config, read_model_files(run.storage)
         with ray_env.connect(workers=config.compute.num_workers) as ray:
             return predict_on_ray(ray, config, files, writer, show)
 
     def estimate(self, run: Run, settings: Settings) -> Estimate:
-        """Estimate with as many encoders and clusterings at once as workers."""
+        """Estimate the number of novel classes, with several tasks of Ray at once.
+
+        Args:
+            run: The run whose rows are clustered.
+            settings: The settings of the estimate.
+        """
         config = run.config
         with ray_env.connect(workers=config.compute.num_workers) as ray:
-            # more are used where there is room
+            # One place is enough to begin, and more are used if there is room.
             one = override(config, {"compute.num_workers": 1})
             request = nodes.once_one_fits(
                 one, lambda: ray_env.task_request(config, ray.cluster_resources())
@@ -126,16 +170,29 @@ def encode_on_ray(
     here: Decode,
     batches: Iterable[np.ndarray],
 ) -> Iterator[tuple[np.ndarray, Tensor, Sequence[str | None]]]:
-    """:data:`uno.results.infer.Decode` by tasks in the place of workers, each with a
-    share of the batches; by ``here``, which is said, where they are lost or can read no
-    image, as those of this machine's files.
+    """Compute features on Ray workers, as :data:`uno.results.infer.Decode`.
+
+    Each worker gets a share of the batches. If workers are lost, or if they can read no
+    image because the files are on this machine, a warning says so and this machine
+    computes everything.
+
+    Args:
+        config: The configuration of the run.
+        files: The files of the model, by name.
+        images: The images of all rows.
+        here: Computes the features on this machine.
+        batches: Batches of row numbers, int64 (b,).
+
+    Returns:
+        For each batch its row numbers, the features float32 (b, D), and for each row
+        the reason why it has none, or None.
     """
     rows, workers = list(batches), config.compute.num_workers
     blocks, size = (
         [to_columns(images, some) for some in rows],
         max(1, -(-len(rows) // workers)),
     )
-    # nodes that are lost
+    # A RayError means that nodes were lost.
     with ray_env.connect() as ray, suppress(ray.exceptions.RayError):
         one = override(config, {"compute.num_workers": 1})
         request = nodes.once_one_fits(
@@ -164,8 +221,18 @@ def encode_blocks(
     threads: int,
     blocks: Sequence[Mapping[str, Any]],
 ) -> list[tuple[Tensor, list[str | None]]]:
-    """A task: of each block of :func:`uno.data.images.to_columns` the features float32
-    (b, D) by the model of these ``files``, and why a row has none.
+    """Compute the features of blocks of images, in a task of Ray.
+
+    Args:
+        files: The files of the model, by name.
+        reader: Reads images that are given as row numbers, or None.
+        device: The device of the model.
+        threads: The number of threads.
+        blocks: Columns of :func:`uno.data.images.to_columns`, b rows each.
+
+    Returns:
+        For each block the features float32 (b, D), on the CPU, and for each row the
+        reason why it has none, or None. Without an image the features are zeros.
     """
     torch.set_num_threads(threads)
     model, found = (
@@ -194,9 +261,19 @@ def ray_tasks(
     shared: tuple[Any, ...],
     items: Sequence[Any],
 ) -> Iterator[tuple[int, Any]]:
-    """:data:`uno.results.estimate.Tasks` on Ray: at most ``workers`` at once, each with
-    ``request`` (``num_cpus``, ``num_gpus``); shared arguments travel once. An error is
-    raised as it was in the task.
+    """Run tasks of Ray, one an item, as :data:`uno.results.estimate.Tasks`.
+
+    Args:
+        ray: The connected module.
+        workers: The largest number of tasks at once.
+        request: The resources of a task (``num_cpus``, ``num_gpus``).
+        function: It is called with the shared arguments and an item.
+        shared: Arguments that are sent to each node once.
+        items: The items.
+
+    Yields:
+        The position of an item and the result, in the order in which tasks end. An
+        error of the function is raised as it is.
     """
     stored = ray.put(shared)
     remote = ray.remote(**request)(lambda shared, item: function(*shared, item))

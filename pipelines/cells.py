@@ -28,7 +28,8 @@ from uno.session.console import on_stop
 from uno.session.pipeline import discover
 
 ATTEMPTS = "attempts.jsonl"
-# set by the driver: its process may be gone before this one has imported torch
+# The driver sets this variable to its process id, because it may be gone before the
+# cell has imported torch.
 PARENT = "UNO_PARENT"
 POLL_S = 0.1
 UNFINISHED = (
@@ -73,7 +74,7 @@ class Attempts(NamedTuple):
 
     @property
     def failed(self) -> bool:
-        """Whether the last attempt ended with an error; an interruption is none."""
+        """Whether the last attempt ended with an error. An interruption is no error."""
         return self.code != 0 and self.code not in UNFINISHED
 
 
@@ -87,8 +88,13 @@ def read_attempts(output: Path) -> dict[str, Attempts]:
 
 
 def start_local(command: list[str], log: Path) -> subprocess.Popen[bytes]:
-    """Start a process on this machine that ends with this one."""
-    # a session of its own: Ctrl-C reaches the driver, which forwards it
+    """Start a process on this machine that ends with this one.
+
+    Args:
+        command: The command of the process.
+        log: The file to which its output is appended.
+    """
+    # In a new session Ctrl-C reaches only the driver, which forwards it.
     with log.open("ab") as file:
         return subprocess.Popen(
             command,
@@ -141,7 +147,16 @@ class RayProcess:
 
 
 def _run(command: list[str], log: Path, stop: Path) -> int:
-    """Run a command until it ends or the file ``stop`` exists; return its code."""
+    """Run a command until it ends or a file appears, in a task of Ray.
+
+    Args:
+        command: The command of the process.
+        log: The file to which its output is appended.
+        stop: The file that asks the process to save and end.
+
+    Returns:
+        The exit code of the process.
+    """
     process = start_local(command, log)
     while process.poll() is None:
         if stop.exists():
@@ -152,22 +167,27 @@ def _run(command: list[str], log: Path, stop: Path) -> int:
 
 
 Process = subprocess.Popen[bytes] | RayProcess
-# starts a command whose output is appended to a file
+# Starts a command, and appends its output to a file.
 Start = Callable[[list[str], Path], Process]
 
 
 def run_jobs(
     jobs: Sequence[CellProcess], output: Path, start: Start, capacity: int
 ) -> Iterator[tuple[CellProcess, Attempts]]:
-    """Run all jobs in ``output``, ``capacity`` at a time.
+    """Run all jobs in ``output``, and pass on failures to the jobs that need them.
 
-    A job that needs a failed one fails with it.
+    Args:
+        jobs: The jobs.
+        output: The output directory.
+        start: Starts a command as a process.
+        capacity: The largest number of processes at once.
 
     Yields:
-        Every job that ended, with its attempt.
+        Every job that ended, with its attempt. A job that needs a failed one fails
+        without a start.
 
     Raises:
-        Interrupted: The process got SIGTERM or SIGINT. All jobs have saved and ended.
+        Interrupted: This process got SIGTERM or SIGINT. All jobs have saved and ended.
     """
     stopping, running = threading.Event(), list[tuple[CellProcess, Process, float]]()
     waiting, ahead = list(jobs), {job.name for job in jobs}
@@ -202,7 +222,15 @@ def run_jobs(
 
 
 def _command(output: Path, job: CellProcess) -> tuple[list[str], Path]:
-    """Write the configuration of a job; return its command and its log file."""
+    """Write the configuration of a job, and return how to run it.
+
+    Args:
+        output: The output directory.
+        job: The job.
+
+    Returns:
+        The command and the log file.
+    """
     run = output / job.name
     Storage(str(run.parent)).write(f"{run.name}.yaml", dump_yaml(job.config).encode())
     command = [
@@ -219,7 +247,16 @@ def _command(output: Path, job: CellProcess) -> tuple[list[str], Path]:
 def _ended(
     output: Path, running: list[tuple[CellProcess, Process, float]]
 ) -> Iterator[tuple[CellProcess, Attempts]]:
-    """Take jobs that have ended out of ``running``; note and yield their attempts."""
+    """Remove the jobs that have ended from ``running``, and record their attempts.
+
+    Args:
+        output: The output directory, in which ``attempts.jsonl`` is written.
+        running: Jobs with their processes and the time of their start, from
+            ``time.monotonic()``. Ended jobs are removed.
+
+    Yields:
+        Every job that has ended, with its attempt.
+    """
     for job, process, since in list(running):
         if (code := process.poll()) is not None:
             running.remove((job, process, since))
@@ -230,13 +267,22 @@ def _ended(
 
 
 def note(output: Storage, name: str, attempt: Attempts) -> None:
-    """Append an attempt to ``attempts.jsonl``."""
+    """Append the attempt of a job to ``attempts.jsonl``.
+
+    Args:
+        output: The output directory.
+        name: The name of the job.
+        attempt: The attempt.
+    """
     entry = {"job": name, **attempt._asdict(), "seconds": round(attempt.seconds, 2)}
     output.append(ATTEMPTS, (json.dumps(entry) + "\n").encode())
 
 
 def last_line(log: Path) -> str:
-    """Return the last line of a log without the prefix of an error."""
+    """Return the last line of a log, without the prefix ``uno: error:``.
+
+    It has at most 300 characters. A missing or empty log gives ``it left no message``.
+    """
     lines = (
         log.read_text("utf-8", errors="replace").strip().splitlines()
         if log.exists()
@@ -251,7 +297,13 @@ def last_line(log: Path) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one job: ``pretrain|features|cells --config FILE --output DIR``."""
+    """Run one job in this process, and return the exit code.
+
+    Args:
+        argv: ``KIND --config FILE --output DIR``. The kind ``features`` fills the cache
+            of features, ``pretrain`` trains the encoder and the known head, and
+            ``cells`` does a whole run without a report.
+    """
     threading.Thread(target=end_with_parent, daemon=True).start()
     kind, *rest = argv
     if kind == "features":
@@ -266,7 +318,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def end_with_parent() -> None:
-    """Save and end if the driver was killed, because no process notes the result."""
+    """Wait until the driver is gone, then ask this process to save and end.
+
+    Without a driver no process would record the result. ``UNO_PARENT`` holds the
+    driver's process id. If it is not set, this waits forever.
+    """
     while os.environ.get(PARENT, "") in ("", str(os.getppid())):
         time.sleep(1.0)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -1,11 +1,10 @@
-"""The console script ``uno``: finds the command, runs it, and turns every end into one
-line and an exit code.
+"""The console script ``uno``: find the command, run it, and return its exit code.
 
 Commands are entry points of the group ``uno.commands``: callables that take the
-arguments after their name and return an exit code. Nothing heavy is imported before one
-is chosen. Exit codes besides those of
-:mod:`uno.errors`: 130 interrupted before anything was saved, 141 the reader of the
-output is gone, 1 a defect of this program.
+arguments after their name and return an exit code. No large package is imported before
+a command is chosen. Every error becomes one line. Exit codes besides those of
+:mod:`uno.errors` are 130 (interrupted before anything was saved), 141 (the reader of
+the output is gone) and 1 (a defect of this program).
 """
 
 import errno
@@ -24,7 +23,7 @@ from uno.errors import Interrupted, UnoError, as_user_error, did_you_mean
 
 Command = Callable[[Sequence[str]], int]
 
-SENTENCES = {  # a command from elsewhere is listed by its name alone
+SENTENCES = {  # a command of another package is listed without one
     "demo": (
         "Pretrain, discover, evaluate, predict and report on the embedded digits; needs"
         " no arguments."
@@ -54,28 +53,32 @@ SENTENCES = {  # a command from elsewhere is listed by its name alone
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``uno ARGV...`` and return its exit code; without ``argv`` the process is
-    expected to end then.
+    """Run ``uno ARGV...`` and return its exit code.
+
+    Without ``argv`` the arguments of this process are used, and the process is expected
+    to end afterwards: Ctrl-C is ignored from then on.
     """
     return run_guarded(_dispatch, argv) if argv is not None else run(_dispatch)
 
 
 def run(command: Command) -> int:
-    """The exit code of one command with the arguments of this process, which is
-    expected to end then.
+    """Run a command with the arguments of this process, and return its exit code.
+
+    The process is expected to end afterwards: Ctrl-C is ignored from then on.
     """
     code = run_guarded(command, sys.argv[1:])
-    # at its exit Python answers Ctrl-C with a traceback
+    # At its exit Python would answer Ctrl-C with a traceback.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return code
 
 
 def run_guarded(command: Command, argv: Sequence[str]) -> int:
-    """The exit code of ``command(argv)``; an error becomes one line on stderr, never
-    a traceback.
+    """Run a command and return its exit code.
+
+    An error becomes one line on stderr, and never a traceback.
     """
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed before we began: `uno ... >&-`
+        if getattr(sys, name) is None:  # closed by the shell: `uno ... >&-`
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     with _escaped_output():
         return _run_guarded(command, argv)
@@ -97,12 +100,12 @@ def _escaped_output() -> Iterator[None]:
         yield
     finally:
         for stream, errors in changed:
-            with suppress(ValueError, OSError):  # it was closed, or nobody reads it
+            with suppress(ValueError, OSError):  # it was closed, or has no reader
                 stream.reconfigure(errors=errors)
 
 
 def _run_guarded(command: Command, argv: Sequence[str]) -> int:
-    """Run a command, and turn its end into an exit code."""
+    """Run a command, and turn the way it ends into an exit code."""
     # Requests ignores this, too, but where threads import other packages its filter may
     # be gone by then.
     warnings.filterwarnings("ignore", "SOCKS support in urllib3")
@@ -129,7 +132,7 @@ def _run_guarded(command: Command, argv: Sequence[str]) -> int:
             from uno.session.console import output_closed
 
             if output_closed():
-                return 141  # as if SIGPIPE had ended us: `uno ... | head`
+                return 141  # the code after SIGPIPE: `uno ... | head`
         meant = as_user_error(error)
         return (
             _internal(error)
@@ -139,6 +142,7 @@ def _run_guarded(command: Command, argv: Sequence[str]) -> int:
 
 
 def _dispatch(argv: Sequence[str]) -> int:
+    """Run the command that the first argument names, or print help or version."""
     commands = {entry.name: entry for entry in entry_points(group="uno.commands")}
     name, *rest = argv or ["--help"]
     if name in ("-h", "--help"):
@@ -157,6 +161,7 @@ def _dispatch(argv: Sequence[str]) -> int:
 
 
 def _help(commands: dict[str, EntryPoint]) -> str:
+    """Return the text of ``uno --help``."""
     names = [
         *(n for n in SENTENCES if n in commands),
         *sorted(commands.keys() - SENTENCES.keys()),
@@ -175,14 +180,17 @@ uno COMMAND --help lists a command's options; uno --version prints the version."
 
 
 def _end(line: str, code: int) -> int:
-    """Print one line, whatever line breaks the message had, and hand the code on."""
-    with suppress(OSError):  # nobody reads any more
+    """Print a message as one line on stderr, and return the exit code."""
+    with suppress(OSError):  # the reader is gone
         print("uno:", " ".join(line.split()), file=sys.stderr)
     return code
 
 
 def _internal(error: Exception) -> int:
-    """A defect: its traceback goes to a file, one line names both."""
+    """Report a defect of this program, and return the exit code 1.
+
+    The traceback is written to a temporary file. One line names the error and the file.
+    """
     try:
         text = f"{' '.join(sys.argv)}\n\n{''.join(traceback.format_exception(error))}"
         with tempfile.NamedTemporaryFile(

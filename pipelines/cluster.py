@@ -1,6 +1,4 @@
-"""``uno doctor --cluster``: what every node of the Ray cluster says of itself, a
-line each.
-"""
+"""Examine every node of the Ray cluster, for ``uno doctor --cluster``."""
 
 import importlib.metadata
 import os
@@ -23,8 +21,8 @@ from pipelines.machine import Finding
 from uno.data.files import Storage
 from uno.errors import ConfigError, StorageError, one_line
 
-ANSWER_S = 60.0  # of a node: a process that imports torch
-MOST_CLOCK_S = 2.0  # that clocks of two nodes may differ
+ANSWER_S = 60.0  # for the answer of a node, which starts a process and imports torch
+MOST_CLOCK_S = 2.0  # largest accepted difference of two clocks
 REDUCED_BYTES, REDUCE_S = 64 * 2**20, 1.0
 PACKAGES = ("uno-discovery", "torch", "torchvision", "ray", "numpy", "pyarrow")
 PLUGIN_PATHS = "/opt/amazon/ofi-nccl/lib:/opt/aws-ofi-nccl/lib"
@@ -33,10 +31,22 @@ Facts = Mapping[str, Any]
 
 
 def examine_cluster(place: str | None) -> Iterator[Finding]:
-    """A line for each node of the cluster that commands work on: versions, CUDA,
-    whether it sees ``place``, EFA and NCCL's plugin for it, the clock, and the
-    bandwidth of an all-reduce of one second over all nodes, or over a GPU of each that
-    has some. ConfigError: there is no cluster.
+    """Check all nodes of the cluster that commands work on.
+
+    For each node it compares the versions of packages, the number of GPUs and the clock
+    with this machine and with Ray. It looks for EFA network cards and for NCCL's plugin
+    for them. It measures an all-reduce of one second over all nodes, or over one GPU of
+    each node that has GPUs.
+
+    Args:
+        place: A directory, path or URI, that all nodes must see; a file is written
+            there and deleted. None checks no directory.
+
+    Yields:
+        A finding for each node.
+
+    Raises:
+        ConfigError: There is no cluster.
     """
     if ray_env.cluster_address() is None:
         raise ConfigError("no Ray cluster is named or runs here: RAY_ADDRESS=HOST:6379")
@@ -71,8 +81,9 @@ def examine_cluster(place: str | None) -> Iterator[Finding]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that nodes must have alike, as far as they are
-    here.
+    """Return the versions of Python and of packages that must agree on all nodes.
+
+    Packages that are not installed are left out.
     """
     found = {"Python": platform.python_version()}
     for name in PACKAGES:
@@ -82,7 +93,17 @@ def versions() -> dict[str, str]:
 
 
 def node_facts(place: str | None, name: str) -> dict[str, Any]:
-    """On a node: what it is, has and sees."""
+    """Return what is known about the node on which this runs.
+
+    Args:
+        place: A directory, or None.
+        name: The name of the file that must be there.
+
+    Returns:
+        ``host``, ``versions``, ``sees`` (whether the file is there; None without a
+        directory), ``gpus`` (their names), ``cuda`` (PyTorch's version of it), ``efa``
+        (the number of cards) and ``plugin`` (of NCCL).
+    """
     sees: bool | None = None
     if place is not None:
         try:
@@ -103,13 +124,19 @@ def node_facts(place: str | None, name: str) -> dict[str, Any]:
 
 
 def efa_devices(folder: str = "/sys/class/infiniband") -> list[str]:
-    """Network cards that NCCL can use past the kernel."""
+    """Return the names of network cards that NCCL can use past the kernel (RDMA)."""
     return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
 
 
 def plugin(paths: str | None = None) -> str:
-    """NCCL's network plugin as a phrase: ``none``, ``ok``, or which libraries it
-    lacks.
+    """Describe NCCL's network plugin on this machine.
+
+    Args:
+        paths: Folders to search, with colons between; by default ``LD_LIBRARY_PATH``
+            and the usual folders.
+
+    Returns:
+        ``none``, ``ok``, or a phrase that names the libraries it lacks.
     """
     paths = paths or f"{os.environ.get('LD_LIBRARY_PATH', '')}:{PLUGIN_PATHS}"
     found = [
@@ -130,8 +157,15 @@ def plugin(paths: str | None = None) -> str:
 def line_of(
     node: Facts, facts: Facts | str, mine: Mapping[str, str], speed: float | str | None
 ) -> Finding:
-    """Of a ``node`` of ``ray.nodes()`` that said ``facts``, or why it said nothing;
-    ``speed`` in bytes/s.
+    """Return the finding for one node.
+
+    Args:
+        node: The node as ``ray.nodes()`` has it.
+        facts: The result of :func:`node_facts`, with ``late``, the difference of the
+            clocks in seconds; or the reason why the node did not answer.
+        mine: The versions on this machine.
+        speed: The bandwidth of the all-reduce in bytes a second, or the reason why
+            there is none; None if it was not measured.
     """
     has = node["Resources"]
     name = node["NodeManagerAddress"] + (
@@ -181,8 +215,18 @@ def line_of(
 def reduce_for_a_second(
     rank: int, world: int, master: str, port: int, gpu: bool
 ) -> float:
-    """Bytes a second that each node sends and receives in an all-reduce (2 (n - 1) /
-    n of its bytes).
+    """Measure an all-reduce of 64 MiB over a process group for about one second.
+
+    Args:
+        rank: The number of this process in the group, from 0.
+        world: The number of processes.
+        master: The address of rank 0.
+        port: The port of rank 0.
+        gpu: Whether to use NCCL on the first GPU, and not gloo on the CPU.
+
+    Returns:
+        Bytes a second that each process sends, and receives: 2 (n - 1) / n of the
+        tensor for each all-reduce.
     """
     import torch.distributed as dist
 
@@ -196,13 +240,13 @@ def reduce_for_a_second(
     )
     try:
         tensor, spent, rounds = torch.zeros(REDUCED_BYTES // 4, device=device), 0.0, 0
-        dist.all_reduce(tensor)  # which opens the connections
+        dist.all_reduce(tensor)  # opens the connections
         start = time.monotonic()
         while spent < REDUCE_S:
             dist.all_reduce(tensor)
             rounds += 1
             clock = torch.tensor([time.monotonic() - start], device=device)
-            dist.broadcast(clock, 0)  # all of them end after as many
+            dist.broadcast(clock, 0)  # all ranks stop after the same round
             spent = float(clock)
         return rounds * REDUCED_BYTES * 2 * (world - 1) / world / spent
     finally:
@@ -210,7 +254,7 @@ def reduce_for_a_second(
 
 
 def own_address() -> tuple[str, int]:
-    """Of this node, and a port that is free there."""
+    """Return the address of this node, and a port that is free there."""
     import ray
 
     with socket.create_server(("", 0)) as free:
@@ -220,7 +264,17 @@ def own_address() -> tuple[str, int]:
 def _all_reduce(
     ray: Any, nodes: Mapping[str, Facts], on: Mapping[str, Any]
 ) -> dict[str, float | str]:
-    """What each node found; nothing of one node."""
+    """Measure an all-reduce over the nodes, or over those with a GPU if there are any.
+
+    Args:
+        ray: The connected module.
+        nodes: The nodes of ``ray.nodes()``, by id.
+        on: For each node the function of :func:`_node_task`.
+
+    Returns:
+        For each node that took part the bandwidth in bytes a second, or the reason why
+        there is none. The result is empty if only one node could take part.
+    """
     gpus = [
         node for node, about in nodes.items() if about["Resources"].get("GPU", 0) >= 1
     ]
@@ -242,7 +296,11 @@ def _all_reduce(
 
 
 def _node_task(ray: Any, node: str) -> Callable[[Callable[[], Any], float], Any]:
-    """Starts a function on that node, with so many GPUs."""
+    """Return a function that starts a task on a node.
+
+    The function takes a function without arguments and a number of GPUs, and returns
+    the reference to the result.
+    """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     there = NodeAffinitySchedulingStrategy(node, soft=False)
@@ -260,7 +318,10 @@ def _node_task(ray: Any, node: str) -> Callable[[Callable[[], Any], float], Any]
 
 
 def _answers(ray: Any, tasks: Mapping[str, Any]) -> dict[str, Any]:
-    """What tasks return, or why they do not, in a line."""
+    """Return the results of tasks by node, within 60 s.
+
+    A task that fails or takes longer has one line of text as its result: the reason.
+    """
     end, found = time.monotonic() + ANSWER_S, dict[str, Any]()
     for node, task in tasks.items():
         try:

@@ -1,8 +1,8 @@
-"""The commands: what may stand on their lines, and what they do. Heavy modules are
-imported when one runs.
+"""The commands: the options that they take, and what they do.
 
-``uno reproduce`` and ``uno tune`` are in :mod:`pipelines.reproduce` and
-:mod:`tune.sweep`.
+Large packages are imported when a command runs. ``uno reproduce`` and ``uno tune`` are
+in :mod:`pipelines.reproduce` and :mod:`tune.sweep`. Every command takes the arguments
+after its name, and returns the exit code.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ DOCTOR = Command(
 
 
 def demo(argv: Sequence[str]) -> int:
-    """The whole job on the embedded digits, through Ray on this machine."""
+    """Pretrain, discover and report on the embedded digits, with two Ray workers."""
     return discover(["--workers", "2", *argv], DEMO)
 
 
@@ -215,11 +215,11 @@ def discover(
     last: str = "discover",
     ranks: TorchrunBackend | None = None,
 ) -> int:
-    """Pretrain unless weights are given, discover, evaluate.
+    """Pretrain unless weights are given, discover, evaluate and report.
 
     Args:
         argv: The arguments after the name of the command.
-        command: What may stand among them.
+        command: The command with its options: ``discover``, ``pretrain`` or ``demo``.
         last: The last phase, "pretrain" or "discover".
         ranks: The ranks of torchrun, if this process is rank 0 of them.
 
@@ -252,8 +252,9 @@ def discover(
 
 
 def pretrain(argv: Sequence[str]) -> int:
-    """Train encoder and known head; ``discover`` with the same options continues
-    from there.
+    """Train the encoder and the known head.
+
+    ``uno discover`` with the same options continues from there.
     """
     return discover(argv, PRETRAIN, "pretrain")
 
@@ -268,7 +269,7 @@ def evaluate(argv: Sequence[str]) -> int:
 
 
 def predict(argv: Sequence[str]) -> int:
-    """Predict, count, say where the table is."""
+    """Predict a class for every image of a source, and print where the table is."""
     options = parse(argv, PREDICT)
     if "output" in (given := options.overrides):
         given["output"] = checked_output(str(given["output"]))
@@ -290,7 +291,7 @@ def report(argv: Sequence[str]) -> int:
 
 
 def export(argv: Sequence[str]) -> int:
-    """Write the model as a file for other tools, and say what it is."""
+    """Write the model as a file for other tools, and print what the file holds."""
     own = parse(argv, EXPORT).args
     from uno.data.files import Storage
     from uno.results.export import FORMATS, can_check_onnx, export
@@ -321,7 +322,10 @@ def export(argv: Sequence[str]) -> int:
 
 
 def data(argv: Sequence[str]) -> int:
-    """Check a data set, or pack it into shards."""
+    """Check a data set, or pack it into shards.
+
+    The exit code is 2 if the check finds an error.
+    """
     options = parse(argv, DATA)
     if options.args.action == "pack":
         from pipelines.packing import pack_data
@@ -356,7 +360,7 @@ def data(argv: Sequence[str]) -> int:
 
 
 def embed(argv: Sequence[str]) -> int:
-    """Write vectors of a source."""
+    """Write the vectors that a frozen encoder computes for every image of a source."""
     options = parse(argv, EMBED)
     from pipelines import features
 
@@ -364,7 +368,7 @@ def embed(argv: Sequence[str]) -> int:
 
 
 def estimate(argv: Sequence[str]) -> int:
-    """Estimate, write ``estimate.json``, print the table."""
+    """Estimate the number of novel classes, and write ``estimate.json``."""
     options = parse(argv, ESTIMATE)
     own = options.args
     from uno.results.estimate import Settings
@@ -395,7 +399,12 @@ def doctor(argv: Sequence[str]) -> int:
 
 
 def classes(argv: Sequence[str]) -> int:
-    """Write ``RUN/classes.yaml``, check it, or apply it."""
+    """Name, merge or drop the discovered classes of a run.
+
+    Without a file of edits and without ``--rename``, ``RUN/classes.yaml`` is written as
+    a template. Otherwise the file is checked, and with ``--apply`` or ``--rename`` the
+    model and all files of the run are updated.
+    """
     own = parse(argv, CLASSES).args
     from uno.data.files import Storage
     from uno.limits import MAX_STATE_BYTES
@@ -453,7 +462,7 @@ def classes(argv: Sequence[str]) -> int:
 
 
 def _place(path: str) -> tuple[Storage, str]:
-    """The folder and the name of a file."""
+    """Return the folder and the file name of a path."""
     from uno.data.files import Storage
 
     parent, name = os.path.split(os.path.expanduser(path))
@@ -461,8 +470,11 @@ def _place(path: str) -> tuple[Storage, str]:
 
 
 def _suggestions(model: Classifier) -> dict[int, Suggestion]:
-    """Suggest names for the discovered classes; nothing where the run's data cannot
-    be read any more.
+    """Suggest names for the discovered classes.
+
+    Returns:
+        Suggestions by the number of the class. Empty, after a warning, if the run's
+        data cannot be read any more.
     """
     from uno.report.findings import suggestions, summarize
     from uno.report.sample import score_sample

@@ -1,5 +1,6 @@
-"""Features of a frozen encoder on Ray, bit for bit as
-:func:`uno.session.data.compute_local` has them.
+"""Compute the features of a frozen encoder on Ray.
+
+They equal those of :func:`uno.session.data.compute_local` bit for bit.
 """
 
 import threading
@@ -30,7 +31,8 @@ from uno.session import embed as session
 from uno.session.console import Progress, on_stop
 from uno.session.data import compute_local, load_features, read_task
 
-# that a task decodes, at most: a row group of Parquet has more rows than a chunk
+# The largest number of chunks of a task. A row group of Parquet has more rows than a
+# chunk, so that a task of several chunks reads less.
 TASK_CHUNKS = 8
 
 
@@ -48,7 +50,7 @@ def compute_on_ray(
         job: What to encode.
         encoder: The encoder in eval mode, or a :class:`~uno.runtime.Runtime` of it.
         rows: int64 (n,), numbers of rows of the task.
-        give_up: Whether to stop while nodes are waited for.
+        give_up: Returns whether to stop waiting for nodes.
 
     Yields:
         The chunks, in order. Their bits are those of one process.
@@ -95,10 +97,16 @@ def compute_on_ray(
 
 
 def make_block(job: FeatureJob, rows: np.ndarray, start: int, stop: int) -> pa.Table:
-    """Return rows of a job as they travel to a task.
+    """Return rows of a job as the table that is sent to a task.
 
     The columns are ``row``, the position among the rows that are encoded; ``seed`` of
-    the random views; whether the row ``has_views``; and the image.
+    the random views; ``has_views``, whether the row has random views; and the image.
+
+    Args:
+        job: What is encoded.
+        rows: int64 (n,), the numbers of all rows that are encoded.
+        start: The position of the first row of the table.
+        stop: The position after its last row.
     """
     own = rows[start:stop]
     return pa.table(
@@ -114,8 +122,15 @@ def make_block(job: FeatureJob, rows: np.ndarray, start: int, stop: int) -> pa.T
 def decode_block(block: pa.Table, config: Config, reader: Any) -> Iterator[pa.Table]:
     """Decode the rows of :func:`make_block` in a task.
 
+    Args:
+        block: The table.
+        config: The configuration of the run.
+        reader: The reference to what reads images by row number, or None.
+
     Yields:
-        A table for each chunk of rows, with the pixels in the place of the image.
+        A table for each chunk of rows: ``row``, ``seed``, ``viewed`` (whether the row
+        has crops of random views), ``reason`` (why the image cannot be read, or None)
+        and ``pixels`` (of all crops of the row).
     """
     import ray
 
@@ -123,7 +138,7 @@ def decode_block(block: pa.Table, config: Config, reader: Any) -> Iterator[pa.Ta
     reader = None if reader is None else ray.get(reader)
     images, seeds = from_columns(block, reader), block["seed"].to_numpy()
     has_views, size = block["has_views"].to_numpy(), features.ROWS_AT_ONCE
-    # whole: the writer gets them so
+    # The results are whole chunks, because the writer needs whole chunks.
     for chunk in range(0, len(block), features.CHUNK_ROWS):
         own = slice(chunk, chunk + features.CHUNK_ROWS)
         pieces = [
@@ -147,7 +162,14 @@ def decode_block(block: pa.Table, config: Config, reader: Any) -> Iterator[pa.Ta
 
 
 class Featurizer:
-    """An actor of the pool: loads the encoder once, then encodes block after block."""
+    """An actor of the pool, which loads the encoder once and encodes many blocks.
+
+    Args:
+        device: The device of the encoder.
+        threads: The number of blocks of rows that are encoded at once.
+        shared: The reference to the configuration, the weights as a safetensors file,
+            and the :class:`~uno.runtime.Plan` or None.
+    """
 
     def __init__(self, device: str, threads: int, shared: Any) -> None:
         import ray
@@ -166,17 +188,20 @@ class Featurizer:
         self._encoder = at_speed(encoder, plan, threads) if here else encoder
 
     def __call__(self, block: pa.Table) -> pa.Table:
-        """Encode chunks of :func:`decode_block` to ``row``, ``features`` and
-        ``reason``.
+        """Encode chunks of :func:`decode_block`.
+
+        Returns:
+            A table with the columns ``row``, ``reason`` and ``features`` (bytes of
+            float32, the encoded views of a row side by side).
         """
         config, seeds = self._config, block["seed"].to_numpy()
         viewed, ok = block["viewed"].to_numpy(), block["reason"].is_null().to_numpy()
         pixels = shared_tensor(bytes_of(block["pixels"], features.row_bytes(config)))
 
         def encode(start: int) -> torch.Tensor:
-            torch.set_num_threads(1)  # of this thread
+            torch.set_num_threads(1)  # for this thread only
             own = slice(start, start + features.ROWS_AT_ONCE)
-            # Ray has cut nothing
+            # Ray must not have divided the chunks.
             assert block["row"][start].as_py() % features.ROWS_AT_ONCE == 0
             return features.encode_rows(
                 config, self._encoder, seeds[own], pixels[own], viewed[own], ok[own]
@@ -194,8 +219,16 @@ class Featurizer:
 def pack_chunk(storage: Storage, number: int, results: pa.Table) -> bytes | None:
     """Return the features and reasons of a chunk as bytes for the driver.
 
-    Returns None for numbers that are not finite: Ray would print a traceback for an
-    error. Nothing is stored: the driver writes to the cache.
+    Nothing is stored, because the driver writes to the cache.
+
+    Args:
+        storage: The directory of the cache, which is not used.
+        number: The number of the chunk, which is not used.
+        results: A table of :meth:`Featurizer.__call__`.
+
+    Returns:
+        None if a number is not finite. An error in its place would make Ray print a
+        traceback.
     """
     column = results["features"]
     values = bytes_of(column, column.type.byte_width).view(np.float32)
@@ -209,7 +242,13 @@ def pack_chunk(storage: Storage, number: int, results: pa.Table) -> bytes | None
 
 
 def unpack_chunk(job: FeatureJob, rows: np.ndarray, data: bytes) -> Chunk:
-    """Return the chunk of rows int64 (n,) that :func:`pack_chunk` made."""
+    """Return the chunk of features that :func:`pack_chunk` made.
+
+    Args:
+        job: What is encoded.
+        rows: int64 (n,), the rows of the chunk.
+        data: The bytes.
+    """
     table = pa.ipc.open_stream(data).read_all()
     column = table["features"]
     values = bytes_of(column, column.type.byte_width).view(np.float32).copy()
@@ -218,7 +257,14 @@ def unpack_chunk(job: FeatureJob, rows: np.ndarray, data: bytes) -> Chunk:
 
 
 def embed(config: Config, given: Container[str], num_views: int) -> int:
-    """``uno embed``, here or on Ray; returns 0."""
+    """Run ``uno embed`` on this machine or on Ray, and return the exit code 0.
+
+    Args:
+        config: The configuration. ``compute.num_workers`` 0 means this machine.
+        given: The dotted keys that the user set.
+        num_views: The number of random views of each row to encode besides the plain
+            image.
+    """
     stopping, workers = threading.Event(), config.compute.num_workers
     connected = ray_env.connect(workers=workers) if workers else nullcontext()
     with on_stop(stopping.set), connected as ray:
@@ -232,7 +278,12 @@ def embed(config: Config, given: Container[str], num_views: int) -> int:
 
 
 def fill_cache(config: Config) -> int:
-    """Compute what the cache lacks of a run's features, here or on Ray; returns 0."""
+    """Compute the features of a run that the cache lacks, and return the exit code 0.
+
+    Args:
+        config: The configuration. ``compute.num_workers`` 0 means this machine,
+            otherwise Ray is used.
+    """
     data = config.data.model_copy(
         update={"num_novel": 1} if config.data.num_novel == "auto" else {}
     )

@@ -1,5 +1,7 @@
-"""Running a trained model over a source on Ray, by :mod:`pipelines.partitions`: the
-same batches and files as with the threads of this process, so the same results.
+"""Run a trained model over a source on Ray.
+
+Batches and files are the same as with the threads of one process, so the results are,
+too. :mod:`pipelines.partitions` runs the work.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -36,8 +38,17 @@ def predict_on_ray(
     writer: PredictionWriter,
     on_progress: Callable[[int, int], None],
 ) -> Summary:
-    """Classify what ``writer`` lacks on actors that load the model's ``files``, and
-    join it.
+    """Classify the rows that are missing in a set of predictions, on Ray.
+
+    Args:
+        ray: The connected module.
+        config: The configuration of the run.
+        files: The files of the model, by name.
+        writer: The predictions. Parts that are stored already are not computed again.
+        on_progress: Takes the number of finished rows and of all rows.
+
+    Returns:
+        The summary of all predictions, after they are joined to one table.
     """
     how, source = (
         InputSpec.of(build_classifier(files), writer.part_rows),
@@ -66,7 +77,12 @@ def predict_on_ray(
 
 
 def part_block(first: int, part: Partition) -> pa.Table:
-    """A partition as it travels, its first row being ``first``."""
+    """Return a partition as the table that is sent to a task.
+
+    Args:
+        first: The number of its first row, among all rows.
+        part: The partition. Without images it holds row numbers in the source only.
+    """
     rows = {"row": np.arange(first, first + len(part.rows))}
     if part.images is None:
         return pa.table({**rows, "number": part.rows})
@@ -76,8 +92,15 @@ def part_block(first: int, part: Partition) -> pa.Table:
 
 
 def decode_part(block: pa.Table, source: Any, how: InputSpec) -> Iterator[pa.Table]:
-    """A task: a :func:`part_block` -> its rows with ``pixels``, some at a time;
-    ``source``: of numbers.
+    """Decode the rows of a :func:`part_block`, in a task.
+
+    Args:
+        block: The table.
+        source: The reference to what reads rows by number, or None.
+        how: The size and the chunks that the model needs.
+
+    Yields:
+        Tables of some rows, with a column ``pixels``.
     """
     import ray
 
@@ -103,7 +126,15 @@ def decode_part(block: pa.Table, source: Any, how: InputSpec) -> Iterator[pa.Tab
 
 
 class Scorer:
-    """An actor of the pool: loads the model once, then classifies block after block."""
+    """An actor of the pool, which loads the model once and classifies many blocks.
+
+    Args:
+        device: The device of the model.
+        threads: The number of threads.
+        files: The reference to the files of the model.
+        embedding: Whether to return the embeddings, too.
+        plan: How the encoder is computed on a CPU; None for PyTorch.
+    """
 
     def __init__(
         self, device: str, threads: int, files: Any, embedding: bool, plan: Plan | None
@@ -121,7 +152,7 @@ class Scorer:
             )
 
     def __call__(self, block: pa.Table) -> pa.Table:
-        """A decoded block -> what the model says of it."""
+        """Return the model's predictions for a block of decoded rows."""
         size = self._model.size
         pixels = shared_tensor(bytes_of(block["pixels"], 3 * size**2)).view(
             -1, 3, size, size

@@ -1,4 +1,4 @@
-"""``uno doctor``: find what is wrong with this machine, and say what to do."""
+"""Find problems of this machine and name remedies, for ``uno doctor``."""
 
 import importlib.metadata
 import importlib.util
@@ -16,12 +16,18 @@ from uno.errors import RAY, ConfigError
 
 GIB = 2**30
 LOW_DISK_BYTES = 5 * GIB
-# Ray puts its object store on the disk where /dev/shm is smaller than the store
+# Ray puts its object store on the disk if /dev/shm is smaller than the store.
 LOW_SHM_BYTES = GIB
 
 
 class Finding(NamedTuple):
-    """One line of ``uno doctor``; ``level`` is ok, warning or error."""
+    """One line of ``uno doctor``.
+
+    Attributes:
+        level: ``ok``, ``warning`` or ``error``.
+        text: What was found.
+        remedy: What to do about it, or "".
+    """
 
     level: str
     text: str
@@ -34,7 +40,11 @@ class Finding(NamedTuple):
 
 
 def machine() -> Iterator[Finding]:
-    """Versions, devices, memory, disk and the Ray cluster that would be used."""
+    """Check versions, devices, disk, shared memory and the Ray cluster of this machine.
+
+    Yields:
+        The findings.
+    """
     names = ["uno-discovery", "torch", "torchvision", "numpy", "pyarrow"]
     names += ["ray"] if importlib.util.find_spec("ray") else []
     versions = [f"{name} {importlib.metadata.version(name)}" for name in names]
@@ -60,6 +70,7 @@ def machine() -> Iterator[Finding]:
 
 
 def _ray() -> Iterator[Finding]:
+    """Check whether Ray is installed, and whether the cluster that is named answers."""
     if importlib.util.find_spec("ray") is None:
         yield Finding(
             "warning", "Ray is not installed: --workers 0 only", f"pip install {RAY}"
@@ -86,6 +97,7 @@ def _ray() -> Iterator[Finding]:
 
 
 def _space() -> Iterator[Finding]:
+    """Check the space in shared memory and on the disks that a run uses."""
     if os.path.isdir("/dev/shm"):
         total = shutil.disk_usage("/dev/shm").total
         text, remedy = f"/dev/shm has {total / GIB:.1f} GiB", "docker: --shm-size=8g"

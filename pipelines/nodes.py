@@ -1,6 +1,8 @@
-"""Nodes that come and go: a place for a group of workers, waited for; nodes that are
-drained; what the end of a group means. Ray's head knows all of it and is asked in one
-request.
+"""Wait for the nodes of a Ray cluster, and interpret what happens to them.
+
+Nodes of a cluster can come and go. This module waits until a group of workers fits into
+the cluster, notices nodes that are being drained, and decides what the end of a group
+of workers means. The state of the nodes is read from Ray's head by one request.
 """
 
 import logging
@@ -25,12 +27,12 @@ from uno.errors import ConfigError, Interrupted, UnoError, one_line
 from uno.session.console import print_line
 from uno.text import plural
 
-if TYPE_CHECKING:  # tasks that decode import this module, too
+if TYPE_CHECKING:  # tasks that decode import this module without that one
     from uno.session.resources import FreeMemory
 
-TELL_S = 30.0  # between two lines on what is waited for
-ASK_S = 60.0  # for what is free on the nodes of workers
-LOOK_S = 2.0  # between two looks for nodes that leave
+TELL_S = 30.0  # seconds between two lines about a wait
+ASK_S = 60.0  # seconds to wait for the free memory of the workers' nodes
+LOOK_S = 2.0  # seconds between two checks for nodes that are drained
 
 LOST = {
     "RayActorError",
@@ -45,8 +47,9 @@ LOST = {
     "WorkerGroupStartupFailedError",
     "WorkerGroupError",
 }
-"""Classes of Ray 2.60: a worker or its node is gone. (A test compares these names
-with Ray's.)
+"""Names of errors of Ray 2.60 which mean that a worker or its node is lost.
+
+A test compares these names with those in Ray.
 """
 NO_PLACE = "WorkerGroupStartupTimeoutError"
 LEFT = "PreemptionError"
@@ -57,15 +60,20 @@ T = TypeVar("T")
 
 
 def total(nodes: Sequence[Node]) -> Resources:
-    """What the nodes that stay have together."""
+    """Return the sum of the resources of all nodes that are not being drained."""
     return dict(
         sum((Counter(node.total) for node in nodes if not node.leaving), Counter[str]())
     )
 
 
 class PlacementProbe:
-    """Placement groups that take, for a moment, what a group of workers and a task of
-    Ray Data will take. While they wait, Ray's autoscaler starts nodes for them.
+    """A test whether the cluster can place workers and a task of Ray Data now.
+
+    It makes placement groups with their resources for a moment. While these wait, Ray's
+    autoscaler starts nodes for them.
+
+    Args:
+        strategy: The placement strategy of Ray for the workers, such as ``PACK``.
     """
 
     def __init__(self, strategy: str) -> None:
@@ -76,9 +84,15 @@ class PlacementProbe:
         )
 
     def fits(self, workers: list[Resources], task: Resources) -> bool:
-        """Whether the cluster can place all ``workers`` and the ``task``; asked for a
-        second or two. A strict strategy is one of the workers: the task may be
-        anywhere.
+        """Return whether the cluster can place all workers and the task.
+
+        It waits for at most about two seconds. The placement groups are kept until
+        :meth:`release`, or until other resources are asked for.
+
+        Args:
+            workers: The resources of each worker.
+            task: The resources of a task of Ray Data. A strict strategy holds for the
+                workers only, and the task may be on any node.
         """
         from ray.util import placement_group
 
@@ -93,7 +107,7 @@ class PlacementProbe:
         return all(group.wait(1) for group in self._groups)
 
     def release(self) -> None:
-        """Give it back."""
+        """Remove the placement groups."""
         from ray.util import remove_placement_group
 
         for group in self._groups:
@@ -104,10 +118,23 @@ class PlacementProbe:
 def wait_for_resources(
     config: Config, give_up: Callable[[], bool], limit_s: float = float("inf")
 ) -> Resources:
-    """Resources of each worker, once all workers and a task of Ray Data fit into the
-    cluster as it is now. A line every 30 s says what is wanted and what is there.
-    ConfigError: no place within ``limit_s``; where only others' work is in the way,
-    within the minutes that the configuration allows.
+    """Wait until all workers and a task of Ray Data fit into the cluster.
+
+    A line every 30 s says what is needed and what is there.
+
+    Args:
+        config: The configuration of the run.
+        give_up: Returns whether the user has asked to stop.
+        limit_s: The longest wait in seconds. If the cluster is large enough and only
+            the work of others is in the way, the wait is at least
+            ``compute.wait_minutes``.
+
+    Returns:
+        The resources of each worker.
+
+    Raises:
+        ConfigError: There was no place in time.
+        Interrupted: ``give_up`` returned True.
     """
     start, place, workers = (
         time.monotonic(),
@@ -122,7 +149,7 @@ def wait_for_resources(
                 raise Interrupted(
                     "stopped while waiting for nodes; resume with the same command"
                 )
-            if not nodes:  # no answer, which says nothing of the cluster
+            if not nodes:  # the head did not answer
                 time.sleep(POLL_S)
                 continue
             try:
@@ -135,7 +162,7 @@ def wait_for_resources(
             ):
                 return resources
             line = shortage(resources, workers, nodes)
-            # What others have, they give back.
+            # Resources that others use become free again.
             limit = (
                 limit_s if problem else max(limit_s, 60 * config.compute.wait_minutes)
             )
@@ -154,9 +181,23 @@ def wait_for_resources(
 def once_one_fits(
     config: Config, ask: Callable[[], T], give_up: Callable[[], bool] = lambda: False
 ) -> T:
-    """``ask()``, which raises ConfigError where the cluster holds not one task or trial
-    of a command: it is asked again once a cluster that may grow has a place for a
-    worker.
+    """Call a function again after a wait, if the cluster is still too small for it.
+
+    Args:
+        config: The configuration of the run.
+        ask: The function. It raises ConfigError if the cluster cannot hold a single
+            task or trial.
+        give_up: Returns whether the user has asked to stop.
+
+    Returns:
+        The result of ``ask``. If the first call failed, it is called again once the
+        cluster has a place for the workers of the configuration, or for one worker if
+        it has none.
+
+    Raises:
+        ConfigError: ``ask`` raised it, and the cluster cannot grow; or there was no
+            place in time.
+        Interrupted: ``give_up`` returned True.
     """
     try:
         return ask()
@@ -169,11 +210,18 @@ def once_one_fits(
 
 
 def free_memory(config: Config) -> "FreeMemory":
-    """What is free for a run's workers: the least that a task in the place of each
-    finds on its node, the least object store of the nodes that are there, and what is
-    free here, where the run is led from. Of the nodes of a cluster that has no place
-    for workers yet nothing is known: then, and where there is no cluster, what is free
-    here.
+    """Return the memory that is free for a run's workers.
+
+    A task in the place of each worker measures its node for at most 60 s.
+
+    Args:
+        config: The configuration of the run.
+
+    Returns:
+        The smallest main memory and GPU memory that the tasks found, the smallest
+        object store of all nodes, and the main memory of this machine as ``driver``.
+        Without workers or a cluster, or if the cluster has no place for workers yet,
+        main memory and GPU memory are those of this machine, and ``driver`` is None.
     """
     workers, here = config.compute.num_workers, _free(to_dict(config))
     if not workers or not cluster_address():
@@ -207,21 +255,22 @@ def free_memory(config: Config) -> "FreeMemory":
 
 
 def _free(tree: Mapping[str, Any]) -> "FreeMemory":
-    """On the node of a worker."""
+    """Return the free memory of this node, for a configuration that is a plain dict."""
     from uno.session import resources
 
     return resources.free_memory(Config.model_validate(tree))
 
 
 def startup_timeout_s(config: Config) -> float:
-    """How long nodes are waited for at the start: a cluster that this command
-    started does not grow.
+    """Return how many seconds to wait for nodes at the start of a command.
+
+    It is 0 if this command starts its own cluster, because that does not grow.
     """
     return 60 * config.compute.wait_minutes if cluster_address() else 0.0
 
 
 def _usual(config: Config) -> Resources:
-    """What is asked for a worker where the cluster is too small to tell its share."""
+    """Return the resources of a worker for a cluster whose size is not known."""
     usual = {"CPU": config.compute.cpus_per_worker or 1.0}
     return usual | (
         {"GPU": config.compute.gpus_per_worker}
@@ -231,7 +280,13 @@ def _usual(config: Config) -> Resources:
 
 
 def shortage(each: Resources, workers: int, nodes: Sequence[Node]) -> str:
-    """What is wanted and what is there, for the user."""
+    """Return a phrase on the resources that are needed and those that are there.
+
+    Args:
+        each: The resources of each worker.
+        workers: The number of workers.
+        nodes: The nodes of the cluster.
+    """
     staying = [node for node in nodes if not node.leaving]
     free = sum((Counter(node.free) for node in staying), Counter[str]())
     has, leaving = total(nodes), len(nodes) - len(staying)
@@ -245,9 +300,17 @@ def shortage(each: Resources, workers: int, nodes: Sequence[Node]) -> str:
 
 
 def check_shares(config: Config, each: Resources | None = None) -> None:
-    """ConfigError: workers that train together would share a GPU, which NCCL refuses
-    ("Duplicate GPU"). ``each``: what a worker gets, by default what is known before the
-    cluster is.
+    """Check that workers that train together do not share a GPU.
+
+    NCCL refuses that ("Duplicate GPU").
+
+    Args:
+        config: The configuration of the run.
+        each: The resources of a worker; by default those that are known before the
+            cluster is.
+
+    Raises:
+        ConfigError: They would share a GPU.
     """
     workers, share = config.compute.num_workers, (each or _usual(config)).get("GPU", 1)
     if workers > 1 and share < 1:
@@ -295,7 +358,13 @@ class DrainWatcher:
 
 
 class WorkerFailure(NamedTuple):
-    """How a group of workers ended that another one follows."""
+    """The failure of a group of workers after which a new group is started.
+
+    Attributes:
+        line: What happened, for the user.
+        last: The error to raise if this happens again and again without a new
+            checkpoint; None if it may happen any number of times.
+    """
 
     line: str
     last: Exception | None
@@ -305,8 +374,18 @@ class WorkerFailure(NamedTuple):
 
 
 def classify_failure(error: Exception) -> WorkerFailure:
-    """What the end of a group by ``error`` means. Raises what no other group would
-    do better.
+    """Decide what the end of a group of workers means.
+
+    Args:
+        error: The error that Ray Train raised.
+
+    Returns:
+        The failure, if a new group may do better.
+
+    Raises:
+        Exception: The cause of ``error``, if a new group would fail in the same way: an
+            error for the user, or a ConfigError if the cluster can never hold the
+            workers.
     """
     failure = cause_of(error)
     names = {kind.__name__ for kind in type(failure).__mro__}
@@ -328,7 +407,7 @@ def classify_failure(error: Exception) -> WorkerFailure:
     )
     if LEFT in names or any(getattr(look, "preempted", False) for look in looks):
         return WorkerFailure("workers stopped: their node was drained", None)
-    # of the many lines that Ray says
+    # Ray's error has many lines, and the first one is enough.
     own = f"{type(failure).__name__}: {failure}".splitlines()[0][:200]
     if names & LOST:
         text = (
@@ -342,8 +421,10 @@ def classify_failure(error: Exception) -> WorkerFailure:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """The exception that explains a failed fit: the user's error first, a lost peer
-    last.
+    """Return the exception that explains a failed fit.
+
+    Errors of this program come first, then other errors of workers except lost
+    connections to other ranks, then the error of Ray's controller.
     """
     failures = list(_failures(error).values())
     own = [f for f in failures if isinstance(f, UnoError)]
@@ -356,12 +437,19 @@ def cause_of(error: BaseException) -> BaseException:
 
 
 def _failures(error: BaseException) -> Mapping[int, BaseException]:
+    """Return the exceptions of the workers by rank; {} if Ray has none."""
     return dict(getattr(error, "worker_failures", {}))
 
 
 class StallWarner:
-    """A line every 30 s while somebody is inside a ``with`` of it: images are waited
-    for.
+    """A context manager that warns every 30 s while its ``with`` block is not left.
+
+    The block waits for images. It may be entered many times, one after the other.
+
+    Args:
+        tell: Returns the warning for a wait of some seconds; by default
+            :func:`no_images`.
+        every_s: Seconds between two warnings.
     """
 
     def __init__(
@@ -382,10 +470,11 @@ class StallWarner:
         self._since = float("inf")
 
     def close(self) -> None:
-        """No more lines."""
+        """End the thread that warns."""
         self._over.set()
 
     def _watch(self) -> None:
+        """Log a warning after each interval of a wait, until :meth:`close`."""
         told = 0
         while not self._over.wait(self._every_s / 30):
             waited = time.monotonic() - self._since
@@ -397,7 +486,11 @@ class StallWarner:
 
 
 def no_images(waited: float) -> str:
-    """What Ray Data lacks, for the user."""
+    """Return a line on the CPUs that Ray Data may lack.
+
+    Args:
+        waited: Seconds of the wait so far.
+    """
     most = max(
         (node.free.get("CPU", 0.0) for node in read_nodes() if not node.leaving),
         default=0.0,

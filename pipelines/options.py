@@ -1,10 +1,9 @@
-"""The command line of every command, from one declaration: its own arguments and the
-schema's fields.
+"""Parse the command line of every command.
 
-The flags are the schema's fields (``--objective.epsilon``), their short forms
-(``--batch-size``) and what a
-:class:`Command` adds; :mod:`uno.session.settings` makes a configuration of them.
-pydantic checks every value, so that an error is one line with the field's name.
+The options of a command are the fields of the schema (``--objective.epsilon``), their
+short forms (``--batch-size``) and the arguments that a :class:`Command` declares.
+:mod:`uno.session.settings` makes a configuration of them. pydantic checks every value,
+so that an error is one line with the name of the field.
 """
 
 import shutil
@@ -40,30 +39,39 @@ NUMBERS: TypeAdapter[Any] = TypeAdapter(StrictBool | list[_Number] | _Number | N
 
 
 Group = tuple[str, bool, list[str]]
-"""A flag, or "" for the words before the first one, whether by ``=``, and the words
-after it.
+"""An option, whether its value follows an equals sign, and the words after it.
+
+The name is "" for the words before the first option.
 """
 
 
 class Argument(NamedTuple):
-    """One argument: a bool is a switch, list[str] takes words; without a default or
-    None it must be given.
+    """One argument of a command.
+
+    Attributes:
+        sentence: The sentence in the help.
+        type: The type of the value. A bool is a switch, and list[str] takes many words.
+        default: The default. If it is None, and the type does not allow None, the
+            argument must be given.
+        key: The dotted key, if this is a field of the schema.
+        negated: Whether this is the second form of a boolean field, such as
+            ``--objective.no-concat``.
     """
 
     sentence: str
     type: Any = str
     default: Any = None
-    key: str = ""  # of a field of the schema
+    key: str = ""  # the dotted key of a field of the schema
     negated: bool = False  # the second form of a boolean field, --objective.no-concat
 
     @property
     def required(self) -> bool:
-        """Return whether the command cannot do without it."""
+        """Whether the command needs this argument."""
         return self.default is None and NoneType not in get_args(self.type)
 
     @property
     def most_words(self) -> int:
-        """The words that may follow it."""
+        """The largest number of words that may follow the argument."""
         if self.type is bool:
             return 1 if self.key and not self.negated else 0
         return {tuple: len(get_args(self.type)), list: MANY}.get(
@@ -72,12 +80,22 @@ class Argument(NamedTuple):
 
     @property
     def takes_numbers(self) -> bool:
-        """Return whether its words are read as numbers where they are some."""
+        """Whether words that look like numbers are read as numbers."""
         return not {int, float}.isdisjoint(get_args(self.type) or (self.type,))
 
     def value(self, name: str, words: Sequence[str]) -> Any:
-        """Which of the ``words`` after ``name`` are its value. ConfigError: there
-        are too few or too many.
+        """Return the value that the words after the argument mean, still as text.
+
+        Args:
+            name: The name of the argument, for the error.
+            words: The words.
+
+        Returns:
+            A word, all words if the argument takes several, a bool for a switch without
+            a word, or None for the word ``none`` if the type allows it.
+
+        Raises:
+            ConfigError: There are too few words or too many.
         """
         types, most = get_args(self.type) or (self.type,), self.most_words
         if bool in types and not words:
@@ -97,7 +115,7 @@ class Argument(NamedTuple):
 
 
 def switch(sentence: str) -> Argument:
-    """An argument without a value, off unless given."""
+    """Declare an argument without a value, which is off unless it is given."""
     return Argument(sentence, bool, False)
 
 
@@ -117,14 +135,19 @@ SIZE_FLAG = {
 
 @dataclass(frozen=True)
 class Command:
-    """A command and what may stand on its line.
+    """A command, and the arguments and options that it takes.
 
-    ``arguments`` are its own; a name without dashes is positional. ``takes`` says which
-    fields of the schema are options: ``all``, from which one configuration is made;
-    ``all`` as ``changes`` to configurations that exist; the ``some`` whose declaration
-    names the command; ``none``. ``output`` is used where none is given; ``text`` and
-    ``examples`` are shown by ``--help``; a command with examples does nothing without
-    arguments.
+    Attributes:
+        name: The name after ``uno``.
+        arguments: Its own arguments. A name without dashes is positional.
+        takes: The fields of the schema that are options: ``all``, from which one
+            configuration is made; ``changes``, all fields as changes to existing
+            configurations; ``some``, those that name the command in their declaration;
+            ``none``.
+        output: The default of the output directory.
+        text: A text for the help.
+        examples: Examples for the help. A command with examples prints the help if it
+            has no arguments.
     """
 
     name: str
@@ -136,7 +159,7 @@ class Command:
 
     @property
     def usage(self) -> str:
-        """``uno evaluate RUN [OPTIONS]``."""
+        """The usage line, such as ``uno evaluate RUN [OPTIONS]``."""
         names = [
             n if a.required else f"[{n}]"
             for n, a in self.arguments.items()
@@ -145,8 +168,10 @@ class Command:
         return " ".join(["uno", self.name, *names, "[OPTIONS]"])
 
     def flags(self, *methods: str) -> dict[str, Argument]:
-        """All arguments by name: the command's own, then those of the schema and of
-        these ``methods``.
+        """Return all arguments by name: the command's own, then those of the schema.
+
+        Args:
+            *methods: Methods whose own constants are options, too.
         """
         own = {
             **self.arguments,
@@ -168,8 +193,13 @@ class Command:
 
 @dataclass(frozen=True)
 class Options:
-    """``args.dry_run`` is ``--dry-run``; ``yaml_values`` and ``cli_values``: the
-    dotted keys set there.
+    """The options of a command line.
+
+    Attributes:
+        command: The command.
+        args: The command's own arguments: ``args.dry_run`` is ``--dry-run``.
+        yaml_values: The values of the files of ``--config``, by dotted key.
+        cli_values: The values on the command line, by dotted key.
     """
 
     command: Command
@@ -179,12 +209,15 @@ class Options:
 
     @property
     def overrides(self) -> dict[str, Any]:
-        """The dotted keys that were set."""
+        """All values that the user set, by dotted key."""
         return merged(self.yaml_values, self.cli_values)
 
     @cached_property
     def config(self) -> Config:
-        """The configuration that the line leads to, with the command's output."""
+        """The configuration that follows from the line and its files.
+
+        If the user names no output directory, it is the default of the command.
+        """
         choose = self.command.name in ("discover", "data")
         return override(
             Config(), completed(self.overrides, self.command.output, choose)
@@ -192,9 +225,20 @@ class Options:
 
 
 def parse(argv: Sequence[str], command: Command) -> Options:
-    """Options of ``uno COMMAND ARGV...``; ``--help``, or nothing where something is
-    needed, ends it. Words that no flag takes are the arguments without dashes, in their
-    order.
+    """Parse the arguments of a command.
+
+    ``--help`` prints the help and ends the process. So does an empty line if the
+    command needs an argument or has examples. Words that no option takes are the
+    positional arguments, in their order.
+
+    Args:
+        argv: The arguments after the name of the command.
+        command: The command.
+
+    Raises:
+        ConfigError: An option is unknown, a value is refused, or an argument is
+            missing.
+        SystemExit: The help was printed.
     """
     asked, arguments = {"--help", "-h", HELP_ALL}.intersection(argv), command.arguments
     groups = list(_groups(token for token in argv if token not in asked))
@@ -212,7 +256,8 @@ def parse(argv: Sequence[str], command: Command) -> Options:
                     f"unexpected argument {surplus[0]!r}; options start with --"
                 )
             value = flags[name].value(name, words + surplus) if name else None
-            if name and flags[name].takes_numbers:  # or pydantic would speak of strings
+            # else the error would be about a string
+            if name and flags[name].takes_numbers:
                 value = NUMBERS.validate_python(value)
             if name in arguments:
                 own[name] = value
@@ -221,7 +266,7 @@ def parse(argv: Sequence[str], command: Command) -> Options:
     except ConfigError:
         if not asked:
             raise
-        file, line = {}, {}  # help is there for who has made a mistake
+        file, line = {}, {}  # The help is shown for a line with a mistake, too.
     options = Options(command, SimpleNamespace(), file, line)
     if asked or (
         not argv and (command.examples or any(a.required for a in arguments.values()))
@@ -253,8 +298,15 @@ def parse(argv: Sequence[str], command: Command) -> Options:
 def schema_flags(
     fields: Mapping[str, FieldInfo] = Config.model_fields, prefix: str = ""
 ) -> Iterator[tuple[str, Argument]]:
-    """Every flag of ``fields`` and what it sets: a field's long form first, its
-    short one next.
+    """List the options of fields of the schema.
+
+    Args:
+        fields: Fields or sections by name.
+        prefix: The dotted key of the section with a dot at the end, or "".
+
+    Yields:
+        The name of each option and its argument: the long form of a field first, then
+        the short form, then the ``no-`` form of a boolean field.
     """
     for name, info in fields.items():
         key, kind = f"{prefix}{name}", info.annotation
@@ -275,8 +327,15 @@ def schema_flags(
 def _flags(
     groups: list[Group], command: Command, file: dict[str, Any]
 ) -> dict[str, Argument]:
-    """The flags of a line, whose ``--config`` files are read into ``file``.
-    ConfigError: another flag.
+    """Return the options of a line by name, and read its files of ``--config``.
+
+    Args:
+        groups: The groups of the line.
+        command: The command.
+        file: Takes the values of the files, by dotted key.
+
+    Raises:
+        ConfigError: The line has another option, or a file cannot be read.
     """
     if "--config" in command.flags():
         for words in (
@@ -294,8 +353,15 @@ def _flags(
 
 
 def _methods_in(groups: list[Group], file: Mapping[str, Any]) -> list[str]:
-    """The methods whose sections a line may set: the one it chooses, and those of this
-    package whose section it names. ConfigError: it chooses one that does not exist.
+    """Return the methods whose own constants a line may set.
+
+    Args:
+        groups: The groups of the line.
+        file: The values of the files of ``--config``, by dotted key.
+
+    Returns:
+        The method that the line or a file chooses, which need not exist, and the
+        methods of this package whose section an option names.
     """
     found = [str(file.get("method", DEFAULT))]
     for name, _, words in groups:
@@ -308,8 +374,14 @@ def _methods_in(groups: list[Group], file: Mapping[str, Any]) -> list[str]:
 
 
 def _groups(argv: Iterable[str]) -> Iterator[Group]:
-    """``x --a 1 2 --b=3`` ->
-    ``("", False, [x]), ("--a", False, [1, 2]), ("--b", True, [3])``.
+    """Divide a line into its options, each with the words that follow.
+
+    For example, ``x --a 1 2 --b=3`` yields ``("", False, ["x"])``, ``("--a", False,
+    ["1", "2"])`` and ``("--b", True, ["3"])``. The bool says whether the value follows
+    an equals sign.
+
+    Args:
+        argv: The words of the line.
     """
     name, equals, words = "", "", list[str]()
     for token in argv:
@@ -333,9 +405,14 @@ The defaults below are the values of this command line.
 
 
 def _print_help(options: Options, everything: bool) -> None:
-    """Arguments with a sentence and their values: a preset's, where the line has a
-    mistake. Of the schema's fields those with a short form, by that form, unless
-    ``everything``.
+    """Print the help of a command: its arguments with their sentence and value.
+
+    Values are those of the line, or of the preset ``digits`` if the line has a mistake.
+
+    Args:
+        options: The options of the line.
+        everything: Whether to list all fields of the schema. Otherwise only fields with
+            a short form are listed, by that form.
     """
     command = options.command
     print(f"usage: {command.usage}\n\n{SENTENCES[command.name]}\n")
@@ -356,7 +433,8 @@ def _print_help(options: Options, everything: bool) -> None:
         )
 
     flags = command.flags(str(values.get("method", DEFAULT)))
-    forms, section, hidden = dict[str, list[str]](), "", 0  # names of one argument
+    # by key, the names of an argument
+    forms, section, hidden = dict[str, list[str]](), "", 0
     for name, argument in flags.items():
         if not argument.key or command.may_change(argument.key):
             forms.setdefault(argument.key or name, []).append(name)
@@ -397,8 +475,9 @@ def _print_help(options: Options, everything: bool) -> None:
 
 
 def placeholder(kind: Any) -> str:
-    """Name a value in the help: ``INT``, ``FLOAT FLOAT``, ``{paper,v2}``,
-    ``INT|auto|None``.
+    """Return the placeholder for a value in the help.
+
+    For example ``INT``, ``FLOAT FLOAT``, ``{paper,v2}`` or ``INT|auto|None``.
     """
     parts, origin = get_args(kind), get_origin(kind)
     if not parts:

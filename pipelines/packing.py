@@ -1,5 +1,6 @@
-"""``uno data pack``, here or on Ray: a task for each shard, which reads its rows and
-writes its file.
+"""Run ``uno data pack`` on this machine or on Ray.
+
+On Ray a task packs each shard: it reads the rows and writes the file.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,12 +28,23 @@ from uno.session.console import Progress, print_line
 from uno.text import plural
 
 BAD = pa.list_(pa.struct({"id": pa.string(), "reason": pa.string()}))
-# of shards that are in the object store at once, or where their images are
+# The largest number of rows whose images, or places of images, are in the object store
+# at once.
 EXECUTION_ROWS = 2**20
 
 
 def pack_data(config: Config, shard_mb: int, given: Mapping[str, Any]) -> int:
-    """Write a source as Parquet shards. Returns 0."""
+    """Write a source as Parquet shards, print a summary, and return the exit code 0.
+
+    Args:
+        config: The source and the output directory.
+        shard_mb: The size of a shard in MiB.
+        given: The settings that the user gives, by dotted key. Ray is used if they have
+            ``compute.num_workers`` other than 0.
+
+    Raises:
+        ConfigError: There is no output directory, or the cluster cannot do it.
+    """
     if config.output is None:
         raise ConfigError("uno data pack needs --output DIR, the place for the shards")
     workers = config.compute.num_workers if "compute.num_workers" in given else 0
@@ -65,10 +77,20 @@ def pack_data(config: Config, shard_mb: int, given: Mapping[str, Any]) -> int:
 
 
 def store_on_ray(ray: Any, config: Config) -> Store:
-    """At most as many shards at a time as there are workers, each in a task: paths must
-    lead to images and shards from every node, but what is local here is written here.
-    What is said of all rows lies in the object store. Nodes are waited for;
-    ConfigError: this one has no CPU for what must be written here.
+    """Return a function that stores shards by tasks of Ray.
+
+    There are at most as many tasks at a time as workers. Image paths must be valid on
+    every node, and so must an output that is a URI. If the output is a local directory,
+    all tasks run on this node. The facts about all rows are in the object store. Nodes
+    are waited for.
+
+    Args:
+        ray: The connected module.
+        config: The configuration with the output directory and the number of workers.
+
+    Raises:
+        ConfigError: The output is local, and Ray has no CPU on this node; or no node
+            had a place in time.
     """
     workers, own = config.compute.num_workers, own_node(ray)
     one = override(config, {"compute.num_workers": 1, "compute.device": "cpu"})
@@ -87,6 +109,7 @@ def store_on_ray(ray: Any, config: Config) -> Store:
     def store(
         output: Storage, rows: Rows, shards: Iterator[ShardRows]
     ) -> Iterator[Shard]:
+        """Store shards, and yield the result of each, in order."""
         shared = ray.put((without_images(rows), rows.images.reader()))
         here = {NODE: own} if output.is_local else None
         write = partial(write_shard, target=output.uri, shared=shared)
@@ -111,13 +134,15 @@ def store_on_ray(ray: Any, config: Config) -> Store:
 
 
 def without_images(rows: Rows) -> Rows:
-    """What every task knows of all rows."""
+    """Return rows without their images, for the tasks."""
     return replace(rows, images=InMemory(range(len(rows))))
 
 
 def shard_block(shard: ShardRows, rows: Rows) -> pa.Table:
-    """A shard as it travels: its name, the row group of each row, the rows and their
-    images.
+    """Return a shard as the table that is sent to a task.
+
+    Its columns are the name of the shard, the row group and the number of each row, and
+    the images.
     """
     columns = to_columns(rows.images, shard.rows)
     name = pa.DictionaryArray.from_arrays(
@@ -128,7 +153,17 @@ def shard_block(shard: ShardRows, rows: Rows) -> pa.Table:
 
 
 def write_shard(block: pa.Table, target: str, shared: Any) -> pa.Table:
-    """A task: a :func:`shard_block` -> its file; name, rows, and what is not in it."""
+    """Write one shard, in a task.
+
+    Args:
+        block: A table of :func:`shard_block`.
+        target: The output directory.
+        shared: The reference to the rows, and to what reads images by row number.
+
+    Returns:
+        A table of one row: the name of the file, the number of rows in it, and ``bad``,
+        the id and the reason of each row that is not in it.
+    """
     import ray
 
     (rows, reader), name = ray.get(shared), block["name"][0].as_py()

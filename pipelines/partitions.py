@@ -1,9 +1,8 @@
-"""Partitions of rows on Ray, from where their images are to a file: what predictions
-and features share.
+"""Map partitions of rows through a model on Ray, with one file for each partition.
 
-Where the rows of a partition are (or their bytes) -> tasks that read and decode them,
-on any node -> an actor pool that holds the model -> an actor that writes a file for
-each partition.
+Predictions and features use this. The steps are: tasks on any node read and decode the
+rows, actors with the model compute results, and one actor writes a file for each
+partition.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,11 +18,15 @@ from uno.config import Config
 from uno.data.files import Storage
 from uno.runs.hardware import num_threads
 
-EXECUTION_ROWS = 2**24  # whose places are in the object store at once
-FACT_BYTES = 4096  # of a row besides its pixels: id, path, reason
+# largest number of rows whose places are in the object store at once
+EXECUTION_ROWS = 2**24
+FACT_BYTES = 4096  # bytes of a row besides its pixels: id, path, reason
 
 Write = Callable[[Storage, int, pa.Table], bytes | None]
-"""Keeps the results of partition ``number``; returns what the driver wants of them."""
+"""Stores the results of a partition, and returns bytes for the driver, or None.
+
+Its arguments are the directory, the number of the partition, and the results.
+"""
 
 
 def map_through_model(
@@ -40,14 +43,32 @@ def map_through_model(
     row_bytes: int,
     give_up: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[int, bytes | None]]:
-    """Numbers of stored partitions, and what ``write`` returned; each has ``part_rows``
-    rows, the last fewer.
+    """Map partitions of rows through a model on Ray.
 
-    ``blocks`` are whole partitions with a column ``row``; ``decode`` makes chunks of
-    them, pixels of ``row_bytes`` a row. A chunk has ``chunk_rows``, which divide
-    ``part_rows``; the last one may have fewer. Each worker's actor is a
-    ``model(device, threads, *loaded)`` and gets a chunk at a time. Paths must lead to
-    the images from every node. Nodes are waited for, until ``give_up``: Interrupted.
+    Image paths must be valid on every node. Nodes are waited for.
+
+    Args:
+        ray: The connected module.
+        config: The configuration, with the number and the resources of workers.
+        storage: The directory of the results.
+        blocks: One table for each partition, with a column ``row``.
+        decode: Turns such a table into tables of chunks, with pixels.
+        model: The class of the actors. An actor is ``model(device, threads, *loaded)``,
+            and is called with one chunk at a time.
+        loaded: Arguments of the actors.
+        write: Stores the results of a partition, see :data:`Write`.
+        part_rows: The number of rows of a partition. The last one may have fewer.
+        chunk_rows: The number of rows of a chunk, a divisor of ``part_rows``. The last
+            one may have fewer.
+        row_bytes: The bytes of the pixels of a row.
+        give_up: Returns whether to stop waiting for nodes.
+
+    Yields:
+        The number of each stored partition, and what ``write`` returned.
+
+    Raises:
+        ConfigError: The cluster had no place for the workers in time.
+        Interrupted: ``give_up`` returned True.
     """
     workers = config.compute.num_workers
     resources = nodes.wait_for_resources(
@@ -55,7 +76,8 @@ def map_through_model(
     )
     cluster = ray.cluster_resources()
     spare = cluster.get("CPU", 1) - workers * resources["CPU"]
-    # two tasks at least: small images wait for Python
+    # At least two tasks run at a time, because Python is the bottleneck for small
+    # images.
     decode_cpus = ray_env.TASK_CPUS * min(1.0, spare / 2)
     here = {NODE: own_node(ray)} if storage.is_local else None
     arguments = (
@@ -66,7 +88,7 @@ def map_through_model(
     whole = {"batch_format": "pyarrow", "batch_size": None}
     for some in grouped(blocks, EXECUTION_ROWS):
         dataset = dataset_of(some)
-        # the rows of a partition stay together
+        # The rows of a partition must stay together.
         dataset.context.execution_options.preserve_order = True
         # Ray joins blocks below this size, and cuts those of 1.5 times as much, which
         # no chunk has.
@@ -82,7 +104,7 @@ def map_through_model(
                 num_cpus=resources["CPU"],
                 num_gpus=resources.get("GPU", 0),
                 batch_format="pyarrow",
-                batch_size=chunk_rows,  # Ray wants a number where there are GPUs
+                batch_size=chunk_rows,  # Ray requires a number for actors with GPUs.
             )
             .map_batches(
                 Writer,
@@ -101,16 +123,27 @@ def map_through_model(
 
 
 class Writer:
-    """The actor that stores partitions of ``size`` rows, the last one of fewer, in
-    ``target``. Of tasks each would start a process, as Ray keeps no more idle ones than
-    there are CPUs: 5 times slower for digits.
+    """The actor that stores partitions.
+
+    Tasks would be 5 times slower for the digits. Ray keeps no more idle processes than
+    there are CPUs, so each task would start a process.
+
+    Args:
+        target: The directory of the results.
+        write: Stores the results of a partition, see :data:`Write`.
+        size: The number of rows of a partition. The last one may have fewer.
     """
 
     def __init__(self, target: str, write: Write, size: int) -> None:
         self._storage, self._write, self._size = Storage(target), write, size
 
     def __call__(self, results: pa.Table) -> pa.Table:
-        """All results of a partition, in order -> its number."""
+        """Store all results of one partition, given in order.
+
+        Returns:
+            A table of one row: the ``number`` of the partition, and the ``data`` that
+            ``write`` returned.
+        """
         rows = results["row"].to_numpy()
         number = int(rows[0]) // self._size
         assert np.array_equal(

@@ -1,15 +1,19 @@
-"""Ray Data: tasks on any node read and decode images, once for a resident set, in every
-epoch for a streamed one, where they crop the views as well.
+"""Read and decode images with Ray Data, by tasks on any node.
 
-Images of a resident set travel to a task as they are: paths, encoded bytes, pixels, or
-numbers of rows in Parquet files. What comes back is 8-bit pixels, in order. For
-streaming every rank runs executions of its own, so that any step can be the first: one
-for each epoch, or for several short ones. Numbers of rows travel, 24 bytes each; what
-reads the images, or the images that are in memory, is in the object store, once for
-each node. What is not read yet is bounded by Ray Data's allocator. An execution's
-processes are as many as its rank's CPUs and live as long as it does, so that no task
-waits for a CPU, which an autoscaler would take for a need of nodes. The first one takes
-none: executions that wait for each other's CPUs continue.
+A resident set is decoded once. Its images are sent to the tasks as they are: as paths,
+encoded bytes, pixels, or numbers of rows in Parquet files. The tasks return 8-bit
+pixels, in order.
+
+A streamed set is decoded in every epoch, and the views are cropped in the same tasks.
+Every rank runs its own executions of Ray Data, so that training can start at any step.
+An execution is for one epoch, or for several short ones. Only row numbers are sent to
+it, 24 bytes each. What reads the images, or images in memory, is in the object store,
+once for each node. The allocator of Ray Data limits how much is read ahead.
+
+An execution has as many processes as its rank's share of CPUs, and they live as long as
+it does. No task then waits for a CPU, which an autoscaler would take for a need of
+nodes. The first process takes no CPU, so that executions that wait for each other's
+CPUs still make progress.
 """
 
 import logging
@@ -42,22 +46,28 @@ from uno.data.splits import Task, train_rows, truth_rows
 from uno.data.stream import CHUNK_BYTES, Chunk, CropJob, EvalData, References, TrainData
 from uno.errors import UnoError
 
-# of a resident set; below it, to start processes takes longer than to decode
+# Fewer images than this are decoded here, because starting processes takes longer.
 FEW_ROWS = 2_000
-ROWS_PER_DECODE = 256  # decoded at once by a task; bounds its memory
-# of places, or of images that are in memory, which travel to their tasks
+ROWS_PER_DECODE = 256  # decoded at once by a task, which limits its memory
+# The largest number of bytes of places, or of images in memory, that are sent to the
+# tasks of an execution.
 EXECUTION_BYTES = 128 * 2**20
-# from which on whole epochs are enough for an execution: its processes are new ones
+# An execution has so many epochs that it has this many blocks, because each execution
+# starts new processes.
 EXECUTION_BLOCKS = 1_000
-STORE_SHARE = 0.4  # of the object store, for the executions of all workers
-# that a task crops: it costs 11 ms of CPU time, a block of its results much less
+STORE_SHARE = 0.4  # share of the object store for the executions of all workers
+# The number of chunks that a task crops. A task costs 11 ms of CPU time, and a block of
+# its results much less.
 TASK_CHUNKS = 4
 
-# of a worker's CPUs that its own node must have for its tasks to stay there
+# A worker's tasks stay on its node if that has this share of the CPUs for them.
 NEAR_SHARE = 0.9
 
 Run = Callable[[list[pa.Table]], Iterator[pa.Table]]
-"""One execution: blocks, which are stored at once, to blocks, in order."""
+"""Runs an execution: takes blocks, and yields the resulting blocks in order.
+
+The blocks are put into the object store when it is called.
+"""
 
 
 def shared(
@@ -68,10 +78,23 @@ def shared(
     features: Tensor | NeighborViews | None = None,
     images: list[Any] | None = None,
 ) -> dict[str, Any]:
-    """What all workers read of a task, in the object store: what training may know, and
-    the truth apart; ``features`` (N, 1 + V, D) where they stand for the images, or
-    ``images``, the blocks of
-    :func:`decode_task`.
+    """Put what all workers read of a task into the object store.
+
+    What training may know and the true labels are stored separately.
+
+    Args:
+        ray: The connected module.
+        config: The configuration of the run.
+        task: The rows of the run.
+        reasons: For each row the reason why it cannot be read, or None. None as a whole
+            if nothing was read yet.
+        features: Features (N, 1 + V, D) that replace the images, or None.
+        images: The references to blocks of :func:`decode_task`, or None.
+
+    Returns:
+        Entries of the dict that :func:`worker_sets` takes: ``num_true``, the number of
+        true classes; references at ``rows`` (the facts for training) and ``truth`` (the
+        true labels); and at ``source``, ``features`` or ``images`` if the run has them.
     """
     ok = None if reasons is None else ok_mask(reasons)
     streams = config.data.loading == "streaming"
@@ -89,8 +112,16 @@ def shared(
 def worker_sets(
     config: Config, loop: Mapping[str, Any], storage: Storage
 ) -> tuple[TrainData, Callable[[], Mapping[str, EvalData]]]:
-    """On a worker: the training set, and what reads the evaluation sets when
-    training is over.
+    """Return the training set and the evaluation sets of a run, on a worker.
+
+    Args:
+        config: The configuration of the run.
+        loop: The result of :func:`shared`, with ``worker_cpus``, the CPUs of a worker.
+        storage: The directory of the run, in which unreadable images are listed.
+
+    Returns:
+        The training set, and a function that reads the evaluation sets by split. It is
+        called after training.
     """
     import ray
     import ray.train
@@ -114,7 +145,7 @@ def worker_sets(
             lambda own, true, free: EvalSet(seen.select_rows(own), true, own, free)
         )
 
-    # an error is raised here, in one line
+    # The error is raised here, so Ray need not log it.
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)
     cpus, store = execution_limits(
         ray.cluster_resources(), config.compute.num_workers, loop["worker_cpus"]
@@ -140,11 +171,23 @@ def worker_sets(
 def decode_task(
     ray: Any, task: Task, side: int, how: Interpolation = "bilinear"
 ) -> tuple[list[Any], list[str | None]]:
-    """References to blocks with a row per image of ``task``: ``row``, ``pixels`` (3 *
-    side * side bytes, zeros where ``reason`` says why there are none); and the reasons
-    in row order. No label is in here. Few images are decoded by this process.
+    """Decode the images of a task.
+
+    A few images are decoded by this process, more by Ray. No label is sent.
+
+    Args:
+        ray: The connected module.
+        task: The rows of the run.
+        side: The side of the stored square in pixels.
+        how: How images are resized.
+
+    Returns:
+        References to blocks with one row for each image, and the reasons in the order
+        of the rows. The columns of a block are ``row``, ``pixels`` (3 * side * side
+        bytes) and ``reason``. The reason is None, or it says why the image cannot be
+        read; the pixels are then zeros.
     """
-    # imported here: tasks that decode have no use for it
+    # Imported here, because tasks that decode do not need it.
     from uno.session.resources import ROWS_PER_BLOCK
 
     images, rows = task.rows.images, np.arange(len(task.rows))
@@ -173,9 +216,16 @@ def decode_task(
 
 
 def pixels_of(tables: Iterable[pa.Table], side: int) -> RowBlocks:
-    """All images (N,3,side,side) of the blocks of :func:`decode_task`, in row order,
-    where they are: in the object store, which every process of a node reads without a
-    copy.
+    """Return the images of the blocks of :func:`decode_task` in the order of rows.
+
+    They stay in the object store, which every process of a node reads without a copy.
+
+    Args:
+        tables: The blocks.
+        side: The side of the images in pixels.
+
+    Returns:
+        uint8 (N,3,side,side).
     """
     parts = [part for table in tables for part in table.to_batches() if len(part)]
     rows = torch.cat([torch.tensor(part["row"].to_numpy()) for part in parts])
@@ -189,13 +239,21 @@ def pixels_of(tables: Iterable[pa.Table], side: int) -> RowBlocks:
 
 
 def shared_tensor(array: np.ndarray) -> Tensor:
-    """``array`` without a copy. Ray's arrays are read-only, and so are ours."""
+    """Return a read-only array as a tensor, without a copy.
+
+    The tensor must not be written, because Ray shares the array between processes.
+    """
     with warnings.catch_warnings(action="ignore"):
         return torch.from_numpy(array)
 
 
 def image_block(images: Images, rows: np.ndarray) -> pa.Table:
-    """The ``rows`` int64 (n,) of ``images`` with their images as they travel."""
+    """Return a table of row numbers and images as they are sent to a task.
+
+    Args:
+        images: The images of all rows.
+        rows: int64 (n,), the rows of the table.
+    """
     return pa.table({"row": pa.array(rows), **to_columns(images, rows)})
 
 
@@ -205,8 +263,16 @@ def decode_block(
     images: Images | None,
     interpolation: Interpolation = "bilinear",
 ) -> pa.Table:
-    """The rows of an :func:`image_block` with ``pixels`` and ``reason``; ``images``
-    reads their numbers.
+    """Decode the images of a block, in a task.
+
+    Args:
+        block: A table of :func:`image_block`.
+        side: The side of the stored square in pixels.
+        images: Reads images that are given as row numbers, or None.
+        interpolation: How images are resized.
+
+    Returns:
+        A table with the columns ``pixels``, ``reason`` and ``row``.
     """
     pixels, reasons = decode_many(from_columns(block, images), side, 1, interpolation)
     return _pixel_table(pixels.flatten(1).numpy(), reasons).append_column(
@@ -215,13 +281,14 @@ def decode_block(
 
 
 def _pixel_table(pixels: np.ndarray, reasons: list[str | None]) -> pa.Table:
+    """Return a table of pixels (n, row_bytes) and of the reasons why rows have none."""
     return pa.table(
         {"pixels": pixel_column(pixels), "reason": pa.array(reasons, pa.string())}
     )
 
 
 def pixel_column(pixels: np.ndarray) -> pa.Array:
-    """Rows of bytes (n, row_bytes) without a copy, as Arrow's fixed-size binary."""
+    """Return bytes (n, row_bytes) as fixed-size binary of Arrow, without a copy."""
     kind = pa.binary(pixels.shape[1])
     return pa.FixedSizeBinaryArray.from_buffers(
         kind, len(pixels), [None, pa.py_buffer(pixels)]
@@ -229,8 +296,9 @@ def pixel_column(pixels: np.ndarray) -> pa.Array:
 
 
 def bytes_of(chunks: pa.ChunkedArray, row_bytes: int) -> np.ndarray:
-    """A column ``pixels`` as uint8 (n, row_bytes), read-only, without a copy of what
-    is in one piece.
+    """Return a column of fixed-size binary as a read-only array, uint8 (n, row_bytes).
+
+    It is a copy only if the column has several chunks.
     """
     column = chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
     values = np.frombuffer(column.buffers()[1], np.uint8)[column.offset * row_bytes :]
@@ -240,7 +308,13 @@ def bytes_of(chunks: pa.ChunkedArray, row_bytes: int) -> np.ndarray:
 def execution_limits(
     cluster: dict[str, float], workers: int, worker_cpus: float
 ) -> tuple[float, float]:
-    """(CPUs, bytes of the object store) for the execution of one worker."""
+    """Return the CPUs and the bytes of the object store for one worker's executions.
+
+    Args:
+        cluster: The resources of the cluster, as Ray counts them.
+        workers: The number of workers.
+        worker_cpus: The CPUs of a worker.
+    """
     cpus = (cluster.get("CPU", 1) - workers * worker_cpus) / workers
     return max(0.1, cpus), STORE_SHARE * cluster.get(
         "object_store_memory", 2**30
@@ -248,14 +322,16 @@ def execution_limits(
 
 
 def pool_size(cpus: float) -> int:
-    """Processes of an execution: one for each whole CPU, also where Ray's rounding
-    left a little less.
+    """Return the number of processes of an execution: one for each whole CPU.
+
+    A CPU counts as whole even if Ray's rounding left a little less, and there is always
+    at least one process.
     """
     return max(1, int(cpus + 1 - TASK_CPUS))
 
 
 def own_node(ray: Any) -> str:
-    """The name of the node that this process runs on."""
+    """Return the id of the node that this process runs on."""
     return str(ray.get_runtime_context().get_node_id())
 
 
@@ -266,10 +342,21 @@ def preferred_node(
     neighbors: int,
     worker_cpus: float,
 ) -> tuple[str | None, float]:
-    """The node ``own``, and how many of the ``cpus`` of a worker's share of all
-    ``nodes`` are there, if its processes are to stay with it, from where their results
-    need not travel: its CPUs, shared by that many workers, are about as many. Else
-    None: where a node has too few CPUs others do more.
+    """Decide whether the processes of a worker's executions stay on its own node.
+
+    On the same node their results need not be sent over the network. They stay if the
+    node has about as many CPUs for them as the worker's share of the cluster. On a node
+    with fewer CPUs they would be slower than on the whole cluster.
+
+    Args:
+        nodes: The nodes of ``ray.nodes()``.
+        own: The id of the worker's node.
+        cpus: The worker's share of the CPUs of all nodes.
+        neighbors: The number of workers on this node.
+        worker_cpus: The CPUs of a worker.
+
+    Returns:
+        The node's id and the CPUs to use there, or None and ``cpus``.
     """
     total = next(
         (
@@ -286,9 +373,14 @@ def preferred_node(
 def crop_on_ray(
     ray: Any, source: Any, cpus: float, store: float, node: str | None = None
 ) -> Callable[[CropJob], Generator[Chunk, None, None]]:
-    """As :func:`uno.data.stream.crop_local`, in Ray tasks within
-    :func:`execution_limits`,
-    :func:`preferred_node` or anywhere; ``source`` is the reference to the job's images.
+    """Return a function like :func:`uno.data.stream.crop_local` that uses tasks of Ray.
+
+    Args:
+        ray: The connected module.
+        source: The reference to the images of the job.
+        cpus: The CPUs of an execution, see :func:`execution_limits`.
+        store: The bytes of the object store for an execution.
+        node: The node to prefer, see :func:`preferred_node`, or None.
     """
 
     def chunks(job: CropJob) -> Generator[Chunk, None, None]:
@@ -306,7 +398,10 @@ def crop_on_ray(
 
 
 def places(of: References) -> pa.Table:
-    """Rows to crop as they travel."""
+    """Return references to rows as the table that is sent to a task.
+
+    Its columns are ``step``, ``position`` in the batch, and ``row``.
+    """
     return pa.table(dict(zip(("step", "position", "row"), of, strict=True)))
 
 
@@ -319,8 +414,16 @@ def decode_on_ray(
     node: str | None = None,
     how: Interpolation = "bilinear",
 ) -> Callable[[Iterable[np.ndarray]], Iterator[DecodedBatch]]:
-    """As :func:`uno.data.decode.decoded`, of the images that ``source`` refers to,
-    in Ray tasks.
+    """Return a function like :func:`uno.data.decode.decoded` that uses tasks of Ray.
+
+    Args:
+        ray: The connected module.
+        source: The reference to the images.
+        side: The side of the stored square in pixels.
+        cpus: The CPUs of an execution, see :func:`execution_limits`.
+        store: The bytes of the object store for an execution.
+        node: The node to prefer, see :func:`preferred_node`, or None.
+        how: How images are resized.
     """
     decode = partial(decode_block, side=side, interpolation=how)
     run = _runner(ray, decode, source, cpus, store, CHUNK_BYTES, node)
@@ -342,6 +445,17 @@ def decode_on_ray(
 def _crop(
     block: pa.Table, images: Images, cropper: Cropper, chunk_rows: int
 ) -> Iterator[pa.Table]:
+    """Crop the views of the rows of a block, in a task.
+
+    Args:
+        block: A table of :func:`places`.
+        images: The images of all rows.
+        cropper: What to crop.
+        chunk_rows: The number of rows of each result.
+
+    Yields:
+        Tables with the columns ``pixels`` and ``reason``.
+    """
     torch.set_num_threads(1)
     steps, positions, rows = (
         block[name].to_numpy() for name in ("step", "position", "row")
@@ -353,9 +467,14 @@ def _crop(
 
 
 def in_executions(run: Run, groups: Iterator[list[pa.Table]]) -> Iterator[pa.Table]:
-    """``run`` over the blocks of each group, one after the other; what the next one
-    needs is stored while results are read. Whoever waits too long for a block learns
-    what Ray Data lacks.
+    """Run one execution after the other, and yield all results in order.
+
+    The inputs of the next execution are stored while results of this one are read. A
+    long wait for a block logs a warning, see :class:`~pipelines.nodes.StallWarner`.
+
+    Args:
+        run: Runs one execution.
+        groups: The blocks of each execution.
     """
 
     def prepare() -> tuple[int, Iterator[pa.Table]] | None:
@@ -384,8 +503,13 @@ def in_executions(run: Run, groups: Iterator[list[pa.Table]]) -> Iterator[pa.Tab
 
 
 def whole_epochs(epochs: Iterable[Iterable[pa.Table]]) -> Iterator[list[pa.Table]]:
-    """Blocks for an execution: those of one epoch after the other, until they are
-    enough.
+    """Join the blocks of epochs to groups, one for each execution.
+
+    A group consists of whole epochs. It ends as soon as it has at least
+    ``EXECUTION_BLOCKS`` blocks. The last group may have fewer.
+
+    Args:
+        epochs: The blocks of each epoch.
     """
     group: list[pa.Table] = []
     for epoch in epochs:
@@ -400,7 +524,14 @@ def whole_epochs(epochs: Iterable[Iterable[pa.Table]]) -> Iterator[list[pa.Table
 def grouped(
     blocks: Iterable[pa.Table], max_rows: int | None = None
 ) -> Iterator[list[pa.Table]]:
-    """Blocks for an execution: of so many rows, or of 128 MiB."""
+    """Join blocks to groups, one for each execution.
+
+    A group ends as soon as it has 128 MiB or ``max_rows`` rows.
+
+    Args:
+        blocks: The blocks.
+        max_rows: The limit of rows, or None.
+    """
     group: list[pa.Table] = []
     rows = size = 0
     for block in blocks:
@@ -414,8 +545,11 @@ def grouped(
 
 
 class Apply:
-    """A process of an execution, which calls ``function`` with blocks and the images
-    at ``source``.
+    """An actor of an execution, which calls a function with each block.
+
+    Args:
+        function: Takes a block, and the images as ``images``.
+        source: The reference to the images.
     """
 
     def __init__(self, function: Callable[..., Any], source: Any) -> None:
@@ -424,7 +558,7 @@ class Apply:
         self._function = partial(function, images=ray.get(source))
 
     def __call__(self, block: pa.Table) -> Any:
-        """What comes of a block, or an iterator of it."""
+        """Return the function's result for a block: a table, or several."""
         return self._function(block)
 
 
@@ -437,8 +571,17 @@ def _runner(
     chunk_bytes: int,
     node: str | None,
 ) -> Run:
-    """Blocks through ``function`` in processes on ``node``, or where Ray wants them,
-    which results of ``chunk_bytes`` leave at once.
+    """Return a function that runs an execution: it sends blocks through a function.
+
+    Args:
+        ray: The connected module.
+        function: The function, see :class:`Apply`.
+        source: The reference to the images.
+        cpus: The CPUs of the execution.
+        store: The bytes of the object store for the execution.
+        chunk_bytes: The bytes of a result. Ray Data passes a result of this size on at
+            once.
+        node: The node to prefer, or None.
     """
     from ray.data import ActorPoolStrategy, ExecutionResources
 
@@ -480,7 +623,11 @@ def _runner(
 
 
 def in_order(dataset: Any) -> Iterator[pa.Table]:
-    """Its blocks, in order; an error of ours in a task is raised as it was."""
+    """Yield the blocks of a dataset in order.
+
+    Raises:
+        UnoError: A task raised it. It is raised here without Ray's traceback.
+    """
     try:
         yield from dataset.iter_batches(
             batch_size=None, batch_format="pyarrow", prefetch_batches=2
@@ -490,8 +637,9 @@ def in_order(dataset: Any) -> Iterator[pa.Table]:
 
 
 def own_error(error: BaseException | None) -> UnoError | None:
-    """The error of ours that failed a Ray task: Ray's own text is a traceback, and
-    it adds lines to ours.
+    """Return the error for the user that made a task of Ray fail, or None.
+
+    Only its first line is kept, because Ray adds lines and a traceback.
     """
     while error is not None:
         cause = getattr(error, "cause", None)

@@ -1,5 +1,6 @@
-"""Connecting to Ray: the one place that sets Ray's environment. Import nothing of
-Ray before connecting.
+"""Connect to Ray, and set the environment variables that Ray reads.
+
+This is the only place that sets them. Nothing of Ray may be imported before connecting.
 """
 
 import logging
@@ -25,38 +26,38 @@ POLL_S = 0.5
 TASK_CPUS = 0.9
 ADDRESS = "RAY_ADDRESS"
 T = TypeVar("T")
-UNREACHED = "1e9"  # of a share that is used
+UNREACHED = "1e9"  # a share of use that is never reached
 
 ENVIRONMENT = {
-    # at the default of 2 s every report blocks up to 1.7 s
+    # With the default of 2 s every report takes up to 1.7 s.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
-    # the dashboard's Train tab is empty otherwise
+    # Without this the Train tab of the dashboard is empty.
     "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",
-    # V2 starts up to 32 footer-reading processes per execution
+    # V2 starts up to 32 processes for each execution to read footers.
     "RAY_DATA_USE_DATASOURCE_V2": "0",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # the patch prints every worker line twice
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
     "RAY_DATA_LOG_LEVEL": "ERROR",
-    # Busy tasks of Ray Data are no reason for another node: near() keeps them where
-    # they are.
+    # Busy tasks of Ray Data must not start another node: preferred_node() in
+    # pipelines.ray_data keeps them on their worker's node.
     "RAY_DATA_DEFAULT_CLUSTER_SCALING_UP_CPU_UTIL_THRESHOLD": UNREACHED,
     "RAY_DATA_DEFAULT_CLUSTER_SCALING_UP_GPU_UTIL_THRESHOLD": UNREACHED,
     "RAY_DATA_DEFAULT_CLUSTER_SCALING_UP_MEMORY_UTIL_THRESHOLD": UNREACHED,
     "RAY_DATA_DEFAULT_CLUSTER_SCALING_UP_OBJECT_STORE_MEMORY_UTIL_THRESHOLD": UNREACHED,
     "RAY_SCHEDULER_EVENTS": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Ray 2.60 announces a future change of this default otherwise
+    # Without this Ray 2.60 announces a future change of the default.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # workers without a place are said within 30 s
+    # Workers without a place are reported within 30 s.
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "25",
     # pipelines.nodes looks for nodes that leave: Ray's own watcher prints an error line
     # per run, as its actor may restart with arguments that are gone, and asking it is a
     # barrier of all ranks.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
-    # Ray calling itself
+    # Ray's own code causes this warning.
     "PYTHONWARNINGS": "ignore:`ExecutionOptions.exclude_resources` is deprecated",
 }
-# disabled for a private cluster here; of another one the user's is left
+# It is disabled for a private cluster, and not changed for others.
 AUTH_MODE = "RAY_AUTH_MODE"
 
 
@@ -64,10 +65,26 @@ AUTH_MODE = "RAY_AUTH_MODE"
 def connect(
     store_bytes: int | None = None, workers: int = 0, keep_idle: bool = True
 ) -> Iterator[Any]:
-    """The ``ray`` module, connected: to the cluster of :func:`cluster_address`, else to
-    one started here with that object store, which ``keep_idle`` processes of tasks, one
-    for each CPU, or ends them a second after their last. What is connected already is
-    left running. ``workers``: printed for the user.
+    """Connect to a Ray cluster during a ``with`` block.
+
+    The cluster is that of :func:`cluster_address`. Without one, a private cluster is
+    started on this machine and ended with the block. An existing connection is used and
+    left open.
+
+    Args:
+        store_bytes: The size of the object store of a private cluster; None for Ray's
+            default.
+        workers: The number of workers, which is printed for the user; 0 prints nothing.
+        keep_idle: Whether a private cluster keeps idle processes of tasks, one for each
+            CPU. Otherwise a process ends a second after its last task.
+
+    Yields:
+        The module ``ray``.
+
+    Raises:
+        ConfigError: Ray is not installed, the cluster does not answer, or Ray cannot
+            start.
+        Interrupted: A signal came while Ray was starting.
     """
     address = cluster_address()
     for name, value in (
@@ -129,8 +146,22 @@ def connect(
 def _start(
     ray: Any, address: str | None, options: dict[str, Any], variables: dict[str, str]
 ) -> list[int]:
-    """``ray.init`` where Ray's processes have these variables; the signals that came
-    meanwhile.
+    """Call ``ray.init``, and keep signals from Ray's processes meanwhile.
+
+    A terminal sends Ctrl-C and SIGHUP to Ray's processes as well, which would end them.
+
+    Args:
+        ray: The module.
+        address: The address of the cluster, for errors; None for a private one.
+        options: The arguments of ``ray.init``.
+        variables: Environment variables of Ray's processes only.
+
+    Returns:
+        The signals that came meanwhile.
+
+    Raises:
+        ConfigError: The cluster cannot be reached, or Ray does not start.
+        Interrupted: SIGTERM came meanwhile.
     """
     on_term = signal.getsignal(signal.SIGTERM)
     # A terminal sends Ctrl-C and SIGHUP to Ray's processes too, and they die of it; a
@@ -146,16 +177,16 @@ def _start(
     try:
         ray.init(logging_level=logging.WARNING, **options)
         if callable(on_term) and in_main_thread():
-            # Ray puts its own, which ends the process without a word
+            # Ray's handler would end the process without a message.
             signal.signal(signal.SIGTERM, on_term)
-    except SystemExit:  # that handler, while Ray was starting
+    except SystemExit:  # raised by Ray's handler for SIGTERM
         ray.shutdown()
         raise Interrupted("stopped while Ray was starting") from None
     except (ConnectionError, ray.exceptions.AuthenticationError) as error:
         raise ConfigError(
             f"cannot reach the Ray cluster at {address}: {_with_tokens(error)}"
         ) from None
-    except Exception as error:  # Ray has no class of its own for it
+    except Exception as error:  # Ray has no class for this error
         if "AF_UNIX path length" in str(error):
             problem = (
                 "names of Ray's sockets would be too long in the temporary directory"
@@ -178,8 +209,9 @@ def _start(
 
 
 def _with_tokens(error: Exception) -> str:
-    """One line; Ray's own does not say that a token is missing or wrong, which is
-    what it mostly is.
+    """Return the error of a failed connection on one line, with a hint at tokens.
+
+    A missing or wrong token is the usual cause, and Ray's own text does not name it.
     """
     mode = os.environ.get(AUTH_MODE, "")
     if mode.lower() != "token":
@@ -195,9 +227,11 @@ def _with_tokens(error: Exception) -> str:
 
 
 def cluster_address() -> str | None:
-    """The cluster that a command works on: that of ``RAY_ADDRESS`` (set in Ray jobs),
-    else, as for Ray's own commands, one that ``ray start`` has started on this machine;
-    None: a private one is started. ``RAY_ADDRESS=local`` asks for a private one.
+    """Return the address of the cluster that a command works on.
+
+    It is ``RAY_ADDRESS``, which is set in Ray jobs. Otherwise it is a cluster that
+    ``ray start`` has started on this machine, as for Ray's own commands. None means
+    that a private cluster is started. ``RAY_ADDRESS=local`` asks for that.
     """
     given = os.environ.get(ADDRESS)
     if given:
@@ -209,8 +243,13 @@ def cluster_address() -> str | None:
 def in_thread(
     function: Callable[[], T], on_poll: Callable[[], None] = lambda: None
 ) -> T:
-    """``function()`` off the main thread, where Ray leaves signal handlers alone;
-    ``on_poll`` runs here.
+    """Call a function in a thread, and return its result.
+
+    Off the main thread Ray does not change signal handlers.
+
+    Args:
+        function: The function. An error that it raises is raised here.
+        on_poll: Is called in this thread every half second meanwhile.
     """
     result: Future[T] = Future()
 
@@ -228,8 +267,12 @@ def in_thread(
 
 
 def check_address(address: str) -> None:
-    """Refuse a ``host:port`` where nobody listens: Ray would try for minutes,
-    without a word.
+    """Check that somebody listens at ``host:port``.
+
+    Ray itself would try for minutes, without a message.
+
+    Raises:
+        ConfigError: Nobody answers within 10 s.
     """
     if (error := _silence(address, 10)) is not None:
         advice = f"{ADDRESS}=local starts one on this machine"
@@ -239,8 +282,13 @@ def check_address(address: str) -> None:
 
 
 def _silence(address: str, seconds: float) -> Exception | None:
-    """Why nobody answers at a ``host:port``; None: somebody does, or the address is
-    of another form.
+    """Return the error of a connection to ``host:port``, or None if it succeeds.
+
+    An address of another form is not tried, and gives None.
+
+    Args:
+        address: The address.
+        seconds: The timeout.
     """
     host, _, port = address.rpartition(":")
     if host and "/" not in host and port.isdigit():
@@ -252,8 +300,17 @@ def _silence(address: str, seconds: float) -> Exception | None:
 
 
 def worker_resources(config: Config, cluster: dict[str, float]) -> dict[str, float]:
-    """Resources of each worker, leaving one CPU for Ray Data; a ConfigError if the
-    cluster lacks them.
+    """Return the resources of each worker, so that one CPU is left for Ray Data.
+
+    Args:
+        config: The configuration of the run.
+        cluster: The resources of the cluster, as Ray counts them.
+
+    Returns:
+        ``CPU``, and with GPUs also ``GPU``.
+
+    Raises:
+        ConfigError: The cluster lacks them.
     """
     workers, total = config.compute.num_workers, cluster.get("CPU", 0)
     cpus = config.compute.cpus_per_worker or min(1.0, (total - 1) / workers)
@@ -281,8 +338,17 @@ def worker_resources(config: Config, cluster: dict[str, float]) -> dict[str, flo
 
 
 def task_request(config: Config, cluster: dict[str, float]) -> dict[str, float]:
-    """What a task takes that is no worker (``num_cpus``, ``num_gpus``); ConfigError:
-    more than there is.
+    """Return the resources of a task that is not a training worker.
+
+    Args:
+        config: The configuration of the run.
+        cluster: The resources of the cluster, as Ray counts them.
+
+    Returns:
+        ``num_cpus`` and ``num_gpus``.
+
+    Raises:
+        ConfigError: The cluster lacks them.
     """
     gpus = config.compute.gpus_per_worker if use_gpu(config, cluster) else 0
     if cluster.get("GPU", 0) < gpus:
@@ -295,8 +361,10 @@ def task_request(config: Config, cluster: dict[str, float]) -> dict[str, float]:
 
 
 def use_gpu(config: Config, cluster: dict[str, float]) -> bool:
-    """Whether workers run on GPUs: as set, or for ``auto`` where the cluster has
-    any.
+    """Return whether workers run on GPUs.
+
+    ``compute.device`` says so. ``auto`` means GPUs if the cluster has any, unless
+    ``compute.gpus_per_worker`` is 0.
     """
     if config.compute.device == "auto":
         return cluster.get("GPU", 0) > 0 and config.compute.gpus_per_worker > 0

@@ -1,6 +1,7 @@
-"""Everything of Ray that Ray does not document: names that may change with any version,
-each with what happens where it is gone. The rest of this package imports Ray's public
-API only.
+"""Use the parts of Ray that are not documented.
+
+Their names may change with any version. Each function says what happens without its
+name. The rest of this package imports Ray's public API only.
 """
 
 import inspect
@@ -12,27 +13,35 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-NODE = "ray.io/node-id"  # the label that each node has
-# where a node leaves that was asked for
+NODE = "ray.io/node-id"  # the label of each node with its id
+# The fallback if the requested node has left: any node.
 ELSEWHERE = [{"label_selector": dict[str, str]()}]
-GONE = (ImportError, AttributeError, TypeError)  # what a name that has moved raises
+GONE = (ImportError, AttributeError, TypeError)  # raised by a name that has moved
 
 Resources = dict[str, float]
 
 
 class Node(NamedTuple):
-    """A node as Ray's head knows it."""
+    """A node as Ray's head knows it.
+
+    Attributes:
+        id: Its id, in hexadecimal digits.
+        total: All its resources.
+        free: Its free resources.
+        leaving: Whether it is being drained, and takes no more work.
+    """
 
     id: str
     total: Resources
     free: Resources
-    leaving: bool  # it takes no more work
+    leaving: bool  # it is being drained
 
 
 def read_nodes() -> list[Node]:
-    """All nodes that are alive, by one request to the head; none where it is too busy
-    to answer. Without the private names: nothing is known to leave, and everything
-    counts as free.
+    """Return all living nodes, by one request to Ray's head.
+
+    The result is empty if the head is too busy to answer. Without the private names no
+    node is known to leave, and all resources count as free.
     """
     from ray.exceptions import RayError
 
@@ -65,8 +74,10 @@ def read_nodes() -> list[Node]:
 
 
 def launches() -> list[str]:
-    """What Ray's autoscaler says of nodes that it starts or cannot start, a phrase
-    each. Without the private names, and for clusters without an autoscaler, nothing.
+    """Return phrases on nodes that Ray's autoscaler is starting or cannot start.
+
+    The result is empty for a cluster without an autoscaler, and without the private
+    names.
     """
     from ray.exceptions import RayError
 
@@ -92,8 +103,10 @@ def launches() -> list[str]:
 
 
 def worker_hosts() -> set[str]:
-    """Ids of the nodes that this job's training workers run on. Without the private
-    names none: a node that is drained is noticed when its workers die.
+    """Return the ids of the nodes on which the training workers of this job run.
+
+    Without the private names the result is empty, and a drained node is noticed only
+    when its workers die.
     """
     with suppress(*GONE):
         import ray
@@ -112,8 +125,10 @@ def worker_hosts() -> set[str]:
 
 
 def quiet_reports() -> None:
-    """Ray Train logs every report through a logger named after a file, which
-    LoggingConfig does not reach. Without the private name there are more lines.
+    """Stop Ray Train from logging every report of a worker.
+
+    The logger is named after a file, and LoggingConfig does not reach it. Without the
+    private name there are more lines.
     """
     logging.getLogger("ray.train").setLevel(logging.WARNING)
     with suppress(*GONE):
@@ -123,9 +138,11 @@ def quiet_reports() -> None:
 
 
 def quiet_pools() -> None:
-    """Before connecting: Ray's core prints an error line in each process that starts a
-    pool of Ray Data, as its actors restart with arguments that are in Ray's store
-    (ray-project/ray#53727). Without the private name a line of each rank is seen.
+    """Suppress an error line that Ray's core prints for each pool of Ray Data.
+
+    Each process that starts a pool prints it, because the actors of the pool may
+    restart with arguments that are in Ray's store (ray-project/ray#53727). This must be
+    called before connecting. Without the private name the line is seen.
     """
 
     def leave_out(printed: dict[str, Any]) -> None:
@@ -139,14 +156,15 @@ def quiet_pools() -> None:
         )
 
         dispatcher.remove_handler(leave_out.__name__)
-        # the one that prints is behind it
+        # The handler that prints comes after this one.
         dispatcher.handlers.insert(0, (leave_out.__name__, leave_out))
 
 
 def dataset_of(blocks: list[Any]) -> Any:
-    """Arrow tables as a dataset of Ray Data, a block each. Without the name, which is
-    mostly for Ray's tests, a task counts the rows of each block: it waits for a CPU,
-    and takes longer than to store row numbers.
+    """Return Arrow tables as a dataset of Ray Data, with one block for each table.
+
+    The name is meant for Ray's tests. Without it a task counts the rows of each block.
+    That task waits for a CPU, and takes longer than storing the row numbers.
     """
     import ray
 
@@ -157,9 +175,11 @@ def dataset_of(blocks: list[Any]) -> Any:
 
 
 def first_without_cpu(own: str) -> dict[str, Any]:
-    """An argument of ``map_batches``: the first process of a pool takes no CPU, on the
-    node ``own``. Without the argument, which Ray 2.64 drops, processes that find no
-    free CPU wait for those of other executions.
+    """Return a ``map_batches`` argument: the first process of a pool takes no CPU.
+
+    That process runs on the node ``own``, or elsewhere if the node has left. Ray 2.64
+    drops the argument. Without it the result is empty, and processes that find no free
+    CPU wait for those of other executions.
     """
     import ray
 
@@ -172,8 +192,10 @@ def first_without_cpu(own: str) -> dict[str, Any]:
 
 
 def propagate(variable: str) -> None:
-    """Ray Train's own helpers inherit this environment variable. Without the private
-    name they look for the cluster among the processes of the machine.
+    """Let Ray Train's own helpers inherit an environment variable.
+
+    Without the private name they look for the cluster among the processes of the
+    machine.
     """
     with suppress(*GONE):
         from ray.train.v2._internal import constants
@@ -182,8 +204,9 @@ def propagate(variable: str) -> None:
 
 
 def current_cluster() -> str | None:
-    """The ``host:port`` that ``ray start`` noted on this machine, where Ray's own
-    commands find it.
+    """Return the ``host:port`` of the cluster that ``ray start`` started here.
+
+    It is read from the file in which Ray's own commands find it; None without one.
     """
     folder = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     with suppress(OSError):
@@ -197,8 +220,9 @@ def current_cluster() -> str | None:
 
 
 def job_variables() -> set[str]:
-    """Environment variables of a submitted job: Ray refuses a driver that sets one
-    of them again.
+    """Return the names of the environment variables of a submitted job.
+
+    Ray refuses a driver that sets one of them again. The result is empty outside a job.
     """
     with suppress(ValueError, *GONE):
         job: Any = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))

@@ -75,7 +75,7 @@ What --datasets and --rows choose from (cifar100_20 is cifar100-20):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run what is missing of a table and write it."""
+    """Run what is missing of a table, write the table, and return the exit code."""
     options = parse(argv, REPRODUCE)
     from pipelines import tables
 

@@ -115,7 +115,18 @@ class Request(NamedTuple):
 
 
 def main(options: Options, argv: Sequence[str]) -> int:
-    """Run what is missing of a table, and write it."""
+    """Run what is missing of a table, write the table, and return the exit code 0.
+
+    With ``--dry-run`` the missing cells are only listed.
+
+    Args:
+        options: The options of the command line.
+        argv: The arguments after the name of the command.
+
+    Raises:
+        UnoError: The command line has a mistake, or a cell failed.
+        Interrupted: The process got a signal, or cells are missing.
+    """
     request = read_request(options, argv)
     jobs = plan(request)
     if request.args.dry_run:
@@ -124,7 +135,7 @@ def main(options: Options, argv: Sequence[str]) -> int:
     run_missing(request, jobs)
     with lock.lock_run(Storage(str(request.output)), on_wait=print_line) as claim:
         for name in leftovers(claim.storage):
-            # a configuration's; what is in a run is its own affair
+            # Only files of a cell's configuration are deleted. A run deletes its own.
             if name.count("/") == 1:
                 claim.storage.delete(name)
         write_tables(request)
@@ -181,7 +192,7 @@ def read_request(options: Options, argv: Sequence[str]) -> Request:
         )
     changes = ({} if full else {"compute.threads": 1}) | changes
     todo, refused = cells(table, own.seeds or table.seeds, directories, changes)
-    # each has one value
+    # Each of these options has one value.
     words, left_out = ["uno", "reproduce"], ("--output", "--parallel")
     for before, word in zip(["", *argv], argv, strict=False):
         if before not in left_out and word.partition("=")[0] not in left_out:
@@ -192,7 +203,7 @@ def read_request(options: Options, argv: Sequence[str]) -> Request:
 
 
 OWN_DATA = ("preset", "data.source", "data.labeled", "data.unlabeled")
-"""Keys that a table leaves to whoever brings the data."""
+"""Keys that a table does not set if the user gives the data."""
 
 
 def _on_own_data(table: Table, options: Options) -> Table:
@@ -215,9 +226,9 @@ def _on_own_data(table: Table, options: Options) -> Table:
         raise ConfigError(
             f"{task.rows.source}: {why}; hide labels with --known-classes"
         )
-    # each method's own affair
+    # Every cell decides its loading itself.
     places: dict[str, Any] = {"data.loading": config.data.loading}
-    # as every process finds them
+    # Full paths, because processes of cells can run in other directories.
     for name in ("source", "labeled", "unlabeled", "known_classes"):
         kind, colon, path = str(getattr(found.data, name)).rpartition(":")
         named = name == "known_classes" and path in task.known
@@ -257,6 +268,11 @@ def _select(
     to. Without ``--datasets`` the small scale leaves out data whose directory is not
     given.
 
+    Args:
+        table: The table.
+        own: The options ``datasets``, ``rows`` and ``scale`` of the command line.
+        directories: The directories of data sets that were given, by option.
+
     Raises:
         ConfigError: A name is unknown, or a directory is missing.
     """
@@ -271,7 +287,7 @@ def _select(
                 )
         chosen[option] = [name.replace("_", "-") for name in wanted] or chosen[option]
     sets = [benchmarks[name] for name in chosen["datasets"]]
-    if own.scale == "small" and not own.datasets:  # what is not there is not missed
+    if own.scale == "small" and not own.datasets:  # missing data is left out
         sets = [
             benchmark for benchmark in sets if benchmark.option in (None, *directories)
         ]
@@ -326,7 +342,8 @@ def plan(request: Request) -> list[CellProcess]:
         if diverged or (run / "metrics.json").exists():
             continue
         if frozen:
-            # it is waited for: with the threads of all cells at a time
+            # Cells wait for this job, so that it may use the threads of all parallel
+            # cells.
             threads = request.compute.threads
             every = threads and threads * (
                 request.args.parallel or _default_parallel(request.compute)
@@ -370,6 +387,13 @@ def _check_data(configs: Sequence[Config]) -> None:
 def _check_stored(run: Path, config: Config, code: dict[str, str] | None) -> None:
     """Check that the run in a directory is the one that this command would make.
 
+    A directory without a configuration is accepted.
+
+    Args:
+        run: The directory of the run.
+        config: The configuration that this command would use.
+        code: The code of the encoder, see :func:`uno.encoder.code_of`, or None.
+
     Raises:
         ConfigError: The run has other settings, or its encoder has other code.
     """
@@ -379,7 +403,7 @@ def _check_stored(run: Path, config: Config, code: dict[str, str] | None) -> Non
             config.model.encoder, facts.get("encoder_code"), code
         ):
             raise ConfigError(f"{run}: {changed}; use another --output")
-        # fields it does not know: defaults
+        # Fields that the stored run lacks get their default.
         stored = override(Config(), read_config_tree(Storage(str(run))))
         free = {
             *["model.weights"] * (config.model.finetune != "none"),
@@ -509,7 +533,7 @@ def _runner(request: Request) -> Iterator[tuple[Start, int]]:
     wants_ray = request.args.runner == "ray" or (
         request.args.runner == "auto" and several
     )
-    if not wants_ray or compute.num_workers:  # cells that start Ray themselves
+    if not wants_ray or compute.num_workers:  # such cells start Ray themselves
         local_device(Config(compute=compute))
         yield start_local, parallel or _default_parallel(compute)
         return
@@ -549,7 +573,7 @@ def cells_at_once(
 def _default_parallel(compute: ComputeConfig) -> int:
     """Return how many cells run at a time on this machine unless the user says so."""
     if compute.num_workers:
-        return 1  # a cell is many processes
+        return 1  # A cell has several processes.
     if torch.cuda.is_available() and compute.device != "cpu":
         return max(1, torch.cuda.device_count())
     cores = available_cpus()

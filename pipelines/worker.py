@@ -1,6 +1,4 @@
-"""Training on Ray: a worker that speaks ``uno.train.Worker``, and the driver that
-starts a group of them.
-"""
+"""Train on Ray: the worker of a rank, and the driver that starts a group of workers."""
 
 import hashlib
 import logging
@@ -66,7 +64,11 @@ log = logging.getLogger(__name__)
 
 
 class RayWorker(GroupWorker):
-    """One rank of a Ray Train worker group."""
+    """One rank of a group of workers of Ray Train.
+
+    Args:
+        storage: The directory of the run.
+    """
 
     def __init__(self, storage: Storage) -> None:
         import ray.train
@@ -78,7 +80,7 @@ class RayWorker(GroupWorker):
         self._gauges = Gauges(split(storage.uri)[1], self.rank)
 
     def report(self, metrics: dict[str, Any]) -> None:
-        """Set Ray's metrics, and report to Ray Train once per epoch."""
+        """Set Ray's gauges to a line of metrics, and report each epoch to Ray Train."""
         self._gauges.set(metrics)
         if metrics["event"] == "epoch":
             import ray.train
@@ -86,14 +88,19 @@ class RayWorker(GroupWorker):
             ray.train.report(metrics)
 
     def asked_to_stop(self) -> bool:
-        """Whether the driver left a STOP file."""
+        """Return whether the driver has written a STOP file into the run directory."""
         return self._storage.exists(STOP_FILE)
 
 
 class Gauges:
-    """Ray's metrics of a rank, which Prometheus and Grafana show as ``ray_uno_...``,
-    tagged with the run, the phase and the rank; what the ranks have in common is rank
-    0's.
+    """Ray's gauges of one rank, which Prometheus and Grafana show as ``ray_uno_...``.
+
+    They have the tags ``run``, ``phase`` and ``rank``. Metrics that all ranks share are
+    set by rank 0 only.
+
+    Args:
+        run: The name of the run.
+        rank: The number of this rank.
     """
 
     def __init__(self, run: str, rank: int) -> None:
@@ -112,7 +119,10 @@ class Gauges:
         }
 
     def set(self, metrics: Mapping[str, Any]) -> None:
-        """The numbers of a line of metrics."""
+        """Set the gauges to the numbers of a line of metrics.
+
+        Numbers without a gauge are ignored. The line's ``phase`` becomes a tag.
+        """
         for name in self._gauges.keys() & metrics.keys():
             self._gauges[name].set(
                 metrics[name], {**self._tags, "phase": metrics["phase"]}
@@ -120,15 +130,23 @@ class Gauges:
 
 
 def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
-    """What every worker runs: ``train_loop_per_worker``. Only plain dicts come in
-    and go out.
+    """Train and evaluate a run, on every worker: Ray Train's ``train_loop_per_worker``.
+
+    Args:
+        loop: Plain values: ``config``, ``output``, ``token`` of the lock, ``phases``,
+            ``evaluate``, ``worker_cpus``, and the result of
+            :func:`pipelines.ray_data.shared`.
+
+    Returns:
+        ``{"metrics": ...}``, which is empty without ``evaluate``; or ``{"interrupted":
+        reason}``.
     """
     import ray.train
 
     quiet_ray_train()
     config = Config.model_validate(loop["config"])
     storage = ClaimedStorage(loop["output"], loop["token"])
-    storage.check()  # every rank: the run directory must be one that all nodes see
+    storage.check()  # on every rank, because all nodes must see the run directory
     worker, neighbors = (
         RayWorker(storage),
         ray.train.get_context().get_local_world_size(),
@@ -144,6 +162,17 @@ def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
 def _train_rank(
     config: Config, loop: dict[str, Any], worker: RayWorker, storage: ClaimedStorage
 ) -> dict[str, Any]:
+    """Train and evaluate a run on this rank.
+
+    Args:
+        config: The configuration of the run.
+        loop: The argument of :func:`train_loop`.
+        worker: This rank.
+        storage: The directory of the run.
+
+    Returns:
+        The result of :func:`train_loop`.
+    """
     train, truth = ray_data.worker_sets(config, loop, storage)
     train = train.to(worker.device)
     try:
@@ -163,8 +192,17 @@ def _train_rank(
 def rank_threads(
     config: Config, device: torch.device, neighbors: int, cpus: float
 ) -> int:
-    """Of torch in a rank: its share of the cores; where a GPU computes and Ray Data's
-    tasks have the others, the ``cpus`` that it was given.
+    """Return the number of threads of torch in a rank.
+
+    It is the rank's share of the cores of its node. If a GPU computes and the tasks of
+    Ray Data need the other cores, it is at most the CPUs of the worker.
+    ``compute.threads`` has priority.
+
+    Args:
+        config: The configuration of the run.
+        device: The device of the rank.
+        neighbors: The number of ranks on this node.
+        cpus: The CPUs of a worker.
     """
     threads = num_threads(config, neighbors)
     beside = (
@@ -176,15 +214,17 @@ def rank_threads(
 
 
 def quiet_ray_train() -> None:
-    """No line for every report of a worker, and none at its end."""
+    """Suppress lines that Ray Train prints for each report and at a worker's end."""
     quiet_exit()
     ray_private.quiet_reports()
 
 
 def quiet_exit() -> None:
-    """Ray ends a process by SIGTERM, as SystemExit wherever it is. In a callback of the
-    garbage collector Python would print and forget it: here the process is asked again
-    a moment later.
+    """End this process even if Ray's SystemExit is raised where Python ignores it.
+
+    Ray ends a process by SIGTERM, whose handler raises SystemExit. In a callback of the
+    garbage collector Python would print that and go on. In this case the process sends
+    SIGTERM to itself a moment later.
     """
 
     def hook(ignored: Any) -> None:
@@ -256,7 +296,7 @@ def run_on_ray(run: Run, show: Show) -> dict[str, float]:
 
         facts = ray_data.shared(ray, config, task, reasons, found, images)
         values = run_workers(run, config, facts, poll, stopping.is_set)
-        # the report and the predictions need no other decoding
+        # The report and the predictions use these images, too.
         if reasons is not None and run.evaluate:
             kept = (
                 ray_data.pixels_of(ray.get(facts["images"]), side)
@@ -276,23 +316,24 @@ def run_workers(
 ) -> dict[str, float]:
     """Train and evaluate a run on a group of Ray workers.
 
-    A group that dies is started again, once the cluster can place as many workers, and
-    resumes from the newest checkpoint, unless three in a row die without a new one. A
-    group whose node is drained saves first, and counts for nothing.
+    If a group dies, a new one is started as soon as the cluster can place it. It
+    resumes from the newest checkpoint. After three deaths in a row without a new
+    checkpoint the error is raised. If a node is drained, its group saves and a new one
+    follows. That does not count as a death.
 
     Args:
         run: The locked run.
         config: Its configuration, for the rows that can be read.
         facts: What :func:`pipelines.ray_data.shared` has put into the object store.
         on_poll: Is called again and again while the workers train.
-        give_up: Whether somebody asked to stop.
+        give_up: Returns whether the user has asked to stop.
 
     Returns:
         The metrics of rank 0.
 
     Raises:
-        Interrupted: The group was asked to stop, or ``give_up`` while nodes are waited
-            for.
+        Interrupted: The group was asked to stop, or ``give_up`` returned True during a
+            wait for nodes.
         UnoError: A worker raised it for the user to act on.
     """
     assert run.lock is not None
@@ -305,14 +346,15 @@ def run_workers(
     }
     saved, deaths = _saved_steps(storage), 0
     while True:
-        storage.delete(STOP_FILE)  # which asked the last group to leave its nodes
+        storage.delete(STOP_FILE)  # it asked the last group to stop
         resources = nodes.wait_for_resources(config, give_up)
-        # A cluster that has lost its GPUs is no cluster without GPUs.
+        # Later groups need the same device, even if the cluster has lost its GPUs
+        # meanwhile.
         config = override(
             config, {"compute.device": "cuda" if "GPU" in resources else "cpu"}
         )
         loop["worker_cpus"] = resources["CPU"]
-        # a worker of the last group that still runs writes no more
+        # A worker of the last group that still runs can then write nothing.
         loop["token"] = lock.replace_token()
         notices = nodes.DrainWatcher(ray_private.worker_hosts)
 
@@ -344,7 +386,10 @@ def run_workers(
 
 
 def _saved_steps(storage: Storage) -> int:
-    """Grows with every checkpoint."""
+    """Return the sum of the newest checkpoints' steps of all phases.
+
+    It grows with every checkpoint.
+    """
     return sum(max(checkpoint_steps(storage, phase), default=0) for phase in PHASES)
 
 
@@ -355,15 +400,25 @@ def _fit_in_thread(
     storage: Storage,
     on_poll: Callable[[], None],
 ) -> dict[str, Any]:
-    """What :func:`train_loop` returned, trained in a thread so that we can watch the
-    run.
+    """Fit a group of workers in a thread, and poll in this one.
+
+    Args:
+        loop: The argument of :func:`train_loop`.
+        resources: The resources of each worker.
+        config: The configuration of the run.
+        storage: The directory of the run.
+        on_poll: Is called every half second.
+
+    Returns:
+        The result of :func:`train_loop` on rank 0.
     """
     compute, name = (
         config.compute,
         f"attempt-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}",
     )
     variables = flight_recorder(storage) if "GPU" in resources else None
-    # run_workers starts a group again, with shares of the cluster as it is
+    # Ray must not start a group again: run_workers does, with the resources that the
+    # cluster has then.
     settings = run_config(join(loop["output"], RAY_FOLDER), name, (), 0, 0, variables)
     body = partial(
         fit,
@@ -378,7 +433,13 @@ def _fit_in_thread(
 def scaling(
     num_workers: int, resources: dict[str, float], placement: str = "PACK"
 ) -> Any:
-    """``ray.train``'s ScalingConfig of workers that have ``resources`` each."""
+    """Return the ScalingConfig of Ray Train for a group of workers.
+
+    Args:
+        num_workers: The number of workers.
+        resources: The resources of each worker.
+        placement: The placement strategy.
+    """
     import ray.train
 
     return ray.train.ScalingConfig(
@@ -397,10 +458,18 @@ def run_config(
     preemptions: int = -1,
     variables: Mapping[str, str] | None = None,
 ) -> Any:
-    """``ray.train``'s RunConfig that logs nothing; Ray's own files are in
-    ``folder/name``. A group that finds no place is tried ``startups`` times more, one
-    whose nodes leave ``preemptions`` times (-1: always), one that dies never.
-    ``variables``: of the environment of its workers.
+    """Return a RunConfig of Ray Train that logs nothing.
+
+    A group that dies is not started again by Ray.
+
+    Args:
+        folder: The directory of Ray's own files, which are in ``folder/name``.
+        name: The name of the run for Ray.
+        callbacks: The callbacks of Ray Train.
+        startups: How often a group that finds no place is tried again.
+        preemptions: How often a group whose nodes leave is started again; -1 means
+            always.
+        variables: Environment variables of the workers.
     """
     import ray.train
 
@@ -419,9 +488,11 @@ def run_config(
 
 
 def flight_recorder(storage: Storage) -> dict[str, str]:
-    """The environment of workers that have NCCL's last collectives written to
-    ``nccl/rank_N`` of the run when one of them hangs; a run on an object store has them
-    on each node, until the next group collects them.
+    """Return environment variables that make NCCL write traces after a timeout.
+
+    The last collectives of each rank are written to ``nccl/rank_N`` of the run. For a
+    run on an object store they stay on each node until the next group collects them.
+    Variables that are set already are left out.
     """
     wanted = {
         "TORCH_FR_BUFFER_SIZE": "2000",
@@ -432,7 +503,11 @@ def flight_recorder(storage: Storage) -> dict[str, str]:
 
 
 def traces_of(storage: Storage) -> str:
-    """The directory of a node that NCCL's traces are written to."""
+    """Return the directory on a node for NCCL's traces.
+
+    It is ``nccl`` in the directory of a local run, and for a run on an object store a
+    temporary directory with a name made from the run's URI.
+    """
     if storage.is_local:
         return storage.path(TRACES)
     name = hashlib.sha256(storage.uri.encode()).hexdigest()[:12]
@@ -440,8 +515,9 @@ def traces_of(storage: Storage) -> str:
 
 
 def collect_traces(storage: Storage) -> None:
-    """On a node: make the directory of NCCL's traces, and move those of the last
-    group to an object store.
+    """Make the directory for NCCL's traces on a node.
+
+    For a run on an object store, traces of the last group are moved there.
     """
     folder = Path(traces_of(storage))
     folder.mkdir(parents=True, exist_ok=True)
@@ -457,8 +533,14 @@ def fit(
     settings: Any,
     timeout_s: int = 600,
 ) -> Any:
-    """Fit a ``TorchTrainer`` on workers of :func:`scaling` as :func:`run_config`
-    says; Ray's result.
+    """Fit a ``TorchTrainer``, and return Ray's result.
+
+    Args:
+        train_loop: What each worker runs.
+        loop: The argument of ``train_loop``.
+        scaling: The result of :func:`scaling`.
+        settings: The result of :func:`run_config`.
+        timeout_s: The timeout in seconds of collectives.
     """
     import ray.train
     import ray.train.torch

@@ -1,4 +1,4 @@
-"""Ray Tune over UNO: what trials may be scored by."""
+"""The names of the scores by which ``uno tune`` compares trials, and their meaning."""
 
 FOLDS, LOSS, AGREEMENT, ORACLE = "folds", "loss", "agreement", "oracle"
 SCORES = {

@@ -1,9 +1,9 @@
-"""A sweep from its options to its tables: what ``uno tune`` does.
+"""Run a sweep from its options to its tables, for ``uno tune``.
 
-All state is in the output directory (``tune.records``), written by a driver that holds
-its claim; Ray Tune remembers nothing. So the same command continues a sweep that was
-killed anywhere: trials with a result are not run again, unfinished ones resume at their
-epoch, early stopping and Optuna get what happened before.
+All state is in the output directory (:mod:`tune.records`), which the driver has locked.
+Ray Tune keeps no state. The same command therefore continues a sweep that was ended at
+any moment. Trials with a result are not run again, unfinished ones resume at their
+epoch, and early stopping and Optuna are told the earlier results.
 """
 
 import logging
@@ -68,12 +68,12 @@ from uno.weights import PRETRAINED, PRETRAINED_FILE, is_file
 
 STOPPING = "stopping; run the same command again to resume the unfinished trials"
 CPU_OF_A_WAITING_TRIAL = 0.01
-# trials may find a GPU that this process lacks
+# Trials may have a GPU that this process lacks.
 HERE = {"compute.num_workers": 0, "compute.device": "auto"}
 
 
 def main(options: Options) -> int:
-    """Run or continue a sweep, or only report on it; returns the exit code."""
+    """Run or continue a sweep, or only report on it, and return the exit code."""
     if options.args.report:
         return report_on(str(options.config.output))
     sweep = sweep_options(options)
@@ -81,8 +81,10 @@ def main(options: Options) -> int:
 
 
 def sweep_options(options: Options) -> SweepOptions:
-    """What a command line of ``uno tune`` asks for. ConfigError: a space that no run
-    could have.
+    """Return the options of a sweep from a command line of ``uno tune``.
+
+    Raises:
+        ConfigError: The options contradict each other, or no trial can have the space.
     """
     own, config = options.args, options.config
     grace = own.grace_epochs or max(1, config.discover.epochs // 6)
@@ -125,7 +127,11 @@ def sweep_options(options: Options) -> SweepOptions:
 
 
 def _whole_grid(options: SweepOptions) -> SweepOptions:
-    """With as many trials as a grid has combinations, and the given configuration."""
+    """Set the number of trials of a grid search.
+
+    It is the number of combinations, plus the given configuration. Other searches stay
+    as they are.
+    """
     if options.search != "grid":
         return options
     points = spaces.grid(options.space, spaces.current(options.space, options.config))
@@ -133,12 +139,16 @@ def _whole_grid(options: SweepOptions) -> SweepOptions:
 
 
 def run_sweep(options: SweepOptions) -> int:
-    """Run what is missing of a sweep and write its tables; returns 0. NumericsError:
-    all trials fail.
+    """Run the missing trials of a sweep, write its tables, and return the exit code 0.
+
+    Raises:
+        ConfigError: The options, the data or the directory do not fit.
+        NumericsError: All trials failed.
+        Interrupted: The sweep was asked to stop.
     """
     check_options(options)
     require_loggers(options.config)
-    # trials run in other directories
+    # Trials run in other directories, so paths must be full.
     options = options._replace(config=with_full_path(options.config))
     own_weights = starting_weights(options.config, False)
     asked, (options, task) = options.overrides, _resolved(options)
@@ -161,7 +171,7 @@ def run_sweep(options: SweepOptions) -> int:
         if derives_batch(config, asked):
             options = _fitted(options, folds)
         num_epochs = check_plans(options, folds)
-        if own_weights is not None:  # trials find them in the sweep's directory
+        if own_weights is not None:  # trials read them there
             kept = {"model.weights": storage.below(PRETRAINED_FILE)}
             options = options._replace(config=override(options.config, kept))
         open_sweep(options, claim.storage, task.rows.fingerprint, num_epochs)
@@ -206,6 +216,12 @@ def run_sweep(options: SweepOptions) -> int:
 def _check_folds(options: SweepOptions, task: Task, asked: Container[str]) -> None:
     """Check the folds of a sweep before any image is decoded.
 
+    Args:
+        options: The options of the sweep.
+        task: The rows of the sweep.
+        asked: The dotted keys that the user set. Without a batch size among them, the
+            batch size is reduced to the rows of a fold.
+
     Raises:
         ConfigError: The score does not go with the classes, or the batch size does not
             go with the rows of a fold.
@@ -219,8 +235,13 @@ def _check_folds(options: SweepOptions, task: Task, asked: Container[str]) -> No
 
 
 def report_on(output: str) -> int:
-    """Write the report of the sweep in ``output`` as far as it got; returns 0.
-    ConfigError: there is none.
+    """Write the report of a sweep as far as it got, and return the exit code 0.
+
+    Args:
+        output: The directory of the sweep.
+
+    Raises:
+        ConfigError: There is no sweep.
     """
     storage = Storage(output)
     records.read_settings(storage)
@@ -231,9 +252,16 @@ def report_on(output: str) -> int:
 
 
 def _tell_loggers(config: Config, claim: RunLock, summary: report.Summary) -> None:
-    """One run a trial in the sweep's group, of which the best one is marked: for W&B
-    and MLflow each epoch once; TensorBoard's directory of the sweep is made anew, as
-    another trial may be the best.
+    """Send the results of all trials to the loggers of the configuration.
+
+    Each trial is a run of the sweep's group, and the best one is marked. W&B and MLflow
+    get each epoch once. TensorBoard's directory of the sweep is written anew, because
+    another trial may be the best now.
+
+    Args:
+        config: The configuration of the sweep.
+        claim: The lock of the sweep.
+        summary: The results.
     """
     names = [name for name in config.train.loggers if name != "jsonl"]
     services = ",".join(name for name in names if name != "tensorboard")
@@ -248,7 +276,7 @@ def _tell_loggers(config: Config, claim: RunLock, summary: report.Summary) -> No
                 {"best": float(trial is summary.best), "score": trial.score}
             )
     if "tensorboard" in names:
-        with suppress(StorageError):  # whatever it is: the sweep has its results
+        with suppress(StorageError):  # the results are already written
             claim.storage.delete("tensorboard")
         with Loggers(
             override(config, {"train.report_to": "tensorboard"}), claim.storage
@@ -267,10 +295,19 @@ def _tell_loggers(config: Config, claim: RunLock, summary: report.Summary) -> No
 def load_data(
     options: SweepOptions, task: Task, own_weights: bytes | None, storage: Storage
 ) -> SweepData:
-    """What all trials share: images decoded, or as the features of their frozen
-    encoder, or where the set is streamed the images as they are, and features in a file
-    of the sweep's directory ``storage``; ``own_weights`` are those of
-    :func:`~uno.session.resolve.starting_weights`.
+    """Read the data that all trials share.
+
+    Args:
+        options: The options of the sweep. If its data is in memory, images are decoded,
+            or encoded by the frozen encoder. If its data is streamed, images stay where
+            they are, and the features of a frozen encoder are in a file.
+        task: The rows of the sweep.
+        own_weights: The pretrained weights of the encoder as a safetensors file, from
+            :func:`~uno.session.resolve.starting_weights`, or None.
+        storage: The directory of the sweep, for the file of features.
+
+    Raises:
+        ConfigError: Features are larger than memory, and the directory is not local.
     """
     streams, rows = options.config.data.loading == "streaming", task.rows
     if streams and options.config.model.finetune != "none":
@@ -303,9 +340,17 @@ def load_data(
 
 
 def mapped_zeros(path: str, shape: tuple[int, ...]) -> Tensor:
-    """Float32 zeros of ``shape`` in a new ``.npy`` file, which take no memory of this
-    process. StorageError: the disk has no space for it (a write through the map would
-    kill the process).
+    """Create a ``.npy`` file of float32 zeros, and return it as a mapped tensor.
+
+    The tensor takes no memory of this process. The space is reserved on the disk,
+    because a write through the map to a full disk would end the process.
+
+    Args:
+        path: The path of the file.
+        shape: The shape of the tensor.
+
+    Raises:
+        StorageError: The disk has no space for it.
     """
     with refusing(StorageError, f"write {path}"):
         values = np.lib.format.open_memmap(path, "w+", np.float32, shape)
@@ -315,7 +360,12 @@ def mapped_zeros(path: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def check_options(options: SweepOptions) -> None:
-    """Raise ConfigError for combinations that mean nothing."""
+    """Check that the options of a sweep do not contradict each other.
+
+    Raises:
+        ConfigError: The score does not go with the heads, the weights or the method; or
+            there is nothing to train.
+    """
     heads = next((d.ends for d in options.space if d.key == "model.num_heads"), ())
     if options.score == AGREEMENT and min(*heads, num_heads(options.config)) < 2:
         needs = (
@@ -323,7 +373,7 @@ def check_options(options: SweepOptions) -> None:
         )
         raise ConfigError(f"--score agreement compares heads: {needs}")
     model = options.config.model
-    # A file's frozen encoder is taken to have learned from other images.
+    # The weights of a frozen encoder from a file count as trained on other images.
     foreign = model.finetune == "none" and (
         model.weights == PRETRAINED or is_file(model.weights)
     )
@@ -343,8 +393,17 @@ def check_options(options: SweepOptions) -> None:
 
 
 def check_plans(options: SweepOptions, folds: list[FoldRows]) -> int:
-    """Number of epochs of a trial that have steps to take; ConfigError for a fold
-    smaller than a batch.
+    """Return the number of epochs that a trial trains.
+
+    Args:
+        options: The options of the sweep.
+        folds: The problems of each trial.
+
+    Returns:
+        The largest number of epochs over all folds, up to ``train.max_steps``.
+
+    Raises:
+        ConfigError: A fold is smaller than a batch.
     """
     config, epochs = options.config, 1
     for fold in folds:
@@ -367,8 +426,16 @@ def check_plans(options: SweepOptions, folds: list[FoldRows]) -> int:
 def open_sweep(
     options: SweepOptions, storage: Storage, fingerprint: str, num_epochs: int
 ) -> None:
-    """Write ``sweep.yaml``, all that a continuation must share; ConfigError where
-    another one is there.
+    """Write ``sweep.yaml``, or check that the one that is there matches.
+
+    Args:
+        options: The options of the sweep.
+        storage: The directory of the sweep.
+        fingerprint: Identifies the rows of the data.
+        num_epochs: The number of epochs of a trial.
+
+    Raises:
+        ConfigError: The directory holds a sweep with other settings.
     """
     settings = {
         "score": options.score,
@@ -406,10 +473,15 @@ def open_sweep(
 
 
 def _resolved(options: SweepOptions) -> tuple[SweepOptions, Task]:
-    """With what was chosen for the sweep that is there, or what the images decide for a
-    new one, as if it had been given, so that best.yaml has it, and with how its images
-    are kept; and its task, whose images stay where they are. Rungs follow the epochs,
-    unless they were told.
+    """Return the options with all settings that are derived, and the rows of the sweep.
+
+    A sweep that exists keeps what was chosen for it. For a new sweep the images decide,
+    and the values count as given, so that ``best.yaml`` has them. The grace period of
+    early stopping follows the number of epochs, unless the user set it. Whether the
+    images are kept in memory is decided here, too, but none is read.
+
+    Raises:
+        ConfigError: A setting or the data is refused, or memory is too small.
     """
     storage, config, given = (
         Storage(str(options.config.output)),
@@ -459,7 +531,17 @@ def _resolved(options: SweepOptions) -> tuple[SweepOptions, Task]:
 
 
 def _fitted(options: SweepOptions, folds: list[FoldRows]) -> SweepOptions:
-    """With a batch that every fold fills: they have some rows less than the run."""
+    """Reduce the batch size so that every fold fills a batch.
+
+    A fold has fewer rows than the run.
+
+    Args:
+        options: The options of the sweep.
+        folds: The problems of each trial.
+
+    Returns:
+        The options with the batch size, which counts as set by the user.
+    """
     config = options.config
     rules, workers = (
         (config.data.batch_sampling, config.train.batch_size),
@@ -478,6 +560,7 @@ def _fitted(options: SweepOptions, folds: list[FoldRows]) -> SweepOptions:
 def _describe(
     options: SweepOptions, data: SweepData, folds: list[FoldRows], num_epochs: int
 ) -> None:
+    """Print the number of trials, the space, the score and the folds of a sweep."""
     trials, epochs = plural(options.trials, "trial"), plural(num_epochs, "epoch")
     print_line(f"{trials} of up to {epochs} over the space {options.space_name}:")
     for domain in options.space:
@@ -494,8 +577,14 @@ def _describe(
 def concurrency(
     options: SweepOptions, cluster: dict[str, float]
 ) -> tuple[int, dict[str, float]]:
-    """Trials at a time and the resources of each training process; ConfigError if
-    not one trial fits.
+    """Return how many trials run at a time, and the resources of each process.
+
+    Args:
+        options: The options of the sweep.
+        cluster: The resources of the cluster, as Ray counts them.
+
+    Raises:
+        ConfigError: The cluster cannot hold a single trial.
     """
     config = options.config
     if config.compute.num_workers:
@@ -516,8 +605,15 @@ def concurrency(
 def trials_at_once(
     options: SweepOptions, each: dict[str, float], cluster: dict[str, float]
 ) -> int:
-    """How many trials fit whose processes have the resources ``each``; ConfigError:
-    not one.
+    """Return how many trials run at a time.
+
+    Args:
+        options: The options of the sweep.
+        each: The resources of each training process.
+        cluster: The resources of the cluster, as Ray counts them.
+
+    Raises:
+        ConfigError: The cluster cannot hold a single trial.
     """
     workers = options.config.compute.num_workers
     needed = {name: max(1, workers) * amount for name, amount in each.items()}
@@ -537,8 +633,15 @@ def trials_at_once(
 
 
 class Capacity:
-    """``places``: of trials at a time, in the cluster as it was when it was looked at
-    last. What changes is said; where there is no place, every 30 s.
+    """The number of trials that the cluster can run at a time.
+
+    Args:
+        options: The options of the sweep.
+        cluster: The resources of the cluster, as Ray counts them.
+
+    Attributes:
+        places: The number of trials, as of the last :meth:`look`.
+        each: The resources of each training process.
     """
 
     def __init__(self, options: SweepOptions, cluster: dict[str, float]) -> None:
@@ -548,8 +651,10 @@ class Capacity:
 
     @property
     def limit(self) -> int:
-        """Trials to begin: one more than there are places for, where its wait may
-        start a node.
+        """The largest number of trials that may have begun.
+
+        If the cluster may grow, it is one more than there are places, because a trial
+        that waits makes the autoscaler start a node.
         """
         return min(
             self.places + self._may_grow,
@@ -557,7 +662,10 @@ class Capacity:
         )
 
     def look(self, cluster: dict[str, float]) -> None:
-        """At all that the cluster has now."""
+        """Update the number of trials from the resources that the cluster has now.
+
+        A change is printed. If there is no place at all, a line every 30 s says so.
+        """
         before, now = self.places, time.monotonic()
         try:
             self.places, self._due = (
@@ -584,22 +692,35 @@ def _run_missing(
     claim: RunLock,
     ended: list[Trial],
 ) -> None:
-    """Ray Tune over the trials that have not ``ended``."""
+    """Run the missing trials with Ray Tune.
+
+    Args:
+        options: The options of the sweep.
+        data: The data that all trials share.
+        num_epochs: The number of epochs of a trial.
+        claim: The lock of the sweep.
+        ended: The trials that have a result. New ones are appended.
+
+    Raises:
+        ConfigError: The cluster had no place for a trial in time.
+        Interrupted: The sweep was asked to stop.
+        StorageError: A trial could not write.
+    """
     storage, config, stopping = claim.storage, options.config, threading.Event()
     print_line(
         "starting Ray" + (f"; {plural(len(ended), 'result')} already" if ended else "")
     )
     os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
-    # the searcher hands out what has a place
+    # The searcher itself limits the number of pending trials.
     os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(options.trials)
-    # the new engine prints boxes whatever the verbosity
+    # The new output engine prints boxes at any verbosity.
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
     with on_stop(stopping.set, STOPPING), ray_env.connect() as ray:
         from ray import tune
 
         from tune import search
 
-        # errors of trials are in the table
+        # Errors of trials are in the table, so Ray need not log them.
         logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
         capacity = nodes.once_one_fits(
             config, lambda: Capacity(options, ray.cluster_resources()), stopping.is_set
@@ -639,7 +760,7 @@ def _run_missing(
                 search_alg=searcher,
                 scheduler=search.scheduler(options, num_epochs, ended),
                 num_samples=len(searcher.missing),
-                # a process takes seconds to import torch
+                # A new process takes seconds to import torch.
                 reuse_actors=not config.compute.num_workers,
             ),
             run_config=tune.RunConfig(
@@ -657,7 +778,8 @@ def _run_missing(
         try:
             ray_env.in_thread(tuner.fit, lambda: capacity.look(ray.cluster_resources()))
         finally:
-            # Tune's registry of parameters holds it as long as the process lives
+            # Otherwise Tune's registry of parameters would keep it until the process
+            # ends.
             ray.kill(leases)
         if (reason := searcher.storage_error) is not None:
             raise StorageError(
@@ -669,6 +791,10 @@ def _run_missing(
 
 
 def _line(trial: Trial) -> str:
+    """Return a line on how a trial ended and on its values.
+
+    For example ``trial 3 finished: score 0.8123  [epsilon 0.05, num_heads 4]``.
+    """
     how = (
         "finished"
         if trial.status == FINISHED

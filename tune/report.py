@@ -1,8 +1,8 @@
-"""The files that a sweep leaves: ``sweep.parquet``, ``sweep.jsonl``, ``best.yaml`` and
-a self-contained ``sweep.html``.
+"""Write the results of a sweep: Parquet, JSON lines, ``best.yaml`` and an HTML page.
 
-Made from the sweep's directory alone. With the oracle score each is called
-``oracle-...`` and says so.
+The files are ``sweep.parquet``, ``sweep.jsonl``, ``best.yaml`` and the self-contained
+``sweep.html``. They are made from the sweep's directory alone. With the oracle score
+each name begins with ``oracle-``, and the content says so.
 """
 
 import io
@@ -35,7 +35,7 @@ NUMBERS = (
     "novel_avg",
     "loss",
     "agreement",
-    # of an epoch: columns, where a trial has them
+    # Times of an epoch.
     "seconds",
     "cpu_seconds",
     "gpu_seconds",
@@ -44,9 +44,14 @@ MAX_SHOWN, MAX_LISTED = 200, 10  # trials in a chart, and in the table on the co
 
 
 class Effect(NamedTuple):
-    """How much a key mattered: the ``share`` 0-1 of the variance of the trials' ranks
-    that a parabola over the key's position in its domain explains, and two standard
-    errors around it (jackknife, Tukey 1958).
+    """How much a key mattered for the order of the trials.
+
+    Attributes:
+        key: The dotted key.
+        share: The share, 0-1, of the variance of the trials' ranks that a parabola over
+            the key's position in its domain explains.
+        low: ``share`` minus two standard errors (jackknife, Tukey 1958), at least 0.
+        high: ``share`` plus two standard errors, at most 1.
     """
 
     key: str
@@ -56,9 +61,19 @@ class Effect(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """A sweep read back from its directory: ``ranked`` are its sound trials, best
-    first; ``best`` is that of ``best.yaml``; of ``cost``, seconds are sums over
-    processes, ``saved`` the share of epochs spared.
+    """The results of a sweep, read from its directory.
+
+    Attributes:
+        settings: The content of ``sweep.yaml``.
+        space: The search space.
+        trials: All trials.
+        ranked: The finished and stopped trials, the best first.
+        best: The trial of ``best.yaml``, or None.
+        cost: ``seconds``, ``cpu_seconds`` and ``gpu_seconds`` over all processes;
+            ``epochs``; ``saved``, the share of epochs that early stopping saved;
+            ``pretrainings``, and ``pretrain_s``, their seconds.
+        effects: The effect of each key, the largest first.
+        chance: The share that an effect reaches by chance, see :func:`importance`.
     """
 
     settings: Mapping[str, Any]
@@ -72,19 +87,21 @@ class Summary(NamedTuple):
 
     @property
     def oracle(self) -> bool:
-        """Return whether true labels of novel classes were used."""
+        """Whether true labels of novel classes were used."""
         return bool(self.settings["score"] == ORACLE)
 
     @property
     def keeps_given(self) -> bool:
-        """Return whether the given configuration wins although another has a higher
-        score.
-        """
+        """Whether the given configuration wins although another has a higher score."""
         return self.best is not None and self.best is not self.ranked[0]
 
 
 def read(storage: Storage) -> Summary:
-    """Read a sweep's directory; ConfigError where it holds none."""
+    """Read the results of a sweep from its directory.
+
+    Raises:
+        ConfigError: The directory holds no sweep.
+    """
     settings, trials = records.read_settings(storage), records.read_trials(storage)
     space, ranked = spaces.from_tree(settings["space"]), records.ranking(trials)
     folders = (f"pretrain/{name}" for name in storage.list("pretrain"))
@@ -123,12 +140,22 @@ def write(storage: Storage) -> Summary:
 
 
 def importance(space: Space, ranked: Sequence[Trial]) -> tuple[list[Effect], float]:
-    """The effect of each key that has several values, largest first, and the share that
-    the strongest of keys without any effect has in 19 of 20 sweeps (ranks permuted
-    2,000 times, their maximum over keys: Westfall & Young 1993). Nothing for fewer than
-    6 trials. On simulated sweeps of 12 and 16 trials the intervals held the truth in
-    78-97% of them, those of a bootstrap in 0-93%, as a share of resampled trials is too
-    high.
+    """Compute how much each key mattered.
+
+    On simulated sweeps of 12 and 16 trials, the jackknife intervals contained the true
+    share in 78-97% of them. Bootstrap intervals did in 0-93%, because the share of
+    resampled trials is too high.
+
+    Args:
+        space: The search space.
+        ranked: The trials, the best first.
+
+    Returns:
+        The effect of each key with several values, the largest first; and the share
+        that the largest effect stays below by chance in 19 of 20 sweeps, if no key has
+        an effect. For that, ranks are permuted 2,000 times and the maximum over keys is
+        taken (Westfall & Young 1993). With fewer than 6 trials the result is ``([],
+        0.0)``.
     """
     places = {
         d.key: np.array([d.position(trial.overrides[d.key]) for trial in ranked])
@@ -163,7 +190,14 @@ def importance(space: Space, ranked: Sequence[Trial]) -> tuple[list[Effect], flo
 
 
 def _parabola(place: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Orthonormal columns (N, <=3) of what a parabola over ``place`` (N,) can be."""
+    """Return an orthonormal basis of the parabolas over positions.
+
+    Args:
+        place: (N,), the position of each trial.
+
+    Returns:
+        (N, 3), or fewer columns if there are fewer than 3 different positions.
+    """
     degree = min(2, len(set(place.tolist())) - 1)
     return np.linalg.qr(np.vander(place, degree + 1))[0]
 
@@ -171,16 +205,24 @@ def _parabola(place: NDArray[np.float64]) -> NDArray[np.float64]:
 def _explained(
     basis: NDArray[np.float64], ranks: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Share of the variance of ``ranks`` (N, ...) that the columns of ``basis`` (N,
-    D) explain.
+    """Return the share of the variance of ranks that a basis explains.
+
+    Args:
+        basis: (N, D), orthonormal columns.
+        ranks: (N,), or (N, M) for M sets of ranks.
+
+    Returns:
+        A scalar array, or (M,).
     """
     ranks = ranks - ranks.mean(axis=0)
     return ((basis.T @ ranks) ** 2).sum(axis=0) / (ranks**2).sum(axis=0)
 
 
 def what_mattered(summary: Summary) -> str:
-    """One line that names the keys whose effect is above chance; "" where there are
-    too few trials.
+    """Return a line that names the keys with an effect above chance.
+
+    If there is none, the line names the key with the largest effect. It is "" if there
+    were too few trials.
     """
     if not summary.effects:
         return ""
@@ -204,8 +246,9 @@ def what_mattered(summary: Summary) -> str:
 
 
 def table_bytes(summary: Summary) -> bytes:
-    """Parquet, one row for every trial and epoch (one without epoch for a trial that
-    never finished one).
+    """Return the results as Parquet, with one row for each epoch of each trial.
+
+    A trial without an epoch has one row without values of an epoch.
     """
     fields = {
         "trial": pa.int64(),
@@ -239,8 +282,9 @@ def table_bytes(summary: Summary) -> bytes:
 
 
 def lines_bytes(summary: Summary) -> bytes:
-    """JSON, one line for every trial: its values, its epochs, how it ended, and
-    whether it is the best.
+    """Return the results as JSON lines, one for each trial.
+
+    A line has the values, the epochs, the status, and whether the trial is the best.
     """
     lines = [
         {
@@ -258,8 +302,9 @@ def lines_bytes(summary: Summary) -> bytes:
 
 
 def best_yaml(summary: Summary, best: Trial) -> str:
-    """YAML that ``uno discover --config`` takes: the options given, the winner's
-    value of each key.
+    """Return a YAML file for ``uno discover --config``.
+
+    It has the settings that were given, and the values of the best trial.
     """
     lines = [
         "# ORACLE: chosen by the true labels of the novel classes. Not a result;"
@@ -278,7 +323,11 @@ def best_yaml(summary: Summary, best: Trial) -> str:
 
 
 def format_table(summary: Summary) -> str:
-    """The console table: the best trials and trial 0, the others counted, the cost."""
+    """Return the table for the console.
+
+    It lists the best trials and trial 0, counts the others, and ends with the cost and
+    the keys that mattered.
+    """
     cost, space = summary.cost, summary.space
     rows = [
         [
@@ -323,7 +372,7 @@ def format_table(summary: Summary) -> str:
 
 
 def page(summary: Summary) -> str:
-    """``sweep.html``."""
+    """Return the HTML page of the sweep."""
     trials, scatters = (
         summary.trials,
         [scatter(domain, summary) for domain in summary.space],
@@ -344,8 +393,10 @@ def page(summary: Summary) -> str:
 
 
 def best_so_far(summary: Summary) -> Chart | None:
-    """Score of each trial by its number, and the best of the finished ones up to
-    there.
+    """Draw the score of each trial over its number, and the best finished score so far.
+
+    Returns:
+        The chart, or None without a score.
     """
     steps, top = [], -math.inf
     for trial in (trial for trial in summary.trials if math.isfinite(trial.score)):
@@ -358,7 +409,13 @@ def best_so_far(summary: Summary) -> Chart | None:
 
 
 def learning_curves(summary: Summary) -> Chart | None:
-    """Score by epoch, a line for each trial: where early stopping cut."""
+    """Draw the score over epochs, one line for each trial.
+
+    The lines show where early stopping ended a trial.
+
+    Returns:
+        The chart, or None without a score.
+    """
     series, last = [], int(summary.settings["epochs"])
     for trial in _shown(summary):
         points = [(epoch["epoch"], epoch["score"]) for epoch in trial.epochs]
@@ -376,7 +433,17 @@ def learning_curves(summary: Summary) -> Chart | None:
 
 
 def scatter(domain: Domain, summary: Summary) -> Chart | None:
-    """Score over the values of one key, about five of which are marked."""
+    """Draw the score of each trial over its value of one key.
+
+    About five values are marked on the axis.
+
+    Args:
+        domain: The domain of the key.
+        summary: The results.
+
+    Returns:
+        The chart, or None without a score.
+    """
     values = domain.choices[:: max(1, len(domain.choices) // 6)]
     values = values or tuple(
         dict.fromkeys(domain.at(share) for share in (0, 0.25, 0.5, 0.75, 1 - 1e-12))
@@ -390,8 +457,9 @@ def scatter(domain: Domain, summary: Summary) -> Chart | None:
 
 
 def _shown(summary: Summary) -> list[Trial]:
-    """The last trials with a score; the best is the last, so that it is drawn on
-    top.
+    """Return the last 200 trials with a score, with the best trial at the end.
+
+    The best is thus always among them, and is drawn above the others.
     """
     shown = [trial for trial in summary.trials if math.isfinite(trial.score)]
     return sorted(shown, key=lambda trial: trial is summary.best)[-MAX_SHOWN:]
@@ -405,8 +473,17 @@ def _scores(
     series: Sequence[Series] = (),
     **how: Any,
 ) -> Chart | None:
-    """A dot for each trial at ``x`` and its score, on ``series``; scores need not
-    begin at zero.
+    """Draw a dot for each trial, and lines.
+
+    The vertical axis covers the scores, and need not begin at zero.
+
+    Args:
+        summary: The results.
+        title: The title of the chart.
+        x_label: The label of the horizontal axis.
+        x: Returns the horizontal position of a trial.
+        series: The lines.
+        **how: Arguments of :func:`~uno.report.charts.line_chart`.
     """
     dots = []
     for trial in _shown(summary):
@@ -428,10 +505,12 @@ def _scores(
 
 
 def _kind(summary: Summary, trial: Trial) -> str:
+    """Return the kind of a trial, by which it is drawn: ``best`` or its status."""
     return "best" if trial is summary.best else trial.status or "unfinished"
 
 
 def _text(value: Any) -> str:
+    """Return a value as short text for a chart: ``0.05``, or ``0.5-1`` for a pair."""
     if isinstance(value, list | tuple):
         return "-".join(map(_text, value))
     return f"{value:.2g}" if isinstance(value, float) else visible(value, 14)

@@ -1,18 +1,17 @@
-"""What a trial is scored by. Nobody has the true labels of the novel classes, so nobody
-may tune on them.
+"""Compute the score of a trial without the true labels of the novel classes.
 
-``folds`` (default): a fold hides some known classes, discovers them from the others,
-and is scored by the harmonic mean (Xian et al., CVPR 2017) of ``strict`` clustering
-accuracy of the hidden rows and plain accuracy of held-out rows of the classes that
-stayed known; the hidden ones alone count where classes are too small to hold a row out.
-Accuracies are means over heads: the best head's is noisier and saturates on a fold's
-easier problem (chosen on the digits, by true labels, on 8 configurations). Unlabeled
-and test rows take no part.
+``folds`` is the default. A fold hides some known classes and discovers them from the
+others. Its score is the harmonic mean (Xian et al., CVPR 2017) of two accuracies: the
+``strict`` clustering accuracy of the hidden rows, and the accuracy of held-out rows of
+the classes that stayed known. If classes are too small to hold a row out, only the
+first counts. Both accuracies are means over heads. The best head alone gives a noisier
+score, and its score saturates on the easier problem of a fold. (This was decided on the
+digits with true labels, on 8 configurations.) Unlabeled and test rows take no part.
 
-``loss`` and ``agreement`` run the real problem: the cluster loss of the best head
-(comparable only where neither temperature nor the number of clusters is searched), and
-the agreement of all pairs of heads on the unlabeled rows. ``oracle`` scores by the true
-labels, and everything it writes says so.
+``loss`` and ``agreement`` use the real problem. The first is minus the cluster loss of
+the best head, which is comparable only if neither temperatures nor the number of
+clusters are searched. The second is the agreement of all pairs of heads on the
+unlabeled rows. ``oracle`` uses the true labels, and everything that it writes says so.
 """
 
 import math
@@ -54,28 +53,44 @@ from uno.state import TrainState
 from uno.text import plural
 from uno.train import Worker
 
-# of each known class, to measure known accuracy on rows that were not trained on
+# Every fifth row of a known class is held out, to measure the known accuracy.
 HELD_OUT_EVERY = 5
 
 
 class Unread(NamedTuple):
-    """Images that trials read themselves, and the ids of their rows."""
+    """Images that trials read themselves.
+
+    Attributes:
+        images: The images of N rows.
+        ids: The ids of these rows.
+    """
 
     images: Images
     ids: Ids
 
 
 Source = np.ndarray | list[np.ndarray] | str | Unread
-"""What stands for the images of N rows: pixels uint8 (N,3,S,S), or a frozen encoder's
-features float32 (N,1+V,D), in memory or in a ``.npy`` file; the parts of
-:class:`~uno.data.mapped.NeighborViews`; or the images where they are.
+"""The images of N rows, or what replaces them.
+
+An array holds pixels, uint8 (N,3,S,S), or features of a frozen encoder, float32
+(N,1+V,D). A string is the path of a ``.npy`` file with such features. A list holds the
+parts of :class:`~uno.data.mapped.NeighborViews`. :class:`Unread` holds images that are
+read when they are needed.
 """
 
 
 class SweepData(NamedTuple):
-    """What trials see: ``images``, ``labels`` (N,), known class or -1, and
-    ``unlabeled`` (N,) of training rows that can be read as far as that is known; for
-    the oracle score alone ``oracle`` (N,), true novel class from 0 or -1.
+    """The data that all trials see, N rows.
+
+    Attributes:
+        images: The images, or what replaces them.
+        labels: int64 (N,): the known class of a labeled training row, or -1.
+        unlabeled: bool (N,): whether a row is an unlabeled training row. Rows that are
+            known to be unreadable are neither labeled nor unlabeled.
+        num_known: The number of known classes.
+        num_novel: The number of novel classes.
+        oracle: int64 (N,): the true novel class from 0, or -1. None unless the score is
+            ``oracle``.
     """
 
     images: Source
@@ -87,8 +102,16 @@ class SweepData(NamedTuple):
 
 
 def sweep_data(task: Task, images: Source, ok: np.ndarray, score: str) -> SweepData:
-    """What ``score`` may see of a task's readable rows ``ok`` (N,); true labels for
-    the oracle alone.
+    """Return the data that a score may see.
+
+    Args:
+        task: The rows of the sweep.
+        images: Their images, or what replaces them.
+        ok: bool (N,), whether a row can be read.
+        score: The name of the score. Only ``oracle`` gets true labels.
+
+    Raises:
+        ConfigError: ``oracle``, and the data has no true novel classes.
     """
     usable, oracle = task.is_train & ok, None
     if score == ORACLE:
@@ -105,10 +128,14 @@ def sweep_data(task: Task, images: Source, ok: np.ndarray, score: str) -> SweepD
 
 
 class FoldRows(NamedTuple):
-    """One discovery problem of a trial, as row numbers: ``train`` as
-    :func:`~uno.data.splits.train_rows`, ``scored`` as a split of
-    :func:`~uno.data.splits.truth_rows`; ``hidden`` are its pseudo-novel classes, none
-    in the real problem.
+    """One discovery problem of a trial, as row numbers.
+
+    Attributes:
+        name: ``fold0``, ``fold1`` and so on, or ``real``.
+        train: The training rows, as :func:`~uno.data.splits.train_rows` returns them.
+        scored: The rows that are scored: their numbers, their classes, and whether they
+            are novel, (R,) each, as one split of :func:`~uno.data.splits.truth_rows`.
+        hidden: The known classes that the fold hides; none in the real problem.
     """
 
     name: str
@@ -118,12 +145,19 @@ class FoldRows(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Numbers of labeled rows and of rows to discover."""
+        """The number of labeled rows, and of rows to discover."""
         return len(self.train["labeled"]), len(self.train["unlabeled"])
 
 
 class Fold(NamedTuple):
-    """One discovery problem with its images."""
+    """One discovery problem of a trial, with its images.
+
+    Attributes:
+        name: ``fold0``, ``fold1`` and so on, or ``real``.
+        train: The training set.
+        scored: The rows that are scored.
+        hidden: The known classes that the fold hides; none in the real problem.
+    """
 
     name: str
     train: TrainData
@@ -134,11 +168,23 @@ class Fold(NamedTuple):
 def make_folds(
     data: SweepData, score: str, num_folds: int, seed: int, hide: int | None = None
 ) -> list[FoldRows]:
-    """The problems that every trial solves, all of one sweep the same: the real one,
-    or folds.
+    """Return the problems that every trial of a sweep solves.
+
+    Args:
+        data: The data of the sweep.
+        score: The name of the score.
+        num_folds: The number of folds, for the score ``folds``.
+        seed: The seed of the choice of hidden classes.
+        hide: The number of classes that a fold hides, see :func:`hidden_classes`.
+
+    Returns:
+        The folds; for other scores than ``folds`` only the real problem.
+
+    Raises:
+        ConfigError: The known classes do not allow these folds.
     """
     if score != FOLDS:
-        # of the real unlabeled rows -1, unless the oracle knows better
+        # Unlabeled rows have -1, unless the score may see their true class.
         labels = data.labels
         if data.oracle is not None:
             labels = np.where(
@@ -150,7 +196,7 @@ def make_folds(
     folds: list[FoldRows] = []
     for hidden in hidden_classes(data.num_known, data.num_novel, num_folds, seed, hide):
         visible = [c for c in range(data.num_known) if c not in hidden]
-        # the last entry is that of label -1
+        # The last entry is for label -1.
         renumbered = np.full(data.num_known + 1, -1)
         renumbered[[*visible, *hidden]] = np.arange(data.num_known)
         labels, novel = renumbered[data.labels], np.isin(data.labels, hidden)
@@ -168,10 +214,21 @@ def _fold(
     num_novel: int,
     hidden: tuple[int, ...] = (),
 ) -> FoldRows:
-    """``labels`` int64 (N,): class within the fold, known first, or -1; ``novel``
-    bool (N,): to discover.
+    """Return one problem as row numbers.
+
+    Every fifth labeled row of each class is held out of training. Rows that are held
+    out or novel are scored.
+
+    Args:
+        name: The name of the problem.
+        data: The data of the sweep.
+        labels: int64 (N,), the class within the problem, known classes first, or -1.
+        novel: bool (N,), the rows to discover.
+        num_novel: The number of classes to discover.
+        hidden: The known classes that the problem hides.
     """
-    held_out = np.zeros(len(labels), dtype=bool)  # classes of fewer rows keep them all
+    # Of a class with fewer than 5 rows none is held out.
+    held_out = np.zeros(len(labels), dtype=bool)
     for c in range(data.num_known):
         held_out[
             np.flatnonzero(data.labels == c)[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
@@ -200,9 +257,16 @@ def _fold(
 def open_folds(
     source: Source, folds: list[FoldRows], config: Config, storage: Storage
 ) -> list[Fold]:
-    """``folds`` with the images of ``source``: none is copied, and those that are where
-    they were are read by threads of this process, which lists unreadable ones in
-    ``storage``.
+    """Return problems with their images.
+
+    No image is copied. Images that are not in memory are read by threads of this
+    process.
+
+    Args:
+        source: The images, or what replaces them.
+        folds: The problems as row numbers.
+        config: The configuration of the trial.
+        storage: The directory of the trial, in which unreadable images are listed.
     """
     if isinstance(source, Unread):
         images = source.images
@@ -225,7 +289,7 @@ def open_folds(
             np.load(source, mmap_mode="r") if isinstance(source, str) else source
         )
     blocks = HostRows([values]) if isinstance(source, str) else RowBlocks([values])
-    # of features the evaluation view
+    # For features this is the evaluation view.
     seen = RowBlocks([values if values.ndim == 4 else values[:, 0]])
     return [
         Fold(
@@ -241,9 +305,22 @@ def open_folds(
 def hidden_classes(
     num_known: int, num_novel: int, folds: int, seed: int, hide: int | None = None
 ) -> list[tuple[int, ...]]:
-    """Which known classes each fold hides: windows of one permutation, so that all are
-    hidden about as often; ``hide`` at once, by default the share of classes that is
-    novel in the real problem.
+    """Return the known classes that each fold hides.
+
+    The folds take consecutive windows of one permutation of the classes, so that all
+    classes are hidden about equally often.
+
+    Args:
+        num_known: The number of known classes.
+        num_novel: The number of novel classes.
+        folds: The number of folds.
+        seed: The seed of the permutation.
+        hide: The number of classes that a fold hides. By default it is the share of
+            classes that is novel in the real problem, and at least 2.
+
+    Raises:
+        ConfigError: There are fewer than 3 known classes, ``hide`` is out of range, or
+            there are not as many different folds.
     """
     if num_known < 3:
         needs = f"needs at least 3 of them, the data has {num_known}"
@@ -277,8 +354,20 @@ def hidden_classes(
 def measure(
     config: Config, fold: Fold, state: TrainState, score: str, worker: Worker
 ) -> dict[str, float]:
-    """Score, to be maximized, its parts, and the number of ``rows`` a share of rows
-    was measured on.
+    """Compute the score of a trained model on one problem.
+
+    Args:
+        config: The configuration of the trial.
+        fold: The problem.
+        state: The state of training.
+        score: The name of the score.
+        worker: The process that trains. All ranks call this.
+
+    Returns:
+        ``score``, which is to be maximized, and its parts: ``known_best``,
+        ``known_avg``, ``novel_best`` and ``novel_avg`` (accuracies), ``loss``,
+        ``agreement``; each if it applies. ``rows`` is the number of rows of which the
+        score is a share, and is missing for ``loss``.
     """
     model, train, truth = state.model.eval(), fold.train, fold.scored.truth
     num_true = max(train.num_known, int(truth.max()) + 1)
@@ -308,7 +397,13 @@ def measure(
 
 
 def combined(parts: Mapping[str, float], score: str) -> float:
-    """One number of the parts; of accuracies the harmonic mean."""
+    """Return the score that follows from its parts.
+
+    Args:
+        parts: The parts of :func:`measure`.
+        score: The name of the score. ``folds`` and ``oracle`` take the harmonic mean of
+            the accuracies.
+    """
     if score == LOSS:
         return -parts["loss"]
     if score == AGREEMENT:
@@ -318,7 +413,14 @@ def combined(parts: Mapping[str, float], score: str) -> float:
 
 
 def _unlabeled_images(train: TrainData, config: Config) -> Iterator[Tensor]:
-    """Those that can be read, a batch at a time."""
+    """Yield the unlabeled images of a training set, or their features, in batches.
+
+    Images that cannot be read are left out.
+
+    Args:
+        train: The training set.
+        config: The configuration of the trial.
+    """
     size = config.train.eval_batch_size
     if not isinstance(train, StreamSet):
         yield from train.unlabeled_images.split(size)
@@ -333,15 +435,30 @@ def _unlabeled_images(train: TrainData, config: Config) -> Iterator[Tensor]:
 
 
 def _clusters(model: UnoModel, images: Tensor, config: Config) -> Tensor:
-    """The cluster of each of B ``images`` under every head, int64 (H, B)."""
+    """Return the most likely novel cluster of images under every cluster head.
+
+    Args:
+        model: The model, in eval mode.
+        images: B images, or their features, as :func:`uno.model.forward` takes them.
+        config: The configuration of the trial.
+
+    Returns:
+        int64 (H, B), on the CPU.
+    """
     novel = forward(model, images, config).novel
     assert novel is not None
     return novel[0].argmax(dim=-1).cpu()
 
 
 def _agreement(heads: np.ndarray, num_clusters: int) -> float:
-    """Mean accuracy of the clusters of one of ``heads`` (H, N) against those of
-    another, over pairs.
+    """Return the mean accuracy of one head's clusters against those of another.
+
+    Args:
+        heads: int64 (H, N), the cluster of each row under every head.
+        num_clusters: The number of clusters.
+
+    Returns:
+        The mean over all pairs of heads, 0-1.
     """
     tables = [
         confusion(a, b, num_clusters, num_clusters) for a, b in combinations(heads, 2)

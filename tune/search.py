@@ -1,10 +1,9 @@
-"""Which configuration comes next, and what became of the last one: Ray Tune's view of
-the sweep's directory.
+"""Choose the configuration of each trial, and record its result, for Ray Tune.
 
-Values of a random trial depend on (space, seed, index) alone, so a sweep that was
-killed, or is given more trials, continues as if it had never stopped. Other searchers
-get what happened before. Trial 0 is always the configuration as it was given, so that
-the winner is compared with what everybody would have used.
+The values of a random trial depend on the space, the seed and its number only. A sweep
+that was ended at any moment, or is given more trials, therefore continues as if it had
+never stopped. Other searchers are told the earlier results. Trial 0 is always the given
+configuration, so that the winner is compared with it.
 """
 
 import json
@@ -34,10 +33,20 @@ from uno.session.console import print_line
 
 
 class Asked:
-    """A searcher of Ray Tune, asked for the values of a trial and told its score: TPE
-    of Optuna, or what the ``package.module:factory`` of ``--search`` returns. It sees
-    the position of a choice, whose neighbors are alike, for the choice. Of several
-    trials at a time it is reproducible only up to the order of their ends.
+    """A searcher of Ray Tune that chooses the values of trials.
+
+    It is TPE of Optuna, or what the ``package.module:factory`` of ``--search`` returns.
+    The searcher sees the position of a choice in the place of the choice, because
+    neighboring choices are alike. With several trials at a time its choices depend on
+    the order in which trials end.
+
+    Args:
+        name: The value of ``--search``.
+        space: The search space.
+        seed: The seed of Optuna.
+
+    Raises:
+        ConfigError: The searcher cannot be made, or cannot search this space.
     """
 
     def __init__(self, name: str, space: Space, seed: int) -> None:
@@ -59,14 +68,22 @@ class Asked:
                 raise ConfigError(f"{problem} returns a searcher that has {own}")
         except ConfigError:
             raise
-        # a package that it needs, a domain that it cannot search
+        # For example, a package is missing, or the searcher does not support a domain.
         except Exception as error:
             raise ConfigError(
                 f"{problem}: {one_line(error) or type(error).__name__}"
             ) from None
 
     def values(self, index: int) -> dict[str, Any] | str | None:
-        """Of a new trial; None: it has none now, FINISHED: none any more."""
+        """Return the values of a new trial, by dotted key.
+
+        Args:
+            index: The number of the trial.
+
+        Returns:
+            None if the searcher has no values now, and ``Searcher.FINISHED`` if it will
+            have none any more.
+        """
         found = self._searcher.suggest(str(index))
         if found is None or found == Searcher.FINISHED:
             return found
@@ -76,13 +93,20 @@ class Asked:
         }
 
     def report(self, index: int, result: dict[str, Any]) -> None:
-        """A score of a trial that has not ended."""
+        """Tell the searcher the score of a trial that has not ended.
+
+        Args:
+            index: The number of the trial.
+            result: The result that Ray Tune has.
+        """
         if str(index) in self._asked:
             self._searcher.on_trial_result(str(index), result)
 
     def tell(self, trial: Trial) -> None:
-        """A trial ended; those of an earlier attempt are added, if the space holds
-        their values.
+        """Tell the searcher that a trial has ended.
+
+        A trial that it did not choose is added, if the space contains its values and
+        the searcher supports that.
         """
         failed = trial.status == FAILED or not math.isfinite(trial.score)
         if (name := str(trial.index)) in self._asked:
@@ -93,7 +117,7 @@ class Asked:
                 else {"score": trial.score, "training_iteration": trial.last_epoch}
             )
             return self._searcher.on_trial_complete(name, result, error=failed)
-        with suppress(ValueError, TypeError):  # outside the space
+        with suppress(ValueError, TypeError):  # the values are outside the space
             point = {
                 key: (
                     domain.choices.index(spaces.frozen(trial.overrides[key]))
@@ -116,6 +140,11 @@ class Asked:
 
 
 def _optuna(seed: int) -> Searcher:
+    """Return the TPE searcher of Optuna.
+
+    Raises:
+        ConfigError: Optuna is not installed.
+    """
     try:
         import optuna
     except ImportError:
@@ -131,6 +160,11 @@ def _optuna(seed: int) -> Searcher:
 
 
 def _ray_domain(domain: spaces.Domain) -> Any:
+    """Return Ray Tune's distribution for a domain.
+
+    Choices become a uniform distribution of their positions, 0 to the number of choices
+    minus 1.
+    """
     low, high = (0, len(domain.choices) - 1) if domain.choices else domain.ends
     if domain.choices or domain.scale == "int":
         return ray_tune.randint(low, high + 1)
@@ -140,15 +174,36 @@ def _ray_domain(domain: spaces.Domain) -> Any:
 
 
 def _value(domain: spaces.Domain, found: Any) -> Any:
+    """Return the value that a searcher has chosen from :func:`_ray_domain`.
+
+    Args:
+        domain: The domain.
+        found: The searcher's number: a value, or the position of a choice.
+    """
     if domain.choices:
         return domain.choices[int(found)]
     return int(found) if domain.scale == "int" else float(found)
 
 
 class SweepSearcher(Searcher):
-    """Hands out the ``missing`` trials, those without a result, while fewer than
-    ``limit`` run, writes the result of each as it ends and calls ``on_end`` with it;
-    while ``stopping``, trials that end were only interrupted.
+    """The searcher of a sweep, which hands out its missing trials to Ray Tune.
+
+    It writes the result of each trial that ends.
+
+    Args:
+        storage: The directory of the sweep.
+        options: The options of the sweep.
+        num_epochs: The number of epochs of a trial.
+        on_end: Is called with each trial that has ended.
+        stopping: Returns whether the sweep was asked to stop. Trials that end then were
+            interrupted, and get no result.
+        limit: Returns how many trials may run.
+
+    Attributes:
+        missing: The numbers of the trials without a result that have not been handed
+            out.
+        storage_error: Why a trial could not write, or None. No further trial is then
+            handed out.
     """
 
     def __init__(
@@ -184,12 +239,21 @@ class SweepSearcher(Searcher):
     def set_search_properties(
         self, metric: Any, mode: Any, config: Any, **spec: Any
     ) -> bool:
-        """Nothing to set."""
+        """Accept the properties of the search without using them."""
         return True
 
     def suggest(self, trial_id: str) -> dict[str, Any] | str | None:
-        """The next trial without a result, with the values it was begun with, if it
-        was.
+        """Return the next trial without a result.
+
+        The values of a new trial are chosen and stored. A trial that was begun before
+        keeps its values.
+
+        Args:
+            trial_id: Ray Tune's id for it.
+
+        Returns:
+            ``{"index": ...}``; None if no trial may start now; ``Searcher.FINISHED`` if
+            none is left.
         """
         if not self.missing:
             return Searcher.FINISHED
@@ -210,6 +274,15 @@ class SweepSearcher(Searcher):
         return {"index": index}
 
     def _values(self, index: int) -> dict[str, Any] | str | None:
+        """Return the values of a new trial, by dotted key.
+
+        Trial 0 has the values of the given configuration. The others are drawn, or
+        taken from the grid, or chosen by the searcher of ``--search``, see
+        :meth:`Asked.values`.
+
+        Args:
+            index: The number of the trial.
+        """
         if index == 0:
             return self._given
         if self._asked is not None:
@@ -220,14 +293,28 @@ class SweepSearcher(Searcher):
         )
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
-        """What a searcher may learn from before a trial ends."""
+        """Tell the searcher of ``--search`` the score of an epoch.
+
+        Args:
+            trial_id: Ray Tune's id of the trial.
+            result: The result that Ray Tune has.
+        """
         if self._asked is not None and trial_id in self._running:
             self._asked.report(self._running[trial_id], result)
 
     def on_trial_complete(
         self, trial_id: str, result: Any = None, error: bool = False
     ) -> None:
-        """Write ``result.json``: the trial is not run again."""
+        """Record how a trial ended.
+
+        ``result.json`` is written and the trial's checkpoints are deleted, unless the
+        trial was interrupted or could not write.
+
+        Args:
+            trial_id: Ray Tune's id of the trial.
+            result: The last result, which is not used.
+            error: Whether the trial ended with an error.
+        """
         if trial_id not in self._running:
             return
         index = self._running.pop(trial_id)
@@ -237,7 +324,7 @@ class SweepSearcher(Searcher):
         )
         assert trial is not None
         failure = find_mapping(self._storage, f"{name}/failure.json") or {}
-        # the disk's fault, not the configuration's
+        # The storage failed, and not the configuration.
         if failure.get("kind") == StorageError.__name__:
             self.storage_error = failure["reason"]
             self.missing.clear()
@@ -258,7 +345,7 @@ class SweepSearcher(Searcher):
         self._storage.write(
             f"{name}/result.json", json.dumps(result, indent=1).encode()
         )
-        # checkpoints of a trial that has ended serve nobody
+        # Checkpoints of a trial that has ended are not needed.
         for entry in self._storage.list(name):
             if "-seed" in entry:
                 self._storage.delete(f"{name}/{entry}")
@@ -270,13 +357,17 @@ class SweepSearcher(Searcher):
         return {}
 
     def save(self, checkpoint_path: str) -> None:
-        """Nothing to save or to restore: the sweep's directory is the state."""
+        """Save nothing, because the sweep's directory is the state."""
 
     restore = save
 
 
 class Interruption(Stopper):
-    """Ends all trials once ``stopping`` says so."""
+    """Ends all trials as soon as the sweep is asked to stop.
+
+    Args:
+        stopping: Returns whether the sweep was asked to stop.
+    """
 
     def __init__(self, stopping: Callable[[], bool]) -> None:
         self._stopping = stopping
@@ -290,7 +381,11 @@ class Interruption(Stopper):
 
 
 class Past:
-    """A trial of an earlier attempt, as far as schedulers look at one."""
+    """A trial of an earlier attempt, with the attribute that schedulers read.
+
+    Args:
+        index: The number of the trial.
+    """
 
     def __init__(self, index: int) -> None:
         self.trial_id = f"earlier-{index}"
@@ -299,8 +394,15 @@ class Past:
 def scheduler(
     options: SweepOptions, num_epochs: int, ended: Sequence[Trial]
 ) -> FIFOScheduler:
-    """ASHA (Li et al., 2020), the median rule (Golovin et al., 2017) or none, told
-    of earlier trials.
+    """Return the scheduler that stops trials early.
+
+    It is ASHA (Li et al., 2020), the median rule (Golovin et al., 2017), or one that
+    stops none. It is told the results of earlier trials.
+
+    Args:
+        options: The options of the sweep.
+        num_epochs: The number of epochs of a trial.
+        ended: The trials that have a result.
     """
     by: dict[str, Any] = {"time_attr": "epoch", "metric": "score", "mode": "max"}
     rule = options.asha or options.median
@@ -315,7 +417,7 @@ def scheduler(
             grace_period=grace,
             reduction_factor=rule["reduction"],
         )
-    else:  # a trial that were paused would report its epochs again
+    else:  # no trial is paused, because it would report its epochs again
         found = MedianStoppingRule(**by, grace_period=grace, min_time_slice=math.inf)
     for trial in (trial for trial in ended if trial.status != FAILED and trial.epochs):
         past: Any = Past(trial.index)

@@ -1,11 +1,10 @@
-"""Search spaces as data: which configuration keys are searched, between which bounds,
-and why those.
+"""Search spaces as data: the keys that are searched, and the values of each.
 
-A user's own space is a YAML file of the same form, one entry a key::
+A user's own space is a YAML file with one entry for each key::
 
-    objective.epsilon: {scale: log, low: 0.02, high: 0.2, reason: "sharper or softer targets"}
+    objective.epsilon: {scale: log, low: 0.02, high: 0.2, reason: "softer targets"}
     model.num_heads: {choices: [2, 4, 8]}
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -35,11 +34,12 @@ from uno.methods import load
 
 
 def frozen(value: Any) -> Any:
-    """``value`` with tuples for lists, as a domain holds its choices."""
+    """Return a value with tuples in the place of lists, as domains hold choices."""
     return tuple(map(frozen, value)) if isinstance(value, list | tuple) else value
 
 
 def _not_a_bool(value: Any) -> Any:
+    """Return a bound unchanged; a bool is refused with a ValueError."""
     if isinstance(value, bool):
         raise ValueError(f"must be a number, not {str(value).lower()}")
     return value
@@ -50,7 +50,16 @@ Bound = Annotated[float | None, pydantic.BeforeValidator(_not_a_bool)]
 
 @dataclass(frozen=True, config=pydantic.ConfigDict(allow_inf_nan=False))
 class Domain:
-    """Values of one key: ``choices``, or from ``low`` to ``high`` on a ``scale``."""
+    """The values of one key: choices, or a range.
+
+    Attributes:
+        key: The dotted key.
+        low: The lower bound of a range.
+        high: The upper bound of a range, which is included.
+        scale: ``linear``, ``log`` or ``int``, for a range.
+        choices: The choices, in an order in which neighbors are alike.
+        reason: Why these values, for the reader.
+    """
 
     key: str
     low: Bound = None
@@ -61,6 +70,7 @@ class Domain:
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> Domain:
+        """Check that there are either choices, or a range that the scale allows."""
         bounds = [value for value in (self.low, self.high) if value is not None]
         if self.choices and bounds:
             raise ValueError("give either choices, or low and high")
@@ -81,14 +91,25 @@ class Domain:
 
     @property
     def ends(self) -> tuple[Any, ...]:
-        """The bounds, or all choices: every value is valid if these are."""
+        """The two bounds, or all choices.
+
+        Every value of the domain is valid if these are.
+        """
         bounds = (value for value in (self.low, self.high) if value is not None)
         return self.choices or tuple(
             int(value) if self.scale == "int" else value for value in bounds
         )
 
     def at(self, share: float) -> Any:
-        """The value below which ``share`` in [0, 1) of the domain lies."""
+        """Return a value by its position in the domain.
+
+        Positions are equally spaced on the domain's scale. For example, ``at(0.5)`` is
+        the middle choice, the arithmetic mean of the bounds, or on a log scale their
+        geometric mean. Values of a range are rounded to 4 significant digits.
+
+        Args:
+            share: The position, in [0, 1).
+        """
         if self.choices:
             return self.choices[int(share * len(self.choices))]
         low, high = self.ends
@@ -99,8 +120,10 @@ class Domain:
         return float(f"{min(max(value, low), high):.4g}")
 
     def position(self, value: Any) -> float:
-        """Place of a value in its domain, 0 to 1: the inverse of :meth:`at`, clipped
-        outside.
+        """Return the position of a value in the domain, from 0 to 1.
+
+        It is the inverse of :meth:`at`. A value outside has the position of the nearest
+        end, or 0 if it is not a number.
         """
         value, ends = frozen(value), self.ends
         if value in ends:
@@ -115,7 +138,7 @@ class Domain:
         )
 
     def describe(self) -> str:
-        """``0.02 to 0.2 (log)`` or ``2, 4, 8``."""
+        """Return the domain as text: ``0.02 to 0.2 (log)`` or ``2, 4, 8``."""
         return (
             ", ".join(map(str, self.choices))
             or f"{self.low:g} to {self.high:g} ({self.scale})"
@@ -123,7 +146,7 @@ class Domain:
 
 
 Space = tuple[Domain, ...]
-MAX_POINTS = 10_000  # of a grid
+MAX_POINTS = 10_000  # largest number of combinations of a grid
 
 UNO = (
     "objective.epsilon",
@@ -138,14 +161,25 @@ MORE = (
     "objective.sinkhorn_iters",
 )
 SPACES = {"uno": UNO, "full": (*UNO, *MORE, "augment.large.jitter")}
-"""Named spaces: keys, in the order of their draws; the schema has the domain of
-each.
+"""The keys of each named space, in the order in which their values are drawn.
+
+The domain of a key is declared in the schema, see
+:class:`uno.config.FieldTraits`.
 """
 
 
 def load_space(name: str, config: Config) -> Space:
-    """A named space, or the one in a YAML file; ConfigError if it names a key or
-    value no run could have.
+    """Return a named space, or the space in a YAML file.
+
+    Keys of a named space that have no effect with this configuration are left out.
+
+    Args:
+        name: A name of ``SPACES``, or the path of a YAML file.
+        config: The configuration that is searched around.
+
+    Raises:
+        ConfigError: The name is unknown, the space is empty, or it has a key or value
+            that a trial cannot have.
     """
     if name in SPACES:
         entries = {
@@ -170,9 +204,9 @@ def load_space(name: str, config: Config) -> Space:
         except pydantic.ValidationError as error:
             raise ConfigError(describe(error, where)) from None
         if key not in known:
-            override(config, {key: None})  # raises, and names the nearest key
+            override(config, {key: None})  # raises an error that names a similar key
             raise ConfigError(f"{key!r} is a section, not a key")
-        # Trials share the problem, the machine, and what early stopping compares by.
+        # All trials have the same problem, machine and number of epochs.
         if (
             not field_traits(key).search
             or may_change_on_resume(key)
@@ -181,7 +215,7 @@ def load_space(name: str, config: Config) -> Space:
             raise ConfigError(
                 f"{key} cannot be searched: it is the same for all trials of a sweep"
             )
-        # between the ends: a whole number needs scale int
+        # A value between the ends shows that a field of whole numbers needs scale int.
         values = (*domain.ends, domain.at(0.37))
         changed = [override(config, {key: value}) for value in values]
         if config.model.finetune == "none" and _other_features(key, config, changed):
@@ -196,8 +230,9 @@ def load_space(name: str, config: Config) -> Space:
 
 
 def _has_effect(key: str, config: Config) -> bool:
-    """Return whether a key of a named space changes anything: some presets switch
-    operations off.
+    """Return whether a key of a named space has an effect with a configuration.
+
+    Some presets switch an operation off.
     """
     if key in ("model.num_heads", "model.overcluster_factor"):
         return load(config.method).novel_head is None
@@ -207,8 +242,14 @@ def _has_effect(key: str, config: Config) -> bool:
 
 
 def _other_features(key: str, config: Config, changed: list[Config]) -> bool:
-    """Return whether a key's values give a frozen encoder other features, or
-    unfreeze it.
+    """Return whether the values of a key change the features of a frozen encoder.
+
+    A key that unfreezes the encoder or changes it counts as well.
+
+    Args:
+        key: The dotted key.
+        config: The configuration that is searched around.
+        changed: The configuration with each of the values.
     """
     # imported here: a plain command line needs no torch
     from uno.data.features import settings
@@ -219,8 +260,13 @@ def _other_features(key: str, config: Config, changed: list[Config]) -> bool:
 
 
 def _from_file(path: str) -> dict[str, dict[str, Any]]:
-    """Entries of a YAML file: ``load_yaml`` has flattened ``key: {low: 1}`` to
-    ``key.low: 1``.
+    """Read the entries of a YAML file of a space, by key.
+
+    :func:`~uno.config.load_yaml` flattens ``key: {low: 1}`` to ``key.low: 1``, which is
+    undone here.
+
+    Raises:
+        ConfigError: An entry has another form.
     """
     entries: dict[str, dict[str, Any]] = {}
     for name, value in load_yaml(path).items():
@@ -234,8 +280,14 @@ def _from_file(path: str) -> dict[str, dict[str, Any]]:
 
 
 def draw(space: Space, seed: int, index: int) -> dict[str, Any]:
-    """The overrides of random trial ``index``: a function of (space, seed, index)
-    and of nothing else.
+    """Draw the values of a random trial, by dotted key.
+
+    The result depends on the arguments only.
+
+    Args:
+        space: The space.
+        seed: The seed of the sweep.
+        index: The number of the trial.
     """
     shares = np.random.default_rng([seed, index]).random(len(space)).tolist()
     return {
@@ -245,8 +297,17 @@ def draw(space: Space, seed: int, index: int) -> dict[str, Any]:
 
 
 def grid(space: Space, given: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """All combinations of the values of ``space``, the last key's first, without that
-    of ``given``. ConfigError: a range, or more than 10,000 combinations.
+    """Return all combinations of the values of a space, except one.
+
+    The value of the last key changes fastest.
+
+    Args:
+        space: The space.
+        given: The combination to leave out.
+
+    Raises:
+        ConfigError: A key has infinitely many values, or there are more than 10,000
+            combinations.
     """
     values = {
         d.key: (
@@ -269,15 +330,16 @@ def grid(space: Space, given: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def current(space: Space, config: Config) -> dict[str, Any]:
-    """The values that ``config`` itself has for the searched keys: trial 0 of every
-    sweep.
+    """Return the values that a configuration has for the searched keys.
+
+    They are trial 0 of every sweep.
     """
     flat = flatten(to_dict(config))
     return {domain.key: frozen(flat[domain.key]) for domain in space}
 
 
 def to_tree(space: Space) -> dict[str, dict[str, Any]]:
-    """The space as plain data for YAML and JSON; :func:`from_tree` reads it back."""
+    """Return a space as plain data for YAML and JSON, by key."""
     trees = (
         pydantic.TypeAdapter(Domain).dump_python(domain, mode="json")
         for domain in space
@@ -289,5 +351,5 @@ def to_tree(space: Space) -> dict[str, dict[str, Any]]:
 
 
 def from_tree(tree: Mapping[str, Mapping[str, Any]]) -> Space:
-    """Inverse of :func:`to_tree`."""
+    """Return the space that :func:`to_tree` turned into plain data."""
     return tuple(Domain(key, **entry) for key, entry in tree.items())

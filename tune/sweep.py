@@ -1,5 +1,6 @@
-"""``uno tune`` as a command; :mod:`tune.driver` does it, and no line of options
-imports that.
+"""The command ``uno tune``: its options; :mod:`tune.driver` does the work.
+
+The two are apart so that ``--help`` does not import PyTorch or Ray.
 """
 
 from collections.abc import Sequence
@@ -68,7 +69,7 @@ configuration unchanged. The same command again continues a sweep that was stopp
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run or continue a sweep; returns the exit code."""
+    """Run or continue a sweep, and return the exit code."""
     options = parse(argv, TUNE)
     from tune import driver
 

@@ -1,9 +1,9 @@
-"""One trial: every fold with every seed, all in step, one epoch after the other.
+"""Run one trial: train all folds with all seeds together, one epoch after the other.
 
-An epoch at a time is ``train.max_steps`` moving on: each call of ``run_phase`` resumes
-bit for bit from the checkpoint of the call before. So all folds reach an epoch
-together, early stopping compares what is comparable, a killed trial resumes where it
-was, and no model but one is in memory.
+An epoch more means a larger ``train.max_steps``. Each call of ``run_phase`` resumes
+exactly from the checkpoint of the call before. All folds therefore reach an epoch
+together, early stopping compares what is comparable, a trial that was ended resumes
+where it was, and only one model is in memory.
 """
 
 import contextlib
@@ -46,8 +46,22 @@ Lease = Callable[[str, str, float], bool]  # see Leases.lease
 
 
 class SweepOptions(NamedTuple):
-    """What ``uno tune`` was asked to do; ``overrides`` are the keys that the user
-    set himself.
+    """The options of a sweep.
+
+    Attributes:
+        config: The configuration that is searched around.
+        overrides: The values that the user set, by dotted key.
+        space: The search space.
+        space_name: The name or the file of the space.
+        trials: The number of trials.
+        search: ``random``, ``grid``, ``optuna`` or ``package.module:factory``.
+        score: ``folds``, ``loss``, ``agreement`` or ``oracle``.
+        folds: The number of folds of each trial.
+        hide: The number of classes that a fold hides; None for the default.
+        seeds: The number of runs of each configuration.
+        concurrent: The largest number of trials at a time; None for no limit.
+        asha: ``grace_epochs`` and ``reduction`` of ASHA, or None.
+        median: ``grace_epochs`` of the median rule, or None.
     """
 
     config: Config
@@ -66,8 +80,16 @@ class SweepOptions(NamedTuple):
 
 
 class Sweep(NamedTuple):
-    """What the driver tells every trial; ``data`` and ``leases`` are an object and
-    an actor in Ray.
+    """What the driver tells every trial.
+
+    Attributes:
+        options: The options of the sweep.
+        num_epochs: The number of epochs of a trial.
+        output: The directory of the sweep.
+        token: The token of its lock, with which trials write.
+        resources: The resources of each training process.
+        data: The reference to the :class:`~tune.score.SweepData` in Ray's object store.
+        leases: The actor of the :class:`Leases`.
     """
 
     options: SweepOptions
@@ -80,14 +102,21 @@ class Sweep(NamedTuple):
 
 
 class Leases:
-    """Who may train a shared pretraining: an actor of the sweep."""
+    """An actor of the sweep that decides who may train a shared pretraining."""
 
     def __init__(self) -> None:
         self._held: dict[str, tuple[str, float]] = {}
 
     def lease(self, key: str, owner: str, seconds: float) -> bool:
-        """Take or renew ``key`` for so long, or with 0 give it back; False while
-        another owner has it.
+        """Take, renew or give back a lease.
+
+        Args:
+            key: What is leased.
+            owner: Who asks.
+            seconds: The length of the lease; 0 gives it back.
+
+        Returns:
+            False if another owner has the lease, else True.
         """
         holder, until = self._held.get(key, (owner, 0.0))
         if holder != owner and time.monotonic() < until:
@@ -106,9 +135,21 @@ def run_trial(
     lease: Lease,
     report: Report,
 ) -> None:
-    """Train and score, calling ``report`` on every rank with a dict for every epoch,
-    those of an earlier, killed attempt first; ``lease`` guards the shared pretrainings.
-    NumericsError for a score not finite.
+    """Train and score a trial. All ranks call this.
+
+    Args:
+        trial: The trial, with the epochs that it has trained before.
+        options: The options of the sweep.
+        folds: The problems to solve.
+        num_epochs: The number of epochs to train in all.
+        worker: The process that trains.
+        storage: The directory of the sweep.
+        lease: Takes and renews leases of shared pretrainings, see :meth:`Leases.lease`.
+        report: Is called on every rank with the results of each epoch, earlier ones
+            first.
+
+    Raises:
+        NumericsError: The score or the loss is not finite.
     """
     # nobody appends before all have read the trial's epochs
     collectives.barrier(worker.device)
@@ -163,8 +204,17 @@ def run_trial(
 
 
 def _means(parts: list[dict[str, float]], num_folds: int) -> dict[str, Any]:
-    """Over folds and seeds; ``spread`` is the deviation over seeds, each a mean of
-    folds.
+    """Return the mean results of one epoch over folds and seeds.
+
+    Args:
+        parts: The results of :func:`~tune.score.measure`, for each seed those of all
+            folds.
+        num_folds: The number of folds.
+
+    Returns:
+        The mean of each result; ``scores``, all scores; ``rows``, the sum over folds;
+        and with several seeds ``spread``, the standard deviation over seeds of the mean
+        of folds.
     """
     scores = [part["score"] for part in parts]
     line: dict[str, Any] = {
@@ -184,8 +234,10 @@ def _means(parts: list[dict[str, float]], num_folds: int) -> dict[str, Any]:
 
 
 def _clock(worker: Worker) -> Callable[[], dict[str, float]]:
-    """Tells the seconds since it was last asked: wall, and CPU and GPU of all
-    workers, as busy as this.
+    """Return a function that tells the seconds since its last call.
+
+    It returns ``seconds`` of wall time, and ``cpu_seconds`` and ``gpu_seconds`` of all
+    workers. These assume that the other workers are as busy as this one.
     """
     last = time.perf_counter(), time.process_time()
 
@@ -204,7 +256,15 @@ def _clock(worker: Worker) -> Callable[[], dict[str, float]]:
 
 
 def pretrain_key(config: Config, fold: Fold) -> str:
-    """Equal for trials that can share a pretraining."""
+    """Return a key of the pretraining of a trial on a fold.
+
+    It is equal for trials that can share the pretraining: those with equal settings of
+    pretraining and equal hidden classes.
+
+    Args:
+        config: The configuration of the trial.
+        fold: The problem.
+    """
     hidden = hashlib.sha256(json.dumps(fold.hidden).encode()).hexdigest()[:6]
     return f"{run.pretrain_hash(config)}-{hidden}"
 
@@ -212,8 +272,16 @@ def pretrain_key(config: Config, fold: Fold) -> str:
 def shared_pretraining(
     config: Config, fold: Fold, worker: Worker, storage: ClaimedStorage, lease: Lease
 ) -> str:
-    """Directory of the pretraining of ``config`` on ``fold``; trained unless there
-    or on its way.
+    """Return the directory of a pretraining, after training it if necessary.
+
+    One trial trains it under a lease, and the others wait. All ranks call this.
+
+    Args:
+        config: The configuration of the trial.
+        fold: The problem.
+        worker: The process that trains.
+        storage: The directory of the sweep.
+        lease: As for :func:`run_trial`.
     """
     key, owner, first = pretrain_key(config, fold), uuid.uuid4().hex, worker.rank == 0
     folder = PartStorage(storage, f"pretrain/{key}")
@@ -244,7 +312,13 @@ def shared_pretraining(
 
 @contextlib.contextmanager
 def _renewed(lease: Lease, key: str, owner: str) -> Iterator[None]:
-    """Renew a lease from a thread while it is in use."""
+    """Renew a lease from a thread during a ``with`` block, and then give it back.
+
+    Args:
+        lease: As for :func:`run_trial`.
+        key: What is leased.
+        owner: Who holds the lease.
+    """
     over = threading.Event()
 
     def renew() -> None:
@@ -261,8 +335,13 @@ def _renewed(lease: Lease, key: str, owner: str) -> Iterator[None]:
 
 
 def train_trial(sample: dict[str, Any], sweep: Sweep) -> None:
-    """What Tune runs for the trial ``sample["index"]``. A failure is noted for the
-    driver, which marks it.
+    """Run a trial, as Ray Tune's trainable.
+
+    A failure is written to the trial's directory, and the driver records it.
+
+    Args:
+        sample: ``{"index": ...}``, the number of the trial.
+        sweep: What the driver tells every trial.
     """
     import ray.tune
 
@@ -283,8 +362,15 @@ def train_trial(sample: dict[str, Any], sweep: Sweep) -> None:
 
 
 def note_failure(storage: ClaimedStorage, index: int, error: Exception) -> None:
-    """Leave ``failure.json``: one line for the table, and the traceback where it is
-    not one of our errors.
+    """Write ``failure.json`` of a trial.
+
+    It has the ``kind`` of the error, a one-line ``reason``, and for an error of another
+    program the ``traceback``.
+
+    Args:
+        storage: The directory of the sweep.
+        index: The number of the trial.
+        error: The error.
     """
     name, reason = type(error).__name__, " ".join(str(error).split())
     failure = {"kind": name, "reason": reason[:300]}
@@ -300,8 +386,14 @@ def note_failure(storage: ClaimedStorage, index: int, error: Exception) -> None:
 def _run_shared(
     index: int, sweep: Sweep, worker: Worker, storage: ClaimedStorage, report: Report
 ) -> None:
-    """:func:`run_trial` of what the driver shares; ``report`` is Ray's, of Tune or
-    of Train.
+    """Run a trial on this process with the data that the driver shares.
+
+    Args:
+        index: The number of the trial.
+        sweep: What the driver tells every trial.
+        worker: The process that trains.
+        storage: The directory of the sweep.
+        report: Ray's function to report results, that of Tune or of Train.
     """
     import ray
 
@@ -335,9 +427,18 @@ def _run_shared(
 
 
 def _start_workers(index: int, sweep: Sweep) -> None:
-    """A Ray Train run inside the trial; the trial itself only waits and needs next to
-    no CPU. A group that dies is started again, where its newest checkpoint is, up to
-    three times; one without a place always.
+    """Run a trial on a group of workers of Ray Train.
+
+    The trial itself only waits, and needs almost no CPU. A group that dies is started
+    again and resumes from its newest checkpoint. A group that found no place, or whose
+    node was drained, is started again any number of times.
+
+    Args:
+        index: The number of the trial.
+        sweep: What the driver tells every trial.
+
+    Raises:
+        Interrupted: Three groups died.
     """
     import ray.tune
     from ray.tune.integration.ray_train import TuneReportCallback
@@ -368,18 +469,22 @@ def _start_workers(index: int, sweep: Sweep) -> None:
 
 
 class _TrialWorker(ray_worker.RayWorker):
-    """A rank that reports scores only, and ends when its trial is stopped."""
+    """A rank of a trial, which reports scores only."""
 
     def report(self, metrics: dict[str, Any]) -> None:
-        """Losses stay in the journal."""
+        """Report nothing, because losses are only written to the trial's files."""
 
     def should_stop(self, step: int) -> bool:
-        """Never: Tune kills the workers of a stopped trial."""
+        """Return False, because Ray Tune ends the workers of a stopped trial."""
         return False
 
 
 def _train_loop(loop: dict[str, Any]) -> None:
-    """What every worker of a trial runs: ``train_loop_per_worker``."""
+    """Run a trial on every worker: Ray Train's ``train_loop_per_worker``.
+
+    Args:
+        loop: ``index``, the number of the trial, and ``sweep``, a :class:`Sweep`.
+    """
     import ray.train
 
     ray_worker.quiet_ray_train()

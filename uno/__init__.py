@@ -1,24 +1,26 @@
-"""UNO: novel class discovery with a unified objective (Fini et al., ICCV 2021), in
-plain PyTorch.
+"""UNO: novel class discovery with a unified objective (Fini et al., ICCV 2021).
 
 Dimensions used in every docstring:
 
-    V views    H heads    B rows of a batch (B_l labeled, then B_u unlabeled)    N rows of a set
-    K clusters of a head    C all outputs (C_l known, C_u novel)    D features    S image side
+    V views    H heads    B rows of a batch (B_l labeled, then B_u unlabeled)
+    N rows of a set    K clusters of a head    C all outputs (C_l known, C_u novel)
+    D features    S image side
 
 The paper is the outline:
 
     Sec. 3.1  Unified objective              uno.objective, uno.model
     Sec. 3.2  Multi-view and pseudo-labeling uno.augment, uno.objective
     Sec. 3.3  Multi-head, overclustering     uno.heads
-    Sec. 4.1  Experimental setup             uno.presets, uno.schedule, uno.steps, uno.train
+    Sec. 4.1  Experimental setup             uno.presets, uno.schedule, uno.steps,
+                                             uno.train
     Sec. 4.1  Metrics and protocol           uno.results.metrics, uno.results.evaluate
     Sec. 4.2-4.4, appendix: tables, figures  uno.reproduce
 
-What others proposed, competitors and terms added to UNO's objective: uno.methods. A
-trained model: ``uno.load("runs/demo").predict(images)``, or all at once,
-``uno.discover(data="digits")`` (uno.session.api).
-"""  # noqa: E501
+:mod:`uno.methods` holds other methods of the literature, and terms that others added to
+UNO's objective. A trained model predicts with
+``uno.load("runs/demo").predict(images)``. ``uno.discover(data="digits")`` does a whole
+run (:mod:`uno.session.api`).
+"""
 
 from typing import Any
 

@@ -1,9 +1,9 @@
-"""The memory of a process that trains on the CPU, kept from one step to the next.
+"""Keep the memory of a process that trains on the CPU from one step to the next.
 
-glibc maps every block of more than 32 MiB anew and unmaps it when it is freed, so that
-the activations of a convolutional network are pages that the kernel has to clear in
-every step: up to a third of its time. Inside
-:func:`kept_memory` blocks come from the heap, which does not shrink.
+glibc maps every block of more than 32 MiB anew and unmaps it when it is freed. The
+activations of a convolutional network are such blocks, and the kernel has to clear
+their pages in every step, which takes up to a third of its time. Inside
+:func:`kept_memory` all blocks come from the heap, which does not shrink.
 """
 
 import ctypes
@@ -14,13 +14,15 @@ import torch
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # mallopt(3)
 NEVER, MAX_MAPPINGS = -1, 65_536
-LARGE = 32 * 2**20  # bytes; as far as glibc raises its threshold by itself
+LARGE = 32 * 2**20  # bytes; glibc itself raises the threshold up to this
 
 
 @contextmanager
 def kept_memory(device: torch.device) -> Iterator[None]:
-    """Inside the ``with`` freed blocks stay with the process, where it computes on the
-    CPU by glibc; after it the kernel gets back what is free.
+    """Keep freed memory in the process during a ``with`` block.
+
+    At the end of the block the free memory goes back to the kernel. This has an effect
+    only if ``device`` is a CPU and the C library is glibc.
     """
     library = ctypes.CDLL(None)
     if device.type != "cpu" or not hasattr(library, "malloc_trim"):  # macOS, musl

@@ -1,20 +1,24 @@
-"""Random views of a batch of images: tensor operations with a parameter set per row
-(paper Sec. 3.2, 4.1).
+"""Make random views of a batch of images, with random parameters for each row.
 
-``uno.presets`` says which operations a recipe uses; their order is always
+This is the augmentation of the paper's Sec. 3.2 and 4.1, as tensor operations on the
+whole batch. :mod:`uno.presets` says which operations a recipe uses. Their order is
+always
 
     crop + flip -> affine -> jitter -> gray -> solarize -> equalize -> blur -> normalize
 
-:func:`sample_uniforms` takes every random number from a generator on the host;
-:func:`apply` is deterministic. So parameters do not depend on the device, how many rows
-an operation works on is known without asking it, and a worker draws for the whole batch
-and keeps its rows: its views are those that one worker would make, up to the rounding
-of batched products, 1e-6 of the range.
+:func:`sample_uniforms` draws every random number from a generator on the host, and
+:func:`apply` is deterministic. This has three consequences. The parameters do not
+depend on the device. The number of rows that an operation changes is known without
+waiting for the device. Each worker draws the numbers of the whole batch and keeps its
+own rows, so that its views equal those of a single worker, up to the rounding of
+batched matrix products (1e-6 of the value range).
 
-Definitions and parameter ranges are torchvision's, without its rounding to 8 bits after
-every operation. An operation takes float32 images (B,3,H,W) in 0-1 and parameters (B,)
-on their device; ``_`` changes images. On one CPU core this is ten times as fast as
-torchvision on PIL images (``python -m benchmarks.augment``).
+Definitions and parameter ranges are those of torchvision, but values are not rounded to
+8 bits after every operation. Unless its docstring says otherwise, an operation takes
+float32 images (B,3,H,W) in 0-1 and one parameter per image (B,), on the same device,
+and a name that ends in ``_`` means that the images are changed in place. On one CPU
+core this is ten times as fast as torchvision on PIL images (``python -m
+benchmarks.augment``).
 """
 
 import math
@@ -31,19 +35,20 @@ from uno.config import AugmentConfig, ViewConfig
 
 CROP_ATTEMPTS = 10  # torchvision.transforms.RandomResizedCrop.get_params
 CROP_RATIO = (3 / 4, 4 / 3)
-BOX_NUMBERS = 2 * CROP_ATTEMPTS + 3  # of a row that its crop takes
-OTHER_NUMBERS = 19
+BOX_NUMBERS = 2 * CROP_ATTEMPTS + 3  # random numbers for the crop of a view
+OTHER_NUMBERS = 19  # random numbers for its other operations
 BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
-# an order of the four is an index into this tuple
+# The orders of the four operations. An order is stored as an index into this tuple.
 JITTER_ORDERS = tuple(permutations(range(4)))
-# the kernel covers +- this many of the largest standard deviation
+# The kernel covers this many times the largest standard deviation on each side.
 BLUR_RADIUS_SIGMAS = 4
 
 
 @dataclass(frozen=True)
 class AugmentParams:
-    """The parameters of N views, on the host; booleans say whether an operation
-    applies to the row.
+    """The parameters of N views, on the host.
+
+    The boolean masks (N,) say to which views an operation applies.
     """
 
     # (N,4) float32: top, left, height, width in whole stored pixels; may reach outside
@@ -74,14 +79,25 @@ def augment(
     rows: slice | Tensor | None = None,
     num_rows: int | None = None,
 ) -> list[Tensor]:
-    """All views of a batch, normalized: the large ones, then the small ones.
+    """Return all normalized views of a batch: the large ones, then the small ones.
 
-    Images (B,3,S,S) uint8 -> V tensors (B,3,size,size) float32, contiguous, on the same
-    device. ``generator`` is on the CPU and advances by as much whatever ``rows`` is;
-    ``mean`` and ``std`` of the channels are on the 0-1 scale; ``rows``, a slice or (B,)
-    int64 on the host, says which of the whole batch's ``num_rows`` the images are
-    (default: all). ValueError: images of another shape or type or none, ``rows`` that
-    are not B, a crop larger than the padded image.
+    Args:
+        images: uint8 (B,3,S,S), on any device, B > 0.
+        config: The kinds of views.
+        generator: A generator on the CPU. It advances by the numbers of the whole
+            batch, so its state afterwards does not depend on ``rows``.
+        mean: The mean of each of the 3 channels, on the scale 0-1.
+        std: The standard deviation of each channel, on the same scale.
+        rows: The positions of these B images in the whole batch: a slice, or int64 (B,)
+            on the host. None means all rows.
+        num_rows: The number of rows of the whole batch. None means B.
+
+    Returns:
+        V contiguous tensors, float32 (B,3,size,size), on the device of the images.
+
+    Raises:
+        ValueError: The images have another shape or type or are none, ``rows`` does not
+            select B rows, or a crop is larger than the padded image.
     """
     total = len(images) if num_rows is None else num_rows
     chosen = torch.arange(total)[slice(None) if rows is None else rows]
@@ -110,11 +126,24 @@ def augment_crops(
     num_rows: int,
     side: int,
 ) -> list[Tensor]:
-    """:func:`augment` for crops that :mod:`uno.crops` made on the CPU: everything after
-    the crop.
+    """Return the views of crops that :mod:`uno.crops` made on the CPU.
 
-    ``crops``: for each of :func:`kinds` (B,V,3,size,size) uint8, made with a generator
-    in the state of this one; ``side``: of the stored square, in pixels.
+    This does everything that :func:`augment` does after the crop.
+
+    Args:
+        crops: uint8 (B,V,3,size,size) for each of :func:`kinds`. They must have been
+            cut with the same numbers, that is with a generator in the state of
+            ``generator``.
+        config: The kinds of views.
+        generator: A generator on the CPU, as for :func:`augment`.
+        mean: The mean of each of the 3 channels, on the scale 0-1.
+        std: The standard deviation of each channel, on the same scale.
+        rows: int64 (B,), the positions of the images in the whole batch.
+        num_rows: The number of rows of the whole batch.
+        side: The side of the stored square images in pixels.
+
+    Returns:
+        One float32 tensor (B,3,size,size) for each view, on the device of the crops.
     """
     views: list[Tensor] = []
     for kind, crop in zip(kinds(config), crops, strict=True):
@@ -135,8 +164,9 @@ def augment_crops(
 
 
 def kinds(config: AugmentConfig) -> list[ViewConfig]:
-    """The kinds of views that there are, large ones first; ``weak`` ones without
-    color.
+    """Return the kinds of views with at least one view, the large kind first.
+
+    With ``config.weak`` the operations on colors and blur have probability 0.
     """
     off = (
         dict.fromkeys(("jitter", "grayscale", "solarize", "equalize", "blur"), 0.0)
@@ -151,8 +181,15 @@ def kinds(config: AugmentConfig) -> list[ViewConfig]:
 
 
 def normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """``(images - mean) / std`` by channel: (...,3,H,W) in 0-1 -> float32 of the
-    same shape.
+    """Return ``(images - mean) / std`` for each channel.
+
+    Args:
+        images: (...,3,H,W) in 0-1.
+        mean: The mean of each of the 3 channels.
+        std: The standard deviation of each channel.
+
+    Returns:
+        A new float32 tensor of the same shape.
     """
     stats = torch.tensor([list(mean), list(std)], dtype=torch.float32).to(
         images.device, non_blocking=True
@@ -163,8 +200,19 @@ def normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Te
 def eval_view(
     images: Tensor, size: int, mean: Sequence[float], std: Sequence[float]
 ) -> Tensor:
-    """The center of uint8 (B,3,S,S), normalized: float32 (B,3,size,size).
-    ValueError: size exceeds S.
+    """Return the normalized center crop of images, which evaluation uses.
+
+    Args:
+        images: uint8 (B,3,S,S).
+        size: The side of the crop in pixels.
+        mean: The mean of each of the 3 channels, on the scale 0-1.
+        std: The standard deviation of each channel, on the same scale.
+
+    Returns:
+        float32 (B,3,size,size).
+
+    Raises:
+        ValueError: ``size`` exceeds S.
     """
     side = images.shape[-1]
     if size > side:
@@ -180,17 +228,36 @@ def eval_view(
 def sample_uniforms(
     num_rows: int, num_views: int, generator: torch.Generator
 ) -> Tensor:
-    """Draw all numbers that V views of N rows take, float64 (N,V,42) in 0-1.
+    """Draw the random numbers for V views of each of N rows.
 
-    There are as many whatever the configuration says, so that crops are equal.
+    A view takes 42 numbers whatever its configuration is, so that switching an
+    operation on or off does not change the other parameters.
+
+    Args:
+        num_rows: N.
+        num_views: V.
+        generator: A generator on the CPU.
+
+    Returns:
+        float64 (N,V,42), uniform in [0, 1).
     """
     size = (num_rows, num_views, BOX_NUMBERS + OTHER_NUMBERS)
     return torch.rand(size, generator=generator, dtype=torch.float64)
 
 
 def to_params(config: ViewConfig, numbers: Tensor, side: int) -> AugmentParams:
-    """What :func:`sample_uniforms` (N,V,42) mean: parameters of N * V views, those
-    of an image together.
+    """Turn uniform random numbers into the parameters of views.
+
+    Args:
+        config: One kind of views.
+        numbers: float64 (N,V,42) in 0-1, from :func:`sample_uniforms`.
+        side: The side of the stored square images in pixels.
+
+    Returns:
+        The parameters of N * V views. The V views of an image follow each other.
+
+    Raises:
+        ValueError: A crop of fixed size exceeds the image with its padding.
     """
     numbers = numbers.flatten(0, 1)
     column = iter(numbers[:, BOX_NUMBERS:].unbind(1))
@@ -238,8 +305,16 @@ def to_params(config: ViewConfig, numbers: Tensor, side: int) -> AugmentParams:
 
 
 def _draw_box(c: ViewConfig, side: int, numbers: Tensor) -> Tensor:
-    """Crop boxes (N,4) from numbers (N,23): areas and ratios to try, which kind of
-    crop, top and left.
+    """Return crop boxes, float32 (N,4): top, left, height, width in pixels.
+
+    Args:
+        c: One kind of views.
+        side: The side of the stored square images in pixels.
+        numbers: float64 (N,23) in 0-1: ten areas and ten aspect ratios to try for a
+            random-resized crop, one choice between the two sorts of crop, top, left.
+
+    Raises:
+        ValueError: A crop of fixed size exceeds the image with its padding.
     """
     if c.crop == "none":
         return torch.tensor([0.0, 0.0, side, side]).expand(len(numbers), 4)
@@ -268,12 +343,19 @@ def _draw_box(c: ViewConfig, side: int, numbers: Tensor) -> Tensor:
 def resized_boxes(
     scale: tuple[float, float], numbers: np.ndarray, height: int, width: int
 ) -> np.ndarray:
-    """RandomResizedCrop's boxes (torchvision), float64 (N,4) of whole pixels: top,
-    left, height, width.
+    """Return the boxes of torchvision's ``RandomResizedCrop``.
 
-    ``scale`` is the range of a crop's share of the area; ``numbers``, float64 (N,23)
-    uniform in 0-1, are ten areas, ten ratios, one unused, top and left; ``height`` and
-    ``width`` are the image's, in pixels.
+    Args:
+        scale: The smallest and largest share of the image's area that a crop covers.
+        numbers: float64 (N,23), uniform in 0-1: ten areas and ten aspect ratios to try,
+            one number that is not used here, top and left.
+        height: The image's height in pixels.
+        width: The image's width in pixels.
+
+    Returns:
+        float64 (N,4) of whole pixels: top, left, height, width. The first area and
+        ratio that fit into the image count. If none fits, the box is centered, and as
+        near to the image's aspect ratio as the range of ratios allows.
     """
     area, ratio = (
         numbers[:, :CROP_ATTEMPTS],
@@ -306,11 +388,19 @@ def resized_boxes(
 
 
 def apply(images: Tensor, draws: AugmentParams, config: ViewConfig) -> Tensor:
-    """The views that ``draws`` describes: uint8 (B,3,S,S) -> float32 (N,3,size,size) in
-    0-1.
+    """Return the views that given parameters describe, without normalization.
 
-    N is a multiple of B; the views of image b are the N/B rows from b*N/B. ValueError
-    as in :func:`augment`.
+    Args:
+        images: uint8 (B,3,S,S), B > 0.
+        draws: The parameters of N views, where N is a multiple of B. Rows b*N/B to
+            (b+1)*N/B - 1 are the views of image b.
+        config: The kind of these views.
+
+    Returns:
+        float32 (N,3,size,size) in 0-1.
+
+    Raises:
+        ValueError: The images have another shape or type, or there are none.
     """
     side = images.shape[-1]
     if (
@@ -322,7 +412,7 @@ def apply(images: Tensor, draws: AugmentParams, config: ViewConfig) -> Tensor:
             f"images must be uint8 (B,3,S,S), B > 0; got {images.dtype}"
             f" {tuple(images.shape)}"
         )
-    # interpolation weights in bfloat16 would show
+    # Interpolation weights in bfloat16 would visibly change the images.
     with torch.autocast(images.device.type, enabled=False):
         out = _crop(images, draws, config)
         _finish_(out, draws, config)
@@ -330,7 +420,13 @@ def apply(images: Tensor, draws: AugmentParams, config: ViewConfig) -> Tensor:
 
 
 def _finish_(views: Tensor, draws: AugmentParams, config: ViewConfig) -> None:
-    """Everything after crop and flip, in place: (N,3,size,size) float32 in 0-1."""
+    """Apply all operations that follow crop and flip, in place.
+
+    Args:
+        views: float32 (N,3,size,size) in 0-1, which is changed.
+        draws: The parameters of the N views.
+        config: The kind of these views.
+    """
     _on_rows(views, draws.affine, affine, draws.pose)
     if len(rows := draws.jitter.nonzero()[:, 0]):
         jitter_(views, rows, draws.factors[rows], draws.order[rows])
@@ -349,8 +445,17 @@ def _on_rows(
     operation: Callable[..., Tensor],
     *parameters: Tensor,
 ) -> None:
-    """Replace the rows where the host mask ``chosen`` (N,) is true; no work and no
-    kernel for the others.
+    """Replace the images that a mask selects by the result of an operation, in place.
+
+    Nothing is computed for the other images.
+
+    Args:
+        images: (N,3,H,W), on any device.
+        chosen: bool (N,), on the host.
+        operation: Takes the R selected images and their parameters, and returns R
+            images.
+        *parameters: Tensors on the host with N rows. The operation gets the selected
+            rows of each, on the images' device.
     """
     rows = chosen.nonzero()[:, 0]
     if len(rows) == 0:
@@ -361,8 +466,15 @@ def _on_rows(
 
 
 def _crop(images: Tensor, draws: AugmentParams, config: ViewConfig) -> Tensor:
-    """Crop, resize and flip as two batched products, (B,3,S,S) uint8 ->
-    (N,3,size,size) float32 in 0-1.
+    """Crop, resize and flip images with two batched matrix products.
+
+    Args:
+        images: uint8 (B,3,S,S).
+        draws: The parameters of N views, where N is a multiple of B.
+        config: The kind of these views.
+
+    Returns:
+        float32 (N,3,size,size) in 0-1.
     """
     side, num_views = images.shape[-1], len(draws.flip) // len(images)
     if config.crop == "none" and config.size == side and not draws.flip.any():
@@ -378,14 +490,21 @@ def _crop(images: Tensor, draws: AugmentParams, config: ViewConfig) -> Tensor:
 def crop_weights(
     start: Tensor, length: Tensor, reverse: Tensor, size: int, side: int
 ) -> Tensor:
-    """Interpolation weights (...,size,side) of crops along one axis of ``side`` pixels.
+    """Return the interpolation weights (...,size,side) of crops along one axis.
 
-    Bilinear with antialiasing, as Pillow and torchvision (antialias=True) define it: a
-    triangle around the center of each target pixel with a half width of one source
-    pixel when enlarging, one target pixel when reducing; cut off at the box and
-    normalized. So size = length is an exact copy, with zeros where the box, ``start``
-    (...) and ``length`` (...) in pixels, reaches outside the image. ``reverse`` (...)
-    bool mirrors.
+    The interpolation is bilinear with antialiasing, as in Pillow and in torchvision
+    with ``antialias=True``. The weights of a target pixel are a triangle around its
+    center. The half width of the triangle is one source pixel when enlarging, and one
+    target pixel when reducing. The triangle is cut off at the box and then normalized.
+    A box with ``length == size`` is therefore copied exactly. Pixels of the box outside
+    the image have weight zero.
+
+    Args:
+        start: (...), the first pixel of each box. It may lie outside the image.
+        length: (...), the length of each box in pixels.
+        reverse: bool (...), whether to mirror the crop.
+        size: The number of target pixels.
+        side: The number of source pixels.
     """
     start, length = start.unsqueeze(-1), length.unsqueeze(-1)
     scale = length / size
@@ -407,12 +526,19 @@ def crop_weights(
 
 
 def resample(images: Tensor, down: Tensor, across: Tensor) -> Tensor:
-    """``down[n] @ image @ across[n].T`` by channel: images (B,3,S,S), both maps (N,T,S)
-    -> float32 (N,3,T,T).
+    """Compute ``down[n] @ image @ across[n].T`` for each channel.
 
-    Rows b*N/B and on belong to image b, so that one product makes all its views. If the
-    caller allows TF32 on CUDA, its three roundings by 2**-11 move a value by less than
-    half of a level.
+    If the caller allows TF32 on CUDA, its three roundings by 2**-11 move a value by
+    less than half of one of 255 levels.
+
+    Args:
+        images: (B,3,S,S) of any numeric type.
+        down: float32 (N,T,S), the weights along the vertical axis. N is a multiple of
+            B, and rows b*N/B to (b+1)*N/B - 1 belong to image b.
+        across: float32 (N,T,S), the weights along the horizontal axis.
+
+    Returns:
+        float32 (N,3,T,T).
     """
     num_images, _, side, _ = images.shape
     num_rows, size, _ = down.shape
@@ -427,11 +553,14 @@ def resample(images: Tensor, down: Tensor, across: Tensor) -> Tensor:
 
 
 def affine(images: Tensor, pose: Tensor) -> Tensor:
-    """Shear along x, turn and zoom about the center, then shift: bilinear with zeros
-    outside (torchvision).
+    """Shear images along x, rotate and zoom about the center, then shift them.
 
-    Images (B,3,S,S) float32; pose (B,5): clockwise angle and shear in degrees, shift in
-    x and y as a share of the side, zoom.
+    Interpolation is bilinear with zeros outside the image, as in torchvision.
+
+    Args:
+        images: float32 (B,3,S,S).
+        pose: (B,5): clockwise angle and shear in degrees, shift in x and in y as a
+            share of the side, zoom factor.
     """
     angle, shear, shift_x, shift_y, zoom = pose.unbind(1)
     angle, shear = torch.deg2rad(angle), torch.deg2rad(shear)
@@ -456,12 +585,16 @@ def affine(images: Tensor, pose: Tensor) -> Tensor:
 
 
 def blur(images: Tensor, sigma: Tensor, radius: int) -> Tensor:
-    """Gaussian blur of (B,3,S,S) float32 by sigma (B,) pixels, 2 * radius + 1 taps,
-    torchvision's border.
+    """Apply a Gaussian blur with 2 * ``radius`` + 1 taps, and torchvision's border.
 
-    Views use ``radius = ceil(4 * largest sigma)`` < S, 17 taps for the recipes'
-    0.1-2.0: 6e-5 of the weight lie beyond, and in a dense matrix (S,S) more taps cost
-    nothing.
+    Views use ``radius = ceil(4 * largest sigma)``, but at most S - 1. That gives 17
+    taps for the recipes' range of 0.1-2.0, and 6e-5 of the weight lie beyond. More taps
+    cost nothing, because the weights are a dense matrix (S,S).
+
+    Args:
+        images: float32 (B,3,S,S).
+        sigma: (B,), the standard deviation in pixels.
+        radius: The largest distance in pixels with a weight, less than S.
     """
     side = images.shape[-1]
     target = torch.arange(side, device=images.device).unsqueeze(1)
@@ -479,25 +612,30 @@ def blur(images: Tensor, sigma: Tensor, radius: int) -> Tensor:
 
 
 def luma(images: Tensor) -> Tensor:
-    """Rec. 601 brightness (B,1,H,W) of RGB images (B,3,H,W), with torchvision's four
-    digits.
+    """Return the Rec. 601 brightness (B,1,H,W) of RGB images (B,3,H,W).
+
+    The coefficients have four digits, as in torchvision.
     """
     red, green, blue = images.split(1, dim=1)
     return (red * 0.2989).add_(green, alpha=0.587).add_(blue, alpha=0.114)
 
 
 def grayscale(images: Tensor) -> Tensor:
-    """Each pixel's luma in all three channels, (B,3,H,W)."""
+    """Return images (B,3,H,W) with each pixel's luma in all three channels."""
     return luma(images).expand(-1, 3, -1, -1)
 
 
 def blend_(images: Tensor, factor: Tensor, operation: Tensor) -> Tensor:
-    """Brightness, contrast or saturation by row:
-    ``factor * image + (1 - factor) * reference``, kept in 0-1.
+    """Change brightness, contrast or saturation of each image, in place.
 
-    ``operation`` (B,) says what the reference is: black for BRIGHTNESS, the image's
-    mean luma for CONTRAST, each pixel's luma for SATURATION. A factor (B,) of 1 leaves
-    the row as it is.
+    The result is ``factor * image + (1 - factor) * reference``, limited to 0-1.
+
+    Args:
+        images: float32 (B,3,H,W) in 0-1.
+        factor: (B,). A factor of 1 leaves the image as it is.
+        operation: int64 (B,), which says what the reference is: black for
+            ``BRIGHTNESS``, the image's mean luma for ``CONTRAST``, each pixel's luma
+            for ``SATURATION``.
     """
     rows = (-1, 1, 1, 1)
     pixel = luma(images)
@@ -511,16 +649,19 @@ def blend_(images: Tensor, factor: Tensor, operation: Tensor) -> Tensor:
 
 
 def hue_(images: Tensor, shift: Tensor) -> Tensor:
-    """Turn the hue by ``shift`` (B,), in -0.5..0.5 of the color circle; HSV value and
-    saturation stay.
+    """Rotate the hue of each image, in place; HSV value and saturation stay.
 
-    Exact, without branches (torch.where is slow on the CPU). Let M and m be the largest
-    and smallest channel, c = M - m, and u = (channel - m) / c. In each sixth of the
-    circle one u is 0, one is 1 and the third moves with slope one, so the hue in
-    sixths, in -3..3 with red at 0, is h = sign(g - b) (1 - u_r + u_g + u_b). Back, a
-    channel is M - c clamp(d - 1, 0, 1), where d is the distance on the circle from h to
-    the channel's own hue: |h| for red; 3 minus the distance to the opposite hue, -1 and
-    1, for green and blue.
+    This is exact and has no branches, because torch.where is slow on the CPU. Let M and
+    m be the largest and smallest channel, c = M - m, and u = (channel - m) / c. In each
+    sixth of the color circle one u is 0, one is 1 and the third moves with slope one.
+    The hue in sixths, in -3..3 with red at 0, is therefore h = sign(g - b) (1 - u_r +
+    u_g + u_b). In the other direction, a channel is M - c clamp(d - 1, 0, 1), where d
+    is the distance on the circle from h to the channel's own hue. It is |h| for red.
+    For green and blue it is 3 minus the distance to the opposite hue, -1 and 1.
+
+    Args:
+        images: float32 (B,3,H,W) in 0-1.
+        shift: (B,), the rotation in turns of the color circle, -0.5..0.5.
     """
     red, green, blue = images.split(1, dim=1)
     high = torch.maximum(torch.maximum(red, green), blue)
@@ -530,7 +671,7 @@ def hue_(images: Tensor, shift: Tensor) -> Tensor:
     hue.div_(chroma.clamp(min=1e-12)).copysign_(green - blue).add_(
         6 * shift.view(-1, 1, 1, 1)
     )
-    hue.sub_((hue / 6).round_().mul_(6))  # back to -3..3
+    hue.sub_((hue / 6).round_().mul_(6))  # wrapped into -3..3 again
     away = torch.cat(
         [hue.abs().sub_(1), 2 - (hue + 1).abs_(), 2 - (hue - 1).abs_()], dim=1
     ).clamp_(0, 1)
@@ -538,14 +679,22 @@ def hue_(images: Tensor, shift: Tensor) -> Tensor:
 
 
 def jitter_(images: Tensor, rows: Tensor, factors: Tensor, order: Tensor) -> Tensor:
-    """Brightness, contrast, saturation and hue on the chosen rows, in an order of its
-    own for each row.
+    """Change brightness, contrast, saturation and hue of the chosen images, in place.
 
-    Rows are gathered sorted by the place of hue in their order. So hue runs once on all
-    of them, after the blends that precede it (as many as hue's place) and before the
-    others: six blends, each on a slice, three per row. On the host: ``rows`` (R,) int64
-    without repetition, ``factors`` (R,4) of brightness, contrast, saturation (1: none)
-    and hue shift (0: none), ``order`` (R,) int64.
+    Each image has its own order of the four operations. The images are gathered and
+    sorted by the place of hue in their order. Hue then runs once on all of them. Three
+    of the six calls of :func:`blend_` run before it and three after it, each on a
+    slice, so that each image gets its three blends at the right places.
+
+    Args:
+        images: float32 (B,3,H,W) in 0-1, on any device.
+        rows: int64 (R,) on the host, the images to change, without repetition.
+        factors: (R,4) on the host: brightness, contrast and saturation (1 leaves the
+            image as it is), and hue shift (0 does).
+        order: int64 (R,) on the host, indices into ``JITTER_ORDERS``.
+
+    Returns:
+        ``images``.
     """
     sequence = torch.tensor(JITTER_ORDERS)[order]
     is_hue = sequence == HUE
@@ -580,18 +729,29 @@ def jitter_(images: Tensor, rows: Tensor, factors: Tensor, order: Tensor) -> Ten
 
 
 def solarize(images: Tensor, threshold: Tensor) -> Tensor:
-    """Invert the values at or above ``threshold`` (B,), in 0-1."""
+    """Invert the values of images that are at or above a threshold.
+
+    Args:
+        images: float32 (B,3,H,W) in 0-1.
+        threshold: (B,), in 0-1.
+    """
     bright = (images >= threshold.view(-1, 1, 1, 1)).to(images.dtype)
     return bright.sub_(images).abs_()  # |1 - x| where bright, |0 - x| elsewhere
 
 
 def equalize(images: Tensor) -> Tensor:
-    """Equalise the histogram of each channel over 256 levels in PIL's integer
-    arithmetic; rounds to levels.
+    """Equalize the histogram of each channel over 256 levels, as PIL does.
 
-    A level becomes the number of darker pixels / ``step``, to the nearest integer:
-    ``step`` is one 255th, rounded down, of the pixels below the brightest level
-    present. With step 0 a channel stays as it is.
+    The images are rounded to these levels, and the arithmetic is PIL's, in integers. A
+    level becomes the number of darker pixels divided by ``step`` and rounded. ``step``
+    is 1/255 of the number of pixels below the brightest level present, rounded down. A
+    channel with step 0 stays as it is.
+
+    Args:
+        images: float32 (B,3,H,W) in 0-1.
+
+    Returns:
+        float32 (B,3,H,W), multiples of 1/255.
     """
     num_pixels = images.shape[2] * images.shape[3]
     levels = (images * 255).round_().long().flatten(2)

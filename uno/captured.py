@@ -120,7 +120,17 @@ class CapturedStep:
     def _make_recording(
         self, state: TrainState, batch: Batch, config: Config
     ) -> Recording:
-        """Record the step on a copy of ``batch``, with a tensor as learning rate."""
+        """Record one training step that reads its batch and learning rate from tensors.
+
+        Args:
+            state: The state of training. Its step number stays as it is.
+            batch: A batch of the right shapes. The recording reads a copy of it.
+            config: The configuration of the run.
+
+        Returns:
+            The recording, with the tensors of the batch, the learning rate and the
+            loss.
+        """
         views = [view.clone() for view in batch.views]
         kept = Batch(views, batch.labels.clone(), batch.num_large)
         lr: Any = torch.zeros((), dtype=torch.float32, device=state.device)

@@ -1,10 +1,10 @@
-"""Clusters of rows (N, D), and the directions that tell them apart.
+"""Cluster rows (N, D) with k-means, and find the directions that separate clusters.
 
-:func:`kmeans` is scikit-learn's. The other two hold some rows in their cluster (as DTC
-does, Han et al., ICCV 2019), with a seeded generator on the host and sums as matrix
-products, so the same device gives the same clusters again: :func:`constrained_kmeans`
-draws the free centers one by one, :func:`seeded_kmeans` starts them from the free rows'
-own clusters.
+:func:`kmeans` calls scikit-learn. :func:`constrained_kmeans` and :func:`seeded_kmeans`
+keep some rows in a given cluster, as DTC does (Han et al., ICCV 2019). They use a
+seeded generator on the host and sums as matrix products, so that the same device gives
+the same clusters again. :func:`constrained_kmeans` draws the free centers one by one,
+and :func:`seeded_kmeans` starts from k-means clusters of the free rows.
 """
 
 import warnings
@@ -16,29 +16,36 @@ import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-FREE = -1  # in ``fixed``: the row goes to its nearest center
-# share of it that whitened features keep where nobody knows how many clusters there are
+FREE = -1  # value in ``fixed`` for a row that goes to its nearest center
+# Whitened features keep this share of the variance if the number of clusters is
+# unknown.
 VARIANCE = 0.95
 MAX_CELLS = 2**24  # distances held at a time: 64 MB in float32
 
 
 class Clusters(NamedTuple):
-    """Clusters of N rows."""
+    """A partition of N rows into K clusters."""
 
-    assignment: Tensor  # (N,) int64
-    centers: Tensor  # (K, D), in the points' type
+    assignment: Tensor  # int64 (N,), the cluster of each row
+    centers: Tensor  # (K, D), in the type of the points
     inertia: float  # sum of squared distances of all rows to their centers
 
 
 def kmeans(points: Tensor, num_clusters: int, num_starts: int, seed: int) -> Clusters:
-    """Plain k-means of ``points`` (N, D), on the CPU: k-means++, the best of
-    ``num_starts``.
+    """Cluster rows by plain k-means with k-means++ starts, on the CPU.
+
+    Args:
+        points: (N, D), on the CPU, N >= ``num_clusters``.
+        num_clusters: K, the number of clusters.
+        num_starts: The number of runs. The run with the smallest inertia is returned.
+        seed: The seed of the starts.
     """
-    from sklearn.cluster import KMeans  # 2 s of CPU time, which every worker would pay
+    # The import takes 2 s, which every worker would spend.
+    from sklearn.cluster import KMeans
     from sklearn.exceptions import ConvergenceWarning
 
     with warnings.catch_warnings():
-        # fewer different rows than clusters
+        # scikit-learn warns if there are fewer distinct rows than clusters.
         warnings.simplefilter("ignore", ConvergenceWarning)
         found = KMeans(num_clusters, n_init=num_starts, random_state=seed).fit(
             points.numpy()
@@ -53,11 +60,19 @@ def kmeans(points: Tensor, num_clusters: int, num_starts: int, seed: int) -> Clu
 def constrained_kmeans(
     points: Tensor, fixed: Tensor, num_clusters: int, num_restarts: int, seed: int
 ) -> Clusters:
-    """The best by inertia of ``num_restarts`` runs on ``points`` (N, D), finite floats.
+    """Cluster rows by k-means where some rows must stay in a given cluster.
 
-    ``fixed`` (N,) int64, on their device: the cluster, of 0 .. F - 1, each with a row,
-    that a row must be in, or FREE. ``num_clusters`` K, from F to F + the free rows; one
-    is empty, never NaN, only where the free rows have too few distinct values.
+    Args:
+        points: (N, D), finite floats, on any device.
+        fixed: int64 (N,), on the same device: the cluster in which a row must stay, or
+            FREE. The given clusters are 0 .. F - 1, and each has a row.
+        num_clusters: K, from F to F plus the number of free rows.
+        num_restarts: The number of runs. The run with the smallest inertia is returned.
+        seed: The seed of the starts, see :func:`initial_centers`.
+
+    Returns:
+        The clusters. A cluster is empty only if the free rows have too few distinct
+        values. No center is NaN.
     """
     generator, num_free = (
         torch.Generator().manual_seed(seed),
@@ -73,12 +88,21 @@ def constrained_kmeans(
 def seeded_kmeans(
     points: Tensor, fixed: Tensor, num_clusters: int, num_starts: int, seed: int
 ) -> Clusters:
-    """As :func:`constrained_kmeans`, on the CPU, but started from where the free rows
-    are: their own k-means clusters, of which those that match known classes best give
-    way to them.
+    """Cluster rows as :func:`constrained_kmeans`, from clusters of the free rows.
 
-    Of Caltech-24, half of each of 16 known classes unlabeled, it finds 94% of the rows'
-    classes; centers that are drawn one by one end in worse optima, 84%.
+    Each run clusters the free rows alone into K clusters. The centers that match the
+    means of the F fixed clusters best, one for each, are then replaced by these means.
+    For Caltech-24 with half of each of 16 known classes unlabeled, 94% of the rows get
+    their class. Centers that are drawn one by one end in worse optima, with 84%.
+
+    Args:
+        points: (N, D), finite floats, on the CPU.
+        fixed: int64 (N,): the cluster in which a row must stay, or FREE. The given
+            clusters are 0 .. F - 1, and each has a row.
+        num_clusters: K, at least F. With fewer free rows than K,
+            :func:`constrained_kmeans` does the work.
+        num_starts: The number of runs. The run with the smallest inertia is returned.
+        seed: The seed of the starts.
     """
     free, num_known = points[fixed == FREE], int(fixed.max()) + 1
     if len(free) < num_clusters:
@@ -94,9 +118,19 @@ def seeded_kmeans(
 
 
 def initial_centers(points: Tensor, fixed: Tensor, draws: Tensor) -> Tensor:
-    """(K, D) starts: means of the fixed rows, then free rows drawn by the squared
-    distance to the nearest center so far (k-means++, Arthur and Vassilvitskii, 2007),
-    each by one of the uniform ``draws`` (K - F,).
+    """Draw the start of a run by k-means++ (Arthur and Vassilvitskii, 2007).
+
+    The first F centers are the means of the fixed clusters. The others are free rows.
+    Each is drawn with a probability proportional to its squared distance to the nearest
+    center so far.
+
+    Args:
+        points: (N, D).
+        fixed: int64 (N,): the cluster 0 .. F - 1 of a row, or FREE.
+        draws: (K - F,) uniform numbers in 0-1, one for each center to draw.
+
+    Returns:
+        The centers (K, D).
     """
     candidates = points[fixed == FREE]
     centers = _means(
@@ -120,12 +154,18 @@ def initial_centers(points: Tensor, fixed: Tensor, draws: Tensor) -> Tensor:
 def lloyd(
     points: Tensor, fixed: Tensor, centers: Tensor, max_iters: int = 100
 ) -> Clusters:
-    """Lloyd's iteration from ``centers`` (K, D) until no row moves; ties go to the
-    lower index.
+    """Run Lloyd's iteration from given centers until no row moves.
 
-    Each cluster that runs empty gets the free row farthest from its center, unless that
-    is alone in its cluster or, up to rounding, on its center; else it keeps its last
-    center.
+    A row whose nearest centers tie goes to the lower index. A cluster that runs empty
+    gets the free row that is farthest from its center. That row is not taken if it is
+    alone in its cluster or, up to rounding, on its center. If no row can be taken, the
+    cluster keeps its last center.
+
+    Args:
+        points: (N, D).
+        fixed: int64 (N,): the cluster in which a row must stay, or FREE.
+        centers: (K, D), the start.
+        max_iters: The largest number of iterations.
     """
     free = fixed == FREE
     rounding = (
@@ -150,7 +190,16 @@ def lloyd(
 def _fill_empty_(
     assignment: Tensor, distance: Tensor, num_clusters: int, rounding: float
 ) -> None:
-    """Move far rows into the empty clusters, in place: two (N,) tensors."""
+    """Move the rows that are farthest from their centers into empty clusters, in place.
+
+    Args:
+        assignment: int64 (N,), the cluster of each row, which is changed.
+        distance: (N,), the squared distance of each row to its center; -1 for rows that
+            must not move.
+        num_clusters: K.
+        rounding: Rows at a squared distance of at most this lie on their center, and
+            stay.
+    """
     sizes = torch.bincount(assignment, minlength=num_clusters).tolist()
     empty = [c for c, size in enumerate(sizes) if size == 0]
     for row in distance.argsort(descending=True, stable=True).tolist() if empty else []:
@@ -163,20 +212,25 @@ def _fill_empty_(
 
 
 def _squared(points: Tensor, centers: Tensor) -> Tensor:
-    """Squared distances (N, D), (K, D) -> (N, K), not below 0."""
+    """Return squared distances (N, K), at least 0, from points to centers (K, D)."""
     norms = points.square().sum(dim=1)[:, None] + centers.square().sum(dim=1)
     return (norms - 2 * points @ centers.T).clamp_(min=0)
 
 
 def _means(points: Tensor, assignment: Tensor, centers: Tensor) -> Tensor:
-    """Means (K, D) of the rows assigned (N,) to 0 .. K - 1; an empty cluster keeps
-    its center.
+    """Return the mean (K, D) of the rows of each cluster.
+
+    Args:
+        points: (N, D).
+        assignment: int64 (N,), the cluster 0 .. K - 1 of each row. Rows with another
+            value count nowhere.
+        centers: (K, D). An empty cluster keeps its center.
     """
     sums, counts = torch.zeros_like(centers), centers.new_zeros(len(centers), 1)
     clusters = torch.arange(len(centers), device=points.device)[:, None]
     rows = MAX_CELLS // max(1, len(centers))
     for part, own in zip(points.split(rows), assignment.split(rows), strict=True):
-        # (K, rows): a product is deterministic on CUDA, too
+        # (K, rows). Unlike index_add_, a matrix product is deterministic on CUDA.
         member = (own == clusters).to(points.dtype)
         sums += member @ part
         counts += member.sum(dim=1, keepdim=True)
@@ -184,9 +238,17 @@ def _means(points: Tensor, assignment: Tensor, centers: Tensor) -> Tensor:
 
 
 def silhouette(points: Tensor, assignment: Tensor, max_rows: int, seed: int) -> float:
-    """Mean silhouette (Rousseeuw, 1987), in [-1, 1], of at most ``max_rows`` rows (N,
-    D) drawn with ``seed``, in clusters (N,) int64. A row that is alone in its cluster
-    counts 0, as does all with one cluster only.
+    """Return the mean silhouette of clusters (Rousseeuw, 1987), in [-1, 1].
+
+    Args:
+        points: (N, D).
+        assignment: int64 (N,), the cluster of each row.
+        max_rows: The largest number of rows to compute it of.
+        seed: The seed of the draw of these rows.
+
+    Returns:
+        The mean over the drawn rows. A row that is alone in its cluster counts 0. The
+        result is 0 if there is only one cluster, or if every row is alone.
     """
     from sklearn.metrics import silhouette_score
 
@@ -202,8 +264,15 @@ def silhouette(points: Tensor, assignment: Tensor, max_rows: int, seed: int) -> 
 
 
 def principal_components(points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """In float64 the centered ``points`` (N, D), their falling variances (D,) along the
-    principal directions, and these directions, the columns of (D, D).
+    """Return centered points, and the variances and directions of their components.
+
+    Args:
+        points: (N, D).
+
+    Returns:
+        Three float64 tensors: the centered points (N, D); the variances (D,) along the
+        principal directions, in falling order; the directions, which are the columns of
+        (D, D).
     """
     centered = points.double() - points.double().mean(dim=0)
     variances, directions = torch.linalg.eigh(centered.T @ centered / len(points))
@@ -213,13 +282,19 @@ def principal_components(points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def whiten(
     points: Tensor, num_directions: int | None = None, variance: float = 1.0
 ) -> Tensor:
-    """(N, D) -> (N, D') float32: coordinates along the leading principal directions,
-    each at unit variance.
+    """Return coordinates along the leading principal directions, each at unit variance.
 
-    D' is at most ``num_directions``, and no more than explain the share ``variance`` of
-    all variance. The centers of K clusters span K - 1 directions, and the leading
-    principal ones are the best guess of them (Ding and He, ICML 2004). One column of
-    zeros where all rows are equal.
+    The centers of K clusters span K - 1 directions, and the leading principal
+    directions are the best guess of these (Ding and He, ICML 2004).
+
+    Args:
+        points: (N, D).
+        num_directions: The largest number of directions; None for no limit.
+        variance: The share of the total variance to explain. No more directions are
+            kept than that takes.
+
+    Returns:
+        float32 (N, D'), or one column of zeros if all rows are equal.
     """
     centered, variances, directions = principal_components(points)
     if float(variances.sum()) <= 1e-12:

@@ -1,5 +1,6 @@
-"""The only torch.distributed in ``uno``. On one process every function is the
-identity.
+"""Collectives of the worker processes, over torch.distributed.
+
+In a single process every function returns its input, or computes locally.
 """
 
 import re
@@ -16,9 +17,10 @@ from torch import Tensor
 
 from uno.errors import Interrupted, one_line
 
-TIMEOUT = timedelta(minutes=10)  # of a collective: a rank that is as late is lost
-VOTE_S = 0.5  # between two votes on whether all ranks have done their jobs
-# what gloo and NCCL say of a connection that is lost, or of a rank that is late
+# of a collective; a rank that is this late counts as lost
+TIMEOUT = timedelta(minutes=10)
+VOTE_S = 0.5  # seconds between two votes on whether all ranks have finished
+# Texts of gloo and NCCL for a lost connection or a late rank.
 LOST = re.compile(
     r"connection (closed|reset|refused|was (closed|reset))|closed by peer|broken pipe"
     r"|timed out|timeout|remote process exit|ncclRemoteError|communicator was aborted"
@@ -30,13 +32,15 @@ in_group = dist.is_initialized if dist.is_available() else bool  # bool() is Fal
 
 
 def rank_and_world() -> tuple[int, int]:
-    """(rank, world size); (0, 1) outside a process group."""
+    """Return the rank and the world size; (0, 1) outside a process group."""
     return (dist.get_rank(), dist.get_world_size()) if in_group() else (0, 1)
 
 
 def meeting() -> Any:
-    """The store in which the ranks meet that a launcher has started, as its
-    environment says.
+    """Return the store through which the ranks of a launcher such as torchrun meet.
+
+    The launcher's environment variables (``MASTER_ADDR``, ``RANK`` and others) say
+    where it is.
     """
     from torch.distributed.rendezvous import rendezvous
 
@@ -47,7 +51,16 @@ def meeting() -> Any:
 def group(
     store: Any, device: torch.device, rank: int, world_size: int
 ) -> Iterator[None]:
-    """The process group of all ranks that meet in ``store``: NCCL on GPUs, else gloo.
+    """Join the process group of all ranks that share a store, for a ``with`` block.
+
+    The backend is NCCL on GPUs, and gloo on the CPU. The group is destroyed at the end,
+    if the block raises no error.
+
+    Args:
+        store: The ``torch.distributed`` store of all ranks.
+        device: The device of this rank.
+        rank: The number of this process in the group, from 0.
+        world_size: The number of processes in the group.
 
     Raises:
         Interrupted: The connection to another rank is lost, or a rank is late. Any
@@ -64,7 +77,7 @@ def group(
     except RuntimeError as error:
         if not is_lost_rank(error):
             raise
-        # files of gloo, addresses
+        # The brackets hold source files of gloo and addresses.
         why = re.sub(r"\[\S*\] ?", "", one_line(error))[:120]
         raise Interrupted(
             f"rank {rank} of {world_size} lost another ({why}); the same command"
@@ -87,8 +100,13 @@ def is_lost_rank(error: RuntimeError) -> bool:
 
 
 def gather_rows(tensor: Tensor, dim: int) -> Tensor:
-    """Concatenate the workers' tensors of equal shape along ``dim``, in rank order,
-    in one collective.
+    """Concatenate the workers' tensors along a dimension, in rank order.
+
+    It takes one collective. The tensors must have equal shapes. There is no gradient.
+
+    Args:
+        tensor: This worker's tensor.
+        dim: The dimension along which to concatenate.
     """
     if not in_group():
         return tensor
@@ -101,17 +119,24 @@ def gather_rows(tensor: Tensor, dim: int) -> Tensor:
 
 
 def gather_rows_with_grad(tensor: Tensor, dim: int) -> Tensor:
-    """As :func:`gather_rows`; backward adds up what every worker's loss has to say
-    about a row.
+    """Concatenate the workers' tensors as :func:`gather_rows`, with gradient.
 
-    A loss that is a mean over (own rows x all rows), averaged over workers, so has the
-    gradient of the mean over all pairs.
+    The backward pass adds up the gradients that all workers' losses have for a row. If
+    each worker's loss is a mean over pairs (own row, any row), and gradients are
+    averaged over workers, the result is the gradient of the mean over all pairs.
+
+    Args:
+        tensor: This worker's tensor.
+        dim: The dimension along which to concatenate.
     """
     return _GatherRows.apply(tensor, dim) if in_group() else tensor
 
 
 def mean_with_grad(tensor: Tensor) -> Tensor:
-    """Mean of the workers' tensors, with gradient as :func:`gather_rows_with_grad`."""
+    """Return the mean of the workers' tensors.
+
+    Its gradient is that of :func:`gather_rows_with_grad`.
+    """
     return (
         gather_rows_with_grad(tensor.unsqueeze(0), 0).mean(dim=0)
         if in_group()
@@ -120,18 +145,27 @@ def mean_with_grad(tensor: Tensor) -> Tensor:
 
 
 class _GatherRows(torch.autograd.Function):
+    """The autograd function of :func:`gather_rows_with_grad`."""
+
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int) -> Tensor:
+        """Concatenate the workers' tensors along ``dim``, in rank order."""
         ctx.dim = dim
         return gather_rows(tensor, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Return the sum of all workers' gradients for this worker's rows."""
         return local_shard(all_reduce_sum_(grad.contiguous()), ctx.dim), None
 
 
 def local_shard(tensor: Tensor, dim: int) -> Tensor:
-    """This worker's share of rows gathered by :func:`gather_rows`."""
+    """Return this worker's part of a tensor that :func:`gather_rows` concatenated.
+
+    Args:
+        tensor: The tensor with the rows of all workers.
+        dim: The dimension along which it was concatenated.
+    """
     return (
         tensor.chunk(rank_and_world()[1], dim=dim)[rank_and_world()[0]]
         if in_group()
@@ -140,15 +174,19 @@ def local_shard(tensor: Tensor, dim: int) -> Tensor:
 
 
 def all_reduce_sum_(tensor: Tensor) -> Tensor:
-    """Sum ``tensor`` over workers, in place."""
+    """Replace a tensor by its sum over all workers, in place, and return it."""
     if in_group():
         dist.all_reduce(tensor)
     return tensor
 
 
 def broadcast_from_rank0(tensor: Tensor) -> Tensor:
-    """Rank 0's tensor, on every worker."""
-    # of other tensors gloo sums something else, and says nothing
+    """Return rank 0's tensor on every worker.
+
+    All workers must pass a tensor of the same shape and type. On other workers its
+    values do not matter.
+    """
+    # For tensors that are not contiguous gloo returns wrong sums without an error.
     tensor = tensor.contiguous()
     return all_reduce_sum_(
         tensor if rank_and_world()[0] == 0 else torch.zeros_like(tensor)
@@ -156,8 +194,14 @@ def broadcast_from_rank0(tensor: Tensor) -> Tensor:
 
 
 class Job(NamedTuple):
-    """What one rank computes for all, int64 (num_rows,) on the CPU; it may take
-    longer than a collective.
+    """A computation whose result all ranks need.
+
+    It may take longer than a collective waits.
+
+    Attributes:
+        num_rows: The length of the result.
+        run: Returns the result, int64 (num_rows,) on the CPU. It runs in a thread, and
+            calls no collective.
     """
 
     num_rows: int
@@ -165,8 +209,16 @@ class Job(NamedTuple):
 
 
 def share_out(jobs: Sequence[Job], device: torch.device) -> list[Tensor]:
-    """The results of ``jobs``, on every rank: rank r of W computes every W-th from
-    the r-th on.
+    """Divide jobs among the ranks, and return all results on every rank.
+
+    Rank r of W computes the jobs r, r + W, r + 2W and so on.
+
+    Args:
+        jobs: The same jobs on every rank.
+        device: The device of this rank, on which ranks exchange tensors.
+
+    Returns:
+        The result of each job, int64 (num_rows,) on the CPU.
     """
     (rank, world), found = (
         rank_and_world(),
@@ -219,10 +271,11 @@ def compute_on_rank0(
 
 
 def _work_together(work: Callable[[], None], device: torch.device) -> None:
-    """Call ``work`` on every rank, and return when all ranks have done it.
+    """Call a function on every rank, and return when all ranks have finished it.
 
-    The ranks vote again and again, so that none waits in a collective for longer than
-    it may.
+    The function runs in a thread. Meanwhile the ranks vote every half second whether
+    all have finished, so that none waits in a collective for longer than its timeout.
+    An error of the function is raised after the last vote.
     """
     with ThreadPoolExecutor(
         1, "uno-jobs", torch.set_num_threads, (torch.get_num_threads(),)
@@ -236,6 +289,10 @@ def _work_together(work: Callable[[], None], device: torch.device) -> None:
 
 
 def barrier(device: torch.device) -> None:
-    """Wait for all workers."""
+    """Wait until all workers have called this.
+
+    Args:
+        device: The device of this rank, on which ranks exchange tensors.
+    """
     if in_group():
         float(all_reduce_sum_(torch.zeros(1, device=device)))

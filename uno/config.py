@@ -1,10 +1,10 @@
-"""The one schema of a run: YAML files, the command line, Tune samples and checkpoints
-all speak these fields.
+"""The schema of a run: all settings, with their types, defaults and limits.
 
-Every class is frozen and rejects unknown keys, NaN, infinities and values out of range
-with the field's name. Values come from presets (``uno.presets``); the defaults here are
-the paper's CIFAR10 settings. What the rest of the program must know of a field stands
-with it (:class:`FieldTraits`).
+YAML files, the command line, Tune samples and checkpoints use these fields. Every class
+is frozen. Unknown keys, NaN, infinities and values out of range are refused, and the
+error names the field. Defaults are the paper's settings for CIFAR10, and presets
+(:mod:`uno.presets`) change them. What the rest of the program must know about a field
+is declared with it (:class:`FieldTraits`).
 """
 
 from __future__ import annotations
@@ -51,15 +51,21 @@ from uno.methods import (
 
 
 class FieldTraits(NamedTuple):
-    """What a field is to the rest of the program; a section's holds for its fields
-    unless they differ.
+    """What the program must know about a field besides its type, default and limits.
 
-    ``scope``: ``pretrain`` changes pretraining and what follows, ``discover`` only
-    discovery, ``run`` how a run is logged and kept, ``place`` where it executes; the
-    last two may differ when a run resumes. ``flag``: its short form on the command
-    line. ``commands``: those that take it besides training. ``fixed_by``: the one that
-    does not take it, since it decides it itself. ``search``: the domain of
-    ``uno tune``'s own spaces; False: the same in all trials of a sweep.
+    The traits of a section hold for its fields, unless a field has its own.
+
+    Attributes:
+        scope: What the field changes: ``pretrain`` pretraining and what follows;
+            ``discover`` only discovery; ``run`` how a run is logged and kept; ``place``
+            where it executes. Fields with the last two may change when a run resumes.
+        flag: The short form on the command line, without dashes.
+        commands: The commands that take the field besides training, with spaces
+            between.
+        fixed_by: The command that does not take the field, because it decides it.
+        search: The members of :class:`tune.spaces.Domain` with which the named spaces
+            of ``uno tune`` search the field; True if only a space of the user's own can
+            search it; False if all trials of a sweep must have the same value.
     """
 
     scope: Literal["pretrain", "discover", "run", "place"] = "pretrain"
@@ -70,8 +76,12 @@ class FieldTraits(NamedTuple):
 
 
 def field(default: Any, sentence: str = "", **more: Any) -> Any:
-    """A field of the schema; ``more``: members of :class:`FieldTraits`, and limits
-    as pydantic names them.
+    """Declare a field of the schema.
+
+    Args:
+        default: The default.
+        sentence: The sentence for the help.
+        **more: Members of :class:`FieldTraits`, and limits as pydantic names them.
     """
     about = {name: more.pop(name) for name in FieldTraits._fields if name in more}
     return Field(default, description=sentence, json_schema_extra=about, **more)
@@ -80,7 +90,7 @@ def field(default: Any, sentence: str = "", **more: Any) -> Any:
 OWN_ENCODERS = ("resnet_small", "resnet18", "resnet34", "resnet50")
 LIBRARY_ENCODER = rf"(torchvision|timm):[\w.\-]+|{OBJECT_NAME}"
 REPORTERS = ("tensorboard", "wandb", "mlflow", "jsonl")
-# the source of vectors, its preset, and what stands for their encoder
+# The kind of source, the preset and the encoder of data that consists of vectors.
 VECTORS = "vectors"
 COLUMNS = ("image", "label", "id", "split", "eval_label", "embedding")
 Probability = Annotated[float, Field(ge=0, le=1)]
@@ -88,7 +98,10 @@ Range = tuple[float, float]
 
 
 class Section(BaseModel):
-    """A part of the configuration; a method's own constants are a subclass of it."""
+    """A part of the configuration.
+
+    The constants of a method are a subclass of it.
+    """
 
     model_config = ConfigDict(
         frozen=True,
@@ -223,6 +236,7 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
+        """Check the values together, and the names in ``columns``."""
         if (self.labeled is None) != (self.unlabeled is None):
             raise ValueError("labeled and unlabeled must be given together")
         if min(self.std) <= 0:
@@ -243,8 +257,10 @@ class DataConfig(Section):
 
     @property
     def named_columns(self) -> dict[str, str]:
-        """The user's name of each of our columns that has one; path is another word
-        for image.
+        """The user's name of each column that is renamed, by this program's name.
+
+        The user may write ``path`` for ``image``. For example ``path=file,label=kind``
+        gives ``{"image": "file", "label": "kind"}``.
         """
         return {
             "image" if ours == "path" else ours: theirs
@@ -253,6 +269,7 @@ class DataConfig(Section):
 
     @property
     def _column_pairs(self) -> list[tuple[str, str]]:
+        """The pairs (this program's name, the user's name) in ``columns``."""
         pairs = (
             pair.partition("=")
             for pair in (self.columns or "").split(",")
@@ -262,8 +279,9 @@ class DataConfig(Section):
 
 
 class ViewConfig(Section):
-    """How one kind of view is cut from an image; probabilities of 0 switch an
-    operation off.
+    """How one kind of view is cut from an image and changed.
+
+    An operation with probability 0 is off.
     """
 
     num_views: int = field(2, "Views of this kind per image.", ge=0, le=8)
@@ -331,6 +349,7 @@ class ViewConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> ViewConfig:
+        """Check that ranges are ordered and positive."""
         for name in ("crop_scale", "affine_scale", "blur_sigma"):
             low, high = getattr(self, name)
             if not 0 < low <= high:
@@ -343,8 +362,9 @@ class ViewConfig(Section):
 
 
 class AugmentConfig(Section):
-    """The views of an image: large ones give pseudo-labels, small ones are only
-    predicted (multi-crop).
+    """The views of an image.
+
+    Large views give pseudo-labels. Small ones are only predicted (multi-crop).
     """
 
     large: ViewConfig = ViewConfig()
@@ -379,6 +399,7 @@ class AugmentConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> AugmentConfig:
+        """Check the numbers of views."""
         if self.large.num_views < 2:
             raise ValueError(
                 "large.num_views must be at least 2: swapped prediction needs two views"
@@ -473,6 +494,7 @@ class ModelConfig(Section):
     @field_validator("encoder")
     @classmethod
     def _check_encoder(cls, name: str) -> str:
+        """Check the form of the encoder's name. Nothing is imported."""
         if name not in OWN_ENCODERS and not re.fullmatch(
             rf"{LIBRARY_ENCODER}|{VECTORS}(:\d{{1,6}})?", name
         ):
@@ -484,7 +506,7 @@ class ModelConfig(Section):
 
     @property
     def takes_vectors(self) -> bool:
-        """Whether rows come as vectors, so that nothing is to be encoded."""
+        """Whether rows are vectors, so that there is nothing to encode."""
         return self.encoder.partition(":")[0] == VECTORS
 
 
@@ -606,8 +628,9 @@ class PhaseConfig(Section):
 
 
 class PretextConfig(PhaseConfig):
-    """Self-supervised training of the encoder on all rows, before supervised
-    pretraining.
+    """Self-supervised training of the encoder, before supervised pretraining.
+
+    It uses all rows, labeled and unlabeled.
     """
 
     epochs: int = field(
@@ -621,7 +644,7 @@ class PretextConfig(PhaseConfig):
 
 
 class TrainConfig(Section):
-    """What both phases share."""
+    """Settings that all training phases share."""
 
     batch_size: int = field(
         512,
@@ -672,6 +695,7 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
+        """Check the names of loggers and the form of ``profile``."""
         if unknown := [name for name in self.loggers if name not in REPORTERS]:
             raise ValueError(
                 f"report_to takes {', '.join(REPORTERS)}, not {unknown[0]!r}"
@@ -695,12 +719,12 @@ class TrainConfig(Section):
 
     @property
     def profiled(self) -> range:
-        """The steps that are traced."""
+        """The numbers of the steps that are profiled: those in ``profile``, or none."""
         return range(*map(int, self.profile.split(":"))) if self.profile else range(0)
 
 
 class ComputeConfig(Section):
-    """Where the run executes; may differ between a run and its resumption."""
+    """Where the run executes. These settings may change when a run resumes."""
 
     num_workers: int = field(
         0,
@@ -778,18 +802,18 @@ class ComputeConfig(Section):
     @field_validator("encoder_runtime", mode="before")
     @classmethod
     def _read_auto(cls, value: Any) -> Any:
-        """Accept ``auto``, which runs of earlier versions have in their files."""
+        """Read ``auto``, which a run's stored configuration may have, as ``torch``."""
         return "torch" if value == "auto" else value
 
 
 class Config(Section):
-    """A whole run of pretraining and discovery.
+    """All settings of a run of pretraining and discovery.
 
-    Where the method has constants of its own, its section is one more key: ``ncl``, of
-    :class:`uno.methods.ncl.Constants`, for ``method: ncl``.
+    If the method has constants of its own, its section is one more key. For ``method:
+    ncl`` it is ``ncl``, a :class:`uno.methods.ncl.Constants`.
     """
 
-    # of the method's section alone, see _with_method_section
+    # Only the method's section is allowed in addition, see _with_method_section.
     model_config = ConfigDict(extra="allow")
 
     preset: str = field(
@@ -838,24 +862,22 @@ class Config(Section):
     )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled as plain values: another process imports the method before it
-        holds its section.
+        """Pickle the configuration as plain values.
+
+        A process that unpickles it then imports the method before it builds its
+        section.
         """
         return Config.model_validate, (to_dict(self),)
 
     @property
     def method_options(self) -> Any:
-        """The method's own constants, an instance of its ``METHOD.config``; None: it
-        has none.
-        """
+        """The method's constants, an instance of its ``METHOD.config``, or None."""
         return next(iter((self.model_extra or {}).values()), None)
 
     @model_validator(mode="before")
     @classmethod
     def _with_method_section(cls, values: Any) -> Any:
-        """The method's section, checked and complete; no other key beside the
-        fields.
-        """
+        """Validate the section of the method, and refuse unknown keys."""
         if not isinstance(values, dict):
             return values
         sections = section(str(values.get("method", DEFAULT)))
@@ -877,6 +899,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Config:
+        """Check the sections against each other and against the method."""
         if self.pretext.epochs:
             load_pretext(self.pretext.task)
         if (
@@ -914,11 +937,14 @@ class Config(Section):
 
 
 EXTENSIONS = ("iic_weight", "iic_view_weight", "rkd_weight", "queue_size")
-"""What switches on terms of the objective that methods with ``extends`` add."""
+"""Settings that switch on added terms of the objective, if they are not 0.
+
+Only methods with ``extends`` have these terms.
+"""
 
 
 def why_not_gcd(config: Config) -> str | None:
-    """Why ``config`` does not go with the GCD setting; None: it does."""
+    """Return why a configuration does not go with the GCD setting; None if it does."""
     if not load(config.method).gcd:
         return f"data.setting gcd does not go with method {config.method}"
     if not config.objective.concat:
@@ -943,7 +969,12 @@ def clusters_features(config: Config) -> bool:
 
 
 def field_traits(key: str) -> FieldTraits:
-    """What the schema says of a dotted key, a field's or a section's."""
+    """Return what the schema says about a field or a section.
+
+    Args:
+        key: The dotted key. The first part may be the section of a method. An unknown
+            key has the traits of the section above it.
+    """
     first, *rest = key.split(".")
     if first in Config.model_fields:
         found, model, names = (
@@ -951,7 +982,7 @@ def field_traits(key: str) -> FieldTraits:
             Config,
             [first, *rest],
         )  # type: tuple[FieldTraits, Any, list[str]]
-    else:  # a method's section, or a key of another version
+    else:  # the section of a method, or an unknown key
         model, names = section_model(first), rest
         found = FieldTraits() if model is None else FieldTraits(scope="discover")
     for name in names:
@@ -964,11 +995,18 @@ def field_traits(key: str) -> FieldTraits:
 
 
 def require_code(tree: Mapping[str, Any], foreign: str | None) -> None:
-    """Import the method that a stored ``tree`` names as ``package.module:METHOD``.
-    ConfigError: it cannot be imported, or it or the pretext task lies in ``foreign``,
-    the directory of the tree whose origin is not known; see
-    :func:`uno.imports.check_origin`. To be asked before the tree becomes a
-    configuration.
+    """Import the method of a stored configuration, if it is code of the user's own.
+
+    This must be called before the stored values become a :class:`Config`.
+
+    Args:
+        tree: The stored configuration. Its method may be ``package.module:METHOD``.
+        foreign: The directory of the configuration if its origin is not known, else
+            None. Code for the method or the pretext task must not lie there, see
+            :func:`uno.imports.check_origin`.
+
+    Raises:
+        ConfigError: The method cannot be imported, or code lies in ``foreign``.
     """
     flat = flatten(tree)
     for key in ("method", "pretext.task"):
@@ -979,14 +1017,20 @@ def require_code(tree: Mapping[str, Any], foreign: str | None) -> None:
 
 
 def may_change_on_resume(key: str) -> bool:
-    """Whether a key may differ between a run and its resumption: it does not change
-    what is learned.
+    """Return whether a key may change when a run resumes.
+
+    Such a key does not change what is learned.
     """
     return field_traits(key).scope in ("run", "place")
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mapping -> ``{"objective.epsilon": 0.05, ...}``."""
+    """Turn nested mappings into a flat one, such as ``{"objective.epsilon": 0.05}``.
+
+    Args:
+        tree: Nested mappings. A key may be dotted already.
+        prefix: The text before each key of the result.
+    """
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         flat |= (
@@ -998,13 +1042,18 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """Plain nested dict with lists instead of tuples, fit for YAML and JSON."""
+    """Return the configuration as nested dicts that fit YAML and JSON.
+
+    Tuples become lists.
+    """
     return config.model_dump(mode="json")
 
 
 def fields_of(*methods: str) -> dict[str, FieldInfo]:
-    """Fields of the schema and sections of these methods, by name. ConfigError:
-    there is no such method.
+    """Return the fields of the schema, and the sections of the given methods, by name.
+
+    Raises:
+        ConfigError: There is no such method.
     """
     sections = [item for method in methods for item in section(method).items()]
     return Config.model_fields | {
@@ -1014,13 +1063,22 @@ def fields_of(*methods: str) -> dict[str, FieldInfo]:
 
 @cache
 def field_names(method: str = DEFAULT) -> tuple[str, ...]:
-    """Dotted names of all fields of a run by ``method``, in order."""
+    """Return the dotted names of all fields of a run with ``method``, in order."""
     return tuple(flatten(to_dict(Config(method=method))))
 
 
 def override(config: Config, overrides: Mapping[str, Any]) -> Config:
-    """``config`` with dotted keys replaced, e.g. ``{"objective.epsilon": 0.1}``; of
-    another method than before without the former's section. Or ConfigError.
+    """Return a configuration with some values replaced.
+
+    If the method changes, the section of the former method is dropped.
+
+    Args:
+        config: The configuration, which stays as it is.
+        overrides: New values by dotted key, such as ``{"objective.epsilon": 0.1}``, or
+            nested.
+
+    Raises:
+        ConfigError: A key is unknown, or a value is refused.
     """
     tree, flat = to_dict(config), flatten(overrides)
     method = str(flat.get("method", config.method))
@@ -1032,7 +1090,7 @@ def override(config: Config, overrides: Mapping[str, Any]) -> Config:
     for key, value in flat.items():
         if key not in known:
             fields = [name for name in known if name.startswith(f"{key}.")]
-            if fields and value is None:  # a section whose lines are all commented out
+            if fields and value is None:  # all lines of the section are comments
                 continue
             if fields:
                 got = f"(got {repr(value)[:100]})"
@@ -1052,14 +1110,21 @@ def override(config: Config, overrides: Mapping[str, Any]) -> Config:
 
 
 def _unknown_key(key: str, method: str) -> str:
+    """Return the error for an unknown dotted key, with a hint at a similar one."""
     if (owner := key.partition(".")[0]) in METHODS and key in field_names(owner):
         return f"{key} belongs to method {owner}, not to {method}"
     return f"unknown key {key[:100]!r}{did_you_mean(key, field_names(method))}"
 
 
 def describe(error: ValidationError, name: str = "") -> str:
-    """One line for the first problem in what ``name`` holds:
-    ``objective.epsilon: ... (got -1)``.
+    """Return one line for the first problem that pydantic found.
+
+    Args:
+        error: The error.
+        name: The key of what was validated, which comes first; "" for a configuration.
+
+    Returns:
+        For example ``objective.epsilon: ... (got -1)``.
     """
     first = error.errors()[0]
     loc = [
@@ -1078,16 +1143,19 @@ def describe(error: ValidationError, name: str = "") -> str:
 
 
 AUTO_KEYS = ("data.loading", "data.setting")
-"""Keys whose ``auto`` is decided before a run begins."""
+"""Keys whose value ``auto`` is replaced by a decision before a run begins."""
 
 
 def differing_keys(old: Mapping[str, Any], new: Config) -> list[str]:
-    """Dotted keys that keep a run of the stored tree ``old`` from going on as ``new``.
-    A key that is younger than the run has its default there.
+    """Return the dotted keys that keep a run from resuming with another configuration.
+
+    Args:
+        old: The stored configuration of the run. A key that it lacks has its default.
+        new: The configuration to resume with.
     """
     a = flatten(to_dict(Config(method=new.method))) | flatten(old)
     b = flatten(to_dict(new))
-    for key in AUTO_KEYS:  # a run stores what it was decided to be
+    for key in AUTO_KEYS:  # A run stores the decided value.
         if "auto" in (a.get(key), b[key]):
             a[key] = b[key]
     return [
@@ -1098,14 +1166,14 @@ def differing_keys(old: Mapping[str, Any], new: Config) -> list[str]:
 
 
 def config_hash(config: Config) -> str:
-    """Hash of everything that changes what is learned (12 hex digits)."""
+    """Return a hash, 12 hex digits, of all settings that change what is learned."""
     return hashlib.sha256(
         json.dumps(training_settings(config), sort_keys=True).encode()
     ).hexdigest()[:12]
 
 
 def training_settings(config: Config) -> dict[str, Any]:
-    """Everything that changes what is learned, by dotted key."""
+    """Return all settings that change what is learned, by dotted key."""
     return {
         key: value
         for key, value in flatten(to_dict(config)).items()
@@ -1113,16 +1181,25 @@ def training_settings(config: Config) -> dict[str, Any]:
     }
 
 
-SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C ten times as fast
+# ten times as fast, written in C
+SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 SAFE_DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 LONG_NUMBER = re.compile(r"[-+0-9_:.]{100,}")
 
 
 def load_yaml(path: str | Path) -> dict[str, Any]:
-    """Overrides from a YAML file; nested mappings and dotted keys both work.
-    ConfigError: not such a file.
+    """Read overrides from a YAML file.
+
+    Args:
+        path: A path or URI. The file holds nested mappings, dotted keys, or both.
+
+    Returns:
+        Values by dotted key.
+
+    Raises:
+        ConfigError: The file cannot be read, or is not such a file.
     """
-    # imported here: a plain command line needs no pyarrow
+    # Imported here, because a command line without a file needs no pyarrow.
     from uno.data.files import read_bytes
 
     try:
@@ -1134,11 +1211,20 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def parse_yaml(data: bytes, where: str) -> Mapping[str, Any]:
-    """The mapping in the content of a file that nobody vouches for; ``where`` names it
-    in a ConfigError.
+    """Parse the content of a YAML file of unknown origin.
 
-    Refused is what takes YAML without bound: aliases grow 2^n-fold, 20 kB of ``[`` take
-    35 s, and a number in base 60 with 300,000 digits 50 s.
+    Content that would take unbounded time or memory is refused. Aliases grow as 2^n, 20
+    kB of ``[`` take 35 s, and a number in base 60 with 300,000 digits takes 50 s.
+
+    Args:
+        data: The content.
+        where: The name of the file, for the error.
+
+    Returns:
+        The mapping; {} if there are only comments.
+
+    Raises:
+        ConfigError: The content is no such mapping, or exceeds a limit.
     """
     if len(data) > MAX_CONFIG_BYTES:
         raise ConfigError(f"{where} is larger than {MAX_CONFIG_BYTES} bytes")
@@ -1161,10 +1247,10 @@ def parse_yaml(data: bytes, where: str) -> Mapping[str, Any]:
             if number > MAX_CONFIG_VALUES:
                 raise ValueError(f"more than {MAX_CONFIG_VALUES} values")
         tree = yaml.load(text, Loader=SAFE_LOADER)
-    # not UTF-8, month 13, an integer of 5000 digits
+    # Examples are text that is not UTF-8, month 13, and an integer of 5000 digits.
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{where}: {' '.join(str(error).split())}") from None
-    if tree is None:  # nothing but comments
+    if tree is None:  # The file has comments only.
         return {}
     if not isinstance(tree, Mapping):
         raise ConfigError(
@@ -1174,7 +1260,7 @@ def parse_yaml(data: bytes, where: str) -> Mapping[str, Any]:
 
 
 def dump_yaml(config: Config) -> str:
-    """The resolved configuration as YAML, loadable by :func:`load_yaml`."""
+    """Return the configuration as YAML, which :func:`load_yaml` reads."""
     return yaml.dump(
         to_dict(config),
         Dumper=SAFE_DUMPER,

@@ -1,11 +1,11 @@
-"""Cropping the views of an encoded image on the CPU: decode once, take every crop, 8
-bits.
+"""Cut the views of an encoded image on the CPU, in 8 bits, from one decoding.
 
-The half of the augmentation that streaming does where the images are read;
+This is the half of the augmentation that streaming does where images are read.
 :func:`uno.augment.augment_crops` does the rest on the training device. Both draw the
-same numbers for a row of a batch, a function of (seed, phase, step, place in the global
-batch): whoever crops it, whenever, gets the same. torch's 8-bit antialiased resize
-takes .25 ms for a crop of 224 px on a core of a Xeon, Pillow's .65.
+same random numbers for a row of a batch. The numbers are a function of seed, phase,
+step and position in the global batch, so the crop does not depend on the process or the
+time. On one core of a Xeon the antialiased 8-bit resize of torch takes 0.25 ms for a
+crop of 224 px, and that of Pillow 0.65 ms.
 """
 
 import math
@@ -34,16 +34,18 @@ from uno.data.plan import augment_generator
 
 @dataclass(frozen=True)
 class Cropper:
-    """What to crop from the rows of a phase; plain data that travels to the processes
-    that do it.
+    """The description of the crops of one phase.
+
+    It is plain data, so that it can be sent to the processes that read images.
 
     Attributes:
         seed: The seed of the random numbers.
         stream: The phase, one of the streams of :mod:`uno.data.plan`.
         num_rows: B of the global batch.
         augment: The kinds of views.
-        side: The side in pixels of the stored square, which all crops but ``resized``
-            are taken from, as in a resident set.
+        side: The side in pixels of the stored square. All crops but ``resized`` are
+            taken from that square, as they are for images in memory. ``resized`` crops
+            are taken from the whole image.
         interpolation: How crops are resized.
     """
 
@@ -65,7 +67,14 @@ class Cropper:
         return sum(3 * kind.num_views * kind.size**2 for kind in self.kinds)
 
     def split(self, pixels: Tensor) -> list[Tensor]:
-        """uint8 (B, row_bytes) -> for each kind (B,V,3,size,size)."""
+        """Split rows of pixels into crops, without a copy.
+
+        Args:
+            pixels: uint8 (B, row_bytes).
+
+        Returns:
+            For each kind of views a tensor (B,V,3,size,size).
+        """
         shapes = [(kind.num_views, 3, kind.size, kind.size) for kind in self.kinds]
         parts = pixels.split([math.prod(shape) for shape in shapes], dim=1)
         return [
@@ -84,14 +93,14 @@ class Cropper:
         Args:
             steps: int64 (n,), the training step of each image.
             positions: int64 (n,), the place of each image in the global batch.
-            images: The n images.
+            images: The n encoded images.
             squares: uint8 (n, 3, side, side), which takes the centered square of each
                 image, resized as :func:`uno.data.decode.decode` does; black for an
                 image that cannot be decoded. None if no square is wanted.
 
         Returns:
             The views, uint8 (n, row_bytes), and for each image the reason why it has
-            none, or None.
+            none, or None. The views are black if there is a reason.
         """
         pixels = torch.zeros(len(images), self.row_bytes, dtype=torch.uint8)
         views = [
@@ -117,8 +126,17 @@ class Cropper:
         return pixels.numpy(), reasons
 
     def _planned(self, step: int, positions: np.ndarray) -> list[np.ndarray]:
-        """By kind: the numbers (n,V,23) of crops from whole images, or boxes (n,V,4)
-        on stored squares.
+        """Draw where to crop n images of one step.
+
+        Args:
+            step: The training step.
+            positions: int64 (n,), the place of each image in the global batch.
+
+        Returns:
+            For each kind of views an array. For ``resized`` crops it holds the random
+            numbers (n,V,23) that :func:`uno.augment.resized_boxes` takes. For other
+            crops it holds boxes (n,V,4) in pixels of the stored square: top, left,
+            height, width.
         """
         generator, chosen = (
             augment_generator(self.seed, self.stream, step),
@@ -141,6 +159,17 @@ class Cropper:
         out: list[tuple[Tensor, ...]],
         square_out: np.ndarray | None,
     ) -> None:
+        """Decode one image and write its views.
+
+        Args:
+            image: The encoded image.
+            planned: For each kind of views the row of this image in :meth:`_planned`.
+            out: For each kind its views, uint8 (3, size, size), which are written.
+            square_out: uint8 (3, side, side), which takes the stored square, or None.
+
+        Raises:
+            BadImage: The image cannot be decoded.
+        """
         square, whole = self._decode(image, square_out is not None)
         if square_out is not None:
             square_out[:] = square
@@ -155,11 +184,18 @@ class Cropper:
                 crop_(view, source, box, self.interpolation)
 
     def _decode(self, image: Image, with_square: bool) -> tuple[Any, Any]:
-        """Return the pixels that views are cut from, None for what no view needs.
+        """Return the pixels that views are cut from, with None for what no view needs.
+
+        Args:
+            image: The encoded image.
+            with_square: Whether the square is needed even if no view is cut from it.
 
         Returns:
-            The stored square uint8 (3, side, side), and the whole image uint8
-            (H, W, 3 or 4).
+            The stored square, uint8 (3, side, side), and the whole image, uint8 (H, W,
+            3 or 4).
+
+        Raises:
+            BadImage: The image cannot be decoded.
         """
         crops = {kind.crop for kind in self.kinds}
         needs_square = with_square or crops != {"resized"}
@@ -173,8 +209,9 @@ class Cropper:
 
     @cached_property
     def _draft_side(self) -> int:
-        """The side of an image at which its smallest crop still has as many pixels
-        as its view.
+        """The smallest side in pixels to which a decoder may reduce an image.
+
+        At this side the smallest ``resized`` crop still has as many pixels as its view.
         """
         resized = (kind for kind in self.kinds if kind.crop == "resized")
         return max(
@@ -188,11 +225,17 @@ def crop_(
     box: Sequence[int],
     interpolation: Interpolation = "bilinear",
 ) -> None:
-    """Write the ``box`` (top, left, height, width) of ``image`` uint8 (H,W,3 or 4) into
-    uint8 (3,size,size).
+    """Write a box of an image into a view, resized with antialiasing.
 
-    Resized with antialiasing and rounded; pixels outside are black, a fourth channel is
-    dropped.
+    A box of another size than the view must lie inside the image. A box of the view's
+    size is copied, and may reach outside the image. Pixels outside are then black. If
+    the box does not overlap the image at all, the view is left as it is.
+
+    Args:
+        view: uint8 (3,size,size), which is written.
+        image: uint8 (H,W,3 or 4). A fourth channel is dropped.
+        box: Top, left, height, width in pixels.
+        interpolation: The mode of ``torch.nn.functional.interpolate``.
     """
     top, left, height, width = box
     size = view.shape[-1]
@@ -206,6 +249,6 @@ def crop_(
             ]
         )
     elif -size < top < image.shape[0] and -size < left < image.shape[1]:
-        # negative: cut off
+        # F.pad cuts off at a negative width.
         edges = (-left, left + size - image.shape[1], -top, top + size - image.shape[0])
         view.copy_(F.pad(image[..., :3].permute(2, 0, 1), edges))

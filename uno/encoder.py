@@ -1,10 +1,12 @@
-"""Encoders (B, 3, S, S) -> (B, D): torchvision's ResNets with either stem, the small
-ResNet for tiny images, and whatever torchvision, timm or a callable of the user builds.
+"""Build encoders, which map images (B, 3, S, S) to features (B, D).
 
-State-dict keys are the library's own, without its classifier, so that encoders load
-anywhere: what we add, the pooling of maps, is a hook. The libraries are imported where
-a network is built: torchvision takes 2 s, which processes that only decode need not
-pay.
+There are torchvision's ResNets with either stem, a small ResNet for tiny images, and
+any encoder that torchvision, timm or a callable of the user builds.
+
+State-dict keys are those of the library, without its classifier, so that weights can be
+loaded anywhere. The pooling of maps and tokens is a forward hook and adds no keys.
+Libraries are imported where a network is built, because torchvision takes 2 s, which
+processes that only decode images need not spend.
 """
 
 import hashlib
@@ -24,16 +26,22 @@ from uno.errors import ConfigError, did_you_mean, one_line
 from uno.imports import check_origin, import_object, working_directory
 
 ONEDNN_BLOCK = 8  # channels that one AVX2 register holds
-PROBE_SIDE = 224  # of an encoder that does not say which images it takes
+PROBE_SIDE = 224  # side of the images for an encoder that names none, in pixels
 
 
 class SmallResNet(nn.Module):
-    """ResNet for tiny images (He et al. 2016, Sec. 4.2): stem, stages of widths w, 2w,
-    4w (theirs: three).
+    """ResNet for tiny images (He et al. 2016, Sec. 4.2).
 
-    Where the width changes the shortcut is torchvision's 1x1 convolution, not zero
-    padding. ``halved``: the stem is a 4x4 convolution of stride 2, theirs a 3x3 one of
-    stride 1.
+    It has a stem and stages of widths w, 2w, 4w and so on. The paper has three stages.
+    Where the width changes, the shortcut is a 1x1 convolution, as in torchvision, and
+    not zero padding.
+
+    Args:
+        width: w, the number of channels of the first stage.
+        blocks: The number of blocks of each stage.
+        stages: The number of stages.
+        halved: Whether the stem is a 4x4 convolution of stride 2. The paper's is a 3x3
+            convolution of stride 1.
     """
 
     def __init__(
@@ -51,7 +59,7 @@ class SmallResNet(nn.Module):
         _init_convolutions(self)
 
     def forward(self, images: Tensor) -> Tensor:
-        """(B, 3, S, S) -> (B, D)."""
+        """Compute features (B, D) of images (B, 3, S, S), D = w * 2^(stages - 1)."""
         x = torch.relu(self.bn1(self.conv1(images)))
         for i in range(self.num_stages):
             x = getattr(self, f"layer{i + 1}")(x)
@@ -59,14 +67,28 @@ class SmallResNet(nn.Module):
 
 
 SMALL_STEMS = {"cifar": (3, 1), "cifar_stride2": (4, 2)}
-"""Kernel and stride of the stems for small images, which pad by 1."""
+"""Kernel size and stride of the stems for small images. Their padding is 1."""
 
 
 def _small_stem(width: int, stem: str) -> nn.Conv2d:
+    """Build the first convolution of an encoder for small images.
+
+    Args:
+        width: The number of its output channels.
+        stem: ``cifar`` (3x3, stride 1) or ``cifar_stride2`` (4x4, stride 2).
+    """
     return nn.Conv2d(3, width, *SMALL_STEMS[stem], 1, bias=False)
 
 
 def _stage(inputs: int, outputs: int, blocks: int, stride: int) -> nn.Sequential:
+    """Build a stage of residual blocks (He et al. 2016).
+
+    Args:
+        inputs: The number of channels of the input.
+        outputs: The number of channels of every block.
+        blocks: The number of blocks.
+        stride: The stride of the first block. The others have stride 1.
+    """
     from torchvision.models.resnet import BasicBlock
 
     shortcut = None
@@ -89,8 +111,9 @@ def _stage(inputs: int, outputs: int, blocks: int, stride: int) -> nn.Sequential
 
 
 def _init_convolutions(module: nn.Module) -> None:
-    """Kaiming normal, fan-out, for all convolutions (the authors' choice for
-    low-resolution stems).
+    """Initialize all convolutions with Kaiming normal values, fan-out.
+
+    This is the authors' choice for the stems for small images.
     """
     for layer in module.modules():
         if isinstance(layer, nn.Conv2d):
@@ -98,8 +121,10 @@ def _init_convolutions(module: nn.Module) -> None:
 
 
 class Vectors(nn.Module):
-    """The encoder of rows that come as vectors of D numbers, its identity; D of 1
-    until the data is read.
+    """The encoder of rows that are vectors already: it returns its input.
+
+    Args:
+        num_features: D, the length of the vectors. It is 1 until the data is read.
     """
 
     def __init__(self, num_features: int) -> None:
@@ -107,7 +132,11 @@ class Vectors(nn.Module):
         self.num_features = num_features
 
     def forward(self, vectors: Tensor) -> Tensor:
-        """(B, D) -> the same. ConfigError: images, or vectors of another length."""
+        """Return the vectors (B, D) unchanged.
+
+        Raises:
+            ConfigError: The input are images, or vectors of another length.
+        """
         if vectors.shape[1:] != (self.num_features,):
             found = f"vectors of {vectors.shape[1]}" if vectors.ndim == 2 else "images"
             raise ConfigError(
@@ -117,11 +146,18 @@ class Vectors(nn.Module):
 
 
 def build_encoder(config: ModelConfig) -> nn.Module:
-    """Encoder module (B, 3, S, S) -> (B, D) with attribute ``num_features`` = D,
-    freshly initialized.
+    """Build the encoder that a configuration names, with fresh weights.
 
-    ConfigError: no such encoder, its package is missing, or it gives something else
-    than a vector an image.
+    Args:
+        config: The section ``model`` of the configuration.
+
+    Returns:
+        A module (B, 3, S, S) -> (B, D) with an attribute ``num_features`` = D; for
+        vectors (B, D) -> (B, D).
+
+    Raises:
+        ConfigError: The encoder does not exist, its package is missing, or a callable
+            of the user returns something else than an encoder.
     """
     if config.encoder == "resnet_small":
         return SmallResNet(
@@ -144,7 +180,14 @@ def build_encoder(config: ModelConfig) -> nn.Module:
 
 
 def _library_encoder(name: str) -> nn.Module:
-    """Build an encoder of timm, of torchvision, or of the user's own function."""
+    """Build an encoder of timm, of torchvision, or of the user's own function.
+
+    Args:
+        name: ``timm:NAME``, ``torchvision:NAME`` or ``package.module:NAME``.
+
+    Raises:
+        ConfigError: As for :func:`build_encoder`.
+    """
     encoder: Any
     library, _, what = name.partition(":")
     if library == "timm":
@@ -160,15 +203,19 @@ def _library_encoder(name: str) -> nn.Module:
 
 
 def _measured_width(name: str, encoder: nn.Module) -> int:
-    """Return the number of features that an encoder gives for an image.
+    """Return the number of features that an encoder computes for an image.
+
+    Args:
+        name: The name of the encoder, for the error.
+        encoder: The encoder. It is run on a black image in eval mode.
 
     Raises:
-        ConfigError: It fails on an image, or gives something else than a vector.
+        ConfigError: The encoder fails on the image, or does not return a vector.
     """
     side = image_side(encoder)
     training = encoder.training
     try:
-        # not inference_mode: what a module keeps from its first call is used later
+        # In inference_mode a tensor that a module caches could not be used in training.
         with torch.no_grad():
             width = encoder.eval()(torch.zeros(1, 3, side, side)).shape[1]
     except (RuntimeError, AssertionError, TypeError, ValueError) as error:
@@ -181,17 +228,29 @@ def _measured_width(name: str, encoder: nn.Module) -> int:
 
 
 def _from_timm(what: str) -> nn.Module:
+    """Build an encoder of timm without its classifier.
+
+    Raises:
+        ConfigError: timm has no such encoder, or is not installed.
+    """
     check_name("timm", what)
     import timm
 
     encoder = timm.create_model(what, pretrained=False, num_classes=0)
-    # some models, as MobileNetV3, have a layer between the pooled map and the classes
+    # Some models, such as MobileNetV3, have a layer between the pooled map and the
+    # classes.
     width = getattr(encoder, "head_hidden_size", None)
     encoder.num_features = width or encoder.num_features
     return encoder
 
 
 def _from_torchvision(what: str) -> nn.Module:
+    """Build an encoder of torchvision without its last linear layer.
+
+    Raises:
+        ConfigError: There is no such encoder, it has several outputs, or it does not
+            end in a linear classifier.
+    """
     from torchvision import models
 
     check_name("torchvision", what)
@@ -210,8 +269,9 @@ def _from_torchvision(what: str) -> nn.Module:
 
 
 def classifier_of(encoder: nn.Module) -> str:
-    """Name of the linear layer in which a model of torchvision ends; "" where it
-    ends in something else.
+    """Return the name of the linear classifier in which a model of torchvision ends.
+
+    It is "" if the model's last linear layer is not a classifier by its name.
     """
     last = [
         name for name, layer in encoder.named_modules() if isinstance(layer, nn.Linear)
@@ -220,7 +280,16 @@ def classifier_of(encoder: nn.Module) -> str:
 
 
 def check_name(library: str, what: str) -> None:
-    """ConfigError: timm is missing, or the library has no encoder of that name."""
+    """Check that timm or torchvision has an encoder of a name.
+
+    Args:
+        library: ``timm`` or ``torchvision``.
+        what: The library's name of the encoder. For timm it may have the name of
+            weights after a dot.
+
+    Raises:
+        ConfigError: timm is not installed, or the library has no encoder of that name.
+    """
     if library == "timm":
         if find_spec("timm") is None:
             raise ConfigError(
@@ -244,12 +313,19 @@ def check_name(library: str, what: str) -> None:
 
 
 def require_encoder(name: str, foreign: str | None = None) -> None:
-    """ConfigError: what ``model.encoder`` names is not at hand: no package, no such
-    name.
+    """Check that the encoder that ``model.encoder`` names can be found.
 
-    ``foreign`` is the directory of a model of which nobody said who made it. Where its
-    encoder is a callable, building it runs code, which must be of this machine: see
-    :func:`uno.imports.check_origin`.
+    The encoder is not built, but a callable of the user is imported.
+
+    Args:
+        name: The name of the encoder.
+        foreign: The directory of a model of unknown origin, or None. Code that such a
+            model names must not lie in that directory, see
+            :func:`uno.imports.check_origin`.
+
+    Raises:
+        ConfigError: The package is missing, no encoder has that name, or its code lies
+            in ``foreign``.
     """
     library, _, what = name.partition(":")
     if name in OWN_ENCODERS or library == VECTORS:
@@ -263,6 +339,14 @@ def require_encoder(name: str, foreign: str | None = None) -> None:
 
 
 def _callable(name: str) -> Callable[[], Any]:
+    """Import the user's function that builds an encoder.
+
+    Args:
+        name: ``package.module:NAME``.
+
+    Raises:
+        ConfigError: It cannot be imported, or cannot be called.
+    """
     found = import_object("model.encoder", name)
     if not callable(found):
         raise ConfigError(
@@ -273,7 +357,12 @@ def _callable(name: str) -> Callable[[], Any]:
 
 
 def _from_callable(name: str) -> nn.Module:
-    """What the user's own function returns."""
+    """Build an encoder by the user's own function.
+
+    Raises:
+        ConfigError: The function cannot be imported or called without arguments, or
+            does not return a module.
+    """
     build = _callable(name)
     with working_directory():
         try:
@@ -290,9 +379,17 @@ def _from_callable(name: str) -> nn.Module:
 
 
 def code_of(name: str, encoder: nn.Module | None = None) -> dict[str, dict[str, str]]:
-    """Of the ``encoder`` of this name (None: it is built), a callable of the user's:
-    ``code``, hashes of the modules that define it and its layers, and ``packages``,
-    their versions; {} for any other encoder.
+    """Return which code defines an encoder of the user's own.
+
+    Args:
+        name: The name of the encoder.
+        encoder: The encoder; it is built if this is None.
+
+    Returns:
+        Two mappings: ``code`` gives the SHA-256 of the file of each module that defines
+        the encoder or one of its layers, except for modules of torch; ``packages``
+        gives the version of each package, or "" if it is not known. The result is {}
+        for any encoder that is not a callable of the user.
     """
     if (
         name in OWN_ENCODERS
@@ -317,8 +414,16 @@ def code_of(name: str, encoder: nn.Module | None = None) -> dict[str, dict[str, 
 
 
 def changed_code(name: str, then: Any, now: Any) -> str:
-    """A sentence on the ``code`` of :func:`code_of` then and now, "" where it is the
-    same or not known.
+    """Return a sentence that says which modules of an encoder have changed.
+
+    Args:
+        name: The name of the encoder.
+        then: The ``code`` of :func:`code_of` when the run began.
+        now: The same, now.
+
+    Returns:
+        The sentence, without a full stop; "" if nothing has changed or either is not
+        known.
     """
     if then == now or not isinstance(then, dict) or not isinstance(now, dict):
         return ""
@@ -330,9 +435,22 @@ def changed_code(name: str, then: Any, now: Any) -> str:
 
 
 def _pooled(module: nn.Module, inputs: Any, output: Any) -> Tensor:
-    """One vector an image, (B, D): maps (B, D, h, w) are averaged over positions,
-    tokens (B, T, D) too, but where the module has a class token that is the vector.
-    ConfigError: anything else.
+    """Turn the output of an encoder into one vector for each image.
+
+    This is a forward hook. Vectors (B, D) stay. Maps (B, D, h, w) are averaged over
+    positions. Of tokens (B, T, D) the first is taken if the module has a class token.
+    Otherwise they are averaged.
+
+    Args:
+        module: The encoder.
+        inputs: The inputs, which are not used.
+        output: The output.
+
+    Returns:
+        (B, D).
+
+    Raises:
+        ConfigError: The output is of another kind.
     """
     if isinstance(output, Tensor):
         if output.ndim == 2:
@@ -353,8 +471,10 @@ def _pooled(module: nn.Module, inputs: Any, output: Any) -> Tensor:
 
 
 def image_side(encoder: nn.Module) -> int:
-    """Side S of the images that an encoder says it takes, in pixels; 224 where it
-    does not say.
+    """Return the side in pixels of the images for which an encoder was made.
+
+    The encoder says so by ``image_size``, ``patch_embed.img_size`` or
+    ``pretrained_cfg``. The result is 224 if it does not.
     """
     patches = getattr(getattr(encoder, "patch_embed", None), "img_size", None)
     described = (getattr(encoder, "pretrained_cfg", None) or {}).get("input_size")
@@ -367,9 +487,19 @@ def image_side(encoder: nn.Module) -> int:
 def frozen_parts(
     encoder: nn.Module, finetune: str
 ) -> tuple[list[str], list[nn.Parameter]]:
-    """What ``model.finetune`` keeps as it is: names of submodules, "" for the whole
-    encoder, and parameters that are in none of them, as a class token is. ConfigError:
-    ``last`` of an encoder without stages.
+    """Return the parts of an encoder that ``model.finetune`` keeps unchanged.
+
+    Args:
+        encoder: The encoder.
+        finetune: ``full`` freezes nothing, ``none`` the whole encoder, and
+            ``last_stage`` all that comes before the last stage or block.
+
+    Returns:
+        The names of frozen submodules ("" means the whole encoder), and frozen
+        parameters that are in none of these modules, such as a class token.
+
+    Raises:
+        ConfigError: ``last_stage``, and the encoder has no stages or blocks.
     """
     if finetune == "full":
         return [], []
@@ -397,8 +527,11 @@ STAGES = ("blocks", "stages", "layers", "features", "trunk_output", "encoder")
 
 
 def _last_stage(module: nn.Module) -> list[str]:
-    """Names that lead from ``module`` to its last stage or block; none where it has
-    no such.
+    """Find the last stage or block of a module.
+
+    Returns:
+        The names of the nested children that lead to it, from the outside; [] if the
+        module has none.
     """
     children = dict(module.named_children())
     numbered = [name for name in children if re.fullmatch(r"(layer|stage|s)\d+", name)]
@@ -423,5 +556,6 @@ def _last_stage(module: nn.Module) -> list[str]:
         for name, child in children.items()
         if next(child.parameters(), None) is not None
     ]
-    inner = _last_stage(children[weighty[0]]) if len(weighty) == 1 else []  # a wrapper
+    # The module is a wrapper.
+    inner = _last_stage(children[weighty[0]]) if len(weighty) == 1 else []
     return inner and [weighty[0], *inner]

@@ -1,24 +1,27 @@
-"""The ends of a command besides success (one line for the user and one exit code
-each), and their words.
-"""
+"""The errors that end a command with one line for the user and an exit code."""
 
 import difflib
 import errno
 from collections.abc import Callable, Iterable, Sequence
 
-RAY = "'ray[default,train,tune,data]>=2.60'"  # as pyproject.toml has it
+RAY = "'ray[default,train,tune,data]>=2.60'"  # the same text as in pyproject.toml
 
 
 class UnoError(Exception):
-    """What ends a command in one line for the user; ``exit_code`` is what the
-    process returns.
+    """An error that ends a command with one line for the user.
+
+    Attributes:
+        exit_code: The exit code of the process.
     """
 
     exit_code = 1
 
 
 class ConfigError(UnoError, ValueError):
-    """A configuration or data problem the user can fix; nothing was started."""
+    """A problem of the configuration or the data that the user can fix.
+
+    Nothing was started.
+    """
 
     exit_code = 2
 
@@ -36,19 +39,22 @@ class StorageError(UnoError):
 
 
 class Interrupted(UnoError):
-    """Stopped from outside after saving; the same command resumes."""
+    """The run was saved and stopped from outside; the same command resumes it."""
 
     exit_code = 75
 
 
 def one_line(error: object) -> str:
-    """The text of somebody else's error, at most 300 characters."""
+    """Return the text of a library's error on one line, at most 300 characters."""
     return " ".join(str(error).split())[:300]
 
 
 def printable(text: str, kept: str = "") -> str:
-    """``text`` with all that would steer a terminal escaped (``\\n``), but the
-    characters ``kept``.
+    r"""Escape the characters of a text that would control a terminal, such as ``\n``.
+
+    Args:
+        text: The text.
+        kept: Characters that are not escaped.
     """
     return "".join(c if c.isprintable() or c in kept else ascii(c)[1:-1] for c in text)
 
@@ -60,9 +66,18 @@ def did_you_mean(
     show: Callable[[str], str] = repr,
     likely: Sequence[str] = (),
 ) -> str:
-    """The end of an error line: ``; did you mean 'folder'?``, the nearest of ``known``
-    as ``show`` has it, or all that are ``likely``; where nothing is near,
-    ``; otherwise`` or nothing.
+    """Return the end of an error line that suggests a known word.
+
+    Args:
+        word: What the user wrote.
+        known: The words that are accepted.
+        otherwise: The hint if no known word is similar.
+        show: How a suggested word is shown; in quotes by default.
+        likely: Words to suggest, all of them, instead of the most similar known one.
+
+    Returns:
+        For example ``; did you mean 'folder'?``. Without a similar word it is ``; ``
+        and ``otherwise``, or "" if ``otherwise`` is empty.
     """
     near = likely or difflib.get_close_matches(word[:100], list(known), n=1)
     hint = f"did you mean {' or '.join(map(show, near))}?" if near else otherwise
@@ -70,8 +85,11 @@ def did_you_mean(
 
 
 def as_user_error(error: Exception) -> UnoError | None:
-    """What an error from elsewhere means to the user: a package or space is missing;
-    None: a defect.
+    """Turn an error of a library into an error for the user, if its cause is known.
+
+    Returns:
+        A ConfigError if a package is missing, a StorageError if the disk is full or
+        read-only, and None for any other error, which is a defect of the program.
     """
     if isinstance(error, ModuleNotFoundError):
         missing = (error.name or "").partition(".")[0]

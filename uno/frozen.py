@@ -387,9 +387,17 @@ def merge_clusters(
 
 
 def cluster_means(rows: Tensor, clusters: Tensor, num_clusters: int) -> Tensor:
-    """Return the directions (K, P) of the means of clusters (N,) of rows (N, P).
+    """Return the directions of the means of clusters.
 
     The direction of an empty cluster is zero.
+
+    Args:
+        rows: (N, P).
+        clusters: int64 (N,), the cluster of each row.
+        num_clusters: K.
+
+    Returns:
+        (K, P), rows of length one.
     """
     sums = torch.zeros(num_clusters, rows.shape[1]).index_add_(0, clusters, rows)
     return F.normalize(sums, dim=1)
@@ -460,7 +468,19 @@ def agreements(
 
 
 def half_clusters(clustering: Clustering, seed: int) -> Tensor:
-    """Cluster a random half of the unlabeled rows, and assign all rows to its means."""
+    """Cluster without half of the unlabeled rows, then assign all unlabeled rows.
+
+    The half is random, and all labeled rows are kept. Every unlabeled row is assigned
+    to the cluster whose mean has the largest cosine with it. In NCD clusters of known
+    classes are excluded.
+
+    Args:
+        clustering: The rows of the clustering to compare with.
+        seed: The seed of the half and of k-means.
+
+    Returns:
+        The cluster int64 (N,) of each row. A labeled row has its class.
+    """
     labels, points = clustering.labels, clustering.points
     free = (labels == FREE).nonzero().flatten()
     generator = torch.Generator().manual_seed(seed)

@@ -1,8 +1,8 @@
-"""Known head, projection heads and prototypes (paper Sec. 3.1, 3.3).
+"""Heads of the network: prototypes and projection heads (paper Sec. 3.1, 3.3).
 
-The paper's separate networks, n cluster and n overclustering heads, are stacked: one
-wide Linear + BatchNorm1d and one batched matmul serve all heads, with parameters and
-results equal to separate MLPs.
+The paper has n cluster heads and n overclustering heads, each with its own MLP. Here
+they are stacked: one wide Linear, one BatchNorm1d and one batched matrix product serve
+all heads. Parameters and results equal those of separate MLPs.
 """
 
 import math
@@ -13,8 +13,14 @@ from torch import Tensor, nn
 
 
 class Prototypes(nn.Module):
-    """Bias-free linear layer to cosines: its rows, (K, D) or (H, K, D) for H heads,
-    are unit vectors.
+    """Compute cosines with K prototypes, by a linear layer without bias.
+
+    ``weight`` holds the prototypes. They start at random with length one. Training
+    changes their length, and :meth:`uno.model.UnoModel.normalize_prototypes_` restores
+    it.
+
+    Args:
+        *shape: The shape of ``weight``: K, D, or H, K, D for H heads.
     """
 
     def __init__(self, *shape: int) -> None:
@@ -22,22 +28,35 @@ class Prototypes(nn.Module):
         self.weight = nn.Parameter(F.normalize(torch.randn(*shape), dim=-1))
 
     def forward(self, features: Tensor) -> Tensor:
-        """(..., B, D) features of any length -> (..., B, K) cosines, see
-        :meth:`cosines`.
-        """
+        """Compute cosines (..., B, K) with features (..., B, D) of any length."""
         return self.cosines(unit(features))
 
     def cosines(self, directions: Tensor) -> Tensor:
-        """Unit vectors (..., B, D) -> (..., B, K) in float32 at least: bf16 flips
-        0.8% of pseudo-labels.
+        """Compute cosines with rows of length one.
+
+        They are computed in float32 at least, also under autocast, because bfloat16
+        changes 0.8% of the pseudo-labels.
+
+        Args:
+            directions: Unit vectors (..., B, D).
+
+        Returns:
+            Cosines (..., B, K), in the type of ``directions``.
         """
         with torch.autocast(directions.device.type, enabled=False):
             return directions @ self.weight.mT.to(directions.dtype)
 
 
 class StackedProjector(nn.Module):
-    """H projection heads D -> hidden (BatchNorm, ReLU) -> projection_dim, evaluated
-    together.
+    """H projection heads, evaluated together.
+
+    Each head is an MLP with one hidden layer, BatchNorm and ReLU.
+
+    Args:
+        num_heads: H.
+        num_features: D, the length of the features.
+        hidden_dim: The width of the hidden layer of each head.
+        projection_dim: P, the number of outputs of each head.
     """
 
     def __init__(
@@ -47,7 +66,7 @@ class StackedProjector(nn.Module):
         self.num_heads = num_heads
         self.hidden = nn.Linear(num_features, num_heads * hidden_dim)
         self.bn = nn.BatchNorm1d(num_heads * hidden_dim)
-        # nn.Linear's default initialization, per head
+        # The default initialization of nn.Linear, for each head.
         bound = 1 / math.sqrt(hidden_dim)
         self.weight = nn.Parameter(
             torch.empty(num_heads, hidden_dim, projection_dim).uniform_(-bound, bound)
@@ -57,7 +76,10 @@ class StackedProjector(nn.Module):
         )
 
     def forward(self, features: Tensor) -> Tensor:
-        """(B, D) features -> (H, B, projection_dim) projections, not normalized."""
+        """Compute projections (H, B, projection_dim) of features (B, D).
+
+        The projections are not normalized.
+        """
         hidden = F.relu(self.bn(self.hidden(features)))  # (B, H * hidden)
         # (H, B, hidden)
         hidden = hidden.unflatten(1, (self.num_heads, -1)).transpose(0, 1)
@@ -65,8 +87,9 @@ class StackedProjector(nn.Module):
 
 
 def unit(vectors: Tensor) -> Tensor:
-    """(..., D) -> the same, of length one, in float32 at least; a zero vector stays
-    zero.
+    """Scale vectors (..., D) to length one, in float32 at least.
+
+    A zero vector stays zero.
     """
     return F.normalize(
         vectors.to(torch.promote_types(vectors.dtype, torch.float32)), dim=-1

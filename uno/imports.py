@@ -1,4 +1,4 @@
-"""Code of the user's own, which an option names as ``package.module:NAME``."""
+"""Import code of the user's own, which an option names as ``package.module:NAME``."""
 
 import logging
 import os
@@ -17,13 +17,19 @@ OBJECT_NAME = r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*"
 
 
 def is_object_name(name: str) -> bool:
-    """Whether ``name`` has the form ``package.module:NAME``."""
+    """Return whether ``name`` has the form ``package.module:NAME``."""
     return re.fullmatch(OBJECT_NAME, name) is not None
 
 
 def import_object(key: str, name: str) -> Any:
-    """The object that ``package.module:NAME`` names. ConfigError: it cannot be
-    imported; ``key`` is the field of the configuration that names it.
+    """Import the object that ``package.module:NAME`` names.
+
+    Args:
+        key: The field of the configuration that holds the name, for the error.
+        name: The name. Modules in the working directory are found, too.
+
+    Raises:
+        ConfigError: The object cannot be imported.
     """
     module, _, attribute = name.partition(":")
     with working_directory():
@@ -36,9 +42,18 @@ def import_object(key: str, name: str) -> Any:
 
 
 def check_origin(key: str, name: str, foreign: str) -> None:
-    """Warn that a model of unknown origin, in the directory ``foreign``, has code of
-    this machine imported: ``package.module:NAME``. ConfigError: the code would come
-    from that directory. Nothing is imported here.
+    """Check where the code of a model of unknown origin would be imported from.
+
+    Nothing is imported here. If the code is on this machine, a warning says which code
+    the model calls. If it is not installed at all, nothing happens.
+
+    Args:
+        key: The field of the model's configuration that holds the name.
+        name: The code, ``package.module:NAME``.
+        foreign: The directory of the model.
+
+    Raises:
+        ConfigError: The code lies in the directory of the model.
     """
     with working_directory():
         found = find_spec(name.partition(":")[0].partition(".")[0])
@@ -66,8 +81,9 @@ def check_origin(key: str, name: str, foreign: str) -> None:
 
 @contextmanager
 def working_directory() -> Iterator[None]:
-    """Search the working directory for modules, last: a file there hides nothing
-    that is installed.
+    """Search the working directory for modules during a ``with`` block.
+
+    It is searched last, so that a file there hides no installed module.
     """
     here = os.getcwd()
     if added := here not in sys.path:

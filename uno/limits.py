@@ -1,5 +1,7 @@
-"""The largest inputs that are accepted. What is beyond is refused in one line before
-memory is spent on it; docs/reference/limits.md is the table of them.
+"""The largest inputs that are accepted.
+
+A larger input is refused in one line, before memory is spent on it. The page
+docs/reference/limits.md is the table of these limits.
 """
 
 # bytes of an encoded image

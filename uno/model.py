@@ -1,4 +1,4 @@
-"""One network for known and novel classes (paper Sec. 3.1, Fig. 2)."""
+"""The network for known and novel classes (paper Sec. 3.1, Fig. 2)."""
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
@@ -17,12 +17,17 @@ BuildHead = Callable[[int, int], nn.Module]
 
 
 class Logits(NamedTuple):
-    """Cosines in float32 of V views; ``novel`` and ``over`` are None where the model
-    has no such heads.
+    """Cosines of V views with the prototypes, in float32.
 
-    ``features`` are the encoder's, which baselines rank and compare; ``directions`` the
-    projections of the cluster heads, then of the overclustering heads, at length one
-    and detached.
+    Attributes:
+        known: (V, B, C_l), of the known head.
+        novel: (V, H, B, C_u), of the cluster heads; None if the model has no novel
+            head.
+        over: (V, H, B, m C_u), of the overclustering heads; None if the model has none.
+        features: (V, B, D), the features of the encoder, before the adapter.
+        directions: (V, H or 2H, B, P), the projections of the cluster heads, then of
+            the overclustering heads, at length one and detached; None if the model has
+            no projection heads.
     """
 
     known: Tensor  # (V, B, C_l)
@@ -35,12 +40,19 @@ class Logits(NamedTuple):
 class UnoModel(nn.Module):
     """Shared encoder E, known head h, cluster heads g_i and overclustering heads o_i.
 
-    ``num_novel`` C_u of 0 builds the encoder and the known head of C_l outputs only
-    (pretraining). ``novel_head`` builds, from (C_u, D), a baseline's one novel head,
-    which reads the feature: (N, D) -> (1, N, C_u); default: UNO's projection heads.
-    ``adapter`` builds, from D, a module (N, D) -> (N, ``width``) through which that
-    head and the known one see the feature. What ``config.finetune`` freezes has no
-    gradient and stays in eval mode.
+    The parts of the encoder that ``config.finetune`` freezes have no gradient and stay
+    in eval mode.
+
+    Args:
+        config: The encoder and the sizes of the heads.
+        num_known: C_l, the number of outputs of the known head.
+        num_novel: C_u, the number of outputs of each cluster head. With 0, as in
+            pretraining, the model has the encoder and the known head only.
+        novel_head: Builds the single novel head of a baseline from (C_u, D). That head
+            maps features (N, D) to (1, N, C_u). None builds UNO's heads.
+        adapter: Builds from D a module (N, D) -> (N, ``width``), with an attribute
+            ``width``. All heads then see the features through it. It is built only if
+            ``num_novel`` is positive.
     """
 
     def __init__(
@@ -89,7 +101,7 @@ class UnoModel(nn.Module):
         self.train()
 
     def train(self, mode: bool = True) -> Self:
-        """As of any module, but for what is frozen."""
+        """Set training or eval mode; frozen parts stay in eval mode."""
         super().train(mode)
         for name in self._frozen:
             self.encoder.get_submodule(name).eval()
@@ -97,8 +109,10 @@ class UnoModel(nn.Module):
 
     @torch.no_grad()
     def normalize_prototypes_(self) -> None:
-        """Scale all prototypes to length one, in place: before training's forward,
-        evaluation, saving.
+        """Scale all prototypes to length one, in place.
+
+        This is called before each forward pass of training, before evaluation and
+        before saving.
         """
         for module in self.modules():
             if isinstance(module, Prototypes):
@@ -107,12 +121,16 @@ class UnoModel(nn.Module):
                 )
 
     def features(self, images: Tensor) -> Tensor:
-        """(B, 3, S, S) normalized images -> (B, D) pooled features z."""
+        """Compute the pooled features z (B, D) of normalized images (B, 3, S, S)."""
         return self.encoder(images)
 
     def forward(self, views: Sequence[Tensor]) -> Logits:
-        """V views (B, 3, S_v, S_v), or features (B, D) -> :class:`Logits`; views of
-        one size share a pass.
+        """Compute the logits of V views of the same B rows.
+
+        Args:
+            views: V tensors: normalized images (B, 3, S_v, S_v), or features (B, D),
+                which skip the encoder. Neighboring views of one size share a pass of
+                the encoder.
         """
         batches = [
             torch.cat(list(group))
@@ -123,7 +141,12 @@ class UnoModel(nn.Module):
         return self.heads(features, len(views))
 
     def heads(self, features: Tensor, num_views: int = 1) -> Logits:
-        """(V * B, D) features -> :class:`Logits`."""
+        """Compute the logits of features.
+
+        Args:
+            features: (V * B, D), the rows of view 0 first.
+            num_views: V.
+        """
         by_view = features.unflatten(0, (num_views, -1))
         if self.adapter is not None:
             features = self.adapter(features)
@@ -160,21 +183,37 @@ def build_model(
     novel_head: BuildHead | None = None,
     adapter: Callable[[int], Any] | None = None,
 ) -> UnoModel:
-    """A freshly initialized model; equal seeds give equal weights, the global random
-    state is left alone.
+    """Build a model with fresh weights.
+
+    Args:
+        config: The encoder and the sizes of the heads.
+        num_known: C_l, the number of known classes.
+        num_novel: C_u, the number of novel classes; 0 in pretraining.
+        seed: Equal seeds give equal weights. The global random state is not changed.
+        novel_head: As for :class:`UnoModel`.
+        adapter: As for :class:`UnoModel`.
     """
     with torch.random.fork_rng(devices=[]):
-        # torch.manual_seed would reseed CUDA's too
+        # torch.manual_seed would also seed the generators of CUDA.
         torch.default_generator.manual_seed(seed)
         return UnoModel(config, num_known, num_novel, novel_head, adapter)
 
 
 @torch.inference_mode()
 def forward(model: UnoModel, images: Tensor, config: Config) -> Logits:
-    """What ``model``, in eval mode, says of images uint8 (B, 3, S, S), on any device,
-    under the evaluation view: V = 1; or of that view's features, float (B, D), or first
-    among cached ones (B, 1 + V, D). Whoever looks at rows without training on them asks
-    here.
+    """Compute the logits of images as evaluation sees them, without gradient.
+
+    Everything that looks at images without training on them uses this function.
+
+    Args:
+        model: The model, in eval mode.
+        images: On any device: uint8 images (B, 3, S, S), of which the center crop is
+            used; or features of that crop, float (B, D); or cached features (B, 1 + V,
+            D), of which the first of each row are used.
+        config: The configuration of the run.
+
+    Returns:
+        The logits of one view, V = 1, on the model's device.
     """
     assert not model.training
     side = min(config.augment.large.size, images.shape[-1])
@@ -185,8 +224,17 @@ def forward(model: UnoModel, images: Tensor, config: Config) -> Logits:
 
 
 def features_of(model: UnoModel, images: Tensor | RowBlocks, config: Config) -> Tensor:
-    """Pooled features z (N, D) float32, on the model's device, of images uint8 (N, 3,
-    S, S), N >= 1, or of their cached features, which pass no head.
+    """Compute pooled features z of images in batches.
+
+    Args:
+        model: The model, in eval mode.
+        images: uint8 images (N, 3, S, S), N >= 1; or features (N, D); or cached
+            features (N, 1 + V, D), of which the first of each row are used.
+        config: The configuration of the run.
+
+    Returns:
+        float32 (N, D), on the model's device. Given features are only moved and
+        converted.
     """
     if images.ndim < 4:
         plain = images[:, 0] if images.ndim == 3 else images[:]

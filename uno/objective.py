@@ -1,5 +1,7 @@
-"""The unified objective, from Sinkhorn to the step that minimizes it (paper Sec.
-3.1-3.3, appendix "Multi-view aggregation strategies").
+"""The unified objective, from Sinkhorn to the step that minimizes it.
+
+It follows the paper's Sec. 3.1-3.3 and the appendix "Multi-view aggregation
+strategies".
 """
 
 from collections.abc import Sequence
@@ -17,32 +19,38 @@ from uno.steps import Batch, forward, update_
 def sinkhorn(
     logits: Tensor, epsilon: float, num_iters: int, prior: Tensor | None = None
 ) -> Tensor:
-    """Soft assignment of rows to equally used clusters: Sinkhorn-Knopp on
-    ``exp(logits / epsilon)``; or to clusters used in proportion to ``prior`` (K,),
-    which is positive.
+    """Assign rows softly to clusters of equal or given size, by Sinkhorn-Knopp.
 
-    Each iteration first gives every cluster its mass, then every row mass one, so rows
-    of the result sum to one while the cluster marginals hold only approximately: at 3
-    iterations (the paper's, from SwAV) that is wanted, converging hurts small batches.
-    Works in the log domain, where ``exp(1 / 0.05)`` cannot overflow and a starved
-    cluster cannot divide by zero; half precision is raised to float32.
+    It solves Eq. 4 approximately, starting from ``exp(logits / epsilon)``. Each
+    iteration first gives every cluster its mass and then every row mass one. So the
+    rows of the result sum to one, while the masses of the clusters hold only
+    approximately. With the paper's 3 iterations, from SwAV, that is wanted: full
+    convergence hurts small batches. The computation is in the log domain, where ``exp(1
+    / 0.05)`` cannot overflow and a cluster without mass causes no division by zero.
+    Half precision is raised to float32.
 
-    (..., B, K) cosines of B unlabeled rows to K prototypes, batched over views and
-    heads -> (..., B, K) non-negative, rows summing to one, without gradient.
-    ``epsilon`` weighs the entropy H(Y) in Eq. 4.
+    Args:
+        logits: (..., B, K), cosines of B unlabeled rows with K prototypes. Leading
+            dimensions, such as views and heads, are independent.
+        epsilon: The weight of the entropy H(Y) in Eq. 4.
+        num_iters: The number of iterations.
+        prior: Positive shares (K,) of the clusters; None for equal shares.
+
+    Returns:
+        (..., B, K), non-negative, without gradient. Rows sum to one.
     """
     scores = (
         logits.detach().to(torch.promote_types(logits.dtype, torch.float32)) / epsilon
     )
-    # sums over 5 clusters in a row would not vectorize
+    # Sums over few adjacent clusters would not be vectorized, so the rows come last.
     by_cluster = scores.shape[-1] < scores.shape[-2]
     scores = scores.mT.contiguous() if by_cluster else scores
     over_rows, over_clusters = (-1, -2) if by_cluster else (-2, -1)
     mass = None if prior is None else prior.to(scores.dtype).log()
     mass = mass.unsqueeze(-1) if mass is not None and by_cluster else mass
     for _ in range(num_iters):
-        scores = scores.log_softmax(dim=over_rows)  # every cluster gets the same mass
-        scores = scores if mass is None else scores + mass  # or its own
+        scores = scores.log_softmax(dim=over_rows)  # equal masses of clusters
+        scores = scores if mass is None else scores + mass  # or the masses of the prior
         scores = scores.log_softmax(dim=over_clusters)  # every row gets mass one
     return scores.exp().mT if by_cluster else scores.exp()
 
@@ -55,14 +63,21 @@ def pseudo_labels(
     hard: bool = False,
     prior: Tensor | None = None,
 ) -> Tensor:
-    """Targets of the unlabeled rows, one per large view (Eq. 4-5; appendix for the two
-    averages).
+    """Compute the targets of the unlabeled rows, one for each large view (Eq. 4-5).
 
-    (V, H, B, K) cosines of the GLOBAL unlabeled batch under each large view and head ->
-    the same shape, rows summing to one, without gradient. ``epsilon``, ``num_iters``,
-    ``prior`` (K,) are Sinkhorn's. ``aggregation``: ``swap`` keeps one target per view;
-    ``average_pseudo_labels`` and ``average_logits`` give every view the same one,
-    averaged after or before Sinkhorn. ``hard``: one-hot vectors of the argmax.
+    Args:
+        logits: (V, H, B, K), cosines of the GLOBAL unlabeled batch for each large view
+            and head.
+        epsilon: As for :func:`sinkhorn`.
+        num_iters: As for :func:`sinkhorn`.
+        aggregation: ``swap`` keeps one target per view. ``average_pseudo_labels`` and
+            ``average_logits`` give all views the same target, averaged after or before
+            Sinkhorn (see the paper's appendix).
+        hard: Whether targets are one-hot vectors of the most likely cluster.
+        prior: Positive shares (K,) of the clusters; None for equal shares.
+
+    Returns:
+        (V, H, B, K), without gradient. Rows sum to one.
     """
     num_views = len(logits)
     if aggregation == "average_logits":
@@ -83,32 +98,37 @@ def discovery_loss(
     temperature: float,
     concat: bool = True,
 ) -> Tensor:
-    """Cross-entropy of view w against the target of view v, for all ordered pairs v !=
-    w (Eq. 1-3).
+    """Compute the cross-entropy of view w against the target of view v (Eq. 1-3).
 
-    Labeled rows come first. Their target is the zero-padded one-hot label, that of
-    unlabeled rows the zero-padded pseudo-label (Eq. 2). A target y that sums to one has
-    the cross-entropy ``logsumexp(l / tau) - <y, l / tau>``, so nothing is padded and no
+    All ordered pairs v != w count. The target of a labeled row is its one-hot label,
+    padded with zeros to all outputs. The target of an unlabeled row is its
+    pseudo-label, padded likewise (Eq. 2). For a target y that sums to one the
+    cross-entropy is ``logsumexp(l / tau) - <y, l / tau>``. So nothing is padded, and no
     logits are concatenated.
 
-    Cosines, float32 or float64, of B rows: ``known`` (V, B, C_l), ``families`` F times
-    (V, H, B, K_f), cluster heads, then overclustering heads. ``labels`` (B_l,) are
-    known-class indices of the first B_l rows, ``targets`` F times (V_large, H, B_u,
-    K_f) the others' pseudo-labels; small views have none. In the GCD setting they are
-    (V_large, H, B_u, C_l + K_f), also over known outputs, and sum to one. ``concat``:
-    one softmax over known and novel outputs; False is the paper's ablation:
-    cross-entropy of labeled rows over known outputs, of unlabeled rows over novel
-    outputs.
+    Args:
+        known: (V, B, C_l), cosines with the known prototypes, float32 or float64.
+            Labeled rows come first.
+        families: F tensors (V, H, B, K_f), cosines of the cluster heads, then those of
+            the overclustering heads.
+        labels: int64 (B_l,), the known classes of the first B_l rows.
+        targets: F tensors (V_large, H, B_u, K_f), pseudo-labels of the other rows. Only
+            large views have targets. In the GCD setting they are (V_large, H, B_u, C_l
+            + K_f), known outputs included. Rows sum to one.
+        temperature: tau, the divisor of the cosines.
+        concat: Whether one softmax covers known and novel outputs. False is the paper's
+            ablation: the softmax of labeled rows covers known outputs, and that of
+            unlabeled rows covers novel outputs.
 
-    Returns (F, H), the loss of each head: the mean over ordered pairs and over all B
-    rows.
+    Returns:
+        (F, H), the loss of each head: the mean over ordered pairs and over all B rows.
     """
     num_labeled, num_large, (num_views, num_rows, _) = (
         len(labels),
         len(targets[0]),
         known.shape,
     )
-    # [v, w]: the target of v teaches w
+    # Entry [v, w] is 1 if view w is trained with the target of view v.
     pairs = known.new_ones(num_large, num_views).fill_diagonal_(0)
     num_terms = num_large * (num_views - 1) * num_rows
     losses = []
@@ -151,19 +171,30 @@ def global_targets(
     known: Tensor | None = None,
     prior: Tensor | None = None,
 ) -> list[Tensor]:
-    """Pseudo-labels of this worker's unlabeled rows, computed over the GLOBAL unlabeled
-    batch.
+    """Compute pseudo-labels of this worker's unlabeled rows from the GLOBAL batch.
 
-    One collective serves all views, heads and families: their logits travel side by
-    side. Families (V, H, B, K) of which the first ``num_large`` views give targets and
-    the first ``num_labeled`` rows have labels -> (V_large, H, B_u, K) each. ``past``:
-    per family (V_large, H, Q, K) logits of rows of earlier batches that Sinkhorn sees
-    besides.
+    The global batch has the rows of all workers. Their logits are gathered by a single
+    collective for all views, heads and families.
 
-    ``prior``: shares of unlabeled rows that outputs may expect. (C_u,): those of a
-    cluster head. (C,): rows may be of known classes, too, and choose by ``known`` (V,
-    B, C_l) as well: targets are (V_large, H, B_u, C_l + K). The clusters of an
-    overclustering head share alike in what novel classes have.
+    Args:
+        families: F tensors (V, H, B, K_f), cosines of the cluster heads, then those of
+            the overclustering heads. B are this worker's rows.
+        num_large: The first ``num_large`` views give targets.
+        num_labeled: The first ``num_labeled`` rows have labels.
+        objective: The settings of Sinkhorn and of the pseudo-labels.
+        past: F tensors (V_large, H, Q, K_f), cosines of Q rows of earlier batches,
+            which Sinkhorn sees in addition. They get no targets.
+        known: (V, B, C_l), cosines with the known prototypes. They are used only if
+            ``prior`` covers all C outputs.
+        prior: The expected shares of the unlabeled rows in the outputs; None for equal
+            shares. (C_u,) is for the cluster heads. (C,) means that unlabeled rows may
+            be of known classes, too (GCD). Their targets then cover the known outputs
+            as well. The overclustering heads divide the share of all novel classes
+            equally among their clusters.
+
+    Returns:
+        F tensors (V_large, H, B_u, K_f), or (V_large, H, B_u, C_l + K_f) with a prior
+        over all C outputs. Rows sum to one.
     """
     priors: list[Tensor | None] = [prior, *[None] * (len(families) - 1)]
     if prior is not None and known is not None and len(prior) > families[0].shape[-1]:
@@ -195,9 +226,19 @@ def global_targets(
 def discovery_step(
     state: TrainState, batch: Batch, config: Config, lr: float
 ) -> Tensor:
-    """Unified step on labeled and unlabeled rows (Eq. 1-5, Sec. 3.3): mean over
-    families and heads. In the GCD setting unlabeled rows choose among all C outputs
-    (UNO+: Vaze et al., CVPR 2022).
+    """Train on labeled and unlabeled rows with the unified objective (Eq. 1-5).
+
+    The loss is the mean over families and heads (Sec. 3.3). In the GCD setting the
+    unlabeled rows choose among all C outputs (UNO+, Vaze et al., CVPR 2022).
+
+    Args:
+        state: The state of training. It is updated.
+        batch: The batch.
+        config: The configuration of the run.
+        lr: The learning rate.
+
+    Returns:
+        The loss (1,), detached.
     """
     logits, objective = forward(state, batch), config.objective
     assert logits.novel is not None

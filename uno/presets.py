@@ -1,26 +1,29 @@
-"""Named settings: where they differ from the schema's defaults, which are the paper's
-for CIFAR10.
+"""Presets: named settings that differ from the defaults of the schema.
+
+The defaults are the paper's settings for CIFAR10. Comments name the source of a value:
 
 - [paper]: Fini et al., ICCV 2021, Sec. 4.1 "Implementation Details" and Tab. 1;
 - [release]: the authors' first public code, where the paper gives no number (momentum,
   warm-up, magnitudes);
 - [v2]: the authors' improved recipe, published with their code after the paper.
 
-Where our numbers are not the authors' for reasons that are no preset's (executed side
-by side in float64):
+Some differences from the authors' code are not due to a preset. Both were run side by
+side in float64:
 
-- Rates: the first release sums the losses of the two head families, which are averaged
-  here and in v2: at one learning rate ``paper`` takes half its gradient (and the
-  release's README has batches of 256). Without overclustering the cluster heads' share
-  goes from 1/2 to 1 here, and stays 1 there.
-- BatchNorm: the release runs encoder and projector once a view, here views of one size
-  share a pass of the encoder and all views one of the projector, which small crops need
-  (record ``2026-11-23_views-digits``).
-- The learning rate is a function of the step, there of the epoch. CIFAR10's std is the
-  pixels', the release's a mean of images' own. v2 pretrains there with batches of 256.
-- ImageNet in memory is cut from stored squares of 256 px, streamed from whole images as
-  theirs. rKD's authors have no overclustering heads on CIFAR
-  (``--model.overcluster-factor 0``).
+- Learning rate: The first release adds the losses of the two head families. Here and in
+  v2 they are averaged. At the same learning rate the recipe ``paper`` therefore takes
+  half the release's gradient. (The release's README uses batches of 256.) Without
+  overclustering the weight of the cluster heads rises from 1/2 to 1 here, and stays 1
+  there.
+- BatchNorm: The release runs the encoder and the projector once for each view. Here
+  views of one size share a pass of the encoder, and all views share a pass of the
+  projector, which small crops need (record ``2026-11-23_views-digits``).
+- The learning rate is a function of the step here, and of the epoch there. The std of
+  CIFAR10 is that of the pixels here, and the mean of the std of each image in the
+  release. v2 pretrains there with batches of 256.
+- Views of ImageNet in memory are cut from stored squares of 256 px. Streamed images are
+  cut from whole images, as in the authors' code. The authors of rKD have no
+  overclustering heads on CIFAR (``--model.overcluster-factor 0``).
 
 Precedence: defaults < preset < YAML < command line < Tune sample.
 """
@@ -35,6 +38,7 @@ Values = dict[str, Any]
 
 
 def _views(kind: str, **values: Any) -> Values:
+    """Return values of one kind of views (``large`` or ``small``) by dotted key."""
     return {f"augment.{kind}.{key}": value for key, value in values.items()}
 
 
@@ -216,33 +220,46 @@ PRESETS: dict[str, tuple[Values, Values]] = {
     "scratch": ({}, CIFAR_V2),
 }
 CPU: dict[str, Values] = {"cifar10": CIFAR_CPU}
-"""What the recipe ``cpu`` changes in the paper's values."""
+"""The settings of the recipe ``cpu`` that differ from the paper's, by preset."""
 
-# kinds of sources with presets of their own
+# The kinds of sources that have presets.
 BENCHMARKS = ("digits", "cifar10", "cifar100", "imagenet")
 
 
 def is_custom_data(given: Mapping[str, Any]) -> bool:
-    """Whether the data of dotted keys is the user's, not that of a benchmark, whose
-    rows are the paper's.
+    """Return whether the data is the user's own, and not that of a benchmark.
+
+    Args:
+        given: The settings that the user gives, by dotted key.
     """
     kind = str(given.get("data.source", "digits")).partition(":")[0]
     return given.get("data.labeled") is not None or kind not in BENCHMARKS
 
 
 IMAGE_SIZE = "image_size"
-"""One key for the side of images in pixels; what it sets is
-:func:`apply_image_size`.
-"""
+"""The key of the side of images in pixels, see :func:`apply_image_size`."""
 SIZES = ("augment.large.size", "data.stored_size", "augment.small.size")
 
 
 def apply_image_size(
     config: Config, given: Mapping[str, Any], described: Mapping[str, Any] | None = None
 ) -> Values:
-    """``given`` with its one size of images spelled out: all lengths in pixels, in the
-    proportions of ``config``, unless ``described`` by an encoder's maker. ConfigError:
-    another size is given, too.
+    """Replace the key ``image_size`` by all lengths in pixels that follow from it.
+
+    The lengths keep the proportions that they have in ``config``.
+
+    Args:
+        config: The configuration of the preset.
+        given: The settings that the user gives, by dotted key.
+        described: The lengths, mean and std that an encoder's maker gives. They replace
+            those that follow from the proportions.
+
+    Returns:
+        The settings, without ``image_size``. Those of ``given`` come before those of
+        ``described``.
+
+    Raises:
+        ConfigError: The user gives a length that differs from ``image_size``.
     """
     own = {key: value for key, value in given.items() if key != IMAGE_SIZE}
     if (size := given.get(IMAGE_SIZE)) is None:
@@ -267,13 +284,27 @@ def apply_image_size(
 
 
 def preset(name: str, recipe: str = "paper") -> Config:
-    """The configuration of a preset and a recipe. ConfigError: there is no such."""
+    """Return the configuration of a preset and a recipe.
+
+    Args:
+        name: The preset, a key of ``PRESETS``.
+        recipe: ``paper``, ``v2``, or for some presets ``cpu``.
+
+    Raises:
+        ConfigError: There is no such preset, or it has no such recipe.
+    """
     return override(Config(), preset_values(name, recipe))
 
 
 def preset_values(name: str, recipe: str = "paper") -> Values:
-    """What a preset changes, by dotted key; ``cifar100-20`` is ``cifar100_20``.
-    ConfigError: no such one.
+    """Return the settings of a preset and a recipe, by dotted key.
+
+    Args:
+        name: The preset. A dash counts as an underscore: ``cifar100-20``.
+        recipe: ``paper``, ``v2``, or for some presets ``cpu``.
+
+    Raises:
+        ConfigError: There is no such preset, or it has no such recipe.
     """
     name = name.replace("-", "_")
     if name not in PRESETS:

@@ -1,5 +1,6 @@
-"""What discovery starts from: prototypes at clusters of the features, and the prior
-of the classes.
+"""Initialize the prototypes of discovery, and compute the prior of the classes.
+
+Prototypes start at clusters of the features of the training rows.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,26 +27,31 @@ from uno.methods import load
 from uno.model import UnoModel, features_of
 
 NUM_STARTS = 10
-MAX_ROWS = 20_000  # of a kind, that are clustered
-# of resident rows that are shared: workers get about as many rows each
+MAX_ROWS = 20_000  # of each kind that are clustered
+# Limits of the batches of rows in memory, so that workers get about equally many rows.
 MIN_BATCH_ROWS, MAX_BATCHES = 32, 64
 
 Kind = Literal["labeled", "unlabeled"]
 KINDS: tuple[Kind, ...] = ("labeled", "unlabeled")
 Load = Callable[[Sequence[np.ndarray]], Iterator[tuple[Tensor | RowBlocks, np.ndarray]]]
-"""Images of batches of numbers, and bool (n,) which of them could be read, of the
-others anything.
+"""Reads images: takes the numbers of the n images of each batch, int64 (n,).
+
+For each batch it yields the images, and bool (n,), which of them could be read. The
+pixels of the others have no meaning.
 """
 
 
 class Clustering(NamedTuple):
-    """Clusters of N_u unlabeled rows: one for each of K outputs, known ones first in
-    the GCD setting.
+    """A clustering of N_u unlabeled rows into K clusters, one for each output.
+
+    In the GCD setting K = C and the known outputs come first. In other settings K =
+    C_u.
     """
 
-    assignment: Tensor  # (N_u,) int64
-    centers: Tensor  # (K, D), of the unit features of all rows, of length one
-    prior: Tensor  # (K,) shares of the unlabeled rows, positive, which sum to one
+    assignment: Tensor  # int64 (N_u,), the cluster of each unlabeled row
+    # (K, D), the mean direction of each cluster's rows; for GCD with the labeled rows
+    centers: Tensor
+    prior: Tensor  # (K,), positive shares of the unlabeled rows, which sum to one
 
 
 def clusters_of(
@@ -56,17 +62,29 @@ def clusters_of(
     setting: str | None,
     seed: int,
 ) -> Clustering:
-    """Cluster features ``unlabeled`` (N_u, D), on the CPU: K = C_l + C_u in the GCD
-    ``setting``, by k-means with the rows ``labeled`` (N_l, D) fixed to their classes
-    ``labels`` (N_l,), in whitened principal directions; in any other K = C_u by plain
-    k-means.
+    """Cluster the features of the unlabeled rows, on the CPU.
 
-    Directions count, so every row is scaled to length one. In the GCD setting of
-    Caltech-24 the K - 1 leading directions give 95% of the rows' classes, features as
-    they are 94%, 96 directions 83%. In the NCD setting rows are scaled once more around
-    the mean of all: with what all rows share left in, ten starts miss the best optimum
-    under one seed in six. A cluster without rows counts as one row in the prior, so
-    that its output is not closed for good.
+    In the GCD setting there are K = C_l + C_u clusters. They come from k-means on
+    whitened principal directions, with the labeled rows fixed to their classes. In
+    other settings there are K = C_u clusters, from plain k-means.
+
+    Every row is first scaled to length one, because only directions count. In the GCD
+    setting of Caltech-24 the K - 1 leading directions give 95% of the rows their class.
+    Features as they are give 94%, and 96 directions give 83%. In other settings rows
+    are centered by the mean of all rows and scaled once more. Without this, ten starts
+    of k-means miss the best optimum with one seed in six.
+
+    Args:
+        unlabeled: Features (N_u, D).
+        labeled: Features (N_l, D).
+        labels: int64 (N_l,), known classes.
+        num_novel: C_u.
+        setting: ``gcd`` or another setting.
+        seed: The seed of k-means.
+
+    Returns:
+        The clusters. A cluster without unlabeled rows counts as one row in the prior,
+        so that its output can still get rows later.
     """
     rest = F.normalize(unlabeled.cpu().float(), dim=1)
     points, labels = (
@@ -93,14 +111,23 @@ def clusters_of(
 
 
 def shrink_prior(prior: Tensor, found: Tensor, true: Tensor) -> Tensor:
-    """Shares (K,) of k-means clusters, drawn toward equal ones as far as k-means may be
-    mistaken.
+    """Move the shares of k-means clusters toward equal shares.
 
-    Known classes tell how far: clusters of their labeled rows, matched with them, have
-    shares ``found`` (C,) where ``true`` (C,) are right. Relative to an equal share,
-    clusters spread by what classes do and by the error besides, so of their variance v,
-    with an error of mean square e, max(0, 1 - e / v) is kept (James and Stein 1961):
-    99% of Caltech-24, nothing of CIFAR10 at 96 px.
+    The known classes tell how far k-means can be trusted. The labeled rows are
+    clustered, too, and the shares of their clusters are compared with the true shares.
+    Shares are taken relative to an equal share, minus one. Their variance v comes from
+    the sizes of the classes and from the error of k-means. If that error has the mean
+    square e, the part max(0, 1 - e / v) is kept (James and Stein, 1961). That is 99%
+    for Caltech-24, and nothing for CIFAR10 at 96 px.
+
+    Args:
+        prior: Shares (K,) of the k-means clusters of unlabeled rows, which sum to one.
+        found: Shares (C_l,) of labeled rows in the clusters that match the known
+            classes.
+        true: Shares (C_l,) of labeled rows in the known classes.
+
+    Returns:
+        Shares (K,), which sum to one.
     """
     spread, error = len(prior) * prior - 1, len(true) * (found - true)
     kept = 1 - error.square().mean() / spread.square().mean().clamp(min=1e-12)
@@ -108,9 +135,16 @@ def shrink_prior(prior: Tensor, found: Tensor, true: Tensor) -> Tensor:
 
 
 def known_shares(labeled: Tensor, labels: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Shares (C_l,) of labeled rows in k-means clusters that match known classes best,
-    and in these classes: what :func:`shrink_prior` compares, of features (N_l, D) and
-    labels (N_l,).
+    """Compare the sizes of k-means clusters of labeled rows with those of classes.
+
+    Args:
+        labeled: Features (N_l, D).
+        labels: int64 (N_l,), known classes.
+        seed: The seed of k-means.
+
+    Returns:
+        Two tensors (C_l,), as :func:`shrink_prior` takes them: the share of rows in the
+        cluster that matches each known class best, and in the class itself.
     """
     num_known = int(labels.max()) + 1
     rows = F.normalize(labeled.cpu().float(), dim=1)
@@ -132,14 +166,24 @@ def init_prototypes_(
     extra: dict[str, Tensor],
     keep_known: bool = False,
 ) -> dict[str, Tensor]:
-    """What discovery begins with besides the weights of ``model``: ``extra``, a
-    method's, and where the run has one the ``prior`` (C_u,), in the GCD setting (C,),
-    that :func:`uno.objective.global_targets` takes.
+    """Initialize the prototypes of a model, and return the extra tensors of discovery.
 
-    With ``model.prototype_init`` kmeans prototypes are moved, in place, to clusters of
-    the training rows' features: known ones (unless ``keep_known``) to the means of
-    their classes, every cluster head's to the projected means of :func:`clusters_of`,
-    every overclustering head's to those of a k-means of its own.
+    With ``model.prototype_init kmeans`` prototypes are moved in place to clusters of
+    the training rows' features. Known prototypes go to the means of their classes. The
+    prototypes of each cluster head go to the projected means of :func:`clusters_of`,
+    and those of each overclustering head to the means of a k-means of its own. All
+    workers call this.
+
+    Args:
+        config: The configuration of the run.
+        model: The model.
+        train: The training data.
+        extra: The extra tensors of the method, which are kept.
+        keep_known: Whether the known prototypes stay as they are.
+
+    Returns:
+        ``extra``, and a ``prior`` for :func:`uno.objective.global_targets` if the run
+        has one: shares (C_u,), or (C,) in the GCD setting.
     """
     mixed, num_known, num_novel = (
         config.data.setting == "gcd",
@@ -164,7 +208,7 @@ def init_prototypes_(
         )
     )
     if config.model.prototype_init == "kmeans":
-        # a known class is below 0
+        # A row of a known class gets a negative number.
         cluster = found.assignment - num_known if mixed else found.assignment
         _move_prototypes_(
             model,
@@ -193,6 +237,20 @@ def _move_prototypes_(
     cluster: Tensor,
     seed: int,
 ) -> None:
+    """Move the prototypes of all heads to means of features, in place.
+
+    Args:
+        model: The model, which is changed, including the running statistics of the
+            projector's BatchNorm.
+        labeled: Features (N_l, D).
+        labels: int64 (N_l,), known classes; None keeps the known prototypes.
+        unlabeled: Features (N_u, D).
+        cluster: int64 (N_u,), the novel cluster of each unlabeled row; negative for
+            rows of known classes.
+        seed: The seed of the k-means of the overclustering heads. It clusters the
+            unlabeled rows of novel clusters. If there are fewer of them than prototypes
+            of a head, these heads stay as they are.
+    """
     device, num_heads, is_novel = (
         model.known.weight.device,
         model.num_heads,
@@ -214,8 +272,9 @@ def _move_prototypes_(
 
 
 class Sample(NamedTuple):
-    """What a model makes of at most ``MAX_ROWS`` training rows of each kind, on the
-    CPU.
+    """Features of a sample of the training rows, on the CPU.
+
+    It has at most ``MAX_ROWS`` labeled and as many unlabeled rows.
     """
 
     labeled: Tensor  # (N_l, D)
@@ -224,7 +283,10 @@ class Sample(NamedTuple):
 
 
 def training_features(config: Config, model: UnoModel, train: TrainData) -> Sample:
-    """:func:`sample_features` of one model."""
+    """Compute the features of a sample of the training rows by one model.
+
+    See :func:`sample_features`.
+    """
     return sample_features(config, [model], train)[0]
 
 
@@ -234,9 +296,22 @@ def sample_features(
     train: TrainData,
     kinds: Sequence[Kind] = KINDS,
 ) -> list[Sample]:
-    """Of each of ``models``: features of rows that are evenly spaced, by
-    :func:`~uno.data.images.spread`; images that cannot be read are left out. All
-    workers ask, and each reads a share. ConfigError: no image of a kind can be read.
+    """Compute the features of a sample of the training rows, by several models.
+
+    The rows are evenly spaced, see :func:`~uno.data.images.spread`. Images that cannot
+    be read are left out. All workers call this, and each computes a part.
+
+    Args:
+        config: The configuration of the run.
+        models: The models, in eval mode.
+        train: The training data.
+        kinds: ``("labeled", "unlabeled")``, or ``("labeled",)`` for no unlabeled rows.
+
+    Returns:
+        One sample for each model, equal on all workers.
+
+    Raises:
+        ConfigError: No image of a kind can be read.
     """
     if isinstance(train, TrainSet):
         rows = [
@@ -261,8 +336,10 @@ def sample_features(
             np.arange(len(numbers)),
             decoded_rows(size, config.data.stored_size),
         )
-        pieces = [order[:num], order[num:]]  # as resident ones
-        if train.images.groups(order[:0]) is not None:  # a group has both kinds
+        # labeled and unlabeled rows apart, as in memory
+        pieces = [order[:num], order[num:]]
+        # A group of rows in a file has both kinds.
+        if train.images.groups(order[:0]) is not None:
             pieces = [np.argsort(numbers, kind="stable")]
         batches = [
             own[batch]
@@ -282,7 +359,10 @@ def sample_features(
 
 
 def resident_batch_rows(config: Config, num_rows: int) -> int:
-    """Of a batch of ``num_rows`` rows in memory, however many workers share them."""
+    """Return the number of rows of a batch, if ``num_rows`` rows are in memory.
+
+    It does not depend on the number of workers.
+    """
     return min(
         config.train.eval_batch_size, max(MIN_BATCH_ROWS, -(-num_rows // MAX_BATCHES))
     )
@@ -294,9 +374,19 @@ def features_by_all(
     batches: Sequence[np.ndarray],
     load: Load,
 ) -> tuple[list[Tensor], Tensor]:
-    """Features (n, D) of each model of images 0 to n - 1, of which ``load`` reads some
-    of ``batches``, and bool (n,) which it could read, of others zeros. All workers ask,
-    and each reads a share.
+    """Compute features of images 0 to n - 1 by all workers together.
+
+    Every worker calls this with the same arguments, and computes a part of the batches.
+
+    Args:
+        config: The configuration of the run.
+        models: The models, in eval mode.
+        batches: The numbers of the images of each batch. Together they are 0 to n - 1.
+        load: Reads the images of batches, see :data:`Load`.
+
+    Returns:
+        The features (n, D) by each model, on its device, and bool (n,) on the CPU,
+        which images could be read. The features of the others are zeros.
     """
     (rank, world), num, device = (
         collectives.rank_and_world(),
@@ -329,6 +419,14 @@ def features_by_all(
 def _resident(
     train: TrainSet, rows: Sequence[np.ndarray], batches: Sequence[np.ndarray]
 ) -> Iterator[tuple[Tensor | RowBlocks, np.ndarray]]:
+    """Yield the images of batches of rows in memory, as :data:`Load` does.
+
+    Args:
+        train: The training data, in memory.
+        rows: The numbers of the chosen labeled rows, and of the chosen unlabeled rows.
+        batches: For each batch positions in ``rows``, labeled ones first. A batch holds
+            rows of one kind.
+    """
     num = len(rows[0])
     for batch in batches:
         images = train.labeled_images if batch[0] < num else train.unlabeled_images
@@ -341,14 +439,29 @@ def streamed(
     numbers: np.ndarray,
     batches: Sequence[np.ndarray],
 ) -> Iterator[tuple[Tensor | RowBlocks, np.ndarray]]:
-    """:data:`Load` of images that are row ``numbers`` (n,) of a source."""
+    """Yield the images of batches that are decoded now, as :data:`Load` does.
+
+    Args:
+        decode: Decodes batches of row numbers of a source.
+        numbers: int64 (n,), the row number in the source of each image.
+        batches: For each batch positions in ``numbers``.
+    """
     for _, pixels, reasons in decode(numbers[batch] for batch in batches):
         yield pixels, ok_mask(reasons)
 
 
 def _projections_(model: UnoModel, features: Tensor) -> Tensor:
-    """(N, D) features -> unit projections (H or 2H, N, P); BatchNorm's running
-    statistics become theirs.
+    """Compute the projections of features, at length one.
+
+    The running statistics of the projector's BatchNorm become those of these features,
+    and the model is left in training mode.
+
+    Args:
+        model: A model with projection heads.
+        features: (N, D).
+
+    Returns:
+        (H or 2H, N, P): those of the cluster heads, then of the overclustering heads.
     """
     projector = model.projector
     assert projector is not None
@@ -360,10 +473,14 @@ def _projections_(model: UnoModel, features: Tensor) -> Tensor:
 
 
 def set_to_class_means_(prototypes: Tensor, directions: Tensor, group: Tensor) -> None:
-    """Each prototype (K, P) to the mean direction of its ``group`` (N,), in place;
-    one without rows stays.
+    """Set each prototype to the mean direction of its group of rows, in place.
+
+    Args:
+        prototypes: (K, P). A prototype without rows stays.
+        directions: (N, P), rows of length one.
+        group: int64 (N,), the prototype 0 .. K - 1 of each row; -1 for none.
     """
-    # (N, K); -1 is in none
+    # (N, K); a row with -1 is in no group.
     member = F.one_hot(group.clamp(min=0), len(prototypes)) * (group >= 0)[:, None]
     member = member.to(directions)
     sums = member.T @ directions

@@ -1,14 +1,15 @@
 """Compute a frozen encoder on a CPU by another program than PyTorch.
 
-``compute.encoder_runtime`` names the program: OpenVINO, ONNX Runtime or torch.compile,
-in float32; in bfloat16 OpenVINO, with compute.precision bf16. The default is PyTorch,
-and nothing that is measured changes that, so that the same command gives the same
-features.
+``compute.encoder_runtime`` names the program: OpenVINO, ONNX Runtime or torch.compile.
+All compute in float32. With ``compute.precision bf16`` OpenVINO computes in bfloat16.
+The default is PyTorch, and no measurement changes that, so that the same command gives
+the same features.
 
-The features of the first images must equal PyTorch's in float32 up to
-:data:`TOLERANCE`, or :data:`OF_BF16`. Threads share the batches of a call. Each batch
-has :data:`BATCH_SIZE` images and is computed by one thread, so features do not depend
-on the number of threads.
+The features of the first images are compared with those of PyTorch in float32. The
+largest accepted difference is :data:`TOLERANCE`, or in bfloat16 :data:`OF_BF16` times
+that of PyTorch's own bfloat16. Threads share the batches of a call. Each batch has
+:data:`BATCH_SIZE` images and is computed by one thread, so features do not depend on
+the number of threads.
 """
 
 import logging
@@ -30,24 +31,32 @@ from uno.errors import ConfigError, one_line
 from uno.threads import start_pool
 
 TORCH = "torch"
-BF16 = "openvino"  # the one that computes in bfloat16 too
+BF16 = "openvino"  # the only runtime that also computes in bfloat16
 PACKAGES = {"openvino": ("openvino",), "onnx": ("onnxruntime", "onnx", "onnxscript")}
-"""What runtimes need."""
-# of the length of a row's features: a cosine above .999999; float32 differs by 1e-5
+"""The packages that each runtime needs."""
+# The largest accepted difference, relative to the length of a row's features. The
+# cosine is then above 0.999999. The difference in float32 is usually 1e-5.
 TOLERANCE = 1e-3
-# times the difference that PyTorch's own bfloat16 has: .01 to .05 of the length
+# The same for bfloat16, as a multiple of the difference between PyTorch's own bfloat16
+# and float32, which is 0.01 to 0.05 of the length.
 OF_BF16 = 2.0
 BATCH_SIZE = 8  # images that pass the encoder at once, on CPUs
-COMPARED_IMAGES = 16  # of which features are compared with PyTorch's
+COMPARED_IMAGES = 16  # images whose features are compared with PyTorch's
 
 Program = Callable[[Tensor], Tensor]
-"""float32 (B, 3, S, S) -> (B, D), of the B and S that it was built for, from any
-thread.
+"""A function that maps images, float32 (B, 3, S, S), to features (B, D).
+
+It accepts the B and S for which it was built, and can be called from any thread.
 """
 
 
 class Plan(NamedTuple):
-    """The runtime of an encoder, and whether it computes in bfloat16."""
+    """How an encoder is computed.
+
+    Attributes:
+        runtime: ``openvino``, ``onnx`` or ``compile``.
+        bf16: Whether it computes in bfloat16.
+    """
 
     runtime: str
     bf16: bool = False
@@ -60,7 +69,7 @@ def plan_of(config: Config, device: torch.device) -> Plan | None:
         None for PyTorch, which computes on GPUs whatever the configuration says.
 
     Raises:
-        ConfigError: As :func:`require_runtime`.
+        ConfigError: As for :func:`require_runtime`.
     """
     require_runtime(config)
     name = config.compute.encoder_runtime
@@ -70,8 +79,11 @@ def plan_of(config: Config, device: torch.device) -> Plan | None:
 
 
 def require_runtime(config: Config) -> None:
-    """ConfigError: ``compute.encoder_runtime`` is not installed, or does not compute
-    in the precision.
+    """Check that ``compute.encoder_runtime`` can be used.
+
+    Raises:
+        ConfigError: A package is not installed, or the runtime does not compute in the
+            precision of the run.
     """
     name = config.compute.encoder_runtime
     if missing := [
@@ -126,7 +138,15 @@ class Runtime(nn.Module):
         return self._run(self._program if same else own, images)
 
     def _build(self, images: Tensor) -> Program:
-        """Build the program, and compare its features of the first images."""
+        """Build the program, and compare its features with those of PyTorch.
+
+        Args:
+            images: The first images, float32 (B, 3, S, S).
+
+        Raises:
+            ConfigError: The runtime cannot compute the encoder, or gives other
+                features.
+        """
         name, bf16 = self.plan
         images = images.detach()[torch.arange(COMPARED_IMAGES) % len(images)]
         expected = self._run(partial(_torch, self.encoder), images)
@@ -139,14 +159,14 @@ class Runtime(nn.Module):
         try:
             program = BUILD[name](self.encoder, images, self._threads, bf16)
             found = self._run(program, images)
-        except Exception as error:  # those of converters have no name in common
+        except Exception as error:  # converters raise errors of many classes
             why = one_line(error)[:160] or type(error).__name__
             raise ConfigError(
                 f"compute.encoder_runtime {name} cannot compute this encoder: {why};"
                 f" {fix}"
             ) from error
         worst = float(_difference(found, expected).max())
-        if not worst <= tolerance:  # NaN is refused, too
+        if not worst <= tolerance:  # This also refuses NaN.
             raise ConfigError(
                 f"compute.encoder_runtime {name} gives features that differ from"
                 f" PyTorch's by {worst:.1e} of their length; {fix}"
@@ -154,44 +174,80 @@ class Runtime(nn.Module):
         return program
 
     def _run(self, program: Program, images: Tensor) -> Tensor:
-        """All of ``images`` in batches of one size, the last one filled up."""
+        """Compute the features of all images in batches of one size, by a thread pool.
+
+        The last batch is filled up with black images, and their features are dropped.
+
+        Args:
+            program: Computes the features of a batch.
+            images: float32 (B, 3, S, S).
+
+        Returns:
+            float32 (B, D).
+        """
         filled = F.pad(images, (0, 0, 0, 0, 0, 0, 0, -len(images) % BATCH_SIZE))
         parts = [part.contiguous() for part in filled.split(BATCH_SIZE)]
         return torch.cat(list(self._pool.map(program, parts)))[: len(images)]
 
 
 def _difference(features: Tensor, expected: Tensor) -> Tensor:
-    """(B, D) twice -> (B,), of the length of what is expected."""
+    """Return the distance of features to the expected ones, relative to their length.
+
+    Args:
+        features: (B, D).
+        expected: (B, D).
+
+    Returns:
+        (B,).
+    """
     return (features - expected).norm(dim=1) / expected.norm(dim=1)
 
 
 Build = Callable[[nn.Module, Tensor, int, bool], Program]
-"""Encoder, examples (B, 3, S, S), number of threads, whether in bfloat16 -> a program
-for batches of :data:`BATCH_SIZE`.
+"""Builds a program for batches of :data:`BATCH_SIZE` images.
+
+Its arguments are the encoder, example images (B, 3, S, S), the number of threads, and
+whether to compute in bfloat16.
 """
 
 
 def _with_torch(
     encoder: nn.Module, images: Tensor, threads: int, bf16: bool
 ) -> Program:
+    """Return a program (see :data:`Program`) that runs the encoder in PyTorch.
+
+    It computes in bfloat16 if ``bf16``. The other arguments are not used.
+    """
     return partial(_torch, encoder, bf16=bf16)
 
 
 def _compiled(encoder: nn.Module, images: Tensor, threads: int, bf16: bool) -> Program:
+    """Return a program (see :data:`Program`) that runs the encoder by torch.compile.
+
+    It computes in bfloat16 if ``bf16``. The other arguments are not used.
+    """
     program: Any = torch.compile(encoder, dynamic=False, options={"freezing": True})
     return partial(_torch, program, bf16=bf16)
 
 
 @torch.inference_mode()
 def _torch(encoder: Program, images: Tensor, bf16: bool = False) -> Tensor:
+    """Run an encoder in PyTorch, and return its features in float32.
+
+    Args:
+        encoder: The encoder, or what torch.compile made of it.
+        images: float32 (B, 3, S, S), on the CPU.
+        bf16: Whether to compute in bfloat16.
+    """
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         return encoder(images.contiguous(memory_format=torch.channels_last)).float()
 
 
 @contextmanager
 def _kept_logging() -> Iterator[None]:
-    """OpenVINO's converter silences every logger's warnings, where it fails for
-    good.
+    """Restore the settings of the root logger at the end of a ``with`` block.
+
+    When OpenVINO's converter fails, it leaves the warnings of all loggers switched off.
     """
     root = logging.getLogger()
     level, filters, handlers = root.level, [*root.filters], [*root.handlers]
@@ -205,9 +261,17 @@ def _kept_logging() -> Iterator[None]:
 def _with_openvino(
     encoder: nn.Module, images: Tensor, threads: int, bf16: bool
 ) -> Program:
+    """Return a program (see :data:`Program`) that OpenVINO compiled.
+
+    Args:
+        encoder: The encoder.
+        images: Example images (B, 3, S, S), which give the size.
+        threads: The number of threads that call the program.
+        bf16: Whether to compute in bfloat16.
+    """
     import openvino
 
-    # the tracer's
+    # The tracer warns about Python values that it makes constant.
     with (
         warnings.catch_warnings(action="ignore"),
         _kept_logging(),
@@ -230,7 +294,7 @@ def _with_openvino(
     own = threading.local()
 
     def program(images: Tensor) -> Tensor:
-        if not hasattr(own, "request"):  # of each thread
+        if not hasattr(own, "request"):  # a request for each thread
             own.request = compiled.create_infer_request()
         return torch.from_numpy(own.request.infer([images.numpy()])[0].copy())
 
@@ -238,6 +302,16 @@ def _with_openvino(
 
 
 def _with_onnx(encoder: nn.Module, images: Tensor, threads: int, bf16: bool) -> Program:
+    """Return a program (see :data:`Program`) that ONNX Runtime computes in float32.
+
+    Each call uses one thread.
+
+    Args:
+        encoder: The encoder.
+        images: Example images (B, 3, S, S), which give the size.
+        threads: The number of threads that call the program, which is not used.
+        bf16: Not used.
+    """
     import onnxruntime
 
     shapes = ({0: torch.export.Dim("batch", min=1)},)
@@ -262,14 +336,23 @@ BUILD: dict[str, Build] = {
     "compile": _compiled,
     TORCH: _with_torch,
 }
-"""Every runtime."""
+"""The function that builds the program of each runtime."""
 
 
 def to_onnx(module: nn.Module, input: str, output: str, **traced: Any) -> Any:
-    """The ``ModelProto`` of a module of one input and output; ``traced``: for
-    ``torch.export.export``.
+    """Export a module with one input and one output to ONNX.
+
+    Args:
+        module: The module.
+        input: The name of the input.
+        output: The name of the output.
+        **traced: Arguments of ``torch.onnx.export``, such as ``args`` and
+            ``dynamic_shapes``.
+
+    Returns:
+        The ``ModelProto``.
     """
-    # the exporter announces changes of its own code
+    # The exporter warns about future changes of its own code.
     with warnings.catch_warnings(action="ignore"):
         exported = torch.onnx.export(
             module,

@@ -1,4 +1,4 @@
-"""Somebody else's words, such as names of classes and files, made fit to be shown."""
+"""Prepare text from outside, such as names of classes and files, to be shown."""
 
 import unicodedata
 
@@ -6,25 +6,36 @@ from uno.errors import printable
 
 
 def visible(name: object, limit: int = 300) -> str:
-    """At most ``limit`` characters of ``name``, unprintable ones spelled out; not
-    escaped for HTML.
+    """Return a name with unprintable characters escaped, at most ``limit`` characters.
+
+    A longer name is cut off and ends in "…". The result is not escaped for HTML.
     """
     shown = printable(str(name)[: limit + 1])
     return shown if len(shown) <= limit else f"{shown[: limit - 1]}…"
 
 
 def composed(name: str) -> str:
-    """Equal for names that look the same: Mac and Linux spell é differently."""
+    """Return the composed Unicode form (NFC) of a name.
+
+    Names that look the same become equal: macOS and Linux encode é differently.
+    """
     return unicodedata.normalize("NFC", name)
 
 
 def folded(name: str) -> str:
-    """Equal for names that people, or file systems, take for one: by Unicode
-    normalization and case.
+    """Return a form that is equal for names that differ only in case or Unicode form.
+
+    People, and some file systems, take such names for one.
     """
     return composed(composed(name).casefold())
 
 
 def plural(number: float, one: str, many: str = "") -> str:
-    """``1 image``, ``2,000 images``; ``many`` where an s is not enough."""
+    """Return a number and its noun: ``1 image``, ``2,000 images``.
+
+    Args:
+        number: The number.
+        one: The noun in the singular.
+        many: The plural; by default the singular with an s.
+    """
     return f"{number:,} {one if number == 1 else many or f'{one}s'}"

@@ -1,6 +1,4 @@
-"""What the libraries say of their encoders, and an encoder's weights from wherever
-they are.
-"""
+"""Read and load the weights of an encoder, and what its library says about it."""
 
 import io
 import os
@@ -25,8 +23,9 @@ from uno.errors import ConfigError, StorageError, one_line
 from uno.state import with_prefix
 
 PRETRAINED = "pretrained"
-"""What ``model.weights`` says for the library's own; a run keeps them as
-:data:`PRETRAINED_FILE`.
+"""The value of ``model.weights`` for the pretrained weights of the encoder's library.
+
+A run keeps a copy of them as :data:`PRETRAINED_FILE`.
 """
 PRETRAINED_FILE = "pretrained.safetensors"
 SUFFIXES = (".safetensors", ".pt", ".pth")
@@ -34,21 +33,31 @@ NETWORK_TIMEOUT_S = 10
 
 
 class Description(NamedTuple):
-    """What an encoder's maker says of it; None and "" where that is not known."""
+    """What the maker of an encoder says about it.
 
-    size: int | None = None  # side of the images it takes, pixels
-    # that side over the shorter side that images are resized to before
+    A value is None or "" if it is not known.
+    """
+
+    size: int | None = None  # side of the images that the encoder takes, in pixels
+    # that side, divided by the shorter side to which images are resized before the crop
     crop_share: float = 1.0
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     interpolation: str | None = None
-    # the library's name of its weights, which tells what they were trained on
+    # The library's name of the weights, which says on which data they were trained.
     weights: str = ""
-    license: str = ""  # of those weights
+    license: str = ""  # the license of the weights
 
     def settings(self, size: int | None = None) -> dict[str, Any]:
-        """The dotted keys that follow from it; ``size``: the side that the user
-        wants instead.
+        """Return the settings of a run that follow from the description.
+
+        Args:
+            size: The side of images in pixels that the user wants instead of the
+                maker's.
+
+        Returns:
+            Values by dotted key, such as ``augment.large.size`` and ``data.mean``.
+            Unknown values are left out.
         """
         size = size or self.size
         store = size and min(int(size / self.crop_share + 1e-6), 1024)
@@ -66,8 +75,10 @@ class Description(NamedTuple):
 
 
 def describe_encoder(name: str) -> Description:
-    """What is known of the encoder that ``model.encoder`` names. ConfigError: there
-    is no such.
+    """Return what is known of the encoder that ``model.encoder`` names.
+
+    Raises:
+        ConfigError: There is no such encoder.
     """
     library, _, what = name.partition(":")
     if name == "resnet_small" or library == VECTORS:
@@ -83,6 +94,11 @@ def describe_encoder(name: str) -> Description:
 
 
 def _of_torchvision(what: str) -> Description:
+    """Return torchvision's description of an encoder and its default weights.
+
+    Raises:
+        ConfigError: There is no such encoder.
+    """
     check_name("torchvision", what)
     from torchvision.models import get_model_weights
 
@@ -101,7 +117,7 @@ def _of_torchvision(what: str) -> Description:
 
 
 def _of_cfg(cfg: Mapping[str, Any]) -> Description:
-    """timm's description of an encoder and its weights."""
+    """Turn timm's description of an encoder and its weights into a Description."""
     side, tag = int(cfg["input_size"][-1]), str(cfg.get("tag") or "")
     return Description(
         side,
@@ -116,8 +132,10 @@ def _of_cfg(cfg: Mapping[str, Any]) -> Description:
 
 @cache
 def _of_callable(name: str) -> Description:
-    """From attributes of what it returns: ``image_size``, ``mean``, ``std``,
-    ``interpolation``, or timm's.
+    """Build an encoder of the user's own, and read its description from its attributes.
+
+    These are timm's ``pretrained_cfg``, or else ``image_size``, ``mean``, ``std`` and
+    ``interpolation``, each of which may be missing.
     """
     with torch.random.fork_rng(devices=[]):
         encoder: Any = build_encoder(ModelConfig(encoder=name))
@@ -137,9 +155,15 @@ def _of_callable(name: str) -> Description:
 
 
 def check_encoder(config: Config, tensors: Mapping[str, Tensor] | None = None) -> None:
-    """Build the encoder of a run and show it an image of each size of its views.
-    ConfigError: it cannot be built, does not take such images, or ``tensors`` are not
-    its weights.
+    """Build the encoder of a run, and run it on an image of each size of its views.
+
+    Args:
+        config: The configuration of the run.
+        tensors: Weights to load into the encoder, or None.
+
+    Raises:
+        ConfigError: The encoder cannot be built, does not accept such images, or
+            ``tensors`` are not its weights.
     """
     encoder, name = build_encoder(config.model).eval(), config.model.encoder
     if tensors is not None:
@@ -163,14 +187,23 @@ def check_encoder(config: Config, tensors: Mapping[str, Tensor] | None = None) -
 
 
 def is_file(source: str | None) -> bool:
-    """Whether ``model.weights`` names a file of weights, not a run."""
+    """Return whether ``model.weights`` names a file of weights, and not a run."""
     return source is not None and split(source)[1].endswith(SUFFIXES)
 
 
 def read_weights(source: str, storage: Storage | None = None) -> dict[str, Tensor]:
-    """Tensors by name of a file, or of ``pretrained`` those that ``storage``, the run,
-    keeps. Nothing in a file is executed. StorageError: it cannot be read, or holds
-    something else.
+    """Read the weights of an encoder, without executing anything in a file.
+
+    Args:
+        source: A path or URI of a file, or ``pretrained``.
+        storage: The directory of the run, which holds the file of ``pretrained``. It is
+            needed for that only.
+
+    Returns:
+        Tensors by name, on the CPU.
+
+    Raises:
+        StorageError: The file cannot be read, or does not hold tensors by name.
     """
     if source == PRETRAINED:
         assert storage is not None
@@ -180,6 +213,18 @@ def read_weights(source: str, storage: Storage | None = None) -> dict[str, Tenso
 
 
 def _parsed(data: bytes, source: str) -> dict[str, Tensor]:
+    """Read tensors by name from the content of a safetensors or PyTorch file.
+
+    The tensors of a PyTorch checkpoint may be nested under ``state_dict`` or ``model``.
+
+    Args:
+        data: The content of the file.
+        source: The path, whose suffix tells the format.
+
+    Raises:
+        StorageError: The content is damaged, holds no tensors by name, or is a pickle
+            of more than tensors.
+    """
     if split(source)[1].endswith(".safetensors"):
         try:
             return safetensors.torch.load(data)
@@ -188,7 +233,7 @@ def _parsed(data: bytes, source: str) -> dict[str, Tensor]:
                 f"model.weights: {source} is not a safetensors file: {one_line(error)}"
             ) from None
     try:
-        with warnings.catch_warnings(action="ignore"):  # of old protocols
+        with warnings.catch_warnings(action="ignore"):  # warnings about old formats
             found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         why = (
@@ -232,7 +277,7 @@ def _parsed(data: bytes, source: str) -> dict[str, Tensor]:
     return tensors
 
 
-# of others' checkpoints
+# Prefixes and classifiers in checkpoints of other programs.
 PREFIXES = ("", "module.", "encoder.", "module.encoder.", "backbone.", "model.")
 CLASSIFIERS = ("fc.", "head.", "heads.", "classifier.", "head_dist.")
 
@@ -240,12 +285,23 @@ CLASSIFIERS = ("fc.", "head.", "heads.", "classifier.", "head_dist.")
 def load_encoder_(
     encoder: nn.Module, tensors: Mapping[str, Tensor], source: str
 ) -> None:
-    """Load weights under the library's keys, without prefixes and classifiers.
-    ConfigError: they are not this encoder's; the line names the keys that differ.
+    """Load weights into an encoder.
+
+    Common prefixes of the keys, such as ``module.``, are removed, and the weights of a
+    classifier are ignored.
+
+    Args:
+        encoder: The encoder, which is changed.
+        tensors: The weights by name.
+        source: Where they are from, for the error.
+
+    Raises:
+        ConfigError: The weights do not fit the encoder. The message names keys that are
+            missing, unexpected or of another shape.
     """
     expected = encoder.state_dict()
     candidates = [with_prefix(dict(tensors), prefix) for prefix in PREFIXES]
-    # the first of equals
+    # max() returns the first of equal candidates.
     own = max(candidates, key=lambda some: len(some.keys() & expected.keys()))
     missing = [
         k for k in expected if k not in own and not k.endswith("num_batches_tracked")
@@ -270,13 +326,25 @@ def load_encoder_(
 
 
 def _first(keys: Sequence[str]) -> str:
+    """Return the first three keys of a list as text, and ``...`` if there are more."""
     return ", ".join(keys[:3]) + (" ..." if len(keys) > 3 else "")
 
 
 def fetch_pretrained(name: str) -> bytes:
-    """The library's own weights for an encoder, as a safetensors file, from its cache
-    or the internet; only the process that starts a run calls this. ConfigError: there
-    are none, or they cannot be had from here.
+    """Return the weights that a library has for an encoder, as a safetensors file.
+
+    They come from the library's cache or the internet. Only the process that starts a
+    run calls this.
+
+    Args:
+        name: The name of the encoder.
+
+    Returns:
+        The content of the file. It has no tensors if rows are vectors.
+
+    Raises:
+        ConfigError: No library has weights for the encoder, or they cannot be
+            downloaded.
     """
     library, _, what = name.partition(":")
     if library == VECTORS:
@@ -294,6 +362,11 @@ def fetch_pretrained(name: str) -> bytes:
 
 
 def _fetch_torchvision(name: str) -> dict[str, Tensor]:
+    """Return the default weights of an encoder of torchvision, by name.
+
+    Raises:
+        ConfigError: There is no such encoder, or its weights cannot be downloaded.
+    """
     what = name.removeprefix("torchvision:")
     check_name("torchvision", what)
     from torchvision.models import get_model_weights
@@ -303,7 +376,7 @@ def _fetch_torchvision(name: str) -> dict[str, Tensor]:
         return weights.get_state_dict(
             progress=False, check_hash=True, map_location="cpu", weights_only=True
         )
-    # URLError is an OSError; RuntimeError: a damaged file
+    # URLError is an OSError, and a damaged file raises RuntimeError.
     except (OSError, RuntimeError) as error:
         folder, reason = (
             os.path.join(torch.hub.get_dir(), "checkpoints"),
@@ -318,6 +391,11 @@ def _fetch_torchvision(name: str) -> dict[str, Tensor]:
 
 
 def _fetch_timm(what: str) -> dict[str, Tensor]:
+    """Return the pretrained weights of an encoder of timm, by name.
+
+    Raises:
+        ConfigError: There is no such encoder, or its weights cannot be downloaded.
+    """
     check_name("timm", what)
     import timm
     from huggingface_hub import constants, try_to_load_from_cache
@@ -336,13 +414,13 @@ def _fetch_timm(what: str) -> dict[str, Tensor]:
         try_to_load_from_cache(repository, "model.safetensors"), str
     )
     try:
-        if not here:  # timm tries for a minute before it gives up
-            # it answers; what it says is the library's business
+        if not here:  # timm itself gives up only after a minute
+            # An HTTP error is an answer, too. timm handles it.
             with suppress(HTTPError):
                 request = urllib.request.Request(file, method="HEAD")
                 urllib.request.urlopen(request, timeout=NETWORK_TIMEOUT_S).close()
         return timm.create_model(what, pretrained=True, num_classes=0).state_dict()
-    # URLError and what the hub raises are OSErrors
+    # URLError and the errors of the hub are OSErrors.
     except (OSError, RuntimeError) as error:
         folder, reason = constants.HF_HUB_CACHE, one_line(error)[:120]
         where = (
