@@ -24,7 +24,6 @@ VIEW_SEED = 0
 # stream of its own, so that no two uses draw the same numbers. FEATURES follows AUGMENT
 # as the third number, so that it may equal REPORT_SAMPLE.
 LABELED, UNLABELED, PRETRAIN, AUGMENT, PRETEXT, FEATURES = range(6)
-VIEW_SEED = 0  # the seed of cached views, which runs of all seeds share
 REPORT_SAMPLE = 5  # the rows that the report scores
 REPORT_MAP = 6  # the rows that the maps of the report show
 ESTIMATE = 8  # random choices in estimating the number of classes
