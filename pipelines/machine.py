@@ -97,7 +97,10 @@ def _ray() -> Iterator[Finding]:
 
 
 def _space() -> Iterator[Finding]:
-    """Check the space in shared memory and on the disks that a run uses."""
+    """Check the size of shared memory, and the free space on the disks of a run.
+
+    The disks are those of the working directory and of Ray's temporary files.
+    """
     if os.path.isdir("/dev/shm"):
         total = shutil.disk_usage("/dev/shm").total
         text, remedy = f"/dev/shm has {total / GIB:.1f} GiB", "docker: --shm-size=8g"

@@ -91,8 +91,9 @@ class PlacementProbe:
 
         Args:
             workers: The resources of each worker.
-            task: The resources of a task of Ray Data. A strict strategy holds for the
-                workers only, and the task may be on any node.
+            task: The resources of a task of Ray Data. With a strict placement strategy
+                it may be on any node; with another one it is placed together with the
+                workers.
         """
         from ray.util import placement_group
 

@@ -192,10 +192,13 @@ def _fill_empty_(
 ) -> None:
     """Move the rows that are farthest from their centers into empty clusters, in place.
 
+    Each empty cluster gets one row. A row that is alone in its cluster stays, so some
+    clusters may remain empty.
+
     Args:
         assignment: int64 (N,), the cluster of each row, which is changed.
         distance: (N,), the squared distance of each row to its center; -1 for rows that
-            must not move.
+            must not move. It is not changed.
         num_clusters: K.
         rounding: Rows at a squared distance of at most this lie on their center, and
             stay.

@@ -156,9 +156,11 @@ def outside_calibration(
         encoder: ``config.model.encoder``.
 
     Returns:
-        The values outside the range of the tasks of the fit, by ``"unlabeled images"``,
-        ``"known classes"`` and ``"novel classes"``; ``"encoder"``: 1.0 for another
-        encoder; and ``"one known class"``: 1.0 if there is only one.
+        The values outside the range of the tasks that the expectation was fitted to, by
+        ``"unlabeled images"``, ``"known classes"`` and ``"novel classes"``;
+        ``"encoder"``: 1.0 if the encoder is none of those of these tasks, where all
+        stored vectors count as one; and ``"one known class"``: 1.0 if there is only
+        one.
     """
     values = dict(zip(COUNTED, (num_rows, num_known, num_novel), strict=True))
     ranges = calibration()["ranges"]

@@ -1048,11 +1048,14 @@ def present_columns(
 ) -> list[str]:
     """Return the names of the columns of a Parquet file and of its folders.
 
+    The names are those of the file and of the folders, each once, and not the standard
+    names.
+
     Args:
         schema: The Arrow schema of the file.
         own: Standard name of a column, such as "label" -> its name in the file.
-        folders: Column name -> value, by :func:`partition_columns`. Folders cannot
-            stand for ids or images, so such names are left out.
+        folders: Column name -> value, by :func:`partition_columns`. A folder whose
+            name is that of the column of ids or of images is left out.
     """
     of_rows = [own[ours] for ours in own if ours not in TRAINING_COLUMNS]
     names = [*schema.names, *(name for name in folders if name not in of_rows)]

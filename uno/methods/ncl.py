@@ -86,8 +86,10 @@ def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
 
     The objective is :func:`uno.methods.rs.loss_of_pairs`, where pairs are similar by
     the cosine of their features. The contrast is :func:`class_loss` for labeled rows.
-    For unlabeled rows it is :func:`neighbor_loss`, which begins when its share of the
-    phase is reached and the memory is full. The rows of the batch enter the memories.
+    For unlabeled rows it is :func:`neighbor_loss`, which begins at the share ``START``
+    of the phase, once the memory of unlabeled features is full. From ``HARD_START`` on
+    it has hard negatives, once the memory of labeled features is full, too. The rows of
+    the batch enter the memories.
 
     Args:
         state: The state of training. It is updated, with the memories in ``extra``.

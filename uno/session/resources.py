@@ -180,10 +180,12 @@ def choose_for_sweep(
 
 
 def store_bytes(config: Config, num_rows: int) -> int | None:
-    """Return the size in bytes of Ray's object store for a run on this machine.
+    """Return the size in bytes that Ray's object store gets on this machine.
 
     Images in memory are in the store twice: as they are read, and as they are kept.
-    None for cached features, which need no more than Ray's default.
+    Streamed images need a fixed size for each worker. Both sizes are limited to a share
+    of the free memory. None for cached features in memory, for which Ray's default is
+    large enough.
     """
     if config.data.loading == "streaming":
         return min(
