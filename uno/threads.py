@@ -22,12 +22,21 @@ def torch_threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+# Held while a pool starts, because the number for later threads is another one then.
+_starting = threading.Lock()
+
+
 def start_pool(num_threads: int, name: str) -> ThreadPoolExecutor:
     """Start a pool whose threads compute by one thread of torch each.
 
     ``torch.set_num_threads`` also decides for all threads that begin later, and a
     thread takes that number at its first use of torch. So all threads of the pool
-    begin here, and the calling thread sets the number back.
+    begin here, and then the number for later threads is set back. The calling thread
+    keeps its number, which may be another one: it may belong to such a pool.
+
+    Args:
+        num_threads: The number of threads.
+        name: The prefix of their names.
     """
     pool = ThreadPoolExecutor(num_threads, name)
     started = threading.Barrier(num_threads)
@@ -37,6 +46,8 @@ def start_pool(num_threads: int, name: str) -> ThreadPoolExecutor:
         assert torch.get_num_threads() == 1  # the first use
         started.wait()
 
-    with torch_threads(1):
+    with _starting, ThreadPoolExecutor(1) as later:
+        number = later.submit(torch.get_num_threads).result()
         list(pool.map(begin, range(num_threads)))
+        later.submit(torch.set_num_threads, number).result()
     return pool
