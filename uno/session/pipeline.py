@@ -48,10 +48,10 @@ from uno.session.data import Show
 from uno.session.loggers import Loggers
 from uno.session.predict import align_heads, predict_run
 from uno.session.prepare import (
+    check_data,
     check_run,
     open_run,
     open_stored_run,
-    preflight,
     with_full_path,
 )
 from uno.session.resources import on_features
@@ -138,7 +138,7 @@ def evaluate(target: str, given: Mapping[str, Any]) -> None:
     require_encoder(run.config.model.encoder, run.storage.uri)
     directory.begin_run(run.config, run.storage, run.task.rows.fingerprint)
     directory.check_images(run.storage, run.task.rows)
-    preflight(run.config, run.task, read_images=False)
+    check_data(run.config, run.task, read_images=False)
     with run.locked():
         edits = read_edits(run.storage)
         if edits is not None and edits.alignment is None:
@@ -384,11 +384,8 @@ def _train_and_evaluate(run: Run, also: Show = lambda line: None) -> dict[str, f
 
 def _save_model(run: Run) -> Classifier:
     """Write the model of a trained run into ``model/`` and return it."""
-    task = run.task
-    trained = training.load_trained(
-        run.config, run.storage, task.num_known, task.num_novel
-    )
-    return save_model(run.config, run.storage, *trained, task.known)
+    model, best_head = run.trained
+    return save_model(run.config, run.storage, model.cpu(), best_head, run.task.known)
 
 
 def _write_card(run: Run, model: Classifier, metrics: Mapping[str, float]) -> None:
