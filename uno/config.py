@@ -799,12 +799,6 @@ class ComputeConfig(Section):
         " $UNO_CACHE or ~/.cache/uno.",
     )
 
-    @field_validator("encoder_runtime", mode="before")
-    @classmethod
-    def _read_auto(cls, value: Any) -> Any:
-        """Read ``auto``, which a run's stored configuration may have, as ``torch``."""
-        return "torch" if value == "auto" else value
-
 
 class Config(Section):
     """All settings of a run of pretraining and discovery.
@@ -958,14 +952,6 @@ def why_not_gcd(config: Config) -> str | None:
                 " data.setting gcd"
             )
     return None
-
-
-def clusters_features(config: Config) -> bool:
-    """Return whether the method of a run clusters features instead of training heads.
-
-    Such a method needs more unlabeled rows than clusters.
-    """
-    return not load(config.method).trains
 
 
 def field_traits(key: str) -> FieldTraits:
@@ -1153,15 +1139,15 @@ def differing_keys(old: Mapping[str, Any], new: Config) -> list[str]:
         old: The stored configuration of the run. A key that it lacks has its default.
         new: The configuration to resume with.
     """
-    a = flatten(to_dict(Config(method=new.method))) | flatten(old)
-    b = flatten(to_dict(new))
+    stored = flatten(to_dict(Config(method=new.method))) | flatten(old)
+    wanted = flatten(to_dict(new))
     for key in AUTO_KEYS:  # A run stores the decided value.
-        if "auto" in (a.get(key), b[key]):
-            a[key] = b[key]
+        if "auto" in (stored.get(key), wanted[key]):
+            stored[key] = wanted[key]
     return [
-        k
-        for k in sorted(a.keys() | b.keys())
-        if a.get(k) != b.get(k) and not may_change_on_resume(k)
+        key
+        for key in sorted(stored.keys() | wanted.keys())
+        if stored.get(key) != wanted.get(key) and not may_change_on_resume(key)
     ]
 
 

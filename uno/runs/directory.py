@@ -1,4 +1,4 @@
-"""Begin, check and repair a run directory."""
+"""Begin, check and clean a run directory."""
 
 import io
 import json
@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from uno import runs
 from uno.config import (
     Config,
     differing_keys,
@@ -30,12 +29,9 @@ from uno.runs import (
     LOGGERS_FOLDER,
     RAY_FOLDER,
     RESULTS_FILE,
+    STOP_FILE,
 )
-from uno.runs.checkpoint import (
-    FORMAT_VERSION,
-    file_name,
-    read_checkpoints,
-)
+from uno.runs.checkpoint import FORMAT_VERSION
 from uno.runs.hardware import environment
 from uno.text import plural
 
@@ -178,28 +174,12 @@ def read_results(storage: Storage) -> dict[str, float] | None:
     return output.find_mapping(storage, RESULTS_FILE)
 
 
-def repair(storage: Storage) -> list[str]:
-    """Delete files that killed commands left, and damaged checkpoints without use.
+def delete_leftovers(storage: Storage) -> None:
+    """Delete what killed commands left in a run directory.
 
-    A damaged checkpoint has no use if it is newer than the newest valid one. Killed
-    commands leave temporary files on local disks, Ray's folder, and the request to
-    stop.
-
-    Returns:
-        A line for each checkpoint that was deleted.
-
-    Raises:
-        StorageError: A phase has checkpoints, and all of them are damaged.
+    These are temporary files on local disks, Ray's folder, and the request to stop.
     """
-    lines = []
-    for phase in runs.PHASES:
-        _, damaged = read_checkpoints(storage, phase)
-        for step, problem in damaged.items():
-            storage.delete(file_name(phase, step))
-            lines.append(
-                f"removed the damaged checkpoint of {phase} step {step} ({problem})"
-            )
-    names = [name for name in (RAY_FOLDER, runs.STOP_FILE) if storage.exists(name)]
+    names = [name for name in (RAY_FOLDER, STOP_FILE) if storage.exists(name)]
     names += output.leftovers(storage)
     # These files may still be written: by a logger's thread, or by Ray's processes.
     busy = (f"{RAY_FOLDER}/", f"{LOGGERS_FOLDER}/")
@@ -207,4 +187,3 @@ def repair(storage: Storage) -> list[str]:
         if not name.startswith(busy):
             with suppress(StorageError):
                 storage.delete(name)
-    return lines

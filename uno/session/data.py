@@ -1,6 +1,5 @@
 """Open the data of a configuration: its rows, images or features, and sets."""
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ from uno.errors import ConfigError, Interrupted
 from uno.runs.hardware import at_speed, local_device, num_threads
 from uno.runs.run import frozen_encoder
 from uno.runtime import Runtime, plan_of, require_runtime
-from uno.session.console import print_line, reading
+from uno.session.console import count_items, print_line, reading
 from uno.session.resources import on_features
 from uno.text import plural
 
@@ -281,23 +280,7 @@ def load_features(
             if should_stop():
                 raise Interrupted("stopped; finished features are kept")
 
-    start: list[tuple[int, float]] = []
-
-    def progress(done: int, total: int) -> None:
-        """Show how many rows of all are done, and the speed of this command."""
-        start[:] = start or [(done, time.monotonic())]
-        seconds = max(time.monotonic() - start[0][1], 1e-9)
-        speed = (done - start[0][0]) / seconds if done > start[0][0] else None
-        show(
-            {
-                "phase": "features",
-                "step": done,
-                "total_steps": total,
-                "images_per_s": speed,
-                "every_s": INTERVAL_S,
-            }
-        )
-
+    progress = count_items(show, "features", INTERVAL_S)
     found, reasons = features.cached_features(cache, computed, progress, zeros)
     advice = f"{config.model.encoder} does not separate them; check its weights"
     _warn_if_indistinct(found, reasons, advice)

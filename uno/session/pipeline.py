@@ -345,7 +345,7 @@ def _begin_directory(run: Run) -> None:
 def _train_and_evaluate(run: Run, also: Show = lambda line: None) -> dict[str, float]:
     """Train the unfinished phases of a locked run, evaluate it, and show the progress.
 
-    Damaged checkpoints are removed first. ``run.backend`` becomes the backend that
+    ``run.backend`` becomes the backend that
     predicts and shows the rows.
 
     Args:
@@ -355,8 +355,7 @@ def _train_and_evaluate(run: Run, also: Show = lambda line: None) -> dict[str, f
     Returns:
         The metrics, empty unless ``run.evaluate``.
     """
-    for line in directory.repair(run.storage):
-        print_line(f"warning: {line}")
+    directory.delete_leftovers(run.storage)
     reached = [
         (phase, steps[-1])
         for phase in run.phases

@@ -218,7 +218,8 @@ def check_memory(config: Config, task: Task) -> None:
     advice = (
         "use --data.loading streaming, or --limit"
         if largest.endswith(" images")
-        else "lower --batch-size, --augment.large.size or the encoder"
+        else "lower --batch-size, --augment.large.size, the encoder or"
+        " --objective.queue-size"
     )
     listed = ", ".join(f"{name} {_size(part)}" for name, part in parts.items())
     raise ConfigError(
@@ -235,8 +236,8 @@ def training_bytes(config: Config, task: Task) -> dict[str, int]:
     activations are not estimated.
 
     Returns:
-        Bytes of the "network" with gradients and momentum, and of the "activations" of
-        the encoder in a step of discovery.
+        Bytes of the "network" with gradients and momentum, of the "activations" of the
+        encoder in a step of discovery, and of the "queue" of projections.
     """
     library = config.model.encoder.partition(":")[0]
     is_ours = library in (*OWN_ENCODERS, "torchvision", "timm", VECTORS)
@@ -256,9 +257,15 @@ def training_bytes(config: Config, task: Task) -> dict[str, int]:
     if precision == "auto":
         precision = "bf16" if local_device(config).type == "cuda" else "fp32"
     activations = config.train.batch_size * per_image
+    workers, families = max(1, config.compute.num_workers), 2
+    in_queue = config.objective.queue_size * config.augment.large.num_views
+    if not config.model.overcluster_factor:
+        families = 1
+    queue = 4 * in_queue * families * registry.num_heads(config)
     return {
-        "network": max(1, config.compute.num_workers) * weights,
+        "network": workers * weights,
         "activations": activations // 2 if precision == "bf16" else activations,
+        "queue": workers * queue * config.model.projection_dim,
     }
 
 
