@@ -72,12 +72,12 @@ def begin_run(config: Config, storage: Storage, fingerprint: str) -> None:
         storage.write(ENVIRONMENT_FILE, json.dumps(facts, indent=1).encode())
         storage.write(CONFIG_FILE, dump_yaml(config).encode())
         return
-    known = output.find_mapping(storage, ENVIRONMENT_FILE)
-    if known is None:
+    stored = output.find_mapping(storage, ENVIRONMENT_FILE)
+    if stored is None:
         raise ConfigError(
             f"{storage.path(ENVIRONMENT_FILE)} is missing or damaged; use --overwrite"
         )
-    if (version := known.get("format_version")) != FORMAT_VERSION:
+    if (version := stored.get("format_version")) != FORMAT_VERSION:
         raise ConfigError(
             f"{storage.uri} has format version {version}, not {FORMAT_VERSION}; use"
             " --overwrite"
@@ -86,12 +86,12 @@ def begin_run(config: Config, storage: Storage, fingerprint: str) -> None:
         raise output.other_settings(
             storage.uri, "a run", keys, "use those, --overwrite, or another --output"
         )
-    if known.get("data_fingerprint") != fingerprint:
+    if stored.get("data_fingerprint") != fingerprint:
         raise ConfigError(
             f"{storage.uri} was trained on other data (fingerprint differs); use"
             " --overwrite"
         )
-    if changed := changed_code(config.model.encoder, known.get("encoder_code"), code):
+    if changed := changed_code(config.model.encoder, stored.get("encoder_code"), code):
         log.warning(
             "%s: its numbers may differ from here on; --overwrite starts over", changed
         )
@@ -111,17 +111,17 @@ def check_images(storage: Storage, rows: Rows) -> None:
     Raises:
         ConfigError: An image has another modification time. The message names one.
     """
-    data, then = storage.find(IMAGE_TIMES_FILE), np.zeros(0, np.int64)
+    data, stored_times = storage.find(IMAGE_TIMES_FILE), np.zeros(0, np.int64)
     if data is not None:
         with suppress(ValueError, EOFError):
-            then = np.load(io.BytesIO(data), allow_pickle=False)
-    if len(then) != len(rows):
+            stored_times = np.load(io.BytesIO(data), allow_pickle=False)
+    if len(stored_times) != len(rows):
         return
-    changed = np.flatnonzero(then != rows.images.times(np.arange(len(rows))))
+    changed = np.flatnonzero(stored_times != rows.images.times(np.arange(len(rows))))
     if len(changed):
-        what = f"{plural(len(changed), 'image')} written to since the run began"
+        modified = f"{plural(len(changed), 'image')} written to since the run began"
         raise ConfigError(
-            f"{storage.uri} was trained on other data ({what}, e.g."
+            f"{storage.uri} was trained on other data ({modified}, e.g."
             f" {rows.ids[changed[0]]}); restore the files with their times, or use"
             " --overwrite"
         )

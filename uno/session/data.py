@@ -256,12 +256,12 @@ def load_features(
         raise ConfigError(
             "model.finetune none needs --weights, the weights of the frozen encoder"
         )
-    given = task.rows.images.vectors(np.arange(len(task.rows)))
-    if given is not None:  # the source holds the features themselves
+    vectors = task.rows.images.vectors(np.arange(len(task.rows)))
+    if vectors is not None:  # the source holds the features themselves
         _warn_if_indistinct(
-            given[0], given[1], "nothing separates the rows; check the vectors"
+            vectors[0], vectors[1], "nothing separates the rows; check the vectors"
         )
-        return with_views(given[0], config.augment, ok_mask(given[1])), given[1]
+        return with_views(vectors[0], config.augment, ok_mask(vectors[1])), vectors[1]
     require_runtime(config)
     encoder = frozen_encoder(config, storage)
     job = feature_job(config, task, encoder)
@@ -273,18 +273,20 @@ def load_features(
         have = f" ({cached:,} cached)" if cached else ""
         fast = _faster_encoder(job, encoder, rows)
         how = f" by {fast.plan.runtime}" if isinstance(fast, Runtime) else ""
-        what = f"{plural(len(rows), 'image')} through {config.model.encoder}{how}{have}"
-        print_line(f"features: {what}; cache: {cache.path}")
+        images = (
+            f"{plural(len(rows), 'image')} through {config.model.encoder}{how}{have}"
+        )
+        print_line(f"features: {images}; cache: {cache.path}")
         for chunk in compute(job, fast, rows):
             yield chunk
             if should_stop():
                 raise Interrupted("stopped; finished features are kept")
 
     progress = count_items(show, "features", INTERVAL_S)
-    found, reasons = features.cached_features(cache, computed, progress, zeros)
+    encoded, reasons = features.cached_features(cache, computed, progress, zeros)
     advice = f"{config.model.encoder} does not separate them; check its weights"
-    _warn_if_indistinct(found, reasons, advice)
-    return found, reasons
+    _warn_if_indistinct(encoded, reasons, advice)
+    return encoded, reasons
 
 
 def _warn_if_indistinct(
@@ -298,6 +300,6 @@ def _warn_if_indistinct(
         advice: What the user should check.
     """
     rows = np.flatnonzero(ok_mask(reasons))
-    some = found[torch.from_numpy(rows[evenly_spaced(SAMPLE_ROWS, len(rows))]), 0]
-    if len(some) > 1 and (what := features.oddity(some)):
-        print_line(f"warning: {features.ODD[what]}: {advice}")
+    sample = found[torch.from_numpy(rows[evenly_spaced(SAMPLE_ROWS, len(rows))]), 0]
+    if len(sample) > 1 and (problem := features.oddity(sample)):
+        print_line(f"warning: {features.ODD[problem]}: {advice}")

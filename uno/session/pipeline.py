@@ -419,25 +419,25 @@ def show_results(storage: Storage, values: dict[str, float]) -> None:
         storage: The run directory.
         values: The metrics by name.
     """
-    if (found := verdict(values)) is not None:
-        print_line("\n  ".join((f"\nverdict: {found.word}", *found.reasons)))
+    if (trust := verdict(values)) is not None:
+        print_line("\n  ".join((f"\nverdict: {trust.word}", *trust.reasons)))
     novel = "novel-1"
     # the table may be damaged; the next prediction replaces it
     with suppress(StorageError):
         if (table := read_columns(storage, ("class_name", "kind"))) is not None:
-            for kind, what in (
+            for kind, title in (
                 ("novel", "new classes"),
                 ("known", "known classes"),
                 (None, "no class"),
             ):
-                own = (
+                is_kind = (
                     pc.field("kind") == kind
                     if kind
                     else ~pc.field("kind").isin(["novel", "known"])
                 )
-                pairs = table.filter(own)["class_name"].value_counts().to_pylist()
+                pairs = table.filter(is_kind)["class_name"].value_counts().to_pylist()
                 if counts := {pair["values"]: pair["counts"] for pair in pairs}:
-                    print_line(f"images of {what}: {counted(counts)}")
+                    print_line(f"images of {title}: {counted(counts)}")
                 if kind == "novel":
                     novel = min(
                         counts, key=lambda name: (len(name), name), default=novel

@@ -311,11 +311,11 @@ def _estimate_num_novel(
     num_novel = None if overwrite else _num_novel_of_run(config, given)
     storage = Storage(f"{config.output}-estimate")
     if num_novel is None:
-        found = estimate_classes(
+        estimate = estimate_classes(
             override(config, {"output": storage.uri}), given, backend=backend
         )
-        assert found is not None
-        num_novel = found.suggested
+        assert estimate is not None
+        num_novel = estimate.suggested
     return num_novel, storage.find(ESTIMATE_FILE)
 
 
@@ -384,7 +384,7 @@ def starting_weights(config: Config, overwrite: bool) -> bytes | None:
         ConfigError: The encoder cannot be built, has no such weights, or is frozen
             without weights.
     """
-    source, own, tensors = config.model.weights, None, None
+    source, fetched, tensors = config.model.weights, None, None
     if config.model.finetune == "none" and source is None:
         raise ConfigError(
             "model.finetune none needs pretrained weights: pass --weights FILE or"
@@ -396,10 +396,10 @@ def starting_weights(config: Config, overwrite: bool) -> bytes | None:
         storage = Storage(config.output) if config.output and not overwrite else None
         if storage is not None and storage.exists(PRETRAINED_FILE):
             return storage.read(PRETRAINED_FILE)
-        own = fetch_pretrained(config.model.encoder)
-        tensors = safetensors.torch.load(own)
+        fetched = fetch_pretrained(config.model.encoder)
+        tensors = safetensors.torch.load(fetched)
     elif source is not None and weights.is_file(source):
         tensors = weights.read_weights(source)
     if tensors is not None or config.model.encoder not in OWN_ENCODERS:
         weights.check_encoder(config, tensors)
-    return own
+    return fetched

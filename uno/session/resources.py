@@ -168,9 +168,9 @@ def choose_for_sweep(
     The trials share the images: this process and Ray's object store hold one copy
     each, and a GPU holds one copy for each fold.
     """
-    memory, here = free_memory(config), override(config, {"compute.num_workers": 0})
+    memory, local = free_memory(config), override(config, {"compute.num_workers": 0})
     device = None if memory.device is None else memory.device // num_folds
-    return choose(here, num_rows, FreeMemory(memory.host // 2, device))
+    return choose(local, num_rows, FreeMemory(memory.host // 2, device))
 
 
 def store_bytes(config: Config, num_rows: int) -> int | None:
