@@ -272,8 +272,15 @@ def check_address(address: str) -> None:
     Ray itself would try for minutes, without a message.
 
     Raises:
-        ConfigError: Nobody answers within 10 s.
+        ConfigError: Nobody answers within 10 s, or the address is that of the
+            dashboard, which only ``ray job submit`` takes.
     """
+    if address.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"{ADDRESS}={address} is the dashboard of a cluster: use"
+            f" {ADDRESS}=HOST:6379, or submit the command by `ray job submit --address"
+            f" {address}`"
+        )
     if (error := _silence(address, 10)) is not None:
         advice = f"{ADDRESS}=local starts one on this machine"
         raise ConfigError(
