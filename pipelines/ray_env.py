@@ -331,11 +331,6 @@ def worker_resources(config: Config, cluster: dict[str, float]) -> dict[str, flo
     if not use_gpu(config, cluster):
         return {"CPU": cpus}
     each, has = config.compute.gpus_per_worker, cluster.get("GPU", 0)
-    if each > 1 and each % 1:
-        raise ConfigError(
-            f"compute.gpus_per_worker is {each:g}: use a fraction of one GPU, or a"
-            " whole number"
-        )
     if workers * each > has:
         raise ConfigError(
             f"{plural(workers, 'worker')} need {workers * each:g} GPUs, the cluster has"
