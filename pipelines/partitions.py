@@ -51,7 +51,7 @@ def map_through_model(
     config: Config,
     blocks: Iterator[pa.Table],
     decode: Callable[..., Any],
-    model: type,
+    model: Callable[..., Callable[[pa.Table], pa.Table]],
     loaded: tuple[Any, ...],
     chunk_rows: int,
     row_bytes: int,
@@ -67,9 +67,9 @@ def map_through_model(
         config: The configuration, with the number and the resources of workers.
         blocks: Tables with a column ``row``. With ``writers``, each is one partition.
         decode: Turns such a table into tables of chunks, with pixels.
-        model: The class of the actors. An actor is ``model(device, threads, *loaded)``,
-            and is called with one chunk at a time.
-        loaded: Arguments of the actors.
+        model: Builds the model of an actor by ``model(device, threads, *loaded)``. It
+            is called with one chunk at a time.
+        loaded: Arguments for ``model``.
         chunk_rows: The number of rows of a chunk. The last one may have fewer.
         row_bytes: The bytes of the pixels of a row.
         writers: Stores the results; None sends them to this process.
@@ -92,11 +92,6 @@ def map_through_model(
     # At least two tasks run at a time, because Python is the bottleneck for small
     # images.
     decode_cpus = ray_env.TASK_CPUS * min(1.0, spare / 2)
-    arguments = (
-        "cuda" if "GPU" in resources else "cpu",
-        num_threads(config, workers),
-        *loaded,
-    )
     whole = {"batch_format": "pyarrow", "batch_size": None}
     for some in grouped(blocks, EXECUTION_ROWS):
         dataset = dataset_of(some)
@@ -110,8 +105,8 @@ def map_through_model(
         results = dataset.map_batches(
             decode, num_cpus=decode_cpus, **whole
         ).map_batches(
-            model,
-            fn_constructor_args=arguments,
+            ModelActor,
+            fn_constructor_args=(model, config, resources, loaded),
             compute=ray.data.ActorPoolStrategy(size=workers),
             num_cpus=resources["CPU"],
             num_gpus=resources.get("GPU", 0),
@@ -132,6 +127,49 @@ def map_through_model(
             )
         # Ray may have joined the results of several chunks.
         yield from in_order(results, chunk_rows if writers is None else None)
+
+
+class ModelActor:
+    """An actor that builds the model on its own node and calls it with chunks.
+
+    Args:
+        build: Builds the model, see :func:`map_through_model`.
+        config: The configuration.
+        resources: The resources of the actor (``CPU``, ``GPU``).
+        loaded: Arguments for ``build``.
+    """
+
+    def __init__(
+        self,
+        build: Callable[..., Callable[[pa.Table], pa.Table]],
+        config: Config,
+        resources: dict[str, float],
+        loaded: tuple[Any, ...],
+    ) -> None:
+        device = "cuda" if "GPU" in resources else "cpu"
+        self._model = build(device, threads_of_actor(config, resources), *loaded)
+
+    def __call__(self, chunk: pa.Table) -> pa.Table:
+        """Return the results of a chunk of rows."""
+        return self._model(chunk)
+
+
+def threads_of_actor(config: Config, resources: dict[str, float]) -> int:
+    """Return the number of threads of torch in an actor, on the node of the actor.
+
+    It is an equal share of the cores of this node for each actor that fits on it.
+    ``compute.threads`` has priority.
+
+    Args:
+        config: The configuration.
+        resources: The resources of an actor (``CPU``, ``GPU``).
+    """
+    import ray
+
+    own = own_node(ray)
+    has = next(n["Resources"] for n in ray.nodes() if n["NodeID"] == own)
+    fits = min(int(has.get(name, 0) / n + 1e-6) for name, n in resources.items())
+    return num_threads(config, max(1, min(config.compute.num_workers, fits)))
 
 
 class Writer:

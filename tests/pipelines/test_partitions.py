@@ -1,12 +1,14 @@
 """Rows that Ray Data maps through a model and writes by partitions."""
 
+import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pytest
 
-from pipelines.partitions import WriterPool, map_through_model
+from pipelines.partitions import WriterPool, map_through_model, threads_of_actor
 from uno.config import Config, override
 from uno.data.files import Storage
 
@@ -45,3 +47,28 @@ def test_partitions_are_written_by_several_processes(ray_cluster, tmp_path: Path
     for number in range(3):
         rows = list(range(8 * number, min(8 * number + 8, 21)))
         assert (tmp_path / f"part-{number}").read_text() == str(rows)
+
+
+@pytest.mark.parametrize(
+    ("node", "each", "given", "threads"),
+    [
+        ({"CPU": 48.0}, {"CPU": 1.0}, None, 12),
+        ({"CPU": 48.0, "GPU": 2.0}, {"CPU": 1.0, "GPU": 1.0}, None, 24),
+        ({"CPU": 48.0, "GPU": 2.0}, {"CPU": 1.0, "GPU": 1.0}, 3, 3),
+        ({"CPU": 2.0}, {"CPU": 2.0}, None, 48),
+    ],
+)
+def test_threads_of_a_model_are_a_share_of_the_cores_of_its_node(
+    monkeypatch, node, each, given, threads
+):
+    """The driver, on which another number of cores may be, decides nothing."""
+    ray = Mock()
+    ray.get_runtime_context().get_node_id.return_value = "here"
+    ray.nodes.return_value = [
+        {"NodeID": "other", "Resources": {"CPU": 1.0}},
+        {"NodeID": "here", "Resources": node},
+    ]
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr("uno.runs.hardware.available_cpus", lambda: 48)
+    settings = {"compute.num_workers": 4, "compute.threads": given}
+    assert threads_of_actor(override(Config(), settings), each) == threads
