@@ -47,8 +47,13 @@ from uno.session.console import Progress, interrupt_on_signal, print_line
 from uno.session.data import Show
 from uno.session.loggers import Loggers
 from uno.session.predict import align_heads, predict_run
-from uno.session.prepare import check_run, open_run, open_stored_run, preflight
-from uno.session.resolve import with_full_path
+from uno.session.prepare import (
+    check_run,
+    open_run,
+    open_stored_run,
+    preflight,
+    with_full_path,
+)
 from uno.session.resources import on_features
 from uno.session.run import Backend, Run
 from uno.session.summary import describe_run
