@@ -220,7 +220,7 @@ def test_own_images_decide_for_a_sweep_as_for_a_run(tmp_path, monkeypatch):
         "--model.encoder",
         "resnet_small",
     ]
-    monkeypatch.setattr("uno.data.defaults.EPOCHS", {"pretrain": 6, "discover": 18})
+    monkeypatch.setattr("uno.session.derive.EPOCHS", {"pretrain": 6, "discover": 18})
     options = sweep_options(
         parse([*words, "--output", str(tmp_path / "s"), "--device", "cpu"], TUNE)
     )
