@@ -484,7 +484,8 @@ def test_what_ray_does_with_chunks_gives_the_same_features(tmp_path, monkeypatch
 
 def stored(folder: Path) -> dict[str, list[list[float]]]:
     """The views of each row in a folder of features."""
-    rows = pq.read_table(folder).select(["id", "view", "embedding"]).to_pylist()
+    table = pq.read_table(sorted(folder.glob("**/*.parquet")))
+    rows = table.select(["id", "view", "embedding"]).to_pylist()
     rows.sort(key=lambda row: (row["id"], row["view"]))
     return {f"{row['id']} {row['view']}": row["embedding"] for row in rows}
 
