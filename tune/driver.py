@@ -21,9 +21,8 @@ import torch
 import yaml
 from torch import Tensor
 
-from pipelines import nodes, ray_env, ray_private
+from pipelines import nodes, ray_env
 from pipelines.options import Options
-from pipelines.worker import MAX_DEATHS
 from tune import AGREEMENT, FOLDS, SCORES, records, report, spaces
 from tune.records import FAILED, FEATURES_FILE, FINISHED, SETTINGS, PartStorage, Trial
 from tune.score import FoldRows, Source, SweepData, Unread, make_folds, sweep_data
@@ -668,9 +667,7 @@ class Capacity:
         except ConfigError as error:
             self.places = 0
             if now >= self._due:
-                print_line(
-                    "; ".join([f"waiting for nodes: {error}", *ray_private.launches()])
-                )
+                print_line(f"waiting for nodes: {error}")
                 self._due = now + nodes.TELL_S
         if self.places and self.places != before:
             print_line(
@@ -763,9 +760,7 @@ def _run_missing(
                 stop=search.Interruption(stopping.is_set),
                 # A process that dies goes on at its newest checkpoint; what it raises
                 # itself is noted.
-                failure_config=tune.FailureConfig(
-                    max_failures=MAX_DEATHS, fail_fast=False
-                ),
+                failure_config=tune.FailureConfig(max_failures=3, fail_fast=False),
             ),
         )
         try:

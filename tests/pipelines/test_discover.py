@@ -187,7 +187,7 @@ def test_a_run_from_images_to_a_model_and_again(tmp_path, capsys):
         "batch_size": 16,
     }
     settings |= {"data.limit": None, "output": tmp_path / "run"}
-    model = uno.discover(quiet=True, **settings)
+    model = uno.discover(quiet=True, report=True, **settings)
     out, err = capsys.readouterr()
     assert err == "" and all(line.startswith("warning: ") for line in out.splitlines())
     # and one of each class is held out

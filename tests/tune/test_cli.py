@@ -203,6 +203,8 @@ def test_a_stale_cluster_address_is_one_line():
         ConfigError, match="RAY_ADDRESS=local starts one on this machine"
     ):
         ray_env.check_address("127.0.0.1:1")
+    with pytest.raises(ConfigError, match="RAY_ADDRESS=HOST:6379, or submit"):
+        ray_env.check_address("http://127.0.0.1:8265")
     for other in ("", "auto", "local", "ray://host:10001"):
         ray_env.check_address(other)
 

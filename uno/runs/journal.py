@@ -1,7 +1,6 @@
 """Write and read ``metrics.jsonl``, the metrics of a run, one JSON object a line."""
 
 import json
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
@@ -9,17 +8,16 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from uno.data.files import Storage, parse_json, upload_pause_s
+from uno.data.files import Storage, parse_json
 from uno.errors import StorageError
 from uno.runs import METRICS_FILE
-
-PAUSE_S = 2.0  # least seconds between two uploads of the file to an object store
 
 
 class Journal:
     """Append lines of metrics to the ``metrics.jsonl`` of a run.
 
-    A thread writes the lines in order, so training does not wait for storage. After a
+    A thread writes the lines in order, so training does not wait for storage. To an
+    object store, which cannot append, the whole file is uploaded at each flush. After a
     write or another job has failed, no further job is done, and every later call raises
     its error.
 
@@ -36,7 +34,6 @@ class Journal:
         self._job_error: Exception | None = None
         self._text = b""  # the whole file, which an object store cannot append to
         self._num_stored = 0  # bytes of the text that are in the object store
-        self._next_upload = 0.0  # time.monotonic()
         self.rewind(step)
 
     def __enter__(self) -> "Journal":
@@ -120,56 +117,17 @@ class Journal:
             self._job_error = error
 
     def _append(self, storage: Storage, line: bytes) -> None:
-        """Write a line to a local file, or to an object store if it is time for it."""
+        """Write a line to a local file, or keep it for the next upload."""
         if storage.is_local:
             storage.append(METRICS_FILE, line)
-            return
-        self._text += line
-        if time.monotonic() >= self._next_upload:
-            self._upload(storage)
+        else:
+            self._text += line
 
     def _upload(self, storage: Storage) -> None:
         """Write the whole file to an object store, if it lacks lines."""
         if self._num_stored < len(self._text):
             storage.write(METRICS_FILE, self._text)
             self._num_stored = len(self._text)
-            pause = upload_pause_s(len(self._text), PAUSE_S)
-            self._next_upload = time.monotonic() + pause
-
-
-class JournalTail:
-    """Follow the ``metrics.jsonl`` of a run that another process writes.
-
-    Args:
-        storage: The run directory. Entries that exist already are not returned.
-    """
-
-    def __init__(self, storage: Storage) -> None:
-        self._storage, self._size = storage, 0
-        self._lines: list[bytes] = []
-        self.new_entries()
-
-    def new_entries(self) -> list[dict[str, Any]]:
-        """Return the entries since the last call.
-
-        If lines were dropped meanwhile (:meth:`Journal.rewind`), the entries that
-        replaced them are returned, too. A call without new entries costs one request to
-        the storage.
-        """
-        size = self._storage.size(METRICS_FILE)
-        if size == self._size:
-            return []
-        lines = (
-            self._storage.read(METRICS_FILE).splitlines(keepends=True) if size else []
-        )
-        seen, self._lines = (
-            self._lines,
-            [line for line in lines if line.endswith(b"\n")],
-        )
-        self._size = sum(map(len, self._lines))
-        return _parse_entries(
-            [line for i, line in enumerate(self._lines) if seen[i : i + 1] != [line]]
-        )
 
 
 def read_journal(storage: Storage, name: str = METRICS_FILE) -> list[dict[str, Any]]:

@@ -229,7 +229,7 @@ class Model:
         table is damaged.
         """
         try:
-            return show.members(self._storage, self._classifier.config)
+            return show.read_members(self._storage, self._classifier.config)
         except StorageError:  # the model works without the table
             return {}
 
@@ -378,6 +378,7 @@ def discover(
     ids: Any = None,
     overwrite: bool = False,
     quiet: bool = False,
+    report: bool = False,
     **settings: Any,
 ) -> Model:
     """Train a model that finds the classes in unlabeled images, as ``uno discover`` does.
@@ -404,6 +405,7 @@ def discover(
         ids: With embeddings, N names of the rows.
         overwrite: Whether a run in the same directory is started over.
         quiet: Whether only warnings are printed.
+        report: Whether the HTML report is written. ``uno report`` writes it later.
         **settings: The options of the command, with the same defaults, precedence and
             checks. A keyword is a short name (``num_novel``), a dotted name, or a
             section with a mapping of its settings. ``config`` is a YAML file, a
@@ -421,10 +423,10 @@ def discover(
     if embeddings is None:
         if labels is not None or ids is not None:
             raise ConfigError("labels and ids go with embeddings")
-        return _discover_source(settings, overwrite, quiet)
+        return _discover_source(settings, overwrite, quiet, report)
     stored = stored_embeddings(settings, embeddings, labels, ids, overwrite)
     with stored as on_file:
-        return _discover_source(on_file, overwrite, quiet)
+        return _discover_source(on_file, overwrite, quiet, report)
 
 
 @contextmanager
@@ -512,7 +514,7 @@ def _delete_file(path: str) -> None:
 
 
 def _discover_source(
-    settings: Mapping[str, Any], overwrite: bool, quiet: bool
+    settings: Mapping[str, Any], overwrite: bool, quiet: bool, report: bool
 ) -> Model:
     """Run :func:`discover` on data that a source or a stored file holds.
 
@@ -528,7 +530,7 @@ def _discover_source(
             suppress_output(quiet),
             _default_torch_settings(torch.device("cpu")),
         ):
-            pipeline.discover(config, given, overwrite)
+            pipeline.discover(config, given, overwrite, report=report)
     except Exception as error:
         if (meant := as_user_error(error)) is None:
             raise

@@ -10,8 +10,8 @@ import numpy as np
 
 from uno.config import Config, override
 from uno.data.files import Storage
-from uno.data.images import spread
-from uno.data.inputs import EvenSample, Inputs, RowInputs, open_inputs
+from uno.data.images import evenly_spaced, spread
+from uno.data.sources import read_rows
 from uno.data.splits import Task
 from uno.data.vectors import require_kind
 from uno.errors import ConfigError, UnoError
@@ -91,16 +91,16 @@ def predict(
     limit = override(Config(), {"data.limit": data.pop("data.limit", None)}).data.limit
     if data:
         with reading() as total:
-            inputs: Inputs = open_inputs(override(Config(), data).data)
-            total(len(inputs))
+            rows = read_rows(override(Config(), data).data, images_only=True)
+            total(len(rows))
     else:
-        inputs = RowInputs(run.task.rows)
-    if limit is not None and limit < len(inputs):
-        inputs = EvenSample(inputs, limit)
-    for warning in inputs.warnings:
+        rows = run.task.rows
+    if limit is not None and limit < len(rows):
+        rows = rows.take(evenly_spaced(limit, len(rows)))
+    for warning in rows.warnings:
         print_line(f"warning: {warning}")
-    require_kind(model.config.model, inputs.first)
-    if folders and inputs.first.pictures() is None:
+    require_kind(model.config.model, rows.images)
+    if folders and rows.images.pictures() is None:
         raise ConfigError("--folders copies images, and the data has only vectors")
     try:
         model = align_heads(run, model)
@@ -111,7 +111,7 @@ def predict(
         )
     output = Storage(str(given.get("output", storage.uri)))
     writer = PredictionWriter(
-        output, inputs, model, embedding, replace="output" not in given
+        output, rows, model, embedding, replace="output" not in given
     )
 
     kept = "stopped; finished shards are kept"
@@ -126,7 +126,7 @@ def predict(
     if folders:
         with interrupt_on_signal(kept), Progress() as progress:
             show = count_items(progress, "copy", INTERVAL_S)
-            print_line(f"sorted: {sort_images(output, inputs, show)}")
+            print_line(f"sorted: {sort_images(output, rows, show)}")
 
 
 def predict_run(run: Run, model: Classifier) -> tuple[Classifier, Summary]:
@@ -139,7 +139,7 @@ def predict_run(run: Run, model: Classifier) -> tuple[Classifier, Summary]:
     """
     model = align_heads(run, model)
     writer = PredictionWriter(
-        run.storage, RowInputs(run.task.rows), model, embedding=False, replace=True
+        run.storage, run.task.rows, model, embedding=False, replace=True
     )
     return model, _predict(run, model, writer)
 

@@ -19,7 +19,6 @@ from uno.data import files as filesystem
 from uno.data import mapped, tables, vectors
 from uno.data.check import check, format_report
 from uno.data.from_python import float_vectors
-from uno.data.inputs import open_inputs
 from uno.data.mapped import NeighborViews
 from uno.data.row_blocks import RowBlocks
 from uno.data.sources import read_rows
@@ -261,7 +260,7 @@ def test_hive_folders_of_vectors_are_columns(tmp_path):
         "train",
         "train",
     ]
-    assert len(open_inputs(DataConfig(source=f"vectors:{tmp_path}"))) == 4
+    assert len(read_rows(DataConfig(source=f"vectors:{tmp_path}"), True)) == 4
     stored(
         tmp_path / place / "0.parquet", embedding=list(drawn(2)), label=["dog", "cat"]
     )
@@ -308,7 +307,7 @@ def test_what_is_predicted_needs_no_labels(tmp_path):
     source = stored(
         tmp_path / "v.parquet", embedding=list(drawn(3)), label=[[1], [2], [3]]
     )
-    assert len(open_inputs(DataConfig(source=source))) == 3
+    assert len(read_rows(DataConfig(source=source), True)) == 3
 
 
 def test_the_checks_name_bad_vectors_and_do_not_decode(tmp_path):
