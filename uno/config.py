@@ -962,6 +962,14 @@ def why_not_gcd(config: Config) -> str | None:
     return None
 
 
+def clusters_features(config: Config) -> bool:
+    """Return whether the method of a run clusters features instead of training heads.
+
+    Such a method needs more unlabeled rows than clusters.
+    """
+    return not load(config.method).trains
+
+
 def field_traits(key: str) -> FieldTraits:
     """Return what the schema says about a field or a section.
 

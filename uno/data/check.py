@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from uno.config import Config, override
+from uno.config import Config, clusters_features, override
 from uno.data.decode import (
     BadImage,
     brightness,
@@ -27,7 +27,6 @@ from uno.data.splits import Task, missing_labels, train_rows
 from uno.data.stream import window_rows
 from uno.errors import ConfigError, printable
 from uno.limits import MAX_IMAGE_BYTES
-from uno.methods import load
 from uno.text import plural
 
 # Least number of unlabeled rows of a class in a batch. Pseudo-labels get worse below.
@@ -194,8 +193,7 @@ def _of_clusters(task: Task, config: Config, unlabeled: int) -> Iterator[Problem
         yield Problem("error", f"{few} classes to discover ({num_novel}); {fix}")
         return
     num_clusters = num_novel + (task.num_known if mixed else 0)
-    clusters_features = not load(config.method).trains
-    if clusters_features and unlabeled <= num_clusters:
+    if clusters_features(config) and unlabeled <= num_clusters:
         known = f"{task.num_known} known + {num_novel} new classes"
         clusters = known if mixed else plural(num_novel, "new class", "new classes")
         text = f"method {config.method} needs more unlabeled images ({unlabeled}) "
