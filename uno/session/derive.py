@@ -78,7 +78,7 @@ def resolve(
     config: Config,
     given: Collection[str],
     overwrite: bool = False,
-    free: Callable[[Config], FreeMemory] = free_memory,
+    measure_memory: Callable[[Config], FreeMemory] = free_memory,
 ) -> tuple[Config, Task | None]:
     """Complete the configuration of a run, and print what was decided and why.
 
@@ -90,7 +90,7 @@ def resolve(
         config: The configuration before the data is read.
         given: The dotted keys that the user has set.
         overwrite: Whether a run in the same directory is started over.
-        free: Returns the free memory for the processes that train.
+        measure_memory: Returns the free memory for the processes that train.
 
     Returns:
         The configuration of the run; and its rows, None if they were not read.
@@ -111,9 +111,9 @@ def resolve(
     config = override(config, {"data.setting": setting})
     values, lines = derive_settings(config, given, task)
     config = override(config, values)
-    # if the user has chosen, the memory of other machines is not looked up
-    measure = free if config.data.loading == "auto" else free_memory
-    loading, why = choose(config, len(task.rows), measure(config))
+    if config.data.loading != "auto":
+        measure_memory = free_memory  # no need to ask other machines
+    loading, why = choose(config, len(task.rows), measure_memory(config))
     for line in (reason, *lines, f"memory: {why}"):
         print_line(line)
     return override(config, {"data.loading": loading}), task
@@ -151,7 +151,9 @@ def derived_keys(config: Config) -> tuple[str, ...]:
         preset other than ``scratch``, ``photos`` and the one for vectors.
     """
     if config.preset in ("photos", VECTORS):
-        return (*OF_HEADS, *["model.encoder"] * config.model.takes_vectors)
+        of_encoder = OF_ENCODER if _starts_from_run(config) else ()
+        length = ("model.encoder",) if config.model.takes_vectors else ()
+        return (*OF_HEADS, *of_encoder, *length)
     is_own = config.preset == "scratch" and is_custom_data(flatten(to_dict(config)))
     return OF_TRAINING if is_own else ()
 
@@ -249,11 +251,17 @@ def settings_of_weights(config: Config) -> Values:
         Image size, mean, standard deviation and the like by dotted key. Empty if the
         weights are not those of a run.
     """
-    source = config.model.weights
-    if source in (None, PRETRAINED) or weights.is_file(source):
+    if not _starts_from_run(config):
         return {}
-    stored = flatten(directory.read_config_tree(Storage(str(source))))
+    storage = Storage(str(config.model.weights))
+    stored = flatten(directory.read_config_tree(storage))
     return {key: stored[key] for key in OF_ENCODER if key in stored}
+
+
+def _starts_from_run(config: Config) -> bool:
+    """Return whether ``model.weights`` names a run, and not a file or a library."""
+    source = config.model.weights
+    return source not in (None, PRETRAINED) and not weights.is_file(source)
 
 
 def _image_size(

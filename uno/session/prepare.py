@@ -152,7 +152,9 @@ def check_source(config: Config, given: Mapping[str, Any]) -> None:
     config = with_full_path(override(config, {"output": None}))
     if config.model.weights not in (None, PRETRAINED):
         starting_weights(config, overwrite=True)  # refuses weights that do not fit
-    config, task = resolve(config, given, free=choose_backend(config).free_memory)
+    config, task = resolve(
+        config, given, measure_memory=choose_backend(config).free_memory
+    )
     assert task is not None
     # a method can refuse the encoder, as `dtc` refuses one with too few features
     registry.build_network(config, task.num_known, task.num_novel, config.seed)
