@@ -161,7 +161,7 @@ def test_clustering_trains_nothing_and_says_what_to_expect(
     images = {
         i: image
         for i, image in zip(
-            read_digits().ids, read_digits().images.items[:20], strict=False
+            read_digits().ids.to_pylist(), read_digits().images.items[:20], strict=False
         )
     }
     write_digits(tmp_path / "images", list(images.values()))
@@ -233,7 +233,7 @@ def test_the_model_classifies_files(finished, tmp_path):
     rows = {row["id"]: row["class_name"] for row in table}
     pairs = [
         (rows[i], p.class_name)
-        for i, p in zip(read_digits().ids, found, strict=False)
+        for i, p in zip(read_digits().ids.to_pylist(), found, strict=False)
         if i in rows
     ]
     assert len(pairs) >= 5 and all(ours == again for ours, again in pairs)

@@ -124,7 +124,7 @@ def mixed_task(tmp_path):
 def parquet_task(tmp_path):
     """Row groups of a few images."""
     rows = task_of(f"folder:{folder_of(tmp_path)}").rows
-    labeled = np.array([label != "emu" for label in rows.labels])
+    labeled = np.array([label != "emu" for label in rows.labels.to_pylist()])
     pack(rows, labeled, Storage(str(tmp_path / "out")), 4000, store_local(1))
     return task_of(f"parquet:{tmp_path / 'out'}")
 

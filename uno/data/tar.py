@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.compute
 
 from uno.data import files as filesystem
-from uno.data.columns import Labels, Text, decimal, joined
+from uno.data.columns import decimal, has_label, joined, make_ids
 from uno.data.files import FileEntry, is_uri, valid_text
 from uno.data.images import Image, Images, is_image
 from uno.data.labels import encode_labels, is_missing
@@ -211,13 +211,7 @@ def read_tar(path: str, images_only: bool = False, follow_links: bool = False) -
             f"{source}: no members KEY.jpg, KEY.png, ... in its {len(shards)} tar files"
         )
         raise ConfigError("; ".join([lacks, *warnings, *notes]))
-    ids = Text.join(
-        [
-            Text(joined("#", scan.name, scan.keys.array))
-            for scan in scans
-            if len(scan.keys)
-        ]
-    )
+    ids = pa.concat_arrays([joined("#", scan.name, scan.keys) for scan in scans])
     images = TarImages(
         [shard.path for shard in shards],
         np.array([shard.time for shard in shards], np.int64),
@@ -229,10 +223,10 @@ def read_tar(path: str, images_only: bool = False, follow_links: bool = False) -
         [_split(shard.relative) == "train" for shard in shards], counts
     )
     values = chain.from_iterable(scan.labels for scan in scans)
-    labels = encode_labels(source, values, name_row=ids.__getitem__)
+    labels = encode_labels(source, values, name_row=lambda row: str(ids[row]))
     _refuse_labels_in_other_shards(source, scans, ids, labels)
-    in_folders = any("/" in scan.keys[0] for scan in scans if len(scan.keys))
-    if not images_only and not labels.present and in_folders:
+    in_folders = any("/" in str(scan.keys[0]) for scan in scans if len(scan.keys))
+    if not images_only and labels.null_count == len(labels) and in_folders:
         notes.append(
             "the label of KEY.jpg is a member KEY.cls or KEY.json of the same shard; if"
             " folders in the tar files are the classes, unpack them and pass --labeled"
@@ -544,7 +538,7 @@ def _scan(found: FileEntry, images_only: bool) -> ShardScan:
     sizes = (image.size * image.is_plain for image in images.values())
     return ShardScan(
         name=shard.name,
-        keys=Text.of(map(valid_text, images)),
+        keys=make_ids(map(valid_text, images)),
         offsets=np.fromiter(offsets, np.int64),
         sizes=np.fromiter(sizes, np.int64),
         labels=values,
@@ -695,7 +689,10 @@ def _notes(scans: Sequence[ShardScan]) -> list[str]:
 
 
 def _refuse_labels_in_other_shards(
-    source: str, scans: Sequence[ShardScan], ids: Text, labels: Labels
+    source: str,
+    scans: Sequence[ShardScan],
+    ids: pa.LargeStringArray,
+    labels: pa.DictionaryArray,
 ) -> None:
     """Refuse labels with an image in another shard, which would count as unlabeled.
 
@@ -711,11 +708,11 @@ def _refuse_labels_in_other_shards(
     lost = [valid_text(key) for scan in scans for key in scan.lost_labels]
     if not lost:
         return
-    keys = Text.join([scan.keys for scan in scans])
-    found = pa.compute.is_in(keys.array, pa.array(lost, pa.large_string()))
-    rows = np.flatnonzero(found.to_numpy(zero_copy_only=False) & ~labels.given)
+    keys = pa.concat_arrays([scan.keys for scan in scans])
+    found = pa.compute.is_in(keys, pa.array(lost, pa.large_string()))
+    rows = np.flatnonzero(found.to_numpy(zero_copy_only=False) & ~has_label(labels))
     if len(rows):
-        row, key = ids[rows[0]], keys[rows[0]]
+        row, key = ids[rows[0]].as_py(), keys[rows[0]].as_py()
         name, scan = next(
             (scan.lost_labels[lost_key], scan)
             for scan in scans

@@ -21,7 +21,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from uno.data.columns import Text
 from uno.data.files import FileEntry, Storage, is_uri
 from uno.data.mapped import user_cache
 from uno.errors import StorageError, one_line
@@ -53,7 +52,7 @@ class ShardScan(NamedTuple):
     """
 
     name: str
-    keys: Text
+    keys: pa.LargeStringArray
     offsets: np.ndarray
     sizes: np.ndarray
     labels: list[Any]
@@ -145,7 +144,7 @@ def _read(place: str) -> dict[Identity, ShardScan]:
             path, size, changed = fact["identity"]
             found[path, size, changed] = ShardScan(
                 name=fact["name"],
-                keys=Text(keys[start:end]),
+                keys=keys[start:end],
                 offsets=offsets[start:end],
                 sizes=sizes[start:end],
                 labels=labels[start:end],
@@ -207,9 +206,7 @@ def _write(place: str, scans: dict[Identity, ShardScan]) -> None:
     ]
     columns = {
         "shard": np.repeat(np.arange(len(found), dtype=np.int32), counts),
-        "key": pa.chunked_array(
-            [scan.keys.array for scan in found], type=pa.large_string()
-        ),
+        "key": pa.chunked_array([scan.keys for scan in found], type=pa.large_string()),
         "offset": _joined([scan.offsets for scan in found]),
         "size": _joined([scan.sizes for scan in found]),
         "label": pa.array(labels, pa.string()).dictionary_encode(),

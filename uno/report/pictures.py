@@ -87,7 +87,8 @@ class Album:
         pictures = rows.images.pictures()
         self._confidence = confidence
         self._images = None if pictures is None else pictures.take(index)
-        self._ids, self._captions = rows.ids.take(index), rows.images.captions(index)
+        self._ids = rows.ids.take(index).to_pylist()
+        self._captions = rows.images.captions(index)
         sizes = [len(group) for group in groups]
         total = sum(sizes)
         members = np.concatenate([*groups, np.arange(0)])

@@ -333,7 +333,7 @@ def _map(
     is_known = np.where(truth >= 0, truth < num_known, output < num_known)
     points = {
         "xy": drawn.xy.ravel().tolist(),
-        "ids": [visible(task.rows.ids[i], 60) for i in sample.index[chosen]],
+        "ids": [visible(str(task.rows.ids[i]), 60) for i in sample.index[chosen]],
         "truth": truth.tolist(),
         "output": output.tolist(),
         "known": is_known.astype(int).tolist(),

@@ -137,7 +137,11 @@ def _predicted_images(storage: Storage, data: Rows) -> Iterator[_PredictedImage]
             for image in some.read_images(np.arange(len(some)))
         )
         predictions = zip(
-            rows.tolist(), data.ids.take(rows), images, table.to_pylist(), strict=True
+            rows.tolist(),
+            data.ids_of(rows).to_pylist(),
+            images,
+            table.to_pylist(),
+            strict=True,
         )
         for row, name, image, each in predictions:
             folder = f"{each['class_index']:03d}-{_safe(each['class_name'])}"

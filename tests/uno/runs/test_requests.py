@@ -9,7 +9,7 @@ from tests.uno.small_run import small_config
 from uno.config import override
 from uno.data import files as filesystem
 from uno.data import pack
-from uno.data.columns import Labels, Text
+from uno.data.columns import make_ids, make_labels
 from uno.data.files import Storage
 from uno.data.rows import Rows
 from uno.data.sources import read_rows
@@ -49,8 +49,9 @@ def test_bytes_of_a_sample(monkeypatch, tmp_path):
     num = 1200
     images = np.stack([pixels(i, 40, 40) for i in range(num)])
     codes = np.random.default_rng(0).integers(0, 4, num).astype(np.int32)
-    ids = Text.of(f"{i}.png" for i in range(num))
-    rows = Rows(ids, images, Labels(tuple("abcd"), codes), np.ones(num, bool), "made")
+    ids = make_ids(f"{i}.png" for i in range(num))
+    labels = make_labels("abcd"[code] for code in codes)
+    rows = Rows(ids, images, labels, np.ones(num, bool), "made")
     for module in ("uno.prototype_init", "uno.results.baselines"):
         monkeypatch.setattr(f"{module}.MAX_ROWS", 120)
     monkeypatch.setattr(pack, "GROUP_ROWS", 20)
