@@ -15,7 +15,7 @@ from torch import Tensor
 from pipelines import nodes, ray_env
 from pipelines.features import compute_on_ray
 from pipelines.inference import predict_on_ray
-from pipelines.worker import run_on_ray
+from pipelines.train import run_on_ray
 from uno.config import Config, override
 from uno.data.decode import decode_many, ok_mask
 from uno.data.images import Images, from_columns, to_columns

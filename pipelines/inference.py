@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from pipelines.partitions import map_through_model
+from pipelines.partitions import WriterPool, map_through_model
 from pipelines.ray_data import bytes_of, pixel_column, shared_tensor
 from uno.config import Config
 from uno.data.images import Images, InMemory, from_columns, to_columns
@@ -59,15 +59,20 @@ def predict_on_ray(
     vectors = config.model.takes_vectors
     plan = None if vectors else plan_of(config, torch.device("cpu"))
     loaded = ray.put(dict(files)), writer.embedding, plan
-    write, sizes = (
-        writer.part_writer.write,
-        (writer.part_rows, how.chunk_rows, 3 * how.size**2),
-    )
-    stored = map_through_model(
-        ray, config, writer.storage, blocks, decode, Scorer, loaded, write, *sizes
-    )
-    for number, _ in stored:
-        writer.stored(number)
+    pool = WriterPool(writer.storage, writer.part_writer.write, writer.part_rows)
+    for table in map_through_model(
+        ray,
+        config,
+        blocks,
+        decode,
+        Scorer,
+        loaded,
+        how.chunk_rows,
+        3 * how.size**2,
+        pool,
+    ):
+        for number in table["number"].to_pylist():
+            writer.stored(number)
         on_progress(writer.num_done, writer.num_rows)
     return writer.finish()
 

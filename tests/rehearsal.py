@@ -117,9 +117,9 @@ def compute_and_count() -> None:
     compute_on_the_cpu()
     import torch.distributed as dist
 
-    from pipelines import worker
+    from pipelines import train as ray_train
 
-    came, train = list[tuple[float, str]](), worker._train_rank
+    came, train = list[tuple[float, str]](), ray_train.train_rank
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -146,7 +146,7 @@ def compute_and_count() -> None:
         counted(dist.all_reduce),
         counted(dist.all_gather),
     )
-    worker._train_rank = trained
+    ray_train.train_rank = trained
 
 
 def idle(folder: Path, now: float) -> str:
@@ -180,10 +180,11 @@ def compute_and_hold() -> None:
     before training, the evaluation, and the first predictions.
     """
     compute_and_count()
-    from pipelines import inference, worker
+    from pipelines import inference
+    from pipelines import train as ray_train
 
-    worker._train_rank = _held("start", worker._train_rank)
-    worker.evaluate_run = _held("evaluation", worker.evaluate_run)  # type: ignore[assignment]
+    ray_train.train_rank = _held("start", ray_train.train_rank)
+    ray_train.evaluate_run = _held("evaluation", ray_train.evaluate_run)  # type: ignore[assignment]
     inference.Scorer.__call__ = _held("prediction", inference.Scorer.__call__)  # type: ignore[method-assign]
 
 

@@ -12,7 +12,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Container
+from collections.abc import Collection
 from contextlib import suppress
 from functools import partial
 
@@ -21,9 +21,8 @@ import torch
 import yaml
 from torch import Tensor
 
-from pipelines import nodes, ray_env, ray_private
+from pipelines import nodes, ray_env
 from pipelines.options import Options
-from pipelines.worker import MAX_DEATHS
 from tune import AGREEMENT, FOLDS, SCORES, records, report, spaces
 from tune.records import FAILED, FEATURES_FILE, FINISHED, SETTINGS, PartStorage, Trial
 from tune.score import FoldRows, Source, SweepData, Unread, make_folds, sweep_data
@@ -38,7 +37,6 @@ from uno.config import (
 )
 from uno.data import output
 from uno.data.decode import ok_mask
-from uno.data.defaults import derives_batch
 from uno.data.files import Storage, refusing, reserve_space, split
 from uno.data.mapped import NeighborViews
 from uno.data.plan import largest_batch
@@ -50,19 +48,13 @@ from uno.methods.registry import load, num_heads
 from uno.runs import DISCOVER, LOGGERS_FOLDER, RAY_FOLDER, directory, lock, run
 from uno.runs.hardware import num_threads
 from uno.runs.lock import RunLock
+from uno.session.configure import leaves_choice
 from uno.session.console import Progress, interrupt_on_signal, on_stop, print_line
 from uno.session.data import leave_out_unreadable, load_features, load_images, read_task
+from uno.session.derive import derive_settings, derives_batch, keep_derived
 from uno.session.loggers import Loggers, require_loggers
-from uno.session.prepare import preflight
-from uno.session.resolve import (
-    as_begun,
-    from_data,
-    starting_weights,
-    with_data,
-    with_full_path,
-)
+from uno.session.prepare import preflight, starting_weights, with_full_path
 from uno.session.resources import check_memory, choose_for_sweep
-from uno.session.settings import leaves_choice
 from uno.text import plural
 from uno.weights import PRETRAINED, PRETRAINED_FILE, is_file
 
@@ -213,7 +205,7 @@ def run_sweep(options: SweepOptions) -> int:
     return 0
 
 
-def _check_folds(options: SweepOptions, task: Task, asked: Container[str]) -> None:
+def _check_folds(options: SweepOptions, task: Task, asked: Collection[str]) -> None:
     """Check the folds of a sweep before any image is decoded.
 
     Args:
@@ -303,7 +295,7 @@ def load_data(
             they are, and the features of a frozen encoder are in a file.
         task: The rows of the sweep.
         own_weights: The pretrained weights of the encoder as a safetensors file, from
-            :func:`~uno.session.resolve.starting_weights`, or None.
+            :func:`~uno.session.prepare.starting_weights`, or None.
         storage: The directory of the sweep, for the file of features.
 
     Raises:
@@ -494,12 +486,12 @@ def _resolved(options: SweepOptions) -> tuple[SweepOptions, Task]:
         else None
     )
     if began is not None:
-        config = as_begun(
+        config = keep_derived(
             config, given, flatten(began) if isinstance(began, dict) else {}
         )
-    task = read_task(with_data(config, loading="streaming").data)
+    task = read_task(override(config, {"data.loading": "streaming"}).data)
     if began is None:
-        values, lines = from_data(config, given, task, config.data.setting)
+        values, lines = derive_settings(config, given, task)
         config, given = override(config, values), values | given
         for line in (*lines, *(f"warning: {line}" for line in task.rows.warnings)):
             print_line(line)
@@ -518,7 +510,7 @@ def _resolved(options: SweepOptions) -> tuple[SweepOptions, Task]:
     loading, why = choose_for_sweep(config, len(task.rows), num_folds)
     if began is None:
         print_line(f"memory: {why}")
-    config = with_data(config, loading=loading)
+    config = override(config, {"data.loading": loading})
     here = override(config, HERE)
     num_threads(here)  # refuses too many threads
     check_memory(here, task)
@@ -675,9 +667,7 @@ class Capacity:
         except ConfigError as error:
             self.places = 0
             if now >= self._due:
-                print_line(
-                    "; ".join([f"waiting for nodes: {error}", *ray_private.launches()])
-                )
+                print_line(f"waiting for nodes: {error}")
                 self._due = now + nodes.TELL_S
         if self.places and self.places != before:
             print_line(
@@ -770,9 +760,7 @@ def _run_missing(
                 stop=search.Interruption(stopping.is_set),
                 # A process that dies goes on at its newest checkpoint; what it raises
                 # itself is noted.
-                failure_config=tune.FailureConfig(
-                    max_failures=MAX_DEATHS, fail_fast=False
-                ),
+                failure_config=tune.FailureConfig(max_failures=3, fail_fast=False),
             ),
         )
         try:

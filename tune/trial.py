@@ -9,7 +9,6 @@ where it was, and only one model is in memory.
 import contextlib
 import hashlib
 import json
-import logging
 import math
 import statistics
 import threading
@@ -17,25 +16,24 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
-from itertools import count, product
+from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 
-from pipelines import nodes
-from pipelines import worker as ray_worker
-from tune.records import PartStorage, Trial, read_trial, trial_name
+from pipelines import train
+from tune.records import PartStorage, Trial, read_epochs, read_trial, trial_name
 from tune.score import Fold, make_folds, measure, open_folds
 from tune.spaces import Space
 from uno import collectives
 from uno.config import Config, dump_yaml, override
-from uno.data.files import join
-from uno.errors import Interrupted, NumericsError, StorageError, UnoError
+from uno.data.files import Storage, join
+from uno.errors import NumericsError, StorageError, UnoError
 from uno.runs import DISCOVER, RAY_FOLDER, run
 from uno.runs.lock import ClaimedStorage
 from uno.train import LocalWorker, Worker
 
-log = logging.getLogger(__name__)
 # a trial that pretrains and has not renewed its lease for so long is dead
 LEASE_S = 60.0
 RENEW_S = 5.0
@@ -345,7 +343,6 @@ def train_trial(sample: dict[str, Any], sweep: Sweep) -> None:
     """
     import ray.tune
 
-    ray_worker.quiet_exit()
     index, storage = sample["index"], ClaimedStorage(sweep.output, sweep.token)
     try:
         if sweep.options.config.compute.num_workers:
@@ -429,46 +426,46 @@ def _run_shared(
 def _start_workers(index: int, sweep: Sweep) -> None:
     """Run a trial on a group of workers of Ray Train.
 
-    The trial itself only waits, and needs almost no CPU. A group that dies is started
-    again and resumes from its newest checkpoint. A group that found no place, or whose
-    node was drained, is started again any number of times.
+    The trial itself only waits, and needs almost no CPU. If workers die, Ray Train
+    starts a new group, and the trial resumes from its newest checkpoint.
 
     Args:
         index: The number of the trial.
         sweep: What the driver tells every trial.
 
     Raises:
-        Interrupted: Three groups died.
+        Interrupted: Three groups in a row died in the same epoch.
     """
     import ray.tune
     from ray.tune.integration.ray_train import TuneReportCallback
 
-    workers, name = (
-        sweep.options.config.compute.num_workers,
-        f"train-{ray.tune.get_context().get_trial_id()}",
+    from pipelines.failures import EndWhenHopeless
+
+    hopeless = EndWhenHopeless(partial(trained_epochs, sweep.output, index))
+    train.fit(
+        _train_loop,
+        {"index": index, "sweep": sweep},
+        train.scaling(sweep.options.config, sweep.resources),
+        train.run_config(
+            join(sweep.output, RAY_FOLDER),
+            f"train-{ray.tune.get_context().get_trial_id()}",
+            [TuneReportCallback(), hopeless],
+        ),
+        timeout_s=1800,
     )
-    scaling, folder = (
-        ray_worker.scaling(workers, sweep.resources),
-        join(sweep.output, RAY_FOLDER),
-    )
-    loop = {"index": index, "sweep": sweep}
-    deaths = 0
-    for attempt in count():
-        settings = ray_worker.run_config(
-            folder, f"{name}-{attempt}", [TuneReportCallback()]
-        )
-        try:
-            return ray_worker.fit(_train_loop, loop, scaling, settings, timeout_s=1800)
-        except Exception as error:
-            # raises what no other group would do better
-            loss = nodes.classify_failure(error)
-            log.warning("trial %d: %s", index, loss.line)
-            deaths += loss.last is not None
-        if deaths == ray_worker.MAX_DEATHS:
-            raise Interrupted("its workers keep dying; they may be out of memory")
 
 
-class _TrialWorker(ray_worker.RayWorker):
+def trained_epochs(output: str, index: int) -> int:
+    """Return how many epochs of a trial are trained and scored.
+
+    Args:
+        output: The directory of the sweep.
+        index: The number of the trial.
+    """
+    return len(read_epochs(Storage(output), index))
+
+
+class _TrialWorker(train.RayWorker):
     """A rank of a trial, which reports scores only."""
 
     def report(self, metrics: dict[str, Any]) -> None:
@@ -487,7 +484,6 @@ def _train_loop(loop: dict[str, Any]) -> None:
     """
     import ray.train
 
-    ray_worker.quiet_ray_train()
     sweep: Sweep = loop["sweep"]
     storage = ClaimedStorage(sweep.output, sweep.token)
     storage.check()

@@ -15,7 +15,7 @@ from tune.records import PartStorage
 from tune.trial import Leases, note_failure, pretrain_key, shared_pretraining
 from uno.config import field_names, field_traits, override
 from uno.data.files import Storage
-from uno.errors import Interrupted, NumericsError, StorageError
+from uno.errors import NumericsError, StorageError
 from uno.runs import run
 from uno.runs.checkpoint import load_newest
 from uno.train import LocalWorker
@@ -185,39 +185,3 @@ def test_a_failed_pretraining_gives_its_lease_back(options, fold, storage, monke
     with pytest.raises(NumericsError):
         shared_pretraining(options.config, fold, LocalWorker(CPU), storage, lease)
     assert lease(pretrain_key(options.config, fold), "another", 9)
-
-
-def test_a_group_that_dies_is_started_again_from_its_checkpoint(monkeypatch):
-    """Kills: a lost node that ends a trial for good, a third group beside the first, an
-    endless loop, an end of a trial that only had no place.
-    """
-    import ray.tune
-    from ray.exceptions import RayActorError
-    from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
-
-    ends, names = [RayActorError(), RayActorError(), None], []
-
-    def fit(loop, facts, scaling, settings, timeout_s):
-        names.append(settings)
-        if (end := ends.pop(0)) is not None:
-            raise end
-
-    monkeypatch.setattr(trial.ray_worker, "fit", fit)
-    monkeypatch.setattr(
-        trial.ray_worker, "run_config", lambda folder, name, callbacks: name
-    )
-    monkeypatch.setattr("ray.tune.integration.ray_train.TuneReportCallback", Mock)
-    monkeypatch.setattr(ray.tune, "get_context", lambda: Mock(get_trial_id=lambda: "a"))
-    options = Mock()
-    options.config.compute.num_workers = 2
-    sweep = trial.Sweep(options, 1, "/tmp", "token", {"CPU": 1.0}, None, None)
-    trial._start_workers(0, sweep)
-    assert names == ["train-a-0", "train-a-1", "train-a-2"]
-    ends[:] = [*[WorkerGroupStartupTimeoutError(2)] * 9, None]
-    trial._start_workers(0, sweep)
-    ends[:] = [RayActorError()] * 3
-    with pytest.raises(Interrupted, match="keep dying"):
-        trial._start_workers(0, sweep)
-    ends[:] = [NumericsError("not finite")]
-    with pytest.raises(NumericsError):
-        trial._start_workers(0, sweep)

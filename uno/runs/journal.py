@@ -153,41 +153,6 @@ class Journal:
             self._flush_requested.wait(upload_pause_s(len(self._text), PAUSE_S))
 
 
-class JournalTail:
-    """Follow the ``metrics.jsonl`` of a run that another process writes.
-
-    Args:
-        storage: The run directory. Entries that exist already are not returned.
-    """
-
-    def __init__(self, storage: Storage) -> None:
-        self._storage, self._size = storage, 0
-        self._lines: list[bytes] = []
-        self.new_entries()
-
-    def new_entries(self) -> list[dict[str, Any]]:
-        """Return the entries since the last call.
-
-        If lines were dropped meanwhile (:meth:`Journal.rewind`), the entries that
-        replaced them are returned, too. A call without new entries costs one request to
-        the storage.
-        """
-        size = self._storage.size(METRICS_FILE)
-        if size == self._size:
-            return []
-        lines = (
-            self._storage.read(METRICS_FILE).splitlines(keepends=True) if size else []
-        )
-        seen, self._lines = (
-            self._lines,
-            [line for line in lines if line.endswith(b"\n")],
-        )
-        self._size = sum(map(len, self._lines))
-        return _parse_entries(
-            [line for i, line in enumerate(self._lines) if seen[i : i + 1] != [line]]
-        )
-
-
 def read_journal(storage: Storage, name: str = METRICS_FILE) -> list[dict[str, Any]]:
     """Return all entries of ``metrics.jsonl``, or of another file of this format.
 

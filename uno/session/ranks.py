@@ -27,11 +27,11 @@ from uno.session.backend import (
     evaluate_rows,
     train_phases,
 )
+from uno.session.configure import TORCHRUN_VARIABLES
 from uno.session.console import on_stop
 from uno.session.data import Show, open_sets
 from uno.session.resources import FreeMemory, on_features
 from uno.session.run import Run
-from uno.session.settings import TORCHRUN_VARIABLES
 
 STOP_CHECK_S = 2.0  # seconds between two checks of rank 0 whether to stop
 GPU_VOTE_STEPS = 10  # steps between two votes of the ranks on GPUs whether to stop

@@ -753,7 +753,7 @@ def test_cut_off_anywhere(tmp_path):
     for size in range(0, 3 * 2048 + 600, 123):
         (tmp_path / "a.tar").write_bytes(whole[:size])
         if size < 512:
-            assert "no members KEY.jpg" in failure(read, f"tar:{path}")
+            assert "is not a tar file" in failure(read, f"tar:{path}")
             continue
         rows = read(f"tar:{path}")
         *before, last = rows.images.read_images(np.arange(len(rows)))
@@ -804,7 +804,7 @@ def test_cut_off_anywhere(tmp_path):
             "is a link",
         ),
         ("none", [("readme.md", b"x")], "no members KEY.jpg"),
-        ("header", [("k" * 2**21 + ".png", b"x")], "a header has 2,097,157 bytes"),
+        ("header", [("k" * 2**21 + ".png", b"x")], "more than 1,048,576"),
     ],
 )
 def test_what_is_refused_is_one_line(tmp_path, name, members, words):
@@ -824,7 +824,7 @@ def test_files_that_are_no_tar(tmp_path):
         (gzip.compress(data), "is compressed (gzip); images are read at their places"),
         (
             np.random.default_rng(0).bytes(5000),
-            "is not a tar file: no header at byte 0",
+            "is not a tar file",
         ),
         (data[:1024] + b"x" * 1024, "no header at byte"),
     ):

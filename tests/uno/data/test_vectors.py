@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from uno.config import AugmentConfig, Config, DataConfig, override
+from uno.config import AugmentConfig, DataConfig
 from uno.data import files as filesystem
 from uno.data import mapped, tables, vectors
 from uno.data.check import check, format_report
@@ -25,7 +25,7 @@ from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.data.vectors import Vectors, given_vectors, with_views
 from uno.errors import ConfigError
-from uno.session.settings import completed
+from uno.session.configure import configure
 
 
 def drawn(num: int = 12, width: int = 4) -> np.ndarray:
@@ -330,7 +330,7 @@ def test_the_checks_name_bad_vectors_and_do_not_decode(tmp_path):
     labels = ["a"] * 15 + ["b"] * 15 + [None] * 10
     source = stored(tmp_path / "v.parquet", embedding=list(values), label=labels)
     given = {"data.source": source, "data.num_novel": 1, "train.batch_size": 8}
-    config = override(Config(), completed(given))
+    config = configure(given)
     task = make_task(read_rows(config.data), config.data)
     problems = check(task, config, seconds=5)
     assert "as vectors of 4 numbers" in format_report(
@@ -492,7 +492,7 @@ def test_copies_are_found_without_reading_rows(tmp_path, monkeypatch):
         label=["a", "b"] * 10 + [None] * 20,
     )
     given = {"data.source": source, "data.num_novel": 2, "data.max_bad_fraction": 0.2}
-    config = override(Config(), completed(given))
+    config = configure(given)
     task = make_task(read_rows(config.data), config.data)
     monkeypatch.setattr(Vectors, "read_images", None)
     copies = [p.message for p in check(task, config) if "duplicates" in p.message]

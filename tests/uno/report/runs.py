@@ -23,7 +23,7 @@ HOSTILE = [
     "\u202eright to left \u05d0\u05d1",
     "x" * 300,
     "{{ 7 * 7 }}{% raw %}",
-    "lone \udce9 surrogate",
+    "lone \ufffe noncharacter",
     "<!-- --> ]]> &amp; \x00\x1b[31m",
     "javascript:alert(1)",
     "http://example.com/a.js",

@@ -236,7 +236,7 @@ def test_all_digits_in_order(tmp_path, model):
     rows = rows_of("digits")
     table = predict_all(model, rows, tmp_path, embedding=True)
     columns = table.to_pydict()
-    assert len(table) == 1797 and columns["id"] == rows.ids
+    assert len(table) == 1797 and columns["id"] == rows.ids.to_pylist()
     assert table["uri"].null_count == 1797 and table["reason"].null_count == 1797
     assert set(columns["status"]) == {"ok"} and set(columns["model_hash"]) == {
         model.model_hash

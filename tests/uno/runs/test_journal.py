@@ -12,7 +12,7 @@ from uno.data import files
 from uno.data.files import Storage
 from uno.errors import StorageError
 from uno.runs import METRICS_FILE
-from uno.runs.journal import Journal, JournalTail, read_journal
+from uno.runs.journal import Journal, read_journal
 from uno.runs.run import PRETRAIN, run_phase
 
 
@@ -79,37 +79,6 @@ def test_a_line_cut_short_is_left_out_and_overwritten(storage):
         write(storage, "discover", 2, [3])
         assert json.loads(storage.read(METRICS_FILE).splitlines()[-1])["step"] == 3
         assert steps(storage) in ([1, 2, 3], [1, 3])
-
-
-def test_the_tail_shows_each_line_once(storage, monkeypatch):
-    """Kills: a line shown in halves or twice, silence after a rewind, a read where
-    all is seen.
-    """
-    write(storage, "discover", 0, [1, 2])
-    tail = JournalTail(storage)
-
-    def new():
-        return [entry["step"] for entry in tail.new_entries()]
-
-    assert new() == []
-    write(storage, "discover", 2, [3, 4])
-    assert new() == [3, 4]
-    write(storage, "discover", 1, [])  # rolled back
-    assert new() == []
-    write(storage, "discover", 1, [2, 3])
-    assert new() == [2, 3]
-    # rolled back and grown between two looks
-    write(storage, "discover", 1, [2, 3, 4, 5], images_per_s=7.0)
-    assert new() == [2, 3, 4, 5]
-    storage.append(METRICS_FILE, b'{"step": 6, ')
-    assert new() == []
-    storage.append(METRICS_FILE, b'"phase": "discover"}\n')
-    assert new() == [6]
-    with monkeypatch.context() as patch:
-        patch.setattr(storage, "read", pytest.fail)
-        assert new() == []
-    storage.delete(METRICS_FILE)
-    assert new() == [] and new() == []
 
 
 class Requests:
