@@ -316,10 +316,10 @@ def test_predictions_of_an_encoder_of_other_code_are_not_mixed(
             )
             == 75
         )
-    assert Path("half/_shards").exists() and not any(
+    assert Path("half/predictions").exists() and not any(
         "the code of" in message for message in caplog.messages
     )
-    before = pq.read_table("run/predictions.parquet")
+    before = pq.read_table("run/predictions")
     write_encoder(".flip(2)")
     for folder in ("out", "half"):
         words = [
@@ -342,7 +342,7 @@ def test_predictions_of_an_encoder_of_other_code_are_not_mixed(
             in caplog.messages
         )
     assert cli.main(["predict", "run"]) == 0
-    after = pq.read_table("run/predictions.parquet")
+    after = pq.read_table("run/predictions")
     assert len(after) == len(before) and after["probability"] != before["probability"]
     images = read_digits().images.items[:5]
     found = uno.load("run").predict(images).probability

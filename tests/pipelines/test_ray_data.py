@@ -515,7 +515,7 @@ def test_a_resident_run_decodes_every_image_once(tmp_path, capsys, monkeypatch):
     ]
     assert cli.main([*argv, "--output", str(tmp_path / "run")]) == 0
     assert (tmp_path / "run/report.html").exists() and (
-        tmp_path / "run/predictions.parquet"
+        tmp_path / "run/predictions"
     ).exists()
     checked = NUM_BRIGHTNESS - 1  # one of them is broken
     assert before_report == [70 - len(BROKEN) + checked]
@@ -583,7 +583,7 @@ def test_a_streamed_run_of_parquet(tmp_path, capsys, monkeypatch):
         in (tmp_path / "run/metrics.json").read_text()
     )
     assert (tmp_path / "run/report.html").exists() and (
-        tmp_path / "run/predictions.parquet"
+        tmp_path / "run/predictions"
     ).exists()
     assert cli.main(["evaluate", "run"]) == 0
 

@@ -418,7 +418,7 @@ def test_a_sweep_on_vectors(ray_cluster, tmp_path, monkeypatch, capsys):
     )
     metrics = (tmp_path / "run/metrics.json").read_text()
     assert "trust/score" in metrics and "trust/clustering/classes" not in metrics
-    assert pq.read_table(tmp_path / "run/predictions.parquet").num_rows == 240
+    assert pq.read_table(tmp_path / "run/predictions").num_rows == 240
 
 
 @pytest.mark.parametrize("method", ["clustering", "pim"])

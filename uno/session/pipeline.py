@@ -216,7 +216,7 @@ def apply_classes(run: Run, model: Classifier, edited: list[OutputClass]) -> Non
     renamed = not predict and predictions.rename(storage, edited)
     updated = {
         "the model": True,
-        predictions.FILE: predict or renamed,
+        predictions.FOLDER: predict or renamed,
         RESULTS_FILE: measured is not None,
         REPORT_FILE: report,
     }

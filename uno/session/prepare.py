@@ -206,7 +206,7 @@ def _require_output_outside(config: Config, storage: Storage) -> None:
     """Check that the directory of a new run is not inside the data of the run.
 
     Otherwise the directory would be read as a class folder, and its
-    ``predictions.parquet`` as a table, when the data is read the next time.
+    ``predictions/`` as tables, when the data is read the next time.
 
     Raises:
         ConfigError: The output directory is inside a folder of classes or of tables.
