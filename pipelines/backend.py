@@ -261,6 +261,7 @@ def ray_tasks(
     function: Callable[..., Any],
     shared: tuple[Any, ...],
     items: Sequence[Any],
+    give_up: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[int, Any]]:
     """Run tasks of Ray, one an item, as :data:`uno.results.estimate.Tasks`.
 
@@ -271,6 +272,7 @@ def ray_tasks(
         function: It is called with the shared arguments and an item.
         shared: Arguments that are sent to each node once.
         items: The items.
+        give_up: Returns whether to cancel all tasks and return.
 
     Yields:
         The position of an item and the result, in the order in which tasks end.
@@ -288,7 +290,11 @@ def ray_tasks(
             while waiting and len(pending) < workers:
                 position, item = waiting.pop()
                 pending[remote.remote(stored, item)] = position
-            done, _ = ray.wait(list(pending), num_returns=1)
+            done, _ = ray.wait(list(pending), timeout=ray_env.POLL_S)
+            if give_up():
+                return
+            if not done:
+                continue
             try:
                 value = ray.get(done[0])
             except ray.exceptions.RayTaskError as error:
