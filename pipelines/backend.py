@@ -20,6 +20,7 @@ from uno.config import Config, override
 from uno.data.decode import decode_many, ok_mask
 from uno.data.images import Images, from_columns, to_columns
 from uno.data.splits import Task
+from uno.errors import Interrupted, one_line
 from uno.model import features_of
 from uno.results import estimate
 from uno.results.estimate import Estimate, Settings
@@ -260,6 +261,7 @@ def ray_tasks(
     function: Callable[..., Any],
     shared: tuple[Any, ...],
     items: Sequence[Any],
+    give_up: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[int, Any]]:
     """Run tasks of Ray, one an item, as :data:`uno.results.estimate.Tasks`.
 
@@ -270,22 +272,38 @@ def ray_tasks(
         function: It is called with the shared arguments and an item.
         shared: Arguments that are sent to each node once.
         items: The items.
+        give_up: Returns whether to cancel all tasks and return.
 
     Yields:
-        The position of an item and the result, in the order in which tasks end. An
-        error of the function is raised as it is.
+        The position of an item and the result, in the order in which tasks end.
+
+    Raises:
+        Exception: The error of the function, as it is. Other tasks are cancelled.
+        Interrupted: A task was lost again and again.
     """
     stored = ray.put(shared)
     remote = ray.remote(**request)(lambda shared, item: function(*shared, item))
     waiting = list(enumerate(items))[::-1]
     pending: dict[Any, int] = {}
-    while waiting or pending:
-        while waiting and len(pending) < workers:
-            position, item = waiting.pop()
-            pending[remote.remote(stored, item)] = position
-        done, _ = ray.wait(list(pending), num_returns=1)
-        try:
-            value = ray.get(done[0])
-        except ray.exceptions.RayTaskError as error:
-            raise error.cause from None
-        yield pending.pop(done[0]), value
+    try:
+        while waiting or pending:
+            while waiting and len(pending) < workers:
+                position, item = waiting.pop()
+                pending[remote.remote(stored, item)] = position
+            done, _ = ray.wait(list(pending), timeout=ray_env.POLL_S)
+            if give_up():
+                return
+            if not done:
+                continue
+            try:
+                value = ray.get(done[0])
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause from None
+            except ray.exceptions.RayError as error:
+                raise Interrupted(
+                    f"tasks keep dying ({one_line(error)}); they may be out of memory"
+                ) from None
+            yield pending.pop(done[0]), value
+    finally:
+        for task in pending:
+            ray.cancel(task, force=True)
