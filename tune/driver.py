@@ -60,7 +60,7 @@ from uno.session.console import Progress, interrupt_on_signal, on_stop, print_li
 from uno.session.data import leave_out_unreadable, load_features, load_images, read_task
 from uno.session.derive import derive_settings, derives_batch, keep_derived
 from uno.session.loggers import Loggers, require_loggers
-from uno.session.prepare import preflight, starting_weights, with_full_path
+from uno.session.prepare import check_data, starting_weights, with_full_path
 from uno.session.resources import check_memory, choose_for_sweep
 from uno.text import plural
 from uno.weights import PRETRAINED, PRETRAINED_FILE, is_file
@@ -153,7 +153,7 @@ def run_sweep(options: SweepOptions) -> int:
     asked, (options, task) = options.overrides, _resolved(options)
     config = options.config
     goes_on = Storage(str(config.output)).exists(SETTINGS)
-    preflight(override(config, HERE), task, read_images=not goes_on)
+    check_data(override(config, HERE), task, read_images=not goes_on)
     _check_folds(options, task, asked)
     assert config.output is not None
     storage = Storage(config.output)

@@ -31,7 +31,7 @@ from uno.errors import ConfigError
 from uno.report.report import write_report
 from uno.results.predictions import PredictionWriter, predict_rows, read_columns
 from uno.runs import run
-from uno.session.prepare import preflight
+from uno.session.prepare import check_data
 
 from .builders import encoded, failure, pixels, write_images
 
@@ -305,7 +305,7 @@ def test_lost_labels_are_said_wherever_a_run_begins(tmp_path, capsys):
     task = make_task(read_rows(config.data), config.data)
     problems = [one for one in check(task, config) if "'gone.cls'" in one.message]
     assert [one.level for one in problems] == ["warning"]
-    preflight(config, task)
+    check_data(config, task)
     assert (
         "warning: 1 label without an image, e.g. 'gone.cls'" in capsys.readouterr().out
     )
