@@ -338,7 +338,7 @@ def data(argv: Sequence[str]) -> int:
     from pipelines.nodes import free_memory
     from uno.data.check import CHECK_SECONDS, check, format_report
     from uno.data.defaults import derives_batch
-    from uno.methods.registry import build_network
+    from uno.model import build_network
     from uno.session.console import print_line
     from uno.session.data import read_task
     from uno.session.resolve import resolve, starting_weights, with_full_path

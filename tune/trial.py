@@ -27,13 +27,13 @@ from pipelines import worker as ray_worker
 from tune.records import PartStorage, Trial, read_trial, trial_name
 from tune.score import Fold, make_folds, measure, open_folds
 from tune.spaces import Space
-from uno import collectives
+from uno import distributed
 from uno.config import Config, dump_yaml, override
 from uno.data.files import join
 from uno.errors import Interrupted, NumericsError, StorageError, UnoError
 from uno.runs import DISCOVER, RAY_FOLDER, run
 from uno.runs.lock import ClaimedStorage
-from uno.train import LocalWorker, Worker
+from uno.training import LocalWorker, Worker
 
 log = logging.getLogger(__name__)
 # a trial that pretrains and has not renewed its lease for so long is dead
@@ -152,7 +152,7 @@ def run_trial(
         NumericsError: The score or the loss is not finite.
     """
     # nobody appends before all have read the trial's epochs
-    collectives.barrier(worker.device)
+    distributed.barrier(worker.device)
     for line in trial.epochs:
         report(line)
     if trial.last_epoch >= num_epochs:
@@ -289,7 +289,7 @@ def shared_pretraining(
         mine = first and lease(key, owner, LEASE_S)
         # asked last: whoever leased before has ended
         done = first and folder.exists("done.json")
-        votes = collectives.all_reduce_sum_(
+        votes = distributed.all_reduce_sum_(
             torch.tensor([float(mine), float(done)], device=worker.device)
         ).tolist()
         if votes[1]:

@@ -18,7 +18,7 @@ from uno.data.files import Storage
 from uno.errors import Interrupted, NumericsError, StorageError
 from uno.runs import run
 from uno.runs.checkpoint import load_newest
-from uno.train import LocalWorker
+from uno.training import LocalWorker
 
 
 @pytest.fixture

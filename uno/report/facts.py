@@ -12,7 +12,7 @@ from uno.config import Config, flatten, override, to_dict
 from uno.data.decode import BAD_SAMPLES, name_bad
 from uno.data.files import Storage, parse_json
 from uno.errors import ConfigError, StorageError
-from uno.methods.registry import settings
+from uno.methods import default_settings
 from uno.presets import preset
 from uno.report.charts import Chart, Series, line_chart
 from uno.report.page import duration
@@ -199,7 +199,8 @@ def command_line(config: Config) -> str:
     base: Mapping[str, Any] = {}
     with suppress(ConfigError):  # a preset of another version
         start = preset(config.preset, config.recipe)
-        base = flatten(to_dict(override(start, settings(config.method, config.preset))))
+        defaults = default_settings(config.method, config.preset)
+        base = flatten(to_dict(override(start, defaults)))
         base["method"] = start.method
     has_folders = config.data.labeled is not None
     always_named = {"data.source", "data.validation_fraction"}

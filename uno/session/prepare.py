@@ -15,7 +15,7 @@ from uno.data.files import Storage, is_uri, normalize_path
 from uno.data.sources import locate_source
 from uno.data.splits import Task
 from uno.errors import ConfigError
-from uno.methods import registry
+from uno.model import build_network
 from uno.runs import DISCOVER, ESTIMATE_FILE, FORMER_FOLDER, directory, former, lock
 from uno.runs import run as training
 from uno.runs.hardware import num_threads
@@ -133,9 +133,7 @@ def check_run(run: Run) -> None:
     )
     check_memory(run.config, run.task)
     # refuses an encoder that the method refuses, before features are computed
-    registry.build_network(
-        run.config, run.task.num_known, run.task.num_novel, run.config.seed
-    )
+    build_network(run.config, run.task.num_known, run.task.num_novel, run.config.seed)
     require_runtime(run.config)
 
 

@@ -18,7 +18,7 @@ from uno.data.files import Storage, full_path, normalize_path, split
 from uno.data.splits import Task, decide_setting
 from uno.data.vectors import require_kind
 from uno.errors import ConfigError
-from uno.methods.registry import settings as method_settings
+from uno.methods import default_settings as method_settings
 from uno.presets import IMAGE_SIZE, SIZES, preset_values
 from uno.runs import CONFIG_FILE, PRETRAIN, directory
 from uno.runs.checkpoint import checkpoint_steps

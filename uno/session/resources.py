@@ -15,7 +15,8 @@ from uno.config import OWN_ENCODERS, VECTORS, Config, override
 from uno.data.splits import Task
 from uno.encoder import build_encoder
 from uno.errors import ConfigError
-from uno.methods import registry
+from uno.methods import load
+from uno.model import build_network, num_heads
 from uno.runs.hardware import local_device
 
 GB = 1e9
@@ -129,7 +130,7 @@ def choose(
     elif config.pretext.epochs:
         needs = "pretext.epochs"
     else:
-        needs = f"method {config.method}" if registry.load(config).needs_images else ""
+        needs = f"method {config.method}" if load(config.method).needs_memory else ""
     if needs and wish == "streaming":
         raise ConfigError(
             f"{needs} needs the images in memory; use --data.loading memory"
@@ -255,7 +256,7 @@ def training_bytes(config: Config, task: Task) -> dict[str, int]:
     workers = max(1, config.compute.num_workers)
     large, small = config.augment.large, config.augment.small
     with torch.device("meta"):
-        network = registry.build_network(config, task.num_known, task.num_novel, 0)
+        network = build_network(config, task.num_known, task.num_novel, 0)
     per_image = 0
     if not on_features(config) and config.discover.epochs:
         for view in (large, small):
@@ -268,7 +269,7 @@ def training_bytes(config: Config, task: Task) -> dict[str, int]:
     if precision == "bf16":
         per_image //= 2
     num_families = 2 if model.overcluster_factor else 1
-    heads = num_families * registry.num_heads(config)
+    heads = num_families * num_heads(config)
     in_queue = objective.queue_size * large.num_views * heads
     return {
         "network": workers

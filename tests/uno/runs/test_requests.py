@@ -15,7 +15,7 @@ from uno.data.rows import Rows
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.data.stream import streaming_eval_sets, streaming_set
-from uno.model import build_model
+from uno.model import build_network
 from uno.prototype_init import training_features
 from uno.results import baselines
 
@@ -71,7 +71,7 @@ def test_bytes_of_a_sample(monkeypatch, tmp_path):
         )
         task = make_task(read_rows(config.data), config.data)
         train = streaming_set(config, task, Storage(str(tmp_path)))
-        model = build_model(config.model, 2, 0, 0).eval()
+        model = build_network(config, 2, 0, 0).eval()
         looked = streaming_eval_sets(config, task, train.bad)["train"]
         size = len(task.rows.images[0])
         before = bytes_read(log)

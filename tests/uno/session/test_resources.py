@@ -8,7 +8,7 @@ from uno.config import Config, override
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.errors import ConfigError
-from uno.methods import registry
+from uno.model import build_network
 from uno.runs import hardware
 from uno.session import resources
 from uno.session.resources import (
@@ -102,7 +102,7 @@ def task():
 
 def test_the_estimate_grows_with_the_network_the_batch_and_the_queue(task):
     found = training_bytes(small_config(), task)
-    network = registry.build_network(small_config(), 5, 5, 0)
+    network = build_network(small_config(), 5, 5, 0)
     assert found["network"] == 12 * sum(p.numel() for p in network.parameters())
     assert found["queue"] == 0
 
@@ -124,7 +124,7 @@ def test_the_estimate_grows_with_the_network_the_batch_and_the_queue(task):
 def test_the_activations_are_those_that_the_backward_pass_keeps(task):
     """The estimate is close to what autograd saves."""
     config = small_config(augment__large__size=32, model__width=32)
-    encoder = registry.build_network(config, 5, 5, 0).encoder
+    encoder = build_network(config, 5, 5, 0).encoder
     weights = {weight.untyped_storage()._cdata for weight in encoder.parameters()}
     saved = {}
 
