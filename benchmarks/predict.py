@@ -34,7 +34,6 @@ from torch import Tensor, nn
 from benchmarks.measure import environment, medians, spread, take_turns
 from uno.config import override
 from uno.data.files import Storage
-from uno.data.inputs import RowInputs
 from uno.data.rows import Rows
 from uno.data.sources import read_rows
 from uno.model import build_network
@@ -163,7 +162,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         return Storage(str(folder / "out"))
 
     def here() -> None:
-        writer = PredictionWriter(output(), RowInputs(rows), model, embedding=False)
+        writer = PredictionWriter(output(), rows, model, embedding=False)
         predict_rows(model, writer)
         found["uno"] = pq.read_table(folder / "out")["class_index"].to_numpy()
 
@@ -179,9 +178,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             config = override(model.config, {"compute.num_workers": options.workers})
 
             def on_ray() -> None:
-                writer = PredictionWriter(
-                    output(), RowInputs(rows), model, embedding=False
-                )
+                writer = PredictionWriter(output(), rows, model, embedding=False)
                 predict_on_ray(
                     ray,
                     config,

@@ -302,7 +302,7 @@ def main(argv: Sequence[str]) -> int:
     Args:
         argv: ``KIND --config FILE --output DIR``. The kind ``features`` fills the cache
             of features, ``pretrain`` trains the encoder and the known head, and
-            ``cells`` does a whole run without a report.
+            ``cells`` does a whole run without predictions and report.
     """
     threading.Thread(target=end_with_parent, daemon=True).start()
     kind, *rest = argv
@@ -313,7 +313,7 @@ def main(argv: Sequence[str]) -> int:
         discover(options.config, options.overrides, last="pretrain")
     else:
         options = parse(rest, DISCOVER)
-        discover(options.config, options.overrides, report=False)
+        discover(options.config, options.overrides, predict=False, report=False)
     return 0
 
 

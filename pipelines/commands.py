@@ -26,7 +26,7 @@ from pipelines.options import (
 )
 from uno.config import override
 from uno.errors import ConfigError, UnoError
-from uno.session.settings import checked_output, launched
+from uno.session.configure import checked_output, explain, launched
 
 if TYPE_CHECKING:
     from uno.data.files import Storage
@@ -237,13 +237,15 @@ def discover(
     own = options.args
     if own.explain:
         from uno.session.console import suppress_output
-        from uno.session.resolve import explained
+        from uno.session.derive import resolve
 
-        with suppress_output():
-            lines = explained(
-                options.config, options.yaml_values, options.cli_values, own.overwrite
-            )
-        print(*lines, sep="\n")
+        config, task = options.config, None
+        if config.data.num_novel != "auto":
+            with suppress_output():
+                config, task = resolve(config, options.overrides, own.overwrite)
+        derived = f"the run in {config.output}" if task is None else "data"
+        given = options.yaml_values, options.cli_values
+        print(*explain(options.config, config, *given, derived), sep="\n")
         return 0
     config = options.config if ranks is None else ranks.sized(options.config)
     run = pipeline.try_phases if own.dry_run else pipeline.discover
@@ -337,20 +339,16 @@ def data(argv: Sequence[str]) -> int:
         raise ConfigError("--shard-mb is for uno data pack")
     from pipelines.nodes import free_memory
     from uno.data.check import CHECK_SECONDS, check, format_report
-    from uno.data.defaults import derives_batch
     from uno.model import build_network
-    from uno.session.console import print_line
-    from uno.session.data import read_task
-    from uno.session.resolve import resolve, starting_weights, with_full_path
+    from uno.session.derive import derives_batch, resolve
+    from uno.session.prepare import starting_weights, with_full_path
     from uno.weights import PRETRAINED
 
     config = with_full_path(options.config)
     if config.model.weights not in (None, PRETRAINED):
         starting_weights(config, overwrite=True)  # refuses weights that do not fit
-    config, lines, task = resolve(config, options.overrides, True, free_memory)
-    for line in lines:
-        print_line(line)
-    task = task or read_task(config.data)
+    config, task = resolve(config, options.overrides, True, free_memory)
+    assert task is not None
     # A method can refuse the encoder, as `dtc` refuses one with too few features.
     build_network(config, task.num_known, task.num_novel, seed=0)
     is_derived = derives_batch(config, options.overrides)

@@ -77,23 +77,19 @@ def compute_on_ray(
     starts = range(0, len(rows), task_rows)
     blocks = (make_block(job, rows, start, start + task_rows) for start in starts)
     loaded = (ray.put((to_dict(config), safetensors.torch.save(state), plan)),)
-    sizes = features.CHUNK_ROWS, features.CHUNK_ROWS, features.row_bytes(config)
     encoded = map_through_model(
         ray,
         config,
-        Storage(features.cache_directory(config)),
         blocks,
         decode,
         Featurizer,
         loaded,
-        pack_chunk,
-        *sizes,
-        give_up,
+        features.CHUNK_ROWS,
+        features.row_bytes(config),
+        give_up=give_up,
     )
-    for number, data in encoded:
-        if data is None:
-            raise features.not_finite(config)
-        yield unpack_chunk(job, chunks[number], data)
+    for chunk, results in zip(chunks, encoded, strict=True):
+        yield unpack_chunk(job, chunk, results)
 
 
 def make_block(job: FeatureJob, rows: np.ndarray, start: int, stop: int) -> pa.Table:
@@ -216,44 +212,23 @@ class Featurizer:
         return pa.table({**facts, "features": pixel_column(flat)})
 
 
-def pack_chunk(storage: Storage, number: int, results: pa.Table) -> bytes | None:
-    """Return the features and reasons of a chunk as bytes for the driver.
-
-    Nothing is stored, because the driver writes to the cache.
-
-    Args:
-        storage: The directory of the cache, which is not used.
-        number: The number of the chunk, which is not used.
-        results: A table of :meth:`Featurizer.__call__`.
-
-    Returns:
-        None if a number is not finite. An error in its place would make Ray print a
-        traceback.
-    """
-    column = results["features"]
-    values = bytes_of(column, column.type.byte_width).view(np.float32)
-    if not np.isfinite(values).all():
-        return None
-    stream = pa.BufferOutputStream()
-    table = results.select(["features", "reason"])
-    with pa.ipc.new_stream(stream, table.schema) as writer:
-        writer.write_table(table)
-    return stream.getvalue().to_pybytes()
-
-
-def unpack_chunk(job: FeatureJob, rows: np.ndarray, data: bytes) -> Chunk:
-    """Return the chunk of features that :func:`pack_chunk` made.
+def unpack_chunk(job: FeatureJob, rows: np.ndarray, results: pa.Table) -> Chunk:
+    """Return a chunk of features from a table of :meth:`Featurizer.__call__`.
 
     Args:
         job: What is encoded.
         rows: int64 (n,), the rows of the chunk.
-        data: The bytes.
+        results: The table.
+
+    Raises:
+        ConfigError: The encoder returns numbers that are not finite.
     """
-    table = pa.ipc.open_stream(data).read_all()
-    column = table["features"]
+    column = results["features"]
     values = bytes_of(column, column.type.byte_width).view(np.float32).copy()
+    if not np.isfinite(values).all():
+        raise features.not_finite(job.config)
     encoded = torch.from_numpy(values).unflatten(1, (job.num_views, -1))
-    return Chunk(rows, encoded, table["reason"].to_pylist())
+    return Chunk(rows, encoded, results["reason"].to_pylist())
 
 
 def embed(config: Config, given: Container[str], num_views: int) -> int:

@@ -622,15 +622,19 @@ def _runner(
     return run
 
 
-def in_order(dataset: Any) -> Iterator[pa.Table]:
-    """Yield the blocks of a dataset in order.
+def in_order(dataset: Any, num_rows: int | None = None) -> Iterator[pa.Table]:
+    """Yield the rows of a dataset in order.
+
+    Args:
+        dataset: The dataset of Ray Data.
+        num_rows: The number of rows of each table; None for the blocks as they are.
 
     Raises:
         UnoError: A task raised it. It is raised here without Ray's traceback.
     """
     try:
         yield from dataset.iter_batches(
-            batch_size=None, batch_format="pyarrow", prefetch_batches=2
+            batch_size=num_rows, batch_format="pyarrow", prefetch_batches=2
         )
     except Exception as error:
         raise own_error(error) or error from None

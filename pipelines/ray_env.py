@@ -272,8 +272,15 @@ def check_address(address: str) -> None:
     Ray itself would try for minutes, without a message.
 
     Raises:
-        ConfigError: Nobody answers within 10 s.
+        ConfigError: Nobody answers within 10 s, or the address is that of the
+            dashboard, which only ``ray job submit`` takes.
     """
+    if address.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"{ADDRESS}={address} is the dashboard of a cluster: use"
+            f" {ADDRESS}=HOST:6379, or submit the command by `ray job submit --address"
+            f" {address}`"
+        )
     if (error := _silence(address, 10)) is not None:
         advice = f"{ADDRESS}=local starts one on this machine"
         raise ConfigError(
@@ -324,11 +331,6 @@ def worker_resources(config: Config, cluster: dict[str, float]) -> dict[str, flo
     if not use_gpu(config, cluster):
         return {"CPU": cpus}
     each, has = config.compute.gpus_per_worker, cluster.get("GPU", 0)
-    if each > 1 and each % 1:
-        raise ConfigError(
-            f"compute.gpus_per_worker is {each:g}: use a fraction of one GPU, or a"
-            " whole number"
-        )
     if workers * each > has:
         raise ConfigError(
             f"{plural(workers, 'worker')} need {workers * each:g} GPUs, the cluster has"

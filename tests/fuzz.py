@@ -52,8 +52,7 @@ from uno.data.decode import (
     read_header,
 )
 from uno.data.files import Storage
-from uno.data.rows import Partition
-from uno.data.tables import ParquetTable, read_parquet, read_table
+from uno.data.tables import read_parquet, read_table
 from uno.data.tar import read_tar
 from uno.errors import UnoError
 from uno.report.facts import read_facts
@@ -192,10 +191,8 @@ def _read_parquet(folder: Path, data: bytes) -> None:
     rows = read_parquet(str(folder / "train-0.parquet"))
     for row in range(min(3, len(rows))):
         _or_refused(decode, rows.images[row], 8)
-    table = ParquetTable(str(folder / "train-0.parquet"))
-    for _, images in table.read(
-        Partition(np.arange(min(3, len(table)))), [min(3, len(table))]
-    ):
+    rows = read_parquet(str(folder / "train-0.parquet"), images_only=True)
+    for images in rows.images.take(np.arange(min(3, len(rows)))).split(3):
         for image in images.read_images(np.arange(len(images))):
             _or_refused(decode, image, 8)
 

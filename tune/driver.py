@@ -12,7 +12,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Container
+from collections.abc import Collection
 from contextlib import suppress
 from functools import partial
 
@@ -38,7 +38,6 @@ from uno.config import (
 )
 from uno.data import output
 from uno.data.decode import ok_mask
-from uno.data.defaults import derives_batch
 from uno.data.files import Storage, refusing, reserve_space, split
 from uno.data.mapped import NeighborViews
 from uno.data.plan import largest_batch
@@ -51,19 +50,13 @@ from uno.model import num_heads
 from uno.runs import DISCOVER, LOGGERS_FOLDER, RAY_FOLDER, directory, lock, run
 from uno.runs.hardware import num_threads
 from uno.runs.lock import RunLock
+from uno.session.configure import leaves_choice
 from uno.session.console import Progress, interrupt_on_signal, on_stop, print_line
 from uno.session.data import leave_out_unreadable, load_features, load_images, read_task
+from uno.session.derive import derive_settings, derives_batch, keep_derived
 from uno.session.loggers import Loggers, require_loggers
-from uno.session.prepare import preflight
-from uno.session.resolve import (
-    as_begun,
-    from_data,
-    starting_weights,
-    with_data,
-    with_full_path,
-)
+from uno.session.prepare import preflight, starting_weights, with_full_path
 from uno.session.resources import check_memory, choose_for_sweep
-from uno.session.settings import leaves_choice
 from uno.text import plural
 from uno.weights import PRETRAINED, PRETRAINED_FILE, is_file
 
@@ -214,7 +207,7 @@ def run_sweep(options: SweepOptions) -> int:
     return 0
 
 
-def _check_folds(options: SweepOptions, task: Task, asked: Container[str]) -> None:
+def _check_folds(options: SweepOptions, task: Task, asked: Collection[str]) -> None:
     """Check the folds of a sweep before any image is decoded.
 
     Args:
@@ -304,7 +297,7 @@ def load_data(
             they are, and the features of a frozen encoder are in a file.
         task: The rows of the sweep.
         own_weights: The pretrained weights of the encoder as a safetensors file, from
-            :func:`~uno.session.resolve.starting_weights`, or None.
+            :func:`~uno.session.prepare.starting_weights`, or None.
         storage: The directory of the sweep, for the file of features.
 
     Raises:
@@ -495,12 +488,12 @@ def _resolved(options: SweepOptions) -> tuple[SweepOptions, Task]:
         else None
     )
     if began is not None:
-        config = as_begun(
+        config = keep_derived(
             config, given, flatten(began) if isinstance(began, dict) else {}
         )
-    task = read_task(with_data(config, loading="streaming").data)
+    task = read_task(override(config, {"data.loading": "streaming"}).data)
     if began is None:
-        values, lines = from_data(config, given, task, config.data.setting)
+        values, lines = derive_settings(config, given, task)
         config, given = override(config, values), values | given
         for line in (*lines, *(f"warning: {line}" for line in task.rows.warnings)):
             print_line(line)
@@ -519,7 +512,7 @@ def _resolved(options: SweepOptions) -> tuple[SweepOptions, Task]:
     loading, why = choose_for_sweep(config, len(task.rows), num_folds)
     if began is None:
         print_line(f"memory: {why}")
-    config = with_data(config, loading=loading)
+    config = override(config, {"data.loading": loading})
     here = override(config, HERE)
     num_threads(here)  # refuses too many threads
     check_memory(here, task)

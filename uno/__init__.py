@@ -24,10 +24,21 @@ run (:mod:`uno.session.api`).
 
 from typing import Any
 
-__all__ = ["Model", "Prediction", "Predictions", "discover", "load"]
+__all__ = [
+    "Model",
+    "NovelClassDiscovery",
+    "Prediction",
+    "Predictions",
+    "discover",
+    "load",
+]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "NovelClassDiscovery":  # needs no run directory and nothing of runs
+        from uno.estimator import NovelClassDiscovery
+
+        return NovelClassDiscovery
     if name in __all__:
         from uno.session import api
 

@@ -799,6 +799,14 @@ class ComputeConfig(Section):
         " $UNO_CACHE or ~/.cache/uno.",
     )
 
+    @field_validator("gpus_per_worker")
+    @classmethod
+    def _check_whole_gpus(cls, value: float) -> float:
+        """Refuse a number such as 1.5, which no node can ever give."""
+        if value > 1 and value % 1:
+            raise ValueError("must be a fraction of one GPU, or a whole number")
+        return value
+
     @field_validator("encoder_runtime", mode="before")
     @classmethod
     def _read_auto(cls, value: Any) -> Any:
@@ -871,7 +879,7 @@ class Config(Section):
 
     @property
     def method_options(self) -> Any:
-        """The method's constants, an instance of its ``METHOD.config``, or None."""
+        """The method's constants, an instance of its ``METHOD.constants``, or None."""
         return next(iter((self.model_extra or {}).values()), None)
 
     @model_validator(mode="before")

@@ -35,7 +35,7 @@ from uno.data.files import Storage
 from uno.runs import lock
 from uno.runs import run as training
 from uno.runs.checkpoint import checkpoint_steps
-from uno.session import backend, resolve, resources
+from uno.session import backend, prepare, resources
 
 DISCOVER = ["discover", *SMALL]
 
@@ -425,7 +425,7 @@ def test_the_librarys_own_weights_are_fetched_once_and_kept(
         tmp_path / "run",
     )
     monkeypatch.setattr(
-        resolve,
+        prepare,
         "fetch_pretrained",
         lambda name: fetched.append(name) or theirs.read_bytes(),
     )

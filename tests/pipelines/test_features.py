@@ -19,14 +19,7 @@ import torch
 
 import uno
 from pipelines import cli
-from pipelines.features import (
-    Featurizer,
-    decode_block,
-    make_block,
-    pack_chunk,
-    unpack_chunk,
-)
-from pipelines.partitions import Writer
+from pipelines.features import Featurizer, decode_block, make_block, unpack_chunk
 from tests.pipelines.small import (
     SMALL,
     lines_of,
@@ -46,6 +39,7 @@ from uno.data.resident import ResidentBatches
 from uno.data.sources import read_digits
 from uno.data.splits import make_task
 from uno.encoder import build_encoder
+from uno.errors import ConfigError
 from uno.runs import DISCOVER
 from uno.runs.checkpoint import checkpoint_steps, load_newest
 
@@ -451,9 +445,8 @@ def test_data_check_counts_rows_that_are_held_out(tmp_path, capsys):
 
 
 def test_what_ray_does_with_chunks_gives_the_same_features(tmp_path, monkeypatch):
-    """From block to chunk, as tasks and actors do, with an image that cannot be read,
-    and numbers that are not finite, of rows that do not follow each other. Kills:
-    chunks cut elsewhere, reasons of other rows, views of test rows.
+    """The rows do not follow each other, one image cannot be read, and numbers that are
+    not finite are an error.
     """
     monkeypatch.setitem(
         sys.modules, "ray", SimpleNamespace(get=lambda reference: reference)
@@ -469,7 +462,7 @@ def test_what_ray_does_with_chunks_gives_the_same_features(tmp_path, monkeypatch
     task = replace(task, rows=replace(task.rows, images=images))
     job, rows = feature_job(config, task, encoder), np.delete(np.arange(80), [3, 40])
     ours = list(compute_local(job, encoder, rows, 2))
-    parts = []
+    results = []
     for weight in (1.0, float("nan")):
         state = {
             k: v * weight if v.is_floating_point() else v
@@ -478,17 +471,14 @@ def test_what_ray_does_with_chunks_gives_the_same_features(tmp_path, monkeypatch
         actor = Featurizer(
             "cpu", 2, (to_dict(config), safetensors.torch.save(state), None)
         )
-        writer = Writer(str(tmp_path), pack_chunk, 32)
         chunks = decode_block(make_block(job, rows, 0, 96), config, None)
-        results = actor(pa.concat_tables(chunks))  # Ray joins them
-        parts += [writer(results[i : i + 32]) for i in range(0, 78, 32)]
-    assert [part["number"][0].as_py() for part in parts] == [0, 1, 2] * 2
-    data = [part["data"][0].as_py() for part in parts]
-    assert data[3:] == [None] * 3
-    for chunk, packed in zip(ours, data[:3], strict=True):
-        theirs = unpack_chunk(job, chunk.rows, packed)
+        results.append(actor(pa.concat_tables(chunks)))  # Ray joins them
+    for number, chunk in enumerate(ours):
+        theirs = unpack_chunk(job, chunk.rows, results[0].slice(32 * number, 32))
         assert torch.equal(theirs.features, chunk.features)
         assert theirs.reasons == chunk.reasons
+        with pytest.raises(ConfigError, match="non-finite"):
+            unpack_chunk(job, chunk.rows, results[1].slice(32 * number, 32))
     assert sum(reason is not None for chunk in ours for reason in chunk.reasons) == 1
 
 

@@ -339,11 +339,6 @@ def test_resources_leave_a_cpu_to_ray_data(overrides, cluster, expected):
             {"CPU": 8},
             "need 1 GPUs, the cluster has 0",
         ),
-        (
-            {"compute.num_workers": 1, "compute.gpus_per_worker": 1.5},
-            {"CPU": 8, "GPU": 2},
-            "is 1.5: use a fraction of one GPU, or a whole number",
-        ),
     ],
 )
 def test_too_many_workers_are_one_line(overrides, cluster, says):

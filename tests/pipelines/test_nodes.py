@@ -278,12 +278,11 @@ def test_predictions_and_features_wait_for_nodes_too(monkeypatch):
 
     monkeypatch.setattr(nodes, "wait_for_resources", wait_for_resources)
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
-    storage, config = Storage("unused"), config_of(wait_minutes=2)
-    stored = map_through_model(
-        None, config, storage, iter([]), None, object, (), None, 512, 512, 192
+    found = map_through_model(
+        None, config_of(wait_minutes=2), iter([]), None, object, (), 512, 192
     )
     with pytest.raises(ConfigError, match="no room within 120 s"):
-        next(stored)
+        next(found)
 
 
 def estimate(ray, config, monkeypatch):
@@ -376,20 +375,11 @@ def test_features_are_not_waited_for_after_a_stop(monkeypatch):
     """Kills: a Ctrl-C that is heard after half an hour."""
     monkeypatch.setattr(nodes, "read_nodes", list)
     monkeypatch.setattr(nodes, "PlacementProbe", Mock())
-    sizes = None, 512, 512, 192
-    stored = map_through_model(
-        None,
-        config_of(),
-        Storage("unused"),
-        iter([]),
-        None,
-        object,
-        (),
-        *sizes,
-        lambda: True,
+    found = map_through_model(
+        None, config_of(), iter([]), None, object, (), 512, 192, give_up=lambda: True
     )
     with pytest.raises(Interrupted, match="while waiting for nodes"):
-        next(stored)
+        next(found)
 
 
 def test_workers_of_one_run_do_not_share_a_gpu():

@@ -17,7 +17,7 @@ from tune.sweep import TUNE
 from uno.config import Config, config_hash, dump_yaml, field_names, flatten, to_dict
 from uno.errors import ConfigError
 from uno.presets import preset
-from uno.session import settings
+from uno.session import configure
 
 
 def config(*argv: str, command: Command = DISCOVER) -> Config:
@@ -476,7 +476,7 @@ def test_a_command_without_what_it_needs_shows_its_help(capsys):
 
 
 def test_inside_a_ray_job_the_output_must_outlive_the_job(monkeypatch):
-    monkeypatch.setenv(settings.RAY_JOB, "{}")
+    monkeypatch.setenv(configure.RAY_JOB, "{}")
     for argv, command in product(
         ("--seed 0", "--output runs/x", "--output ./x"), (DISCOVER, DEMO)
     ):

@@ -23,7 +23,7 @@ from tests.tune.tiny import TINY, claimed
 from tune.driver import open_sweep, sweep_options
 from tune.spaces import load_space
 from tune.sweep import TUNE
-from uno.config import Config, field_traits, override
+from uno.config import field_traits, override
 from uno.data.files import Storage
 from uno.data.sources import read_digits
 from uno.errors import ConfigError, Interrupted
@@ -32,7 +32,7 @@ from uno.reproduce.experiments import build, cells
 from uno.results import predictions
 from uno.runs import run
 from uno.runs.directory import begin_run
-from uno.session.settings import completed, from_keywords
+from uno.session.configure import configure, from_keywords
 
 PRETEXT = '''"""Is the image negated?"""
 import torch
@@ -136,7 +136,7 @@ def test_its_section_is_as_the_schemas(here, capsys):
     assert cli.main(["discover", "--config", "mine.yaml", "--explain"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["distill.entropy_weight"] == 4
     given = from_keywords({"method": OWN[1], "distill": {"entropy_weight": 3}})
-    config = override(Config(), completed(given))
+    config = configure(given)
     assert (
         config.method_options.entropy_weight == 3
         and field_traits(key).scope == "discover"
@@ -165,8 +165,8 @@ def test_its_section_is_as_the_schemas(here, capsys):
             "my_method:NOTHING cannot be imported: .*no attribute",
         ),
         (
-            ["--method", "my_method:step"],
-            "my_method:step is of type function, not uno.methods.Method",
+            ["--method", "my_method:Distill"],
+            "my_method:Distill is of type type, not an instance of",
         ),
         (
             ["--method", "my_method"],

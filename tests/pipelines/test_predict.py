@@ -31,7 +31,7 @@ from uno.data.sources import read_digits
 from uno.presets import preset
 from uno.results.infer import decoder, load_classifier, read_model_files, sample_logits
 from uno.results.predictions import FILE
-from uno.session import settings
+from uno.session import configure
 from uno.session.backend import LocalBackend, choose_backend
 from uno.session.data import read_task
 from uno.session.pipeline import discover, evaluate
@@ -329,7 +329,7 @@ def test_mistakes_are_one_line(run, tmp_path, capsys, monkeypatch):
         ),
     ):
         assert words in refused(capsys, code, "predict", *argv)
-    monkeypatch.setenv(settings.RAY_JOB, "{}")
+    monkeypatch.setenv(configure.RAY_JOB, "{}")
     argv = ["predict", run, "--data", "digits", "--output", "out"]
     assert "absolute path or a URI" in refused(capsys, 2, *argv)
     assert not out.exists()

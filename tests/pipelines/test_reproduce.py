@@ -38,7 +38,7 @@ from uno.errors import ConfigError, Interrupted
 from uno.reproduce.experiments import build, names
 from uno.runs import NUMERICS, lock
 from uno.runs.lock import LOCK_FILE
-from uno.session.settings import RAY_JOB
+from uno.session.configure import RAY_JOB
 
 WITHOUT_GPU = pytest.mark.skipif(
     torch.cuda.is_available(), reason="this machine has the device"

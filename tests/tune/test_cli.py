@@ -203,6 +203,8 @@ def test_a_stale_cluster_address_is_one_line():
         ConfigError, match="RAY_ADDRESS=local starts one on this machine"
     ):
         ray_env.check_address("127.0.0.1:1")
+    with pytest.raises(ConfigError, match="RAY_ADDRESS=HOST:6379, or submit"):
+        ray_env.check_address("http://127.0.0.1:8265")
     for other in ("", "auto", "local", "ray://host:10001"):
         ray_env.check_address(other)
 
@@ -218,7 +220,7 @@ def test_own_images_decide_for_a_sweep_as_for_a_run(tmp_path, monkeypatch):
         "--model.encoder",
         "resnet_small",
     ]
-    monkeypatch.setattr("uno.data.defaults.EPOCHS", {"pretrain": 6, "discover": 18})
+    monkeypatch.setattr("uno.session.derive.EPOCHS", {"pretrain": 6, "discover": 18})
     options = sweep_options(
         parse([*words, "--output", str(tmp_path / "s"), "--device", "cpu"], TUNE)
     )

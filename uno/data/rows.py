@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -33,22 +33,6 @@ SPLITS = {
     "validation": "test",
 }
 """What sources call a split -> "train" or "test"."""
-
-
-class Partition(NamedTuple):
-    """Some rows to predict.
-
-    Attributes:
-        rows: Row numbers in ascending order, int64 (n,).
-        ids: Arrow array of the ids of these rows; None if any node can read them by the
-            row numbers.
-        images: The images of these rows; None if any node can read them by the row
-            numbers.
-    """
-
-    rows: np.ndarray
-    ids: Any = None
-    images: Images | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,6 +170,16 @@ class Rows:
             if self.eval_labels is None
             else self.eval_labels.or_else(self.labels)
         )
+
+    def ids_of(self, rows: np.ndarray) -> pa.Array:
+        """Return the ids of some rows int64 (n,), in that order."""
+        return pa.array(self.ids.take(rows), pa.string())
+
+    @property
+    def times_hash(self) -> str:
+        """A SHA-256 of the times of all images, which changes if one is written to."""
+        times = self.images.times(np.arange(len(self)))
+        return hashlib.sha256(times.tobytes()).hexdigest()
 
     @cached_property
     def fingerprint(self) -> str:

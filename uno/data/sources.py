@@ -141,37 +141,48 @@ def _cifar(name: str) -> Source:
     )
 
 
+def _folder(kind: str) -> Source:
+    """Make the kind of source for a folder whose subfolders are classes.
+
+    Every image below it is predicted, whatever its subfolders are.
+
+    Args:
+        kind: "folder", "classes" or "splits", as :func:`read_folder` takes it.
+    """
+    return Source(
+        lambda path, config, images_only: (
+            read_images(path, config.follow_links)
+            if images_only
+            else read_folder(path, kind, follow_links=config.follow_links)
+        )
+    )
+
+
 SOURCES = {
     **{name: _cifar(name) for name in LAYOUTS},
     "imagenet": Source(
-        lambda path, config, _: read_imagenet(
-            path,
-            config.imagenet_split,
-            config.known_classes is None,
-            config.follow_links,
+        lambda path, config, images_only: (
+            read_images(path, config.follow_links)
+            if images_only
+            else read_imagenet(
+                path,
+                config.imagenet_split,
+                config.known_classes is None,
+                config.follow_links,
+            )
         )
     ),
-    "folder": Source(
-        lambda path, config, _: read_folder(path, follow_links=config.follow_links)
-    ),
-    "classes": Source(
-        lambda path, config, _: read_folder(
-            path, "classes", follow_links=config.follow_links
-        )
-    ),
-    "splits": Source(
-        lambda path, config, _: read_folder(
-            path, "splits", follow_links=config.follow_links
-        )
-    ),
+    "folder": _folder("folder"),
+    "classes": _folder("classes"),
+    "splits": _folder("splits"),
     "imagefolder": Source(
         lambda path, config, images_only: read_annotated_folder(
             path, config.named_columns, PathRules.of(config), images_only
         )
     ),
     "parquet": Source(
-        lambda path, config, _: read_parquet(
-            path, config.named_columns, PathRules.of(config)
+        lambda path, config, images_only: read_parquet(
+            path, config.named_columns, PathRules.of(config), images_only=images_only
         ),
         suffixes=(".parquet",),
         in_folders="always",

@@ -36,7 +36,8 @@ class Adapter(nn.Module):
         """Start from the leading ``MAX_DIRECTIONS`` of the ``num_features`` axes."""
         super().__init__()
         self.width = min(num_features, MAX_DIRECTIONS)
-        directions = torch.eye(num_features)[:, : self.width].clone()
+        # On the meta device torch.eye imports PyTorch's compiler, which takes seconds.
+        directions = torch.zeros(num_features, self.width).fill_diagonal_(1)
         self.register_buffer("mean", torch.zeros(num_features))
         self.register_buffer("directions", directions)
 

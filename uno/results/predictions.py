@@ -32,8 +32,7 @@ from uno.data.decode import (
 )
 from uno.data.files import Storage
 from uno.data.images import Images, path_of
-from uno.data.inputs import Inputs, Read, batch_sizes, chunk_rows, partition_rows
-from uno.data.rows import Partition
+from uno.data.rows import Rows
 from uno.errors import ConfigError, StorageError
 from uno.results.classes import OutputClass, called, hashes
 from uno.results.infer import BATCH_BYTES, NUMBERS, Classifier, Scores
@@ -44,6 +43,9 @@ SHARD = f"{SHARDS}/{{:06d}}.parquet"
 CLAIM = f"{SHARDS}/manifest.json"  # says what the shards are made from
 FORMAT = 1
 BATCH_ROWS = 2**13  # rows that are read at a time
+GROUP_ROWS = 512  # rows of a group; a batch never has rows of two groups
+NUM_PARTITIONS = 256  # least number of partitions of a source with enough rows
+MAX_GROUPS = 32  # largest number of groups in a partition: 16,384 rows
 READERS = 8  # files of partitions that are read ahead
 # least number of rows or bytes of a row group
 ROW_GROUP_ROWS, ROW_GROUP_BYTES = 2**16, 64 * 2**20
@@ -96,6 +98,62 @@ class Summary(NamedTuple):
     bad: int
 
 
+def partition_rows(num_rows: int) -> int:
+    """Return how many rows each partition but the last has.
+
+    Args:
+        num_rows: Number of rows of the source.
+
+    Returns:
+        A multiple of :data:`GROUP_ROWS`, at most :data:`MAX_GROUPS` times that. It
+        grows with ``num_rows`` once there are enough rows for :data:`NUM_PARTITIONS`
+        partitions.
+    """
+    return GROUP_ROWS * min(
+        max(num_rows // (GROUP_ROWS * NUM_PARTITIONS), 1), MAX_GROUPS
+    )
+
+
+def batch_sizes(first: int, num_rows: int, batch_rows: int) -> list[int]:
+    """Return the sizes of the batches into which consecutive rows are cut.
+
+    A batch has at most ``batch_rows`` rows, and all of its rows are in the same group
+    of :data:`GROUP_ROWS` rows.
+
+    Args:
+        first: Number of the first row, counted from the start of the source.
+        num_rows: Number of rows to cut.
+        batch_rows: Largest number of rows of a batch.
+    """
+    sizes, row, end = list[int](), first, first + num_rows
+    while row < end:
+        sizes.append(min(batch_rows, GROUP_ROWS - row % GROUP_ROWS, end - row))
+        row += sizes[-1]
+    return sizes
+
+
+def chunk_rows(part_rows: int, max_rows: int) -> int:
+    """Return how many rows of a partition are decoded at once.
+
+    The number divides the rows of a partition, so that its chunks have equal size.
+
+    Args:
+        part_rows: Rows of a partition, as :func:`partition_rows` returns them.
+        max_rows: Largest number of rows to return, at least 1.
+
+    Returns:
+        If ``max_rows`` is below :data:`GROUP_ROWS`, the largest power of two that is
+        not above it. Otherwise the largest multiple of :data:`GROUP_ROWS` that is not
+        above it and divides ``part_rows``.
+    """
+    if max_rows < GROUP_ROWS:
+        return int(2 ** (max_rows.bit_length() - 1))
+    groups = range(1, max_rows // GROUP_ROWS + 1)
+    return GROUP_ROWS * max(
+        num for num in groups if part_rows % (num * GROUP_ROWS) == 0
+    )
+
+
 class InputSpec(NamedTuple):
     """The form in which a model takes images.
 
@@ -146,7 +204,7 @@ def predict_rows(
 
     Args:
         model: The model.
-        writer: The writer of the table. It has the inputs and the missing partitions.
+        writer: The writer of the table. It has the rows and the missing partitions.
         threads: The number of threads that decode ahead, by default one for each core.
         on_progress: Called with (number of rows done, number of all rows) after a
             batch.
@@ -154,13 +212,14 @@ def predict_rows(
     Returns:
         The numbers of rows of the finished table.
     """
-    how, missing = InputSpec.of(model, writer.part_rows), writer.missing
-    rows = [writer.rows_of(number) for number in missing]
-    parts = zip(rows, writer.inputs.parts(map(np.asarray, rows)), strict=True)
+    how, data = InputSpec.of(model, writer.part_rows), writer.data
+    parts = (np.array(writer.rows_of(number)) for number in writer.missing)
     chunks = (
         chunk
-        for own, part in parts
-        for chunk in read_part(writer.inputs.read, part, own.start, how)
+        for rows in parts
+        for chunk in split_chunks(
+            data.ids_of(rows), data.images.take(rows), int(rows[0]), how
+        )
     )
     decode = partial(decode_chunk, how=how, threads=threads or available_cpus())
     for facts, pixels in prefetch_map(decode, chunks, 1, BATCHES_AHEAD):
@@ -170,24 +229,24 @@ def predict_rows(
     return writer.finish()
 
 
-def read_part(
-    read: Read, part: Partition, first: int, how: InputSpec
+def split_chunks(
+    ids: pa.Array, images: Images, first: int, how: InputSpec
 ) -> Iterator[Chunk]:
-    """Read a partition of the inputs in chunks.
+    """Divide a partition into chunks.
 
     Args:
-        read: Reads rows of the inputs.
-        part: The partition.
+        ids: The ids of its n rows.
+        images: The images of its n rows.
         first: The number of its first row in the table.
         how: The form in which the model takes images.
 
     Yields:
         Chunks of ``how.chunk_rows`` rows; the last one may have fewer.
     """
-    whole, rest = divmod(len(part.rows), how.chunk_rows)
-    for ids, images in read(part, [how.chunk_rows] * whole + [rest] * (rest > 0)):
-        yield Chunk(first, ids, images)
-        first += len(ids)
+    start = 0
+    for some in images.split(how.chunk_rows):
+        yield Chunk(first + start, ids.slice(start, len(some)), some)
+        start += len(some)
 
 
 def decode_chunk(
@@ -334,7 +393,7 @@ class PredictionWriter:
 
     Args:
         storage: The directory of the predictions.
-        inputs: The rows to predict.
+        data: The rows to predict.
         model: The model.
         embedding: Whether the table has a column with the features.
         replace: Whether predictions of something else may be replaced.
@@ -351,21 +410,21 @@ class PredictionWriter:
     def __init__(
         self,
         storage: Storage,
-        inputs: Inputs,
+        data: Rows,
         model: Classifier,
         embedding: bool,
         replace: bool = False,
     ) -> None:
-        self.inputs, self.embedding, self.num_rows = inputs, embedding, len(inputs)
+        self.data, self.embedding, self.num_rows = data, embedding, len(data)
         self.identity = {
             "model_hash": model.model_hash,
             **hashes(model.classes),
-            "data": inputs.fingerprint,
-            "rows": len(inputs),
+            "data": data.fingerprint,
+            "rows": len(data),
             "embedding": embedding,
             "aligned": model.alignment is not None,
             "format": FORMAT,
-            "times": inputs.times,
+            "times": data.times_hash,
             "code": model.code,
         }
         self.part_writer = PartWriter(model.classes, model.model_hash, embedding)

@@ -19,7 +19,8 @@ from uno.data.vectors import is_vectors, require_kind, write_vectors
 from uno.errors import ConfigError
 from uno.session.console import Progress, print_line, reading
 from uno.session.data import Compute, compute_local, leave_out_unreadable, load_features
-from uno.session.resolve import images_of_weights, starting_weights, with_full_path
+from uno.session.derive import settings_of_weights
+from uno.session.prepare import starting_weights, with_full_path
 from uno.text import plural
 from uno.weights import PRETRAINED_FILE
 
@@ -69,9 +70,9 @@ def embed(
         )
     )
     least = num_views and max(config.augment.large.num_views, num_views)
-    config = override(
-        config, {**images_of_weights(config, given), "augment.num_cached_views": least}
-    )
+    of_weights = settings_of_weights(config)
+    values = {key: of_weights[key] for key in of_weights if key not in given}
+    config = override(config, {**values, "augment.num_cached_views": least})
     with reading() as total:
         rows = read_rows(config.data)
         rows = (

@@ -1,7 +1,7 @@
 """Estimate the number of novel classes: ``uno estimate-classes``."""
 
 import time
-from collections.abc import Container
+from collections.abc import Collection
 
 import numpy as np
 
@@ -14,14 +14,14 @@ from uno.runs import ESTIMATE_FILE
 from uno.session.backend import choose_backend
 from uno.session.console import interrupt_on_signal, print_line
 from uno.session.data import read_task
-from uno.session.resolve import from_data, with_data
+from uno.session.derive import derive_settings
 from uno.session.run import Backend, Run
 from uno.text import plural
 
 
 def estimate_classes(
     config: Config,
-    given: Container[str] = (),
+    given: Collection[str] = (),
     settings: Settings | None = None,
     dry_run: bool = False,
     backend: Backend | None = None,
@@ -46,17 +46,18 @@ def estimate_classes(
     settings = settings or Settings()
     backend = choose_backend(config) if backend is None else backend
     # The number is what we are after: 1 stands in for it and is never read.
-    task = read_task(with_data(config, num_novel=1).data)
+    task = read_task(override(config, {"data.num_novel": 1}).data)
     vectors = task.rows.images.vectors(np.arange(len(task.rows)))
     readable = train_rows(task, None if vectors is None else ok_mask(vectors[1]))
     num_known = len(readable["labels"].unique())
     # before anything is computed
     require_enough_rows(num_known, len(readable["unlabeled"]))
     setting, reason = decide_setting(config, task.rows.known)
-    values, lines = from_data(config, given, task, setting)
+    config = override(config, {"data.setting": setting})
+    values, lines = derive_settings(config, given, task)
     if config.model.finetune == "none":  # nothing is trained on the features
         values |= {"discover.epochs": 0, "augment.num_cached_views": 0}
-    config = with_data(override(config, values), setting=setting)
+    config = override(config, values)
     left_out = (f"warning: {line}" for line in task.rows.warnings)
     for line in (reason, *lines, *left_out):
         print_line(line)

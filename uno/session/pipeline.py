@@ -47,8 +47,13 @@ from uno.session.console import Progress, interrupt_on_signal, print_line
 from uno.session.data import Show
 from uno.session.loggers import Loggers
 from uno.session.predict import align_heads, predict_run
-from uno.session.prepare import check_run, open_run, open_stored_run, preflight
-from uno.session.resolve import with_full_path
+from uno.session.prepare import (
+    check_run,
+    open_run,
+    open_stored_run,
+    preflight,
+    with_full_path,
+)
 from uno.session.resources import on_features
 from uno.session.run import Backend, Run
 from uno.session.summary import describe_run
@@ -62,6 +67,7 @@ def discover(
     given: Mapping[str, Any],
     overwrite: bool = False,
     last: str = DISCOVER,
+    predict: bool = True,
     report: bool = True,
     backend: Backend | None = None,
 ) -> None:
@@ -74,7 +80,8 @@ def discover(
         given: The dotted keys that the user has set, with their values.
         overwrite: Whether a run in the same directory is started over.
         last: The last phase, "pretrain" or "discover".
-        report: Whether all rows are predicted and shown in a report.
+        predict: Whether all rows are predicted.
+        report: Whether a report is written, also of a finished run that has none.
         backend: Does the work of the run, by default chosen by
             ``compute.num_workers``.
 
@@ -89,6 +96,9 @@ def discover(
             f"{run.storage.uri} is finished; nothing is trained again (--overwrite"
             " starts over)"
         )
+        if report and not run.storage.exists(REPORT_FILE):
+            with run.locked():
+                finish(run, report=True)
         return show_results(run.storage, metrics)
     check_run(run)
     with run.locked():
@@ -114,7 +124,7 @@ def discover(
         with interrupt_on_signal(
             "stopped before the run was finished; resume with the same command"
         ):
-            finish(run, _save_model(run), metrics, predict=report, report=report)
+            finish(run, _save_model(run), metrics, predict, report)
     show_results(run.storage, metrics)
 
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from uno.config import Config, override
 from uno.data.files import Storage
-from uno.data.images import spread
-from uno.data.inputs import EvenSample, Inputs, RowInputs, open_inputs
+from uno.data.images import evenly_spaced, spread
+from uno.data.sources import read_rows
 from uno.data.splits import Task
 from uno.data.vectors import require_kind
 from uno.errors import ConfigError, UnoError
@@ -86,16 +86,16 @@ def predict(
     limit = override(Config(), {"data.limit": data.pop("data.limit", None)}).data.limit
     if data:
         with reading() as total:
-            inputs: Inputs = open_inputs(override(Config(), data).data)
-            total(len(inputs))
+            rows = read_rows(override(Config(), data).data, images_only=True)
+            total(len(rows))
     else:
-        inputs = RowInputs(run.task.rows)
-    if limit is not None and limit < len(inputs):
-        inputs = EvenSample(inputs, limit)
-    for warning in inputs.warnings:
+        rows = run.task.rows
+    if limit is not None and limit < len(rows):
+        rows = rows.take(evenly_spaced(limit, len(rows)))
+    for warning in rows.warnings:
         print_line(f"warning: {warning}")
-    require_kind(model.config.model, inputs.first)
-    if folders and inputs.first.pictures() is None:
+    require_kind(model.config.model, rows.images)
+    if folders and rows.images.pictures() is None:
         raise ConfigError("--folders copies images, and the data has only vectors")
     try:
         model = align_heads(run, model)
@@ -106,7 +106,7 @@ def predict(
         )
     output = Storage(str(given.get("output", storage.uri)))
     writer = PredictionWriter(
-        output, inputs, model, embedding, replace="output" not in given
+        output, rows, model, embedding, replace="output" not in given
     )
 
     kept = "stopped; finished shards are kept"
@@ -125,7 +125,7 @@ def predict(
                 """Show how many images were copied."""
                 progress({"phase": "copy", "step": done, "total_steps": total})
 
-            print_line(f"sorted: {sort_images(output, inputs, show)}")
+            print_line(f"sorted: {sort_images(output, rows, show)}")
 
 
 def predict_run(run: Run, model: Classifier) -> tuple[Classifier, Summary]:
@@ -138,7 +138,7 @@ def predict_run(run: Run, model: Classifier) -> tuple[Classifier, Summary]:
     """
     model = align_heads(run, model)
     writer = PredictionWriter(
-        run.storage, RowInputs(run.task.rows), model, embedding=False, replace=True
+        run.storage, run.task.rows, model, embedding=False, replace=True
     )
     return model, _predict(run, model, writer)
 

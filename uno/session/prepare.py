@@ -8,28 +8,39 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from uno.config import Config, flatten, override
+import safetensors.torch
+
+from uno import weights
+from uno.config import OWN_ENCODERS, Config, flatten, override
 from uno.data.check import CHECK_SECONDS, check, format_report
-from uno.data.defaults import derives_batch
-from uno.data.files import Storage, is_uri, normalize_path
+from uno.data.files import Storage, full_path, is_uri, normalize_path, split
 from uno.data.sources import locate_source
 from uno.data.splits import Task
 from uno.errors import ConfigError
 from uno.model import build_network
-from uno.runs import DISCOVER, ESTIMATE_FILE, FORMER_FOLDER, directory, former, lock
+from uno.runs import (
+    DISCOVER,
+    ESTIMATE_FILE,
+    FORMER_FOLDER,
+    PRETRAIN,
+    directory,
+    former,
+    lock,
+)
 from uno.runs import run as training
+from uno.runs.checkpoint import checkpoint_steps
 from uno.runs.hardware import num_threads
 from uno.runtime import require_runtime
 from uno.session.backend import choose_backend
 from uno.session.console import print_line
 from uno.session.data import read_task
+from uno.session.derive import derives_batch, keep_derived, resolve
 from uno.session.estimation import estimate_classes
 from uno.session.loggers import require_loggers
-from uno.session.resolve import resolve, starting_weights, stored_config, with_full_path
 from uno.session.resources import check_memory
 from uno.session.run import Backend, Run
 from uno.text import plural
-from uno.weights import PRETRAINED_FILE
+from uno.weights import PRETRAINED, PRETRAINED_FILE, fetch_pretrained
 
 # kinds of sources that read every folder or table below their path
 FOLDER_KINDS = ("folder", "imagefolder", "parquet", "vectors")
@@ -82,9 +93,7 @@ def open_run(
         config = override(config, {"data.num_novel": num_novel})
         if estimate is not None:
             files[ESTIMATE_FILE] = estimate
-    config, lines, task = resolve(config, given, overwrite, backend.free_memory)
-    for line in lines:
-        print_line(line)
+    config, task = resolve(config, given, overwrite, backend.free_memory)
     run = Run(
         config,
         storage,
@@ -104,6 +113,9 @@ def open_run(
 def open_stored_run(target: str, given: Mapping[str, Any]) -> Run:
     """Open the run in a directory, to work on it.
 
+    The workers and the device of its training are replaced by this process, because
+    they may have been on another machine.
+
     Args:
         target: The directory, a path or URI.
         given: Settings by dotted key: where to compute, and where the data is now.
@@ -113,7 +125,9 @@ def open_stored_run(target: str, given: Mapping[str, Any]) -> Run:
             the device that was asked for.
     """
     storage = Storage(target)
-    config = stored_config(storage, given)
+    stored = flatten(directory.read_config_tree(storage))
+    here = {"compute.num_workers": 0, "compute.device": "auto"}
+    config = override(Config(), {**stored, **here, **given, "output": storage.uri})
     return Run(config, storage, choose_backend(config), resumes=True)
 
 
@@ -253,7 +267,7 @@ def _num_novel_of_run(config: Config, given: Mapping[str, Any]) -> int | None:
         return None
     stored = flatten(directory.read_config_tree(storage))
     number = stored.get("data.num_novel")
-    begun = resolve(override(config, {"data.num_novel": number}), given).config
+    begun = keep_derived(override(config, {"data.num_novel": number}), given, stored)
     directory.begin_run(begun, storage, read_task(begun.data).rows.fingerprint)
     return begun.data.num_novel if isinstance(begun.data.num_novel, int) else None
 
@@ -300,3 +314,66 @@ def preflight(
         f"data: {task.rows.source}: {rows};"
         f" {plural(task.num_novel, 'class', 'classes')} to discover"
     )
+
+
+def with_full_path(config: Config) -> Config:
+    """Return the configuration with ``model.weights`` as an absolute path or URI.
+
+    Workers in other directories can open it then.
+
+    Raises:
+        ConfigError: There is neither a file of weights nor a pretrained run at this
+            path.
+    """
+    if config.model.weights in (None, PRETRAINED):
+        return config
+    source = full_path(normalize_path(config.model.weights))
+    folder, name = split(source)
+    if weights.is_file(source):
+        if not Storage(folder).exists(name):
+            raise ConfigError(f"model.weights: no such file {source}")
+    elif not checkpoint_steps(Storage(source), PRETRAIN):
+        raise ConfigError(
+            f"model.weights: {source} is neither a {', '.join(weights.SUFFIXES)} file"
+            " nor a pretrained run"
+        )
+    return override(config, {"model.weights": source})
+
+
+def starting_weights(config: Config, overwrite: bool) -> bytes | None:
+    """Return the pretrained weights that a new run stores in its directory.
+
+    The weights are read from the run directory if they are there, otherwise fetched. An
+    encoder and weights that do not fit are refused here, before any data is read.
+
+    Args:
+        config: The configuration before the data is read.
+        overwrite: Whether a run in the same directory is started over.
+
+    Returns:
+        The content of a safetensors file, or None unless the run starts from pretrained
+        weights of a library.
+
+    Raises:
+        ConfigError: The encoder cannot be built, has no such weights, or is frozen
+            without weights.
+    """
+    source, own, tensors = config.model.weights, None, None
+    if config.model.finetune == "none" and source is None:
+        raise ConfigError(
+            "model.finetune none needs pretrained weights: pass --weights FILE or"
+            " --weights pretrained"
+        )
+    if config.model.takes_vectors:
+        return fetch_pretrained(config.model.encoder)
+    if source == PRETRAINED:
+        storage = Storage(config.output) if config.output and not overwrite else None
+        if storage is not None and storage.exists(PRETRAINED_FILE):
+            return storage.read(PRETRAINED_FILE)
+        own = fetch_pretrained(config.model.encoder)
+        tensors = safetensors.torch.load(own)
+    elif source is not None and weights.is_file(source):
+        tensors = weights.read_weights(source)
+    if tensors is not None or config.model.encoder not in OWN_ENCODERS:
+        weights.check_encoder(config, tensors)
+    return own

@@ -25,11 +25,11 @@ from uno.session.backend import (
     evaluate_rows,
     train_phases,
 )
+from uno.session.configure import TORCHRUN_VARIABLES
 from uno.session.console import on_stop
 from uno.session.data import Show, open_sets
 from uno.session.resources import FreeMemory, on_features
 from uno.session.run import Run
-from uno.session.settings import TORCHRUN_VARIABLES
 
 POLL_S = 0.1  # seconds between two checks whether rank 0 has sent something
 

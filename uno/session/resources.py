@@ -16,10 +16,9 @@ from uno.data.splits import Task
 from uno.encoder import build_encoder
 from uno.errors import ConfigError
 from uno.methods import load
-from uno.model import build_network, num_heads
+from uno.model import build_network
 from uno.runs.hardware import local_device
 
-GB = 1e9
 # share of the free memory that images may take; training and the system need more
 IMAGE_SHARE = 0.6
 RAY_BYTES = 2_000_000_000  # memory of the processes that Ray always starts
@@ -106,15 +105,12 @@ def row_bytes(config: Config) -> int:
     return 4 * (1 + views) * width
 
 
-def choose(
-    config: Config, num_rows: int, row_bytes: int, memory: FreeMemory
-) -> tuple[Loading, str]:
+def choose(config: Config, num_rows: int, memory: FreeMemory) -> tuple[Loading, str]:
     """Choose whether the images of a run are kept in memory or streamed.
 
     Args:
         config: ``data.loading`` is the wish of the user, or "auto".
         num_rows: The number of images.
-        row_bytes: The bytes of one image in memory, see :func:`row_bytes`.
         memory: The free memory of the machines of the run.
 
     Returns:
@@ -124,27 +120,28 @@ def choose(
     Raises:
         ConfigError: The user wants to stream images that are needed in memory.
     """
-    wish, frozen = config.data.loading, config.model.finetune == "none"
+    wish, needs = config.data.loading, ""
     if config.model.takes_vectors:
         needs = "--data vectors"
     elif config.pretext.epochs:
         needs = "pretext.epochs"
-    else:
-        needs = f"method {config.method}" if load(config.method).needs_memory else ""
+    elif load(config.method).needs_memory:
+        needs = f"method {config.method}"
     if needs and wish == "streaming":
         raise ConfigError(
             f"{needs} needs the images in memory; use --data.loading memory"
         )
-    needed = num_rows * row_bytes
+    needed = num_rows * row_bytes(config)
     budget, limit = _image_budget(config, memory)
-    sizes = f"{_size(needed)} {'of features' if frozen else 'decoded'};"
-    sizes += f" budget {_size(budget)}, {IMAGE_SHARE:.0%} of {limit}"
+    kind = "of features" if config.model.finetune == "none" else "decoded"
+    sizes = f"{_size(needed)} {kind}; budget {_size(budget)}, {IMAGE_SHARE:.0%} of"
+    sizes = f"({sizes} {limit})"
     if wish != "auto":
-        return wish, f"{HOW[wish]}, set by --data.loading ({sizes})"
+        return wish, f"{HOW[wish]}, set by --data.loading {sizes}"
     if needs:
-        return "memory", f"{HOW['memory']}, because {needs} needs it ({sizes})"
+        return "memory", f"{HOW['memory']}, because {needs} needs it {sizes}"
     loading: Loading = "memory" if needed <= budget else "streaming"
-    return loading, f"{HOW[loading]} ({sizes})"
+    return loading, f"{HOW[loading]} {sizes}"
 
 
 def _image_budget(config: Config, memory: FreeMemory) -> tuple[float, str]:
@@ -153,16 +150,15 @@ def _image_budget(config: Config, memory: FreeMemory) -> tuple[float, str]:
     programs = RAY_BYTES + workers * WORKER_BYTES if workers else 0
     # Features are in this process and in Ray's object store.
     copies = 2 if workers and config.model.finetune == "none" else 1
-    limits: dict[str, float | None] = {
-        "free host memory": max(0, memory.host - programs) / copies,
-        "free device memory": memory.device,
-        "the smallest object store of the cluster": memory.store,
-        "the driver's memory": None
-        if memory.driver is None
-        else memory.driver / copies,
-    }
-    free, name = min((free, name) for name, free in limits.items() if free is not None)
-    return IMAGE_SHARE * free, name
+    limits = {"free host memory": max(0, memory.host - programs) / copies}
+    if memory.device is not None:
+        limits["free device memory"] = memory.device
+    if memory.store is not None:
+        limits["the smallest object store of the cluster"] = memory.store
+    if memory.driver is not None:
+        limits["the driver's memory"] = memory.driver / copies
+    name = min(limits, key=lambda name: limits[name])
+    return IMAGE_SHARE * limits[name], name
 
 
 def choose_for_sweep(
@@ -175,9 +171,7 @@ def choose_for_sweep(
     """
     memory, here = free_memory(config), override(config, {"compute.num_workers": 0})
     device = None if memory.device is None else memory.device // num_folds
-    return choose(
-        here, num_rows, row_bytes(config), FreeMemory(memory.host // 2, device)
-    )
+    return choose(here, num_rows, FreeMemory(memory.host // 2, device))
 
 
 def store_bytes(config: Config, num_rows: int) -> int | None:
@@ -216,8 +210,6 @@ def check_memory(config: Config, task: Task) -> None:
         free, where = free_device_bytes(config) or free, "device memory"
         num_rows = sum(task.sizes)
     parts = training_bytes(config, task)
-    if workers > 1:
-        parts = {f"{name} of {workers} workers": n for name, n in parts.items()}
     if config.data.loading == "memory":
         parts[f"{num_rows:,} images"] = num_rows * row_bytes(config)
     needed = sum(parts.values())
@@ -227,15 +219,12 @@ def check_memory(config: Config, task: Task) -> None:
     advice = (
         "use --data.loading streaming, or --limit"
         if largest.endswith(" images")
-        else "lower --batch-size, --augment.large.size, the encoder or"
-        " --objective.queue-size"
+        else "lower --batch-size, --augment.large.size or the encoder"
     )
-    listed = ", ".join(
-        f"{name} {part / GB:.1f} GB" for name, part in parts.items() if part > 0.1 * GB
-    )
+    listed = ", ".join(f"{name} {_size(part)}" for name, part in parts.items())
     raise ConfigError(
-        f"this run needs at least {needed / GB:.1f} GB of {where} ({listed}),"
-        f" {free / GB:.1f} GB are free; {advice}"
+        f"this run needs at least {_size(needed)} of {where} ({listed}),"
+        f" {_size(free)} are free; {advice}"
     )
 
 
@@ -245,37 +234,32 @@ def training_bytes(config: Config, task: Task) -> dict[str, int]:
     Nothing is allocated: the network is built on PyTorch's device "meta".
 
     Returns:
-        Bytes of the "network" with gradients and momentum, of the "activations" of the
-        encoder in a step of discovery, and of the "queue" of projections. Empty for an
-        encoder in the code of the user, which may not work on that device.
+        Bytes of the "network" with gradients and momentum, and of the "activations" of
+        the encoder in a step of discovery. Empty for an encoder in the code of the
+        user, which may not work on that device.
     """
-    model, objective = config.model, config.objective
-    library = model.encoder.partition(":")[0]
+    library = config.model.encoder.partition(":")[0]
     if library not in (*OWN_ENCODERS, "torchvision", "timm", VECTORS):
         return {}
-    workers = max(1, config.compute.num_workers)
-    large, small = config.augment.large, config.augment.small
     with torch.device("meta"):
         network = build_network(config, task.num_known, task.num_novel, 0)
+    weights = sum(
+        (12 if p.requires_grad else 4) * p.numel() for p in network.parameters()
+    )
     per_image = 0
-    if not on_features(config) and config.discover.epochs:
-        for view in (large, small):
+    if config.discover.epochs and not on_features(config):
+        for view in (config.augment.large, config.augment.small):
             if view.num_views:
                 bytes_of_view = activation_bytes(network.encoder, view.size)
                 per_image += view.num_views * bytes_of_view
     precision = config.compute.precision
     if precision == "auto":
         precision = "bf16" if local_device(config).type == "cuda" else "fp32"
-    if precision == "bf16":
-        per_image //= 2
-    num_families = 2 if model.overcluster_factor else 1
-    heads = num_families * num_heads(config)
-    in_queue = objective.queue_size * large.num_views * heads
     return {
-        "network": workers
-        * sum((12 if p.requires_grad else 4) * p.numel() for p in network.parameters()),
-        "activations": config.train.batch_size * per_image,
-        "queue": workers * 4 * in_queue * model.projection_dim,
+        "network": max(1, config.compute.num_workers) * weights,
+        "activations": config.train.batch_size
+        * per_image
+        // (2 if precision == "bf16" else 1),
     }
 
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from uno.config import DataConfig
-from uno.data.inputs import open_inputs
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.errors import ConfigError
@@ -104,7 +103,7 @@ def test_an_image_that_a_table_spells_otherwise_is_not_left_out(tmp_path):
 
 def test_a_metadata_folder_can_be_predicted(folder):
     write_metadata(folder, "csv")
-    assert len(open_inputs(DataConfig(source=str(folder)))) == 4
+    assert len(read_rows(DataConfig(source=str(folder)), True)) == 4
 
 
 def test_an_imagefolder_without_a_table_or_its_column_is_refused(folder):

@@ -18,7 +18,6 @@ from PIL import Image
 from uno.config import Config, DataConfig
 from uno.data.check import check
 from uno.data.decode import decode
-from uno.data.inputs import open_inputs
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 
@@ -109,9 +108,8 @@ def test_categorical_columns_of_parquet_are_read(tmp_path, predicted):
     table = pa.table({"path": path, "label": pa.array(["x", None]).dictionary_encode()})
     pq.write_table(table, tmp_path / "t.parquet")
     if predicted:
-        inputs = open_inputs(DataConfig(source=str(tmp_path / "t.parquet")))
-        (part,) = inputs.parts([np.arange(2)])
-        ((_, images),) = inputs.read(part, [2])
+        config = DataConfig(source=str(tmp_path / "t.parquet"))
+        (images,) = read_rows(config, images_only=True).images.split(2)
     else:
         rows = read(tmp_path / "t.parquet")
         images = rows.images
@@ -132,9 +130,8 @@ def test_views_of_text_and_bytes_in_parquet_are_read(tmp_path, predicted):
     for name, column in columns.items():
         pq.write_table(pa.table({name: column, "label": label}), tmp_path / "t.parquet")
         if predicted:
-            inputs = open_inputs(DataConfig(source=str(tmp_path / "t.parquet")))
-            (part,) = inputs.parts([np.arange(2)])
-            ((_, found),) = inputs.read(part, [2])
+            config = DataConfig(source=str(tmp_path / "t.parquet"))
+            (found,) = read_rows(config, images_only=True).images.split(2)
         else:
             rows = read(tmp_path / "t.parquet")
             found = rows.images

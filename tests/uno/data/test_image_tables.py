@@ -15,7 +15,6 @@ from uno.config import Config, DataConfig
 from uno.data import files as filesystem
 from uno.data.check import check
 from uno.data.decode import check_bad, decode_many, name_bad
-from uno.data.inputs import open_inputs
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.report.facts import read_facts
@@ -226,9 +225,7 @@ def test_what_a_prediction_reads_follows_the_same_rules(folder):
         image_folder=str(folder / "sub"),
         image_suffix=".png",
     )
-    inputs = open_inputs(config)
-    (part,) = inputs.parts([np.arange(2)])
-    ((_, images),) = inputs.read(part, [2])
+    images = read_rows(config, images_only=True).images
     assert images[1] == os.path.realpath(folder / "sub/c.png")
 
 
@@ -389,7 +386,7 @@ def test_parquet_that_only_names_files_reads_them_or_names_the_option(folder):
     pq.write_table(
         hf_table(paths, [0, 0, None], ["x"], "image"), folder / "export/t.parquet"
     )
-    for read_it in (read, lambda source: open_inputs(DataConfig(source=source))):
+    for read_it in (read, lambda source: read_rows(DataConfig(source=source), True)):
         line = failure(read_it, f"parquet:{folder}/export")
         assert "outside the folder" in line and "--data.image-folder" in line
     assert "store the bytes" in refusal(f"parquet:{folder}/export")
@@ -435,9 +432,10 @@ def test_links_out_of_a_folder_are_followed_on_request(linked):
     assert "--data.follow-links" in failure(read_rows, DataConfig(**both))
     assert len(read_rows(DataConfig(**both, follow_links=True))) == 3
     assert "--data.follow-links" in failure(
-        open_inputs, DataConfig(source=f"{linked}/data")
+        read_rows, DataConfig(source=f"{linked}/data"), True
     )
-    assert len(open_inputs(DataConfig(source=f"{linked}/data", follow_links=True))) == 2
+    followed = DataConfig(source=f"{linked}/data", follow_links=True)
+    assert len(read_rows(followed, True)) == 2
 
 
 def test_links_of_tables_and_parquet_are_followed_on_request(linked):

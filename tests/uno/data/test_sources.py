@@ -18,7 +18,6 @@ from uno.config import DataConfig
 from uno.data import files as filesystem
 from uno.data.cifar import LAYOUTS
 from uno.data.decode import decode
-from uno.data.inputs import open_inputs
 from uno.data.rows import Rows
 from uno.data.sources import (
     imagenet_wnids,
@@ -366,7 +365,7 @@ def test_a_class_folder_that_is_called_like_a_split_is_not_guessed(tmp_path):
             "x",
             "steam",
         ] and "2 images outside" in split.warnings[0]
-    assert len(open_inputs(DataConfig(source=f"classes:{tmp_path}/a"))) == 4
+    assert len(read_rows(DataConfig(source=f"classes:{tmp_path}/a"), True)) == 4
 
 
 def test_names_that_look_the_same_are_one_class(tmp_path):

@@ -23,10 +23,8 @@ from uno.data import files as filesystem
 from uno.data import tables, text_tables
 from uno.data.decode import check_bad, decode, decode_many
 from uno.data.images import Files
-from uno.data.inputs import open_inputs
-from uno.data.rows import Partition
 from uno.data.sources import read_rows
-from uno.data.tables import ParquetImages, ParquetTable, read_parquet, read_table
+from uno.data.tables import ParquetImages, read_parquet, read_table
 from uno.errors import ConfigError
 
 from .builders import encoded, failure, hf_table, pixels, write_hf, write_images
@@ -426,8 +424,8 @@ def test_a_parquet_file_to_predict_is_read_from_a_store_that_throttles(
     monkeypatch.setattr(filesystem, "locate", lambda path: (store, "b/t.parquet"))
     monkeypatch.setattr(filesystem.time, "sleep", lambda _: None)
     monkeypatch.setattr(tables, "REQUEST_BYTES", request_bytes)
-    table = ParquetTable("s3://b/t.parquet")
-    ((_, found),) = table.read(Partition(np.arange(1200)), [1200])
+    rows = read_parquet("s3://b/t.parquet", images_only=True)
+    (found,) = rows.images.split(1200)
     assert [found[i] for i in range(1200)] == images and next(numbers) > 20
 
 
@@ -460,7 +458,7 @@ def test_a_column_with_fewer_rows_than_its_footer_counts_is_one_line():
         == failure(rows.images.__getitem__, 1)
         == fewer
     )
-    assert failure(ParquetTable, path) == fewer
+    assert failure(lambda: list(rows.images.split(3))) == fewer
 
 
 def test_row_groups_with_other_rows_than_the_footer_counts_are_one_line(tmp_path):
@@ -471,10 +469,9 @@ def test_row_groups_with_other_rows_than_the_footer_counts_are_one_line(tmp_path
     # 37 and 38, an int64 of Thrift
     more = data[footer:].replace(b"\x16\x4a", b"\x16\x4c", 1)
     path.write_bytes(data[:footer] + more)
-    for read in (read_parquet, ParquetTable):
-        assert failure(read, str(path)).endswith(
-            "its row groups have 37 rows, 38 by its footer"
-        )
+    assert failure(read_parquet, str(path)).endswith(
+        "its row groups have 37 rows, 38 by its footer"
+    )
 
 
 def test_csv_and_jsonl_agree(tmp_path):
@@ -524,7 +521,11 @@ def test_columns_of_other_names(tmp_path):
         assert rows.labels == ["x", None] and rows.ids == ["a.png", "b.png"]
         assert rows.images[1] == os.path.realpath(tmp_path / "b.png")
         assert (
-            len(open_inputs(DataConfig(source=source, columns="image=file,label=gone")))
+            len(
+                read_rows(
+                    DataConfig(source=source, columns="image=file,label=gone"), True
+                )
+            )
             == 2
         )
         found = failure(read_rows, DataConfig(source=source, columns="image=gone"))
@@ -704,7 +705,7 @@ def test_hive_folders_are_columns(tmp_path):
             strict=True,
         )
     )
-    assert len(open_inputs(DataConfig(source=f"parquet:{tmp_path}"))) == 8
+    assert len(read_rows(DataConfig(source=f"parquet:{tmp_path}"), True)) == 8
 
 
 def test_hive_folders_are_the_same_columns_when_pyarrow_writes_them(tmp_path):
@@ -831,7 +832,7 @@ def test_text_that_is_not_utf8_is_one_line(tmp_path, column):
         read_rows(DataConfig(source=f"parquet:{tmp_path}"))
     if column in ("id", "image"):  # what a prediction reads
         with pytest.raises(ConfigError, match=line):
-            ParquetTable(str(tmp_path))
+            read_parquet(str(tmp_path), images_only=True)
 
 
 def test_rows_without_an_image_say_why_and_what_to_do(tmp_path):

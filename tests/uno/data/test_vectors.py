@@ -14,19 +14,18 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from uno.config import AugmentConfig, Config, DataConfig, override
+from uno.config import AugmentConfig, DataConfig
 from uno.data import files as filesystem
 from uno.data import mapped, tables, vectors
 from uno.data.check import check, format_report
 from uno.data.from_python import float_vectors
-from uno.data.inputs import open_inputs
 from uno.data.mapped import NeighborViews
 from uno.data.row_blocks import RowBlocks
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.data.vectors import Vectors, given_vectors, with_views
 from uno.errors import ConfigError
-from uno.session.settings import completed
+from uno.session.configure import configure
 
 
 def drawn(num: int = 12, width: int = 4) -> np.ndarray:
@@ -261,7 +260,7 @@ def test_hive_folders_of_vectors_are_columns(tmp_path):
         "train",
         "train",
     ]
-    assert len(open_inputs(DataConfig(source=f"vectors:{tmp_path}"))) == 4
+    assert len(read_rows(DataConfig(source=f"vectors:{tmp_path}"), True)) == 4
     stored(
         tmp_path / place / "0.parquet", embedding=list(drawn(2)), label=["dog", "cat"]
     )
@@ -308,7 +307,7 @@ def test_what_is_predicted_needs_no_labels(tmp_path):
     source = stored(
         tmp_path / "v.parquet", embedding=list(drawn(3)), label=[[1], [2], [3]]
     )
-    assert len(open_inputs(DataConfig(source=source))) == 3
+    assert len(read_rows(DataConfig(source=source), True)) == 3
 
 
 def test_the_checks_name_bad_vectors_and_do_not_decode(tmp_path):
@@ -317,7 +316,7 @@ def test_the_checks_name_bad_vectors_and_do_not_decode(tmp_path):
     labels = ["a"] * 15 + ["b"] * 15 + [None] * 10
     source = stored(tmp_path / "v.parquet", embedding=list(values), label=labels)
     given = {"data.source": source, "data.num_novel": 1, "train.batch_size": 8}
-    config = override(Config(), completed(given))
+    config = configure(given)
     task = make_task(read_rows(config.data), config.data)
     problems = check(task, config, seconds=5)
     assert "as vectors of 4 numbers" in format_report(
@@ -479,7 +478,7 @@ def test_copies_are_found_without_reading_rows(tmp_path, monkeypatch):
         label=["a", "b"] * 10 + [None] * 20,
     )
     given = {"data.source": source, "data.num_novel": 2, "data.max_bad_fraction": 0.2}
-    config = override(Config(), completed(given))
+    config = configure(given)
     task = make_task(read_rows(config.data), config.data)
     monkeypatch.setattr(Vectors, "read_images", None)
     copies = [p.message for p in check(task, config) if "duplicates" in p.message]

@@ -5,6 +5,7 @@ in between.
 import json
 import math
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -25,10 +26,9 @@ from uno.config import Config, override
 from uno.data import decode as decoding
 from uno.data.files import Storage
 from uno.data.images import with_ready
-from uno.data.inputs import GROUP_ROWS, Inputs, RowInputs, open_inputs
 from uno.data.row_blocks import RowBlocks
 from uno.data.rows import Rows
-from uno.data.sources import read_digits, read_images
+from uno.data.sources import read_digits, read_images, read_rows
 from uno.errors import ConfigError, StorageError
 from uno.model import Logits
 from uno.results import predictions
@@ -41,7 +41,14 @@ from uno.results.infer import (
     score,
     with_alignment,
 )
-from uno.results.predictions import FILE, PredictionWriter, predict_rows
+from uno.results.predictions import (
+    FILE,
+    PredictionWriter,
+    batch_sizes,
+    chunk_rows,
+    partition_rows,
+    predict_rows,
+)
 
 
 @pytest.fixture(scope="module")
@@ -75,20 +82,17 @@ def classes_of(
     ]
 
 
-def rows_of(source: str | Path, num: int | None = None) -> Rows | Inputs:
-    inputs = open_inputs(override(Config(), {"data.source": str(source)}).data)
-    rows = inputs.rows if isinstance(inputs, RowInputs) else inputs
+def rows_of(source: str | Path, num: int | None = None) -> Rows:
+    config = override(Config(), {"data.source": str(source)})
+    rows = read_rows(config.data, images_only=True)
     return rows if num is None else rows.take(np.arange(num))
 
 
-def writer_of(
-    model, rows: Rows | Inputs, output: Path, embedding: bool = False, **options
-):
-    inputs = RowInputs(rows) if isinstance(rows, Rows) else rows
-    return PredictionWriter(Storage(str(output)), inputs, model, embedding, **options)
+def writer_of(model, rows: Rows, output: Path, embedding: bool = False, **options):
+    return PredictionWriter(Storage(str(output)), rows, model, embedding, **options)
 
 
-def predict_all(model, rows: Rows | Inputs, output: Path, *args, **options) -> pa.Table:
+def predict_all(model, rows: Rows, output: Path, *args, **options) -> pa.Table:
     summary = predict_rows(
         model, writer_of(model, rows, output, *args, **options), threads=1
     )
@@ -324,7 +328,7 @@ def test_interrupted_work_continues_and_gives_the_same_table(
             predict_all(model, rows, output)
     assert not (output / FILE).exists()
     stored = sorted((output / "_shards").glob("*.parquet"))
-    assert len(stored) == after * model.batch_rows // GROUP_ROWS
+    assert len(stored) == after * model.batch_rows // predictions.GROUP_ROWS
     if stored:  # a shard that a failing disk cut short is made again
         stored[0].write_bytes(stored[0].read_bytes()[:100])
     (output / f".{FILE}.0a1b2c3d").write_bytes(b"half of a table")
@@ -335,7 +339,7 @@ def test_interrupted_work_continues_and_gives_the_same_table(
 def test_partitions_of_many_batches_give_the_same_table(tmp_path, monkeypatch, model):
     """Kills: batches that depend on the partition, row groups joined out of order."""
     expected = predict_all(model, rows_of("digits"), tmp_path / "small", embedding=True)
-    monkeypatch.setattr("uno.data.inputs.NUM_PARTITIONS", 1)
+    monkeypatch.setattr("uno.results.predictions.NUM_PARTITIONS", 1)
     monkeypatch.setattr(predictions, "ROW_GROUP_ROWS", 1)
     assert predict_all(
         model, rows_of("digits"), tmp_path / "large", embedding=True
@@ -415,10 +419,7 @@ def test_sources_that_training_refuses(tmp_path, model):
     write_digits(flat / "train" / "n99999999", images[:1])
     for source in (flat, f"folder:{flat}", f"imagenet:{flat}"):
         rows = rows_of(source)
-        (part,) = rows.parts([np.arange(9)])
-        assert (
-            len(rows) == 9 and part.ids[-1].as_py() == "train/n99999999/digit-0000.png"
-        )
+        assert len(rows) == 9 and rows.ids[8] == "train/n99999999/digit-0000.png"
     csv = flat / "table.csv"
     csv.write_text(
         "path,label,split,other\ndigit-0000.png,,nonsense,1\n,7,train,2\ndigit-0002.png,x,,\n"
@@ -502,3 +503,49 @@ def test_a_callable_that_a_model_names_is_said_and_never_the_models_own(
         config.write_text(text.replace("tests.uno.toy_encoders:vit", name))
         with pytest.raises(ConfigError, match=line):
             load_classifier(Storage(str(config.parent)))
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "batch_rows"), [(1, 256), (512, 256), (3000, 111), (3000, 512)]
+)
+def test_batches_do_not_depend_on_partitions(num_rows, batch_rows):
+    """Kills: a batch across groups, rows lost at the end."""
+    whole = np.cumsum(batch_sizes(0, num_rows, batch_rows))
+    assert whole[-1] == num_rows
+    assert max(np.diff(whole, prepend=0)) <= batch_rows and {
+        *range(512, num_rows, 512)
+    } <= {*whole.tolist()}
+    for part in (512, 1536):
+        ends = [
+            start + end
+            for start in range(0, num_rows, part)
+            for end in np.cumsum(
+                batch_sizes(start, min(part, num_rows - start), batch_rows)
+            ).tolist()
+        ]
+        assert ends == whole.tolist()
+
+
+@pytest.mark.parametrize("num_groups", [1, 5, 6, 32])
+@pytest.mark.parametrize("max_rows", [1, 111, 445, 512, 1600, 10**6])
+def test_chunks_divide_a_partition_and_hold_whole_batches(num_groups, max_rows):
+    """Ray gives a model on a GPU batches of one size only. Kills: a chunk that ends
+    inside a batch.
+    """
+    rows = chunk_rows(512 * num_groups, max_rows)
+    assert rows <= max_rows and 512 * num_groups % rows == 0
+    assert 2 * rows > min(max_rows, 512)
+    batch_rows = min(256, 2 ** (max_rows.bit_length() - 1))
+    ends = {*np.cumsum(batch_sizes(0, 512 * num_groups, batch_rows)).tolist()}
+    assert {*range(rows, 512 * num_groups + 1, rows)} <= ends
+
+
+def test_partitions_grow_with_the_rows_up_to_a_limit():
+    """Few files of many rows, many tasks of few; whole groups always."""
+    sizes = [partition_rows(num) for num in (0, 1, 10**5, 10**6, 10**7, 10**9)]
+    assert (
+        sizes[:3] == [512] * 3
+        and all(a <= b for a, b in pairwise(sizes))
+        and sizes[-1] == 16_384
+    )
+    assert all(size % 512 == 0 for size in sizes) and 10**6 / sizes[3] >= 256

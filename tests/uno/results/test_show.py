@@ -18,7 +18,6 @@ from tests.uno.models import write_digits, write_model
 from tests.uno.report.reading import Page, requests
 from uno.config import override
 from uno.data.files import Storage
-from uno.data.inputs import RowInputs
 from uno.data.sources import read_digits, read_rows
 from uno.data.splits import make_task
 from uno.results import predictions, show
@@ -35,9 +34,7 @@ def predicted(folder: Path, images: int = 60, **data: str) -> Storage:
     config = write_model(folder, data__limit=images, **changes)
     storage, model = Storage(str(folder)), load_classifier(Storage(str(folder)))
     rows = make_task(read_rows(config.data), config.data).rows
-    predict_rows(
-        model, PredictionWriter(storage, RowInputs(rows), model, False, replace=True)
-    )
+    predict_rows(model, PredictionWriter(storage, rows, model, False, replace=True))
     return storage
 
 
