@@ -109,7 +109,7 @@ def printed(name: str, start: str, places: dict[str, str]) -> list[str]:
 
 def compute_and_count() -> None:
     """In every process of a worker: it computes on the CPU, and a rank that ends writes
-    when it came to each collective of ``uno.collectives``, called by which function,
+    when it came to each collective of ``uno.distributed``, called by which function,
     and when it ended.
     """
     compute_on_the_cpu()
@@ -123,10 +123,10 @@ def compute_and_count() -> None:
         def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             caller, busy = sys._getframe(1), False
             while caller.f_back and caller.f_code.co_filename.endswith(
-                "collectives.py"
+                "distributed.py"
             ):
                 # it votes, and works
-                busy = caller.f_code.co_name == "share_out" and bool(tensor.any())
+                busy = caller.f_code.co_name == "run_tasks" and bool(tensor.any())
                 caller = caller.f_back
             came.append((time.monotonic(), "" if busy else caller.f_code.co_name))
             return function(tensor, *args, **kwargs)

@@ -51,7 +51,8 @@ from uno.data.splits import Task
 from uno.encoder import code_of
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
 from uno.imports import is_object_name
-from uno.methods.registry import load, num_heads
+from uno.methods import load
+from uno.model import num_heads
 from uno.runs import DISCOVER, LOGGERS_FOLDER, RAY_FOLDER, directory, lock, run
 from uno.runs.hardware import num_threads
 from uno.runs.lock import RunLock
@@ -383,7 +384,7 @@ def check_options(options: SweepOptions) -> None:
         )
         raise ConfigError(f"{why}; use --score agreement, or leave --weights out")
     if options.config.discover.epochs < 1:
-        if not (method := load(options.config)).trains:
+        if not (method := load(options.config.method)).trains:
             why = f"method {method.name} trains nothing, so no setting can be searched"
             raise ConfigError(f"{why}; use --method uno")
         raise ConfigError(

@@ -49,9 +49,9 @@ from uno.errors import ConfigError
 from uno.model import UnoModel, forward
 from uno.results.evaluate import count, protocol_metrics
 from uno.results.metrics import cluster_accuracy, confusion
-from uno.state import TrainState
+from uno.steps import TrainState
 from uno.text import plural
-from uno.train import Worker
+from uno.training import Worker
 
 # Every fifth row of a known class is held out, to measure the known accuracy.
 HELD_OUT_EVERY = 5

@@ -25,7 +25,7 @@ from PIL import Image as Pillow
 from PIL import UnidentifiedImageError
 from torch import Tensor
 
-from uno import collectives
+from uno import distributed
 from uno.cpus import available_cpus
 from uno.data.columns import find_rows
 from uno.data.files import (
@@ -407,7 +407,7 @@ def check_bad(
             entry |= ({"uri": path} if path else {}) | (
                 {} if line is None else {"line": line}
             )
-    if bad and storage is not None and collectives.rank_and_world()[0] == 0:
+    if bad and storage is not None and distributed.rank_and_world()[0] == 0:
         storage.write(
             BAD_SAMPLES, "".join(json.dumps(entry) + "\n" for entry in bad).encode()
         )
@@ -501,15 +501,15 @@ class BadRows:
         Raises:
             ConfigError: More rows are unreadable than ``max_fraction`` allows.
         """
-        device = device if collectives.in_group() else torch.device("cpu")
+        device = device if distributed.in_group() else torch.device("cpu")
         new = list(self._reasons)[self._synced :]
         most = int(
-            collectives.gather_rows(torch.tensor([len(new)], device=device), 0).max()
+            distributed.gather_rows(torch.tensor([len(new)], device=device), 0).max()
         )
         if not most:
             return
         told = torch.tensor([*new, *[-1] * (most - len(new))], device=device)
-        for row in collectives.gather_rows(told, 0).unique().tolist():
+        for row in distributed.gather_rows(told, 0).unique().tolist():
             # Another worker found this row; the reason is found again by decoding it.
             if row >= 0 and row not in self._reasons:
                 _, (reason,) = decode_many([self._images[row]], 1, 1)

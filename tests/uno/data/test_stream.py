@@ -32,7 +32,7 @@ from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.errors import ConfigError
 from uno.runs import run
-from uno.train import LocalWorker
+from uno.training import LocalWorker
 
 from .builders import encoded, pixels
 from .test_resident import same
