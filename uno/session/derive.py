@@ -134,7 +134,7 @@ def keep_derived(
     keys = [key for key in keys if key not in given]
     keys += [
         f"data.{name}"
-        for name in ("setting", "loading")
+        for name in ("setting", "loading", "num_novel")
         if getattr(config.data, name) == "auto"
     ]
     return override(config, {key: stored[key] for key in keys if key in stored})

@@ -33,8 +33,7 @@ from uno.runs.hardware import num_threads
 from uno.runtime import require_runtime
 from uno.session.backend import choose_backend
 from uno.session.console import print_line
-from uno.session.data import read_task
-from uno.session.derive import derives_batch, keep_derived, resolve
+from uno.session.derive import derives_batch, resolve
 from uno.session.estimation import estimate_classes
 from uno.session.loggers import require_loggers
 from uno.session.resources import check_memory
@@ -89,10 +88,15 @@ def open_run(
                 "--dry-run needs a number for --num-novel; uno estimate-classes"
                 " estimates one"
             )
-        num_novel, estimate = _estimate_num_novel(config, given, overwrite, backend)
-        config = override(config, {"data.num_novel": num_novel})
-        if estimate is not None:
-            files[ESTIMATE_FILE] = estimate
+        beside = Storage(f"{config.output}-estimate")
+        if overwrite or not directory.is_run(storage):  # a stored run has a number
+            estimate = estimate_classes(
+                override(config, {"output": beside.uri}), given, backend=backend
+            )
+            assert estimate is not None
+            config = override(config, {"data.num_novel": estimate.suggested})
+        if (content := beside.find(ESTIMATE_FILE)) is not None:
+            files[ESTIMATE_FILE] = content
     config, task = resolve(config, given, overwrite, backend.free_memory)
     run = Run(
         config,
@@ -298,48 +302,6 @@ def _is_below(path: str, folder: str) -> bool:
         for name in map(normalize_path, (path, folder))
     )
     return f"{inner}/".startswith(f"{outer}/")
-
-
-def _estimate_num_novel(
-    config: Config, given: Mapping[str, Any], overwrite: bool, backend: Backend
-) -> tuple[int, bytes | None]:
-    """Estimate the number of novel classes, unless the run began with a number.
-
-    Returns:
-        The number, and the content of ``estimate.json``, None if that file is gone.
-    """
-    num_novel = None if overwrite else _num_novel_of_run(config, given)
-    storage = Storage(f"{config.output}-estimate")
-    if num_novel is None:
-        estimate = estimate_classes(
-            override(config, {"output": storage.uri}), given, backend=backend
-        )
-        assert estimate is not None
-        num_novel = estimate.suggested
-    return num_novel, storage.find(ESTIMATE_FILE)
-
-
-def _num_novel_of_run(config: Config, given: Mapping[str, Any]) -> int | None:
-    """Return the number of novel classes of the run in the output directory.
-
-    This is called before the number is estimated, because an estimate takes long and
-    replaces an earlier one. A run that resumes keeps its number.
-
-    Returns:
-        The number, or None if the directory holds no run.
-
-    Raises:
-        ConfigError: The directory holds something else, or a run of other settings or
-            data.
-    """
-    storage = Storage(str(config.output))
-    if not directory.is_run(storage):
-        return None
-    stored = flatten(directory.read_config_tree(storage))
-    number = stored.get("data.num_novel")
-    begun = keep_derived(override(config, {"data.num_novel": number}), given, stored)
-    directory.begin_run(begun, storage, read_task(begun.data).rows.fingerprint)
-    return begun.data.num_novel if isinstance(begun.data.num_novel, int) else None
 
 
 def with_full_path(config: Config) -> Config:
