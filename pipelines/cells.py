@@ -121,14 +121,16 @@ class RayProcess:
     ) -> None:
         self._ray, self._stop = ray, log.with_suffix(".stop")
         self._stop.unlink(missing_ok=True)
-        self._code = ray.remote(max_retries=0, **resources)(_run).remote(
+        # The command resumes its run on another node.
+        self._code = ray.remote(max_retries=3, **resources)(_run).remote(
             command, log, self._stop
         )
 
     def poll(self) -> int | None:
         """Return the exit code, or None while the process runs.
 
-        A process on a node that is lost counts as interrupted.
+        A process on a node that is lost is started again, at most three times. Then it
+        counts as interrupted.
         """
         if not self._ray.wait([self._code], timeout=0)[0]:
             return None

@@ -91,13 +91,13 @@ PREDICT = Command(
     RUN | EMBEDDING | SORTED,
     "some",
     text="""
-Writes DIR/predictions.parquet, one row for each image, in order: id, uri, class_index, class_name, kind
+Writes the Parquet files DIR/predictions/, one row for each image, in order: id, uri, class_index, class_name, kind
 (known or novel), probability, margin, entropy, head_agreement, known_probability, status (ok or bad), reason,
 model_hash. kind is that of the most probable class; known_probability is the total probability of all
 known classes. An unreadable image has status bad and a reason. Labels are ignored. After an interruption the
 same command continues.
 
-Without --data it predicts the data that RUN was trained on, into RUN/predictions.parquet; --data needs
+Without --data it predicts the data that RUN was trained on, into RUN/predictions/; --data needs
 --output DIR. --limit N predicts at most N images, evenly spaced.
 """,  # noqa: E501
 )

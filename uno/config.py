@@ -873,7 +873,7 @@ class Config(Section):
 
     @property
     def method_options(self) -> Any:
-        """The method's constants, an instance of its ``METHOD.config``, or None."""
+        """The method's constants, an instance of its ``METHOD.constants``, or None."""
         return next(iter((self.model_extra or {}).values()), None)
 
     @model_validator(mode="before")
@@ -906,7 +906,7 @@ class Config(Section):
             load_pretext(self.pretext.task)
         if (
             self.model.prototype_init == "kmeans"
-            and load(self.method).novel_head is not None
+            and not load(self.method).has_projection_heads
         ):
             raise ValueError(
                 "model.prototype_init kmeans needs UNO's heads: not with method"
@@ -931,7 +931,10 @@ class Config(Section):
         if self.data.setting == "gcd" and (reason := why_not_gcd(self)):
             raise ValueError(reason)
         for name in EXTENSIONS:
-            if getattr(self.objective, name) and not load(self.method).extends:
+            if (
+                getattr(self.objective, name)
+                and not load(self.method).has_projection_heads
+            ):
                 raise ValueError(
                     f"objective.{name} does not go with method {self.method}"
                 )
@@ -941,13 +944,13 @@ class Config(Section):
 EXTENSIONS = ("iic_weight", "iic_view_weight", "rkd_weight", "queue_size")
 """Settings that switch on added terms of the objective, if they are not 0.
 
-Only methods with ``extends`` have these terms.
+Only methods with UNO's projection heads have these terms.
 """
 
 
 def why_not_gcd(config: Config) -> str | None:
     """Return why a configuration does not go with the GCD setting; None if it does."""
-    if not load(config.method).gcd:
+    if not load(config.method).supports_gcd:
         return f"data.setting gcd does not go with method {config.method}"
     if not config.objective.concat:
         return (

@@ -691,7 +691,7 @@ def test_a_run_in_this_process_works_under_pdb(tmp_path):
     """It stops in a step and then reaches its end. Kills: steps in a thread or a
     process that a debugger does not see, a signal handler that cannot be set under it.
     """
-    code, output = objective.discovery_step.__code__, tmp_path / "run"
+    code, output = objective.unified_objective.__code__, tmp_path / "run"
     first = min(
         line for *_, line in code.co_lines() if line and line > code.co_firstlineno
     )

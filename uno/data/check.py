@@ -534,7 +534,7 @@ def headers_of(task: Task) -> tuple[list[tuple[str, int, int]], list[str]]:
     """
     headers, bad, images = [], [], task.rows.images
     if (ready := images.vectors(np.arange(len(images)))) is not None:
-        pairs = zip(task.rows.ids, ready[1], strict=True)
+        pairs = zip(task.rows.ids.to_pylist(), ready[1], strict=True)
         return [], [f"{name}: {reason}" for name, reason in pairs if reason is not None]
     for row, found in _look_at(
         images, evenly_spaced(NUM_HEADERS, len(images)), read_header

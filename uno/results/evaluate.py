@@ -16,7 +16,7 @@ import torch
 from scipy.linalg import block_diag
 from torch import Tensor
 
-from uno import collectives
+from uno import distributed
 from uno.config import Config
 from uno.data.files import Storage
 from uno.data.stream import EvalData, TrainData
@@ -35,7 +35,7 @@ from uno.results.trust import (
 from uno.runs import DISCOVER
 from uno.runs.checkpoint import load_newest
 from uno.runs.run import load_trained
-from uno.train import Worker
+from uno.training import Worker
 
 CLASSES_FILE = "model/classes.json"
 
@@ -96,12 +96,14 @@ def evaluate_run(
     )
     if shown is not None:
         cluster = partial(found_clusters, config, shown, train.num_novel)
-        jobs.append(collectives.Job(len(shown.unlabeled), cluster))
+        jobs.append(distributed.RankTask(len(shown.unlabeled), cluster))
     if unaligned := edits is None and len(sample.unlabeled) > 0:
         shape = model.num_heads, model.num_novel
         align = partial(align_features, model, config, best_head, sample.unlabeled)
-        jobs.insert(0, collectives.Job(shape[0] * shape[1], lambda: align().flatten()))
-    clusters = collectives.share_out(jobs, worker.device)
+        jobs.insert(
+            0, distributed.RankTask(shape[0] * shape[1], lambda: align().flatten())
+        )
+    clusters = distributed.run_tasks(jobs, worker.device)
     if unaligned:
         alignment = clusters.pop(0).view(shape)
         if worker.rank == 0:
@@ -303,7 +305,7 @@ def count(
         for kind, own in enumerate(counts):
             of_kind = truth.div(num_true, rounding_mode="floor") == kind
             own.add_(known, novel, torch.where(of_kind, truth % num_true, -1))
-    return [Confusions(*map(collectives.all_reduce_sum_, own)) for own in counts]
+    return [Confusions(*map(distributed.all_reduce_sum_, own)) for own in counts]
 
 
 def protocol_metrics(

@@ -28,7 +28,7 @@ class Checkpoint(NamedTuple):
 
     Attributes:
         step: The number of optimizer steps before it, in its phase.
-        tensors: Tensors by name, see :func:`uno.state.state_tensors`.
+        tensors: Tensors by name, see :func:`uno.steps.state_tensors`.
         config_yaml: The configuration of the run as YAML.
     """
 

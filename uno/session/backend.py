@@ -31,7 +31,7 @@ from uno.session.data import (
     open_sets,
 )
 from uno.session.run import Backend, Run
-from uno.train import LocalWorker, Worker
+from uno.training import LocalWorker, Worker
 from uno.weights import PRETRAINED, PRETRAINED_FILE, fetch_pretrained
 
 STOPPING = "stopping: saving a checkpoint first"

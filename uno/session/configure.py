@@ -34,7 +34,7 @@ from uno.config import (
 )
 from uno.errors import ConfigError, did_you_mean
 from uno.methods import DEFAULT
-from uno.methods.registry import settings as method_settings
+from uno.methods import default_settings as method_settings
 from uno.presets import (
     IMAGE_SIZE,
     SIZES,

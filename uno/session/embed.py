@@ -5,7 +5,8 @@
 
 import tempfile
 import threading
-from collections.abc import Container, Sequence
+from collections.abc import Container
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -147,11 +148,7 @@ def _describe_rows(rows: Rows, folder: str) -> dict[str, pa.Array]:
         String arrays of length N by name: "id", "label", "split", "eval_label", "text"
         and "path", without columns that are empty.
     """
-    text: dict[str, Sequence[str | None]] = {
-        "id": rows.ids,
-        "label": rows.labels,
-        "split": rows.split,
-    }
+    text: dict[str, Any] = {"id": rows.ids, "label": rows.labels, "split": rows.split}
     text |= {} if rows.eval_labels is None else {"eval_label": rows.eval_labels}
     number = np.arange(len(rows))
     text |= {"text": rows.images.captions(number)}
@@ -164,6 +161,11 @@ def _describe_rows(rows: Rows, folder: str) -> dict[str, pa.Array]:
         ]
     }
     columns = {
-        name: pa.array(list(column), pa.string()) for name, column in text.items()
+        name: (
+            column.cast(pa.string())
+            if isinstance(column, pa.Array)
+            else pa.array(column, pa.string())
+        )
+        for name, column in text.items()
     }
     return {name: c for name, c in columns.items() if c.null_count < len(c)}

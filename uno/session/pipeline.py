@@ -22,7 +22,7 @@ from uno.data.decode import BAD_SAMPLES
 from uno.data.files import Storage
 from uno.encoder import require_encoder
 from uno.errors import ConfigError, StorageError
-from uno.methods import registry
+from uno.methods import load
 from uno.report.report import open_task, write_report
 from uno.results import predictions
 from uno.results.accuracy_table import format_table
@@ -216,7 +216,7 @@ def apply_classes(run: Run, model: Classifier, edited: list[OutputClass]) -> Non
     renamed = not predict and predictions.rename(storage, edited)
     updated = {
         "the model": True,
-        predictions.FILE: predict or renamed,
+        predictions.FOLDER: predict or renamed,
         RESULTS_FILE: measured is not None,
         REPORT_FILE: report,
     }
@@ -324,7 +324,7 @@ def try_phases(
                 print_line(line)
             if not phases:
                 return print_line("dry run: nothing would be trained; nothing was kept")
-            if computes_features and registry.load(once).needs_images:
+            if computes_features and load(once.method).needs_memory:
                 why = f"method {once.method} first computes features of all images"
                 return print_line(f"dry run: no step was taken, because {why}")
             trial.backend.train(trial, lambda line: None)

@@ -53,7 +53,7 @@ def predict(
     """Classify the images of a source with the model of a run: ``uno predict``.
 
     Without a source, the rows of the run itself are classified. The table is
-    ``predictions.parquet`` in the output directory.
+    the folder ``predictions`` in the output directory.
 
     Args:
         target: The directory of the run, or a copy of its ``model/``.
@@ -78,7 +78,7 @@ def predict(
     backend = choose_backend(config)
     if data and "output" not in given:
         raise ConfigError(
-            "--data and --limit need --output DIR, the place for predictions.parquet"
+            "--data and --limit need --output DIR, the place for the predictions"
         )
     if data and Storage(str(given["output"])).exists(CONFIG_FILE):
         raise ConfigError(
@@ -129,7 +129,7 @@ def predict(
 
 
 def predict_run(run: Run, model: Classifier) -> tuple[Classifier, Summary]:
-    """Predict all rows of a run into its ``predictions.parquet``.
+    """Predict all rows of a run into its folder ``predictions``.
 
     Predictions of an earlier model are replaced.
 

@@ -17,7 +17,7 @@ from uno.data.files import Storage, full_path, is_uri, normalize_path, split
 from uno.data.sources import locate_source
 from uno.data.splits import Task
 from uno.errors import ConfigError
-from uno.methods import registry
+from uno.model import build_network
 from uno.runs import (
     DISCOVER,
     ESTIMATE_FILE,
@@ -157,7 +157,7 @@ def check_source(config: Config, given: Mapping[str, Any]) -> None:
     )
     assert task is not None
     # a method can refuse the encoder, as `dtc` refuses one with too few features
-    registry.build_network(config, task.num_known, task.num_novel, config.seed)
+    build_network(config, task.num_known, task.num_novel, config.seed)
     is_derived = derives_batch(config, given)
     check_data(config, task, batch_is_derived=is_derived, in_full=True)
 
@@ -280,7 +280,7 @@ def _require_output_outside(config: Config, storage: Storage) -> None:
     """Check that the directory of a new run is not inside the data of the run.
 
     Otherwise the directory would be read as a class folder, and its
-    ``predictions.parquet`` as a table, when the data is read the next time.
+    ``predictions/`` as tables, when the data is read the next time.
 
     Raises:
         ConfigError: The output directory is inside a folder of classes or of tables.

@@ -15,7 +15,8 @@ from uno.config import OWN_ENCODERS, VECTORS, Config, override
 from uno.data.splits import Task
 from uno.encoder import build_encoder
 from uno.errors import ConfigError
-from uno.methods import registry
+from uno.methods import load
+from uno.model import build_network, num_heads
 from uno.runs.hardware import local_device
 
 # share of the free memory that images may take; training and the system need more
@@ -124,7 +125,7 @@ def choose(config: Config, num_rows: int, memory: FreeMemory) -> tuple[Loading, 
         needs = "--data vectors"
     elif config.pretext.epochs:
         needs = "pretext.epochs"
-    elif registry.load(config).needs_images:
+    elif load(config.method).needs_memory:
         needs = f"method {config.method}"
     if needs and wish == "streaming":
         raise ConfigError(
@@ -242,7 +243,7 @@ def training_bytes(config: Config, task: Task) -> dict[str, int]:
     library = config.model.encoder.partition(":")[0]
     is_ours = library in (*OWN_ENCODERS, "torchvision", "timm", VECTORS)
     with torch.device("meta" if is_ours else "cpu"):
-        network = registry.build_network(config, task.num_known, task.num_novel, 0)
+        network = build_network(config, task.num_known, task.num_novel, 0)
     weights = sum(
         (12 if weight.requires_grad else 4) * weight.numel()
         for weight in network.parameters()
@@ -261,7 +262,7 @@ def training_bytes(config: Config, task: Task) -> dict[str, int]:
     in_queue = config.objective.queue_size * config.augment.large.num_views
     if not config.model.overcluster_factor:
         families = 1
-    queue = 4 * in_queue * families * registry.num_heads(config)
+    queue = 4 * in_queue * families * num_heads(config)
     return {
         "network": workers * weights,
         "activations": activations // 2 if precision == "bf16" else activations,
