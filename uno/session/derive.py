@@ -15,7 +15,7 @@ import numpy as np
 
 from uno import weights
 from uno.config import OWN_ENCODERS, VECTORS, Config, flatten, override, to_dict
-from uno.data.check import MIN_ROWS_PER_CLUSTER, headers_of
+from uno.data.check import MIN_ROWS_PER_CLUSTER, read_headers
 from uno.data.decode import check_bad, ok_mask
 from uno.data.files import Storage
 from uno.data.plan import largest_batch
@@ -32,7 +32,7 @@ from uno.presets import (
 from uno.runs import CONFIG_FILE, directory
 from uno.session.console import print_line
 from uno.session.data import read_task
-from uno.session.resources import FreeMemory, choose, free_memory
+from uno.session.resources import FreeMemory, choose_loading, free_memory
 from uno.text import plural
 from uno.weights import PRETRAINED
 
@@ -113,7 +113,7 @@ def resolve(
     config = override(config, values)
     if config.data.loading != "auto":
         measure_memory = free_memory  # no need to ask other machines
-    loading, why = choose(config, len(task.rows), measure_memory(config))
+    loading, why = choose_loading(config, len(task.rows), measure_memory(config))
     for line in (reason, *lines, f"memory: {why}"):
         print_line(line)
     return override(config, {"data.loading": loading}), task
@@ -280,7 +280,7 @@ def _image_size(
     if has_view_size or has_stored_size:
         size = config.augment.large.size if has_view_size else config.data.stored_size
         return dict.fromkeys(SIZES[:2], size), ""
-    sides = [min(side) for _, *side in headers_of(task)[0]]
+    sides = [min(side) for _, *side in read_headers(task)[0]]
     median_side = int(np.median(sides or [config.data.stored_size]))
     stem = config.model.stem
     if config.model.encoder == "resnet_small":

@@ -248,7 +248,7 @@ def _restore_former_run(storage: Storage) -> None:
     """Move back a former run that a killed command with ``--overwrite`` set aside."""
     if storage.exists(FORMER_FOLDER):
         with lock.lock_run(storage, on_wait=print_line) as claim:
-            if former.settle(claim.storage):
+            if former.complete_overwrite(claim.storage):
                 print_line(f"the former run in {storage.uri} was put back")
 
 
