@@ -16,10 +16,11 @@ import torch
 
 from uno.config import OWN_ENCODERS, VECTORS, Config, flatten, to_dict
 from uno.data.check import MIN_ROWS_PER_CLUSTER, headers_of
-from uno.data.decode import check_bad, decode_many, ok_mask
+from uno.data.decode import decode_many, ok_mask
 from uno.data.images import spread
 from uno.data.plan import largest_batch
 from uno.data.splits import Task, train_rows
+from uno.data.unreadable import check_bad
 from uno.presets import IMAGE_SIZE, SIZES, apply_image_size, is_custom_data, preset
 from uno.text import plural
 

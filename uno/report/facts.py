@@ -9,8 +9,8 @@ from typing import Any, TypeGuard
 
 from uno import runs
 from uno.config import Config, flatten, override, to_dict
-from uno.data.decode import BAD_SAMPLES, name_bad
 from uno.data.files import Storage, parse_json
+from uno.data.unreadable import BAD_SAMPLES, name_bad
 from uno.errors import ConfigError, StorageError
 from uno.methods.registry import settings
 from uno.presets import preset

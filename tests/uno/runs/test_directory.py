@@ -98,7 +98,7 @@ def test_what_does_not_fit_the_run_is_refused(empty):
     facts = json.loads(empty.read("environment.json"))
     assert facts["data_fingerprint"] == "print" and "torch" in facts["versions"]
     empty.write("environment.json", json.dumps(facts | {"format_version": 99}).encode())
-    with pytest.raises(ConfigError, match="format version 99, not 2; use --overwrite"):
+    with pytest.raises(ConfigError, match="format version 99, not 3; use --overwrite"):
         begin_run(CONFIG, empty, "print")
 
 
@@ -171,7 +171,7 @@ def test_a_run_of_the_form_before_is_refused(empty):
     empty.write("config.yaml", b"of: then")
     empty.write("environment.json", b'{"format_version": 1, "versions": {}}')
     with pytest.raises(
-        ConfigError, match=r"^.*empty has format version 1, not 2; use --overwrite$"
+        ConfigError, match=r"^.*empty has format version 1, not 3; use --overwrite$"
     ):
         begin_run(CONFIG, empty, "print")
 
