@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch.distributed
 
-from uno import collectives
-from uno.data.columns import Ids
+from uno import distributed
+from uno.data.columns import find_rows
 from uno.data.files import Storage, parse_json
 from uno.data.images import Images, name_row
 from uno.errors import ConfigError
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def check_bad(
-    ids: Sequence[str],
+    ids: pa.LargeStringArray,
     reasons: Sequence[str | None] | Mapping[int, str],
     max_fraction: float,
     storage: Storage | None = None,
@@ -36,7 +37,7 @@ def check_bad(
     """List the unreadable images of a data set, and stop if there are too many.
 
     Args:
-        ids: The ids of N rows.
+        ids: The ids of N rows, an Arrow array.
         reasons: The reasons of the images that cannot be read, by row number; or one
             entry for each of the N rows, which is None if the image can be read.
         max_fraction: The largest share of the N rows that may be unreadable, 0 to 1.
@@ -65,7 +66,7 @@ def check_bad(
     for row, path, line in zip(rows, paths, lines, strict=True):
         entry = {"id": str(ids[row]), "reason": reasons[row], "uri": path, "line": line}
         bad.append({key: value for key, value in entry.items() if value is not None})
-    if bad and storage is not None and collectives.rank_and_world()[0] == 0:
+    if bad and storage is not None and distributed.rank_and_world()[0] == 0:
         text = "".join(json.dumps(entry) + "\n" for entry in bad)
         storage.write(BAD_SAMPLES, text.encode())
     if len(bad) > max_fraction * len(ids):
@@ -99,14 +100,18 @@ class BadRows:
     before it was resumed are included.
 
     Args:
-        ids: The ids of the N rows of the task.
+        ids: The ids of the N rows of the task, an Arrow array.
         images: The images of the N rows.
         max_fraction: The largest share of the N rows that may be unreadable, 0 to 1.
         storage: The run directory, in which the rows are listed.
     """
 
     def __init__(
-        self, ids: Ids, images: Images, max_fraction: float, storage: Storage
+        self,
+        ids: pa.LargeStringArray,
+        images: Images,
+        max_fraction: float,
+        storage: Storage,
     ) -> None:
         self._ids, self._images = ids, images
         self._max_fraction, self._storage = max_fraction, storage
@@ -140,8 +145,8 @@ class BadRows:
             ConfigError: More rows are unreadable than ``max_fraction`` allows.
         """
         new = dict(list(self._reasons.items())[self._num_synced :])
-        new_of_rank = [new] * collectives.rank_and_world()[1]
-        if collectives.in_group():
+        new_of_rank = [new] * distributed.rank_and_world()[1]
+        if distributed.in_group():
             torch.distributed.all_gather_object(new_of_rank, new)
         for found in new_of_rank:
             self._reasons = found | self._reasons
@@ -173,5 +178,5 @@ class BadRows:
             path = self._storage.below(BAD_SAMPLES)
             log.warning("%s is damaged and is rewritten", path)
             return {}
-        rows = self._ids.find(reasons) if reasons else {}
+        rows = find_rows(self._ids, reasons) if reasons else {}
         return {row: reasons[name] for name, row in rows.items()}
