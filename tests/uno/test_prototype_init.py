@@ -16,12 +16,12 @@ from uno import distributed, prototype_init
 from uno.clustering import FREE, constrained_kmeans, seeded_kmeans, whiten
 from uno.config import override
 from uno.data import tables
-from uno.data.decode import BadRows
 from uno.data.files import Storage
 from uno.data.resident import TrainSet
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.data.stream import StreamSet, decode_here, stream_facts, streaming_set
+from uno.data.unreadable import BadRows
 from uno.errors import ConfigError
 from uno.model import build_network
 from uno.prototype_init import (

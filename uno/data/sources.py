@@ -337,7 +337,7 @@ def recognize(
     if train:
         return "imagenet" if all(is_wnid(name) for name in train) else "folder"
     alone, holds_images = None, False
-    for found in filesystem.files_below(path, follow_links):
+    for found in filesystem.walk(path, follow_links):
         kind = _kind_of(found.relative)
         if kind is not None and _in_folders(kind) == "always":
             return kind

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from uno.config import Config, DataConfig
 from uno.data import features
 from uno.data.check import check_row_numbers, with_fitting_batch
-from uno.data.decode import BAD_SAMPLES, check_bad, decode_many, name_bad, ok_mask
+from uno.data.decode import decode_many, ok_mask
 from uno.data.features import Chunk, FeatureCache, FeatureJob, feature_job
 from uno.data.files import Storage
 from uno.data.images import evenly_spaced
@@ -20,6 +20,7 @@ from uno.data.resident import assemble, eval_sets, keep_pixels
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
 from uno.data.stream import EvalData, TrainData, streaming_eval_sets, streaming_set
+from uno.data.unreadable import BAD_SAMPLES, check_bad, name_bad
 from uno.data.vectors import with_views
 from uno.errors import ConfigError, Interrupted
 from uno.runs.hardware import at_speed, local_device, num_threads

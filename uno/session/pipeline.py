@@ -18,8 +18,8 @@ import pyarrow.compute as pc
 
 import uno.runs.run as training
 from uno.config import Config, override
-from uno.data.decode import BAD_SAMPLES
 from uno.data.files import Storage
+from uno.data.unreadable import BAD_SAMPLES
 from uno.encoder import require_encoder
 from uno.errors import ConfigError, StorageError
 from uno.methods import load
