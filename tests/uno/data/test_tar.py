@@ -22,6 +22,7 @@ from uno.data.check import check, format_report
 from uno.data.decode import decode_many
 from uno.data.files import Storage
 from uno.data.pack import pack, store_local
+from uno.data.read_options import ReadOptions
 from uno.data.resident import keep_pixels
 from uno.data.sources import read_rows, recognize
 from uno.data.splits import labeled_rows, make_task
@@ -635,7 +636,7 @@ def test_a_remote_shard_that_was_just_written_is_not_trusted(remote):
 
 def test_labels_and_no_labels_have_their_own_index(remote):
     with_labels = read(SOURCES[0])
-    without = read_tar("s3://bucket/shards", images_only=True)
+    without = read_tar("s3://bucket/shards", ReadOptions(images_only=True))
     assert not with_labels.labels.null_count
     assert without.labels.null_count == len(without)
     assert facts_of(read(SOURCES[0])) == facts_of(with_labels)
