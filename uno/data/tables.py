@@ -273,7 +273,7 @@ class ParquetImages(Images):
         self._times = np.repeat([stat[1] for stat in stats], num_groups).astype(
             np.int64
         )
-        self._has_paths = any(file.may_name_files(g, column) for _, file, g in groups)
+        self._has_paths = any(file.rows_without_bytes(column)[1] for file in opened)
 
     def _start_caches(self, opened: Sequence[OpenedParquet | None]) -> None:
         """Set the footers of the files, and start with no row group in memory.
@@ -441,17 +441,6 @@ class ParquetImages(Images):
         )
         return (number + 1) * total // num - number * total // num
 
-    def content_keys(self, rows: np.ndarray) -> pa.Array:
-        """Return texts for the fingerprint, as an Arrow array of large strings.
-
-        The text of a row is its number in its row group, and the stored bytes of the
-        column there.
-        """
-        groups = self.groups(rows)
-        return joined(
-            " of ", decimal(rows - self._starts[groups]), decimal(self._bytes[groups])
-        )
-
     def times(self, rows: np.ndarray) -> np.ndarray:
         """Return when the file of each image was last changed, in ns, int64 (n,).
 
@@ -601,47 +590,28 @@ class OpenedParquet:
             own = (c for c in chunks if c.path_in_schema.split(".")[0] in columns)
             return sum(c.total_compressed_size for c in own)
 
-    def may_name_files(self, group: int, column: str) -> bool:
-        """Return whether rows of a row group may have a path and no bytes.
+    def rows_without_bytes(self, column: str) -> tuple[int, int]:
+        """Return how many rows have no bytes, by the statistics of the file.
 
         Args:
-            group: Number of the row group.
-            column: Name of a column struct<bytes, path>. The result is False for a
+            column: Name of a column struct<bytes, path>. Both numbers are 0 for a
                 column of another type.
 
         Returns:
-            False if the statistics of the file say that all rows have bytes.
+            The least and the largest number of such rows. They differ if the file has
+            no statistics.
         """
-        row_group = self.metadata.row_group(group)
-        chunks = (row_group.column(i) for i in range(row_group.num_columns))
-        own = (
-            chunk.statistics
-            for chunk in chunks
-            if chunk.path_in_schema == f"{column}.bytes"
-        )
-        return any(
-            found is None or not found.has_null_count or found.null_count
-            for found in own
-        )
-
-    def names_only_files(self, column: str) -> bool:
-        """Return whether the statistics of the file say that no row has bytes.
-
-        Args:
-            column: Name of a column struct<bytes, path>.
-        """
-        groups = map(self.metadata.row_group, range(self.metadata.num_row_groups))
+        least = most = 0
         with self.errors():
-            chunks = [
-                (group.num_rows, group.column(i).statistics)
-                for group in groups
-                for i in range(group.num_columns)
-                if group.column(i).path_in_schema == f"{column}.bytes"
-            ]
-        return bool(chunks) and all(
-            found is not None and found.has_null_count and found.null_count == num_rows
-            for num_rows, found in chunks
-        )
+            for number in range(self.metadata.num_row_groups):
+                group = self.metadata.row_group(number)
+                for chunk in map(group.column, range(group.num_columns)):
+                    if chunk.path_in_schema == f"{column}.bytes":
+                        found = chunk.statistics
+                        is_known = found is not None and found.has_null_count
+                        least += found.null_count if is_known else 0
+                        most += found.null_count if is_known else group.num_rows
+        return least, most
 
     def batches(self, columns: Sequence[str], group: int) -> Iterator[Any]:
         """Yield some columns of a row group, at most :data:`READ_ROWS` rows at a time.
@@ -794,9 +764,7 @@ def _read_file(
     if num > MAX_ROWS:
         raise ConfigError(f"{path} has {num:,} rows, more than {MAX_ROWS:,}")
     check_images(path, schema.field(image).type)
-    only_paths = pa.types.is_struct(
-        schema.field(image).type
-    ) and parquet.names_only_files(image)
+    only_paths = 0 < num == parquet.rows_without_bytes(image)[0]
     left = "" if plain_type(schema.field(image).type) in TEXT or only_paths else image
     theirs = {name: own.get(name, name) for name in ("id", "split", "eval_label")}
     theirs |= {"label": label or "", "image": image}

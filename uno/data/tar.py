@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.compute
 
 from uno.data import files as filesystem
-from uno.data.columns import decimal, has_label, joined
+from uno.data.columns import has_label, joined
 from uno.data.files import FileEntry, is_uri, valid_text
 from uno.data.images import Image, Images
 from uno.data.labels import encode_labels
@@ -115,17 +115,6 @@ class TarImages(Images):
             ns since 1970, int64 (n,).
         """
         return self.shard_times[self.shard[rows]]
-
-    def content_keys(self, rows: np.ndarray) -> pa.Array:
-        """Return texts for the fingerprint of the data set: the size of each image.
-
-        Args:
-            rows: Row numbers, int64 (n,).
-
-        Returns:
-            An Arrow array of decimal numbers as text.
-        """
-        return decimal(self.size[rows])
 
     def paths(self, rows: np.ndarray) -> list[str | None]:
         """Return None for each row, because no image is a file of its own."""
