@@ -51,20 +51,6 @@ def quiet_pools() -> None:
         dispatcher.handlers.insert(0, (leave_out.__name__, leave_out))
 
 
-def dataset_of(blocks: list[Any]) -> Any:
-    """Return Arrow tables as a dataset of Ray Data, with one block for each table.
-
-    The name is meant for Ray's tests. Without it a task counts the rows of each block.
-    That task waits for a CPU, and takes longer than storing the row numbers.
-    """
-    import ray
-
-    try:
-        return ray.data.from_blocks(blocks)
-    except GONE:
-        return ray.data.from_arrow(blocks)
-
-
 def first_without_cpu(own: str) -> dict[str, Any]:
     """Return a ``map_batches`` argument: the first process of a pool takes no CPU.
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from pipelines.ray_data import shared_tensor
 from tune import AGREEMENT, FOLDS, LOSS, ORACLE
 from uno.config import Config
-from uno.data.decode import BadRows, ok_mask
+from uno.data.decode import ok_mask
 from uno.data.files import Storage
 from uno.data.images import Images, batches_of
 from uno.data.mapped import NeighborViews
@@ -45,13 +45,14 @@ from uno.data.stream import (
     decoded_rows,
     stream_here,
 )
+from uno.data.unreadable import BadRows
 from uno.errors import ConfigError
 from uno.model import UnoModel, forward
 from uno.results.evaluate import count, protocol_metrics
 from uno.results.metrics import cluster_accuracy, confusion
-from uno.state import TrainState
+from uno.steps import TrainState
 from uno.text import plural
-from uno.train import Worker
+from uno.training import Worker
 
 # Every fifth row of a known class is held out, to measure the known accuracy.
 HELD_OUT_EVERY = 5

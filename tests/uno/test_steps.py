@@ -17,7 +17,9 @@ from tests.uno.small_run import (
     assert_same,
     batches_of,
     copied_tensors,
+    discovery_step,
     fresh_state,
+    pretrain_step,
     small_config,
 )
 from uno.data.columns import make_labels
@@ -26,9 +28,8 @@ from uno.data.resident import assemble
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.model import UnoModel
-from uno.objective import discovery_step, global_targets
+from uno.objective import global_targets
 from uno.runs import run
-from uno.steps import pretrain_step
 
 GOLDEN = Path(__file__).parent / "golden"
 CONFIG = small_config()

@@ -254,7 +254,7 @@ def recognize(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> str:
     if train:
         return "imagenet" if all(is_wnid(name) for name in train) else "folder"
     alone, holds_images = None, False
-    for found in filesystem.files_below(path, options.follow_links):
+    for found in filesystem.walk(path, options.follow_links):
         kind = _kind_of(found.relative)
         if kind is not None and _in_folders(kind) == "always":
             return kind

@@ -654,14 +654,13 @@ class OpenedParquet:
             metadata: The footer, if it is already read.
             buffer: Size in bytes of the buffer for reads, 0 for none.
         """
-        files, inner = filesystem.locate(self.path)
         options = {
             "metadata": metadata,
             "page_checksum_verification": True,
             "buffer_size": buffer,
         }
         with (
-            filesystem.open_located(files, inner) as file,
+            filesystem.open_file(self.path) as file,
             pa.parquet.ParquetFile(file, **options) as parquet,
         ):
             yield parquet

@@ -15,7 +15,7 @@ from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
 from uno.errors import ConfigError, StorageError
 from uno.methods import description
-from uno.methods.registry import num_heads
+from uno.model import num_heads
 from uno.report import charts, facts
 from uno.report.checks import warnings
 from uno.report.findings import Cluster, SampleSummary, summarize

@@ -21,11 +21,12 @@ import pytest
 from uno.config import DataConfig
 from uno.data import files as filesystem
 from uno.data import tables, text_tables
-from uno.data.decode import check_bad, decode, decode_many
+from uno.data.decode import decode, decode_many
 from uno.data.images import Files
 from uno.data.read_options import ReadOptions
 from uno.data.sources import read_rows
 from uno.data.tables import ParquetImages, read_parquet, read_table
+from uno.data.unreadable import check_bad
 from uno.errors import ConfigError
 
 from .builders import encoded, failure, hf_table, pixels, write_hf, write_images

@@ -11,7 +11,7 @@ from uno.data.columns import make_ids, make_labels
 from uno.data.files import Storage, valid_text
 from uno.data.rows import Rows
 from uno.data.splits import Task, make_task
-from uno.model import build_model
+from uno.model import build_network
 from uno.presets import preset
 from uno.runs.checkpoint import Checkpoint, save_checkpoint
 from uno.runs.hardware import environment
@@ -69,7 +69,7 @@ def write_run(
     directory.
     """
     storage = Storage(str(folder))
-    model = build_model(config.model, task.num_known, task.num_novel, 0)
+    model = build_network(config, task.num_known, task.num_novel, 0)
     tensors = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
     tensors["head_losses"] = torch.tensor([0.4, 0.3, 0.2, 0.5])
     save_checkpoint(storage, "discover", Checkpoint(10, tensors, dump_yaml(config)))

@@ -89,7 +89,7 @@ def test_images_in_folders_are_shown_until_they_are_gone(tmp_path):
     for path in (tmp_path / "new").iterdir():
         path.unlink()
     assert "<table" in uno.load(run)._repr_html_()
-    (run / "predictions.parquet").write_bytes(b"damaged")
+    (run / "predictions" / "part-000000.parquet").write_bytes(b"damaged")
     assert "novel-5" in uno.load(storage.uri)._repr_html_()
 
 
