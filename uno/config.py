@@ -776,7 +776,7 @@ class ComputeConfig(Section):
         "Record UNO's training steps once and replay them as a CUDA graph: less work"
         " for the host; one worker.",
     )
-    encoder_runtime: Literal["torch", "openvino", "onnx", "compile"] = field(
+    encoder_runtime: Literal["torch", "openvino", "onnx"] = field(
         "torch",
         "What computes frozen features and predictions on CPUs.",
         commands="predict",
@@ -806,12 +806,6 @@ class ComputeConfig(Section):
         if value > 1 and value % 1:
             raise ValueError("must be a fraction of one GPU, or a whole number")
         return value
-
-    @field_validator("encoder_runtime", mode="before")
-    @classmethod
-    def _read_auto(cls, value: Any) -> Any:
-        """Read ``auto``, which a run's stored configuration may have, as ``torch``."""
-        return "torch" if value == "auto" else value
 
 
 class Config(Section):
