@@ -891,13 +891,13 @@ class Config(Section):
         if others := values.keys() - cls.model_fields.keys() - sections.keys():
             raise ValueError(f"unknown key {min(map(str, others))[:100]!r}")
         try:
-            own = {
+            validated = {
                 name: model.model_validate(values.get(name, {}))
                 for name, model in sections.items()
             }
         except ValidationError as error:
             raise ValueError(describe(error, *sections)) from None
-        return values | own
+        return values | validated
 
     @model_validator(mode="after")
     def _check(self) -> Config:
@@ -982,21 +982,21 @@ def field_traits(key: str) -> FieldTraits:
     """
     first, *rest = key.split(".")
     if first in Config.model_fields:
-        found, model, names = (
+        traits, model, names = (
             FieldTraits(),
             Config,
             [first, *rest],
         )  # type: tuple[FieldTraits, Any, list[str]]
     else:  # the section of a method, or an unknown key
         model, names = section_model(first), rest
-        found = FieldTraits() if model is None else FieldTraits(scope="discover")
+        traits = FieldTraits() if model is None else FieldTraits(scope="discover")
     for name in names:
         info = getattr(model, "model_fields", {}).get(name)
         if info is None:
             break
-        found = found._replace(**(info.json_schema_extra or {}))
+        traits = traits._replace(**(info.json_schema_extra or {}))
         model = info.annotation
-    return found
+    return traits
 
 
 def require_code(tree: Mapping[str, Any], foreign: str | None) -> None:
@@ -1158,15 +1158,15 @@ def differing_keys(old: Mapping[str, Any], new: Config) -> list[str]:
         old: The stored configuration of the run. A key that it lacks has its default.
         new: The configuration to resume with.
     """
-    a = flatten(to_dict(Config(method=new.method))) | flatten(old)
-    b = flatten(to_dict(new))
+    stored = flatten(to_dict(Config(method=new.method))) | flatten(old)
+    wanted = flatten(to_dict(new))
     for key in AUTO_KEYS:  # A run stores the decided value.
-        if "auto" in (a.get(key), b[key]):
-            a[key] = b[key]
+        if "auto" in (stored.get(key), wanted[key]):
+            stored[key] = wanted[key]
     return [
-        k
-        for k in sorted(a.keys() | b.keys())
-        if a.get(k) != b.get(k) and not may_change_on_resume(k)
+        key
+        for key in sorted(stored.keys() | wanted.keys())
+        if stored.get(key) != wanted.get(key) and not may_change_on_resume(key)
     ]
 
 

@@ -4,8 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-import weakref
 from contextlib import suppress
 from types import SimpleNamespace
 
@@ -13,8 +11,6 @@ import pytest
 import torch
 
 from pipelines import ray_env
-from pipelines.worker import quiet_exit
-from tests.forked import forked
 from uno import distributed
 from uno.errors import Interrupted, StorageError
 from uno.session import console
@@ -120,22 +116,6 @@ def test_a_stop_that_a_library_swallows_is_said_at_the_end():
         suppress(Exception),
     ):
         signal.raise_signal(signal.SIGTERM)
-
-
-def ended_in_a_callback():
-    quiet_exit()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))  # as Ray's handler does
-    thing = type("Thing", (), {})()
-    _kept = weakref.ref(
-        thing, lambda _: signal.raise_signal(signal.SIGTERM)
-    )  # Python swallows what it raises
-    del thing
-    time.sleep(60)
-
-
-def test_an_exit_in_a_callback_is_asked_again_without_a_traceback():
-    """Kills: a worker that stays, or one that leaves a traceback."""
-    assert forked(ended_in_a_callback) == (3, "")
 
 
 class Rank(distributed.GroupWorker):

@@ -29,7 +29,7 @@ from tests.uno.small_run import (
     step_of,
 )
 from uno import distributed, objective
-from uno.data.columns import Text
+from uno.data.columns import make_ids
 from uno.data.decode import BadRows
 from uno.data.files import Storage
 from uno.data.images import InMemory
@@ -235,7 +235,7 @@ def unreadable(worker: GlooWorker, folder: Path) -> dict[str, Tensor]:
     """Rows that each worker knows of after they have told each other, of which the
     last told none.
     """
-    names = Text.of(f"{i}.png" for i in range(20))
+    names = make_ids(f"{i}.png" for i in range(20))
     bad = BadRows(
         names, InMemory([b"no image"] * 20), 1.0, Storage(str(folder / "bad"))
     )

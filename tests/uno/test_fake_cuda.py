@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipelines.worker import RayWorker
+from pipelines.train import RayWorker
 from tests.uno.fake_cuda import (
     CPU,
     DEVICE,

@@ -169,7 +169,7 @@ def packed(tmp_path, monkeypatch):
     def make(by_class=False):
         rows = read_rows(small_config().data)
         numbers = np.flatnonzero(rows.is_train)[:800]
-        labels = [rows.labels[i] for i in numbers]
+        labels = [rows.labels.to_pylist()[i] for i in numbers]
         if by_class:
             numbers, labels = numbers[np.argsort(labels, kind="stable")], sorted(labels)
         images = [encoded(np.asarray(rows.images[i])) for i in numbers]

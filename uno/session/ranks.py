@@ -211,7 +211,7 @@ class TorchrunBackend(LocalBackend):
             torch.cuda.set_device(device := torch.device("cuda", self._local_rank))
         # torchrun tells all to end as soon as one has: after an error here there is no
         # other way any more.
-        usual = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        former_handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
         stop = on_stop(stopping.set, STOPPING if first else None)
         group = distributed.join_group(self._store, device, self.rank, self.world_size)
         with stop, group:
@@ -225,5 +225,5 @@ class TorchrunBackend(LocalBackend):
                 self._store.set("features", "kept")
             train = train_phases(run, sets, worker)
             metrics = evaluate_rows(run, sets, train, worker)
-        signal.signal(signal.SIGTERM, usual)
+        signal.signal(signal.SIGTERM, former_handler)
         return metrics

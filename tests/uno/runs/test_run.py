@@ -8,7 +8,6 @@ from itertools import product
 import pytest
 import safetensors.torch
 import torch
-import torchvision
 import yaml
 
 from tests.uno.small_run import (
@@ -73,29 +72,6 @@ def test_discovery_starts_from_pretrained_weights(
     )
     with pytest.raises(ConfigError, match="another number of classes"):
         run.load_weights_(build_network(CONFIG, 3, 5, seed=1), CONFIG, finished)
-
-
-@pytest.mark.slow
-def test_torchvision_weights(storage):
-    """A state dict of torchvision's ResNet18 with its classifier. Kills: ``fc``
-    refused, keys ignored.
-    """
-    theirs = torchvision.models.resnet18()
-    storage.write("resnet18.safetensors", safetensors.torch.save(theirs.state_dict()))
-    source = storage.path("resnet18.safetensors")
-    config = small_config(
-        model__encoder="resnet18", model__stem="imagenet", model__weights=source
-    )
-    model = build_network(config, 5, 5, seed=1)
-    run.load_weights_(model, config, storage)
-    assert torch.equal(
-        model.encoder.layer4[1].conv2.weight, theirs.layer4[1].conv2.weight
-    )
-    small_stem = override(config, {"model.stem": "cifar"})
-    with pytest.raises(
-        ConfigError, match=r"^model\.weights: .* does not fit the encoder: .*conv1.*$"
-    ):
-        run.load_weights_(build_network(small_stem, 5, 5, seed=1), small_stem, storage)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"not safetensors", b"\xff" * 64])
