@@ -410,8 +410,8 @@ def classes(argv: Sequence[str]) -> int:
         YAML_FILE,
         edits_of,
         read_edits,
+        rename_classes,
         template,
-        with_names,
     )
     from uno.results.infer import load_classifier
     from uno.session.backend import LocalBackend
@@ -439,9 +439,11 @@ def classes(argv: Sequence[str]) -> int:
     data = template(model.classes, model.model_hash, {}).encode()
     if is_there:
         data = folder.read(name, MAX_STATE_BYTES)
-    if own.rename:
-        data = with_names(data, path, model.classes, model.model_hash, own.rename)
     edited = read_edits(data, path, model.classes, model.model_hash)
+    if own.rename:
+        renamed = rename_classes(edited, own.rename)
+        data = template(renamed, model.model_hash, {}).encode()
+        edited = read_edits(data, path, model.classes, model.model_hash)
     if not own.rename:
         for c, fate in edits_of(edited):
             print_line(f"  {c.index:4}  {c.name}  {fate}".rstrip())

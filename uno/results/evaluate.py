@@ -24,7 +24,7 @@ from uno.model import UnoModel, forward
 from uno.prototype_init import sample_features
 from uno.results import metrics
 from uno.results.baselines import baselines, start_model
-from uno.results.classes import OutputClass, parse_classes
+from uno.results.classes import ModelClasses, OutputClass
 from uno.results.infer import ALIGNMENT_FILE, align_features, outcomes
 from uno.results.trust import (
     clustering_metrics,
@@ -150,11 +150,11 @@ def read_edits(storage: Storage) -> Edits | None:
     """
     if not storage.exists(CLASSES_FILE):
         return None
-    data = storage.read(CLASSES_FILE)
-    classes, alignment = parse_classes(data), json.loads(data).get("alignment")
-    if all(c.into == c.index for c in classes):
+    stored = ModelClasses.parse(storage.read(CLASSES_FILE))
+    if all(c.into == c.index for c in stored.classes):
         return None
-    return Edits(classes, None if alignment is None else torch.tensor(alignment))
+    alignment = None if stored.alignment is None else torch.tensor(stored.alignment)
+    return Edits(stored.classes, alignment)
 
 
 class Confusions(NamedTuple):

@@ -8,6 +8,7 @@ returned unchecked if onnxruntime is missing.
 import io
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Any
 
@@ -26,7 +27,7 @@ from uno.methods import description
 from uno.methods.registry import build_network
 from uno.model import UnoModel
 from uno.results.accuracy_table import SPLITS, filled_tables
-from uno.results.classes import dump_classes, edits_of, merge_outputs
+from uno.results.classes import edits_of, merge_outputs
 from uno.results.infer import Classifier
 from uno.results.trust import verdict
 from uno.runtime import to_onnx
@@ -250,7 +251,7 @@ def _facts(model: Classifier) -> dict[str, str]:
     Returns:
         "classes.json", the output classes as JSON, and "model_hash".
     """
-    classes = json.loads(dump_classes(b"{}", model.classes))["classes"]
+    classes = [asdict(c) for c in model.classes]
     return {"classes.json": json.dumps(classes), "model_hash": model.model_hash}
 
 

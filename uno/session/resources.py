@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from uno.config import OWN_ENCODERS, VECTORS, Config, override
+from uno.config import OWN_ENCODERS, Config, override
 from uno.data.splits import Task
 from uno.encoder import build_encoder
 from uno.errors import ConfigError
@@ -234,11 +234,11 @@ def training_bytes(config: Config, task: Task) -> dict[str, int]:
 
     Returns:
         Bytes of the "network" with gradients and momentum, and of the "activations" of
-        the encoder in a step of discovery. Empty for an encoder in the code of the
-        user, which may not work on that device.
+        the encoder in a step of discovery. Empty for vectors, whose heads are small,
+        and for an encoder in the code of the user, which may not work on that device.
     """
     library = config.model.encoder.partition(":")[0]
-    if library not in (*OWN_ENCODERS, "torchvision", "timm", VECTORS):
+    if library not in (*OWN_ENCODERS, "torchvision", "timm"):
         return {}
     with torch.device("meta"):
         network = registry.build_network(config, task.num_known, task.num_novel, 0)
