@@ -478,7 +478,7 @@ def _suggestions(model: Classifier) -> dict[int, Suggestion]:
     """
     from uno.report.findings import suggestions, summarize
     from uno.report.sample import score_sample
-    from uno.results.classes import unedited
+    from uno.results.classes import without_merges
     from uno.results.infer import decoder
     from uno.session.console import print_line
     from uno.session.data import read_task
@@ -487,7 +487,7 @@ def _suggestions(model: Classifier) -> dict[int, Suggestion]:
         task = read_task(model.config.data)
         sample = score_sample(
             task,
-            replace(model, classes=unedited(model.classes)),
+            replace(model, classes=without_merges(model.classes)),
             decoder(model, task.rows),
         )
     except (UnoError, ValueError) as error:  # no image can be read

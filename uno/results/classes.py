@@ -123,7 +123,7 @@ class ModelClasses(BaseModel):
     @property
     def is_measured(self) -> bool:
         """Whether the metrics of the run belong to the present merges and drops."""
-        at_first = hashes(unedited(self.classes))["routes"]
+        at_first = hashes(without_merges(self.classes))["routes"]
         return (self.measured or at_first) == hashes(self.classes)["routes"]
 
     def as_measured(self) -> ModelClasses:
@@ -213,7 +213,7 @@ def merge_outputs(probabilities: Tensor, classes: Sequence[OutputClass]) -> Tens
     return torch.zeros_like(probabilities).index_add(-1, targets, probabilities)
 
 
-def unedited(classes: Sequence[OutputClass]) -> list[OutputClass]:
+def without_merges(classes: Sequence[OutputClass]) -> list[OutputClass]:
     """Return the classes as if none had been merged or dropped.
 
     Their names stay as they are.

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from uno.augment import eval_view
 from uno.config import OWN_ENCODERS, ModelConfig, override
 from uno.data.files import split
-from uno.encoder import SMALL_STEMS, build_encoder, classifier_of
+from uno.encoder import build_encoder
 from uno.errors import ConfigError, NumericsError
 from uno.methods import description
 from uno.methods.registry import build_network
@@ -326,12 +326,9 @@ def model_card(
     """
     config, net = model.config, model.config.model
     library, _, name = net.encoder.partition(":")
-    classifier = ""
-    if library == "torchvision":
-        from torchvision.models import get_model
-
-        with torch.device("meta"):
-            classifier = classifier_of(get_model(name))
+    keys = {"torchvision": "torchvision", "timm": "timm"}.get(library, "its own")
+    if library in OWN_ENCODERS and library != "resnet_small":
+        keys = "torchvision"
     edits = [f"`{c.name}` {fate}" for c, fate in edits_of(model.classes) if fate]
     if any(c.into is None for c in model.classes):
         edits.append("images of a dropped class are `rejected`")
@@ -350,8 +347,7 @@ def model_card(
         metrics=metrics,
         library=library,
         name=name,
-        classifier=classifier,
-        small_stem=SMALL_STEMS.get(net.stem),
+        keys=keys,
         own_encoders=OWN_ENCODERS,
         edits=edits,
         weights=origin(net),

@@ -167,10 +167,8 @@ class Classifier:
         Returns:
             The scores, on the CPU.
         """
-        logits, temperature = (
-            forward(self.module, images, self.config),
-            self.config.objective.temperature,
-        )
+        logits = forward(self.module, images, self.config)
+        temperature = self.config.objective.temperature
         scores = score(
             logits, temperature, self.best_head, self.classes, self.alignment
         )
@@ -199,7 +197,7 @@ def score(
     assert logits.novel is not None and logits.features is not None
     known = logits.known[0]  # (B, C_l)
     # (H, B, C)
-    heads = outcomes(known, logits.novel[0], temperature, classes, alignment)
+    heads = class_probabilities(known, logits.novel[0], temperature, classes, alignment)
     votes = heads.argmax(dim=-1)  # (H, B)
     probabilities, class_index = heads[best_head], votes[best_head]
     first, second = probabilities.topk(2, dim=-1).values.unbind(dim=-1)
@@ -223,7 +221,7 @@ def score(
     )
 
 
-def outcomes(
+def class_probabilities(
     known: Tensor,
     novel: Tensor,
     temperature: float,
@@ -255,7 +253,7 @@ def outcomes(
     return merge_outputs(joint.softmax(dim=-1), classes)
 
 
-def taken_for_novel(known: Tensor, novel: Tensor, best_head: int) -> Tensor:
+def predicted_novel(known: Tensor, novel: Tensor, best_head: int) -> Tensor:
     """Return which rows the best head assigns to a novel output.
 
     Args:
@@ -330,7 +328,7 @@ def _align(known: Tensor, novel: Tensor, best_head: int, setting: str | None) ->
             output count.
     """
     if setting == "gcd":  # rows of known classes have no novel cluster
-        novel = novel[:, taken_for_novel(known, novel, best_head)]
+        novel = novel[:, predicted_novel(known, novel, best_head)]
     return align_heads(novel, best_head)
 
 
@@ -362,10 +360,8 @@ def save_model(
         for name, tensor in module.state_dict().items()
     }
     heads = {k: v for k, v in weights.items() if not k.startswith("encoder.")}
-    classes, code = (
-        first_classes(known, module.num_novel),
-        code_of(config.model.encoder, module.encoder),
-    )
+    classes = first_classes(known, module.num_novel)
+    code = code_of(config.model.encoder, module.encoder)
     aligned = find_mapping(storage, ALIGNMENT_FILE) or {}
     is_of_head = aligned.get("best_head") == best_head
     stored = ModelClasses(
