@@ -155,7 +155,7 @@ def test_clustering_trains_nothing_and_says_what_to_expect(
     images = {
         i: image
         for i, image in zip(
-            read_digits().ids, read_digits().images.items[:20], strict=False
+            read_digits().ids.to_pylist(), read_digits().images.items[:20], strict=False
         )
     }
     write_digits(tmp_path / "images", list(images.values()))
@@ -224,7 +224,7 @@ def test_the_model_classifies_files(finished, tmp_path):
     rows = {row["id"]: row["class_name"] for row in table}
     pairs = [
         (rows[i], p.class_name)
-        for i, p in zip(read_digits().ids, found, strict=False)
+        for i, p in zip(read_digits().ids.to_pylist(), found, strict=False)
         if i in rows
     ]
     assert len(pairs) >= 5 and all(ours == again for ours, again in pairs)
@@ -481,7 +481,8 @@ def test_what_ray_does_with_chunks_gives_the_same_features(tmp_path, monkeypatch
 
 def stored(folder: Path) -> dict[str, list[list[float]]]:
     """The views of each row in a folder of features."""
-    rows = pq.read_table(folder).select(["id", "view", "embedding"]).to_pylist()
+    table = pq.read_table(sorted(folder.glob("**/*.parquet")))
+    rows = table.select(["id", "view", "embedding"]).to_pylist()
     rows.sort(key=lambda row: (row["id"], row["view"]))
     return {f"{row['id']} {row['view']}": row["embedding"] for row in rows}
 

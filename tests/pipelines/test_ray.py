@@ -114,9 +114,9 @@ def test_numerics_error_in_a_worker_is_code_3(tmp_path, capfd):
 def test_unreadable_images_beyond_the_budget_stop_before_any_worker(
     tmp_path, capsys, monkeypatch
 ):
-    from pipelines import worker
+    from pipelines import train
 
-    monkeypatch.setattr(worker, "run_workers", pytest.fail)
+    monkeypatch.setattr(train, "run_workers", pytest.fail)
     folder = write_images(tmp_path / "images", {"cat": 20, "dog": 20, "emu": 20})
     (folder / "emu" / "7.png").write_text("not an image")
     output = tmp_path / "run"

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -162,7 +163,8 @@ def ticks(low: float, high: float) -> list[float]:
     return [float(f"{i * step:.10g}") for i in range(first, last + 1)]
 
 
-class Cell(NamedTuple):
+@dataclass(frozen=True)
+class Cell:
     """A cell of a confusion matrix.
 
     Attributes:
@@ -305,7 +307,8 @@ def place_points(
     )
 
 
-class Group(NamedTuple):
+@dataclass(frozen=True)
+class Group:
     """The points of one class in a map.
 
     Attributes:

@@ -16,11 +16,11 @@ import torch
 from scipy.linalg import block_diag
 from torch import Tensor
 
-from uno import collectives
-from uno.collectives import Job
+from uno import distributed
 from uno.config import Config
 from uno.data.files import Storage
 from uno.data.stream import EvalData, TrainData
+from uno.distributed import RankTask
 from uno.model import UnoModel, forward
 from uno.prototype_init import sample_features
 from uno.results import metrics
@@ -40,7 +40,7 @@ from uno.results.trust import (
 from uno.runs import DISCOVER
 from uno.runs.checkpoint import load_newest
 from uno.runs.run import load_trained
-from uno.train import Worker
+from uno.training import Worker
 
 CLASSES_FILE = "model/classes.json"
 
@@ -52,6 +52,7 @@ def evaluate_run(
     sets: Mapping[str, EvalData],
     num_true: int,
     worker: Worker,
+    trained: tuple[UnoModel, int] | None = None,
 ) -> dict[str, float]:
     """Evaluate a trained run, and return its metrics as fractions by key.
 
@@ -68,8 +69,12 @@ def evaluate_run(
         sets: The rows of "train" and "test" with their true classes.
         num_true: The number of known and novel classes that the true classes index.
         worker: The process that evaluates.
+        trained: The trained model and the index of its best head, by default those of
+            the newest checkpoint. The model is moved to the worker's device.
     """
-    model, best_head = load_trained(config, storage, train.num_known, train.num_novel)
+    model, best_head = trained or load_trained(
+        config, storage, train.num_known, train.num_novel
+    )
     model, edits = model.to(worker.device), read_edits(storage)
     values: dict[str, float] = {}
     mixed = config.data.setting == "gcd"
@@ -90,17 +95,17 @@ def evaluate_run(
     start = start_model(config, storage, train, sets["train"], worker.device)
     (trained,) = sample_features(config, [model], train)
     compared = [] if start is None else baselines(config, start, train, sets["train"])
-    alignment_jobs, trust_jobs = list[Job](), list[Job]()
+    alignment_jobs, trust_jobs = list[RankTask](), list[RankTask]()
     if edits is None and len(trained.unlabeled):
         align = partial(align_features, model, config, best_head, trained.unlabeled)
         num_clusters = model.num_heads * model.num_novel
-        alignment_jobs = [Job(num_clusters, lambda: align().flatten())]
+        alignment_jobs = [RankTask(num_clusters, lambda: align().flatten())]
     sample = subsample_unlabeled(config, trained, train)
     if sample is not None:
         cluster = partial(cluster_unlabeled, config, sample, train.num_novel)
-        trust_jobs = [Job(len(sample.unlabeled), cluster)]
+        trust_jobs = [RankTask(len(sample.unlabeled), cluster)]
     baseline_jobs = [baseline.job for baseline in compared]
-    results = collectives.share_out(
+    results = distributed.run_tasks(
         [*alignment_jobs, *baseline_jobs, *trust_jobs], worker.device
     )
     if alignment_jobs and worker.rank == 0:
@@ -304,7 +309,7 @@ def count(
         for kind, own in enumerate(counts):
             of_kind = truth.div(num_true, rounding_mode="floor") == kind
             own.add_(known, novel, torch.where(of_kind, truth % num_true, -1))
-    return [Confusions(*map(collectives.all_reduce_sum_, own)) for own in counts]
+    return [Confusions(*map(distributed.all_reduce_sum_, own)) for own in counts]
 
 
 def protocol_metrics(

@@ -678,7 +678,7 @@ def _read_mark(storage: Storage) -> Mark | None:
     is_ours = isinstance(made_from, dict) and made_from.keys() == DIFFERENCES.keys()
     if not is_ours or not isinstance(part_rows, int) or part_rows < 1:
         return None
-    return Mark(made_from, part_rows, str(found.get("state")))
+    return Mark(dict(made_from or {}), part_rows, str(found.get("state")))
 
 
 def _write_mark(
