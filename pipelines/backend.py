@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from uno.results.predictions import PredictionWriter, Summary
 from uno.session import resources
 from uno.session.backend import LocalBackend, estimated_set
 from uno.session.console import print_line
-from uno.session.data import Show
+from uno.session.data import Compute, Show
 from uno.session.resources import FreeMemory
 from uno.session.run import Backend, Run
 
@@ -130,6 +131,14 @@ class RayBackend(LocalBackend):
         config, files = run.config, read_model_files(run.storage)
         with ray_env.connect(workers=config.compute.num_workers) as ray:
             return predict_on_ray(ray, config, files, writer, show)
+
+    @contextmanager
+    def encoding(
+        self, config: Config, should_stop: Callable[[], bool]
+    ) -> Iterator[Compute]:
+        """Yield the function that encodes rows with the workers of a cluster."""
+        with ray_env.connect(workers=config.compute.num_workers) as ray:
+            yield partial(compute_on_ray, ray, give_up=should_stop)
 
     def estimate(self, run: Run, settings: Settings) -> Estimate:
         """Estimate the number of novel classes, with several tasks of Ray at once.

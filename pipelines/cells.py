@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 from pipelines import cli
 from pipelines.commands import DISCOVER, PRETRAIN
-from pipelines.features import fill_cache
 from pipelines.options import parse
 from uno.config import Config, dump_yaml
 from uno.data.files import Storage
 from uno.errors import Interrupted
 from uno.runs.journal import read_journal
 from uno.session.console import on_stop
+from uno.session.embed import fill_cache
 from uno.session.pipeline import discover
 
 ATTEMPTS = "attempts.jsonl"
@@ -309,8 +309,8 @@ def main(argv: Sequence[str]) -> int:
     threading.Thread(target=end_with_parent, daemon=True).start()
     kind, *rest = argv
     if kind == "features":
-        return fill_cache(parse(rest, DISCOVER).config)
-    if kind == "pretrain":
+        fill_cache(parse(rest, DISCOVER).config)
+    elif kind == "pretrain":
         options = parse(rest, PRETRAIN)
         discover(options.config, options.overrides, last="pretrain")
     else:

@@ -91,13 +91,13 @@ PREDICT = Command(
     RUN | EMBEDDING | SORTED,
     "some",
     text="""
-Writes DIR/predictions.parquet, one row for each image, in order: id, uri, class_index, class_name, kind
+Writes the Parquet files DIR/predictions/, one row for each image, in order: id, uri, class_index, class_name, kind
 (known or novel), probability, margin, entropy, head_agreement, known_probability, status (ok or bad), reason,
 model_hash. kind is that of the most probable class; known_probability is the total probability of all
 known classes. An unreadable image has status bad and a reason. Labels are ignored. After an interruption the
 same command continues.
 
-Without --data it predicts the data that RUN was trained on, into RUN/predictions.parquet; --data needs
+Without --data it predicts the data that RUN was trained on, into RUN/predictions/; --data needs
 --output DIR. --limit N predicts at most N images, evenly spaced.
 """,  # noqa: E501
 )
@@ -337,32 +337,19 @@ def data(argv: Sequence[str]) -> int:
         )
     if options.args.shard_mb is not None:
         raise ConfigError("--shard-mb is for uno data pack")
-    from pipelines.nodes import free_memory
-    from uno.data.check import CHECK_SECONDS, check, format_report
-    from uno.methods.registry import build_network
-    from uno.session.derive import derives_batch, resolve
-    from uno.session.prepare import starting_weights, with_full_path
-    from uno.weights import PRETRAINED
+    from uno.session.prepare import check_source
 
-    config = with_full_path(options.config)
-    if config.model.weights not in (None, PRETRAINED):
-        starting_weights(config, overwrite=True)  # refuses weights that do not fit
-    config, task = resolve(config, options.overrides, True, free_memory)
-    assert task is not None
-    # A method can refuse the encoder, as `dtc` refuses one with too few features.
-    build_network(config, task.num_known, task.num_novel, seed=0)
-    is_derived = derives_batch(config, options.overrides)
-    problems = check(task, config, CHECK_SECONDS, is_derived)
-    print(format_report(task, problems, config.data.stored_size))
-    return 2 if any(problem.level == "error" for problem in problems) else 0
+    check_source(options.config, options.overrides)
+    return 0
 
 
 def embed(argv: Sequence[str]) -> int:
     """Write the vectors that a frozen encoder computes for every image of a source."""
     options = parse(argv, EMBED)
-    from pipelines import features
+    from uno.session.embed import embed as embed_source
 
-    return features.embed(options.config, options.overrides, options.args.views)
+    embed_source(options.config, options.overrides, options.args.views)
+    return 0
 
 
 def estimate(argv: Sequence[str]) -> int:

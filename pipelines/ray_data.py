@@ -31,7 +31,7 @@ from pipelines.ray_private import NODE
 from uno.config import Config
 from uno.crops import Cropper
 from uno.data import stream
-from uno.data.decode import BadRows, DecodedBatch, Interpolation, decode_many, ok_mask
+from uno.data.decode import DecodedBatch, Interpolation, decode_many, ok_mask
 from uno.data.files import Storage
 from uno.data.images import Images, from_columns, to_columns
 from uno.data.mapped import NeighborViews
@@ -40,6 +40,7 @@ from uno.data.resident import train_set as resident_set
 from uno.data.row_blocks import RowBlocks
 from uno.data.splits import Task, train_rows, truth_rows
 from uno.data.stream import CHUNK_BYTES, Chunk, CropJob, EvalData, References, TrainData
+from uno.data.unreadable import BadRows
 from uno.errors import UnoError
 
 # Ray Data logs plans, and that it shows no progress bars.

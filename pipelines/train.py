@@ -29,6 +29,7 @@ from uno.config import Config, override, to_dict
 from uno.data.decode import ok_mask
 from uno.data.files import Storage, join, split
 from uno.data.resident import keep_pixels
+from uno.distributed import GroupWorker
 from uno.errors import Interrupted, one_line
 from uno.results.evaluate import evaluate_run
 from uno.runs import RAY_FOLDER, STOP_FILE
@@ -42,7 +43,6 @@ from uno.session.data import (
     leave_out_unreadable,
     load_features,
 )
-from uno.session.ranks import GroupWorker
 from uno.session.resources import on_features, store_bytes
 from uno.session.run import Run
 

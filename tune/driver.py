@@ -52,7 +52,8 @@ from uno.data.splits import Task
 from uno.encoder import code_of
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
 from uno.imports import is_object_name
-from uno.methods.registry import load, num_heads
+from uno.methods import load
+from uno.model import num_heads
 from uno.runs import DISCOVER, LOGGERS_FOLDER, RAY_FOLDER, directory, lock, run
 from uno.runs.hardware import num_threads
 from uno.runs.lock import RunLock
@@ -68,7 +69,7 @@ from uno.session.data import (
 )
 from uno.session.derive import derive_settings, derives_batch, keep_derived
 from uno.session.loggers import Loggers, require_loggers
-from uno.session.prepare import preflight, starting_weights, with_full_path
+from uno.session.prepare import check_data, starting_weights, with_full_path
 from uno.session.resources import check_memory, choose_for_sweep
 from uno.text import plural
 from uno.weights import PRETRAINED, PRETRAINED_FILE, is_file
@@ -161,7 +162,7 @@ def run_sweep(options: SweepOptions) -> int:
     asked, (options, task) = options.overrides, _resolved(options)
     config = options.config
     goes_on = Storage(str(config.output)).exists(SETTINGS)
-    preflight(override(config, HERE), task, read_images=not goes_on)
+    check_data(override(config, HERE), task, read_images=not goes_on)
     _check_folds(options, task, asked)
     assert config.output is not None
     storage = Storage(config.output)
@@ -425,7 +426,7 @@ def check_options(options: SweepOptions) -> None:
         )
         raise ConfigError(f"{why}; use --score agreement, or leave --weights out")
     if options.config.discover.epochs < 1:
-        if not (method := load(options.config)).trains:
+        if not (method := load(options.config.method)).trains:
             why = f"method {method.name} trains nothing, so no setting can be searched"
             raise ConfigError(f"{why}; use --method uno")
         raise ConfigError(

@@ -24,14 +24,14 @@ from pipelines import train
 from tune.records import PartStorage, Trial, read_epochs, read_trial, trial_name
 from tune.score import Fold, FoldRows, make_folds, measure, open_folds
 from tune.spaces import Space
-from uno import collectives
+from uno import distributed
 from uno.config import Config, dump_yaml, override
 from uno.data.files import Storage, join
 from uno.errors import Interrupted, NumericsError, StorageError, UnoError
 from uno.runs import DISCOVER, RAY_FOLDER, run
 from uno.runs.journal import read_journal
 from uno.runs.lock import ClaimedStorage
-from uno.train import LocalWorker, Worker
+from uno.training import LocalWorker, Worker
 
 DONE = "done.json"  # written last into the directory of a pretraining
 MAX_DEATHS = 3
@@ -118,7 +118,7 @@ def run_trial(
         NumericsError: The score or the loss is not finite.
     """
     # nobody appends before all have read the trial's epochs
-    collectives.barrier(worker.device)
+    distributed.barrier(worker.device)
     for line in trial.epochs:
         report(line)
     if trial.last_epoch >= num_epochs:

@@ -83,7 +83,7 @@ def test_a_mixed_pile_from_the_digits_to_the_report(tmp_path, capsys, loading):
     )
     assert "One matching" in page and 'data-key="train/unlabeled/gcd/old/avg"' in page
     table = pq.read_table(
-        tmp_path / "predictions.parquet",
+        tmp_path / "predictions",
         columns=["known_probability", "kind", "probability"],
     )
     for row in table.to_pylist():

@@ -238,7 +238,7 @@ def test_two_workers_find_the_classes_of_vectors_that_one_process_finds(
     starts = [key for key in known if key.startswith("baseline/")]
     assert starts and [known[key] for key in starts] == [other[key] for key in starts]
     classes = [
-        pq.read_table(tmp_path / w / "predictions.parquet")["class_index"].to_numpy()
+        pq.read_table(tmp_path / w / "predictions")["class_index"].to_numpy()
         for w in ("0", "2")
     ]
     assert np.mean(classes[0] == classes[1]) >= 0.99

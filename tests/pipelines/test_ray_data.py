@@ -126,7 +126,7 @@ def mixed_task(tmp_path):
 def parquet_task(tmp_path):
     """Row groups of a few images."""
     rows = task_of(f"folder:{folder_of(tmp_path)}").rows
-    labeled = np.array([label != "emu" for label in rows.labels])
+    labeled = np.array([label != "emu" for label in rows.labels.to_pylist()])
     pack(rows, labeled, Storage(str(tmp_path / "out")), 4000, store_local(1))
     return task_of(f"parquet:{tmp_path / 'out'}")
 
@@ -506,7 +506,7 @@ def test_a_resident_run_decodes_every_image_once(tmp_path, capsys, monkeypatch):
     ]
     assert cli.main([*argv, "--output", str(tmp_path / "run")]) == 0
     assert (tmp_path / "run/report.html").exists() and (
-        tmp_path / "run/predictions.parquet"
+        tmp_path / "run/predictions"
     ).exists()
     checked = NUM_BRIGHTNESS - 1  # one of them is broken
     assert before_report == [70 - len(BROKEN) + checked]
@@ -574,7 +574,7 @@ def test_a_streamed_run_of_parquet(tmp_path, capsys, monkeypatch):
         in (tmp_path / "run/metrics.json").read_text()
     )
     assert (tmp_path / "run/report.html").exists() and (
-        tmp_path / "run/predictions.parquet"
+        tmp_path / "run/predictions"
     ).exists()
     assert cli.main(["evaluate", "run"]) == 0
 

@@ -27,11 +27,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from pipelines import ray_data, ray_env
 from tests.pipelines.small import ROOT
 from uno.config import override
-from uno.data.decode import BadRows
 from uno.data.files import Storage
 from uno.data.images import InMemory
 from uno.data.plan import make_pretrain_plan
 from uno.data.stream import CropJob, StreamSet, crop_local, decode_here
+from uno.data.unreadable import BadRows
 from uno.presets import preset
 
 NUM_PHOTOGRAPHS, SIDES = 64, (500, 375)

@@ -26,7 +26,7 @@ from uno.errors import Interrupted, NumericsError, StorageError
 from uno.runs import run
 from uno.runs.checkpoint import load_newest
 from uno.runs.lock import ClaimedStorage
-from uno.train import LocalWorker
+from uno.training import LocalWorker
 
 
 @pytest.fixture

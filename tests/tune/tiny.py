@@ -21,7 +21,7 @@ from uno.config import Config
 from uno.data.files import Storage
 from uno.encoder import build_encoder
 from uno.runs.lock import ClaimedStorage, lock_run
-from uno.train import LocalWorker
+from uno.training import LocalWorker
 
 TINY = (
     "--data",

@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.compute
 
 from uno.data import files as filesystem
-from uno.data.columns import Labels, Text, decimal, joined
+from uno.data.columns import decimal, has_label, joined
 from uno.data.files import FileEntry, is_uri, valid_text
 from uno.data.images import Image, Images
 from uno.data.labels import encode_labels
@@ -184,13 +184,15 @@ def read_tar(path: str, images_only: bool = False, follow_links: bool = False) -
     images = pa.concat_arrays([content.images for content in contents])
     shard_of_image = np.repeat(np.arange(len(shards), dtype=np.int32), counts)
     name_of_image = pa.array(names, pa.large_string()).take(pa.array(shard_of_image))
-    ids = Text(joined("#", name_of_image, images.field("key")))
+    ids = joined("#", name_of_image, images.field("key"))
     labels = encode_labels(
-        source, _decode_labels(images.field("label")), name_row=ids.__getitem__
+        source,
+        _decode_labels(images.field("label")),
+        name_row=lambda row: str(ids[row]),
     )
     _refuse_labels_in_other_shards(source, found, images.field("key"), ids, labels)
     in_folders = pa.compute.any(pa.compute.match_substring(images.field("key"), "/"))
-    if not images_only and not labels.present and in_folders.as_py():
+    if not images_only and labels.null_count == len(labels) and in_folders.as_py():
         notes.append(
             "the label of KEY.jpg is a member KEY.cls or KEY.json of the same shard; if"
             " folders in the tar files are the classes, unpack them and pass --labeled"
@@ -286,7 +288,11 @@ def _list_notes(found: Mapping[str, ShardContent]) -> list[str]:
 
 
 def _refuse_labels_in_other_shards(
-    source: str, found: Mapping[str, ShardContent], keys: Any, ids: Text, labels: Labels
+    source: str,
+    found: Mapping[str, ShardContent],
+    keys: Any,
+    ids: Any,
+    labels: pa.DictionaryArray,
 ) -> None:
     """Refuse labels with an image in another shard, which would count as unlabeled.
 
@@ -306,13 +312,13 @@ def _refuse_labels_in_other_shards(
         for key, name in content.lost_labels.items()
     }
     is_lost = pa.compute.is_in(keys, pa.array(lost, pa.large_string()))
-    rows = np.flatnonzero(is_lost.to_numpy(zero_copy_only=False) & ~labels.given)
+    rows = np.flatnonzero(is_lost.to_numpy(zero_copy_only=False) & ~has_label(labels))
     if len(rows):
         raise ConfigError(
             f"{source}: {plural(len(rows), 'label')} in another shard than the image,"
             f" e.g. {lost[keys[rows[0]].as_py()]} and the image"
-            f" {one_line(repr(ids[rows[0]]))}; write all members of a key into one"
-            " shard"
+            f" {one_line(repr(ids[rows[0]].as_py()))}; write all members of a key into"
+            " one shard"
         )
 
 

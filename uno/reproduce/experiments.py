@@ -20,8 +20,7 @@ from pydantic import BaseModel, ConfigDict
 from uno.config import Config, flatten, override, to_dict
 from uno.data.files import split
 from uno.errors import ConfigError, did_you_mean
-from uno.methods import METHODS
-from uno.methods.registry import settings
+from uno.methods import METHODS, default_settings
 from uno.presets import IMAGE_SIZE, preset, scale_sizes
 
 DATA_OPTIONS = {
@@ -361,7 +360,7 @@ def cells(
                 row.overrides.get("method", changes.get("method", base.method))
             )
             own = {
-                **settings(method, benchmark.preset),
+                **default_settings(method, benchmark.preset),
                 **(row.frozen if frozen else {}),
             }
             # all cells share cached features, so a method cannot change these

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from uno.data import output
-from uno.data.decode import BAD_SAMPLES
 from uno.data.files import Storage
+from uno.data.unreadable import BAD_SAMPLES
 from uno.errors import ConfigError, StorageError
 from uno.runs import CONFIG_FILE, FORMER_FOLDER, PHASES
 from uno.runs.checkpoint import checkpoint_steps

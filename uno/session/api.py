@@ -229,7 +229,7 @@ class Model:
         table is damaged.
         """
         try:
-            return show.members(self._storage, self._classifier.config)
+            return show.read_members(self._storage, self._classifier.config)
         except StorageError:  # the model works without the table
             return {}
 

@@ -34,7 +34,7 @@ from uno.config import (
 )
 from uno.errors import ConfigError, did_you_mean
 from uno.methods import DEFAULT
-from uno.methods.registry import settings as method_settings
+from uno.methods import default_settings as method_settings
 from uno.presets import (
     IMAGE_SIZE,
     SIZES,
@@ -90,17 +90,17 @@ def configure(
     """
     require_text(given)
     values = merge_layers(list_layers(given, choose_method))
-    own = {key: value for key, value in given.items() if key != IMAGE_SIZE}
+    user_values = {key: value for key, value in given.items() if key != IMAGE_SIZE}
     if IMAGE_SIZE in given:
         for key in SIZES:
-            if own.get(key, values[key]) != values[key]:
+            if user_values.get(key, values[key]) != values[key]:
                 raise ConfigError(
                     f"image_size {given[IMAGE_SIZE]} sets {key} to {values[key]}, not"
-                    f" {own[key]}: give one of them"
+                    f" {user_values[key]}: give one of them"
                 )
     # the preset of the layers has underscores: cifar100_20
-    own |= {"preset": values["preset"]}
-    config = override(Config(), values | own)
+    user_values |= {"preset": values["preset"]}
+    config = override(Config(), values | user_values)
     if config.output is not None:
         output = config.output
     elif output is not None:
@@ -164,11 +164,13 @@ def _values_for_source(given: Mapping[str, Any], preset: Values) -> Values:
         preset: The values of the preset by dotted key.
     """
     values, source = Values(), given.get("data.source")
-    kind, usual = (
+    kind, preset_kind = (
         str(data).partition(":")[0]
         for data in (source, preset.get("data.source", "digits"))
     )
-    if given.get("data.labeled") is not None or (source is not None and kind != usual):
+    if given.get("data.labeled") is not None or (
+        source is not None and kind != preset_kind
+    ):
         values["data.known_classes"] = None
     if is_custom_data(given):
         values["data.validation_fraction"] = (
@@ -243,11 +245,11 @@ def leaves_choice(preset_name: str, given: Mapping[str, Any]) -> bool:
         ("objective.", "discover."),
         ("method", "recipe", *UNO_KEYS),
     )
-    own = [key for key in given if key.startswith(uno_sections) or key in uno_keys]
+    of_uno = [key for key in given if key.startswith(uno_sections) or key in uno_keys]
     return (
         preset_name in ("photos", VECTORS)
         and given.get("model.finetune", "none") == "none"
-        and not own
+        and not of_uno
     )
 
 

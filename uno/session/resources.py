@@ -15,7 +15,8 @@ from uno.config import OWN_ENCODERS, VECTORS, Config, override
 from uno.data.splits import Task
 from uno.encoder import build_encoder
 from uno.errors import ConfigError
-from uno.methods import registry
+from uno.methods import load
+from uno.model import build_network, num_heads
 from uno.runs.hardware import local_device
 
 # share of the free memory that images may take; training and the system need more
@@ -124,7 +125,7 @@ def choose(config: Config, num_rows: int, memory: FreeMemory) -> tuple[Loading, 
         needs = "--data vectors"
     elif config.pretext.epochs:
         needs = "pretext.epochs"
-    elif registry.load(config).needs_images:
+    elif load(config.method).needs_memory:
         needs = f"method {config.method}"
     if needs and wish == "streaming":
         raise ConfigError(
@@ -168,9 +169,9 @@ def choose_for_sweep(
     The trials share the images: this process and Ray's object store hold one copy
     each, and a GPU holds one copy for each fold.
     """
-    memory, here = free_memory(config), override(config, {"compute.num_workers": 0})
+    memory, local = free_memory(config), override(config, {"compute.num_workers": 0})
     device = None if memory.device is None else memory.device // num_folds
-    return choose(here, num_rows, FreeMemory(memory.host // 2, device))
+    return choose(local, num_rows, FreeMemory(memory.host // 2, device))
 
 
 def store_bytes(config: Config, num_rows: int) -> int | None:
@@ -194,13 +195,14 @@ def store_bytes(config: Config, num_rows: int) -> int | None:
 def check_memory(config: Config, task: Task) -> None:
     """Refuse a run that cannot fit into the free memory of this machine.
 
-    Nothing is checked for the machines of a cluster, nor for GPUs of workers.
+    The network is built for this, so that a method can refuse the encoder. Memory is
+    neither checked for the machines of a cluster nor for GPUs of workers.
 
     Raises:
         ConfigError: The run needs more memory than is free. The message lists the
             parts.
     """
-    workers = config.compute.num_workers
+    workers, parts = config.compute.num_workers, training_bytes(config, task)
     on_cluster = os.environ.get("RAY_ADDRESS", "local") not in ("", "local")
     if workers and (on_cluster or config.compute.device == "cuda"):
         return
@@ -208,7 +210,6 @@ def check_memory(config: Config, task: Task) -> None:
     if not workers and local_device(config).type == "cuda":
         free, where = free_device_bytes(config) or free, "device memory"
         num_rows = sum(task.sizes)
-    parts = training_bytes(config, task)
     if config.data.loading == "memory":
         parts[f"{num_rows:,} images"] = num_rows * row_bytes(config)
     needed = sum(parts.values())
@@ -218,7 +219,8 @@ def check_memory(config: Config, task: Task) -> None:
     advice = (
         "use --data.loading streaming, or --limit"
         if largest.endswith(" images")
-        else "lower --batch-size, --augment.large.size or the encoder"
+        else "lower --batch-size, --augment.large.size, the encoder or"
+        " --objective.queue-size"
     )
     listed = ", ".join(f"{name} {_size(part)}" for name, part in parts.items())
     raise ConfigError(
@@ -230,23 +232,24 @@ def check_memory(config: Config, task: Task) -> None:
 def training_bytes(config: Config, task: Task) -> dict[str, int]:
     """Estimate the memory that training takes, in all workers together.
 
-    Nothing is allocated: the network is built on PyTorch's device "meta".
+    Nothing is allocated: the network is built on PyTorch's device "meta". An encoder in
+    the code of the user may not work on that device. It is built on the CPU, and its
+    activations are not estimated.
 
     Returns:
-        Bytes of the "network" with gradients and momentum, and of the "activations" of
-        the encoder in a step of discovery. Empty for an encoder in the code of the
-        user, which may not work on that device.
+        Bytes of the "network" with gradients and momentum, of the "activations" of the
+        encoder in a step of discovery, and of the "queue" of projections.
     """
     library = config.model.encoder.partition(":")[0]
-    if library not in (*OWN_ENCODERS, "torchvision", "timm", VECTORS):
-        return {}
-    with torch.device("meta"):
-        network = registry.build_network(config, task.num_known, task.num_novel, 0)
+    is_ours = library in (*OWN_ENCODERS, "torchvision", "timm", VECTORS)
+    with torch.device("meta" if is_ours else "cpu"):
+        network = build_network(config, task.num_known, task.num_novel, 0)
     weights = sum(
-        (12 if p.requires_grad else 4) * p.numel() for p in network.parameters()
+        (12 if weight.requires_grad else 4) * weight.numel()
+        for weight in network.parameters()
     )
     per_image = 0
-    if config.discover.epochs and not on_features(config):
+    if is_ours and config.discover.epochs and not on_features(config):
         for view in (config.augment.large, config.augment.small):
             if view.num_views:
                 bytes_of_view = activation_bytes(network.encoder, view.size)
@@ -254,11 +257,16 @@ def training_bytes(config: Config, task: Task) -> dict[str, int]:
     precision = config.compute.precision
     if precision == "auto":
         precision = "bf16" if local_device(config).type == "cuda" else "fp32"
+    activations = config.train.batch_size * per_image
+    workers, families = max(1, config.compute.num_workers), 2
+    in_queue = config.objective.queue_size * config.augment.large.num_views
+    if not config.model.overcluster_factor:
+        families = 1
+    queue = 4 * in_queue * families * num_heads(config)
     return {
-        "network": max(1, config.compute.num_workers) * weights,
-        "activations": config.train.batch_size
-        * per_image
-        // (2 if precision == "bf16" else 1),
+        "network": workers * weights,
+        "activations": activations // 2 if precision == "bf16" else activations,
+        "queue": workers * queue * config.model.projection_dim,
     }
 
 

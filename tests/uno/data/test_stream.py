@@ -23,16 +23,17 @@ from tests.uno.small_run import (
 )
 from uno.config import DataConfig, override
 from uno.data import stream as module
-from uno.data.columns import Labels, Text
-from uno.data.decode import BadRows, prefetch_map
+from uno.data.columns import make_ids, make_labels
+from uno.data.decode import prefetch_map
 from uno.data.files import Storage
 from uno.data.images import InMemory
 from uno.data.rows import Rows
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
+from uno.data.unreadable import BadRows
 from uno.errors import ConfigError
 from uno.runs import run
-from uno.train import LocalWorker
+from uno.training import LocalWorker
 
 from .builders import encoded, pixels
 from .test_resident import same
@@ -62,8 +63,8 @@ def pictures(num=40, broken=()):
         for i in range(num)
     ]
     labels = [["cat", "dog"][i % 2] if i < num // 2 else None for i in range(num)]
-    ids = Text.of(f"row {i}" for i in range(num))
-    rows = Rows(ids, images, Labels.of(labels), np.full(num, True), "pictures")
+    ids = make_ids(f"row {i}" for i in range(num))
+    rows = Rows(ids, images, make_labels(labels), np.full(num, True), "pictures")
     return make_task(rows, DataConfig(num_novel=2))
 
 
@@ -115,9 +116,9 @@ def test_what_workers_get_holds_no_hidden_label():
     task = digits_task()
     hidden, shuffled = (task.labels < 0) & task.is_train, task.eval_labels.copy()
     shuffled[hidden] = np.random.default_rng(0).permutation(shuffled[hidden])
-    names = np.where(task.labels >= 0, task.rows.labels, "?").tolist()
+    names = np.where(task.labels >= 0, task.rows.labels.to_pylist(), "?").tolist()
     other = replace(
-        task, eval_labels=shuffled, rows=replace(task.rows, labels=Labels.of(names))
+        task, eval_labels=shuffled, rows=replace(task.rows, labels=make_labels(names))
     )
     first, second = module.stream_facts(task), module.stream_facts(other)
     apart = {"bad", "crop", "decode", "device"}
@@ -206,7 +207,7 @@ def test_bad_images_are_replaced_counted_and_listed(tmp_path):
         )
         assert all(float(view[i].std()) > 0.1 for view in batch.views for i in hit)
     assert replaced >= 4
-    train.bad.sync(CPU)
+    train.bad.sync()
     text = (tmp_path / "run" / "bad_samples.jsonl").read_text().splitlines()
     assert [json.loads(entry)["id"] for entry in text] == ["row 3", "row 30"]
     again = BadRows(
@@ -296,7 +297,7 @@ def test_bad_rows_cost_nothing_a_row(tmp_path):
     storage = Storage(str(tmp_path))
     bad = BadRows(Ids(), InMemory([b""] * 8), 0.1, storage)
     bad.add(7, "no image data")
-    bad.sync(torch.device("cpu"))
+    bad.sync()
     assert (
         storage.read("bad_samples.jsonl")
         == b'{"id": "row-7", "reason": "no image data"}\n'

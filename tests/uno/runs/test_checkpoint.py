@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from uno.data.files import Storage
-from uno.data.output import seal
+from uno.data.output import dump_tensors
 from uno.errors import StorageError
 from uno.runs.checkpoint import (
     Checkpoint,
@@ -110,8 +110,8 @@ def test_a_file_that_verifies_is_still_checked(storage):
     whole = storage.read(path(3))
     for content, says in (
         (
-            seal(path(12), {"w": torch.zeros(1)}, {"format_version": "99"}),
-            "format version 99 instead of 2",
+            dump_tensors(path(12), {"w": torch.zeros(1)}, {"format_version": "99"}),
+            "format version 99 instead of 3",
         ),
         (whole, "it is the file checkpoints/discover/step_00000003.safetensors"),
     ):
@@ -119,18 +119,6 @@ def test_a_file_that_verifies_is_still_checked(storage):
         with pytest.raises(StorageError, match=says):
             load_checkpoint(storage, "discover", 12)
         assert load_newest(storage, "discover").step == 3
-
-
-def test_the_form_before_is_refused(storage):
-    """Kills: a run of then that silently starts at step 0."""
-    storage.write("checkpoints/discover/step_00000012/manifest.json", b"{}")
-    says = (
-        r"^.*discover has format version 1, not 2; use --overwrite, or another"
-        r" directory$"
-    )
-    for ask in (load_newest, checkpoint_steps):
-        with pytest.raises(StorageError, match=says):
-            ask(storage, "discover")
 
 
 def test_the_last_k_are_kept(storage):

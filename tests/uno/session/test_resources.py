@@ -8,7 +8,7 @@ from uno.config import Config, override
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.errors import ConfigError
-from uno.methods import registry
+from uno.model import build_network
 from uno.runs import hardware
 from uno.session import resources
 from uno.session.resources import (
@@ -103,7 +103,7 @@ def task():
 
 def test_the_estimate_grows_with_the_network_and_the_batch(task):
     found = training_bytes(small_config(), task)
-    network = registry.build_network(small_config(), 5, 5, 0)
+    network = build_network(small_config(), 5, 5, 0)
     assert found["network"] == 12 * sum(p.numel() for p in network.parameters())
     twice = training_bytes(small_config(train__batch_size=64), task)
     assert twice["activations"] == 2 * found["activations"]
@@ -116,10 +116,16 @@ def test_the_estimate_grows_with_the_network_and_the_batch(task):
     assert two["activations"] == found["activations"]
 
 
+def test_the_queue_counts_for_every_head(task):
+    queue = training_bytes(small_config(objective__queue_size=1000), task)["queue"]
+    views, heads, families, projection = 2, 2, 2, 8
+    assert queue == 4 * 1000 * views * heads * families * projection
+
+
 def test_the_activations_are_those_that_the_backward_pass_keeps(task):
     """The estimate is close to what autograd saves."""
     config = small_config(augment__large__size=32, model__width=32)
-    encoder = registry.build_network(config, 5, 5, 0).encoder
+    encoder = build_network(config, 5, 5, 0).encoder
     weights = {weight.untyped_storage()._cdata for weight in encoder.parameters()}
     saved = {}
 
@@ -138,8 +144,8 @@ def test_the_activations_are_those_that_the_backward_pass_keeps(task):
 def test_a_frozen_encoder_keeps_no_activations_and_own_code_is_not_run(task):
     frozen = small_config(model__finetune="none", data__loading="streaming")
     assert training_bytes(frozen, task)["activations"] == 0
-    own = small_config(model__encoder="tests.uno.toy_encoders:flat")
-    assert training_bytes(own, task) == {}
+    own = small_config(model__encoder="tests.uno.toy_encoders:maps")
+    assert training_bytes(own, task)["activations"] == 0
 
 
 def test_what_cannot_fit_is_refused(task, monkeypatch):

@@ -86,7 +86,7 @@ def test_the_run_lists_bad_rows_and_shows_ids(run):
         and 'class="tiles-of texts"' in page
         and "<img src" not in page
     )
-    table = pq.read_table(f"{model.run}/predictions.parquet").to_pylist()
+    table = pq.read_table(f"{model.run}/predictions").to_pylist()
     assert [row["id"] for row in table if row["status"] == "bad"] == ["row-3", "row-5"]
 
 
