@@ -750,7 +750,8 @@ class ComputeConfig(Section):
     )
     cpus_per_worker: float | None = field(
         None,
-        "CPUs reserved for each Ray worker; default min(1, (CPUs - 1) / workers).",
+        "CPUs reserved for each Ray worker; default min(1, (CPUs - 1) / workers), or"
+        " for training on GPUs from a stream an equal share of a node.",
         gt=0,
         commands="evaluate predict report",
     )
