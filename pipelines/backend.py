@@ -20,13 +20,14 @@ from uno.config import Config, override
 from uno.data.decode import decode_many, ok_mask
 from uno.data.images import Images, from_columns, to_columns
 from uno.data.splits import Task
-from uno.errors import Interrupted, one_line
+from uno.errors import ConfigError, Interrupted, one_line
 from uno.model import features_of
 from uno.results import estimate
 from uno.results.estimate import Estimate, Settings
 from uno.results.infer import Classifier, Decode, build_classifier, read_model_files
 from uno.results.predictions import PredictionWriter, Summary
 from uno.runs.hardware import num_threads
+from uno.session import resources
 from uno.session.backend import LocalBackend, estimated_set
 from uno.session.console import print_line
 from uno.session.data import Compute, Show
@@ -152,8 +153,12 @@ class RayBackend(LocalBackend):
         Args:
             run: The run whose rows are clustered.
             settings: The settings of the estimate.
+
+        Raises:
+            ConfigError: The images do not fit into the memory of this machine.
         """
         config = run.config
+        check_driver_memory(config, len(run.task.rows))
         with ray_env.connect(workers=config.compute.num_workers) as ray:
             # One place is enough to begin, and more are used if there is room.
             one = override(config, {"compute.num_workers": 1})
@@ -170,6 +175,26 @@ class RayBackend(LocalBackend):
                 partial(ray_tasks, ray, config.compute.num_workers, request),
                 report=print_line,
             )
+
+
+def check_driver_memory(config: Config, num_rows: int) -> None:
+    """Refuse images that this process cannot hold and send to the workers.
+
+    Args:
+        config: The configuration of the run.
+        num_rows: The number of images.
+
+    Raises:
+        ConfigError: The images, or their features, do not fit.
+    """
+    # One copy is in this process, and one in Ray's object store.
+    needed = 2 * num_rows * resources.row_bytes(config)
+    free = resources.free_host_bytes()
+    if needed > free:
+        raise ConfigError(
+            f"{num_rows:,} images need {needed / 1e9:.1f} GB of this machine's memory,"
+            f" {free / 1e9:.1f} GB are free; use --limit, or --model.finetune none"
+        )
 
 
 def encode_on_ray(

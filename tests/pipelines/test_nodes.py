@@ -129,7 +129,8 @@ def estimate(ray, config, monkeypatch):
         "estimate_num_novel",
         lambda *facts, **_: found.append(facts[4]),
     )
-    run = Run(config, Storage("unused"), backend.RayBackend(), opened=Mock())
+    opened = Mock(rows=range(10))
+    run = Run(config, Storage("unused"), backend.RayBackend(), opened=opened)
     run.backend.estimate(run, Settings())
     return found
 
@@ -188,6 +189,15 @@ def test_the_first_task_of_a_command_waits_for_its_node(
         ConfigError, match=r"too few GPUs|the cluster has 0|the cluster.s 0"
     ):
         command(ray, config_of(device="cuda"), monkeypatch)
+
+
+def test_images_that_this_machine_cannot_hold_are_refused(monkeypatch):
+    """Workers get the images of an estimate from this process."""
+    config = override(config_of(), {"data.stored_size": 10})
+    monkeypatch.setattr(resources, "free_host_bytes", lambda: 6 * 10**5)
+    backend.check_driver_memory(config, 1000)
+    with pytest.raises(ConfigError, match="1,001 images need"):
+        backend.check_driver_memory(config, 1001)
 
 
 def test_shards_that_must_be_here_need_a_cpu_here():

@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -32,7 +33,7 @@ from uno.data.vectors import given_vectors
 from uno.errors import ConfigError, StorageError
 from uno.runs import DISCOVER, run
 from uno.session import resources
-from uno.session.data import read_task
+from uno.session.data import compute_local, read_task
 from uno.session.prepare import check_data
 from uno.session.resources import IMAGE_SHARE
 from uno.weights import PRETRAINED
@@ -279,6 +280,24 @@ def test_trials_make_the_views_of_vectors_when_they_read_them(tmp_path):
         both = (fold.train.batches(config, plan)(0).views for fold in (made, stored))
         assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
         assert torch.equal(made.scored.images[:], stored.scored.images[:])
+
+
+def test_the_workers_of_a_cluster_compute_the_features(tmp_path, monkeypatch):
+    """The machine of the command may be a head without a GPU."""
+    asked = []
+
+    def compute_on_ray(ray, job, encoder, rows):
+        asked.append(job.config.compute.num_workers)
+        return compute_local(job, encoder, rows)
+
+    cluster = Mock(cluster_resources=lambda: {"CPU": 3.0})
+    monkeypatch.setattr(driver, "compute_on_ray", compute_on_ray)
+    monkeypatch.setattr(driver.ray_env, "cluster_address", lambda: "head:6379")
+    monkeypatch.setattr(driver.ray_env, "connect", lambda: nullcontext(cluster))
+    options = frozen_options(tmp_path, "--folds", "2")
+    with claimed(tmp_path / "s") as storage:
+        load(options, storage=storage)
+    assert asked == [3]
 
 
 def test_features_larger_than_memory_are_never_in_memory(tmp_path):

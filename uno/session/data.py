@@ -26,7 +26,7 @@ from uno.errors import ConfigError, Interrupted
 from uno.runs.hardware import at_speed, local_device, num_threads
 from uno.runs.run import frozen_encoder
 from uno.runtime import Runtime, plan_of, require_runtime
-from uno.session.console import count_items, print_line, reading
+from uno.session.console import announce_reading, count_items, print_line
 from uno.session.resources import on_features
 from uno.text import plural
 
@@ -42,14 +42,11 @@ Compute = Callable[[FeatureJob, nn.Module, np.ndarray], Iterable[Chunk]]
 def read_task(data: DataConfig) -> Task:
     """Read the rows of a source, and find their known and novel classes and splits.
 
-    A line is printed every ten seconds while this takes long.
-
     Raises:
         ConfigError: The source cannot be read, or does not fit the settings.
     """
-    with reading() as total:
+    with announce_reading():
         task = make_task(read_rows(data), data)
-        total(len(task.rows))
     return task
 
 
