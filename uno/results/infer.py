@@ -25,7 +25,7 @@ from uno.config import Config, dump_yaml, override, parse_yaml, require_code
 from uno.data.decode import decoded, ok_mask
 from uno.data.files import Storage, parse_json
 from uno.data.images import evenly_spaced
-from uno.data.output import find_mapping
+from uno.data.output import read_mapping
 from uno.data.rows import Rows
 from uno.encoder import changed_code, code_of, require_encoder
 from uno.errors import StorageError, one_line
@@ -367,7 +367,7 @@ def save_model(
         code_of(config.model.encoder, module.encoder),
     )
     facts = {"best_head": best_head, **({"encoder_code": code["code"]} if code else {})}
-    aligned = find_mapping(storage, ALIGNMENT_FILE) or {}
+    aligned = read_mapping(storage, ALIGNMENT_FILE) or {}
     facts |= aligned if aligned.get("best_head") == best_head else {}
     files = {
         "encoder.safetensors": safetensors.torch.save(with_prefix(weights, "encoder.")),

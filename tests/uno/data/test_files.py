@@ -397,19 +397,20 @@ def test_of_two_first_writers_one_writes(tmp_path, monkeypatch):
     """Kills: a look before the write instead of the file system's own answer."""
     for storage in (Storage(str(tmp_path)), Storage(MEMORY)):
         storage.delete("lock.json")
-        assert storage.write_first("lock.json", b"1") and not storage.write_first(
-            "lock.json", b"2"
-        )
+        assert storage.write_if_absent(
+            "lock.json", b"1"
+        ) and not storage.write_if_absent("lock.json", b"2")
         assert storage.read("lock.json") == b"1"
     storage = Storage(str(tmp_path))
     # both have looked before
     monkeypatch.setattr(storage, "exists", lambda name: False)
-    assert not storage.write_first("lock.json", b"2")
+    assert not storage.write_if_absent("lock.json", b"2")
     monkeypatch.setattr(
         os, "link", Mock(side_effect=OSError(errno.EPERM, "no links here"))
     )
     assert (
-        storage.write_first("other.json", b"3") and storage.read("other.json") == b"3"
+        storage.write_if_absent("other.json", b"3")
+        and storage.read("other.json") == b"3"
     )
     assert sorted(os.listdir(tmp_path)) == ["lock.json", "other.json"]
 
