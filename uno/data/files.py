@@ -915,24 +915,23 @@ class Storage:
             StorageError: The file cannot be written, or the temporary folder is full.
         """
         self.check()
-        with self._errors("write", name):
-            if self.is_local:
-                with create_local(Path(self.path(name))) as file:
-                    yield file
-                return
-            with tempfile.TemporaryFile() as file:
-                try:
-                    yield file
-                    file.flush()
-                except OSError as error:
-                    if error.errno != errno.ENOSPC:
-                        raise
-                    raise StorageError(
-                        f"cannot write {self.path(name)}: no space left in"
-                        f" {tempfile.gettempdir()}, where files are collected before"
-                        " their upload; set TMPDIR to a folder with more space"
-                    ) from None
-                self._upload(name, _mapped_content(file))
+        if self.is_local:
+            with (
+                self._errors("write", name),
+                create_local(Path(self.path(name))) as file,
+            ):
+                yield file
+            return
+        way = f"{self.path(name)} by way of {tempfile.gettempdir()} (TMPDIR)"
+        with (
+            wrap_errors(StorageError, f"write {way}"),
+            tempfile.TemporaryFile() as file,
+        ):
+            yield file
+            file.flush()
+            is_empty = not os.fstat(file.fileno()).st_size  # which cannot be mapped
+            data = b"" if is_empty else mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+            self._upload(name, data)
 
     @retry_transient
     def _write_local(self, name: str, data: bytes) -> None:
@@ -1080,13 +1079,6 @@ def reserve_space(file: Any, size: int) -> None:
     if size > disk.f_bavail * disk.f_frsize:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     file.truncate(size)
-
-
-def _mapped_content(file: Any) -> Any:
-    """Return the bytes of an open file as a memory map, b'' if it is empty."""
-    if not os.fstat(file.fileno()).st_size:  # an empty file cannot be mapped
-        return b""
-    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 @contextmanager
