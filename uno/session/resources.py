@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from uno.config import OWN_ENCODERS, VECTORS, Config, override
+from uno.config import OWN_ENCODERS, Config, override
 from uno.data.splits import Task
 from uno.encoder import build_encoder
 from uno.errors import ConfigError
@@ -243,7 +243,8 @@ def estimate_training_bytes(config: Config, task: Task) -> dict[str, int]:
         encoder in a step of discovery, and of the "queue" of projections.
     """
     library = config.model.encoder.partition(":")[0]
-    is_ours = library in (*OWN_ENCODERS, "torchvision", "timm", VECTORS)
+    # vectors have small heads, which on that device import PyTorch's compiler
+    is_ours = library in (*OWN_ENCODERS, "torchvision", "timm")
     with torch.device("meta" if is_ours else "cpu"):
         network = build_network(config, task.num_known, task.num_novel, 0)
     weights = sum(
