@@ -343,7 +343,7 @@ def _flags(
     Raises:
         ConfigError: The line has another option, or a file cannot be read.
     """
-    if "--config" in command.flags():
+    if command.takes != "none":
         for words in (
             words for name, _, words in groups if name == "--config" and any(words)
         ):
