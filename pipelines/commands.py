@@ -26,7 +26,7 @@ from pipelines.options import (
 )
 from uno.config import override
 from uno.errors import ConfigError, UnoError
-from uno.session.configure import checked_output, explain, launched
+from uno.session.configure import expand_output, explain, is_torchrun_rank
 
 if TYPE_CHECKING:
     from uno.data.files import Storage
@@ -226,7 +226,7 @@ def discover(
     Returns:
         The exit code.
     """
-    if ranks is None and launched():
+    if ranks is None and is_torchrun_rank():
         from uno.session.ranks import TorchrunBackend
 
         backend = TorchrunBackend()
@@ -274,7 +274,7 @@ def predict(argv: Sequence[str]) -> int:
     """Predict a class for every image of a source, and print where the table is."""
     options = parse(argv, PREDICT)
     if "output" in (given := options.overrides):
-        given["output"] = checked_output(str(given["output"]))
+        given["output"] = expand_output(str(given["output"]))
     from uno.session import predict as session
 
     own = options.args

@@ -158,9 +158,8 @@ def first_classes(known: Sequence[str], num_novel: int) -> list[OutputClass]:
         num_novel: The number of discovered classes.
     """
     novel = islice(_free((f"novel-{i}" for i in count(1)), known), num_novel)
-    num_known = len(known)
     return [
-        OutputClass(index, name, "known" if index < num_known else "novel", index)
+        OutputClass(index, name, "known" if index < len(known) else "novel", index)
         for index, name in enumerate([*known, *novel])
     ]
 

@@ -18,8 +18,8 @@ import pyarrow.compute as pc
 
 import uno.runs.run as training
 from uno.config import Config, override
-from uno.data.decode import BAD_SAMPLES
 from uno.data.files import Storage
+from uno.data.unreadable import BAD_SAMPLES
 from uno.encoder import require_encoder
 from uno.errors import ConfigError, StorageError
 from uno.methods import load
@@ -38,7 +38,7 @@ from uno.results.show import counted
 from uno.results.trust import verdict
 from uno.runs import DISCOVER, PHASES, REPORT_FILE, RESULTS_FILE, directory
 from uno.runs.checkpoint import checkpoint_steps
-from uno.runs.former import kept_until_replaced
+from uno.runs.former import keep_until_replaced
 from uno.session.backend import LocalBackend
 from uno.session.console import Progress, interrupt_on_signal, print_line
 from uno.session.data import Show
@@ -51,7 +51,7 @@ from uno.session.prepare import (
     open_stored_run,
     with_full_path,
 )
-from uno.session.resources import on_features
+from uno.session.resources import trains_on_features
 from uno.session.run import Backend, Run
 from uno.session.summary import describe_run
 from uno.text import plural
@@ -100,7 +100,7 @@ def discover(
     check_run(run)
     with run.locked():
         former_run = (
-            kept_until_replaced(run.storage, print_line)
+            keep_until_replaced(run.storage, print_line)
             if overwrite
             else nullcontext(lambda: None)
         )
@@ -301,7 +301,7 @@ def try_phases(
             {"train.max_steps": 1, "compute.num_workers": 0, "output": folder},
         )
         # features of all rows would take minutes, so images are streamed instead
-        computes_features = on_features(once) and not once.model.takes_vectors
+        computes_features = trains_on_features(once) and not once.model.takes_vectors
         if computes_features:
             once = override(once, {"data.loading": "streaming"})
         trial = replace(

@@ -96,7 +96,7 @@ def test_what_does_not_fit_the_run_is_refused(empty):
     facts = json.loads(empty.read("environment.json"))
     assert facts["data_fingerprint"] == "print" and "torch" in facts["versions"]
     empty.write("environment.json", json.dumps(facts | {"format_version": 99}).encode())
-    with pytest.raises(ConfigError, match="format version 99, not 2; use --overwrite"):
+    with pytest.raises(ConfigError, match="format version 99, not 3; use --overwrite"):
         begin_run(CONFIG, empty, "print")
 
 
