@@ -32,7 +32,6 @@ from uno.prototype_init import (
     training_features,
 )
 from uno.results.metrics import cluster_accuracy, confusion, purity
-from uno.session import predict
 
 SIZES = [30, 30, 30, 30, 12, 40, 20, 8]  # of which the first four classes are known
 
@@ -256,19 +255,6 @@ def features_by_all_of(monkeypatch, config, models, train):
         )
         sample_features(config, models, train)
     return found[: len(models)]
-
-
-def test_heads_are_aligned_on_whole_row_groups(packed, monkeypatch):
-    """Kills: a row group read for each of 10,000 rows, by the machine that leads a
-    run.
-    """
-    make, _ = packed
-    _, task = make()
-    monkeypatch.setattr(predict, "SAMPLE_ROWS", 100)
-    rows = predict.unlabeled_rows(task)
-    assert 80 < len(rows) <= 100 and (task.labels[rows] < 0).all()
-    # half of a group is unlabeled
-    assert len(np.unique(task.rows.images.groups(rows))) <= 25
 
 
 def test_sorted_classes_are_all_looked_at(packed, tmp_path, monkeypatch, caplog):
