@@ -57,7 +57,7 @@ from uno.model import num_heads
 from uno.runs import DISCOVER, LOGGERS_FOLDER, RAY_FOLDER, directory, lock, run
 from uno.runs.hardware import num_threads
 from uno.runs.lock import RunLock
-from uno.session.configure import leaves_choice
+from uno.session.configure import leaves_method_open
 from uno.session.console import Progress, interrupt_on_signal, on_stop, print_line
 from uno.session.data import (
     Compute,
@@ -192,7 +192,7 @@ def run_sweep(options: SweepOptions) -> int:
             if t.index < options.trials and t.status
         ]
         if len(ended) < options.trials:
-            if leaves_choice(
+            if leaves_method_open(
                 config.preset,
                 {key: value for key, value in asked.items() if key != "recipe"},
             ):

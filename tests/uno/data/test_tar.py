@@ -20,6 +20,7 @@ from uno.data.check import check
 from uno.data.decode import decode_many
 from uno.data.files import Storage
 from uno.data.pack import pack, store_local
+from uno.data.read_options import ReadOptions
 from uno.data.sources import read_rows, recognize
 from uno.data.splits import labeled_rows, make_task
 from uno.data.tar import read_tar
@@ -503,7 +504,7 @@ def test_a_shard_that_was_just_written_is_not_trusted(shards, tmp_path):
 
 def test_labels_and_no_labels_have_their_own_index(shards):
     with_labels = read(FOLDER)
-    without = read_tar("s3://bucket/shards", images_only=True)
+    without = read_tar("s3://bucket/shards", ReadOptions(images_only=True))
     assert not with_labels.labels.null_count
     assert without.labels.null_count == len(without)
     assert facts_of(read(FOLDER)) == facts_of(with_labels)
