@@ -23,7 +23,7 @@ from pipelines.features import compute_on_ray
 from uno.config import Config, override, to_dict
 from uno.data.decode import ok_mask
 from uno.data.files import Storage, join, split
-from uno.data.resident import keep_pixels
+from uno.data.memory import keep_pixels
 from uno.errors import Interrupted
 from uno.results.evaluate import evaluate_run
 from uno.runs import PHASES, RAY_FOLDER, STOP_FILE

@@ -18,8 +18,7 @@ from uno.clustering import FREE, kmeans, seeded_kmeans, whiten
 from uno.config import Config
 from uno.data.decode import DecodedBatch, ok_mask
 from uno.data.images import batches_of, evenly_spaced, spread
-from uno.data.resident import TrainSet
-from uno.data.row_blocks import RowBlocks, part
+from uno.data.memory import TrainSet
 from uno.data.stream import TrainData, decoded_rows
 from uno.errors import ConfigError
 from uno.heads import unit
@@ -33,7 +32,7 @@ MIN_BATCH_ROWS, MAX_BATCHES = 32, 64
 
 Kind = Literal["labeled", "unlabeled"]
 KINDS: tuple[Kind, ...] = ("labeled", "unlabeled")
-Load = Callable[[Sequence[np.ndarray]], Iterator[tuple[Tensor | RowBlocks, np.ndarray]]]
+Load = Callable[[Sequence[np.ndarray]], Iterator[tuple[Tensor, np.ndarray]]]
 """Reads images: takes the numbers of the n images of each batch, int64 (n,).
 
 For each batch it yields the images, and bool (n,), which of them could be read. The
@@ -418,7 +417,7 @@ def features_by_all(
 
 def _resident(
     train: TrainSet, rows: Sequence[np.ndarray], batches: Sequence[np.ndarray]
-) -> Iterator[tuple[Tensor | RowBlocks, np.ndarray]]:
+) -> Iterator[tuple[Tensor, np.ndarray]]:
     """Yield the images of batches of rows in memory, as :data:`Load` does.
 
     Args:
@@ -430,15 +429,15 @@ def _resident(
     num = len(rows[0])
     for batch in batches:
         images = train.labeled_images if batch[0] < num else train.unlabeled_images
-        chosen = torch.from_numpy(np.concatenate(rows)[batch]).to(images.device)
-        yield part(images, chosen), np.ones(len(batch), dtype=bool)
+        chosen = torch.from_numpy(np.concatenate(rows)[batch])
+        yield images[chosen], np.ones(len(batch), dtype=bool)
 
 
 def streamed(
     decode: Callable[[Iterable[np.ndarray]], Iterator[DecodedBatch]],
     numbers: np.ndarray,
     batches: Sequence[np.ndarray],
-) -> Iterator[tuple[Tensor | RowBlocks, np.ndarray]]:
+) -> Iterator[tuple[Tensor, np.ndarray]]:
     """Yield the images of batches that are decoded now, as :data:`Load` does.
 
     Args:

@@ -18,7 +18,7 @@ from uno.config import override
 from uno.data import tables
 from uno.data.decode import BadRows
 from uno.data.files import Storage
-from uno.data.resident import TrainSet
+from uno.data.memory import TrainSet
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.data.stream import StreamSet, decode_here, stream_facts, streaming_set

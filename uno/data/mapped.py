@@ -1,8 +1,4 @@
-"""Vectors that may be larger than the memory.
-
-Large arrays are kept in a memory-mapped file of the cache directory, and views of
-vectors are computed when they are read.
-"""
+"""Arrays that may be larger than the memory, in a file of the cache directory."""
 
 from __future__ import annotations
 
@@ -10,11 +6,9 @@ import math
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from uno.data.files import reserve_space
@@ -119,97 +113,3 @@ def equal_rows(values: Tensor) -> list[list[int]]:
         order[start : start + count].tolist()
         for start, count in zip(starts[several], counts[several], strict=True)
     ]
-
-
-@dataclass(frozen=True, eq=False)
-class NeighborViews:
-    """Views of vectors towards their neighbors, computed when they are read.
-
-    This is read like a tensor float32 (N, 1 + V, D). View 0 of a row is the row itself.
-    View v is a point between the row and one of its neighbors, by linear interpolation.
-
-    Attributes:
-        values: The N vectors, float32 (N, D).
-        partners: The row number of the neighbor for each of the V views, int32 (N, V).
-        shares: The position of each view between the row, 0, and the neighbor, 1:
-            float32 (N, V).
-    """
-
-    values: Tensor
-    partners: Tensor
-    shares: Tensor
-
-    def __len__(self) -> int:
-        return len(self.values)
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """The shape of all views as of one tensor, (N, 1 + V, D).
-
-        N is the number of vectors, V the number of views towards neighbors, and D the
-        length of a vector.
-        """
-        return len(self), 1 + self.partners.shape[1], self.values.shape[1]
-
-    @property
-    def ndim(self) -> int:
-        """The number of dimensions of :attr:`shape`, which is 3."""
-        return 3
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of the numbers, float32."""
-        return self.values.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the vectors, which is the CPU."""
-        return self.values.device
-
-    @property
-    def parts(self) -> tuple[Tensor, ...]:
-        """The tensors that define the views: ``values``, ``partners`` and ``shares``.
-
-        They are the vectors (N, D), the neighbor of each view (N, V) and its position
-        between vector and neighbor (N, V).
-        """
-        return self.values, self.partners, self.shares
-
-    def __getitem__(self, key: Any) -> Tensor:
-        """Compute views of some rows.
-
-        Args:
-            key: One of
-
-                - ``rows``, an index of rows as of a tensor: all views (n, 1 + V, D)
-                - ``(rows, v)`` with a number v: view v of each row, (n, D)
-                - ``(rows, slice)``: some of the views of each row, (n, k, D)
-                - ``(rows, views)``, both int64 (n,): one view of each row, (n, D)
-
-        Returns:
-            A tensor. For the keys ``(:, 0)`` and ``(:, 0:1)`` it shares the memory of
-            ``values``.
-        """
-        rows, *views = key if isinstance(key, tuple) else (key,)
-        if not views:
-            own, partners, shares = (
-                self.values[rows],
-                self.partners[rows].long(),
-                self.shares[rows],
-            )
-            moved = [
-                own.lerp(self.values[p], s[:, None])
-                for p, s in zip(partners.T, shares.T, strict=True)
-            ]
-            return torch.stack([own, *moved], dim=1)
-        view = views[0]
-        if not isinstance(view, Tensor):
-            if view == 0:
-                return self.values[rows]
-            return (
-                self.values[rows, None] if view == slice(0, 1) else self[rows][:, view]
-            )
-        before = (view - 1).clamp(min=0)
-        partners = torch.where(view > 0, self.partners[rows, before].long(), rows)
-        shares = torch.where(view > 0, self.shares[rows, before], 0)
-        return self.values[rows].lerp(self.values[partners], shares[:, None])

@@ -36,8 +36,8 @@ from uno.data.decode import (
 )
 from uno.data.files import Storage
 from uno.data.images import Images, InMemory, batches_of
+from uno.data.memory import EvalSet, TrainSet
 from uno.data.plan import Batch, Order, Plan, augment_generator
-from uno.data.resident import EvalSet, TrainSet
 from uno.data.splits import Task, train_rows, truth_rows
 from uno.errors import ConfigError
 
@@ -74,7 +74,7 @@ the task: three arrays int64 (n,).
 class StreamSet:
     """The training rows of a task with images that are read when they are needed.
 
-    It has the methods of :class:`~uno.data.resident.TrainSet`.
+    It has the methods of :class:`~uno.data.memory.TrainSet`.
 
     Attributes:
         images: The images of all N rows of the task.
@@ -205,7 +205,7 @@ class StreamBatches:
     """The batches of a phase from images that are not in memory, for one worker.
 
     Calling an object with a step returns the batch of this step, as
-    :class:`~uno.data.resident.ResidentBatches`. The first call starts to crop the rows
+    :class:`~uno.data.memory.ResidentBatches`. The first call starts to crop the rows
     of this and the following steps ahead. A call with another step than the next one
     starts anew from there.
 

@@ -23,18 +23,17 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from uno.config import AugmentConfig, ModelConfig
+from uno.config import ModelConfig
 from uno.data import files as filesystem
 from uno.data import mapped, tables
 from uno.data.columns import Labels, Text
 from uno.data.decode import ok_mask
 from uno.data.from_python import class_names, distinct_ids, float_vectors
 from uno.data.image_paths import DEFAULT_RULES, PathRules, find_images
-from uno.data.images import Image, Images, evenly_spaced
+from uno.data.images import Image, Images
 from uno.data.labels import encode_column, require_distinct
-from uno.data.mapped import PIECE_ROWS, NeighborViews
+from uno.data.mapped import PIECE_ROWS
 from uno.data.other_formats import fix_for
-from uno.data.plan import FEATURES, VIEW_SEED, augment_generator
 from uno.data.rows import Rows
 from uno.data.tables import NO_NAMES, TEXT, ParquetImages
 from uno.data.text_tables import read_csv
@@ -42,12 +41,6 @@ from uno.errors import ConfigError, StorageError, one_line
 from uno.limits import MAX_NPZ_BYTES, MAX_ROWS
 from uno.text import plural
 
-# The number of neighbors of a row, the largest number of rows among which they are
-# searched, and the number of rows that are compared with all of these at once.
-NEIGHBORS, NEAR_ROWS, COSINE_ROWS = 5, 20_000, 512
-# The largest number of pairs of rows that are compared, which takes a minute; and the
-# number of rows among which neighbors are searched even if that makes more pairs.
-NEAR_PAIRS, LEAST_NEAR_ROWS = 2 * 10**9, 1_000
 METADATA = b"uno.vectors"  # key in the metadata of files that this module writes
 ARRAYS = (".npy", ".npz")
 # Errors that np.load raises for damaged files, and for files that it cannot read.
@@ -338,114 +331,6 @@ def require_kind(config: ModelConfig, images: Images) -> None:
         raise ConfigError(
             f"model.encoder {config.encoder} takes {takes}, the data has {given}"
         )
-
-
-def with_views(
-    values: Tensor, augment: AugmentConfig, ok: np.ndarray
-) -> Tensor | NeighborViews:
-    """Return vectors together with views for training, if they have only one view.
-
-    The views are random, but the same in runs of all seeds. ``augment.vector_view``
-    says how they are made: "noise" adds noise, "dropout" sets some numbers to zero, and
-    "neighbors" moves a row towards one of its nearest neighbors.
-
-    Args:
-        values: float32 (N, V, D).
-        augment: The section ``augment`` of the configuration.
-        ok: Whether each row has a usable vector, bool (N,). Views of other rows mean
-            nothing.
-
-    Returns:
-        (N, 1 + ``augment.num_cached_views``, D) with the vectors themselves as the
-        first view. ``values`` itself if V > 1 or ``augment.num_cached_views`` is 0.
-    """
-    if values.shape[1] > 1 or not augment.num_cached_views:
-        return values
-    generator, rows = (
-        augment_generator(VIEW_SEED, FEATURES, 0),
-        torch.from_numpy(np.flatnonzero(ok)),
-    )
-    how, strength = augment.vector_view, augment.vector_strength
-    if how == "neighbors":
-        return _neighbor_views(values[:, 0], rows, augment, generator)
-    spread = values[rows[evenly_spaced(PIECE_ROWS, len(rows))], 0].std(dim=0)
-    found = torch.from_numpy(
-        mapped.new_array((len(values), 1 + augment.num_cached_views, values.shape[2]))
-    )
-    for own in rows.split(PIECE_ROWS):
-        found[own, 0] = points = values[own, 0]
-        for view in range(1, found.shape[1]):
-            if how == "noise":
-                drawn = torch.randn(points.shape, generator=generator)
-                found[own, view] = points + strength * spread * drawn
-            else:
-                found[own, view] = points * (
-                    torch.rand(points.shape, generator=generator) >= strength
-                )
-    return found
-
-
-def _neighbor_views(
-    values: Tensor, rows: Tensor, augment: AugmentConfig, generator: torch.Generator
-) -> NeighborViews:
-    """Return views that move rows towards their nearest neighbors.
-
-    For each view, a random one of the neighbors is drawn, and a random share of the
-    way, at most ``augment.vector_strength``.
-
-    Args:
-        values: float32 (N, D).
-        rows: Numbers of the usable rows, int64 (n,). Views of other rows are the rows
-            themselves.
-        augment: The section ``augment`` of the configuration.
-        generator: Draws the views.
-    """
-    near, num_views = _neighbors(values, rows, generator), augment.num_cached_views
-    partners = torch.arange(len(values), dtype=torch.int32)[:, None].repeat(
-        1, num_views
-    )
-    shares = torch.zeros(len(values), num_views)
-    for view in range(num_views):
-        chosen = torch.randint(near.shape[1], (len(rows), 1), generator=generator)
-        shares[rows, view] = (
-            augment.vector_strength
-            * torch.rand(len(rows), 1, generator=generator)[:, 0]
-        )
-        partners[rows, view] = near.gather(1, chosen)[:, 0]
-    return NeighborViews(values, partners, shares)
-
-
-def _neighbors(values: Tensor, rows: Tensor, generator: torch.Generator) -> Tensor:
-    """Find the nearest neighbors of rows, by cosine similarity.
-
-    The rows are divided at random into parts, and neighbors are searched in the part of
-    a row only. A part has at most :data:`NEAR_ROWS` rows. It has fewer, but not fewer
-    than :data:`LEAST_NEAR_ROWS`, if otherwise more than :data:`NEAR_PAIRS` pairs were
-    compared. The last part has the rows that are left.
-
-    Args:
-        values: float32 (N, D).
-        rows: Row numbers, int64 (n,).
-        generator: Draws the parts.
-
-    Returns:
-        Row numbers of k = max(1, min(:data:`NEIGHBORS`, n - 1)) neighbors of each row,
-        nearest first: int32 (n, k). If the part of a row has fewer rows, the row itself
-        takes the remaining places.
-    """
-    num = len(rows)
-    near = rows.int()[:, None].repeat(1, min(NEIGHBORS, max(1, num - 1)))
-    at_once = min(NEAR_ROWS, max(NEAR_PAIRS // max(1, num), LEAST_NEAR_ROWS))
-    for some in torch.randperm(num, generator=generator).split(at_once):
-        unit = torch.nn.functional.normalize(values[rows[some]], dim=1)
-        for own in torch.arange(len(some)).split(COSINE_ROWS):
-            cosines = unit[own] @ unit.T
-            cosines[torch.arange(len(own)), own] = -torch.inf
-            found = some[
-                cosines.topk(min(near.shape[1], max(1, len(some) - 1)), dim=1).indices
-            ]
-            near[some[own], : found.shape[1]] = rows[found].int()
-    return near
 
 
 class GivenVectors(NamedTuple):

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from uno import collectives
 from uno.clustering import kmeans, principal_components
 from uno.config import Config, Section, field
-from uno.data.resident import TrainSet
+from uno.data.memory import TrainSet
 from uno.errors import ConfigError
 from uno.heads import unit
 from uno.methods import Method

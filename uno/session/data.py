@@ -16,12 +16,10 @@ from uno.data.decode import BAD_SAMPLES, check_bad, decode_many, name_bad, ok_ma
 from uno.data.features import Chunk, FeatureCache, FeatureJob, feature_job
 from uno.data.files import Storage
 from uno.data.images import evenly_spaced
-from uno.data.mapped import NeighborViews
-from uno.data.resident import assemble, eval_sets, keep_pixels
+from uno.data.memory import assemble, eval_sets, keep_pixels
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
 from uno.data.stream import EvalData, TrainData, streaming_eval_sets, streaming_set
-from uno.data.vectors import with_views
 from uno.errors import ConfigError, Interrupted
 from uno.runs.hardware import at_speed, local_device, num_threads
 from uno.runs.run import frozen_encoder
@@ -148,7 +146,7 @@ def load_images(
     storage: Storage,
     show: Show,
     should_stop: Callable[[], bool] = lambda: False,
-) -> tuple[Tensor | NeighborViews, list[str | None]]:
+) -> tuple[Tensor, list[str | None]]:
     """Decode all images of a run, or compute their features with a frozen encoder.
 
     Returns:
@@ -228,7 +226,7 @@ def load_features(
     should_stop: Callable[[], bool] = lambda: False,
     compute: Compute = compute_local,
     zeros: features.Zeros = torch.zeros,
-) -> tuple[Tensor | NeighborViews, list[str | None]]:
+) -> tuple[Tensor, list[str | None]]:
     """Return the features of all rows under a frozen encoder.
 
     Features in the cache are read, and the others are computed and cached. If the
@@ -262,7 +260,7 @@ def load_features(
         _warn_if_indistinct(
             given[0], given[1], "nothing separates the rows; check the vectors"
         )
-        return with_views(given[0], config.augment, ok_mask(given[1])), given[1]
+        return given
     require_runtime(config)
     encoder = frozen_encoder(config, storage)
     job = feature_job(config, task, encoder)
@@ -305,7 +303,7 @@ def load_features(
 
 
 def _warn_if_indistinct(
-    found: Tensor | NeighborViews, reasons: Sequence[str | None], advice: str
+    found: Tensor, reasons: Sequence[str | None], advice: str
 ) -> None:
     """Print a warning if features do not distinguish the rows.
 

@@ -11,7 +11,6 @@ import pyarrow as pa
 
 from uno.config import Config, override
 from uno.data.files import Storage, split
-from uno.data.mapped import NeighborViews
 from uno.data.rows import Rows
 from uno.data.sources import read_rows
 from uno.data.splits import Task, limit_rows
@@ -83,6 +82,8 @@ def embed(
     for warning in rows.warnings:
         print_line(f"warning: {warning}")
     require_kind(config.model, rows.images)
+    if num_views and config.model.takes_vectors:
+        raise ConfigError("--views: vectors have no random views; leave it out")
     none = np.full(len(rows), -1)
     task = Task(rows, [], [], 0, none, none, np.full(len(rows), num_views > 0))
     with (
@@ -95,7 +96,6 @@ def embed(
         features, reasons = load_features(
             config, task, start, show, should_stop, compute
         )
-    features = features[:] if isinstance(features, NeighborViews) else features
     leave_out_unreadable(reasons, config, task)
     ok = np.array([reason is None for reason in reasons])
     counts = np.where(ok, 1 + num_views, 0)

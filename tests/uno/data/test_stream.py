@@ -35,7 +35,7 @@ from uno.runs import run
 from uno.train import LocalWorker
 
 from .builders import encoded, pixels
-from .test_resident import same
+from .test_memory import same
 
 CONFIG = small_config(
     train__batch_size=24, data__loading="streaming", compute__threads=2

@@ -22,8 +22,8 @@ from uno.data.check import check, format_report
 from uno.data.decode import decode_many
 from uno.data.files import Storage
 from uno.data.inputs import open_inputs
+from uno.data.memory import keep_pixels
 from uno.data.pack import pack, store_local
-from uno.data.resident import keep_pixels
 from uno.data.sources import read_rows, recognize
 from uno.data.splits import labeled_rows, make_task
 from uno.data.stream import CropJob, crop_local, streaming_set

@@ -11,7 +11,7 @@ from tests.uno.methods import toy
 from tests.uno.methods.test_frozen import config_of, feature_set
 from tests.uno.small_run import fresh_state, small_config, train_both
 from uno.data.files import Storage
-from uno.data.resident import TrainSet
+from uno.data.memory import TrainSet
 from uno.errors import ConfigError
 from uno.frozen import matched
 from uno.methods import pim, registry
