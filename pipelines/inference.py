@@ -12,12 +12,11 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from pipelines.partitions import map_through_model
+from pipelines.partitions import WriterPool, map_through_model
 from pipelines.ray_data import bytes_of, pixel_column, shared_tensor
 from uno.config import Config
-from uno.data.images import InMemory, from_columns, to_columns
-from uno.data.inputs import split_batches
-from uno.data.rows import Partition
+from uno.data.images import Images, InMemory, from_columns, to_columns
+from uno.data.rows import Rows
 from uno.results.infer import build_classifier
 from uno.results.predictions import (
     InputSpec,
@@ -25,7 +24,7 @@ from uno.results.predictions import (
     Summary,
     classify,
     decode_chunk,
-    read_part,
+    split_chunks,
 )
 from uno.runs.hardware import at_speed
 from uno.runtime import Plan, plan_of
@@ -50,53 +49,53 @@ def predict_on_ray(
     Returns:
         The summary of all predictions, after they are joined to one table.
     """
-    how, source = (
-        InputSpec.of(build_classifier(files), writer.part_rows),
-        writer.inputs.source,
-    )
+    how = InputSpec.of(build_classifier(files), writer.part_rows)
+    reader = writer.data.images.reader()
     decode = partial(
-        decode_part, source=None if source is None else ray.put(source), how=how
+        decode_part, reader=None if reader is None else ray.put(reader), how=how
     )
-    rows = [writer.rows_of(number) for number in writer.missing]
-    parts = zip(rows, writer.inputs.parts(map(np.asarray, rows)), strict=True)
-    blocks = (part_block(own.start, part) for own, part in parts)
+    parts = map(writer.rows_of, writer.missing)
+    blocks = (make_block(writer.data, np.array(part)) for part in parts)
     vectors = config.model.takes_vectors
     plan = None if vectors else plan_of(config, torch.device("cpu"))
     loaded = ray.put(dict(files)), writer.embedding, plan
-    write, sizes = (
-        writer.part_writer.write,
-        (writer.part_rows, how.chunk_rows, 3 * how.size**2),
-    )
-    stored = map_through_model(
-        ray, config, writer.storage, blocks, decode, Scorer, loaded, write, *sizes
-    )
-    for number, _ in stored:
-        writer.stored(number)
+    pool = WriterPool(writer.storage, writer.part_writer.write, writer.part_rows)
+    for table in map_through_model(
+        ray,
+        config,
+        blocks,
+        decode,
+        Scorer,
+        loaded,
+        how.chunk_rows,
+        3 * how.size**2,
+        pool,
+    ):
+        for number in table["number"].to_pylist():
+            writer.stored(number)
         on_progress(writer.num_done, writer.num_rows)
     return writer.finish()
 
 
-def part_block(first: int, part: Partition) -> pa.Table:
+def make_block(data: Rows, rows: np.ndarray) -> pa.Table:
     """Return a partition as the table that is sent to a task.
 
     Args:
-        first: The number of its first row, among all rows.
-        part: The partition. Without images it holds row numbers in the source only.
+        data: All rows that are predicted.
+        rows: The numbers of the rows of the partition, int64 (n,).
     """
-    rows = {"row": np.arange(first, first + len(part.rows))}
-    if part.images is None:
-        return pa.table({**rows, "number": part.rows})
     return pa.table(
-        {**rows, "id": part.ids, **to_columns(part.images, np.arange(len(part.rows)))}
+        {"row": rows, "id": data.ids_of(rows), **to_columns(data.images, rows)}
     )
 
 
-def decode_part(block: pa.Table, source: Any, how: InputSpec) -> Iterator[pa.Table]:
-    """Decode the rows of a :func:`part_block`, in a task.
+def decode_part(block: pa.Table, reader: Any, how: InputSpec) -> Iterator[pa.Table]:
+    """Decode the rows of a :func:`make_block`, in a task.
 
     Args:
         block: The table.
-        source: The reference to what reads rows by number, or None.
+        reader: The reference to what reads images by row number; None if the block
+            has the images themselves.
         how: The size and the chunks that the model needs.
 
     Yields:
@@ -105,22 +104,13 @@ def decode_part(block: pa.Table, source: Any, how: InputSpec) -> Iterator[pa.Tab
     import ray
 
     torch.set_num_threads(1)
-    source = None if source is None else ray.get(source)
-    rows = block["row"].to_numpy()
-    if "id" in block.column_names:
-        here = source is None
-        images = (
-            InMemory(from_columns(block, None))
-            if here
-            else source.take(block["number"].to_numpy())
-        )
-        part, read = (
-            Partition(rows, block["id"].combine_chunks(), images),
-            split_batches,
-        )
+    images: Images
+    if reader is None:
+        images = InMemory(from_columns(block, None))
     else:
-        part, read = Partition(block["number"].to_numpy()), source.read
-    for chunk in read_part(read, part, int(rows[0]), how):
+        images = ray.get(reader).take(block["number"].to_numpy())
+    ids, first = block["id"].combine_chunks(), block["row"][0].as_py()
+    for chunk in split_chunks(ids, images, first, how):
         facts, pixels = decode_chunk(chunk, how, 1)
         yield facts.append_column("pixels", pixel_column(pixels.flatten(1).numpy()))
 

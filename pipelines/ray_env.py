@@ -29,12 +29,8 @@ T = TypeVar("T")
 UNREACHED = "1e9"  # a share of use that is never reached
 
 ENVIRONMENT = {
-    # With the default of 2 s every report takes up to 1.7 s.
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
     # Without this the Train tab of the dashboard is empty.
     "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",
-    # V2 starts up to 32 processes for each execution to read footers.
-    "RAY_DATA_USE_DATASOURCE_V2": "0",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # the patch prints every worker line twice
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
     "RAY_DATA_LOG_LEVEL": "ERROR",
@@ -46,16 +42,6 @@ ENVIRONMENT = {
     "RAY_DATA_DEFAULT_CLUSTER_SCALING_UP_OBJECT_STORE_MEMORY_UTIL_THRESHOLD": UNREACHED,
     "RAY_SCHEDULER_EVENTS": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Without this Ray 2.60 announces a future change of the default.
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # Workers without a place are reported within 30 s.
-    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "25",
-    # pipelines.nodes looks for nodes that leave: Ray's own watcher prints an error line
-    # per run, as its actor may restart with arguments that are gone, and asking it is a
-    # barrier of all ranks.
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
-    # Ray's own code causes this warning.
-    "PYTHONWARNINGS": "ignore:`ExecutionOptions.exclude_resources` is deprecated",
 }
 # It is disabled for a private cluster, and not changed for others.
 AUTH_MODE = "RAY_AUTH_MODE"
@@ -272,8 +258,15 @@ def check_address(address: str) -> None:
     Ray itself would try for minutes, without a message.
 
     Raises:
-        ConfigError: Nobody answers within 10 s.
+        ConfigError: Nobody answers within 10 s, or the address is that of the
+            dashboard, which only ``ray job submit`` takes.
     """
+    if address.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"{ADDRESS}={address} is the dashboard of a cluster: use"
+            f" {ADDRESS}=HOST:6379, or submit the command by `ray job submit --address"
+            f" {address}`"
+        )
     if (error := _silence(address, 10)) is not None:
         advice = f"{ADDRESS}=local starts one on this machine"
         raise ConfigError(
@@ -324,11 +317,6 @@ def worker_resources(config: Config, cluster: dict[str, float]) -> dict[str, flo
     if not use_gpu(config, cluster):
         return {"CPU": cpus}
     each, has = config.compute.gpus_per_worker, cluster.get("GPU", 0)
-    if each > 1 and each % 1:
-        raise ConfigError(
-            f"compute.gpus_per_worker is {each:g}: use a fraction of one GPU, or a"
-            " whole number"
-        )
     if workers * each > has:
         raise ConfigError(
             f"{plural(workers, 'worker')} need {workers * each:g} GPUs, the cluster has"

@@ -52,15 +52,14 @@ from uno.data.decode import (
     read_header,
 )
 from uno.data.files import Storage
-from uno.data.rows import Partition
-from uno.data.tables import ParquetTable, read_parquet, read_table
+from uno.data.tables import read_parquet, read_table
 from uno.data.tar import read_tar
 from uno.errors import UnoError
 from uno.report.facts import read_facts
 from uno.results.classes import OutputClass, read_edits, template
 from uno.results.infer import load_classifier
 from uno.runs.checkpoint import Checkpoint, file_name, load_newest, save_checkpoint
-from uno.runs.directory import begin_run, repair
+from uno.runs.directory import begin_run, delete_leftovers
 from uno.weights import read_weights
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -192,10 +191,8 @@ def _read_parquet(folder: Path, data: bytes) -> None:
     rows = read_parquet(str(folder / "train-0.parquet"))
     for row in range(min(3, len(rows))):
         _or_refused(decode, rows.images[row], 8)
-    table = ParquetTable(str(folder / "train-0.parquet"))
-    for _, images in table.read(
-        Partition(np.arange(min(3, len(table)))), [min(3, len(table))]
-    ):
+    rows = read_parquet(str(folder / "train-0.parquet"), images_only=True)
+    for images in rows.images.take(np.arange(min(3, len(rows)))).split(3):
         for image in images.read_images(np.arange(len(images))):
             _or_refused(decode, image, 8)
 
@@ -374,7 +371,7 @@ def _read_run(folder: Path, data: bytes) -> None:
     storage = _write_run(folder, data)
     read_facts(storage)
     _or_refused(begin_run, small_config(), storage, "f" * 64)
-    repair(storage)
+    delete_leftovers(storage)
 
 
 def _read_checkpoint(folder: Path, data: bytes) -> None:

@@ -30,7 +30,7 @@ from uno import errors, limits, methods
 from uno.config import Config, field_traits, flatten, section, to_dict
 from uno.methods import DEFAULT, METHODS, PRETEXTS
 from uno.presets import CPU, PRESETS
-from uno.session.settings import dashed
+from uno.session.configure import dashed
 
 FOLDER = Path(__file__).parent.parent / "docs" / "reference"
 COMMANDS = {
@@ -81,15 +81,21 @@ SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
 SECTION = re.compile(
-    r"^(Args|Attributes|Raises|Returns|Yields):\n((?:(?: {4}.*)?(?:\n|\Z))+)", re.M
+    r"^(Args|Attributes|Examples|Raises|Returns|Yields):\n((?:(?: {4}.*)?(?:\n|\Z))+)",
+    re.M,
 )
 """A section of a docstring in Google style: its title, and its indented lines."""
 
 
 def list_section(section: re.Match[str]) -> str:
-    """Return a section of a docstring as Markdown, with its named entries as a list."""
+    """Return a section of a docstring as Markdown.
+
+    Named entries become a list, and examples a block of code.
+    """
     title, body = section[1], textwrap.dedent(section[2]).strip()
-    if title not in ("Returns", "Yields"):
+    if title == "Examples":
+        body = f"~~~pycon\n{body}\n~~~"
+    elif title not in ("Returns", "Yields"):
         body = re.sub(r"^(\*{0,2}\w+): ", r"- `\1`: ", body, flags=re.M)
     return f"{title}:\n\n{body}\n\n"
 

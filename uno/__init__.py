@@ -11,8 +11,8 @@ The paper is the outline:
     Sec. 3.1  Unified objective              uno.objective, uno.model
     Sec. 3.2  Multi-view and pseudo-labeling uno.augment, uno.objective
     Sec. 3.3  Multi-head, overclustering     uno.heads
-    Sec. 4.1  Experimental setup             uno.presets, uno.schedule, uno.steps,
-                                             uno.train
+    Sec. 4.1  Experimental setup             uno.presets, uno.steps,
+                                             uno.training
     Sec. 4.1  Metrics and protocol           uno.results.metrics, uno.results.evaluate
     Sec. 4.2-4.4, appendix: tables, figures  uno.reproduce
 
@@ -24,10 +24,21 @@ run (:mod:`uno.session.api`).
 
 from typing import Any
 
-__all__ = ["Model", "Prediction", "Predictions", "discover", "load"]
+__all__ = [
+    "Model",
+    "NovelClassDiscovery",
+    "Prediction",
+    "Predictions",
+    "discover",
+    "load",
+]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "NovelClassDiscovery":  # needs no run directory and nothing of runs
+        from uno.estimator import NovelClassDiscovery
+
+        return NovelClassDiscovery
     if name in __all__:
         from uno.session import api
 

@@ -19,14 +19,7 @@ import torch
 
 import uno
 from pipelines import cli
-from pipelines.features import (
-    Featurizer,
-    decode_block,
-    make_block,
-    pack_chunk,
-    unpack_chunk,
-)
-from pipelines.partitions import Writer
+from pipelines.features import Featurizer, decode_block, make_block, unpack_chunk
 from tests.pipelines.small import (
     SMALL,
     lines_of,
@@ -46,6 +39,7 @@ from uno.data.memory import MemoryBatches
 from uno.data.sources import read_digits
 from uno.data.splits import make_task
 from uno.encoder import build_encoder
+from uno.errors import ConfigError
 from uno.runs import DISCOVER
 from uno.runs.checkpoint import checkpoint_steps, load_newest
 
@@ -157,11 +151,11 @@ def test_clustering_trains_nothing_and_says_what_to_expect(
     run = Storage(str(tmp_path / "run"))
     assert checkpoint_steps(run, DISCOVER) == [0]
     assert checkpoint_steps(run, "pretrain") == []
-    table = pq.read_table(tmp_path / "run" / "predictions.parquet").to_pylist()
+    table = pq.read_table(tmp_path / "run" / "predictions").to_pylist()
     images = {
         i: image
         for i, image in zip(
-            read_digits().ids, read_digits().images.items[:20], strict=False
+            read_digits().ids.to_pylist(), read_digits().images.items[:20], strict=False
         )
     }
     write_digits(tmp_path / "images", list(images.values()))
@@ -209,10 +203,7 @@ def test_predictions_equal_those_of_the_encoder(finished, tmp_path, capsys):
     argv = ["predict", str(finished), "--data", "digits", "--compute.threads", "1"]
     assert cli.main([*argv, "--output", str(tmp_path)]) == 0
     ours, again = (
-        {
-            row["id"]: row
-            for row in pq.read_table(path / "predictions.parquet").to_pylist()
-        }
+        {row["id"]: row for row in pq.read_table(path / "predictions").to_pylist()}
         for path in (finished, tmp_path)
     )
     assert len(ours) == 400 and ours.keys() < again.keys()
@@ -229,11 +220,11 @@ def test_the_model_classifies_files(finished, tmp_path):
     write_digits(tmp_path / "images", read_digits().images.items[:20])
     model = uno.load(str(finished))
     found = model.predict(sorted((tmp_path / "images").iterdir()))
-    table = pq.read_table(finished / "predictions.parquet").to_pylist()
+    table = pq.read_table(finished / "predictions").to_pylist()
     rows = {row["id"]: row["class_name"] for row in table}
     pairs = [
         (rows[i], p.class_name)
-        for i, p in zip(read_digits().ids, found, strict=False)
+        for i, p in zip(read_digits().ids.to_pylist(), found, strict=False)
         if i in rows
     ]
     assert len(pairs) >= 5 and all(ours == again for ours, again in pairs)
@@ -412,7 +403,7 @@ def test_unreadable_images_of_the_cache_are_listed_by_every_run(
     assert cli.main([str(word) for word in argv]) == 0
     (line,) = (tmp_path / "other" / "bad_samples.jsonl").read_text().splitlines()
     assert json.loads(line)["id"].endswith("emu/7.png") and "not a readable" in line
-    table = pq.read_table(tmp_path / "other" / "predictions.parquet").to_pylist()
+    table = pq.read_table(tmp_path / "other" / "predictions").to_pylist()
     (bad,) = [row for row in table if row["status"] != "ok"]
     assert bad["id"].endswith("emu/7.png") and bad["class_name"] is None
 
@@ -451,9 +442,8 @@ def test_data_check_counts_rows_that_are_held_out(tmp_path, capsys):
 
 
 def test_what_ray_does_with_chunks_gives_the_same_features(tmp_path, monkeypatch):
-    """From block to chunk, as tasks and actors do, with an image that cannot be read,
-    and numbers that are not finite, of rows that do not follow each other. Kills:
-    chunks cut elsewhere, reasons of other rows, views of test rows.
+    """The rows do not follow each other, one image cannot be read, and numbers that are
+    not finite are an error.
     """
     monkeypatch.setitem(
         sys.modules, "ray", SimpleNamespace(get=lambda reference: reference)
@@ -469,7 +459,7 @@ def test_what_ray_does_with_chunks_gives_the_same_features(tmp_path, monkeypatch
     task = replace(task, rows=replace(task.rows, images=images))
     job, rows = feature_job(config, task, encoder), np.delete(np.arange(80), [3, 40])
     ours = list(compute_local(job, encoder, rows, 2))
-    parts = []
+    results = []
     for weight in (1.0, float("nan")):
         state = {
             k: v * weight if v.is_floating_point() else v
@@ -478,23 +468,21 @@ def test_what_ray_does_with_chunks_gives_the_same_features(tmp_path, monkeypatch
         actor = Featurizer(
             "cpu", 2, (to_dict(config), safetensors.torch.save(state), None)
         )
-        writer = Writer(str(tmp_path), pack_chunk, 32)
         chunks = decode_block(make_block(job, rows, 0, 96), config, None)
-        results = actor(pa.concat_tables(chunks))  # Ray joins them
-        parts += [writer(results[i : i + 32]) for i in range(0, 78, 32)]
-    assert [part["number"][0].as_py() for part in parts] == [0, 1, 2] * 2
-    data = [part["data"][0].as_py() for part in parts]
-    assert data[3:] == [None] * 3
-    for chunk, packed in zip(ours, data[:3], strict=True):
-        theirs = unpack_chunk(job, chunk.rows, packed)
+        results.append(actor(pa.concat_tables(chunks)))  # Ray joins them
+    for number, chunk in enumerate(ours):
+        theirs = unpack_chunk(job, chunk.rows, results[0].slice(32 * number, 32))
         assert torch.equal(theirs.features, chunk.features)
         assert theirs.reasons == chunk.reasons
+        with pytest.raises(ConfigError, match="non-finite"):
+            unpack_chunk(job, chunk.rows, results[1].slice(32 * number, 32))
     assert sum(reason is not None for chunk in ours for reason in chunk.reasons) == 1
 
 
 def stored(folder: Path) -> dict[str, list[list[float]]]:
     """The views of each row in a folder of features."""
-    rows = pq.read_table(folder).select(["id", "view", "embedding"]).to_pylist()
+    table = pq.read_table(sorted(folder.glob("**/*.parquet")))
+    rows = table.select(["id", "view", "embedding"]).to_pylist()
     rows.sort(key=lambda row: (row["id"], row["view"]))
     return {f"{row['id']} {row['view']}": row["embedding"] for row in rows}
 
@@ -529,10 +517,7 @@ def test_two_ray_workers_compute_the_same_features(
     assert two[0]["loss"] == pytest.approx(one[0]["loss"], rel=0.1)
     assert two[-1]["loss"] == pytest.approx(one[-1]["loss"], rel=0.3)
     ours, theirs = (
-        {
-            row["id"]: row
-            for row in pq.read_table(run / "predictions.parquet").to_pylist()
-        }
+        {row["id"]: row for row in pq.read_table(run / "predictions").to_pylist()}
         for run in (finished, tmp_path / "run")
     )
     assert ours.keys() == theirs.keys()
@@ -567,7 +552,7 @@ def test_images_that_were_overwritten_reach_the_next_run_and_end_the_old_one(
     assert "30 images written to since the run began, e.g. a/0.bmp" in line
     assert cli.main([str(word) for word in [*words, "--output", tmp_path / "new"]]) == 0
     assert "features: 30 images" in capsys.readouterr().out
-    table = pq.read_table(tmp_path / "new" / "predictions.parquet").to_pylist()
+    table = pq.read_table(tmp_path / "new" / "predictions").to_pylist()
     found = uno.load(tmp_path / "new").predict([folder / row["id"] for row in table])
     np.testing.assert_allclose(
         found.probability, [row["probability"] for row in table], atol=1e-4

@@ -26,13 +26,13 @@ from tune.sweep import TUNE
 from tune.trial import SweepOptions
 from uno.config import override
 from uno.data import features
+from uno.data.embeddings import given_vectors
 from uno.data.files import Storage
-from uno.data.vectors import given_vectors
 from uno.errors import ConfigError, StorageError
 from uno.runs import DISCOVER, run
 from uno.session import resources
 from uno.session.data import read_task
-from uno.session.prepare import preflight
+from uno.session.prepare import check_data
 from uno.session.resources import IMAGE_SHARE
 from uno.weights import PRETRAINED
 
@@ -76,7 +76,7 @@ def vector_options(folder: Path, *more: str) -> SweepOptions:
 def load(options, own_weights=None, storage=None):
     config = override(options.config, HERE)
     task = read_task(config.data)
-    preflight(config, task)
+    check_data(config, task)
     return load_data(
         options, task, own_weights, storage or Storage(str(options.config.output))
     )
@@ -407,7 +407,7 @@ def test_a_sweep_on_vectors(ray_cluster, tmp_path, monkeypatch, capsys):
     )
     metrics = (tmp_path / "run/metrics.json").read_text()
     assert "trust/score" in metrics and "trust/clustering/classes" not in metrics
-    assert pq.read_table(tmp_path / "run/predictions.parquet").num_rows == 240
+    assert pq.read_table(tmp_path / "run/predictions").num_rows == 240
 
 
 @pytest.mark.parametrize("method", ["clustering", "pim"])

@@ -108,6 +108,10 @@ def test_scopes():
             {"objective.epsilonn": 1},
             "unknown key 'objective.epsilonn'; did you mean 'objective.epsilon'?",
         ),
+        (
+            {"compute.gpus_per_worker": 1.5},
+            "compute.gpus_per_worker: must be a fraction of one GPU, or a whole number",
+        ),
         ({"num_novel": 1}, "unknown key 'num_novel'; did you mean 'data.num_novel'?"),
         (
             {"data": "cifar10:x"},

@@ -39,12 +39,17 @@ from uno.config import AugmentConfig, Config
 from uno.crops import Cropper
 from uno.data.columns import decimal, joined
 from uno.data.decode import decode_many, ok_mask, prefetch_map
-from uno.data.files import FileEntry, Storage, normalize_path, with_remote_facts
+from uno.data.embeddings import write_vectors
+from uno.data.files import (
+    FileEntry,
+    Storage,
+    normalize_path,
+    user_cache,
+    with_remote_facts,
+)
 from uno.data.images import Image, Images
-from uno.data.mapped import user_cache
-from uno.data.plan import FEATURES, VIEW_SEED, augment_generator
+from uno.data.sampling import FEATURES, VIEW_SEED, augment_generator
 from uno.data.splits import Task
-from uno.data.vectors import write_vectors
 from uno.encoder import code_of
 from uno.errors import ConfigError, StorageError, one_line
 from uno.runtime import BATCH_SIZE, PACKAGES, Runtime
@@ -132,7 +137,7 @@ class FeatureJob(NamedTuple):
         Args:
             rows: int64 (n,), numbers of rows of the task.
         """
-        return list(self.task.rows.ids.take(rows))
+        return self.task.rows.ids.take(rows).to_pylist()
 
     def has_views(self, rows: np.ndarray) -> np.ndarray:
         """Return which rows have random views: training rows, if there are such views.
@@ -309,14 +314,14 @@ def decode_rows(
     crops = np.zeros((len(images), cropper.row_bytes), np.uint8)
     reasons = np.full(len(images), None)
     if len(viewed := np.flatnonzero(has_views)):
-        own = squares[viewed]  # a copy, which the cropper fills
+        own, some = squares[viewed], [images[i] for i in viewed.tolist()]
         crops[viewed], reasons[viewed] = cropper.crop(
-            seeds[viewed], np.zeros_like(viewed), [images[i] for i in viewed], own
+            seeds[viewed], np.zeros_like(viewed), some, own
         )
         squares[viewed] = own
     if len(plain := np.flatnonzero(~has_views)):
         decoded, reasons[plain] = decode_many(
-            [images[i] for i in plain], data.stored_size, 1, data.interpolation
+            [images[i] for i in plain.tolist()], data.stored_size, 1, data.interpolation
         )
         squares[plain] = decoded.numpy()
     pixels = np.concatenate([squares.reshape(len(images), -1), crops], axis=1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, Self, cast
 
@@ -95,6 +95,26 @@ class Images(Protocol):
             rows: Row numbers, int64 (n,).
         """
         return ImageSubset(self, rows)
+
+    def split(self, size: int) -> Iterator[Images]:
+        """Yield consecutive images in parts, to be read in order.
+
+        All images can be read in this way with little memory, however many there are.
+
+        Args:
+            size: Number of images of each part but the last.
+        """
+        return self.split_rows(np.arange(len(self)), size)
+
+    def split_rows(self, rows: np.ndarray, size: int) -> Iterator[Images]:
+        """Yield the images of some rows in parts, as :meth:`split` does.
+
+        Args:
+            rows: Row numbers, int64 (n,).
+            size: Number of images of each part but the last.
+        """
+        for start in range(0, len(rows), size):
+            yield self.take(rows[start : start + size])
 
     def groups(self, rows: np.ndarray) -> np.ndarray | None:
         """Return which rows are stored together.
@@ -299,6 +319,12 @@ class ImageSubset(Images):
             ]
             ready = Ready(ready.values.select_rows(torch.tensor(rows)), reasons)
         return ImageSubset(self.images, self.index[rows], ready)
+
+    def split_rows(self, rows: np.ndarray, size: int) -> Iterator[Images]:
+        """Yield the images of some rows int64 (n,) in parts of ``size`` images."""
+        if self.ready is not None:
+            return super().split_rows(rows, size)
+        return self.images.split_rows(self.index[rows], size)
 
     groups, sizes, content_keys, times, paths, lines, numbers, vectors, captions = map(
         _of_others,
@@ -663,7 +689,9 @@ def path_of(image: Image) -> str | None:
     return valid_text(full_path(image)) if isinstance(image, str) and image else None
 
 
-def row_names(ids: Sequence[str], images: Images, rows: Sequence[int]) -> list[str]:
+def row_names(
+    ids: pa.LargeStringArray, images: Images, rows: Sequence[int]
+) -> list[str]:
     """Return how messages name rows.
 
     Args:

@@ -17,8 +17,8 @@ from torch import Tensor
 from uno.augment import augment
 from uno.config import Config
 from uno.data.images import evenly_spaced, with_ready
-from uno.data.plan import PRETEXT, Batch, Order, Plan, augment_generator
 from uno.data.row_blocks import RowBlocks
+from uno.data.sampling import PRETEXT, Batch, Order, Plan, augment_generator
 from uno.data.splits import Task, train_rows, truth_rows
 
 SPREAD_ROWS = 2**16  # rows from which the spread of each feature is computed

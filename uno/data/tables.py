@@ -7,8 +7,6 @@ reads.
 
 from __future__ import annotations
 
-import hashlib
-import io
 import posixpath
 import re
 import threading
@@ -27,12 +25,21 @@ import pyarrow.dataset
 import pyarrow.parquet
 
 from uno.data import files as filesystem
-from uno.data.columns import ROWS_AT_ONCE, Ids, Labels, Numbered, Text, decimal, joined
+from uno.data.columns import (
+    ROWS_AT_ONCE,
+    class_codes,
+    decimal,
+    joined,
+    make_ids,
+    make_labels,
+    make_unlabeled,
+    present_classes,
+)
 from uno.data.image_paths import DEFAULT_RULES, ImagePaths, PathRules, find_images
 from uno.data.images import Image, Images, InMemory, MissingImage, is_image
 from uno.data.labels import encode_column, encode_labels, require_distinct
 from uno.data.other_formats import hint_of_files
-from uno.data.rows import SPLITS, Partition, Rows
+from uno.data.rows import SPLITS, Rows
 from uno.data.text_tables import TextTable, read_text_table
 from uno.errors import ConfigError, one_line
 from uno.limits import MAX_ROWS, MAX_TABLE_BYTES
@@ -52,7 +59,6 @@ READ_ROWS, READ_BYTES = 512, 2**20
 RECENT_GROUPS = 2  # row groups that are kept in memory after a part of them was read
 REQUEST_BYTES = 64 * 2**20  # the most bytes of a remote file that are read in one piece
 STORE_BYTES = ", or store the bytes of the images in the column"
-PATHS_TRIED = 64  # rows with paths that are looked for before predictions start
 NO_NAMES: Mapping[str, str] = {}
 WHOLE = re.compile(r"-?(0|[1-9][0-9]{0,17})")  # an int64 without leading zeros
 VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
@@ -61,7 +67,11 @@ TEXT, BINARY = (pa.string(), pa.large_string()), (pa.binary(), pa.large_binary()
 
 
 def read_parquet(
-    path: str, names: Mapping[str, str] = NO_NAMES, rules: PathRules = DEFAULT_RULES
+    path: str,
+    names: Mapping[str, str] = NO_NAMES,
+    rules: PathRules = DEFAULT_RULES,
+    *,
+    images_only: bool = False,
 ) -> Rows:
     """Read one Parquet file, or all *.parquet files of a folder.
 
@@ -74,6 +84,8 @@ def read_parquet(
         path: Path or URI of the file or folder.
         names: Standard name of a column, such as "label" -> its name in the files.
         rules: How a column of image paths is read.
+        images_only: Whether rows are only to be predicted. Labels and splits are then
+            not read, and a row without a path is an unreadable image.
 
     Raises:
         ConfigError: There is no such file; the files are damaged, not a whole pack, or
@@ -83,7 +95,11 @@ def read_parquet(
     with ThreadPoolExecutor(FOOTERS) as pool:
         folders = partition_columns(files)
         parts = list(
-            pool.map(lambda file, of: _read_file(file, names, of), files, folders)
+            pool.map(
+                lambda file, of: _read_file(file, names, of, images_only),
+                files,
+                folders,
+            )
         )
     tables, class_names, known, left, opened = zip(*parts, strict=True)
     if len(set(left)) > 1:
@@ -113,13 +129,16 @@ def read_parquet(
         [filesystem.valid_text(f.relative) for f in files],
         np.cumsum([0, *map(len, tables)]),
     )
-    ids: Ids = Numbered(places, starts)
-    if "id" in table.column_names:
-        ids = Text.join([*map(_ids, tables, places, starts.tolist())])
+    ids = pa.concat_arrays([*map(_make_ids, tables, places, starts.tolist())])
     images: Images
     if "image" in table.column_names:
         images = find_images(
-            source, root, values_in(table["image"]), False, rules, otherwise=STORE_BYTES
+            source,
+            root,
+            values_in(table["image"]),
+            images_only,
+            rules,
+            otherwise=STORE_BYTES,
         )
     else:
         images = ParquetImages(
@@ -132,8 +151,9 @@ def read_parquet(
         )
     is_train, known = table["is_train"].to_numpy(), next(filter(None, known), ())
     present = opened[0].schema.names
-    notes = () if labels is not None else note_of_no_label(path, present, names)
-    labels = Labels.none(len(table)) if labels is None else labels
+    is_noted = labels is None and not images_only
+    notes = note_of_no_label(path, present, names) if is_noted else ()
+    labels = make_unlabeled(len(table)) if labels is None else labels
     return Rows(
         ids,
         images,
@@ -147,7 +167,7 @@ def read_parquet(
     )
 
 
-def _ids(table: Any, name: str, first: int) -> Text:
+def _make_ids(table: Any, name: str, first: int) -> pa.LargeStringArray:
     """Return the ids of the rows of one file.
 
     Args:
@@ -159,10 +179,10 @@ def _ids(table: Any, name: str, first: int) -> Text:
     """
     rows = np.arange(len(table))
     if "id" not in table.column_names:
-        return Numbered([name], np.array([0, len(table)])).pick(rows)
+        return joined("#", name, decimal(rows))
     given = table["id"].cast(pa.large_string()).combine_chunks().fill_null("")
     instead = joined("", "row-", decimal(first + rows))
-    return Text(pa.compute.if_else(pa.compute.equal(given, ""), instead, given))
+    return pa.compute.if_else(pa.compute.equal(given, ""), instead, given)
 
 
 def values_in(column: Any) -> Iterator[Any]:
@@ -317,11 +337,60 @@ class ParquetImages(Images):
         Returns:
             An Arrow array.
         """
+        file, number = self._find_group(group)
+        return file.read([self.column], number)[self.column].combine_chunks()
+
+    def _find_group(self, group: int) -> tuple[OpenedParquet, int]:
+        """Return the file of a row group, and the number of the row group in it.
+
+        Args:
+            group: Number of the row group, counted over all files.
+        """
         at, number = self._groups[group]
         file = self._opened[at]
         if file is None:  # two threads may read the same footer, which does no harm
             file = self._opened[at] = open_parquet(*self._files[at])
-        return file.read([self.column], number)[self.column].combine_chunks()
+        return file, number
+
+    def split_rows(self, rows: np.ndarray, size: int) -> Iterator[Images]:
+        """Yield the images of some rows in parts.
+
+        A row group is read a few hundred rows at a time if ``rows`` ascend, so that
+        it may be larger than the memory.
+
+        Args:
+            rows: Row numbers, int64 (n,).
+            size: Number of images of each part but the last.
+        """
+        if (np.diff(rows) < 0).any():
+            yield from super().split_rows(rows, size)
+            return
+        images, inside = list[Image](), ImagePaths(self.root, self._rules).find
+        for column in self._scan(rows):
+            images += _images_in(column, inside)
+            while len(images) >= size:
+                yield InMemory(images[:size])
+                del images[:size]
+        if images:
+            yield InMemory(images)
+
+    def _scan(self, rows: np.ndarray) -> Iterator[Any]:
+        """Yield the image column of some rows, a few hundred rows at a time.
+
+        Args:
+            rows: Row numbers in ascending order, int64 (n,).
+        """
+        groups = self.groups(rows)
+        for group in np.unique(groups).tolist():
+            file, number = self._find_group(group)
+            wanted, start = rows[groups == group] - self._starts[group], 0
+            for batch in file.batches([self.column], number):
+                inside = (wanted >= start) & (wanted < start + len(batch))
+                if inside.any():
+                    yield batch[self.column].take(pa.array(wanted[inside] - start))
+                start += len(batch)
+                if start > wanted[-1]:
+                    break
 
     def _recent_group(self, group: int) -> Any:
         """Return the image column of a row group and keep it for the next calls.
@@ -659,174 +728,6 @@ def open_parquet(path: str, size: int) -> OpenedParquet:
     return OpenedParquet(path, size)
 
 
-class ParquetTable:
-    """The rows of Parquet files that are only to be predicted.
-
-    Labels and splits are not read. The table has the methods of
-    :class:`~uno.data.inputs.Inputs`. Making it reads the footers
-    and looks for the first images. All other rows are read when they are needed, a few
-    hundred at a time. A row without an id is called ``row-NUMBER``, or ``FILE#NUMBER``
-    if the file has no column of ids.
-
-    Args:
-        path: Path or URI of a Parquet file, or of a folder.
-        names: Standard name of a column, such as "label" -> its name in the files.
-        rules: How a column of image paths is read.
-
-    Attributes:
-        source: The table itself, which reads rows by their numbers on any node.
-        first: No images: the rows show what they are only when they are read.
-        warnings: Empty, because no row is left out.
-        fingerprint: A hash of the names and footers of the files.
-        times: A hash of the times of the last changes of the files.
-
-    Raises:
-        ConfigError: There are no rows; a file is damaged or its columns cannot be used;
-            or the first rows have paths of which none leads to a file.
-    """
-
-    def __init__(
-        self,
-        path: str,
-        names: Mapping[str, str] = NO_NAMES,
-        rules: PathRules = DEFAULT_RULES,
-    ) -> None:
-        """Read the footers of the files, and look for the images of the first rows."""
-        self._name, (self._root, files) = (
-            f"parquet:{path}",
-            parquet_files(path, rules.follow_links),
-        )
-        self._rules = rules
-        self.source: Any = self
-        self.first: Images = InMemory([])
-        self.warnings: tuple[str, ...] = ()
-        with ThreadPoolExecutor(FOOTERS) as pool:
-            found = list(pool.map(lambda file: _describe(file, names), files))
-        self._files, groups, digests, columns = zip(*found, strict=True)
-        if len(set(columns)) > 1:
-            raise ConfigError(
-                f"{self._name}: the files name their image column differently"
-            )
-        # the row where each row group begins, and the first row group of each file
-        self._groups = np.cumsum([0, *chain.from_iterable(groups)])
-        self._first_group = np.cumsum([0, *map(len, groups)])
-        self._image = columns[0]
-        self.fingerprint = hashlib.sha256("".join(digests).encode()).hexdigest()
-        self.times = hashlib.sha256(
-            repr([file.time for file in files]).encode()
-        ).hexdigest()
-        if not len(self):
-            raise ConfigError(f"{self._name}: no rows")
-        _, first = next(self._read(np.arange(min(len(self), PATHS_TRIED))))
-        if first.type in TEXT:
-            find_images(
-                self._name, self._root, first.to_pylist(), True, rules
-            )  # raises an error if none of the files exists
-        elif pa.types.is_struct(first.type) and not any(
-            value and value["bytes"] for value in first.to_pylist()
-        ):
-            paths = [
-                value.get("path") if value else None for value in first.to_pylist()
-            ]
-            if any(paths):
-                find_images(self._name, self._root, paths, True, rules)
-
-    def __len__(self) -> int:
-        return int(self._groups[-1])
-
-    def parts(self, numbers: Iterable[np.ndarray]) -> Iterator[Partition]:
-        """Yield a partition for each array of row numbers.
-
-        The partitions hold only the numbers, because any node can read their ids and
-        images.
-        """
-        return map(Partition, numbers)
-
-    def read(
-        self, part: Partition, sizes: Iterable[int]
-    ) -> Iterator[tuple[Any, Images]]:
-        """Read the ids and images of a partition.
-
-        Args:
-            part: The partition.
-            sizes: The number of rows of each batch.
-
-        Yields:
-            For each batch an Arrow array of its ids, and its images.
-
-        Raises:
-            ConfigError: A file is damaged, or a path leads out of the folder.
-        """
-        inside, tables = ImagePaths(self._root, self._rules), self._read(part.rows)
-        ids, images = list[str](), list[Image]()
-        for size in sizes:
-            while len(ids) < size:
-                names, column = next(tables)
-                ids += names
-                images += self._values(column, inside)
-            yield pa.array(ids[:size], pa.string()), InMemory(images[:size])
-            del ids[:size], images[:size]
-
-    def _read(self, rows: np.ndarray) -> Iterator[tuple[list[str], Any]]:
-        """Read the ids and images of some rows, a few hundred rows at a time.
-
-        Args:
-            rows: Row numbers in ascending order, int64 (n,).
-
-        Yields:
-            The ids of some rows, and an Arrow array of their values in the image
-            column.
-        """
-        of_rows = np.searchsorted(self._groups, rows, side="right") - 1
-        for group in np.unique(of_rows).tolist():
-            file = int(np.searchsorted(self._first_group, group, side="right")) - 1
-            first = int(self._groups[group])
-            # rows of the file before this row group
-            before = first - int(self._groups[self._first_group[file]])
-            wanted = rows[of_rows == group] - first
-            name, path, size, id_column = self._files[file]
-            columns, start = [self._image, *([id_column] if id_column else [])], 0
-            number = group - int(self._first_group[file])
-            for batch in open_parquet(path, size).batches(columns, number):
-                own = wanted[(wanted >= start) & (wanted < start + len(batch))]
-                if len(own):
-                    chosen = batch.take(pa.array(own - start))
-                    ids = [f"{name}#{before + row}" for row in own.tolist()]
-                    if id_column is not None:
-                        given = chosen[id_column].cast(pa.string()).to_pylist()
-                        ids = [
-                            id or f"row-{first + row}"
-                            for id, row in zip(given, own, strict=True)
-                        ]
-                    column = chosen[self._image]
-                    yield ids, column.cast(plain_type(column.type))
-                start += len(batch)
-                if start > wanted[-1]:
-                    break
-
-    def _values(self, column: Any, inside: ImagePaths) -> list[Image]:
-        """Return the images of an Arrow column.
-
-        Args:
-            column: Arrow array of bytes, text or struct<bytes, path>.
-            inside: Finds the files that paths in the column name.
-
-        Returns:
-            Bytes or the full path of each row, empty for a row without an image.
-
-        Raises:
-            ConfigError: The column is text, and one of its paths leads out of the
-                folder.
-        """
-        found = _images_in(column, inside.find)
-        for image, path in zip(
-            found, column.to_pylist() if column.type in TEXT else (), strict=False
-        ):
-            if path and not image:
-                raise ConfigError(f"{self._name}: {inside.refusal(path)}")
-        return found
-
-
 def _images_in(column: Any, inside: Callable[[str], str | None]) -> list[Image]:
     """Return the images of an Arrow column: bytes, or else paths.
 
@@ -870,51 +771,11 @@ def _without_image(path: str | bytes | None) -> str:
     return f"no image data: it has no bytes, and {where}; {fix}"
 
 
-def _describe(
-    file: filesystem.FileEntry, own: Mapping[str, str]
-) -> tuple[tuple[str, str, int, str | None], list[int], str, str]:
-    """Read the footer of a file that is to be predicted.
-
-    Args:
-        file: The file.
-        own: Standard name of a column, such as "label" -> its name in the file.
-
-    Returns:
-        The name, path, size in bytes and id column (or None) of the file; the number of
-        rows of each row group; a hash of the name and footer; and the image column.
-
-    Raises:
-        ConfigError: The file is damaged, or a column is missing or of a wrong type.
-    """
-    path, name, parquet = (
-        file.path,
-        filesystem.valid_text(file.relative),
-        open_parquet(file.path, file.size),
-    )
-    schema, metadata, footer = parquet.schema, parquet.metadata, io.BytesIO()
-    check_names(path, own, schema.names, True)
-    image, kept = _image_column(path, own, schema.names), own.get("id", "id")
-    check_images(path, schema.field(image).type)
-    with parquet.errors():
-        if kept in schema.names:
-            pa.array([], schema.field(kept).type).cast(pa.string())
-    metadata.write_metadata_file(footer)
-    rows = [
-        metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)
-    ]
-    digest = hashlib.sha256(name.encode() + b"\0" + footer.getvalue()).hexdigest()
-    return (
-        (name, path, file.size, kept if kept in schema.names else None),
-        rows,
-        digest,
-        image,
-    )
-
-
 def _read_file(
     file: filesystem.FileEntry,
     own: Mapping[str, str],
     folders: Mapping[str, str | int | None],
+    images_only: bool,
 ) -> tuple[Any, Names, Names, str, OpenedParquet]:
     """Read one Parquet file, but for the bytes of its images.
 
@@ -922,6 +783,7 @@ def _read_file(
         file: The file.
         own: Standard name of a column, such as "label" -> its name in the file.
         folders: Column name -> value, by :func:`partition_columns`.
+        images_only: Whether labels and splits are not read.
 
     Returns:
         An Arrow table with the column is_train; with id, label and eval_label, if the
@@ -937,7 +799,7 @@ def _read_file(
     parquet = open_parquet(path, file.size)
     schema, num = parquet.schema, parquet.metadata.num_rows
     present = present_columns(schema, own, folders)
-    check_names(path, own, present)
+    check_names(path, own, present, images_only)
     image = _image_column(path, own, schema.names)
     label = own.get("label") or next((c for c in LABEL_COLUMNS if c in present), None)
     if num > MAX_ROWS:
@@ -949,12 +811,15 @@ def _read_file(
     left = "" if plain_type(schema.field(image).type) in TEXT or only_paths else image
     theirs = {name: own.get(name, name) for name in ("id", "split", "eval_label")}
     theirs |= {"label": label or "", "image": image}
+    if images_only:
+        theirs = {ours: theirs[ours] for ours in ("id", "image")}
     wanted = {*theirs.values()} - {image}
     table = parquet.read(
         [c for c in schema.names if c in wanted or (c == image and not left)]
     )
     columns = {ours: table[c] for ours, c in theirs.items() if c in table.column_names}
-    columns |= columns_of_folders(path, theirs, folders, columns, num)
+    if not images_only:
+        columns |= columns_of_folders(path, theirs, folders, columns, num)
     if only_paths:
         columns["image"] = pa.compute.struct_field(columns["image"], "path")
     elif not left:
@@ -1094,9 +959,9 @@ def columns_of_folders(
             column = pa.repeat(pa.scalar(folders[name]), num_rows)
             found[ours] = pa.chunked_array([column])
             continue
-        (expected,) = encode_labels(path, [folders[name]])
+        (expected,) = encode_labels(path, [folders[name]]).to_pylist()
         held = encode_column(path, columns[ours])
-        values = {*held.present, *(() if held.given.all() else (None,))}
+        values = {*present_classes(held), *((None,) if held.null_count else ())}
         if differing := sorted(map(repr, values - {expected})):
             raise ConfigError(
                 f"{path}: its folder says {name}={expected}, a row of its column {name}"
@@ -1320,7 +1185,7 @@ def rows_of_table(
         encode_labels(source, columns.get(c, missing)) for c in ("label", "eval_label")
     )
     require_distinct(source, labels, truth)
-    ids = Text.of(
+    ids = make_ids(
         f"row-{i}" if value in (None, "") else str(value)
         for i, value in enumerate(columns.get("id", missing))
     )
@@ -1328,7 +1193,7 @@ def rows_of_table(
         None if value in (None, "") else str(value)
         for value in columns.get("split", missing)
     )
-    is_train = splits_in(source, Labels.of(splits))
+    is_train = splits_in(source, make_labels(splits))
     images = find_images(source, root, columns[image], images_only, rules, table.lines)
     notes = table.notes
     if "label" not in columns and not images_only:
@@ -1406,13 +1271,13 @@ def note_of_no_label(
     return (f"{path}: no column label; it has {has}: --data.columns label={likely}",)
 
 
-def splits_in(source: str, given: Labels) -> np.ndarray:
+def splits_in(source: str, given: pa.DictionaryArray) -> np.ndarray:
     """Return whether each row is for training.
 
     Args:
         source: The source, as the error message names it.
-        given: The split that each of N rows names. A row that names none is for
-            training.
+        given: The split that each of N rows names, a dictionary array (N,). A row that
+            names none is for training.
 
     Returns:
         bool (N,).
@@ -1421,10 +1286,12 @@ def splits_in(source: str, given: Labels) -> np.ndarray:
         ConfigError: A split is not one of :data:`~uno.data.rows.SPLITS`, in any case of
             letters.
     """
-    splits = [SPLITS.get(name.lower()) for name in given.classes]
+    names = given.dictionary.to_pylist()
+    splits = [SPLITS.get(name.lower()) for name in names]
     if None in splits:
-        wrong = one_line(repr(given.classes[splits.index(None)]))
+        wrong = one_line(repr(names[splits.index(None)]))
         raise ConfigError(
             f"{source}: split must be train, test or validation, not {wrong}"
         )
-    return np.array([*(split == "train" for split in splits), True])[given.codes]
+    is_train = np.array([*(split == "train" for split in splits), True])
+    return is_train[class_codes(given)]

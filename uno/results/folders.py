@@ -4,7 +4,6 @@ import codecs
 import re
 from collections.abc import Callable, Iterator
 from io import BytesIO
-from itertools import tee
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +16,7 @@ from uno.data import output
 from uno.data.decode import read_header
 from uno.data.files import Storage, read_bytes
 from uno.data.images import Image
-from uno.data.inputs import Inputs
+from uno.data.rows import Rows
 from uno.errors import StorageError
 from uno.limits import MAX_IMAGE_BYTES
 from uno.results.classes import REJECTED
@@ -38,7 +37,7 @@ def write_csv(storage: Storage) -> str:
     has an apostrophe in front.
 
     Args:
-        storage: The directory with ``predictions.parquet``.
+        storage: The directory with the predictions.
 
     Returns:
         The path of the file.
@@ -65,17 +64,17 @@ def _without_formulas(column: pa.Array) -> pa.Array:
 
 
 def sort_images(
-    storage: Storage, inputs: Inputs, on_progress: Callable[[int, int], None]
+    storage: Storage, data: Rows, on_progress: Callable[[int, int], None]
 ) -> str:
-    """Copy the images to ``by_class/INDEX-NAME/``, by ``predictions.parquet``.
+    """Copy the images to ``by_class/INDEX-NAME/``, by their predictions.
 
     Images of dropped classes go to ``by_class/rejected/``. Images that could not be
     read are left out. In the names of folders and files all characters except ASCII
     letters, digits and ``._-`` become ``_``. A repeated call writes the same files.
 
     Args:
-        storage: The directory with ``predictions.parquet``.
-        inputs: The rows that were predicted.
+        storage: The directory with the predictions.
+        data: The rows that were predicted.
         on_progress: Called with the number of copied images and the number of all rows.
 
     Returns:
@@ -88,17 +87,17 @@ def sort_images(
     output.begin(storage, MARK, read_identity(storage) or {}, "folder of sorted images")
     output.sweep(storage, FOLDER)
     used = set[str]()
-    for done, prediction in enumerate(_predicted_images(storage, inputs), 1):
-        data, suffix = _encoded(prediction.image)
+    for done, prediction in enumerate(_predicted_images(storage, data), 1):
+        encoded, suffix = _encoded(prediction.image)
         stem = _safe(prediction.id.rpartition("/")[2])
         stem = stem if "." in stem else stem + suffix
         name = f"{FOLDER}/{prediction.folder}/{stem}"
         if name.casefold() in used:
             name = f"{FOLDER}/{prediction.folder}/{prediction.row}-{stem}"
         used.add(name.casefold())
-        storage.write(name, data)
-        on_progress(done, len(inputs))
-    on_progress(len(inputs), len(inputs))
+        storage.write(name, encoded)
+        on_progress(done, len(data))
+    on_progress(len(data), len(data))
     return storage.below(FOLDER)
 
 
@@ -118,35 +117,37 @@ class _PredictedImage(NamedTuple):
     image: Image
 
 
-def _predicted_images(storage: Storage, inputs: Inputs) -> Iterator[_PredictedImage]:
+def _predicted_images(storage: Storage, data: Rows) -> Iterator[_PredictedImage]:
     """Yield the images that could be read, with the folders of their predicted classes.
 
     Args:
-        storage: The directory with ``predictions.parquet``.
-        inputs: The rows that were predicted, from which the images are read.
+        storage: The directory with the predictions.
+        data: The rows that were predicted, from which the images are read.
 
     Yields:
         The images in the order of the predictions. The folder is "INDEX-NAME" of the
         class, or "rejected".
     """
-    for_parts, batches = tee(_readable(storage))
-    parts = inputs.parts(rows for rows, _ in for_parts)
-    for (rows, table), part in zip(batches, parts, strict=True):
-        sizes = [len(rows[i : i + GROUP]) for i in range(0, len(rows), GROUP)]
-        predictions = zip(rows.tolist(), table.to_pylist(), strict=True)
-        for ids, images in inputs.read(part, sizes):
-            pictures = images.pictures()
-            assert pictures is not None
-            found = pictures.read_images(np.arange(len(ids)))
-            # the predictions are the last argument, because zip would otherwise take
-            # one of them too many
-            for name, image, (row, each) in zip(
-                ids.to_pylist(), found, predictions, strict=False
-            ):
-                folder = f"{each['class_index']:03d}-{_safe(each['class_name'])}"
-                if each["kind"] == REJECTED:
-                    folder = REJECTED
-                yield _PredictedImage(row, name, folder, image)
+    pictures = data.images.pictures()
+    assert pictures is not None
+    for rows, table in _readable(storage):
+        images = (
+            image
+            for some in pictures.take(rows).split(GROUP)
+            for image in some.read_images(np.arange(len(some)))
+        )
+        predictions = zip(
+            rows.tolist(),
+            data.ids_of(rows).to_pylist(),
+            images,
+            table.to_pylist(),
+            strict=True,
+        )
+        for row, name, image, each in predictions:
+            folder = f"{each['class_index']:03d}-{_safe(each['class_name'])}"
+            if each["kind"] == REJECTED:
+                folder = REJECTED
+            yield _PredictedImage(row, name, folder, image)
 
 
 def _readable(storage: Storage) -> Iterator[tuple[np.ndarray, pa.RecordBatch]]:

@@ -21,19 +21,19 @@ import PIL.ImageOps
 import torch
 from torch import Tensor
 
-from uno.config import VECTORS, Config, flatten, override
+from uno.config import VECTORS, flatten
 from uno.data.decode import BadImage, decoded, ok_mask, to_rgb
+from uno.data.embeddings import Vectors, given_vectors, require_kind
 from uno.data.files import Storage, full_path, split
 from uno.data.images import Image, Images
-from uno.data.vectors import Vectors, given_vectors, require_kind
 from uno.errors import ConfigError, StorageError, UnoError, as_user_error
 from uno.results import show
 from uno.results.classes import OutputClass, called
 from uno.results.infer import NUMBERS, Classifier, load_classifier, score_rows
 from uno.results.trust import verdict
 from uno.runs import CONFIG_FILE, REPORT_FILE, directory
+from uno.session.configure import configure, from_keywords
 from uno.session.console import suppress_output
-from uno.session.settings import completed, from_keywords
 from uno.text import plural
 from uno.threads import torch_threads
 
@@ -229,7 +229,7 @@ class Model:
         table is damaged.
         """
         try:
-            return show.members(self._storage, self._classifier.config)
+            return show.read_members(self._storage, self._classifier.config)
         except StorageError:  # the model works without the table
             return {}
 
@@ -378,6 +378,7 @@ def discover(
     ids: Any = None,
     overwrite: bool = False,
     quiet: bool = False,
+    report: bool = False,
     **settings: Any,
 ) -> Model:
     """Train a model that finds the classes in unlabeled images, as ``uno discover`` does.
@@ -404,6 +405,7 @@ def discover(
         ids: With embeddings, N names of the rows.
         overwrite: Whether a run in the same directory is started over.
         quiet: Whether only warnings are printed.
+        report: Whether the HTML report is written. ``uno report`` writes it later.
         **settings: The options of the command, with the same defaults, precedence and
             checks. A keyword is a short name (``num_novel``), a dotted name, or a
             section with a mapping of its settings. ``config`` is a YAML file, a
@@ -421,10 +423,10 @@ def discover(
     if embeddings is None:
         if labels is not None or ids is not None:
             raise ConfigError("labels and ids go with embeddings")
-        return _discover_source(settings, overwrite, quiet)
+        return _discover_source(settings, overwrite, quiet, report)
     stored = stored_embeddings(settings, embeddings, labels, ids, overwrite)
     with stored as on_file:
-        return _discover_source(on_file, overwrite, quiet)
+        return _discover_source(on_file, overwrite, quiet, report)
 
 
 @contextmanager
@@ -458,7 +460,7 @@ def stored_embeddings(
     given = from_keywords(settings)
     if own := {"data.source", "data.labeled"} & given.keys():
         raise ConfigError(f"give either embeddings or {own.pop()}, not both")
-    config = override(Config(), completed({**given, "data.source": f"{VECTORS}:"}))
+    config = configure({**given, "data.source": f"{VECTORS}:"})
     vectors, output = given_vectors(embeddings, labels, ids), str(config.output)
     beside = f"{full_path(output)}-{VECTORS}"
     place, earlier = f"{beside}-{vectors.digest[:12]}.parquet", vectors_of(output)
@@ -512,7 +514,7 @@ def _delete_file(path: str) -> None:
 
 
 def _discover_source(
-    settings: Mapping[str, Any], overwrite: bool, quiet: bool
+    settings: Mapping[str, Any], overwrite: bool, quiet: bool, report: bool
 ) -> Model:
     """Run :func:`discover` on data that a source or a stored file holds.
 
@@ -521,17 +523,14 @@ def _discover_source(
     from uno.session import pipeline  # loading a model does not need it
 
     given = from_keywords(settings)
-    config, now = (
-        override(Config(), completed(given, choose=True)),
-        torch.get_num_threads(),
-    )
+    config, now = configure(given, choose_method=True), torch.get_num_threads()
     try:
         with (
             torch_threads(now),
             suppress_output(quiet),
             _default_torch_settings(torch.device("cpu")),
         ):
-            pipeline.discover(config, given, overwrite)
+            pipeline.discover(config, given, overwrite, report=report)
     except Exception as error:
         if (meant := as_user_error(error)) is None:
             raise

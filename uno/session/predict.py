@@ -3,18 +3,17 @@
 ``uno predict`` does this, and every run at its end.
 """
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from uno.config import Config, override
+from uno.data.embeddings import require_kind
 from uno.data.files import Storage
-from uno.data.images import spread
-from uno.data.inputs import EvenSample, Inputs, RowInputs, open_inputs
+from uno.data.images import evenly_spaced, spread
+from uno.data.sources import read_rows
 from uno.data.splits import Task
-from uno.data.vectors import require_kind
 from uno.errors import ConfigError, UnoError
 from uno.results import infer
 from uno.results.folders import sort_images, write_csv
@@ -24,7 +23,13 @@ from uno.runs import CONFIG_FILE
 from uno.runs.hardware import num_threads
 from uno.runtime import require_runtime
 from uno.session.backend import LocalBackend, choose_backend
-from uno.session.console import Progress, interrupt_on_signal, print_line, reading
+from uno.session.console import (
+    Progress,
+    count_items,
+    interrupt_on_signal,
+    print_line,
+    reading,
+)
 from uno.session.run import Run
 from uno.text import plural
 
@@ -48,7 +53,7 @@ def predict(
     """Classify the images of a source with the model of a run: ``uno predict``.
 
     Without a source, the rows of the run itself are classified. The table is
-    ``predictions.parquet`` in the output directory.
+    the folder ``predictions`` in the output directory.
 
     Args:
         target: The directory of the run, or a copy of its ``model/``.
@@ -73,7 +78,7 @@ def predict(
     backend = choose_backend(config)
     if data and "output" not in given:
         raise ConfigError(
-            "--data and --limit need --output DIR, the place for predictions.parquet"
+            "--data and --limit need --output DIR, the place for the predictions"
         )
     if data and Storage(str(given["output"])).exists(CONFIG_FILE):
         raise ConfigError(
@@ -86,16 +91,16 @@ def predict(
     limit = override(Config(), {"data.limit": data.pop("data.limit", None)}).data.limit
     if data:
         with reading() as total:
-            inputs: Inputs = open_inputs(override(Config(), data).data)
-            total(len(inputs))
+            rows = read_rows(override(Config(), data).data, images_only=True)
+            total(len(rows))
     else:
-        inputs = RowInputs(run.task.rows)
-    if limit is not None and limit < len(inputs):
-        inputs = EvenSample(inputs, limit)
-    for warning in inputs.warnings:
+        rows = run.task.rows
+    if limit is not None and limit < len(rows):
+        rows = rows.take(evenly_spaced(limit, len(rows)))
+    for warning in rows.warnings:
         print_line(f"warning: {warning}")
-    require_kind(model.config.model, inputs.first)
-    if folders and inputs.first.pictures() is None:
+    require_kind(model.config.model, rows.images)
+    if folders and rows.images.pictures() is None:
         raise ConfigError("--folders copies images, and the data has only vectors")
     try:
         model = align_heads(run, model)
@@ -106,7 +111,7 @@ def predict(
         )
     output = Storage(str(given.get("output", storage.uri)))
     writer = PredictionWriter(
-        output, inputs, model, embedding, replace="output" not in given
+        output, rows, model, embedding, replace="output" not in given
     )
 
     kept = "stopped; finished shards are kept"
@@ -119,17 +124,13 @@ def predict(
     if csv:
         print_line(f"as CSV: {write_csv(output)}")
     if folders:
-        with interrupt_on_signal(kept), Progress(seconds=INTERVAL_S) as progress:
-
-            def show(done: int, total: int) -> None:
-                """Show how many images were copied."""
-                progress({"phase": "copy", "step": done, "total_steps": total})
-
-            print_line(f"sorted: {sort_images(output, inputs, show)}")
+        with interrupt_on_signal(kept), Progress() as progress:
+            show = count_items(progress, "copy", INTERVAL_S)
+            print_line(f"sorted: {sort_images(output, rows, show)}")
 
 
 def predict_run(run: Run, model: Classifier) -> tuple[Classifier, Summary]:
-    """Predict all rows of a run into its ``predictions.parquet``.
+    """Predict all rows of a run into its folder ``predictions``.
 
     Predictions of an earlier model are replaced.
 
@@ -138,7 +139,7 @@ def predict_run(run: Run, model: Classifier) -> tuple[Classifier, Summary]:
     """
     model = align_heads(run, model)
     writer = PredictionWriter(
-        run.storage, RowInputs(run.task.rows), model, embedding=False, replace=True
+        run.storage, run.task.rows, model, embedding=False, replace=True
     )
     return model, _predict(run, model, writer)
 
@@ -189,19 +190,7 @@ def _predict(run: Run, model: Classifier, writer: PredictionWriter) -> Summary:
             f"resuming: {writer.num_done:,} of {plural(writer.num_rows, 'image')}"
             " already predicted"
         )
-    num_before, start = writer.num_done, time.monotonic()
-    with Progress(seconds=INTERVAL_S) as progress:
-
-        def show(done: int, total: int) -> None:
-            """Show how many rows are done, and the speed of this command."""
-            speed = (done - num_before) / max(time.monotonic() - start, 1e-9)
-            progress(
-                {
-                    "phase": "predict",
-                    "step": done,
-                    "total_steps": total,
-                    "images_per_s": speed,
-                }
-            )
-
+    with Progress() as progress:
+        show = count_items(progress, "predict", INTERVAL_S)
+        show(writer.num_done, writer.num_rows)
         return run.backend.predict(run, model, writer, show)

@@ -15,7 +15,7 @@ import pytest
 from uno.config import Config, override
 from uno.data import decode
 from uno.data.check import check, format_report
-from uno.data.columns import Labels, Text
+from uno.data.columns import make_ids, make_labels
 from uno.data.rows import Rows
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
@@ -32,9 +32,9 @@ def task_of(labels, config, images=None, split=None):
     )
     is_train = np.array(split or ["train"] * num) == "train"
     rows = Rows(
-        Text.of(f"r{i}" for i in range(num)),
+        make_ids(f"r{i}" for i in range(num)),
         images,
-        Labels.of(labels),
+        make_labels(labels),
         is_train,
         "rows",
     )

@@ -27,17 +27,17 @@ from uno.augment import augment, augment_crops, eval_view
 from uno.config import override
 from uno.crops import Cropper
 from uno.data import decode as decode_module
-from uno.data import features, mapped
+from uno.data import features
 from uno.data import files as filesystem
-from uno.data.columns import Labels
+from uno.data.columns import find_rows, make_labels
 from uno.data.decode import decode
+from uno.data.embeddings import read_vectors
 from uno.data.features import FeatureCache, cached_features, compute_local, feature_job
 from uno.data.files import Storage
 from uno.data.images import Files
-from uno.data.plan import FEATURES, VIEW_SEED, augment_generator
+from uno.data.sampling import FEATURES, VIEW_SEED, augment_generator
 from uno.data.sources import read_digits, read_rows
 from uno.data.splits import make_task
-from uno.data.vectors import read_vectors
 from uno.encoder import build_encoder
 from uno.errors import ConfigError, StorageError
 
@@ -177,7 +177,7 @@ def test_features_equal_a_loop_over_rows_and_views(tmp_path, crop, side):
         if not job.task.is_train[row]:
             assert not found[row, 1:].any()
             continue
-        (number,) = features.view_seeds([job.task.rows.ids[row]]).tolist()
+        (number,) = features.view_seeds([str(job.task.rows.ids[row])]).tolist()
         generator = augment_generator(VIEW_SEED, FEATURES, number)
         if crop == "pad":
             expected = augment(square, drawn, generator, data.mean, data.std, *where)
@@ -368,8 +368,10 @@ def test_features_do_not_depend_on_labels(tmp_path):
     """Kills: views drawn by label, labels written beside the features."""
     job, seen = job_of(), []
     rows = job.task.rows
-    shuffled = np.random.default_rng(0).permutation(np.array(rows.labels)).tolist()
-    other = replace(rows, labels=Labels.of(shuffled))
+    shuffled = (
+        np.random.default_rng(0).permutation(np.array(rows.labels.to_pylist())).tolist()
+    )
+    other = replace(rows, labels=make_labels(shuffled))
     task = replace(job.task, rows=other, labels=job.task.labels[::-1])
     whole, _ = kept(tmp_path, job)
     assert torch.equal(kept(tmp_path, job._replace(task=task), seen)[0], whole)
@@ -527,8 +529,8 @@ def test_files_have_the_format_of_vectors(tmp_path):
     job = job_of()
     whole, _ = kept(tmp_path, job)
     rows = read_vectors(cache_of(tmp_path, job).path)
-    place = rows.ids.find(list(job.task.rows.ids.take(np.arange(40))))
-    own = [place[job.task.rows.ids[row]] for row in range(40)]
+    place = find_rows(rows.ids, job.task.rows.ids[:40].to_pylist())
+    own = [place[str(job.task.rows.ids[row])] for row in range(40)]
     values, reasons = rows.images.vectors(np.array(own))
     train = torch.from_numpy(job.task.is_train)
     assert torch.equal(values[train], whole[train]) and not any(reasons)
@@ -549,10 +551,10 @@ def test_an_encoder_that_gives_nan_is_refused(tmp_path):
 def test_where_features_are_kept(tmp_path, monkeypatch):
     """The option, then the variable, then the user's cache directory."""
     monkeypatch.setenv("HOME", "/home/me")
-    for name in (mapped.CACHE_VARIABLE, "XDG_CACHE_HOME"):
+    for name in (filesystem.CACHE_VARIABLE, "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     where = [features.cache_directory(config_of())]
-    for name in ("XDG_CACHE_HOME", mapped.CACHE_VARIABLE):
+    for name in ("XDG_CACHE_HOME", filesystem.CACHE_VARIABLE):
         monkeypatch.setenv(name, f"/{name}")
         where.append(features.cache_directory(config_of()))
     where += [

@@ -11,7 +11,7 @@ import torch
 
 from tests.uno.small_run import small_config, small_sets
 from uno.config import DataConfig, override
-from uno.data.columns import Labels
+from uno.data.columns import make_labels
 from uno.data.memory import (
     MemoryBatches,
     TrainSet,
@@ -44,7 +44,7 @@ def test_sets_of_the_digits():
     assert (train.num_known, train.num_novel) == (5, 5) and torch.equal(
         train.labeled_images[:], images[rows]
     )
-    assert train.labels.tolist() == [int(task.rows.labels[i]) for i in rows]
+    assert train.labels.tolist() == [int(task.rows.labels.to_pylist()[i]) for i in rows]
     assert (
         len(train.labels) + len(train.unlabeled_images)
         == task.is_train.sum()
@@ -52,7 +52,9 @@ def test_sets_of_the_digits():
     )
     for found in sets.values():
         assert torch.equal(found.images[:], images[found.index])
-        assert found.truth.tolist() == [int(task.rows.labels[i]) for i in found.index]
+        assert found.truth.tolist() == [
+            int(task.rows.labels.to_pylist()[i]) for i in found.index
+        ]
     assert set(sets["test"].index.tolist()) == set(np.flatnonzero(~task.is_train))
 
 
@@ -74,13 +76,13 @@ def test_hidden_labels_never_reach_training(fraction):
     config = DIGITS.model_copy(update={"unlabeled_known_fraction": fraction})
     task = make_task(rows, config)
     hidden = np.flatnonzero(task.is_train & (task.labels < 0))
-    permuted, names = task.eval_labels.copy(), np.array(rows.labels)
+    permuted, names = task.eval_labels.copy(), np.array(rows.labels.to_pylist())
     order = np.random.default_rng(0).permutation(len(hidden))
     permuted[hidden], names[hidden] = permuted[hidden][order], names[hidden][order]
     other = replace(
         task,
         eval_labels=permuted,
-        rows=replace(rows, labels=Labels.of(names.tolist())),
+        rows=replace(rows, labels=make_labels(names.tolist())),
     )
     sets = [(assemble(t, images, ok), eval_sets(t, images, ok)) for t in (task, other)]
     (train, truth), (other_train, other_truth) = sets

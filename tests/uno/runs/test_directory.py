@@ -1,4 +1,4 @@
-"""A run directory: who may use it, and the repairs that lose nothing."""
+"""A run directory: who may use it, and what is deleted from it."""
 
 import io
 import json
@@ -21,10 +21,10 @@ from uno.config import (
 )
 from uno.data.files import Storage
 from uno.data.sources import read_folder, read_rows
-from uno.errors import ConfigError, StorageError
+from uno.errors import ConfigError
 from uno.presets import PRESETS, preset
 from uno.runs import directory
-from uno.runs.checkpoint import checkpoint_steps, file_name
+from uno.runs.checkpoint import checkpoint_steps
 from uno.runs.directory import begin_run
 
 CONFIG = small_config(pretrain__epochs=2, discover__epochs=2)
@@ -157,41 +157,17 @@ def test_damaged_results_are_none(storage, content):
 def test_what_a_logger_is_writing_is_left_to_it(storage):
     half = "loggers/.wandb.0a1b2c3d"
     storage.write(half, b"")
-    directory.repair(storage)
+    directory.delete_leftovers(storage)
     assert storage.exists(half)
 
 
-def cut(storage, phase, step):
-    name = file_name(phase, step)
-    storage.write(name, storage.read(name)[:-9])
-
-
-def test_a_run_of_the_form_before_is_refused(empty):
-    """Kills: settings that a newer schema has named as the reason."""
-    empty.write("config.yaml", b"of: then")
-    empty.write("environment.json", b'{"format_version": 1, "versions": {}}')
-    with pytest.raises(
-        ConfigError, match=r"^.*empty has format version 1, not 2; use --overwrite$"
-    ):
-        begin_run(CONFIG, empty, "print")
-
-
-def test_repairs_lose_nothing(storage):
-    """Only what is newer than the newest valid checkpoint is removed."""
-    cut(storage, "discover", 12)
-    cut(storage, "pretrain", 3)
+def test_what_killed_commands_left_is_deleted(storage):
     leftovers = ["checkpoints/.x.safetensors.0a1b2c3d", "ray/attempt/x.json", "STOP"]
     for name in leftovers:
         storage.write(name, b"")
-    (line,) = directory.repair(storage)
-    assert "discover step 12" in line
-    assert checkpoint_steps(storage, "discover") == [6]
-    assert checkpoint_steps(storage, "pretrain") == [3, 6]
+    directory.delete_leftovers(storage)
     assert not any(map(storage.exists, leftovers))
-    cut(storage, "discover", 6)
-    with pytest.raises(StorageError, match="none of the 1 checkpoints"):
-        directory.repair(storage)
-    assert checkpoint_steps(storage, "discover") == [6]
+    assert checkpoint_steps(storage, "discover") == [6, 12]
 
 
 def folder_rows(folder, numbers=(), first_seed=0):

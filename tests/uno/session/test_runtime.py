@@ -99,12 +99,6 @@ def test_a_killed_job_goes_on_as_it_began(tmp_path, batches):
     assert {*batches} == {8}
 
 
-def test_a_run_of_an_earlier_version_is_read():
-    """Its files have ``auto``."""
-    found = override(Config(), {"compute.encoder_runtime": "auto"})
-    assert found.compute.encoder_runtime == "torch"
-
-
 def test_predictions_by_a_runtime_are_those_of_pytorch(tmp_path, batches):
     """And the model is left as it was."""
     model = tiny_model(tmp_path / "tiny")

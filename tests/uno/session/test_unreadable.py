@@ -8,12 +8,11 @@ from safetensors.torch import save_file
 
 import uno
 from tests.uno.data.builders import write_images
-from uno.config import Config, override
 from uno.data import features
 from uno.encoder import build_encoder
 from uno.errors import ConfigError
 from uno.runs import run
-from uno.session.settings import completed
+from uno.session.configure import configure
 
 ENCODER = "tests.uno.toy_encoders:vit"
 SHORT = {
@@ -52,7 +51,7 @@ def settings_of(kind, root):
     if kind == "scratch":
         return {"preset": "scratch", "model.encoder": "resnet_small"} | SHORT
     values = {"preset": "photos", "model.encoder": ENCODER, "image_size": 8}
-    config = override(Config(), completed(values | {"data.source": "folder:x"}))
+    config = configure(values | {"data.source": "folder:x"})
     weights = root / "encoder.safetensors"
     save_file(build_encoder(config.model).state_dict(), weights)
     values |= {"weights": str(weights), "compute.cache": str(root / "cache")}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from uno.data.plan import (
+from uno.data.sampling import (
     Order,
     by_windows,
     epoch_indices,

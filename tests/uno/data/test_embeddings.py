@@ -12,17 +12,16 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from uno.config import Config, DataConfig, override
+from uno.config import DataConfig
+from uno.data import embeddings, tables
 from uno.data import files as filesystem
-from uno.data import mapped, tables, vectors
 from uno.data.check import check, format_report
+from uno.data.embeddings import Vectors, given_vectors
 from uno.data.from_python import float_vectors
-from uno.data.inputs import open_inputs
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
-from uno.data.vectors import Vectors, given_vectors
 from uno.errors import ConfigError
-from uno.session.settings import completed
+from uno.session.configure import configure
 
 
 def drawn(num: int = 12, width: int = 4) -> np.ndarray:
@@ -63,7 +62,7 @@ def test_lists_of_any_floats_are_read(tmp_path, kind):
         np.array_equal(found[:, 0].numpy(), values.astype(np.float32))
         and reasons == [None] * 12
     )
-    assert rows.labels[:2] == ["a", None] and rows.ids[3] == "row-3"
+    assert rows.labels.to_pylist()[:2] == ["a", None] and str(rows.ids[3]) == "row-3"
 
 
 def test_rows_of_one_id_are_views(tmp_path):
@@ -79,7 +78,11 @@ def test_rows_of_one_id_are_views(tmp_path):
     )
     rows = rows_of(source)
     found, _ = rows.images.vectors(np.arange(3))
-    assert [*rows.ids] == ["a", "b", "c"] and [*rows.labels] == ["x", "y", "z"]
+    assert rows.ids.to_pylist() == ["a", "b", "c"] and rows.labels.to_pylist() == [
+        "x",
+        "y",
+        "z",
+    ]
     expected = values[[[0, 4], [1, 2], [3, 3]]]
     assert np.array_equal(found.numpy(), expected)
     assert np.array_equal(rows.images.prepared(np.array([1]))[0].numpy(), values[[1]])
@@ -135,14 +138,19 @@ def test_arrays_beside_a_table(tmp_path):
     values = drawn(6)
     np.save(tmp_path / "v.npy", values.astype(np.float64))
     bare = rows_of(f"vectors:{tmp_path}/v.npy")
-    assert not bare.labels.given.any() and np.array_equal(
+    assert bare.labels.null_count == len(bare) and np.array_equal(
         bare.images.vectors(np.arange(6))[0][:, 0], values
     )
     (tmp_path / "v.csv").write_text(
         "name,label\n" + "".join(f"r{i},{'k' if i < 3 else ''}\n" for i in range(6))
     )
     rows = rows_of(f"vectors:{tmp_path}/v.npy", columns="id=name")
-    assert rows.ids[5] == "r5" and rows.labels[:4] == ["k", "k", "k", None]
+    assert str(rows.ids[5]) == "r5" and rows.labels.to_pylist()[:4] == [
+        "k",
+        "k",
+        "k",
+        None,
+    ]
     np.savez(tmp_path / "v.npz", embedding=values, other=values[:1])
     assert np.array_equal(
         rows_of(f"vectors:{tmp_path}/v.npz").images.vectors(np.arange(6))[0][:, 0],
@@ -168,7 +176,7 @@ def test_arrays_are_read_from_a_remote_file_system(name):
         stream.write(content.getvalue())
     rows = rows_of(f"vectors:mock:///{name}")
     assert np.array_equal(rows.images.vectors(np.arange(6))[0][:, 0], values)
-    assert rows.labels[5] == (None if name == "v.npy" else "b")
+    assert rows.labels.to_pylist()[5] == (None if name == "v.npy" else "b")
 
 
 def test_an_npz_file_is_not_in_memory_beside_its_arrays(tmp_path):
@@ -186,10 +194,10 @@ def test_an_npz_file_is_not_in_memory_beside_its_arrays(tmp_path):
 def test_an_npz_file_of_too_many_bytes_is_refused(tmp_path, monkeypatch):
     """Its arrays would be read into memory. The file itself is small: it is packed."""
     np.savez_compressed(tmp_path / "v.npz", embedding=np.ones((1000, 8), np.float32))
-    monkeypatch.setattr(vectors, "MAX_NPZ_BYTES", 32_000)
+    monkeypatch.setattr(embeddings, "MAX_NPZ_BYTES", 32_000)
     with pytest.raises(ConfigError, match=r"v\.npz: its .*np\.save"):
         rows_of(f"vectors:{tmp_path}/v.npz")
-    monkeypatch.setattr(vectors, "MAX_NPZ_BYTES", 33_000)
+    monkeypatch.setattr(embeddings, "MAX_NPZ_BYTES", 33_000)
     assert len(rows_of(f"vectors:{tmp_path}/v.npz")) == 1000
 
 
@@ -234,7 +242,7 @@ def test_a_folder_of_files_with_splits_and_other_names(tmp_path):
         }
         pq.write_table(pa.table(table), tmp_path / f"{name}.parquet")
     rows = rows_of(f"vectors:{tmp_path}", columns="embedding=vec")
-    assert dict(zip(rows.ids, rows.is_train.tolist(), strict=True)) == {
+    assert dict(zip(rows.ids.to_pylist(), rows.is_train.tolist(), strict=True)) == {
         "test-00": False,
         "test-01": False,
         "train-00": True,
@@ -251,13 +259,18 @@ def test_hive_folders_of_vectors_are_columns(tmp_path):
             id=[f"{place}{i}" for i in "ab"],
         )
     rows = rows_of(f"vectors:{tmp_path}")
-    assert rows.labels == ["cat", "cat", "dog", "dog"] and rows.split == [
+    assert rows.labels.to_pylist() == [
+        "cat",
+        "cat",
+        "dog",
+        "dog",
+    ] and rows.split.to_pylist() == [
         "test",
         "test",
         "train",
         "train",
     ]
-    assert len(open_inputs(DataConfig(source=f"vectors:{tmp_path}"))) == 4
+    assert len(read_rows(DataConfig(source=f"vectors:{tmp_path}"), True)) == 4
     stored(
         tmp_path / place / "0.parquet", embedding=list(drawn(2)), label=["dog", "cat"]
     )
@@ -304,7 +317,7 @@ def test_what_is_predicted_needs_no_labels(tmp_path):
     source = stored(
         tmp_path / "v.parquet", embedding=list(drawn(3)), label=[[1], [2], [3]]
     )
-    assert len(open_inputs(DataConfig(source=source))) == 3
+    assert len(read_rows(DataConfig(source=source), True)) == 3
 
 
 def test_the_checks_name_bad_vectors_and_do_not_decode(tmp_path):
@@ -313,7 +326,7 @@ def test_the_checks_name_bad_vectors_and_do_not_decode(tmp_path):
     labels = ["a"] * 15 + ["b"] * 15 + [None] * 10
     source = stored(tmp_path / "v.parquet", embedding=list(values), label=labels)
     given = {"data.source": source, "data.num_novel": 1, "train.batch_size": 8}
-    config = override(Config(), completed(given))
+    config = configure(given)
     task = make_task(read_rows(config.data), config.data)
     problems = check(task, config, seconds=5)
     assert "as vectors of 4 numbers" in format_report(
@@ -356,11 +369,11 @@ def test_numbers_in_a_file_are_those_in_memory(tmp_path, monkeypatch):
         for source in sources
     ]
     monkeypatch.setenv("UNO_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(mapped, "MAPPED_BYTES", 0)
-    monkeypatch.setattr(mapped, "PIECE_ROWS", 9)
+    monkeypatch.setattr(embeddings, "MAPPED_BYTES", 0)
+    monkeypatch.setattr(embeddings, "PIECE_ROWS", 9)
     for source, (found, reasons) in zip(sources, in_memory, strict=True):
         images = rows_of(source).images
-        assert isinstance(mapped.new_array((3, 2)), np.memmap) and not [
+        assert isinstance(embeddings.new_array((3, 2)), np.memmap) and not [
             *(tmp_path / "cache").iterdir()
         ]
         again, why = images.vectors(np.arange(len(images)))
@@ -372,7 +385,7 @@ def test_equal_rows_are_those_of_a_dictionary(monkeypatch):
     """Kills: hashes of round numbers, whose last bits are zeros, that meet; pieces
     that overlap.
     """
-    monkeypatch.setattr(mapped, "HASHED_ROWS", 1_000)
+    monkeypatch.setattr(embeddings, "HASHED_ROWS", 1_000)
     values = torch.randint(
         0, 3, (20_500, 8), generator=torch.Generator().manual_seed(0)
     ).float()
@@ -381,8 +394,8 @@ def test_equal_rows_are_those_of_a_dictionary(monkeypatch):
         found.setdefault(tuple(numbers), []).append(row)
     assert 4_000 < len(found) < 6_562
     several = [group for group in found.values() if len(group) > 1]
-    assert sorted(mapped.equal_rows(values)) == sorted(several)
-    assert mapped.equal_rows(values[:0]) == mapped.equal_rows(values[:1]) == []
+    assert sorted(embeddings.equal_rows(values)) == sorted(several)
+    assert embeddings.equal_rows(values[:0]) == embeddings.equal_rows(values[:1]) == []
 
 
 def test_copies_are_found_without_reading_rows(tmp_path, monkeypatch):
@@ -397,7 +410,7 @@ def test_copies_are_found_without_reading_rows(tmp_path, monkeypatch):
         label=["a", "b"] * 10 + [None] * 20,
     )
     given = {"data.source": source, "data.num_novel": 2, "data.max_bad_fraction": 0.2}
-    config = override(Config(), completed(given))
+    config = configure(given)
     task = make_task(read_rows(config.data), config.data)
     monkeypatch.setattr(Vectors, "read_images", None)
     copies = [p.message for p in check(task, config) if "duplicates" in p.message]
@@ -412,7 +425,7 @@ def test_vectors_from_memory(tmp_path):
     labels = ["a", None, float("nan"), -1, np.int64(3), 2.0]
     given_vectors(values, labels).store(f"{tmp_path}/v.parquet")
     rows = rows_of(f"vectors:{tmp_path}/v.parquet")
-    assert [*rows.labels] == ["a", None, None, None, "3", "2"]
+    assert rows.labels.to_pylist() == ["a", None, None, None, "3", "2"]
     assert np.allclose(rows.images.vectors(np.arange(6))[0], values, atol=1e-6)
     others = (
         ({"labels": [1]}, "1 labels for 6"),

@@ -1,0 +1,218 @@
+"""The scikit-learn estimator, on data whose classes are known."""
+
+import subprocess
+import sys
+
+import joblib
+import numpy as np
+import pandas as pd
+import pytest
+from scipy.sparse import csr_matrix
+from sklearn.base import clone
+from sklearn.datasets import load_digits, make_blobs
+from sklearn.metrics import adjusted_rand_score
+from sklearn.model_selection import GridSearchCV
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import check_estimator
+
+from uno import NovelClassDiscovery
+
+EXCEPTIONS = {"check_classifiers_classes": "uses the label -1, which is no class here"}
+
+
+@pytest.fixture(scope="module")
+def blobs() -> tuple[np.ndarray, np.ndarray]:
+    """Six classes in 16 dimensions: features (600, 16) and true classes."""
+    features, classes = make_blobs(600, 16, centers=6, random_state=0)[:2]
+    return features.astype(np.float32), classes
+
+
+def hide_from(classes: np.ndarray, first: int) -> np.ndarray:
+    return np.where(classes < first, classes, -1)
+
+
+@pytest.mark.filterwarnings("ignore:y has no unlabeled row")
+def test_the_estimator_passes_the_checks_of_scikit_learn():
+    results = check_estimator(
+        NovelClassDiscovery(), expected_failed_checks=EXCEPTIONS, on_skip=None
+    )
+    failed = {result["check_name"] for result in results if result["status"] == "xfail"}
+    assert failed == set(EXCEPTIONS)
+
+
+def test_novel_digits_are_found_and_new_rows_get_old_and_new_classes():
+    features, digit = load_digits(return_X_y=True)
+    model = NovelClassDiscovery(n_novel=5).fit(features, hide_from(digit, 5))
+    assert model.classes_.tolist() == list(range(10))
+    assert model.novel_classes_.tolist() == [5, 6, 7, 8, 9]
+    novel = digit >= 5
+    assert set(model.labels_[novel]) == {5, 6, 7, 8, 9}
+    np.testing.assert_array_equal(model.labels_[~novel], digit[~novel])
+    assert adjusted_rand_score(digit[novel], model.labels_[novel]) > 0.7
+    assert adjusted_rand_score(digit, model.predict(features)) > 0.7
+    low, high = model.expected_accuracy_interval_
+    assert 0 < low <= model.expected_accuracy_ <= high <= 1
+
+
+@pytest.mark.parametrize("setting", ["ncd", "gcd"])
+def test_each_setting_finds_separate_classes(blobs, setting):
+    features, classes = blobs
+    labels = hide_from(classes, 3)
+    if setting == "gcd":
+        labels[::2] = -1  # half of the rows of known classes are unlabeled, too
+    model = NovelClassDiscovery(3, setting=setting)
+    found = model.fit_predict(features, labels)
+    assert adjusted_rand_score(classes, found) == 1
+    np.testing.assert_array_equal(found[classes < 3], classes[classes < 3])
+    probabilities = model.predict_proba(features)
+    np.testing.assert_allclose(probabilities.sum(axis=1), 1, rtol=1e-5)
+    best = model.classes_[probabilities.argmax(axis=1)]
+    np.testing.assert_array_equal(best, model.predict(features))
+
+
+def strings_with(missing: object, classes: np.ndarray) -> np.ndarray:
+    names = np.array(["ant", "bee", "cat"], dtype=object)
+    return np.array(
+        [names[index] if index < 3 else missing for index in classes], dtype=object
+    )
+
+
+@pytest.mark.parametrize(
+    "make_labels",
+    [
+        lambda classes: strings_with(None, classes),
+        lambda classes: strings_with(np.nan, classes),
+        lambda classes: strings_with(-1, classes),
+        lambda classes: strings_with("-1", classes).astype(str),
+        lambda classes: pd.Series(strings_with(None, classes), dtype="string"),
+        lambda classes: pd.Series(strings_with(None, classes), dtype="category"),
+        lambda classes: strings_with(None, classes).tolist(),
+    ],
+    ids=["None", "NaN", "-1", "'-1'", "pandas", "category", "list"],
+)
+def test_every_kind_of_missing_string_is_unlabeled(blobs, make_labels):
+    features, classes = blobs
+    model = NovelClassDiscovery(3).fit(features, make_labels(classes))
+    assert model.classes_.tolist() == [
+        *("ant", "bee", "cat"),
+        *("novel-1", "novel-2", "novel-3"),
+    ]
+    assert adjusted_rand_score(classes, model.labels_) == 1
+
+
+@pytest.mark.parametrize("missing", [np.nan, -1.0, None, pd.NA])
+def test_every_kind_of_missing_number_is_unlabeled(blobs, missing):
+    features, classes = blobs
+    labels = [float(label) if label < 3 else missing for label in classes]
+    model = NovelClassDiscovery(3).fit(features, labels)
+    assert model.classes_.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_names_of_novel_classes_avoid_names_of_known_ones(blobs):
+    features, classes = blobs
+    labels = strings_with(None, classes)
+    labels[labels == "bee"] = "novel-1"
+    model = NovelClassDiscovery(2).fit(features, labels)
+    assert model.novel_classes_.tolist() == ["novel-2", "novel-3"]
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda features: features.astype(np.float16),
+        lambda features: features.astype(np.float64),
+        pd.DataFrame,
+        csr_matrix,
+        lambda features: features.tolist(),
+    ],
+    ids=["float16", "float64", "pandas", "sparse", "list"],
+)
+def test_every_kind_of_matrix_gives_the_classes(blobs, convert):
+    features, classes = blobs
+    given = convert(features)
+    model = NovelClassDiscovery(3).fit(given, hide_from(classes, 3))
+    assert adjusted_rand_score(classes, model.predict(given)) == 1
+
+
+def test_a_pipeline_a_search_and_named_output_work(blobs):
+    features, classes = blobs
+    labels = hide_from(classes, 3)
+    model = NovelClassDiscovery(3).set_output(transform="pandas")
+    pipeline = make_pipeline(StandardScaler(), model).fit(features, labels)
+    assert adjusted_rand_score(classes, pipeline.predict(features)) == 1
+    frame = pipeline.transform(features)
+    assert next(iter(frame)) == "novelclassdiscovery0"
+    assert len(frame) == len(features)
+    search = GridSearchCV(clone(model), {"n_novel": [2, 3]}, cv=2)
+    assert search.fit(features, labels).best_params_["n_novel"] in (2, 3)
+
+
+def test_a_stored_model_predicts_the_same(blobs, tmp_path):
+    features, classes = blobs
+    model = NovelClassDiscovery(3).fit(features, hide_from(classes, 3))
+    joblib.dump(model, tmp_path / "model.joblib")
+    stored = joblib.load(tmp_path / "model.joblib")
+    np.testing.assert_array_equal(
+        stored.predict_proba(features), model.predict_proba(features)
+    )
+
+
+def test_the_seed_decides_the_result(blobs):
+    features, classes = blobs
+    labels = hide_from(classes, 3)
+    first = NovelClassDiscovery(3, random_state=4).fit(features, labels)
+    second = NovelClassDiscovery(3, random_state=4).fit(features, labels)
+    np.testing.assert_array_equal(first.prototypes_, second.prototypes_)
+
+
+def test_two_parts_of_one_class_are_named():
+    generator = np.random.default_rng(0)
+    centers = 8 * np.eye(4, 16)
+    classes = np.repeat(np.arange(4), 100)
+    features = centers[classes] + generator.normal(size=(400, 16))
+    model = NovelClassDiscovery(3).fit(features, hide_from(classes, 2))
+    assert len(model.novel_classes_) == 3
+    assert len(model.similar_classes_) >= 1
+    assert set(model.similar_classes_[0]) <= set(model.novel_classes_)
+
+
+def test_without_unlabeled_rows_the_known_classes_are_learned(blobs):
+    features, classes = blobs
+    with pytest.warns(UserWarning, match="no unlabeled row"):
+        model = NovelClassDiscovery(3).fit(features, classes)
+    assert len(model.novel_classes_) == 0
+    assert np.isnan(model.expected_accuracy_)
+    np.testing.assert_array_equal(model.predict(features), classes)
+
+
+@pytest.mark.parametrize(
+    "parameters, labels, message",
+    [
+        ({"n_novel": 0}, None, "n_novel"),
+        ({"n_novel": 2.5}, None, "n_novel"),
+        ({"setting": "open"}, None, "setting"),
+        ({}, np.full(600, -1), "no label"),
+        ({}, np.full(600, np.inf), "infinity"),
+        ({}, np.full(600, 0.5), "label type"),
+        ({}, np.zeros(599, dtype=int), "inconsistent"),
+        ({"n_novel": 400}, None, "unlabeled rows"),
+    ],
+)
+def test_bad_input_gets_a_clear_error(blobs, parameters, labels, message):
+    features, classes = blobs
+    labels = hide_from(classes, 3) if labels is None else labels
+    with pytest.raises(ValueError, match=message):
+        NovelClassDiscovery(**parameters).fit(features, labels)
+
+
+def test_the_estimator_imports_neither_ray_nor_a_compiler():
+    code = (
+        "import sys; from uno import NovelClassDiscovery;"
+        "print([name for name in ('ray', 'torch._dynamo', 'torch._inductor')"
+        " if name in sys.modules])"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert run.stdout.strip() == "[]"

@@ -1,0 +1,387 @@
+"""Novel class discovery on a matrix of features, as a scikit-learn estimator.
+
+:class:`NovelClassDiscovery` runs the default method for frozen features
+(:mod:`uno.frozen`) in memory. It reads and writes no files, starts no
+processes, and needs neither Ray nor a run directory.
+"""
+
+from __future__ import annotations
+
+import itertools
+from numbers import Integral, Real
+from typing import Any, Self
+from warnings import warn
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import ArrayLike, NDArray
+from scipy.sparse import issparse
+from scipy.special import softmax
+from sklearn.base import (
+    BaseEstimator,
+    ClassifierMixin,
+    ClassNamePrefixFeaturesOutMixin,
+    TransformerMixin,
+)
+from sklearn.decomposition import TruncatedSVD
+from sklearn.utils import Tags, check_random_state, column_or_1d
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import (
+    check_consistent_length,
+    check_is_fitted,
+    validate_data,
+)
+from torch import Tensor
+
+from uno.expectation import expected_accuracy
+from uno.frozen import (
+    ONE_CLASS_MIXING,
+    Result,
+    Space,
+    cluster_means,
+    discover_clusters,
+    principal_space,
+    whitener,
+)
+
+UNLABELED = -1  # in y, besides NaN and None
+MAX_SPARSE_DIRECTIONS = 256  # directions that TruncatedSVD keeps of a sparse matrix
+TEMPERATURE = 0.1  # of the softmax of cosines: tau of the paper, Sec. 4.1
+SETTINGS = ("ncd", "gcd")
+FLOATS = [np.float32, np.float64]  # other types become the first
+MAX_CLUSTERED_ROWS = 20_000  # of each kind; all other rows join the nearest class
+
+
+class NovelClassDiscovery(
+    ClassNamePrefixFeaturesOutMixin, TransformerMixin, ClassifierMixin, BaseEstimator
+):
+    """Find novel classes among unlabeled rows, and classify into all classes.
+
+    Some rows have labels of known classes. The unlabeled rows hold novel classes, and
+    in generalized category discovery also known ones. Features are whitened within the
+    known classes, rows are averaged with their nearest neighbors, and k-means finds the
+    clusters. Nothing is trained, so the features should come from a good encoder.
+
+    Args:
+        n_novel: Number of novel classes, at least 1.
+        setting: ``"ncd"``: no unlabeled row of ``fit`` belongs to a known class.
+            ``"gcd"``: unlabeled rows can belong to known classes.
+        random_state: Seed of k-means, a ``RandomState``, or None for another result in
+            each call.
+
+    Attributes:
+        classes_: Labels (C,) of all classes: the known ones in ascending order, then
+            the novel ones.
+        novel_classes_: Labels (C_u,) of the novel classes. If labels are integers, the
+            next integers above them; otherwise ``"novel-1"``, ``"novel-2"``, ...
+        labels_: Class (N,) of each row that was passed to ``fit``. Labeled rows have
+            their label.
+        expected_accuracy_: Expected share of right rows, 0-1: in ``"ncd"`` of the
+            unlabeled rows, after the best matching of clusters to novel classes; in
+            ``"gcd"`` of all unlabeled rows, after matching all classes. It is estimated
+            from how far other clusterings agree (:mod:`uno.expectation`), and NaN if
+            there are too few rows to tell.
+        expected_accuracy_interval_: Lower and upper end of the interval that holds nine
+            tenths of such tasks.
+        similar_classes_: Pairs of novel classes that look like parts of one class, the
+            most similar first.
+        mean_: Mean (D',) of the rows after scaling to length one.
+        directions_: Matrix (D', P) to coordinates in which known classes vary alike in
+            all directions.
+        prototypes_: Directions (C, P) of the classes' means in these coordinates. Rows
+            of classes without any row are zero.
+        svd_: The ``TruncatedSVD`` to D' dimensions if ``fit`` got a sparse matrix,
+            otherwise None, and D' = D.
+        n_features_in_: Number of features D.
+        feature_names_in_: Names (D,) of the features, if ``X`` had names.
+
+    Examples:
+        >>> import numpy as np
+        >>> from sklearn.datasets import load_digits
+        >>> from uno import NovelClassDiscovery
+        >>> X, digit = load_digits(return_X_y=True)
+        >>> y = np.where(digit < 5, digit, -1)  # digits 5 to 9 are not labeled
+        >>> model = NovelClassDiscovery(n_novel=5).fit(X, y)
+        >>> model.novel_classes_
+        array([5, 6, 7, 8, 9])
+    """
+
+    def __init__(
+        self, n_novel: int = 5, *, setting: str = "ncd", random_state: Any = 0
+    ) -> None:
+        self.n_novel = n_novel
+        self.setting = setting
+        self.random_state = random_state
+
+    def __sklearn_tags__(self) -> Tags:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.sparse = True
+        return tags
+
+    def fit(self, X: ArrayLike, y: ArrayLike) -> Self:  # noqa: N803
+        """Find the classes.
+
+        Args:
+            X: Features (N, D): an array, a data frame, or a sparse matrix, which is
+                reduced to at most ``MAX_SPARSE_DIRECTIONS`` dimensions first.
+            y: Labels (N,) of any type that can be sorted. Unlabeled rows have -1
+                (numbers, or ``"-1"`` in an array of strings), NaN or None. Without any
+                unlabeled row the result has the known classes alone, with a warning.
+
+        Returns:
+            The estimator itself.
+
+        Raises:
+            ValueError: A parameter is out of its range, no row has a label, or there
+                are not more unlabeled rows than classes to find among them.
+        """
+        self._check_parameters()
+        labels, is_labeled = split_labels(y)
+        X = validate_data(  # noqa: N806
+            self, X, accept_sparse="csr", dtype=FLOATS, ensure_min_samples=2
+        )
+        check_consistent_length(X, labels)
+        if not is_labeled.any():
+            raise ValueError("y has no label: label some rows of the known classes")
+        known, known_index = np.unique(labels[is_labeled], return_inverse=True)
+        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        rows = self._fit_rows(X, seed)
+        labeled, unlabeled = rows[is_labeled], rows[~is_labeled]
+        class_of_row = torch.from_numpy(known_index.astype(np.int64))
+        if len(unlabeled):
+            result = self._discover(labeled, class_of_row, unlabeled, seed)
+        else:
+            warn("y has no unlabeled row, so no novel class was searched", stacklevel=2)
+            result = fit_known_classes(labeled, class_of_row)
+        self.mean_ = result.space.mean.numpy()
+        self.directions_ = result.space.directions.numpy()
+        self.prototypes_ = result.prototypes.numpy()
+        self._n_features_out = self.directions_.shape[1]
+
+        num_novel = len(self.prototypes_) - len(known)
+        novel = name_novel_classes(known, num_novel)
+        self.novel_classes_ = novel
+        self.classes_ = np.concatenate([known, novel]) if num_novel else known
+        self.similar_classes_ = [
+            (novel[int(first)], novel[int(second)])
+            for first, second, mixing in result.similar.tolist()
+            if mixing >= ONE_CLASS_MIXING
+        ]
+        expected = expected_accuracy(result.agreement.tolist(), self.setting)
+        self.expected_accuracy_ = expected.mean if expected else np.nan
+        self.expected_accuracy_interval_ = (
+            (expected.low, expected.high) if expected else (np.nan, np.nan)
+        )
+        cosines = self._cosines(rows)
+        if self.setting == "ncd":
+            cosines[~is_labeled, : len(known)] = -np.inf
+        self.labels_ = self.classes_[cosines.argmax(axis=1)]
+        self.labels_[is_labeled] = known[known_index]
+        return self
+
+    def fit_predict(self, X: ArrayLike, y: ArrayLike) -> NDArray[Any]:  # noqa: N803
+        """Find the classes, and return the class (N,) of each row of ``X``.
+
+        The arguments and errors are those of :meth:`fit`. Labeled rows keep their
+        label, and in ``"ncd"`` unlabeled rows get novel classes only.
+        """
+        labels: NDArray[Any] = self.fit(X, y).labels_
+        return labels
+
+    def predict(self, X: ArrayLike) -> NDArray[Any]:  # noqa: N803
+        """Return the known or novel class (N,) of each row of ``X`` (N, D).
+
+        The class is that of the prototype with the largest cosine, in both settings
+        among all classes.
+        """
+        cosines = self._cosines(self._check_rows(X))
+        classes: NDArray[Any] = self.classes_[cosines.argmax(axis=1)]
+        return classes
+
+    def predict_proba(self, X: ArrayLike) -> NDArray[Any]:  # noqa: N803
+        """Return the probability (N, C) of each class, in the order of ``classes_``.
+
+        It is the softmax of the cosines to the prototypes, divided by ``TEMPERATURE``.
+        The probabilities rank rows by certainty; they are not calibrated.
+        """
+        cosines = self._cosines(self._check_rows(X))
+        probabilities: NDArray[Any] = softmax(cosines / TEMPERATURE, axis=1)
+        return probabilities
+
+    def transform(self, X: ArrayLike) -> NDArray[Any]:  # noqa: N803
+        """Return the coordinates (N, P) in which classes are compared.
+
+        Rows are scaled to length one, centered, projected to their leading principal
+        directions, and whitened within the known classes.
+        """
+        rows = self._check_rows(X)
+        coordinates: NDArray[Any] = self._space()(rows).numpy()
+        kept = getattr(X, "dtype", None)  # of an array, which scikit-learn preserves
+        return coordinates.astype(kept) if kept in FLOATS else coordinates
+
+    def _check_parameters(self) -> None:
+        """Raise ValueError for a parameter that is out of its range."""
+        number = self.n_novel
+        if not isinstance(number, Integral) or isinstance(number, bool) or number < 1:
+            raise ValueError(f"n_novel must be a whole number above 0, not {number!r}")
+        if self.setting not in SETTINGS:
+            raise ValueError(f'setting must be "ncd" or "gcd", not {self.setting!r}')
+
+    def _fit_rows(self, X: Any, seed: int) -> Tensor:  # noqa: N803
+        """Return the rows (N, D') as float32, and fit ``svd_`` for a sparse matrix."""
+        self.svd_ = None
+        if issparse(X):
+            num_directions = min(MAX_SPARSE_DIRECTIONS, X.shape[1] - 1, X.shape[0] - 1)
+            self.svd_ = TruncatedSVD(max(num_directions, 1), random_state=seed).fit(X)
+        return self._to_rows(X)
+
+    def _to_rows(self, X: Any) -> Tensor:  # noqa: N803
+        """Return checked features (N, D) as a float32 tensor (N, D')."""
+        dense = self.svd_.transform(X) if self.svd_ is not None else X
+        if issparse(dense):
+            dense = dense.toarray()
+        # A read-only array, as joblib maps it, is copied: PyTorch warns about it.
+        return torch.from_numpy(np.require(dense, np.float32, requirements=["C", "W"]))
+
+    def _check_rows(self, X: Any) -> Tensor:  # noqa: N803
+        """Check features that are passed after ``fit``, and return them as rows."""
+        check_is_fitted(self)
+        X = validate_data(  # noqa: N806
+            self, X, accept_sparse="csr", dtype=FLOATS, reset=False
+        )
+        return self._to_rows(X)
+
+    def _discover(
+        self, labeled: Tensor, class_of_row: Tensor, unlabeled: Tensor, seed: int
+    ) -> Result:
+        """Cluster at most ``MAX_CLUSTERED_ROWS`` rows of each kind.
+
+        Args:
+            labeled: Labeled rows (N_l, D').
+            class_of_row: Their known classes int64 (N_l,), 0 to C_l - 1.
+            unlabeled: Unlabeled rows (N_u, D').
+            seed: Seed of k-means.
+
+        Raises:
+            ValueError: There are not more unlabeled rows than clusters among them.
+        """
+        gcd = self.setting == "gcd"
+        num_clusters = self.n_novel + (int(class_of_row.max()) + 1) * gcd
+        if len(unlabeled) <= num_clusters:
+            raise ValueError(
+                f"y has {len(unlabeled)} unlabeled rows, which is not more than the"
+                f" {num_clusters} classes to find among them; lower n_novel, or add"
+                " unlabeled rows"
+            )
+        by_class = class_of_row.argsort(stable=True)  # so that no class is left out
+        chosen = by_class[evenly_spaced(len(labeled), MAX_CLUSTERED_ROWS)]
+        return discover_clusters(
+            labeled[chosen],
+            class_of_row[chosen],
+            unlabeled[evenly_spaced(len(unlabeled), MAX_CLUSTERED_ROWS)],
+            int(self.n_novel),
+            gcd,
+            seed,
+        )
+
+    def _space(self) -> Space:
+        """Return the map from rows to coordinates."""
+        return Space(torch.from_numpy(self.mean_), torch.from_numpy(self.directions_))
+
+    def _cosines(self, rows: Tensor) -> NDArray[np.float32]:
+        """Return the cosines (N, C) of rows (N, D') and prototypes.
+
+        The cosine with a class without any row is -inf, unless no class has a row.
+        """
+        coordinates = F.normalize(self._space()(rows), dim=1)
+        cosines: NDArray[np.float32] = coordinates.numpy() @ self.prototypes_.T
+        is_empty = ~self.prototypes_.any(axis=1)
+        if not is_empty.all():
+            cosines[:, is_empty] = -np.inf
+        return cosines
+
+
+def split_labels(y: ArrayLike) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+    """Tell labeled rows from unlabeled ones.
+
+    Args:
+        y: Labels (N,). Unlabeled rows have -1, ``"-1"``, NaN or None.
+
+    Returns:
+        The labels (N,), of which unlabeled rows have no meaning, and the mask (N,) of
+        the labeled rows.
+
+    Raises:
+        ValueError: ``y`` is missing, is not one column, or holds values that are no
+            classes, such as fractions.
+    """
+    if y is None:
+        raise ValueError("fit requires y to be passed, but the target y is None")
+    labels = column_or_1d(y, warn=True)
+    if labels.dtype.kind in "iub":
+        is_labeled = labels != UNLABELED
+    elif labels.dtype.kind == "f":
+        if np.isinf(labels).any():
+            raise ValueError("y contains infinity, which is no class")
+        is_labeled = ~np.isnan(labels) & (labels != UNLABELED)
+    else:
+        is_labeled = np.array([not is_unlabeled(label) for label in labels], dtype=bool)
+    if labels.dtype.kind == "O" and is_labeled.any():
+        labels = labels.copy()
+        labels[~is_labeled] = labels[is_labeled][0]
+        labels = np.array(labels.tolist())  # strings or numbers, not objects
+    check_classification_targets(labels[is_labeled])
+    return labels, is_labeled
+
+
+def is_unlabeled(label: Any) -> bool:
+    """Tell whether a label of an array of objects or strings means "unlabeled"."""
+    if label is None or str(label) in ("-1", "<NA>"):
+        return True
+    return isinstance(label, Real) and label != label  # NaN is unequal to itself
+
+
+def name_novel_classes(known: NDArray[Any], num_novel: int) -> NDArray[Any]:
+    """Name novel classes in the type of the known ones.
+
+    Args:
+        known: Known classes (C_l,), in ascending order.
+        num_novel: Number of novel classes C_u.
+
+    Returns:
+        The names (C_u,): the integers (as floats if the known classes are floats) that
+        follow the largest known class, or ``"novel-1"``, ``"novel-2"``, ... of which
+        names of known classes are left out.
+    """
+    if known.dtype.kind in "iuf":
+        first = int(np.floor(known[-1])) + 1
+        return np.arange(first, first + num_novel).astype(known.dtype)
+    taken = {str(name) for name in known}
+    names = (f"novel-{number}" for number in itertools.count(1))
+    free = (name for name in names if name not in taken)
+    return np.array(list(itertools.islice(free, num_novel)), dtype=object).astype(str)
+
+
+def evenly_spaced(num_rows: int, max_rows: int) -> Tensor:
+    """Return at most ``max_rows`` evenly spaced indices of ``num_rows`` rows, int64."""
+    return torch.linspace(0, num_rows - 1, min(num_rows, max_rows)).round().long()
+
+
+def fit_known_classes(labeled: Tensor, class_of_row: Tensor) -> Result:
+    """Fit the space and the prototypes of known classes alone.
+
+    Args:
+        labeled: Labeled rows (N, D').
+        class_of_row: Their classes int64 (N,), 0 to C_l - 1.
+    """
+    principal = principal_space(labeled)
+    rows = principal(labeled)
+    white = whitener(rows, class_of_row)
+    points = F.normalize(rows @ white, dim=1)
+    return Result(
+        Space(principal.mean, principal.directions @ white),
+        cluster_means(points, class_of_row, int(class_of_row.max()) + 1),
+        torch.empty(0),
+        torch.empty(0, 3),
+    )
