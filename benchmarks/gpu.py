@@ -49,12 +49,12 @@ from benchmarks.step import train_set
 from uno.captured import EAGER_STEPS, CapturedStep, record_cuda_graph
 from uno.config import Config, override
 from uno.cpus import available_cpus
-from uno.data.decode import BadRows
 from uno.data.files import Storage
 from uno.data.images import InMemory
 from uno.data.memory import MemoryBatches
 from uno.data.sampling import make_plan
 from uno.data.stream import StreamSet, crop_local, decode_here
+from uno.data.unreadable import BadRows
 from uno.model import UnoModel, build_network
 from uno.objective import unified_objective
 from uno.presets import preset

@@ -4,20 +4,25 @@ Batches and files are the same as with the threads of one process, so the result
 too. :mod:`pipelines.partitions` runs the work.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
+from torch import Tensor
 
+from pipelines import ray_env
 from pipelines.partitions import WriterPool, map_through_model
-from pipelines.ray_data import bytes_of, pixel_column, shared_tensor
+from pipelines.ray_data import bytes_of, decode_block, pixel_column, shared_tensor
 from uno.config import Config
 from uno.data.images import Images, InMemory, from_columns, to_columns
 from uno.data.rows import Rows
-from uno.results.infer import build_classifier
+from uno.model import features_of
+from uno.results.infer import Decode, build_classifier
 from uno.results.predictions import (
     InputSpec,
     PredictionWriter,
@@ -28,6 +33,8 @@ from uno.results.predictions import (
 )
 from uno.runs.hardware import at_speed
 from uno.runtime import Plan, plan_of
+
+log = logging.getLogger(__name__)
 
 
 def predict_on_ray(
@@ -77,6 +84,63 @@ def predict_on_ray(
     return writer.finish()
 
 
+def encode_on_ray(
+    config: Config,
+    files: Mapping[str, bytes],
+    images: Images,
+    here: Decode,
+    batches: Iterable[np.ndarray],
+) -> Iterator[tuple[np.ndarray, Tensor, Sequence[str | None]]]:
+    """Compute features on Ray workers, as :data:`uno.results.infer.Decode`.
+
+    If workers are lost, or if they can read no image because the files are on this
+    machine, a warning says so and this machine computes everything.
+
+    Args:
+        config: The configuration of the run.
+        files: The files of the model, by name.
+        images: The images of all rows.
+        here: Computes the features on this machine.
+        batches: Batches of row numbers, int64 (b,).
+
+    Returns:
+        For each batch its row numbers, the features float32 (b, D), and for each row
+        the reason why it has none, or None.
+    """
+    rows, size = list(batches), build_classifier(files).size
+    ends = np.cumsum([len(some) for some in rows])
+    blocks = (
+        pa.table({"row": np.arange(end - len(some), end), **to_columns(images, some)})
+        for end, some in zip(ends, rows, strict=True)
+    )
+    decode = partial(
+        decode_block,
+        side=size,
+        images=images.reader(),
+        interpolation=config.data.interpolation,
+    )
+    with ray_env.connect() as ray, suppress(ray.exceptions.RayError):
+        loaded = (ray.put(dict(files)),)
+        most = max(map(len, rows))
+        sizes = most, 3 * size**2
+        tables = map_through_model(
+            ray, config, blocks, decode, FeatureModel, loaded, *sizes
+        )
+        found = pa.concat_tables(tables)
+        reasons, width = found["reason"].to_pylist(), found["features"].type.byte_width
+        if None in reasons:
+            values = bytes_of(found["features"], width).view(np.float32).copy()
+            features = torch.from_numpy(values).split([len(some) for some in rows])
+            return (
+                (some, own, reasons[end - len(some) : end])
+                for some, own, end in zip(rows, features, ends, strict=True)
+            )
+    log.warning(
+        "workers were lost or can read no image: this machine computes the features"
+    )
+    return here(rows)
+
+
 def make_block(data: Rows, rows: np.ndarray) -> pa.Table:
     """Return a partition as the table that is sent to a task.
 
@@ -116,7 +180,7 @@ def decode_part(block: pa.Table, reader: Any, how: InputSpec) -> Iterator[pa.Tab
 
 
 class Scorer:
-    """An actor of the pool, which loads the model once and classifies many blocks.
+    """The model of an actor that classifies rows.
 
     Args:
         device: The device of the model.
@@ -149,4 +213,41 @@ class Scorer:
         )
         return pa.concat_tables(
             classify(self._model, block.drop_columns("pixels"), pixels, self._embedding)
+        )
+
+
+class FeatureModel:
+    """The model of an actor that computes features of the encoder.
+
+    Args:
+        device: The device of the model.
+        threads: The number of threads.
+        files: The reference to the files of the model.
+    """
+
+    def __init__(self, device: str, threads: int, files: Any) -> None:
+        import ray
+
+        torch.set_num_threads(threads)
+        self._model = build_classifier(ray.get(files), device)
+
+    def __call__(self, block: pa.Table) -> pa.Table:
+        """Compute the features of a block of :func:`~pipelines.ray_data.decode_block`.
+
+        Returns:
+            A table with the columns ``reason`` and ``features`` (bytes of float32,
+            zeros for rows that cannot be read).
+        """
+        size, module = self._model.size, self._model.module
+        pixels = shared_tensor(bytes_of(block["pixels"], 3 * size**2))
+        ok = torch.from_numpy(block["reason"].is_null().to_numpy().copy())
+        features = torch.zeros(len(block), int(module.encoder.num_features))  # type: ignore[arg-type]
+        if ok.any():
+            images = pixels.view(-1, 3, size, size)[ok]
+            features[ok] = features_of(module, images, self._model.config).cpu()
+        return pa.table(
+            {
+                "reason": block["reason"],
+                "features": pixel_column(features.numpy().view(np.uint8)),
+            }
         )

@@ -60,7 +60,7 @@ from uno.reproduce.experiments import (
 from uno.runs import ENVIRONMENT_FILE, NUMERICS, lock
 from uno.runs.directory import read_config_tree
 from uno.runs.hardware import local_device
-from uno.session.configure import checked_output
+from uno.session.configure import expand_output
 from uno.session.console import print_line
 from uno.session.derive import resolve
 from uno.session.prepare import with_full_path
@@ -184,7 +184,7 @@ def read_request(options: Options, argv: Sequence[str]) -> Request:
     name = "-".join(
         [own.table, *(["full"] * full), *(b.key for b in table.benchmarks if on_own)]
     )
-    output = checked_output(own.output or f"runs/reproduce-{name}")
+    output = expand_output(own.output or f"runs/reproduce-{name}")
     if "://" in output:
         raise ConfigError(
             "--output must be a directory: uno reproduce keeps logs of its processes"

@@ -12,8 +12,8 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import numpy as np
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from pipelines import nodes, ray_env
 from pipelines.backend import ray_tasks
+from pipelines.features import compute_on_ray
 from pipelines.options import Options
 from tune import AGREEMENT, FOLDS, SCORES, records, report, spaces
 from tune.records import FAILED, FEATURES_FILE, FINISHED, SETTINGS, PartStorage, Trial
@@ -55,9 +56,16 @@ from uno.model import num_heads
 from uno.runs import DISCOVER, LOGGERS_FOLDER, RAY_FOLDER, directory, lock, run
 from uno.runs.hardware import num_threads
 from uno.runs.lock import RunLock
-from uno.session.configure import leaves_choice
+from uno.session.configure import leaves_method_open
 from uno.session.console import Progress, interrupt_on_signal, on_stop, print_line
-from uno.session.data import leave_out_unreadable, load_features, load_images, read_task
+from uno.session.data import (
+    Compute,
+    compute_local,
+    leave_out_unreadable,
+    load_features,
+    load_images,
+    read_task,
+)
 from uno.session.derive import derive_settings, derives_batch, keep_derived
 from uno.session.loggers import Loggers, require_loggers
 from uno.session.prepare import check_data, starting_weights, with_full_path
@@ -183,7 +191,7 @@ def run_sweep(options: SweepOptions) -> int:
             if t.index < options.trials and t.status
         ]
         if len(ended) < options.trials:
-            if leaves_choice(
+            if leaves_method_open(
                 config.preset,
                 {key: value for key, value in asked.items() if key != "recipe"},
             ):
@@ -313,26 +321,60 @@ def load_data(
         return sweep_data(
             task, Unread(rows.images, rows.ids), np.ones(len(rows), bool), options.score
         )
-    config = override(options.config, {**HERE, "data.loading": "memory"})
     path = storage.path(FEATURES_FILE)
     if streams and not storage.is_local:
         raise ConfigError(
             f"--output {storage.uri}: features larger than memory need a directory"
             " to map"
         )
-    with tempfile.TemporaryDirectory(prefix="uno-tune-") as folder, Progress() as show:
+    with (
+        tempfile.TemporaryDirectory(prefix="uno-tune-") as folder,
+        Progress() as show,
+        _encoding_place(options) as (config, compute),
+    ):
         own = Storage(folder)
         if own_weights is not None:
             own.write(PRETRAINED_FILE, own_weights)
-        if streams:
+        if config.model.finetune == "none":
+            zeros = partial(mapped_zeros, path) if streams else torch.zeros
             found, reasons = load_features(
-                config, task, own, show, zeros=partial(mapped_zeros, path)
+                config, task, own, show, compute=compute, zeros=zeros
             )
         else:
             found, reasons = load_images(config, task, own, show)
     leave_out_unreadable(reasons, config, task)
     images: Source = path if streams else found.numpy()
     return sweep_data(task, images, ok_mask(reasons), options.score)
+
+
+@contextmanager
+def _encoding_place(options: SweepOptions) -> Iterator[tuple[Config, Compute]]:
+    """Choose where a frozen encoder computes features.
+
+    The workers of a cluster compute them, because this machine may be a small head.
+    Without a cluster this process computes them.
+
+    Args:
+        options: The options of the sweep.
+
+    Yields:
+        The configuration for the computation, and the function that computes.
+    """
+    config = override(options.config, {**HERE, "data.loading": "memory"})
+    frozen = config.model.finetune == "none" and not config.model.takes_vectors
+    if not frozen or ray_env.cluster_address() is None:
+        yield config, compute_local
+        return
+    with ray_env.connect() as ray:
+        places, _ = nodes.once_one_fits(
+            options.config, lambda: concurrency(options, ray.cluster_resources())
+        )
+        compute = options.config.compute
+        there = {
+            "compute.num_workers": compute.num_workers or places,
+            "compute.device": compute.device,
+        }
+        yield override(config, there), partial(compute_on_ray, ray)
 
 
 def mapped_zeros(path: str, shape: tuple[int, ...]) -> Tensor:

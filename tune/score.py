@@ -28,7 +28,7 @@ from torch import Tensor
 from pipelines.ray_data import shared_tensor
 from tune import AGREEMENT, FOLDS, LOSS, ORACLE
 from uno.config import Config
-from uno.data.decode import BadRows, ok_mask
+from uno.data.decode import ok_mask
 from uno.data.files import Storage
 from uno.data.images import Images, batches_of
 from uno.data.memory import EvalSet, train_set
@@ -44,6 +44,7 @@ from uno.data.stream import (
     decoded_rows,
     stream_here,
 )
+from uno.data.unreadable import BadRows
 from uno.errors import ConfigError
 from uno.model import UnoModel, forward
 from uno.results.evaluate import count, protocol_metrics

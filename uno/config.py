@@ -744,7 +744,8 @@ class ComputeConfig(Section):
     )
     cpus_per_worker: float | None = field(
         None,
-        "CPUs reserved for each Ray worker; default min(1, (CPUs - 1) / workers).",
+        "CPUs reserved for each Ray worker; default min(1, (CPUs - 1) / workers), or"
+        " for training on GPUs from a stream an equal share of a node.",
         gt=0,
         commands="evaluate predict report",
     )
@@ -770,7 +771,7 @@ class ComputeConfig(Section):
         "Record UNO's training steps once and replay them as a CUDA graph: less work"
         " for the host; one worker.",
     )
-    encoder_runtime: Literal["torch", "openvino", "onnx", "compile"] = field(
+    encoder_runtime: Literal["torch", "openvino", "onnx"] = field(
         "torch",
         "What computes frozen features and predictions on CPUs.",
         commands="predict",

@@ -8,7 +8,9 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +20,7 @@ import safetensors.torch
 import torch
 import yaml
 
-from pipelines import backend, cli, ray_env
+from pipelines import backend, cli, inference, ray_env
 from tests.pipelines.small import SMALL, refused, wait_for, write_images
 from tests.uno.data.builders import encoded, pixels
 from tests.uno.data.test_tar import write_tar
@@ -124,24 +126,32 @@ def test_overwritten_images_are_predicted_again(run, tmp_path, caplog, kind):
     )
 
 
-@pytest.mark.ray
-@pytest.mark.slow
-def test_workers_of_a_cluster_look_at_samples(ray_cluster, run, monkeypatch, caplog):
-    """Of a head without a GPU and with little memory. Kills: a model that this process
-    runs, rows in another order, a sample of nothing where only this machine has the
-    files, or where nodes are lost.
+def test_workers_of_a_cluster_look_at_samples(run, monkeypatch, caplog):
+    """The rows keep their order. This machine computes if nodes are lost, or if only it
+    has the files. Actors and tasks are called in this process.
     """
+
+    class LostError(Exception):
+        pass
+
+    def mapped(ray, config, blocks, decode, model, loaded, *sizes):
+        actor = model("cpu", 1, *loaded)
+        return [actor(decode(block)) for block in blocks]
+
+    def lost(*_):
+        raise LostError
+
+    errors = SimpleNamespace(RayError=LostError)
+    ray = SimpleNamespace(exceptions=errors, put=lambda x: x, get=lambda x: x)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(ray_env, "connect", lambda: nullcontext(ray))
+    monkeypatch.setattr(inference, "map_through_model", mapped)
+    monkeypatch.setattr(ray_env, "cluster_address", lambda: "a cluster")
     storage, rows, numbers = Storage(str(run)), read_digits(), np.arange(1796, 1000, -1)
-    model = load_classifier(storage)
+    model, workers = load_classifier(storage), backend.RayBackend()
     expected = sample_logits(model, decoder(model, rows, 1), numbers)
     config = override(model.config, {"compute.num_workers": 2})
-    workers = backend.RayBackend()
-    monkeypatch.setattr(ray_env, "cluster_address", lambda: "a cluster")
-    monkeypatch.setattr(
-        LocalBackend,
-        "decoder",
-        lambda *_: lambda batches: pytest.fail("this process computes"),
-    )
+    monkeypatch.setattr(LocalBackend, "decoder", lambda *_: pytest.fail)
     index, found = sample_logits(
         model, workers.decoder(Run(config, storage, workers), model), numbers
     )
@@ -149,20 +159,12 @@ def test_workers_of_a_cluster_look_at_samples(ray_cluster, run, monkeypatch, cap
     for ours, theirs in zip(found, expected[1], strict=True):
         assert ours is theirs is None or torch.allclose(ours, theirs, atol=1e-5)
 
-    def lost(*_):
-        raise ray_cluster.exceptions.NodeDiedError("gone")
-
     files, images = read_model_files(storage), InMemory(["/no/such.png"])
     how = config, files, images, lambda batches: (len(batches), "here")
-    assert backend.encode_on_ray(*how, [np.arange(1)]) == (1, "here")
-    monkeypatch.setattr(backend, "ray_tasks", lost)
-    assert backend.encode_on_ray(*how, [np.arange(1)] * 2) == (2, "here")
-    assert (
-        caplog.text.count(
-            "workers were lost or can read no image: this machine computes"
-        )
-        == 2
-    )
+    assert inference.encode_on_ray(*how, [np.arange(1)]) == (1, "here")
+    monkeypatch.setattr(inference, "map_through_model", lost)
+    assert inference.encode_on_ray(*how, [np.arange(1)] * 2) == (2, "here")
+    assert caplog.text.count("this machine computes") == 2
 
 
 class Workers(LocalBackend):

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 from pipelines import cli, ray_data
-from pipelines.ray_data import in_order, make_dataset
+from pipelines.ray_data import Cropping, in_order, make_dataset
 from tests.pipelines.small import (
     ROOT,
     SMALL,
@@ -61,7 +62,6 @@ CONFIG = override(
         "augment.small.size": 6,
     },
 )
-PAIR = {"CPU": 2.0}
 
 
 def folder_of(tmp_path):
@@ -212,11 +212,8 @@ def test_ray_data_equals_this_process(ray_cluster, tmp_path, monkeypatch, make):
         )
 
     train = streaming_set(CONFIG, task, Storage(str(tmp_path / "run")))
-    source, limits = (
-        ray_cluster.put(train.images),
-        ray_data.execution_limits(PAIR, 2, 0.5),
-    )
-    crop = ray_data.crop_on_ray(ray_cluster, source, *limits)
+    source, limits = ray_cluster.put(train.images), Cropping(1, 2**26)
+    crop = ray_data.crop_on_ray(ray_cluster, source, limits)
     for rank, first in ((0, 0), (1, 3)):
         job = job_of(train, rank, 2, first)
         with executions_of() as executed, monkeypatch.context() as patch:
@@ -238,7 +235,7 @@ def test_ray_data_equals_this_process(ray_cluster, tmp_path, monkeypatch, make):
         )
 
     rows = np.arange(len(task.rows))
-    decoded = ray_data.decode_on_ray(ray_cluster, source, 8, *limits)
+    decoded = ray_data.decode_on_ray(ray_cluster, source, 8, limits)
     found, pixels, why = zip(
         *decoded(rows[start : start + 9] for start in rows[::9]), strict=True
     )
@@ -274,9 +271,7 @@ def test_a_damaged_page_is_one_line(ray_cluster, tmp_path):
         data[len(data) // 2] ^= 4
         path.write_bytes(data)
     source = ray_cluster.put(train.images)
-    crop = ray_data.crop_on_ray(
-        ray_cluster, source, *ray_data.execution_limits(PAIR, 1, 1)
-    )
+    crop = ray_data.crop_on_ray(ray_cluster, source, Cropping(1, 2**26))
     with pytest.raises(ConfigError, match="cannot read row group") as caught:
         joined(crop(job_of(train)))
     assert "CRC" in str(caught.value) and "\n" not in str(caught.value)
@@ -291,8 +286,8 @@ def test_an_execution_needs_no_cpu_that_is_free(ray_cluster, tmp_path):
     from ray.util import placement_group, remove_placement_group
 
     train = streaming_set(CONFIG, mixed_task(tmp_path), Storage(str(tmp_path / "run")))
-    limits = ray_data.execution_limits({"CPU": 4.0}, 1, 0)
-    crop = ray_data.crop_on_ray(ray_cluster, ray_cluster.put(train.images), *limits)
+    source, limits = ray_cluster.put(train.images), Cropping(4, 2**26)
+    crop = ray_data.crop_on_ray(ray_cluster, source, limits)
     total = {
         node["NodeID"]: node["Resources"].get("CPU", 0)
         for node in ray_cluster.nodes()
@@ -390,42 +385,21 @@ def test_what_workers_get_holds_no_hidden_label(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("cpus_here", "alive", "neighbors", "expected"),
-    [
-        (3, True, 1, ("own", 2.0)),
-        (4, True, 2, (None, 2.0)),
-        (2.9, True, 1, ("own", 1.9)),
-        (2.7, True, 1, (None, 2.0)),
-        (3, False, 1, (None, 2.0)),
-        (7, True, 2, ("own", 2.0)),
-    ],
+    ("cpus_here", "reserved", "neighbors", "processes"),
+    [(2.0, 0.5, 1, 1), (8.0, 1.0, 2, 3), (8.0, 8.0, 1, 7), (1.0, 1.0, 2, 1)],
 )
-def test_tasks_stay_where_their_worker_has_its_share_of_cpus(
-    cpus_here, alive, neighbors, expected
+def test_a_rank_crops_on_its_own_node_with_its_share_of_the_cpus(
+    cpus_here, reserved, neighbors, processes
 ):
-    """Workers of a CPU whose share of the cluster is two more. Kills: processes that
-    wait for ever on a node whose CPUs are taken, CPUs of other nodes that idle, a node
-    that has gone.
-    """
-    nodes = [
-        {"NodeID": "other", "Alive": True, "Resources": {"CPU": 64.0}},
-        {"NodeID": "own", "Alive": alive, "Resources": {"CPU": cpus_here}},
-        {"NodeID": "head", "Alive": True, "Resources": {}},
+    ray = Mock()
+    ray.get_runtime_context().get_node_id.return_value = "own"
+    ray.cluster_resources.return_value = {"object_store_memory": 1e9}
+    ray.nodes.return_value = [
+        {"NodeID": "other", "Resources": {"CPU": 64.0}},
+        {"NodeID": "own", "Resources": {"CPU": cpus_here}},
     ]
-    assert ray_data.preferred_node(nodes, "own", 2.0, neighbors, 1.0) == (
-        expected[0],
-        pytest.approx(expected[1]),
-    )
-
-
-@pytest.mark.parametrize(
-    ("cpus", "size"), [(0.5, 1), (0.9999, 1), (1.8, 1), (1.9999, 2), (7.5, 7), (23, 23)]
-)
-def test_processes_of_a_rank_fit_into_its_cpus(cpus, size):
-    """Kills: one more, which waits for ever, and for which an autoscaler starts a
-    node; one fewer.
-    """
-    assert ray_data.pool_size(cpus) == size
+    found = ray_data.cropping_of(ray, 4, reserved, neighbors)
+    assert found == (processes, pytest.approx(1e8))
 
 
 @pytest.mark.ray

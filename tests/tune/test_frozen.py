@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -31,7 +32,7 @@ from uno.data.files import Storage
 from uno.errors import ConfigError, StorageError
 from uno.runs import DISCOVER, run
 from uno.session import resources
-from uno.session.data import read_task
+from uno.session.data import compute_local, read_task
 from uno.session.prepare import check_data
 from uno.session.resources import IMAGE_SHARE
 from uno.weights import PRETRAINED
@@ -268,6 +269,24 @@ def test_trials_share_the_vectors_alone(tmp_path):
     plan = run.plans(config, len(fold.train.labels), fold.train.num_unlabeled, 0)
     first, second = fold.train.batches(config, plan[DISCOVER])(0).views
     assert first.shape == second.shape and not torch.equal(first, second)
+
+
+def test_the_workers_of_a_cluster_compute_the_features(tmp_path, monkeypatch):
+    """The machine of the command may be a head without a GPU."""
+    asked = []
+
+    def compute_on_ray(ray, job, encoder, rows):
+        asked.append(job.config.compute.num_workers)
+        return compute_local(job, encoder, rows)
+
+    cluster = Mock(cluster_resources=lambda: {"CPU": 3.0})
+    monkeypatch.setattr(driver, "compute_on_ray", compute_on_ray)
+    monkeypatch.setattr(driver.ray_env, "cluster_address", lambda: "head:6379")
+    monkeypatch.setattr(driver.ray_env, "connect", lambda: nullcontext(cluster))
+    options = frozen_options(tmp_path, "--folds", "2")
+    with claimed(tmp_path / "s") as storage:
+        load(options, storage=storage)
+    assert asked == [3]
 
 
 def test_features_larger_than_memory_are_never_in_memory(tmp_path):

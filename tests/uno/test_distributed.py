@@ -30,9 +30,9 @@ from tests.uno.small_run import (
 )
 from uno import distributed, objective
 from uno.data.columns import make_ids
-from uno.data.decode import BadRows
 from uno.data.files import Storage
 from uno.data.images import InMemory
+from uno.data.unreadable import BadRows
 from uno.errors import Interrupted
 from uno.methods import METHODS
 from uno.model import build_network
@@ -239,16 +239,16 @@ def unreadable(worker: GlooWorker, folder: Path) -> dict[str, Tensor]:
     bad = BadRows(
         names, InMemory([b"no image"] * 20), 1.0, Storage(str(folder / "bad"))
     )
-    bad.sync(CPU)
+    bad.sync()
     for row in (
         (3, *range(10, 10 + 2 * worker.rank))
         if worker.rank < worker.world_size - 1
         else ()
     ):
         bad.add(row, "unreadable")
-    bad.sync(CPU)
+    bad.sync()
     bad.add(5 + worker.rank, "later")
-    bad.sync(CPU)
+    bad.sync()
     distributed.barrier(CPU)
     listed = BadRows(names, InMemory([]), 1.0, Storage(str(folder / "bad")))
     return {"known": torch.tensor(bad.rows), "listed": torch.tensor(listed.rows)}

@@ -31,12 +31,13 @@ from uno.data import tables
 from uno.data.columns import class_codes, make_unlabeled
 from uno.data.decode import ok_mask
 from uno.data.from_python import class_names, distinct_ids, float_vectors
-from uno.data.image_paths import DEFAULT_RULES, PathRules, find_images
+from uno.data.image_paths import find_images
 from uno.data.images import Image, Images
 from uno.data.labels import encode_column, require_distinct
 from uno.data.other_formats import fix_for
+from uno.data.read_options import DEFAULT_OPTIONS, ReadOptions
 from uno.data.rows import Rows
-from uno.data.tables import NO_NAMES, TEXT, ParquetImages
+from uno.data.tables import TEXT, ParquetImages
 from uno.data.text_tables import read_csv
 from uno.errors import ConfigError, StorageError, one_line
 from uno.limits import MAX_NPZ_BYTES, MAX_ROWS
@@ -182,12 +183,7 @@ def clear_unusable_(values: Tensor, reasons: list[str | None]) -> None:
     values[torch.from_numpy(unusable)] = 0
 
 
-def read_vectors(
-    path: str,
-    names: Mapping[str, str] = NO_NAMES,
-    images_only: bool = False,
-    rules: PathRules = DEFAULT_RULES,
-) -> Rows:
+def read_vectors(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
     """Read vectors with their ids, labels and pictures.
 
     Parquet files have a column ``embedding`` with lists of D numbers. They may also
@@ -202,10 +198,7 @@ def read_vectors(
     Args:
         path: Path or URI of a .parquet, .npy or .npz file, or a folder of Parquet
             files.
-        names: Standard name of a column, such as "label" -> its name in the source.
-        images_only: Whether the rows are only to be predicted, so that labels and
-            splits are not read.
-        rules: How the column ``path`` is read.
+        options: How the source is read.
 
     Raises:
         ConfigError: There is no such file or column, a file is damaged, or rows with
@@ -217,13 +210,13 @@ def read_vectors(
         what = f"; this is {fix}" if fix else ""
         raise ConfigError(f"{path}: vectors: reads .parquet, .npy and .npz{what}")
     if path.endswith(ARRAYS):
-        content = _read_arrays(path, names)
+        content = _read_arrays(path, options)
     else:
-        content = _read_parquet(source, path, names, rules)
+        content = _read_parquet(source, path, options)
     values, num = content.values, len(content.values)
     if not 0 < num <= MAX_ROWS:
         raise ConfigError(f"{source}: {plural(num, 'row')}, not 1 to {MAX_ROWS:,}")
-    unused = ("label", "eval_label", "split") if images_only else ()
+    unused = ("label", "eval_label", "split") if options.images_only else ()
     columns = {
         name: content.table[name]
         for name in content.table.column_names
@@ -263,7 +256,7 @@ def read_vectors(
     if pictures is None and "path" in columns:
         root = filesystem.split(path)[0] if filesystem.kind(path) == "file" else path
         paths = tables.values_in(columns["path"].cast(pa.string()))
-        pictures = find_images(source, root, paths, True, rules)
+        pictures = find_images(source, root, paths, options, may_lack=True)
     shown = None if pictures is None else pictures.take(first)
     words = None
     if "text" in columns:
@@ -271,8 +264,8 @@ def read_vectors(
     notes: tuple[str, ...] = ()
     if num_views > 1:
         notes = (f"rows of one id, {num_views} at most, are its views",)
-    if "label" not in content.table.column_names and not images_only:
-        notes += tables.note_of_no_label(path, content.names, names)
+    if "label" not in content.table.column_names and not options.images_only:
+        notes += tables.note_of_no_label(path, content.names, options.columns)
         if path.endswith(ARRAYS) and not content.names:
             fix = f"write them to {path[:-4]}.csv, column label, one row a vector"
             notes = (*notes, f"no labels: {fix}")
@@ -470,9 +463,7 @@ class _Content(NamedTuple):
     names: list[str]
 
 
-def _read_parquet(
-    source: str, path: str, names: Mapping[str, str], rules: PathRules
-) -> _Content:
+def _read_parquet(source: str, path: str, options: ReadOptions) -> _Content:
     """Read one Parquet file, or all files of a folder.
 
     If a column holds the bytes of images, these are the pictures of the rows. A column
@@ -481,21 +472,20 @@ def _read_parquet(
     Args:
         source: The source, as error messages name it.
         path: Path or URI of the file or folder.
-        names: Standard name of a column, such as "label" -> its name in the files.
-        rules: How image paths are read.
+        options: How the source is read.
 
     Raises:
         ConfigError: A file has no column of vectors, or the files do not have the same
             columns.
     """
-    root, files = tables.parquet_files(path, rules.follow_links)
+    names = options.columns
+    root, files = tables.parquet_files(path, options.follow_links)
     parts, pictures, lists = list[pa.Table](), set[str](), list[tuple[Any, str]]()
     for file, folders in zip(files, tables.partition_columns(files), strict=True):
         parquet = tables.open_parquet(file.path, file.size)
         schema = parquet.schema
-        tables.check_names(
-            file.path, names, tables.present_columns(schema, names, folders)
-        )
+        present = tables.present_columns(schema, names, folders)
+        tables.check_names(file.path, present, options)
         theirs = {ours: names.get(ours, ours) for ours in COLUMNS}
         image = names.get("image", "image")
         if image in schema.names:
@@ -537,7 +527,7 @@ def _read_parquet(
             [f.path for f in files],
             pictures.pop(),
             [f[2:4] for f in files],
-            rules,
+            options,
             [parquet for parquet, _ in lists],
         )
         if pictures
@@ -547,7 +537,7 @@ def _read_parquet(
     return _Content(table, values, reasons, shown, list(schema.names))
 
 
-def _read_arrays(path: str, names: Mapping[str, str]) -> _Content:
+def _read_arrays(path: str, options: ReadOptions) -> _Content:
     """Read the numbers of a .npy or .npz file, and the columns beside them.
 
     The columns are other arrays of the .npz file, and those of a .csv file of the same
@@ -555,13 +545,14 @@ def _read_arrays(path: str, names: Mapping[str, str]) -> _Content:
 
     Args:
         path: Path or URI of the file.
-        names: Standard name of a column, such as "label" -> its name there.
+        options: How the source is read.
 
     Raises:
         ConfigError: The file cannot be read or does not hold numbers (N, D); or the
             .csv file has another number of rows, or a column that the .npz file has,
             too.
     """
+    names = options.columns
     values, columns, present = _load_arrays(path, names)
     if values.ndim != 2:
         raise ConfigError(f"{path} must hold numbers (N, D), not {values.shape}")
@@ -717,7 +708,7 @@ def _columns_of_csv(
         for ours, theirs in names.items()
         if ours != "embedding" and ("path" if ours == "image" else ours) not in inside
     }
-    tables.check_names(beside, wanted, given)
+    tables.check_names(beside, given, ReadOptions(columns=wanted))
     theirs = {ours: names.get(ours, ours) for ours in COLUMNS}
     columns = {
         ours: pa.array(given[c], pa.string())

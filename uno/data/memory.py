@@ -349,18 +349,17 @@ class MemoryBatches:
         Returns:
             ``augment.large.num_views`` tensors (b_l + b_u, D).
         """
-        train, plan, augment = self._train, self._plan, self._config.augment
+        train, plan, settings = self._train, self._plan, self._config.augment
         plain = torch.cat(
             [train.labeled_images[labeled, 0], train.unlabeled_images[unlabeled, 0]]
         )
         size = plan.labeled_size + plan.unlabeled_size, plain.shape[1]
-        return [
-            plain
-            + augment.vector_noise
-            * self._spread
-            * torch.randn(size, generator=generator)[positions].to(plain.device)
-            for _ in range(augment.large.num_views)
-        ]
+        draws = (
+            torch.randn(size, generator=generator)[positions].to(plain.device)
+            for _ in range(settings.large.num_views)
+        )
+        deviation = settings.vector_noise * self._spread
+        return [plain + deviation * draw for draw in draws]
 
 
 def spread_of_features(train: TrainSet) -> Tensor:

@@ -26,19 +26,13 @@ from uno.augment import augment_crops
 from uno.config import Config
 from uno.cpus import available_cpus
 from uno.crops import Cropper
-from uno.data.decode import (
-    BATCHES_AHEAD,
-    BadRows,
-    DecodedBatch,
-    decoded,
-    ok_mask,
-    prefetch_map,
-)
+from uno.data.decode import BATCHES_AHEAD, DecodedBatch, decoded, ok_mask, prefetch_map
 from uno.data.files import Storage
 from uno.data.images import Images, InMemory, batches_of
 from uno.data.memory import EvalSet, TrainSet
 from uno.data.sampling import Batch, Order, Plan, augment_generator
 from uno.data.splits import Task, train_rows, truth_rows
+from uno.data.unreadable import BadRows
 from uno.errors import ConfigError
 
 SYNC_STEPS = 100  # steps after which workers exchange which images are unreadable
@@ -136,7 +130,7 @@ class StreamSet:
         Raises:
             ConfigError: More images are unreadable than the configuration allows.
         """
-        self.bad.sync(self.device)
+        self.bad.sync()
 
 
 def streaming_set(config: Config, task: Task, storage: Storage) -> StreamSet:

@@ -15,10 +15,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from uno.data.files import Storage
-from uno.data.output import seal, unseal
+from uno.data.output import dump_tensors, load_tensors
 from uno.errors import StorageError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def save_checkpoint(
         for name, tensor in checkpoint.tensors.items()
     }
     facts = {"format_version": str(FORMAT_VERSION), "config": checkpoint.config_yaml}
-    data = seal(name, tensors, facts)
+    data = dump_tensors(name, tensors, facts)
 
     def write() -> None:
         """Write the file, unless a valid checkpoint of this step exists."""
@@ -137,7 +137,7 @@ def load_checkpoint(storage: Storage, phase: str, step: int) -> Checkpoint:
     """
     name = file_name(phase, step)
     try:
-        tensors, facts = unseal(name, storage.read(name))
+        tensors, facts = load_tensors(name, storage.read(name))
     except ValueError as error:
         raise StorageError(str(error)) from None
     if (version := facts.get("format_version")) != str(FORMAT_VERSION):

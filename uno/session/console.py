@@ -17,7 +17,6 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from uno.errors import Interrupted, printable
-from uno.text import plural
 
 METRIC_TEXTS = {
     "epoch": "epoch {epoch}/{epochs}",
@@ -40,7 +39,7 @@ MORE_METRIC_TEXTS = {
 """Format of more metrics by name, for lines. A progress bar has no room for them."""
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-READING_S = 10.0  # seconds between two lines while the data is read
+READING_S = 10.0  # seconds after which reading the data is announced
 SILENT = ContextVar("SILENT", default=False)
 """Whether only warnings are printed, and no progress is shown."""
 
@@ -142,35 +141,20 @@ def interrupt_on_signal(line: str) -> Iterator[None]:
 
 
 @contextmanager
-def reading() -> Iterator[Callable[[int], None]]:
-    """Print every ten seconds that the data is still being read.
-
-    Yields:
-        A function for the end of reading. It takes the number of rows, and prints the
-        time and the speed if reading took more than ten seconds.
-    """
-    start, done = time.monotonic(), threading.Event()
-
-    def tell() -> None:
-        """Print the elapsed time every ten seconds until reading is done."""
-        while not done.wait(READING_S):
-            print_line(f"reading the data: {time.monotonic() - start:.0f} s")
-
-    def total(num: int) -> None:
-        """Print how long it took to read ``num`` images, if it took long."""
-        if (spent := time.monotonic() - start) > READING_S:
-            print_line(
-                f"read {plural(num, 'image')} in {spent:.0f} s ({num / spent:,.0f}"
-                " images/s)"
-            )
-
-    threading.Thread(
-        target=copy_context().run, args=(tell,), name="uno-reading", daemon=True
-    ).start()
+def announce_reading() -> Iterator[None]:
+    """Print that the data is being read, if the block takes more than ten seconds."""
+    start = time.monotonic()
+    announce = threading.Timer(
+        READING_S, copy_context().run, [print_line, "reading the data"]
+    )
+    announce.daemon = True
+    announce.start()
     try:
-        yield total
+        yield
     finally:
-        done.set()
+        announce.cancel()
+    if (spent := time.monotonic() - start) > READING_S:
+        print_line(f"the data was read in {spent:.0f} s")
 
 
 def format_metrics(metrics: Mapping[str, Any], in_a_bar: bool = False) -> str:

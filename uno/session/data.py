@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from uno.config import Config, DataConfig
 from uno.data import features
-from uno.data.check import row_problems, with_fitting_batch
-from uno.data.decode import BAD_SAMPLES, check_bad, decode_many, name_bad, ok_mask
+from uno.data.check import check_row_numbers, with_fitting_batch
+from uno.data.decode import decode_many, ok_mask
 from uno.data.features import Chunk, FeatureCache, FeatureJob, feature_job
 from uno.data.files import Storage
 from uno.data.images import evenly_spaced
@@ -19,12 +19,13 @@ from uno.data.memory import assemble, eval_sets, keep_pixels
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
 from uno.data.stream import EvalData, TrainData, streaming_eval_sets, streaming_set
+from uno.data.unreadable import BAD_SAMPLES, check_bad, name_bad
 from uno.errors import ConfigError, Interrupted
 from uno.runs.hardware import at_speed, local_device, num_threads
 from uno.runs.run import frozen_encoder
 from uno.runtime import Runtime, plan_of, require_runtime
-from uno.session.console import count_items, print_line, reading
-from uno.session.resources import on_features
+from uno.session.console import announce_reading, count_items, print_line
+from uno.session.resources import trains_on_features
 from uno.text import plural
 
 INTERVAL_S = 10.0  # seconds between two lines of progress
@@ -39,14 +40,11 @@ Compute = Callable[[FeatureJob, nn.Module, np.ndarray], Iterable[Chunk]]
 def read_task(data: DataConfig) -> Task:
     """Read the rows of a source, and find their known and novel classes and splits.
 
-    A line is printed every ten seconds while this takes long.
-
     Raises:
         ConfigError: The source cannot be read, or does not fit the settings.
     """
-    with reading() as total:
+    with announce_reading():
         task = make_task(read_rows(data), data)
-        total(len(task.rows))
     return task
 
 
@@ -132,7 +130,7 @@ def config_for_readable_rows(
     )
     if size != config.train.batch_size:
         print_line(f"batch size: {size}, because {left_out} left out")
-    for problem in row_problems(task, fitting, ok):
+    for problem in check_row_numbers(task, fitting, ok):
         if problem.level == "error":
             fix = "repair these images, or change the setting and pass --overwrite"
             raise ConfigError(f"{left_out} left out: {problem.message}; {fix}")
@@ -156,7 +154,7 @@ def load_images(
         ConfigError: The frozen encoder has no weights.
         Interrupted: ``should_stop`` returned True while features were computed.
     """
-    if on_features(config):
+    if trains_on_features(config):
         return load_features(config, task, storage, show, should_stop)
     data = config.data
     return decode_many(

@@ -20,7 +20,7 @@ from uno.data.sources import read_rows
 from uno.data.splits import Task, limit_rows
 from uno.errors import ConfigError
 from uno.session.backend import choose_backend
-from uno.session.console import Progress, on_stop, print_line, reading
+from uno.session.console import Progress, announce_reading, on_stop, print_line
 from uno.session.data import leave_out_unreadable, load_features, read_task
 from uno.session.derive import settings_of_weights
 from uno.session.prepare import starting_weights, with_full_path
@@ -72,14 +72,13 @@ def embed(
     of_weights = settings_of_weights(config)
     values = {key: of_weights[key] for key in of_weights if key not in given}
     config = override(config, {**values, "augment.num_cached_views": least})
-    with reading() as total:
+    with announce_reading():
         rows = read_rows(config.data)
         rows = (
             rows
             if config.data.limit is None
             else rows.take(limit_rows(rows, config.data.limit))
         )
-        total(len(rows))
     for warning in rows.warnings:
         print_line(f"warning: {warning}")
     require_kind(config.model, rows.images)

@@ -91,9 +91,8 @@ class TensorBoard:
 
     def __init__(self, record: Record) -> None:
         from tensorboardX import SummaryWriter
-        from tensorboardX.proto.summary_pb2 import Summary
 
-        self._storage, self._new, self._summary = record.storage, SummaryWriter, Summary
+        self._storage, self._new = record.storage, SummaryWriter
         self._next_upload = -math.inf  # time.monotonic()
         self._folder = (
             record.storage.path("")
@@ -120,11 +119,8 @@ class TensorBoard:
                 folder, purge_step=step, filename_suffix=order
             )
         self._last[phase] = step
-        found = [
-            self._summary.Value(tag=name, simple_value=value)
-            for name, value in values.items()
-        ]
-        self._writers[phase].file_writer.add_summary(self._summary(value=found), step)
+        for name, value in values.items():
+            self._writers[phase].add_scalar(name, value, step)
         self._writers[phase].flush()
         if not self._storage.is_local and time.monotonic() > self._next_upload:
             self._upload()

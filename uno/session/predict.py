@@ -25,10 +25,10 @@ from uno.runtime import require_runtime
 from uno.session.backend import LocalBackend, choose_backend
 from uno.session.console import (
     Progress,
+    announce_reading,
     count_items,
     interrupt_on_signal,
     print_line,
-    reading,
 )
 from uno.session.run import Run
 from uno.text import plural
@@ -90,9 +90,8 @@ def predict(
     run = Run(config, storage, backend)
     limit = override(Config(), {"data.limit": data.pop("data.limit", None)}).data.limit
     if data:
-        with reading() as total:
+        with announce_reading():
             rows = read_rows(override(Config(), data).data, images_only=True)
-            total(len(rows))
     else:
         rows = run.task.rows
     if limit is not None and limit < len(rows):

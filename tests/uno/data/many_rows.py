@@ -24,7 +24,6 @@ import torch
 
 from uno.config import Config, override
 from uno.data.columns import decimal, joined
-from uno.data.decode import BadRows
 from uno.data.files import Storage
 from uno.data.images import spread
 from uno.data.rows import Rows
@@ -37,6 +36,7 @@ from uno.data.stream import (
     stream_facts,
 )
 from uno.data.tables import ParquetImages
+from uno.data.unreadable import BadRows
 from uno.presets import preset
 from uno.runs import run
 
@@ -159,7 +159,7 @@ def train_on_rank(num_rows: int, ranks: int, folder: Path) -> float:
     next(next(job.epochs(job.chunk_rows)))
     taken = meter.bytes_a_row()
     bad.add(3, "unreadable")
-    bad.sync(torch.device("cpu"))
+    bad.sync()
     index, classes, free = load(folder / "truth")["train"]
     held = StreamedEvalSet(classes, index, free, images, 8, decode, bad)
     next(held.batches(256, 1, ranks))

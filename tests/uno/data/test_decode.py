@@ -20,7 +20,6 @@ from uno.data import decode as decode_module
 from uno.data import files
 from uno.data.decode import (
     BadImage,
-    check_bad,
     decode,
     decode_many,
     decode_rgb,
@@ -31,6 +30,7 @@ from uno.data.decode import (
 )
 from uno.data.files import Storage
 from uno.data.images import InMemory
+from uno.data.unreadable import check_bad
 from uno.errors import ConfigError, StorageError
 
 from .builders import encoded, pixels

@@ -14,9 +14,10 @@ import pytest
 from uno.config import Config, DataConfig
 from uno.data import files as filesystem
 from uno.data.check import check
-from uno.data.decode import check_bad, decode_many, name_bad
+from uno.data.decode import decode_many
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
+from uno.data.unreadable import check_bad, name_bad
 from uno.report.facts import read_facts
 
 from .builders import encoded, failure, hf_table, pixels, write_images

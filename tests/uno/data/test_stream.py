@@ -23,11 +23,12 @@ from tests.uno.small_run import (
 from uno.config import DataConfig, override
 from uno.data import stream as module
 from uno.data.columns import make_ids, make_labels
-from uno.data.decode import BadRows, prefetch_map
+from uno.data.decode import prefetch_map
 from uno.data.files import Storage
 from uno.data.rows import Rows
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
+from uno.data.unreadable import BadRows
 from uno.errors import ConfigError
 from uno.runs import run
 from uno.training import LocalWorker
@@ -204,7 +205,7 @@ def test_bad_images_are_replaced_counted_and_listed(tmp_path):
         )
         assert all(float(view[i].std()) > 0.1 for view in batch.views for i in hit)
     assert replaced >= 4
-    train.bad.sync(CPU)
+    train.bad.sync()
     text = (tmp_path / "run" / "bad_samples.jsonl").read_text().splitlines()
     assert [json.loads(entry)["id"] for entry in text] == ["row 3", "row 30"]
     again = BadRows(

@@ -14,23 +14,18 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.s3 import BUCKET, make_bucket, requests_of, store
-from tests.uno.models import tiny_model
 from uno.config import Config, DataConfig, override
 from uno.data import files as filesystem
 from uno.data import tar
-from uno.data.check import check, format_report
+from uno.data.check import check
 from uno.data.decode import decode_many
 from uno.data.files import Storage
-from uno.data.memory import keep_pixels
 from uno.data.pack import pack, store_local
+from uno.data.read_options import ReadOptions
 from uno.data.sources import read_rows, recognize
 from uno.data.splits import labeled_rows, make_task
-from uno.data.stream import CropJob, crop_local, streaming_set
 from uno.data.tar import read_tar
 from uno.errors import ConfigError
-from uno.report.report import write_report
-from uno.results.predictions import PredictionWriter, predict_rows, read_columns
-from uno.runs import run
 from uno.session.prepare import check_data
 
 from .builders import encoded, failure, pixels, write_images
@@ -291,9 +286,7 @@ def test_labels_that_could_be_lost_are_refused(tmp_path):
 
 
 def test_lost_labels_are_said_wherever_a_run_begins(tmp_path, capsys):
-    """By ``check``, on the console of a run, in the report, and where no label is
-    left.
-    """
+    """By ``check``, on the console of a run, and where no label is left."""
     image = encoded(pixels(0))
     members = [(f"{i}.png", encoded(pixels(i))) for i in range(40)]
     members += [(f"{i}.cls", b"ab"[i % 2 : i % 2 + 1]) for i in range(30)]
@@ -309,10 +302,6 @@ def test_lost_labels_are_said_wherever_a_run_begins(tmp_path, capsys):
     assert (
         "warning: 1 label without an image, e.g. 'gone.cls'" in capsys.readouterr().out
     )
-    storage = Storage(str(tmp_path / "run"))
-    write_report(config, storage, task)
-    page = storage.read("report.html").decode()
-    assert "1 label without an image" in page and "gone.cls" in page
     lost = DataConfig(
         source=(
             f"tar:{write_tar(tmp_path / 'b.tar', [('1.png', image), ('2.cls', b'a')])}"
@@ -399,78 +388,18 @@ def test_the_rows_of_a_folder(both):
     ).all()
 
 
-def test_streamed_as_a_folder(both, tmp_path):
-    """The same crops in the same order. Kills: windows of what is read by itself."""
-    more = {
-        "train.batch_size": 4,
-        "data.stored_size": 8,
-        "data.known_classes": "cat,dog",
-    }
-    config = override(
-        Config(), {**more, "augment.large.size": 8, "data.batch_sampling": "balanced"}
-    )
-    found = []
-    for name, source in zip(("folder", "tar"), both, strict=True):
-        data = override(config, {"data.source": source}).data
-        train = streaming_set(
-            config, make_task(read_rows(data), data), Storage(str(tmp_path / name))
-        )
-        plan = run.plans(config, len(train.labels), train.num_unlabeled, 1)[
-            run.DISCOVER
-        ]
-        chunks = list(crop_local(CropJob(config, train, plan, 0, 1, 0, 5), 1))
-        found.append(np.concatenate([pixels for pixels, _ in chunks]))
-    assert (found[0] == found[1]).all() and found[0].any()
-
-
-def test_predicted_checked_and_packed_as_a_folder(both, tmp_path):
-    """Without a word on tar in any of these. Kills: ids or images of other rows, a
-    path that is none.
-    """
-    model, tables = tiny_model(tmp_path / "model"), []
-    for name, source in zip(("a", "b"), both, strict=True):
-        storage = Storage(str(tmp_path / name))
-        predict_rows(
-            model,
-            PredictionWriter(
-                storage, read_rows(DataConfig(source=source), True), model, False
-            ),
-        )
-        tables.append(
-            read_columns(storage, ("id", "uri", "class_index", "probability"))
-        )
-    assert tables[0]["class_index"].equals(tables[1]["class_index"])
-    assert tables[0]["probability"].equals(tables[1]["probability"])
-    assert (
-        tables[1]["uri"].null_count == 30
-        and tables[1]["id"][0].as_py() == "train-000.tar#cat/00"
-    )
+def test_shards_are_packed_as_any_source(both, tmp_path):
     config = override(
         Config(), {"data.source": both[1], "data.known_classes": "cat,dog"}
     )
-    task = make_task(read_rows(config.data), config.data)
-    assert "30 train, 0 test" in format_report(task, check(task, config, seconds=30))
-    rows = task.rows
-    done = pack(
-        rows,
-        labeled_rows(rows, config.data),
-        Storage(str(tmp_path / "out")),
-        2000,
-        store_local(1),
-    )
+    rows = read_rows(config.data)
+    output = Storage(str(tmp_path / "out"))
+    done = pack(rows, labeled_rows(rows, config.data), output, 2000, store_local(1))
     assert (done.packed, done.bad) == (30, 0) and done.shards > 1
-    packed, number = (
-        read(f"parquet:{tmp_path}/out"),
-        {name: i for i, name in enumerate(rows.ids.to_pylist())},
-    )
+    packed = read(f"parquet:{tmp_path}/out")
+    number = {name: i for i, name in enumerate(rows.ids.to_pylist())}
     order = np.array([number[name] for name in packed.ids.to_pylist()])
     assert packed.images.read_images(np.arange(30)) == rows.images.read_images(order)
-    decoded, reasons = decode_many(rows.images, 8)
-    kept = keep_pixels(task, decoded, reasons).rows.images
-    assert (
-        kept.prepared(np.array([3]))[0].equal(decoded[3:4])
-        and kept.paths(np.arange(2)) == [None] * 2
-    )
 
 
 def test_objects_are_read_in_pieces(both, tmp_path, monkeypatch):
@@ -501,86 +430,30 @@ def test_objects_are_read_in_pieces(both, tmp_path, monkeypatch):
     ]
 
 
-class CountingHandler(pa.fs.FileSystemHandler):
-    """A remote store, served from a folder, that counts the bytes that are read."""
-
-    def __init__(self, root):
-        self.files = pa.fs.SubTreeFileSystem(str(root), pa.fs.LocalFileSystem())
-        self.num_bytes = 0
-
-    def open_input_file(self, path):
-        handler, file = self, self.files.open_input_file(path)
-
-        class Counted(io.RawIOBase):
-            def readable(self):
-                return True
-
-            def seekable(self):
-                return True
-
-            def seek(self, *place):
-                return file.seek(*place)
-
-            def tell(self):
-                return file.tell()
-
-            def read(self, num=-1):
-                data = file.read(None if num < 0 else num)
-                handler.num_bytes += len(data)
-                return data
-
-        return pa.PythonFile(Counted(), mode="r")
-
-    open_input_stream = open_input_file
-
-    def get_type_name(self):
-        return "counting"
-
-    def normalize_path(self, path):
-        return path
-
-    def get_file_info(self, paths):
-        return self.files.get_file_info(paths)
-
-    def get_file_info_selector(self, selector):
-        return self.files.get_file_info(selector)
-
-    def refuse(self, *args, **kwargs):
-        raise NotImplementedError
-
-    copy_file = create_dir = delete_dir = delete_dir_contents = refuse
-    delete_file = delete_root_dir_contents = move = open_append_stream = refuse
-    open_output_stream = refuse
-
-
 @pytest.fixture
-def remote(tmp_path, monkeypatch):
-    """Three shards in a store that counts, written long ago, and an empty cache."""
+def shards(tmp_path, monkeypatch):
+    """Three shards, written long ago, and an empty cache. The folder is an object
+    store, too. The list has the paths of the shards that were scanned.
+    """
     monkeypatch.setenv("UNO_CACHE", str(tmp_path / "cache"))
     for number in range(3):
         members = [("notes.txt", b"?"), ("lost.cls", b"fox")]
         for i in range(20):
-            members.append((f"{i}.png", encoded(pixels(20 * number + i, 40, 40))))
-            label = "fox" if i % 2 else {"label": 7.0}
-            data = label.encode() if i % 2 else json.dumps(label).encode()
-            members.append((f"{i}.{'cls' if i % 2 else 'json'}", data))
-        shard = tmp_path / "shards" / f"train-{number}.tar"
-        shard.parent.mkdir(parents=True, exist_ok=True)
-        with tarfile.open(shard, "w") as tar:
-            for name, data in members:
-                info = tarfile.TarInfo(name)
-                info.size = len(data)
-                tar.addfile(info, io.BytesIO(data))
-        os.utime(shard, (1e9 + number, 1e9 + number))
-    handler = CountingHandler(tmp_path)
-    files = pa.fs.PyFileSystem(handler)
-    monkeypatch.setattr(filesystem, "_connect", lambda host, options: (files, ""))
-    handler.shards = sorted((tmp_path / "shards").iterdir())
-    handler.total = sum(shard.stat().st_size for shard in handler.shards)
-    return handler
+            members.append((f"{i}.png", encoded(pixels(20 * number + i))))
+            label = (f"{i}.cls", b"fox") if i % 2 else (f"{i}.json", b'{"label": 7.0}')
+            members.append(label)
+        path = write_tar(tmp_path / "shards" / f"train-{number}.tar", members)
+        os.utime(path, (1e9 + number, 1e9 + number))
+    remote = pa.fs.SubTreeFileSystem(str(tmp_path), pa.fs.LocalFileSystem())
+    monkeypatch.setattr(filesystem, "_connect", lambda host, options: (remote, ""))
+    scanned, real = [], filesystem.open_binary
+    monkeypatch.setattr(
+        filesystem, "open_binary", lambda path: scanned.append(path) or real(path)
+    )
+    return scanned
 
 
-SOURCES = ("tar:s3://bucket/shards", "tar:s3://bucket/shards/train-{0..2}.tar")
+FOLDER = "tar:s3://bucket/shards"
 
 
 def facts_of(rows):
@@ -595,54 +468,51 @@ def facts_of(rows):
     )
 
 
-@pytest.mark.parametrize("source", SOURCES)
-def test_a_second_start_reads_no_remote_shard(remote, source):
+@pytest.mark.parametrize(
+    "source", [FOLDER, f"{FOLDER}/train-{{0..2}}.tar", "tar:{folder}/shards"]
+)
+def test_a_second_start_scans_no_shard(shards, source, tmp_path):
     """The index has what the scan found: keys, places, labels, notes."""
+    source = source.replace("{folder}", str(tmp_path))
     first = read(source)
-    assert remote.num_bytes > 0
-    remote.num_bytes = 0
+    assert len(shards) == 3
     again = read(source)
-    assert remote.num_bytes <= remote.total / 100
-    assert len(again) == 60 and facts_of(again) == facts_of(first)
+    assert len(shards) == 3 and len(again) == 60 and facts_of(again) == facts_of(first)
     assert ".txt" in str(again.notes) and "lost.cls" in str(again.warnings)
 
 
-def test_only_a_remote_shard_that_has_changed_is_scanned_again(remote):
-    first = read(SOURCES[0])
-    changed = remote.shards[1]
-    with tarfile.open(changed, "a") as tar:
-        info = tarfile.TarInfo("new.png")
-        info.size = len(encoded(pixels(99)))
-        tar.addfile(info, io.BytesIO(encoded(pixels(99))))
-    os.utime(changed, (2e9 / 2 + 50, 2e9 / 2 + 50))
-    remote.num_bytes = 0
-    again = read(SOURCES[0])
+def test_only_a_shard_that_has_changed_is_scanned_again(shards, tmp_path):
+    first, changed = read(FOLDER), tmp_path / "shards" / "train-1.tar"
+    with tarfile.open(changed, "a") as archive:
+        add(archive, "new.png", encoded(pixels(99)))
+    os.utime(changed, (1e9 + 50, 1e9 + 50))
+    shards.clear()
+    again = read(FOLDER)
     assert len(again) == len(first) + 1 and "train-1.tar#new" in again.ids.to_pylist()
-    assert remote.num_bytes < 1.2 * changed.stat().st_size
-    remote.shards[0].unlink()
-    remote.num_bytes = 0
-    assert len(read(SOURCES[0])) == len(again) - 20 and remote.num_bytes == 0
+    assert [path.rpartition("/")[2] for path in shards] == ["train-1.tar"]
+    (tmp_path / "shards" / "train-0.tar").unlink()
+    assert len(read(FOLDER)) == len(again) - 20 and len(shards) == 1
 
 
-def test_a_remote_shard_that_was_just_written_is_not_trusted(remote):
+def test_a_shard_that_was_just_written_is_not_trusted(shards, tmp_path):
     """It may be written again with the same size in the same tick of the clock."""
-    os.utime(remote.shards[2])
-    read(SOURCES[0])
-    remote.num_bytes = 0
-    read(SOURCES[0])
-    assert 0 < remote.num_bytes < 1.2 * remote.shards[2].stat().st_size
+    os.utime(tmp_path / "shards" / "train-2.tar")
+    read(FOLDER)
+    shards.clear()
+    read(FOLDER)
+    assert [path.rpartition("/")[2] for path in shards] == ["train-2.tar"]
 
 
-def test_labels_and_no_labels_have_their_own_index(remote):
-    with_labels = read(SOURCES[0])
-    without = read_tar("s3://bucket/shards", images_only=True)
+def test_labels_and_no_labels_have_their_own_index(shards):
+    with_labels = read(FOLDER)
+    without = read_tar("s3://bucket/shards", ReadOptions(images_only=True))
     assert not with_labels.labels.null_count
     assert without.labels.null_count == len(without)
-    assert facts_of(read(SOURCES[0])) == facts_of(with_labels)
+    assert facts_of(read(FOLDER)) == facts_of(with_labels)
 
 
-def test_a_damaged_index_is_made_again(remote, tmp_path, caplog):
-    first = read(SOURCES[0])
+def test_a_damaged_index_is_made_again(shards, tmp_path, caplog):
+    first = read(FOLDER)
     (index,) = [p for p in (tmp_path / "cache").rglob("*") if p.is_file()]
     data = index.read_bytes()
     other = io.BytesIO()
@@ -650,17 +520,17 @@ def test_a_damaged_index_is_made_again(remote, tmp_path, caplog):
     holes = data[:200] + bytes(100) + data[300:]
     for damaged in (b"", data[:-100], holes, other.getvalue()):
         index.write_bytes(damaged)
-        assert facts_of(read(SOURCES[0])) == facts_of(first)
+        assert facts_of(read(FOLDER)) == facts_of(first)
         assert index.read_bytes() != damaged
     assert "index" in caplog.text
 
 
 def test_a_cache_that_takes_no_file_is_named_and_the_shards_are_read(
-    remote, tmp_path, monkeypatch, caplog
+    shards, tmp_path, monkeypatch, caplog
 ):
     (tmp_path / "file").touch()
     monkeypatch.setenv("UNO_CACHE", str(tmp_path / "file" / "cache"))
-    assert len(read(SOURCES[0])) == 60
+    assert len(read(FOLDER)) == 60
     assert "index" in caplog.text and "file" in caplog.text
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from uno.data.files import Storage
-from uno.data.output import seal
+from uno.data.output import dump_tensors
 from uno.errors import StorageError
 from uno.runs.checkpoint import (
     Checkpoint,
@@ -110,8 +110,8 @@ def test_a_file_that_verifies_is_still_checked(storage):
     whole = storage.read(path(3))
     for content, says in (
         (
-            seal(path(12), {"w": torch.zeros(1)}, {"format_version": "99"}),
-            "format version 99 instead of 2",
+            dump_tensors(path(12), {"w": torch.zeros(1)}, {"format_version": "99"}),
+            "format version 99 instead of 3",
         ),
         (whole, "it is the file checkpoints/discover/step_00000003.safetensors"),
     ):
