@@ -318,9 +318,10 @@ def shared_pretrainings(
     seeds = range(options.config.seed, options.config.seed + options.seeds)
     for overrides, seed, number in product(trials, seeds, range(len(folds))):
         config = override(options.config, {**overrides, "seed": seed})
-        fold, workers = folds[number], config.compute.num_workers
+        fold = folds[number]
+        num_labeled, num_unlabeled = fold.sizes
         with contextlib.suppress(ConfigError):  # the trial will fail by it
-            run.plans(config, *fold.sizes, workers)
+            run.plans(config, num_labeled, num_unlabeled, config.compute.num_workers)
             key = pretrain_key(config, fold)
             found.setdefault(key, Pretraining(key, config, number))
     return [
