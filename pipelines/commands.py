@@ -26,7 +26,7 @@ from pipelines.options import (
 )
 from uno.config import override
 from uno.errors import ConfigError, UnoError
-from uno.session.configure import checked_output, explain, launched
+from uno.session.configure import expand_output, explain, is_torchrun_rank
 
 if TYPE_CHECKING:
     from uno.data.files import Storage
@@ -226,7 +226,7 @@ def discover(
     Returns:
         The exit code.
     """
-    if ranks is None and launched():
+    if ranks is None and is_torchrun_rank():
         from uno.session.ranks import TorchrunBackend
 
         backend = TorchrunBackend()
@@ -274,7 +274,7 @@ def predict(argv: Sequence[str]) -> int:
     """Predict a class for every image of a source, and print where the table is."""
     options = parse(argv, PREDICT)
     if "output" in (given := options.overrides):
-        given["output"] = checked_output(str(given["output"]))
+        given["output"] = expand_output(str(given["output"]))
     from uno.session import predict as session
 
     own = options.args
@@ -397,8 +397,8 @@ def classes(argv: Sequence[str]) -> int:
         YAML_FILE,
         edits_of,
         read_edits,
+        rename_classes,
         template,
-        with_names,
     )
     from uno.results.infer import load_classifier
     from uno.session.backend import LocalBackend
@@ -426,9 +426,11 @@ def classes(argv: Sequence[str]) -> int:
     data = template(model.classes, model.model_hash, {}).encode()
     if is_there:
         data = folder.read(name, MAX_STATE_BYTES)
-    if own.rename:
-        data = with_names(data, path, model.classes, model.model_hash, own.rename)
     edited = read_edits(data, path, model.classes, model.model_hash)
+    if own.rename:
+        renamed = rename_classes(edited, own.rename)
+        data = template(renamed, model.model_hash, {}).encode()
+        edited = read_edits(data, path, model.classes, model.model_hash)
     if not own.rename:
         for c, fate in edits_of(edited):
             print_line(f"  {c.index:4}  {c.name}  {fate}".rstrip())
@@ -463,7 +465,7 @@ def _suggestions(model: Classifier) -> dict[int, Suggestion]:
     """
     from uno.report.findings import suggestions, summarize
     from uno.report.sample import score_sample
-    from uno.results.classes import unedited
+    from uno.results.classes import without_merges
     from uno.results.infer import decoder
     from uno.session.console import print_line
     from uno.session.data import read_task
@@ -472,7 +474,7 @@ def _suggestions(model: Classifier) -> dict[int, Suggestion]:
         task = read_task(model.config.data)
         sample = score_sample(
             task,
-            replace(model, classes=unedited(model.classes)),
+            replace(model, classes=without_merges(model.classes)),
             decoder(model, task.rows),
         )
     except (UnoError, ValueError) as error:  # no image can be read

@@ -43,7 +43,7 @@ from uno.session.data import (
     leave_out_unreadable,
     load_features,
 )
-from uno.session.resources import on_features, store_bytes
+from uno.session.resources import store_bytes, trains_on_features
 from uno.session.run import Run
 
 TRACES, TRACE = "nccl", "rank_"
@@ -302,7 +302,7 @@ def run_on_ray(run: Run, show: Show) -> dict[str, float]:
         connected = ray_env.connect(
             store, config.compute.num_workers, keep_idle=streams
         )
-        until = own if streams or on_features(config) else run.cleanup
+        until = own if streams or trains_on_features(config) else run.cleanup
         ray = until.enter_context(connected)
         resources = nodes.wait_for_resources(
             config, stopping.is_set, nodes.startup_timeout_s(config)
@@ -311,7 +311,7 @@ def run_on_ray(run: Run, show: Show) -> dict[str, float]:
         if streams:
             resources = nodes.with_decoding(config, resources)
         images, reasons, found = None, None, None
-        if on_features(config):
+        if trains_on_features(config):
             compute = partial(compute_on_ray, ray, give_up=stopping.is_set)
             how = show, stopping.is_set, compute
             found, reasons = load_features(config, task, storage, *how)

@@ -52,6 +52,7 @@ from uno.data.decode import (
     read_header,
 )
 from uno.data.files import Storage
+from uno.data.read_options import ReadOptions
 from uno.data.tables import read_parquet, read_table
 from uno.data.tar import read_tar
 from uno.errors import UnoError
@@ -191,7 +192,7 @@ def _read_parquet(folder: Path, data: bytes) -> None:
     rows = read_parquet(str(folder / "train-0.parquet"))
     for row in range(min(3, len(rows))):
         _or_refused(decode, rows.images[row], 8)
-    rows = read_parquet(str(folder / "train-0.parquet"), images_only=True)
+    rows = read_parquet(str(folder / "train-0.parquet"), ReadOptions(images_only=True))
     for images in rows.images.take(np.arange(min(3, len(rows)))).split(3):
         for image in images.read_images(np.arange(len(images))):
             _or_refused(decode, image, 8)
@@ -259,7 +260,7 @@ def _read_tar(folder: Path, data: bytes) -> None:
 
 def _read_shard(path: Path, data: bytes) -> None:
     path.write_bytes(data)
-    bare = read_tar(str(path), images_only=True)
+    bare = read_tar(str(path), ReadOptions(images_only=True))
     for image in bare.images.read_images(np.arange(len(bare))):
         _or_refused(decode, image, 8)
     rows = read_tar(str(path))
@@ -272,7 +273,7 @@ def _read_text_table(name: str) -> Callable[[Path, bytes], None]:
         if not (folder / "a.png").exists():
             (folder / "a.png").write_bytes(encoded(pixels(0)))
         for images_only in (False, True):
-            rows = read_table(str(folder / name), images_only=images_only)
+            rows = read_table(str(folder / name), ReadOptions(images_only=images_only))
             _or_refused(decode, rows.images[0], 8)
 
     return read

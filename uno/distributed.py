@@ -82,9 +82,9 @@ def join_group(
         if not is_lost_rank(error):
             raise
         # The brackets hold source files of gloo and addresses.
-        why = re.sub(r"\[\S*\] ?", "", one_line(error))[:120]
+        reason = re.sub(r"\[\S*\] ?", "", one_line(error))[:120]
         raise Interrupted(
-            f"rank {rank} of {world_size} lost another ({why}); the same command"
+            f"rank {rank} of {world_size} lost another ({reason}); the same command"
             " resumes"
         ) from None
 
@@ -283,12 +283,13 @@ def _work_together(work: Callable[[], None], device: torch.device) -> None:
     with ThreadPoolExecutor(
         1, "uno-jobs", torch.set_num_threads, (torch.get_num_threads(),)
     ) as pool:
-        own = pool.submit(work)
-        while float(
-            all_reduce_sum_(torch.tensor([float(not own.done())], device=device))
-        ):
-            wait([own], VOTE_S)
-        own.result()
+        future = pool.submit(work)
+        while True:
+            is_busy = torch.tensor([float(not future.done())], device=device)
+            if not float(all_reduce_sum_(is_busy)):
+                break
+            wait([future], VOTE_S)
+        future.result()
 
 
 def barrier(device: torch.device) -> None:

@@ -232,11 +232,11 @@ class Clustering:
             rows = spectral(self.neighbors, num_clusters)
         clusters = self.labels.clone()
         if self.gcd:
-            found = seeded_kmeans(rows, labels, num_clusters, num_starts, seed)
-            clusters[:] = found.assignment
+            result = seeded_kmeans(rows, labels, num_clusters, num_starts, seed)
+            clusters[:] = result.assignment
         else:
-            found = kmeans(rows, num_clusters, num_starts, seed)
-            clusters[self.clustered] = self.num_known + found.assignment
+            result = kmeans(rows, num_clusters, num_starts, seed)
+            clusters[self.clustered] = self.num_known + result.assignment
         return clusters
 
     def run(self, seed: int, num_starts: int = NUM_STARTS) -> Tensor:
@@ -343,46 +343,29 @@ def merge_clusters(
     target = index.clone()
     left = torch.ones(len(sizes), dtype=torch.bool)
     tie_breaker = 1e-6 * cosines.double()
+    # entry (a, b) counts where a < b and b is a novel cluster
     closeness = mixing(links, sizes) + tie_breaker
     closeness[sizes == 0] = -torch.inf
     closeness[:, sizes == 0] = torch.inf
     closeness[:, :num_known] = -torch.inf
-    # The closest of the later clusters, for each cluster, and how close it is. A merge
-    # changes few of them, so that not all pairs are compared again.
-    best, partner = closeness.new_empty(len(sizes)), torch.empty_like(index)
-
-    def find_partners_(clusters: Tensor) -> None:
-        is_pair = left & (index > clusters[:, None])
-        values = closeness[clusters].masked_fill(~is_pair, -torch.inf)
-        best[clusters], partner[clusters] = values.max(dim=1)
-
-    find_partners_(index)
+    closeness[index <= index[:, None]] = -torch.inf
     for _ in range(num_merges):
-        first = int(best.argmax())
-        second = int(partner[first])
+        first, second = divmod(int(closeness.argmax()), len(sizes))
         for sums in (links, links.T, sizes):
             sums[first] += sums[second]
             sums[second] = 0
         target[target == second] = first
         left[second] = False
-        best[second] = -torch.inf
+        closeness[second] = closeness[:, second] = -torch.inf
         if sizes[first] > 0:
             row = mixing_with(links, sizes, first) + tie_breaker[first]
-            others = left & (sizes > 0)
-            closeness[first, num_known:] = row[num_known:]
-            closeness[first, left & (sizes == 0)] = torch.inf
+            later = left & (index > first) & (index >= num_known)
+            closeness[first, later] = row[later].masked_fill(
+                sizes[later] == 0, torch.inf
+            )
             if first >= num_known:
-                closeness[others, first] = row[others]
-        changed = left & ((partner == first) | (partner == second))
-        changed[first] = True
-        find_partners_(changed.nonzero().flatten())
-        column = closeness[:first, first]
-        is_closer = left[:first] & (
-            (column > best[:first])
-            | ((column == best[:first]) & (first < partner[:first]))
-        )
-        best[:first][is_closer] = column[is_closer]
-        partner[:first][is_closer] = first
+                earlier = left & (index < first) & (sizes > 0)
+                closeness[earlier, first] = row[earlier]
     return (left.cumsum(0) - 1)[target]
 
 
@@ -403,21 +386,22 @@ def cluster_means(rows: Tensor, clusters: Tensor, num_clusters: int) -> Tensor:
     return F.normalize(sums, dim=1)
 
 
-def matched(truth: Tensor, found: Tensor, num_classes: int) -> Tensor:
+def matched(truth: Tensor, clusters: Tensor, num_classes: int) -> Tensor:
     """Tell which rows are right under the best one-to-one matching.
 
     Args:
         truth: Classes int64 (N,).
-        found: Clusters int64 (N,).
+        clusters: Clusters int64 (N,).
         num_classes: Number of classes and of clusters.
 
     Returns:
         Mask (N,): whether the class matched with the row's cluster is its class.
     """
-    counts = torch.bincount(truth * num_classes + found, minlength=num_classes**2)
+    pairs = truth * num_classes + clusters
+    counts = torch.bincount(pairs, minlength=num_classes**2)
     counts = counts.unflatten(0, (num_classes, num_classes))
-    classes = linear_sum_assignment(counts.T.numpy(), maximize=True)[1]
-    return torch.from_numpy(classes)[found] == truth
+    class_of_cluster = linear_sum_assignment(counts.T.numpy(), maximize=True)[1]
+    return torch.from_numpy(class_of_cluster)[clusters] == truth
 
 
 def agreements(

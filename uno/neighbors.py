@@ -30,12 +30,12 @@ def nearest(points: Tensor, num: int = NUM_NEIGHBORS) -> Tensor:
         Indices int64 (N, k) of the neighbors, the nearest first. A row is not a
         neighbor of itself.
     """
-    found, block = [], max(1, MAX_CELLS // max(1, len(points)))
-    for start in range(0, len(points), block):
-        similarity = points[start : start + block] @ points.T
+    neighbors, block_rows = [], max(1, MAX_CELLS // max(1, len(points)))
+    for start in range(0, len(points), block_rows):
+        similarity = points[start : start + block_rows] @ points.T
         similarity.diagonal(start).fill_(-torch.inf)
-        found.append(similarity.topk(min(num, len(points) - 1), dim=1).indices)
-    return torch.cat(found)
+        neighbors.append(similarity.topk(min(num, len(points) - 1), dim=1).indices)
+    return torch.cat(neighbors)
 
 
 def smoothed(points: Tensor, neighbors: Tensor) -> Tensor:

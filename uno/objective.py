@@ -207,18 +207,22 @@ def global_targets(
             prior,
             *(torch.cat([old, (1 - old.sum()).expand(n) / n]) for n in counts[1:]),
         ]
-    own = [family.detach()[:num_large, :, num_labeled:] for family in families]
-    global_rows = distributed.gather_rows(torch.cat(own, dim=-1), dim=2)
+    unlabeled = [family.detach()[:num_large, :, num_labeled:] for family in families]
+    global_rows = distributed.gather_rows(torch.cat(unlabeled, dim=-1), dim=2)
+    sizes = [family.shape[-1] for family in families]
     targets = []
-    for i, logits in enumerate(
-        global_rows.split([family.shape[-1] for family in families], dim=-1)
-    ):
-        seen = logits if past is None else torch.cat([logits, past[i]], dim=2)
-        o, hard = objective, objective.pseudo_labels == "hard"
-        found = pseudo_labels(
-            seen, o.epsilon, o.sinkhorn_iters, o.aggregation, hard, priors[i]
+    for i, logits in enumerate(global_rows.split(sizes, dim=-1)):
+        with_past = logits if past is None else torch.cat([logits, past[i]], dim=2)
+        of_all_rows = pseudo_labels(
+            with_past,
+            objective.epsilon,
+            objective.sinkhorn_iters,
+            objective.aggregation,
+            objective.pseudo_labels == "hard",
+            priors[i],
         )
-        targets.append(distributed.local_shard(found[:, :, : logits.shape[2]], dim=2))
+        of_batch = of_all_rows[:, :, : logits.shape[2]]
+        targets.append(distributed.local_shard(of_batch, dim=2))
     return targets
 
 

@@ -174,7 +174,7 @@ def test_its_section_is_as_the_schemas(here, capsys):
         ),
         (
             ["--pretext.task", "my_method:METHOD", "--pretext.epochs", "1"],
-            "not uno.methods.Pretext",
+            "not an instance of uno.methods.Pretext",
         ),
         (
             [*OWN, "--data.setting", "gcd"],

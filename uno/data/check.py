@@ -94,7 +94,7 @@ def check(
     ok = None if vectors is None else ok_mask(vectors[1])
     headers, of_images = list[tuple[str, int, int]](), list[Problem]()
     if read_images:
-        headers, bad = headers_of(task)
+        headers, bad = read_headers(task)
         if seconds:
             ok, of_images = _decode_within(task, config, seconds)
         elif bad:
@@ -106,12 +106,16 @@ def check(
             of_images = [
                 Problem("warning" if len(bad) < num_checked else "error", text)
             ]
-        of_images += [*_of_sizes(config, headers), *_of_brightness(task)]
-        of_images += _duplicates(task, in_full=seconds > 0)
+        of_images += [*_check_sizes(config, headers), *_check_brightness(task)]
+        of_images += _check_duplicates(task, in_full=seconds > 0)
     if ok is not None and not ok.all() and batch_is_derived:
         config = with_fitting_batch(config, task, ok)
-    problems = [*_of_classes(task, config), *row_problems(task, config, ok), *of_images]
-    problems += _of_order(task, config)
+    problems = [
+        *_check_classes(task, config),
+        *check_row_numbers(task, config, ok),
+        *of_images,
+    ]
+    problems += _check_order(task, config)
     problems += [Problem("warning", text) for text in task.rows.warnings]
     return sorted(problems, key=lambda problem: LEVELS.index(problem.level))
 
@@ -137,7 +141,7 @@ def with_fitting_batch(config: Config, task: Task, ok: np.ndarray | None) -> Con
     )
 
 
-def row_problems(
+def check_row_numbers(
     task: Task, config: Config, ok: np.ndarray | None = None
 ) -> Iterator[Problem]:
     """Yield problems of the numbers of training rows.
@@ -160,11 +164,11 @@ def row_problems(
         listed = _list_some(list(map(printable, lost)))
         text = f"{few} no readable training image: {listed}; repair or replace one"
         yield Problem("error", text)
-    yield from _of_clusters(task, config, len(rows["unlabeled"]))
+    yield from _check_clusters(task, config, len(rows["unlabeled"]))
     if config.data.loading == "streaming":
         rows = train_rows(task)
     sizes = len(rows["labeled"]), len(rows["unlabeled"])
-    yield from _of_batches(task, config, *sizes)
+    yield from _check_batches(task, config, *sizes)
 
 
 def _list_some(names: list[str], separator: str = ", ") -> str:
@@ -173,7 +177,7 @@ def _list_some(names: list[str], separator: str = ", ") -> str:
     return separator.join(names[:NUM_NAMED] + more)
 
 
-def _of_clusters(task: Task, config: Config, unlabeled: int) -> Iterator[Problem]:
+def _check_clusters(task: Task, config: Config, unlabeled: int) -> Iterator[Problem]:
     """Yield a problem if there are too few unlabeled rows for the clusters of a run.
 
     It is an error if there are fewer rows than novel classes, or too few for a method
@@ -223,7 +227,7 @@ def format_report(task: Task, problems: list[Problem], size: int | None = None) 
     Returns:
         Plain text of several lines.
     """
-    rows, headers = task.rows, headers_of(task)[0]
+    rows, headers = task.rows, read_headers(task)[0]
     lines = [
         f"source       {rows.source}",
         f"fingerprint  {rows.fingerprint}",
@@ -253,7 +257,7 @@ def format_report(task: Task, problems: list[Problem], size: int | None = None) 
         f"{'class':<{width}}  kind   {'labeled':>8} {'unlabeled':>10} {'test':>8}",
     ]
     for name, kind, (labeled, unlabeled, test) in zip(
-        names, kinds_of, _counts(task).tolist(), strict=True
+        names, kinds_of, _count_rows(task).tolist(), strict=True
     ):
         if kind or labeled or unlabeled or test:
             lines.append(
@@ -267,7 +271,7 @@ def format_report(task: Task, problems: list[Problem], size: int | None = None) 
     return "\n".join([*lines, f"{errors}, {warnings}"])
 
 
-def _counts(task: Task) -> np.ndarray:
+def _count_rows(task: Task) -> np.ndarray:
     """Count the labeled, unlabeled and test rows of each class.
 
     Returns:
@@ -281,7 +285,7 @@ def _counts(task: Task) -> np.ndarray:
     return counts
 
 
-def _of_classes(task: Task, config: Config) -> Iterator[Problem]:
+def _check_classes(task: Task, config: Config) -> Iterator[Problem]:
     """Yield problems of the names of classes and of the numbers of their rows.
 
     Names are reported that differ only in case or spaces, or that seem to stand for a
@@ -325,7 +329,7 @@ def _of_classes(task: Task, config: Config) -> Iterator[Problem]:
             "warning",
             f"num_novel {task.num_novel} is below {hidden}: classes share clusters",
         )
-    in_training = _counts(task)[:-1, :2].sum(axis=1).tolist()
+    in_training = _count_rows(task)[:-1, :2].sum(axis=1).tolist()
     classes = list(
         zip(map(printable, task.known + task.novel), in_training, strict=True)
     )
@@ -341,7 +345,7 @@ def _of_classes(task: Task, config: Config) -> Iterator[Problem]:
                 yield Problem(level, f"{few} {what}: {_list_some(affected)}")
 
 
-def _of_batches(
+def _check_batches(
     task: Task, config: Config, labeled: int, unlabeled: int
 ) -> Iterator[Problem]:
     """Yield problems of filling the batches of the phases that are trained.
@@ -381,7 +385,7 @@ def _of_batches(
         yield Problem("warning", text)
 
 
-def _of_order(task: Task, config: Config) -> Iterator[Problem]:
+def _check_order(task: Task, config: Config) -> Iterator[Problem]:
     """Yield a warning if streamed images are sorted by class.
 
     Images that are stored together are read together and mixed only with those read at
@@ -420,7 +424,7 @@ def _of_order(task: Task, config: Config) -> Iterator[Problem]:
             )
             shuffled = np.random.default_rng(config.seed).permutation(len(members))
             shuffled_share, share = (
-                largest_share(classes[members[o]], size, workers)
+                measure_largest_share(classes[members[o]], size, workers)
                 for o in (shuffled, order)
             )
             if share > SORTED * shuffled_share:
@@ -434,7 +438,7 @@ def _of_order(task: Task, config: Config) -> Iterator[Problem]:
                 )
 
 
-def largest_share(classes: np.ndarray, size: int, workers: int) -> float:
+def measure_largest_share(classes: np.ndarray, size: int, workers: int) -> float:
     """Return the mean share of the most frequent class in batches.
 
     Rows without a class are not counted. Of many batches an evenly spaced sample is
@@ -462,7 +466,7 @@ def largest_share(classes: np.ndarray, size: int, workers: int) -> float:
     )
 
 
-def _of_sizes(
+def _check_sizes(
     config: Config, headers: Sequence[tuple[str, int, int]]
 ) -> Iterator[Problem]:
     """Yield a warning if images are reduced so much that most detail is lost.
@@ -486,7 +490,7 @@ def _of_sizes(
         )
 
 
-def _of_brightness(task: Task) -> Iterator[Problem]:
+def _check_brightness(task: Task) -> Iterator[Problem]:
     """Yield a warning if a sample of images is nearly black.
 
     This happens when 12-bit values are stored in 16-bit files.
@@ -494,7 +498,9 @@ def _of_brightness(task: Task) -> Iterator[Problem]:
     images = task.rows.images
     if images.vectors(np.arange(0)) is not None:
         return
-    outcomes = _look_at(images, evenly_spaced(NUM_BRIGHTNESS, len(images)), brightness)
+    outcomes = _map_images(
+        images, evenly_spaced(NUM_BRIGHTNESS, len(images)), brightness
+    )
     # decoding reports unreadable images
     measured = [found for _, found in outcomes if not isinstance(found, BadImage)]
     largest = max((decoded for decoded, _, _ in measured), default=255)
@@ -515,13 +521,13 @@ def _of_brightness(task: Task) -> Iterator[Problem]:
     yield Problem("warning", text)
 
 
-def _name(task: Task, row: int) -> str:
+def _describe_row(task: Task, row: int) -> str:
     """Return how messages name a row: its id, path and line."""
     (name,) = row_names(task.rows.ids, task.rows.images, [row])
     return name
 
 
-def headers_of(task: Task) -> tuple[list[tuple[str, int, int]], list[str]]:
+def read_headers(task: Task) -> tuple[list[tuple[str, int, int]], list[str]]:
     """Read the headers of a sample of at most :data:`NUM_HEADERS` images.
 
     Args:
@@ -536,17 +542,17 @@ def headers_of(task: Task) -> tuple[list[tuple[str, int, int]], list[str]]:
     if (ready := images.vectors(np.arange(len(images)))) is not None:
         pairs = zip(task.rows.ids.to_pylist(), ready[1], strict=True)
         return [], [f"{name}: {reason}" for name, reason in pairs if reason is not None]
-    for row, found in _look_at(
+    for row, found in _map_images(
         images, evenly_spaced(NUM_HEADERS, len(images)), read_header
     ):
         if isinstance(found, BadImage):
-            bad.append(f"{_name(task, row)}: {found}")
+            bad.append(f"{_describe_row(task, row)}: {found}")
         else:
             headers.append(found)
     return headers, bad
 
 
-def _look_at(
+def _map_images(
     images: Images, rows: np.ndarray, look: Callable[[Image], Found]
 ) -> Iterator[tuple[int, Found | BadImage]]:
     """Call ``look`` on the images of some rows, in threads.
@@ -563,7 +569,7 @@ def _look_at(
         it raised. The rows may come in another order.
     """
 
-    def look_at(image: Image) -> Found | BadImage:
+    def try_look(image: Image) -> Found | BadImage:
         """Return what ``look`` returns, or the BadImage that it raises."""
         try:
             return look(image)
@@ -573,7 +579,7 @@ def _look_at(
     with ThreadPoolExecutor(HASHERS, thread_name_prefix="uno-check") as pool:
         for numbers, some in pieces(images.take(rows)):
             content = some.read_images(np.arange(len(some)))
-            found = pool.map(look_at, content)
+            found = pool.map(try_look, content)
             yield from zip(rows[numbers].tolist(), found, strict=True)
 
 
@@ -601,7 +607,7 @@ def _decode_within(
         for row, reason in zip(rows.tolist(), reasons, strict=True):
             if reason is not None:
                 ok[row] = False
-                bad.append(f"{_name(task, row)}: {reason}")
+                bad.append(f"{_describe_row(task, row)}: {reason}")
     if bad:
         listed = _list_some(bad, "; ")
         text = f"{len(bad)} of {num_decoded} images cannot be read: {listed}"
@@ -614,7 +620,7 @@ def _decode_within(
     return ok, problems
 
 
-def _duplicates(task: Task, in_full: bool) -> Iterator[Problem]:
+def _check_duplicates(task: Task, in_full: bool) -> Iterator[Problem]:
     """Yield warnings about exact copies of images, which have equal bytes or pixels.
 
     Copies are reported if they are in both splits, both labeled and unlabeled, both
@@ -622,9 +628,9 @@ def _duplicates(task: Task, in_full: bool) -> Iterator[Problem]:
 
     Args:
         task: The rows and their classes.
-        in_full: Whether more images are compared, see :func:`_copies`.
+        in_full: Whether more images are compared, see :func:`_find_copies`.
     """
-    groups, note = _copies(task, in_full)
+    groups, note = _find_copies(task, in_full)
     found: dict[str, list[list[int]]] = defaultdict(list)
     for group in groups:
         labels = {int(task.labels[i]) for i in group if task.is_train[i]}
@@ -637,13 +643,13 @@ def _duplicates(task: Task, in_full: bool) -> Iterator[Problem]:
         if len(labels - {-1}) > 1:
             found["duplicates with different known labels"].append(group)
     for text, copies in found.items():
-        example = " = ".join(_name(task, i) for i in copies[0][:3])
+        example = " = ".join(_describe_row(task, i) for i in copies[0][:3])
         yield Problem("warning", f"{text}: {len(copies)}, e.g. {example}")
     if note:
         yield Problem("note", note)
 
 
-def _copies(task: Task, in_full: bool) -> tuple[list[list[int]], str]:
+def _find_copies(task: Task, in_full: bool) -> tuple[list[list[int]], str]:
     """Find rows with equal content.
 
     Only files with the same size as another one are read.
@@ -681,7 +687,7 @@ def _copies(task: Task, in_full: bool) -> tuple[list[list[int]], str]:
     limit = MAX_HASHED_BYTES if in_full else MAX_HASHED_BYTES_OF_RUN
     chosen = _sample_by_key(keys, sizes, limit)
     groups: dict[bytes, list[int]] = defaultdict(list)
-    for row, digest in _look_at(images, rows[chosen], _digest):
+    for row, digest in _map_images(images, rows[chosen], _hash_image):
         if isinstance(digest, bytes):
             groups[digest].append(row)
     if len(chosen) < len(rows):
@@ -713,7 +719,7 @@ def _sample_by_key(keys: np.ndarray, sizes: np.ndarray, limit: int) -> np.ndarra
     return np.flatnonzero(np.isin(number, chosen))
 
 
-def _digest(image: Image) -> bytes:
+def _hash_image(image: Image) -> bytes:
     """Hash the stored bytes or the pixels of an image.
 
     Returns:

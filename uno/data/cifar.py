@@ -17,6 +17,7 @@ import pyarrow as pa
 from uno.data import files as filesystem
 from uno.data.columns import make_ids
 from uno.data.images import InMemory
+from uno.data.read_options import ReadOptions
 from uno.data.rows import Rows
 from uno.errors import ConfigError, one_line
 from uno.limits import MAX_CIFAR_BYTES
@@ -59,16 +60,17 @@ def recognize_cifar(folders: list[str], files: list[str]) -> list[str]:
     ]
 
 
-def read_cifar(name: str, path: str, download: bool) -> Rows:
+def read_cifar(path: str, options: ReadOptions, *, name: str) -> Rows:
     """Read CIFAR10 or CIFAR100.
 
     The rows are in the order of torchvision's lists of files, training files first.
     Their ids are ``FILE#NUMBER``, such as ``test_batch#17``.
 
     Args:
-        name: 'cifar10' or 'cifar100'.
         path: Folder or URI of the unpacked archive, or of the folder that contains it.
-        download: Whether to download and unpack the archive if that folder is missing.
+        options: How the source is read. ``download`` allows to download and unpack the
+            archive if that folder is missing.
+        name: 'cifar10' or 'cifar100'.
 
     Returns:
         Rows with images uint8 (N, 32, 32, 3), a label for each row, and the classes in
@@ -78,7 +80,7 @@ def read_cifar(name: str, path: str, download: bool) -> Rows:
         ConfigError: The data set is missing, cannot be read or downloaded, or one of
             its files is not the published one.
     """
-    train, test = _read_published(name, _find(name, path, download))
+    train, test = _read_published(name, _find(name, path, options.download))
     ids = list[str]()
     for split, published in ((train, train.train_list), (test, test.test_list)):
         # the published files of a split have equally many rows
@@ -131,7 +133,7 @@ def _read_published(name: str, root: str) -> list[Any]:
                     f"{path} is not the file that its makers publish; remove its folder"
                     " and download it again (--data.download)"
                 )
-            with filesystem.refusing(ConfigError, f"copy {path} to {gettempdir()}"):
+            with filesystem.wrap_errors(ConfigError, f"copy {path} to {gettempdir()}"):
                 (copies / file).write_bytes(data)
         with warnings.catch_warnings():
             # the files store a flag as a number, which numpy deprecates

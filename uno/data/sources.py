@@ -8,9 +8,9 @@ whose content then decides how it is read. Every source is read into
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from importlib import resources
 from itertools import chain
 from typing import Literal, NamedTuple, cast
@@ -33,11 +33,11 @@ from uno.data.columns import (
     present_classes,
 )
 from uno.data.files import FileEntry, children, join, valid_text
-from uno.data.image_paths import PathRules
 from uno.data.images import EXTENSIONS, Files, InMemory, is_image
 from uno.data.other_formats import fix_for, meaning_of
+from uno.data.read_options import DEFAULT_OPTIONS, ReadOptions
 from uno.data.rows import SPLITS, Rows
-from uno.data.tables import NO_NAMES, read_parquet, read_table
+from uno.data.tables import read_parquet, read_table
 from uno.data.tar import read_tar
 from uno.data.vectors import read_vectors
 from uno.errors import ConfigError, did_you_mean, one_line
@@ -119,104 +119,25 @@ class UnreadImages:
         )
 
 
-class Source(NamedTuple):
+@dataclass(frozen=True)
+class Source:
     """A kind of data source: how it is read, and how it is recognized.
 
     Attributes:
-        read: Reads the rows. Its arguments are the path, the section ``data`` of the
-            configuration, and whether the rows are only to be predicted, so that labels
-            and splits need not be read.
+        read: Reads the rows of a path or URI.
         suffixes: Endings of the files that are of this kind.
         in_folders: Whether a folder with such files is of this kind: "never"; "alone"
             if there are no images in it; or "always".
-        may_lack: Returns whether a path is accepted although it is neither a file nor a
-            folder, for example because the data is downloaded there. Its arguments are
-            the path and the section ``data``.
+        is_downloaded: Whether the path may be missing because the data can be
+            downloaded there.
+        has_patterns: Whether a path may be a pattern for several files.
     """
 
-    read: Callable[[str, DataConfig, bool], Rows]
+    read: Callable[[str, ReadOptions], Rows]
     suffixes: tuple[str, ...] = ()
     in_folders: Literal["never", "alone", "always"] = "never"
-    may_lack: Callable[[str, DataConfig], bool] = lambda path, config: False
-
-
-def _cifar(name: str) -> Source:
-    """Make the kind of source for "cifar10" or "cifar100".
-
-    Its path may be missing if the configuration allows to download the data.
-    """
-    return Source(
-        lambda path, config, _: read_cifar(name, path, config.download),
-        may_lack=lambda path, config: config.download,
-    )
-
-
-def _folder(kind: str) -> Source:
-    """Make the kind of source for a folder whose subfolders are classes.
-
-    Every image below it is predicted, whatever its subfolders are.
-
-    Args:
-        kind: "folder", "classes" or "splits", as :func:`read_folder` takes it.
-    """
-    return Source(
-        lambda path, config, images_only: (
-            read_images(path, config.follow_links)
-            if images_only
-            else read_folder(path, kind, follow_links=config.follow_links)
-        )
-    )
-
-
-SOURCES = {
-    **{name: _cifar(name) for name in LAYOUTS},
-    "imagenet": Source(
-        lambda path, config, images_only: (
-            read_images(path, config.follow_links)
-            if images_only
-            else read_imagenet(
-                path,
-                config.imagenet_split,
-                config.known_classes is None,
-                config.follow_links,
-            )
-        )
-    ),
-    "folder": _folder("folder"),
-    "classes": _folder("classes"),
-    "splits": _folder("splits"),
-    "imagefolder": Source(
-        lambda path, config, images_only: read_annotated_folder(
-            path, config.named_columns, PathRules.of(config), images_only
-        )
-    ),
-    "parquet": Source(
-        lambda path, config, images_only: read_parquet(
-            path, config.named_columns, PathRules.of(config), images_only=images_only
-        ),
-        suffixes=(".parquet",),
-        in_folders="always",
-    ),
-    "table": Source(
-        lambda path, config, images_only: read_table(
-            path, config.named_columns, PathRules.of(config), images_only=images_only
-        ),
-        suffixes=(".csv", ".tsv", ".jsonl"),
-    ),
-    "tar": Source(
-        lambda path, config, images_only: read_tar(
-            path, images_only, config.follow_links
-        ),
-        suffixes=(".tar",),
-        in_folders="alone",
-        may_lack=lambda path, config: not {"*", "{"}.isdisjoint(path),  # a pattern
-    ),
-    VECTORS: Source(
-        lambda path, config, images_only: read_vectors(
-            path, config.named_columns, images_only, PathRules.of(config)
-        )
-    ),
-}
+    is_downloaded: bool = False
+    has_patterns: bool = False
 
 
 def read_rows(config: DataConfig, images_only: bool = False) -> Rows:
@@ -234,18 +155,13 @@ def read_rows(config: DataConfig, images_only: bool = False) -> Rows:
     Raises:
         ConfigError: The source is missing, unknown, damaged, or holds no images.
     """
+    options = ReadOptions.of(config, images_only)
     if config.labeled is not None and config.unlabeled is not None:
-        return read_two_folders(
-            config.labeled,
-            filesystem.normalize_path(config.unlabeled),
-            config.follow_links,
-        ).with_composed_names()
-    kind, path = locate_source(config)
-    rows = (
-        read_digits()
-        if kind == "digits"
-        else SOURCES[kind].read(path, config, images_only)
-    )
+        unlabeled = filesystem.normalize_path(config.unlabeled)
+        rows = read_two_folders(config.labeled, unlabeled, options.follow_links)
+    else:
+        kind, path = locate_source(config)
+        rows = SOURCES[kind].read(path, options) if path else read_digits()
     return rows.with_composed_names()
 
 
@@ -277,8 +193,12 @@ def locate_source(config: DataConfig) -> tuple[str, str]:
             )
             raise ConfigError(f"unknown data source {prefix + ':'!r}{hint}")
     path = filesystem.normalize_path(path)
-    may_lack = prefix in SOURCES and SOURCES[prefix].may_lack(path, config)
-    if filesystem.kind(path) == "missing" and not may_lack:
+    kind = SOURCES.get(prefix)
+    may_be_missing = kind is not None and (
+        (kind.is_downloaded and config.download)
+        or (kind.has_patterns and not {"*", "{"}.isdisjoint(path))
+    )
+    if filesystem.kind(path) == "missing" and not may_be_missing:
         names = {name: repr(f"{name}:DIR") for name in SOURCES} | {
             "digits": repr("digits")
         }
@@ -286,18 +206,15 @@ def locate_source(config: DataConfig) -> tuple[str, str]:
         raise ConfigError(
             f"data source {source!r}: no such file or folder {path!r}{hint}"
         )
-    return prefix or recognize(path, config.follow_links, config.named_columns), path
+    return prefix or recognize(path, ReadOptions.of(config)), path
 
 
-def recognize(
-    path: str, follow_links: bool = False, names: Mapping[str, str] = NO_NAMES
-) -> str:
+def recognize(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> str:
     """Return the kind of source that an existing file or folder is, by its content.
 
     Args:
         path: Path or URI of the file or folder.
-        follow_links: Whether links may lead out of the folder.
-        names: Standard name of a column, such as "label" -> its name in the source.
+        options: How the source is read.
 
     Returns:
         A key of :data:`SOURCES`. A folder without any known layout is a "folder".
@@ -331,13 +248,13 @@ def recognize(
     )
     if always is not None:
         return always
-    if has_labels(path, names):
+    if has_labels(path, options):
         return "imagefolder"
     train = children(join(path, "train"))[0] if "train" in folders else []
     if train:
         return "imagenet" if all(is_wnid(name) for name in train) else "folder"
     alone, holds_images = None, False
-    for found in filesystem.walk(path, follow_links):
+    for found in filesystem.walk(path, options.follow_links):
         kind = _kind_of(found.relative)
         if kind is not None and _in_folders(kind) == "always":
             return kind
@@ -445,6 +362,20 @@ def read_folder(
     if kind == "folder" and splits == {"": "train"}:
         _require_classes(rows, root, flag)
     return rows
+
+
+def read_class_folder(path: str, options: ReadOptions, *, kind: str) -> Rows:
+    """Read a folder whose subfolders are classes, or only its images.
+
+    Args:
+        path: Path or URI of the folder.
+        options: How the source is read. If only images are read, subfolders mean
+            nothing.
+        kind: "folder", "classes" or "splits", as :func:`read_folder` takes it.
+    """
+    if options.images_only:
+        return read_images(path, options.follow_links)
+    return read_folder(path, kind, follow_links=options.follow_links)
 
 
 SPLIT_WORDS = {*SPLITS, "training", "testing", "dev", "eval", "evaluation", "validate"}
@@ -564,24 +495,22 @@ def read_two_folders(labeled: str, unlabeled: str, follow_links: bool = False) -
     )
 
 
-def read_imagenet(
-    root: str, split: str, use_split: bool, follow_links: bool = False
-) -> Rows:
+def read_imagenet(root: str, options: ReadOptions) -> Rows:
     """Read ImageNet from folders ``train/WNID`` and, if it is there, ``val/WNID``.
 
     Args:
         root: Path or URI of the folder with ``train`` and ``val``.
-        split: "A", "B" or "C", the 30 novel classes of the benchmark.
-        use_split: Whether the split decides the classes. All classes that are not among
-            the 118 held-out ones are then known, the 30 classes of ``split`` are novel,
-            and the other held-out classes are left out. Otherwise all classes are kept
-            and none is declared known.
-        follow_links: Whether links may lead out of the folder.
+        options: How the source is read. With ``imagenet_split``, all classes that are
+            not among the 118 held-out ones are known, the 30 classes of the split are
+            novel, and the other held-out classes are left out. Without it all classes
+            are kept and none is declared known.
 
     Raises:
         ConfigError: The layout is another one, or a split is used and the folder has no
             known or no novel class of it.
     """
+    if options.images_only:
+        return read_images(root, options.follow_links)
     folders, _ = children(_directory(root))
     if "train" not in folders:
         raise ConfigError(
@@ -589,7 +518,7 @@ def read_imagenet(
             " val/WNID/"
         )
     splits = {f"{name}/": SPLITS[name] for name in ("train", "val") if name in folders}
-    rows, _ = _labeled(root, f"imagenet:{root}", splits, follow_links)
+    rows, _ = _labeled(root, f"imagenet:{root}", splits, options.follow_links)
     other = np.flatnonzero(
         class_indices(
             rows.labels, [*filter(is_wnid, rows.labels.dictionary.to_pylist())]
@@ -602,7 +531,8 @@ def read_imagenet(
             f"imagenet:{root}: image {rows.ids[other[0]]} {what}; move it into one, or"
             f" use folder:{root}"
         )
-    if not use_split:
+    split = options.imagenet_split
+    if split is None:
         return rows
     held_out, novel = (
         set(imagenet_wnids("held_out_118")),
@@ -803,3 +733,22 @@ def _directory(root: str) -> str:
     if filesystem.kind(root) != "directory":
         raise ConfigError(f"{root or '(empty path)'} is not a folder")
     return root
+
+
+SOURCES = {
+    **{
+        name: Source(partial(read_cifar, name=name), is_downloaded=True)
+        for name in LAYOUTS
+    },
+    "imagenet": Source(read_imagenet),
+    **{
+        kind: Source(partial(read_class_folder, kind=kind))
+        for kind in ("folder", "classes", "splits")
+    },
+    "imagefolder": Source(read_annotated_folder),
+    "parquet": Source(read_parquet, suffixes=(".parquet",), in_folders="always"),
+    "table": Source(read_table, suffixes=(".csv", ".tsv", ".jsonl")),
+    "tar": Source(read_tar, suffixes=(".tar",), in_folders="alone", has_patterns=True),
+    VECTORS: Source(read_vectors),
+}
+"""What the user writes before the colon -> the kind of source that it names."""

@@ -29,14 +29,15 @@ from uno.data import mapped, tables
 from uno.data.columns import class_codes, make_unlabeled
 from uno.data.decode import ok_mask
 from uno.data.from_python import class_names, distinct_ids, float_vectors
-from uno.data.image_paths import DEFAULT_RULES, PathRules, find_images
+from uno.data.image_paths import find_images
 from uno.data.images import Image, Images, evenly_spaced
 from uno.data.labels import encode_column, require_distinct
 from uno.data.mapped import PIECE_ROWS, NeighborViews
 from uno.data.other_formats import fix_for
 from uno.data.plan import FEATURES, VIEW_SEED, augment_generator
+from uno.data.read_options import DEFAULT_OPTIONS, ReadOptions
 from uno.data.rows import Rows
-from uno.data.tables import NO_NAMES, TEXT, ParquetImages
+from uno.data.tables import TEXT, ParquetImages
 from uno.data.text_tables import read_csv
 from uno.errors import ConfigError, StorageError, one_line
 from uno.limits import MAX_NPZ_BYTES, MAX_ROWS
@@ -201,12 +202,7 @@ def checked(
     return torch.from_numpy(usable), reasons
 
 
-def read_vectors(
-    path: str,
-    names: Mapping[str, str] = NO_NAMES,
-    images_only: bool = False,
-    rules: PathRules = DEFAULT_RULES,
-) -> Rows:
+def read_vectors(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
     """Read vectors with their ids, labels and pictures.
 
     Parquet files have a column ``embedding`` with lists of D numbers. They may also
@@ -221,10 +217,7 @@ def read_vectors(
     Args:
         path: Path or URI of a .parquet, .npy or .npz file, or a folder of Parquet
             files.
-        names: Standard name of a column, such as "label" -> its name in the source.
-        images_only: Whether the rows are only to be predicted, so that labels and
-            splits are not read.
-        rules: How the column ``path`` is read.
+        options: How the source is read.
 
     Raises:
         ConfigError: There is no such file or column, a file is damaged, or rows with
@@ -236,11 +229,11 @@ def read_vectors(
         fix = CSV_FIX if path.lower().endswith(".csv") else fix_for(path)
         what = f"; this is {fix}" if fix else ""
         raise ConfigError(f"{path}: vectors: reads .parquet, .npy and .npz{what}")
-    table, values, why, shown, present = read(source, path, names, rules)
+    table, values, why, shown, present = read(source, path, options)
     num = len(values)
     if not 0 < num <= MAX_ROWS:
         raise ConfigError(f"{source}: {plural(num, 'row')}, not 1 to {MAX_ROWS:,}")
-    of_labels = ("label", "eval_label", "split") if images_only else ()
+    of_labels = ("label", "eval_label", "split") if options.images_only else ()
     columns = {
         name: table[name] for name in table.column_names if name not in of_labels
     }
@@ -284,7 +277,7 @@ def read_vectors(
     if shown is None and "path" in columns:
         root = filesystem.split(path)[0] if filesystem.kind(path) == "file" else path
         paths = tables.values_in(columns["path"].cast(pa.string()))
-        shown = find_images(source, root, paths, True, rules)
+        shown = find_images(source, root, paths, options, may_lack=True)
     words = (
         columns["text"].cast(pa.string()).combine_chunks().take(pa.array(first))
         if "text" in columns
@@ -296,8 +289,8 @@ def read_vectors(
     notes: tuple[str, ...] = ()
     if counts.max() > 1:
         notes = (f"rows of one id, {counts.max()} at most, are its views",)
-    if "label" not in table.column_names and not images_only:
-        notes += tables.note_of_no_label(path, present, names)
+    if "label" not in table.column_names and not options.images_only:
+        notes += tables.note_of_no_label(path, present, options.columns)
         if path.endswith(ARRAYS) and not present:
             notes += (
                 (
@@ -569,9 +562,7 @@ the names of all columns that the source has.
 """
 
 
-def _of_parquet(
-    source: str, path: str, names: Mapping[str, str], rules: PathRules
-) -> Read:
+def _of_parquet(source: str, path: str, options: ReadOptions) -> Read:
     """Read one Parquet file, or all files of a folder.
 
     If a column holds the bytes of images, these are the pictures of the rows. A column
@@ -580,21 +571,20 @@ def _of_parquet(
     Args:
         source: The source, as error messages name it.
         path: Path or URI of the file or folder.
-        names: Standard name of a column, such as "label" -> its name in the files.
-        rules: How image paths are read.
+        options: How the source is read.
 
     Raises:
         ConfigError: A file has no column of vectors, or the files do not have the same
             columns.
     """
-    root, files = tables.parquet_files(path, rules.follow_links)
+    names = options.columns
+    root, files = tables.parquet_files(path, options.follow_links)
     parts, pictures, lists = list[pa.Table](), set[str](), list[tuple[Any, str]]()
     for file, folders in zip(files, tables.partition_columns(files), strict=True):
         parquet = tables.open_parquet(file.path, file.size)
         schema = parquet.schema
-        tables.check_names(
-            file.path, names, tables.present_columns(schema, names, folders)
-        )
+        present = tables.present_columns(schema, names, folders)
+        tables.check_names(file.path, present, options)
         theirs = {ours: names.get(ours, ours) for ours in COLUMNS}
         image = names.get("image", "image")
         if image in schema.names:
@@ -636,7 +626,7 @@ def _of_parquet(
             [f.path for f in files],
             pictures.pop(),
             [f[2:4] for f in files],
-            rules,
+            options,
             [parquet for parquet, _ in lists],
         )
         if pictures
@@ -645,9 +635,7 @@ def _of_parquet(
     return table, *_matrix(source, lists), shown, list(schema.names)
 
 
-def _of_arrays(
-    source: str, path: str, names: Mapping[str, str], rules: PathRules
-) -> Read:
+def _of_arrays(source: str, path: str, options: ReadOptions) -> Read:
     """Read the numbers of a .npy or .npz file, and the columns beside them.
 
     The columns are other arrays of the .npz file, and those of a .csv file of the same
@@ -656,14 +644,14 @@ def _of_arrays(
     Args:
         source: Unused, see :func:`_of_parquet`.
         path: Path or URI of the file.
-        names: Standard name of a column, such as "label" -> its name there.
-        rules: Unused, see :func:`_of_parquet`.
+        options: How the source is read.
 
     Raises:
         ConfigError: The file cannot be read or does not hold numbers (N, D); or the
             .csv file has another number of rows, or a column that the .npz file has,
             too.
     """
+    names = options.columns
     values, columns, present = _load_arrays(path, names)
     if values.ndim != 2:
         raise ConfigError(f"{path} must hold numbers (N, D), not {values.shape}")
@@ -818,7 +806,7 @@ def _columns_of_csv(
         for ours, theirs in names.items()
         if ours != "embedding" and ("path" if ours == "image" else ours) not in inside
     }
-    tables.check_names(beside, wanted, given)
+    tables.check_names(beside, given, ReadOptions(columns=wanted))
     theirs = {ours: names.get(ours, ours) for ours in COLUMNS}
     columns = {
         ours: pa.array(given[c], pa.string())

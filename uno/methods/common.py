@@ -4,12 +4,12 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from uno import distributed
 from uno.config import Config
 from uno.errors import ConfigError
-from uno.heads import NovelHead, unit
+from uno.heads import unit
 from uno.model import UnoModel
 from uno.prototype_init import (
     Sample,
@@ -18,56 +18,6 @@ from uno.prototype_init import (
     training_features,
 )
 from uno.steps import Batch, TrainState, forward
-
-
-class AdaptedHead(NovelHead):
-    """A linear layer on the feature, and cosines of its output to K prototypes.
-
-    The layer is the identity at first. It takes the place of the encoder's last stage
-    if the encoder is frozen, for methods that shape features. (The authors of NCL and
-    RS train only this stage.)
-
-    Attributes:
-        layer: The linear layer from D to D features.
-    """
-
-    def __init__(self, num_novel: int, num_features: int) -> None:
-        super().__init__(num_novel, num_features)
-        self.layer = nn.Linear(num_features, num_features)
-        nn.init.eye_(self.layer.weight)
-        nn.init.zeros_(self.layer.bias)
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Apply the linear layer to features, and compute cosines with K prototypes.
-
-        Args:
-            features: Features of the encoder, (N, D).
-
-        Returns:
-            Cosines (1, N, K).
-        """
-        return self.prototypes(self.layer(features))
-
-
-def adapted_head(num_novel: int, num_features: int, is_frozen: bool) -> NovelHead:
-    """Create an :class:`AdaptedHead` if the encoder is frozen, else a NovelHead."""
-    head = AdaptedHead if is_frozen else NovelHead
-    return head(num_novel, num_features)
-
-
-def learned_features(model: UnoModel, features: Tensor) -> Tensor:
-    """Return the features that the method trains.
-
-    Args:
-        model: The network.
-        features: Features of the encoder, (..., D).
-
-    Returns:
-        The output of the linear layer if the novel head is an :class:`AdaptedHead`,
-        otherwise ``features``.
-    """
-    head = model.novel
-    return head.layer(features) if isinstance(head, AdaptedHead) else features
 
 
 def forward_two_views(state: TrainState, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:

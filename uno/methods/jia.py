@@ -34,10 +34,8 @@ from uno.data.stream import TrainData
 from uno.heads import NovelHead, unit
 from uno.methods import Method, rs
 from uno.methods.common import (
-    adapted_head,
     contrast_loss,
     forward_two_views,
-    learned_features,
 )
 from uno.model import UnoModel
 from uno.steps import Batch, TrainState
@@ -58,7 +56,7 @@ class Jia(Method):
         self, num_novel: int, num_features: int, is_frozen: bool
     ) -> NovelHead:
         """Build the novel head, with a linear layer if the encoder is frozen."""
-        return adapted_head(num_novel, num_features, is_frozen)
+        return NovelHead(num_novel, num_features, has_layer=is_frozen)
 
     def loss(self, state: TrainState, batch: Batch, config: Config) -> Tensor:
         """Compute the objective of pairs, plus the contrast of all rows.
@@ -71,7 +69,7 @@ class Jia(Method):
         """
         num_labeled, windows = len(batch.labels), state.extra["windows"]
         known, novel, features = forward_two_views(state, batch)
-        features = learned_features(state.model, features)
+        features = state.model.novel.layer(features)
         codes = hash_codes(features[:, num_labeled:].detach().mean(dim=0), windows)
         all_codes = distributed.gather_rows(codes, 0)
         similar = agreement(codes, all_codes, windows.shape[1]) > AGREEMENT

@@ -52,9 +52,7 @@ from uno.data.stream import TrainData
 from uno.heads import NovelHead, unit
 from uno.methods import Method, rs
 from uno.methods.common import (
-    adapted_head,
     forward_two_views,
-    learned_features,
     similar_by_cosine,
 )
 from uno.model import UnoModel
@@ -89,7 +87,7 @@ class Ncl(Method):
         self, num_novel: int, num_features: int, is_frozen: bool
     ) -> NovelHead:
         """Build the novel head, with a linear layer if the encoder is frozen."""
-        return adapted_head(num_novel, num_features, is_frozen)
+        return NovelHead(num_novel, num_features, has_layer=is_frozen)
 
     def loss(self, state: TrainState, batch: Batch, config: Config) -> Tensor:
         """Compute the objective of pairs, plus the contrast with both memories.
@@ -105,7 +103,7 @@ class Ncl(Method):
         """
         num_labeled, extra = len(batch.labels), state.extra
         known, novel, features = forward_two_views(state, batch)
-        features = learned_features(state.model, features)
+        features = state.model.novel.layer(features)
         similar = similar_by_cosine(
             features[0, num_labeled:], config.method_options.threshold
         )

@@ -17,8 +17,8 @@ from uno.results.infer import (
     Classifier,
     Decode,
     align_heads,
+    class_probabilities,
     load_classifier,
-    outcomes,
     sample_logits,
 )
 from uno.runs import run
@@ -179,7 +179,9 @@ def score_sample(task: Task, model: Classifier, decode: Decode) -> Sample:
         alignment = align_heads(novel[:, unlabeled], best_head)
     temperature = model.config.objective.temperature
     # (H, M, outputs)
-    probabilities = outcomes(known, novel, temperature, model.classes, alignment)
+    probabilities = class_probabilities(
+        known, novel, temperature, model.classes, alignment
+    )
     return Sample(
         index=index,
         features=logits.features[0].numpy(),

@@ -21,7 +21,7 @@ from uno.frozen import SPECTRAL, Clustering, principal_space
 from uno.model import UnoModel, build_network
 from uno.prototype_init import (
     MAX_ROWS,
-    Load,
+    Read,
     clusters_of,
     features_by_all,
     resident_batch_rows,
@@ -66,7 +66,7 @@ def start_model(
     rows: EvalData,
     device: torch.device,
 ) -> UnoModel | None:
-    """Load the network that discovery started from, in eval mode.
+    """Read the network that discovery started from, in eval mode.
 
     Args:
         config: The configuration of the run.
@@ -312,7 +312,7 @@ def read(config: Config, model: UnoModel, rows: EvalData) -> Rows:
         (chosen,) = spread(rows.images, [rows.index.numpy()], MAX_ROWS)
         numbers = rows.index.numpy()[chosen]
         batches = batches_of(rows.images, numbers, decoded_rows(size, rows.side))
-        load: Load = partial(streamed, rows.decode, numbers)
+        load: Read = partial(streamed, rows.decode, numbers)
     else:
         chosen = evenly_spaced(MAX_BASELINE_ROWS, len(rows.truth))
         images = part(rows.images, torch.from_numpy(chosen))

@@ -20,16 +20,21 @@ from uno import distributed
 from uno.config import Config
 from uno.data.files import Storage
 from uno.data.stream import EvalData, TrainData
+from uno.distributed import RankTask
 from uno.model import UnoModel, forward
 from uno.prototype_init import sample_features
 from uno.results import metrics
 from uno.results.baselines import baselines, start_model
-from uno.results.classes import OutputClass, parse_classes
-from uno.results.infer import ALIGNMENT_FILE, align_features, outcomes
+from uno.results.classes import ModelClasses, OutputClass
+from uno.results.infer import (
+    ALIGNMENT_FILE,
+    align_features,
+    class_probabilities,
+)
 from uno.results.trust import (
+    cluster_unlabeled,
     clustering_metrics,
-    found_clusters,
-    looked_at,
+    subsample_unlabeled,
     trust_metrics,
 )
 from uno.runs import DISCOVER
@@ -87,41 +92,39 @@ def evaluate_run(
                 counts[0].joint, train.num_known, best_head, split, edits
             )
     train.sync()
-    begun = start_model(config, storage, train, sets["train"], worker.device)
-    (sample,) = sample_features(config, [model], train)
-    found = [] if begun is None else baselines(config, begun, train, sets["train"])
-    jobs, shown = (
-        [baseline.job for baseline in found],
-        looked_at(config, sample, train),
+    start = start_model(config, storage, train, sets["train"], worker.device)
+    (features,) = sample_features(config, [model], train)
+    compared = [] if start is None else baselines(config, start, train, sets["train"])
+    alignment_jobs, trust_jobs = list[RankTask](), list[RankTask]()
+    if edits is None and len(features.unlabeled):
+        align = partial(align_features, model, config, best_head, features.unlabeled)
+        num_clusters = model.num_heads * model.num_novel
+        alignment_jobs = [RankTask(num_clusters, lambda: align().flatten())]
+    sample = subsample_unlabeled(config, features, train)
+    if sample is not None:
+        cluster = partial(cluster_unlabeled, config, sample, train.num_novel)
+        trust_jobs = [RankTask(len(sample.unlabeled), cluster)]
+    baseline_jobs = [baseline.job for baseline in compared]
+    results = distributed.run_tasks(
+        [*alignment_jobs, *baseline_jobs, *trust_jobs], worker.device
     )
-    if shown is not None:
-        cluster = partial(found_clusters, config, shown, train.num_novel)
-        jobs.append(distributed.RankTask(len(shown.unlabeled), cluster))
-    if unaligned := edits is None and len(sample.unlabeled) > 0:
-        shape = model.num_heads, model.num_novel
-        align = partial(align_features, model, config, best_head, sample.unlabeled)
-        jobs.insert(
-            0, distributed.RankTask(shape[0] * shape[1], lambda: align().flatten())
-        )
-    clusters = distributed.run_tasks(jobs, worker.device)
-    if unaligned:
-        alignment = clusters.pop(0).view(shape)
-        if worker.rank == 0:
-            facts = {"best_head": best_head, "alignment": alignment.tolist()}
-            storage.write(ALIGNMENT_FILE, json.dumps(facts).encode())
-    for baseline, own in zip(found, clusters, strict=False):
-        values |= baseline.score(own)
-    if shown is not None:
+    if alignment_jobs and worker.rank == 0:
+        alignment = results[0].view(model.num_heads, model.num_novel)
+        facts = {"best_head": best_head, "alignment": alignment.tolist()}
+        storage.write(ALIGNMENT_FILE, json.dumps(facts).encode())
+    first = len(alignment_jobs)
+    for baseline, clusters in zip(compared, results[first:], strict=False):
+        values |= baseline.score(clusters)
+    if sample is not None:
         num_held_out = int((sets["test"].truth < train.num_known).sum())
         values |= trust_metrics(
-            model, best_head, shown.unlabeled, clusters[-1], values, num_held_out
+            model, best_head, sample.unlabeled, results[-1], values, num_held_out
         )
-    if (
-        config.method == "clustering"
-        and (checkpoint := load_newest(storage, DISCOVER)) is not None
-    ):
-        setting = str(config.data.setting)
-        values |= clustering_metrics(checkpoint.tensors, setting, config.model.encoder)
+    if config.method == "clustering":
+        checkpoint = load_newest(storage, DISCOVER)
+        if checkpoint is not None:
+            setting, encoder = str(config.data.setting), config.model.encoder
+            values |= clustering_metrics(checkpoint.tensors, setting, encoder)
     return values
 
 
@@ -157,11 +160,11 @@ def read_edits(storage: Storage) -> Edits | None:
     """
     if not storage.exists(CLASSES_FILE):
         return None
-    data = storage.read(CLASSES_FILE)
-    classes, alignment = parse_classes(data), json.loads(data).get("alignment")
-    if all(c.into == c.index for c in classes):
+    stored = ModelClasses.parse(storage.read(CLASSES_FILE))
+    if all(c.into == c.index for c in stored.classes):
         return None
-    return Edits(classes, None if alignment is None else torch.tensor(alignment))
+    alignment = None if stored.alignment is None else torch.tensor(stored.alignment)
+    return Edits(stored.classes, alignment)
 
 
 class Confusions(NamedTuple):
@@ -298,9 +301,10 @@ def count(
         assert logits.novel is not None
         known, novel = logits.known[0], logits.novel[0]
         if edits is not None:
+            temperature = config.objective.temperature
             # (H, b, C)
-            found = outcomes(known, novel, config.objective.temperature, *edits)
-            known, novel = found[..., : model.num_known], found[..., model.num_known :]
+            joint = class_probabilities(known, novel, temperature, *edits)
+            known, novel = joint[..., : model.num_known], joint[..., model.num_known :]
         truth = truth.to(device, non_blocking=True)
         for kind, own in enumerate(counts):
             of_kind = truth.div(num_true, rounding_mode="floor") == kind

@@ -23,20 +23,19 @@ from torch import Tensor
 
 from uno.config import Config, dump_yaml, override, parse_yaml, require_code
 from uno.data.decode import decoded, ok_mask
-from uno.data.files import Storage, parse_json
+from uno.data.files import Storage
 from uno.data.images import evenly_spaced
-from uno.data.output import find_mapping
+from uno.data.output import read_mapping
 from uno.data.rows import Rows
 from uno.encoder import changed_code, code_of, require_encoder
 from uno.errors import StorageError, one_line
 from uno.limits import MAX_STATE_BYTES
 from uno.model import Logits, UnoModel, build_network, forward
 from uno.results.classes import (
+    ModelClasses,
     OutputClass,
-    dump_classes,
     first_classes,
     merge_outputs,
-    parse_classes,
 )
 from uno.results.metrics import confusion, hungarian
 from uno.runs import hardware
@@ -167,10 +166,8 @@ class Classifier:
         Returns:
             The scores, on the CPU.
         """
-        logits, temperature = (
-            forward(self.module, images, self.config),
-            self.config.objective.temperature,
-        )
+        logits = forward(self.module, images, self.config)
+        temperature = self.config.objective.temperature
         scores = score(
             logits, temperature, self.best_head, self.classes, self.alignment
         )
@@ -199,7 +196,7 @@ def score(
     assert logits.novel is not None and logits.features is not None
     known = logits.known[0]  # (B, C_l)
     # (H, B, C)
-    heads = outcomes(known, logits.novel[0], temperature, classes, alignment)
+    heads = class_probabilities(known, logits.novel[0], temperature, classes, alignment)
     votes = heads.argmax(dim=-1)  # (H, B)
     probabilities, class_index = heads[best_head], votes[best_head]
     first, second = probabilities.topk(2, dim=-1).values.unbind(dim=-1)
@@ -223,7 +220,7 @@ def score(
     )
 
 
-def outcomes(
+def class_probabilities(
     known: Tensor,
     novel: Tensor,
     temperature: float,
@@ -255,7 +252,7 @@ def outcomes(
     return merge_outputs(joint.softmax(dim=-1), classes)
 
 
-def taken_for_novel(known: Tensor, novel: Tensor, best_head: int) -> Tensor:
+def predicted_novel(known: Tensor, novel: Tensor, best_head: int) -> Tensor:
     """Return which rows the best head assigns to a novel output.
 
     Args:
@@ -330,7 +327,7 @@ def _align(known: Tensor, novel: Tensor, best_head: int, setting: str | None) ->
             output count.
     """
     if setting == "gcd":  # rows of known classes have no novel cluster
-        novel = novel[:, taken_for_novel(known, novel, best_head)]
+        novel = novel[:, predicted_novel(known, novel, best_head)]
     return align_heads(novel, best_head)
 
 
@@ -362,19 +359,22 @@ def save_model(
         for name, tensor in module.state_dict().items()
     }
     heads = {k: v for k, v in weights.items() if not k.startswith("encoder.")}
-    classes, code = (
-        first_classes(known, module.num_novel),
-        code_of(config.model.encoder, module.encoder),
+    classes = first_classes(known, module.num_novel)
+    code = code_of(config.model.encoder, module.encoder)
+    aligned = read_mapping(storage, ALIGNMENT_FILE) or {}
+    is_of_head = aligned.get("best_head") == best_head
+    stored = ModelClasses(
+        classes=classes,
+        best_head=best_head,
+        alignment=aligned["alignment"] if is_of_head else None,
+        encoder_code=code.get("code"),
     )
-    facts = {"best_head": best_head, **({"encoder_code": code["code"]} if code else {})}
-    aligned = find_mapping(storage, ALIGNMENT_FILE) or {}
-    facts |= aligned if aligned.get("best_head") == best_head else {}
     files = {
         "encoder.safetensors": safetensors.torch.save(with_prefix(weights, "encoder.")),
         "heads.safetensors": safetensors.torch.save(
             heads, {"best_head": str(best_head)}
         ),
-        "classes.json": dump_classes(json.dumps(facts).encode(), classes),
+        "classes.json": stored.dump(),
         "config.yaml": dump_yaml(config).encode(),
     }
     for name, data in files.items():
@@ -399,11 +399,8 @@ def load_classifier(storage: Storage, device: torch.device | str = "cpu") -> Cla
     """
     files = read_model_files(storage)
     model = build_classifier(files, device, foreign=storage.uri)
-    then, name = (
-        parse_json(files["classes.json"]).get("encoder_code"),
-        model.config.model.encoder,
-    )
-    if changed := changed_code(name, then, model.code):
+    code = ModelClasses.parse(files["classes.json"]).encoder_code
+    if changed := changed_code(model.config.model.encoder, code, model.code):
         log.warning("%s: its predictions may differ from those of the run", changed)
     return model
 
@@ -452,10 +449,8 @@ def build_classifier(
         StorageError: The files are damaged or do not belong together.
         ConfigError: The library or the callable of the encoder is missing.
     """
-    classes, facts = (
-        parse_classes(files["classes.json"]),
-        parse_json(files["classes.json"]),
-    )
+    stored = ModelClasses.parse(files["classes.json"])
+    classes, best_head = stored.classes, stored.best_head
     try:
         tree = parse_yaml(files["config.yaml"], "its configuration")
     except ValueError as error:
@@ -473,11 +468,11 @@ def build_classifier(
         require_encoder(config.model.encoder, foreign)
     try:
         module = _load_network(config, classes, files) if module is None else module
-        best_head, alignment = int(facts["best_head"]), facts.get("alignment")
+        alignment = None
         if not 0 <= best_head < module.num_heads:
             raise ValueError(f"best head {best_head}")
-        if alignment is not None:
-            alignment = torch.tensor(alignment, dtype=torch.int64)
+        if stored.alignment is not None:
+            alignment = torch.tensor(stored.alignment, dtype=torch.int64)
             clusters = torch.arange(module.num_novel).expand(module.num_heads, -1)
             if not torch.equal(alignment.sort(dim=-1).values, clusters):
                 raise ValueError("alignment of other heads")
@@ -685,6 +680,7 @@ def with_alignment(
     known, novel = sample[1].known[0], sample[1].novel[0]
     alignment = _align(known, novel, model.best_head, model.config.data.setting)
     name = model_folder(storage) + "classes.json"
-    facts = parse_json(storage.read(name)) | {"alignment": alignment.tolist()}
-    storage.write(name, json.dumps(facts, indent=1).encode())
+    stored = ModelClasses.parse(storage.read(name))
+    stored = stored.model_copy(update={"alignment": alignment.tolist()})
+    storage.write(name, stored.dump())
     return replace(model, alignment=alignment)

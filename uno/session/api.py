@@ -607,21 +607,17 @@ def _to_images(images: Any) -> list[Image | BadImage]:
                 f"a tensor of images must be uint8 (N, 3, H, W), not {found}"
             )
         images = images.cpu().permute(0, 2, 3, 1).numpy()
-    single = isinstance(images, np.ndarray) and (
-        images.ndim == 2 or images.shape[2:] == (3,)
+    is_single = isinstance(images, (str, bytes, PathLike, PIL.Image.Image)) or (
+        isinstance(images, np.ndarray)
+        and (images.ndim == 2 or images.shape[2:] == (3,))
     )
-    if isinstance(images, (str, bytes, PathLike, PIL.Image.Image)) or single:
+    is_table = isinstance(images, Mapping) or hasattr(images, "columns")
+    is_scalar = getattr(images, "shape", None) == ()
+    if is_single or is_table or is_scalar or not isinstance(images, Iterable):
         raise ConfigError(
-            "predict takes several images; put a single one in a list: predict([image])"
-        )
-    if isinstance(images, Mapping) or hasattr(images, "columns"):
-        raise ConfigError(
-            "predict takes the column of a table that holds the paths, such as"
-            ' table["path"]'
-        )
-    if not isinstance(images, Iterable) or getattr(images, "shape", None) == ():
-        raise ConfigError(
-            f"predict takes a list or column of images, not {_describe_value(images)}"
+            f"predict takes a list or column of images, not {_describe_value(images)};"
+            " put a single image in a list, and give the column of a table that holds"
+            ' the paths, such as table["path"]'
         )
     images = images.to_pylist() if hasattr(images, "to_pylist") else images
     return [_to_image(image, row) for row, image in enumerate(images)]

@@ -107,7 +107,7 @@ def configure(
         output = output.format(preset=config.preset, seed=config.seed)
     else:
         return config
-    return override(config, {"output": checked_output(output)})
+    return override(config, {"output": expand_output(output)})
 
 
 def list_layers(
@@ -138,7 +138,7 @@ def list_layers(
         )
     layers = preset_layers(name, str(given.get("recipe", "paper")))
     method = str(given.get("method", DEFAULT))
-    if choose_method and leaves_choice(name, given):
+    if choose_method and leaves_method_open(name, given):
         method = FROZEN_METHOD
     layers[f"method {method}"] = method_settings(method, name.replace("-", "_"))
     values = merge_layers(layers)
@@ -198,7 +198,7 @@ def explain(
         line: The settings from the command line.
         derived: The origin of values in which ``final`` differs from ``config``.
     """
-    given = merged(file, line)
+    given = merge_settings(file, line)
     before, values = flatten(to_dict(config)), flatten(to_dict(final))
     origins = dict.fromkeys(values, "default")
     # the method counts as given, because it may have been chosen
@@ -230,7 +230,7 @@ def require_text(given: Mapping[str, Any]) -> None:
             raise ConfigError(f"{text}; {fix}")
 
 
-def leaves_choice(preset_name: str, given: Mapping[str, Any]) -> bool:
+def leaves_method_open(preset_name: str, given: Mapping[str, Any]) -> bool:
     """Return whether the user leaves the choice of the method to this program.
 
     This is so if the preset has a frozen encoder ("photos" or "vectors"), and the user
@@ -309,7 +309,7 @@ def default_preset(given: Mapping[str, Any]) -> str:
     return "photos" if file or weights == "pretrained" else "scratch"
 
 
-def checked_output(output: str) -> str:
+def expand_output(output: str) -> str:
     """Return the output directory with ``~`` replaced by the home directory.
 
     Raises:
@@ -326,12 +326,12 @@ def checked_output(output: str) -> str:
     return output
 
 
-def launched() -> bool:
+def is_torchrun_rank() -> bool:
     """Return whether ``torchrun`` started this process as one of its ranks."""
     return all(name in os.environ for name in TORCHRUN_VARIABLES)
 
 
-def merged(file: Mapping[str, Any], line: Mapping[str, Any]) -> dict[str, Any]:
+def merge_settings(file: Mapping[str, Any], line: Mapping[str, Any]) -> dict[str, Any]:
     """Merge the settings of files and of the command line, which takes precedence.
 
     A source on the command line also replaces the two folders of a file, and one image
@@ -369,19 +369,18 @@ def from_keywords(settings: Mapping[str, Any]) -> dict[str, Any]:
         file |= flatten(part) if isinstance(part, Mapping) else load_yaml(part)
     keys = {"image-size": IMAGE_SIZE}
     for key in field_names(str(settings.get("method", file.get("method", DEFAULT)))):
-        keys[dashed(key)] = key
+        keys[with_dashes(key)] = key
         if (short := field_traits(key).flag) is not None:
             keys[short] = key
     for name, value in settings.items():
         if name == "config":
             continue
         for key, each in flatten({name: value}).items():
-            if dashed(key) not in keys:
-                raise ConfigError(
-                    f"unknown setting {key!r}{similar(key, [*keys, 'config'], True)}"
-                )
-            line[keys[dashed(key)]] = _plain(each)
-    return merged(file, line)
+            if with_dashes(key) not in keys:
+                hint = suggest_name(key, [*keys, "config"], keyword=True)
+                raise ConfigError(f"unknown setting {key!r}{hint}")
+            line[keys[with_dashes(key)]] = _plain(each)
+    return merge_settings(file, line)
 
 
 def _plain(value: Any) -> Any:
@@ -401,7 +400,7 @@ def _plain(value: Any) -> Any:
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
-def similar(name: str, names: Iterable[str], keyword: bool = False) -> str:
+def suggest_name(name: str, names: Iterable[str], keyword: bool = False) -> str:
     """Suggest which setting an unknown name means, as the end of an error message.
 
     Args:
@@ -409,7 +408,7 @@ def similar(name: str, names: Iterable[str], keyword: bool = False) -> str:
         names: The names of all settings.
         keyword: Whether the name is a Python keyword and not an option.
     """
-    word, known = dashed(name), list(names)
+    word, known = with_dashes(name), list(names)
     likely = [flag for flag in known if flag.endswith(f".{word}")][:3]
     likely = likely or [flag for flag in known if flag.startswith(f"{word}.")][:3]
     if keyword:
@@ -420,6 +419,6 @@ def similar(name: str, names: Iterable[str], keyword: bool = False) -> str:
     return did_you_mean(word, known, f"see {HELP_ALL}", "--{}".format, likely)
 
 
-def dashed(name: str) -> str:
+def with_dashes(name: str) -> str:
     """Return a key as it is written in an option: with dashes for underscores."""
     return name.replace("_", "-")

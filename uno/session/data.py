@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from uno.config import Config, DataConfig
 from uno.data import features
-from uno.data.check import row_problems, with_fitting_batch
+from uno.data.check import check_row_numbers, with_fitting_batch
 from uno.data.decode import decode_many, ok_mask
 from uno.data.features import Chunk, FeatureCache, FeatureJob, feature_job
 from uno.data.files import Storage
@@ -27,7 +27,7 @@ from uno.runs.hardware import at_speed, local_device, num_threads
 from uno.runs.run import frozen_encoder
 from uno.runtime import Runtime, plan_of, require_runtime
 from uno.session.console import announce_reading, count_items, print_line
-from uno.session.resources import on_features
+from uno.session.resources import trains_on_features
 from uno.text import plural
 
 INTERVAL_S = 10.0  # seconds between two lines of progress
@@ -132,7 +132,7 @@ def config_for_readable_rows(
     )
     if size != config.train.batch_size:
         print_line(f"batch size: {size}, because {left_out} left out")
-    for problem in row_problems(task, fitting, ok):
+    for problem in check_row_numbers(task, fitting, ok):
         if problem.level == "error":
             fix = "repair these images, or change the setting and pass --overwrite"
             raise ConfigError(f"{left_out} left out: {problem.message}; {fix}")
@@ -156,7 +156,7 @@ def load_images(
         ConfigError: The frozen encoder has no weights.
         Interrupted: ``should_stop`` returned True while features were computed.
     """
-    if on_features(config):
+    if trains_on_features(config):
         return load_features(config, task, storage, show, should_stop)
     data = config.data
     return decode_many(

@@ -15,7 +15,7 @@ import numpy as np
 
 from uno import weights
 from uno.config import OWN_ENCODERS, VECTORS, Config, flatten, override, to_dict
-from uno.data.check import MIN_ROWS_PER_CLUSTER, headers_of
+from uno.data.check import MIN_ROWS_PER_CLUSTER, read_headers
 from uno.data.decode import ok_mask
 from uno.data.files import Storage
 from uno.data.plan import largest_batch
@@ -33,7 +33,7 @@ from uno.presets import (
 from uno.runs import CONFIG_FILE, directory
 from uno.session.console import print_line
 from uno.session.data import read_task
-from uno.session.resources import FreeMemory, choose, free_memory
+from uno.session.resources import FreeMemory, choose_loading, free_memory
 from uno.text import plural
 from uno.weights import PRETRAINED
 
@@ -79,7 +79,7 @@ def resolve(
     config: Config,
     given: Collection[str],
     overwrite: bool = False,
-    free: Callable[[Config], FreeMemory] = free_memory,
+    measure_memory: Callable[[Config], FreeMemory] = free_memory,
 ) -> tuple[Config, Task | None]:
     """Complete the configuration of a run, and print what was decided and why.
 
@@ -91,7 +91,7 @@ def resolve(
         config: The configuration before the data is read.
         given: The dotted keys that the user has set.
         overwrite: Whether a run in the same directory is started over.
-        free: Returns the free memory for the processes that train.
+        measure_memory: Returns the free memory for the processes that train.
 
     Returns:
         The configuration of the run; and its rows, None if they were not read.
@@ -112,9 +112,9 @@ def resolve(
     config = override(config, {"data.setting": setting})
     values, lines = derive_settings(config, given, task)
     config = override(config, values)
-    # if the user has chosen, the memory of other machines is not looked up
-    measure = free if config.data.loading == "auto" else free_memory
-    loading, why = choose(config, len(task.rows), measure(config))
+    if config.data.loading != "auto":
+        measure_memory = free_memory  # no need to ask other machines
+    loading, why = choose_loading(config, len(task.rows), measure_memory(config))
     for line in (reason, *lines, f"memory: {why}"):
         print_line(line)
     return override(config, {"data.loading": loading}), task
@@ -152,7 +152,9 @@ def derived_keys(config: Config) -> tuple[str, ...]:
         preset other than ``scratch``, ``photos`` and the one for vectors.
     """
     if config.preset in ("photos", VECTORS):
-        return (*OF_HEADS, *["model.encoder"] * config.model.takes_vectors)
+        of_encoder = OF_ENCODER if _starts_from_run(config) else ()
+        length = ("model.encoder",) if config.model.takes_vectors else ()
+        return (*OF_HEADS, *of_encoder, *length)
     is_own = config.preset == "scratch" and is_custom_data(flatten(to_dict(config)))
     return OF_TRAINING if is_own else ()
 
@@ -250,11 +252,17 @@ def settings_of_weights(config: Config) -> Values:
         Image size, mean, standard deviation and the like by dotted key. Empty if the
         weights are not those of a run.
     """
-    source = config.model.weights
-    if source in (None, PRETRAINED) or weights.is_file(source):
+    if not _starts_from_run(config):
         return {}
-    stored = flatten(directory.read_config_tree(Storage(str(source))))
+    storage = Storage(str(config.model.weights))
+    stored = flatten(directory.read_config_tree(storage))
     return {key: stored[key] for key in OF_ENCODER if key in stored}
+
+
+def _starts_from_run(config: Config) -> bool:
+    """Return whether ``model.weights`` names a run, and not a file or a library."""
+    source = config.model.weights
+    return source not in (None, PRETRAINED) and not weights.is_file(source)
 
 
 def _image_size(
@@ -273,7 +281,7 @@ def _image_size(
     if has_view_size or has_stored_size:
         size = config.augment.large.size if has_view_size else config.data.stored_size
         return dict.fromkeys(SIZES[:2], size), ""
-    sides = [min(side) for _, *side in headers_of(task)[0]]
+    sides = [min(side) for _, *side in read_headers(task)[0]]
     median_side = int(np.median(sides or [config.data.stored_size]))
     stem = config.model.stem
     if config.model.encoder == "resnet_small":

@@ -27,11 +27,9 @@ from uno.report.report import open_task, write_report
 from uno.results import predictions
 from uno.results.accuracy_table import format_table
 from uno.results.classes import (
+    ModelClasses,
     OutputClass,
-    dump_classes,
     hashes,
-    is_measured,
-    with_measured,
 )
 from uno.results.evaluate import read_edits
 from uno.results.export import CARD_FILE, FORMATS, export, model_card
@@ -41,7 +39,7 @@ from uno.results.show import counted
 from uno.results.trust import verdict
 from uno.runs import DISCOVER, PHASES, REPORT_FILE, RESULTS_FILE, directory
 from uno.runs.checkpoint import checkpoint_steps
-from uno.runs.former import kept_until_replaced
+from uno.runs.former import keep_until_replaced
 from uno.session.backend import LocalBackend
 from uno.session.console import Progress, interrupt_on_signal, print_line
 from uno.session.data import Show
@@ -54,7 +52,7 @@ from uno.session.prepare import (
     open_stored_run,
     with_full_path,
 )
-from uno.session.resources import on_features
+from uno.session.resources import trains_on_features
 from uno.session.run import Backend, Run
 from uno.session.summary import describe_run
 from uno.text import plural
@@ -103,7 +101,7 @@ def discover(
     check_run(run)
     with run.locked():
         former_run = (
-            kept_until_replaced(run.storage, print_line)
+            keep_until_replaced(run.storage, print_line)
             if overwrite
             else nullcontext(lambda: None)
         )
@@ -192,11 +190,12 @@ def apply_classes(run: Run, model: Classifier, edited: list[OutputClass]) -> Non
     """
     storage, folder = run.storage, model_folder(run.storage)
     metrics, predicted = run.metrics, predictions.read_identity(storage)
-    data = dump_classes(storage.read(f"{folder}classes.json"), edited)
+    stored = ModelClasses.parse(storage.read(f"{folder}classes.json"))
+    stored = stored.with_classes(edited)
     same = {"model_hash": model.model_hash, "routes": hashes(edited)["routes"]}
     predict = predicted is not None and not same.items() <= predicted.items()
     has_trained = metrics is not None and checkpoint_steps(storage, DISCOVER)
-    run.evaluate = bool(has_trained) and not is_measured(data)
+    run.evaluate = bool(has_trained) and not stored.is_measured
     report = storage.exists(REPORT_FILE)
     if predict or run.evaluate:
         directory.check_images(storage, run.task.rows)
@@ -208,7 +207,7 @@ def apply_classes(run: Run, model: Classifier, edited: list[OutputClass]) -> Non
                 f"warning: {REPORT_FILE} was not updated: the training data is missing"
                 " or has changed"
             )
-    storage.write(f"{folder}classes.json", data)
+    storage.write(f"{folder}classes.json", stored.dump())
     model, measured = replace(model, classes=edited), None
     if run.opened is not None:
         model, measured = align_heads(run, model), _train_and_evaluate(run) or None
@@ -306,7 +305,7 @@ def try_phases(
             {"train.max_steps": 1, "compute.num_workers": 0, "output": folder},
         )
         # features of all rows would take minutes, so images are streamed instead
-        computes_features = on_features(once) and not once.model.takes_vectors
+        computes_features = trains_on_features(once) and not once.model.takes_vectors
         if computes_features:
             once = override(once, {"data.loading": "streaming"})
         trial = replace(
@@ -409,9 +408,9 @@ def _write_card(run: Run, model: Classifier, metrics: Mapping[str, float]) -> No
 
 def _mark_measured(storage: Storage) -> None:
     """Note in ``classes.json`` that the metrics belong to the classes in it."""
-    data = storage.read(CLASSES_FILE)
-    if not is_measured(data):
-        storage.write(CLASSES_FILE, with_measured(data))
+    stored = ModelClasses.parse(storage.read(CLASSES_FILE))
+    if not stored.is_measured:
+        storage.write(CLASSES_FILE, stored.as_measured().dump())
 
 
 def show_results(storage: Storage, values: dict[str, float]) -> None:

@@ -152,7 +152,9 @@ def check_source(config: Config, given: Mapping[str, Any]) -> None:
     config = with_full_path(override(config, {"output": None}))
     if config.model.weights not in (None, PRETRAINED):
         starting_weights(config, overwrite=True)  # refuses weights that do not fit
-    config, task = resolve(config, given, free=choose_backend(config).free_memory)
+    config, task = resolve(
+        config, given, measure_memory=choose_backend(config).free_memory
+    )
     assert task is not None
     # a method can refuse the encoder, as `dtc` refuses one with too few features
     build_network(config, task.num_known, task.num_novel, config.seed)
@@ -235,60 +237,52 @@ def _examine_directory(run: Run, overwrite: bool) -> None:
             data. Or the directory is inside the data, or the data inside the directory.
     """
     is_run = directory.is_run(run.storage)
-    if overwrite:
-        _require_inputs_outside(run.config, run.storage)
-    if not is_run:
-        _require_output_outside(run.config, run.storage)
     run.resumes = is_run and not overwrite
     if run.resumes:
         directory.begin_run(run.config, run.storage, run.task.rows.fingerprint)
+    else:
+        _require_separate_paths(run.config, run.storage, is_run)
 
 
 def _restore_former_run(storage: Storage) -> None:
     """Move back a former run that a killed command with ``--overwrite`` set aside."""
     if storage.exists(FORMER_FOLDER):
         with lock.lock_run(storage, on_wait=print_line) as claim:
-            if former.settle(claim.storage):
+            if former.complete_overwrite(claim.storage):
                 print_line(f"the former run in {storage.uri} was put back")
 
 
-def _require_inputs_outside(config: Config, storage: Storage) -> None:
-    """Check that a run to be overwritten holds nothing that the new run reads.
+def _require_separate_paths(config: Config, storage: Storage, is_run: bool) -> None:
+    """Check that the output directory of a new run and its inputs are apart.
+
+    Args:
+        config: The configuration of the new run.
+        storage: Its output directory.
+        is_run: Whether the directory holds a run, which the new run overwrites.
 
     Raises:
-        ConfigError: The data, the weights or the list of known classes is inside the
-            output directory.
+        ConfigError: The run to be overwritten holds the data, the weights or the list
+            of known classes. Or the directory is inside a folder of classes or tables,
+            where the run would be read as data the next time.
     """
     data = config.data
     if data.labeled is not None and data.unlabeled is not None:
-        inputs = [("--labeled", data.labeled), ("--unlabeled", data.unlabeled)]
+        kind, folder = "folder", ("--labeled", data.labeled)
+        inputs = [folder, ("--unlabeled", data.unlabeled)]
     else:
-        inputs = [("--data", locate_source(data)[1])]
+        kind, path = locate_source(data)
+        folder = "--data", path
+        inputs = [folder]
     inputs += [("--weights", config.model.weights or "")]
     inputs += [("--known-classes", data.known_classes or "")]
-    for option, path in inputs:
+    for option, path in inputs if is_run else ():
         if path and _is_below(path, storage.uri):
             raise ConfigError(
                 f"{option} {path} is inside --output {storage.uri}, which --overwrite"
                 " empties; move it out of there, or choose another --output"
             )
-
-
-def _require_output_outside(config: Config, storage: Storage) -> None:
-    """Check that the directory of a new run is not inside the data of the run.
-
-    Otherwise the directory would be read as a class folder, and its
-    ``predictions/`` as tables, when the data is read the next time.
-
-    Raises:
-        ConfigError: The output directory is inside a folder of classes or of tables.
-    """
-    data = config.data
-    if data.labeled is not None and data.unlabeled is not None:
-        kind, option, path = "folder", "--labeled", data.labeled
-    else:
-        (kind, path), option = locate_source(data), "--data"
-    if kind in FOLDER_KINDS and _is_below(storage.uri, path):
+    option, path = folder
+    if not is_run and kind in FOLDER_KINDS and _is_below(storage.uri, path):
         raise ConfigError(
             f"--output {storage.uri} is inside {option} {path}, where the run would be"
             " read as data the next time; choose another --output"

@@ -28,7 +28,7 @@ from uno.session.backend import (
 from uno.session.configure import TORCHRUN_VARIABLES
 from uno.session.console import on_stop
 from uno.session.data import Show, open_sets
-from uno.session.resources import FreeMemory, on_features
+from uno.session.resources import FreeMemory, trains_on_features
 from uno.session.run import Run
 
 POLL_S = 0.1  # seconds between two checks whether rank 0 has sent something
@@ -217,7 +217,7 @@ class TorchrunBackend(LocalBackend):
         with stop, group:
             worker = _TorchWorker(self, device, stopping.is_set, show)
             # rank 0 computes the features and stores them for all ranks
-            if on_features(config) and not first:
+            if trains_on_features(config) and not first:
                 while not self._store.check(["features"]):
                     time.sleep(POLL_S)
             sets = open_sets(config, run.task, storage, show, stopping.is_set, first)

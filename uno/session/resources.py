@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from uno.config import OWN_ENCODERS, VECTORS, Config, override
+from uno.config import OWN_ENCODERS, Config, override
 from uno.data.splits import Task
 from uno.encoder import build_encoder
 from uno.errors import ConfigError
@@ -87,7 +87,7 @@ def free_device_bytes(config: Config) -> int | None:
     return int(torch.cuda.mem_get_info()[0])
 
 
-def on_features(config: Config) -> bool:
+def trains_on_features(config: Config) -> bool:
     """Return whether a run trains on cached features of a frozen encoder."""
     return config.model.finetune == "none" and config.data.loading != "streaming"
 
@@ -105,7 +105,9 @@ def row_bytes(config: Config) -> int:
     return 4 * (1 + views) * width
 
 
-def choose(config: Config, num_rows: int, memory: FreeMemory) -> tuple[Loading, str]:
+def choose_loading(
+    config: Config, num_rows: int, memory: FreeMemory
+) -> tuple[Loading, str]:
     """Choose whether the images of a run are kept in memory or streamed.
 
     Args:
@@ -134,8 +136,8 @@ def choose(config: Config, num_rows: int, memory: FreeMemory) -> tuple[Loading, 
     needed = num_rows * row_bytes(config)
     budget, limit = _image_budget(config, memory)
     kind = "of features" if config.model.finetune == "none" else "decoded"
-    sizes = f"{_size(needed)} {kind}; budget {_size(budget)}, {IMAGE_SHARE:.0%} of"
-    sizes = f"({sizes} {limit})"
+    share = f"{IMAGE_SHARE:.0%} of {limit}"
+    sizes = f"({_format_size(needed)} {kind}; budget {_format_size(budget)}, {share})"
     if wish != "auto":
         return wish, f"{HOW[wish]}, set by --data.loading {sizes}"
     if needs:
@@ -164,14 +166,14 @@ def _image_budget(config: Config, memory: FreeMemory) -> tuple[float, str]:
 def choose_for_sweep(
     config: Config, num_rows: int, num_folds: int
 ) -> tuple[Loading, str]:
-    """Choose the loading for the trials of a sweep, see :func:`choose`.
+    """Choose the loading for the trials of a sweep, see :func:`choose_loading`.
 
     The trials share the images: this process and Ray's object store hold one copy
     each, and a GPU holds one copy for each fold.
     """
     memory, local = free_memory(config), override(config, {"compute.num_workers": 0})
     device = None if memory.device is None else memory.device // num_folds
-    return choose(local, num_rows, FreeMemory(memory.host // 2, device))
+    return choose_loading(local, num_rows, FreeMemory(memory.host // 2, device))
 
 
 def store_bytes(config: Config, num_rows: int) -> int | None:
@@ -186,7 +188,7 @@ def store_bytes(config: Config, num_rows: int) -> int | None:
         return min(
             config.compute.num_workers * STORE_BYTES, int(0.3 * free_host_bytes())
         )
-    if on_features(config):
+    if trains_on_features(config):
         return None
     images = num_rows * 3 * config.data.stored_size**2
     return min(2 * images + STORE_BYTES // 2, int(0.6 * free_host_bytes()))
@@ -202,7 +204,7 @@ def check_memory(config: Config, task: Task) -> None:
         ConfigError: The run needs more memory than is free. The message lists the
             parts.
     """
-    workers, parts = config.compute.num_workers, training_bytes(config, task)
+    workers, parts = config.compute.num_workers, estimate_training_bytes(config, task)
     on_cluster = os.environ.get("RAY_ADDRESS", "local") not in ("", "local")
     if workers and (on_cluster or config.compute.device == "cuda"):
         return
@@ -222,14 +224,14 @@ def check_memory(config: Config, task: Task) -> None:
         else "lower --batch-size, --augment.large.size, the encoder or"
         " --objective.queue-size"
     )
-    listed = ", ".join(f"{name} {_size(part)}" for name, part in parts.items())
+    listed = ", ".join(f"{name} {_format_size(part)}" for name, part in parts.items())
     raise ConfigError(
-        f"this run needs at least {_size(needed)} of {where} ({listed}),"
-        f" {_size(free)} are free; {advice}"
+        f"this run needs at least {_format_size(needed)} of {where} ({listed}),"
+        f" {_format_size(free)} are free; {advice}"
     )
 
 
-def training_bytes(config: Config, task: Task) -> dict[str, int]:
+def estimate_training_bytes(config: Config, task: Task) -> dict[str, int]:
     """Estimate the memory that training takes, in all workers together.
 
     Nothing is allocated: the network is built on PyTorch's device "meta". An encoder in
@@ -241,7 +243,8 @@ def training_bytes(config: Config, task: Task) -> dict[str, int]:
         encoder in a step of discovery, and of the "queue" of projections.
     """
     library = config.model.encoder.partition(":")[0]
-    is_ours = library in (*OWN_ENCODERS, "torchvision", "timm", VECTORS)
+    # vectors have small heads, which on that device import PyTorch's compiler
+    is_ours = library in (*OWN_ENCODERS, "torchvision", "timm")
     with torch.device("meta" if is_ours else "cpu"):
         network = build_network(config, task.num_known, task.num_novel, 0)
     weights = sum(
@@ -249,10 +252,10 @@ def training_bytes(config: Config, task: Task) -> dict[str, int]:
         for weight in network.parameters()
     )
     per_image = 0
-    if is_ours and config.discover.epochs and not on_features(config):
+    if is_ours and config.discover.epochs and not trains_on_features(config):
         for view in (config.augment.large, config.augment.small):
             if view.num_views:
-                bytes_of_view = activation_bytes(network.encoder, view.size)
+                bytes_of_view = estimate_activation_bytes(network.encoder, view.size)
                 per_image += view.num_views * bytes_of_view
     precision = config.compute.precision
     if precision == "auto":
@@ -270,7 +273,7 @@ def training_bytes(config: Config, task: Task) -> dict[str, int]:
     }
 
 
-def activation_bytes(encoder: nn.Module, side: int) -> int:
+def estimate_activation_bytes(encoder: nn.Module, side: int) -> int:
     """Estimate the bytes that a step keeps of one image for the backward pass.
 
     The outputs of all layers with trained weights are counted, in float32.
@@ -298,7 +301,7 @@ def activation_bytes(encoder: nn.Module, side: int) -> int:
     return total
 
 
-def _size(num_bytes: float) -> str:
+def _format_size(num_bytes: float) -> str:
     """Return a number of bytes with its unit, such as ``564 MB``."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if num_bytes < 1000:

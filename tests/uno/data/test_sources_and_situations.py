@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from uno.config import Config, DataConfig, override
-from uno.data.check import headers_of
+from uno.data.check import read_headers
 from uno.data.decode import decode_many
 from uno.data.rows import Rows
 from uno.data.sources import read_rows
@@ -538,7 +538,7 @@ def is_right(rows: Rows, expected: Right) -> bool:
     vectors = rows.images.vectors(np.arange(len(rows)))
     reasons = decode_many(rows.images, 8)[1] if vectors is None else vectors[1]
     config = override(Config(), {"data.num_novel": 1})
-    unreadable = headers_of(make_task(rows, config.data))[1]
+    unreadable = read_headers(make_task(rows, config.data))[1]
     said = " ".join([*rows.warnings, *unreadable])
     return (
         Counter(rows.labels.to_pylist()) == Counter(expected.labels)

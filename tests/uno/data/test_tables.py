@@ -23,6 +23,7 @@ from uno.data import files as filesystem
 from uno.data import tables, text_tables
 from uno.data.decode import decode, decode_many
 from uno.data.images import Files
+from uno.data.read_options import ReadOptions
 from uno.data.sources import read_rows
 from uno.data.tables import ParquetImages, read_parquet, read_table
 from uno.data.unreadable import check_bad
@@ -436,7 +437,7 @@ def test_a_parquet_file_to_predict_is_read_from_a_store_that_throttles(
     monkeypatch.setattr(filesystem, "locate", lambda path: (store, "b/t.parquet"))
     monkeypatch.setattr(filesystem.time, "sleep", lambda _: None)
     monkeypatch.setattr(tables, "REQUEST_BYTES", request_bytes)
-    rows = read_parquet("s3://b/t.parquet", images_only=True)
+    rows = read_parquet("s3://b/t.parquet", ReadOptions(images_only=True))
     (found,) = rows.images.split(1200)
     assert [found[i] for i in range(1200)] == images and next(numbers) > 20
 
@@ -686,7 +687,9 @@ def test_what_parquet_may_mean_is_asked(tmp_path, columns, part):
     )
     assert part in failure(read_parquet, str(tmp_path))
     names = {"split": "Split"} if "Split" in columns else {}
-    assert not names or not read_parquet(str(tmp_path), names).is_train.any()
+    assert (
+        not names or not read_parquet(str(tmp_path), ReadOptions(names)).is_train.any()
+    )
 
 
 def write_hive(folder, parts):
@@ -782,7 +785,7 @@ def test_a_column_in_the_file_and_in_its_folder_must_agree(tmp_path):
     assert "'Split' is not split" in failure(read_parquet, str(tmp_path / "d"))
     # one name for all rows of a file is no id
     write_hive(tmp_path / "e", {"name=x": {}})
-    line = failure(read_parquet, str(tmp_path / "e"), {"id": "name"})
+    line = failure(read_parquet, str(tmp_path / "e"), ReadOptions({"id": "name"}))
     assert "id=name: no such column" in line
 
 
@@ -861,7 +864,7 @@ def test_text_that_is_not_utf8_is_one_line(tmp_path, column):
         read_rows(DataConfig(source=f"parquet:{tmp_path}"))
     if column in ("id", "image"):  # what a prediction reads
         with pytest.raises(ConfigError, match=line):
-            read_parquet(str(tmp_path), images_only=True)
+            read_parquet(str(tmp_path), ReadOptions(images_only=True))
 
 
 def test_rows_without_an_image_say_why_and_what_to_do(tmp_path):

@@ -13,7 +13,6 @@ import pyarrow.fs
 import pyarrow.parquet as pq
 import pytest
 
-from tests.s3 import BUCKET, make_bucket, requests_of, store
 from uno.config import Config, DataConfig, override
 from uno.data import files as filesystem
 from uno.data import tar
@@ -21,6 +20,7 @@ from uno.data.check import check
 from uno.data.decode import decode_many
 from uno.data.files import Storage
 from uno.data.pack import pack, store_local
+from uno.data.read_options import ReadOptions
 from uno.data.sources import read_rows, recognize
 from uno.data.splits import labeled_rows, make_task
 from uno.data.tar import read_tar
@@ -504,7 +504,7 @@ def test_a_shard_that_was_just_written_is_not_trusted(shards, tmp_path):
 
 def test_labels_and_no_labels_have_their_own_index(shards):
     with_labels = read(FOLDER)
-    without = read_tar("s3://bucket/shards", images_only=True)
+    without = read_tar("s3://bucket/shards", ReadOptions(images_only=True))
     assert not with_labels.labels.null_count
     assert without.labels.null_count == len(without)
     assert facts_of(read(FOLDER)) == facts_of(with_labels)
@@ -579,35 +579,6 @@ def test_members_that_are_no_files_are_bad_rows(tmp_path):
     ]
     assert reasons[0] == "no image data"
     assert {file.name for file in tmp_path.iterdir()} == {"a.tar", "secret.png"}
-
-
-def test_old_sparse_files(tmp_path):
-    """Of GNU tar, whose map goes on in blocks of its own. Kills: the map taken for
-    headers.
-    """
-    image, header = encoded(pixels(0)), tarfile.TarInfo("1.png")
-    header.size, header.type = len(image), tarfile.GNUTYPE_SPARSE
-    block = bytearray(header.tobuf(tarfile.GNU_FORMAT))
-    block[482] = 1
-    block[148:156] = b" " * 8
-    block[148:156] = f"{sum(block):06o}\0 ".encode()
-    extension = bytes(504) + b"\1" + bytes(7)
-    rest = io.BytesIO()
-    with tarfile.open(fileobj=rest, mode="w") as archive:
-        add(archive, "2.png", image)
-    data = (
-        bytes(block)
-        + extension
-        + bytes(512)
-        + image
-        + bytes(-len(image) % 512)
-        + rest.getvalue()
-    )
-    (tmp_path / "a.tar").write_bytes(data)
-    rows = read(f"tar:{tmp_path / 'a.tar'}")
-    assert rows.ids.to_pylist() == ["a.tar#1", "a.tar#2"] and rows.images.read_images(
-        np.arange(2)
-    ) == [b"", image]
 
 
 def test_cut_off_anywhere(tmp_path):
@@ -722,29 +693,6 @@ def test_json_may_be_large_where_it_is_not_wanted(tmp_path):
         [("1.cls", b"cat"), ("1.json", more), ("1.png", encoded(pixels(0)))],
     )
     assert read(f"tar:{path}").labels.to_pylist() == ["cat"]
-
-
-@pytest.mark.release
-def test_s3_is_asked_less_often_than_there_are_images(both, tmp_path, monkeypatch):
-    """Counted by moto. Kills: a request for every header or image."""
-    with store(0) as (env, log):
-        for name, value in env.items():
-            monkeypatch.setenv(name, value)
-        filesystem._connect.cache_clear()  # which leads to another test's server
-        make_bucket()
-        place = Storage(f"s3://{BUCKET}/in")
-        for file in (tmp_path / "shards").iterdir():
-            place.write(f"shards/{file.name}", file.read_bytes())
-        before = len(requests_of(log))
-        rows = read(f"tar:{place.uri}/shards")
-        scanned = len(requests_of(log))
-        assert rows.images.read_images(np.arange(30)) == read(
-            both[1]
-        ).images.read_images(np.arange(30))
-        # five shards of thirty images
-        assert scanned - before < 30 and len(requests_of(log)) - scanned < 30
-        assert read(f"tar:{place.uri}/shards/train-{{000..004}}.tar").ids == rows.ids
-    filesystem._connect.cache_clear()
 
 
 def test_a_shard_whose_folders_are_the_classes_is_refused_with_a_way_out(tmp_path):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.uno.methods import toy
-from tests.uno.small_run import check_resumes, fresh_state, small_config
+from tests.uno.small_run import fresh_state, small_config
 from uno.methods import jia
 from uno.model import build_network
 
@@ -95,13 +95,3 @@ def test_windows_are_the_runs_own_and_of_different_features():
     )
     assert all(len(set(window)) == jia.WINDOW for window in found[0].tolist())
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
-
-
-def test_a_stopped_run_resumes_to_the_bit(tmp_path):
-    """Kills: windows that are drawn anew or lost."""
-    tensors = check_resumes(
-        small_config(method="jia", pretrain__epochs=0, discover__epochs=1),
-        tmp_path,
-        (3,),
-    )
-    assert tensors["extra/windows"].shape == (512, jia.WINDOW)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.uno.methods import toy
-from tests.uno.small_run import check_resumes, fresh_state, small_config
+from tests.uno.small_run import fresh_state, small_config
 from uno.data.resident import TrainSet
 from uno.methods import ncl
 from uno.model import build_network
@@ -183,19 +183,3 @@ def test_memories_are_no_larger_than_their_sets():
         found = ncl.METHOD.initialize(config, model, train)
         assert (len(found["memory"]), len(found["labeled_memory"])) == sizes
         assert found.keys() == {"memory", "labeled_memory", "labeled_classes"}
-
-
-@pytest.mark.slow
-def test_a_stopped_run_resumes_to_the_bit(tmp_path):
-    """Kills: memories that are empty after a resume, draws that go on from a
-    generator.
-    """
-    tensors = check_resumes(
-        small_config(method="ncl", pretrain__epochs=0, discover__epochs=2),
-        tmp_path,
-        (9,),
-    )
-    assert (
-        tensors["extra/memory"].norm(dim=1).min() > 0.99
-        and tensors["extra/labeled_classes"].min() >= 0
-    )

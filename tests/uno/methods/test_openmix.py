@@ -8,7 +8,6 @@ import torch
 
 from tests.uno.methods import toy
 from tests.uno.small_run import (
-    check_resumes,
     fresh_state,
     small_config,
     small_sets,
@@ -125,14 +124,3 @@ def test_it_starts_at_clusters_of_the_features():
         (rows @ m.novel.weight[0].detach().T).amax(dim=1).mean() for m in models
     )
     assert near > random + 0.1
-
-
-def test_a_stopped_run_resumes_to_the_bit(tmp_path):
-    """Kills: mixtures that depend on what was drawn before, clusters anew after a
-    resume.
-    """
-    check_resumes(
-        small_config(method="openmix", pretrain__epochs=0, discover__epochs=1),
-        tmp_path,
-        (3,),
-    )

@@ -8,14 +8,11 @@ import torch
 from torch.nn.functional import normalize
 
 from tests.uno.methods import toy
-from tests.uno.methods.test_frozen import config_of, feature_set
+from tests.uno.methods.test_all_methods import config_of, feature_set
 from tests.uno.small_run import fresh_state, small_config, train_both
 from uno.data.files import Storage
-from uno.data.resident import TrainSet
-from uno.errors import ConfigError
 from uno.frozen import matched
-from uno.methods import default_settings, load, pim
-from uno.model import build_network
+from uno.methods import default_settings, pim
 from uno.prototype_init import Sample, clusters_of
 
 LABELS = [0, 3, 1, 1]
@@ -241,16 +238,3 @@ def test_a_run_pretrains_and_then_takes_no_step(tmp_path):
 
 def _dots(values):
     return {key.replace(".", "__"): value for key, value in values.items()}
-
-
-def test_too_few_rows_are_one_line():
-    """Kills: scikit-learn's traceback."""
-    train = feature_set()
-    few = TrainSet(train.labeled_images, train.labels, train.unlabeled_images[:4], 5, 5)
-    for method in ("pim", "simgcd"):
-        config = config_of(method=method)
-        with pytest.raises(
-            ConfigError,
-            match=rf"method {method} needs as many unlabeled rows as new classes \(5\)",
-        ):
-            load(config.method).initialize(config, build_network(config, 5, 5, 0), few)

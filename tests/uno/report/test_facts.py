@@ -18,7 +18,7 @@ from uno.report import charts, checks, facts, page, pictures
 from uno.report.facts import RunData
 from uno.report.findings import class_similarity, nearest, suggestions, summarize
 from uno.report.sample import Sample, choose_rows, open_model, score_sample
-from uno.results.classes import OutputClass
+from uno.results.classes import first_classes
 from uno.results.infer import (
     decoder,
     load_classifier,
@@ -38,7 +38,7 @@ def sample_of(task: Task, outputs: np.ndarray, num_heads: int = 3) -> Sample:
         np.eye(len(names), dtype=np.float32)[outputs]
         + np.linspace(0, 0.1, num, dtype=np.float32)[:, None]
     )
-    classes = [OutputClass(i, name, "", i) for i, name in enumerate(names)]
+    classes = first_classes(task.known, task.num_novel)
     return Sample(
         index=np.arange(num),
         features=features,

@@ -20,7 +20,7 @@ from uno.report import charts, pictures
 from uno.report.page import percent
 from uno.report.report import open_task, write_report
 from uno.report.sample import Sample, open_model
-from uno.results.classes import read_edits, with_names
+from uno.results.classes import read_edits
 from uno.results.infer import save_model
 from uno.results.metrics import PROTOCOLS
 from uno.text import visible
@@ -322,10 +322,6 @@ def test_names_edited_in_the_page_are_applied(tmp_path, monkeypatch):
         ("novel-4", 1),
         ("novel-5", 9),
     ]
-    assert (
-        read_edits(with_names(text.encode(), *given, ["6=six"]), *given)[6].name
-        == "six"
-    )
     for edits, says in (
         ([(0, " ")], "needs a name"),
         ([(0, "novel-2")], "Two classes"),

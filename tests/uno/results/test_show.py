@@ -21,7 +21,7 @@ from uno.data.files import Storage
 from uno.data.sources import read_digits, read_rows
 from uno.data.splits import make_task
 from uno.results import predictions, show
-from uno.results.classes import OutputClass, dump_classes
+from uno.results.classes import ModelClasses, OutputClass
 from uno.results.infer import load_classifier
 from uno.results.predictions import PredictionWriter, predict_rows
 
@@ -117,7 +117,8 @@ def test_names_are_inert(tmp_path):
     ]
     classes[8] = OutputClass(8, "gone", "novel", None)
     classes[9] = OutputClass(9, "other", "novel", 2)
-    storage.write("model/classes.json", dump_classes(data, classes))
+    stored = ModelClasses.parse(data).with_classes(classes)
+    storage.write("model/classes.json", stored.dump())
     model = uno.load(tmp_path)
     path = tmp_path / "<b>.png"
     Image.fromarray(pixels(1, 8, 8)).save(path)

@@ -269,8 +269,8 @@ def test_signs_of_a_model_on_the_digits(monkeypatch):
     model = build_network(config, 5, 5, 0).eval()
     values = {"test/known/task_agnostic_strict/acc/best": 0.5}
     sample = training_features(config, model, train)
-    shown = trust.looked_at(config, sample, train)
-    clusters = trust.found_clusters(config, shown, 5)
+    shown = trust.subsample_unlabeled(config, sample, train)
+    clusters = trust.cluster_unlabeled(config, shown, 5)
     found = trust_metrics(model, 0, shown.unlabeled, clusters, values, 30)
     assert found[trust.HELD_OUT] == 0.5 and found[trust.HELD_OUT_ROWS] == 30
     assert found[trust.SCORE] == 0.5 * min(found[trust.KMEANS], found[trust.NEAR])
@@ -283,8 +283,8 @@ def test_signs_of_a_model_on_the_digits(monkeypatch):
 
     monkeypatch.setattr(trust, "clusters_of", clusters_of)
     monkeypatch.setattr(trust, "MAX_ROWS", 60)
-    shown = trust.looked_at(config, sample, train)
-    clusters = trust.found_clusters(config, shown, 5)
+    shown = trust.subsample_unlabeled(config, sample, train)
+    clusters = trust.cluster_unlabeled(config, shown, 5)
     own, other = (
         trust_metrics(model, head, shown.unlabeled, clusters, {}, 0) for head in (1, 0)
     )
@@ -295,4 +295,4 @@ def test_signs_of_a_model_on_the_digits(monkeypatch):
     }
     assert seen == [(60, 100, 100, 5, "ncd")]
     few = sample._replace(unlabeled=sample.unlabeled[:4])
-    assert trust.looked_at(config, few, train) is None
+    assert trust.subsample_unlabeled(config, few, train) is None

@@ -70,7 +70,7 @@ def content(folder):
 
 def overwrite(storage, files, error=None, begins=False):
     """Write a new run over the former, which ends with an error if one is given."""
-    with former.kept_until_replaced(storage, announce=lambda line: None) as begun:
+    with former.keep_until_replaced(storage, announce=lambda line: None) as begun:
         write(storage, files)
         if begins:
             begun()
@@ -108,7 +108,7 @@ def test_after_a_kill_at_any_change_one_of_both_runs_is_whole(
         with suppress(StorageError, ValueError):
             overwrite(storage, files, error)
         storage.changes_left = 10**6
-        former.settle(storage)
+        former.complete_overwrite(storage)
         outcomes.append(content(tmp_path / f"killed-{changes}"))
     assert outcomes[0] == FORMER
     assert outcomes[-1] == (FORMER if error and files == NEW else files)
