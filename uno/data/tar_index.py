@@ -23,10 +23,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from uno.data import files as filesystem
-from uno.data.files import FileEntry, Storage, valid_text
+from uno.data.files import FileEntry, Storage, user_cache, valid_text
 from uno.data.images import is_image
 from uno.data.labels import is_missing
-from uno.data.mapped import user_cache
 from uno.errors import ConfigError, StorageError, one_line
 from uno.limits import MAX_MEMBER_BYTES, MAX_ROWS
 
