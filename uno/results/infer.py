@@ -39,7 +39,7 @@ from uno.results.classes import (
 )
 from uno.results.metrics import confusion, hungarian
 from uno.runs import hardware
-from uno.runtime import plan_of
+from uno.runtime import choose_runtime
 from uno.steps import with_prefix
 
 log = logging.getLogger(__name__)
@@ -584,7 +584,7 @@ def accelerated_encoder(
         ConfigError: The runtime is not installed.
     """
     vectors = model.config.model.takes_vectors
-    plan = None if vectors else plan_of(config, model.device)
+    plan = None if vectors else choose_runtime(config, model.device)
     encoder = model.module.encoder
     if plan is not None:
         model.module.encoder = hardware.at_speed(encoder, plan, threads)
