@@ -47,7 +47,7 @@ from uno.data.stream import (
 from uno.data.unreadable import BadRows
 from uno.errors import ConfigError
 from uno.model import UnoModel, forward
-from uno.results.evaluate import count, protocol_metrics
+from uno.results.evaluate import count_outputs, protocol_metrics
 from uno.results.metrics import cluster_accuracy, confusion
 from uno.steps import TrainState
 from uno.text import plural
@@ -370,7 +370,7 @@ def measure(
         config.train.eval_batch_size, worker.rank, worker.world_size
     )
     metrics = protocol_metrics(
-        count(model, config, batches, num_true)[0], state.best_head, "scored"
+        count_outputs(model, config, batches, num_true)[0], state.best_head, "scored"
     )
     keys = {
         f"{group}_{which}": f"scored/{group}/task_agnostic_strict/acc/{which}"

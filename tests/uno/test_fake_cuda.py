@@ -33,7 +33,7 @@ from uno.model import build_network, forward
 from uno.presets import PRESETS, preset
 from uno.results import baselines, evaluate
 from uno.results.classes import OutputClass
-from uno.results.evaluate import Edits, count
+from uno.results.evaluate import Edits, count_outputs
 from uno.results.infer import load_classifier, score
 from uno.runs import run
 
@@ -175,7 +175,7 @@ def test_evaluation_counts_without_waiting():
         mode.strict = True
         for edits in (None, edited(model)):
             rows = small_sets()[1]["train"].batches(64, 0, 4)
-            (counts,) = count(model, config, rows, 10, edits)
+            (counts,) = count_outputs(model, config, rows, 10, edits)
             assert {part.device for part in counts} == {DEVICE}
 
 

@@ -12,7 +12,7 @@ from uno.data.files import Storage
 from uno.data.sampling import REPORT_SAMPLE
 from uno.data.splits import Task
 from uno.errors import StorageError
-from uno.results.classes import OutputClass, called, first_classes
+from uno.results.classes import OutputClass, first_classes, prediction_labels
 from uno.results.infer import (
     Classifier,
     Decode,
@@ -66,7 +66,7 @@ class Sample:
         A discovered class is ``novel-1`` or what the user called it. Dropped classes
         share the name ``rejected``.
         """
-        return [name for name, _ in called(self.classes)]
+        return [name for name, _ in prediction_labels(self.classes)]
 
     @property
     def kept(self) -> list[int]:

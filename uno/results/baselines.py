@@ -125,12 +125,12 @@ def baselines(
     """
     found, (enough, mixed) = list[Baseline](), _enough(config, train, rows)
     if enough:
-        novel = read(config, model, rows.where(rows.truth >= train.num_known))
+        novel = read_features(config, model, rows.where(rows.truth >= train.num_known))
         if len(novel.truth) >= train.num_novel:  # some may be unreadable
             found += novel_baselines(config, novel, train.num_novel)
     if mixed:
         unlabeled, labeled = (
-            read(config, model, rows.where(kind))
+            read_features(config, model, rows.where(kind))
             for kind in (rows.unlabeled, ~rows.unlabeled)
         )
         found += generalized_baselines(config, unlabeled, labeled, train)
@@ -177,7 +177,7 @@ def _score_novel(
     """
     return {
         f"{path}/{metric}": value
-        for metric, value in score(truth, clusters, num_novel).items()
+        for metric, value in score_clusters(truth, clusters, num_novel).items()
     }
 
 
@@ -202,7 +202,9 @@ def spectral_clusters(
     return clusters[labels == FREE]
 
 
-def score(truth: ArrayLike, clusters: ArrayLike, num_clusters: int) -> dict[str, float]:
+def score_clusters(
+    truth: ArrayLike, clusters: ArrayLike, num_clusters: int
+) -> dict[str, float]:
     """Return every metric of a clustering against the true classes.
 
     Args:
@@ -293,7 +295,7 @@ def generalized_baselines(
         )
 
 
-def read(config: Config, model: UnoModel, rows: EvalData) -> Rows:
+def read_features(config: Config, model: UnoModel, rows: EvalData) -> Rows:
     """Compute the features of rows on all workers; each worker reads a share.
 
     At most ``MAX_BASELINE_ROWS`` rows are used, evenly spaced, or ``MAX_ROWS`` if the

@@ -164,7 +164,7 @@ def first_classes(known: Sequence[str], num_novel: int) -> list[OutputClass]:
     ]
 
 
-def called(classes: Sequence[OutputClass]) -> list[tuple[str, str]]:
+def prediction_labels(classes: Sequence[OutputClass]) -> list[tuple[str, str]]:
     """Return the name and the kind that predictions give to the rows of each class.
 
     Rows of a dropped class have the kind "rejected" and the name "rejected". If a class

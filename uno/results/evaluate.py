@@ -84,7 +84,7 @@ def evaluate_run(
         batches = rows.batches(
             config.train.eval_batch_size, worker.rank, worker.world_size
         )
-        counts = count(model, config, batches, num_true, edits, 1 + mixed)
+        counts = count_outputs(model, config, batches, num_true, edits, 1 + mixed)
         total = [torch.stack(parts).sum(dim=0) for parts in zip(*counts, strict=True)]
         values |= protocol_metrics(Confusions(*total), best_head, split, edits)
         if mixed:
@@ -267,7 +267,7 @@ def _add_(counts: Tensor, truth: Tensor, output: Tensor, counted: Tensor) -> Non
         )
 
 
-def count(
+def count_outputs(
     model: UnoModel,
     config: Config,
     batches: Iterable[tuple[Tensor, Tensor]],

@@ -567,7 +567,9 @@ def decoder(model: Classifier, rows: Rows, threads: int | None = None) -> Decode
 
 
 @contextmanager
-def at_speed(model: Classifier, config: Config, threads: int) -> Iterator[None]:
+def accelerated_encoder(
+    model: Classifier, config: Config, threads: int
+) -> Iterator[None]:
     """Run the encoder of a model on a faster runtime inside the block.
 
     The runtime is ``compute.encoder_runtime`` of ``config``. The encoder is put back at

@@ -35,7 +35,7 @@ from uno.data.files import Storage
 from uno.data.images import Images, path_of
 from uno.data.rows import Rows
 from uno.errors import ConfigError, StorageError
-from uno.results.classes import OutputClass, called, hashes
+from uno.results.classes import OutputClass, hashes, prediction_labels
 from uno.results.infer import BATCH_BYTES, NUMBERS, Classifier, Scores
 
 FOLDER = "predictions"
@@ -321,7 +321,9 @@ class PartWriter(NamedTuple):
             results: All its rows in order, with the columns of :func:`result_table`.
         """
         index = results["class_index"].combine_chunks()
-        kinds = pa.array([kind for _, kind in called(self.classes)], pa.string())
+        kinds = pa.array(
+            [kind for _, kind in prediction_labels(self.classes)], pa.string()
+        )
         bad = pa.compute.is_valid(results["reason"])
         columns = {
             **{name: results[name] for name in results.column_names},
@@ -600,7 +602,7 @@ def rename(storage: Storage, classes: list[OutputClass]) -> bool:
 
 def _names(classes: Sequence[OutputClass]) -> pa.Array:
     """Return the name that predictions give to each class, as a string array."""
-    return pa.array([name for name, _ in called(classes)], pa.string())
+    return pa.array([name for name, _ in prediction_labels(classes)], pa.string())
 
 
 class Mark(NamedTuple):

@@ -28,7 +28,7 @@ from uno.data.files import Storage, full_path, split
 from uno.data.images import Image, Images
 from uno.errors import ConfigError, StorageError, UnoError, as_user_error
 from uno.results import show
-from uno.results.classes import OutputClass, called
+from uno.results.classes import OutputClass, prediction_labels
 from uno.results.infer import NUMBERS, Classifier, load_classifier, score_rows
 from uno.results.trust import verdict
 from uno.runs import CONFIG_FILE, REPORT_FILE, directory
@@ -143,7 +143,7 @@ class Predictions:
     def __repr__(self) -> str:
         return (
             f"<{type(self).__name__} of {plural(len(self), 'image')}:"
-            f" {show.counted(self.class_name)}>"
+            f" {show.format_counts(self.class_name)}>"
         )
 
     def to_pandas(self) -> Any:
@@ -179,7 +179,7 @@ class Predictions:
                 zip(self.path, self, self.first, strict=False)
             )
         ]
-        title, facts = plural(len(self), "image"), [show.counted(self.class_name)]
+        title, facts = plural(len(self), "image"), [show.format_counts(self.class_name)]
         return show.predictions_html(
             title, facts, self.first, rows, len(self) - len(rows)
         )
@@ -335,7 +335,8 @@ class Model:
             return full
 
         index = column("class_index")
-        names = [*called(self.classes), (None, None)]  # the last is that of class -1
+        # the last is that of class -1
+        names = [*prediction_labels(self.classes), (None, None)]
         width = int(model.module.encoder.num_features)  # type: ignore[arg-type]
         return Predictions(
             class_index=index,

@@ -15,7 +15,7 @@ from uno.data.stream import TrainData
 from uno.errors import Interrupted
 from uno.results.estimate import Estimate, Settings, estimate_num_novel
 from uno.results.evaluate import evaluate_run
-from uno.results.infer import Classifier, Decode, at_speed, decoder
+from uno.results.infer import Classifier, Decode, accelerated_encoder, decoder
 from uno.results.predictions import PredictionWriter, Summary, predict_rows
 from uno.runs.hardware import local_device, num_threads
 from uno.session import resources
@@ -119,7 +119,7 @@ class LocalBackend:
         """
         threads, model = num_threads(run.config), model.to(run.device)
         torch.set_num_threads(threads)
-        with at_speed(model, run.config, threads):
+        with accelerated_encoder(model, run.config, threads):
             return predict_rows(model, writer, run.config.compute.threads, show)
 
     def encoding(

@@ -34,7 +34,7 @@ from uno.results.classes import (
 from uno.results.export import CARD_FILE, FORMATS, export, model_card
 from uno.results.infer import Classifier, load_classifier, model_folder, save_model
 from uno.results.predictions import read_columns
-from uno.results.show import counted
+from uno.results.show import format_counts
 from uno.results.trust import verdict
 from uno.runs import DISCOVER, PHASES, REPORT_FILE, RESULTS_FILE, directory
 from uno.runs.checkpoint import checkpoint_steps
@@ -437,7 +437,7 @@ def show_results(storage: Storage, values: dict[str, float]) -> None:
                 )
                 pairs = table.filter(is_kind)["class_name"].value_counts().to_pylist()
                 if counts := {pair["values"]: pair["counts"] for pair in pairs}:
-                    print_line(f"images of {title}: {counted(counts)}")
+                    print_line(f"images of {title}: {format_counts(counts)}")
                 if kind == "novel":
                     novel = min(
                         counts, key=lambda name: (len(name), name), default=novel

@@ -14,9 +14,9 @@ from uno.results.classes import (
     ModelClasses,
     OutputClass,
     Suggestion,
-    called,
     first_classes,
     merge_outputs,
+    prediction_labels,
     read_edits,
     rename_classes,
     template,
@@ -200,7 +200,7 @@ def test_route_adds_merged_and_keeps_dropped():
         found[:, rest], probabilities[:, rest]
     )
     assert merge_outputs(probabilities, CLASSES) is probabilities
-    assert called(classes)[4:6] == [("4", "novel"), ("rejected", "rejected")]
+    assert prediction_labels(classes)[4:6] == [("4", "novel"), ("rejected", "rejected")]
 
 
 def test_metrics_know_the_classes_they_are_of():
@@ -254,9 +254,9 @@ def test_discovered_classes_take_free_names():
     dropped = text.replace("  action: keep", "  action: drop", 1).encode()
     edited = read_edits(dropped, "classes.yaml", classes, HASH)
     assert [c.name for c in edited[3:]] == ["novel-2", "owl", "novel-5"]
-    assert called(edited)[2:5] == [
+    assert prediction_labels(edited)[2:5] == [
         ("rejected", "known"),
         ("rejected-1", "rejected"),
         ("owl", "novel"),
     ]
-    assert len({*called(edited)}) == 6
+    assert len({*prediction_labels(edited)}) == 6

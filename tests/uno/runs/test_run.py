@@ -22,7 +22,7 @@ from uno.config import Config, override
 from uno.data.files import Storage
 from uno.errors import ConfigError, StorageError
 from uno.model import build_network, features_of
-from uno.results.baselines import direction_clusters, score
+from uno.results.baselines import direction_clusters, score_clusters
 from uno.results.evaluate import evaluate_run
 from uno.results.infer import (
     align_heads,
@@ -125,7 +125,7 @@ def kmeans_by_hand(storage: Storage) -> float:
     novel = sets["train"].where(sets["train"].truth >= 5)
     features = features_of(model.eval(), novel.images, CONFIG)
     clusters = direction_clusters(features, 5, CONFIG.seed)
-    return score(novel.truth, clusters, 5)["acc"]
+    return score_clusters(novel.truth, clusters, 5)["acc"]
 
 
 def test_evaluation_has_all_protocols_and_baselines(finished):

@@ -14,7 +14,7 @@ from uno.data import features
 from uno.data.files import Storage
 from uno.data.sources import read_digits
 from uno.data.splits import make_task
-from uno.results.infer import at_speed
+from uno.results.infer import accelerated_encoder
 from uno.runtime import BUILD
 from uno.session.data import load_features
 
@@ -96,7 +96,7 @@ def test_predictions_by_a_runtime_are_those_of_pytorch(tmp_path, batches):
     )
     plain = model.score(pixels)
     config = override(Config(), {"compute.encoder_runtime": "onnx"})
-    with at_speed(model, config, 2):
+    with accelerated_encoder(model, config, 2):
         fast = model.score(pixels)
     assert batches and [*model.module.state_dict()] == names
     torch.testing.assert_close(
