@@ -28,7 +28,7 @@ from pipelines.features import compute_on_ray
 from uno.config import Config, override, to_dict
 from uno.data.decode import ok_mask
 from uno.data.files import Storage, join, split
-from uno.data.resident import keep_pixels
+from uno.data.memory import keep_pixels
 from uno.distributed import GroupWorker
 from uno.errors import Interrupted, one_line
 from uno.results.evaluate import evaluate_run

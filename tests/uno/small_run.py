@@ -14,7 +14,7 @@ import torch
 from uno import distributed
 from uno.config import Config, override
 from uno.data.files import Storage
-from uno.data.resident import EvalSet, TrainSet
+from uno.data.memory import EvalSet, TrainSet
 from uno.errors import Interrupted
 from uno.methods import load
 from uno.model import build_network
@@ -126,7 +126,7 @@ def train_both(config: Config, storage: Storage, worker: Worker = HERE) -> Train
     """All phases; returns the final state."""
     return [
         run.run_phase(config, name, small_sets()[0], worker, storage)
-        for name in run.phases(config)
+        for name in run.list_phases(config)
     ][-1]
 
 

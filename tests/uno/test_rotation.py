@@ -19,7 +19,7 @@ from tests.uno.small_run import (
 )
 from uno.config import override
 from uno.data.files import Storage
-from uno.data.resident import PretextBatches
+from uno.data.memory import MemoryBatches
 from uno.methods import rotation
 from uno.model import build_network
 from uno.runs import run
@@ -34,12 +34,12 @@ CONFIG = small_config(
 
 def rotation_batches(
     config=CONFIG, rank: int = 0, world_size: int = 1
-) -> PretextBatches:
+) -> MemoryBatches:
     train = small_sets()[0]
     plan = run.plans(
         config, len(train.labels), len(train.unlabeled_images), world_size
     )[run.PRETEXT]
-    return PretextBatches(config, train, plan, rank, world_size)
+    return MemoryBatches(config, train, plan, rank, world_size)
 
 
 def test_view_k_is_turned_k_times_and_all_rows_take_part():
@@ -49,7 +49,7 @@ def test_view_k_is_turned_k_times_and_all_rows_take_part():
     still = override(CONFIG, {"augment.weak": True, "augment.large.affine": 0.0})
     batches, seen = rotation_batches(still), []
     for step in range(200 // 24):
-        batch = rotation.turned(batches(step))
+        batch = rotation.turn_views(batches(step))
         assert len(batch.views) == 4 and len(batch.labels) == 0
         for k, view in enumerate(batch.views):
             torch.testing.assert_close(view, torch.rot90(batch.views[0], k, (2, 3)))
@@ -85,7 +85,7 @@ def test_the_step_tells_turns_apart():
         new_state(model, model, CONFIG.pretext, CPU, False),
         rotation_batches()(0),
     )
-    known = copy.deepcopy(model)(rotation.turned(batch).views).known.detach()
+    known = copy.deepcopy(model)(rotation.turn_views(batch).views).known.detach()
     expected = np.mean(
         [float(F.cross_entropy(known[k] / 0.1, torch.full((24,), k))) for k in range(4)]
     )
