@@ -15,15 +15,6 @@ NODE = "ray.io/node-id"  # the label of each node with its id
 GONE = (ImportError, AttributeError, TypeError)  # raised by a name that has moved
 
 
-def raised(error: Exception) -> BaseException | None:
-    """Return what the training loop of a worker has raised, without Ray's wrapper.
-
-    None if Ray itself reports the loss of the worker. ``UserCallback.after_exception``
-    gets the wrapper, which has no public name.
-    """
-    return getattr(error, "_base_exc", None)
-
-
 def quiet_pools() -> None:
     """Suppress an error line that Ray's core prints for each pool of Ray Data.
 
