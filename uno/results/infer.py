@@ -25,7 +25,7 @@ from uno.config import Config, dump_yaml, override, parse_yaml, require_code
 from uno.data.decode import decoded, ok_mask
 from uno.data.files import Storage
 from uno.data.images import evenly_spaced
-from uno.data.output import find_mapping
+from uno.data.output import read_mapping
 from uno.data.rows import Rows
 from uno.encoder import changed_code, code_of, require_encoder
 from uno.errors import StorageError, one_line
@@ -361,7 +361,7 @@ def save_model(
     heads = {k: v for k, v in weights.items() if not k.startswith("encoder.")}
     classes = first_classes(known, module.num_novel)
     code = code_of(config.model.encoder, module.encoder)
-    aligned = find_mapping(storage, ALIGNMENT_FILE) or {}
+    aligned = read_mapping(storage, ALIGNMENT_FILE) or {}
     is_of_head = aligned.get("best_head") == best_head
     stored = ModelClasses(
         classes=classes,

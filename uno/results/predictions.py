@@ -509,8 +509,8 @@ class PredictionWriter:
                 ``replace``, or files that ``uno predict`` did not write.
         """
         storage = self.storage
-        is_claimed = output.is_ours(storage, MARK, "set of predictions")
-        output.sweep(storage, FOLDER)
+        is_claimed = output.holds_output(storage, MARK, "set of predictions")
+        output.delete_temporary_files(storage, FOLDER)
         mark = _read_mark(storage)
         if mark is not None and mark.made_from == self.identity:
             return mark.state == "complete"
@@ -673,7 +673,7 @@ def _read_mark(storage: Storage) -> Mark | None:
     Returns:
         None if there are no predictions, or this version did not write them.
     """
-    found = output.find_mapping(storage, MARK) or {}
+    found = output.read_mapping(storage, MARK) or {}
     made_from, part_rows = found.get("made_from"), found.get("part_rows")
     is_ours = isinstance(made_from, dict) and made_from.keys() == DIFFERENCES.keys()
     if not is_ours or not isinstance(part_rows, int) or part_rows < 1:
