@@ -27,7 +27,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from pipelines.ray_private import NODE
+from pipelines.workarounds import NODE
 from uno.config import Config
 from uno.crops import Cropper
 from uno.data import stream

@@ -8,12 +8,12 @@ whose content then decides how it is read. Every source is read into
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib import resources
 from itertools import chain
-from typing import Literal, NamedTuple, cast
+from typing import Literal, cast
 
 import numpy as np
 import pyarrow as pa
@@ -43,19 +43,6 @@ from uno.data.tar import read_tar
 from uno.errors import ConfigError, did_you_mean, one_line
 from uno.text import plural
 
-
-class Remarks(NamedTuple):
-    """Lines for the user about a source, which are collected while it is read.
-
-    Attributes:
-        notes: Lines about how the source was read.
-        warnings: Lines about images that are left out.
-    """
-
-    notes: list[str]
-    warnings: list[str]
-
-
 UNREAD = {
     *(
         ".heic",
@@ -75,48 +62,59 @@ UNREAD = {
 """Suffixes of image formats that are not read. A warning counts such files."""
 
 
-class UnreadImages:
-    """Counts the files of a folder that are images of a format that is not read."""
+class ImageListing:
+    """The images below a folder, with counts of the files that are left out.
 
-    def __init__(self) -> None:
-        self._suffixes, self._example = Counter[str](), ""
+    Iterating yields the images. The counts, and so the notes and warnings, are complete
+    after the last one.
 
-    def count(self, name: str) -> bool:
-        """Count a file if it is an image of a format that is not read.
+    Args:
+        root: Path or URI of the folder.
+        follow_links: Whether links may lead out of the folder.
 
-        Args:
-            name: Name or relative path of the file.
+    Raises:
+        ConfigError: ``root`` is no folder.
+    """
 
-        Returns:
-            Whether it is such an image, by its ending.
-        """
-        suffix = _suffix(name)
-        if suffix not in UNREAD:
-            return False
-        self._example = self._example or valid_text(name)
-        self._suffixes[suffix] += 1
-        return True
+    def __init__(self, root: str, follow_links: bool = False) -> None:
+        self._root, self._follow_links = _directory(root), follow_links
+        self._unread, self._ignored = Counter[str](), Counter[str]()
+        self._example = ""
 
-    def warnings(self, root: str) -> tuple[str, ...]:
-        """Return a warning about the counted images, whose formats are not read.
+    def __iter__(self) -> Iterator[FileEntry]:
+        for file in filesystem.walk(self._root, self._follow_links):
+            suffix = _suffix(file.relative)
+            if is_image(file.relative):
+                yield file
+            elif suffix in UNREAD:
+                self._example = self._example or valid_text(file.relative)
+                self._unread[suffix] += 1
+            else:
+                self._ignored[suffix] += 1
 
-        Args:
-            root: The folder that holds them, as the warning names it.
-
-        Returns:
-            One line, or nothing if no image was counted.
-        """
-        if not self._suffixes:
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """A line about images of formats that are not read, if there are any."""
+        if not self._unread:
             return ()
-        what = f"{plural(self._suffixes.total(), 'image')} left out below {root}"
-        formats = ", ".join(sorted(self._suffixes))
+        what = f"{plural(self._unread.total(), 'image')} left out below {self._root}"
+        formats = ", ".join(sorted(self._unread))
         example = one_line(repr(self._example))
-        return (
-            (
-                f"{what}, e.g. {example}: {formats} files are not read; save them as"
-                " JPEG or PNG"
-            ),
+        fix = f"{formats} files are not read; save them as JPEG or PNG"
+        return (f"{what}, e.g. {example}: {fix}",)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A line about other files, if there are any."""
+        if not self._ignored:
+            return ()
+        named = ", ".join(
+            f"{number:,} {suffix}{meaning_of(suffix)}"
+            for suffix, number in self._ignored.most_common(8)
         )
+        more = ", ..." if len(self._ignored) > 8 else ""
+        what = f"ignored {plural(self._ignored.total(), 'file')} below {self._root}"
+        return (f"{what}: {named}{more}",)
 
 
 @dataclass(frozen=True)
@@ -432,9 +430,9 @@ def read_images(root: str, follow_links: bool = False) -> Rows:
     Raises:
         ConfigError: ``root`` is no folder, or there are no images below it.
     """
-    remarks = Remarks([], [])
-    listed = ((found, None, True) for found in _images(root, remarks, follow_links))
-    return _rows(listed, f"folder:{root}", remarks)
+    listing = ImageListing(root, follow_links)
+    listed = ((file, None, True) for file in listing)
+    return _make_rows(listed, f"folder:{root}", listing, [])
 
 
 def read_two_folders(labeled: str, unlabeled: str, follow_links: bool = False) -> Rows:
@@ -597,7 +595,8 @@ def _labeled(
     Raises:
         ConfigError: There are no images, or a class folder has none.
     """
-    filled, remarks, others = set[str](), Remarks([], []), dict[str, None]()
+    filled, others, warnings = set[str](), dict[str, None](), list[str]()
+    listing = ImageListing(root, follow_links)
 
     def below() -> Iterator[tuple[FileEntry, str | None, bool]]:
         """Yield each image with its class, or None, and whether it is for training.
@@ -606,7 +605,7 @@ def _labeled(
         outside the splits. At the end it warns of images that are left out.
         """
         num_outside, example = 0, ""
-        for found in _images(root, remarks, follow_links):
+        for found in listing:
             prefix = next(filter(found.relative.startswith, splits), None)
             if prefix is None:
                 num_outside, example = num_outside + 1, example or found.relative
@@ -622,31 +621,32 @@ def _labeled(
                 splits[prefix] == "train",
             )
         if num_outside:
-            remarks.warnings.append(
+            warnings.append(
                 f"{plural(num_outside, 'image')} outside {', '.join(splits)} left out,"
                 f" e.g. {one_line(repr(valid_text(example)))}: with class folders in"
                 " train/ only these folders are read; move the images there or away"
             )
 
-    rows = _rows(below(), source, remarks)
+    rows = _make_rows(below(), source, listing, warnings)
     for prefix in splits:
         for folder in children(join(root, prefix) if prefix else root)[0]:
             if prefix + folder not in filled:
                 path = valid_text(join(root, prefix + folder))
-                also = "".join(f"; {line}" for line in remarks.warnings)
+                also = "".join(f"; {line}" for line in rows.warnings)
                 raise ConfigError(
                     f"class folder {path} holds no images; fill or remove it{also}"
                 )
-    loose = rows.labels.null_count
+    loose, notes = rows.labels.null_count, rows.notes
     if 0 < loose < len(rows):
-        remarks.notes.append(
-            f"{plural(loose, 'image')} outside class subfolders: unlabeled"
-        )
-    return replace(rows, notes=tuple(remarks.notes)), [*others]
+        notes += (f"{plural(loose, 'image')} outside class subfolders: unlabeled",)
+    return replace(rows, notes=notes), [*others]
 
 
-def _rows(
-    listed: Iterable[tuple[FileEntry, str | None, bool]], source: str, remarks: Remarks
+def _make_rows(
+    listed: Iterable[tuple[FileEntry, str | None, bool]],
+    source: str,
+    listing: ImageListing,
+    warnings: Sequence[str],
 ) -> Rows:
     """Make rows of image files.
 
@@ -654,7 +654,8 @@ def _rows(
         listed: For each image its file, its class or None, and whether it is for
             training.
         source: Name of the source in messages: a prefix, a colon and the folder.
-        remarks: Lines for the user. They are complete when ``listed`` is exhausted.
+        listing: The listing that ``listed`` iterates over.
+        warnings: More warnings, which are complete when ``listed`` is exhausted.
 
     Raises:
         ConfigError: There are no images.
@@ -667,51 +668,22 @@ def _rows(
         parts.append((ids, files, make_labels(labels), np.array(is_train)))
     if not parts:
         root = source.partition(":")[2]
-        also = "".join(f"; {line}" for line in remarks.warnings + remarks.notes)
+        lines = (*listing.warnings, *warnings, *listing.notes)
+        also = "".join(f"; {line}" for line in lines)
         raise ConfigError(
             f"no images below {root}; looked for files ending in"
             f" {' '.join(EXTENSIONS)}{also}"
         )
-    names, images, classes, train = zip(*parts, strict=True)
-    columns = (
-        pa.concat_arrays(names),
-        Files.join(images),
-        join_labels(classes),
-        np.concatenate(train),
-    )
+    ids, images, labels, is_train = zip(*parts, strict=True)
     return Rows(
-        *columns, source, notes=tuple(remarks.notes), warnings=tuple(remarks.warnings)
+        pa.concat_arrays(ids),
+        Files.join(images),
+        join_labels(labels),
+        np.concatenate(is_train),
+        source,
+        notes=listing.notes,
+        warnings=(*listing.warnings, *warnings),
     )
-
-
-def _images(root: str, remarks: Remarks, follow_links: bool) -> Iterator[FileEntry]:
-    """Yield the images below a folder.
-
-    Args:
-        root: Path or URI of the folder.
-        remarks: At the end this adds a warning about images of formats that are not
-            read, and a note about other files.
-        follow_links: Whether links may lead out of ``root``.
-
-    Raises:
-        ConfigError: ``root`` is no folder.
-    """
-    others, unread = Counter[str](), UnreadImages()
-    for found in filesystem.walk(_directory(root), follow_links):
-        if is_image(found.relative):
-            yield found
-        elif not unread.count(found.relative):
-            others[_suffix(found.relative)] += 1
-    remarks.warnings.extend(unread.warnings(root))
-    if others:
-        most = others.most_common(8)
-        named = ", ".join(
-            f"{number:,} {suffix}{meaning_of(suffix)}" for suffix, number in most
-        )
-        more = ", ..." if len(others) > 8 else ""
-        remarks.notes.append(
-            f"ignored {plural(others.total(), 'file')} below {root}: {named}{more}"
-        )
 
 
 def _suffix(name: str) -> str:

@@ -368,9 +368,9 @@ def scan_shard(entry: FileEntry, images_only: bool) -> ShardContent:
         images_only: Whether labels are not read.
 
     Raises:
-        ConfigError: The shard cannot be read, is compressed or damaged, has too many
-            images, two images or two equal labels of one key, or a label of an image
-            that cannot be read.
+        ConfigError: The shard cannot be read, is compressed or damaged, or has more
+            than MAX_ROWS images; two members have the same name, or two images the
+            same key; or the label of an image cannot be read.
     """
     images: dict[str, Member] = {}
     labels: dict[tuple[str, str], Any] = {}  # by key and suffix

@@ -32,7 +32,7 @@ from uno.runs import (
     STOP_FILE,
 )
 from uno.runs.checkpoint import FORMAT_VERSION
-from uno.runs.hardware import environment
+from uno.runs.hardware import describe_environment
 from uno.text import plural
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,9 @@ def begin_run(config: Config, storage: Storage, fingerprint: str) -> None:
     """
     code = code_of(config.model.encoder).get("code")
     if not is_run(storage):
-        facts = environment(fingerprint) | ({"encoder_code": code} if code else {})
+        facts = describe_environment(fingerprint) | (
+            {"encoder_code": code} if code else {}
+        )
         storage.write(ENVIRONMENT_FILE, json.dumps(facts, indent=1).encode())
         storage.write(CONFIG_FILE, dump_yaml(config).encode())
         return
