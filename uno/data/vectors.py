@@ -34,10 +34,19 @@ from uno.data.images import Image, Images, evenly_spaced
 from uno.data.labels import encode_column, require_distinct
 from uno.data.mapped import PIECE_ROWS, NeighborViews
 from uno.data.other_formats import fix_for
+from uno.data.parquet import (
+    TEXT,
+    ParquetImages,
+    check_images,
+    is_training,
+    open_parquet,
+    parquet_files,
+    partition_columns,
+    values_in,
+)
 from uno.data.plan import FEATURES, VIEW_SEED, augment_generator
 from uno.data.read_options import DEFAULT_OPTIONS, ReadOptions
 from uno.data.rows import Rows
-from uno.data.tables import TEXT, ParquetImages
 from uno.data.text_tables import read_csv
 from uno.errors import ConfigError, StorageError, one_line
 from uno.limits import MAX_NPZ_BYTES, MAX_ROWS
@@ -276,7 +285,7 @@ def read_vectors(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
     found, reasons = checked(torch.from_numpy(values), reasons)
     if shown is None and "path" in columns:
         root = filesystem.split(path)[0] if filesystem.kind(path) == "file" else path
-        paths = tables.values_in(columns["path"].cast(pa.string()))
+        paths = values_in(columns["path"].cast(pa.string()))
         shown = find_images(source, root, paths, options, may_lack=True)
     words = (
         columns["text"].cast(pa.string()).combine_chunks().take(pa.array(first))
@@ -578,10 +587,10 @@ def _of_parquet(source: str, path: str, options: ReadOptions) -> Read:
             columns.
     """
     names = options.columns
-    root, files = tables.parquet_files(path, options.follow_links)
+    root, files = parquet_files(path, options.follow_links)
     parts, pictures, lists = list[pa.Table](), set[str](), list[tuple[Any, str]]()
-    for file, folders in zip(files, tables.partition_columns(files), strict=True):
-        parquet = tables.open_parquet(file.path, file.size)
+    for file, folders in zip(files, partition_columns(files), strict=True):
+        parquet = open_parquet(file.path, file.size)
         schema = parquet.schema
         present = tables.present_columns(schema, names, folders)
         tables.check_names(file.path, present, options)
@@ -591,7 +600,7 @@ def _of_parquet(source: str, path: str, options: ReadOptions) -> Read:
             if schema.field(image).type in TEXT:
                 theirs["path"] = image
             else:
-                tables.check_images(file.path, schema.field(image).type)
+                check_images(file.path, schema.field(image).type)
                 pictures.add(image)
         if theirs["embedding"] not in schema.names:
             has = one_line(", ".join(schema.names))
@@ -609,7 +618,7 @@ def _of_parquet(source: str, path: str, options: ReadOptions) -> Read:
         columns = {ours: found[c] for ours, c in theirs.items() if c in schema.names}
         num = parquet.metadata.num_rows
         columns |= tables.columns_of_folders(file.path, theirs, folders, columns, num)
-        split = "train" if tables.is_training(file.relative) else "test"
+        split = "train" if is_training(file.relative) else "test"
         columns.setdefault("split", pa.chunked_array([pa.repeat(split, num)]))
         parts.append(pa.table(columns))
     try:

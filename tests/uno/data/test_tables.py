@@ -19,12 +19,13 @@ import pytest
 
 from uno.config import DataConfig
 from uno.data import files as filesystem
-from uno.data import tables, text_tables
+from uno.data import parquet, tables, text_tables
 from uno.data.decode import decode, decode_many
 from uno.data.images import Files
+from uno.data.parquet import ParquetImages
 from uno.data.read_options import ReadOptions
 from uno.data.sources import read_rows
-from uno.data.tables import ParquetImages, read_parquet, read_table
+from uno.data.tables import read_parquet, read_table
 from uno.data.unreadable import check_bad
 from uno.errors import ConfigError
 
@@ -390,7 +391,7 @@ def test_a_parquet_file_to_predict_is_read_from_a_store_that_throttles(
     store = pyarrow.fs.PyFileSystem(Store(memory))
     monkeypatch.setattr(filesystem, "locate", lambda path: (store, "b/t.parquet"))
     monkeypatch.setattr(filesystem.time, "sleep", lambda _: None)
-    monkeypatch.setattr(tables, "REQUEST_BYTES", request_bytes)
+    monkeypatch.setattr(parquet, "REQUEST_BYTES", request_bytes)
     rows = read_parquet("s3://b/t.parquet", ReadOptions(images_only=True))
     (found,) = rows.images.split(1200)
     assert [found[i] for i in range(1200)] == images and next(numbers) > 20

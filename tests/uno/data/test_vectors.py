@@ -16,7 +16,7 @@ import torch
 
 from uno.config import AugmentConfig, DataConfig
 from uno.data import files as filesystem
-from uno.data import mapped, tables, vectors
+from uno.data import mapped, parquet, vectors
 from uno.data.check import check, format_report
 from uno.data.from_python import float_vectors
 from uno.data.mapped import NeighborViews
@@ -432,7 +432,7 @@ def test_numbers_in_a_file_are_those_in_memory(tmp_path, monkeypatch):
     Kills: pieces in another order, rows of a second file or group at the place of the
     first, a file that is left.
     """
-    monkeypatch.setattr(tables, "READ_ROWS", 7)
+    monkeypatch.setattr(parquet, "READ_ROWS", 7)
     values, one = drawn(50), tmp_path / "data"
     values[5], values[44, 1] = 0, np.nan
     one.mkdir()
