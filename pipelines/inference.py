@@ -32,7 +32,7 @@ from uno.results.predictions import (
     split_chunks,
 )
 from uno.runs.hardware import at_speed
-from uno.runtime import Plan, plan_of
+from uno.runtime import Plan, choose_runtime
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def predict_on_ray(
     parts = map(writer.rows_of, writer.missing)
     blocks = (make_block(writer.data, np.array(part)) for part in parts)
     vectors = config.model.takes_vectors
-    plan = None if vectors else plan_of(config, torch.device("cpu"))
+    plan = None if vectors else choose_runtime(config, torch.device("cpu"))
     loaded = ray.put(dict(files)), writer.embedding, plan
     pool = WriterPool(writer.storage, writer.part_writer.write, writer.part_rows)
     for table in map_through_model(

@@ -40,7 +40,7 @@ from uno.cpus import available_cpus
 from uno.data.check import check
 from uno.data.features import cache_directory
 from uno.data.files import Storage, full_path, normalize_path
-from uno.data.output import find_mapping, leftovers, other_settings
+from uno.data.output import list_temporary_files, other_settings_error, read_mapping
 from uno.data.sources import SOURCES, read_rows
 from uno.data.splits import make_task
 from uno.encoder import changed_code, code_of
@@ -134,7 +134,7 @@ def main(options: Options, argv: Sequence[str]) -> int:
         return 0
     run_missing(request, jobs)
     with lock.lock_run(Storage(str(request.output)), on_wait=print_line) as claim:
-        for name in leftovers(claim.storage):
+        for name in list_temporary_files(claim.storage):
             # Only files of a cell's configuration are deleted. A run deletes its own.
             if name.count("/") == 1:
                 claim.storage.delete(name)
@@ -396,7 +396,7 @@ def _check_stored(run: Path, config: Config, code: dict[str, str] | None) -> Non
         ConfigError: The run has other settings, or its encoder has other code.
     """
     if (run / "config.yaml").exists():
-        facts = find_mapping(Storage(str(run)), ENVIRONMENT_FILE) or {}
+        facts = read_mapping(Storage(str(run)), ENVIRONMENT_FILE) or {}
         if changed := changed_code(
             config.model.encoder, facts.get("encoder_code"), code
         ):
@@ -410,12 +410,12 @@ def _check_stored(run: Path, config: Config, code: dict[str, str] | None) -> Non
         if keys := [
             key for key in differing_keys(to_dict(stored), config) if key not in free
         ]:
-            raise other_settings(str(run), "a cell", keys, "use another --output")
+            raise other_settings_error(str(run), "a cell", keys, "use another --output")
 
 
 def _check_numerics(run: Path) -> None:
     """Raise ConfigError if a run was made before a change that alters results."""
-    facts = find_mapping(Storage(str(run)), ENVIRONMENT_FILE) or {}
+    facts = read_mapping(Storage(str(run)), ENVIRONMENT_FILE) or {}
     numerics = facts.get("numerics", NUMERICS)
     if numerics != NUMERICS:
         raise ConfigError(

@@ -59,7 +59,12 @@ from uno.errors import UnoError
 from uno.report.facts import read_facts
 from uno.results.classes import OutputClass, read_edits, template
 from uno.results.infer import load_classifier
-from uno.runs.checkpoint import Checkpoint, file_name, load_newest, save_checkpoint
+from uno.runs.checkpoint import (
+    Checkpoint,
+    checkpoint_name,
+    load_newest,
+    save_checkpoint,
+)
 from uno.runs.directory import begin_run, delete_leftovers
 from uno.weights import read_weights
 
@@ -379,7 +384,7 @@ def _read_checkpoint(folder: Path, data: bytes) -> None:
     """As it is, and once more with a sum that vouches for the damage, where its sum
     can be found.
     """
-    storage, name = _write_run(folder, data), file_name("discover", 6)
+    storage, name = _write_run(folder, data), checkpoint_name("discover", 6)
     _or_refused(load_newest, storage, "discover")
     found = re.search(rb'"sha256": "([^"]*)"', content := storage.read(name))
     if found is not None:

@@ -45,7 +45,7 @@ from uno.config import (
 )
 from uno.data import output
 from uno.data.decode import ok_mask
-from uno.data.files import Storage, refusing, reserve_space, split
+from uno.data.files import Storage, reserve_space, split, wrap_errors
 from uno.data.mapped import NeighborViews
 from uno.data.plan import largest_batch
 from uno.data.splits import Task
@@ -167,8 +167,8 @@ def run_sweep(options: SweepOptions) -> int:
     assert config.output is not None
     storage = Storage(config.output)
     with lock.lock_run(storage, on_wait=print_line) as claim:
-        output.sweep(claim.storage)
-        output.is_ours(claim.storage, SETTINGS, "sweep", (FEATURES_FILE,))
+        output.delete_temporary_files(claim.storage)
+        output.holds_output(claim.storage, SETTINGS, "sweep", (FEATURES_FILE,))
         with interrupt_on_signal(
             "stopped before a trial began; the same command starts again"
         ):
@@ -394,7 +394,7 @@ def mapped_zeros(path: str, shape: tuple[int, ...]) -> Tensor:
     Raises:
         StorageError: The disk has no space for it.
     """
-    with refusing(StorageError, f"write {path}"):
+    with wrap_errors(StorageError, f"write {path}"):
         values = np.lib.format.open_memmap(path, "w+", np.float32, shape)
         with open(path, "r+b") as file:
             reserve_space(file, os.path.getsize(path))
@@ -497,7 +497,7 @@ def open_sweep(
     if code := code_of(options.config.model.encoder):
         settings["encoder_code"] = code["code"]
     text = yaml.safe_dump(settings, sort_keys=False, default_flow_style=None, width=110)
-    if not output.is_ours(storage, SETTINGS, "sweep", (FEATURES_FILE,)):
+    if not output.holds_output(storage, SETTINGS, "sweep", (FEATURES_FILE,)):
         return storage.write(SETTINGS, text.encode())
     old, new = records.read_settings(storage), yaml.safe_load(text)
     different = [
@@ -509,7 +509,7 @@ def open_sweep(
     if different := different + differing_keys(
         stored if isinstance(stored, dict) else {}, options.config
     ):
-        raise output.other_settings(
+        raise output.other_settings_error(
             storage.uri, "a sweep", different, "use those, or another --output"
         )
 

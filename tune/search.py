@@ -26,7 +26,7 @@ from tune.records import FAILED, FINISHED, STOPPED, Trial
 from tune.spaces import Space
 from tune.trial import SweepOptions
 from uno.data.files import Storage
-from uno.data.output import find_mapping
+from uno.data.output import read_mapping
 from uno.errors import ConfigError, StorageError, one_line
 from uno.imports import import_object
 from uno.session.console import print_line
@@ -330,7 +330,7 @@ class SweepSearcher(Searcher):
             records.read_trial(self._storage, index),
         )
         assert trial is not None
-        failure = find_mapping(self._storage, f"{name}/failure.json") or {}
+        failure = read_mapping(self._storage, f"{name}/failure.json") or {}
         # The storage failed, and not the configuration.
         if failure.get("kind") == StorageError.__name__:
             self.storage_error = failure["reason"]

@@ -232,7 +232,7 @@ def pretrain_key(config: Config, fold: Fold | FoldRows) -> str:
         fold: The problem.
     """
     hidden = hashlib.sha256(json.dumps(fold.hidden).encode()).hexdigest()[:6]
-    return f"{run.pretrain_hash(config)}-{hidden}"
+    return f"{run.hash_pretraining(config)}-{hidden}"
 
 
 def shared_name(key: str) -> str:

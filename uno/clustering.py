@@ -66,7 +66,7 @@ def constrained_kmeans(
             FREE. The given clusters are 0 .. F - 1, and each has a row.
         num_clusters: K, from F to F plus the number of free rows.
         num_restarts: The number of runs. The run with the smallest inertia is returned.
-        seed: The seed of the starts, see :func:`initial_centers`.
+        seed: The seed of the starts, see :func:`draw_initial_centers`.
 
     Returns:
         The clusters. A cluster is empty only if the free rows have too few distinct
@@ -75,7 +75,7 @@ def constrained_kmeans(
     generator = torch.Generator().manual_seed(seed)
     shape = num_clusters - int(fixed.max()) - 1, num_restarts
     draws = torch.rand(shape, generator=generator, dtype=torch.float64)
-    starts = (initial_centers(points, fixed, column) for column in draws.T)
+    starts = (draw_initial_centers(points, fixed, column) for column in draws.T)
     runs = (lloyd(points, fixed, centers) for centers in starts)
     return min(runs, key=lambda run: run.inertia)
 
@@ -102,7 +102,7 @@ def seeded_kmeans(
     free, num_known = points[fixed == FREE], int(fixed.max()) + 1
     if len(free) < num_clusters:
         return constrained_kmeans(points, fixed, num_clusters, num_starts, seed)
-    means = _means(points, fixed, points.new_zeros(num_known, points.shape[1]))
+    means = _cluster_means(points, fixed, points.new_zeros(num_known, points.shape[1]))
     runs = list[Clusters]()
     for start in range(num_starts):
         centers = kmeans(free, num_clusters, 1, seed + start).centers
@@ -112,7 +112,7 @@ def seeded_kmeans(
     return min(runs, key=lambda run: run.inertia)
 
 
-def initial_centers(points: Tensor, fixed: Tensor, draws: Tensor) -> Tensor:
+def draw_initial_centers(points: Tensor, fixed: Tensor, draws: Tensor) -> Tensor:
     """Draw the start of a run by k-means++ (Arthur and Vassilvitskii, 2007).
 
     The first F centers are the means of the fixed clusters. The others are free rows.
@@ -128,10 +128,12 @@ def initial_centers(points: Tensor, fixed: Tensor, draws: Tensor) -> Tensor:
         The centers (K, D).
     """
     candidates = points[fixed == FREE]
-    centers = _means(
+    centers = _cluster_means(
         points, fixed, points.new_zeros(int(fixed.max()) + 1, points.shape[1])
     )
-    nearest = F.pad(_squared(candidates, centers), (0, 1), value=torch.inf).amin(dim=1)
+    nearest = F.pad(
+        _squared_distances(candidates, centers), (0, 1), value=torch.inf
+    ).amin(dim=1)
     for draw in draws.tolist():
         # Without any center yet, or with every row on a center, all rows are equally
         # likely.
@@ -142,7 +144,7 @@ def initial_centers(points: Tensor, fixed: Tensor, draws: Tensor) -> Tensor:
         row = torch.searchsorted(cumulative, draw * cumulative[-1:], right=True)
         chosen = candidates[row.clamp(max=len(candidates) - 1)]
         centers = torch.cat([centers, chosen])
-        nearest = torch.minimum(nearest, _squared(candidates, chosen)[:, 0])
+        nearest = torch.minimum(nearest, _squared_distances(candidates, chosen)[:, 0])
     return centers
 
 
@@ -168,13 +170,15 @@ def lloyd(
     assignment = fixed
     block_rows = MAX_CELLS // len(centers)
     for _ in range(max_iters):
-        blocks = [_squared(b, centers).min(dim=1) for b in points.split(block_rows)]
+        blocks = [
+            _squared_distances(b, centers).min(dim=1) for b in points.split(block_rows)
+        ]
         nearest = torch.where(free, torch.cat([b.indices for b in blocks]), fixed)
         distance = torch.where(free, torch.cat([b.values for b in blocks]), -1.0)
         _fill_empty_(nearest, distance, len(centers), rounding)
         is_done = torch.equal(nearest, assignment)
         assignment = nearest
-        centers = _means(points, assignment, centers)
+        centers = _cluster_means(points, assignment, centers)
         if is_done:
             break
     inertia = float((points - centers[assignment]).square().sum())
@@ -208,13 +212,13 @@ def _fill_empty_(
             assignment[row] = empty.pop(0)
 
 
-def _squared(points: Tensor, centers: Tensor) -> Tensor:
+def _squared_distances(points: Tensor, centers: Tensor) -> Tensor:
     """Return squared distances (N, K), at least 0, from points to centers (K, D)."""
     norms = points.square().sum(dim=1)[:, None] + centers.square().sum(dim=1)
     return (norms - 2 * points @ centers.T).clamp_(min=0)
 
 
-def _means(points: Tensor, assignment: Tensor, centers: Tensor) -> Tensor:
+def _cluster_means(points: Tensor, assignment: Tensor, centers: Tensor) -> Tensor:
     """Return the mean (K, D) of the rows of each cluster.
 
     Args:

@@ -14,7 +14,7 @@ The pipeline has four steps, and no label of a novel class takes part in it:
    the given number of novel classes is left (:func:`merge_clusters`).
 
 How well the result can be trusted is estimated from how far other clusterings of the
-same rows agree with it (:func:`agreements` and :mod:`uno.expectation`).
+same rows agree with it (:func:`measure_agreement` and :mod:`uno.expectation`).
 """
 
 from dataclasses import dataclass
@@ -26,12 +26,12 @@ from torch import Tensor
 
 from uno.clustering import FREE, kmeans, principal_components, seeded_kmeans
 from uno.neighbors import (
+    compute_mixing,
     count_links,
-    mixing,
-    mixing_with,
-    nearest,
-    smoothed,
-    spectral,
+    find_neighbors,
+    mixing_of_cluster,
+    smooth_rows,
+    spectral_coordinates,
 )
 
 MAX_DIRECTIONS = 256
@@ -52,7 +52,7 @@ KMEANS, SMOOTHED, SPECTRAL = "k-means", "smoothed k-means", "spectral clustering
 
 
 @dataclass(frozen=True)
-class Space:
+class FeatureSpace:
     """An affine map of unit features: ``(unit(z) - mean) @ directions``.
 
     Attributes:
@@ -69,7 +69,7 @@ class Space:
 
 
 @dataclass(frozen=True)
-class Result:
+class FrozenClusters:
     """Clusters of frozen features.
 
     Attributes:
@@ -77,13 +77,13 @@ class Result:
         prototypes: Unit directions (C_l + C_u, P) of the classes, known ones first. A
             row is zero if there were fewer distinct rows than classes.
         agreement: Shares (A,) of the unlabeled rows on which other clusterings agree
-            with this one, in the order of :func:`agreements`; empty if there were too
-            few rows.
+            with this one, in the order of :func:`measure_agreement`; empty if there
+            were too few rows.
         similar: Pairs of novel classes that mix most, float64 (n, 3): the indices of
             both among the novel classes, and their mixing.
     """
 
-    space: Space
+    space: FeatureSpace
     prototypes: Tensor
     agreement: Tensor
     similar: Tensor
@@ -96,7 +96,7 @@ def discover_clusters(
     num_novel: int,
     gcd: bool,
     seed: int,
-) -> Result:
+) -> FrozenClusters:
     """Find the clusters of all classes, on the CPU.
 
     Args:
@@ -111,29 +111,29 @@ def discover_clusters(
         The clusters, with what is known about their quality.
     """
     features = torch.cat([labeled, unlabeled])
-    principal = principal_space(features)
+    principal = fit_principal_space(features)
     rows = principal(features)
     known = F.pad(labels, (0, len(unlabeled)), value=FREE)
-    white = whitener(rows[: len(labels)], labels)
+    white = fit_whitening(rows[: len(labels)], labels)
     clustering = Clustering.of(F.normalize(rows @ white, dim=1), known, num_novel, gcd)
     clusters = clustering.run(seed)
-    return Result(
-        Space(principal.mean, principal.directions @ white),
+    return FrozenClusters(
+        FeatureSpace(principal.mean, principal.directions @ white),
         cluster_means(clustering.points, clusters, clustering.num_classes),
-        agreements(clustering, rows, clusters, seed),
+        measure_agreement(clustering, rows, clusters, seed),
         clustering.similar_pairs(clusters),
     )
 
 
-def principal_space(features: Tensor) -> Space:
+def fit_principal_space(features: Tensor) -> FeatureSpace:
     """Return the leading principal directions of the unit features (N, D)."""
     step = -(-len(features) // MAX_FITTED_ROWS)
     rows = F.normalize(features[::step].float(), dim=1)
     directions = principal_components(rows)[2][:, :MAX_DIRECTIONS].float()
-    return Space(rows.mean(dim=0), directions)
+    return FeatureSpace(rows.mean(dim=0), directions)
 
 
-def whitener(rows: Tensor, labels: Tensor) -> Tensor:
+def fit_whitening(rows: Tensor, labels: Tensor) -> Tensor:
     """Return the inverse root of the covariance within the known classes.
 
     Args:
@@ -195,7 +195,7 @@ class Clustering:
         attributes of the class.
         """
         clustered = (labels == FREE) | gcd
-        neighbors = nearest(points[clustered])
+        neighbors = find_neighbors(points[clustered])
         return cls(points, labels, num_novel, gcd, clustered, neighbors)
 
     @property
@@ -227,9 +227,9 @@ class Clustering:
         rows, labels = self.points[self.clustered], self.labels[self.clustered]
         num_clusters = num_novel + (self.num_known if self.gcd else 0)
         if kind == SMOOTHED:
-            rows = smoothed(rows, self.neighbors)
+            rows = smooth_rows(rows, self.neighbors)
         elif kind == SPECTRAL:
-            rows = spectral(self.neighbors, num_clusters)
+            rows = spectral_coordinates(self.neighbors, num_clusters)
         clusters = self.labels.clone()
         if self.gcd:
             result = seeded_kmeans(rows, labels, num_clusters, num_starts, seed)
@@ -309,7 +309,7 @@ class Clustering:
             float64 (n, 3), at most ``MAX_SIMILAR_PAIRS`` rows: the indices of both
             among the novel clusters, and their mixing, which is above 0.
         """
-        mixed = mixing(*self.links_and_sizes(clusters, self.num_classes))[
+        mixed = compute_mixing(*self.links_and_sizes(clusters, self.num_classes))[
             self.num_known :, self.num_known :
         ].triu(1)
         order = mixed.flatten().argsort(descending=True)[:MAX_SIMILAR_PAIRS]
@@ -321,7 +321,7 @@ class Clustering:
 def merge_clusters(
     links: Tensor, sizes: Tensor, cosines: Tensor, num_known: int, num_merges: int
 ) -> Tensor:
-    """Merge the two clusters that mix most (:func:`mixing`), again and again.
+    """Merge the two clusters that mix most (:func:`compute_mixing`), again and again.
 
     A novel cluster merges into a known or a novel one; two known clusters never merge.
     Empty clusters are merged first. Pairs that do not mix at all are ordered by the
@@ -344,7 +344,7 @@ def merge_clusters(
     left = torch.ones(len(sizes), dtype=torch.bool)
     tie_breaker = 1e-6 * cosines.double()
     # entry (a, b) counts where a < b and b is a novel cluster
-    closeness = mixing(links, sizes) + tie_breaker
+    closeness = compute_mixing(links, sizes) + tie_breaker
     closeness[sizes == 0] = -torch.inf
     closeness[:, sizes == 0] = torch.inf
     closeness[:, :num_known] = -torch.inf
@@ -358,7 +358,7 @@ def merge_clusters(
         left[second] = False
         closeness[second] = closeness[:, second] = -torch.inf
         if sizes[first] > 0:
-            row = mixing_with(links, sizes, first) + tie_breaker[first]
+            row = mixing_of_cluster(links, sizes, first) + tie_breaker[first]
             later = left & (index > first) & (index >= num_known)
             closeness[first, later] = row[later].masked_fill(
                 sizes[later] == 0, torch.inf
@@ -386,7 +386,7 @@ def cluster_means(rows: Tensor, clusters: Tensor, num_clusters: int) -> Tensor:
     return F.normalize(sums, dim=1)
 
 
-def matched(truth: Tensor, clusters: Tensor, num_classes: int) -> Tensor:
+def find_correct_rows(truth: Tensor, clusters: Tensor, num_classes: int) -> Tensor:
     """Tell which rows are right under the best one-to-one matching.
 
     Args:
@@ -404,7 +404,7 @@ def matched(truth: Tensor, clusters: Tensor, num_classes: int) -> Tensor:
     return torch.from_numpy(class_of_cluster)[clusters] == truth
 
 
-def agreements(
+def measure_agreement(
     clustering: Clustering, rows: Tensor, clusters: Tensor, seed: int
 ) -> Tensor:
     """Measure how far other clusterings of the same rows agree with the result.
@@ -442,16 +442,18 @@ def agreements(
         whitened.partition(kind, num_novel, starts, seed) for kind in (KMEANS, SPECTRAL)
     ]
     others.append(whitened.run(seed + 1, starts))
-    others += [half_clusters(whitened, seed + half) for half in range(NUM_HALVES)]
+    others += [
+        cluster_without_half(whitened, seed + half) for half in range(NUM_HALVES)
+    ]
     num_classes = whitened.num_classes
     shares = [
-        matched(clusters[free], other[free], num_classes).double().mean()
+        find_correct_rows(clusters[free], other[free], num_classes).double().mean()
         for other in others
     ]
     return torch.stack(shares)
 
 
-def half_clusters(clustering: Clustering, seed: int) -> Tensor:
+def cluster_without_half(clustering: Clustering, seed: int) -> Tensor:
     """Cluster without half of the unlabeled rows, then assign all unlabeled rows.
 
     The half is random, and all labeled rows are kept. Every unlabeled row is assigned

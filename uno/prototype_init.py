@@ -41,7 +41,7 @@ pixels of the others have no meaning.
 """
 
 
-class Clustering(NamedTuple):
+class FeatureClusters(NamedTuple):
     """A clustering of N_u unlabeled rows into K clusters, one for each output.
 
     In the GCD setting K = C and the known outputs come first. In other settings K =
@@ -54,14 +54,14 @@ class Clustering(NamedTuple):
     prior: Tensor  # (K,), positive shares of the unlabeled rows, which sum to one
 
 
-def clusters_of(
+def cluster_features(
     unlabeled: Tensor,
     labeled: Tensor,
     labels: Tensor,
     num_novel: int,
     setting: str | None,
     seed: int,
-) -> Clustering:
+) -> FeatureClusters:
     """Cluster the features of the unlabeled rows, on the CPU.
 
     In the GCD setting there are K = C_l + C_u clusters. They come from k-means on
@@ -107,7 +107,7 @@ def clusters_of(
     )
     assignment = assignment[len(points) - len(rest) :]
     sizes = torch.bincount(assignment, minlength=num_clusters).clamp(min=1).float()
-    return Clustering(assignment, F.normalize(centers, dim=1), sizes / sizes.sum())
+    return FeatureClusters(assignment, F.normalize(centers, dim=1), sizes / sizes.sum())
 
 
 def shrink_prior(prior: Tensor, found: Tensor, true: Tensor) -> Tensor:
@@ -134,7 +134,9 @@ def shrink_prior(prior: Tensor, found: Tensor, true: Tensor) -> Tensor:
     return (1 + kept.clamp(min=0) * spread) / len(prior)
 
 
-def known_shares(labeled: Tensor, labels: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+def compare_known_shares(
+    labeled: Tensor, labels: Tensor, seed: int
+) -> tuple[Tensor, Tensor]:
     """Compare the sizes of k-means clusters of labeled rows with those of classes.
 
     Args:
@@ -170,9 +172,9 @@ def init_prototypes_(
 
     With ``model.prototype_init kmeans`` prototypes are moved in place to clusters of
     the training rows' features. Known prototypes go to the means of their classes. The
-    prototypes of each cluster head go to the projected means of :func:`clusters_of`,
-    and those of each overclustering head to the means of a k-means of its own. All
-    workers call this.
+    prototypes of each cluster head go to the projected means of
+    :func:`cluster_features`, and those of each overclustering head to the means of a
+    k-means of its own. All workers call this.
 
     Args:
         config: The configuration of the run.
@@ -199,11 +201,13 @@ def init_prototypes_(
 
     def compute() -> dict[str, Tensor]:
         setting, seed = config.data.setting, config.seed
-        clustering = clusters_of(unlabeled, labeled, labels, num_novel, setting, seed)
+        clustering = cluster_features(
+            unlabeled, labeled, labels, num_novel, setting, seed
+        )
         return clustering._asdict()
 
     device = model.known.weight.device
-    clustering = Clustering(**distributed.compute_on_rank0(compute, device))
+    clustering = FeatureClusters(**distributed.compute_on_rank0(compute, device))
     if config.model.prototype_init == "kmeans":
         # A row of a known class gets a negative number.
         first_novel = num_known if is_gcd else 0
@@ -219,7 +223,9 @@ def init_prototypes_(
         return extra
     shares = clustering.prior
     if not is_gcd:
-        shares = shrink_prior(shares, *known_shares(labeled, labels, config.seed))
+        shares = shrink_prior(
+            shares, *compare_known_shares(labeled, labels, config.seed)
+        )
     return extra | {"prior": shares}
 
 
@@ -323,7 +329,7 @@ def sample_features(
     num_labeled = len(labeled_rows)
     plan = _resident_batches if isinstance(train, TrainSet) else _streamed_batches
     batches, read = plan(config, train, labeled_rows, unlabeled_rows)
-    features, is_ok = features_by_all(config, models, batches, read)
+    features, is_ok = compute_features_together(config, models, batches, read)
     for kind, ok in (
         ("labeled", is_ok[:num_labeled]),
         ("unlabeled", is_ok[num_labeled:]),
@@ -352,7 +358,7 @@ def resident_batch_rows(config: Config, num_rows: int) -> int:
     )
 
 
-def features_by_all(
+def compute_features_together(
     config: Config,
     models: Sequence[UnoModel],
     batches: Sequence[np.ndarray],
@@ -448,10 +454,10 @@ def _streamed_batches(
         for some in parts
         for batch in batches_of(train.images, numbers[some], size)
     ]
-    return batches, partial(streamed, train.decode, numbers)
+    return batches, partial(decode_batches, train.decode, numbers)
 
 
-def streamed(
+def decode_batches(
     decode: Callable[[Iterable[np.ndarray]], Iterator[DecodedBatch]],
     numbers: np.ndarray,
     batches: Sequence[np.ndarray],

@@ -62,7 +62,7 @@ class Plan(NamedTuple):
     bf16: bool = False
 
 
-def plan_of(config: Config, device: torch.device) -> Plan | None:
+def choose_runtime(config: Config, device: torch.device) -> Plan | None:
     """Return how the encoder of ``config`` is computed on ``device``.
 
     Returns:

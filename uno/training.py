@@ -23,7 +23,12 @@ from uno import distributed
 from uno.config import Config, PhaseConfig, dump_yaml
 from uno.data.files import Storage
 from uno.errors import Interrupted, NumericsError, StorageError, one_line
-from uno.runs.checkpoint import Checkpoint, load_newest, prune, save_checkpoint
+from uno.runs.checkpoint import (
+    Checkpoint,
+    load_newest,
+    prune_checkpoints,
+    save_checkpoint,
+)
 from uno.runs.journal import Journal
 from uno.steps import Batch, Step, TrainState, load_state_, state_tensors
 from uno.text import plural
@@ -369,7 +374,9 @@ def _save(
         # resumes from it does not write these lines again.
         save_checkpoint(storage, phase.name, checkpoint, journal.enqueue)
         num_kept = config.train.keep_checkpoints
-        journal.enqueue(partial(prune, storage, phase.name, state.step, num_kept))
+        journal.enqueue(
+            partial(prune_checkpoints, storage, phase.name, state.step, num_kept)
+        )
     if wait:
         _wait_for_writes(journal, state)
 

@@ -234,9 +234,8 @@ def _parse_weights(data: bytes, source: str) -> dict[str, Tensor]:
             ) from None
     try:
         with warnings.catch_warnings(action="ignore"):  # warnings about old formats
-            content = torch.load(
-                io.BytesIO(data), map_location="cpu", weights_only=True
-            )
+            file = io.BytesIO(data)
+            content = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise StorageError(
             f"model.weights: {source} holds more than tensors, and loading that would"

@@ -214,13 +214,15 @@ def test_code_in_a_directory_of_unknown_origin_is_not_imported(
 
 def test_the_phases_follow_from_weights_and_pretext_epochs():
     config = preset("digits")
-    assert run.phases(config) == ("pretrain", "discover")
-    assert run.phases(override(config, {"pretext.epochs": 1})) == (
+    assert run.list_phases(config) == ("pretrain", "discover")
+    assert run.list_phases(override(config, {"pretext.epochs": 1})) == (
         "pretext",
         "pretrain",
         "discover",
     )
-    assert run.phases(override(config, {"model.weights": "elsewhere"})) == ("discover",)
+    assert run.list_phases(override(config, {"model.weights": "elsewhere"})) == (
+        "discover",
+    )
 
 
 LAYERS = """

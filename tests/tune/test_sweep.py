@@ -24,7 +24,7 @@ from tune.driver import run_sweep
 from tune.trial import pretrain_key
 from uno.config import override
 from uno.data.files import Storage
-from uno.data.output import find_mapping
+from uno.data.output import read_mapping
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 
@@ -68,7 +68,7 @@ def command_of(folder: Path, words: str) -> list[str]:
 def results(storage: Storage) -> list[dict]:
     count = len(storage.list("trials"))
     return [
-        find_mapping(storage, f"{records.trial_name(i)}/result.json")
+        read_mapping(storage, f"{records.trial_name(i)}/result.json")
         for i in range(count)
     ]
 

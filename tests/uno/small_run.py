@@ -126,7 +126,7 @@ def train_both(config: Config, storage: Storage, worker: Worker = HERE) -> Train
     """All phases; returns the final state."""
     return [
         run.run_phase(config, name, small_sets()[0], worker, storage)
-        for name in run.phases(config)
+        for name in run.list_phases(config)
     ][-1]
 
 

@@ -24,15 +24,14 @@ from uno.data.unreadable import BadRows
 from uno.errors import ConfigError
 from uno.model import build_network
 from uno.prototype_init import (
-    clusters_of,
+    cluster_features,
+    compare_known_shares,
     init_prototypes_,
-    known_shares,
     sample_features,
     shrink_prior,
     training_features,
 )
 from uno.results.metrics import cluster_accuracy, confusion, purity
-from uno.session import predict
 
 SIZES = [30, 30, 30, 30, 12, 40, 20, 8]  # of which the first four classes are known
 
@@ -56,7 +55,7 @@ def test_a_mixed_pile_falls_into_its_classes():
     labeled rows in the prior, centers of the whitened points.
     """
     points, truth, labeled = blobs()
-    start = clusters_of(
+    start = cluster_features(
         points[~labeled], points[labeled], truth[labeled], 4, "gcd", seed=0
     )
     true = truth[~labeled]
@@ -81,7 +80,9 @@ def test_a_novel_pile_has_novel_clusters_alone():
     """
     points, truth, _ = blobs()
     rest = truth >= 4
-    start = clusters_of(points[rest], points[~rest], truth[~rest], 4, "ncd", seed=0)
+    start = cluster_features(
+        points[rest], points[~rest], truth[~rest], 4, "ncd", seed=0
+    )
     assert start.prior.sort().values.tolist() == pytest.approx(
         sorted(n / 80 for n in SIZES[4:])
     )
@@ -93,10 +94,10 @@ def test_a_seed_says_it_all_and_permuted_rows_change_nothing():
     """Kills: global randomness; clusters by the position of rows."""
     points, truth, labeled = blobs(noise=0.6)
     given = points[labeled], truth[labeled], 4, "gcd", 3
-    first = clusters_of(points[~labeled], *given)
+    first = cluster_features(points[~labeled], *given)
     torch.manual_seed(5)
     np.random.seed(5)
-    second = clusters_of(points[~labeled], *given)
+    second = cluster_features(points[~labeled], *given)
     assert all(map(torch.equal, first, second))
 
 
@@ -126,7 +127,9 @@ def test_few_or_equal_rows_are_clustered_too():
     """
     points, truth, labeled = blobs()
     for rows in (points[~labeled][:5], torch.ones(20, 40)):
-        start = clusters_of(rows, points[labeled], truth[labeled], 4, "gcd", seed=0)
+        start = cluster_features(
+            rows, points[labeled], truth[labeled], 4, "gcd", seed=0
+        )
         assert len(start.assignment) == len(rows) and start.prior.shape == (8,)
         assert start.prior.min() > 0 and start.centers.isfinite().all()
         assert float(start.prior.sum()) == pytest.approx(1)
@@ -254,19 +257,6 @@ def features_by_all_of(monkeypatch, config, models, train):
     return found[: len(models)]
 
 
-def test_heads_are_aligned_on_whole_row_groups(packed, monkeypatch):
-    """Kills: a row group read for each of 10,000 rows, by the machine that leads a
-    run.
-    """
-    make, _ = packed
-    _, task = make()
-    monkeypatch.setattr(predict, "SAMPLE_ROWS", 100)
-    rows = predict.unlabeled_rows(task)
-    assert 80 < len(rows) <= 100 and (task.labels[rows] < 0).all()
-    # half of a group is unlabeled
-    assert len(np.unique(task.rows.images.groups(rows))) <= 25
-
-
 def test_sorted_classes_are_all_looked_at(packed, tmp_path, monkeypatch, caplog):
     """Kills: a few classes of many, because a row group has one."""
     make, _ = packed
@@ -324,12 +314,12 @@ def test_shares_of_known_classes_and_of_the_clusters_that_match_them():
     """
     sizes = [40, 10, 25]
     points, truth, _ = blobs(dims=20, noise=0.1, sizes=sizes, num_known=3)
-    found, true = known_shares(points, truth, seed=0)
+    found, true = compare_known_shares(points, truth, seed=0)
     torch.testing.assert_close(true, torch.tensor(sizes) / 75)
     torch.testing.assert_close(found, true)
     labels = truth.clone()
     labels[:8] = 1  # eight rows of class 0 that look like it: 32 rows of 40
-    found, true = known_shares(points, labels, seed=0)
+    found, true = compare_known_shares(points, labels, seed=0)
     torch.testing.assert_close(true, torch.tensor([32, 18, 25]) / 75)
     torch.testing.assert_close(found, torch.tensor(sizes) / 75)
 

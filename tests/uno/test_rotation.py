@@ -49,7 +49,7 @@ def test_view_k_is_turned_k_times_and_all_rows_take_part():
     still = override(CONFIG, {"augment.weak": True, "augment.large.affine": 0.0})
     batches, seen = rotation_batches(still), []
     for step in range(200 // 24):
-        batch = rotation.turned(batches(step))
+        batch = rotation.turn_views(batches(step))
         assert len(batch.views) == 4 and len(batch.labels) == 0
         for k, view in enumerate(batch.views):
             torch.testing.assert_close(view, torch.rot90(batch.views[0], k, (2, 3)))
@@ -85,7 +85,7 @@ def test_the_step_tells_turns_apart():
         new_state(model, model, CONFIG.pretext, CPU, False),
         rotation_batches()(0),
     )
-    known = copy.deepcopy(model)(rotation.turned(batch).views).known.detach()
+    known = copy.deepcopy(model)(rotation.turn_views(batch).views).known.detach()
     expected = np.mean(
         [float(F.cross_entropy(known[k] / 0.1, torch.full((24,), k))) for k in range(4)]
     )

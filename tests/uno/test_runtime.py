@@ -16,7 +16,7 @@ from uno.config import override
 from uno.encoder import build_encoder
 from uno.errors import ConfigError
 from uno.runs.hardware import _processor_field, at_speed
-from uno.runtime import BUILD, Plan, Runtime, plan_of
+from uno.runtime import BUILD, Plan, Runtime, choose_runtime
 
 CPU = torch.device("cpu")
 
@@ -210,9 +210,9 @@ def test_pytorch_computes_by_default_and_on_gpus(monkeypatch):
     installed(monkeypatch)
     config = small_config()
     onnx = override(config, {"compute.encoder_runtime": "onnx"})
-    assert plan_of(config, CPU) is None
-    assert plan_of(onnx, CPU) == Plan("onnx")
-    assert plan_of(onnx, torch.device("cuda")) is None
+    assert choose_runtime(config, CPU) is None
+    assert choose_runtime(onnx, CPU) == Plan("onnx")
+    assert choose_runtime(onnx, torch.device("cuda")) is None
 
 
 @pytest.mark.parametrize(
@@ -231,15 +231,15 @@ def test_a_runtime_that_is_missing_is_one_line(monkeypatch, name, package):
         ConfigError,
         match=rf"{name} needs the package {package}: pip install {package}$",
     ):
-        plan_of(config, CPU)
+        choose_runtime(config, CPU)
 
 
 def test_bf16_is_openvinos_or_pytorchs(monkeypatch):
     installed(monkeypatch)
     config = override(small_config(), {"compute.precision": "bf16"})
-    assert plan_of(config, CPU) is None
+    assert choose_runtime(config, CPU) is None
     config = override(config, {"compute.encoder_runtime": "openvino"})
-    assert plan_of(config, CPU) == Plan("openvino", bf16=True)
+    assert choose_runtime(config, CPU) == Plan("openvino", bf16=True)
 
 
 def test_a_runtime_of_float32_is_refused_with_bf16(monkeypatch):
@@ -247,4 +247,4 @@ def test_a_runtime_of_float32_is_refused_with_bf16(monkeypatch):
     installed(monkeypatch)
     config = {"compute.encoder_runtime": "onnx", "compute.precision": "bf16"}
     with pytest.raises(ConfigError, match="float32: not with precision bf16"):
-        plan_of(override(small_config(), config), CPU)
+        choose_runtime(override(small_config(), config), CPU)

@@ -133,7 +133,7 @@ def _read_published(name: str, root: str) -> list[Any]:
                     f"{path} is not the file that its makers publish; remove its folder"
                     " and download it again (--data.download)"
                 )
-            with filesystem.refusing(ConfigError, f"copy {path} to {gettempdir()}"):
+            with filesystem.wrap_errors(ConfigError, f"copy {path} to {gettempdir()}"):
                 (copies / file).write_bytes(data)
         with warnings.catch_warnings():
             # the files store a flag as a number, which numpy deprecates

@@ -681,7 +681,7 @@ class RetryingFile(io.RawIOBase):
 
 
 @contextmanager
-def refusing(kind: type[UnoError], what: str) -> Iterator[None]:
+def wrap_errors(kind: type[UnoError], what: str) -> Iterator[None]:
     """Turn errors of storage inside the ``with`` block into an error of the project.
 
     Args:
@@ -707,7 +707,7 @@ def reading(path: str) -> AbstractContextManager[None]:
     Args:
         path: What is read, for the message.
     """
-    return refusing(ConfigError, f"read {path}")
+    return wrap_errors(ConfigError, f"read {path}")
 
 
 class Storage:
@@ -727,7 +727,7 @@ class Storage:
     """
 
     def __init__(self, root: str) -> None:
-        with refusing(StorageError, f"open {valid_text(root)}"):
+        with wrap_errors(StorageError, f"open {valid_text(root)}"):
             os.fsencode(root)
             if is_uri(root):
                 # With delayed opening a small upload takes one request and not three.
@@ -768,7 +768,7 @@ class Storage:
         """Return the size of a file in bytes, 0 if it does not exist."""
         return self._info(name).size or 0
 
-    def unfinished(self, name: str = "") -> list[str]:
+    def temporary_files(self, name: str = "") -> list[str]:
         """Return the names of temporary files that interrupted writers left behind.
 
         Args:
@@ -868,7 +868,7 @@ class Storage:
         else:
             self._upload(name, data)
 
-    def write_first(self, name: str, data: bytes) -> bool:
+    def write_if_absent(self, name: str, data: bytes) -> bool:
         """Create a file unless there is one of that name.
 
         Of several writers at the same moment only one gets True on a local file system.
@@ -915,24 +915,23 @@ class Storage:
             StorageError: The file cannot be written, or the temporary folder is full.
         """
         self.check()
-        with self._errors("write", name):
-            if self.is_local:
-                with create_local(Path(self.path(name))) as file:
-                    yield file
-                return
-            with tempfile.TemporaryFile() as file:
-                try:
-                    yield file
-                    file.flush()
-                except OSError as error:
-                    if error.errno != errno.ENOSPC:
-                        raise
-                    raise StorageError(
-                        f"cannot write {self.path(name)}: no space left in"
-                        f" {tempfile.gettempdir()}, where files are collected before"
-                        " their upload; set TMPDIR to a folder with more space"
-                    ) from None
-                self._upload(name, _mapped_content(file))
+        if self.is_local:
+            with (
+                self._errors("write", name),
+                create_local(Path(self.path(name))) as file,
+            ):
+                yield file
+            return
+        way = f"{self.path(name)} by way of {tempfile.gettempdir()} (TMPDIR)"
+        with (
+            wrap_errors(StorageError, f"write {way}"),
+            tempfile.TemporaryFile() as file,
+        ):
+            yield file
+            file.flush()
+            is_empty = not os.fstat(file.fileno()).st_size  # which cannot be mapped
+            data = b"" if is_empty else mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+            self._upload(name, data)
 
     @retry_transient
     def _write_local(self, name: str, data: bytes) -> None:
@@ -1056,7 +1055,7 @@ class Storage:
             what: What is tried, such as 'read'.
             name: Name of the file or directory.
         """
-        return refusing(StorageError, f"{what} {self.path(name)}")
+        return wrap_errors(StorageError, f"{what} {self.path(name)}")
 
 
 def reserve_space(file: Any, size: int) -> None:
@@ -1080,13 +1079,6 @@ def reserve_space(file: Any, size: int) -> None:
     if size > disk.f_bavail * disk.f_frsize:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     file.truncate(size)
-
-
-def _mapped_content(file: Any) -> Any:
-    """Return the bytes of an open file as a memory map, b'' if it is empty."""
-    if not os.fstat(file.fileno()).st_size:  # an empty file cannot be mapped
-        return b""
-    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 @contextmanager

@@ -26,7 +26,9 @@ MOST_KEYS = 6  # the largest number of keys that a message names
 CHECKSUM = "sha256"  # key of the checksum in the metadata of a file of tensors
 
 
-def is_ours(storage: Storage, mark: str, what: str, also: Collection[str] = ()) -> bool:
+def holds_output(
+    storage: Storage, mark: str, what: str, also: Collection[str] = ()
+) -> bool:
     """Return whether a directory holds an output of this kind.
 
     Args:
@@ -48,7 +50,7 @@ def is_ours(storage: Storage, mark: str, what: str, also: Collection[str] = ()) 
     folder, _, name = mark.rpartition("/")
     begun = {name, *also}
     for found in storage.list(folder):
-        if found not in begun and whole_name(found) not in begun and not is_lock(found):
+        if found not in begun and final_name(found) not in begun and not is_lock(found):
             problem = (
                 f"{_place(storage, mark)} is not empty and holds no {what} (no {name})"
             )
@@ -58,7 +60,7 @@ def is_ours(storage: Storage, mark: str, what: str, also: Collection[str] = ()) 
     return False
 
 
-def begin(
+def claim_directory(
     storage: Storage, mark: str, identity: Mapping[str, Any], what: str, **more: Any
 ) -> None:
     """Begin an output in a free directory, or accept the same output to resume it.
@@ -77,10 +79,10 @@ def begin(
         ConfigError: The directory holds other files, or an output whose mark has
             another value for a key of ``identity``.
     """
-    if not is_ours(storage, mark, what):
+    if not holds_output(storage, mark, what):
         storage.write(mark, json.dumps({**identity, **more}, indent=1).encode())
         return
-    found = find_mapping(storage, mark) or {}
+    found = read_mapping(storage, mark) or {}
     if different := [key for key, value in identity.items() if found.get(key) != value]:
         problem = (
             f"holds another {what} (other data or options: {', '.join(different)})"
@@ -98,7 +100,7 @@ def _place(storage: Storage, mark: str) -> str:
     return storage.below(mark.rpartition("/")[0])
 
 
-def other_settings(
+def other_settings_error(
     place: str, what: str, keys: Sequence[str], advice: str
 ) -> ConfigError:
     """Return the error for an output that was made with other settings.
@@ -113,7 +115,7 @@ def other_settings(
     return ConfigError(f"{place} holds {what} with other settings: {names}; {advice}")
 
 
-def leftovers(storage: Storage, below: str = "") -> list[str]:
+def list_temporary_files(storage: Storage, below: str = "") -> list[str]:
     """Return the temporary files that killed processes left below a directory.
 
     Temporary files of the lock are not among them, because the process that holds the
@@ -128,13 +130,13 @@ def leftovers(storage: Storage, below: str = "") -> list[str]:
     """
     return [
         name
-        for name in storage.unfinished(below)
+        for name in storage.temporary_files(below)
         if not is_lock(name.rpartition("/")[2])
     ]
 
 
-def sweep(storage: Storage, below: str = "") -> None:
-    """Delete the files of :func:`leftovers`.
+def delete_temporary_files(storage: Storage, below: str = "") -> None:
+    """Delete the files of :func:`list_temporary_files`.
 
     No other process may write to the directory at the same time.
 
@@ -142,11 +144,11 @@ def sweep(storage: Storage, below: str = "") -> None:
         storage: The directory, or one above it.
         below: Path of the directory below ``storage``.
     """
-    for name in leftovers(storage, below):
+    for name in list_temporary_files(storage, below):
         storage.delete(name)
 
 
-def sweep_file(storage: Storage, name: str) -> None:
+def delete_temporary_files_of(storage: Storage, name: str) -> None:
     """Delete temporary files of one file.
 
     No other process may write the file at the same time.
@@ -156,11 +158,11 @@ def sweep_file(storage: Storage, name: str) -> None:
         name: Name of the file at the top of the directory. The file itself stays.
     """
     for found in storage.list():
-        if whole_name(found) == name:
+        if final_name(found) == name:
             storage.delete(found)
 
 
-def whole_name(name: str) -> str:
+def final_name(name: str) -> str:
     """Return the name that a temporary file gets once it is completely written.
 
     Args:
@@ -181,7 +183,7 @@ def is_lock(name: str) -> bool:
     return name.lstrip(".").startswith(LOCK_FILE)
 
 
-def find_mapping(storage: Storage, name: str) -> dict[str, Any] | None:
+def read_mapping(storage: Storage, name: str) -> dict[str, Any] | None:
     """Read a JSON mapping from a file.
 
     Returns:
@@ -191,10 +193,10 @@ def find_mapping(storage: Storage, name: str) -> dict[str, Any] | None:
         StorageError: The file cannot be read, or it has more than ``MAX_STATE_BYTES``.
     """
     data = storage.find(name, MAX_STATE_BYTES)
-    return None if data is None else mapping(data)
+    return None if data is None else parse_mapping(data)
 
 
-def mapping(data: bytes | str) -> dict[str, Any] | None:
+def parse_mapping(data: bytes | str) -> dict[str, Any] | None:
     """Parse a JSON mapping.
 
     Returns:

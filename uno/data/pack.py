@@ -25,7 +25,7 @@ from uno.data.columns import find_rows
 from uno.data.decode import BadImage, decode_rgb, prefetch_map
 from uno.data.files import Storage, read_bytes
 from uno.data.images import Image
-from uno.data.output import begin, sweep
+from uno.data.output import claim_directory, delete_temporary_files
 from uno.data.parquet import FOOTERS, PACKED, PACKING, json_at
 from uno.data.plan import by_windows
 from uno.data.rows import Rows
@@ -259,8 +259,8 @@ def pack(
         "labeled_sha256": hashlib.sha256(np.packbits(labeled).tobytes()).hexdigest(),
         "shards": list(shards),
     }
-    begin(output, PACKING, plan, "pack", finished=False)
-    sweep(output)
+    claim_directory(output, PACKING, plan, "pack", finished=False)
+    delete_temporary_files(output)
     there = [name for name in output.list() if name in shards]
     read_bad = partial(_read_bad_rows, output)
     found = zip(there, prefetch_map(read_bad, there, FOOTERS, FOOTERS), strict=True)

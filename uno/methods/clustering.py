@@ -23,10 +23,10 @@ from uno.prototype_init import training_features
 from uno.steps import Batch, Loss, TrainState
 
 
-class Adapter(nn.Module):
+class SpaceAdapter(nn.Module):
     """An affine map of unit features that is not trained.
 
-    It is a :class:`uno.frozen.Space` as a module.
+    It is a :class:`uno.frozen.FeatureSpace` as a module.
 
     Attributes:
         width: The number of coordinates.
@@ -58,16 +58,16 @@ class Adapter(nn.Module):
             return (unit(features) - mean) @ directions
 
 
-class Clustering(Method):
-    """Clustering of frozen features, see the top of the module."""
+class ClusteringMethod(Method):
+    """ClusteringMethod of frozen features, see the top of the module."""
 
     name = "clustering"
     supports_gcd = True
     trains = False
 
-    def build_adapter(self, num_features: int) -> Adapter:
-        """Build an :class:`Adapter`."""
-        return Adapter(num_features)
+    def build_adapter(self, num_features: int) -> SpaceAdapter:
+        """Build an :class:`SpaceAdapter`."""
+        return SpaceAdapter(num_features)
 
     def initialize(
         self, config: Config, model: UnoModel, train: TrainData
@@ -81,8 +81,8 @@ class Clustering(Method):
 
         Returns:
             Tensors that the checkpoint keeps: ``agreement`` (A,) and ``similar`` (n, 3)
-            of :class:`uno.frozen.Result`, and ``counts`` (3,): unlabeled rows that were
-            clustered, known and novel classes.
+            of :class:`uno.frozen.FrozenClusters`, and ``counts`` (3,): the numbers of
+            unlabeled rows that were clustered, of known and of novel classes.
 
         Raises:
             ConfigError: There are not more unlabeled rows than clusters.
@@ -128,4 +128,4 @@ class Clustering(Method):
         return True
 
 
-METHOD = Clustering()
+METHOD = ClusteringMethod()

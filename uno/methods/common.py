@@ -13,7 +13,7 @@ from uno.heads import unit
 from uno.model import UnoModel
 from uno.prototype_init import (
     Sample,
-    clusters_of,
+    cluster_features,
     set_to_class_means_,
     training_features,
 )
@@ -87,7 +87,9 @@ def similar_by_cosine(features: Tensor, threshold: float) -> Tensor:
     return directions @ distributed.gather_rows(directions, 0).T > threshold
 
 
-def contrast_loss(features: Tensor, labels: Tensor, temperature: float) -> Tensor:
+def feature_contrast_loss(
+    features: Tensor, labels: Tensor, temperature: float
+) -> Tensor:
     """Return the contrastive loss of features in two views (InfoNCE and SupCon).
 
     For each row and view it is the mean, over its positives, of minus the log of a
@@ -169,10 +171,12 @@ def cluster_centers(
 
     Returns:
         Rows of length one, (C_l + C_u, D): the means of the known classes, then the
-        centers of the novel clusters of :func:`uno.prototype_init.clusters_of`.
+        centers of the novel clusters of :func:`uno.prototype_init.cluster_features`.
     """
     labeled, labels, unlabeled = sample
-    centers = clusters_of(unlabeled, labeled, labels, num_novel, setting, seed).centers
+    centers = cluster_features(
+        unlabeled, labeled, labels, num_novel, setting, seed
+    ).centers
     known = torch.zeros(int(labels.max()) + 1, centers.shape[1])
     set_to_class_means_(known, unit(labeled).float(), labels)
     return torch.cat([known, centers[-num_novel:]])

@@ -155,13 +155,15 @@ class Dtc(Method):
         warmup = round(constants.warmup * state.total_steps)
         interval = max(1, round(constants.update_interval * state.total_steps))
         if state.step >= warmup and (state.step - warmup) % interval == 0:
-            state.extra["targets"] = sharpened(state.extra["probabilities"])
+            state.extra["targets"] = sharpen(state.extra["probabilities"])
         unlabeled = [view[len(batch.labels) :] for view in batch.views]
         known, novel, _ = forward_two_views(
             state, batch._replace(views=unlabeled, labels=batch.labels[:0])
         )
         log_q = novel.log_softmax(dim=-1)  # (2, B_u, K)
-        remember_(state.extra["probabilities"], batch.rows, log_q[0].detach().exp())
+        store_probabilities_(
+            state.extra["probabilities"], batch.rows, log_q[0].detach().exp()
+        )
         weight = 0.0
         if state.step >= warmup:
             ramp = sigmoid_rampup(state.progress - constants.warmup, constants.rampup)
@@ -223,10 +225,10 @@ class Dtc(Method):
         head.reduce.bias.copy_(start["bias"])
         head.weight.copy_(start["centers"][None])
         q = head(features)[0].softmax(dim=-1)
-        return {"probabilities": q, "targets": sharpened(q)}
+        return {"probabilities": q, "targets": sharpen(q)}
 
 
-def sharpened(q: Tensor) -> Tensor:
+def sharpen(q: Tensor) -> Tensor:
     """Compute the targets of DEC (Xie et al., 2016, Eq. 3): p ~ q^2 / f.
 
     Args:
@@ -239,7 +241,7 @@ def sharpened(q: Tensor) -> Tensor:
     return p / p.sum(dim=1, keepdim=True)
 
 
-def remember_(probabilities: Tensor, rows: Tensor, q: Tensor) -> None:
+def store_probabilities_(probabilities: Tensor, rows: Tensor, q: Tensor) -> None:
     """Store the q of all workers' rows of a step in place.
 
     Args:

@@ -46,11 +46,13 @@ def extended_objective(state: TrainState, batch: Batch, config: Config) -> Loss:
     losses = discovery_loss(
         logits.known, families, labels, targets, objective.temperature, objective.concat
     )
-    total = torch.stack([losses.mean(), *terms(state, batch, logits, objective)]).sum()
+    total = torch.stack(
+        [losses.mean(), *extension_terms(state, batch, logits, objective)]
+    ).sum()
     return Loss(total, losses[0])
 
 
-def terms(
+def extension_terms(
     state: TrainState, batch: Batch, logits: Logits, objective: ObjectiveConfig
 ) -> Iterator[Tensor]:
     """Yield the additional terms of the loss that have a weight, times this weight.

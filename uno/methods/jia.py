@@ -34,7 +34,7 @@ from uno.data.stream import TrainData
 from uno.heads import NovelHead, unit
 from uno.methods import Method, rs
 from uno.methods.common import (
-    contrast_loss,
+    feature_contrast_loss,
     forward_two_views,
 )
 from uno.model import UnoModel
@@ -63,7 +63,7 @@ class Jia(Method):
 
         The objective is :func:`uno.methods.rs.loss_of_pairs`, where pairs are similar
         if more than half of their hash codes are equal. The contrast is
-        :func:`uno.methods.common.contrast_loss`.
+        :func:`uno.methods.common.feature_contrast_loss`.
 
         For the arguments see :meth:`uno.methods.Method.loss`.
         """
@@ -72,9 +72,11 @@ class Jia(Method):
         features = state.model.novel.layer(features)
         codes = hash_codes(features[:, num_labeled:].detach().mean(dim=0), windows)
         all_codes = distributed.gather_rows(codes, 0)
-        similar = agreement(codes, all_codes, windows.shape[1]) > AGREEMENT
+        similar = share_of_equal_codes(codes, all_codes, windows.shape[1]) > AGREEMENT
         pair_loss = rs.loss_of_pairs(state, batch.labels, config, known, novel, similar)
-        return pair_loss + contrast_loss(unit(features), batch.labels, TEMPERATURE)
+        return pair_loss + feature_contrast_loss(
+            unit(features), batch.labels, TEMPERATURE
+        )
 
     def initialize(
         self, config: Config, model: UnoModel, train: TrainData
@@ -109,7 +111,7 @@ def hash_codes(features: Tensor, windows: Tensor) -> Tensor:
     return features[:, windows].argmax(dim=-1)
 
 
-def agreement(codes: Tensor, others: Tensor, window: int) -> Tensor:
+def share_of_equal_codes(codes: Tensor, others: Tensor, window: int) -> Tensor:
     """Return the share of equal codes for each pair of rows.
 
     Args:

@@ -130,9 +130,9 @@ class Ncl(Method):
                 query[num_labeled:], key[num_labeled:], memory, num_near, hard
             )
         seen = query.detach()
-        extra["labeled_memory"] = newest(seen[:num_labeled], labeled_memory)
-        extra["labeled_classes"] = newest(batch.labels, extra["labeled_classes"])
-        extra["memory"] = newest(seen[num_labeled:], memory)
+        extra["labeled_memory"] = push_rows(seen[:num_labeled], labeled_memory)
+        extra["labeled_classes"] = push_rows(batch.labels, extra["labeled_classes"])
+        extra["memory"] = push_rows(seen[num_labeled:], memory)
         return loss
 
     def initialize(
@@ -282,7 +282,7 @@ def hard_negatives(
     return cosines.topk(min(kept, cosines.shape[1]), dim=1).values
 
 
-def newest(rows: Tensor, memory: Tensor) -> Tensor:
+def push_rows(rows: Tensor, memory: Tensor) -> Tensor:
     """Put the rows of all workers in front of a memory, and drop its oldest entries.
 
     Args:

@@ -33,7 +33,7 @@ from uno.data.stream import TrainData
 from uno.methods import Method, rs
 from uno.methods.common import similar_by_cosine
 from uno.model import UnoModel
-from uno.prototype_init import clusters_of, training_features
+from uno.prototype_init import cluster_features, training_features
 from uno.steps import Batch, TrainState, forward
 
 ANCHOR = 0.9  # probability from which an unlabeled row is an anchor
@@ -93,7 +93,7 @@ class OpenMix(Method):
         )
         # the mean is over all rows, also over those that do not count
         mixed_loss = ((joint - targets).square().sum(dim=1) * counts).mean()
-        return pair_loss + WEIGHT * rs.ramp(state, config) * mixed_loss
+        return pair_loss + WEIGHT * rs.rampup_factor(state, config) * mixed_loss
 
     @torch.no_grad()
     def initialize(
@@ -112,7 +112,7 @@ class OpenMix(Method):
         labeled, labels, unlabeled = training_features(config, model, train)
 
         def compute() -> dict[str, Tensor]:
-            clusters = clusters_of(
+            clusters = cluster_features(
                 unlabeled, labeled, labels, train.num_novel, "ncd", config.seed
             )
             return {"centers": clusters.centers}

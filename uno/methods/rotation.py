@@ -29,14 +29,14 @@ def loss(state: TrainState, batch: Batch, config: Config) -> Tensor:
     Returns:
         A scalar.
     """
-    known = forward(state, turned(batch)).known  # (4, B, 4)
+    known = forward(state, turn_views(batch)).known  # (4, B, 4)
     turns = torch.arange(NUM_TURNS, device=known.device)
     turns = turns.repeat_interleave(known.shape[1])
     logits = known.flatten(0, 1) / config.objective.temperature
     return F.cross_entropy(logits, turns)
 
 
-def turned(batch: Batch) -> Batch:
+def turn_views(batch: Batch) -> Batch:
     """Return a batch of four views, where view k is turned by k * 90 degrees.
 
     View k is made from the large view number k modulo the number of large views. Labels

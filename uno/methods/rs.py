@@ -103,7 +103,7 @@ def rank_loss(
     """
     ranked = features[0, len(labels) :].detach()
     top = min(config.method_options.top_k or num_top(ranked.shape[1]), ranked.shape[1])
-    similar = same_top_features(ranked, distributed.gather_rows(ranked, 0), top)
+    similar = have_same_top_features(ranked, distributed.gather_rows(ranked, 0), top)
     return loss_of_pairs(state, labels, config, known, novel, similar)
 
 
@@ -135,7 +135,7 @@ def loss_of_pairs(
     """
     tau, unlabeled = config.objective.temperature, slice(len(labels), None)
     first, second = (novel[:, unlabeled] / tau).softmax(dim=-1)
-    weight = config.method_options.consistency_weight * ramp(state, config)
+    weight = config.method_options.consistency_weight * rampup_factor(state, config)
     return (
         labeled_loss(known, labels, tau)
         + pair_likelihood_loss(
@@ -153,7 +153,7 @@ def num_top(num_features: int) -> int:
     return max(1, round(TOP * num_features / OF))
 
 
-def ramp(state: TrainState, config: Config) -> float:
+def rampup_factor(state: TrainState, config: Config) -> float:
     """Return the factor by which a rising weight is multiplied at this step, 0-1.
 
     Args:
@@ -177,7 +177,7 @@ def consistency_loss(logits: Tensor, temperature: float) -> Tensor:
     return F.mse_loss(*(logits / temperature).softmax(dim=-1))
 
 
-def same_top_features(features: Tensor, others: Tensor, top: int) -> Tensor:
+def have_same_top_features(features: Tensor, others: Tensor, top: int) -> Tensor:
     """Return for which pairs of rows the same features are the largest, in any order.
 
     Args:

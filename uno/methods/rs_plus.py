@@ -64,7 +64,7 @@ class RsPlus(Method):
             joint[:, num_labeled:], clusters[0, num_labeled:], tau
         )
         ranked = rs.rank_loss(state, batch.labels, config, joint, clusters, features)
-        return ranked + INCREMENT * rs.ramp(state, config) * pseudo_label_loss
+        return ranked + INCREMENT * rs.rampup_factor(state, config) * pseudo_label_loss
 
 
 def incremental_loss(joint: Tensor, clusters: Tensor, temperature: float) -> Tensor:

@@ -45,7 +45,7 @@ from uno.heads import NovelHead, unit
 from uno.methods import Method
 from uno.methods.common import (
     cluster_centers,
-    contrast_loss,
+    feature_contrast_loss,
     forward_two_views,
     frozen_sample,
     set_prototypes_,
@@ -111,18 +111,22 @@ class SimGcd(Method):
         labels, tau = batch.labels, config.objective.temperature
         known, novel, features = forward_two_views(state, batch)
         joint = torch.cat([known, novel], dim=-1)  # (2, B, C) cosines
-        barred = 0 if config.data.setting == "gcd" else known.shape[-1]
-        sharp = temperature(state.progress, constants)
-        unsupervised = distillation_loss(joint, len(labels), barred, tau, sharp)
+        num_masked = 0 if config.data.setting == "gcd" else known.shape[-1]
+        sharp = target_temperature(state.progress, constants)
+        unsupervised = distillation_loss(joint, len(labels), num_masked, tau, sharp)
         averaged = joint
         if constants.entropy_rows == "unlabeled":
-            averaged = joint[:, len(labels) :, barred:]
-        unsupervised = unsupervised + constants.epsilon * imbalance(averaged / tau)
+            averaged = joint[:, len(labels) :, num_masked:]
+        unsupervised = unsupervised + constants.epsilon * compute_imbalance(
+            averaged / tau
+        )
         supervised = labeled_loss(joint, labels, tau)
         if (project := state.model.novel.auxiliary) is not None:
             rows = unit(project(features.to(project[0].weight.dtype)))
-            unsupervised = unsupervised + contrast_loss(rows, labels[:0], CONTRAST)
-            supervised = supervised + contrast_loss(
+            unsupervised = unsupervised + feature_contrast_loss(
+                rows, labels[:0], CONTRAST
+            )
+            supervised = supervised + feature_contrast_loss(
                 rows[:, : len(labels)], labels, SUPERVISED_CONTRAST
             )
         weight = constants.labeled_weight
@@ -169,7 +173,7 @@ def build_projection(num_features: int) -> nn.Sequential:
     return nn.Sequential(first, nn.GELU(), second, nn.GELU(), last)
 
 
-def temperature(progress: float, constants: Constants) -> float:
+def target_temperature(progress: float, constants: Constants) -> float:
     """Return the temperature of the targets.
 
     It changes linearly from ``first_temperature`` to ``last_temperature`` over the
@@ -186,7 +190,7 @@ def temperature(progress: float, constants: Constants) -> float:
 
 
 def distillation_loss(
-    joint: Tensor, num_labeled: int, barred: int, tau: float, sharp: float
+    joint: Tensor, num_labeled: int, num_masked: int, tau: float, sharp: float
 ) -> Tensor:
     """Return the cross-entropy of each view's prediction with that of the other view.
 
@@ -196,7 +200,8 @@ def distillation_loss(
         joint: Cosines of two views with all prototypes, (2, B, C). Known classes and
             labeled rows come first.
         num_labeled: The number of labeled rows.
-        barred: The targets of unlabeled rows are zero at the first ``barred`` outputs.
+        num_masked: The targets of unlabeled rows are zero at the first ``num_masked``
+            outputs.
         tau: The temperature of the predictions.
         sharp: The temperature of the targets.
 
@@ -204,7 +209,7 @@ def distillation_loss(
         A scalar, the mean over views and rows.
     """
     targets = joint.detach() / sharp
-    targets[:, num_labeled:, :barred] = -torch.inf
+    targets[:, num_labeled:, :num_masked] = -torch.inf
     return (
         -(targets.softmax(dim=-1).flip(0) * (joint / tau).log_softmax(dim=-1))
         .sum(dim=-1)
@@ -212,7 +217,7 @@ def distillation_loss(
     )
 
 
-def imbalance(logits: Tensor) -> Tensor:
+def compute_imbalance(logits: Tensor) -> Tensor:
     """Return how far the mean prediction is from equal classes: log K - its entropy.
 
     Args:

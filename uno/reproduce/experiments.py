@@ -277,7 +277,7 @@ class Cell(NamedTuple):
         """
         # a plain command line needs no torch
         from uno.data.features import settings as settings_of_features
-        from uno.runs.run import pretrain_hash
+        from uno.runs.run import hash_pretraining
 
         config = self.config
         if config.model.finetune == "none":
@@ -287,7 +287,7 @@ class Cell(NamedTuple):
                 config.model.weights,
             ]
             return f"features/{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]}"  # noqa: E501
-        return f"pretrain/{pretrain_hash(self.config)}"
+        return f"pretrain/{hash_pretraining(self.config)}"
 
 
 def with_own_data(

@@ -17,15 +17,15 @@ from uno.data.images import batches_of, evenly_spaced, spread
 from uno.data.row_blocks import RowBlocks, part
 from uno.data.stream import EvalData, StreamedEvalSet, TrainData, decoded_rows
 from uno.distributed import RankTask
-from uno.frozen import SPECTRAL, Clustering, principal_space
+from uno.frozen import SPECTRAL, Clustering, fit_principal_space
 from uno.model import UnoModel, build_network
 from uno.prototype_init import (
     MAX_ROWS,
     Read,
-    clusters_of,
-    features_by_all,
+    cluster_features,
+    compute_features_together,
+    decode_batches,
     resident_batch_rows,
-    streamed,
 )
 from uno.results import metrics
 from uno.runs.run import load_weights_
@@ -196,7 +196,7 @@ def spectral_clusters(
     Returns:
         Clusters (N_u,) of the unlabeled rows.
     """
-    points = F.normalize(principal_space(features)(features), dim=1)
+    points = F.normalize(fit_principal_space(features)(features), dim=1)
     clustering = Clustering.of(points, labels, num_novel, gcd)
     clusters = clustering.partition(SPECTRAL, num_novel, NUM_STARTS, seed)
     return clusters[labels == FREE]
@@ -265,7 +265,7 @@ def generalized_baselines(
         return
 
     def find(setting: str, num_novel: int) -> Tensor:
-        return clusters_of(
+        return cluster_features(
             unlabeled, labeled, labels, num_novel, setting, config.seed
         ).assignment
 
@@ -312,14 +312,14 @@ def read(config: Config, model: UnoModel, rows: EvalData) -> Rows:
         (chosen,) = spread(rows.images, [rows.index.numpy()], MAX_ROWS)
         numbers = rows.index.numpy()[chosen]
         batches = batches_of(rows.images, numbers, decoded_rows(size, rows.side))
-        load: Read = partial(streamed, rows.decode, numbers)
+        load: Read = partial(decode_batches, rows.decode, numbers)
     else:
         chosen = evenly_spaced(MAX_BASELINE_ROWS, len(rows.truth))
         images = part(rows.images, torch.from_numpy(chosen))
         size = resident_batch_rows(config, len(chosen))
         batches = np.split(np.arange(len(chosen)), range(size, len(chosen), size))
         load = partial(_resident, images)
-    (features,), ok = features_by_all(config, [model], batches, load)
+    (features,), ok = compute_features_together(config, [model], batches, load)
     truth = rows.truth[torch.from_numpy(chosen)].cpu()[ok]
     return Rows(features.cpu()[ok], truth)
 

@@ -158,10 +158,9 @@ def first_classes(known: Sequence[str], num_novel: int) -> list[OutputClass]:
         num_novel: The number of discovered classes.
     """
     novel = islice(_free((f"novel-{i}" for i in count(1)), known), num_novel)
-    named = [(name, "known") for name in known] + [(name, "novel") for name in novel]
     return [
-        OutputClass(index, name, kind, index)
-        for index, (name, kind) in enumerate(named)
+        OutputClass(index, name, "known" if index < len(known) else "novel", index)
+        for index, name in enumerate([*known, *novel])
     ]
 
 

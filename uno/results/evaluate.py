@@ -93,14 +93,14 @@ def evaluate_run(
             )
     train.sync()
     start = start_model(config, storage, train, sets["train"], worker.device)
-    (trained,) = sample_features(config, [model], train)
+    (features,) = sample_features(config, [model], train)
     compared = [] if start is None else baselines(config, start, train, sets["train"])
     alignment_jobs, trust_jobs = list[RankTask](), list[RankTask]()
-    if edits is None and len(trained.unlabeled):
-        align = partial(align_features, model, config, best_head, trained.unlabeled)
+    if edits is None and len(features.unlabeled):
+        align = partial(align_features, model, config, best_head, features.unlabeled)
         num_clusters = model.num_heads * model.num_novel
         alignment_jobs = [RankTask(num_clusters, lambda: align().flatten())]
-    sample = subsample_unlabeled(config, trained, train)
+    sample = subsample_unlabeled(config, features, train)
     if sample is not None:
         cluster = partial(cluster_unlabeled, config, sample, train.num_novel)
         trust_jobs = [RankTask(len(sample.unlabeled), cluster)]

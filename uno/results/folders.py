@@ -41,7 +41,7 @@ def write_csv(storage: Storage) -> str:
     Returns:
         The path of the file.
     """
-    output.sweep_file(storage, CSV_FILE)
+    output.delete_temporary_files_of(storage, CSV_FILE)
     schema = pa.schema(COLUMNS)
     with storage.create(CSV_FILE) as stream:
         stream.write(codecs.BOM_UTF8)
@@ -83,8 +83,10 @@ def sort_images(
         ConfigError: ``by_class`` holds the images of other predictions.
         StorageError: An image can no longer be read.
     """
-    output.begin(storage, MARK, read_identity(storage) or {}, "folder of sorted images")
-    output.sweep(storage, FOLDER)
+    output.claim_directory(
+        storage, MARK, read_identity(storage) or {}, "folder of sorted images"
+    )
+    output.delete_temporary_files(storage, FOLDER)
     pictures, used, start = data.images.pictures(), set[str](), 0
     assert pictures is not None
     for batch in read_batches(storage, ["id", "class_index", "class_name", "kind"]):

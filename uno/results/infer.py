@@ -25,7 +25,7 @@ from uno.config import Config, dump_yaml, override, parse_yaml, require_code
 from uno.data.decode import decoded, ok_mask
 from uno.data.files import Storage
 from uno.data.images import evenly_spaced
-from uno.data.output import find_mapping
+from uno.data.output import read_mapping
 from uno.data.rows import Rows
 from uno.encoder import changed_code, code_of, require_encoder
 from uno.errors import StorageError, one_line
@@ -39,7 +39,7 @@ from uno.results.classes import (
 )
 from uno.results.metrics import confusion, hungarian
 from uno.runs import hardware
-from uno.runtime import plan_of
+from uno.runtime import choose_runtime
 from uno.steps import with_prefix
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ DAMAGE = (
 """Errors that damaged or mismatched files of a model raise when they are loaded."""
 BATCH_BYTES = 64 * 2**20  # bytes of the decoded pixels of a batch
 MAX_BATCH_ROWS = 256
-SAMPLE_ROWS = 10_000  # rows to align heads and to suggest names
+SAMPLE_ROWS = 10_000  # largest number of rows to align heads
 # the alignment of the heads that the evaluation of a run computed, for save_model
 ALIGNMENT_FILE = "alignment.json"
 
@@ -361,7 +361,7 @@ def save_model(
     heads = {k: v for k, v in weights.items() if not k.startswith("encoder.")}
     classes = first_classes(known, module.num_novel)
     code = code_of(config.model.encoder, module.encoder)
-    aligned = find_mapping(storage, ALIGNMENT_FILE) or {}
+    aligned = read_mapping(storage, ALIGNMENT_FILE) or {}
     is_of_head = aligned.get("best_head") == best_head
     stored = ModelClasses(
         classes=classes,
@@ -582,7 +582,7 @@ def at_speed(model: Classifier, config: Config, threads: int) -> Iterator[None]:
         ConfigError: The runtime is not installed.
     """
     vectors = model.config.model.takes_vectors
-    plan = None if vectors else plan_of(config, model.device)
+    plan = None if vectors else choose_runtime(config, model.device)
     encoder = model.module.encoder
     if plan is not None:
         model.module.encoder = hardware.at_speed(encoder, plan, threads)
@@ -616,7 +616,7 @@ def score_rows(
 
 
 def sample_logits(
-    model: Classifier, decode: Decode, rows: np.ndarray, limit: int = SAMPLE_ROWS
+    model: Classifier, decode: Decode, rows: np.ndarray, limit: int
 ) -> tuple[np.ndarray, Logits] | None:
     """Compute the logits of a sample of rows.
 
@@ -652,35 +652,3 @@ def sample_logits(
         name: torch.cat([part[name] for part in parts], dim=-2) for name in parts[0]
     }
     return np.concatenate(indices), Logits(**{"novel": None, "over": None, **joined})  # type: ignore[arg-type]
-
-
-def with_alignment(
-    model: Classifier, storage: Storage, decode: Decode, unlabeled: np.ndarray
-) -> Classifier:
-    """Align the heads of a model by unlabeled rows, and store the alignment.
-
-    The alignment says for each head and each cluster of the best head which cluster
-    corresponds, see :func:`align_heads`. It is added to ``classes.json``. Nothing is
-    changed if the heads are aligned already, or no row can be read.
-
-    Args:
-        model: The model.
-        storage: The directory of the model.
-        decode: Decodes batches of rows.
-        unlabeled: Row numbers of the unlabeled training rows, int64 (N_u,).
-
-    Returns:
-        The model with the alignment.
-    """
-    sample = (
-        sample_logits(model, decode, unlabeled) if model.alignment is None else None
-    )
-    if sample is None or sample[1].novel is None:
-        return model
-    known, novel = sample[1].known[0], sample[1].novel[0]
-    alignment = _align(known, novel, model.best_head, model.config.data.setting)
-    name = model_folder(storage) + "classes.json"
-    stored = ModelClasses.parse(storage.read(name))
-    stored = stored.model_copy(update={"alignment": alignment.tolist()})
-    storage.write(name, stored.dump())
-    return replace(model, alignment=alignment)

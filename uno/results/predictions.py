@@ -44,9 +44,9 @@ PART = f"{FOLDER}/part-{{:06d}}.parquet"
 MARK = f"{FOLDER}/_made_from.json"
 FORMAT = 2
 BATCH_ROWS = 2**13  # rows that are read at a time
-GROUP_ROWS = 512  # rows of a group; a batch never has rows of two groups
 NUM_PARTITIONS = 256  # least number of partitions of a source with enough rows
-MAX_GROUPS = 32  # largest number of groups in a partition: 16,384 rows
+# rows of a partition; batches, which are powers of two, divide it
+MIN_PART_ROWS, MAX_PART_ROWS = 2**9, 2**14
 READERS = 8  # files of partitions that are read ahead
 METADATA = b"uno"  # key of the identity in the metadata of a file
 
@@ -98,59 +98,14 @@ class Summary(NamedTuple):
 
 
 def partition_rows(num_rows: int) -> int:
-    """Return how many rows each partition but the last has.
+    """Return the number of rows of a partition, a power of two.
 
     Args:
-        num_rows: Number of rows of the source.
-
-    Returns:
-        A multiple of :data:`GROUP_ROWS`, at most :data:`MAX_GROUPS` times that. It
-        grows with ``num_rows`` once there are enough rows for :data:`NUM_PARTITIONS`
-        partitions.
+        num_rows: The number of all rows. With enough rows there are at least
+            :data:`NUM_PARTITIONS` partitions.
     """
-    return GROUP_ROWS * min(
-        max(num_rows // (GROUP_ROWS * NUM_PARTITIONS), 1), MAX_GROUPS
-    )
-
-
-def batch_sizes(first: int, num_rows: int, batch_rows: int) -> list[int]:
-    """Return the sizes of the batches into which consecutive rows are cut.
-
-    A batch has at most ``batch_rows`` rows, and all of its rows are in the same group
-    of :data:`GROUP_ROWS` rows.
-
-    Args:
-        first: Number of the first row, counted from the start of the source.
-        num_rows: Number of rows to cut.
-        batch_rows: Largest number of rows of a batch.
-    """
-    sizes, row, end = list[int](), first, first + num_rows
-    while row < end:
-        sizes.append(min(batch_rows, GROUP_ROWS - row % GROUP_ROWS, end - row))
-        row += sizes[-1]
-    return sizes
-
-
-def chunk_rows(part_rows: int, max_rows: int) -> int:
-    """Return how many rows of a partition are decoded at once.
-
-    The number divides the rows of a partition, so that its chunks have equal size.
-
-    Args:
-        part_rows: Rows of a partition, as :func:`partition_rows` returns them.
-        max_rows: Largest number of rows to return, at least 1.
-
-    Returns:
-        If ``max_rows`` is below :data:`GROUP_ROWS`, the largest power of two that is
-        not above it. Otherwise the largest multiple of :data:`GROUP_ROWS` that is not
-        above it and divides ``part_rows``.
-    """
-    if max_rows < GROUP_ROWS:
-        return int(2 ** (max_rows.bit_length() - 1))
-    groups = range(1, max_rows // GROUP_ROWS + 1)
-    return GROUP_ROWS * max(
-        num for num in groups if part_rows % (num * GROUP_ROWS) == 0
-    )
+    power = max(1, num_rows // NUM_PARTITIONS).bit_length() - 1
+    return min(max(2**power, MIN_PART_ROWS), MAX_PART_ROWS)
 
 
 class InputSpec(NamedTuple):
@@ -175,7 +130,8 @@ class InputSpec(NamedTuple):
             part_rows: The number of rows of a partition. At most 64 MiB of pixels are
                 decoded at once.
         """
-        rows = chunk_rows(part_rows, max(1, BATCH_BYTES // (3 * model.size**2)))
+        fit = max(1, BATCH_BYTES // (3 * model.size**2))
+        rows = min(part_rows, 2 ** (fit.bit_length() - 1))
         return cls(model.size, rows, model.config.data.interpolation)
 
 
@@ -294,13 +250,12 @@ def classify(
     Yields:
         The table of a batch with the scores, see :func:`result_table`.
     """
-    ok, start = ok_mask(facts["reason"].to_pylist()), 0
-    for size in batch_sizes(facts["row"][0].as_py(), len(facts), model.batch_rows):
-        own = slice(start, start + size)
-        fine = torch.from_numpy(ok[own])
-        scores = model.score(pixels[own][fine]) if fine.any() else None
-        yield result_table(facts[own], ok[own], scores, embedding)
-        start += size
+    ok = ok_mask(facts["reason"].to_pylist())
+    for start in range(0, len(facts), model.batch_rows):
+        batch = slice(start, start + model.batch_rows)
+        readable = torch.from_numpy(ok[batch])
+        scores = model.score(pixels[batch][readable]) if readable.any() else None
+        yield result_table(facts[batch], ok[batch], scores, embedding)
 
 
 def result_table(
@@ -509,8 +464,8 @@ class PredictionWriter:
                 ``replace``, or files that ``uno predict`` did not write.
         """
         storage = self.storage
-        is_claimed = output.is_ours(storage, MARK, "set of predictions")
-        output.sweep(storage, FOLDER)
+        is_claimed = output.holds_output(storage, MARK, "set of predictions")
+        output.delete_temporary_files(storage, FOLDER)
         mark = _read_mark(storage)
         if mark is not None and mark.made_from == self.identity:
             return mark.state == "complete"
@@ -673,7 +628,7 @@ def _read_mark(storage: Storage) -> Mark | None:
     Returns:
         None if there are no predictions, or this version did not write them.
     """
-    found = output.find_mapping(storage, MARK) or {}
+    found = output.read_mapping(storage, MARK) or {}
     made_from, part_rows = found.get("made_from"), found.get("part_rows")
     is_ours = isinstance(made_from, dict) and made_from.keys() == DIFFERENCES.keys()
     if not is_ours or not isinstance(part_rows, int) or part_rows < 1:

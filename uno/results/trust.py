@@ -31,7 +31,7 @@ from uno.expectation import (
 )
 from uno.frozen import ONE_CLASS_MIXING
 from uno.model import UnoModel
-from uno.prototype_init import Sample, clusters_of
+from uno.prototype_init import Sample, cluster_features
 from uno.results import metrics
 from uno.text import plural
 
@@ -347,7 +347,9 @@ def cluster_unlabeled(config: Config, sample: Sample, num_novel: int) -> Tensor:
     """
     labeled, labels, unlabeled = sample
     setting, seed = config.data.setting, config.seed
-    return clusters_of(unlabeled, labeled, labels, num_novel, setting, seed).assignment
+    return cluster_features(
+        unlabeled, labeled, labels, num_novel, setting, seed
+    ).assignment
 
 
 @torch.no_grad()

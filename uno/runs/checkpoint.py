@@ -58,7 +58,7 @@ def save_checkpoint(
         StorageError: The file cannot be written. It is raised where the function is
             called.
     """
-    name = file_name(phase, checkpoint.step)
+    name = checkpoint_name(phase, checkpoint.step)
     tensors = {
         name: tensor.detach().cpu().contiguous()
         for name, tensor in checkpoint.tensors.items()
@@ -77,7 +77,7 @@ def save_checkpoint(
     enqueue(write)
 
 
-def prune(storage: Storage, phase: str, last: int, keep: int) -> None:
+def prune_checkpoints(storage: Storage, phase: str, last: int, keep: int) -> None:
     """Delete old checkpoints of a phase.
 
     Args:
@@ -89,7 +89,7 @@ def prune(storage: Storage, phase: str, last: int, keep: int) -> None:
     """
     steps = [step for step in checkpoint_steps(storage, phase) if step <= last]
     for step in steps[:-keep]:
-        storage.delete(file_name(phase, step))
+        storage.delete(checkpoint_name(phase, step))
 
 
 def checkpoint_steps(storage: Storage, phase: str) -> list[int]:
@@ -117,7 +117,9 @@ def load_newest(storage: Storage, phase: str) -> Checkpoint | None:
             return load_checkpoint(storage, phase, step)
         except StorageError as error:
             problems[step] = str(error)
-            log.warning("skipping checkpoint %s: %s", file_name(phase, step), error)
+            log.warning(
+                "skipping checkpoint %s: %s", checkpoint_name(phase, step), error
+            )
     if problems:
         none = (
             f"none of the {len(problems)} checkpoints in"
@@ -135,7 +137,7 @@ def load_checkpoint(storage: Storage, phase: str, step: int) -> Checkpoint:
     Raises:
         StorageError: The checkpoint is missing or damaged, or has an unknown format.
     """
-    name = file_name(phase, step)
+    name = checkpoint_name(phase, step)
     try:
         tensors, facts = load_tensors(name, storage.read(name))
     except ValueError as error:
@@ -145,6 +147,6 @@ def load_checkpoint(storage: Storage, phase: str, step: int) -> Checkpoint:
     return Checkpoint(step, tensors, facts.get("config", ""))
 
 
-def file_name(phase: str, step: int) -> str:
+def checkpoint_name(phase: str, step: int) -> str:
     """Return the name of a checkpoint's file, relative to the run directory."""
     return f"checkpoints/{phase}/step_{step:08d}.safetensors"

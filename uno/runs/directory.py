@@ -32,7 +32,7 @@ from uno.runs import (
     STOP_FILE,
 )
 from uno.runs.checkpoint import FORMAT_VERSION
-from uno.runs.hardware import environment
+from uno.runs.hardware import describe_environment
 from uno.text import plural
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def is_run(storage: Storage) -> bool:
         ConfigError: The directory holds something else.
     """
     begun = {ENVIRONMENT_FILE, FORMER_FOLDER}
-    return output.is_ours(storage, CONFIG_FILE, "run", begun)
+    return output.holds_output(storage, CONFIG_FILE, "run", begun)
 
 
 def begin_run(config: Config, storage: Storage, fingerprint: str) -> None:
@@ -68,11 +68,13 @@ def begin_run(config: Config, storage: Storage, fingerprint: str) -> None:
     """
     code = code_of(config.model.encoder).get("code")
     if not is_run(storage):
-        facts = environment(fingerprint) | ({"encoder_code": code} if code else {})
+        facts = describe_environment(fingerprint) | (
+            {"encoder_code": code} if code else {}
+        )
         storage.write(ENVIRONMENT_FILE, json.dumps(facts, indent=1).encode())
         storage.write(CONFIG_FILE, dump_yaml(config).encode())
         return
-    stored = output.find_mapping(storage, ENVIRONMENT_FILE)
+    stored = output.read_mapping(storage, ENVIRONMENT_FILE)
     if stored is None:
         raise ConfigError(
             f"{storage.path(ENVIRONMENT_FILE)} is missing or damaged; use --overwrite"
@@ -83,7 +85,7 @@ def begin_run(config: Config, storage: Storage, fingerprint: str) -> None:
             " --overwrite"
         )
     if keys := differing_keys(read_config_tree(storage), config):
-        raise output.other_settings(
+        raise output.other_settings_error(
             storage.uri, "a run", keys, "use those, --overwrite, or another --output"
         )
     if stored.get("data_fingerprint") != fingerprint:
@@ -171,7 +173,7 @@ def read_config_tree(storage: Storage) -> dict[str, Any]:
 
 def read_results(storage: Storage) -> dict[str, float] | None:
     """Return the content of ``metrics.json``, or None if it is missing or damaged."""
-    return output.find_mapping(storage, RESULTS_FILE)
+    return output.read_mapping(storage, RESULTS_FILE)
 
 
 def delete_leftovers(storage: Storage) -> None:
@@ -180,7 +182,7 @@ def delete_leftovers(storage: Storage) -> None:
     These are temporary files on local disks, Ray's folder, and the request to stop.
     """
     names = [name for name in (RAY_FOLDER, STOP_FILE) if storage.exists(name)]
-    names += output.leftovers(storage)
+    names += output.list_temporary_files(storage)
     # These files may still be written: by a logger's thread, or by Ray's processes.
     busy = (f"{RAY_FOLDER}/", f"{LOGGERS_FOLDER}/")
     for name in names:

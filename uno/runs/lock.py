@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from uno.data.files import TEMPORARY, Storage
-from uno.data.output import LOCK_FILE, is_lock, mapping
+from uno.data.output import LOCK_FILE, is_lock, parse_mapping
 from uno.errors import ConfigError, StorageError
 from uno.limits import MAX_STATE_BYTES
 
@@ -84,7 +84,9 @@ class RunLock:
         self._renewals = 0
         if not free:
             self._write_lock()
-        elif not self._unchecked_storage.write_first(LOCK_FILE, self._next_content()):
+        elif not self._unchecked_storage.write_if_absent(
+            LOCK_FILE, self._next_content()
+        ):
             holder = _read_lock(self._unchecked_storage) or {}
             raise _in_use_error(self._unchecked_storage, holder)
         threading.Thread(target=self._renew, name="uno-lock", daemon=True).start()
@@ -186,7 +188,7 @@ def _in_use_error(storage: Storage, lock: dict[str, Any]) -> ConfigError:
 def _read_lock(storage: Storage) -> dict[str, Any] | None:
     """Return the content of the lock file, {} if damaged, None if missing."""
     data = storage.find(LOCK_FILE, MAX_STATE_BYTES)
-    return None if data is None else mapping(data) or {}
+    return None if data is None else parse_mapping(data) or {}
 
 
 def _describe_holder(lock: dict[str, Any]) -> str:

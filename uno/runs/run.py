@@ -44,7 +44,7 @@ from uno.training import Phase, Worker, fit
 from uno.weights import PRETRAINED, is_file, load_encoder_, read_weights
 
 
-def phases(config: Config, last: str = DISCOVER) -> tuple[str, ...]:
+def list_phases(config: Config, last: str = DISCOVER) -> tuple[str, ...]:
     """Return the names of the phases of a run, in order.
 
     With ``model.weights`` there is neither a pretext task nor pretraining. Otherwise
@@ -101,7 +101,7 @@ def plans(
     Raises:
         ConfigError: The batch size does not fit the numbers of rows or workers.
     """
-    names = [*phases(config, PRETRAIN), DISCOVER]
+    names = [*list_phases(config, PRETRAIN), DISCOVER]
     sizes = num_labeled, num_unlabeled, num_workers
     return {
         name: plan_phase(config, name, *sizes)
@@ -110,7 +110,7 @@ def plans(
     }
 
 
-def pretrain_hash(config: Config) -> str:
+def hash_pretraining(config: Config) -> str:
     """Return a hash of the settings that pretraining depends on, 12 hex digits."""
     defaults = flatten(to_dict(Config()))
     return config_hash(
@@ -272,7 +272,7 @@ def _load_teacher(config: Config, train: TrainData, storage: Storage) -> UnoMode
         ConfigError: There was no pretraining on the same known classes.
     """
     model = build_network(config, train.num_known, 0, config.seed)
-    if PRETRAIN in phases(config):
+    if PRETRAIN in list_phases(config):
         has_known = _load_phase_(model, storage, PRETRAIN)
     else:
         has_known = load_weights_(model, config, storage)
@@ -325,7 +325,7 @@ def load_weights_(model: UnoModel, config: Config, storage: Storage) -> bool:
         return False
     if source is not None:
         return _load_phase_(model, Storage(source), PRETRAIN)
-    before = [name for name in phases(config) if name != DISCOVER]
+    before = [name for name in list_phases(config) if name != DISCOVER]
     if not before:
         return False
     has_known = _load_phase_(model, storage, before[-1])

@@ -25,7 +25,7 @@ from uno.data.vectors import with_views
 from uno.errors import ConfigError, Interrupted
 from uno.runs.hardware import at_speed, local_device, num_threads
 from uno.runs.run import frozen_encoder
-from uno.runtime import Runtime, plan_of, require_runtime
+from uno.runtime import Runtime, choose_runtime, require_runtime
 from uno.session.console import announce_reading, count_items, print_line
 from uno.session.resources import trains_on_features
 from uno.text import plural
@@ -209,7 +209,7 @@ def _faster_encoder(job: FeatureJob, encoder: nn.Module, rows: np.ndarray) -> nn
     Raises:
         ConfigError: The runtime cannot compute the encoder.
     """
-    plan = plan_of(job.config, local_device(job.config))
+    plan = choose_runtime(job.config, local_device(job.config))
     if plan is None:
         return encoder
     fast = at_speed(encoder, plan, num_threads(job.config))

@@ -31,7 +31,6 @@ from uno.results.classes import (
     OutputClass,
     hashes,
 )
-from uno.results.evaluate import read_edits
 from uno.results.export import CARD_FILE, FORMATS, export, model_card
 from uno.results.infer import Classifier, load_classifier, model_folder, save_model
 from uno.results.predictions import read_columns
@@ -44,7 +43,7 @@ from uno.session.backend import LocalBackend
 from uno.session.console import Progress, interrupt_on_signal, print_line
 from uno.session.data import Show
 from uno.session.loggers import Loggers
-from uno.session.predict import align_heads, predict_run
+from uno.session.predict import predict_run
 from uno.session.prepare import (
     check_data,
     check_run,
@@ -143,9 +142,6 @@ def evaluate(target: str, given: Mapping[str, Any]) -> None:
     directory.check_images(run.storage, run.task.rows)
     check_data(run.config, run.task, read_images=False)
     with run.locked():
-        edits = read_edits(run.storage)
-        if edits is not None and edits.alignment is None:
-            align_heads(run, load_classifier(run.storage))
         before, metrics = run.metrics, _train_and_evaluate(run)
         is_saved = run.storage.exists(CLASSES_FILE)
         model = load_classifier(run.storage) if is_saved else _save_model(run)
@@ -210,7 +206,7 @@ def apply_classes(run: Run, model: Classifier, edited: list[OutputClass]) -> Non
     storage.write(f"{folder}classes.json", stored.dump())
     model, measured = replace(model, classes=edited), None
     if run.opened is not None:
-        model, measured = align_heads(run, model), _train_and_evaluate(run) or None
+        measured = _train_and_evaluate(run) or None
     finish(run, model, measured, predict, report)
     renamed = not predict and predictions.rename(storage, edited)
     updated = {
@@ -256,7 +252,7 @@ def finish(
         assert model is not None
         also = " and writing the report" if report else ""
         print_line(f"predicting all images{also}")
-        model, _ = predict_run(run, model)
+        predict_run(run, model)
     if report:
         write_report(
             run.config,

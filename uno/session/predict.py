@@ -6,18 +6,15 @@
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from uno.config import Config, override
 from uno.data.files import Storage
-from uno.data.images import evenly_spaced, spread
+from uno.data.images import evenly_spaced
 from uno.data.sources import read_rows
-from uno.data.splits import Task
 from uno.data.vectors import require_kind
-from uno.errors import ConfigError, UnoError
+from uno.errors import ConfigError
 from uno.results import infer
 from uno.results.folders import sort_images, write_csv
-from uno.results.infer import SAMPLE_ROWS, Classifier, with_alignment
+from uno.results.infer import Classifier
 from uno.results.predictions import PredictionWriter, Summary
 from uno.runs import CONFIG_FILE
 from uno.runs.hardware import num_threads
@@ -101,13 +98,6 @@ def predict(
     require_kind(model.config.model, rows.images)
     if folders and rows.images.pictures() is None:
         raise ConfigError("--folders copies images, and the data has only vectors")
-    try:
-        model = align_heads(run, model)
-    except UnoError as error:
-        print_line(
-            "warning: head_agreement is empty, because heads cannot be aligned:"
-            f" {error}"
-        )
     output = Storage(str(given.get("output", storage.uri)))
     writer = PredictionWriter(
         output, rows, model, embedding, replace="output" not in given
@@ -128,52 +118,18 @@ def predict(
             print_line(f"sorted: {sort_images(output, rows, show)}")
 
 
-def predict_run(run: Run, model: Classifier) -> tuple[Classifier, Summary]:
+def predict_run(run: Run, model: Classifier) -> Summary:
     """Predict all rows of a run into its folder ``predictions``.
 
     Predictions of an earlier model are replaced.
 
     Returns:
-        The model with aligned heads, and the numbers of rows.
+        The numbers of rows.
     """
-    model = align_heads(run, model)
     writer = PredictionWriter(
         run.storage, run.task.rows, model, embedding=False, replace=True
     )
-    return model, _predict(run, model, writer)
-
-
-def align_heads(run: Run, model: Classifier) -> Classifier:
-    """Align the heads of a model on unlabeled rows of its run, unless they are aligned.
-
-    The alignment says which outputs of the novel heads mean the same class. It is
-    stored in the directory of the run.
-
-    Returns:
-        The model with aligned heads.
-    """
-    if model.alignment is not None:
-        return model
-    decode = run.backend.decoder(run, model)
-    return with_alignment(model, run.storage, decode, unlabeled_rows(run.task))
-
-
-def unlabeled_rows(task: Task) -> np.ndarray:
-    """Select unlabeled training rows that are spread evenly over the data.
-
-    The outputs of a model's heads are matched to each other on these rows, so that the
-    same output of every head means the same novel class.
-
-    Returns:
-        Numbers of the rows in the task, int64 (n,), n <= :data:`SAMPLE_ROWS`.
-    """
-    kinds = [
-        np.flatnonzero(task.is_train & member)
-        for member in (task.labels >= 0, task.labels < 0)
-    ]
-    return kinds[1][
-        spread(task.rows.images, kinds, SAMPLE_ROWS, task.labels[kinds[0]])[1]
-    ]
+    return _predict(run, model, writer)
 
 
 def _predict(run: Run, model: Classifier, writer: PredictionWriter) -> Summary:

@@ -103,7 +103,7 @@ def open_run(
         storage,
         backend,
         opened=task,
-        phases=training.phases(config, last),
+        phases=training.list_phases(config, last),
         evaluate=last == DISCOVER,
         batch_is_derived=derives_batch(config, given),
         dry_run=dry_run,

@@ -7,14 +7,14 @@ from safetensors import safe_open
 
 from uno.data.files import Storage
 from uno.data.output import (
-    begin,
+    claim_directory,
+    delete_temporary_files,
+    delete_temporary_files_of,
     dump_tensors,
-    find_mapping,
-    is_ours,
-    leftovers,
+    holds_output,
+    list_temporary_files,
     load_tensors,
-    sweep,
-    sweep_file,
+    read_mapping,
 )
 from uno.errors import ConfigError
 
@@ -66,36 +66,40 @@ def test_a_directory_is_begun_continued_or_refused(storage):
         "also.txt",
     ):  # of a killed command
         storage.write(name, b"")
-    assert not is_ours(storage, "made.json", "thing", {"also.txt"})
+    assert not holds_output(storage, "made.json", "thing", {"also.txt"})
     with pytest.raises(
         ConfigError,
         match=r"out is not empty and holds no thing \(no made.json\); nothing",
     ):
-        begin(storage, "made.json", {"rows": 3}, "thing")
+        claim_directory(storage, "made.json", {"rows": 3}, "thing")
     storage.delete("also.txt")
-    begin(storage, "made.json", {"rows": 3, "of": "x"}, "thing", finished=False)
-    assert find_mapping(storage, "made.json") == {
+    claim_directory(
+        storage, "made.json", {"rows": 3, "of": "x"}, "thing", finished=False
+    )
+    assert read_mapping(storage, "made.json") == {
         "rows": 3,
         "of": "x",
         "finished": False,
     }
-    begin(storage, "made.json", {"rows": 3, "of": "x"}, "thing", finished=True)
-    assert find_mapping(storage, "made.json")["finished"] is False
+    claim_directory(
+        storage, "made.json", {"rows": 3, "of": "x"}, "thing", finished=True
+    )
+    assert read_mapping(storage, "made.json")["finished"] is False
     for content in (None, b"[]", b"{", b"[" * 100_000):
         if content is not None:
             storage.write("made.json", content)
         with pytest.raises(
             ConfigError, match=r"holds another thing \(other data or options: .*of\)"
         ):
-            begin(storage, "made.json", {"rows": 3, "of": "y"}, "thing")
+            claim_directory(storage, "made.json", {"rows": 3, "of": "y"}, "thing")
     storage.write("below/mine.txt", b"")
     with pytest.raises(ConfigError, match=r"out/below is not empty and holds no thing"):
-        begin(storage, "below/made.json", {}, "thing")
+        claim_directory(storage, "below/made.json", {}, "thing")
 
 
 def test_what_killed_writers_left_goes_and_nothing_else(storage):
     """Kills: the lock of a command at work, a file of the user's with a dot, another
-    file's leftovers.
+    file's list_temporary_files.
     """
     names = [
         ".a.json.0a1b2c3d",
@@ -107,11 +111,14 @@ def test_what_killed_writers_left_goes_and_nothing_else(storage):
     ]
     for name in names:
         storage.write(name, b"")
-    sweep_file(storage, "c")
-    assert leftovers(storage) == names[:2] and leftovers(storage, "b") == names[1:2]
-    sweep_file(storage, "a.json")
-    assert leftovers(storage) == names[1:2]
-    sweep(storage)
+    delete_temporary_files_of(storage, "c")
+    assert (
+        list_temporary_files(storage) == names[:2]
+        and list_temporary_files(storage, "b") == names[1:2]
+    )
+    delete_temporary_files_of(storage, "a.json")
+    assert list_temporary_files(storage) == names[1:2]
+    delete_temporary_files(storage)
     assert [storage.exists(name) for name in names] == [
         False,
         False,

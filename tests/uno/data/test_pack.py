@@ -2,7 +2,6 @@
 incomplete.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -17,7 +16,7 @@ from uno.data.decode import decode_many, ok_mask
 from uno.data.files import Storage
 from uno.data.pack import pack, store_local
 from uno.data.sources import read_rows
-from uno.data.splits import labeled_rows, limit_rows, make_task
+from uno.data.splits import labeled_rows, make_task
 
 from .builders import encoded, failure, hf_table, pixels, write_images
 
@@ -109,34 +108,6 @@ def test_the_shards_stream_well(tmp_path, monkeypatch):
             ):
                 assert (tmp_path / "images" / name).read_bytes() == image
     assert kinds == {True, False}
-
-
-def test_the_same_rows_go_where_they_always_went(tmp_path, monkeypatch):
-    """Else no pack that a kill or an older version began could be finished. Kills:
-    another shuffle, a row group of one row more, another order of the rows that a limit
-    leaves.
-    """
-    monkeypatch.setattr(module, "GROUP_BYTES", 1000)
-    config = config_of("digits", **{"data.known_classes": "first:5"})
-    rows = read_rows(config)
-    rows = rows.take(limit_rows(rows, 200))
-    pack(
-        rows,
-        labeled_rows(rows, config) & rows.is_train,
-        Storage(str(tmp_path)),
-        3000,
-        store_local(1),
-    )
-    plan = json.loads((tmp_path / "pack.json").read_text())
-    assert len(plan["shards"]) == 20
-    assert plan["fingerprint"].startswith("da728dcd53de829ae532533c5a2f27be")
-    files = [pq.ParquetFile(tmp_path / name) for name in plan["shards"]]
-    groups = [
-        [file.read_row_group(i)["id"].to_pylist() for i in range(file.num_row_groups)]
-        for file in files
-    ]
-    digest = hashlib.sha256(json.dumps(groups).encode()).hexdigest()
-    assert digest.startswith("2ad11698ed41")
 
 
 def test_a_damaged_page_is_one_line(tmp_path):

@@ -13,7 +13,6 @@ import pyarrow.fs
 import pyarrow.parquet as pq
 import pytest
 
-from tests.s3 import BUCKET, make_bucket, requests_of, store
 from uno.config import Config, DataConfig, override
 from uno.data import files as filesystem
 from uno.data import tar
@@ -582,35 +581,6 @@ def test_members_that_are_no_files_are_bad_rows(tmp_path):
     assert {file.name for file in tmp_path.iterdir()} == {"a.tar", "secret.png"}
 
 
-def test_old_sparse_files(tmp_path):
-    """Of GNU tar, whose map goes on in blocks of its own. Kills: the map taken for
-    headers.
-    """
-    image, header = encoded(pixels(0)), tarfile.TarInfo("1.png")
-    header.size, header.type = len(image), tarfile.GNUTYPE_SPARSE
-    block = bytearray(header.tobuf(tarfile.GNU_FORMAT))
-    block[482] = 1
-    block[148:156] = b" " * 8
-    block[148:156] = f"{sum(block):06o}\0 ".encode()
-    extension = bytes(504) + b"\1" + bytes(7)
-    rest = io.BytesIO()
-    with tarfile.open(fileobj=rest, mode="w") as archive:
-        add(archive, "2.png", image)
-    data = (
-        bytes(block)
-        + extension
-        + bytes(512)
-        + image
-        + bytes(-len(image) % 512)
-        + rest.getvalue()
-    )
-    (tmp_path / "a.tar").write_bytes(data)
-    rows = read(f"tar:{tmp_path / 'a.tar'}")
-    assert rows.ids.to_pylist() == ["a.tar#1", "a.tar#2"] and rows.images.read_images(
-        np.arange(2)
-    ) == [b"", image]
-
-
 def test_cut_off_anywhere(tmp_path):
     """One line, or a row that is listed as bad. Kills: a read beyond the end, a
     whole image lost.
@@ -723,29 +693,6 @@ def test_json_may_be_large_where_it_is_not_wanted(tmp_path):
         [("1.cls", b"cat"), ("1.json", more), ("1.png", encoded(pixels(0)))],
     )
     assert read(f"tar:{path}").labels.to_pylist() == ["cat"]
-
-
-@pytest.mark.release
-def test_s3_is_asked_less_often_than_there_are_images(both, tmp_path, monkeypatch):
-    """Counted by moto. Kills: a request for every header or image."""
-    with store(0) as (env, log):
-        for name, value in env.items():
-            monkeypatch.setenv(name, value)
-        filesystem._connect.cache_clear()  # which leads to another test's server
-        make_bucket()
-        place = Storage(f"s3://{BUCKET}/in")
-        for file in (tmp_path / "shards").iterdir():
-            place.write(f"shards/{file.name}", file.read_bytes())
-        before = len(requests_of(log))
-        rows = read(f"tar:{place.uri}/shards")
-        scanned = len(requests_of(log))
-        assert rows.images.read_images(np.arange(30)) == read(
-            both[1]
-        ).images.read_images(np.arange(30))
-        # five shards of thirty images
-        assert scanned - before < 30 and len(requests_of(log)) - scanned < 30
-        assert read(f"tar:{place.uri}/shards/train-{{000..004}}.tar").ids == rows.ids
-    filesystem._connect.cache_clear()
 
 
 def test_a_shard_whose_folders_are_the_classes_is_refused_with_a_way_out(tmp_path):

@@ -214,7 +214,7 @@ def test_the_teacher_of_rkd_is_a_known_head_on_the_features(rkd, tmp_path):
     a resume.
     """
     train, whole = feature_set(), Storage(str(tmp_path / "whole"))
-    assert run.phases(rkd) == (PRETRAIN, DISCOVER)
+    assert run.list_phases(rkd) == (PRETRAIN, DISCOVER)
     run.run_phase(rkd, PRETRAIN, train, HERE, whole)
     state = run.run_phase(rkd, DISCOVER, train, HERE, whole)
     taught = state.teacher([train.labeled_images[:, 0]]).known[0].argmax(dim=1)

@@ -52,14 +52,14 @@ def test_q_and_p_equal_the_loops():
     found = head(features)[0].softmax(dim=-1)
     np.testing.assert_allclose(found.detach().numpy(), expected, rtol=1e-9)
     np.testing.assert_allclose(
-        dtc.sharpened(found).detach().numpy(), naive_p(expected), rtol=1e-9
+        dtc.sharpen(found).detach().numpy(), naive_p(expected), rtol=1e-9
     )
     # equal rows stay; certain rows stay; a large cluster yields
     even = torch.full((4, 2), 0.5)
-    torch.testing.assert_close(dtc.sharpened(even), even)
-    torch.testing.assert_close(dtc.sharpened(torch.eye(3)), torch.eye(3))
+    torch.testing.assert_close(dtc.sharpen(even), even)
+    torch.testing.assert_close(dtc.sharpen(torch.eye(3)), torch.eye(3))
     q = torch.tensor([[0.5, 0.5], [0.9, 0.1]])
-    assert dtc.sharpened(q)[0, 1] > 0.5
+    assert dtc.sharpen(q)[0, 1] > 0.5
 
 
 def test_the_start_is_pca_and_k_means():
@@ -84,7 +84,7 @@ def test_the_start_is_pca_and_k_means():
             head.weight[0, k].detach(), points[nearest == k].mean(axis=0), atol=1e-4
         )
     torch.testing.assert_close(
-        state.extra["targets"], dtc.sharpened(state.extra["probabilities"])
+        state.extra["targets"], dtc.sharpen(state.extra["probabilities"])
     )
 
 
@@ -127,7 +127,7 @@ def test_the_step_equals_the_loop(step):
     assert not state.model.known.weight.grad.any()
     # a bad step leaves the memory alone: no NaN becomes a target epochs later
     memory = torch.full((4, 2), 0.5)
-    dtc.remember_(
+    dtc.store_probabilities_(
         memory, torch.tensor([2, 0]), torch.tensor([[float("nan")] * 2, [0.9, 0.1]])
     )
     torch.testing.assert_close(

@@ -161,11 +161,11 @@ def test_the_other_view_and_the_memories_have_no_gradient():
     query, key = (directions(3, s).requires_grad_() for s in (0, 1))
     ncl.neighbor_loss(query, key.detach(), directions(8, 2), 2, None).backward()
     assert query.grad is not None and query.grad.abs().sum() > 0
-    kept = ncl.newest(query, directions(2, 4))
+    kept = ncl.push_rows(query, directions(2, 4))
     assert kept.shape == (2, 6) and torch.equal(kept, query[:2])
     bad = torch.full((1, 6), float("nan"))
     assert torch.equal(
-        ncl.newest(bad, directions(2, 4))[0], torch.zeros(6, dtype=torch.float64)
+        ncl.push_rows(bad, directions(2, 4))[0], torch.zeros(6, dtype=torch.float64)
     )
 
 

@@ -27,7 +27,7 @@ def test_same_top_features_equals_sorting(top):
     features = centers[torch.arange(20) % 4] + 0.1 * torch.rand(
         20, 8, generator=generator
     )
-    found = rs.same_top_features(features[:12], features, top)
+    found = rs.have_same_top_features(features[:12], features, top)
     expected = [
         [naive_same_top(a, b, top) for b in features.numpy()]
         for a in features[:12].numpy()

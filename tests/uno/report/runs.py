@@ -14,7 +14,7 @@ from uno.data.splits import Task, make_task
 from uno.model import build_network
 from uno.presets import preset
 from uno.runs.checkpoint import Checkpoint, save_checkpoint
-from uno.runs.hardware import environment
+from uno.runs.hardware import describe_environment
 
 HOSTILE = [
     "</script><script>alert(1)</script>",
@@ -75,7 +75,8 @@ def write_run(
     save_checkpoint(storage, "discover", Checkpoint(10, tensors, dump_yaml(config)))
     storage.write("config.yaml", dump_yaml(config).encode())
     storage.write(
-        "environment.json", json.dumps(environment(task.rows.fingerprint)).encode()
+        "environment.json",
+        json.dumps(describe_environment(task.rows.fingerprint)).encode(),
     )
     for phase in ("pretrain", "discover"):
         for step in (5, 10):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from uno.config import override
 from uno.data.resident import EvalSet
+from uno.methods.uno import METHOD
 from uno.model import Logits, UnoModel
 from uno.presets import preset
 from uno.results import metrics
@@ -88,7 +89,7 @@ class Spelled(UnoModel):
     """Answers with the logits of the row that an image's first pixels spell."""
 
     def __init__(self, known: Tensor, novel: Tensor) -> None:
-        super().__init__(CONFIG.model, C_L, K)
+        super().__init__(CONFIG.model, C_L, K, METHOD)
         self.rows, self.sizes = [], []
         self.logits = known, novel
 

@@ -5,7 +5,6 @@ in between.
 import json
 import math
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -36,18 +35,14 @@ from uno.results.classes import OutputClass
 from uno.results.infer import (
     NUMBERS,
     align_heads,
-    decoder,
     load_classifier,
     score,
-    with_alignment,
 )
 from uno.results.predictions import (
     FOLDER,
     MARK,
     PART,
     PredictionWriter,
-    batch_sizes,
-    chunk_rows,
     partition_rows,
     predict_rows,
 )
@@ -183,24 +178,6 @@ def test_heads_that_only_number_their_clusters_differently_agree():
     assert own == sorted(another) == [0, 1, 2, 3]
 
 
-def test_alignment_is_kept_with_the_model(tmp_path):
-    write_model(tmp_path, aligned=False)
-    storage = Storage(str(tmp_path))
-    model = load_classifier(storage)
-    assert model.alignment is None
-    aligned = with_alignment(
-        model, storage, decoder(model, read_digits(), threads=1), np.arange(100)
-    )
-    assert (
-        predict_all(model, rows_of("digits", 9), tmp_path / "out")[
-            "head_agreement"
-        ].null_count
-        == 9
-    )
-    assert torch.equal(load_classifier(storage).alignment, aligned.alignment)
-    assert aligned.model_hash == load_classifier(storage).model_hash == model.model_hash
-
-
 def test_no_model_and_damaged_models_are_storage_errors(tmp_path):
     with pytest.raises(StorageError, match="no trained model"):
         load_classifier(Storage(str(tmp_path / "nothing")))
@@ -330,7 +307,7 @@ def test_interrupted_work_continues_and_gives_the_same_table(
             predict_all(model, rows, output)
     assert predictions.read_columns(Storage(str(output)), ["id"]) is None
     stored = sorted((output / FOLDER).glob("*.parquet"))
-    assert len(stored) == after * model.batch_rows // predictions.GROUP_ROWS
+    assert len(stored) == after * model.batch_rows // predictions.MIN_PART_ROWS
     if stored:  # a file that a failing disk cut short is made again
         stored[0].write_bytes(stored[0].read_bytes()[:100])
     (output / FOLDER / ".part-000000.parquet.0a1b2c3d").write_bytes(b"half a part")
@@ -506,47 +483,6 @@ def test_a_callable_that_a_model_names_is_said_and_never_the_models_own(
             load_classifier(Storage(str(config.parent)))
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "batch_rows"), [(1, 256), (512, 256), (3000, 111), (3000, 512)]
-)
-def test_batches_do_not_depend_on_partitions(num_rows, batch_rows):
-    """Kills: a batch across groups, rows lost at the end."""
-    whole = np.cumsum(batch_sizes(0, num_rows, batch_rows))
-    assert whole[-1] == num_rows
-    assert max(np.diff(whole, prepend=0)) <= batch_rows and {
-        *range(512, num_rows, 512)
-    } <= {*whole.tolist()}
-    for part in (512, 1536):
-        ends = [
-            start + end
-            for start in range(0, num_rows, part)
-            for end in np.cumsum(
-                batch_sizes(start, min(part, num_rows - start), batch_rows)
-            ).tolist()
-        ]
-        assert ends == whole.tolist()
-
-
-@pytest.mark.parametrize("num_groups", [1, 5, 6, 32])
-@pytest.mark.parametrize("max_rows", [1, 111, 445, 512, 1600, 10**6])
-def test_chunks_divide_a_partition_and_hold_whole_batches(num_groups, max_rows):
-    """Ray gives a model on a GPU batches of one size only. Kills: a chunk that ends
-    inside a batch.
-    """
-    rows = chunk_rows(512 * num_groups, max_rows)
-    assert rows <= max_rows and 512 * num_groups % rows == 0
-    assert 2 * rows > min(max_rows, 512)
-    batch_rows = min(256, 2 ** (max_rows.bit_length() - 1))
-    ends = {*np.cumsum(batch_sizes(0, 512 * num_groups, batch_rows)).tolist()}
-    assert {*range(rows, 512 * num_groups + 1, rows)} <= ends
-
-
 def test_partitions_grow_with_the_rows_up_to_a_limit():
-    """Few files of many rows, many tasks of few; whole groups always."""
     sizes = [partition_rows(num) for num in (0, 1, 10**5, 10**6, 10**7, 10**9)]
-    assert (
-        sizes[:3] == [512] * 3
-        and all(a <= b for a, b in pairwise(sizes))
-        and sizes[-1] == 16_384
-    )
-    assert all(size % 512 == 0 for size in sizes) and 10**6 / sizes[3] >= 256
+    assert sizes == [512, 512, 512, 2048, 16384, 16384]

@@ -276,12 +276,12 @@ def test_signs_of_a_model_on_the_digits(monkeypatch):
     assert found[trust.SCORE] == 0.5 * min(found[trust.KMEANS], found[trust.NEAR])
     seen = []
 
-    def clusters_of(unlabeled, labeled, labels, num_novel, setting, seed):
+    def cluster_features(unlabeled, labeled, labels, num_novel, setting, seed):
         seen.append((len(unlabeled), len(labeled), len(labels), num_novel, setting))
         outputs = trust._outputs(model, unlabeled, 1)
         return type("Found", (), {"assignment": (outputs + 3) % 10})
 
-    monkeypatch.setattr(trust, "clusters_of", clusters_of)
+    monkeypatch.setattr(trust, "cluster_features", cluster_features)
     monkeypatch.setattr(trust, "MAX_ROWS", 60)
     shown = trust.subsample_unlabeled(config, sample, train)
     clusters = trust.cluster_unlabeled(config, shown, 5)

@@ -12,11 +12,11 @@ from uno.data.output import dump_tensors
 from uno.errors import StorageError
 from uno.runs.checkpoint import (
     Checkpoint,
+    checkpoint_name,
     checkpoint_steps,
-    file_name,
     load_checkpoint,
     load_newest,
-    prune,
+    prune_checkpoints,
     save_checkpoint,
 )
 
@@ -34,11 +34,11 @@ def tensors(step: int) -> dict[str, torch.Tensor]:
 def save(storage: Storage, *steps: int, keep: int = 9, phase: str = "discover") -> None:
     for step in steps:
         save_checkpoint(storage, phase, Checkpoint(step, tensors(step), "seed: 0\n"))
-        prune(storage, phase, step, keep)
+        prune_checkpoints(storage, phase, step, keep)
 
 
 def path(step: int) -> str:
-    return file_name("discover", step)
+    return checkpoint_name("discover", step)
 
 
 @pytest.fixture

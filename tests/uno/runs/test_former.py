@@ -8,16 +8,16 @@ import pytest
 from uno.data.files import Storage
 from uno.errors import StorageError
 from uno.runs import CONFIG_FILE, DISCOVER, former
-from uno.runs.checkpoint import file_name
+from uno.runs.checkpoint import checkpoint_name
 
 FORMER = {
     CONFIG_FILE: b"former",
     "metrics.json": b"former",
-    file_name(DISCOVER, 7): b"former",
+    checkpoint_name(DISCOVER, 7): b"former",
     "model/classes.json": b"former",
 }
 NEW = {CONFIG_FILE: b"new", "environment.json": b"new", "model/classes.json": b"new"}
-CHECKPOINT = {file_name(DISCOVER, 0): b"new"}
+CHECKPOINT = {checkpoint_name(DISCOVER, 0): b"new"}
 
 
 class Killed(BaseException):

@@ -41,7 +41,12 @@ def run(tmp_path_factory):
     labels = np.where(truth < 4, truth, -1)
     output = str(tmp_path_factory.mktemp("vectors") / "run")
     model = uno.discover(
-        embeddings=vectors, labels=labels, num_novel=2, output=output, **FEW
+        embeddings=vectors,
+        labels=labels,
+        num_novel=2,
+        output=output,
+        report=True,
+        **FEW,
     )
     return model, vectors, truth
 
