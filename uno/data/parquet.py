@@ -142,7 +142,9 @@ class ParquetImages(Images):
         self._times = np.repeat([stat[1] for stat in stats], num_groups).astype(
             np.int64
         )
-        self._has_paths = any(file.rows_without_bytes(column)[1] for file in opened)
+        without_bytes = [file.rows_without_bytes(column) for file in opened]
+        self._names_files = any(least for least, _ in without_bytes)
+        self._may_name_files = any(most for _, most in without_bytes)
 
     def _start_caches(self, opened: Sequence[OpenedParquet | None]) -> None:
         """Set the footers of the files, and start with no row group in memory.
@@ -313,21 +315,22 @@ class ParquetImages(Images):
     def times(self, rows: np.ndarray) -> np.ndarray:
         """Return when the file of each image was last changed, in ns, int64 (n,).
 
-        If a row may have a path in place of bytes, the time is that of the Parquet file
-        or of the image file, whichever is later.
+        If the statistics of the files say that rows have a path in place of bytes, the
+        time is that of the Parquet file or of the image file, whichever is later.
         """
         times = self._times[self.groups(rows)]
-        if not self._has_paths:
+        if not self._names_files:
             return times
-        files = InMemory(self.read_images(rows))
-        return np.maximum(times, files.times(np.arange(len(rows))))
+        parts = self.split_rows(rows, READ_ROWS)
+        of_files = [part.times(np.arange(len(part))) for part in parts]
+        return np.maximum(times, np.concatenate([times[:0], *of_files]))
 
     def paths(self, rows: np.ndarray) -> list[str | None]:
         """Return the path of each image, None if the column holds its bytes.
 
         Nothing is read if no row has a path in place of bytes.
         """
-        return super().paths(rows) if self._has_paths else [None] * len(rows)
+        return super().paths(rows) if self._may_name_files else [None] * len(rows)
 
     @property
     def is_remote(self) -> bool:

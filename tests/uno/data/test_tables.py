@@ -336,6 +336,19 @@ def test_threads_share_one_read_of_a_row_group_and_a_failed_read_is_not_kept(
     assert len(read) == 2
 
 
+@pytest.mark.parametrize("statistics", [True, False])
+def test_a_row_with_a_path_has_the_time_of_its_image(tmp_path, statistics):
+    """Without statistics no image is read to find out which rows have a path."""
+    write_images(tmp_path, ["a.png"])
+    os.utime(tmp_path / "a.png", (4e9, 4e9))
+    table = hf_table([picture(0), {"bytes": None, "path": "a.png"}], [0, 0], ["c"])
+    file = tmp_path / "t.parquet"
+    pq.write_table(table, file, write_statistics=statistics)
+    times = read_parquet(str(tmp_path)).images.times(np.arange(2))
+    written = file.stat().st_mtime_ns
+    assert times.tolist() == [written, 4 * 10**18 if statistics else written]
+
+
 def test_a_rewritten_file_of_equal_size_is_read_anew(tmp_path):
     """A second data set of the same process has nothing of the first one."""
     path = tmp_path / "a.parquet"
