@@ -51,8 +51,8 @@ from uno.config import Config, override
 from uno.cpus import available_cpus
 from uno.data.files import Storage
 from uno.data.images import InMemory
-from uno.data.plan import make_plan
-from uno.data.resident import ResidentBatches
+from uno.data.memory import MemoryBatches
+from uno.data.sampling import make_plan
 from uno.data.stream import StreamSet, crop_local, decode_here
 from uno.data.unreadable import BadRows
 from uno.model import UnoModel, build_network
@@ -277,7 +277,7 @@ class Training:
         sizes = len(train.labels), train.num_unlabeled
         sampling = self.config.data.batch_sampling
         plan = make_plan(0, sampling, case.batch, *sizes)
-        self.batches = ResidentBatches(self.config, train, plan, 0, 1)
+        self.batches = MemoryBatches(self.config, train, plan, 0, 1)
         model = build_network(self.config, train.num_known, train.num_novel, 0)
         self.model = model.to(device, memory_format=torch.channels_last).train()
         bf16 = case.precision == "bf16"

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from benchmarks.measure import environment, medians, spread, take_turns
 from benchmarks.quantities import CLASSES, count_operators
 from uno.config import Config, override
-from uno.data.plan import make_plan
+from uno.data.sampling import make_plan
 from uno.model import Logits, build_network
 from uno.objective import discovery_loss, global_targets
 from uno.presets import preset

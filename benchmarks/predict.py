@@ -169,8 +169,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     methods = {"plain": loop, "uno --workers 0": here}
     extra: dict[str, Any] = {}
     if options.workers:
-        from pipelines import partitions, ray_env
-        from pipelines.inference import predict_on_ray
+        from pipelines import predict, ray_env
+        from pipelines.predict import predict_on_ray
 
         start = time.perf_counter()
         with ray_env.connect() as ray:
@@ -189,7 +189,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
             def in_executions() -> None:
                 few = -(-len(rows) // options.executions)
-                with patch.object(partitions, "EXECUTION_ROWS", few):
+                with patch.object(predict, "EXECUTION_ROWS", few):
                     on_ray()
 
             if options.executions:

@@ -25,8 +25,8 @@ from benchmarks.quantities import CLASSES, limits
 from uno.augment import augment
 from uno.config import Config, override
 from uno.data.decode import decode_many, ok_mask
-from uno.data.plan import make_plan
-from uno.data.resident import ResidentBatches, TrainSet, assemble
+from uno.data.memory import MemoryBatches, TrainSet, assemble
+from uno.data.sampling import make_plan
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.model import UnoModel, build_network
@@ -71,7 +71,7 @@ def main() -> None:
         len(train.labels),
         len(train.unlabeled_images),
     )
-    batches = ResidentBatches(config, train, plan, 0, 1)
+    batches = MemoryBatches(config, train, plan, 0, 1)
     model = build_network(config, train.num_known, train.num_novel, 0).train()
     model = model.to(device, memory_format=torch.channels_last)  # as uno.runs.run does
     if options.compile:

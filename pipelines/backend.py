@@ -11,7 +11,7 @@ import numpy as np
 
 from pipelines import nodes, ray_env
 from pipelines.features import compute_on_ray
-from pipelines.inference import encode_on_ray, predict_on_ray
+from pipelines.predict import encode_on_ray, predict_on_ray
 from pipelines.train import run_on_ray
 from uno.config import Config, override
 from uno.data.splits import Task

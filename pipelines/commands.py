@@ -330,7 +330,7 @@ def data(argv: Sequence[str]) -> int:
     """
     options = parse(argv, DATA)
     if options.args.action == "pack":
-        from pipelines.packing import pack_data
+        from pipelines.pack import pack_data
 
         return pack_data(
             options.config, options.args.shard_mb or SHARD_MB, options.overrides
@@ -367,11 +367,11 @@ def estimate(argv: Sequence[str]) -> int:
 def doctor(argv: Sequence[str]) -> int:
     """Print a line for each finding; return 2 if runs are impossible, else 0."""
     own = parse(argv, DOCTOR).args
-    from pipelines.machine import machine
+    from pipelines.doctor import machine
     from uno.session.console import print_line
 
     if own.cluster:
-        from pipelines.cluster import examine_cluster
+        from pipelines.doctor import examine_cluster
 
         findings = list(examine_cluster(own.dir))
     elif own.dir is not None:

@@ -11,7 +11,7 @@ from typing import Any
 from ray.exceptions import RayActorError
 from ray.train import UserCallback
 
-from pipelines import ray_private
+from pipelines import workarounds
 from uno.data.files import Storage, is_transient
 from uno.errors import Interrupted, UnoError
 from uno.runs import PHASES
@@ -56,11 +56,11 @@ class EndWhenHopeless(UserCallback):
             UnoError: The user must act, or workers keep dying.
             Exception: Another error of a worker occurred three times.
         """
-        lost = [e for e in worker_exceptions.values() if ray_private.raised(e) is None]
+        lost = [e for e in worker_exceptions.values() if workarounds.raised(e) is None]
         raised = [
             error
             for each in worker_exceptions.values()
-            if (error := ray_private.raised(each)) is not None
+            if (error := workarounds.raised(each)) is not None
         ]
         if any(isinstance(error, Preempted) for error in raised) or any(
             map(was_preempted, lost)

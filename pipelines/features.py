@@ -13,7 +13,7 @@ import pyarrow as pa
 import safetensors.torch
 import torch
 
-from pipelines.partitions import map_through_model
+from pipelines.predict import map_through_model
 from pipelines.ray_data import bytes_of, pixel_column, shared_tensor
 from uno.config import Config, to_dict
 from uno.data import features

@@ -27,16 +27,14 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from pipelines.ray_private import NODE
+from pipelines.workarounds import NODE
 from uno.config import Config
 from uno.crops import Cropper
 from uno.data import stream
 from uno.data.decode import DecodedBatch, Interpolation, decode_many, ok_mask
 from uno.data.files import Storage
 from uno.data.images import Images, from_columns, to_columns
-from uno.data.mapped import NeighborViews
-from uno.data.resident import EvalSet
-from uno.data.resident import train_set as resident_set
+from uno.data.memory import EvalSet, train_set
 from uno.data.row_blocks import RowBlocks
 from uno.data.splits import Task, train_rows, truth_rows
 from uno.data.stream import CHUNK_BYTES, Chunk, CropJob, EvalData, References, TrainData
@@ -71,7 +69,7 @@ def shared(
     config: Config,
     task: Task,
     reasons: list[str | None] | None,
-    features: Tensor | NeighborViews | None = None,
+    features: Tensor | None = None,
     images: list[Any] | None = None,
 ) -> dict[str, Any]:
     """Put what all workers read of a task into the object store.
@@ -99,8 +97,7 @@ def shared(
     if streams:
         found["source"] = ray.put(rows.pop("images"))
     if features is not None:
-        parts = (features,) if isinstance(features, Tensor) else features.parts
-        found["features"] = ray.put([part.numpy() for part in parts])
+        found["features"] = ray.put(features.numpy())
     found |= {} if images is None else {"images": images}
     return {"rows": ray.put(rows), "truth": ray.put(truth_rows(task, ok)), **found}
 
@@ -132,12 +129,11 @@ def worker_sets(
     side, rows = config.data.stored_size, dict(ray.get(loop["rows"]))
     if config.data.loading != "streaming":
         if "features" in loop:
-            parts = [shared_tensor(part) for part in ray.get(loop["features"])]
-            features = parts[0] if len(parts) == 1 else NeighborViews(*parts)
+            features = shared_tensor(ray.get(loop["features"]))
             images, seen = RowBlocks([features]), RowBlocks([features[:, 0]])
         else:
             images = seen = pixels_of(ray.get(loop["images"]), side)
-        return resident_set(images, **rows), truth(
+        return train_set(images, **rows), truth(
             lambda own, true, free: EvalSet(seen.select_rows(own), true, own, free)
         )
 

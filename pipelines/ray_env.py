@@ -14,7 +14,7 @@ from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
-from pipelines.ray_private import current_cluster, quiet_pools
+from pipelines.workarounds import current_cluster, quiet_pools
 from uno.config import Config
 from uno.errors import RAY, ConfigError, Interrupted, one_line
 from uno.session.console import in_main_thread, print_line

@@ -23,12 +23,12 @@ from typing import Any
 import torch
 
 import uno.runs.run as training
-from pipelines import nodes, ray_data, ray_env, ray_private
+from pipelines import nodes, ray_data, ray_env, workarounds
 from pipelines.features import compute_on_ray
 from uno.config import Config, override, to_dict
 from uno.data.decode import ok_mask
 from uno.data.files import Storage, join, split
-from uno.data.resident import keep_pixels
+from uno.data.memory import keep_pixels
 from uno.distributed import GroupWorker
 from uno.errors import Interrupted, one_line
 from uno.results.evaluate import evaluate_run
@@ -84,7 +84,7 @@ class Messages:
 
         here = {
             "num_cpus": 0,
-            "label_selector": {ray_private.NODE: ray_data.own_node(ray)},
+            "label_selector": {workarounds.NODE: ray_data.own_node(ray)},
         }
         self.to_driver, self._to_rank_0 = Queue(0, here), Queue(0, here)
 
@@ -547,7 +547,7 @@ def fit(
             torch_config=ray.train.torch.TorchConfig(timeout_s=timeout_s),
         )
     try:
-        with ray_private.cluster_of_helpers():
+        with workarounds.cluster_of_helpers():
             return trainer.fit()
     except ray.train.ControllerError as error:
         raise error.controller_failure from None

@@ -178,12 +178,12 @@ def compute_and_hold() -> None:
     before training, the evaluation, and the first predictions.
     """
     compute_and_count()
-    from pipelines import inference
+    from pipelines import predict
     from pipelines import train as ray_train
 
     ray_train.train_rank = _held("start", ray_train.train_rank)
     ray_train.evaluate_run = _held("evaluation", ray_train.evaluate_run)  # type: ignore[assignment]
-    inference.Scorer.__call__ = _held("prediction", inference.Scorer.__call__)  # type: ignore[method-assign]
+    predict.Scorer.__call__ = _held("prediction", predict.Scorer.__call__)  # type: ignore[method-assign]
 
 
 def _held(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

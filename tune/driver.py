@@ -46,8 +46,7 @@ from uno.config import (
 from uno.data import output
 from uno.data.decode import ok_mask
 from uno.data.files import Storage, reserve_space, split, wrap_errors
-from uno.data.mapped import NeighborViews
-from uno.data.plan import largest_batch
+from uno.data.sampling import largest_batch
 from uno.data.splits import Task
 from uno.encoder import code_of
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
@@ -344,10 +343,7 @@ def load_data(
         else:
             found, reasons = load_images(config, task, own, show)
     leave_out_unreadable(reasons, config, task)
-    if isinstance(found, NeighborViews):
-        images: Source = [part.numpy() for part in found.parts]
-    else:
-        images = path if streams else found.numpy()
+    images: Source = path if streams else found.numpy()
     return sweep_data(task, images, ok_mask(reasons), options.score)
 
 

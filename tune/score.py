@@ -31,10 +31,9 @@ from uno.config import Config
 from uno.data.decode import ok_mask
 from uno.data.files import Storage
 from uno.data.images import Images, batches_of
-from uno.data.mapped import NeighborViews
-from uno.data.plan import TUNE_FOLDS
-from uno.data.resident import EvalSet, train_set
-from uno.data.row_blocks import HostRows, RowBlocks
+from uno.data.memory import EvalSet, train_set
+from uno.data.row_blocks import RowBlocks
+from uno.data.sampling import TUNE_FOLDS
 from uno.data.splits import Task
 from uno.data.stream import (
     EvalData,
@@ -70,13 +69,12 @@ class Unread(NamedTuple):
     ids: pa.LargeStringArray
 
 
-Source = np.ndarray | list[np.ndarray] | str | Unread
+Source = np.ndarray | str | Unread
 """The images of N rows, or what replaces them.
 
 An array holds pixels, uint8 (N,3,S,S), or features of a frozen encoder, float32
-(N,1+V,D). A string is the path of a ``.npy`` file with such features. A list holds the
-parts of :class:`~uno.data.mapped.NeighborViews`. :class:`Unread` holds images that are
-read when they are needed.
+(N,1+V,D). A string is the path of a ``.npy`` file with such features. :class:`Unread`
+holds images that are read when they are needed.
 """
 
 
@@ -282,14 +280,10 @@ def open_folds(
             )
             for name, train, (rows, truth, novel), hidden in folds
         ]
-    values: Tensor | NeighborViews
-    if isinstance(source, list):
-        values = NeighborViews(*map(shared_tensor, source))
-    else:
-        values = shared_tensor(
-            np.load(source, mmap_mode="r") if isinstance(source, str) else source
-        )
-    blocks = HostRows([values]) if isinstance(source, str) else RowBlocks([values])
+    values = shared_tensor(
+        np.load(source, mmap_mode="r") if isinstance(source, str) else source
+    )
+    blocks = RowBlocks([values], stays_on_host=isinstance(source, str))
     # For features this is the evaluation view.
     seen = RowBlocks([values if values.ndim == 4 else values[:, 0]])
     return [

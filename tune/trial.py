@@ -27,7 +27,7 @@ from tune.spaces import Space
 from uno import distributed
 from uno.config import Config, dump_yaml, override
 from uno.data.files import Storage, join
-from uno.errors import Interrupted, NumericsError, StorageError, UnoError
+from uno.errors import ConfigError, Interrupted, NumericsError, StorageError, UnoError
 from uno.runs import DISCOVER, RAY_FOLDER, run
 from uno.runs.journal import read_journal
 from uno.runs.lock import ClaimedStorage
@@ -318,8 +318,12 @@ def shared_pretrainings(
     seeds = range(options.config.seed, options.config.seed + options.seeds)
     for overrides, seed, number in product(trials, seeds, range(len(folds))):
         config = override(options.config, {**overrides, "seed": seed})
-        key = pretrain_key(config, folds[number])
-        found.setdefault(key, Pretraining(key, config, number))
+        fold = folds[number]
+        num_labeled, num_unlabeled = fold.sizes
+        with contextlib.suppress(ConfigError):  # the trial will fail by it
+            run.plans(config, num_labeled, num_unlabeled, config.compute.num_workers)
+            key = pretrain_key(config, fold)
+            found.setdefault(key, Pretraining(key, config, number))
     return [
         each
         for each in found.values()

@@ -374,16 +374,10 @@ class AugmentConfig(Section):
     weak: bool = field(
         False, "Crop and flip only (the paper's weak augmentation, Tab. 2)."
     )
-    vector_view: Literal["noise", "dropout", "neighbors"] = field(
-        "neighbors",
-        "--data vectors with one vector a row: its views have noise, lack some numbers,"
-        " or move towards one of its nearest neighbors.",
-        search=False,
-    )
-    vector_strength: float = field(
-        0.5,
-        "How much: standard deviations of the noise, share of numbers that lack, most"
-        " of the way.",
+    vector_noise: float = field(
+        0.1,
+        "--data vectors with fewer views a row than a step takes: each view has normal"
+        " noise of so many standard deviations of each number.",
         ge=0,
         lt=10,
         search=False,

@@ -18,8 +18,7 @@ from uno.clustering import FREE, kmeans, seeded_kmeans, whiten
 from uno.config import Config
 from uno.data.decode import DecodedBatch, ok_mask
 from uno.data.images import batches_of, evenly_spaced, spread
-from uno.data.resident import TrainSet
-from uno.data.row_blocks import RowBlocks, part
+from uno.data.memory import TrainSet
 from uno.data.stream import TrainData, decoded_rows
 from uno.errors import ConfigError
 from uno.heads import unit
@@ -33,7 +32,7 @@ MIN_BATCH_ROWS, MAX_BATCHES = 32, 64
 
 Kind = Literal["labeled", "unlabeled"]
 KINDS: tuple[Kind, ...] = ("labeled", "unlabeled")
-Read = Callable[[Sequence[np.ndarray]], Iterator[tuple[Tensor | RowBlocks, np.ndarray]]]
+Read = Callable[[Sequence[np.ndarray]], Iterator[tuple[Tensor, np.ndarray]]]
 """Reads images: takes the numbers of the n images of each batch, int64 (n,).
 
 For each batch it yields the images, and bool (n,), which of them could be read. The
@@ -422,12 +421,12 @@ def _resident_batches(
 
     def read(
         batches: Sequence[np.ndarray],
-    ) -> Iterator[tuple[Tensor | RowBlocks, np.ndarray]]:
+    ) -> Iterator[tuple[Tensor, np.ndarray]]:
         for batch in batches:
             is_labeled = batch[0] < num_labeled
             images = train.labeled_images if is_labeled else train.unlabeled_images
-            rows = chosen[torch.from_numpy(batch)].to(images.device)
-            yield part(images, rows), np.ones(len(batch), dtype=bool)
+            rows = chosen[torch.from_numpy(batch)]
+            yield images[rows], np.ones(len(batch), dtype=bool)
 
     return np.split(np.arange(num_rows), starts[1:]), read
 
@@ -461,7 +460,7 @@ def decode_batches(
     decode: Callable[[Iterable[np.ndarray]], Iterator[DecodedBatch]],
     numbers: np.ndarray,
     batches: Sequence[np.ndarray],
-) -> Iterator[tuple[Tensor | RowBlocks, np.ndarray]]:
+) -> Iterator[tuple[Tensor, np.ndarray]]:
     """Yield the images of batches that are decoded now, as :data:`Read` does.
 
     Args:

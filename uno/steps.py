@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from uno.config import Config, PhaseConfig
-from uno.data.plan import Batch as Batch  # imported from here by the methods
+from uno.data.sampling import Batch as Batch  # imported from here by the methods
 from uno.model import Logits, UnoModel
 
 COUNTERS = ("epoch_losses", "head_losses", "window_loss", "skipped")

@@ -30,7 +30,7 @@ from tests.pipelines.small import (
 )
 from uno import objective
 from uno.config import field_names
-from uno.data import resident
+from uno.data import memory
 from uno.data.files import Storage
 from uno.runs import lock
 from uno.runs import run as training
@@ -549,7 +549,7 @@ def test_explain_says_where_every_value_comes_from(tmp_path, capsys, monkeypatch
 def test_a_signal_saves_and_the_same_command_resumes(
     finished, tmp_path, capsys, monkeypatch
 ):
-    batches = resident.ResidentBatches
+    batches = memory.MemoryBatches
     monkeypatch.setattr(batches, "__call__", batches.__call__)  # restored at the end
     output = tmp_path / "run"
     argv = [*DISCOVER, "--output", str(output)]
@@ -627,7 +627,7 @@ def test_two_commands_in_one_directory(tmp_path, capsys, nothing_starts, monkeyp
 
 def test_numbers_out_of_range_stop_with_code_3(tmp_path, capsys, monkeypatch):
     """A loss that is never finite: code 3, one line, and the step."""
-    real = resident.ResidentBatches.__call__
+    real = memory.MemoryBatches.__call__
 
     def poisoned(self, step):
         batch = real(self, step)
@@ -635,7 +635,7 @@ def test_numbers_out_of_range_stop_with_code_3(tmp_path, capsys, monkeypatch):
             views.mul_(np.nan)
         return batch
 
-    monkeypatch.setattr(resident.ResidentBatches, "__call__", poisoned)
+    monkeypatch.setattr(memory.MemoryBatches, "__call__", poisoned)
     assert cli.main([*DISCOVER, "--output", str(tmp_path / "run")]) == 3
     err = capsys.readouterr().err.splitlines()[-1]
     assert err.startswith("uno: error: non-finite loss at pretrain step")

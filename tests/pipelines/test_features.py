@@ -35,7 +35,7 @@ from uno.config import to_dict
 from uno.data import features as cached
 from uno.data.features import compute_local, feature_job
 from uno.data.files import Storage
-from uno.data.resident import ResidentBatches
+from uno.data.memory import MemoryBatches
 from uno.data.sources import read_digits
 from uno.data.splits import make_task
 from uno.encoder import build_encoder
@@ -268,7 +268,7 @@ def test_a_stopped_run_ends_as_the_undisturbed_one(
     argv = [*HEADS, "--weights", str(weights), "--output", str(tmp_path / "run")]
     argv += ["--compute.cache", str(finished.parent / "cache")]
     with monkeypatch.context() as patch:
-        patch.setattr(ResidentBatches, "__call__", ResidentBatches.__call__)
+        patch.setattr(MemoryBatches, "__call__", MemoryBatches.__call__)
         signal_at(7, signal.SIGTERM)
         assert cli.main(argv) == 75
     assert cli.main(argv) == 0

@@ -8,9 +8,9 @@ from unittest.mock import Mock, call
 import pytest
 import ray
 
-from pipelines import backend, nodes, packing, ray_private, tables
+from pipelines import backend, nodes, pack, tables, workarounds
 from pipelines.nodes import wait_for_resources
-from pipelines.partitions import map_through_model
+from pipelines.predict import map_through_model
 from tune.driver import concurrency
 from uno.config import Config, override
 from uno.data.files import Storage
@@ -127,8 +127,8 @@ def estimate(ray, config, monkeypatch):
     return found
 
 
-def pack(ray, config, monkeypatch):
-    packing.store_on_ray(
+def pack_data(ray, config, monkeypatch):
+    pack.store_on_ray(
         ray, override(config, {"output": "s3://bucket/packed?region=us-east-1"})
     )
 
@@ -153,7 +153,7 @@ def tune(ray, config, monkeypatch):
     [
         (estimate, "auto", ["cuda"]),
         (estimate, "cuda", ["cuda"]),
-        (pack, "cuda", None),
+        (pack_data, "cuda", None),
         (reproduce, "cuda", (1.0, 2)),
         (reproduce, "auto", (1.0, 2)),
         (tune, "cuda", (1, {"CPU": 1.0, "GPU": 1.0})),
@@ -226,9 +226,9 @@ def test_shards_that_must_be_here_need_a_cpu_here():
     with pytest.raises(
         ConfigError, match="--output packed is local, where Ray has no CPUs"
     ):
-        packing.store_on_ray(ray, config)
+        pack.store_on_ray(ray, config)
     ray.nodes.return_value[0]["Resources"] = {"CPU": 1.0}
-    assert packing.store_on_ray(ray, config)
+    assert pack.store_on_ray(ray, config)
 
 
 def test_features_are_not_waited_for_after_a_stop(monkeypatch):
@@ -329,14 +329,14 @@ def test_a_pool_of_ray_data_prints_no_line_of_ray_itself(monkeypatch):
     )
 
     seen = []
-    monkeypatch.setattr(ray_private, "GONE", ())  # no fall-back
+    monkeypatch.setattr(workarounds, "GONE", ())  # no fall-back
     monkeypatch.setattr(
         dispatcher,
         "handlers",
         [("prints", lambda printed: seen.extend(printed["lines"]))],
     )
     for _ in range(2):
-        ray_private.quiet_pools()
+        workarounds.quiet_pools()
     assert len(dispatcher.handlers) == 2
     noise = (
         "E 1 core_worker.cc:2465: Actor 'MapWorker' ... See"
@@ -349,7 +349,7 @@ def test_a_pool_of_ray_data_prints_no_line_of_ray_itself(monkeypatch):
 @pytest.mark.ray
 def test_ray_answers_a_worker_and_us(ray_cluster, monkeypatch):
     """Kills: a name of Ray's internals that is not Ray's, a place that stays taken."""
-    monkeypatch.setattr(ray_private, "GONE", ())  # no fall-back
-    with ray_private.cluster_of_helpers():
+    monkeypatch.setattr(workarounds, "GONE", ())  # no fall-back
+    with workarounds.cluster_of_helpers():
         assert os.environ["RAY_ADDRESS"]
     assert wait_for_resources(config_of(), lambda: False)["CPU"] == 1.0

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pipelines import cli, commands
-from pipelines.packing import shard_block, without_images, write_shard
+from pipelines.pack import shard_block, without_images, write_shard
 from tests.uno.data.builders import write_images
 from uno.data.columns import make_ids, make_labels
 from uno.data.files import Storage

@@ -13,7 +13,7 @@ from pipelines.options import parse
 from tests.pipelines.small import SMALL, refused
 from tests.uno.data.builders import write_images
 from uno.config import Config, differing_keys, dump_yaml, override, to_dict
-from uno.data.vectors import given_vectors
+from uno.data.embeddings import given_vectors
 from uno.presets import preset
 from uno.results.trust import verdict
 from uno.session.derive import resolve

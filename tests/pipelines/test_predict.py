@@ -19,7 +19,7 @@ import safetensors.torch
 import torch
 import yaml
 
-from pipelines import backend, cli, inference, ray_env
+from pipelines import backend, cli, predict, ray_env
 from tests.pipelines.small import SMALL, refused, wait_for, write_images
 from tests.uno.data.builders import encoded, pixels
 from tests.uno.data.test_tar import write_tar
@@ -145,7 +145,7 @@ def test_workers_of_a_cluster_look_at_samples(run, monkeypatch, caplog):
     ray = SimpleNamespace(exceptions=errors, put=lambda x: x, get=lambda x: x)
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setattr(ray_env, "connect", lambda: nullcontext(ray))
-    monkeypatch.setattr(inference, "map_through_model", mapped)
+    monkeypatch.setattr(predict, "map_through_model", mapped)
     monkeypatch.setattr(ray_env, "cluster_address", lambda: "a cluster")
     storage, rows, numbers = Storage(str(run)), read_digits(), np.arange(1796, 1000, -1)
     model, workers = load_classifier(storage), backend.RayBackend()
@@ -161,9 +161,9 @@ def test_workers_of_a_cluster_look_at_samples(run, monkeypatch, caplog):
 
     files, images = read_model_files(storage), InMemory(["/no/such.png"])
     how = config, files, images, lambda batches: (len(batches), "here")
-    assert inference.encode_on_ray(*how, [np.arange(1)]) == (1, "here")
-    monkeypatch.setattr(inference, "map_through_model", lost)
-    assert inference.encode_on_ray(*how, [np.arange(1)] * 2) == (2, "here")
+    assert predict.encode_on_ray(*how, [np.arange(1)]) == (1, "here")
+    monkeypatch.setattr(predict, "map_through_model", lost)
+    assert predict.encode_on_ray(*how, [np.arange(1)] * 2) == (2, "here")
     assert caplog.text.count("this machine computes") == 2
 
 

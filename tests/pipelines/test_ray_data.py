@@ -35,12 +35,11 @@ from uno.data.check import NUM_BRIGHTNESS
 from uno.data.decode import decode_many
 from uno.data.files import Storage
 from uno.data.images import InMemory, from_columns
+from uno.data.memory import assemble, eval_sets
 from uno.data.pack import pack, store_local
-from uno.data.resident import assemble, eval_sets
 from uno.data.sources import read_digits, read_rows
 from uno.data.splits import make_task
 from uno.data.stream import CropJob, crop_local, stream_facts, streaming_set
-from uno.data.vectors import Vectors, with_views
 from uno.errors import ConfigError
 from uno.model import UnoModel
 from uno.presets import preset
@@ -559,7 +558,7 @@ def test_a_streamed_run_of_parquet(tmp_path, capsys, monkeypatch):
         == 0
     )
     assert "400 images, 400 packed, 0 bad, 2 shards: out" in capsys.readouterr().out
-    monkeypatch.setattr("uno.data.resident.train_set", pytest.fail)
+    monkeypatch.setattr("uno.data.memory.train_set", pytest.fail)
     words = [
         "--data",
         "parquet:out",
@@ -601,17 +600,13 @@ def test_a_process_that_decodes_imports_little():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_views_of_vectors_reach_workers_in_parts(monkeypatch):
-    """Kills: views that are computed before they travel, or of other rows; features
-    that arrive otherwise.
-    """
+def test_features_reach_workers(monkeypatch):
+    """Kills: features of other rows, and truth of the random views."""
     fake = SimpleNamespace(put=lambda value: value, get=lambda value: value)
     monkeypatch.setitem(sys.modules, "ray", fake)
     monkeypatch.setitem(sys.modules, "ray.train", SimpleNamespace())
-    values = torch.rand(400, 1, 6, generator=torch.Generator().manual_seed(0))
-    rows = replace(
-        read_digits().take(np.arange(400)), images=Vectors(values, [None] * 400)
-    )
+    features = torch.rand(400, 3, 6, generator=torch.Generator().manual_seed(0))
+    rows = read_digits().take(np.arange(400))
     config = small_config(
         model__finetune="none",
         augment__small__num_views=0,
@@ -619,13 +614,10 @@ def test_views_of_vectors_reach_workers_in_parts(monkeypatch):
         data__limit=None,
     )
     task, ok = make_task(rows, config.data), np.ones(400, bool)
-    views = with_views(values, config.augment, ok)
-    for features in (views, views[:]):
-        loop = ray_data.shared(fake, config, task, [None] * 400, features)
-        assert len(loop["features"]) == (3 if features is views else 1)
-        train, truth = ray_data.worker_sets(config, loop, Storage("."))
-        expected = assemble(task, views, ok)
-        assert torch.equal(train.labeled_images[:], expected.labeled_images[:])
-        assert torch.equal(train.unlabeled_images[:], expected.unlabeled_images[:])
-        for split, own in eval_sets(task, views, ok).items():
-            assert torch.equal(truth()[split].images[:], own.images[:])
+    loop = ray_data.shared(fake, config, task, [None] * 400, features)
+    train, truth = ray_data.worker_sets(config, loop, Storage("."))
+    expected = assemble(task, features, ok)
+    assert torch.equal(train.labeled_images[:], expected.labeled_images[:])
+    assert torch.equal(train.unlabeled_images[:], expected.unlabeled_images[:])
+    for split, own in eval_sets(task, features, ok).items():
+        assert torch.equal(truth()[split].images[:], own.images[:])

@@ -29,7 +29,7 @@ from tests.pipelines.small import ROOT
 from uno.config import override
 from uno.data.files import Storage
 from uno.data.images import InMemory
-from uno.data.plan import make_pretrain_plan
+from uno.data.sampling import make_pretrain_plan
 from uno.data.stream import CropJob, StreamSet, crop_local, decode_here
 from uno.data.unreadable import BadRows
 from uno.presets import preset

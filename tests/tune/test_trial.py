@@ -11,6 +11,7 @@ from tests.tune.tiny import CPU, claimed, folds_of, run_tiny, tiny_data, tiny_op
 from tests.uno.small_run import assert_same
 from tune import records, trial
 from tune.records import PartStorage
+from tune.score import make_folds
 from tune.trial import (
     check_starts,
     note_failure,
@@ -174,17 +175,19 @@ def test_trials_share_the_pretrainings_that_their_values_leave_alone(
 ):
     """What a searcher draws later is trained in the directory of the trial."""
     trials = [{"model.num_heads": 2}, {"model.num_heads": 3}, {"model.width": 8}]
-    jobs = shared_pretrainings(options, [fold], trials, storage)
+    trials.append({"train.batch_size": 5000})  # too large for the fold
+    rows = make_folds(tiny_data(options.config), "folds", 1, 0)
+    jobs = shared_pretrainings(options, rows, trials, storage)
     assert [job.config.model.width for job in jobs] == [4, 8]
     worker, name = LocalWorker(CPU), shared_name(jobs[0].key)
     pretrain(jobs[0].config, fold, worker, PartStorage(storage, name))
-    left = shared_pretrainings(options, [fold], trials, storage)
+    left = shared_pretrainings(options, rows, trials, storage)
     assert [job.key for job in left] == [jobs[1].key]
     found = [
         pretrained_directory(
             override(options.config, values), fold, worker, storage, "trials/0007"
         )
-        for values in trials
+        for values in trials[:3]
     ]
     assert found[0] == found[1] == storage.below(name)
     assert found[2] == storage.below(f"trials/0007/pretrain-{jobs[1].key}")

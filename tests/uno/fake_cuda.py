@@ -28,7 +28,7 @@ from tests.uno.small_run import SMALL
 from uno import distributed
 from uno.config import Config
 from uno.data.files import Storage
-from uno.data.resident import TrainSet
+from uno.data.memory import TrainSet
 from uno.runs import run
 from uno.training import LocalWorker, Phase
 

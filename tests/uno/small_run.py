@@ -14,7 +14,7 @@ import torch
 from uno import distributed
 from uno.config import Config, override
 from uno.data.files import Storage
-from uno.data.resident import EvalSet, TrainSet
+from uno.data.memory import EvalSet, TrainSet
 from uno.errors import Interrupted
 from uno.methods import load
 from uno.model import build_network

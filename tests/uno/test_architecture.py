@@ -89,7 +89,7 @@ def test_private_names_of_ray_are_in_one_module():
             if "import " in line
         )
     }
-    assert found == {"pipelines/ray_private.py"}
+    assert found == {"pipelines/workarounds.py"}
 
 
 @pytest.mark.parametrize("word", ["np.random.seed", "random.seed(", "pickle.load"])

@@ -16,7 +16,7 @@ from uno.clustering import FREE, constrained_kmeans, seeded_kmeans, whiten
 from uno.config import override
 from uno.data import parquet
 from uno.data.files import Storage
-from uno.data.resident import TrainSet
+from uno.data.memory import TrainSet
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.data.stream import StreamSet, decode_here, stream_facts, streaming_set

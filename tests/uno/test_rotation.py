@@ -19,7 +19,7 @@ from tests.uno.small_run import (
 )
 from uno.config import override
 from uno.data.files import Storage
-from uno.data.resident import PretextBatches
+from uno.data.memory import MemoryBatches
 from uno.methods import rotation
 from uno.model import build_network
 from uno.runs import run
@@ -34,12 +34,12 @@ CONFIG = small_config(
 
 def rotation_batches(
     config=CONFIG, rank: int = 0, world_size: int = 1
-) -> PretextBatches:
+) -> MemoryBatches:
     train = small_sets()[0]
     plan = run.plans(
         config, len(train.labels), len(train.unlabeled_images), world_size
     )[run.PRETEXT]
-    return PretextBatches(config, train, plan, rank, world_size)
+    return MemoryBatches(config, train, plan, rank, world_size)
 
 
 def test_view_k_is_turned_k_times_and_all_rows_take_part():

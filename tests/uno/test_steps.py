@@ -24,7 +24,7 @@ from tests.uno.small_run import (
 )
 from uno.data.columns import make_labels
 from uno.data.decode import decode_many, ok_mask
-from uno.data.resident import assemble
+from uno.data.memory import assemble
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.model import UnoModel

@@ -19,10 +19,10 @@ from uno.data.decode import (
     pieces,
     read_header,
 )
+from uno.data.embeddings import equal_rows
 from uno.data.files import read_bytes
 from uno.data.images import Image, Images, content_of, evenly_spaced, row_names
-from uno.data.mapped import equal_rows
-from uno.data.plan import by_windows, largest_batch, make_plan, make_pretrain_plan
+from uno.data.sampling import by_windows, largest_batch, make_plan, make_pretrain_plan
 from uno.data.splits import Task, missing_labels, train_rows
 from uno.data.stream import window_rows
 from uno.errors import ConfigError, printable

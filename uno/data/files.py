@@ -54,6 +54,7 @@ Google and Azure, and those of network disks.
 """
 REMOTE_PIECE_BYTES = 8 * 2**20  # bytes of a remote file that are read at once
 UPLOAD_BYTES_PER_S = 256 * 2**10  # mean rate for a file that is uploaded as it grows
+CACHE_VARIABLE = "UNO_CACHE"  # environment variable with the cache directory
 PAUSES_S = (1, 2, 4, 8, 16)  # between attempts, in each of which pyarrow tries for 6 s
 
 P = ParamSpec("P")
@@ -1056,6 +1057,16 @@ class Storage:
             name: Name of the file or directory.
         """
         return wrap_errors(StorageError, f"{what} {self.path(name)}")
+
+
+def user_cache() -> str:
+    """Return the cache directory of the user, a path or URI.
+
+    It is the environment variable ``UNO_CACHE`` if that is set, else ``uno`` in
+    ``XDG_CACHE_HOME`` or in ``~/.cache``. A ``~`` is not expanded.
+    """
+    user = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "uno")
+    return os.environ.get(CACHE_VARIABLE) or user
 
 
 def reserve_space(file: Any, size: int) -> None:

@@ -32,6 +32,7 @@ from uno.data.columns import (
     make_labels,
     present_classes,
 )
+from uno.data.embeddings import read_vectors
 from uno.data.files import FileEntry, children, join, valid_text
 from uno.data.images import EXTENSIONS, Files, InMemory, is_image
 from uno.data.other_formats import fix_for, meaning_of
@@ -39,7 +40,6 @@ from uno.data.read_options import DEFAULT_OPTIONS, ReadOptions
 from uno.data.rows import SPLITS, Rows
 from uno.data.tables import read_parquet, read_table
 from uno.data.tar import read_tar
-from uno.data.vectors import read_vectors
 from uno.errors import ConfigError, did_you_mean, one_line
 from uno.text import plural
 

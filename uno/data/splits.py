@@ -19,8 +19,8 @@ from uno.config import Config, DataConfig, why_not_gcd
 from uno.data.columns import class_codes, class_indices, has_label, present_classes
 from uno.data.files import read_text
 from uno.data.images import evenly_spaced
-from uno.data.plan import HELD_OUT, UNLABEL
 from uno.data.rows import Rows
+from uno.data.sampling import HELD_OUT, UNLABEL
 from uno.errors import ConfigError, did_you_mean
 from uno.limits import MAX_CLASSES
 from uno.text import composed

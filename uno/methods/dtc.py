@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from uno import distributed
 from uno.clustering import kmeans, principal_components
 from uno.config import Config, Section, field
-from uno.data.resident import TrainSet
+from uno.data.memory import TrainSet
 from uno.data.stream import TrainData
 from uno.errors import ConfigError
 from uno.heads import unit

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
-from uno.data.plan import REPORT_MAP
+from uno.data.sampling import REPORT_MAP
 from uno.results.metrics import Counts
 from uno.text import visible
 

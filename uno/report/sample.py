@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from uno.config import Config
 from uno.data.files import Storage
-from uno.data.plan import REPORT_SAMPLE
+from uno.data.sampling import REPORT_SAMPLE
 from uno.data.splits import Task
 from uno.errors import StorageError
 from uno.results.classes import OutputClass, called, first_classes

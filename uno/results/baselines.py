@@ -14,7 +14,7 @@ from uno.clustering import FREE, kmeans
 from uno.config import Config
 from uno.data.files import Storage
 from uno.data.images import batches_of, evenly_spaced, spread
-from uno.data.row_blocks import RowBlocks, part
+from uno.data.row_blocks import RowBlocks
 from uno.data.stream import EvalData, StreamedEvalSet, TrainData, decoded_rows
 from uno.distributed import RankTask
 from uno.frozen import SPECTRAL, Clustering, fit_principal_space
@@ -315,7 +315,7 @@ def read(config: Config, model: UnoModel, rows: EvalData) -> Rows:
         load: Read = partial(decode_batches, rows.decode, numbers)
     else:
         chosen = evenly_spaced(MAX_BASELINE_ROWS, len(rows.truth))
-        images = part(rows.images, torch.from_numpy(chosen))
+        images = rows.images.select_rows(torch.from_numpy(chosen))
         size = resident_batch_rows(config, len(chosen))
         batches = np.split(np.arange(len(chosen)), range(size, len(chosen), size))
         load = partial(_resident, images)
@@ -325,8 +325,8 @@ def read(config: Config, model: UnoModel, rows: EvalData) -> Rows:
 
 
 def _resident(
-    images: Tensor | RowBlocks, batches: Sequence[np.ndarray]
-) -> Iterator[tuple[Tensor | RowBlocks, np.ndarray]]:
+    images: RowBlocks, batches: Sequence[np.ndarray]
+) -> Iterator[tuple[Tensor, np.ndarray]]:
     """Yield batches of images that are in memory, in the form of streamed batches.
 
     Args:
@@ -338,4 +338,4 @@ def _resident(
         be read.
     """
     for batch in batches:
-        yield part(images, torch.from_numpy(batch)), np.ones(len(batch), dtype=bool)
+        yield images[torch.from_numpy(batch)], np.ones(len(batch), dtype=bool)

@@ -32,8 +32,8 @@ from torch import Tensor
 from uno.clustering import FREE, VARIANCE, constrained_kmeans, silhouette, whiten
 from uno.config import Config, PhaseConfig, config_hash
 from uno.data.files import Storage, parse_json
-from uno.data.plan import ESTIMATE
-from uno.data.resident import TrainSet
+from uno.data.memory import TrainSet
+from uno.data.sampling import ESTIMATE
 from uno.encoder import code_of
 from uno.errors import ConfigError
 from uno.limits import MAX_STATE_BYTES

@@ -21,8 +21,8 @@ from uno.config import (
     to_dict,
 )
 from uno.data.files import Storage
-from uno.data.plan import PRETEXT as PRETEXT_STREAM
-from uno.data.plan import Plan, make_plan, make_pretrain_plan
+from uno.data.sampling import PRETEXT as PRETEXT_STREAM
+from uno.data.sampling import Plan, make_plan, make_pretrain_plan
 from uno.data.stream import TrainData
 from uno.errors import ConfigError, StorageError
 from uno.methods import load, load_pretext

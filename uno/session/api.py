@@ -23,9 +23,9 @@ from torch import Tensor
 
 from uno.config import VECTORS, flatten
 from uno.data.decode import BadImage, decoded, ok_mask, to_rgb
+from uno.data.embeddings import Vectors, given_vectors, require_kind
 from uno.data.files import Storage, full_path, split
 from uno.data.images import Image, Images
-from uno.data.vectors import Vectors, given_vectors, require_kind
 from uno.errors import ConfigError, StorageError, UnoError, as_user_error
 from uno.results import show
 from uno.results.classes import OutputClass, called

@@ -9,7 +9,7 @@ import torch
 import uno.runs.run as training
 from uno.config import Config
 from uno.data.decode import decode_many, ok_mask
-from uno.data.resident import TrainSet, assemble
+from uno.data.memory import TrainSet, assemble
 from uno.data.splits import Task
 from uno.data.stream import TrainData
 from uno.errors import Interrupted

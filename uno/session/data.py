@@ -15,13 +15,11 @@ from uno.data.decode import decode_many, ok_mask
 from uno.data.features import Chunk, FeatureCache, FeatureJob, feature_job
 from uno.data.files import Storage
 from uno.data.images import evenly_spaced
-from uno.data.mapped import NeighborViews
-from uno.data.resident import assemble, eval_sets, keep_pixels
+from uno.data.memory import assemble, eval_sets, keep_pixels
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
 from uno.data.stream import EvalData, TrainData, streaming_eval_sets, streaming_set
 from uno.data.unreadable import BAD_SAMPLES, check_bad, name_bad
-from uno.data.vectors import with_views
 from uno.errors import ConfigError, Interrupted
 from uno.runs.hardware import at_speed, local_device, num_threads
 from uno.runs.run import frozen_encoder
@@ -145,7 +143,7 @@ def load_images(
     storage: Storage,
     show: Show,
     should_stop: Callable[[], bool] = lambda: False,
-) -> tuple[Tensor | NeighborViews, list[str | None]]:
+) -> tuple[Tensor, list[str | None]]:
     """Decode all images of a run, or compute their features with a frozen encoder.
 
     Returns:
@@ -225,7 +223,7 @@ def load_features(
     should_stop: Callable[[], bool] = lambda: False,
     compute: Compute = compute_local,
     zeros: features.Zeros = torch.zeros,
-) -> tuple[Tensor | NeighborViews, list[str | None]]:
+) -> tuple[Tensor, list[str | None]]:
     """Return the features of all rows under a frozen encoder.
 
     Features in the cache are read, and the others are computed and cached. If the
@@ -259,7 +257,7 @@ def load_features(
         _warn_if_indistinct(
             vectors[0], vectors[1], "nothing separates the rows; check the vectors"
         )
-        return with_views(vectors[0], config.augment, ok_mask(vectors[1])), vectors[1]
+        return vectors
     require_runtime(config)
     encoder = frozen_encoder(config, storage)
     job = feature_job(config, task, encoder)
@@ -288,7 +286,7 @@ def load_features(
 
 
 def _warn_if_indistinct(
-    found: Tensor | NeighborViews, reasons: Sequence[str | None], advice: str
+    found: Tensor, reasons: Sequence[str | None], advice: str
 ) -> None:
     """Print a warning if features do not distinguish the rows.
 

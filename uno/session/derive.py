@@ -17,11 +17,11 @@ from uno import weights
 from uno.config import OWN_ENCODERS, VECTORS, Config, flatten, override, to_dict
 from uno.data.check import MIN_ROWS_PER_CLUSTER, read_headers
 from uno.data.decode import ok_mask
+from uno.data.embeddings import require_kind
 from uno.data.files import Storage
-from uno.data.plan import largest_batch
+from uno.data.sampling import largest_batch
 from uno.data.splits import Task, decide_setting, train_rows
 from uno.data.unreadable import check_bad
-from uno.data.vectors import require_kind
 from uno.presets import (
     IMAGE_SIZE,
     SIZES,

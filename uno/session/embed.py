@@ -13,12 +13,11 @@ import pyarrow as pa
 from torch import Tensor
 
 from uno.config import Config, override
+from uno.data.embeddings import is_vectors, require_kind, write_vectors
 from uno.data.files import Storage, split
-from uno.data.mapped import NeighborViews
 from uno.data.rows import Rows
 from uno.data.sources import read_rows
 from uno.data.splits import Task, limit_rows
-from uno.data.vectors import is_vectors, require_kind, write_vectors
 from uno.errors import ConfigError
 from uno.session.backend import choose_backend
 from uno.session.console import Progress, announce_reading, on_stop, print_line
@@ -83,6 +82,8 @@ def embed(
     for warning in rows.warnings:
         print_line(f"warning: {warning}")
     require_kind(config.model, rows.images)
+    if num_views and config.model.takes_vectors:
+        raise ConfigError("--views: vectors have no random views; leave it out")
     none = np.full(len(rows), -1)
     task = Task(rows, [], [], 0, none, none, np.full(len(rows), num_views > 0))
     with tempfile.TemporaryDirectory(prefix="uno-embed-") as scratch:
@@ -90,7 +91,6 @@ def embed(
         if (weights := starting_weights(config, True)) is not None:
             start.write(PRETRAINED_FILE, weights)
         features, reasons = _compute_features(config, task, start)
-    features = features[:] if isinstance(features, NeighborViews) else features
     leave_out_unreadable(reasons, config, task)
     ok = np.array([reason is None for reason in reasons])
     counts = np.where(ok, 1 + num_views, 0)
@@ -118,7 +118,7 @@ def fill_cache(config: Config) -> None:
 
 def _compute_features(
     config: Config, task: Task, storage: Storage
-) -> tuple[Tensor | NeighborViews, list[str | None]]:
+) -> tuple[Tensor, list[str | None]]:
     """Return the features of all rows, and show the progress.
 
     Args:

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from uno.config import Config, override
+from uno.data.embeddings import require_kind
 from uno.data.files import Storage
 from uno.data.images import evenly_spaced
 from uno.data.sources import read_rows
-from uno.data.vectors import require_kind
 from uno.errors import ConfigError
 from uno.results import infer
 from uno.results.folders import sort_images, write_csv

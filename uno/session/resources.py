@@ -99,10 +99,7 @@ def row_bytes(config: Config) -> int:
     with torch.device("meta"):
         width = int(build_encoder(config.model).num_features)  # type: ignore[arg-type]
     views = config.augment.num_cached_views
-    if config.model.takes_vectors and config.augment.vector_view == "neighbors":
-        # A view is made when it is read, from a neighbor and a share of 4 bytes each.
-        return 4 * width + 8 * views
-    return 4 * (1 + views) * width
+    return 4 * width * (1 if config.model.takes_vectors else 1 + views)
 
 
 def choose_loading(

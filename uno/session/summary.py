@@ -32,6 +32,8 @@ def describe_run(config: Config, phases: tuple[str, ...]) -> Iterator[str]:
     )
     if not epochs:
         steps = f"; method {config.method} trains nothing"
+    elif model.takes_vectors:
+        steps = f", {epochs} on vectors with noise, or with given views"
     elif trains_on_features(config) and (views := config.augment.num_cached_views):
         steps = f", {epochs} on {views} cached views per image"
     else:

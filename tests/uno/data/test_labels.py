@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from uno.config import DataConfig
+from uno.data.embeddings import given_vectors
 from uno.data.labels import encode_column, encode_labels
 from uno.data.sources import read_rows
-from uno.data.vectors import given_vectors
 
 from .builders import encoded, failure, pixels, write_images
 from .test_tar import write_tar

@@ -25,10 +25,10 @@ import pytest
 from uno.config import Config, DataConfig, override
 from uno.data.check import read_headers
 from uno.data.decode import decode_many
+from uno.data.embeddings import given_vectors
 from uno.data.rows import Rows
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
-from uno.data.vectors import given_vectors
 from uno.errors import ConfigError
 
 from .builders import encoded, pixels

@@ -4,7 +4,6 @@ single images.
 
 import json
 import pickle
-import tracemalloc
 from collections import Counter
 from dataclasses import fields, replace
 from itertools import chain
@@ -26,7 +25,6 @@ from uno.data import stream as module
 from uno.data.columns import make_ids, make_labels
 from uno.data.decode import prefetch_map
 from uno.data.files import Storage
-from uno.data.images import InMemory
 from uno.data.rows import Rows
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
@@ -36,7 +34,7 @@ from uno.runs import run
 from uno.training import LocalWorker
 
 from .builders import encoded, pixels
-from .test_resident import same
+from .test_memory import same
 
 CONFIG = small_config(
     train__batch_size=24, data__loading="streaming", compute__threads=2
@@ -277,50 +275,3 @@ def test_ahead_keeps_order_and_stops():
     assert len(started) <= 3 + 4 + 1
     with pytest.raises(ValueError, match="fifty"):
         list(prefetch_map(work, iter(range(100)), 2, 3))
-
-
-def test_bad_rows_cost_nothing_a_row(tmp_path):
-    """Ids that nobody may go through. Kills: a Python loop over a hundred million rows
-    at every start, and one for every bad image.
-    """
-
-    class Ids:
-        def __len__(self):
-            return 10**6
-
-        def __getitem__(self, row):
-            return f"row-{row}"
-
-        def __iter__(self):
-            raise AssertionError("all ids")
-
-    storage = Storage(str(tmp_path))
-    bad = BadRows(Ids(), InMemory([b""] * 8), 0.1, storage)
-    bad.add(7, "no image data")
-    bad.sync()
-    assert (
-        storage.read("bad_samples.jsonl")
-        == b'{"id": "row-7", "reason": "no image data"}\n'
-    )
-
-
-def test_truth_is_read_without_a_table_of_all_rows():
-    """Of a million rows the first batch takes no more memory than some of their
-    numbers. Kills: a dict of all rows (135 bytes a row).
-    """
-    num = 10**6
-    rows, zeros = torch.arange(num), torch.zeros(num, dtype=torch.int64)
-    decode = lambda batches: (  # noqa: E731
-        (rows, torch.zeros(len(rows), 3, 8, 8), [None] * len(rows)) for rows in batches
-    )
-    found = module.StreamedEvalSet(
-        rows % 7, rows, zeros > 0, InMemory([b""] * 0), 8, decode, None
-    )
-    tracemalloc.start()
-    images, truth = next(found.batches(10, 1, 4))
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert (
-        truth.tolist() == [(250_000 + i) % 7 for i in range(10)] and len(images) == 10
-    )
-    assert peak < 40 * num / 4

@@ -21,7 +21,7 @@ from tests.uno.small_run import (
 from tests.uno.small_run import assert_same as same
 from uno.config import Config
 from uno.data.files import Storage
-from uno.data.resident import TrainSet
+from uno.data.memory import TrainSet
 from uno.encoder import build_encoder
 from uno.errors import ConfigError, Interrupted
 from uno.methods import METHODS, default_settings, load

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from tests.uno.methods import toy
 from tests.uno.small_run import fresh_state, small_config
-from uno.data.resident import TrainSet
+from uno.data.memory import TrainSet
 from uno.methods import ncl
 from uno.model import build_network
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from uno.config import override
-from uno.data.resident import EvalSet
+from uno.data.memory import EvalSet
 from uno.methods.uno import METHOD
 from uno.model import Logits, UnoModel
 from uno.presets import preset

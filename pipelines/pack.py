@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from pipelines import nodes, ray_env
 from pipelines.ray_data import grouped, in_order, make_dataset, own_node
-from pipelines.ray_private import NODE
+from pipelines.workarounds import NODE
 from uno.config import Config, override
 from uno.data.files import Storage
 from uno.data.images import InMemory, from_columns, to_columns
