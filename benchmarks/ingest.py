@@ -47,9 +47,9 @@ from uno.config import Config, override
 from uno.crops import Cropper
 from uno.data.files import Storage
 from uno.data.images import Images, InMemory
+from uno.data.parquet import ParquetImages
 from uno.data.sampling import make_pretrain_plan
 from uno.data.stream import Chunk, CropJob, StreamSet, crop_local, decode_here
-from uno.data.tables import ParquetImages
 from uno.data.unreadable import BadRows
 from uno.presets import preset
 from uno.session.resources import STORE_BYTES

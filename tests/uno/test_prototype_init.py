@@ -14,7 +14,7 @@ from tests.uno.small_run import small_config, small_sets
 from uno import distributed, prototype_init
 from uno.clustering import FREE, constrained_kmeans, seeded_kmeans, whiten
 from uno.config import override
-from uno.data import tables
+from uno.data import parquet
 from uno.data.files import Storage
 from uno.data.memory import TrainSet
 from uno.data.sources import read_rows
@@ -191,7 +191,7 @@ def packed(tmp_path, monkeypatch):
             "read_row_group",
             lambda *of: read.append(of[1]) or read_group(*of),
         )
-        monkeypatch.setattr(tables, "RECENT_GROUPS", 0)
+        monkeypatch.setattr(parquet, "RECENT_GROUPS", 0)
         return config, make_task(read_rows(config.data), config.data)
 
     return make, read

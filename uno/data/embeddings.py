@@ -35,9 +35,18 @@ from uno.data.image_paths import find_images
 from uno.data.images import Image, Images
 from uno.data.labels import encode_column, require_distinct
 from uno.data.other_formats import fix_for
+from uno.data.parquet import (
+    TEXT,
+    ParquetImages,
+    check_images,
+    is_training,
+    open_parquet,
+    parquet_files,
+    partition_columns,
+    values_in,
+)
 from uno.data.read_options import DEFAULT_OPTIONS, ReadOptions
 from uno.data.rows import Rows
-from uno.data.tables import TEXT, ParquetImages
 from uno.data.text_tables import read_csv
 from uno.errors import ConfigError, StorageError, one_line
 from uno.limits import MAX_NPZ_BYTES, MAX_ROWS
@@ -255,7 +264,7 @@ def read_vectors(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
     pictures = content.pictures
     if pictures is None and "path" in columns:
         root = filesystem.split(path)[0] if filesystem.kind(path) == "file" else path
-        paths = tables.values_in(columns["path"].cast(pa.string()))
+        paths = values_in(columns["path"].cast(pa.string()))
         pictures = find_images(source, root, paths, options, may_lack=True)
     shown = None if pictures is None else pictures.take(first)
     words = None
@@ -479,10 +488,10 @@ def _read_parquet(source: str, path: str, options: ReadOptions) -> _Content:
             columns.
     """
     names = options.columns
-    root, files = tables.parquet_files(path, options.follow_links)
+    root, files = parquet_files(path, options.follow_links)
     parts, pictures, lists = list[pa.Table](), set[str](), list[tuple[Any, str]]()
-    for file, folders in zip(files, tables.partition_columns(files), strict=True):
-        parquet = tables.open_parquet(file.path, file.size)
+    for file, folders in zip(files, partition_columns(files), strict=True):
+        parquet = open_parquet(file.path, file.size)
         schema = parquet.schema
         present = tables.present_columns(schema, names, folders)
         tables.check_names(file.path, present, options)
@@ -492,7 +501,7 @@ def _read_parquet(source: str, path: str, options: ReadOptions) -> _Content:
             if schema.field(image).type in TEXT:
                 theirs["path"] = image
             else:
-                tables.check_images(file.path, schema.field(image).type)
+                check_images(file.path, schema.field(image).type)
                 pictures.add(image)
         if theirs["embedding"] not in schema.names:
             has = one_line(", ".join(schema.names))
@@ -510,7 +519,7 @@ def _read_parquet(source: str, path: str, options: ReadOptions) -> _Content:
         columns = {ours: found[c] for ours, c in theirs.items() if c in schema.names}
         num = parquet.metadata.num_rows
         columns |= tables.columns_of_folders(file.path, theirs, folders, columns, num)
-        split = "train" if tables.is_training(file.relative) else "test"
+        split = "train" if is_training(file.relative) else "test"
         columns.setdefault("split", pa.chunked_array([pa.repeat(split, num)]))
         parts.append(pa.table(columns))
     try:

@@ -26,9 +26,9 @@ from uno.data.decode import BadImage, decode_rgb, prefetch_map
 from uno.data.files import Storage, read_bytes
 from uno.data.images import Image
 from uno.data.output import claim_directory, delete_temporary_files
+from uno.data.parquet import FOOTERS, PACKED, PACKING, json_at
 from uno.data.rows import Rows
 from uno.data.sampling import by_windows
-from uno.data.tables import FOOTERS, PACKED, PACKING, json_at
 from uno.data.unreadable import BAD_SAMPLES, check_bad
 from uno.errors import ConfigError, StorageError, one_line
 from uno.limits import MAX_IMAGE_BYTES

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from uno.config import DataConfig
-from uno.data import embeddings, tables
+from uno.data import embeddings, parquet
 from uno.data import files as filesystem
 from uno.data.check import check, format_report
 from uno.data.embeddings import Vectors, given_vectors
@@ -350,7 +350,7 @@ def test_numbers_in_a_file_are_those_in_memory(tmp_path, monkeypatch):
     Kills: pieces in another order, rows of a second file or group at the place of the
     first, a file that is left.
     """
-    monkeypatch.setattr(tables, "READ_ROWS", 7)
+    monkeypatch.setattr(parquet, "READ_ROWS", 7)
     values, one = drawn(50), tmp_path / "data"
     values[5], values[44, 1] = 0, np.nan
     one.mkdir()

@@ -36,7 +36,7 @@ def test_tables_are_read_where_rows_are_wanted(tmp_path, monkeypatch, given):
     """Kills: rows of another row group or file, ids counted anew in each group, a
     blank id left blank.
     """
-    monkeypatch.setattr("uno.data.tables.READ_ROWS", 2)
+    monkeypatch.setattr("uno.data.parquet.READ_ROWS", 2)
     for number, num in enumerate((5, 11, 1)):
         names = pa.array([f"{number}-{i}" if i != 4 else None for i in range(num)])
         write_table(

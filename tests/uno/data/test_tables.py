@@ -19,12 +19,13 @@ import pytest
 
 from uno.config import DataConfig
 from uno.data import files as filesystem
-from uno.data import tables, text_tables
+from uno.data import parquet, tables, text_tables
 from uno.data.decode import decode, decode_many
 from uno.data.images import Files
+from uno.data.parquet import ParquetImages
 from uno.data.read_options import ReadOptions
 from uno.data.sources import read_rows
-from uno.data.tables import ParquetImages, read_parquet, read_table
+from uno.data.tables import read_parquet, read_table
 from uno.data.unreadable import check_bad
 from uno.errors import ConfigError
 
@@ -335,6 +336,19 @@ def test_threads_share_one_read_of_a_row_group_and_a_failed_read_is_not_kept(
     assert len(read) == 2
 
 
+@pytest.mark.parametrize("statistics", [True, False])
+def test_a_row_with_a_path_has_the_time_of_its_image(tmp_path, statistics):
+    """Without statistics no image is read to find out which rows have a path."""
+    write_images(tmp_path, ["a.png"])
+    os.utime(tmp_path / "a.png", (4e9, 4e9))
+    table = hf_table([picture(0), {"bytes": None, "path": "a.png"}], [0, 0], ["c"])
+    file = tmp_path / "t.parquet"
+    pq.write_table(table, file, write_statistics=statistics)
+    times = read_parquet(str(tmp_path)).images.times(np.arange(2))
+    written = file.stat().st_mtime_ns
+    assert times.tolist() == [written, 4 * 10**18 if statistics else written]
+
+
 def test_a_rewritten_file_of_equal_size_is_read_anew(tmp_path):
     """A second data set of the same process has nothing of the first one."""
     path = tmp_path / "a.parquet"
@@ -390,7 +404,7 @@ def test_a_parquet_file_to_predict_is_read_from_a_store_that_throttles(
     store = pyarrow.fs.PyFileSystem(Store(memory))
     monkeypatch.setattr(filesystem, "locate", lambda path: (store, "b/t.parquet"))
     monkeypatch.setattr(filesystem.time, "sleep", lambda _: None)
-    monkeypatch.setattr(tables, "REQUEST_BYTES", request_bytes)
+    monkeypatch.setattr(parquet, "REQUEST_BYTES", request_bytes)
     rows = read_parquet("s3://b/t.parquet", ReadOptions(images_only=True))
     (found,) = rows.images.split(1200)
     assert [found[i] for i in range(1200)] == images and next(numbers) > 20
