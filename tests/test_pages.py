@@ -182,7 +182,7 @@ def test_the_example_of_a_method_is_the_file():
     """Kills: an excerpt that is older than the example that tests run."""
     example = (ROOT / "examples" / "my_method.py").read_text()
     found = blocks(page("docs/contributing/add-a-method.md"), "python")
-    assert len(found) == 3 and all(block in example for block in found)
+    assert found and all(block in example for block in found)
 
 
 def test_the_space_of_a_search_is_one(tmp_path):
