@@ -226,7 +226,11 @@ def test_a_machine_too_busy_for_ray_is_one_line(monkeypatch):
 
 @pytest.mark.parametrize(
     "job",
-    [{}, {"PYTHONPATH": "/x"}, {"RAY_DATA_LOG_LEVEL": "INFO", "RAY_SCHEDULER_EVENTS": "1"}],
+    [
+        {},
+        {"PYTHONPATH": "/x"},
+        {"RAY_DATA_LOG_LEVEL": "INFO", "RAY_SCHEDULER_EVENTS": "1"},
+    ],
 )
 def test_variables_that_a_job_has_set_are_not_set_again(monkeypatch, job):
     """Ray refuses that, whatever the values. Kills: "internal" for a job that wants

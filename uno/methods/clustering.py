@@ -19,6 +19,7 @@ from uno.heads import unit
 from uno.methods import Method
 from uno.methods.method import NovelHead, set_prototypes_
 from uno.model import UnoModel
+from uno.num_classes import pairs_of_one_class
 from uno.objective import discovery_step
 from uno.prototype_init import training_features
 
@@ -67,9 +68,10 @@ def start(config: Config, model: UnoModel, train: Any) -> dict[str, Tensor]:
         train: The training data.
 
     Returns:
-        Tensors that the checkpoint keeps: ``agreement`` (A,) and ``similar`` (n, 3) of
-        :class:`uno.frozen.Result`, and ``counts`` (3,): unlabeled rows that were
-        clustered, known and novel classes.
+        Tensors that the checkpoint keeps: ``agreement`` (A,) of
+        :class:`uno.frozen.Result`; ``similar`` (n, 3) of :func:`pairs_of_one_class`;
+        and ``counts`` (3,): unlabeled rows that were clustered, known and novel
+        classes.
 
     Raises:
         ConfigError: There are not more unlabeled rows than clusters.
@@ -93,7 +95,9 @@ def start(config: Config, model: UnoModel, train: Any) -> dict[str, Tensor]:
             "directions": result.space.directions,
             "prototypes": result.prototypes,
             "agreement": result.agreement,
-            "similar": result.similar,
+            "similar": pairs_of_one_class(
+                result, labeled, labels, unlabeled, gcd, config.seed
+            ),
         }
 
     found = collectives.compute_on_rank0(compute, model.known.weight.device)
