@@ -182,7 +182,7 @@ ESTIMATE = Command(
             PositiveInt | None,
         ),
         "--num-splits": Argument(
-            "Splits of the known classes; each pretrains an encoder, if none is frozen.",
+            "Splits of the known classes; each pretrains an encoder, unless frozen.",
             PositiveInt,
             3,
         ),
