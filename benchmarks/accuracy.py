@@ -25,7 +25,7 @@ from typing import Any
 
 import yaml
 
-from uno.runs.hardware import hardware
+from uno.runs.hardware import describe_hardware
 
 COLUMNS = (
     "dataset",
@@ -88,7 +88,7 @@ def main() -> None:
         "setting": config["data"]["setting"],
         "method": config["method"],
         "minutes": round(statistics.mean(measured), 1) if measured else "",
-        "hardware": hardware(),
+        "hardware": describe_hardware(),
         "commit": commit(),
         "date": date.today().isoformat(),
         "command": "python -m benchmarks.accuracy " + " ".join(sys.argv[1:]),

@@ -45,12 +45,12 @@ from torchvision.transforms import v2
 from benchmarks.measure import environment, medians, spread, take_turns
 from uno.config import Config, override
 from uno.crops import Cropper
-from uno.data.decode import BadRows
 from uno.data.files import Storage
 from uno.data.images import Images, InMemory
-from uno.data.plan import make_pretrain_plan
+from uno.data.sampling import make_pretrain_plan
 from uno.data.stream import Chunk, CropJob, StreamSet, crop_local, decode_here
 from uno.data.tables import ParquetImages
+from uno.data.unreadable import BadRows
 from uno.presets import preset
 from uno.session.resources import STORE_BYTES
 
@@ -220,7 +220,7 @@ def rate(options: argparse.Namespace) -> dict[str, Any]:
 def through_ray(options: argparse.Namespace) -> dict[str, Any]:
     """Compare Ray Data with processes without Ray and with a DataLoader."""
     from pipelines import ray_env
-    from pipelines.ray_data import crop_on_ray, execution_limits
+    from pipelines.ray_data import crop_on_ray, cropping_of
 
     # At Ray's 15, whatever else the machine does would take its time from Ray alone.
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
@@ -229,8 +229,8 @@ def through_ray(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, ray_env.connect(STORE_BYTES) as ray:
         job = job_of(config, images, rows, folder)
         count = (job.last - job.first) * BATCH
-        limits = execution_limits(ray.cluster_resources(), 1, 0.0)
-        on_ray = crop_on_ray(ray, ray.put(job.images), *limits)
+        limits = cropping_of(ray, 1, 0.0, 1)
+        on_ray = crop_on_ray(ray, ray.put(job.images), limits)
         with ProcessPoolExecutor(CORES, mp_context=get_context("spawn")) as pool:
             methods = {
                 "DataLoader": loader_of(config, images, rows),
@@ -307,7 +307,7 @@ def one_stream(options: argparse.Namespace) -> dict[str, Any]:
         quarter of the blocks.
     """
     from pipelines import ray_env
-    from pipelines.ray_data import crop_on_ray, execution_limits
+    from pipelines.ray_data import crop_on_ray, cropping_of
 
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
     config = config_of(options)
@@ -315,8 +315,8 @@ def one_stream(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, ray_env.connect(STORE_BYTES) as ray:
         job = job_of(config, images, rows, folder)
         job.last *= options.epochs
-        limits = execution_limits(ray.cluster_resources(), 1, 0.0)
-        on_ray = crop_on_ray(ray, ray.put(job.images), *limits)
+        limits = cropping_of(ray, 1, 0.0, 1)
+        on_ray = crop_on_ray(ray, ray.put(job.images), limits)
         begin, seen, marks = time.perf_counter(), 0, list[tuple[float, int]]()
         for pixels, _ in on_ray(job):
             seen += len(pixels)
@@ -370,19 +370,19 @@ def row(
 def memory(options: argparse.Namespace) -> dict[str, Any]:
     """Measure peak memory for 1, 2 and 4 times the epochs and the rows."""
     from pipelines import ray_env
-    from pipelines.ray_data import crop_on_ray, execution_limits
+    from pipelines.ray_data import crop_on_ray, cropping_of
 
     config = config_of(options)
     runs = []
     with tempfile.TemporaryDirectory() as folder, ray_env.connect(STORE_BYTES) as ray:
-        limits = execution_limits(ray.cluster_resources(), 1, 0.0)
+        limits = cropping_of(ray, 1, 0.0, 1)
         for epochs, times in ((1, 1), (1, 1), (2, 1), (4, 1), (1, 2), (1, 4)):
             images, rows = source_of(
                 argparse.Namespace(**vars(options) | {"rows": options.rows * times})
             )
             job = job_of(config, images, rows, folder)
             job.last *= epochs
-            on_ray = crop_on_ray(ray, ray.put(job.images), *limits)
+            on_ray = crop_on_ray(ray, ray.put(job.images), limits)
             with Peak() as peak:
                 drain(on_ray(job), job.last * BATCH)
             used = {

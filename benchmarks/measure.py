@@ -14,7 +14,7 @@ import torch
 import torchvision
 
 from uno.runs import NUMERICS
-from uno.runs.hardware import hardware
+from uno.runs.hardware import describe_hardware
 
 
 def take_turns(
@@ -68,7 +68,7 @@ def environment(device: str = "cpu", runs: Iterable[Path] = ()) -> dict[str, Any
     ]
     return {
         "numerics": min(made_with, default=NUMERICS),
-        "hardware": hardware(device.startswith("cuda")),
+        "hardware": describe_hardware(device.startswith("cuda")),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torchvision": torchvision.__version__,

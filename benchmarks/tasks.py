@@ -40,8 +40,8 @@ from uno.frozen import (
     SPECTRAL,
     Clustering,
     discover_clusters,
-    matched,
-    principal_space,
+    find_correct_rows,
+    fit_principal_space,
 )
 
 FEW = ((5, 5), (8, 4), (3, 3), (2, 2), (10, 10))  # known and novel classes
@@ -241,7 +241,7 @@ def measure(task: Task, seed: int) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     others = {name: find() for name, find in clusterings(task, seed).items()}
     num, truth = num_known + num_novel, truth[free]
-    one_to_one = matched(truth, outputs, num).double()
+    one_to_one = find_correct_rows(truth, outputs, num).double()
     strict = strictly_matched(truth, outputs, num_known).double()
     is_novel = truth >= num_known
     found: dict[str, Any] = {
@@ -255,7 +255,7 @@ def measure(task: Task, seed: int) -> dict[str, Any]:
         "novel_strict": float(strict[is_novel].mean()),
     }
     found |= {
-        name: float(matched(truth, clusters, num).double().mean())
+        name: float(find_correct_rows(truth, clusters, num).double().mean())
         for name, clusters in others.items()
     }
     found = {k: round(v, 4) if isinstance(v, float) else v for k, v in found.items()}
@@ -275,7 +275,7 @@ def clusterings(task: Task, seed: int) -> dict[str, Callable[[], Tensor]]:
     num_clusters = num_novel + num_known * gcd
 
     def spectral() -> Tensor:
-        points = F.normalize(principal_space(features)(features), dim=1)
+        points = F.normalize(fit_principal_space(features)(features), dim=1)
         clustering = Clustering.of(points, labels, num_novel, gcd)
         return clustering.partition(SPECTRAL, num_novel, NUM_STARTS, seed)[free]
 
@@ -296,7 +296,9 @@ def strictly_matched(truth: Tensor, outputs: Tensor, num_known: int) -> Tensor:
     novel = (truth >= num_known) & (outputs >= num_known)
     if novel.any():
         truth, outputs = truth[novel] - num_known, outputs[novel] - num_known
-        right[novel] = matched(truth, outputs, 1 + int(max(truth.max(), outputs.max())))
+        right[novel] = find_correct_rows(
+            truth, outputs, 1 + int(max(truth.max(), outputs.max()))
+        )
     return right
 
 

@@ -2,33 +2,28 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import torch
-from torch import Tensor
 
 from pipelines import nodes, ray_env
 from pipelines.features import compute_on_ray
-from pipelines.inference import predict_on_ray
+from pipelines.predict import encode_on_ray, predict_on_ray
 from pipelines.train import run_on_ray
 from uno.config import Config, override
-from uno.data.decode import decode_many, ok_mask
-from uno.data.images import Images, from_columns, to_columns
 from uno.data.splits import Task
-from uno.model import features_of
+from uno.errors import ConfigError, Interrupted, one_line
 from uno.results import estimate
 from uno.results.estimate import Estimate, Settings
-from uno.results.infer import Classifier, Decode, build_classifier, read_model_files
+from uno.results.infer import Classifier, Decode, read_model_files
 from uno.results.predictions import PredictionWriter, Summary
-from uno.runs.hardware import num_threads
+from uno.session import resources
 from uno.session.backend import LocalBackend, estimated_set
 from uno.session.console import print_line
-from uno.session.data import Show
+from uno.session.data import Compute, Show
 from uno.session.resources import FreeMemory
 from uno.session.run import Backend, Run
 
@@ -137,14 +132,26 @@ class RayBackend(LocalBackend):
         with ray_env.connect(workers=config.compute.num_workers) as ray:
             return predict_on_ray(ray, config, files, writer, show)
 
+    @contextmanager
+    def encoding(
+        self, config: Config, should_stop: Callable[[], bool]
+    ) -> Iterator[Compute]:
+        """Yield the function that encodes rows with the workers of a cluster."""
+        with ray_env.connect(workers=config.compute.num_workers) as ray:
+            yield partial(compute_on_ray, ray, give_up=should_stop)
+
     def estimate(self, run: Run, settings: Settings) -> Estimate:
         """Estimate the number of novel classes, with several tasks of Ray at once.
 
         Args:
             run: The run whose rows are clustered.
             settings: The settings of the estimate.
+
+        Raises:
+            ConfigError: The images do not fit into the memory of this machine.
         """
         config = run.config
+        check_driver_memory(config, len(run.task.rows))
         with ray_env.connect(workers=config.compute.num_workers) as ray:
             # One place is enough to begin, and more are used if there is room.
             one = override(config, {"compute.num_workers": 1})
@@ -163,94 +170,24 @@ class RayBackend(LocalBackend):
             )
 
 
-def encode_on_ray(
-    config: Config,
-    files: Mapping[str, bytes],
-    images: Images,
-    here: Decode,
-    batches: Iterable[np.ndarray],
-) -> Iterator[tuple[np.ndarray, Tensor, Sequence[str | None]]]:
-    """Compute features on Ray workers, as :data:`uno.results.infer.Decode`.
-
-    Each worker gets a share of the batches. If workers are lost, or if they can read no
-    image because the files are on this machine, a warning says so and this machine
-    computes everything.
+def check_driver_memory(config: Config, num_rows: int) -> None:
+    """Refuse images that this process cannot hold and send to the workers.
 
     Args:
         config: The configuration of the run.
-        files: The files of the model, by name.
-        images: The images of all rows.
-        here: Computes the features on this machine.
-        batches: Batches of row numbers, int64 (b,).
+        num_rows: The number of images.
 
-    Returns:
-        For each batch its row numbers, the features float32 (b, D), and for each row
-        the reason why it has none, or None.
+    Raises:
+        ConfigError: The images, or their features, do not fit.
     """
-    rows, workers = list(batches), config.compute.num_workers
-    blocks, size = (
-        [to_columns(images, some) for some in rows],
-        max(1, -(-len(rows) // workers)),
-    )
-    # A RayError means that nodes were lost.
-    with ray_env.connect() as ray, suppress(ray.exceptions.RayError):
-        one = override(config, {"compute.num_workers": 1})
-        request = nodes.once_one_fits(
-            one, lambda: ray_env.task_request(one, ray.cluster_resources())
+    # One copy is in this process, and one in Ray's object store.
+    needed = 2 * num_rows * resources.row_bytes(config)
+    free = resources.free_host_bytes()
+    if needed > free:
+        raise ConfigError(
+            f"{num_rows:,} images need {needed / 1e9:.1f} GB of this machine's memory,"
+            f" {free / 1e9:.1f} GB are free; use --limit, or --model.finetune none"
         )
-        device, threads = (
-            "cuda" if request["num_gpus"] else "cpu",
-            num_threads(config, workers),
-        )
-        shares = [blocks[i : i + size] for i in range(0, len(blocks), size)]
-        shared = files, images.reader(), device, threads
-        tasks = dict(ray_tasks(ray, workers, request, encode_blocks, shared, shares))
-        found = [batch for share in range(len(tasks)) for batch in tasks[share]]
-        if any(None in reasons for _, reasons in found):
-            return iter([(own, *batch) for own, batch in zip(rows, found, strict=True)])
-    log.warning(
-        "workers were lost or can read no image: this machine computes the features"
-    )
-    return here(rows)
-
-
-def encode_blocks(
-    files: Mapping[str, bytes],
-    reader: Images | None,
-    device: str,
-    threads: int,
-    blocks: Sequence[Mapping[str, Any]],
-) -> list[tuple[Tensor, list[str | None]]]:
-    """Compute the features of blocks of images, in a task of Ray.
-
-    Args:
-        files: The files of the model, by name.
-        reader: Reads images that are given as row numbers, or None.
-        device: The device of the model.
-        threads: The number of threads.
-        blocks: Columns of :func:`uno.data.images.to_columns`, b rows each.
-
-    Returns:
-        For each block the features float32 (b, D), on the CPU, and for each row the
-        reason why it has none, or None. Without an image the features are zeros.
-    """
-    torch.set_num_threads(threads)
-    model, found = (
-        build_classifier(files, device),
-        list[tuple[Tensor, list[str | None]]](),
-    )
-    for block in blocks:
-        how = model.config.data.interpolation
-        pixels, reasons = decode_many(
-            from_columns(pa.table(block), reader), model.size, threads, how
-        )
-        width = int(model.module.encoder.num_features)  # type: ignore[arg-type]
-        features = torch.zeros(len(reasons), width)
-        ok = torch.from_numpy(ok_mask(reasons))
-        if ok.any():
-            features[ok] = features_of(model.module, pixels[ok], model.config).cpu()
-        found.append((features, reasons))
-    return found
 
 
 def ray_tasks(
@@ -260,6 +197,7 @@ def ray_tasks(
     function: Callable[..., Any],
     shared: tuple[Any, ...],
     items: Sequence[Any],
+    give_up: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[int, Any]]:
     """Run tasks of Ray, one an item, as :data:`uno.results.estimate.Tasks`.
 
@@ -270,22 +208,38 @@ def ray_tasks(
         function: It is called with the shared arguments and an item.
         shared: Arguments that are sent to each node once.
         items: The items.
+        give_up: Returns whether to cancel all tasks and return.
 
     Yields:
-        The position of an item and the result, in the order in which tasks end. An
-        error of the function is raised as it is.
+        The position of an item and the result, in the order in which tasks end.
+
+    Raises:
+        Exception: The error of the function, as it is. Other tasks are cancelled.
+        Interrupted: A task was lost again and again.
     """
     stored = ray.put(shared)
     remote = ray.remote(**request)(lambda shared, item: function(*shared, item))
     waiting = list(enumerate(items))[::-1]
     pending: dict[Any, int] = {}
-    while waiting or pending:
-        while waiting and len(pending) < workers:
-            position, item = waiting.pop()
-            pending[remote.remote(stored, item)] = position
-        done, _ = ray.wait(list(pending), num_returns=1)
-        try:
-            value = ray.get(done[0])
-        except ray.exceptions.RayTaskError as error:
-            raise error.cause from None
-        yield pending.pop(done[0]), value
+    try:
+        while waiting or pending:
+            while waiting and len(pending) < workers:
+                position, item = waiting.pop()
+                pending[remote.remote(stored, item)] = position
+            done, _ = ray.wait(list(pending), timeout=ray_env.POLL_S)
+            if give_up():
+                return
+            if not done:
+                continue
+            try:
+                value = ray.get(done[0])
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause from None
+            except ray.exceptions.RayError as error:
+                raise Interrupted(
+                    f"tasks keep dying ({one_line(error)}); they may be out of memory"
+                ) from None
+            yield pending.pop(done[0]), value
+    finally:
+        for task in pending:
+            ray.cancel(task, force=True)

@@ -26,7 +26,7 @@ from pipelines.options import (
 )
 from uno.config import override
 from uno.errors import ConfigError, UnoError
-from uno.session.configure import checked_output, explain, launched
+from uno.session.configure import expand_output, explain, is_torchrun_rank
 
 if TYPE_CHECKING:
     from uno.data.files import Storage
@@ -91,13 +91,13 @@ PREDICT = Command(
     RUN | EMBEDDING | SORTED,
     "some",
     text="""
-Writes DIR/predictions.parquet, one row for each image, in order: id, uri, class_index, class_name, kind
+Writes the Parquet files DIR/predictions/, one row for each image, in order: id, uri, class_index, class_name, kind
 (known or novel), probability, margin, entropy, head_agreement, known_probability, status (ok or bad), reason,
 model_hash. kind is that of the most probable class; known_probability is the total probability of all
 known classes. An unreadable image has status bad and a reason. Labels are ignored. After an interruption the
 same command continues.
 
-Without --data it predicts the data that RUN was trained on, into RUN/predictions.parquet; --data needs
+Without --data it predicts the data that RUN was trained on, into RUN/predictions/; --data needs
 --output DIR. --limit N predicts at most N images, evenly spaced.
 """,  # noqa: E501
 )
@@ -229,7 +229,7 @@ def discover(
     Returns:
         The exit code.
     """
-    if ranks is None and launched():
+    if ranks is None and is_torchrun_rank():
         from uno.session.ranks import TorchrunBackend
 
         backend = TorchrunBackend()
@@ -277,7 +277,7 @@ def predict(argv: Sequence[str]) -> int:
     """Predict a class for every image of a source, and print where the table is."""
     options = parse(argv, PREDICT)
     if "output" in (given := options.overrides):
-        given["output"] = checked_output(str(given["output"]))
+        given["output"] = expand_output(str(given["output"]))
     from uno.session import predict as session
 
     own = options.args
@@ -333,39 +333,26 @@ def data(argv: Sequence[str]) -> int:
     """
     options = parse(argv, DATA)
     if options.args.action == "pack":
-        from pipelines.packing import pack_data
+        from pipelines.pack import pack_data
 
         return pack_data(
             options.config, options.args.shard_mb or SHARD_MB, options.overrides
         )
     if options.args.shard_mb is not None:
         raise ConfigError("--shard-mb is for uno data pack")
-    from pipelines.nodes import free_memory
-    from uno.data.check import CHECK_SECONDS, check, format_report
-    from uno.methods.registry import build_network
-    from uno.session.derive import derives_batch, resolve
-    from uno.session.prepare import starting_weights, with_full_path
-    from uno.weights import PRETRAINED
+    from uno.session.prepare import check_source
 
-    config = with_full_path(options.config)
-    if config.model.weights not in (None, PRETRAINED):
-        starting_weights(config, overwrite=True)  # refuses weights that do not fit
-    config, task = resolve(config, options.overrides, True, free_memory)
-    assert task is not None
-    # A method can refuse the encoder, as `dtc` refuses one with too few features.
-    build_network(config, task.num_known, task.num_novel, seed=0)
-    is_derived = derives_batch(config, options.overrides)
-    problems = check(task, config, CHECK_SECONDS, is_derived)
-    print(format_report(task, problems, config.data.stored_size))
-    return 2 if any(problem.level == "error" for problem in problems) else 0
+    check_source(options.config, options.overrides)
+    return 0
 
 
 def embed(argv: Sequence[str]) -> int:
     """Write the vectors that a frozen encoder computes for every image of a source."""
     options = parse(argv, EMBED)
-    from pipelines import features
+    from uno.session.embed import embed as embed_source
 
-    return features.embed(options.config, options.overrides, options.args.views)
+    embed_source(options.config, options.overrides, options.args.views)
+    return 0
 
 
 def estimate(argv: Sequence[str]) -> int:
@@ -383,11 +370,11 @@ def estimate(argv: Sequence[str]) -> int:
 def doctor(argv: Sequence[str]) -> int:
     """Print a line for each finding; return 2 if runs are impossible, else 0."""
     own = parse(argv, DOCTOR).args
-    from pipelines.machine import machine
+    from pipelines.doctor import machine
     from uno.session.console import print_line
 
     if own.cluster:
-        from pipelines.cluster import examine_cluster
+        from pipelines.doctor import examine_cluster
 
         findings = list(examine_cluster(own.dir))
     elif own.dir is not None:
@@ -413,8 +400,8 @@ def classes(argv: Sequence[str]) -> int:
         YAML_FILE,
         edits_of,
         read_edits,
+        rename_classes,
         template,
-        with_names,
     )
     from uno.results.infer import load_classifier
     from uno.session.backend import LocalBackend
@@ -442,9 +429,11 @@ def classes(argv: Sequence[str]) -> int:
     data = template(model.classes, model.model_hash, {}).encode()
     if is_there:
         data = folder.read(name, MAX_STATE_BYTES)
-    if own.rename:
-        data = with_names(data, path, model.classes, model.model_hash, own.rename)
     edited = read_edits(data, path, model.classes, model.model_hash)
+    if own.rename:
+        renamed = rename_classes(edited, own.rename)
+        data = template(renamed, model.model_hash, {}).encode()
+        edited = read_edits(data, path, model.classes, model.model_hash)
     if not own.rename:
         for c, fate in edits_of(edited):
             print_line(f"  {c.index:4}  {c.name}  {fate}".rstrip())
@@ -479,7 +468,7 @@ def _suggestions(model: Classifier) -> dict[int, Suggestion]:
     """
     from uno.report.findings import suggestions, summarize
     from uno.report.sample import score_sample
-    from uno.results.classes import unedited
+    from uno.results.classes import without_merges
     from uno.results.infer import decoder
     from uno.session.console import print_line
     from uno.session.data import read_task
@@ -488,7 +477,7 @@ def _suggestions(model: Classifier) -> dict[int, Suggestion]:
         task = read_task(model.config.data)
         sample = score_sample(
             task,
-            replace(model, classes=unedited(model.classes)),
+            replace(model, classes=without_merges(model.classes)),
             decoder(model, task.rows),
         )
     except (UnoError, ValueError) as error:  # no image can be read

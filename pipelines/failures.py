@@ -11,7 +11,6 @@ from typing import Any
 from ray.exceptions import RayActorError
 from ray.train import UserCallback
 
-from pipelines import ray_private
 from uno.data.files import Storage, is_transient
 from uno.errors import Interrupted, UnoError
 from uno.runs import PHASES
@@ -56,12 +55,8 @@ class EndWhenHopeless(UserCallback):
             UnoError: The user must act, or workers keep dying.
             Exception: Another error of a worker occurred three times.
         """
-        lost = [e for e in worker_exceptions.values() if ray_private.raised(e) is None]
-        raised = [
-            error
-            for each in worker_exceptions.values()
-            if (error := ray_private.raised(each)) is not None
-        ]
+        lost = [error for error in worker_exceptions.values() if is_of_ray(error)]
+        raised = [error for error in worker_exceptions.values() if error not in lost]
         if any(isinstance(error, Preempted) for error in raised) or any(
             map(was_preempted, lost)
         ):
@@ -91,7 +86,12 @@ class EndWhenHopeless(UserCallback):
             self._messages.put(("lost", why))
 
 
-def is_lost_connection(error: BaseException) -> bool:
+def is_of_ray(error: Exception) -> bool:
+    """Return whether Ray itself reports the end of a worker, and not the worker."""
+    return type(error).__module__.partition(".")[0] == "ray"
+
+
+def is_lost_connection(error: Exception) -> bool:
     """Return whether a rank failed because another rank has ended."""
     return isinstance(error, RuntimeError) and "connection" in str(error).lower()
 

@@ -5,15 +5,12 @@ This module waits at the start of a command until the cluster is large enough, a
 the user what a wait is for.
 """
 
-import logging
-import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipelines.ray_env import (
     POLL_S,
-    TASK_CPUS,
     cluster_address,
     connect,
     worker_resources,
@@ -31,7 +28,6 @@ ASK_S = 60.0  # seconds to wait for the free memory of the workers' nodes
 
 Resources = dict[str, float]
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -266,60 +262,25 @@ def check_shares(config: Config, each: Resources | None = None) -> None:
         )
 
 
-class StallWarner:
-    """A context manager that warns every 30 s while its ``with`` block is not left.
+def with_decoding(config: Config, each: Resources) -> Resources:
+    """Return the resources of workers on GPUs that stream, with CPUs for decoding.
 
-    The block waits for images. It may be entered many times, one after the other.
-
-    Args:
-        tell: Returns the warning for a wait of some seconds; by default
-            :func:`no_images`.
-        every_s: Seconds between two warnings.
-    """
-
-    def __init__(
-        self, tell: Callable[[float], str] | None = None, every_s: float = TELL_S
-    ) -> None:
-        self._tell, self._every_s, self._since = (
-            tell or no_images,
-            every_s,
-            float("inf"),
-        )
-        self._over = threading.Event()
-        threading.Thread(target=self._watch, name="uno-waits", daemon=True).start()
-
-    def __enter__(self) -> None:
-        self._since = time.monotonic()
-
-    def __exit__(self, *_: object) -> None:
-        self._since = float("inf")
-
-    def close(self) -> None:
-        """End the thread that warns."""
-        self._over.set()
-
-    def _watch(self) -> None:
-        """Log a warning after each interval of a wait, until :meth:`close`."""
-        told = 0
-        while not self._over.wait(self._every_s / 30):
-            waited = time.monotonic() - self._since
-            if waited < self._every_s:
-                told = 0
-            elif waited >= (told + 1) * self._every_s:
-                told = int(waited / self._every_s)
-                log.warning(self._tell(waited))
-
-
-def no_images(waited: float) -> str:
-    """Return a line on the CPUs that Ray Data may lack.
+    A worker gets an equal share of the CPUs of its node, on the node that has least.
+    ``compute.cpus_per_worker`` has priority. Workers on CPUs compute with all cores,
+    and get nothing more.
 
     Args:
-        waited: Seconds of the wait so far.
+        config: The configuration of the run.
+        each: The resources of each worker.
     """
     import ray
 
-    free = ray.available_resources().get("CPU", 0.0)
-    return (
-        f"no images for {waited:.0f} s: each further process of Ray Data needs"
-        f" {TASK_CPUS:g} CPU, the cluster has {free:g} free"
-    )
+    if "GPU" not in each or config.compute.cpus_per_worker:
+        return each
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    shares = [
+        has.get("CPU", 0.0) // (has["GPU"] // each["GPU"])
+        for has in nodes
+        if has.get("GPU", 0.0) >= each["GPU"]
+    ]
+    return {**each, "CPU": max(each["CPU"], min(shares, default=0.0))}

@@ -30,7 +30,13 @@ from uno.config import (
 from uno.errors import ConfigError
 from uno.methods import DEFAULT, METHODS
 from uno.presets import IMAGE_SIZE, PRESETS, preset
-from uno.session.configure import HELP_ALL, configure, dashed, merged, similar
+from uno.session.configure import (
+    HELP_ALL,
+    configure,
+    merge_settings,
+    suggest_name,
+    with_dashes,
+)
 
 MANY = 10**6
 _Number = Annotated[int | float | str, Field(union_mode="left_to_right")]
@@ -209,7 +215,7 @@ class Options:
     @property
     def overrides(self) -> dict[str, Any]:
         """All values that the user set, by dotted key."""
-        return merged(self.yaml_values, self.cli_values)
+        return merge_settings(self.yaml_values, self.cli_values)
 
     @cached_property
     def config(self) -> Config:
@@ -314,11 +320,14 @@ def schema_flags(
             Argument(info.description or "", kind, key=key),
             field_traits(key).flag,
         )
-        yield f"--{dashed(key)}", flag
+        yield f"--{with_dashes(key)}", flag
         if short:
             yield f"--{short}", flag
         if kind is bool:
-            yield f"--{dashed(prefix)}no-{dashed(name)}", flag._replace(negated=True)
+            yield (
+                f"--{with_dashes(prefix)}no-{with_dashes(name)}",
+                flag._replace(negated=True),
+            )
 
 
 def _flags(
@@ -334,7 +343,7 @@ def _flags(
     Raises:
         ConfigError: The line has another option, or a file cannot be read.
     """
-    if "--config" in command.flags():
+    if command.takes != "none":
         for words in (
             words for name, _, words in groups if name == "--config" and any(words)
         ):
@@ -343,8 +352,8 @@ def _flags(
     for name, _, _ in groups:
         if name and name not in flags:
             raise ConfigError(
-                "unknown option"
-                f" {name}{similar(name[2:], [flag[2:] for flag in flags])}"
+                f"unknown option {name}"
+                + suggest_name(name[2:], [flag[2:] for flag in flags])
             )
     return flags
 
@@ -385,7 +394,7 @@ def _groups(argv: Iterable[str]) -> Iterator[Group]:
         if token.startswith("--"):
             yield name, bool(equals), words
             name, equals, word = token.partition("=")
-            name, words = dashed(name), [word] if equals else []
+            name, words = with_dashes(name), [word] if equals else []
         else:
             words.append(token)
     yield name, bool(equals), words

@@ -4,48 +4,45 @@ A resident set is decoded once. Its images are sent to the tasks as they are: as
 encoded bytes, pixels, or numbers of rows in Parquet files. The tasks return 8-bit
 pixels, in order.
 
-A streamed set is decoded in every epoch, and the views are cropped in the same tasks.
-Every rank runs its own executions of Ray Data, so that training can start at any step.
-An execution is for one epoch, or for several short ones. Only row numbers are sent to
-it, 24 bytes each. What reads the images, or images in memory, is in the object store,
-once for each node. The allocator of Ray Data limits how much is read ahead.
+A streamed set is decoded in every epoch, and the views are cropped in the same
+processes. Every rank runs its own executions of Ray Data, so that training can start at
+any step. An execution is for one epoch, or for several short ones. Only row numbers are
+sent to it, 24 bytes each. What reads the images, or images in memory, is in the object
+store, once for each node. The allocator of Ray Data limits how much is read ahead.
 
-An execution has as many processes as its rank's share of CPUs, and they live as long as
-it does. No task then waits for a CPU, which an autoscaler would take for a need of
-nodes. The first process takes no CPU, so that executions that wait for each other's
-CPUs still make progress.
+The processes of an execution are on the node of their rank. They use the CPUs of the
+rank's own placement group and take no further ones from Ray. So no rank waits for the
+CPUs of another, and no node is started for them.
 """
 
 import logging
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor
 
-from pipelines.nodes import StallWarner
-from pipelines.ray_env import TASK_CPUS
-from pipelines.ray_private import ELSEWHERE, NODE, dataset_of, first_without_cpu
+from pipelines.workarounds import NODE
 from uno.config import Config
 from uno.crops import Cropper
 from uno.data import stream
-from uno.data.decode import BadRows, DecodedBatch, Interpolation, decode_many, ok_mask
+from uno.data.decode import DecodedBatch, Interpolation, decode_many, ok_mask
 from uno.data.files import Storage
 from uno.data.images import Images, from_columns, to_columns
-from uno.data.mapped import NeighborViews
-from uno.data.resident import EvalSet
-from uno.data.resident import train_set as resident_set
+from uno.data.memory import EvalSet, train_set
 from uno.data.row_blocks import RowBlocks
 from uno.data.splits import Task, train_rows, truth_rows
 from uno.data.stream import CHUNK_BYTES, Chunk, CropJob, EvalData, References, TrainData
+from uno.data.unreadable import BadRows
 from uno.errors import UnoError
 
+# Ray Data logs plans, and that it shows no progress bars.
+QUIET = {"ray.data": logging.WARNING, "ray.data._internal.progress": logging.ERROR}
 # Fewer images than this are decoded here, because starting processes takes longer.
 FEW_ROWS = 2_000
 ROWS_PER_DECODE = 256  # decoded at once by a task, which limits its memory
@@ -60,9 +57,6 @@ STORE_SHARE = 0.4  # share of the object store for the executions of all workers
 # its results much less.
 TASK_CHUNKS = 4
 
-# A worker's tasks stay on its node if that has this share of the CPUs for them.
-NEAR_SHARE = 0.9
-
 Run = Callable[[list[pa.Table]], Iterator[pa.Table]]
 """Runs an execution: takes blocks, and yields the resulting blocks in order.
 
@@ -75,7 +69,7 @@ def shared(
     config: Config,
     task: Task,
     reasons: list[str | None] | None,
-    features: Tensor | NeighborViews | None = None,
+    features: Tensor | None = None,
     images: list[Any] | None = None,
 ) -> dict[str, Any]:
     """Put what all workers read of a task into the object store.
@@ -103,8 +97,7 @@ def shared(
     if streams:
         found["source"] = ray.put(rows.pop("images"))
     if features is not None:
-        parts = (features,) if isinstance(features, Tensor) else features.parts
-        found["features"] = ray.put([part.numpy() for part in parts])
+        found["features"] = ray.put(features.numpy())
     found |= {} if images is None else {"images": images}
     return {"rows": ray.put(rows), "truth": ray.put(truth_rows(task, ok)), **found}
 
@@ -136,31 +129,26 @@ def worker_sets(
     side, rows = config.data.stored_size, dict(ray.get(loop["rows"]))
     if config.data.loading != "streaming":
         if "features" in loop:
-            parts = [shared_tensor(part) for part in ray.get(loop["features"])]
-            features = parts[0] if len(parts) == 1 else NeighborViews(*parts)
+            features = shared_tensor(ray.get(loop["features"]))
             images, seen = RowBlocks([features]), RowBlocks([features[:, 0]])
         else:
             images = seen = pixels_of(ray.get(loop["images"]), side)
-        return resident_set(images, **rows), truth(
+        return train_set(images, **rows), truth(
             lambda own, true, free: EvalSet(seen.select_rows(own), true, own, free)
         )
 
     # The error is raised here, so Ray need not log it.
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)
-    cpus, store = execution_limits(
-        ray.cluster_resources(), config.compute.num_workers, loop["worker_cpus"]
+    limits = cropping_of(
+        ray,
+        config.compute.num_workers,
+        loop["worker_cpus"],
+        ray.train.get_context().get_local_world_size(),
     )
-    neighbors = ray.train.get_context().get_local_world_size()
-    node, cpus = preferred_node(
-        ray.nodes(), own_node(ray), cpus, neighbors, loop["worker_cpus"]
-    )
-    limits = cpus, store, node
     source = ray.get(loop["source"])
     bad = BadRows(rows.pop("ids"), source, config.data.max_bad_fraction, storage)
-    decode = decode_on_ray(
-        ray, loop["source"], side, *limits, config.data.interpolation
-    )
-    crop = crop_on_ray(ray, loop["source"], *limits)
+    decode = decode_on_ray(ray, loop["source"], side, limits, config.data.interpolation)
+    crop = crop_on_ray(ray, loop["source"], limits)
     train = stream.StreamSet(source, **rows, bad=bad, crop=crop, decode=decode)
     how = source, side, decode, bad
     return train, truth(
@@ -207,7 +195,7 @@ def decode_task(
         "batch_size": ROWS_PER_DECODE,
         "zero_copy_batch": True,
     }
-    dataset = dataset_of(blocks).map_batches(decode, **batches).materialize()
+    dataset = make_dataset(blocks).map_batches(decode, **batches).materialize()
     columns = dataset.select_columns(["row", "reason"])
     facts = pa.concat_tables(
         columns.iter_batches(batch_size=None, batch_format="pyarrow")
@@ -305,89 +293,56 @@ def bytes_of(chunks: pa.ChunkedArray, row_bytes: int) -> np.ndarray:
     return values[: len(column) * row_bytes].reshape(-1, row_bytes)
 
 
-def execution_limits(
-    cluster: dict[str, float], workers: int, worker_cpus: float
-) -> tuple[float, float]:
-    """Return the CPUs and the bytes of the object store for one worker's executions.
-
-    Args:
-        cluster: The resources of the cluster, as Ray counts them.
-        workers: The number of workers.
-        worker_cpus: The CPUs of a worker.
-    """
-    cpus = (cluster.get("CPU", 1) - workers * worker_cpus) / workers
-    return max(0.1, cpus), STORE_SHARE * cluster.get(
-        "object_store_memory", 2**30
-    ) / workers
-
-
-def pool_size(cpus: float) -> int:
-    """Return the number of processes of an execution: one for each whole CPU.
-
-    A CPU counts as whole even if Ray's rounding left a little less, and there is always
-    at least one process.
-    """
-    return max(1, int(cpus + 1 - TASK_CPUS))
-
-
 def own_node(ray: Any) -> str:
     """Return the id of the node that this process runs on."""
     return str(ray.get_runtime_context().get_node_id())
 
 
-def preferred_node(
-    nodes: list[dict[str, Any]],
-    own: str,
-    cpus: float,
-    neighbors: int,
-    worker_cpus: float,
-) -> tuple[str | None, float]:
-    """Decide whether the processes of a worker's executions stay on its own node.
+class Cropping(NamedTuple):
+    """The processes of Ray Data that decode and crop for one rank.
 
-    On the same node their results need not be sent over the network. They stay if the
-    node has about as many CPUs for them as the worker's share of the cluster. On a node
-    with fewer CPUs they would be slower than on the whole cluster.
+    Attributes:
+        processes: The number of processes, which are on the node of this process.
+        store: The bytes of the object store that an execution may use.
+    """
+
+    processes: int
+    store: float
+
+
+def cropping_of(ray: Any, workers: int, worker_cpus: float, neighbors: int) -> Cropping:
+    """Return the processes that crop for this rank.
+
+    There is one for each CPU of the rank, or of its share of the node if that is more.
+    One CPU is left for the rank itself.
 
     Args:
-        nodes: The nodes of ``ray.nodes()``.
-        own: The id of the worker's node.
-        cpus: The worker's share of the CPUs of all nodes.
-        neighbors: The number of workers on this node.
-        worker_cpus: The CPUs of a worker.
-
-    Returns:
-        The node's id and the CPUs to use there, or None and ``cpus``.
+        ray: The connected module.
+        workers: The number of ranks.
+        worker_cpus: The CPUs that are reserved for each rank.
+        neighbors: The number of ranks on this node.
     """
-    total = next(
-        (
-            n["Resources"].get("CPU", 0.0)
-            for n in nodes
-            if n["NodeID"] == own and n["Alive"]
-        ),
-        0.0,
-    )
-    here = total / neighbors - worker_cpus
-    return (own, min(cpus, here)) if here >= NEAR_SHARE * cpus else (None, cpus)
+    own = own_node(ray)
+    has = next(n["Resources"] for n in ray.nodes() if n["NodeID"] == own)
+    cpus = max(worker_cpus, has.get("CPU", 0.0) / neighbors)
+    store = ray.cluster_resources().get("object_store_memory", 2**30)
+    return Cropping(max(1, int(cpus - 1)), STORE_SHARE * store / workers)
 
 
 def crop_on_ray(
-    ray: Any, source: Any, cpus: float, store: float, node: str | None = None
+    ray: Any, source: Any, limits: Cropping
 ) -> Callable[[CropJob], Generator[Chunk, None, None]]:
     """Return a function like :func:`uno.data.stream.crop_local` that uses tasks of Ray.
 
     Args:
         ray: The connected module.
         source: The reference to the images of the job.
-        cpus: The CPUs of an execution, see :func:`execution_limits`.
-        store: The bytes of the object store for an execution.
-        node: The node to prefer, see :func:`preferred_node`, or None.
+        limits: The processes of an execution.
     """
 
     def chunks(job: CropJob) -> Generator[Chunk, None, None]:
         crop = partial(_crop, cropper=job.cropper, chunk_rows=job.chunk_rows)
-        run = _runner(
-            ray, crop, source, cpus, store, job.chunk_rows * job.row_bytes, node
-        )
+        run = _runner(ray, crop, source, limits, job.chunk_rows * job.row_bytes)
         num_rows = job.fetch_rows or TASK_CHUNKS * job.chunk_rows
         for table in in_executions(
             run, whole_epochs(map(places, epoch) for epoch in job.epochs(num_rows))
@@ -409,9 +364,7 @@ def decode_on_ray(
     ray: Any,
     source: Any,
     side: int,
-    cpus: float,
-    store: float,
-    node: str | None = None,
+    limits: Cropping,
     how: Interpolation = "bilinear",
 ) -> Callable[[Iterable[np.ndarray]], Iterator[DecodedBatch]]:
     """Return a function like :func:`uno.data.decode.decoded` that uses tasks of Ray.
@@ -420,13 +373,11 @@ def decode_on_ray(
         ray: The connected module.
         source: The reference to the images.
         side: The side of the stored square in pixels.
-        cpus: The CPUs of an execution, see :func:`execution_limits`.
-        store: The bytes of the object store for an execution.
-        node: The node to prefer, see :func:`preferred_node`, or None.
+        limits: The processes of an execution.
         how: How images are resized.
     """
     decode = partial(decode_block, side=side, interpolation=how)
-    run = _runner(ray, decode, source, cpus, store, CHUNK_BYTES, node)
+    run = _runner(ray, decode, source, limits, CHUNK_BYTES)
 
     def decoded(batches: Iterable[np.ndarray]) -> Iterator[DecodedBatch]:
         for table in in_executions(
@@ -469,8 +420,7 @@ def _crop(
 def in_executions(run: Run, groups: Iterator[list[pa.Table]]) -> Iterator[pa.Table]:
     """Run one execution after the other, and yield all results in order.
 
-    The inputs of the next execution are stored while results of this one are read. A
-    long wait for a block logs a warning, see :class:`~pipelines.nodes.StallWarner`.
+    The inputs of the next execution are stored while results of this one are read.
 
     Args:
         run: Runs one execution.
@@ -481,22 +431,11 @@ def in_executions(run: Run, groups: Iterator[list[pa.Table]]) -> Iterator[pa.Tab
         group = next(groups, None)
         return None if group is None else (sum(map(len, group)), run(group))
 
-    with (
-        closing(StallWarner()) as waits,
-        ThreadPoolExecutor(1, thread_name_prefix="uno-execution") as pool,
-    ):
+    with ThreadPoolExecutor(1, thread_name_prefix="uno-execution") as pool:
         following = pool.submit(prepare)
-        while True:
-            with waits:
-                execution = following.result()
-            if execution is None:
-                return
+        while (execution := following.result()) is not None:
             following, (num_rows, results), done = pool.submit(prepare), execution, 0
-            while True:
-                with waits:
-                    table = next(results, None)
-                if table is None:
-                    break
+            for table in results:
                 done += len(table)
                 yield table
             assert done == num_rows, (done, num_rows)  # no row is lost or doubled
@@ -544,8 +483,8 @@ def grouped(
         yield group
 
 
-class Apply:
-    """An actor of an execution, which calls a function with each block.
+class CropActor:
+    """An actor of the pool of an execution, which calls a function with each block.
 
     Args:
         function: Takes a block, and the images as ``images``.
@@ -566,60 +505,66 @@ def _runner(
     ray: Any,
     function: Callable[..., Any],
     source: Any,
-    cpus: float,
-    store: float,
+    limits: Cropping,
     chunk_bytes: int,
-    node: str | None,
 ) -> Run:
     """Return a function that runs an execution: it sends blocks through a function.
 
     Args:
         ray: The connected module.
-        function: The function, see :class:`Apply`.
+        function: The function, see :class:`CropActor`.
         source: The reference to the images.
-        cpus: The CPUs of the execution.
-        store: The bytes of the object store for the execution.
+        limits: The processes of the execution.
         chunk_bytes: The bytes of a result. Ray Data passes a result of this size on at
             once.
-        node: The node to prefer, or None.
     """
-    from ray.data import ActorPoolStrategy, ExecutionResources
-
-    where = (
-        {}
-        if node is None
-        else {"label_selector": {NODE: node}, "fallback_strategy": ELSEWHERE}
-    )
 
     def run(blocks: list[pa.Table]) -> Iterator[pa.Table]:
-        dataset = dataset_of(blocks)
-        options = dataset.context.execution_options
-        options.preserve_order = True
-        options.resource_limits = ExecutionResources(
-            cpu=cpus, object_store_memory=store
-        )
+        dataset = make_dataset(blocks, limits.store)
         # Ray joins what is smaller and splits what is 1.5 times as large; either costs
         # copies.
         dataset.context.target_max_block_size = chunk_bytes - 1
-        # A fixed pool is started whatever Ray's coordinator has left: it gives a rank
-        # of many no CPU at all.
-        pool = ActorPoolStrategy(size=min(pool_size(cpus), len(blocks)))
-        # Ranks wait for each other and hold their CPUs for an epoch: one without any
-        # would wait for ever.
-        first = first_without_cpu(own_node(ray))
+        pool = ray.data.ActorPoolStrategy(size=min(limits.processes, len(blocks)))
         results = dataset.map_batches(
-            Apply,
+            CropActor,
             fn_constructor_args=(function, source),
             compute=pool,
-            num_cpus=TASK_CPUS * min(1.0, cpus),
+            num_cpus=0,
+            label_selector={NODE: own_node(ray)},
             batch_format="pyarrow",
             batch_size=None,
-            **where,
-            **first,
         )
         return in_order(results)
 
     return run
+
+
+def make_dataset(blocks: list[pa.Table], store: float | None = None) -> Any:
+    """Return Arrow tables as a dataset of Ray Data that keeps their order.
+
+    Ray Data would end an execution with an error after 30 minutes without progress,
+    also if it waits for a node, or if nobody takes its results. It does not here. Nor
+    does a busy execution start further nodes.
+
+    Args:
+        blocks: The blocks of the dataset.
+        store: The largest number of bytes of the object store; None for Ray's default.
+    """
+    import ray
+
+    # from_arrow would start a task that counts the rows of each block.
+    dataset, has = ray.data.from_blocks(blocks), ray.cluster_resources()
+    options = dataset.context.execution_options
+    options.preserve_order = True
+    options.resource_limits = ray.data.ExecutionResources.for_limits(
+        cpu=has.get("CPU", 0.0), gpu=has.get("GPU", 0.0), object_store_memory=store
+    )
+    dataset.context.execution_no_progress_timeout_s = -1
+    dataset.context.enable_progress_bars = False
+    for name, level in QUIET.items():
+        logger = logging.getLogger(name)
+        logger.setLevel(max(logger.level, level))
+    return dataset
 
 
 def in_order(dataset: Any, num_rows: int | None = None) -> Iterator[pa.Table]:

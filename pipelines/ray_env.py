@@ -14,7 +14,7 @@ from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
-from pipelines.ray_private import current_cluster, job_variables, quiet_pools
+from pipelines.workarounds import current_cluster, quiet_pools
 from uno.config import Config
 from uno.errors import RAY, ConfigError, Interrupted, one_line
 from uno.session.console import in_main_thread, print_line
@@ -26,20 +26,11 @@ POLL_S = 0.5
 TASK_CPUS = 0.9
 ADDRESS = "RAY_ADDRESS"
 T = TypeVar("T")
-UNREACHED = "1e9"  # a share of use that is never reached
 
 ENVIRONMENT = {
     # Without this the Train tab of the dashboard is empty.
     "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # the patch prints every worker line twice
-    "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
-    "RAY_DATA_LOG_LEVEL": "ERROR",
-    # Busy tasks of Ray Data must not start another node: preferred_node() in
-    # pipelines.ray_data keeps them on their worker's node.
-    "RAY_DATA_DEFAULT_CLUSTER_SCALING_UP_CPU_UTIL_THRESHOLD": UNREACHED,
-    "RAY_DATA_DEFAULT_CLUSTER_SCALING_UP_GPU_UTIL_THRESHOLD": UNREACHED,
-    "RAY_DATA_DEFAULT_CLUSTER_SCALING_UP_MEMORY_UTIL_THRESHOLD": UNREACHED,
-    "RAY_DATA_DEFAULT_CLUSTER_SCALING_UP_OBJECT_STORE_MEMORY_UTIL_THRESHOLD": UNREACHED,
     "RAY_SCHEDULER_EVENTS": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
@@ -97,13 +88,7 @@ def connect(
     quiet_pools()
     if address:
         check_address(address)
-        variables = {
-            name: os.environ[name] for name in ENVIRONMENT.keys() - job_variables()
-        }
-        options: dict[str, Any] = {
-            "address": address,
-            "runtime_env": {"env_vars": variables},
-        }
+        options: dict[str, Any] = {"address": address}
     else:
         options = {
             "address": "local",

@@ -40,7 +40,7 @@ from uno.cpus import available_cpus
 from uno.data.check import check
 from uno.data.features import cache_directory
 from uno.data.files import Storage, full_path, normalize_path
-from uno.data.output import find_mapping, leftovers, other_settings
+from uno.data.output import list_temporary_files, other_settings_error, read_mapping
 from uno.data.sources import SOURCES, read_rows
 from uno.data.splits import make_task
 from uno.encoder import changed_code, code_of
@@ -60,7 +60,7 @@ from uno.reproduce.experiments import (
 from uno.runs import ENVIRONMENT_FILE, NUMERICS, lock
 from uno.runs.directory import read_config_tree
 from uno.runs.hardware import local_device
-from uno.session.configure import checked_output
+from uno.session.configure import expand_output
 from uno.session.console import print_line
 from uno.session.derive import resolve
 from uno.session.prepare import with_full_path
@@ -134,7 +134,7 @@ def main(options: Options, argv: Sequence[str]) -> int:
         return 0
     run_missing(request, jobs)
     with lock.lock_run(Storage(str(request.output)), on_wait=print_line) as claim:
-        for name in leftovers(claim.storage):
+        for name in list_temporary_files(claim.storage):
             # Only files of a cell's configuration are deleted. A run deletes its own.
             if name.count("/") == 1:
                 claim.storage.delete(name)
@@ -184,7 +184,7 @@ def read_request(options: Options, argv: Sequence[str]) -> Request:
     name = "-".join(
         [own.table, *(["full"] * full), *(b.key for b in table.benchmarks if on_own)]
     )
-    output = checked_output(own.output or f"runs/reproduce-{name}")
+    output = expand_output(own.output or f"runs/reproduce-{name}")
     if "://" in output:
         raise ConfigError(
             "--output must be a directory: uno reproduce keeps logs of its processes"
@@ -396,7 +396,7 @@ def _check_stored(run: Path, config: Config, code: dict[str, str] | None) -> Non
         ConfigError: The run has other settings, or its encoder has other code.
     """
     if (run / "config.yaml").exists():
-        facts = find_mapping(Storage(str(run)), ENVIRONMENT_FILE) or {}
+        facts = read_mapping(Storage(str(run)), ENVIRONMENT_FILE) or {}
         if changed := changed_code(
             config.model.encoder, facts.get("encoder_code"), code
         ):
@@ -410,12 +410,12 @@ def _check_stored(run: Path, config: Config, code: dict[str, str] | None) -> Non
         if keys := [
             key for key in differing_keys(to_dict(stored), config) if key not in free
         ]:
-            raise other_settings(str(run), "a cell", keys, "use another --output")
+            raise other_settings_error(str(run), "a cell", keys, "use another --output")
 
 
 def _check_numerics(run: Path) -> None:
     """Raise ConfigError if a run was made before a change that alters results."""
-    facts = find_mapping(Storage(str(run)), ENVIRONMENT_FILE) or {}
+    facts = read_mapping(Storage(str(run)), ENVIRONMENT_FILE) or {}
     numerics = facts.get("numerics", NUMERICS)
     if numerics != NUMERICS:
         raise ConfigError(

@@ -23,12 +23,13 @@ from typing import Any
 import torch
 
 import uno.runs.run as training
-from pipelines import nodes, ray_data, ray_env, ray_private
+from pipelines import nodes, ray_data, ray_env, workarounds
 from pipelines.features import compute_on_ray
 from uno.config import Config, override, to_dict
 from uno.data.decode import ok_mask
 from uno.data.files import Storage, join, split
-from uno.data.resident import keep_pixels
+from uno.data.memory import keep_pixels
+from uno.distributed import GroupWorker
 from uno.errors import Interrupted, one_line
 from uno.results.evaluate import evaluate_run
 from uno.runs import RAY_FOLDER, STOP_FILE
@@ -42,8 +43,7 @@ from uno.session.data import (
     leave_out_unreadable,
     load_features,
 )
-from uno.session.ranks import GroupWorker
-from uno.session.resources import on_features, store_bytes
+from uno.session.resources import store_bytes, trains_on_features
 from uno.session.run import Run
 
 TRACES, TRACE = "nccl", "rank_"
@@ -84,7 +84,7 @@ class Messages:
 
         here = {
             "num_cpus": 0,
-            "label_selector": {ray_private.NODE: ray_data.own_node(ray)},
+            "label_selector": {workarounds.NODE: ray_data.own_node(ray)},
         }
         self.to_driver, self._to_rank_0 = Queue(0, here), Queue(0, here)
 
@@ -216,9 +216,7 @@ def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
     storage.check()  # on every rank, because all nodes must see the run directory
     worker = RayWorker(storage, messages)
     neighbors = context.get_local_world_size()
-    torch.set_num_threads(
-        rank_threads(config, worker.device, neighbors, loop["worker_cpus"])
-    )
+    torch.set_num_threads(rank_threads(config, worker.device, neighbors))
     if worker.device.type == "cuda" and context.get_local_rank() == 0:
         collect_traces(storage)
     return train_rank(config, loop, worker, storage)
@@ -261,28 +259,20 @@ def train_rank(
     }
 
 
-def rank_threads(
-    config: Config, device: torch.device, neighbors: int, cpus: float
-) -> int:
+def rank_threads(config: Config, device: torch.device, neighbors: int) -> int:
     """Return the number of threads of torch in a rank.
 
-    It is the rank's share of the cores of its node. If a GPU computes and the tasks of
-    Ray Data need the other cores, it is at most the CPUs of the worker.
-    ``compute.threads`` has priority.
+    It is the rank's share of the cores of its node. It is 1 if a GPU computes and the
+    processes of Ray Data need the cores. ``compute.threads`` has priority.
 
     Args:
         config: The configuration of the run.
         device: The device of the rank.
         neighbors: The number of ranks on this node.
-        cpus: The CPUs of a worker.
     """
     threads = num_threads(config, neighbors)
-    beside = (
-        config.data.loading == "streaming"
-        and device.type == "cuda"
-        and not config.compute.threads
-    )
-    return min(threads, max(1, int(cpus))) if beside else threads
+    decodes = config.data.loading == "streaming" and device.type == "cuda"
+    return 1 if decodes and not config.compute.threads else threads
 
 
 def run_on_ray(run: Run, show: Show) -> dict[str, float]:
@@ -312,14 +302,16 @@ def run_on_ray(run: Run, show: Show) -> dict[str, float]:
         connected = ray_env.connect(
             store, config.compute.num_workers, keep_idle=streams
         )
-        until = own if streams or on_features(config) else run.cleanup
+        until = own if streams or trains_on_features(config) else run.cleanup
         ray = until.enter_context(connected)
         resources = nodes.wait_for_resources(
             config, stopping.is_set, nodes.startup_timeout_s(config)
         )
         nodes.check_shares(config, resources)
+        if streams:
+            resources = nodes.with_decoding(config, resources)
         images, reasons, found = None, None, None
-        if on_features(config):
+        if trains_on_features(config):
             compute = partial(compute_on_ray, ray, give_up=stopping.is_set)
             how = show, stopping.is_set, compute
             found, reasons = load_features(config, task, storage, *how)
@@ -555,7 +547,7 @@ def fit(
             torch_config=ray.train.torch.TorchConfig(timeout_s=timeout_s),
         )
     try:
-        with ray_private.cluster_of_helpers():
+        with workarounds.cluster_of_helpers():
             return trainer.fit()
     except ray.train.ControllerError as error:
         raise error.controller_failure from None

@@ -52,14 +52,20 @@ from uno.data.decode import (
     read_header,
 )
 from uno.data.files import Storage
+from uno.data.read_options import ReadOptions
 from uno.data.tables import read_parquet, read_table
 from uno.data.tar import read_tar
 from uno.errors import UnoError
 from uno.report.facts import read_facts
 from uno.results.classes import OutputClass, read_edits, template
 from uno.results.infer import load_classifier
-from uno.runs.checkpoint import Checkpoint, file_name, load_newest, save_checkpoint
-from uno.runs.directory import begin_run, repair
+from uno.runs.checkpoint import (
+    Checkpoint,
+    checkpoint_name,
+    load_newest,
+    save_checkpoint,
+)
+from uno.runs.directory import begin_run, delete_leftovers
 from uno.weights import read_weights
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -191,7 +197,7 @@ def _read_parquet(folder: Path, data: bytes) -> None:
     rows = read_parquet(str(folder / "train-0.parquet"))
     for row in range(min(3, len(rows))):
         _or_refused(decode, rows.images[row], 8)
-    rows = read_parquet(str(folder / "train-0.parquet"), images_only=True)
+    rows = read_parquet(str(folder / "train-0.parquet"), ReadOptions(images_only=True))
     for images in rows.images.take(np.arange(min(3, len(rows)))).split(3):
         for image in images.read_images(np.arange(len(images))):
             _or_refused(decode, image, 8)
@@ -259,7 +265,7 @@ def _read_tar(folder: Path, data: bytes) -> None:
 
 def _read_shard(path: Path, data: bytes) -> None:
     path.write_bytes(data)
-    bare = read_tar(str(path), images_only=True)
+    bare = read_tar(str(path), ReadOptions(images_only=True))
     for image in bare.images.read_images(np.arange(len(bare))):
         _or_refused(decode, image, 8)
     rows = read_tar(str(path))
@@ -272,7 +278,7 @@ def _read_text_table(name: str) -> Callable[[Path, bytes], None]:
         if not (folder / "a.png").exists():
             (folder / "a.png").write_bytes(encoded(pixels(0)))
         for images_only in (False, True):
-            rows = read_table(str(folder / name), images_only=images_only)
+            rows = read_table(str(folder / name), ReadOptions(images_only=images_only))
             _or_refused(decode, rows.images[0], 8)
 
     return read
@@ -371,14 +377,14 @@ def _read_run(folder: Path, data: bytes) -> None:
     storage = _write_run(folder, data)
     read_facts(storage)
     _or_refused(begin_run, small_config(), storage, "f" * 64)
-    repair(storage)
+    delete_leftovers(storage)
 
 
 def _read_checkpoint(folder: Path, data: bytes) -> None:
     """As it is, and once more with a sum that vouches for the damage, where its sum
     can be found.
     """
-    storage, name = _write_run(folder, data), file_name("discover", 6)
+    storage, name = _write_run(folder, data), checkpoint_name("discover", 6)
     _or_refused(load_newest, storage, "discover")
     found = re.search(rb'"sha256": "([^"]*)"', content := storage.read(name))
     if found is not None:

@@ -23,7 +23,7 @@ from tests.agreement import (
 from tests.fuzz import CORPUS
 from uno.data.decode import decoded
 from uno.results import export, folders, predictions
-from uno.results.classes import unedited
+from uno.results.classes import without_merges
 from uno.session import api, pipeline
 
 SEED, NUM_RUNS = 521, 8  # with every kind in the first runs, in 13 of seed 0
@@ -124,7 +124,7 @@ PLANTED = {
             pipeline,
             "predict_run",
         ): lambda run, model, predict=pipeline.predict_run: predict(
-            run, replace(model, classes=unedited(model.classes))
+            run, replace(model, classes=without_merges(model.classes))
         )
     },
     "predict of bytes": {

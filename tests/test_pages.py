@@ -17,7 +17,7 @@ import uno
 from pipelines import cli, tables
 from pipelines import commands as commands_module
 from pipelines.commands import DISCOVER
-from pipelines.options import Command, dashed, parse
+from pipelines.options import Command, parse, with_dashes
 from pipelines.reproduce import REPRODUCE
 from tests.pages import PAGES, ROOT, blocks, commands, page, table
 from tests.shapes import draw, draw_photos
@@ -112,7 +112,7 @@ def test_every_flag_in_a_sentence_exists(name, flags):
         for word in FLAG.findall(text)
     ]
     own = {"--distill.entropy-weight", "--NAME.FIELD"}  # of examples/my_method.py
-    assert {dashed(word) for word in words} - flags - FOREIGN - own == set()
+    assert {with_dashes(word) for word in words} - flags - FOREIGN - own == set()
 
 
 def test_every_make_target_of_a_page_exists():

@@ -4,10 +4,11 @@
 
 The command runs as usual. Afterwards two numbers are printed: how many different
 functions of ``uno/``, ``pipelines/`` and ``tune/`` were called, and in how many files
-they are. With ``--list`` each function follows with its number of calls. Comprehensions
-and lambdas are not counted, and neither is code that runs when a module is imported.
+they are. With ``--list`` each function follows with its number of calls.
+Comprehensions, lambdas and the bodies of modules and classes are not counted.
 """
 
+import inspect
 import sys
 import threading
 from collections import Counter
@@ -32,7 +33,8 @@ def count_calls(argv: list[str]) -> Counter[tuple[str, str]]:
 
     def count(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(PACKAGES):
+        is_function = event == "call" and code.co_flags & inspect.CO_OPTIMIZED
+        if is_function and code.co_filename.startswith(PACKAGES):
             calls[code.co_filename, code.co_qualname] += 1
 
     threading.setprofile(count)

@@ -30,7 +30,7 @@ from uno import errors, limits, methods
 from uno.config import Config, field_traits, flatten, section, to_dict
 from uno.methods import DEFAULT, METHODS, PRETEXTS
 from uno.presets import CPU, PRESETS
-from uno.session.configure import dashed
+from uno.session.configure import with_dashes
 
 FOLDER = Path(__file__).parent.parent / "docs" / "reference"
 COMMANDS = {
@@ -232,7 +232,9 @@ def cli_page() -> str:
             value = values(argument.type) if flag[0] == "-" else ""
             rows.append([f"`{flag}`", value, default, markdown(argument.sentence)])
         keys = [key for key in flatten(to_dict(Config())) if command.may_change(key)]
-        some = ", ".join(f"`--{field_traits(key).flag or dashed(key)}`" for key in keys)
+        some = ", ".join(
+            f"`--{field_traits(key).flag or with_dashes(key)}`" for key in keys
+        )
         fixed = ", ".join(
             f"`{key}`" for key in keys if field_traits(key).fixed_by == name
         )

@@ -24,7 +24,7 @@ from typing import Any
 
 from uno.config import parse_yaml
 from uno.data.files import Storage
-from uno.data.output import find_mapping
+from uno.data.output import read_mapping
 from uno.errors import ConfigError
 from uno.limits import MAX_STATE_BYTES
 from uno.runs.journal import read_journal
@@ -148,7 +148,7 @@ def read_trial(storage: Storage, index: int) -> Trial | None:
         None if the values of the trial have not been drawn.
     """
     names = (f"{trial_name(index)}/{part}.json" for part in ("trial", "result"))
-    tree, result = (find_mapping(storage, name) or {} for name in names)
+    tree, result = (read_mapping(storage, name) or {} for name in names)
     if "overrides" not in tree:
         return None
     epochs = read_epochs(storage, index)

@@ -21,7 +21,7 @@ from tune import ORACLE, SCORES, records, spaces
 from tune.records import FAILED, FINISHED, STOPPED, Trial
 from tune.spaces import Domain, Space
 from uno.data.files import Storage
-from uno.data.output import find_mapping
+from uno.data.output import read_mapping
 from uno.report.charts import WIDE, Chart, Dot, Series, line_chart
 from uno.report.page import render
 from uno.text import plural, visible
@@ -106,7 +106,7 @@ def read(storage: Storage) -> Summary:
     space, ranked = spaces.from_tree(settings["space"]), records.ranking(trials)
     folders = (f"pretrain/{name}" for name in storage.list("pretrain"))
     pretrained = [
-        find_mapping(storage, f"{folder}/done.json") or {} for folder in folders
+        read_mapping(storage, f"{folder}/done.json") or {} for folder in folders
     ]
     lines = [line for trial in trials for line in trial.epochs] + pretrained
     sound = [

@@ -21,20 +21,19 @@ from itertools import combinations, product
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch import Tensor
 
 from pipelines.ray_data import shared_tensor
 from tune import AGREEMENT, FOLDS, LOSS, ORACLE
 from uno.config import Config
-from uno.data.columns import Ids
-from uno.data.decode import BadRows, ok_mask
+from uno.data.decode import ok_mask
 from uno.data.files import Storage
 from uno.data.images import Images, batches_of
-from uno.data.mapped import NeighborViews
-from uno.data.plan import TUNE_FOLDS
-from uno.data.resident import EvalSet, train_set
-from uno.data.row_blocks import HostRows, RowBlocks
+from uno.data.memory import EvalSet, train_set
+from uno.data.row_blocks import RowBlocks
+from uno.data.sampling import TUNE_FOLDS
 from uno.data.splits import Task
 from uno.data.stream import (
     EvalData,
@@ -45,13 +44,14 @@ from uno.data.stream import (
     decoded_rows,
     stream_here,
 )
+from uno.data.unreadable import BadRows
 from uno.errors import ConfigError
 from uno.model import UnoModel, forward
-from uno.results.evaluate import count, protocol_metrics
+from uno.results.evaluate import count_outputs, protocol_metrics
 from uno.results.metrics import cluster_accuracy, confusion
-from uno.state import TrainState
+from uno.steps import TrainState
 from uno.text import plural
-from uno.train import Worker
+from uno.training import Worker
 
 # Every fifth row of a known class is held out, to measure the known accuracy.
 HELD_OUT_EVERY = 5
@@ -66,16 +66,15 @@ class Unread(NamedTuple):
     """
 
     images: Images
-    ids: Ids
+    ids: pa.LargeStringArray
 
 
-Source = np.ndarray | list[np.ndarray] | str | Unread
+Source = np.ndarray | str | Unread
 """The images of N rows, or what replaces them.
 
 An array holds pixels, uint8 (N,3,S,S), or features of a frozen encoder, float32
-(N,1+V,D). A string is the path of a ``.npy`` file with such features. A list holds the
-parts of :class:`~uno.data.mapped.NeighborViews`. :class:`Unread` holds images that are
-read when they are needed.
+(N,1+V,D). A string is the path of a ``.npy`` file with such features. :class:`Unread`
+holds images that are read when they are needed.
 """
 
 
@@ -281,14 +280,10 @@ def open_folds(
             )
             for name, train, (rows, truth, novel), hidden in folds
         ]
-    values: Tensor | NeighborViews
-    if isinstance(source, list):
-        values = NeighborViews(*map(shared_tensor, source))
-    else:
-        values = shared_tensor(
-            np.load(source, mmap_mode="r") if isinstance(source, str) else source
-        )
-    blocks = HostRows([values]) if isinstance(source, str) else RowBlocks([values])
+    values = shared_tensor(
+        np.load(source, mmap_mode="r") if isinstance(source, str) else source
+    )
+    blocks = RowBlocks([values], stays_on_host=isinstance(source, str))
     # For features this is the evaluation view.
     seen = RowBlocks([values if values.ndim == 4 else values[:, 0]])
     return [
@@ -375,7 +370,7 @@ def measure(
         config.train.eval_batch_size, worker.rank, worker.world_size
     )
     metrics = protocol_metrics(
-        count(model, config, batches, num_true)[0], state.best_head, "scored"
+        count_outputs(model, config, batches, num_true)[0], state.best_head, "scored"
     )
     keys = {
         f"{group}_{which}": f"scored/{group}/task_agnostic_strict/acc/{which}"

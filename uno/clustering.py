@@ -47,14 +47,12 @@ def kmeans(points: Tensor, num_clusters: int, num_starts: int, seed: int) -> Clu
     with warnings.catch_warnings():
         # scikit-learn warns if there are fewer distinct rows than clusters.
         warnings.simplefilter("ignore", ConvergenceWarning)
-        found = KMeans(num_clusters, n_init=num_starts, random_state=seed).fit(
+        fitted = KMeans(num_clusters, n_init=num_starts, random_state=seed).fit(
             points.numpy()
         )
-    assignment, centers = (
-        torch.from_numpy(found.labels_).long(),
-        torch.from_numpy(found.cluster_centers_),
-    )
-    return Clusters(assignment, centers.to(points.dtype), float(found.inertia_))
+    assignment = torch.from_numpy(fitted.labels_).long()
+    centers = torch.from_numpy(fitted.cluster_centers_).to(points.dtype)
+    return Clusters(assignment, centers, float(fitted.inertia_))
 
 
 def constrained_kmeans(
@@ -68,20 +66,17 @@ def constrained_kmeans(
             FREE. The given clusters are 0 .. F - 1, and each has a row.
         num_clusters: K, from F to F plus the number of free rows.
         num_restarts: The number of runs. The run with the smallest inertia is returned.
-        seed: The seed of the starts, see :func:`initial_centers`.
+        seed: The seed of the starts, see :func:`draw_initial_centers`.
 
     Returns:
         The clusters. A cluster is empty only if the free rows have too few distinct
         values. No center is NaN.
     """
-    generator, num_free = (
-        torch.Generator().manual_seed(seed),
-        num_clusters - int(fixed.max()) - 1,
-    )
-    draws = torch.rand(
-        num_free, num_restarts, generator=generator, dtype=torch.float64
-    ).T
-    runs = (lloyd(points, fixed, initial_centers(points, fixed, own)) for own in draws)
+    generator = torch.Generator().manual_seed(seed)
+    shape = num_clusters - int(fixed.max()) - 1, num_restarts
+    draws = torch.rand(shape, generator=generator, dtype=torch.float64)
+    starts = (draw_initial_centers(points, fixed, column) for column in draws.T)
+    runs = (lloyd(points, fixed, centers) for centers in starts)
     return min(runs, key=lambda run: run.inertia)
 
 
@@ -107,7 +102,7 @@ def seeded_kmeans(
     free, num_known = points[fixed == FREE], int(fixed.max()) + 1
     if len(free) < num_clusters:
         return constrained_kmeans(points, fixed, num_clusters, num_starts, seed)
-    means = _means(points, fixed, points.new_zeros(num_known, points.shape[1]))
+    means = _cluster_means(points, fixed, points.new_zeros(num_known, points.shape[1]))
     runs = list[Clusters]()
     for start in range(num_starts):
         centers = kmeans(free, num_clusters, 1, seed + start).centers
@@ -117,7 +112,7 @@ def seeded_kmeans(
     return min(runs, key=lambda run: run.inertia)
 
 
-def initial_centers(points: Tensor, fixed: Tensor, draws: Tensor) -> Tensor:
+def draw_initial_centers(points: Tensor, fixed: Tensor, draws: Tensor) -> Tensor:
     """Draw the start of a run by k-means++ (Arthur and Vassilvitskii, 2007).
 
     The first F centers are the means of the fixed clusters. The others are free rows.
@@ -133,10 +128,12 @@ def initial_centers(points: Tensor, fixed: Tensor, draws: Tensor) -> Tensor:
         The centers (K, D).
     """
     candidates = points[fixed == FREE]
-    centers = _means(
+    centers = _cluster_means(
         points, fixed, points.new_zeros(int(fixed.max()) + 1, points.shape[1])
     )
-    nearest = F.pad(_squared(candidates, centers), (0, 1), value=torch.inf).amin(dim=1)
+    nearest = F.pad(
+        _squared_distances(candidates, centers), (0, 1), value=torch.inf
+    ).amin(dim=1)
     for draw in draws.tolist():
         # Without any center yet, or with every row on a center, all rows are equally
         # likely.
@@ -147,7 +144,7 @@ def initial_centers(points: Tensor, fixed: Tensor, draws: Tensor) -> Tensor:
         row = torch.searchsorted(cumulative, draw * cumulative[-1:], right=True)
         chosen = candidates[row.clamp(max=len(candidates) - 1)]
         centers = torch.cat([centers, chosen])
-        nearest = torch.minimum(nearest, _squared(candidates, chosen)[:, 0])
+        nearest = torch.minimum(nearest, _squared_distances(candidates, chosen)[:, 0])
     return centers
 
 
@@ -168,23 +165,24 @@ def lloyd(
         max_iters: The largest number of iterations.
     """
     free = fixed == FREE
-    rounding = (
-        8 * torch.finfo(points.dtype).eps * float(points.square().sum(dim=1).max())
-    )
+    largest = float(points.square().sum(dim=1).max())
+    rounding = 8 * torch.finfo(points.dtype).eps * largest
     assignment = fixed
-    rows = MAX_CELLS // len(centers)
+    block_rows = MAX_CELLS // len(centers)
     for _ in range(max_iters):
-        found = [_squared(part, centers).min(dim=1) for part in points.split(rows)]
-        moved = torch.where(free, torch.cat([f.indices for f in found]), fixed)
-        distance = torch.where(free, torch.cat([f.values for f in found]), -1.0)
-        _fill_empty_(moved, distance, len(centers), rounding)
-        done, assignment = torch.equal(moved, assignment), moved
-        centers = _means(points, assignment, centers)
-        if done:
+        blocks = [
+            _squared_distances(b, centers).min(dim=1) for b in points.split(block_rows)
+        ]
+        nearest = torch.where(free, torch.cat([b.indices for b in blocks]), fixed)
+        distance = torch.where(free, torch.cat([b.values for b in blocks]), -1.0)
+        _fill_empty_(nearest, distance, len(centers), rounding)
+        is_done = torch.equal(nearest, assignment)
+        assignment = nearest
+        centers = _cluster_means(points, assignment, centers)
+        if is_done:
             break
-    return Clusters(
-        assignment, centers, float((points - centers[assignment]).square().sum())
-    )
+    inertia = float((points - centers[assignment]).square().sum())
+    return Clusters(assignment, centers, inertia)
 
 
 def _fill_empty_(
@@ -208,19 +206,19 @@ def _fill_empty_(
     for row in distance.argsort(descending=True, stable=True).tolist() if empty else []:
         if not empty or float(distance[row]) <= rounding:
             return
-        own = int(assignment[row])
-        if sizes[own] > 1:
-            sizes[own] -= 1
+        cluster = int(assignment[row])
+        if sizes[cluster] > 1:
+            sizes[cluster] -= 1
             assignment[row] = empty.pop(0)
 
 
-def _squared(points: Tensor, centers: Tensor) -> Tensor:
+def _squared_distances(points: Tensor, centers: Tensor) -> Tensor:
     """Return squared distances (N, K), at least 0, from points to centers (K, D)."""
     norms = points.square().sum(dim=1)[:, None] + centers.square().sum(dim=1)
     return (norms - 2 * points @ centers.T).clamp_(min=0)
 
 
-def _means(points: Tensor, assignment: Tensor, centers: Tensor) -> Tensor:
+def _cluster_means(points: Tensor, assignment: Tensor, centers: Tensor) -> Tensor:
     """Return the mean (K, D) of the rows of each cluster.
 
     Args:
@@ -231,11 +229,12 @@ def _means(points: Tensor, assignment: Tensor, centers: Tensor) -> Tensor:
     """
     sums, counts = torch.zeros_like(centers), centers.new_zeros(len(centers), 1)
     clusters = torch.arange(len(centers), device=points.device)[:, None]
-    rows = MAX_CELLS // max(1, len(centers))
-    for part, own in zip(points.split(rows), assignment.split(rows), strict=True):
+    block_rows = MAX_CELLS // max(1, len(centers))
+    blocks = zip(points.split(block_rows), assignment.split(block_rows), strict=True)
+    for rows, cluster_of_row in blocks:
         # (K, rows). Unlike index_add_, a matrix product is deterministic on CUDA.
-        member = (own == clusters).to(points.dtype)
-        sums += member @ part
+        member = (cluster_of_row == clusters).to(points.dtype)
+        sums += member @ rows
         counts += member.sum(dim=1, keepdim=True)
     return torch.where(counts > 0, sums / counts.clamp(min=1), centers)
 
@@ -258,12 +257,9 @@ def silhouette(points: Tensor, assignment: Tensor, max_rows: int, seed: int) -> 
     order = torch.randperm(len(points), generator=torch.Generator().manual_seed(seed))
     chosen = order[:max_rows].sort().values.to(points.device)
     clusters = assignment[chosen].cpu().numpy()
-    several = 1 < len(set(clusters.tolist())) < len(clusters)
-    return (
-        float(silhouette_score(points[chosen].cpu().numpy(), clusters))
-        if several
-        else 0.0
-    )
+    if not 1 < len(set(clusters.tolist())) < len(clusters):
+        return 0.0
+    return float(silhouette_score(points[chosen].cpu().numpy(), clusters))
 
 
 def principal_components(points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -302,9 +298,8 @@ def whiten(
     centered, variances, directions = principal_components(points)
     if float(variances.sum()) <= 1e-12:
         return torch.zeros(len(points), 1, device=points.device)
-    explaining = (
-        int((variances.cumsum(0) / variances.sum() < variance - 1e-12).sum()) + 1
-    )
-    usable = int((variances > 1e-9 * variances[0]).sum())
-    count = min(explaining, usable, num_directions or usable)
+    explained = variances.cumsum(0) / variances.sum()
+    num_explaining = int((explained < variance - 1e-12).sum()) + 1
+    num_usable = int((variances > 1e-9 * variances[0]).sum())
+    count = min(num_explaining, num_usable, num_directions or num_usable)
     return (centered @ directions[:, :count] / variances[:count].sqrt()).float()

@@ -29,7 +29,7 @@ from uno.data.decode import (
     decode_square_and_rgb,
 )
 from uno.data.images import Image
-from uno.data.plan import augment_generator
+from uno.data.sampling import augment_generator
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Cropper:
 
     Attributes:
         seed: The seed of the random numbers.
-        stream: The phase, one of the streams of :mod:`uno.data.plan`.
+        stream: The phase, one of the streams of :mod:`uno.data.sampling`.
         num_rows: B of the global batch.
         augment: The kinds of views.
         side: The side in pixels of the stored square. All crops but ``resized`` are

@@ -138,9 +138,9 @@ class Vectors(nn.Module):
             ConfigError: The input are images, or vectors of another length.
         """
         if vectors.shape[1:] != (self.num_features,):
-            found = f"vectors of {vectors.shape[1]}" if vectors.ndim == 2 else "images"
+            kind = f"vectors of {vectors.shape[1]}" if vectors.ndim == 2 else "images"
             raise ConfigError(
-                f"the model takes vectors of {self.num_features} numbers, not {found}"
+                f"the model takes vectors of {self.num_features} numbers, not {kind}"
             )
         return vectors
 
@@ -188,21 +188,21 @@ def _library_encoder(name: str) -> nn.Module:
     Raises:
         ConfigError: As for :func:`build_encoder`.
     """
+    library, _, model_name = name.partition(":")
     encoder: Any
-    library, _, what = name.partition(":")
     if library == "timm":
-        encoder = _from_timm(what)
+        encoder = _from_timm(model_name)
     elif library == "torchvision":
-        encoder = _from_torchvision(what)
+        encoder = _from_torchvision(model_name)
     else:
         encoder = _from_callable(name)
-    encoder.register_forward_hook(_pooled)
+    encoder.register_forward_hook(_pool_output)
     if library not in ("timm", "torchvision"):
-        encoder.num_features = _measured_width(name, encoder)
+        encoder.num_features = _measure_width(name, encoder)
     return encoder
 
 
-def _measured_width(name: str, encoder: nn.Module) -> int:
+def _measure_width(name: str, encoder: nn.Module) -> int:
     """Return the number of features that an encoder computes for an image.
 
     Args:
@@ -227,24 +227,24 @@ def _measured_width(name: str, encoder: nn.Module) -> int:
     return int(width)
 
 
-def _from_timm(what: str) -> nn.Module:
+def _from_timm(model_name: str) -> nn.Module:
     """Build an encoder of timm without its classifier.
 
     Raises:
         ConfigError: timm has no such encoder, or is not installed.
     """
-    check_name("timm", what)
+    check_name("timm", model_name)
     import timm
 
-    encoder = timm.create_model(what, pretrained=False, num_classes=0)
+    encoder = timm.create_model(model_name, pretrained=False, num_classes=0)
     # Some models, such as MobileNetV3, have a layer between the pooled map and the
     # classes.
-    width = getattr(encoder, "head_hidden_size", None)
-    encoder.num_features = width or encoder.num_features
+    hidden_width = getattr(encoder, "head_hidden_size", None)
+    encoder.num_features = hidden_width or encoder.num_features
     return encoder
 
 
-def _from_torchvision(what: str) -> nn.Module:
+def _from_torchvision(model_name: str) -> nn.Module:
     """Build an encoder of torchvision without its last linear layer.
 
     Raises:
@@ -253,18 +253,21 @@ def _from_torchvision(what: str) -> nn.Module:
     """
     from torchvision import models
 
-    check_name("torchvision", what)
-    if what in ("googlenet", "inception_v3"):
+    check_name("torchvision", model_name)
+    if model_name in ("googlenet", "inception_v3"):
         raise ConfigError(
-            f"model.encoder torchvision:{what} returns several outputs; choose another"
+            f"model.encoder torchvision:{model_name} returns several outputs; choose"
+            " another"
         )
-    encoder = models.get_model(what, weights=None)
-    name = classifier_of(encoder)
-    if not name:
-        why = "does not end in a linear classifier; choose another"
-        raise ConfigError(f"model.encoder torchvision:{what} {why}")
-    encoder.num_features = encoder.get_submodule(name).in_features
-    encoder.set_submodule(name, nn.Identity())
+    encoder = models.get_model(model_name, weights=None)
+    classifier = classifier_of(encoder)
+    if not classifier:
+        raise ConfigError(
+            f"model.encoder torchvision:{model_name} does not end in a linear"
+            " classifier; choose another"
+        )
+    encoder.num_features = encoder.get_submodule(classifier).in_features
+    encoder.set_submodule(classifier, nn.Identity())
     return encoder
 
 
@@ -279,12 +282,12 @@ def classifier_of(encoder: nn.Module) -> str:
     return last[0] if last and re.match(r"fc$|head|classifier", last[0]) else ""
 
 
-def check_name(library: str, what: str) -> None:
+def check_name(library: str, model_name: str) -> None:
     """Check that timm or torchvision has an encoder of a name.
 
     Args:
         library: ``timm`` or ``torchvision``.
-        what: The library's name of the encoder. For timm it may have the name of
+        model_name: The library's name of the encoder. For timm it may have the name of
             weights after a dot.
 
     Raises:
@@ -293,23 +296,23 @@ def check_name(library: str, what: str) -> None:
     if library == "timm":
         if find_spec("timm") is None:
             raise ConfigError(
-                f"model.encoder timm:{what} needs the package timm: pip install timm"
+                f"model.encoder timm:{model_name} needs the package timm: pip install"
+                " timm"
             )
         import timm
 
-        kind, _, weights = what.partition(".")
-        known = (
-            timm.list_pretrained(f"{kind}.*")
-            if weights and timm.is_model(kind)
-            else timm.list_models()
-        )
+        architecture, _, weights = model_name.partition(".")
+        if weights and timm.is_model(architecture):
+            known = timm.list_pretrained(f"{architecture}.*")
+        else:
+            known = timm.list_models()
     else:
         from torchvision import models
 
         known = models.list_models(module=models)
-    if what not in known:
-        hint = did_you_mean(what, known, show=f"{library}:{{}}".format)
-        raise ConfigError(f"model.encoder: {library} has no {what!r}{hint}")
+    if model_name not in known:
+        hint = did_you_mean(model_name, known, show=f"{library}:{{}}".format)
+        raise ConfigError(f"model.encoder: {library} has no {model_name!r}{hint}")
 
 
 def require_encoder(name: str, foreign: str | None = None) -> None:
@@ -327,18 +330,22 @@ def require_encoder(name: str, foreign: str | None = None) -> None:
         ConfigError: The package is missing, no encoder has that name, or its code lies
             in ``foreign``.
     """
-    library, _, what = name.partition(":")
-    if name in OWN_ENCODERS or library == VECTORS:
-        return
+    library, _, model_name = name.partition(":")
     if library in ("torchvision", "timm"):
-        check_name(library, what)
-        return
-    if foreign is not None:
-        check_origin("model.encoder", name, foreign)
-    _callable(name)
+        check_name(library, model_name)
+    elif is_own_code(name):
+        if foreign is not None:
+            check_origin("model.encoder", name, foreign)
+        _import_callable(name)
 
 
-def _callable(name: str) -> Callable[[], Any]:
+def is_own_code(name: str) -> bool:
+    """Return whether ``model.encoder`` names a function of the user's own."""
+    library = name.partition(":")[0]
+    return name not in OWN_ENCODERS and library not in ("torchvision", "timm", VECTORS)
+
+
+def _import_callable(name: str) -> Callable[[], Any]:
     """Import the user's function that builds an encoder.
 
     Args:
@@ -347,13 +354,13 @@ def _callable(name: str) -> Callable[[], Any]:
     Raises:
         ConfigError: It cannot be imported, or cannot be called.
     """
-    found = import_object("model.encoder", name)
-    if not callable(found):
+    build = import_object("model.encoder", name)
+    if not callable(build):
         raise ConfigError(
             f"model.encoder {name} cannot be called: it is of type"
-            f" {type(found).__name__}"
+            f" {type(build).__name__}"
         )
-    return found
+    return build
 
 
 def _from_callable(name: str) -> nn.Module:
@@ -363,17 +370,19 @@ def _from_callable(name: str) -> nn.Module:
         ConfigError: The function cannot be imported or called without arguments, or
             does not return a module.
     """
-    build = _callable(name)
+    build = _import_callable(name)
     with working_directory():
         try:
             encoder = build()
         except TypeError as error:
-            why = f"cannot be called without arguments: {one_line(error)[:160]}"
-            raise ConfigError(f"model.encoder {name} {why}") from None
+            raise ConfigError(
+                f"model.encoder {name} cannot be called without arguments:"
+                f" {one_line(error)[:160]}"
+            ) from None
     if not isinstance(encoder, nn.Module):
-        found = type(encoder).__name__
         raise ConfigError(
-            f"model.encoder {name} must return a torch.nn.Module, not a {found}"
+            f"model.encoder {name} must return a torch.nn.Module, not a"
+            f" {type(encoder).__name__}"
         )
     return encoder
 
@@ -391,11 +400,7 @@ def code_of(name: str, encoder: nn.Module | None = None) -> dict[str, dict[str, 
         gives the version of each package, or "" if it is not known. The result is {}
         for any encoder that is not a callable of the user.
     """
-    if (
-        name in OWN_ENCODERS
-        or name.startswith(("torchvision:", "timm:", f"{VECTORS}:"))
-        or name == VECTORS
-    ):
+    if not is_own_code(name):
         return {}
     encoder = _library_encoder(name) if encoder is None else encoder
     modules = {
@@ -434,7 +439,7 @@ def changed_code(name: str, then: Any, now: Any) -> str:
     )
 
 
-def _pooled(module: nn.Module, inputs: Any, output: Any) -> Tensor:
+def _pool_output(module: nn.Module, inputs: Any, output: Any) -> Tensor:
     """Turn the output of an encoder into one vector for each image.
 
     This is a forward hook. Vectors (B, D) stay. Maps (B, D, h, w) are averaged over
@@ -463,9 +468,9 @@ def _pooled(module: nn.Module, inputs: Any, output: Any) -> Tensor:
                 for name in ("cls_token", "class_token")
             )
             return output[:, 0] if has_token else output.mean(dim=1)
-    what = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+    kind = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
     raise ConfigError(
-        f"the encoder returns {what}, not vectors (B, D), tokens (B, T, D) or (B, D,"
+        f"the encoder returns {kind}, not vectors (B, D), tokens (B, T, D) or (B, D,"
         " h, w)"
     )
 

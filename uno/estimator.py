@@ -37,12 +37,12 @@ from torch import Tensor
 
 from uno.expectation import expected_accuracy
 from uno.frozen import (
-    Result,
-    Space,
+    FeatureSpace,
+    FrozenClusters,
     cluster_means,
     discover_clusters,
-    principal_space,
-    whitener,
+    fit_principal_space,
+    fit_whitening,
 )
 from uno.num_classes import pairs_of_one_class
 
@@ -255,7 +255,7 @@ class NovelClassDiscovery(
 
     def _discover(
         self, labeled: Tensor, class_of_row: Tensor, unlabeled: Tensor, seed: int
-    ) -> Result:
+    ) -> FrozenClusters:
         """Cluster at most ``MAX_CLUSTERED_ROWS`` rows of each kind.
 
         Args:
@@ -285,9 +285,11 @@ class NovelClassDiscovery(
         pairs = pairs_of_one_class(result, labeled, class_of_row, unlabeled, gcd, seed)
         return replace(result, similar=pairs)
 
-    def _space(self) -> Space:
+    def _space(self) -> FeatureSpace:
         """Return the map from rows to coordinates."""
-        return Space(torch.from_numpy(self.mean_), torch.from_numpy(self.directions_))
+        return FeatureSpace(
+            torch.from_numpy(self.mean_), torch.from_numpy(self.directions_)
+        )
 
     def _cosines(self, rows: Tensor) -> NDArray[np.float32]:
         """Return the cosines (N, C) of rows (N, D') and prototypes.
@@ -368,19 +370,19 @@ def evenly_spaced(num_rows: int, max_rows: int) -> Tensor:
     return torch.linspace(0, num_rows - 1, min(num_rows, max_rows)).round().long()
 
 
-def fit_known_classes(labeled: Tensor, class_of_row: Tensor) -> Result:
+def fit_known_classes(labeled: Tensor, class_of_row: Tensor) -> FrozenClusters:
     """Fit the space and the prototypes of known classes alone.
 
     Args:
         labeled: Labeled rows (N, D').
         class_of_row: Their classes int64 (N,), 0 to C_l - 1.
     """
-    principal = principal_space(labeled)
+    principal = fit_principal_space(labeled)
     rows = principal(labeled)
-    white = whitener(rows, class_of_row)
+    white = fit_whitening(rows, class_of_row)
     points = F.normalize(rows @ white, dim=1)
-    return Result(
-        Space(principal.mean, principal.directions @ white),
+    return FrozenClusters(
+        FeatureSpace(principal.mean, principal.directions @ white),
         cluster_means(points, class_of_row, int(class_of_row.max()) + 1),
         torch.empty(0),
         torch.empty(0, 3),

@@ -14,7 +14,7 @@ The pipeline has four steps, and no label of a novel class takes part in it:
    the given number of novel classes is left (:func:`merge_clusters`).
 
 How well the result can be trusted is estimated from how far other clusterings of the
-same rows agree with it (:func:`agreements` and :mod:`uno.expectation`).
+same rows agree with it (:func:`measure_agreement` and :mod:`uno.expectation`).
 """
 
 from dataclasses import dataclass
@@ -26,12 +26,12 @@ from torch import Tensor
 
 from uno.clustering import FREE, kmeans, principal_components, seeded_kmeans
 from uno.neighbors import (
+    compute_mixing,
     count_links,
-    mixing,
-    mixing_with,
-    nearest,
-    smoothed,
-    spectral,
+    find_neighbors,
+    mixing_of_cluster,
+    smooth_rows,
+    spectral_coordinates,
 )
 
 MAX_DIRECTIONS = 256
@@ -51,7 +51,7 @@ KMEANS, SMOOTHED, SPECTRAL = "k-means", "smoothed k-means", "spectral clustering
 
 
 @dataclass(frozen=True)
-class Space:
+class FeatureSpace:
     """An affine map of unit features: ``(unit(z) - mean) @ directions``.
 
     Attributes:
@@ -68,7 +68,7 @@ class Space:
 
 
 @dataclass(frozen=True)
-class Result:
+class FrozenClusters:
     """Clusters of frozen features.
 
     Attributes:
@@ -76,13 +76,13 @@ class Result:
         prototypes: Unit directions (C_l + C_u, P) of the classes, known ones first. A
             row is zero if there were fewer distinct rows than classes.
         agreement: Shares (A,) of the unlabeled rows on which other clusterings agree
-            with this one, in the order of :func:`agreements`; empty if there were too
-            few rows.
+            with this one, in the order of :func:`measure_agreement`; empty if there
+            were too few rows.
         similar: Pairs of novel classes that mix most, float64 (n, 3): the indices of
             both among the novel classes, and their mixing.
     """
 
-    space: Space
+    space: FeatureSpace
     prototypes: Tensor
     agreement: Tensor
     similar: Tensor
@@ -95,7 +95,7 @@ def discover_clusters(
     num_novel: int,
     gcd: bool,
     seed: int,
-) -> Result:
+) -> FrozenClusters:
     """Find the clusters of all classes, on the CPU.
 
     Args:
@@ -110,29 +110,29 @@ def discover_clusters(
         The clusters, with what is known about their quality.
     """
     features = torch.cat([labeled, unlabeled])
-    principal = principal_space(features)
+    principal = fit_principal_space(features)
     rows = principal(features)
     known = F.pad(labels, (0, len(unlabeled)), value=FREE)
-    white = whitener(rows[: len(labels)], labels)
+    white = fit_whitening(rows[: len(labels)], labels)
     clustering = Clustering.of(F.normalize(rows @ white, dim=1), known, num_novel, gcd)
     clusters = clustering.run(seed)
-    return Result(
-        Space(principal.mean, principal.directions @ white),
+    return FrozenClusters(
+        FeatureSpace(principal.mean, principal.directions @ white),
         cluster_means(clustering.points, clusters, clustering.num_classes),
-        agreements(clustering, rows, clusters, seed),
+        measure_agreement(clustering, rows, clusters, seed),
         clustering.similar_pairs(clusters),
     )
 
 
-def principal_space(features: Tensor) -> Space:
+def fit_principal_space(features: Tensor) -> FeatureSpace:
     """Return the leading principal directions of the unit features (N, D)."""
     step = -(-len(features) // MAX_FITTED_ROWS)
     rows = F.normalize(features[::step].float(), dim=1)
     directions = principal_components(rows)[2][:, :MAX_DIRECTIONS].float()
-    return Space(rows.mean(dim=0), directions)
+    return FeatureSpace(rows.mean(dim=0), directions)
 
 
-def whitener(rows: Tensor, labels: Tensor) -> Tensor:
+def fit_whitening(rows: Tensor, labels: Tensor) -> Tensor:
     """Return the inverse root of the covariance within the known classes.
 
     Args:
@@ -194,7 +194,7 @@ class Clustering:
         attributes of the class.
         """
         clustered = (labels == FREE) | gcd
-        neighbors = nearest(points[clustered])
+        neighbors = find_neighbors(points[clustered])
         return cls(points, labels, num_novel, gcd, clustered, neighbors)
 
     @property
@@ -226,16 +226,16 @@ class Clustering:
         rows, labels = self.points[self.clustered], self.labels[self.clustered]
         num_clusters = num_novel + (self.num_known if self.gcd else 0)
         if kind == SMOOTHED:
-            rows = smoothed(rows, self.neighbors)
+            rows = smooth_rows(rows, self.neighbors)
         elif kind == SPECTRAL:
-            rows = spectral(self.neighbors, num_clusters)
+            rows = spectral_coordinates(self.neighbors, num_clusters)
         clusters = self.labels.clone()
         if self.gcd:
-            found = seeded_kmeans(rows, labels, num_clusters, num_starts, seed)
-            clusters[:] = found.assignment
+            result = seeded_kmeans(rows, labels, num_clusters, num_starts, seed)
+            clusters[:] = result.assignment
         else:
-            found = kmeans(rows, num_clusters, num_starts, seed)
-            clusters[self.clustered] = self.num_known + found.assignment
+            result = kmeans(rows, num_clusters, num_starts, seed)
+            clusters[self.clustered] = self.num_known + result.assignment
         return clusters
 
     def run(self, seed: int, num_starts: int = NUM_STARTS) -> Tensor:
@@ -308,7 +308,7 @@ class Clustering:
             float64 (n, 3), at most ``MAX_SIMILAR_PAIRS`` rows: the indices of both
             among the novel clusters, and their mixing, which is above 0.
         """
-        mixed = mixing(*self.links_and_sizes(clusters, self.num_classes))[
+        mixed = compute_mixing(*self.links_and_sizes(clusters, self.num_classes))[
             self.num_known :, self.num_known :
         ].triu(1)
         order = mixed.flatten().argsort(descending=True)[:MAX_SIMILAR_PAIRS]
@@ -320,7 +320,7 @@ class Clustering:
 def merge_clusters(
     links: Tensor, sizes: Tensor, cosines: Tensor, num_known: int, num_merges: int
 ) -> Tensor:
-    """Merge the two clusters that mix most (:func:`mixing`), again and again.
+    """Merge the two clusters that mix most (:func:`compute_mixing`), again and again.
 
     A novel cluster merges into a known or a novel one; two known clusters never merge.
     Empty clusters are merged first. Pairs that do not mix at all are ordered by the
@@ -342,46 +342,29 @@ def merge_clusters(
     target = index.clone()
     left = torch.ones(len(sizes), dtype=torch.bool)
     tie_breaker = 1e-6 * cosines.double()
-    closeness = mixing(links, sizes) + tie_breaker
+    # entry (a, b) counts where a < b and b is a novel cluster
+    closeness = compute_mixing(links, sizes) + tie_breaker
     closeness[sizes == 0] = -torch.inf
     closeness[:, sizes == 0] = torch.inf
     closeness[:, :num_known] = -torch.inf
-    # The closest of the later clusters, for each cluster, and how close it is. A merge
-    # changes few of them, so that not all pairs are compared again.
-    best, partner = closeness.new_empty(len(sizes)), torch.empty_like(index)
-
-    def find_partners_(clusters: Tensor) -> None:
-        is_pair = left & (index > clusters[:, None])
-        values = closeness[clusters].masked_fill(~is_pair, -torch.inf)
-        best[clusters], partner[clusters] = values.max(dim=1)
-
-    find_partners_(index)
+    closeness[index <= index[:, None]] = -torch.inf
     for _ in range(num_merges):
-        first = int(best.argmax())
-        second = int(partner[first])
+        first, second = divmod(int(closeness.argmax()), len(sizes))
         for sums in (links, links.T, sizes):
             sums[first] += sums[second]
             sums[second] = 0
         target[target == second] = first
         left[second] = False
-        best[second] = -torch.inf
+        closeness[second] = closeness[:, second] = -torch.inf
         if sizes[first] > 0:
-            row = mixing_with(links, sizes, first) + tie_breaker[first]
-            others = left & (sizes > 0)
-            closeness[first, num_known:] = row[num_known:]
-            closeness[first, left & (sizes == 0)] = torch.inf
+            row = mixing_of_cluster(links, sizes, first) + tie_breaker[first]
+            later = left & (index > first) & (index >= num_known)
+            closeness[first, later] = row[later].masked_fill(
+                sizes[later] == 0, torch.inf
+            )
             if first >= num_known:
-                closeness[others, first] = row[others]
-        changed = left & ((partner == first) | (partner == second))
-        changed[first] = True
-        find_partners_(changed.nonzero().flatten())
-        column = closeness[:first, first]
-        is_closer = left[:first] & (
-            (column > best[:first])
-            | ((column == best[:first]) & (first < partner[:first]))
-        )
-        best[:first][is_closer] = column[is_closer]
-        partner[:first][is_closer] = first
+                earlier = left & (index < first) & (sizes > 0)
+                closeness[earlier, first] = row[earlier]
     return (left.cumsum(0) - 1)[target]
 
 
@@ -402,24 +385,25 @@ def cluster_means(rows: Tensor, clusters: Tensor, num_clusters: int) -> Tensor:
     return F.normalize(sums, dim=1)
 
 
-def matched(truth: Tensor, found: Tensor, num_classes: int) -> Tensor:
+def find_correct_rows(truth: Tensor, clusters: Tensor, num_classes: int) -> Tensor:
     """Tell which rows are right under the best one-to-one matching.
 
     Args:
         truth: Classes int64 (N,).
-        found: Clusters int64 (N,).
+        clusters: Clusters int64 (N,).
         num_classes: Number of classes and of clusters.
 
     Returns:
         Mask (N,): whether the class matched with the row's cluster is its class.
     """
-    counts = torch.bincount(truth * num_classes + found, minlength=num_classes**2)
+    pairs = truth * num_classes + clusters
+    counts = torch.bincount(pairs, minlength=num_classes**2)
     counts = counts.unflatten(0, (num_classes, num_classes))
-    classes = linear_sum_assignment(counts.T.numpy(), maximize=True)[1]
-    return torch.from_numpy(classes)[found] == truth
+    class_of_cluster = linear_sum_assignment(counts.T.numpy(), maximize=True)[1]
+    return torch.from_numpy(class_of_cluster)[clusters] == truth
 
 
-def agreements(
+def measure_agreement(
     clustering: Clustering, rows: Tensor, clusters: Tensor, seed: int
 ) -> Tensor:
     """Measure how far other clusterings of the same rows agree with the result.
@@ -457,16 +441,18 @@ def agreements(
         whitened.partition(kind, num_novel, starts, seed) for kind in (KMEANS, SPECTRAL)
     ]
     others.append(whitened.run(seed + 1, starts))
-    others += [half_clusters(whitened, seed + half) for half in range(NUM_HALVES)]
+    others += [
+        cluster_without_half(whitened, seed + half) for half in range(NUM_HALVES)
+    ]
     num_classes = whitened.num_classes
     shares = [
-        matched(clusters[free], other[free], num_classes).double().mean()
+        find_correct_rows(clusters[free], other[free], num_classes).double().mean()
         for other in others
     ]
     return torch.stack(shares)
 
 
-def half_clusters(clustering: Clustering, seed: int) -> Tensor:
+def cluster_without_half(clustering: Clustering, seed: int) -> Tensor:
     """Cluster without half of the unlabeled rows, then assign all unlabeled rows.
 
     The half is random, and all labeled rows are kept. Every unlabeled row is assigned

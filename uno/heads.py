@@ -47,6 +47,59 @@ class Prototypes(nn.Module):
             return directions @ self.weight.mT.to(directions.dtype)
 
 
+class NovelHead(nn.Module):
+    """The novel head of a baseline: cosines of the feature to K prototypes.
+
+    With ``has_layer`` the head sees the features through a linear layer, which is the
+    identity at first. The layer takes the place of the encoder's last stage if the
+    encoder is frozen, for methods that shape features. (The authors of NCL and RS train
+    only this stage.)
+
+    Args:
+        num_novel: The number of prototypes K.
+        num_features: The number of features D.
+        auxiliary: A module that only the method's loss calls, if any. It is trained
+            with the head.
+        has_layer: Whether to build the linear layer.
+
+    Attributes:
+        layer: The linear layer from D to D features, or the identity.
+    """
+
+    def __init__(
+        self,
+        num_novel: int,
+        num_features: int,
+        auxiliary: nn.Module | None = None,
+        has_layer: bool = False,
+    ) -> None:
+        super().__init__()
+        self.prototypes = Prototypes(1, num_novel, num_features)
+        self.auxiliary = auxiliary
+        self.layer: nn.Module = nn.Identity()
+        if has_layer:
+            linear = nn.Linear(num_features, num_features)
+            nn.init.eye_(linear.weight)
+            nn.init.zeros_(linear.bias)
+            self.layer = linear
+
+    @property
+    def weight(self) -> Tensor:
+        """The prototypes of the K novel classes, (1, K, D)."""
+        return self.prototypes.weight
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Compute the cosines of features with the K prototypes of the novel classes.
+
+        Args:
+            features: Features of the encoder, (N, D).
+
+        Returns:
+            Cosines (1, N, K).
+        """
+        return self.prototypes(self.layer(features))
+
+
 class StackedProjector(nn.Module):
     """H projection heads, evaluated together.
 

@@ -1,8 +1,8 @@
 """Nearest neighbors by cosine, and what clusterings take from them.
 
 Every function takes unit rows ``points`` (N, D), or the ``neighbors`` (N, k) that
-:func:`nearest` finds for them. Similarities are computed in blocks, so that the N x N
-matrix is never in memory.
+:func:`find_neighbors` finds for them. Similarities are computed in blocks, so that the
+N x N matrix is never in memory.
 """
 
 import warnings
@@ -17,7 +17,7 @@ MAX_DENSE = 400  # rows for which the graph is a dense matrix
 MAX_CELLS = 2**24  # similarities in memory at a time: 64 MB in float32
 
 
-def nearest(points: Tensor, num: int = NUM_NEIGHBORS) -> Tensor:
+def find_neighbors(points: Tensor, num: int = NUM_NEIGHBORS) -> Tensor:
     """Find the nearest neighbors of each row by cosine, exactly.
 
     20,000 rows of 256 numbers take 6 s on two cores.
@@ -30,15 +30,15 @@ def nearest(points: Tensor, num: int = NUM_NEIGHBORS) -> Tensor:
         Indices int64 (N, k) of the neighbors, the nearest first. A row is not a
         neighbor of itself.
     """
-    found, block = [], max(1, MAX_CELLS // max(1, len(points)))
-    for start in range(0, len(points), block):
-        similarity = points[start : start + block] @ points.T
+    neighbors, block_rows = [], max(1, MAX_CELLS // max(1, len(points)))
+    for start in range(0, len(points), block_rows):
+        similarity = points[start : start + block_rows] @ points.T
         similarity.diagonal(start).fill_(-torch.inf)
-        found.append(similarity.topk(min(num, len(points) - 1), dim=1).indices)
-    return torch.cat(found)
+        neighbors.append(similarity.topk(min(num, len(points) - 1), dim=1).indices)
+    return torch.cat(neighbors)
 
 
-def smoothed(points: Tensor, neighbors: Tensor) -> Tensor:
+def smooth_rows(points: Tensor, neighbors: Tensor) -> Tensor:
     """Return the direction (N, D) of the mean of each row and its neighbors."""
     total = points.clone()
     for column in neighbors.unbind(1):
@@ -62,7 +62,7 @@ def count_links(neighbors: Tensor, clusters: Tensor, num_clusters: int) -> Tenso
     return counts.unflatten(0, (num_clusters, num_clusters))
 
 
-def mixing(links: Tensor, sizes: Tensor) -> Tensor:
+def compute_mixing(links: Tensor, sizes: Tensor) -> Tensor:
     """Measure how much pairs of clusters mix.
 
     The mixing of two clusters is the number of links between them, divided by the
@@ -77,14 +77,15 @@ def mixing(links: Tensor, sizes: Tensor) -> Tensor:
         Mixing float64 (K, K), symmetric. It is 0 on the diagonal and where one of the
         clusters has fewer than two rows.
     """
-    rows = [mixing_with(links, sizes, cluster) for cluster in range(len(sizes))]
+    rows = [mixing_of_cluster(links, sizes, cluster) for cluster in range(len(sizes))]
     return torch.stack(rows)
 
 
-def mixing_with(links: Tensor, sizes: Tensor, cluster: int) -> Tensor:
-    """Return one row (K,) of :func:`mixing`: that of ``cluster`` with each cluster.
+def mixing_of_cluster(links: Tensor, sizes: Tensor, cluster: int) -> Tensor:
+    """Return the mixing (K,) of one cluster with each cluster.
 
-    It is 0 for the cluster itself and where one of the two has fewer than two rows.
+    This is a row of :func:`compute_mixing`. It is 0 for the cluster itself and where
+    one of the two has fewer than two rows.
     """
     there, back = links[cluster].double(), links[:, cluster].double()
     within, size, sizes = links.diagonal().double(), sizes[cluster], sizes.double()
@@ -97,7 +98,7 @@ def mixing_with(links: Tensor, sizes: Tensor, cluster: int) -> Tensor:
     return mixed
 
 
-def spectral(neighbors: Tensor, num_coordinates: int) -> Tensor:
+def spectral_coordinates(neighbors: Tensor, num_coordinates: int) -> Tensor:
     """Return spectral coordinates of the neighbor graph (Ng, Jordan and Weiss, 2001).
 
     Args:

@@ -1,10 +1,10 @@
 """Estimate how many novel classes the features of a frozen encoder hold.
 
 Many small clusters are merged again and again, those that mix most first
-(:func:`uno.neighbors.mixing`). Parts of one class mix much and different classes mix
-little, but how much differs between data sets. The known classes tell it: some are
-hidden, their rows are clustered with the unlabeled rows, and their parts and their
-borders are found again.
+(:func:`uno.neighbors.compute_mixing`). Parts of one class mix much and different
+classes mix little, but how much differs between data sets. The known classes tell it:
+some are hidden, their rows are clustered with the unlabeled rows, and their parts and
+their borders are found again.
 
 For each number K of novel classes, signs compare the merge before K and the merge after
 K with what the hidden classes have shown (:func:`signs_of`). A logistic model turns
@@ -35,12 +35,18 @@ from uno.clustering import FREE, kmeans
 from uno.frozen import (
     SMOOTHED,
     Clustering,
-    Result,
+    FrozenClusters,
     cluster_means,
-    principal_space,
-    whitener,
+    fit_principal_space,
+    fit_whitening,
 )
-from uno.neighbors import count_links, mixing, mixing_with, nearest, smoothed
+from uno.neighbors import (
+    compute_mixing,
+    count_links,
+    find_neighbors,
+    mixing_of_cluster,
+    smooth_rows,
+)
 
 CALIBRATION_FILE = "num_classes.json"
 MIN_KNOWN = 2  # known classes: one is hidden, and one remains to whiten by
@@ -148,7 +154,7 @@ def estimate_num_classes(
 
 
 def pairs_of_one_class(
-    result: Result,
+    result: FrozenClusters,
     labeled: Tensor,
     labels: Tensor,
     unlabeled: Tensor,
@@ -191,7 +197,7 @@ def find_signs(
     chosen = _spread(labels.argsort(stable=True), MAX_ROWS)
     labels, unlabeled = labels[chosen], _spread(unlabeled, MAX_ROWS)
     features = torch.cat([labeled[chosen], unlabeled])
-    rows = principal_space(features)(features)
+    rows = fit_principal_space(features)(features)
     known = F.pad(labels, (0, len(unlabeled)), value=FREE)
     min_rows = max(
         3.0,
@@ -268,7 +274,7 @@ def small_clusters(
         cluster int64 (N,) of each row.
     """
     is_known = labels != FREE
-    white = rows @ whitener(rows[is_known], labels[is_known])
+    white = rows @ fit_whitening(rows[is_known], labels[is_known])
     num_free = int((~is_known).sum())
     num = min(max(num_free // MIN_ROWS_PER_CLUSTER, 6), MAX_CLUSTERS, num_free // 2)
     clustering = Clustering.of(F.normalize(white, dim=1), labels, max(1, num), gcd)
@@ -296,7 +302,7 @@ def merge_all(
     is_novel = torch.arange(len(sizes)) >= clustering.num_known
     left = sizes > 0
     may_merge = (is_novel[:, None] | is_novel).triu(1)
-    closeness = mixing(links, sizes) + tie_breaker
+    closeness = compute_mixing(links, sizes) + tie_breaker
     for _ in range(int((left & is_novel).sum()) - 1):
         is_small = (sizes < min_rows) & is_novel
         priority = closeness + PRIORITY * (is_small[:, None] | is_small)
@@ -308,7 +314,7 @@ def merge_all(
             sums[first] += sums[second]
             sums[second] = 0
         left[second] = False
-        closeness[first] = mixing_with(links, sizes, first) + tie_breaker[first]
+        closeness[first] = mixing_of_cluster(links, sizes, first) + tie_breaker[first]
         closeness[:, first] = closeness[first]
 
 
@@ -515,7 +521,7 @@ def _halves_mixing(clustering: Clustering, members: Tensor, seed: int) -> float 
         The mixing; None if one half has fewer than three rows.
     """
     taking_part = members[clustering.clustered]
-    rows = smoothed(clustering.points[clustering.clustered], clustering.neighbors)
+    rows = smooth_rows(clustering.points[clustering.clustered], clustering.neighbors)
     if int(taking_part.sum()) < 6:
         return None
     groups = torch.zeros(len(rows), dtype=torch.int64)
@@ -524,7 +530,7 @@ def _halves_mixing(clustering: Clustering, members: Tensor, seed: int) -> float 
     if int(sizes[1:].min()) < 3:
         return None
     links = count_links(clustering.neighbors, groups, 3)
-    return float(mixing_with(links, sizes, 1)[2])
+    return float(mixing_of_cluster(links, sizes, 1)[2])
 
 
 def _without_unlabeled_of(rows: Tensor, labels: Tensor, is_hidden: Tensor) -> Tensor:
@@ -532,6 +538,6 @@ def _without_unlabeled_of(rows: Tensor, labels: Tensor, is_hidden: Tensor) -> Te
 
     An unlabeled row is left out if most of its nearest rows have a hidden class.
     """
-    neighbors = nearest(F.normalize(rows, dim=1), NUM_NEAR)
+    neighbors = find_neighbors(F.normalize(rows, dim=1), NUM_NEAR)
     near = is_hidden[neighbors].double().mean(dim=1) > 0.5
     return ~(near & (labels == FREE))

@@ -5,7 +5,7 @@ Prototypes start at clusters of the features of the training rows.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -13,13 +13,12 @@ import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from uno import collectives
+from uno import distributed
 from uno.clustering import FREE, kmeans, seeded_kmeans, whiten
 from uno.config import Config
 from uno.data.decode import DecodedBatch, ok_mask
 from uno.data.images import batches_of, evenly_spaced, spread
-from uno.data.resident import TrainSet
-from uno.data.row_blocks import RowBlocks, part
+from uno.data.memory import TrainSet
 from uno.data.stream import TrainData, decoded_rows
 from uno.errors import ConfigError
 from uno.heads import unit
@@ -33,7 +32,7 @@ MIN_BATCH_ROWS, MAX_BATCHES = 32, 64
 
 Kind = Literal["labeled", "unlabeled"]
 KINDS: tuple[Kind, ...] = ("labeled", "unlabeled")
-Load = Callable[[Sequence[np.ndarray]], Iterator[tuple[Tensor | RowBlocks, np.ndarray]]]
+Read = Callable[[Sequence[np.ndarray]], Iterator[tuple[Tensor, np.ndarray]]]
 """Reads images: takes the numbers of the n images of each batch, int64 (n,).
 
 For each batch it yields the images, and bool (n,), which of them could be read. The
@@ -41,7 +40,7 @@ pixels of the others have no meaning.
 """
 
 
-class Clustering(NamedTuple):
+class FeatureClusters(NamedTuple):
     """A clustering of N_u unlabeled rows into K clusters, one for each output.
 
     In the GCD setting K = C and the known outputs come first. In other settings K =
@@ -54,14 +53,14 @@ class Clustering(NamedTuple):
     prior: Tensor  # (K,), positive shares of the unlabeled rows, which sum to one
 
 
-def clusters_of(
+def cluster_features(
     unlabeled: Tensor,
     labeled: Tensor,
     labels: Tensor,
     num_novel: int,
     setting: str | None,
     seed: int,
-) -> Clustering:
+) -> FeatureClusters:
     """Cluster the features of the unlabeled rows, on the CPU.
 
     In the GCD setting there are K = C_l + C_u clusters. They come from k-means on
@@ -107,7 +106,7 @@ def clusters_of(
     )
     assignment = assignment[len(points) - len(rest) :]
     sizes = torch.bincount(assignment, minlength=num_clusters).clamp(min=1).float()
-    return Clustering(assignment, F.normalize(centers, dim=1), sizes / sizes.sum())
+    return FeatureClusters(assignment, F.normalize(centers, dim=1), sizes / sizes.sum())
 
 
 def shrink_prior(prior: Tensor, found: Tensor, true: Tensor) -> Tensor:
@@ -134,7 +133,9 @@ def shrink_prior(prior: Tensor, found: Tensor, true: Tensor) -> Tensor:
     return (1 + kept.clamp(min=0) * spread) / len(prior)
 
 
-def known_shares(labeled: Tensor, labels: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+def compare_known_shares(
+    labeled: Tensor, labels: Tensor, seed: int
+) -> tuple[Tensor, Tensor]:
     """Compare the sizes of k-means clusters of labeled rows with those of classes.
 
     Args:
@@ -170,9 +171,9 @@ def init_prototypes_(
 
     With ``model.prototype_init kmeans`` prototypes are moved in place to clusters of
     the training rows' features. Known prototypes go to the means of their classes. The
-    prototypes of each cluster head go to the projected means of :func:`clusters_of`,
-    and those of each overclustering head to the means of a k-means of its own. All
-    workers call this.
+    prototypes of each cluster head go to the projected means of
+    :func:`cluster_features`, and those of each overclustering head to the means of a
+    k-means of its own. All workers call this.
 
     Args:
         config: The configuration of the run.
@@ -185,47 +186,45 @@ def init_prototypes_(
         ``extra``, and a ``prior`` for :func:`uno.objective.global_targets` if the run
         has one: shares (C_u,), or (C,) in the GCD setting.
     """
-    mixed, num_known, num_novel = (
-        config.data.setting == "gcd",
-        train.num_known,
-        train.num_novel,
-    )
-    prior = config.objective.class_prior or (
-        "kmeans" if mixed and load(config.method).extends else "uniform"
-    )
-    if prior == "uniform" and mixed:
-        extra = extra | {
-            "prior": torch.full((num_known + num_novel,), 1 / (num_known + num_novel))
-        }
+    is_gcd = config.data.setting == "gcd"
+    num_known, num_novel = train.num_known, train.num_novel
+    has_projection_heads = load(config.method).has_projection_heads
+    default_prior = "kmeans" if is_gcd and has_projection_heads else "uniform"
+    prior = config.objective.class_prior or default_prior
+    if prior == "uniform" and is_gcd:
+        num_classes = num_known + num_novel
+        extra = extra | {"prior": torch.full((num_classes,), 1 / num_classes)}
     if prior == "uniform" and config.model.prototype_init == "random":
         return extra
-    model.eval()
     labeled, labels, unlabeled = training_features(config, model, train)
-    how = unlabeled, labeled, labels, num_novel, config.data.setting, config.seed
-    found = Clustering(
-        **collectives.compute_on_rank0(
-            lambda: clusters_of(*how)._asdict(), model.known.weight.device
+
+    def compute() -> dict[str, Tensor]:
+        setting, seed = config.data.setting, config.seed
+        clustering = cluster_features(
+            unlabeled, labeled, labels, num_novel, setting, seed
         )
-    )
+        return clustering._asdict()
+
+    device = model.known.weight.device
+    clustering = FeatureClusters(**distributed.compute_on_rank0(compute, device))
     if config.model.prototype_init == "kmeans":
         # A row of a known class gets a negative number.
-        cluster = found.assignment - num_known if mixed else found.assignment
+        first_novel = num_known if is_gcd else 0
         _move_prototypes_(
             model,
             labeled,
             None if keep_known else labels,
             unlabeled,
-            cluster,
+            clustering.assignment - first_novel,
             config.seed,
         )
-    model.train()
     if prior == "uniform":
         return extra
-    shares = (
-        found.prior
-        if mixed
-        else shrink_prior(found.prior, *known_shares(labeled, labels, config.seed))
-    )
+    shares = clustering.prior
+    if not is_gcd:
+        shares = shrink_prior(
+            shares, *compare_known_shares(labeled, labels, config.seed)
+        )
     return extra | {"prior": shares}
 
 
@@ -251,24 +250,25 @@ def _move_prototypes_(
             unlabeled rows of novel clusters. If there are fewer of them than prototypes
             of a head, these heads stay as they are.
     """
-    device, num_heads, is_novel = (
-        model.known.weight.device,
-        model.num_heads,
-        cluster >= 0,
-    )
+    device, num_heads = model.known.weight.device, model.num_heads
+    is_novel = cluster >= 0
     if labels is not None:
         set_to_class_means_(model.known.weight, unit(labeled).to(device), labels)
-    projections = _projections_(model, torch.cat([unlabeled, labeled]).to(device))[
-        :, : len(unlabeled)
-    ]
+    projections = _projections_(model, torch.cat([unlabeled, labeled]).to(device))
+    projections = projections[:, : len(unlabeled)]
     for h in range(num_heads):
         set_to_class_means_(model.novel.weight[h], projections[h], cluster)
-    if model.over is not None:
-        rows, num = unit(unlabeled[is_novel]), model.over.weight.shape[1]
-        for h in range(num_heads if len(rows) >= num else 0):
-            own = torch.full_like(cluster, -1)
-            own[is_novel] = kmeans(rows, num, 1, seed + h).assignment
-            set_to_class_means_(model.over.weight[h], projections[num_heads + h], own)
+    if model.over is None:
+        return
+    rows, num_clusters = unit(unlabeled[is_novel]), model.over.weight.shape[1]
+    if len(rows) < num_clusters:
+        return
+    for h in range(num_heads):
+        fine_cluster = torch.full_like(cluster, -1)
+        fine_cluster[is_novel] = kmeans(rows, num_clusters, 1, seed + h).assignment
+        set_to_class_means_(
+            model.over.weight[h], projections[num_heads + h], fine_cluster
+        )
 
 
 class Sample(NamedTuple):
@@ -285,9 +285,13 @@ class Sample(NamedTuple):
 def training_features(config: Config, model: UnoModel, train: TrainData) -> Sample:
     """Compute the features of a sample of the training rows by one model.
 
-    See :func:`sample_features`.
+    The model is in eval mode meanwhile. See :func:`sample_features`.
     """
-    return sample_features(config, [model], train)[0]
+    was_training = model.training
+    model.eval()
+    sample = sample_features(config, [model], train)[0]
+    model.train(was_training)
+    return sample
 
 
 def sample_features(
@@ -314,47 +318,32 @@ def sample_features(
         ConfigError: No image of a kind can be read.
     """
     if isinstance(train, TrainSet):
-        rows = [
-            evenly_spaced(MAX_ROWS, num)
-            for num in (len(train.labels), train.num_unlabeled)
-        ]
+        labeled_rows = evenly_spaced(MAX_ROWS, len(train.labels))
+        unlabeled_rows = evenly_spaced(MAX_ROWS, train.num_unlabeled)
     else:
-        both, labels = [train.labeled, train.unlabeled], train.labels.numpy()
-        rows = spread(train.images, both, MAX_ROWS, labels)
-    rows = [rows[0], rows[1][:0]] if len(kinds) == 1 else rows
-    num, size = len(rows[0]), config.train.eval_batch_size
-    if isinstance(train, TrainSet):
-        size = resident_batch_rows(config, num + len(rows[1]))
-        starts = [*range(0, num, size), *range(num, num + len(rows[1]), size)]
-        batches = np.split(np.arange(num + len(rows[1])), starts[1:])
-        load: Load = partial(_resident, train, rows)
-    else:
-        numbers = np.concatenate(
-            [own[chosen] for own, chosen in zip(both, rows, strict=True)]
-        )
-        order, size = (
-            np.arange(len(numbers)),
-            decoded_rows(size, config.data.stored_size),
-        )
-        # labeled and unlabeled rows apart, as in memory
-        pieces = [order[:num], order[num:]]
-        # A group of rows in a file has both kinds.
-        if train.images.groups(order[:0]) is not None:
-            pieces = [np.argsort(numbers, kind="stable")]
-        batches = [
-            own[batch]
-            for own in pieces
-            for batch in batches_of(train.images, numbers[own], size)
-        ]
-        load = partial(streamed, train.decode, numbers)
-    found, ok = features_by_all(config, models, batches, load)
-    for kind, own in zip(kinds, (ok[:num], ok[num:]), strict=False):
-        if len(own) and not own.any():
+        rows, labels = [train.labeled, train.unlabeled], train.labels.numpy()
+        labeled_rows, unlabeled_rows = spread(train.images, rows, MAX_ROWS, labels)
+    if "unlabeled" not in kinds:
+        unlabeled_rows = unlabeled_rows[:0]
+    num_labeled = len(labeled_rows)
+    plan = _resident_batches if isinstance(train, TrainSet) else _streamed_batches
+    batches, read = plan(config, train, labeled_rows, unlabeled_rows)
+    features, is_ok = compute_features_together(config, models, batches, read)
+    for kind, ok in (
+        ("labeled", is_ok[:num_labeled]),
+        ("unlabeled", is_ok[num_labeled:]),
+    ):
+        if len(ok) and not ok.any():
             raise ConfigError(f"no {kind} image can be read")
-    true = train.labels.cpu()[torch.from_numpy(rows[0])][ok[:num]]
+    known_classes = train.labels.cpu()[torch.from_numpy(labeled_rows)]
+    is_labeled = torch.arange(len(is_ok)) < num_labeled
     return [
-        Sample(each[:num][ok[:num]], true, each[num:][ok[num:]])
-        for each in (one.cpu() for one in found)
+        Sample(
+            labeled=of_model.cpu()[is_ok & is_labeled],
+            labels=known_classes[is_ok[:num_labeled]],
+            unlabeled=of_model.cpu()[is_ok & ~is_labeled],
+        )
+        for of_model in features
     ]
 
 
@@ -368,11 +357,11 @@ def resident_batch_rows(config: Config, num_rows: int) -> int:
     )
 
 
-def features_by_all(
+def compute_features_together(
     config: Config,
     models: Sequence[UnoModel],
     batches: Sequence[np.ndarray],
-    load: Load,
+    read: Read,
 ) -> tuple[list[Tensor], Tensor]:
     """Compute features of images 0 to n - 1 by all workers together.
 
@@ -382,64 +371,97 @@ def features_by_all(
         config: The configuration of the run.
         models: The models, in eval mode.
         batches: The numbers of the images of each batch. Together they are 0 to n - 1.
-        load: Reads the images of batches, see :data:`Load`.
+        read: Reads the images of batches, see :data:`Read`.
 
     Returns:
         The features (n, D) by each model, on its device, and bool (n,) on the CPU,
         which images could be read. The features of the others are zeros.
     """
-    (rank, world), num, device = (
-        collectives.rank_and_world(),
-        sum(map(len, batches)),
-        models[0].known.weight.device,
-    )
+    rank, world_size = distributed.rank_and_world()
+    sizes = np.array([len(batch) for batch in batches], dtype=np.int64)
+    num_images, device = int(sizes.sum()), models[0].known.weight.device
     widths = [int(model.encoder.num_features) for model in models]  # type: ignore[arg-type]
-    found = [torch.zeros(num, width, device=device) for width in widths]
-    ok, sizes = (
-        torch.zeros(num, device=device),
-        np.array([len(batch) for batch in batches], dtype=np.int64),
-    )
+    features = [torch.zeros(num_images, width, device=device) for width in widths]
+    is_ok = torch.zeros(num_images, device=device)
+    # contiguous batches for each worker, with about equally many images
     middle = sizes.cumsum() - sizes / 2
-    mine = [
-        batches[i]
-        for i in np.flatnonzero(middle * world // max(1, num) == rank).tolist()
-    ]
-    for batch, (images, good) in zip(mine, load(mine), strict=True):
+    rank_of_batch = middle * world_size // max(1, num_images)
+    mine = [batches[i] for i in np.flatnonzero(rank_of_batch == rank).tolist()]
+    for batch, (images, good) in zip(mine, read(mine), strict=True):
         rows = torch.from_numpy(batch[good]).to(device)
         if len(rows):
-            ok[rows] = 1
+            is_ok[rows] = 1
             images = images if good.all() else images[torch.from_numpy(good)]
-            for model, features in zip(models, found, strict=True):
-                features[rows] = features_of(model, images, config)
-    return [
-        collectives.all_reduce_sum_(features) for features in found
-    ], collectives.all_reduce_sum_(ok).cpu() > 0
+            for model, of_model in zip(models, features, strict=True):
+                of_model[rows] = features_of(model, images, config)
+    for of_model in features:
+        distributed.all_reduce_sum_(of_model)
+    return features, distributed.all_reduce_sum_(is_ok).cpu() > 0
 
 
-def _resident(
-    train: TrainSet, rows: Sequence[np.ndarray], batches: Sequence[np.ndarray]
-) -> Iterator[tuple[Tensor | RowBlocks, np.ndarray]]:
-    """Yield the images of batches of rows in memory, as :data:`Load` does.
+def _resident_batches(
+    config: Config, train: Any, labeled_rows: np.ndarray, unlabeled_rows: np.ndarray
+) -> tuple[list[np.ndarray], Read]:
+    """Divide rows in memory into batches of one kind, and return how they are read.
 
     Args:
-        train: The training data, in memory.
-        rows: The numbers of the chosen labeled rows, and of the chosen unlabeled rows.
-        batches: For each batch positions in ``rows``, labeled ones first. A batch holds
-            rows of one kind.
+        config: The configuration of the run.
+        train: The training data, a :class:`TrainSet`.
+        labeled_rows: Numbers of the chosen labeled rows.
+        unlabeled_rows: Numbers of the chosen unlabeled rows.
+
+    Returns:
+        For each batch positions in both lists of rows, labeled ones first; and the
+        function that reads them.
     """
-    num = len(rows[0])
-    for batch in batches:
-        images = train.labeled_images if batch[0] < num else train.unlabeled_images
-        chosen = torch.from_numpy(np.concatenate(rows)[batch]).to(images.device)
-        yield part(images, chosen), np.ones(len(batch), dtype=bool)
+    num_labeled, num_rows = len(labeled_rows), len(labeled_rows) + len(unlabeled_rows)
+    size = resident_batch_rows(config, num_rows)
+    starts = [*range(0, num_labeled, size), *range(num_labeled, num_rows, size)]
+    chosen = torch.from_numpy(np.concatenate([labeled_rows, unlabeled_rows]))
+
+    def read(
+        batches: Sequence[np.ndarray],
+    ) -> Iterator[tuple[Tensor, np.ndarray]]:
+        for batch in batches:
+            is_labeled = batch[0] < num_labeled
+            images = train.labeled_images if is_labeled else train.unlabeled_images
+            rows = chosen[torch.from_numpy(batch)]
+            yield images[rows], np.ones(len(batch), dtype=bool)
+
+    return np.split(np.arange(num_rows), starts[1:]), read
 
 
-def streamed(
+def _streamed_batches(
+    config: Config, train: Any, labeled_rows: np.ndarray, unlabeled_rows: np.ndarray
+) -> tuple[list[np.ndarray], Read]:
+    """Divide rows of a source into batches, and return how they are decoded.
+
+    As :func:`_resident_batches`, but a batch has rows of both kinds if the source reads
+    groups of rows together.
+    """
+    num_labeled = len(labeled_rows)
+    numbers = np.concatenate(
+        [train.labeled[labeled_rows], train.unlabeled[unlabeled_rows]]
+    )
+    positions = np.arange(len(numbers))
+    parts = [positions[:num_labeled], positions[num_labeled:]]
+    if train.images.groups(positions[:0]) is not None:
+        parts = [np.argsort(numbers, kind="stable")]
+    size = decoded_rows(config.train.eval_batch_size, config.data.stored_size)
+    batches = [
+        some[batch]
+        for some in parts
+        for batch in batches_of(train.images, numbers[some], size)
+    ]
+    return batches, partial(decode_batches, train.decode, numbers)
+
+
+def decode_batches(
     decode: Callable[[Iterable[np.ndarray]], Iterator[DecodedBatch]],
     numbers: np.ndarray,
     batches: Sequence[np.ndarray],
-) -> Iterator[tuple[Tensor | RowBlocks, np.ndarray]]:
-    """Yield the images of batches that are decoded now, as :data:`Load` does.
+) -> Iterator[tuple[Tensor, np.ndarray]]:
+    """Yield the images of batches that are decoded now, as :data:`Read` does.
 
     Args:
         decode: Decodes batches of row numbers of a source.

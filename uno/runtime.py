@@ -1,7 +1,7 @@
 """Compute a frozen encoder on a CPU by another program than PyTorch.
 
-``compute.encoder_runtime`` names the program: OpenVINO, ONNX Runtime or torch.compile.
-All compute in float32. With ``compute.precision bf16`` OpenVINO computes in bfloat16.
+``compute.encoder_runtime`` names the program: OpenVINO or ONNX Runtime. Both compute in
+float32. With ``compute.precision bf16`` OpenVINO computes in bfloat16.
 The default is PyTorch, and no measurement changes that, so that the same command gives
 the same features.
 
@@ -54,7 +54,7 @@ class Plan(NamedTuple):
     """How an encoder is computed.
 
     Attributes:
-        runtime: ``openvino``, ``onnx`` or ``compile``.
+        runtime: ``openvino`` or ``onnx``.
         bf16: Whether it computes in bfloat16.
     """
 
@@ -62,7 +62,7 @@ class Plan(NamedTuple):
     bf16: bool = False
 
 
-def plan_of(config: Config, device: torch.device) -> Plan | None:
+def choose_runtime(config: Config, device: torch.device) -> Plan | None:
     """Return how the encoder of ``config`` is computed on ``device``.
 
     Returns:
@@ -86,16 +86,12 @@ def require_runtime(config: Config) -> None:
             precision of the run.
     """
     name = config.compute.encoder_runtime
-    if missing := [
-        package for package in PACKAGES.get(name, ()) if find_spec(package) is None
-    ]:
-        needs = (
-            "needs the "
-            + ("package " if len(missing) == 1 else "packages ")
-            + ", ".join(missing)
-        )
+    missing = [p for p in PACKAGES.get(name, ()) if find_spec(p) is None]
+    if missing:
+        packages = "package" if len(missing) == 1 else "packages"
         raise ConfigError(
-            f"compute.encoder_runtime {name} {needs}: pip install {' '.join(missing)}"
+            f"compute.encoder_runtime {name} needs the {packages}"
+            f" {', '.join(missing)}: pip install {' '.join(missing)}"
         )
     if name not in (TORCH, BF16) and config.compute.precision == "bf16":
         raise ConfigError(
@@ -133,9 +129,9 @@ class Runtime(nn.Module):
         with self._lock:
             if self._program is None:
                 self._program, self._shape = self._build(images), images.shape[1:]
-        same = images.shape[1:] == self._shape
-        own = partial(_torch, self.encoder, bf16=self.plan.bf16)
-        return self._run(self._program if same else own, images)
+        has_size = images.shape[1:] == self._shape
+        in_torch = partial(_run_in_torch, self.encoder, bf16=self.plan.bf16)
+        return self._run(self._program if has_size else in_torch, images)
 
     def _build(self, images: Tensor) -> Program:
         """Build the program, and compare its features with those of PyTorch.
@@ -149,23 +145,23 @@ class Runtime(nn.Module):
         """
         name, bf16 = self.plan
         images = images.detach()[torch.arange(COMPARED_IMAGES) % len(images)]
-        expected = self._run(partial(_torch, self.encoder), images)
+        expected = self._run(partial(_run_in_torch, self.encoder), images)
         tolerance = TOLERANCE
         if bf16:
-            own = self._run(partial(_torch, self.encoder, bf16=True), images)
-            error = float(_difference(own, expected).max())
+            in_bf16 = self._run(partial(_run_in_torch, self.encoder, bf16=True), images)
+            error = float(_difference(in_bf16, expected).max())
             tolerance = max(TOLERANCE, OF_BF16 * error)
         fix = f"use compute.encoder_runtime {TORCH}"
         try:
             program = BUILD[name](self.encoder, images, self._threads, bf16)
-            found = self._run(program, images)
+            features = self._run(program, images)
         except Exception as error:  # converters raise errors of many classes
-            why = one_line(error)[:160] or type(error).__name__
+            reason = one_line(error)[:160] or type(error).__name__
             raise ConfigError(
-                f"compute.encoder_runtime {name} cannot compute this encoder: {why};"
+                f"compute.encoder_runtime {name} cannot compute this encoder: {reason};"
                 f" {fix}"
             ) from error
-        worst = float(_difference(found, expected).max())
+        worst = float(_difference(features, expected).max())
         if not worst <= tolerance:  # This also refuses NaN.
             raise ConfigError(
                 f"compute.encoder_runtime {name} gives features that differ from"
@@ -211,31 +207,12 @@ whether to compute in bfloat16.
 """
 
 
-def _with_torch(
-    encoder: nn.Module, images: Tensor, threads: int, bf16: bool
-) -> Program:
-    """Return a program (see :data:`Program`) that runs the encoder in PyTorch.
-
-    It computes in bfloat16 if ``bf16``. The other arguments are not used.
-    """
-    return partial(_torch, encoder, bf16=bf16)
-
-
-def _compiled(encoder: nn.Module, images: Tensor, threads: int, bf16: bool) -> Program:
-    """Return a program (see :data:`Program`) that runs the encoder by torch.compile.
-
-    It computes in bfloat16 if ``bf16``. The other arguments are not used.
-    """
-    program: Any = torch.compile(encoder, dynamic=False, options={"freezing": True})
-    return partial(_torch, program, bf16=bf16)
-
-
 @torch.inference_mode()
-def _torch(encoder: Program, images: Tensor, bf16: bool = False) -> Tensor:
+def _run_in_torch(encoder: Program, images: Tensor, bf16: bool = False) -> Tensor:
     """Run an encoder in PyTorch, and return its features in float32.
 
     Args:
-        encoder: The encoder, or what torch.compile made of it.
+        encoder: The encoder.
         images: float32 (B, 3, S, S), on the CPU.
         bf16: Whether to compute in bfloat16.
     """
@@ -278,7 +255,7 @@ def _with_openvino(
         torch.inference_mode(),
     ):
         model = openvino.convert_model(encoder, example_input=images[:2])
-    how = {
+    options = {
         "NUM_STREAMS": threads,
         "INFERENCE_NUM_THREADS": threads,
         "INFERENCE_PRECISION_HINT": "bf16" if bf16 else "f32",
@@ -289,14 +266,14 @@ def _with_openvino(
     # here.
     with ThreadPoolExecutor(1) as compiler:
         compiled = compiler.submit(
-            openvino.Core().compile_model, model, "CPU", how
+            openvino.Core().compile_model, model, "CPU", options
         ).result()
-    own = threading.local()
+    of_thread = threading.local()
 
     def program(images: Tensor) -> Tensor:
-        if not hasattr(own, "request"):  # a request for each thread
-            own.request = compiled.create_infer_request()
-        return torch.from_numpy(own.request.infer([images.numpy()])[0].copy())
+        if not hasattr(of_thread, "request"):
+            of_thread.request = compiled.create_infer_request()
+        return torch.from_numpy(of_thread.request.infer([images.numpy()])[0].copy())
 
     return program
 
@@ -333,8 +310,6 @@ def _with_onnx(encoder: nn.Module, images: Tensor, threads: int, bf16: bool) -> 
 BUILD: dict[str, Build] = {
     "openvino": _with_openvino,
     "onnx": _with_onnx,
-    "compile": _compiled,
-    TORCH: _with_torch,
 }
 """The function that builds the program of each runtime."""
 

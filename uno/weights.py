@@ -5,7 +5,7 @@ import os
 import pickle
 import urllib.request
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from uno.config import OWN_ENCODERS, VECTORS, Config, ModelConfig
 from uno.data.files import Storage, split
-from uno.encoder import build_encoder, check_name
+from uno.encoder import build_encoder, check_name, is_own_code
 from uno.errors import ConfigError, StorageError, one_line
-from uno.state import with_prefix
+from uno.steps import with_prefix
 
 PRETRAINED = "pretrained"
 """The value of ``model.weights`` for the pretrained weights of the encoder's library.
@@ -80,43 +80,43 @@ def describe_encoder(name: str) -> Description:
     Raises:
         ConfigError: There is no such encoder.
     """
-    library, _, what = name.partition(":")
+    library, _, model_name = name.partition(":")
     if name == "resnet_small" or library == VECTORS:
         return Description()
     if name in OWN_ENCODERS or library == "torchvision":
-        return _of_torchvision(what or name)
+        return _describe_torchvision(model_name or name)
     if library != "timm":
-        return _of_callable(name)
-    check_name("timm", what)
+        return _describe_callable(name)
+    check_name("timm", model_name)
     from timm.models import get_pretrained_cfg
 
-    return _of_cfg(get_pretrained_cfg(what).to_dict())
+    return _describe_cfg(get_pretrained_cfg(model_name).to_dict())
 
 
-def _of_torchvision(what: str) -> Description:
+def _describe_torchvision(model_name: str) -> Description:
     """Return torchvision's description of an encoder and its default weights.
 
     Raises:
         ConfigError: There is no such encoder.
     """
-    check_name("torchvision", what)
+    check_name("torchvision", model_name)
     from torchvision.models import get_model_weights
 
-    weights: Any = get_model_weights(what).DEFAULT
-    see = weights.transforms()
-    size = int(see.crop_size[0])
+    weights: Any = get_model_weights(model_name).DEFAULT
+    transforms = weights.transforms()
+    size = int(transforms.crop_size[0])
     return Description(
         size,
-        size / int(see.resize_size[0]),
-        tuple(see.mean),
-        tuple(see.std),
-        see.interpolation.value,
+        size / int(transforms.resize_size[0]),
+        tuple(transforms.mean),
+        tuple(transforms.std),
+        transforms.interpolation.value,
         f"torchvision {weights.name}",
         weights.meta.get("license", ""),
     )
 
 
-def _of_cfg(cfg: Mapping[str, Any]) -> Description:
+def _describe_cfg(cfg: Mapping[str, Any]) -> Description:
     """Turn timm's description of an encoder and its weights into a Description."""
     side, tag = int(cfg["input_size"][-1]), str(cfg.get("tag") or "")
     return Description(
@@ -131,7 +131,7 @@ def _of_cfg(cfg: Mapping[str, Any]) -> Description:
 
 
 @cache
-def _of_callable(name: str) -> Description:
+def _describe_callable(name: str) -> Description:
     """Build an encoder of the user's own, and read its description from its attributes.
 
     These are timm's ``pretrained_cfg``, or else ``image_size``, ``mean``, ``std`` and
@@ -140,17 +140,16 @@ def _of_callable(name: str) -> Description:
     with torch.random.fork_rng(devices=[]):
         encoder: Any = build_encoder(ModelConfig(encoder=name))
     if isinstance(getattr(encoder, "pretrained_cfg", None), Mapping):
-        return _of_cfg(encoder.pretrained_cfg)
-    side, how = (
-        getattr(encoder, "image_size", None),
-        getattr(encoder, "interpolation", None),
+        return _describe_cfg(encoder.pretrained_cfg)
+    side, mean, std, interpolation = (
+        getattr(encoder, key, None)
+        for key in ("image_size", "mean", "std", "interpolation")
     )
-    mean, std = (getattr(encoder, key, None) for key in ("mean", "std"))
     return Description(
         None if side is None else int(side if isinstance(side, int) else side[-1]),
         mean=None if mean is None else tuple(map(float, mean)),
         std=None if std is None else tuple(map(float, std)),
-        interpolation=None if how is None else str(how),
+        interpolation=None if interpolation is None else str(interpolation),
     )
 
 
@@ -179,10 +178,9 @@ def check_encoder(config: Config, tensors: Mapping[str, Tensor] | None = None) -
             with torch.no_grad():
                 encoder(torch.zeros(1, 3, side, side))
         except (RuntimeError, AssertionError, TypeError, ValueError) as error:
-            keys = "--augment.large.size and --data.stored-size"
-            why = one_line(error)[:120]
             raise ConfigError(
-                f"model.encoder {name} does not accept {side} px ({keys}): {why}"
+                f"model.encoder {name} does not accept {side} px (--augment.large.size"
+                f" and --data.stored-size): {one_line(error)[:120]}"
             ) from None
 
 
@@ -207,12 +205,14 @@ def read_weights(source: str, storage: Storage | None = None) -> dict[str, Tenso
     """
     if source == PRETRAINED:
         assert storage is not None
-        return _parsed(storage.read(PRETRAINED_FILE), storage.path(PRETRAINED_FILE))
+        return _parse_weights(
+            storage.read(PRETRAINED_FILE), storage.path(PRETRAINED_FILE)
+        )
     folder, name = split(source)
-    return _parsed(Storage(folder).read(name), source)
+    return _parse_weights(Storage(folder).read(name), source)
 
 
-def _parsed(data: bytes, source: str) -> dict[str, Tensor]:
+def _parse_weights(data: bytes, source: str) -> dict[str, Tensor]:
     """Read tensors by name from the content of a safetensors or PyTorch file.
 
     The tensors of a PyTorch checkpoint may be nested under ``state_dict`` or ``model``.
@@ -234,13 +234,13 @@ def _parsed(data: bytes, source: str) -> dict[str, Tensor]:
             ) from None
     try:
         with warnings.catch_warnings(action="ignore"):  # warnings about old formats
-            found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            file = io.BytesIO(data)
+            content = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
-        why = (
-            "holds more than tensors, and loading that would run code; save its"
-            " state_dict() alone"
-        )
-        raise StorageError(f"model.weights: {source} {why}") from None
+        raise StorageError(
+            f"model.weights: {source} holds more than tensors, and loading that would"
+            " run code; save its state_dict() alone"
+        ) from None
     except (
         RuntimeError,
         LookupError,
@@ -253,23 +253,17 @@ def _parsed(data: bytes, source: str) -> dict[str, Tensor]:
         raise StorageError(
             f"model.weights: {source} is not a PyTorch file: {one_line(error)[:160]}"
         ) from None
-    while isinstance(found, Mapping):
-        inner = next(
-            (
-                found[key]
-                for key in ("state_dict", "model")
-                if isinstance(found.get(key), Mapping)
-            ),
-            None,
-        )
-        if inner is None:
-            break
-        found = inner
-    tensors = (
-        {k: v for k, v in found.items() if isinstance(v, Tensor)}
-        if isinstance(found, Mapping)
-        else {}
-    )
+    if not isinstance(content, Mapping):
+        content = {}
+    while nested := [
+        content[key]
+        for key in ("state_dict", "model")
+        if isinstance(content.get(key), Mapping)
+    ]:
+        content = nested[0]
+    tensors = {
+        key: value for key, value in content.items() if isinstance(value, Tensor)
+    }
     if not tensors:
         raise StorageError(
             f"model.weights: {source} holds no weights by name (a state dict)"
@@ -302,32 +296,35 @@ def load_encoder_(
     expected = encoder.state_dict()
     candidates = [with_prefix(dict(tensors), prefix) for prefix in PREFIXES]
     # max() returns the first of equal candidates.
-    own = max(candidates, key=lambda some: len(some.keys() & expected.keys()))
-    missing = [
-        k for k in expected if k not in own and not k.endswith("num_batches_tracked")
-    ]
-    surplus = [k for k in own if k not in expected and not k.startswith(CLASSIFIERS)]
-    shapes = [
-        f"{k} {tuple(own[k].shape)} for {tuple(value.shape)}"
-        for k, value in expected.items()
-        if k in own and own[k].shape != value.shape
-    ]
-    kinds = (
-        ("missing", missing),
-        ("unexpected", surplus),
-        ("of another shape", shapes),
-    )
-    if problems := [
-        f"{len(keys)} {kind} ({_first(keys)})" for kind, keys in kinds if keys
-    ]:
-        why = f"keys {'; '.join(problems)}; --model.encoder names that of the weights"
-        raise ConfigError(f"model.weights: {source} does not fit the encoder: {why}")
-    encoder.load_state_dict({k: own.get(k, value) for k, value in expected.items()})
-
-
-def _first(keys: Sequence[str]) -> str:
-    """Return the first three keys of a list as text, and ``...`` if there are more."""
-    return ", ".join(keys[:3]) + (" ..." if len(keys) > 3 else "")
+    given = max(candidates, key=lambda some: len(some.keys() & expected.keys()))
+    problems = {
+        "missing": [
+            key
+            for key in expected
+            if key not in given and not key.endswith("num_batches_tracked")
+        ],
+        "unexpected": [
+            key
+            for key in given
+            if key not in expected and not key.startswith(CLASSIFIERS)
+        ],
+        "of another shape": [
+            f"{key} {tuple(given[key].shape)} for {tuple(value.shape)}"
+            for key, value in expected.items()
+            if key in given and given[key].shape != value.shape
+        ],
+    }
+    if any(problems.values()):
+        described = "; ".join(
+            f"{len(keys)} {problem} ({', '.join(keys[:3])}{' ...' * (len(keys) > 3)})"
+            for problem, keys in problems.items()
+            if keys
+        )
+        raise ConfigError(
+            f"model.weights: {source} does not fit the encoder: keys {described};"
+            " --model.encoder names that of the weights"
+        )
+    encoder.load_state_dict({k: given.get(k, value) for k, value in expected.items()})
 
 
 def fetch_pretrained(name: str) -> bytes:
@@ -346,16 +343,14 @@ def fetch_pretrained(name: str) -> bytes:
         ConfigError: No library has weights for the encoder, or they cannot be
             downloaded.
     """
-    library, _, what = name.partition(":")
+    library, _, model_name = name.partition(":")
     if library == VECTORS:
         return safetensors.torch.save({})
-    if name == "resnet_small" or (
-        name not in OWN_ENCODERS and library not in ("torchvision", "timm")
-    ):
+    if name == "resnet_small" or is_own_code(name):
         raise ConfigError(
             f"model.weights pretrained: no library has weights for {name}; pass a file"
         )
-    state = _fetch_timm(what) if library == "timm" else _fetch_torchvision(name)
+    state = _fetch_timm(model_name) if library == "timm" else _fetch_torchvision(name)
     return safetensors.torch.save(
         {key: tensor.contiguous() for key, tensor in state.items()}
     )
@@ -367,21 +362,19 @@ def _fetch_torchvision(name: str) -> dict[str, Tensor]:
     Raises:
         ConfigError: There is no such encoder, or its weights cannot be downloaded.
     """
-    what = name.removeprefix("torchvision:")
-    check_name("torchvision", what)
+    model_name = name.removeprefix("torchvision:")
+    check_name("torchvision", model_name)
     from torchvision.models import get_model_weights
 
-    weights: Any = get_model_weights(what).DEFAULT
+    weights: Any = get_model_weights(model_name).DEFAULT
     try:
         return weights.get_state_dict(
             progress=False, check_hash=True, map_location="cpu", weights_only=True
         )
     # URLError is an OSError, and a damaged file raises RuntimeError.
     except (OSError, RuntimeError) as error:
-        folder, reason = (
-            os.path.join(torch.hub.get_dir(), "checkpoints"),
-            one_line(error)[:120],
-        )
+        folder = os.path.join(torch.hub.get_dir(), "checkpoints")
+        reason = one_line(error)[:120]
         raise ConfigError(
             f"model.weights pretrained: cannot be downloaded ({reason}); download"
             f" {weights.url} into {folder}, or pass it as --model.encoder"
@@ -390,43 +383,43 @@ def _fetch_torchvision(name: str) -> dict[str, Tensor]:
         ) from None
 
 
-def _fetch_timm(what: str) -> dict[str, Tensor]:
+def _fetch_timm(model_name: str) -> dict[str, Tensor]:
     """Return the pretrained weights of an encoder of timm, by name.
 
     Raises:
         ConfigError: There is no such encoder, or its weights cannot be downloaded.
     """
-    check_name("timm", what)
+    check_name("timm", model_name)
     import timm
     from huggingface_hub import constants, try_to_load_from_cache
     from timm.models import get_pretrained_cfg
 
-    cfg = get_pretrained_cfg(what)
+    cfg = get_pretrained_cfg(model_name)
     repository = cfg.hf_hub_id
     if not repository and not cfg.url:
-        raise ConfigError(f"model.weights pretrained: timm has no weights for {what}")
+        raise ConfigError(
+            f"model.weights pretrained: timm has no weights for {model_name}"
+        )
     file = (
         f"{constants.ENDPOINT}/{repository}/resolve/main/model.safetensors"
         if repository
         else cfg.url
     )
-    here = repository and isinstance(
+    is_cached = repository and isinstance(
         try_to_load_from_cache(repository, "model.safetensors"), str
     )
     try:
-        if not here:  # timm itself gives up only after a minute
+        if not is_cached:  # timm itself gives up only after a minute
             # An HTTP error is an answer, too. timm handles it.
             with suppress(HTTPError):
                 request = urllib.request.Request(file, method="HEAD")
                 urllib.request.urlopen(request, timeout=NETWORK_TIMEOUT_S).close()
-        return timm.create_model(what, pretrained=True, num_classes=0).state_dict()
+        encoder = timm.create_model(model_name, pretrained=True, num_classes=0)
+        return encoder.state_dict()
     # URLError and the errors of the hub are OSErrors.
     except (OSError, RuntimeError) as error:
-        folder, reason = constants.HF_HUB_CACHE, one_line(error)[:120]
-        where = (
-            f"download {file} and pass it as --weights FILE, or copy another machine's"
-            f" cache into {folder}"
-        )
         raise ConfigError(
-            f"model.weights pretrained: cannot be downloaded ({reason}); {where}"
+            f"model.weights pretrained: cannot be downloaded ({one_line(error)[:120]});"
+            f" download {file} and pass it as --weights FILE, or copy another machine's"
+            f" cache into {constants.HF_HUB_CACHE}"
         ) from None

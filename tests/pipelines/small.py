@@ -13,7 +13,7 @@ from tests.uno import small_run
 from tests.uno.data import builders
 from tests.uno.small_run import assert_same, lines
 from uno.data.files import Storage
-from uno.data.resident import ResidentBatches
+from uno.data.memory import MemoryBatches
 from uno.runs.checkpoint import load_newest
 from uno.steps import Batch
 
@@ -57,17 +57,17 @@ def signal_at(step: int, number: int) -> None:
     """Send this process a signal when it asks for the batch of that discovery step.
 
     The training loop of this process is patched for good: call this in a process of
-    its own, or restore ``ResidentBatches.__call__`` afterwards.
+    its own, or restore ``MemoryBatches.__call__`` afterwards.
     """
-    usual, sent = ResidentBatches.__call__, []
+    usual, sent = MemoryBatches.__call__, []
 
-    def batch(self: ResidentBatches, at: int) -> Batch:
+    def batch(self: MemoryBatches, at: int) -> Batch:
         if at == step and self._plan.unlabeled_size and not sent:
             sent.append(at)
             os.kill(os.getpid(), number)
         return usual(self, at)
 
-    ResidentBatches.__call__ = batch  # type: ignore[method-assign]
+    MemoryBatches.__call__ = batch  # type: ignore[method-assign]
 
 
 def refused(capsys: Any, code: int, *argv: Any) -> str:

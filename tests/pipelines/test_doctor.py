@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipelines import cli, cluster, commands
+from pipelines import cli, commands, doctor
 from tests.pipelines.raylets import Command, head
 
 
@@ -75,17 +75,17 @@ FACTS = {
     ],
 )
 def test_a_line_says_what_is_wrong_with_a_node(changed, speed, level, says):
-    found = cluster.line_of(NODE, {**FACTS, **changed}, MINE, speed)
+    found = doctor.line_of(NODE, {**FACTS, **changed}, MINE, speed)
     assert (found.level, says in found.text) == (level, True), found
     assert found.text.startswith("10.0.0.2 n2: ")
-    assert cluster.line_of(NODE, "no answer in 60 s", MINE, None).level == "error"
+    assert doctor.line_of(NODE, "no answer in 60 s", MINE, None).level == "error"
 
 
 def test_the_plugin_that_nccl_finds(tmp_path, monkeypatch):
     """Kills: a plugin whose libraries are not there taken for one that works."""
     assert (
-        cluster.plugin(str(tmp_path)) == "none"
-        and cluster.efa_devices(str(tmp_path / "no")) == []
+        doctor.plugin(str(tmp_path)) == "none"
+        and doctor.efa_devices(str(tmp_path / "no")) == []
     )
     (tmp_path / "libnccl-net.so").write_bytes(b"")
     for told, expected in (
@@ -93,8 +93,8 @@ def test_the_plugin_that_nccl_finds(tmp_path, monkeypatch):
         ("\tlibhwloc.so.15 => not found\n", "lacks"),
     ):
         run = lambda *_, told=told, **__: type("Done", (), {"stdout": told})  # noqa: E731
-        monkeypatch.setattr(cluster.subprocess, "run", run)
-        assert expected in cluster.plugin(str(tmp_path))
+        monkeypatch.setattr(doctor.subprocess, "run", run)
+        assert expected in doctor.plugin(str(tmp_path))
 
 
 def test_a_cluster_is_needed(capsys, monkeypatch):

@@ -122,7 +122,7 @@ def test_a_table_for_spreadsheets_has_no_formula(run, tmp_path, monkeypatch):
     data = (copy / "predictions.csv").read_bytes()
     assert data.startswith(b"\xef\xbb\xbf")
     rows = list(csv.DictReader(data.decode("utf-8-sig").splitlines()))
-    table = pq.read_table(copy / "predictions.parquet").to_pylist()
+    table = pq.read_table(copy / "predictions").to_pylist()
     assert {names[0], names[1]} <= {row["class_name"] for row in table}
     shown = {"=1+1": "'=1+1"}
     for row, line in zip(table, rows, strict=True):

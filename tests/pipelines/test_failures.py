@@ -8,6 +8,10 @@ from ray.train.v2._internal.exceptions import (
     UserExceptionWithTraceback,
     WorkerHealthCheckFailedError,
 )
+from ray.train.v2._internal.execution.worker_group.poll import (
+    WorkerGroupPollStatus,
+    WorkerStatus,
+)
 
 from pipelines.failures import EndWhenHopeless, Preempted
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
@@ -17,9 +21,23 @@ def death(raised=None, lost=None):
     """What Ray Train tells of a group in which one rank raised an error or was lost,
     and another rank lost its connection.
     """
-    end = UserExceptionWithTraceback(raised, "") if lost is None else lost
     peer = RuntimeError("Connection closed by peer")
-    return {0: UserExceptionWithTraceback(peer, ""), 1: end}
+    return _status({0: peer, 1: raised if lost is None else lost}).errors
+
+
+def _status(errors):
+    """The state of workers as Ray Train polls it."""
+    return WorkerGroupPollStatus(
+        {
+            rank: WorkerStatus(
+                running=False,
+                error=error
+                if type(error).__module__.startswith("ray.")
+                else UserExceptionWithTraceback(error, ""),
+            )
+            for rank, error in errors.items()
+        }
+    )
 
 
 def lost(preempted=False):

@@ -2,7 +2,6 @@
 function.
 """
 
-import json
 import mmap
 import os
 import socket
@@ -224,44 +223,6 @@ def test_a_machine_too_busy_for_ray_is_one_line(monkeypatch):
         pytest.fail("connected")
 
 
-@pytest.mark.parametrize(
-    "job",
-    [
-        {},
-        {"PYTHONPATH": "/x"},
-        {"RAY_DATA_LOG_LEVEL": "INFO", "RAY_SCHEDULER_EVENTS": "1"},
-    ],
-)
-def test_variables_that_a_job_has_set_are_not_set_again(monkeypatch, job):
-    """Ray refuses that, whatever the values. Kills: "internal" for a job that wants
-    to see Ray Data's log.
-    """
-    from ray.runtime_env.runtime_env import _merge_runtime_env
-
-    environ = {"RAY_ADDRESS": "10.0.0.1:6379"}
-    if job:
-        environ |= job | {
-            "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps(
-                {"runtime_env": {"env_vars": job}}
-            )
-        }
-    asked = []
-    ray = SimpleNamespace(
-        is_initialized=lambda: False, shutdown=lambda: None, exceptions=None
-    )
-    ray.init = lambda **options: asked.append(options["runtime_env"])
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setattr(os, "environ", environ)
-    monkeypatch.setattr(ray_env, "check_address", lambda address: None)
-    with ray_env.connect():
-        pass
-    merged = _merge_runtime_env({"env_vars": job}, asked[0])
-    assert merged is not None and merged["env_vars"].keys() == {
-        *job,
-        *ray_env.ENVIRONMENT,
-    }
-
-
 def test_a_head_that_ray_start_has_started_is_found(monkeypatch, tmp_path):
     """As Ray's own commands find it. Kills: a second cluster beside it, one that is
     gone, a private one that nobody can ask for any more.
@@ -378,7 +339,7 @@ def test_the_last_collectives_of_a_hang_are_in_the_run(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("device", "loading", "threads", "expected"),
     [
-        ("cuda", "streaming", None, 2),
+        ("cuda", "streaming", None, 1),
         ("cuda", "memory", None, 4),
         ("cpu", "streaming", None, 4),
         ("cuda", "streaming", 3, 3),
@@ -392,7 +353,7 @@ def test_threads_of_a_rank_leave_cores_to_ray_data(
     """
     monkeypatch.setattr("uno.runs.hardware.available_cpus", lambda: 8)
     config = override(Config(), {"data.loading": loading, "compute.threads": threads})
-    assert train.rank_threads(config, torch.device(device), 2, 2.5) == expected
+    assert train.rank_threads(config, torch.device(device), 2) == expected
 
 
 def test_the_numbers_of_a_rank_are_rays_metrics(monkeypatch):

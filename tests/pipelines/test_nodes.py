@@ -1,25 +1,16 @@
 """What is said and decided while nodes come and go, with a cluster that is made up."""
 
 import os
-import subprocess
-import sys
-import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import Mock, call
 
-import pyarrow as pa
 import pytest
 import ray
 
-from pipelines import backend, nodes, packing, ray_env, ray_private, tables
-from pipelines.nodes import (
-    StallWarner,
-    no_images,
-    wait_for_resources,
-)
-from pipelines.partitions import map_through_model
-from tests.pipelines.small import wait_for
+from pipelines import backend, nodes, pack, tables, workarounds
+from pipelines.nodes import wait_for_resources
+from pipelines.predict import map_through_model
 from tune.driver import concurrency
 from uno.config import Config, override
 from uno.data.files import Storage
@@ -130,13 +121,14 @@ def estimate(ray, config, monkeypatch):
         "estimate_num_novel",
         lambda *facts, **_: found.append(facts[4]),
     )
-    run = Run(config, Storage("unused"), backend.RayBackend(), opened=Mock())
+    opened = Mock(rows=range(10))
+    run = Run(config, Storage("unused"), backend.RayBackend(), opened=opened)
     run.backend.estimate(run, Settings())
     return found
 
 
-def pack(ray, config, monkeypatch):
-    packing.store_on_ray(
+def pack_data(ray, config, monkeypatch):
+    pack.store_on_ray(
         ray, override(config, {"output": "s3://bucket/packed?region=us-east-1"})
     )
 
@@ -161,7 +153,7 @@ def tune(ray, config, monkeypatch):
     [
         (estimate, "auto", ["cuda"]),
         (estimate, "cuda", ["cuda"]),
-        (pack, "cuda", None),
+        (pack_data, "cuda", None),
         (reproduce, "cuda", (1.0, 2)),
         (reproduce, "auto", (1.0, 2)),
         (tune, "cuda", (1, {"CPU": 1.0, "GPU": 1.0})),
@@ -191,6 +183,38 @@ def test_the_first_task_of_a_command_waits_for_its_node(
         command(ray, config_of(device="cuda"), monkeypatch)
 
 
+def test_images_that_this_machine_cannot_hold_are_refused(monkeypatch):
+    """Workers get the images of an estimate from this process."""
+    config = override(config_of(), {"data.stored_size": 10})
+    monkeypatch.setattr(resources, "free_host_bytes", lambda: 6 * 10**5)
+    backend.check_driver_memory(config, 1000)
+    with pytest.raises(ConfigError, match="1,001 images need"):
+        backend.check_driver_memory(config, 1001)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "nodes_of", "cpus"),
+    [
+        ({}, [{"CPU": 96.0, "GPU": 8.0}, {"CPU": 4.0}], 12),
+        ({}, [{"CPU": 96.0, "GPU": 8.0}, {"CPU": 8.0, "GPU": 1.0}], 8),
+        ({"gpus_per_worker": 2}, [{"CPU": 96.0, "GPU": 8.0}], 24),
+        ({"cpus_per_worker": 3}, [{"CPU": 96.0, "GPU": 8.0}], 3),
+    ],
+)
+def test_workers_that_stream_reserve_the_cpus_that_decode(
+    monkeypatch, overrides, nodes_of, cpus
+):
+    alive = [{"Alive": True, "Resources": resources} for resources in nodes_of]
+    monkeypatch.setattr("ray.nodes", lambda: alive)
+    config = config_of(**overrides)
+    each = {
+        "CPU": float(overrides.get("cpus_per_worker", 1)),
+        "GPU": float(config.compute.gpus_per_worker),
+    }
+    assert nodes.with_decoding(config, each) == {**each, "CPU": cpus}
+    assert nodes.with_decoding(config, {"CPU": 0.5}) == {"CPU": 0.5}
+
+
 def test_shards_that_must_be_here_need_a_cpu_here():
     """Kills: a command that waits for ever, on a head whose CPUs Ray may not have."""
     ray = Mock(**{"get_runtime_context.return_value.get_node_id.return_value": "a"})
@@ -202,9 +226,9 @@ def test_shards_that_must_be_here_need_a_cpu_here():
     with pytest.raises(
         ConfigError, match="--output packed is local, where Ray has no CPUs"
     ):
-        packing.store_on_ray(ray, config)
+        pack.store_on_ray(ray, config)
     ray.nodes.return_value[0]["Resources"] = {"CPU": 1.0}
-    assert packing.store_on_ray(ray, config)
+    assert pack.store_on_ray(ray, config)
 
 
 def test_features_are_not_waited_for_after_a_stop(monkeypatch):
@@ -231,29 +255,6 @@ def test_workers_of_one_run_do_not_share_a_gpu():
         nodes.check_shares(halves, {"CPU": 1.0, "GPU": 0.5})
     with pytest.raises(ConfigError, match="NCCL"):
         nodes.check_shares(override(halves, {"compute.device": "cuda"}))
-
-
-def test_images_that_do_not_come_are_said_for_as_long_as_they_do_not_come(
-    monkeypatch, caplog
-):
-    """Kills: silence while Ray Data has no CPU, lines while a step computes, before
-    a wait and after.
-    """
-    monkeypatch.setattr("ray.available_resources", lambda: {"CPU": 0.2})
-    wanted = "no images for 31 s: each further process of Ray Data needs 0.9 CPU, "
-    assert no_images(31) == f"{wanted}the cluster has 0.2 free"
-    waits, told = StallWarner(lambda waited: f"waited {waited:.2f}", every_s=0.03), []
-    time.sleep(0.1)
-    assert not caplog.records
-    with waits:
-        wait_for(lambda: len(caplog.records) >= 3, pause=0.01)
-    told = [float(record.getMessage().split()[1]) for record in caplog.records]
-    assert all(second >= (i + 1) * 0.03 for i, second in enumerate(told))
-    time.sleep(0.1)
-    caplog.clear()
-    time.sleep(0.1)
-    assert not caplog.records
-    waits.close()
 
 
 @pytest.mark.parametrize(
@@ -328,14 +329,14 @@ def test_a_pool_of_ray_data_prints_no_line_of_ray_itself(monkeypatch):
     )
 
     seen = []
-    monkeypatch.setattr(ray_private, "GONE", ())  # no fall-back
+    monkeypatch.setattr(workarounds, "GONE", ())  # no fall-back
     monkeypatch.setattr(
         dispatcher,
         "handlers",
         [("prints", lambda printed: seen.extend(printed["lines"]))],
     )
     for _ in range(2):
-        ray_private.quiet_pools()
+        workarounds.quiet_pools()
     assert len(dispatcher.handlers) == 2
     noise = (
         "E 1 core_worker.cc:2465: Actor 'MapWorker' ... See"
@@ -348,36 +349,7 @@ def test_a_pool_of_ray_data_prints_no_line_of_ray_itself(monkeypatch):
 @pytest.mark.ray
 def test_ray_answers_a_worker_and_us(ray_cluster, monkeypatch):
     """Kills: a name of Ray's internals that is not Ray's, a place that stays taken."""
-    monkeypatch.setattr(ray_private, "GONE", ())  # no fall-back
-    with ray_private.cluster_of_helpers():
+    monkeypatch.setattr(workarounds, "GONE", ())  # no fall-back
+    with workarounds.cluster_of_helpers():
         assert os.environ["RAY_ADDRESS"]
-    assert ray_private.dataset_of([pa.table({"x": [1, 2]})] * 2).num_blocks() == 2
-    line = ray_cluster.get(ray_cluster.remote(no_images).remote(31))
-    assert line.startswith(
-        "no images for 31 s: each further process of Ray Data needs 0.9 CPU, "
-    )
     assert wait_for_resources(config_of(), lambda: False)["CPU"] == 1.0
-
-
-@pytest.mark.ray
-@pytest.mark.release
-def test_ray_data_starts_no_node():
-    """Its own thresholds, under our environment. Kills: a GPU node for tasks that only
-    have to wait, names that Ray does not read.
-    """
-    code = (
-        "from ray.data._internal.cluster_autoscaler import RateBasedClusterAutoscaler"
-        " as scaler\n"
-    )
-    code += (
-        "print(min(vars(scaler.DEFAULT_CLUSTER_SCALING_UP_UTIL_THRESHOLD).values()))"
-    )
-    env = os.environ | ray_env.ENVIRONMENT
-    told = subprocess.run(
-        [sys.executable, "-c", code],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert told.stdout.strip() == "1000000000.0", told.stderr

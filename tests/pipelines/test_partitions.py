@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pyarrow as pa
 import pytest
 
-from pipelines.partitions import WriterPool, map_through_model, threads_of_actor
+from pipelines.predict import WriterPool, map_through_model, threads_of_actor
 from uno.config import Config, override
 from uno.data.files import Storage
 

@@ -13,7 +13,7 @@ from pipelines.options import parse
 from tests.pipelines.small import SMALL, refused
 from tests.uno.data.builders import write_images
 from uno.config import Config, differing_keys, dump_yaml, override, to_dict
-from uno.data.vectors import given_vectors
+from uno.data.embeddings import given_vectors
 from uno.presets import preset
 from uno.results.trust import verdict
 from uno.session.derive import resolve
@@ -83,7 +83,7 @@ def test_a_mixed_pile_from_the_digits_to_the_report(tmp_path, capsys, loading):
     )
     assert "One matching" in page and 'data-key="train/unlabeled/gcd/old/avg"' in page
     table = pq.read_table(
-        tmp_path / "predictions.parquet",
+        tmp_path / "predictions",
         columns=["known_probability", "kind", "probability"],
     )
     for row in table.to_pylist():

@@ -1,14 +1,15 @@
 """``uno predict``, ``uno classes`` and ``uno export`` as a person runs them."""
 
 import csv
-import json
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +19,7 @@ import safetensors.torch
 import torch
 import yaml
 
-from pipelines import backend, cli, ray_env
+from pipelines import backend, cli, predict, ray_env
 from tests.pipelines.small import SMALL, refused, wait_for, write_images
 from tests.uno.data.builders import encoded, pixels
 from tests.uno.data.test_tar import write_tar
@@ -30,12 +31,12 @@ from uno.data.images import InMemory
 from uno.data.sources import read_digits
 from uno.presets import preset
 from uno.results.infer import decoder, load_classifier, read_model_files, sample_logits
-from uno.results.predictions import FILE
+from uno.results.predictions import FOLDER, read_columns
 from uno.session import configure
 from uno.session.backend import LocalBackend, choose_backend
 from uno.session.data import read_task
-from uno.session.pipeline import discover, evaluate
-from uno.session.predict import predict_run, unlabeled_rows
+from uno.session.pipeline import discover
+from uno.session.predict import predict_run
 from uno.session.run import Run
 
 
@@ -51,8 +52,7 @@ def uno(*argv) -> None:
 
 
 def table_of(folder: Path) -> pa.Table:
-    assert [path.name for path in folder.rglob("*.parquet")] == [FILE]
-    return pq.read_table(folder / FILE)
+    return pq.read_table(folder / FOLDER)
 
 
 @pytest.mark.slow
@@ -73,8 +73,9 @@ def test_report_and_predictions_agree(tmp_path):
         run,
     )
     config = override(Config(), yaml.safe_load((run / "config.yaml").read_text()))
-    unlabeled = unlabeled_rows(read_task(config.data))
-    agreement = pq.read_table(run / FILE)["head_agreement"].to_numpy()[unlabeled].mean()
+    task = read_task(config.data)
+    unlabeled = np.flatnonzero(task.is_train & (task.labels < 0))
+    agreement = table_of(run)["head_agreement"].to_numpy()[unlabeled].mean()
     page = (run / "report.html").read_text()
     shown = re.search(r'Heads agree</dt>\s*<dd><span class="big">([0-9.]+)<', page)
     assert shown is not None and float(shown.group(1)) == pytest.approx(
@@ -97,9 +98,10 @@ def test_predict_all_digits_and_again(run, tmp_path, capsys):
     table = table_of(tmp_path / "out")
     assert len(table) == 1797 and table["head_agreement"].null_count == 0
     assert pa.compute.min(table["head_agreement"]).as_py() >= 1 / 3 - 1e-6
-    written = (tmp_path / "out" / FILE).stat().st_mtime_ns
+    part = tmp_path / "out" / FOLDER / "part-000000.parquet"
+    written = part.stat().st_mtime_ns
     uno(*command)
-    assert (tmp_path / "out" / FILE).stat().st_mtime_ns == written
+    assert part.stat().st_mtime_ns == written
 
 
 @pytest.mark.parametrize("kind", ["folder", "table"])
@@ -124,24 +126,32 @@ def test_overwritten_images_are_predicted_again(run, tmp_path, caplog, kind):
     )
 
 
-@pytest.mark.ray
-@pytest.mark.slow
-def test_workers_of_a_cluster_look_at_samples(ray_cluster, run, monkeypatch, caplog):
-    """Of a head without a GPU and with little memory. Kills: a model that this process
-    runs, rows in another order, a sample of nothing where only this machine has the
-    files, or where nodes are lost.
+def test_workers_of_a_cluster_look_at_samples(run, monkeypatch, caplog):
+    """The rows keep their order. This machine computes if nodes are lost, or if only it
+    has the files. Actors and tasks are called in this process.
     """
+
+    class LostError(Exception):
+        pass
+
+    def mapped(ray, config, blocks, decode, model, loaded, *sizes):
+        actor = model("cpu", 1, *loaded)
+        return [actor(decode(block)) for block in blocks]
+
+    def lost(*_):
+        raise LostError
+
+    errors = SimpleNamespace(RayError=LostError)
+    ray = SimpleNamespace(exceptions=errors, put=lambda x: x, get=lambda x: x)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(ray_env, "connect", lambda: nullcontext(ray))
+    monkeypatch.setattr(predict, "map_through_model", mapped)
+    monkeypatch.setattr(ray_env, "cluster_address", lambda: "a cluster")
     storage, rows, numbers = Storage(str(run)), read_digits(), np.arange(1796, 1000, -1)
-    model = load_classifier(storage)
+    model, workers = load_classifier(storage), backend.RayBackend()
     expected = sample_logits(model, decoder(model, rows, 1), numbers)
     config = override(model.config, {"compute.num_workers": 2})
-    workers = backend.RayBackend()
-    monkeypatch.setattr(ray_env, "cluster_address", lambda: "a cluster")
-    monkeypatch.setattr(
-        LocalBackend,
-        "decoder",
-        lambda *_: lambda batches: pytest.fail("this process computes"),
-    )
+    monkeypatch.setattr(LocalBackend, "decoder", lambda *_: pytest.fail)
     index, found = sample_logits(
         model, workers.decoder(Run(config, storage, workers), model), numbers
     )
@@ -149,20 +159,12 @@ def test_workers_of_a_cluster_look_at_samples(ray_cluster, run, monkeypatch, cap
     for ours, theirs in zip(found, expected[1], strict=True):
         assert ours is theirs is None or torch.allclose(ours, theirs, atol=1e-5)
 
-    def lost(*_):
-        raise ray_cluster.exceptions.NodeDiedError("gone")
-
     files, images = read_model_files(storage), InMemory(["/no/such.png"])
     how = config, files, images, lambda batches: (len(batches), "here")
-    assert backend.encode_on_ray(*how, [np.arange(1)]) == (1, "here")
-    monkeypatch.setattr(backend, "ray_tasks", lost)
-    assert backend.encode_on_ray(*how, [np.arange(1)] * 2) == (2, "here")
-    assert (
-        caplog.text.count(
-            "workers were lost or can read no image: this machine computes"
-        )
-        == 2
-    )
+    assert predict.encode_on_ray(*how, [np.arange(1)]) == (1, "here")
+    monkeypatch.setattr(predict, "map_through_model", lost)
+    assert predict.encode_on_ray(*how, [np.arange(1)] * 2) == (2, "here")
+    assert caplog.text.count("this machine computes") == 2
 
 
 class Workers(LocalBackend):
@@ -186,20 +188,6 @@ class Workers(LocalBackend):
         return super().predict(run, model, writer, show)
 
 
-def test_workers_align_the_heads_of_what_they_predict(run, tmp_path, monkeypatch):
-    """Kills: a head that runs the encoder although workers are there."""
-    workers = Workers()
-    monkeypatch.setattr(backend, "RayBackend", lambda: workers)
-    path = run / "model" / "classes.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"alignment": None}))
-    source = ["--data", "digits", "--output", tmp_path / "out"]
-    uno("predict", run, *source, "--workers", 1)
-    assert (
-        workers.asked == [1797]
-        and load_classifier(Storage(str(run))).alignment is not None
-    )
-
-
 @pytest.mark.parametrize(
     ("few", "loading", "is_cluster", "asked"),
     [
@@ -212,10 +200,9 @@ def test_workers_align_the_heads_of_what_they_predict(run, tmp_path, monkeypatch
 def test_workers_end_a_large_run(
     tmp_path, monkeypatch, few, loading, is_cluster, asked
 ):
-    """They predict, look at the rows of the report and, when it is evaluated again,
-    align the heads. Kills: a head that runs the encoder of a large run, workers that
-    start for a small one, or for images that this machine has decoded and they would
-    decode again.
+    """They predict and look at the rows of the report. Kills: a head that runs the
+    encoder of a large run, workers that start for a small one, or for images that this
+    machine has decoded and they would decode again.
     """
     monkeypatch.setattr(backend, "RAY_PAYS_ROWS", few)
     workers, run = Workers(is_cluster), tmp_path / "run"
@@ -232,19 +219,6 @@ def test_workers_end_a_large_run(
         workers.asked == asked
         and workers.predicted == asked
         and (run / "report.html").exists()
-    )
-    if not asked:
-        return
-    uno("classes", run)
-    edit(run, c9={"action": "drop"})
-    uno("classes", run, "--apply")
-    path = run / "model" / "classes.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"alignment": None}))
-    (run / "metrics.json").write_text("{}")
-    evaluate(str(run), {"compute.num_workers": 1})
-    assert (
-        workers.asked == [*asked, 400, *asked]
-        and json.loads(path.read_text())["alignment"]
     )
 
 
@@ -349,7 +323,6 @@ def test_predictions_of_other_data_do_not_go_into_a_run(run, tmp_path, capsys):
 def test_a_run_whose_data_is_gone_still_predicts(tmp_path, capsys):
     write_model(tmp_path / "run", aligned=False, data__source="folder:/gone")
     uno("predict", tmp_path / "run", "--data", "digits", "--output", tmp_path / "out")
-    assert "head_agreement is empty" in capsys.readouterr().out
     assert table_of(tmp_path / "out")["head_agreement"].null_count == 1797
     uno("classes", tmp_path / "run")
     assert (
@@ -473,7 +446,7 @@ def test_into_csv_and_folders(run, tmp_path, capsys):
 def test_classes_named_in_one_step(run, capsys):
     uno("predict", run)
     uno("classes", run, "--rename", "5=nine", "novel-2=big cat")
-    assert "applied to the model, predictions.parquet" in capsys.readouterr().out
+    assert "applied to the model, predictions" in capsys.readouterr().out
     assert {"nine", "big cat"} & set(table_of(run)["class_name"].to_pylist())
     names = [c.name for c in load_classifier(Storage(str(run))).classes]
     assert names[5:8] == ["nine", "big cat", "novel-3"]
@@ -564,12 +537,13 @@ def test_a_killed_process_is_continued(run, tmp_path, number):
         str(tmp_path / "out"),
     ]
     process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    shards = tmp_path / "out" / "_shards"
+    shards = tmp_path / "out" / FOLDER
     wait_for(lambda: len(list(shards.glob("*.parquet"))) >= 3, pause=0.002)
     process.send_signal(number)
     assert process.wait(60) == (75 if number == signal.SIGTERM else -number)
     done = len(list(shards.glob("*.parquet")))
-    assert 3 <= done < 15 and not (tmp_path / "out" / FILE).exists()
+    assert 3 <= done < 15
+    assert read_columns(Storage(str(tmp_path / "out")), ["id"]) is None
     for name in ("out", "whole"):
         uno("predict", *words, tmp_path / name)
     table = table_of(tmp_path / "out")

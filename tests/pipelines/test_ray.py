@@ -21,8 +21,8 @@ from tests.pipelines.small import (
     wait_for,
     write_images,
 )
-from uno.data import mapped
-from uno.data.vectors import write_vectors
+from uno.data import embeddings
+from uno.data.embeddings import write_vectors
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -180,13 +180,13 @@ def test_rays_dashboard_has_a_run_by_a_method_of_the_users_own_and_its_numbers(
 def test_two_workers_find_the_classes_of_vectors_that_one_process_finds(
     tmp_path, monkeypatch
 ):
-    """Of vectors in a mapped file, whose views are made when they are read. k-means of
+    """Of vectors in a mapped file, to which steps add noise. k-means of
     the start is equal in every digit, as are the rows of every batch; BatchNorm sees
     half a batch on each worker, so losses are close, and 99% of the rows have the same
     class. Kills: rows, partners or shares that reach a worker in another order, views
     drawn by worker, vectors that a worker reads from elsewhere.
     """
-    monkeypatch.setattr(mapped, "MAPPED_BYTES", 0)
+    monkeypatch.setattr(embeddings, "MAPPED_BYTES", 0)
     generator, truth = np.random.default_rng(0), np.arange(600) % 6
     values = 2 * generator.normal(size=(6, 16))[truth] + generator.normal(
         size=(600, 16)
@@ -238,7 +238,7 @@ def test_two_workers_find_the_classes_of_vectors_that_one_process_finds(
     starts = [key for key in known if key.startswith("baseline/")]
     assert starts and [known[key] for key in starts] == [other[key] for key in starts]
     classes = [
-        pq.read_table(tmp_path / w / "predictions.parquet")["class_index"].to_numpy()
+        pq.read_table(tmp_path / w / "predictions")["class_index"].to_numpy()
         for w in ("0", "2")
     ]
     assert np.mean(classes[0] == classes[1]) >= 0.99

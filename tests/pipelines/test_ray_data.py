@@ -6,10 +6,12 @@ import json
 import os
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +19,7 @@ import pytest
 import torch
 
 from pipelines import cli, ray_data
+from pipelines.ray_data import Cropping, in_order, make_dataset
 from tests.pipelines.small import (
     ROOT,
     SMALL,
@@ -32,12 +35,11 @@ from uno.data.check import NUM_BRIGHTNESS
 from uno.data.decode import decode_many
 from uno.data.files import Storage
 from uno.data.images import InMemory, from_columns
+from uno.data.memory import assemble, eval_sets
 from uno.data.pack import pack, store_local
-from uno.data.resident import assemble, eval_sets
 from uno.data.sources import read_digits, read_rows
 from uno.data.splits import make_task
 from uno.data.stream import CropJob, crop_local, stream_facts, streaming_set
-from uno.data.vectors import Vectors, with_views
 from uno.errors import ConfigError
 from uno.model import UnoModel
 from uno.presets import preset
@@ -60,7 +62,6 @@ CONFIG = override(
         "augment.small.size": 6,
     },
 )
-PAIR = {"CPU": 2.0}
 
 
 def folder_of(tmp_path):
@@ -124,7 +125,7 @@ def mixed_task(tmp_path):
 def parquet_task(tmp_path):
     """Row groups of a few images."""
     rows = task_of(f"folder:{folder_of(tmp_path)}").rows
-    labeled = np.array([label != "emu" for label in rows.labels])
+    labeled = np.array([label != "emu" for label in rows.labels.to_pylist()])
     pack(rows, labeled, Storage(str(tmp_path / "out")), 4000, store_local(1))
     return task_of(f"parquet:{tmp_path / 'out'}")
 
@@ -211,11 +212,8 @@ def test_ray_data_equals_this_process(ray_cluster, tmp_path, monkeypatch, make):
         )
 
     train = streaming_set(CONFIG, task, Storage(str(tmp_path / "run")))
-    source, limits = (
-        ray_cluster.put(train.images),
-        ray_data.execution_limits(PAIR, 2, 0.5),
-    )
-    crop = ray_data.crop_on_ray(ray_cluster, source, *limits)
+    source, limits = ray_cluster.put(train.images), Cropping(1, 2**26)
+    crop = ray_data.crop_on_ray(ray_cluster, source, limits)
     for rank, first in ((0, 0), (1, 3)):
         job = job_of(train, rank, 2, first)
         with executions_of() as executed, monkeypatch.context() as patch:
@@ -237,7 +235,7 @@ def test_ray_data_equals_this_process(ray_cluster, tmp_path, monkeypatch, make):
         )
 
     rows = np.arange(len(task.rows))
-    decoded = ray_data.decode_on_ray(ray_cluster, source, 8, *limits)
+    decoded = ray_data.decode_on_ray(ray_cluster, source, 8, limits)
     found, pixels, why = zip(
         *decoded(rows[start : start + 9] for start in rows[::9]), strict=True
     )
@@ -245,6 +243,21 @@ def test_ray_data_equals_this_process(ray_cluster, tmp_path, monkeypatch, make):
         torch.cat(pixels), images
     )
     assert [reason for some in why for reason in some] == reasons
+
+
+@pytest.mark.ray
+def test_a_wait_without_progress_is_no_error(ray_cluster, monkeypatch):
+    """As for a node that is replaced, for which Ray Data allows half an hour."""
+    context = ray_cluster.data.DataContext.get_current()
+    monkeypatch.setattr(context, "execution_no_progress_timeout_s", 1)
+
+    def wait(block):
+        time.sleep(3)
+        return block
+
+    blocks = make_dataset([pa.table({"row": [1]})])
+    found = in_order(blocks.map_batches(wait, batch_format="pyarrow"))
+    assert [table["row"].to_pylist() for table in found] == [[1]]
 
 
 @pytest.mark.ray
@@ -258,9 +271,7 @@ def test_a_damaged_page_is_one_line(ray_cluster, tmp_path):
         data[len(data) // 2] ^= 4
         path.write_bytes(data)
     source = ray_cluster.put(train.images)
-    crop = ray_data.crop_on_ray(
-        ray_cluster, source, *ray_data.execution_limits(PAIR, 1, 1)
-    )
+    crop = ray_data.crop_on_ray(ray_cluster, source, Cropping(1, 2**26))
     with pytest.raises(ConfigError, match="cannot read row group") as caught:
         joined(crop(job_of(train)))
     assert "CRC" in str(caught.value) and "\n" not in str(caught.value)
@@ -275,8 +286,8 @@ def test_an_execution_needs_no_cpu_that_is_free(ray_cluster, tmp_path):
     from ray.util import placement_group, remove_placement_group
 
     train = streaming_set(CONFIG, mixed_task(tmp_path), Storage(str(tmp_path / "run")))
-    limits = ray_data.execution_limits({"CPU": 4.0}, 1, 0)
-    crop = ray_data.crop_on_ray(ray_cluster, ray_cluster.put(train.images), *limits)
+    source, limits = ray_cluster.put(train.images), Cropping(4, 2**26)
+    crop = ray_data.crop_on_ray(ray_cluster, source, limits)
     total = {
         node["NodeID"]: node["Resources"].get("CPU", 0)
         for node in ray_cluster.nodes()
@@ -374,42 +385,21 @@ def test_what_workers_get_holds_no_hidden_label(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("cpus_here", "alive", "neighbors", "expected"),
-    [
-        (3, True, 1, ("own", 2.0)),
-        (4, True, 2, (None, 2.0)),
-        (2.9, True, 1, ("own", 1.9)),
-        (2.7, True, 1, (None, 2.0)),
-        (3, False, 1, (None, 2.0)),
-        (7, True, 2, ("own", 2.0)),
-    ],
+    ("cpus_here", "reserved", "neighbors", "processes"),
+    [(2.0, 0.5, 1, 1), (8.0, 1.0, 2, 3), (8.0, 8.0, 1, 7), (1.0, 1.0, 2, 1)],
 )
-def test_tasks_stay_where_their_worker_has_its_share_of_cpus(
-    cpus_here, alive, neighbors, expected
+def test_a_rank_crops_on_its_own_node_with_its_share_of_the_cpus(
+    cpus_here, reserved, neighbors, processes
 ):
-    """Workers of a CPU whose share of the cluster is two more. Kills: processes that
-    wait for ever on a node whose CPUs are taken, CPUs of other nodes that idle, a node
-    that has gone.
-    """
-    nodes = [
-        {"NodeID": "other", "Alive": True, "Resources": {"CPU": 64.0}},
-        {"NodeID": "own", "Alive": alive, "Resources": {"CPU": cpus_here}},
-        {"NodeID": "head", "Alive": True, "Resources": {}},
+    ray = Mock()
+    ray.get_runtime_context().get_node_id.return_value = "own"
+    ray.cluster_resources.return_value = {"object_store_memory": 1e9}
+    ray.nodes.return_value = [
+        {"NodeID": "other", "Resources": {"CPU": 64.0}},
+        {"NodeID": "own", "Resources": {"CPU": cpus_here}},
     ]
-    assert ray_data.preferred_node(nodes, "own", 2.0, neighbors, 1.0) == (
-        expected[0],
-        pytest.approx(expected[1]),
-    )
-
-
-@pytest.mark.parametrize(
-    ("cpus", "size"), [(0.5, 1), (0.9999, 1), (1.8, 1), (1.9999, 2), (7.5, 7), (23, 23)]
-)
-def test_processes_of_a_rank_fit_into_its_cpus(cpus, size):
-    """Kills: one more, which waits for ever, and for which an autoscaler starts a
-    node; one fewer.
-    """
-    assert ray_data.pool_size(cpus) == size
+    found = ray_data.cropping_of(ray, 4, reserved, neighbors)
+    assert found == (processes, pytest.approx(1e8))
 
 
 @pytest.mark.ray
@@ -515,7 +505,7 @@ def test_a_resident_run_decodes_every_image_once(tmp_path, capsys, monkeypatch):
     ]
     assert cli.main([*argv, "--output", str(tmp_path / "run")]) == 0
     assert (tmp_path / "run/report.html").exists() and (
-        tmp_path / "run/predictions.parquet"
+        tmp_path / "run/predictions"
     ).exists()
     checked = NUM_BRIGHTNESS - 1  # one of them is broken
     assert before_report == [70 - len(BROKEN) + checked]
@@ -568,7 +558,7 @@ def test_a_streamed_run_of_parquet(tmp_path, capsys, monkeypatch):
         == 0
     )
     assert "400 images, 400 packed, 0 bad, 2 shards: out" in capsys.readouterr().out
-    monkeypatch.setattr("uno.data.resident.train_set", pytest.fail)
+    monkeypatch.setattr("uno.data.memory.train_set", pytest.fail)
     words = [
         "--data",
         "parquet:out",
@@ -583,7 +573,7 @@ def test_a_streamed_run_of_parquet(tmp_path, capsys, monkeypatch):
         in (tmp_path / "run/metrics.json").read_text()
     )
     assert (tmp_path / "run/report.html").exists() and (
-        tmp_path / "run/predictions.parquet"
+        tmp_path / "run/predictions"
     ).exists()
     assert cli.main(["evaluate", "run"]) == 0
 
@@ -610,17 +600,13 @@ def test_a_process_that_decodes_imports_little():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_views_of_vectors_reach_workers_in_parts(monkeypatch):
-    """Kills: views that are computed before they travel, or of other rows; features
-    that arrive otherwise.
-    """
+def test_features_reach_workers(monkeypatch):
+    """Kills: features of other rows, and truth of the random views."""
     fake = SimpleNamespace(put=lambda value: value, get=lambda value: value)
     monkeypatch.setitem(sys.modules, "ray", fake)
     monkeypatch.setitem(sys.modules, "ray.train", SimpleNamespace())
-    values = torch.rand(400, 1, 6, generator=torch.Generator().manual_seed(0))
-    rows = replace(
-        read_digits().take(np.arange(400)), images=Vectors(values, [None] * 400)
-    )
+    features = torch.rand(400, 3, 6, generator=torch.Generator().manual_seed(0))
+    rows = read_digits().take(np.arange(400))
     config = small_config(
         model__finetune="none",
         augment__small__num_views=0,
@@ -628,13 +614,10 @@ def test_views_of_vectors_reach_workers_in_parts(monkeypatch):
         data__limit=None,
     )
     task, ok = make_task(rows, config.data), np.ones(400, bool)
-    views = with_views(values, config.augment, ok)
-    for features in (views, views[:]):
-        loop = ray_data.shared(fake, config, task, [None] * 400, features)
-        assert len(loop["features"]) == (3 if features is views else 1)
-        train, truth = ray_data.worker_sets(config, loop, Storage("."))
-        expected = assemble(task, views, ok)
-        assert torch.equal(train.labeled_images[:], expected.labeled_images[:])
-        assert torch.equal(train.unlabeled_images[:], expected.unlabeled_images[:])
-        for split, own in eval_sets(task, views, ok).items():
-            assert torch.equal(truth()[split].images[:], own.images[:])
+    loop = ray_data.shared(fake, config, task, [None] * 400, features)
+    train, truth = ray_data.worker_sets(config, loop, Storage("."))
+    expected = assemble(task, features, ok)
+    assert torch.equal(train.labeled_images[:], expected.labeled_images[:])
+    assert torch.equal(train.unlabeled_images[:], expected.unlabeled_images[:])
+    for split, own in eval_sets(task, features, ok).items():
+        assert torch.equal(truth()[split].images[:], own.images[:])

@@ -21,7 +21,7 @@ SPREAD = [
     "--compute.placement_strategy",
     "SPREAD",
 ]
-WAITS = "waiting for 2 workers with 1 CPU each"
+WAITS = "waiting for 2 workers with 1.5 CPU each"
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_nodes_die_come_and_are_told_to_leave(two, nodes, tmp_path, unused):
     """
     storage = Storage(str(tmp_path / "run"))
     argv = [*SPREAD, "--data.loading", "streaming", "--output", storage.root]
-    narrow = [*argv, "--compute.cpus-per-worker", "1"]
+    narrow = [*argv, "--compute.cpus-per-worker", "1.5"]
 
     def reached():
         return max(checkpoint_steps(storage, DISCOVER), default=0)

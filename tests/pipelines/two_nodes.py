@@ -27,11 +27,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from pipelines import ray_data, ray_env
 from tests.pipelines.small import ROOT
 from uno.config import override
-from uno.data.decode import BadRows
 from uno.data.files import Storage
 from uno.data.images import InMemory
-from uno.data.plan import make_pretrain_plan
+from uno.data.sampling import make_pretrain_plan
 from uno.data.stream import CropJob, StreamSet, crop_local, decode_here
+from uno.data.unreadable import BadRows
 from uno.presets import preset
 
 NUM_PHOTOGRAPHS, SIDES = 64, (500, 375)
@@ -87,8 +87,7 @@ def stream_rows(
     notes.mkdir()
     ray_data._crop = partial(crop_and_note, ray_data._crop, str(notes))  # type: ignore[assignment]
     config = override(preset("imagenet"), {"augment.small.num_views": 0})
-    cpus, store = ray_data.execution_limits(ray.cluster_resources(), num_workers, 1.0)
-    node, cpus = ray_data.preferred_node(ray.nodes(), here, cpus, 1, 1.0)
+    limits = ray_data.cropping_of(ray, num_workers, 1.0, 1)
     done = 0
     for rows in (num_rows // 4, num_rows):
         numbers = np.arange(rows) % len(paths)
@@ -100,7 +99,7 @@ def stream_rows(
         how = bad, crop, decode_here(config, images)
         train = StreamSet(images, np.arange(rows), labels, none, 1, 1, *how)
         job = CropJob(config, train, plan, 0, 1, 0, plan.steps_per_epoch)
-        on_ray = ray_data.crop_on_ray(ray, ray.put(images), cpus, store, node)
+        on_ray = ray_data.crop_on_ray(ray, ray.put(images), limits)
         for note in notes.iterdir():
             note.unlink()
         done = sum(len(pixels) for pixels, _ in on_ray(job))

@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -26,14 +27,13 @@ from tune.sweep import TUNE
 from tune.trial import SweepOptions
 from uno.config import override
 from uno.data import features
+from uno.data.embeddings import given_vectors
 from uno.data.files import Storage
-from uno.data.mapped import NeighborViews
-from uno.data.vectors import given_vectors
 from uno.errors import ConfigError, StorageError
 from uno.runs import DISCOVER, run
 from uno.session import resources
-from uno.session.data import read_task
-from uno.session.prepare import preflight
+from uno.session.data import compute_local, read_task
+from uno.session.prepare import check_data
 from uno.session.resources import IMAGE_SHARE
 from uno.weights import PRETRAINED
 
@@ -77,7 +77,7 @@ def vector_options(folder: Path, *more: str) -> SweepOptions:
 def load(options, own_weights=None, storage=None):
     config = override(options.config, HERE)
     task = read_task(config.data)
-    preflight(config, task)
+    check_data(config, task)
     return load_data(
         options, task, own_weights, storage or Storage(str(options.config.output))
     )
@@ -260,25 +260,33 @@ def test_features_in_a_file_are_those_in_memory(tmp_path):
         load(options, storage=Storage("mock:///sweep"))
 
 
-def test_trials_make_the_views_of_vectors_when_they_read_them(tmp_path):
-    """Kills: views of all rows that are computed before trials start, or others than
-    those of a run.
-    """
+def test_trials_share_the_vectors_alone(tmp_path):
+    """Kills: views of all rows that are computed before trials start."""
     options, _ = driver._resolved(vector_options(tmp_path, "--discover.epochs", "2"))
-    data, config = load(options), options.config
-    assert [part.shape[1:] for part in data.images] == [(16,), (6,), (6,)]
-    views = NeighborViews(*map(torch.from_numpy, data.images))[:].numpy()
-    for made, stored in zip(
-        folds_of(data, config),
-        folds_of(data._replace(images=views), config),
-        strict=True,
-    ):
-        plan = run.plans(config, len(made.train.labels), made.train.num_unlabeled, 0)[
-            DISCOVER
-        ]
-        both = (fold.train.batches(config, plan)(0).views for fold in (made, stored))
-        assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
-        assert torch.equal(made.scored.images[:], stored.scored.images[:])
+    data = load(options)
+    assert data.images.shape[1:] == (1, 16)
+    (fold, *_), config = folds_of(data, options.config), options.config
+    plan = run.plans(config, len(fold.train.labels), fold.train.num_unlabeled, 0)
+    first, second = fold.train.batches(config, plan[DISCOVER])(0).views
+    assert first.shape == second.shape and not torch.equal(first, second)
+
+
+def test_the_workers_of_a_cluster_compute_the_features(tmp_path, monkeypatch):
+    """The machine of the command may be a head without a GPU."""
+    asked = []
+
+    def compute_on_ray(ray, job, encoder, rows):
+        asked.append(job.config.compute.num_workers)
+        return compute_local(job, encoder, rows)
+
+    cluster = Mock(cluster_resources=lambda: {"CPU": 3.0})
+    monkeypatch.setattr(driver, "compute_on_ray", compute_on_ray)
+    monkeypatch.setattr(driver.ray_env, "cluster_address", lambda: "head:6379")
+    monkeypatch.setattr(driver.ray_env, "connect", lambda: nullcontext(cluster))
+    options = frozen_options(tmp_path, "--folds", "2")
+    with claimed(tmp_path / "s") as storage:
+        load(options, storage=storage)
+    assert asked == [3]
 
 
 def test_features_larger_than_memory_are_never_in_memory(tmp_path):
@@ -418,7 +426,7 @@ def test_a_sweep_on_vectors(ray_cluster, tmp_path, monkeypatch, capsys):
     )
     metrics = (tmp_path / "run/metrics.json").read_text()
     assert "trust/score" in metrics and "trust/clustering/classes" not in metrics
-    assert pq.read_table(tmp_path / "run/predictions.parquet").num_rows == 240
+    assert pq.read_table(tmp_path / "run/predictions").num_rows == 240
 
 
 @pytest.mark.parametrize("method", ["clustering", "pim"])

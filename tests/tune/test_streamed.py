@@ -20,8 +20,8 @@ from tests.uno.data.builders import encoded, pixels
 from tune import AGREEMENT, FOLDS, ORACLE, driver, records
 from tune.driver import load_data, run_sweep
 from tune.score import SweepData, Unread
-from uno.data.decode import BAD_SAMPLES
 from uno.data.files import Storage
+from uno.data.unreadable import BAD_SAMPLES
 from uno.errors import ConfigError
 from uno.runs import DISCOVER, run
 from uno.session.data import read_task

@@ -10,7 +10,7 @@ from sklearn.metrics import silhouette_score
 from uno.clustering import (
     FREE,
     constrained_kmeans,
-    initial_centers,
+    draw_initial_centers,
     lloyd,
     silhouette,
     whiten,
@@ -68,7 +68,7 @@ def test_equals_a_naive_loop(dtype, anchors, monkeypatch):
         # the last one is far from its cluster
         fixed[:10], fixed[20:32], fixed[119] = 0, 1, 1
     for draws in torch.rand(4, 7 - anchors, generator=torch.Generator().manual_seed(3)):
-        starts = initial_centers(points, fixed, draws)
+        starts = draw_initial_centers(points, fixed, draws)
         assert starts.shape == (7, 5)
         found = lloyd(points.to(dtype), fixed, starts.to(dtype))
         assignment, centers, cost = naive(points, fixed, starts)
@@ -122,7 +122,7 @@ def test_starts_are_anchor_means_then_spread_out():
     fixed = torch.full((52,), FREE)
     fixed[:5] = 0
     for draws in torch.rand(8, 2, generator=torch.Generator().manual_seed(0)):
-        anchored, *spread = initial_centers(points, fixed, draws).tolist()
+        anchored, *spread = draw_initial_centers(points, fixed, draws).tolist()
         assert anchored == [0, 0] and sorted(spread) == [[0, 9], [9, 0]]
 
 

@@ -18,7 +18,7 @@ from uno.augment import (
 )
 from uno.config import AugmentConfig, ViewConfig
 from uno.crops import Cropper, crop_
-from uno.data.plan import augment_generator
+from uno.data.sampling import augment_generator
 
 PLAIN = dict(flip=0.0, jitter=0.0, grayscale=0.0)
 RESIZED = ViewConfig(size=24, crop="resized", crop_scale=(0.3, 1.0), **PLAIN)

@@ -28,12 +28,12 @@ from uno.data import stream
 from uno.data.files import Storage
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
-from uno.methods import METHODS, registry
-from uno.model import forward
+from uno.methods import METHODS
+from uno.model import build_network, forward
 from uno.presets import PRESETS, preset
 from uno.results import baselines, evaluate
 from uno.results.classes import OutputClass
-from uno.results.evaluate import Edits, count
+from uno.results.evaluate import Edits, count_outputs
 from uno.results.infer import load_classifier, score
 from uno.runs import run
 
@@ -171,11 +171,11 @@ def test_evaluation_counts_without_waiting():
     """
     config = small_config(**TINY)
     with fake_cuda(4) as mode:
-        model = registry.build_network(config, 5, 5, 0).to(DEVICE).eval()
+        model = build_network(config, 5, 5, 0).to(DEVICE).eval()
         mode.strict = True
         for edits in (None, edited(model)):
             rows = small_sets()[1]["train"].batches(64, 0, 4)
-            (counts,) = count(model, config, rows, 10, edits)
+            (counts,) = count_outputs(model, config, rows, 10, edits)
             assert {part.device for part in counts} == {DEVICE}
 
 
@@ -185,7 +185,7 @@ def test_a_whole_evaluation_reads_back_where_it_may(tmp_path, monkeypatch):
     for setting in ("ncd", "gcd"):
         config = override(config, {"data.setting": setting})
         with fake_cuda() as mode:
-            model = registry.build_network(config, 5, 5, 0).eval()
+            model = build_network(config, 5, 5, 0).eval()
             monkeypatch.setattr(
                 evaluate, "load_trained", lambda *_, model=model: (model, 0)
             )

@@ -11,20 +11,20 @@ from uno.frozen import (
     KMEANS,
     SMOOTHED,
     Clustering,
-    agreements,
     discover_clusters,
-    matched,
+    find_correct_rows,
+    fit_whitening,
+    measure_agreement,
     merge_clusters,
     size_variation,
-    whitener,
 )
 from uno.neighbors import (
+    compute_mixing,
     count_links,
-    mixing,
-    mixing_with,
-    nearest,
-    smoothed,
-    spectral,
+    find_neighbors,
+    mixing_of_cluster,
+    smooth_rows,
+    spectral_coordinates,
 )
 
 
@@ -57,7 +57,7 @@ def solve(points, truth, num_known, num_novel, gcd, seed=0):
 
 def accuracy(truth, outputs):
     num_classes = int(max(truth.max(), outputs.max())) + 1
-    return float(matched(truth, outputs, num_classes).float().mean())
+    return float(find_correct_rows(truth, outputs, num_classes).float().mean())
 
 
 @pytest.mark.parametrize("gcd", [False, True])
@@ -123,7 +123,7 @@ def test_merges_join_the_parts_of_a_class():
     )
     part = blob * 2 + torch.randint(0, 2, (200,), generator=generator)
     given = (
-        count_links(nearest(points), part, 10),
+        count_links(find_neighbors(points), part, 10),
         part.bincount(minlength=10),
         torch.zeros(10, 10),
         0,
@@ -145,14 +145,14 @@ def test_each_merge_is_the_best_of_all_pairs(num_known):
     generator = torch.Generator().manual_seed(num_known)
     points = normalize(torch.randn(240, 6, generator=generator), dim=1)
     clusters = torch.randint(0, 24, (240,), generator=generator)
-    neighbors, zeros = nearest(points), torch.zeros(24, 24)
+    neighbors, zeros = find_neighbors(points), torch.zeros(24, 24)
 
     def counts(of_row):
         return count_links(neighbors, of_row, 24), of_row.bincount(minlength=24)
 
     expected = clusters.clone()
     for num_merges in range(1, 18):
-        values = mixing(*counts(expected)).triu(1)
+        values = compute_mixing(*counts(expected)).triu(1)
         values[:, :num_known] = -1
         gone = expected.bincount(minlength=24) == 0
         values[gone], values[:, gone] = -1, -1
@@ -186,15 +186,17 @@ def test_mixing_is_links_relative_to_a_random_division():
     points = normalize(torch.randn(4_000, 3, generator=generator), dim=1)
     halves = torch.randint(0, 2, (4_000,), generator=generator)
     third = torch.randint(0, 3, (4_000,), generator=generator).clamp(max=1)
-    neighbors = nearest(points)
+    neighbors = find_neighbors(points)
     for clusters in (halves, third):
         links = count_links(neighbors, clusters, 2)
-        found = mixing(links, clusters.bincount())
+        found = compute_mixing(links, clusters.bincount())
         assert float(found[0, 1]) == pytest.approx(1, abs=0.03)
         assert found.diagonal().tolist() == [0, 0] and torch.equal(found, found.T)
-        assert torch.equal(found[1], mixing_with(links, clusters.bincount(), 1))
+        assert torch.equal(found[1], mixing_of_cluster(links, clusters.bincount(), 1))
     hemispheres = (points[:, 0] > 0).long()
-    apart = mixing(count_links(neighbors, hemispheres, 2), hemispheres.bincount())
+    apart = compute_mixing(
+        count_links(neighbors, hemispheres, 2), hemispheres.bincount()
+    )
     assert float(apart[0, 1]) < 0.15
 
 
@@ -204,7 +206,7 @@ def test_agreement_is_low_where_nothing_is_to_be_found():
     labels = torch.cat([torch.arange(100) % 4, torch.full((300,), FREE)])
     clusters = torch.cat([labels[:100], 4 + torch.arange(300) % 5])
     clustering = Clustering.of(normalize(rows, dim=1), labels, 5, False)
-    shares = agreements(clustering, rows, clusters, 0)
+    shares = measure_agreement(clustering, rows, clusters, 0)
     assert shares.shape == (8,) and float(shares.max()) < 0.4
 
 
@@ -236,7 +238,7 @@ def test_a_whitener_is_the_inverse_root_of_the_shrunk_covariance():
     within = residuals.T @ residuals / len(residuals)
     eye = torch.eye(len(within), dtype=torch.float64)
     shrunk = within + 0.1 * within.trace() / len(within) * eye
-    white = whitener(points, truth).double()
+    white = fit_whitening(points, truth).double()
     torch.testing.assert_close(white @ shrunk @ white, eye, atol=1e-4, rtol=0)
 
 
@@ -245,14 +247,14 @@ def test_neighbors_are_found_in_blocks(monkeypatch):
         torch.randn(50, 5, generator=torch.Generator().manual_seed(0)), dim=1
     )
     similarity = (points @ points.T).fill_diagonal_(-2)
-    whole = nearest(points, 3)
+    whole = find_neighbors(points, 3)
     assert torch.equal(whole, similarity.topk(3, dim=1).indices)
     monkeypatch.setattr("uno.neighbors.MAX_CELLS", 50 * 7)
-    assert torch.equal(nearest(points, 3), whole)
-    assert nearest(points[:2], 3).tolist() == [[1], [0]]
-    neighbors = nearest(points)
+    assert torch.equal(find_neighbors(points, 3), whole)
+    assert find_neighbors(points[:2], 3).tolist() == [[1], [0]]
+    neighbors = find_neighbors(points)
     total = points + points[neighbors].sum(dim=1)
-    torch.testing.assert_close(smoothed(points, neighbors), normalize(total, dim=1))
+    torch.testing.assert_close(smooth_rows(points, neighbors), normalize(total, dim=1))
 
 
 @pytest.mark.parametrize("dense", [0, 400])
@@ -262,11 +264,11 @@ def test_spectral_coordinates_tell_rings_apart(dense, monkeypatch):
     angle = torch.arange(120) * (2 * math.pi / 120)
     ring = torch.stack([angle.cos(), angle.sin()], dim=1)
     rings = [torch.cat([ring, z * torch.ones(120, 1)], 1) for z in (0.0, 0.5)]
-    neighbors = nearest(normalize(torch.cat(rings), dim=1))
-    found = spectral(neighbors, 2)
+    neighbors = find_neighbors(normalize(torch.cat(rings), dim=1))
+    found = spectral_coordinates(neighbors, 2)
     same = (found @ found.T).abs()
     assert float(same[:120, :120].min()) > 0.99 and float(same[:120, 120:].max()) < 0.05
-    assert torch.equal(found, spectral(neighbors, 2))
+    assert torch.equal(found, spectral_coordinates(neighbors, 2))
 
 
 def test_labeled_rows_stay_in_their_classes_in_gcd():

@@ -1,7 +1,6 @@
 """Clusters that discovery starts from, against data whose classes are known."""
 
 from contextlib import suppress
-from itertools import chain
 
 import numpy as np
 import pyarrow as pa
@@ -12,28 +11,27 @@ from torch.nn.functional import normalize
 
 from tests.uno.data.builders import encoded
 from tests.uno.small_run import small_config, small_sets
-from uno import collectives, prototype_init
+from uno import distributed, prototype_init
 from uno.clustering import FREE, constrained_kmeans, seeded_kmeans, whiten
 from uno.config import override
 from uno.data import tables
-from uno.data.decode import BadRows
 from uno.data.files import Storage
-from uno.data.resident import TrainSet
+from uno.data.memory import TrainSet
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.data.stream import StreamSet, decode_here, stream_facts, streaming_set
+from uno.data.unreadable import BadRows
 from uno.errors import ConfigError
-from uno.model import UnoModel, build_model
+from uno.model import build_network
 from uno.prototype_init import (
-    clusters_of,
+    cluster_features,
+    compare_known_shares,
     init_prototypes_,
-    known_shares,
     sample_features,
     shrink_prior,
     training_features,
 )
 from uno.results.metrics import cluster_accuracy, confusion, purity
-from uno.session import predict
 
 SIZES = [30, 30, 30, 30, 12, 40, 20, 8]  # of which the first four classes are known
 
@@ -57,7 +55,7 @@ def test_a_mixed_pile_falls_into_its_classes():
     labeled rows in the prior, centers of the whitened points.
     """
     points, truth, labeled = blobs()
-    start = clusters_of(
+    start = cluster_features(
         points[~labeled], points[labeled], truth[labeled], 4, "gcd", seed=0
     )
     true = truth[~labeled]
@@ -82,7 +80,9 @@ def test_a_novel_pile_has_novel_clusters_alone():
     """
     points, truth, _ = blobs()
     rest = truth >= 4
-    start = clusters_of(points[rest], points[~rest], truth[~rest], 4, "ncd", seed=0)
+    start = cluster_features(
+        points[rest], points[~rest], truth[~rest], 4, "ncd", seed=0
+    )
     assert start.prior.sort().values.tolist() == pytest.approx(
         sorted(n / 80 for n in SIZES[4:])
     )
@@ -94,10 +94,10 @@ def test_a_seed_says_it_all_and_permuted_rows_change_nothing():
     """Kills: global randomness; clusters by the position of rows."""
     points, truth, labeled = blobs(noise=0.6)
     given = points[labeled], truth[labeled], 4, "gcd", 3
-    first = clusters_of(points[~labeled], *given)
+    first = cluster_features(points[~labeled], *given)
     torch.manual_seed(5)
     np.random.seed(5)
-    second = clusters_of(points[~labeled], *given)
+    second = cluster_features(points[~labeled], *given)
     assert all(map(torch.equal, first, second))
 
 
@@ -127,7 +127,9 @@ def test_few_or_equal_rows_are_clustered_too():
     """
     points, truth, labeled = blobs()
     for rows in (points[~labeled][:5], torch.ones(20, 40)):
-        start = clusters_of(rows, points[labeled], truth[labeled], 4, "gcd", seed=0)
+        start = cluster_features(
+            rows, points[labeled], truth[labeled], 4, "gcd", seed=0
+        )
         assert len(start.assignment) == len(rows) and start.prior.shape == (8,)
         assert start.prior.min() > 0 and start.centers.isfinite().all()
         assert float(start.prior.sum()) == pytest.approx(1)
@@ -150,7 +152,7 @@ def test_features_of_streamed_rows_are_those_of_resident_ones(tmp_path, monkeypa
     """
     monkeypatch.setattr("uno.prototype_init.MAX_ROWS", 60)
     config = small_config(train__eval_batch_size=16)
-    model = build_model(config.model, 5, 0, 0).eval()
+    model = build_network(config, 5, 0, 0).eval()
     both = [
         training_features(config, model, train)
         for train in (small_sets()[0], streamed(config, tmp_path))
@@ -170,7 +172,7 @@ def packed(tmp_path, monkeypatch):
     def make(by_class=False):
         rows = read_rows(small_config().data)
         numbers = np.flatnonzero(rows.is_train)[:800]
-        labels = [rows.labels[i] for i in numbers]
+        labels = [rows.labels.to_pylist()[i] for i in numbers]
         if by_class:
             numbers, labels = numbers[np.argsort(labels, kind="stable")], sorted(labels)
         images = [encoded(np.asarray(rows.images[i])) for i in numbers]
@@ -205,16 +207,16 @@ def test_row_groups_are_read_once_by_one_worker(packed, tmp_path, monkeypatch, w
     config, task = make()
     monkeypatch.setattr("uno.prototype_init.MAX_ROWS", 100)
     train = streaming_set(config, task, Storage(str(tmp_path / "run")))
-    models = [build_model(config.model, 5, 0, seed).eval() for seed in (0, 1)]
+    models = [build_network(config, 5, 0, seed).eval() for seed in (0, 1)]
     parts = []
     for rank in range(world):
         monkeypatch.setattr(
-            collectives, "rank_and_world", lambda rank=rank: (rank, world)
+            distributed, "rank_and_world", lambda rank=rank: (rank, world)
         )
         parts.append(features_by_all_of(monkeypatch, config, models, train))
     wanted = 200 / 10
     assert len(set(read)) == len(read) and len(read) <= 1.2 * wanted
-    monkeypatch.setattr(collectives, "rank_and_world", lambda: (0, 1))
+    monkeypatch.setattr(distributed, "rank_and_world", lambda: (0, 1))
     alone = sample_features(config, models, train)
     for number, sample in enumerate(alone):
         assert 80 < len(sample.labeled) <= 100 >= len(sample.unlabeled) > 80
@@ -226,23 +228,20 @@ def test_workers_read_about_as_many_resident_rows(monkeypatch):
     """Of 200 that are fewer than an evaluation batch. Kills: one worker that reads for
     all, a row that nobody reads or two do.
     """
-    config, (train, _), seen = small_config(), small_sets(), list[list[int]]()
-    model, resident = (
-        build_model(config.model, 5, 5, 0).eval(),
-        prototype_init._resident,
-    )
-
-    def noted(train, rows, batches):
-        seen.append(np.concatenate(batches).tolist())
-        return resident(train, rows, batches)
-
-    monkeypatch.setattr(prototype_init, "_resident", noted)
+    config, (train, _) = small_config(), small_sets()
+    model = build_network(config, 5, 5, 0).eval()
+    num_rows = [0, 0, 0]
     for rank in range(3):
-        monkeypatch.setattr(collectives, "rank_and_world", lambda rank=rank: (rank, 3))
+
+        def noted(model, images, config, rank=rank):
+            num_rows[rank] += len(images)
+            return torch.zeros(len(images), model.encoder.num_features)
+
+        monkeypatch.setattr(prototype_init, "features_of", noted)
+        monkeypatch.setattr(distributed, "rank_and_world", lambda rank=rank: (rank, 3))
         with suppress(ConfigError):  # as nobody adds up what the others have read
             training_features(config, model, train)
-    assert sorted(chain.from_iterable(seen)) == [*range(200)]
-    assert max(map(len, seen)) - min(map(len, seen)) <= 32
+    assert sum(num_rows) == 200 and max(num_rows) - min(num_rows) <= 32
 
 
 def features_by_all_of(monkeypatch, config, models, train):
@@ -250,25 +249,12 @@ def features_by_all_of(monkeypatch, config, models, train):
     found = []
     with monkeypatch.context() as patch:
         patch.setattr(
-            collectives,
+            distributed,
             "all_reduce_sum_",
             lambda tensor: found.append(tensor) or torch.ones_like(tensor),
         )
         sample_features(config, models, train)
     return found[: len(models)]
-
-
-def test_heads_are_aligned_on_whole_row_groups(packed, monkeypatch):
-    """Kills: a row group read for each of 10,000 rows, by the machine that leads a
-    run.
-    """
-    make, _ = packed
-    _, task = make()
-    monkeypatch.setattr(predict, "SAMPLE_ROWS", 100)
-    rows = predict.unlabeled_rows(task)
-    assert 80 < len(rows) <= 100 and (task.labels[rows] < 0).all()
-    # half of a group is unlabeled
-    assert len(np.unique(task.rows.images.groups(rows))) <= 25
 
 
 def test_sorted_classes_are_all_looked_at(packed, tmp_path, monkeypatch, caplog):
@@ -277,7 +263,7 @@ def test_sorted_classes_are_all_looked_at(packed, tmp_path, monkeypatch, caplog)
     config, task = make(by_class=True)
     monkeypatch.setattr("uno.prototype_init.MAX_ROWS", 20)
     train = streaming_set(config, task, Storage(str(tmp_path / "run")))
-    found = training_features(config, build_model(config.model, 5, 0, 0).eval(), train)
+    found = training_features(config, build_network(config, 5, 0, 0).eval(), train)
     assert (
         min(found.labels.bincount(minlength=5).tolist()) >= 3
         and "sorted by class" in caplog.text
@@ -288,7 +274,7 @@ def test_a_prior_only_where_the_run_asks_for_one(tmp_path):
     """Kills: clusters of a plain run, which would cost its time; another prior than
     the one that is there.
     """
-    model, train = build_model(small_config().model, 5, 5, 0), small_sets()[0]
+    model, train = build_network(small_config(), 5, 5, 0), small_sets()[0]
     mine = {"queue": torch.zeros(3)}
 
     def found(extra, **options):
@@ -328,12 +314,12 @@ def test_shares_of_known_classes_and_of_the_clusters_that_match_them():
     """
     sizes = [40, 10, 25]
     points, truth, _ = blobs(dims=20, noise=0.1, sizes=sizes, num_known=3)
-    found, true = known_shares(points, truth, seed=0)
+    found, true = compare_known_shares(points, truth, seed=0)
     torch.testing.assert_close(true, torch.tensor(sizes) / 75)
     torch.testing.assert_close(found, true)
     labels = truth.clone()
     labels[:8] = 1  # eight rows of class 0 that look like it: 32 rows of 40
-    found, true = known_shares(points, labels, seed=0)
+    found, true = compare_known_shares(points, labels, seed=0)
     torch.testing.assert_close(true, torch.tensor([32, 18, 25]) / 75)
     torch.testing.assert_close(found, torch.tensor(sizes) / 75)
 
@@ -349,7 +335,7 @@ def test_prototypes_start_at_the_clusters_of_the_features(kind):
         model__prototype_init="kmeans", data__setting=kind, model__overcluster_factor=2
     )
     generator = torch.Generator().manual_seed(0)
-    width = UnoModel(config.model, 5, 5).known.weight.shape[1]
+    width = build_network(config, 5, 5, 0).known.weight.shape[1]
     centers = torch.eye(width)[:10] * 4
     truth = (
         torch.arange(5, 10).repeat_interleave(30)
@@ -363,7 +349,7 @@ def test_prototypes_start_at_the_clusters_of_the_features(kind):
     }
     views = {name: some[:, None].expand(-1, 4, -1) for name, some in features.items()}
     train = TrainSet(views["labeled"], rows["labeled"], views["unlabeled"], 5, 5)
-    model = build_model(config.model, 5, 5, 1)
+    model = build_network(config, 5, 5, 1)
     extra = init_prototypes_(config, model, train, {})
     assert model.training and ("prior" in extra) == (kind == "gcd")
     logits = model.eval()([features["unlabeled"]])
@@ -376,7 +362,7 @@ def test_prototypes_start_at_the_clusters_of_the_features(kind):
     )
     over = logits.over[0][0][novel].argmax(dim=1)  # an overcluster is of one class
     assert purity(confusion(truth[novel] - 5, over, 5, 10)) > 0.95
-    kept = build_model(config.model, 5, 5, 1)
+    kept = build_network(config, 5, 5, 1)
     before = kept.known.weight.clone()
     init_prototypes_(config, kept, train, {}, keep_known=True)
     assert torch.equal(kept.known.weight, before)

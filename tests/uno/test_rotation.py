@@ -19,13 +19,13 @@ from tests.uno.small_run import (
 )
 from uno.config import override
 from uno.data.files import Storage
-from uno.data.resident import PretextBatches
+from uno.data.memory import MemoryBatches
 from uno.methods import rotation
-from uno.model import build_model
+from uno.model import build_network
 from uno.runs import run
 from uno.runs.checkpoint import load_newest
-from uno.state import new_state, with_prefix
-from uno.train import LocalWorker
+from uno.steps import new_state, take_step, with_prefix
+from uno.training import LocalWorker
 
 CONFIG = small_config(
     pretext__epochs=2, pretext__warmup_epochs=1.0, train__batch_size=24
@@ -34,12 +34,12 @@ CONFIG = small_config(
 
 def rotation_batches(
     config=CONFIG, rank: int = 0, world_size: int = 1
-) -> PretextBatches:
+) -> MemoryBatches:
     train = small_sets()[0]
     plan = run.plans(
         config, len(train.labels), len(train.unlabeled_images), world_size
     )[run.PRETEXT]
-    return PretextBatches(config, train, plan, rank, world_size)
+    return MemoryBatches(config, train, plan, rank, world_size)
 
 
 def test_view_k_is_turned_k_times_and_all_rows_take_part():
@@ -49,7 +49,7 @@ def test_view_k_is_turned_k_times_and_all_rows_take_part():
     still = override(CONFIG, {"augment.weak": True, "augment.large.affine": 0.0})
     batches, seen = rotation_batches(still), []
     for step in range(200 // 24):
-        batch = rotation.turned(batches(step))
+        batch = rotation.turn_views(batches(step))
         assert len(batch.views) == 4 and len(batch.labels) == 0
         for k, view in enumerate(batch.views):
             torch.testing.assert_close(view, torch.rot90(batch.views[0], k, (2, 3)))
@@ -80,16 +80,18 @@ def test_shares_of_the_workers_are_the_global_batch():
 
 def test_the_step_tells_turns_apart():
     """Kills: labels in the order of rows, one view only, a temperature left out."""
-    model = build_model(CONFIG.model, 4, 0, 0).train()
+    model = build_network(CONFIG, 4, 0, 0).train()
     state, batch = (
         new_state(model, model, CONFIG.pretext, CPU, False),
         rotation_batches()(0),
     )
-    known = copy.deepcopy(model)(rotation.turned(batch).views).known.detach()
+    known = copy.deepcopy(model)(rotation.turn_views(batch).views).known.detach()
     expected = np.mean(
         [float(F.cross_entropy(known[k] / 0.1, torch.full((24,), k))) for k in range(4)]
     )
-    found = [float(rotation.step(state, batch, CONFIG, 0.05)) for _ in range(20)]
+    found = [
+        float(take_step(rotation.loss, state, batch, CONFIG, 0.05)) for _ in range(20)
+    ]
     assert found[0] == pytest.approx(expected, rel=1e-4)
     assert found[-1] < 0.7 * found[0]
 

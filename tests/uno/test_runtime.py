@@ -4,7 +4,6 @@ missing, fails or lies.
 
 import ctypes
 import logging
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 
@@ -17,7 +16,7 @@ from uno.config import override
 from uno.encoder import build_encoder
 from uno.errors import ConfigError
 from uno.runs.hardware import _processor_field, at_speed
-from uno.runtime import BUILD, TORCH, Plan, Runtime, plan_of
+from uno.runtime import BUILD, Plan, Runtime, choose_runtime
 
 CPU = torch.device("cpu")
 
@@ -46,7 +45,7 @@ def fake(change=lambda features: features, seen=None):
         def program(images):
             if seen is not None:
                 seen.append(len(images))
-            return change(runtime._torch(encoder, images))
+            return change(runtime._run_in_torch(encoder, images))
 
         return program
 
@@ -67,7 +66,6 @@ def missing(*packages):
 NEEDS = {
     "openvino": missing("openvino"),
     "onnx": missing("onnx", "onnxscript", "onnxruntime"),
-    "compile": missing() if shutil.which("g++") else ["g++"],
 }
 
 
@@ -90,14 +88,13 @@ def test_openvino_computes_in_bf16_where_the_processor_does():
 
 @pytest.mark.release
 @pytest.mark.parametrize("name", NEEDS)
-def test_a_runtime_gives_the_features_of_pytorch(monkeypatch, tmp_path, name):
+def test_a_runtime_gives_the_features_of_pytorch(name):
     """Of 13 images, which fill no batch, in layers with statistics, under two threads.
     Kills: a program of another mode, batches that are not filled up or not cut, a
     request that threads share.
     """
     if NEEDS[name]:
         pytest.skip(f"needs {', '.join(NEEDS[name])}")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     encoder, images = encoder_of(), images_of(13)
     fast = at_speed(encoder, Plan(name), threads=2)
     found = fast(images)
@@ -213,9 +210,9 @@ def test_pytorch_computes_by_default_and_on_gpus(monkeypatch):
     installed(monkeypatch)
     config = small_config()
     onnx = override(config, {"compute.encoder_runtime": "onnx"})
-    assert plan_of(config, CPU) is None
-    assert plan_of(onnx, CPU) == Plan("onnx")
-    assert plan_of(onnx, torch.device("cuda")) is None
+    assert choose_runtime(config, CPU) is None
+    assert choose_runtime(onnx, CPU) == Plan("onnx")
+    assert choose_runtime(onnx, torch.device("cuda")) is None
 
 
 @pytest.mark.parametrize(
@@ -234,19 +231,15 @@ def test_a_runtime_that_is_missing_is_one_line(monkeypatch, name, package):
         ConfigError,
         match=rf"{name} needs the package {package}: pip install {package}$",
     ):
-        plan_of(config, CPU)
+        choose_runtime(config, CPU)
 
 
 def test_bf16_is_openvinos_or_pytorchs(monkeypatch):
     installed(monkeypatch)
     config = override(small_config(), {"compute.precision": "bf16"})
-    assert plan_of(config, CPU) is None
+    assert choose_runtime(config, CPU) is None
     config = override(config, {"compute.encoder_runtime": "openvino"})
-    assert plan_of(config, CPU) == Plan("openvino", bf16=True)
-    fast = Runtime(encoder_of(), Plan(TORCH, True), threads=1)
-    found, plain = fast(images_of(5)), encoder_of()(images_of(5))
-    error = float(((found - plain).norm(dim=1) / plain.norm(dim=1)).max())
-    assert found.dtype == torch.float32 and 1e-4 < error < 0.1
+    assert choose_runtime(config, CPU) == Plan("openvino", bf16=True)
 
 
 def test_a_runtime_of_float32_is_refused_with_bf16(monkeypatch):
@@ -254,4 +247,4 @@ def test_a_runtime_of_float32_is_refused_with_bf16(monkeypatch):
     installed(monkeypatch)
     config = {"compute.encoder_runtime": "onnx", "compute.precision": "bf16"}
     with pytest.raises(ConfigError, match="float32: not with precision bf16"):
-        plan_of(override(small_config(), config), CPU)
+        choose_runtime(override(small_config(), config), CPU)

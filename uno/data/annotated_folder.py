@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from uno.data import files as filesystem
-from uno.data.image_paths import DEFAULT_RULES, PathRules
 from uno.data.images import is_image
+from uno.data.read_options import DEFAULT_OPTIONS, ReadOptions
 from uno.data.rows import SPLITS, Rows
-from uno.data.tables import NO_NAMES, note_of_no_label, rows_of_table
+from uno.data.tables import note_of_no_label, rows_of_table
 from uno.data.text_tables import TextTable, read_text_table
 from uno.errors import ConfigError, one_line
 from uno.text import plural
@@ -27,17 +27,17 @@ METADATA = ("metadata.csv", "metadata.jsonl")  # tables in the layout of Hugging
 ONE_HOT = "_classes.csv"  # table in the layout of Roboflow
 
 
-def has_labels(root: str, names: Mapping[str, str] = NO_NAMES) -> bool:
+def has_labels(root: str, options: ReadOptions = DEFAULT_OPTIONS) -> bool:
     """Return whether tables in a folder name the classes of its images.
 
     Args:
         root: Local folder or URI.
-        names: What the tables call our columns, such as 'label', by our names; a column
-            that is missing from it has our name.
+        options: How the source is read.
 
     Raises:
         ConfigError: A table cannot be read.
     """
+    names = options.columns
     label = names.get("label", "label")
     for relative in _find_tables(root):
         if relative.endswith(ONE_HOT):
@@ -48,12 +48,7 @@ def has_labels(root: str, names: Mapping[str, str] = NO_NAMES) -> bool:
     return False
 
 
-def read_annotated_folder(
-    root: str,
-    names: Mapping[str, str] = NO_NAMES,
-    rules: PathRules = DEFAULT_RULES,
-    images_only: bool = False,
-) -> Rows:
+def read_annotated_folder(root: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
     """Read the images that the tables in a folder name.
 
     The id of a row is the path of its image below ``root``, unless its table has ids.
@@ -62,10 +57,8 @@ def read_annotated_folder(
 
     Args:
         root: Local folder or URI.
-        names: What the tables call our columns, such as 'label', by our names; a column
-            that is missing from it has our name.
-        rules: How image paths are read. They are relative to the table that has them.
-        images_only: Whether labels and splits are not read.
+        options: How the source is read. Image paths are relative to the table that has
+            them, unless there is another folder.
 
     Returns:
         The rows of all tables. Their warnings say how many images below ``root`` no
@@ -75,7 +68,7 @@ def read_annotated_folder(
         ConfigError: There is no such table, a table cannot be read or lacks the column
             of image paths, or an image has several classes.
     """
-    source = f"imagefolder:{root}"
+    source, names = f"imagefolder:{root}", options.columns
     tables = _find_tables(root)
     if not tables:
         expected = ", ".join((*METADATA, ONE_HOT))
@@ -113,22 +106,25 @@ def read_annotated_folder(
     if not any(merged["eval_label"]):
         del merged["eval_label"]
     whole = TextTable(merged, lines, tuple(notes))
-    rows = rows_of_table(source, root, root, whole, NO_NAMES, rules, images_only)
-    return replace(rows, warnings=_warnings_of_left_out(root, rows, rules))
+    # the columns have our names already
+    rows = rows_of_table(source, root, root, whole, replace(options, columns={}))
+    return replace(rows, warnings=_warnings_of_left_out(root, rows, options))
 
 
-def _warnings_of_left_out(root: str, rows: Rows, rules: PathRules) -> tuple[str, ...]:
+def _warnings_of_left_out(
+    root: str, rows: Rows, options: ReadOptions
+) -> tuple[str, ...]:
     """Return a warning about images that no table names, if there are any.
 
     Args:
         root: Local folder or URI, below which images are searched for.
         rows: The rows of all tables.
-        rules: How image paths are read.
+        options: How the source is read.
     """
     # Tables may spell paths in another way, so full paths are compared.
     named = set(rows.images.paths(np.arange(len(rows))))
-    inside = filesystem.resolver(root, rules.follow_links)
-    listed = filesystem.walk(root, rules.follow_links)
+    inside = filesystem.resolver(root, options.follow_links)
+    listed = filesystem.walk(root, options.follow_links)
     images = (file.relative for file in listed if is_image(file.relative))
     left_out = [relative for relative in images if inside(relative) not in named]
     if not left_out:

@@ -19,10 +19,10 @@ from uno.data.decode import (
     pieces,
     read_header,
 )
+from uno.data.embeddings import equal_rows
 from uno.data.files import read_bytes
 from uno.data.images import Image, Images, content_of, evenly_spaced, row_names
-from uno.data.mapped import equal_rows
-from uno.data.plan import by_windows, largest_batch, make_plan, make_pretrain_plan
+from uno.data.sampling import by_windows, largest_batch, make_plan, make_pretrain_plan
 from uno.data.splits import Task, missing_labels, train_rows
 from uno.data.stream import window_rows
 from uno.errors import ConfigError, printable
@@ -92,24 +92,30 @@ def check(
     """
     vectors = task.rows.images.vectors(np.arange(len(task.rows)))
     ok = None if vectors is None else ok_mask(vectors[1])
-    headers, found = list[tuple[str, int, int]](), list[Problem]()
+    headers, of_images = list[tuple[str, int, int]](), list[Problem]()
     if read_images:
-        headers, bad = headers_of(task)
+        headers, bad = read_headers(task)
         if seconds:
-            ok, found = _decode_within(task, config, seconds)
+            ok, of_images = _decode_within(task, config, seconds)
         elif bad:
-            looked = len(headers) + len(bad) if vectors is None else len(task.rows)
+            num_checked = len(headers) + len(bad) if vectors is None else len(task.rows)
             text = (
-                f"{len(bad)} of a sample of {looked} images are unreadable, e.g."
+                f"{len(bad)} of a sample of {num_checked} images are unreadable, e.g."
                 f" {bad[0]}"
             )
-            found = [Problem("warning" if len(bad) < looked else "error", text)]
-        found += [*_of_sizes(config, headers), *_of_brightness(task)]
-        found += _duplicates(task, in_full=seconds > 0)
+            of_images = [
+                Problem("warning" if len(bad) < num_checked else "error", text)
+            ]
+        of_images += [*_check_sizes(config, headers), *_check_brightness(task)]
+        of_images += _check_duplicates(task, in_full=seconds > 0)
     if ok is not None and not ok.all() and batch_is_derived:
         config = with_fitting_batch(config, task, ok)
-    problems = [*_of_classes(task, config), *row_problems(task, config, ok), *found]
-    problems += _of_order(task, config)
+    problems = [
+        *_check_classes(task, config),
+        *check_row_numbers(task, config, ok),
+        *of_images,
+    ]
+    problems += _check_order(task, config)
     problems += [Problem("warning", text) for text in task.rows.warnings]
     return sorted(problems, key=lambda problem: LEVELS.index(problem.level))
 
@@ -135,7 +141,7 @@ def with_fitting_batch(config: Config, task: Task, ok: np.ndarray | None) -> Con
     )
 
 
-def row_problems(
+def check_row_numbers(
     task: Task, config: Config, ok: np.ndarray | None = None
 ) -> Iterator[Problem]:
     """Yield problems of the numbers of training rows.
@@ -155,18 +161,23 @@ def row_problems(
     lost = [task.known[c] for c in np.flatnonzero((present > 0) & (readable == 0))]
     if lost:
         few = plural(len(lost), "known class has", "known classes have")
-        listed = ", ".join(map(printable, lost[:NUM_NAMED]))
-        listed += ", ..." if len(lost) > NUM_NAMED else ""
+        listed = _list_some(list(map(printable, lost)))
         text = f"{few} no readable training image: {listed}; repair or replace one"
         yield Problem("error", text)
-    yield from _of_clusters(task, config, len(rows["unlabeled"]))
+    yield from _check_clusters(task, config, len(rows["unlabeled"]))
     if config.data.loading == "streaming":
         rows = train_rows(task)
     sizes = len(rows["labeled"]), len(rows["unlabeled"])
-    yield from _of_batches(task, config, *sizes)
+    yield from _check_batches(task, config, *sizes)
 
 
-def _of_clusters(task: Task, config: Config, unlabeled: int) -> Iterator[Problem]:
+def _list_some(names: list[str], separator: str = ", ") -> str:
+    """Join the first :data:`NUM_NAMED` names, with "..." at the end for the others."""
+    more = ["..."] if len(names) > NUM_NAMED else []
+    return separator.join(names[:NUM_NAMED] + more)
+
+
+def _check_clusters(task: Task, config: Config, unlabeled: int) -> Iterator[Problem]:
     """Yield a problem if there are too few unlabeled rows for the clusters of a run.
 
     It is an error if there are fewer rows than novel classes, or too few for a method
@@ -188,9 +199,9 @@ def _of_clusters(task: Task, config: Config, unlabeled: int) -> Iterator[Problem
     num_clusters = num_novel + (task.num_known if mixed else 0)
     if clusters_features(config) and unlabeled <= num_clusters:
         known = f"{task.num_known} known + {num_novel} new classes"
-        what = known if mixed else plural(num_novel, "new class", "new classes")
+        clusters = known if mixed else plural(num_novel, "new class", "new classes")
         text = f"method {config.method} needs more unlabeled images ({unlabeled}) "
-        text += f"than clusters ({num_clusters}, for {what}); add unlabeled images"
+        text += f"than clusters ({num_clusters}, for {clusters}); add unlabeled images"
         fix = ", or pass --setting ncd if every unlabeled image is of a new class"
         can_be_ncd = mixed and unlabeled > num_novel
         yield Problem("error", text + fix * can_be_ncd)
@@ -216,7 +227,7 @@ def format_report(task: Task, problems: list[Problem], size: int | None = None) 
     Returns:
         Plain text of several lines.
     """
-    rows, headers = task.rows, headers_of(task)[0]
+    rows, headers = task.rows, read_headers(task)[0]
     lines = [
         f"source       {rows.source}",
         f"fingerprint  {rows.fingerprint}",
@@ -246,7 +257,7 @@ def format_report(task: Task, problems: list[Problem], size: int | None = None) 
         f"{'class':<{width}}  kind   {'labeled':>8} {'unlabeled':>10} {'test':>8}",
     ]
     for name, kind, (labeled, unlabeled, test) in zip(
-        names, kinds_of, _counts(task).tolist(), strict=True
+        names, kinds_of, _count_rows(task).tolist(), strict=True
     ):
         if kind or labeled or unlabeled or test:
             lines.append(
@@ -260,7 +271,7 @@ def format_report(task: Task, problems: list[Problem], size: int | None = None) 
     return "\n".join([*lines, f"{errors}, {warnings}"])
 
 
-def _counts(task: Task) -> np.ndarray:
+def _count_rows(task: Task) -> np.ndarray:
     """Count the labeled, unlabeled and test rows of each class.
 
     Returns:
@@ -274,7 +285,7 @@ def _counts(task: Task) -> np.ndarray:
     return counts
 
 
-def _of_classes(task: Task, config: Config) -> Iterator[Problem]:
+def _check_classes(task: Task, config: Config) -> Iterator[Problem]:
     """Yield problems of the names of classes and of the numbers of their rows.
 
     Names are reported that differ only in case or spaces, or that seem to stand for a
@@ -318,7 +329,7 @@ def _of_classes(task: Task, config: Config) -> Iterator[Problem]:
             "warning",
             f"num_novel {task.num_novel} is below {hidden}: classes share clusters",
         )
-    in_training = _counts(task)[:-1, :2].sum(axis=1).tolist()
+    in_training = _count_rows(task)[:-1, :2].sum(axis=1).tolist()
     classes = list(
         zip(map(printable, task.known + task.novel), in_training, strict=True)
     )
@@ -327,15 +338,14 @@ def _of_classes(task: Task, config: Config) -> Iterator[Problem]:
         ("novel", classes[task.num_known :]),
     ):
         for num, what in enumerate(("no training image", "a single training image")):
-            found = [name for name, count in members if count == num]
-            if found:
-                listed = ", ".join(found[:5]) + (", ..." if len(found) > 5 else "")
+            affected = [name for name, count in members if count == num]
+            if affected:
                 level = "error" if kind == "known" and num == 0 else "warning"
-                few = plural(len(found), f"{kind} class has", f"{kind} classes have")
-                yield Problem(level, f"{few} {what}: {listed}")
+                few = plural(len(affected), f"{kind} class has", f"{kind} classes have")
+                yield Problem(level, f"{few} {what}: {_list_some(affected)}")
 
 
-def _of_batches(
+def _check_batches(
     task: Task, config: Config, labeled: int, unlabeled: int
 ) -> Iterator[Problem]:
     """Yield problems of filling the batches of the phases that are trained.
@@ -375,7 +385,7 @@ def _of_batches(
         yield Problem("warning", text)
 
 
-def _of_order(task: Task, config: Config) -> Iterator[Problem]:
+def _check_order(task: Task, config: Config) -> Iterator[Problem]:
     """Yield a warning if streamed images are sorted by class.
 
     Images that are stored together are read together and mixed only with those read at
@@ -413,28 +423,22 @@ def _of_order(task: Task, config: Config) -> Iterator[Problem]:
                 all_groups[members], window, np.random.default_rng(config.seed)
             )
             shuffled = np.random.default_rng(config.seed).permutation(len(members))
-            usual, found = (
-                largest_share(classes[members[o]], size, workers)
+            shuffled_share, share = (
+                measure_largest_share(classes[members[o]], size, workers)
                 for o in (shuffled, order)
             )
-            if found > SORTED * usual:
-                text = (
-                    "images are sorted by class: when streamed, one class has"
-                    f" {found:.0%} of a batch's "
-                )
-                text += (
-                    f"{'un' if kind is unlabeled else ''}labeled images ({usual:.0%} if"
-                    " shuffled), "
-                )
+            if share > SORTED * shuffled_share:
+                name = "unlabeled" if kind is unlabeled else "labeled"
                 yield Problem(
                     "warning",
-                    text
-                    + "which breaks clustering with equal sizes; shuffle with uno data"
-                    " pack",
+                    "images are sorted by class: when streamed, one class has"
+                    f" {share:.0%} of a batch's {name} images ({shuffled_share:.0%} if"
+                    " shuffled), which breaks clustering with equal sizes; shuffle with"
+                    " uno data pack",
                 )
 
 
-def largest_share(classes: np.ndarray, size: int, workers: int) -> float:
+def measure_largest_share(classes: np.ndarray, size: int, workers: int) -> float:
     """Return the mean share of the most frequent class in batches.
 
     Rows without a class are not counted. Of many batches an evenly spaced sample is
@@ -462,7 +466,7 @@ def largest_share(classes: np.ndarray, size: int, workers: int) -> float:
     )
 
 
-def _of_sizes(
+def _check_sizes(
     config: Config, headers: Sequence[tuple[str, int, int]]
 ) -> Iterator[Problem]:
     """Yield a warning if images are reduced so much that most detail is lost.
@@ -475,18 +479,18 @@ def _of_sizes(
         headers: Format, width and height in pixels of a sample of images.
     """
     side = min(config.data.stored_size, config.augment.large.size)
-    usual = int(
+    median_side = int(
         np.median([min(width, height) for _, width, height in headers] or [side])
     )
-    if usual > SHRUNK * side:
-        text = (
-            f"images of about {usual} px are resized to {side} px, which loses most"
-            " detail; "
+    if median_side > SHRUNK * side:
+        yield Problem(
+            "warning",
+            f"images of about {median_side} px are resized to {side} px, which loses"
+            " most detail; raise --image-size (slower)",
         )
-        yield Problem("warning", text + "raise --image-size (slower)")
 
 
-def _of_brightness(task: Task) -> Iterator[Problem]:
+def _check_brightness(task: Task) -> Iterator[Problem]:
     """Yield a warning if a sample of images is nearly black.
 
     This happens when 12-bit values are stored in 16-bit files.
@@ -494,7 +498,9 @@ def _of_brightness(task: Task) -> Iterator[Problem]:
     images = task.rows.images
     if images.vectors(np.arange(0)) is not None:
         return
-    outcomes = _look_at(images, evenly_spaced(NUM_BRIGHTNESS, len(images)), brightness)
+    outcomes = _map_images(
+        images, evenly_spaced(NUM_BRIGHTNESS, len(images)), brightness
+    )
     # decoding reports unreadable images
     measured = [found for _, found in outcomes if not isinstance(found, BadImage)]
     largest = max((decoded for decoded, _, _ in measured), default=255)
@@ -515,13 +521,13 @@ def _of_brightness(task: Task) -> Iterator[Problem]:
     yield Problem("warning", text)
 
 
-def _name(task: Task, row: int) -> str:
+def _describe_row(task: Task, row: int) -> str:
     """Return how messages name a row: its id, path and line."""
     (name,) = row_names(task.rows.ids, task.rows.images, [row])
     return name
 
 
-def headers_of(task: Task) -> tuple[list[tuple[str, int, int]], list[str]]:
+def read_headers(task: Task) -> tuple[list[tuple[str, int, int]], list[str]]:
     """Read the headers of a sample of at most :data:`NUM_HEADERS` images.
 
     Args:
@@ -534,19 +540,19 @@ def headers_of(task: Task) -> tuple[list[tuple[str, int, int]], list[str]]:
     """
     headers, bad, images = [], [], task.rows.images
     if (ready := images.vectors(np.arange(len(images)))) is not None:
-        pairs = zip(task.rows.ids, ready[1], strict=True)
+        pairs = zip(task.rows.ids.to_pylist(), ready[1], strict=True)
         return [], [f"{name}: {reason}" for name, reason in pairs if reason is not None]
-    for row, found in _look_at(
+    for row, found in _map_images(
         images, evenly_spaced(NUM_HEADERS, len(images)), read_header
     ):
         if isinstance(found, BadImage):
-            bad.append(f"{_name(task, row)}: {found}")
+            bad.append(f"{_describe_row(task, row)}: {found}")
         else:
             headers.append(found)
     return headers, bad
 
 
-def _look_at(
+def _map_images(
     images: Images, rows: np.ndarray, look: Callable[[Image], Found]
 ) -> Iterator[tuple[int, Found | BadImage]]:
     """Call ``look`` on the images of some rows, in threads.
@@ -563,7 +569,7 @@ def _look_at(
         it raised. The rows may come in another order.
     """
 
-    def look_at(image: Image) -> Found | BadImage:
+    def try_look(image: Image) -> Found | BadImage:
         """Return what ``look`` returns, or the BadImage that it raises."""
         try:
             return look(image)
@@ -573,7 +579,7 @@ def _look_at(
     with ThreadPoolExecutor(HASHERS, thread_name_prefix="uno-check") as pool:
         for numbers, some in pieces(images.take(rows)):
             content = some.read_images(np.arange(len(some)))
-            found = pool.map(look_at, content)
+            found = pool.map(try_look, content)
             yield from zip(rows[numbers].tolist(), found, strict=True)
 
 
@@ -591,30 +597,30 @@ def _decode_within(
         bool (N,), False for each image that was found to be unreadable; and the
         problems: unreadable images, and that not all images were decoded.
     """
-    num, end, looked = len(task.rows), time.monotonic() + seconds, 0
+    num, end, num_decoded = len(task.rows), time.monotonic() + seconds, 0
     size, threads = config.data.stored_size, config.compute.threads
     starts = (i for i in range(0, num, BATCH) if time.monotonic() < end)
     batches = (np.arange(i, min(i + BATCH, num)) for i in starts)
     ok, bad, problems = np.ones(num, dtype=bool), list[str](), list[Problem]()
     for rows, _, reasons in decoded(task.rows.images, batches, size, threads):
-        looked += len(rows)
+        num_decoded += len(rows)
         for row, reason in zip(rows.tolist(), reasons, strict=True):
             if reason is not None:
                 ok[row] = False
-                bad.append(f"{_name(task, row)}: {reason}")
+                bad.append(f"{_describe_row(task, row)}: {reason}")
     if bad:
-        some = "; ".join(bad[:NUM_NAMED]) + ("; ..." if len(bad) > NUM_NAMED else "")
-        text = f"{len(bad)} of {looked} images cannot be read: {some}"
+        listed = _list_some(bad, "; ")
+        text = f"{len(bad)} of {num_decoded} images cannot be read: {listed}"
         if too_many := len(bad) > config.data.max_bad_fraction * num:
             text += "; more than --data.max-bad-fraction, so a run would stop"
         problems.append(Problem("error" if too_many else "warning", text))
-    if looked < num:
-        text = f"{looked:,} of {num:,} images were decoded in {seconds:g} s"
+    if num_decoded < num:
+        text = f"{num_decoded:,} of {num:,} images were decoded in {seconds:g} s"
         problems.append(Problem("warning", f"{text}; the others were not checked"))
     return ok, problems
 
 
-def _duplicates(task: Task, in_full: bool) -> Iterator[Problem]:
+def _check_duplicates(task: Task, in_full: bool) -> Iterator[Problem]:
     """Yield warnings about exact copies of images, which have equal bytes or pixels.
 
     Copies are reported if they are in both splits, both labeled and unlabeled, both
@@ -622,9 +628,9 @@ def _duplicates(task: Task, in_full: bool) -> Iterator[Problem]:
 
     Args:
         task: The rows and their classes.
-        in_full: Whether more images are compared, see :func:`_copies`.
+        in_full: Whether more images are compared, see :func:`_find_copies`.
     """
-    groups, note = _copies(task, in_full)
+    groups, note = _find_copies(task, in_full)
     found: dict[str, list[list[int]]] = defaultdict(list)
     for group in groups:
         labels = {int(task.labels[i]) for i in group if task.is_train[i]}
@@ -637,13 +643,13 @@ def _duplicates(task: Task, in_full: bool) -> Iterator[Problem]:
         if len(labels - {-1}) > 1:
             found["duplicates with different known labels"].append(group)
     for text, copies in found.items():
-        example = " = ".join(_name(task, i) for i in copies[0][:3])
+        example = " = ".join(_describe_row(task, i) for i in copies[0][:3])
         yield Problem("warning", f"{text}: {len(copies)}, e.g. {example}")
     if note:
         yield Problem("note", note)
 
 
-def _copies(task: Task, in_full: bool) -> tuple[list[list[int]], str]:
+def _find_copies(task: Task, in_full: bool) -> tuple[list[list[int]], str]:
     """Find rows with equal content.
 
     Only files with the same size as another one are read.
@@ -673,15 +679,15 @@ def _copies(task: Task, in_full: bool) -> tuple[list[list[int]], str]:
     if keys is None:  # the sizes are those of the images, and not means of a group
         unknown = int((sizes < 0).sum())
         if unknown and images.is_remote:  # a local file of unknown size is missing
-            what = plural(unknown, "image")
-            notes.append(f"{what} of unknown size not searched for duplicates")
+            images_without_size = f"{plural(unknown, 'image')} of unknown size"
+            notes.append(f"{images_without_size} not searched for duplicates")
         _, same, counts = np.unique(sizes, return_inverse=True, return_counts=True)
         kept = (sizes >= 0) & (sizes <= MAX_IMAGE_BYTES) & (counts[same] > 1)
         rows, sizes, keys = rows[kept], sizes[kept], sizes[kept]
     limit = MAX_HASHED_BYTES if in_full else MAX_HASHED_BYTES_OF_RUN
     chosen = _sample_by_key(keys, sizes, limit)
     groups: dict[bytes, list[int]] = defaultdict(list)
-    for row, digest in _look_at(images, rows[chosen], _digest):
+    for row, digest in _map_images(images, rows[chosen], _hash_image):
         if isinstance(digest, bytes):
             groups[digest].append(row)
     if len(chosen) < len(rows):
@@ -707,13 +713,13 @@ def _sample_by_key(keys: np.ndarray, sizes: np.ndarray, limit: int) -> np.ndarra
     if share >= 1:
         return np.arange(len(keys))
     distinct, number = np.unique(keys, return_inverse=True)
-    some = evenly_spaced(int(share * len(distinct)), len(distinct))
-    if not len(some):
+    chosen = evenly_spaced(int(share * len(distinct)), len(distinct))
+    if not len(chosen):
         return evenly_spaced(int(share * len(keys)), len(keys))
-    return np.flatnonzero(np.isin(number, some))
+    return np.flatnonzero(np.isin(number, chosen))
 
 
-def _digest(image: Image) -> bytes:
+def _hash_image(image: Image) -> bytes:
     """Hash the stored bytes or the pixels of an image.
 
     Returns:

@@ -12,10 +12,12 @@ from tempfile import TemporaryDirectory, gettempdir
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 
 from uno.data import files as filesystem
-from uno.data.columns import Labels, Numbered
+from uno.data.columns import make_ids
 from uno.data.images import InMemory
+from uno.data.read_options import ReadOptions
 from uno.data.rows import Rows
 from uno.errors import ConfigError, one_line
 from uno.limits import MAX_CIFAR_BYTES
@@ -58,16 +60,17 @@ def recognize_cifar(folders: list[str], files: list[str]) -> list[str]:
     ]
 
 
-def read_cifar(name: str, path: str, download: bool) -> Rows:
+def read_cifar(path: str, options: ReadOptions, *, name: str) -> Rows:
     """Read CIFAR10 or CIFAR100.
 
     The rows are in the order of torchvision's lists of files, training files first.
     Their ids are ``FILE#NUMBER``, such as ``test_batch#17``.
 
     Args:
-        name: 'cifar10' or 'cifar100'.
         path: Folder or URI of the unpacked archive, or of the folder that contains it.
-        download: Whether to download and unpack the archive if that folder is missing.
+        options: How the source is read. ``download`` allows to download and unpack the
+            archive if that folder is missing.
+        name: 'cifar10' or 'cifar100'.
 
     Returns:
         Rows with images uint8 (N, 32, 32, 3), a label for each row, and the classes in
@@ -77,18 +80,20 @@ def read_cifar(name: str, path: str, download: bool) -> Rows:
         ConfigError: The data set is missing, cannot be read or downloaded, or one of
             its files is not the published one.
     """
-    train, test = _read_published(name, _find(name, path, download))
-    files, sizes = list[str](), list[int]()
+    train, test = _read_published(name, _find(name, path, options.download))
+    ids = list[str]()
     for split, published in ((train, train.train_list), (test, test.test_list)):
-        files += [file for file, _ in published]
         # the published files of a split have equally many rows
-        sizes += [len(split) // len(published)] * len(published)
+        num_rows = len(split) // len(published)
+        ids += [f"{file}#{row}" for file, _ in published for row in range(num_rows)]
     images = np.ascontiguousarray(np.concatenate([train.data, test.data]))
     codes = np.array([*train.targets, *test.targets], np.int32)
     return Rows(
-        Numbered(files, np.cumsum([0, *sizes])),
+        make_ids(ids),
         InMemory(images),
-        Labels(train.classes, codes),
+        pa.DictionaryArray.from_arrays(
+            codes, pa.array(train.classes, pa.large_string())
+        ),
         np.arange(len(images)) < len(train),
         f"{name}:{path}",
         tuple(train.classes),
@@ -128,7 +133,7 @@ def _read_published(name: str, root: str) -> list[Any]:
                     f"{path} is not the file that its makers publish; remove its folder"
                     " and download it again (--data.download)"
                 )
-            with filesystem.refusing(ConfigError, f"copy {path} to {gettempdir()}"):
+            with filesystem.wrap_errors(ConfigError, f"copy {path} to {gettempdir()}"):
                 (copies / file).write_bytes(data)
         with warnings.catch_warnings():
             # the files store a flag as a number, which numpy deprecates

@@ -7,37 +7,31 @@ about 480 original images of ImageNet a second.
 """
 
 import errno
-import json
 import logging
 import re
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
-from io import BufferedReader, BytesIO
+from contextlib import contextmanager, suppress
+from io import BytesIO
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import torch
 from PIL import Image as Pillow
-from PIL import UnidentifiedImageError
+from PIL import ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from uno import collectives
 from uno.cpus import available_cpus
-from uno.data.columns import Ids
 from uno.data.files import (
-    Storage,
     is_transient,
     open_file,
-    parse_json,
     read_bytes,
-    retry_transient,
 )
-from uno.data.images import Image, Images, InMemory, MissingImage, as_images, name_row
-from uno.errors import ConfigError, StorageError, UnoError, one_line
+from uno.data.images import Image, Images, InMemory, MissingImage, as_images
+from uno.errors import StorageError, UnoError, one_line
 from uno.limits import (
     MAX_BMP_PIXELS_PER_BYTE,
     MAX_IMAGE_BYTES,
@@ -57,21 +51,11 @@ times as fast. For ImageNet's original images the results differ by 0.65 of 255 
 pixels, and not at all at 224.
 """
 JPEGS = ("JPEG", "MPO")  # formats that can be decoded at a smaller scale
-ORIENTATION = 0x0112  # the EXIF tag
 BITS_PER_SAMPLE = 0x0102  # the TIFF tag
 BRIGHTNESS_SIDE = 64  # side in pixels for which a JPEG is decoded by `brightness`
-UPRIGHT = {
-    2: Pillow.Transpose.FLIP_LEFT_RIGHT,
-    3: Pillow.Transpose.ROTATE_180,
-    4: Pillow.Transpose.FLIP_TOP_BOTTOM,
-    5: Pillow.Transpose.TRANSPOSE,
-    6: Pillow.Transpose.ROTATE_270,
-    7: Pillow.Transpose.TRANSVERSE,
-    8: Pillow.Transpose.ROTATE_90,
-}
 BATCHES_AHEAD = 2  # batches that are decoded while the model works on another one
 PIECE_ROWS = 64  # images that a thread decodes at once
-HEADER_BYTES = 2**16  # bytes that are read at once to find the header of an image
+HEADER_BYTES = 2**16  # first bytes of a file, which hold the header of most images
 READERS = 4  # threads that read images that are stored together
 # the first entries of warnings.filters while images are decoded
 IGNORED = (
@@ -85,12 +69,9 @@ IGNORED = (
         0,
     ),
 )
-BAD_SAMPLES = "bad_samples.jsonl"
 # error numbers that concern the process or the machine, not the file that is read
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
-BadSample = dict[str, Any]
-"""An entry of :data:`BAD_SAMPLES`: id, reason and, if they are known, uri and line."""
 Result = TypeVar("Result")
 Interpolation = Literal["bilinear", "bicubic"]
 DecodedBatch = tuple[np.ndarray, Tensor, list[str | None]]
@@ -138,16 +119,7 @@ def decode(
         BadImage: The image cannot be used.
         StorageError: The image's file cannot be read now, but perhaps later.
     """
-    if isinstance(image, np.ndarray):
-        _check_array(image)
-        if image.shape[:2] != (size, size):
-            image = np.asarray(_square(Pillow.fromarray(image), size, interpolation))
-        return image.transpose(2, 0, 1)
-    with _open(image, size) as picture:
-        rgb = to_rgb(picture)
-        return np.asarray(
-            _square(_upright(rgb, picture), size, interpolation)
-        ).transpose(2, 0, 1)
+    return _square(_load_rgb(image, size), size, interpolation)
 
 
 def decode_rgb(image: Image, side: int) -> np.ndarray:
@@ -170,8 +142,7 @@ def decode_rgb(image: Image, side: int) -> np.ndarray:
     if isinstance(image, np.ndarray):
         _check_array(image)
         return image
-    with _open(image, side) as picture:
-        return _pixels(_upright(to_rgb(picture), picture))
+    return _pixels(_load_rgb(image, side))
 
 
 def decode_square_and_rgb(
@@ -199,15 +170,11 @@ def decode_square_and_rgb(
     if isinstance(image, np.ndarray):
         return decode(image, size, interpolation), decode_rgb(image, side)
     data = _read(image)
-    with _open(data, side) as picture:
-        if picture.format in JPEGS:
-            with _open(data, size) as scaled:
-                is_same_scale = scaled.size == picture.size
-            if not is_same_scale:
-                return decode(data, size, interpolation), decode_rgb(data, side)
-        upright = _upright(to_rgb(picture), picture)
-        square = np.asarray(_square(upright, size, interpolation))
-        return square.transpose(2, 0, 1), _pixels(upright)
+    picture = _open(data, side)
+    if picture.format in JPEGS and _open(data, size).size != picture.size:
+        return decode(data, size, interpolation), decode_rgb(data, side)
+    rgb = _turn_to_rgb(picture)
+    return _square(rgb, size, interpolation), _pixels(rgb)
 
 
 def decode_many(
@@ -367,185 +334,11 @@ def ok_mask(reasons: Sequence[str | None]) -> np.ndarray:
     return np.array([reason is None for reason in reasons], dtype=bool)
 
 
-def check_bad(
-    ids: Sequence[str],
-    reasons: Sequence[str | None] | Mapping[int, str],
-    max_fraction: float,
-    storage: Storage | None = None,
-    images: Images | None = None,
-) -> list[BadSample]:
-    """List the unreadable images of a data set, and stop if there are too many.
-
-    Args:
-        ids: The ids of N rows.
-        reasons: The reasons of the images that cannot be read, by row number; or one
-            entry for each of the N rows, which is None if the image can be read.
-        max_fraction: The largest share of the N rows that may be unreadable, 0 to 1.
-        storage: The directory to which rank 0 writes the list as :data:`BAD_SAMPLES`,
-            if it is not empty; None to write no file.
-        images: The images of the N rows, from which their paths and lines are taken;
-            None to list neither.
-
-    Returns:
-        One entry for each unreadable image, in the order of rows: id, reason and, if
-        they are known, uri (the path of the file) and line (in the table that names the
-        image).
-
-    Raises:
-        ConfigError: More than ``max_fraction`` of the rows are unreadable. The list is
-            written before.
-        StorageError: The list cannot be written.
-    """
-    if not isinstance(reasons, Mapping):
-        reasons = {row: why for row, why in enumerate(reasons) if why is not None}
-    rows = sorted(reasons)
-    bad = [{"id": str(ids[row]), "reason": reasons[row]} for row in rows]  # type: list[BadSample]
-    if images is not None:
-        numbers = np.array(rows, np.int64)
-        places = zip(bad, images.paths(numbers), images.lines(numbers), strict=True)
-        for entry, path, line in places:
-            entry |= ({"uri": path} if path else {}) | (
-                {} if line is None else {"line": line}
-            )
-    if bad and storage is not None and collectives.rank_and_world()[0] == 0:
-        storage.write(
-            BAD_SAMPLES, "".join(json.dumps(entry) + "\n" for entry in bad).encode()
-        )
-    if len(bad) > max_fraction * len(ids):
-        text = (
-            f"{len(bad)} of {len(ids)} images are unreadable, more than"
-            " data.max_bad_fraction "
-        )
-        text += (
-            f"{max_fraction:g} allows; the first is {name_bad(bad[0])}:"
-            f" {bad[0]['reason']}"
-        )
-        where = (
-            f"; all are in {storage.below(BAD_SAMPLES)}" if storage is not None else ""
-        )
-        raise ConfigError(text + where)
-    return bad
-
-
-def name_bad(entry: Mapping[str, Any]) -> str:
-    """Return how messages name an entry of :data:`BAD_SAMPLES`: its id, path and line.
-
-    See :func:`~uno.data.images.name_row` for the form.
-    """
-    path, line = entry.get("uri"), entry.get("line")
-    return name_row(
-        str(entry.get("id", "")),
-        path if isinstance(path, str) else None,
-        line if isinstance(line, int) else None,
-    )
-
-
-class BadRows:
-    """The rows of a task whose images could not be read during training.
-
-    Each worker adds the rows that it could not read. After :meth:`sync` every worker
-    has those of all workers. The rows that the run had listed in :data:`BAD_SAMPLES`
-    before it was resumed are included.
-
-    Args:
-        ids: The ids of the N rows of the task.
-        images: The images of the N rows.
-        max_fraction: The largest share of the N rows that may be unreadable, 0 to 1.
-        storage: The run directory, in which the rows are listed.
-    """
-
-    def __init__(
-        self, ids: Ids, images: Images, max_fraction: float, storage: Storage
-    ) -> None:
-        self._ids, self._images, self._max_fraction, self._storage = (
-            ids,
-            images,
-            max_fraction,
-            storage,
-        )
-        self._reasons = self._listed()
-        self._synced = len(self._reasons)
-
-    def add(self, row: int, reason: str) -> None:
-        """Record that a row cannot be read.
-
-        Args:
-            row: Its number in the task.
-            reason: Why it cannot be read. A reason that was recorded before is kept.
-        """
-        self._reasons.setdefault(row, reason)
-
-    def __len__(self) -> int:
-        return len(self._reasons)
-
-    @property
-    def rows(self) -> list[int]:
-        """The numbers of the rows that are recorded, ascending."""
-        return sorted(self._reasons)
-
-    def sync(self, device: torch.device) -> None:
-        """Exchange the recorded rows among all workers, and list them in a file.
-
-        All workers must call this at the same time. A worker that learns of a row from
-        another one decodes the image itself to get the reason, since only row numbers
-        are exchanged. Nothing is written if no worker has a new row.
-
-        Args:
-            device: The device over which workers communicate. With several workers the
-                calling process waits for it.
-
-        Raises:
-            ConfigError: More rows are unreadable than ``max_fraction`` allows.
-        """
-        device = device if collectives.in_group() else torch.device("cpu")
-        new = list(self._reasons)[self._synced :]
-        most = int(
-            collectives.gather_rows(torch.tensor([len(new)], device=device), 0).max()
-        )
-        if not most:
-            return
-        told = torch.tensor([*new, *[-1] * (most - len(new))], device=device)
-        for row in collectives.gather_rows(told, 0).unique().tolist():
-            # Another worker found this row; the reason is found again by decoding it.
-            if row >= 0 and row not in self._reasons:
-                _, (reason,) = decode_many([self._images[row]], 1, 1)
-                self._reasons[row] = (
-                    reason or "was readable at first, but not when read again"
-                )
-        self._synced = len(self._reasons)
-        check_bad(
-            self._ids, self._reasons, self._max_fraction, self._storage, self._images
-        )
-
-    def _listed(self) -> dict[int, str]:
-        """Read the rows and reasons that the run had listed before it was resumed.
-
-        A damaged list counts as empty, and a warning is logged.
-
-        Returns:
-            Reasons by row number.
-        """
-        reasons = {}
-        try:
-            if self._storage.exists(BAD_SAMPLES):
-                entries = map(parse_json, self._storage.read(BAD_SAMPLES).splitlines())
-                reasons = {str(entry["id"]): str(entry["reason"]) for entry in entries}
-        except (ValueError, TypeError, KeyError):
-            log.warning(
-                "%s is damaged and is rewritten", self._storage.below(BAD_SAMPLES)
-            )
-        return (
-            {row: reasons[name] for name, row in self._ids.find(reasons).items()}
-            if reasons
-            else {}
-        )
-
-
 def read_header(image: Image) -> tuple[str, int, int]:
     """Read the format and size of an image without decoding its pixels.
 
-    Only the parts of a file that hold the header are read: the first 64 KiB, and for a
-    TIFF also its directory. Pillow needs the whole file only for WEBP.
+    Only the first 64 KiB of a file are read, and the whole file if they do not hold the
+    header. That is so for WEBP, and for some TIFF files.
 
     Args:
         image: Encoded bytes, a path or URI, or pixels uint8 (H, W, 3).
@@ -561,44 +354,26 @@ def read_header(image: Image) -> tuple[str, int, int]:
     if isinstance(image, np.ndarray):
         _check_array(image)
         return "pixels", image.shape[1], image.shape[0]
-    if isinstance(image, str):
-        return _read_file_header(image)
-    data = _read(image)
-    with _open_file(BytesIO(data), len(data)) as picture:
-        return str(picture.format), *picture.size
+    if not isinstance(image, str):
+        data = _read(image)
+        return _header_of(data, len(data))
+    with _reader_errors(image), open_file(image) as file:
+        size = file.size()
+        data = file.read(min(size, HEADER_BYTES))
+        with suppress(BadImage):
+            return _header_of(data, size)
+    return read_header(_read(image))
 
 
-@retry_transient
-def _read_file_header(path: str) -> tuple[str, int, int]:
-    """Read the format, width and height of an image file, see :func:`read_header`."""
-    with ExitStack() as opened:
-        with _reader_errors(path):
-            file = opened.enter_context(open_file(path))
-            size = file.size()
-            buffered = opened.enter_context(_SizedReader(file, size))
-        with _open_file(buffered, size, path) as picture:
-            return str(picture.format), *picture.size
-
-
-class _SizedReader(BufferedReader):
-    """A file whose reads never ask for more bytes than the file has left.
-
-    A read allocates the requested bytes before it reads anything. A hostile header can
-    request gigabytes.
+def _header_of(data: bytes, num_bytes: int) -> tuple[str, int, int]:
+    """Return the format, width and height of an image, see :func:`read_header`.
 
     Args:
-        file: The file, open for reading.
-        size: The size of the file in bytes.
+        data: The first bytes of the image, or all.
+        num_bytes: The size of the image in bytes.
     """
-
-    def __init__(self, file: Any, size: int) -> None:
-        super().__init__(file, HEADER_BYTES)
-        self._size = size
-
-    def read(self, num: int | None = -1, /) -> bytes:
-        """Read ``num`` bytes, or all that are left if these are fewer or num is -1."""
-        left = max(0, self._size - self.tell())
-        return super().read(left if num is None or num < 0 else min(num, left))
+    picture = _open(data, num_bytes=num_bytes)
+    return str(picture.format), *picture.size
 
 
 def _pixels(picture: Pillow.Image) -> np.ndarray:
@@ -619,32 +394,52 @@ def _pixels(picture: Pillow.Image) -> np.ndarray:
     return pixels.reshape(height, width, 4)
 
 
-def _upright(rgb: Pillow.Image, picture: Pillow.Image) -> Pillow.Image:
-    """Turn the pixels ``rgb`` of ``picture`` as its EXIF orientation says.
+def _load_rgb(image: Image, side: int) -> Pillow.Image:
+    """Decode an image to a picture in RGB that is upright.
+
+    Args:
+        image: Encoded bytes, a path or URI, or pixels uint8 (H, W, 3).
+        side: The side in pixels that is needed, see :func:`_open`.
+
+    Raises:
+        BadImage: The image cannot be used.
+        StorageError: The image's file cannot be read now, but perhaps later.
+    """
+    if isinstance(image, np.ndarray):
+        _check_array(image)
+        return Pillow.fromarray(image)
+    return _turn_to_rgb(_open(_read(image), side))
+
+
+def _turn_to_rgb(picture: Pillow.Image) -> Pillow.Image:
+    """Decode a picture, turn it as its EXIF orientation says, and convert it to RGB.
 
     Pixels are turned before they are resized, because rounding depends on the order.
     The orientation is read after the pixels, because in a PNG it may stand behind them.
-    Pixels with broken metadata are returned as they are.
+    Pixels with broken metadata are not turned.
     """
-    try:
-        with _decoder_errors():
-            orientation = int(picture.getexif().get(ORIENTATION, 1))
-    except BadImage:  # broken metadata of any kind does not make the pixels bad
-        return rgb
-    return rgb.transpose(UPRIGHT[orientation]) if orientation in UPRIGHT else rgb
+    with _decoder_errors():
+        picture.load()
+    with suppress(BadImage), _decoder_errors():
+        ImageOps.exif_transpose(picture, in_place=True)
+    return to_rgb(picture)
 
 
 def _square(
     picture: Pillow.Image, size: int, interpolation: Interpolation
-) -> Pillow.Image:
-    """Crop the centered square of a picture and resize it to ``size`` pixels a side."""
-    if picture.size == (size, size):
-        return picture
-    side = min(picture.size)
-    left, top = ((length - side) / 2 for length in picture.size)
-    box = (left, top, left + side, top + side)
-    how = Pillow.Resampling[interpolation.upper()]
-    return picture.resize((size, size), how, box=box)
+) -> np.ndarray:
+    """Crop the centered square of an RGB picture and resize it.
+
+    Returns:
+        uint8 (3, size, size).
+    """
+    if picture.size != (size, size):
+        side = min(picture.size)
+        left, top = ((length - side) / 2 for length in picture.size)
+        box = (left, top, left + side, top + side)
+        how = Pillow.Resampling[interpolation.upper()]
+        picture = picture.resize((size, size), how, box=box)
+    return np.asarray(picture).transpose(2, 0, 1)
 
 
 def to_rgb(picture: Pillow.Image) -> Pillow.Image:
@@ -718,38 +513,52 @@ def brightness(image: Image) -> tuple[int, int, int]:
     if isinstance(image, np.ndarray):
         _check_array(image)
         return int(image.max()), int(image.max()), 255
-    with _open(image, BRIGHTNESS_SIDE) as picture:
-        stored, white = None, 255
-        if picture.mode.startswith("I"):
-            with _decoder_errors():
-                values = np.asarray(picture)
-            stored, white = int(values.max()), largest_sample(picture)
-        largest = int(np.asarray(to_rgb(picture)).max())
-        return largest, largest if stored is None else stored, white
+    picture, stored, white = _open(_read(image), BRIGHTNESS_SIDE), None, 255
+    if picture.mode.startswith("I"):
+        with _decoder_errors():
+            stored = int(np.asarray(picture).max())
+        white = largest_sample(picture)
+    largest = int(np.asarray(to_rgb(picture)).max())
+    return largest, largest if stored is None else stored, white
 
 
-@contextmanager
-def _open(image: bytes | str, side: int | None = None) -> Iterator[Pillow.Image]:
+def _open(
+    data: bytes, side: int | None = None, num_bytes: int | None = None
+) -> Pillow.Image:
     """Open an image and check its header.
 
     Args:
-        image: Encoded bytes, or the path or URI of a file.
+        data: Encoded bytes.
         side: The side in pixels that is needed. A JPEG may then be decoded at a smaller
             scale, see :data:`DRAFT`. None for full scale.
+        num_bytes: The size of the image, if ``data`` are only its first bytes.
 
-    Yields:
+    Returns:
         The picture, whose pixels are not decoded yet.
 
     Raises:
-        BadImage: The image cannot be read, or its header is refused.
-        StorageError: The image's file cannot be read now, but perhaps later.
+        BadImage: The format is none of :data:`FORMATS`, the header is damaged, or the
+            numbers of bytes or pixels are beyond the limits.
     """
-    data = _read(image)
-    with _open_file(BytesIO(data), len(data)) as picture:
-        if side is not None and picture.format in JPEGS:
-            with _decoder_errors():
-                picture.draft(picture.mode, (DRAFT * side, DRAFT * side))
-        yield picture
+    num_bytes = len(data) if num_bytes is None else num_bytes
+    if not 0 < num_bytes <= MAX_IMAGE_BYTES:
+        text = f"larger than {MAX_IMAGE_BYTES} bytes" if num_bytes else "no image data"
+        raise BadImage(text)
+    ignore_image_warnings()
+    with _decoder_errors():
+        picture = Pillow.open(BytesIO(data), formats=FORMATS)
+    width, height = picture.size
+    most = max(10**6, MAX_PIXELS_PER_BYTE * num_bytes)
+    if picture.format == "BMP":
+        most = MAX_BMP_PIXELS_PER_BYTE * num_bytes
+    if not 0 < width * height <= MAX_IMAGE_PIXELS:
+        raise BadImage(f"{width} x {height} pixels, not 1 to {MAX_IMAGE_PIXELS}")
+    if width * height > most:
+        raise BadImage(f"{width} x {height} pixels in {num_bytes} bytes")
+    if side is not None and picture.format in JPEGS:
+        with _decoder_errors():
+            picture.draft(picture.mode, (DRAFT * side, DRAFT * side))
+    return picture
 
 
 def _read(image: bytes | str) -> bytes:
@@ -767,54 +576,16 @@ def _read(image: bytes | str) -> bytes:
         return read_bytes(image, MAX_IMAGE_BYTES)
 
 
-def _open_file(file: Any, num_bytes: int, path: str = "") -> Pillow.Image:
-    """Open an image file of a known size and check its header.
-
-    Args:
-        file: The content, as a file that can be read in any order.
-        num_bytes: The size of the content.
-        path: The path of the file if Pillow itself reads it from storage; '' if the
-            content is in memory.
-
-    Returns:
-        The picture, whose pixels are not decoded yet.
-
-    Raises:
-        BadImage: The format is none of :data:`FORMATS`, the header is damaged, or the
-            numbers of bytes or pixels are beyond the limits.
-        StorageError: The file at ``path`` cannot be read now, but perhaps later.
-    """
-    if not 0 < num_bytes <= MAX_IMAGE_BYTES:
-        text = f"larger than {MAX_IMAGE_BYTES} bytes" if num_bytes else "no image data"
-        raise BadImage(text)
-    ignore_image_warnings()
-    with _decoder_errors(path):
-        picture = Pillow.open(file, formats=FORMATS)
-        width, height = picture.size
-    if not 0 < width * height <= MAX_IMAGE_PIXELS:
-        raise BadImage(f"{width} x {height} pixels, not 1 to {MAX_IMAGE_PIXELS}")
-    most = max(10**6, MAX_PIXELS_PER_BYTE * num_bytes)
-    if picture.format == "BMP":
-        most = MAX_BMP_PIXELS_PER_BYTE * num_bytes
-    if width * height > most:
-        raise BadImage(f"{width} x {height} pixels in {num_bytes} bytes")
-    return picture
-
-
 @contextmanager
-def _decoder_errors(path: str = "") -> Iterator[None]:
+def _decoder_errors() -> Iterator[None]:
     """Turn what Pillow raises for a broken or hostile file into a BadImage.
 
     Damaged bytes lead Pillow's parsers to errors of almost any type. Therefore only
     calls of Pillow belong inside the ``with`` block, and no code of this project. A
     MemoryError is passed on, since it says nothing about the file.
 
-    Args:
-        path: The file that Pillow itself reads; '' if its bytes are in memory.
-
     Raises:
         BadImage: Pillow cannot read the image.
-        StorageError: The file at ``path`` cannot be read now, but perhaps later.
     """
     try:
         yield
@@ -822,11 +593,8 @@ def _decoder_errors(path: str = "") -> Iterator[None]:
         raise
     except UnidentifiedImageError:
         raise BadImage(f"not a readable {', '.join(FORMATS)} image") from None
-    except OSError as error:
-        _raise_if_later(error, path)
-        raise BadImage(one_line(error.strerror or error)[:200]) from None
     except Exception as error:
-        raise BadImage(f"{type(error).__name__}: {one_line(error)[:200]}") from None
+        raise _bad_image(error) from None
 
 
 @contextmanager
@@ -847,20 +615,16 @@ def _reader_errors(path: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, pa.ArrowException) as error:
-        _raise_if_later(error, path)
-        if isinstance(error, OSError):
-            raise BadImage(one_line(error.strerror or error)[:200]) from None
-        raise BadImage(f"{type(error).__name__}: {one_line(error)[:200]}") from None
+        if getattr(error, "errno", None) in EXHAUSTED or is_transient(error):
+            raise StorageError(f"cannot read {path}: {one_line(error)}") from None
+        raise _bad_image(error) from None
 
 
-def _raise_if_later(error: Exception, path: str) -> None:
-    """Raise a StorageError if a later read of the file at ``path`` may succeed.
-
-    Nothing is raised if ``path`` is ''.
-    """
-    is_exhausted = getattr(error, "errno", None) in EXHAUSTED
-    if path and (is_exhausted or is_transient(error)):
-        raise StorageError(f"cannot read {path}: {one_line(error)}") from None
+def _bad_image(error: Exception) -> BadImage:
+    """Return the BadImage for an error of reading or decoding an image."""
+    if isinstance(error, OSError):
+        return BadImage(one_line(error.strerror or error)[:200])
+    return BadImage(f"{type(error).__name__}: {one_line(error)[:200]}")
 
 
 def _check_array(image: np.ndarray) -> None:

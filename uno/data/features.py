@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,19 +39,23 @@ from uno.config import AugmentConfig, Config
 from uno.crops import Cropper
 from uno.data.columns import decimal, joined
 from uno.data.decode import decode_many, ok_mask, prefetch_map
-from uno.data.files import FileEntry, Storage, normalize_path, with_remote_facts
+from uno.data.embeddings import write_vectors
+from uno.data.files import (
+    FileEntry,
+    Storage,
+    normalize_path,
+    user_cache,
+    with_remote_facts,
+)
 from uno.data.images import Image, Images
-from uno.data.mapped import user_cache
-from uno.data.plan import FEATURES, VIEW_SEED, augment_generator
+from uno.data.sampling import FEATURES, VIEW_SEED, augment_generator
 from uno.data.splits import Task
-from uno.data.vectors import write_vectors
 from uno.encoder import code_of
-from uno.errors import ConfigError, StorageError
+from uno.errors import ConfigError, StorageError, one_line
 from uno.runtime import BATCH_SIZE, PACKAGES, Runtime
-from uno.text import plural
 from uno.threads import torch_threads
 
-VERSION = 5  # increased when features are computed or stored in another way
+VERSION = 6  # increased when features are computed or stored in another way
 CHUNK_ROWS = 128  # rows that one thread or worker encodes at once
 ROWS_AT_ONCE = 16  # rows of a chunk whose pixels are in memory
 # images that pass the encoder at once: on CPUs 8 are 1.7 times as fast as 32
@@ -60,14 +63,6 @@ CPU_IMAGES, CUDA_IMAGES = BATCH_SIZE, 256
 # A file is written when it would have so many bytes, or after so many seconds.
 PART_BYTES, PART_SECONDS = 32 * 2**20, 10.0
 READERS = 4  # files that are read at the same time
-INDEX = pa.schema(
-    {
-        "key": pa.large_string(),
-        "part": pa.int64(),
-        "first": pa.int64(),
-        "reason": pa.large_string(),
-    }
-)
 # Features are constant if their mean distance from their mean is less than this share
 # of their mean norm, and huge if their mean norm is larger than the second number.
 CONSTANT, HUGE = 1e-5, 1e6
@@ -142,7 +137,7 @@ class FeatureJob(NamedTuple):
         Args:
             rows: int64 (n,), numbers of rows of the task.
         """
-        return list(self.task.rows.ids.take(rows))
+        return self.task.rows.ids.take(rows).to_pylist()
 
     def has_views(self, rows: np.ndarray) -> np.ndarray:
         """Return which rows have random views: training rows, if there are such views.
@@ -317,22 +312,20 @@ def decode_rows(
     data, cropper = config.data, _cropper(config)
     squares = np.zeros((len(images), 3, data.stored_size, data.stored_size), np.uint8)
     crops = np.zeros((len(images), cropper.row_bytes), np.uint8)
-    why: list[str | None] = [None] * len(images)
-    for rows in (np.flatnonzero(has_views), np.flatnonzero(~has_views)):
-        if not len(rows):
-            continue
-        some = [images[row] for row in rows.tolist()]
-        if has_views[rows[0]]:
-            own, position = squares[rows], np.zeros(len(rows), np.int64)
-            crops[rows], reasons = cropper.crop(seeds[rows], position, some, own)
-        else:
-            how = data.stored_size, 1, data.interpolation
-            decoded, reasons = decode_many(some, *how)
-            own = decoded.numpy()
-        squares[rows] = own
-        for row, reason in zip(rows.tolist(), reasons, strict=True):
-            why[row] = reason
+    reasons = np.full(len(images), None)
+    if len(viewed := np.flatnonzero(has_views)):
+        own, some = squares[viewed], [images[i] for i in viewed.tolist()]
+        crops[viewed], reasons[viewed] = cropper.crop(
+            seeds[viewed], np.zeros_like(viewed), some, own
+        )
+        squares[viewed] = own
+    if len(plain := np.flatnonzero(~has_views)):
+        decoded, reasons[plain] = decode_many(
+            [images[i] for i in plain.tolist()], data.stored_size, 1, data.interpolation
+        )
+        squares[plain] = decoded.numpy()
     pixels = np.concatenate([squares.reshape(len(images), -1), crops], axis=1)
+    why = reasons.tolist()
     return pixels, has_views & ok_mask(why), why
 
 
@@ -555,8 +548,23 @@ def image_versions(images: Images, rows: np.ndarray) -> pa.Array:
     return joined(" ", content, decimal(times))
 
 
+class _Index(NamedTuple):
+    """The images of one file of a cache.
+
+    Attributes:
+        keys: Arrow array of the id, version and number of views of each image.
+        first: The number of the first vector of each image in the file, int64.
+    """
+
+    keys: Any
+    first: np.ndarray
+
+
 class FeatureCache:
     """The cache for one way of encoding, in a cache directory.
+
+    Images that cannot be read have no features in the cache, so each use tries to read
+    them again.
 
     Args:
         storage: The cache directory.
@@ -565,35 +573,19 @@ class FeatureCache:
 
     def __init__(self, storage: Storage, job: FeatureJob) -> None:
         self._storage, self._job = storage, job
-        self._damaged = list[str]()
         rows = np.arange(len(job.task.rows))
-        self._ids = pa.array(job.ids(rows), pa.large_string())
-        self._versions = image_versions(job.task.rows.images, rows)
-        self._counts = np.where(job.has_views(rows), job.num_views, 1)
+        self._has_views = job.has_views(rows)
+        self._columns = {
+            "id": pa.array(job.ids(rows), pa.large_string()),
+            "version": image_versions(job.task.rows.images, rows),
+        }
 
     @property
     def path(self) -> str:
         """The path or URI of the folder, for messages."""
         return self._storage.below(self._job.folder)
 
-    def missing_rows(self) -> np.ndarray:
-        """Return the numbers of the rows that the cache does not have.
-
-        A file that is damaged is removed, and a line is logged.
-
-        Returns:
-            int64 (n,), ascending.
-
-        Raises:
-            StorageError: The cache directory cannot be listed.
-        """
-        _, index = self._read_index()
-        self._warn_of_damage()
-        return np.flatnonzero(self._find_rows(index) < 0)
-
-    def read(
-        self, zeros: Zeros = torch.zeros
-    ) -> tuple[Tensor, list[str | None], np.ndarray]:
+    def read(self, zeros: Zeros = torch.zeros) -> tuple[Tensor, np.ndarray]:
         """Read the features of all rows that the cache has.
 
         A file that is damaged is removed, and a line is logged.
@@ -602,74 +594,63 @@ class FeatureCache:
             zeros: Allocates the features.
 
         Returns:
-            Features float32 (N, 1 + V, D), zeros where there are none; for each row the
-            reason why it cannot be read, or None; and the numbers int64 (n,) of the
-            rows that are to be encoded, ascending. These include rows that could not be
-            read before and now can.
+            Features float32 (N, 1 + V, D), zeros where there are none; and the numbers
+            int64 (n,) of the rows that the cache lacks, ascending.
 
         Raises:
             StorageError: The cache directory cannot be listed.
         """
-        job, (names, index) = self._job, self._read_index()
-        features = zeros((len(job.task.rows), job.num_views, job.num_features))
-        found = self._find_rows(index)
-        known = np.flatnonzero(found >= 0)
-        own = index.take(pa.array(found[known]))
-        part, first = own["part"].to_numpy(), own["first"].to_numpy()
-        reasons: list[str | None] = [None] * len(found)
-        for row, reason in zip(known.tolist(), own["reason"].to_pylist(), strict=True):
-            reasons[row] = reason
-
-        def read_part(at: np.ndarray) -> np.ndarray:
-            """Copy the features of one file into ``features``.
-
-            Args:
-                at: int64 (m,), positions in ``known`` of the rows in the file.
-
-            Returns:
-                The numbers of these rows if the file is damaged, otherwise no number.
-            """
-            values = self._read_values(names[part[at[0]]])
-            if values is None:
-                return known[at]
-            for count in np.unique(self._counts[known[at]]):
-                some = at[self._counts[known[at]] == count]
-                chosen = values[first[some][:, None] + np.arange(count)]
-                features[known[some], :count] = torch.from_numpy(chosen)
-            return np.arange(0)
-
-        order = np.argsort(part, kind="stable")
-        of_parts = np.split(order, np.flatnonzero(np.diff(part[order])) + 1)
+        job, num = self._job, len(self._has_views)
+        features = zeros((num, job.num_views, job.num_features))
+        is_read = np.zeros(num, bool)
+        with _naming_the_option():
+            names = self._storage.list(job.folder)
+        names = [name for name in names if name.endswith(".parquet")]
         with ThreadPoolExecutor(READERS) as pool:
-            lost = list(pool.map(read_part, of_parts if len(known) else []))
-        for row in chain.from_iterable(lost):
-            reasons[row] = None
-        self._warn_of_damage()
-        again = [np.flatnonzero(found < 0), *lost, self._readable_again(reasons)]
-        return features, reasons, np.unique(np.concatenate(again))
+            indexes = list(pool.map(self._read_index, names))
+            empty = pa.array([], pa.large_string())
+            keys = pa.chunked_array([empty, *(index.keys for index in indexes)])
+            counts = decimal(np.where(self._has_views, job.num_views, 1))
+            wanted = joined("\n", *self._columns.values(), counts)
+            found = pa.compute.index_in(wanted, value_set=keys).fill_null(-1).to_numpy()
+            # The rows in the order of the files, each file with its part of them.
+            order = np.argsort(found, kind="stable")
+            starts = np.cumsum([0, *(len(index.keys) for index in indexes)])
+            bounds = np.searchsorted(found[order], starts)
 
-    def append(
-        self, rows: np.ndarray, features: Tensor, reasons: Sequence[str | None]
-    ) -> None:
+            def copy(number: int) -> None:
+                """Copy the features of one file, unless it is damaged."""
+                rows = order[bounds[number] : bounds[number + 1]]
+                table = self._read_columns(names[number], ["embedding"])
+                if table is None:
+                    return
+                values = table["embedding"].combine_chunks().flatten().to_numpy()
+                values = values.reshape(len(table), job.num_features)
+                first = indexes[number].first[found[rows] - starts[number]]
+                features[rows, 0] = torch.from_numpy(values[first])
+                viewed = self._has_views[rows]
+                places = first[viewed, None] + np.arange(1, job.num_views)
+                features[rows[viewed], 1:] = torch.from_numpy(values[places])
+                is_read[rows] = True
+
+            list(pool.map(copy, np.flatnonzero(np.diff(bounds)).tolist()))
+        return features, np.flatnonzero(~is_read)
+
+    def append(self, rows: np.ndarray, features: Tensor) -> None:
         """Write the features of some rows to a new file, which appears whole.
 
         Args:
             rows: int64 (n,), numbers of the rows.
             features: float32 (n, 1 + V, D).
-            reasons: For each of the n rows the reason why it cannot be read, or None.
 
         Raises:
             StorageError: The file cannot be written.
         """
-        columns = {
-            "id": self._ids.take(pa.array(rows)),
-            "version": self._versions.take(pa.array(rows)),
-            "reason": pa.array(reasons, pa.large_string()),
-        }
+        columns = {name: c.take(pa.array(rows)) for name, c in self._columns.items()}
+        counts = np.where(self._has_views[rows], self._job.num_views, 1)
         name = f"{self._job.folder}/{uuid.uuid4().hex}.parquet"
         with _naming_the_option():
-            path = self._storage.below(name)
-            write_vectors(path, features, self._counts[rows], columns)
+            write_vectors(self._storage.below(name), features, counts, columns)
 
     def write_facts(self) -> None:
         """Write ``facts.json``, for people who look at the folder.
@@ -682,64 +663,16 @@ class FeatureCache:
         with _naming_the_option():
             self._storage.write(f"{self._job.folder}/facts.json", text.encode())
 
-    def _read_index(self) -> tuple[list[str], pa.Table]:
-        """Read which image is where in the files of the cache.
-
-        Returns:
-            The names of all files; and a table with the columns ``key`` (the image's
-            id, version and number of views); ``part``, the position of the file's name;
-            ``first``, the number of the image's first vector in the file; and
-            ``reason``, null for an image that can be read. These images come first.
-
-        Raises:
-            StorageError: The cache directory cannot be listed.
-        """
-        with _naming_the_option():
-            names = self._storage.list(self._job.folder)
-        names = [name for name in names if name.endswith(".parquet")]
-        with ThreadPoolExecutor(READERS) as pool:
-            parts = list(pool.map(self._read_part_index, range(len(names)), names))
-        index = pa.concat_tables([INDEX.empty_table(), *filter(None, parts)])
-        is_bad = index["reason"].is_valid().to_numpy()
-        return names, index.take(pa.array(np.argsort(is_bad, kind="stable")))
-
-    def _read_part_index(self, part: int, name: str) -> pa.Table | None:
-        """Return the rows of the index for one file, or None if it is damaged.
-
-        Args:
-            part: The position of the file among all files.
-            name: The name of the file.
-        """
-        table = self._read_columns(name, ["id", "version", "view", "reason"])
+    def _read_index(self, name: str) -> _Index:
+        """Return which images a file has; none if it is damaged."""
+        table = self._read_columns(name, ["id", "version", "view"])
         if table is None:
-            return None
+            return _Index(pa.array([], pa.large_string()), np.arange(0))
         first = np.flatnonzero(table["view"].to_numpy() == 0)
         counts = decimal(np.diff(first, append=len(table)))
-        found = table.take(pa.array(first)).combine_chunks()
-        key = joined("\n", found["id"], found["version"], counts)
-        columns = [key, np.full(len(first), part), first, found["reason"]]
-        return pa.table(columns, schema=INDEX)
-
-    def _find_rows(self, index: pa.Table) -> np.ndarray:
-        """Return the position of each row in the index, or -1.
-
-        Args:
-            index: The table of :meth:`_read_index`.
-
-        Returns:
-            int64 (N,). Of several entries for an image the first one is taken.
-        """
-        keys = joined("\n", self._ids, self._versions, decimal(self._counts))
-        found = pa.compute.index_in(keys, value_set=index["key"])
-        return found.fill_null(-1).to_numpy().astype(np.int64)
-
-    def _read_values(self, name: str) -> np.ndarray | None:
-        """Return the vectors float32 (R, D) of a file, or None if it is damaged."""
-        table = self._read_columns(name, ["embedding"])
-        if table is None:
-            return None
-        values = table["embedding"].combine_chunks().flatten().to_numpy()
-        return values.reshape(len(table), self._job.num_features)
+        images = table.take(pa.array(first)).combine_chunks()
+        keys = joined("\n", images["id"], images["version"], counts)
+        return _Index(keys, first)
 
     def _read_columns(self, name: str, columns: list[str]) -> pa.Table | None:
         """Read columns of a file.
@@ -748,52 +681,21 @@ class FeatureCache:
             The table, or None if the file is damaged, which is then removed. A file is
             also damaged if it lacks a column or its vectors do not have D numbers.
         """
-        path, width = f"{self._job.folder}/{name}", self._job.num_features
+        path = f"{self._job.folder}/{name}"
+        kind = pa.list_(pa.float32(), self._job.num_features)
         try:
             with self._storage.open(path) as stream:
                 file = pq.ParquetFile(stream, page_checksum_verification=True)
                 schema = file.schema_arrow
-                if not {*columns, "embedding"} <= {*schema.names}:
-                    raise StorageError(f"it has the columns {schema.names}")
-                kind = schema.field("embedding").type
-                if kind != pa.list_(pa.float32(), width):
-                    raise StorageError(f"its vectors are {kind}, not {width} numbers")
+                lacks = {*columns, "embedding"} - {*schema.names}
+                if lacks or schema.field("embedding").type != kind:
+                    raise StorageError(f"its columns are {one_line(schema)}")
                 return file.read(columns, use_threads=False)
         except StorageError as error:
-            self._damaged.append(f"{name}: {error}")
+            log.warning("recomputing a damaged file, %s/%s: %s", self.path, name, error)
             with suppress(StorageError):
                 self._storage.delete(path)
             return None
-
-    def _warn_of_damage(self) -> None:
-        """Log a line about the damaged files since the last call, if there were any."""
-        if self._damaged:
-            log.warning(
-                "recomputing %s in %s, the first is %s",
-                plural(len(self._damaged), "damaged file"),
-                self.path,
-                self._damaged[0],
-            )
-            self._damaged.clear()
-
-    def _readable_again(self, reasons: Sequence[str | None]) -> np.ndarray:
-        """Return the numbers of the rows that could not be read and now can.
-
-        Their files have not changed, but their storage may have been unavailable.
-
-        Args:
-            reasons: For each of the N rows the reason why it could not be read, or
-                None.
-
-        Returns:
-            int64 (n,), ascending.
-        """
-        data, bad = self._job.config.data, np.flatnonzero(~ok_mask(reasons))
-        if not len(bad):
-            return bad
-        images = self._job.task.rows.images.take(bad)
-        _, now = decode_many(images, data.stored_size, None, data.interpolation)
-        return bad[ok_mask(now)]
 
 
 @contextmanager
@@ -835,39 +737,44 @@ def cached_features(
     Raises:
         StorageError: The cache cannot be read or written.
     """
-    features, reasons, missing = cache.read(zeros)
+    features, missing = cache.read(zeros)
+    reasons: list[str | None] = [None] * len(features)
     if not len(missing):
         return features, reasons
     cache.write_facts()  # shows before any work whether the directory is writable
-    total, unsaved, saved_at = len(features), list[Chunk](), time.monotonic()
+    total, done = len(features), len(features) - len(missing)
+    unsaved, saved_at = list[np.ndarray](), time.monotonic()
     most_rows = PART_BYTES // (4 * features[0].numel())
-
-    def save() -> None:
-        """Write the chunks that are not in the cache yet, if any, to a new file."""
-        nonlocal saved_at
-        chunks, saved_at = [*unsaved], time.monotonic()
-        unsaved.clear()
-        if chunks:
-            rows, values, why = zip(*chunks, strict=True)
-            reasons_of_part = [*chain.from_iterable(why)]
-            cache.append(np.concatenate(rows), torch.cat(values), reasons_of_part)
-
-    done = total - len(missing)
     on_progress(done, total)
     try:
         for chunk in compute(missing):
             features[chunk.rows] = chunk.features
             for row, reason in zip(chunk.rows.tolist(), chunk.reasons, strict=True):
                 reasons[row] = reason
-            unsaved.append(chunk)
-            num_rows = sum(len(chunk.rows) for chunk in unsaved)
-            if num_rows >= most_rows or time.monotonic() - saved_at > PART_SECONDS:
-                save()
+            unsaved.append(chunk.rows[ok_mask(chunk.reasons)])
+            num_rows, seconds = sum(map(len, unsaved)), time.monotonic() - saved_at
+            if num_rows >= most_rows or seconds > PART_SECONDS:
+                _save(cache, features, unsaved)
+                saved_at = time.monotonic()
             done += len(chunk.rows)
             on_progress(done, total)
     finally:
-        save()
+        _save(cache, features, unsaved)
     return features, reasons
+
+
+def _save(cache: FeatureCache, features: Tensor, unsaved: list[np.ndarray]) -> None:
+    """Write the features of rows that the cache lacks, if any, and empty the list.
+
+    Args:
+        cache: The cache.
+        features: The features of all rows, float32 (N, 1 + V, D).
+        unsaved: Numbers of the rows, int64 arrays.
+    """
+    rows = np.concatenate([*unsaved, np.arange(0)])
+    unsaved.clear()
+    if len(rows):
+        cache.append(rows, features[torch.from_numpy(rows)])
 
 
 def cache_directory(config: Config) -> str:

@@ -18,12 +18,11 @@ import tempfile
 import threading
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import lru_cache, wraps
-from itertools import islice
+from functools import lru_cache, partial, wraps
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple, ParamSpec, TypeVar
 from urllib.parse import quote, unquote, urlsplit
@@ -37,7 +36,7 @@ from uno.limits import MAX_ROWS
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}")  # name of a file that is being written
 
 FLAT = ("s3", "gcs", "abfs")  # object stores have no directories to create
-LISTERS = 16  # threads that list directories, and directories that are listed ahead
+LISTERS = 16  # remote folders that are listed at the same time
 # Levels of remote folders that are listed one by one; one request lists all below them.
 PREFIX_LEVELS = 2
 HIDDEN = re.compile(r"(^|/)(\.|__MACOSX(/|$))")  # files that file managers leave behind
@@ -55,32 +54,29 @@ Google and Azure, and those of network disks.
 """
 REMOTE_PIECE_BYTES = 8 * 2**20  # bytes of a remote file that are read at once
 UPLOAD_BYTES_PER_S = 256 * 2**10  # mean rate for a file that is uploaded as it grows
+CACHE_VARIABLE = "UNO_CACHE"  # environment variable with the cache directory
 PAUSES_S = (1, 2, 4, 8, 16)  # between attempts, in each of which pyarrow tries for 6 s
 
 P = ParamSpec("P")
 R = TypeVar("R")
 log = logging.getLogger(__name__)
+_this_thread = threading.local()  # is_retrying: whether the thread is in a retried call
 
 
 class FileEntry(NamedTuple):
-    """A file below a root folder, or a folder while folders are listed.
+    """A file of a data source.
 
     Attributes:
-        relative: Path below the root, with '/' as separator. The path of a folder ends
-            in '/', so that sorting puts its files in the order of their relative paths.
+        relative: Path below the root of the source, with '/' as separator.
         path: Full local path or URI.
         size: Size in bytes, -1 if not known.
         time: Modification time in ns since 1970; -1 if not known, 0 for a missing file.
-        real: For a folder its path without links, by which a folder that was listed
-            before is recognized (in remote storage its path below the root); None for a
-            file.
     """
 
     relative: str
     path: str
     size: int
     time: int
-    real: str | None = None
 
 
 def is_transient(error: object) -> bool:
@@ -93,19 +89,6 @@ def is_transient(error: object) -> bool:
         error: An exception, or its message.
     """
     return TRANSIENT.search(str(error)) is not None
-
-
-class _RetryState(threading.local):
-    """Whether a call of this thread is inside :func:`retry_transient`.
-
-    Attributes:
-        is_retrying: True during the call.
-    """
-
-    is_retrying = False
-
-
-_retry_state = _RetryState()
 
 
 def retry_transient(access: Callable[P, R]) -> Callable[P, R]:
@@ -126,9 +109,9 @@ def retry_transient(access: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(access)
     def retried(*args: P.args, **kwargs: P.kwargs) -> R:
-        if _retry_state.is_retrying:
+        if getattr(_this_thread, "is_retrying", False):
             return access(*args, **kwargs)
-        _retry_state.is_retrying = True
+        _this_thread.is_retrying = True
         try:
             for pause in PAUSES_S:
                 try:
@@ -140,7 +123,7 @@ def retry_transient(access: Callable[P, R]) -> Callable[P, R]:
                     time.sleep(pause)
             return access(*args, **kwargs)
         finally:
-            _retry_state.is_retrying = False
+            _this_thread.is_retrying = False
 
     return retried
 
@@ -233,65 +216,111 @@ def kind(path: str) -> str:
 def walk(root: str, follow_links: bool = False) -> Iterator[FileEntry]:
     """Yield the files below ``root`` in the order of their relative paths.
 
-    Unlike :func:`files_below`, which lists the files, this function limits their
-    number.
+    Hidden files are left out. A link whose target does not exist is a file of size -1.
 
     Args:
         root: Local folder or URI.
         follow_links: Whether a link may lead out of a local ``root``.
 
     Raises:
-        ConfigError: A local folder holds more than MAX_ROWS files, a folder cannot be
-            listed, or a link leads out of ``root`` and ``follow_links`` is False.
+        ConfigError: There are more than MAX_ROWS files, a folder cannot be listed, or a
+            link leads out of ``root`` and ``follow_links`` is False.
     """
-    for number, found in enumerate(files_below(root, follow_links)):
-        if number == MAX_ROWS and not is_uri(root):
+    files = _walk_remote(root) if is_uri(root) else _walk_local(root, follow_links)
+    for number, file in enumerate(files):
+        if number == MAX_ROWS:
             raise ConfigError(f"more than {MAX_ROWS:,} files below {root}")
-        yield found
+        yield file
 
 
-def files_below(root: str, follow_links: bool = False) -> Iterator[FileEntry]:
-    """Yield the files below ``root`` in the order of their relative paths.
+def _walk_local(root: str, follow_links: bool) -> Iterator[FileEntry]:
+    """Yield the files below a local folder, as :func:`walk`.
 
-    Hidden files are left out. :data:`LISTERS` threads list the next folders ahead of
-    the consumer, and only these lists are in memory. From the third level of remote
-    storage on, one request lists all files below a folder. A folder that links lead to
-    twice is listed once, so loops of links end. A link whose target does not exist is a
-    file of size -1.
-
-    Args:
-        root: Local folder or URI.
-        follow_links: Whether a link may lead out of a local ``root``.
-
-    Raises:
-        ConfigError: A folder cannot be listed, or a link leads out of ``root`` and
-            ``follow_links`` is False.
+    A link to a folder that is being listed is left out, so loops of links end.
     """
-    scan = _remote_scan(root) if is_uri(root) else _local_scan(root, follow_links)
-    seen, pool = set[str](), ThreadPoolExecutor(LISTERS, thread_name_prefix="uno-list")
+    base = os.path.realpath(root).rstrip("/") + "/"
 
-    def walk_one(entries: list[FileEntry]) -> Iterator[FileEntry]:
-        """Yield the files of a listed folder and of all folders in it."""
-        folders = (entry for entry in entries if entry.real is not None)
-        waiting = deque(pool.submit(scan, entry) for entry in islice(folders, LISTERS))
-        for entry in entries:
-            if entry.real is None:
-                yield entry
+    def walk_folder(
+        folder: str, relative: str, above: frozenset[str]
+    ) -> Iterator[FileEntry]:
+        """Yield the files below a folder.
+
+        Args:
+            folder: Path of the folder.
+            relative: Its path below the root, '' or with '/' at the end.
+            above: Paths without links of the folders that lead to it.
+        """
+        real = os.path.realpath(folder)
+        if real in above:
+            return
+        with reading(folder), os.scandir(folder) as entries:
+            # with '/' at its end, a folder is sorted as the files in it
+            found = sorted((e.name + "/" * _is_folder(e), e) for e in entries)
+        for name, entry in found:
+            if HIDDEN.search(name):
                 continue
-            inside = waiting.popleft()
-            waiting += [
-                pool.submit(scan, following) for following in islice(folders, 1)
-            ]
-            if entry.real not in seen:
-                seen.add(entry.real)
-                yield from walk_one(inside.result())
+            path = entry.path
+            is_left = entry.is_symlink() and not os.path.realpath(path).startswith(base)
+            if is_left and not follow_links:
+                raise ConfigError(
+                    f"link {path} points outside the data folder {root}; copy the file,"
+                    " or follow links with --data.follow-links"
+                )
+            if name.endswith("/"):
+                yield from walk_folder(path, relative + name, above | {real})
+            elif (
+                entry.is_file(follow_symlinks=False)
+                or os.path.isfile(path)
+                or not os.path.exists(path)
+            ):
+                yield FileEntry(relative + name, path, *stat_of(path))
 
-    top = FileEntry("", root, -1, -1, root if is_uri(root) else os.path.realpath(root))
-    seen.add(str(top.real))
-    try:
-        yield from walk_one(scan(top))
-    finally:
-        pool.shutdown(cancel_futures=True)
+    return walk_folder(root, "", frozenset())
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Return whether an entry is a folder or a link to a folder.
+
+    A link that leads to itself is neither.
+    """
+    return os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
+
+
+def _walk_remote(root: str) -> Iterator[FileEntry]:
+    """Yield the files below a URI, as :func:`walk`.
+
+    The folders of the first levels are listed at the same time, and one request lists
+    all files below each folder of the last of these levels.
+    """
+    with reading(root):
+        files, inner = locate(root)
+    top = inner.strip("/")
+
+    @retry_transient
+    def list_folder(folder: str, is_deep: bool) -> list[Any]:
+        """Return pyarrow's ``FileInfo`` of the files and folders in a folder."""
+        with reading(root):
+            return list(
+                files.get_file_info(pa.fs.FileSelector(folder, recursive=is_deep))
+            )
+
+    found, folders = list[FileEntry](), [inner.rstrip("/")]
+    with ThreadPoolExecutor(LISTERS, thread_name_prefix="uno-list") as pool:
+        for level in range(PREFIX_LEVELS + 1):
+            is_deep = level == PREFIX_LEVELS
+            infos = chain.from_iterable(
+                pool.map(partial(list_folder, is_deep=is_deep), folders)
+            )
+            folders = []
+            for info in infos:
+                relative = info.path.strip("/").removeprefix(top).strip("/")
+                if info.is_file and not HIDDEN.search(relative):
+                    time = -1 if info.mtime_ns is None else info.mtime_ns
+                    path = join(root, relative)
+                    found.append(FileEntry(relative, path, info.size, time))
+                elif not info.is_file and not HIDDEN.search(relative):
+                    folders.append(info.path)
+    yield from sorted(found)
 
 
 @retry_transient
@@ -308,12 +337,10 @@ def children(root: str) -> tuple[list[str], list[str]]:
         ConfigError: The folder cannot be listed.
     """
     with reading(root):
-        entries = [
-            entry for entry in _entries(*locate(root)) if not HIDDEN.search(entry[0])
-        ]
-    return [name for name, is_dir in entries if is_dir], [
-        name for name, is_dir in entries if not is_dir
-    ]
+        entries = _entries(*locate(root))
+    shown = [(name, is_dir) for name, is_dir in entries if not HIDDEN.search(name)]
+    folders = [name for name, is_dir in shown if is_dir]
+    return folders, [name for name, is_dir in shown if not is_dir]
 
 
 def _entries(files: Any, inner: str | bytes) -> list[tuple[str, bool]]:
@@ -404,15 +431,31 @@ def open_binary(path: str) -> BinaryIO:
 
 
 def open_file(path: str) -> Any:
-    """Open a local file or a URI as a pyarrow file for reads in any order.
+    """Open a file for reads in any order. Failed reads of a remote file are retried.
+
+    Args:
+        path: Local path or URI.
+
+    Returns:
+        A ``pyarrow.NativeFile``.
 
     Raises:
         OSError: The file cannot be opened, or is not a regular file.
     """
-    files, inner = locate(path)
-    if not is_uri(path):
+    return _open_inner(*locate(path))
+
+
+def _open_inner(files: Any, inner: str | bytes) -> Any:
+    """Open a file of a file system, as :func:`open_file`.
+
+    Args:
+        files: File system, as :func:`locate` returns it.
+        inner: Path inside the file system, ``bytes`` for a local one.
+    """
+    if isinstance(inner, bytes):
         require_regular(inner)
-    return open_located(files, inner)
+        return files.open_input_file(inner)
+    return pa.PythonFile(RetryingFile(files, inner), mode="r")
 
 
 def read_whole(path: str, max_bytes: int, what: str = "") -> bytes:
@@ -522,111 +565,17 @@ def with_remote_facts(files: Sequence[FileEntry]) -> list[FileEntry]:
         ConfigError: The storage refuses a request.
     """
     wanted = [file for file in files if is_uri(file.path) and file.time < 0]
-    if not wanted:
-        return list(files)
-    with reading(wanted[0].path):
-        storage = locate(wanted[0].path)[0]
-        paths = [locate(file.path)[1] for file in wanted]
-        infos = retry_transient(storage.get_file_info)(paths)
+    infos = []
+    if wanted:
+        with reading(wanted[0].path):
+            places = [locate(file.path) for file in wanted]
+            infos = retry_transient(places[0][0].get_file_info)([p for _, p in places])
     known = {
         file: file._replace(size=info.size, time=info.mtime_ns)
         for file, info in zip(wanted, infos, strict=True)
         if info.is_file and info.mtime_ns is not None
     }
     return [known.get(file, file) for file in files]
-
-
-def _local_scan(
-    root: str, follow_links: bool
-) -> Callable[[FileEntry], list[FileEntry]]:
-    """Return a function that lists one local folder for :func:`files_below`.
-
-    Args:
-        root: The folder that all listed folders are below.
-        follow_links: Whether a link may lead out of ``root``.
-    """
-    base = os.path.realpath(root).rstrip("/") + "/"
-
-    def scan(folder: FileEntry) -> list[FileEntry]:
-        """Return the files and folders in a folder, sorted by relative path.
-
-        Raises:
-            ConfigError: The folder cannot be listed, or a link leads out of the root.
-        """
-        found = []
-        with reading(folder.path), os.scandir(folder.path) as entries:
-            for entry in entries:
-                if HIDDEN.search(entry.name):
-                    continue
-                real = (
-                    os.path.join(str(folder.real), entry.name)
-                    if follow_links
-                    else entry.path
-                )
-                if entry.is_symlink():
-                    real = os.path.realpath(entry.path)
-                    if not real.startswith(base) and not follow_links:
-                        raise ConfigError(
-                            f"link {entry.path} points outside the data folder {root}; "
-                            "copy the file, or follow links with --data.follow-links"
-                        )
-                relative = folder.relative + entry.name
-                if _is_folder(entry):
-                    found.append(FileEntry(f"{relative}/", entry.path, -1, -1, real))
-                elif entry.is_symlink() and not os.path.exists(entry.path):
-                    found.append(FileEntry(relative, entry.path, -1, 0))
-                elif entry.is_file():
-                    stat = entry.stat()
-                    found.append(
-                        FileEntry(relative, entry.path, stat.st_size, stat.st_mtime_ns)
-                    )
-        return sorted(found)
-
-    return scan
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    """Return whether an entry is a folder or a link to a folder.
-
-    A link that leads to itself is neither.
-    """
-    return os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
-
-
-def _remote_scan(root: str) -> Callable[[FileEntry], list[FileEntry]]:
-    """Return a function that lists one folder below a URI for :func:`files_below`."""
-
-    def scan(folder: FileEntry) -> list[FileEntry]:
-        """Return the files and folders in a folder, sorted by relative path.
-
-        From the level :data:`PREFIX_LEVELS` on, the result has all files below the
-        folder and no folders.
-
-        Raises:
-            ConfigError: The folder cannot be listed.
-        """
-        with reading(root):
-            files, inner = locate(root)
-            top, deep = inner.strip("/"), folder.relative.count("/") >= PREFIX_LEVELS
-            infos = retry_transient(files.get_file_info)(
-                pa.fs.FileSelector(
-                    f"{inner}/{folder.relative}".rstrip("/"), recursive=deep
-                )
-            )
-        found = []
-        for info in infos:
-            relative = info.path.strip("/").removeprefix(top).strip("/")
-            if not HIDDEN.search(relative):
-                if info.is_file:
-                    time = -1 if info.mtime_ns is None else info.mtime_ns
-                    found.append(
-                        FileEntry(relative, join(root, relative), info.size, time)
-                    )
-                elif not deep:
-                    found.append(FileEntry(f"{relative}/", "", -1, -1, relative))
-        return sorted(found)
-
-    return scan
 
 
 def locate(path: str) -> tuple[Any, Any]:
@@ -706,10 +655,6 @@ class RetryingFile(io.RawIOBase):
         """Return True, because the position can be changed."""
         return True
 
-    def tell(self) -> int:
-        """Return the position in bytes from the start of the file."""
-        return self._position
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Move to a position and return it.
 
@@ -718,8 +663,8 @@ class RetryingFile(io.RawIOBase):
             whence: ``io.SEEK_SET`` for the start of the file, ``io.SEEK_CUR`` for the
                 present position, or ``io.SEEK_END`` for the end.
         """
-        starts = {io.SEEK_SET: 0, io.SEEK_CUR: self._position}
-        start = self._file.size() if whence == io.SEEK_END else starts[whence]
+        end = self._file.size() if whence == io.SEEK_END else 0
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: end}[whence]
         self._position = start + offset
         return self._position
 
@@ -735,34 +680,9 @@ class RetryingFile(io.RawIOBase):
         self._position += len(data)
         return len(data)
 
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-        super().close()
-
-
-def open_located(files: Any, inner: str | bytes) -> Any:
-    """Open a file of a file system for reads in any order.
-
-    Failed reads of a remote file are retried.
-
-    Args:
-        files: File system, as :func:`locate` returns it.
-        inner: Path inside the file system, ``bytes`` for a local one.
-
-    Returns:
-        A ``pyarrow.NativeFile``.
-
-    Raises:
-        OSError: The file cannot be opened.
-    """
-    if isinstance(inner, bytes):
-        return files.open_input_file(inner)
-    return pa.PythonFile(RetryingFile(files, inner), mode="r")
-
 
 @contextmanager
-def refusing(kind: type[UnoError], what: str) -> Iterator[None]:
+def wrap_errors(kind: type[UnoError], what: str) -> Iterator[None]:
     """Turn errors of storage inside the ``with`` block into an error of the project.
 
     Args:
@@ -788,7 +708,7 @@ def reading(path: str) -> AbstractContextManager[None]:
     Args:
         path: What is read, for the message.
     """
-    return refusing(ConfigError, f"read {path}")
+    return wrap_errors(ConfigError, f"read {path}")
 
 
 class Storage:
@@ -808,7 +728,7 @@ class Storage:
     """
 
     def __init__(self, root: str) -> None:
-        with refusing(StorageError, f"open {valid_text(root)}"):
+        with wrap_errors(StorageError, f"open {valid_text(root)}"):
             os.fsencode(root)
             if is_uri(root):
                 # With delayed opening a small upload takes one request and not three.
@@ -849,7 +769,7 @@ class Storage:
         """Return the size of a file in bytes, 0 if it does not exist."""
         return self._info(name).size or 0
 
-    def unfinished(self, name: str = "") -> list[str]:
+    def temporary_files(self, name: str = "") -> list[str]:
         """Return the names of temporary files that interrupted writers left behind.
 
         Args:
@@ -859,15 +779,12 @@ class Storage:
             Names below the root. There are none in remote storage, where a file is
             written by one upload.
         """
-        found = list[str]()
-        for where, _, files in os.walk(self.path(name)) if self.is_local else ():
-            below = os.path.relpath(where, self.root)
-            found += [
-                os.path.normpath(f"{below}/{file}")
-                for file in files
-                if TEMPORARY.fullmatch(file)
-            ]
-        return found
+        found = Path(self.path(name)).rglob(".*") if self.is_local else ()
+        return [
+            os.path.relpath(path, self.root)
+            for path in found
+            if TEMPORARY.fullmatch(path.name)
+        ]
 
     @retry_transient
     def list(self, name: str = "") -> list[str]:
@@ -877,7 +794,6 @@ class Storage:
         with self._errors("list", name):
             return [entry for entry, _ in _entries(self._fs, self._inner(name))]
 
-    @retry_transient
     def read(self, name: str, max_bytes: int | None = None) -> bytes:
         """Return the content of a file.
 
@@ -888,8 +804,10 @@ class Storage:
         Raises:
             StorageError: The file cannot be read, or is larger than ``max_bytes``.
         """
-        with self._errors("read", name), self._opened(name) as file:
-            return self._content(file, name, max_bytes)
+        data = self.find(name, max_bytes)
+        if data is None:
+            raise StorageError(f"cannot read {self.path(name)}: no such file")
+        return data
 
     @retry_transient
     def find(self, name: str, max_bytes: int | None = None) -> bytes | None:
@@ -904,12 +822,16 @@ class Storage:
         Raises:
             StorageError: The file cannot be read, or is larger than ``max_bytes``.
         """
-        with (
-            self._errors("read", name),
-            suppress(FileNotFoundError),
-            self._opened(name) as file,
-        ):
-            return self._content(file, name, max_bytes)
+        inner = self._inner(name)
+        with self._errors("read", name), suppress(FileNotFoundError):
+            if self.is_local:
+                require_regular(inner)
+            with self._fs.open_input_file(inner) as file:
+                if max_bytes is not None and file.size() > max_bytes:
+                    raise StorageError(
+                        f"{self.path(name)} is larger than {max_bytes} bytes"
+                    )
+                return bytes(file.read())
         return None
 
     @contextmanager
@@ -926,11 +848,11 @@ class Storage:
             StorageError: The file cannot be read. An OSError or ArrowException that is
                 raised inside the block becomes a StorageError, too.
         """
-        with self._errors("read", name):
-            if self.is_local:
-                require_regular(self._inner(name))
-            with open_located(self._fs, self._inner(name)) as file:
-                yield file
+        with (
+            self._errors("read", name),
+            _open_inner(self._fs, self._inner(name)) as file,
+        ):
+            yield file
 
     def write(self, name: str, data: bytes) -> None:
         """Create or replace a file. After the call the whole file is on the disk.
@@ -947,14 +869,15 @@ class Storage:
         else:
             self._upload(name, data)
 
-    def write_first(self, name: str, data: bytes) -> bool:
+    def write_if_absent(self, name: str, data: bytes) -> bool:
         """Create a file unless there is one of that name.
 
-        Of several writers at the same moment only one gets True, if the file system has
-        hard links. Without them, and in remote storage, several may get True.
+        Of several writers at the same moment only one gets True on a local file system.
+        In remote storage several may get True. A process that is killed during the call
+        may leave a part of the file.
 
         Args:
-            name: Name of the file, directly in the root.
+            name: Name of the file.
             data: The content.
 
         Returns:
@@ -963,22 +886,17 @@ class Storage:
         Raises:
             StorageError: The file cannot be written.
         """
-        if self.exists(name):
-            return False
         if not self.is_local:
-            self.write(name, data)
+            is_new = not self.exists(name)
+            if is_new:
+                self.write(name, data)
+            return is_new
+        with self._errors("write", name), suppress(FileExistsError):
+            self._make_folder(name)
+            with Path(self.path(name)).open("xb") as file:
+                file.write(data)
             return True
-        mine = f".{name}.{uuid.uuid4().hex[:8]}"
-        self.write(mine, data)
-        try:
-            os.link(self.path(mine), self.path(name))
-        except FileExistsError:
-            return False
-        except OSError:
-            self.write(name, data)
-        finally:
-            self.delete(mine)
-        return True
+        return False
 
     @contextmanager
     def create(self, name: str) -> Iterator[Any]:
@@ -998,24 +916,23 @@ class Storage:
             StorageError: The file cannot be written, or the temporary folder is full.
         """
         self.check()
-        with self._errors("write", name):
-            if self.is_local:
-                with create_local(Path(self.path(name))) as file:
-                    yield file
-                return
-            with tempfile.TemporaryFile() as file:
-                try:
-                    yield file
-                    file.flush()
-                except OSError as error:
-                    if error.errno != errno.ENOSPC:
-                        raise
-                    raise StorageError(
-                        f"cannot write {self.path(name)}: no space left in"
-                        f" {tempfile.gettempdir()}, where files are collected before"
-                        " their upload; set TMPDIR to a folder with more space"
-                    ) from None
-                self._upload(name, _mapped_content(file))
+        if self.is_local:
+            with (
+                self._errors("write", name),
+                create_local(Path(self.path(name))) as file,
+            ):
+                yield file
+            return
+        way = f"{self.path(name)} by way of {tempfile.gettempdir()} (TMPDIR)"
+        with (
+            wrap_errors(StorageError, f"write {way}"),
+            tempfile.TemporaryFile() as file,
+        ):
+            yield file
+            file.flush()
+            is_empty = not os.fstat(file.fileno()).st_size  # which cannot be mapped
+            data = b"" if is_empty else mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+            self._upload(name, data)
 
     @retry_transient
     def _write_local(self, name: str, data: bytes) -> None:
@@ -1037,8 +954,7 @@ class Storage:
         """
         self.check()
         with self._errors("write", name):
-            if not self._fs.type_name.startswith(FLAT):
-                self._fs.create_dir(self.path(name).rpartition("/")[0], recursive=True)
+            self._make_folder(name)
             with self._fs.open_output_stream(self.path(name)) as stream:
                 stream.write(data)
 
@@ -1060,11 +976,10 @@ class Storage:
             return self.write(name, (self.find(name) or b"") + data)
         self.check()
         with self._errors("write", name):
-            path = Path(self.path(name))
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if path.exists():
+            self._make_folder(name)
+            if self.exists(name):
                 require_regular(self._inner(name))
-            with path.open("ab") as file:
+            with Path(self.path(name)).open("ab") as file:
                 file.write(data)
 
     @retry_transient
@@ -1088,8 +1003,8 @@ class Storage:
     def move(self, name: str, target: str) -> None:
         """Move a file, or a directory with all that is in it, and replace ``target``.
 
-        Local files are renamed. Object stores have no rename: each file is copied, then
-        deleted.
+        Local files are renamed. Object stores have no rename: all files are copied and
+        then deleted.
 
         Args:
             name: Name of the file or directory.
@@ -1099,45 +1014,28 @@ class Storage:
             StorageError: It cannot be moved.
         """
         self.check()
-        is_folder = self._info(name).type == pa.fs.FileType.Directory
-        if is_folder and not self.is_local:
-            for entry in self.list(name):
-                self.move(f"{name}/{entry}", f"{target}/{entry}")
-            return self.delete(name)
-        if is_folder:
+        infos = [self._info(name)]
+        is_folder = infos[0].type == pa.fs.FileType.Directory
+        if is_folder and self.is_local:
             self.delete(target)
         with self._errors("move", name):
-            if not self._fs.type_name.startswith(FLAT):
-                folder = os.path.dirname(self._inner(target))
-                self._fs.create_dir(folder, recursive=True)
+            self._make_folder(target)
             if self.is_local:
-                self._fs.move(self._inner(name), self._inner(target))
-            else:
-                self._fs.copy_file(self._inner(name), self._inner(target))
-                self._fs.delete_file(self._inner(name))
+                return self._fs.move(self._inner(name), self._inner(target))
+            if is_folder:
+                selector = pa.fs.FileSelector(self.path(name), recursive=True)
+                infos = self._fs.get_file_info(selector)
+            for info in infos:
+                copy = target + info.path.removeprefix(self.path(name))
+                if info.is_file:
+                    self._make_folder(copy)
+                    self._fs.copy_file(info.path, self.path(copy))
+        self.delete(name)
 
-    @contextmanager
-    def _opened(self, name: str) -> Iterator[Any]:
-        """Open a file to read it from its start, until the ``with`` block ends."""
-        if self.is_local:
-            require_regular(self._inner(name))
-        with self._fs.open_input_file(self._inner(name)) as file:
-            yield file
-
-    def _content(self, file: Any, name: str, max_bytes: int | None) -> bytes:
-        """Return the content of an open file.
-
-        Args:
-            file: The open file.
-            name: Its name, for errors.
-            max_bytes: Largest size in bytes; None for any size.
-
-        Raises:
-            StorageError: The file is larger than ``max_bytes``.
-        """
-        if max_bytes is not None and file.size() > max_bytes:
-            raise StorageError(f"{self.path(name)} is larger than {max_bytes} bytes")
-        return bytes(file.read())
+    def _make_folder(self, name: str) -> None:
+        """Create the directory of a file, unless the storage has no directories."""
+        if not self._fs.type_name.startswith(FLAT):
+            self._fs.create_dir(os.path.dirname(self._inner(name)), recursive=True)
 
     def _inner(self, name: str) -> str | bytes:
         """Return the full path of ``name`` for pyarrow: bytes if it is local."""
@@ -1158,7 +1056,17 @@ class Storage:
             what: What is tried, such as 'read'.
             name: Name of the file or directory.
         """
-        return refusing(StorageError, f"{what} {self.path(name)}")
+        return wrap_errors(StorageError, f"{what} {self.path(name)}")
+
+
+def user_cache() -> str:
+    """Return the cache directory of the user, a path or URI.
+
+    It is the environment variable ``UNO_CACHE`` if that is set, else ``uno`` in
+    ``XDG_CACHE_HOME`` or in ``~/.cache``. A ``~`` is not expanded.
+    """
+    user = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "uno")
+    return os.environ.get(CACHE_VARIABLE) or user
 
 
 def reserve_space(file: Any, size: int) -> None:
@@ -1182,13 +1090,6 @@ def reserve_space(file: Any, size: int) -> None:
     if size > disk.f_bavail * disk.f_frsize:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     file.truncate(size)
-
-
-def _mapped_content(file: Any) -> Any:
-    """Return the bytes of an open file as a memory map, b'' if it is empty."""
-    if not os.fstat(file.fileno()).st_size:  # an empty file cannot be mapped
-        return b""
-    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 @contextmanager

@@ -11,47 +11,20 @@ import os
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 from urllib.parse import unquote
 
 import numpy as np
 
-from uno.config import DataConfig
 from uno.data import files as filesystem
 from uno.data.columns import chunks
 from uno.data.images import Files, is_image
+from uno.data.read_options import DEFAULT_OPTIONS, ReadOptions
 from uno.errors import ConfigError, one_line
 
 LABEL_STUDIO = re.compile(r"/?data/(upload|local-files)/")
 WINDOWS_DRIVE = re.compile(r"[A-Za-z]:[\\/]")
-
-
-@dataclass(frozen=True)
-class PathRules:
-    """Rules that the user gives for reading the image paths of a source.
-
-    Attributes:
-        folder: Folder or URI that paths are relative to; None for the folder of the
-            table.
-        suffix: Ending that is added to paths that lack it, such as '.jpg'; '' for none.
-        follow_links: Whether a link may lead out of the folder.
-    """
-
-    folder: str | None = None
-    suffix: str = ""
-    follow_links: bool = False
-
-    @classmethod
-    def of(cls, config: DataConfig) -> PathRules:
-        """Return the rules that a configuration asks for."""
-        folder = config.image_folder
-        if folder is not None:
-            folder = filesystem.normalize_path(folder)
-        return cls(folder, config.image_suffix or "", config.follow_links)
-
-
-DEFAULT_RULES = PathRules()
 
 
 class ImagePaths:
@@ -59,17 +32,20 @@ class ImagePaths:
 
     Args:
         table_folder: Folder or URI of the table.
-        rules: The user's rules for the paths.
+        options: How the source is read.
 
     Attributes:
         root: Folder or URI that the paths are relative to.
     """
 
-    def __init__(self, table_folder: str, rules: PathRules = DEFAULT_RULES) -> None:
-        self.root = table_folder if rules.folder is None else rules.folder
+    def __init__(
+        self, table_folder: str, options: ReadOptions = DEFAULT_OPTIONS
+    ) -> None:
+        folder = options.image_folder
+        self.root = table_folder if folder is None else folder
         self._is_remote = filesystem.is_uri(self.root)
-        self._suffix = rules.suffix
-        self._inside = filesystem.resolver(self.root, rules.follow_links)
+        self._suffix = options.image_suffix
+        self._inside = filesystem.resolver(self.root, options.follow_links)
         self._following = filesystem.resolver(self.root, follow_links=True)
 
     def find(self, given: str) -> str | None:
@@ -143,7 +119,7 @@ class ImagePaths:
     def _complete(self, given: str) -> str:
         """Remove file:// or the folder's own URI from a path, and add a missing ending.
 
-        The ending is the ``suffix`` of the rules. A path has it if it ends so in upper
+        The ending is the option ``image_suffix``. A path has it if it ends so in upper
         or lower case.
         """
         if given.startswith("file://"):
@@ -176,8 +152,9 @@ def find_images(
     source: str,
     table_folder: str,
     given: Iterable[Any],
-    may_lack: bool,
-    rules: PathRules = DEFAULT_RULES,
+    options: ReadOptions = DEFAULT_OPTIONS,
+    *,
+    may_lack: bool = False,
     lines: Sequence[int] | None = None,
     otherwise: str = "",
 ) -> Files:
@@ -187,8 +164,8 @@ def find_images(
         source: Name of the source, for errors.
         table_folder: Folder or URI of the table.
         given: The N values of the column.
+        options: How the source is read.
         may_lack: Whether a row may have no path; it is then an unreadable image.
-        rules: The user's rules for the paths.
         lines: The line of each of the N rows in the table, if it is a file of text.
         otherwise: Text that ends errors, with another way to correct the table.
 
@@ -199,7 +176,7 @@ def find_images(
         ConfigError: A row has no path, a path leads out of the folder, or none of the
             files exists (which is not checked in remote storage).
     """
-    paths_of_table = ImagePaths(table_folder, rules)
+    paths_of_table = ImagePaths(table_folder, options)
     parts, row, first = list[Files](), 0, ""
 
     def place() -> str:
@@ -230,19 +207,19 @@ def find_images(
     if row and not filesystem.is_uri(root) and files.stats[:, 0].max() < 0:
         raise ConfigError(
             f"{source}: none of its {row} images is below {root}, e.g. "
-            f"{one_line(repr(first))}{_fix_of_missing(root, first, rules)}{otherwise}"
+            f"{one_line(repr(first))}{_fix_of_missing(root, first, options)}{otherwise}"
         )
     numbers = None if lines is None else np.array(lines, np.int64)
     return replace(files, line_numbers=numbers)
 
 
-def _fix_of_missing(root: str, example: str, rules: PathRules) -> str:
+def _fix_of_missing(root: str, example: str, options: ReadOptions) -> str:
     """Return the end of the error that says that no image was found: what to do.
 
     Args:
         root: Folder that the paths are relative to.
         example: A path of the table.
-        rules: The user's rules for the paths.
+        options: How the source is read.
     """
     folder, name = os.path.split(os.path.join(root, example))
     others = os.listdir(folder) if os.path.isdir(folder) else []
@@ -255,8 +232,8 @@ def _fix_of_missing(root: str, example: str, rules: PathRules) -> str:
             "; it is a path of a Windows computer: write paths relative to that folder"
         )
     fixes = list[str]()
-    if rules.folder is None:
+    if options.image_folder is None:
         fixes.append("name the folder of the images with --data.image-folder DIR")
-    if not rules.suffix and not is_image(example):
+    if not options.image_suffix and not is_image(example):
         fixes.append("the ending of their names with --data.image-suffix .jpg")
     return "; " + " and ".join(fixes) if fixes else ""

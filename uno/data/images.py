@@ -145,14 +145,16 @@ class Images(Protocol):
     def content_keys(self, rows: np.ndarray) -> Iterable[bytes] | pa.Array:
         """Return what the fingerprint of a data set contains for each image.
 
+        Paths are not used, so that a data set that is moved keeps its fingerprint.
+
         Args:
             rows: Row numbers, int64 (n,).
 
         Returns:
-            The content of each image; or, for images that are too many to be read, an
-            Arrow array of n large strings of less than 256 bytes, such as file sizes.
+            For images in memory the content of each one; otherwise the stored size of
+            each image as text, an Arrow array of n large strings.
         """
-        return map(content_of, self.read_images(rows))
+        return decimal(self.sizes(rows))
 
     def times(self, rows: np.ndarray) -> np.ndarray:
         """Return when the file that holds each image was last changed.
@@ -402,6 +404,10 @@ class InMemory(Images):
         """Return the images of some rows int64 (n,), in that order."""
         return [self.items[row] for row in rows.tolist()]
 
+    def content_keys(self, rows: np.ndarray) -> Iterable[bytes]:
+        """Return the bytes that identify each item, for rows int64 (n,)."""
+        return map(content_of, self.read_images(rows))
+
     def times(self, rows: np.ndarray) -> np.ndarray:
         """Return when each item that is a file was last changed.
 
@@ -498,13 +504,6 @@ class Files(Images):
             int64 (n,), ns since 1970; -1 if that is not known, 0 for a missing file.
         """
         return self.stats[rows, 1]
-
-    def content_keys(self, rows: np.ndarray) -> pa.Array:
-        """Return the size of each file as text, for rows int64 (n,).
-
-        Paths are not used, so that a data set that is moved keeps its fingerprint.
-        """
-        return decimal(self.sizes(rows))
 
     @property
     def is_remote(self) -> bool:
@@ -689,7 +688,9 @@ def path_of(image: Image) -> str | None:
     return valid_text(full_path(image)) if isinstance(image, str) and image else None
 
 
-def row_names(ids: Sequence[str], images: Images, rows: Sequence[int]) -> list[str]:
+def row_names(
+    ids: pa.LargeStringArray, images: Images, rows: Sequence[int]
+) -> list[str]:
     """Return how messages name rows.
 
     Args:

@@ -1,4 +1,4 @@
-"""Output directories, and files that prove their content.
+"""Output directories, and files of tensors with a checksum.
 
 A directory that a command writes has a file that marks it, which says what the output
 is made from. This module decides whether a command may write to a directory, and it
@@ -11,22 +11,24 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import safetensors.torch
+import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
 from uno.data.files import TEMPORARY, Storage, parse_json
-from uno.errors import ConfigError
+from uno.errors import ConfigError, one_line
 from uno.limits import MAX_STATE_BYTES
 
 # the lock of a process that works in a directory (uno.runs.lock), no part of an output
 LOCK_FILE = "lock.json"
 MOST_KEYS = 6  # the largest number of keys that a message names
 
-SEAL = "sha256"  # key of the checksum in the header of a sealed file
-BLANK = "0" * 64  # stands for the checksum while it is computed
+CHECKSUM = "sha256"  # key of the checksum in the metadata of a file of tensors
 
 
-def is_ours(storage: Storage, mark: str, what: str, also: Collection[str] = ()) -> bool:
+def holds_output(
+    storage: Storage, mark: str, what: str, also: Collection[str] = ()
+) -> bool:
     """Return whether a directory holds an output of this kind.
 
     Args:
@@ -48,7 +50,7 @@ def is_ours(storage: Storage, mark: str, what: str, also: Collection[str] = ()) 
     folder, _, name = mark.rpartition("/")
     begun = {name, *also}
     for found in storage.list(folder):
-        if found not in begun and whole_name(found) not in begun and not is_lock(found):
+        if found not in begun and final_name(found) not in begun and not is_lock(found):
             problem = (
                 f"{_place(storage, mark)} is not empty and holds no {what} (no {name})"
             )
@@ -58,7 +60,7 @@ def is_ours(storage: Storage, mark: str, what: str, also: Collection[str] = ()) 
     return False
 
 
-def begin(
+def claim_directory(
     storage: Storage, mark: str, identity: Mapping[str, Any], what: str, **more: Any
 ) -> None:
     """Begin an output in a free directory, or accept the same output to resume it.
@@ -77,10 +79,10 @@ def begin(
         ConfigError: The directory holds other files, or an output whose mark has
             another value for a key of ``identity``.
     """
-    if not is_ours(storage, mark, what):
+    if not holds_output(storage, mark, what):
         storage.write(mark, json.dumps({**identity, **more}, indent=1).encode())
         return
-    found = find_mapping(storage, mark) or {}
+    found = read_mapping(storage, mark) or {}
     if different := [key for key, value in identity.items() if found.get(key) != value]:
         problem = (
             f"holds another {what} (other data or options: {', '.join(different)})"
@@ -98,7 +100,7 @@ def _place(storage: Storage, mark: str) -> str:
     return storage.below(mark.rpartition("/")[0])
 
 
-def other_settings(
+def other_settings_error(
     place: str, what: str, keys: Sequence[str], advice: str
 ) -> ConfigError:
     """Return the error for an output that was made with other settings.
@@ -113,7 +115,7 @@ def other_settings(
     return ConfigError(f"{place} holds {what} with other settings: {names}; {advice}")
 
 
-def leftovers(storage: Storage, below: str = "") -> list[str]:
+def list_temporary_files(storage: Storage, below: str = "") -> list[str]:
     """Return the temporary files that killed processes left below a directory.
 
     Temporary files of the lock are not among them, because the process that holds the
@@ -128,13 +130,13 @@ def leftovers(storage: Storage, below: str = "") -> list[str]:
     """
     return [
         name
-        for name in storage.unfinished(below)
+        for name in storage.temporary_files(below)
         if not is_lock(name.rpartition("/")[2])
     ]
 
 
-def sweep(storage: Storage, below: str = "") -> None:
-    """Delete the files of :func:`leftovers`.
+def delete_temporary_files(storage: Storage, below: str = "") -> None:
+    """Delete the files of :func:`list_temporary_files`.
 
     No other process may write to the directory at the same time.
 
@@ -142,11 +144,11 @@ def sweep(storage: Storage, below: str = "") -> None:
         storage: The directory, or one above it.
         below: Path of the directory below ``storage``.
     """
-    for name in leftovers(storage, below):
+    for name in list_temporary_files(storage, below):
         storage.delete(name)
 
 
-def sweep_file(storage: Storage, name: str) -> None:
+def delete_temporary_files_of(storage: Storage, name: str) -> None:
     """Delete temporary files of one file.
 
     No other process may write the file at the same time.
@@ -156,11 +158,11 @@ def sweep_file(storage: Storage, name: str) -> None:
         name: Name of the file at the top of the directory. The file itself stays.
     """
     for found in storage.list():
-        if whole_name(found) == name:
+        if final_name(found) == name:
             storage.delete(found)
 
 
-def whole_name(name: str) -> str:
+def final_name(name: str) -> str:
     """Return the name that a temporary file gets once it is completely written.
 
     Args:
@@ -181,7 +183,7 @@ def is_lock(name: str) -> bool:
     return name.lstrip(".").startswith(LOCK_FILE)
 
 
-def find_mapping(storage: Storage, name: str) -> dict[str, Any] | None:
+def read_mapping(storage: Storage, name: str) -> dict[str, Any] | None:
     """Read a JSON mapping from a file.
 
     Returns:
@@ -191,10 +193,10 @@ def find_mapping(storage: Storage, name: str) -> dict[str, Any] | None:
         StorageError: The file cannot be read, or it has more than ``MAX_STATE_BYTES``.
     """
     data = storage.find(name, MAX_STATE_BYTES)
-    return None if data is None else mapping(data)
+    return None if data is None else parse_mapping(data)
 
 
-def mapping(data: bytes | str) -> dict[str, Any] | None:
+def parse_mapping(data: bytes | str) -> dict[str, Any] | None:
     """Parse a JSON mapping.
 
     Returns:
@@ -207,32 +209,26 @@ def mapping(data: bytes | str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def seal(name: str, tensors: dict[str, Tensor], facts: Mapping[str, str]) -> bytes:
-    """Return the content of a safetensors file that proves its content and its place.
+def dump_tensors(
+    name: str, tensors: dict[str, Tensor], facts: Mapping[str, str]
+) -> bytes:
+    """Return the content of a safetensors file with a checksum of what it holds.
 
-    The ``__metadata__`` of the file holds the facts, the name and a SHA-256 of the
-    whole file, which is computed with zeros in its own place. The same arguments give
-    the same bytes. :func:`unseal` reads the file.
+    The ``__metadata__`` of the file holds the facts, the name and the checksum.
+    :func:`load_tensors` reads the file.
 
     Args:
-        name: The name that the file is to have, which ``unseal`` compares.
+        name: The name that the file is to have, which ``load_tensors`` compares.
         tensors: The tensors, by name.
-        facts: Further texts for ``__metadata__``, with other keys than "name" and
-            "sha256".
+        facts: Further texts for ``__metadata__``.
     """
-    data = safetensors.torch.save(tensors, {**facts, "name": name, SEAL: BLANK})
-    end = 8 + int.from_bytes(data[:8], "little")
-    # the library writes the keys in random order
-    text = json.dumps(json.loads(data[8:end]), sort_keys=True).encode()
-    text += b" " * (-len(text) % 8)
-    size, body = len(text).to_bytes(8, "little"), memoryview(data)[end:]
-    return b"".join(
-        [size, text.replace(_entry(BLANK), _entry(_sum(size, text, body))), body]
-    )
+    facts = {**facts, "name": name}
+    facts[CHECKSUM] = _checksum(tensors, facts)
+    return bytes(safetensors.torch.save(tensors, facts))
 
 
-def unseal(name: str, data: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Check and read the content of a file that :func:`seal` made.
+def load_tensors(name: str, data: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Check and read the content of a file that :func:`dump_tensors` made.
 
     Args:
         name: The name of the file.
@@ -245,40 +241,26 @@ def unseal(name: str, data: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
         ValueError: The content is truncated or altered, or that of a file with another
             name.
     """
-    size, length = data[:8], int.from_bytes(data[:8], "little")
-    if length > min(MAX_STATE_BYTES, len(data) - 8):
-        raise ValueError("it is truncated, or no safetensors file")
-    text, body = data[8 : 8 + length], memoryview(data)[8 + length :]
-    facts = (mapping(text) or {}).get("__metadata__")
-    facts = facts if isinstance(facts, dict) else {}
-    found = str(facts.get(SEAL))
-    if found != _sum(size, text.replace(_entry(found), _entry(BLANK)), body):
-        raise ValueError(f"it is damaged: its content is not that of its {SEAL}")
+    try:
+        tensors = safetensors.torch.load(data)
+        end = 8 + int.from_bytes(data[:8], "little")
+        facts = json.loads(data[8:end]).get("__metadata__", {})
+    except (SafetensorError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"it is damaged: {one_line(error)}") from None
+    checksum = facts.pop(CHECKSUM, "")
+    if checksum != _checksum(tensors, facts):
+        raise ValueError(f"it is damaged: its content is not that of its {CHECKSUM}")
     if facts.get("name") != name:
         raise ValueError(f"it is the file {facts.get('name')}")
-    try:
-        return safetensors.torch.load(data), facts
-    except (SafetensorError, TypeError, KeyError) as error:
-        raise ValueError(f"it is damaged: {error}") from None
+    return tensors, facts
 
 
-def _entry(digest: str) -> bytes:
-    """Return key and value of a checksum as they stand in the header of a sealed file.
-
-    The header is JSON, so no text inside of a value can look the same: quotes are
-    escaped there.
-    """
-    return f'"{SEAL}": "{digest}"'.encode()
-
-
-def _sum(size: bytes, text: bytes, body: memoryview) -> str:
-    """Return the SHA-256 of a safetensors file, 64 hex digits.
-
-    Args:
-        size: The first 8 bytes of the file, the size of its header.
-        text: The header. The place of the checksum holds zeros.
-        body: The bytes after the header.
-    """
-    digest = hashlib.sha256(size + text)
-    digest.update(body)
+def _checksum(tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> str:
+    """Return the SHA-256 of tensors and texts, 64 hex digits."""
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        kind = [name, str(tensor.dtype), list(tensor.shape)]
+        digest.update(json.dumps(kind).encode())
+        values = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        digest.update(values.numpy().data)
     return digest.hexdigest()

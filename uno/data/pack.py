@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -21,19 +21,15 @@ import pyarrow as pa
 import pyarrow.parquet
 from PIL import Image as Pillow
 
-from uno.data.decode import (
-    BAD_SAMPLES,
-    BadImage,
-    check_bad,
-    decode_rgb,
-    prefetch_map,
-)
+from uno.data.columns import find_rows
+from uno.data.decode import BadImage, decode_rgb, prefetch_map
 from uno.data.files import Storage, read_bytes
 from uno.data.images import Image
-from uno.data.output import begin, sweep
-from uno.data.plan import by_windows
+from uno.data.output import claim_directory, delete_temporary_files
 from uno.data.rows import Rows
+from uno.data.sampling import by_windows
 from uno.data.tables import FOOTERS, PACKED, PACKING, json_at
+from uno.data.unreadable import BAD_SAMPLES, check_bad
 from uno.errors import ConfigError, StorageError, one_line
 from uno.limits import MAX_IMAGE_BYTES
 
@@ -105,7 +101,7 @@ def store_shard(
     """
     with ThreadPoolExecutor(threads) as pool:
         encoded = list(pool.map(_encode, images))
-    ids = rows.ids.take(shard.rows)
+    ids = rows.ids.take(shard.rows).to_pylist()
     bad = [
         {"id": i, "reason": one}
         for i, one in zip(ids, encoded, strict=True)
@@ -142,14 +138,14 @@ def _content(
         "write_statistics": ["label", "split"],  # those of images would hold images
     }
     number: dict[str | None, Any] = {name: i for i, name in enumerate(rows.class_names)}
-    labels = rows.labels.take(shard.rows)
-    stored: list[Any] = [
-        ids,
-        encoded,
-        [number.get(label) for label in labels] if number else labels,
-    ]
+    labels = rows.labels.take(shard.rows).to_pylist()
+    if number:
+        labels = [number.get(label) for label in labels]
+    stored: list[Any] = [ids, encoded, labels]
     stored += [
-        c.take(shard.rows) for c in (rows.split, rows.eval_labels) if c is not None
+        c.take(shard.rows).to_pylist()
+        for c in (rows.split, rows.eval_labels)
+        if c is not None
     ]
     with pa.parquet.ParquetWriter(sink, schema, **options) as writer:
         for end, size in zip(accumulate(shard.sizes), shard.sizes, strict=True):
@@ -255,27 +251,20 @@ def pack(
             f"{rows.source}: vectors are not packed; shards are for images"
         )
     shards = _shards(rows, labeled, shard_bytes)
-    # with other options, row groups hold other rows and the digest differs
-    digest = hashlib.sha256()
-    for group in chain.from_iterable(shards.values()):
-        digest.update(len(group).to_bytes(8, "little") + group.astype("<i8").tobytes())
     plan = {
         "format": FORMAT,
         "fingerprint": rows.fingerprint,
         "rows": len(rows),
+        "shard_bytes": shard_bytes,
+        "labeled_sha256": hashlib.sha256(np.packbits(labeled).tobytes()).hexdigest(),
         "shards": list(shards),
     }
-    plan["groups_sha256"] = digest.hexdigest()
-    begin(output, PACKING, plan, "pack", finished=False)
-    sweep(output)
+    claim_directory(output, PACKING, plan, "pack", finished=False)
+    delete_temporary_files(output)
     there = [name for name in output.list() if name in shards]
-    bad = {
-        name: found
-        for name, found in prefetch_map(
-            partial(_bad_of, output), there, FOOTERS, FOOTERS
-        )
-        if found is not None
-    }
+    read_bad = partial(_read_bad_rows, output)
+    found = zip(there, prefetch_map(read_bad, there, FOOTERS, FOOTERS), strict=True)
+    bad = {name: entries for name, entries in found if entries is not None}
     done = sum(len(group) for name in bad for group in shards[name])
     on_progress(done, len(rows))
     missing = (
@@ -291,7 +280,8 @@ def pack(
         entry["id"]: entry["reason"] for name in shards for entry in bad[name]
     }
     reasons = {
-        row: reason_of_id[name] for name, row in rows.ids.find(reason_of_id).items()
+        row: reason_of_id[name]
+        for name, row in find_rows(rows.ids, reason_of_id).items()
     }
     entries = check_bad(rows.ids, reasons, 1, images=rows.images)
     output.write(
@@ -304,21 +294,16 @@ def pack(
     return Packed(len(rows), **counts, shards=len(shards))
 
 
-def _bad_of(output: Storage, name: str) -> tuple[str, list[BadRow] | None]:
-    """Return the rows that a stored shard leaves out.
-
-    Returns:
-        The name of the shard; and its unreadable rows, None if the file is not a whole
-        shard.
-    """
+def _read_bad_rows(output: Storage, name: str) -> list[BadRow] | None:
+    """Return the rows that a stored shard leaves out, None for a damaged file."""
     try:
         with output.open(name) as source, pa.parquet.ParquetFile(source) as file:
-            found = json_at(
-                (file.schema_arrow.metadata or {}).get(PACKED.encode(), ""), "bad"
+            metadata = file.schema_arrow.metadata or {}
+            return cast(
+                list[BadRow] | None, json_at(metadata.get(PACKED.encode(), ""), "bad")
             )
-            return name, cast(list[BadRow] | None, found)
     except (pa.ArrowException, StorageError):
-        return name, None
+        return None
 
 
 def _shards(

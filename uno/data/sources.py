@@ -8,43 +8,40 @@ whose content then decides how it is read. Every source is read into
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from importlib import resources
 from itertools import chain
-from typing import Literal, NamedTuple, cast
+from typing import Literal, cast
 
 import numpy as np
+import pyarrow as pa
 
 from uno.config import VECTORS, DataConfig
 from uno.data import files as filesystem
 from uno.data.annotated_folder import has_labels, read_annotated_folder
 from uno.data.cifar import LAYOUTS, read_cifar, recognize_cifar
-from uno.data.columns import Labels, Text, chunks
+from uno.data.columns import (
+    chunks,
+    class_indices,
+    has_label,
+    join_labels,
+    joined,
+    make_ids,
+    make_labels,
+    present_classes,
+)
+from uno.data.embeddings import read_vectors
 from uno.data.files import FileEntry, children, join, valid_text
-from uno.data.image_paths import PathRules
 from uno.data.images import EXTENSIONS, Files, InMemory, is_image
 from uno.data.other_formats import fix_for, meaning_of
+from uno.data.read_options import DEFAULT_OPTIONS, ReadOptions
 from uno.data.rows import SPLITS, Rows
-from uno.data.tables import NO_NAMES, read_parquet, read_table
+from uno.data.tables import read_parquet, read_table
 from uno.data.tar import read_tar
-from uno.data.vectors import read_vectors
 from uno.errors import ConfigError, did_you_mean, one_line
 from uno.text import plural
-
-
-class Remarks(NamedTuple):
-    """Lines for the user about a source, which are collected while it is read.
-
-    Attributes:
-        notes: Lines about how the source was read.
-        warnings: Lines about images that are left out.
-    """
-
-    notes: list[str]
-    warnings: list[str]
-
 
 UNREAD = {
     *(
@@ -65,148 +62,80 @@ UNREAD = {
 """Suffixes of image formats that are not read. A warning counts such files."""
 
 
-class UnreadImages:
-    """Counts the files of a folder that are images of a format that is not read."""
+class ImageListing:
+    """The images below a folder, with counts of the files that are left out.
 
-    def __init__(self) -> None:
-        self._suffixes, self._example = Counter[str](), ""
+    Iterating yields the images. The counts, and so the notes and warnings, are complete
+    after the last one.
 
-    def count(self, name: str) -> bool:
-        """Count a file if it is an image of a format that is not read.
+    Args:
+        root: Path or URI of the folder.
+        follow_links: Whether links may lead out of the folder.
 
-        Args:
-            name: Name or relative path of the file.
+    Raises:
+        ConfigError: ``root`` is no folder.
+    """
 
-        Returns:
-            Whether it is such an image, by its ending.
-        """
-        suffix = _suffix(name)
-        if suffix not in UNREAD:
-            return False
-        self._example = self._example or valid_text(name)
-        self._suffixes[suffix] += 1
-        return True
+    def __init__(self, root: str, follow_links: bool = False) -> None:
+        self._root, self._follow_links = _directory(root), follow_links
+        self._unread, self._ignored = Counter[str](), Counter[str]()
+        self._example = ""
 
-    def warnings(self, root: str) -> tuple[str, ...]:
-        """Return a warning about the counted images, whose formats are not read.
+    def __iter__(self) -> Iterator[FileEntry]:
+        for file in filesystem.walk(self._root, self._follow_links):
+            suffix = _suffix(file.relative)
+            if is_image(file.relative):
+                yield file
+            elif suffix in UNREAD:
+                self._example = self._example or valid_text(file.relative)
+                self._unread[suffix] += 1
+            else:
+                self._ignored[suffix] += 1
 
-        Args:
-            root: The folder that holds them, as the warning names it.
-
-        Returns:
-            One line, or nothing if no image was counted.
-        """
-        if not self._suffixes:
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """A line about images of formats that are not read, if there are any."""
+        if not self._unread:
             return ()
-        what = f"{plural(self._suffixes.total(), 'image')} left out below {root}"
-        formats = ", ".join(sorted(self._suffixes))
+        what = f"{plural(self._unread.total(), 'image')} left out below {self._root}"
+        formats = ", ".join(sorted(self._unread))
         example = one_line(repr(self._example))
-        return (
-            (
-                f"{what}, e.g. {example}: {formats} files are not read; save them as"
-                " JPEG or PNG"
-            ),
+        fix = f"{formats} files are not read; save them as JPEG or PNG"
+        return (f"{what}, e.g. {example}: {fix}",)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A line about other files, if there are any."""
+        if not self._ignored:
+            return ()
+        named = ", ".join(
+            f"{number:,} {suffix}{meaning_of(suffix)}"
+            for suffix, number in self._ignored.most_common(8)
         )
+        more = ", ..." if len(self._ignored) > 8 else ""
+        what = f"ignored {plural(self._ignored.total(), 'file')} below {self._root}"
+        return (f"{what}: {named}{more}",)
 
 
-class Source(NamedTuple):
+@dataclass(frozen=True)
+class Source:
     """A kind of data source: how it is read, and how it is recognized.
 
     Attributes:
-        read: Reads the rows. Its arguments are the path, the section ``data`` of the
-            configuration, and whether the rows are only to be predicted, so that labels
-            and splits need not be read.
+        read: Reads the rows of a path or URI.
         suffixes: Endings of the files that are of this kind.
         in_folders: Whether a folder with such files is of this kind: "never"; "alone"
             if there are no images in it; or "always".
-        may_lack: Returns whether a path is accepted although it is neither a file nor a
-            folder, for example because the data is downloaded there. Its arguments are
-            the path and the section ``data``.
+        is_downloaded: Whether the path may be missing because the data can be
+            downloaded there.
+        has_patterns: Whether a path may be a pattern for several files.
     """
 
-    read: Callable[[str, DataConfig, bool], Rows]
+    read: Callable[[str, ReadOptions], Rows]
     suffixes: tuple[str, ...] = ()
     in_folders: Literal["never", "alone", "always"] = "never"
-    may_lack: Callable[[str, DataConfig], bool] = lambda path, config: False
-
-
-def _cifar(name: str) -> Source:
-    """Make the kind of source for "cifar10" or "cifar100".
-
-    Its path may be missing if the configuration allows to download the data.
-    """
-    return Source(
-        lambda path, config, _: read_cifar(name, path, config.download),
-        may_lack=lambda path, config: config.download,
-    )
-
-
-def _folder(kind: str) -> Source:
-    """Make the kind of source for a folder whose subfolders are classes.
-
-    Every image below it is predicted, whatever its subfolders are.
-
-    Args:
-        kind: "folder", "classes" or "splits", as :func:`read_folder` takes it.
-    """
-    return Source(
-        lambda path, config, images_only: (
-            read_images(path, config.follow_links)
-            if images_only
-            else read_folder(path, kind, follow_links=config.follow_links)
-        )
-    )
-
-
-SOURCES = {
-    **{name: _cifar(name) for name in LAYOUTS},
-    "imagenet": Source(
-        lambda path, config, images_only: (
-            read_images(path, config.follow_links)
-            if images_only
-            else read_imagenet(
-                path,
-                config.imagenet_split,
-                config.known_classes is None,
-                config.follow_links,
-            )
-        )
-    ),
-    "folder": _folder("folder"),
-    "classes": _folder("classes"),
-    "splits": _folder("splits"),
-    "imagefolder": Source(
-        lambda path, config, images_only: read_annotated_folder(
-            path, config.named_columns, PathRules.of(config), images_only
-        )
-    ),
-    "parquet": Source(
-        lambda path, config, images_only: read_parquet(
-            path, config.named_columns, PathRules.of(config), images_only=images_only
-        ),
-        suffixes=(".parquet",),
-        in_folders="always",
-    ),
-    "table": Source(
-        lambda path, config, images_only: read_table(
-            path, config.named_columns, PathRules.of(config), images_only=images_only
-        ),
-        suffixes=(".csv", ".tsv", ".jsonl"),
-    ),
-    "tar": Source(
-        lambda path, config, images_only: read_tar(
-            path, images_only, config.follow_links
-        ),
-        suffixes=(".tar",),
-        in_folders="alone",
-        may_lack=lambda path, config: not {"*", "{"}.isdisjoint(path),  # a pattern
-    ),
-    VECTORS: Source(
-        lambda path, config, images_only: read_vectors(
-            path, config.named_columns, images_only, PathRules.of(config)
-        )
-    ),
-}
+    is_downloaded: bool = False
+    has_patterns: bool = False
 
 
 def read_rows(config: DataConfig, images_only: bool = False) -> Rows:
@@ -224,18 +153,13 @@ def read_rows(config: DataConfig, images_only: bool = False) -> Rows:
     Raises:
         ConfigError: The source is missing, unknown, damaged, or holds no images.
     """
+    options = ReadOptions.of(config, images_only)
     if config.labeled is not None and config.unlabeled is not None:
-        return read_two_folders(
-            config.labeled,
-            filesystem.normalize_path(config.unlabeled),
-            config.follow_links,
-        ).with_composed_names()
-    kind, path = locate_source(config)
-    rows = (
-        read_digits()
-        if kind == "digits"
-        else SOURCES[kind].read(path, config, images_only)
-    )
+        unlabeled = filesystem.normalize_path(config.unlabeled)
+        rows = read_two_folders(config.labeled, unlabeled, options.follow_links)
+    else:
+        kind, path = locate_source(config)
+        rows = SOURCES[kind].read(path, options) if path else read_digits()
     return rows.with_composed_names()
 
 
@@ -267,8 +191,12 @@ def locate_source(config: DataConfig) -> tuple[str, str]:
             )
             raise ConfigError(f"unknown data source {prefix + ':'!r}{hint}")
     path = filesystem.normalize_path(path)
-    may_lack = prefix in SOURCES and SOURCES[prefix].may_lack(path, config)
-    if filesystem.kind(path) == "missing" and not may_lack:
+    kind = SOURCES.get(prefix)
+    may_be_missing = kind is not None and (
+        (kind.is_downloaded and config.download)
+        or (kind.has_patterns and not {"*", "{"}.isdisjoint(path))
+    )
+    if filesystem.kind(path) == "missing" and not may_be_missing:
         names = {name: repr(f"{name}:DIR") for name in SOURCES} | {
             "digits": repr("digits")
         }
@@ -276,18 +204,15 @@ def locate_source(config: DataConfig) -> tuple[str, str]:
         raise ConfigError(
             f"data source {source!r}: no such file or folder {path!r}{hint}"
         )
-    return prefix or recognize(path, config.follow_links, config.named_columns), path
+    return prefix or recognize(path, ReadOptions.of(config)), path
 
 
-def recognize(
-    path: str, follow_links: bool = False, names: Mapping[str, str] = NO_NAMES
-) -> str:
+def recognize(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> str:
     """Return the kind of source that an existing file or folder is, by its content.
 
     Args:
         path: Path or URI of the file or folder.
-        follow_links: Whether links may lead out of the folder.
-        names: Standard name of a column, such as "label" -> its name in the source.
+        options: How the source is read.
 
     Returns:
         A key of :data:`SOURCES`. A folder without any known layout is a "folder".
@@ -321,13 +246,13 @@ def recognize(
     )
     if always is not None:
         return always
-    if has_labels(path, names):
+    if has_labels(path, options):
         return "imagefolder"
     train = children(join(path, "train"))[0] if "train" in folders else []
     if train:
         return "imagenet" if all(is_wnid(name) for name in train) else "folder"
     alone, holds_images = None, False
-    for found in filesystem.files_below(path, follow_links):
+    for found in filesystem.walk(path, options.follow_links):
         kind = _kind_of(found.relative)
         if kind is not None and _in_folders(kind) == "always":
             return kind
@@ -379,8 +304,8 @@ def read_digits() -> Rows:
     for value in range(10):
         is_train[np.flatnonzero(digits.target == value)[4::5]] = False
     ids, labels = (
-        Text.of(f"digits-{i:04d}" for i in range(len(grayscale))),
-        Labels.of(map(str, digits.target)),
+        make_ids(f"digits-{i:04d}" for i in range(len(grayscale))),
+        make_labels(map(str, digits.target)),
     )
     return Rows(
         ids,
@@ -437,6 +362,20 @@ def read_folder(
     return rows
 
 
+def read_class_folder(path: str, options: ReadOptions, *, kind: str) -> Rows:
+    """Read a folder whose subfolders are classes, or only its images.
+
+    Args:
+        path: Path or URI of the folder.
+        options: How the source is read. If only images are read, subfolders mean
+            nothing.
+        kind: "folder", "classes" or "splits", as :func:`read_folder` takes it.
+    """
+    if options.images_only:
+        return read_images(path, options.follow_links)
+    return read_folder(path, kind, follow_links=options.follow_links)
+
+
 SPLIT_WORDS = {*SPLITS, "training", "testing", "dev", "eval", "evaluation", "validate"}
 """Names of folders, in lower case, that seldom are classes."""
 
@@ -454,10 +393,10 @@ def _require_classes(rows: Rows, root: str, flag: str) -> None:
             there are several classes, all with subfolders only and with names such as
             Training and Testing.
     """
-    classes = rows.labels.classes
+    classes = rows.labels.dictionary.to_pylist()
     if len(classes) != 1 and not all(name.lower() in SPLIT_WORDS for name in classes):
         return
-    folders = sorted({name.rpartition("/")[0] for name in rows.ids})
+    folders = sorted({name.rpartition("/")[0] for name in rows.ids.to_pylist()})
     inner: dict[str, list[str]] = {}
     for folder in folders:
         top, slash, rest = folder.partition("/")
@@ -491,9 +430,9 @@ def read_images(root: str, follow_links: bool = False) -> Rows:
     Raises:
         ConfigError: ``root`` is no folder, or there are no images below it.
     """
-    remarks = Remarks([], [])
-    listed = ((found, None, True) for found in _images(root, remarks, follow_links))
-    return _rows(listed, f"folder:{root}", remarks)
+    listing = ImageListing(root, follow_links)
+    listed = ((file, None, True) for file in listing)
+    return _make_rows(listed, f"folder:{root}", listing, [])
 
 
 def read_two_folders(labeled: str, unlabeled: str, follow_links: bool = False) -> Rows:
@@ -529,22 +468,18 @@ def read_two_folders(labeled: str, unlabeled: str, follow_links: bool = False) -
         )
     known = read_folder(labeled, kind, "--labeled", follow_links)
     others = read_images(unlabeled, follow_links)
-    loose = np.flatnonzero(~known.labels.given)
+    loose = np.flatnonzero(~has_label(known.labels))
     if len(loose):
         found = (
             f"{plural(len(loose), 'image')} in no class subfolder, e.g."
-            f" {known.ids[loose[0]]}"
+            f" {known.ids[loose[0]].as_py()}"
         )
         raise ConfigError(f"--labeled {labeled}: {found}")
     both = known, others
-    names = (
-        (f"labeled/{name}" for name in known.ids),
-        (f"unlabeled/{name}" for name in others.ids),
+    ids = pa.concat_arrays(
+        [joined("", "labeled/", known.ids), joined("", "unlabeled/", others.ids)]
     )
-    ids, labels = (
-        Text.of(chain(*names)),
-        Labels.of(chain(*(rows.labels for rows in both))),
-    )
+    labels = join_labels([rows.labels for rows in both])
     images = Files.join([cast(Files, rows.images) for rows in both])
     is_train = np.concatenate([rows.is_train for rows in both])
     return Rows(
@@ -558,24 +493,22 @@ def read_two_folders(labeled: str, unlabeled: str, follow_links: bool = False) -
     )
 
 
-def read_imagenet(
-    root: str, split: str, use_split: bool, follow_links: bool = False
-) -> Rows:
+def read_imagenet(root: str, options: ReadOptions) -> Rows:
     """Read ImageNet from folders ``train/WNID`` and, if it is there, ``val/WNID``.
 
     Args:
         root: Path or URI of the folder with ``train`` and ``val``.
-        split: "A", "B" or "C", the 30 novel classes of the benchmark.
-        use_split: Whether the split decides the classes. All classes that are not among
-            the 118 held-out ones are then known, the 30 classes of ``split`` are novel,
-            and the other held-out classes are left out. Otherwise all classes are kept
-            and none is declared known.
-        follow_links: Whether links may lead out of the folder.
+        options: How the source is read. With ``imagenet_split``, all classes that are
+            not among the 118 held-out ones are known, the 30 classes of the split are
+            novel, and the other held-out classes are left out. Without it all classes
+            are kept and none is declared known.
 
     Raises:
         ConfigError: The layout is another one, or a split is used and the folder has no
             known or no novel class of it.
     """
+    if options.images_only:
+        return read_images(root, options.follow_links)
     folders, _ = children(_directory(root))
     if "train" not in folders:
         raise ConfigError(
@@ -583,24 +516,27 @@ def read_imagenet(
             " val/WNID/"
         )
     splits = {f"{name}/": SPLITS[name] for name in ("train", "val") if name in folders}
-    rows, _ = _labeled(root, f"imagenet:{root}", splits, follow_links)
+    rows, _ = _labeled(root, f"imagenet:{root}", splits, options.follow_links)
     other = np.flatnonzero(
-        rows.labels.places([*filter(is_wnid, rows.labels.classes)]) < 0
+        class_indices(
+            rows.labels, [*filter(is_wnid, rows.labels.dictionary.to_pylist())]
+        )
+        < 0
     )
     if len(other):
-        what = (
-            f"image {rows.ids[other[0]]} is not in a wnid subfolder such as n01440764"
-        )
+        what = "is not in a wnid subfolder such as n01440764"
         raise ConfigError(
-            f"imagenet:{root}: {what}; move it into one, or use folder:{root}"
+            f"imagenet:{root}: image {rows.ids[other[0]]} {what}; move it into one, or"
+            f" use folder:{root}"
         )
-    if not use_split:
+    split = options.imagenet_split
+    if split is None:
         return rows
     held_out, novel = (
         set(imagenet_wnids("held_out_118")),
         set(imagenet_wnids(f"novel_30_{split}")),
     )
-    present = rows.labels.present
+    present = present_classes(rows.labels)
     known = sorted(present - held_out)
     if not known or not present & novel:
         missing = f"novel wnid of split {split}" if known else "known wnid"
@@ -613,7 +549,7 @@ def read_imagenet(
             f" {fix}"
         )
     left_out = present & held_out - novel
-    kept = np.flatnonzero(rows.labels.places([*left_out]) < 0)
+    kept = np.flatnonzero(class_indices(rows.labels, [*left_out]) < 0)
     note = (
         f"ignored {plural(len(left_out), 'held-out class', 'held-out classes')} not in"
         f" split {split}"
@@ -659,7 +595,8 @@ def _labeled(
     Raises:
         ConfigError: There are no images, or a class folder has none.
     """
-    filled, remarks, others = set[str](), Remarks([], []), dict[str, None]()
+    filled, others, warnings = set[str](), dict[str, None](), list[str]()
+    listing = ImageListing(root, follow_links)
 
     def below() -> Iterator[tuple[FileEntry, str | None, bool]]:
         """Yield each image with its class, or None, and whether it is for training.
@@ -668,7 +605,7 @@ def _labeled(
         outside the splits. At the end it warns of images that are left out.
         """
         num_outside, example = 0, ""
-        for found in _images(root, remarks, follow_links):
+        for found in listing:
             prefix = next(filter(found.relative.startswith, splits), None)
             if prefix is None:
                 num_outside, example = num_outside + 1, example or found.relative
@@ -684,31 +621,32 @@ def _labeled(
                 splits[prefix] == "train",
             )
         if num_outside:
-            remarks.warnings.append(
+            warnings.append(
                 f"{plural(num_outside, 'image')} outside {', '.join(splits)} left out,"
                 f" e.g. {one_line(repr(valid_text(example)))}: with class folders in"
                 " train/ only these folders are read; move the images there or away"
             )
 
-    rows = _rows(below(), source, remarks)
+    rows = _make_rows(below(), source, listing, warnings)
     for prefix in splits:
         for folder in children(join(root, prefix) if prefix else root)[0]:
             if prefix + folder not in filled:
                 path = valid_text(join(root, prefix + folder))
-                also = "".join(f"; {line}" for line in remarks.warnings)
+                also = "".join(f"; {line}" for line in rows.warnings)
                 raise ConfigError(
                     f"class folder {path} holds no images; fill or remove it{also}"
                 )
-    loose = int((~rows.labels.given).sum())
+    loose, notes = rows.labels.null_count, rows.notes
     if 0 < loose < len(rows):
-        remarks.notes.append(
-            f"{plural(loose, 'image')} outside class subfolders: unlabeled"
-        )
-    return replace(rows, notes=tuple(remarks.notes)), [*others]
+        notes += (f"{plural(loose, 'image')} outside class subfolders: unlabeled",)
+    return replace(rows, notes=notes), [*others]
 
 
-def _rows(
-    listed: Iterable[tuple[FileEntry, str | None, bool]], source: str, remarks: Remarks
+def _make_rows(
+    listed: Iterable[tuple[FileEntry, str | None, bool]],
+    source: str,
+    listing: ImageListing,
+    warnings: Sequence[str],
 ) -> Rows:
     """Make rows of image files.
 
@@ -716,64 +654,36 @@ def _rows(
         listed: For each image its file, its class or None, and whether it is for
             training.
         source: Name of the source in messages: a prefix, a colon and the folder.
-        remarks: Lines for the user. They are complete when ``listed`` is exhausted.
+        listing: The listing that ``listed`` iterates over.
+        warnings: More warnings, which are complete when ``listed`` is exhausted.
 
     Raises:
         ConfigError: There are no images.
     """
-    parts = list[tuple[Text, Files, Labels, np.ndarray]]()
+    parts = list[tuple[pa.Array, Files, pa.DictionaryArray, np.ndarray]]()
     for some in chunks(listed):
         found, labels, is_train = zip(*some, strict=True)
         files = Files.of([f.path for f in found], [f[2:4] for f in found])
-        ids = Text.of(valid_text(f.relative) for f in found)
-        parts.append((ids, files, Labels.of(labels), np.array(is_train)))
+        ids = make_ids(valid_text(f.relative) for f in found)
+        parts.append((ids, files, make_labels(labels), np.array(is_train)))
     if not parts:
         root = source.partition(":")[2]
-        also = "".join(f"; {line}" for line in remarks.warnings + remarks.notes)
+        lines = (*listing.warnings, *warnings, *listing.notes)
+        also = "".join(f"; {line}" for line in lines)
         raise ConfigError(
             f"no images below {root}; looked for files ending in"
             f" {' '.join(EXTENSIONS)}{also}"
         )
-    names, images, classes, train = zip(*parts, strict=True)
-    columns = (
-        Text.join(names),
-        Files.join(images),
-        Labels.of(chain(*classes)),
-        np.concatenate(train),
-    )
+    ids, images, labels, is_train = zip(*parts, strict=True)
     return Rows(
-        *columns, source, notes=tuple(remarks.notes), warnings=tuple(remarks.warnings)
+        pa.concat_arrays(ids),
+        Files.join(images),
+        join_labels(labels),
+        np.concatenate(is_train),
+        source,
+        notes=listing.notes,
+        warnings=(*listing.warnings, *warnings),
     )
-
-
-def _images(root: str, remarks: Remarks, follow_links: bool) -> Iterator[FileEntry]:
-    """Yield the images below a folder.
-
-    Args:
-        root: Path or URI of the folder.
-        remarks: At the end this adds a warning about images of formats that are not
-            read, and a note about other files.
-        follow_links: Whether links may lead out of ``root``.
-
-    Raises:
-        ConfigError: ``root`` is no folder.
-    """
-    others, unread = Counter[str](), UnreadImages()
-    for found in filesystem.walk(_directory(root), follow_links):
-        if is_image(found.relative):
-            yield found
-        elif not unread.count(found.relative):
-            others[_suffix(found.relative)] += 1
-    remarks.warnings.extend(unread.warnings(root))
-    if others:
-        most = others.most_common(8)
-        named = ", ".join(
-            f"{number:,} {suffix}{meaning_of(suffix)}" for suffix, number in most
-        )
-        more = ", ..." if len(others) > 8 else ""
-        remarks.notes.append(
-            f"ignored {plural(others.total(), 'file')} below {root}: {named}{more}"
-        )
 
 
 def _suffix(name: str) -> str:
@@ -795,3 +705,22 @@ def _directory(root: str) -> str:
     if filesystem.kind(root) != "directory":
         raise ConfigError(f"{root or '(empty path)'} is not a folder")
     return root
+
+
+SOURCES = {
+    **{
+        name: Source(partial(read_cifar, name=name), is_downloaded=True)
+        for name in LAYOUTS
+    },
+    "imagenet": Source(read_imagenet),
+    **{
+        kind: Source(partial(read_class_folder, kind=kind))
+        for kind in ("folder", "classes", "splits")
+    },
+    "imagefolder": Source(read_annotated_folder),
+    "parquet": Source(read_parquet, suffixes=(".parquet",), in_folders="always"),
+    "table": Source(read_table, suffixes=(".csv", ".tsv", ".jsonl")),
+    "tar": Source(read_tar, suffixes=(".tar",), in_folders="alone", has_patterns=True),
+    VECTORS: Source(read_vectors),
+}
+"""What the user writes before the colon -> the kind of source that it names."""

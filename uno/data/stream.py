@@ -26,19 +26,13 @@ from uno.augment import augment_crops
 from uno.config import Config
 from uno.cpus import available_cpus
 from uno.crops import Cropper
-from uno.data.decode import (
-    BATCHES_AHEAD,
-    BadRows,
-    DecodedBatch,
-    decoded,
-    ok_mask,
-    prefetch_map,
-)
+from uno.data.decode import BATCHES_AHEAD, DecodedBatch, decoded, ok_mask, prefetch_map
 from uno.data.files import Storage
 from uno.data.images import Images, InMemory, batches_of
-from uno.data.plan import Batch, Order, Plan, augment_generator
-from uno.data.resident import EvalSet, TrainSet
+from uno.data.memory import EvalSet, TrainSet
+from uno.data.sampling import Batch, Order, Plan, augment_generator
 from uno.data.splits import Task, train_rows, truth_rows
+from uno.data.unreadable import BadRows
 from uno.errors import ConfigError
 
 SYNC_STEPS = 100  # steps after which workers exchange which images are unreadable
@@ -74,7 +68,7 @@ the task: three arrays int64 (n,).
 class StreamSet:
     """The training rows of a task with images that are read when they are needed.
 
-    It has the methods of :class:`~uno.data.resident.TrainSet`.
+    It has the methods of :class:`~uno.data.memory.TrainSet`.
 
     Attributes:
         images: The images of all N rows of the task.
@@ -136,7 +130,7 @@ class StreamSet:
         Raises:
             ConfigError: More images are unreadable than the configuration allows.
         """
-        self.bad.sync(self.device)
+        self.bad.sync()
 
 
 def streaming_set(config: Config, task: Task, storage: Storage) -> StreamSet:
@@ -205,7 +199,7 @@ class StreamBatches:
     """The batches of a phase from images that are not in memory, for one worker.
 
     Calling an object with a step returns the batch of this step, as
-    :class:`~uno.data.resident.ResidentBatches`. The first call starts to crop the rows
+    :class:`~uno.data.memory.MemoryBatches`. The first call starts to crop the rows
     of this and the following steps ahead. A call with another step than the next one
     starts anew from there.
 
@@ -494,7 +488,8 @@ def window_rows(images: Images) -> int:
     """Return how many rows are shuffled together if images are stored in groups.
 
     It is about :data:`WINDOW_BYTES` divided by the mean stored size of an image, at
-    least 1 and at most :data:`MAX_WINDOW_ROWS`. See :func:`~uno.data.plan.by_windows`.
+    least 1 and at most :data:`MAX_WINDOW_ROWS`, see
+    :func:`~uno.data.sampling.by_windows`.
     """
     num, parts = len(images), range(0, len(images), SIZES_AT_ONCE)
     total = sum(

@@ -25,11 +25,21 @@ import pyarrow.dataset
 import pyarrow.parquet
 
 from uno.data import files as filesystem
-from uno.data.columns import ROWS_AT_ONCE, Ids, Labels, Numbered, Text, decimal, joined
-from uno.data.image_paths import DEFAULT_RULES, ImagePaths, PathRules, find_images
+from uno.data.columns import (
+    ROWS_AT_ONCE,
+    class_codes,
+    decimal,
+    joined,
+    make_ids,
+    make_labels,
+    make_unlabeled,
+    present_classes,
+)
+from uno.data.image_paths import ImagePaths, find_images
 from uno.data.images import Image, Images, InMemory, MissingImage, is_image
 from uno.data.labels import encode_column, encode_labels, require_distinct
 from uno.data.other_formats import hint_of_files
+from uno.data.read_options import DEFAULT_OPTIONS, ReadOptions
 from uno.data.rows import SPLITS, Rows
 from uno.data.text_tables import TextTable, read_text_table
 from uno.errors import ConfigError, one_line
@@ -50,20 +60,13 @@ READ_ROWS, READ_BYTES = 512, 2**20
 RECENT_GROUPS = 2  # row groups that are kept in memory after a part of them was read
 REQUEST_BYTES = 64 * 2**20  # the most bytes of a remote file that are read in one piece
 STORE_BYTES = ", or store the bytes of the images in the column"
-NO_NAMES: Mapping[str, str] = {}
 WHOLE = re.compile(r"-?(0|[1-9][0-9]{0,17})")  # an int64 without leading zeros
 VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
 """Arrow's newer types of text and bytes -> the types that they are cast to."""
 TEXT, BINARY = (pa.string(), pa.large_string()), (pa.binary(), pa.large_binary())
 
 
-def read_parquet(
-    path: str,
-    names: Mapping[str, str] = NO_NAMES,
-    rules: PathRules = DEFAULT_RULES,
-    *,
-    images_only: bool = False,
-) -> Rows:
+def read_parquet(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
     """Read one Parquet file, or all *.parquet files of a folder.
 
     The split of a row is its value in the column ``split``; else it follows from the
@@ -73,21 +76,18 @@ def read_parquet(
 
     Args:
         path: Path or URI of the file or folder.
-        names: Standard name of a column, such as "label" -> its name in the files.
-        rules: How a column of image paths is read.
-        images_only: Whether rows are only to be predicted. Labels and splits are then
-            not read, and a row without a path is an unreadable image.
+        options: How the source is read.
 
     Raises:
         ConfigError: There is no such file; the files are damaged, not a whole pack, or
             do not have the same columns; or a column cannot be used.
     """
-    source, (root, files) = f"parquet:{path}", parquet_files(path, rules.follow_links)
+    source, (root, files) = f"parquet:{path}", parquet_files(path, options.follow_links)
     with ThreadPoolExecutor(FOOTERS) as pool:
         folders = partition_columns(files)
         parts = list(
             pool.map(
-                lambda file, of: _read_file(file, names, of, images_only),
+                lambda file, of: _read_file(file, of, options),
                 files,
                 folders,
             )
@@ -120,17 +120,15 @@ def read_parquet(
         [filesystem.valid_text(f.relative) for f in files],
         np.cumsum([0, *map(len, tables)]),
     )
-    ids: Ids = Numbered(places, starts)
-    if "id" in table.column_names:
-        ids = Text.join([*map(_ids, tables, places, starts.tolist())])
+    ids = pa.concat_arrays([*map(_make_ids, tables, places, starts.tolist())])
     images: Images
     if "image" in table.column_names:
         images = find_images(
             source,
             root,
             values_in(table["image"]),
-            images_only,
-            rules,
+            options,
+            may_lack=options.images_only,
             otherwise=STORE_BYTES,
         )
     else:
@@ -139,14 +137,14 @@ def read_parquet(
             [f.path for f in files],
             left[0],
             [f[2:4] for f in files],
-            rules,
+            options,
             opened,
         )
     is_train, known = table["is_train"].to_numpy(), next(filter(None, known), ())
     present = opened[0].schema.names
-    is_noted = labels is None and not images_only
-    notes = note_of_no_label(path, present, names) if is_noted else ()
-    labels = Labels.none(len(table)) if labels is None else labels
+    is_noted = labels is None and not options.images_only
+    notes = note_of_no_label(path, present, options.columns) if is_noted else ()
+    labels = make_unlabeled(len(table)) if labels is None else labels
     return Rows(
         ids,
         images,
@@ -160,7 +158,7 @@ def read_parquet(
     )
 
 
-def _ids(table: Any, name: str, first: int) -> Text:
+def _make_ids(table: Any, name: str, first: int) -> pa.LargeStringArray:
     """Return the ids of the rows of one file.
 
     Args:
@@ -172,10 +170,10 @@ def _ids(table: Any, name: str, first: int) -> Text:
     """
     rows = np.arange(len(table))
     if "id" not in table.column_names:
-        return Numbered([name], np.array([0, len(table)])).pick(rows)
+        return joined("#", name, decimal(rows))
     given = table["id"].cast(pa.large_string()).combine_chunks().fill_null("")
     instead = joined("", "row-", decimal(first + rows))
-    return Text(pa.compute.if_else(pa.compute.equal(given, ""), instead, given))
+    return pa.compute.if_else(pa.compute.equal(given, ""), instead, given)
 
 
 def values_in(column: Any) -> Iterator[Any]:
@@ -239,7 +237,7 @@ class ParquetImages(Images):
         column: Name of the column: bytes or struct<bytes, path>.
         stats: Size in bytes and time of the last change in ns of each file, -1 where
             they are not known. A known size saves a request.
-        rules: How image paths are read.
+        options: How the source is read.
         opened: The files, if their footers are already read.
     """
 
@@ -249,11 +247,11 @@ class ParquetImages(Images):
         files: Sequence[str],
         column: str,
         stats: Sequence[Sequence[int]],
-        rules: PathRules = DEFAULT_RULES,
+        options: ReadOptions = DEFAULT_OPTIONS,
         opened: Sequence[OpenedParquet] | None = None,
     ) -> None:
         """Read the footers of the files, unless they are given."""
-        self.root, self.column, self._rules = root, column, rules
+        self.root, self.column, self._options = root, column, options
         self._files = [(file, stat[0]) for file, stat in zip(files, stats, strict=True)]
         if opened is None:
             with ThreadPoolExecutor(FOOTERS) as pool:
@@ -275,7 +273,7 @@ class ParquetImages(Images):
         self._times = np.repeat([stat[1] for stat in stats], num_groups).astype(
             np.int64
         )
-        self._has_paths = any(file.may_name_files(g, column) for _, file, g in groups)
+        self._has_paths = any(file.rows_without_bytes(column)[1] for file in opened)
 
     def _start_caches(self, opened: Sequence[OpenedParquet | None]) -> None:
         """Set the footers of the files, and start with no row group in memory.
@@ -309,7 +307,7 @@ class ParquetImages(Images):
         is kept for the next call.
         """
         groups, found = self.groups(rows), [b""] * len(rows)  # type: np.ndarray, list[Image]
-        inside = ImagePaths(self.root, self._rules).find
+        inside = ImagePaths(self.root, self._options).find
         for group in map(int, np.unique(groups)):
             at, first = np.flatnonzero(groups == group), int(self._starts[group])
             if len(at) == self._starts[group + 1] - first:
@@ -358,7 +356,7 @@ class ParquetImages(Images):
         if (np.diff(rows) < 0).any():
             yield from super().split_rows(rows, size)
             return
-        images, inside = list[Image](), ImagePaths(self.root, self._rules).find
+        images, inside = list[Image](), ImagePaths(self.root, self._options).find
         for column in self._scan(rows):
             images += _images_in(column, inside)
             while len(images) >= size:
@@ -442,17 +440,6 @@ class ParquetImages(Images):
             np.diff(self._starts)[groups],
         )
         return (number + 1) * total // num - number * total // num
-
-    def content_keys(self, rows: np.ndarray) -> pa.Array:
-        """Return texts for the fingerprint, as an Arrow array of large strings.
-
-        The text of a row is its number in its row group, and the stored bytes of the
-        column there.
-        """
-        groups = self.groups(rows)
-        return joined(
-            " of ", decimal(rows - self._starts[groups]), decimal(self._bytes[groups])
-        )
 
     def times(self, rows: np.ndarray) -> np.ndarray:
         """Return when the file of each image was last changed, in ns, int64 (n,).
@@ -603,47 +590,28 @@ class OpenedParquet:
             own = (c for c in chunks if c.path_in_schema.split(".")[0] in columns)
             return sum(c.total_compressed_size for c in own)
 
-    def may_name_files(self, group: int, column: str) -> bool:
-        """Return whether rows of a row group may have a path and no bytes.
+    def rows_without_bytes(self, column: str) -> tuple[int, int]:
+        """Return how many rows have no bytes, by the statistics of the file.
 
         Args:
-            group: Number of the row group.
-            column: Name of a column struct<bytes, path>. The result is False for a
+            column: Name of a column struct<bytes, path>. Both numbers are 0 for a
                 column of another type.
 
         Returns:
-            False if the statistics of the file say that all rows have bytes.
+            The least and the largest number of such rows. They differ if the file has
+            no statistics.
         """
-        row_group = self.metadata.row_group(group)
-        chunks = (row_group.column(i) for i in range(row_group.num_columns))
-        own = (
-            chunk.statistics
-            for chunk in chunks
-            if chunk.path_in_schema == f"{column}.bytes"
-        )
-        return any(
-            found is None or not found.has_null_count or found.null_count
-            for found in own
-        )
-
-    def names_only_files(self, column: str) -> bool:
-        """Return whether the statistics of the file say that no row has bytes.
-
-        Args:
-            column: Name of a column struct<bytes, path>.
-        """
-        groups = map(self.metadata.row_group, range(self.metadata.num_row_groups))
+        least = most = 0
         with self.errors():
-            chunks = [
-                (group.num_rows, group.column(i).statistics)
-                for group in groups
-                for i in range(group.num_columns)
-                if group.column(i).path_in_schema == f"{column}.bytes"
-            ]
-        return bool(chunks) and all(
-            found is not None and found.has_null_count and found.null_count == num_rows
-            for num_rows, found in chunks
-        )
+            for number in range(self.metadata.num_row_groups):
+                group = self.metadata.row_group(number)
+                for chunk in map(group.column, range(group.num_columns)):
+                    if chunk.path_in_schema == f"{column}.bytes":
+                        found = chunk.statistics
+                        is_known = found is not None and found.has_null_count
+                        least += found.null_count if is_known else 0
+                        most += found.null_count if is_known else group.num_rows
+        return least, most
 
     def batches(self, columns: Sequence[str], group: int) -> Iterator[Any]:
         """Yield some columns of a row group, at most :data:`READ_ROWS` rows at a time.
@@ -686,14 +654,13 @@ class OpenedParquet:
             metadata: The footer, if it is already read.
             buffer: Size in bytes of the buffer for reads, 0 for none.
         """
-        files, inner = filesystem.locate(self.path)
         options = {
             "metadata": metadata,
             "page_checksum_verification": True,
             "buffer_size": buffer,
         }
         with (
-            filesystem.open_located(files, inner) as file,
+            filesystem.open_file(self.path) as file,
             pa.parquet.ParquetFile(file, **options) as parquet,
         ):
             yield parquet
@@ -766,17 +733,15 @@ def _without_image(path: str | bytes | None) -> str:
 
 def _read_file(
     file: filesystem.FileEntry,
-    own: Mapping[str, str],
     folders: Mapping[str, str | int | None],
-    images_only: bool,
+    options: ReadOptions,
 ) -> tuple[Any, Names, Names, str, OpenedParquet]:
     """Read one Parquet file, but for the bytes of its images.
 
     Args:
         file: The file.
-        own: Standard name of a column, such as "label" -> its name in the file.
         folders: Column name -> value, by :func:`partition_columns`.
-        images_only: Whether labels and splits are not read.
+        options: How the source is read.
 
     Returns:
         An Arrow table with the column is_train; with id, label and eval_label, if the
@@ -788,30 +753,28 @@ def _read_file(
     Raises:
         ConfigError: The file is damaged, or a column is missing or of a wrong type.
     """
-    name, path = file.relative, file.path
+    name, path, own = file.relative, file.path, options.columns
     parquet = open_parquet(path, file.size)
     schema, num = parquet.schema, parquet.metadata.num_rows
     present = present_columns(schema, own, folders)
-    check_names(path, own, present, images_only)
+    check_names(path, present, options)
     image = _image_column(path, own, schema.names)
     label = own.get("label") or next((c for c in LABEL_COLUMNS if c in present), None)
     if num > MAX_ROWS:
         raise ConfigError(f"{path} has {num:,} rows, more than {MAX_ROWS:,}")
     check_images(path, schema.field(image).type)
-    only_paths = pa.types.is_struct(
-        schema.field(image).type
-    ) and parquet.names_only_files(image)
+    only_paths = 0 < num == parquet.rows_without_bytes(image)[0]
     left = "" if plain_type(schema.field(image).type) in TEXT or only_paths else image
     theirs = {name: own.get(name, name) for name in ("id", "split", "eval_label")}
     theirs |= {"label": label or "", "image": image}
-    if images_only:
+    if options.images_only:
         theirs = {ours: theirs[ours] for ours in ("id", "image")}
     wanted = {*theirs.values()} - {image}
     table = parquet.read(
         [c for c in schema.names if c in wanted or (c == image and not left)]
     )
     columns = {ours: table[c] for ours, c in theirs.items() if c in table.column_names}
-    if not images_only:
+    if not options.images_only:
         columns |= columns_of_folders(path, theirs, folders, columns, num)
     if only_paths:
         columns["image"] = pa.compute.struct_field(columns["image"], "path")
@@ -952,9 +915,9 @@ def columns_of_folders(
             column = pa.repeat(pa.scalar(folders[name]), num_rows)
             found[ours] = pa.chunked_array([column])
             continue
-        (expected,) = encode_labels(path, [folders[name]])
+        (expected,) = encode_labels(path, [folders[name]]).to_pylist()
         held = encode_column(path, columns[ours])
-        values = {*held.present, *(() if held.given.all() else (None,))}
+        values = {*present_classes(held), *((None,) if held.null_count else ())}
         if differing := sorted(map(repr, values - {expected})):
             raise ConfigError(
                 f"{path}: its folder says {name}={expected}, a row of its column {name}"
@@ -999,28 +962,24 @@ def _image_column(path: str, own: Mapping[str, str], columns: Sequence[str]) -> 
     return image
 
 
-def check_names(
-    path: str,
-    names: Mapping[str, str],
-    columns: Iterable[str],
-    images_only: bool = False,
-) -> None:
+def check_names(path: str, columns: Iterable[str], options: ReadOptions) -> None:
     """Check that the columns that the user names are there.
 
     Args:
         path: The file, as error messages name it.
-        names: Standard name of a column, such as "label" -> its name in the file.
         columns: The names of all columns.
-        images_only: Whether labels and splits are not read, so that these columns may
-            be missing.
+        options: How the source is read. Columns of labels and splits may be missing if
+            only images are read.
 
     Raises:
         ConfigError: A named column is missing; or a column is called almost as label,
             split or eval_label, for example ``Label``, and would be ignored.
     """
-    present = list(columns)
+    present, names = list(columns), options.columns
     for ours, theirs in names.items():
-        if theirs not in present and not (images_only and ours in TRAINING_COLUMNS):
+        if theirs not in present and not (
+            options.images_only and ours in TRAINING_COLUMNS
+        ):
             has = one_line(", ".join(present)) or "none"
             raise ConfigError(
                 f"{path}: --data.columns {ours}={theirs}: no such column; it has {has}"
@@ -1028,7 +987,7 @@ def check_names(
     read = {*names, *present} | (
         {"label"} if {*LABEL_COLUMNS}.intersection(present) else set()
     )
-    for theirs in () if images_only else {*present}.difference(names.values()):
+    for theirs in () if options.images_only else {*present}.difference(names.values()):
         ours = theirs.strip().lower()
         if ours in ("label", "split", "eval_label") and ours not in read:
             raise ConfigError(
@@ -1107,13 +1066,7 @@ def check_images(source: str, kind: Any) -> None:
         )
 
 
-def read_table(
-    path: str,
-    names: Mapping[str, str] = NO_NAMES,
-    rules: PathRules = DEFAULT_RULES,
-    *,
-    images_only: bool = False,
-) -> Rows:
+def read_table(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
     """Read a .csv or .jsonl file with one image a row.
 
     The columns are path (or image) and, where present, id, label, split and eval_label.
@@ -1121,17 +1074,14 @@ def read_table(
 
     Args:
         path: Local path or URI of the table.
-        names: Standard name of a column, such as "label" -> its name in the table.
-        rules: How image paths are read. By default they are relative to the table.
-        images_only: Whether rows are only to be predicted. Labels and splits are then
-            not read, and a row without a path is an unreadable image.
+        options: How the source is read.
 
     Raises:
         ConfigError: The file is no such table, or its images are not there.
     """
     root, _ = filesystem.split(path)
     table = read_text_table(path)
-    return rows_of_table(f"table:{path}", path, root, table, names, rules, images_only)
+    return rows_of_table(f"table:{path}", path, root, table, options)
 
 
 def rows_of_table(
@@ -1139,9 +1089,7 @@ def rows_of_table(
     path: str,
     root: str,
     table: TextTable,
-    names: Mapping[str, str],
-    rules: PathRules,
-    images_only: bool,
+    options: ReadOptions,
 ) -> Rows:
     """Return the rows of a table of text, as :func:`read_table` does for one file.
 
@@ -1150,20 +1098,18 @@ def rows_of_table(
         path: The table, for errors.
         root: Folder or URI that image paths are relative to.
         table: The content of the table.
-        names: Standard name of a column, such as "label" -> its name in the table.
-        rules: How image paths are read.
-        images_only: Whether labels and splits are not read.
+        options: How the source is read.
 
     Raises:
         ConfigError: The table lacks columns, or its images are not there.
     """
-    columns = table.columns
-    check_names(path, names, columns, images_only)
+    columns, names = table.columns, options.columns
+    check_names(path, columns, options)
     theirs = [name for name in columns if name]
     columns = columns | {
         ours: columns[other] for ours, other in names.items() if other in columns
     }
-    if images_only:
+    if options.images_only:
         columns = {
             name: c for name, c in columns.items() if name not in TRAINING_COLUMNS
         }
@@ -1178,7 +1124,7 @@ def rows_of_table(
         encode_labels(source, columns.get(c, missing)) for c in ("label", "eval_label")
     )
     require_distinct(source, labels, truth)
-    ids = Text.of(
+    ids = make_ids(
         f"row-{i}" if value in (None, "") else str(value)
         for i, value in enumerate(columns.get("id", missing))
     )
@@ -1186,10 +1132,17 @@ def rows_of_table(
         None if value in (None, "") else str(value)
         for value in columns.get("split", missing)
     )
-    is_train = splits_in(source, Labels.of(splits))
-    images = find_images(source, root, columns[image], images_only, rules, table.lines)
+    is_train = splits_in(source, make_labels(splits))
+    images = find_images(
+        source,
+        root,
+        columns[image],
+        options,
+        may_lack=options.images_only,
+        lines=table.lines,
+    )
     notes = table.notes
-    if "label" not in columns and not images_only:
+    if "label" not in columns and not options.images_only:
         notes += note_of_no_label(path, theirs, names)
     return Rows(
         ids,
@@ -1264,13 +1217,13 @@ def note_of_no_label(
     return (f"{path}: no column label; it has {has}: --data.columns label={likely}",)
 
 
-def splits_in(source: str, given: Labels) -> np.ndarray:
+def splits_in(source: str, given: pa.DictionaryArray) -> np.ndarray:
     """Return whether each row is for training.
 
     Args:
         source: The source, as the error message names it.
-        given: The split that each of N rows names. A row that names none is for
-            training.
+        given: The split that each of N rows names, a dictionary array (N,). A row that
+            names none is for training.
 
     Returns:
         bool (N,).
@@ -1279,10 +1232,12 @@ def splits_in(source: str, given: Labels) -> np.ndarray:
         ConfigError: A split is not one of :data:`~uno.data.rows.SPLITS`, in any case of
             letters.
     """
-    splits = [SPLITS.get(name.lower()) for name in given.classes]
+    names = given.dictionary.to_pylist()
+    splits = [SPLITS.get(name.lower()) for name in names]
     if None in splits:
-        wrong = one_line(repr(given.classes[splits.index(None)]))
+        wrong = one_line(repr(names[splits.index(None)]))
         raise ConfigError(
             f"{source}: split must be train, test or validation, not {wrong}"
         )
-    return np.array([*(split == "train" for split in splits), True])[given.codes]
+    is_train = np.array([*(split == "train" for split in splits), True])
+    return is_train[class_codes(given)]

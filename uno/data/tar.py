@@ -23,10 +23,11 @@ import pyarrow as pa
 import pyarrow.compute
 
 from uno.data import files as filesystem
-from uno.data.columns import Labels, Text, decimal, joined
+from uno.data.columns import has_label, joined
 from uno.data.files import FileEntry, is_uri, valid_text
 from uno.data.images import Image, Images
 from uno.data.labels import encode_labels
+from uno.data.read_options import DEFAULT_OPTIONS, ReadOptions
 from uno.data.rows import SPLITS, Rows
 from uno.data.tar_index import ShardContent, index_shards, shown
 from uno.errors import ConfigError, one_line
@@ -115,17 +116,6 @@ class TarImages(Images):
         """
         return self.shard_times[self.shard[rows]]
 
-    def content_keys(self, rows: np.ndarray) -> pa.Array:
-        """Return texts for the fingerprint of the data set: the size of each image.
-
-        Args:
-            rows: Row numbers, int64 (n,).
-
-        Returns:
-            An Arrow array of decimal numbers as text.
-        """
-        return decimal(self.size[rows])
-
     def paths(self, rows: np.ndarray) -> list[str | None]:
         """Return None for each row, because no image is a file of its own."""
         return [None] * len(rows)
@@ -146,7 +136,7 @@ class TarImages(Images):
         return np.unique(places, axis=1, return_inverse=True)[1].reshape(-1)
 
 
-def read_tar(path: str, images_only: bool = False, follow_links: bool = False) -> Rows:
+def read_tar(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
     """Read the *.tar files of a folder, one file, or the files that a pattern names.
 
     The members of one shard that have one key are a row, and its id is SHARD#KEY. The
@@ -162,17 +152,16 @@ def read_tar(path: str, images_only: bool = False, follow_links: bool = False) -
 
     Args:
         path: A folder, a file, or a pattern with ``*``, ``{000..009}`` or ``{a,b}``.
-        images_only: Whether labels are not read, because the rows are to be predicted.
-        follow_links: Whether shards may be links out of the folder.
+        options: How the source is read.
 
     Raises:
         ConfigError: There is no such file or no image, a file is compressed or no tar
             file, a label is neither a name nor a whole number, or it is not clear which
             image a label belongs to.
     """
-    source, shards = f"tar:{path}", find_shards(path, follow_links)
+    source, shards = f"tar:{path}", find_shards(path, options.follow_links)
     names = [valid_text(shard.relative) for shard in shards]
-    contents = index_shards(filesystem.full_path(path), shards, images_only)
+    contents = index_shards(filesystem.full_path(path), shards, options.images_only)
     found = dict(zip(names, contents, strict=True))
     warnings, notes = _list_warnings(found), _list_notes(found)
     counts = [len(content.images) for content in contents]
@@ -184,13 +173,16 @@ def read_tar(path: str, images_only: bool = False, follow_links: bool = False) -
     images = pa.concat_arrays([content.images for content in contents])
     shard_of_image = np.repeat(np.arange(len(shards), dtype=np.int32), counts)
     name_of_image = pa.array(names, pa.large_string()).take(pa.array(shard_of_image))
-    ids = Text(joined("#", name_of_image, images.field("key")))
+    ids = joined("#", name_of_image, images.field("key"))
     labels = encode_labels(
-        source, _decode_labels(images.field("label")), name_row=ids.__getitem__
+        source,
+        _decode_labels(images.field("label")),
+        name_row=lambda row: str(ids[row]),
     )
     _refuse_labels_in_other_shards(source, found, images.field("key"), ids, labels)
     in_folders = pa.compute.any(pa.compute.match_substring(images.field("key"), "/"))
-    if not images_only and not labels.present and in_folders.as_py():
+    has_no_label = not options.images_only and labels.null_count == len(labels)
+    if has_no_label and in_folders.as_py():
         notes.append(
             "the label of KEY.jpg is a member KEY.cls or KEY.json of the same shard; if"
             " folders in the tar files are the classes, unpack them and pass --labeled"
@@ -286,7 +278,11 @@ def _list_notes(found: Mapping[str, ShardContent]) -> list[str]:
 
 
 def _refuse_labels_in_other_shards(
-    source: str, found: Mapping[str, ShardContent], keys: Any, ids: Text, labels: Labels
+    source: str,
+    found: Mapping[str, ShardContent],
+    keys: Any,
+    ids: Any,
+    labels: pa.DictionaryArray,
 ) -> None:
     """Refuse labels with an image in another shard, which would count as unlabeled.
 
@@ -306,13 +302,13 @@ def _refuse_labels_in_other_shards(
         for key, name in content.lost_labels.items()
     }
     is_lost = pa.compute.is_in(keys, pa.array(lost, pa.large_string()))
-    rows = np.flatnonzero(is_lost.to_numpy(zero_copy_only=False) & ~labels.given)
+    rows = np.flatnonzero(is_lost.to_numpy(zero_copy_only=False) & ~has_label(labels))
     if len(rows):
         raise ConfigError(
             f"{source}: {plural(len(rows), 'label')} in another shard than the image,"
             f" e.g. {lost[keys[rows[0]].as_py()]} and the image"
-            f" {one_line(repr(ids[rows[0]]))}; write all members of a key into one"
-            " shard"
+            f" {one_line(repr(ids[rows[0]].as_py()))}; write all members of a key into"
+            " one shard"
         )
 
 

@@ -23,10 +23,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from uno.data import files as filesystem
-from uno.data.files import FileEntry, Storage, valid_text
+from uno.data.files import FileEntry, Storage, user_cache, valid_text
 from uno.data.images import is_image
 from uno.data.labels import is_missing
-from uno.data.mapped import user_cache
 from uno.errors import ConfigError, StorageError, one_line
 from uno.limits import MAX_MEMBER_BYTES, MAX_ROWS
 
@@ -369,9 +368,9 @@ def scan_shard(entry: FileEntry, images_only: bool) -> ShardContent:
         images_only: Whether labels are not read.
 
     Raises:
-        ConfigError: The shard cannot be read, is compressed or damaged, has too many
-            images, two images or two equal labels of one key, or a label of an image
-            that cannot be read.
+        ConfigError: The shard cannot be read, is compressed or damaged, or has more
+            than MAX_ROWS images; two members have the same name, or two images the
+            same key; or the label of an image cannot be read.
     """
     images: dict[str, Member] = {}
     labels: dict[tuple[str, str], Any] = {}  # by key and suffix

@@ -16,8 +16,9 @@ everything happens before the first step, in one view.
 What differs:
 - There are five values of lambda: 0.1, 0.25, 0.5, 0.75 and 1. Features and centers have
   length one.
-- Centers are those of :func:`uno.prototype_init.clusters_of`: in whitened directions,
-  the best of 10 starts. The authors have 100 starts of the features as they are.
+- Centers are those of :func:`uno.prototype_init.cluster_features`: in whitened
+  directions, the best of 10 starts. The authors have 100 starts of the features as they
+  are.
 - In the NCD setting unlabeled rows are known to be of novel classes. The cross-entropy
   of that is added.
 - If there are more than 20,000 rows of a kind, 20,000 are used. If steps are asked for,
@@ -28,21 +29,21 @@ What differs:
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from uno import collectives
+from uno import distributed
 from uno.clustering import kmeans
-from uno.collectives import mean_with_grad
 from uno.config import Config, Section, field
-from uno.frozen import matched
+from uno.data.stream import TrainData
+from uno.distributed import mean_with_grad
+from uno.frozen import find_correct_rows
 from uno.heads import unit
 from uno.methods import Method
-from uno.methods.method import (
-    NovelHead,
+from uno.methods.common import (
     cluster_centers,
     forward_two_views,
     frozen_sample,
@@ -50,8 +51,7 @@ from uno.methods.method import (
 )
 from uno.model import UnoModel
 from uno.prototype_init import NUM_STARTS, Sample
-from uno.state import TrainState
-from uno.steps import Batch, labeled_loss, update_
+from uno.steps import Batch, TrainState, labeled_loss
 
 SCALE = 25.0
 RATE, DECAY, STEPS = 1e-3, 1e-2, 1000  # settings of Adam
@@ -73,7 +73,7 @@ class Constants(Section):
     )
 
 
-class Fit(NamedTuple):
+class LinearClassifier(NamedTuple):
     """A fitted linear classifier.
 
     The class of a unit feature z is the index of the largest of ``weights`` @ z.
@@ -87,7 +87,7 @@ class Fit(NamedTuple):
     weight: float
 
 
-class Adapter(nn.Module):
+class PaddingAdapter(nn.Module):
     """A module that scales features to length one and adds a coordinate of zero.
 
     Attributes:
@@ -110,15 +110,15 @@ class Adapter(nn.Module):
         return F.pad(unit(features), (0, 1))
 
 
-def fit(
+def fit_classifier(
     sample: Sample,
     num_novel: int,
     setting: str | None,
     seed: int,
     weight: float | None = None,
     steps: int = STEPS,
-) -> Fit:
-    """Fit the classifier of PIM to features, on their device.
+) -> LinearClassifier:
+    """LinearClassifier the classifier of PIM to features, on their device.
 
     Args:
         sample: Features of labeled and unlabeled rows.
@@ -131,45 +131,47 @@ def fit(
     """
     labels, num_known = sample.labels, int(sample.labels.max()) + 1
     rows = unit(torch.cat([sample.labeled, sample.unlabeled])).float()
-    barred = 0 if setting == "gcd" else num_known
+    num_masked = 0 if setting == "gcd" else num_known
     if weight is None:
-        plain = kmeans(rows.cpu(), num_known + num_novel, NUM_STARTS, seed).centers.to(
-            rows
-        )
-        found = [
-            descend(plain, rows, labels, each, steps, supervised=False)
-            for each in WEIGHTS
-        ]
-        right = [accuracy(rows[: len(labels)] @ each.T, labels) for each in found]
-        weight = WEIGHTS[right.index(max(right))]
+        num_classes = num_known + num_novel
+        plain = kmeans(rows.cpu(), num_classes, NUM_STARTS, seed).centers.to(rows)
+        accuracies = list[float]()
+        for candidate in WEIGHTS:
+            fitted = minimize_objective(
+                plain, rows, labels, candidate, steps, supervised=False
+            )
+            accuracies.append(matched_accuracy(rows[: len(labels)] @ fitted.T, labels))
+        weight = WEIGHTS[accuracies.index(max(accuracies))]
     centers = cluster_centers(
         Sample(*(t.cpu() for t in sample)), num_novel, setting, seed
     ).to(rows)
-    return Fit(descend(centers, rows, labels, weight, steps, barred=barred), weight)
+    return LinearClassifier(
+        minimize_objective(centers, rows, labels, weight, steps, num_masked=num_masked),
+        weight,
+    )
 
 
-def accuracy(logits: Tensor, labels: Tensor) -> float:
+def matched_accuracy(logits: Tensor, labels: Tensor) -> float:
     """Return the share of rows that are correct under the best matching, 0-1.
 
     Args:
         logits: Logits (N, C). The largest one decides the output.
         labels: Classes int64 (N,), which are matched to outputs.
     """
+    outputs = logits.argmax(dim=1).cpu()
     return float(
-        matched(labels.cpu(), logits.argmax(dim=1).cpu(), logits.shape[1])
-        .float()
-        .mean()
+        find_correct_rows(labels.cpu(), outputs, logits.shape[1]).float().mean()
     )
 
 
-def descend(
+def minimize_objective(
     weights: Tensor,
     rows: Tensor,
     labels: Tensor,
     weight: float,
     steps: int,
     supervised: bool = True,
-    barred: int = 0,
+    num_masked: int = 0,
 ) -> Tensor:
     """Minimize the objective of PIM by Adam on all rows.
 
@@ -180,7 +182,7 @@ def descend(
         weight: lambda.
         steps: The number of steps.
         supervised: Whether the labels count.
-        barred: The number of known classes that unlabeled rows cannot belong to.
+        num_masked: The number of known classes that unlabeled rows cannot belong to.
 
     Returns:
         The final weights, (C, D).
@@ -191,18 +193,20 @@ def descend(
         optimizer.zero_grad()
         logits = SCALE * (rows @ leaf.T)[None]
         # one rank has all rows, so there is nothing to average
-        loss = objective(logits, labels, weight, supervised, barred, lambda mean: mean)
+        loss = pim_objective(
+            logits, labels, weight, supervised, num_masked, lambda mean: mean
+        )
         loss.backward()
         optimizer.step()
     return leaf.detach()
 
 
-def objective(
+def pim_objective(
     logits: Tensor,
     labels: Tensor,
     weight: float | Tensor,
     supervised: bool = True,
-    barred: int = 0,
+    num_masked: int = 0,
     mean_of_ranks: Callable[[Tensor], Tensor] = mean_with_grad,
 ) -> Tensor:
     """Compute the negative mutual information and the cross-entropy of labels.
@@ -216,8 +220,8 @@ def objective(
         labels: Classes of the labeled rows, int64 (B_l,).
         weight: lambda.
         supervised: Whether the cross-entropy of labeled rows is added.
-        barred: If it is not 0, unlabeled rows belong to none of the first ``barred``
-            classes, and the cross-entropy of this is added.
+        num_masked: If it is not 0, unlabeled rows belong to none of the first
+            ``num_masked`` classes, and the cross-entropy of this is added.
         mean_of_ranks: Averages the mean probabilities (C,) over the workers.
 
     Returns:
@@ -230,62 +234,75 @@ def objective(
     loss = weight * uncertainty - torch.special.entr(mean).sum()
     if supervised:
         loss = loss + labeled_loss(logits, labels, 1.0)
-    return loss - log_p[:, free, barred:].logsumexp(dim=-1).mean() if barred else loss
+    return (
+        loss - log_p[:, free, num_masked:].logsumexp(dim=-1).mean()
+        if num_masked
+        else loss
+    )
 
 
-def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
-    """Train on two views of one batch by :func:`objective`.
+class Pim(Method):
+    """PIM, see the top of the module."""
 
-    Args:
-        state: The state of training. It is updated.
-        batch: The batch.
-        config: The configuration of the run.
-        lr: The learning rate.
+    name = "pim"
+    constants = Constants
+    supports_gcd = True
+    trains = False
 
-    Returns:
-        The loss (1,), detached.
-    """
-    known, novel, _ = forward_two_views(state, batch)
-    logits = torch.cat([known, novel], dim=-1) / config.objective.temperature
-    barred = 0 if config.data.setting == "gcd" else known.shape[-1]
-    loss = objective(logits, batch.labels, state.extra["weight"], barred=barred)
-    return update_(state, loss, lr)
+    def build_adapter(self, num_features: int) -> PaddingAdapter:
+        """Build an :class:`PaddingAdapter`."""
+        return PaddingAdapter(num_features)
 
+    def initialize(
+        self, config: Config, model: UnoModel, train: TrainData
+    ) -> dict[str, Tensor]:
+        """LinearClassifier the classifier, and set all prototypes of the model to it.
 
-def start(config: Config, model: UnoModel, train: Any) -> dict[str, Tensor]:
-    """Fit the classifier, and set all prototypes of the model to it.
+        Args:
+            config: The configuration of the run, with the method's constants.
+            model: The network. Its prototypes are changed.
+            train: The training data.
 
-    Args:
-        config: The configuration of the run, with the method's constants.
-        model: The network. Its prototypes are changed.
-        train: The training data.
+        Returns:
+            "weight", lambda, a scalar.
 
-    Returns:
-        "weight", lambda, a scalar.
+        Raises:
+            ConfigError: There are fewer unlabeled rows than novel classes.
+        """
+        constants, device = config.method_options, model.known.weight.device
+        sample = Sample(*(t.to(device) for t in frozen_sample(config, model, train)))
 
-    Raises:
-        ConfigError: There are fewer unlabeled rows than novel classes.
-    """
-    constants, device = config.method_options, model.known.weight.device
-    sample = Sample(*(t.to(device) for t in frozen_sample(config, model, train)))
+        def compute() -> dict[str, Tensor]:
+            classifier = fit_classifier(
+                sample,
+                train.num_novel,
+                config.data.setting,
+                config.seed,
+                constants.weight,
+                constants.steps,
+            )
+            weight = torch.tensor(classifier.weight)
+            return {"rows": classifier.weights, "weight": weight}
 
-    def compute() -> dict[str, Tensor]:
-        found = fit(
-            sample,
-            train.num_novel,
-            config.data.setting,
-            config.seed,
-            constants.weight,
-            constants.steps,
+        start = distributed.compute_on_rank0(compute, device)
+        set_prototypes_(model, pad_to_one_length(start["rows"]))
+        return {"weight": start["weight"]}
+
+    def loss(self, state: TrainState, batch: Batch, config: Config) -> Tensor:
+        """Compute :func:`pim_objective` on two views of one batch.
+
+        It continues the fit by SGD, if discovery has epochs. For the arguments see
+        :meth:`uno.methods.Method.loss`.
+        """
+        known, novel, _ = forward_two_views(state, batch)
+        logits = torch.cat([known, novel], dim=-1) / config.objective.temperature
+        num_masked = 0 if config.data.setting == "gcd" else known.shape[-1]
+        return pim_objective(
+            logits, batch.labels, state.extra["weight"], num_masked=num_masked
         )
-        return {"rows": found.weights, "weight": torch.tensor(found.weight)}
-
-    found = collectives.compute_on_rank0(compute, device)
-    set_prototypes_(model, of_one_length(found["rows"]))
-    return {"weight": found["weight"]}
 
 
-def of_one_length(weights: Tensor) -> Tensor:
+def pad_to_one_length(weights: Tensor) -> Tensor:
     """Extend rows by one coordinate so that all have length one.
 
     Their products with (z, 0) are those of ``weights`` with z, divided by the length of
@@ -304,6 +321,4 @@ def of_one_length(weights: Tensor) -> Tensor:
     )
 
 
-METHOD = Method(
-    "pim", step, NovelHead, start, Constants, adapter=Adapter, trains=False, gcd=True
-)
+METHOD = Pim()

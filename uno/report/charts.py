@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
-from uno.data.plan import REPORT_MAP
+from uno.data.sampling import REPORT_MAP
 from uno.results.metrics import Counts
 from uno.text import visible
 
@@ -162,20 +163,21 @@ def ticks(low: float, high: float) -> list[float]:
     return [float(f"{i * step:.10g}") for i in range(first, last + 1)]
 
 
-class Cell(NamedTuple):
+@dataclass(frozen=True)
+class Cell:
     """A cell of a confusion matrix.
 
     Attributes:
         row: Number of its row.
         column: Number of its column.
-        count: Number of images.
+        num_images: Number of images.
         share: Share of the images of the row, 0 to 1.
         is_match: Whether images of this cell count as correct.
     """
 
     row: int
     column: int
-    count: int
+    num_images: int
     share: float
     is_match: bool
 
@@ -212,7 +214,7 @@ class Matrix(NamedTuple):
     def errors(self) -> list[Cell]:
         """The ten largest cells that do not count as correct, largest first."""
         wrong = (cell for cell in self.cells if not cell.is_match)
-        return sorted(wrong, key=lambda c: (-c.count, c.row, c.column))[:10]
+        return sorted(wrong, key=lambda c: (-c.num_images, c.row, c.column))[:10]
 
 
 def draw_matrix(
@@ -305,11 +307,12 @@ def place_points(
     )
 
 
-class Group(NamedTuple):
+@dataclass(frozen=True)
+class Group:
     """The points of one class in a map.
 
     Attributes:
-        index: The class, or -1 for rows without a true class.
+        class_index: The class, or -1 for rows without a true class.
         name: Its name.
         kind: "known", "novel" or "none".
         color: CSS class of its color.
@@ -317,7 +320,7 @@ class Group(NamedTuple):
         middle: Median (x, y) of the points.
     """
 
-    index: int
+    class_index: int
     name: str
     kind: str
     color: str

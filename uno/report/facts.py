@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 from uno import runs
-from uno.data.decode import BAD_SAMPLES, name_bad
 from uno.data.files import Storage, parse_json
+from uno.data.unreadable import BAD_SAMPLES, name_bad
 from uno.errors import StorageError
 from uno.report.charts import Chart, Series, line_chart
 from uno.report.page import duration

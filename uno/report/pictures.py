@@ -85,7 +85,8 @@ class Album:
         self.has_pictures = pictures is not None
         self._images = None if pictures is None else pictures.take(index)
         self._confidence = confidence
-        self._ids, self._captions = rows.ids.take(index), rows.images.captions(index)
+        self._ids = rows.ids.take(index).to_pylist()
+        self._captions = rows.images.captions(index)
         sizes = [len(group) for group in groups]
         members = np.concatenate([*groups, np.arange(0)])
         probed = members[evenly_spaced(NUM_PROBED, len(members))]

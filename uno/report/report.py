@@ -15,7 +15,7 @@ from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
 from uno.errors import ConfigError, StorageError
 from uno.methods import description
-from uno.methods.registry import num_heads
+from uno.model import num_heads
 from uno.report import charts, facts
 from uno.report.checks import warnings
 from uno.report.findings import Cluster, SampleSummary, summarize
@@ -311,7 +311,7 @@ def _map(
     is_known = np.where(truth >= 0, truth < num_known, output < num_known)
     points = {
         "xy": xy.ravel().tolist(),
-        "ids": [visible(task.rows.ids[i], 60) for i in sample.index[chosen]],
+        "ids": [visible(str(task.rows.ids[i]), 60) for i in sample.index[chosen]],
         "truth": truth.tolist(),
         "output": output.tolist(),
         "known": is_known.astype(int).tolist(),

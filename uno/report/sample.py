@@ -9,16 +9,16 @@ from numpy.typing import NDArray
 
 from uno.config import Config
 from uno.data.files import Storage
-from uno.data.plan import REPORT_SAMPLE
+from uno.data.sampling import REPORT_SAMPLE
 from uno.data.splits import Task
 from uno.errors import StorageError
-from uno.results.classes import OutputClass, called, first_classes
+from uno.results.classes import OutputClass, first_classes, prediction_labels
 from uno.results.infer import (
     Classifier,
     Decode,
     align_heads,
+    class_probabilities,
     load_classifier,
-    outcomes,
     sample_logits,
 )
 from uno.runs import run
@@ -66,7 +66,7 @@ class Sample:
         A discovered class is ``novel-1`` or what the user called it. Dropped classes
         share the name ``rejected``.
         """
-        return [name for name, _ in called(self.classes)]
+        return [name for name, _ in prediction_labels(self.classes)]
 
     @property
     def kept(self) -> list[int]:
@@ -179,7 +179,9 @@ def score_sample(task: Task, model: Classifier, decode: Decode) -> Sample:
         alignment = align_heads(novel[:, unlabeled], best_head)
     temperature = model.config.objective.temperature
     # (H, M, outputs)
-    probabilities = outcomes(known, novel, temperature, model.classes, alignment)
+    probabilities = class_probabilities(
+        known, novel, temperature, model.classes, alignment
+    )
     return Sample(
         index=index,
         features=logits.features[0].numpy(),

@@ -1,11 +1,12 @@
 """Write the results of a table: Markdown for people, JSON for programs."""
 
+import itertools
 import json
 from typing import Any
 
 from uno.data.files import Storage
 from uno.reproduce.experiments import REFERENCE, Benchmark, Evaluation, Row
-from uno.reproduce.summary import Results
+from uno.reproduce.summary import Line, Results
 from uno.text import visible
 
 DASH = "–"  # noqa: RUF001
@@ -33,9 +34,10 @@ def results_grid(results: Results) -> Grid:
     """Return the accuracies of a table as texts.
 
     A row of texts stands for a row of the table under one evaluation. Its columns are
-    the paper's numbers, and then for each data set the measured accuracy, the number of
-    seeds and the minutes of a run. A cell has the numbers of all groups, in the order
-    of ``table.groups``. Rows without any number are left out.
+    the paper's numbers, and then for each data set the measured accuracy and the number
+    of seeds. A cell has the numbers of all groups, in the order of ``table.groups``. A
+    row that is compared to another one has the mean difference in brackets. Rows
+    without any number are left out.
     """
     table = results.table
     titles = [
@@ -44,17 +46,17 @@ def results_grid(results: Results) -> Grid:
     head = ["", f"evaluation ({' / '.join(table.groups)})"]
     head += [f"paper: {title}" for title in titles]
     for benchmark in table.benchmarks:
-        head += [f"measured: {benchmark.name}", "n", "minutes"]
+        head += [f"measured: {benchmark.name}", "n"]
     grid = [head]
-    for row in table.rows:
-        for evaluation in table.evaluations:
-            texts = [_published(results, title, row, evaluation) for title in titles]
-            for benchmark in table.benchmarks:
-                texts += _measured(results, benchmark, row, evaluation)
-            if any(text not in (DASH, "", "0") for text in texts):
-                grid.append(
-                    [row.name, f"{evaluation.name}, {evaluation.split}", *texts]
-                )
+    for row, evaluation in itertools.product(table.rows, table.evaluations):
+        texts = [_published(results, title, row, evaluation) for title in titles]
+        for benchmark in table.benchmarks:
+            texts += _measured(results, benchmark, row, evaluation)
+        if any(text not in (DASH, "0") for text in texts):
+            name = row.name
+            if row.versus is not None:
+                name += f" (against {table.row(row.versus).name})"
+            grid.append([name, f"{evaluation.name}, {evaluation.split}", *texts])
     return grid
 
 
@@ -77,7 +79,7 @@ def _published(results: Results, title: str, row: Row, evaluation: Evaluation) -
 def _measured(
     results: Results, benchmark: Benchmark, row: Row, evaluation: Evaluation
 ) -> list[str]:
-    """Return the measured accuracies, the number of seeds, and the minutes of a run.
+    """Return the measured accuracies and the number of seeds.
 
     Args:
         results: The results of the table.
@@ -86,66 +88,30 @@ def _measured(
         evaluation: The evaluation.
 
     Returns:
-        Three texts. The accuracy is "refused" if the settings of the row do not go with
-        the data set. The minutes are "" if the row reads the runs of another one.
+        Two texts. The accuracy is "refused" if the settings of the row do not go with
+        the data set.
     """
     if f"{benchmark.key}-{row.trained}" in results.refused:
-        return ["refused", "0", ""]
+        return ["refused", "0"]
     lines = results.find(
         benchmark=benchmark.key, row=row.key, evaluation=evaluation.name
     )
-    texts = {line["group"]: format_mean_sd(line["mean"], line["sd"]) for line in lines}
-    text = (
-        " / ".join(texts.get(group, DASH) for group in results.table.groups)
-        if texts
-        else DASH
-    )
+    texts = {line["group"]: _accuracy(line) for line in lines}
+    groups = results.table.groups
+    text = " / ".join(texts.get(g, DASH) for g in groups) if texts else DASH
     cell = f"cells/{benchmark.key}-{row.trained}-seed"
     if num_failed := sum(name.startswith(cell) for name in results.failures):
         text += f"; {num_failed} of {results.seeds} failed"
-    minutes = f"{lines[0]['minutes']:.1f}" if lines and row.of is None else ""
-    return [text, str(max((line["n"] for line in lines), default=0)), minutes]
+    return [text, str(max((line["n"] for line in lines), default=0))]
 
 
-def effects_grid(results: Results) -> Grid:
-    """Return the differences of rows to the row that they are compared to, as texts.
-
-    A row of texts stands for a row of the table under one evaluation. Its columns are
-    the row, the row that it is compared to, the evaluation, and then for each data set
-    the mean difference in points with its standard deviation, and the number of seeds.
-    Only the head is returned if no row is compared.
-    """
-    table = results.table
-    grid = [["", "against", f"evaluation ({' / '.join(table.groups)})"]]
-    for benchmark in table.benchmarks:
-        grid[0] += [f"difference: {benchmark.name}", "n"]
-    for row in (row for row in table.rows if row.versus is not None):
-        for evaluation in table.evaluations:
-            texts, has_effect = list[str](), False
-            for benchmark in table.benchmarks:
-                effects = {
-                    line["group"]: line
-                    for line in results.find(
-                        benchmark=benchmark.key,
-                        row=row.key,
-                        evaluation=evaluation.name,
-                    )
-                    if "effect" in line
-                }
-                has_effect |= bool(effects)
-                shown = (
-                    format_mean_sd(one["effect"], one["effect_sd"], signed=True)
-                    if (one := effects.get(group))
-                    else DASH
-                    for group in table.groups
-                )
-                number = max((one["effect_n"] for one in effects.values()), default=0)
-                texts += [" / ".join(shown), str(number)]
-            if has_effect:
-                against = table.row(str(row.versus)).name
-                counted = f"{evaluation.name}, {evaluation.split}"
-                grid.append([row.name, against, counted, *texts])
-    return grid
+def _accuracy(line: Line) -> str:
+    """Format an accuracy and its difference: ``50.0 ± 1.0 (−40.0 ± 0.0)``."""
+    text = format_mean_sd(line["mean"], line["sd"])
+    if "effect" in line:
+        effect = format_mean_sd(line["effect"], line["effect_sd"], signed=True)
+        text += f" ({effect})"
+    return text
 
 
 def explanations(results: Results) -> list[str]:
@@ -157,10 +123,9 @@ def explanations(results: Results) -> list[str]:
     table = results.table
     said = [
         "Percent; mean ± standard deviation over seeds; last epoch; no number was"
-        " chosen by accuracy. Minutes are those of one run, on cores it may share;"
-        f" pretraining is extra and shared ({results.pretrain_minutes:.1f} minutes for"
+        " chosen by accuracy. In brackets: the mean difference of the same seed, in"
+        f" points. Pretraining is shared ({results.pretrain_minutes:.1f} minutes for"
         f" {results.num_pretrainings}).",
-        "Differences are those of the same seed, in points.",
     ]
     others = [
         "the digits" if benchmark.key == "digits" else benchmark.key
@@ -211,13 +176,10 @@ def facts(results: Results, command: str) -> dict[str, str]:
 
 
 def markdown(results: Results) -> str:
-    """Return a table's title, accuracies, differences and explanations as Markdown."""
-    parts = [f"{results.table.title}:", _markdown_table(results_grid(results))]
-    effects = effects_grid(results)
-    if len(effects) > 1:
-        parts += ["Differences:", _markdown_table(effects)]
-    parts.append("\n".join(f"- {_inert(text)}" for text in explanations(results)))
-    return "\n\n".join(parts)
+    """Return a table's title, accuracies and explanations as Markdown."""
+    notes = "\n".join(f"- {_inert(text)}" for text in explanations(results))
+    table = _markdown_table(results_grid(results))
+    return f"{results.table.title}:\n\n{table}\n\n{notes}"
 
 
 def _markdown_table(grid: Grid) -> str:

@@ -20,8 +20,7 @@ from pydantic import BaseModel, ConfigDict
 from uno.config import Config, flatten, override, to_dict
 from uno.data.files import split
 from uno.errors import ConfigError, did_you_mean
-from uno.methods import METHODS
-from uno.methods.registry import settings
+from uno.methods import METHODS, default_settings
 from uno.presets import IMAGE_SIZE, preset, scale_sizes
 
 DATA_OPTIONS = {
@@ -278,7 +277,7 @@ class Cell(NamedTuple):
         """
         # a plain command line needs no torch
         from uno.data.features import settings as settings_of_features
-        from uno.runs.run import pretrain_hash
+        from uno.runs.run import hash_pretraining
 
         config = self.config
         if config.model.finetune == "none":
@@ -288,7 +287,7 @@ class Cell(NamedTuple):
                 config.model.weights,
             ]
             return f"features/{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]}"  # noqa: E501
-        return f"pretrain/{pretrain_hash(self.config)}"
+        return f"pretrain/{hash_pretraining(self.config)}"
 
 
 def with_own_data(
@@ -361,7 +360,7 @@ def cells(
                 row.overrides.get("method", changes.get("method", base.method))
             )
             own = {
-                **settings(method, benchmark.preset),
+                **default_settings(method, benchmark.preset),
                 **(row.frozen if frozen else {}),
             }
             # all cells share cached features, so a method cannot change these

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from uno.data.output import mapping
+from uno.data.output import parse_mapping
 from uno.errors import ConfigError
 from uno.reproduce.experiments import Cell, Evaluation, Row, Table
 from uno.runs import ENVIRONMENT_FILE, ESTIMATE_FILE, RESULTS_FILE
@@ -303,7 +303,7 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: The file is damaged.
     """
-    found = mapping(path.read_bytes()) if path.exists() else {}
+    found = parse_mapping(path.read_bytes()) if path.exists() else {}
     if found is None:
         raise ConfigError(f"{path} is damaged; delete its directory to run it again")
     return found

@@ -11,21 +11,21 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from uno.clustering import FREE, kmeans
-from uno.collectives import Job
 from uno.config import Config
 from uno.data.files import Storage
 from uno.data.images import batches_of, evenly_spaced, spread
-from uno.data.row_blocks import RowBlocks, part
+from uno.data.row_blocks import RowBlocks
 from uno.data.stream import EvalData, StreamedEvalSet, TrainData, decoded_rows
-from uno.frozen import SPECTRAL, Clustering, principal_space
-from uno.model import UnoModel, build_model
+from uno.distributed import RankTask
+from uno.frozen import SPECTRAL, Clustering, fit_principal_space
+from uno.model import UnoModel, build_network
 from uno.prototype_init import (
     MAX_ROWS,
-    Load,
-    clusters_of,
-    features_by_all,
+    Read,
+    cluster_features,
+    compute_features_together,
+    decode_batches,
     resident_batch_rows,
-    streamed,
 )
 from uno.results import metrics
 from uno.runs.run import load_weights_
@@ -55,7 +55,7 @@ class Baseline(NamedTuple):
         score: Computes metrics from the clusters, on all ranks.
     """
 
-    job: Job
+    job: RankTask
     score: Callable[[Tensor], dict[str, float]]
 
 
@@ -66,7 +66,7 @@ def start_model(
     rows: EvalData,
     device: torch.device,
 ) -> UnoModel | None:
-    """Load the network that discovery started from, in eval mode.
+    """Read the network that discovery started from, in eval mode.
 
     Args:
         config: The configuration of the run.
@@ -81,7 +81,7 @@ def start_model(
     """
     if not any(_enough(config, train, rows)):
         return None
-    model = build_model(config.model, train.num_known, 0, 0)
+    model = build_network(config, train.num_known, 0, 0)
     load_weights_(model, config, storage)
     return model.to(device).eval()
 
@@ -125,12 +125,12 @@ def baselines(
     """
     found, (enough, mixed) = list[Baseline](), _enough(config, train, rows)
     if enough:
-        novel = read(config, model, rows.where(rows.truth >= train.num_known))
+        novel = read_features(config, model, rows.where(rows.truth >= train.num_known))
         if len(novel.truth) >= train.num_novel:  # some may be unreadable
             found += novel_baselines(config, novel, train.num_novel)
     if mixed:
         unlabeled, labeled = (
-            read(config, model, rows.where(kind))
+            read_features(config, model, rows.where(kind))
             for kind in (rows.unlabeled, ~rows.unlabeled)
         )
         found += generalized_baselines(config, unlabeled, labeled, train)
@@ -159,7 +159,7 @@ def novel_baselines(config: Config, rows: Rows, num_novel: int) -> Iterator[Base
         )
     for name, job in jobs.items():
         yield Baseline(
-            Job(len(truth), job),
+            RankTask(len(truth), job),
             partial(_score_novel, f"baseline/{name}/novel", truth, num_novel),
         )
 
@@ -177,7 +177,7 @@ def _score_novel(
     """
     return {
         f"{path}/{metric}": value
-        for metric, value in score(truth, clusters, num_novel).items()
+        for metric, value in score_clusters(truth, clusters, num_novel).items()
     }
 
 
@@ -196,13 +196,15 @@ def spectral_clusters(
     Returns:
         Clusters (N_u,) of the unlabeled rows.
     """
-    points = F.normalize(principal_space(features)(features), dim=1)
+    points = F.normalize(fit_principal_space(features)(features), dim=1)
     clustering = Clustering.of(points, labels, num_novel, gcd)
     clusters = clustering.partition(SPECTRAL, num_novel, NUM_STARTS, seed)
     return clusters[labels == FREE]
 
 
-def score(truth: ArrayLike, clusters: ArrayLike, num_clusters: int) -> dict[str, float]:
+def score_clusters(
+    truth: ArrayLike, clusters: ArrayLike, num_clusters: int
+) -> dict[str, float]:
     """Return every metric of a clustering against the true classes.
 
     Args:
@@ -265,7 +267,7 @@ def generalized_baselines(
         return
 
     def find(setting: str, num_novel: int) -> Tensor:
-        return clusters_of(
+        return cluster_features(
             unlabeled, labeled, labels, num_novel, setting, config.seed
         ).assignment
 
@@ -289,11 +291,11 @@ def generalized_baselines(
         )
     for name, job in jobs.items():
         yield Baseline(
-            Job(len(truth), job), partial(score_mixed, f"baseline/{name}/gcd")
+            RankTask(len(truth), job), partial(score_mixed, f"baseline/{name}/gcd")
         )
 
 
-def read(config: Config, model: UnoModel, rows: EvalData) -> Rows:
+def read_features(config: Config, model: UnoModel, rows: EvalData) -> Rows:
     """Compute the features of rows on all workers; each worker reads a share.
 
     At most ``MAX_BASELINE_ROWS`` rows are used, evenly spaced, or ``MAX_ROWS`` if the
@@ -312,21 +314,21 @@ def read(config: Config, model: UnoModel, rows: EvalData) -> Rows:
         (chosen,) = spread(rows.images, [rows.index.numpy()], MAX_ROWS)
         numbers = rows.index.numpy()[chosen]
         batches = batches_of(rows.images, numbers, decoded_rows(size, rows.side))
-        load: Load = partial(streamed, rows.decode, numbers)
+        load: Read = partial(decode_batches, rows.decode, numbers)
     else:
         chosen = evenly_spaced(MAX_BASELINE_ROWS, len(rows.truth))
-        images = part(rows.images, torch.from_numpy(chosen))
+        images = rows.images.select_rows(torch.from_numpy(chosen))
         size = resident_batch_rows(config, len(chosen))
         batches = np.split(np.arange(len(chosen)), range(size, len(chosen), size))
         load = partial(_resident, images)
-    (features,), ok = features_by_all(config, [model], batches, load)
+    (features,), ok = compute_features_together(config, [model], batches, load)
     truth = rows.truth[torch.from_numpy(chosen)].cpu()[ok]
     return Rows(features.cpu()[ok], truth)
 
 
 def _resident(
-    images: Tensor | RowBlocks, batches: Sequence[np.ndarray]
-) -> Iterator[tuple[Tensor | RowBlocks, np.ndarray]]:
+    images: RowBlocks, batches: Sequence[np.ndarray]
+) -> Iterator[tuple[Tensor, np.ndarray]]:
     """Yield batches of images that are in memory, in the form of streamed batches.
 
     Args:
@@ -338,4 +340,4 @@ def _resident(
         be read.
     """
     for batch in batches:
-        yield part(images, torch.from_numpy(batch)), np.ones(len(batch), dtype=bool)
+        yield images[torch.from_numpy(batch)], np.ones(len(batch), dtype=bool)

@@ -6,21 +6,31 @@ merged into. A dropped class keeps its probability: a row that most probably bel
 it is rejected, with that probability, and the class of no other row changes.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, count, islice
-from typing import Any, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from uno.config import parse_yaml
-from uno.data.files import parse_json
-from uno.errors import ConfigError, StorageError, did_you_mean, one_line
+from uno.config import describe, parse_yaml
+from uno.errors import ConfigError, StorageError, did_you_mean
 from uno.limits import MAX_CLASSES, MAX_LABEL_LENGTH
 from uno.text import composed, folded
 
@@ -33,9 +43,10 @@ HEADER = """\
 # name:   what predictions call the class.
 # action: keep, drop (its images are "rejected"), or merge into NAME (a known class, or another entry's name).
 """  # noqa: E501
+STRICT = ConfigDict(extra="forbid", strict=True)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class OutputClass:
     """One of the C output classes of a model.
 
@@ -49,8 +60,75 @@ class OutputClass:
 
     index: int
     name: str
-    kind: str
+    kind: Literal["known", "novel"]
     into: int | None
+
+
+class ModelClasses(BaseModel):
+    """The content of ``classes.json``.
+
+    Attributes:
+        classes: The output classes by index, known ones first.
+        best_head: The head that predicts.
+        alignment: For each head and each cluster of the best head the corresponding
+            cluster, H lists of K; None if it is not known.
+        encoder_code: Hashes of the Python modules of an encoder that is the user's
+            callable.
+        measured: The hash of the merges and drops that the metrics of the run belong
+            to; None for classes of which none was merged or dropped.
+    """
+
+    model_config = ConfigDict(**STRICT, frozen=True)
+
+    classes: Annotated[list[OutputClass], Field(max_length=MAX_CLASSES)]
+    best_head: int = 0
+    alignment: list[list[int]] | None = None
+    encoder_code: dict[str, str] | None = None
+    measured: str | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelClasses:
+        """Check the order of the classes, and that a class is left."""
+        kinds = [c.kind for c in self.classes]
+        targets = (None, *range(len(kinds)))
+        is_ordered = [c.index for c in self.classes] == [*range(len(kinds))]
+        if kinds != sorted(kinds) or not is_ordered:
+            raise ValueError("classes in another order")
+        if any(c.into not in targets for c in self.classes):
+            raise ValueError("a class is merged into no class")
+        if not any(c.into == c.index for c in self.classes):
+            raise ValueError("no class is left")
+        return self
+
+    @classmethod
+    def parse(cls, data: bytes) -> ModelClasses:
+        """Parse the content of ``classes.json``.
+
+        Raises:
+            StorageError: The content is damaged.
+        """
+        try:
+            return cls.model_validate_json(data)
+        except ValidationError:
+            raise StorageError("classes.json is damaged") from None
+
+    def dump(self) -> bytes:
+        """Return the content of ``classes.json``."""
+        return self.model_dump_json(indent=1).encode()
+
+    def with_classes(self, classes: Sequence[OutputClass]) -> ModelClasses:
+        """Return the same content with other classes."""
+        return self.model_copy(update={"classes": [*classes]})
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the metrics of the run belong to the present merges and drops."""
+        at_first = hashes(without_merges(self.classes))["routes"]
+        return (self.measured or at_first) == hashes(self.classes)["routes"]
+
+    def as_measured(self) -> ModelClasses:
+        """Note that the metrics belong to the present merges and drops."""
+        return self.model_copy(update={"measured": hashes(self.classes)["routes"]})
 
 
 class Suggestion(NamedTuple):
@@ -80,14 +158,13 @@ def first_classes(known: Sequence[str], num_novel: int) -> list[OutputClass]:
         num_novel: The number of discovered classes.
     """
     novel = islice(_free((f"novel-{i}" for i in count(1)), known), num_novel)
-    named = [(name, "known") for name in known] + [(name, "novel") for name in novel]
     return [
-        OutputClass(index, name, kind, index)
-        for index, (name, kind) in enumerate(named)
+        OutputClass(index, name, "known" if index < len(known) else "novel", index)
+        for index, name in enumerate([*known, *novel])
     ]
 
 
-def called(classes: Sequence[OutputClass]) -> list[tuple[str, str]]:
+def prediction_labels(classes: Sequence[OutputClass]) -> list[tuple[str, str]]:
     """Return the name and the kind that predictions give to the rows of each class.
 
     Rows of a dropped class have the kind "rejected" and the name "rejected". If a class
@@ -116,62 +193,6 @@ def _free(names: Iterable[str], taken: Iterable[str]) -> Iterator[str]:
     return (name for name in names if folded(name) not in others)
 
 
-def parse_classes(data: bytes) -> list[OutputClass]:
-    """Parse the output classes in the content of ``classes.json``.
-
-    Args:
-        data: The content of the file.
-
-    Returns:
-        The classes by index, known ones first, with the class that each is merged into.
-
-    Raises:
-        StorageError: The content is damaged.
-    """
-    try:
-        classes = []
-        for e in parse_json(data)["classes"]:
-            into = None if e.get("drop") else e.get("merge_into", e["index"])
-            classes.append(OutputClass(e["index"], e["name"], e["kind"], into))
-        kinds, targets = [c.kind for c in classes], (None, *range(len(classes)))
-        typed = all(
-            isinstance(c.name, str) and isinstance(c.into, int | None) for c in classes
-        )
-        placed = all(c.index == i and c.into in targets for i, c in enumerate(classes))
-        left = any(c.into == c.index for c in classes) and len(classes) <= MAX_CLASSES
-        if not (
-            left
-            and typed
-            and placed
-            and kinds == sorted(kinds)
-            and {*kinds} <= {"known", "novel"}
-        ):
-            raise ValueError
-    except (ValueError, TypeError, KeyError, AttributeError):
-        raise StorageError("classes.json is damaged") from None
-    return classes
-
-
-def dump_classes(data: bytes, classes: Sequence[OutputClass]) -> bytes:
-    """Return the content of ``classes.json`` with its classes replaced.
-
-    Args:
-        data: The present content, a JSON mapping. Its other entries stay.
-        classes: The classes to write.
-    """
-    entries = []
-    for c in classes:
-        fate = (
-            {"drop": True}
-            if c.into is None
-            else {"merge_into": c.into}
-            if c.into != c.index
-            else {}
-        )
-        entries.append({"index": c.index, "name": c.name, "kind": c.kind, **fate})
-    return json.dumps(parse_json(data) | {"classes": entries}, indent=1).encode()
-
-
 def merge_outputs(probabilities: Tensor, classes: Sequence[OutputClass]) -> Tensor:
     """Add the probabilities of merged classes to those of their targets.
 
@@ -191,7 +212,7 @@ def merge_outputs(probabilities: Tensor, classes: Sequence[OutputClass]) -> Tens
     return torch.zeros_like(probabilities).index_add(-1, targets, probabilities)
 
 
-def unedited(classes: Sequence[OutputClass]) -> list[OutputClass]:
+def without_merges(classes: Sequence[OutputClass]) -> list[OutputClass]:
     """Return the classes as if none had been merged or dropped.
 
     Their names stay as they are.
@@ -229,32 +250,6 @@ def hashes(classes: Sequence[OutputClass]) -> dict[str, str]:
         key: hashlib.sha256(json.dumps(v).encode()).hexdigest()[:12]
         for key, v in values.items()
     }
-
-
-def is_measured(data: bytes) -> bool:
-    """Return whether a run's metrics belong to the present merges and drops.
-
-    Args:
-        data: The content of ``classes.json``. Without the entry "measured" the metrics
-            belong to classes of which none was merged or dropped.
-    """
-    classes = parse_classes(data)
-    at_first = hashes(unedited(classes))["routes"]
-    return parse_json(data).get("measured", at_first) == hashes(classes)["routes"]
-
-
-def with_measured(data: bytes) -> bytes:
-    """Note in ``classes.json`` that the metrics belong to the present merges and drops.
-
-    Args:
-        data: The content of ``classes.json``.
-
-    Returns:
-        The content with the entry "measured".
-    """
-    return json.dumps(
-        parse_json(data) | {"measured": hashes(parse_classes(data))["routes"]}, indent=1
-    ).encode()
 
 
 def template(
@@ -306,6 +301,58 @@ def _comment(suggestion: Suggestion | None) -> str:
     return f"  # {'; '.join(parts)}"
 
 
+class ClassEdit(BaseModel):
+    """The entry of one discovered class in ``classes.yaml``.
+
+    Attributes:
+        index: The index of the class.
+        name: The name that predictions use. A whole number means its text.
+        action: "keep", "drop" or "merge into NAME".
+    """
+
+    model_config = STRICT
+
+    index: int
+    name: str
+    action: str = "keep"
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _check_name(cls, name: object) -> str:
+        if type(name) is int:
+            return str(name)
+        if not isinstance(name, str):
+            raise ValueError("must be text; put it in quotes")
+        name = composed(name.strip())
+        if not 1 <= len(name) <= MAX_LABEL_LENGTH or not name.isprintable():
+            raise ValueError(f"must have 1 to {MAX_LABEL_LENGTH} printable characters")
+        return name
+
+    @field_validator("action", mode="before")
+    @classmethod
+    def _check_action(cls, action: object) -> str:
+        pattern = r"\A\s*merge\s+into\s+"
+        wanted = re.sub(pattern, MERGE, composed(str(action))).strip()
+        if wanted not in ("keep", "drop") and not wanted.startswith(MERGE):
+            raise ValueError("must be keep, drop or merge into NAME")
+        return wanted
+
+    @model_validator(mode="after")
+    def _check(self) -> ClassEdit:
+        if self.name == REJECTED and self.action != "drop":
+            raise ValueError(f"{REJECTED!r} is reserved for images of dropped classes")
+        return self
+
+
+class ClassEdits(BaseModel):
+    """The content of ``classes.yaml``: the hash of the model, and the entries."""
+
+    model_config = STRICT
+
+    model: str
+    classes: list[ClassEdit]
+
+
 def read_edits(
     data: bytes, where: str, classes: Sequence[OutputClass], model_hash: str
 ) -> list[OutputClass]:
@@ -325,186 +372,134 @@ def read_edits(
             one line and names the class.
     """
     tree = parse_yaml(data, where)
-    _check_keys(tree, ("model", "classes"), where)
     if tree.get("model") != model_hash:
         raise ConfigError(
             f"{where} was written for another model; move it away and run uno classes"
             " again"
         )
-    if not isinstance(tree.get("classes"), list):
-        raise ConfigError(
-            f"{where}: classes must be a list of entries with index, name and action"
-        )
-    novel, edited = [c.index for c in classes if c.kind == "novel"], list(classes)
-    edits: dict[int, tuple[str, str]] = {}
-    for number, entry in enumerate(tree["classes"], start=1):
-        index, name, action = _entry(entry, f"{where}: entry {number}", novel)
-        if index in edits:
-            raise ConfigError(f"{where}: class {index} has two entries")
-        edits[index] = name, action
-    for index in novel:
-        if index not in edits:
-            raise ConfigError(
-                f"{where}: class {index} ({classes[index].name}) has no entry"
+    try:
+        entries = ClassEdits.model_validate(tree).classes
+        edits = _edits_by_index(entries, classes)
+        targets = _keep_names(edits, classes)
+        edited = list(classes)
+        for index, edit in edits.items():
+            into = index if edit.action == "keep" else None
+            if edit.action.startswith(MERGE):
+                into = _find_target(edit, targets, edits)
+            edited[index] = replace(classes[index], name=edit.name, into=into)
+        if all(edited[index].into is None for index in edits):
+            raise ValueError(
+                "all discovered classes are dropped: keep one, or merge one into"
+                " another"
             )
-    targets = {c.name: c.index for c in classes if c.kind == "known"}
-    alike = {folded(name): name for name in targets}
-    for index, (name, action) in edits.items():
-        other = alike.setdefault(folded(name), name) if action == "keep" else name
-        if action == "keep" and (
-            other != name or targets.setdefault(name, index) != index
-        ):
-            both = repr(name) if other == name else f"{other!r} and {name!r}"
-            ways = f"use action: merge into {other}, or another name"
-            raise ConfigError(f"{where}: two classes are named {both}; {ways}")
-    gone = dict(edits.values())
-    for index, (name, action) in edits.items():
-        into = index if action == "keep" else None
-        if action.startswith(MERGE):
-            wanted = action.removeprefix(MERGE)
-            if wanted not in targets:
-                what = "no class" + did_you_mean(wanted, targets)
-                if wanted in gone:
-                    what = "dropped" if gone[wanted] == "drop" else "merged itself"
-                raise ConfigError(
-                    f"{where}: class {index} is merged into {wanted!r}, which is {what}"
-                )
-            into = targets[wanted]
-        edited[index] = replace(classes[index], name=name, into=into)
-    if all(edited[index].into is None for index in novel):
-        raise ConfigError(
-            f"{where}: all discovered classes are dropped: keep one, or merge one into"
-            " another"
-        )
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {describe(error)}") from None
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
     return edited
 
 
-def with_names(
-    data: bytes,
-    where: str,
-    classes: Sequence[OutputClass],
-    model_hash: str,
-    words: Sequence[str],
-) -> bytes:
-    """Change the names of discovered classes in the text of ``classes.yaml``.
+def _edits_by_index(
+    entries: Sequence[ClassEdit], classes: Sequence[OutputClass]
+) -> dict[int, ClassEdit]:
+    """Return the entry of every discovered class by its index.
 
-    Actions that merge into a renamed class follow. All other text stays.
+    Raises:
+        ValueError: A class has no entry or two, or an entry is of no discovered class.
+    """
+    novel = {c.index: c.name for c in classes if c.kind == "novel"}
+    edits: dict[int, ClassEdit] = {}
+    for edit in entries:
+        if edit.index not in novel:
+            known = f"{min(novel)} to {max(novel)}"
+            raise ValueError(
+                f"index must be that of a discovered class, {known}, got {edit.index}"
+            )
+        if edit.index in edits:
+            raise ValueError(f"class {edit.index} has two entries")
+        edits[edit.index] = edit
+    for index, name in novel.items():
+        if index not in edits:
+            raise ValueError(f"class {index} ({name}) has no entry")
+    return edits
+
+
+def _keep_names(
+    edits: Mapping[int, ClassEdit], classes: Sequence[OutputClass]
+) -> dict[str, int]:
+    """Return the index of every class that is kept, by name.
+
+    Raises:
+        ValueError: Two of them have the same name, or names that people and some file
+            systems take for the same.
+    """
+    targets = {c.name: c.index for c in classes if c.kind == "known"}
+    alike = {folded(name): name for name in targets}
+    for index, edit in edits.items():
+        if edit.action == "keep":
+            other = alike.get(folded(edit.name))
+            if other is not None:
+                both = " and ".join(map(repr, dict.fromkeys([other, edit.name])))
+                raise ValueError(
+                    f"two classes are named {both}; use action: merge into {other}, or"
+                    " another name"
+                )
+            alike[folded(edit.name)] = edit.name
+            targets[edit.name] = index
+    return targets
+
+
+def _find_target(
+    edit: ClassEdit, targets: Mapping[str, int], edits: Mapping[int, ClassEdit]
+) -> int:
+    """Return the index of the class that a class is merged into.
+
+    Raises:
+        ValueError: There is no such class, or it is merged or dropped itself.
+    """
+    wanted = edit.action.removeprefix(MERGE)
+    if wanted in targets:
+        return targets[wanted]
+    what = f"no class{did_you_mean(wanted, targets)}"
+    for other in edits.values():
+        if other.name == wanted:
+            what = "dropped" if other.action == "drop" else "merged itself"
+    raise ValueError(f"class {edit.index} is merged into {wanted!r}, which is {what}")
+
+
+def rename_classes(
+    classes: Sequence[OutputClass], words: Sequence[str]
+) -> list[OutputClass]:
+    """Change the names of discovered classes.
 
     Args:
-        data: The content of ``classes.yaml``.
-        where: The path of the file, for messages.
-        classes: The present classes of the model.
-        model_hash: The hash of the model.
+        classes: The classes.
         words: Names to set, such as ``5=nine``: the index or the present name of a
             discovered class, and its new name.
 
     Returns:
-        The changed content.
+        All classes. Whether the new names are valid is not checked.
 
     Raises:
-        ConfigError: A word has another form or names no discovered class, or the file
-            is invalid, or an entry was changed by hand so that it cannot be edited.
+        ConfigError: A word has another form or names no discovered class.
     """
-    now = {
-        c.name: c.index
-        for c in read_edits(data, where, classes, model_hash)
-        if c.kind == "novel"
-    }
-    text, merges = data.decode(), dict[str, str]()
+    novel = {c.name: c.index for c in classes if c.kind == "novel"}
+    renamed = list(classes)
     for word in words:
-        old, equals, new = word.partition("=")
-        index = (
-            int(old) if old.isdecimal() and int(old) in now.values() else now.get(old)
-        )
-        if not (equals and new):
+        old, _, new = word.partition("=")
+        if not new:
             raise ConfigError(
                 "--rename expects INDEX=NAME or NAME=NAME, such as 5=nine, got"
                 f" {word!r}"
             )
+        index = novel.get(old)
+        if old.isdecimal() and int(old) in novel.values():
+            index = int(old)
         if index is None:
-            hint = did_you_mean(
-                old, now, f"they are {min(now.values())} to {max(now.values())}"
-            )
+            known = f"they are {min(novel.values())} to {max(novel.values())}"
+            hint = did_you_mean(old, novel, known)
             raise ConfigError(
                 f"--rename {word}: there is no discovered class {old!r}{hint}"
             )
-        entry = re.search(rf"^- index: {index}(?: .*)?\n  name: (.*)$", text, re.M)
-        if entry is None:
-            why = "its entry was changed by hand; edit the name in the file"
-            raise ConfigError(
-                f"{where}: cannot edit class {index} automatically: {why}"
-            )
-        text = text[: entry.start(1)] + _scalar(new) + text[entry.end(1) :]
-        before = next(name for name, own in now.items() if own == index)
-        merges[_scalar(MERGE + before)] = _scalar(MERGE + new)
-
-    def followed(action: re.Match[str]) -> str:
-        return action[1] + merges.get(action[2], action[2])
-
-    return re.sub(r"^(  action: )(.*)$", followed, text, flags=re.M).encode()
-
-
-def _entry(entry: Any, where: str, novel: Sequence[int]) -> tuple[int, str, str]:
-    """Check the entry of one discovered class in ``classes.yaml``.
-
-    Args:
-        entry: The parsed entry, a mapping with index, name and action.
-        where: The place of the entry, for messages.
-        novel: The indices of the discovered classes.
-
-    Returns:
-        The index, the name, and the action: "keep", "drop" or "merge into NAME".
-
-    Raises:
-        ConfigError: The entry is no such mapping, its index is that of no discovered
-            class, or its name or action is invalid.
-    """
-    if not isinstance(entry, Mapping):
-        raise ConfigError(
-            f"{where} must have index, name and action, got {str(entry)[:80]!r}"
-        )
-    _check_keys(entry, ("index", "name", "action"), where)
-    index, name, action = (
-        entry.get("index"),
-        entry.get("name"),
-        entry.get("action", "keep"),
-    )
-    if type(index) is not int or index not in novel:
-        known = f"{min(novel)} to {max(novel)}"
-        raise ConfigError(
-            f"{where}: index must be that of a discovered class, {known}, got"
-            f" {one_line(repr(index))}"
-        )
-    where = f"{where} (class {index})"
-    name = str(name) if type(name) is int else name  # `name: 7` means the text
-    if not isinstance(name, str):
-        raise ConfigError(f"{where}: name must be text, got {name!r}; put it in quotes")
-    name = composed(name.strip())
-    if not 1 <= len(name) <= MAX_LABEL_LENGTH or not name.isprintable():
-        raise ConfigError(
-            f"{where}: name must have 1 to {MAX_LABEL_LENGTH} printable characters"
-        )
-    wanted = re.sub(r"\A\s*merge\s+into\s+", MERGE, composed(str(action))).strip()
-    if wanted not in ("keep", "drop") and not wanted.startswith(MERGE):
-        raise ConfigError(
-            f"{where}: action must be keep, drop or merge into NAME, got {action!r}"
-        )
-    if name == REJECTED and wanted != "drop":
-        raise ConfigError(
-            f"{where}: {name!r} is reserved for images of dropped classes"
-        )
-    return index, name, wanted
-
-
-def _check_keys(tree: Mapping[Any, Any], known: Sequence[str], where: str) -> None:
-    """Raise ConfigError if a mapping has a key that is not one of ``known``.
-
-    Args:
-        tree: The mapping.
-        known: The allowed keys.
-        where: The place of the mapping, for the message.
-    """
-    for key in tree:
-        if key not in known:
-            hint = did_you_mean(str(key), known, f"keys are {', '.join(known)}")
-            raise ConfigError(f"{where}: unknown key {key!r}{hint}")
+        renamed[index] = replace(classes[index], name=new)
+    return renamed

@@ -37,8 +37,8 @@ from uno import num_classes
 from uno.clustering import FREE, VARIANCE, constrained_kmeans, silhouette, whiten
 from uno.config import Config, PhaseConfig, config_hash
 from uno.data.files import Storage, parse_json
-from uno.data.plan import ESTIMATE
-from uno.data.resident import TrainSet
+from uno.data.memory import TrainSet
+from uno.data.sampling import ESTIMATE
 from uno.encoder import code_of
 from uno.errors import ConfigError
 from uno.limits import MAX_STATE_BYTES
@@ -47,7 +47,7 @@ from uno.results.metrics import Counts, cluster_accuracy, confusion
 from uno.runs import ESTIMATE_FILE, run
 from uno.text import plural
 from uno.threads import torch_threads
-from uno.train import LocalWorker
+from uno.training import LocalWorker
 
 FINGERPRINT_ROWS = 1024
 MIN_KNOWN = 4  # known classes: two to pretrain on and two probe classes

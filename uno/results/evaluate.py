@@ -16,26 +16,31 @@ import torch
 from scipy.linalg import block_diag
 from torch import Tensor
 
-from uno import collectives
+from uno import distributed
 from uno.config import Config
 from uno.data.files import Storage
 from uno.data.stream import EvalData, TrainData
+from uno.distributed import RankTask
 from uno.model import UnoModel, forward
 from uno.prototype_init import sample_features
 from uno.results import metrics
 from uno.results.baselines import baselines, start_model
-from uno.results.classes import OutputClass, parse_classes
-from uno.results.infer import ALIGNMENT_FILE, align_features, outcomes
+from uno.results.classes import ModelClasses, OutputClass
+from uno.results.infer import (
+    ALIGNMENT_FILE,
+    align_features,
+    class_probabilities,
+)
 from uno.results.trust import (
+    cluster_unlabeled,
     clustering_metrics,
-    found_clusters,
-    looked_at,
+    subsample_unlabeled,
     trust_metrics,
 )
 from uno.runs import DISCOVER
 from uno.runs.checkpoint import load_newest
 from uno.runs.run import load_trained
-from uno.train import Worker
+from uno.training import Worker
 
 CLASSES_FILE = "model/classes.json"
 
@@ -47,6 +52,7 @@ def evaluate_run(
     sets: Mapping[str, EvalData],
     num_true: int,
     worker: Worker,
+    trained: tuple[UnoModel, int] | None = None,
 ) -> dict[str, float]:
     """Evaluate a trained run, and return its metrics as fractions by key.
 
@@ -63,8 +69,12 @@ def evaluate_run(
         sets: The rows of "train" and "test" with their true classes.
         num_true: The number of known and novel classes that the true classes index.
         worker: The process that evaluates.
+        trained: The trained model and the index of its best head, by default those of
+            the newest checkpoint. The model is moved to the worker's device.
     """
-    model, best_head = load_trained(config, storage, train.num_known, train.num_novel)
+    model, best_head = trained or load_trained(
+        config, storage, train.num_known, train.num_novel
+    )
     model, edits = model.to(worker.device), read_edits(storage)
     values: dict[str, float] = {}
     mixed = config.data.setting == "gcd"
@@ -74,7 +84,7 @@ def evaluate_run(
         batches = rows.batches(
             config.train.eval_batch_size, worker.rank, worker.world_size
         )
-        counts = count(model, config, batches, num_true, edits, 1 + mixed)
+        counts = count_outputs(model, config, batches, num_true, edits, 1 + mixed)
         total = [torch.stack(parts).sum(dim=0) for parts in zip(*counts, strict=True)]
         values |= protocol_metrics(Confusions(*total), best_head, split, edits)
         if mixed:
@@ -82,39 +92,39 @@ def evaluate_run(
                 counts[0].joint, train.num_known, best_head, split, edits
             )
     train.sync()
-    begun = start_model(config, storage, train, sets["train"], worker.device)
-    (trained,) = sample_features(config, [model], train)
-    found = [] if begun is None else baselines(config, begun, train, sets["train"])
-    jobs, shown = (
-        [baseline.job for baseline in found],
-        looked_at(config, trained, train),
+    start = start_model(config, storage, train, sets["train"], worker.device)
+    (features,) = sample_features(config, [model], train)
+    compared = [] if start is None else baselines(config, start, train, sets["train"])
+    alignment_jobs, trust_jobs = list[RankTask](), list[RankTask]()
+    if edits is None and len(features.unlabeled):
+        align = partial(align_features, model, config, best_head, features.unlabeled)
+        num_clusters = model.num_heads * model.num_novel
+        alignment_jobs = [RankTask(num_clusters, lambda: align().flatten())]
+    sample = subsample_unlabeled(config, features, train)
+    if sample is not None:
+        cluster = partial(cluster_unlabeled, config, sample, train.num_novel)
+        trust_jobs = [RankTask(len(sample.unlabeled), cluster)]
+    baseline_jobs = [baseline.job for baseline in compared]
+    results = distributed.run_tasks(
+        [*alignment_jobs, *baseline_jobs, *trust_jobs], worker.device
     )
-    if shown is not None:
-        cluster = partial(found_clusters, config, shown, train.num_novel)
-        jobs.append(collectives.Job(len(shown.unlabeled), cluster))
-    if unaligned := edits is None and len(trained.unlabeled) > 0:
-        shape = model.num_heads, model.num_novel
-        align = partial(align_features, model, config, best_head, trained.unlabeled)
-        jobs.insert(0, collectives.Job(shape[0] * shape[1], lambda: align().flatten()))
-    clusters = collectives.share_out(jobs, worker.device)
-    if unaligned:
-        alignment = clusters.pop(0).view(shape)
-        if worker.rank == 0:
-            facts = {"best_head": best_head, "alignment": alignment.tolist()}
-            storage.write(ALIGNMENT_FILE, json.dumps(facts).encode())
-    for baseline, own in zip(found, clusters, strict=False):
-        values |= baseline.score(own)
-    if shown is not None:
+    if alignment_jobs and worker.rank == 0:
+        alignment = results[0].view(model.num_heads, model.num_novel)
+        facts = {"best_head": best_head, "alignment": alignment.tolist()}
+        storage.write(ALIGNMENT_FILE, json.dumps(facts).encode())
+    first = len(alignment_jobs)
+    for baseline, clusters in zip(compared, results[first:], strict=False):
+        values |= baseline.score(clusters)
+    if sample is not None:
         num_held_out = int((sets["test"].truth < train.num_known).sum())
         values |= trust_metrics(
-            model, best_head, shown.unlabeled, clusters[-1], values, num_held_out
+            model, best_head, sample.unlabeled, results[-1], values, num_held_out
         )
-    if (
-        config.method == "clustering"
-        and (checkpoint := load_newest(storage, DISCOVER)) is not None
-    ):
-        setting = str(config.data.setting)
-        values |= clustering_metrics(checkpoint.tensors, setting, config.model.encoder)
+    if config.method == "clustering":
+        checkpoint = load_newest(storage, DISCOVER)
+        if checkpoint is not None:
+            setting, encoder = str(config.data.setting), config.model.encoder
+            values |= clustering_metrics(checkpoint.tensors, setting, encoder)
     return values
 
 
@@ -150,11 +160,11 @@ def read_edits(storage: Storage) -> Edits | None:
     """
     if not storage.exists(CLASSES_FILE):
         return None
-    data = storage.read(CLASSES_FILE)
-    classes, alignment = parse_classes(data), json.loads(data).get("alignment")
-    if all(c.into == c.index for c in classes):
+    stored = ModelClasses.parse(storage.read(CLASSES_FILE))
+    if all(c.into == c.index for c in stored.classes):
         return None
-    return Edits(classes, None if alignment is None else torch.tensor(alignment))
+    alignment = None if stored.alignment is None else torch.tensor(stored.alignment)
+    return Edits(stored.classes, alignment)
 
 
 class Confusions(NamedTuple):
@@ -257,7 +267,7 @@ def _add_(counts: Tensor, truth: Tensor, output: Tensor, counted: Tensor) -> Non
         )
 
 
-def count(
+def count_outputs(
     model: UnoModel,
     config: Config,
     batches: Iterable[tuple[Tensor, Tensor]],
@@ -291,14 +301,15 @@ def count(
         assert logits.novel is not None
         known, novel = logits.known[0], logits.novel[0]
         if edits is not None:
+            temperature = config.objective.temperature
             # (H, b, C)
-            found = outcomes(known, novel, config.objective.temperature, *edits)
-            known, novel = found[..., : model.num_known], found[..., model.num_known :]
+            joint = class_probabilities(known, novel, temperature, *edits)
+            known, novel = joint[..., : model.num_known], joint[..., model.num_known :]
         truth = truth.to(device, non_blocking=True)
         for kind, own in enumerate(counts):
             of_kind = truth.div(num_true, rounding_mode="floor") == kind
             own.add_(known, novel, torch.where(of_kind, truth % num_true, -1))
-    return [Confusions(*map(collectives.all_reduce_sum_, own)) for own in counts]
+    return [Confusions(*map(distributed.all_reduce_sum_, own)) for own in counts]
 
 
 def protocol_metrics(

@@ -8,6 +8,7 @@ returned unchecked if onnxruntime is missing.
 import io
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Any
 
@@ -20,13 +21,12 @@ from torch import Tensor, nn
 from uno.augment import eval_view
 from uno.config import OWN_ENCODERS, ModelConfig, override
 from uno.data.files import split
-from uno.encoder import SMALL_STEMS, build_encoder, classifier_of
+from uno.encoder import build_encoder
 from uno.errors import ConfigError, NumericsError
 from uno.methods import description
-from uno.methods.registry import build_network
-from uno.model import UnoModel
+from uno.model import UnoModel, build_network
 from uno.results.accuracy_table import SPLITS, filled_tables
-from uno.results.classes import dump_classes, edits_of, merge_outputs
+from uno.results.classes import edits_of, merge_outputs
 from uno.results.infer import Classifier
 from uno.results.trust import verdict
 from uno.runtime import to_onnx
@@ -250,7 +250,7 @@ def _facts(model: Classifier) -> dict[str, str]:
     Returns:
         "classes.json", the output classes as JSON, and "model_hash".
     """
-    classes = json.loads(dump_classes(b"{}", model.classes))["classes"]
+    classes = [asdict(c) for c in model.classes]
     return {"classes.json": json.dumps(classes), "model_hash": model.model_hash}
 
 
@@ -325,12 +325,9 @@ def model_card(
     """
     config, net = model.config, model.config.model
     library, _, name = net.encoder.partition(":")
-    classifier = ""
-    if library == "torchvision":
-        from torchvision.models import get_model
-
-        with torch.device("meta"):
-            classifier = classifier_of(get_model(name))
+    keys = {"torchvision": "torchvision", "timm": "timm"}.get(library, "its own")
+    if library in OWN_ENCODERS and library != "resnet_small":
+        keys = "torchvision"
     edits = [f"`{c.name}` {fate}" for c, fate in edits_of(model.classes) if fate]
     if any(c.into is None for c in model.classes):
         edits.append("images of a dropped class are `rejected`")
@@ -349,8 +346,7 @@ def model_card(
         metrics=metrics,
         library=library,
         name=name,
-        classifier=classifier,
-        small_stem=SMALL_STEMS.get(net.stem),
+        keys=keys,
         own_encoders=OWN_ENCODERS,
         edits=edits,
         weights=origin(net),

@@ -2,9 +2,8 @@
 
 import codecs
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from io import BytesIO
-from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -37,12 +36,12 @@ def write_csv(storage: Storage) -> str:
     has an apostrophe in front.
 
     Args:
-        storage: The directory with ``predictions.parquet``.
+        storage: The directory with the predictions.
 
     Returns:
         The path of the file.
     """
-    output.sweep_file(storage, CSV_FILE)
+    output.delete_temporary_files_of(storage, CSV_FILE)
     schema = pa.schema(COLUMNS)
     with storage.create(CSV_FILE) as stream:
         stream.write(codecs.BOM_UTF8)
@@ -66,14 +65,14 @@ def _without_formulas(column: pa.Array) -> pa.Array:
 def sort_images(
     storage: Storage, data: Rows, on_progress: Callable[[int, int], None]
 ) -> str:
-    """Copy the images to ``by_class/INDEX-NAME/``, by ``predictions.parquet``.
+    """Copy the images to ``by_class/INDEX-NAME/``, by their predictions.
 
     Images of dropped classes go to ``by_class/rejected/``. Images that could not be
     read are left out. In the names of folders and files all characters except ASCII
     letters, digits and ``._-`` become ``_``. A repeated call writes the same files.
 
     Args:
-        storage: The directory with ``predictions.parquet``.
+        storage: The directory with the predictions.
         data: The rows that were predicted.
         on_progress: Called with the number of copied images and the number of all rows.
 
@@ -84,80 +83,39 @@ def sort_images(
         ConfigError: ``by_class`` holds the images of other predictions.
         StorageError: An image can no longer be read.
     """
-    output.begin(storage, MARK, read_identity(storage) or {}, "folder of sorted images")
-    output.sweep(storage, FOLDER)
-    used = set[str]()
-    for done, prediction in enumerate(_predicted_images(storage, data), 1):
-        encoded, suffix = _encoded(prediction.image)
-        stem = _safe(prediction.id.rpartition("/")[2])
-        stem = stem if "." in stem else stem + suffix
-        name = f"{FOLDER}/{prediction.folder}/{stem}"
-        if name.casefold() in used:
-            name = f"{FOLDER}/{prediction.folder}/{prediction.row}-{stem}"
-        used.add(name.casefold())
-        storage.write(name, encoded)
-        on_progress(done, len(data))
-    on_progress(len(data), len(data))
-    return storage.below(FOLDER)
-
-
-class _PredictedImage(NamedTuple):
-    """An image with the folder of its predicted class.
-
-    Attributes:
-        row: The number of the row in the predictions.
-        id: The id of the row, such as a relative path.
-        folder: The name of the folder below ``by_class``.
-        image: The image: its path or URI, the bytes of its file, or pixels.
-    """
-
-    row: int
-    id: str
-    folder: str
-    image: Image
-
-
-def _predicted_images(storage: Storage, data: Rows) -> Iterator[_PredictedImage]:
-    """Yield the images that could be read, with the folders of their predicted classes.
-
-    Args:
-        storage: The directory with ``predictions.parquet``.
-        data: The rows that were predicted, from which the images are read.
-
-    Yields:
-        The images in the order of the predictions. The folder is "INDEX-NAME" of the
-        class, or "rejected".
-    """
-    pictures = data.images.pictures()
+    output.claim_directory(
+        storage, MARK, read_identity(storage) or {}, "folder of sorted images"
+    )
+    output.delete_temporary_files(storage, FOLDER)
+    pictures, used, start = data.images.pictures(), set[str](), 0
     assert pictures is not None
-    for rows, table in _readable(storage):
+    for batch in read_batches(storage, ["id", "class_index", "class_name", "kind"]):
+        readable = np.flatnonzero(batch["class_index"].is_valid())
+        rows = start + readable
         images = (
             image
-            for some in pictures.take(rows).split(GROUP)
-            for image in some.read_images(np.arange(len(some)))
+            for group in pictures.take(rows).split(GROUP)
+            for image in group.read_images(np.arange(len(group)))
         )
-        predictions = zip(
-            rows.tolist(), data.ids.take(rows), images, table.to_pylist(), strict=True
-        )
-        for row, name, image, each in predictions:
-            folder = f"{each['class_index']:03d}-{_safe(each['class_name'])}"
-            if each["kind"] == REJECTED:
+        predicted = batch.take(pa.array(readable)).to_pylist()
+        for row, prediction, image in zip(rows, predicted, images, strict=True):
+            folder = (
+                f"{prediction['class_index']:03d}-{_safe(prediction['class_name'])}"
+            )
+            if prediction["kind"] == REJECTED:
                 folder = REJECTED
-            yield _PredictedImage(row, name, folder, image)
-
-
-def _readable(storage: Storage) -> Iterator[tuple[np.ndarray, pa.RecordBatch]]:
-    """Yield the rows of the predictions whose images could be read, batch by batch.
-
-    Yields:
-        Row numbers int64 (n,), and their columns class_index, class_name and kind.
-    """
-    start = 0
-    for batch in read_batches(storage, ["class_index", "class_name", "kind"]):
-        rows = np.flatnonzero(batch["class_index"].is_valid())
-        if len(rows):
-            yield start + rows, batch.take(pa.array(rows))
+            content, suffix = _encode(image)
+            stem = _safe(prediction["id"].rpartition("/")[2])
+            stem = stem if "." in stem else stem + suffix
+            name = f"{FOLDER}/{folder}/{stem}"
+            if name.casefold() in used:
+                name = f"{FOLDER}/{folder}/{row}-{stem}"
+            used.add(name.casefold())
+            storage.write(name, content)
+            on_progress(len(used), len(data))
         start += len(batch)
+    on_progress(len(data), len(data))
+    return storage.below(FOLDER)
 
 
 def _safe(name: str) -> str:
@@ -169,7 +127,7 @@ def _safe(name: str) -> str:
     return re.sub(r"[^\w.-]+", "_", name, flags=re.ASCII)[-80:].lstrip(".-") or "_"
 
 
-def _encoded(image: Image) -> tuple[bytes, str]:
+def _encode(image: Image) -> tuple[bytes, str]:
     """Return the content of an image file, and a suffix for a file without one.
 
     Args:

@@ -23,26 +23,24 @@ from torch import Tensor
 
 from uno.config import Config, dump_yaml, override, parse_yaml, require_code
 from uno.data.decode import decoded, ok_mask
-from uno.data.files import Storage, parse_json
+from uno.data.files import Storage
 from uno.data.images import evenly_spaced
-from uno.data.output import find_mapping
+from uno.data.output import read_mapping
 from uno.data.rows import Rows
 from uno.encoder import changed_code, code_of, require_encoder
 from uno.errors import StorageError, one_line
 from uno.limits import MAX_STATE_BYTES
-from uno.methods.registry import build_network
-from uno.model import Logits, UnoModel, forward
+from uno.model import Logits, UnoModel, build_network, forward
 from uno.results.classes import (
+    ModelClasses,
     OutputClass,
-    dump_classes,
     first_classes,
     merge_outputs,
-    parse_classes,
 )
 from uno.results.metrics import confusion, hungarian
 from uno.runs import hardware
-from uno.runtime import plan_of
-from uno.state import with_prefix
+from uno.runtime import choose_runtime
+from uno.steps import with_prefix
 
 log = logging.getLogger(__name__)
 WEIGHTS = ("encoder.safetensors", "heads.safetensors")
@@ -59,7 +57,7 @@ DAMAGE = (
 """Errors that damaged or mismatched files of a model raise when they are loaded."""
 BATCH_BYTES = 64 * 2**20  # bytes of the decoded pixels of a batch
 MAX_BATCH_ROWS = 256
-SAMPLE_ROWS = 10_000  # rows to align heads and to suggest names
+SAMPLE_ROWS = 10_000  # largest number of rows to align heads
 # the alignment of the heads that the evaluation of a run computed, for save_model
 ALIGNMENT_FILE = "alignment.json"
 
@@ -168,10 +166,8 @@ class Classifier:
         Returns:
             The scores, on the CPU.
         """
-        logits, temperature = (
-            forward(self.module, images, self.config),
-            self.config.objective.temperature,
-        )
+        logits = forward(self.module, images, self.config)
+        temperature = self.config.objective.temperature
         scores = score(
             logits, temperature, self.best_head, self.classes, self.alignment
         )
@@ -200,7 +196,7 @@ def score(
     assert logits.novel is not None and logits.features is not None
     known = logits.known[0]  # (B, C_l)
     # (H, B, C)
-    heads = outcomes(known, logits.novel[0], temperature, classes, alignment)
+    heads = class_probabilities(known, logits.novel[0], temperature, classes, alignment)
     votes = heads.argmax(dim=-1)  # (H, B)
     probabilities, class_index = heads[best_head], votes[best_head]
     first, second = probabilities.topk(2, dim=-1).values.unbind(dim=-1)
@@ -224,7 +220,7 @@ def score(
     )
 
 
-def outcomes(
+def class_probabilities(
     known: Tensor,
     novel: Tensor,
     temperature: float,
@@ -256,7 +252,7 @@ def outcomes(
     return merge_outputs(joint.softmax(dim=-1), classes)
 
 
-def taken_for_novel(known: Tensor, novel: Tensor, best_head: int) -> Tensor:
+def predicted_novel(known: Tensor, novel: Tensor, best_head: int) -> Tensor:
     """Return which rows the best head assigns to a novel output.
 
     Args:
@@ -331,7 +327,7 @@ def _align(known: Tensor, novel: Tensor, best_head: int, setting: str | None) ->
             output count.
     """
     if setting == "gcd":  # rows of known classes have no novel cluster
-        novel = novel[:, taken_for_novel(known, novel, best_head)]
+        novel = novel[:, predicted_novel(known, novel, best_head)]
     return align_heads(novel, best_head)
 
 
@@ -363,19 +359,22 @@ def save_model(
         for name, tensor in module.state_dict().items()
     }
     heads = {k: v for k, v in weights.items() if not k.startswith("encoder.")}
-    classes, code = (
-        first_classes(known, module.num_novel),
-        code_of(config.model.encoder, module.encoder),
+    classes = first_classes(known, module.num_novel)
+    code = code_of(config.model.encoder, module.encoder)
+    aligned = read_mapping(storage, ALIGNMENT_FILE) or {}
+    is_of_head = aligned.get("best_head") == best_head
+    stored = ModelClasses(
+        classes=classes,
+        best_head=best_head,
+        alignment=aligned["alignment"] if is_of_head else None,
+        encoder_code=code.get("code"),
     )
-    facts = {"best_head": best_head, **({"encoder_code": code["code"]} if code else {})}
-    aligned = find_mapping(storage, ALIGNMENT_FILE) or {}
-    facts |= aligned if aligned.get("best_head") == best_head else {}
     files = {
         "encoder.safetensors": safetensors.torch.save(with_prefix(weights, "encoder.")),
         "heads.safetensors": safetensors.torch.save(
             heads, {"best_head": str(best_head)}
         ),
-        "classes.json": dump_classes(json.dumps(facts).encode(), classes),
+        "classes.json": stored.dump(),
         "config.yaml": dump_yaml(config).encode(),
     }
     for name, data in files.items():
@@ -400,11 +399,8 @@ def load_classifier(storage: Storage, device: torch.device | str = "cpu") -> Cla
     """
     files = read_model_files(storage)
     model = build_classifier(files, device, foreign=storage.uri)
-    then, name = (
-        parse_json(files["classes.json"]).get("encoder_code"),
-        model.config.model.encoder,
-    )
-    if changed := changed_code(name, then, model.code):
+    code = ModelClasses.parse(files["classes.json"]).encoder_code
+    if changed := changed_code(model.config.model.encoder, code, model.code):
         log.warning("%s: its predictions may differ from those of the run", changed)
     return model
 
@@ -453,10 +449,8 @@ def build_classifier(
         StorageError: The files are damaged or do not belong together.
         ConfigError: The library or the callable of the encoder is missing.
     """
-    classes, facts = (
-        parse_classes(files["classes.json"]),
-        parse_json(files["classes.json"]),
-    )
+    stored = ModelClasses.parse(files["classes.json"])
+    classes, best_head = stored.classes, stored.best_head
     try:
         tree = parse_yaml(files["config.yaml"], "its configuration")
     except ValueError as error:
@@ -474,11 +468,11 @@ def build_classifier(
         require_encoder(config.model.encoder, foreign)
     try:
         module = _load_network(config, classes, files) if module is None else module
-        best_head, alignment = int(facts["best_head"]), facts.get("alignment")
+        alignment = None
         if not 0 <= best_head < module.num_heads:
             raise ValueError(f"best head {best_head}")
-        if alignment is not None:
-            alignment = torch.tensor(alignment, dtype=torch.int64)
+        if stored.alignment is not None:
+            alignment = torch.tensor(stored.alignment, dtype=torch.int64)
             clusters = torch.arange(module.num_novel).expand(module.num_heads, -1)
             if not torch.equal(alignment.sort(dim=-1).values, clusters):
                 raise ValueError("alignment of other heads")
@@ -573,7 +567,9 @@ def decoder(model: Classifier, rows: Rows, threads: int | None = None) -> Decode
 
 
 @contextmanager
-def at_speed(model: Classifier, config: Config, threads: int) -> Iterator[None]:
+def accelerated_encoder(
+    model: Classifier, config: Config, threads: int
+) -> Iterator[None]:
     """Run the encoder of a model on a faster runtime inside the block.
 
     The runtime is ``compute.encoder_runtime`` of ``config``. The encoder is put back at
@@ -588,7 +584,7 @@ def at_speed(model: Classifier, config: Config, threads: int) -> Iterator[None]:
         ConfigError: The runtime is not installed.
     """
     vectors = model.config.model.takes_vectors
-    plan = None if vectors else plan_of(config, model.device)
+    plan = None if vectors else choose_runtime(config, model.device)
     encoder = model.module.encoder
     if plan is not None:
         model.module.encoder = hardware.at_speed(encoder, plan, threads)
@@ -622,7 +618,7 @@ def score_rows(
 
 
 def sample_logits(
-    model: Classifier, decode: Decode, rows: np.ndarray, limit: int = SAMPLE_ROWS
+    model: Classifier, decode: Decode, rows: np.ndarray, limit: int
 ) -> tuple[np.ndarray, Logits] | None:
     """Compute the logits of a sample of rows.
 
@@ -658,34 +654,3 @@ def sample_logits(
         name: torch.cat([part[name] for part in parts], dim=-2) for name in parts[0]
     }
     return np.concatenate(indices), Logits(**{"novel": None, "over": None, **joined})  # type: ignore[arg-type]
-
-
-def with_alignment(
-    model: Classifier, storage: Storage, decode: Decode, unlabeled: np.ndarray
-) -> Classifier:
-    """Align the heads of a model by unlabeled rows, and store the alignment.
-
-    The alignment says for each head and each cluster of the best head which cluster
-    corresponds, see :func:`align_heads`. It is added to ``classes.json``. Nothing is
-    changed if the heads are aligned already, or no row can be read.
-
-    Args:
-        model: The model.
-        storage: The directory of the model.
-        decode: Decodes batches of rows.
-        unlabeled: Row numbers of the unlabeled training rows, int64 (N_u,).
-
-    Returns:
-        The model with the alignment.
-    """
-    sample = (
-        sample_logits(model, decode, unlabeled) if model.alignment is None else None
-    )
-    if sample is None or sample[1].novel is None:
-        return model
-    known, novel = sample[1].known[0], sample[1].novel[0]
-    alignment = _align(known, novel, model.best_head, model.config.data.setting)
-    name = model_folder(storage) + "classes.json"
-    facts = parse_json(storage.read(name)) | {"alignment": alignment.tolist()}
-    storage.write(name, json.dumps(facts, indent=1).encode())
-    return replace(model, alignment=alignment)

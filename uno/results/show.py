@@ -203,7 +203,7 @@ def predictions_html(
     return _table(title, facts, heads, groups, rows, end, SIZES[0][0])
 
 
-def counted(names: Iterable[str | None] | Mapping[str | None, int]) -> str:
+def format_counts(names: Iterable[str | None] | Mapping[str | None, int]) -> str:
     """Format the most frequent names with their counts: ``cat (7), novel-1 (5)``.
 
     At most eight names are shown. None is shown as "unreadable".

@@ -30,7 +30,7 @@ from uno.expectation import (
     outside_calibration,
 )
 from uno.model import UnoModel
-from uno.prototype_init import Sample, clusters_of
+from uno.prototype_init import Sample, cluster_features
 from uno.results import metrics
 from uno.text import plural
 
@@ -102,8 +102,8 @@ def verdict(values: Mapping[str, float]) -> Verdict | None:
     if KMEANS not in values:
         return None
     word, known = _on_known(values)
-    if seen := _seen(values):
-        advice = f"{seen}: another encoder, weights or image size may help"
+    if signs := _fatal_signs(values):
+        advice = f"{signs}: another encoder, weights or image size may help"
         return Verdict("not trustworthy", (known, advice))
     expected = _expected(values)
     if expected:
@@ -155,7 +155,7 @@ def _agreement(values: Mapping[str, float], word: Word, trained: bool) -> str:
     )
 
 
-def _seen(values: Mapping[str, float]) -> str:
+def _fatal_signs(values: Mapping[str, float]) -> str:
     """Describe signs that make a run worthless, whatever its other metrics are.
 
     They are features that do not tell images apart, and at least 99 % of the unlabeled
@@ -310,7 +310,9 @@ def _on_known(values: Mapping[str, float]) -> tuple[Word, str]:
     return "trustworthy" if score >= BELIEVED else "doubtful", text
 
 
-def looked_at(config: Config, sample: Sample, train: TrainData) -> Sample | None:
+def subsample_unlabeled(
+    config: Config, sample: Sample, train: TrainData
+) -> Sample | None:
     """Return a sample with at most ``MAX_ROWS`` unlabeled rows, evenly spaced.
 
     Args:
@@ -323,16 +325,15 @@ def looked_at(config: Config, sample: Sample, train: TrainData) -> Sample | None
         can have classes: novel ones, in the GCD setting also known ones.
     """
     chosen = evenly_spaced(MAX_ROWS, len(sample.unlabeled))
-    least = train.num_novel + (train.num_known if config.data.setting == "gcd" else 0)
-    few = len(chosen) < least
-    return (
-        None
-        if few
-        else sample._replace(unlabeled=sample.unlabeled[torch.from_numpy(chosen)])
-    )
+    num_classes = train.num_novel
+    if config.data.setting == "gcd":
+        num_classes += train.num_known
+    if len(chosen) < num_classes:
+        return None
+    return sample._replace(unlabeled=sample.unlabeled[torch.from_numpy(chosen)])
 
 
-def found_clusters(config: Config, sample: Sample, num_novel: int) -> Tensor:
+def cluster_unlabeled(config: Config, sample: Sample, num_novel: int) -> Tensor:
     """Cluster the unlabeled rows of a sample by k-means.
 
     Args:
@@ -345,7 +346,9 @@ def found_clusters(config: Config, sample: Sample, num_novel: int) -> Tensor:
     """
     labeled, labels, unlabeled = sample
     setting, seed = config.data.setting, config.seed
-    return clusters_of(unlabeled, labeled, labels, num_novel, setting, seed).assignment
+    return cluster_features(
+        unlabeled, labeled, labels, num_novel, setting, seed
+    ).assignment
 
 
 @torch.no_grad()
@@ -363,7 +366,7 @@ def trust_metrics(
         model: The network in eval mode.
         best_head: The index of the best head.
         unlabeled: Features (N_u, D) of unlabeled rows.
-        clusters: The clusters of these rows by :func:`found_clusters`, (N_u,).
+        clusters: The clusters of these rows by :func:`cluster_unlabeled`, (N_u,).
         values: The metrics of the run so far, by key.
         num_held_out: The number of labeled rows that training did not see.
 
@@ -374,10 +377,8 @@ def trust_metrics(
         number ``trust/held_out/rows``. ``trust/features/{zero|constant|huge}`` is 1 if
         the features do not tell images apart for this reason, and absent otherwise.
     """
-    outputs, num = (
-        _outputs(model, unlabeled, best_head),
-        model.num_known + model.num_novel,
-    )
+    outputs = _outputs(model, unlabeled, best_head)
+    num = model.num_known + model.num_novel
     counts = metrics.confusion(outputs.numpy(), clusters.numpy(), num, num)
     found = {
         KMEANS: metrics.cluster_accuracy(counts),

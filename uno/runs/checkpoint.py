@@ -15,10 +15,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from uno.data.files import Storage
-from uno.data.output import seal, unseal
+from uno.data.output import dump_tensors, load_tensors
 from uno.errors import StorageError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class Checkpoint(NamedTuple):
 
     Attributes:
         step: The number of optimizer steps before it, in its phase.
-        tensors: Tensors by name, see :func:`uno.state.state_tensors`.
+        tensors: Tensors by name, see :func:`uno.steps.state_tensors`.
         config_yaml: The configuration of the run as YAML.
     """
 
@@ -58,13 +58,13 @@ def save_checkpoint(
         StorageError: The file cannot be written. It is raised where the function is
             called.
     """
-    name = file_name(phase, checkpoint.step)
+    name = checkpoint_name(phase, checkpoint.step)
     tensors = {
         name: tensor.detach().cpu().contiguous()
         for name, tensor in checkpoint.tensors.items()
     }
     facts = {"format_version": str(FORMAT_VERSION), "config": checkpoint.config_yaml}
-    data = seal(name, tensors, facts)
+    data = dump_tensors(name, tensors, facts)
 
     def write() -> None:
         """Write the file, unless a valid checkpoint of this step exists."""
@@ -77,7 +77,7 @@ def save_checkpoint(
     enqueue(write)
 
 
-def prune(storage: Storage, phase: str, last: int, keep: int) -> None:
+def prune_checkpoints(storage: Storage, phase: str, last: int, keep: int) -> None:
     """Delete old checkpoints of a phase.
 
     Args:
@@ -89,24 +89,15 @@ def prune(storage: Storage, phase: str, last: int, keep: int) -> None:
     """
     steps = [step for step in checkpoint_steps(storage, phase) if step <= last]
     for step in steps[:-keep]:
-        storage.delete(file_name(phase, step))
+        storage.delete(checkpoint_name(phase, step))
 
 
 def checkpoint_steps(storage: Storage, phase: str) -> list[int]:
     """Return the steps of a phase that have a checkpoint, in ascending order.
 
     The files are not read, so a checkpoint may be damaged.
-
-    Raises:
-        StorageError: The phase has checkpoints of an unknown format.
     """
     names = storage.list(f"checkpoints/{phase}")
-    if any(re.fullmatch("step_[0-9]{8,18}", name) for name in names):
-        problem = (
-            f"{storage.path(f'checkpoints/{phase}')} has format version 1, not"
-            f" {FORMAT_VERSION}"
-        )
-        raise StorageError(f"{problem}; use --overwrite, or another directory")
     matches = (re.fullmatch(r"step_([0-9]{8,18})\.safetensors", name) for name in names)
     return sorted(int(match[1]) for match in matches if match is not None)
 
@@ -120,30 +111,15 @@ def load_newest(storage: Storage, phase: str) -> Checkpoint | None:
     Raises:
         StorageError: The phase has checkpoints, and all of them are damaged.
     """
-    newest, problems = read_checkpoints(storage, phase)
-    for step, problem in problems.items():
-        log.warning("skipping checkpoint %s: %s", file_name(phase, step), problem)
-    return newest
-
-
-def read_checkpoints(
-    storage: Storage, phase: str
-) -> tuple[Checkpoint | None, dict[int, str]]:
-    """Read the newest valid checkpoint of a phase, and list newer damaged ones.
-
-    Returns:
-        The checkpoint, or None if the phase has no checkpoints. Second, the reason why
-        each newer checkpoint is damaged, by its step.
-
-    Raises:
-        StorageError: The phase has checkpoints, and all of them are damaged.
-    """
     problems: dict[int, str] = {}
     for step in reversed(checkpoint_steps(storage, phase)):
         try:
-            return load_checkpoint(storage, phase, step), problems
+            return load_checkpoint(storage, phase, step)
         except StorageError as error:
             problems[step] = str(error)
+            log.warning(
+                "skipping checkpoint %s: %s", checkpoint_name(phase, step), error
+            )
     if problems:
         none = (
             f"none of the {len(problems)} checkpoints in"
@@ -152,7 +128,7 @@ def read_checkpoints(
         raise StorageError(
             f"{none} ({problems[max(problems)]}); use --overwrite to start over"
         )
-    return None, problems
+    return None
 
 
 def load_checkpoint(storage: Storage, phase: str, step: int) -> Checkpoint:
@@ -161,9 +137,9 @@ def load_checkpoint(storage: Storage, phase: str, step: int) -> Checkpoint:
     Raises:
         StorageError: The checkpoint is missing or damaged, or has an unknown format.
     """
-    name = file_name(phase, step)
+    name = checkpoint_name(phase, step)
     try:
-        tensors, facts = unseal(name, storage.read(name))
+        tensors, facts = load_tensors(name, storage.read(name))
     except ValueError as error:
         raise StorageError(str(error)) from None
     if (version := facts.get("format_version")) != str(FORMAT_VERSION):
@@ -171,6 +147,6 @@ def load_checkpoint(storage: Storage, phase: str, step: int) -> Checkpoint:
     return Checkpoint(step, tensors, facts.get("config", ""))
 
 
-def file_name(phase: str, step: int) -> str:
+def checkpoint_name(phase: str, step: int) -> str:
     """Return the name of a checkpoint's file, relative to the run directory."""
     return f"checkpoints/{phase}/step_{step:08d}.safetensors"

@@ -5,7 +5,7 @@ images cannot be read. ``--overwrite`` therefore moves the former run into the f
 ``former/`` of its directory. The former run is deleted when the new run has taken its
 first training steps, and moved back if the command ends before that.
 
-A killed command leaves one of four states, which :func:`settle` tells apart:
+A killed command leaves one of four states. :func:`complete_overwrite` tells them apart:
 
 - ``former/replaced``: the former run was being deleted.
 - ``former/`` without ``config.yaml``: the move was not finished, in either direction.
@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from uno.data import output
-from uno.data.decode import BAD_SAMPLES
 from uno.data.files import Storage
+from uno.data.unreadable import BAD_SAMPLES
 from uno.errors import ConfigError, StorageError
 from uno.runs import CONFIG_FILE, FORMER_FOLDER, PHASES
 from uno.runs.checkpoint import checkpoint_steps
@@ -28,7 +28,7 @@ REPLACED = f"{FORMER_FOLDER}/replaced"
 
 
 @contextmanager
-def kept_until_replaced(
+def keep_until_replaced(
     storage: Storage, announce: Callable[[str], None]
 ) -> Iterator[Callable[[], None]]:
     """Set a run aside inside the block, and move it back if the block raises.
@@ -45,7 +45,7 @@ def kept_until_replaced(
         ConfigError: The block has raised it. If it names the list of unreadable images,
             that list was kept under another name, which the message now has.
     """
-    settle(storage)
+    complete_overwrite(storage)
     try:
         _set_aside(storage)
         yield lambda: _delete_former_run(storage)
@@ -53,7 +53,7 @@ def kept_until_replaced(
         # Another command may have taken over the directory. It then settles this.
         with suppress(StorageError):
             unreadable = storage.find(BAD_SAMPLES)
-            if settle(storage):
+            if complete_overwrite(storage):
                 announce(f"the former run in {storage.uri} was kept")
                 if unreadable and isinstance(error, ConfigError):
                     storage.write(REFUSED_SAMPLES, unreadable)
@@ -63,7 +63,7 @@ def kept_until_replaced(
     _delete_former_run(storage)
 
 
-def settle(storage: Storage) -> bool:
+def complete_overwrite(storage: Storage) -> bool:
     """Complete an interrupted ``--overwrite``: keep the new run or the former one.
 
     The new run is kept if it has a checkpoint. Otherwise its files are deleted and the

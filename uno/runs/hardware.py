@@ -22,7 +22,7 @@ from uno.runs.checkpoint import FORMAT_VERSION
 from uno.runtime import Plan, Runtime
 
 
-def hardware(cuda: bool | None = None) -> str:
+def describe_hardware(cuda: bool | None = None) -> str:
     """Return the name of the GPU, or of the processor with its number of cores.
 
     Args:
@@ -70,7 +70,7 @@ def num_threads(config: Config, share: int = 1) -> int:
     return threads
 
 
-def environment(fingerprint: str) -> dict[str, Any]:
+def describe_environment(fingerprint: str) -> dict[str, Any]:
     """Return the content of ``environment.json``: how and where a run was started.
 
     Args:
@@ -90,7 +90,7 @@ def environment(fingerprint: str) -> dict[str, Any]:
         "data_fingerprint": fingerprint,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "processor": hardware(cuda=False),
+        "processor": describe_hardware(cuda=False),
         "versions": versions,
         "gpus": [
             torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from uno.config import VECTORS, flatten
 from uno.data.decode import BadImage, decoded, ok_mask, to_rgb
+from uno.data.embeddings import Vectors, given_vectors, require_kind
 from uno.data.files import Storage, full_path, split
 from uno.data.images import Image, Images
-from uno.data.vectors import Vectors, given_vectors, require_kind
 from uno.errors import ConfigError, StorageError, UnoError, as_user_error
 from uno.results import show
-from uno.results.classes import OutputClass, called
+from uno.results.classes import OutputClass, prediction_labels
 from uno.results.infer import NUMBERS, Classifier, load_classifier, score_rows
 from uno.results.trust import verdict
 from uno.runs import CONFIG_FILE, REPORT_FILE, directory
@@ -143,7 +143,7 @@ class Predictions:
     def __repr__(self) -> str:
         return (
             f"<{type(self).__name__} of {plural(len(self), 'image')}:"
-            f" {show.counted(self.class_name)}>"
+            f" {show.format_counts(self.class_name)}>"
         )
 
     def to_pandas(self) -> Any:
@@ -179,7 +179,7 @@ class Predictions:
                 zip(self.path, self, self.first, strict=False)
             )
         ]
-        title, facts = plural(len(self), "image"), [show.counted(self.class_name)]
+        title, facts = plural(len(self), "image"), [show.format_counts(self.class_name)]
         return show.predictions_html(
             title, facts, self.first, rows, len(self) - len(rows)
         )
@@ -335,7 +335,8 @@ class Model:
             return full
 
         index = column("class_index")
-        names = [*called(self.classes), (None, None)]  # the last is that of class -1
+        # the last is that of class -1
+        names = [*prediction_labels(self.classes), (None, None)]
         width = int(model.module.encoder.num_features)  # type: ignore[arg-type]
         return Predictions(
             class_index=index,
@@ -607,21 +608,17 @@ def _to_images(images: Any) -> list[Image | BadImage]:
                 f"a tensor of images must be uint8 (N, 3, H, W), not {found}"
             )
         images = images.cpu().permute(0, 2, 3, 1).numpy()
-    single = isinstance(images, np.ndarray) and (
-        images.ndim == 2 or images.shape[2:] == (3,)
+    is_single = isinstance(images, (str, bytes, PathLike, PIL.Image.Image)) or (
+        isinstance(images, np.ndarray)
+        and (images.ndim == 2 or images.shape[2:] == (3,))
     )
-    if isinstance(images, (str, bytes, PathLike, PIL.Image.Image)) or single:
+    is_table = isinstance(images, Mapping) or hasattr(images, "columns")
+    is_scalar = getattr(images, "shape", None) == ()
+    if is_single or is_table or is_scalar or not isinstance(images, Iterable):
         raise ConfigError(
-            "predict takes several images; put a single one in a list: predict([image])"
-        )
-    if isinstance(images, Mapping) or hasattr(images, "columns"):
-        raise ConfigError(
-            "predict takes the column of a table that holds the paths, such as"
-            ' table["path"]'
-        )
-    if not isinstance(images, Iterable) or getattr(images, "shape", None) == ():
-        raise ConfigError(
-            f"predict takes a list or column of images, not {_describe_value(images)}"
+            f"predict takes a list or column of images, not {_describe_value(images)};"
+            " put a single image in a list, and give the column of a table that holds"
+            ' the paths, such as table["path"]'
         )
     images = images.to_pylist() if hasattr(images, "to_pylist") else images
     return [_to_image(image, row) for row, image in enumerate(images)]

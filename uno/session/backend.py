@@ -2,20 +2,20 @@
 
 import pkgutil
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 import uno.runs.run as training
 from uno.config import Config
 from uno.data.decode import decode_many, ok_mask
-from uno.data.resident import TrainSet, assemble
+from uno.data.memory import TrainSet, assemble
 from uno.data.splits import Task
 from uno.data.stream import TrainData
 from uno.errors import Interrupted
 from uno.results.estimate import Estimate, Settings, estimate_num_novel
 from uno.results.evaluate import evaluate_run
-from uno.results.infer import Classifier, Decode, at_speed, decoder
+from uno.results.infer import Classifier, Decode, accelerated_encoder, decoder
 from uno.results.predictions import PredictionWriter, Summary, predict_rows
 from uno.runs.hardware import local_device, num_threads
 from uno.session import resources
@@ -31,7 +31,7 @@ from uno.session.data import (
     open_sets,
 )
 from uno.session.run import Backend, Run
-from uno.train import LocalWorker, Worker
+from uno.training import LocalWorker, Worker
 from uno.weights import PRETRAINED, PRETRAINED_FILE, fetch_pretrained
 
 STOPPING = "stopping: saving a checkpoint first"
@@ -119,8 +119,14 @@ class LocalBackend:
         """
         threads, model = num_threads(run.config), model.to(run.device)
         torch.set_num_threads(threads)
-        with at_speed(model, run.config, threads):
+        with accelerated_encoder(model, run.config, threads):
             return predict_rows(model, writer, run.config.compute.threads, show)
+
+    def encoding(
+        self, config: Config, should_stop: Callable[[], bool]
+    ) -> AbstractContextManager[Compute]:
+        """Return the function that encodes rows with threads of this process."""
+        return nullcontext(compute_local)
 
     def estimate(self, run: Run, settings: Settings) -> Estimate:
         """Estimate the number of novel classes, training one encoder after another."""
@@ -180,7 +186,9 @@ def evaluate_rows(
         return {}
     num_true = len(run.task.known) + len(run.task.novel)
     truth = sets.truth()
-    return evaluate_run(run.config, run.storage, train, truth, num_true, worker)
+    return evaluate_run(
+        run.config, run.storage, train, truth, num_true, worker, run.trained
+    )
 
 
 def estimated_set(run: Run, compute: Compute = compute_local) -> TrainSet:

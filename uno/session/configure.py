@@ -34,7 +34,7 @@ from uno.config import (
 )
 from uno.errors import ConfigError, did_you_mean
 from uno.methods import DEFAULT
-from uno.methods.registry import settings as method_settings
+from uno.methods import default_settings as method_settings
 from uno.presets import (
     IMAGE_SIZE,
     SIZES,
@@ -90,24 +90,24 @@ def configure(
     """
     require_text(given)
     values = merge_layers(list_layers(given, choose_method))
-    own = {key: value for key, value in given.items() if key != IMAGE_SIZE}
+    user_values = {key: value for key, value in given.items() if key != IMAGE_SIZE}
     if IMAGE_SIZE in given:
         for key in SIZES:
-            if own.get(key, values[key]) != values[key]:
+            if user_values.get(key, values[key]) != values[key]:
                 raise ConfigError(
                     f"image_size {given[IMAGE_SIZE]} sets {key} to {values[key]}, not"
-                    f" {own[key]}: give one of them"
+                    f" {user_values[key]}: give one of them"
                 )
     # the preset of the layers has underscores: cifar100_20
-    own |= {"preset": values["preset"]}
-    config = override(Config(), values | own)
+    user_values |= {"preset": values["preset"]}
+    config = override(Config(), values | user_values)
     if config.output is not None:
         output = config.output
     elif output is not None:
         output = output.format(preset=config.preset, seed=config.seed)
     else:
         return config
-    return override(config, {"output": checked_output(output)})
+    return override(config, {"output": expand_output(output)})
 
 
 def list_layers(
@@ -138,7 +138,7 @@ def list_layers(
         )
     layers = preset_layers(name, str(given.get("recipe", "paper")))
     method = str(given.get("method", DEFAULT))
-    if choose_method and leaves_choice(name, given):
+    if choose_method and leaves_method_open(name, given):
         method = FROZEN_METHOD
     layers[f"method {method}"] = method_settings(method, name.replace("-", "_"))
     values = merge_layers(layers)
@@ -164,11 +164,13 @@ def _values_for_source(given: Mapping[str, Any], preset: Values) -> Values:
         preset: The values of the preset by dotted key.
     """
     values, source = Values(), given.get("data.source")
-    kind, usual = (
+    kind, preset_kind = (
         str(data).partition(":")[0]
         for data in (source, preset.get("data.source", "digits"))
     )
-    if given.get("data.labeled") is not None or (source is not None and kind != usual):
+    if given.get("data.labeled") is not None or (
+        source is not None and kind != preset_kind
+    ):
         values["data.known_classes"] = None
     if is_custom_data(given):
         values["data.validation_fraction"] = (
@@ -196,7 +198,7 @@ def explain(
         line: The settings from the command line.
         derived: The origin of values in which ``final`` differs from ``config``.
     """
-    given = merged(file, line)
+    given = merge_settings(file, line)
     before, values = flatten(to_dict(config)), flatten(to_dict(final))
     origins = dict.fromkeys(values, "default")
     # the method counts as given, because it may have been chosen
@@ -228,7 +230,7 @@ def require_text(given: Mapping[str, Any]) -> None:
             raise ConfigError(f"{text}; {fix}")
 
 
-def leaves_choice(preset_name: str, given: Mapping[str, Any]) -> bool:
+def leaves_method_open(preset_name: str, given: Mapping[str, Any]) -> bool:
     """Return whether the user leaves the choice of the method to this program.
 
     This is so if the preset has a frozen encoder ("photos" or "vectors"), and the user
@@ -243,11 +245,11 @@ def leaves_choice(preset_name: str, given: Mapping[str, Any]) -> bool:
         ("objective.", "discover."),
         ("method", "recipe", *UNO_KEYS),
     )
-    own = [key for key in given if key.startswith(uno_sections) or key in uno_keys]
+    of_uno = [key for key in given if key.startswith(uno_sections) or key in uno_keys]
     return (
         preset_name in ("photos", VECTORS)
         and given.get("model.finetune", "none") == "none"
-        and not own
+        and not of_uno
     )
 
 
@@ -307,7 +309,7 @@ def default_preset(given: Mapping[str, Any]) -> str:
     return "photos" if file or weights == "pretrained" else "scratch"
 
 
-def checked_output(output: str) -> str:
+def expand_output(output: str) -> str:
     """Return the output directory with ``~`` replaced by the home directory.
 
     Raises:
@@ -324,12 +326,12 @@ def checked_output(output: str) -> str:
     return output
 
 
-def launched() -> bool:
+def is_torchrun_rank() -> bool:
     """Return whether ``torchrun`` started this process as one of its ranks."""
     return all(name in os.environ for name in TORCHRUN_VARIABLES)
 
 
-def merged(file: Mapping[str, Any], line: Mapping[str, Any]) -> dict[str, Any]:
+def merge_settings(file: Mapping[str, Any], line: Mapping[str, Any]) -> dict[str, Any]:
     """Merge the settings of files and of the command line, which takes precedence.
 
     A source on the command line also replaces the two folders of a file, and one image
@@ -367,19 +369,18 @@ def from_keywords(settings: Mapping[str, Any]) -> dict[str, Any]:
         file |= flatten(part) if isinstance(part, Mapping) else load_yaml(part)
     keys = {"image-size": IMAGE_SIZE}
     for key in field_names(str(settings.get("method", file.get("method", DEFAULT)))):
-        keys[dashed(key)] = key
+        keys[with_dashes(key)] = key
         if (short := field_traits(key).flag) is not None:
             keys[short] = key
     for name, value in settings.items():
         if name == "config":
             continue
         for key, each in flatten({name: value}).items():
-            if dashed(key) not in keys:
-                raise ConfigError(
-                    f"unknown setting {key!r}{similar(key, [*keys, 'config'], True)}"
-                )
-            line[keys[dashed(key)]] = _plain(each)
-    return merged(file, line)
+            if with_dashes(key) not in keys:
+                hint = suggest_name(key, [*keys, "config"], keyword=True)
+                raise ConfigError(f"unknown setting {key!r}{hint}")
+            line[keys[with_dashes(key)]] = _plain(each)
+    return merge_settings(file, line)
 
 
 def _plain(value: Any) -> Any:
@@ -399,7 +400,7 @@ def _plain(value: Any) -> Any:
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
-def similar(name: str, names: Iterable[str], keyword: bool = False) -> str:
+def suggest_name(name: str, names: Iterable[str], keyword: bool = False) -> str:
     """Suggest which setting an unknown name means, as the end of an error message.
 
     Args:
@@ -407,7 +408,7 @@ def similar(name: str, names: Iterable[str], keyword: bool = False) -> str:
         names: The names of all settings.
         keyword: Whether the name is a Python keyword and not an option.
     """
-    word, known = dashed(name), list(names)
+    word, known = with_dashes(name), list(names)
     likely = [flag for flag in known if flag.endswith(f".{word}")][:3]
     likely = likely or [flag for flag in known if flag.startswith(f"{word}.")][:3]
     if keyword:
@@ -418,6 +419,6 @@ def similar(name: str, names: Iterable[str], keyword: bool = False) -> str:
     return did_you_mean(word, known, f"see {HELP_ALL}", "--{}".format, likely)
 
 
-def dashed(name: str) -> str:
+def with_dashes(name: str) -> str:
     """Return a key as it is written in an option: with dashes for underscores."""
     return name.replace("_", "-")

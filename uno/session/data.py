@@ -1,6 +1,5 @@
 """Open the data of a configuration: its rows, images or features, and sets."""
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,23 +10,22 @@ from torch import Tensor, nn
 
 from uno.config import Config, DataConfig
 from uno.data import features
-from uno.data.check import row_problems, with_fitting_batch
-from uno.data.decode import BAD_SAMPLES, check_bad, decode_many, name_bad, ok_mask
+from uno.data.check import check_row_numbers, with_fitting_batch
+from uno.data.decode import decode_many, ok_mask
 from uno.data.features import Chunk, FeatureCache, FeatureJob, feature_job
 from uno.data.files import Storage
 from uno.data.images import evenly_spaced
-from uno.data.mapped import NeighborViews
-from uno.data.resident import assemble, eval_sets, keep_pixels
+from uno.data.memory import assemble, eval_sets, keep_pixels
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
 from uno.data.stream import EvalData, TrainData, streaming_eval_sets, streaming_set
-from uno.data.vectors import with_views
+from uno.data.unreadable import BAD_SAMPLES, check_bad, name_bad
 from uno.errors import ConfigError, Interrupted
 from uno.runs.hardware import at_speed, local_device, num_threads
 from uno.runs.run import frozen_encoder
-from uno.runtime import Runtime, plan_of, require_runtime
-from uno.session.console import print_line, reading
-from uno.session.resources import on_features
+from uno.runtime import Runtime, choose_runtime, require_runtime
+from uno.session.console import announce_reading, count_items, print_line
+from uno.session.resources import trains_on_features
 from uno.text import plural
 
 INTERVAL_S = 10.0  # seconds between two lines of progress
@@ -42,14 +40,11 @@ Compute = Callable[[FeatureJob, nn.Module, np.ndarray], Iterable[Chunk]]
 def read_task(data: DataConfig) -> Task:
     """Read the rows of a source, and find their known and novel classes and splits.
 
-    A line is printed every ten seconds while this takes long.
-
     Raises:
         ConfigError: The source cannot be read, or does not fit the settings.
     """
-    with reading() as total:
+    with announce_reading():
         task = make_task(read_rows(data), data)
-        total(len(task.rows))
     return task
 
 
@@ -135,7 +130,7 @@ def config_for_readable_rows(
     )
     if size != config.train.batch_size:
         print_line(f"batch size: {size}, because {left_out} left out")
-    for problem in row_problems(task, fitting, ok):
+    for problem in check_row_numbers(task, fitting, ok):
         if problem.level == "error":
             fix = "repair these images, or change the setting and pass --overwrite"
             raise ConfigError(f"{left_out} left out: {problem.message}; {fix}")
@@ -148,7 +143,7 @@ def load_images(
     storage: Storage,
     show: Show,
     should_stop: Callable[[], bool] = lambda: False,
-) -> tuple[Tensor | NeighborViews, list[str | None]]:
+) -> tuple[Tensor, list[str | None]]:
     """Decode all images of a run, or compute their features with a frozen encoder.
 
     Returns:
@@ -159,7 +154,7 @@ def load_images(
         ConfigError: The frozen encoder has no weights.
         Interrupted: ``should_stop`` returned True while features were computed.
     """
-    if on_features(config):
+    if trains_on_features(config):
         return load_features(config, task, storage, show, should_stop)
     data = config.data
     return decode_many(
@@ -212,7 +207,7 @@ def _faster_encoder(job: FeatureJob, encoder: nn.Module, rows: np.ndarray) -> nn
     Raises:
         ConfigError: The runtime cannot compute the encoder.
     """
-    plan = plan_of(job.config, local_device(job.config))
+    plan = choose_runtime(job.config, local_device(job.config))
     if plan is None:
         return encoder
     fast = at_speed(encoder, plan, num_threads(job.config))
@@ -228,7 +223,7 @@ def load_features(
     should_stop: Callable[[], bool] = lambda: False,
     compute: Compute = compute_local,
     zeros: features.Zeros = torch.zeros,
-) -> tuple[Tensor | NeighborViews, list[str | None]]:
+) -> tuple[Tensor, list[str | None]]:
     """Return the features of all rows under a frozen encoder.
 
     Features in the cache are read, and the others are computed and cached. If the
@@ -257,12 +252,12 @@ def load_features(
         raise ConfigError(
             "model.finetune none needs --weights, the weights of the frozen encoder"
         )
-    given = task.rows.images.vectors(np.arange(len(task.rows)))
-    if given is not None:  # the source holds the features themselves
+    vectors = task.rows.images.vectors(np.arange(len(task.rows)))
+    if vectors is not None:  # the source holds the features themselves
         _warn_if_indistinct(
-            given[0], given[1], "nothing separates the rows; check the vectors"
+            vectors[0], vectors[1], "nothing separates the rows; check the vectors"
         )
-        return with_views(given[0], config.augment, ok_mask(given[1])), given[1]
+        return vectors
     require_runtime(config)
     encoder = frozen_encoder(config, storage)
     job = feature_job(config, task, encoder)
@@ -274,38 +269,24 @@ def load_features(
         have = f" ({cached:,} cached)" if cached else ""
         fast = _faster_encoder(job, encoder, rows)
         how = f" by {fast.plan.runtime}" if isinstance(fast, Runtime) else ""
-        what = f"{plural(len(rows), 'image')} through {config.model.encoder}{how}{have}"
-        print_line(f"features: {what}; cache: {cache.path}")
+        images = (
+            f"{plural(len(rows), 'image')} through {config.model.encoder}{how}{have}"
+        )
+        print_line(f"features: {images}; cache: {cache.path}")
         for chunk in compute(job, fast, rows):
             yield chunk
             if should_stop():
                 raise Interrupted("stopped; finished features are kept")
 
-    start: list[tuple[int, float]] = []
-
-    def progress(done: int, total: int) -> None:
-        """Show how many rows of all are done, and the speed of this command."""
-        start[:] = start or [(done, time.monotonic())]
-        seconds = max(time.monotonic() - start[0][1], 1e-9)
-        speed = (done - start[0][0]) / seconds if done > start[0][0] else None
-        show(
-            {
-                "phase": "features",
-                "step": done,
-                "total_steps": total,
-                "images_per_s": speed,
-                "every_s": INTERVAL_S,
-            }
-        )
-
-    found, reasons = features.cached_features(cache, computed, progress, zeros)
+    progress = count_items(show, "features", INTERVAL_S)
+    encoded, reasons = features.cached_features(cache, computed, progress, zeros)
     advice = f"{config.model.encoder} does not separate them; check its weights"
-    _warn_if_indistinct(found, reasons, advice)
-    return found, reasons
+    _warn_if_indistinct(encoded, reasons, advice)
+    return encoded, reasons
 
 
 def _warn_if_indistinct(
-    found: Tensor | NeighborViews, reasons: Sequence[str | None], advice: str
+    found: Tensor, reasons: Sequence[str | None], advice: str
 ) -> None:
     """Print a warning if features do not distinguish the rows.
 
@@ -315,6 +296,6 @@ def _warn_if_indistinct(
         advice: What the user should check.
     """
     rows = np.flatnonzero(ok_mask(reasons))
-    some = found[torch.from_numpy(rows[evenly_spaced(SAMPLE_ROWS, len(rows))]), 0]
-    if len(some) > 1 and (what := features.oddity(some)):
-        print_line(f"warning: {features.ODD[what]}: {advice}")
+    sample = found[torch.from_numpy(rows[evenly_spaced(SAMPLE_ROWS, len(rows))]), 0]
+    if len(sample) > 1 and (problem := features.oddity(sample)):
+        print_line(f"warning: {features.ODD[problem]}: {advice}")

@@ -15,12 +15,13 @@ import numpy as np
 
 from uno import weights
 from uno.config import OWN_ENCODERS, VECTORS, Config, flatten, override, to_dict
-from uno.data.check import MIN_ROWS_PER_CLUSTER, headers_of
-from uno.data.decode import check_bad, ok_mask
+from uno.data.check import MIN_ROWS_PER_CLUSTER, read_headers
+from uno.data.decode import ok_mask
+from uno.data.embeddings import require_kind
 from uno.data.files import Storage
-from uno.data.plan import largest_batch
+from uno.data.sampling import largest_batch
 from uno.data.splits import Task, decide_setting, train_rows
-from uno.data.vectors import require_kind
+from uno.data.unreadable import check_bad
 from uno.presets import (
     IMAGE_SIZE,
     SIZES,
@@ -32,7 +33,7 @@ from uno.presets import (
 from uno.runs import CONFIG_FILE, directory
 from uno.session.console import print_line
 from uno.session.data import read_task
-from uno.session.resources import FreeMemory, choose, free_memory
+from uno.session.resources import FreeMemory, choose_loading, free_memory
 from uno.text import plural
 from uno.weights import PRETRAINED
 
@@ -78,7 +79,7 @@ def resolve(
     config: Config,
     given: Collection[str],
     overwrite: bool = False,
-    free: Callable[[Config], FreeMemory] = free_memory,
+    measure_memory: Callable[[Config], FreeMemory] = free_memory,
 ) -> tuple[Config, Task | None]:
     """Complete the configuration of a run, and print what was decided and why.
 
@@ -90,7 +91,7 @@ def resolve(
         config: The configuration before the data is read.
         given: The dotted keys that the user has set.
         overwrite: Whether a run in the same directory is started over.
-        free: Returns the free memory for the processes that train.
+        measure_memory: Returns the free memory for the processes that train.
 
     Returns:
         The configuration of the run; and its rows, None if they were not read.
@@ -111,9 +112,9 @@ def resolve(
     config = override(config, {"data.setting": setting})
     values, lines = derive_settings(config, given, task)
     config = override(config, values)
-    # if the user has chosen, the memory of other machines is not looked up
-    measure = free if config.data.loading == "auto" else free_memory
-    loading, why = choose(config, len(task.rows), measure(config))
+    if config.data.loading != "auto":
+        measure_memory = free_memory  # no need to ask other machines
+    loading, why = choose_loading(config, len(task.rows), measure_memory(config))
     for line in (reason, *lines, f"memory: {why}"):
         print_line(line)
     return override(config, {"data.loading": loading}), task
@@ -134,7 +135,7 @@ def keep_derived(
     keys = [key for key in keys if key not in given]
     keys += [
         f"data.{name}"
-        for name in ("setting", "loading")
+        for name in ("setting", "loading", "num_novel")
         if getattr(config.data, name) == "auto"
     ]
     return override(config, {key: stored[key] for key in keys if key in stored})
@@ -151,7 +152,9 @@ def derived_keys(config: Config) -> tuple[str, ...]:
         preset other than ``scratch``, ``photos`` and the one for vectors.
     """
     if config.preset in ("photos", VECTORS):
-        return (*OF_HEADS, *["model.encoder"] * config.model.takes_vectors)
+        of_encoder = OF_ENCODER if _starts_from_run(config) else ()
+        length = ("model.encoder",) if config.model.takes_vectors else ()
+        return (*OF_HEADS, *of_encoder, *length)
     is_own = config.preset == "scratch" and is_custom_data(flatten(to_dict(config)))
     return OF_TRAINING if is_own else ()
 
@@ -199,10 +202,10 @@ def derive_settings(
         rules = (_settings_of_weights, _image_size, _batch_size, _epochs)
     values, lines = Values(), list[str]()
     for rule in rules:
-        found, line = rule(config, given, task)
-        found = {key: value for key, value in found.items() if key not in given}
-        if found:
-            values, config = values | found, override(config, found)
+        derived, line = rule(config, given, task)
+        derived = {key: value for key, value in derived.items() if key not in given}
+        if derived:
+            values, config = values | derived, override(config, derived)
             lines += [line] * bool(line)
     require_kind(config.model, task.rows.images)
     return values, lines
@@ -222,12 +225,12 @@ def _vector_length(
     Raises:
         ConfigError: Too many vectors are unusable.
     """
-    made = task.rows.images.vectors(np.arange(len(task.rows)))
-    if made is None:
+    vectors = task.rows.images.vectors(np.arange(len(task.rows)))
+    if vectors is None:
         return {}, ""
     limit = config.data.max_bad_fraction
-    check_bad(task.rows.ids, made[1], limit, images=task.rows.images)
-    return {"model.encoder": f"{VECTORS}:{made[0].shape[2]}"}, ""
+    check_bad(task.rows.ids, vectors[1], limit, images=task.rows.images)
+    return {"model.encoder": f"{VECTORS}:{vectors[0].shape[2]}"}, ""
 
 
 def _settings_of_weights(
@@ -249,11 +252,17 @@ def settings_of_weights(config: Config) -> Values:
         Image size, mean, standard deviation and the like by dotted key. Empty if the
         weights are not those of a run.
     """
-    source = config.model.weights
-    if source in (None, PRETRAINED) or weights.is_file(source):
+    if not _starts_from_run(config):
         return {}
-    stored = flatten(directory.read_config_tree(Storage(str(source))))
+    storage = Storage(str(config.model.weights))
+    stored = flatten(directory.read_config_tree(storage))
     return {key: stored[key] for key in OF_ENCODER if key in stored}
+
+
+def _starts_from_run(config: Config) -> bool:
+    """Return whether ``model.weights`` names a run, and not a file or a library."""
+    source = config.model.weights
+    return source not in (None, PRETRAINED) and not weights.is_file(source)
 
 
 def _image_size(
@@ -268,21 +277,21 @@ def _image_size(
     """
     if config.model.weights is not None or config.model.encoder not in OWN_ENCODERS:
         return {}, ""
-    large, store = (key in given for key in SIZES[:2])
-    if large or store:
-        size = config.augment.large.size if large else config.data.stored_size
+    has_view_size, has_stored_size = (key in given for key in SIZES[:2])
+    if has_view_size or has_stored_size:
+        size = config.augment.large.size if has_view_size else config.data.stored_size
         return dict.fromkeys(SIZES[:2], size), ""
-    sides = [min(side) for _, *side in headers_of(task)[0]]
-    usual = int(np.median(sides or [config.data.stored_size]))
+    sides = [min(side) for _, *side in read_headers(task)[0]]
+    median_side = int(np.median(sides or [config.data.stored_size]))
     stem = config.model.stem
     if config.model.encoder == "resnet_small":
         stem = "cifar" if stem == "imagenet" else stem
-    elif "model.stem" not in given and usual >= IMAGENET_STEM_FROM:
+    elif "model.stem" not in given and median_side >= IMAGENET_STEM_FROM:
         stem = "imagenet"
-    size = max(8, min(usual, MOST_PIXELS[stem]) // 4 * 4)
-    why = "; larger is slower" if usual > size else ""
+    size = max(8, min(median_side, MOST_PIXELS[stem]) // 4 * 4)
+    why = "; larger is slower" if median_side > size else ""
     return scale_sizes(config, size) | {"model.stem": stem}, (
-        f"image size: {size} px (images are about {usual} px{why}); change with"
+        f"image size: {size} px (images are about {median_side} px{why}); change with"
         " --image-size"
     )
 
@@ -320,8 +329,8 @@ def _fitting_batch(config: Config, task: Task, wanted: int) -> tuple[Values, str
     The batch size of ``config`` is the largest that is returned. Unusable vectors are
     not counted as rows.
     """
-    made = task.rows.images.vectors(np.arange(len(task.rows)))
-    rows = train_rows(task, None if made is None else ok_mask(made[1]))
+    vectors = task.rows.images.vectors(np.arange(len(task.rows)))
+    rows = train_rows(task, None if vectors is None else ok_mask(vectors[1]))
     labeled, unlabeled = len(rows["labeled"]), len(rows["unlabeled"])
     most, workers = config.train.batch_size, config.compute.num_workers
     sampling = config.data.batch_sampling
@@ -343,9 +352,9 @@ def _epochs(config: Config, given: Collection[str], task: Task) -> tuple[Values,
     that of the preset ``scratch``. With ``model.weights`` there is no pretraining,
     which then gets no number.
     """
-    usual, values, parts = preset("scratch", config.recipe), Values(), list[str]()
+    scratch, values, parts = preset("scratch", config.recipe), Values(), list[str]()
     for name, most in EPOCHS.items():
-        is_changed = getattr(config, name).epochs != getattr(usual, name).epochs
+        is_changed = getattr(config, name).epochs != getattr(scratch, name).epochs
         if f"{name}.epochs" in given or is_changed:
             continue
         if name == "pretrain" and config.model.weights is not None:

@@ -71,9 +71,9 @@ def estimate_classes(
     sizes = f"{plural(labeled, 'labeled image')} of {known}, {unlabeled:,} unlabeled"
     print_line(f"data: {task.rows.source}: {sizes}")
     if dry_run:
-        what = f"pretrain {settings.num_splits} encoders, each on some known classes"
-        what = "cluster the features of the frozen encoder" if frozen else what
-        print_line(f"dry run: would {what}; nothing was done")
+        work = f"pretrain {settings.num_splits} encoders, each on some known classes"
+        work = "cluster the features of the frozen encoder" if frozen else work
+        print_line(f"dry run: would {work}; nothing was done")
         return None
     assert config.output is not None
     run, start = (
@@ -82,13 +82,13 @@ def estimate_classes(
     )
     kept = "stopped; finished encoders are kept"
     with run.locked(), interrupt_on_signal(kept):
-        found = backend.estimate(run, settings)
-    print_line(format_estimate(found))
+        estimate = backend.estimate(run, settings)
+    print_line(format_estimate(estimate))
     print_line(
         f"{time.perf_counter() - start:.0f} s; all curves in"
         f" {run.storage.below(ESTIMATE_FILE)}"
     )
-    return found
+    return estimate
 
 
 def format_estimate(found: Estimate) -> str:

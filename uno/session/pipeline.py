@@ -18,43 +18,40 @@ import pyarrow.compute as pc
 
 import uno.runs.run as training
 from uno.config import Config, override
-from uno.data.decode import BAD_SAMPLES
 from uno.data.files import Storage
+from uno.data.unreadable import BAD_SAMPLES
 from uno.encoder import require_encoder
 from uno.errors import ConfigError, StorageError
-from uno.methods import registry
+from uno.methods import load
 from uno.report.report import open_task, write_report
 from uno.results import predictions
 from uno.results.accuracy_table import format_table
 from uno.results.classes import (
+    ModelClasses,
     OutputClass,
-    dump_classes,
     hashes,
-    is_measured,
-    with_measured,
 )
-from uno.results.evaluate import read_edits
 from uno.results.export import CARD_FILE, FORMATS, export, model_card
 from uno.results.infer import Classifier, load_classifier, model_folder, save_model
 from uno.results.predictions import read_columns
-from uno.results.show import counted
+from uno.results.show import format_counts
 from uno.results.trust import verdict
 from uno.runs import DISCOVER, PHASES, REPORT_FILE, RESULTS_FILE, directory
 from uno.runs.checkpoint import checkpoint_steps
-from uno.runs.former import kept_until_replaced
+from uno.runs.former import keep_until_replaced
 from uno.session.backend import LocalBackend
 from uno.session.console import Progress, interrupt_on_signal, print_line
 from uno.session.data import Show
 from uno.session.loggers import Loggers
-from uno.session.predict import align_heads, predict_run
+from uno.session.predict import predict_run
 from uno.session.prepare import (
+    check_data,
     check_run,
     open_run,
     open_stored_run,
-    preflight,
     with_full_path,
 )
-from uno.session.resources import on_features
+from uno.session.resources import trains_on_features
 from uno.session.run import Backend, Run
 from uno.session.summary import describe_run
 from uno.text import plural
@@ -103,7 +100,7 @@ def discover(
     check_run(run)
     with run.locked():
         former_run = (
-            kept_until_replaced(run.storage, print_line)
+            keep_until_replaced(run.storage, print_line)
             if overwrite
             else nullcontext(lambda: None)
         )
@@ -143,11 +140,8 @@ def evaluate(target: str, given: Mapping[str, Any]) -> None:
     require_encoder(run.config.model.encoder, run.storage.uri)
     directory.begin_run(run.config, run.storage, run.task.rows.fingerprint)
     directory.check_images(run.storage, run.task.rows)
-    preflight(run.config, run.task, read_images=False)
+    check_data(run.config, run.task, read_images=False)
     with run.locked():
-        edits = read_edits(run.storage)
-        if edits is not None and edits.alignment is None:
-            align_heads(run, load_classifier(run.storage))
         before, metrics = run.metrics, _train_and_evaluate(run)
         is_saved = run.storage.exists(CLASSES_FILE)
         model = load_classifier(run.storage) if is_saved else _save_model(run)
@@ -192,11 +186,12 @@ def apply_classes(run: Run, model: Classifier, edited: list[OutputClass]) -> Non
     """
     storage, folder = run.storage, model_folder(run.storage)
     metrics, predicted = run.metrics, predictions.read_identity(storage)
-    data = dump_classes(storage.read(f"{folder}classes.json"), edited)
+    stored = ModelClasses.parse(storage.read(f"{folder}classes.json"))
+    stored = stored.with_classes(edited)
     same = {"model_hash": model.model_hash, "routes": hashes(edited)["routes"]}
     predict = predicted is not None and not same.items() <= predicted.items()
     has_trained = metrics is not None and checkpoint_steps(storage, DISCOVER)
-    run.evaluate = bool(has_trained) and not is_measured(data)
+    run.evaluate = bool(has_trained) and not stored.is_measured
     report = storage.exists(REPORT_FILE)
     if predict or run.evaluate:
         directory.check_images(storage, run.task.rows)
@@ -208,15 +203,15 @@ def apply_classes(run: Run, model: Classifier, edited: list[OutputClass]) -> Non
                 f"warning: {REPORT_FILE} was not updated: the training data is missing"
                 " or has changed"
             )
-    storage.write(f"{folder}classes.json", data)
+    storage.write(f"{folder}classes.json", stored.dump())
     model, measured = replace(model, classes=edited), None
     if run.opened is not None:
-        model, measured = align_heads(run, model), _train_and_evaluate(run) or None
+        measured = _train_and_evaluate(run) or None
     finish(run, model, measured, predict, report)
     renamed = not predict and predictions.rename(storage, edited)
     updated = {
         "the model": True,
-        predictions.FILE: predict or renamed,
+        predictions.FOLDER: predict or renamed,
         RESULTS_FILE: measured is not None,
         REPORT_FILE: report,
     }
@@ -257,7 +252,7 @@ def finish(
         assert model is not None
         also = " and writing the report" if report else ""
         print_line(f"predicting all images{also}")
-        model, _ = predict_run(run, model)
+        predict_run(run, model)
     if report:
         write_report(
             run.config,
@@ -306,7 +301,7 @@ def try_phases(
             {"train.max_steps": 1, "compute.num_workers": 0, "output": folder},
         )
         # features of all rows would take minutes, so images are streamed instead
-        computes_features = on_features(once) and not once.model.takes_vectors
+        computes_features = trains_on_features(once) and not once.model.takes_vectors
         if computes_features:
             once = override(once, {"data.loading": "streaming"})
         trial = replace(
@@ -324,7 +319,7 @@ def try_phases(
                 print_line(line)
             if not phases:
                 return print_line("dry run: nothing would be trained; nothing was kept")
-            if computes_features and registry.load(once).needs_images:
+            if computes_features and load(once.method).needs_memory:
                 why = f"method {once.method} first computes features of all images"
                 return print_line(f"dry run: no step was taken, because {why}")
             trial.backend.train(trial, lambda line: None)
@@ -350,7 +345,7 @@ def _begin_directory(run: Run) -> None:
 def _train_and_evaluate(run: Run, also: Show = lambda line: None) -> dict[str, float]:
     """Train the unfinished phases of a locked run, evaluate it, and show the progress.
 
-    Damaged checkpoints are removed first. ``run.backend`` becomes the backend that
+    ``run.backend`` becomes the backend that
     predicts and shows the rows.
 
     Args:
@@ -360,8 +355,7 @@ def _train_and_evaluate(run: Run, also: Show = lambda line: None) -> dict[str, f
     Returns:
         The metrics, empty unless ``run.evaluate``.
     """
-    for line in directory.repair(run.storage):
-        print_line(f"warning: {line}")
+    directory.delete_leftovers(run.storage)
     reached = [
         (phase, steps[-1])
         for phase in run.phases
@@ -389,11 +383,8 @@ def _train_and_evaluate(run: Run, also: Show = lambda line: None) -> dict[str, f
 
 def _save_model(run: Run) -> Classifier:
     """Write the model of a trained run into ``model/`` and return it."""
-    task = run.task
-    trained = training.load_trained(
-        run.config, run.storage, task.num_known, task.num_novel
-    )
-    return save_model(run.config, run.storage, *trained, task.known)
+    model, best_head = run.trained
+    return save_model(run.config, run.storage, model.cpu(), best_head, run.task.known)
 
 
 def _write_card(run: Run, model: Classifier, metrics: Mapping[str, float]) -> None:
@@ -413,9 +404,9 @@ def _write_card(run: Run, model: Classifier, metrics: Mapping[str, float]) -> No
 
 def _mark_measured(storage: Storage) -> None:
     """Note in ``classes.json`` that the metrics belong to the classes in it."""
-    data = storage.read(CLASSES_FILE)
-    if not is_measured(data):
-        storage.write(CLASSES_FILE, with_measured(data))
+    stored = ModelClasses.parse(storage.read(CLASSES_FILE))
+    if not stored.is_measured:
+        storage.write(CLASSES_FILE, stored.as_measured().dump())
 
 
 def show_results(storage: Storage, values: dict[str, float]) -> None:
@@ -428,25 +419,25 @@ def show_results(storage: Storage, values: dict[str, float]) -> None:
         storage: The run directory.
         values: The metrics by name.
     """
-    if (found := verdict(values)) is not None:
-        print_line("\n  ".join((f"\nverdict: {found.word}", *found.reasons)))
+    if (trust := verdict(values)) is not None:
+        print_line("\n  ".join((f"\nverdict: {trust.word}", *trust.reasons)))
     novel = "novel-1"
     # the table may be damaged; the next prediction replaces it
     with suppress(StorageError):
         if (table := read_columns(storage, ("class_name", "kind"))) is not None:
-            for kind, what in (
+            for kind, title in (
                 ("novel", "new classes"),
                 ("known", "known classes"),
                 (None, "no class"),
             ):
-                own = (
+                is_kind = (
                     pc.field("kind") == kind
                     if kind
                     else ~pc.field("kind").isin(["novel", "known"])
                 )
-                pairs = table.filter(own)["class_name"].value_counts().to_pylist()
+                pairs = table.filter(is_kind)["class_name"].value_counts().to_pylist()
                 if counts := {pair["values"]: pair["counts"] for pair in pairs}:
-                    print_line(f"images of {what}: {counted(counts)}")
+                    print_line(f"images of {title}: {format_counts(counts)}")
                 if kind == "novel":
                     novel = min(
                         counts, key=lambda name: (len(name), name), default=novel

@@ -3,28 +3,30 @@
 ``uno predict`` does this, and every run at its end.
 """
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from uno.config import Config, override
+from uno.data.embeddings import require_kind
 from uno.data.files import Storage
-from uno.data.images import evenly_spaced, spread
+from uno.data.images import evenly_spaced
 from uno.data.sources import read_rows
-from uno.data.splits import Task
-from uno.data.vectors import require_kind
-from uno.errors import ConfigError, UnoError
+from uno.errors import ConfigError
 from uno.results import infer
 from uno.results.folders import sort_images, write_csv
-from uno.results.infer import SAMPLE_ROWS, Classifier, with_alignment
+from uno.results.infer import Classifier
 from uno.results.predictions import PredictionWriter, Summary
 from uno.runs import CONFIG_FILE
 from uno.runs.hardware import num_threads
 from uno.runtime import require_runtime
 from uno.session.backend import LocalBackend, choose_backend
-from uno.session.console import Progress, interrupt_on_signal, print_line, reading
+from uno.session.console import (
+    Progress,
+    announce_reading,
+    count_items,
+    interrupt_on_signal,
+    print_line,
+)
 from uno.session.run import Run
 from uno.text import plural
 
@@ -48,7 +50,7 @@ def predict(
     """Classify the images of a source with the model of a run: ``uno predict``.
 
     Without a source, the rows of the run itself are classified. The table is
-    ``predictions.parquet`` in the output directory.
+    the folder ``predictions`` in the output directory.
 
     Args:
         target: The directory of the run, or a copy of its ``model/``.
@@ -73,7 +75,7 @@ def predict(
     backend = choose_backend(config)
     if data and "output" not in given:
         raise ConfigError(
-            "--data and --limit need --output DIR, the place for predictions.parquet"
+            "--data and --limit need --output DIR, the place for the predictions"
         )
     if data and Storage(str(given["output"])).exists(CONFIG_FILE):
         raise ConfigError(
@@ -85,9 +87,8 @@ def predict(
     run = Run(config, storage, backend)
     limit = override(Config(), {"data.limit": data.pop("data.limit", None)}).data.limit
     if data:
-        with reading() as total:
+        with announce_reading():
             rows = read_rows(override(Config(), data).data, images_only=True)
-            total(len(rows))
     else:
         rows = run.task.rows
     if limit is not None and limit < len(rows):
@@ -97,13 +98,6 @@ def predict(
     require_kind(model.config.model, rows.images)
     if folders and rows.images.pictures() is None:
         raise ConfigError("--folders copies images, and the data has only vectors")
-    try:
-        model = align_heads(run, model)
-    except UnoError as error:
-        print_line(
-            "warning: head_agreement is empty, because heads cannot be aligned:"
-            f" {error}"
-        )
     output = Storage(str(given.get("output", storage.uri)))
     writer = PredictionWriter(
         output, rows, model, embedding, replace="output" not in given
@@ -119,61 +113,23 @@ def predict(
     if csv:
         print_line(f"as CSV: {write_csv(output)}")
     if folders:
-        with interrupt_on_signal(kept), Progress(seconds=INTERVAL_S) as progress:
-
-            def show(done: int, total: int) -> None:
-                """Show how many images were copied."""
-                progress({"phase": "copy", "step": done, "total_steps": total})
-
+        with interrupt_on_signal(kept), Progress() as progress:
+            show = count_items(progress, "copy", INTERVAL_S)
             print_line(f"sorted: {sort_images(output, rows, show)}")
 
 
-def predict_run(run: Run, model: Classifier) -> tuple[Classifier, Summary]:
-    """Predict all rows of a run into its ``predictions.parquet``.
+def predict_run(run: Run, model: Classifier) -> Summary:
+    """Predict all rows of a run into its folder ``predictions``.
 
     Predictions of an earlier model are replaced.
 
     Returns:
-        The model with aligned heads, and the numbers of rows.
+        The numbers of rows.
     """
-    model = align_heads(run, model)
     writer = PredictionWriter(
         run.storage, run.task.rows, model, embedding=False, replace=True
     )
-    return model, _predict(run, model, writer)
-
-
-def align_heads(run: Run, model: Classifier) -> Classifier:
-    """Align the heads of a model on unlabeled rows of its run, unless they are aligned.
-
-    The alignment says which outputs of the novel heads mean the same class. It is
-    stored in the directory of the run.
-
-    Returns:
-        The model with aligned heads.
-    """
-    if model.alignment is not None:
-        return model
-    decode = run.backend.decoder(run, model)
-    return with_alignment(model, run.storage, decode, unlabeled_rows(run.task))
-
-
-def unlabeled_rows(task: Task) -> np.ndarray:
-    """Select unlabeled training rows that are spread evenly over the data.
-
-    The outputs of a model's heads are matched to each other on these rows, so that the
-    same output of every head means the same novel class.
-
-    Returns:
-        Numbers of the rows in the task, int64 (n,), n <= :data:`SAMPLE_ROWS`.
-    """
-    kinds = [
-        np.flatnonzero(task.is_train & member)
-        for member in (task.labels >= 0, task.labels < 0)
-    ]
-    return kinds[1][
-        spread(task.rows.images, kinds, SAMPLE_ROWS, task.labels[kinds[0]])[1]
-    ]
+    return _predict(run, model, writer)
 
 
 def _predict(run: Run, model: Classifier, writer: PredictionWriter) -> Summary:
@@ -189,19 +145,7 @@ def _predict(run: Run, model: Classifier, writer: PredictionWriter) -> Summary:
             f"resuming: {writer.num_done:,} of {plural(writer.num_rows, 'image')}"
             " already predicted"
         )
-    num_before, start = writer.num_done, time.monotonic()
-    with Progress(seconds=INTERVAL_S) as progress:
-
-        def show(done: int, total: int) -> None:
-            """Show how many rows are done, and the speed of this command."""
-            speed = (done - num_before) / max(time.monotonic() - start, 1e-9)
-            progress(
-                {
-                    "phase": "predict",
-                    "step": done,
-                    "total_steps": total,
-                    "images_per_s": speed,
-                }
-            )
-
+    with Progress() as progress:
+        show = count_items(progress, "predict", INTERVAL_S)
+        show(writer.num_done, writer.num_rows)
         return run.backend.predict(run, model, writer, show)

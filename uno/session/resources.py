@@ -11,11 +11,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from uno.config import OWN_ENCODERS, VECTORS, Config, override
+from uno.config import OWN_ENCODERS, Config, override
 from uno.data.splits import Task
 from uno.encoder import build_encoder
 from uno.errors import ConfigError
-from uno.methods import registry
+from uno.methods import load
+from uno.model import build_network, num_heads
 from uno.runs.hardware import local_device
 
 # share of the free memory that images may take; training and the system need more
@@ -86,7 +87,7 @@ def free_device_bytes(config: Config) -> int | None:
     return int(torch.cuda.mem_get_info()[0])
 
 
-def on_features(config: Config) -> bool:
+def trains_on_features(config: Config) -> bool:
     """Return whether a run trains on cached features of a frozen encoder."""
     return config.model.finetune == "none" and config.data.loading != "streaming"
 
@@ -98,13 +99,12 @@ def row_bytes(config: Config) -> int:
     with torch.device("meta"):
         width = int(build_encoder(config.model).num_features)  # type: ignore[arg-type]
     views = config.augment.num_cached_views
-    if config.model.takes_vectors and config.augment.vector_view == "neighbors":
-        # A view is made when it is read, from a neighbor and a share of 4 bytes each.
-        return 4 * width + 8 * views
-    return 4 * (1 + views) * width
+    return 4 * width * (1 if config.model.takes_vectors else 1 + views)
 
 
-def choose(config: Config, num_rows: int, memory: FreeMemory) -> tuple[Loading, str]:
+def choose_loading(
+    config: Config, num_rows: int, memory: FreeMemory
+) -> tuple[Loading, str]:
     """Choose whether the images of a run are kept in memory or streamed.
 
     Args:
@@ -124,7 +124,7 @@ def choose(config: Config, num_rows: int, memory: FreeMemory) -> tuple[Loading, 
         needs = "--data vectors"
     elif config.pretext.epochs:
         needs = "pretext.epochs"
-    elif registry.load(config).needs_images:
+    elif load(config.method).needs_memory:
         needs = f"method {config.method}"
     if needs and wish == "streaming":
         raise ConfigError(
@@ -133,8 +133,8 @@ def choose(config: Config, num_rows: int, memory: FreeMemory) -> tuple[Loading, 
     needed = num_rows * row_bytes(config)
     budget, limit = _image_budget(config, memory)
     kind = "of features" if config.model.finetune == "none" else "decoded"
-    sizes = f"{_size(needed)} {kind}; budget {_size(budget)}, {IMAGE_SHARE:.0%} of"
-    sizes = f"({sizes} {limit})"
+    share = f"{IMAGE_SHARE:.0%} of {limit}"
+    sizes = f"({_format_size(needed)} {kind}; budget {_format_size(budget)}, {share})"
     if wish != "auto":
         return wish, f"{HOW[wish]}, set by --data.loading {sizes}"
     if needs:
@@ -163,14 +163,14 @@ def _image_budget(config: Config, memory: FreeMemory) -> tuple[float, str]:
 def choose_for_sweep(
     config: Config, num_rows: int, num_folds: int
 ) -> tuple[Loading, str]:
-    """Choose the loading for the trials of a sweep, see :func:`choose`.
+    """Choose the loading for the trials of a sweep, see :func:`choose_loading`.
 
     The trials share the images: this process and Ray's object store hold one copy
     each, and a GPU holds one copy for each fold.
     """
-    memory, here = free_memory(config), override(config, {"compute.num_workers": 0})
+    memory, local = free_memory(config), override(config, {"compute.num_workers": 0})
     device = None if memory.device is None else memory.device // num_folds
-    return choose(here, num_rows, FreeMemory(memory.host // 2, device))
+    return choose_loading(local, num_rows, FreeMemory(memory.host // 2, device))
 
 
 def store_bytes(config: Config, num_rows: int) -> int | None:
@@ -185,7 +185,7 @@ def store_bytes(config: Config, num_rows: int) -> int | None:
         return min(
             config.compute.num_workers * STORE_BYTES, int(0.3 * free_host_bytes())
         )
-    if on_features(config):
+    if trains_on_features(config):
         return None
     images = num_rows * 3 * config.data.stored_size**2
     return min(2 * images + STORE_BYTES // 2, int(0.6 * free_host_bytes()))
@@ -194,13 +194,14 @@ def store_bytes(config: Config, num_rows: int) -> int | None:
 def check_memory(config: Config, task: Task) -> None:
     """Refuse a run that cannot fit into the free memory of this machine.
 
-    Nothing is checked for the machines of a cluster, nor for GPUs of workers.
+    The network is built for this, so that a method can refuse the encoder. Memory is
+    neither checked for the machines of a cluster nor for GPUs of workers.
 
     Raises:
         ConfigError: The run needs more memory than is free. The message lists the
             parts.
     """
-    workers = config.compute.num_workers
+    workers, parts = config.compute.num_workers, estimate_training_bytes(config, task)
     on_cluster = os.environ.get("RAY_ADDRESS", "local") not in ("", "local")
     if workers and (on_cluster or config.compute.device == "cuda"):
         return
@@ -208,7 +209,6 @@ def check_memory(config: Config, task: Task) -> None:
     if not workers and local_device(config).type == "cuda":
         free, where = free_device_bytes(config) or free, "device memory"
         num_rows = sum(task.sizes)
-    parts = training_bytes(config, task)
     if config.data.loading == "memory":
         parts[f"{num_rows:,} images"] = num_rows * row_bytes(config)
     needed = sum(parts.values())
@@ -218,51 +218,59 @@ def check_memory(config: Config, task: Task) -> None:
     advice = (
         "use --data.loading streaming, or --limit"
         if largest.endswith(" images")
-        else "lower --batch-size, --augment.large.size or the encoder"
+        else "lower --batch-size, --augment.large.size, the encoder or"
+        " --objective.queue-size"
     )
-    listed = ", ".join(f"{name} {_size(part)}" for name, part in parts.items())
+    listed = ", ".join(f"{name} {_format_size(part)}" for name, part in parts.items())
     raise ConfigError(
-        f"this run needs at least {_size(needed)} of {where} ({listed}),"
-        f" {_size(free)} are free; {advice}"
+        f"this run needs at least {_format_size(needed)} of {where} ({listed}),"
+        f" {_format_size(free)} are free; {advice}"
     )
 
 
-def training_bytes(config: Config, task: Task) -> dict[str, int]:
+def estimate_training_bytes(config: Config, task: Task) -> dict[str, int]:
     """Estimate the memory that training takes, in all workers together.
 
-    Nothing is allocated: the network is built on PyTorch's device "meta".
+    Nothing is allocated: the network is built on PyTorch's device "meta". An encoder in
+    the code of the user may not work on that device. It is built on the CPU, and its
+    activations are not estimated.
 
     Returns:
-        Bytes of the "network" with gradients and momentum, and of the "activations" of
-        the encoder in a step of discovery. Empty for an encoder in the code of the
-        user, which may not work on that device.
+        Bytes of the "network" with gradients and momentum, of the "activations" of the
+        encoder in a step of discovery, and of the "queue" of projections.
     """
     library = config.model.encoder.partition(":")[0]
-    if library not in (*OWN_ENCODERS, "torchvision", "timm", VECTORS):
-        return {}
-    with torch.device("meta"):
-        network = registry.build_network(config, task.num_known, task.num_novel, 0)
+    # vectors have small heads, which on that device import PyTorch's compiler
+    is_ours = library in (*OWN_ENCODERS, "torchvision", "timm")
+    with torch.device("meta" if is_ours else "cpu"):
+        network = build_network(config, task.num_known, task.num_novel, 0)
     weights = sum(
-        (12 if p.requires_grad else 4) * p.numel() for p in network.parameters()
+        (12 if weight.requires_grad else 4) * weight.numel()
+        for weight in network.parameters()
     )
     per_image = 0
-    if config.discover.epochs and not on_features(config):
+    if is_ours and config.discover.epochs and not trains_on_features(config):
         for view in (config.augment.large, config.augment.small):
             if view.num_views:
-                bytes_of_view = activation_bytes(network.encoder, view.size)
+                bytes_of_view = estimate_activation_bytes(network.encoder, view.size)
                 per_image += view.num_views * bytes_of_view
     precision = config.compute.precision
     if precision == "auto":
         precision = "bf16" if local_device(config).type == "cuda" else "fp32"
+    activations = config.train.batch_size * per_image
+    workers, families = max(1, config.compute.num_workers), 2
+    in_queue = config.objective.queue_size * config.augment.large.num_views
+    if not config.model.overcluster_factor:
+        families = 1
+    queue = 4 * in_queue * families * num_heads(config)
     return {
-        "network": max(1, config.compute.num_workers) * weights,
-        "activations": config.train.batch_size
-        * per_image
-        // (2 if precision == "bf16" else 1),
+        "network": workers * weights,
+        "activations": activations // 2 if precision == "bf16" else activations,
+        "queue": workers * queue * config.model.projection_dim,
     }
 
 
-def activation_bytes(encoder: nn.Module, side: int) -> int:
+def estimate_activation_bytes(encoder: nn.Module, side: int) -> int:
     """Estimate the bytes that a step keeps of one image for the backward pass.
 
     The outputs of all layers with trained weights are counted, in float32.
@@ -290,7 +298,7 @@ def activation_bytes(encoder: nn.Module, side: int) -> int:
     return total
 
 
-def _size(num_bytes: float) -> str:
+def _format_size(num_bytes: float) -> str:
     """Return a number of bytes with its unit, such as ``564 MB``."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if num_bytes < 1000:

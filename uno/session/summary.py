@@ -6,7 +6,7 @@ from uno.config import Config, flatten, to_dict
 from uno.data import features
 from uno.presets import is_custom_data, preset
 from uno.results.export import origin
-from uno.session.resources import on_features
+from uno.session.resources import trains_on_features
 from uno.text import plural
 
 TRAINED = {
@@ -32,7 +32,9 @@ def describe_run(config: Config, phases: tuple[str, ...]) -> Iterator[str]:
     )
     if not epochs:
         steps = f"; method {config.method} trains nothing"
-    elif on_features(config) and (views := config.augment.num_cached_views):
+    elif model.takes_vectors:
+        steps = f", {epochs} on vectors with noise, or with given views"
+    elif trains_on_features(config) and (views := config.augment.num_cached_views):
         steps = f", {epochs} on {views} cached views per image"
     else:
         steps = f", {epochs}"

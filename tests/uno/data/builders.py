@@ -17,9 +17,10 @@ import pytest
 from PIL import Image
 from torchvision import datasets
 
-from uno.data.decode import check_bad, decode_many, ok_mask
+from uno.data.decode import decode_many, ok_mask
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
+from uno.data.unreadable import check_bad
 from uno.errors import ConfigError
 
 CIFAR = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}

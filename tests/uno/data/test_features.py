@@ -9,6 +9,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -26,18 +27,17 @@ from uno.augment import augment, augment_crops, eval_view
 from uno.config import override
 from uno.crops import Cropper
 from uno.data import decode as decode_module
-from uno.data import features, mapped
+from uno.data import features
 from uno.data import files as filesystem
-from uno.data.columns import Labels
+from uno.data.columns import find_rows, make_labels
 from uno.data.decode import decode
+from uno.data.embeddings import read_vectors
 from uno.data.features import FeatureCache, cached_features, compute_local, feature_job
 from uno.data.files import Storage
 from uno.data.images import Files
-from uno.data.plan import FEATURES, VIEW_SEED, augment_generator
-from uno.data.resident import assemble
+from uno.data.sampling import FEATURES, VIEW_SEED, augment_generator
 from uno.data.sources import read_digits, read_rows
 from uno.data.splits import make_task
-from uno.data.vectors import read_vectors
 from uno.encoder import build_encoder
 from uno.errors import ConfigError, StorageError
 
@@ -177,7 +177,7 @@ def test_features_equal_a_loop_over_rows_and_views(tmp_path, crop, side):
         if not job.task.is_train[row]:
             assert not found[row, 1:].any()
             continue
-        (number,) = features.view_seeds([job.task.rows.ids[row]]).tolist()
+        (number,) = features.view_seeds([str(job.task.rows.ids[row])]).tolist()
         generator = augment_generator(VIEW_SEED, FEATURES, number)
         if crop == "pad":
             expected = augment(square, drawn, generator, data.mean, data.std, *where)
@@ -203,38 +203,20 @@ def test_a_training_image_is_read_and_decoded_once(tmp_path, monkeypatch, crop):
         path = tmp_path / f"{number}.png"
         path.write_bytes(encoded(pixels(number, 12, 11)))
         files.append(str(path))
-    read, opened, loaded = decode_module.read_bytes, [], []
-    load = ImageFile.ImageFile.load
-
-    def counted_read(path, max_bytes):
-        opened.append(path)
-        return read(path, max_bytes)
-
-    def counted_load(self):
-        if self.tile:  # pixels that are not decoded yet
-            loaded.append(self)
-        return load(self)
-
-    monkeypatch.setattr(decode_module, "read_bytes", counted_read)
-    monkeypatch.setattr(ImageFile.ImageFile, "load", counted_load)
+    read, load = decode_module.read_bytes, ImageFile.ImageFile.load
+    reads = Mock(side_effect=read)
+    loaded = []
+    monkeypatch.setattr(decode_module, "read_bytes", reads)
+    monkeypatch.setattr(
+        ImageFile.ImageFile,
+        "load",
+        # an image whose pixels are decoded has no tiles left
+        lambda self: (loaded.append(self) if self.tile else None, load(self))[1],
+    )
     job = job_of(config_of(augment__large__crop=crop), files)
-    assert 0 < job.task.is_train.sum() < 40
     _, reasons = kept(tmp_path / "cache", job)
-    assert not any(reasons)
-    assert sorted(opened) == sorted(files) and len(loaded) == 40
-
-
-def test_an_unreadable_training_image_has_a_reason_and_no_features(tmp_path):
-    """Its neighbors in the batch keep theirs."""
-    good = [encoded(pixels(number, 12, 11)) for number in range(40)]
-    job = job_of(images=good)
-    row = int(np.flatnonzero(job.task.is_train)[1])
-    bad = job_of(images=[b"" if i == row else image for i, image in enumerate(good)])
-    found, reasons = kept(tmp_path / "bad", bad)
-    whole, _ = kept(tmp_path / "good", job)
-    assert [i for i, reason in enumerate(reasons) if reason] == [row]
-    others = torch.arange(40) != row
-    assert not found[row].any() and found[others].equal(whole[others])
+    assert not any(reasons) and len(loaded) == 40
+    assert sorted(call.args[0] for call in reads.call_args_list) == sorted(files)
 
 
 def test_without_random_views_it_is_the_evaluation_view_alone(tmp_path, monkeypatch):
@@ -324,19 +306,6 @@ def test_any_number_of_threads_gives_the_same_bits(tmp_path):
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
-def test_training_reads_no_row_of_the_test(tmp_path):
-    """Kills: rows of the set shifted against those of the features."""
-    job = job_of()
-    found, _ = kept(tmp_path, job)
-    train = assemble(job.task, found, np.ones(len(found), bool))
-    labeled = torch.from_numpy(job.task.is_train & (job.task.labels >= 0))
-    unlabeled = torch.from_numpy(job.task.is_train & (job.task.labels < 0))
-    assert torch.equal(train.labeled_images[:], found[labeled])
-    assert torch.equal(train.unlabeled_images[:], found[unlabeled])
-    for images in (train.labeled_images, train.unlabeled_images):
-        assert (images[:] != 0).any(dim=2).all()
-
-
 @pytest.mark.parametrize(
     ("values", "same"),
     [
@@ -344,39 +313,29 @@ def test_training_reads_no_row_of_the_test(tmp_path):
             {
                 "seed": 3,
                 "model.num_heads": 5,
-                "model.projection_dim": 4,
                 "discover.epochs": 9,
-            },
-            True,
-        ),
-        (
-            {
-                "compute.num_workers": 2,
                 "compute.threads": 2,
                 "train.batch_size": 64,
-                "compute.cache": "/x",
-            },
-            True,
-        ),
-        (
-            {
                 "augment.large.num_views": 3,
-                "model.prototype_init": "kmeans",
-                "objective.class_prior": "kmeans",
+                "data.unlabeled_known_fraction": 0.5,
+                "data.limit": 21,
             },
             True,
         ),
-        ({"data.unlabeled_known_fraction": 0.5}, True),
-        ({"data.limit": 21}, True),
-        ({"augment.num_cached_views": 4}, False),
-        ({"model.width": 8}, False),
-        ({"augment.large.flip": 0.5}, False),
-        ({"augment.large.size": 6}, False),
-        ({"data.stored_size": 10}, False),
-        ({"data.mean": (0.3, 0.3, 0.4)}, False),
-        ({"data.std": (0.3, 0.3, 0.4)}, False),
-        ({"data.interpolation": "bicubic"}, False),
-        ({"compute.precision": "bf16"}, False),
+        *(
+            ({key: value}, False)
+            for key, value in {
+                "augment.num_cached_views": 4,
+                "model.width": 8,
+                "augment.large.flip": 0.5,
+                "augment.large.size": 6,
+                "data.stored_size": 10,
+                "data.mean": (0.3, 0.3, 0.4),
+                "data.std": (0.3, 0.3, 0.4),
+                "data.interpolation": "bicubic",
+                "compute.precision": "bf16",
+            }.items()
+        ),
     ],
 )
 def test_the_cache_holds_what_features_depend_on_and_nothing_else(values, same):
@@ -405,24 +364,20 @@ def test_an_image_in_memory_that_changes_is_the_only_one_to_be_encoded(tmp_path)
     assert not torch.equal(found, whole)
 
 
-def test_hidden_labels_reach_neither_the_features_nor_training(tmp_path):
+def test_features_do_not_depend_on_labels(tmp_path):
     """Kills: views drawn by label, labels written beside the features."""
-    rows, sets, seen = read_digits(), [], []
-    permuted = np.array(rows.labels)
-    novel = np.flatnonzero(permuted >= "5")
-    permuted[novel] = np.random.default_rng(0).permutation(permuted[novel])
-    config = config_of(data__limit=None)
-    chosen = np.arange(0, 1797, 40)
-    for labels in (rows.labels, permuted.tolist()):
-        task = make_task(
-            replace(rows, labels=Labels.of(labels)).take(chosen), config.data
-        )
-        job = feature_job(config, task, encoder_of(config))
-        found, _ = kept(tmp_path, job, seen)
-        sets.append(assemble(task, found, np.ones(len(task.rows), bool)))
-    assert len(seen) == 1
-    for name, value in vars(sets[0]).items():
-        assert np.array_equal(value, getattr(sets[1], name)), name
+    job, seen = job_of(), []
+    rows = job.task.rows
+    shuffled = (
+        np.random.default_rng(0).permutation(np.array(rows.labels.to_pylist())).tolist()
+    )
+    other = replace(rows, labels=make_labels(shuffled))
+    task = replace(job.task, rows=other, labels=job.task.labels[::-1])
+    whole, _ = kept(tmp_path, job)
+    assert torch.equal(kept(tmp_path, job._replace(task=task), seen)[0], whole)
+    assert not seen
+    names = {name for path in parts(tmp_path) for name in pq.read_schema(path).names}
+    assert names == {"id", "version", "view", "embedding"}
 
 
 def flip(path):
@@ -463,12 +418,12 @@ def test_a_damaged_file_is_noticed_and_computed_again(tmp_path, caplog, damage):
     assert torch.equal(found, whole) and not any(reasons)
     assert seen == [list(range(16, 32))]
     (line,) = caplog.messages
-    assert "1 damaged file" in line and tmp_path.name in line and "\n" not in line
+    assert second.name in line and tmp_path.name in line and "\n" not in line
     assert len(parts(tmp_path)) == 3 and not second.exists()
     assert torch.equal(kept(tmp_path, job, seen)[0], whole) and len(seen) == 1
 
 
-@pytest.mark.parametrize("place", np.linspace(0.01, 0.99, 25))
+@pytest.mark.parametrize("place", np.linspace(0.01, 0.99, 8))
 def test_no_flipped_byte_changes_a_feature(tmp_path, place):
     job = job_of()
     whole, _ = kept(tmp_path, job)
@@ -477,25 +432,6 @@ def test_no_flipped_byte_changes_a_feature(tmp_path, place):
     data[int(place * len(data))] ^= 0x10
     path.write_bytes(data)
     assert torch.equal(kept(tmp_path, job)[0], whole)
-
-
-def test_an_interrupted_write_leaves_no_broken_file(tmp_path, monkeypatch):
-    job, seen, write = job_of(), [], pq.write_table
-
-    def write_half(table, stream, **options):
-        sink = pa.BufferOutputStream()
-        write(table, sink, **options)
-        stream.write(sink.getvalue().to_pybytes()[:500])
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(pq, "write_table", write_half)
-    with pytest.raises(KeyboardInterrupt):
-        kept(tmp_path, job)
-    assert not parts(tmp_path)
-    monkeypatch.setattr(pq, "write_table", write)
-    found, _ = kept(tmp_path, job, seen)
-    assert seen == [list(range(40))]
-    assert torch.equal(found, kept(tmp_path / "anew", job)[0])
 
 
 def test_a_full_disk_is_one_line_that_names_the_option(tmp_path, monkeypatch):
@@ -531,19 +467,20 @@ def test_files_are_written_by_size_or_time(tmp_path, monkeypatch):
     assert torch.equal(kept(tmp_path / "two", job)[0], whole)
 
 
-def test_a_stopped_job_goes_on(tmp_path):
-    """Only what is missing is encoded, to the same bits; progress counts the rest."""
+@pytest.mark.parametrize("seconds", [-1.0, 1e9])
+def test_a_stopped_job_goes_on(tmp_path, monkeypatch, seconds):
+    """Only what is missing is encoded, to the same bits; progress counts the rest.
+    Kills: rows that wait for their file when a run is stopped.
+    """
+    monkeypatch.setattr(features, "PART_SECONDS", seconds)
     job, seen, progress = job_of(), [], []
 
     def stop_after_two(rows):
-        for count, chunk in enumerate(computed(job)(rows)):
-            if count == 2:
-                raise KeyboardInterrupt
-            yield chunk
+        yield from islice(computed(job)(rows), 2)
+        raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         cached_features(cache_of(tmp_path, job), stop_after_two)
-    assert len(cache_of(tmp_path, job).missing_rows()) == 8
     found, _ = cached_features(
         cache_of(tmp_path, job),
         computed(job, seen=seen),
@@ -551,48 +488,6 @@ def test_a_stopped_job_goes_on(tmp_path):
     )
     assert seen == [list(range(32, 40))] and progress == [(32, 40), (40, 40)]
     assert torch.equal(found, kept(tmp_path / "another", job)[0])
-
-
-def test_what_was_encoded_before_a_stop_is_kept(tmp_path, monkeypatch):
-    """Kills: rows that wait for their file when a run is stopped."""
-    monkeypatch.setattr(features, "PART_SECONDS", 1e9)
-    job = job_of()
-
-    def stop_after_one(rows):
-        yield next(iter(computed(job)(rows)))
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        cached_features(cache_of(tmp_path, job), stop_after_one)
-    assert cache_of(tmp_path, job).missing_rows().tolist() == list(range(16, 40))
-
-
-def test_two_at_once_do_no_harm(tmp_path, caplog):
-    job, found = job_of(), []
-    encoder = encoder_of(job.config)
-
-    def run():
-        found.append(kept(tmp_path, job, encoder=encoder)[0])
-
-    threads = [threading.Thread(target=run) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert torch.equal(*found)
-    assert torch.equal(kept(tmp_path, job)[0], found[0]) and not caplog.messages
-
-
-def test_a_cache_that_is_removed_while_it_is_written_costs_nothing(tmp_path):
-    job, cache = job_of(), tmp_path / "cache"
-
-    def compute(rows):
-        for chunk in computed(job)(rows):
-            shutil.rmtree(cache)
-            yield chunk
-
-    found, _ = cached_features(cache_of(cache, job), compute)
-    assert torch.equal(found, kept(tmp_path / "whole", job)[0])
 
 
 def test_a_cache_that_cannot_be_written_is_one_line_before_any_work(tmp_path):
@@ -607,31 +502,26 @@ def test_a_cache_that_cannot_be_written_is_one_line_before_any_work(tmp_path):
     )
 
 
-def test_images_that_cannot_be_read_keep_their_reason_until_they_can(
-    tmp_path, monkeypatch
-):
-    """Kills: features of a black square, a reason lost in the cache, one that is
-    believed for ever.
+def test_images_that_cannot_be_read_are_tried_again(tmp_path):
+    """Their neighbors in the batch keep their features. Kills: features of a black
+    square, a reason that is believed for ever.
     """
-    images = [encoded(pixels(i)) for i in range(40)]
+    good = [encoded(pixels(i)) for i in range(40)]
+    images = [*good]
     images[3], images[17] = b"broken", np.zeros((4, 4), np.uint8)
     job, seen = job_of(images=images), []
+    whole, _ = kept(tmp_path / "good", job_of(images=good))
     for _ in range(2):
         found, reasons = kept(tmp_path, job, seen)
         assert [i for i, reason in enumerate(reasons) if reason] == [3, 17]
         assert (
             "not a readable" in reasons[3] and "pixels are uint8 (4, 4)" in reasons[17]
         )
-        assert not found[[3, 17]].any() and found.flatten(1).any(dim=1).sum() == 38
-    assert len(seen) == 1
-    # the same bytes can be read when the program can, or a share is back
-    whole = job_of(images=[encoded(pixels(i)) for i in range(40)])
-    versions = features.image_versions(job.task.rows.images, np.arange(40))
-    monkeypatch.setattr(features, "image_versions", lambda images, rows: versions)
-    for _ in range(2):
-        again, reasons = kept(tmp_path, whole, seen)
-        assert not any(reasons) and again[[3, 17], 0].any(dim=1).all()
+        others = np.delete(np.arange(40), [3, 17])
+        assert not found[[3, 17]].any() and torch.equal(found[others], whole[others])
     assert seen[1:] == [[3, 17]]
+    found, reasons = kept(tmp_path, job_of(images=good), seen)
+    assert torch.equal(found, whole) and not any(reasons) and seen[2:] == [[3, 17]]
 
 
 def test_files_have_the_format_of_vectors(tmp_path):
@@ -639,8 +529,8 @@ def test_files_have_the_format_of_vectors(tmp_path):
     job = job_of()
     whole, _ = kept(tmp_path, job)
     rows = read_vectors(cache_of(tmp_path, job).path)
-    place = rows.ids.find(list(job.task.rows.ids.take(np.arange(40))))
-    own = [place[job.task.rows.ids[row]] for row in range(40)]
+    place = find_rows(rows.ids, job.task.rows.ids[:40].to_pylist())
+    own = [place[str(job.task.rows.ids[row])] for row in range(40)]
     values, reasons = rows.images.vectors(np.array(own))
     train = torch.from_numpy(job.task.is_train)
     assert torch.equal(values[train], whole[train]) and not any(reasons)
@@ -661,10 +551,10 @@ def test_an_encoder_that_gives_nan_is_refused(tmp_path):
 def test_where_features_are_kept(tmp_path, monkeypatch):
     """The option, then the variable, then the user's cache directory."""
     monkeypatch.setenv("HOME", "/home/me")
-    for name in (mapped.CACHE_VARIABLE, "XDG_CACHE_HOME"):
+    for name in (filesystem.CACHE_VARIABLE, "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     where = [features.cache_directory(config_of())]
-    for name in ("XDG_CACHE_HOME", mapped.CACHE_VARIABLE):
+    for name in ("XDG_CACHE_HOME", filesystem.CACHE_VARIABLE):
         monkeypatch.setenv(name, f"/{name}")
         where.append(features.cache_directory(config_of()))
     where += [
@@ -715,7 +605,7 @@ def test_a_killed_process_and_two_at_once(tmp_path):
     child.kill()
     assert child.wait() == -signal.SIGKILL
     job, seen = job_of(), []
-    assert len(cache_of(tmp_path, job).missing_rows()) == 24
+    assert len(cache_of(tmp_path, job).read()[1]) == 24
     assert [child.wait() for child in (start(False), start(False))] == [0, 0]
     found, _ = kept(tmp_path, job, seen)
     assert not seen and torch.equal(found, kept(tmp_path / "anew", job)[0])
@@ -832,25 +722,3 @@ def test_rows_of_a_new_parquet_file_are_the_only_ones_to_be_encoded(tmp_path):
         pq.write_table(table, data / f"{number}.parquet")
         kept(tmp_path / "cache", job(), seen)
     assert seen == [list(range(10)), list(range(10, 20))]
-
-
-def test_files_that_are_not_there_do_not_make_a_cache_stale(tmp_path):
-    """Of a table. Kills: rows that are encoded at every start."""
-    write_bitmaps(tmp_path, range(40))
-    names = "".join(
-        f"{'abcd'[i // 10]}/{i:02}.bmp,{'ab'[i // 10] if i < 20 else ''}\n"
-        for i in range(40)
-    )
-    (tmp_path / "rows.csv").write_text(f"path,label\n{names}")
-    (tmp_path / "c" / "25.bmp").unlink()
-    config, seen = (
-        config_of(data__source=str(tmp_path / "rows.csv"), data__known_classes=None),
-        [],
-    )
-    config = override(config, {"data.num_novel": 2, "data.limit": None})
-    for _ in range(2):
-        job = feature_job(
-            config, make_task(read_rows(config.data), config.data), encoder_of(config)
-        )
-        kept(tmp_path / "cache", job, seen)
-    assert seen == [list(range(40))]

@@ -2,8 +2,6 @@
 
 import errno
 import os
-import re
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock, Mock
 from urllib.parse import quote
@@ -12,7 +10,7 @@ import pytest
 from pyarrow import fs
 
 from uno import weights
-from uno.data import files, mapped
+from uno.data import embeddings, files
 from uno.data.files import Storage, full_path, parse_json, read_whole, valid_text
 from uno.errors import ConfigError, StorageError
 from uno.runs.lock import ClaimedStorage
@@ -354,29 +352,16 @@ def test_every_read_of_an_open_remote_file_is_retried(monkeypatch):
         assert file.read(4) == b"0123" and file.read_at(3, 6) == b"678"
 
 
-def test_object_stores_get_no_directory_markers(tmp_path):
-    """Kills: a request per directory and write on S3."""
-    storage, stream = (
-        Storage(MEMORY),
-        fs.LocalFileSystem().open_output_stream(str(tmp_path / "object")),
-    )
-    storage._fs = Mock(type_name="s3", open_output_stream=Mock(return_value=stream))
-    storage.write("a/b", b"1")
-    assert (
-        not storage._fs.create_dir.called and (tmp_path / "object").read_bytes() == b"1"
-    )
-
-
 def test_space_is_reserved_where_the_system_has_no_call_for_it(tmp_path, monkeypatch):
     """As on macOS: arrays in a file have their size, and a full disk is an error."""
     monkeypatch.delattr(os, "posix_fallocate", raising=False)
     monkeypatch.setenv("UNO_CACHE", str(tmp_path))
-    monkeypatch.setattr(mapped, "MAPPED_BYTES", 1)
-    assert not mapped.new_array((500, 3)).any()
+    monkeypatch.setattr(embeddings, "MAPPED_BYTES", 1)
+    assert not embeddings.new_array((500, 3)).any()
     full = SimpleNamespace(f_bavail=1, f_frsize=4096)
     monkeypatch.setattr(os, "fstatvfs", lambda number: full)
     with pytest.raises(StorageError, match="No space left"):
-        mapped.new_array((500, 3))
+        embeddings.new_array((500, 3))
 
 
 def test_only_regular_files_are_opened(tmp_path):
@@ -412,19 +397,20 @@ def test_of_two_first_writers_one_writes(tmp_path, monkeypatch):
     """Kills: a look before the write instead of the file system's own answer."""
     for storage in (Storage(str(tmp_path)), Storage(MEMORY)):
         storage.delete("lock.json")
-        assert storage.write_first("lock.json", b"1") and not storage.write_first(
-            "lock.json", b"2"
-        )
+        assert storage.write_if_absent(
+            "lock.json", b"1"
+        ) and not storage.write_if_absent("lock.json", b"2")
         assert storage.read("lock.json") == b"1"
     storage = Storage(str(tmp_path))
     # both have looked before
     monkeypatch.setattr(storage, "exists", lambda name: False)
-    assert not storage.write_first("lock.json", b"2")
+    assert not storage.write_if_absent("lock.json", b"2")
     monkeypatch.setattr(
         os, "link", Mock(side_effect=OSError(errno.EPERM, "no links here"))
     )
     assert (
-        storage.write_first("other.json", b"3") and storage.read("other.json") == b"3"
+        storage.write_if_absent("other.json", b"3")
+        and storage.read("other.json") == b"3"
     )
     assert sorted(os.listdir(tmp_path)) == ["lock.json", "other.json"]
 
@@ -472,15 +458,3 @@ def test_a_place_below_a_uri_keeps_its_options(root):
     assert part.root == "bucket/run/part"
     assert weights.is_file("s3://bucket/w.safetensors?region=eu-west-1")
     assert not weights.is_file("s3://bucket/w?endpoint_override=http://host/w.pt")
-
-
-def test_no_place_is_joined_by_hand():
-    """Kills: f"{storage.uri}/name" anywhere, which breaks URIs with options."""
-    by_hand = re.compile(r"\{[^{}]*(\.uri|(?<!request\.)output('\])?)\}/")
-    folder = Path(files.__file__).parents[2]
-    code = [
-        path
-        for package in ("uno", "pipelines", "tune")
-        for path in (folder / package).rglob("*.py")
-    ]
-    assert [path.name for path in code if by_hand.search(path.read_text())] == []

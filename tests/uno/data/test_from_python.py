@@ -9,8 +9,8 @@ import scipy.sparse
 import torch
 
 from tests.uno.data.builders import failure
+from uno.data.embeddings import given_vectors
 from uno.data.from_python import class_names, distinct_ids, float_vectors
-from uno.data.vectors import given_vectors
 
 NAMES, NUMBERS, TRUTHS = ["a", None, "b"], [1, None, 2], [True, None, False]
 

@@ -23,12 +23,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from uno.config import Config, DataConfig, override
-from uno.data.check import headers_of
+from uno.data.check import read_headers
 from uno.data.decode import decode_many
+from uno.data.embeddings import given_vectors
 from uno.data.rows import Rows
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
-from uno.data.vectors import given_vectors
 from uno.errors import ConfigError
 
 from .builders import encoded, pixels
@@ -538,10 +538,10 @@ def is_right(rows: Rows, expected: Right) -> bool:
     vectors = rows.images.vectors(np.arange(len(rows)))
     reasons = decode_many(rows.images, 8)[1] if vectors is None else vectors[1]
     config = override(Config(), {"data.num_novel": 1})
-    unreadable = headers_of(make_task(rows, config.data))[1]
+    unreadable = read_headers(make_task(rows, config.data))[1]
     said = " ".join([*rows.warnings, *unreadable])
     return (
-        Counter(rows.labels) == Counter(expected.labels)
+        Counter(rows.labels.to_pylist()) == Counter(expected.labels)
         and sum(reason is not None for reason in reasons) == expected.unreadable
         and int((~rows.is_train).sum()) == expected.test
         and re.search(expected.named, said) is not None
@@ -567,6 +567,6 @@ def test_a_source_is_read_right_or_refused_in_one_line(tmp_path, situation, sour
     else:
         right = [one for one in expected if isinstance(one, Right)]
         assert any(is_right(rows, one) for one in right), (
-            list(rows.labels),
+            rows.labels.to_pylist(),
             rows.warnings,
         )

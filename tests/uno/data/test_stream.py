@@ -4,7 +4,6 @@ single images.
 
 import json
 import pickle
-import tracemalloc
 from collections import Counter
 from dataclasses import fields, replace
 from itertools import chain
@@ -23,19 +22,19 @@ from tests.uno.small_run import (
 )
 from uno.config import DataConfig, override
 from uno.data import stream as module
-from uno.data.columns import Labels, Text
-from uno.data.decode import BadRows, prefetch_map
+from uno.data.columns import make_ids, make_labels
+from uno.data.decode import prefetch_map
 from uno.data.files import Storage
-from uno.data.images import InMemory
 from uno.data.rows import Rows
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
+from uno.data.unreadable import BadRows
 from uno.errors import ConfigError
 from uno.runs import run
-from uno.train import LocalWorker
+from uno.training import LocalWorker
 
 from .builders import encoded, pixels
-from .test_resident import same
+from .test_memory import same
 
 CONFIG = small_config(
     train__batch_size=24, data__loading="streaming", compute__threads=2
@@ -62,8 +61,8 @@ def pictures(num=40, broken=()):
         for i in range(num)
     ]
     labels = [["cat", "dog"][i % 2] if i < num // 2 else None for i in range(num)]
-    ids = Text.of(f"row {i}" for i in range(num))
-    rows = Rows(ids, images, Labels.of(labels), np.full(num, True), "pictures")
+    ids = make_ids(f"row {i}" for i in range(num))
+    rows = Rows(ids, images, make_labels(labels), np.full(num, True), "pictures")
     return make_task(rows, DataConfig(num_novel=2))
 
 
@@ -115,9 +114,9 @@ def test_what_workers_get_holds_no_hidden_label():
     task = digits_task()
     hidden, shuffled = (task.labels < 0) & task.is_train, task.eval_labels.copy()
     shuffled[hidden] = np.random.default_rng(0).permutation(shuffled[hidden])
-    names = np.where(task.labels >= 0, task.rows.labels, "?").tolist()
+    names = np.where(task.labels >= 0, task.rows.labels.to_pylist(), "?").tolist()
     other = replace(
-        task, eval_labels=shuffled, rows=replace(task.rows, labels=Labels.of(names))
+        task, eval_labels=shuffled, rows=replace(task.rows, labels=make_labels(names))
     )
     first, second = module.stream_facts(task), module.stream_facts(other)
     apart = {"bad", "crop", "decode", "device"}
@@ -206,7 +205,7 @@ def test_bad_images_are_replaced_counted_and_listed(tmp_path):
         )
         assert all(float(view[i].std()) > 0.1 for view in batch.views for i in hit)
     assert replaced >= 4
-    train.bad.sync(CPU)
+    train.bad.sync()
     text = (tmp_path / "run" / "bad_samples.jsonl").read_text().splitlines()
     assert [json.loads(entry)["id"] for entry in text] == ["row 3", "row 30"]
     again = BadRows(
@@ -276,50 +275,3 @@ def test_ahead_keeps_order_and_stops():
     assert len(started) <= 3 + 4 + 1
     with pytest.raises(ValueError, match="fifty"):
         list(prefetch_map(work, iter(range(100)), 2, 3))
-
-
-def test_bad_rows_cost_nothing_a_row(tmp_path):
-    """Ids that nobody may go through. Kills: a Python loop over a hundred million rows
-    at every start, and one for every bad image.
-    """
-
-    class Ids:
-        def __len__(self):
-            return 10**6
-
-        def __getitem__(self, row):
-            return f"row-{row}"
-
-        def __iter__(self):
-            raise AssertionError("all ids")
-
-    storage = Storage(str(tmp_path))
-    bad = BadRows(Ids(), InMemory([b""] * 8), 0.1, storage)
-    bad.add(7, "no image data")
-    bad.sync(torch.device("cpu"))
-    assert (
-        storage.read("bad_samples.jsonl")
-        == b'{"id": "row-7", "reason": "no image data"}\n'
-    )
-
-
-def test_truth_is_read_without_a_table_of_all_rows():
-    """Of a million rows the first batch takes no more memory than some of their
-    numbers. Kills: a dict of all rows (135 bytes a row).
-    """
-    num = 10**6
-    rows, zeros = torch.arange(num), torch.zeros(num, dtype=torch.int64)
-    decode = lambda batches: (  # noqa: E731
-        (rows, torch.zeros(len(rows), 3, 8, 8), [None] * len(rows)) for rows in batches
-    )
-    found = module.StreamedEvalSet(
-        rows % 7, rows, zeros > 0, InMemory([b""] * 0), 8, decode, None
-    )
-    tracemalloc.start()
-    images, truth = next(found.batches(10, 1, 4))
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert (
-        truth.tolist() == [(250_000 + i) % 7 for i in range(10)] and len(images) == 10
-    )
-    assert peak < 40 * num / 4

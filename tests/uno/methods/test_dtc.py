@@ -3,7 +3,6 @@ checkpoint.
 """
 
 import copy
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,13 +10,12 @@ import torch
 
 from tests.uno.small_run import (
     batches_of,
-    check_resumes,
     fresh_state,
     small_config,
     small_sets,
+    step_of,
 )
-from uno.errors import ConfigError
-from uno.methods import dtc, registry
+from uno.methods import dtc
 from uno.model import features_of
 
 
@@ -54,14 +52,14 @@ def test_q_and_p_equal_the_loops():
     found = head(features)[0].softmax(dim=-1)
     np.testing.assert_allclose(found.detach().numpy(), expected, rtol=1e-9)
     np.testing.assert_allclose(
-        dtc.sharpened(found).detach().numpy(), naive_p(expected), rtol=1e-9
+        dtc.sharpen(found).detach().numpy(), naive_p(expected), rtol=1e-9
     )
     # equal rows stay; certain rows stay; a large cluster yields
     even = torch.full((4, 2), 0.5)
-    torch.testing.assert_close(dtc.sharpened(even), even)
-    torch.testing.assert_close(dtc.sharpened(torch.eye(3)), torch.eye(3))
+    torch.testing.assert_close(dtc.sharpen(even), even)
+    torch.testing.assert_close(dtc.sharpen(torch.eye(3)), torch.eye(3))
     q = torch.tensor([[0.5, 0.5], [0.9, 0.1]])
-    assert dtc.sharpened(q)[0, 1] > 0.5
+    assert dtc.sharpen(q)[0, 1] > 0.5
 
 
 def test_the_start_is_pca_and_k_means():
@@ -86,7 +84,7 @@ def test_the_start_is_pca_and_k_means():
             head.weight[0, k].detach(), points[nearest == k].mean(axis=0), atol=1e-4
         )
     torch.testing.assert_close(
-        state.extra["targets"], dtc.sharpened(state.extra["probabilities"])
+        state.extra["targets"], dtc.sharpen(state.extra["probabilities"])
     )
 
 
@@ -119,7 +117,7 @@ def test_the_step_equals_the_loop(step):
     if step >= 6:
         ramp = np.exp(-5 * (1 - (step - 6) / 3) ** 2)
         expected += 3.0 * ramp * np.mean((q[0] - q[1]) ** 2)
-    assert float(dtc.step(state, batch, config, 0.0)) == pytest.approx(
+    assert float(step_of(config)(state, batch, config, 0.0)) == pytest.approx(
         expected, rel=1e-4
     )
     kept = state.extra["probabilities"].double().numpy()
@@ -129,7 +127,7 @@ def test_the_step_equals_the_loop(step):
     assert not state.model.known.weight.grad.any()
     # a bad step leaves the memory alone: no NaN becomes a target epochs later
     memory = torch.full((4, 2), 0.5)
-    dtc.remember_(
+    dtc.store_probabilities_(
         memory, torch.tensor([2, 0]), torch.tensor([[float("nan")] * 2, [0.9, 0.1]])
     )
     torch.testing.assert_close(
@@ -137,21 +135,8 @@ def test_the_step_equals_the_loop(step):
     )
 
 
-def test_constants_of_the_authors():
-    """Epochs as shares of the phase. Kills: CIFAR10's on CIFAR100, a constant that
-    the step does not read.
-    """
-    cifar100, imagenet = (
-        registry.settings("dtc", name) for name in ("cifar100_50", "imagenet")
-    )
-    assert (
-        cifar100["dtc.warmup"] == 30 / 130
-        and cifar100["dtc.update_interval"] == 10 / 130
-    )
-    assert (
-        imagenet["dtc.consistency_weight"] == 100 and imagenet["dtc.warmup"] == 10 / 70
-    )
-    assert registry.settings("dtc", "cifar10") == {"method": "dtc"}
+def test_targets_move_after_the_warmup_and_then_in_intervals():
+    """Kills: a constant that the loss does not read."""
     config = small_config(method="dtc", dtc__warmup=0.5, dtc__update_interval=0.25)
     state, batch = fresh_state(config), batches_of(config)(1)
     before, state.total_steps = state.extra["targets"].clone(), 20
@@ -160,31 +145,6 @@ def test_constants_of_the_authors():
             step,
             state.extra["probabilities"].square() + step / 9,
         )
-        dtc.step(state, batch, config, 0.0)
+        step_of(config)(state, batch, config, 0.0)
         assert torch.equal(state.extra["targets"], before) != moves, step
         before = state.extra["targets"].clone()
-
-
-@pytest.mark.slow
-def test_a_stopped_run_resumes_to_the_bit(tmp_path):
-    """Kills: targets or probabilities not stored, k-means anew after a resume."""
-    tensors = check_resumes(
-        small_config(method="dtc", discover__epochs=4), tmp_path, (3, 14)
-    )
-    assert {"extra/targets", "extra/probabilities"} <= set(tensors)
-
-
-def test_more_classes_than_features_is_refused_when_the_network_is_built():
-    with pytest.raises(
-        ConfigError, match=r"as new classes .17., but .* only 16.*wider"
-    ):
-        registry.build_network(small_config(method="dtc"), 5, 17, 0)
-
-
-def test_more_classes_than_unlabeled_images_is_one_line():
-    """Kills: a traceback of k-means."""
-    config, train = small_config(method="dtc"), small_sets()[0]
-    few = replace(train, unlabeled_images=train.unlabeled_images[:2])
-    model = registry.build_network(config, 5, train.num_novel, 0)
-    with pytest.raises(ConfigError, match="got 2; add unlabeled images"):
-        dtc.start(config, model, few)

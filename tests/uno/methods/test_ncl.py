@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 
 from tests.uno.methods import toy
-from tests.uno.small_run import check_resumes, fresh_state, small_config
-from uno.data.resident import TrainSet
-from uno.methods import ncl, registry
+from tests.uno.small_run import fresh_state, small_config
+from uno.data.memory import TrainSet
+from uno.methods import ncl
+from uno.model import build_network
 
 LABELS = [0, 3, 1, 1]
 
@@ -160,11 +161,11 @@ def test_the_other_view_and_the_memories_have_no_gradient():
     query, key = (directions(3, s).requires_grad_() for s in (0, 1))
     ncl.neighbor_loss(query, key.detach(), directions(8, 2), 2, None).backward()
     assert query.grad is not None and query.grad.abs().sum() > 0
-    kept = ncl.newest(query, directions(2, 4))
+    kept = ncl.push_rows(query, directions(2, 4))
     assert kept.shape == (2, 6) and torch.equal(kept, query[:2])
     bad = torch.full((1, 6), float("nan"))
     assert torch.equal(
-        ncl.newest(bad, directions(2, 4))[0], torch.zeros(6, dtype=torch.float64)
+        ncl.push_rows(bad, directions(2, 4))[0], torch.zeros(6, dtype=torch.float64)
     )
 
 
@@ -172,29 +173,13 @@ def test_memories_are_no_larger_than_their_sets():
     """Kills: 2,000 entries of 100 rows, ImageNet's size elsewhere, labels of
     unlabeled rows.
     """
-    model = registry.build_network(small_config(method="ncl"), 5, 5, 0)
+    model = build_network(small_config(method="ncl"), 5, 5, 0)
     cases = (40, 30, "digits", (30, 40)), (9000, 5000, "imagenet", (3000, 3000))
     for labeled, unlabeled, preset, sizes in cases:
         config = small_config(method="ncl").model_copy(update={"preset": preset})
         train = TrainSet(
             torch.empty(0), torch.zeros(labeled), torch.empty(unlabeled), 5, 5
         )
-        found = ncl.start(config, model, train)
+        found = ncl.METHOD.initialize(config, model, train)
         assert (len(found["memory"]), len(found["labeled_memory"])) == sizes
         assert found.keys() == {"memory", "labeled_memory", "labeled_classes"}
-
-
-@pytest.mark.slow
-def test_a_stopped_run_resumes_to_the_bit(tmp_path):
-    """Kills: memories that are empty after a resume, draws that go on from a
-    generator.
-    """
-    tensors = check_resumes(
-        small_config(method="ncl", pretrain__epochs=0, discover__epochs=2),
-        tmp_path,
-        (9,),
-    )
-    assert (
-        tensors["extra/memory"].norm(dim=1).min() > 0.99
-        and tensors["extra/labeled_classes"].min() >= 0
-    )

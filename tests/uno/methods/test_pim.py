@@ -8,19 +8,17 @@ import torch
 from torch.nn.functional import normalize
 
 from tests.uno.methods import toy
-from tests.uno.methods.test_frozen import config_of, feature_set
+from tests.uno.methods.test_all_methods import config_of, feature_set
 from tests.uno.small_run import fresh_state, small_config, train_both
 from uno.data.files import Storage
-from uno.data.resident import TrainSet
-from uno.errors import ConfigError
-from uno.frozen import matched
-from uno.methods import pim, registry
-from uno.prototype_init import Sample, clusters_of
+from uno.frozen import find_correct_rows
+from uno.methods import default_settings, pim
+from uno.prototype_init import Sample, cluster_features
 
 LABELS = [0, 3, 1, 1]
 
 
-def naive_objective(logits, weight, supervised, barred):
+def naive_objective(logits, weight, supervised, num_masked):
     """(V, B, C)."""
     p = {
         (v, i): toy.softmax(row)
@@ -36,34 +34,36 @@ def naive_objective(logits, weight, supervised, barred):
             [-np.log(row[LABELS[i]]) for (_, i), row in p.items() if i < len(LABELS)]
         )
     return loss + (
-        np.mean([-np.log(sum(row[barred:])) for row in free]) if barred else 0
+        np.mean([-np.log(sum(row[num_masked:])) for row in free]) if num_masked else 0
     )
 
 
-@pytest.mark.parametrize(("supervised", "barred"), [(True, 0), (False, 0), (True, 4)])
-def test_the_objective_equals_the_loop(supervised, barred):
+@pytest.mark.parametrize(
+    ("supervised", "num_masked"), [(True, 0), (False, 0), (True, 4)]
+)
+def test_the_objective_equals_the_loop(supervised, num_masked):
     """Kills: the entropy of labeled rows, too, the mean over unlabeled rows alone,
     lambda on the other term, labels in the search of lambda, unlabeled rows of known
     classes where all are new.
     """
     logits = torch.randn(2, 9, 6, dtype=torch.float64, requires_grad=True)
-    found = pim.objective(logits, torch.tensor(LABELS), 0.3, supervised, barred)
-    expected = naive_objective(logits.detach().numpy(), 0.3, supervised, barred)
+    found = pim.pim_objective(logits, torch.tensor(LABELS), 0.3, supervised, num_masked)
+    expected = naive_objective(logits.detach().numpy(), 0.3, supervised, num_masked)
     assert float(found.detach()) == pytest.approx(expected, rel=1e-9)
-    own = (torch.tensor(LABELS), 0.3, supervised, barred)
-    assert torch.autograd.gradcheck(lambda x: pim.objective(x, *own), (logits,))
+    own = (torch.tensor(LABELS), 0.3, supervised, num_masked)
+    assert torch.autograd.gradcheck(lambda x: pim.pim_objective(x, *own), (logits,))
     moved = logits.detach().flip(0)
     # views are alike
-    torch.testing.assert_close(pim.objective(moved, *own), found.detach())
+    torch.testing.assert_close(pim.pim_objective(moved, *own), found.detach())
     moved[:, 4:] = moved[:, torch.randperm(5) + 4]  # so are unlabeled rows
-    torch.testing.assert_close(pim.objective(moved, *own), found.detach())
+    torch.testing.assert_close(pim.pim_objective(moved, *own), found.detach())
 
 
 def test_the_step_is_the_objective_of_two_views():
-    """Kills: known outputs left out, another temperature, rows that are barred in
+    """Kills: known outputs left out, another temperature, rows that are masked in
     the GCD setting.
     """
-    for setting, barred in (("ncd", 5), ("gcd", 0)):
+    for setting, num_masked in (("ncd", 5), ("gcd", 0)):
         config = small_config(
             method="pim", pim__weight=0.4, pim__steps=1, data__setting=setting
         )
@@ -74,7 +74,7 @@ def test_the_step_is_the_objective_of_two_views():
         )
         found = toy.step_on(config, logits, torch.tensor(LABELS), state)
         assert found == pytest.approx(
-            naive_objective(joint, 0.4, True, barred), rel=1e-6
+            naive_objective(joint, 0.4, True, num_masked), rel=1e-6
         )
 
 
@@ -86,11 +86,13 @@ def test_descent_is_adams_on_all_rows():
         normalize(torch.randn(9, 4).double(), dim=1),
         torch.randn(6, 4).double(),
     )
-    found = pim.descend(weights, rows, torch.tensor(LABELS), 0.3, 3)
+    found = pim.minimize_objective(weights, rows, torch.tensor(LABELS), 0.3, 3)
     first = second = torch.zeros_like(weights)
     for n in (1, 2, 3):
         leaf = weights.clone().requires_grad_()
-        pim.objective(25 * (rows @ leaf.T)[None], torch.tensor(LABELS), 0.3).backward()
+        pim.pim_objective(
+            25 * (rows @ leaf.T)[None], torch.tensor(LABELS), 0.3
+        ).backward()
         gradient = leaf.grad + 0.01 * weights
         first, second = (
             0.9 * first + 0.1 * gradient,
@@ -111,13 +113,15 @@ def test_lambda_is_the_best_on_labeled_rows(monkeypatch):
         train.labeled_images[:, 0], train.labels, train.unlabeled_images[:, 0]
     )
 
-    def descend(weights, rows, labels, weight, steps, supervised=True, barred=0):
-        asked.append((weight, supervised, barred))
+    def minimize_objective(
+        weights, rows, labels, weight, steps, supervised=True, num_masked=0
+    ):
+        asked.append((weight, supervised, num_masked))
         # others find nothing
         return weights if weight in (0.5, 0.75) else weights.roll(1, 1)
 
-    monkeypatch.setattr(pim, "descend", descend)
-    found = pim.fit(sample, 5, "ncd", 0)
+    monkeypatch.setattr(pim, "minimize_objective", minimize_objective)
+    found = pim.fit_classifier(sample, 5, "ncd", 0)
     assert found.weight == 0.5 and asked == [
         *((w, False, 0) for w in pim.WEIGHTS),
         (0.5, True, 5),
@@ -127,12 +131,12 @@ def test_lambda_is_the_best_on_labeled_rows(monkeypatch):
         for c in range(5)
     ]
     torch.testing.assert_close(found.weights[:5], normalize(torch.stack(means), dim=1))
-    expected = clusters_of(sample.unlabeled, *sample[:2], 5, "ncd", 0).centers
+    expected = cluster_features(sample.unlabeled, *sample[:2], 5, "ncd", 0).centers
     torch.testing.assert_close(found.weights[5:], expected)
     asked.clear()
-    assert pim.fit(sample, 5, "gcd", 0, weight=0.9).weight == 0.9 and asked == [
-        (0.9, True, 0)
-    ]
+    assert pim.fit_classifier(
+        sample, 5, "gcd", 0, weight=0.9
+    ).weight == 0.9 and asked == [(0.9, True, 0)]
 
 
 def noisy(num_classes=6, num_known=4, seed=0):
@@ -154,15 +158,16 @@ def test_it_finds_more_than_it_starts_from():
     matter.
     """
     sample, truth = noisy()
-    found = pim.fit(sample, 2, "gcd", 0, steps=200)
+    found = pim.fit_classifier(sample, 2, "gcd", 0, steps=200)
     outputs = (normalize(sample.unlabeled, dim=1) @ found.weights.T).argmax(dim=1)
-    start = clusters_of(sample.unlabeled, *sample[:2], 2, "gcd", 0).assignment
+    start = cluster_features(sample.unlabeled, *sample[:2], 2, "gcd", 0).assignment
     own, before = (
-        float(matched(truth, each, 6).float().mean()) for each in (outputs, start)
+        float(find_correct_rows(truth, each, 6).float().mean())
+        for each in (outputs, start)
     )
     # as classes differ in size
     assert own > before + 0.02 and own > 0.85 and found.weight >= 0.75
-    longer = pim.fit(
+    longer = pim.fit_classifier(
         Sample(3 * sample.labeled, sample.labels, 5 * sample.unlabeled),
         2,
         "gcd",
@@ -180,7 +185,7 @@ def test_the_search_of_lambda_sees_no_label():
     sample, _ = noisy()
     rows, some = normalize(sample.labeled, dim=1), sample.unlabeled[:6].clone()
     found = [
-        pim.descend(some, rows, labels, 0.5, 3, supervised=False)
+        pim.minimize_objective(some, rows, labels, 0.5, 3, supervised=False)
         for labels in (sample.labels, sample.labels.flip(0))
     ]
     assert torch.equal(*found)
@@ -194,9 +199,9 @@ def test_rows_of_different_length_are_kept_as_cosines():
         torch.randn(6, 5).double() * torch.rand(6, 1),
         normalize(torch.randn(99, 5).double(), dim=1),
     )
-    long = pim.of_one_length(weights)
+    long = pim.pad_to_one_length(weights)
     torch.testing.assert_close(long.norm(dim=1), torch.ones(6).double())
-    cosines = pim.Adapter(5)(7 * z).double() @ long.T
+    cosines = pim.PaddingAdapter(5)(7 * z).double() @ long.T
     torch.testing.assert_close(
         cosines * weights.norm(dim=1).max(), z @ weights.T, rtol=1e-5, atol=1e-6
     )
@@ -218,7 +223,7 @@ def test_the_run_has_the_fits_classes(setting):
     sample = Sample(
         train.labeled_images[:, 0], train.labels, train.unlabeled_images[:, 0]
     )
-    found = pim.fit(sample, 5, setting, config.seed, steps=20)
+    found = pim.fit_classifier(sample, 5, setting, config.seed, steps=20)
     assert float(state.extra["weight"]) == pytest.approx(found.weight)
     for rows in (train.labeled_images[:, 0], train.unlabeled_images[:, 0]):
         heads = state.model.eval().heads(rows)
@@ -231,7 +236,7 @@ def test_the_run_has_the_fits_classes(setting):
 def test_a_run_pretrains_and_then_takes_no_step(tmp_path):
     """Kills: a known head of one coordinate more that is refused after pretraining."""
     config = small_config(
-        pim__steps=2, pretrain__epochs=1, **_dots(registry.settings("pim", "digits"))
+        pim__steps=2, pretrain__epochs=1, **_dots(default_settings("pim", "digits"))
     )
     assert config.discover.epochs == 0
     state = train_both(config, Storage(str(tmp_path)))
@@ -240,18 +245,3 @@ def test_a_run_pretrains_and_then_takes_no_step(tmp_path):
 
 def _dots(values):
     return {key.replace(".", "__"): value for key, value in values.items()}
-
-
-def test_too_few_rows_are_one_line():
-    """Kills: scikit-learn's traceback."""
-    train = feature_set()
-    few = TrainSet(train.labeled_images, train.labels, train.unlabeled_images[:4], 5, 5)
-    for method in ("pim", "simgcd"):
-        config = config_of(method=method)
-        with pytest.raises(
-            ConfigError,
-            match=rf"method {method} needs as many unlabeled rows as new classes \(5\)",
-        ):
-            registry.load(config).start(
-                config, registry.build_network(config, 5, 5, 0), few
-            )

@@ -18,13 +18,14 @@ from uno.report import charts, checks, facts, page, pictures
 from uno.report.facts import RunData
 from uno.report.findings import class_similarity, nearest, suggestions, summarize
 from uno.report.sample import Sample, choose_rows, open_model, score_sample
-from uno.results.classes import OutputClass
+from uno.results.classes import first_classes
 from uno.results.infer import (
+    align_heads,
     decoder,
     load_classifier,
+    sample_logits,
     save_model,
     score_rows,
-    with_alignment,
 )
 from uno.results.show import encode
 from uno.runs import PHASES
@@ -38,7 +39,7 @@ def sample_of(task: Task, outputs: np.ndarray, num_heads: int = 3) -> Sample:
         np.eye(len(names), dtype=np.float32)[outputs]
         + np.linspace(0, 0.1, num, dtype=np.float32)[:, None]
     )
-    classes = [OutputClass(i, name, "", i) for i, name in enumerate(names)]
+    classes = first_classes(task.known, task.num_novel)
     return Sample(
         index=np.arange(num),
         features=features,
@@ -138,7 +139,11 @@ def test_agreement_is_that_of_the_predictions(tmp_path):
     )
     sample = score_sample(task, model, decode)
     save_model(config, storage, model.module, model.best_head, task.known)
-    aligned = with_alignment(load_classifier(storage), storage, decode, unlabeled)
+    _, logits = sample_logits(model, decode, unlabeled, len(unlabeled))
+    aligned = replace(
+        load_classifier(storage),
+        alignment=align_heads(logits.novel[0], model.best_head),
+    )
     again = score_sample(task, open_model(config, storage, task, "cpu"), decode)
     [(_, _, scores)] = score_rows(aligned, decode, [np.arange(len(task.rows))])
     assert scores is not None
@@ -260,8 +265,10 @@ def test_matrix_columns_follow_the_matching():
     counts, names = np.array([[0, 9, 1], [7, 0, 0]]), (["a", "b"], ["x", "y", "z"])
     figure = charts.draw_matrix("t", counts, names, np.array([1, 0]), 1)
     assert (figure.columns, figure.correct, figure.total) == (["y", "x", "z"], 16, 17)
-    assert [cell[:3] for cell in figure.cells] == [(0, 0, 9), (0, 2, 1), (1, 1, 7)]
-    assert figure.errors == [(0, 2, 1, pytest.approx(0.1), False)]
+    cells = [(cell.row, cell.column, cell.num_images) for cell in figure.cells]
+    assert cells == [(0, 0, 9), (0, 2, 1), (1, 1, 7)]
+    (error,) = figure.errors
+    assert (error.row, error.column, error.share) == (0, 2, pytest.approx(0.1))
     assert charts.draw_matrix("t", counts * 0, names, np.array([1, 0])) is None
 
 

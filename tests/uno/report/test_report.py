@@ -11,7 +11,7 @@ import pytest
 
 from tests.uno.report.reading import Page, requests
 from tests.uno.report.runs import HOSTILE, hostile_task, small_config, write_run
-from uno.data.columns import Labels, Text
+from uno.data.columns import make_ids, make_labels
 from uno.data.files import Storage
 from uno.data.rows import Rows
 from uno.data.sources import read_rows
@@ -20,7 +20,7 @@ from uno.report import charts, pictures
 from uno.report.page import percent
 from uno.report.report import open_task, write_report
 from uno.report.sample import Sample, open_model
-from uno.results.classes import read_edits, with_names
+from uno.results.classes import read_edits
 from uno.results.infer import save_model
 from uno.results.metrics import PROTOCOLS
 from uno.text import visible
@@ -248,11 +248,13 @@ def test_a_page_of_many_pictures_stays_bounded(tmp_path, monkeypatch):
         "data.known_classes": "first:50",
     }
     config, num = small_config(**values), 1000
-    ids = Text.of(f"some/folder/with a long name/photo {i:06d}.png" for i in range(num))
+    ids = make_ids(
+        f"some/folder/with a long name/photo {i:06d}.png" for i in range(num)
+    )
     images = np.random.default_rng(0).integers(0, 255, (num, 32, 32, 3), dtype=np.uint8)
     is_train, labels = (
         np.arange(num) % 500 >= 100,
-        Labels.of(f"class {i % 100}" for i in range(num)),
+        make_labels(f"class {i % 100}" for i in range(num)),
     )
     task = make_task(Rows(ids, images, labels, is_train, "noise"), config.data)
     storage = write_run(tmp_path, config, task)
@@ -320,10 +322,6 @@ def test_names_edited_in_the_page_are_applied(tmp_path, monkeypatch):
         ("novel-4", 1),
         ("novel-5", 9),
     ]
-    assert (
-        read_edits(with_names(text.encode(), *given, ["6=six"]), *given)[6].name
-        == "six"
-    )
     for edits, says in (
         ([(0, " ")], "needs a name"),
         ([(0, "novel-2")], "Two classes"),

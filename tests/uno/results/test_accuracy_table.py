@@ -5,15 +5,12 @@ what was not measured.
 import re
 
 from tests.uno.results.test_evaluate import counted, random_rows
-from uno.results import accuracy_table
 from uno.results.accuracy_table import (
-    accuracy_rows,
-    filled_tables,
     format_table,
     has_several_heads,
 )
 from uno.results.evaluate import protocol_metrics
-from uno.results.metrics import METRICS, PROTOCOLS, Metric
+from uno.results.metrics import PROTOCOLS
 
 
 def test_format_table():
@@ -64,25 +61,6 @@ def test_format_table():
     assert not re.search(r"\d\.\d", format_table({}))
 
 
-def test_a_console_table_has_at_most_twelve_rows():
-    values = {
-        f"baseline/{name}/gcd/{part}": 0.5
-        for name in BASELINES
-        for part in ("all", "old", "new")
-    }
-    values |= {f"baseline/{name}/novel/acc": 0.5 for name in BASELINES}
-    values |= {
-        f"train/unlabeled/gcd/{name}/{which}": 0.1 * i
-        for i, (name, which) in enumerate(GCD_KEYS)
-    }
-    for split in ("train", "test"):
-        values |= protocol_metrics(counted(*random_rows(150)), 2, split)
-    rows = [
-        line for line in format_table(values).splitlines() if re.search(r"\d\.\d", line)
-    ]
-    assert 6 <= len(rows) <= 12
-
-
 def test_one_head_has_one_row_and_no_average():
     values = {f"train/novel/task_aware/acc/{which}": 0.75 for which in ("avg", "best")}
     table = format_table(values)
@@ -104,24 +82,6 @@ def test_gcd_is_not_compared_with_clusterings_of_novel_rows_alone():
     }
     table = format_table(values)
     assert "75.6" not in table and "59.8" in table and "50.0" in table
-
-
-def test_a_new_metric_is_one_entry(monkeypatch):
-    """Its keys and its rows in the report's table follow. Kills: a list of metrics
-    elsewhere.
-    """
-    mean_f1 = Metric(lambda counts: 0.25, "F1", "mean of the classes")
-    monkeypatch.setitem(METRICS, "f1", mean_f1)
-    monkeypatch.setattr(
-        accuracy_table,
-        "ACCURACY",
-        accuracy_table.ACCURACY._replace(rows=accuracy_rows()),
-    )
-    values = protocol_metrics(counted(*random_rows(150)), 2, "test")
-    assert values["test/novel/task_agnostic_strict/f1/avg"] == 0.25
-    assert any(
-        row.title == "Task-aware F1" for row in filled_tables(values)[0].filled(values)
-    )
 
 
 def test_the_table_of_a_mixed_pile():
@@ -167,4 +127,3 @@ def test_the_table_of_a_mixed_pile():
 GCD_KEYS = [
     (name, which) for name in ("all", "old", "new") for which in ("avg", "best")
 ]
-BASELINES = ("kmeans", "constrained_kmeans", "spectral")

@@ -13,7 +13,7 @@ from uno.results.baselines import (
     Rows,
     direction_clusters,
     novel_baselines,
-    score,
+    score_clusters,
     spectral_clusters,
 )
 from uno.results.metrics import METRICS
@@ -21,7 +21,9 @@ from uno.results.metrics import METRICS
 
 def kmeans_baseline(features, truth, num_clusters, seed):
     """Clusters of features (N, D), scored against ``truth`` (N,)."""
-    return score(truth, direction_clusters(features, num_clusters, seed), num_clusters)
+    return score_clusters(
+        truth, direction_clusters(features, num_clusters, seed), num_clusters
+    )
 
 
 def test_poor_starts_are_repeated():
@@ -81,7 +83,7 @@ def test_spectral_clusters_are_those_of_the_unlabeled_rows(gcd):
     known = (truth < 3) & (torch.arange(100) % 2 == 0) & gcd
     labels, num_novel = torch.where(known, truth, FREE), 2 if gcd else 5
     clusters = spectral_clusters(features, labels, num_novel, gcd, 0)
-    assert score(truth[~known], clusters, 5)["acc"] == 1
+    assert score_clusters(truth[~known], clusters, 5)["acc"] == 1
     assert not gcd or torch.equal(
         clusters[truth[~known] < 3], truth[~known & (truth < 3)]
     )

@@ -8,11 +8,17 @@ import torch
 from torch import Tensor
 
 from uno.config import override
-from uno.data.resident import EvalSet
+from uno.data.memory import EvalSet
+from uno.methods.uno import METHOD
 from uno.model import Logits, UnoModel
 from uno.presets import preset
 from uno.results import metrics
-from uno.results.evaluate import Confusions, count, gcd_metrics, protocol_metrics
+from uno.results.evaluate import (
+    Confusions,
+    count_outputs,
+    gcd_metrics,
+    protocol_metrics,
+)
 from uno.results.metrics import METRICS, PROTOCOLS
 
 H, C_L, C_U, K = 3, 4, 3, 5
@@ -88,7 +94,7 @@ class Spelled(UnoModel):
     """Answers with the logits of the row that an image's first pixels spell."""
 
     def __init__(self, known: Tensor, novel: Tensor) -> None:
-        super().__init__(CONFIG.model, C_L, K)
+        super().__init__(CONFIG.model, C_L, K, METHOD)
         self.rows, self.sizes = [], []
         self.logits = known, novel
 
@@ -132,7 +138,7 @@ def test_every_row_is_counted_exactly_once(num_rows, world_size, batch_size):
         Spelled(known, novel).eval(),
     )
     shares = [rows.batches(batch_size, rank, world_size) for rank in range(world_size)]
-    found = [count(model, CONFIG, share, C_L + C_U)[0] for share in shares]
+    found = [count_outputs(model, CONFIG, share, C_L + C_U)[0] for share in shares]
     total = [sum(parts) for parts in zip(*found, strict=True)]
     assert sorted(model.rows) == list(range(num_rows))
     assert 0 < min(model.sizes) <= max(model.sizes) <= batch_size
@@ -152,7 +158,7 @@ def test_kinds_of_rows_are_counted_apart_in_one_pass():
     )
     model, second = Spelled(known, novel).eval(), torch.arange(300) % 3 == 0
     both = torch.where(second & (truth >= 0), truth + C_L + C_U, truth)
-    found = count(model, CONFIG, [(images, both)], C_L + C_U, num_kinds=2)
+    found = count_outputs(model, CONFIG, [(images, both)], C_L + C_U, num_kinds=2)
     assert sorted(model.rows) == list(range(300))
     for kind, own in zip((~second, second), found, strict=True):
         assert all(

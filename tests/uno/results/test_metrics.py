@@ -361,19 +361,6 @@ def test_every_class_counts_once():
     assert official["novel/recall_small"] == pytest.approx((0.75 + 1) / 2)
 
 
-def test_missing_groups_have_no_keys():
-    """Kills: 0 or NaN where no row has truth, `all` formed from one group."""
-    empty = np.zeros((2, 2), np.int64)
-    for nothing in (empty, empty[:0]):
-        assert task_aware(KNOWN, nothing) == {"known/acc": 17 / 20}
-    assert set(task_aware(empty, NOVEL)) == {
-        f"novel/{name}" for name in metrics.METRICS
-    }
-    for protocol in PROTOCOLS:
-        assert set(scores(protocol, JOINT[:2], 2)) == {"known/acc"}
-        assert scores(protocol, np.zeros_like(JOINT), 2) == {}
-
-
 def test_generalized_equals_the_best_of_all_matchings():
     """By trying every one. Kills: a matching for each kind of rows, known rows counted
     plainly, a mean of old and new that forgets how many there are, outputs that are not

@@ -21,7 +21,7 @@ from uno.data.files import Storage
 from uno.data.sources import read_digits, read_rows
 from uno.data.splits import make_task
 from uno.results import predictions, show
-from uno.results.classes import OutputClass, dump_classes
+from uno.results.classes import ModelClasses, OutputClass
 from uno.results.infer import load_classifier
 from uno.results.predictions import PredictionWriter, predict_rows
 
@@ -89,7 +89,7 @@ def test_images_in_folders_are_shown_until_they_are_gone(tmp_path):
     for path in (tmp_path / "new").iterdir():
         path.unlink()
     assert "<table" in uno.load(run)._repr_html_()
-    (run / "predictions.parquet").write_bytes(b"damaged")
+    (run / "predictions" / "part-000000.parquet").write_bytes(b"damaged")
     assert "novel-5" in uno.load(storage.uri)._repr_html_()
 
 
@@ -117,7 +117,8 @@ def test_names_are_inert(tmp_path):
     ]
     classes[8] = OutputClass(8, "gone", "novel", None)
     classes[9] = OutputClass(9, "other", "novel", 2)
-    storage.write("model/classes.json", dump_classes(data, classes))
+    stored = ModelClasses.parse(data).with_classes(classes)
+    storage.write("model/classes.json", stored.dump())
     model = uno.load(tmp_path)
     path = tmp_path / "<b>.png"
     Image.fromarray(pixels(1, 8, 8)).save(path)

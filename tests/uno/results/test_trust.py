@@ -5,7 +5,7 @@ import torch
 
 from tests.uno.small_run import small_config, small_sets
 from uno.data.features import oddity
-from uno.model import build_model
+from uno.model import build_network
 from uno.prototype_init import training_features
 from uno.results import trust
 from uno.results.trust import neighbor_agreement, trust_metrics, verdict
@@ -263,25 +263,25 @@ def test_signs_of_a_model_on_the_digits(monkeypatch):
     themselves, more rows than the limit.
     """
     config, (train, _) = small_config(data__setting="ncd"), small_sets()
-    model = build_model(config.model, 5, 5, 0).eval()
+    model = build_network(config, 5, 5, 0).eval()
     values = {"test/known/task_agnostic_strict/acc/best": 0.5}
     sample = training_features(config, model, train)
-    shown = trust.looked_at(config, sample, train)
-    clusters = trust.found_clusters(config, shown, 5)
+    shown = trust.subsample_unlabeled(config, sample, train)
+    clusters = trust.cluster_unlabeled(config, shown, 5)
     found = trust_metrics(model, 0, shown.unlabeled, clusters, values, 30)
     assert found[trust.HELD_OUT] == 0.5 and found[trust.HELD_OUT_ROWS] == 30
     assert found[trust.SCORE] == 0.5 * min(found[trust.KMEANS], found[trust.NEAR])
     seen = []
 
-    def clusters_of(unlabeled, labeled, labels, num_novel, setting, seed):
+    def cluster_features(unlabeled, labeled, labels, num_novel, setting, seed):
         seen.append((len(unlabeled), len(labeled), len(labels), num_novel, setting))
         outputs = trust._outputs(model, unlabeled, 1)
         return type("Found", (), {"assignment": (outputs + 3) % 10})
 
-    monkeypatch.setattr(trust, "clusters_of", clusters_of)
+    monkeypatch.setattr(trust, "cluster_features", cluster_features)
     monkeypatch.setattr(trust, "MAX_ROWS", 60)
-    shown = trust.looked_at(config, sample, train)
-    clusters = trust.found_clusters(config, shown, 5)
+    shown = trust.subsample_unlabeled(config, sample, train)
+    clusters = trust.cluster_unlabeled(config, shown, 5)
     own, other = (
         trust_metrics(model, head, shown.unlabeled, clusters, {}, 0) for head in (1, 0)
     )
@@ -292,4 +292,4 @@ def test_signs_of_a_model_on_the_digits(monkeypatch):
     }
     assert seen == [(60, 100, 100, 5, "ncd")]
     few = sample._replace(unlabeled=sample.unlabeled[:4])
-    assert trust.looked_at(config, few, train) is None
+    assert trust.subsample_unlabeled(config, few, train) is None

@@ -1,6 +1,6 @@
 """A run that ``--overwrite`` replaces is lost only when the new run has begun."""
 
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pyarrow as pa
 import pytest
@@ -8,16 +8,16 @@ import pytest
 from uno.data.files import Storage
 from uno.errors import StorageError
 from uno.runs import CONFIG_FILE, DISCOVER, former
-from uno.runs.checkpoint import file_name
+from uno.runs.checkpoint import checkpoint_name
 
 FORMER = {
     CONFIG_FILE: b"former",
     "metrics.json": b"former",
-    file_name(DISCOVER, 7): b"former",
+    checkpoint_name(DISCOVER, 7): b"former",
     "model/classes.json": b"former",
 }
 NEW = {CONFIG_FILE: b"new", "environment.json": b"new", "model/classes.json": b"new"}
-CHECKPOINT = {file_name(DISCOVER, 0): b"new"}
+CHECKPOINT = {checkpoint_name(DISCOVER, 0): b"new"}
 
 
 class Killed(BaseException):
@@ -70,7 +70,7 @@ def content(folder):
 
 def overwrite(storage, files, error=None, begins=False):
     """Write a new run over the former, which ends with an error if one is given."""
-    with former.kept_until_replaced(storage, announce=lambda line: None) as begun:
+    with former.keep_until_replaced(storage, announce=lambda line: None) as begun:
         write(storage, files)
         if begins:
             begun()
@@ -78,30 +78,22 @@ def overwrite(storage, files, error=None, begins=False):
             raise error
 
 
-def test_the_new_run_replaces_the_former_one(storage, tmp_path):
-    overwrite(storage, NEW | CHECKPOINT)
-    assert content(tmp_path / "run") == NEW | CHECKPOINT
-
-
-@pytest.mark.parametrize("error", [ValueError(), KeyboardInterrupt()])
-def test_a_new_run_that_fails_before_its_first_checkpoint_is_undone(
-    storage, tmp_path, error
+@pytest.mark.parametrize(
+    ("files", "error", "begins", "kept"),
+    [
+        (NEW | CHECKPOINT, None, False, NEW | CHECKPOINT),
+        (NEW, ValueError(), False, FORMER),
+        (NEW, KeyboardInterrupt(), False, FORMER),
+        (NEW | CHECKPOINT, ValueError(), False, NEW | CHECKPOINT),
+        (NEW, ValueError(), True, NEW),
+    ],
+)
+def test_the_former_run_stays_until_the_new_one_trains(
+    storage, tmp_path, files, error, begins, kept
 ):
-    with pytest.raises(type(error)):
-        overwrite(storage, NEW, error)
-    assert content(tmp_path / "run") == FORMER
-
-
-def test_a_new_run_with_a_checkpoint_stays_when_it_fails(storage, tmp_path):
-    with pytest.raises(ValueError):
-        overwrite(storage, NEW | CHECKPOINT, ValueError())
-    assert content(tmp_path / "run") == NEW | CHECKPOINT
-
-
-def test_a_new_run_that_has_begun_to_train_stays_when_it_fails(storage, tmp_path):
-    with pytest.raises(ValueError):
-        overwrite(storage, NEW, ValueError(), begins=True)
-    assert content(tmp_path / "run") == NEW
+    with nullcontext() if error is None else pytest.raises(type(error)):
+        overwrite(storage, files, error, begins)
+    assert content(tmp_path / "run") == kept
 
 
 @pytest.mark.parametrize("files", [NEW, NEW | CHECKPOINT], ids=["data", "checkpoint"])
@@ -116,7 +108,7 @@ def test_after_a_kill_at_any_change_one_of_both_runs_is_whole(
         with suppress(StorageError, ValueError):
             overwrite(storage, files, error)
         storage.changes_left = 10**6
-        former.settle(storage)
+        former.complete_overwrite(storage)
         outcomes.append(content(tmp_path / f"killed-{changes}"))
     assert outcomes[0] == FORMER
     assert outcomes[-1] == (FORMER if error and files == NEW else files)

@@ -2,13 +2,12 @@
 
 import json
 import re
-from dataclasses import replace
 from itertools import product
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
-import torchvision
 import yaml
 
 from tests.uno.small_run import (
@@ -22,15 +21,21 @@ from tests.uno.small_run import (
 from uno.config import Config, override
 from uno.data.files import Storage
 from uno.errors import ConfigError, StorageError
-from uno.model import build_model, features_of
-from uno.results.baselines import direction_clusters, score
+from uno.model import build_network, features_of
+from uno.results.baselines import direction_clusters, score_clusters
 from uno.results.evaluate import evaluate_run
-from uno.results.infer import decoder, load_classifier, save_model, with_alignment
+from uno.results.infer import (
+    align_heads,
+    decoder,
+    load_classifier,
+    predicted_novel,
+    sample_logits,
+    save_model,
+)
 from uno.runs import directory, run
 from uno.runs.checkpoint import Checkpoint, save_checkpoint
 from uno.session.data import read_task
-from uno.session.predict import unlabeled_rows
-from uno.train import LocalWorker
+from uno.training import LocalWorker
 
 CONFIG, WORKER = small_config(), LocalWorker(torch.device("cpu"))
 
@@ -60,7 +65,7 @@ def test_discovery_starts_from_pretrained_weights(
     """
     config = small_config(model__weights=finished.uri) if of_another_run else CONFIG
     pretrained = run.load_newest(finished, run.PRETRAIN).tensors
-    model = build_model(config.model, num_known, 5, seed=1)
+    model = build_network(config, num_known, 5, seed=1)
     known = model.known.weight.detach().clone()
     assert run.load_weights_(
         model, config, storage if of_another_run else finished
@@ -72,32 +77,7 @@ def test_discovery_starts_from_pretrained_weights(
         pretrained["model/known.weight"] if num_known == 5 else known,
     )
     with pytest.raises(ConfigError, match="another number of classes"):
-        run.load_weights_(build_model(CONFIG.model, 3, 5, seed=1), CONFIG, finished)
-
-
-@pytest.mark.slow
-def test_torchvision_weights(storage):
-    """A state dict of torchvision's ResNet18 with its classifier. Kills: ``fc``
-    refused, keys ignored.
-    """
-    theirs = torchvision.models.resnet18()
-    storage.write("resnet18.safetensors", safetensors.torch.save(theirs.state_dict()))
-    source = storage.path("resnet18.safetensors")
-    config = small_config(
-        model__encoder="resnet18", model__stem="imagenet", model__weights=source
-    )
-    model = build_model(config.model, 5, 5, seed=1)
-    run.load_weights_(model, config, storage)
-    assert torch.equal(
-        model.encoder.layer4[1].conv2.weight, theirs.layer4[1].conv2.weight
-    )
-    small_stem = override(config, {"model.stem": "cifar"})
-    with pytest.raises(
-        ConfigError, match=r"^model\.weights: .* does not fit the encoder: .*conv1.*$"
-    ):
-        run.load_weights_(
-            build_model(small_stem.model, 5, 5, seed=1), small_stem, storage
-        )
+        run.load_weights_(build_network(CONFIG, 3, 5, seed=1), CONFIG, finished)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"not safetensors", b"\xff" * 64])
@@ -108,7 +88,7 @@ def test_weights_that_cannot_be_read_are_one_line(storage, content):
         storage.write("weights.safetensors", content)
     config = small_config(model__weights=source)
     with pytest.raises(StorageError, match=f"^.*{re.escape(source)}.*$"):
-        run.load_weights_(build_model(config.model, 5, 5, seed=1), config, storage)
+        run.load_weights_(build_network(config, 5, 5, seed=1), config, storage)
 
 
 def test_no_pretraining_is_an_error(storage):
@@ -140,12 +120,12 @@ def test_prototypes_are_normalized_before_evaluation(tmp_path):
 def kmeans_by_hand(storage: Storage) -> float:
     """Return the accuracy of k-means on the novel rows' pretrained features."""
     _, sets = small_sets()
-    model = build_model(CONFIG.model, 5, 0, 0)
+    model = build_network(CONFIG, 5, 0, 0)
     run.load_weights_(model, CONFIG, storage)
     novel = sets["train"].where(sets["train"].truth >= 5)
     features = features_of(model.eval(), novel.images, CONFIG)
     clusters = direction_clusters(features, 5, CONFIG.seed)
-    return score(novel.truth, clusters, 5)["acc"]
+    return score_clusters(novel.truth, clusters, 5)["acc"]
 
 
 def test_evaluation_has_all_protocols_and_baselines(finished):
@@ -208,10 +188,12 @@ def test_an_evaluation_aligns_the_heads(finished, setting):
     saved = save_model(config, finished, model, best_head, names)
     task = read_task(config.data)
     decode = decoder(saved, task.rows, threads=1)
-    by_images = with_alignment(
-        replace(saved, alignment=None), finished, decode, unlabeled_rows(task)
-    )
-    assert torch.equal(saved.alignment, by_images.alignment)
+    unlabeled = np.flatnonzero(task.is_train & (task.labels < 0))
+    _, logits = sample_logits(saved, decode, unlabeled, len(unlabeled))
+    known, novel = logits.known[0], logits.novel[0]
+    if setting == "gcd":
+        novel = novel[:, predicted_novel(known, novel, best_head)]
+    assert torch.equal(saved.alignment, align_heads(novel, best_head))
     assert not torch.equal(saved.alignment[1 - best_head], saved.alignment[best_head])
     assert save_model(config, finished, model, 1 - best_head, names).alignment is None
 

@@ -1,7 +1,5 @@
 """Features and predictions by a runtime of the encoder."""
 
-import shutil
-
 import numpy as np
 import pytest
 import safetensors.torch
@@ -16,8 +14,7 @@ from uno.data import features
 from uno.data.files import Storage
 from uno.data.sources import read_digits
 from uno.data.splits import make_task
-from uno.errors import Interrupted
-from uno.results.infer import at_speed
+from uno.results.infer import accelerated_encoder
 from uno.runtime import BUILD
 from uno.session.data import load_features
 
@@ -90,21 +87,6 @@ def test_a_runtime_that_is_installed_is_not_used_unasked(tmp_path, batches):
     assert not batches
 
 
-def test_a_killed_job_goes_on_as_it_began(tmp_path, batches):
-    with pytest.raises(Interrupted):
-        load(config_of(tmp_path, "onnx"), stop=True)
-    resumed = load(config_of(tmp_path, "onnx"))
-    shutil.rmtree(tmp_path / "cache")
-    assert torch.equal(load(config_of(tmp_path, "onnx")), resumed)
-    assert {*batches} == {8}
-
-
-def test_a_run_of_an_earlier_version_is_read():
-    """Its files have ``auto``."""
-    found = override(Config(), {"compute.encoder_runtime": "auto"})
-    assert found.compute.encoder_runtime == "torch"
-
-
 def test_predictions_by_a_runtime_are_those_of_pytorch(tmp_path, batches):
     """And the model is left as it was."""
     model = tiny_model(tmp_path / "tiny")
@@ -114,7 +96,7 @@ def test_predictions_by_a_runtime_are_those_of_pytorch(tmp_path, batches):
     )
     plain = model.score(pixels)
     config = override(Config(), {"compute.encoder_runtime": "onnx"})
-    with at_speed(model, config, 2):
+    with accelerated_encoder(model, config, 2):
         fast = model.score(pixels)
     assert batches and [*model.module.state_dict()] == names
     torch.testing.assert_close(

@@ -41,7 +41,12 @@ def run(tmp_path_factory):
     labels = np.where(truth < 4, truth, -1)
     output = str(tmp_path_factory.mktemp("vectors") / "run")
     model = uno.discover(
-        embeddings=vectors, labels=labels, num_novel=2, output=output, **FEW
+        embeddings=vectors,
+        labels=labels,
+        num_novel=2,
+        output=output,
+        report=True,
+        **FEW,
     )
     return model, vectors, truth
 
@@ -86,7 +91,7 @@ def test_the_run_lists_bad_rows_and_shows_ids(run):
         and 'class="tiles-of texts"' in page
         and "<img src" not in page
     )
-    table = pq.read_table(f"{model.run}/predictions.parquet").to_pylist()
+    table = pq.read_table(f"{model.run}/predictions").to_pylist()
     assert [row["id"] for row in table if row["status"] == "bad"] == ["row-3", "row-5"]
 
 

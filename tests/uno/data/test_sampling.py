@@ -7,8 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from uno.data import plan as module
-from uno.data.plan import (
+from uno.data.sampling import (
     Order,
     by_windows,
     epoch_indices,
@@ -242,29 +241,6 @@ def test_pretraining_takes_labeled_rows_only():
     assert "nearest: 8 or 10" in failure(make_pretrain_plan, 0, 9, 30, 2)
     assert "too few labeled images (1) for 2 workers" in failure(
         make_pretrain_plan, 0, 8, 1, 2
-    )
-
-
-@pytest.mark.parametrize(
-    ("num", "group", "window"),
-    [(0, 1, 1), (1, 1, 5), (999, 7, 20), (999, 40, 1), (500, 1, 600)],
-)
-@pytest.mark.parametrize("at_once", [1, 64, 10**6])
-def test_windows_are_sorted_as_by_two_keys(monkeypatch, num, group, window, at_once):
-    """The order is part of a run: it is that of one sort by window, then by draws,
-    however rows are taken. Kills: windows cut in two, rows of the next window, a sort
-    that is not stable.
-    """
-    monkeypatch.setattr(module, "SORTED_AT_ONCE", at_once)
-    groups = np.random.default_rng(1).permutation(np.arange(num) // group)
-    random = np.random.default_rng(0)
-    counts = np.bincount(groups)
-    sequence = random.permutation(len(counts))
-    windows = np.empty(len(counts), np.int64)
-    windows[sequence] = (np.cumsum(counts[sequence]) - counts[sequence]) // window
-    expected = np.lexsort((random.random(num), windows[groups]))
-    assert np.array_equal(
-        by_windows(groups, window, np.random.default_rng(0)), expected
     )
 
 

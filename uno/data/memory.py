@@ -1,7 +1,8 @@
-"""Training and evaluation sets that are decoded once and kept in memory.
+"""Training and evaluation rows that are kept in memory: pixels or features.
 
 A :class:`TrainSet` holds all that training may see. Only evaluation reads an
-:class:`EvalSet`.
+:class:`EvalSet`. :mod:`uno.data.stream` has sets with the same methods, for images that
+are read when they are needed.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from torch import Tensor
 
 from uno.augment import augment
 from uno.config import Config
-from uno.data.images import with_ready
-from uno.data.mapped import NeighborViews
-from uno.data.plan import PRETEXT, Batch, Order, Plan, augment_generator
-from uno.data.row_blocks import RowBlocks, part
+from uno.data.images import evenly_spaced, with_ready
+from uno.data.row_blocks import RowBlocks
+from uno.data.sampling import PRETEXT, Batch, Order, Plan, augment_generator
 from uno.data.splits import Task, train_rows, truth_rows
+
+SPREAD_ROWS = 2**16  # rows from which the spread of each feature is computed
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,8 +62,8 @@ class TrainSet:
         plan: Plan,
         rank: int = 0,
         world_size: int = 1,
-        last: int | None = None,
-    ) -> ResidentBatches:
+        last: int = 0,
+    ) -> MemoryBatches:
         """Return the batches of a phase for one worker.
 
         Args:
@@ -69,16 +71,10 @@ class TrainSet:
             plan: The sizes of the phase.
             rank: Number of the worker.
             world_size: The number of workers.
-            last: Unused. Streamed sets need the step at which the phase ends.
-
-        Returns:
-            Batches of features if the set holds features; else batches without labels
-            for a pretext task; else batches of images.
+            last: The step at which the phase ends. Only sets that read ahead, which are
+                those of :mod:`uno.data.stream`, need it.
         """
-        kind = PretextBatches if plan.labeled_stream == PRETEXT else ResidentBatches
-        if self.labeled_images.ndim == 3:
-            kind = FeatureBatches
-        return kind(config, self, plan, rank, world_size)
+        return MemoryBatches(config, self, plan, rank, world_size)
 
     def sync(self) -> None:
         """Do nothing. Streamed sets exchange here which images are unreadable.
@@ -99,7 +95,7 @@ class EvalSet:
             also for rows that training does not see at all.
     """
 
-    images: Tensor | RowBlocks
+    images: RowBlocks
     truth: Tensor
     index: Tensor
     unlabeled: Tensor
@@ -111,7 +107,7 @@ class EvalSet:
             chosen: Whether each row is kept, bool (N,).
         """
         rest = self.truth[chosen], self.index[chosen], self.unlabeled[chosen]
-        return EvalSet(part(self.images, chosen), *rest)
+        return EvalSet(self.images.select_rows(chosen), *rest)
 
     def batches(
         self, batch_size: int, rank: int = 0, world_size: int = 1
@@ -126,16 +122,13 @@ class EvalSet:
         Yields:
             Images (b, 3, S, S) or features (b, D), and true classes int64 (b,).
         """
-        own = slice(rank, None, world_size)
-        images, truth = (
-            part(self.images, own).split(batch_size),
-            self.truth[own].split(batch_size),
-        )
-        return ((some, of) for some, of in zip(images, truth, strict=False) if len(of))
+        for rows in torch.arange(rank, len(self.truth), world_size).split(batch_size):
+            if len(rows):
+                yield self.images[rows], self.truth[rows]
 
 
 def keep_pixels(
-    task: Task, images: Tensor | RowBlocks | NeighborViews, reasons: list[str | None]
+    task: Task, images: Tensor | RowBlocks, reasons: list[str | None]
 ) -> Task:
     """Return the task together with its decoded images or its features.
 
@@ -147,18 +140,17 @@ def keep_pixels(
             view is kept, the one for evaluation.
         reasons: For each row the reason why it is unreadable, or None.
     """
-    if images.ndim != 4:
-        all_views, images = images, images[:, 0]  # the view for evaluation
-        if isinstance(all_views, Tensor) and all_views.shape[1] > 1:
-            images = images.clone()  # so that the other views can be freed
-    values = images if isinstance(images, RowBlocks) else RowBlocks([images])
-    return replace(
-        task,
-        rows=replace(task.rows, images=with_ready(task.rows.images, values, reasons)),
-    )
+    if isinstance(images, Tensor):
+        if images.ndim == 3:
+            views, images = images, images[:, 0]
+            # a copy, so that the memory of the random views can be freed
+            images = images.clone() if views.shape[1] > 1 else images
+        images = RowBlocks([images])
+    kept = with_ready(task.rows.images, images, reasons)
+    return replace(task, rows=replace(task.rows, images=kept))
 
 
-def assemble(task: Task, images: Tensor | NeighborViews, ok: np.ndarray) -> TrainSet:
+def assemble(task: Task, images: Tensor, ok: np.ndarray) -> TrainSet:
     """Return the training rows of a task as a set in memory.
 
     Args:
@@ -196,9 +188,7 @@ def train_set(
     return TrainSet(known, labels, rest, num_known, num_novel)
 
 
-def eval_sets(
-    task: Task, images: Tensor | NeighborViews, ok: np.ndarray
-) -> dict[str, EvalSet]:
+def eval_sets(task: Task, images: Tensor, ok: np.ndarray) -> dict[str, EvalSet]:
     """Return the rows of a task that have a true class, as sets in memory.
 
     Args:
@@ -211,16 +201,14 @@ def eval_sets(
         The sets of "train" and "test", with rows in ascending order. A set can be
         empty.
     """
-    found = truth_rows(task, ok).items()
-    # the first view of features is the one for evaluation
-    pixels = RowBlocks([images if images.ndim == 4 else images[:, 0]])
+    values = RowBlocks([images if images.ndim == 4 else images[:, 0]])
     return {
-        split: EvalSet(pixels.select_rows(own), truth, own, free)
-        for split, (own, truth, free) in found
+        split: EvalSet(values.select_rows(rows), truth, rows, unlabeled)
+        for split, (rows, truth, unlabeled) in truth_rows(task, ok).items()
     }
 
 
-class ResidentBatches:
+class MemoryBatches:
     """The batches of a phase from a set in memory, for one worker.
 
     Calling an object with a step returns the batch of this step. The batch depends on
@@ -240,126 +228,151 @@ class ResidentBatches:
     ) -> None:
         self._config, self._train, self._plan = config, train, plan
         self._order = Order(plan, rank, world_size)
+        images = train.labeled_images
+        if images.ndim == 4:
+            self._make_views = self._augment_images
+        elif images.shape[1] >= config.augment.large.num_views:
+            self._make_views = self._choose_cached_views
+        else:
+            self._make_views = self._add_noise
+            self._spread = spread_of_features(train)
 
     def __call__(self, step: int) -> Batch:
-        """Return augmented views of this worker's rows in one step, on the device.
+        """Return views of this worker's rows in one step, on the device of the set.
+
+        The batch of a pretext task has no labels.
 
         Args:
             step: Global step, from 0.
         """
-        labeled, unlabeled = map(self._on_device, self._order.rows(step))
-        views = self._views(labeled, unlabeled, step, self._order.positions)
-        return Batch(
-            views,
-            self._train.labels[labeled],
-            self._config.augment.large.num_views,
-            unlabeled,
+        labels, positions = self._train.labels, self._order.positions
+        labeled, unlabeled = self._order.rows(step)
+        is_pretext = self._plan.labeled_stream == PRETEXT
+        if is_pretext:  # one order of all rows; the unlabeled ones follow the labeled
+            is_unlabeled = labeled >= len(labels)
+            positions = positions[np.argsort(is_unlabeled, kind="stable")]
+            unlabeled = labeled[is_unlabeled] - len(labels)
+            labeled = labeled[~is_unlabeled]
+        known, rest = (
+            torch.from_numpy(rows).to(labels.device, non_blocking=True)
+            for rows in (labeled, unlabeled)
         )
+        generator = augment_generator(
+            self._config.seed, self._plan.labeled_stream, step
+        )
+        views = self._make_views(known, rest, torch.from_numpy(positions), generator)
+        num_large = self._config.augment.large.num_views
+        if is_pretext:
+            return Batch(views, labels[:0], num_large)
+        return Batch(views, labels[known], num_large, rest)
 
     def close(self) -> None:
         """Do nothing. Batches of a set in memory are not prepared ahead."""
 
-    def _on_device(self, rows: np.ndarray) -> Tensor:
-        """Copy row numbers, int64 (n,), to a tensor on the device of the set."""
-        return torch.from_numpy(rows).to(self._train.labels.device, non_blocking=True)
-
-    def _views(
-        self, labeled: Tensor, unlabeled: Tensor, step: int, positions: np.ndarray
+    def _augment_images(
+        self,
+        labeled: Tensor,
+        unlabeled: Tensor,
+        positions: Tensor,
+        generator: torch.Generator,
     ) -> list[Tensor]:
-        """Return augmented views of some rows.
+        """Return augmented views of images.
 
         Args:
             labeled: Numbers among the labeled rows, int64 (b_l,).
             unlabeled: Numbers among the unlabeled rows, int64 (b_u,).
-            step: Global step, which seeds the augmentation.
             positions: Positions of these rows in the global batch, labeled ones first:
                 int64 (b_l + b_u,).
+            generator: Draws the views of the global batch.
 
         Returns:
             V tensors (b_l + b_u, 3, S_v, S_v), large views first.
         """
-        config, plan, train = self._config, self._plan, self._train
-        images = torch.cat(
-            [train.labeled_images[labeled], train.unlabeled_images[unlabeled]]
-        )
-        generator = augment_generator(config.seed, plan.labeled_stream, step)
-        rows, num_rows = (
-            torch.from_numpy(positions),
-            plan.labeled_size + plan.unlabeled_size,
-        )
+        train, data = self._train, self._config.data
         return augment(
-            images,
-            config.augment,
+            torch.cat(
+                [train.labeled_images[labeled], train.unlabeled_images[unlabeled]]
+            ),
+            self._config.augment,
             generator,
-            config.data.mean,
-            config.data.std,
-            rows,
-            num_rows,
+            data.mean,
+            data.std,
+            positions,
+            self._plan.labeled_size + self._plan.unlabeled_size,
         )
 
-
-class FeatureBatches(ResidentBatches):
-    """The batches of a phase from cached features, for one worker.
-
-    The views of a row are drawn anew in each step from its 1 + V cached views, without
-    repetition. The evaluation view is one of them, because accuracy is lower if the
-    heads never train on the view that they are evaluated on.
-    """
-
-    def _views(
-        self, labeled: Tensor, unlabeled: Tensor, step: int, positions: np.ndarray
+    def _choose_cached_views(
+        self,
+        labeled: Tensor,
+        unlabeled: Tensor,
+        positions: Tensor,
+        generator: torch.Generator,
     ) -> list[Tensor]:
-        """Return some of the cached views of each row, drawn at random for this step.
+        """Return some of the 1 + V cached views of each row, drawn without repetition.
 
-        Args:
-            labeled: Numbers among the labeled rows, int64 (b_l,).
-            unlabeled: Numbers among the unlabeled rows, int64 (b_u,).
-            step: Global step, which seeds the draw.
-            positions: Positions of these rows in the global batch, labeled ones first:
-                int64 (b_l + b_u,).
+        The evaluation view is one of them, because accuracy is lower if the heads never
+        train on the view that they are evaluated on. The arguments are those of
+        :meth:`_augment_images`.
 
         Returns:
             ``augment.large.num_views`` tensors (b_l + b_u, D) of features. The views of
             a row are different ones.
         """
-        config, plan, train = self._config, self._plan, self._train
-        generator = augment_generator(config.seed, plan.labeled_stream, step)
-        size = plan.labeled_size + plan.unlabeled_size, train.labeled_images.shape[1]
-        order = torch.rand(size, generator=generator).argsort(dim=1)[
-            torch.from_numpy(positions)
-        ]
-        known, rest = order.to(labeled.device, non_blocking=True).split(
-            [len(labeled), len(unlabeled)]
-        )
+        train, plan = self._train, self._plan
+        num_rows = plan.labeled_size + plan.unlabeled_size
+        draws = torch.rand(num_rows, train.labeled_images.shape[1], generator=generator)
+        order = draws.argsort(dim=1)[positions].to(labeled.device, non_blocking=True)
+        known, rest = order.split([len(labeled), len(unlabeled)])
         return [
             torch.cat(
                 [
-                    train.labeled_images[labeled, known[:, v]],
-                    train.unlabeled_images[unlabeled, rest[:, v]],
+                    train.labeled_images[labeled, known[:, view]],
+                    train.unlabeled_images[unlabeled, rest[:, view]],
                 ]
             )
-            for v in range(config.augment.large.num_views)
+            for view in range(self._config.augment.large.num_views)
         ]
 
+    def _add_noise(
+        self,
+        labeled: Tensor,
+        unlabeled: Tensor,
+        positions: Tensor,
+        generator: torch.Generator,
+    ) -> list[Tensor]:
+        """Return views of embeddings that have too few views: each has other noise.
 
-class PretextBatches(ResidentBatches):
-    """The batches of a pretext task, which uses labeled and unlabeled rows alike.
+        The noise of a number is normal. Its standard deviation is
+        ``augment.vector_noise`` times the one of this number over the training rows.
+        The arguments are those of :meth:`_augment_images`.
 
-    Row numbers below N_l are labeled rows, and the following ones are unlabeled.
-    """
-
-    def __call__(self, step: int) -> Batch:
-        """Return augmented views of this worker's rows in one step, without labels.
-
-        Args:
-            step: Global step, from 0.
+        Returns:
+            ``augment.large.num_views`` tensors (b_l + b_u, D).
         """
-        train, (rows, _) = self._train, self._order.rows(step)
-        # labeled and unlabeled rows are stored in different tensors
-        is_unlabeled = rows >= len(train.labels)
-        labeled, unlabeled = rows[~is_unlabeled], rows[is_unlabeled] - len(train.labels)
-        positions = self._order.positions[np.argsort(is_unlabeled, kind="stable")]
-        views = self._views(
-            self._on_device(labeled), self._on_device(unlabeled), step, positions
+        train, plan, settings = self._train, self._plan, self._config.augment
+        plain = torch.cat(
+            [train.labeled_images[labeled, 0], train.unlabeled_images[unlabeled, 0]]
         )
-        return Batch(views, train.labels[:0], self._config.augment.large.num_views)
+        size = plan.labeled_size + plan.unlabeled_size, plain.shape[1]
+        draws = (
+            torch.randn(size, generator=generator)[positions].to(plain.device)
+            for _ in range(settings.large.num_views)
+        )
+        deviation = settings.vector_noise * self._spread
+        return [plain + deviation * draw for draw in draws]
+
+
+def spread_of_features(train: TrainSet) -> Tensor:
+    """Return the standard deviation of each feature over a sample of the rows.
+
+    Args:
+        train: A set of features (N, 1 + V, D), of which the first view is used.
+
+    Returns:
+        float32 (D,), on the device of the set.
+    """
+    sample = [
+        images[torch.from_numpy(evenly_spaced(SPREAD_ROWS, len(images))), 0]
+        for images in (train.labeled_images, train.unlabeled_images)
+    ]
+    return torch.cat(sample).std(dim=0, correction=0)

@@ -1,6 +1,4 @@
-"""Vectors in the place of images: what is read, what is refused, and the views that are
-made of one vector.
-"""
+"""Vectors in the place of images: what is read, and what is refused."""
 
 import io
 import tracemalloc
@@ -14,16 +12,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from uno.config import AugmentConfig, DataConfig
+from uno.config import DataConfig
+from uno.data import embeddings, tables
 from uno.data import files as filesystem
-from uno.data import mapped, tables, vectors
 from uno.data.check import check, format_report
+from uno.data.embeddings import Vectors, given_vectors
 from uno.data.from_python import float_vectors
-from uno.data.mapped import NeighborViews
-from uno.data.row_blocks import RowBlocks
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
-from uno.data.vectors import Vectors, given_vectors, with_views
 from uno.errors import ConfigError
 from uno.session.configure import configure
 
@@ -66,7 +62,7 @@ def test_lists_of_any_floats_are_read(tmp_path, kind):
         np.array_equal(found[:, 0].numpy(), values.astype(np.float32))
         and reasons == [None] * 12
     )
-    assert rows.labels[:2] == ["a", None] and rows.ids[3] == "row-3"
+    assert rows.labels.to_pylist()[:2] == ["a", None] and str(rows.ids[3]) == "row-3"
 
 
 def test_rows_of_one_id_are_views(tmp_path):
@@ -82,7 +78,11 @@ def test_rows_of_one_id_are_views(tmp_path):
     )
     rows = rows_of(source)
     found, _ = rows.images.vectors(np.arange(3))
-    assert [*rows.ids] == ["a", "b", "c"] and [*rows.labels] == ["x", "y", "z"]
+    assert rows.ids.to_pylist() == ["a", "b", "c"] and rows.labels.to_pylist() == [
+        "x",
+        "y",
+        "z",
+    ]
     expected = values[[[0, 4], [1, 2], [3, 3]]]
     assert np.array_equal(found.numpy(), expected)
     assert np.array_equal(rows.images.prepared(np.array([1]))[0].numpy(), values[[1]])
@@ -138,14 +138,19 @@ def test_arrays_beside_a_table(tmp_path):
     values = drawn(6)
     np.save(tmp_path / "v.npy", values.astype(np.float64))
     bare = rows_of(f"vectors:{tmp_path}/v.npy")
-    assert not bare.labels.given.any() and np.array_equal(
+    assert bare.labels.null_count == len(bare) and np.array_equal(
         bare.images.vectors(np.arange(6))[0][:, 0], values
     )
     (tmp_path / "v.csv").write_text(
         "name,label\n" + "".join(f"r{i},{'k' if i < 3 else ''}\n" for i in range(6))
     )
     rows = rows_of(f"vectors:{tmp_path}/v.npy", columns="id=name")
-    assert rows.ids[5] == "r5" and rows.labels[:4] == ["k", "k", "k", None]
+    assert str(rows.ids[5]) == "r5" and rows.labels.to_pylist()[:4] == [
+        "k",
+        "k",
+        "k",
+        None,
+    ]
     np.savez(tmp_path / "v.npz", embedding=values, other=values[:1])
     assert np.array_equal(
         rows_of(f"vectors:{tmp_path}/v.npz").images.vectors(np.arange(6))[0][:, 0],
@@ -171,7 +176,7 @@ def test_arrays_are_read_from_a_remote_file_system(name):
         stream.write(content.getvalue())
     rows = rows_of(f"vectors:mock:///{name}")
     assert np.array_equal(rows.images.vectors(np.arange(6))[0][:, 0], values)
-    assert rows.labels[5] == (None if name == "v.npy" else "b")
+    assert rows.labels.to_pylist()[5] == (None if name == "v.npy" else "b")
 
 
 def test_an_npz_file_is_not_in_memory_beside_its_arrays(tmp_path):
@@ -189,10 +194,10 @@ def test_an_npz_file_is_not_in_memory_beside_its_arrays(tmp_path):
 def test_an_npz_file_of_too_many_bytes_is_refused(tmp_path, monkeypatch):
     """Its arrays would be read into memory. The file itself is small: it is packed."""
     np.savez_compressed(tmp_path / "v.npz", embedding=np.ones((1000, 8), np.float32))
-    monkeypatch.setattr(vectors, "MAX_NPZ_BYTES", 32_000)
+    monkeypatch.setattr(embeddings, "MAX_NPZ_BYTES", 32_000)
     with pytest.raises(ConfigError, match=r"v\.npz: its .*np\.save"):
         rows_of(f"vectors:{tmp_path}/v.npz")
-    monkeypatch.setattr(vectors, "MAX_NPZ_BYTES", 33_000)
+    monkeypatch.setattr(embeddings, "MAX_NPZ_BYTES", 33_000)
     assert len(rows_of(f"vectors:{tmp_path}/v.npz")) == 1000
 
 
@@ -237,7 +242,7 @@ def test_a_folder_of_files_with_splits_and_other_names(tmp_path):
         }
         pq.write_table(pa.table(table), tmp_path / f"{name}.parquet")
     rows = rows_of(f"vectors:{tmp_path}", columns="embedding=vec")
-    assert dict(zip(rows.ids, rows.is_train.tolist(), strict=True)) == {
+    assert dict(zip(rows.ids.to_pylist(), rows.is_train.tolist(), strict=True)) == {
         "test-00": False,
         "test-01": False,
         "train-00": True,
@@ -254,7 +259,12 @@ def test_hive_folders_of_vectors_are_columns(tmp_path):
             id=[f"{place}{i}" for i in "ab"],
         )
     rows = rows_of(f"vectors:{tmp_path}")
-    assert rows.labels == ["cat", "cat", "dog", "dog"] and rows.split == [
+    assert rows.labels.to_pylist() == [
+        "cat",
+        "cat",
+        "dog",
+        "dog",
+    ] and rows.split.to_pylist() == [
         "test",
         "test",
         "train",
@@ -335,84 +345,6 @@ def test_the_checks_name_bad_vectors_and_do_not_decode(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("how", ["noise", "dropout", "neighbors"])
-def test_views_of_one_vector(how):
-    """Kills: views that are the vector itself, that depend on the call, or that
-    revive a bad row.
-    """
-    values, ok = torch.from_numpy(drawn(30)), np.arange(30) != 4
-    values[4] = 0
-    augment = AugmentConfig(vector_view=how, vector_strength=0.5, num_cached_views=3)
-    found = with_views(values[:, None], augment, ok)[:]
-    assert (
-        found.shape == (30, 4, 4)
-        and torch.equal(found[:, 0], values)
-        and not found[4].any()
-    )
-    assert torch.equal(found, with_views(values[:, None], augment, ok)[:])
-    assert all((found[ok, v] != values[ok]).any() for v in range(1, 4))
-    assert not torch.equal(found[:, 1], found[:, 2])
-    two = torch.stack([values, values + 1], dim=1)
-    assert with_views(two, augment, ok) is two
-
-
-@pytest.mark.parametrize("how", ["noise", "dropout", "neighbors"])
-def test_nothing_is_computed_where_no_view_is_needed(how):
-    """No neighbor is searched, and no vector copied."""
-    values = torch.from_numpy(drawn(30))[:, None]
-    augment = AugmentConfig(vector_view=how, num_cached_views=0)
-    assert with_views(values, augment, np.ones(30, bool)) is values
-
-
-def test_neighbors_are_near(monkeypatch):
-    """Kills: views that move to rows of another direction, or to the row itself; also
-    where rows are searched in parts.
-    """
-    monkeypatch.setattr("uno.data.vectors.NEAR_ROWS", 100)
-    centers = torch.eye(4)[torch.arange(200) % 4] * 10
-    points = centers + 0.1 * torch.from_numpy(drawn(200))
-    found = with_views(
-        points[:, None], AugmentConfig(num_cached_views=2), np.ones(200, bool)
-    )
-    assert ((found[:, 1:] - centers[:, None]).norm(dim=2) < 1).all()
-    assert ((found[:, 1:] - points[:, None]).norm(dim=2) > 0).all()
-
-
-def test_views_are_those_of_a_loop():
-    """Of every row and view, read in batches and one by one. Kills: a partner or a
-    share of another row or view, row 0 as the partner of bad rows, values that are
-    copied.
-    """
-    values, ok = torch.from_numpy(drawn(40)), np.arange(40) % 7 != 3
-    values[~ok] = 0
-    augment = AugmentConfig(vector_strength=0.5, num_cached_views=3)
-    views = with_views(values[:, None], augment, ok)
-    assert (
-        isinstance(views, NeighborViews) and views[:, 0].data_ptr() == values.data_ptr()
-    )
-    expected = torch.zeros(40, 4, 4)
-    for row in range(40):
-        expected[row, 0] = values[row]
-        for v in range(3):
-            other, share = values[views.partners[row, v].item()], views.shares[row, v]
-            assert 0 <= share < 0.5
-            expected[row, 1 + v] = values[row] + share * (other - values[row])
-    torch.testing.assert_close(views[:], expected)
-    assert (
-        not views[:][~ok].any()
-        and (views.partners[ok] != torch.arange(40)[ok, None]).all()
-    )
-    blocks = RowBlocks([views]).select_rows(torch.arange(39, -1, -2))
-    rows, view = torch.tensor([0, 3, 3, 19, 7]), torch.tensor([0, 1, 3, 2, 0])
-    assert blocks.shape == (20, 4, 4) and torch.equal(
-        blocks[:], views[:][torch.arange(39, -1, -2)]
-    )
-    assert torch.equal(blocks[rows, view], blocks[:][rows, view])
-    assert torch.equal(views[:, 0:1], values[:, None]) and torch.equal(
-        views[:, 2], views[:][:, 2]
-    )
-
-
 def test_numbers_in_a_file_are_those_in_memory(tmp_path, monkeypatch):
     """With bad rows and several views of a row; the file is gone from its folder.
     Kills: pieces in another order, rows of a second file or group at the place of the
@@ -437,11 +369,11 @@ def test_numbers_in_a_file_are_those_in_memory(tmp_path, monkeypatch):
         for source in sources
     ]
     monkeypatch.setenv("UNO_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(mapped, "MAPPED_BYTES", 0)
-    monkeypatch.setattr(mapped, "PIECE_ROWS", 9)
+    monkeypatch.setattr(embeddings, "MAPPED_BYTES", 0)
+    monkeypatch.setattr(embeddings, "PIECE_ROWS", 9)
     for source, (found, reasons) in zip(sources, in_memory, strict=True):
         images = rows_of(source).images
-        assert isinstance(mapped.new_array((3, 2)), np.memmap) and not [
+        assert isinstance(embeddings.new_array((3, 2)), np.memmap) and not [
             *(tmp_path / "cache").iterdir()
         ]
         again, why = images.vectors(np.arange(len(images)))
@@ -453,7 +385,7 @@ def test_equal_rows_are_those_of_a_dictionary(monkeypatch):
     """Kills: hashes of round numbers, whose last bits are zeros, that meet; pieces
     that overlap.
     """
-    monkeypatch.setattr(mapped, "HASHED_ROWS", 1_000)
+    monkeypatch.setattr(embeddings, "HASHED_ROWS", 1_000)
     values = torch.randint(
         0, 3, (20_500, 8), generator=torch.Generator().manual_seed(0)
     ).float()
@@ -462,8 +394,8 @@ def test_equal_rows_are_those_of_a_dictionary(monkeypatch):
         found.setdefault(tuple(numbers), []).append(row)
     assert 4_000 < len(found) < 6_562
     several = [group for group in found.values() if len(group) > 1]
-    assert sorted(mapped.equal_rows(values)) == sorted(several)
-    assert mapped.equal_rows(values[:0]) == mapped.equal_rows(values[:1]) == []
+    assert sorted(embeddings.equal_rows(values)) == sorted(several)
+    assert embeddings.equal_rows(values[:0]) == embeddings.equal_rows(values[:1]) == []
 
 
 def test_copies_are_found_without_reading_rows(tmp_path, monkeypatch):
@@ -485,25 +417,6 @@ def test_copies_are_found_without_reading_rows(tmp_path, monkeypatch):
     assert copies == ["duplicates with different known labels: 1, e.g. row-3 = row-12"]
 
 
-def test_the_search_for_neighbors_is_bounded(monkeypatch):
-    """Kills: work that grows with the square of the rows."""
-    monkeypatch.setattr("uno.data.vectors.NEAR_PAIRS", 30_000)
-    monkeypatch.setattr("uno.data.vectors.LEAST_NEAR_ROWS", 10)
-    sizes, normalize = [], torch.nn.functional.normalize
-
-    def counted(some, dim):
-        sizes.append(len(some))
-        return normalize(some, dim=dim)
-
-    monkeypatch.setattr(torch.nn.functional, "normalize", counted)
-    found = with_views(
-        torch.from_numpy(drawn(300))[:, None],
-        AugmentConfig(num_cached_views=2),
-        np.ones(300, bool),
-    )
-    assert sizes == [100] * 3 and len(found) == 300
-
-
 def test_vectors_from_memory(tmp_path):
     """Kills: labels of None, NaN, -1, numpy's numbers or names that become something
     else; mixed views.
@@ -512,7 +425,7 @@ def test_vectors_from_memory(tmp_path):
     labels = ["a", None, float("nan"), -1, np.int64(3), 2.0]
     given_vectors(values, labels).store(f"{tmp_path}/v.parquet")
     rows = rows_of(f"vectors:{tmp_path}/v.parquet")
-    assert [*rows.labels] == ["a", None, None, None, "3", "2"]
+    assert rows.labels.to_pylist() == ["a", None, None, None, "3", "2"]
     assert np.allclose(rows.images.vectors(np.arange(6))[0], values, atol=1e-6)
     others = (
         ({"labels": [1]}, "1 labels for 6"),

@@ -1,7 +1,6 @@
-"""What each method learns where the encoder is frozen and features take the place of
-images.
-"""
+"""What all methods have in common: settings, learning, resume, frozen encoders."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,18 +12,21 @@ from tests.uno.small_run import (
     HERE,
     StopAt,
     batches_of,
+    check_resumes,
     copied_tensors,
     fresh_state,
     small_config,
+    step_of,
 )
 from tests.uno.small_run import assert_same as same
 from uno.config import Config
 from uno.data.files import Storage
-from uno.data.resident import TrainSet
+from uno.data.memory import TrainSet
 from uno.encoder import build_encoder
-from uno.errors import Interrupted
-from uno.methods import METHODS, registry
+from uno.errors import ConfigError, Interrupted
+from uno.methods import METHODS, default_settings, load
 from uno.methods.pairs import PairSimilarity
+from uno.model import build_network
 from uno.runs import DISCOVER, PRETRAIN, run
 from uno.runs.checkpoint import checkpoint_steps
 
@@ -51,6 +53,77 @@ def feature_set() -> TrainSet:
     return TrainSet(rows[known], truth[known], rows[~known], 5, 5)
 
 
+@pytest.mark.parametrize(
+    ("method", "preset", "expected"),
+    [
+        ("uno", "cifar100_20", {}),
+        ("rs", "cifar10", {}),
+        ("rs", "cifar100_20", {"rs.consistency_weight": 50.0, "rs.rampup": 0.75}),
+        (
+            "dtc",
+            "cifar100_50",
+            {"dtc.warmup": 30 / 130, "dtc.update_interval": 10 / 130},
+        ),
+        ("dtc", "imagenet", {"dtc.consistency_weight": 100, "dtc.warmup": 10 / 70}),
+        ("simgcd", "cifar100_50", {"simgcd.epsilon": 4.0}),
+        ("rs", "photos", {"model.prototype_init": "random"}),
+        ("clustering", "digits", {"discover.epochs": 0}),
+    ],
+)
+def test_a_method_brings_its_authors_constants(method, preset, expected):
+    """Kills: constants of CIFAR10 on CIFAR100."""
+    settings = default_settings(method, preset)
+    assert settings.items() >= expected.items()
+    assert settings.get("method", "uno") == method
+    assert expected or not settings.keys() - {"method"}
+
+
+@pytest.mark.parametrize("method", [m for m in METHODS if m not in ("uno", "ncl")])
+def test_steps_lower_the_loss(method):
+    """Kills: a sign, a loss without gradient."""
+    config = small_config(method=method)
+    if hasattr(config.method_options, "rampup"):
+        config = small_config(method=method, **{f"{method}__rampup": 0.0})
+    state, batch, step = fresh_state(config), batches_of(config)(0), step_of(config)
+    losses = [float(step(state, batch, config, 0.05)) for _ in range(20)]
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "phases", "stops", "kept"),
+    [
+        ("dtc", {"discover__epochs": 4}, (3, 14), {"targets", "probabilities"}),
+        ("ncl", {"pretrain__epochs": 0, "discover__epochs": 2}, (9,), {"memory"}),
+        ("jia", {"pretrain__epochs": 0, "discover__epochs": 1}, (3,), {"windows"}),
+        ("openmix", {"pretrain__epochs": 0, "discover__epochs": 1}, (3,), set()),
+    ],
+)
+def test_a_stopped_run_resumes_to_the_bit(tmp_path, method, phases, stops, kept):
+    """Kills: memories that are not stored, k-means or windows anew after a resume,
+    draws that go on from a generator.
+    """
+    config = small_config(method=method, **phases)
+    tensors = check_resumes(config, tmp_path, stops)
+    assert {f"extra/{name}" for name in kept} <= set(tensors)
+
+
+@pytest.mark.parametrize("method", ["dtc", "pim", "simgcd", "clustering"])
+def test_fewer_unlabeled_rows_than_novel_classes_are_one_line(method):
+    """Kills: a traceback of k-means."""
+    train = feature_set()
+    few = replace(train, unlabeled_images=train.unlabeled_images[:4])
+    config = config_of(method=method)
+    model = build_network(config, 5, 5, 0)
+    with pytest.raises(ConfigError, match=rf"method {method} needs .*5"):
+        load(method).initialize(config, model, few)
+
+
+def test_more_classes_than_features_are_refused_when_the_network_is_built():
+    with pytest.raises(ConfigError, match=r"17.*only 16.*wider"):
+        build_network(small_config(method="dtc"), 5, 17, 0)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_learns_with_its_heads_alone(method):
     """Kills: a method that is refused, an encoder that moves, a part of the head that
@@ -65,7 +138,7 @@ def test_every_method_learns_with_its_heads_alone(method):
     )
     before = copied_tensors(state)
     for n in range(2):
-        loss = registry.load(config).step(state, batches(n), config, 0.1)
+        loss = step_of(config)(state, batches(n), config, 0.1)
         assert loss.isfinite()
     moved = {
         name
@@ -141,7 +214,7 @@ def test_the_teacher_of_rkd_is_a_known_head_on_the_features(rkd, tmp_path):
     a resume.
     """
     train, whole = feature_set(), Storage(str(tmp_path / "whole"))
-    assert run.phases(rkd) == (PRETRAIN, DISCOVER)
+    assert run.list_phases(rkd) == (PRETRAIN, DISCOVER)
     run.run_phase(rkd, PRETRAIN, train, HERE, whole)
     state = run.run_phase(rkd, DISCOVER, train, HERE, whole)
     taught = state.teacher([train.labeled_images[:, 0]]).known[0].argmax(dim=1)

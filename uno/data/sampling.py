@@ -33,8 +33,6 @@ UNLABEL = 9  # the rows of known classes that lose their label
 HELD_OUT = 10  # the training rows that become test rows
 TUNE_FOLDS = 11  # the known classes that a trial of a sweep hides
 
-SORTED_AT_ONCE = 2**18  # rows that are sorted at once, unless one window has more
-
 
 class Batch(NamedTuple):
     """The views of a training batch of B rows, on the training device.
@@ -50,10 +48,10 @@ class Batch(NamedTuple):
             int64 (B_u,); None if the batches do not say it.
     """
 
-    views: list[Tensor]  # V tensors (B, 3, S_v, S_v), large views first
-    labels: Tensor  # (B_l,) known-class indices
+    views: list[Tensor]
+    labels: Tensor
     num_large: int
-    rows: Tensor | None = None  # (B_u,) which unlabeled rows of the set these are
+    rows: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -299,46 +297,9 @@ def by_windows(
     present = np.flatnonzero(counts)
     sequence = present[random.permutation(len(present))]
     # the window of each group follows from the number of rows before the group
-    window = np.empty(len(counts), np.int32)
+    window = np.empty(len(counts), np.int64)
     window[sequence] = (np.cumsum(counts[sequence]) - counts[sequence]) // window_rows
-    if len(sequence) and window[sequence[-1]] < 2**16:
-        window = window.astype(np.uint16)  # NumPy has a faster sort for 16 bits
-    own = window[groups]
-    order, sizes = np.argsort(own, kind="stable"), np.bincount(own)
-    return _sort_inside_(order, sizes[sizes > 0], random.random(len(groups)))
-
-
-def _sort_inside_(
-    order: np.ndarray, sizes: np.ndarray, draws: np.ndarray
-) -> np.ndarray:
-    """Sort the rows of each window by their random numbers, in place.
-
-    This gives the same as ``np.lexsort`` by window and random number, in a third of the
-    time.
-
-    Args:
-        order: Row numbers int64 (N,), in which the rows of a window are adjacent. It is
-            changed.
-        sizes: The number of rows in each window, in the same order.
-        draws: A random number for each row, 0-1, (N,), indexed by row number.
-
-    Returns:
-        ``order``, the same array.
-    """
-    ends, first = np.cumsum(sizes), 0
-    while first < len(sizes):
-        begin = ends[first] - sizes[first]
-        last = max(
-            first + 1, int(np.searchsorted(ends, begin + SORTED_AT_ONCE, side="right"))
-        )
-        num, rows = sizes[first:last, None], order[begin : ends[last - 1]]
-        inside = np.arange(num.max()) < num  # (windows, rows of the largest)
-        keys = np.full(inside.shape, 2.0)
-        keys[inside] = draws[rows]
-        starts = ends[first:last, None] - num - begin
-        rows[:] = rows[(np.argsort(keys, axis=1, kind="stable") + starts)[inside]]
-        first = last
-    return order
+    return np.lexsort((random.random(len(groups)), window[groups]))
 
 
 def augment_generator(seed: int, labeled_stream: int, step: int) -> torch.Generator:
@@ -420,12 +381,8 @@ class Order:
         orders = (
             epoch_indices(plan.seed, epoch, *kind, self._window_rows) for kind in kinds
         )
+        shape, axis = ((steps, workers, -1), 1)
+        if self._groups is not None:
+            shape, axis = ((workers, steps, -1), 0)
         # copies, because a view would keep the rows of all workers in memory
-        if self._groups is None:
-            return [
-                order.reshape(steps, workers, -1)[:, self._rank].copy()
-                for order in orders
-            ]
-        return [
-            order.reshape(workers, steps, -1)[self._rank].copy() for order in orders
-        ]
+        return [order.reshape(shape).take(self._rank, axis) for order in orders]

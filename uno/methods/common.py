@@ -1,101 +1,23 @@
 """The parts that several methods share."""
 
+import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from uno import collectives
+from uno import distributed
 from uno.config import Config
 from uno.errors import ConfigError
-from uno.heads import Prototypes, unit
+from uno.heads import unit
 from uno.model import UnoModel
 from uno.prototype_init import (
     Sample,
-    clusters_of,
+    cluster_features,
     set_to_class_means_,
     training_features,
 )
-from uno.state import TrainState
-from uno.steps import Batch, forward
-
-
-class NovelHead(nn.Module):
-    """A novel head of cosines of the feature to K prototypes.
-
-    Args:
-        num_novel: The number of prototypes K.
-        num_features: The number of features D.
-        auxiliary: A module that only the method's step calls, if any. It is trained
-            with the head.
-    """
-
-    def __init__(
-        self, num_novel: int, num_features: int, auxiliary: nn.Module | None = None
-    ) -> None:
-        super().__init__()
-        self.prototypes = Prototypes(1, num_novel, num_features)
-        self.auxiliary = auxiliary
-
-    @property
-    def weight(self) -> Tensor:
-        """The prototypes of the K novel classes, (1, K, D)."""
-        return self.prototypes.weight
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Compute the cosines of features with the K prototypes of the novel classes.
-
-        Args:
-            features: Features of the encoder, (N, D).
-
-        Returns:
-            Cosines (1, N, K).
-        """
-        return self.prototypes(features)
-
-
-class AdaptedHead(NovelHead):
-    """A linear layer on the feature, and cosines of its output to K prototypes.
-
-    The layer is the identity at first. It takes the place of the encoder's last stage
-    if the encoder is frozen, for methods that shape features. (The authors of NCL and
-    RS train only this stage.)
-
-    Attributes:
-        layer: The linear layer from D to D features.
-    """
-
-    def __init__(self, num_novel: int, num_features: int) -> None:
-        super().__init__(num_novel, num_features)
-        self.layer = nn.Linear(num_features, num_features)
-        nn.init.eye_(self.layer.weight)
-        nn.init.zeros_(self.layer.bias)
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Apply the linear layer to features, and compute cosines with K prototypes.
-
-        Args:
-            features: Features of the encoder, (N, D).
-
-        Returns:
-            Cosines (1, N, K).
-        """
-        return self.prototypes(self.layer(features))
-
-
-def learned_features(model: UnoModel, features: Tensor) -> Tensor:
-    """Return the features that the method trains.
-
-    Args:
-        model: The network.
-        features: Features of the encoder, (..., D).
-
-    Returns:
-        The output of the linear layer if the novel head is an :class:`AdaptedHead`,
-        otherwise ``features``.
-    """
-    head = model.novel
-    return head.layer(features) if isinstance(head, AdaptedHead) else features
+from uno.steps import Batch, TrainState, forward
 
 
 def forward_two_views(state: TrainState, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
@@ -136,6 +58,21 @@ def pair_likelihood_loss(
     return -torch.where(similar, together + 1e-7, 1 - together + 1e-7).log().mean()
 
 
+def sigmoid_rampup(progress: float, rampup: float) -> float:
+    """Return the weight of a loss during a sigmoid ramp-up (Laine & Aila, 2017).
+
+    Args:
+        progress: The share of the phase that is done, 0-1.
+        rampup: The share of the phase that the ramp takes.
+
+    Returns:
+        ``exp(-5 (1 - t)^2)`` with t = ``progress / rampup``, at most 1. That is from
+        0.0067 to 1.
+    """
+    t = 1.0 if progress >= rampup else progress / rampup
+    return math.exp(-5 * (1 - t) ** 2)
+
+
 def similar_by_cosine(features: Tensor, threshold: float) -> Tensor:
     """Return which pairs of rows have features with a cosine above a threshold.
 
@@ -147,10 +84,12 @@ def similar_by_cosine(features: Tensor, threshold: float) -> Tensor:
         A mask, bool (N, M), for the M unlabeled rows of all workers.
     """
     directions = unit(features.detach())
-    return directions @ collectives.gather_rows(directions, 0).T > threshold
+    return directions @ distributed.gather_rows(directions, 0).T > threshold
 
 
-def contrast_loss(features: Tensor, labels: Tensor, temperature: float) -> Tensor:
+def feature_contrast_loss(
+    features: Tensor, labels: Tensor, temperature: float
+) -> Tensor:
     """Return the contrastive loss of features in two views (InfoNCE and SupCon).
 
     For each row and view it is the mean, over its positives, of minus the log of a
@@ -167,14 +106,14 @@ def contrast_loss(features: Tensor, labels: Tensor, temperature: float) -> Tenso
     Returns:
         A scalar, the mean over this worker's rows and views.
     """
-    rank, world_size = collectives.rank_and_world()
+    rank, world_size = distributed.rank_and_world()
     num_rows = features.shape[1]
     place = rank * num_rows + torch.arange(num_rows, device=labels.device)
     # rows without a class have negative ids of their own
     ids = torch.cat([labels, -1 - place[len(labels) :]])
-    all_ids = collectives.gather_rows(ids, 0).repeat(2)
+    all_ids = distributed.gather_rows(ids, 0).repeat(2)
     # (2 W B, D)
-    everyone = collectives.gather_rows_with_grad(features, 1).flatten(0, 1)
+    everyone = distributed.gather_rows_with_grad(features, 1).flatten(0, 1)
     logits = features.flatten(0, 1) @ everyone.T / temperature
     own = torch.cat([place, place + num_rows * world_size])[:, None]
     itself = own == torch.arange(len(everyone), device=labels.device)
@@ -184,11 +123,11 @@ def contrast_loss(features: Tensor, labels: Tensor, temperature: float) -> Tenso
 
 
 def frozen_sample(config: Config, model: UnoModel, train: Any) -> Sample:
-    """Compute the features that a method starts from, in eval mode.
+    """Compute the features that a method starts from.
 
     Args:
         config: The configuration of the run.
-        model: The network. It is in training mode afterward.
+        model: The network.
         train: The training data.
 
     Returns:
@@ -197,12 +136,12 @@ def frozen_sample(config: Config, model: UnoModel, train: Any) -> Sample:
     Raises:
         ConfigError: There are fewer unlabeled rows than novel classes.
     """
-    model.eval()
     sample = training_features(config, model, train)
-    model.train()
-    if (found := len(sample.unlabeled)) < train.num_novel:
-        need = f"as many unlabeled rows as new classes ({train.num_novel}), not {found}"
-        raise ConfigError(f"method {config.method} needs {need}")
+    if len(sample.unlabeled) < train.num_novel:
+        raise ConfigError(
+            f"method {config.method} needs as many unlabeled rows as new classes"
+            f" ({train.num_novel}), not {len(sample.unlabeled)}"
+        )
     return sample
 
 
@@ -232,10 +171,12 @@ def cluster_centers(
 
     Returns:
         Rows of length one, (C_l + C_u, D): the means of the known classes, then the
-        centers of the novel clusters of :func:`uno.prototype_init.clusters_of`.
+        centers of the novel clusters of :func:`uno.prototype_init.cluster_features`.
     """
     labeled, labels, unlabeled = sample
-    centers = clusters_of(unlabeled, labeled, labels, num_novel, setting, seed).centers
+    centers = cluster_features(
+        unlabeled, labeled, labels, num_novel, setting, seed
+    ).centers
     known = torch.zeros(int(labels.max()) + 1, centers.shape[1])
     set_to_class_means_(known, unit(labeled).float(), labels)
     return torch.cat([known, centers[-num_novel:]])

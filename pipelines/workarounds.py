@@ -4,8 +4,6 @@ Their names may change with any version. Each function says what happens without
 name. The rest of this package imports Ray's public API only.
 """
 
-import inspect
-import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -14,18 +12,7 @@ from pathlib import Path
 from typing import Any
 
 NODE = "ray.io/node-id"  # the label of each node with its id
-# The fallback if the requested node has left: any node.
-ELSEWHERE = [{"label_selector": dict[str, str]()}]
 GONE = (ImportError, AttributeError, TypeError)  # raised by a name that has moved
-
-
-def raised(error: Exception) -> BaseException | None:
-    """Return what the training loop of a worker has raised, without Ray's wrapper.
-
-    None if Ray itself reports the loss of the worker. ``UserCallback.after_exception``
-    gets the wrapper, which has no public name.
-    """
-    return getattr(error, "_base_exc", None)
 
 
 def quiet_pools() -> None:
@@ -49,37 +36,6 @@ def quiet_pools() -> None:
         dispatcher.remove_handler(leave_out.__name__)
         # The handler that prints comes after this one.
         dispatcher.handlers.insert(0, (leave_out.__name__, leave_out))
-
-
-def dataset_of(blocks: list[Any]) -> Any:
-    """Return Arrow tables as a dataset of Ray Data, with one block for each table.
-
-    The name is meant for Ray's tests. Without it a task counts the rows of each block.
-    That task waits for a CPU, and takes longer than storing the row numbers.
-    """
-    import ray
-
-    try:
-        return ray.data.from_blocks(blocks)
-    except GONE:
-        return ray.data.from_arrow(blocks)
-
-
-def first_without_cpu(own: str) -> dict[str, Any]:
-    """Return a ``map_batches`` argument: the first process of a pool takes no CPU.
-
-    That process runs on the node ``own``, or elsewhere if the node has left. Ray 2.64
-    drops the argument. Without it the result is empty, and processes that find no free
-    CPU wait for those of other executions.
-    """
-    import ray
-
-    first = iter(
-        [{"num_cpus": 0, "label_selector": {NODE: own}, "fallback_strategy": ELSEWHERE}]
-    )
-    name = "ray_remote_args_fn"
-    has = name in inspect.signature(ray.data.Dataset.map_batches).parameters
-    return {name: lambda: next(first, {})} if has else {}
 
 
 @contextmanager
@@ -120,14 +76,3 @@ def current_cluster() -> str | None:
             or None
         )
     return None
-
-
-def job_variables() -> set[str]:
-    """Return the names of the environment variables of a submitted job.
-
-    Ray refuses a driver that sets one of them again. The result is empty outside a job.
-    """
-    with suppress(ValueError, *GONE):
-        job: Any = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
-        return set((job.get("runtime_env") or {}).get("env_vars") or {})
-    return set()

@@ -3,17 +3,17 @@ of (seed, step).
 """
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
 from tests.uno.small_run import small_config, small_sets
-from uno.config import DataConfig
-from uno.data.columns import Labels
-from uno.data.resident import (
-    FeatureBatches,
-    ResidentBatches,
+from uno.config import DataConfig, override
+from uno.data.columns import make_labels
+from uno.data.memory import (
+    MemoryBatches,
     TrainSet,
     assemble,
     eval_sets,
@@ -44,7 +44,7 @@ def test_sets_of_the_digits():
     assert (train.num_known, train.num_novel) == (5, 5) and torch.equal(
         train.labeled_images[:], images[rows]
     )
-    assert train.labels.tolist() == [int(task.rows.labels[i]) for i in rows]
+    assert train.labels.tolist() == [int(task.rows.labels.to_pylist()[i]) for i in rows]
     assert (
         len(train.labels) + len(train.unlabeled_images)
         == task.is_train.sum()
@@ -52,7 +52,9 @@ def test_sets_of_the_digits():
     )
     for found in sets.values():
         assert torch.equal(found.images[:], images[found.index])
-        assert found.truth.tolist() == [int(task.rows.labels[i]) for i in found.index]
+        assert found.truth.tolist() == [
+            int(task.rows.labels.to_pylist()[i]) for i in found.index
+        ]
     assert set(sets["test"].index.tolist()) == set(np.flatnonzero(~task.is_train))
 
 
@@ -63,55 +65,35 @@ def contents(train):
     }
 
 
-def test_hidden_labels_never_reach_training():
-    """Kills: hidden labels in ``labels``, unlabeled rows sorted or filtered by
-    class.
+@pytest.mark.parametrize("fraction", [0, 0.5])
+def test_hidden_labels_never_reach_training(fraction):
+    """Kills: truth in the training set, unlabeled rows in the order of their class,
+    known rows of a pile told from novel ones.
     """
-    rows = read_digits()
-    permuted, sets = np.array(rows.labels), []
-    novel = np.flatnonzero(permuted >= "5")
-    permuted[novel] = np.random.default_rng(0).permutation(permuted[novel])
-    for labels in (rows.labels, permuted.tolist()):
-        task = make_task(replace(rows, labels=Labels.of(labels)), DIGITS)
-        images = torch.from_numpy(rows.images.items.transpose(0, 3, 1, 2).copy())
-        ok = np.ones(len(rows), dtype=bool)
-        sets.append(
-            (assemble(task, images, ok), eval_sets(task, images, ok)["train"].truth)
-        )
-    (a, truth_a), (b, truth_b) = sets
-    assert not torch.equal(truth_a, truth_b)
-    assert contents(a).keys() == contents(b).keys()
-    for name, value in contents(a).items():
-        assert np.array_equal(value, contents(b)[name]), name
-    assert set(a.labels.tolist()) == set(range(5))
-
-
-def test_hidden_labels_of_a_mixed_pile_never_reach_training():
-    """Known rows without a label and novel ones change their truth. Kills: truth in the
-    training set, known rows of a pile told from novel ones, ``unlabeled`` told by the
-    class.
-    """
-    rows = read_digits()
+    rows, sets = read_digits(), []
     images = torch.from_numpy(rows.images.items.transpose(0, 3, 1, 2).copy())
-    task = make_task(rows, DIGITS.model_copy(update={"unlabeled_known_fraction": 0.5}))
-    hidden = np.flatnonzero(task.is_train & (task.labels < 0))
-    permuted = task.eval_labels.copy()
-    permuted[hidden] = np.random.default_rng(0).permutation(permuted[hidden])
     ok = np.ones(len(rows), dtype=bool)
-    a, b = (
-        assemble(replace(task, eval_labels=truth), images, ok)
-        for truth in (task.eval_labels, permuted)
+    config = DIGITS.model_copy(update={"unlabeled_known_fraction": fraction})
+    task = make_task(rows, config)
+    hidden = np.flatnonzero(task.is_train & (task.labels < 0))
+    permuted, names = task.eval_labels.copy(), np.array(rows.labels.to_pylist())
+    order = np.random.default_rng(0).permutation(len(hidden))
+    permuted[hidden], names[hidden] = permuted[hidden][order], names[hidden][order]
+    other = replace(
+        task,
+        eval_labels=permuted,
+        rows=replace(rows, labels=make_labels(names.tolist())),
     )
-    assert all(
-        np.array_equal(value, contents(b)[name]) for name, value in contents(a).items()
-    )
-    sets = eval_sets(task, images, ok)
-    assert torch.equal(
-        sets["train"].index[sets["train"].unlabeled], torch.from_numpy(hidden)
-    )
-    assert sets["test"].unlabeled.all() and len(a.unlabeled_images) == len(hidden)
-    old = sets["train"].truth[sets["train"].unlabeled] < 5
-    assert 300 < int(old.sum()) < 400  # half of 720 known training rows
+    sets = [(assemble(t, images, ok), eval_sets(t, images, ok)) for t in (task, other)]
+    (train, truth), (other_train, other_truth) = sets
+    assert not torch.equal(truth["train"].truth, other_truth["train"].truth)
+    for name, value in contents(train).items():
+        assert np.array_equal(value, contents(other_train)[name]), name
+    unlabeled = truth["train"].index[truth["train"].unlabeled]
+    assert torch.equal(unlabeled, torch.from_numpy(hidden))
+    assert truth["test"].unlabeled.all()
+    num_known = int((task.eval_labels[hidden] < 5).sum())
+    assert 300 < num_known < 400 if fraction else num_known == 0
 
 
 def test_bad_images_are_left_out_of_every_set(tmp_path):
@@ -164,6 +146,44 @@ def test_rows_that_are_read_only_are_taken_silently():
     assert found.labeled_images[:][:, 0, 0, 0].tolist() == [0, 1, 2]
 
 
+ROWS = torch.arange(7 * 2 * 3).view(7, 2, 3)
+PLACE = torch.tensor([4, 0, 6, 5, 1, 3, 2])
+
+
+@pytest.mark.parametrize("sizes", [[7], [2, 1, 0, 4]])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        slice(None),
+        slice(1, 6, 2),
+        torch.tensor([True, False, True, True, False, False, True]),
+        torch.tensor([6, 0, 0, 3]),
+        torch.tensor([], dtype=torch.int64),
+    ],
+)
+def test_rows_of_blocks_are_those_of_one_tensor(sizes, rows):
+    """Kills: rows by their place in another block, or in the order of the blocks."""
+    view, expected = RowBlocks(ROWS.split(sizes), PLACE), ROWS[PLACE]
+    assert len(view) == 7 and view.shape == expected.shape and view.ndim == 3
+    assert torch.equal(view[rows], expected[rows])
+    assert torch.equal(view.select_rows(rows)[:], expected[rows])
+    assert torch.equal(torch.cat([*view.split(4)]), expected)
+    assert view.to("meta").shape == (7, 2, 3)
+
+
+def test_a_view_of_rows_is_no_copy():
+    """Kills: a set that holds its own images, so that memory holds them twice; rows
+    that leave the host all at once although no device holds them.
+    """
+    rows = ROWS.clone()
+    some = RowBlocks([rows], stays_on_host=True).select_rows(slice(2, None))
+    some = some.select_rows(torch.tensor([0, 3]))
+    rows += 100
+    assert torch.equal(some[:], rows[[2, 5]])
+    assert torch.equal(some[torch.tensor([1]), torch.tensor([0])], rows[5:6, 0])
+    assert some.to("meta")[:1].device.type == "meta" and some[:].device.type == "cpu"
+
+
 CONFIG = small_config(
     train__batch_size=24,
     augment__small__num_views=1,
@@ -177,7 +197,7 @@ def batches(config=CONFIG, phase=run.DISCOVER, rank=0, world_size=1):
     plan = run.plans(
         config, len(train.labels), len(train.unlabeled_images), world_size
     )[phase]
-    return ResidentBatches(config, train, plan, rank, world_size)
+    return MemoryBatches(config, train, plan, rank, world_size)
 
 
 def same(first, second):
@@ -204,26 +224,6 @@ def test_batches_are_a_pure_function_of_the_step():
     assert all(same(again(step), forward[step]) for step in reversed(range(5)))
     assert not any(same(forward[0], other) for other in forward[1:])
     assert not same(batches(CONFIG.model_copy(update={"seed": 1}))(0), forward[0])
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("phase", [run.PRETRAIN, run.DISCOVER])
-def test_shares_of_the_workers_are_the_global_batch(phase, world_size):
-    """Kills: the same views on every worker, views drawn per rank, rows shared out
-    across the two kinds.
-    """
-    whole = batches(phase=phase)(2)
-    shares = [
-        batches(phase=phase, rank=rank, world_size=world_size)(2)
-        for rank in range(world_size)
-    ]
-    assert torch.equal(torch.cat([share.labels for share in shares]), whole.labels)
-    num_labeled, share_labeled = len(whole.labels), len(shares[0].labels)
-    assert num_labeled == (24 if phase == run.PRETRAIN else 12)
-    for v, view in enumerate(whole.views):
-        labeled = torch.cat([share.views[v][:share_labeled] for share in shares])
-        unlabeled = torch.cat([share.views[v][share_labeled:] for share in shares])
-        assert torch.equal(torch.cat([labeled, unlabeled]), view)
 
 
 def test_labels_belong_to_their_images():
@@ -282,7 +282,6 @@ def test_a_step_takes_different_cached_views_of_a_row():
     another row.
     """
     source, seen = feature_batches(), {}
-    assert isinstance(source, FeatureBatches)
     for step in range(20):  # 4 epochs and a half
         batch = source(step)
         assert batch.num_large == len(batch.views) == 3
@@ -325,18 +324,49 @@ def test_evaluation_reads_the_evaluation_view_of_cached_features():
     assert np.array_equal(images[3], task.rows.images[3])
 
 
+def noisy_batches(config=HEADS, rank=0, world_size=1):
+    """Of vectors with one view each: 1000 times the number of their row."""
+    rows = 1000 * torch.arange(200.0)[:, None, None].expand(-1, 1, 4)
+    train = TrainSet(rows[:100], torch.arange(100) % 5, rows[100:], 5, 5)
+    plan = run.plans(config, 100, 100, world_size)[run.DISCOVER]
+    return train.batches(config, plan, rank, world_size)
+
+
+def test_vectors_with_one_view_get_noise():
+    """Kills: equal views, noise of another size or of every number alike."""
+    config = override(HEADS, {"augment.vector_noise": 0.001})
+    batch = noisy_batches(config)(2)
+    views, spread = torch.stack(batch.views), 1000 * np.arange(200).std()
+    noise = views - (views / 1000).round() * 1000
+    assert views.shape == (3, 24, 4) and len(noise.unique()) > 200
+    assert noise.std() == pytest.approx(0.001 * spread, rel=0.15)
+    rows = (views[0, :, 0] / 1000).round().long()
+    assert torch.equal(batch.labels, rows[:12] % 5)
+    assert torch.equal(rows[12:] - 100, batch.rows)
+    assert same(noisy_batches(config)(2), batch)
+    none = noisy_batches(override(HEADS, {"augment.vector_noise": 0}))(2)
+    assert all(torch.equal(view, none.views[0]) for view in none.views)
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_shares_of_a_batch_of_features_are_the_whole(world_size):
-    """Kills: views drawn by the place in a worker's share."""
-    whole = feature_batches()(2)
-    shares = [
-        feature_batches(rank=rank, world_size=world_size)(2)
-        for rank in range(world_size)
-    ]
+@pytest.mark.parametrize(
+    "make",
+    [
+        batches,
+        partial(batches, phase=run.PRETRAIN),
+        feature_batches,
+        noisy_batches,
+    ],
+)
+def test_shares_of_the_workers_are_the_global_batch(make, world_size):
+    """Kills: the same views on every worker, views drawn by the place in a worker's
+    share, rows shared out across the two kinds.
+    """
+    whole = make()(2)
+    shares = [make(rank=rank, world_size=world_size)(2) for rank in range(world_size)]
     assert torch.equal(torch.cat([share.labels for share in shares]), whole.labels)
+    split = len(shares[0].labels)
     for v, view in enumerate(whole.views):
-        split = len(shares[0].labels)
-        parts = [share.views[v][:split] for share in shares] + [
-            share.views[v][split:] for share in shares
-        ]
+        parts = [share.views[v][:split] for share in shares]
+        parts += [share.views[v][split:] for share in shares]
         assert torch.equal(torch.cat(parts), view)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
+import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,31 +25,24 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from uno.config import AugmentConfig, ModelConfig
+from uno.config import ModelConfig
 from uno.data import files as filesystem
-from uno.data import mapped, tables
-from uno.data.columns import Labels, Text
+from uno.data import tables
+from uno.data.columns import class_codes, make_unlabeled
 from uno.data.decode import ok_mask
 from uno.data.from_python import class_names, distinct_ids, float_vectors
-from uno.data.image_paths import DEFAULT_RULES, PathRules, find_images
-from uno.data.images import Image, Images, evenly_spaced
+from uno.data.image_paths import find_images
+from uno.data.images import Image, Images
 from uno.data.labels import encode_column, require_distinct
-from uno.data.mapped import PIECE_ROWS, NeighborViews
 from uno.data.other_formats import fix_for
-from uno.data.plan import FEATURES, VIEW_SEED, augment_generator
+from uno.data.read_options import DEFAULT_OPTIONS, ReadOptions
 from uno.data.rows import Rows
-from uno.data.tables import NO_NAMES, TEXT, ParquetImages
+from uno.data.tables import TEXT, ParquetImages
 from uno.data.text_tables import read_csv
 from uno.errors import ConfigError, StorageError, one_line
 from uno.limits import MAX_NPZ_BYTES, MAX_ROWS
 from uno.text import plural
 
-# The number of neighbors of a row, the largest number of rows among which they are
-# searched, and the number of rows that are compared with all of these at once.
-NEIGHBORS, NEAR_ROWS, COSINE_ROWS = 5, 20_000, 512
-# The largest number of pairs of rows that are compared, which takes a minute; and the
-# number of rows among which neighbors are searched even if that makes more pairs.
-NEAR_PAIRS, LEAST_NEAR_ROWS = 2 * 10**9, 1_000
 METADATA = b"uno.vectors"  # key in the metadata of files that this module writes
 ARRAYS = (".npy", ".npz")
 # Errors that np.load raises for damaged files, and for files that it cannot read.
@@ -65,6 +60,9 @@ MANY_NUMBERS = 8  # more columns of floats than this seem to be one vector
 CSV_FIX = "text; save its numbers with np.save(FILE, np.loadtxt(CSV, delimiter=','))"
 COLUMNS = ("id", "embedding", "label", "eval_label", "split", "path", "text")
 LIST = pa.large_list(pa.float32())
+MAPPED_BYTES = 256 * 2**20  # arrays of this size or more are kept in a file
+PIECE_ROWS = 2**16  # rows that are looked at or copied at once
+HASHED_ROWS = 2**13  # rows that are hashed at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,8 +93,10 @@ class Vectors(Images):
         Raises:
             ConfigError: These are no such numbers.
         """
-        values = float_vectors(given, what)
-        return cls(*checked(values, [None] * len(values)))
+        values = float_vectors(given, what).clone()
+        reasons: list[str | None] = [None] * len(values)
+        clear_unusable_(values, reasons)
+        return cls(values, reasons)
 
     def __len__(self) -> int:
         return len(self.values)
@@ -124,20 +124,13 @@ class Vectors(Images):
         """Return the vectors of ``rows``, int64 (n,).
 
         Returns:
-            float32 (n, V, D), which shares its memory with ``values`` if the rows are
-            consecutive; and the reasons of rows without a usable vector.
+            float32 (n, V, D), which are ``values`` themselves if all rows are asked for
+            in order; and the reasons of rows without a usable vector.
         """
-        in_a_row = (
-            len(rows)
-            and rows[-1] - rows[0] + 1 == len(rows)
-            and bool((np.diff(rows) == 1).all())
-        )
-        own = (
-            slice(int(rows[0]), int(rows[-1]) + 1)
-            if in_a_row
-            else torch.from_numpy(rows)
-        )
-        return self.values[own], [self.reasons[row] for row in rows.tolist()]
+        reasons = [self.reasons[row] for row in rows.tolist()]
+        if np.array_equal(rows, np.arange(len(self))):
+            return self.values, reasons
+        return self.values[torch.from_numpy(rows)], reasons
 
     def prepared(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]]:
         """Return the first view of each row, the one for evaluation.
@@ -165,21 +158,16 @@ class Vectors(Images):
         )
 
 
-def checked(
-    values: Tensor, reasons: list[str | None]
-) -> tuple[Tensor, list[str | None]]:
-    """Find rows that cannot be used, and set their vectors to zeros.
+def clear_unusable_(values: Tensor, reasons: list[str | None]) -> None:
+    """Find rows that cannot be used, and set their vectors to zeros, in place.
 
     A row cannot be used if it has a reason already, or if any of its views has numbers
     that are not finite, or is a vector of zeros.
 
     Args:
-        values: float32 (N, V, D). It is not changed.
+        values: float32 (N, V, D). It is changed.
         reasons: For each row the reason why it has no usable vector, or None. Reasons
             that are found are added to this list.
-
-    Returns:
-        ``values``, or a copy with zeros if rows cannot be used; and ``reasons``.
     """
     for start in range(0, len(values), PIECE_ROWS):
         part = values[start : start + PIECE_ROWS]
@@ -191,22 +179,11 @@ def checked(
         ):
             for row in bad.any(dim=1).nonzero()[:, 0].tolist():
                 reasons[start + row] = reasons[start + row] or why
-    unusable = torch.from_numpy(~ok_mask(reasons))
-    if not unusable.any():
-        return values, reasons
-    bad = unusable[:, None, None]
-    usable = mapped.fill(
-        tuple(values.shape), lambda own: values[own].masked_fill(bad[own], 0)
-    )
-    return torch.from_numpy(usable), reasons
+    unusable = np.flatnonzero(~ok_mask(reasons))
+    values[torch.from_numpy(unusable)] = 0
 
 
-def read_vectors(
-    path: str,
-    names: Mapping[str, str] = NO_NAMES,
-    images_only: bool = False,
-    rules: PathRules = DEFAULT_RULES,
-) -> Rows:
+def read_vectors(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
     """Read vectors with their ids, labels and pictures.
 
     Parquet files have a column ``embedding`` with lists of D numbers. They may also
@@ -221,99 +198,116 @@ def read_vectors(
     Args:
         path: Path or URI of a .parquet, .npy or .npz file, or a folder of Parquet
             files.
-        names: Standard name of a column, such as "label" -> its name in the source.
-        images_only: Whether the rows are only to be predicted, so that labels and
-            splits are not read.
-        rules: How the column ``path`` is read.
+        options: How the source is read.
 
     Raises:
         ConfigError: There is no such file or column, a file is damaged, or rows with
             the same id differ in label or split.
     """
     source = f"vectors:{path}"
-    read = _of_arrays if path.endswith(ARRAYS) else _of_parquet
     if filesystem.kind(path) == "file" and not path.endswith((".parquet", *ARRAYS)):
         fix = CSV_FIX if path.lower().endswith(".csv") else fix_for(path)
         what = f"; this is {fix}" if fix else ""
         raise ConfigError(f"{path}: vectors: reads .parquet, .npy and .npz{what}")
-    table, values, why, shown, present = read(source, path, names, rules)
-    num = len(values)
+    if path.endswith(ARRAYS):
+        content = _read_arrays(path, options)
+    else:
+        content = _read_parquet(source, path, options)
+    values, num = content.values, len(content.values)
     if not 0 < num <= MAX_ROWS:
         raise ConfigError(f"{source}: {plural(num, 'row')}, not 1 to {MAX_ROWS:,}")
-    of_labels = ("label", "eval_label", "split") if images_only else ()
+    unused = ("label", "eval_label", "split") if options.images_only else ()
     columns = {
-        name: table[name] for name in table.column_names if name not in of_labels
+        name: content.table[name]
+        for name in content.table.column_names
+        if name not in unused
     }
-    ids = pa.array((f"row-{row}" for row in range(num)), pa.large_string())
-    if "id" in columns:
-        given = columns["id"].cast(pa.large_string()).combine_chunks()
-        ids = pa.compute.if_else(
-            pa.compute.not_equal(given, "").fill_null(False), given, ids
-        )
+    ids = _make_ids(columns.get("id"), num)
     coded = ids.dictionary_encode()
     place = coded.indices.to_numpy()
-    counts, order = np.bincount(place), np.argsort(place, kind="stable")
-    starts = np.cumsum(counts) - counts
-    # a row with fewer views than others repeats its own
-    views = order[starts[:, None] + np.arange(counts.max()) % counts[:, None]]
-    first = views[:, 0]
+    views = _group_views(place)
+    first, num_views = views[:, 0], views.shape[1]
     labels, truth, split = (
-        encode_column(source, columns[name]) if name in columns else Labels.none(num)
+        encode_column(source, columns[name]) if name in columns else make_unlabeled(num)
         for name in ("label", "eval_label", "split")
     )
     require_distinct(source, labels, truth)
     for what, column in (("label", labels), ("eval_label", truth), ("split", split)):
-        if (differ := np.flatnonzero(column.codes != column.codes[first][place])).size:
+        codes = class_codes(column)
+        if (differ := np.flatnonzero(codes != codes[first][place])).size:
             raise ConfigError(
                 f"{source}: rows of id {one_line(repr(ids[differ[0]].as_py()))} differ"
                 f" in {what}"
             )
     is_train = tables.splits_in(source, split)[first]
     reasons = list[str | None]([None] * len(first))
-    for row, reason in why.items():
+    for row, reason in content.reasons.items():
         reasons[place[row]] = reasons[place[row]] or reason
-    if counts.max() == 1:  # each row has one view, and the rows are in order
+    if num_views == 1:  # the rows are in order
         values = values[:, None]
     else:
-        single = values
-        values = mapped.fill(
-            (*views.shape, values.shape[1]), lambda own: single[views[own]]
-        )
-    found, reasons = checked(torch.from_numpy(values), reasons)
-    if shown is None and "path" in columns:
+        values = new_array((*views.shape, values.shape[1]))
+        for start in range(0, len(views), PIECE_ROWS):
+            own = slice(start, start + PIECE_ROWS)
+            values[own] = content.values[views[own]]
+    found = torch.from_numpy(values)
+    clear_unusable_(found, reasons)
+    pictures = content.pictures
+    if pictures is None and "path" in columns:
         root = filesystem.split(path)[0] if filesystem.kind(path) == "file" else path
         paths = tables.values_in(columns["path"].cast(pa.string()))
-        shown = find_images(source, root, paths, True, rules)
-    words = (
-        columns["text"].cast(pa.string()).combine_chunks().take(pa.array(first))
-        if "text" in columns
-        else None
-    )
-    images = Vectors(
-        found, reasons, None if shown is None else shown.take(first), words
-    )
+        pictures = find_images(source, root, paths, options, may_lack=True)
+    shown = None if pictures is None else pictures.take(first)
+    words = None
+    if "text" in columns:
+        words = columns["text"].cast(pa.string()).combine_chunks().take(pa.array(first))
     notes: tuple[str, ...] = ()
-    if counts.max() > 1:
-        notes = (f"rows of one id, {counts.max()} at most, are its views",)
-    if "label" not in table.column_names and not images_only:
-        notes += tables.note_of_no_label(path, present, names)
-        if path.endswith(ARRAYS) and not present:
-            notes += (
-                (
-                    f"no labels: write them to {path[:-4]}.csv, column label, one row a"
-                    " vector"
-                ),
-            )
-    truths = truth.pick(first) if "eval_label" in columns else None
+    if num_views > 1:
+        notes = (f"rows of one id, {num_views} at most, are its views",)
+    if "label" not in content.table.column_names and not options.images_only:
+        notes += tables.note_of_no_label(path, content.names, options.columns)
+        if path.endswith(ARRAYS) and not content.names:
+            fix = f"write them to {path[:-4]}.csv, column label, one row a vector"
+            notes = (*notes, f"no labels: {fix}")
     return Rows(
-        Text(coded.dictionary),
-        images,
-        labels.pick(first),
+        coded.dictionary,
+        Vectors(found, reasons, shown, words),
+        labels.take(first),
         is_train,
         source,
         notes=notes,
-        eval_labels=truths,
+        eval_labels=truth.take(first) if "eval_label" in columns else None,
     )
+
+
+def _make_ids(given: Any, num_rows: int) -> pa.Array:
+    """Return the id of each row as text.
+
+    Args:
+        given: Arrow column of ids, or None. A row without an id gets "row-NUMBER".
+        num_rows: The number of rows.
+    """
+    ids = pa.array((f"row-{row}" for row in range(num_rows)), pa.large_string())
+    if given is None:
+        return ids
+    given = given.cast(pa.large_string()).combine_chunks()
+    is_given = pa.compute.not_equal(given, "").fill_null(False)
+    return pa.compute.if_else(is_given, given, ids)
+
+
+def _group_views(place: np.ndarray) -> np.ndarray:
+    """Return which vectors are the views of each id.
+
+    Args:
+        place: The number of the id of each vector, int64 (R,), from 0 to N - 1.
+
+    Returns:
+        Numbers of vectors in ascending order, int64 (N, V). V is the largest number of
+        views of an id. An id with fewer views repeats its own.
+    """
+    counts, order = np.bincount(place), np.argsort(place, kind="stable")
+    starts = np.cumsum(counts) - counts
+    return order[starts[:, None] + np.arange(counts.max()) % counts[:, None]]
 
 
 def require_kind(config: ModelConfig, images: Images) -> None:
@@ -338,114 +332,6 @@ def require_kind(config: ModelConfig, images: Images) -> None:
         raise ConfigError(
             f"model.encoder {config.encoder} takes {takes}, the data has {given}"
         )
-
-
-def with_views(
-    values: Tensor, augment: AugmentConfig, ok: np.ndarray
-) -> Tensor | NeighborViews:
-    """Return vectors together with views for training, if they have only one view.
-
-    The views are random, but the same in runs of all seeds. ``augment.vector_view``
-    says how they are made: "noise" adds noise, "dropout" sets some numbers to zero, and
-    "neighbors" moves a row towards one of its nearest neighbors.
-
-    Args:
-        values: float32 (N, V, D).
-        augment: The section ``augment`` of the configuration.
-        ok: Whether each row has a usable vector, bool (N,). Views of other rows mean
-            nothing.
-
-    Returns:
-        (N, 1 + ``augment.num_cached_views``, D) with the vectors themselves as the
-        first view. ``values`` itself if V > 1 or ``augment.num_cached_views`` is 0.
-    """
-    if values.shape[1] > 1 or not augment.num_cached_views:
-        return values
-    generator, rows = (
-        augment_generator(VIEW_SEED, FEATURES, 0),
-        torch.from_numpy(np.flatnonzero(ok)),
-    )
-    how, strength = augment.vector_view, augment.vector_strength
-    if how == "neighbors":
-        return _neighbor_views(values[:, 0], rows, augment, generator)
-    spread = values[rows[evenly_spaced(PIECE_ROWS, len(rows))], 0].std(dim=0)
-    found = torch.from_numpy(
-        mapped.new_array((len(values), 1 + augment.num_cached_views, values.shape[2]))
-    )
-    for own in rows.split(PIECE_ROWS):
-        found[own, 0] = points = values[own, 0]
-        for view in range(1, found.shape[1]):
-            if how == "noise":
-                drawn = torch.randn(points.shape, generator=generator)
-                found[own, view] = points + strength * spread * drawn
-            else:
-                found[own, view] = points * (
-                    torch.rand(points.shape, generator=generator) >= strength
-                )
-    return found
-
-
-def _neighbor_views(
-    values: Tensor, rows: Tensor, augment: AugmentConfig, generator: torch.Generator
-) -> NeighborViews:
-    """Return views that move rows towards their nearest neighbors.
-
-    For each view, a random one of the neighbors is drawn, and a random share of the
-    way, at most ``augment.vector_strength``.
-
-    Args:
-        values: float32 (N, D).
-        rows: Numbers of the usable rows, int64 (n,). Views of other rows are the rows
-            themselves.
-        augment: The section ``augment`` of the configuration.
-        generator: Draws the views.
-    """
-    near, num_views = _neighbors(values, rows, generator), augment.num_cached_views
-    partners = torch.arange(len(values), dtype=torch.int32)[:, None].repeat(
-        1, num_views
-    )
-    shares = torch.zeros(len(values), num_views)
-    for view in range(num_views):
-        chosen = torch.randint(near.shape[1], (len(rows), 1), generator=generator)
-        shares[rows, view] = (
-            augment.vector_strength
-            * torch.rand(len(rows), 1, generator=generator)[:, 0]
-        )
-        partners[rows, view] = near.gather(1, chosen)[:, 0]
-    return NeighborViews(values, partners, shares)
-
-
-def _neighbors(values: Tensor, rows: Tensor, generator: torch.Generator) -> Tensor:
-    """Find the nearest neighbors of rows, by cosine similarity.
-
-    The rows are divided at random into parts, and neighbors are searched in the part of
-    a row only. A part has at most :data:`NEAR_ROWS` rows. It has fewer, but not fewer
-    than :data:`LEAST_NEAR_ROWS`, if otherwise more than :data:`NEAR_PAIRS` pairs were
-    compared. The last part has the rows that are left.
-
-    Args:
-        values: float32 (N, D).
-        rows: Row numbers, int64 (n,).
-        generator: Draws the parts.
-
-    Returns:
-        Row numbers of k = max(1, min(:data:`NEIGHBORS`, n - 1)) neighbors of each row,
-        nearest first: int32 (n, k). If the part of a row has fewer rows, the row itself
-        takes the remaining places.
-    """
-    num = len(rows)
-    near = rows.int()[:, None].repeat(1, min(NEIGHBORS, max(1, num - 1)))
-    at_once = min(NEAR_ROWS, max(NEAR_PAIRS // max(1, num), LEAST_NEAR_ROWS))
-    for some in torch.randperm(num, generator=generator).split(at_once):
-        unit = torch.nn.functional.normalize(values[rows[some]], dim=1)
-        for own in torch.arange(len(some)).split(COSINE_ROWS):
-            cosines = unit[own] @ unit.T
-            cosines[torch.arange(len(own)), own] = -torch.inf
-            found = some[
-                cosines.topk(min(near.shape[1], max(1, len(some) - 1)), dim=1).indices
-            ]
-            near[some[own], : found.shape[1]] = rows[found].int()
-    return near
 
 
 class GivenVectors(NamedTuple):
@@ -559,18 +445,25 @@ def is_vectors(path: str) -> bool:
         return False
 
 
-Read = tuple[pa.Table, np.ndarray, dict[int, str], Images | None, list[str]]
-"""The content of a source with R rows.
+class _Content(NamedTuple):
+    """The content of a source with R vectors.
 
-The standard columns as an Arrow table; the numbers, float32 (R, D); row number ->
-reason, for rows of zeros that have no vector; the pictures of the rows, or None; and
-the names of all columns that the source has.
-"""
+    Attributes:
+        table: The standard columns as an Arrow table.
+        values: The vectors, float32 (R, D).
+        reasons: Row number -> why the row has no vector. Its numbers are zeros.
+        pictures: The pictures of the rows, or None.
+        names: The names of all columns that the source has.
+    """
+
+    table: pa.Table
+    values: np.ndarray
+    reasons: dict[int, str]
+    pictures: Images | None
+    names: list[str]
 
 
-def _of_parquet(
-    source: str, path: str, names: Mapping[str, str], rules: PathRules
-) -> Read:
+def _read_parquet(source: str, path: str, options: ReadOptions) -> _Content:
     """Read one Parquet file, or all files of a folder.
 
     If a column holds the bytes of images, these are the pictures of the rows. A column
@@ -579,21 +472,20 @@ def _of_parquet(
     Args:
         source: The source, as error messages name it.
         path: Path or URI of the file or folder.
-        names: Standard name of a column, such as "label" -> its name in the files.
-        rules: How image paths are read.
+        options: How the source is read.
 
     Raises:
         ConfigError: A file has no column of vectors, or the files do not have the same
             columns.
     """
-    root, files = tables.parquet_files(path, rules.follow_links)
+    names = options.columns
+    root, files = tables.parquet_files(path, options.follow_links)
     parts, pictures, lists = list[pa.Table](), set[str](), list[tuple[Any, str]]()
     for file, folders in zip(files, tables.partition_columns(files), strict=True):
         parquet = tables.open_parquet(file.path, file.size)
         schema = parquet.schema
-        tables.check_names(
-            file.path, names, tables.present_columns(schema, names, folders)
-        )
+        present = tables.present_columns(schema, names, folders)
+        tables.check_names(file.path, present, options)
         theirs = {ours: names.get(ours, ours) for ours in COLUMNS}
         image = names.get("image", "image")
         if image in schema.names:
@@ -635,40 +527,39 @@ def _of_parquet(
             [f.path for f in files],
             pictures.pop(),
             [f[2:4] for f in files],
-            rules,
+            options,
             [parquet for parquet, _ in lists],
         )
         if pictures
         else None
     )
-    return table, *_matrix(source, lists), shown, list(schema.names)
+    values, reasons = _read_matrix(source, lists)
+    return _Content(table, values, reasons, shown, list(schema.names))
 
 
-def _of_arrays(
-    source: str, path: str, names: Mapping[str, str], rules: PathRules
-) -> Read:
+def _read_arrays(path: str, options: ReadOptions) -> _Content:
     """Read the numbers of a .npy or .npz file, and the columns beside them.
 
     The columns are other arrays of the .npz file, and those of a .csv file of the same
     name, if there is one.
 
     Args:
-        source: Unused, see :func:`_of_parquet`.
         path: Path or URI of the file.
-        names: Standard name of a column, such as "label" -> its name there.
-        rules: Unused, see :func:`_of_parquet`.
+        options: How the source is read.
 
     Raises:
         ConfigError: The file cannot be read or does not hold numbers (N, D); or the
             .csv file has another number of rows, or a column that the .npz file has,
             too.
     """
+    names = options.columns
     values, columns, present = _load_arrays(path, names)
     if values.ndim != 2:
         raise ConfigError(f"{path} must hold numbers (N, D), not {values.shape}")
     float_vectors(values[:1], path)
     if values.dtype != np.float32:
-        values = mapped.fill(values.shape, values.__getitem__)
+        given_values, values = values, new_array(values.shape)
+        values[:] = given_values
     beside = f"{path[:-4]}.csv"
     if filesystem.kind(beside) == "file":
         given = read_csv(beside).columns
@@ -679,7 +570,7 @@ def _of_arrays(
                 f"{path} and {beside} both hold {both[0]}; remove one of them"
             )
         columns |= in_csv
-    return pa.table(columns), values, {}, None, present
+    return _Content(pa.table(columns), values, {}, None, present)
 
 
 def _load_arrays(
@@ -817,7 +708,7 @@ def _columns_of_csv(
         for ours, theirs in names.items()
         if ours != "embedding" and ("path" if ours == "image" else ours) not in inside
     }
-    tables.check_names(beside, wanted, given)
+    tables.check_names(beside, given, ReadOptions(columns=wanted))
     theirs = {ours: names.get(ours, ours) for ours in COLUMNS}
     columns = {
         ours: pa.array(given[c], pa.string())
@@ -838,7 +729,7 @@ def _columns_of_csv(
     return columns
 
 
-def _lists(file: Any, column: str) -> Iterator[Any]:
+def _read_lists(file: Any, column: str) -> Iterator[Any]:
     """Yield the lists of a column, cast to float32, some rows at a time.
 
     Args:
@@ -878,7 +769,7 @@ def _check_lists(source: str, kind: Any) -> None:
         )
 
 
-def _matrix(
+def _read_matrix(
     source: str, columns: Sequence[tuple[Any, str]]
 ) -> tuple[np.ndarray, dict[int, str]]:
     """Read columns of lists as one matrix.
@@ -898,14 +789,14 @@ def _matrix(
         ConfigError: Most rows have no list.
     """
     lengths = [np.zeros(0, np.int64)]
-    for batch in chain.from_iterable(starmap(_lists, columns)):
+    for batch in chain.from_iterable(starmap(_read_lists, columns)):
         lengths.append(pa.compute.list_value_length(batch).fill_null(0).to_numpy())
     length = np.concatenate(lengths)
     width = int(np.bincount(length).argmax()) if len(length) else 0
     if width == 0:
         raise ConfigError(f"{source}: most rows have no vector")
-    values, fits, start = mapped.new_array((len(length), width)), length == width, 0
-    for batch in chain.from_iterable(starmap(_lists, columns)):
+    values, fits, start = new_array((len(length), width)), length == width, 0
+    for batch in chain.from_iterable(starmap(_read_lists, columns)):
         own = fits[start : start + len(batch)]
         numbers = pa.compute.list_flatten(batch.filter(pa.array(own)))
         values[start : start + len(batch)][own] = numbers.to_numpy(
@@ -917,3 +808,67 @@ def _matrix(
         for row in np.flatnonzero(~fits).tolist()
     }
     return values, wrong
+
+
+def new_array(shape: tuple[int, ...]) -> np.ndarray:
+    """Return an array of zeros, which is in memory or in a file.
+
+    An array of :data:`MAPPED_BYTES` or more is mapped to a file of the cache directory,
+    or of the directory for temporary files if the cache cannot be used. The file has no
+    name and disappears with the process.
+
+    Args:
+        shape: The shape of the array.
+
+    Returns:
+        An array float32 of this shape.
+
+    Raises:
+        StorageError: The file cannot be made, for example because the disk is full.
+    """
+    size = 4 * math.prod(shape)
+    if size < MAPPED_BYTES:
+        return np.zeros(shape, np.float32)
+    folder = os.path.expanduser(filesystem.user_cache())
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError:  # the cache directory is a URI, or it is not writable
+        folder = tempfile.gettempdir()
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            filesystem.reserve_space(file, size)
+            return np.memmap(file, np.float32, "r+", shape=shape)
+    except OSError as error:
+        raise StorageError(
+            f"cannot store {size / 1e9:.1f} GB of vectors in {folder}: {error}"
+        ) from None
+
+
+def equal_rows(values: Tensor) -> list[list[int]]:
+    """Return groups of rows that have the same bits.
+
+    Rows are compared by a hash of 64 bits each.
+
+    Args:
+        values: float32 (N, D).
+
+    Returns:
+        The row numbers of each group of two or more equal rows, in ascending order.
+    """
+    weights = np.random.default_rng(0).integers(
+        2**64, size=values.shape[1], dtype=np.uint64
+    )
+    keys = np.empty(len(values), np.uint64)
+    for start in range(0, len(values), HASHED_ROWS):
+        own = slice(start, start + HASHED_ROWS)
+        bits = values[own].numpy().view(np.uint32)
+        # the low bits of round numbers are zeros, so the high bits are mixed in
+        keys[own] = (bits ^ bits >> 16).astype(np.uint64) @ weights
+    order = np.argsort(keys, kind="stable")
+    starts = np.flatnonzero(np.diff(keys[order], prepend=~keys[order[:1]]))
+    counts = np.diff(starts, append=len(keys))
+    several = counts > 1
+    return [
+        order[start : start + count].tolist()
+        for start, count in zip(starts[several], counts[several], strict=True)
+    ]

@@ -1,0 +1,447 @@
+"""Run a trained model over rows with Ray Data.
+
+The steps are: tasks on any node read and decode the rows, and actors with the model
+compute results. For predictions a pool of actors writes one file for each partition of
+rows. Features are sent to the driver. Batches and files are the same as with the
+threads of one process, so the results are, too.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from pipelines import nodes, ray_env
+from pipelines.ray_data import (
+    bytes_of,
+    decode_block,
+    grouped,
+    in_order,
+    make_dataset,
+    own_node,
+    pixel_column,
+    shared_tensor,
+)
+from pipelines.workarounds import NODE
+from uno.config import Config
+from uno.data.files import Storage
+from uno.data.images import Images, InMemory, from_columns, to_columns
+from uno.data.rows import Rows
+from uno.model import features_of
+from uno.results.infer import Decode, build_classifier
+from uno.results.predictions import (
+    InputSpec,
+    PredictionWriter,
+    Summary,
+    classify,
+    decode_chunk,
+    split_chunks,
+)
+from uno.runs.hardware import at_speed, num_threads
+from uno.runtime import Plan, choose_runtime
+
+# largest number of rows whose places are in the object store at once
+EXECUTION_ROWS = 2**24
+FACT_BYTES = 4096  # bytes of a row besides its pixels: id, path, reason
+
+MAX_WRITERS = 16  # a node can start so many processes at once
+
+Write = Callable[[Storage, int, pa.Table], None]
+"""Stores the results of a partition.
+
+Its arguments are the directory, the number of the partition, and the results.
+"""
+
+
+class WriterPool(NamedTuple):
+    """How a pool of actors stores partitions of rows.
+
+    Attributes:
+        storage: The directory of the results.
+        write: Stores the results of a partition, see :data:`Write`.
+        part_rows: The number of rows of a partition, a multiple of the rows of a
+            chunk. The last partition may have fewer.
+    """
+
+    storage: Storage
+    write: Write
+    part_rows: int
+
+
+def map_through_model(
+    ray: Any,
+    config: Config,
+    blocks: Iterator[pa.Table],
+    decode: Callable[..., Any],
+    model: Callable[..., Callable[[pa.Table], pa.Table]],
+    loaded: tuple[Any, ...],
+    chunk_rows: int,
+    row_bytes: int,
+    writers: WriterPool | None = None,
+    give_up: Callable[[], bool] = lambda: False,
+) -> Iterator[pa.Table]:
+    """Map rows through a model on Ray.
+
+    Image paths must be valid on every node. Nodes are waited for.
+
+    Args:
+        ray: The connected module.
+        config: The configuration, with the number and the resources of workers.
+        blocks: Tables with a column ``row``. With ``writers``, each is one partition.
+        decode: Turns such a table into tables of chunks, with pixels.
+        model: Builds the model of an actor by ``model(device, threads, *loaded)``. It
+            is called with one chunk at a time.
+        loaded: Arguments for ``model``.
+        chunk_rows: The number of rows of a chunk. The last one may have fewer.
+        row_bytes: The bytes of the pixels of a row.
+        writers: Stores the results; None sends them to this process.
+        give_up: Returns whether to stop waiting for nodes.
+
+    Yields:
+        The results of each chunk, in order; with ``writers``, tables with the column
+        ``number`` of the partitions that were stored.
+
+    Raises:
+        ConfigError: The cluster had no place for the workers in time.
+        Interrupted: ``give_up`` returned True.
+    """
+    workers = config.compute.num_workers
+    resources = nodes.wait_for_resources(
+        config, give_up, nodes.startup_timeout_s(config)
+    )
+    cluster = ray.cluster_resources()
+    spare = cluster.get("CPU", 1) - workers * resources["CPU"]
+    # At least two tasks run at a time, because Python is the bottleneck for small
+    # images.
+    decode_cpus = ray_env.TASK_CPUS * min(1.0, spare / 2)
+    whole = {"batch_format": "pyarrow", "batch_size": None}
+    for some in grouped(blocks, EXECUTION_ROWS):
+        dataset = make_dataset(some)
+        # Ray joins blocks below this size, and cuts those of 1.5 times as much, which
+        # no chunk has.
+        dataset.context.target_max_block_size = (
+            2 * chunk_rows * (row_bytes + FACT_BYTES)
+        )
+        results = dataset.map_batches(
+            decode, num_cpus=decode_cpus, **whole
+        ).map_batches(
+            ModelActor,
+            fn_constructor_args=(model, config, resources, loaded),
+            compute=ray.data.ActorPoolStrategy(size=workers),
+            num_cpus=resources["CPU"],
+            num_gpus=resources.get("GPU", 0),
+            batch_format="pyarrow",
+            batch_size=chunk_rows,  # Ray requires a number for actors with GPUs.
+        )
+        if writers is not None:
+            storage, write, part_rows = writers
+            results = results.map_batches(
+                Writer,
+                fn_constructor_args=(storage.uri, write, part_rows),
+                batch_format="pyarrow",
+                # Ray collects the rows of a partition before it chooses an actor.
+                batch_size=part_rows,
+                compute=ray.data.ActorPoolStrategy(size=min(workers, MAX_WRITERS)),
+                num_cpus=0,
+                label_selector={NODE: own_node(ray)} if storage.is_local else None,
+            )
+        # Ray may have joined the results of several chunks.
+        yield from in_order(results, chunk_rows if writers is None else None)
+
+
+class ModelActor:
+    """An actor that builds the model on its own node and calls it with chunks.
+
+    Args:
+        build: Builds the model, see :func:`map_through_model`.
+        config: The configuration.
+        resources: The resources of the actor (``CPU``, ``GPU``).
+        loaded: Arguments for ``build``.
+    """
+
+    def __init__(
+        self,
+        build: Callable[..., Callable[[pa.Table], pa.Table]],
+        config: Config,
+        resources: dict[str, float],
+        loaded: tuple[Any, ...],
+    ) -> None:
+        device = "cuda" if "GPU" in resources else "cpu"
+        self._model = build(device, threads_of_actor(config, resources), *loaded)
+
+    def __call__(self, chunk: pa.Table) -> pa.Table:
+        """Return the results of a chunk of rows."""
+        return self._model(chunk)
+
+
+def threads_of_actor(config: Config, resources: dict[str, float]) -> int:
+    """Return the number of threads of torch in an actor, on the node of the actor.
+
+    It is an equal share of the cores of this node for each actor that fits on it.
+    ``compute.threads`` has priority.
+
+    Args:
+        config: The configuration.
+        resources: The resources of an actor (``CPU``, ``GPU``).
+    """
+    import ray
+
+    own = own_node(ray)
+    has = next(n["Resources"] for n in ray.nodes() if n["NodeID"] == own)
+    fits = min(int(has.get(name, 0) / n + 1e-6) for name, n in resources.items())
+    return num_threads(config, max(1, min(config.compute.num_workers, fits)))
+
+
+class Writer:
+    """An actor that stores partitions.
+
+    Tasks would be 5 times slower for the digits. Ray keeps no more idle processes than
+    there are CPUs, so each task would start a process.
+
+    Args:
+        target: The directory of the results.
+        write: Stores the results of a partition, see :data:`Write`.
+        size: The number of rows of a partition. The last one may have fewer.
+    """
+
+    def __init__(self, target: str, write: Write, size: int) -> None:
+        self._storage, self._write, self._size = Storage(target), write, size
+
+    def __call__(self, results: pa.Table) -> pa.Table:
+        """Store all results of one partition, given in order.
+
+        Returns:
+            A table of one row, the ``number`` of the partition.
+        """
+        rows = results["row"].to_numpy()
+        number = int(rows[0]) // self._size
+        assert np.array_equal(
+            rows, np.arange(number * self._size, number * self._size + len(rows))
+        )
+        self._write(self._storage, number, results)
+        return pa.table({"number": [number]})
+
+
+log = logging.getLogger(__name__)
+
+
+def predict_on_ray(
+    ray: Any,
+    config: Config,
+    files: Mapping[str, bytes],
+    writer: PredictionWriter,
+    on_progress: Callable[[int, int], None],
+) -> Summary:
+    """Classify the rows that are missing in a set of predictions, on Ray.
+
+    Args:
+        ray: The connected module.
+        config: The configuration of the run.
+        files: The files of the model, by name.
+        writer: The predictions. Parts that are stored already are not computed again.
+        on_progress: Takes the number of finished rows and of all rows.
+
+    Returns:
+        The summary of all predictions, after they are joined to one table.
+    """
+    how = InputSpec.of(build_classifier(files), writer.part_rows)
+    reader = writer.data.images.reader()
+    decode = partial(
+        decode_part, reader=None if reader is None else ray.put(reader), how=how
+    )
+    parts = map(writer.rows_of, writer.missing)
+    blocks = (make_block(writer.data, np.array(part)) for part in parts)
+    vectors = config.model.takes_vectors
+    plan = None if vectors else choose_runtime(config, torch.device("cpu"))
+    loaded = ray.put(dict(files)), writer.embedding, plan
+    pool = WriterPool(writer.storage, writer.part_writer.write, writer.part_rows)
+    for table in map_through_model(
+        ray,
+        config,
+        blocks,
+        decode,
+        Scorer,
+        loaded,
+        how.chunk_rows,
+        3 * how.size**2,
+        pool,
+    ):
+        for number in table["number"].to_pylist():
+            writer.stored(number)
+        on_progress(writer.num_done, writer.num_rows)
+    return writer.finish()
+
+
+def encode_on_ray(
+    config: Config,
+    files: Mapping[str, bytes],
+    images: Images,
+    here: Decode,
+    batches: Iterable[np.ndarray],
+) -> Iterator[tuple[np.ndarray, Tensor, Sequence[str | None]]]:
+    """Compute features on Ray workers, as :data:`uno.results.infer.Decode`.
+
+    If workers are lost, or if they can read no image because the files are on this
+    machine, a warning says so and this machine computes everything.
+
+    Args:
+        config: The configuration of the run.
+        files: The files of the model, by name.
+        images: The images of all rows.
+        here: Computes the features on this machine.
+        batches: Batches of row numbers, int64 (b,).
+
+    Returns:
+        For each batch its row numbers, the features float32 (b, D), and for each row
+        the reason why it has none, or None.
+    """
+    rows, size = list(batches), build_classifier(files).size
+    ends = np.cumsum([len(some) for some in rows])
+    blocks = (
+        pa.table({"row": np.arange(end - len(some), end), **to_columns(images, some)})
+        for end, some in zip(ends, rows, strict=True)
+    )
+    decode = partial(
+        decode_block,
+        side=size,
+        images=images.reader(),
+        interpolation=config.data.interpolation,
+    )
+    with ray_env.connect() as ray, suppress(ray.exceptions.RayError):
+        loaded = (ray.put(dict(files)),)
+        most = max(map(len, rows))
+        sizes = most, 3 * size**2
+        tables = map_through_model(
+            ray, config, blocks, decode, FeatureModel, loaded, *sizes
+        )
+        found = pa.concat_tables(tables)
+        reasons, width = found["reason"].to_pylist(), found["features"].type.byte_width
+        if None in reasons:
+            values = bytes_of(found["features"], width).view(np.float32).copy()
+            features = torch.from_numpy(values).split([len(some) for some in rows])
+            return (
+                (some, own, reasons[end - len(some) : end])
+                for some, own, end in zip(rows, features, ends, strict=True)
+            )
+    log.warning(
+        "workers were lost or can read no image: this machine computes the features"
+    )
+    return here(rows)
+
+
+def make_block(data: Rows, rows: np.ndarray) -> pa.Table:
+    """Return a partition as the table that is sent to a task.
+
+    Args:
+        data: All rows that are predicted.
+        rows: The numbers of the rows of the partition, int64 (n,).
+    """
+    return pa.table(
+        {"row": rows, "id": data.ids_of(rows), **to_columns(data.images, rows)}
+    )
+
+
+def decode_part(block: pa.Table, reader: Any, how: InputSpec) -> Iterator[pa.Table]:
+    """Decode the rows of a :func:`make_block`, in a task.
+
+    Args:
+        block: The table.
+        reader: The reference to what reads images by row number; None if the block
+            has the images themselves.
+        how: The size and the chunks that the model needs.
+
+    Yields:
+        Tables of some rows, with a column ``pixels``.
+    """
+    import ray
+
+    torch.set_num_threads(1)
+    images: Images
+    if reader is None:
+        images = InMemory(from_columns(block, None))
+    else:
+        images = ray.get(reader).take(block["number"].to_numpy())
+    ids, first = block["id"].combine_chunks(), block["row"][0].as_py()
+    for chunk in split_chunks(ids, images, first, how):
+        facts, pixels = decode_chunk(chunk, how, 1)
+        yield facts.append_column("pixels", pixel_column(pixels.flatten(1).numpy()))
+
+
+class Scorer:
+    """The model of an actor that classifies rows.
+
+    Args:
+        device: The device of the model.
+        threads: The number of threads.
+        files: The reference to the files of the model.
+        embedding: Whether to return the embeddings, too.
+        plan: How the encoder is computed on a CPU; None for PyTorch.
+    """
+
+    def __init__(
+        self, device: str, threads: int, files: Any, embedding: bool, plan: Plan | None
+    ) -> None:
+        import ray
+
+        torch.set_num_threads(threads)
+        self._model, self._embedding = (
+            build_classifier(ray.get(files), device),
+            embedding,
+        )
+        if plan is not None and self._model.device.type == "cpu":
+            self._model.module.encoder = at_speed(
+                self._model.module.encoder, plan, threads
+            )
+
+    def __call__(self, block: pa.Table) -> pa.Table:
+        """Return the model's predictions for a block of decoded rows."""
+        size = self._model.size
+        pixels = shared_tensor(bytes_of(block["pixels"], 3 * size**2)).view(
+            -1, 3, size, size
+        )
+        return pa.concat_tables(
+            classify(self._model, block.drop_columns("pixels"), pixels, self._embedding)
+        )
+
+
+class FeatureModel:
+    """The model of an actor that computes features of the encoder.
+
+    Args:
+        device: The device of the model.
+        threads: The number of threads.
+        files: The reference to the files of the model.
+    """
+
+    def __init__(self, device: str, threads: int, files: Any) -> None:
+        import ray
+
+        torch.set_num_threads(threads)
+        self._model = build_classifier(ray.get(files), device)
+
+    def __call__(self, block: pa.Table) -> pa.Table:
+        """Compute the features of a block of :func:`~pipelines.ray_data.decode_block`.
+
+        Returns:
+            A table with the columns ``reason`` and ``features`` (bytes of float32,
+            zeros for rows that cannot be read).
+        """
+        size, module = self._model.size, self._model.module
+        pixels = shared_tensor(bytes_of(block["pixels"], 3 * size**2))
+        ok = torch.from_numpy(block["reason"].is_null().to_numpy().copy())
+        features = torch.zeros(len(block), int(module.encoder.num_features))  # type: ignore[arg-type]
+        if ok.any():
+            images = pixels.view(-1, 3, size, size)[ok]
+            features[ok] = features_of(module, images, self._model.config).cpu()
+        return pa.table(
+            {
+                "reason": block["reason"],
+                "features": pixel_column(features.numpy().view(np.uint8)),
+            }
+        )

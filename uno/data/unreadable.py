@@ -1,0 +1,182 @@
+"""The images of a data set that cannot be read: their list, and how many may be.
+
+Each entry of the list has the id of a row, the reason, and if they are known the path
+of the image and its line in a table. The list is a file of the run directory.
+"""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch.distributed
+
+from uno import distributed
+from uno.data.columns import find_rows
+from uno.data.files import Storage, parse_json
+from uno.data.images import Images, name_row
+from uno.errors import ConfigError
+
+BAD_SAMPLES = "bad_samples.jsonl"
+
+BadSample = dict[str, Any]
+"""An entry of :data:`BAD_SAMPLES`: id, reason and, if they are known, uri and line."""
+
+log = logging.getLogger(__name__)
+
+
+def check_bad(
+    ids: pa.LargeStringArray,
+    reasons: Sequence[str | None] | Mapping[int, str],
+    max_fraction: float,
+    storage: Storage | None = None,
+    images: Images | None = None,
+) -> list[BadSample]:
+    """List the unreadable images of a data set, and stop if there are too many.
+
+    Args:
+        ids: The ids of N rows, an Arrow array.
+        reasons: The reasons of the images that cannot be read, by row number; or one
+            entry for each of the N rows, which is None if the image can be read.
+        max_fraction: The largest share of the N rows that may be unreadable, 0 to 1.
+        storage: The directory to which rank 0 writes the list as :data:`BAD_SAMPLES`,
+            if it is not empty; None to write no file.
+        images: The images of the N rows, from which their paths and lines are taken;
+            None to list neither.
+
+    Returns:
+        One entry for each unreadable image, in the order of rows: id, reason and, if
+        they are known, uri (the path of the file) and line (in the table that names the
+        image).
+
+    Raises:
+        ConfigError: More than ``max_fraction`` of the rows are unreadable. The list is
+            written before.
+        StorageError: The list cannot be written.
+    """
+    if not isinstance(reasons, Mapping):
+        reasons = {row: why for row, why in enumerate(reasons) if why is not None}
+    rows = sorted(reasons)
+    bad = list[BadSample]()
+    numbers = np.array(rows, np.int64)
+    paths = [None] * len(rows) if images is None else images.paths(numbers)
+    lines = [None] * len(rows) if images is None else images.lines(numbers)
+    for row, path, line in zip(rows, paths, lines, strict=True):
+        entry = {"id": str(ids[row]), "reason": reasons[row], "uri": path, "line": line}
+        bad.append({key: value for key, value in entry.items() if value is not None})
+    if bad and storage is not None and distributed.rank_and_world()[0] == 0:
+        text = "".join(json.dumps(entry) + "\n" for entry in bad)
+        storage.write(BAD_SAMPLES, text.encode())
+    if len(bad) > max_fraction * len(ids):
+        place = f"; all are in {storage.below(BAD_SAMPLES)}" if storage else ""
+        raise ConfigError(
+            f"{len(bad)} of {len(ids)} images are unreadable, more than"
+            f" data.max_bad_fraction {max_fraction:g} allows; the first is"
+            f" {name_bad(bad[0])}: {bad[0]['reason']}{place}"
+        )
+    return bad
+
+
+def name_bad(entry: Mapping[str, Any]) -> str:
+    """Return how messages name an entry of :data:`BAD_SAMPLES`: its id, path and line.
+
+    See :func:`~uno.data.images.name_row` for the form.
+    """
+    path, line = entry.get("uri"), entry.get("line")
+    return name_row(
+        str(entry.get("id", "")),
+        path if isinstance(path, str) else None,
+        line if isinstance(line, int) else None,
+    )
+
+
+class BadRows:
+    """The rows of a task whose images could not be read during training.
+
+    Each worker adds the rows that it could not read. After :meth:`sync` every worker
+    has those of all workers. The rows that the run had listed in :data:`BAD_SAMPLES`
+    before it was resumed are included.
+
+    Args:
+        ids: The ids of the N rows of the task, an Arrow array.
+        images: The images of the N rows.
+        max_fraction: The largest share of the N rows that may be unreadable, 0 to 1.
+        storage: The run directory, in which the rows are listed.
+    """
+
+    def __init__(
+        self,
+        ids: pa.LargeStringArray,
+        images: Images,
+        max_fraction: float,
+        storage: Storage,
+    ) -> None:
+        self._ids, self._images = ids, images
+        self._max_fraction, self._storage = max_fraction, storage
+        self._reasons = self._read_list()
+        self._num_synced = len(self._reasons)
+
+    def add(self, row: int, reason: str) -> None:
+        """Record that a row cannot be read.
+
+        Args:
+            row: Its number in the task.
+            reason: Why it cannot be read. A reason that was recorded before is kept.
+        """
+        self._reasons.setdefault(row, reason)
+
+    def __len__(self) -> int:
+        return len(self._reasons)
+
+    @property
+    def rows(self) -> list[int]:
+        """The numbers of the rows that are recorded, ascending."""
+        return sorted(self._reasons)
+
+    def sync(self) -> None:
+        """Exchange the recorded rows among all workers, and list them in a file.
+
+        All workers must call this at the same time. Nothing is written if no worker has
+        a new row.
+
+        Raises:
+            ConfigError: More rows are unreadable than ``max_fraction`` allows.
+        """
+        new = dict(list(self._reasons.items())[self._num_synced :])
+        new_of_rank = [new] * distributed.rank_and_world()[1]
+        if distributed.in_group():
+            torch.distributed.all_gather_object(new_of_rank, new)
+        for found in new_of_rank:
+            self._reasons = found | self._reasons
+        self._num_synced = len(self._reasons)
+        if any(new_of_rank):
+            check_bad(
+                self._ids,
+                self._reasons,
+                self._max_fraction,
+                self._storage,
+                self._images,
+            )
+
+    def _read_list(self) -> dict[int, str]:
+        """Read the rows and reasons that the run had listed before it was resumed.
+
+        A damaged list counts as empty, and a warning is logged.
+
+        Returns:
+            Reasons by row number.
+        """
+        try:
+            entries = (self._storage.find(BAD_SAMPLES) or b"").splitlines()
+            reasons = {
+                str(entry["id"]): str(entry["reason"])
+                for entry in map(parse_json, entries)
+            }
+        except (ValueError, TypeError, KeyError):
+            path = self._storage.below(BAD_SAMPLES)
+            log.warning("%s is damaged and is rewritten", path)
+            return {}
+        rows = find_rows(self._ids, reasons) if reasons else {}
+        return {row: reasons[name] for name, row in rows.items()}
