@@ -177,18 +177,21 @@ ESTIMATE = Command(
     {
         **DRY_RUN,
         "--max-novel": Argument(
-            "Largest number to try; default: the number of known classes, at least 10.",
+            "Largest number to try; default: the number of known classes, at least 10;"
+            " no limit with a frozen encoder.",
             PositiveInt | None,
         ),
         "--num-splits": Argument(
-            "Splits of the known classes; each pretrains an encoder.", PositiveInt, 3
+            "Splits of the known classes; each pretrains an encoder, unless frozen.",
+            PositiveInt,
+            3,
         ),
     },
     output="runs/{preset}-seed{seed}-estimate",
     text="""
-From at least 4 known classes: some are hidden in turn, and the number of clusters that finds them again is
-the estimate, an interval, in DIR/estimate.json. --known-classes hides the other labels; --output DIR holds
-results and encoders; --workers N runs N tasks at once on Ray, with the same result.
+From at least 4 known classes, 2 with a frozen encoder: some are hidden in turn, and the number of clusters
+that finds them again is the estimate, an interval, in DIR/estimate.json. --known-classes hides the other
+labels; --output DIR holds results and encoders; --workers N runs N tasks at once on Ray, with the same result.
 """,  # noqa: E501
 )
 DOCTOR = Command(

@@ -8,6 +8,7 @@ processes, and needs neither Ray nor a run directory.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from numbers import Integral, Real
 from typing import Any, Self
 from warnings import warn
@@ -36,7 +37,6 @@ from torch import Tensor
 
 from uno.expectation import expected_accuracy
 from uno.frozen import (
-    ONE_CLASS_MIXING,
     FeatureSpace,
     FrozenClusters,
     cluster_means,
@@ -44,6 +44,7 @@ from uno.frozen import (
     fit_principal_space,
     fit_whitening,
 )
+from uno.num_classes import pairs_of_one_class
 
 UNLABELED = -1  # in y, besides NaN and None
 MAX_SPARSE_DIRECTIONS = 256  # directions that TruncatedSVD keeps of a sparse matrix
@@ -85,7 +86,8 @@ class NovelClassDiscovery(
         expected_accuracy_interval_: Lower and upper end of the interval that holds nine
             tenths of such tasks.
         similar_classes_: Pairs of novel classes that look like parts of one class, the
-            most similar first.
+            most similar first: as many as ``n_novel`` is larger than the number of
+            novel classes that :mod:`uno.num_classes` estimates.
         mean_: Mean (D',) of the rows after scaling to length one.
         directions_: Matrix (D', P) to coordinates in which known classes vary alike in
             all directions.
@@ -165,8 +167,7 @@ class NovelClassDiscovery(
         self.classes_ = np.concatenate([known, novel]) if num_novel else known
         self.similar_classes_ = [
             (novel[int(first)], novel[int(second)])
-            for first, second, mixing in result.similar.tolist()
-            if mixing >= ONE_CLASS_MIXING
+            for first, second, _ in result.similar.tolist()
         ]
         expected = expected_accuracy(result.agreement.tolist(), self.setting)
         self.expected_accuracy_ = expected.mean if expected else np.nan
@@ -276,14 +277,13 @@ class NovelClassDiscovery(
             )
         by_class = class_of_row.argsort(stable=True)  # so that no class is left out
         chosen = by_class[evenly_spaced(len(labeled), MAX_CLUSTERED_ROWS)]
-        return discover_clusters(
-            labeled[chosen],
-            class_of_row[chosen],
-            unlabeled[evenly_spaced(len(unlabeled), MAX_CLUSTERED_ROWS)],
-            int(self.n_novel),
-            gcd,
-            seed,
+        labeled, class_of_row = labeled[chosen], class_of_row[chosen]
+        unlabeled = unlabeled[evenly_spaced(len(unlabeled), MAX_CLUSTERED_ROWS)]
+        result = discover_clusters(
+            labeled, class_of_row, unlabeled, int(self.n_novel), gcd, seed
         )
+        pairs = pairs_of_one_class(result, labeled, class_of_row, unlabeled, gcd, seed)
+        return replace(result, similar=pairs)
 
     def _space(self) -> FeatureSpace:
         """Return the map from rows to coordinates."""

@@ -45,7 +45,6 @@ MIN_ROWS_PER_CLUSTER = 10
 MAX_COMPARED_ROWS = 4_000  # unlabeled rows that other clusterings are compared on
 NUM_COMPARED_STARTS = 3  # of k-means for each other clustering
 NUM_HALVES = 2  # clusterings of a random half of the rows
-ONE_CLASS_MIXING = 0.25  # from which on two clusters look like parts of one class
 MAX_SIMILAR_PAIRS = 100  # of novel classes, that are kept for the report
 
 KMEANS, SMOOTHED, SPECTRAL = "k-means", "smoothed k-means", "spectral clustering"

@@ -18,6 +18,7 @@ from uno.heads import unit
 from uno.methods import Method
 from uno.methods.common import set_prototypes_
 from uno.model import UnoModel
+from uno.num_classes import pairs_of_one_class
 from uno.objective import unified_objective
 from uno.prototype_init import training_features
 from uno.steps import Batch, Loss, TrainState
@@ -80,9 +81,10 @@ class ClusteringMethod(Method):
             train: The training data.
 
         Returns:
-            Tensors that the checkpoint keeps: ``agreement`` (A,) and ``similar`` (n, 3)
-            of :class:`uno.frozen.FrozenClusters`, and ``counts`` (3,): the numbers of
-            unlabeled rows that were clustered, of known and of novel classes.
+            Tensors that the checkpoint keeps: ``agreement`` (A,) of
+            :class:`uno.frozen.FrozenClusters`; ``similar`` (n, 3) of
+            :func:`pairs_of_one_class`; and ``counts`` (3,): the numbers of unlabeled
+            rows that were clustered, of known and of novel classes.
 
         Raises:
             ConfigError: There are not more unlabeled rows than clusters.
@@ -105,7 +107,9 @@ class ClusteringMethod(Method):
                 "directions": result.space.directions,
                 "prototypes": result.prototypes,
                 "agreement": result.agreement,
-                "similar": result.similar,
+                "similar": pairs_of_one_class(
+                    result, labeled, labels, unlabeled, gcd, config.seed
+                ),
             }
 
         result = distributed.compute_on_rank0(compute, model.known.weight.device)

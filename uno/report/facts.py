@@ -15,7 +15,12 @@ from uno.report.page import duration
 from uno.runs.journal import read_journal
 from uno.text import plural
 
-ESTIMATE_CURVES = {"f1": "mean F1 of classes", "acc": "accuracy", "cvi": "silhouette"}
+ESTIMATE_CURVES = {
+    "f1": "mean F1 of classes",
+    "acc": "accuracy",
+    "cvi": "silhouette",
+    "probability": "probability of k classes",
+}
 
 
 @dataclass(frozen=True)
@@ -134,7 +139,7 @@ def estimate_chart(facts: RunData) -> Chart | None:
         for key, label in ESTIMATE_CURVES.items()
         if isinstance(stored.get(key), list)
     ]
-    title = "How well k clusters find held-out known classes"
+    title = "How well k clusters fit the known classes"
     return line_chart(title, "k, novel classes", series)
 
 

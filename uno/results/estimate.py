@@ -1,7 +1,11 @@
 """Estimate the number of novel classes from the known classes.
 
-The procedure follows DTC (Han et al., ICCV 2019). Some known classes are held out as
-probe classes, and the encoder is pretrained on the rest. Some probe classes are
+The features of a frozen encoder are clustered as they are (:mod:`uno.num_classes`). A
+network that is trained on the images would know the classes that
+:mod:`uno.num_classes` hides, and its features are not those of the calibration. So a
+network is pretrained without them, by a procedure that follows DTC (Han et al., ICCV
+2019). Some known classes are held out as probe classes, and the encoder is pretrained
+on the rest. Some probe classes are
 anchors: their rows are fixed to one cluster each. The rows of the other probe classes,
 the validation classes, are as free as the unlabeled rows. The estimate is the number k
 of novel clusters at which the clusters fit the validation classes best.
@@ -18,7 +22,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +33,7 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
+from uno import num_classes
 from uno.clustering import FREE, VARIANCE, constrained_kmeans, silhouette, whiten
 from uno.config import Config, PhaseConfig, config_hash
 from uno.data.files import Storage, parse_json
@@ -126,8 +131,7 @@ class Features(NamedTuple):
     """The rows of a split that are clustered.
 
     Attributes:
-        points: Whitened features, (N, D). They have length one unless the encoder is
-            frozen.
+        points: Whitened features of length one, (N, D).
         labels: Known classes (N,), -1 for unlabeled rows.
     """
 
@@ -146,17 +150,19 @@ class Estimate:
         suggested: Number of classes to train with, see :func:`suggest`.
         at_limit: Whether the interval reaches the largest k that was tried.
         ks: The numbers of novel classes that were tried.
-        curves: Means over all splits and choices of anchors at each k: "f1" and "acc"
-            as fractions, and "cvi", the silhouette.
+        curves: Of a frozen encoder "probability", the probability of each k. Otherwise
+            means over all splits and choices of anchors at each k: "f1" and "acc" as
+            fractions, and "cvi", the silhouette.
+        settings: The :class:`Settings`, as a mapping.
+        key: Hash of everything that the estimate depends on.
         dtc: The estimate of DTC's own procedure: "k_acc" and "k_cvi", the best k by
             accuracy and by silhouette; "k", their mean; and "num_novel", how many of
             the k clusters are large enough to count.
         sizes: "ratios", and in "clusters" for each ratio r the mean number of clusters
             that have more than r times the unlabeled rows of the largest cluster.
         splits: For each split the names of its classes, and in "roles" the anchors, the
-            vote and the curves of each choice of anchors.
-        settings: The :class:`Settings`, as a mapping.
-        key: Hash of everything that the estimate depends on.
+            vote and the curves of each choice of anchors. These last three are empty
+            for a frozen encoder.
     """
 
     num_novel: int
@@ -166,26 +172,28 @@ class Estimate:
     at_limit: bool
     ks: list[int]
     curves: dict[str, list[float]]
-    dtc: dict[str, int]
-    sizes: dict[str, list[float]]
-    splits: list[dict[str, Any]]
     settings: dict[str, Any]
     key: str
+    dtc: dict[str, int] = field(default_factory=dict)
+    sizes: dict[str, list[float]] = field(default_factory=dict)
+    splits: list[dict[str, Any]] = field(default_factory=list)
 
 
-def require_enough_rows(num_known: int, num_unlabeled: int) -> None:
+def require_enough_rows(num_known: int, num_unlabeled: int, frozen: bool) -> None:
     """Check that there are enough rows to estimate the number of novel classes.
 
     Args:
         num_known: Number of known classes that have a labeled training image.
         num_unlabeled: Number of unlabeled training images.
+        frozen: Whether the encoder is frozen.
 
     Raises:
-        ConfigError: There are fewer than 4 known classes or fewer than 2 unlabeled
-            images.
+        ConfigError: There are fewer than 4 known classes, fewer than 2 with a frozen
+            encoder, or fewer than 2 unlabeled images.
     """
-    if num_known < MIN_KNOWN:
-        needs = f"estimating the number of classes needs at least {MIN_KNOWN}"
+    least = num_classes.MIN_KNOWN if frozen else MIN_KNOWN
+    if num_known < least:
+        needs = f"estimating the number of classes needs at least {least}"
         text = f"{needs} known classes with images, found {num_known}"
         raise ConfigError(f"{text}; pass --num-novel")
     if num_unlabeled < 2:
@@ -226,7 +234,9 @@ def estimate_num_novel(
     settings, num_unlabeled = settings or Settings(), len(train.unlabeled_images)
     frozen = config.model.finetune == "none"
     present = sorted(set(train.labels.tolist()))
-    require_enough_rows(len(present), num_unlabeled)
+    require_enough_rows(len(present), num_unlabeled, frozen)
+    if frozen:
+        return estimate_frozen(config, train, storage, settings)
     splits = class_splits(present, settings.num_splits, config.seed)
     ks = list(range(_max_novel(settings, train) + 1))
     configs, keys, data, code = (
@@ -247,23 +257,19 @@ def estimate_num_novel(
             "output": None,
         }
         configs.append(config.model_copy(update=own))
-        local_shard = [ks[-1] if frozen else settings.variance, settings.max_rows]
+        used = [settings.variance, settings.max_rows]
         keys.append(
             _digest(
                 config_hash(configs[-1]),
                 data,
                 split,
-                local_shard,
+                used,
                 *([code] if code else []),
             )
         )
     key = _digest(keys, asdict(settings), ks)
-    if storage.exists(ESTIMATE_FILE):
-        # a damaged estimate is replaced
-        with suppress(ValueError, TypeError, AttributeError):
-            stored = parse_json(storage.read(ESTIMATE_FILE, MAX_STATE_BYTES))
-            if stored.get("key") == key:
-                return Estimate(**stored)
+    if (stored := read_estimate(storage, key)) is not None:
+        return stored
 
     jobs = list(
         zip(
@@ -276,8 +282,7 @@ def estimate_num_novel(
     features: dict[int, Features] = {}
     for index, found in tasks(pretrain_split, (train, settings, str(device)), jobs):
         features[index] = found
-        if not frozen:
-            report(f"pretrained {len(features)} of {len(splits)} splits")
+        report(f"pretrained {len(features)} of {len(splits)} splits")
     shared = (
         splits,
         [features[i] for i in range(len(splits))],
@@ -294,6 +299,57 @@ def estimate_num_novel(
     result = _combine(splits, ks, scores, known, settings, key)
     storage.write(ESTIMATE_FILE, json.dumps(asdict(result), indent=1).encode())
     return result
+
+
+def estimate_frozen(
+    config: Config, train: TrainSet, storage: Storage, settings: Settings
+) -> Estimate:
+    """Estimate the number of novel classes among the features of a frozen encoder.
+
+    Args:
+        config: The configuration of the run.
+        train: The training rows, with features float32 (N, V, D). The first view is
+            used.
+        storage: The directory in which the estimate is stored, or found.
+        settings: Its ``max_novel`` is the largest number that is considered. Nothing
+            else is read.
+    """
+    gcd, most = config.data.setting == "gcd", settings.max_novel
+    fitted = num_classes.calibration()["model"]
+    key = _digest(_fingerprint(train), gcd, config.seed, most, fitted)
+    if (stored := read_estimate(storage, key)) is not None:
+        return stored
+    found = num_classes.estimate_num_classes(
+        train.labeled_images[:, 0],
+        train.labels.unique(return_inverse=True)[1],
+        train.unlabeled_images[:, 0],
+        gcd,
+        config.seed,
+        most,
+    )
+    result = Estimate(
+        num_novel=found.num_novel,
+        low=found.low,
+        high=found.high,
+        suggested=found.num_novel,
+        at_limit=most is not None and found.high >= most,
+        ks=[num_classes.MIN_NOVEL + i for i in range(len(found.probabilities))],
+        curves={"probability": list(found.probabilities)},
+        settings={"max_novel": most},
+        key=key,
+    )
+    storage.write(ESTIMATE_FILE, json.dumps(asdict(result), indent=1).encode())
+    return result
+
+
+def read_estimate(storage: Storage, key: str) -> Estimate | None:
+    """Return the stored estimate; None if it is missing, damaged or has another key."""
+    if storage.exists(ESTIMATE_FILE):
+        with suppress(ValueError, TypeError, AttributeError):
+            stored = parse_json(storage.read(ESTIMATE_FILE, MAX_STATE_BYTES))
+            if stored.get("key") == key:
+                return Estimate(**stored)
+    return None
 
 
 def _combine(
@@ -479,8 +535,7 @@ def pretrain_split(
 
     The features belong to the rows that pretraining has no labels for: unlabeled rows
     and rows of probe classes. In the GCD setting they belong to all rows. They are
-    stored in the folder of the split, and read from there if they exist. A frozen
-    encoder is not pretrained: its features are the first cached view of ``train``.
+    stored in the folder of the split, and read from there if they exist.
 
     Args:
         train: The training rows, on the host.
@@ -489,8 +544,8 @@ def pretrain_split(
         job: The split, the configuration of its pretraining, and the URI of its folder.
 
     Returns:
-        The whitened features, of at most ``max_rows`` labeled and as many unlabeled
-        rows. They have length one unless the encoder is frozen.
+        The whitened features, of length one, of at most ``max_rows`` labeled and as
+        many unlabeled rows.
     """
     split, config, uri = job
     storage, place, pretrain = (
@@ -501,20 +556,18 @@ def pretrain_split(
     if storage.exists(FEATURES):
         return Features(**safetensors.numpy.load(storage.read(FEATURES)))
     with torch_threads(config.compute.threads or 1):
-        frozen = config.model.finetune == "none"
-        if not frozen:
-            own = torch.isin(train.labels, pretrain)
-            labels = torch.tensor(_positions(train.labels[own], split.pretrain))
-            part = TrainSet(
-                train.labeled_images[own],
-                labels,
-                train.unlabeled_images,
-                len(pretrain),
-                1,
-            )
-            model = run.pretrain(
-                config, part.to(place), LocalWorker(place), storage
-            ).model.eval()
+        own = torch.isin(train.labels, pretrain)
+        labels = torch.tensor(_positions(train.labels[own], split.pretrain))
+        part = TrainSet(
+            train.labeled_images[own],
+            labels,
+            train.unlabeled_images,
+            len(pretrain),
+            1,
+        )
+        model = run.pretrain(
+            config, part.to(place), LocalWorker(place), storage
+        ).model.eval()
 
         free = torch.full((len(train.unlabeled_images),), FREE)
         labeled = _sample_rows(train.labels, settings.max_rows, config.seed)
@@ -523,16 +576,8 @@ def pretrain_split(
             [train.labeled_images[labeled], train.unlabeled_images[unlabeled]]
         )
         labels = torch.cat([train.labels[labeled], free[unlabeled]])
-        features = images[:, 0] if frozen else features_of(model, images, config).cpu()
-        points = F.normalize(features, dim=1)
-        most = len(split.pretrain) + len(split.probe) + _max_novel(settings, train) - 1
-        white = (
-            whiten(points, most)
-            if frozen
-            else whiten(points, variance=settings.variance)
-        )
-        if not frozen:
-            white = F.normalize(white, dim=1)
+        points = F.normalize(features_of(model, images, config).cpu(), dim=1)
+        white = F.normalize(whiten(points, variance=settings.variance), dim=1)
         rest = ~torch.isin(labels, pretrain) | (config.data.setting == "gcd")
         found = Features(white[rest].numpy(), labels[rest].numpy())
     storage.write(FEATURES, safetensors.numpy.save(found._asdict()))
@@ -585,12 +630,6 @@ def score_clusters(
     pretraining have clusters, too: they are additional anchors, because some unlabeled
     rows belong to them.
 
-    The features of a frozen encoder are clustered at each k in as many directions as
-    the centers of all classes span. In the directions that explain 95 % of the variance
-    of Caltech-24's 1,280 features, noise hides the classes: the estimate is 16, the
-    largest k. In the directions used here it is between 8 and 12, and the true number
-    is 8.
-
     Args:
         splits: The splits of the known classes.
         features: The features of each split.
@@ -608,9 +647,6 @@ def score_clusters(
     index, k = item
     split, labels = splits[index], torch.tensor(features[index].labels)
     points = torch.tensor(features[index].points, device=device)
-    if config.model.finetune == "none":
-        num_directions = len(split.pretrain) + len(split.probe) + k - 1
-        points = F.normalize(points[:, :num_directions], dim=1)
     more_anchors = split.pretrain if config.data.setting == "gcd" else ()
     num_clusters, results = k + len(split.probe) + len(more_anchors), []
     with torch_threads(config.compute.threads or 1):

@@ -29,7 +29,6 @@ from uno.expectation import (
     expected_accuracy,
     outside_calibration,
 )
-from uno.frozen import ONE_CLASS_MIXING
 from uno.model import UnoModel
 from uno.prototype_init import Sample, cluster_features
 from uno.results import metrics
@@ -250,7 +249,8 @@ def clustering_metrics(
         clusterings. Fractions ``trust/expected/{ncd|gcd|gcd_strict}/{acc|low|high}``
         for the setting, unless there were too few rows. ``trust/outside/NAME``, facts
         outside the range of the calibration. ``trust/similar/A/B``, how much the novel
-        classes A and B mix, for pairs that look like one class.
+        classes A and B mix, for as many pairs as there are more classes than were
+        estimated.
     """
     if "extra/agreement" not in tensors:
         return {}
@@ -270,8 +270,7 @@ def clustering_metrics(
         outside = outside_calibration(num_rows, num_known, num_novel, encoder)
         found |= {OUTSIDE + name: value for name, value in outside.items()}
     for first, second, mixed in tensors["extra/similar"].tolist():
-        if mixed >= ONE_CLASS_MIXING:
-            found[f"{SIMILAR}{first:.0f}/{second:.0f}"] = mixed
+        found[f"{SIMILAR}{first:.0f}/{second:.0f}"] = mixed
     return found
 
 

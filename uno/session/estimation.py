@@ -18,6 +18,8 @@ from uno.session.derive import derive_settings
 from uno.session.run import Backend, Run
 from uno.text import plural
 
+MIN_SHOWN = 0.01  # least probability of a number in the table
+
 
 def estimate_classes(
     config: Config,
@@ -51,11 +53,12 @@ def estimate_classes(
     readable = train_rows(task, None if vectors is None else ok_mask(vectors[1]))
     num_known = len(readable["labels"].unique())
     # before anything is computed
-    require_enough_rows(num_known, len(readable["unlabeled"]))
+    frozen = config.model.finetune == "none"
+    require_enough_rows(num_known, len(readable["unlabeled"]), frozen)
     setting, reason = decide_setting(config, task.rows.known)
     config = override(config, {"data.setting": setting})
     values, lines = derive_settings(config, given, task)
-    if config.model.finetune == "none":  # nothing is trained on the features
+    if frozen:  # nothing is trained on the features
         values |= {"discover.epochs": 0, "augment.num_cached_views": 0}
     config = override(config, values)
     left_out = (f"warning: {line}" for line in task.rows.warnings)
@@ -69,11 +72,7 @@ def estimate_classes(
     print_line(f"data: {task.rows.source}: {sizes}")
     if dry_run:
         work = f"pretrain {settings.num_splits} encoders, each on some known classes"
-        work = (
-            "cluster the features of the frozen encoder"
-            if config.model.finetune == "none"
-            else work
-        )
+        work = "cluster the features of the frozen encoder" if frozen else work
         print_line(f"dry run: would {work}; nothing was done")
         return None
     assert config.output is not None
@@ -96,37 +95,56 @@ def format_estimate(found: Estimate) -> str:
     """Format an estimate for the console.
 
     Returns:
-        A table with the F1, accuracy and cluster validity index for each number of
-        clusters k. Then the estimate with its interval, and the command that can
-        follow.
+        A table with what is known about each number of novel classes k. Then the
+        estimate with its interval, and the command that can follow.
     """
-    lines = ["", f"{'k':>4}  {'F1':>5}  {'ACC':>5}  {'CVI':>6}"]
-    for k, f1, acc, cvi in zip(
-        found.ks, *(found.curves[name] for name in ("f1", "acc", "cvi")), strict=True
-    ):
-        mark = "  in the interval" if found.low <= k <= found.high else ""
-        mark = "  <- estimate" if k == found.num_novel else mark
-        lines.append(f"{k:>4}  {f1:>5.3f}  {acc:>5.3f}  {cvi:>6.3f}{mark}")
-    ratios = zip(found.sizes["ratios"], found.sizes["clusters"], strict=True)
-    wide = found.suggested < found.high
-    why = (
-        "the interval is too wide for its larger end"
-        if wide
-        else "the larger end of the interval"
+    lines = _curve_lines(found) if found.splits else _probability_lines(found)
+    lines.append(
+        f"\nestimated new classes: {found.num_novel} (interval {found.low} to"
+        f" {found.high})"
     )
-    shares = ", ".join(f"{count:.1f} (r {ratio:g})" for ratio, count in ratios if ratio)
-    lines += [
-        f"\nclusters of unlabeled images larger than r x the largest: {shares}",
-        (
-            f"\nestimated new classes: {found.num_novel} (interval {found.low} to"
-            f" {found.high})"
-        ),
-        (
-            "next: extra classes can be merged later with uno classes, missing ones"
-            f" cannot: --num-novel {found.suggested} ({why})"
-        ),
-    ]
+    if not found.splits:
+        reason = "pairs that may be one class are named after the run"
+    elif found.suggested < found.high:
+        reason = "the interval is too wide for its larger end"
+    else:
+        reason = "the larger end of the interval"
+    lines.append(
+        "next: extra classes can be merged later with uno classes, missing ones"
+        f" cannot: --num-novel {found.suggested} ({reason})"
+    )
     if found.at_limit:
         again = f"repeat uno estimate-classes with --max-novel {2 * found.ks[-1]}"
         lines.append(f"warning: the interval reaches the largest number tried; {again}")
     return "\n".join(lines)
+
+
+def _mark(found: Estimate, k: int) -> str:
+    """Return what is said beside the number k of novel classes."""
+    if k == found.num_novel:
+        return "  <- estimate"
+    return "  in the interval" if found.low <= k <= found.high else ""
+
+
+def _probability_lines(found: Estimate) -> list[str]:
+    """Format the probability of each k, without those of less than one percent."""
+    lines = ["", f"{'k':>4}  probability"]
+    for k, share in zip(found.ks, found.curves["probability"], strict=True):
+        if share >= MIN_SHOWN or found.low <= k <= found.high:
+            lines.append(f"{k:>4}  {100 * share:>10.0f}%{_mark(found, k)}")
+    return lines
+
+
+def _curve_lines(found: Estimate) -> list[str]:
+    """Format F1, accuracy and silhouette (CVI) of each k, and the clusters' sizes."""
+    lines = ["", f"{'k':>4}  {'F1':>5}  {'ACC':>5}  {'CVI':>6}"]
+    for k, f1, acc, cvi in zip(
+        found.ks, *(found.curves[name] for name in ("f1", "acc", "cvi")), strict=True
+    ):
+        lines.append(f"{k:>4}  {f1:>5.3f}  {acc:>5.3f}  {cvi:>6.3f}{_mark(found, k)}")
+    ratios = zip(found.sizes["ratios"], found.sizes["clusters"], strict=True)
+    shares = ", ".join(f"{count:.1f} (r {ratio:g})" for ratio, count in ratios if ratio)
+    lines.append(
+        f"\nclusters of unlabeled images larger than r x the largest: {shares}"
+    )
+    return lines

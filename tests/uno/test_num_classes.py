@@ -1,0 +1,125 @@
+"""The number of classes of frozen features, on synthetic classes and by hand."""
+
+import numpy as np
+import pytest
+import torch
+
+from uno.num_classes import (
+    Model,
+    calibration,
+    estimate_num_classes,
+    find_signs,
+    fit_model,
+    hidden_classes,
+    shortest_interval,
+)
+
+
+def classes(num_classes, rows=60, dims=24, noise=0.5, seed=0):
+    """Rows around orthogonal directions: (rows, class of each row)."""
+    generator = torch.Generator().manual_seed(seed)
+    centers = torch.linalg.qr(torch.randn(dims, dims, generator=generator))[0]
+    truth = torch.arange(num_classes).repeat_interleave(rows)
+    spread = torch.randn(len(truth), dims, generator=generator) / dims**0.5
+    return centers[truth] + noise * spread, truth
+
+
+def task(num_known, num_novel, gcd=False, **changes):
+    """Return labeled rows, their labels and unlabeled rows of separate classes."""
+    rows, truth = classes(num_known + num_novel, **changes)
+    is_labeled = truth < num_known
+    if gcd:
+        is_labeled &= torch.arange(len(truth)) % 2 == 0
+    return rows[is_labeled], truth[is_labeled], rows[~is_labeled]
+
+
+@pytest.mark.parametrize("gcd", [False, True])
+@pytest.mark.parametrize(("num_known", "num_novel"), [(4, 2), (3, 3), (5, 6)])
+def test_separate_classes_are_counted(num_known, num_novel, gcd):
+    found = estimate_num_classes(*task(num_known, num_novel, gcd), gcd, seed=0)
+    assert found.low <= num_novel <= found.high
+    assert found.num_novel == num_novel
+    assert sum(found.probabilities) == pytest.approx(1)
+
+
+def test_a_few_outliers_are_no_class():
+    labeled, labels, unlabeled = task(4, 3)
+    outliers = torch.eye(24)[[22, 23, 23]] * 2
+    found = estimate_num_classes(
+        labeled, labels, torch.cat([unlabeled, outliers]), gcd=False, seed=0
+    )
+    assert found.num_novel == 3
+
+
+def test_one_known_class_and_few_rows_give_an_estimate():
+    labeled, labels, unlabeled = task(1, 2)
+    found = estimate_num_classes(labeled, labels, unlabeled[::12], gcd=False, seed=0)
+    assert 2 <= found.low <= found.num_novel <= found.high
+
+
+def test_the_largest_number_is_a_limit():
+    found = estimate_num_classes(*task(4, 6), gcd=False, seed=0, max_novel=3)
+    assert len(found.probabilities) == 2
+    assert found.high == 3
+
+
+def test_the_number_of_known_classes_and_their_labels_are_no_sign():
+    """Names of classes in another order: the same signs, if the same are hidden."""
+    labeled, labels, unlabeled = task(2, 3)
+    first = find_signs(labeled, labels, unlabeled, gcd=False, seed=0)
+    again = find_signs(labeled, 1 - labels, unlabeled, gcd=False, seed=0)
+    assert first == pytest.approx(again, abs=1e-5)
+
+
+def test_every_fold_hides_other_classes_and_leaves_some():
+    for num_known in range(2, 15):
+        folds = hidden_classes(num_known, seed=0)
+        hidden = [c for fold in folds for c in fold]
+        assert len(hidden) == len(set(hidden))
+        assert all(0 < len(fold) < num_known for fold in folds)
+
+
+def test_the_interval_is_the_relatively_shortest():
+    # 2 to 3 is as long as 6 to 7, but relatively longer
+    assert shortest_interval(np.array([0.4, 0.1, 0, 0, 0.1, 0.4]), 0.5) == (6, 7)
+    assert shortest_interval(np.array([0.05, 0.9, 0.05]), 0.9) == (3, 3)
+    assert shortest_interval(np.array([1.0]), 0.9) == (2, 2)
+
+
+def test_probabilities_follow_from_the_odds_to_stop():
+    """With even odds: a half, a quarter, and what is left."""
+    found = Model([0.0], 0.0, 0.7)(np.zeros((3, 1)))
+    assert found.probabilities == pytest.approx([0.5, 0.25, 0.25])
+    assert (found.low, found.num_novel, found.high) == (2, 2, 3)
+
+
+def test_a_model_that_was_fitted_finds_numbers_again():
+    """One sign jumps at the true number, another one is noise."""
+    random = np.random.default_rng(0)
+
+    def draw(count):
+        truth = random.integers(2, 10, count).tolist()
+        signs = [
+            np.column_stack(
+                [
+                    (np.arange(2, 14) >= number) * 3 + random.normal(0, 0.5, 12),
+                    random.normal(0, 1, 12),
+                ]
+            )
+            for number in truth
+        ]
+        return signs, truth
+
+    model = fit_model(*draw(200), level=0.9)
+    assert abs(model.weights[1]) < 0.3 < model.weights[0]
+    signs, truth = draw(200)
+    found = [model(own) for own in signs]
+    inside = [e.low <= t <= e.high for e, t in zip(found, truth, strict=True)]
+    assert np.mean(inside) > 0.88
+    exact = [e.num_novel == t for e, t in zip(found, truth, strict=True)]
+    assert np.mean(exact) > 0.9
+
+
+def test_the_calibration_names_its_source():
+    assert "benchmarks.numbers" in calibration()["source"]
+    assert len(calibration()["sets"]) >= 3

@@ -1,0 +1,543 @@
+"""Estimate how many novel classes the features of a frozen encoder hold.
+
+Many small clusters are merged again and again, those that mix most first
+(:func:`uno.neighbors.compute_mixing`). Parts of one class mix much and different
+classes mix little, but how much differs between data sets. The known classes tell it:
+some are hidden, their rows are clustered with the unlabeled rows, and their parts and
+their borders are found again.
+
+For each number K of novel classes, signs compare the merge before K and the merge after
+K with what the hidden classes have shown (:func:`signs_of`). A logistic model turns
+the signs into the probability that there are no more than K classes if there are at
+least K. The probabilities of all numbers follow, and from these the estimate and its
+interval. The model was fitted on tasks of data sets whose classes are known, and is
+stored with its source in ``num_classes.json`` (written by ``python -m
+benchmarks.numbers fit``). Neither the number of the known classes nor their sizes are
+signs, because they say nothing about how many classes are new. There are at least two
+novel classes: one class leaves nothing to cluster.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment, minimize
+from torch import Tensor
+
+from uno.clustering import FREE, kmeans
+from uno.frozen import (
+    SMOOTHED,
+    Clustering,
+    FrozenClusters,
+    cluster_means,
+    fit_principal_space,
+    fit_whitening,
+)
+from uno.neighbors import (
+    compute_mixing,
+    count_links,
+    find_neighbors,
+    mixing_of_cluster,
+    smooth_rows,
+)
+
+CALIBRATION_FILE = "num_classes.json"
+MIN_KNOWN = 2  # known classes: one is hidden, and one remains to whiten by
+MIN_NOVEL = 2  # the smallest number of novel classes
+MAX_ROWS = 2_000  # labeled rows, and unlabeled rows, that are clustered
+MAX_CLUSTERS = 150  # clusters before merging
+MIN_ROWS_PER_CLUSTER = 10  # on average, before merging
+SMALLEST_SHARE = 0.25  # a class has this share of the rows of the smallest known class
+ENOUGH_SHARE = 0.02  # a cluster with this share of the unlabeled rows can be a class
+NUM_FOLDS = 2  # sets of known classes that are hidden
+MAX_HIDDEN = 5  # known classes that are hidden at a time
+NUM_NEAR = 5  # neighbors that tell unlabeled rows of a hidden class
+NUM_HEIGHTS = 3  # mixings between two merges at which hidden classes are compared
+FLOOR, CEILING = 0.01, 3.0  # mixings below and above count as these
+PRIORITY = 1e3  # above every mixing, for clusters that merge first
+LEVEL = 0.8  # probability of the interval, which holds about nine tenths of tasks
+RIDGE = 3.0  # penalty of the squared weights of standardized signs
+# logarithm of a mixing between that of parts of one class and that of classes, where
+# hidden classes show none: about the mean of the tasks of benchmarks/numbers.py
+TYPICAL_REFERENCE = -2.2
+
+
+@dataclass(frozen=True)
+class NumClasses:
+    """How probable each number of novel classes is.
+
+    Attributes:
+        probabilities: The probability (K,) of 2, 3, ... novel classes.
+        num_novel: The median.
+        low: The lower end of the interval.
+        high: Its upper end.
+    """
+
+    probabilities: Sequence[float]
+    num_novel: int
+    low: int
+    high: int
+
+
+@dataclass(frozen=True)
+class Model:
+    """A logistic model of "there are no more classes".
+
+    Attributes:
+        weights: The weight (S,) of each sign of :func:`signs_of`.
+        intercept: The log-odds where all signs are 0.
+        level: Least probability of the interval.
+    """
+
+    weights: Sequence[float]
+    intercept: float
+    level: float
+
+    def __call__(self, signs: NDArray[np.float64]) -> NumClasses:
+        """Return the probabilities of 2, 3, ... classes from their signs (K, S)."""
+        logits = signs @ np.array(self.weights) + self.intercept
+        stop = 1 / (1 + np.exp(-logits))
+        stop[-1] = 1.0
+        probabilities = stop * np.append(1.0, np.cumprod(1 - stop)[:-1])
+        low, high = shortest_interval(probabilities, self.level)
+        median = MIN_NOVEL + int(np.searchsorted(probabilities.cumsum(), 0.5))
+        median = min(max(median, low), high)
+        return NumClasses(probabilities.tolist(), median, low, high)
+
+
+class Merge(NamedTuple):
+    """A merge of two clusters.
+
+    Attributes:
+        first: The cluster that remains, with the rows of both.
+        second: The other cluster.
+        mixing: The mixing of the two.
+        num_rows: Number of rows of the smaller of the two.
+    """
+
+    first: int
+    second: int
+    mixing: float
+    num_rows: int
+
+
+def estimate_num_classes(
+    labeled: Tensor,
+    labels: Tensor,
+    unlabeled: Tensor,
+    gcd: bool,
+    seed: int,
+    max_novel: int | None = None,
+) -> NumClasses:
+    """Estimate the number of novel classes among unlabeled rows, on the CPU.
+
+    Args:
+        labeled: Features (N_l, D) of labeled rows.
+        labels: Their classes int64 (N_l,), 0 to C_l - 1; each class has a row, and
+            there are at least ``MIN_KNOWN``.
+        unlabeled: Features (N_u, D) of at least two rows.
+        gcd: Whether unlabeled rows can belong to known classes.
+        seed: Seed of k-means and of the choice of hidden classes.
+        max_novel: The largest number that is considered, at least 2; None for no limit.
+    """
+    signs = find_signs(labeled, labels, unlabeled, gcd, seed)
+    if max_novel is not None:
+        signs = signs[: max(1, max_novel - MIN_NOVEL + 1)]
+    return stored_model()(signs)
+
+
+def pairs_of_one_class(
+    result: FrozenClusters,
+    labeled: Tensor,
+    labels: Tensor,
+    unlabeled: Tensor,
+    gcd: bool,
+    seed: int,
+) -> Tensor:
+    """Return the pairs of novel classes that may be parts of one class each.
+
+    Args:
+        result: The clusters of the same rows.
+        labeled: Features (N_l, D) of labeled rows.
+        labels: Their classes int64 (N_l,), 0 to C_l - 1; each class has a row.
+        unlabeled: Features (N_u, D) of at least two rows.
+        gcd: Whether unlabeled rows can belong to known classes.
+        seed: Seed of :func:`estimate_num_classes`.
+
+    Returns:
+        The first rows of ``result.similar``: as many as the result has more novel
+        classes than are estimated.
+    """
+    if not len(result.similar):
+        return result.similar
+    found = estimate_num_classes(labeled, labels, unlabeled, gcd, seed)
+    num_novel = len(result.prototypes) - len(labels.bincount())
+    return result.similar[: max(0, num_novel - found.num_novel)]
+
+
+def find_signs(
+    labeled: Tensor, labels: Tensor, unlabeled: Tensor, gcd: bool, seed: int
+) -> NDArray[np.float64]:
+    """Merge clusters of the unlabeled rows, and find hidden known classes again.
+
+    The arguments are those of :func:`estimate_num_classes`.
+
+    Returns:
+        The signs (K, S) of :func:`signs_of`.
+    """
+    class_sizes = labels.bincount()
+    share = min(1.0, MAX_ROWS / len(unlabeled))
+    chosen = _spread(labels.argsort(stable=True), MAX_ROWS)
+    labels, unlabeled = labels[chosen], _spread(unlabeled, MAX_ROWS)
+    features = torch.cat([labeled[chosen], unlabeled])
+    rows = fit_principal_space(features)(features)
+    known = F.pad(labels, (0, len(unlabeled)), value=FREE)
+    min_rows = max(
+        3.0,
+        min(
+            SMALLEST_SHARE * share * int(class_sizes.min()),
+            ENOUGH_SHARE * len(unlabeled),
+        ),
+    )
+    clustering, clusters = small_clusters(rows, known, gcd, seed)
+    merges = [
+        merge
+        for merge in merge_all(clustering, clusters, min_rows)
+        if merge.num_rows >= min_rows
+    ]
+    heights = _log_mixing([merge.mixing for merge in reversed(merges)])
+    hidden = [
+        find_hidden(rows, known, classes, gcd, seed, min_rows)
+        for classes in hidden_classes(len(class_sizes), seed)
+    ]
+    parts = [mixed for found in hidden for mixed in found.parts]
+    borders = [mixed for found in hidden for mixed in found.borders]
+    levels = [float(np.mean(_log_mixing(mixed))) for mixed in (parts, borders) if mixed]
+    reference = float(np.mean(levels)) if levels else TYPICAL_REFERENCE
+    return signs_of(heights, reference, [(found.heights, found.f1) for found in hidden])
+
+
+def signs_of(
+    heights: NDArray[np.float64],
+    reference: float,
+    hidden: Sequence[tuple[NDArray[np.float64], NDArray[np.float64]]],
+) -> NDArray[np.float64]:
+    """Compute the signs of each number of novel classes.
+
+    Args:
+        heights: Logarithms of the mixing at which 2, 3, ... novel clusters become one
+            less, (K - 1,).
+        reference: Logarithm of the mixing between that of parts of one hidden class and
+            that of different classes.
+        hidden: For each fold the logarithms of the mixing of its merges (m,), and the
+            mean F1 of the hidden classes before and after each merge (m + 1,).
+
+    Returns:
+        Signs (max(1, K - 1), 3) of the numbers 2 to K: how far the logarithm of the
+        mixing of the merge that leaves the number of classes is above the reference;
+        the same of the next merge, which leaves one class less; and the mean F1 of
+        hidden classes at mixings between the two, minus its largest value.
+    """
+    last = heights if len(heights) else np.log([FLOOR])
+    following = np.append(last[1:], max(last))
+    shares = (np.arange(NUM_HEIGHTS) + 1) / (NUM_HEIGHTS + 1)
+    between = last[:, None] + shares * (following - last)[:, None]
+    curves = []
+    for merged_at, f1 in hidden:
+        reached = np.minimum.accumulate(merged_at)
+        num_merges = (reached >= between[..., None]).sum(axis=-1)
+        curves.append(f1[num_merges].mean(axis=1) - f1.max())
+    found_again = np.mean(curves, axis=0) if curves else np.zeros(len(last))
+    return np.stack([following - reference, last - reference, found_again], axis=1)
+
+
+def small_clusters(
+    rows: Tensor, labels: Tensor, gcd: bool, seed: int
+) -> tuple[Clustering, Tensor]:
+    """Divide the unlabeled rows into more clusters than there are classes.
+
+    Args:
+        rows: Rows (N, P), not yet whitened.
+        labels: Their classes int64 (N,), or FREE.
+        gcd: Whether unlabeled rows can belong to known classes.
+        seed: Seed of k-means.
+
+    Returns:
+        The whitened rows, with as many novel classes as there are clusters, and the
+        cluster int64 (N,) of each row.
+    """
+    is_known = labels != FREE
+    white = rows @ fit_whitening(rows[is_known], labels[is_known])
+    num_free = int((~is_known).sum())
+    num = min(max(num_free // MIN_ROWS_PER_CLUSTER, 6), MAX_CLUSTERS, num_free // 2)
+    clustering = Clustering.of(F.normalize(white, dim=1), labels, max(1, num), gcd)
+    return clustering, clustering.partition(SMOOTHED, max(1, num), 1, seed)
+
+
+def merge_all(
+    clustering: Clustering, clusters: Tensor, min_rows: float
+) -> Iterator[Merge]:
+    """Merge novel clusters until one is left, those that mix most first.
+
+    Clusters of less than ``min_rows`` rows merge before all others, so that a few
+    outliers do not count as a class. A novel cluster may merge into a known one. Pairs
+    that do not mix are ordered by the cosine of their means.
+
+    Args:
+        clustering: The rows.
+        clusters: Their clusters int64 (N,), known ones first.
+        min_rows: Rows from which on a cluster can be a class.
+    """
+    links, sizes = clustering.links_and_sizes(clusters, clustering.num_classes)
+    links, sizes = links.clone(), sizes.clone()
+    means = cluster_means(clustering.points, clusters, len(sizes))
+    tie_breaker = 1e-6 * (means @ means.T).double()
+    is_novel = torch.arange(len(sizes)) >= clustering.num_known
+    left = sizes > 0
+    may_merge = (is_novel[:, None] | is_novel).triu(1)
+    closeness = compute_mixing(links, sizes) + tie_breaker
+    for _ in range(int((left & is_novel).sum()) - 1):
+        is_small = (sizes < min_rows) & is_novel
+        priority = closeness + PRIORITY * (is_small[:, None] | is_small)
+        priority[~(may_merge & left[:, None] & left)] = -torch.inf
+        first, second = divmod(int(priority.argmax()), len(sizes))
+        num_rows = int(min(sizes[first], sizes[second]))
+        yield Merge(first, second, float(closeness[first, second]), num_rows)
+        for sums in (links, links.T, sizes):
+            sums[first] += sums[second]
+            sums[second] = 0
+        left[second] = False
+        closeness[first] = mixing_of_cluster(links, sizes, first) + tie_breaker[first]
+        closeness[:, first] = closeness[first]
+
+
+def hidden_classes(num_known: int, seed: int) -> list[list[int]]:
+    """Draw sets of known classes to hide.
+
+    A set has half of the known classes, but at most ``MAX_HIDDEN``, and one of two or
+    three. There are ``NUM_FOLDS`` sets without a common class.
+
+    Args:
+        num_known: Number of known classes.
+        seed: Seed of the draw.
+    """
+    if num_known < MIN_KNOWN:
+        return []
+    order = np.random.default_rng(seed).permutation(num_known).tolist()
+    size = min(num_known // 2, MAX_HIDDEN)
+    return [order[fold * size : (fold + 1) * size] for fold in range(NUM_FOLDS)]
+
+
+class Hidden(NamedTuple):
+    """What hidden classes have shown.
+
+    Attributes:
+        parts: The mixing of the two halves of each hidden class.
+        borders: The mixing of each hidden class with what it merged with at last.
+        heights: Logarithms of the mixing of the merges, (m,).
+        f1: Mean F1 of the hidden classes, 0 to 1, before the first and after each
+            merge (m + 1,).
+    """
+
+    parts: list[float]
+    borders: list[float]
+    heights: NDArray[np.float64]
+    f1: NDArray[np.float64]
+
+
+def find_hidden(
+    rows: Tensor,
+    labels: Tensor,
+    classes: Sequence[int],
+    gcd: bool,
+    seed: int,
+    min_rows: float,
+) -> Hidden:
+    """Hide the labels of some known classes, and find the classes again.
+
+    The rows are whitened by the other known classes. In GCD, unlabeled rows whose
+    nearest rows are mostly of hidden classes are left out: they probably belong to
+    these classes, and would count as errors.
+
+    Args:
+        rows: Rows (N, P), not yet whitened.
+        labels: Their classes int64 (N,), or FREE.
+        classes: The classes to hide, not all of the known ones.
+        gcd: Whether unlabeled rows can belong to known classes.
+        seed: Seed of k-means.
+        min_rows: Rows from which on a cluster can be a class.
+    """
+    is_hidden = torch.isin(labels, torch.tensor(classes))
+    if gcd:
+        kept_rows = _without_unlabeled_of(rows, labels, is_hidden)
+        rows, labels = rows[kept_rows], labels[kept_rows]
+        is_hidden = is_hidden[kept_rows]
+    others = labels.masked_fill(is_hidden, FREE)
+    names, renamed = others[others != FREE].unique(return_inverse=True)
+    rest = others.clone()
+    rest[others != FREE] = renamed
+    clustering, clusters = small_clusters(rows, rest, gcd, seed)
+    num_clusters = len(names) + clustering.num_novel
+    total = clusters[rest == FREE].bincount(minlength=num_clusters).numpy().copy()
+    table = np.stack(
+        [clusters[labels == c].bincount(minlength=num_clusters) for c in classes]
+    )
+    borders: dict[int, float] = {}
+    heights, f1 = list[float](), [_mean_f1(table, total)]
+    for first, second, mixed, num_rows in merge_all(clustering, clusters, min_rows):
+        is_real = num_rows >= min_rows
+        owns = 2 * table[:, [first, second]] > total[[first, second]]
+        if is_real:
+            borders |= {int(c): mixed for c in np.flatnonzero(owns.sum(axis=1) == 1)}
+        for counts in (table.T, total):
+            counts[first] += counts[second]
+            counts[second] = 0
+        heights.append(mixed if is_real else CEILING)
+        f1.append(_mean_f1(table, total))
+    parts = [_halves_mixing(clustering, labels == c, seed) for c in classes]
+    return Hidden(
+        [mixed for mixed in parts if mixed is not None],
+        list(borders.values()),
+        _log_mixing(heights),
+        np.array(f1),
+    )
+
+
+def shortest_interval(
+    probabilities: NDArray[np.float64], level: float
+) -> tuple[int, int]:
+    """Return the numbers that hold a probability, in the relatively shortest interval.
+
+    Args:
+        probabilities: The probability (K,) of 2, 3, ... classes, of sum 1.
+        level: The probability of the interval, below 1.
+
+    Returns:
+        The lower and the upper end, with the smallest ratio of (upper + 0.5) to
+        (lower - 0.5) of all intervals that hold at least ``level``.
+    """
+    below = np.append(0.0, probabilities.cumsum())
+    ends = np.searchsorted(below, below[:-1] + level - 1e-9)
+    found = [
+        ((end + 1.5) / (low - 0.5), low, end + MIN_NOVEL - 1)
+        for low, end in enumerate(ends.tolist(), start=MIN_NOVEL)
+        if end <= len(probabilities)
+    ]
+    return min(found)[1:]
+
+
+def fit_model(
+    signs: Sequence[NDArray[np.float64]], truth: Sequence[int], level: float = LEVEL
+) -> Model:
+    """Fit the model to tasks whose number of novel classes is known.
+
+    Each number from 2 to the true one is an example: the true number is one of "there
+    are no more classes", and the smaller ones are examples of "there are more". The
+    squared weights of standardized signs have a penalty of ``RIDGE``.
+
+    Args:
+        signs: The signs (K, S) of each task (T,).
+        truth: The true numbers (T,) of novel classes, at least 2.
+        level: The level of the model's intervals.
+    """
+    pairs = list(zip(signs, truth, strict=True))
+    design = np.concatenate([own[: number - MIN_NOVEL + 1] for own, number in pairs])
+    target = np.concatenate(
+        [
+            np.arange(MIN_NOVEL, number + 1)[: len(own)] == number
+            for own, number in pairs
+        ]
+    ).astype(float)
+    mean, scale = design.mean(axis=0), design.std(axis=0) + 1e-9
+    standard = np.column_stack([(design - mean) / scale, np.ones(len(design))])
+
+    def loss(weights: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
+        logits, free = standard @ weights, np.append(weights[:-1], 0.0)
+        value = np.logaddexp(0, logits).sum() - target @ logits
+        gradient = standard.T @ (1 / (1 + np.exp(-logits)) - target)
+        return value + RIDGE * (free @ free) / 2, gradient + RIDGE * free
+
+    found = minimize(loss, np.zeros(standard.shape[1]), jac=True).x
+    weights = found[:-1] / scale
+    return Model(weights.tolist(), float(found[-1] - weights @ mean), level)
+
+
+@cache
+def calibration() -> dict[str, Any]:
+    """Read the stored calibration.
+
+    Returns:
+        ``source``: the command that wrote it; ``sets`` and ``num_tasks``: its data;
+        ``model``: the fields of a :class:`Model`.
+    """
+    text = files("uno").joinpath(CALIBRATION_FILE).read_text("utf-8")
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def stored_model() -> Model:
+    """Return the model of the stored calibration."""
+    return Model(**calibration()["model"])
+
+
+def _spread(rows: Tensor, max_rows: int) -> Tensor:
+    """Return at most ``max_rows`` evenly spaced rows, in their order."""
+    if len(rows) <= max_rows:
+        return rows
+    return rows[torch.linspace(0, len(rows) - 1, max_rows).long()]
+
+
+def _log_mixing(values: Sequence[float]) -> NDArray[np.float64]:
+    """Return the logarithms of mixings that are kept in ``FLOOR`` to ``CEILING``."""
+    return np.log(np.clip(np.asarray(values, dtype=np.float64), FLOOR, CEILING))
+
+
+def _mean_f1(table: NDArray[np.int64], total: NDArray[np.int64]) -> float:
+    """Return the mean F1 of classes under the best matching with clusters.
+
+    ``table`` (C, K) counts the rows of each class in each cluster, and ``total`` (K,)
+    all rows of each cluster.
+    """
+    f1 = 2 * table / np.maximum(table.sum(axis=1, keepdims=True) + total, 1)
+    return float(f1[linear_sum_assignment(f1, maximize=True)].mean())
+
+
+def _halves_mixing(clustering: Clustering, members: Tensor, seed: int) -> float | None:
+    """Divide a class in two by k-means, and return the mixing of the halves.
+
+    Args:
+        clustering: The rows, with the neighbors of those that take part.
+        members: Mask (N,) of the rows of the class, which take part.
+        seed: Seed of k-means.
+
+    Returns:
+        The mixing; None if one half has fewer than three rows.
+    """
+    taking_part = members[clustering.clustered]
+    rows = smooth_rows(clustering.points[clustering.clustered], clustering.neighbors)
+    if int(taking_part.sum()) < 6:
+        return None
+    groups = torch.zeros(len(rows), dtype=torch.int64)
+    groups[taking_part] = 1 + kmeans(rows[taking_part], 2, 3, seed).assignment
+    sizes = groups.bincount(minlength=3)
+    if int(sizes[1:].min()) < 3:
+        return None
+    links = count_links(clustering.neighbors, groups, 3)
+    return float(mixing_of_cluster(links, sizes, 1)[2])
+
+
+def _without_unlabeled_of(rows: Tensor, labels: Tensor, is_hidden: Tensor) -> Tensor:
+    """Return a mask (N,) without the unlabeled rows that belong to hidden classes.
+
+    An unlabeled row is left out if most of its nearest rows have a hidden class.
+    """
+    neighbors = find_neighbors(F.normalize(rows, dim=1), NUM_NEAR)
+    near = is_hidden[neighbors].double().mean(dim=1) > 0.5
+    return ~(near & (labels == FREE))
