@@ -396,12 +396,16 @@ def test_unreadable_images_of_the_cache_are_listed_by_every_run(
     assert cli.main([str(word) for word in [*argv, "--output", tmp_path / "run"]]) == 2
     assert "uno: error: 1 of 60 images are unreadable" in capsys.readouterr().err
     assert "emu/7.png" in (tmp_path / "run" / "bad_samples.jsonl").read_text()
+    encode, tried = cached.encode_chunk, list[int]()
     monkeypatch.setattr(
-        cached, "encode_chunk", lambda *_, **__: pytest.fail("features are there")
+        cached,
+        "encode_chunk",
+        lambda job, encoder, rows: (tried.extend(rows), encode(job, encoder, rows))[1],
     )
     argv += ["--data.max-bad-fraction", "0.1", "--output", tmp_path / "other"]
     assert cli.main([str(word) for word in argv]) == 0
     (line,) = (tmp_path / "other" / "bad_samples.jsonl").read_text().splitlines()
+    assert len(tried) == 1  # the unreadable image; the others are in the cache
     assert json.loads(line)["id"].endswith("emu/7.png") and "not a readable" in line
     table = pq.read_table(tmp_path / "other" / "predictions").to_pylist()
     (bad,) = [row for row in table if row["status"] != "ok"]
