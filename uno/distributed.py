@@ -184,6 +184,20 @@ def all_reduce_sum_(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def gather_objects(value: Any) -> list[Any]:
+    """Return the value of each rank, in the order of ranks, on every rank.
+
+    All ranks call this. The host waits for the values.
+
+    Args:
+        value: A small value of plain Python types, which is sent as bytes.
+    """
+    values = [value] * rank_and_world()[1]
+    if in_group():
+        dist.all_gather_object(values, value)
+    return values
+
+
 def broadcast_from_rank0(tensor: Tensor) -> Tensor:
     """Return rank 0's tensor on every worker.
 

@@ -425,7 +425,9 @@ def _resident_batches(
         for batch in batches:
             is_labeled = batch[0] < num_labeled
             images = train.labeled_images if is_labeled else train.unlabeled_images
-            rows = chosen[torch.from_numpy(batch)].to(images.device)
+            rows = chosen[torch.from_numpy(batch)]
+            if isinstance(images, Tensor):  # rows of blocks are read on the host
+                rows = rows.to(images.device)
             yield images[rows], np.ones(len(batch), dtype=bool)
 
     return np.split(np.arange(num_rows), starts[1:]), read

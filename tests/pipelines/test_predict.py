@@ -42,8 +42,8 @@ from uno.session.run import Run
 
 @pytest.fixture
 def run(tmp_path) -> Path:
-    """A trained model of the digits, random weights, heads not aligned yet."""
-    write_model(tmp_path / "run", aligned=False)
+    """A trained model of the digits with random weights."""
+    write_model(tmp_path / "run")
     return tmp_path / "run"
 
 
@@ -149,11 +149,11 @@ def test_workers_of_a_cluster_look_at_samples(run, monkeypatch, caplog):
     monkeypatch.setattr(ray_env, "cluster_address", lambda: "a cluster")
     storage, rows, numbers = Storage(str(run)), read_digits(), np.arange(1796, 1000, -1)
     model, workers = load_classifier(storage), backend.RayBackend()
-    expected = sample_logits(model, decoder(model, rows, 1), numbers)
+    expected = sample_logits(model, decoder(model, rows, 1), numbers, 500)
     config = override(model.config, {"compute.num_workers": 2})
     monkeypatch.setattr(LocalBackend, "decoder", lambda *_: pytest.fail)
     index, found = sample_logits(
-        model, workers.decoder(Run(config, storage, workers), model), numbers
+        model, workers.decoder(Run(config, storage, workers), model), numbers, 500
     )
     assert (index == expected[0]).all()
     for ours, theirs in zip(found, expected[1], strict=True):
@@ -491,7 +491,7 @@ def test_export_writes_and_says_what(run, tmp_path, capsys):
 def test_predict_run_replaces_what_an_earlier_model_said(run):
     model = load_classifier(Storage(str(run)))
     opened = Run(model.config, Storage(str(run)), LocalBackend())
-    _, first = predict_run(opened, model)
+    first = predict_run(opened, model)
     assert (first.rows, first.ok, first.bad) == (1797, 1797, 0)
     heads = run / "model" / "heads.safetensors"
     weights = safetensors.torch.load(heads.read_bytes())
@@ -516,7 +516,7 @@ def test_a_run_of_gpu_workers_is_predicted_by_a_head_without_a_gpu(run):
     )
     opened = Run(config, Storage(str(run)), choose_backend(config))
     opened.backend = opened.backend.after_training(opened.task)
-    assert predict_run(opened, model)[1].ok == 1797
+    assert predict_run(opened, model).ok == 1797
 
 
 @pytest.mark.slow

@@ -318,7 +318,7 @@ def test_mlflow_has_one_run_a_trial_and_the_best_is_marked(
     assert len(client.search_runs(where, "tags.group = 'sweep'")) == len(
         trials(options)
     )
-    (best,) = client.search_runs(where, "metrics.best = 1")
+    (best,) = client.search_runs(where, "metrics.`results/best` = 1")
     assert (best.info.run_name, best.data.params["objective.epsilon"]) == (
         "sweep-0001",
         "0.03",
@@ -397,6 +397,6 @@ def test_wandb_has_one_run_a_trial_and_the_best_is_marked(
             records.PartStorage(storage, records.trial_name(index))
         )
         assert run.run_group == "sweep"
-        marks[run.display_name] = float(summary["best"])
+        marks[run.display_name] = float(summary["results/best"])
     assert [name for name, mark in marks.items() if mark] == ["sweep-0001"]
     assert len(marks) == len(trials(options))

@@ -172,7 +172,10 @@ def fake_cuda(world_size: int = 1) -> Iterator[FakeCuda]:
                 patch.setattr(dist, f"get_{name}", lambda value=value: value)
             for name in ("all_gather", "all_reduce"):
                 patch.setattr(dist, name, lambda *_, **__: None)
-            # what rank 0 has computed would be sent as bytes, which nothing here holds
+            # what is sent as bytes, which nothing here holds
+            patch.setattr(
+                distributed, "gather_objects", lambda value: [value] * world_size
+            )
             patch.setattr(
                 distributed, "compute_on_rank0", lambda function, device: function()
             )

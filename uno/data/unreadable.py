@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import torch.distributed
 
 from uno import distributed
 from uno.data.columns import find_rows
@@ -145,9 +144,7 @@ class BadRows:
             ConfigError: More rows are unreadable than ``max_fraction`` allows.
         """
         new = dict(list(self._reasons.items())[self._num_synced :])
-        new_of_rank = [new] * distributed.rank_and_world()[1]
-        if distributed.in_group():
-            torch.distributed.all_gather_object(new_of_rank, new)
+        new_of_rank = distributed.gather_objects(new)
         for found in new_of_rank:
             self._reasons = found | self._reasons
         self._num_synced = len(self._reasons)

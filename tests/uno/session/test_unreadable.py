@@ -1,6 +1,7 @@
 """Runs that lose images, and runs whose rows cannot be enough: refused before work."""
 
 import json
+import shutil
 
 import pytest
 from safetensors.torch import save_file
@@ -133,9 +134,10 @@ def test_too_few_unlabeled_images_are_refused_before_features(tmp_path, monkeypa
 
 def test_too_few_classes_to_estimate_are_refused_before_work(tmp_path, monkeypatch):
     settings = write_folders(tmp_path) | settings_of("clustering", tmp_path)
+    shutil.rmtree(tmp_path / "known" / "b")
     settings |= {"num_novel": "auto", "output": str(tmp_path / "run")}
     monkeypatch.setattr(features, "cached_features", lambda *_: pytest.fail("late"))
-    with pytest.raises(ConfigError, match="known classes with images, found 2"):
+    with pytest.raises(ConfigError, match="known classes with images, found 1"):
         uno.discover(**settings, quiet=True)
 
 
