@@ -55,12 +55,11 @@ from uno.data.images import InMemory
 from uno.data.plan import make_plan
 from uno.data.resident import ResidentBatches
 from uno.data.stream import StreamSet, crop_local, decode_here
-from uno.model import UnoModel, build_model
-from uno.objective import discovery_step
+from uno.model import UnoModel, build_network
+from uno.objective import unified_objective
 from uno.presets import preset
 from uno.runs.hardware import prepare_compiler
-from uno.state import new_state
-from uno.steps import Batch
+from uno.steps import Batch, new_state, take_step
 
 PARTS = ("ceilings", "tests", "steps", "streamed", "discover", "frozen")
 TRACED_STEPS = 3
@@ -279,11 +278,12 @@ class Training:
         sampling = self.config.data.batch_sampling
         plan = make_plan(0, sampling, case.batch, *sizes)
         self.batches = ResidentBatches(self.config, train, plan, 0, 1)
-        model = build_model(self.config.model, train.num_known, train.num_novel, 0)
+        model = build_network(self.config, train.num_known, train.num_novel, 0)
         self.model = model.to(device, memory_format=torch.channels_last).train()
         bf16 = case.precision == "bf16"
         self.state = new_state(model, model, self.config.discover, device, bf16)
-        self._step = CapturedStep(discovery_step) if case.cuda_graph else discovery_step
+        step = partial(take_step, unified_objective)
+        self._step = CapturedStep(step) if case.cuda_graph else step
 
     def batch(self) -> Batch:
         """The views of the next step."""
@@ -505,7 +505,13 @@ def measure_streamed(
             alone = images_per_s(lambda step: batches(step), case.batch, device, least)
 
             def train(step: int) -> None:
-                discovery_step(training.state, batches(step), training.config, 1e-3)
+                take_step(
+                    unified_objective,
+                    training.state,
+                    batches(step),
+                    training.config,
+                    1e-3,
+                )
 
             with_training = images_per_s(train, case.batch, device, least, first=10_000)
         resident_s, _ = seconds_a_call(training.step, device, least / 4)

@@ -23,7 +23,7 @@ from benchmarks.measure import environment, medians, spread, take_turns
 from benchmarks.quantities import CLASSES, count_operators
 from uno.config import Config, override
 from uno.data.plan import make_plan
-from uno.model import Logits, build_model
+from uno.model import Logits, build_network
 from uno.objective import discovery_loss, global_targets
 from uno.presets import preset
 
@@ -220,7 +220,7 @@ def make_methods(
     features = torch.randn(
         num_views * batch_size, NUM_FEATURES, generator=generator
     ).to(device)
-    model = build_model(config.model, num_known, num_novel, 0).to(device).train()
+    model = build_network(config, num_known, num_novel, 0).to(device).train()
     looped = LoopedHeads(config, num_known, num_novel).to(device).train()
     with torch.no_grad():
         known, families = outputs(model.heads(features, num_views))

@@ -36,7 +36,7 @@ from uno.config import override
 from uno.data.files import Storage
 from uno.data.rows import Rows
 from uno.data.sources import read_rows
-from uno.model import build_model
+from uno.model import build_network
 from uno.presets import preset
 from uno.results.infer import load_classifier, read_model_files, save_model
 from uno.results.predictions import PredictionWriter, predict_rows
@@ -97,7 +97,7 @@ def plain_loop(model: nn.Module, data: Jpegs) -> Tensor:
 def write_run(folder: Path) -> None:
     """An untrained CIFAR10 model as a run directory."""
     config = override(preset("cifar10"), {"data.source": "digits"})
-    model = build_model(config.model, 5, 5, seed=0)
+    model = build_network(config, 5, 5, seed=0)
     save_model(config, Storage(str(folder)), model, 0, [str(i) for i in range(5)])
 
 
@@ -151,7 +151,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for values in (model.config.data.mean, model.config.data.std)
     )
     data = Jpegs([rows.images[i] for i in range(len(rows))], *stats)
-    plain = Plain(build_model(model.config.model, 5, 5, seed=0)).eval()
+    plain = Plain(build_network(model.config, 5, 5, seed=0)).eval()
     found: dict[str, Any] = {}
 
     def loop() -> None:

@@ -29,11 +29,10 @@ from uno.data.plan import make_plan
 from uno.data.resident import ResidentBatches, TrainSet, assemble
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
-from uno.model import UnoModel, build_model
-from uno.objective import discovery_loss, discovery_step, global_targets
+from uno.model import UnoModel, build_network
+from uno.objective import discovery_loss, global_targets, unified_objective
 from uno.presets import PRESETS, preset
-from uno.state import TrainState, new_state
-from uno.steps import Batch
+from uno.steps import Batch, TrainState, new_state, take_step
 
 PARTS = ("augment", "heads", "sinkhorn_and_loss", "optimizer")
 
@@ -73,7 +72,7 @@ def main() -> None:
         len(train.unlabeled_images),
     )
     batches = ResidentBatches(config, train, plan, 0, 1)
-    model = build_model(config.model, train.num_known, train.num_novel, 0).train()
+    model = build_network(config, train.num_known, train.num_novel, 0).train()
     model = model.to(device, memory_format=torch.channels_last)  # as uno.runs.run does
     if options.compile:
         model.encoder.compile()
@@ -85,7 +84,9 @@ def main() -> None:
     )
     seconds = take_turns(
         {
-            "step": lambda: discovery_step(state, batches(next(steps)), config, 1e-3),
+            "step": lambda: take_step(
+                unified_objective, state, batches(next(steps)), config, 1e-3
+            ),
             **encoders,
             "augment": lambda: augment(
                 images,
@@ -152,7 +153,7 @@ def encoder_alone(
     def method(
         layout: torch.memory_format, compiled: bool = False
     ) -> Callable[[], None]:
-        encoder = build_model(config.model, train.num_known, 0, 0).encoder.to(
+        encoder = build_network(config, train.num_known, 0, 0).encoder.to(
             device, memory_format=layout
         )
         if compiled:

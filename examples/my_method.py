@@ -11,12 +11,11 @@ checkpoints, metrics, ``uno predict``, the report, its section in YAML files and
 
 from torch import Tensor
 
-from uno.collectives import mean_with_grad
 from uno.config import Config, Section, field
+from uno.distributed import mean_with_grad
 from uno.methods import Method
-from uno.methods.method import NovelHead, forward_two_views
-from uno.state import TrainState
-from uno.steps import Batch, labeled_loss, update_
+from uno.methods.common import forward_two_views
+from uno.steps import Batch, TrainState, labeled_loss
 
 
 class Constants(Section):
@@ -30,28 +29,31 @@ class Constants(Section):
     )
 
 
-def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
-    """Take one optimizer step and return the loss, shape (1,).
+class Distill(Method):
+    """Self-distillation between two views of an image."""
 
-    The loss is the cross-entropy of the labeled rows, plus the cross-entropy of each
-    unlabeled view with the sharpened prediction of the other view, minus the weighted
-    entropy of the mean prediction, which keeps all clusters in use.
-    """
-    constants, tau = config.method_options, config.objective.temperature
-    known, novel, _ = forward_two_views(state, batch)
-    unlabeled = novel[:, len(batch.labels) :]  # (2, B_u, C_u) cosines
-    log_p = (unlabeled / tau).log_softmax(dim=-1)
-    sharpened = (unlabeled.detach() / constants.target_temperature).softmax(dim=-1)
-    targets = sharpened.flip(0)
-    mean = mean_with_grad(log_p.exp().mean(dim=(0, 1)))  # over the rows of all workers
-    entropy = -(mean * mean.log()).sum()
-    distillation = -(targets * log_p).sum(dim=-1).mean()
-    loss = (
-        labeled_loss(known, batch.labels, tau)
-        + distillation
-        - constants.entropy_weight * entropy
-    )
-    return update_(state, loss, lr)
+    name = "distill"
+    constants = Constants
+
+    def loss(self, state: TrainState, batch: Batch, config: Config) -> Tensor:
+        """Compute the loss of one batch, a scalar.
+
+        It is the cross-entropy of the labeled rows, plus the cross-entropy of each
+        unlabeled view with the sharpened prediction of the other view, minus the
+        weighted entropy of the mean prediction, which keeps all clusters in use.
+        """
+        constants, tau = config.method_options, config.objective.temperature
+        known, novel, _ = forward_two_views(state, batch)
+        unlabeled = novel[:, len(batch.labels) :]  # (2, B_u, C_u) cosines
+        log_p = (unlabeled / tau).log_softmax(dim=-1)
+        sharpened = (unlabeled.detach() / constants.target_temperature).softmax(dim=-1)
+        targets = sharpened.flip(0)
+        # over the rows of all workers
+        mean = mean_with_grad(log_p.exp().mean(dim=(0, 1)))
+        entropy = -(mean * mean.log()).sum()
+        distillation = -(targets * log_p).sum(dim=-1).mean()
+        supervised = labeled_loss(known, batch.labels, tau)
+        return supervised + distillation - constants.entropy_weight * entropy
 
 
-METHOD = Method("distill", step, NovelHead, config=Constants)
+METHOD = Distill()

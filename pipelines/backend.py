@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -15,20 +15,22 @@ from torch import Tensor
 from pipelines import nodes, ray_env
 from pipelines.features import compute_on_ray
 from pipelines.inference import predict_on_ray
-from pipelines.worker import run_on_ray
+from pipelines.train import run_on_ray
 from uno.config import Config, override
 from uno.data.decode import decode_many, ok_mask
 from uno.data.images import Images, from_columns, to_columns
 from uno.data.splits import Task
+from uno.errors import ConfigError, Interrupted, one_line
 from uno.model import features_of
 from uno.results import estimate
 from uno.results.estimate import Estimate, Settings
 from uno.results.infer import Classifier, Decode, build_classifier, read_model_files
 from uno.results.predictions import PredictionWriter, Summary
 from uno.runs.hardware import num_threads
+from uno.session import resources
 from uno.session.backend import LocalBackend, estimated_set
 from uno.session.console import print_line
-from uno.session.data import Show
+from uno.session.data import Compute, Show
 from uno.session.resources import FreeMemory
 from uno.session.run import Backend, Run
 
@@ -137,14 +139,26 @@ class RayBackend(LocalBackend):
         with ray_env.connect(workers=config.compute.num_workers) as ray:
             return predict_on_ray(ray, config, files, writer, show)
 
+    @contextmanager
+    def encoding(
+        self, config: Config, should_stop: Callable[[], bool]
+    ) -> Iterator[Compute]:
+        """Yield the function that encodes rows with the workers of a cluster."""
+        with ray_env.connect(workers=config.compute.num_workers) as ray:
+            yield partial(compute_on_ray, ray, give_up=should_stop)
+
     def estimate(self, run: Run, settings: Settings) -> Estimate:
         """Estimate the number of novel classes, with several tasks of Ray at once.
 
         Args:
             run: The run whose rows are clustered.
             settings: The settings of the estimate.
+
+        Raises:
+            ConfigError: The images do not fit into the memory of this machine.
         """
         config = run.config
+        check_driver_memory(config, len(run.task.rows))
         with ray_env.connect(workers=config.compute.num_workers) as ray:
             # One place is enough to begin, and more are used if there is room.
             one = override(config, {"compute.num_workers": 1})
@@ -161,6 +175,26 @@ class RayBackend(LocalBackend):
                 partial(ray_tasks, ray, config.compute.num_workers, request),
                 report=print_line,
             )
+
+
+def check_driver_memory(config: Config, num_rows: int) -> None:
+    """Refuse images that this process cannot hold and send to the workers.
+
+    Args:
+        config: The configuration of the run.
+        num_rows: The number of images.
+
+    Raises:
+        ConfigError: The images, or their features, do not fit.
+    """
+    # One copy is in this process, and one in Ray's object store.
+    needed = 2 * num_rows * resources.row_bytes(config)
+    free = resources.free_host_bytes()
+    if needed > free:
+        raise ConfigError(
+            f"{num_rows:,} images need {needed / 1e9:.1f} GB of this machine's memory,"
+            f" {free / 1e9:.1f} GB are free; use --limit, or --model.finetune none"
+        )
 
 
 def encode_on_ray(
@@ -260,6 +294,7 @@ def ray_tasks(
     function: Callable[..., Any],
     shared: tuple[Any, ...],
     items: Sequence[Any],
+    give_up: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[int, Any]]:
     """Run tasks of Ray, one an item, as :data:`uno.results.estimate.Tasks`.
 
@@ -270,22 +305,38 @@ def ray_tasks(
         function: It is called with the shared arguments and an item.
         shared: Arguments that are sent to each node once.
         items: The items.
+        give_up: Returns whether to cancel all tasks and return.
 
     Yields:
-        The position of an item and the result, in the order in which tasks end. An
-        error of the function is raised as it is.
+        The position of an item and the result, in the order in which tasks end.
+
+    Raises:
+        Exception: The error of the function, as it is. Other tasks are cancelled.
+        Interrupted: A task was lost again and again.
     """
     stored = ray.put(shared)
     remote = ray.remote(**request)(lambda shared, item: function(*shared, item))
     waiting = list(enumerate(items))[::-1]
     pending: dict[Any, int] = {}
-    while waiting or pending:
-        while waiting and len(pending) < workers:
-            position, item = waiting.pop()
-            pending[remote.remote(stored, item)] = position
-        done, _ = ray.wait(list(pending), num_returns=1)
-        try:
-            value = ray.get(done[0])
-        except ray.exceptions.RayTaskError as error:
-            raise error.cause from None
-        yield pending.pop(done[0]), value
+    try:
+        while waiting or pending:
+            while waiting and len(pending) < workers:
+                position, item = waiting.pop()
+                pending[remote.remote(stored, item)] = position
+            done, _ = ray.wait(list(pending), timeout=ray_env.POLL_S)
+            if give_up():
+                return
+            if not done:
+                continue
+            try:
+                value = ray.get(done[0])
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause from None
+            except ray.exceptions.RayError as error:
+                raise Interrupted(
+                    f"tasks keep dying ({one_line(error)}); they may be out of memory"
+                ) from None
+            yield pending.pop(done[0]), value
+    finally:
+        for task in pending:
+            ray.cancel(task, force=True)

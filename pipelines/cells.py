@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 from pipelines import cli
 from pipelines.commands import DISCOVER, PRETRAIN
-from pipelines.features import fill_cache
 from pipelines.options import parse
 from uno.config import Config, dump_yaml
 from uno.data.files import Storage
 from uno.errors import Interrupted
 from uno.runs.journal import read_journal
 from uno.session.console import on_stop
+from uno.session.embed import fill_cache
 from uno.session.pipeline import discover
 
 ATTEMPTS = "attempts.jsonl"
@@ -121,14 +121,16 @@ class RayProcess:
     ) -> None:
         self._ray, self._stop = ray, log.with_suffix(".stop")
         self._stop.unlink(missing_ok=True)
-        self._code = ray.remote(max_retries=0, **resources)(_run).remote(
+        # The command resumes its run on another node.
+        self._code = ray.remote(max_retries=3, **resources)(_run).remote(
             command, log, self._stop
         )
 
     def poll(self) -> int | None:
         """Return the exit code, or None while the process runs.
 
-        A process on a node that is lost counts as interrupted.
+        A process on a node that is lost is started again, at most three times. Then it
+        counts as interrupted.
         """
         if not self._ray.wait([self._code], timeout=0)[0]:
             return None
@@ -307,8 +309,8 @@ def main(argv: Sequence[str]) -> int:
     threading.Thread(target=end_with_parent, daemon=True).start()
     kind, *rest = argv
     if kind == "features":
-        return fill_cache(parse(rest, DISCOVER).config)
-    if kind == "pretrain":
+        fill_cache(parse(rest, DISCOVER).config)
+    elif kind == "pretrain":
         options = parse(rest, PRETRAIN)
         discover(options.config, options.overrides, last="pretrain")
     else:

@@ -26,7 +26,7 @@ from pipelines.options import (
 )
 from uno.config import override
 from uno.errors import ConfigError, UnoError
-from uno.session.settings import checked_output, launched
+from uno.session.configure import checked_output, explain, launched
 
 if TYPE_CHECKING:
     from uno.data.files import Storage
@@ -91,13 +91,13 @@ PREDICT = Command(
     RUN | EMBEDDING | SORTED,
     "some",
     text="""
-Writes DIR/predictions.parquet, one row for each image, in order: id, uri, class_index, class_name, kind
+Writes the Parquet files DIR/predictions/, one row for each image, in order: id, uri, class_index, class_name, kind
 (known or novel), probability, margin, entropy, head_agreement, known_probability, status (ok or bad), reason,
 model_hash. kind is that of the most probable class; known_probability is the total probability of all
 known classes. An unreadable image has status bad and a reason. Labels are ignored. After an interruption the
 same command continues.
 
-Without --data it predicts the data that RUN was trained on, into RUN/predictions.parquet; --data needs
+Without --data it predicts the data that RUN was trained on, into RUN/predictions/; --data needs
 --output DIR. --limit N predicts at most N images, evenly spaced.
 """,  # noqa: E501
 )
@@ -237,13 +237,15 @@ def discover(
     own = options.args
     if own.explain:
         from uno.session.console import suppress_output
-        from uno.session.resolve import explained
+        from uno.session.derive import resolve
 
-        with suppress_output():
-            lines = explained(
-                options.config, options.yaml_values, options.cli_values, own.overwrite
-            )
-        print(*lines, sep="\n")
+        config, task = options.config, None
+        if config.data.num_novel != "auto":
+            with suppress_output():
+                config, task = resolve(config, options.overrides, own.overwrite)
+        derived = f"the run in {config.output}" if task is None else "data"
+        given = options.yaml_values, options.cli_values
+        print(*explain(options.config, config, *given, derived), sep="\n")
         return 0
     config = options.config if ranks is None else ranks.sized(options.config)
     run = pipeline.try_phases if own.dry_run else pipeline.discover
@@ -335,36 +337,19 @@ def data(argv: Sequence[str]) -> int:
         )
     if options.args.shard_mb is not None:
         raise ConfigError("--shard-mb is for uno data pack")
-    from pipelines.nodes import free_memory
-    from uno.data.check import CHECK_SECONDS, check, format_report
-    from uno.data.defaults import derives_batch
-    from uno.methods.registry import build_network
-    from uno.session.console import print_line
-    from uno.session.data import read_task
-    from uno.session.resolve import resolve, starting_weights, with_full_path
-    from uno.weights import PRETRAINED
+    from uno.session.prepare import check_source
 
-    config = with_full_path(options.config)
-    if config.model.weights not in (None, PRETRAINED):
-        starting_weights(config, overwrite=True)  # refuses weights that do not fit
-    config, lines, task = resolve(config, options.overrides, True, free_memory)
-    for line in lines:
-        print_line(line)
-    task = task or read_task(config.data)
-    # A method can refuse the encoder, as `dtc` refuses one with too few features.
-    build_network(config, task.num_known, task.num_novel, seed=0)
-    is_derived = derives_batch(config, options.overrides)
-    problems = check(task, config, CHECK_SECONDS, is_derived)
-    print(format_report(task, problems, config.data.stored_size))
-    return 2 if any(problem.level == "error" for problem in problems) else 0
+    check_source(options.config, options.overrides)
+    return 0
 
 
 def embed(argv: Sequence[str]) -> int:
     """Write the vectors that a frozen encoder computes for every image of a source."""
     options = parse(argv, EMBED)
-    from pipelines import features
+    from uno.session.embed import embed as embed_source
 
-    return features.embed(options.config, options.overrides, options.args.views)
+    embed_source(options.config, options.overrides, options.args.views)
+    return 0
 
 
 def estimate(argv: Sequence[str]) -> int:

@@ -3,9 +3,7 @@
 They equal those of :func:`uno.session.data.compute_local` bit for bit.
 """
 
-import threading
-from collections.abc import Callable, Container, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -15,21 +13,16 @@ import pyarrow as pa
 import safetensors.torch
 import torch
 
-from pipelines import ray_env
 from pipelines.partitions import map_through_model
 from pipelines.ray_data import bytes_of, pixel_column, shared_tensor
 from uno.config import Config, to_dict
 from uno.data import features
 from uno.data.decode import prefetch_map
 from uno.data.features import Chunk, FeatureJob
-from uno.data.files import Storage
 from uno.data.images import from_columns, to_columns
 from uno.encoder import build_encoder
 from uno.runs.hardware import at_speed
 from uno.runtime import Runtime
-from uno.session import embed as session
-from uno.session.console import Progress, on_stop
-from uno.session.data import compute_local, load_features, read_task
 
 # The largest number of chunks of a task. A row group of Parquet has more rows than a
 # chunk, so that a task of several chunks reads less.
@@ -229,52 +222,3 @@ def unpack_chunk(job: FeatureJob, rows: np.ndarray, results: pa.Table) -> Chunk:
         raise features.not_finite(job.config)
     encoded = torch.from_numpy(values).unflatten(1, (job.num_views, -1))
     return Chunk(rows, encoded, results["reason"].to_pylist())
-
-
-def embed(config: Config, given: Container[str], num_views: int) -> int:
-    """Run ``uno embed`` on this machine or on Ray, and return the exit code 0.
-
-    Args:
-        config: The configuration. ``compute.num_workers`` 0 means this machine.
-        given: The dotted keys that the user set.
-        num_views: The number of random views of each row to encode besides the plain
-            image.
-    """
-    stopping, workers = threading.Event(), config.compute.num_workers
-    connected = ray_env.connect(workers=workers) if workers else nullcontext()
-    with on_stop(stopping.set), connected as ray:
-        compute = (
-            compute_local
-            if ray is None
-            else partial(compute_on_ray, ray, give_up=stopping.is_set)
-        )
-        session.embed(config, given, num_views, compute, stopping.is_set)
-    return 0
-
-
-def fill_cache(config: Config) -> int:
-    """Compute the features of a run that the cache lacks, and return the exit code 0.
-
-    Args:
-        config: The configuration. ``compute.num_workers`` 0 means this machine,
-            otherwise Ray is used.
-    """
-    data = config.data.model_copy(
-        update={"num_novel": 1} if config.data.num_novel == "auto" else {}
-    )
-    task, stopping, workers = (
-        read_task(data),
-        threading.Event(),
-        config.compute.num_workers,
-    )
-    connected = ray_env.connect(workers=workers) if workers else nullcontext()
-    with on_stop(stopping.set), Progress() as show, connected as ray:
-        compute = (
-            compute_local
-            if ray is None
-            else partial(compute_on_ray, ray, give_up=stopping.is_set)
-        )
-        load_features(
-            config, task, Storage(config.output or "."), show, stopping.is_set, compute
-        )
-    return 0

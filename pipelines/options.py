@@ -2,7 +2,7 @@
 
 The options of a command are the fields of the schema (``--objective.epsilon``), their
 short forms (``--batch-size``) and the arguments that a :class:`Command` declares.
-:mod:`uno.session.settings` makes a configuration of them. pydantic checks every value,
+:mod:`uno.session.configure` makes a configuration of them. pydantic checks every value,
 so that an error is one line with the name of the field.
 """
 
@@ -26,12 +26,11 @@ from uno.config import (
     fields_of,
     flatten,
     load_yaml,
-    override,
 )
 from uno.errors import ConfigError
 from uno.methods import DEFAULT, METHODS
 from uno.presets import IMAGE_SIZE, PRESETS, preset
-from uno.session.settings import HELP_ALL, completed, dashed, merged, similar
+from uno.session.configure import HELP_ALL, configure, dashed, merged, similar
 
 MANY = 10**6
 _Number = Annotated[int | float | str, Field(union_mode="left_to_right")]
@@ -219,9 +218,7 @@ class Options:
         If the user names no output directory, it is the default of the command.
         """
         choose = self.command.name in ("discover", "data")
-        return override(
-            Config(), completed(self.overrides, self.command.output, choose)
-        )
+        return configure(self.overrides, self.command.output, choose)
 
 
 def parse(argv: Sequence[str], command: Command) -> Options:
@@ -398,7 +395,7 @@ RULES = f"""
 Precedence: defaults < preset < description of a library's encoder < --config FILE < command line.
 Presets: {", ".join(PRESETS)}.
 Without --preset: digits for the digits; for other data photos if pretrained weights are given or downloaded,
-else scratch (the paper's CIFAR10 settings; size, batch, epochs, mean and std are derived from your images).
+else scratch (the paper's CIFAR10 settings; size, batch and epochs are derived from your images).
 A preset's known classes apply only to its own data set. None switches an optional value off.
 The defaults below are the values of this command line.
 """  # noqa: E501

@@ -13,8 +13,8 @@ import numpy as np
 import pyarrow as pa
 
 from pipelines import nodes, ray_env
-from pipelines.ray_data import grouped, in_order, own_node
-from pipelines.ray_private import NODE, dataset_of
+from pipelines.ray_data import grouped, in_order, make_dataset, own_node
+from pipelines.ray_private import NODE
 from uno.config import Config, override
 from uno.data.files import Storage
 from uno.data.images import InMemory, from_columns, to_columns
@@ -116,7 +116,7 @@ def store_on_ray(ray: Any, config: Config) -> Store:
         for some in grouped(
             (shard_block(shard, rows) for shard in shards), EXECUTION_ROWS
         ):
-            found = dataset_of(some).map_batches(
+            found = make_dataset(some).map_batches(
                 write,
                 batch_format="pyarrow",
                 batch_size=None,

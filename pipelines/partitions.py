@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 
 from pipelines import nodes, ray_env
-from pipelines.ray_data import grouped, in_order, own_node
-from pipelines.ray_private import NODE, dataset_of
+from pipelines.ray_data import grouped, in_order, make_dataset, own_node
+from pipelines.ray_private import NODE
 from uno.config import Config
 from uno.data.files import Storage
 from uno.runs.hardware import num_threads
@@ -94,9 +94,7 @@ def map_through_model(
     decode_cpus = ray_env.TASK_CPUS * min(1.0, spare / 2)
     whole = {"batch_format": "pyarrow", "batch_size": None}
     for some in grouped(blocks, EXECUTION_ROWS):
-        dataset = dataset_of(some)
-        # The rows of a partition must stay together.
-        dataset.context.execution_options.preserve_order = True
+        dataset = make_dataset(some)
         # Ray joins blocks below this size, and cuts those of 1.5 times as much, which
         # no chunk has.
         dataset.context.target_max_block_size = (

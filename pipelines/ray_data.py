@@ -31,7 +31,7 @@ from torch import Tensor
 
 from pipelines.nodes import StallWarner
 from pipelines.ray_env import TASK_CPUS
-from pipelines.ray_private import ELSEWHERE, NODE, dataset_of, first_without_cpu
+from pipelines.ray_private import ELSEWHERE, NODE, first_without_cpu
 from uno.config import Config
 from uno.crops import Cropper
 from uno.data import stream
@@ -207,7 +207,7 @@ def decode_task(
         "batch_size": ROWS_PER_DECODE,
         "zero_copy_batch": True,
     }
-    dataset = dataset_of(blocks).map_batches(decode, **batches).materialize()
+    dataset = make_dataset(blocks).map_batches(decode, **batches).materialize()
     columns = dataset.select_columns(["row", "reason"])
     facts = pa.concat_tables(
         columns.iter_batches(batch_size=None, batch_format="pyarrow")
@@ -592,9 +592,8 @@ def _runner(
     )
 
     def run(blocks: list[pa.Table]) -> Iterator[pa.Table]:
-        dataset = dataset_of(blocks)
+        dataset = make_dataset(blocks)
         options = dataset.context.execution_options
-        options.preserve_order = True
         options.resource_limits = ExecutionResources(
             cpu=cpus, object_store_memory=store
         )
@@ -620,6 +619,24 @@ def _runner(
         return in_order(results)
 
     return run
+
+
+def make_dataset(blocks: list[pa.Table]) -> Any:
+    """Return Arrow tables as a dataset of Ray Data that keeps their order.
+
+    Ray Data would end an execution with an error after 30 minutes without progress,
+    also if it waits for a node, or if nobody takes its results. It does not here.
+
+    Args:
+        blocks: The blocks of the dataset.
+    """
+    import ray
+
+    # from_arrow would start a task that counts the rows of each block.
+    dataset = ray.data.from_blocks(blocks)
+    dataset.context.execution_options.preserve_order = True
+    dataset.context.execution_no_progress_timeout_s = -1
+    return dataset
 
 
 def in_order(dataset: Any, num_rows: int | None = None) -> Iterator[pa.Table]:

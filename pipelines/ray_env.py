@@ -29,12 +29,8 @@ T = TypeVar("T")
 UNREACHED = "1e9"  # a share of use that is never reached
 
 ENVIRONMENT = {
-    # With the default of 2 s every report takes up to 1.7 s.
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
     # Without this the Train tab of the dashboard is empty.
     "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",
-    # V2 starts up to 32 processes for each execution to read footers.
-    "RAY_DATA_USE_DATASOURCE_V2": "0",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # the patch prints every worker line twice
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
     "RAY_DATA_LOG_LEVEL": "ERROR",
@@ -46,16 +42,6 @@ ENVIRONMENT = {
     "RAY_DATA_DEFAULT_CLUSTER_SCALING_UP_OBJECT_STORE_MEMORY_UTIL_THRESHOLD": UNREACHED,
     "RAY_SCHEDULER_EVENTS": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Without this Ray 2.60 announces a future change of the default.
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # Workers without a place are reported within 30 s.
-    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "25",
-    # pipelines.nodes looks for nodes that leave: Ray's own watcher prints an error line
-    # per run, as its actor may restart with arguments that are gone, and asking it is a
-    # barrier of all ranks.
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
-    # Ray's own code causes this warning.
-    "PYTHONWARNINGS": "ignore:`ExecutionOptions.exclude_resources` is deprecated",
 }
 # It is disabled for a private cluster, and not changed for others.
 AUTH_MODE = "RAY_AUTH_MODE"

@@ -6,135 +6,26 @@ name. The rest of this package imports Ray's public API only.
 
 import inspect
 import json
-import logging
 import os
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 NODE = "ray.io/node-id"  # the label of each node with its id
 # The fallback if the requested node has left: any node.
 ELSEWHERE = [{"label_selector": dict[str, str]()}]
 GONE = (ImportError, AttributeError, TypeError)  # raised by a name that has moved
 
-Resources = dict[str, float]
 
+def raised(error: Exception) -> BaseException | None:
+    """Return what the training loop of a worker has raised, without Ray's wrapper.
 
-class Node(NamedTuple):
-    """A node as Ray's head knows it.
-
-    Attributes:
-        id: Its id, in hexadecimal digits.
-        total: All its resources.
-        free: Its free resources.
-        leaving: Whether it is being drained, and takes no more work.
+    None if Ray itself reports the loss of the worker. ``UserCallback.after_exception``
+    gets the wrapper, which has no public name.
     """
-
-    id: str
-    total: Resources
-    free: Resources
-    leaving: bool  # it is being drained
-
-
-def read_nodes() -> list[Node]:
-    """Return all living nodes, by one request to Ray's head.
-
-    The result is empty if the head is too busy to answer. Without the private names no
-    node is known to leave, and all resources count as free.
-    """
-    from ray.exceptions import RayError
-
-    try:
-        from ray._private.worker import global_worker
-        from ray.autoscaler.v2.sdk import get_cluster_resource_state
-        from ray.core.generated.autoscaler_pb2 import NodeStatus
-
-        states = get_cluster_resource_state(global_worker.gcs_client).node_states
-        return [
-            Node(
-                state.node_id.hex(),
-                dict(state.total_resources),
-                dict(state.available_resources),
-                state.status == NodeStatus.DRAINING,
-            )
-            for state in states
-            if state.status != NodeStatus.DEAD
-        ]
-    except RayError:
-        return []
-    except GONE:
-        import ray
-
-        alive = [node for node in ray.nodes() if node["Alive"]]
-        return [
-            Node(node["NodeID"], node["Resources"], node["Resources"], False)
-            for node in alive
-        ]
-
-
-def launches() -> list[str]:
-    """Return phrases on nodes that Ray's autoscaler is starting or cannot start.
-
-    The result is empty for a cluster without an autoscaler, and without the private
-    names.
-    """
-    from ray.exceptions import RayError
-
-    with suppress(RayError, *GONE):
-        import ray
-        from ray.autoscaler.v2.sdk import get_cluster_status
-
-        status = get_cluster_status(ray.get_runtime_context().gcs_address)
-        starting = sum(launch.count for launch in status.pending_launches) + len(
-            status.pending_nodes
-        )
-        failed = {
-            f"{each.ray_node_type_name}: {each.details}"
-            for each in status.failed_launches
-        }
-        found = [f"cannot start {text}" for text in sorted(failed)]
-        return (
-            [f"{starting} node{'s' * (starting != 1)} starting", *found]
-            if starting
-            else found
-        )
-    return []
-
-
-def worker_hosts() -> set[str]:
-    """Return the ids of the nodes on which the training workers of this job run.
-
-    Without the private names the result is empty, and a drained node is noticed only
-    when its workers die.
-    """
-    with suppress(*GONE):
-        import ray
-        from ray._private.state import actors
-
-        job = ray.get_runtime_context().get_job_id()
-        alive = actors(
-            job_id=ray.JobID(bytes.fromhex(job)), actor_state_name="ALIVE"
-        ).values()
-        return {
-            actor["Address"]["NodeID"]
-            for actor in alive
-            if actor["ActorClassName"] == "RayTrainWorker"
-        }
-    return set()
-
-
-def quiet_reports() -> None:
-    """Stop Ray Train from logging every report of a worker.
-
-    The logger is named after a file, and LoggingConfig does not reach it. Without the
-    private name there are more lines.
-    """
-    logging.getLogger("ray.train").setLevel(logging.WARNING)
-    with suppress(*GONE):
-        import ray.train.v2._internal.execution.context as context
-
-        context.logger.setLevel(logging.WARNING)
+    return getattr(error, "_base_exc", None)
 
 
 def quiet_pools() -> None:
@@ -160,20 +51,6 @@ def quiet_pools() -> None:
         dispatcher.handlers.insert(0, (leave_out.__name__, leave_out))
 
 
-def dataset_of(blocks: list[Any]) -> Any:
-    """Return Arrow tables as a dataset of Ray Data, with one block for each table.
-
-    The name is meant for Ray's tests. Without it a task counts the rows of each block.
-    That task waits for a CPU, and takes longer than storing the row numbers.
-    """
-    import ray
-
-    try:
-        return ray.data.from_blocks(blocks)
-    except GONE:
-        return ray.data.from_arrow(blocks)
-
-
 def first_without_cpu(own: str) -> dict[str, Any]:
     """Return a ``map_batches`` argument: the first process of a pool takes no CPU.
 
@@ -191,16 +68,28 @@ def first_without_cpu(own: str) -> dict[str, Any]:
     return {name: lambda: next(first, {})} if has else {}
 
 
-def propagate(variable: str) -> None:
-    """Let Ray Train's own helpers inherit an environment variable.
+@contextmanager
+def cluster_of_helpers() -> Iterator[None]:
+    """Tell Ray Train's own helpers the address of the cluster inside the block.
 
-    Without the private name they look for the cluster among the processes of the
-    machine.
+    A helper gives the CPUs of workers back whose controller died. It looks for the
+    cluster by the processes of this machine, and fails where a second cluster runs. It
+    inherits ``RAY_ADDRESS`` only if a private set of names has it.
     """
+    import ray
+
     with suppress(*GONE):
         from ray.train.v2._internal import constants
 
-        constants.ENV_VARS_TO_PROPAGATE.add(variable)
+        constants.ENV_VARS_TO_PROPAGATE.add("RAY_ADDRESS")
+    before = os.environ.get("RAY_ADDRESS")
+    os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+    try:
+        yield
+    finally:
+        os.environ.pop("RAY_ADDRESS")
+        if before is not None:
+            os.environ["RAY_ADDRESS"] = before
 
 
 def current_cluster() -> str | None:

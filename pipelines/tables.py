@@ -60,10 +60,10 @@ from uno.reproduce.experiments import (
 from uno.runs import ENVIRONMENT_FILE, NUMERICS, lock
 from uno.runs.directory import read_config_tree
 from uno.runs.hardware import local_device
+from uno.session.configure import checked_output
 from uno.session.console import print_line
-from uno.session.data import read_task
-from uno.session.resolve import resolve, with_full_path
-from uno.session.settings import checked_output
+from uno.session.derive import resolve
+from uno.session.prepare import with_full_path
 from uno.text import plural
 from uno.weights import is_file
 
@@ -215,10 +215,8 @@ def _on_own_data(table: Table, options: Options) -> Table:
         ConfigError: No unlabeled image has a true class to count with.
     """
     config = override(options.config, {"output": None})
-    found, lines, task = resolve(config, options.overrides, True, nodes.free_memory)
-    for line in lines:
-        print_line(line)
-    task = task or read_task(found.data)
+    found, task = resolve(config, options.overrides, True, nodes.free_memory)
+    assert task is not None
     if not (
         task.is_train & (task.labels < 0) & (task.eval_labels >= task.num_known)
     ).any():

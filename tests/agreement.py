@@ -50,7 +50,7 @@ from uno.config import Config, override
 from uno.data.decode import decode_many, to_rgb
 from uno.encoder import build_encoder
 from uno.results.infer import NUMBERS
-from uno.results.predictions import COLUMNS, FILE
+from uno.results.predictions import COLUMNS, FOLDER
 
 CASES = 5  # of a run
 TIE, CLOSE = 1e-4, 2e-5
@@ -528,12 +528,12 @@ def check(
         "--output",
         out,
     )
-    table = pq.read_table(out / FILE).to_pylist()
+    table = pq.read_table(out / FOLDER).to_pylist()
     found = by_number(table)
     lines = (
         [] if found.keys() == {*range(len(rows))} else ["uno predict: rows are missing"]
     )
-    said = by_number(pq.read_table(run / FILE).to_pylist())
+    said = by_number(pq.read_table(run / FOLDER).to_pylist())
     lines += differences("the run's own table", said, found, noise)
     if "--csv" in case["more"]:
         lines += check_csv(out / "predictions.csv", table)

@@ -59,7 +59,7 @@ from uno.report.facts import read_facts
 from uno.results.classes import OutputClass, read_edits, template
 from uno.results.infer import load_classifier
 from uno.runs.checkpoint import Checkpoint, file_name, load_newest, save_checkpoint
-from uno.runs.directory import begin_run, repair
+from uno.runs.directory import begin_run, delete_leftovers
 from uno.weights import read_weights
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -371,7 +371,7 @@ def _read_run(folder: Path, data: bytes) -> None:
     storage = _write_run(folder, data)
     read_facts(storage)
     _or_refused(begin_run, small_config(), storage, "f" * 64)
-    repair(storage)
+    delete_leftovers(storage)
 
 
 def _read_checkpoint(folder: Path, data: bytes) -> None:

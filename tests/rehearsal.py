@@ -34,9 +34,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from pipelines import cli
 from tests.pages import page
 from tests.pipelines.declared_gpus import SETUP, compute_on_the_cpu
@@ -49,6 +46,7 @@ from tests.uno.data.test_tar import write_shards
 from tests.uno.models import write_model
 from uno.data.files import Storage, join
 from uno.data.sources import imagenet_wnids
+from uno.results.predictions import read_columns
 from uno.runs import DISCOVER
 from uno.runs.checkpoint import checkpoint_steps
 
@@ -111,24 +109,24 @@ def printed(name: str, start: str, places: dict[str, str]) -> list[str]:
 
 def compute_and_count() -> None:
     """In every process of a worker: it computes on the CPU, and a rank that ends writes
-    when it came to each collective of ``uno.collectives``, called by which function,
+    when it came to each collective of ``uno.distributed``, called by which function,
     and when it ended.
     """
     compute_on_the_cpu()
     import torch.distributed as dist
 
-    from pipelines import worker
+    from pipelines import train as ray_train
 
-    came, train = list[tuple[float, str]](), worker._train_rank
+    came, train = list[tuple[float, str]](), ray_train.train_rank
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             caller, busy = sys._getframe(1), False
             while caller.f_back and caller.f_code.co_filename.endswith(
-                "collectives.py"
+                "distributed.py"
             ):
                 # it votes, and works
-                busy = caller.f_code.co_name == "share_out" and bool(tensor.any())
+                busy = caller.f_code.co_name == "run_tasks" and bool(tensor.any())
                 caller = caller.f_back
             came.append((time.monotonic(), "" if busy else caller.f_code.co_name))
             return function(tensor, *args, **kwargs)
@@ -146,7 +144,7 @@ def compute_and_count() -> None:
         counted(dist.all_reduce),
         counted(dist.all_gather),
     )
-    worker._train_rank = trained
+    ray_train.train_rank = trained
 
 
 def idle(folder: Path, now: float) -> str:
@@ -180,10 +178,11 @@ def compute_and_hold() -> None:
     before training, the evaluation, and the first predictions.
     """
     compute_and_count()
-    from pipelines import inference, worker
+    from pipelines import inference
+    from pipelines import train as ray_train
 
-    worker._train_rank = _held("start", worker._train_rank)
-    worker.evaluate_run = _held("evaluation", worker.evaluate_run)  # type: ignore[assignment]
+    ray_train.train_rank = _held("start", ray_train.train_rank)
+    ray_train.evaluate_run = _held("evaluation", ray_train.evaluate_run)  # type: ignore[assignment]
     inference.Scorer.__call__ = _held("prediction", inference.Scorer.__call__)  # type: ignore[method-assign]
 
 
@@ -536,9 +535,8 @@ def frozen(cluster: Rehearsal) -> None:
         f"requesting 2 workers from the Ray cluster at {cluster.raylets.address}"
     )
     assert cli.main([here if word == there else word for word in words]) == 0
-    files = (Storage(root).read("predictions.parquet") for root in (there, here))
     first, second = (
-        pq.read_table(pa.BufferReader(file))["class_name"] for file in files
+        read_columns(Storage(root), ["class_name"]) for root in (there, here)
     )
     assert first.equals(second) and len(first) == 60
 

@@ -80,7 +80,7 @@ def test_the_day_after_training(two, tmp_path, monkeypatch):
     ):
         words = ["digits" if word == "folder:DIR" else word for word in words]
         assert cli.main(words) == 0, words
-    assert (tmp_path / "predictions" / "predictions.parquet").exists()
+    assert (tmp_path / "predictions" / "predictions").exists()
     assert (tmp_path / "runs" / "demo" / "report.html").exists()
     assert list((tmp_path / "runs" / "demo").rglob("*.pt2"))
     python = python_block("uno.load(")

@@ -22,9 +22,9 @@ def test_idle_is_who_waits_for_rank_0(tmp_path):
     while it votes; times of a group before; names of a place where nobody waited.
     """
     came = {
-        0: [[0.0, ""], [3.0, "_save"], [6.0, "share_out"], [10.0, "end"]],
+        0: [[0.0, ""], [3.0, "_save"], [6.0, "run_tasks"], [10.0, "end"]],
         1: [[1.0, ""], [2.0, "_save"], [5.0, ""], [8.0, "end"]],
-        2: [[0.5, ""], [4.0, "_save"], [6.0, "share_out"], [9.5, "end"]],
+        2: [[0.5, ""], [4.0, "_save"], [6.0, "run_tasks"], [9.5, "end"]],
     }
     for rank, times in came.items():
         (tmp_path / f"rank-{rank}.times").write_text(json.dumps(times))

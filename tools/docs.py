@@ -30,7 +30,7 @@ from uno import errors, limits, methods
 from uno.config import Config, field_traits, flatten, section, to_dict
 from uno.methods import DEFAULT, METHODS, PRETEXTS
 from uno.presets import CPU, PRESETS
-from uno.session.settings import dashed
+from uno.session.configure import dashed
 
 FOLDER = Path(__file__).parent.parent / "docs" / "reference"
 COMMANDS = {

@@ -12,8 +12,8 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Container
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import numpy as np
@@ -21,13 +21,20 @@ import torch
 import yaml
 from torch import Tensor
 
-from pipelines import nodes, ray_env, ray_private
+from pipelines import nodes, ray_env
+from pipelines.backend import ray_tasks
+from pipelines.features import compute_on_ray
 from pipelines.options import Options
-from pipelines.worker import MAX_DEATHS
 from tune import AGREEMENT, FOLDS, SCORES, records, report, spaces
 from tune.records import FAILED, FEATURES_FILE, FINISHED, SETTINGS, PartStorage, Trial
 from tune.score import FoldRows, Source, SweepData, Unread, make_folds, sweep_data
-from tune.trial import Leases, Sweep, SweepOptions, train_trial
+from tune.trial import (
+    Sweep,
+    SweepOptions,
+    run_pretraining,
+    shared_pretrainings,
+    train_trial,
+)
 from uno.config import (
     Config,
     differing_keys,
@@ -38,7 +45,6 @@ from uno.config import (
 )
 from uno.data import output
 from uno.data.decode import ok_mask
-from uno.data.defaults import derives_batch
 from uno.data.files import Storage, refusing, reserve_space, split
 from uno.data.mapped import NeighborViews
 from uno.data.plan import largest_batch
@@ -46,23 +52,25 @@ from uno.data.splits import Task
 from uno.encoder import code_of
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
 from uno.imports import is_object_name
-from uno.methods.registry import load, num_heads
+from uno.methods import load
+from uno.model import num_heads
 from uno.runs import DISCOVER, LOGGERS_FOLDER, RAY_FOLDER, directory, lock, run
 from uno.runs.hardware import num_threads
 from uno.runs.lock import RunLock
+from uno.session.configure import leaves_choice
 from uno.session.console import Progress, interrupt_on_signal, on_stop, print_line
-from uno.session.data import leave_out_unreadable, load_features, load_images, read_task
-from uno.session.loggers import Loggers, require_loggers
-from uno.session.prepare import preflight
-from uno.session.resolve import (
-    as_begun,
-    from_data,
-    starting_weights,
-    with_data,
-    with_full_path,
+from uno.session.data import (
+    Compute,
+    compute_local,
+    leave_out_unreadable,
+    load_features,
+    load_images,
+    read_task,
 )
+from uno.session.derive import derive_settings, derives_batch, keep_derived
+from uno.session.loggers import Loggers, require_loggers
+from uno.session.prepare import check_data, starting_weights, with_full_path
 from uno.session.resources import check_memory, choose_for_sweep
-from uno.session.settings import leaves_choice
 from uno.text import plural
 from uno.weights import PRETRAINED, PRETRAINED_FILE, is_file
 
@@ -154,7 +162,7 @@ def run_sweep(options: SweepOptions) -> int:
     asked, (options, task) = options.overrides, _resolved(options)
     config = options.config
     goes_on = Storage(str(config.output)).exists(SETTINGS)
-    preflight(override(config, HERE), task, read_images=not goes_on)
+    check_data(override(config, HERE), task, read_images=not goes_on)
     _check_folds(options, task, asked)
     assert config.output is not None
     storage = Storage(config.output)
@@ -193,7 +201,7 @@ def run_sweep(options: SweepOptions) -> int:
                     " nothing to search"
                 )
             _describe(options, data, folds, num_epochs)
-            _run_missing(options, data, num_epochs, claim, ended)
+            _run_missing(options, data, folds, num_epochs, claim, ended)
         else:
             print_line(
                 f"{storage.uri}: all {len(ended)} trials have a result; nothing is run"
@@ -213,7 +221,7 @@ def run_sweep(options: SweepOptions) -> int:
     return 0
 
 
-def _check_folds(options: SweepOptions, task: Task, asked: Container[str]) -> None:
+def _check_folds(options: SweepOptions, task: Task, asked: Collection[str]) -> None:
     """Check the folds of a sweep before any image is decoded.
 
     Args:
@@ -303,7 +311,7 @@ def load_data(
             they are, and the features of a frozen encoder are in a file.
         task: The rows of the sweep.
         own_weights: The pretrained weights of the encoder as a safetensors file, from
-            :func:`~uno.session.resolve.starting_weights`, or None.
+            :func:`~uno.session.prepare.starting_weights`, or None.
         storage: The directory of the sweep, for the file of features.
 
     Raises:
@@ -314,20 +322,24 @@ def load_data(
         return sweep_data(
             task, Unread(rows.images, rows.ids), np.ones(len(rows), bool), options.score
         )
-    config = override(options.config, {**HERE, "data.loading": "memory"})
     path = storage.path(FEATURES_FILE)
     if streams and not storage.is_local:
         raise ConfigError(
             f"--output {storage.uri}: features larger than memory need a directory"
             " to map"
         )
-    with tempfile.TemporaryDirectory(prefix="uno-tune-") as folder, Progress() as show:
+    with (
+        tempfile.TemporaryDirectory(prefix="uno-tune-") as folder,
+        Progress() as show,
+        _encoding_place(options) as (config, compute),
+    ):
         own = Storage(folder)
         if own_weights is not None:
             own.write(PRETRAINED_FILE, own_weights)
-        if streams:
+        if config.model.finetune == "none":
+            zeros = partial(mapped_zeros, path) if streams else torch.zeros
             found, reasons = load_features(
-                config, task, own, show, zeros=partial(mapped_zeros, path)
+                config, task, own, show, compute=compute, zeros=zeros
             )
         else:
             found, reasons = load_images(config, task, own, show)
@@ -337,6 +349,36 @@ def load_data(
     else:
         images = path if streams else found.numpy()
     return sweep_data(task, images, ok_mask(reasons), options.score)
+
+
+@contextmanager
+def _encoding_place(options: SweepOptions) -> Iterator[tuple[Config, Compute]]:
+    """Choose where a frozen encoder computes features.
+
+    The workers of a cluster compute them, because this machine may be a small head.
+    Without a cluster this process computes them.
+
+    Args:
+        options: The options of the sweep.
+
+    Yields:
+        The configuration for the computation, and the function that computes.
+    """
+    config = override(options.config, {**HERE, "data.loading": "memory"})
+    frozen = config.model.finetune == "none" and not config.model.takes_vectors
+    if not frozen or ray_env.cluster_address() is None:
+        yield config, compute_local
+        return
+    with ray_env.connect() as ray:
+        places, _ = nodes.once_one_fits(
+            options.config, lambda: concurrency(options, ray.cluster_resources())
+        )
+        compute = options.config.compute
+        there = {
+            "compute.num_workers": compute.num_workers or places,
+            "compute.device": compute.device,
+        }
+        yield override(config, there), partial(compute_on_ray, ray)
 
 
 def mapped_zeros(path: str, shape: tuple[int, ...]) -> Tensor:
@@ -384,7 +426,7 @@ def check_options(options: SweepOptions) -> None:
         )
         raise ConfigError(f"{why}; use --score agreement, or leave --weights out")
     if options.config.discover.epochs < 1:
-        if not (method := load(options.config)).trains:
+        if not (method := load(options.config.method)).trains:
             why = f"method {method.name} trains nothing, so no setting can be searched"
             raise ConfigError(f"{why}; use --method uno")
         raise ConfigError(
@@ -494,12 +536,12 @@ def _resolved(options: SweepOptions) -> tuple[SweepOptions, Task]:
         else None
     )
     if began is not None:
-        config = as_begun(
+        config = keep_derived(
             config, given, flatten(began) if isinstance(began, dict) else {}
         )
-    task = read_task(with_data(config, loading="streaming").data)
+    task = read_task(override(config, {"data.loading": "streaming"}).data)
     if began is None:
-        values, lines = from_data(config, given, task, config.data.setting)
+        values, lines = derive_settings(config, given, task)
         config, given = override(config, values), values | given
         for line in (*lines, *(f"warning: {line}" for line in task.rows.warnings)):
             print_line(line)
@@ -518,7 +560,7 @@ def _resolved(options: SweepOptions) -> tuple[SweepOptions, Task]:
     loading, why = choose_for_sweep(config, len(task.rows), num_folds)
     if began is None:
         print_line(f"memory: {why}")
-    config = with_data(config, loading=loading)
+    config = override(config, {"data.loading": loading})
     here = override(config, HERE)
     num_threads(here)  # refuses too many threads
     check_memory(here, task)
@@ -599,24 +641,8 @@ def concurrency(
         }
         if ray_env.use_gpu(config, cluster):
             resources["GPU"] = config.compute.gpus_per_worker
-    return trials_at_once(options, resources, cluster), resources
-
-
-def trials_at_once(
-    options: SweepOptions, each: dict[str, float], cluster: dict[str, float]
-) -> int:
-    """Return how many trials run at a time.
-
-    Args:
-        options: The options of the sweep.
-        each: The resources of each training process.
-        cluster: The resources of the cluster, as Ray counts them.
-
-    Raises:
-        ConfigError: The cluster cannot hold a single trial.
-    """
-    workers = options.config.compute.num_workers
-    needed = {name: max(1, workers) * amount for name, amount in each.items()}
+    workers = config.compute.num_workers
+    needed = {name: max(1, workers) * amount for name, amount in resources.items()}
     needed["CPU"] += CPU_OF_A_WAITING_TRIAL if workers else 0
     held = {name: cluster.get(name, 0.0) for name in needed}
     fits = min(int(held[name] / amount + 1e-9) for name, amount in needed.items())
@@ -629,65 +655,13 @@ def trials_at_once(
             f"a trial needs {needs}, the cluster has {has}; lower"
             " --compute.cpus-per-worker"
         )
-    return min(fits, options.concurrent or fits, options.trials)
-
-
-class Capacity:
-    """The number of trials that the cluster can run at a time.
-
-    Args:
-        options: The options of the sweep.
-        cluster: The resources of the cluster, as Ray counts them.
-
-    Attributes:
-        places: The number of trials, as of the last :meth:`look`.
-        each: The resources of each training process.
-    """
-
-    def __init__(self, options: SweepOptions, cluster: dict[str, float]) -> None:
-        self._options = options
-        self.places, self.each = concurrency(options, cluster)
-        self._due, self._may_grow = 0.0, ray_env.cluster_address() is not None
-
-    @property
-    def limit(self) -> int:
-        """The largest number of trials that may have begun.
-
-        If the cluster may grow, it is one more than there are places, because a trial
-        that waits makes the autoscaler start a node.
-        """
-        return min(
-            self.places + self._may_grow,
-            self._options.concurrent or self._options.trials,
-        )
-
-    def look(self, cluster: dict[str, float]) -> None:
-        """Update the number of trials from the resources that the cluster has now.
-
-        A change is printed. If there is no place at all, a line every 30 s says so.
-        """
-        before, now = self.places, time.monotonic()
-        try:
-            self.places, self._due = (
-                trials_at_once(self._options, self.each, cluster),
-                0.0,
-            )
-        except ConfigError as error:
-            self.places = 0
-            if now >= self._due:
-                print_line(
-                    "; ".join([f"waiting for nodes: {error}", *ray_private.launches()])
-                )
-                self._due = now + nodes.TELL_S
-        if self.places and self.places != before:
-            print_line(
-                f"nodes have come or gone: {plural(self.places, 'trial')} at a time"
-            )
+    return min(fits, options.concurrent or fits, options.trials), resources
 
 
 def _run_missing(
     options: SweepOptions,
     data: SweepData,
+    folds: list[FoldRows],
     num_epochs: int,
     claim: RunLock,
     ended: list[Trial],
@@ -697,6 +671,7 @@ def _run_missing(
     Args:
         options: The options of the sweep.
         data: The data that all trials share.
+        folds: The problems of each trial.
         num_epochs: The number of epochs of a trial.
         claim: The lock of the sweep.
         ended: The trials that have a result. New ones are appended.
@@ -711,8 +686,6 @@ def _run_missing(
         "starting Ray" + (f"; {plural(len(ended), 'result')} already" if ended else "")
     )
     os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
-    # The searcher itself limits the number of pending trials.
-    os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(options.trials)
     # The new output engine prints boxes at any verbosity.
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
     with on_stop(stopping.set, STOPPING), ray_env.connect() as ray:
@@ -722,13 +695,13 @@ def _run_missing(
 
         # Errors of trials are in the table, so Ray need not log them.
         logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
-        capacity = nodes.once_one_fits(
-            config, lambda: Capacity(options, ray.cluster_resources()), stopping.is_set
+        places, each = nodes.once_one_fits(
+            config,
+            lambda: concurrency(options, ray.cluster_resources()),
+            stopping.is_set,
         )
-        each = capacity.each
         print_line(
-            f"{plural(capacity.places, 'trial')} at a time, {each['CPU']:g} CPUs each"
-            " process"
+            f"{plural(places, 'trial')} at a time, {each['CPU']:g} CPUs each process"
         )
         start = time.monotonic()
 
@@ -740,24 +713,24 @@ def _run_missing(
             )
 
         searcher = search.SweepSearcher(
-            storage,
-            options,
-            num_epochs,
-            on_end,
-            stopping.is_set,
-            lambda: capacity.limit,
+            storage, options, num_epochs, on_end, stopping.is_set
         )
-        leases = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(
-            Leases
-        ).remote()
         sweep = Sweep(
-            options, num_epochs, storage.uri, storage.token, each, ray.put(data), leases
+            options, num_epochs, storage.uri, storage.token, each, ray.put(data)
         )
         here = {"CPU": CPU_OF_A_WAITING_TRIAL} if config.compute.num_workers else each
+        jobs = shared_pretrainings(options, folds, searcher.values_drawn(), storage)
+        request = {"num_cpus": here["CPU"], "num_gpus": here.get("GPU", 0)}
+        pretrained = ray_tasks(
+            ray, places, request, run_pretraining, (sweep,), jobs, stopping.is_set
+        )
+        for done, _ in enumerate(pretrained, start=1):
+            print_line(f"pretraining {done}/{len(jobs)} that trials share is done")
         tuner = tune.Tuner(
             tune.with_resources(tune.with_parameters(train_trial, sweep=sweep), here),
             tune_config=tune.TuneConfig(
                 search_alg=searcher,
+                max_concurrent_trials=options.concurrent,
                 scheduler=search.scheduler(options, num_epochs, ended),
                 num_samples=len(searcher.missing),
                 # A new process takes seconds to import torch.
@@ -768,19 +741,13 @@ def _run_missing(
                 verbose=0,
                 storage_path=storage.below(RAY_FOLDER),
                 stop=search.Interruption(stopping.is_set),
-                # A process that dies goes on at its newest checkpoint; what it raises
-                # itself is noted.
-                failure_config=tune.FailureConfig(
-                    max_failures=MAX_DEATHS, fail_fast=False
-                ),
+                # A process that dies goes on at its newest checkpoint, unless it dies
+                # again and again in one epoch; what it raises itself is noted.
+                failure_config=tune.FailureConfig(max_failures=-1, fail_fast=False),
             ),
         )
-        try:
-            ray_env.in_thread(tuner.fit, lambda: capacity.look(ray.cluster_resources()))
-        finally:
-            # Otherwise Tune's registry of parameters would keep it until the process
-            # ends.
-            ray.kill(leases)
+        if not stopping.is_set():
+            ray_env.in_thread(tuner.fit)
         if (reason := searcher.storage_error) is not None:
             raise StorageError(
                 f"a trial could not write: {reason}; the same command continues"

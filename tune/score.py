@@ -21,13 +21,13 @@ from itertools import combinations, product
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch import Tensor
 
 from pipelines.ray_data import shared_tensor
 from tune import AGREEMENT, FOLDS, LOSS, ORACLE
 from uno.config import Config
-from uno.data.columns import Ids
 from uno.data.decode import BadRows, ok_mask
 from uno.data.files import Storage
 from uno.data.images import Images, batches_of
@@ -49,9 +49,9 @@ from uno.errors import ConfigError
 from uno.model import UnoModel, forward
 from uno.results.evaluate import count, protocol_metrics
 from uno.results.metrics import cluster_accuracy, confusion
-from uno.state import TrainState
+from uno.steps import TrainState
 from uno.text import plural
-from uno.train import Worker
+from uno.training import Worker
 
 # Every fifth row of a known class is held out, to measure the known accuracy.
 HELD_OUT_EVERY = 5
@@ -66,7 +66,7 @@ class Unread(NamedTuple):
     """
 
     images: Images
-    ids: Ids
+    ids: pa.LargeStringArray
 
 
 Source = np.ndarray | list[np.ndarray] | str | Unread

@@ -197,7 +197,6 @@ class SweepSearcher(Searcher):
         on_end: Is called with each trial that has ended.
         stopping: Returns whether the sweep was asked to stop. Trials that end then were
             interrupted, and get no result.
-        limit: Returns how many trials may run.
 
     Attributes:
         missing: The numbers of the trials without a result that have not been handed
@@ -213,11 +212,10 @@ class SweepSearcher(Searcher):
         num_epochs: int,
         on_end: Callable[[Trial], None],
         stopping: Callable[[], bool],
-        limit: Callable[[], int],
     ) -> None:
         super().__init__(metric="score", mode="max")
         self._storage, self._options, self._num_epochs = storage, options, num_epochs
-        self._on_end, self._stopping, self._limit = on_end, stopping, limit
+        self._on_end, self._stopping = on_end, stopping
         own = options.search in ("random", "grid")
         self._asked = (
             None if own else Asked(options.search, options.space, options.config.seed)
@@ -227,7 +225,7 @@ class SweepSearcher(Searcher):
             spaces.grid(options.space, self._given) if options.search == "grid" else []
         )
         begun = {trial.index: trial for trial in records.read_trials(storage)}
-        self._begun, self._running = begun.keys(), dict[str, int]()
+        self._begun, self._running = begun, dict[str, int]()
         self.storage_error: str | None = None
         self.missing = [
             i for i in range(options.trials) if i not in begun or not begun[i].status
@@ -257,8 +255,6 @@ class SweepSearcher(Searcher):
         """
         if not self.missing:
             return Searcher.FINISHED
-        if len(self._running) >= self._limit():
-            return None
         index = self.missing[0]
         name = records.trial_name(index)
         if index not in self._begun:
@@ -272,6 +268,17 @@ class SweepSearcher(Searcher):
         self._storage.delete(f"{name}/failure.json")
         self._running[trial_id] = self.missing.pop(0)
         return {"index": index}
+
+    def values_drawn(self) -> list[dict[str, Any]]:
+        """Return the values of missing trials that depend on no other trial's result.
+
+        They are all values of a random or grid search. With another searcher, they are
+        those of trial 0 and of trials that were begun before.
+        """
+        begun = [self._begun[i].overrides for i in self.missing if i in self._begun]
+        new = [i for i in self.missing if i not in self._begun]
+        drawn = (self._values(i) for i in new if i == 0 or self._asked is None)
+        return begun + [values for values in drawn if isinstance(values, dict)]
 
     def _values(self, index: int) -> dict[str, Any] | str | None:
         """Return the values of a new trial, by dotted key.
@@ -347,7 +354,7 @@ class SweepSearcher(Searcher):
         )
         # Checkpoints of a trial that has ended are not needed.
         for entry in self._storage.list(name):
-            if "-seed" in entry:
+            if "-seed" in entry or entry.startswith("pretrain-"):
                 self._storage.delete(f"{name}/{entry}")
         if self._asked is not None:
             self._asked.tell(trial)

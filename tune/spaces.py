@@ -235,7 +235,7 @@ def _has_effect(key: str, config: Config) -> bool:
     Some presets switch an operation off.
     """
     if key in ("model.num_heads", "model.overcluster_factor"):
-        return load(config.method).novel_head is None
+        return load(config.method).has_projection_heads
     if key == "augment.large.crop_scale" and "resized" not in config.augment.large.crop:
         return False
     return not (key.startswith("augment.large.") and config.augment.weak)

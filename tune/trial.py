@@ -9,40 +9,34 @@ where it was, and only one model is in memory.
 import contextlib
 import hashlib
 import json
-import logging
 import math
 import statistics
-import threading
 import time
 import traceback
-import uuid
-from collections.abc import Callable, Iterator
-from itertools import count, product
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 
-from pipelines import nodes
-from pipelines import worker as ray_worker
-from tune.records import PartStorage, Trial, read_trial, trial_name
-from tune.score import Fold, make_folds, measure, open_folds
+from pipelines import train
+from tune.records import PartStorage, Trial, read_epochs, read_trial, trial_name
+from tune.score import Fold, FoldRows, make_folds, measure, open_folds
 from tune.spaces import Space
-from uno import collectives
+from uno import distributed
 from uno.config import Config, dump_yaml, override
-from uno.data.files import join
+from uno.data.files import Storage, join
 from uno.errors import Interrupted, NumericsError, StorageError, UnoError
 from uno.runs import DISCOVER, RAY_FOLDER, run
+from uno.runs.journal import read_journal
 from uno.runs.lock import ClaimedStorage
-from uno.train import LocalWorker, Worker
+from uno.training import LocalWorker, Worker
 
-log = logging.getLogger(__name__)
-# a trial that pretrains and has not renewed its lease for so long is dead
-LEASE_S = 60.0
-RENEW_S = 5.0
-WAIT_S = 0.3
+DONE = "done.json"  # written last into the directory of a pretraining
+MAX_DEATHS = 3
 
 Report = Callable[[dict[str, Any]], None]
-Lease = Callable[[str, str, float], bool]  # see Leases.lease
 
 
 class SweepOptions(NamedTuple):
@@ -89,7 +83,6 @@ class Sweep(NamedTuple):
         token: The token of its lock, with which trials write.
         resources: The resources of each training process.
         data: The reference to the :class:`~tune.score.SweepData` in Ray's object store.
-        leases: The actor of the :class:`Leases`.
     """
 
     options: SweepOptions
@@ -98,31 +91,6 @@ class Sweep(NamedTuple):
     token: str
     resources: dict[str, float]
     data: Any
-    leases: Any
-
-
-class Leases:
-    """An actor of the sweep that decides who may train a shared pretraining."""
-
-    def __init__(self) -> None:
-        self._held: dict[str, tuple[str, float]] = {}
-
-    def lease(self, key: str, owner: str, seconds: float) -> bool:
-        """Take, renew or give back a lease.
-
-        Args:
-            key: What is leased.
-            owner: Who asks.
-            seconds: The length of the lease; 0 gives it back.
-
-        Returns:
-            False if another owner has the lease, else True.
-        """
-        holder, until = self._held.get(key, (owner, 0.0))
-        if holder != owner and time.monotonic() < until:
-            return False
-        self._held[key] = owner, time.monotonic() + seconds
-        return True
 
 
 def run_trial(
@@ -132,7 +100,6 @@ def run_trial(
     num_epochs: int,
     worker: Worker,
     storage: ClaimedStorage,
-    lease: Lease,
     report: Report,
 ) -> None:
     """Train and score a trial. All ranks call this.
@@ -144,7 +111,6 @@ def run_trial(
         num_epochs: The number of epochs to train in all.
         worker: The process that trains.
         storage: The directory of the sweep.
-        lease: Takes and renews leases of shared pretrainings, see :meth:`Leases.lease`.
         report: Is called on every rank with the results of each epoch, earlier ones
             first.
 
@@ -152,7 +118,7 @@ def run_trial(
         NumericsError: The score or the loss is not finite.
     """
     # nobody appends before all have read the trial's epochs
-    collectives.barrier(worker.device)
+    distributed.barrier(worker.device)
     for line in trial.epochs:
         report(line)
     if trial.last_epoch >= num_epochs:
@@ -166,8 +132,8 @@ def run_trial(
     for config, fold in product(configs, folds):
         sizes = len(fold.train.labels), fold.train.num_unlabeled
         steps = run.plans(config, *sizes, worker.world_size)[DISCOVER].steps_per_epoch
-        weights = config.model.weights or shared_pretraining(
-            config, fold, worker, storage, lease
+        weights = config.model.weights or pretrained_directory(
+            config, fold, worker, storage, folder
         )
         rarely = {
             "train.checkpoint_every_epochs": 10**6,
@@ -178,7 +144,7 @@ def run_trial(
         runs.append(
             (override(config, {"model.weights": weights, **rarely}), fold, part, steps)
         )
-    seconds()  # pretraining is accounted for where it is trained
+    seconds()  # a pretraining has its own account
     for epoch in range(trial.last_epoch + 1, num_epochs + 1):
         parts = []
         for config, fold, part, steps in runs:
@@ -255,7 +221,7 @@ def _clock(worker: Worker) -> Callable[[], dict[str, float]]:
     return seconds
 
 
-def pretrain_key(config: Config, fold: Fold) -> str:
+def pretrain_key(config: Config, fold: Fold | FoldRows) -> str:
     """Return a key of the pretraining of a trial on a fold.
 
     It is equal for trials that can share the pretraining: those with equal settings of
@@ -269,69 +235,134 @@ def pretrain_key(config: Config, fold: Fold) -> str:
     return f"{run.pretrain_hash(config)}-{hidden}"
 
 
-def shared_pretraining(
-    config: Config, fold: Fold, worker: Worker, storage: ClaimedStorage, lease: Lease
-) -> str:
-    """Return the directory of a pretraining, after training it if necessary.
+def shared_name(key: str) -> str:
+    """Return the path of a shared pretraining below the directory of the sweep.
 
-    One trial trains it under a lease, and the others wait. All ranks call this.
+    Args:
+        key: The key of :func:`pretrain_key`.
+    """
+    return f"pretrain/{key}"
+
+
+def pretrained_directory(
+    config: Config, fold: Fold, worker: Worker, storage: ClaimedStorage, own: str
+) -> str:
+    """Return the directory of the pretraining of a trial. All ranks call this.
+
+    If no pretraining is shared for the settings of the trial, it is trained in a
+    directory of the trial. This happens if a searcher has drawn these settings.
 
     Args:
         config: The configuration of the trial.
         fold: The problem.
         worker: The process that trains.
         storage: The directory of the sweep.
-        lease: As for :func:`run_trial`.
+        own: The path of the trial below that of the sweep.
     """
-    key, owner, first = pretrain_key(config, fold), uuid.uuid4().hex, worker.rank == 0
-    folder = PartStorage(storage, f"pretrain/{key}")
-    while True:
-        mine = first and lease(key, owner, LEASE_S)
-        # asked last: whoever leased before has ended
-        done = first and folder.exists("done.json")
-        votes = collectives.all_reduce_sum_(
-            torch.tensor([float(mine), float(done)], device=worker.device)
-        ).tolist()
-        if votes[1]:
-            return folder.uri
-        if votes[0]:
-            break
-        time.sleep(WAIT_S)
+    key = pretrain_key(config, fold)
+    shared = PartStorage(storage, shared_name(key))
+    if shared.exists(DONE):
+        return shared.uri
+    return pretrain(config, fold, worker, PartStorage(storage, f"{own}/pretrain-{key}"))
+
+
+def pretrain(config: Config, fold: Fold, worker: Worker, folder: Storage) -> str:
+    """Pretrain on a fold, or resume, and return the directory. All ranks call this.
+
+    Args:
+        config: The configuration of a trial.
+        fold: The problem.
+        worker: The process that trains.
+        folder: The directory of the pretraining.
+    """
     seconds = _clock(worker)
-    with _renewed(lease, key, owner) if first else contextlib.nullcontext():
-        if first:
-            folder.append("starts.log", f"{owner}\n".encode())
-            folder.write("config.yaml", dump_yaml(config).encode())
-        run.pretrain(config, fold.train, worker, folder)
-        if first:
-            folder.write(
-                "done.json", json.dumps({"hidden": fold.hidden, **seconds()}).encode()
-            )
+    if worker.rank == 0:
+        folder.write("config.yaml", dump_yaml(config).encode())
+    run.pretrain(config, fold.train, worker, folder)
+    if worker.rank == 0:
+        folder.write(DONE, json.dumps({"hidden": fold.hidden, **seconds()}).encode())
     return folder.uri
 
 
-@contextlib.contextmanager
-def _renewed(lease: Lease, key: str, owner: str) -> Iterator[None]:
-    """Renew a lease from a thread during a ``with`` block, and then give it back.
+class Pretraining(NamedTuple):
+    """A pretraining that trials share.
+
+    Attributes:
+        key: The key of :func:`pretrain_key`.
+        config: The configuration of the first trial that needs it.
+        fold: The number of the fold.
+    """
+
+    key: str
+    config: Config
+    fold: int
+
+
+def shared_pretrainings(
+    options: SweepOptions,
+    folds: Sequence[FoldRows],
+    trials: Iterable[Mapping[str, Any]],
+    storage: Storage,
+) -> list[Pretraining]:
+    """Return the pretrainings that trials share and that are not done yet.
 
     Args:
-        lease: As for :func:`run_trial`.
-        key: What is leased.
-        owner: Who holds the lease.
+        options: The options of the sweep.
+        folds: The problems of each trial.
+        trials: The searched values of the trials that will run, by dotted key.
+        storage: The directory of the sweep.
     """
-    over = threading.Event()
+    found: dict[str, Pretraining] = {}
+    if options.config.model.weights is not None:
+        return []
+    seeds = range(options.config.seed, options.config.seed + options.seeds)
+    for overrides, seed, number in product(trials, seeds, range(len(folds))):
+        config = override(options.config, {**overrides, "seed": seed})
+        key = pretrain_key(config, folds[number])
+        found.setdefault(key, Pretraining(key, config, number))
+    return [
+        each
+        for each in found.values()
+        if not storage.exists(f"{shared_name(each.key)}/{DONE}")
+    ]
 
-    def renew() -> None:
-        while not over.wait(RENEW_S):
-            lease(key, owner, LEASE_S)
 
-    (thread := threading.Thread(target=renew, name="uno-lease", daemon=True)).start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-        lease(key, owner, 0)
+def run_pretraining(sweep: Sweep, job: Pretraining) -> None:
+    """Train a shared pretraining, in a task of Ray.
+
+    An error is left to the trials: they find no pretraining, and try themselves.
+
+    Args:
+        sweep: What the driver tells every trial.
+        job: The pretraining.
+    """
+    with contextlib.suppress(Exception):
+        if sweep.options.config.compute.num_workers:
+            from pipelines.failures import saved_steps
+
+            directory = join(sweep.output, shared_name(job.key))
+            name = f"pretrain-{job.key}"
+            _fit(sweep, {"job": job}, name, partial(saved_steps, directory))
+        else:
+            storage = ClaimedStorage(sweep.output, sweep.token)
+            _pretrain_shared(job, sweep, _local_worker(sweep), storage)
+
+
+def _pretrain_shared(
+    job: Pretraining, sweep: Sweep, worker: Worker, storage: ClaimedStorage
+) -> None:
+    """Train a shared pretraining on this process.
+
+    Args:
+        job: The pretraining.
+        sweep: What the driver tells every trial.
+        worker: The process that trains.
+        storage: The directory of the sweep.
+    """
+    folder = PartStorage(storage, shared_name(job.key))
+    fold = _read_folds(sweep, folder)[job.fold]
+    fold = fold._replace(train=fold.train.to(worker.device))
+    pretrain(job.config, fold, worker, folder)
 
 
 def train_trial(sample: dict[str, Any], sweep: Sweep) -> None:
@@ -345,20 +376,50 @@ def train_trial(sample: dict[str, Any], sweep: Sweep) -> None:
     """
     import ray.tune
 
-    ray_worker.quiet_exit()
     index, storage = sample["index"], ClaimedStorage(sweep.output, sweep.token)
     try:
+        check_starts(storage, index)
         if sweep.options.config.compute.num_workers:
-            _start_workers(index, sweep)
+            from ray.tune.integration.ray_train import TuneReportCallback
+
+            name = f"train-{ray.tune.get_context().get_trial_id()}"
+            progress = partial(trained_epochs, sweep.output, index)
+            _fit(sweep, {"index": index}, name, progress, [TuneReportCallback()])
         else:
-            worker = LocalWorker(
-                torch.device("cuda" if "GPU" in sweep.resources else "cpu")
-            )
-            _run_shared(index, sweep, worker, storage, ray.tune.report)
+            _run_shared(index, sweep, _local_worker(sweep), storage, ray.tune.report)
     except Exception as error:
         note_failure(storage, index, error)
         # Tune prints a line for a trial without any report
         ray.tune.report({"epoch": 0, "score": 0.0})
+
+
+def check_starts(storage: ClaimedStorage, index: int) -> None:
+    """Record that a trial starts, and refuse to start it again and again.
+
+    Ray Tune starts a trial again whose process died. Starts of earlier commands do not
+    count.
+
+    Args:
+        storage: The directory of the sweep.
+        index: The number of the trial.
+
+    Raises:
+        Interrupted: The trial died three times in the same epoch.
+    """
+    name = f"{trial_name(index)}/starts.jsonl"
+    epochs = trained_epochs(storage.uri, index)
+    start = {"token": storage.token, "epochs": epochs}
+    if read_journal(storage, name).count(start) >= MAX_DEATHS:
+        raise Interrupted(
+            f"its process died {MAX_DEATHS} times in epoch {epochs + 1}; it may be out"
+            " of memory"
+        )
+    storage.append(name, (json.dumps(start) + "\n").encode())
+
+
+def _local_worker(sweep: Sweep) -> LocalWorker:
+    """Return this process as the one that trains, on the device of the sweep."""
+    return LocalWorker(torch.device("cuda" if "GPU" in sweep.resources else "cpu"))
 
 
 def note_failure(storage: ClaimedStorage, index: int, error: Exception) -> None:
@@ -395,80 +456,85 @@ def _run_shared(
         storage: The directory of the sweep.
         report: Ray's function to report results, that of Tune or of Train.
     """
-    import ray
-
-    def lease(*request: Any) -> bool:
-        return bool(ray.get(sweep.leases.lease.remote(*request)))
-
-    options, base, trial = (
-        sweep.options,
-        sweep.options.config,
-        read_trial(storage, index),
-    )
+    trial = read_trial(storage, index)
     assert trial is not None
-    threads = base.compute.threads or max(1, int(sweep.resources["CPU"]))
-    torch.set_num_threads(threads)
-    data = ray.get(sweep.data)
-    rows = make_folds(data, options.score, options.folds, base.seed, options.hide)
-    here, own = (
-        override(base, {"compute.threads": threads}),
-        PartStorage(storage, trial_name(index)),
-    )
     run_trial(
         trial,
-        options,
-        open_folds(data.images, rows, here, own),
+        sweep.options,
+        _read_folds(sweep, PartStorage(storage, trial_name(index))),
         sweep.num_epochs,
         worker,
         storage,
-        lease,
         lambda line: report({"epoch": line["epoch"], "score": line["score"]}),
     )
 
 
-def _start_workers(index: int, sweep: Sweep) -> None:
-    """Run a trial on a group of workers of Ray Train.
+def _read_folds(sweep: Sweep, folder: Storage) -> list[Fold]:
+    """Return the problems with the data that the driver shares.
 
-    The trial itself only waits, and needs almost no CPU. A group that dies is started
-    again and resumes from its newest checkpoint. A group that found no place, or whose
-    node was drained, is started again any number of times.
+    The number of threads of torch becomes that of a training process.
 
     Args:
-        index: The number of the trial.
         sweep: What the driver tells every trial.
+        folder: The directory in which unreadable images are listed.
+    """
+    import ray
+
+    options, base = sweep.options, sweep.options.config
+    threads = base.compute.threads or max(1, int(sweep.resources["CPU"]))
+    torch.set_num_threads(threads)
+    data = ray.get(sweep.data)
+    rows = make_folds(data, options.score, options.folds, base.seed, options.hide)
+    here = override(base, {"compute.threads": threads})
+    return open_folds(data.images, rows, here, folder)
+
+
+def _fit(
+    sweep: Sweep,
+    work: dict[str, Any],
+    name: str,
+    progress: Callable[[], int],
+    callbacks: Sequence[Any] = (),
+) -> None:
+    """Run a trial or a pretraining on a group of workers of Ray Train.
+
+    This process only waits, and needs almost no CPU. If workers die, Ray Train starts a
+    new group, which resumes from the newest checkpoint.
+
+    Args:
+        sweep: What the driver tells every trial.
+        work: ``{"index": ...}``, the number of the trial, or ``{"job": ...}``, the
+            pretraining.
+        name: The name of the run for Ray.
+        progress: Returns a number that grows with every checkpoint.
+        callbacks: Callbacks of Ray Train.
 
     Raises:
-        Interrupted: Three groups died.
+        Interrupted: Three groups in a row died without a new checkpoint.
     """
-    import ray.tune
-    from ray.tune.integration.ray_train import TuneReportCallback
+    from pipelines.failures import EndWhenHopeless
 
-    workers, name = (
-        sweep.options.config.compute.num_workers,
-        f"train-{ray.tune.get_context().get_trial_id()}",
+    rules = [*callbacks, EndWhenHopeless(progress)]
+    train.fit(
+        _train_loop,
+        {**work, "sweep": sweep},
+        train.scaling(sweep.options.config, sweep.resources),
+        train.run_config(join(sweep.output, RAY_FOLDER), name, rules),
+        timeout_s=1800,
     )
-    scaling, folder = (
-        ray_worker.scaling(workers, sweep.resources),
-        join(sweep.output, RAY_FOLDER),
-    )
-    loop = {"index": index, "sweep": sweep}
-    deaths = 0
-    for attempt in count():
-        settings = ray_worker.run_config(
-            folder, f"{name}-{attempt}", [TuneReportCallback()]
-        )
-        try:
-            return ray_worker.fit(_train_loop, loop, scaling, settings, timeout_s=1800)
-        except Exception as error:
-            # raises what no other group would do better
-            loss = nodes.classify_failure(error)
-            log.warning("trial %d: %s", index, loss.line)
-            deaths += loss.last is not None
-        if deaths == ray_worker.MAX_DEATHS:
-            raise Interrupted("its workers keep dying; they may be out of memory")
 
 
-class _TrialWorker(ray_worker.RayWorker):
+def trained_epochs(output: str, index: int) -> int:
+    """Return how many epochs of a trial are trained and scored.
+
+    Args:
+        output: The directory of the sweep.
+        index: The number of the trial.
+    """
+    return len(read_epochs(Storage(output), index))
+
+
+class _TrialWorker(train.RayWorker):
     """A rank of a trial, which reports scores only."""
 
     def report(self, metrics: dict[str, Any]) -> None:
@@ -480,15 +546,18 @@ class _TrialWorker(ray_worker.RayWorker):
 
 
 def _train_loop(loop: dict[str, Any]) -> None:
-    """Run a trial on every worker: Ray Train's ``train_loop_per_worker``.
+    """Run a trial or a pretraining: Ray Train's ``train_loop_per_worker``.
 
     Args:
-        loop: ``index``, the number of the trial, and ``sweep``, a :class:`Sweep`.
+        loop: ``sweep``, a :class:`Sweep`, and the work of :func:`_fit`.
     """
     import ray.train
 
-    ray_worker.quiet_ray_train()
     sweep: Sweep = loop["sweep"]
     storage = ClaimedStorage(sweep.output, sweep.token)
     storage.check()
-    _run_shared(loop["index"], sweep, _TrialWorker(storage), storage, ray.train.report)
+    worker = _TrialWorker(storage)
+    if "job" in loop:
+        _pretrain_shared(loop["job"], sweep, worker, storage)
+    else:
+        _run_shared(loop["index"], sweep, worker, storage, ray.train.report)

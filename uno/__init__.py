@@ -11,8 +11,8 @@ The paper is the outline:
     Sec. 3.1  Unified objective              uno.objective, uno.model
     Sec. 3.2  Multi-view and pseudo-labeling uno.augment, uno.objective
     Sec. 3.3  Multi-head, overclustering     uno.heads
-    Sec. 4.1  Experimental setup             uno.presets, uno.schedule, uno.steps,
-                                             uno.train
+    Sec. 4.1  Experimental setup             uno.presets, uno.steps,
+                                             uno.training
     Sec. 4.1  Metrics and protocol           uno.results.metrics, uno.results.evaluate
     Sec. 4.2-4.4, appendix: tables, figures  uno.reproduce
 

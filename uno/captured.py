@@ -18,9 +18,7 @@ from torch import Tensor
 
 from uno.config import Config
 from uno.errors import ConfigError
-from uno.objective import discovery_step
-from uno.state import TrainState
-from uno.steps import Batch, Step, pretrain_step
+from uno.steps import Batch, Step, TrainState
 
 EAGER_STEPS = 3
 """Steps before the recording, in which libraries choose kernels or compile them."""
@@ -94,7 +92,7 @@ class CapturedStep:
     def __call__(
         self, state: TrainState, batch: Batch, config: Config, lr: float
     ) -> Tensor:
-        """Train on one batch, see :data:`uno.steps.Step`. The state is updated."""
+        """Train on one batch, see :func:`uno.steps.take_step`. The state is updated."""
         if self._extra is not state.extra:
             self._recording, self._num_eager = None, 0
             self._extra = state.extra
@@ -149,34 +147,32 @@ class CapturedStep:
         return Recording(replay, kept, lr, loss)
 
 
-def captured(config: Config, step: Step, device: torch.device, workers: int) -> Step:
-    """Return a step that is replayed as a CUDA graph, if ``compute.cuda_graph`` is set.
+def check_cuda_graph(
+    config: Config, can_be_recorded: bool, device: torch.device, num_workers: int
+) -> None:
+    """Check that ``compute.cuda_graph`` goes with a run.
 
     Args:
         config: The configuration of the run.
-        step: The training step. It is returned as it is if ``compute.cuda_graph`` is
-            False.
+        can_be_recorded: Whether every step launches the same kernels, see
+            :meth:`uno.methods.Method.can_be_recorded`.
         device: The device of the worker.
-        workers: The number of workers.
+        num_workers: The number of workers.
 
     Raises:
-        ConfigError: There is no GPU, there are several workers, or the step is neither
-            that of supervised pretraining nor UNO's own discovery step.
+        ConfigError: There is no GPU, there are several workers, or the steps differ.
     """
-    if not config.compute.cuda_graph:
-        return step
-    if step not in (pretrain_step, discovery_step):
+    if not can_be_recorded:
         raise ConfigError(
             "compute.cuda_graph records pretraining and UNO's own step, not that of"
             f" method {config.method} with these options; leave it out"
         )
     if device.type != "cuda":
         raise ConfigError("compute.cuda_graph needs a GPU; leave it out")
-    if workers > 1:
+    if num_workers > 1:
         raise ConfigError(
-            f"compute.cuda_graph works with one worker, not {workers}; leave it out"
+            f"compute.cuda_graph works with one worker, not {num_workers}; leave it out"
         )
-    return CapturedStep(step)
 
 
 def _tensors_of(batch: Batch) -> list[Tensor]:

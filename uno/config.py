@@ -807,12 +807,6 @@ class ComputeConfig(Section):
             raise ValueError("must be a fraction of one GPU, or a whole number")
         return value
 
-    @field_validator("encoder_runtime", mode="before")
-    @classmethod
-    def _read_auto(cls, value: Any) -> Any:
-        """Read ``auto``, which a run's stored configuration may have, as ``torch``."""
-        return "torch" if value == "auto" else value
-
 
 class Config(Section):
     """All settings of a run of pretraining and discovery.
@@ -879,7 +873,7 @@ class Config(Section):
 
     @property
     def method_options(self) -> Any:
-        """The method's constants, an instance of its ``METHOD.config``, or None."""
+        """The method's constants, an instance of its ``METHOD.constants``, or None."""
         return next(iter((self.model_extra or {}).values()), None)
 
     @model_validator(mode="before")
@@ -897,13 +891,13 @@ class Config(Section):
         if others := values.keys() - cls.model_fields.keys() - sections.keys():
             raise ValueError(f"unknown key {min(map(str, others))[:100]!r}")
         try:
-            own = {
+            validated = {
                 name: model.model_validate(values.get(name, {}))
                 for name, model in sections.items()
             }
         except ValidationError as error:
             raise ValueError(describe(error, *sections)) from None
-        return values | own
+        return values | validated
 
     @model_validator(mode="after")
     def _check(self) -> Config:
@@ -912,7 +906,7 @@ class Config(Section):
             load_pretext(self.pretext.task)
         if (
             self.model.prototype_init == "kmeans"
-            and load(self.method).novel_head is not None
+            and not load(self.method).has_projection_heads
         ):
             raise ValueError(
                 "model.prototype_init kmeans needs UNO's heads: not with method"
@@ -937,7 +931,10 @@ class Config(Section):
         if self.data.setting == "gcd" and (reason := why_not_gcd(self)):
             raise ValueError(reason)
         for name in EXTENSIONS:
-            if getattr(self.objective, name) and not load(self.method).extends:
+            if (
+                getattr(self.objective, name)
+                and not load(self.method).has_projection_heads
+            ):
                 raise ValueError(
                     f"objective.{name} does not go with method {self.method}"
                 )
@@ -947,13 +944,13 @@ class Config(Section):
 EXTENSIONS = ("iic_weight", "iic_view_weight", "rkd_weight", "queue_size")
 """Settings that switch on added terms of the objective, if they are not 0.
 
-Only methods with ``extends`` have these terms.
+Only methods with UNO's projection heads have these terms.
 """
 
 
 def why_not_gcd(config: Config) -> str | None:
     """Return why a configuration does not go with the GCD setting; None if it does."""
-    if not load(config.method).gcd:
+    if not load(config.method).supports_gcd:
         return f"data.setting gcd does not go with method {config.method}"
     if not config.objective.concat:
         return (
@@ -985,21 +982,21 @@ def field_traits(key: str) -> FieldTraits:
     """
     first, *rest = key.split(".")
     if first in Config.model_fields:
-        found, model, names = (
+        traits, model, names = (
             FieldTraits(),
             Config,
             [first, *rest],
         )  # type: tuple[FieldTraits, Any, list[str]]
     else:  # the section of a method, or an unknown key
         model, names = section_model(first), rest
-        found = FieldTraits() if model is None else FieldTraits(scope="discover")
+        traits = FieldTraits() if model is None else FieldTraits(scope="discover")
     for name in names:
         info = getattr(model, "model_fields", {}).get(name)
         if info is None:
             break
-        found = found._replace(**(info.json_schema_extra or {}))
+        traits = traits._replace(**(info.json_schema_extra or {}))
         model = info.annotation
-    return found
+    return traits
 
 
 def require_code(tree: Mapping[str, Any], foreign: str | None) -> None:
@@ -1161,15 +1158,15 @@ def differing_keys(old: Mapping[str, Any], new: Config) -> list[str]:
         old: The stored configuration of the run. A key that it lacks has its default.
         new: The configuration to resume with.
     """
-    a = flatten(to_dict(Config(method=new.method))) | flatten(old)
-    b = flatten(to_dict(new))
+    stored = flatten(to_dict(Config(method=new.method))) | flatten(old)
+    wanted = flatten(to_dict(new))
     for key in AUTO_KEYS:  # A run stores the decided value.
-        if "auto" in (a.get(key), b[key]):
-            a[key] = b[key]
+        if "auto" in (stored.get(key), wanted[key]):
+            stored[key] = wanted[key]
     return [
-        k
-        for k in sorted(a.keys() | b.keys())
-        if a.get(k) != b.get(k) and not may_change_on_resume(k)
+        key
+        for key in sorted(stored.keys() | wanted.keys())
+        if stored.get(key) != wanted.get(key) and not may_change_on_resume(key)
     ]
 
 

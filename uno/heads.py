@@ -47,6 +47,40 @@ class Prototypes(nn.Module):
             return directions @ self.weight.mT.to(directions.dtype)
 
 
+class NovelHead(nn.Module):
+    """The novel head of a baseline: cosines of the feature to K prototypes.
+
+    Args:
+        num_novel: The number of prototypes K.
+        num_features: The number of features D.
+        auxiliary: A module that only the method's step calls, if any. It is trained
+            with the head.
+    """
+
+    def __init__(
+        self, num_novel: int, num_features: int, auxiliary: nn.Module | None = None
+    ) -> None:
+        super().__init__()
+        self.prototypes = Prototypes(1, num_novel, num_features)
+        self.auxiliary = auxiliary
+
+    @property
+    def weight(self) -> Tensor:
+        """The prototypes of the K novel classes, (1, K, D)."""
+        return self.prototypes.weight
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Compute the cosines of features with the K prototypes of the novel classes.
+
+        Args:
+            features: Features of the encoder, (N, D).
+
+        Returns:
+            Cosines (1, N, K).
+        """
+        return self.prototypes(features)
+
+
 class StackedProjector(nn.Module):
     """H projection heads, evaluated together.
 

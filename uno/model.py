@@ -1,6 +1,6 @@
 """The network for known and novel classes (paper Sec. 3.1, Fig. 2)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, NamedTuple, Self
 
@@ -12,8 +12,7 @@ from uno.config import Config, ModelConfig
 from uno.data.row_blocks import RowBlocks
 from uno.encoder import build_encoder, frozen_parts
 from uno.heads import Prototypes, StackedProjector, unit
-
-BuildHead = Callable[[int, int], nn.Module]
+from uno.methods import Method, load
 
 
 class Logits(NamedTuple):
@@ -48,11 +47,8 @@ class UnoModel(nn.Module):
         num_known: C_l, the number of outputs of the known head.
         num_novel: C_u, the number of outputs of each cluster head. With 0, as in
             pretraining, the model has the encoder and the known head only.
-        novel_head: Builds the single novel head of a baseline from (C_u, D). That head
-            maps features (N, D) to (1, N, C_u). None builds UNO's heads.
-        adapter: Builds from D a module (N, D) -> (N, ``width``), with an attribute
-            ``width``. All heads then see the features through it. It is built only if
-            ``num_novel`` is positive.
+        method: Builds the adapter, which maps the features before all heads, and the
+            single novel head of a baseline. It is needed if ``num_novel`` is positive.
     """
 
     def __init__(
@@ -60,45 +56,51 @@ class UnoModel(nn.Module):
         config: ModelConfig,
         num_known: int,
         num_novel: int,
-        novel_head: BuildHead | None = None,
-        adapter: Callable[[int], Any] | None = None,
+        method: Method | None = None,
     ) -> None:
         super().__init__()
         self.encoder = build_encoder(config)
-        features, projection = int(self.encoder.num_features), config.projection_dim  # type: ignore[arg-type]
-        self.adapter: Any = None
-        if num_novel and adapter is not None:
-            self.adapter = adapter(features)
-            features = self.adapter.width
-        self.known = Prototypes(num_known, features)
-        self.num_known, self.num_novel, self.num_heads = (
-            num_known,
-            num_novel,
-            config.num_heads,
-        )
+        self.num_known, self.num_novel = num_known, num_novel
+        self.num_heads = config.num_heads
         self.normalize_input = config.mlp_input == "normalized"
-        self.projector = self.over = None
+        # of the input of the heads
+        width = int(self.encoder.num_features)  # type: ignore[arg-type]
+        self.adapter: Any = None
         self.novel: Any = None  # Prototypes, or a baseline's head
-        if num_novel and novel_head is not None:
-            self.num_heads, self.novel = 1, novel_head(num_novel, features)
-        elif num_novel:
-            heads, factor = config.num_heads, config.overcluster_factor
-            self.projector = StackedProjector(
-                2 * heads if factor else heads, features, config.hidden_dim, projection
-            )
-            self.novel = Prototypes(heads, num_novel, projection)
-            self.over = (
-                Prototypes(heads, factor * num_novel, projection) if factor else None
-            )
-        self._frozen, single = frozen_parts(self.encoder, config.finetune)
-        frozen = [
-            p
-            for name in self._frozen
-            for p in self.encoder.get_submodule(name).parameters()
-        ]
-        for parameter in [*frozen, *single]:
+        self.projector: StackedProjector | None = None
+        self.over: Prototypes | None = None
+        if num_novel:
+            assert method is not None
+            self.adapter = method.build_adapter(width)
+            width = width if self.adapter is None else self.adapter.width
+        self.known = Prototypes(num_known, width)
+        if method is not None and method.has_projection_heads and num_novel:
+            self._add_projection_heads(config, width)
+        elif method is not None and num_novel:
+            self.num_heads = 1
+            is_frozen = config.finetune == "none"
+            self.novel = method.build_head(num_novel, width, is_frozen)
+        self._frozen, frozen_parameters = frozen_parts(self.encoder, config.finetune)
+        for name in self._frozen:
+            frozen_parameters += self.encoder.get_submodule(name).parameters()
+        for parameter in frozen_parameters:
             parameter.requires_grad_(False)
         self.train()
+
+    def _add_projection_heads(self, config: ModelConfig, num_features: int) -> None:
+        """Build UNO's cluster heads, and the overclustering heads if there are any."""
+        heads, factor = config.num_heads, config.overcluster_factor
+        self.projector = StackedProjector(
+            2 * heads if factor else heads,
+            num_features,
+            config.hidden_dim,
+            config.projection_dim,
+        )
+        self.novel = Prototypes(heads, self.num_novel, config.projection_dim)
+        if factor:
+            self.over = Prototypes(
+                heads, factor * self.num_novel, config.projection_dim
+            )
 
     def train(self, mode: bool = True) -> Self:
         """Set training or eval mode; frozen parts stay in eval mode."""
@@ -175,28 +177,31 @@ class UnoModel(nn.Module):
         return Logits(known, novel, over, by_view, projections)
 
 
-def build_model(
-    config: ModelConfig,
-    num_known: int,
-    num_novel: int,
-    seed: int,
-    novel_head: BuildHead | None = None,
-    adapter: Callable[[int], Any] | None = None,
+def build_network(
+    config: Config, num_known: int, num_novel: int, seed: int
 ) -> UnoModel:
-    """Build a model with fresh weights.
+    """Build the network of a run's method with fresh weights.
 
     Args:
-        config: The encoder and the sizes of the heads.
+        config: The configuration of the run.
         num_known: C_l, the number of known classes.
-        num_novel: C_u, the number of novel classes; 0 in pretraining.
+        num_novel: C_u, the number of novel classes; 0 for the encoder and the known
+            head alone, as in pretraining.
         seed: Equal seeds give equal weights. The global random state is not changed.
-        novel_head: As for :class:`UnoModel`.
-        adapter: As for :class:`UnoModel`.
     """
+    method = load(config.method) if num_novel else None
     with torch.random.fork_rng(devices=[]):
         # torch.manual_seed would also seed the generators of CUDA.
         torch.default_generator.manual_seed(seed)
-        return UnoModel(config, num_known, num_novel, novel_head, adapter)
+        return UnoModel(config.model, num_known, num_novel, method)
+
+
+def num_heads(config: Config) -> int:
+    """Return the number of cluster heads of the run's method.
+
+    It is ``model.num_heads`` for UNO's projection heads, and 1 for any other method.
+    """
+    return config.model.num_heads if load(config.method).has_projection_heads else 1
 
 
 @torch.inference_mode()

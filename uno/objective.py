@@ -1,4 +1,4 @@
-"""The unified objective, from Sinkhorn to the step that minimizes it.
+"""The unified objective, from Sinkhorn to the loss of a batch.
 
 It follows the paper's Sec. 3.1-3.3 and the appendix "Multi-view aggregation
 strategies".
@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from uno import collectives
+from uno import distributed
 from uno.config import Config, ObjectiveConfig
-from uno.state import TrainState
-from uno.steps import Batch, forward, update_
+from uno.steps import Batch, Loss, TrainState, forward
 
 
 def sinkhorn(
@@ -209,7 +208,7 @@ def global_targets(
             *(torch.cat([old, (1 - old.sum()).expand(n) / n]) for n in counts[1:]),
         ]
     own = [family.detach()[:num_large, :, num_labeled:] for family in families]
-    global_rows = collectives.gather_rows(torch.cat(own, dim=-1), dim=2)
+    global_rows = distributed.gather_rows(torch.cat(own, dim=-1), dim=2)
     targets = []
     for i, logits in enumerate(
         global_rows.split([family.shape[-1] for family in families], dim=-1)
@@ -219,33 +218,31 @@ def global_targets(
         found = pseudo_labels(
             seen, o.epsilon, o.sinkhorn_iters, o.aggregation, hard, priors[i]
         )
-        targets.append(collectives.local_shard(found[:, :, : logits.shape[2]], dim=2))
+        targets.append(distributed.local_shard(found[:, :, : logits.shape[2]], dim=2))
     return targets
 
 
-def discovery_step(
-    state: TrainState, batch: Batch, config: Config, lr: float
-) -> Tensor:
-    """Train on labeled and unlabeled rows with the unified objective (Eq. 1-5).
+def unified_objective(state: TrainState, batch: Batch, config: Config) -> Loss:
+    """Compute the unified objective of one batch (Eq. 1-5).
 
     The loss is the mean over families and heads (Sec. 3.3). In the GCD setting the
     unlabeled rows choose among all C outputs (UNO+, Vaze et al., CVPR 2022).
 
     Args:
-        state: The state of training. It is updated.
+        state: The state of training.
         batch: The batch.
         config: The configuration of the run.
-        lr: The learning rate.
 
     Returns:
-        The loss (1,), detached.
+        The total loss, and the loss of each cluster head.
     """
     logits, objective = forward(state, batch), config.objective
     assert logits.novel is not None
     families = [logits.novel] if logits.over is None else [logits.novel, logits.over]
     rows = batch.num_large, len(batch.labels)
+    prior = state.extra.get("prior")
     targets = global_targets(
-        families, *rows, objective, known=logits.known, prior=state.extra.get("prior")
+        families, *rows, objective, known=logits.known, prior=prior
     )
     losses = discovery_loss(
         logits.known,
@@ -255,4 +252,4 @@ def discovery_step(
         objective.temperature,
         objective.concat,
     )  # (families, H)
-    return update_(state, losses.mean(), lr, losses[0])
+    return Loss(losses.mean(), losses[0])

@@ -25,7 +25,7 @@ side in float64:
   cut from whole images, as in the authors' code. The authors of rKD have no
   overclustering heads on CIFAR (``--model.overcluster-factor 0``).
 
-Precedence: defaults < preset < YAML < command line < Tune sample.
+Precedence: defaults < preset < data < YAML < command line < Tune sample.
 """
 
 from collections.abc import Mapping
@@ -35,6 +35,7 @@ from uno.config import VECTORS, Config, override
 from uno.errors import ConfigError, did_you_mean
 
 Values = dict[str, Any]
+"""Settings by dotted key."""
 
 
 def _views(kind: str, **values: Any) -> Values:
@@ -215,8 +216,7 @@ PRESETS: dict[str, tuple[Values, Values]] = {
     "imagenet": (IMAGENET, IMAGENET_V2),
     "photos": (PHOTOS, {"recipe": "v2", "model.mlp_input": "raw"}),
     VECTORS: (PRECOMPUTED, {"recipe": "v2", "model.mlp_input": "raw"}),
-    # Of one's own images uno.data.defaults decides size, stem, batch, epochs, mean and
-    # std.
+    # Of one's own images uno.session.derive decides size, stem, batch and epochs.
     "scratch": ({}, CIFAR_V2),
 }
 CPU: dict[str, Values] = {"cifar10": CIFAR_CPU}
@@ -237,50 +237,35 @@ def is_custom_data(given: Mapping[str, Any]) -> bool:
 
 
 IMAGE_SIZE = "image_size"
-"""The key of the side of images in pixels, see :func:`apply_image_size`."""
+"""The key of the side of images in pixels, see :func:`scale_sizes`."""
 SIZES = ("augment.large.size", "data.stored_size", "augment.small.size")
 
 
-def apply_image_size(
-    config: Config, given: Mapping[str, Any], described: Mapping[str, Any] | None = None
-) -> Values:
-    """Replace the key ``image_size`` by all lengths in pixels that follow from it.
+def scale_sizes(config: Config, size: Any) -> Values:
+    """Return all lengths in pixels that follow from one size of images.
 
     The lengths keep the proportions that they have in ``config``.
 
     Args:
         config: The configuration of the preset.
-        given: The settings that the user gives, by dotted key.
-        described: The lengths, mean and std that an encoder's maker gives. They replace
-            those that follow from the proportions.
+        size: The side of large views in pixels.
 
     Returns:
-        The settings, without ``image_size``. Those of ``given`` come before those of
-        ``described``.
+        Sizes of views and of stored images, and paddings of crops, by dotted key.
 
     Raises:
-        ConfigError: The user gives a length that differs from ``image_size``.
+        ConfigError: The size is no number of pixels.
     """
-    own = {key: value for key, value in given.items() if key != IMAGE_SIZE}
-    if (size := given.get(IMAGE_SIZE)) is None:
-        return {**(described or {}), **own}
     large, small = config.augment.large, config.augment.small
-    scale = override(config, {SIZES[0]: size}).augment.large.size / large.size
-    found = {
+    size = override(config, {SIZES[0]: size}).augment.large.size
+    scale = size / large.size
+    return {
         "augment.large.size": size,
         "augment.small.size": max(4, round(small.size * scale)),
         "data.stored_size": max(4, min(round(config.data.stored_size * scale), 1024)),
         "augment.large.crop_padding": round(large.crop_padding * scale),
         "augment.small.crop_padding": round(small.crop_padding * scale),
-        **(described or {}),
     }
-    for key in SIZES:
-        if own.get(key, found[key]) != found[key]:
-            raise ConfigError(
-                f"image_size {size} sets {key} to {found[key]}, not {own[key]}: give"
-                " one of them"
-            )
-    return found | own
 
 
 def preset(name: str, recipe: str = "paper") -> Config:
@@ -293,15 +278,23 @@ def preset(name: str, recipe: str = "paper") -> Config:
     Raises:
         ConfigError: There is no such preset, or it has no such recipe.
     """
-    return override(Config(), preset_values(name, recipe))
+    return override(Config(), merge_layers(preset_layers(name, recipe)))
 
 
-def preset_values(name: str, recipe: str = "paper") -> Values:
-    """Return the settings of a preset and a recipe, by dotted key.
+def merge_layers(layers: Mapping[str, Values]) -> Values:
+    """Return the values of all layers by dotted key; a later layer wins."""
+    return {key: value for layer in layers.values() for key, value in layer.items()}
+
+
+def preset_layers(name: str, recipe: str = "paper") -> dict[str, Values]:
+    """Return the settings of a preset and of a recipe that changes it.
 
     Args:
         name: The preset. A dash counts as an underscore: ``cifar100-20``.
         recipe: ``paper``, ``v2``, or for some presets ``cpu``.
+
+    Returns:
+        Values by dotted key, by "preset NAME" and "recipe NAME", in this order.
 
     Raises:
         ConfigError: There is no such preset, or it has no such recipe.
@@ -319,4 +312,7 @@ def preset_values(name: str, recipe: str = "paper") -> Values:
         raise ConfigError(
             f"{name} has no recipe {recipe!r}; choose from {', '.join(recipes)}"
         )
-    return {"preset": name} | paper | recipes[recipe]
+    return {
+        f"preset {name}": {"preset": name} | paper,
+        f"recipe {recipe}": recipes[recipe],
+    }

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from uno import collectives
+from uno import distributed
 from uno.clustering import FREE, kmeans, seeded_kmeans, whiten
 from uno.config import Config
 from uno.data.decode import DecodedBatch, ok_mask
@@ -191,7 +191,7 @@ def init_prototypes_(
         train.num_novel,
     )
     prior = config.objective.class_prior or (
-        "kmeans" if mixed and load(config.method).extends else "uniform"
+        "kmeans" if mixed and load(config.method).has_projection_heads else "uniform"
     )
     if prior == "uniform" and mixed:
         extra = extra | {
@@ -203,7 +203,7 @@ def init_prototypes_(
     labeled, labels, unlabeled = training_features(config, model, train)
     how = unlabeled, labeled, labels, num_novel, config.data.setting, config.seed
     found = Clustering(
-        **collectives.compute_on_rank0(
+        **distributed.compute_on_rank0(
             lambda: clusters_of(*how)._asdict(), model.known.weight.device
         )
     )
@@ -285,9 +285,13 @@ class Sample(NamedTuple):
 def training_features(config: Config, model: UnoModel, train: TrainData) -> Sample:
     """Compute the features of a sample of the training rows by one model.
 
-    See :func:`sample_features`.
+    The model is in eval mode meanwhile. See :func:`sample_features`.
     """
-    return sample_features(config, [model], train)[0]
+    was_training = model.training
+    model.eval()
+    sample = sample_features(config, [model], train)[0]
+    model.train(was_training)
+    return sample
 
 
 def sample_features(
@@ -389,7 +393,7 @@ def features_by_all(
         which images could be read. The features of the others are zeros.
     """
     (rank, world), num, device = (
-        collectives.rank_and_world(),
+        distributed.rank_and_world(),
         sum(map(len, batches)),
         models[0].known.weight.device,
     )
@@ -412,8 +416,8 @@ def features_by_all(
             for model, features in zip(models, found, strict=True):
                 features[rows] = features_of(model, images, config)
     return [
-        collectives.all_reduce_sum_(features) for features in found
-    ], collectives.all_reduce_sum_(ok).cpu() > 0
+        distributed.all_reduce_sum_(features) for features in found
+    ], distributed.all_reduce_sum_(ok).cpu() > 0
 
 
 def _resident(

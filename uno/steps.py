@@ -1,55 +1,267 @@
-"""The parts that training steps share, and the supervised step (paper Sec. 4.1)."""
+"""The state of training, and a training step: forward pass, loss, SGD update."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from uno.config import Config
+from uno.config import Config, PhaseConfig
 from uno.data.plan import Batch as Batch  # imported from here by the methods
-from uno.model import Logits
-from uno.state import TrainState
+from uno.model import Logits, UnoModel
+
+COUNTERS = ("epoch_losses", "head_losses", "window_loss", "skipped")
+"""Fields of :class:`TrainState` that are stored in checkpoints under their names."""
+
+
+@dataclass
+class TrainState:
+    """The model, the optimizer and the running losses after ``step`` optimizer steps.
+
+    Skipped steps are not counted in any loss. The sums are float64, so that adding
+    float32 losses in another order, as a resumed run does, changes no bit of them.
+
+    Attributes:
+        model: The model.
+        forward: The model, or its DDP wrapper.
+        optimizer: The optimizer of the trained parameters.
+        device: The device of the model.
+        autocast: Whether forward passes use bfloat16.
+        epoch_losses: Sum of the cluster loss of each of H heads over this worker's
+            current epoch, and the number of its steps; float64 (H + 1,).
+        head_losses: Mean cluster loss of each head over the last finished epoch and all
+            workers, float32 (H,).
+        window_loss: Sum of the total loss since the last line of metrics, and the
+            number of steps in it; float64 (2,).
+        skipped: Number of steps that were skipped because gradients were not finite,
+            ().
+        step: Number of optimizer steps in this phase.
+        total_steps: Number of steps in the schedule of the phase, set by
+            :func:`uno.training.fit`.
+        warmup_steps: Number of warm-up steps in that schedule, set by
+            :func:`uno.training.fit`.
+        extra: Tensors by name that a method keeps from step to step.
+        grad_norm: Norm of all gradients of the last step, (). It is not in checkpoints.
+        teacher: The pretrained network, for methods that need it. It is not in
+            checkpoints.
+    """
+
+    model: UnoModel
+    forward: nn.Module
+    optimizer: torch.optim.Optimizer
+    device: torch.device
+    autocast: bool
+    epoch_losses: Tensor
+    head_losses: Tensor
+    window_loss: Tensor
+    skipped: Tensor
+    step: int = 0
+    total_steps: int = 1
+    warmup_steps: int = 0
+    extra: dict[str, Tensor] = field(default_factory=dict)
+    grad_norm: Tensor | None = None
+    teacher: nn.Module | None = None
+
+    @property
+    def best_head(self) -> int:
+        """Index of the head with the lowest cluster loss in the last finished epoch.
+
+        It is 0 before an epoch has finished.
+        """
+        return int(self.head_losses.argmin())
+
+    @property
+    def progress(self) -> float:
+        """Share of the phase that is done, 0-1."""
+        return self.step / self.total_steps
+
+
+def new_state(
+    model: UnoModel,
+    forward: nn.Module,
+    phase: PhaseConfig,
+    device: torch.device,
+    autocast: bool,
+    encoder_lr_factor: float = 1.0,
+) -> TrainState:
+    """Return the state at step 0, with SGD as in the paper.
+
+    Only parameters that are not frozen are trained. The fused kernel skips steps with
+    gradients that are not finite without synchronizing the device. Checkpoints hold all
+    tensors that the optimizer keeps for a parameter, so another optimizer needs a
+    change in this function alone.
+
+    Args:
+        model: The model.
+        forward: The model, or its DDP wrapper.
+        phase: The settings of the phase: learning rate, momentum and weight decay.
+        device: The device of the model.
+        autocast: Whether forward passes use bfloat16.
+        encoder_lr_factor: Learning rate of the encoder, as a multiple of that of the
+            heads.
+    """
+    trained = trained_parameters(model)
+    encoder = [p for name, p in trained.items() if name.startswith("encoder.")]
+    others = [p for name, p in trained.items() if not name.startswith("encoder.")]
+    groups: list[dict[str, Any]] = [{"params": list(trained.values()), "factor": 1.0}]
+    if encoder_lr_factor != 1 and encoder:
+        groups = [
+            {"params": encoder, "factor": encoder_lr_factor},
+            {"params": others, "factor": 1.0},
+        ]
+    optimizer = torch.optim.SGD(
+        groups,
+        phase.base_lr,
+        phase.momentum,
+        weight_decay=phase.weight_decay,
+        fused=True,
+    )
+    for parameter in trained.values():
+        # The fused kernel would create the buffers in the first step, and leave them
+        # uninitialized if it skips that step.
+        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    num_heads = model.num_heads if model.num_novel else 1
+    return TrainState(
+        model,
+        forward,
+        optimizer,
+        device,
+        autocast,
+        epoch_losses=torch.zeros(num_heads + 1, dtype=torch.float64, device=device),
+        head_losses=torch.full((num_heads,), float("inf"), device=device),
+        window_loss=torch.zeros(2, dtype=torch.float64, device=device),
+        skipped=torch.zeros((), device=device),
+    )
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that are not frozen, by name."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def state_tensors(state: TrainState) -> dict[str, Tensor]:
+    """Return all tensors that a run needs to continue bit for bit, by name.
+
+    The names begin with "model/", "optimizer/" or "extra/", or are those in
+    :data:`COUNTERS`. The tensors are not copied.
+    """
+    tensors = {
+        f"model/{name}": tensor for name, tensor in state.model.state_dict().items()
+    }
+    for name, parameter in trained_parameters(state.model).items():
+        kept = state.optimizer.state[parameter]
+        tensors |= {f"optimizer/{name}/{key}": tensor for key, tensor in kept.items()}
+    tensors |= {f"extra/{name}": tensor for name, tensor in state.extra.items()}
+    return tensors | {name: getattr(state, name) for name in COUNTERS}
+
+
+def load_state_(state: TrainState, tensors: dict[str, Tensor], step: int) -> None:
+    """Load the tensors of a checkpoint, see :func:`state_tensors`, into ``state``.
+
+    Args:
+        state: The state of a model of the same shape. It is updated.
+        tensors: The tensors of the checkpoint, by name.
+        step: The number of optimizer steps before the checkpoint.
+
+    Raises:
+        KeyError: A tensor is missing.
+        RuntimeError: A tensor has another shape.
+    """
+    state.model.load_state_dict(with_prefix(tensors, "model/"))
+    for name, parameter in trained_parameters(state.model).items():
+        for key, tensor in state.optimizer.state[parameter].items():
+            tensor.copy_(tensors[f"optimizer/{name}/{key}"])
+    for name in COUNTERS:
+        getattr(state, name).copy_(tensors[name])
+    extra = with_prefix(tensors, "extra/")
+    state.extra = {
+        name: tensor.to(state.device, copy=True) for name, tensor in extra.items()
+    }
+    state.step = step
+
+
+def with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Select the tensors whose names begin with ``prefix``, and remove the prefix."""
+    return {
+        name.removeprefix(prefix): t
+        for name, t in tensors.items()
+        if name.startswith(prefix)
+    }
+
+
+class Loss(NamedTuple):
+    """The loss of a batch for a model with several cluster heads.
+
+    Attributes:
+        total: The loss to minimize, a scalar.
+        of_heads: The loss of each head, (H,). The head with the lowest mean over an
+            epoch is the best head.
+    """
+
+    total: Tensor
+    of_heads: Tensor
+
+
+LossFunction = Callable[[TrainState, Batch, Config], "Tensor | Loss"]
+"""Compute the loss of a batch: (state, batch, configuration) -> loss.
+
+The loss is a scalar, or a :class:`Loss` if the model has several cluster heads. The
+function calls :func:`forward` once, does not synchronize the device, and may replace
+tensors in ``state.extra``. It draws no number from a global generator.
+"""
+
 
 Step = Callable[[TrainState, Batch, Config, float], Tensor]
 """Train on one batch: (state, batch, configuration, learning rate) -> loss (1,).
 
-The state is updated. The device is not synchronized.
+The state is updated, see :func:`take_step`.
 """
 
 
-def pretrain_step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
-    """Train the encoder and the known head on the labeled rows of one batch.
+def take_step(
+    loss_function: LossFunction,
+    state: TrainState,
+    batch: Batch,
+    config: Config,
+    lr: float,
+) -> Tensor:
+    """Take one SGD step on the loss of a batch, and count the loss in ``state``.
+
+    Gradients are averaged over all workers, so that a NaN on one rank makes all ranks
+    skip the step. The device is not synchronized.
 
     Args:
+        loss_function: Computes the loss.
         state: The state of training. It is updated.
         batch: The batch.
         config: The configuration of the run.
         lr: The learning rate.
 
     Returns:
-        The cross-entropy loss (1,), detached.
+        The loss (1,), detached.
     """
-    known = forward(state, batch).known
-    return update_(
-        state, labeled_loss(known, batch.labels, config.objective.temperature), lr
-    )
-
-
-def labeled_loss(known: Tensor, labels: Tensor, temperature: float) -> Tensor:
-    """Compute the cross-entropy of the known head (paper Sec. 4.1 "Pretraining").
-
-    Args:
-        known: Cosines of V views of B rows with C known prototypes, (V, B, C), at least
-            float32.
-        labels: Classes of the first B_l rows, int64 (B_l,). The other rows are ignored.
-        temperature: The divisor tau of the cosines.
-
-    Returns:
-        The mean over views and labeled rows, a scalar.
-    """
-    logits = known[:, : len(labels)].flatten(0, 1) / temperature
-    return F.cross_entropy(logits, labels.repeat(len(known)))
+    loss = loss_function(state, batch, config)
+    if not isinstance(loss, Loss):
+        loss = Loss(loss, loss.unsqueeze(0))
+    state.optimizer.zero_grad(set_to_none=True)
+    loss.total.backward()
+    grads = [p.grad for p in state.model.parameters() if p.grad is not None]
+    state.grad_norm = torch.nn.utils.get_total_norm(grads)
+    broken = (~torch.isfinite(state.grad_norm)).float()
+    for group in state.optimizer.param_groups:
+        group["lr"] = lr * group["factor"]
+    # The fused kernel reads this attribute: 1 skips the step.
+    state.optimizer.found_inf = broken  # type: ignore[attr-defined]
+    state.optimizer.step()
+    state.skipped += broken
+    total, heads = loss.total.detach().unsqueeze(0), loss.of_heads.detach()
+    one, skip = total.new_ones(1), broken > 0
+    state.epoch_losses += torch.where(skip, 0.0, torch.cat([heads, one]))
+    state.window_loss += torch.where(skip, 0.0, torch.cat([total, one]))
+    state.step += 1
+    return total
 
 
 def forward(state: TrainState, batch: Batch) -> Logits:
@@ -62,37 +274,32 @@ def forward(state: TrainState, batch: Batch) -> Logits:
         return state.forward(batch.views)
 
 
-def update_(
-    state: TrainState, loss: Tensor, lr: float, head_losses: Tensor | None = None
-) -> Tensor:
-    """Take one SGD step on a loss, and add it to the running losses of ``state``.
-
-    Gradients are averaged over all workers, so that a NaN on one rank makes all ranks
-    skip the step. The device is not synchronized.
+def pretrain_loss(state: TrainState, batch: Batch, config: Config) -> Tensor:
+    """Compute the loss of supervised pretraining (paper Sec. 4.1 "Pretraining").
 
     Args:
-        state: The state of training. It is updated.
-        loss: The loss, a scalar.
-        lr: The learning rate.
-        head_losses: The loss of each of H heads (H,), by which the best head is chosen;
-            by default ``loss`` for a single head.
+        state: The state of training.
+        batch: The batch, whose rows are all labeled.
+        config: The configuration of the run.
 
     Returns:
-        The loss (1,), detached.
+        The cross-entropy of the known head, a scalar.
     """
-    state.optimizer.zero_grad(set_to_none=True)
-    loss.backward()
-    grads = [p.grad for p in state.model.parameters() if p.grad is not None]
-    state.grad_norm = torch.nn.utils.get_total_norm(grads)
-    broken = (~torch.isfinite(state.grad_norm)).float()
-    for group in state.optimizer.param_groups:
-        group["lr"] = lr * group["factor"]
-    state.optimizer.found_inf = broken  # type: ignore[attr-defined]  # read by the fused kernel: 1 skips the step
-    state.optimizer.step()
-    state.skipped += broken
-    total, one, skip = loss.detach().unsqueeze(0), loss.new_ones(1), broken > 0
-    heads = total if head_losses is None else head_losses.detach()
-    state.epoch_losses += torch.where(skip, 0.0, torch.cat([heads, one]))
-    state.window_loss += torch.where(skip, 0.0, torch.cat([total, one]))
-    state.step += 1
-    return total
+    known = forward(state, batch).known
+    return labeled_loss(known, batch.labels, config.objective.temperature)
+
+
+def labeled_loss(known: Tensor, labels: Tensor, temperature: float) -> Tensor:
+    """Compute the cross-entropy of the known head on the labeled rows.
+
+    Args:
+        known: Cosines of V views of B rows with C known prototypes, (V, B, C), at least
+            float32.
+        labels: Classes of the first B_l rows, int64 (B_l,). The other rows are ignored.
+        temperature: The divisor tau of the cosines.
+
+    Returns:
+        The mean over views and labeled rows, a scalar.
+    """
+    logits = known[:, : len(labels)].flatten(0, 1) / temperature
+    return F.cross_entropy(logits, labels.repeat(len(known)))

@@ -20,7 +20,7 @@ from uno.config import OWN_ENCODERS, VECTORS, Config, ModelConfig
 from uno.data.files import Storage, split
 from uno.encoder import build_encoder, check_name
 from uno.errors import ConfigError, StorageError, one_line
-from uno.state import with_prefix
+from uno.steps import with_prefix
 
 PRETRAINED = "pretrained"
 """The value of ``model.weights`` for the pretrained weights of the encoder's library.

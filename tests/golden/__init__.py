@@ -208,7 +208,7 @@ def read_record(run: Path) -> dict[str, Any]:
         predicted classes; ``weights``: tensor -> two norms, see
         :func:`summarize_tensor`.
     """
-    table = pq.read_table(run / "predictions.parquet")
+    table = pq.read_table(run / "predictions")
     losses: dict[str, list[list[float]]] = {}
     journal = run / "metrics.jsonl"  # a method without training writes none
     for line in journal.read_text().splitlines() if journal.exists() else ():

@@ -32,7 +32,7 @@ def compute_on_the_cpu() -> None:
     """
     from ray.air._internal.device_manager import CUDATorchDeviceManager
 
-    from uno.train import LocalWorker
+    from uno.training import LocalWorker
 
     CUDATorchDeviceManager.get_devices = lambda self: [torch.device("cpu")]
 

@@ -22,7 +22,7 @@ def folders(place: Path) -> list[str]:
     """
     digits = read_digits()
     labels, sets = (
-        np.array(digits.labels).astype(int),
+        np.array(digits.labels.to_pylist()).astype(int),
         {"known": range(3), "first": range(7), "second": range(9)},
     )
     for start, (name, classes) in enumerate(sets.items()):

@@ -14,13 +14,12 @@ import uno
 from pipelines import backend, commands, options
 from tests.pipelines.small import write_images
 from tests.uno.small_run import SMALL
-from uno.config import Config, override
 from uno.errors import ConfigError, Interrupted, StorageError
 from uno.runs import DISCOVER
 from uno.runs.checkpoint import checkpoint_steps
 from uno.session import api
+from uno.session.configure import configure, from_keywords
 from uno.session.console import print_line
-from uno.session.settings import completed, from_keywords
 
 TINY = SMALL | {
     "preset": "digits",
@@ -40,7 +39,7 @@ def nothing_starts(monkeypatch):
 
 def of_keywords(**settings: Any) -> dict[str, Any]:
     """The resolved configuration, flat."""
-    config = override(Config(), completed(from_keywords(settings)))
+    config = configure(from_keywords(settings))
     return uno.config.flatten(uno.config.to_dict(config))
 
 
@@ -88,8 +87,7 @@ def test_keywords_are_the_command_line(settings, argv):
     precedence.
     """
     line = options.parse(argv.split(), commands.DISCOVER).config
-    given = completed(from_keywords(settings), choose=True)
-    assert override(Config(), given) == line
+    assert configure(from_keywords(settings), choose_method=True) == line
 
 
 def test_keywords_win_over_files(tmp_path):

@@ -90,7 +90,7 @@ def assert_agree(run: Path) -> None:
     """Predictions, the model in Python, metrics, card and report are of the same
     classes.
     """
-    task, table = task_of(run), pq.read_table(run / "predictions.parquet")
+    task, table = task_of(run), pq.read_table(run / "predictions")
     model = api.load(run)
     into = {c.index: c.into for c in model.classes}
     dropped = (
@@ -163,7 +163,7 @@ def test_everything_agrees_after_each_edit(finished, tmp_path, capsys):
     """
     run = tmp_path / "run"
     shutil.copytree(finished, run)
-    before = pq.read_table(run / "predictions.parquet").to_pandas()
+    before = pq.read_table(run / "predictions").to_pandas()
     a, b, *_ = before.class_index[before.kind == "novel"].value_counts().index
     first = (run / "metrics.json").read_bytes()
     for change in (
@@ -174,7 +174,7 @@ def test_everything_agrees_after_each_edit(finished, tmp_path, capsys):
     ):
         edit(run, change)
         assert_agree(run)
-    now = pq.read_table(run / "predictions.parquet").to_pandas()
+    now = pq.read_table(run / "predictions").to_pandas()
     assert (now.kind == "rejected").equals(before.class_index == a) and (
         now.kind == "rejected"
     ).sum() > 10
@@ -295,7 +295,7 @@ def test_the_session_of_the_examples(tmp_path, monkeypatch, capsys):
         uno(*shlex.split(words))
         if run.exists():
             assert_agree(run)
-    table = pq.read_table(tmp_path / "run-sorted" / "predictions.parquet").to_pandas()
+    table = pq.read_table(tmp_path / "run-sorted" / "predictions").to_pandas()
     rows = list(
         csv.DictReader(
             (tmp_path / "run-sorted" / "predictions.csv")
@@ -306,7 +306,7 @@ def test_the_session_of_the_examples(tmp_path, monkeypatch, capsys):
     assert [row["class_name"] for row in rows] == table.class_name.to_list() and len(
         rows
     ) == 80
-    own = pq.read_table(run / "predictions.parquet").to_pandas()
+    own = pq.read_table(run / "predictions").to_pandas()
     assert (
         table.class_name.to_list() == own.class_name[own.uri.isin(table.uri)].to_list()
     )
@@ -364,7 +364,7 @@ def test_known_classes_may_have_the_names_of_discovered_ones(tmp_path, capsys):
     uno("export", run, "--format", "pt2")
     model = api.load(run)
     assert [c.name for c in model.classes] == ["novel-1", "rejected", "novel-2", "owl"]
-    table = pq.read_table(tmp_path / "out" / "predictions.parquet")
+    table = pq.read_table(tmp_path / "out" / "predictions")
     pairs = {
         *zip(table["class_name"].to_pylist(), table["kind"].to_pylist(), strict=True)
     }
@@ -397,9 +397,9 @@ def test_an_edit_predicts_no_other_images_than_the_runs(tmp_path, capsys):
     uno("discover", *SMALL, *data, "--discover.epochs", "1", "--output", run)
     uno("classes", run)
     paths[5].write_bytes(encoded(pixels(999), "BMP"))
-    before = (run / "predictions.parquet").read_bytes()
+    before = pq.read_table(run / "predictions")
     tree = yaml.safe_load((run / "classes.yaml").read_text())
     tree["classes"][0]["action"] = "drop"
     (run / "classes.yaml").write_text(yaml.safe_dump(tree))
     assert "a/5.bmp" in refused(capsys, 2, "classes", run, "--apply")
-    assert (run / "predictions.parquet").read_bytes() == before
+    assert pq.read_table(run / "predictions") == before

@@ -49,7 +49,7 @@ def read(path: Path) -> dict[str, np.ndarray]:
     rows = read_rows(DataConfig(source=f"vectors:{path}"))
     values, reasons = rows.images.vectors(np.arange(len(rows)))
     assert reasons == [None] * len(rows)
-    return dict(zip(rows.ids, values.numpy(), strict=True))
+    return dict(zip(rows.ids.to_pylist(), values.numpy(), strict=True))
 
 
 def test_the_file_is_a_source_with_as_many_views_as_asked(line, tmp_path):
@@ -62,12 +62,20 @@ def test_the_file_is_a_source_with_as_many_views_as_asked(line, tmp_path):
     one, four = read(plain), read(viewed)
     rows, digits = read_rows(DataConfig(source=f"vectors:{plain}")), read_digits()
     truth = dict(
-        zip(digits.ids, zip(digits.labels, digits.split, strict=True), strict=True)
+        zip(
+            digits.ids.to_pylist(),
+            zip(digits.labels.to_pylist(), digits.split.to_pylist(), strict=True),
+            strict=True,
+        )
     )
     assert len(rows) == 300 and [*one] == [*four]
     assert (
         dict(
-            zip(rows.ids, zip(rows.labels, rows.split, strict=True), strict=True)
+            zip(
+                rows.ids.to_pylist(),
+                zip(rows.labels.to_pylist(), rows.split.to_pylist(), strict=True),
+                strict=True,
+            )
         ).items()
         <= truth.items()
     )
@@ -134,9 +142,9 @@ def test_bad_images_are_left_out_and_paths_lead_to_pictures(line, tmp_path, caps
     )
     assert "1 unreadable image" in capsys.readouterr().out
     rows = read_rows(DataConfig(source=f"vectors:{tmp_path}/v.parquet"))
-    assert len(rows) == 20 and "0.png" not in [*rows.ids]
+    assert len(rows) == 20 and "0.png" not in rows.ids.to_pylist()
     assert rows.images.pictures().paths(np.arange(20)) == [
-        str(tmp_path / "images" / i) for i in rows.ids
+        str(tmp_path / "images" / i) for i in rows.ids.to_pylist()
     ]
 
 

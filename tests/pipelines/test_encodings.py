@@ -18,7 +18,7 @@ import uno
 from pipelines import cli
 from uno.errors import ConfigError
 from uno.results.folders import _without_formulas
-from uno.session.settings import completed
+from uno.session.configure import configure
 
 CUP = "杯子"
 ESCAPED = rb"\u676f\u5b50"
@@ -105,7 +105,7 @@ def test_a_path_that_the_locale_cannot_name_is_refused():
     """As Python reads an argument in a locale without UTF-8."""
     output = os.fsencode("runs/ü").decode("ascii", "surrogateescape")
     with pytest.raises(ConfigError, match="UTF-8 locale"):
-        completed({"output": output})
+        configure({"output": output})
 
 
 def test_a_table_for_spreadsheets_has_no_formula(run, tmp_path, monkeypatch):
@@ -122,7 +122,7 @@ def test_a_table_for_spreadsheets_has_no_formula(run, tmp_path, monkeypatch):
     data = (copy / "predictions.csv").read_bytes()
     assert data.startswith(b"\xef\xbb\xbf")
     rows = list(csv.DictReader(data.decode("utf-8-sig").splitlines()))
-    table = pq.read_table(copy / "predictions.parquet").to_pylist()
+    table = pq.read_table(copy / "predictions").to_pylist()
     assert {names[0], names[1]} <= {row["class_name"] for row in table}
     shown = {"=1+1": "'=1+1"}
     for row, line in zip(table, rows, strict=True):

@@ -3,6 +3,7 @@ tasks run.
 """
 
 import json
+import os
 import time
 from dataclasses import replace
 from functools import partial
@@ -16,12 +17,12 @@ from pipelines import cli, commands
 from pipelines.backend import ray_tasks
 from pipelines.options import parse
 from uno.config import override
-from uno.data.columns import Labels
+from uno.data.columns import make_labels
 from uno.data.files import Storage
 from uno.data.sources import read_digits
 from uno.data.splits import make_task
 from uno.encoder import build_encoder
-from uno.errors import ConfigError
+from uno.errors import ConfigError, Interrupted
 from uno.results.estimate import Settings
 from uno.session import backend
 from uno.session.estimation import estimate_classes
@@ -64,13 +65,13 @@ def test_hidden_labels_do_not_matter(tmp_path):
     on the truth.
     """
     rows = few_digits()
-    hidden = np.flatnonzero([label in "6789" for label in rows.labels])
-    permuted = list(rows.labels)
+    hidden = np.flatnonzero([label in "6789" for label in rows.labels.to_pylist()])
+    permuted = rows.labels.to_pylist()
     for i, j in zip(hidden, np.random.default_rng(0).permutation(hidden), strict=True):
-        permuted[i] = rows.labels[j]
-    assert permuted != rows.labels
+        permuted[i] = rows.labels.to_pylist()[j]
+    assert permuted != rows.labels.to_pylist()
     first = run(tmp_path / "a", rows)
-    assert run(tmp_path / "b", replace(rows, labels=Labels.of(permuted))) == first
+    assert run(tmp_path / "b", replace(rows, labels=make_labels(permuted))) == first
     assert 1 <= first.low <= first.num_novel <= first.high <= 3
     assert all(np.isfinite(first.curves[name]).all() for name in first.curves)
 
@@ -220,6 +221,8 @@ def test_weights_of_a_library_are_kept_beside_the_estimate(tmp_path, monkeypatch
 def _double(shared, item):
     if item == "fail":
         raise ConfigError("as raised there")
+    if item == "die":
+        os._exit(1)
     time.sleep(0.05)
     return shared + 2 * item
 
@@ -234,3 +237,5 @@ def test_ray_gives_the_same_estimate(tmp_path, ray_cluster):
     assert dict(tasks(_double, (100,), range(7))) == {i: 100 + 2 * i for i in range(7)}
     with pytest.raises(ConfigError, match=r"^as raised there$"):
         list(tasks(_double, (0,), ["fail"]))
+    with pytest.raises(Interrupted, match="tasks keep dying"):
+        list(tasks(_double, (0,), ["die"]))

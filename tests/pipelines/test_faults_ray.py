@@ -23,7 +23,8 @@ def test_a_killed_worker_is_replaced(two, tmp_path, caplog):
     run = tmp_path / "run"
 
     def kill_a_worker() -> None:
-        wait_for(lambda: bool(checkpoint_steps(Storage(str(run)), "discover")))
+        begun = Storage(str(run))
+        wait_for(lambda: bool(checkpoint_steps(begun, "discover")), seconds=600)
         workers = [
             pid
             for pid, process in running().items()

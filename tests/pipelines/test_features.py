@@ -151,11 +151,11 @@ def test_clustering_trains_nothing_and_says_what_to_expect(
     run = Storage(str(tmp_path / "run"))
     assert checkpoint_steps(run, DISCOVER) == [0]
     assert checkpoint_steps(run, "pretrain") == []
-    table = pq.read_table(tmp_path / "run" / "predictions.parquet").to_pylist()
+    table = pq.read_table(tmp_path / "run" / "predictions").to_pylist()
     images = {
         i: image
         for i, image in zip(
-            read_digits().ids, read_digits().images.items[:20], strict=False
+            read_digits().ids.to_pylist(), read_digits().images.items[:20], strict=False
         )
     }
     write_digits(tmp_path / "images", list(images.values()))
@@ -203,10 +203,7 @@ def test_predictions_equal_those_of_the_encoder(finished, tmp_path, capsys):
     argv = ["predict", str(finished), "--data", "digits", "--compute.threads", "1"]
     assert cli.main([*argv, "--output", str(tmp_path)]) == 0
     ours, again = (
-        {
-            row["id"]: row
-            for row in pq.read_table(path / "predictions.parquet").to_pylist()
-        }
+        {row["id"]: row for row in pq.read_table(path / "predictions").to_pylist()}
         for path in (finished, tmp_path)
     )
     assert len(ours) == 400 and ours.keys() < again.keys()
@@ -223,11 +220,11 @@ def test_the_model_classifies_files(finished, tmp_path):
     write_digits(tmp_path / "images", read_digits().images.items[:20])
     model = uno.load(str(finished))
     found = model.predict(sorted((tmp_path / "images").iterdir()))
-    table = pq.read_table(finished / "predictions.parquet").to_pylist()
+    table = pq.read_table(finished / "predictions").to_pylist()
     rows = {row["id"]: row["class_name"] for row in table}
     pairs = [
         (rows[i], p.class_name)
-        for i, p in zip(read_digits().ids, found, strict=False)
+        for i, p in zip(read_digits().ids.to_pylist(), found, strict=False)
         if i in rows
     ]
     assert len(pairs) >= 5 and all(ours == again for ours, again in pairs)
@@ -406,7 +403,7 @@ def test_unreadable_images_of_the_cache_are_listed_by_every_run(
     assert cli.main([str(word) for word in argv]) == 0
     (line,) = (tmp_path / "other" / "bad_samples.jsonl").read_text().splitlines()
     assert json.loads(line)["id"].endswith("emu/7.png") and "not a readable" in line
-    table = pq.read_table(tmp_path / "other" / "predictions.parquet").to_pylist()
+    table = pq.read_table(tmp_path / "other" / "predictions").to_pylist()
     (bad,) = [row for row in table if row["status"] != "ok"]
     assert bad["id"].endswith("emu/7.png") and bad["class_name"] is None
 
@@ -484,7 +481,8 @@ def test_what_ray_does_with_chunks_gives_the_same_features(tmp_path, monkeypatch
 
 def stored(folder: Path) -> dict[str, list[list[float]]]:
     """The views of each row in a folder of features."""
-    rows = pq.read_table(folder).select(["id", "view", "embedding"]).to_pylist()
+    table = pq.read_table(sorted(folder.glob("**/*.parquet")))
+    rows = table.select(["id", "view", "embedding"]).to_pylist()
     rows.sort(key=lambda row: (row["id"], row["view"]))
     return {f"{row['id']} {row['view']}": row["embedding"] for row in rows}
 
@@ -519,10 +517,7 @@ def test_two_ray_workers_compute_the_same_features(
     assert two[0]["loss"] == pytest.approx(one[0]["loss"], rel=0.1)
     assert two[-1]["loss"] == pytest.approx(one[-1]["loss"], rel=0.3)
     ours, theirs = (
-        {
-            row["id"]: row
-            for row in pq.read_table(run / "predictions.parquet").to_pylist()
-        }
+        {row["id"]: row for row in pq.read_table(run / "predictions").to_pylist()}
         for run in (finished, tmp_path / "run")
     )
     assert ours.keys() == theirs.keys()
@@ -557,7 +552,7 @@ def test_images_that_were_overwritten_reach_the_next_run_and_end_the_old_one(
     assert "30 images written to since the run began, e.g. a/0.bmp" in line
     assert cli.main([str(word) for word in [*words, "--output", tmp_path / "new"]]) == 0
     assert "features: 30 images" in capsys.readouterr().out
-    table = pq.read_table(tmp_path / "new" / "predictions.parquet").to_pylist()
+    table = pq.read_table(tmp_path / "new" / "predictions").to_pylist()
     found = uno.load(tmp_path / "new").predict([folder / row["id"] for row in table])
     np.testing.assert_allclose(
         found.probability, [row["probability"] for row in table], atol=1e-4

@@ -7,287 +7,97 @@ import mmap
 import os
 import socket
 import sys
+import time
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from pipelines import nodes, ray_env, worker
+from pipelines import ray_env, train
 from pipelines.backend import RayBackend
+from tests.pipelines.small import wait_for
 from tests.uno.small_run import small_config
 from uno.config import Config, override
 from uno.data.files import Storage
 from uno.data.row_blocks import RowBlocks
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
-from uno.errors import ConfigError, Interrupted, NumericsError, StorageError, UnoError
-from uno.runs import STOP_FILE, run
-from uno.runs.checkpoint import Checkpoint, save_checkpoint
+from uno.errors import ConfigError, Interrupted
 from uno.runs.lock import lock_run
 from uno.session.run import Run
 
 
 @pytest.fixture
-def group(tmp_path, monkeypatch):
-    """``group(*outcomes)`` runs workers that end in these ways, and counts them; an
-    exception is raised.
+def driver(tmp_path, monkeypatch):
+    """``driver(*messages)`` trains with a group that sends these messages; its last one
+    is the result.
     """
-    started, shares = [], iter([{"CPU": 1.0}, {"CPU": 0.5}, *[{"CPU": 0.25}] * 20])
 
-    def run_group(*outcomes, polls=(), stops=()):
-        pending, stopped = list(outcomes), []
+    class Script:
+        def __init__(self, ray):
+            self.to_driver = None
 
-        def fit(loop, resources, config, storage, on_poll):
-            started.append((loop["token"], loop["worker_cpus"], resources))
-            for act in polls:
-                act(on_poll, Storage(loop["output"]))
-            outcome = pending.pop(0)
-            stopped.extend(stops)
-            if callable(outcome):
-                outcome = outcome(Storage(loop["output"]))
-            if isinstance(outcome, Exception):
-                raise outcome
-            return outcome
+        def received(self):
+            return [left.pop(0)] if left and isinstance(left[0], tuple) else []
 
-        def wait_for_resources(config, give_up):
-            if give_up():
-                raise Interrupted("stopped while waiting for nodes")
-            return next(shares)
+        def send_token(self, group, token):
+            tokens.append((group, token))
 
-        monkeypatch.setattr(worker, "_fit_in_thread", fit)
-        monkeypatch.setattr(worker.nodes, "wait_for_resources", wait_for_resources)
+    def fit(train_loop, loop, scaling, settings):
+        wait_for(lambda: not left or not isinstance(left[0], tuple), pause=0.01)
+        if not left:
+            time.sleep(60)
+        return SimpleNamespace(return_value=left[0])
+
+    left, tokens, shown, stopped = [], [], [], []
+    monkeypatch.setattr(train, "Messages", Script)
+    monkeypatch.setattr(train, "fit", fit)
+    monkeypatch.setattr(ray_env, "POLL_S", 0.01)
+
+    def run_driver(*messages, stop=False):
+        left[:] = messages
+        stopped[:] = [1] * stop
         config = override(Config(), {"compute.num_workers": 2})
         with lock_run(Storage(str(tmp_path)), on_wait=pytest.fail) as mine:
             run = Run(config, mine.storage, RayBackend(), lock=mine)
-            return worker.run_workers(
-                run, config, {}, lambda: None, lambda: bool(stopped)
+            return train.run_workers(
+                run, config, {"CPU": 1.0}, {}, shown.append, lambda: bool(stopped)
             )
 
-    run_group.started = started
-    return run_group
+    run_driver.tokens, run_driver.shown = tokens, shown
+    return run_driver
 
 
-DEATH = RuntimeError("the actor died unexpectedly")
-
-
-def raised(name, *bases, **attributes):
-    """An exception of a class with the name of one of Ray's."""
-    error = type(name, bases or (Exception,), {})(f"{name} of Ray\nwith more lines")
-    for key, value in attributes.items():
-        setattr(error, key, value)
-    return error
-
-
-NO_PLACE = raised(
-    "ControllerError", controller_failure=raised("WorkerGroupStartupTimeoutError")
-)
-DIED = raised("ActorDiedError", type("RayActorError", (Exception,), {}))
-LOST = raised(
-    "WorkerGroupError", worker_failures={1: raised("WorkerHealthCheckFailedError")}
-)
-LEFT = raised("PreemptionError")
-ANNOUNCED = raised(
-    "WorkerGroupError",
-    worker_failures={
-        0: RuntimeError("Connection closed by peer"),
-        1: raised(
-            "WorkerHealthCheckFailedError",
-            health_check_failure=raised("ActorDiedError", preempted=True),
-        ),
-    },
-)
-SLOW = raised(
-    "WorkerGroupError",
-    worker_failures={
-        0: StorageError("cannot write s3://b/x: AWS Error SLOW_DOWN"),
-        1: RuntimeError("Connection closed"),
-    },
-)
-
-
-def test_a_dead_group_is_replaced_but_three_in_a_row_are_the_end(group):
-    """And with the shares of the cluster as it is then. Kills: those of the start,
-    which leave no CPU.
-    """
-    assert group(DEATH, DEATH, {"metrics": {"acc": 1.0}}) == {"acc": 1.0}
-    tokens, shares, resources = zip(*group.started, strict=True)
-    assert len(set(tokens)) == 3
-    assert shares == (1.0, 0.5, 0.25) and resources == tuple(
-        {"CPU": share} for share in shares
-    )
-    with pytest.raises(RuntimeError, match="died unexpectedly"):
-        group(DEATH, DEATH, DEATH, {"metrics": {}})
-    assert len(group.started) == 6
-
-
-@pytest.mark.parametrize(
-    "end", [NO_PLACE, LEFT, ANNOUNCED], ids=["no place", "left", "announced"]
-)
-def test_what_is_nobodys_fault_may_happen_any_number_of_times(group, end, caplog):
-    """Kills: a start-up timeout or a preemption that counts as a death."""
-    assert group(*[end] * 7, {"metrics": {}}) == {}
-    assert (
-        len(group.started) == 8 and "resume from the newest checkpoint" in caplog.text
-    )
-    assert group(end, end, DEATH, end, DEATH, {"metrics": {}}) == {}
-
-
-@pytest.mark.parametrize(
-    ("end", "code", "says"),
-    [
-        (
-            DIED,
-            75,
-            (
-                "keep dying before a new checkpoint .ActorDiedError: ActorDiedError of"
-                " Ray.; they may be out of memory"
-            ),
-        ),
-        (LOST, 75, "WorkerHealthCheckFailedError"),
-        (SLOW, 4, "SLOW_DOWN"),
-    ],
-    ids=["died", "lost", "slow"],
-)
-def test_what_goes_on_without_a_checkpoint_ends_as_one_line_of_ours(
-    group, end, code, says
+def test_each_group_gets_a_token_of_its_own_and_its_metrics_are_shown(
+    driver, caplog, capsys
 ):
-    """Kills: "internal" for a lost node."""
-    assert group(end, end, {"metrics": {}}) == {}
-    with pytest.raises(UnoError, match=says) as caught:
-        group(end, end, end)
-    assert caught.value.exit_code == code and "\n" not in str(caught.value)
-    never = raised(
-        "ControllerError",
-        controller_failure=raised("InsufficientClusterResourcesError"),
+    found = driver(
+        ("begun", "a"),
+        ("metrics", {"step": 1}),
+        ("lost", "a node was lost"),
+        ("begun", "b"),
+        ("drained", ""),
+        ("begun", "c"),
+        ("metrics", {"step": 2}),
+        {"metrics": {"acc": 1.0}},
     )
-    with pytest.raises(ConfigError, match="can never hold the workers"):
-        group(never)
+    assert found == {"acc": 1.0} and driver.shown == [{"step": 1}, {"step": 2}]
+    groups, tokens = zip(*driver.tokens, strict=True)
+    assert groups == ("a", "b", "c") and len(set(tokens)) == 3
+    assert "workers died (a node was lost); new ones resume" in caplog.text
+    assert "being drained" in capsys.readouterr().out
 
 
-def test_the_names_of_rays_errors_are_rays():
-    """Kills: a class that Ray 2.60 calls otherwise, so that its loss would be a
-    defect of ours.
-    """
-    source = "".join(
-        Path(find_spec("ray").submodule_search_locations[0], name).read_text()
-        for name in (
-            "exceptions.py",
-            "train/v2/_internal/exceptions.py",
-            "train/v2/api/exceptions.py",
-        )
-    )
-    for name in (*nodes.LOST, nodes.NO_PLACE, nodes.LEFT, nodes.NEVER):
-        assert f"class {name}(" in source
-    assert "self.preempted" in source or "def preempted" in source
-
-
-def test_a_node_that_leaves_is_left_and_a_user_who_stops_is_obeyed(
-    group, monkeypatch, capsys
-):
-    """Kills: a preemption that ends the command, a STOP file that the next group finds,
-    a stop taken for a preemption.
-    """
-    told, files = [], []
-
-    class Notices:
-        def __init__(self, hosts):
-            self.given = False
-
-        def new(self):
-            self.given = told.pop(0) if told else False
-            return self.given
-
-    def poll(on_poll, storage):
-        files.append(storage.exists(STOP_FILE))
-        on_poll()
-        files.append(storage.exists(STOP_FILE))
-
-    monkeypatch.setattr(worker.nodes, "DrainWatcher", Notices)
-    told[:] = [True, False]
-    assert group({"interrupted": "step 4"}, {"metrics": {}}, polls=[poll]) == {}
-    assert (
-        files == [False, True, False, False]
-        and "being drained" in capsys.readouterr().out
-    )
-    with pytest.raises(Interrupted, match="step 5"):
-        group({"interrupted": "step 5"}, polls=[poll])
-    told[:] = [True]
-    with pytest.raises(Interrupted, match="step 6"):
-        group({"interrupted": "step 6"}, polls=[poll], stops=[1])
-    with pytest.raises(Interrupted, match="while waiting"):
-        group(LOST, polls=[poll], stops=[1])
-
-
-def test_a_cluster_that_has_lost_its_gpus_is_no_cluster_without_gpus(
-    group, monkeypatch
-):
-    """Kills: a run that goes on on the head's CPU."""
-    group(DEATH, {"metrics": {}})
-    devices, found = [], iter([{"CPU": 1.0, "GPU": 1.0}] * 2)
-
-    def wait_for_resources(config, give_up):
-        devices.append(config.compute.device)
-        return next(found)
-
-    real = worker.run_workers
-
-    def with_gpus(*arguments):
-        monkeypatch.setattr(worker.nodes, "wait_for_resources", wait_for_resources)
-        return real(*arguments)
-
-    monkeypatch.setattr(worker, "run_workers", with_gpus)
-    group(DEATH, {"metrics": {}})
-    assert devices == ["auto", "cuda"]
-
-
-def test_a_new_checkpoint_starts_the_count_anew(group):
-    """Spot nodes may go away any number of times in a long run."""
-
-    def death_after(step):
-        def end(storage):
-            save_checkpoint(
-                storage, run.DISCOVER, Checkpoint(step, {"w": torch.zeros(1)}, "")
-            )
-            return DEATH
-
-        return end
-
-    outcomes = [end for step in range(1, 5) for end in (death_after(step), DEATH)]
-    assert group(*outcomes, {"metrics": {}}) == {}
-    assert len(group.started) == 9
-
-
-@pytest.mark.parametrize(
-    "error", [ConfigError("x"), NumericsError("x"), StorageError("x")]
-)
-def test_what_the_user_must_act_on_is_not_tried_again(group, error):
-    wrapped = RuntimeError("worker group failed")
-    wrapped.worker_failures = {0: RuntimeError("Connection closed by peer"), 1: error}
-    with pytest.raises(type(error)):
-        group(wrapped)
-    assert len(group.started) == 1
-
-
-def test_a_stop_is_handed_on(group):
+def test_a_stop_is_handed_on(driver):
     with pytest.raises(Interrupted, match="at step 4"):
-        group({"interrupted": "stopped at step 4"})
+        driver(("begun", "a"), {"interrupted": "stopped at step 4"}, stop=True)
 
 
-def test_the_cause_is_not_the_lost_peer():
-    group = RuntimeError("group")
-    group.worker_failures = {
-        0: RuntimeError("Connection closed by peer"),
-        1: KeyError("real"),
-    }
-    assert isinstance(nodes.cause_of(group), KeyError)
-    group.worker_failures = {0: RuntimeError("Connection closed by peer")}
-    assert nodes.cause_of(group) is group
-    group.controller_failure = TimeoutError("no nodes")
-    group.worker_failures = {}
-    assert isinstance(nodes.cause_of(group), TimeoutError)
+def test_a_stop_ends_a_wait_for_nodes(driver):
+    with pytest.raises(Interrupted, match="while waiting for nodes"):
+        driver(("begun", "a"), ("lost", "a node was lost"), stop=True)
 
 
 @pytest.mark.parametrize(
@@ -416,7 +226,11 @@ def test_a_machine_too_busy_for_ray_is_one_line(monkeypatch):
 
 @pytest.mark.parametrize(
     "job",
-    [{}, {"PYTHONPATH": "/x"}, {"RAY_DATA_LOG_LEVEL": "INFO", "PYTHONWARNINGS": "x"}],
+    [
+        {},
+        {"PYTHONPATH": "/x"},
+        {"RAY_DATA_LOG_LEVEL": "INFO", "RAY_SCHEDULER_EVENTS": "1"},
+    ],
 )
 def test_variables_that_a_job_has_set_are_not_set_again(monkeypatch, job):
     """Ray refuses that, whatever the values. Kills: "internal" for a job that wants
@@ -506,22 +320,22 @@ def test_images_stay_in_rays_store_as_long_as_they_are_used(
         yield SimpleNamespace(cluster_resources=dict, get=lambda images: images)
         events.append(("closed", keep_idle))
 
-    monkeypatch.setattr(worker.ray_env, "connect", connect)
-    monkeypatch.setattr(worker.ray_env, "worker_resources", lambda *_: {"CPU": 1.0})
-    monkeypatch.setattr(worker.nodes, "wait_for_resources", lambda *_: None)
-    monkeypatch.setattr(worker, "run_workers", lambda *_: {})
+    monkeypatch.setattr(train.ray_env, "connect", connect)
+    monkeypatch.setattr(train.ray_env, "worker_resources", lambda *_: {"CPU": 1.0})
+    monkeypatch.setattr(train.nodes, "wait_for_resources", lambda *_: {"CPU": 1.0})
+    monkeypatch.setattr(train, "run_workers", lambda *_: {})
     facts = {
         "decode_task": (None, [None] * 400),
         "shared": {"images": []},
         "pixels_of": kept,
     }
     for name, found in facts.items():
-        monkeypatch.setattr(worker.ray_data, name, lambda *_, found=found: found)
+        monkeypatch.setattr(train.ray_data, name, lambda *_, found=found: found)
     config = small_config(compute__num_workers=2, data__loading=loading)
     task = make_task(read_rows(config.data), config.data)
     run = Run(config, Storage(str(tmp_path)), RayBackend(), task)
     with run.locked():
-        worker.run_on_ray(run, lambda metrics: None)
+        train.run_on_ray(run, lambda metrics: None)
         streams = loading == "streaming"
         assert events == ([("closed", True)] if streams else [])
         found = run.task
@@ -535,12 +349,12 @@ def test_the_last_collectives_of_a_hang_are_in_the_run(tmp_path, monkeypatch):
     """
     monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
     here, there = Storage(str(tmp_path / "run")), Storage("mock:///run")
-    monkeypatch.setattr(worker.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(train.tempfile, "gettempdir", lambda: str(tmp_path))
     for storage in (here, there):
-        place = Path(worker.flight_recorder(storage)["TORCH_FR_DUMP_TEMP_FILE"])
-        worker.collect_traces(storage)
+        place = Path(train.flight_recorder(storage)["TORCH_FR_DUMP_TEMP_FILE"])
+        train.collect_traces(storage)
         place.with_name(place.name + "1").write_bytes(b"trace")
-        worker.collect_traces(storage)
+        train.collect_traces(storage)
     assert (tmp_path / "run/nccl/rank_1").read_bytes() == b"trace"
     (name,) = there.list("nccl")
     assert (
@@ -549,7 +363,7 @@ def test_the_last_collectives_of_a_hang_are_in_the_run(tmp_path, monkeypatch):
         and not place.exists()
     )
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "5")
-    assert "TORCH_FR_BUFFER_SIZE" not in worker.flight_recorder(here)
+    assert "TORCH_FR_BUFFER_SIZE" not in train.flight_recorder(here)
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     if library.exists():
         with (
@@ -557,7 +371,7 @@ def test_the_last_collectives_of_a_hang_are_in_the_run(tmp_path, monkeypatch):
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as code,
         ):
             assert all(
-                code.find(name.encode()) > 0 for name in worker.flight_recorder(there)
+                code.find(name.encode()) > 0 for name in train.flight_recorder(there)
             )
 
 
@@ -578,7 +392,7 @@ def test_threads_of_a_rank_leave_cores_to_ray_data(
     """
     monkeypatch.setattr("uno.runs.hardware.available_cpus", lambda: 8)
     config = override(Config(), {"data.loading": loading, "compute.threads": threads})
-    assert worker.rank_threads(config, torch.device(device), 2, 2.5) == expected
+    assert train.rank_threads(config, torch.device(device), 2, 2.5) == expected
 
 
 def test_the_numbers_of_a_rank_are_rays_metrics(monkeypatch):
@@ -597,18 +411,16 @@ def test_the_numbers_of_a_rank_are_rays_metrics(monkeypatch):
             seen.append((self.name, value, *(tags[key] for key in self.keys)))
 
     monkeypatch.setattr(ray.util.metrics, "Gauge", Gauge)
-    line = {"phase": "discover", "lr": 0.1} | dict.fromkeys(worker.GAUGES, 0.5)
+    line = {"phase": "discover", "lr": 0.1} | dict.fromkeys(train.GAUGES, 0.5)
     for rank in (0, 1):
-        worker.Gauges("a-run", rank).set(line)
-        worker.Gauges("a-run", rank).set({"phase": "discover", "step": 7})
-    expected = [
-        (f"uno_{name}", 0.5, "a-run", "discover", "0") for name in worker.GAUGES
-    ]
+        train.Gauges("a-run", rank).set(line)
+        train.Gauges("a-run", rank).set({"phase": "discover", "step": 7})
+    expected = [(f"uno_{name}", 0.5, "a-run", "discover", "0") for name in train.GAUGES]
     own = [
         (name, 0.5, "a-run", "discover", "1") for name in ("uno_step_ms", "uno_rank_ms")
     ]
     assert sorted(seen) == sorted(expected + own)
-    assert worker.GAUGES.keys() >= {
+    assert train.GAUGES.keys() >= {
         "data_wait",
         "rank_ms_median",
         "slow_rank",

@@ -8,16 +8,15 @@ from itertools import product
 from typing import Literal
 
 import pytest
-import yaml
 from pydantic import PositiveInt
 
 from pipelines.commands import DATA, DEMO, DISCOVER, ESTIMATE, PREDICT
 from pipelines.options import Argument, Command, parse, schema_flags, switch
 from tune.sweep import TUNE
-from uno.config import Config, config_hash, dump_yaml, field_names, flatten, to_dict
+from uno.config import Config, config_hash, field_names, flatten, to_dict
 from uno.errors import ConfigError
 from uno.presets import preset
-from uno.session import settings
+from uno.session import configure
 
 
 def config(*argv: str, command: Command = DISCOVER) -> Config:
@@ -157,14 +156,6 @@ def test_frozen_features_leave_the_choice_to_the_data(more, method):
     assert (got.discover.epochs == 0) == (method == "clustering")
     assert got.model.prototype_init == ("kmeans" if method == "uno" else "random")
     assert parse(line.split(), TUNE).config.method == "uno"
-
-
-def test_presets_of_own_images_need_images():
-    for name in ("scratch", "photos"):
-        with pytest.raises(
-            ConfigError, match=f"^the preset '{name}' needs --data SOURCE"
-        ):
-            config("--preset", name)
 
 
 @pytest.mark.parametrize(
@@ -372,32 +363,6 @@ def test_a_mistake_is_one_line(argv, message, command=DISCOVER):
     assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            "objective: {epsilonn: 1}",
-            "unknown key 'objective.epsilonn'; did you mean 'objective.epsilon'?",
-        ),
-        (
-            "objective: {epsilon: -1}",
-            "objective.epsilon: Input should be greater than or equal to 0.0001 (",
-        ),
-        ("preset: cifr10", "unknown preset 'cifr10'; did you mean 'cifar10'?"),
-        ("preset: [digits]", "unknown preset \"['digits']\""),
-        ("recipe: v3", "digits has no recipe 'v3'; choose from paper, v2"),
-        (
-            "data: digits",
-            "'data' is a section of keys such as 'data.source' (got 'digits')",
-        ),
-        ("data: {source: 5}", "data.source: Input should be a valid string (got 5)"),
-        ("data: {labeled: a}", "data: labeled and unlabeled must be given together"),
-    ],
-)
-def test_a_mistake_in_a_file_is_one_line(text, message, file):
-    test_a_mistake_is_one_line(f"--config {file(text)}", message)
-
-
 def test_default_output():
     assert (
         config("--preset", "cifar100_50", "--seed", "3").output
@@ -476,7 +441,7 @@ def test_a_command_without_what_it_needs_shows_its_help(capsys):
 
 
 def test_inside_a_ray_job_the_output_must_outlive_the_job(monkeypatch):
-    monkeypatch.setenv(settings.RAY_JOB, "{}")
+    monkeypatch.setenv(configure.RAY_JOB, "{}")
     for argv, command in product(
         ("--seed 0", "--output runs/x", "--output ./x"), (DISCOVER, DEMO)
     ):
@@ -532,25 +497,6 @@ def test_help_has_every_flag_with_a_sentence_and_the_values_in_force(help_text):
     # whatever the mistake
     assert "usage: uno demo" in help_text("--nonsense", command=DEMO)
     assert "--overwrite" not in help_text(command=DATA)
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        "",
-        "--preset imagenet --recipe v2",
-        "--data folder:d --num-novel 7",
-        "--labeled a --unlabeled b",
-        (
-            "--preset cifar10 --data parquet:d --objective.epsilon 1e-4 --seed 5"
-            " --output /x"
-        ),
-    ],
-)
-def test_a_printed_config_loads_to_the_same_config(argv, file):
-    printed = config(*argv.split())
-    assert config("--config", file(dump_yaml(printed))) == printed
-    assert yaml.safe_load(dump_yaml(printed))["output"] == printed.output
 
 
 def test_an_encoders_description_stands_between_preset_and_file(tmp_path):

@@ -7,7 +7,6 @@ import pickle
 import re
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,32 +23,31 @@ from tests.tune.tiny import TINY, claimed
 from tune.driver import open_sweep, sweep_options
 from tune.spaces import load_space
 from tune.sweep import TUNE
-from uno.config import Config, field_traits, override
+from uno.config import field_traits, override
 from uno.data.files import Storage
 from uno.data.sources import read_digits
 from uno.errors import ConfigError, Interrupted
-from uno.methods import uno as plain
 from uno.presets import preset
 from uno.reproduce.experiments import build, cells
 from uno.results import predictions
 from uno.runs import run
 from uno.runs.directory import begin_run
-from uno.session.settings import completed, from_keywords
+from uno.session.configure import configure, from_keywords
 
 PRETEXT = '''"""Is the image negated?"""
 import torch
 import torch.nn.functional as F
 from uno.methods import Pretext
-from uno.steps import forward, update_
+from uno.steps import forward
 
-def step(state, batch, config, lr):
+def loss(state, batch, config):
     negated = batch._replace(views=[batch.views[0], -batch.views[0]], num_large=2)
     known = forward(state, negated).known
     labels = torch.arange(2).repeat_interleave(known.shape[1])
-    return update_(state, F.cross_entropy(known.flatten(0, 1) / config.objective.temperature, labels), lr)
+    return F.cross_entropy(known.flatten(0, 1) / config.objective.temperature, labels)
 
-PRETEXT = Pretext("negation", step, num_outputs=2)
-'''  # noqa: E501
+PRETEXT = Pretext("negation", loss, num_outputs=2)
+'''
 OWN = ["--method", "my_method:METHOD"]
 
 
@@ -138,7 +136,7 @@ def test_its_section_is_as_the_schemas(here, capsys):
     assert cli.main(["discover", "--config", "mine.yaml", "--explain"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["distill.entropy_weight"] == 4
     given = from_keywords({"method": OWN[1], "distill": {"entropy_weight": 3}})
-    config = override(Config(), completed(given))
+    config = configure(given)
     assert (
         config.method_options.entropy_weight == 3
         and field_traits(key).scope == "discover"
@@ -167,8 +165,8 @@ def test_its_section_is_as_the_schemas(here, capsys):
             "my_method:NOTHING cannot be imported: .*no attribute",
         ),
         (
-            ["--method", "my_method:step"],
-            "my_method:step is of type function, not uno.methods.Method",
+            ["--method", "my_method:Distill"],
+            "my_method:Distill is of type type, not an instance of",
         ),
         (
             ["--method", "my_method"],
@@ -214,8 +212,7 @@ def test_code_in_a_directory_of_unknown_origin_is_not_imported(
         )
 
 
-def test_pretraining_is_the_methods_choice():
-    """Kills: pretraining for a method that does without, none for ``uno pretrain``."""
+def test_the_phases_follow_from_weights_and_pretext_epochs():
     config = preset("digits")
     assert run.phases(config) == ("pretrain", "discover")
     assert run.phases(override(config, {"pretext.epochs": 1})) == (
@@ -224,16 +221,6 @@ def test_pretraining_is_the_methods_choice():
         "discover",
     )
     assert run.phases(override(config, {"model.weights": "elsewhere"})) == ("discover",)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            run.registry, "load", lambda _: replace(plain.METHOD, pretrain=False)
-        )
-        assert run.phases(config) == ("discover",)
-        assert run.phases(config, "pretrain") == ("pretrain",)
-        assert run.phases(override(config, {"pretext.epochs": 1})) == (
-            "pretext",
-            "discover",
-        )
 
 
 LAYERS = """
@@ -316,10 +303,10 @@ def test_predictions_of_an_encoder_of_other_code_are_not_mixed(
             )
             == 75
         )
-    assert Path("half/_shards").exists() and not any(
+    assert Path("half/predictions").exists() and not any(
         "the code of" in message for message in caplog.messages
     )
-    before = pq.read_table("run/predictions.parquet")
+    before = pq.read_table("run/predictions")
     write_encoder(".flip(2)")
     for folder in ("out", "half"):
         words = [
@@ -342,7 +329,7 @@ def test_predictions_of_an_encoder_of_other_code_are_not_mixed(
             in caplog.messages
         )
     assert cli.main(["predict", "run"]) == 0
-    after = pq.read_table("run/predictions.parquet")
+    after = pq.read_table("run/predictions")
     assert len(after) == len(before) and after["probability"] != before["probability"]
     images = read_digits().images.items[:5]
     found = uno.load("run").predict(images).probability

@@ -9,7 +9,7 @@ import pytest
 from pipelines import cli, commands
 from pipelines.packing import shard_block, without_images, write_shard
 from tests.uno.data.builders import write_images
-from uno.data.columns import Labels, Text
+from uno.data.columns import make_ids, make_labels
 from uno.data.files import Storage
 from uno.data.images import Files, InMemory
 from uno.data.pack import ShardRows, store_shard
@@ -34,8 +34,8 @@ def test_a_task_stores_what_this_process_stores(tmp_path, monkeypatch):
         (files, ("b", "a"), None, 1),
         (InMemory(pixels), (), truth, 0),
     ):
-        given = None if true is None else Labels.of(true)
-        facts = Text.of(names), images, Labels.of(labels), np.arange(6) != 2
+        given = None if true is None else make_labels(true)
+        facts = make_ids(names), images, make_labels(labels), np.arange(6) != 2
         rows = Rows(*facts, "six", classes, ("b",), eval_labels=given)
         shard = ShardRows(
             "train-00000-of-00001.parquet", np.array([2, 3]), np.array([5, 0, 3, 1, 2])

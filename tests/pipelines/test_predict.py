@@ -30,8 +30,8 @@ from uno.data.images import InMemory
 from uno.data.sources import read_digits
 from uno.presets import preset
 from uno.results.infer import decoder, load_classifier, read_model_files, sample_logits
-from uno.results.predictions import FILE
-from uno.session import settings
+from uno.results.predictions import FOLDER, read_columns
+from uno.session import configure
 from uno.session.backend import LocalBackend, choose_backend
 from uno.session.data import read_task
 from uno.session.pipeline import discover, evaluate
@@ -51,8 +51,7 @@ def uno(*argv) -> None:
 
 
 def table_of(folder: Path) -> pa.Table:
-    assert [path.name for path in folder.rglob("*.parquet")] == [FILE]
-    return pq.read_table(folder / FILE)
+    return pq.read_table(folder / FOLDER)
 
 
 @pytest.mark.slow
@@ -74,7 +73,7 @@ def test_report_and_predictions_agree(tmp_path):
     )
     config = override(Config(), yaml.safe_load((run / "config.yaml").read_text()))
     unlabeled = unlabeled_rows(read_task(config.data))
-    agreement = pq.read_table(run / FILE)["head_agreement"].to_numpy()[unlabeled].mean()
+    agreement = table_of(run)["head_agreement"].to_numpy()[unlabeled].mean()
     page = (run / "report.html").read_text()
     shown = re.search(r'Heads agree</dt>\s*<dd><span class="big">([0-9.]+)<', page)
     assert shown is not None and float(shown.group(1)) == pytest.approx(
@@ -97,9 +96,10 @@ def test_predict_all_digits_and_again(run, tmp_path, capsys):
     table = table_of(tmp_path / "out")
     assert len(table) == 1797 and table["head_agreement"].null_count == 0
     assert pa.compute.min(table["head_agreement"]).as_py() >= 1 / 3 - 1e-6
-    written = (tmp_path / "out" / FILE).stat().st_mtime_ns
+    part = tmp_path / "out" / FOLDER / "part-000000.parquet"
+    written = part.stat().st_mtime_ns
     uno(*command)
-    assert (tmp_path / "out" / FILE).stat().st_mtime_ns == written
+    assert part.stat().st_mtime_ns == written
 
 
 @pytest.mark.parametrize("kind", ["folder", "table"])
@@ -329,7 +329,7 @@ def test_mistakes_are_one_line(run, tmp_path, capsys, monkeypatch):
         ),
     ):
         assert words in refused(capsys, code, "predict", *argv)
-    monkeypatch.setenv(settings.RAY_JOB, "{}")
+    monkeypatch.setenv(configure.RAY_JOB, "{}")
     argv = ["predict", run, "--data", "digits", "--output", "out"]
     assert "absolute path or a URI" in refused(capsys, 2, *argv)
     assert not out.exists()
@@ -473,7 +473,7 @@ def test_into_csv_and_folders(run, tmp_path, capsys):
 def test_classes_named_in_one_step(run, capsys):
     uno("predict", run)
     uno("classes", run, "--rename", "5=nine", "novel-2=big cat")
-    assert "applied to the model, predictions.parquet" in capsys.readouterr().out
+    assert "applied to the model, predictions" in capsys.readouterr().out
     assert {"nine", "big cat"} & set(table_of(run)["class_name"].to_pylist())
     names = [c.name for c in load_classifier(Storage(str(run))).classes]
     assert names[5:8] == ["nine", "big cat", "novel-3"]
@@ -564,12 +564,13 @@ def test_a_killed_process_is_continued(run, tmp_path, number):
         str(tmp_path / "out"),
     ]
     process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    shards = tmp_path / "out" / "_shards"
+    shards = tmp_path / "out" / FOLDER
     wait_for(lambda: len(list(shards.glob("*.parquet"))) >= 3, pause=0.002)
     process.send_signal(number)
     assert process.wait(60) == (75 if number == signal.SIGTERM else -number)
     done = len(list(shards.glob("*.parquet")))
-    assert 3 <= done < 15 and not (tmp_path / "out" / FILE).exists()
+    assert 3 <= done < 15
+    assert read_columns(Storage(str(tmp_path / "out")), ["id"]) is None
     for name in ("out", "whole"):
         uno("predict", *words, tmp_path / name)
     table = table_of(tmp_path / "out")

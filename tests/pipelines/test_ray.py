@@ -114,9 +114,9 @@ def test_numerics_error_in_a_worker_is_code_3(tmp_path, capfd):
 def test_unreadable_images_beyond_the_budget_stop_before_any_worker(
     tmp_path, capsys, monkeypatch
 ):
-    from pipelines import worker
+    from pipelines import train
 
-    monkeypatch.setattr(worker, "run_workers", pytest.fail)
+    monkeypatch.setattr(train, "run_workers", pytest.fail)
     folder = write_images(tmp_path / "images", {"cat": 20, "dog": 20, "emu": 20})
     (folder / "emu" / "7.png").write_text("not an image")
     output = tmp_path / "run"
@@ -238,7 +238,7 @@ def test_two_workers_find_the_classes_of_vectors_that_one_process_finds(
     starts = [key for key in known if key.startswith("baseline/")]
     assert starts and [known[key] for key in starts] == [other[key] for key in starts]
     classes = [
-        pq.read_table(tmp_path / w / "predictions.parquet")["class_index"].to_numpy()
+        pq.read_table(tmp_path / w / "predictions")["class_index"].to_numpy()
         for w in ("0", "2")
     ]
     assert np.mean(classes[0] == classes[1]) >= 0.99

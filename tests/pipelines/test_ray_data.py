@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from pipelines import cli, ray_data
+from pipelines.ray_data import in_order, make_dataset
 from tests.pipelines.small import (
     ROOT,
     SMALL,
@@ -124,7 +126,7 @@ def mixed_task(tmp_path):
 def parquet_task(tmp_path):
     """Row groups of a few images."""
     rows = task_of(f"folder:{folder_of(tmp_path)}").rows
-    labeled = np.array([label != "emu" for label in rows.labels])
+    labeled = np.array([label != "emu" for label in rows.labels.to_pylist()])
     pack(rows, labeled, Storage(str(tmp_path / "out")), 4000, store_local(1))
     return task_of(f"parquet:{tmp_path / 'out'}")
 
@@ -245,6 +247,21 @@ def test_ray_data_equals_this_process(ray_cluster, tmp_path, monkeypatch, make):
         torch.cat(pixels), images
     )
     assert [reason for some in why for reason in some] == reasons
+
+
+@pytest.mark.ray
+def test_a_wait_without_progress_is_no_error(ray_cluster, monkeypatch):
+    """As for a node that is replaced, for which Ray Data allows half an hour."""
+    context = ray_cluster.data.DataContext.get_current()
+    monkeypatch.setattr(context, "execution_no_progress_timeout_s", 1)
+
+    def wait(block):
+        time.sleep(3)
+        return block
+
+    blocks = make_dataset([pa.table({"row": [1]})])
+    found = in_order(blocks.map_batches(wait, batch_format="pyarrow"))
+    assert [table["row"].to_pylist() for table in found] == [[1]]
 
 
 @pytest.mark.ray
@@ -515,7 +532,7 @@ def test_a_resident_run_decodes_every_image_once(tmp_path, capsys, monkeypatch):
     ]
     assert cli.main([*argv, "--output", str(tmp_path / "run")]) == 0
     assert (tmp_path / "run/report.html").exists() and (
-        tmp_path / "run/predictions.parquet"
+        tmp_path / "run/predictions"
     ).exists()
     checked = NUM_BRIGHTNESS - 1  # one of them is broken
     assert before_report == [70 - len(BROKEN) + checked]
@@ -583,7 +600,7 @@ def test_a_streamed_run_of_parquet(tmp_path, capsys, monkeypatch):
         in (tmp_path / "run/metrics.json").read_text()
     )
     assert (tmp_path / "run/report.html").exists() and (
-        tmp_path / "run/predictions.parquet"
+        tmp_path / "run/predictions"
     ).exists()
     assert cli.main(["evaluate", "run"]) == 0
 

@@ -49,9 +49,9 @@ def outputs(tmp_path_factory):
         np.save("vectors.npy", vectors)
         assert cli.main(["classes", "run"]) == 0
         fake_sweep(root / "sweep", tiny_options(root / "sweep"), [{"overrides": {}}])
-        shutil.copyfile("cells/predictions.parquet", "table.parquet")
-        (root / "foreign").mkdir()
-        (root / "foreign" / "predictions.parquet").write_text("not ours")
+        shutil.copyfile("cells/predictions/part-000000.parquet", "table.parquet")
+        (root / "foreign" / "predictions").mkdir(parents=True)
+        (root / "foreign" / "predictions" / "a.parquet").write_text("not ours")
         (root / "bad.yaml").write_text("classes: [nothing]\n")
     finally:
         os.chdir(before)

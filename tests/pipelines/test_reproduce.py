@@ -38,7 +38,7 @@ from uno.errors import ConfigError, Interrupted
 from uno.reproduce.experiments import build, names
 from uno.runs import NUMERICS, lock
 from uno.runs.lock import LOCK_FILE
-from uno.session.settings import RAY_JOB
+from uno.session.configure import RAY_JOB
 
 WITHOUT_GPU = pytest.mark.skipif(
     torch.cuda.is_available(), reason="this machine has the device"
@@ -773,8 +773,8 @@ def test_a_task_runs_to_its_end_or_until_it_is_told_to_stop(tmp_path):
 @pytest.mark.ray
 @pytest.mark.release
 def test_cells_on_ray(ray_cluster, tmp_path):
-    """Exit codes come back; terminate() lets a process save. Kills: processes that
-    wait in turn.
+    """Exit codes come back, a process whose node is lost is started again, and
+    terminate() lets a process save.
     """
 
     def start(name, script):
@@ -795,6 +795,12 @@ def test_cells_on_ray(ray_cluster, tmp_path):
     assert (code(done), code(failed)) == (0, 3) and (
         tmp_path / "3"
     ).read_text() == "said\n"
+    first = tmp_path / "first"
+    lose_the_node = (
+        f"import os, pathlib; path = pathlib.Path({str(first)!r})\n"
+        "if not path.exists(): path.touch(); os.kill(os.getppid(), 9)"
+    )
+    assert code(start("lost", lose_the_node)) == 0 and first.exists()
     saving, log = start("saving", SAVES), tmp_path / "saving"
     wait_for(lambda: log.exists() and "ready" in log.read_text())
     saving.terminate()

@@ -4,8 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-import weakref
 from contextlib import suppress
 from types import SimpleNamespace
 
@@ -13,11 +11,9 @@ import pytest
 import torch
 
 from pipelines import ray_env
-from pipelines.worker import quiet_exit
-from tests.forked import forked
-from uno import collectives
+from uno import distributed
 from uno.errors import Interrupted, StorageError
-from uno.session import console, ranks
+from uno.session import console
 from uno.session.console import STOP_SIGNALS, interrupt_on_signal, on_stop
 
 
@@ -122,23 +118,7 @@ def test_a_stop_that_a_library_swallows_is_said_at_the_end():
         signal.raise_signal(signal.SIGTERM)
 
 
-def ended_in_a_callback():
-    quiet_exit()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))  # as Ray's handler does
-    thing = type("Thing", (), {})()
-    _kept = weakref.ref(
-        thing, lambda _: signal.raise_signal(signal.SIGTERM)
-    )  # Python swallows what it raises
-    del thing
-    time.sleep(60)
-
-
-def test_an_exit_in_a_callback_is_asked_again_without_a_traceback():
-    """Kills: a worker that stays, or one that leaves a traceback."""
-    assert forked(ended_in_a_callback) == (3, "")
-
-
-class Rank(ranks.GroupWorker):
+class Rank(distributed.GroupWorker):
     def __init__(self, rank, asked_to_stop, device="cpu"):
         self.rank, self.world_size = rank, 2
         self.device, self.asked_to_stop = torch.device(device), asked_to_stop
@@ -146,7 +126,7 @@ class Rank(ranks.GroupWorker):
 
 def test_all_ranks_stop_at_the_same_step(monkeypatch):
     """Rank 0 looks, first in vain for its storage; the others follow its vote."""
-    monkeypatch.setattr(ranks, "STOP_CHECK_S", 0.0)
+    monkeypatch.setattr(distributed, "STOP_CHECK_S", 0.0)
     answers, votes = [StorageError("a moment"), False, True], []
 
     def asked_to_stop():
@@ -157,11 +137,11 @@ def test_all_ranks_stop_at_the_same_step(monkeypatch):
 
     first, other = Rank(0, asked_to_stop), Rank(1, pytest.fail)
     monkeypatch.setattr(
-        collectives, "all_reduce_sum_", lambda vote: votes.append(vote) or vote
+        distributed, "all_reduce_sum_", lambda vote: votes.append(vote) or vote
     )
     assert [first.should_stop(step) for step in range(3)] == [False, False, True]
     monkeypatch.setattr(
-        collectives, "all_reduce_sum_", lambda vote: vote + votes.pop(0)
+        distributed, "all_reduce_sum_", lambda vote: vote + votes.pop(0)
     )
     assert [other.should_stop(step) for step in range(3)] == [False, False, True]
 
@@ -176,7 +156,7 @@ def test_rank_0_does_not_look_at_every_step():
 def test_ranks_on_gpus_vote_at_few_steps(monkeypatch):
     votes = []
     monkeypatch.setattr(
-        collectives, "all_reduce_sum_", lambda vote: votes.append(1) or torch.tensor(0)
+        distributed, "all_reduce_sum_", lambda vote: votes.append(1) or torch.tensor(0)
     )
     rank = Rank(1, pytest.fail, "meta")
     assert not any(rank.should_stop(step) for step in range(5, 105))

@@ -105,7 +105,7 @@ def test_a_rank_is_killed_and_the_same_command_finishes(resumed):
     """The run is complete, and nothing of its former groups is left."""
     names = {path.name for path in resumed.iterdir()}
     assert names >= {
-        "predictions.parquet",
+        "predictions",
         "report.html",
         "metrics.json",
         "model",

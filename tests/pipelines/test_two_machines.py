@@ -21,7 +21,7 @@ SPREAD = [
     "--compute.placement_strategy",
     "SPREAD",
 ]
-WAITS = "waiting for nodes: need 2 workers with 1 CPU"
+WAITS = "waiting for 2 workers with 1 CPU each"
 
 
 @pytest.fixture

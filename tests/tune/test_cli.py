@@ -161,43 +161,6 @@ def test_trials_at_a_time_are_what_the_cluster_holds(tmp_path, words, cluster, n
         assert driver.concurrency(options, cluster)[0] == number
 
 
-def test_a_sweep_follows_the_nodes_that_come_and_go(tmp_path, monkeypatch, capsys):
-    """With one trial more than fits, which may start a node. Kills: a number of trials
-    that is fixed at the start, silence while no node is left, more trials at a time
-    than were asked for.
-    """
-    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
-    monkeypatch.setattr(driver.ray_private, "launches", lambda: ["1 node starting"])
-    capacity = driver.Capacity(
-        tiny_options(tmp_path, "--concurrent", "3"), {"CPU": 1.0}
-    )
-    assert (capacity.places, capacity.limit) == (1, 2)
-    for cpus, places, limit in (
-        (2.0, 2, 3),
-        (8.0, 3, 3),
-        (0.0, 0, 1),
-        (0.0, 0, 1),
-        (1.0, 1, 2),
-    ):
-        capacity.look({"CPU": cpus})
-        assert (capacity.places, capacity.limit) == (places, limit)
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.rpartition(": ")[2] for line in lines if "come or gone" in line] == [
-        "2 trials at a time",
-        "3 trials at a time",
-        "1 trial at a time",
-    ]
-    assert [line.count("needs 1 CPUs, the cluster has 0") for line in lines] == [
-        0,
-        0,
-        1,
-        0,
-    ]
-    assert lines[2].endswith("; 1 node starting")
-    monkeypatch.setenv("RAY_ADDRESS", "local")
-    assert driver.Capacity(tiny_options(tmp_path), {"CPU": 1.0}).limit == 1
-
-
 def test_a_stale_cluster_address_is_one_line():
     with pytest.raises(
         ConfigError, match="RAY_ADDRESS=local starts one on this machine"
@@ -220,7 +183,7 @@ def test_own_images_decide_for_a_sweep_as_for_a_run(tmp_path, monkeypatch):
         "--model.encoder",
         "resnet_small",
     ]
-    monkeypatch.setattr("uno.data.defaults.EPOCHS", {"pretrain": 6, "discover": 18})
+    monkeypatch.setattr("uno.session.derive.EPOCHS", {"pretrain": 6, "discover": 18})
     options = sweep_options(
         parse([*words, "--output", str(tmp_path / "s"), "--device", "cpu"], TUNE)
     )

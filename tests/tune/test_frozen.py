@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -32,8 +33,8 @@ from uno.data.vectors import given_vectors
 from uno.errors import ConfigError, StorageError
 from uno.runs import DISCOVER, run
 from uno.session import resources
-from uno.session.data import read_task
-from uno.session.prepare import preflight
+from uno.session.data import compute_local, read_task
+from uno.session.prepare import check_data
 from uno.session.resources import IMAGE_SHARE
 from uno.weights import PRETRAINED
 
@@ -77,7 +78,7 @@ def vector_options(folder: Path, *more: str) -> SweepOptions:
 def load(options, own_weights=None, storage=None):
     config = override(options.config, HERE)
     task = read_task(config.data)
-    preflight(config, task)
+    check_data(config, task)
     return load_data(
         options, task, own_weights, storage or Storage(str(options.config.output))
     )
@@ -281,6 +282,24 @@ def test_trials_make_the_views_of_vectors_when_they_read_them(tmp_path):
         assert torch.equal(made.scored.images[:], stored.scored.images[:])
 
 
+def test_the_workers_of_a_cluster_compute_the_features(tmp_path, monkeypatch):
+    """The machine of the command may be a head without a GPU."""
+    asked = []
+
+    def compute_on_ray(ray, job, encoder, rows):
+        asked.append(job.config.compute.num_workers)
+        return compute_local(job, encoder, rows)
+
+    cluster = Mock(cluster_resources=lambda: {"CPU": 3.0})
+    monkeypatch.setattr(driver, "compute_on_ray", compute_on_ray)
+    monkeypatch.setattr(driver.ray_env, "cluster_address", lambda: "head:6379")
+    monkeypatch.setattr(driver.ray_env, "connect", lambda: nullcontext(cluster))
+    options = frozen_options(tmp_path, "--folds", "2")
+    with claimed(tmp_path / "s") as storage:
+        load(options, storage=storage)
+    assert asked == [3]
+
+
 def test_features_larger_than_memory_are_never_in_memory(tmp_path):
     """Of 512 MiB, in a process that may take 128 MiB more. Kills: a file that is
     loaded, a fold that copies its rows or their evaluation views.
@@ -418,7 +437,7 @@ def test_a_sweep_on_vectors(ray_cluster, tmp_path, monkeypatch, capsys):
     )
     metrics = (tmp_path / "run/metrics.json").read_text()
     assert "trust/score" in metrics and "trust/clustering/classes" not in metrics
-    assert pq.read_table(tmp_path / "run/predictions.parquet").num_rows == 240
+    assert pq.read_table(tmp_path / "run/predictions").num_rows == 240
 
 
 @pytest.mark.parametrize("method", ["clustering", "pim"])

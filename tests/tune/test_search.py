@@ -39,16 +39,14 @@ def sweep(tmp_path):
     return options, fake_sweep(tmp_path / "s", options, trials)
 
 
-def plan_of(sweep, trials=5, stopping=False, search="random", limit=9):
+def plan_of(sweep, trials=5, stopping=False, search="random"):
     """A searcher, the trials that it says ended, and the numbers of those that it
     hands out.
     """
     from tune.search import SweepSearcher
 
     options, ended = sweep[0]._replace(trials=trials, search=search), []
-    plan = SweepSearcher(
-        sweep[1], options, 3, ended.append, lambda: stopping, lambda: limit
-    )
+    plan = SweepSearcher(sweep[1], options, 3, ended.append, lambda: stopping)
     names = "abcdefg"[: len(plan.missing)]
     return plan, ended, [plan.suggest(name)["index"] for name in names]
 
@@ -66,22 +64,22 @@ def test_only_trials_without_a_result_are_run(sweep):
     assert drawn[4] == spaces.draw(UNO, 0, 4)
 
 
-def test_trials_without_a_place_are_not_begun(sweep):
-    """Kills: values that a searcher draws before it may learn, nodes that join for
-    nothing.
-    """
+def test_values_that_no_result_changes_are_known_before_the_trials(sweep):
+    """By them the driver sees which pretrainings trials share."""
     from tune.search import SweepSearcher
 
-    places = [1]
-    plan = SweepSearcher(
-        sweep[1], sweep[0], 3, lambda trial: None, lambda: False, lambda: places[0]
-    )
-    assert plan.suggest("a") == {"index": 2} and plan.suggest("b") is None
-    places[0] = 2
-    assert plan.suggest("b") == {"index": 3} and plan.suggest("c") is None
-    epochs(sweep[1], 2, 3)
-    plan.on_trial_complete("a", result={})
-    assert plan.suggest("c") == {"index": 4}
+    def drawn(search):
+        options = sweep[0]._replace(search=search)
+        return SweepSearcher(
+            sweep[1], options, 3, pytest.fail, lambda: False
+        ).values_drawn()
+
+    assert drawn("random") == [spaces.draw(UNO, 9, 9), *drawn_by_numbers(3, 4)]
+    assert drawn("optuna") == [spaces.draw(UNO, 9, 9)]
+
+
+def drawn_by_numbers(*numbers):
+    return [spaces.draw(UNO, 0, number) for number in numbers]
 
 
 def test_how_trials_end(sweep):
@@ -166,7 +164,7 @@ def test_a_grid_has_every_combination_once(tmp_path):
     )
     options = tiny_options(tmp_path / "s", *words, "--search", "grid")
     storage = fake_sweep(tmp_path / "s", options, [])
-    plan = SweepSearcher(storage, options, 3, pytest.fail, lambda: False, lambda: 99)
+    plan = SweepSearcher(storage, options, 3, pytest.fail, lambda: False)
     while plan.suggest(str(len(plan.missing))) != "FINISHED":
         pass
     values = [tuple(trial.overrides.values()) for trial in records.read_trials(storage)]
@@ -266,7 +264,7 @@ def test_a_searcher_of_ray_tune_is_asked_and_told(tmp_path, capsys):
         fake_sweep(tmp_path / "s", options, [first | {"status": "finished"}] * 2),
         [],
     )
-    plan = SweepSearcher(storage, options, 3, ended.append, lambda: False, lambda: 9)
+    plan = SweepSearcher(storage, options, 3, ended.append, lambda: False)
     assert (
         "note: --search tests.tune.test_search:climber cannot be told"
         in capsys.readouterr().out

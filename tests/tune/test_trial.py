@@ -3,7 +3,6 @@ killed one was.
 """
 
 import json
-import time
 from unittest.mock import Mock
 
 import pytest
@@ -12,13 +11,22 @@ from tests.tune.tiny import CPU, claimed, folds_of, run_tiny, tiny_data, tiny_op
 from tests.uno.small_run import assert_same
 from tune import records, trial
 from tune.records import PartStorage
-from tune.trial import Leases, note_failure, pretrain_key, shared_pretraining
+from tune.trial import (
+    check_starts,
+    note_failure,
+    pretrain,
+    pretrain_key,
+    pretrained_directory,
+    shared_name,
+    shared_pretrainings,
+)
 from uno.config import field_names, field_traits, override
 from uno.data.files import Storage
 from uno.errors import Interrupted, NumericsError, StorageError
 from uno.runs import run
 from uno.runs.checkpoint import load_newest
-from uno.train import LocalWorker
+from uno.runs.lock import ClaimedStorage
+from uno.training import LocalWorker
 
 
 @pytest.fixture
@@ -159,65 +167,40 @@ def test_pretraining_is_trained_once_for_each_fold_and_everything_else(
     assert len({pretrain_key(config, fold) for config in changed}) == 7
     folds = folds_of(tiny_data(options.config), options.config)
     assert len({pretrain_key(options.config, p) for p in folds}) == 2
-    configs = [override(options.config, {"model.num_heads": n}) for n in (2, 3)]
-    lease = Leases().lease
-    [folder] = {
-        shared_pretraining(c, fold, LocalWorker(CPU), storage, lease) for c in configs
-    }
-    assert len(Storage(folder).read("starts.log").splitlines()) == 1
 
 
-def test_a_lease_has_one_living_owner(monkeypatch):
-    lease = Leases().lease
-    assert lease("key", "a", 9) and not lease("key", "b", 9) and lease("other", "b", 9)
-    assert lease("key", "a", 9)  # renews
-    assert not lease("key", "b", 0)  # not the owner
-    assert not lease("key", "b", 9)
-    assert lease("key", "a", 0) and lease("key", "b", 9)
-    now = time.monotonic()
-    monkeypatch.setattr(trial.time, "monotonic", lambda: now + 10)
-    assert lease("key", "a", 9)  # b died
+def test_trials_share_the_pretrainings_that_their_values_leave_alone(
+    options, fold, storage
+):
+    """What a searcher draws later is trained in the directory of the trial."""
+    trials = [{"model.num_heads": 2}, {"model.num_heads": 3}, {"model.width": 8}]
+    jobs = shared_pretrainings(options, [fold], trials, storage)
+    assert [job.config.model.width for job in jobs] == [4, 8]
+    worker, name = LocalWorker(CPU), shared_name(jobs[0].key)
+    pretrain(jobs[0].config, fold, worker, PartStorage(storage, name))
+    left = shared_pretrainings(options, [fold], trials, storage)
+    assert [job.key for job in left] == [jobs[1].key]
+    found = [
+        pretrained_directory(
+            override(options.config, values), fold, worker, storage, "trials/0007"
+        )
+        for values in trials
+    ]
+    assert found[0] == found[1] == storage.below(name)
+    assert found[2] == storage.below(f"trials/0007/pretrain-{jobs[1].key}")
 
 
-def test_a_failed_pretraining_gives_its_lease_back(options, fold, storage, monkeypatch):
-    monkeypatch.setattr(run, "run_phase", Mock(side_effect=NumericsError("no")))
-    lease = Leases().lease
-    with pytest.raises(NumericsError):
-        shared_pretraining(options.config, fold, LocalWorker(CPU), storage, lease)
-    assert lease(pretrain_key(options.config, fold), "another", 9)
-
-
-def test_a_group_that_dies_is_started_again_from_its_checkpoint(monkeypatch):
-    """Kills: a lost node that ends a trial for good, a third group beside the first, an
-    endless loop, an end of a trial that only had no place.
-    """
-    import ray.tune
-    from ray.exceptions import RayActorError
-    from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
-
-    ends, names = [RayActorError(), RayActorError(), None], []
-
-    def fit(loop, facts, scaling, settings, timeout_s):
-        names.append(settings)
-        if (end := ends.pop(0)) is not None:
-            raise end
-
-    monkeypatch.setattr(trial.ray_worker, "fit", fit)
-    monkeypatch.setattr(
-        trial.ray_worker, "run_config", lambda folder, name, callbacks: name
-    )
-    monkeypatch.setattr("ray.tune.integration.ray_train.TuneReportCallback", Mock)
-    monkeypatch.setattr(ray.tune, "get_context", lambda: Mock(get_trial_id=lambda: "a"))
-    options = Mock()
-    options.config.compute.num_workers = 2
-    sweep = trial.Sweep(options, 1, "/tmp", "token", {"CPU": 1.0}, None, None)
-    trial._start_workers(0, sweep)
-    assert names == ["train-a-0", "train-a-1", "train-a-2"]
-    ends[:] = [*[WorkerGroupStartupTimeoutError(2)] * 9, None]
-    trial._start_workers(0, sweep)
-    ends[:] = [RayActorError()] * 3
-    with pytest.raises(Interrupted, match="keep dying"):
-        trial._start_workers(0, sweep)
-    ends[:] = [NumericsError("not finite")]
-    with pytest.raises(NumericsError):
-        trial._start_workers(0, sweep)
+def test_a_trial_that_dies_in_one_epoch_again_and_again_is_ended(options, storage):
+    """Deaths in other epochs, and starts of earlier commands, do not count."""
+    trial_of = records.trial_name(0)
+    for epoch in (1, 2):
+        for _ in range(3):
+            check_starts(storage, 0)
+        line = json.dumps({"epoch": epoch}) + "\n"
+        storage.append(f"{trial_of}/epochs.jsonl", line.encode())
+    for _ in range(3):
+        check_starts(storage, 0)
+    with pytest.raises(Interrupted, match="died 3 times in epoch 3"):
+        check_starts(storage, 0)
+    Storage(storage.uri).write("lock.json", json.dumps({"token": "later"}).encode())
+    check_starts(ClaimedStorage(storage.uri, "later"), 0)

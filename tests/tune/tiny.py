@@ -16,12 +16,12 @@ from tune.driver import open_sweep, sweep_options
 from tune.records import PartStorage
 from tune.score import Fold, SweepData, make_folds, open_folds, sweep_data
 from tune.sweep import TUNE
-from tune.trial import Leases, SweepOptions, run_trial
+from tune.trial import SweepOptions, run_trial
 from uno.config import Config
 from uno.data.files import Storage
 from uno.encoder import build_encoder
 from uno.runs.lock import ClaimedStorage, lock_run
-from uno.train import LocalWorker
+from uno.training import LocalWorker
 
 TINY = (
     "--data",
@@ -119,9 +119,7 @@ def run_tiny(
         data.images, rows, options.config, PartStorage(storage, records.trial_name(0))
     )
     trial = records.Trial(0, overrides or {}, records.read_epochs(storage, 0))
-    run_trial(
-        trial, options, folds, 2, LocalWorker(CPU), storage, Leases().lease, report
-    )
+    run_trial(trial, options, folds, 2, LocalWorker(CPU), storage, report)
     lines = records.read_epochs(storage, 0)
     return [
         {k: v for k, v in line.items() if not k.endswith("seconds")} for line in lines

@@ -25,12 +25,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.uno.small_run import SMALL
-from uno import collectives
+from uno import distributed
 from uno.config import Config
 from uno.data.files import Storage
 from uno.data.resident import TrainSet
 from uno.runs import run
-from uno.train import LocalWorker, Phase
+from uno.training import LocalWorker, Phase
 
 DEVICE, CPU, NOWHERE = (
     torch.device("meta"),
@@ -167,14 +167,14 @@ def fake_cuda(world_size: int = 1) -> Iterator[FakeCuda]:
         patch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
         patch.setattr(torch.optim, "SGD", CheckedSGD)
         if world_size > 1:
-            patch.setattr(collectives, "in_group", lambda: True)
+            patch.setattr(distributed, "in_group", lambda: True)
             for name, value in (("rank", 0), ("world_size", world_size)):
                 patch.setattr(dist, f"get_{name}", lambda value=value: value)
             for name in ("all_gather", "all_reduce"):
                 patch.setattr(dist, name, lambda *_, **__: None)
             # what rank 0 has computed would be sent as bytes, which nothing here holds
             patch.setattr(
-                collectives, "compute_on_rank0", lambda function, device: function()
+                distributed, "compute_on_rank0", lambda function, device: function()
             )
         with FakeCuda() as mode:
             yield mode

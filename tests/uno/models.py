@@ -19,8 +19,7 @@ from uno.augment import normalize
 from uno.config import Config, dump_yaml, override
 from uno.data.files import Storage
 from uno.data.sources import read_digits
-from uno.methods import registry
-from uno.model import UnoModel
+from uno.model import UnoModel, build_network
 from uno.presets import preset
 from uno.results.infer import Classifier, load_classifier, save_model
 
@@ -38,7 +37,7 @@ def write_model(
     config = override(
         preset("digits"), TINY | {k.replace("__", "."): v for k, v in overrides.items()}
     )
-    model = registry.build_network(config, 5, num_novel, seed=1)
+    model = build_network(config, 5, num_novel, seed=1)
     generator = torch.Generator().manual_seed(0)
     for name, buffer in model.named_buffers():
         if name.endswith("running_var"):

@@ -4,29 +4,40 @@ an epoch.
 
 import re
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from uno import collectives
+from uno import distributed
 from uno.config import Config, override
 from uno.data.files import Storage
 from uno.data.resident import EvalSet, TrainSet
 from uno.errors import Interrupted
-from uno.methods import registry
+from uno.methods import load
+from uno.model import build_network
+from uno.objective import unified_objective
 from uno.presets import preset
 from uno.prototype_init import init_prototypes_
 from uno.runs import run
 from uno.runs.journal import read_journal
 from uno.session.data import open_sets, read_task
-from uno.state import TrainState, new_state, state_tensors
-from uno.steps import Batch
-from uno.train import LocalWorker, Worker
+from uno.steps import (
+    Batch,
+    Step,
+    TrainState,
+    new_state,
+    pretrain_loss,
+    state_tensors,
+    take_step,
+)
+from uno.training import LocalWorker, Worker
 
 CPU = torch.device("cpu")
+discovery_step = partial(take_step, unified_objective)
+pretrain_step = partial(take_step, pretrain_loss)
 CLOCKED = re.compile("images_per_s|step_ms|rank_ms|slow_rank|data_wait|peak_memory")
 HERE = LocalWorker(CPU)
 SMALL = {
@@ -54,6 +65,11 @@ def small_config(**overrides: Any) -> Config:
     )
 
 
+def step_of(config: Config) -> Step:
+    """The step of the run's method."""
+    return partial(take_step, load(config.method).loss)
+
+
 @cache
 def small_sets() -> tuple[TrainSet, dict[str, EvalSet]]:
     """100 labeled and 100 unlabeled training rows of the digits, and the rows with
@@ -76,10 +92,10 @@ def fresh_state(
     """A state at step 0 of discovery by the run's method (pretraining: num_novel 0),
     as uno.runs makes it.
     """
-    method = registry.load(config)
-    model = registry.build_network(config, 5, num_novel, config.seed).to(dtype).train()
+    method = load(config.method)
+    model = build_network(config, 5, num_novel, config.seed).to(dtype).train()
     train = train or small_sets()[0]
-    extra = method.start(config, model, train) if method.start and num_novel else {}
+    extra = method.initialize(config, model, train) if num_novel else {}
     extra = init_prototypes_(config, model, train, extra) if num_novel else {}
     phase = config.discover if num_novel else config.pretrain
     model = model.to(device)
@@ -87,7 +103,7 @@ def fresh_state(
         model, worker.wrap(model), phase, device, False, config.model.encoder_lr_factor
     )
     state.extra = {
-        name: collectives.broadcast_from_rank0(tensor) for name, tensor in extra.items()
+        name: distributed.broadcast_from_rank0(tensor) for name, tensor in extra.items()
     }
     state.total_steps = 18
     return state

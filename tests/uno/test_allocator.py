@@ -6,13 +6,13 @@ import sys
 import pytest
 import torch
 
-from uno.allocator import kept_memory
+from uno.training import keep_freed_memory
 
 GLIBC = hasattr(ctypes.CDLL(None), "malloc_trim")
 CHILD = """
 import resource, torch
 from contextlib import nullcontext
-from uno.allocator import kept_memory
+from uno.training import keep_freed_memory
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -21,7 +21,7 @@ def steps():
     for _ in range(10):
         torch.ones(2**26, dtype=torch.uint8)  # 64 MiB: 16,384 pages
 
-for context in (nullcontext(), kept_memory(torch.device("meta")), kept_memory(torch.device("cpu"))):
+for context in (nullcontext(), keep_freed_memory(torch.device("meta")), keep_freed_memory(torch.device("cpu"))):
     with context:
         steps()
         before = faults()
@@ -44,5 +44,8 @@ def test_steps_ask_for_their_pages_once():
 
 
 def test_an_error_inside_is_raised():
-    with pytest.raises(ValueError, match="mine"), kept_memory(torch.device("cpu")):
+    with (
+        pytest.raises(ValueError, match="mine"),
+        keep_freed_memory(torch.device("cpu")),
+    ):
         raise ValueError("mine")

@@ -6,14 +6,13 @@ import torch
 from tests.uno.small_run import (
     batches_of,
     copied_tensors,
+    discovery_step,
     fresh_state,
     small_config,
 )
-from uno.captured import EAGER_STEPS, CapturedStep, captured
+from uno.captured import EAGER_STEPS, CapturedStep, check_cuda_graph
 from uno.errors import ConfigError
-from uno.methods import registry
-from uno.objective import discovery_step
-from uno.steps import pretrain_step
+from uno.methods import load
 
 CPU = torch.device("cpu")
 
@@ -78,19 +77,16 @@ def test_a_batch_of_another_size_is_trained_on_as_it_is():
 
 
 @pytest.mark.parametrize(
-    ("step", "device", "workers", "reason"),
+    ("options", "device", "num_workers", "reason"),
     [
-        (discovery_step, CPU, 1, "needs a GPU"),
-        (pretrain_step, torch.device("cuda"), 2, "one worker"),
-        (registry.load(small_config(method="rs")).step, torch.device("cuda"), 1, "rs"),
+        ({}, "cpu", 1, "needs a GPU"),
+        ({}, "cuda", 2, "one worker"),
+        ({"method": "rs"}, "cuda", 1, "rs"),
+        ({"objective__queue_size": 12}, "cuda", 1, "these options"),
     ],
 )
-def test_what_cannot_be_recorded_is_refused(step, device, workers, reason):
-    method = "rs" if reason == "rs" else "uno"
-    config = small_config(compute__cuda_graph=True, method=method)
+def test_what_cannot_be_recorded_is_refused(options, device, num_workers, reason):
+    config = small_config(compute__cuda_graph=True, **options)
+    can_be_recorded = load(config.method).can_be_recorded(config)
     with pytest.raises(ConfigError, match=reason):
-        captured(config, step, device, workers)
-
-
-def test_without_the_option_the_step_is_not_recorded():
-    assert captured(small_config(), discovery_step, CPU, 1) is discovery_step
+        check_cuda_graph(config, can_be_recorded, torch.device(device), num_workers)

@@ -9,10 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.uno.small_run import batches_of, fresh_state, small_config, train_both
+from tests.uno.small_run import (
+    batches_of,
+    discovery_step,
+    fresh_state,
+    small_config,
+    train_both,
+)
 from uno.data.files import Storage
 from uno.errors import ConfigError
-from uno.objective import discovery_step
 from uno.runs import hardware, run
 
 COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipelines.worker import RayWorker
+from pipelines.train import RayWorker
 from tests.uno.fake_cuda import (
     CPU,
     DEVICE,
@@ -28,8 +28,8 @@ from uno.data import stream
 from uno.data.files import Storage
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
-from uno.methods import METHODS, registry
-from uno.model import forward
+from uno.methods import METHODS
+from uno.model import build_network, forward
 from uno.presets import PRESETS, preset
 from uno.results import baselines, evaluate
 from uno.results.classes import OutputClass
@@ -171,7 +171,7 @@ def test_evaluation_counts_without_waiting():
     """
     config = small_config(**TINY)
     with fake_cuda(4) as mode:
-        model = registry.build_network(config, 5, 5, 0).to(DEVICE).eval()
+        model = build_network(config, 5, 5, 0).to(DEVICE).eval()
         mode.strict = True
         for edits in (None, edited(model)):
             rows = small_sets()[1]["train"].batches(64, 0, 4)
@@ -185,7 +185,7 @@ def test_a_whole_evaluation_reads_back_where_it_may(tmp_path, monkeypatch):
     for setting in ("ncd", "gcd"):
         config = override(config, {"data.setting": setting})
         with fake_cuda() as mode:
-            model = registry.build_network(config, 5, 5, 0).eval()
+            model = build_network(config, 5, 5, 0).eval()
             monkeypatch.setattr(
                 evaluate, "load_trained", lambda *_, model=model: (model, 0)
             )

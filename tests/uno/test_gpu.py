@@ -10,6 +10,7 @@ from tests.uno.models import tiny_model
 from tests.uno.small_run import (
     batches_of,
     copied_tensors,
+    discovery_step,
     fresh_state,
     small_config,
     small_sets,
@@ -18,9 +19,8 @@ from tests.uno.test_fake_cuda import EXTENDED, streamed, train_both_ends  # noqa
 from tests.uno.test_steps import poison
 from uno.captured import CapturedStep
 from uno.data.files import Storage
-from uno.objective import discovery_step
 from uno.runs import run
-from uno.train import LocalWorker
+from uno.training import LocalWorker
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")

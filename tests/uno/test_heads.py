@@ -7,6 +7,7 @@ from torch import nn
 
 from uno.config import ModelConfig
 from uno.heads import Prototypes, StackedProjector
+from uno.methods.uno import METHOD
 from uno.model import UnoModel
 
 B, D, HIDDEN, P, C_L, C_U, H = 12, 7, 6, 5, 4, 3, 3
@@ -23,7 +24,7 @@ def small_model(mlp_input: str = "normalized", overcluster_factor: int = 2) -> U
         projection_dim=P,
         mlp_input=mlp_input,
     )
-    return UnoModel(config, C_L, C_U)
+    return UnoModel(config, C_L, C_U, METHOD)
 
 
 def own_part(

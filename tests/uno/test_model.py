@@ -5,13 +5,15 @@ import torch
 
 from tests.uno.small_run import small_config
 from tests.uno.test_heads import small_model
-from uno.config import ModelConfig
+from uno.config import Config, ModelConfig
 from uno.data.row_blocks import RowBlocks
-from uno.model import UnoModel, build_model, features_of, forward
+from uno.methods.uno import METHOD
+from uno.model import UnoModel, build_network, features_of, forward
 
 SMALL = ModelConfig(
     encoder="resnet_small", width=4, num_heads=3, hidden_dim=8, projection_dim=6
 )
+CONFIG = Config(model=SMALL)
 
 
 def randomised(model: UnoModel) -> UnoModel:
@@ -58,7 +60,7 @@ def test_families_that_are_off_are_none():
     """Kills: an overclustering head of zero clusters, heads in the pretraining
     network.
     """
-    without = UnoModel(SMALL.model_copy(update={"overcluster_factor": 0}), 4, 3)
+    without = UnoModel(SMALL.model_copy(update={"overcluster_factor": 0}), 4, 3, METHOD)
     logits = without([torch.randn(2, 3, 8, 8)])
     assert logits.over is None and without.over is None
     assert logits.novel.shape == (1, 3, 2, 3)
@@ -97,10 +99,10 @@ def test_a_seed_fixes_the_weights_and_leaves_the_global_state_alone():
     """
     torch.manual_seed(5)
     before = torch.random.get_rng_state()
-    first = build_model(SMALL, 4, 3, seed=1)
+    first = build_network(CONFIG, 4, 3, 1)
     assert torch.equal(torch.random.get_rng_state(), before)
     torch.rand(3)
-    again, other = build_model(SMALL, 4, 3, seed=1), build_model(SMALL, 4, 3, seed=2)
+    again, other = build_network(CONFIG, 4, 3, 1), build_network(CONFIG, 4, 3, 2)
     for name, tensor in first.state_dict().items():
         assert torch.equal(tensor, again.state_dict()[name])
     for name in (
@@ -141,7 +143,7 @@ def test_cached_features_pass_no_head(monkeypatch):
     nobody wants, another view.
     """
     config = small_config()
-    model = build_model(config.model, 5, 5, seed=0).eval()
+    model = build_network(config, 5, 5, seed=0).eval()
     monkeypatch.setattr(model, "heads", None)
     views = torch.rand(6, 3, int(model.encoder.num_features))
     for found in (views, RowBlocks([views]), views[:, 0], RowBlocks([views[:, 0]])):

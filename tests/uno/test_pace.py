@@ -8,22 +8,21 @@ import pytest
 import torch
 
 from tests.uno.data.test_stream import CONFIG, batches, stream
-from tests.uno.small_run import CPU, fresh_state, lines
-from uno import pace
+from tests.uno.small_run import CPU, discovery_step, fresh_state, lines
+from uno import training
 from uno.data import stream as streaming
 from uno.data.files import Storage
-from uno.objective import discovery_step
 from uno.runs import DISCOVER
 from uno.runs.journal import read_journal
-from uno.train import LocalWorker, Phase, fit
+from uno.training import LocalWorker, Phase, fit
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """Seconds, in a list; time stands still unless somebody moves it."""
     now = [0.0]
-    time = SimpleNamespace(perf_counter=lambda: now[0])
-    for module in (pace, streaming):
+    time = SimpleNamespace(perf_counter=lambda: now[0], monotonic=lambda: now[0])
+    for module in (training, streaming):
         monkeypatch.setattr(module, "time", time)
     return now
 
@@ -87,20 +86,20 @@ def test_the_slow_rank_is_named(clock, monkeypatch, own, slow):
     def global_rows(mine, dim):
         seen.extend(mine.tolist())
         return torch.tensor(
-            [[seconds, 0.1 * rank, 0.0] for rank, seconds in enumerate(own)]
+            [[1000 * seconds, 0.1 * rank, 0.0] for rank, seconds in enumerate(own)]
         )
 
-    monkeypatch.setattr(pace.collectives, "gather_rows", global_rows)
+    monkeypatch.setattr(training.distributed, "gather_rows", global_rows)
 
-    with closing(pace.StepTimer(state, SimpleNamespace(waited_s=0.0))) as found:
+    with closing(training.StepTimer(state, SimpleNamespace(waited_s=0.0))) as found:
         for _ in range(4):
-            found.begin()
+            found.begin_step()
             clock[0] += 2.0
             state.forward([torch.zeros(2, 3, 32, 32)])
             clock[0] += 5.0  # the others are late
             state.step += 1
         line = found.collect(30)
-    assert seen == [[2.0, 0.0, 0.0]]
+    assert seen == [[2000.0, 0.0, 0.0]]
     expected = {
         "rank_ms_min": 1000 * own[0],
         "rank_ms_median": 2100,
@@ -132,9 +131,9 @@ def test_the_memory_is_that_of_the_fullest_gpu(clock, monkeypatch):
         "tensor": lambda rows, dtype, device: torch.tensor(rows, dtype=dtype),
         "float64": torch.float64,
     }
-    monkeypatch.setattr(pace, "torch", SimpleNamespace(cuda=cuda, **own))
-    monkeypatch.setattr(pace.collectives, "gather_rows", gather)
-    with closing(pace.StepTimer(state, SimpleNamespace())) as found:
+    monkeypatch.setattr(training, "torch", SimpleNamespace(cuda=cuda, **own))
+    monkeypatch.setattr(training.distributed, "gather_rows", gather)
+    with closing(training.StepTimer(state, SimpleNamespace())) as found:
         state.step += 1
         clock[0] += 1.0
         line = found.collect(30)

@@ -14,12 +14,11 @@ from tests.uno.small_run import (
     small_config,
     small_sets,
 )
-from tests.uno.test_train import discover, failing_at
+from tests.uno.test_training import discover, failing_at
 from uno.data.files import Storage
 from uno.errors import ConfigError, NumericsError
-from uno.profile import Profile
 from uno.runs import run
-from uno.train import LocalWorker
+from uno.training import LocalWorker, write_profile
 
 
 def pretrain(config, storage, worker=None):
@@ -33,7 +32,7 @@ def pretrain(config, storage, worker=None):
 @pytest.mark.parametrize("where", ["local", "remote"])
 def test_a_profile_is_read_back_and_changes_no_number(tmp_path, where):
     """Two of nine steps. Kills: a trace of every step, of none, or of the last one
-    missing; other weights; operators without their shares.
+    missing; other weights.
     """
     storage = Storage(str(tmp_path / "run") if where == "local" else "mock:///run")
     config = small_config(train__profile="3:5")
@@ -46,30 +45,19 @@ def test_a_profile_is_read_back_and_changes_no_number(tmp_path, where):
     assert len(updates) == 2 and any(
         e.get("name") == "aten::convolution_backward" for e in trace
     )
-    line = storage.read("profile/pretrain.txt").decode()
-    assert "steps 3-4" in line
-    shares = [
-        int(part.rpartition(" ")[2][:-1])
-        for part in line.partition("time ")[2].split(", ")
-    ]
-    assert (
-        len(shares) == 5
-        and 100 >= sum(shares) > 20
-        and shares == sorted(shares, reverse=True)
-    )
+    assert "aten::convolution_backward" in storage.read("profile/pretrain.txt").decode()
 
 
 def test_a_profile_to_the_end_and_on_other_ranks(tmp_path):
     """Kills: steps that are traced and never written, a trace of every rank."""
-    for rank, expected in ((0, "steps 8-8"), (1, "")):
+    for rank in (0, 1):
         worker = LocalWorker(CPU)
         worker.rank = rank
         storage = Storage(str(tmp_path / str(rank)))
         discover(
             storage, small_config(train__profile="8:99"), max_steps=9, worker=worker
         )
-        assert expected in (storage.find("profile/discover.txt") or b"").decode()
-        assert bool(storage.list("profile")) == bool(expected)
+        assert bool(storage.list("profile")) == (rank == 0)
     for bad in ("5", "5:5", "9:2", "-1:3", "a:b"):
         with pytest.raises(ConfigError, match=r"train: profile must be START:END"):
             small_config(train__profile=bad)
@@ -114,14 +102,9 @@ def test_on_a_gpu_there_is_a_snapshot_of_its_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "_dump_snapshot", dump)
     for kind, expected in (("cpu", []), ("cuda", ["all", "dump", None])):
         storage = Storage(str(tmp_path / kind))
-        with Profile(range(1, 2), "discover", torch.device(kind), storage) as profile:
-            for step in range(4):
-                profile.before(step)
-                torch.ones(3) + 1
-        assert (
-            asked == expected
-            and "steps 1-1" in storage.read("profile/discover.txt").decode()
-        )
+        with write_profile("discover", LocalWorker(torch.device(kind)), storage):
+            torch.ones(3) + 1
+        assert asked == expected and storage.find("profile/discover.json")
         assert storage.find("profile/discover.pickle") == (
             b"snapshot" if expected else None
         )

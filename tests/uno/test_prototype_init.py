@@ -12,7 +12,7 @@ from torch.nn.functional import normalize
 
 from tests.uno.data.builders import encoded
 from tests.uno.small_run import small_config, small_sets
-from uno import collectives, prototype_init
+from uno import distributed, prototype_init
 from uno.clustering import FREE, constrained_kmeans, seeded_kmeans, whiten
 from uno.config import override
 from uno.data import tables
@@ -23,7 +23,7 @@ from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.data.stream import StreamSet, decode_here, stream_facts, streaming_set
 from uno.errors import ConfigError
-from uno.model import UnoModel, build_model
+from uno.model import build_network
 from uno.prototype_init import (
     clusters_of,
     init_prototypes_,
@@ -150,7 +150,7 @@ def test_features_of_streamed_rows_are_those_of_resident_ones(tmp_path, monkeypa
     """
     monkeypatch.setattr("uno.prototype_init.MAX_ROWS", 60)
     config = small_config(train__eval_batch_size=16)
-    model = build_model(config.model, 5, 0, 0).eval()
+    model = build_network(config, 5, 0, 0).eval()
     both = [
         training_features(config, model, train)
         for train in (small_sets()[0], streamed(config, tmp_path))
@@ -170,7 +170,7 @@ def packed(tmp_path, monkeypatch):
     def make(by_class=False):
         rows = read_rows(small_config().data)
         numbers = np.flatnonzero(rows.is_train)[:800]
-        labels = [rows.labels[i] for i in numbers]
+        labels = [rows.labels.to_pylist()[i] for i in numbers]
         if by_class:
             numbers, labels = numbers[np.argsort(labels, kind="stable")], sorted(labels)
         images = [encoded(np.asarray(rows.images[i])) for i in numbers]
@@ -205,16 +205,16 @@ def test_row_groups_are_read_once_by_one_worker(packed, tmp_path, monkeypatch, w
     config, task = make()
     monkeypatch.setattr("uno.prototype_init.MAX_ROWS", 100)
     train = streaming_set(config, task, Storage(str(tmp_path / "run")))
-    models = [build_model(config.model, 5, 0, seed).eval() for seed in (0, 1)]
+    models = [build_network(config, 5, 0, seed).eval() for seed in (0, 1)]
     parts = []
     for rank in range(world):
         monkeypatch.setattr(
-            collectives, "rank_and_world", lambda rank=rank: (rank, world)
+            distributed, "rank_and_world", lambda rank=rank: (rank, world)
         )
         parts.append(features_by_all_of(monkeypatch, config, models, train))
     wanted = 200 / 10
     assert len(set(read)) == len(read) and len(read) <= 1.2 * wanted
-    monkeypatch.setattr(collectives, "rank_and_world", lambda: (0, 1))
+    monkeypatch.setattr(distributed, "rank_and_world", lambda: (0, 1))
     alone = sample_features(config, models, train)
     for number, sample in enumerate(alone):
         assert 80 < len(sample.labeled) <= 100 >= len(sample.unlabeled) > 80
@@ -228,7 +228,7 @@ def test_workers_read_about_as_many_resident_rows(monkeypatch):
     """
     config, (train, _), seen = small_config(), small_sets(), list[list[int]]()
     model, resident = (
-        build_model(config.model, 5, 5, 0).eval(),
+        build_network(config, 5, 5, 0).eval(),
         prototype_init._resident,
     )
 
@@ -238,7 +238,7 @@ def test_workers_read_about_as_many_resident_rows(monkeypatch):
 
     monkeypatch.setattr(prototype_init, "_resident", noted)
     for rank in range(3):
-        monkeypatch.setattr(collectives, "rank_and_world", lambda rank=rank: (rank, 3))
+        monkeypatch.setattr(distributed, "rank_and_world", lambda rank=rank: (rank, 3))
         with suppress(ConfigError):  # as nobody adds up what the others have read
             training_features(config, model, train)
     assert sorted(chain.from_iterable(seen)) == [*range(200)]
@@ -250,7 +250,7 @@ def features_by_all_of(monkeypatch, config, models, train):
     found = []
     with monkeypatch.context() as patch:
         patch.setattr(
-            collectives,
+            distributed,
             "all_reduce_sum_",
             lambda tensor: found.append(tensor) or torch.ones_like(tensor),
         )
@@ -277,7 +277,7 @@ def test_sorted_classes_are_all_looked_at(packed, tmp_path, monkeypatch, caplog)
     config, task = make(by_class=True)
     monkeypatch.setattr("uno.prototype_init.MAX_ROWS", 20)
     train = streaming_set(config, task, Storage(str(tmp_path / "run")))
-    found = training_features(config, build_model(config.model, 5, 0, 0).eval(), train)
+    found = training_features(config, build_network(config, 5, 0, 0).eval(), train)
     assert (
         min(found.labels.bincount(minlength=5).tolist()) >= 3
         and "sorted by class" in caplog.text
@@ -288,7 +288,7 @@ def test_a_prior_only_where_the_run_asks_for_one(tmp_path):
     """Kills: clusters of a plain run, which would cost its time; another prior than
     the one that is there.
     """
-    model, train = build_model(small_config().model, 5, 5, 0), small_sets()[0]
+    model, train = build_network(small_config(), 5, 5, 0), small_sets()[0]
     mine = {"queue": torch.zeros(3)}
 
     def found(extra, **options):
@@ -349,7 +349,7 @@ def test_prototypes_start_at_the_clusters_of_the_features(kind):
         model__prototype_init="kmeans", data__setting=kind, model__overcluster_factor=2
     )
     generator = torch.Generator().manual_seed(0)
-    width = UnoModel(config.model, 5, 5).known.weight.shape[1]
+    width = build_network(config, 5, 5, 0).known.weight.shape[1]
     centers = torch.eye(width)[:10] * 4
     truth = (
         torch.arange(5, 10).repeat_interleave(30)
@@ -363,7 +363,7 @@ def test_prototypes_start_at_the_clusters_of_the_features(kind):
     }
     views = {name: some[:, None].expand(-1, 4, -1) for name, some in features.items()}
     train = TrainSet(views["labeled"], rows["labeled"], views["unlabeled"], 5, 5)
-    model = build_model(config.model, 5, 5, 1)
+    model = build_network(config, 5, 5, 1)
     extra = init_prototypes_(config, model, train, {})
     assert model.training and ("prior" in extra) == (kind == "gcd")
     logits = model.eval()([features["unlabeled"]])
@@ -376,7 +376,7 @@ def test_prototypes_start_at_the_clusters_of_the_features(kind):
     )
     over = logits.over[0][0][novel].argmax(dim=1)  # an overcluster is of one class
     assert purity(confusion(truth[novel] - 5, over, 5, 10)) > 0.95
-    kept = build_model(config.model, 5, 5, 1)
+    kept = build_network(config, 5, 5, 1)
     before = kept.known.weight.clone()
     init_prototypes_(config, kept, train, {}, keep_known=True)
     assert torch.equal(kept.known.weight, before)

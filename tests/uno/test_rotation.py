@@ -21,11 +21,11 @@ from uno.config import override
 from uno.data.files import Storage
 from uno.data.resident import PretextBatches
 from uno.methods import rotation
-from uno.model import build_model
+from uno.model import build_network
 from uno.runs import run
 from uno.runs.checkpoint import load_newest
-from uno.state import new_state, with_prefix
-from uno.train import LocalWorker
+from uno.steps import new_state, take_step, with_prefix
+from uno.training import LocalWorker
 
 CONFIG = small_config(
     pretext__epochs=2, pretext__warmup_epochs=1.0, train__batch_size=24
@@ -80,7 +80,7 @@ def test_shares_of_the_workers_are_the_global_batch():
 
 def test_the_step_tells_turns_apart():
     """Kills: labels in the order of rows, one view only, a temperature left out."""
-    model = build_model(CONFIG.model, 4, 0, 0).train()
+    model = build_network(CONFIG, 4, 0, 0).train()
     state, batch = (
         new_state(model, model, CONFIG.pretext, CPU, False),
         rotation_batches()(0),
@@ -89,7 +89,9 @@ def test_the_step_tells_turns_apart():
     expected = np.mean(
         [float(F.cross_entropy(known[k] / 0.1, torch.full((24,), k))) for k in range(4)]
     )
-    found = [float(rotation.step(state, batch, CONFIG, 0.05)) for _ in range(20)]
+    found = [
+        float(take_step(rotation.loss, state, batch, CONFIG, 0.05)) for _ in range(20)
+    ]
     assert found[0] == pytest.approx(expected, rel=1e-4)
     assert found[-1] < 0.7 * found[0]
 

@@ -8,8 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from uno.config import PhaseConfig
-from uno.schedule import warmup_cosine
-from uno.train import Phase
+from uno.training import Phase, warmup_cosine
 
 BASE, MIN = 0.1, 0.001
 

@@ -9,16 +9,16 @@ from tests.uno.small_run import (
     batches_of,
     check_resumes,
     copied_tensors,
+    discovery_step,
     fresh_state,
+    pretrain_step,
     small_config,
 )
 from uno.data.files import Storage
 from uno.errors import StorageError
-from uno.objective import discovery_step
 from uno.runs.checkpoint import Checkpoint, save_checkpoint
-from uno.state import load_state_, state_tensors
-from uno.steps import pretrain_step
-from uno.train import resume_
+from uno.steps import load_state_, state_tensors
+from uno.training import resume_
 
 CONFIG = small_config()
 

@@ -17,18 +17,19 @@ from tests.uno.small_run import (
     assert_same,
     batches_of,
     copied_tensors,
+    discovery_step,
     fresh_state,
+    pretrain_step,
     small_config,
 )
-from uno.data.columns import Labels
+from uno.data.columns import make_labels
 from uno.data.decode import decode_many, ok_mask
 from uno.data.resident import assemble
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.model import UnoModel
-from uno.objective import discovery_step, global_targets
+from uno.objective import global_targets
 from uno.runs import run
-from uno.steps import pretrain_step
 
 GOLDEN = Path(__file__).parent / "golden"
 CONFIG = small_config()
@@ -310,15 +311,15 @@ def test_permuted_hidden_labels_change_no_training_tensor(unlabeled_known_fracti
         if permute:
             novel = [
                 i
-                for i, label in enumerate(rows.labels)
+                for i, label in enumerate(rows.labels.to_pylist())
                 if label in {"5", "6", "7", "8", "9"}
             ]
-            labels = list(rows.labels)
+            labels = rows.labels.to_pylist()
             for i, j in zip(
                 novel, np.random.default_rng(0).permutation(novel), strict=True
             ):
-                labels[i] = rows.labels[j]
-            rows = replace(rows, labels=Labels.of(labels))
+                labels[i] = rows.labels.to_pylist()[j]
+            rows = replace(rows, labels=make_labels(labels))
         task = make_task(rows, config)
         if permute and unlabeled_known_fraction:
             hidden = np.flatnonzero(task.is_train & (task.labels < 0))

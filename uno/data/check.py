@@ -92,23 +92,25 @@ def check(
     """
     vectors = task.rows.images.vectors(np.arange(len(task.rows)))
     ok = None if vectors is None else ok_mask(vectors[1])
-    headers, found = list[tuple[str, int, int]](), list[Problem]()
+    headers, of_images = list[tuple[str, int, int]](), list[Problem]()
     if read_images:
         headers, bad = headers_of(task)
         if seconds:
-            ok, found = _decode_within(task, config, seconds)
+            ok, of_images = _decode_within(task, config, seconds)
         elif bad:
-            looked = len(headers) + len(bad) if vectors is None else len(task.rows)
+            num_checked = len(headers) + len(bad) if vectors is None else len(task.rows)
             text = (
-                f"{len(bad)} of a sample of {looked} images are unreadable, e.g."
+                f"{len(bad)} of a sample of {num_checked} images are unreadable, e.g."
                 f" {bad[0]}"
             )
-            found = [Problem("warning" if len(bad) < looked else "error", text)]
-        found += [*_of_sizes(config, headers), *_of_brightness(task)]
-        found += _duplicates(task, in_full=seconds > 0)
+            of_images = [
+                Problem("warning" if len(bad) < num_checked else "error", text)
+            ]
+        of_images += [*_of_sizes(config, headers), *_of_brightness(task)]
+        of_images += _duplicates(task, in_full=seconds > 0)
     if ok is not None and not ok.all() and batch_is_derived:
         config = with_fitting_batch(config, task, ok)
-    problems = [*_of_classes(task, config), *row_problems(task, config, ok), *found]
+    problems = [*_of_classes(task, config), *row_problems(task, config, ok), *of_images]
     problems += _of_order(task, config)
     problems += [Problem("warning", text) for text in task.rows.warnings]
     return sorted(problems, key=lambda problem: LEVELS.index(problem.level))
@@ -155,8 +157,7 @@ def row_problems(
     lost = [task.known[c] for c in np.flatnonzero((present > 0) & (readable == 0))]
     if lost:
         few = plural(len(lost), "known class has", "known classes have")
-        listed = ", ".join(map(printable, lost[:NUM_NAMED]))
-        listed += ", ..." if len(lost) > NUM_NAMED else ""
+        listed = _list_some(list(map(printable, lost)))
         text = f"{few} no readable training image: {listed}; repair or replace one"
         yield Problem("error", text)
     yield from _of_clusters(task, config, len(rows["unlabeled"]))
@@ -164,6 +165,12 @@ def row_problems(
         rows = train_rows(task)
     sizes = len(rows["labeled"]), len(rows["unlabeled"])
     yield from _of_batches(task, config, *sizes)
+
+
+def _list_some(names: list[str], separator: str = ", ") -> str:
+    """Join the first :data:`NUM_NAMED` names, with "..." at the end for the others."""
+    more = ["..."] if len(names) > NUM_NAMED else []
+    return separator.join(names[:NUM_NAMED] + more)
 
 
 def _of_clusters(task: Task, config: Config, unlabeled: int) -> Iterator[Problem]:
@@ -188,9 +195,9 @@ def _of_clusters(task: Task, config: Config, unlabeled: int) -> Iterator[Problem
     num_clusters = num_novel + (task.num_known if mixed else 0)
     if clusters_features(config) and unlabeled <= num_clusters:
         known = f"{task.num_known} known + {num_novel} new classes"
-        what = known if mixed else plural(num_novel, "new class", "new classes")
+        clusters = known if mixed else plural(num_novel, "new class", "new classes")
         text = f"method {config.method} needs more unlabeled images ({unlabeled}) "
-        text += f"than clusters ({num_clusters}, for {what}); add unlabeled images"
+        text += f"than clusters ({num_clusters}, for {clusters}); add unlabeled images"
         fix = ", or pass --setting ncd if every unlabeled image is of a new class"
         can_be_ncd = mixed and unlabeled > num_novel
         yield Problem("error", text + fix * can_be_ncd)
@@ -327,12 +334,11 @@ def _of_classes(task: Task, config: Config) -> Iterator[Problem]:
         ("novel", classes[task.num_known :]),
     ):
         for num, what in enumerate(("no training image", "a single training image")):
-            found = [name for name, count in members if count == num]
-            if found:
-                listed = ", ".join(found[:5]) + (", ..." if len(found) > 5 else "")
+            affected = [name for name, count in members if count == num]
+            if affected:
                 level = "error" if kind == "known" and num == 0 else "warning"
-                few = plural(len(found), f"{kind} class has", f"{kind} classes have")
-                yield Problem(level, f"{few} {what}: {listed}")
+                few = plural(len(affected), f"{kind} class has", f"{kind} classes have")
+                yield Problem(level, f"{few} {what}: {_list_some(affected)}")
 
 
 def _of_batches(
@@ -413,24 +419,18 @@ def _of_order(task: Task, config: Config) -> Iterator[Problem]:
                 all_groups[members], window, np.random.default_rng(config.seed)
             )
             shuffled = np.random.default_rng(config.seed).permutation(len(members))
-            usual, found = (
+            shuffled_share, share = (
                 largest_share(classes[members[o]], size, workers)
                 for o in (shuffled, order)
             )
-            if found > SORTED * usual:
-                text = (
-                    "images are sorted by class: when streamed, one class has"
-                    f" {found:.0%} of a batch's "
-                )
-                text += (
-                    f"{'un' if kind is unlabeled else ''}labeled images ({usual:.0%} if"
-                    " shuffled), "
-                )
+            if share > SORTED * shuffled_share:
+                name = "unlabeled" if kind is unlabeled else "labeled"
                 yield Problem(
                     "warning",
-                    text
-                    + "which breaks clustering with equal sizes; shuffle with uno data"
-                    " pack",
+                    "images are sorted by class: when streamed, one class has"
+                    f" {share:.0%} of a batch's {name} images ({shuffled_share:.0%} if"
+                    " shuffled), which breaks clustering with equal sizes; shuffle with"
+                    " uno data pack",
                 )
 
 
@@ -475,15 +475,15 @@ def _of_sizes(
         headers: Format, width and height in pixels of a sample of images.
     """
     side = min(config.data.stored_size, config.augment.large.size)
-    usual = int(
+    median_side = int(
         np.median([min(width, height) for _, width, height in headers] or [side])
     )
-    if usual > SHRUNK * side:
-        text = (
-            f"images of about {usual} px are resized to {side} px, which loses most"
-            " detail; "
+    if median_side > SHRUNK * side:
+        yield Problem(
+            "warning",
+            f"images of about {median_side} px are resized to {side} px, which loses"
+            " most detail; raise --image-size (slower)",
         )
-        yield Problem("warning", text + "raise --image-size (slower)")
 
 
 def _of_brightness(task: Task) -> Iterator[Problem]:
@@ -534,7 +534,7 @@ def headers_of(task: Task) -> tuple[list[tuple[str, int, int]], list[str]]:
     """
     headers, bad, images = [], [], task.rows.images
     if (ready := images.vectors(np.arange(len(images)))) is not None:
-        pairs = zip(task.rows.ids, ready[1], strict=True)
+        pairs = zip(task.rows.ids.to_pylist(), ready[1], strict=True)
         return [], [f"{name}: {reason}" for name, reason in pairs if reason is not None]
     for row, found in _look_at(
         images, evenly_spaced(NUM_HEADERS, len(images)), read_header
@@ -591,25 +591,25 @@ def _decode_within(
         bool (N,), False for each image that was found to be unreadable; and the
         problems: unreadable images, and that not all images were decoded.
     """
-    num, end, looked = len(task.rows), time.monotonic() + seconds, 0
+    num, end, num_decoded = len(task.rows), time.monotonic() + seconds, 0
     size, threads = config.data.stored_size, config.compute.threads
     starts = (i for i in range(0, num, BATCH) if time.monotonic() < end)
     batches = (np.arange(i, min(i + BATCH, num)) for i in starts)
     ok, bad, problems = np.ones(num, dtype=bool), list[str](), list[Problem]()
     for rows, _, reasons in decoded(task.rows.images, batches, size, threads):
-        looked += len(rows)
+        num_decoded += len(rows)
         for row, reason in zip(rows.tolist(), reasons, strict=True):
             if reason is not None:
                 ok[row] = False
                 bad.append(f"{_name(task, row)}: {reason}")
     if bad:
-        some = "; ".join(bad[:NUM_NAMED]) + ("; ..." if len(bad) > NUM_NAMED else "")
-        text = f"{len(bad)} of {looked} images cannot be read: {some}"
+        listed = _list_some(bad, "; ")
+        text = f"{len(bad)} of {num_decoded} images cannot be read: {listed}"
         if too_many := len(bad) > config.data.max_bad_fraction * num:
             text += "; more than --data.max-bad-fraction, so a run would stop"
         problems.append(Problem("error" if too_many else "warning", text))
-    if looked < num:
-        text = f"{looked:,} of {num:,} images were decoded in {seconds:g} s"
+    if num_decoded < num:
+        text = f"{num_decoded:,} of {num:,} images were decoded in {seconds:g} s"
         problems.append(Problem("warning", f"{text}; the others were not checked"))
     return ok, problems
 
@@ -673,8 +673,8 @@ def _copies(task: Task, in_full: bool) -> tuple[list[list[int]], str]:
     if keys is None:  # the sizes are those of the images, and not means of a group
         unknown = int((sizes < 0).sum())
         if unknown and images.is_remote:  # a local file of unknown size is missing
-            what = plural(unknown, "image")
-            notes.append(f"{what} of unknown size not searched for duplicates")
+            images_without_size = f"{plural(unknown, 'image')} of unknown size"
+            notes.append(f"{images_without_size} not searched for duplicates")
         _, same, counts = np.unique(sizes, return_inverse=True, return_counts=True)
         kept = (sizes >= 0) & (sizes <= MAX_IMAGE_BYTES) & (counts[same] > 1)
         rows, sizes, keys = rows[kept], sizes[kept], sizes[kept]
@@ -707,10 +707,10 @@ def _sample_by_key(keys: np.ndarray, sizes: np.ndarray, limit: int) -> np.ndarra
     if share >= 1:
         return np.arange(len(keys))
     distinct, number = np.unique(keys, return_inverse=True)
-    some = evenly_spaced(int(share * len(distinct)), len(distinct))
-    if not len(some):
+    chosen = evenly_spaced(int(share * len(distinct)), len(distinct))
+    if not len(chosen):
         return evenly_spaced(int(share * len(keys)), len(keys))
-    return np.flatnonzero(np.isin(number, some))
+    return np.flatnonzero(np.isin(number, chosen))
 
 
 def _digest(image: Image) -> bytes:

@@ -12,9 +12,10 @@ from tempfile import TemporaryDirectory, gettempdir
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 
 from uno.data import files as filesystem
-from uno.data.columns import Labels, Numbered
+from uno.data.columns import make_ids
 from uno.data.images import InMemory
 from uno.data.rows import Rows
 from uno.errors import ConfigError, one_line
@@ -78,17 +79,19 @@ def read_cifar(name: str, path: str, download: bool) -> Rows:
             its files is not the published one.
     """
     train, test = _read_published(name, _find(name, path, download))
-    files, sizes = list[str](), list[int]()
+    ids = list[str]()
     for split, published in ((train, train.train_list), (test, test.test_list)):
-        files += [file for file, _ in published]
         # the published files of a split have equally many rows
-        sizes += [len(split) // len(published)] * len(published)
+        num_rows = len(split) // len(published)
+        ids += [f"{file}#{row}" for file, _ in published for row in range(num_rows)]
     images = np.ascontiguousarray(np.concatenate([train.data, test.data]))
     codes = np.array([*train.targets, *test.targets], np.int32)
     return Rows(
-        Numbered(files, np.cumsum([0, *sizes])),
+        make_ids(ids),
         InMemory(images),
-        Labels(train.classes, codes),
+        pa.DictionaryArray.from_arrays(
+            codes, pa.array(train.classes, pa.large_string())
+        ),
         np.arange(len(images)) < len(train),
         f"{name}:{path}",
         tuple(train.classes),

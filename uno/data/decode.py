@@ -25,9 +25,9 @@ from PIL import Image as Pillow
 from PIL import UnidentifiedImageError
 from torch import Tensor
 
-from uno import collectives
+from uno import distributed
 from uno.cpus import available_cpus
-from uno.data.columns import Ids
+from uno.data.columns import find_rows
 from uno.data.files import (
     Storage,
     is_transient,
@@ -368,7 +368,7 @@ def ok_mask(reasons: Sequence[str | None]) -> np.ndarray:
 
 
 def check_bad(
-    ids: Sequence[str],
+    ids: pa.LargeStringArray,
     reasons: Sequence[str | None] | Mapping[int, str],
     max_fraction: float,
     storage: Storage | None = None,
@@ -377,7 +377,7 @@ def check_bad(
     """List the unreadable images of a data set, and stop if there are too many.
 
     Args:
-        ids: The ids of N rows.
+        ids: The ids of N rows, an Arrow array.
         reasons: The reasons of the images that cannot be read, by row number; or one
             entry for each of the N rows, which is None if the image can be read.
         max_fraction: The largest share of the N rows that may be unreadable, 0 to 1.
@@ -407,7 +407,7 @@ def check_bad(
             entry |= ({"uri": path} if path else {}) | (
                 {} if line is None else {"line": line}
             )
-    if bad and storage is not None and collectives.rank_and_world()[0] == 0:
+    if bad and storage is not None and distributed.rank_and_world()[0] == 0:
         storage.write(
             BAD_SAMPLES, "".join(json.dumps(entry) + "\n" for entry in bad).encode()
         )
@@ -448,14 +448,18 @@ class BadRows:
     before it was resumed are included.
 
     Args:
-        ids: The ids of the N rows of the task.
+        ids: The ids of the N rows of the task, an Arrow array.
         images: The images of the N rows.
         max_fraction: The largest share of the N rows that may be unreadable, 0 to 1.
         storage: The run directory, in which the rows are listed.
     """
 
     def __init__(
-        self, ids: Ids, images: Images, max_fraction: float, storage: Storage
+        self,
+        ids: pa.LargeStringArray,
+        images: Images,
+        max_fraction: float,
+        storage: Storage,
     ) -> None:
         self._ids, self._images, self._max_fraction, self._storage = (
             ids,
@@ -497,15 +501,15 @@ class BadRows:
         Raises:
             ConfigError: More rows are unreadable than ``max_fraction`` allows.
         """
-        device = device if collectives.in_group() else torch.device("cpu")
+        device = device if distributed.in_group() else torch.device("cpu")
         new = list(self._reasons)[self._synced :]
         most = int(
-            collectives.gather_rows(torch.tensor([len(new)], device=device), 0).max()
+            distributed.gather_rows(torch.tensor([len(new)], device=device), 0).max()
         )
         if not most:
             return
         told = torch.tensor([*new, *[-1] * (most - len(new))], device=device)
-        for row in collectives.gather_rows(told, 0).unique().tolist():
+        for row in distributed.gather_rows(told, 0).unique().tolist():
             # Another worker found this row; the reason is found again by decoding it.
             if row >= 0 and row not in self._reasons:
                 _, (reason,) = decode_many([self._images[row]], 1, 1)
@@ -535,7 +539,7 @@ class BadRows:
                 "%s is damaged and is rewritten", self._storage.below(BAD_SAMPLES)
             )
         return (
-            {row: reasons[name] for name, row in self._ids.find(reasons).items()}
+            {row: reasons[name] for name, row in find_rows(self._ids, reasons).items()}
             if reasons
             else {}
         )

@@ -142,7 +142,7 @@ class FeatureJob(NamedTuple):
         Args:
             rows: int64 (n,), numbers of rows of the task.
         """
-        return list(self.task.rows.ids.take(rows))
+        return self.task.rows.ids.take(rows).to_pylist()
 
     def has_views(self, rows: np.ndarray) -> np.ndarray:
         """Return which rows have random views: training rows, if there are such views.

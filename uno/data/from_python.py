@@ -150,7 +150,7 @@ def class_names(labels: Any) -> list[str | None]:
     Raises:
         ConfigError: ``labels`` is no list or column, or holds something else.
     """
-    return list(encode_labels("labels", values_of(labels, "labels")))
+    return encode_labels("labels", values_of(labels, "labels")).to_pylist()
 
 
 def distinct_ids(ids: Any) -> list[str]:

@@ -689,7 +689,9 @@ def path_of(image: Image) -> str | None:
     return valid_text(full_path(image)) if isinstance(image, str) and image else None
 
 
-def row_names(ids: Sequence[str], images: Images, rows: Sequence[int]) -> list[str]:
+def row_names(
+    ids: pa.LargeStringArray, images: Images, rows: Sequence[int]
+) -> list[str]:
     """Return how messages name rows.
 
     Args:

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from uno.data.columns import Labels
+from uno.data.columns import make_labels
+from uno.data.files import valid_text
 from uno.errors import ConfigError, one_line
 
 NUMBER = re.compile(r"([+-]?)([0-9]+)(?:\.([0-9]*))?")  # sign, whole part, fraction
@@ -25,7 +26,7 @@ def encode_labels(
     values: Iterable[Any],
     declared: Sequence[str] = (),
     name_row: Callable[[int], str] = "row {}".format,
-) -> Labels:
+) -> pa.DictionaryArray:
     """Return the class of every row, by one rule for all sources.
 
     - None, NaN, ``pandas.NA`` and blank text are no label.
@@ -44,7 +45,8 @@ def encode_labels(
         name_row: Returns how error messages name a row, given its number.
 
     Returns:
-        The classes in the order of their first rows, and the class of each row.
+        The labels as :mod:`uno.data.columns` describes them, a dictionary array (N,)
+        with the classes in the order of their first rows.
 
     Raises:
         ConfigError: A label is neither a name nor a whole number, or has no name in
@@ -70,10 +72,13 @@ def encode_labels(
         return code_of[key]
 
     codes = np.fromiter(map(encode, values), np.int32)
-    return _to_labels(source, distinct, codes, declared, name_row)
+    indices = pa.array(codes, mask=codes < 0)
+    return _to_labels(source, distinct, indices, declared, name_row)
 
 
-def encode_column(source: str, column: Any, declared: Sequence[str] = ()) -> Labels:
+def encode_column(
+    source: str, column: Any, declared: Sequence[str] = ()
+) -> pa.DictionaryArray:
     """Return the class of every row of an Arrow column, as :func:`encode_labels`.
 
     Args:
@@ -82,7 +87,8 @@ def encode_column(source: str, column: Any, declared: Sequence[str] = ()) -> Lab
         declared: Names of the classes 0, 1, ... if the source's metadata has them.
 
     Returns:
-        The classes in the order of their first rows, and the class of each row.
+        The labels as :mod:`uno.data.columns` describes them, a dictionary array (N,)
+        with the classes in the order of their first rows.
 
     Raises:
         ConfigError: The column holds neither text nor numbers nor booleans, or one of
@@ -104,30 +110,28 @@ def encode_column(source: str, column: Any, declared: Sequence[str] = ()) -> Lab
     kind = pa.float64() if pa.types.is_float16(kind) else kind
     coded = column.cast(kind).combine_chunks().dictionary_encode()
     distinct = coded.dictionary.to_pylist()
-    codes = coded.indices.fill_null(-1).to_numpy()
-    return _to_labels(source, distinct, codes, declared, "row {}".format)
+    return _to_labels(source, distinct, coded.indices, declared, "row {}".format)
 
 
 def _to_labels(
     source: str,
     distinct: Sequence[Any],
-    codes: np.ndarray,
+    indices: pa.Int32Array,
     declared: Sequence[str],
     name_row: Callable[[int], str],
-) -> Labels:
+) -> pa.DictionaryArray:
     """Make the labels of a source from its distinct values.
 
     Args:
         source: The source, as error messages name it.
         distinct: The distinct values of the labels.
-        codes: The position in ``distinct`` of each row's label, int (N,); -1 if the row
-            has no label.
+        indices: The position in ``distinct`` of each row's label, an Arrow array (N,);
+            null if the row has no label.
         declared: Names of the classes 0, 1, ..., empty if the source declares none.
         name_row: Returns how error messages name a row, given its number.
 
     Returns:
-        The classes and the class of each row. Values that name the same class, such as
-        0 and 0.0, are joined.
+        The labels. Values that name the same class, such as 0 and 0.0, are joined.
 
     Raises:
         ConfigError: A value is no label. The message names the first row that has it.
@@ -142,10 +146,12 @@ def _to_labels(
         try:
             names.append(_class_name(value, declared, reads_text))
         except ValueError as error:
-            row = name_row(int(np.flatnonzero(codes == code)[0]))
+            row = name_row(indices.index(code).as_py())
             raise ConfigError(f"{source}: {row}: label {error}") from None
-    found = Labels.of(names)
-    return Labels(found.classes, np.append(found.codes, np.int32(-1))[codes])
+    classes = make_labels(names)
+    return pa.DictionaryArray.from_arrays(
+        classes.indices.take(indices), classes.dictionary
+    )
 
 
 def _class_name(value: Any, declared: Sequence[str], reads_text: bool) -> str | None:
@@ -172,7 +178,7 @@ def _class_name(value: Any, declared: Sequence[str], reads_text: bool) -> str | 
     if isinstance(value, str):
         parts = NUMBER.fullmatch(value) if reads_text else None
         if parts is None:
-            return value
+            return valid_text(value)
         sign, whole, fraction = parts.groups()
         if fraction and fraction.strip("0"):
             raise ValueError(f"{shown} {cast}")
@@ -214,7 +220,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float | Decimal) and not isinstance(value, bool)
 
 
-def require_distinct(source: str, *labels: Labels | None) -> None:
+def require_distinct(source: str, *labels: pa.DictionaryArray | None) -> None:
     """Refuse classes that are almost certainly one class with two spellings.
 
     Two names are spellings of one class if they differ only by spaces around them, or
@@ -229,7 +235,7 @@ def require_distinct(source: str, *labels: Labels | None) -> None:
     """
     seen: dict[str, str] = {}
     for name in chain.from_iterable(
-        some.classes for some in labels if some is not None
+        some.dictionary.to_pylist() for some in labels if some is not None
     ):
         spelling = re.sub(r"(?<=^\d)(\d*)\.0+$", r"\1", name.strip())
         other = seen.setdefault(spelling, name)

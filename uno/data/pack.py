@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet
 from PIL import Image as Pillow
 
+from uno.data.columns import find_rows
 from uno.data.decode import (
     BAD_SAMPLES,
     BadImage,
@@ -105,7 +106,7 @@ def store_shard(
     """
     with ThreadPoolExecutor(threads) as pool:
         encoded = list(pool.map(_encode, images))
-    ids = rows.ids.take(shard.rows)
+    ids = rows.ids.take(shard.rows).to_pylist()
     bad = [
         {"id": i, "reason": one}
         for i, one in zip(ids, encoded, strict=True)
@@ -142,14 +143,16 @@ def _content(
         "write_statistics": ["label", "split"],  # those of images would hold images
     }
     number: dict[str | None, Any] = {name: i for i, name in enumerate(rows.class_names)}
-    labels = rows.labels.take(shard.rows)
+    labels = rows.labels.take(shard.rows).to_pylist()
     stored: list[Any] = [
         ids,
         encoded,
         [number.get(label) for label in labels] if number else labels,
     ]
     stored += [
-        c.take(shard.rows) for c in (rows.split, rows.eval_labels) if c is not None
+        c.take(shard.rows).to_pylist()
+        for c in (rows.split, rows.eval_labels)
+        if c is not None
     ]
     with pa.parquet.ParquetWriter(sink, schema, **options) as writer:
         for end, size in zip(accumulate(shard.sizes), shard.sizes, strict=True):
@@ -291,7 +294,8 @@ def pack(
         entry["id"]: entry["reason"] for name in shards for entry in bad[name]
     }
     reasons = {
-        row: reason_of_id[name] for name, row in rows.ids.find(reason_of_id).items()
+        row: reason_of_id[name]
+        for name, row in find_rows(rows.ids, reason_of_id).items()
     }
     entries = check_bad(rows.ids, reasons, 1, images=rows.images)
     output.write(

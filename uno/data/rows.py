@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
-from uno.data.columns import Column, Ids, Labels
+from uno.data.columns import fill_labels, rename_classes
 from uno.data.images import Images, as_images
 from uno.errors import ConfigError, one_line
 from uno.limits import MAX_LABEL_LENGTH, MAX_ROWS
@@ -43,10 +43,11 @@ class Rows:
     ``MAX_ROWS`` rows, or if the name of a class is longer than ``MAX_LABEL_LENGTH``.
 
     Attributes:
-        ids: The ids, all different.
+        ids: The ids, all different: an Arrow array (N,).
         images: The images. A list of images, or an array uint8 (N, H, W, 3), is
             wrapped.
-        labels: The class of each row. A row without a label is unlabeled.
+        labels: The class of each row, a dictionary array (N,) as
+            :mod:`uno.data.columns` describes it. A row without a label is unlabeled.
         is_train: Whether each row is a training row, bool (N,). Other rows are test
             rows.
         source: Name of the source in messages, such as ``folder:photos``.
@@ -55,20 +56,20 @@ class Rows:
         known: The known classes, if the source itself declares them, as the splits of
             ImageNet do. Empty otherwise.
         notes: Lines for the user about how the source was read.
-        eval_labels: The true class of each row, which only evaluation reads. None if
-            the source has no such column.
+        eval_labels: The true class of each row in the same form, which only evaluation
+            reads. None if the source has no such column.
         warnings: Lines for the user about images or labels that are left out.
     """
 
-    ids: Ids
+    ids: pa.LargeStringArray
     images: Images
-    labels: Labels
+    labels: pa.DictionaryArray
     is_train: np.ndarray
     source: str
     class_names: tuple[str, ...] = ()
     known: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    eval_labels: Labels | None = None
+    eval_labels: pa.DictionaryArray | None = None
     warnings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -82,7 +83,10 @@ class Rows:
         assert (
             len(self.ids) == len(self.images) == len(self.labels) == len(self.is_train)
         )
-        if (name := self.ids.repeated()) is not None:
+        if pa.compute.count_distinct(self.ids).as_py() < len(self):
+            counts = self.ids.value_counts()
+            is_repeated = pa.compute.greater(counts.field("counts"), 1)
+            name = counts.field("values").filter(is_repeated)[0].as_py()
             raise ConfigError(
                 f"{self.source}: id {one_line(repr(name))} appears more than once; ids"
                 " must be unique"
@@ -91,10 +95,8 @@ class Rows:
             raise ConfigError(
                 f"{self.source}: {len(self):,} rows, more than {MAX_ROWS:,}"
             )
-        names = (
-            *self.labels.classes,
-            *(self.eval_labels.classes if self.eval_labels else ()),
-        )
+        columns = [c for c in (self.labels, self.eval_labels) if c is not None]
+        names = chain(*(column.dictionary.to_pylist() for column in columns))
         long = max(names, key=len, default="")
         if len(long) > MAX_LABEL_LENGTH:
             text = (
@@ -112,13 +114,13 @@ class Rows:
         Args:
             index: Row numbers, int64 (M,). The rows are in this order.
         """
-        truth = None if self.eval_labels is None else self.eval_labels.pick(index)
+        truth = None if self.eval_labels is None else self.eval_labels.take(index)
         return replace(
             self,
-            ids=self.ids.pick(index),
+            ids=self.ids.take(index),
             images=self.images.take(index),
             eval_labels=truth,
-            labels=self.labels.pick(index),
+            labels=self.labels.take(index),
             is_train=self.is_train[index],
         )
 
@@ -129,51 +131,46 @@ class Rows:
         notes of the result name them. They also name classes that differ in upper and
         lower case only, which stay different classes.
         """
-        labels = [some for some in (self.labels, self.eval_labels) if some is not None]
-        names = dict.fromkeys(
-            chain(*(some.classes for some in labels), self.class_names, self.known)
-        )
+        columns = {"labels": self.labels, "eval_labels": self.eval_labels}
+        given = {name: column for name, column in columns.items() if column is not None}
+        classes = {name: c.dictionary.to_pylist() for name, c in given.items()}
+        names = dict.fromkeys(chain(*classes.values(), self.class_names, self.known))
         notes = (*_alike(names, composed, "normalization only: they are one class"),)
         notes += (
             *_alike(map(composed, names), folded, "case only: they stay two classes"),
         )
         if not notes and all(name == composed(name) for name in names):
             return self
-        first, *second = (some.renamed(map(composed, some.classes)) for some in labels)
-        declared = (
-            tuple(dict.fromkeys(map(composed, some)))
-            for some in (self.class_names, self.known)
-        )
-        class_names, known = declared
-        return replace(
-            self,
-            labels=first,
-            eval_labels=second[0] if second else None,
-            class_names=class_names,
-            known=known,
-            notes=self.notes + notes,
+        changed: dict[str, Any] = {
+            name: rename_classes(column, map(composed, classes[name]))
+            for name, column in given.items()
+        }
+        changed |= {
+            name: tuple(dict.fromkeys(map(composed, getattr(self, name))))
+            for name in ("class_names", "known")
+        }
+        return replace(self, **changed, notes=self.notes + notes)
+
+    @property
+    def split(self) -> pa.DictionaryArray:
+        """The split of each row, "train" or "test", as a dictionary array (N,)."""
+        return pa.DictionaryArray.from_arrays(
+            self.is_train.view(np.int8), pa.array(["test", "train"], pa.large_string())
         )
 
     @property
-    def split(self) -> Labels:
-        """The split of each row as a column of N labels, "train" or "test"."""
-        return Labels(("test", "train"), self.is_train.view(np.int8))
-
-    @property
-    def truth(self) -> Labels:
-        """The true class of each row for evaluation.
+    def truth(self) -> pa.DictionaryArray:
+        """The true class of each row for evaluation, a dictionary array (N,).
 
         It is the value of ``eval_labels`` if there is one, else the label.
         """
-        return (
-            self.labels
-            if self.eval_labels is None
-            else self.eval_labels.or_else(self.labels)
-        )
+        if self.eval_labels is None:
+            return self.labels
+        return fill_labels(self.eval_labels, self.labels)
 
-    def ids_of(self, rows: np.ndarray) -> pa.Array:
+    def ids_of(self, rows: np.ndarray) -> pa.StringArray:
         """Return the ids of some rows int64 (n,), in that order."""
-        return pa.array(self.ids.take(rows), pa.string())
+        return self.ids.take(rows).cast(pa.string())
 
     @property
     def times_hash(self) -> str:
@@ -190,57 +187,24 @@ class Rows:
         groups of Parquet files. So a data set that was moved keeps its fingerprint. For
         60,000 JPEG files it takes 0.1 s.
         """
-        digest, num = hashlib.sha256(), len(self)
-        parts = [
-            np.arange(i, min(i + PART_ROWS, num)) for i in range(0, num, PART_ROWS)
-        ]
-        columns: tuple[Column[Any], ...] = (self.ids, self.labels, self.split)
-        for number, column in enumerate(columns):  # hashes the JSON of three lists
-            digest.update(b", [" if number else b"[[")
-            for i, part in enumerate(parts):
-                digest.update(b", " if i else b"")
-                digest.update(_together(column.json(part), ", "))
-            digest.update(b"]")
-        digest.update(b"]")
-        for part in parts:
-            contents = self.images.content_keys(part)
+        digest = hashlib.sha256()
+        for start in range(0, len(self), PART_ROWS):
+            rows = np.arange(start, min(start + PART_ROWS, len(self)))
+            for column in (self.ids, self.labels, self.split):
+                _update_hash(digest, column.take(rows).cast(pa.large_string()))
+            contents = self.images.content_keys(rows)
             if isinstance(contents, pa.Array):
-                digest.update(_together(_with_sizes(contents), b""))
+                _update_hash(digest, contents)
                 continue
             for content in contents:
                 digest.update(len(content).to_bytes(8, "little") + content)
         return digest.hexdigest()
 
 
-def _together(values: Any, separator: str | bytes) -> Any:
-    """Join the values of an Arrow array of text or bytes into one buffer.
-
-    Args:
-        values: The Arrow array.
-        separator: Stands between two values.
-    """
-    rows = pa.LargeListArray.from_arrays(pa.array([0, len(values)], pa.int64()), values)
-    return pa.compute.binary_join(rows, pa.scalar(separator, values.type))[
-        0
-    ].as_buffer()
-
-
-def _with_sizes(contents: Any) -> Any:
-    """Prepend its length to each text of an Arrow array.
-
-    Args:
-        contents: Arrow array of large strings of less than 256 bytes each.
-
-    Returns:
-        An Arrow array of large binaries: 8 bytes of the length (little endian), and the
-        text.
-    """
-    sizes = pa.array([i.to_bytes(8, "little") for i in range(256)], pa.large_binary())
-    before = sizes.take(pa.compute.binary_length(contents))
-    after = contents.cast(pa.large_binary())
-    return pa.compute.binary_join_element_wise(
-        before, after, pa.scalar(b"", pa.large_binary())
-    )
+def _update_hash(digest: Any, texts: pa.LargeStringArray) -> None:
+    """Update a hash object by the length and content of each text."""
+    digest.update(pa.compute.binary_length(texts).fill_null(-1).to_numpy())
+    digest.update("".join(texts.fill_null("").to_pylist()).encode())
 
 
 def _alike(names: Iterable[str], key: Callable[[str], str], what: str) -> Iterator[str]:

@@ -16,12 +16,22 @@ from itertools import chain
 from typing import Literal, NamedTuple, cast
 
 import numpy as np
+import pyarrow as pa
 
 from uno.config import VECTORS, DataConfig
 from uno.data import files as filesystem
 from uno.data.annotated_folder import has_labels, read_annotated_folder
 from uno.data.cifar import LAYOUTS, read_cifar, recognize_cifar
-from uno.data.columns import Labels, Text, chunks
+from uno.data.columns import (
+    chunks,
+    class_indices,
+    has_label,
+    join_labels,
+    joined,
+    make_ids,
+    make_labels,
+    present_classes,
+)
 from uno.data.files import FileEntry, children, join, valid_text
 from uno.data.image_paths import PathRules
 from uno.data.images import EXTENSIONS, Files, InMemory, is_image
@@ -379,8 +389,8 @@ def read_digits() -> Rows:
     for value in range(10):
         is_train[np.flatnonzero(digits.target == value)[4::5]] = False
     ids, labels = (
-        Text.of(f"digits-{i:04d}" for i in range(len(grayscale))),
-        Labels.of(map(str, digits.target)),
+        make_ids(f"digits-{i:04d}" for i in range(len(grayscale))),
+        make_labels(map(str, digits.target)),
     )
     return Rows(
         ids,
@@ -454,10 +464,10 @@ def _require_classes(rows: Rows, root: str, flag: str) -> None:
             there are several classes, all with subfolders only and with names such as
             Training and Testing.
     """
-    classes = rows.labels.classes
+    classes = rows.labels.dictionary.to_pylist()
     if len(classes) != 1 and not all(name.lower() in SPLIT_WORDS for name in classes):
         return
-    folders = sorted({name.rpartition("/")[0] for name in rows.ids})
+    folders = sorted({name.rpartition("/")[0] for name in rows.ids.to_pylist()})
     inner: dict[str, list[str]] = {}
     for folder in folders:
         top, slash, rest = folder.partition("/")
@@ -529,22 +539,18 @@ def read_two_folders(labeled: str, unlabeled: str, follow_links: bool = False) -
         )
     known = read_folder(labeled, kind, "--labeled", follow_links)
     others = read_images(unlabeled, follow_links)
-    loose = np.flatnonzero(~known.labels.given)
+    loose = np.flatnonzero(~has_label(known.labels))
     if len(loose):
         found = (
             f"{plural(len(loose), 'image')} in no class subfolder, e.g."
-            f" {known.ids[loose[0]]}"
+            f" {known.ids[loose[0]].as_py()}"
         )
         raise ConfigError(f"--labeled {labeled}: {found}")
     both = known, others
-    names = (
-        (f"labeled/{name}" for name in known.ids),
-        (f"unlabeled/{name}" for name in others.ids),
+    ids = pa.concat_arrays(
+        [joined("", "labeled/", known.ids), joined("", "unlabeled/", others.ids)]
     )
-    ids, labels = (
-        Text.of(chain(*names)),
-        Labels.of(chain(*(rows.labels for rows in both))),
-    )
+    labels = join_labels([rows.labels for rows in both])
     images = Files.join([cast(Files, rows.images) for rows in both])
     is_train = np.concatenate([rows.is_train for rows in both])
     return Rows(
@@ -585,14 +591,16 @@ def read_imagenet(
     splits = {f"{name}/": SPLITS[name] for name in ("train", "val") if name in folders}
     rows, _ = _labeled(root, f"imagenet:{root}", splits, follow_links)
     other = np.flatnonzero(
-        rows.labels.places([*filter(is_wnid, rows.labels.classes)]) < 0
+        class_indices(
+            rows.labels, [*filter(is_wnid, rows.labels.dictionary.to_pylist())]
+        )
+        < 0
     )
     if len(other):
-        what = (
-            f"image {rows.ids[other[0]]} is not in a wnid subfolder such as n01440764"
-        )
+        what = "is not in a wnid subfolder such as n01440764"
         raise ConfigError(
-            f"imagenet:{root}: {what}; move it into one, or use folder:{root}"
+            f"imagenet:{root}: image {rows.ids[other[0]]} {what}; move it into one, or"
+            f" use folder:{root}"
         )
     if not use_split:
         return rows
@@ -600,7 +608,7 @@ def read_imagenet(
         set(imagenet_wnids("held_out_118")),
         set(imagenet_wnids(f"novel_30_{split}")),
     )
-    present = rows.labels.present
+    present = present_classes(rows.labels)
     known = sorted(present - held_out)
     if not known or not present & novel:
         missing = f"novel wnid of split {split}" if known else "known wnid"
@@ -613,7 +621,7 @@ def read_imagenet(
             f" {fix}"
         )
     left_out = present & held_out - novel
-    kept = np.flatnonzero(rows.labels.places([*left_out]) < 0)
+    kept = np.flatnonzero(class_indices(rows.labels, [*left_out]) < 0)
     note = (
         f"ignored {plural(len(left_out), 'held-out class', 'held-out classes')} not in"
         f" split {split}"
@@ -699,7 +707,7 @@ def _labeled(
                 raise ConfigError(
                     f"class folder {path} holds no images; fill or remove it{also}"
                 )
-    loose = int((~rows.labels.given).sum())
+    loose = rows.labels.null_count
     if 0 < loose < len(rows):
         remarks.notes.append(
             f"{plural(loose, 'image')} outside class subfolders: unlabeled"
@@ -721,12 +729,12 @@ def _rows(
     Raises:
         ConfigError: There are no images.
     """
-    parts = list[tuple[Text, Files, Labels, np.ndarray]]()
+    parts = list[tuple[pa.Array, Files, pa.DictionaryArray, np.ndarray]]()
     for some in chunks(listed):
         found, labels, is_train = zip(*some, strict=True)
         files = Files.of([f.path for f in found], [f[2:4] for f in found])
-        ids = Text.of(valid_text(f.relative) for f in found)
-        parts.append((ids, files, Labels.of(labels), np.array(is_train)))
+        ids = make_ids(valid_text(f.relative) for f in found)
+        parts.append((ids, files, make_labels(labels), np.array(is_train)))
     if not parts:
         root = source.partition(":")[2]
         also = "".join(f"; {line}" for line in remarks.warnings + remarks.notes)
@@ -736,9 +744,9 @@ def _rows(
         )
     names, images, classes, train = zip(*parts, strict=True)
     columns = (
-        Text.join(names),
+        pa.concat_arrays(names),
         Files.join(images),
-        Labels.of(chain(*classes)),
+        join_labels(classes),
         np.concatenate(train),
     )
     return Rows(

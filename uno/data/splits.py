@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from uno.config import Config, DataConfig, why_not_gcd
+from uno.data.columns import class_codes, class_indices, has_label, present_classes
 from uno.data.files import read_text
 from uno.data.images import evenly_spaced
 from uno.data.plan import HELD_OUT, UNLABEL
@@ -139,12 +140,12 @@ def make_task(rows: Rows, config: DataConfig) -> Task:
             "num_novel auto must be estimated first: uno estimate-classes"
         )
     source, is_train = rows.source, rows.is_train
-    classes = order_classes(rows.labels.present, rows.class_names)
+    classes = order_classes(present_classes(rows.labels), rows.class_names)
     if not classes:
         raise ConfigError(_no_label(rows, "image"))
     chosen, num_novel = _known_classes(rows, config, classes), config.num_novel
     if chosen is not None:
-        if len(chosen) == len(classes) and rows.labels.given.all():
+        if len(chosen) == len(classes) and not rows.labels.null_count:
             what = (
                 f"all {len(classes)} classes of {source} are known: nothing to discover"
             )
@@ -152,11 +153,11 @@ def make_task(rows: Rows, config: DataConfig) -> Task:
         novel = [name for name in classes if name not in chosen]
         num_novel = num_novel or len(novel) or None
     else:
-        in_training = rows.labels.pick(is_train)
-        chosen = in_training.present
+        in_training = rows.labels.filter(is_train)
+        chosen = present_classes(in_training)
         if not chosen:
             raise ConfigError(_no_label(rows, "training image"))
-        if in_training.given.all():
+        if not in_training.null_count:
             fix = (
                 "--known-classes first:N to hide the other labels (benchmark), or add"
                 " unlabeled images"
@@ -171,7 +172,7 @@ def make_task(rows: Rows, config: DataConfig) -> Task:
             )
         novel = [
             name
-            for name in order_classes(rows.truth.present, rows.class_names)
+            for name in order_classes(present_classes(rows.truth), rows.class_names)
             if name not in chosen
         ]
     if num_novel is None:
@@ -185,11 +186,12 @@ def make_task(rows: Rows, config: DataConfig) -> Task:
     if config.limit is not None:
         kept = limit_rows(rows, config.limit)
         rows, is_train = rows.take(kept), is_train[kept]
-    if config.validation_fraction and not rows.labels.pick(~is_train).present & chosen:
+    test_classes = present_classes(rows.labels.filter(~is_train))
+    if config.validation_fraction and not test_classes & chosen:
         is_train = is_train & ~held_out(
             rows, is_train, known, config.validation_fraction
         )
-    labels = np.where(is_train, rows.labels.places(known), -1)
+    labels = np.where(is_train, class_indices(rows.labels, known), -1)
     if config.unlabeled_known_fraction:
         if _known_classes(rows, config, classes) is None:
             raise ConfigError(
@@ -197,7 +199,7 @@ def make_task(rows: Rows, config: DataConfig) -> Task:
                 " of known classes"
             )
         labels = unlabel(labels, config.unlabeled_known_fraction)
-    eval_labels = rows.truth.places([*known, *novel])
+    eval_labels = class_indices(rows.truth, [*known, *novel])
     return Task(
         rows, known, novel, num_novel, labels, eval_labels, is_train, rows.notes
     )
@@ -262,10 +264,10 @@ def held_out(
         Whether each row is chosen, bool (N,).
     """
     labels, chosen = (
-        np.where(is_train, rows.labels.places(known), -1),
+        np.where(is_train, class_indices(rows.labels, known), -1),
         np.zeros(len(rows), dtype=bool),
     )
-    hidden = is_train & (labels < 0) & rows.labels.given
+    hidden = is_train & (labels < 0) & has_label(rows.labels)
     for number, group in enumerate(
         [np.flatnonzero(hidden), *rows_of_classes(labels, len(known))]
     ):
@@ -399,10 +401,9 @@ def labeled_rows(rows: Rows, config: DataConfig) -> np.ndarray:
     Raises:
         ConfigError: ``known_classes`` does not fit the data.
     """
-    classes = order_classes(rows.labels.present, rows.class_names)
-    return (
-        rows.labels.places([*(_known_classes(rows, config, classes) or classes)]) >= 0
-    )
+    classes = order_classes(present_classes(rows.labels), rows.class_names)
+    known = _known_classes(rows, config, classes) or classes
+    return class_indices(rows.labels, [*known]) >= 0
 
 
 def _known_classes(
@@ -490,13 +491,12 @@ def limit_rows(rows: Rows, limit: int) -> np.ndarray:
         ConfigError: ``limit`` is smaller than the number of classes of a split, where
             unlabeled rows count as a class.
     """
-    kept, given = [], rows.labels.given
+    kept, codes = [], class_codes(rows.labels)
+    given = codes >= 0
     for split, member in (("train", rows.is_train), ("test", ~rows.is_train)):
         members = np.flatnonzero(member)
-        members = members[np.argsort(rows.labels.codes[members], kind="stable")]
-        groups = np.split(
-            members, np.flatnonzero(np.diff(rows.labels.codes[members])) + 1
-        )
+        members = members[np.argsort(codes[members], kind="stable")]
+        groups = np.split(members, np.flatnonzero(np.diff(codes[members])) + 1)
         if len(groups) > limit:
             raise ConfigError(
                 f"--limit {limit} is below the {len(groups)} classes of the {split}"

@@ -25,7 +25,16 @@ import pyarrow.dataset
 import pyarrow.parquet
 
 from uno.data import files as filesystem
-from uno.data.columns import ROWS_AT_ONCE, Ids, Labels, Numbered, Text, decimal, joined
+from uno.data.columns import (
+    ROWS_AT_ONCE,
+    class_codes,
+    decimal,
+    joined,
+    make_ids,
+    make_labels,
+    make_unlabeled,
+    present_classes,
+)
 from uno.data.image_paths import DEFAULT_RULES, ImagePaths, PathRules, find_images
 from uno.data.images import Image, Images, InMemory, MissingImage, is_image
 from uno.data.labels import encode_column, encode_labels, require_distinct
@@ -120,9 +129,7 @@ def read_parquet(
         [filesystem.valid_text(f.relative) for f in files],
         np.cumsum([0, *map(len, tables)]),
     )
-    ids: Ids = Numbered(places, starts)
-    if "id" in table.column_names:
-        ids = Text.join([*map(_ids, tables, places, starts.tolist())])
+    ids = pa.concat_arrays([*map(_make_ids, tables, places, starts.tolist())])
     images: Images
     if "image" in table.column_names:
         images = find_images(
@@ -146,7 +153,7 @@ def read_parquet(
     present = opened[0].schema.names
     is_noted = labels is None and not images_only
     notes = note_of_no_label(path, present, names) if is_noted else ()
-    labels = Labels.none(len(table)) if labels is None else labels
+    labels = make_unlabeled(len(table)) if labels is None else labels
     return Rows(
         ids,
         images,
@@ -160,7 +167,7 @@ def read_parquet(
     )
 
 
-def _ids(table: Any, name: str, first: int) -> Text:
+def _make_ids(table: Any, name: str, first: int) -> pa.LargeStringArray:
     """Return the ids of the rows of one file.
 
     Args:
@@ -172,10 +179,10 @@ def _ids(table: Any, name: str, first: int) -> Text:
     """
     rows = np.arange(len(table))
     if "id" not in table.column_names:
-        return Numbered([name], np.array([0, len(table)])).pick(rows)
+        return joined("#", name, decimal(rows))
     given = table["id"].cast(pa.large_string()).combine_chunks().fill_null("")
     instead = joined("", "row-", decimal(first + rows))
-    return Text(pa.compute.if_else(pa.compute.equal(given, ""), instead, given))
+    return pa.compute.if_else(pa.compute.equal(given, ""), instead, given)
 
 
 def values_in(column: Any) -> Iterator[Any]:
@@ -952,9 +959,9 @@ def columns_of_folders(
             column = pa.repeat(pa.scalar(folders[name]), num_rows)
             found[ours] = pa.chunked_array([column])
             continue
-        (expected,) = encode_labels(path, [folders[name]])
+        (expected,) = encode_labels(path, [folders[name]]).to_pylist()
         held = encode_column(path, columns[ours])
-        values = {*held.present, *(() if held.given.all() else (None,))}
+        values = {*present_classes(held), *((None,) if held.null_count else ())}
         if differing := sorted(map(repr, values - {expected})):
             raise ConfigError(
                 f"{path}: its folder says {name}={expected}, a row of its column {name}"
@@ -1178,7 +1185,7 @@ def rows_of_table(
         encode_labels(source, columns.get(c, missing)) for c in ("label", "eval_label")
     )
     require_distinct(source, labels, truth)
-    ids = Text.of(
+    ids = make_ids(
         f"row-{i}" if value in (None, "") else str(value)
         for i, value in enumerate(columns.get("id", missing))
     )
@@ -1186,7 +1193,7 @@ def rows_of_table(
         None if value in (None, "") else str(value)
         for value in columns.get("split", missing)
     )
-    is_train = splits_in(source, Labels.of(splits))
+    is_train = splits_in(source, make_labels(splits))
     images = find_images(source, root, columns[image], images_only, rules, table.lines)
     notes = table.notes
     if "label" not in columns and not images_only:
@@ -1264,13 +1271,13 @@ def note_of_no_label(
     return (f"{path}: no column label; it has {has}: --data.columns label={likely}",)
 
 
-def splits_in(source: str, given: Labels) -> np.ndarray:
+def splits_in(source: str, given: pa.DictionaryArray) -> np.ndarray:
     """Return whether each row is for training.
 
     Args:
         source: The source, as the error message names it.
-        given: The split that each of N rows names. A row that names none is for
-            training.
+        given: The split that each of N rows names, a dictionary array (N,). A row that
+            names none is for training.
 
     Returns:
         bool (N,).
@@ -1279,10 +1286,12 @@ def splits_in(source: str, given: Labels) -> np.ndarray:
         ConfigError: A split is not one of :data:`~uno.data.rows.SPLITS`, in any case of
             letters.
     """
-    splits = [SPLITS.get(name.lower()) for name in given.classes]
+    names = given.dictionary.to_pylist()
+    splits = [SPLITS.get(name.lower()) for name in names]
     if None in splits:
-        wrong = one_line(repr(given.classes[splits.index(None)]))
+        wrong = one_line(repr(names[splits.index(None)]))
         raise ConfigError(
             f"{source}: split must be train, test or validation, not {wrong}"
         )
-    return np.array([*(split == "train" for split in splits), True])[given.codes]
+    is_train = np.array([*(split == "train" for split in splits), True])
+    return is_train[class_codes(given)]

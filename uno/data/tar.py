@@ -1,41 +1,38 @@
 """Read tar shards in the layout of WebDataset.
 
 The members KEY.jpg (or another image) and KEY.cls or KEY.json of one shard are one row,
-in whatever order they are. A shard is scanned once for where its images lie, and
-nothing is unpacked. What is found in remote shards is kept
-(:mod:`uno.data.tar_index`).
+in whatever order they are. :mod:`uno.data.tar_index` finds them. Nothing is unpacked:
+images are read at their places in the shards.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import re
-import sys
-import tarfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
-from itertools import chain, islice
-from typing import Any, NamedTuple
+from itertools import product
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
 from uno.data import files as filesystem
-from uno.data.columns import Labels, Text, decimal, joined
+from uno.data.columns import decimal, has_label, joined
 from uno.data.files import FileEntry, is_uri, valid_text
-from uno.data.images import Image, Images, is_image
-from uno.data.labels import encode_labels, is_missing
+from uno.data.images import Image, Images
+from uno.data.labels import encode_labels
 from uno.data.rows import SPLITS, Rows
-from uno.data.tar_index import ShardScan, scan_shards
+from uno.data.tar_index import ShardContent, index_shards, shown
 from uno.errors import ConfigError, one_line
-from uno.limits import MAX_IMAGE_BYTES, MAX_MEMBER_BYTES, MAX_ROWS
+from uno.limits import MAX_IMAGE_BYTES
 from uno.text import plural
 
-SCANNED = 16  # the number of shards that are scanned at once
-# The bytes that a scan reads at once; the key says whether the shard is remote.
-WINDOW_BYTES = {False: 2**14, True: 2**20}
 # The largest gap in bytes between two images that are read in one piece; the key says
 # whether the shard is remote.
 GAP_BYTES = {False: 2**12, True: 2**20}
@@ -43,30 +40,7 @@ GAP_BYTES = {False: 2**12, True: 2**20}
 # in the same span are read in one piece. In remote shards these images form a group.
 SPAN_BYTES = 8 * 2**20
 MAX_SHARDS = 10**6  # the largest number of shards that a pattern may name
-LABELS = ("label", "cls", "class")  # keys of the label in KEY.json; the first counts
-COMPRESSED = {
-    b"\x1f\x8b": "gzip",
-    b"BZh": "bzip2",
-    b"\xfd7zXZ": "xz",
-    b"\x28\xb5\x2f\xfd": "zstd",
-}
-FILES = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
-# Types of headers that are followed by text about the next member.
-TEXTS = (tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE)
-# Types of members that are no files.
-WITHOUT_DATA = (
-    tarfile.LNKTYPE,
-    tarfile.SYMTYPE,
-    tarfile.DIRTYPE,
-    tarfile.CHRTYPE,
-    tarfile.BLKTYPE,
-    tarfile.FIFOTYPE,
-    tarfile.GNUTYPE_LONGLINK,
-    tarfile.XGLTYPE,
-)
-HIDDEN = re.compile(r"(^|/)(\.[^./]|__MACOSX(/|$))")  # files that file managers add
 PACKED = re.compile(r"\.(tgz|tar\.\w+)$", re.IGNORECASE)
-RECORD = re.compile(rb"(\d{1,8}) ([^=]+)=")  # in an extended header: LENGTH NAME=VALUE
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,43 +170,29 @@ def read_tar(path: str, images_only: bool = False, follow_links: bool = False) -
             file, a label is neither a name nor a whole number, or it is not clear which
             image a label belongs to.
     """
-    source, shards = f"tar:{path}", _shards(path, follow_links)
-    scans = scan_shards(
-        filesystem.full_path(path),
-        shards,
-        lambda shard: _scan(shard, images_only),
-        settings="images" if images_only else "images and labels",
-        threads=SCANNED,
-    )
-    warnings, notes = _warnings(scans), _notes(scans)
-    counts = [len(scan.keys) for scan in scans]
+    source, shards = f"tar:{path}", find_shards(path, follow_links)
+    names = [valid_text(shard.relative) for shard in shards]
+    contents = index_shards(filesystem.full_path(path), shards, images_only)
+    found = dict(zip(names, contents, strict=True))
+    warnings, notes = _list_warnings(found), _list_notes(found)
+    counts = [len(content.images) for content in contents]
     if not sum(counts):
         lacks = (
             f"{source}: no members KEY.jpg, KEY.png, ... in its {len(shards)} tar files"
         )
         raise ConfigError("; ".join([lacks, *warnings, *notes]))
-    ids = Text.join(
-        [
-            Text(joined("#", scan.name, scan.keys.array))
-            for scan in scans
-            if len(scan.keys)
-        ]
+    images = pa.concat_arrays([content.images for content in contents])
+    shard_of_image = np.repeat(np.arange(len(shards), dtype=np.int32), counts)
+    name_of_image = pa.array(names, pa.large_string()).take(pa.array(shard_of_image))
+    ids = joined("#", name_of_image, images.field("key"))
+    labels = encode_labels(
+        source,
+        _decode_labels(images.field("label")),
+        name_row=lambda row: str(ids[row]),
     )
-    images = TarImages(
-        [shard.path for shard in shards],
-        np.array([shard.time for shard in shards], np.int64),
-        np.repeat(np.arange(len(shards), dtype=np.int32), counts),
-        np.concatenate([scan.offsets for scan in scans]),
-        np.concatenate([scan.sizes for scan in scans]),
-    )
-    is_train = np.repeat(
-        [_split(shard.relative) == "train" for shard in shards], counts
-    )
-    values = chain.from_iterable(scan.labels for scan in scans)
-    labels = encode_labels(source, values, name_row=ids.__getitem__)
-    _refuse_labels_in_other_shards(source, scans, ids, labels)
-    in_folders = any("/" in scan.keys[0] for scan in scans if len(scan.keys))
-    if not images_only and not labels.present and in_folders:
+    _refuse_labels_in_other_shards(source, found, images.field("key"), ids, labels)
+    in_folders = pa.compute.any(pa.compute.match_substring(images.field("key"), "/"))
+    if not images_only and labels.null_count == len(labels) and in_folders.as_py():
         notes.append(
             "the label of KEY.jpg is a member KEY.cls or KEY.json of the same shard; if"
             " folders in the tar files are the classes, unpack them and pass --labeled"
@@ -240,526 +200,126 @@ def read_tar(path: str, images_only: bool = False, follow_links: bool = False) -
         )
     return Rows(
         ids,
-        images,
+        TarImages(
+            [shard.path for shard in shards],
+            np.array([shard.time for shard in shards], np.int64),
+            shard_of_image,
+            images.field("offset").to_numpy(),
+            images.field("size").to_numpy(),
+        ),
         labels,
-        is_train,
+        np.array([_split_of(s.relative) == "train" for s in shards])[shard_of_image],
         source,
         notes=tuple(notes),
         warnings=tuple(warnings),
     )
 
 
-class Member(NamedTuple):
-    """A member of a shard.
-
-    Attributes:
-        name: Its path in the shard.
-        offset: Position of its first byte in the shard.
-        size: Its size in bytes, or the bytes that are there if the shard is cut off.
-        is_plain: Whether these bytes are its content. False for links and sparse files.
-    """
-
-    name: str
-    offset: int
-    size: int
-    is_plain: bool
-
-    @property
-    def suffix(self) -> str:
-        """The suffix of the member: the text after the last dot of its base name.
-
-        It is in lower case, and '' if there is no dot. For ``a/cam 2.1_003.PNG`` it is
-        ``png``.
-        """
-        return self._base.rpartition(".")[2].lower() if "." in self._base else ""
-
-    @property
-    def key(self) -> str:
-        """The key of the row that the member belongs to: its name without the suffix.
-
-        For ``a/cam 2.1_003.png`` it is ``a/cam 2.1_003``.
-        """
-        return self.name.rpartition(".")[0] if "." in self._base else self.name
-
-    @property
-    def _base(self) -> str:
-        """The base name of the member, without its folders."""
-        return self.name.rpartition("/")[2]
-
-
-class Told(NamedTuple):
-    """What extended headers say about the member that follows them.
-
-    Attributes:
-        name: Its path, '' if they do not say it.
-        size: Its size in bytes, None if they do not say it.
-        is_sparse: Whether it is a sparse file.
-    """
-
-    name: str = ""
-    size: int | None = None
-    is_sparse: bool = False
-
-
-class Shard:
-    """A tar file with headers that are read in order.
-
-    Its methods raise ConfigError, which names the file, if the file cannot be read or
-    is damaged.
+def _decode_labels(texts: Any) -> list[Any]:
+    """Parse labels, each distinct one once.
 
     Args:
-        found: The file.
-
-    Attributes:
-        path: Path or URI of the file.
-        name: Its path below the source, as text.
-        size: Its size in bytes.
-        is_cut: Whether the file ends inside a member or header. It is complete when
-            :meth:`members` is exhausted.
-    """
-
-    def __init__(self, found: FileEntry) -> None:
-        self.path, self.name, self.is_cut = (
-            found.path,
-            valid_text(found.relative),
-            False,
-        )
-        with filesystem.reading(self.path):
-            self._file = filesystem.open_file(self.path)
-            self.size = self._file.size()
-        self._start, self._data, self._window = 0, b"", WINDOW_BYTES[is_uri(self.path)]
-
-    def members(self) -> Iterator[Member]:
-        """Yield the files and links of the shard in order.
-
-        Hidden files, such as file managers add, are left out. Only one header is in
-        memory at a time. The last member may be cut off.
-        """
-        at, told = 0, Told()
-        while (info := self._header(at)) is not None:
-            at += tarfile.BLOCKSIZE
-            size = info.size
-            if info.type in TEXTS:
-                told = self._told(info, at)
-            elif info.type not in WITHOUT_DATA:
-                at += self._map_bytes(info, at)
-                size = told.size if told.size is not None else size
-                name, left = (
-                    (told.name or info.name).removeprefix("./"),
-                    max(0, self.size - at),
-                )
-                self.is_cut = self.is_cut or size > left
-                if not HIDDEN.search(name):
-                    yield Member(
-                        name,
-                        at,
-                        min(size, left),
-                        info.type in FILES and not told.is_sparse,
-                    )
-                told = Told()
-            elif info.type not in (tarfile.GNUTYPE_LONGLINK, tarfile.XGLTYPE):
-                if info.type != tarfile.DIRTYPE:  # a link or a device
-                    yield Member(
-                        (told.name or info.name).removeprefix("./"), at, 0, False
-                    )
-                size, told = 0, Told()
-            at += -(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
-
-    def _header(self, at: int) -> tarfile.TarInfo | None:
-        """Read the header at a position in bytes.
-
-        Returns:
-            The header, None at the end of the archive.
-
-        Raises:
-            ConfigError: The file is compressed, or there is something else at this
-                position.
-        """
-        block = self.read(at, tarfile.BLOCKSIZE) if at < self.size else b""
-        packed = next(
-            (name for magic, name in COMPRESSED.items() if block.startswith(magic)),
-            None,
-        )
-        if packed is not None and at == 0:
-            fix = "images are read at their places, so unpack it to a plain .tar"
-            raise ConfigError(f"{self.path} is compressed ({packed}); {fix}")
-        if len(block) < tarfile.BLOCKSIZE:
-            self.is_cut = self.is_cut or len(block) > 0
-            return None
-        if block.count(0) == tarfile.BLOCKSIZE:
-            return None
-        try:
-            info = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
-        except (tarfile.HeaderError, ValueError):
-            info = None
-        if info is None or info.size < 0:
-            raise ConfigError(
-                f"{self.path} is not a tar file: no header at byte {at:,}"
-            )
-        return info
-
-    def _told(self, info: tarfile.TarInfo, at: int) -> Told:
-        """Read an extended header.
-
-        Args:
-            info: The header.
-            at: Position in bytes of the text that follows it.
-
-        Raises:
-            ConfigError: The text is too long, or no list of names and values.
-        """
-        text = self.text(at, info.size, "a header")
-        if info.type == tarfile.GNUTYPE_LONGNAME:
-            return Told(text.rstrip(b"\0").decode(errors="surrogateescape"))
-        fields, start = dict[bytes, bytes](), 0
-        while found := RECORD.match(text, start):
-            end = start + int(found[1])
-            if not found.end() < end <= len(text):
-                raise ConfigError(
-                    f"{self.path}: a header that is not a list of names and values"
-                )
-            fields[found[2]], start = text[found.end() : end - 1], end
-        size = fields.get(b"size", b"")
-        return Told(
-            fields.get(b"path", b"").decode(errors="surrogateescape"),
-            int(size) if size.isdigit() and len(size) < 19 else None,
-            any(name.startswith(b"GNU.sparse.") for name in fields),
-        )
-
-    def _map_bytes(self, info: tarfile.TarInfo, at: int) -> int:
-        """Return the size of the blocks that describe the holes of a sparse file.
-
-        Args:
-            info: The header of a member. The size is 0 if it is no sparse file of GNU
-                tar.
-            at: Position in bytes after the header.
-        """
-        num = 0
-        more = info.type == tarfile.GNUTYPE_SPARSE and self.read(at - 30, 1) not in (
-            b"",
-            b"\0",
-        )
-        while more:
-            num += tarfile.BLOCKSIZE
-            more = self.read(at + num - 8, 1) not in (b"", b"\0")
-        return num
-
-    def text(self, at: int, size: int, what: str) -> bytes:
-        """Read some bytes that must not be many.
-
-        Args:
-            at: Position of the first byte.
-            size: The number of bytes.
-            what: What is read, for the error message.
-
-        Raises:
-            ConfigError: ``size`` is larger than ``MAX_MEMBER_BYTES``.
-        """
-        if size > MAX_MEMBER_BYTES:
-            raise ConfigError(
-                f"{self.path}: {what} has {size:,} bytes, more than"
-                f" {MAX_MEMBER_BYTES:,}"
-            )
-        return self.read(at, size)
-
-    @filesystem.retry_transient
-    def read(self, at: int, num: int) -> bytes:
-        """Read ``num`` bytes of the file from the position ``at``.
-
-        The result is shorter at the end of the file. The bytes that follow are read
-        ahead, so that the next calls need no access.
-
-        Raises:
-            ConfigError: The file cannot be read.
-        """
-        if not self._start <= at <= at + num <= self._start + len(self._data):
-            with filesystem.reading(self.path):
-                self._start, self._data = (
-                    at,
-                    self._file.read_at(max(num, self._window), at),
-                )
-        return bytes(self._data[at - self._start : at - self._start + num])
-
-
-LabelMembers = dict[str, dict[str, Any]]
-"""The labels of a shard: suffix ("cls", then "json") -> key -> label.
-
-A label is None if it is missing, and a ConfigError if it cannot be read.
-"""
-
-
-def _scan(found: FileEntry, images_only: bool) -> ShardScan:
-    """Read the headers and labels of a shard, and join images and labels by key.
-
-    Args:
-        found: The shard.
-        images_only: Whether labels are not read.
-
-    Raises:
-        ConfigError: The shard cannot be read, has too many images, two images or two
-            equal labels of one key, or a label of an image cannot be read.
-    """
-    shard, others = Shard(found), Counter[str]()
-    images: dict[str, Member] = {}
-    labels: LabelMembers = {"cls": {}, "json": {}}
-    for member in shard.members():
-        key, suffix = member.key, member.suffix
-        if is_image(f".{suffix}"):
-            if key in images:
-                both = f"{_shown(images[key].name)} and {_shown(member.name)}"
-                raise ConfigError(
-                    f"{shard.path}: two images of one key, {both}; rename or remove one"
-                )
-            images[key] = member
-            if len(images) > MAX_ROWS:
-                raise ConfigError(f"{shard.path} has more than {MAX_ROWS:,} images")
-        elif suffix in labels:
-            if key in labels[suffix]:
-                raise ConfigError(
-                    f"{shard.path}: two members are called {_shown(member.name)};"
-                    " remove one"
-                )
-            is_wanted = not images_only and is_missing(labels["cls"].get(key))
-            labels[suffix][key] = _read_label(shard, member) if is_wanted else None
-        else:
-            others[valid_text(suffix)[:12] or "without a suffix"] += 1
-    left_out = _fields_of_others(shard, images, labels, images_only)
-    for key in left_out:
-        del images[key]
-    values = [_label_of(labels, key).value for key in images]
-    if (
-        error := next((v for v in values if isinstance(v, ConfigError)), None)
-    ) is not None:
-        raise error
-    without_image = {
-        key: _label_of(labels, key)
-        for key in chain.from_iterable(labels.values())
-        if key not in images
-    }
-    lost = {key: label for key, label in without_image.items() if label.is_given}
-    others.update(
-        label.suffix for key, label in without_image.items() if key not in lost
-    )
-    offsets = (image.offset * image.is_plain for image in images.values())
-    sizes = (image.size * image.is_plain for image in images.values())
-    return ShardScan(
-        name=shard.name,
-        keys=Text.of(map(valid_text, images)),
-        offsets=np.fromiter(offsets, np.int64),
-        sizes=np.fromiter(sizes, np.int64),
-        labels=values,
-        lost_labels={key: f"{key}.{label.suffix}" for key, label in lost.items()},
-        left_out=left_out,
-        others=others,
-        is_cut=shard.is_cut,
-    )
-
-
-class _Label(NamedTuple):
-    """The label of a key that counts.
-
-    Attributes:
-        suffix: Suffix of the member that it is in: "cls", "json", or '' for none.
-        value: The label, None if it is missing, or a ConfigError that says why it
-            cannot be read.
-    """
-
-    suffix: str
-    value: Any
-
-    @property
-    def is_given(self) -> bool:
-        """Whether somebody wrote a label.
-
-        A JSON file that cannot be read as a label does not count, because it may be
-        about anything.
-        """
-        is_other_json = self.suffix == "json" and isinstance(self.value, ConfigError)
-        return not is_missing(self.value) and not is_other_json
-
-
-def _label_of(labels: LabelMembers, key: str) -> _Label:
-    """Return the label of a key.
-
-    Args:
-        labels: The labels of the shard.
-        key: The key of a row.
+        texts: The labels as JSON or null, an Arrow array (N,).
 
     Returns:
-        The label in KEY.cls, or the one in KEY.json if that is missing. The suffix is
-        '' if the key has neither.
+        The N labels, None for null.
     """
-    present = [
-        _Label(suffix, labels[suffix][key])
-        for suffix in labels
-        if key in labels[suffix]
+    coded = texts.dictionary_encode()
+    values = [json.loads(text) for text in coded.dictionary.to_pylist()]
+    return [
+        None if code is None else values[code] for code in coded.indices.to_pylist()
     ]
-    given = (label for label in present if not is_missing(label.value))
-    return next(given, present[0] if present else _Label("", None))
 
 
-def _fields_of_others(
-    shard: Shard,
-    images: dict[str, Member],
-    labels: LabelMembers,
-    images_only: bool,
-) -> dict[str, tuple[str, str]]:
-    """Return the images that are a field of another row, by WebDataset's rule for keys.
-
-    Args:
-        shard: The shard, for the error message.
-        images: The images of the shard by key.
-        labels: The labels of the shard.
-        images_only: Whether labels are not read.
-
-    Returns:
-        Key of each such image -> its name, and the name of the other row's image.
-
-    Raises:
-        ConfigError: A label has no image of its own key, but images that WebDataset
-            would give its key. It is then not clear which image is meant.
-    """
-    fields = dict[str, tuple[str, str]]()
-    for key, image in images.items():
-        folder, slash, base = key.rpartition("/")
-        first, dot, _ = base.partition(".")
-        sample = folder + slash + first  # the key by WebDataset's rule
-        if not dot or _label_of(labels, key).suffix:
-            continue
-        if sample in images:
-            fields[key] = image.name, images[sample].name
-        elif not images_only:
-            label = _label_of(labels, sample)
-            if label.is_given:
-                raise ConfigError(
-                    f"{shard.path}: label {_shown(f'{sample}.{label.suffix}')} has no"
-                    f" image of the same name, but {_shown(image.name)} begins so;"
-                    " rename one of them, so that the names differ only after the"
-                    " last dot"
-                )
-    return fields
-
-
-def _warnings(scans: Sequence[ShardScan]) -> list[str]:
+def _list_warnings(found: Mapping[str, ShardContent]) -> list[str]:
     """Return warnings about labels without an image, and about images left out.
 
     Args:
-        scans: The content of each shard.
+        found: The content of each shard by its name.
 
     Returns:
         At most one line for each of the two.
     """
     lines = []
-    lost = [(scan, name) for scan in scans for name in scan.lost_labels.values()]
+    lost = [(s, name) for s in found for name in found[s].lost_labels.values()]
     if lost:
-        scan, name = lost[0]
+        shard, name = lost[0]
         lines.append(
-            f"{plural(len(lost), 'label')} without an image, e.g. {_shown(name)} in"
-            f" {scan.name}: a label KEY.cls or KEY.json belongs to KEY.jpg (or another"
+            f"{plural(len(lost), 'label')} without an image, e.g. {shown(name)} in"
+            f" {shard}: a label KEY.cls or KEY.json belongs to KEY.jpg (or another"
             " image) in the same shard; rename or add the image, or remove the label"
         )
-    fields = [(scan, *pair) for scan in scans for pair in scan.left_out.values()]
+    fields = [(s, *names) for s in found for names in found[s].left_out]
     if fields:
-        scan, name, row_image = fields[0]
+        shard, name, row_image = fields[0]
         lines.append(
-            f"{plural(len(fields), 'image')} left out, e.g. {_shown(name)} in"
-            f" {scan.name}: WebDataset's key ends at the first dot, so it is another"
-            f" field of the row of {_shown(row_image)}; if it is an image of its own,"
+            f"{plural(len(fields), 'image')} left out, e.g. {shown(name)} in"
+            f" {shard}: WebDataset's key ends at the first dot, so it is another"
+            f" field of the row of {shown(row_image)}; if it is an image of its own,"
             " replace the dots in its name"
         )
     return lines
 
 
-def _notes(scans: Sequence[ShardScan]) -> list[str]:
+def _list_notes(found: Mapping[str, ShardContent]) -> list[str]:
     """Return notes about what the scan of the shards did not read.
 
     Args:
-        scans: The content of each shard.
+        found: The content of each shard by its name.
 
     Returns:
         A line for each shard that is cut off, and one about members that are neither
         image nor label.
     """
     lines = [
-        f"{scan.name} is truncated: it ends inside a member"
-        for scan in scans
-        if scan.is_cut
+        f"{shard} is truncated: it ends inside a member"
+        for shard, content in found.items()
+        if content.is_cut
     ]
-    others = sum((scan.others for scan in scans), Counter[str]())
-    if others:
-        named = ", ".join(f"{num:,} .{name}" for name, num in others.most_common(8))
+    ignored = Counter[str]()
+    for content in found.values():
+        ignored.update(content.ignored)
+    if ignored:
+        named = ", ".join(f"{num:,} .{name}" for name, num in ignored.most_common(8))
         lines.append(
-            f"ignored {plural(others.total(), 'member')} of the tar files: {named}"
+            f"ignored {plural(ignored.total(), 'member')} of the tar files: {named}"
         )
     return lines
 
 
 def _refuse_labels_in_other_shards(
-    source: str, scans: Sequence[ShardScan], ids: Text, labels: Labels
+    source: str,
+    found: Mapping[str, ShardContent],
+    keys: Any,
+    ids: Any,
+    labels: pa.DictionaryArray,
 ) -> None:
     """Refuse labels with an image in another shard, which would count as unlabeled.
 
     Args:
         source: Name of the source in messages.
-        scans: The content of each shard.
+        found: The content of each shard by its name.
+        keys: The keys of all N rows, an Arrow array.
         ids: The ids of all N rows.
         labels: The labels of all N rows.
 
     Raises:
         ConfigError: There is such a label.
     """
-    lost = [valid_text(key) for scan in scans for key in scan.lost_labels]
-    if not lost:
-        return
-    keys = Text.join([scan.keys for scan in scans])
-    found = pa.compute.is_in(keys.array, pa.array(lost, pa.large_string()))
-    rows = np.flatnonzero(found.to_numpy(zero_copy_only=False) & ~labels.given)
+    lost = {
+        valid_text(key): f"{shown(name)} in {shard}"
+        for shard, content in found.items()
+        for key, name in content.lost_labels.items()
+    }
+    is_lost = pa.compute.is_in(keys, pa.array(lost, pa.large_string()))
+    rows = np.flatnonzero(is_lost.to_numpy(zero_copy_only=False) & ~has_label(labels))
     if len(rows):
-        row, key = ids[rows[0]], keys[rows[0]]
-        name, scan = next(
-            (scan.lost_labels[lost_key], scan)
-            for scan in scans
-            for lost_key in scan.lost_labels
-            if valid_text(lost_key) == key
-        )
         raise ConfigError(
             f"{source}: {plural(len(rows), 'label')} in another shard than the image,"
-            f" e.g. {_shown(name)} in {scan.name} and the image {one_line(repr(row))};"
-            " write all members of a key into one shard"
+            f" e.g. {lost[keys[rows[0]].as_py()]} and the image"
+            f" {one_line(repr(ids[rows[0]].as_py()))}; write all members of a key into"
+            " one shard"
         )
-
-
-def _shown(name: str) -> str:
-    """Return the name of a member as it stands in an error line."""
-    return one_line(repr(valid_text(name)))
-
-
-def _read_label(shard: Shard, member: Member) -> Any:
-    """Read the label in a member KEY.cls or KEY.json.
-
-    Returns:
-        The label, None if a JSON file has none, or the ConfigError that says why it
-        cannot be read. The error is not raised here, because most JSON files that are
-        no label have no image either.
-    """
-    where = f"{shard.path}: {_shown(member.name)}"
-    if not member.is_plain:
-        return ConfigError(f"{where} is a link or sparse; write it as a file")
-    try:
-        text = shard.text(member.offset, member.size, where).decode("utf-8-sig").strip()
-        value = filesystem.parse_json(text) if member.suffix == "json" else text
-    except ConfigError as error:
-        return error
-    except ValueError as error:
-        kind = "JSON" if member.suffix == "json" else "UTF-8 text"
-        return ConfigError(
-            f"{where} is not {kind}: {one_line(error)}; write it as {kind}"
-        )
-    if member.suffix == "json":
-        if not isinstance(value, dict):
-            return ConfigError(f"{where} must be an object, not {type(value).__name__}")
-        value = next((value[name] for name in LABELS if name in value), None)
-    return sys.intern(valid_text(value)) if isinstance(value, str) else value
 
 
 @filesystem.retry_transient
@@ -791,7 +351,7 @@ def _read_images(path: str, start: np.ndarray, end: np.ndarray) -> list[bytes]:
     return images
 
 
-def _split(name: str) -> str:
+def _split_of(name: str) -> str:
     """Return the split of a shard, "train" or "test".
 
     It follows from the first word in the name of the file that names a split, else from
@@ -802,107 +362,81 @@ def _split(name: str) -> str:
     return next((SPLITS[word] for word in words if word in SPLITS), "train")
 
 
-def _shards(path: str, follow_links: bool) -> list[FileEntry]:
-    """Return the tar files that a path or pattern names, in order.
-
-    The size and the time of remote files are looked up.
+def find_shards(path: str, follow_links: bool) -> list[FileEntry]:
+    """List the tar files that a path or pattern names, in order.
 
     Args:
-        path: A path or URI of a file or folder, or a pattern.
+        path: A path or URI of a file or folder, or a pattern. ``{000..009}`` or
+            ``{a,b}`` may be anywhere in it, and ``*`` in the name of the file.
         follow_links: Whether links may lead out of the folder.
 
     Raises:
-        ConfigError: There are none, or too many.
-    """
-    return filesystem.with_remote_facts(_named_shards(path, follow_links))
-
-
-def _named_shards(path: str, follow_links: bool) -> list[FileEntry]:
-    """List the tar files that a path or pattern names.
-
-    The size and the time of remote files are -1 if no listing gave them.
-
-    Args:
-        path: A path or URI of a file or folder, or a pattern.
-        follow_links: Whether links may lead out of the folder.
-
-    Raises:
-        ConfigError: There are none, or too many.
+        ConfigError: There are none, or the pattern names more than :data:`MAX_SHARDS`.
     """
     kind = filesystem.kind(path)
-    if kind == "file":
-        return [FileEntry(filesystem.split(path)[1], path, *filesystem.stat_of(path))]
     if kind == "missing":
-        return _matching(path, follow_links)
-    found = list(filesystem.walk(path, follow_links))
-    shards = [file for file in found if file.relative.lower().endswith(".tar")]
-    if not shards:
-        packed = (file.relative for file in found if PACKED.search(file.relative))
-        why = next(
-            (
+        shards = _match_pattern(path, follow_links)
+    elif kind == "file":
+        name = filesystem.split(path)[1]
+        shards = [FileEntry(name, path, *filesystem.stat_of(path))]
+    else:
+        entries = list(filesystem.walk(path, follow_links))
+        shards = [file for file in entries if file.relative.lower().endswith(".tar")]
+        packed = [file.relative for file in entries if PACKED.search(file.relative)]
+        if not shards:
+            example = [
                 f"; {valid_text(name)} is compressed, unpack it to a plain .tar"
-                for name in packed
-            ),
-            "",
-        )
-        raise ConfigError(f"no *.tar files below {path}{why}")
+                for name in packed[:1]
+            ]
+            raise ConfigError(f"no *.tar files below {path}{''.join(example)}")
+    return filesystem.with_remote_facts(shards)
+
+
+def _match_pattern(pattern: str, follow_links: bool) -> list[FileEntry]:
+    """List the files that a pattern names, as :func:`find_shards`.
+
+    A name without ``*`` is not looked up, so that a shard that is missing is an error
+    when it is read.
+    """
+    root_length = re.split(r"[*{]", pattern)[0].rfind("/") + 1
+    shards = list[FileEntry]()
+    for path in expand_braces(pattern):
+        folder, name = filesystem.split(path)
+        base = path.partition("?")[0] if is_uri(path) else path
+        below_root = base[root_length : base.rfind("/") + 1]
+        if "*" in name:
+            shards += [
+                file._replace(relative=below_root + file.relative)
+                for file in filesystem.walk(folder, follow_links)
+                if "/" not in file.relative and fnmatchcase(file.relative, name)
+            ]
+        else:
+            size, time = filesystem.stat_of(path)
+            shards.append(FileEntry(below_root + name, path, size, time))
+    if not shards:
+        raise ConfigError(f"tar:{pattern}: no such file")
     return shards
 
 
-def _matching(pattern: str, follow_links: bool) -> list[FileEntry]:
-    """Return the files that a pattern names.
-
-    Args:
-        pattern: A path or URI with ``*``, which stands for any characters but "/", and
-            with ``{000..009}`` or ``{a,b}``.
-        follow_links: Whether links may lead out of the folder before the first ``*`` or
-            ``{``.
-
-    Raises:
-        ConfigError: There is no such file, or the pattern names more than
-            :data:`MAX_SHARDS`.
-    """
-    base, mark, options = (
-        pattern.partition("?") if is_uri(pattern) else (pattern, "", "")
-    )
-    root = re.split(r"[*{]", base)[0].rpartition("/")[0]
-    folder = (root or ("/" if base.startswith("/") else ".")) + mark + options
-    names = list(islice(_expanded(base[len(root) :].lstrip("/")), MAX_SHARDS + 1))
-    if len(names) > MAX_SHARDS:
-        raise ConfigError(f"{pattern} names more than {MAX_SHARDS:,} files")
-    found = list[FileEntry]()
-    is_walked = any("*" in name for name in names)
-    below = list(filesystem.walk(folder, follow_links)) if is_walked else []
-    for name in names:
-        if "*" in name:
-            wanted = re.compile("[^/]*".join(map(re.escape, name.split("*"))))
-            found += [file for file in below if wanted.fullmatch(file.relative)]
-        else:
-            path = filesystem.join(folder, name)
-            found.append(FileEntry(name, path, *filesystem.stat_of(path)))
-    if not found:
-        raise ConfigError(f"tar:{pattern}: no such file")
-    return found
-
-
-def _expanded(pattern: str) -> Iterator[str]:
-    """Yield the names that a pattern with braces stands for.
+def expand_braces(pattern: str) -> list[str]:
+    """Return the names that a pattern with braces stands for.
 
     ``{000..009}`` stands for the numbers from 000 to 009, and ``{a,b}`` for a and b.
-    ``*`` stays.
+
+    Raises:
+        ConfigError: These are more than :data:`MAX_SHARDS`.
     """
-    braces = re.search(r"\{([^{}]*)\}", pattern)
-    if braces is None:
-        yield pattern
-        return
-    before, after = pattern[: braces.start()], pattern[braces.end() :]
-    ends = re.fullmatch(r"(\d{1,9})\.\.(\d{1,9})", braces[1])
-    if ends is None:
-        words: Iterator[str] = iter(braces[1].split(","))
-    else:
-        words = (
-            f"{number:0{len(ends[1])}}"
-            for number in range(int(ends[1]), int(ends[2]) + 1)
-        )
-    for word in words:
-        yield from _expanded(before + word + after)
+    choices = list[list[str]]()
+    for number, part in enumerate(re.split(r"\{([^{}]*)\}", pattern)):
+        ends = re.fullmatch(r"(\d{1,9})\.\.(\d{1,9})", part)
+        if number % 2 == 0:  # outside of braces
+            choices.append([part])
+        elif ends is None:
+            choices.append(part.split(","))
+        else:
+            first, last, width = int(ends[1]), int(ends[2]), len(ends[1])
+            numbers = range(first, min(last, first + MAX_SHARDS) + 1)
+            choices.append([f"{value:0{width}}" for value in numbers])
+    if math.prod(map(len, choices)) > MAX_SHARDS:
+        raise ConfigError(f"{pattern} names more than {MAX_SHARDS:,} files")
+    return list(map("".join, product(*choices)))

@@ -1,225 +1,357 @@
-"""An index of remote tar shards: where their images lie, and their labels.
+"""Find the images and labels inside tar shards, and remember what was found.
 
-To find the images of a shard its headers are scanned, for which most of the shard is
-transferred from an object store. The index keeps the result in the cache directory of
-the user. A later start reads the index and scans only new shards, and shards with
-another size or time of the last change.
+:mod:`tarfile` reads the headers of a shard, which transfers most of a remote shard. The
+result is kept in an index in the cache directory of the user. A later start reads the
+index, and scans only shards that are new or have another size or modification time.
 """
 
 import hashlib
 import json
 import logging
 import os
-import sys
+import re
+import tarfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from uno.data.columns import Text
-from uno.data.files import FileEntry, Storage, is_uri
+from uno.data import files as filesystem
+from uno.data.files import FileEntry, Storage, valid_text
+from uno.data.images import is_image
+from uno.data.labels import is_missing
 from uno.data.mapped import user_cache
-from uno.errors import StorageError, one_line
+from uno.errors import ConfigError, StorageError, one_line
+from uno.limits import MAX_MEMBER_BYTES, MAX_ROWS
 
-VERSION = 1  # version of what a scan finds and how it is stored
-FOLDER = "tar-index"
-FACTS = b"uno"  # key under which the metadata of the file describes the shards
-# errors that a damaged index can lead to while it is parsed
-DAMAGED = (ValueError, KeyError, TypeError)
+VERSION = 2  # version of what a scan finds and how the index stores it
+FOLDER = "tar-index"  # folder of the cache directory with the indexes
+THREADS = 16  # the number of shards that are scanned at the same time
 SETTLED_NS = 2 * 10**9  # a shard may change again in the same tick of its clock
+# suffixes of members with a label, and what they hold; the first suffix counts
+KINDS = {"cls": "UTF-8 text", "json": "JSON"}
+LABEL_KEYS = (
+    "label",
+    "cls",
+    "class",
+)  # keys of the label in KEY.json; the first counts
+HIDDEN = re.compile(r"(^|/)(\.[^./]|__MACOSX(/|$))")  # files that file managers add
+COMPRESSED = {
+    b"\x1f\x8b": "gzip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+}
+# errors of tarfile for damaged or hostile headers
+BAD_HEADERS = (
+    tarfile.TarError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    RecursionError,
+)
+IMAGE = pa.struct(
+    {
+        "key": pa.large_string(),
+        "offset": pa.int64(),
+        "size": pa.int64(),
+        "label": pa.large_string(),
+    }
+)
+"""An image of a shard: its key, the position of its first byte in the shard, its size
+in bytes, and its label as JSON or null. The size is 0 for a member that is a link or a
+sparse file, which is an unreadable image.
+"""
 
 log = logging.getLogger(__name__)
 
 
-class ShardScan(NamedTuple):
-    """The content of a shard, as its scan found it.
+class ShardContent(NamedTuple):
+    """The images and labels that were found in a shard.
 
     Attributes:
-        name: The path of the shard below the source, as text.
-        keys: The keys of its N images.
-        offsets: Position of the first byte of each image in the shard, int64 (N,).
-        sizes: Size of each image in bytes, int64 (N,).
-        labels: The label of each image as it is in the shard, None for none.
+        images: The N images, an Arrow array of the type :data:`IMAGE`.
         lost_labels: Labels without an image of the same key: key -> name of the member.
-        left_out: Images that are a field of another row: key -> names of this image and
+        left_out: Images that are a field of another row: the name of each, and the name
             of the image of that row.
-        others: The number of members that are neither image nor label, by their suffix.
+        ignored: The number of members that are neither an image nor its label, by their
+            suffix.
         is_cut: Whether the shard ends inside a member.
     """
 
-    name: str
-    keys: Text
-    offsets: np.ndarray
-    sizes: np.ndarray
-    labels: list[Any]
-    lost_labels: dict[str, str]
-    left_out: dict[str, tuple[str, str]]
-    others: Counter[str]
+    images: Any
+    lost_labels: Mapping[str, str]
+    left_out: Sequence[Sequence[str]]
+    ignored: Mapping[str, int]
     is_cut: bool
 
 
-Identity = tuple[str, int, int]
-"""A shard's path below the source, its size in bytes and the time of its change."""
+class Member(NamedTuple):
+    """A file inside a shard.
+
+    Attributes:
+        name: Its path in the shard.
+        key: The key of its row, which is the name without the suffix. For
+            ``a/cam 2.1_003.PNG`` it is ``a/cam 2.1_003``.
+        suffix: The text after the last dot in lower case, such as ``png``, or ''.
+        offset: Position of its first byte in the shard, 0 for a link or sparse file.
+        size: Its size in bytes, or the bytes that are there if the shard is cut off. It
+            is 0 for a link or sparse file.
+        is_plain: Whether these bytes are its content. False for links and sparse files.
+    """
+
+    name: str
+    key: str
+    suffix: str
+    offset: int
+    size: int
+    is_plain: bool
 
 
-def scan_shards(
-    root: str,
-    shards: Sequence[FileEntry],
-    scan: Callable[[FileEntry], ShardScan],
-    settings: str,
-    threads: int,
-) -> list[ShardScan]:
-    """Scan shards, or read from the index what an earlier scan has found.
+class _Shard:
+    """A shard that is open to read its headers and labels.
+
+    It serves :mod:`tarfile` as a file. A header announces the length of the text that
+    follows it, and a hostile one announces gigabytes, so long reads are refused.
+
+    Args:
+        path: Path or URI of the shard.
+        file: The shard, open for reads in any order.
+
+    Attributes:
+        path: Path or URI of the shard.
+        is_cut: Whether the shard ends inside a member. It is known after the last one
+            of :meth:`members`.
+    """
+
+    def __init__(self, path: str, file: BinaryIO) -> None:
+        self.path, self._file, self.is_cut = path, file, False
+        self.seek, self.tell = file.seek, file.tell
+        self._size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+
+    def read(self, num: int) -> bytes:
+        """Read the next ``num`` bytes, or fewer at the end of the shard.
+
+        Raises:
+            ConfigError: ``num`` is negative or more than ``MAX_MEMBER_BYTES``.
+        """
+        if not 0 <= num <= MAX_MEMBER_BYTES:
+            raise ConfigError(
+                f"{self.path}: a header or label has {num:,} bytes, more than"
+                f" {MAX_MEMBER_BYTES:,}"
+            )
+        return self._file.read(num)
+
+    def members(self) -> Iterator[Member]:
+        """Yield the files and links of the shard in order.
+
+        Hidden files, such as file managers add, are left out. The last member may be
+        cut off.
+
+        Raises:
+            ConfigError: The shard is compressed, is no tar file, or is damaged.
+        """
+        open_tar: Any = tarfile.open  # its annotations lack `members`
+        try:
+            with open_tar(fileobj=self, mode="r:", errors="surrogateescape") as archive:
+                for info in iter(archive.next, None):
+                    archive.members.clear()  # tarfile would keep them all in memory
+                    if info.size < 0:
+                        raise ConfigError(
+                            f"{self.path}: {shown(info.name)} has no size"
+                        )
+                    self.is_cut = archive.offset > self._size
+                    if not (info.isdir() or HIDDEN.search(info.name)):
+                        yield self._member(info)
+                    if self.is_cut:
+                        return
+            self.seek(archive.offset)
+            rest = self.read(tarfile.BLOCKSIZE)
+        except ConfigError:
+            raise
+        except BAD_HEADERS as error:
+            self.seek(0)
+            raise self._refusal(self.read(4), one_line(error)) from None
+        self.is_cut = any(rest) and len(rest) < tarfile.BLOCKSIZE
+        if any(rest) and not self.is_cut:
+            raise self._refusal(b"", f"no header at byte {archive.offset:,}")
+
+    def _member(self, info: tarfile.TarInfo) -> Member:
+        """Return the member of a header."""
+        name = info.name.removeprefix("./")
+        folder, slash, base = name.rpartition("/")
+        stem, dot, suffix = base.rpartition(".")
+        is_sparse = info.issparse() or any(
+            "GNU.sparse" in key for key in info.pax_headers
+        )
+        is_plain = info.isreg() and not is_sparse
+        return Member(
+            name,
+            key=folder + slash + stem if dot else name,
+            suffix=suffix.lower() if dot else "",
+            offset=info.offset_data if is_plain else 0,
+            size=min(info.size, self._size - info.offset_data) if is_plain else 0,
+            is_plain=is_plain,
+        )
+
+    def _refusal(self, start: bytes, reason: str) -> ConfigError:
+        """Return the error for a file that is no tar file.
+
+        Args:
+            start: The first bytes of the file, by which compression is recognized.
+            reason: What is wrong with it.
+        """
+        kinds = [name for magic, name in COMPRESSED.items() if start.startswith(magic)]
+        if kinds:
+            return ConfigError(
+                f"{self.path} is compressed ({kinds[0]}); images are read at their"
+                " places, so unpack it to a plain .tar"
+            )
+        return ConfigError(
+            f"{self.path} is not a tar file, or is damaged: {reason}; write it again"
+        )
+
+    def read_label(self, member: Member) -> Any:
+        """Read the label in a member KEY.cls or KEY.json.
+
+        Returns:
+            The label, None if a JSON file has none, or the ConfigError that says why it
+            cannot be read. The error is not raised here, because most JSON files that
+            are no label have no image either.
+        """
+        where, kind = f"{self.path}: {shown(member.name)}", KINDS[member.suffix]
+        if not member.is_plain:
+            return ConfigError(f"{where} is a link or sparse; write it as a file")
+        try:
+            self.seek(member.offset)
+            text = self.read(member.size).decode("utf-8-sig").strip()
+            value = filesystem.parse_json(text) if member.suffix == "json" else text
+        except ConfigError as error:
+            return error
+        except ValueError as error:
+            return ConfigError(
+                f"{where} is not {kind}: {one_line(error)}; write it as {kind}"
+            )
+        if member.suffix == "json":
+            if not isinstance(value, dict):
+                name = type(value).__name__
+                return ConfigError(f"{where} must be an object, not {name}")
+            value = next((value[name] for name in LABEL_KEYS if name in value), None)
+        return valid_text(value) if isinstance(value, str) else value
+
+
+def index_shards(
+    root: str, shards: Sequence[FileEntry], images_only: bool
+) -> list[ShardContent]:
+    """Return what shards hold, from the index or by scanning them.
 
     The index is a Parquet file in the user's cache directory. It serves a shard if its
-    path, its size and the time of its last change are those of the scan. Other shards
-    are scanned again, and the index is written anew. Local shards are always scanned.
+    path, its size and its modification time are those of the scan. Other shards are
+    scanned, and the index is written anew.
 
     Args:
         root: The folder, file or pattern that names the shards.
         shards: The shards.
-        scan: Scans one shard.
-        settings: Text that names what the result of ``scan`` depends on besides the
-            shard. Other settings have an index of their own.
-        threads: The number of shards that are scanned at once.
+        images_only: Whether labels are not read. Such scans have an index of their own.
 
     Returns:
-        What each of ``shards`` holds, in their order.
+        The content of each of ``shards``, in their order.
+
+    Raises:
+        ConfigError: A shard cannot be read or is refused.
     """
     started = time.time_ns()
-    remote = [shard for shard in shards if is_uri(shard.path)]
-    name = hashlib.sha256(json.dumps([VERSION, root, settings]).encode()).hexdigest()
-    place = f"{FOLDER}/{name[:32]}.parquet"
-    found = _read(place) if remote else {}
-    missing = [shard for shard in shards if _identity(shard) not in found]
-    with ThreadPoolExecutor(threads) as pool:
-        scanned = dict(zip(missing, pool.map(scan, missing), strict=True))
-    scans = [scanned.get(shard) or found[_identity(shard)] for shard in shards]
+    name = hashlib.sha256(json.dumps([VERSION, root, images_only]).encode()).hexdigest()
+    path = f"{FOLDER}/{name[:32]}.parquet"
+    known = _read_index(path)
+    missing = [shard for shard in shards if _identity(shard) not in known]
+    with ThreadPoolExecutor(THREADS) as pool:
+        scanned = pool.map(partial(scan_shard, images_only=images_only), missing)
+        content_of = {
+            **known,
+            **dict(zip(map(_identity, missing), scanned, strict=True)),
+        }
     settled = {
-        _identity(shard): one
-        for shard, one in zip(shards, scans, strict=True)
-        if is_uri(shard.path)
-        and shard.size >= 0
-        and 0 <= shard.time < started - SETTLED_NS
+        _identity(shard): content_of[_identity(shard)]
+        for shard in shards
+        if shard.size >= 0 and 0 <= shard.time < started - SETTLED_NS
     }
-    if settled.keys() != found.keys():
-        _write(place, settled)
-    return scans
+    if settled.keys() != known.keys():
+        _write_index(path, settled)
+    return [content_of[_identity(shard)] for shard in shards]
+
+
+Identity = tuple[str, int, int]
+"""A shard's path below the source, its size in bytes and its modification time."""
 
 
 def _identity(shard: FileEntry) -> Identity:
-    """Return the path, the size and the time of the last change of a shard."""
+    """Return by what the index recognizes a shard that has not changed."""
     return shard.relative, shard.size, shard.time
 
 
-def _read(place: str) -> dict[Identity, ShardScan]:
-    """Read an index of tar shards.
+def _read_index(path: str) -> dict[Identity, ShardContent]:
+    """Read an index.
 
     Args:
-        place: Path of the index below the cache directory.
+        path: Path of the index below the cache directory.
 
     Returns:
         The content of each shard in the index. Empty if there is no index, or if it is
         damaged. A warning is then logged.
     """
     try:
-        data = Storage(os.path.expanduser(user_cache())).find(place)
+        data = Storage(os.path.expanduser(user_cache())).find(path)
         if data is None:
             return {}
         reader = pa.BufferReader(data)
         table = pq.read_table(reader, page_checksum_verification=True)
-        facts = json.loads(table.schema.metadata[FACTS])
-        shard_of_row = table["shard"].to_numpy()
-        ends = np.searchsorted(shard_of_row, np.arange(len(facts)), side="right")
-        columns = table.unify_dictionaries().combine_chunks()
-        labels = _labels(columns["label"])
-        keys = columns["key"].cast(pa.large_string()).combine_chunks()
-        offsets, sizes = columns["offset"].to_numpy(), columns["size"].to_numpy()
-        found, start = dict[Identity, ShardScan](), 0
-        for fact, end in zip(facts, ends.tolist(), strict=True):
-            path, size, changed = fact["identity"]
-            found[path, size, changed] = ShardScan(
-                name=fact["name"],
-                keys=Text(keys[start:end]),
-                offsets=offsets[start:end],
-                sizes=sizes[start:end],
-                labels=labels[start:end],
-                lost_labels=fact["lost_labels"],
-                left_out={key: (a, b) for key, (a, b) in fact["left_out"].items()},
-                others=Counter(fact["others"]),
-                is_cut=fact["is_cut"],
+        return {
+            tuple(json.loads(shard.as_py())): ShardContent(
+                images.values, **json.loads(remarks.as_py())
             )
-            start = end
-        return found
-    except (StorageError, pa.ArrowException, OSError, *DAMAGED) as error:
+            for shard, images, remarks in zip(
+                table["shard"], table["images"], table["remarks"], strict=True
+            )
+        }
+    except (StorageError, pa.ArrowException, OSError, *BAD_HEADERS, TypeError) as error:
         log.warning("the index of tar shards cannot be read: %s", one_line(error))
         return {}
 
 
-def _labels(column: Any) -> list[Any]:
-    """Decode the labels of an index.
-
-    Equal labels are one object, which saves memory.
+def _write_index(path: str, content_of: Mapping[Identity, ShardContent]) -> None:
+    """Write an index. If the cache directory cannot be written, a warning is logged.
 
     Args:
-        column: A dictionary-encoded Arrow column of JSON texts.
-
-    Returns:
-        The label of each row, None for null.
+        path: Path of the index below the cache directory.
+        content_of: The content of each shard.
     """
-    texts = column.combine_chunks()
-    values = [json.loads(text) for text in texts.dictionary.to_pylist()]
-    values = [sys.intern(v) if isinstance(v, str) else v for v in values]
-    return [None if i is None else values[i] for i in texts.indices.to_pylist()]
-
-
-def _write(place: str, scans: dict[Identity, ShardScan]) -> None:
-    """Write an index of tar shards.
-
-    If the cache directory cannot be written, a warning is logged.
-
-    Args:
-        place: Path of the index below the cache directory.
-        scans: The content of each shard.
-    """
-    facts = [
+    images = [content.images for content in content_of.values()]
+    ends = np.cumsum([0, *map(len, images)], dtype=np.int32)
+    values = pa.concat_arrays([pa.array([], IMAGE), *images])
+    remarks = [
+        json.dumps({k: v for k, v in content._asdict().items() if k != "images"})
+        for content in content_of.values()
+    ]
+    table = pa.table(
         {
-            "identity": identity,
-            "name": scan.name,
-            "lost_labels": scan.lost_labels,
-            "left_out": scan.left_out,
-            "others": scan.others,
-            "is_cut": scan.is_cut,
+            "shard": pa.array(map(json.dumps, content_of), pa.string()),
+            "images": pa.ListArray.from_arrays(ends, values),
+            "remarks": pa.array(remarks, pa.string()),
         }
-        for identity, scan in scans.items()
-    ]
-    found = list(scans.values())
-    counts = [len(scan.keys) for scan in found]
-    labels = [
-        None if label is None else json.dumps(label)
-        for scan in found
-        for label in scan.labels
-    ]
-    columns = {
-        "shard": np.repeat(np.arange(len(found), dtype=np.int32), counts),
-        "key": pa.chunked_array(
-            [scan.keys.array for scan in found], type=pa.large_string()
-        ),
-        "offset": _joined([scan.offsets for scan in found]),
-        "size": _joined([scan.sizes for scan in found]),
-        "label": pa.array(labels, pa.string()).dictionary_encode(),
-    }
-    table = pa.table(columns).replace_schema_metadata({FACTS: json.dumps(facts)})
+    )
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
     try:
         storage = Storage(os.path.expanduser(user_cache()))
-        storage.write(place, sink.getvalue().to_pybytes())
+        storage.write(path, sink.getvalue().to_pybytes())
     except (StorageError, OSError) as error:
         log.warning(
             "the index of tar shards cannot be kept, so that the next start scans them"
@@ -228,6 +360,119 @@ def _write(place: str, scans: dict[Identity, ShardScan]) -> None:
         )
 
 
-def _joined(arrays: list[np.ndarray]) -> np.ndarray:
-    """Concatenate arrays int64 (n,). The result is empty if there are none."""
-    return np.concatenate([np.zeros(0, np.int64), *arrays])
+@filesystem.retry_transient
+def scan_shard(entry: FileEntry, images_only: bool) -> ShardContent:
+    """Read the headers and labels of a shard, and join images and labels by key.
+
+    Args:
+        entry: The shard.
+        images_only: Whether labels are not read.
+
+    Raises:
+        ConfigError: The shard cannot be read, is compressed or damaged, has too many
+            images, two images or two equal labels of one key, or a label of an image
+            that cannot be read.
+    """
+    images: dict[str, Member] = {}
+    labels: dict[tuple[str, str], Any] = {}  # by key and suffix
+    ignored = Counter[str]()
+    with filesystem.reading(entry.path), filesystem.open_binary(entry.path) as file:
+        shard = _Shard(entry.path, file)
+        for member in shard.members():
+            key, suffix = member.key, member.suffix
+            if is_image(f".{suffix}"):
+                if key in images:
+                    pair = f"{shown(images[key].name)} and {shown(member.name)}"
+                    raise ConfigError(
+                        f"{shard.path}: two images of one key, {pair}; rename or remove"
+                        " one"
+                    )
+                images[key] = member
+                if len(images) > MAX_ROWS:
+                    raise ConfigError(f"{shard.path} has more than {MAX_ROWS:,} images")
+            elif suffix in KINDS:
+                if (key, suffix) in labels:
+                    raise ConfigError(
+                        f"{shard.path}: two members are called {shown(member.name)};"
+                        " remove one"
+                    )
+                is_wanted = not images_only and is_missing(labels.get((key, "cls")))
+                labels[key, suffix] = shard.read_label(member) if is_wanted else None
+            else:
+                ignored[valid_text(suffix)[:12] or "without a suffix"] += 1
+    label_of = dict[str, Any]()
+    names = dict[str, str]()  # of the members whose label counts, by key
+    for (key, suffix), label in labels.items():
+        if not is_missing(label) and (suffix == "cls" or key not in label_of):
+            label_of[key] = label
+            # a JSON file that cannot be read as a label may be about anything
+            if suffix == "cls" or not isinstance(label, ConfigError):
+                names[key] = f"{key}.{suffix}"
+    left_out = _find_fields(shard.path, images, {key for key, _ in labels}, names)
+    for key in left_out:
+        del images[key]
+    found = [label_of.get(key) for key in images]
+    for label in found:
+        if isinstance(label, ConfigError):
+            raise label
+    lost = {key: name for key, name in names.items() if key not in images}
+    for key, suffix in labels:
+        ignored[suffix] += key not in images and key not in lost
+    columns = [
+        pa.array(map(valid_text, images), pa.large_string()),
+        pa.array([image.offset for image in images.values()], pa.int64()),
+        pa.array([image.size for image in images.values()], pa.int64()),
+        pa.array(
+            [None if x is None else json.dumps(x) for x in found], pa.large_string()
+        ),
+    ]
+    return ShardContent(
+        pa.StructArray.from_arrays(columns, fields=list(IMAGE)),
+        lost,
+        list(left_out.values()),
+        +ignored,
+        shard.is_cut,
+    )
+
+
+def _find_fields(
+    path: str,
+    images: Mapping[str, Member],
+    labeled: Collection[str],
+    names: Mapping[str, str],
+) -> dict[str, tuple[str, str]]:
+    """Find the images that are a field of another row, by WebDataset's rule for keys.
+
+    Args:
+        path: Path or URI of the shard, for the error message.
+        images: The images of the shard by key.
+        labeled: The keys that have a member for their label, even if it is empty.
+        names: Key of each label -> the name of the member that it is in.
+
+    Returns:
+        Key of each such image -> its name, and the name of the other row's image.
+
+    Raises:
+        ConfigError: A label has no image of its own key, but images that WebDataset
+            would give its key. It is then not clear which image is meant.
+    """
+    fields = dict[str, tuple[str, str]]()
+    for key, image in images.items():
+        folder, slash, base = key.rpartition("/")
+        sample = folder + slash + base.partition(".")[0]  # the key by WebDataset's rule
+        if sample == key or key in labeled:
+            continue
+        if sample in images:
+            fields[key] = image.name, images[sample].name
+        elif sample in names:
+            raise ConfigError(
+                f"{path}: label {shown(names[sample])} has no image of the same name,"
+                f" but {shown(image.name)} begins so; rename one of them, so that the"
+                " names differ only after the last dot"
+            )
+    return fields
+
+
+def shown(name: str) -> str:
+    """Return the name of a member as it stands in an error line."""
+    return one_line(repr(valid_text(name)))

@@ -26,7 +26,7 @@ from torch import Tensor
 from uno.config import AugmentConfig, ModelConfig
 from uno.data import files as filesystem
 from uno.data import mapped, tables
-from uno.data.columns import Labels, Text
+from uno.data.columns import class_codes, make_unlabeled
 from uno.data.decode import ok_mask
 from uno.data.from_python import class_names, distinct_ids, float_vectors
 from uno.data.image_paths import DEFAULT_RULES, PathRules, find_images
@@ -258,12 +258,13 @@ def read_vectors(
     views = order[starts[:, None] + np.arange(counts.max()) % counts[:, None]]
     first = views[:, 0]
     labels, truth, split = (
-        encode_column(source, columns[name]) if name in columns else Labels.none(num)
+        encode_column(source, columns[name]) if name in columns else make_unlabeled(num)
         for name in ("label", "eval_label", "split")
     )
     require_distinct(source, labels, truth)
     for what, column in (("label", labels), ("eval_label", truth), ("split", split)):
-        if (differ := np.flatnonzero(column.codes != column.codes[first][place])).size:
+        codes = class_codes(column)
+        if (differ := np.flatnonzero(codes != codes[first][place])).size:
             raise ConfigError(
                 f"{source}: rows of id {one_line(repr(ids[differ[0]].as_py()))} differ"
                 f" in {what}"
@@ -304,11 +305,11 @@ def read_vectors(
                     " vector"
                 ),
             )
-    truths = truth.pick(first) if "eval_label" in columns else None
+    truths = truth.take(first) if "eval_label" in columns else None
     return Rows(
-        Text(coded.dictionary),
+        coded.dictionary,
         images,
-        labels.pick(first),
+        labels.take(first),
         is_train,
         source,
         notes=notes,

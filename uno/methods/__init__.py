@@ -6,16 +6,17 @@ head of a baseline is one layer of cosines on the feature, divided by tau, where
 papers have a linear layer with a bias. So known and novel outputs are comparable, and
 predict, report and export serve every method.
 
-A method of this package is a module with a ``METHOD`` and its line in :data:`METHODS`.
-Your own method is named by ``--method package.module:METHOD``. A pretext task has a
-``PRETEXT``, and ``--pretext.task`` names it in the same way. Nothing here imports
-torch, because the command line and the schema use this module.
+A method of this package is a module with a subclass of :class:`Method`, an instance of
+it as ``METHOD``, and its line in :data:`METHODS`. Your own method is named by
+``--method package.module:METHOD``. A pretext task has a ``PRETEXT``, and
+``--pretext.task`` names it in the same way. This module does not import torch, because
+the command line and the schema use it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,11 @@ from uno.imports import import_object, is_object_name
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from uno.config import Config, Section
+    from uno.data.stream import TrainData
+    from uno.model import UnoModel
+    from uno.steps import Batch, Loss, LossFunction, TrainState
 
 # the constants of this method are the section ``objective``, not one of its own name
 DEFAULT = "uno"
@@ -47,60 +53,113 @@ PRETEXTS = {"rotation": "which of four quarter turns (Gidaris et al., ICLR 2018)
 """What each pretext task is, by its name, which is also the name of its module."""
 
 
-@dataclass(frozen=True)
 class Method:
-    """A discovery method.
+    """A discovery method: its loss, its novel head, and how it starts.
+
+    A method is a subclass. An instance without arguments is the ``METHOD`` of its
+    module. Only :meth:`loss` must be written.
 
     Attributes:
         name: An identifier. The section of the method in the configuration has this
             name.
-        step: Trains on one batch, see :data:`uno.steps.Step`.
-        novel_head: Builds the novel head from (K, D). The head maps features (N, D) to
-            logits (1, N, K) and has a ``weight`` (1, K, ...). None for the projection
-            heads of UNO.
-        start: Called as ``start(config, model, train)`` before the first step, on every
-            worker. It may initialize the model in place. It returns tensors by name,
-            which are kept in ``state.extra`` and in checkpoints.
-        config: The constants of the method, a subclass of :class:`uno.config.Section`,
-            as options ``--NAME.FIELD``. A step reads them as ``config.method_options``.
-            None if the method has none.
-        settings: By preset the values of that section, if the authors' constants depend
-            on the data.
-        frozen_head: Builds the novel head in the place of ``novel_head`` if the encoder
-            is frozen and the method would train it, see
-            :class:`uno.methods.method.AdaptedHead`.
-        adapter: Builds from D a module that maps the features before the heads, see
-            :class:`uno.model.UnoModel`.
-        trains: False if ``start`` does all the work on features of a frozen encoder.
-            Discovery has no epochs by default then.
-        gcd: Whether the method can be used if the unlabeled set also holds known
-            classes.
-        pretrain: Whether the method needs supervised pretraining if no weights are
-            given.
-        needs_images: Whether the method reads images or ``Batch.rows`` itself, so that
-            it cannot stream.
-        teacher: Given the configuration, whether ``state.teacher`` must be a frozen
-            copy of the network after supervised pretraining.
-        extends: Whether the method uses all of the section ``objective``: the class
-            prior, and the terms that are off by default (IIC, rKD, the queue).
-        variant: Given the configuration, a step to use instead of ``step``, or None.
+        constants: The constants of the method, a subclass of
+            :class:`uno.config.Section`, as options ``--NAME.FIELD``. A loss reads them
+            as ``config.method_options``. None if the method has none.
+        constants_of_preset: By preset the values of that section, if the authors'
+            constants depend on the data.
+        supports_gcd: Whether the method can be used if the unlabeled set also holds
+            known classes.
+        trains: False if :meth:`initialize` does all the work on features of a frozen
+            encoder. Discovery has no epochs by default then.
+        needs_memory: Whether the method reads all images or ``Batch.rows`` itself, so
+            that it cannot stream.
+        has_projection_heads: Whether the novel heads are UNO's cluster heads. Such a
+            method uses all of the section ``objective``: the class prior, and the
+            terms that are off by default (IIC, rKD, the queue).
     """
 
     name: str
-    step: Callable[..., Tensor]
-    novel_head: Callable[[int, int], nn.Module] | None = None
-    start: Callable[..., dict[str, Tensor]] | None = None
-    config: Any = None
-    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    frozen_head: Callable[[int, int], nn.Module] | None = None
-    adapter: Callable[[int], nn.Module] | None = None
-    trains: bool = True
-    gcd: bool = False
-    pretrain: bool = True
-    needs_images: bool = False
-    teacher: Callable[[Any], bool] = lambda config: False
-    extends: bool = False
-    variant: Callable[[Any], Callable[..., Tensor] | None] = lambda config: None
+    constants: type[Section] | None = None
+    constants_of_preset: Mapping[str, Mapping[str, Any]] = {}
+    supports_gcd = False
+    trains = True
+    needs_memory = False
+    has_projection_heads = False
+
+    def loss(self, state: TrainState, batch: Batch, config: Config) -> Tensor | Loss:
+        """Compute the loss of one batch, see :data:`uno.steps.LossFunction`.
+
+        Args:
+            state: The state of training. Tensors in ``state.extra`` may be replaced.
+            batch: The views of this worker's rows, labeled rows first.
+            config: The configuration of the run.
+
+        Returns:
+            The loss to minimize, a scalar. With several cluster heads also the loss of
+            each head.
+        """
+        raise NotImplementedError
+
+    def build_head(
+        self, num_novel: int, num_features: int, is_frozen: bool
+    ) -> nn.Module:
+        """Build the novel head: by default cosines of the feature to prototypes.
+
+        It is not called if the method has projection heads.
+
+        Args:
+            num_novel: The number of novel classes K.
+            num_features: The number of features D.
+            is_frozen: Whether the encoder is frozen.
+
+        Returns:
+            A module that maps features (N, D) to logits (1, N, K) and has a ``weight``
+            (1, K, ...).
+        """
+        from uno.heads import NovelHead
+
+        return NovelHead(num_novel, num_features)
+
+    def build_adapter(self, num_features: int) -> nn.Module | None:
+        """Build a module that maps the features before all heads; by default None.
+
+        Args:
+            num_features: The number of features D.
+
+        Returns:
+            A module that maps features (N, D) to (N, W) and has an attribute ``width``,
+            which is W.
+        """
+        return None
+
+    def initialize(
+        self, config: Config, model: UnoModel, train: TrainData
+    ) -> dict[str, Tensor]:
+        """Initialize the model in place before the first step, on every worker.
+
+        Args:
+            config: The configuration of the run.
+            model: The network.
+            train: The training data.
+
+        Returns:
+            Tensors by name, which are kept in ``state.extra`` and in checkpoints.
+        """
+        return {}
+
+    def needs_teacher(self, config: Config) -> bool:
+        """Return whether ``state.teacher`` must be the network before discovery.
+
+        It is a frozen copy of the network after supervised pretraining.
+        """
+        return False
+
+    def can_be_recorded(self, config: Config) -> bool:
+        """Return whether ``compute.cuda_graph`` can record a training step.
+
+        The loss must then launch the same kernels in every step. By default False.
+        """
+        return False
 
 
 @dataclass(frozen=True)
@@ -109,20 +168,19 @@ class Pretext:
 
     Attributes:
         name: The name of the task.
-        step: Trains on one batch, see :data:`uno.steps.Step`. The batch has the large
-            views of labeled and unlabeled rows, without labels. The step may change the
-            views.
+        loss: Computes the loss of one batch, see :data:`uno.steps.LossFunction`. The
+            batch has the large views of labeled and unlabeled rows, without labels.
         num_outputs: The number of known outputs that the model has for the task, as
             cosines of the feature. This head is dropped afterward.
     """
 
     name: str
-    step: Callable[..., Tensor]
+    loss: LossFunction
     num_outputs: int
 
 
 # sections of loaded methods outside this package, by name
-_sections: dict[str, Any] = {}
+_sections: dict[str, type[Section] | None] = {}
 
 
 @cache
@@ -135,14 +193,15 @@ def load(name: str) -> Method:
     Raises:
         ConfigError: There is no such method, or its own name is taken or no identifier.
     """
-    found = _load("method", name, METHODS, Method)
+    method: Method = _load("method", name, METHODS, Method)
     if name not in METHODS:
-        if not found.name.isidentifier() or found.name in METHODS:
+        own_name = getattr(method, "name", "")
+        if not own_name.isidentifier() or own_name in METHODS:
             raise ConfigError(
-                f"method {name}: its name {found.name!r} is taken, or is no identifier"
+                f"method {name}: its name {own_name!r} is taken, or is no identifier"
             )
-        _sections[found.name] = found.config
-    return found
+        _sections[own_name] = method.constants
+    return method
 
 
 @cache
@@ -156,7 +215,8 @@ def load_pretext(name: str) -> Pretext:
     Raises:
         ConfigError: There is no such task.
     """
-    return _load("pretext.task", name, PRETEXTS, Pretext)
+    task: Pretext = _load("pretext.task", name, PRETEXTS, Pretext)
+    return task
 
 
 def _load(key: str, name: str, own: Mapping[str, str], kind: type) -> Any:
@@ -171,23 +231,24 @@ def _load(key: str, name: str, own: Mapping[str, str], kind: type) -> Any:
     Raises:
         ConfigError: There is no such object, or it has another type.
     """
-    what = kind.__name__.upper()
+    attribute = kind.__name__.upper()
     if name in own:
-        return getattr(import_module(f"uno.methods.{name}"), what)
+        return getattr(import_module(f"uno.methods.{name}"), attribute)
     if not is_object_name(name):
         raise ConfigError(
-            f"{key} must be one of {', '.join(own)}, or package.module:{what}, got"
+            f"{key} must be one of {', '.join(own)}, or package.module:{attribute}, got"
             f" {name!r}"
         )
-    if not isinstance(found := import_object(key, name), kind):
+    imported = import_object(key, name)
+    if not isinstance(imported, kind):
         raise ConfigError(
-            f"{key} {name} is of type {type(found).__name__}, not"
+            f"{key} {name} is of type {type(imported).__name__}, not an instance of"
             f" uno.methods.{kind.__name__}"
         )
-    return found
+    return imported
 
 
-def section(method: str) -> dict[str, Any]:
+def section(method: str) -> dict[str, type[Section]]:
     """Return the section that a method adds to the configuration.
 
     Args:
@@ -200,12 +261,13 @@ def section(method: str) -> dict[str, Any]:
     Raises:
         ConfigError: There is no such method.
     """
-    if method == DEFAULT or (found := load(method)).config is None:
+    # a plain command line imports no method, and so no torch
+    if method == DEFAULT or (constants := load(method).constants) is None:
         return {}
-    return {found.name: found.config}
+    return {load(method).name: constants}
 
 
-def section_model(name: str) -> Any:
+def section_model(name: str) -> type[Section] | None:
     """Return the schema of a configuration section that a method has added.
 
     Args:
@@ -215,11 +277,38 @@ def section_model(name: str) -> Any:
         The pydantic schema; None if no method of this package and no loaded method of
         the user has a section of this name.
     """
-    return (
-        load(name).config
-        if name in METHODS and name != DEFAULT
-        else _sections.get(name)
-    )
+    return section(name).get(name) if name in METHODS else _sections.get(name)
+
+
+def default_settings(method: str, preset: str) -> dict[str, Any]:
+    """Return the settings that a method brings along under a preset, by dotted key.
+
+    They are the name of the method, and the constants that its authors use on the data
+    of the preset. For UNO there are none, because the presets are made for it. With the
+    presets "photos" and "vectors", a method without UNO's projection heads turns off
+    what belongs to them: where prototypes start, and the class prior. A method that
+    does not train gets 0 epochs of discovery and no cached views.
+
+    Args:
+        method: The name of the method.
+        preset: The name of the preset.
+
+    Returns:
+        Values by key, such as "dtc.warmup".
+
+    Raises:
+        ConfigError: There is no such method.
+    """
+    if method == DEFAULT:
+        return {}
+    loaded = load(method)
+    settings: dict[str, Any] = {"method": method}
+    if preset in ("photos", "vectors") and not loaded.has_projection_heads:
+        settings |= {"model.prototype_init": "random", "objective.class_prior": None}
+    if not loaded.trains:
+        settings |= {"discover.epochs": 0, "augment.num_cached_views": 0}
+    constants = loaded.constants_of_preset.get(preset, {})
+    return settings | {f"{loaded.name}.{key}": v for key, v in constants.items()}
 
 
 def description(name: str) -> str:

@@ -6,21 +6,21 @@ prototypes become the directions of the clusters' means. If steps are asked for,
 continue from there by the unified objective.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-from uno import collectives
+from uno import distributed
 from uno.config import Config
+from uno.data.stream import TrainData
 from uno.errors import ConfigError
 from uno.frozen import MAX_DIRECTIONS, discover_clusters
 from uno.heads import unit
 from uno.methods import Method
-from uno.methods.method import NovelHead, set_prototypes_
+from uno.methods.common import set_prototypes_
 from uno.model import UnoModel
-from uno.objective import discovery_step
+from uno.objective import unified_objective
 from uno.prototype_init import training_features
+from uno.steps import Batch, Loss, TrainState
 
 
 class Adapter(nn.Module):
@@ -58,62 +58,74 @@ class Adapter(nn.Module):
             return (unit(features) - mean) @ directions
 
 
-def start(config: Config, model: UnoModel, train: Any) -> dict[str, Tensor]:
-    """Cluster the training features and move the model's adapter and prototypes.
+class Clustering(Method):
+    """Clustering of frozen features, see the top of the module."""
 
-    Args:
-        config: The run's configuration.
-        model: The network, which is changed in place.
-        train: The training data.
+    name = "clustering"
+    supports_gcd = True
+    trains = False
 
-    Returns:
-        Tensors that the checkpoint keeps: ``agreement`` (A,) and ``similar`` (n, 3) of
-        :class:`uno.frozen.Result`, and ``counts`` (3,): unlabeled rows that were
-        clustered, known and novel classes.
+    def build_adapter(self, num_features: int) -> Adapter:
+        """Build an :class:`Adapter`."""
+        return Adapter(num_features)
 
-    Raises:
-        ConfigError: There are not more unlabeled rows than clusters.
-    """
-    model.eval()
-    labeled, labels, unlabeled = training_features(config, model, train)
-    model.train()
-    gcd, num_novel = config.data.setting == "gcd", train.num_novel
-    if len(unlabeled) <= (num := num_novel + train.num_known * gcd):
-        raise ConfigError(
-            f"method {METHOD.name} needs more unlabeled rows than {num} clusters, not"
-            f" {len(unlabeled)}"
-        )
+    def initialize(
+        self, config: Config, model: UnoModel, train: TrainData
+    ) -> dict[str, Tensor]:
+        """Cluster the training features and move the model's adapter and prototypes.
 
-    def compute() -> dict[str, Tensor]:
-        result = discover_clusters(
-            labeled, labels, unlabeled, num_novel, gcd, config.seed
-        )
+        Args:
+            config: The run's configuration.
+            model: The network, which is changed in place.
+            train: The training data.
+
+        Returns:
+            Tensors that the checkpoint keeps: ``agreement`` (A,) and ``similar`` (n, 3)
+            of :class:`uno.frozen.Result`, and ``counts`` (3,): unlabeled rows that were
+            clustered, known and novel classes.
+
+        Raises:
+            ConfigError: There are not more unlabeled rows than clusters.
+        """
+        labeled, labels, unlabeled = training_features(config, model, train)
+        gcd, num_novel = config.data.setting == "gcd", train.num_novel
+        num_clusters = num_novel + train.num_known * gcd
+        if len(unlabeled) <= num_clusters:
+            raise ConfigError(
+                f"method {self.name} needs more unlabeled rows than {num_clusters}"
+                f" clusters, not {len(unlabeled)}"
+            )
+
+        def compute() -> dict[str, Tensor]:
+            result = discover_clusters(
+                labeled, labels, unlabeled, num_novel, gcd, config.seed
+            )
+            return {
+                "mean": result.space.mean,
+                "directions": result.space.directions,
+                "prototypes": result.prototypes,
+                "agreement": result.agreement,
+                "similar": result.similar,
+            }
+
+        result = distributed.compute_on_rank0(compute, model.known.weight.device)
+        with torch.no_grad():
+            model.adapter.mean.copy_(result["mean"])
+            model.adapter.directions.copy_(result["directions"])
+        set_prototypes_(model, result["prototypes"])
         return {
-            "mean": result.space.mean,
-            "directions": result.space.directions,
-            "prototypes": result.prototypes,
-            "agreement": result.agreement,
-            "similar": result.similar,
+            "agreement": result["agreement"],
+            "similar": result["similar"],
+            "counts": torch.tensor([len(unlabeled), train.num_known, num_novel]),
         }
 
-    found = collectives.compute_on_rank0(compute, model.known.weight.device)
-    with torch.no_grad():
-        model.adapter.mean.copy_(found["mean"])
-        model.adapter.directions.copy_(found["directions"])
-    set_prototypes_(model, found["prototypes"])
-    return {
-        "agreement": found["agreement"],
-        "similar": found["similar"],
-        "counts": torch.tensor([len(unlabeled), train.num_known, num_novel]),
-    }
+    def loss(self, state: TrainState, batch: Batch, config: Config) -> Loss:
+        """Compute the unified objective, with which training goes on from there."""
+        return unified_objective(state, batch, config)
+
+    def can_be_recorded(self, config: Config) -> bool:
+        """Return True."""
+        return True
 
 
-METHOD = Method(
-    "clustering",
-    discovery_step,
-    novel_head=NovelHead,
-    adapter=Adapter,
-    start=start,
-    gcd=True,
-    trains=False,
-)
+METHOD = Clustering()

@@ -35,19 +35,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from uno import collectives
+from uno import distributed
 from uno.clustering import kmeans, principal_components
 from uno.config import Config, Section, field
 from uno.data.resident import TrainSet
+from uno.data.stream import TrainData
 from uno.errors import ConfigError
 from uno.heads import unit
 from uno.methods import Method
-from uno.methods.method import forward_two_views
+from uno.methods.common import forward_two_views, sigmoid_rampup
 from uno.model import UnoModel, features_of
 from uno.prototype_init import sample_features, set_to_class_means_
-from uno.schedule import sigmoid_rampup
-from uno.state import TrainState
-from uno.steps import Batch, update_
+from uno.steps import Batch, TrainState
 
 NUM_STARTS = 20
 CIFAR100 = {"warmup": 30 / 130, "update_interval": 10 / 130, "rampup": 5 / 130}
@@ -127,46 +126,104 @@ class DistanceHead(nn.Module):
         return -squared.log1p().unsqueeze(0)
 
 
-def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
-    """Train on the unlabeled rows of one batch.
+class Dtc(Method):
+    """DTC, see the top of the module."""
 
-    The loss is KL(p || q) to the stored targets p, plus the squared difference of q
-    under two views with a rising weight. The q of view 0 is stored for each row. The
-    targets are updated at the end of the warm-up and then after each
-    ``update_interval``.
+    name = "dtc"
+    constants = Constants
+    constants_of_preset = SETTINGS
+    needs_memory = True
 
-    Args:
-        state: The state of training. It is updated.
-        batch: The batch, with the row numbers of its unlabeled rows.
-        config: The configuration of the run, with the method's constants.
-        lr: The learning rate.
+    def build_head(
+        self, num_novel: int, num_features: int, is_frozen: bool
+    ) -> DistanceHead:
+        """Build a :class:`DistanceHead`."""
+        return DistanceHead(num_novel, num_features)
 
-    Returns:
-        The loss (1,), detached.
-    """
-    assert batch.rows is not None
-    constants: Constants = config.method_options
-    warmup = round(constants.warmup * state.total_steps)
-    interval = max(1, round(constants.update_interval * state.total_steps))
-    if state.step >= warmup and (state.step - warmup) % interval == 0:
-        state.extra["targets"] = sharpened(state.extra["probabilities"])
-    unlabeled = [view[len(batch.labels) :] for view in batch.views]
-    known, novel, _ = forward_two_views(
-        state, batch._replace(views=unlabeled, labels=batch.labels[:0])
-    )
-    log_q = novel.log_softmax(dim=-1)  # (2, B_u, K)
-    remember_(state.extra["probabilities"], batch.rows, log_q[0].detach().exp())
-    weight = 0.0
-    if state.step >= warmup:
-        ramp = sigmoid_rampup(state.progress - constants.warmup, constants.rampup)
-        weight = constants.consistency_weight * ramp
-    divergence = F.kl_div(
-        log_q[0], state.extra["targets"][batch.rows], reduction="none"
-    ).mean()
-    untouched = 0 * known.sum()  # DDP waits for a gradient of every parameter
-    return update_(
-        state, divergence + weight * F.mse_loss(*log_q.exp()) + untouched, lr
-    )
+    def loss(self, state: TrainState, batch: Batch, config: Config) -> Tensor:
+        """Compute the loss of the unlabeled rows.
+
+        It is KL(p || q) to the stored targets p, plus the squared difference of q under
+        two views with a rising weight. The q of view 0 is stored for each row. The
+        targets are updated at the end of the warm-up and then after each
+        ``update_interval``.
+
+        For the arguments see :meth:`uno.methods.Method.loss`.
+        """
+        assert batch.rows is not None
+        constants: Constants = config.method_options
+        warmup = round(constants.warmup * state.total_steps)
+        interval = max(1, round(constants.update_interval * state.total_steps))
+        if state.step >= warmup and (state.step - warmup) % interval == 0:
+            state.extra["targets"] = sharpened(state.extra["probabilities"])
+        unlabeled = [view[len(batch.labels) :] for view in batch.views]
+        known, novel, _ = forward_two_views(
+            state, batch._replace(views=unlabeled, labels=batch.labels[:0])
+        )
+        log_q = novel.log_softmax(dim=-1)  # (2, B_u, K)
+        remember_(state.extra["probabilities"], batch.rows, log_q[0].detach().exp())
+        weight = 0.0
+        if state.step >= warmup:
+            ramp = sigmoid_rampup(state.progress - constants.warmup, constants.rampup)
+            weight = constants.consistency_weight * ramp
+        targets = state.extra["targets"][batch.rows]
+        divergence = F.kl_div(log_q[0], targets, reduction="none").mean()
+        untouched = 0 * known.sum()  # DDP waits for a gradient of every parameter
+        return divergence + weight * F.mse_loss(*log_q.exp()) + untouched
+
+    @torch.no_grad()
+    def initialize(
+        self, config: Config, model: UnoModel, train: TrainData
+    ) -> dict[str, Tensor]:
+        """Initialize the head by principal components and k-means of the features.
+
+        With a frozen encoder the known prototypes become the means of the classes.
+
+        Args:
+            config: The configuration of the run.
+            model: The network. Its heads are changed.
+            train: The training data, in memory.
+
+        Returns:
+            "probabilities", q, and "targets", p, of all unlabeled rows, (N_u, K).
+
+        Raises:
+            ConfigError: There are fewer unlabeled rows than clusters.
+        """
+        assert isinstance(train, TrainSet)
+        num_novel, head = train.num_novel, model.novel
+        features = features_of(model.eval(), train.unlabeled_images, config)
+        if config.model.finetune == "none":  # its weights have no known head
+            labeled, labels, _ = sample_features(config, [model], train, ["labeled"])[0]
+            set_to_class_means_(
+                model.known.weight,
+                unit(labeled).to(model.known.weight),
+                labels.to(features.device),
+            )
+        model.train()
+        if num_novel > len(features):
+            raise ConfigError(
+                f"method dtc needs as many unlabeled images as new classes"
+                f" ({num_novel}), got {len(features)}; add unlabeled images, or lower"
+                " --num-novel"
+            )
+
+        def compute() -> dict[str, Tensor]:
+            centered, _, directions = principal_components(features)
+            components = directions[:, :num_novel].T  # (K, D)
+            points = (centered @ components.T).cpu()
+            return {
+                "components": components,
+                "bias": -components @ features.double().mean(dim=0),
+                "centers": kmeans(points, num_novel, NUM_STARTS, config.seed).centers,
+            }
+
+        start = distributed.compute_on_rank0(compute, features.device)
+        head.reduce.weight.copy_(start["components"])
+        head.reduce.bias.copy_(start["bias"])
+        head.weight.copy_(start["centers"][None])
+        q = head(features)[0].softmax(dim=-1)
+        return {"probabilities": q, "targets": sharpened(q)}
 
 
 def sharpened(q: Tensor) -> Tensor:
@@ -191,61 +248,8 @@ def remember_(probabilities: Tensor, rows: Tensor, q: Tensor) -> None:
         rows: The row numbers of this worker's rows, int64 (B_u,).
         q: The q of these rows, (B_u, K).
     """
-    rows, q = collectives.gather_rows(rows, 0), collectives.gather_rows(q.float(), 0)
+    rows, q = distributed.gather_rows(rows, 0), distributed.gather_rows(q.float(), 0)
     probabilities[rows] = torch.where(q.isfinite(), q, probabilities[rows])
 
 
-@torch.no_grad()
-def start(config: Config, model: UnoModel, train: TrainSet) -> dict[str, Tensor]:
-    """Initialize the head by principal components and k-means of the features.
-
-    With a frozen encoder the known prototypes become the means of the classes.
-
-    Args:
-        config: The configuration of the run.
-        model: The network. Its heads are changed.
-        train: The training data.
-
-    Returns:
-        "probabilities", q, and "targets", p, of all unlabeled rows, (N_u, K).
-
-    Raises:
-        ConfigError: There are fewer unlabeled rows than clusters.
-    """
-    images, num_novel, head = train.unlabeled_images, train.num_novel, model.novel
-    features = features_of(model.eval(), images, config)
-    if config.model.finetune == "none":  # its weights have no known head
-        labeled, labels, _ = sample_features(config, [model], train, ["labeled"])[0]
-        set_to_class_means_(
-            model.known.weight,
-            unit(labeled).to(model.known.weight),
-            labels.to(features.device),
-        )
-    model.train()
-    if num_novel > len(features):
-        raise ConfigError(
-            f"method dtc needs as many unlabeled images as new classes ({num_novel}),"
-            f" got {len(features)}; add unlabeled images, or lower --num-novel"
-        )
-
-    def compute() -> dict[str, Tensor]:
-        centered, _, directions = principal_components(features)
-        components = directions[:, :num_novel].T  # (K, D)
-        points = (centered @ components.T).cpu()
-        return {
-            "components": components,
-            "bias": -components @ features.double().mean(dim=0),
-            "centers": kmeans(points, num_novel, NUM_STARTS, config.seed).centers,
-        }
-
-    found = collectives.compute_on_rank0(compute, features.device)
-    head.reduce.weight.copy_(found["components"])
-    head.reduce.bias.copy_(found["bias"])
-    head.weight.copy_(found["centers"][None])
-    q = head(features)[0].softmax(dim=-1)
-    return {"probabilities": q, "targets": sharpened(q)}
-
-
-METHOD = Method(
-    "dtc", step, DistanceHead, start, Constants, settings=SETTINGS, needs_images=True
-)
+METHOD = Dtc()

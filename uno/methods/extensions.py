@@ -8,32 +8,29 @@ global batch.
 
 from collections.abc import Iterator
 from itertools import combinations
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from uno.collectives import gather_rows, mean_with_grad
 from uno.config import Config, ObjectiveConfig
-from uno.model import Logits, UnoModel
+from uno.distributed import gather_rows, mean_with_grad
+from uno.model import Logits
 from uno.objective import discovery_loss, global_targets
-from uno.state import TrainState
-from uno.steps import Batch, forward, update_
+from uno.steps import Batch, Loss, TrainState, forward
 
 
-def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
-    """Train on one batch with the additional terms and the queue of the configuration.
+def extended_objective(state: TrainState, batch: Batch, config: Config) -> Loss:
+    """Compute the unified objective with the terms and the queue of the configuration.
 
-    Otherwise this is :func:`uno.objective.discovery_step`.
+    Otherwise this is :func:`uno.objective.unified_objective`.
 
     Args:
-        state: The state of training. It is updated.
+        state: The state of training. Its queue is updated.
         batch: The batch.
         config: The configuration of the run.
-        lr: The learning rate.
 
     Returns:
-        The loss (1,), detached.
+        The total loss, and the loss of each cluster head without the added terms.
     """
     objective = config.objective
     logits, labels = forward(state, batch), batch.labels
@@ -42,16 +39,15 @@ def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
     past = None
     if "queue" in state.extra:
         assert logits.directions is not None
-        past = past_logits(
-            state, logits.directions[: batch.num_large, :, len(labels) :]
-        )
+        unlabeled = logits.directions[: batch.num_large, :, len(labels) :]
+        past = past_logits(state, unlabeled)
     rows, prior = (batch.num_large, len(labels)), state.extra.get("prior")
     targets = global_targets(families, *rows, objective, past, logits.known, prior)
     losses = discovery_loss(
         logits.known, families, labels, targets, objective.temperature, objective.concat
     )
-    loss = torch.stack([losses.mean(), *terms(state, batch, logits, objective)]).sum()
-    return update_(state, loss, lr, losses[0])
+    total = torch.stack([losses.mean(), *terms(state, batch, logits, objective)]).sum()
+    return Loss(total, losses[0])
 
 
 def terms(
@@ -93,23 +89,6 @@ def terms(
         yield objective.rkd_weight * rkd_loss(
             known, novel, teacher, tau, objective.rkd_temperature
         )
-
-
-def start(config: Config, model: UnoModel, train: Any) -> dict[str, Tensor]:
-    """Create an empty queue of projections for Sinkhorn, if the run has one.
-
-    The size Q of the queue is ``objective.queue_size``.
-
-    Returns:
-        "queue", zeros (V_large, H, Q, P), or (V_large, H, Q, 2P) with overclustering
-        heads; empty if Q is 0.
-    """
-    size, families = config.objective.queue_size, 1 if model.over is None else 2
-    width = families * config.model.projection_dim
-    shape = (config.augment.large.num_views, config.model.num_heads, size, width)
-    return (
-        {"queue": torch.zeros(shape, device=model.known.weight.device)} if size else {}
-    )
 
 
 @torch.no_grad()

@@ -24,60 +24,78 @@ layer, for cached views, is hashed, contrasted and clustered. The known head rea
 features themselves.
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from uno import collectives
+from uno import distributed
 from uno.config import Config
-from uno.heads import unit
+from uno.data.stream import TrainData
+from uno.heads import NovelHead, unit
 from uno.methods import Method, rs
-from uno.methods.method import (
-    AdaptedHead,
-    NovelHead,
+from uno.methods.common import (
+    adapted_head,
     contrast_loss,
     forward_two_views,
     learned_features,
 )
 from uno.model import UnoModel
-from uno.state import TrainState
-from uno.steps import Batch, update_
+from uno.steps import Batch, TrainState
 
 NUM_WINDOWS, WINDOW = 512, 4  # H, k
 AGREEMENT = 0.5  # share of equal codes above which two rows are similar
 TEMPERATURE = 0.1
 
 
-def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
-    """Train on one batch: the objective of pairs, plus the contrast of all rows.
+class Jia(Method):
+    """The method of Jia et al., see the top of the module."""
 
-    The objective is :func:`uno.methods.rs.loss_of_pairs`, where pairs are similar if
-    more than half of their hash codes are equal. The contrast is
-    :func:`uno.methods.method.contrast_loss`.
+    name = "jia"
+    constants = rs.Consistency
+    constants_of_preset = rs.SETTINGS
 
-    Args:
-        state: The state of training. It is updated.
-        batch: The batch.
-        config: The configuration of the run, with the method's constants.
-        lr: The learning rate.
+    def build_head(
+        self, num_novel: int, num_features: int, is_frozen: bool
+    ) -> NovelHead:
+        """Build the novel head, with a linear layer if the encoder is frozen."""
+        return adapted_head(num_novel, num_features, is_frozen)
 
-    Returns:
-        The loss (1,), detached.
-    """
-    num_labeled, windows = len(batch.labels), state.extra["windows"]
-    known, novel, features = forward_two_views(state, batch)
-    features = learned_features(state.model, features)
-    codes = hash_codes(features[:, num_labeled:].detach().mean(dim=0), windows)
-    similar = (
-        agreement(codes, collectives.gather_rows(codes, 0), windows.shape[1])
-        > AGREEMENT
-    )
-    pairs = rs.loss_of_pairs(state, batch.labels, config, known, novel, similar)
-    return update_(
-        state, pairs + contrast_loss(unit(features), batch.labels, TEMPERATURE), lr
-    )
+    def loss(self, state: TrainState, batch: Batch, config: Config) -> Tensor:
+        """Compute the objective of pairs, plus the contrast of all rows.
+
+        The objective is :func:`uno.methods.rs.loss_of_pairs`, where pairs are similar
+        if more than half of their hash codes are equal. The contrast is
+        :func:`uno.methods.common.contrast_loss`.
+
+        For the arguments see :meth:`uno.methods.Method.loss`.
+        """
+        num_labeled, windows = len(batch.labels), state.extra["windows"]
+        known, novel, features = forward_two_views(state, batch)
+        features = learned_features(state.model, features)
+        codes = hash_codes(features[:, num_labeled:].detach().mean(dim=0), windows)
+        all_codes = distributed.gather_rows(codes, 0)
+        similar = agreement(codes, all_codes, windows.shape[1]) > AGREEMENT
+        pair_loss = rs.loss_of_pairs(state, batch.labels, config, known, novel, similar)
+        return pair_loss + contrast_loss(unit(features), batch.labels, TEMPERATURE)
+
+    def initialize(
+        self, config: Config, model: UnoModel, train: TrainData
+    ) -> dict[str, Tensor]:
+        """Draw the windows of features that the winner-take-all hashes compare.
+
+        Args:
+            config: The configuration of the run, which has the seed.
+            model: The network, which decides the number of features D.
+            train: Not used.
+
+        Returns:
+            "windows", H = 512 random sets of k = 4 indices of features, int64 (H, k). A
+            window has no feature twice.
+        """
+        width = model.known.weight.shape[1]
+        generator = torch.Generator().manual_seed(config.seed)
+        order = torch.rand(NUM_WINDOWS, width, generator=generator).argsort(dim=1)
+        return {"windows": order[:, :WINDOW].to(model.known.weight.device)}
 
 
 def hash_codes(features: Tensor, windows: Tensor) -> Tensor:
@@ -110,32 +128,4 @@ def agreement(codes: Tensor, others: Tensor, window: int) -> Tensor:
     return one @ other.T / codes.shape[1]
 
 
-def start(config: Config, model: UnoModel, train: Any) -> dict[str, Tensor]:
-    """Draw the windows of features that the winner-take-all hashes compare.
-
-    Args:
-        config: The configuration of the run, which has the seed.
-        model: The network, which decides the number of features D.
-        train: Not used.
-
-    Returns:
-        "windows", H = 512 random sets of k = 4 indices of features, int64 (H, k). A
-        window has no feature twice.
-    """
-    width, generator = (
-        model.known.weight.shape[1],
-        torch.Generator().manual_seed(config.seed),
-    )
-    order = torch.rand(NUM_WINDOWS, width, generator=generator).argsort(dim=1)
-    return {"windows": order[:, :WINDOW].to(model.known.weight.device)}
-
-
-METHOD = Method(
-    "jia",
-    step,
-    NovelHead,
-    start,
-    rs.Consistency,
-    settings=rs.SETTINGS,
-    frozen_head=AdaptedHead,
-)
+METHOD = Jia()

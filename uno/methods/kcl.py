@@ -9,39 +9,33 @@ probabilities, the distribution that is the target has no gradient, and both ord
 pair count.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
-from uno import collectives
-from uno.methods import Method, pairs
+from uno import distributed
+from uno.methods import pairs
 
 MARGIN = 2.0
 
 
-def contrast(
-    first: Tensor, second: Tensor, similarity: pairs.PairSimilarity, features: Tensor
-) -> Tensor:
-    """Return the contrastive loss of unlabeled rows.
+class Kcl(pairs.PairMethod):
+    """KCL, see the top of the module."""
 
-    It is the mean of both orders of the two views.
+    name = "kcl"
 
-    Args:
-        first: Cluster probabilities of this worker's unlabeled rows in view 0, (B_u,
-            C_u).
-        second: The same in view 1.
-        similarity: The similarity network, which decides which rows are similar.
-        features: Features of these rows in both views, (2, B_u, D).
-
-    Returns:
-        A scalar.
-    """
-    forth = contrastive_loss(first, second, pairs.similar_pairs(similarity, features))
-    back = contrastive_loss(
-        second, first, pairs.similar_pairs(similarity, features.flip(0))
-    )
-    return (forth + back) / 2
+    def pair_loss(
+        self,
+        first: Tensor,
+        second: Tensor,
+        similarity: pairs.PairSimilarity,
+        features: Tensor,
+    ) -> Tensor:
+        """Compute the contrastive loss, the mean of both orders of the two views."""
+        similar = pairs.similar_pairs(similarity, features)
+        similar_back = pairs.similar_pairs(similarity, features.flip(0))
+        forth = contrastive_loss(first, second, similar)
+        back = contrastive_loss(second, first, similar_back)
+        return (forth + back) / 2
 
 
 def contrastive_loss(probabilities: Tensor, targets: Tensor, similar: Tensor) -> Tensor:
@@ -61,9 +55,9 @@ def contrastive_loss(probabilities: Tensor, targets: Tensor, similar: Tensor) ->
         A scalar.
     """
     log_p = (probabilities + 1e-7).log()
-    q = collectives.gather_rows(targets.detach(), 0) + 1e-7
+    q = distributed.gather_rows(targets.detach(), 0) + 1e-7
     divergence = (q * q.log()).sum(dim=-1) - log_p @ q.T  # (N, M)
     return torch.where(similar, divergence, (MARGIN - divergence).relu()).mean()
 
 
-METHOD = Method("kcl", partial(pairs.step, contrast), pairs.pair_head)
+METHOD = Kcl()

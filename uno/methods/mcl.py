@@ -6,34 +6,29 @@ are similar, and the novel head maximizes the likelihood of these decisions. Kno
 constant, from the authors' code: 1e-7 inside the logarithm.
 """
 
-from functools import partial
-
 from torch import Tensor
 
-from uno import collectives
-from uno.methods import Method, pairs
-from uno.methods.method import pair_likelihood_loss
+from uno import distributed
+from uno.methods import pairs
+from uno.methods.common import pair_likelihood_loss
 
 
-def likelihood(
-    first: Tensor, second: Tensor, similarity: pairs.PairSimilarity, features: Tensor
-) -> Tensor:
-    """Return the negative log-likelihood of the similarities of unlabeled rows.
+class Mcl(pairs.PairMethod):
+    """MCL, see the top of the module."""
 
-    Args:
-        first: Cluster probabilities of this worker's unlabeled rows in view 0, (B_u,
-            C_u).
-        second: The same in view 1.
-        similarity: The similarity network, which decides which rows are similar.
-        features: Features of these rows in both views, (2, B_u, D).
+    name = "mcl"
 
-    Returns:
-        A scalar, the mean over pairs with the unlabeled rows of all workers.
-    """
-    similar = pairs.similar_pairs(similarity, features)
-    return pair_likelihood_loss(
-        first, collectives.gather_rows_with_grad(second, 0), similar
-    )
+    def pair_loss(
+        self,
+        first: Tensor,
+        second: Tensor,
+        similarity: pairs.PairSimilarity,
+        features: Tensor,
+    ) -> Tensor:
+        """Compute the negative log-likelihood of the network's decisions."""
+        similar = pairs.similar_pairs(similarity, features)
+        others = distributed.gather_rows_with_grad(second, 0)
+        return pair_likelihood_loss(first, others, similar)
 
 
-METHOD = Method("mcl", partial(pairs.step, likelihood), pairs.pair_head)
+METHOD = Mcl()

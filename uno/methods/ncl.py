@@ -43,25 +43,22 @@ the authors train. Pairs, memories and clusters are those of this layer's output
 cached views. The known head reads the features themselves.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from uno import collectives
+from uno import distributed
 from uno.config import Config, field
-from uno.heads import unit
+from uno.data.stream import TrainData
+from uno.heads import NovelHead, unit
 from uno.methods import Method, rs
-from uno.methods.method import (
-    AdaptedHead,
-    NovelHead,
+from uno.methods.common import (
+    adapted_head,
     forward_two_views,
     learned_features,
     similar_by_cosine,
 )
 from uno.model import UnoModel
-from uno.state import TrainState
-from uno.steps import Batch, update_
+from uno.steps import Batch, TrainState
 
 TEMPERATURE = 0.05
 SIZE, SIZES = 2000, {"imagenet": 3000}  # entries of a memory, and those by preset
@@ -81,58 +78,90 @@ class Constants(rs.Consistency):
     )
 
 
-def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
-    """Train on one batch: the objective of pairs, plus the contrast with both memories.
+class Ncl(Method):
+    """NCL, see the top of the module."""
 
-    The objective is :func:`uno.methods.rs.loss_of_pairs`, where pairs are similar by
-    the cosine of their features. The contrast is :func:`class_loss` for labeled rows.
-    For unlabeled rows it is :func:`neighbor_loss`, which begins at the share ``START``
-    of the phase, once the memory of unlabeled features is full. From ``HARD_START`` on
-    it has hard negatives, once the memory of labeled features is full, too. The rows of
-    the batch enter the memories.
+    name = "ncl"
+    constants = Constants
+    constants_of_preset = rs.SETTINGS
 
-    Args:
-        state: The state of training. It is updated, with the memories in ``extra``.
-        batch: The batch.
-        config: The configuration of the run, with the method's constants.
-        lr: The learning rate.
+    def build_head(
+        self, num_novel: int, num_features: int, is_frozen: bool
+    ) -> NovelHead:
+        """Build the novel head, with a linear layer if the encoder is frozen."""
+        return adapted_head(num_novel, num_features, is_frozen)
 
-    Returns:
-        The loss (1,), detached.
-    """
-    num_labeled, extra = len(batch.labels), state.extra
-    known, novel, features = forward_two_views(state, batch)
-    features = learned_features(state.model, features)
-    similar = similar_by_cosine(
-        features[0, num_labeled:], config.method_options.threshold
-    )
-    loss = rs.loss_of_pairs(state, batch.labels, config, known, novel, similar)
-    query, key = unit(features[0]), unit(features[1]).detach()
-    past, past_labeled, classes = (
-        extra["memory"],
-        extra["labeled_memory"],
-        extra["labeled_classes"],
-    )
-    pulled = class_loss(
-        query[:num_labeled], key[:num_labeled], batch.labels, past_labeled, classes
-    )
-    loss = loss + LABELED_WEIGHT * pulled
-    kinds = ((num_labeled, past_labeled), (len(query) - num_labeled, past))
-    world_size = collectives.rank_and_world()[1]
-    full = [state.step * world_size * rows >= len(memory) for rows, memory in kinds]
-    if state.progress >= START and full[1]:
-        hard = None
-        if state.progress >= HARD_START and all(full):
-            hard = _hard(state, query[num_labeled:], novel.shape[-1])
-        near = max(1, int(len(past) / novel.shape[-1] / 2))
-        loss = loss + neighbor_loss(
-            query[num_labeled:], key[num_labeled:], past, near, hard
+    def loss(self, state: TrainState, batch: Batch, config: Config) -> Tensor:
+        """Compute the objective of pairs, plus the contrast with both memories.
+
+        The objective is :func:`uno.methods.rs.loss_of_pairs`, where pairs are similar
+        by the cosine of their features. The contrast is :func:`class_loss` for labeled
+        rows. For unlabeled rows it is :func:`neighbor_loss`, which begins at the share
+        ``START`` of the phase, once the memory of unlabeled features is full. From
+        ``HARD_START`` on it has hard negatives, once the memory of labeled features is
+        full, too. The rows of the batch enter the memories in ``state.extra``.
+
+        For the arguments see :meth:`uno.methods.Method.loss`.
+        """
+        num_labeled, extra = len(batch.labels), state.extra
+        known, novel, features = forward_two_views(state, batch)
+        features = learned_features(state.model, features)
+        similar = similar_by_cosine(
+            features[0, num_labeled:], config.method_options.threshold
         )
-    seen = query.detach()
-    extra["labeled_memory"] = newest(seen[:num_labeled], past_labeled)
-    extra["labeled_classes"] = newest(batch.labels, classes)
-    extra["memory"] = newest(seen[num_labeled:], past)
-    return update_(state, loss, lr)
+        loss = rs.loss_of_pairs(state, batch.labels, config, known, novel, similar)
+        query, key = unit(features[0]), unit(features[1]).detach()
+        labeled_memory, memory = extra["labeled_memory"], extra["memory"]
+        loss = loss + LABELED_WEIGHT * class_loss(
+            query[:num_labeled],
+            key[:num_labeled],
+            batch.labels,
+            labeled_memory,
+            extra["labeled_classes"],
+        )
+        num_batches = state.step * distributed.rank_and_world()[1]  # of all workers
+        num_unlabeled = len(query) - num_labeled
+        labeled_is_full = num_batches * num_labeled >= len(labeled_memory)
+        is_full = num_batches * num_unlabeled >= len(memory)
+        if state.progress >= START and is_full:
+            hard = None
+            if state.progress >= HARD_START and labeled_is_full:
+                hard = _draw_hard_negatives(state, query[num_labeled:], novel.shape[-1])
+            num_near = max(1, int(len(memory) / novel.shape[-1] / 2))
+            loss = loss + neighbor_loss(
+                query[num_labeled:], key[num_labeled:], memory, num_near, hard
+            )
+        seen = query.detach()
+        extra["labeled_memory"] = newest(seen[:num_labeled], labeled_memory)
+        extra["labeled_classes"] = newest(batch.labels, extra["labeled_classes"])
+        extra["memory"] = newest(seen[num_labeled:], memory)
+        return loss
+
+    def initialize(
+        self, config: Config, model: UnoModel, train: TrainData
+    ) -> dict[str, Tensor]:
+        """Create empty memories of features, of at most 2,000 rows (ImageNet 3,000).
+
+        Args:
+            config: The configuration of the run, which has the preset.
+            model: The network, which decides the number of features D.
+            train: The training data. No memory has more rows than its labeled or
+                unlabeled rows.
+
+        Returns:
+            "memory", zeros (M, D) for unlabeled rows; "labeled_memory", zeros (M_l, D)
+            for labeled rows; and "labeled_classes", the classes of its entries, int64
+            (M_l,), which are -1.
+        """
+        size, device = SIZES.get(config.preset, SIZE), model.known.weight.device
+        num_labeled = min(size, len(train.labels))
+        num_unlabeled = min(size, train.num_unlabeled)
+        width = model.known.weight.shape[1]
+        return {
+            "memory": torch.zeros(num_unlabeled, width, device=device),
+            "labeled_memory": torch.zeros(num_labeled, width, device=device),
+            "labeled_classes": torch.full((num_labeled,), -1, device=device),
+        }
 
 
 def class_loss(
@@ -183,11 +212,9 @@ def neighbor_loss(
         A scalar, the mean over rows.
     """
     others = query @ memory.T
-    logits = [
-        (query * key).sum(dim=1, keepdim=True),
-        others,
-        *([] if hard is None else [hard]),
-    ]
+    logits = [(query * key).sum(dim=1, keepdim=True), others]
+    if hard is not None:
+        logits.append(hard)
     log_p = (torch.cat(logits, dim=1) / TEMPERATURE).log_softmax(dim=1)
     nearest = 1 + others.topk(near, dim=1).indices
     return -(
@@ -195,7 +222,7 @@ def neighbor_loss(
     ).mean()
 
 
-def _hard(state: TrainState, query: Tensor, num_novel: int) -> Tensor:
+def _draw_hard_negatives(state: TrainState, query: Tensor, num_novel: int) -> Tensor:
     """Draw labeled entries, and return cosines with the hardest mixtures.
 
     The draw depends on the step alone, and is the same for any number of workers.
@@ -210,14 +237,15 @@ def _hard(state: TrainState, query: Tensor, num_novel: int) -> Tensor:
     """
     memory, labeled = state.extra["memory"], state.extra["labeled_memory"]
     far = NUM_FAR_OF_FIVE if num_novel == 5 else NUM_FAR
+    # as many of a memory of another size
     far, kept = (max(1, min(n, len(memory) * n // SIZE)) for n in (far, NUM_HARD))
-    shape = (len(query) * collectives.rank_and_world()[1], DRAWS, far)
+    shape = (len(query) * distributed.rank_and_world()[1], DRAWS, far)
     generator = torch.Generator().manual_seed(state.step)
     chosen = torch.randint(len(labeled), shape, generator=generator).to(
         query.device, non_blocking=True
     )
     return hard_negatives(
-        query, memory, labeled, collectives.local_shard(chosen, 0), kept
+        query, memory, labeled, distributed.local_shard(chosen, 0), kept
     )
 
 
@@ -252,8 +280,8 @@ def hard_negatives(
         / (a * a + b * b + 2 * a * b * inner).clamp(min=1e-6).sqrt()
         for a, b in MIXES
     ]
-    found = torch.stack(mixed, dim=1).flatten(1)
-    return found.topk(min(kept, found.shape[1]), dim=1).values
+    cosines = torch.stack(mixed, dim=1).flatten(1)
+    return cosines.topk(min(kept, cosines.shape[1]), dim=1).values
 
 
 def newest(rows: Tensor, memory: Tensor) -> Tensor:
@@ -266,46 +294,9 @@ def newest(rows: Tensor, memory: Tensor) -> Tensor:
     Returns:
         The new memory, (M, ...).
     """
-    found = torch.cat([collectives.gather_rows(rows, 0).to(memory.dtype), memory])[
-        : len(memory)
-    ]
+    all_rows = distributed.gather_rows(rows, 0).to(memory.dtype)
     # values of a step that was not finite must not stay in the memory
-    return found.nan_to_num(0.0, 0.0, 0.0)
+    return torch.cat([all_rows, memory])[: len(memory)].nan_to_num(0.0, 0.0, 0.0)
 
 
-def start(config: Config, model: UnoModel, train: Any) -> dict[str, Tensor]:
-    """Create empty memories of features, of at most 2,000 rows (ImageNet 3,000).
-
-    Args:
-        config: The configuration of the run, which has the preset.
-        model: The network, which decides the number of features D.
-        train: The training data. No memory has more rows than its labeled or unlabeled
-            rows.
-
-    Returns:
-        "memory", zeros (M, D) for unlabeled rows; "labeled_memory", zeros (M_l, D) for
-        labeled rows; and "labeled_classes", the classes of its entries, int64 (M_l,),
-        which are -1.
-    """
-    size, device = SIZES.get(config.preset, SIZE), model.known.weight.device
-    num_labeled, num_unlabeled = (
-        min(size, len(train.labels)),
-        min(size, train.num_unlabeled),
-    )
-    width = model.known.weight.shape[1]
-    return {
-        "memory": torch.zeros(num_unlabeled, width, device=device),
-        "labeled_memory": torch.zeros(num_labeled, width, device=device),
-        "labeled_classes": torch.full((num_labeled,), -1, device=device),
-    }
-
-
-METHOD = Method(
-    "ncl",
-    step,
-    NovelHead,
-    start,
-    Constants,
-    settings=rs.SETTINGS,
-    frozen_head=AdaptedHead,
-)
+METHOD = Ncl()

@@ -27,15 +27,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from uno import collectives
+from uno import distributed
 from uno.config import Config, field
 from uno.data.stream import TrainData
 from uno.methods import Method, rs
-from uno.methods.method import NovelHead, similar_by_cosine
+from uno.methods.common import similar_by_cosine
 from uno.model import UnoModel
 from uno.prototype_init import clusters_of, training_features
-from uno.state import TrainState
-from uno.steps import Batch, forward, update_
+from uno.steps import Batch, TrainState, forward
 
 ANCHOR = 0.9  # probability from which an unlabeled row is an anchor
 BETA = 1.0
@@ -50,48 +49,80 @@ class Constants(rs.Consistency):
     )
 
 
-def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
-    """Train on one batch: the objective of pairs, plus a squared error of mixed images.
+class OpenMix(Method):
+    """OpenMix, see the top of the module."""
 
-    The objective is :func:`uno.methods.rs.loss_of_pairs`, where pairs are similar by
-    the cosine of their features. Each image is mixed with an unlabeled one, and the
-    squared error is that of its probabilities and its mixed target. The weight of this
-    error rises over the phase.
+    name = "openmix"
+    constants = Constants
+    constants_of_preset = rs.SETTINGS
 
-    Args:
-        state: The state of training. It is updated.
-        batch: The batch.
-        config: The configuration of the run, with the method's constants.
-        lr: The learning rate.
+    def loss(self, state: TrainState, batch: Batch, config: Config) -> Tensor:
+        """Compute the objective of pairs, plus a squared error of mixed images.
 
-    Returns:
-        The loss (1,), detached.
-    """
-    num_labeled, tau = len(batch.labels), config.objective.temperature
-    partner, share = plan(state.step, num_labeled, len(batch.views[0]))
-    partner, share = (t.to(state.device, non_blocking=True) for t in (partner, share))
-    clean = batch.views[0]
-    weights = share.to(clean.dtype).view(-1, *[1] * (clean.ndim - 1))
-    unlabeled = collectives.gather_rows(clean[num_labeled:], 0)
-    mixed = weights * clean + (1 - weights) * unlabeled[partner]
-    logits = forward(
-        state, batch._replace(views=[*batch.views[:2], mixed], num_large=3)
-    )
-    assert logits.novel is not None and logits.features is not None
-    known, novel = logits.known, logits.novel[:, 0]
-    similar = similar_by_cosine(
-        logits.features[0, num_labeled:], config.method_options.threshold
-    )
-    pairs = rs.loss_of_pairs(state, batch.labels, config, known[:2], novel[:2], similar)
-    joint = (torch.cat([known[2], novel[2]], dim=-1) / tau).softmax(dim=-1)
-    own = (novel[0, num_labeled:].detach() / tau).softmax(dim=-1)
-    targets, counts = mixed_targets(batch.labels, own, partner, share, known.shape[-1])
-    # the mean is over all rows, also over those that do not count
-    mixed_loss = ((joint - targets).square().sum(dim=1) * counts).mean()
-    return update_(state, pairs + WEIGHT * rs.ramp(state, config) * mixed_loss, lr)
+        The objective is :func:`uno.methods.rs.loss_of_pairs`, where pairs are similar
+        by the cosine of their features. Each image is mixed with an unlabeled one, and
+        the squared error is that of its probabilities and its mixed target. The weight
+        of this error rises over the phase.
+
+        For the arguments see :meth:`uno.methods.Method.loss`.
+        """
+        num_labeled, tau = len(batch.labels), config.objective.temperature
+        clean = batch.views[0]
+        partner, share = (
+            drawn.to(state.device, non_blocking=True)
+            for drawn in draw_mixtures(state.step, num_labeled, len(clean))
+        )
+        weights = share.to(clean.dtype).view(-1, *[1] * (clean.ndim - 1))
+        unlabeled = distributed.gather_rows(clean[num_labeled:], 0)
+        mixed = weights * clean + (1 - weights) * unlabeled[partner]
+        logits = forward(
+            state, batch._replace(views=[*batch.views[:2], mixed], num_large=3)
+        )
+        assert logits.novel is not None and logits.features is not None
+        known, novel = logits.known, logits.novel[:, 0]
+        similar = similar_by_cosine(
+            logits.features[0, num_labeled:], config.method_options.threshold
+        )
+        pair_loss = rs.loss_of_pairs(
+            state, batch.labels, config, known[:2], novel[:2], similar
+        )
+        joint = (torch.cat([known[2], novel[2]], dim=-1) / tau).softmax(dim=-1)
+        own = (novel[0, num_labeled:].detach() / tau).softmax(dim=-1)
+        targets, counts = mixed_targets(
+            batch.labels, own, partner, share, known.shape[-1]
+        )
+        # the mean is over all rows, also over those that do not count
+        mixed_loss = ((joint - targets).square().sum(dim=1) * counts).mean()
+        return pair_loss + WEIGHT * rs.ramp(state, config) * mixed_loss
+
+    @torch.no_grad()
+    def initialize(
+        self, config: Config, model: UnoModel, train: TrainData
+    ) -> dict[str, Tensor]:
+        """Set the novel prototypes to the centers of k-means clusters of the features.
+
+        Args:
+            config: The configuration of the run.
+            model: The network. Its novel prototypes are changed.
+            train: The training data.
+
+        Returns:
+            No tensors.
+        """
+        labeled, labels, unlabeled = training_features(config, model, train)
+
+        def compute() -> dict[str, Tensor]:
+            clusters = clusters_of(
+                unlabeled, labeled, labels, train.num_novel, "ncd", config.seed
+            )
+            return {"centers": clusters.centers}
+
+        start = distributed.compute_on_rank0(compute, model.novel.weight.device)
+        model.novel.weight.copy_(start["centers"][None])
+        return {}
 
 
-def plan(step: int, num_labeled: int, num_rows: int) -> tuple[Tensor, Tensor]:
+def draw_mixtures(step: int, num_labeled: int, num_rows: int) -> tuple[Tensor, Tensor]:
     """Draw the partner and the share of each row of this worker.
 
     The draw depends on the step alone. A row of the global batch has the same partner
@@ -106,17 +137,18 @@ def plan(step: int, num_labeled: int, num_rows: int) -> tuple[Tensor, Tensor]:
         The unlabeled row of the global batch that is mixed in, int64 (B,), counted from
         its first unlabeled row; and the share of the row itself, float64 (B,), 0.5-1.
     """
-    rank, world_size = collectives.rank_and_world()
-    random, found = np.random.default_rng(step), []
+    rank, world_size = distributed.rank_and_world()
+    random = np.random.default_rng(step)
+    partners, shares = list[Tensor](), list[Tensor]()
     num_unlabeled = (num_rows - num_labeled) * world_size
     for size in (num_labeled, num_rows - num_labeled):
-        drawn = (
-            random.integers(num_unlabeled, size=size * world_size),
-            random.beta(BETA, BETA, size * world_size),
-        )
-        found.append([torch.from_numpy(part).chunk(world_size)[rank] for part in drawn])
-    partner, share = (torch.cat(parts) for parts in zip(*found, strict=True))
-    return partner, torch.maximum(share, 1 - share)
+        total = size * world_size
+        partner = torch.from_numpy(random.integers(num_unlabeled, size=total))
+        share = torch.from_numpy(random.beta(BETA, BETA, total))
+        partners.append(partner.chunk(world_size)[rank])
+        shares.append(share.chunk(world_size)[rank])
+    share = torch.cat(shares)
+    return torch.cat(partners), torch.maximum(share, 1 - share)
 
 
 def mixed_targets(
@@ -140,43 +172,13 @@ def mixed_targets(
         Targets (B, C), and which rows count, bool (B,): labeled ones, and unlabeled
         ones with a probability above 0.9.
     """
-    global_rows = collectives.gather_rows(own, 0)
-    first = torch.cat(
-        [
-            F.one_hot(labels, num_known + own.shape[1]).to(own.dtype),
-            F.pad(own, (num_known, 0)),
-        ]
-    )
+    of_labeled = F.one_hot(labels, num_known + own.shape[1]).to(own.dtype)
+    own_targets = torch.cat([of_labeled, F.pad(own, (num_known, 0))])
+    partner_targets = F.pad(distributed.gather_rows(own, 0)[partner], (num_known, 0))
     share = share.to(own.dtype)[:, None]
-    counts = torch.cat(
-        [torch.ones_like(labels, dtype=torch.bool), own.amax(dim=1) > ANCHOR]
-    )
-    return share * first + (1 - share) * F.pad(
-        global_rows[partner], (num_known, 0)
-    ), counts
+    is_labeled = torch.ones_like(labels, dtype=torch.bool)
+    counts = torch.cat([is_labeled, own.amax(dim=1) > ANCHOR])
+    return share * own_targets + (1 - share) * partner_targets, counts
 
 
-@torch.no_grad()
-def start(config: Config, model: UnoModel, train: TrainData) -> dict[str, Tensor]:
-    """Set the novel prototypes to the centers of k-means clusters of the features.
-
-    Args:
-        config: The configuration of the run.
-        model: The network. Its novel prototypes are changed.
-        train: The training data.
-
-    Returns:
-        No tensors.
-    """
-    model.eval()
-    labeled, labels, unlabeled = training_features(config, model, train)
-    model.train()
-    how = unlabeled, labeled, labels, train.num_novel, "ncd", config.seed
-    found = collectives.compute_on_rank0(
-        lambda: {"centers": clusters_of(*how).centers}, model.novel.weight.device
-    )
-    model.novel.weight.copy_(found["centers"][None])
-    return {}
-
-
-METHOD = Method("openmix", step, NovelHead, start, Constants, settings=rs.SETTINGS)
+METHOD = OpenMix()

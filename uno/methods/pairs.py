@@ -16,7 +16,6 @@ of a step have the weight 1 each, and pairs are of (view 0, view 1), where the a
 have one view. Both are our choice.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -24,12 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from uno import collectives
+from uno import distributed
 from uno.config import Config
-from uno.heads import unit
-from uno.methods.method import NovelHead, forward_two_views
-from uno.state import TrainState
-from uno.steps import Batch, labeled_loss, update_
+from uno.heads import NovelHead, unit
+from uno.methods import Method
+from uno.methods.common import forward_two_views
+from uno.steps import Batch, TrainState, labeled_loss
 
 MOST_HIDDEN = 2048
 # hidden values that are computed at once, so that they fit into a cache
@@ -92,58 +91,54 @@ class PairSimilarity(nn.Module):
         return self.output((left[:, None] + right[None]).relu_()).squeeze(-1)
 
 
-PairTerm = Callable[[Tensor, Tensor, PairSimilarity, Tensor], Tensor]
-"""A loss of pairs of unlabeled rows, such as :func:`uno.methods.kcl.contrast`.
-
-It maps the cluster probabilities (B_u, C_u) in view 0 and in view 1, the similarity
-network, and features (2, B_u, D) to a scalar.
-"""
-
-
-def pair_head(num_novel: int, num_features: int) -> nn.Module:
-    """Create the novel head, with the similarity network as its auxiliary module.
-
-    Args:
-        num_novel: The number of novel classes.
-        num_features: The number of features D.
-
-    Returns:
-        A :class:`~uno.methods.method.NovelHead`, where ``auxiliary`` is a
-        :class:`PairSimilarity`.
-    """
-    return NovelHead(num_novel, num_features, PairSimilarity(num_features))
-
-
-def step(
-    term: PairTerm, state: TrainState, batch: Batch, config: Config, lr: float
-) -> Tensor:
-    """Train on one batch: labeled rows, pairs of labeled rows, and unlabeled pairs.
+class PairMethod(Method):
+    """A method whose unlabeled rows learn from the pairs that a network calls similar.
 
     The loss is the sum of the cross-entropy of labeled rows, the loss of the similarity
-    network, and ``term``.
-
-    Args:
-        term: The loss of pairs of unlabeled rows.
-        state: The state of training. It is updated.
-        batch: The batch.
-        config: The configuration of the run.
-        lr: The learning rate.
-
-    Returns:
-        The loss (1,), detached.
+    network, and :meth:`pair_loss`.
     """
-    num_labeled, tau = len(batch.labels), config.objective.temperature
-    known, novel, features = forward_two_views(state, batch)
-    similarity, (first, second) = (
-        state.model.novel.auxiliary,
-        (novel[:, num_labeled:] / tau).softmax(dim=-1),
-    )
-    loss = (
-        labeled_loss(known, batch.labels, tau)
-        + similarity_loss(similarity, features[:, :num_labeled], batch.labels)
-        + term(first, second, similarity, features[:, num_labeled:])
-    )
-    return update_(state, loss, lr)
+
+    def build_head(
+        self, num_novel: int, num_features: int, is_frozen: bool
+    ) -> NovelHead:
+        """Build the novel head, with a :class:`PairSimilarity` as auxiliary module."""
+        return NovelHead(num_novel, num_features, PairSimilarity(num_features))
+
+    def loss(self, state: TrainState, batch: Batch, config: Config) -> Tensor:
+        """Compute the loss of labeled rows, pairs of labeled rows and unlabeled pairs.
+
+        For the arguments see :meth:`uno.methods.Method.loss`.
+        """
+        num_labeled, tau = len(batch.labels), config.objective.temperature
+        known, novel, features = forward_two_views(state, batch)
+        similarity = state.model.novel.auxiliary
+        first, second = (novel[:, num_labeled:] / tau).softmax(dim=-1)
+        return (
+            labeled_loss(known, batch.labels, tau)
+            + similarity_loss(similarity, features[:, :num_labeled], batch.labels)
+            + self.pair_loss(first, second, similarity, features[:, num_labeled:])
+        )
+
+    def pair_loss(
+        self,
+        first: Tensor,
+        second: Tensor,
+        similarity: PairSimilarity,
+        features: Tensor,
+    ) -> Tensor:
+        """Compute the loss of pairs of unlabeled rows.
+
+        Args:
+            first: Cluster probabilities of this worker's unlabeled rows in view 0,
+                (B_u, C_u).
+            second: The same in view 1.
+            similarity: The similarity network, which decides which rows are similar.
+            features: Features of these rows in both views, (2, B_u, D).
+
+        Returns:
+            A scalar, the mean over pairs with the unlabeled rows of all workers.
+        """
+        raise NotImplementedError
 
 
 def similarity_loss(
@@ -163,7 +158,7 @@ def similarity_loss(
         A scalar, the mean over pairs.
     """
     others, other_labels = (
-        collectives.gather_rows(t, 0) for t in (features[1].detach(), labels)
+        distributed.gather_rows(t, 0) for t in (features[1].detach(), labels)
     )
     same = (labels[:, None] == other_labels[None]).float()
     return F.binary_cross_entropy_with_logits(
@@ -183,4 +178,4 @@ def similar_pairs(similarity: PairSimilarity, features: Tensor) -> Tensor:
         A mask, bool (B_u, M): view 0 of this worker's rows, and view 1 of the M rows of
         all workers.
     """
-    return similarity(features[0], collectives.gather_rows(features[1], 0)) > 0
+    return similarity(features[0], distributed.gather_rows(features[1], 0)) > 0

@@ -28,21 +28,21 @@ What differs:
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from uno import collectives
+from uno import distributed
 from uno.clustering import kmeans
-from uno.collectives import mean_with_grad
 from uno.config import Config, Section, field
+from uno.data.stream import TrainData
+from uno.distributed import mean_with_grad
 from uno.frozen import matched
 from uno.heads import unit
 from uno.methods import Method
-from uno.methods.method import (
-    NovelHead,
+from uno.methods.common import (
     cluster_centers,
     forward_two_views,
     frozen_sample,
@@ -50,8 +50,7 @@ from uno.methods.method import (
 )
 from uno.model import UnoModel
 from uno.prototype_init import NUM_STARTS, Sample
-from uno.state import TrainState
-from uno.steps import Batch, labeled_loss, update_
+from uno.steps import Batch, TrainState, labeled_loss
 
 SCALE = 25.0
 RATE, DECAY, STEPS = 1e-3, 1e-2, 1000  # settings of Adam
@@ -133,15 +132,13 @@ def fit(
     rows = unit(torch.cat([sample.labeled, sample.unlabeled])).float()
     barred = 0 if setting == "gcd" else num_known
     if weight is None:
-        plain = kmeans(rows.cpu(), num_known + num_novel, NUM_STARTS, seed).centers.to(
-            rows
-        )
-        found = [
-            descend(plain, rows, labels, each, steps, supervised=False)
-            for each in WEIGHTS
-        ]
-        right = [accuracy(rows[: len(labels)] @ each.T, labels) for each in found]
-        weight = WEIGHTS[right.index(max(right))]
+        num_classes = num_known + num_novel
+        plain = kmeans(rows.cpu(), num_classes, NUM_STARTS, seed).centers.to(rows)
+        accuracies = list[float]()
+        for candidate in WEIGHTS:
+            fitted = descend(plain, rows, labels, candidate, steps, supervised=False)
+            accuracies.append(accuracy(rows[: len(labels)] @ fitted.T, labels))
+        weight = WEIGHTS[accuracies.index(max(accuracies))]
     centers = cluster_centers(
         Sample(*(t.cpu() for t in sample)), num_novel, setting, seed
     ).to(rows)
@@ -155,11 +152,8 @@ def accuracy(logits: Tensor, labels: Tensor) -> float:
         logits: Logits (N, C). The largest one decides the output.
         labels: Classes int64 (N,), which are matched to outputs.
     """
-    return float(
-        matched(labels.cpu(), logits.argmax(dim=1).cpu(), logits.shape[1])
-        .float()
-        .mean()
-    )
+    outputs = logits.argmax(dim=1).cpu()
+    return float(matched(labels.cpu(), outputs, logits.shape[1]).float().mean())
 
 
 def descend(
@@ -233,56 +227,62 @@ def objective(
     return loss - log_p[:, free, barred:].logsumexp(dim=-1).mean() if barred else loss
 
 
-def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
-    """Train on two views of one batch by :func:`objective`.
+class Pim(Method):
+    """PIM, see the top of the module."""
 
-    Args:
-        state: The state of training. It is updated.
-        batch: The batch.
-        config: The configuration of the run.
-        lr: The learning rate.
+    name = "pim"
+    constants = Constants
+    supports_gcd = True
+    trains = False
 
-    Returns:
-        The loss (1,), detached.
-    """
-    known, novel, _ = forward_two_views(state, batch)
-    logits = torch.cat([known, novel], dim=-1) / config.objective.temperature
-    barred = 0 if config.data.setting == "gcd" else known.shape[-1]
-    loss = objective(logits, batch.labels, state.extra["weight"], barred=barred)
-    return update_(state, loss, lr)
+    def build_adapter(self, num_features: int) -> Adapter:
+        """Build an :class:`Adapter`."""
+        return Adapter(num_features)
 
+    def initialize(
+        self, config: Config, model: UnoModel, train: TrainData
+    ) -> dict[str, Tensor]:
+        """Fit the classifier, and set all prototypes of the model to it.
 
-def start(config: Config, model: UnoModel, train: Any) -> dict[str, Tensor]:
-    """Fit the classifier, and set all prototypes of the model to it.
+        Args:
+            config: The configuration of the run, with the method's constants.
+            model: The network. Its prototypes are changed.
+            train: The training data.
 
-    Args:
-        config: The configuration of the run, with the method's constants.
-        model: The network. Its prototypes are changed.
-        train: The training data.
+        Returns:
+            "weight", lambda, a scalar.
 
-    Returns:
-        "weight", lambda, a scalar.
+        Raises:
+            ConfigError: There are fewer unlabeled rows than novel classes.
+        """
+        constants, device = config.method_options, model.known.weight.device
+        sample = Sample(*(t.to(device) for t in frozen_sample(config, model, train)))
 
-    Raises:
-        ConfigError: There are fewer unlabeled rows than novel classes.
-    """
-    constants, device = config.method_options, model.known.weight.device
-    sample = Sample(*(t.to(device) for t in frozen_sample(config, model, train)))
+        def compute() -> dict[str, Tensor]:
+            classifier = fit(
+                sample,
+                train.num_novel,
+                config.data.setting,
+                config.seed,
+                constants.weight,
+                constants.steps,
+            )
+            weight = torch.tensor(classifier.weight)
+            return {"rows": classifier.weights, "weight": weight}
 
-    def compute() -> dict[str, Tensor]:
-        found = fit(
-            sample,
-            train.num_novel,
-            config.data.setting,
-            config.seed,
-            constants.weight,
-            constants.steps,
-        )
-        return {"rows": found.weights, "weight": torch.tensor(found.weight)}
+        start = distributed.compute_on_rank0(compute, device)
+        set_prototypes_(model, of_one_length(start["rows"]))
+        return {"weight": start["weight"]}
 
-    found = collectives.compute_on_rank0(compute, device)
-    set_prototypes_(model, of_one_length(found["rows"]))
-    return {"weight": found["weight"]}
+    def loss(self, state: TrainState, batch: Batch, config: Config) -> Tensor:
+        """Compute :func:`objective` on two views, see :meth:`uno.methods.Method.loss`.
+
+        It continues the fit by SGD, if discovery has epochs.
+        """
+        known, novel, _ = forward_two_views(state, batch)
+        logits = torch.cat([known, novel], dim=-1) / config.objective.temperature
+        barred = 0 if config.data.setting == "gcd" else known.shape[-1]
+        return objective(logits, batch.labels, state.extra["weight"], barred=barred)
 
 
 def of_one_length(weights: Tensor) -> Tensor:
@@ -304,6 +304,4 @@ def of_one_length(weights: Tensor) -> Tensor:
     )
 
 
-METHOD = Method(
-    "pim", step, NovelHead, start, Constants, adapter=Adapter, trains=False, gcd=True
-)
+METHOD = Pim()

@@ -11,35 +11,29 @@ from torch import Tensor
 
 from uno.config import Config
 from uno.methods import Pretext
-from uno.state import TrainState
-from uno.steps import Batch, forward, update_
+from uno.steps import Batch, TrainState, forward
 
 NUM_TURNS = 4
 
 
-def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
-    """Train on one batch to predict the number of quarter turns.
+def loss(state: TrainState, batch: Batch, config: Config) -> Tensor:
+    """Compute the cross-entropy of predicting the number of quarter turns.
 
-    Each row is turned by 0 to 3 quarter turns, and the loss is a cross-entropy.
+    Each row is seen four times, turned by 0 to 3 quarter turns.
 
     Args:
-        state: The state of training. It is updated.
+        state: The state of training.
         batch: The batch.
         config: The configuration of the run, which has the temperature.
-        lr: The learning rate.
 
     Returns:
-        The loss (1,), detached.
+        A scalar.
     """
     known = forward(state, turned(batch)).known  # (4, B, 4)
-    turns = torch.arange(NUM_TURNS, device=known.device).repeat_interleave(
-        known.shape[1]
-    )
-    return update_(
-        state,
-        F.cross_entropy(known.flatten(0, 1) / config.objective.temperature, turns),
-        lr,
-    )
+    turns = torch.arange(NUM_TURNS, device=known.device)
+    turns = turns.repeat_interleave(known.shape[1])
+    logits = known.flatten(0, 1) / config.objective.temperature
+    return F.cross_entropy(logits, turns)
 
 
 def turned(batch: Batch) -> Batch:
@@ -53,4 +47,4 @@ def turned(batch: Batch) -> Batch:
     return batch._replace(views=views, num_large=NUM_TURNS)
 
 
-PRETEXT = Pretext("rotation", step, num_outputs=NUM_TURNS)
+PRETEXT = Pretext("rotation", loss, num_outputs=NUM_TURNS)

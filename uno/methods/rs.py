@@ -27,13 +27,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from uno import collectives
+from uno import distributed
 from uno.config import Config, Section, field
 from uno.methods import Method
-from uno.methods.method import NovelHead, forward_two_views, pair_likelihood_loss
-from uno.schedule import sigmoid_rampup
-from uno.state import TrainState
-from uno.steps import Batch, labeled_loss, update_
+from uno.methods.common import (
+    forward_two_views,
+    pair_likelihood_loss,
+    sigmoid_rampup,
+)
+from uno.steps import Batch, TrainState, labeled_loss
 
 TOP, OF = 5, 512  # the 5 largest of 512 features are compared
 CIFAR100 = {"consistency_weight": 50.0, "rampup": 0.75}
@@ -65,24 +67,20 @@ class Constants(Consistency):
     )
 
 
-def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
-    """Train on one batch by :func:`loss`.
+class Rs(Method):
+    """RS, see the top of the module."""
 
-    Args:
-        state: The state of training. It is updated.
-        batch: The batch.
-        config: The configuration of the run, with the method's constants.
-        lr: The learning rate.
+    name = "rs"
+    constants = Constants
+    constants_of_preset = SETTINGS
 
-    Returns:
-        The loss (1,), detached.
-    """
-    return update_(
-        state, loss(state, batch.labels, config, *forward_two_views(state, batch)), lr
-    )
+    def loss(self, state: TrainState, batch: Batch, config: Config) -> Tensor:
+        """Compute :func:`rank_loss`, see :meth:`uno.methods.Method.loss`."""
+        outputs = forward_two_views(state, batch)
+        return rank_loss(state, batch.labels, config, *outputs)
 
 
-def loss(
+def rank_loss(
     state: TrainState,
     labels: Tensor,
     config: Config,
@@ -105,7 +103,7 @@ def loss(
     """
     ranked = features[0, len(labels) :].detach()
     top = min(config.method_options.top_k or num_top(ranked.shape[1]), ranked.shape[1])
-    similar = same_top_features(ranked, collectives.gather_rows(ranked, 0), top)
+    similar = same_top_features(ranked, distributed.gather_rows(ranked, 0), top)
     return loss_of_pairs(state, labels, config, known, novel, similar)
 
 
@@ -141,7 +139,7 @@ def loss_of_pairs(
     return (
         labeled_loss(known, labels, tau)
         + pair_likelihood_loss(
-            first, collectives.gather_rows_with_grad(second, 0), similar
+            first, distributed.gather_rows_with_grad(second, 0), similar
         )
         + weight * (consistency_loss(known, tau) + consistency_loss(novel, tau))
     )
@@ -198,4 +196,4 @@ def same_top_features(features: Tensor, others: Tensor, top: int) -> Tensor:
     return top_set(features) @ top_set(others).T > top - 0.5
 
 
-METHOD = Method("rs", step, NovelHead, config=Constants, settings=SETTINGS)
+METHOD = Rs()

@@ -16,61 +16,55 @@ differences see :mod:`uno.methods.rs`.
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from uno.config import Config
-from uno.heads import Prototypes
+from uno.heads import NovelHead, Prototypes
 from uno.methods import Method, rs
-from uno.methods.method import NovelHead, forward_two_views
-from uno.state import TrainState
-from uno.steps import Batch, update_
+from uno.methods.common import forward_two_views
+from uno.steps import Batch, TrainState
 
 INCREMENT = 0.05
 CIFAR100 = {"consistency_weight": 25.0, "rampup": 0.75}
 SETTINGS = {**rs.SETTINGS, "cifar100_20": CIFAR100, "cifar100_50": CIFAR100}
 
 
-def joint_head(num_novel: int, num_features: int) -> nn.Module:
-    """Create the novel part of the joint head, and the cluster head as auxiliary part.
+class RsPlus(Method):
+    """RS+, see the top of the module."""
 
-    Both have C_u prototypes. The joint head consists of the known prototypes and the
-    created ones, and the cluster head makes the pseudo-labels.
+    name = "rs_plus"
+    constants = rs.Constants
+    constants_of_preset = SETTINGS
 
-    Args:
-        num_novel: The number of novel classes C_u.
-        num_features: The number of features D.
+    def build_head(
+        self, num_novel: int, num_features: int, is_frozen: bool
+    ) -> NovelHead:
+        """Build the novel part of the joint head, and the cluster head as auxiliary.
 
-    Returns:
-        A :class:`~uno.methods.method.NovelHead`, where ``auxiliary`` is the cluster
-        head.
-    """
-    return NovelHead(num_novel, num_features, Prototypes(1, num_novel, num_features))
+        Both have C_u prototypes. The joint head consists of the known prototypes and
+        the created ones, and the cluster head makes the pseudo-labels.
+        """
+        cluster_head = Prototypes(1, num_novel, num_features)
+        return NovelHead(num_novel, num_features, cluster_head)
 
+    def loss(self, state: TrainState, batch: Batch, config: Config) -> Tensor:
+        """Compute the loss of RS, plus the cross-entropy of pseudo-labels.
 
-def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
-    """Train on one batch: the loss of RS, plus the cross-entropy of pseudo-labels.
+        The labeled rows train the joint head, and the pairs of unlabeled rows the
+        cluster head. The weight of the pseudo-labels rises over the phase.
 
-    The labeled rows train the joint head, and the pairs of unlabeled rows the cluster
-    head. The weight of the pseudo-labels rises over the phase.
-
-    Args:
-        state: The state of training. It is updated.
-        batch: The batch.
-        config: The configuration of the run, with the method's constants.
-        lr: The learning rate.
-
-    Returns:
-        The loss (1,), detached.
-    """
-    num_labeled, tau = len(batch.labels), config.objective.temperature
-    known, novel, features = forward_two_views(state, batch)
-    clusters = state.model.novel.auxiliary(features.flatten(0, 1))[0].unflatten(
-        0, (2, -1)
-    )
-    joint = torch.cat([known, novel], dim=-1)  # (2, B, C)
-    increment = incremental_loss(joint[:, num_labeled:], clusters[0, num_labeled:], tau)
-    ranked = rs.loss(state, batch.labels, config, joint, clusters, features)
-    return update_(state, ranked + INCREMENT * rs.ramp(state, config) * increment, lr)
+        For the arguments see :meth:`uno.methods.Method.loss`.
+        """
+        num_labeled, tau = len(batch.labels), config.objective.temperature
+        known, novel, features = forward_two_views(state, batch)
+        cosines = state.model.novel.auxiliary(features.flatten(0, 1))  # (1, 2 B, C_u)
+        clusters = cosines[0].unflatten(0, (2, -1))
+        joint = torch.cat([known, novel], dim=-1)  # (2, B, C)
+        pseudo_label_loss = incremental_loss(
+            joint[:, num_labeled:], clusters[0, num_labeled:], tau
+        )
+        ranked = rs.rank_loss(state, batch.labels, config, joint, clusters, features)
+        return ranked + INCREMENT * rs.ramp(state, config) * pseudo_label_loss
 
 
 def incremental_loss(joint: Tensor, clusters: Tensor, temperature: float) -> Tensor:
@@ -91,4 +85,4 @@ def incremental_loss(joint: Tensor, clusters: Tensor, temperature: float) -> Ten
     return F.cross_entropy(joint.flatten(0, 1) / temperature, labels.repeat(len(joint)))
 
 
-METHOD = Method("rs_plus", step, joint_head, config=rs.Constants, settings=SETTINGS)
+METHOD = RsPlus()

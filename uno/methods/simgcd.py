@@ -32,18 +32,18 @@ What differs:
 
 import math
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from uno import collectives
-from uno.collectives import mean_with_grad
+from uno import distributed
 from uno.config import Config, Section, field
-from uno.heads import unit
+from uno.data.stream import TrainData
+from uno.distributed import mean_with_grad
+from uno.heads import NovelHead, unit
 from uno.methods import Method
-from uno.methods.method import (
-    NovelHead,
+from uno.methods.common import (
     cluster_centers,
     contrast_loss,
     forward_two_views,
@@ -51,8 +51,7 @@ from uno.methods.method import (
     set_prototypes_,
 )
 from uno.model import UnoModel
-from uno.state import TrainState
-from uno.steps import Batch, labeled_loss, update_
+from uno.steps import Batch, TrainState, labeled_loss
 
 HIDDEN, PROJECTION = 2048, 256
 CONTRAST, SUPERVISED_CONTRAST = 1.0, 0.07  # temperatures of both contrastive terms
@@ -85,68 +84,89 @@ class Constants(Section):
     )
 
 
-def head(num_novel: int, num_features: int) -> nn.Module:
-    """Create the novel head, with the projection for contrast as auxiliary part.
+class SimGcd(Method):
+    """SimGCD, see the top of the module."""
 
-    The projection is an MLP of three layers with GELU, from D to 256 numbers.
+    name = "simgcd"
+    constants = Constants
+    constants_of_preset = SETTINGS
+    supports_gcd = True
 
-    Args:
-        num_novel: The number of novel classes.
-        num_features: The number of features D.
+    def build_head(
+        self, num_novel: int, num_features: int, is_frozen: bool
+    ) -> NovelHead:
+        """Build the novel head, with the projection for contrast as auxiliary module.
 
-    Returns:
-        A :class:`~uno.methods.method.NovelHead`.
-    """
+        A frozen encoder has no contrast, and so no projection.
+        """
+        projection = None if is_frozen else build_projection(num_features)
+        return NovelHead(num_novel, num_features, projection)
+
+    def loss(self, state: TrainState, batch: Batch, config: Config) -> Tensor:
+        """Compute self-distillation, entropy, cross-entropy of labels and contrast.
+
+        For the arguments see :meth:`uno.methods.Method.loss`.
+        """
+        constants: Constants = config.method_options
+        labels, tau = batch.labels, config.objective.temperature
+        known, novel, features = forward_two_views(state, batch)
+        joint = torch.cat([known, novel], dim=-1)  # (2, B, C) cosines
+        barred = 0 if config.data.setting == "gcd" else known.shape[-1]
+        sharp = temperature(state.progress, constants)
+        unsupervised = distillation_loss(joint, len(labels), barred, tau, sharp)
+        averaged = joint
+        if constants.entropy_rows == "unlabeled":
+            averaged = joint[:, len(labels) :, barred:]
+        unsupervised = unsupervised + constants.epsilon * imbalance(averaged / tau)
+        supervised = labeled_loss(joint, labels, tau)
+        if (project := state.model.novel.auxiliary) is not None:
+            rows = unit(project(features.to(project[0].weight.dtype)))
+            unsupervised = unsupervised + contrast_loss(rows, labels[:0], CONTRAST)
+            supervised = supervised + contrast_loss(
+                rows[:, : len(labels)], labels, SUPERVISED_CONTRAST
+            )
+        weight = constants.labeled_weight
+        return (1 - weight) * unsupervised + weight * supervised
+
+    @torch.no_grad()
+    def initialize(
+        self, config: Config, model: UnoModel, train: TrainData
+    ) -> dict[str, Tensor]:
+        """Set the prototypes to class means and clusters, if the encoder is frozen.
+
+        Args:
+            config: The configuration of the run.
+            model: The network. Its prototypes are changed.
+            train: The training data.
+
+        Returns:
+            No tensors.
+
+        Raises:
+            ConfigError: The encoder is frozen, and there are fewer unlabeled rows than
+                novel classes.
+        """
+        if config.model.finetune != "none":
+            return {}
+        sample, num_novel = frozen_sample(config, model, train), train.num_novel
+
+        def compute() -> dict[str, Tensor]:
+            setting = config.data.setting
+            return {"centers": cluster_centers(sample, num_novel, setting, config.seed)}
+
+        start = distributed.compute_on_rank0(compute, model.known.weight.device)
+        set_prototypes_(model, start["centers"])
+        return {}
+
+
+def build_projection(num_features: int) -> nn.Sequential:
+    """Build the projection for contrast: an MLP of three layers with GELU, (N, 256)."""
     widths = (num_features, HIDDEN, HIDDEN, PROJECTION)
-    layers = [nn.Linear(*pair) for pair in pairwise(widths)]
+    first, second, last = layers = [nn.Linear(*pair) for pair in pairwise(widths)]
     for layer in layers:
         nn.init.trunc_normal_(layer.weight, std=0.02)
         nn.init.zeros_(layer.bias)
-    first, second, last = layers
-    return NovelHead(
-        num_novel,
-        num_features,
-        nn.Sequential(first, nn.GELU(), second, nn.GELU(), last),
-    )
-
-
-def step(state: TrainState, batch: Batch, config: Config, lr: float) -> Tensor:
-    """Train on one batch: self-distillation, entropy, labels and contrast.
-
-    Contrast is left out if the head has no projection, as with a frozen encoder.
-
-    Args:
-        state: The state of training. It is updated.
-        batch: The batch.
-        config: The configuration of the run, with the method's constants.
-        lr: The learning rate.
-
-    Returns:
-        The loss (1,), detached.
-    """
-    constants: Constants = config.method_options
-    labels, weight, tau = (
-        batch.labels,
-        constants.labeled_weight,
-        config.objective.temperature,
-    )
-    known, novel, features = forward_two_views(state, batch)
-    joint = torch.cat([known, novel], dim=-1)  # (2, B, C) cosines
-    barred = 0 if config.data.setting == "gcd" else known.shape[-1]
-    unsupervised = distillation_loss(
-        joint, len(labels), barred, tau, temperature(state.progress, constants)
-    )
-    rows = (
-        joint if constants.entropy_rows == "all" else joint[:, len(labels) :, barred:]
-    )
-    unsupervised = unsupervised + constants.epsilon * imbalance(rows / tau)
-    supervised = labeled_loss(joint, labels, tau)
-    if (project := state.model.novel.auxiliary) is not None:
-        projections = unit(project(features.to(project[0].weight.dtype)))
-        unsupervised = unsupervised + contrast_loss(projections, labels[:0], CONTRAST)
-        labeled = projections[:, : len(labels)]
-        supervised = supervised + contrast_loss(labeled, labels, SUPERVISED_CONTRAST)
-    return update_(state, (1 - weight) * unsupervised + weight * supervised, lr)
+    return nn.Sequential(first, nn.GELU(), second, nn.GELU(), last)
 
 
 def temperature(progress: float, constants: Constants) -> float:
@@ -206,32 +226,4 @@ def imbalance(logits: Tensor) -> Tensor:
     return math.log(len(mean)) - torch.special.entr(mean).sum()
 
 
-@torch.no_grad()
-def start(config: Config, model: UnoModel, train: Any) -> dict[str, Tensor]:
-    """Set the prototypes to class means and clusters, if the encoder is frozen.
-
-    Args:
-        config: The configuration of the run.
-        model: The network. Its prototypes are changed.
-        train: The training data.
-
-    Returns:
-        No tensors.
-
-    Raises:
-        ConfigError: The encoder is frozen, and there are fewer unlabeled rows than
-            novel classes.
-    """
-    if config.model.finetune == "none":
-        sample = frozen_sample(config, model, train)
-        how = sample, train.num_novel, config.data.setting, config.seed
-        found = collectives.compute_on_rank0(
-            lambda: {"centers": cluster_centers(*how)}, model.known.weight.device
-        )
-        set_prototypes_(model, found["centers"])
-    return {}
-
-
-METHOD = Method(
-    "simgcd", step, head, start, Constants, SETTINGS, frozen_head=NovelHead, gcd=True
-)
+METHOD = SimGcd()

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,7 @@ from uno.text import visible
 WIDTH, HEIGHT, WIDE = 360, 150, 720  # pixels of a line chart, and of a wide one
 MAX_CURVE_POINTS = 300
 COLORS = 10
-LEVELS = 10  # shades of a heat map
+MIN_NUMBER_SIDE = 26  # pixels of a cell from which its count is written into it
 MAX_MATRIX = 160  # classes or outputs up to which one is drawn
 MAX_POINTS = 1_500  # of a map
 # Half of scikit-learn's default, in half of its time. The trustworthiness of a map of
@@ -33,13 +34,11 @@ class Series(NamedTuple):
         name: Name for the legend.
         points: Pairs (x, y), in the order in which they are connected.
         kind: CSS class of its style, by default one of the colors.
-        opacity: 0 to 1.
     """
 
     name: str
     points: Sequence[tuple[float, float]]
     kind: str = ""
-    opacity: float = 1
 
 
 class Dot(NamedTuple):
@@ -59,14 +58,12 @@ class Line(NamedTuple):
         kind: CSS class of its style.
         path: SVG path.
         last: The last value as text.
-        opacity: 0 to 1.
     """
 
     name: str
     kind: str
     path: str
     last: str
-    opacity: float
 
 
 class Chart(NamedTuple):
@@ -143,7 +140,7 @@ def line_chart(
         kind = s.kind or f"k{i % COLORS}"
         if len(chosen) == 1:
             path, kind = f"{path}h0", f"{kind} point"
-        lines.append(Line(s.name, kind, path, f"{s.points[-1][1]:.3g}", s.opacity))
+        lines.append(Line(s.name, kind, path, f"{s.points[-1][1]:.3g}"))
     if x_ticks is None:
         x_ticks = [(x, f"{x:,.0f}") for x in ticks(x_low, x_high) if x == int(x)]
     return Chart(
@@ -166,13 +163,67 @@ def ticks(low: float, high: float) -> list[float]:
     return [float(f"{i * step:.10g}") for i in range(first, last + 1)]
 
 
-def matrix(
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a confusion matrix.
+
+    Attributes:
+        row: Number of its row.
+        column: Number of its column.
+        count: Number of images.
+        share: Share of the images of the row, 0 to 1.
+        is_match: Whether images of this cell count as correct.
+    """
+
+    row: int
+    column: int
+    count: int
+    share: float
+    is_match: bool
+
+
+class Matrix(NamedTuple):
+    """A confusion matrix as a heat map.
+
+    Attributes:
+        title: Title of the drawing.
+        rows: Names of the true classes.
+        columns: Names of the outputs, in the order of their matched classes.
+        cells: The cells that have images or count as correct.
+        num_known: Number of known classes, which come first in both.
+        side: Side of a cell in pixels.
+        correct: Number of images that count as correct.
+        total: Number of all images.
+    """
+
+    title: str
+    rows: list[str]
+    columns: list[str]
+    cells: list[Cell]
+    num_known: int
+    side: int
+    correct: int
+    total: int
+
+    @property
+    def has_numbers(self) -> bool:
+        """Whether cells are large enough for their counts."""
+        return self.side >= MIN_NUMBER_SIDE
+
+    @property
+    def errors(self) -> list[Cell]:
+        """The ten largest cells that do not count as correct, largest first."""
+        wrong = (cell for cell in self.cells if not cell.is_match)
+        return sorted(wrong, key=lambda c: (-c.count, c.row, c.column))[:10]
+
+
+def draw_matrix(
     title: str,
     counts: Counts,
     names: tuple[Sequence[str], Sequence[str]],
     matching: Counts,
     num_known: int = 0,
-) -> dict[str, Any] | None:
+) -> Matrix | None:
     """Draw a confusion matrix as a heat map.
 
     Args:
@@ -183,70 +234,30 @@ def matrix(
         num_known: Number of known classes, which come first in both.
 
     Returns:
-        The drawing with its columns in the order of the matching, or None if all counts
-        are 0 or there are more than ``MAX_MATRIX`` classes. ``shades`` are pairs of
-        opacity and a path of unit squares; ``numbers`` are x, y, count and whether the
-        text is light; ``cells`` are row, column and count; ``confusions`` are the true
-        class, output, count and share of the ten largest errors.
+        The drawing, or None if all counts are 0 or there are more than ``MAX_MATRIX``
+        classes.
     """
     total = int(counts.sum())
     if not total or max(counts.shape) > MAX_MATRIX:
         return None
-    order = list(
-        dict.fromkeys(
-            [*(m for m in matching.tolist() if m >= 0), *range(counts.shape[1])]
-        )
-    )
+    matched = [output for output in matching.tolist() if output >= 0]
+    order = list(dict.fromkeys([*matched, *range(counts.shape[1])]))
     shown = counts[:, order]
     share = shown / np.maximum(1, shown.sum(axis=1, keepdims=True))
-    level = np.ceil(share * LEVELS).astype(int)
     is_match = np.array(order) == matching[:, None]  # (R, P)
-
-    def squares(where: NDArray[np.bool_]) -> str:
-        return "".join(f"M{c} {r}h1v1h-1z" for r, c in np.argwhere(where))
-
-    cell = int(min(34, max(9, 620 // max(shown.shape))))
-    cells = [[r, c, int(shown[r, c])] for r, c in np.argwhere(shown > 0).tolist()]
-    wrong = sorted((-n, r, c) for r, c, n in cells if not is_match[r, c])
-    rows, columns = names[0], [names[1][p] for p in order]
-    return {
-        "title": title,
-        "num_known": num_known,
-        "cell": cell,
-        "rows": [visible(name, 120) for name in rows],
-        "columns": [visible(name, 120) for name in columns],
-        "shades": [
-            (v / LEVELS, squares(level == v))
-            for v in range(1, LEVELS + 1)
-            if (level == v).any()
+    return Matrix(
+        title=title,
+        rows=[visible(name, 120) for name in names[0]],
+        columns=[visible(names[1][output], 120) for output in order],
+        cells=[
+            Cell(r, c, int(shown[r, c]), float(share[r, c]), bool(is_match[r, c]))
+            for r, c in np.argwhere((shown > 0) | is_match).tolist()
         ],
-        "outline": squares(is_match),
-        "numbers": [(c, r, n, share[r, c] > 0.55) for r, c, n in cells]
-        if cell >= 26
-        else [],
-        "cells": cells,
-        "correct": int(shown[is_match].sum()),
-        "total": total,
-        "confusions": [
-            (rows[r], columns[c], -n, float(share[r, c])) for n, r, c in wrong[:10]
-        ],
-    }
-
-
-class Map(NamedTuple):
-    """A map of P points.
-
-    Attributes:
-        title: Title of the map.
-        caption: How the points were placed.
-        xy: Coordinates (P, 2) in [0, extent].
-        extent: Side of the map.
-    """
-
-    title: str
-    caption: str
-    xy: NDArray[np.int64]
-    extent: int = EXTENT
+        num_known=num_known,
+        side=int(min(34, max(9, 620 // max(shown.shape)))),
+        correct=int(shown[is_match].sum()),
+        total=total,
+    )
 
 
 def choose_points(num_rows: int, seed: int) -> NDArray[np.int64]:
@@ -256,53 +267,75 @@ def choose_points(num_rows: int, seed: int) -> NDArray[np.int64]:
     )
 
 
-def draw_map(
-    title: str, caption: str, data: NDArray[np.float32], seed: int
-) -> Map | None:
-    """Place the rows of data (P, D) in the plane, by PCA and then t-SNE.
+def place_points(
+    features: NDArray[np.float32], seed: int
+) -> tuple[NDArray[np.int64], str] | None:
+    """Place features in the plane, by PCA and then t-SNE.
+
+    Args:
+        features: Features (P, D).
+        seed: Seed of both.
 
     Returns:
-        The map, or None for fewer than MIN_POINTS rows or rows that are all the same.
+        Coordinates (P, 2) from 0 to EXTENT, and a sentence that says how they were
+        computed. None for fewer than MIN_POINTS rows or rows that are all the same.
     """
     from sklearn.decomposition import PCA
     from sklearn.manifold import TSNE
 
-    data = np.nan_to_num(data.astype(np.float64))
+    data = np.nan_to_num(features.astype(np.float64))
+    num, width = data.shape
     spread = data.std(axis=0).max(initial=0)
-    if (
-        len(data) < MIN_POINTS
-        or data.shape[1] < 2
-        or spread <= 1e-6 * np.abs(data).max()
-    ):
+    if num < MIN_POINTS or width < 2 or spread <= 1e-6 * np.abs(data).max():
         return None
-    dimensions, perplexity = (
-        min(PCA_DIMENSIONS, *data.shape),
-        min(30.0, (len(data) - 1) / 3),
-    )
+    dimensions = min(PCA_DIMENSIONS, num, width)
+    perplexity = min(30.0, (num - 1) / 3)
     # more threads spin: 4-10 times slower where the cores are shared
     with threadpool_limits(1):
-        reduced = PCA(dimensions, svd_solver="full", random_state=seed).fit_transform(
-            data / data.std()
-        )
+        pca = PCA(dimensions, svd_solver="full", random_state=seed)
+        reduced = pca.fit_transform(data / data.std()).astype(np.float32)
         tsne = TSNE(
             perplexity=perplexity, init="pca", max_iter=TSNE_STEPS, random_state=seed
         )
-        xy = tsne.fit_transform(reduced.astype(np.float32))
+        xy = tsne.fit_transform(reduced)
     low, high = xy.min(axis=0), xy.max(axis=0)
     scale = (EXTENT - 40) / max(1e-9, float((high - low).max()))
     placed = np.rint((xy - (low + high) / 2) * scale + EXTENT / 2).astype(np.int64)
-    how = f"PCA to {dimensions} dimensions, then t-SNE (perplexity {perplexity:.0f})."
-    return Map(title, f"{caption} {how}", placed)
+    return placed, (
+        f"Encoder output, {width} dimensions. PCA to {dimensions} dimensions, then"
+        f" t-SNE (perplexity {perplexity:.0f})."
+    )
 
 
-def map_groups(
+@dataclass(frozen=True)
+class Group:
+    """The points of one class in a map.
+
+    Attributes:
+        index: The class, or -1 for rows without a true class.
+        name: Its name.
+        kind: "known", "novel" or "none".
+        color: CSS class of its color.
+        path: SVG path of the points.
+        middle: Median (x, y) of the points.
+    """
+
+    index: int
+    name: str
+    kind: str
+    color: str
+    path: str
+    middle: list[int]
+
+
+def group_points(
     classes: NDArray[np.int64],
     names: Sequence[str],
     num_known: int,
     colors: Sequence[int],
     xy: NDArray[np.int64],
-) -> list[dict[str, Any]]:
-    """Group the points of a map by class.
+) -> list[Group]:
+    """Group the points of a map by class, for each class that has a point.
 
     Args:
         classes: Class of each point int64 (P,), or -1 if it is unknown.
@@ -310,19 +343,15 @@ def map_groups(
         num_known: Number of known classes.
         colors: Number of the color of each class.
         xy: Coordinates int64 (P, 2).
-
-    Returns:
-        For each class that has a point its index, name, kind (known, novel or none) and
-        color, the SVG path of its points and their median.
     """
     groups = []
     for index in np.unique(classes).tolist():
-        mine = xy[classes == index]
-        group = {"index": index, "name": "no truth", "kind": "none", "color": "k-none"}
+        points = xy[classes == index]
+        name, kind, color = "no truth", "none", "k-none"
         if index >= 0:
+            name, color = names[index], f"k{colors[index]}"
             kind = "known" if index < num_known else "novel"
-            group |= {"name": names[index], "kind": kind, "color": f"k{colors[index]}"}
-        group["path"] = "".join(f"M{x} {y}h0" for x, y in mine)
-        group["middle"] = np.median(mine, axis=0).astype(int).tolist()
-        groups.append(group)
+        path = "".join(f"M{x} {y}h0" for x, y in points)
+        middle = np.median(points, axis=0).astype(int).tolist()
+        groups.append(Group(index, name, kind, color, path, middle))
     return groups

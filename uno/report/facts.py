@@ -1,23 +1,21 @@
-"""What the directory of a run records: metrics, environment, journal and settings."""
+"""What the directory of a run records: metrics, environment, and training history."""
 
 import math
-import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 from uno import runs
-from uno.config import Config, flatten, override, to_dict
 from uno.data.decode import BAD_SAMPLES, name_bad
 from uno.data.files import Storage, parse_json
-from uno.errors import ConfigError, StorageError
-from uno.methods.registry import settings
-from uno.presets import preset
+from uno.errors import StorageError
 from uno.report.charts import Chart, Series, line_chart
 from uno.report.page import duration
 from uno.runs.journal import read_journal
 from uno.text import plural
+
+ESTIMATE_CURVES = {"f1": "mean F1 of classes", "acc": "accuracy", "cvi": "silhouette"}
 
 
 @dataclass(frozen=True)
@@ -76,9 +74,7 @@ def read_facts(storage: Storage, metrics: Mapping[str, float] | None = None) -> 
             if isinstance(empty, list):
                 content = read_journal(storage, name)
             else:
-                text = ""
-                if storage.exists(name):
-                    text = storage.read(name).decode(errors="replace")
+                text = (storage.find(name) or b"").decode(errors="replace")
                 content = parse_json(text or "{}") if isinstance(empty, dict) else text
         if isinstance(content, type(empty)):
             return content
@@ -114,17 +110,15 @@ def curves(facts: RunData) -> list[Chart]:
     charts = []
     for phase, title in runs.PHASES.items():
         for key, name in (("loss", "loss"), ("lr", "learning rate")):
-            pairs = [
-                (entry.get("step"), entry.get(key)) for entry in facts.entries(phase)
-            ]
-            points = [(x, y) for x, y in pairs if is_number(x) and is_number(y)]
-            charts.append(
-                line_chart(f"{title}: {name}", "step", [Series(name, points)])
+            series = _series(
+                name,
+                [entry.get("step") for entry in facts.entries(phase)],
+                [entry.get(key) for entry in facts.entries(phase)],
             )
-    losses_of_heads = zip(*facts.head_losses(), strict=True)
+            charts.append(line_chart(f"{title}: {name}", "step", [series]))
     heads = [
         Series(f"head {head}", list(enumerate(losses, 1)))
-        for head, losses in enumerate(losses_of_heads, 1)
+        for head, losses in enumerate(zip(*facts.head_losses(), strict=True), 1)
     ]
     charts.append(line_chart("Cluster loss of each head", "epoch", heads))
     return [chart for chart in charts if chart is not None]
@@ -136,18 +130,20 @@ def estimate_chart(facts: RunData) -> Chart | None:
     if not isinstance(ks, list) or not isinstance(stored, dict):
         return None
     series = [
-        Series(label, list(zip(ks, stored[key], strict=False)))
-        for key, label in (
-            ("f1", "mean F1 of classes"),
-            ("acc", "accuracy"),
-            ("cvi", "silhouette"),
-        )
+        _series(label, ks, stored[key])
+        for key, label in ESTIMATE_CURVES.items()
         if isinstance(stored.get(key), list)
-        and all(isinstance(v, int | float) for v in [*ks, *stored[key]])
     ]
-    return line_chart(
-        "How well k clusters find held-out known classes", "k, novel classes", series
-    )
+    title = "How well k clusters find held-out known classes"
+    return line_chart(title, "k, novel classes", series)
+
+
+def _series(name: str, xs: Sequence[Any], ys: Sequence[Any]) -> Series:
+    """Return a curve of the points whose coordinates are finite numbers."""
+    points = [
+        (x, y) for x, y in zip(xs, ys, strict=False) if is_number(x) and is_number(y)
+    ]
+    return Series(name, points)
 
 
 def times(facts: RunData) -> list[tuple[str, str]]:
@@ -160,14 +156,11 @@ def times(facts: RunData) -> list[tuple[str, str]]:
     """
     lines = []
     for phase, title in runs.PHASES.items():
-        entries = facts.entries(phase)
-        if not entries:
-            continue
-        last = entries[-1]
-        seconds = duration(training_seconds(entries))
-        steps, epochs = last.get("step", 0), last.get("epoch", 0)
-        text = f"{seconds} for {plural(steps, 'step')}, {plural(epochs, 'epoch')}"
-        lines.append((f"{title} time", text))
+        if entries := facts.entries(phase):
+            steps = plural(entries[-1].get("step", 0), "step")
+            epochs = plural(entries[-1].get("epoch", 0), "epoch")
+            seconds = duration(training_seconds(entries))
+            lines.append((f"{title} time", f"{seconds} for {steps}, {epochs}"))
     return lines
 
 
@@ -188,33 +181,3 @@ def training_seconds(entries: Sequence[dict[str, Any]]) -> float:
             seconds += (step - previous_step) * step_ms / 1000
             previous_step = step
     return seconds
-
-
-def command_line(config: Config) -> str:
-    """Return a short ``uno discover`` command that leads to ``config``.
-
-    It names the preset and each field that differs from the preset.
-    """
-    words = ["uno", "discover", "--preset", config.preset, "--recipe", config.recipe]
-    base: Mapping[str, Any] = {}
-    with suppress(ConfigError):  # a preset of another version
-        start = preset(config.preset, config.recipe)
-        base = flatten(to_dict(override(start, settings(config.method, config.preset))))
-        base["method"] = start.method
-    has_folders = config.data.labeled is not None
-    always_named = {"data.source", "data.validation_fraction"}
-    never_named = {"preset", "recipe", "output"}
-    if has_folders:
-        never_named.add("data.source")
-    for key, value in flatten(to_dict(config)).items():
-        if key in never_named:
-            continue
-        if key not in always_named and base.get(key, ...) == value:
-            continue
-        section, dot, leaf = key.replace("_", "-").rpartition(".")
-        if isinstance(value, bool):
-            words.append(f"--{section}.{leaf}" if value else f"--{section}.no-{leaf}")
-        else:
-            values = value if isinstance(value, list) else [value]
-            words += [f"--{section}{dot}{leaf}", *map(str, values)]
-    return shlex.join(words)

@@ -53,7 +53,8 @@ class SampleSummary:
         unlabeled: Mask (M,) of the unlabeled training rows, which the numbers below
             are over.
         agreement: Share (M,) of the heads that assign a row to its output.
-        pairs: Share (H, H) of the rows that two heads assign to the same output.
+        head_agreement: For each head the mean share (H,) of the other heads that
+            assign a row to the same output, NaN for a single head.
         clusters: The discovered classes that are neither merged nor dropped.
         num_unlabeled: Number of unlabeled training rows.
         mean_agreement: Mean of ``agreement``.
@@ -65,7 +66,7 @@ class SampleSummary:
     truth: NDArray[np.int64]
     unlabeled: NDArray[np.bool_]
     agreement: NDArray[np.float64]
-    pairs: NDArray[np.float64]
+    head_agreement: list[float]
     clusters: list[Cluster]
     num_unlabeled: int
     mean_agreement: float
@@ -95,26 +96,28 @@ def summarize(task: Task, sample: Sample) -> SampleSummary:
                 output=k,
                 name=sample.names[k],
                 count=int(members.sum()),
-                confidence=_over(np.median, sample.confidence[members]),
-                agreement=_over(np.mean, agreement[members]),
+                confidence=_statistic(np.median, sample.confidence[members]),
+                agreement=_statistic(np.mean, agreement[members]),
                 majority=_majority(truth[members], [*task.known, *task.novel]),
                 like_known=nearest(similarity[k, :num_known]),
                 like_novel=nearest(similarity[k, num_known:], num_known),
             )
         )
     votes, confidence = sample.votes[unlabeled], sample.confidence[unlabeled]
-    same = votes[:, :, None] == votes[:, None, :]  # (n, H, H)
     return SampleSummary(
         truth=truth,
         unlabeled=unlabeled,
         agreement=agreement,
-        pairs=same.sum(axis=0) / max(1, len(votes)),
+        head_agreement=[
+            _statistic(np.mean, np.delete(votes, head, 1) == votes[:, head, None])
+            for head in range(sample.num_heads)
+        ],
         clusters=clusters,
         num_unlabeled=len(votes),
-        mean_agreement=_over(np.mean, agreement[unlabeled]),
-        median_confidence=_over(np.median, confidence),
-        unsure=_over(np.mean, confidence < 0.5),
-        absorbed=_over(np.mean, output[unlabeled] < num_known),
+        mean_agreement=_statistic(np.mean, agreement[unlabeled]),
+        median_confidence=_statistic(np.median, confidence),
+        unsure=_statistic(np.mean, confidence < 0.5),
+        absorbed=_statistic(np.mean, output[unlabeled] < num_known),
     )
 
 
@@ -126,9 +129,9 @@ def _majority(truth: NDArray[np.int64], names: list[str]) -> tuple[str, float] |
     return names[counts.argmax()], float(counts.max() / counts.sum())
 
 
-def _over(statistic: Callable[..., Any], values: NDArray[Any]) -> float:
+def _statistic(statistic: Callable[..., Any], values: NDArray[Any]) -> float:
     """Return a statistic of the values, or NaN if there are none."""
-    return float(statistic(values)) if len(values) else math.nan
+    return float(statistic(values)) if values.size else math.nan
 
 
 def class_similarity(features: Tensor, classes: Tensor, num_classes: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Pictures of a report as data URIs: tiles of classes, and one sheet for the map."""
+"""Pictures of images as data URIs: galleries of classes, and one sheet for the map."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,24 +7,22 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image as Pillow
 
-from uno.cpus import available_cpus
-from uno.data.decode import BadImage, decode, decode_many, prefetch_map, read_header
+from uno.data.decode import BadImage, decode_many, read_header
 from uno.data.images import Image, evenly_spaced
 from uno.data.rows import Rows
 from uno.results.show import SMALL, data_uri, encode
 
 BUDGET_BYTES = 12_000_000  # size of all tiles, as text in the page
 SHEET_BYTES = 700_000  # size of the sheet
-# Sides and WebP qualities of tiles. The first pair with which all tiles fit the budget
-# is used. With the last pair, tiles are left out.
-SIZES = ((240, 60), (200, 55), (160, 50), (120, 50), (120, 30))
+# sides of tiles; the first with which all tiles fit the budget is used
+SIDES = (240, 200, 160, 120)
+QUALITY = 50  # of WebP
 SHEET_SIDE, PREVIEW_SIDE = 24, 28  # pixels
 SHEET_COLUMNS = 40
 NUM_PROBED = 24  # images from which the size of all tiles is estimated
 NUM_PREVIEWED = 6  # pictures of a class in the table of classes
 NUM_TEXTS = 2  # rows of a class that the table shows where there are no pictures
 MAX_TEXT = 300  # characters of a row that is shown as text
-NUM_FIRST, NUM_LAST = 12, 6  # tiles of a class that are shown before it is opened
 
 
 class Tile(NamedTuple):
@@ -42,27 +40,26 @@ class Tile(NamedTuple):
     text: str
 
 
-class Gallery(NamedTuple):
-    """The tiles of a class, the most confident first.
+class Preview(NamedTuple):
+    """The most confident members of a class, for a table.
 
     Attributes:
-        first: The first few.
-        rest: Those between.
-        last: The last few.
-        left_out: Number of members without a tile.
+        uri: One picture with the members side by side, as a data URI; an empty string
+            for a class without members and for rows without pictures.
+        num_pictures: The number of members in the picture.
+        texts: The texts of a few members, for rows without pictures.
     """
 
-    first: list[Tile]
-    rest: list[Tile]
-    last: list[Tile]
-    left_out: int
+    uri: str
+    num_pictures: int
+    texts: list[str]
 
 
 class Album:
     """Draws the members of classes within a budget of bytes.
 
     All members are drawn if they fit the budget. Otherwise each class has at most
-    ``most`` tiles, evenly spaced in confidence.
+    ``max_tiles`` tiles, evenly spaced in confidence.
 
     Args:
         rows: The rows of the run.
@@ -71,10 +68,10 @@ class Album:
         groups: Positions in the sample of the members of each class.
 
     Attributes:
+        has_pictures: Whether rows have pictures. Other rows are shown as text.
         side: Side of a tile in pixels.
-        most: Largest number of tiles of a class.
+        max_tiles: Largest number of tiles of a class.
         is_whole: Whether all members are drawn.
-        num_bytes: Estimated size of all tiles.
     """
 
     def __init__(
@@ -85,71 +82,55 @@ class Album:
         groups: Sequence[NDArray[np.int64]],
     ) -> None:
         pictures = rows.images.pictures()
-        self._confidence = confidence
+        self.has_pictures = pictures is not None
         self._images = None if pictures is None else pictures.take(index)
-        self._ids, self._captions = rows.ids.take(index), rows.images.captions(index)
+        self._confidence = confidence
+        self._ids = rows.ids.take(index).to_pylist()
+        self._captions = rows.images.captions(index)
         sizes = [len(group) for group in groups]
-        total = sum(sizes)
         members = np.concatenate([*groups, np.arange(0)])
-        probed = members[evenly_spaced(NUM_PROBED, total)].tolist()
-        sides = [] if self._images is None else [_side(self._images[i]) for i in probed]
-        native = int(np.median(sides or [SIZES[0][0]]))
-        fitting = [size for size in SIZES if size[0] <= native] or [(native, 85)]
-        mean_bytes = 1.0
-        for self.side, self._quality in fitting:
-            if total:
-                tiles = [self._tile(i) for i in probed]
-                mean_bytes = float(np.mean([len(t.uri) + len(t.text) for t in tiles]))
-            if mean_bytes * total <= BUDGET_BYTES:
+        probed = members[evenly_spaced(NUM_PROBED, len(members))]
+        native = SIDES[0]
+        if self._images is not None and len(probed):
+            images = self._images
+            native = int(np.median([_shorter_side(images[i]) for i in probed.tolist()]))
+        budget = float(len(members))  # number of tiles
+        for self.side in [side for side in SIDES if side <= native] or [native]:
+            num_bytes = sum(len(t.uri) + len(t.text) for t in self._tiles(probed))
+            budget = BUDGET_BYTES * len(probed) / max(1, num_bytes)
+            if len(members) <= budget:
                 break
-        self.most = _cap(sizes, int(BUDGET_BYTES / mean_bytes))
-        num_tiles = sum(min(size, self.most) for size in sizes)
-        self.is_whole = num_tiles == total
-        self.num_bytes = int(mean_bytes * num_tiles)
+        self.max_tiles = _largest_share(sizes, int(budget))
+        self.is_whole = max(sizes, default=0) <= self.max_tiles
 
-    @property
-    def has_pictures(self) -> bool:
-        """Whether rows have pictures. Other rows are shown as text."""
-        return self._images is not None
-
-    def gallery(self, members: NDArray[np.int64]) -> Gallery:
-        """Return the tiles of a class.
+    def gallery(self, members: NDArray[np.int64]) -> list[Tile]:
+        """Return the tiles of a class by falling confidence.
 
         Args:
             members: Positions of the members in the sample.
 
         Returns:
-            Tiles by falling confidence: all members, or ``most`` of them, evenly
-            spaced.
+            Tiles of all members, or of ``max_tiles`` of them, evenly spaced.
         """
         ranked = self._ranked(members)
-        if len(ranked) > self.most:
-            chosen = np.linspace(0, len(ranked) - 1, self.most).round().astype(int)
-            ranked = ranked[chosen]
-        threads = available_cpus()
-        tiles = list(prefetch_map(self._tile, ranked.tolist(), threads, 2 * threads))
-        last = tiles[NUM_FIRST:][-NUM_LAST:]
-        rest = tiles[NUM_FIRST : len(tiles) - len(last)]
-        return Gallery(tiles[:NUM_FIRST], rest, last, len(members) - len(tiles))
+        if len(ranked) > self.max_tiles:
+            chosen = np.linspace(0, len(ranked) - 1, self.max_tiles)
+            ranked = ranked[chosen.round().astype(int)]
+        return self._tiles(ranked)
 
-    def preview(self, members: NDArray[np.int64]) -> tuple[str, int, list[str]]:
-        """Show at most six of the most confident members of a class in a table.
+    def preview(self, members: NDArray[np.int64]) -> Preview:
+        """Show a few of the most confident members of a class in a table.
 
         Args:
             members: Positions of the members in the sample.
-
-        Returns:
-            A data URI of one picture with the members side by side, their number, and
-            an empty list. For rows without pictures: an empty string, 0, and the texts
-            of two members.
         """
         ranked = self._ranked(members)[:NUM_PREVIEWED]
-        if self._images is None:
-            return "", 0, [self._tile(i).text for i in ranked[:NUM_TEXTS].tolist()]
+        if not self.has_pictures:
+            return Preview("", 0, [t.text for t in self._tiles(ranked[:NUM_TEXTS])])
         if not len(ranked):
-            return "", 0, []
+            return Preview("", 0, [])
         pixels = self._pixels(ranked, min(self.side, PREVIEW_SIDE))
-        return encode(pixels, len(ranked), 80), len(ranked), []
+        return Preview(encode(pixels, len(ranked), 80), len(ranked), [])
 
     def sheet(self, positions: NDArray[np.int64]) -> tuple[str, int]:
         """Draw all ``positions`` on one sheet of about :data:`SHEET_BYTES`.
@@ -160,7 +141,7 @@ class Album:
             The sheet as a data URI and the side of one picture in pixels, or
             ``("", 0)`` for rows without pictures.
         """
-        if self._images is None:
+        if not self.has_pictures:
             return "", 0
         side = min(self.side, SHEET_SIDE)
         images = self._pixels(positions, side)
@@ -179,28 +160,37 @@ class Album:
         assert self._images is not None
         return decode_many(self._images.take(positions), side)[0].numpy()
 
-    def _tile(self, position: int) -> Tile:
-        text = self._captions[position] or self._ids[position]
-        if self._images is None:
-            return Tile(position, "", text[:MAX_TEXT])
-        try:
-            pixels = decode(self._images[position], self.side).transpose(1, 2, 0)
-        except BadImage:
-            pixels = np.zeros((self.side, self.side, 3), np.uint8)
+    def _tiles(self, positions: NDArray[np.int64]) -> list[Tile]:
+        """Draw the tile of each position, or only its text without pictures."""
+        if not self.has_pictures:
+            return [
+                Tile(i, "", (self._captions[i] or self._ids[i])[:MAX_TEXT])
+                for i in positions.tolist()
+            ]
         kind = "png" if self.side <= SMALL else "webp"
-        uri = data_uri(Pillow.fromarray(pixels), kind, quality=self._quality, method=2)
-        return Tile(position, uri, self._captions[position] or "")
+        return [
+            Tile(
+                i,
+                data_uri(Pillow.fromarray(pixels), kind, quality=QUALITY, method=2),
+                self._captions[i] or "",
+            )
+            for i, pixels in zip(
+                positions.tolist(),
+                self._pixels(positions, self.side).transpose(0, 2, 3, 1),
+                strict=True,
+            )
+        ]
 
 
-def _side(image: Image) -> int:
+def _shorter_side(image: Image) -> int:
     """Return the shorter side of an image in pixels."""
     try:
         return min(read_header(image)[1:])
     except BadImage:  # the file is gone since the run
-        return SIZES[0][0]
+        return SIDES[0]
 
 
-def _cap(sizes: Sequence[int], total: int) -> int:
+def _largest_share(sizes: Sequence[int], total: int) -> int:
     """Return the largest number of tiles of one group.
 
     All groups share ``total`` tiles. Tiles that small groups do not need go to the

@@ -15,9 +15,9 @@ from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
 from uno.errors import ConfigError, StorageError
 from uno.methods import description
-from uno.methods.registry import num_heads
+from uno.model import num_heads
 from uno.report import charts, facts
-from uno.report.checks import CHECKED, warnings
+from uno.report.checks import warnings
 from uno.report.findings import Cluster, SampleSummary, summarize
 from uno.report.page import render
 from uno.report.pictures import SHEET_COLUMNS, Album
@@ -66,9 +66,13 @@ def write_report(
         The path or URI of the report.
     """
     run_data = facts.read_facts(storage, metrics)
+    values = run_data.metrics
     notes = [note] if note else []
-    predicted = NOTHING_PREDICTED
+    if run_data.unreadable:
+        notes.append(f"{', '.join(run_data.unreadable)} could not be read.")
+    predicted: dict[str, Any] = {"findings": None}
     if task is not None:
+        notes += task.rows.warnings
         try:
             if model is None:
                 model = open_model(config, storage, task, device)
@@ -83,10 +87,7 @@ def write_report(
             notes.append(f"No predictions: {' '.join(str(error).split())[:300]}.")
             log.warning("report without predictions: %s", error)
         else:
-            findings = summarize(task, sample)
-            predicted = _predicted_parts(task, sample, findings, config.seed)
-    left_out = () if task is None else task.rows.warnings
-    values = run_data.metrics
+            predicted = _predicted_parts(task, sample, summarize(task, sample), config)
     context = {
         **predicted,
         "config": config,
@@ -95,27 +96,20 @@ def write_report(
         "notes": notes,
         "facts": run_data,
         "metrics": values,
-        "checked": CHECKED,
         "trust": verdict(values),
         "title": config.data.source if task is None else task.rows.source,
         "tables": filled_tables(values),
         "novel_truth": any("/novel/" in key for key in values),
         "warnings": list(
-            warnings(
-                config.data.setting,
-                run_data,
-                predicted["findings"],
-                left_out,
-            )
+            warnings(config.data.setting, run_data, predicted["findings"])
         ),
         "curves": facts.curves(run_data),
         "estimate_chart": facts.estimate_chart(run_data),
         "several_heads": has_several_heads(values),
         "num_heads": num_heads(config),
-        "side": side(config),
+        "image_side": side(config),
         "method": description(config.method),
         "times": facts.times(run_data),
-        "command": facts.command_line(config),
     }
     page = render("report.html", context, script="report.js")
     storage.write(REPORT_FILE, page.encode())
@@ -152,21 +146,8 @@ def open_task(config: Config, storage: Storage) -> tuple[Task | None, str]:
     return None, f"{reason}, so this report shows no images."
 
 
-NOTHING_PREDICTED: Mapping[str, Any] = {
-    "sample": None,
-    "findings": None,
-    "cards": [],
-    "known_cards": [],
-    "rejected": None,
-    "matrix": None,
-    "map": None,
-    "data": {},
-}
-"""What :func:`_predicted_parts` returns, for a run without data or without a model."""
-
-
 def _predicted_parts(
-    task: Task, sample: Sample, findings: SampleSummary, seed: int
+    task: Task, sample: Sample, findings: SampleSummary, config: Config
 ) -> dict[str, Any]:
     """Return the parts of the page that show predictions.
 
@@ -176,17 +157,11 @@ def _predicted_parts(
     true_names = [*task.known, *task.novel]
     clusters = sorted(findings.clusters, key=lambda c: (-c.count, c.output))
     members = _members(task, sample, findings, clusters)
-    album = Album(
-        task.rows,
-        sample.index,
-        sample.confidence,
-        list(members.values()),
-    )
+    album = Album(task.rows, sample.index, sample.confidence, list(members.values()))
 
     def card(output: int, cluster: Cluster | None = None) -> dict[str, Any]:
         """Return the card of a class: its pictures, and those of other classes."""
-        rows = members[output]
-        expected = output
+        rows, expected = members[output], output
         if cluster is not None:
             majority = cluster.majority
             expected = -1 if majority is None else true_names.index(majority[0])
@@ -202,21 +177,10 @@ def _predicted_parts(
             "off": set(rows[is_wrong].tolist()),
         }
 
-    data: dict[str, Any] = {}
-    matrix = _confusion_matrix(task, sample, truth)
-    if matrix is not None:
-        data["matrix"] = {key: matrix[key] for key in ("rows", "columns", "cells")}
-    feature_map = _map(task, sample, truth, album, seed)
-    data["map"] = feature_map.pop("points", None)
-    if sample.model_hash:  # a finished run, whose classes can be edited
-        entries = [
-            (c.index, c.name, visible(c.name, 60), c.kind, c.into)
-            for c in sample.classes
-        ]
-        data["classes"] = {"model": sample.model_hash, "entries": entries}
     rejected = None
     if REJECTED in members:
         rejected = card(REJECTED) | {"name": sample.columns[0][-1]}
+    feature_map = _map(task, sample, truth, album, config.seed)
     return {
         "sample": sample,
         "findings": findings,
@@ -225,12 +189,24 @@ def _predicted_parts(
         "rejected": rejected,
         "known_cards": [card(output) for output in range(task.num_known)],
         "album": album,
-        "side": album.side,
         "fates": edits_of(sample.classes),
-        "matrix": matrix,
-        "data": data,
-        **feature_map,
+        "matrix": _confusion_matrix(task, sample, truth),
+        "map": feature_map,
+        "data": {
+            "map": feature_map and feature_map["points"],
+            "classes": _editable_classes(sample),
+        },
     }
+
+
+def _editable_classes(sample: Sample) -> dict[str, Any] | None:
+    """Return what the page needs to edit classes; None for an unfinished run."""
+    if not sample.model_hash:
+        return None
+    entries = [
+        (c.index, c.name, visible(c.name, 60), c.kind, c.into) for c in sample.classes
+    ]
+    return {"model": sample.model_hash, "entries": entries}
 
 
 def _members(
@@ -255,7 +231,7 @@ def _members(
 
 def _confusion_matrix(
     task: Task, sample: Sample, truth: NDArray[np.int64]
-) -> dict[str, Any] | None:
+) -> charts.Matrix | None:
     """Draw the confusion matrix of all classes, with their joint matching.
 
     Labeled rows count with their label as true class.
@@ -266,27 +242,28 @@ def _confusion_matrix(
         truth: Their true classes int64 (M,), known ones first, or -1.
 
     Returns:
-        A drawing of :func:`uno.report.charts.matrix` of the training rows that have a
-        true class, or of the test rows if no training row has one. None if no row has
-        one, or if there are too many classes to draw.
+        A drawing of the training rows that have a true class, or of the test rows if no
+        training row has one. None if no row has one, or if there are too many classes
+        to draw.
     """
     is_train = task.is_train[sample.index]
-    has_truth = truth >= 0
-    label, member = "Training images", is_train & has_truth
-    if not member.any():
-        label, member = "Test images", ~is_train & has_truth
+    title, counted = "Training images", is_train & (truth >= 0)
+    if not counted.any():
+        title, counted = "Test images", ~is_train & (truth >= 0)
     true_names = [*task.known, *task.novel]
     names, places = sample.columns
     counts = confusion(
-        np.where(member, truth, -1),
+        np.where(counted, truth, -1),
         places[sample.output],
         len(true_names),
         len(names),
     )
     # the column of rejected rows, if there is one, is right for no class
     matching = joint_matching(counts[:, : len(sample.kept)], task.num_known)
-    title = f"{label}, all classes (task-agnostic, joint matching)"
-    return charts.matrix(title, counts, (true_names, names), matching, task.num_known)
+    title = f"{title}, all classes (task-agnostic, joint matching)"
+    return charts.draw_matrix(
+        title, counts, (true_names, names), matching, task.num_known
+    )
 
 
 def _map(
@@ -295,45 +272,46 @@ def _map(
     all_truth: NDArray[np.int64],
     album: Album,
     seed: int,
-) -> dict[str, Any]:
+) -> dict[str, Any] | None:
     """Draw the t-SNE map of the features of a few rows.
 
     Returns:
-        ``map``, None where there are too few rows or all features are the same;
-        ``layers``, the dots for each coloring; and ``points``, what the script of the
-        page reads.
+        ``caption``; ``layers``, the groups of points for each coloring; and ``points``,
+        what the script of the page reads. None where there are too few rows or all
+        features are the same.
     """
     chosen = charts.choose_points(len(sample.index), seed)
-    features = sample.features[chosen]
-    caption = f"Encoder output, {features.shape[1]} dimensions."
-    drawn = charts.draw_map("Feature space", caption, features, seed)
-    if drawn is None:
-        return {"map": None}
+    placed = charts.place_points(sample.features[chosen], seed)
+    if placed is None:
+        return None
+    xy, caption = placed
     num_known, true_names = task.num_known, [*task.known, *task.novel]
     names, places = sample.columns
     truth, output = all_truth[chosen], places[sample.output[chosen]]
     # Discovered classes count colors up, known ones down: few of both share none.
     known_colors = [charts.COLORS - 1 - i % charts.COLORS for i in range(num_known)]
+
+    def layer(
+        classes: NDArray[np.int64], names: list[str], novel_colors: list[int]
+    ) -> list[charts.Group]:
+        """Group the points by class, and color the classes."""
+        colors = known_colors + [color % charts.COLORS for color in novel_colors]
+        return charts.group_points(classes, names, num_known, colors, xy)
+
     layers = {}
     if (all_truth >= num_known).any():
-        counts = confusion(
-            all_truth, places[sample.output], len(true_names), len(names)
-        )
+        outputs = places[sample.output]
+        counts = confusion(all_truth, outputs, len(true_names), len(names))
+        matching = hungarian(counts[num_known:, num_known:]).tolist()
         # a class has the color of its cluster
-        matching = hungarian(counts[num_known:, num_known:])
-        colors = known_colors + [
-            (m if m >= 0 else i) % charts.COLORS for i, m in enumerate(matching)
-        ]
-        layers["true"] = charts.map_groups(
-            truth, true_names, num_known, colors, drawn.xy
-        )
-    colors = known_colors + [i % charts.COLORS for i in range(len(names) - num_known)]
-    layers["predicted"] = charts.map_groups(output, names, num_known, colors, drawn.xy)
+        colors = [m if m >= 0 else i for i, m in enumerate(matching)]
+        layers["true"] = layer(truth, true_names, colors)
+    layers["predicted"] = layer(output, names, list(range(len(names) - num_known)))
     sheet, side = album.sheet(chosen)
     is_known = np.where(truth >= 0, truth < num_known, output < num_known)
     points = {
-        "xy": drawn.xy.ravel().tolist(),
-        "ids": [visible(task.rows.ids[i], 60) for i in sample.index[chosen]],
+        "xy": xy.ravel().tolist(),
+        "ids": [visible(str(task.rows.ids[i]), 60) for i in sample.index[chosen]],
         "truth": truth.tolist(),
         "output": output.tolist(),
         "known": is_known.astype(int).tolist(),
@@ -345,4 +323,4 @@ def _map(
         "columns": SHEET_COLUMNS,
         "extent": charts.EXTENT,
     }
-    return {"map": drawn, "layers": layers, "points": points}
+    return {"caption": caption, "layers": layers, "points": points}

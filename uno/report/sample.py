@@ -34,36 +34,30 @@ Floats = NDArray[np.float32]
 class Sample:
     """M rows of a run with the predictions of its model.
 
-    Clusters of all heads are numbered as those of the best head that they correspond
-    to. An output is a known class or a cluster of a head.
+    Clusters of all heads are numbered as the clusters of the best head that correspond
+    to them. An output is a known class or a cluster of a head.
 
     Attributes:
         index: Numbers (M,) of the rows.
         features: Outputs (M, D) of the encoder.
-        known: Cosines (M, C_l) to the prototypes of known classes.
-        novel: Cosines (M, H, K) to the prototypes of each cluster head.
-        over: Cosines (M, H, mK) of the overclustering heads, or None without them.
         votes: The output (M, H) that each head assigns, as in predictions.
         confidence: Probability (M,) of the best head's output.
         best_head: The head with the lowest training loss.
         classes: All outputs of the model, known ones first.
         model_hash: Hash of the model, or an empty string while the run is unfinished.
         num_rows: Number of rows from which the sample was drawn.
-        num_unreadable: Number of rows that were drawn and could not be read.
+        is_whole: Whether the sample holds all rows that can be read.
     """
 
     index: NDArray[np.int64]
     features: Floats
-    known: Floats
-    novel: Floats
-    over: Floats | None
     votes: NDArray[np.int64]
     confidence: Floats
     best_head: int
     classes: list[OutputClass]
     model_hash: str
     num_rows: int
-    num_unreadable: int
+    is_whole: bool
 
     @property
     def names(self) -> list[str]:
@@ -112,11 +106,6 @@ class Sample:
     def num_heads(self) -> int:
         """Number of cluster heads H."""
         return self.votes.shape[1]
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the sample holds all rows that can be read."""
-        return len(self.index) + self.num_unreadable == self.num_rows
 
 
 def choose_rows(task: Task, limit: int, seed: int) -> NDArray[np.int64]:
@@ -191,19 +180,14 @@ def score_sample(task: Task, model: Classifier, decode: Decode) -> Sample:
     temperature = model.config.objective.temperature
     # (H, M, outputs)
     probabilities = outcomes(known, novel, temperature, model.classes, alignment)
-    novel = novel.gather(2, alignment.cpu()[:, None].expand(novel.shape))  # (H, M, K)
-    over = None if logits.over is None else logits.over[0].transpose(0, 1).numpy()
     return Sample(
         index=index,
         features=logits.features[0].numpy(),
-        known=known.numpy(),
-        novel=novel.transpose(0, 1).numpy(),
-        over=over,
         votes=probabilities.argmax(dim=2).T.numpy(),
         confidence=probabilities[best_head].amax(dim=1).numpy(),
         best_head=best_head,
         classes=model.classes,
         model_hash=model.model_hash,
         num_rows=len(task.rows),
-        num_unreadable=len(rows) - len(index),
+        is_whole=len(rows) == len(task.rows),
     )

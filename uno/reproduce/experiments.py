@@ -20,9 +20,8 @@ from pydantic import BaseModel, ConfigDict
 from uno.config import Config, flatten, override, to_dict
 from uno.data.files import split
 from uno.errors import ConfigError, did_you_mean
-from uno.methods import METHODS
-from uno.methods.registry import settings
-from uno.presets import apply_image_size, preset
+from uno.methods import METHODS, default_settings
+from uno.presets import IMAGE_SIZE, preset, scale_sizes
 
 DATA_OPTIONS = {
     "cifar10": "CIFAR10 in torchvision's layout",
@@ -352,14 +351,16 @@ def cells(
         source = benchmark.source.format(directories.get(benchmark.option or "", "DIR"))
         base = preset(benchmark.preset, str(changes.get("recipe", "paper")))
         base = override(base, {"data.source": source, **benchmark.overrides})
-        own_changes = apply_image_size(base, changes)
+        own_changes = dict(changes)
+        if (size := own_changes.pop(IMAGE_SIZE, None)) is not None:
+            own_changes = scale_sizes(base, size) | own_changes
         frozen = own_changes.get("model.finetune", base.model.finetune) == "none"
         for row in (row for row in table.rows if row.of is None):
             method = str(
                 row.overrides.get("method", changes.get("method", base.method))
             )
             own = {
-                **settings(method, benchmark.preset),
+                **default_settings(method, benchmark.preset),
                 **(row.frozen if frozen else {}),
             }
             # all cells share cached features, so a method cannot change these

@@ -11,14 +11,14 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from uno.clustering import FREE, kmeans
-from uno.collectives import Job
 from uno.config import Config
 from uno.data.files import Storage
 from uno.data.images import batches_of, evenly_spaced, spread
 from uno.data.row_blocks import RowBlocks, part
 from uno.data.stream import EvalData, StreamedEvalSet, TrainData, decoded_rows
+from uno.distributed import RankTask
 from uno.frozen import SPECTRAL, Clustering, principal_space
-from uno.model import UnoModel, build_model
+from uno.model import UnoModel, build_network
 from uno.prototype_init import (
     MAX_ROWS,
     Load,
@@ -55,7 +55,7 @@ class Baseline(NamedTuple):
         score: Computes metrics from the clusters, on all ranks.
     """
 
-    job: Job
+    job: RankTask
     score: Callable[[Tensor], dict[str, float]]
 
 
@@ -81,7 +81,7 @@ def start_model(
     """
     if not any(_enough(config, train, rows)):
         return None
-    model = build_model(config.model, train.num_known, 0, 0)
+    model = build_network(config, train.num_known, 0, 0)
     load_weights_(model, config, storage)
     return model.to(device).eval()
 
@@ -159,7 +159,7 @@ def novel_baselines(config: Config, rows: Rows, num_novel: int) -> Iterator[Base
         )
     for name, job in jobs.items():
         yield Baseline(
-            Job(len(truth), job),
+            RankTask(len(truth), job),
             partial(_score_novel, f"baseline/{name}/novel", truth, num_novel),
         )
 
@@ -289,7 +289,7 @@ def generalized_baselines(
         )
     for name, job in jobs.items():
         yield Baseline(
-            Job(len(truth), job), partial(score_mixed, f"baseline/{name}/gcd")
+            RankTask(len(truth), job), partial(score_mixed, f"baseline/{name}/gcd")
         )
 
 

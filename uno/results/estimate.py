@@ -42,7 +42,7 @@ from uno.results.metrics import Counts, cluster_accuracy, confusion
 from uno.runs import ESTIMATE_FILE, run
 from uno.text import plural
 from uno.threads import torch_threads
-from uno.train import LocalWorker
+from uno.training import LocalWorker
 
 FINGERPRINT_ROWS = 1024
 MIN_KNOWN = 4  # known classes: two to pretrain on and two probe classes

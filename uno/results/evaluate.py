@@ -16,7 +16,7 @@ import torch
 from scipy.linalg import block_diag
 from torch import Tensor
 
-from uno import collectives
+from uno import distributed
 from uno.config import Config
 from uno.data.files import Storage
 from uno.data.stream import EvalData, TrainData
@@ -35,7 +35,7 @@ from uno.results.trust import (
 from uno.runs import DISCOVER
 from uno.runs.checkpoint import load_newest
 from uno.runs.run import load_trained
-from uno.train import Worker
+from uno.training import Worker
 
 CLASSES_FILE = "model/classes.json"
 
@@ -47,6 +47,7 @@ def evaluate_run(
     sets: Mapping[str, EvalData],
     num_true: int,
     worker: Worker,
+    trained: tuple[UnoModel, int] | None = None,
 ) -> dict[str, float]:
     """Evaluate a trained run, and return its metrics as fractions by key.
 
@@ -63,8 +64,12 @@ def evaluate_run(
         sets: The rows of "train" and "test" with their true classes.
         num_true: The number of known and novel classes that the true classes index.
         worker: The process that evaluates.
+        trained: The trained model and the index of its best head, by default those of
+            the newest checkpoint. The model is moved to the worker's device.
     """
-    model, best_head = load_trained(config, storage, train.num_known, train.num_novel)
+    model, best_head = trained or load_trained(
+        config, storage, train.num_known, train.num_novel
+    )
     model, edits = model.to(worker.device), read_edits(storage)
     values: dict[str, float] = {}
     mixed = config.data.setting == "gcd"
@@ -83,20 +88,22 @@ def evaluate_run(
             )
     train.sync()
     begun = start_model(config, storage, train, sets["train"], worker.device)
-    (trained,) = sample_features(config, [model], train)
+    (sample,) = sample_features(config, [model], train)
     found = [] if begun is None else baselines(config, begun, train, sets["train"])
     jobs, shown = (
         [baseline.job for baseline in found],
-        looked_at(config, trained, train),
+        looked_at(config, sample, train),
     )
     if shown is not None:
         cluster = partial(found_clusters, config, shown, train.num_novel)
-        jobs.append(collectives.Job(len(shown.unlabeled), cluster))
-    if unaligned := edits is None and len(trained.unlabeled) > 0:
+        jobs.append(distributed.RankTask(len(shown.unlabeled), cluster))
+    if unaligned := edits is None and len(sample.unlabeled) > 0:
         shape = model.num_heads, model.num_novel
-        align = partial(align_features, model, config, best_head, trained.unlabeled)
-        jobs.insert(0, collectives.Job(shape[0] * shape[1], lambda: align().flatten()))
-    clusters = collectives.share_out(jobs, worker.device)
+        align = partial(align_features, model, config, best_head, sample.unlabeled)
+        jobs.insert(
+            0, distributed.RankTask(shape[0] * shape[1], lambda: align().flatten())
+        )
+    clusters = distributed.run_tasks(jobs, worker.device)
     if unaligned:
         alignment = clusters.pop(0).view(shape)
         if worker.rank == 0:
@@ -298,7 +305,7 @@ def count(
         for kind, own in enumerate(counts):
             of_kind = truth.div(num_true, rounding_mode="floor") == kind
             own.add_(known, novel, torch.where(of_kind, truth % num_true, -1))
-    return [Confusions(*map(collectives.all_reduce_sum_, own)) for own in counts]
+    return [Confusions(*map(distributed.all_reduce_sum_, own)) for own in counts]
 
 
 def protocol_metrics(

@@ -23,8 +23,7 @@ from uno.data.files import split
 from uno.encoder import SMALL_STEMS, build_encoder, classifier_of
 from uno.errors import ConfigError, NumericsError
 from uno.methods import description
-from uno.methods.registry import build_network
-from uno.model import UnoModel
+from uno.model import UnoModel, build_network
 from uno.results.accuracy_table import SPLITS, filled_tables
 from uno.results.classes import dump_classes, edits_of, merge_outputs
 from uno.results.infer import Classifier

@@ -37,7 +37,7 @@ def write_csv(storage: Storage) -> str:
     has an apostrophe in front.
 
     Args:
-        storage: The directory with ``predictions.parquet``.
+        storage: The directory with the predictions.
 
     Returns:
         The path of the file.
@@ -66,14 +66,14 @@ def _without_formulas(column: pa.Array) -> pa.Array:
 def sort_images(
     storage: Storage, data: Rows, on_progress: Callable[[int, int], None]
 ) -> str:
-    """Copy the images to ``by_class/INDEX-NAME/``, by ``predictions.parquet``.
+    """Copy the images to ``by_class/INDEX-NAME/``, by their predictions.
 
     Images of dropped classes go to ``by_class/rejected/``. Images that could not be
     read are left out. In the names of folders and files all characters except ASCII
     letters, digits and ``._-`` become ``_``. A repeated call writes the same files.
 
     Args:
-        storage: The directory with ``predictions.parquet``.
+        storage: The directory with the predictions.
         data: The rows that were predicted.
         on_progress: Called with the number of copied images and the number of all rows.
 
@@ -121,7 +121,7 @@ def _predicted_images(storage: Storage, data: Rows) -> Iterator[_PredictedImage]
     """Yield the images that could be read, with the folders of their predicted classes.
 
     Args:
-        storage: The directory with ``predictions.parquet``.
+        storage: The directory with the predictions.
         data: The rows that were predicted, from which the images are read.
 
     Yields:
@@ -137,7 +137,11 @@ def _predicted_images(storage: Storage, data: Rows) -> Iterator[_PredictedImage]
             for image in some.read_images(np.arange(len(some)))
         )
         predictions = zip(
-            rows.tolist(), data.ids.take(rows), images, table.to_pylist(), strict=True
+            rows.tolist(),
+            data.ids_of(rows).to_pylist(),
+            images,
+            table.to_pylist(),
+            strict=True,
         )
         for row, name, image, each in predictions:
             folder = f"{each['class_index']:03d}-{_safe(each['class_name'])}"

@@ -30,8 +30,7 @@ from uno.data.rows import Rows
 from uno.encoder import changed_code, code_of, require_encoder
 from uno.errors import StorageError, one_line
 from uno.limits import MAX_STATE_BYTES
-from uno.methods.registry import build_network
-from uno.model import Logits, UnoModel, forward
+from uno.model import Logits, UnoModel, build_network, forward
 from uno.results.classes import (
     OutputClass,
     dump_classes,
@@ -42,7 +41,7 @@ from uno.results.classes import (
 from uno.results.metrics import confusion, hungarian
 from uno.runs import hardware
 from uno.runtime import plan_of
-from uno.state import with_prefix
+from uno.steps import with_prefix
 
 log = logging.getLogger(__name__)
 WEIGHTS = ("encoder.safetensors", "heads.safetensors")

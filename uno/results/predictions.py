@@ -1,16 +1,17 @@
-"""The table of predictions, ``predictions.parquet``: one row for each input, in order.
+"""Predictions: a data set of Parquet files, with one row for each input, in order.
 
-Finished partitions of the rows are files in ``_shards/``. The last step joins them. The
-same command continues with the missing partitions. The metadata of the schema say what
-the table was made from.
+The folder ``predictions/`` has one file for each partition of the rows, which appears
+when it is complete, and a JSON file that says what the predictions are made from. The
+same command continues with the missing partitions. ``pandas.read_parquet`` and
+``pyarrow.parquet.read_table`` read the folder as one table.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,19 +38,17 @@ from uno.errors import ConfigError, StorageError
 from uno.results.classes import OutputClass, called, hashes
 from uno.results.infer import BATCH_BYTES, NUMBERS, Classifier, Scores
 
-FILE = "predictions.parquet"
-SHARDS = "_shards"
-SHARD = f"{SHARDS}/{{:06d}}.parquet"
-CLAIM = f"{SHARDS}/manifest.json"  # says what the shards are made from
-FORMAT = 1
+FOLDER = "predictions"
+PART = f"{FOLDER}/part-{{:06d}}.parquet"
+# what the predictions are made from; readers of Parquet ignore names that begin with _
+MARK = f"{FOLDER}/_made_from.json"
+FORMAT = 2
 BATCH_ROWS = 2**13  # rows that are read at a time
 GROUP_ROWS = 512  # rows of a group; a batch never has rows of two groups
 NUM_PARTITIONS = 256  # least number of partitions of a source with enough rows
 MAX_GROUPS = 32  # largest number of groups in a partition: 16,384 rows
 READERS = 8  # files of partitions that are read ahead
-# least number of rows or bytes of a row group
-ROW_GROUP_ROWS, ROW_GROUP_BYTES = 2**16, 64 * 2**20
-METADATA = b"uno"  # key of the identity in the metadata of the schema
+METADATA = b"uno"  # key of the identity in the metadata of a file
 
 COLUMNS = {
     "id": pa.string(),
@@ -83,10 +82,10 @@ The words complete "the directory holds predictions ...".
 
 
 class Summary(NamedTuple):
-    """The numbers of rows of a finished table, where ``ok + bad = rows``.
+    """The numbers of rows of complete predictions, where ``ok + bad = rows``.
 
     Attributes:
-        path: The path of the table.
+        path: The path of the folder.
         rows: The number of rows.
         ok: The number of rows with a prediction.
         bad: The number of rows that could not be read.
@@ -341,21 +340,23 @@ class PartWriter(NamedTuple):
 
     Attributes:
         classes: The output classes of the model.
-        model_hash: The hash of the model.
-        embedding: Whether the table has the column "embedding".
+        identity: What the predictions are made from, with the keys of
+            :data:`DIFFERENCES`. It is stored in the metadata of each file.
     """
 
     classes: list[OutputClass]
-    model_hash: str
-    embedding: bool
+    identity: dict[str, Any]
 
     @property
     def schema(self) -> pa.Schema:
-        """The schema of the table of predictions, with "embedding" if asked for."""
-        return pa.schema(COLUMNS | ({"embedding": EMBEDDING} if self.embedding else {}))
+        """The schema of the predictions, with "embedding" if asked for."""
+        columns = COLUMNS | (
+            {"embedding": EMBEDDING} if self.identity["embedding"] else {}
+        )
+        return pa.schema(columns, {METADATA: json.dumps(self.identity).encode()})
 
     def write(self, storage: Storage, number: int, results: pa.Table) -> None:
-        """Write the file of a partition, ``_shards/NUMBER.parquet``.
+        """Write the file of a partition.
 
         The columns class_name, kind, status and model_hash are added.
 
@@ -365,29 +366,23 @@ class PartWriter(NamedTuple):
             results: All its rows in order, with the columns of :func:`result_table`.
         """
         index = results["class_index"].combine_chunks()
+        kinds = pa.array([kind for _, kind in called(self.classes)], pa.string())
+        bad = pa.compute.is_valid(results["reason"])
         columns = {
             **{name: results[name] for name in results.column_names},
             "class_name": _names(self.classes).take(index),
-            "kind": (
-                pa.array([kind for _, kind in called(self.classes)], pa.string()).take(
-                    index
-                )
-            ),
-            "status": pa.compute.if_else(
-                pa.compute.is_valid(results["reason"]), "bad", "ok"
-            ),
-            "model_hash": pa.repeat(self.model_hash, len(results)),
+            "kind": kinds.take(index),
+            "status": pa.compute.if_else(bad, "bad", "ok"),
+            "model_hash": pa.repeat(self.identity["model_hash"], len(results)),
         }
         schema = self.schema
-        with storage.create(SHARD.format(number)) as stream:
-            table = pa.table(
-                {name: columns[name] for name in schema.names}, schema=schema
-            )
+        table = pa.table({name: columns[name] for name in schema.names}, schema=schema)
+        with storage.create(PART.format(number)) as stream:
             pq.write_table(table, stream, compression="zstd")
 
 
 class PredictionWriter:
-    """Collects the predictions of all rows, and writes ``predictions.parquet``.
+    """Collects the predictions of all rows, and writes the files of partitions.
 
     It continues with the missing partitions of the same predictions.
 
@@ -399,12 +394,12 @@ class PredictionWriter:
         replace: Whether predictions of something else may be replaced.
 
     Attributes:
-        complete: Whether the table is finished.
+        complete: Whether all rows are predicted.
         num_done: The number of rows whose partitions are written or collected.
 
     Raises:
         ConfigError: The directory holds predictions of something else and not
-            ``replace``, or a Parquet file that ``uno predict`` did not write.
+            ``replace``, or a folder ``predictions`` that ``uno predict`` did not write.
     """
 
     def __init__(
@@ -427,13 +422,13 @@ class PredictionWriter:
             "times": data.times_hash,
             "code": model.code,
         }
-        self.part_writer = PartWriter(model.classes, model.model_hash, embedding)
+        self.part_writer = PartWriter(model.classes, self.identity)
         self.part_rows = partition_rows(self.num_rows)
         self.storage, self._parts = storage, dict[int, list[pa.Table]]()
         self._num_parts = -(-self.num_rows // self.part_rows)
         self.complete = self._claim(replace)
         self._missing = (
-            set() if self.complete else {*range(self._num_parts)} - self._stored()
+            set() if self.complete else {*range(self._num_parts)} - self._find_stored()
         )
         self.num_done = self.num_rows - sum(
             len(self.rows_of(number)) for number in self._missing
@@ -484,159 +479,121 @@ class PredictionWriter:
         self.num_done += len(self.rows_of(number))
 
     def finish(self) -> Summary:
-        """Join the partitions into ``predictions.parquet``, and delete their files.
-
-        All partitions must be written. Few of them are in memory at once.
+        """Mark the predictions as complete. All partitions must be written.
 
         Returns:
-            The numbers of rows of the table.
+            The numbers of rows.
         """
+        assert not self._parts and not self._missing
         if not self.complete:
-            assert not self._parts and not self._missing
-            parts = prefetch_map(self._read, range(self._num_parts), READERS, READERS)
-            _write(
-                self.storage, self.part_writer.schema, self.identity, _row_groups(parts)
-            )
+            _write_mark(self.storage, self.identity, self.part_rows, "complete")
             self.complete = True
-        self.storage.delete(SHARDS)
-        with _reading(self.storage) as file:
-            reasons = file.iter_batches(columns=["reason"])
-            bad = sum(len(batch) - batch["reason"].null_count for batch in reasons)
-        return Summary(
-            self.storage.below(FILE), self.num_rows, self.num_rows - bad, bad
+        bad = sum(
+            len(batch) - batch["reason"].null_count
+            for batch in read_batches(self.storage, ["reason"])
         )
+        path = self.storage.below(FOLDER)
+        return Summary(path, self.num_rows, self.num_rows - bad, bad)
 
     def _claim(self, replace: bool) -> bool:
-        """Mark the directory as that of these predictions, or continue in it.
+        """Mark the folder as that of these predictions, or continue in it.
 
         If only the modification times of images differ, all rows are predicted again,
-        with a warning. Partitions of other predictions are deleted.
+        with a warning.
 
         Returns:
-            Whether the table is finished.
+            Whether all rows are predicted.
 
         Raises:
-            ConfigError: The directory holds predictions of something else and not
-                ``replace``, or a Parquet file that ``uno predict`` did not write.
+            ConfigError: The folder holds predictions of something else and not
+                ``replace``, or files that ``uno predict`` did not write.
         """
-        storage, finished = self.storage, None
-        output.sweep_file(storage, FILE)
-        foreign = [
-            name
-            for name in storage.list()
-            if name.endswith(".parquet") and name != FILE
+        storage = self.storage
+        is_claimed = output.is_ours(storage, MARK, "set of predictions")
+        output.sweep(storage, FOLDER)
+        mark = _read_mark(storage)
+        if mark is not None and mark.made_from == self.identity:
+            return mark.state == "complete"
+        differences = [
+            key
+            for key in DIFFERENCES
+            if mark is None or mark.made_from[key] != self.identity[key]
         ]
-        with suppress(StorageError) if replace else nullcontext():
-            finished = read_identity(storage)
-        begun = output.find_mapping(storage, CLAIM) or {}
-        before = finished or _identity(begun.get("made_from"))
-        if before is not None and {
-            k for k, v in before.items() if v != self.identity[k]
-        } == {"times"}:
+        if is_claimed and differences == ["times"]:
             log.warning(
                 "images were written to since they were predicted: all are predicted"
                 " again"
             )
-            replace = True
-        if not foreign and finished == self.identity:
-            return True
-        claim = {"made_from": self.identity, "part_rows": self.part_rows}
-        claimed = storage.exists(CLAIM)
-        if not replace and finished is None and not claimed and storage.exists(FILE):
-            foreign.append(FILE)
-        if foreign:
-            advice = "choose another --output"
+        elif is_claimed and not replace:
+            what = DIFFERENCES["format" if mark is None else differences[0]]
             raise ConfigError(
-                f"{storage.path(foreign[0])} was not written by uno predict; {advice}"
+                f"{storage.below(FOLDER)} holds predictions {what}; choose another"
+                " --output, or empty it"
             )
-        if begun == claim:
-            return False
-        if not replace and (finished is not None or claimed):
-            found = before or self.identity
-            differences = (
-                text
-                for key, text in DIFFERENCES.items()
-                if found[key] != self.identity[key]
-            )
-            what = next(differences, DIFFERENCES["format"])
-            raise ConfigError(
-                f"{storage.uri} holds predictions {what}; choose another --output, or"
-                " empty it"
-            )
-        storage.delete(SHARDS)
-        storage.write(CLAIM, json.dumps(claim).encode())
+        # other partitions are told by their metadata, and deleted by _find_stored
+        _write_mark(storage, self.identity, self.part_rows, "incomplete")
         return False
 
-    def _stored(self) -> set[int]:
-        """Return the numbers of the partitions that have an undamaged file."""
-        names = {
-            SHARD.format(number).rpartition("/")[2]: number
-            for number in range(self._num_parts)
-        }
-        there = [names[name] for name in self.storage.list(SHARDS) if name in names]
-        return {
-            number
-            for number, whole in prefetch_map(self._is_whole, there, READERS, READERS)
-            if whole
-        }
+    def _find_stored(self) -> set[int]:
+        """Return the numbers of the partitions that are written, and delete others."""
+        numbers = {PART.format(number): number for number in range(self._num_parts)}
+        names = [f"{FOLDER}/{name}" for name in self.storage.list(FOLDER)]
+        there = [name for name in names if name in numbers]
+        checked = prefetch_map(self._is_whole, there, READERS, READERS)
+        whole = {name for name, is_whole in checked if is_whole}
+        for name in names:
+            if name != MARK and name not in whole:
+                self.storage.delete(name)
+        return {numbers[name] for name in whole}
 
-    def _is_whole(self, number: int) -> tuple[int, bool]:
-        """Return whether the file of a partition is readable and complete.
+    def _is_whole(self, name: str) -> tuple[str, bool]:
+        """Return whether the file of a partition belongs to these predictions.
 
         Returns:
-            The number of the partition, and whether its file has the right schema and
-            the right number of rows.
+            The name of the file; and whether it is readable, is made from the same
+            things, and has the right number of rows.
         """
-        with (
-            suppress(StorageError),
-            _reading(self.storage, SHARD.format(number)) as file,
-        ):
-            same = file.schema_arrow.equals(self.part_writer.schema)
-            return number, same and file.metadata.num_rows == len(self.rows_of(number))
-        return number, False
-
-    def _read(self, number: int) -> pa.Table:
-        """Read the file of a partition as a table."""
-        with _reading(self.storage, SHARD.format(number)) as file:
-            return file.read()
+        number = int(name.removesuffix(".parquet").rpartition("-")[2])
+        with suppress(StorageError), _reading(self.storage, number) as file:
+            schema = self.part_writer.schema
+            same = file.schema_arrow.equals(schema, check_metadata=True)
+            return name, same and file.metadata.num_rows == len(self.rows_of(number))
+        return name, False
 
 
 def read_identity(storage: Storage) -> dict[str, Any] | None:
-    """Read what ``predictions.parquet`` was made from.
+    """Read what complete predictions were made from.
 
     Returns:
-        The facts with the keys of :data:`DIFFERENCES`; None if there is no table, or
-        this version did not write it.
-
-    Raises:
-        StorageError: The file is damaged.
+        The facts with the keys of :data:`DIFFERENCES`; None if there are no complete
+        predictions, or this version did not write them.
     """
-    if not storage.exists(FILE):
-        return None
-    with _reading(storage) as file:
-        return _identity(
-            output.mapping((file.schema_arrow.metadata or {}).get(METADATA, b""))
-        )
+    mark = _read_mark(storage)
+    return None if mark is None or mark.state != "complete" else mark.made_from
 
 
 def read_columns(storage: Storage, names: Sequence[str]) -> pa.Table | None:
-    """Read columns of ``predictions.parquet``, in the order of the inputs.
+    """Read columns of the predictions, in the order of the inputs.
 
     Args:
         storage: The directory of the predictions.
         names: The names of the columns.
 
     Returns:
-        The columns; None if there is no table, or this version did not write it.
+        The columns; None if there are no complete predictions.
+
+    Raises:
+        StorageError: A file is damaged.
     """
     if read_identity(storage) is None:
         return None
-    with _reading(storage) as file:
-        return file.read(list(names))
+    columns = {**COLUMNS, "embedding": EMBEDDING}
+    schema = pa.schema({name: columns[name] for name in names})
+    return pa.Table.from_batches(read_batches(storage, names), schema)
 
 
 def read_batches(storage: Storage, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    """Read columns of ``predictions.parquet`` in batches, in the order of the inputs.
+    """Read columns of complete predictions in batches, in the order of the inputs.
 
     Args:
         storage: The directory of the predictions.
@@ -644,34 +601,45 @@ def read_batches(storage: Storage, names: Sequence[str]) -> Iterator[pa.RecordBa
 
     Yields:
         Batches of at most ``BATCH_ROWS`` rows.
+
+    Raises:
+        StorageError: A file is damaged.
     """
-    with _reading(storage) as file:
-        yield from file.iter_batches(BATCH_ROWS, columns=list(names))
+    mark = _read_mark(storage)
+    assert mark is not None
+    for number in range(mark.num_parts):
+        with _reading(storage, number) as file:
+            for batch in file.iter_batches(BATCH_ROWS, columns=list(names)):
+                yield batch.replace_schema_metadata(None)
 
 
-def rename(storage: Storage, classes: Sequence[OutputClass]) -> bool:
-    """Write the present names of the classes into ``predictions.parquet``.
+def rename(storage: Storage, classes: list[OutputClass]) -> bool:
+    """Write the present names of the classes into the predictions.
+
+    The predictions are not complete while their files are changed. After an
+    interruption the same call continues.
 
     Args:
         storage: The directory of the predictions.
         classes: The classes with their present names.
 
     Returns:
-        Whether this was done. Nothing is done if there is no table, or if ``classes``
-        are merged or dropped in another way than in the table.
+        Whether this was done. Nothing is done if there are no predictions, or if
+        ``classes`` are merged or dropped in another way than in them.
     """
-    found = read_identity(storage)
-    if found is None or found["routes"] != hashes(classes)["routes"]:
+    mark = _read_mark(storage)
+    if mark is None or mark.state == "incomplete":
         return False
-    names = _names(classes)
-    with _reading(storage) as file:
-        column = file.schema_arrow.get_field_index("class_name")
-        groups = (file.read_row_group(group) for group in range(file.num_row_groups))
-        renamed = (
-            g.set_column(column, "class_name", names.take(g["class_index"]))
-            for g in groups
-        )
-        _write(storage, file.schema_arrow, found | hashes(classes), renamed)
+    if mark.made_from["routes"] != hashes(classes)["routes"]:
+        return False
+    identity = mark.made_from | hashes(classes)
+    writer = PartWriter(classes, identity)
+    _write_mark(storage, identity, mark.part_rows, "renaming")
+    for number in range(mark.num_parts):
+        with _reading(storage, number) as file:
+            table = file.read()
+        writer.write(storage, number, table)
+    _write_mark(storage, identity, mark.part_rows, "complete")
     return True
 
 
@@ -680,68 +648,52 @@ def _names(classes: Sequence[OutputClass]) -> pa.Array:
     return pa.array([name for name, _ in called(classes)], pa.string())
 
 
-def _write(
-    storage: Storage,
-    schema: pa.Schema,
-    identity: dict[str, Any],
-    tables: Iterator[pa.Table],
+class Mark(NamedTuple):
+    """What a folder of predictions holds.
+
+    Attributes:
+        made_from: What they are made from, with the keys of :data:`DIFFERENCES`.
+        part_rows: The number of rows of a partition.
+        state: "complete", "incomplete", or "renaming" while their names are changed.
+    """
+
+    made_from: dict[str, Any]
+    part_rows: int
+    state: str
+
+    @property
+    def num_parts(self) -> int:
+        """The number of partitions."""
+        return -(-int(self.made_from["rows"]) // self.part_rows)
+
+
+def _read_mark(storage: Storage) -> Mark | None:
+    """Read what a folder of predictions holds.
+
+    Returns:
+        None if there are no predictions, or this version did not write them.
+    """
+    found = output.find_mapping(storage, MARK) or {}
+    made_from, part_rows = found.get("made_from"), found.get("part_rows")
+    is_ours = isinstance(made_from, dict) and made_from.keys() == DIFFERENCES.keys()
+    if not is_ours or not isinstance(part_rows, int) or part_rows < 1:
+        return None
+    return Mark(dict(made_from or {}), part_rows, str(found.get("state")))
+
+
+def _write_mark(
+    storage: Storage, made_from: dict[str, Any], part_rows: int, state: str
 ) -> None:
-    """Write ``predictions.parquet``, which only appears when it is complete.
-
-    Args:
-        storage: The directory of the predictions.
-        schema: The schema of the table.
-        identity: What the table is made from. It is stored in the metadata.
-        tables: The parts of the table in order. Each is cast to the schema.
-    """
-    schema = schema.with_metadata(
-        {**(schema.metadata or {}), METADATA: json.dumps(identity).encode()}
-    )
-    with (
-        storage.create(FILE) as stream,
-        pq.ParquetWriter(stream, schema, compression="zstd") as writer,
-    ):
-        for table in tables:
-            writer.write_table(table.cast(schema))
-
-
-def _row_groups(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """Join consecutive tables to row groups of at least 65,536 rows or 64 MiB.
-
-    The footer of a Parquet file lists every row group, so there should be few. The last
-    row group may be smaller.
-    """
-    waiting = list[pa.Table]()
-    for table in tables:
-        waiting.append(table)
-        if (
-            sum(map(len, waiting)) >= ROW_GROUP_ROWS
-            or sum(t.nbytes for t in waiting) >= ROW_GROUP_BYTES
-        ):
-            yield pa.concat_tables(waiting).combine_chunks()
-            waiting.clear()
-    if waiting:
-        yield pa.concat_tables(waiting).combine_chunks()
+    """Write what a folder of predictions holds, see :class:`Mark`."""
+    mark = {"made_from": made_from, "part_rows": part_rows, "state": state}
+    storage.write(MARK, json.dumps(mark, indent=1).encode())
 
 
 @contextmanager
-def _reading(storage: Storage, name: str = FILE) -> Iterator[pq.ParquetFile]:
-    """Open a Parquet file in the directory of the predictions, for the block.
-
-    Args:
-        storage: The directory of the predictions.
-        name: The name of the file, by default ``predictions.parquet``.
-    """
-    with storage.open(name) as source, pq.ParquetFile(source) as file:
+def _reading(storage: Storage, number: int) -> Iterator[pq.ParquetFile]:
+    """Open the file of a partition, for the block."""
+    with (
+        storage.open(PART.format(number)) as source,
+        pq.ParquetFile(source) as file,
+    ):
         yield file
-
-
-def _identity(found: Any) -> dict[str, Any] | None:
-    """Return the stored identity of predictions, or None if it has other keys.
-
-    Args:
-        found: The stored value of any type. A mapping may lack "times" and "code".
-    """
-    # some tables were written without these keys
-    found = {"times": "", "code": {}, **found} if isinstance(found, dict) else {}
-    return found if found.keys() == DIFFERENCES.keys() else None

@@ -5,15 +5,17 @@ network, and a page has at most :data:`MAX_BYTES`.
 """
 
 import base64
-import html
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from io import BytesIO
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from numpy.typing import NDArray
 from PIL import Image as Pillow
 
@@ -36,7 +38,6 @@ MANY_ROWS = 20_000  # rows of a data set above which images in tables are not re
 SIZES = ((48, 80), (48, 50), (32, 60), (24, 40))
 # side in pixels up to which a PNG is smaller than a JPEG; pixels stay sharp then
 SMALL = 16
-CELL = "text-align:left;vertical-align:middle;padding:2px 12px 2px 0"
 
 
 class Members(NamedTuple):
@@ -61,15 +62,13 @@ def encode(images: NDArray[np.uint8], columns: int, quality: int) -> str:
         quality: The JPEG quality, 1-95. Images with sides up to ``SMALL`` become PNG.
     """
     num, _, side, _ = images.shape
-    filled = np.pad(images, [(0, -num % columns), (0, 0), (0, 0), (0, 0)]).reshape(
-        -1, columns, 3, side, side
-    )
-    pixels = filled.transpose(0, 3, 1, 4, 2).reshape(-1, columns * side, 3)
+    filled = np.pad(images, [(0, -num % columns), (0, 0), (0, 0), (0, 0)])
+    grid = filled.reshape(-1, columns, 3, side, side).transpose(0, 3, 1, 4, 2)
+    pixels = grid.reshape(-1, columns * side, 3)
     gray = bool((pixels == pixels[..., :1]).all())
     picture = Pillow.fromarray(pixels[..., 0] if gray else pixels)
-    return data_uri(
-        picture, "png" if side <= SMALL else "jpeg", optimize=True, quality=quality
-    )
+    kind = "png" if side <= SMALL else "jpeg"
+    return data_uri(picture, kind, optimize=True, quality=quality)
 
 
 def data_uri(picture: Pillow.Image, kind: str, **options: Any) -> str:
@@ -85,14 +84,14 @@ def data_uri(picture: Pillow.Image, kind: str, **options: Any) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-def members(storage: Storage, config: Config) -> dict[int, Members]:
+def read_members(storage: Storage, config: Config) -> dict[int, Members]:
     """Return the images of a run that were predicted as each class.
 
     Images are left out if they are remote, or lie in tables with more than
     ``MANY_ROWS`` rows, or if the data can no longer be read or has changed.
 
     Args:
-        storage: The directory with ``predictions.parquet``.
+        storage: The directory with the predictions.
         config: The configuration of the run, which names the data.
 
     Returns:
@@ -104,35 +103,48 @@ def members(storage: Storage, config: Config) -> dict[int, Members]:
         return {}
     table = table.append_column("row", [np.arange(len(table))])
     table = table.filter(pyarrow.compute.field("class_index") >= 0)
-    index, row = (table[name].to_numpy() for name in ("class_index", "row"))
-    order = np.lexsort((-table["probability"].to_numpy(), index))
-    starts = np.flatnonzero(np.diff(index[order], prepend=-1))
-    groups = np.split(order, starts[1:])[:MAX_CLASSES] if len(order) else []
-    chosen = (
-        np.concatenate([group[:NUM_PICTURES] for group in groups]) if groups else order
+    table = table.sort_by([("class_index", "ascending"), ("probability", "descending")])
+    classes, starts, sizes = np.unique(
+        table["class_index"], return_index=True, return_counts=True
     )
-    uris = table["uri"].take(chosen).to_pylist()
-    images: list[Image] = [b""] * len(chosen)
+    # for each class the places of its most probable rows
+    places = [
+        np.arange(start, start + min(size, NUM_PICTURES))
+        for start, size in zip(starts[:MAX_CLASSES], sizes, strict=False)
+    ]
+    best = table.take(np.concatenate([*places, np.arange(0)]))
+    images = _images_of(storage, config, len(table), best)
+    ends = np.cumsum([len(own) for own in places])
+    return {
+        int(index): Members(int(size), images[end - len(own) : end])
+        for index, size, own, end in zip(classes, sizes, places, ends, strict=False)
+    }
+
+
+def _images_of(
+    storage: Storage, config: Config, num_rows: int, best: pa.Table
+) -> list[Image]:
+    """Return images of predicted rows, ``b""`` for those that cannot be shown.
+
+    Args:
+        storage: The directory with the predictions.
+        config: The configuration of the run, which names the data.
+        num_rows: The number of all predicted rows.
+        best: The rows, with the columns "row" and "uri".
+    """
+    uris = best["uri"].to_pylist()
     if None not in uris:
-        images = [b"" if is_uri(uri) else uri for uri in uris]
-    elif len(table) <= MANY_ROWS:
+        return [b"" if is_uri(uri) else uri for uri in uris]
+    if num_rows <= MANY_ROWS:
         with suppress(UnoError, OSError):
-            lazy = override(config, {"data.download": False}).data
-            rows, made_from = (
-                make_task(read_rows(lazy), lazy).rows,
-                predictions.read_identity(storage),
-            )
-            if made_from is not None and made_from["data"] == rows.fingerprint:
-                pictures = rows.images.pictures()
-                images = (
-                    images if pictures is None else pictures.read_images(row[chosen])
-                )
-    found, at = {}, 0
-    for group in groups:
-        num = len(group[:NUM_PICTURES])
-        found[int(index[group[0]])] = Members(len(group), images[at : at + num])
-        at += num
-    return found
+            data = override(config, {"data.download": False}).data
+            rows = make_task(read_rows(data), data).rows
+            made_from = predictions.read_identity(storage)
+            pictures = rows.images.pictures()
+            same = made_from is not None and made_from["data"] == rows.fingerprint
+            if same and pictures is not None:
+                return pictures.read_images(best["row"].to_numpy())
+    return [b""] * len(uris)
 
 
 def model_html(
@@ -154,28 +166,17 @@ def model_html(
         found: The images of each class, by index.
         side: The largest side of the pictures in pixels.
     """
-    some = classes[:MAX_CLASSES]
-    strips = _strips(
-        [found[c.index].images if c.index in found else [] for c in some], side
-    )
-    rows = []
+    shown = classes[:MAX_CLASSES]
+    members = [found.get(c.index, Members(0, [])) for c in shown]
     fate_of = {c.index: fate for c, fate in edits_of(classes)}
-    for c, picture in zip(some, strips, strict=True):
-        number = (
-            f"{found[c.index].rows:,}" if c.index in found else "0" if found else "–"  # noqa: RUF001
-        )
-        rows.append(
-            [
-                picture,
-                f"<b>{_text(c.name)}</b>",
-                c.kind,
-                number,
-                _text(fate_of.get(c.index, "")),
-            ]
-        )
-    more = len(classes) - len(some)
+    rows = [
+        [c.name, c.kind, f"{own.rows:,}" if found else "–", fate_of.get(c.index, "")]  # noqa: RUF001
+        for c, own in zip(shown, members, strict=True)
+    ]
+    more = len(classes) - len(shown)
     end = plural(more, "more class", "more classes") if more else ""
-    return _page(title, facts, ["", "class", "kind", "images", ""], rows, end)
+    heads = ["", "class", "kind", "images", ""]
+    return _table(title, facts, heads, [own.images for own in members], rows, end, side)
 
 
 def predictions_html(
@@ -196,13 +197,10 @@ def predictions_html(
             read. Floats are shown in percent.
         more: The number of predictions that are not shown.
     """
-    pictures = _strips([[image] for image in images], SIZES[0][0])
-    cells = [
-        [picture, *map(_text, words)]
-        for picture, words in zip(pictures, rows, strict=True)
-    ]
     heads = ["", "image", "class", "kind", "probability", "heads agree", ""]
-    return _page(title, facts, heads, cells, plural(more, "more image") if more else "")
+    end = plural(more, "more image") if more else ""
+    groups = [[image] for image in images]
+    return _table(title, facts, heads, groups, rows, end, SIZES[0][0])
 
 
 def counted(names: Iterable[str | None] | Mapping[str | None, int]) -> str:
@@ -213,95 +211,79 @@ def counted(names: Iterable[str | None] | Mapping[str | None, int]) -> str:
     Args:
         names: Names, or the count of each name.
     """
-    found = Counter(names).most_common()
-    shown = (
-        ("unreadable" if name is None else visible(name, 40), n)
-        for name, n in found[:8]
-    )
-    return ", ".join(f"{name} ({n:,})" for name, n in shown) + (
-        ", ..." if len(found) > 8 else ""
-    )
+    counts = Counter(names).most_common()
+    shown = [
+        f"{'unreadable' if name is None else visible(name, 40)} ({num:,})"
+        for name, num in counts[:8]
+    ]
+    return ", ".join(shown) + (", ..." if len(counts) > 8 else "")
 
 
-def _strips(groups: Sequence[Sequence[Image]], side: int) -> list[str]:
-    """Return an HTML image for each group of images, with its images side by side.
-
-    All pictures become coarser if there are many, so that a page has at most
-    ``MAX_BYTES``.
-
-    Args:
-        groups: Groups of images. Images that cannot be read are left out.
-        side: The largest side of an image in pixels.
-
-    Returns:
-        An ``<img>`` with a data URI for each group; "" if none of its images can be
-        read.
-    """
-    flat = [image for group in groups for image in group]
-    side = min(
-        side,
-        SIZES[0][0],
-        *(max(i.shape[:2]) for i in flat if isinstance(i, np.ndarray)),
-    )
-    pixels, reasons = decode_many(flat, side)
-    ok, ends = ok_mask(reasons), np.cumsum([len(group) for group in groups])
-    for small, quality in SIZES:
-        shown = pixels.numpy()
-        if small < side:
-            shown = decode_many([image.transpose(1, 2, 0) for image in shown], small)[
-                0
-            ].numpy()
-        parts = [
-            shown[start:end][ok[start:end]]
-            for start, end in zip([0, *ends], ends, strict=False)
-        ]
-        uris = [encode(part, len(part), quality) if len(part) else "" for part in parts]
-        if sum(map(len, uris)) <= MAX_BYTES * 0.8:
-            break
-    style = "height:48px;max-width:none;image-rendering:" + (
-        "pixelated" if side <= SMALL else "auto"
-    )
-    return [f'<img src="{uri}" alt="" style="{style}">' if uri else "" for uri in uris]
-
-
-def _page(
+def _table(
     title: str,
     facts: Sequence[str],
     heads: Sequence[str],
-    rows: Sequence[Any],
+    groups: Sequence[Sequence[Image]],
+    rows: Sequence[Sequence[Any]],
     more: str,
+    side: int,
 ) -> str:
     """Return a table with a title as HTML.
 
+    All pictures become coarser if there are many, so that a page has at most
+    ``MAX_BYTES``. Images that cannot be read are left out.
+
     Args:
-        title: The title, as text.
-        facts: Lines below the title, as text. Empty ones are left out.
-        heads: The heads of the columns, as text.
-        rows: The cells of each row, as HTML.
-        more: A line below the table, as text.
+        title: The title.
+        facts: Lines below the title. Empty ones are left out.
+        heads: The heads of the columns. The first column has the pictures.
+        groups: For each row the images that are shown side by side.
+        rows: For each row the values of the other columns.
+        more: A line below the table.
+        side: The largest side of a picture in pixels.
     """
-    head = "".join(f'<th style="{CELL}">{_text(name)}</th>' for name in heads)
-    body = "".join(
-        "<tr>" + "".join(f'<td style="{CELL}">{cell}</td>' for cell in row) + "</tr>"
-        for row in rows
-    )
-    lines = "".join(f"<div>{_text(fact)}</div>" for fact in facts if fact)
-    return (
-        "<div"
-        f' style="font-size:13px;overflow-x:auto"><div><b>{_text(title)}</b></div>{lines}'  # noqa: E501
-        "<table"
-        f' style="border-collapse:collapse"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'  # noqa: E501
-        f"<div>{_text(more)}</div></div>"
+    images = [image for group in groups for image in group]
+    arrays = (max(i.shape[:2]) for i in images if isinstance(i, np.ndarray))
+    side = min(side, SIZES[0][0], *arrays)
+    ends = np.cumsum([len(group) for group in groups])
+    for largest, quality in SIZES:
+        pixels, reasons = decode_many(images, min(side, largest))
+        ok = ok_mask(reasons)
+        readable = [
+            pixels.numpy()[end - len(group) : end][ok[end - len(group) : end]]
+            for group, end in zip(groups, ends, strict=True)
+        ]
+        uris = [encode(own, len(own), quality) if len(own) else "" for own in readable]
+        if sum(map(len, uris)) <= MAX_BYTES * 0.8:
+            break
+    return _template().render(
+        title=title,
+        facts=facts,
+        heads=heads,
+        rows=list(zip(uris, rows, strict=True)),
+        more=more,
+        is_sharp=side <= SMALL,
     )
 
 
-def _text(words: object) -> str:
-    """Format the value of a cell as escaped HTML of at most 120 characters.
+@cache
+def _template() -> Template:
+    """Return the template of tables, which escapes all values."""
+    environment = Environment(
+        loader=PackageLoader("uno.results"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+    )
+    environment.filters["text"] = _text
+    return environment.get_template("table.html")
+
+
+def _text(value: object) -> str:
+    """Format the value of a cell as text of at most 120 characters.
 
     A float is shown in percent, and None and NaN as "".
     """
-    if words is None or words != words:  # NaN differs from itself
+    if value is None or value != value:  # NaN differs from itself
         return ""
-    if isinstance(words, float):
-        return f"{words:.0%}"
-    return html.escape(visible(words, 120))
+    return f"{value:.0%}" if isinstance(value, float) else visible(value, 120)

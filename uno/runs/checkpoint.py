@@ -28,7 +28,7 @@ class Checkpoint(NamedTuple):
 
     Attributes:
         step: The number of optimizer steps before it, in its phase.
-        tensors: Tensors by name, see :func:`uno.state.state_tensors`.
+        tensors: Tensors by name, see :func:`uno.steps.state_tensors`.
         config_yaml: The configuration of the run as YAML.
     """
 
@@ -96,17 +96,8 @@ def checkpoint_steps(storage: Storage, phase: str) -> list[int]:
     """Return the steps of a phase that have a checkpoint, in ascending order.
 
     The files are not read, so a checkpoint may be damaged.
-
-    Raises:
-        StorageError: The phase has checkpoints of an unknown format.
     """
     names = storage.list(f"checkpoints/{phase}")
-    if any(re.fullmatch("step_[0-9]{8,18}", name) for name in names):
-        problem = (
-            f"{storage.path(f'checkpoints/{phase}')} has format version 1, not"
-            f" {FORMAT_VERSION}"
-        )
-        raise StorageError(f"{problem}; use --overwrite, or another directory")
     matches = (re.fullmatch(r"step_([0-9]{8,18})\.safetensors", name) for name in names)
     return sorted(int(match[1]) for match in matches if match is not None)
 
@@ -120,30 +111,13 @@ def load_newest(storage: Storage, phase: str) -> Checkpoint | None:
     Raises:
         StorageError: The phase has checkpoints, and all of them are damaged.
     """
-    newest, problems = read_checkpoints(storage, phase)
-    for step, problem in problems.items():
-        log.warning("skipping checkpoint %s: %s", file_name(phase, step), problem)
-    return newest
-
-
-def read_checkpoints(
-    storage: Storage, phase: str
-) -> tuple[Checkpoint | None, dict[int, str]]:
-    """Read the newest valid checkpoint of a phase, and list newer damaged ones.
-
-    Returns:
-        The checkpoint, or None if the phase has no checkpoints. Second, the reason why
-        each newer checkpoint is damaged, by its step.
-
-    Raises:
-        StorageError: The phase has checkpoints, and all of them are damaged.
-    """
     problems: dict[int, str] = {}
     for step in reversed(checkpoint_steps(storage, phase)):
         try:
-            return load_checkpoint(storage, phase, step), problems
+            return load_checkpoint(storage, phase, step)
         except StorageError as error:
             problems[step] = str(error)
+            log.warning("skipping checkpoint %s: %s", file_name(phase, step), error)
     if problems:
         none = (
             f"none of the {len(problems)} checkpoints in"
@@ -152,7 +126,7 @@ def read_checkpoints(
         raise StorageError(
             f"{none} ({problems[max(problems)]}); use --overwrite to start over"
         )
-    return None, problems
+    return None
 
 
 def load_checkpoint(storage: Storage, phase: str, step: int) -> Checkpoint:

@@ -1,4 +1,4 @@
-"""Begin, check and repair a run directory."""
+"""Begin, check and clean a run directory."""
 
 import io
 import json
@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from uno import runs
 from uno.config import (
     Config,
     differing_keys,
@@ -30,12 +29,9 @@ from uno.runs import (
     LOGGERS_FOLDER,
     RAY_FOLDER,
     RESULTS_FILE,
+    STOP_FILE,
 )
-from uno.runs.checkpoint import (
-    FORMAT_VERSION,
-    file_name,
-    read_checkpoints,
-)
+from uno.runs.checkpoint import FORMAT_VERSION
 from uno.runs.hardware import environment
 from uno.text import plural
 
@@ -76,12 +72,12 @@ def begin_run(config: Config, storage: Storage, fingerprint: str) -> None:
         storage.write(ENVIRONMENT_FILE, json.dumps(facts, indent=1).encode())
         storage.write(CONFIG_FILE, dump_yaml(config).encode())
         return
-    known = output.find_mapping(storage, ENVIRONMENT_FILE)
-    if known is None:
+    stored = output.find_mapping(storage, ENVIRONMENT_FILE)
+    if stored is None:
         raise ConfigError(
             f"{storage.path(ENVIRONMENT_FILE)} is missing or damaged; use --overwrite"
         )
-    if (version := known.get("format_version")) != FORMAT_VERSION:
+    if (version := stored.get("format_version")) != FORMAT_VERSION:
         raise ConfigError(
             f"{storage.uri} has format version {version}, not {FORMAT_VERSION}; use"
             " --overwrite"
@@ -90,12 +86,12 @@ def begin_run(config: Config, storage: Storage, fingerprint: str) -> None:
         raise output.other_settings(
             storage.uri, "a run", keys, "use those, --overwrite, or another --output"
         )
-    if known.get("data_fingerprint") != fingerprint:
+    if stored.get("data_fingerprint") != fingerprint:
         raise ConfigError(
             f"{storage.uri} was trained on other data (fingerprint differs); use"
             " --overwrite"
         )
-    if changed := changed_code(config.model.encoder, known.get("encoder_code"), code):
+    if changed := changed_code(config.model.encoder, stored.get("encoder_code"), code):
         log.warning(
             "%s: its numbers may differ from here on; --overwrite starts over", changed
         )
@@ -115,17 +111,17 @@ def check_images(storage: Storage, rows: Rows) -> None:
     Raises:
         ConfigError: An image has another modification time. The message names one.
     """
-    data, then = storage.find(IMAGE_TIMES_FILE), np.zeros(0, np.int64)
+    data, stored_times = storage.find(IMAGE_TIMES_FILE), np.zeros(0, np.int64)
     if data is not None:
         with suppress(ValueError, EOFError):
-            then = np.load(io.BytesIO(data), allow_pickle=False)
-    if len(then) != len(rows):
+            stored_times = np.load(io.BytesIO(data), allow_pickle=False)
+    if len(stored_times) != len(rows):
         return
-    changed = np.flatnonzero(then != rows.images.times(np.arange(len(rows))))
+    changed = np.flatnonzero(stored_times != rows.images.times(np.arange(len(rows))))
     if len(changed):
-        what = f"{plural(len(changed), 'image')} written to since the run began"
+        modified = f"{plural(len(changed), 'image')} written to since the run began"
         raise ConfigError(
-            f"{storage.uri} was trained on other data ({what}, e.g."
+            f"{storage.uri} was trained on other data ({modified}, e.g."
             f" {rows.ids[changed[0]]}); restore the files with their times, or use"
             " --overwrite"
         )
@@ -178,28 +174,12 @@ def read_results(storage: Storage) -> dict[str, float] | None:
     return output.find_mapping(storage, RESULTS_FILE)
 
 
-def repair(storage: Storage) -> list[str]:
-    """Delete files that killed commands left, and damaged checkpoints without use.
+def delete_leftovers(storage: Storage) -> None:
+    """Delete what killed commands left in a run directory.
 
-    A damaged checkpoint has no use if it is newer than the newest valid one. Killed
-    commands leave temporary files on local disks, Ray's folder, and the request to
-    stop.
-
-    Returns:
-        A line for each checkpoint that was deleted.
-
-    Raises:
-        StorageError: A phase has checkpoints, and all of them are damaged.
+    These are temporary files on local disks, Ray's folder, and the request to stop.
     """
-    lines = []
-    for phase in runs.PHASES:
-        _, damaged = read_checkpoints(storage, phase)
-        for step, problem in damaged.items():
-            storage.delete(file_name(phase, step))
-            lines.append(
-                f"removed the damaged checkpoint of {phase} step {step} ({problem})"
-            )
-    names = [name for name in (RAY_FOLDER, runs.STOP_FILE) if storage.exists(name)]
+    names = [name for name in (RAY_FOLDER, STOP_FILE) if storage.exists(name)]
     names += output.leftovers(storage)
     # These files may still be written: by a logger's thread, or by Ray's processes.
     busy = (f"{RAY_FOLDER}/", f"{LOGGERS_FOLDER}/")
@@ -207,4 +187,3 @@ def repair(storage: Storage) -> list[str]:
         if not name.startswith(busy):
             with suppress(StorageError):
                 storage.delete(name)
-    return lines

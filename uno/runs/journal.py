@@ -1,27 +1,24 @@
 """Write and read ``metrics.jsonl``, the metrics of a run, one JSON object a line."""
 
 import json
-import threading
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
+from functools import partial
 from types import TracebackType
 from typing import Any
 
-from uno.data.files import Storage, parse_json, upload_pause_s
+from uno.data.files import Storage, parse_json
 from uno.errors import StorageError
 from uno.runs import METRICS_FILE
-
-MAX_LINES = 10_000  # lines that may wait for a storage slower than training
-PAUSE_S = 2.0  # least seconds between two uploads of the file to an object store
 
 
 class Journal:
     """Append lines of metrics to the ``metrics.jsonl`` of a run.
 
-    A thread writes the lines in order, so training does not wait for storage. After a
-    write or another job has failed, no further job is done, and the next call raises
+    A thread writes the lines in order, so training does not wait for storage. To an
+    object store, which cannot append, the whole file is uploaded at each flush. After a
+    write or another job has failed, no further job is done, and every later call raises
     its error.
 
     Args:
@@ -33,12 +30,10 @@ class Journal:
 
     def __init__(self, storage: Storage | None, phase: str, step: int) -> None:
         self._storage, self._phase = storage, phase
-        self._lines: deque[str] = deque()
         self._writer = ThreadPoolExecutor(1, "uno-journal")
-        # jobs run in order, so all are done once the last one is
-        self._last_job: Future[None] | None = None
-        self._flush_requested = threading.Event()  # do not pause between uploads
         self._job_error: Exception | None = None
+        self._text = b""  # the whole file, which an object store cannot append to
+        self._num_stored = 0  # bytes of the text that are in the object store
         self.rewind(step)
 
     def __enter__(self) -> "Journal":
@@ -58,44 +53,37 @@ class Journal:
 
     def rewind(self, step: int) -> None:
         """Drop the lines of this phase after ``step``, for a resume or a roll-back."""
-        self.close()
-        self._writer, self._last_job = ThreadPoolExecutor(1, "uno-journal"), None
-        self._text = b""  # the whole file, which an object store cannot append to
+        self.flush()
         if self._storage is None:
             return
-        if (data := self._storage.find(METRICS_FILE)) is not None:
-            kept = [
-                e
-                for e in _parse_entries(data.splitlines())
-                if not self._is_after(e, step)
-            ]
-            self._text = "".join(json.dumps(e) + "\n" for e in kept).encode()
-            if self._text != data:
-                self._storage.write(METRICS_FILE, self._text)
+        data = self._storage.find(METRICS_FILE) or b""
+        kept = [
+            entry
+            for entry in _parse_entries(data.splitlines())
+            if entry.get("phase") != self._phase or entry.get("step", 0) <= step
+        ]
+        self._text = "".join(json.dumps(entry) + "\n" for entry in kept).encode()
+        if self._text != data:
+            self._storage.write(METRICS_FILE, self._text)
+        self._num_stored = len(self._text)
 
     def write(self, metrics: dict[str, Any]) -> None:
-        """Append one line. The thread writes it to storage later.
-
-        This waits for storage if :data:`MAX_LINES` lines are not written yet.
-        """
+        """Append one line. The thread writes it to storage later."""
         line = json.dumps(metrics, allow_nan=False) + "\n"
-        if self._storage is None:
-            return
-        if len(self._lines) >= MAX_LINES:
-            self.flush()
-        self._lines.append(line)
-        self.enqueue(self._write_lines)
+        if self._storage is not None:
+            self.enqueue(partial(self._append, self._storage, line.encode()))
 
     def enqueue(self, job: Callable[[], None]) -> None:
         """Call a function in the writing thread, after all lines so far.
 
         Without a storage, the function is called at once in this thread.
         """
-        self._raise_job_error()
+        if self._job_error is not None:
+            raise self._job_error
         if self._storage is None:
             job()
         else:
-            self._last_job = self._writer.submit(self._run_job, job)
+            self._writer.submit(self._run_job, job)
 
     def flush(self) -> None:
         """Wait until all lines are in storage and all jobs are done.
@@ -103,11 +91,11 @@ class Journal:
         Raises:
             Exception: The error of a job that has failed.
         """
-        self._flush_requested.set()
-        if self._last_job is not None:
-            self._last_job.result()
-        self._flush_requested.clear()
-        self._raise_job_error()
+        if self._storage is not None:
+            upload = partial(self._upload, self._storage)
+            self._writer.submit(self._run_job, upload).result()
+        if self._job_error is not None:
+            raise self._job_error
 
     def close(self) -> None:
         """Wait until all jobs are done, and end the thread.
@@ -115,17 +103,10 @@ class Journal:
         Raises:
             Exception: The error of a job that has failed.
         """
-        self._flush_requested.set()
-        self._writer.shutdown()
-        self._flush_requested.clear()
-        error, self._job_error = self._job_error, None
-        if error is not None:
-            raise error
-
-    def _raise_job_error(self) -> None:
-        """Raise the error of a job that has failed, if any."""
-        if self._job_error is not None:
-            raise self._job_error
+        try:
+            self.flush()
+        finally:
+            self._writer.shutdown()
 
     def _run_job(self, job: Callable[[], None]) -> None:
         """Call a job in the writing thread, unless an earlier job has failed."""
@@ -135,57 +116,18 @@ class Journal:
         except Exception as error:  # raised by the next call in the training thread
             self._job_error = error
 
-    def _is_after(self, entry: dict[str, Any], step: int) -> bool:
-        """Return whether an entry belongs to this phase and is later than ``step``."""
-        return bool(entry.get("phase") == self._phase and entry.get("step", 0) > step)
-
-    def _write_lines(self) -> None:
-        """Write all lines that wait. Jobs of the later lines then do nothing."""
-        lines = [self._lines.popleft() for _ in range(len(self._lines))]
-        if not lines or self._storage is None:
-            return
-        new = "".join(lines).encode()
-        if self._storage.is_local:
-            self._storage.append(METRICS_FILE, new)
+    def _append(self, storage: Storage, line: bytes) -> None:
+        """Write a line to a local file, or keep it for the next upload."""
+        if storage.is_local:
+            storage.append(METRICS_FILE, line)
         else:
-            self._text += new
-            self._storage.write(METRICS_FILE, self._text)
-            self._flush_requested.wait(upload_pause_s(len(self._text), PAUSE_S))
+            self._text += line
 
-
-class JournalTail:
-    """Follow the ``metrics.jsonl`` of a run that another process writes.
-
-    Args:
-        storage: The run directory. Entries that exist already are not returned.
-    """
-
-    def __init__(self, storage: Storage) -> None:
-        self._storage, self._size = storage, 0
-        self._lines: list[bytes] = []
-        self.new_entries()
-
-    def new_entries(self) -> list[dict[str, Any]]:
-        """Return the entries since the last call.
-
-        If lines were dropped meanwhile (:meth:`Journal.rewind`), the entries that
-        replaced them are returned, too. A call without new entries costs one request to
-        the storage.
-        """
-        size = self._storage.size(METRICS_FILE)
-        if size == self._size:
-            return []
-        lines = (
-            self._storage.read(METRICS_FILE).splitlines(keepends=True) if size else []
-        )
-        seen, self._lines = (
-            self._lines,
-            [line for line in lines if line.endswith(b"\n")],
-        )
-        self._size = sum(map(len, self._lines))
-        return _parse_entries(
-            [line for i, line in enumerate(self._lines) if seen[i : i + 1] != [line]]
-        )
+    def _upload(self, storage: Storage) -> None:
+        """Write the whole file to an object store, if it lacks lines."""
+        if self._num_stored < len(self._text):
+            storage.write(METRICS_FILE, self._text)
+            self._num_stored = len(self._text)
 
 
 def read_journal(storage: Storage, name: str = METRICS_FILE) -> list[dict[str, Any]]:

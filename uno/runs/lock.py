@@ -85,10 +85,8 @@ class RunLock:
         if not free:
             self._write_lock()
         elif not self._unchecked_storage.write_first(LOCK_FILE, self._next_content()):
-            raise _in_use_error(
-                self._unchecked_storage,
-                _describe_holder(_read_lock(self._unchecked_storage) or {}),
-            )
+            holder = _read_lock(self._unchecked_storage) or {}
+            raise _in_use_error(self._unchecked_storage, holder)
         threading.Thread(target=self._renew, name="uno-lock", daemon=True).start()
 
     def replace_token(self) -> str:
@@ -148,6 +146,9 @@ class RunLock:
 def lock_run(storage: Storage, on_wait: Callable[[str], None]) -> Iterator[RunLock]:
     """Hold the lock of a run directory inside the block.
 
+    If there is a lock file, it is watched until it changes, for up to :data:`WATCH_S`
+    seconds. A file that does not change is that of a killed command.
+
     Args:
         storage: The run directory.
         on_wait: Takes a line for the user if the directory has a lock file, because it
@@ -159,46 +160,27 @@ def lock_run(storage: Storage, on_wait: Callable[[str], None]) -> Iterator[RunLo
     Raises:
         ConfigError: Another command holds the lock.
     """
-    owner = lock_owner(storage, on_wait)
-    if owner is not None and owner[1]:
-        raise _in_use_error(storage, owner[0])
-    lock = RunLock(storage.uri, free=owner is None)
-    try:
-        yield lock
-    finally:
-        lock.release()
-
-
-def lock_owner(
-    storage: Storage, on_wait: Callable[[str], None] | None = None
-) -> tuple[str, bool] | None:
-    """Find out who holds the lock of a run directory.
-
-    If there is a lock file, it is watched until it changes, for up to :data:`WATCH_S`
-    seconds.
-
-    Args:
-        storage: The run directory.
-        on_wait: Takes a line for the user before the file is watched.
-
-    Returns:
-        The holder as text, and whether it is alive. None if nobody holds the lock.
-    """
     before = now = _read_lock(storage)
-    if before is not None and on_wait is not None:
+    if before is not None:
         why = f"waiting {WATCH_S:g} s to see whether that process is alive"
         on_wait(f"{storage.uri} is locked by {_describe_holder(before)}; {why}")
     end = time.monotonic() + WATCH_S
     while now is not None and now == before and time.monotonic() < end:
         time.sleep(RENEW_S / 4)
         now = _read_lock(storage)
-    return None if now is None else (_describe_holder(now), now != before)
+    if now is not None and now != before:
+        raise _in_use_error(storage, now)
+    lock = RunLock(storage.uri, free=now is None)
+    try:
+        yield lock
+    finally:
+        lock.release()
 
 
-def _in_use_error(storage: Storage, holder: str) -> ConfigError:
-    """Return the error for a directory that another command uses."""
+def _in_use_error(storage: Storage, lock: dict[str, Any]) -> ConfigError:
+    """Return the error for a directory that another command holds by ``lock``."""
     advice = "wait for it, stop it, or choose another --output"
-    return ConfigError(f"{storage.uri} is in use by {holder}; {advice}")
+    return ConfigError(f"{storage.uri} is in use by {_describe_holder(lock)}; {advice}")
 
 
 def _read_lock(storage: Storage) -> dict[str, Any] | None:

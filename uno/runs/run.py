@@ -4,12 +4,13 @@ All functions do the same on every worker.
 """
 
 from contextlib import closing
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from uno import collectives
-from uno.captured import captured
+from uno import distributed
+from uno.captured import CapturedStep, check_cuda_graph
 from uno.config import (
     Config,
     PhaseConfig,
@@ -24,15 +25,22 @@ from uno.data.plan import PRETEXT as PRETEXT_STREAM
 from uno.data.plan import Plan, make_plan, make_pretrain_plan
 from uno.data.stream import TrainData
 from uno.errors import ConfigError, StorageError
-from uno.methods import load_pretext, registry
-from uno.model import UnoModel, build_model
+from uno.methods import load, load_pretext
+from uno.model import UnoModel, build_network
 from uno.prototype_init import init_prototypes_
 from uno.runs import DISCOVER, PRETEXT, PRETRAIN
 from uno.runs.checkpoint import checkpoint_steps, load_checkpoint, load_newest
 from uno.runs.hardware import prepare_compiler
-from uno.state import TrainState, new_state, with_prefix
-from uno.steps import Batch, Step, pretrain_step
-from uno.train import Phase, Worker, fit
+from uno.steps import (
+    Batch,
+    Step,
+    TrainState,
+    new_state,
+    pretrain_loss,
+    take_step,
+    with_prefix,
+)
+from uno.training import Phase, Worker, fit
 from uno.weights import PRETRAINED, is_file, load_encoder_, read_weights
 
 
@@ -40,23 +48,19 @@ def phases(config: Config, last: str = DISCOVER) -> tuple[str, ...]:
     """Return the names of the phases of a run, in order.
 
     With ``model.weights`` there is neither a pretext task nor pretraining. Otherwise
-    the pretext task runs if it has epochs, and pretraining runs if the method asks for
-    it or is the last phase. A method with a teacher and ``model.finetune`` "none" is
-    pretrained in any case.
+    the pretext task runs if it has epochs, and then pretraining. A method with a
+    teacher and ``model.finetune`` "none" is pretrained in any case.
 
     Args:
         config: The configuration of the run.
         last: The last phase, "pretrain" or "discover".
     """
-    method, scratch = registry.load(config), config.model.weights is None
-    if method.teacher(config) and config.model.finetune == "none":
-        # pretraining trains the teacher, a known head on the frozen encoder's features
-        pretrain = True
-    else:
-        pretrain = scratch and (method.pretrain or last == PRETRAIN)
+    method, scratch = load(config.method), config.model.weights is None
+    # pretraining then trains the teacher, a known head on the frozen encoder's features
+    trains_teacher = method.needs_teacher(config) and config.model.finetune == "none"
     wanted = {
         PRETEXT: scratch and config.pretext.epochs > 0,
-        PRETRAIN: pretrain,
+        PRETRAIN: scratch or trains_teacher,
         DISCOVER: last == DISCOVER,
     }
     return tuple(name for name, is_wanted in wanted.items() if is_wanted)
@@ -151,9 +155,7 @@ def run_phase(
     if plan is not None:
         steps_per_epoch = plan.steps_per_epoch
         batch_rows = plan.labeled_size + plan.unlabeled_size
-    step = _step_function(config, name)
-    if name != PRETEXT:
-        step = captured(config, step, worker.device, worker.world_size)
+    step = _make_step(config, name, worker)
     phase = Phase(
         name,
         settings,
@@ -170,8 +172,7 @@ def run_phase(
     )
     extra: dict[str, Tensor] = {}
     if name == DISCOVER and not checkpoint_steps(storage, name):
-        start = registry.load(config).start
-        extra = start(config, model, train) if start is not None else {}
+        extra = load(config.method).initialize(config, model, train)
         extra = init_prototypes_(config, model, train, extra, has_known)
     if config.compute.compile:
         prepare_compiler()
@@ -182,10 +183,10 @@ def run_phase(
         model, forward, settings, worker.device, autocast, encoder_lr_factor
     )
     state.extra = {
-        key: collectives.broadcast_from_rank0(t.to(worker.device))
+        key: distributed.broadcast_from_rank0(t.to(worker.device))
         for key, t in extra.items()
     }
-    if name == DISCOVER and registry.load(config).teacher(config):
+    if name == DISCOVER and load(config.method).needs_teacher(config):
         state.teacher = _load_teacher(config, train, storage).to(worker.device)
     views = (
         config if name == DISCOVER else override(config, {"augment.small.num_views": 0})
@@ -220,12 +221,22 @@ def pretrain(
     return run_phase(config, PRETRAIN, train, worker, storage)
 
 
-def _step_function(config: Config, phase: str) -> Step:
-    """Return the function that takes one training step of a phase."""
+def _make_step(config: Config, phase: str, worker: Worker) -> Step:
+    """Return the function that takes one training step of a phase.
+
+    Raises:
+        ConfigError: ``compute.cuda_graph`` is set, and the step cannot be recorded.
+    """
     if phase == PRETEXT:
-        return load_pretext(config.pretext.task).step
-    method = registry.load(config)
-    return pretrain_step if phase == PRETRAIN else method.variant(config) or method.step
+        return partial(take_step, load_pretext(config.pretext.task).loss)
+    method = load(config.method)
+    loss = pretrain_loss if phase == PRETRAIN else method.loss
+    step = partial(take_step, loss)
+    if config.compute.cuda_graph:
+        can_be_recorded = phase == PRETRAIN or method.can_be_recorded(config)
+        check_cuda_graph(config, can_be_recorded, worker.device, worker.world_size)
+        return CapturedStep(step)
+    return step
 
 
 def _build_initial_network(
@@ -237,27 +248,18 @@ def _build_initial_network(
         The network at step 0, and whether its known prototypes were trained before.
     """
     if phase == PRETEXT:
-        return (
-            build_model(
-                config.model,
-                load_pretext(config.pretext.task).num_outputs,
-                0,
-                config.seed,
-            ),
-            False,
-        )
+        num_outputs = load_pretext(config.pretext.task).num_outputs
+        return build_network(config, num_outputs, 0, config.seed), False
     if phase == PRETRAIN:
-        model = build_model(config.model, train.num_known, 0, config.seed)
+        model = build_network(config, train.num_known, 0, config.seed)
         if config.model.finetune == "none":
             load_weights_(model, config, storage)
         elif config.pretext.epochs:
             _load_phase_(model, storage, PRETEXT)
         return model, False
-    model = registry.build_network(
-        config, train.num_known, train.num_novel, config.seed + 1
-    )
+    model = build_network(config, train.num_known, train.num_novel, config.seed + 1)
     has_known = load_weights_(model, config, storage)
-    if has_known and registry.load(config).teacher(config):
+    if has_known and load(config.method).needs_teacher(config):
         # the teacher's prototypes are normalized, and the student starts from them
         model.normalize_prototypes_()
     return model, has_known
@@ -269,7 +271,7 @@ def _load_teacher(config: Config, train: TrainData, storage: Storage) -> UnoMode
     Raises:
         ConfigError: There was no pretraining on the same known classes.
     """
-    model = build_model(config.model, train.num_known, 0, config.seed)
+    model = build_network(config, train.num_known, 0, config.seed)
     if PRETRAIN in phases(config):
         has_known = _load_phase_(model, storage, PRETRAIN)
     else:
@@ -293,7 +295,7 @@ def frozen_encoder(config: Config, storage: Storage) -> nn.Module:
         ConfigError: The weights do not fit.
         StorageError: The weights cannot be read.
     """
-    model = build_model(config.model, 1, 0, config.seed)
+    model = build_network(config, 1, 0, config.seed)
     load_weights_(model, config, storage)
     return model.encoder.eval().to(memory_format=torch.channels_last)
 
@@ -395,7 +397,7 @@ def load_trained(
         raise StorageError(
             f"no discovery checkpoint in {storage.uri}: run uno discover first"
         )
-    model = registry.build_network(config, num_known, num_novel, 0)
+    model = build_network(config, num_known, num_novel, 0)
     model.load_state_dict(with_prefix(checkpoint.tensors, "model/"))
     model.normalize_prototypes_()
     return model.eval(), int(checkpoint.tensors["head_losses"].argmin())

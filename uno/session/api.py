@@ -21,7 +21,7 @@ import PIL.ImageOps
 import torch
 from torch import Tensor
 
-from uno.config import VECTORS, Config, flatten, override
+from uno.config import VECTORS, flatten
 from uno.data.decode import BadImage, decoded, ok_mask, to_rgb
 from uno.data.files import Storage, full_path, split
 from uno.data.images import Image, Images
@@ -32,8 +32,8 @@ from uno.results.classes import OutputClass, called
 from uno.results.infer import NUMBERS, Classifier, load_classifier, score_rows
 from uno.results.trust import verdict
 from uno.runs import CONFIG_FILE, REPORT_FILE, directory
+from uno.session.configure import configure, from_keywords
 from uno.session.console import suppress_output
-from uno.session.settings import completed, from_keywords
 from uno.text import plural
 from uno.threads import torch_threads
 
@@ -229,7 +229,7 @@ class Model:
         table is damaged.
         """
         try:
-            return show.members(self._storage, self._classifier.config)
+            return show.read_members(self._storage, self._classifier.config)
         except StorageError:  # the model works without the table
             return {}
 
@@ -460,7 +460,7 @@ def stored_embeddings(
     given = from_keywords(settings)
     if own := {"data.source", "data.labeled"} & given.keys():
         raise ConfigError(f"give either embeddings or {own.pop()}, not both")
-    config = override(Config(), completed({**given, "data.source": f"{VECTORS}:"}))
+    config = configure({**given, "data.source": f"{VECTORS}:"})
     vectors, output = given_vectors(embeddings, labels, ids), str(config.output)
     beside = f"{full_path(output)}-{VECTORS}"
     place, earlier = f"{beside}-{vectors.digest[:12]}.parquet", vectors_of(output)
@@ -523,10 +523,7 @@ def _discover_source(
     from uno.session import pipeline  # loading a model does not need it
 
     given = from_keywords(settings)
-    config, now = (
-        override(Config(), completed(given, choose=True)),
-        torch.get_num_threads(),
-    )
+    config, now = configure(given, choose_method=True), torch.get_num_threads()
     try:
         with (
             torch_threads(now),

@@ -2,7 +2,7 @@
 
 import pkgutil
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -31,7 +31,7 @@ from uno.session.data import (
     open_sets,
 )
 from uno.session.run import Backend, Run
-from uno.train import LocalWorker, Worker
+from uno.training import LocalWorker, Worker
 from uno.weights import PRETRAINED, PRETRAINED_FILE, fetch_pretrained
 
 STOPPING = "stopping: saving a checkpoint first"
@@ -122,6 +122,12 @@ class LocalBackend:
         with at_speed(model, run.config, threads):
             return predict_rows(model, writer, run.config.compute.threads, show)
 
+    def encoding(
+        self, config: Config, should_stop: Callable[[], bool]
+    ) -> AbstractContextManager[Compute]:
+        """Return the function that encodes rows with threads of this process."""
+        return nullcontext(compute_local)
+
     def estimate(self, run: Run, settings: Settings) -> Estimate:
         """Estimate the number of novel classes, training one encoder after another."""
         return estimate_num_novel(
@@ -180,7 +186,9 @@ def evaluate_rows(
         return {}
     num_true = len(run.task.known) + len(run.task.novel)
     truth = sets.truth()
-    return evaluate_run(run.config, run.storage, train, truth, num_true, worker)
+    return evaluate_run(
+        run.config, run.storage, train, truth, num_true, worker, run.trained
+    )
 
 
 def estimated_set(run: Run, compute: Compute = compute_local) -> TrainSet:

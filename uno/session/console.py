@@ -17,7 +17,6 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from uno.errors import Interrupted, printable
-from uno.text import plural
 
 METRIC_TEXTS = {
     "epoch": "epoch {epoch}/{epochs}",
@@ -40,7 +39,7 @@ MORE_METRIC_TEXTS = {
 """Format of more metrics by name, for lines. A progress bar has no room for them."""
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-READING_S = 10.0  # seconds between two lines while the data is read
+READING_S = 10.0  # seconds after which reading the data is announced
 SILENT = ContextVar("SILENT", default=False)
 """Whether only warnings are printed, and no progress is shown."""
 
@@ -142,35 +141,20 @@ def interrupt_on_signal(line: str) -> Iterator[None]:
 
 
 @contextmanager
-def reading() -> Iterator[Callable[[int], None]]:
-    """Print every ten seconds that the data is still being read.
-
-    Yields:
-        A function for the end of reading. It takes the number of rows, and prints the
-        time and the speed if reading took more than ten seconds.
-    """
-    start, done = time.monotonic(), threading.Event()
-
-    def tell() -> None:
-        """Print the elapsed time every ten seconds until reading is done."""
-        while not done.wait(READING_S):
-            print_line(f"reading the data: {time.monotonic() - start:.0f} s")
-
-    def total(num: int) -> None:
-        """Print how long it took to read ``num`` images, if it took long."""
-        if (spent := time.monotonic() - start) > READING_S:
-            print_line(
-                f"read {plural(num, 'image')} in {spent:.0f} s ({num / spent:,.0f}"
-                " images/s)"
-            )
-
-    threading.Thread(
-        target=copy_context().run, args=(tell,), name="uno-reading", daemon=True
-    ).start()
+def announce_reading() -> Iterator[None]:
+    """Print that the data is being read, if the block takes more than ten seconds."""
+    start = time.monotonic()
+    announce = threading.Timer(
+        READING_S, copy_context().run, [print_line, "reading the data"]
+    )
+    announce.daemon = True
+    announce.start()
     try:
-        yield total
+        yield
     finally:
-        done.set()
+        announce.cancel()
+    if (spent := time.monotonic() - start) > READING_S:
+        print_line(f"the data was read in {spent:.0f} s")
 
 
 def format_metrics(metrics: Mapping[str, Any], in_a_bar: bool = False) -> str:
@@ -196,15 +180,13 @@ class Progress(AbstractContextManager["Progress"]):
     """Show the progress of training and of other work on the console.
 
     On a terminal and in a notebook, this is a live bar on stderr for each phase.
-    Elsewhere it is plain lines: one at every ``interval``-th step, but none within
-    ``seconds`` of the previous line, and one at the end of a phase. Metrics with
-    ``every_s`` give the number of seconds between two lines instead.
+    Elsewhere it is plain lines: one at every ``interval``-th step, or every ``every_s``
+    seconds if the metrics have this key, and one at the end of a phase.
 
     Args:
         stream: Where to show it, by default stderr.
         clock: Returns the time in seconds.
         interval: Steps between two plain lines.
-        seconds: The least number of seconds between two plain lines.
     """
 
     def __init__(
@@ -212,10 +194,9 @@ class Progress(AbstractContextManager["Progress"]):
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
         interval: int = 1,
-        seconds: float = 0.0,
     ) -> None:
         self._stream, self._clock = stream or sys.stderr, clock
-        self._interval, self._seconds = interval, seconds
+        self._interval = interval
         self._phase: str | None = None
         self._bar: tqdm[Any] | None = None
         self._silent = SILENT.get()
@@ -256,8 +237,9 @@ class Progress(AbstractContextManager["Progress"]):
             self._bar.n = step
             self._bar.set_description_str("  ".join(parts))
         elif step == total or (
-            (step % self._interval == 0 or "every_s" in metrics)
-            and now - self._shown >= metrics.get("every_s", self._seconds)
+            now - self._shown >= metrics["every_s"]
+            if "every_s" in metrics
+            else step % self._interval == 0
         ):
             self._shown = now
             print_line("  ".join(parts), self._stream)
@@ -271,6 +253,35 @@ class Progress(AbstractContextManager["Progress"]):
     def __exit__(self, *_: object) -> None:
         """Close the bar."""
         self.close()
+
+
+def count_items(
+    show: Callable[[dict[str, Any]], None], phase: str, every_s: float
+) -> Callable[[int, int], None]:
+    """Return a function that shows how many items are done, and the speed.
+
+    The function takes the number of finished items and of all items. The first call
+    tells it how many were finished before this command.
+
+    Args:
+        show: Shows a line of metrics, see :meth:`Progress.__call__`.
+        phase: The name of the work, such as "predict".
+        every_s: The least number of seconds between two plain lines.
+    """
+    first: list[tuple[int, float]] = []
+
+    def show_count(done: int, total: int) -> None:
+        """Show the numbers of items, and the speed since the first call."""
+        now = time.monotonic()
+        first[:] = first or [(done, now)]
+        num_before, start = first[0]
+        speed = None
+        if done > num_before:
+            speed = (done - num_before) / max(now - start, 1e-9)
+        metrics = {"phase": phase, "step": done, "total_steps": total}
+        show(metrics | {"images_per_s": speed, "every_s": every_s})
+
+    return show_count
 
 
 def output_closed() -> bool:

@@ -1,6 +1,5 @@
 """Open the data of a configuration: its rows, images or features, and sets."""
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ from uno.errors import ConfigError, Interrupted
 from uno.runs.hardware import at_speed, local_device, num_threads
 from uno.runs.run import frozen_encoder
 from uno.runtime import Runtime, plan_of, require_runtime
-from uno.session.console import print_line, reading
+from uno.session.console import announce_reading, count_items, print_line
 from uno.session.resources import on_features
 from uno.text import plural
 
@@ -42,14 +41,11 @@ Compute = Callable[[FeatureJob, nn.Module, np.ndarray], Iterable[Chunk]]
 def read_task(data: DataConfig) -> Task:
     """Read the rows of a source, and find their known and novel classes and splits.
 
-    A line is printed every ten seconds while this takes long.
-
     Raises:
         ConfigError: The source cannot be read, or does not fit the settings.
     """
-    with reading() as total:
+    with announce_reading():
         task = make_task(read_rows(data), data)
-        total(len(task.rows))
     return task
 
 
@@ -257,12 +253,12 @@ def load_features(
         raise ConfigError(
             "model.finetune none needs --weights, the weights of the frozen encoder"
         )
-    given = task.rows.images.vectors(np.arange(len(task.rows)))
-    if given is not None:  # the source holds the features themselves
+    vectors = task.rows.images.vectors(np.arange(len(task.rows)))
+    if vectors is not None:  # the source holds the features themselves
         _warn_if_indistinct(
-            given[0], given[1], "nothing separates the rows; check the vectors"
+            vectors[0], vectors[1], "nothing separates the rows; check the vectors"
         )
-        return with_views(given[0], config.augment, ok_mask(given[1])), given[1]
+        return with_views(vectors[0], config.augment, ok_mask(vectors[1])), vectors[1]
     require_runtime(config)
     encoder = frozen_encoder(config, storage)
     job = feature_job(config, task, encoder)
@@ -274,34 +270,20 @@ def load_features(
         have = f" ({cached:,} cached)" if cached else ""
         fast = _faster_encoder(job, encoder, rows)
         how = f" by {fast.plan.runtime}" if isinstance(fast, Runtime) else ""
-        what = f"{plural(len(rows), 'image')} through {config.model.encoder}{how}{have}"
-        print_line(f"features: {what}; cache: {cache.path}")
+        images = (
+            f"{plural(len(rows), 'image')} through {config.model.encoder}{how}{have}"
+        )
+        print_line(f"features: {images}; cache: {cache.path}")
         for chunk in compute(job, fast, rows):
             yield chunk
             if should_stop():
                 raise Interrupted("stopped; finished features are kept")
 
-    start: list[tuple[int, float]] = []
-
-    def progress(done: int, total: int) -> None:
-        """Show how many rows of all are done, and the speed of this command."""
-        start[:] = start or [(done, time.monotonic())]
-        seconds = max(time.monotonic() - start[0][1], 1e-9)
-        speed = (done - start[0][0]) / seconds if done > start[0][0] else None
-        show(
-            {
-                "phase": "features",
-                "step": done,
-                "total_steps": total,
-                "images_per_s": speed,
-                "every_s": INTERVAL_S,
-            }
-        )
-
-    found, reasons = features.cached_features(cache, computed, progress, zeros)
+    progress = count_items(show, "features", INTERVAL_S)
+    encoded, reasons = features.cached_features(cache, computed, progress, zeros)
     advice = f"{config.model.encoder} does not separate them; check its weights"
-    _warn_if_indistinct(found, reasons, advice)
-    return found, reasons
+    _warn_if_indistinct(encoded, reasons, advice)
+    return encoded, reasons
 
 
 def _warn_if_indistinct(
@@ -315,6 +297,6 @@ def _warn_if_indistinct(
         advice: What the user should check.
     """
     rows = np.flatnonzero(ok_mask(reasons))
-    some = found[torch.from_numpy(rows[evenly_spaced(SAMPLE_ROWS, len(rows))]), 0]
-    if len(some) > 1 and (what := features.oddity(some)):
-        print_line(f"warning: {features.ODD[what]}: {advice}")
+    sample = found[torch.from_numpy(rows[evenly_spaced(SAMPLE_ROWS, len(rows))]), 0]
+    if len(sample) > 1 and (problem := features.oddity(sample)):
+        print_line(f"warning: {features.ODD[problem]}: {advice}")

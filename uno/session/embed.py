@@ -4,10 +4,13 @@
 """
 
 import tempfile
-from collections.abc import Callable, Container, Sequence
+import threading
+from collections.abc import Container
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from torch import Tensor
 
 from uno.config import Config, override
 from uno.data.files import Storage, split
@@ -17,9 +20,11 @@ from uno.data.sources import read_rows
 from uno.data.splits import Task, limit_rows
 from uno.data.vectors import is_vectors, require_kind, write_vectors
 from uno.errors import ConfigError
-from uno.session.console import Progress, print_line, reading
-from uno.session.data import Compute, compute_local, leave_out_unreadable, load_features
-from uno.session.resolve import images_of_weights, starting_weights, with_full_path
+from uno.session.backend import choose_backend
+from uno.session.console import Progress, announce_reading, on_stop, print_line
+from uno.session.data import leave_out_unreadable, load_features, read_task
+from uno.session.derive import settings_of_weights
+from uno.session.prepare import starting_weights, with_full_path
 from uno.text import plural
 from uno.weights import PRETRAINED_FILE
 
@@ -28,8 +33,6 @@ def embed(
     config: Config,
     given: Container[str],
     num_views: int = 0,
-    compute: Compute = compute_local,
-    should_stop: Callable[[], bool] = lambda: False,
 ) -> None:
     """Write the features of all rows to a Parquet file: ``uno embed``.
 
@@ -41,13 +44,11 @@ def embed(
         given: The dotted keys that the user has set.
         num_views: The number of random views that are written for each row, besides the
             evaluation view.
-        compute: Encodes the rows that are not in the cache.
-        should_stop: Returns whether the user has asked to stop.
 
     Raises:
         ConfigError: There are no weights or no such data, or the file exists and was
             not written by ``uno embed``.
-        Interrupted: ``should_stop`` returned True.
+        Interrupted: The user stopped it.
     """
     place = config.output
     if place is None or not place.endswith(".parquet"):
@@ -69,32 +70,26 @@ def embed(
         )
     )
     least = num_views and max(config.augment.large.num_views, num_views)
-    config = override(
-        config, {**images_of_weights(config, given), "augment.num_cached_views": least}
-    )
-    with reading() as total:
+    of_weights = settings_of_weights(config)
+    values = {key: of_weights[key] for key in of_weights if key not in given}
+    config = override(config, {**values, "augment.num_cached_views": least})
+    with announce_reading():
         rows = read_rows(config.data)
         rows = (
             rows
             if config.data.limit is None
             else rows.take(limit_rows(rows, config.data.limit))
         )
-        total(len(rows))
     for warning in rows.warnings:
         print_line(f"warning: {warning}")
     require_kind(config.model, rows.images)
     none = np.full(len(rows), -1)
     task = Task(rows, [], [], 0, none, none, np.full(len(rows), num_views > 0))
-    with (
-        tempfile.TemporaryDirectory(prefix="uno-embed-") as scratch,
-        Progress() as show,
-    ):
+    with tempfile.TemporaryDirectory(prefix="uno-embed-") as scratch:
         start = Storage(scratch)
         if (weights := starting_weights(config, True)) is not None:
             start.write(PRETRAINED_FILE, weights)
-        features, reasons = load_features(
-            config, task, start, show, should_stop, compute
-        )
+        features, reasons = _compute_features(config, task, start)
     features = features[:] if isinstance(features, NeighborViews) else features
     leave_out_unreadable(reasons, config, task)
     ok = np.array([reason is None for reason in reasons])
@@ -104,6 +99,41 @@ def embed(
     print_line(
         f"{num}, {1 + num_views} vectors of {features.shape[2]} numbers each: {place}"
     )
+
+
+def fill_cache(config: Config) -> None:
+    """Compute the features of a run that the cache lacks.
+
+    Args:
+        config: The configuration of the run.
+
+    Raises:
+        Interrupted: The user stopped it. Finished features are kept.
+    """
+    if config.data.num_novel == "auto":  # the number of classes changes no feature
+        config = override(config, {"data.num_novel": 1})
+    storage = Storage(config.output or ".")
+    _compute_features(config, read_task(config.data), storage)
+
+
+def _compute_features(
+    config: Config, task: Task, storage: Storage
+) -> tuple[Tensor | NeighborViews, list[str | None]]:
+    """Return the features of all rows, and show the progress.
+
+    Args:
+        config: The configuration. ``compute.num_workers`` decides where rows are
+            encoded.
+        task: The rows.
+        storage: The directory that may hold the encoder's weights.
+
+    Returns:
+        As :func:`uno.session.data.load_features`.
+    """
+    stopping, backend = threading.Event(), choose_backend(config)
+    encoding = backend.encoding(config, stopping.is_set)
+    with on_stop(stopping.set), Progress() as show, encoding as compute:
+        return load_features(config, task, storage, show, stopping.is_set, compute)
 
 
 def _describe_rows(rows: Rows, folder: str) -> dict[str, pa.Array]:
@@ -118,11 +148,7 @@ def _describe_rows(rows: Rows, folder: str) -> dict[str, pa.Array]:
         String arrays of length N by name: "id", "label", "split", "eval_label", "text"
         and "path", without columns that are empty.
     """
-    text: dict[str, Sequence[str | None]] = {
-        "id": rows.ids,
-        "label": rows.labels,
-        "split": rows.split,
-    }
+    text: dict[str, Any] = {"id": rows.ids, "label": rows.labels, "split": rows.split}
     text |= {} if rows.eval_labels is None else {"eval_label": rows.eval_labels}
     number = np.arange(len(rows))
     text |= {"text": rows.images.captions(number)}
@@ -135,6 +161,11 @@ def _describe_rows(rows: Rows, folder: str) -> dict[str, pa.Array]:
         ]
     }
     columns = {
-        name: pa.array(list(column), pa.string()) for name, column in text.items()
+        name: (
+            column.cast(pa.string())
+            if isinstance(column, pa.Array)
+            else pa.array(column, pa.string())
+        )
+        for name, column in text.items()
     }
     return {name: c for name, c in columns.items() if c.null_count < len(c)}

@@ -1,7 +1,7 @@
 """Estimate the number of novel classes: ``uno estimate-classes``."""
 
 import time
-from collections.abc import Container
+from collections.abc import Collection
 
 import numpy as np
 
@@ -14,14 +14,14 @@ from uno.runs import ESTIMATE_FILE
 from uno.session.backend import choose_backend
 from uno.session.console import interrupt_on_signal, print_line
 from uno.session.data import read_task
-from uno.session.resolve import from_data, with_data
+from uno.session.derive import derive_settings
 from uno.session.run import Backend, Run
 from uno.text import plural
 
 
 def estimate_classes(
     config: Config,
-    given: Container[str] = (),
+    given: Collection[str] = (),
     settings: Settings | None = None,
     dry_run: bool = False,
     backend: Backend | None = None,
@@ -46,17 +46,18 @@ def estimate_classes(
     settings = settings or Settings()
     backend = choose_backend(config) if backend is None else backend
     # The number is what we are after: 1 stands in for it and is never read.
-    task = read_task(with_data(config, num_novel=1).data)
+    task = read_task(override(config, {"data.num_novel": 1}).data)
     vectors = task.rows.images.vectors(np.arange(len(task.rows)))
     readable = train_rows(task, None if vectors is None else ok_mask(vectors[1]))
     num_known = len(readable["labels"].unique())
     # before anything is computed
     require_enough_rows(num_known, len(readable["unlabeled"]))
     setting, reason = decide_setting(config, task.rows.known)
-    values, lines = from_data(config, given, task, setting)
+    config = override(config, {"data.setting": setting})
+    values, lines = derive_settings(config, given, task)
     if config.model.finetune == "none":  # nothing is trained on the features
         values |= {"discover.epochs": 0, "augment.num_cached_views": 0}
-    config = with_data(override(config, values), setting=setting)
+    config = override(config, values)
     left_out = (f"warning: {line}" for line in task.rows.warnings)
     for line in (reason, *lines, *left_out):
         print_line(line)
@@ -67,13 +68,13 @@ def estimate_classes(
     sizes = f"{plural(labeled, 'labeled image')} of {known}, {unlabeled:,} unlabeled"
     print_line(f"data: {task.rows.source}: {sizes}")
     if dry_run:
-        what = f"pretrain {settings.num_splits} encoders, each on some known classes"
-        what = (
+        work = f"pretrain {settings.num_splits} encoders, each on some known classes"
+        work = (
             "cluster the features of the frozen encoder"
             if config.model.finetune == "none"
-            else what
+            else work
         )
-        print_line(f"dry run: would {what}; nothing was done")
+        print_line(f"dry run: would {work}; nothing was done")
         return None
     assert config.output is not None
     run, start = (
@@ -82,13 +83,13 @@ def estimate_classes(
     )
     kept = "stopped; finished encoders are kept"
     with run.locked(), interrupt_on_signal(kept):
-        found = backend.estimate(run, settings)
-    print_line(format_estimate(found))
+        estimate = backend.estimate(run, settings)
+    print_line(format_estimate(estimate))
     print_line(
         f"{time.perf_counter() - start:.0f} s; all curves in"
         f" {run.storage.below(ESTIMATE_FILE)}"
     )
-    return found
+    return estimate
 
 
 def format_estimate(found: Estimate) -> str:

@@ -73,10 +73,10 @@ class Logger(Protocol):
     """
 
     def log(self, phase: str, step: int, values: Mapping[str, float]) -> None:
-        """Record the values of one training step. Steps repeat after a roll-back."""
+        """Record the values of one training step. Steps repeat after a roll-back.
 
-    def results(self, values: Mapping[str, float]) -> None:
-        """Record the metrics of the finished run."""
+        The metrics of the finished run are step 0 of the phase "results".
+        """
 
     def close(self, failed: bool) -> None:
         """End the record of a run that has finished or failed."""
@@ -91,9 +91,8 @@ class TensorBoard:
 
     def __init__(self, record: Record) -> None:
         from tensorboardX import SummaryWriter
-        from tensorboardX.proto.summary_pb2 import Summary
 
-        self._storage, self._new, self._summary = record.storage, SummaryWriter, Summary
+        self._storage, self._new = record.storage, SummaryWriter
         self._next_upload = -math.inf  # time.monotonic()
         self._folder = (
             record.storage.path("")
@@ -120,18 +119,11 @@ class TensorBoard:
                 folder, purge_step=step, filename_suffix=order
             )
         self._last[phase] = step
-        found = [
-            self._summary.Value(tag=name, simple_value=value)
-            for name, value in values.items()
-        ]
-        self._writers[phase].file_writer.add_summary(self._summary(value=found), step)
+        for name, value in values.items():
+            self._writers[phase].add_scalar(name, value, step)
         self._writers[phase].flush()
         if not self._storage.is_local and time.monotonic() > self._next_upload:
             self._upload()
-
-    def results(self, values: Mapping[str, float]) -> None:
-        """Record the metrics of the finished run in ``tensorboard/results``."""
-        self.log("results", 0, values)
 
     def close(self, failed: bool) -> None:
         """Close the files of events, and upload them if the run directory is a URI."""
@@ -195,10 +187,6 @@ class WandB:
             }
         )
 
-    def results(self, values: Mapping[str, float]) -> None:
-        """Record the metrics of the finished run as the summary of the W&B run."""
-        self._run.summary.update(dict(values))
-
     def close(self, failed: bool) -> None:
         """Finish the W&B run, with exit code 1 if it failed."""
         self._run.finish(exit_code=int(failed))
@@ -240,29 +228,22 @@ class MLflow:
 
     def log(self, phase: str, step: int, values: Mapping[str, float]) -> None:
         """Queue the values of one training step under ``PHASE/name``."""
-        self._send({f"{phase}/{name}": value for name, value in values.items()}, step)
-
-    def results(self, values: Mapping[str, float]) -> None:
-        """Queue the metrics of the finished run under their names."""
-        self._send(values, 0)
-
-    def close(self, failed: bool) -> None:
-        """Wait until MLflow has sent all metrics, then end the MLflow run."""
-        for operation in self._sending:
-            operation.wait()
-        self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
-
-    def _send(self, values: Mapping[str, float], step: int) -> None:
-        """Queue the values of one step."""
         now = round(1000 * time.time())
         metrics = [
-            self._metric(name, value, now, step) for name, value in values.items()
+            self._metric(f"{phase}/{name}", value, now, step)
+            for name, value in values.items()
         ]
         for start in range(0, len(metrics), 1000):  # MLflow refuses more at once
             part = metrics[start : start + 1000]
             self._sending.append(
                 self._client.log_batch(self._id, part, synchronous=False)
             )
+
+    def close(self, failed: bool) -> None:
+        """Wait until MLflow has sent all metrics, then end the MLflow run."""
+        for operation in self._sending:
+            operation.wait()
+        self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
 
 
 LOGGERS: dict[str, tuple[str, Callable[[Record], Logger] | None]] = {
@@ -328,10 +309,9 @@ class Loggers(AbstractContextManager["Loggers"]):
 
     def results(self, values: Mapping[str, float]) -> None:
         """Send the metrics of the finished run that are finite."""
-        if found := {
-            key: value for key, value in values.items() if math.isfinite(value)
-        }:
-            self._call_each(lambda logger: logger.results(found))
+        finite = {name: v for name, v in values.items() if math.isfinite(v)}
+        if finite:
+            self._call_each(lambda logger: logger.log("results", 0, finite))
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Close all loggers, as failed if the block has raised an exception."""

@@ -22,7 +22,7 @@ from uno.data.decode import BAD_SAMPLES
 from uno.data.files import Storage
 from uno.encoder import require_encoder
 from uno.errors import ConfigError, StorageError
-from uno.methods import registry
+from uno.methods import load
 from uno.report.report import open_task, write_report
 from uno.results import predictions
 from uno.results.accuracy_table import format_table
@@ -47,8 +47,13 @@ from uno.session.console import Progress, interrupt_on_signal, print_line
 from uno.session.data import Show
 from uno.session.loggers import Loggers
 from uno.session.predict import align_heads, predict_run
-from uno.session.prepare import check_run, open_run, open_stored_run, preflight
-from uno.session.resolve import with_full_path
+from uno.session.prepare import (
+    check_data,
+    check_run,
+    open_run,
+    open_stored_run,
+    with_full_path,
+)
 from uno.session.resources import on_features
 from uno.session.run import Backend, Run
 from uno.session.summary import describe_run
@@ -138,7 +143,7 @@ def evaluate(target: str, given: Mapping[str, Any]) -> None:
     require_encoder(run.config.model.encoder, run.storage.uri)
     directory.begin_run(run.config, run.storage, run.task.rows.fingerprint)
     directory.check_images(run.storage, run.task.rows)
-    preflight(run.config, run.task, read_images=False)
+    check_data(run.config, run.task, read_images=False)
     with run.locked():
         edits = read_edits(run.storage)
         if edits is not None and edits.alignment is None:
@@ -211,7 +216,7 @@ def apply_classes(run: Run, model: Classifier, edited: list[OutputClass]) -> Non
     renamed = not predict and predictions.rename(storage, edited)
     updated = {
         "the model": True,
-        predictions.FILE: predict or renamed,
+        predictions.FOLDER: predict or renamed,
         RESULTS_FILE: measured is not None,
         REPORT_FILE: report,
     }
@@ -319,7 +324,7 @@ def try_phases(
                 print_line(line)
             if not phases:
                 return print_line("dry run: nothing would be trained; nothing was kept")
-            if computes_features and registry.load(once).needs_images:
+            if computes_features and load(once.method).needs_memory:
                 why = f"method {once.method} first computes features of all images"
                 return print_line(f"dry run: no step was taken, because {why}")
             trial.backend.train(trial, lambda line: None)
@@ -345,7 +350,7 @@ def _begin_directory(run: Run) -> None:
 def _train_and_evaluate(run: Run, also: Show = lambda line: None) -> dict[str, float]:
     """Train the unfinished phases of a locked run, evaluate it, and show the progress.
 
-    Damaged checkpoints are removed first. ``run.backend`` becomes the backend that
+    ``run.backend`` becomes the backend that
     predicts and shows the rows.
 
     Args:
@@ -355,8 +360,7 @@ def _train_and_evaluate(run: Run, also: Show = lambda line: None) -> dict[str, f
     Returns:
         The metrics, empty unless ``run.evaluate``.
     """
-    for line in directory.repair(run.storage):
-        print_line(f"warning: {line}")
+    directory.delete_leftovers(run.storage)
     reached = [
         (phase, steps[-1])
         for phase in run.phases
@@ -384,11 +388,8 @@ def _train_and_evaluate(run: Run, also: Show = lambda line: None) -> dict[str, f
 
 def _save_model(run: Run) -> Classifier:
     """Write the model of a trained run into ``model/`` and return it."""
-    task = run.task
-    trained = training.load_trained(
-        run.config, run.storage, task.num_known, task.num_novel
-    )
-    return save_model(run.config, run.storage, *trained, task.known)
+    model, best_head = run.trained
+    return save_model(run.config, run.storage, model.cpu(), best_head, run.task.known)
 
 
 def _write_card(run: Run, model: Classifier, metrics: Mapping[str, float]) -> None:
@@ -423,25 +424,25 @@ def show_results(storage: Storage, values: dict[str, float]) -> None:
         storage: The run directory.
         values: The metrics by name.
     """
-    if (found := verdict(values)) is not None:
-        print_line("\n  ".join((f"\nverdict: {found.word}", *found.reasons)))
+    if (trust := verdict(values)) is not None:
+        print_line("\n  ".join((f"\nverdict: {trust.word}", *trust.reasons)))
     novel = "novel-1"
     # the table may be damaged; the next prediction replaces it
     with suppress(StorageError):
         if (table := read_columns(storage, ("class_name", "kind"))) is not None:
-            for kind, what in (
+            for kind, title in (
                 ("novel", "new classes"),
                 ("known", "known classes"),
                 (None, "no class"),
             ):
-                own = (
+                is_kind = (
                     pc.field("kind") == kind
                     if kind
                     else ~pc.field("kind").isin(["novel", "known"])
                 )
-                pairs = table.filter(own)["class_name"].value_counts().to_pylist()
+                pairs = table.filter(is_kind)["class_name"].value_counts().to_pylist()
                 if counts := {pair["values"]: pair["counts"] for pair in pairs}:
-                    print_line(f"images of {what}: {counted(counts)}")
+                    print_line(f"images of {title}: {counted(counts)}")
                 if kind == "novel":
                     novel = min(
                         counts, key=lambda name: (len(name), name), default=novel

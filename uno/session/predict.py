@@ -3,7 +3,6 @@
 ``uno predict`` does this, and every run at its end.
 """
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,7 +23,13 @@ from uno.runs import CONFIG_FILE
 from uno.runs.hardware import num_threads
 from uno.runtime import require_runtime
 from uno.session.backend import LocalBackend, choose_backend
-from uno.session.console import Progress, interrupt_on_signal, print_line, reading
+from uno.session.console import (
+    Progress,
+    announce_reading,
+    count_items,
+    interrupt_on_signal,
+    print_line,
+)
 from uno.session.run import Run
 from uno.text import plural
 
@@ -48,7 +53,7 @@ def predict(
     """Classify the images of a source with the model of a run: ``uno predict``.
 
     Without a source, the rows of the run itself are classified. The table is
-    ``predictions.parquet`` in the output directory.
+    the folder ``predictions`` in the output directory.
 
     Args:
         target: The directory of the run, or a copy of its ``model/``.
@@ -73,7 +78,7 @@ def predict(
     backend = choose_backend(config)
     if data and "output" not in given:
         raise ConfigError(
-            "--data and --limit need --output DIR, the place for predictions.parquet"
+            "--data and --limit need --output DIR, the place for the predictions"
         )
     if data and Storage(str(given["output"])).exists(CONFIG_FILE):
         raise ConfigError(
@@ -85,9 +90,8 @@ def predict(
     run = Run(config, storage, backend)
     limit = override(Config(), {"data.limit": data.pop("data.limit", None)}).data.limit
     if data:
-        with reading() as total:
+        with announce_reading():
             rows = read_rows(override(Config(), data).data, images_only=True)
-            total(len(rows))
     else:
         rows = run.task.rows
     if limit is not None and limit < len(rows):
@@ -119,17 +123,13 @@ def predict(
     if csv:
         print_line(f"as CSV: {write_csv(output)}")
     if folders:
-        with interrupt_on_signal(kept), Progress(seconds=INTERVAL_S) as progress:
-
-            def show(done: int, total: int) -> None:
-                """Show how many images were copied."""
-                progress({"phase": "copy", "step": done, "total_steps": total})
-
+        with interrupt_on_signal(kept), Progress() as progress:
+            show = count_items(progress, "copy", INTERVAL_S)
             print_line(f"sorted: {sort_images(output, rows, show)}")
 
 
 def predict_run(run: Run, model: Classifier) -> tuple[Classifier, Summary]:
-    """Predict all rows of a run into its ``predictions.parquet``.
+    """Predict all rows of a run into its folder ``predictions``.
 
     Predictions of an earlier model are replaced.
 
@@ -189,19 +189,7 @@ def _predict(run: Run, model: Classifier, writer: PredictionWriter) -> Summary:
             f"resuming: {writer.num_done:,} of {plural(writer.num_rows, 'image')}"
             " already predicted"
         )
-    num_before, start = writer.num_done, time.monotonic()
-    with Progress(seconds=INTERVAL_S) as progress:
-
-        def show(done: int, total: int) -> None:
-            """Show how many rows are done, and the speed of this command."""
-            speed = (done - num_before) / max(time.monotonic() - start, 1e-9)
-            progress(
-                {
-                    "phase": "predict",
-                    "step": done,
-                    "total_steps": total,
-                    "images_per_s": speed,
-                }
-            )
-
+    with Progress() as progress:
+        show = count_items(progress, "predict", INTERVAL_S)
+        show(writer.num_done, writer.num_rows)
         return run.backend.predict(run, model, writer, show)

@@ -8,28 +8,38 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from uno.config import Config, flatten, override
+import safetensors.torch
+
+from uno import weights
+from uno.config import OWN_ENCODERS, Config, flatten, override
 from uno.data.check import CHECK_SECONDS, check, format_report
-from uno.data.defaults import derives_batch
-from uno.data.files import Storage, is_uri, normalize_path
+from uno.data.files import Storage, full_path, is_uri, normalize_path, split
 from uno.data.sources import locate_source
 from uno.data.splits import Task
 from uno.errors import ConfigError
-from uno.methods import registry
-from uno.runs import DISCOVER, ESTIMATE_FILE, FORMER_FOLDER, directory, former, lock
+from uno.model import build_network
+from uno.runs import (
+    DISCOVER,
+    ESTIMATE_FILE,
+    FORMER_FOLDER,
+    PRETRAIN,
+    directory,
+    former,
+    lock,
+)
 from uno.runs import run as training
+from uno.runs.checkpoint import checkpoint_steps
 from uno.runs.hardware import num_threads
 from uno.runtime import require_runtime
 from uno.session.backend import choose_backend
 from uno.session.console import print_line
-from uno.session.data import read_task
+from uno.session.derive import derives_batch, resolve
 from uno.session.estimation import estimate_classes
 from uno.session.loggers import require_loggers
-from uno.session.resolve import resolve, starting_weights, stored_config, with_full_path
 from uno.session.resources import check_memory
 from uno.session.run import Backend, Run
 from uno.text import plural
-from uno.weights import PRETRAINED_FILE
+from uno.weights import PRETRAINED, PRETRAINED_FILE, fetch_pretrained
 
 # kinds of sources that read every folder or table below their path
 FOLDER_KINDS = ("folder", "imagefolder", "parquet", "vectors")
@@ -78,13 +88,16 @@ def open_run(
                 "--dry-run needs a number for --num-novel; uno estimate-classes"
                 " estimates one"
             )
-        num_novel, estimate = _estimate_num_novel(config, given, overwrite, backend)
-        config = override(config, {"data.num_novel": num_novel})
-        if estimate is not None:
-            files[ESTIMATE_FILE] = estimate
-    config, lines, task = resolve(config, given, overwrite, backend.free_memory)
-    for line in lines:
-        print_line(line)
+        beside = Storage(f"{config.output}-estimate")
+        if overwrite or not directory.is_run(storage):  # a stored run has a number
+            estimate = estimate_classes(
+                override(config, {"output": beside.uri}), given, backend=backend
+            )
+            assert estimate is not None
+            config = override(config, {"data.num_novel": estimate.suggested})
+        if (content := beside.find(ESTIMATE_FILE)) is not None:
+            files[ESTIMATE_FILE] = content
+    config, task = resolve(config, given, overwrite, backend.free_memory)
     run = Run(
         config,
         storage,
@@ -104,6 +117,9 @@ def open_run(
 def open_stored_run(target: str, given: Mapping[str, Any]) -> Run:
     """Open the run in a directory, to work on it.
 
+    The workers and the device of its training are replaced by this process, because
+    they may have been on another machine.
+
     Args:
         target: The directory, a path or URI.
         given: Settings by dotted key: where to compute, and where the data is now.
@@ -113,30 +129,100 @@ def open_stored_run(target: str, given: Mapping[str, Any]) -> Run:
             the device that was asked for.
     """
     storage = Storage(target)
-    config = stored_config(storage, given)
+    stored = flatten(directory.read_config_tree(storage))
+    here = {"compute.num_workers": 0, "compute.device": "auto"}
+    config = override(Config(), {**stored, **here, **given, "output": storage.uri})
     return Run(config, storage, choose_backend(config), resumes=True)
+
+
+def check_source(config: Config, given: Mapping[str, Any]) -> None:
+    """Check the data of a configuration in full, and print a report.
+
+    This is ``uno data check``. The directory of the run is neither read nor written,
+    weights of a library are not fetched, and the memory of this machine is not checked.
+
+    Args:
+        config: The configuration before the data is read.
+        given: The dotted keys that the user has set, with their values.
+
+    Raises:
+        ConfigError: The settings do not fit each other, or no run can succeed with this
+            data.
+    """
+    config = with_full_path(override(config, {"output": None}))
+    if config.model.weights not in (None, PRETRAINED):
+        starting_weights(config, overwrite=True)  # refuses weights that do not fit
+    config, task = resolve(config, given, free=choose_backend(config).free_memory)
+    assert task is not None
+    # a method can refuse the encoder, as `dtc` refuses one with too few features
+    build_network(config, task.num_known, task.num_novel, config.seed)
+    is_derived = derives_batch(config, given)
+    check_data(config, task, batch_is_derived=is_derived, in_full=True)
 
 
 def check_run(run: Run) -> None:
     """Check that a run can succeed, before anything is computed.
 
+    A dry run decodes images for up to a minute.
+
     Raises:
         ConfigError: The run cannot succeed. For example, its data does not fit into
             memory.
     """
-    preflight(
+    check_data(
         run.config,
         run.task,
-        run.dry_run,
-        run.batch_is_derived,
+        batch_is_derived=run.batch_is_derived,
         read_images=not run.resumes,
+        in_full=run.dry_run,
     )
     check_memory(run.config, run.task)
-    # refuses an encoder that the method refuses, before features are computed
-    registry.build_network(
-        run.config, run.task.num_known, run.task.num_novel, run.config.seed
-    )
     require_runtime(run.config)
+
+
+def check_data(
+    config: Config,
+    task: Task,
+    *,
+    batch_is_derived: bool = False,
+    read_images: bool = True,
+    in_full: bool = False,
+) -> None:
+    """Check the data of a run before anything is computed, and print the findings.
+
+    Args:
+        config: The configuration of the run.
+        task: Its rows.
+        batch_is_derived: Whether the batch size was derived from the data.
+        read_images: Whether a sample of images is read. False for a run that resumes
+            with unchanged data.
+        in_full: Whether to decode images for up to a minute, and to print the table of
+            classes.
+
+    Raises:
+        ConfigError: The run cannot succeed with this data.
+    """
+    seconds = CHECK_SECONDS if in_full else 0
+    problems = check(task, config, seconds, batch_is_derived, read_images)
+    lines = [f"{problem.level}: {problem.message}" for problem in problems]
+    lines += [f"note: {note}" for note in task.notes]
+    if in_full:
+        print_line(format_report(task, problems, config.data.stored_size))
+        lines = []
+    for problem in problems:
+        if problem.level == "error":
+            raise ConfigError(problem.message)
+    for line in lines:
+        print_line(line)
+    labeled, unlabeled = task.sizes
+    training.plans(config, labeled, unlabeled, config.compute.num_workers)
+    known = plural(len(task.known), "known class", "known classes")
+    rows = f"{plural(labeled, 'labeled image')} of {known}, {unlabeled:,} unlabeled"
+    test, unseen = int((~task.rows.is_train).sum()), int((~task.is_train).sum())
+    for count, what in ((test, "test"), (unseen - test, "held out for validation")):
+        rows += f", {count:,} {what}" if count else ""
+    novel = plural(task.num_novel, "class", "classes")
+    print_line(f"data: {task.rows.source}: {rows}; {novel} to discover")
 
 
 def _examine_directory(run: Run, overwrite: bool) -> None:
@@ -192,7 +278,7 @@ def _require_output_outside(config: Config, storage: Storage) -> None:
     """Check that the directory of a new run is not inside the data of the run.
 
     Otherwise the directory would be read as a class folder, and its
-    ``predictions.parquet`` as a table, when the data is read the next time.
+    ``predictions/`` as tables, when the data is read the next time.
 
     Raises:
         ConfigError: The output directory is inside a folder of classes or of tables.
@@ -218,87 +304,64 @@ def _is_below(path: str, folder: str) -> bool:
     return f"{inner}/".startswith(f"{outer}/")
 
 
-def _estimate_num_novel(
-    config: Config, given: Mapping[str, Any], overwrite: bool, backend: Backend
-) -> tuple[int, bytes | None]:
-    """Estimate the number of novel classes, unless the run began with a number.
+def with_full_path(config: Config) -> Config:
+    """Return the configuration with ``model.weights`` as an absolute path or URI.
 
-    Returns:
-        The number, and the content of ``estimate.json``, None if that file is gone.
-    """
-    num_novel = None if overwrite else _num_novel_of_run(config, given)
-    storage = Storage(f"{config.output}-estimate")
-    if num_novel is None:
-        found = estimate_classes(
-            override(config, {"output": storage.uri}), given, backend=backend
-        )
-        assert found is not None
-        num_novel = found.suggested
-    return num_novel, storage.find(ESTIMATE_FILE)
-
-
-def _num_novel_of_run(config: Config, given: Mapping[str, Any]) -> int | None:
-    """Return the number of novel classes of the run in the output directory.
-
-    This is called before the number is estimated, because an estimate takes long and
-    replaces an earlier one. A run that resumes keeps its number.
-
-    Returns:
-        The number, or None if the directory holds no run.
+    Workers in other directories can open it then.
 
     Raises:
-        ConfigError: The directory holds something else, or a run of other settings or
-            data.
+        ConfigError: There is neither a file of weights nor a pretrained run at this
+            path.
     """
-    storage = Storage(str(config.output))
-    if not directory.is_run(storage):
-        return None
-    stored = flatten(directory.read_config_tree(storage))
-    number = stored.get("data.num_novel")
-    begun = resolve(override(config, {"data.num_novel": number}), given).config
-    directory.begin_run(begun, storage, read_task(begun.data).rows.fingerprint)
-    return begun.data.num_novel if isinstance(begun.data.num_novel, int) else None
+    if config.model.weights in (None, PRETRAINED):
+        return config
+    source = full_path(normalize_path(config.model.weights))
+    folder, name = split(source)
+    if weights.is_file(source):
+        if not Storage(folder).exists(name):
+            raise ConfigError(f"model.weights: no such file {source}")
+    elif not checkpoint_steps(Storage(source), PRETRAIN):
+        raise ConfigError(
+            f"model.weights: {source} is neither a {', '.join(weights.SUFFIXES)} file"
+            " nor a pretrained run"
+        )
+    return override(config, {"model.weights": source})
 
 
-def preflight(
-    config: Config,
-    task: Task,
-    dry_run: bool = False,
-    batch_is_derived: bool = False,
-    read_images: bool = True,
-) -> None:
-    """Check the data of a run before anything is computed, and print the findings.
+def starting_weights(config: Config, overwrite: bool) -> bytes | None:
+    """Return the pretrained weights that a new run stores in its directory.
+
+    The weights are read from the run directory if they are there, otherwise fetched. An
+    encoder and weights that do not fit are refused here, before any data is read.
 
     Args:
-        config: The configuration of the run.
-        task: Its rows.
-        dry_run: Whether to decode images for up to a minute, as ``uno data check``
-            does, and to print the table of classes.
-        batch_is_derived: Whether the batch size was derived from the data.
-        read_images: Whether a sample of images is read. False for a run that resumes
-            with unchanged data.
+        config: The configuration before the data is read.
+        overwrite: Whether a run in the same directory is started over.
+
+    Returns:
+        The content of a safetensors file, or None unless the run starts from pretrained
+        weights of a library.
 
     Raises:
-        ConfigError: The run cannot succeed with this data.
+        ConfigError: The encoder cannot be built, has no such weights, or is frozen
+            without weights.
     """
-    seconds = CHECK_SECONDS if dry_run else 0
-    problems = check(task, config, seconds, batch_is_derived, read_images)
-    for problem in problems:
-        if problem.level == "error":
-            raise ConfigError(problem.message)
-    lines = [f"{problem.level}: {problem.message}" for problem in problems] + [
-        f"note: {note}" for note in task.notes
-    ]
-    for line in [format_report(task, problems)] if dry_run else lines:
-        print_line(line)
-    labeled, unlabeled = task.sizes
-    training.plans(config, labeled, unlabeled, config.compute.num_workers)
-    known = plural(len(task.known), "known class", "known classes")
-    rows = f"{plural(labeled, 'labeled image')} of {known}, {unlabeled:,} unlabeled"
-    test, unseen = int((~task.rows.is_train).sum()), int((~task.is_train).sum())
-    for count, what in ((test, "test"), (unseen - test, "held out for validation")):
-        rows += f", {count:,} {what}" if count else ""
-    print_line(
-        f"data: {task.rows.source}: {rows};"
-        f" {plural(task.num_novel, 'class', 'classes')} to discover"
-    )
+    source, fetched, tensors = config.model.weights, None, None
+    if config.model.finetune == "none" and source is None:
+        raise ConfigError(
+            "model.finetune none needs pretrained weights: pass --weights FILE or"
+            " --weights pretrained"
+        )
+    if config.model.takes_vectors:
+        return fetch_pretrained(config.model.encoder)
+    if source == PRETRAINED:
+        storage = Storage(config.output) if config.output and not overwrite else None
+        if storage is not None and storage.exists(PRETRAINED_FILE):
+            return storage.read(PRETRAINED_FILE)
+        fetched = fetch_pretrained(config.model.encoder)
+        tensors = safetensors.torch.load(fetched)
+    elif source is not None and weights.is_file(source):
+        tensors = weights.read_weights(source)
+    if tensors is not None or config.model.encoder not in OWN_ENCODERS:
+        weights.check_encoder(config, tensors)
+    return fetched

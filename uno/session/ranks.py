@@ -3,7 +3,6 @@
 Nothing here needs Ray.
 """
 
-import inspect
 import json
 import os
 import signal
@@ -14,11 +13,10 @@ from contextlib import redirect_stdout, suppress
 from typing import Any
 
 import torch
-from torch import nn
 
-from uno import collectives
+from uno import distributed
 from uno.config import Config, override, to_dict
-from uno.errors import ConfigError, StorageError, UnoError
+from uno.errors import ConfigError, UnoError
 from uno.runs.hardware import num_threads
 from uno.runs.lock import ClaimedStorage
 from uno.session.backend import (
@@ -27,84 +25,16 @@ from uno.session.backend import (
     evaluate_rows,
     train_phases,
 )
+from uno.session.configure import TORCHRUN_VARIABLES
 from uno.session.console import on_stop
 from uno.session.data import Show, open_sets
 from uno.session.resources import FreeMemory, on_features
 from uno.session.run import Run
-from uno.session.settings import TORCHRUN_VARIABLES
 
-STOP_CHECK_S = 2.0  # seconds between two checks of rank 0 whether to stop
-GPU_VOTE_STEPS = 10  # steps between two votes of the ranks on GPUs whether to stop
 POLL_S = 0.1  # seconds between two checks whether rank 0 has sent something
 
 
-class GroupWorker:
-    """One rank of a process group that trains together.
-
-    Attributes:
-        rank: The number of this process in the group, from 0.
-        world_size: The number of processes in the group.
-        device: The device of this rank.
-    """
-
-    rank: int
-    world_size: int
-    device: torch.device
-    _next_stop_check = 0.0  # time.monotonic()
-
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """Return the module to call in training: DDP if there are several ranks.
-
-        On GPUs, batch normalization then uses the statistics of the whole batch. The
-        CPU has no kernels for that.
-        """
-        if self.world_size == 1:
-            return model
-        devices = None
-        if self.device.type == "cuda":
-            model, devices = (
-                nn.SyncBatchNorm.convert_sync_batchnorm(model),
-                [self.device],
-            )
-        # Running statistics are rank 0's (or equal, with SyncBatchNorm) and need not
-        # travel.
-        ddp = nn.parallel.DistributedDataParallel
-        # torch 2.15 has renamed the option
-        renamed = "forward_sync_buffers" in inspect.signature(ddp).parameters
-        options: dict[str, Any] = {
-            "forward_sync_buffers" if renamed else "broadcast_buffers": False
-        }
-        return ddp(model, device_ids=devices, gradient_as_bucket_view=True, **options)
-
-    def asked_to_stop(self) -> bool:
-        """Return whether the user has asked to stop. Only rank 0 calls this."""
-        raise NotImplementedError
-
-    def should_stop(self, step: int) -> bool:
-        """Return whether to stop before a step, with the same answer on all ranks.
-
-        The ranks vote before every step on the CPU, and before every tenth step on a
-        GPU, because a vote waits for the GPU.
-        """
-        if self.device.type != "cpu" and step % GPU_VOTE_STEPS:
-            return False
-        vote = torch.tensor(int(self._is_stop_requested()), device=self.device)
-        return bool(collectives.all_reduce_sum_(vote).item())
-
-    def _is_stop_requested(self) -> bool:
-        """Return whether rank 0 has found a request to stop.
-
-        Rank 0 checks this every two seconds. Other ranks return False.
-        """
-        if self.rank > 0 or time.monotonic() < self._next_stop_check:
-            return False
-        self._next_stop_check = time.monotonic() + STOP_CHECK_S
-        with suppress(StorageError):  # the next checkpoint raises this error again
-            return self.asked_to_stop()
-        return False
-
-
-class _TorchWorker(GroupWorker):
+class _TorchWorker(distributed.GroupWorker):
     """A rank that torchrun started. Rank 0 shows the metrics."""
 
     def __init__(
@@ -134,7 +64,7 @@ class TorchrunBackend(LocalBackend):
         self.rank, self._local_rank, self.world_size, self._local_size = (
             int(os.environ[name]) for name in TORCHRUN_VARIABLES[:4]
         )
-        self._store = collectives.meeting()
+        self._store = distributed.rendezvous_store()
         self._job_is_sent = False
 
     def lead_or_follow(self, command: Callable[["TorchrunBackend"], int]) -> int:
@@ -281,9 +211,9 @@ class TorchrunBackend(LocalBackend):
             torch.cuda.set_device(device := torch.device("cuda", self._local_rank))
         # torchrun tells all to end as soon as one has: after an error here there is no
         # other way any more.
-        usual = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        former_handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
         stop = on_stop(stopping.set, STOPPING if first else None)
-        group = collectives.group(self._store, device, self.rank, self.world_size)
+        group = distributed.join_group(self._store, device, self.rank, self.world_size)
         with stop, group:
             worker = _TorchWorker(self, device, stopping.is_set, show)
             # rank 0 computes the features and stores them for all ranks
@@ -295,5 +225,5 @@ class TorchrunBackend(LocalBackend):
                 self._store.set("features", "kept")
             train = train_phases(run, sets, worker)
             metrics = evaluate_rows(run, sets, train, worker)
-        signal.signal(signal.SIGTERM, usual)
+        signal.signal(signal.SIGTERM, former_handler)
         return metrics

@@ -15,10 +15,10 @@ from uno.config import OWN_ENCODERS, VECTORS, Config, override
 from uno.data.splits import Task
 from uno.encoder import build_encoder
 from uno.errors import ConfigError
-from uno.methods import registry
+from uno.methods import load
+from uno.model import build_network, num_heads
 from uno.runs.hardware import local_device
 
-GB = 1e9
 # share of the free memory that images may take; training and the system need more
 IMAGE_SHARE = 0.6
 RAY_BYTES = 2_000_000_000  # memory of the processes that Ray always starts
@@ -105,15 +105,12 @@ def row_bytes(config: Config) -> int:
     return 4 * (1 + views) * width
 
 
-def choose(
-    config: Config, num_rows: int, row_bytes: int, memory: FreeMemory
-) -> tuple[Loading, str]:
+def choose(config: Config, num_rows: int, memory: FreeMemory) -> tuple[Loading, str]:
     """Choose whether the images of a run are kept in memory or streamed.
 
     Args:
         config: ``data.loading`` is the wish of the user, or "auto".
         num_rows: The number of images.
-        row_bytes: The bytes of one image in memory, see :func:`row_bytes`.
         memory: The free memory of the machines of the run.
 
     Returns:
@@ -123,27 +120,28 @@ def choose(
     Raises:
         ConfigError: The user wants to stream images that are needed in memory.
     """
-    wish, frozen = config.data.loading, config.model.finetune == "none"
+    wish, needs = config.data.loading, ""
     if config.model.takes_vectors:
         needs = "--data vectors"
     elif config.pretext.epochs:
         needs = "pretext.epochs"
-    else:
-        needs = f"method {config.method}" if registry.load(config).needs_images else ""
+    elif load(config.method).needs_memory:
+        needs = f"method {config.method}"
     if needs and wish == "streaming":
         raise ConfigError(
             f"{needs} needs the images in memory; use --data.loading memory"
         )
-    needed = num_rows * row_bytes
+    needed = num_rows * row_bytes(config)
     budget, limit = _image_budget(config, memory)
-    sizes = f"{_size(needed)} {'of features' if frozen else 'decoded'};"
-    sizes += f" budget {_size(budget)}, {IMAGE_SHARE:.0%} of {limit}"
+    kind = "of features" if config.model.finetune == "none" else "decoded"
+    sizes = f"{_size(needed)} {kind}; budget {_size(budget)}, {IMAGE_SHARE:.0%} of"
+    sizes = f"({sizes} {limit})"
     if wish != "auto":
-        return wish, f"{HOW[wish]}, set by --data.loading ({sizes})"
+        return wish, f"{HOW[wish]}, set by --data.loading {sizes}"
     if needs:
-        return "memory", f"{HOW['memory']}, because {needs} needs it ({sizes})"
+        return "memory", f"{HOW['memory']}, because {needs} needs it {sizes}"
     loading: Loading = "memory" if needed <= budget else "streaming"
-    return loading, f"{HOW[loading]} ({sizes})"
+    return loading, f"{HOW[loading]} {sizes}"
 
 
 def _image_budget(config: Config, memory: FreeMemory) -> tuple[float, str]:
@@ -152,16 +150,15 @@ def _image_budget(config: Config, memory: FreeMemory) -> tuple[float, str]:
     programs = RAY_BYTES + workers * WORKER_BYTES if workers else 0
     # Features are in this process and in Ray's object store.
     copies = 2 if workers and config.model.finetune == "none" else 1
-    limits: dict[str, float | None] = {
-        "free host memory": max(0, memory.host - programs) / copies,
-        "free device memory": memory.device,
-        "the smallest object store of the cluster": memory.store,
-        "the driver's memory": None
-        if memory.driver is None
-        else memory.driver / copies,
-    }
-    free, name = min((free, name) for name, free in limits.items() if free is not None)
-    return IMAGE_SHARE * free, name
+    limits = {"free host memory": max(0, memory.host - programs) / copies}
+    if memory.device is not None:
+        limits["free device memory"] = memory.device
+    if memory.store is not None:
+        limits["the smallest object store of the cluster"] = memory.store
+    if memory.driver is not None:
+        limits["the driver's memory"] = memory.driver / copies
+    name = min(limits, key=lambda name: limits[name])
+    return IMAGE_SHARE * limits[name], name
 
 
 def choose_for_sweep(
@@ -172,11 +169,9 @@ def choose_for_sweep(
     The trials share the images: this process and Ray's object store hold one copy
     each, and a GPU holds one copy for each fold.
     """
-    memory, here = free_memory(config), override(config, {"compute.num_workers": 0})
+    memory, local = free_memory(config), override(config, {"compute.num_workers": 0})
     device = None if memory.device is None else memory.device // num_folds
-    return choose(
-        here, num_rows, row_bytes(config), FreeMemory(memory.host // 2, device)
-    )
+    return choose(local, num_rows, FreeMemory(memory.host // 2, device))
 
 
 def store_bytes(config: Config, num_rows: int) -> int | None:
@@ -200,13 +195,14 @@ def store_bytes(config: Config, num_rows: int) -> int | None:
 def check_memory(config: Config, task: Task) -> None:
     """Refuse a run that cannot fit into the free memory of this machine.
 
-    Nothing is checked for the machines of a cluster, nor for GPUs of workers.
+    The network is built for this, so that a method can refuse the encoder. Memory is
+    neither checked for the machines of a cluster nor for GPUs of workers.
 
     Raises:
         ConfigError: The run needs more memory than is free. The message lists the
             parts.
     """
-    workers = config.compute.num_workers
+    workers, parts = config.compute.num_workers, training_bytes(config, task)
     on_cluster = os.environ.get("RAY_ADDRESS", "local") not in ("", "local")
     if workers and (on_cluster or config.compute.device == "cuda"):
         return
@@ -214,9 +210,6 @@ def check_memory(config: Config, task: Task) -> None:
     if not workers and local_device(config).type == "cuda":
         free, where = free_device_bytes(config) or free, "device memory"
         num_rows = sum(task.sizes)
-    parts = training_bytes(config, task)
-    if workers > 1:
-        parts = {f"{name} of {workers} workers": n for name, n in parts.items()}
     if config.data.loading == "memory":
         parts[f"{num_rows:,} images"] = num_rows * row_bytes(config)
     needed = sum(parts.values())
@@ -229,52 +222,51 @@ def check_memory(config: Config, task: Task) -> None:
         else "lower --batch-size, --augment.large.size, the encoder or"
         " --objective.queue-size"
     )
-    listed = ", ".join(
-        f"{name} {part / GB:.1f} GB" for name, part in parts.items() if part > 0.1 * GB
-    )
+    listed = ", ".join(f"{name} {_size(part)}" for name, part in parts.items())
     raise ConfigError(
-        f"this run needs at least {needed / GB:.1f} GB of {where} ({listed}),"
-        f" {free / GB:.1f} GB are free; {advice}"
+        f"this run needs at least {_size(needed)} of {where} ({listed}),"
+        f" {_size(free)} are free; {advice}"
     )
 
 
 def training_bytes(config: Config, task: Task) -> dict[str, int]:
     """Estimate the memory that training takes, in all workers together.
 
-    Nothing is allocated: the network is built on PyTorch's device "meta".
+    Nothing is allocated: the network is built on PyTorch's device "meta". An encoder in
+    the code of the user may not work on that device. It is built on the CPU, and its
+    activations are not estimated.
 
     Returns:
         Bytes of the "network" with gradients and momentum, of the "activations" of the
-        encoder in a step of discovery, and of the "queue" of projections. Empty for an
-        encoder in the code of the user, which may not work on that device.
+        encoder in a step of discovery, and of the "queue" of projections.
     """
-    model, objective = config.model, config.objective
-    library = model.encoder.partition(":")[0]
-    if library not in (*OWN_ENCODERS, "torchvision", "timm", VECTORS):
-        return {}
-    workers = max(1, config.compute.num_workers)
-    large, small = config.augment.large, config.augment.small
-    with torch.device("meta"):
-        network = registry.build_network(config, task.num_known, task.num_novel, 0)
+    library = config.model.encoder.partition(":")[0]
+    is_ours = library in (*OWN_ENCODERS, "torchvision", "timm", VECTORS)
+    with torch.device("meta" if is_ours else "cpu"):
+        network = build_network(config, task.num_known, task.num_novel, 0)
+    weights = sum(
+        (12 if weight.requires_grad else 4) * weight.numel()
+        for weight in network.parameters()
+    )
     per_image = 0
-    if not on_features(config) and config.discover.epochs:
-        for view in (large, small):
+    if is_ours and config.discover.epochs and not on_features(config):
+        for view in (config.augment.large, config.augment.small):
             if view.num_views:
                 bytes_of_view = activation_bytes(network.encoder, view.size)
                 per_image += view.num_views * bytes_of_view
     precision = config.compute.precision
     if precision == "auto":
         precision = "bf16" if local_device(config).type == "cuda" else "fp32"
-    if precision == "bf16":
-        per_image //= 2
-    num_families = 2 if model.overcluster_factor else 1
-    heads = num_families * registry.num_heads(config)
-    in_queue = objective.queue_size * large.num_views * heads
+    activations = config.train.batch_size * per_image
+    workers, families = max(1, config.compute.num_workers), 2
+    in_queue = config.objective.queue_size * config.augment.large.num_views
+    if not config.model.overcluster_factor:
+        families = 1
+    queue = 4 * in_queue * families * num_heads(config)
     return {
-        "network": workers
-        * sum((12 if p.requires_grad else 4) * p.numel() for p in network.parameters()),
-        "activations": config.train.batch_size * per_image,
-        "queue": workers * 4 * in_queue * model.projection_dim,
+        "network": workers * weights,
+        "activations": activations // 2 if precision == "bf16" else activations,
+        "queue": workers * queue * config.model.projection_dim,
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
@@ -13,14 +13,16 @@ import torch
 from uno.config import Config
 from uno.data.files import Storage
 from uno.data.splits import Task
+from uno.model import UnoModel
 from uno.results.estimate import Estimate, Settings
 from uno.results.infer import Classifier, Decode
 from uno.results.predictions import PredictionWriter, Summary
 from uno.runs import directory
 from uno.runs.hardware import local_device
 from uno.runs.lock import RunLock, lock_run
+from uno.runs.run import load_trained
 from uno.session.console import print_line
-from uno.session.data import Show, read_task
+from uno.session.data import Compute, Show, read_task
 from uno.session.resources import FreeMemory
 
 
@@ -70,6 +72,16 @@ class Backend(Protocol):
 
         Returns:
             The numbers of rows, and the path of the table.
+        """
+
+    def encoding(
+        self, config: Config, should_stop: Callable[[], bool]
+    ) -> AbstractContextManager[Compute]:
+        """Return the function that encodes rows with a frozen encoder.
+
+        Args:
+            config: The configuration, which decides the device and the workers.
+            should_stop: Returns whether the user has asked to stop.
         """
 
     def estimate(self, run: Run, settings: Settings) -> Estimate:
@@ -126,6 +138,16 @@ class Run:
             ConfigError: This process trains, and lacks the device that was asked for.
         """
         return local_device(self.config)
+
+    @cached_property
+    def trained(self) -> tuple[UnoModel, int]:
+        """The trained network in eval mode, and the index of its best head.
+
+        Raises:
+            StorageError: The run has no checkpoint of discovery.
+        """
+        num_known, num_novel = self.task.num_known, self.task.num_novel
+        return load_trained(self.config, self.storage, num_known, num_novel)
 
     @property
     def metrics(self) -> dict[str, float] | None:

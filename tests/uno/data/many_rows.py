@@ -19,10 +19,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 from uno.config import Config, override
-from uno.data.columns import Labels, Numbered
+from uno.data.columns import decimal, joined
 from uno.data.decode import BadRows
 from uno.data.files import Storage
 from uno.data.images import spread
@@ -39,7 +40,7 @@ from uno.data.tables import ParquetImages
 from uno.presets import preset
 from uno.runs import run
 
-GROUP_ROWS, FILE_ROWS, NUM_CLASSES, IMAGE_BYTES = 512, 2**16, 100, 110_000
+GROUP_ROWS, NUM_CLASSES, IMAGE_BYTES = 512, 100, 110_000
 
 
 class Unread(ParquetImages):
@@ -73,10 +74,10 @@ def config_of(ranks: int) -> Config:
 
 def rows_of(num: int) -> Rows:
     """``num`` rows whose classes take turns by row groups; one in 50 is a test row."""
-    starts = np.array([*range(0, num, FILE_ROWS), num])
-    ids = Numbered([f"train/{i:06}.parquet" for i in range(len(starts) - 1)], starts)
+    ids = joined("#", "train/000000.parquet", decimal(np.arange(num)))
     codes = (np.arange(num) * 7919 // 31 % NUM_CLASSES).astype(np.int32)
-    labels = Labels(tuple(f"{i:03}" for i in range(NUM_CLASSES)), codes)
+    classes = pa.array([f"{i:03}" for i in range(NUM_CLASSES)], pa.large_string())
+    labels = pa.DictionaryArray.from_arrays(codes, classes)
     return Rows(ids, Unread(num), labels, np.arange(num) % 50 != 49, "parquet:nowhere")
 
 

@@ -51,7 +51,11 @@ def test_metadata_of_an_imagefolder_says_labels_and_splits(folder, suffix, kind)
     write_metadata(folder, suffix)
     rows = read_rows(DataConfig(source=f"{kind}{folder}"))
     label_of = dict(
-        zip(rows.ids, zip(rows.labels, rows.split, strict=True), strict=True)
+        zip(
+            rows.ids.to_pylist(),
+            zip(rows.labels.to_pylist(), rows.split.to_pylist(), strict=True),
+            strict=True,
+        )
     )
     assert label_of == {
         "train/a.png": ("cat", "train"),
@@ -59,14 +63,16 @@ def test_metadata_of_an_imagefolder_says_labels_and_splits(folder, suffix, kind)
         "train/sub/c.png": (None, "train"),
         "test/d.png": ("cat", "test"),
     }
-    paths = dict(zip(rows.ids, rows.images.read_images(np.arange(4)), strict=True))
+    paths = dict(
+        zip(rows.ids.to_pylist(), rows.images.read_images(np.arange(4)), strict=True)
+    )
     assert paths["train/sub/c.png"] == os.path.realpath(folder / "train/sub/c.png")
 
 
 def test_labels_of_another_name_are_found_with_the_option(folder):
     write_metadata(folder, "csv", key="species")
     rows = read_rows(DataConfig(source=str(folder), columns="label=species"))
-    assert set(rows.labels) == {"cat", "dog", None}
+    assert set(rows.labels.to_pylist()) == {"cat", "dog", None}
     line = failure(_task_of, f"imagefolder:{folder}")
     assert "--data.columns label=species" in line
 
@@ -82,7 +88,10 @@ def test_captions_without_labels_leave_class_folders_as_they_are(tmp_path):
         "file_name,text\ncat/a.png,a cat\ndog/b.png,a dog\n"
     )
     rows = read_rows(DataConfig(source=str(tmp_path)))
-    assert rows.source.startswith("folder:") and rows.labels == ["cat", "dog"]
+    assert rows.source.startswith("folder:") and rows.labels.to_pylist() == [
+        "cat",
+        "dog",
+    ]
 
 
 def test_images_that_no_table_names_are_counted(folder):
@@ -121,13 +130,13 @@ def test_one_hot_classes_of_roboflow_are_labels(folder):
     )
     (folder / "test/_classes.csv").write_text("filename, cat, dog\nd.png, 0, 1\n")
     rows = read_rows(DataConfig(source=str(folder)))
-    assert dict(zip(rows.ids, rows.labels, strict=True)) == {
+    assert dict(zip(rows.ids.to_pylist(), rows.labels.to_pylist(), strict=True)) == {
         "train/a.png": "cat",
         "train/b.png": "dog",
         "train/sub/c.png": None,
         "test/d.png": "dog",
     }
-    assert list(rows.split).count("test") == 1
+    assert rows.split.to_pylist().count("test") == 1
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,7 @@
 """The preflight report."""
 
-import io
 import re
 import shutil
-import tarfile
 import threading
 
 import numpy as np
@@ -15,7 +13,7 @@ import pytest
 from uno.config import Config, override
 from uno.data import decode
 from uno.data.check import check, format_report
-from uno.data.columns import Labels, Text
+from uno.data.columns import make_ids, make_labels
 from uno.data.rows import Rows
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
@@ -32,9 +30,9 @@ def task_of(labels, config, images=None, split=None):
     )
     is_train = np.array(split or ["train"] * num) == "train"
     rows = Rows(
-        Text.of(f"r{i}" for i in range(num)),
+        make_ids(f"r{i}" for i in range(num)),
         images,
-        Labels.of(labels),
+        make_labels(labels),
         is_train,
         "rows",
     )
@@ -278,7 +276,7 @@ def test_a_run_searches_a_sample_for_duplicates_and_says_so(tmp_path, monkeypatc
     assert 0 < copies(0) < copies(60) == 6
 
 
-@pytest.mark.parametrize("source", ["folder", "tar", "parquet"])
+@pytest.mark.parametrize("source", ["folder", "parquet"])
 def test_the_images_of_a_remote_source_are_compared_by_the_check_alone(
     source, tmp_path, monkeypatch
 ):
@@ -287,19 +285,11 @@ def test_the_images_of_a_remote_source_are_compared_by_the_check_alone(
     monkeypatch.setattr("uno.data.files._connect", lambda host, options: (remote, ""))
     names = [f"train/{c}/{i}.png" for c in "abc" for i in range(4)]
     write_images(tmp_path / "folder", names)
-    (tmp_path / "tar").mkdir()
     (tmp_path / "parquet").mkdir()
     copy = (tmp_path / "folder/train/c/0.png").read_bytes()
     (tmp_path / "folder/train/c/9.png").write_bytes(copy)
     files = [(name, (tmp_path / "folder" / name).read_bytes()) for name in names]
     files.append(("train/c/9.png", copy))
-    with tarfile.open(tmp_path / "tar" / "train.tar", "w") as tar:
-        for number, (name, data) in enumerate(files):
-            label = name.split("/")[1].encode()
-            for suffix, content in ((".png", data), (".cls", label)):
-                member = tarfile.TarInfo(f"{number}{suffix}")
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
     columns = {"image": [data for _, data in files]}
     columns["label"] = [name.split("/")[1] for name, _ in files]
     pq.write_table(pa.table(columns), tmp_path / "parquet" / "train.parquet")

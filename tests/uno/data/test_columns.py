@@ -1,90 +1,90 @@
-"""Ids and labels of many rows are sequences of text that take a few bytes a row."""
-
-import hashlib
-import json
-from itertools import chain
+"""Ids and labels of many rows are Arrow arrays."""
 
 import numpy as np
 import pytest
 
 from uno.data import columns, rows
-from uno.data.columns import Labels, Numbered, Text, chunks
+from uno.data.columns import (
+    class_codes,
+    class_indices,
+    fill_labels,
+    find_rows,
+    has_label,
+    join_labels,
+    make_ids,
+    make_labels,
+    make_unlabeled,
+    present_classes,
+    rename_classes,
+)
+from uno.data.rows import Rows
+from uno.errors import ConfigError
 
 WORDS = ["b", None, "a", "b", None, "c"]
-FILES = Numbered(["x", "none", "y"], np.array([0, 2, 2, 5]))
 
 
-@pytest.mark.parametrize(
-    ("column", "values"),
-    [
-        (Text.of(name for name in "hello"), list("hello")),
-        (Text.of([]), []),
-        (Text.join([Text.of("he"), Text.of([]), Text.of("llo")]), list("hello")),
-        (FILES, ["x#0", "x#1", "y#0", "y#1", "y#2"]),
-        (Labels.of(WORDS), WORDS),
-        (Labels.none(2), [None] * 2),
-        (FILES.pick(np.array([4, 0])), ["y#2", "x#0"]),
-        (Labels.of(WORDS).pick(np.array([2, 1])), ["a", None]),
-    ],
-)
-def test_a_column_is_the_list_of_its_values(monkeypatch, column, values):
-    """Kills: rows of another file, an empty file that takes a number, a class
-    shifted by those without.
-    """
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch):
+    """Every column consists of several parts."""
     monkeypatch.setattr(columns, "ROWS_AT_ONCE", 2)
-    assert column == values and list(column) == values and len(column) == len(values)
-    assert column != [*values, "more"] and column != [*values[:-1], "other"]
-    assert column[1:-1] == values[1:-1] and column[::-2] == values[::-2]
-    assert [column[i] for i in range(-len(values), len(values))] == values * 2
-    with pytest.raises(IndexError):
-        column[len(values)]
-
-
-def test_labels_are_counted_placed_and_joined():
-    """Kills: classes that have no row left, a label taken for a truth that is given."""
-    labels = Labels.of(WORDS)
-    assert labels.present == {"a", "b", "c"} and labels.pick(
-        labels.codes == 0
-    ).present == {"b"}
-    assert labels.given.tolist() == [word is not None for word in WORDS]
-    assert labels.places(["c", "a"]).tolist() == [-1, -1, 1, -1, -1, 0]
-    other = Labels.of(["z", "a", "z", None, None, "b"])
-    assert other.or_else(labels) == ["z", "a", "z", "b", None, "b"]
-    assert labels.codes.dtype == other.or_else(labels).codes.dtype == np.int32
-
-
-@pytest.mark.parametrize(
-    ("ids", "found"),
-    [
-        (Text.of(chain("abcab", "xyz")), "a"),
-        (Text.of("abc"), None),
-        (FILES, None),
-        (Numbered(["x", "y", "x"], np.array([0, 2, 3, 4])), "x#0"),
-        (Numbered(["x", "y", "x"], np.array([0, 2, 3, 3])), None),
-    ],
-)
-def test_an_id_that_two_rows_have_is_found(ids, found):
-    """Kills: a look at neighbors only, two files of one name."""
-    assert ids.repeated() == found
-
-
-def test_the_fingerprint_is_that_of_lists(monkeypatch):
-    """As it always was, or every run and every pack would be another's. Kills:
-    pieces joined otherwise.
-    """
-    monkeypatch.setattr(columns, "ROWS_AT_ONCE", 4)
     monkeypatch.setattr(rows, "PART_ROWS", 4)
-    ids, names = [f"ä{i}" for i in range(9)], ["dog", None, "cat"] * 3
-    pixels, is_train = (
-        np.arange(108, dtype=np.uint8).reshape(9, 2, 2, 3),
-        np.arange(9) % 4 > 0,
+
+
+@pytest.mark.parametrize("words", [WORDS, [None] * 3, []])
+def test_labels_are_counted_indexed_and_joined(words):
+    """Kills: classes that have no row left, a label for rows without one."""
+    labels = make_labels(iter(words))
+    classes = list(dict.fromkeys(filter(None, words)))
+    assert labels.to_pylist() == words and labels.dictionary.to_pylist() == classes
+    assert has_label(labels).tolist() == [word is not None for word in words]
+    codes = [-1 if word is None else classes.index(word) for word in words]
+    assert class_codes(labels).tolist() == codes
+    indices = class_indices(labels, ["c", "a"]).tolist()
+    assert indices == [{"c": 0, "a": 1}.get(word, -1) for word in words]
+    is_last = np.arange(len(words)) == len(words) - 1
+    assert present_classes(labels.filter(is_last)) == {*filter(None, words[-1:])}
+    both = join_labels([labels, make_unlabeled(2), make_labels("cb")])
+    assert both.to_pylist() == [*words, None, None, "c", "b"]
+    renamed = rename_classes(labels, ["x"] * len(classes))
+    assert renamed.to_pylist() == [word and "x" for word in words]
+
+
+def test_a_label_that_is_missing_is_filled():
+    """Kills: a label taken for a truth that is given."""
+    other = make_labels(["z", "a", "z", None, None, "b"])
+    expected = ["z", "a", "z", "b", None, "b"]
+    assert fill_labels(other, make_labels(WORDS)).to_pylist() == expected
+
+
+def test_rows_are_found_by_their_ids():
+    ids = make_ids(name for name in "hello")
+    assert find_rows(ids, ["o", "x", "h"]) == {"h": 0, "o": 4}
+    with pytest.raises(ConfigError, match="id 'l' appears more than once"):
+        Rows(ids, [b""] * 5, make_unlabeled(5), np.ones(5, bool), "five")
+
+
+def test_the_fingerprint_tells_data_sets_apart():
+    """Kills: a column that is left out, two values that are joined to one."""
+    pixels = np.arange(108, dtype=np.uint8).reshape(9, 2, 2, 3)
+    ids, labels, is_train = (
+        [f"ä{i}" for i in range(9)],
+        [*"ddd", *WORDS],
+        np.ones(9, bool),
     )
-    found = rows.Rows(Text.of(ids), pixels, Labels.of(names), is_train, "nine")
-    split = ["train" if train else "test" for train in is_train]
-    digest = hashlib.sha256(json.dumps([ids, names, split]).encode())
-    for one in pixels:
-        content = b"(2, 2, 3)" + one.tobytes()
-        digest.update(len(content).to_bytes(8, "little") + content)
-    assert found.fingerprint == digest.hexdigest()
-    assert found.split == split and found.truth == names
-    assert [len(some) for some in chunks(iter(ids))] == [4, 4, 1]
+
+    def fingerprint(ids=ids, pixels=pixels, labels=labels, is_train=is_train):
+        return Rows(
+            make_ids(ids), pixels, make_labels(labels), is_train, "nine"
+        ).fingerprint
+
+    assert fingerprint() == fingerprint(labels=iter(labels))
+    others = [
+        fingerprint(ids=["ä", "0ä1", *ids[2:]]),
+        fingerprint(ids=["ä0ä", "1", *ids[2:]]),
+        fingerprint(labels=[*labels[:-1], None]),
+        fingerprint(labels=[*labels[:-1], ""]),
+        fingerprint(is_train=np.arange(9) != 8),
+        fingerprint(pixels=pixels.reshape(9, 4, 1, 3)),
+        fingerprint(pixels=pixels + np.uint8(1)),
+    ]
+    assert len({fingerprint(), *others}) == 1 + len(others)

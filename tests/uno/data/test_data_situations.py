@@ -45,14 +45,17 @@ def warnings_of(source: object) -> list[str]:
 def test_folders_that_a_notebook_leaves_are_no_classes(tmp_path):
     names = [".ipynb_checkpoints/x.png", "cat/.ipynb_checkpoints/1-checkpoint.png"]
     write_images(tmp_path, ["cat/1.png", "dog/2.png", *names])
-    assert read(tmp_path).ids == ["cat/1.png", "dog/2.png"]
+    assert read(tmp_path).ids.to_pylist() == ["cat/1.png", "dog/2.png"]
 
 
 def test_jpeg_files_with_the_ending_of_a_browser_are_images(tmp_path):
     write_images(tmp_path, ["cat/1.jpg", "dog/2.png"])
     (tmp_path / "cat/1.jpg").rename(tmp_path / "cat/1.JFIF")
     rows = read(tmp_path)
-    assert rows.ids == ["cat/1.JFIF", "dog/2.png"] and decode(rows.images[0], 8).any()
+    assert (
+        rows.ids.to_pylist() == ["cat/1.JFIF", "dog/2.png"]
+        and decode(rows.images[0], 8).any()
+    )
 
 
 @pytest.mark.parametrize("word", ["NA", "nan", "None", "N/A"])
@@ -72,9 +75,9 @@ def test_a_folder_around_the_class_folders_is_refused_with_the_path_to_give(tmp_
     write_images(tmp_path, ["Data/cat/1.png", "Data/dog/2.png"])
     line = refusal(tmp_path)
     assert f"--data {tmp_path}/Data" in line and f"classes:{tmp_path}" in line
-    assert read(f"classes:{tmp_path}").labels == ["Data", "Data"]
+    assert read(f"classes:{tmp_path}").labels.to_pylist() == ["Data", "Data"]
     write_images(tmp_path, ["Data/3.png"])
-    assert set(read(tmp_path).labels) == {"Data"}
+    assert set(read(tmp_path).labels.to_pylist()) == {"Data"}
 
 
 @pytest.mark.parametrize(
@@ -86,11 +89,11 @@ def test_folders_of_splits_by_other_names_are_no_classes(tmp_path, names):
         [f"{split}/{kind}/1.png" for split in names for kind in ("cat", "dog")],
     )
     if names == ("train", "test"):
-        assert set(read(tmp_path).labels) == {"cat", "dog"}
+        assert set(read(tmp_path).labels.to_pylist()) == {"cat", "dog"}
     else:
         line = refusal(tmp_path)
         assert "splits" in line and "rename" in line and "classes:" in line
-        assert set(read(f"classes:{tmp_path}").labels) == set(names)
+        assert set(read(f"classes:{tmp_path}").labels.to_pylist()) == set(names)
 
 
 def test_test_images_in_a_folder_of_another_name_are_named(tmp_path):
@@ -113,7 +116,7 @@ def test_categorical_columns_of_parquet_are_read(tmp_path, predicted):
     else:
         rows = read(tmp_path / "t.parquet")
         images = rows.images
-        assert rows.labels == ["x", None]
+        assert rows.labels.to_pylist() == ["x", None]
     assert images[1] == str((tmp_path / "b.png").resolve())
 
 
@@ -135,7 +138,7 @@ def test_views_of_text_and_bytes_in_parquet_are_read(tmp_path, predicted):
         else:
             rows = read(tmp_path / "t.parquet")
             found = rows.images
-            assert rows.labels == ["x", None]
+            assert rows.labels.to_pylist() == ["x", None]
         expected = str((tmp_path / "b.png").resolve()) if name == "path" else images[1]
         assert found[1] == expected
 
@@ -164,7 +167,7 @@ def test_an_empty_line_of_labels_is_explained(tmp_path):
     (tmp_path / "v.csv").write_text("label\na\n\nb\n")
     assert "an empty line is no row" in refusal(f"vectors:{tmp_path}/v.npy")
     (tmp_path / "v.csv").write_text('label\na\n""\nb\n')
-    assert read(f"vectors:{tmp_path}/v.npy").labels == ["a", None, "b"]
+    assert read(f"vectors:{tmp_path}/v.npy").labels.to_pylist() == ["a", None, "b"]
 
 
 @pytest.mark.parametrize("name", ["v.npy", "v.npz"])
@@ -227,7 +230,7 @@ def test_dots_in_folders_of_a_shard_do_not_end_the_key(tmp_path):
                 info.size = len(data)
                 tar.addfile(info, io.BytesIO(data))
     rows = read(tmp_path / "t.tar")
-    assert rows.labels == ["cat"] * 3 and decode(rows.images[2], 8).any()
+    assert rows.labels.to_pylist() == ["cat"] * 3 and decode(rows.images[2], 8).any()
 
 
 def tiff_of_12_bits(values: np.ndarray) -> bytes:

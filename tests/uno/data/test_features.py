@@ -28,7 +28,7 @@ from uno.crops import Cropper
 from uno.data import decode as decode_module
 from uno.data import features, mapped
 from uno.data import files as filesystem
-from uno.data.columns import Labels
+from uno.data.columns import find_rows, make_labels
 from uno.data.decode import decode
 from uno.data.features import FeatureCache, cached_features, compute_local, feature_job
 from uno.data.files import Storage
@@ -177,7 +177,7 @@ def test_features_equal_a_loop_over_rows_and_views(tmp_path, crop, side):
         if not job.task.is_train[row]:
             assert not found[row, 1:].any()
             continue
-        (number,) = features.view_seeds([job.task.rows.ids[row]]).tolist()
+        (number,) = features.view_seeds([str(job.task.rows.ids[row])]).tolist()
         generator = augment_generator(VIEW_SEED, FEATURES, number)
         if crop == "pad":
             expected = augment(square, drawn, generator, data.mean, data.std, *where)
@@ -408,14 +408,14 @@ def test_an_image_in_memory_that_changes_is_the_only_one_to_be_encoded(tmp_path)
 def test_hidden_labels_reach_neither_the_features_nor_training(tmp_path):
     """Kills: views drawn by label, labels written beside the features."""
     rows, sets, seen = read_digits(), [], []
-    permuted = np.array(rows.labels)
+    permuted = np.array(rows.labels.to_pylist())
     novel = np.flatnonzero(permuted >= "5")
     permuted[novel] = np.random.default_rng(0).permutation(permuted[novel])
     config = config_of(data__limit=None)
     chosen = np.arange(0, 1797, 40)
-    for labels in (rows.labels, permuted.tolist()):
+    for labels in (rows.labels.to_pylist(), permuted.tolist()):
         task = make_task(
-            replace(rows, labels=Labels.of(labels)).take(chosen), config.data
+            replace(rows, labels=make_labels(labels)).take(chosen), config.data
         )
         job = feature_job(config, task, encoder_of(config))
         found, _ = kept(tmp_path, job, seen)
@@ -639,8 +639,8 @@ def test_files_have_the_format_of_vectors(tmp_path):
     job = job_of()
     whole, _ = kept(tmp_path, job)
     rows = read_vectors(cache_of(tmp_path, job).path)
-    place = rows.ids.find(list(job.task.rows.ids.take(np.arange(40))))
-    own = [place[job.task.rows.ids[row]] for row in range(40)]
+    place = find_rows(rows.ids, job.task.rows.ids[:40].to_pylist())
+    own = [place[str(job.task.rows.ids[row])] for row in range(40)]
     values, reasons = rows.images.vectors(np.array(own))
     train = torch.from_numpy(job.task.is_train)
     assert torch.equal(values[train], whole[train]) and not any(reasons)

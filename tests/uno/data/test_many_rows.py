@@ -14,7 +14,7 @@ import pytest
 
 from tests.pipelines.small import ROOT
 from tests.uno.data import many_rows
-from uno.data.columns import Labels, Text
+from uno.data.columns import find_rows, make_ids
 from uno.data.images import Files
 from uno.data.rows import Rows
 from uno.data.splits import make_task
@@ -51,16 +51,18 @@ def set_up(num_rows, folder):
 
 def listed(num_rows):
     """Rows of files with ids, some of which are chosen, hashed and looked for."""
-    ids = Text.of(f"{i}.png" for i in range(num_rows))
+    ids = make_ids(f"{i}.png" for i in range(num_rows))
     images = Files.of([], ())
-    images = Files(ids.array.cast("large_binary"), np.ones((num_rows, 2), np.int64))
+    images = Files(ids.cast("large_binary"), np.ones((num_rows, 2), np.int64))
     codes = (np.arange(num_rows) % 5).astype(np.int32)
 
     def work():
         rows = Rows(
             ids,
             images,
-            Labels(tuple("abcde"), codes),
+            pa.DictionaryArray.from_arrays(
+                codes, pa.array(list("abcde"), "large_string")
+            ),
             np.ones(num_rows, bool),
             "listed",
         )
@@ -69,9 +71,9 @@ def listed(num_rows):
             many_rows.config_of(1).data.model_copy(update={"known_classes": "first:3"}),
         )
         some = task.rows.take(np.arange(0, num_rows, 2))
-        assert some.fingerprint != rows.fingerprint and ids.find(["7.png", "none"]) == {
-            "7.png": 7
-        }
+        assert some.fingerprint != rows.fingerprint and find_rows(
+            ids, ["7.png", "none"]
+        ) == {"7.png": 7}
 
     return work
 
@@ -90,7 +92,9 @@ def read(num_rows, folder):
 
     def work():
         rows = read_parquet(str(folder / f"{num_rows}.parquet"))
-        assert rows.ids[:2] == ["row-0", "1"] and len(rows.fingerprint) == 64
+        assert (
+            rows.ids.to_pylist()[:2] == ["row-0", "1"] and len(rows.fingerprint) == 64
+        )
 
     return work
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.uno.small_run import small_config, small_sets
 from uno.config import DataConfig
-from uno.data.columns import Labels
+from uno.data.columns import make_labels
 from uno.data.resident import (
     FeatureBatches,
     ResidentBatches,
@@ -44,7 +44,7 @@ def test_sets_of_the_digits():
     assert (train.num_known, train.num_novel) == (5, 5) and torch.equal(
         train.labeled_images[:], images[rows]
     )
-    assert train.labels.tolist() == [int(task.rows.labels[i]) for i in rows]
+    assert train.labels.tolist() == [int(task.rows.labels.to_pylist()[i]) for i in rows]
     assert (
         len(train.labels) + len(train.unlabeled_images)
         == task.is_train.sum()
@@ -52,7 +52,9 @@ def test_sets_of_the_digits():
     )
     for found in sets.values():
         assert torch.equal(found.images[:], images[found.index])
-        assert found.truth.tolist() == [int(task.rows.labels[i]) for i in found.index]
+        assert found.truth.tolist() == [
+            int(task.rows.labels.to_pylist()[i]) for i in found.index
+        ]
     assert set(sets["test"].index.tolist()) == set(np.flatnonzero(~task.is_train))
 
 
@@ -68,11 +70,11 @@ def test_hidden_labels_never_reach_training():
     class.
     """
     rows = read_digits()
-    permuted, sets = np.array(rows.labels), []
+    permuted, sets = np.array(rows.labels.to_pylist()), []
     novel = np.flatnonzero(permuted >= "5")
     permuted[novel] = np.random.default_rng(0).permutation(permuted[novel])
-    for labels in (rows.labels, permuted.tolist()):
-        task = make_task(replace(rows, labels=Labels.of(labels)), DIGITS)
+    for labels in (rows.labels.to_pylist(), permuted.tolist()):
+        task = make_task(replace(rows, labels=make_labels(labels)), DIGITS)
         images = torch.from_numpy(rows.images.items.transpose(0, 3, 1, 2).copy())
         ok = np.ones(len(rows), dtype=bool)
         sets.append(

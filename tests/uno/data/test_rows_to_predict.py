@@ -22,7 +22,7 @@ def all_of(rows, size: int = 3):
     """(id, image) of every row, read in order, ``size`` images at a time."""
     parts = [some.read_images(np.arange(len(some))) for some in rows.images.split(size)]
     assert all(len(part) == size for part in parts[:-1])
-    return list(zip(rows.ids, chain.from_iterable(parts), strict=True))
+    return list(zip(rows.ids.to_pylist(), chain.from_iterable(parts), strict=True))
 
 
 def write_table(path, num: int, groups: int, **columns) -> None:
@@ -46,7 +46,9 @@ def test_tables_are_read_where_rows_are_wanted(tmp_path, monkeypatch, given):
             **({"id": names} if given else {}),
         )
     rows = read(f"parquet:{tmp_path}/in")
-    expected = list(zip(rows.ids, map(rows.images.__getitem__, range(17)), strict=True))
+    expected = list(
+        zip(rows.ids.to_pylist(), map(rows.images.__getitem__, range(17)), strict=True)
+    )
     assert (
         expected[6][1] == b"1.parquet 1" and len({name for name, _ in expected}) == 17
     )
@@ -82,7 +84,7 @@ def test_all_images_below_a_folder_are_read(tmp_path):
     write_images(tmp_path, [*names, ".hidden/no.png"], 0)
     (tmp_path / "photo.heic").write_bytes(b"x")
     rows = read(tmp_path)
-    assert rows.ids == names
+    assert rows.ids.to_pylist() == names
     assert "1 image left out" in rows.warnings[0] and "photo.heic" in rows.warnings[0]
     assert all_of(rows) == [(name, str(tmp_path / name)) for name in names]
     (tmp_path / "empty").mkdir()

@@ -541,7 +541,7 @@ def is_right(rows: Rows, expected: Right) -> bool:
     unreadable = headers_of(make_task(rows, config.data))[1]
     said = " ".join([*rows.warnings, *unreadable])
     return (
-        Counter(rows.labels) == Counter(expected.labels)
+        Counter(rows.labels.to_pylist()) == Counter(expected.labels)
         and sum(reason is not None for reason in reasons) == expected.unreadable
         and int((~rows.is_train).sum()) == expected.test
         and re.search(expected.named, said) is not None
@@ -567,6 +567,6 @@ def test_a_source_is_read_right_or_refused_in_one_line(tmp_path, situation, sour
     else:
         right = [one for one in expected if isinstance(one, Right)]
         assert any(is_right(rows, one) for one in right), (
-            list(rows.labels),
+            rows.labels.to_pylist(),
             rows.warnings,
         )

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from uno.config import Config, DataConfig
-from uno.data.columns import Labels, Text
+from uno.data.columns import make_ids, make_labels
 from uno.data.rows import Rows
 from uno.data.sources import read_digits
 from uno.data.splits import (
@@ -29,8 +29,8 @@ def rows_of(labels, split=None, **options):
     num = len(labels)
     is_train = np.array(split or ["train"] * num) == "train"
     images = np.arange(num * 12, dtype=np.uint8).reshape(num, 2, 2, 3)
-    ids = Text.of(f"r{i}" for i in range(num))
-    return Rows(ids, images, Labels.of(labels), is_train, "rows", **options)
+    ids = make_ids(f"r{i}" for i in range(num))
+    return Rows(ids, images, make_labels(labels), is_train, "rows", **options)
 
 
 def task_of(rows, **config):
@@ -44,7 +44,7 @@ def refused(rows, **config):
 def test_benchmark_hides_the_other_labels():
     task = task_of(read_digits(), known_classes="first:5")
     assert (task.known, task.novel, task.num_novel) == (list("01234"), list("56789"), 5)
-    truth = np.array([int(v) for v in task.rows.labels])
+    truth = np.array([int(v) for v in task.rows.labels.to_pylist()])
     np.testing.assert_array_equal(task.eval_labels, truth)
     np.testing.assert_array_equal(
         task.labels, np.where(task.is_train & (truth < 5), truth, -1)
@@ -69,7 +69,9 @@ def test_eval_labels_are_never_labels():
     """
     truth = [None, "c", "a", "b", "d"]
     rows, changed = (
-        rows_of(["a"] + [None] * 4, ["train"] * 4 + ["test"], eval_labels=Labels.of(t))
+        rows_of(
+            ["a"] + [None] * 4, ["train"] * 4 + ["test"], eval_labels=make_labels(t)
+        )
         for t in (truth, truth[::-1])
     )
     task = task_of(rows, num_novel=2)
@@ -185,7 +187,9 @@ def test_limit_is_even_and_keeps_every_class(labels, limit):
     for train in (True, False):
         kept = [
             label
-            for label, t in zip(task.rows.labels, task.is_train, strict=True)
+            for label, t in zip(
+                task.rows.labels.to_pylist(), task.is_train, strict=True
+            )
             if t == train
         ]
         assert len(kept) == min(limit, len(labels)) and set(kept) == set(labels)
@@ -195,8 +199,8 @@ def test_limit_is_even_and_keeps_every_class(labels, limit):
         share = len(kept) * labels.count(None) / len(labels)
         assert abs(kept.count(None) - min(share, len(kept) - len(named))) <= 1
     assert task.rows.images[0].shape == (2, 2, 3)
-    assert [int(name[1:]) for name in task.rows.ids] == sorted(
-        int(name[1:]) for name in task.rows.ids
+    assert [int(name[1:]) for name in task.rows.ids.to_pylist()] == sorted(
+        int(name[1:]) for name in task.rows.ids.to_pylist()
     )
 
 
@@ -205,7 +209,7 @@ def test_limit_takes_rows_from_all_over_a_class_and_of_every_class():
     same thing.
     """
     task = task_of(rows_of(["a"] * 10 + [None] * 4), num_novel=2, limit=7)
-    assert task.rows.ids == ["r0", "r2", "r4", "r6", "r8", "r10", "r12"]
+    assert task.rows.ids.to_pylist() == ["r0", "r2", "r4", "r6", "r8", "r10", "r12"]
     assert "below the 10 classes" in refused(
         read_digits(), known_classes="first:5", limit=9
     )
@@ -242,7 +246,7 @@ def test_a_share_of_each_known_class_loses_its_label():
     )
     # one label a class stays
     assert unlabel(np.array([0, 0, 1]), 0.99).tolist().count(-1) == 1
-    rows = replace(read_digits(), labels=Labels.of(["0", "1", None] * 599))
+    rows = replace(read_digits(), labels=make_labels(["0", "1", None] * 599))
     with pytest.raises(
         ConfigError, match="unlabeled_known_fraction needs --known-classes"
     ):
@@ -296,7 +300,7 @@ def test_rows_of_each_known_class_and_hidden_ones_are_held_out():
     loses rows, unlabeled rows held out.
     """
     rows = replace(read_digits(), is_train=np.full(1797, True))
-    labels = np.array(rows.labels)
+    labels = np.array(rows.labels.to_pylist())
     hidden = np.flatnonzero(labels >= "5")
     labels[hidden] = np.random.default_rng(0).permutation(labels[hidden])
     for share in (0.1, 0.5):
@@ -311,7 +315,7 @@ def test_rows_of_each_known_class_and_hidden_ones_are_held_out():
             task.labels[task.is_train & (truth < 5)] >= 0
         ).all()
         other = task_of(
-            replace(rows, labels=Labels.of(labels)),
+            replace(rows, labels=make_labels(labels)),
             known_classes="first:5",
             validation_fraction=share,
         )

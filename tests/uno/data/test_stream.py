@@ -23,7 +23,7 @@ from tests.uno.small_run import (
 )
 from uno.config import DataConfig, override
 from uno.data import stream as module
-from uno.data.columns import Labels, Text
+from uno.data.columns import make_ids, make_labels
 from uno.data.decode import BadRows, prefetch_map
 from uno.data.files import Storage
 from uno.data.images import InMemory
@@ -32,7 +32,7 @@ from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.errors import ConfigError
 from uno.runs import run
-from uno.train import LocalWorker
+from uno.training import LocalWorker
 
 from .builders import encoded, pixels
 from .test_resident import same
@@ -62,8 +62,8 @@ def pictures(num=40, broken=()):
         for i in range(num)
     ]
     labels = [["cat", "dog"][i % 2] if i < num // 2 else None for i in range(num)]
-    ids = Text.of(f"row {i}" for i in range(num))
-    rows = Rows(ids, images, Labels.of(labels), np.full(num, True), "pictures")
+    ids = make_ids(f"row {i}" for i in range(num))
+    rows = Rows(ids, images, make_labels(labels), np.full(num, True), "pictures")
     return make_task(rows, DataConfig(num_novel=2))
 
 
@@ -115,9 +115,9 @@ def test_what_workers_get_holds_no_hidden_label():
     task = digits_task()
     hidden, shuffled = (task.labels < 0) & task.is_train, task.eval_labels.copy()
     shuffled[hidden] = np.random.default_rng(0).permutation(shuffled[hidden])
-    names = np.where(task.labels >= 0, task.rows.labels, "?").tolist()
+    names = np.where(task.labels >= 0, task.rows.labels.to_pylist(), "?").tolist()
     other = replace(
-        task, eval_labels=shuffled, rows=replace(task.rows, labels=Labels.of(names))
+        task, eval_labels=shuffled, rows=replace(task.rows, labels=make_labels(names))
     )
     first, second = module.stream_facts(task), module.stream_facts(other)
     apart = {"bad", "crop", "decode", "device"}

@@ -47,9 +47,9 @@ def test_hugging_face_layout(tmp_path):
     assert (
         isinstance(rows.images, ParquetImages)
         and len(train) == 12
-        and rows.labels[train[1]] == "ant"
+        and rows.labels.to_pylist()[train[1]] == "ant"
     )
-    assert rows.ids[train[0]] == "train-00000-of-00001.parquet#0"
+    assert rows.ids.to_pylist()[train[0]] == "train-00000-of-00001.parquet#0"
     assert (decode(rows.images[train[4]], 8) == pixels(4).transpose(2, 0, 1)).all()
 
 
@@ -85,7 +85,7 @@ def test_class_names_that_are_no_text_are_escaped(tmp_path):
     """
     table = hf_table([picture(i) for i in range(4)], [0, 1, 0, 1], ["a\ud800", "b"])
     pq.write_table(table, tmp_path / "t.parquet")
-    assert read_parquet(str(tmp_path)).labels == ["a\\ud800", "b"] * 2
+    assert read_parquet(str(tmp_path)).labels.to_pylist() == ["a\\ud800", "b"] * 2
 
 
 def test_labels_of_parquet(tmp_path):
@@ -115,7 +115,9 @@ def test_labels_of_parquet(tmp_path):
     ):
         pq.write_table(table, tmp_path / "a.parquet")
         rows = read_parquet(str(tmp_path / "a.parquet"))
-        assert rows.labels == labels and set(rows.split) == {"train"}
+        assert rows.labels.to_pylist() == labels and set(rows.split.to_pylist()) == {
+            "train"
+        }
 
 
 def test_hugging_face_rows_by_path(tmp_path):
@@ -148,8 +150,11 @@ def test_canonical_layout(tmp_path):
     assert isinstance(rows.images, Files) and rows.images[1] == str(
         tmp_path / "im/b.png"
     )
-    assert rows.ids == ["r1", "r2"] and rows.labels == ["x", None]
-    assert list(rows.split) == ["train", "test"]
+    assert rows.ids.to_pylist() == ["r1", "r2"] and rows.labels.to_pylist() == [
+        "x",
+        None,
+    ]
+    assert rows.split.to_pylist() == ["train", "test"]
 
 
 def test_files_and_folders_name_the_split(tmp_path):
@@ -167,7 +172,13 @@ def test_files_and_folders_name_the_split(tmp_path):
         )
     rows = read_parquet(str(tmp_path))
     assert (
-        dict(zip([i.split("#")[0] for i in rows.ids], rows.split, strict=True))
+        dict(
+            zip(
+                [i.split("#")[0] for i in rows.ids.to_pylist()],
+                rows.split.to_pylist(),
+                strict=True,
+            )
+        )
         == splits
     )
 
@@ -488,17 +499,21 @@ def test_csv_and_jsonl_agree(tmp_path):
     )
     second = read_table(str(tmp_path / "t.jsonl"))
     for rows in (first, second):
-        assert rows.labels == ["cat", None, "dog, big"] and list(rows.split) == [
+        assert rows.labels.to_pylist() == [
+            "cat",
+            None,
+            "dog, big",
+        ] and rows.split.to_pylist() == [
             "train",
             "train",
             "test",
         ]
-        assert rows.ids == ["row-0", "row-1", "row-2"]
+        assert rows.ids.to_pylist() == ["row-0", "row-1", "row-2"]
         assert rows.images[2] == os.path.realpath(tmp_path / "sub/c.png")
     assert first.fingerprint == second.fingerprint
     (tmp_path / "t.jsonl").write_text('{"path": "a.png", "label": 7, "id": 3}')
     rows = read_table(str(tmp_path / "t.jsonl"))
-    assert rows.labels == ["7"] and rows.ids == ["3"]
+    assert rows.labels.to_pylist() == ["7"] and rows.ids.to_pylist() == ["3"]
 
 
 def test_columns_of_other_names(tmp_path):
@@ -518,7 +533,10 @@ def test_columns_of_other_names(tmp_path):
         rows = read_rows(
             DataConfig(source=source, columns="image=file, label=kind,id=file")
         )
-        assert rows.labels == ["x", None] and rows.ids == ["a.png", "b.png"]
+        assert rows.labels.to_pylist() == ["x", None] and rows.ids.to_pylist() == [
+            "a.png",
+            "b.png",
+        ]
         assert rows.images[1] == os.path.realpath(tmp_path / "b.png")
         assert (
             len(
@@ -553,9 +571,9 @@ def test_truth_for_evaluation_only(tmp_path):
     csv = write_csv(tmp_path, "path,label,eval_label\na.png,x,\nb.png,,y\n")
     for rows in (read_parquet(str(tmp_path / "t.parquet")), read_table(csv)):
         assert (
-            rows.labels == ["x", None]
-            and rows.eval_labels == [None, "y"]
-            and rows.truth == ["x", "y"]
+            rows.labels.to_pylist() == ["x", None]
+            and rows.eval_labels.to_pylist() == [None, "y"]
+            and rows.truth.to_pylist() == ["x", "y"]
         )
 
 
@@ -645,7 +663,10 @@ def test_ends_of_lines_and_a_byte_order_mark_change_nothing(tmp_path, suffix, ch
     plain.write_bytes(text[suffix] + b"\n")
     other.write_bytes(change(text[suffix]))
     first, second = (read_table(str(path)) for path in (plain, other))
-    assert first.labels.classes == ("1",) and first.fingerprint == second.fingerprint
+    assert (
+        first.labels.dictionary.to_pylist() == ["1"]
+        and first.fingerprint == second.fingerprint
+    )
 
 
 @pytest.mark.parametrize(
@@ -691,7 +712,12 @@ def test_hive_folders_are_columns(tmp_path):
     rows = read_parquet(str(tmp_path))
     found = {
         name.rpartition("/")[0]: [label, split]
-        for name, label, split in zip(rows.ids, rows.labels, rows.split, strict=True)
+        for name, label, split in zip(
+            rows.ids.to_pylist(),
+            rows.labels.to_pylist(),
+            rows.split.to_pylist(),
+            strict=True,
+        )
     }
     assert found == dict(
         zip(
@@ -725,11 +751,13 @@ def test_hive_folders_are_the_same_columns_when_pyarrow_writes_them(tmp_path):
     rows = read_rows(
         DataConfig(source=f"parquet:{tmp_path}", columns="label=kind,split=part")
     )
-    found = sorted(zip(rows.split, map(str, rows.labels), strict=True))
+    found = sorted(
+        zip(rows.split.to_pylist(), map(str, rows.labels.to_pylist()), strict=True)
+    )
     assert found == sorted(zip(columns["part"], map(str, columns["kind"]), strict=True))
     # they are not called as ours
     plain = read_rows(DataConfig(source=f"parquet:{tmp_path}"))
-    assert not plain.labels.given.any() and plain.is_train.all()
+    assert plain.labels.null_count == len(plain) and plain.is_train.all()
 
 
 def test_a_column_in_the_file_and_in_its_folder_must_agree(tmp_path):
@@ -737,7 +765,7 @@ def test_a_column_in_the_file_and_in_its_folder_must_agree(tmp_path):
         tmp_path / "a",
         {"label=1": {"label": [1.0, 1.0]}, "label=2": {"label": [2.0, 2.0]}},
     )
-    assert read_parquet(str(tmp_path / "a")).labels == ["1", "1", "2", "2"]
+    assert read_parquet(str(tmp_path / "a")).labels.to_pylist() == ["1", "1", "2", "2"]
     for label, shown in (("dog", "'dog'"), (None, "None")):
         write_hive(tmp_path / str(label), {"label=cat": {"label": ["cat", label]}})
         line = failure(read_parquet, str(tmp_path / str(label)))
@@ -764,7 +792,7 @@ def test_hive_folders_count_class_names_of_the_metadata(tmp_path):
             [{"bytes": encoded(pixels(0)), "path": None}], [0], ["zebra", "ant"]
         )
         pq.write_table(table.drop_columns("label"), tmp_path / place / "0.parquet")
-    assert read_parquet(str(tmp_path)).labels == ["zebra", "ant"]
+    assert read_parquet(str(tmp_path)).labels.to_pylist() == ["zebra", "ant"]
 
 
 @pytest.fixture
@@ -788,7 +816,7 @@ def test_uris(bucket):
     assert len(read("parquet:s3://bucket/hf")) == len(read("s3://bucket/hf")) == 16
     rows = read("s3://bucket/pets")
     assert (
-        rows.labels == ["cat", "cat", "dog"]
+        rows.labels.to_pylist() == ["cat", "cat", "dog"]
         and rows.images[0] == "s3://bucket/pets/test/cat/c.png"
     )
     assert decode(rows.images[1], 8).shape == (3, 8, 8)
@@ -810,7 +838,7 @@ def test_uris_with_options_and_odd_names(bucket):
     write_images(bucket / "odd", ["cat/a b#1.png", "cat/50%25.png", "cat/c?.png"])
     options = "?endpoint_override=http://localhost:9000"
     rows = read(f"s3://bucket/odd{options}")
-    assert rows.ids == ["cat/50%25.png", "cat/a b#1.png", "cat/c?.png"]
+    assert rows.ids.to_pylist() == ["cat/50%25.png", "cat/a b#1.png", "cat/c?.png"]
     assert all(rows.images[i].endswith(options) for i in range(3))
     assert all(decode(rows.images[i], 8).shape == (3, 8, 8) for i in range(3))
     write_csv(bucket / "odd", "path\ncat/a b#1.png\n")

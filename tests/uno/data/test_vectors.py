@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from uno.config import AugmentConfig, Config, DataConfig, override
+from uno.config import AugmentConfig, DataConfig
 from uno.data import files as filesystem
 from uno.data import mapped, tables, vectors
 from uno.data.check import check, format_report
@@ -25,7 +25,7 @@ from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.data.vectors import Vectors, given_vectors, with_views
 from uno.errors import ConfigError
-from uno.session.settings import completed
+from uno.session.configure import configure
 
 
 def drawn(num: int = 12, width: int = 4) -> np.ndarray:
@@ -66,7 +66,7 @@ def test_lists_of_any_floats_are_read(tmp_path, kind):
         np.array_equal(found[:, 0].numpy(), values.astype(np.float32))
         and reasons == [None] * 12
     )
-    assert rows.labels[:2] == ["a", None] and rows.ids[3] == "row-3"
+    assert rows.labels.to_pylist()[:2] == ["a", None] and str(rows.ids[3]) == "row-3"
 
 
 def test_rows_of_one_id_are_views(tmp_path):
@@ -82,7 +82,11 @@ def test_rows_of_one_id_are_views(tmp_path):
     )
     rows = rows_of(source)
     found, _ = rows.images.vectors(np.arange(3))
-    assert [*rows.ids] == ["a", "b", "c"] and [*rows.labels] == ["x", "y", "z"]
+    assert rows.ids.to_pylist() == ["a", "b", "c"] and rows.labels.to_pylist() == [
+        "x",
+        "y",
+        "z",
+    ]
     expected = values[[[0, 4], [1, 2], [3, 3]]]
     assert np.array_equal(found.numpy(), expected)
     assert np.array_equal(rows.images.prepared(np.array([1]))[0].numpy(), values[[1]])
@@ -138,14 +142,19 @@ def test_arrays_beside_a_table(tmp_path):
     values = drawn(6)
     np.save(tmp_path / "v.npy", values.astype(np.float64))
     bare = rows_of(f"vectors:{tmp_path}/v.npy")
-    assert not bare.labels.given.any() and np.array_equal(
+    assert bare.labels.null_count == len(bare) and np.array_equal(
         bare.images.vectors(np.arange(6))[0][:, 0], values
     )
     (tmp_path / "v.csv").write_text(
         "name,label\n" + "".join(f"r{i},{'k' if i < 3 else ''}\n" for i in range(6))
     )
     rows = rows_of(f"vectors:{tmp_path}/v.npy", columns="id=name")
-    assert rows.ids[5] == "r5" and rows.labels[:4] == ["k", "k", "k", None]
+    assert str(rows.ids[5]) == "r5" and rows.labels.to_pylist()[:4] == [
+        "k",
+        "k",
+        "k",
+        None,
+    ]
     np.savez(tmp_path / "v.npz", embedding=values, other=values[:1])
     assert np.array_equal(
         rows_of(f"vectors:{tmp_path}/v.npz").images.vectors(np.arange(6))[0][:, 0],
@@ -171,7 +180,7 @@ def test_arrays_are_read_from_a_remote_file_system(name):
         stream.write(content.getvalue())
     rows = rows_of(f"vectors:mock:///{name}")
     assert np.array_equal(rows.images.vectors(np.arange(6))[0][:, 0], values)
-    assert rows.labels[5] == (None if name == "v.npy" else "b")
+    assert rows.labels.to_pylist()[5] == (None if name == "v.npy" else "b")
 
 
 def test_an_npz_file_is_not_in_memory_beside_its_arrays(tmp_path):
@@ -237,7 +246,7 @@ def test_a_folder_of_files_with_splits_and_other_names(tmp_path):
         }
         pq.write_table(pa.table(table), tmp_path / f"{name}.parquet")
     rows = rows_of(f"vectors:{tmp_path}", columns="embedding=vec")
-    assert dict(zip(rows.ids, rows.is_train.tolist(), strict=True)) == {
+    assert dict(zip(rows.ids.to_pylist(), rows.is_train.tolist(), strict=True)) == {
         "test-00": False,
         "test-01": False,
         "train-00": True,
@@ -254,7 +263,12 @@ def test_hive_folders_of_vectors_are_columns(tmp_path):
             id=[f"{place}{i}" for i in "ab"],
         )
     rows = rows_of(f"vectors:{tmp_path}")
-    assert rows.labels == ["cat", "cat", "dog", "dog"] and rows.split == [
+    assert rows.labels.to_pylist() == [
+        "cat",
+        "cat",
+        "dog",
+        "dog",
+    ] and rows.split.to_pylist() == [
         "test",
         "test",
         "train",
@@ -316,7 +330,7 @@ def test_the_checks_name_bad_vectors_and_do_not_decode(tmp_path):
     labels = ["a"] * 15 + ["b"] * 15 + [None] * 10
     source = stored(tmp_path / "v.parquet", embedding=list(values), label=labels)
     given = {"data.source": source, "data.num_novel": 1, "train.batch_size": 8}
-    config = override(Config(), completed(given))
+    config = configure(given)
     task = make_task(read_rows(config.data), config.data)
     problems = check(task, config, seconds=5)
     assert "as vectors of 4 numbers" in format_report(
@@ -478,7 +492,7 @@ def test_copies_are_found_without_reading_rows(tmp_path, monkeypatch):
         label=["a", "b"] * 10 + [None] * 20,
     )
     given = {"data.source": source, "data.num_novel": 2, "data.max_bad_fraction": 0.2}
-    config = override(Config(), completed(given))
+    config = configure(given)
     task = make_task(read_rows(config.data), config.data)
     monkeypatch.setattr(Vectors, "read_images", None)
     copies = [p.message for p in check(task, config) if "duplicates" in p.message]
@@ -512,7 +526,7 @@ def test_vectors_from_memory(tmp_path):
     labels = ["a", None, float("nan"), -1, np.int64(3), 2.0]
     given_vectors(values, labels).store(f"{tmp_path}/v.parquet")
     rows = rows_of(f"vectors:{tmp_path}/v.parquet")
-    assert [*rows.labels] == ["a", None, None, None, "3", "2"]
+    assert rows.labels.to_pylist() == ["a", None, None, None, "3", "2"]
     assert np.allclose(rows.images.vectors(np.arange(6))[0], values, atol=1e-6)
     others = (
         ({"labels": [1]}, "1 labels for 6"),

@@ -15,10 +15,11 @@ from tests.uno.small_run import (
     fresh_state,
     small_config,
     small_sets,
+    step_of,
 )
 from uno.errors import ConfigError
-from uno.methods import dtc, registry
-from uno.model import features_of
+from uno.methods import default_settings, dtc
+from uno.model import build_network, features_of
 
 
 def naive_q(points: np.ndarray, centers: np.ndarray) -> np.ndarray:
@@ -119,7 +120,7 @@ def test_the_step_equals_the_loop(step):
     if step >= 6:
         ramp = np.exp(-5 * (1 - (step - 6) / 3) ** 2)
         expected += 3.0 * ramp * np.mean((q[0] - q[1]) ** 2)
-    assert float(dtc.step(state, batch, config, 0.0)) == pytest.approx(
+    assert float(step_of(config)(state, batch, config, 0.0)) == pytest.approx(
         expected, rel=1e-4
     )
     kept = state.extra["probabilities"].double().numpy()
@@ -142,7 +143,7 @@ def test_constants_of_the_authors():
     the step does not read.
     """
     cifar100, imagenet = (
-        registry.settings("dtc", name) for name in ("cifar100_50", "imagenet")
+        default_settings("dtc", name) for name in ("cifar100_50", "imagenet")
     )
     assert (
         cifar100["dtc.warmup"] == 30 / 130
@@ -151,7 +152,7 @@ def test_constants_of_the_authors():
     assert (
         imagenet["dtc.consistency_weight"] == 100 and imagenet["dtc.warmup"] == 10 / 70
     )
-    assert registry.settings("dtc", "cifar10") == {"method": "dtc"}
+    assert default_settings("dtc", "cifar10") == {"method": "dtc"}
     config = small_config(method="dtc", dtc__warmup=0.5, dtc__update_interval=0.25)
     state, batch = fresh_state(config), batches_of(config)(1)
     before, state.total_steps = state.extra["targets"].clone(), 20
@@ -160,7 +161,7 @@ def test_constants_of_the_authors():
             step,
             state.extra["probabilities"].square() + step / 9,
         )
-        dtc.step(state, batch, config, 0.0)
+        step_of(config)(state, batch, config, 0.0)
         assert torch.equal(state.extra["targets"], before) != moves, step
         before = state.extra["targets"].clone()
 
@@ -178,13 +179,13 @@ def test_more_classes_than_features_is_refused_when_the_network_is_built():
     with pytest.raises(
         ConfigError, match=r"as new classes .17., but .* only 16.*wider"
     ):
-        registry.build_network(small_config(method="dtc"), 5, 17, 0)
+        build_network(small_config(method="dtc"), 5, 17, 0)
 
 
 def test_more_classes_than_unlabeled_images_is_one_line():
     """Kills: a traceback of k-means."""
     config, train = small_config(method="dtc"), small_sets()[0]
     few = replace(train, unlabeled_images=train.unlabeled_images[:2])
-    model = registry.build_network(config, 5, train.num_novel, 0)
+    model = build_network(config, 5, train.num_novel, 0)
     with pytest.raises(ConfigError, match="got 2; add unlabeled images"):
-        dtc.start(config, model, few)
+        dtc.METHOD.initialize(config, model, few)

@@ -8,11 +8,17 @@ import torch
 import torch.nn.functional as F
 
 from tests.uno.methods.toy import softmax
-from tests.uno.small_run import batches_of, check_resumes, fresh_state, small_config
+from tests.uno.small_run import (
+    batches_of,
+    check_resumes,
+    fresh_state,
+    small_config,
+    step_of,
+)
 from tests.uno.test_objective import problem
 from uno.errors import ConfigError
-from uno.methods.extensions import iic_loss, iic_view_loss, past_logits, rkd_loss, step
-from uno.model import build_model
+from uno.methods.extensions import iic_loss, iic_view_loss, past_logits, rkd_loss
+from uno.model import build_network
 from uno.objective import global_targets, sinkhorn
 
 TAU = 0.1
@@ -116,11 +122,11 @@ def test_weights_scale_their_terms_in_the_step():
             **{f"objective__{name}": value for name, value in overrides.items()}
         )
         state = fresh_state(config)
-        other = state.teacher = build_model(config.model, 5, 0, 3).eval()
+        other = state.teacher = build_network(config, 5, 0, 3).eval()
         with torch.no_grad():
             logits = fresh_state(config).model(batch.views)
             taught = other([view[len(batch.labels) :] for view in batch.views]).known
-        return float(step(state, batch, config, 0.0)), logits, taught
+        return float(step_of(config)(state, batch, config, 0.0)), logits, taught
 
     plain, logits, taught = loss()
     rows = len(batch.labels)

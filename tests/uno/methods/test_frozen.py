@@ -16,6 +16,7 @@ from tests.uno.small_run import (
     copied_tensors,
     fresh_state,
     small_config,
+    step_of,
 )
 from tests.uno.small_run import assert_same as same
 from uno.config import Config
@@ -23,7 +24,7 @@ from uno.data.files import Storage
 from uno.data.resident import TrainSet
 from uno.encoder import build_encoder
 from uno.errors import Interrupted
-from uno.methods import METHODS, registry
+from uno.methods import METHODS
 from uno.methods.pairs import PairSimilarity
 from uno.runs import DISCOVER, PRETRAIN, run
 from uno.runs.checkpoint import checkpoint_steps
@@ -65,7 +66,7 @@ def test_every_method_learns_with_its_heads_alone(method):
     )
     before = copied_tensors(state)
     for n in range(2):
-        loss = registry.load(config).step(state, batches(n), config, 0.1)
+        loss = step_of(config)(state, batches(n), config, 0.1)
         assert loss.isfinite()
     moved = {
         name

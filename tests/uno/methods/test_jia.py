@@ -6,7 +6,8 @@ import torch
 
 from tests.uno.methods import toy
 from tests.uno.small_run import check_resumes, fresh_state, small_config
-from uno.methods import jia, registry
+from uno.methods import jia
+from uno.model import build_network
 
 LABELS = [0, 3, 1, 1]
 
@@ -82,9 +83,11 @@ def test_windows_are_the_runs_own_and_of_different_features():
     """Kills: windows drawn with replacement, from the global generator, or the same
     for every seed.
     """
-    model = registry.build_network(small_config(method="jia"), 5, 5, 0)
+    model = build_network(small_config(method="jia"), 5, 5, 0)
     found = [
-        jia.start(small_config(method="jia", seed=seed), model, None)["windows"]
+        jia.METHOD.initialize(small_config(method="jia", seed=seed), model, None)[
+            "windows"
+        ]
         for seed in (0, 0, 1)
     ]
     assert found[0].shape == (512, jia.WINDOW) and found[0].unique().tolist() == list(

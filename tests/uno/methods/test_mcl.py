@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from tests.uno.methods import toy
-from tests.uno.small_run import batches_of, fresh_state, small_config
-from uno.methods import kcl, pairs, registry
+from tests.uno.small_run import batches_of, fresh_state, small_config, step_of
+from uno.methods import kcl, pairs
 from uno.methods.pairs import PairSimilarity, similar_pairs, similarity_loss
 
 
@@ -165,7 +165,7 @@ def test_steps_lower_the_loss(method):
     state, batch, step = (
         fresh_state(config),
         batches_of(config)(0),
-        registry.load(config).step,
+        step_of(config),
     )
     found = [float(step(state, batch, config, 0.05)) for _ in range(20)]
     assert found[-1] < 0.8 * found[0]

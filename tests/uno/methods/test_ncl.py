@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from tests.uno.methods import toy
 from tests.uno.small_run import check_resumes, fresh_state, small_config
 from uno.data.resident import TrainSet
-from uno.methods import ncl, registry
+from uno.methods import ncl
+from uno.model import build_network
 
 LABELS = [0, 3, 1, 1]
 
@@ -172,14 +173,14 @@ def test_memories_are_no_larger_than_their_sets():
     """Kills: 2,000 entries of 100 rows, ImageNet's size elsewhere, labels of
     unlabeled rows.
     """
-    model = registry.build_network(small_config(method="ncl"), 5, 5, 0)
+    model = build_network(small_config(method="ncl"), 5, 5, 0)
     cases = (40, 30, "digits", (30, 40)), (9000, 5000, "imagenet", (3000, 3000))
     for labeled, unlabeled, preset, sizes in cases:
         config = small_config(method="ncl").model_copy(update={"preset": preset})
         train = TrainSet(
             torch.empty(0), torch.zeros(labeled), torch.empty(unlabeled), 5, 5
         )
-        found = ncl.start(config, model, train)
+        found = ncl.METHOD.initialize(config, model, train)
         assert (len(found["memory"]), len(found["labeled_memory"])) == sizes
         assert found.keys() == {"memory", "labeled_memory", "labeled_classes"}
 

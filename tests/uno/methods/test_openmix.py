@@ -7,8 +7,14 @@ import pytest
 import torch
 
 from tests.uno.methods import toy
-from tests.uno.small_run import check_resumes, fresh_state, small_config, small_sets
-from uno import collectives
+from tests.uno.small_run import (
+    check_resumes,
+    fresh_state,
+    small_config,
+    small_sets,
+    step_of,
+)
+from uno import distributed
 from uno.methods import openmix
 from uno.model import Logits
 from uno.prototype_init import training_features
@@ -50,10 +56,10 @@ def test_the_step_equals_the_loop(step, least):
         or logits._replace(known=logits.known + leaf, novel=logits.novel + leaf)
     )
     found = float(
-        openmix.step(state, Batch(views, torch.tensor(LABELS), 2), config, 0.0)
+        step_of(config)(state, Batch(views, torch.tensor(LABELS), 2), config, 0.0)
     )
 
-    partner, share = (part.tolist() for part in openmix.plan(step, 4, 10))
+    partner, share = (part.tolist() for part in openmix.draw_mixtures(step, 4, 10))
     assert (
         min(share) >= 0.5
         and len(set(share)) == 10
@@ -97,11 +103,11 @@ def test_the_step_equals_the_loop(step, least):
 
 def test_a_row_has_the_same_partner_on_any_number_of_workers(monkeypatch):
     """Kills: draws of a worker's own, partners of its own rows alone."""
-    whole = openmix.plan(5, 8, 20)
+    whole = openmix.draw_mixtures(5, 8, 20)
     parts = []
     for rank in (0, 1):
-        monkeypatch.setattr(collectives, "rank_and_world", lambda rank=rank: (rank, 2))
-        parts.append(openmix.plan(5, 4, 10))
+        monkeypatch.setattr(distributed, "rank_and_world", lambda rank=rank: (rank, 2))
+        parts.append(openmix.draw_mixtures(5, 4, 10))
     for one, first, second in zip(whole, *parts, strict=True):
         torch.testing.assert_close(
             torch.cat([first[:4], second[:4], first[4:], second[4:]]), one

@@ -14,7 +14,8 @@ from uno.data.files import Storage
 from uno.data.resident import TrainSet
 from uno.errors import ConfigError
 from uno.frozen import matched
-from uno.methods import pim, registry
+from uno.methods import default_settings, load, pim
+from uno.model import build_network
 from uno.prototype_init import Sample, clusters_of
 
 LABELS = [0, 3, 1, 1]
@@ -231,7 +232,7 @@ def test_the_run_has_the_fits_classes(setting):
 def test_a_run_pretrains_and_then_takes_no_step(tmp_path):
     """Kills: a known head of one coordinate more that is refused after pretraining."""
     config = small_config(
-        pim__steps=2, pretrain__epochs=1, **_dots(registry.settings("pim", "digits"))
+        pim__steps=2, pretrain__epochs=1, **_dots(default_settings("pim", "digits"))
     )
     assert config.discover.epochs == 0
     state = train_both(config, Storage(str(tmp_path)))
@@ -252,6 +253,4 @@ def test_too_few_rows_are_one_line():
             ConfigError,
             match=rf"method {method} needs as many unlabeled rows as new classes \(5\)",
         ):
-            registry.load(config).start(
-                config, registry.build_network(config, 5, 5, 0), few
-            )
+            load(config.method).initialize(config, build_network(config, 5, 5, 0), few)

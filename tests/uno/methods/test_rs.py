@@ -6,10 +6,8 @@ import torch
 
 from tests.uno.methods import toy
 from tests.uno.small_run import fresh_state, small_config
-from uno.methods import rs
-from uno.methods.method import pair_likelihood_loss
-from uno.methods.registry import settings
-from uno.schedule import sigmoid_rampup
+from uno.methods import default_settings, rs
+from uno.methods.common import pair_likelihood_loss, sigmoid_rampup
 
 
 def naive_same_top(a: np.ndarray, b: np.ndarray, top: int = 5) -> bool:
@@ -116,14 +114,14 @@ def test_rampup_of_known_cases_and_constants_of_the_authors():
         == sigmoid_rampup(0, 0)
         == 1
     )
-    assert settings("rs", "cifar100_20") == {
+    assert default_settings("rs", "cifar100_20") == {
         "method": "rs",
         "rs.consistency_weight": 50.0,
         "rs.rampup": 0.75,
     }
     assert (
-        settings("rs", "cifar10") == {"method": "rs"}
-        and settings("uno", "cifar100_20") == {}
+        default_settings("rs", "cifar10") == {"method": "rs"}
+        and default_settings("uno", "cifar100_20") == {}
     )
 
 

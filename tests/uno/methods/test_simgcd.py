@@ -8,9 +8,9 @@ import torch
 
 from tests.uno.methods import toy
 from tests.uno.methods.test_frozen import config_of, feature_set
-from tests.uno.small_run import batches_of, fresh_state, small_config
-from uno.methods import registry, simgcd
-from uno.methods.method import contrast_loss
+from tests.uno.small_run import batches_of, fresh_state, small_config, step_of
+from uno.methods import default_settings, simgcd
+from uno.methods.common import contrast_loss
 
 LABELS = [0, 3, 1, 1]
 
@@ -150,11 +150,11 @@ def test_contrast_knows_each_row_by_its_place():
 
 def test_constants_of_the_authors():
     """Kills: CIFAR10's on CIFAR100."""
-    assert registry.settings("simgcd", "cifar100_50") == {
+    assert default_settings("simgcd", "cifar100_50") == {
         "method": "simgcd",
         "simgcd.epsilon": 4.0,
     }
-    assert registry.settings("simgcd", "cifar10") == {"method": "simgcd"}
+    assert default_settings("simgcd", "cifar10") == {"method": "simgcd"}
     constants = small_config(method="simgcd").method_options
     assert (constants.epsilon, constants.labeled_weight, constants.entropy_rows) == (
         1,
@@ -178,7 +178,7 @@ def test_prototypes_of_a_frozen_encoder_start_at_clusters_and_stay_there(setting
 
     assert right()
     for n in range(12):
-        simgcd.step(state, batches(n), config, 0.3)
+        step_of(config)(state, batches(n), config, 0.3)
     assert right()
 
 
@@ -186,6 +186,6 @@ def test_steps_lower_the_loss():
     """The whole encoder learns. Kills: a sign, a term without gradient."""
     config = small_config(method="simgcd", simgcd__rampup=0.0)
     state, batch = fresh_state(config), batches_of(config)(0)
-    found = [float(simgcd.step(state, batch, config, 0.05)) for _ in range(20)]
+    found = [float(step_of(config)(state, batch, config, 0.05)) for _ in range(20)]
     assert found[-1] < 0.9 * found[0]
     assert all(p.grad.abs().sum() > 0 for p in state.model.novel.parameters())

@@ -4,11 +4,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tests.uno.small_run import step_of
 from uno.config import Config
-from uno.methods import registry
 from uno.model import Logits
-from uno.state import TrainState
-from uno.steps import Batch
+from uno.steps import Batch, TrainState
 
 TAU = 0.1
 
@@ -20,7 +19,7 @@ def step_on(config: Config, logits: Logits, labels: Tensor, state: TrainState) -
     moved = Logits(*(None if part is None else part + leaf for part in logits))
     state.forward = lambda views: moved
     batch = Batch([torch.zeros(1)] * 2, labels, 2)
-    return float(registry.load(config).step(state, batch, config, 0.0))
+    return float(step_of(config)(state, batch, config, 0.0))
 
 
 def random_logits(

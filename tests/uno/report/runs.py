@@ -7,11 +7,11 @@ import numpy as np
 import torch
 
 from uno.config import Config, dump_yaml, override
-from uno.data.columns import Labels, Text
+from uno.data.columns import make_ids, make_labels
 from uno.data.files import Storage, valid_text
 from uno.data.rows import Rows
 from uno.data.splits import Task, make_task
-from uno.model import build_model
+from uno.model import build_network
 from uno.presets import preset
 from uno.runs.checkpoint import Checkpoint, save_checkpoint
 from uno.runs.hardware import environment
@@ -23,7 +23,7 @@ HOSTILE = [
     "\u202eright to left \u05d0\u05d1",
     "x" * 300,
     "{{ 7 * 7 }}{% raw %}",
-    "lone \udce9 surrogate",
+    "lone \ufffe noncharacter",
     "<!-- --> ]]> &amp; \x00\x1b[31m",
     "javascript:alert(1)",
     "http://example.com/a.js",
@@ -45,11 +45,11 @@ def hostile_task(
     """
     num = rows_per_class * len(HOSTILE)
     rows = Rows(
-        ids=Text.of(valid_text(f"{i} {HOSTILE[(i * 7) % 10]}") for i in range(num)),
+        ids=make_ids(valid_text(f"{i} {HOSTILE[(i * 7) % 10]}") for i in range(num)),
         images=np.random.default_rng(0).integers(
             0, 255, (num, 8, 8, 3), dtype=np.uint8
         ),
-        labels=Labels.of(
+        labels=make_labels(
             HOSTILE[i % 10] if truth or i % 10 < 5 else None for i in range(num)
         ),
         is_train=np.array([not (test and i // 10 % 4 == 0) for i in range(num)]),
@@ -69,7 +69,7 @@ def write_run(
     directory.
     """
     storage = Storage(str(folder))
-    model = build_model(config.model, task.num_known, task.num_novel, 0)
+    model = build_network(config, task.num_known, task.num_novel, 0)
     tensors = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
     tensors["head_losses"] = torch.tensor([0.4, 0.3, 0.2, 0.5])
     save_checkpoint(storage, "discover", Checkpoint(10, tensors, dump_yaml(config)))

@@ -42,7 +42,9 @@ from uno.results.infer import (
     with_alignment,
 )
 from uno.results.predictions import (
-    FILE,
+    FOLDER,
+    MARK,
+    PART,
     PredictionWriter,
     batch_sizes,
     chunk_rows,
@@ -96,7 +98,7 @@ def predict_all(model, rows: Rows, output: Path, *args, **options) -> pa.Table:
     summary = predict_rows(
         model, writer_of(model, rows, output, *args, **options), threads=1
     )
-    table = pq.read_table(output / FILE)
+    table = pq.read_table(output / FOLDER)
     assert summary.ok + summary.bad == summary.rows == len(table) == len(rows)
     return table
 
@@ -236,7 +238,7 @@ def test_all_digits_in_order(tmp_path, model):
     rows = rows_of("digits")
     table = predict_all(model, rows, tmp_path, embedding=True)
     columns = table.to_pydict()
-    assert len(table) == 1797 and columns["id"] == rows.ids
+    assert len(table) == 1797 and columns["id"] == rows.ids.to_pylist()
     assert table["uri"].null_count == 1797 and table["reason"].null_count == 1797
     assert set(columns["status"]) == {"ok"} and set(columns["model_hash"]) == {
         model.model_hash
@@ -248,7 +250,7 @@ def test_all_digits_in_order(tmp_path, model):
     assert columns["kind"] == [
         "known" if i < 5 else "novel" for i in columns["class_index"]
     ]
-    assert [p.name for p in tmp_path.iterdir()] == [FILE]
+    assert [p.name for p in tmp_path.iterdir()] == [FOLDER]
     single = model.score(
         torch.from_numpy(rows.images.items[700:701].transpose(0, 3, 1, 2).copy())
     )
@@ -326,55 +328,38 @@ def test_interrupted_work_continues_and_gives_the_same_table(
         patch.setattr(type(model), "score", mortal)
         with pytest.raises(Killed):
             predict_all(model, rows, output)
-    assert not (output / FILE).exists()
-    stored = sorted((output / "_shards").glob("*.parquet"))
+    assert predictions.read_columns(Storage(str(output)), ["id"]) is None
+    stored = sorted((output / FOLDER).glob("*.parquet"))
     assert len(stored) == after * model.batch_rows // predictions.GROUP_ROWS
-    if stored:  # a shard that a failing disk cut short is made again
+    if stored:  # a file that a failing disk cut short is made again
         stored[0].write_bytes(stored[0].read_bytes()[:100])
-    (output / f".{FILE}.0a1b2c3d").write_bytes(b"half of a table")
+    (output / FOLDER / ".part-000000.parquet.0a1b2c3d").write_bytes(b"half a part")
     assert predict_all(model, rows, output).equals(expected)
-    assert [p.name for p in output.iterdir()] == [FILE]
+    assert len(list((output / FOLDER).iterdir())) == 5
 
 
 def test_partitions_of_many_batches_give_the_same_table(tmp_path, monkeypatch, model):
-    """Kills: batches that depend on the partition, row groups joined out of order."""
+    """Kills: batches that depend on the partition."""
     expected = predict_all(model, rows_of("digits"), tmp_path / "small", embedding=True)
     monkeypatch.setattr("uno.results.predictions.NUM_PARTITIONS", 1)
-    monkeypatch.setattr(predictions, "ROW_GROUP_ROWS", 1)
-    assert predict_all(
-        model, rows_of("digits"), tmp_path / "large", embedding=True
-    ).equals(expected)
-    assert pq.ParquetFile(tmp_path / "large" / FILE).num_row_groups == 2
-    assert pq.ParquetFile(tmp_path / "small" / FILE).num_row_groups == 1
+    table = predict_all(model, rows_of("digits"), tmp_path / "large", embedding=True)
+    assert table.equals(expected)
+    sizes = [len(list((tmp_path / n / FOLDER).iterdir())) for n in ("large", "small")]
+    assert sizes[0] < sizes[1]
 
 
 @pytest.mark.parametrize(
-    "claim", [b"{", b"[]", b"{}", b'{"made_from": {"format": 0}, "part_rows": 512}']
+    "mark", [b"{", b"[]", b"{}", b'{"made_from": {"format": 0}, "part_rows": 512}']
 )
-def test_what_another_version_had_begun_is_refused(tmp_path, model, claim):
-    """Kills: half a table of other rows, a traceback for a claim of unknown form."""
-    rows, shard = rows_of("digits"), tmp_path / "_shards" / "000000.parquet"
+def test_what_another_version_had_begun_is_refused(tmp_path, model, mark):
+    """Kills: half a table of other rows, a traceback for a mark of unknown form."""
+    rows, part = rows_of("digits"), tmp_path / PART.format(0)
     writer_of(model, rows, tmp_path)
-    shard.write_bytes(b"kept")
-    (shard.parent / "manifest.json").write_bytes(claim)
-    with pytest.raises(
-        ConfigError,
-        match="holds predictions of another version; choose another --output",
-    ):
+    part.write_bytes(b"kept")
+    (tmp_path / MARK).write_bytes(mark)
+    with pytest.raises(ConfigError, match="holds predictions of another version"):
         writer_of(model, rows, tmp_path)
-    assert shard.exists()
-
-
-def test_a_kill_between_joining_and_tidying_up_costs_nothing(
-    tmp_path, monkeypatch, model
-):
-    rows = rows_of("digits", 600)
-    expected = predict_all(model, rows, tmp_path)
-    (tmp_path / "_shards").mkdir()
-    (tmp_path / "_shards" / "000000.parquet").write_bytes(b"left over")
-    monkeypatch.setattr(type(model), "score", None)  # nothing is computed again
-    assert predict_all(model, rows, tmp_path).equals(expected)
-    assert not (tmp_path / "_shards").exists()
+    assert part.exists()
 
 
 @pytest.mark.parametrize("finished", [True, False])
@@ -397,17 +382,24 @@ def test_other_predictions_in_the_directory_are_refused(
         ):
             predict_all(changed, chosen, tmp_path, embedding)
     if finished:
-        assert pq.read_table(tmp_path / FILE).equals(table)
+        assert pq.read_table(tmp_path / FOLDER).equals(table)
     replaced = predict_all(other, rows, tmp_path, replace=True)
     assert set(replaced["model_hash"].to_pylist()) == {other.model_hash}
 
 
-@pytest.mark.parametrize("name", ["data.parquet", FILE])
-def test_somebody_elses_parquet_is_left_alone(tmp_path, model, name):
-    pq.write_table(pa.table({"x": [1]}), tmp_path / name)
-    with pytest.raises(ConfigError, match="not written by uno predict"):
-        predict_all(model, rows_of("digits"), tmp_path)
-    assert pq.read_table(tmp_path / name).to_pydict() == {"x": [1]}
+def test_fewer_rows_leave_no_file_of_more_rows(tmp_path, model):
+    """Kills: partitions of replaced predictions that a reader of the folder finds."""
+    predict_all(model, rows_of("digits"), tmp_path)
+    predict_all(model, rows_of("digits", 600), tmp_path, replace=True)
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_somebody_elses_files_are_left_alone(tmp_path, model, replace):
+    (tmp_path / FOLDER).mkdir()
+    pq.write_table(pa.table({"x": [1]}), tmp_path / FOLDER / "data.parquet")
+    with pytest.raises(ConfigError, match="holds no set of predictions"):
+        predict_all(model, rows_of("digits"), tmp_path, replace=replace)
+    assert pq.read_table(tmp_path / FOLDER).to_pydict() == {"x": [1]}
 
 
 def test_sources_that_training_refuses(tmp_path, model):
@@ -419,7 +411,7 @@ def test_sources_that_training_refuses(tmp_path, model):
     write_digits(flat / "train" / "n99999999", images[:1])
     for source in (flat, f"folder:{flat}", f"imagenet:{flat}"):
         rows = rows_of(source)
-        assert len(rows) == 9 and rows.ids[8] == "train/n99999999/digit-0000.png"
+        assert len(rows) == 9 and str(rows.ids[8]) == "train/n99999999/digit-0000.png"
     csv = flat / "table.csv"
     csv.write_text(
         "path,label,split,other\ndigit-0000.png,,nonsense,1\n,7,train,2\ndigit-0002.png,x,,\n"
@@ -455,23 +447,32 @@ def test_names_that_are_no_text(tmp_path, model):
     assert any("caf\\xe9" in name for name in table["id"].to_pylist())
 
 
-def test_rename_changes_names_only(tmp_path, model, renamed):
+def raise_killed(*_):
+    raise Killed
+
+
+def test_rename_changes_names_only(tmp_path, monkeypatch, model, renamed):
     write_digits(tmp_path / "in", read_digits().images.items[:700])
     write_damaged(tmp_path / "in")
     before = predict_all(model, rows_of(tmp_path / "in"), tmp_path / "out")
     storage = Storage(str(tmp_path / "out"))
+    with monkeypatch.context() as patch:
+        patch.setattr(predictions.PartWriter, "write", raise_killed)
+        with pytest.raises(Killed):
+            predictions.rename(storage, renamed.classes)
+    assert predictions.read_columns(storage, ["id"]) is None  # names are mixed
     assert predictions.rename(storage, renamed.classes)
-    after = pq.read_table(tmp_path / "out" / FILE)
+    after = pq.read_table(tmp_path / "out" / FOLDER)
     assert after.drop_columns("class_name").equals(before.drop_columns("class_name"))
     expected = [
         "other" if name == "novel-1" else name
         for name in before["class_name"].to_pylist()
     ]
     assert after["class_name"].to_pylist() == expected
-    # it is complete
-    assert predict_all(renamed, rows_of(tmp_path / "in"), tmp_path / "out").equals(
-        after
-    )
+    # nothing is predicted again
+    monkeypatch.setattr(type(model), "score", None)
+    again = predict_all(renamed, rows_of(tmp_path / "in"), tmp_path / "out")
+    assert again.equals(after)
     merged = [*renamed.classes[:9], OutputClass(9, "novel-5", "novel", 5)]
     assert not predictions.rename(storage, merged)
 

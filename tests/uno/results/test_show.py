@@ -89,14 +89,14 @@ def test_images_in_folders_are_shown_until_they_are_gone(tmp_path):
     for path in (tmp_path / "new").iterdir():
         path.unlink()
     assert "<table" in uno.load(run)._repr_html_()
-    (run / "predictions.parquet").write_bytes(b"damaged")
+    (run / "predictions" / "part-000000.parquet").write_bytes(b"damaged")
     assert "novel-5" in uno.load(storage.uri)._repr_html_()
 
 
 def test_other_data_under_the_same_name_is_not_shown(digits, monkeypatch):
     """Kills: pictures by row number alone."""
     other = override(load_classifier(digits).config, {"data.limit": 61})
-    assert not any(any(m.images) for m in show.members(digits, other).values())
+    assert not any(any(m.images) for m in show.read_members(digits, other).values())
 
 
 def test_a_copy_of_the_model_shows_names_alone(digits, tmp_path):

@@ -5,7 +5,7 @@ import torch
 
 from tests.uno.small_run import small_config, small_sets
 from uno.data.features import oddity
-from uno.model import build_model
+from uno.model import build_network
 from uno.prototype_init import training_features
 from uno.results import trust
 from uno.results.trust import neighbor_agreement, trust_metrics, verdict
@@ -266,7 +266,7 @@ def test_signs_of_a_model_on_the_digits(monkeypatch):
     themselves, more rows than the limit.
     """
     config, (train, _) = small_config(data__setting="ncd"), small_sets()
-    model = build_model(config.model, 5, 5, 0).eval()
+    model = build_network(config, 5, 5, 0).eval()
     values = {"test/known/task_agnostic_strict/acc/best": 0.5}
     sample = training_features(config, model, train)
     shown = trust.looked_at(config, sample, train)

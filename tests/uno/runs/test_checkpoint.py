@@ -121,18 +121,6 @@ def test_a_file_that_verifies_is_still_checked(storage):
         assert load_newest(storage, "discover").step == 3
 
 
-def test_the_form_before_is_refused(storage):
-    """Kills: a run of then that silently starts at step 0."""
-    storage.write("checkpoints/discover/step_00000012/manifest.json", b"{}")
-    says = (
-        r"^.*discover has format version 1, not 2; use --overwrite, or another"
-        r" directory$"
-    )
-    for ask in (load_newest, checkpoint_steps):
-        with pytest.raises(StorageError, match=says):
-            ask(storage, "discover")
-
-
 def test_the_last_k_are_kept(storage):
     """Kills: keep ignored, the oldest kept, other phases deleted."""
     save(storage, 1, phase="pretrain")

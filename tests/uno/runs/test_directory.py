@@ -1,9 +1,7 @@
-"""A run directory: who may use it, and the repairs that lose nothing."""
+"""A run directory: who may use it, and what is deleted from it."""
 
-import io
 import json
 import shutil
-import tarfile
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,10 +19,10 @@ from uno.config import (
 )
 from uno.data.files import Storage
 from uno.data.sources import read_folder, read_rows
-from uno.errors import ConfigError, StorageError
+from uno.errors import ConfigError
 from uno.presets import PRESETS, preset
 from uno.runs import directory
-from uno.runs.checkpoint import checkpoint_steps, file_name
+from uno.runs.checkpoint import checkpoint_steps
 from uno.runs.directory import begin_run
 
 CONFIG = small_config(pretrain__epochs=2, discover__epochs=2)
@@ -157,41 +155,17 @@ def test_damaged_results_are_none(storage, content):
 def test_what_a_logger_is_writing_is_left_to_it(storage):
     half = "loggers/.wandb.0a1b2c3d"
     storage.write(half, b"")
-    directory.repair(storage)
+    directory.delete_leftovers(storage)
     assert storage.exists(half)
 
 
-def cut(storage, phase, step):
-    name = file_name(phase, step)
-    storage.write(name, storage.read(name)[:-9])
-
-
-def test_a_run_of_the_form_before_is_refused(empty):
-    """Kills: settings that a newer schema has named as the reason."""
-    empty.write("config.yaml", b"of: then")
-    empty.write("environment.json", b'{"format_version": 1, "versions": {}}')
-    with pytest.raises(
-        ConfigError, match=r"^.*empty has format version 1, not 2; use --overwrite$"
-    ):
-        begin_run(CONFIG, empty, "print")
-
-
-def test_repairs_lose_nothing(storage):
-    """Only what is newer than the newest valid checkpoint is removed."""
-    cut(storage, "discover", 12)
-    cut(storage, "pretrain", 3)
+def test_what_killed_commands_left_is_deleted(storage):
     leftovers = ["checkpoints/.x.safetensors.0a1b2c3d", "ray/attempt/x.json", "STOP"]
     for name in leftovers:
         storage.write(name, b"")
-    (line,) = directory.repair(storage)
-    assert "discover step 12" in line
-    assert checkpoint_steps(storage, "discover") == [6]
-    assert checkpoint_steps(storage, "pretrain") == [3, 6]
+    directory.delete_leftovers(storage)
     assert not any(map(storage.exists, leftovers))
-    cut(storage, "discover", 6)
-    with pytest.raises(StorageError, match="none of the 1 checkpoints"):
-        directory.repair(storage)
-    assert checkpoint_steps(storage, "discover") == [6]
+    assert checkpoint_steps(storage, "discover") == [6, 12]
 
 
 def folder_rows(folder, numbers=(), first_seed=0):
@@ -229,26 +203,16 @@ def test_a_run_without_times_of_its_images_is_not_refused(tmp_path):
     directory.check_images(storage, rows)
 
 
-@pytest.mark.parametrize("kind", ["parquet", "tar"])
-def test_files_that_hold_images_are_compared(tmp_path, kind):
-    """Of the same sizes, so that the fingerprint stays."""
-    prints = []
+def test_files_that_hold_images_are_compared(tmp_path):
+    """A table of the same size has the same fingerprint, and other times."""
+    storage, prints = Storage(str(tmp_path / "run")), []
     for seed in (0, 100):
         images = [encoded(pixels(seed + i), "BMP") for i in range(8)]
-        if kind == "parquet":
-            table = pa.table(
-                {"id": [f"{i}" for i in range(8)], "image": images, "label": ["a"] * 8}
-            )
-            pq.write_table(table, tmp_path / "x.parquet", compression="none")
-        else:
-            with tarfile.open(tmp_path / "x.tar", "w") as file:
-                for i, data in enumerate(images):
-                    member = tarfile.TarInfo(f"{i}.bmp")
-                    member.size = len(data)
-                    file.addfile(member, io.BytesIO(data))
-        rows = read_rows(DataConfig(source=str(tmp_path / f"x.{kind}")))
+        ids = [f"{i}" for i in range(8)]
+        table = pa.table({"id": ids, "image": images, "label": ["a"] * 8})
+        pq.write_table(table, tmp_path / "x.parquet", compression="none")
+        rows = read_rows(DataConfig(source=str(tmp_path / "x.parquet")))
         prints.append(rows.fingerprint)
-        storage = Storage(str(tmp_path / "run"))
         if seed == 0:
             directory.begin_images(storage, rows)
     assert prints[0] == prints[1]

@@ -1,6 +1,6 @@
 """A run that ``--overwrite`` replaces is lost only when the new run has begun."""
 
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pyarrow as pa
 import pytest
@@ -78,30 +78,22 @@ def overwrite(storage, files, error=None, begins=False):
             raise error
 
 
-def test_the_new_run_replaces_the_former_one(storage, tmp_path):
-    overwrite(storage, NEW | CHECKPOINT)
-    assert content(tmp_path / "run") == NEW | CHECKPOINT
-
-
-@pytest.mark.parametrize("error", [ValueError(), KeyboardInterrupt()])
-def test_a_new_run_that_fails_before_its_first_checkpoint_is_undone(
-    storage, tmp_path, error
+@pytest.mark.parametrize(
+    ("files", "error", "begins", "kept"),
+    [
+        (NEW | CHECKPOINT, None, False, NEW | CHECKPOINT),
+        (NEW, ValueError(), False, FORMER),
+        (NEW, KeyboardInterrupt(), False, FORMER),
+        (NEW | CHECKPOINT, ValueError(), False, NEW | CHECKPOINT),
+        (NEW, ValueError(), True, NEW),
+    ],
+)
+def test_the_former_run_stays_until_the_new_one_trains(
+    storage, tmp_path, files, error, begins, kept
 ):
-    with pytest.raises(type(error)):
-        overwrite(storage, NEW, error)
-    assert content(tmp_path / "run") == FORMER
-
-
-def test_a_new_run_with_a_checkpoint_stays_when_it_fails(storage, tmp_path):
-    with pytest.raises(ValueError):
-        overwrite(storage, NEW | CHECKPOINT, ValueError())
-    assert content(tmp_path / "run") == NEW | CHECKPOINT
-
-
-def test_a_new_run_that_has_begun_to_train_stays_when_it_fails(storage, tmp_path):
-    with pytest.raises(ValueError):
-        overwrite(storage, NEW, ValueError(), begins=True)
-    assert content(tmp_path / "run") == NEW
+    with nullcontext() if error is None else pytest.raises(type(error)):
+        overwrite(storage, files, error, begins)
+    assert content(tmp_path / "run") == kept
 
 
 @pytest.mark.parametrize("files", [NEW, NEW | CHECKPOINT], ids=["data", "checkpoint"])

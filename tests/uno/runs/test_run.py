@@ -8,7 +8,6 @@ from itertools import product
 import pytest
 import safetensors.torch
 import torch
-import torchvision
 import yaml
 
 from tests.uno.small_run import (
@@ -22,7 +21,7 @@ from tests.uno.small_run import (
 from uno.config import Config, override
 from uno.data.files import Storage
 from uno.errors import ConfigError, StorageError
-from uno.model import build_model, features_of
+from uno.model import build_network, features_of
 from uno.results.baselines import direction_clusters, score
 from uno.results.evaluate import evaluate_run
 from uno.results.infer import decoder, load_classifier, save_model, with_alignment
@@ -30,7 +29,7 @@ from uno.runs import directory, run
 from uno.runs.checkpoint import Checkpoint, save_checkpoint
 from uno.session.data import read_task
 from uno.session.predict import unlabeled_rows
-from uno.train import LocalWorker
+from uno.training import LocalWorker
 
 CONFIG, WORKER = small_config(), LocalWorker(torch.device("cpu"))
 
@@ -60,7 +59,7 @@ def test_discovery_starts_from_pretrained_weights(
     """
     config = small_config(model__weights=finished.uri) if of_another_run else CONFIG
     pretrained = run.load_newest(finished, run.PRETRAIN).tensors
-    model = build_model(config.model, num_known, 5, seed=1)
+    model = build_network(config, num_known, 5, seed=1)
     known = model.known.weight.detach().clone()
     assert run.load_weights_(
         model, config, storage if of_another_run else finished
@@ -72,32 +71,7 @@ def test_discovery_starts_from_pretrained_weights(
         pretrained["model/known.weight"] if num_known == 5 else known,
     )
     with pytest.raises(ConfigError, match="another number of classes"):
-        run.load_weights_(build_model(CONFIG.model, 3, 5, seed=1), CONFIG, finished)
-
-
-@pytest.mark.slow
-def test_torchvision_weights(storage):
-    """A state dict of torchvision's ResNet18 with its classifier. Kills: ``fc``
-    refused, keys ignored.
-    """
-    theirs = torchvision.models.resnet18()
-    storage.write("resnet18.safetensors", safetensors.torch.save(theirs.state_dict()))
-    source = storage.path("resnet18.safetensors")
-    config = small_config(
-        model__encoder="resnet18", model__stem="imagenet", model__weights=source
-    )
-    model = build_model(config.model, 5, 5, seed=1)
-    run.load_weights_(model, config, storage)
-    assert torch.equal(
-        model.encoder.layer4[1].conv2.weight, theirs.layer4[1].conv2.weight
-    )
-    small_stem = override(config, {"model.stem": "cifar"})
-    with pytest.raises(
-        ConfigError, match=r"^model\.weights: .* does not fit the encoder: .*conv1.*$"
-    ):
-        run.load_weights_(
-            build_model(small_stem.model, 5, 5, seed=1), small_stem, storage
-        )
+        run.load_weights_(build_network(CONFIG, 3, 5, seed=1), CONFIG, finished)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"not safetensors", b"\xff" * 64])
@@ -108,7 +82,7 @@ def test_weights_that_cannot_be_read_are_one_line(storage, content):
         storage.write("weights.safetensors", content)
     config = small_config(model__weights=source)
     with pytest.raises(StorageError, match=f"^.*{re.escape(source)}.*$"):
-        run.load_weights_(build_model(config.model, 5, 5, seed=1), config, storage)
+        run.load_weights_(build_network(config, 5, 5, seed=1), config, storage)
 
 
 def test_no_pretraining_is_an_error(storage):
@@ -140,7 +114,7 @@ def test_prototypes_are_normalized_before_evaluation(tmp_path):
 def kmeans_by_hand(storage: Storage) -> float:
     """Return the accuracy of k-means on the novel rows' pretrained features."""
     _, sets = small_sets()
-    model = build_model(CONFIG.model, 5, 0, 0)
+    model = build_network(CONFIG, 5, 0, 0)
     run.load_weights_(model, CONFIG, storage)
     novel = sets["train"].where(sets["train"].truth >= 5)
     features = features_of(model.eval(), novel.images, CONFIG)

@@ -1,6 +1,9 @@
 """What the console prints at the end of a run."""
 
+import json
+
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from uno.data.files import Storage
@@ -23,14 +26,18 @@ def test_the_last_lines_are_the_classes_and_what_to_do_next(tmp_path, capsys, tr
         if truth
         else {}
     )
-    names = pa.table(
+    table = pa.table(
         {
             "class_name": ["novel-1", "novel-2", "novel-2", None],
             "kind": ["known", "novel", "novel", None],
         }
     )
-    identity = dict.fromkeys(predictions.DIFFERENCES, "")
-    predictions._write(Storage(str(tmp_path)), names.schema, identity, iter([names]))
+    made_from = dict.fromkeys(predictions.DIFFERENCES, "") | {"rows": 4}
+    mark = {"made_from": made_from, "part_rows": 512, "state": "complete"}
+    storage = Storage(str(tmp_path))
+    storage.write(predictions.MARK, json.dumps(mark).encode())
+    with storage.create(predictions.PART.format(0)) as stream:
+        pq.write_table(table, stream)
     (tmp_path / REPORT_FILE).touch()
     pipeline.show_results(Storage(str(tmp_path)), values)
     *lines, report, classes, predict = filter(
@@ -45,7 +52,7 @@ def test_the_last_lines_are_the_classes_and_what_to_do_next(tmp_path, capsys, tr
     assert report == f"next: open {tmp_path}/{REPORT_FILE}"
     assert classes == f"      uno classes {tmp_path} --rename novel-2=NAME"
     assert predict == f"      uno predict {tmp_path} --data SOURCE --output DIR"
-    (tmp_path / "predictions.parquet").write_bytes(b"damaged")
+    (tmp_path / "predictions" / "part-000000.parquet").write_bytes(b"damaged")
     pipeline.show_results(Storage(str(tmp_path)), values)
     again = capsys.readouterr().out
     assert "images of" not in again and ("accuracy, %" in again) == truth

@@ -1,7 +1,5 @@
 """Features and predictions by a runtime of the encoder."""
 
-import shutil
-
 import numpy as np
 import pytest
 import safetensors.torch
@@ -16,7 +14,6 @@ from uno.data import features
 from uno.data.files import Storage
 from uno.data.sources import read_digits
 from uno.data.splits import make_task
-from uno.errors import Interrupted
 from uno.results.infer import at_speed
 from uno.runtime import BUILD
 from uno.session.data import load_features
@@ -88,21 +85,6 @@ def test_a_runtime_that_is_installed_is_not_used_unasked(tmp_path, batches):
     write_model(tmp_path / "run")
     uno.load(tmp_path / "run").predict(read_digits().images.items[:40])
     assert not batches
-
-
-def test_a_killed_job_goes_on_as_it_began(tmp_path, batches):
-    with pytest.raises(Interrupted):
-        load(config_of(tmp_path, "onnx"), stop=True)
-    resumed = load(config_of(tmp_path, "onnx"))
-    shutil.rmtree(tmp_path / "cache")
-    assert torch.equal(load(config_of(tmp_path, "onnx")), resumed)
-    assert {*batches} == {8}
-
-
-def test_a_run_of_an_earlier_version_is_read():
-    """Its files have ``auto``."""
-    found = override(Config(), {"compute.encoder_runtime": "auto"})
-    assert found.compute.encoder_runtime == "torch"
 
 
 def test_predictions_by_a_runtime_are_those_of_pytorch(tmp_path, batches):

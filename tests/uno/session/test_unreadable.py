@@ -2,18 +2,16 @@
 
 import json
 
-import numpy as np
 import pytest
 from safetensors.torch import save_file
 
 import uno
 from tests.uno.data.builders import write_images
-from uno.config import Config, override
 from uno.data import features
 from uno.encoder import build_encoder
 from uno.errors import ConfigError
 from uno.runs import run
-from uno.session.settings import completed
+from uno.session.configure import configure
 
 ENCODER = "tests.uno.toy_encoders:vit"
 SHORT = {
@@ -52,7 +50,7 @@ def settings_of(kind, root):
     if kind == "scratch":
         return {"preset": "scratch", "model.encoder": "resnet_small"} | SHORT
     values = {"preset": "photos", "model.encoder": ENCODER, "image_size": 8}
-    config = override(Config(), completed(values | {"data.source": "folder:x"}))
+    config = configure(values | {"data.source": "folder:x"})
     weights = root / "encoder.safetensors"
     save_file(build_encoder(config.model).state_dict(), weights)
     values |= {"weights": str(weights), "compute.cache": str(root / "cache")}
@@ -133,33 +131,6 @@ def test_too_few_unlabeled_images_are_refused_before_features(tmp_path, monkeypa
     assert not (tmp_path / "run").exists()
 
 
-def test_a_way_out_of_too_few_unlabeled_images_works(tmp_path):
-    settings = write_folders(tmp_path, new=4) | settings_of("clustering", tmp_path)
-    output = str(tmp_path / "run")
-    model = uno.discover(**settings, setting="ncd", output=output, quiet=True)
-    assert len(model.classes) == 4
-
-
-def test_unusable_vectors_do_not_count_as_rows(tmp_path):
-    """A batch that only unusable vectors would fill is refused before the run."""
-    vectors = np.random.default_rng(0).normal(size=(40, 8)).astype(np.float32)
-    vectors[39] = np.nan
-    labels = ["a", "b"] * 10 + [None] * 20
-    output = tmp_path / "run"
-    with pytest.raises(ConfigError, match="works: 39"):
-        uno.discover(
-            embeddings=vectors,
-            labels=labels,
-            num_novel=2,
-            method="uno",
-            batch_size=40,
-            output=str(output),
-            quiet=True,
-            **{"data.max_bad_fraction": 0.1, "data.validation_fraction": 0},
-        )
-    assert not output.exists()
-
-
 def test_too_few_classes_to_estimate_are_refused_before_work(tmp_path, monkeypatch):
     settings = write_folders(tmp_path) | settings_of("clustering", tmp_path)
     settings |= {"num_novel": "auto", "output": str(tmp_path / "run")}
@@ -192,24 +163,6 @@ def test_a_refused_overwrite_keeps_the_former_run(tmp_path, kind):
     listed.unlink()
     assert files_of(output) == before
     assert uno.load(str(output)).model_hash == first.model_hash
-
-
-def test_an_overwrite_that_is_interrupted_before_training_keeps_the_former_run(
-    tmp_path, monkeypatch
-):
-    settings = write_folders(tmp_path) | settings_of("clustering", tmp_path)
-    output = tmp_path / "run"
-    settings |= {"output": str(output), "quiet": True}
-    uno.discover(**settings)
-    before = files_of(output)
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(run, "run_phase", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        uno.discover(**settings, seed=7, overwrite=True)
-    assert files_of(output) == before
 
 
 def test_overwrite_refuses_inputs_inside_the_former_run(tmp_path):

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 import uno
-from uno.config import Config, override
 from uno.errors import ConfigError
 from uno.results.export import export
+from uno.session.configure import configure
 from uno.session.predict import predict
-from uno.session.settings import completed
 
 FEW = {
     "compute.threads": 1,
@@ -87,7 +86,7 @@ def test_the_run_lists_bad_rows_and_shows_ids(run):
         and 'class="tiles-of texts"' in page
         and "<img src" not in page
     )
-    table = pq.read_table(f"{model.run}/predictions.parquet").to_pylist()
+    table = pq.read_table(f"{model.run}/predictions").to_pylist()
     assert [row["id"] for row in table if row["status"] == "bad"] == ["row-3", "row-5"]
 
 
@@ -191,4 +190,4 @@ def test_what_does_not_fit_is_refused(run, tmp_path):
             **FEW,
         )
     with pytest.raises(ConfigError, match="no encoder is there"):
-        override(Config(), completed({"data.source": source, "model.finetune": "full"}))
+        configure({"data.source": source, "model.finetune": "full"})

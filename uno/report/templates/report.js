@@ -4,48 +4,6 @@
   document.documentElement.classList.add("scripted");
   const data = JSON.parse(document.getElementById("data").textContent);
 
-  // --------------------------------------------------------------------------------------------- heat map
-  const svg = document.querySelector("svg.matrix");
-  if (svg && data.matrix) {
-    const figure = data.matrix;
-    const cell = +svg.dataset.cell, left = +svg.dataset.left, top = +svg.dataset.top;
-    const readout = svg.closest("details").querySelector(".readout");
-    const cursor = svg.querySelector(".cursor");
-    const counts = new Map(figure.cells.map(([r, c, n]) => [r * figure.columns.length + c, n]));
-    const sums = figure.rows.map(() => 0);
-    for (const [r, , n] of figure.cells) sums[r] += n;
-    let row = 0, column = 0;
-
-    const show = () => {
-      const count = counts.get(row * figure.columns.length + column) || 0;
-      const share = sums[row] ? (100 * count / sums[row]).toFixed(1) : "0.0";
-      // U+2068 and U+2069 keep a right-to-left name from reordering the sentence.
-      readout.textContent = `True \u2068${figure.rows[row]}\u2069 → \u2068${figure.columns[column]}\u2069: ` +
-        `${count.toLocaleString("en")} of ${sums[row].toLocaleString("en")} images, ${share}%`;
-      cursor.setAttribute("x", left + column * cell);
-      cursor.setAttribute("y", top + row * cell);
-      cursor.setAttribute("visibility", "visible");
-    };
-    svg.tabIndex = 0;
-    svg.addEventListener("pointermove", (event) => {
-      const box = svg.getBoundingClientRect(), scale = svg.width.baseVal.value / box.width;
-      const c = Math.floor(((event.clientX - box.left) * scale - left) / cell);
-      const r = Math.floor(((event.clientY - box.top) * scale - top) / cell);
-      if (r < 0 || c < 0 || r >= figure.rows.length || c >= figure.columns.length) return;
-      row = r; column = c;
-      show();
-    });
-    svg.addEventListener("focus", show);
-    svg.addEventListener("keydown", (event) => {
-      const [dr, dc] = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key] || [0, 0];
-      if (!dr && !dc) return;
-      event.preventDefault();
-      row = Math.min(figure.rows.length - 1, Math.max(0, row + dr));
-      column = Math.min(figure.columns.length - 1, Math.max(0, column + dc));
-      show();
-    });
-  }
-
   // -------------------------------------------------------------------------------------------------- map
   const map = data.map;
   const box = document.querySelector(".mapbox");

@@ -1,19 +1,22 @@
-"""Merge the settings of the user with the defaults to a configuration.
+"""Make a configuration from the settings of the user and the defaults.
 
-Settings come from the command line, from YAML files or from Python keywords. In order
-of rising precedence, a value comes from: the schema's default, the preset, the method,
-the description of a library's encoder, a YAML file, the command line. Without a preset
-of the user, the digits use the preset ``digits`` and other data uses
-:func:`own_preset`.
+A setting that the user gives counts. Any other setting has its default from the last of
+three layers that has one:
 
-A preset's known classes belong to its own data set. With another kind of source they
-are dropped unless the user gives known classes, because hiding the labels of another
-data set's classes would be a silent mistake.
+1. the schema (:mod:`uno.config`);
+2. the preset with its recipe, the method, and the description of a library's encoder
+   (:func:`list_layers`);
+3. the data (:mod:`uno.session.derive`).
 
-What depends on the data is decided in :mod:`uno.session.resolve`. Nothing here imports
-torch, unless a library describes an encoder.
+:func:`configure` knows the first two layers. ``--explain`` prints the layer of each
+value (:func:`explain`). Nothing here imports torch, unless a library describes an
+encoder.
+
+The user gives settings on the command line, in YAML files, or as Python keywords. The
+command line and keywords win over files.
 """
 
+import json
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -27,16 +30,19 @@ from uno.config import (
     flatten,
     load_yaml,
     override,
+    to_dict,
 )
 from uno.errors import ConfigError, did_you_mean
 from uno.methods import DEFAULT
-from uno.methods.registry import settings as method_settings
+from uno.methods import default_settings as method_settings
 from uno.presets import (
     IMAGE_SIZE,
     SIZES,
-    apply_image_size,
+    Values,
     is_custom_data,
-    preset_values,
+    merge_layers,
+    preset_layers,
+    scale_sizes,
 )
 
 # share of the labeled rows that is held out if no test row has a known class
@@ -67,65 +73,145 @@ TORCHRUN_VARIABLES = (
 RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 
-def completed(
-    given: Mapping[str, Any], output: str | None = OUTPUT, choose: bool = False
-) -> dict[str, Any]:
-    """Add the settings of the preset, the method and the encoder to the user's.
-
-    The values are not validated yet.
+def configure(
+    given: Mapping[str, Any], output: str | None = OUTPUT, choose_method: bool = False
+) -> Config:
+    """Return the configuration of a run before its data is read.
 
     Args:
         given: The dotted keys that the user has set, with their values.
         output: The run directory if the user gives none. ``{preset}`` and ``{seed}`` in
             it are replaced.
-        choose: Whether the method becomes ``clustering`` if the preset has a frozen
-            encoder and the user has set no method and nothing of UNO's training.
+        choose_method: Whether the method may become ``clustering``, see
+            :func:`list_layers`.
+
+    Raises:
+        ConfigError: A setting is unknown, or a value is refused.
+    """
+    require_text(given)
+    values = merge_layers(list_layers(given, choose_method))
+    user_values = {key: value for key, value in given.items() if key != IMAGE_SIZE}
+    if IMAGE_SIZE in given:
+        for key in SIZES:
+            if user_values.get(key, values[key]) != values[key]:
+                raise ConfigError(
+                    f"image_size {given[IMAGE_SIZE]} sets {key} to {values[key]}, not"
+                    f" {user_values[key]}: give one of them"
+                )
+    # the preset of the layers has underscores: cifar100_20
+    user_values |= {"preset": values["preset"]}
+    config = override(Config(), values | user_values)
+    if config.output is not None:
+        output = config.output
+    elif output is not None:
+        output = output.format(preset=config.preset, seed=config.seed)
+    else:
+        return config
+    return override(config, {"output": checked_output(output)})
+
+
+def list_layers(
+    given: Mapping[str, Any], choose_method: bool = False
+) -> dict[str, Values]:
+    """Return the defaults that hold for a run before its data is read.
+
+    Args:
+        given: The dotted keys that the user has set, with their values.
+        choose_method: Whether the method becomes ``clustering`` if the preset has a
+            frozen encoder and the user has set no method and nothing of UNO's training.
 
     Returns:
-        Values by dotted key.
+        Values by dotted key, by the name of their layer, such as "preset photos". A
+        later layer wins over an earlier one.
 
     Raises:
         ConfigError: There is no such preset, recipe, method or encoder.
     """
-    own = dict(given)
-    require_text(own)
-    source, two_folders = own.get("data.source"), own.get("data.labeled") is not None
-    own_data = two_folders or source not in (None, "digits")
-    name = str(own.pop("preset", own_preset(own) if own_data else "digits"))
-    if name in ("scratch", "photos", VECTORS) and source is None and not two_folders:
+    source, two_folders = given.get("data.source"), given.get("data.labeled")
+    has_source = source is not None or two_folders is not None
+    own_data = two_folders is not None or source not in (None, "digits")
+    name = str(given.get("preset", default_preset(given) if own_data else "digits"))
+    if name in ("scratch", "photos", VECTORS) and not has_source:
         raise ConfigError(
             f"the preset {name!r} needs --data SOURCE, or --labeled DIR and"
             " --unlabeled DIR"
         )
-    if choose and leaves_choice(name, own):
-        own["method"] = FROZEN_METHOD
-    values = preset_values(name, str(own.pop("recipe", "paper")))
-    values |= method_settings(str(own.get("method", DEFAULT)), values["preset"])
-    kinds = {
+    layers = preset_layers(name, str(given.get("recipe", "paper")))
+    method = str(given.get("method", DEFAULT))
+    if choose_method and leaves_choice(name, given):
+        method = FROZEN_METHOD
+    layers[f"method {method}"] = method_settings(method, name.replace("-", "_"))
+    values = merge_layers(layers)
+    layers["data"] = _values_for_source(given, values)
+    if IMAGE_SIZE in given:
+        base, size = override(Config(), values), given[IMAGE_SIZE]
+        layers["image size"] = scale_sizes(base, size)
+    encoder = given.get("model.encoder", values.get("model.encoder"))
+    size = given.get(IMAGE_SIZE, given.get(SIZES[0]))
+    layers[f"encoder {encoder}"] = _image_settings_of(encoder, size)
+    return layers
+
+
+def _values_for_source(given: Mapping[str, Any], preset: Values) -> Values:
+    """Return the defaults that depend on whose data the user names.
+
+    The known classes of a preset belong to its data set. They are dropped for another
+    kind of source, because hiding labels of another data set would be a silent mistake.
+    Labeled rows of the user's own data are held out for validation.
+
+    Args:
+        given: The dotted keys that the user has set, with their values.
+        preset: The values of the preset by dotted key.
+    """
+    values, source = Values(), given.get("data.source")
+    kind, preset_kind = (
         str(data).partition(":")[0]
-        for data in (source, values.get("data.source", "digits"))
-    }
-    if two_folders or (source is not None and len(kinds) > 1):
-        values["data.known_classes"] = None
-    if is_custom_data(own):
-        values["data.validation_fraction"] = (
-            values.get("data.validation_fraction") or VALIDATION_FRACTION
-        )
-    # the sizes of views keep the proportions of this configuration
-    base = override(Config(), values) if IMAGE_SIZE in own else Config()
-    encoder, size = (
-        (values | own).get("model.encoder"),
-        own.get(IMAGE_SIZE, own.get(SIZES[0])),
+        for data in (source, preset.get("data.source", "digits"))
     )
-    values |= apply_image_size(base, own, _image_settings_of(encoder, size))
-    if values.get("output") is None:
-        seed = values.get("seed", 0)
-        # the seed as it is after validation: 1 and not 1.0 or True
-        seed = f"{seed:.0f}" if isinstance(seed, bool | float) else seed
-        values["output"] = output and output.format(preset=values["preset"], seed=seed)
-    if isinstance(values["output"], str):
-        values["output"] = checked_output(values["output"])
+    if given.get("data.labeled") is not None or (
+        source is not None and kind != preset_kind
+    ):
+        values["data.known_classes"] = None
+    if is_custom_data(given):
+        values["data.validation_fraction"] = (
+            preset.get("data.validation_fraction") or VALIDATION_FRACTION
+        )
     return values
+
+
+def explain(
+    config: Config,
+    final: Config,
+    file: Mapping[str, Any],
+    line: Mapping[str, Any],
+    derived: str = "data",
+) -> list[str]:
+    """Return the configuration of a run as YAML, with the layer of each value.
+
+    Each line is a dotted key, its value, and its origin in a comment, such as "preset
+    digits", "file", "command line" or "data". ``--config`` reads such a file.
+
+    Args:
+        config: The configuration before the data is read.
+        final: The configuration of the run.
+        file: The settings from YAML files.
+        line: The settings from the command line.
+        derived: The origin of values in which ``final`` differs from ``config``.
+    """
+    given = merged(file, line)
+    before, values = flatten(to_dict(config)), flatten(to_dict(final))
+    origins = dict.fromkeys(values, "default")
+    # the method counts as given, because it may have been chosen
+    for name, layer in list_layers(given | {"method": config.method}).items():
+        origins |= dict.fromkeys(layer, name)
+    origins |= {key: derived for key in values if values[key] != before[key]}
+    for key in given:
+        keys = SIZES if key == IMAGE_SIZE else (key,)
+        origins |= dict.fromkeys(keys, "command line" if key in line else "file")
+    return [
+        f"{f'{key}: {json.dumps(value)}':<60}  # {origins[key]}"
+        for key, value in values.items()
+    ]
 
 
 def require_text(given: Mapping[str, Any]) -> None:
@@ -159,11 +245,11 @@ def leaves_choice(preset_name: str, given: Mapping[str, Any]) -> bool:
         ("objective.", "discover."),
         ("method", "recipe", *UNO_KEYS),
     )
-    own = [key for key in given if key.startswith(uno_sections) or key in uno_keys]
+    of_uno = [key for key in given if key.startswith(uno_sections) or key in uno_keys]
     return (
         preset_name in ("photos", VECTORS)
         and given.get("model.finetune", "none") == "none"
-        and not own
+        and not of_uno
     )
 
 
@@ -195,7 +281,7 @@ def _image_settings_of(encoder: Any, size: Any) -> dict[str, Any]:
     )
 
 
-def own_preset(given: Mapping[str, Any]) -> str:
+def default_preset(given: Mapping[str, Any]) -> str:
     """Return the preset of the user's own data, if the user names none.
 
     Only the settings decide, never the files of this machine, so that a command means

@@ -19,19 +19,19 @@ from tests.uno.small_run import (
     batches_of,
     check_resumes,
     copied_tensors,
+    discovery_step,
     fresh_state,
     lines,
     small_config,
 )
 from tests.uno.test_steps import poison
-from uno import train
+from uno import training
 from uno.data.files import Storage
 from uno.errors import Interrupted, NumericsError, StorageError
-from uno.objective import discovery_step
 from uno.runs import run
 from uno.runs.checkpoint import checkpoint_steps, load_checkpoint, load_newest
 from uno.runs.journal import Journal
-from uno.train import MAX_SKIPPED_STEPS, LocalWorker, Phase, fit
+from uno.training import MAX_SKIPPED_STEPS, LocalWorker, Phase, fit
 
 CONFIG = small_config()  # discovery: 3 epochs of 6 steps; pretraining: 3 of 3
 MORE_STOPS = [*random.Random(0).sample(range(2, 17), 3), 6, 17]
@@ -184,12 +184,12 @@ def test_what_needs_a_checkpoint_waits_for_its_upload(store, clean, monkeypatch)
     """A roll-back, and the next checkpoint. Kills: a roll-back to an older one or to
     none; uploads that wait until they fill the memory.
     """
-    saved, flush, save = [], Journal.flush, train.save_checkpoint
+    saved, flush, save = [], Journal.flush, training.save_checkpoint
     monkeypatch.setattr(
         Journal, "flush", lambda self: (saved and store.may_write.set(), flush(self))
     )
     monkeypatch.setattr(
-        train,
+        training,
         "save_checkpoint",
         lambda *args: (saved.append(args[2].step), save(*args)),
     )
@@ -201,7 +201,7 @@ def test_what_needs_a_checkpoint_waits_for_its_upload(store, clean, monkeypatch)
     store.may_write.clear()
     saved.clear()
     monkeypatch.setattr(
-        train,
+        training,
         "save_checkpoint",
         lambda *args: (saved.append(store.may_write.is_set()), save(*args)),
     )
@@ -274,14 +274,14 @@ def test_a_long_epoch_is_saved_within(storage, clean, monkeypatch, minutes, expe
     before.
     """
     clock, saved = [0.0], []
-    save = train._save
+    save = training._save
 
     def note(*args, **kwargs):
         saved.append(args[2].step)
         save(*args, **kwargs)
 
-    monkeypatch.setattr(train, "_save", note)
-    monkeypatch.setattr(train.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(training, "_save", note)
+    monkeypatch.setattr(training.time, "monotonic", lambda: clock[0])
 
     def step(*args):
         clock[0] += 60
@@ -354,7 +354,7 @@ def test_slow_steps_are_told_between_two_lines(storage, monkeypatch):
     """
     clock, reported = [0.0], []
     monkeypatch.setattr(
-        "uno.train.time",
+        "uno.training.time",
         SimpleNamespace(monotonic=lambda: clock[0], perf_counter=time.time),
     )
 

@@ -1,6 +1,6 @@
 """W workers give what one worker gives: real processes, gloo.
 
-One of them is ``python -m tests.uno.test_collectives RANK WORLD_SIZE FOLDER``.
+One of them is ``python -m tests.uno.test_distributed RANK WORLD_SIZE FOLDER``.
 """
 
 import subprocess
@@ -22,23 +22,25 @@ from tests.uno.small_run import (
     StopAt,
     batches_of,
     copied_tensors,
+    discovery_step,
     fresh_state,
     small_config,
     small_sets,
+    step_of,
 )
-from uno import collectives, objective
-from uno.data.columns import Text
+from uno import distributed, objective
+from uno.data.columns import make_ids
 from uno.data.decode import BadRows
 from uno.data.files import Storage
 from uno.data.images import InMemory
 from uno.errors import Interrupted
-from uno.methods import METHODS, registry
-from uno.model import build_model
+from uno.methods import METHODS
+from uno.model import build_network
 from uno.results import baselines, evaluate
 from uno.runs import run
 from uno.runs.checkpoint import load_newest
-from uno.state import TrainState, trained_parameters
-from uno.train import Phase, fit
+from uno.steps import TrainState, trained_parameters
+from uno.training import Phase, fit
 
 ROOT = Path(__file__).parents[2]
 CONFIG = small_config(train__batch_size=24)
@@ -148,7 +150,7 @@ def one_step(worker: GlooWorker) -> dict[str, Tensor]:
         )
         for name in COLLECTIVES if worker.world_size > 1 else ():
             patch.setattr(dist, name, noted(name, getattr(dist, name), []))
-        loss = objective.discovery_step(state, batch, CONFIG, 0.1)
+        loss = discovery_step(state, batch, CONFIG, 0.1)
     # nothing else
     assert calls == (
         ["targets", "all_gather"] if worker.world_size > 1 else ["targets"]
@@ -170,7 +172,7 @@ def nan_on_one_rank(worker: GlooWorker) -> dict[str, Tensor]:
     before = [p.detach().clone() for p in state.model.encoder.parameters()]
     if worker.rank == worker.world_size - 1:
         batch = batch._replace(views=[view.fill_(float("nan")) for view in batch.views])
-    objective.discovery_step(state, batch, CONFIG, 0.1)
+    discovery_step(state, batch, CONFIG, 0.1)
     kept = all(
         torch.equal(a, b)
         for a, b in zip(before, state.model.encoder.parameters(), strict=True)
@@ -187,9 +189,7 @@ def whole_phase(worker: GlooWorker, folder: Path) -> dict[str, Tensor]:
         storage = Storage(str(folder / name))
         for worker.step in stops:
             state = fresh_state(CONFIG, worker=worker)
-            phase = Phase(
-                run.DISCOVER, CONFIG.discover, 8, 24, 16, objective.discovery_step
-            )
+            phase = Phase(run.DISCOVER, CONFIG.discover, 8, 24, 16, discovery_step)
             with suppress(Interrupted):
                 fit(
                     CONFIG,
@@ -218,10 +218,10 @@ def two_steps(name: str, worker: GlooWorker) -> dict[str, Tensor]:
         fresh_state(config, worker=worker),
         batches_of(config, worker=worker),
     )
-    step = registry.load(config).step
+    step = step_of(config)
     state.step = 9 if name == "ncl" else 0  # when its memories are full
     if config.objective.rkd_weight:
-        state.teacher = build_model(config.model, 5, 0, 5).eval()
+        state.teacher = build_network(config, 5, 0, 5).eval()
     state.model.eval()
     loss = step(state, batches(0), config, 0.02)
     first = {
@@ -235,7 +235,7 @@ def unreadable(worker: GlooWorker, folder: Path) -> dict[str, Tensor]:
     """Rows that each worker knows of after they have told each other, of which the
     last told none.
     """
-    names = Text.of(f"{i}.png" for i in range(20))
+    names = make_ids(f"{i}.png" for i in range(20))
     bad = BadRows(
         names, InMemory([b"no image"] * 20), 1.0, Storage(str(folder / "bad"))
     )
@@ -249,7 +249,7 @@ def unreadable(worker: GlooWorker, folder: Path) -> dict[str, Tensor]:
     bad.sync(CPU)
     bad.add(5 + worker.rank, "later")
     bad.sync(CPU)
-    collectives.barrier(CPU)
+    distributed.barrier(CPU)
     listed = BadRows(names, InMemory([]), 1.0, Storage(str(folder / "bad")))
     return {"known": torch.tensor(bad.rows), "listed": torch.tensor(listed.rows)}
 
@@ -259,7 +259,7 @@ def shared_jobs(worker: GlooWorker) -> dict[str, Tensor]:
     them were done here.
     """
     votes, third, ran = list[int](), threading.Event(), list[int]()
-    reduce = collectives.all_reduce_sum_
+    reduce = distributed.all_reduce_sum_
 
     def vote(tensor: Tensor) -> Tensor:
         votes.append(1)
@@ -272,9 +272,9 @@ def shared_jobs(worker: GlooWorker) -> dict[str, Tensor]:
         ran.append(number)
         return torch.arange(number + 1) - 3
 
-    with mock.patch.object(collectives, "all_reduce_sum_", vote):
-        jobs = [collectives.Job(i + 1, lambda i=i: job(i)) for i in range(5)]  # type: ignore[misc]
-        found = collectives.share_out(jobs, CPU)
+    with mock.patch.object(distributed, "all_reduce_sum_", vote):
+        jobs = [distributed.RankTask(i + 1, lambda i=i: job(i)) for i in range(5)]  # type: ignore[misc]
+        found = distributed.run_tasks(jobs, CPU)
     return {"ran": torch.tensor(ran)} | {
         f"of_{i}": each for i, each in enumerate(found)
     }
@@ -283,7 +283,7 @@ def shared_jobs(worker: GlooWorker) -> dict[str, Tensor]:
 def evaluated(worker: GlooWorker, setting: str, folder: Path) -> dict[str, Tensor]:
     """All metrics of a network as it begins."""
     config, (train, sets) = small_config(data__setting=setting), small_sets()
-    model = registry.build_network(config, 5, 5, 0).eval()
+    model = build_network(config, 5, 5, 0).eval()
     with (
         mock.patch.object(evaluate, "load_trained", lambda *_: (model, 0)),
         mock.patch.object(baselines, "load_weights_"),
@@ -319,7 +319,7 @@ def starts(worker: GlooWorker) -> dict[str, Tensor]:
 def late_ranks(worker: GlooWorker) -> dict[str, Tensor]:
     """What rank 0 computed for longer than a collective waits."""
     votes, third = list[int](), threading.Event()
-    reduce = collectives.all_reduce_sum_
+    reduce = distributed.all_reduce_sum_
 
     def vote(tensor: Tensor) -> Tensor:
         votes.append(1)
@@ -331,8 +331,8 @@ def late_ranks(worker: GlooWorker) -> dict[str, Tensor]:
         assert third.wait(100)
         return {"none": torch.empty(0, 3), "some": torch.arange(6).view(2, 3).T}
 
-    with mock.patch.object(collectives, "all_reduce_sum_", vote):
-        return collectives.compute_on_rank0(compute, CPU)
+    with mock.patch.object(distributed, "all_reduce_sum_", vote):
+        return distributed.compute_on_rank0(compute, CPU)
 
 
 def main(rank: int, world_size: int, folder: Path) -> None:
@@ -342,7 +342,7 @@ def main(rank: int, world_size: int, folder: Path) -> None:
         dist.init_process_group(
             "gloo", f"file://{folder}/store", rank=rank, world_size=world_size
         )
-    assert collectives.rank_and_world() == (rank, world_size)
+    assert distributed.rank_and_world() == (rank, world_size)
     worker = GlooWorker(rank, world_size)
     if folder.parent.name == "starts":
         parts = {"starts": starts(worker)}
@@ -378,14 +378,14 @@ def store(parts: dict[str, dict[str, Tensor]], path: Path, world_size: int) -> N
 def test_one_process_is_the_identity():
     """Kills: a copy, a reduction or a process group where there is one worker."""
     tensor = torch.rand(3, 4)
-    assert collectives.rank_and_world() == (0, 1)
+    assert distributed.rank_and_world() == (0, 1)
     assert (
-        collectives.gather_rows(tensor, 0)
-        is collectives.local_shard(tensor, 1)
+        distributed.gather_rows(tensor, 0)
+        is distributed.local_shard(tensor, 1)
         is tensor
     )
-    assert collectives.all_reduce_sum_(tensor) is tensor
-    collectives.barrier(CPU)
+    assert distributed.all_reduce_sum_(tensor) is tensor
+    distributed.barrier(CPU)
 
 
 PAIR = "[/third_party/gloo/gloo/transport/tcp/pair.cc:464] "
@@ -418,7 +418,7 @@ def test_only_a_lost_rank_lets_the_same_command_resume(error, resumes):
     try:
         with (
             pytest.raises(end) as caught,
-            collectives.group(dist.HashStore(), CPU, 0, 1),
+            distributed.join_group(dist.HashStore(), CPU, 0, 1),
         ):
             raise error
     finally:
@@ -430,7 +430,7 @@ def results(world_size: int, folder: Path) -> tuple[list[dict[str, Tensor]], ...
     """What one process stores, and each of ``world_size`` beside it."""
     (one := folder / "one").mkdir()
     (many := folder / "many").mkdir()
-    command = [sys.executable, "-m", "tests.uno.test_collectives"]
+    command = [sys.executable, "-m", "tests.uno.test_distributed"]
     ranks = [
         [*command, str(rank), str(world_size), str(many)] for rank in range(world_size)
     ]

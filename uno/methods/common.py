@@ -1,14 +1,15 @@
 """The parts that several methods share."""
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from uno import collectives
+from uno import distributed
 from uno.config import Config
 from uno.errors import ConfigError
-from uno.heads import Prototypes, unit
+from uno.heads import NovelHead, unit
 from uno.model import UnoModel
 from uno.prototype_init import (
     Sample,
@@ -16,42 +17,7 @@ from uno.prototype_init import (
     set_to_class_means_,
     training_features,
 )
-from uno.state import TrainState
-from uno.steps import Batch, forward
-
-
-class NovelHead(nn.Module):
-    """A novel head of cosines of the feature to K prototypes.
-
-    Args:
-        num_novel: The number of prototypes K.
-        num_features: The number of features D.
-        auxiliary: A module that only the method's step calls, if any. It is trained
-            with the head.
-    """
-
-    def __init__(
-        self, num_novel: int, num_features: int, auxiliary: nn.Module | None = None
-    ) -> None:
-        super().__init__()
-        self.prototypes = Prototypes(1, num_novel, num_features)
-        self.auxiliary = auxiliary
-
-    @property
-    def weight(self) -> Tensor:
-        """The prototypes of the K novel classes, (1, K, D)."""
-        return self.prototypes.weight
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Compute the cosines of features with the K prototypes of the novel classes.
-
-        Args:
-            features: Features of the encoder, (N, D).
-
-        Returns:
-            Cosines (1, N, K).
-        """
-        return self.prototypes(features)
+from uno.steps import Batch, TrainState, forward
 
 
 class AdaptedHead(NovelHead):
@@ -81,6 +47,12 @@ class AdaptedHead(NovelHead):
             Cosines (1, N, K).
         """
         return self.prototypes(self.layer(features))
+
+
+def adapted_head(num_novel: int, num_features: int, is_frozen: bool) -> NovelHead:
+    """Create an :class:`AdaptedHead` if the encoder is frozen, else a NovelHead."""
+    head = AdaptedHead if is_frozen else NovelHead
+    return head(num_novel, num_features)
 
 
 def learned_features(model: UnoModel, features: Tensor) -> Tensor:
@@ -136,6 +108,21 @@ def pair_likelihood_loss(
     return -torch.where(similar, together + 1e-7, 1 - together + 1e-7).log().mean()
 
 
+def sigmoid_rampup(progress: float, rampup: float) -> float:
+    """Return the weight of a loss during a sigmoid ramp-up (Laine & Aila, 2017).
+
+    Args:
+        progress: The share of the phase that is done, 0-1.
+        rampup: The share of the phase that the ramp takes.
+
+    Returns:
+        ``exp(-5 (1 - t)^2)`` with t = ``progress / rampup``, at most 1. That is from
+        0.0067 to 1.
+    """
+    t = 1.0 if progress >= rampup else progress / rampup
+    return math.exp(-5 * (1 - t) ** 2)
+
+
 def similar_by_cosine(features: Tensor, threshold: float) -> Tensor:
     """Return which pairs of rows have features with a cosine above a threshold.
 
@@ -147,7 +134,7 @@ def similar_by_cosine(features: Tensor, threshold: float) -> Tensor:
         A mask, bool (N, M), for the M unlabeled rows of all workers.
     """
     directions = unit(features.detach())
-    return directions @ collectives.gather_rows(directions, 0).T > threshold
+    return directions @ distributed.gather_rows(directions, 0).T > threshold
 
 
 def contrast_loss(features: Tensor, labels: Tensor, temperature: float) -> Tensor:
@@ -167,14 +154,14 @@ def contrast_loss(features: Tensor, labels: Tensor, temperature: float) -> Tenso
     Returns:
         A scalar, the mean over this worker's rows and views.
     """
-    rank, world_size = collectives.rank_and_world()
+    rank, world_size = distributed.rank_and_world()
     num_rows = features.shape[1]
     place = rank * num_rows + torch.arange(num_rows, device=labels.device)
     # rows without a class have negative ids of their own
     ids = torch.cat([labels, -1 - place[len(labels) :]])
-    all_ids = collectives.gather_rows(ids, 0).repeat(2)
+    all_ids = distributed.gather_rows(ids, 0).repeat(2)
     # (2 W B, D)
-    everyone = collectives.gather_rows_with_grad(features, 1).flatten(0, 1)
+    everyone = distributed.gather_rows_with_grad(features, 1).flatten(0, 1)
     logits = features.flatten(0, 1) @ everyone.T / temperature
     own = torch.cat([place, place + num_rows * world_size])[:, None]
     itself = own == torch.arange(len(everyone), device=labels.device)
@@ -184,11 +171,11 @@ def contrast_loss(features: Tensor, labels: Tensor, temperature: float) -> Tenso
 
 
 def frozen_sample(config: Config, model: UnoModel, train: Any) -> Sample:
-    """Compute the features that a method starts from, in eval mode.
+    """Compute the features that a method starts from.
 
     Args:
         config: The configuration of the run.
-        model: The network. It is in training mode afterward.
+        model: The network.
         train: The training data.
 
     Returns:
@@ -197,12 +184,12 @@ def frozen_sample(config: Config, model: UnoModel, train: Any) -> Sample:
     Raises:
         ConfigError: There are fewer unlabeled rows than novel classes.
     """
-    model.eval()
     sample = training_features(config, model, train)
-    model.train()
-    if (found := len(sample.unlabeled)) < train.num_novel:
-        need = f"as many unlabeled rows as new classes ({train.num_novel}), not {found}"
-        raise ConfigError(f"method {config.method} needs {need}")
+    if len(sample.unlabeled) < train.num_novel:
+        raise ConfigError(
+            f"method {config.method} needs as many unlabeled rows as new classes"
+            f" ({train.num_novel}), not {len(sample.unlabeled)}"
+        )
     return sample
 
 

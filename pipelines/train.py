@@ -1,14 +1,19 @@
-"""Train on Ray: the worker of a rank, and the driver that starts a group of workers."""
+"""Train a run with Ray Train: the loop of a worker, and the trainer around it.
+
+Ray Train places the workers, starts a new group after a death, and waits for nodes; the
+rules of :mod:`pipelines.failures` end a run that no other group could continue. The
+driver learns what happens by :class:`Messages`.
+"""
 
 import hashlib
 import logging
 import os
-import signal
 import socket
-import sys
 import tempfile
 import threading
 import time
+import uuid
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -24,12 +29,11 @@ from uno.config import Config, override, to_dict
 from uno.data.decode import ok_mask
 from uno.data.files import Storage, join, split
 from uno.data.resident import keep_pixels
-from uno.errors import Interrupted
+from uno.distributed import GroupWorker
+from uno.errors import Interrupted, one_line
 from uno.results.evaluate import evaluate_run
-from uno.runs import PHASES, RAY_FOLDER, STOP_FILE
-from uno.runs.checkpoint import checkpoint_steps
+from uno.runs import RAY_FOLDER, STOP_FILE
 from uno.runs.hardware import num_threads
-from uno.runs.journal import JournalTail
 from uno.runs.lock import ClaimedStorage
 from uno.session.backend import STOPPING
 from uno.session.console import on_stop, print_line
@@ -39,7 +43,6 @@ from uno.session.data import (
     leave_out_unreadable,
     load_features,
 )
-from uno.session.ranks import GroupWorker
 from uno.session.resources import on_features, store_bytes
 from uno.session.run import Run
 
@@ -58,9 +61,52 @@ GAUGES = {
     "grad_norm": "Norm of the gradient.",
     "peak_memory_gb": "Largest memory of the fullest GPU so far, in GB.",
 }
-MAX_DEATHS = 3
+# Looking for a notice of preemption is a barrier of all ranks, which takes 3 ms.
+PREEMPTION_STEPS = 50
 
 log = logging.getLogger(__name__)
+
+
+class Messages:
+    """The messages between the driver and a group of workers.
+
+    Rank 0 sends ``("begun", id)`` when a group begins, ``("metrics", line)``, and
+    ``("drained", "")`` before it leaves a node. Ray Train's controller sends ``("lost",
+    reason)``. For each group that begins, the driver sends its id with a new token of
+    the lock of the run, so that workers of the group before can write no more.
+
+    Args:
+        ray: The connected module.
+    """
+
+    def __init__(self, ray: Any) -> None:
+        from ray.util.queue import Queue
+
+        here = {
+            "num_cpus": 0,
+            "label_selector": {ray_private.NODE: ray_data.own_node(ray)},
+        }
+        self.to_driver, self._to_rank_0 = Queue(0, here), Queue(0, here)
+
+    def received(self) -> list[tuple[str, Any]]:
+        """Return all messages that have come to the driver since the last call."""
+        return list(self.to_driver.get_nowait_batch(self.to_driver.qsize()))
+
+    def send_token(self, group: str, token: str) -> None:
+        """Send the token of a group from the driver to rank 0."""
+        self._to_rank_0.put((group, token))
+
+    def begin(self) -> str:
+        """Tell the driver that a group begins, and return the token of the group.
+
+        Only rank 0 calls this.
+        """
+        group = uuid.uuid4().hex
+        self.to_driver.put(("begun", group))
+        while True:
+            answered, token = self._to_rank_0.get()
+            if answered == group:  # else the token of a group that died while it waited
+                return str(token)
 
 
 class RayWorker(GroupWorker):
@@ -68,9 +114,13 @@ class RayWorker(GroupWorker):
 
     Args:
         storage: The directory of the run.
+        messages: The messages to the driver.
+
+    Attributes:
+        preempted: Whether the group ends because one of its nodes is being drained.
     """
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: Storage, messages: Messages | None = None) -> None:
         import ray.train
         import ray.train.torch
 
@@ -78,14 +128,26 @@ class RayWorker(GroupWorker):
         self.rank, self.world_size = context.get_world_rank(), context.get_world_size()
         self.device, self._storage = ray.train.torch.get_device(), storage
         self._gauges = Gauges(split(storage.uri)[1], self.rank)
+        self._messages, self.preempted = messages, False
 
     def report(self, metrics: dict[str, Any]) -> None:
-        """Set Ray's gauges to a line of metrics, and report each epoch to Ray Train."""
+        """Set Ray's gauges to a line of metrics, and send the line to the driver."""
         self._gauges.set(metrics)
-        if metrics["event"] == "epoch":
-            import ray.train
+        if self.rank == 0 and self._messages is not None:
+            self._messages.to_driver.put(("metrics", metrics))
 
-            ray.train.report(metrics)
+    def should_stop(self, step: int) -> bool:
+        """Return whether to stop before a step, with the same answer on all ranks.
+
+        A group stops if the user has asked for it, or if one of its nodes is drained.
+        """
+        import ray.train
+
+        if step % PREEMPTION_STEPS == 0 and ray.train.get_preemption_info() is not None:
+            self.preempted = True
+            if self.rank == 0 and self._messages is not None:
+                self._messages.to_driver.put(("drained", ""))
+        return self.preempted or super().should_stop(step)
 
     def asked_to_stop(self) -> bool:
         """Return whether the driver has written a STOP file into the run directory."""
@@ -133,33 +195,36 @@ def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
     """Train and evaluate a run, on every worker: Ray Train's ``train_loop_per_worker``.
 
     Args:
-        loop: Plain values: ``config``, ``output``, ``token`` of the lock, ``phases``,
-            ``evaluate``, ``worker_cpus``, and the result of
+        loop: Plain values: ``config``, ``output``, ``phases``, ``evaluate``,
+            ``worker_cpus``; the :class:`Messages`; and the result of
             :func:`pipelines.ray_data.shared`.
 
     Returns:
         ``{"metrics": ...}``, which is empty without ``evaluate``; or ``{"interrupted":
         reason}``.
+
+    Raises:
+        Preempted: A node is being drained. A checkpoint is saved.
     """
     import ray.train
+    from ray.train.collective import broadcast_from_rank_zero
 
-    quiet_ray_train()
-    config = Config.model_validate(loop["config"])
-    storage = ClaimedStorage(loop["output"], loop["token"])
+    config, messages = Config.model_validate(loop["config"]), loop["messages"]
+    context = ray.train.get_context()
+    token = messages.begin() if context.get_world_rank() == 0 else None
+    storage = ClaimedStorage(loop["output"], broadcast_from_rank_zero(token))
     storage.check()  # on every rank, because all nodes must see the run directory
-    worker, neighbors = (
-        RayWorker(storage),
-        ray.train.get_context().get_local_world_size(),
-    )
+    worker = RayWorker(storage, messages)
+    neighbors = context.get_local_world_size()
     torch.set_num_threads(
         rank_threads(config, worker.device, neighbors, loop["worker_cpus"])
     )
-    if worker.device.type == "cuda" and ray.train.get_context().get_local_rank() == 0:
+    if worker.device.type == "cuda" and context.get_local_rank() == 0:
         collect_traces(storage)
-    return _train_rank(config, loop, worker, storage)
+    return train_rank(config, loop, worker, storage)
 
 
-def _train_rank(
+def train_rank(
     config: Config, loop: dict[str, Any], worker: RayWorker, storage: ClaimedStorage
 ) -> dict[str, Any]:
     """Train and evaluate a run on this rank.
@@ -172,13 +237,20 @@ def _train_rank(
 
     Returns:
         The result of :func:`train_loop`.
+
+    Raises:
+        Preempted: A node is being drained. A checkpoint is saved.
     """
+    from pipelines.failures import Preempted
+
     train, truth = ray_data.worker_sets(config, loop, storage)
     train = train.to(worker.device)
     try:
         for phase in loop["phases"]:
             training.run_phase(config, phase, train, worker, storage)
     except Interrupted as stop:
+        if worker.preempted:
+            raise Preempted(str(stop)) from None
         return {"interrupted": str(stop)}
     if not loop["evaluate"]:
         return {"metrics": {}}
@@ -213,29 +285,6 @@ def rank_threads(
     return min(threads, max(1, int(cpus))) if beside else threads
 
 
-def quiet_ray_train() -> None:
-    """Suppress lines that Ray Train prints for each report and at a worker's end."""
-    quiet_exit()
-    ray_private.quiet_reports()
-
-
-def quiet_exit() -> None:
-    """End this process even if Ray's SystemExit is raised where Python ignores it.
-
-    Ray ends a process by SIGTERM, whose handler raises SystemExit. In a callback of the
-    garbage collector Python would print that and go on. In this case the process sends
-    SIGTERM to itself a moment later.
-    """
-
-    def hook(ignored: Any) -> None:
-        if ignored.exc_type is SystemExit:
-            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        else:
-            sys.__unraisablehook__(ignored)
-
-    sys.unraisablehook = hook
-
-
 def run_on_ray(run: Run, show: Show) -> dict[str, float]:
     """Train and evaluate a run on Ray: Ray Data decodes, and Ray Train trains.
 
@@ -245,8 +294,7 @@ def run_on_ray(run: Run, show: Show) -> dict[str, float]:
 
     Args:
         run: The locked run.
-        show: Takes each line of metrics, which this process reads in
-            ``metrics.jsonl``.
+        show: Takes each line of metrics, which rank 0 sends.
 
     Returns:
         The metrics of rank 0, empty unless ``run.evaluate``.
@@ -266,12 +314,10 @@ def run_on_ray(run: Run, show: Show) -> dict[str, float]:
         )
         until = own if streams or on_features(config) else run.cleanup
         ray = until.enter_context(connected)
-        nodes.check_shares(
-            config,
-            nodes.wait_for_resources(
-                config, stopping.is_set, nodes.startup_timeout_s(config)
-            ),
+        resources = nodes.wait_for_resources(
+            config, stopping.is_set, nodes.startup_timeout_s(config)
         )
+        nodes.check_shares(config, resources)
         images, reasons, found = None, None, None
         if on_features(config):
             compute = partial(compute_on_ray, ray, give_up=stopping.is_set)
@@ -288,14 +334,8 @@ def run_on_ray(run: Run, show: Show) -> dict[str, float]:
         if run.phases:
             ok = None if reasons is None else ok_mask(reasons)
             config = config_for_readable_rows(config, task, ok, run.batch_is_derived)
-        journal = JournalTail(storage)
-
-        def poll() -> None:
-            for metrics in journal.new_entries():
-                show(metrics)
-
         facts = ray_data.shared(ray, config, task, reasons, found, images)
-        values = run_workers(run, config, facts, poll, stopping.is_set)
+        values = run_workers(run, config, resources, facts, show, stopping.is_set)
         # The report and the predictions use these images, too.
         if reasons is not None and run.evaluate:
             kept = (
@@ -310,165 +350,124 @@ def run_on_ray(run: Run, show: Show) -> dict[str, float]:
 def run_workers(
     run: Run,
     config: Config,
+    resources: nodes.Resources,
     facts: dict[str, Any],
-    on_poll: Callable[[], None],
+    show: Show,
     give_up: Callable[[], bool],
 ) -> dict[str, float]:
     """Train and evaluate a run on a group of Ray workers.
 
-    If a group dies, a new one is started as soon as the cluster can place it. It
-    resumes from the newest checkpoint. After three deaths in a row without a new
-    checkpoint the error is raised. If a node is drained, its group saves and a new one
-    follows. That does not count as a death.
+    If workers die or a node is drained, Ray Train starts a new group as soon as the
+    cluster can place it, and the group resumes from the newest checkpoint.
 
     Args:
         run: The locked run.
         config: Its configuration, for the rows that can be read.
+        resources: The resources of each worker.
         facts: What :func:`pipelines.ray_data.shared` has put into the object store.
-        on_poll: Is called again and again while the workers train.
+        show: Takes each line of metrics.
         give_up: Returns whether the user has asked to stop.
 
     Returns:
         The metrics of rank 0.
 
     Raises:
-        Interrupted: The group was asked to stop, or ``give_up`` returned True during a
-            wait for nodes.
+        Interrupted: The group was asked to stop, or ``give_up`` returned True while it
+            waited for nodes; or workers keep dying.
         UnoError: A worker raised it for the user to act on.
     """
+    import ray
+
+    from pipelines.failures import EndWhenHopeless, saved_steps
+
     assert run.lock is not None
     lock, storage = run.lock, run.storage
+    storage.delete(STOP_FILE)  # it asked an earlier group to stop
+    messages = Messages(ray)
+    device = "cuda" if "GPU" in resources else "cpu"
     loop = facts | {
-        "config": to_dict(config),
+        "config": to_dict(override(config, {"compute.device": device})),
         "output": storage.uri,
         "phases": list(run.phases),
         "evaluate": run.evaluate,
+        "worker_cpus": resources["CPU"],
+        "messages": messages,
     }
-    saved, deaths = _saved_steps(storage), 0
-    while True:
-        storage.delete(STOP_FILE)  # it asked the last group to stop
-        resources = nodes.wait_for_resources(config, give_up)
-        # Later groups need the same device, even if the cluster has lost its GPUs
-        # meanwhile.
-        config = override(
-            config, {"compute.device": "cuda" if "GPU" in resources else "cpu"}
-        )
-        loop["worker_cpus"] = resources["CPU"]
-        # A worker of the last group that still runs can then write nothing.
-        loop["token"] = lock.replace_token()
-        notices = nodes.DrainWatcher(ray_private.worker_hosts)
+    waits = nodes.WaitLines(config, resources)
 
-        def poll(notices: nodes.DrainWatcher = notices) -> None:
-            on_poll()
-            if notices.new():
+    def poll() -> None:
+        for kind, content in messages.received():
+            if kind == "metrics":
+                show(content)
+            elif kind == "begun":
+                messages.send_token(content, lock.replace_token())
+                waits.end()
+            elif kind == "lost":
+                log.warning(
+                    "workers died (%s); new ones resume from the newest checkpoint",
+                    content,
+                )
+                waits.begin()
+            elif kind == "drained":
                 print_line(
                     "a node is being drained: saving a checkpoint, then continuing on"
                     " another node"
                 )
-                storage.write(STOP_FILE, b"")
+                waits.begin()
+        if waits.tell() and give_up():
+            raise Interrupted(
+                "stopped while waiting for nodes; resume with the same command"
+            )
 
-        try:
-            outcome = _fit_in_thread(loop, resources, config, storage, poll)
-        except Exception as error:
-            loss = nodes.classify_failure(error)
-            before, saved = saved, _saved_steps(storage)
-            deaths = (0 if saved > before else deaths) + (loss.last is not None)
-            if loss.last is not None and deaths == MAX_DEATHS:
-                raise loss.last from None
-            log.warning("%s; new ones resume from the newest checkpoint", loss.line)
-            continue
-        if "interrupted" not in outcome or give_up() or not notices.given:
-            break
+    name = f"attempt-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    body = partial(
+        fit,
+        train_loop,
+        loop,
+        scaling(config, resources),
+        run_config(
+            join(storage.uri, RAY_FOLDER),
+            name,
+            [EndWhenHopeless(partial(saved_steps, storage.uri), messages.to_driver)],
+            flight_recorder(storage) if device == "cuda" else None,
+        ),
+    )
+    outcome = ray_env.in_thread(body, poll).return_value
     storage.delete(RAY_FOLDER)
     if "interrupted" in outcome:
         raise Interrupted(outcome["interrupted"])
     return outcome["metrics"]
 
 
-def _saved_steps(storage: Storage) -> int:
-    """Return the sum of the newest checkpoints' steps of all phases.
-
-    It grows with every checkpoint.
-    """
-    return sum(max(checkpoint_steps(storage, phase), default=0) for phase in PHASES)
-
-
-def _fit_in_thread(
-    loop: dict[str, Any],
-    resources: dict[str, float],
-    config: Config,
-    storage: Storage,
-    on_poll: Callable[[], None],
-) -> dict[str, Any]:
-    """Fit a group of workers in a thread, and poll in this one.
-
-    Args:
-        loop: The argument of :func:`train_loop`.
-        resources: The resources of each worker.
-        config: The configuration of the run.
-        storage: The directory of the run.
-        on_poll: Is called every half second.
-
-    Returns:
-        The result of :func:`train_loop` on rank 0.
-    """
-    compute, name = (
-        config.compute,
-        f"attempt-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}",
-    )
-    variables = flight_recorder(storage) if "GPU" in resources else None
-    # Ray must not start a group again: run_workers does, with the resources that the
-    # cluster has then.
-    settings = run_config(join(loop["output"], RAY_FOLDER), name, (), 0, 0, variables)
-    body = partial(
-        fit,
-        train_loop,
-        loop,
-        scaling(compute.num_workers, resources, compute.placement_strategy),
-        settings,
-    )
-    return ray_env.in_thread(body, on_poll).return_value
-
-
-def scaling(
-    num_workers: int, resources: dict[str, float], placement: str = "PACK"
-) -> Any:
+def scaling(config: Config, resources: nodes.Resources) -> Any:
     """Return the ScalingConfig of Ray Train for a group of workers.
 
     Args:
-        num_workers: The number of workers.
+        config: The configuration, with the number of workers and their placement.
         resources: The resources of each worker.
-        placement: The placement strategy.
     """
     import ray.train
 
     return ray.train.ScalingConfig(
-        num_workers=num_workers,
+        num_workers=config.compute.num_workers,
         use_gpu="GPU" in resources,
         resources_per_worker=resources,
-        placement_strategy=placement,
+        placement_strategy=config.compute.placement_strategy,
     )
 
 
 def run_config(
     folder: str,
     name: str,
-    callbacks: Sequence[Any] = (),
-    startups: int = 9,
-    preemptions: int = -1,
+    callbacks: Sequence[Any],
     variables: Mapping[str, str] | None = None,
 ) -> Any:
-    """Return a RunConfig of Ray Train that logs nothing.
-
-    A group that dies is not started again by Ray.
+    """Return a RunConfig of Ray Train with which dead groups are always replaced.
 
     Args:
         folder: The directory of Ray's own files, which are in ``folder/name``.
         name: The name of the run for Ray.
-        callbacks: The callbacks of Ray Train.
-        startups: How often a group that finds no place is tried again.
-        preemptions: How often a group whose nodes leave is started again; -1 means
-            always.
+        callbacks: The callbacks of Ray Train, of which one ends a hopeless run.
         variables: Environment variables of the workers.
     """
     import ray.train
@@ -477,11 +476,7 @@ def run_config(
         name=name,
         storage_path=folder,
         callbacks=list(callbacks),
-        failure_config=ray.train.FailureConfig(
-            max_failures=0,
-            controller_failure_limit=startups,
-            max_preemption_failures=preemptions,
-        ),
+        failure_config=ray.train.FailureConfig(max_failures=-1),
         logging_config=ray.train.LoggingConfig(log_level="CRITICAL"),
         worker_runtime_env={"env_vars": dict(variables)} if variables else None,
     )
@@ -541,26 +536,31 @@ def fit(
         scaling: The result of :func:`scaling`.
         settings: The result of :func:`run_config`.
         timeout_s: The timeout in seconds of collectives.
+
+    Raises:
+        Exception: The error that :class:`pipelines.failures.EndWhenHopeless` raised.
+        Interrupted: Ray Train's controller was lost.
     """
     import ray.train
     import ray.train.torch
+    from ray.util.annotations import RayDeprecationWarning
 
-    trainer = ray.train.torch.TorchTrainer(
-        train_loop,
-        train_loop_config=loop,
-        scaling_config=scaling,
-        run_config=settings,
-        torch_config=ray.train.torch.TorchConfig(timeout_s=timeout_s),
-    )
-    # A helper of Ray Train gives the CPUs of workers back whose controller died. It
-    # looks for the cluster by the processes of this machine and fails where a second
-    # cluster runs, so it is told the address.
-    ray_private.propagate(ray_env.ADDRESS)
-    before = os.environ.get(ray_env.ADDRESS)
-    os.environ[ray_env.ADDRESS] = ray.get_runtime_context().gcs_address
+    with warnings.catch_warnings():  # of Ray's own code
+        warnings.simplefilter("ignore", RayDeprecationWarning)
+        trainer = ray.train.torch.TorchTrainer(
+            train_loop,
+            train_loop_config=loop,
+            scaling_config=scaling,
+            run_config=settings,
+            torch_config=ray.train.torch.TorchConfig(timeout_s=timeout_s),
+        )
     try:
-        return trainer.fit()
-    finally:
-        os.environ.pop(ray_env.ADDRESS)
-        if before is not None:
-            os.environ[ray_env.ADDRESS] = before
+        with ray_private.cluster_of_helpers():
+            return trainer.fit()
+    except ray.train.ControllerError as error:
+        raise error.controller_failure from None
+    except ray.exceptions.RayActorError as error:
+        raise Interrupted(
+            f"the controller of Ray Train was lost ({one_line(error)}); resume with the"
+            " same command"
+        ) from None

@@ -1,23 +1,19 @@
 """What own images decide for a run that learns from them alone."""
 
-import numpy as np
 import pytest
 
 from tests.uno.data.builders import encoded, pixels
 from uno.config import override
-from uno.data.decode import decode
-from uno.data.defaults import (
-    EPOCHS,
-    FROM_IMAGES,
-    LEAST_EPOCHS,
-    MOST_STEPS,
-    OF_HEADS,
-    from_images,
-    keys_from_images,
-)
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.presets import preset
+from uno.session.derive import (
+    EPOCHS,
+    LEAST_EPOCHS,
+    MOST_STEPS,
+    derive_settings,
+    derived_keys,
+)
 
 
 def fitted(folder, *given, name="scratch", num=24, side=120, **overrides):
@@ -38,7 +34,7 @@ def fitted(folder, *given, name="scratch", num=24, side=120, **overrides):
         preset(name), values | {k.replace("__", "."): v for k, v in overrides.items()}
     )
     task = make_task(read_rows(config.data), config.data)
-    values, lines = from_images(config, task, set(given), config.data.setting)
+    values, lines = derive_settings(config, set(given), task)
     assert not values.keys() & set(given)
     return override(config, values), lines, task
 
@@ -69,16 +65,6 @@ def test_the_size_is_that_of_the_images_up_to_what_is_affordable(
     assert f"image size: {size} px (images are about {side} px" in lines[0]
 
 
-def test_mean_and_std_are_those_of_training_images(tmp_path):
-    """Kills: CIFAR's constants, test rows, a variance of sums."""
-    config, lines, task = fitted(tmp_path / "d", side=16, data__validation_fraction=0.2)
-    rows = np.flatnonzero(task.is_train)
-    pixels = np.stack([decode(task.rows.images[i], 16) for i in rows]) / 255
-    np.testing.assert_allclose(config.data.mean, pixels.mean(axis=(0, 2, 3)), atol=1e-4)
-    np.testing.assert_allclose(config.data.std, pixels.std(axis=(0, 2, 3)), atol=1e-4)
-    assert not task.is_train.all() and f"from {len(rows)} training images" in lines[-1]
-
-
 def test_batch_and_epochs_follow_the_rows(tmp_path):
     """Kills: one step an epoch, fewer rows than classes need, weeks for a million
     rows.
@@ -95,11 +81,11 @@ def test_batch_and_epochs_follow_the_rows(tmp_path):
 
 
 def test_a_large_set_gets_no_more_steps_than_the_papers(tmp_path, monkeypatch):
-    monkeypatch.setattr("uno.data.defaults.MOST_STEPS", 100)
+    monkeypatch.setattr("uno.session.derive.MOST_STEPS", 100)
     config, lines, _ = fitted(tmp_path / "d", side=8, num=200)
     # of 4 and 8 steps
     assert (config.pretrain.epochs, config.discover.epochs) == (25, 12)
-    monkeypatch.setattr("uno.data.defaults.MOST_STEPS", 1)
+    monkeypatch.setattr("uno.session.derive.MOST_STEPS", 1)
     assert fitted(tmp_path / "d")[0].discover.epochs == LEAST_EPOCHS
     assert MOST_STEPS >= 50_000 // 512 * 200 and any(
         "--discover.epochs" in line for line in lines
@@ -114,7 +100,7 @@ def test_heads_on_features_take_a_bounded_number_of_steps(
     warm-up that is longer than the training, epochs of the user's that are overruled,
     or of a set that is small.
     """
-    monkeypatch.setattr("uno.data.defaults.MOST_HEAD_STEPS", most)
+    monkeypatch.setattr("uno.session.derive.MOST_HEAD_STEPS", most)
     options = {"name": "photos", "side": 8, "train__batch_size": 8}
     config, lines, _ = fitted(tmp_path / "d", "train.batch_size", **options)
     assert config.discover.epochs == epochs
@@ -138,8 +124,6 @@ def test_what_is_given_stays(tmp_path):
         "train.batch_size": 10,
         "pretrain.epochs": 2,
         "discover.epochs": 3,
-        "data.mean": (0.1,) * 3,
-        "data.std": (0.2,) * 3,
     }
     for key, value in told.items():
         config, _, _ = fitted(
@@ -161,28 +145,27 @@ def test_what_is_given_stays(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "values",
+    ("name", "source", "has_size", "has_batch"),
     [
-        {"name": "cifar10"},
-        {"data__source": "cifar10:d"},
-        {"name": "digits"},
-        {"name": "photos"},
+        ("cifar10", "folder:d", False, False),
+        ("scratch", "cifar10:d", False, False),
+        ("digits", "folder:d", False, False),
+        ("photos", "folder:d", False, True),
+        ("scratch", "folder:d", True, True),
     ],
 )
-def test_benchmarks_and_encoders_with_weights_are_as_they_were(tmp_path, values):
-    name, source = values.get("name", "scratch"), values.get("data__source", "folder:d")
-    keys = keys_from_images(override(preset(name), {"data.source": source}))
-    assert keys == (OF_HEADS if name == "photos" else ())
-    assert "train.batch_size" in FROM_IMAGES
-    own = "folder:d" if name == "scratch" else source
-    assert (
-        name != "scratch"
-        or keys_from_images(override(preset(name), {"data.source": own})) == FROM_IMAGES
+def test_benchmarks_and_encoders_with_weights_keep_their_settings(
+    name, source, has_size, has_batch
+):
+    keys = derived_keys(override(preset(name), {"data.source": source}))
+    assert ("data.stored_size" in keys, "train.batch_size" in keys) == (
+        has_size,
+        has_batch,
     )
 
 
-def test_an_encoder_of_a_library_brings_its_own_size_and_statistics(tmp_path):
-    config, lines, _ = fitted(
+def test_an_encoder_of_a_library_brings_its_own_size(tmp_path):
+    config, _, _ = fitted(
         tmp_path / "d", side=40, model__encoder="tests.uno.toy_encoders:vit"
     )
-    assert config.augment.large.size == 32 and not any("mean" in line for line in lines)
+    assert config.augment.large.size == 32

@@ -1,24 +1,28 @@
-"""Collectives of the worker processes, over torch.distributed.
+"""The ranks that train together: process group, collectives, DDP, and when to stop.
 
-In a single process every function returns its input, or computes locally.
+Outside a process group every collective returns its input, or computes locally.
 """
 
+import inspect
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from uno.errors import Interrupted, one_line
+from uno.errors import Interrupted, StorageError, one_line
 
 # of a collective; a rank that is this late counts as lost
 TIMEOUT = timedelta(minutes=10)
+STOP_CHECK_S = 2.0  # seconds between two checks of rank 0 whether to stop
+GPU_VOTE_STEPS = 10  # steps between two votes of the ranks on GPUs whether to stop
 VOTE_S = 0.5  # seconds between two votes on whether all ranks have finished
 # Texts of gloo and NCCL for a lost connection or a late rank.
 LOST = re.compile(
@@ -36,7 +40,7 @@ def rank_and_world() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if in_group() else (0, 1)
 
 
-def meeting() -> Any:
+def rendezvous_store() -> Any:
     """Return the store through which the ranks of a launcher such as torchrun meet.
 
     The launcher's environment variables (``MASTER_ADDR``, ``RANK`` and others) say
@@ -48,7 +52,7 @@ def meeting() -> Any:
 
 
 @contextmanager
-def group(
+def join_group(
     store: Any, device: torch.device, rank: int, world_size: int
 ) -> Iterator[None]:
     """Join the process group of all ranks that share a store, for a ``with`` block.
@@ -193,8 +197,8 @@ def broadcast_from_rank0(tensor: Tensor) -> Tensor:
     )
 
 
-class Job(NamedTuple):
-    """A computation whose result all ranks need.
+class RankTask(NamedTuple):
+    """A computation that one rank does, and whose result all ranks need.
 
     It may take longer than a collective waits.
 
@@ -208,33 +212,32 @@ class Job(NamedTuple):
     run: Callable[[], Tensor]
 
 
-def share_out(jobs: Sequence[Job], device: torch.device) -> list[Tensor]:
-    """Divide jobs among the ranks, and return all results on every rank.
+def run_tasks(tasks: Sequence[RankTask], device: torch.device) -> list[Tensor]:
+    """Divide tasks among the ranks, and return all results on every rank.
 
-    Rank r of W computes the jobs r, r + W, r + 2W and so on.
+    Rank r of W computes the tasks r, r + W, r + 2W and so on.
 
     Args:
-        jobs: The same jobs on every rank.
+        tasks: The same tasks on every rank.
         device: The device of this rank, on which ranks exchange tensors.
 
     Returns:
-        The result of each job, int64 (num_rows,) on the CPU.
+        The result of each task, int64 (num_rows,) on the CPU.
     """
-    (rank, world), found = (
-        rank_and_world(),
-        [torch.zeros(job.num_rows, dtype=torch.int64) for job in jobs],
-    )
+    rank, world_size = rank_and_world()
+    sizes = [task.num_rows for task in tasks]
+    results = [torch.zeros(size, dtype=torch.int64) for size in sizes]
 
     def work() -> None:
-        for number in range(rank, len(jobs), world):
-            found[number] = jobs[number].run()
+        for number in range(rank, len(tasks), world_size):
+            results[number] = tasks[number].run()
 
-    if world == 1 or not jobs:
+    if world_size == 1 or not tasks:
         work()
-        return found
+        return results
     _work_together(work, device)
-    sizes = [job.num_rows for job in jobs]
-    return list(all_reduce_sum_(torch.cat(found).to(device)).cpu().split(sizes))
+    of_all_ranks = all_reduce_sum_(torch.cat(results).to(device))
+    return list(of_all_ranks.cpu().split(sizes))
 
 
 def compute_on_rank0(
@@ -296,3 +299,69 @@ def barrier(device: torch.device) -> None:
     """
     if in_group():
         float(all_reduce_sum_(torch.zeros(1, device=device)))
+
+
+class GroupWorker:
+    """One rank of a process group that trains together.
+
+    Attributes:
+        rank: The number of this process in the group, from 0.
+        world_size: The number of processes in the group.
+        device: The device of this rank.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    _next_stop_check = 0.0  # time.monotonic()
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Return the module to call in training: DDP if there are several ranks.
+
+        On GPUs, batch normalization then uses the statistics of the whole batch. The
+        CPU has no kernels for that.
+        """
+        if self.world_size == 1:
+            return model
+        devices = None
+        if self.device.type == "cuda":
+            model, devices = (
+                nn.SyncBatchNorm.convert_sync_batchnorm(model),
+                [self.device],
+            )
+        # Running statistics are rank 0's (or equal, with SyncBatchNorm) and need not
+        # travel.
+        ddp = nn.parallel.DistributedDataParallel
+        # torch 2.15 has renamed the option
+        renamed = "forward_sync_buffers" in inspect.signature(ddp).parameters
+        options: dict[str, Any] = {
+            "forward_sync_buffers" if renamed else "broadcast_buffers": False
+        }
+        return ddp(model, device_ids=devices, gradient_as_bucket_view=True, **options)
+
+    def asked_to_stop(self) -> bool:
+        """Return whether the user has asked to stop. Only rank 0 calls this."""
+        raise NotImplementedError
+
+    def should_stop(self, step: int) -> bool:
+        """Return whether to stop before a step, with the same answer on all ranks.
+
+        The ranks vote before every step on the CPU, and before every tenth step on a
+        GPU, because a vote waits for the GPU.
+        """
+        if self.device.type != "cpu" and step % GPU_VOTE_STEPS:
+            return False
+        vote = torch.tensor(int(self._is_stop_requested()), device=self.device)
+        return bool(all_reduce_sum_(vote).item())
+
+    def _is_stop_requested(self) -> bool:
+        """Return whether rank 0 has found a request to stop.
+
+        Rank 0 checks this every two seconds. Other ranks return False.
+        """
+        if self.rank > 0 or time.monotonic() < self._next_stop_check:
+            return False
+        self._next_stop_check = time.monotonic() + STOP_CHECK_S
+        with suppress(StorageError):  # the next checkpoint raises this error again
+            return self.asked_to_stop()
+        return False

@@ -1,0 +1,384 @@
+"""Decide from the data the settings of a run that the user has not set.
+
+Images of the user's own have no published settings. For an encoder that is trained from
+the start, the data decides the size of images, the batch size and the number of epochs.
+For heads on features of a frozen encoder, it decides the batch size and the number of
+epochs. For every run it decides the setting (``ncd`` or ``gcd``), and whether images
+are kept in memory. A run that its directory holds keeps what was decided when it began.
+"""
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from uno import weights
+from uno.config import OWN_ENCODERS, VECTORS, Config, flatten, override, to_dict
+from uno.data.check import MIN_ROWS_PER_CLUSTER, headers_of
+from uno.data.decode import check_bad, ok_mask
+from uno.data.files import Storage
+from uno.data.plan import largest_batch
+from uno.data.splits import Task, decide_setting, train_rows
+from uno.data.vectors import require_kind
+from uno.presets import (
+    IMAGE_SIZE,
+    SIZES,
+    Values,
+    is_custom_data,
+    preset,
+    scale_sizes,
+)
+from uno.runs import CONFIG_FILE, directory
+from uno.session.console import print_line
+from uno.session.data import read_task
+from uno.session.resources import FreeMemory, choose, free_memory
+from uno.text import plural
+from uno.weights import PRETRAINED
+
+MOST_PIXELS = {"cifar": 64, "cifar_stride2": 128, "imagenet": 128}
+"""Largest side of an image in pixels that is chosen, by the encoder's stem. At these
+sizes ResNet-18 takes 2.2, 2.2 and 0.59 billion multiplications for an image; it takes
+0.56 billion for the paper's images of 32 pixels.
+"""
+# Side in pixels from which the stem of ImageNet is chosen. For smaller images the last
+# feature maps of this stem would have only 2 x 2 values.
+IMAGENET_STEM_FROM = 96
+# Most epochs that are chosen. They are those of the preset for the digits, which are a
+# small data set of 1,437 rows.
+EPOCHS = {"pretrain": 30, "discover": 60}
+MOST_STEPS = 20_000  # steps of a phase; the paper takes 19,400 on CIFAR10
+LEAST_EPOCHS = 5
+MOST_HEAD_STEPS = 5_000  # steps of training heads on features of a frozen encoder
+# Least number of steps in an epoch. A small data set gets a smaller batch for it, as
+# long as the batch holds enough rows of each class.
+STEPS_OF_EPOCH = 8
+
+OF_HEADS = ("train.batch_size", "discover.epochs", "discover.warmup_epochs")
+"""Keys that are derived for heads on features of a frozen encoder."""
+OF_ENCODER = (
+    *SIZES,
+    "augment.large.crop_padding",
+    "augment.small.crop_padding",
+    "model.stem",
+    "data.mean",
+    "data.std",
+)
+"""Keys of how images are read, which belong to a trained encoder's weights."""
+OF_TRAINING = (
+    *OF_ENCODER,
+    *OF_HEADS,
+    "pretrain.epochs",
+    "pretrain.warmup_epochs",
+)
+"""Keys that may be derived if an encoder is trained from the start."""
+
+
+def resolve(
+    config: Config,
+    given: Collection[str],
+    overwrite: bool = False,
+    free: Callable[[Config], FreeMemory] = free_memory,
+) -> tuple[Config, Task | None]:
+    """Complete the configuration of a run, and print what was decided and why.
+
+    A run that the output directory holds keeps its values, and the data is not read.
+    For a new run the data is read, and decides the values that the user has not set.
+    ``data.loading`` and ``data.setting`` are not "auto" any more afterwards.
+
+    Args:
+        config: The configuration before the data is read.
+        given: The dotted keys that the user has set.
+        overwrite: Whether a run in the same directory is started over.
+        free: Returns the free memory for the processes that train.
+
+    Returns:
+        The configuration of the run; and its rows, None if they were not read.
+
+    Raises:
+        ConfigError: The data cannot be read, or does not fit the settings.
+    """
+    if config.output is not None and not overwrite:
+        storage = Storage(config.output)
+        if storage.exists(CONFIG_FILE):
+            stored = flatten(directory.read_config_tree(storage))
+            begun = keep_derived(config, given, stored)
+            is_auto = config.data.setting == "auto"
+            print_line(decide_setting(begun, [], is_auto)[1])
+            return begun, None
+    task = read_task(config.data)
+    setting, reason = decide_setting(config, task.rows.known)
+    config = override(config, {"data.setting": setting})
+    values, lines = derive_settings(config, given, task)
+    config = override(config, values)
+    # if the user has chosen, the memory of other machines is not looked up
+    measure = free if config.data.loading == "auto" else free_memory
+    loading, why = choose(config, len(task.rows), measure(config))
+    for line in (reason, *lines, f"memory: {why}"):
+        print_line(line)
+    return override(config, {"data.loading": loading}), task
+
+
+def keep_derived(
+    config: Config, given: Collection[str], stored: Mapping[str, Any]
+) -> Config:
+    """Return the configuration with the values that were derived when a run began.
+
+    Args:
+        config: The configuration of the command that resumes the run.
+        given: The dotted keys that the user has set. They are not replaced.
+        stored: The stored configuration of the run, by dotted key.
+    """
+    given = {*given, *(SIZES if IMAGE_SIZE in given else ())}
+    keys = [*derived_keys(config), "data.validation_fraction"]
+    keys = [key for key in keys if key not in given]
+    keys += [
+        f"data.{name}"
+        for name in ("setting", "loading", "num_novel")
+        if getattr(config.data, name) == "auto"
+    ]
+    return override(config, {key: stored[key] for key in keys if key in stored})
+
+
+def derived_keys(config: Config) -> tuple[str, ...]:
+    """Return the keys of settings that the rows and images decide unless given.
+
+    Args:
+        config: The configuration of the run.
+
+    Returns:
+        Dotted keys. The result is empty for a run on the data of a benchmark, and for a
+        preset other than ``scratch``, ``photos`` and the one for vectors.
+    """
+    if config.preset in ("photos", VECTORS):
+        return (*OF_HEADS, *["model.encoder"] * config.model.takes_vectors)
+    is_own = config.preset == "scratch" and is_custom_data(flatten(to_dict(config)))
+    return OF_TRAINING if is_own else ()
+
+
+def derives_batch(config: Config, given: Collection[str]) -> bool:
+    """Return whether the batch size of a run is derived from its data.
+
+    Args:
+        config: The configuration of the run.
+        given: Dotted keys that the user has set.
+    """
+    key = "train.batch_size"
+    return key in derived_keys(config) and key not in given
+
+
+def derive_settings(
+    config: Config, given: Collection[str], task: Task
+) -> tuple[Values, list[str]]:
+    """Derive settings of a new run from its rows and a sample of its images.
+
+    Args:
+        config: The configuration before the data is read, with the final value of
+            ``data.setting``.
+        given: The dotted keys that the user has set. They are not derived.
+        task: The rows of the run.
+
+    Returns:
+        Values by dotted key, some of :func:`derived_keys`; and a line for the user on
+        each decision.
+
+    Raises:
+        ConfigError: The encoder takes images and the source has vectors, or the
+            reverse. Or too many vectors are unusable.
+    """
+    given = {*given, *(SIZES if IMAGE_SIZE in given else ())}
+    rules: tuple[Rule, ...] = ()
+    if config.preset in ("photos", VECTORS):
+        rules = (
+            _vector_length,
+            _settings_of_weights,
+            _batch_of_heads,
+            _epochs_of_heads,
+        )
+    elif derived_keys(config):
+        rules = (_settings_of_weights, _image_size, _batch_size, _epochs)
+    values, lines = Values(), list[str]()
+    for rule in rules:
+        derived, line = rule(config, given, task)
+        derived = {key: value for key, value in derived.items() if key not in given}
+        if derived:
+            values, config = values | derived, override(config, derived)
+            lines += [line] * bool(line)
+    require_kind(config.model, task.rows.images)
+    return values, lines
+
+
+Rule = Callable[[Config, Collection[str], Task], tuple[Values, str]]
+"""Derives some settings from the configuration so far, the keys that the user has set,
+and the rows. Returns values by dotted key, and a line that names them.
+"""
+
+
+def _vector_length(
+    config: Config, given: Collection[str], task: Task
+) -> tuple[Values, str]:
+    """Derive ``model.encoder`` from the length of the vectors of a source.
+
+    Raises:
+        ConfigError: Too many vectors are unusable.
+    """
+    vectors = task.rows.images.vectors(np.arange(len(task.rows)))
+    if vectors is None:
+        return {}, ""
+    limit = config.data.max_bad_fraction
+    check_bad(task.rows.ids, vectors[1], limit, images=task.rows.images)
+    return {"model.encoder": f"{VECTORS}:{vectors[0].shape[2]}"}, ""
+
+
+def _settings_of_weights(
+    config: Config, given: Collection[str], task: Task
+) -> tuple[Values, str]:
+    """Take the settings of images from the run whose weights this run starts from."""
+    values = settings_of_weights(config)
+    size = values.get(SIZES[0], config.augment.large.size)
+    return values, (
+        f"image size: {size} px; image size, mean and std: taken from"
+        f" {config.model.weights}"
+    )
+
+
+def settings_of_weights(config: Config) -> Values:
+    """Return the settings of images of the run that ``model.weights`` names.
+
+    Returns:
+        Image size, mean, standard deviation and the like by dotted key. Empty if the
+        weights are not those of a run.
+    """
+    source = config.model.weights
+    if source in (None, PRETRAINED) or weights.is_file(source):
+        return {}
+    stored = flatten(directory.read_config_tree(Storage(str(source))))
+    return {key: stored[key] for key in OF_ENCODER if key in stored}
+
+
+def _image_size(
+    config: Config, given: Collection[str], task: Task
+) -> tuple[Values, str]:
+    """Derive the sizes of images in pixels, and the encoder's stem.
+
+    The size is the median of the images' shorter sides, down to a multiple of 4,
+    between 8 and the limit of :data:`MOST_PIXELS`. If the user gave one of the sizes of
+    the large view and of the stored images, the other becomes equal. Nothing is derived
+    if the user gave both, or if the encoder is a library's or has weights.
+    """
+    if config.model.weights is not None or config.model.encoder not in OWN_ENCODERS:
+        return {}, ""
+    has_view_size, has_stored_size = (key in given for key in SIZES[:2])
+    if has_view_size or has_stored_size:
+        size = config.augment.large.size if has_view_size else config.data.stored_size
+        return dict.fromkeys(SIZES[:2], size), ""
+    sides = [min(side) for _, *side in headers_of(task)[0]]
+    median_side = int(np.median(sides or [config.data.stored_size]))
+    stem = config.model.stem
+    if config.model.encoder == "resnet_small":
+        stem = "cifar" if stem == "imagenet" else stem
+    elif "model.stem" not in given and median_side >= IMAGENET_STEM_FROM:
+        stem = "imagenet"
+    size = max(8, min(median_side, MOST_PIXELS[stem]) // 4 * 4)
+    why = "; larger is slower" if median_side > size else ""
+    return scale_sizes(config, size) | {"model.stem": stem}, (
+        f"image size: {size} px (images are about {median_side} px{why}); change with"
+        " --image-size"
+    )
+
+
+def _batch_size(
+    config: Config, given: Collection[str], task: Task
+) -> tuple[Values, str]:
+    """Derive the batch size for an encoder that is trained.
+
+    An epoch has about :data:`STEPS_OF_EPOCH` steps. But a batch has at least 32 rows,
+    and at least :data:`MIN_ROWS_PER_CLUSTER` unlabeled rows of each class.
+    """
+    labeled, unlabeled = task.sizes
+    mixed = config.data.setting == "gcd"  # some unlabeled rows are of known classes
+    num_classes = task.num_novel + (task.num_known if mixed else 0)
+    least = math.ceil(
+        MIN_ROWS_PER_CLUSTER * num_classes * (labeled + unlabeled) / max(unlabeled, 1)
+    )
+    wanted = max(32, least, (labeled + unlabeled) // STEPS_OF_EPOCH)
+    return _fitting_batch(config, task, wanted)
+
+
+def _batch_of_heads(
+    config: Config, given: Collection[str], task: Task
+) -> tuple[Values, str]:
+    """Derive the batch size for heads on features of a frozen encoder, if any train."""
+    if not config.discover.epochs:
+        return {}, ""
+    return _fitting_batch(config, task, config.train.batch_size)
+
+
+def _fitting_batch(config: Config, task: Task, wanted: int) -> tuple[Values, str]:
+    """Return the largest batch size up to ``wanted`` that the rows fill.
+
+    The batch size of ``config`` is the largest that is returned. Unusable vectors are
+    not counted as rows.
+    """
+    vectors = task.rows.images.vectors(np.arange(len(task.rows)))
+    rows = train_rows(task, None if vectors is None else ok_mask(vectors[1]))
+    labeled, unlabeled = len(rows["labeled"]), len(rows["unlabeled"])
+    most, workers = config.train.batch_size, config.compute.num_workers
+    sampling = config.data.batch_sampling
+    size = largest_batch(sampling, min(most, wanted), labeled, unlabeled, workers)
+    if size == most:
+        return {}, ""
+    return {"train.batch_size": size}, (
+        f"batch size: {size} of {labeled + unlabeled:,} images; change with"
+        " --batch-size"
+    )
+
+
+def _epochs(config: Config, given: Collection[str], task: Task) -> tuple[Values, str]:
+    """Derive the number of epochs of both phases, for an encoder that is trained.
+
+    A phase gets the number of :data:`EPOCHS`, or fewer so that it has about
+    :data:`MOST_STEPS` steps, but at least :data:`LEAST_EPOCHS`. A tenth of the epochs
+    are warm-up. A phase keeps its number if the user gave it, or if it differs from
+    that of the preset ``scratch``. With ``model.weights`` there is no pretraining,
+    which then gets no number.
+    """
+    scratch, values, parts = preset("scratch", config.recipe), Values(), list[str]()
+    for name, most in EPOCHS.items():
+        is_changed = getattr(config, name).epochs != getattr(scratch, name).epochs
+        if f"{name}.epochs" in given or is_changed:
+            continue
+        if name == "pretrain" and config.model.weights is not None:
+            continue
+        rows = task.sizes[0] if name == "pretrain" else sum(task.sizes)
+        steps = max(1, rows // config.train.batch_size)
+        epochs = max(LEAST_EPOCHS, min(most, MOST_STEPS // steps))
+        values |= {f"{name}.epochs": epochs, f"{name}.warmup_epochs": epochs / 10}
+        parts.append(f"{epochs} ({name})")
+    flags = ", ".join(f"--{name}.epochs" for name in EPOCHS)
+    return values, (
+        f"epochs: {', '.join(parts)} for {plural(sum(task.sizes), 'image')}; change"
+        f" with {flags}"
+    )
+
+
+def _epochs_of_heads(
+    config: Config, given: Collection[str], task: Task
+) -> tuple[Values, str]:
+    """Derive the number of discovery epochs for heads on features.
+
+    The preset's number is reduced so that there are at most :data:`MOST_HEAD_STEPS`
+    steps, but one epoch at least. A tenth of the epochs are warm-up. Nothing is derived
+    if the preset's number is small enough, if the user gave it, or if the encoder is
+    fine-tuned.
+    """
+    steps = max(1, sum(task.sizes) // config.train.batch_size)
+    is_fixed = "discover.epochs" in given or config.model.finetune != "none"
+    if is_fixed or config.discover.epochs * steps <= MOST_HEAD_STEPS:
+        return {}, ""
+    epochs = max(1, MOST_HEAD_STEPS // steps)
+    values = {"discover.epochs": epochs, "discover.warmup_epochs": epochs / 10}
+    return values, (
+        f"epochs: {epochs} (discover) for {plural(sum(task.sizes), 'row')}; change with"
+        " --discover.epochs"
+    )
