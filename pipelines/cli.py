@@ -47,7 +47,7 @@ SENTENCES = {  # a command of another package is listed without one
     ),
     "reproduce": "Reproduce a table of the paper and compare the numbers.",
     "tune": "Search hyper-parameters with Ray Tune.",
-    "export": "Export the model for other tools.",
+    "export": "Export the model or its predictions for other tools.",
     "doctor": "Check this machine, or every node of a Ray cluster.",
 }
 

@@ -44,11 +44,17 @@ from uno.frozen import (
     fit_principal_space,
     fit_whitening,
 )
-from uno.num_classes import pairs_of_one_class
+from uno.num_classes import (
+    MIN_KNOWN,
+    MIN_NOVEL,
+    estimate_num_classes,
+    pairs_of_one_class,
+)
 
 UNLABELED = -1  # in y, besides NaN and None
 MAX_SPARSE_DIRECTIONS = 256  # directions that TruncatedSVD keeps of a sparse matrix
 TEMPERATURE = 0.1  # of the softmax of cosines: tau of the paper, Sec. 4.1
+AUTO = "auto"  # number of novel classes that is estimated
 SETTINGS = ("ncd", "gcd")
 FLOATS = [np.float32, np.float64]  # other types become the first
 MAX_CLUSTERED_ROWS = 20_000  # of each kind; all other rows join the nearest class
@@ -65,7 +71,8 @@ class NovelClassDiscovery(
     clusters. Nothing is trained, so the features should come from a good encoder.
 
     Args:
-        n_novel: Number of novel classes, at least 1.
+        n_novel: Number of novel classes, at least 1, or ``"auto"`` for an estimate
+            (:mod:`uno.num_classes`), which needs two known classes.
         setting: ``"ncd"``: no unlabeled row of ``fit`` belongs to a known class.
             ``"gcd"``: unlabeled rows can belong to known classes.
         random_state: Seed of k-means, a ``RandomState``, or None for another result in
@@ -85,6 +92,8 @@ class NovelClassDiscovery(
             there are too few rows to tell.
         expected_accuracy_interval_: Lower and upper end of the interval that holds nine
             tenths of such tasks.
+        n_novel_interval_: Lower and upper end of the interval of the estimate, or twice
+            ``n_novel`` if it was given.
         similar_classes_: Pairs of novel classes that look like parts of one class, the
             most similar first: as many as ``n_novel`` is larger than the number of
             novel classes that :mod:`uno.num_classes` estimates.
@@ -110,7 +119,7 @@ class NovelClassDiscovery(
     """
 
     def __init__(
-        self, n_novel: int = 5, *, setting: str = "ncd", random_state: Any = 0
+        self, n_novel: int | str = 5, *, setting: str = "ncd", random_state: Any = 0
     ) -> None:
         self.n_novel = n_novel
         self.setting = setting
@@ -156,6 +165,7 @@ class NovelClassDiscovery(
         else:
             warn("y has no unlabeled row, so no novel class was searched", stacklevel=2)
             result = fit_known_classes(labeled, class_of_row)
+            self.n_novel_interval_ = (0, 0)
         self.mean_ = result.space.mean.numpy()
         self.directions_ = result.space.directions.numpy()
         self.prototypes_ = result.prototypes.numpy()
@@ -224,8 +234,11 @@ class NovelClassDiscovery(
     def _check_parameters(self) -> None:
         """Raise ValueError for a parameter that is out of its range."""
         number = self.n_novel
-        if not isinstance(number, Integral) or isinstance(number, bool) or number < 1:
-            raise ValueError(f"n_novel must be a whole number above 0, not {number!r}")
+        is_count = isinstance(number, Integral) and not isinstance(number, bool)
+        if number != AUTO and not (is_count and number >= 1):
+            raise ValueError(
+                f'n_novel must be a whole number above 0 or "auto", not {number!r}'
+            )
         if self.setting not in SETTINGS:
             raise ValueError(f'setting must be "ncd" or "gcd", not {self.setting!r}')
 
@@ -265,10 +278,13 @@ class NovelClassDiscovery(
             seed: Seed of k-means.
 
         Raises:
-            ValueError: There are not more unlabeled rows than clusters among them.
+            ValueError: There are not more unlabeled rows than clusters among them, or
+                there are too few known classes to estimate the number of novel ones.
         """
         gcd = self.setting == "gcd"
-        num_clusters = self.n_novel + (int(class_of_row.max()) + 1) * gcd
+        num_known = int(class_of_row.max()) + 1
+        smallest = MIN_NOVEL if self.n_novel == AUTO else int(self.n_novel)
+        num_clusters = smallest + num_known * gcd
         if len(unlabeled) <= num_clusters:
             raise ValueError(
                 f"y has {len(unlabeled)} unlabeled rows, which is not more than the"
@@ -279,8 +295,21 @@ class NovelClassDiscovery(
         chosen = by_class[evenly_spaced(len(labeled), MAX_CLUSTERED_ROWS)]
         labeled, class_of_row = labeled[chosen], class_of_row[chosen]
         unlabeled = unlabeled[evenly_spaced(len(unlabeled), MAX_CLUSTERED_ROWS)]
+        num_novel = low = high = smallest
+        if self.n_novel == AUTO:
+            if num_known < MIN_KNOWN:
+                raise ValueError(
+                    f'n_novel="auto" needs {MIN_KNOWN} known classes, not {num_known};'
+                    " pass a number"
+                )
+            most = len(unlabeled) - num_known * gcd - 1
+            estimate = estimate_num_classes(
+                labeled, class_of_row, unlabeled, gcd, seed, most
+            )
+            num_novel, low, high = estimate.num_novel, estimate.low, estimate.high
+        self.n_novel_interval_ = (low, high)
         result = discover_clusters(
-            labeled, class_of_row, unlabeled, int(self.n_novel), gcd, seed
+            labeled, class_of_row, unlabeled, num_novel, gcd, seed
         )
         pairs = pairs_of_one_class(result, labeled, class_of_row, unlabeled, gcd, seed)
         return replace(result, similar=pairs)

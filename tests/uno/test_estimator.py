@@ -177,6 +177,14 @@ def test_two_parts_of_one_class_are_named():
     assert set(model.similar_classes_[0]) <= set(model.novel_classes_)
 
 
+def test_the_number_of_novel_classes_is_estimated(blobs):
+    features, classes = blobs
+    model = NovelClassDiscovery("auto").fit(features, hide_from(classes, 3))
+    low, high = model.n_novel_interval_
+    assert low <= 3 <= high
+    assert low <= len(model.novel_classes_) <= high
+
+
 def test_without_unlabeled_rows_the_known_classes_are_learned(blobs):
     features, classes = blobs
     with pytest.warns(UserWarning, match="no unlabeled row"):
@@ -191,6 +199,8 @@ def test_without_unlabeled_rows_the_known_classes_are_learned(blobs):
     [
         ({"n_novel": 0}, None, "n_novel"),
         ({"n_novel": 2.5}, None, "n_novel"),
+        ({"n_novel": "many"}, None, "n_novel"),
+        ({"n_novel": "auto"}, np.arange(600) // 300 - 1, "2 known classes"),
         ({"setting": "open"}, None, "setting"),
         ({}, np.full(600, -1), "no label"),
         ({}, np.full(600, np.inf), "infinity"),

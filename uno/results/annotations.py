@@ -1,14 +1,13 @@
 """Predictions as files that annotation tools import.
 
 A person confirms or corrects the predicted classes there. Label Studio, FiftyOne and
-CVAT need not be installed, because the formats of their files are documented. Only
-``.h5ad`` needs the package anndata.
+CVAT need not be installed, because the formats of their files are documented.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote
 from xml.etree import ElementTree
@@ -16,21 +15,22 @@ from xml.etree import ElementTree
 from uno.data.decode import BadImage, read_header
 from uno.data.files import Storage
 from uno.errors import ConfigError, StorageError
-from uno.results.folders import write_csv
-from uno.results.predictions import read_batches
+from uno.results.predictions import read_batches, read_identity
 
 LOCAL_FILES = "/data/local-files/?d="  # how Label Studio serves files of its own disk
 FACTS = ("id", "uri", "class_name", "kind", "probability", "margin", "head_agreement")
 
 
-def write_annotations(storage: Storage, format: str, images: str | None) -> list[str]:
+def write_annotations(
+    storage: Storage, target: Storage, format: str, images: str | None
+) -> list[str]:
     """Write the predictions of a run, or of ``uno predict``, for an annotation tool.
 
     Images that could not be read are left out.
 
     Args:
-        storage: The directory with ``predictions.parquet``, where the files are
-            written.
+        storage: The run, or the output directory of ``uno predict``.
+        target: The directory of the files.
         format: A key of :data:`FORMATS`.
         images: The folder or URL of the images as the tool sees it, to which the ids of
             the images are appended. None for the path of each image itself.
@@ -39,16 +39,21 @@ def write_annotations(storage: Storage, format: str, images: str | None) -> list
         The paths of the written files.
 
     Raises:
-        ConfigError: A package is missing, or ``images`` is None and an image has no
-            file of its own.
-        StorageError: The directory has no predictions.
+        ConfigError: ``images`` is None, and an image has no file of its own.
+        StorageError: The directory has no complete predictions, or they are damaged.
     """
-    names = FORMATS[format](storage, images)
-    return [storage.below(name) for name in names]
+    if read_identity(storage) is None:
+        raise StorageError(
+            f"{storage.uri} has no complete predictions; run uno predict first"
+        )
+    files = FORMATS[format](read_predicted(storage), images)
+    for name, content in files.items():
+        target.write(name, content)
+    return [target.below(name) for name in files]
 
 
 def read_predicted(storage: Storage) -> Iterator[dict[str, Any]]:
-    """Yield the readable images of ``predictions.parquet`` with the keys ``FACTS``."""
+    """Yield the readable images of the predictions with the keys :data:`FACTS`."""
     for batch in read_batches(storage, [*FACTS, "status"]):
         yield from (row for row in batch.to_pylist() if row["status"] == "ok")
 
@@ -60,7 +65,8 @@ def locate_image(row: Mapping[str, Any], images: str | None) -> str:
         ConfigError: The image is inside a table or an archive, and ``images`` is None.
     """
     if images is not None:
-        return f"{images.rstrip('/')}/{row['id']}"
+        name = quote(row["id"]) if "://" in images else row["id"]
+        return f"{images.rstrip('/')}/{name}"
     if row["uri"] is None:
         raise ConfigError(
             f"image {row['id']} has no file of its own; name the folder or URL of the"
@@ -69,14 +75,16 @@ def locate_image(row: Mapping[str, Any], images: str | None) -> str:
     return str(row["uri"])
 
 
-def write_label_studio(storage: Storage, images: str | None) -> list[str]:
+def write_label_studio(
+    rows: Iterable[Mapping[str, Any]], images: str | None
+) -> dict[str, bytes]:
     """Write tasks with predictions, and the labeling configuration for them.
 
     Local paths become URLs of Label Studio's local files with the document root ``/``.
     Label Studio keeps the ``id`` in the ``data`` of each task that it exports.
     """
     tasks, names = [], set[str]()
-    for row in read_predicted(storage):
+    for row in rows:
         image = locate_image(row, images)
         if image.startswith("/"):
             image = LOCAL_FILES + quote(image[1:])
@@ -101,33 +109,40 @@ def write_label_studio(storage: Storage, images: str | None) -> list[str]:
     )
     for name in sorted(names):
         ElementTree.SubElement(choices, "Choice", value=name)
-    storage.write("label-studio.json", json.dumps(tasks, indent=1).encode())
-    storage.write("label-studio.xml", format_xml(view))
-    return ["label-studio.json", "label-studio.xml"]
+    return {
+        "label-studio.json": json.dumps(tasks, indent=1).encode(),
+        "label-studio.xml": format_xml(view),
+    }
 
 
-def write_fiftyone(storage: Storage, images: str | None) -> list[str]:
+def write_fiftyone(
+    rows: Iterable[Mapping[str, Any]], images: str | None
+) -> dict[str, bytes]:
     """Write a ``FiftyOneImageClassificationDataset`` that refers to the images.
 
     ``labels.json`` has the class and its confidence of each image, and ``data.json``
     its path.
     """
     paths, labels = dict[str, str](), dict[str, dict[str, Any]]()
-    for index, row in enumerate(read_predicted(storage)):
+    for index, row in enumerate(rows):
         key = f"{index:08d}"
         paths[key] = locate_image(row, images)
         labels[key] = {
             "label": row["class_name"],
             "confidence": row["probability"],
-            "attributes": {name: row[name] for name in ("id", "kind", "margin")},
+            # FiftyOne's classifications have an "id" of their own
+            "attributes": {"image_id": row["id"], "kind": row["kind"]},
         }
-    storage.write("fiftyone/data.json", json.dumps(paths, indent=1).encode())
     content = {"classes": None, "labels": labels}
-    storage.write("fiftyone/labels.json", json.dumps(content, indent=1).encode())
-    return ["fiftyone"]
+    return {
+        "fiftyone/data.json": json.dumps(paths, indent=1).encode(),
+        "fiftyone/labels.json": json.dumps(content, indent=1).encode(),
+    }
 
 
-def write_cvat(storage: Storage, images: str | None) -> list[str]:
+def write_cvat(
+    rows: Iterable[Mapping[str, Any]], images: str | None
+) -> dict[str, bytes]:
     """Write tags of images as "CVAT for images 1.1".
 
     CVAT finds an image by its name in the task, which is its id, or the id below
@@ -138,7 +153,7 @@ def write_cvat(storage: Storage, images: str | None) -> list[str]:
     meta = ElementTree.SubElement(root, "meta")
     job = ElementTree.SubElement(ElementTree.SubElement(meta, "task"), "labels")
     names = set[str]()
-    for index, row in enumerate(read_predicted(storage)):
+    for index, row in enumerate(rows):
         name = row["id"] if images is None else locate_image(row, images)
         size = measure_image(row["uri"])
         image = ElementTree.SubElement(
@@ -155,16 +170,7 @@ def write_cvat(storage: Storage, images: str | None) -> list[str]:
         label = ElementTree.SubElement(job, "label")
         ElementTree.SubElement(label, "name").text = name
         ElementTree.SubElement(label, "type").text = "tag"
-    storage.write("cvat.xml", format_xml(root))
-    return ["cvat.xml"]
-
-
-def write_spreadsheet(storage: Storage, images: str | None) -> list[str]:
-    """Write ``predictions.csv``, as ``uno predict --csv`` does."""
-    if images is not None:
-        raise ConfigError("--images is for formats that refer to images, not for csv")
-    write_csv(storage)
-    return ["predictions.csv"]
+    return {"cvat.xml": format_xml(root)}
 
 
 def measure_image(path: str | None) -> dict[str, str]:
@@ -182,15 +188,20 @@ def measure_image(path: str | None) -> dict[str, str]:
 
 
 def format_xml(root: ElementTree.Element) -> bytes:
-    """Return an indented XML document in UTF-8."""
+    """Return an indented XML document in UTF-8.
+
+    It has no XML declaration, because Label Studio refuses one, and UTF-8 is the
+    default of XML.
+    """
     ElementTree.indent(root)
-    text: bytes = ElementTree.tostring(root, "utf-8", xml_declaration=True)
-    return text + b"\n"
+    return ElementTree.tostring(root, "unicode").encode() + b"\n"
 
 
-FORMATS: dict[str, Callable[[Storage, str | None], list[str]]] = {
+Write = Callable[[Iterable[Mapping[str, Any]], str | None], dict[str, bytes]]
+"""Return the content of files by name, from rows with the keys :data:`FACTS`."""
+
+FORMATS: dict[str, Write] = {
     "label-studio": write_label_studio,
     "fiftyone": write_fiftyone,
     "cvat": write_cvat,
-    "csv": write_spreadsheet,
 }
