@@ -235,7 +235,7 @@ class NovelClassDiscovery(
         """Raise ValueError for a parameter that is out of its range."""
         number = self.n_novel
         is_count = isinstance(number, Integral) and not isinstance(number, bool)
-        if number != AUTO and not (is_count and number >= 1):
+        if number != AUTO and (not is_count or int(number) < 1):
             raise ValueError(
                 f'n_novel must be a whole number above 0 or "auto", not {number!r}'
             )
