@@ -2,13 +2,15 @@
 
     python -m benchmarks.numbers run FEATURES/*.parquet --output numbers.csv
     python -m benchmarks.numbers table numbers.csv
-    python -m benchmarks.numbers fit numbers.csv        # uno/num_classes.json
+    python -m benchmarks.numbers fit numbers.csv
+
+The last command writes ``uno/clustering/num_classes.json``.
 
 ``run`` takes the embeddings and the tasks of few classes of :mod:`benchmarks.tasks`,
 and of sets with at least 20 classes 6 tasks with 10 to 40 novel classes. It writes the
-signs of each task (:func:`uno.num_classes.signs_of`). The embeddings of a set are
-reduced to their leading directions first, so that a task takes a second. Tasks that are
-in the output already are not computed again.
+signs of each task (:func:`uno.clustering.num_classes.signs_of`). The embeddings of a
+set are reduced to their leading directions first, so that a task takes a second. Tasks
+that are in the output already are not computed again.
 
 ``table`` prints how often the true number is in the interval, by a model that was
 fitted without the data set of the task. The width of an interval is its upper end minus
@@ -30,8 +32,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.tasks import draws, make_task, read_features
-from uno.clustering import FREE
-from uno.num_classes import CALIBRATION_FILE, NumClasses, find_signs, fit_model
+from uno.clustering.kmeans import FREE
+from uno.clustering.num_classes import (
+    CALIBRATION_FILE,
+    NumClasses,
+    find_signs,
+    fit_model,
+)
 
 NUM_DIRECTIONS = 448  # leading directions of the embeddings of a set
 NUM_MANY, MIN_MANY, MAX_MANY = 6, 10, 40  # tasks, and their novel classes
@@ -70,7 +77,7 @@ def main() -> None:
     elif given.command == "table":
         print("\n".join(table(read_tasks(given.tasks))))
     else:
-        path = Path("uno") / CALIBRATION_FILE
+        path = Path("uno/clustering") / CALIBRATION_FILE
         found = json.dumps(fit(read_tasks(given.tasks)), indent=1)
         path.write_text(found + "\n", "utf-8")
         print(f"wrote {path}")
@@ -148,7 +155,7 @@ def tasks_of(name: str, names: np.ndarray) -> Iterator[tuple[str, int, list[str]
 
 
 def fit(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the calibration of :mod:`uno.num_classes`."""
+    """Return the calibration of :mod:`uno.clustering.num_classes`."""
     return {
         "source": "python -m benchmarks.numbers fit benchmarks/results/numbers.csv",
         "sets": sorted({row["set"] for row in rows}),

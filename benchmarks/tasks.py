@@ -34,15 +34,15 @@ import torch.nn.functional as F
 from scipy.stats import spearmanr
 from torch import Tensor
 
-from uno.clustering import FREE, constrained_kmeans, kmeans
-from uno.expectation import CALIBRATION_FILE, COUNTED, Line, fit_line, mean_logit
-from uno.frozen import (
+from uno.clustering.frozen import (
     SPECTRAL,
     Clustering,
     discover_clusters,
     find_correct_rows,
     fit_principal_space,
 )
+from uno.clustering.kmeans import FREE, constrained_kmeans, kmeans
+from uno.expectation import CALIBRATION_FILE, COUNTED, Line, fit_line, mean_logit
 
 FEW = ((5, 5), (8, 4), (3, 3), (2, 2), (10, 10))  # known and novel classes
 FEW_KNOWN = ((1, 3), (1, 5), (2, 4), (3, 5))

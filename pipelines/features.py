@@ -20,9 +20,9 @@ from uno.data import features
 from uno.data.decode import prefetch_map
 from uno.data.features import Chunk, FeatureJob
 from uno.data.images import from_columns, to_columns
-from uno.encoder import build_encoder
+from uno.encoders.build import build_encoder
+from uno.encoders.runtimes import Runtime
 from uno.runs.hardware import at_speed
-from uno.runtime import Runtime
 
 # The largest number of chunks of a task. A row group of Parquet has more rows than a
 # chunk, so that a task of several chunks reads less.
@@ -41,7 +41,8 @@ def compute_on_ray(
     Args:
         ray: The connected module.
         job: What to encode.
-        encoder: The encoder in eval mode, or a :class:`~uno.runtime.Runtime` of it.
+        encoder: The encoder in eval mode, or a
+            :class:`~uno.encoders.runtimes.Runtime` of it.
         rows: int64 (n,), numbers of rows of the task.
         give_up: Returns whether to stop waiting for nodes.
 
@@ -157,7 +158,7 @@ class Featurizer:
         device: The device of the encoder.
         threads: The number of blocks of rows that are encoded at once.
         shared: The reference to the configuration, the weights as a safetensors file,
-            and the :class:`~uno.runtime.Plan` or None.
+            and the :class:`~uno.encoders.runtimes.Plan` or None.
     """
 
     def __init__(self, device: str, threads: int, shared: Any) -> None:

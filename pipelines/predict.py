@@ -33,6 +33,7 @@ from uno.config import Config
 from uno.data.files import Storage
 from uno.data.images import Images, InMemory, from_columns, to_columns
 from uno.data.rows import Rows
+from uno.encoders.runtimes import Plan, choose_runtime
 from uno.model import features_of
 from uno.results.infer import Decode, build_classifier
 from uno.results.predictions import (
@@ -44,7 +45,6 @@ from uno.results.predictions import (
     split_chunks,
 )
 from uno.runs.hardware import at_speed, num_threads
-from uno.runtime import Plan, choose_runtime
 
 # largest number of rows whose places are in the object store at once
 EXECUTION_ROWS = 2**24

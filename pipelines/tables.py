@@ -43,7 +43,8 @@ from uno.data.files import Storage, full_path, normalize_path
 from uno.data.output import list_temporary_files, other_settings_error, read_mapping
 from uno.data.sources import SOURCES, read_rows
 from uno.data.splits import make_task
-from uno.encoder import changed_code, code_of
+from uno.encoders.build import changed_code, code_of
+from uno.encoders.weights import is_file
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
 from uno.presets import is_custom_data
 from uno.reproduce import documents, summary
@@ -65,7 +66,6 @@ from uno.session.console import print_line
 from uno.session.derive import resolve
 from uno.session.prepare import with_full_path
 from uno.text import plural
-from uno.weights import is_file
 
 
 class Request(NamedTuple):
@@ -390,7 +390,7 @@ def _check_stored(run: Path, config: Config, code: dict[str, str] | None) -> Non
     Args:
         run: The directory of the run.
         config: The configuration that this command would use.
-        code: The code of the encoder, see :func:`uno.encoder.code_of`, or None.
+        code: The code of the encoder, see :func:`uno.encoders.build.code_of`, or None.
 
     Raises:
         ConfigError: The run has other settings, or its encoder has other code.

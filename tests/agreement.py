@@ -48,7 +48,7 @@ from pipelines import cli
 from tests.uno.data.builders import encoded
 from uno.config import Config, override
 from uno.data.decode import decode_many, to_rgb
-from uno.encoder import build_encoder
+from uno.encoders.build import build_encoder
 from uno.results.infer import NUMBERS
 from uno.results.predictions import COLUMNS, FOLDER
 

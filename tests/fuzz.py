@@ -55,6 +55,7 @@ from uno.data.files import Storage
 from uno.data.read_options import ReadOptions
 from uno.data.tables import read_parquet, read_table
 from uno.data.tar import read_tar
+from uno.encoders.weights import read_weights
 from uno.errors import UnoError
 from uno.report.facts import read_facts
 from uno.results.classes import OutputClass, read_edits, template
@@ -66,7 +67,6 @@ from uno.runs.checkpoint import (
     save_checkpoint,
 )
 from uno.runs.directory import begin_run, delete_leftovers
-from uno.weights import read_weights
 
 CORPUS = Path(__file__).parent / "corpus"
 SLOW_S, MEMORY_BYTES, BATCH = 10, 2 * 2**30, 100

@@ -32,7 +32,7 @@ from tests.pipelines.small import SMALL, write_images
 from tests.processes import below, running
 from tests.tune.tiny import TINY
 from uno.config import Config, override
-from uno.encoder import build_encoder
+from uno.encoders.build import build_encoder
 
 RUN = [*SMALL, "--data.limit", "60", "--pretrain.epochs", "1", "--discover.epochs", "1"]
 ONE = ["--compute.threads", "1"]

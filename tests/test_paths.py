@@ -21,7 +21,7 @@ from tests.pipelines.small import SMALL
 from tests.shapes import CORNERS, NEW, draw_photos
 from tests.uno.data.builders import cifar_files, publish_cifar, write_cifar
 from uno.config import Config, override
-from uno.encoder import build_encoder
+from uno.encoders.build import build_encoder
 
 ROOT = Path(__file__).parent.parent
 PATHS = ROOT / "examples" / "paths"

@@ -48,7 +48,8 @@ from uno.data.decode import ok_mask
 from uno.data.files import Storage, reserve_space, split, wrap_errors
 from uno.data.sampling import largest_batch
 from uno.data.splits import Task
-from uno.encoder import code_of
+from uno.encoders.build import code_of
+from uno.encoders.weights import PRETRAINED, PRETRAINED_FILE, is_file
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
 from uno.imports import is_object_name
 from uno.methods import load
@@ -71,7 +72,6 @@ from uno.session.loggers import Loggers, require_loggers
 from uno.session.prepare import check_data, starting_weights, with_full_path
 from uno.session.resources import check_memory, choose_for_sweep
 from uno.text import plural
-from uno.weights import PRETRAINED, PRETRAINED_FILE, is_file
 
 STOPPING = "stopping; run the same command again to resume the unfinished trials"
 CPU_OF_A_WAITING_TRIAL = 0.01

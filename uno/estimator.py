@@ -1,7 +1,7 @@
 """Novel class discovery on a matrix of features, as a scikit-learn estimator.
 
 :class:`NovelClassDiscovery` runs the default method for frozen features
-(:mod:`uno.frozen`) in memory. It reads and writes no files, starts no
+(:mod:`uno.clustering.frozen`) in memory. It reads and writes no files, starts no
 processes, and needs neither Ray nor a run directory.
 """
 
@@ -35,8 +35,7 @@ from sklearn.utils.validation import (
 )
 from torch import Tensor
 
-from uno.expectation import expected_accuracy
-from uno.frozen import (
+from uno.clustering.frozen import (
     FeatureSpace,
     FrozenClusters,
     cluster_means,
@@ -44,12 +43,13 @@ from uno.frozen import (
     fit_principal_space,
     fit_whitening,
 )
-from uno.num_classes import (
+from uno.clustering.num_classes import (
     MIN_KNOWN,
     MIN_NOVEL,
     estimate_num_classes,
     pairs_of_one_class,
 )
+from uno.expectation import expected_accuracy
 
 UNLABELED = -1  # in y, besides NaN and None
 MAX_SPARSE_DIRECTIONS = 256  # directions that TruncatedSVD keeps of a sparse matrix
@@ -72,7 +72,7 @@ class NovelClassDiscovery(
 
     Args:
         n_novel: Number of novel classes, at least 1, or ``"auto"`` for an estimate
-            (:mod:`uno.num_classes`), which needs two known classes.
+            (:mod:`uno.clustering.num_classes`), which needs two known classes.
         setting: ``"ncd"``: no unlabeled row of ``fit`` belongs to a known class.
             ``"gcd"``: unlabeled rows can belong to known classes.
         random_state: Seed of k-means, a ``RandomState``, or None for another result in
@@ -96,7 +96,7 @@ class NovelClassDiscovery(
             ``n_novel`` if it was given.
         similar_classes_: Pairs of novel classes that look like parts of one class, the
             most similar first: as many as ``n_novel`` is larger than the number of
-            novel classes that :mod:`uno.num_classes` estimates.
+            novel classes that :mod:`uno.clustering.num_classes` estimates.
         mean_: Mean (D',) of the rows after scaling to length one.
         directions_: Matrix (D', P) to coordinates in which known classes vary alike in
             all directions.

@@ -128,7 +128,7 @@ def expected_accuracy(
     """Return the accuracy to expect of clusters of frozen features.
 
     Args:
-        agreement: Shares (A,) of :func:`uno.frozen.measure_agreement`.
+        agreement: Shares (A,) of :func:`uno.clustering.frozen.measure_agreement`.
         setting: ``"ncd"``: accuracy on the images of novel classes. ``"gcd"``: accuracy
             on all unlabeled images.
         matching: ``"one_to_one"``: all clusters are matched with all classes.

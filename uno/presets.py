@@ -111,7 +111,8 @@ IMAGENET_V2: Values = {
 }
 # One's own photographs, few epochs on the features of a frozen encoder that somebody
 # else has trained. Ours: docs/results/photos.md says how the values were chosen. 224
-# px, and mean and std of torchvision's encoders; others bring their own (uno.weights).
+# px, and mean and std of torchvision's encoders; others bring their own
+# (uno.encoders.weights).
 PHOTOS: Values = {
     "data.stored_size": 256,
     "data.mean": (0.485, 0.456, 0.406),

@@ -18,7 +18,7 @@ from tests.uno.small_run import small_config
 from uno.config import DataConfig
 from uno.data import features
 from uno.data.sources import read_digits, read_rows
-from uno.encoder import build_encoder
+from uno.encoders.build import build_encoder
 
 
 @pytest.fixture(scope="module")

@@ -16,13 +16,13 @@ import torch
 from pipelines import cli, commands
 from pipelines.backend import ray_tasks
 from pipelines.options import parse
-from uno import num_classes
+from uno.clustering import num_classes
 from uno.config import override
 from uno.data.columns import make_labels
 from uno.data.files import Storage
 from uno.data.sources import read_digits
 from uno.data.splits import make_task
-from uno.encoder import build_encoder
+from uno.encoders.build import build_encoder
 from uno.errors import ConfigError, Interrupted
 from uno.results.estimate import Settings
 from uno.session import backend

@@ -38,7 +38,7 @@ from uno.data.files import Storage
 from uno.data.memory import MemoryBatches
 from uno.data.sources import read_digits
 from uno.data.splits import make_task
-from uno.encoder import build_encoder
+from uno.encoders.build import build_encoder
 from uno.errors import ConfigError
 from uno.runs import DISCOVER
 from uno.runs.checkpoint import checkpoint_steps, load_newest

@@ -33,7 +33,7 @@ from uno.config import Config, dump_yaml, override
 from uno.cpus import available_cpus
 from uno.data import features
 from uno.data.files import Storage
-from uno.encoder import build_encoder
+from uno.encoders.build import build_encoder
 from uno.errors import ConfigError, Interrupted
 from uno.reproduce.experiments import build, names
 from uno.runs import NUMERICS, lock

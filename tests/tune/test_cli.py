@@ -15,9 +15,9 @@ from tune.score import make_folds
 from tune.sweep import TUNE, main
 from uno.config import override
 from uno.data.files import Storage
+from uno.encoders.weights import PRETRAINED_FILE
 from uno.errors import ConfigError, NumericsError
 from uno.session.data import read_task
-from uno.weights import PRETRAINED_FILE
 
 
 def test_options_are_its_own_and_those_of_a_run():

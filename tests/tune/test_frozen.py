@@ -29,13 +29,13 @@ from uno.config import override
 from uno.data import features
 from uno.data.embeddings import given_vectors
 from uno.data.files import Storage
+from uno.encoders.weights import PRETRAINED
 from uno.errors import ConfigError, StorageError
 from uno.runs import DISCOVER, run
 from uno.session import resources
 from uno.session.data import compute_local, read_task
 from uno.session.prepare import check_data
 from uno.session.resources import IMAGE_SHARE
-from uno.weights import PRETRAINED
 
 ROWS = [*range(400)]  # half of the training and half of the test
 

@@ -19,7 +19,7 @@ from tune.sweep import TUNE
 from tune.trial import SweepOptions, run_trial
 from uno.config import Config
 from uno.data.files import Storage
-from uno.encoder import build_encoder
+from uno.encoders.build import build_encoder
 from uno.runs.lock import ClaimedStorage, lock_run
 from uno.training import LocalWorker
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from uno import distributed
+from uno.clustering.initialization import init_prototypes_
 from uno.config import Config, override
 from uno.data.files import Storage
 from uno.data.memory import EvalSet, TrainSet
@@ -20,7 +21,6 @@ from uno.methods import load
 from uno.model import build_network
 from uno.objective import unified_objective
 from uno.presets import preset
-from uno.prototype_init import init_prototypes_
 from uno.runs import run
 from uno.runs.journal import read_journal
 from uno.session.data import open_sets, read_task

@@ -7,7 +7,7 @@ import pytest
 import torch
 from sklearn.metrics import silhouette_score
 
-from uno.clustering import (
+from uno.clustering.kmeans import (
     FREE,
     constrained_kmeans,
     draw_initial_centers,
@@ -61,7 +61,7 @@ def test_equals_a_naive_loop(dtype, anchors, monkeypatch):
     their mean, free rows kept out of fixed clusters, stopping one step early, inertia
     of the free rows only, a wrong mean.
     """
-    monkeypatch.setattr("uno.clustering.MAX_CELLS", 300)
+    monkeypatch.setattr("uno.clustering.kmeans.MAX_CELLS", 300)
     points, _ = blobs(6, 20, noise=0.8)
     fixed = torch.full((120,), FREE)
     if anchors:

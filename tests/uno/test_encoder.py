@@ -9,7 +9,7 @@ import torchvision
 from torch import nn
 
 from uno.config import Config, ModelConfig, override
-from uno.encoder import build_encoder, frozen_parts, image_side
+from uno.encoders.build import build_encoder, frozen_parts, image_side
 from uno.errors import ConfigError
 
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from uno.clustering import FREE
-from uno.frozen import (
+from uno.clustering.frozen import (
     KMEANS,
     SMOOTHED,
     Clustering,
@@ -18,7 +17,8 @@ from uno.frozen import (
     merge_clusters,
     size_variation,
 )
-from uno.neighbors import (
+from uno.clustering.kmeans import FREE
+from uno.clustering.neighbors import (
     compute_mixing,
     count_links,
     find_neighbors,
@@ -216,7 +216,7 @@ def test_agreement_is_measured_on_a_sample_of_many_rows(monkeypatch):
     free = truth >= 4
     given = points[~free], truth[~free], points[free], 4, False, 0
     whole = discover_clusters(*given).agreement
-    monkeypatch.setattr("uno.frozen.MAX_COMPARED_ROWS", 60)
+    monkeypatch.setattr("uno.clustering.frozen.MAX_COMPARED_ROWS", 60)
     sample = discover_clusters(*given).agreement
     assert not torch.equal(whole, sample)
     assert float((sample - whole).abs().mean()) < 0.1
@@ -249,7 +249,7 @@ def test_neighbors_are_found_in_blocks(monkeypatch):
     similarity = (points @ points.T).fill_diagonal_(-2)
     whole = find_neighbors(points, 3)
     assert torch.equal(whole, similarity.topk(3, dim=1).indices)
-    monkeypatch.setattr("uno.neighbors.MAX_CELLS", 50 * 7)
+    monkeypatch.setattr("uno.clustering.neighbors.MAX_CELLS", 50 * 7)
     assert torch.equal(find_neighbors(points, 3), whole)
     assert find_neighbors(points[:2], 3).tolist() == [[1], [0]]
     neighbors = find_neighbors(points)
@@ -260,7 +260,7 @@ def test_neighbors_are_found_in_blocks(monkeypatch):
 @pytest.mark.parametrize("dense", [0, 400])
 def test_spectral_coordinates_tell_rings_apart(dense, monkeypatch):
     """Two rings, which no center tells apart, have two directions as coordinates."""
-    monkeypatch.setattr("uno.neighbors.MAX_DENSE", dense)
+    monkeypatch.setattr("uno.clustering.neighbors.MAX_DENSE", dense)
     angle = torch.arange(120) * (2 * math.pi / 120)
     ring = torch.stack([angle.cos(), angle.sin()], dim=1)
     rings = [torch.cat([ring, z * torch.ones(120, 1)], 1) for z in (0.0, 0.5)]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from uno.num_classes import (
+from uno.clustering.num_classes import (
     Model,
     calibration,
     estimate_num_classes,

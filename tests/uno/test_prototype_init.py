@@ -11,8 +11,17 @@ from torch.nn.functional import normalize
 
 from tests.uno.data.builders import encoded
 from tests.uno.small_run import small_config, small_sets
-from uno import distributed, prototype_init
-from uno.clustering import FREE, constrained_kmeans, seeded_kmeans, whiten
+from uno import distributed
+from uno.clustering import initialization as prototype_init
+from uno.clustering.initialization import (
+    cluster_features,
+    compare_known_shares,
+    init_prototypes_,
+    sample_features,
+    shrink_prior,
+    training_features,
+)
+from uno.clustering.kmeans import FREE, constrained_kmeans, seeded_kmeans, whiten
 from uno.config import override
 from uno.data import parquet
 from uno.data.files import Storage
@@ -23,14 +32,6 @@ from uno.data.stream import StreamSet, decode_here, stream_facts, streaming_set
 from uno.data.unreadable import BadRows
 from uno.errors import ConfigError
 from uno.model import build_network
-from uno.prototype_init import (
-    cluster_features,
-    compare_known_shares,
-    init_prototypes_,
-    sample_features,
-    shrink_prior,
-    training_features,
-)
 from uno.results.metrics import cluster_accuracy, confusion, purity
 
 SIZES = [30, 30, 30, 30, 12, 40, 20, 8]  # of which the first four classes are known
@@ -150,7 +151,7 @@ def test_features_of_streamed_rows_are_those_of_resident_ones(tmp_path, monkeypa
     """In several batches, of a part of the rows. Kills: labels of other rows, training
     rows of another order, an encoder in training mode.
     """
-    monkeypatch.setattr("uno.prototype_init.MAX_ROWS", 60)
+    monkeypatch.setattr("uno.clustering.initialization.MAX_ROWS", 60)
     config = small_config(train__eval_batch_size=16)
     model = build_network(config, 5, 0, 0).eval()
     both = [
@@ -205,7 +206,7 @@ def test_row_groups_are_read_once_by_one_worker(packed, tmp_path, monkeypatch, w
     """
     make, read = packed
     config, task = make()
-    monkeypatch.setattr("uno.prototype_init.MAX_ROWS", 100)
+    monkeypatch.setattr("uno.clustering.initialization.MAX_ROWS", 100)
     train = streaming_set(config, task, Storage(str(tmp_path / "run")))
     models = [build_network(config, 5, 0, seed).eval() for seed in (0, 1)]
     parts = []
@@ -261,7 +262,7 @@ def test_sorted_classes_are_all_looked_at(packed, tmp_path, monkeypatch, caplog)
     """Kills: a few classes of many, because a row group has one."""
     make, _ = packed
     config, task = make(by_class=True)
-    monkeypatch.setattr("uno.prototype_init.MAX_ROWS", 20)
+    monkeypatch.setattr("uno.clustering.initialization.MAX_ROWS", 20)
     train = streaming_set(config, task, Storage(str(tmp_path / "run")))
     found = training_features(config, build_network(config, 5, 0, 0).eval(), train)
     assert (

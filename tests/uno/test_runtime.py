@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from tests.uno.small_run import small_config
-from uno import runtime
 from uno.config import override
-from uno.encoder import build_encoder
+from uno.encoders import runtimes as runtime
+from uno.encoders.build import build_encoder
+from uno.encoders.runtimes import BUILD, Plan, Runtime, choose_runtime
 from uno.errors import ConfigError
 from uno.runs.hardware import _processor_field, at_speed
-from uno.runtime import BUILD, Plan, Runtime, choose_runtime
 
 CPU = torch.device("cpu")
 

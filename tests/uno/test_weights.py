@@ -11,11 +11,10 @@ import torch
 
 from tests.uno.small_run import small_config
 from tests.uno.test_encoder import TOYS, encoder_of
-from uno import weights
 from uno.data.files import Storage
-from uno.encoder import build_encoder
-from uno.errors import ConfigError, StorageError
-from uno.weights import (
+from uno.encoders import weights
+from uno.encoders.build import build_encoder
+from uno.encoders.weights import (
     Description,
     check_encoder,
     describe_encoder,
@@ -23,6 +22,7 @@ from uno.weights import (
     load_encoder_,
     read_weights,
 )
+from uno.errors import ConfigError, StorageError
 
 SMALL = dict(width=4)
 

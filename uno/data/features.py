@@ -50,9 +50,9 @@ from uno.data.files import (
 from uno.data.images import Image, Images
 from uno.data.sampling import FEATURES, VIEW_SEED, augment_generator
 from uno.data.splits import Task
-from uno.encoder import code_of
+from uno.encoders.build import code_of
+from uno.encoders.runtimes import BATCH_SIZE, PACKAGES, Runtime
 from uno.errors import ConfigError, StorageError, one_line
-from uno.runtime import BATCH_SIZE, PACKAGES, Runtime
 from uno.threads import torch_threads
 
 VERSION = 6  # increased when features are computed or stored in another way

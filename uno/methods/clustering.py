@@ -1,33 +1,33 @@
 """The default for a frozen encoder: cluster its features, without training.
 
-:func:`uno.frozen.discover_clusters` finds the clusters. Everything happens before the
-first step: the adapter takes the space in which the clusters were found, and the
-prototypes become the directions of the clusters' means. If steps are asked for, they
-continue from there by the unified objective.
+:func:`uno.clustering.frozen.discover_clusters` finds the clusters. Everything happens
+before the first step: the adapter takes the space in which the clusters were found, and
+the prototypes become the directions of the clusters' means. If steps are asked for,
+they continue from there by the unified objective.
 """
 
 import torch
 from torch import Tensor, nn
 
 from uno import distributed
+from uno.clustering.frozen import MAX_DIRECTIONS, discover_clusters
+from uno.clustering.initialization import training_features
+from uno.clustering.num_classes import pairs_of_one_class
 from uno.config import Config
 from uno.data.stream import TrainData
 from uno.errors import ConfigError
-from uno.frozen import MAX_DIRECTIONS, discover_clusters
 from uno.heads import unit
 from uno.methods import Method
 from uno.methods.common import set_prototypes_
 from uno.model import UnoModel
-from uno.num_classes import pairs_of_one_class
 from uno.objective import unified_objective
-from uno.prototype_init import training_features
 from uno.steps import Batch, Loss, TrainState
 
 
 class SpaceAdapter(nn.Module):
     """An affine map of unit features that is not trained.
 
-    It is a :class:`uno.frozen.FeatureSpace` as a module.
+    It is a :class:`uno.clustering.frozen.FeatureSpace` as a module.
 
     Attributes:
         width: The number of coordinates.
@@ -82,7 +82,7 @@ class ClusteringMethod(Method):
 
         Returns:
             Tensors that the checkpoint keeps: ``agreement`` (A,) of
-            :class:`uno.frozen.FrozenClusters`; ``similar`` (n, 3) of
+            :class:`uno.clustering.frozen.FrozenClusters`; ``similar`` (n, 3) of
             :func:`pairs_of_one_class`; and ``counts`` (3,): the numbers of unlabeled
             rows that were clustered, of known and of novel classes.
 

@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 from uno import distributed
-from uno.config import Config
-from uno.errors import ConfigError
-from uno.heads import unit
-from uno.model import UnoModel
-from uno.prototype_init import (
+from uno.clustering.initialization import (
     Sample,
     cluster_features,
     set_to_class_means_,
     training_features,
 )
+from uno.config import Config
+from uno.errors import ConfigError
+from uno.heads import unit
+from uno.model import UnoModel
 from uno.steps import Batch, TrainState, forward
 
 
@@ -171,7 +171,8 @@ def cluster_centers(
 
     Returns:
         Rows of length one, (C_l + C_u, D): the means of the known classes, then the
-        centers of the novel clusters of :func:`uno.prototype_init.cluster_features`.
+        centers of the novel clusters of
+        :func:`uno.clustering.initialization.cluster_features`.
     """
     labeled, labels, unlabeled = sample
     centers = cluster_features(

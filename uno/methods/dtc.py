@@ -36,7 +36,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from uno import distributed
-from uno.clustering import kmeans, principal_components
+from uno.clustering.initialization import sample_features, set_to_class_means_
+from uno.clustering.kmeans import kmeans, principal_components
 from uno.config import Config, Section, field
 from uno.data.memory import TrainSet
 from uno.data.stream import TrainData
@@ -45,7 +46,6 @@ from uno.heads import unit
 from uno.methods import Method
 from uno.methods.common import forward_two_views, sigmoid_rampup
 from uno.model import UnoModel, features_of
-from uno.prototype_init import sample_features, set_to_class_means_
 from uno.steps import Batch, TrainState
 
 NUM_STARTS = 20

@@ -28,12 +28,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from uno import distributed
+from uno.clustering.initialization import cluster_features, training_features
 from uno.config import Config, field
 from uno.data.stream import TrainData
 from uno.methods import Method, rs
 from uno.methods.common import similar_by_cosine
 from uno.model import UnoModel
-from uno.prototype_init import cluster_features, training_features
 from uno.steps import Batch, TrainState, forward
 
 ANCHOR = 0.9  # probability from which an unlabeled row is an anchor

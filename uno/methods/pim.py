@@ -16,9 +16,9 @@ everything happens before the first step, in one view.
 What differs:
 - There are five values of lambda: 0.1, 0.25, 0.5, 0.75 and 1. Features and centers have
   length one.
-- Centers are those of :func:`uno.prototype_init.cluster_features`: in whitened
-  directions, the best of 10 starts. The authors have 100 starts of the features as they
-  are.
+- Centers are those of :func:`uno.clustering.initialization.cluster_features`: in
+  whitened directions, the best of 10 starts. The authors have 100 starts of the
+  features as they are.
 - In the NCD setting unlabeled rows are known to be of novel classes. The cross-entropy
   of that is added.
 - If there are more than 20,000 rows of a kind, 20,000 are used. If steps are asked for,
@@ -36,11 +36,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from uno import distributed
-from uno.clustering import kmeans
+from uno.clustering.frozen import find_correct_rows
+from uno.clustering.initialization import NUM_STARTS, Sample
+from uno.clustering.kmeans import kmeans
 from uno.config import Config, Section, field
 from uno.data.stream import TrainData
 from uno.distributed import mean_with_grad
-from uno.frozen import find_correct_rows
 from uno.heads import unit
 from uno.methods import Method
 from uno.methods.common import (
@@ -50,7 +51,6 @@ from uno.methods.common import (
     set_prototypes_,
 )
 from uno.model import UnoModel
-from uno.prototype_init import NUM_STARTS, Sample
 from uno.steps import Batch, TrainState, labeled_loss
 
 SCALE = 25.0

@@ -10,16 +10,8 @@ import torch.nn.functional as F
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from uno.clustering import FREE, kmeans
-from uno.config import Config
-from uno.data.files import Storage
-from uno.data.images import batches_of, evenly_spaced, spread
-from uno.data.row_blocks import RowBlocks
-from uno.data.stream import EvalData, StreamedEvalSet, TrainData, decoded_rows
-from uno.distributed import RankTask
-from uno.frozen import SPECTRAL, Clustering, fit_principal_space
-from uno.model import UnoModel, build_network
-from uno.prototype_init import (
+from uno.clustering.frozen import SPECTRAL, Clustering, fit_principal_space
+from uno.clustering.initialization import (
     MAX_ROWS,
     Read,
     cluster_features,
@@ -27,6 +19,14 @@ from uno.prototype_init import (
     decode_batches,
     resident_batch_rows,
 )
+from uno.clustering.kmeans import FREE, kmeans
+from uno.config import Config
+from uno.data.files import Storage
+from uno.data.images import batches_of, evenly_spaced, spread
+from uno.data.row_blocks import RowBlocks
+from uno.data.stream import EvalData, StreamedEvalSet, TrainData, decoded_rows
+from uno.distributed import RankTask
+from uno.model import UnoModel, build_network
 from uno.results import metrics
 from uno.runs.run import load_weights_
 

@@ -1,14 +1,14 @@
 """Estimate the number of novel classes from the known classes.
 
-The features of a frozen encoder are clustered as they are (:mod:`uno.num_classes`). A
-network that is trained on the images would know the classes that
-:mod:`uno.num_classes` hides, and its features are not those of the calibration. So a
-network is pretrained without them, by a procedure that follows DTC (Han et al., ICCV
-2019). Some known classes are held out as probe classes, and the encoder is pretrained
-on the rest. Some probe classes are
-anchors: their rows are fixed to one cluster each. The rows of the other probe classes,
-the validation classes, are as free as the unlabeled rows. The estimate is the number k
-of novel clusters at which the clusters fit the validation classes best.
+The features of a frozen encoder are clustered as they are
+(:mod:`uno.clustering.num_classes`). A network that is trained on the images would know
+the classes that :mod:`uno.clustering.num_classes` hides, and its features are not those
+of the calibration. So a network is pretrained without them, by a procedure that follows
+DTC (Han et al., ICCV 2019). Some known classes are held out as probe classes, and the
+encoder is pretrained on the rest. Some probe classes are anchors: their rows are fixed
+to one cluster each. The rows of the other probe classes, the validation classes, are as
+free as the unlabeled rows. The estimate is the number k of novel clusters at which the
+clusters fit the validation classes best.
 
 It differs from DTC in three ways (the record ``estimate-classes-digits`` has the
 reasons). k is chosen by :func:`class_f1` instead of accuracy and silhouette. Features
@@ -33,13 +33,13 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from uno import num_classes
-from uno.clustering import FREE, VARIANCE, constrained_kmeans, silhouette, whiten
+from uno.clustering import num_classes
+from uno.clustering.kmeans import FREE, VARIANCE, constrained_kmeans, silhouette, whiten
 from uno.config import Config, PhaseConfig, config_hash
 from uno.data.files import Storage, parse_json
 from uno.data.memory import TrainSet
 from uno.data.sampling import ESTIMATE
-from uno.encoder import code_of
+from uno.encoders.build import code_of
 from uno.errors import ConfigError
 from uno.limits import MAX_STATE_BYTES
 from uno.model import features_of

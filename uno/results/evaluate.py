@@ -17,12 +17,12 @@ from scipy.linalg import block_diag
 from torch import Tensor
 
 from uno import distributed
+from uno.clustering.initialization import sample_features
 from uno.config import Config
 from uno.data.files import Storage
 from uno.data.stream import EvalData, TrainData
 from uno.distributed import RankTask
 from uno.model import UnoModel, forward
-from uno.prototype_init import sample_features
 from uno.results import metrics
 from uno.results.baselines import baselines, start_model
 from uno.results.classes import ModelClasses, OutputClass

@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from uno.augment import eval_view
 from uno.config import OWN_ENCODERS, ModelConfig, override
 from uno.data.files import split
-from uno.encoder import build_encoder
+from uno.encoders.build import build_encoder
+from uno.encoders.runtimes import to_onnx
+from uno.encoders.weights import PRETRAINED, describe_encoder
 from uno.errors import ConfigError, NumericsError
 from uno.methods import description
 from uno.model import UnoModel, build_network
@@ -29,8 +31,6 @@ from uno.results.accuracy_table import SPLITS, filled_tables
 from uno.results.classes import edits_of, merge_outputs
 from uno.results.infer import Classifier
 from uno.results.trust import verdict
-from uno.runtime import to_onnx
-from uno.weights import PRETRAINED, describe_encoder
 
 FORMATS = {"encoder": "encoder.safetensors", "pt2": "model.pt2", "onnx": "model.onnx"}
 """Formats and the names of their files in ``model/``."""

@@ -27,7 +27,8 @@ from uno.data.files import Storage
 from uno.data.images import evenly_spaced
 from uno.data.output import read_mapping
 from uno.data.rows import Rows
-from uno.encoder import changed_code, code_of, require_encoder
+from uno.encoders.build import changed_code, code_of, require_encoder
+from uno.encoders.runtimes import choose_runtime
 from uno.errors import StorageError, one_line
 from uno.limits import MAX_STATE_BYTES
 from uno.model import Logits, UnoModel, build_network, forward
@@ -39,7 +40,6 @@ from uno.results.classes import (
 )
 from uno.results.metrics import confusion, hungarian
 from uno.runs import hardware
-from uno.runtime import choose_runtime
 from uno.steps import with_prefix
 
 log = logging.getLogger(__name__)
@@ -443,7 +443,7 @@ def build_classifier(
         module: The network that the files were written from. If it is not given, a
             network is built and the weights of the files are loaded.
         foreign: The URI of a directory that other people may have written, for
-            :func:`~uno.encoder.require_encoder`; None for the own run.
+            :func:`~uno.encoders.build.require_encoder`; None for the own run.
 
     Raises:
         StorageError: The files are damaged or do not belong together.

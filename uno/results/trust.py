@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from uno.clustering.initialization import Sample, cluster_features
 from uno.config import Config
 from uno.data.features import ODD, oddity
 from uno.data.images import evenly_spaced
@@ -30,7 +31,6 @@ from uno.expectation import (
     outside_calibration,
 )
 from uno.model import UnoModel
-from uno.prototype_init import Sample, cluster_features
 from uno.results import metrics
 from uno.text import plural
 

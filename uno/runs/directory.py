@@ -18,7 +18,7 @@ from uno.config import (
 from uno.data import output
 from uno.data.files import Storage
 from uno.data.rows import Rows
-from uno.encoder import changed_code, code_of
+from uno.encoders.build import changed_code, code_of
 from uno.errors import ConfigError, StorageError
 from uno.limits import MAX_STATE_BYTES
 from uno.runs import (

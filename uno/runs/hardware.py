@@ -16,10 +16,10 @@ from torch import nn
 
 from uno.config import Config
 from uno.cpus import available_cpus
+from uno.encoders.runtimes import Plan, Runtime
 from uno.errors import ConfigError
 from uno.runs import NUMERICS
 from uno.runs.checkpoint import FORMAT_VERSION
-from uno.runtime import Plan, Runtime
 
 
 def describe_hardware(cuda: bool | None = None) -> str:

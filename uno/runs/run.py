@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from uno import distributed
 from uno.captured import CapturedStep, check_cuda_graph
+from uno.clustering.initialization import init_prototypes_
 from uno.config import (
     Config,
     PhaseConfig,
@@ -24,10 +25,10 @@ from uno.data.files import Storage
 from uno.data.sampling import PRETEXT as PRETEXT_STREAM
 from uno.data.sampling import Plan, make_plan, make_pretrain_plan
 from uno.data.stream import TrainData
+from uno.encoders.weights import PRETRAINED, is_file, load_encoder_, read_weights
 from uno.errors import ConfigError, StorageError
 from uno.methods import load, load_pretext
 from uno.model import UnoModel, build_network
-from uno.prototype_init import init_prototypes_
 from uno.runs import DISCOVER, PRETEXT, PRETRAIN
 from uno.runs.checkpoint import checkpoint_steps, load_checkpoint, load_newest
 from uno.runs.hardware import prepare_compiler
@@ -41,7 +42,6 @@ from uno.steps import (
     with_prefix,
 )
 from uno.training import Phase, Worker, fit
-from uno.weights import PRETRAINED, is_file, load_encoder_, read_weights
 
 
 def list_phases(config: Config, last: str = DISCOVER) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from uno.data.decode import decode_many, ok_mask
 from uno.data.memory import TrainSet, assemble
 from uno.data.splits import Task
 from uno.data.stream import TrainData
+from uno.encoders.weights import PRETRAINED, PRETRAINED_FILE, fetch_pretrained
 from uno.errors import Interrupted
 from uno.results.estimate import Estimate, Settings, estimate_num_novel
 from uno.results.evaluate import evaluate_run
@@ -32,7 +33,6 @@ from uno.session.data import (
 )
 from uno.session.run import Backend, Run
 from uno.training import LocalWorker, Worker
-from uno.weights import PRETRAINED, PRETRAINED_FILE, fetch_pretrained
 
 STOPPING = "stopping: saving a checkpoint first"
 RAY_BACKEND = "pipelines.backend:RayBackend"  # by name, because uno imports no Ray

@@ -274,7 +274,7 @@ def _image_settings_of(encoder: Any, size: Any) -> dict[str, Any]:
     checked = override(
         Config(), {"model.encoder": encoder, **({SIZES[0]: size} if size else {})}
     )
-    from uno.weights import describe_encoder
+    from uno.encoders.weights import describe_encoder
 
     return describe_encoder(checked.model.encoder).settings(
         size and checked.augment.large.size

@@ -20,10 +20,10 @@ from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
 from uno.data.stream import EvalData, TrainData, streaming_eval_sets, streaming_set
 from uno.data.unreadable import BAD_SAMPLES, check_bad, name_bad
+from uno.encoders.runtimes import Runtime, choose_runtime, require_runtime
 from uno.errors import ConfigError, Interrupted
 from uno.runs.hardware import at_speed, local_device, num_threads
 from uno.runs.run import frozen_encoder
-from uno.runtime import Runtime, choose_runtime, require_runtime
 from uno.session.console import announce_reading, count_items, print_line
 from uno.session.resources import trains_on_features
 from uno.text import plural

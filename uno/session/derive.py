@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from uno import weights
 from uno.config import OWN_ENCODERS, VECTORS, Config, flatten, override, to_dict
 from uno.data.check import MIN_ROWS_PER_CLUSTER, read_headers
 from uno.data.decode import ok_mask
@@ -22,6 +21,8 @@ from uno.data.files import Storage
 from uno.data.sampling import largest_batch
 from uno.data.splits import Task, decide_setting, train_rows
 from uno.data.unreadable import check_bad
+from uno.encoders import weights
+from uno.encoders.weights import PRETRAINED
 from uno.presets import (
     IMAGE_SIZE,
     SIZES,
@@ -35,7 +36,6 @@ from uno.session.console import print_line
 from uno.session.data import read_task
 from uno.session.resources import FreeMemory, choose_loading, free_memory
 from uno.text import plural
-from uno.weights import PRETRAINED
 
 MOST_PIXELS = {"cifar": 64, "cifar_stride2": 128, "imagenet": 128}
 """Largest side of an image in pixels that is chosen, by the encoder's stem. At these

@@ -18,6 +18,7 @@ from uno.data.files import Storage, split
 from uno.data.rows import Rows
 from uno.data.sources import read_rows
 from uno.data.splits import Task, limit_rows
+from uno.encoders.weights import PRETRAINED_FILE
 from uno.errors import ConfigError
 from uno.session.backend import choose_backend
 from uno.session.console import Progress, announce_reading, on_stop, print_line
@@ -25,7 +26,6 @@ from uno.session.data import leave_out_unreadable, load_features, read_task
 from uno.session.derive import settings_of_weights
 from uno.session.prepare import starting_weights, with_full_path
 from uno.text import plural
-from uno.weights import PRETRAINED_FILE
 
 
 def embed(

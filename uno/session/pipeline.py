@@ -20,7 +20,7 @@ import uno.runs.run as training
 from uno.config import Config, override
 from uno.data.files import Storage
 from uno.data.unreadable import BAD_SAMPLES
-from uno.encoder import require_encoder
+from uno.encoders.build import require_encoder
 from uno.errors import ConfigError, StorageError
 from uno.methods import load
 from uno.report.report import open_task, write_report

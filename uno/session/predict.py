@@ -11,6 +11,7 @@ from uno.data.embeddings import require_kind
 from uno.data.files import Storage
 from uno.data.images import evenly_spaced
 from uno.data.sources import read_rows
+from uno.encoders.runtimes import require_runtime
 from uno.errors import ConfigError
 from uno.results import infer
 from uno.results.folders import sort_images, write_csv
@@ -18,7 +19,6 @@ from uno.results.infer import Classifier
 from uno.results.predictions import PredictionWriter, Summary
 from uno.runs import CONFIG_FILE
 from uno.runs.hardware import num_threads
-from uno.runtime import require_runtime
 from uno.session.backend import LocalBackend, choose_backend
 from uno.session.console import (
     Progress,

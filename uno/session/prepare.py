@@ -10,12 +10,14 @@ from typing import Any
 
 import safetensors.torch
 
-from uno import weights
 from uno.config import OWN_ENCODERS, Config, flatten, override
 from uno.data.check import CHECK_SECONDS, check, format_report
 from uno.data.files import Storage, full_path, is_uri, normalize_path, split
 from uno.data.sources import locate_source
 from uno.data.splits import Task
+from uno.encoders import weights
+from uno.encoders.runtimes import require_runtime
+from uno.encoders.weights import PRETRAINED, PRETRAINED_FILE, fetch_pretrained
 from uno.errors import ConfigError
 from uno.model import build_network
 from uno.runs import (
@@ -30,7 +32,6 @@ from uno.runs import (
 from uno.runs import run as training
 from uno.runs.checkpoint import checkpoint_steps
 from uno.runs.hardware import num_threads
-from uno.runtime import require_runtime
 from uno.session.backend import choose_backend
 from uno.session.console import print_line
 from uno.session.derive import derives_batch, resolve
@@ -39,7 +40,6 @@ from uno.session.loggers import require_loggers
 from uno.session.resources import check_memory
 from uno.session.run import Backend, Run
 from uno.text import plural
-from uno.weights import PRETRAINED, PRETRAINED_FILE, fetch_pretrained
 
 # kinds of sources that read every folder or table below their path
 FOLDER_KINDS = ("folder", "imagefolder", "parquet", "vectors")

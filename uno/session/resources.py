@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from uno.config import OWN_ENCODERS, Config, override
 from uno.data.splits import Task
-from uno.encoder import build_encoder
+from uno.encoders.build import build_encoder
 from uno.errors import ConfigError
 from uno.methods import load
 from uno.model import build_network, num_heads

@@ -38,7 +38,7 @@ from uno.data.images import Files
 from uno.data.sampling import FEATURES, VIEW_SEED, augment_generator
 from uno.data.sources import read_digits, read_rows
 from uno.data.splits import make_task
-from uno.encoder import build_encoder
+from uno.encoders.build import build_encoder
 from uno.errors import ConfigError, StorageError
 
 from .builders import encoded, pixels

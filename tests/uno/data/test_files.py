@@ -9,9 +9,9 @@ from urllib.parse import quote
 import pytest
 from pyarrow import fs
 
-from uno import weights
 from uno.data import embeddings, files
 from uno.data.files import Storage, full_path, parse_json, read_whole, valid_text
+from uno.encoders import weights
 from uno.errors import ConfigError, StorageError
 from uno.runs.lock import ClaimedStorage
 

@@ -22,7 +22,7 @@ from tests.uno.small_run import assert_same as same
 from uno.config import Config
 from uno.data.files import Storage
 from uno.data.memory import TrainSet
-from uno.encoder import build_encoder
+from uno.encoders.build import build_encoder
 from uno.errors import ConfigError, Interrupted
 from uno.methods import METHODS, default_settings, load
 from uno.methods.pairs import PairSimilarity

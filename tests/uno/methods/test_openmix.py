@@ -14,9 +14,9 @@ from tests.uno.small_run import (
     step_of,
 )
 from uno import distributed
+from uno.clustering.initialization import training_features
 from uno.methods import openmix
 from uno.model import Logits
-from uno.prototype_init import training_features
 from uno.steps import Batch
 
 CONFIG = small_config(method="openmix")

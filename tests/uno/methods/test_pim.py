@@ -10,10 +10,10 @@ from torch.nn.functional import normalize
 from tests.uno.methods import toy
 from tests.uno.methods.test_all_methods import config_of, feature_set
 from tests.uno.small_run import fresh_state, small_config, train_both
+from uno.clustering.frozen import find_correct_rows
+from uno.clustering.initialization import Sample, cluster_features
 from uno.data.files import Storage
-from uno.frozen import find_correct_rows
 from uno.methods import default_settings, pim
-from uno.prototype_init import Sample, cluster_features
 
 LABELS = [0, 3, 1, 1]
 

@@ -6,7 +6,7 @@ import torch
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-from uno.clustering import FREE
+from uno.clustering.kmeans import FREE
 from uno.config import Config
 from uno.results import baselines
 from uno.results.baselines import (

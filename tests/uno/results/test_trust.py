@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from tests.uno.small_run import small_config, small_sets
+from uno.clustering.initialization import training_features
 from uno.data.features import oddity
 from uno.model import build_network
-from uno.prototype_init import training_features
 from uno.results import trust
 from uno.results.trust import neighbor_agreement, trust_metrics, verdict
 

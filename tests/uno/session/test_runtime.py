@@ -14,8 +14,8 @@ from uno.data import features
 from uno.data.files import Storage
 from uno.data.sources import read_digits
 from uno.data.splits import make_task
+from uno.encoders.runtimes import BUILD
 from uno.results.infer import accelerated_encoder
-from uno.runtime import BUILD
 from uno.session.data import load_features
 
 CHUNK, ROWS = 16, 20

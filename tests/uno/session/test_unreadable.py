@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 import uno
 from tests.uno.data.builders import write_images
 from uno.data import features
-from uno.encoder import build_encoder
+from uno.encoders.build import build_encoder
 from uno.errors import ConfigError
 from uno.runs import run
 from uno.session.configure import configure

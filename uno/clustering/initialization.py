@@ -14,7 +14,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from uno import distributed
-from uno.clustering import FREE, kmeans, seeded_kmeans, whiten
+from uno.clustering.kmeans import FREE, kmeans, seeded_kmeans, whiten
 from uno.config import Config
 from uno.data.decode import DecodedBatch, ok_mask
 from uno.data.images import batches_of, evenly_spaced, spread

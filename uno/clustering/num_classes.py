@@ -1,10 +1,10 @@
 """Estimate how many novel classes the features of a frozen encoder hold.
 
 Many small clusters are merged again and again, those that mix most first
-(:func:`uno.neighbors.compute_mixing`). Parts of one class mix much and different
-classes mix little, but how much differs between data sets. The known classes tell it:
-some are hidden, their rows are clustered with the unlabeled rows, and their parts and
-their borders are found again.
+(:func:`uno.clustering.neighbors.compute_mixing`). Parts of one class mix much and
+different classes mix little, but how much differs between data sets. The known classes
+tell it: some are hidden, their rows are clustered with the unlabeled rows, and their
+parts and their borders are found again.
 
 For each number K of novel classes, signs compare the merge before K and the merge after
 K with what the hidden classes have shown (:func:`signs_of`). A logistic model turns
@@ -31,8 +31,7 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment, minimize
 from torch import Tensor
 
-from uno.clustering import FREE, kmeans
-from uno.frozen import (
+from uno.clustering.frozen import (
     SMOOTHED,
     Clustering,
     FrozenClusters,
@@ -40,7 +39,8 @@ from uno.frozen import (
     fit_principal_space,
     fit_whitening,
 )
-from uno.neighbors import (
+from uno.clustering.kmeans import FREE, kmeans
+from uno.clustering.neighbors import (
     compute_mixing,
     count_links,
     find_neighbors,
@@ -477,7 +477,7 @@ def calibration() -> dict[str, Any]:
         ``source``: the command that wrote it; ``sets`` and ``num_tasks``: its data;
         ``model``: the fields of a :class:`Model`.
     """
-    text = files("uno").joinpath(CALIBRATION_FILE).read_text("utf-8")
+    text = files("uno.clustering").joinpath(CALIBRATION_FILE).read_text("utf-8")
     found: dict[str, Any] = json.loads(text)
     return found
 

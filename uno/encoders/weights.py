@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from uno.config import OWN_ENCODERS, VECTORS, Config, ModelConfig
 from uno.data.files import Storage, split
-from uno.encoder import build_encoder, check_name, is_own_code
+from uno.encoders.build import build_encoder, check_name, is_own_code
 from uno.errors import ConfigError, StorageError, one_line
 from uno.steps import with_prefix
 

@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from uno.clustering import FREE, kmeans, principal_components, seeded_kmeans
-from uno.neighbors import (
+from uno.clustering.kmeans import FREE, kmeans, principal_components, seeded_kmeans
+from uno.clustering.neighbors import (
     compute_mixing,
     count_links,
     find_neighbors,
@@ -284,7 +284,8 @@ class Clustering:
             num_clusters: K.
 
         Returns:
-            Links (K, K) of :func:`uno.neighbors.count_links`, and numbers of rows (K,).
+            Links (K, K) of :func:`uno.clustering.neighbors.count_links`, and numbers of
+            rows (K,).
         """
         clusters = clusters[self.clustered]
         sizes = clusters.bincount(minlength=num_clusters)
@@ -327,7 +328,8 @@ def merge_clusters(
     cosine of their means.
 
     Args:
-        links: Links (K, K) between the clusters, of :func:`uno.neighbors.count_links`.
+        links: Links (K, K) between the clusters, of
+            :func:`uno.clustering.neighbors.count_links`.
         sizes: Number of rows (K,) of each cluster.
         cosines: Cosines (K, K) of the clusters' means.
         num_known: Number of known clusters, which come first.

@@ -1,0 +1,1 @@
+"""Encoders: how they are built, their weights, and runtimes of frozen ones."""
