@@ -69,7 +69,7 @@ def test_values_that_no_result_changes_are_known_before_the_trials(sweep):
     from tune.search import SweepSearcher
 
     def drawn(search):
-        options = sweep[0]._replace(search=search)
+        options = sweep[0]._replace(search=search, trials=5)
         return SweepSearcher(
             sweep[1], options, 3, pytest.fail, lambda: False
         ).values_drawn()
