@@ -49,6 +49,7 @@ from uno.clustering.num_classes import (
     estimate_num_classes,
     pairs_of_one_class,
 )
+from uno.data.images import evenly_spaced
 from uno.expectation import expected_accuracy
 
 UNLABELED = -1  # in y, besides NaN and None
@@ -292,9 +293,9 @@ class NovelClassDiscovery(
                 " unlabeled rows"
             )
         by_class = class_of_row.argsort(stable=True)  # so that no class is left out
-        chosen = by_class[evenly_spaced(len(labeled), MAX_CLUSTERED_ROWS)]
+        chosen = by_class[evenly_spaced(MAX_CLUSTERED_ROWS, len(labeled))]
         labeled, class_of_row = labeled[chosen], class_of_row[chosen]
-        unlabeled = unlabeled[evenly_spaced(len(unlabeled), MAX_CLUSTERED_ROWS)]
+        unlabeled = unlabeled[evenly_spaced(MAX_CLUSTERED_ROWS, len(unlabeled))]
         num_novel = low = high = smallest
         if self.n_novel == AUTO:
             if num_known < MIN_KNOWN:
@@ -311,6 +312,8 @@ class NovelClassDiscovery(
         result = discover_clusters(
             labeled, class_of_row, unlabeled, num_novel, gcd, seed
         )
+        if self.n_novel == AUTO:  # there are no more classes than the estimate
+            return replace(result, similar=result.similar[:0])
         pairs = pairs_of_one_class(result, labeled, class_of_row, unlabeled, gcd, seed)
         return replace(result, similar=pairs)
 
@@ -392,11 +395,6 @@ def name_novel_classes(known: NDArray[Any], num_novel: int) -> NDArray[Any]:
     names = (f"novel-{number}" for number in itertools.count(1))
     free = (name for name in names if name not in taken)
     return np.array(list(itertools.islice(free, num_novel)), dtype=object).astype(str)
-
-
-def evenly_spaced(num_rows: int, max_rows: int) -> Tensor:
-    """Return at most ``max_rows`` evenly spaced indices of ``num_rows`` rows, int64."""
-    return torch.linspace(0, num_rows - 1, min(num_rows, max_rows)).round().long()
 
 
 def fit_known_classes(labeled: Tensor, class_of_row: Tensor) -> FrozenClusters:

@@ -18,7 +18,7 @@ from uno.errors import ConfigError, StorageError
 from uno.results.predictions import read_batches, read_identity
 
 LOCAL_FILES = "/data/local-files/?d="  # how Label Studio serves files of its own disk
-FACTS = ("id", "uri", "class_name", "kind", "probability", "margin", "head_agreement")
+FACTS = ("id", "uri", "class_name", "kind", "probability")
 
 
 def write_annotations(

@@ -157,7 +157,7 @@ def first_classes(known: Sequence[str], num_novel: int) -> list[OutputClass]:
         known: The names of the known classes, by index.
         num_novel: The number of discovered classes.
     """
-    novel = islice(_free((f"novel-{i}" for i in count(1)), known), num_novel)
+    novel = islice(_untaken_names((f"novel-{i}" for i in count(1)), known), num_novel)
     return [
         OutputClass(index, name, "known" if index < len(known) else "novel", index)
         for index, name in enumerate([*known, *novel])
@@ -174,13 +174,15 @@ def prediction_labels(classes: Sequence[OutputClass]) -> list[tuple[str, str]]:
         For each class its name, and "known", "novel" or "rejected".
     """
     names = chain([REJECTED], (f"{REJECTED}-{i}" for i in count(1)))
-    rejected = next(_free(names, [c.name for c in classes if c.into is not None]))
+    rejected = next(
+        _untaken_names(names, [c.name for c in classes if c.into is not None])
+    )
     return [
         (rejected, REJECTED) if c.into is None else (c.name, c.kind) for c in classes
     ]
 
 
-def _free(names: Iterable[str], taken: Iterable[str]) -> Iterator[str]:
+def _untaken_names(names: Iterable[str], taken: Iterable[str]) -> Iterator[str]:
     """Yield the names that are not taken.
 
     Names that differ only in case or Unicode form count as equal.

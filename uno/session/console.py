@@ -158,7 +158,7 @@ def announce_reading() -> Iterator[None]:
 
 
 def format_metrics(metrics: Mapping[str, Any], in_a_bar: bool = False) -> str:
-    """Format a line of metrics for the console.
+    """Format a line of metrics for the console, such as "epoch 5/60  loss 0.3".
 
     Args:
         metrics: Values by name. ``phase`` is required. Names that are not in
