@@ -34,13 +34,16 @@ for context in (nullcontext(), keep_freed_memory(torch.device("meta")), keep_fre
 def test_steps_ask_for_their_pages_once():
     """Page faults of ten steps by a fresh process: as it is, for another device, and
     inside. Kills: a setting that has no effect, one for steps on a GPU.
+
+    Inside, a small allocation by another thread can take the place of a freed block, so
+    that a step asks for a new one. This may happen to two of the ten steps.
     """
     found = subprocess.run(
         [sys.executable, "-c", CHILD], check=True, capture_output=True, text=True
     )
     plain, other, kept = map(int, found.stdout.split())
     pages = 10 * 2**26 // resource.getpagesize()
-    assert plain >= pages and other >= pages and kept < pages / 100
+    assert plain >= pages and other >= pages and kept < 0.3 * pages
 
 
 def test_an_error_inside_is_raised():
