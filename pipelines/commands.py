@@ -1,4 +1,4 @@
-"""The commands: the options that they take, and what they do.
+"""The commands of ``uno``: the options that each takes, and the function that runs it.
 
 Large packages are imported when a command runs. ``uno reproduce`` and ``uno tune`` are
 in :mod:`pipelines.reproduce` and :mod:`tune.sweep`. Every command takes the arguments
@@ -219,7 +219,14 @@ DOCTOR = Command(
 
 
 def demo(argv: Sequence[str]) -> int:
-    """Pretrain, discover and report on the embedded digits, with two Ray workers."""
+    """Pretrain, discover and report on the packaged digits, with two Ray workers.
+
+    Args:
+        argv: The arguments after ``uno demo``.
+
+    Returns:
+        The exit code.
+    """
     return discover(["--workers", "2", *argv], DEMO)
 
 
@@ -231,11 +238,15 @@ def discover(
 ) -> int:
     """Pretrain unless weights are given, discover, evaluate and report.
 
+    With ``--explain`` the configuration is only printed, and with ``--dry-run`` each
+    phase is only tried.
+
     Args:
         argv: The arguments after the name of the command.
         command: The command with its options: ``discover``, ``pretrain`` or ``demo``.
-        last: The last phase, "pretrain" or "discover".
-        ranks: The ranks of torchrun, if this process is rank 0 of them.
+        last: The last phase to train, "pretrain" or "discover".
+        ranks: The ranks of torchrun, if this process is rank 0 of them; None for any
+            other process.
 
     Returns:
         The exit code.
@@ -268,15 +279,28 @@ def discover(
 
 
 def pretrain(argv: Sequence[str]) -> int:
-    """Train the encoder and the known head.
+    """Train the encoder and the head of the known classes on the labeled images.
 
     ``uno discover`` with the same options continues from there.
+
+    Args:
+        argv: The arguments after ``uno pretrain``.
+
+    Returns:
+        The exit code.
     """
     return discover(argv, PRETRAIN, "pretrain")
 
 
 def evaluate(argv: Sequence[str]) -> int:
-    """Evaluate a run and rewrite its ``metrics.json``."""
+    """Compute the metrics of a finished run anew, and write its ``metrics.json``.
+
+    Args:
+        argv: The arguments after ``uno evaluate``.
+
+    Returns:
+        The exit code.
+    """
     options = parse(argv, EVALUATE)
     from uno.session import pipeline
 
@@ -285,7 +309,14 @@ def evaluate(argv: Sequence[str]) -> int:
 
 
 def predict(argv: Sequence[str]) -> int:
-    """Predict a class for every image of a source, and print where the table is."""
+    """Predict a class for every image of a source, and print where the table is.
+
+    Args:
+        argv: The arguments after ``uno predict``.
+
+    Returns:
+        The exit code.
+    """
     options = parse(argv, PREDICT)
     if "output" in (given := options.overrides):
         given["output"] = expand_output(str(given["output"]))
@@ -297,7 +328,14 @@ def predict(argv: Sequence[str]) -> int:
 
 
 def report(argv: Sequence[str]) -> int:
-    """Write the report of a run and print its path."""
+    """Write the HTML report of a run, and print its path.
+
+    Args:
+        argv: The arguments after ``uno report``.
+
+    Returns:
+        The exit code.
+    """
     options = parse(argv, REPORT)
     from uno.session import pipeline
     from uno.session.console import print_line
@@ -307,7 +345,21 @@ def report(argv: Sequence[str]) -> int:
 
 
 def export(argv: Sequence[str]) -> int:
-    """Write the model, or its predictions, for other tools, and print the files."""
+    """Write the model of a run, or its predictions, in a format of other tools.
+
+    The paths of the written files are printed.
+
+    Args:
+        argv: The arguments after ``uno export``, with the format: ``encoder``, ``pt2``
+            or ``onnx`` for the model; ``label-studio``, ``fiftyone`` or ``cvat`` for
+            the predictions.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: ``--images`` is given with a format of the model.
+    """
     own = parse(argv, EXPORT).args
     from uno.data.files import Storage
     from uno.results.annotations import FORMATS as ANNOTATION_FORMATS
@@ -347,9 +399,18 @@ def export(argv: Sequence[str]) -> int:
 
 
 def data(argv: Sequence[str]) -> int:
-    """Check a data set, or pack it into shards.
+    """Check a data set, or write it as Parquet shards.
 
-    The exit code is 2 if the check finds an error.
+    Args:
+        argv: The arguments after ``uno data``, of which the first is ``check`` or
+            ``pack``.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: The check finds an error, or an option does not belong to the
+            action.
     """
     options = parse(argv, DATA)
     if options.args.action == "pack":
@@ -367,7 +428,14 @@ def data(argv: Sequence[str]) -> int:
 
 
 def embed(argv: Sequence[str]) -> int:
-    """Write the vectors that a frozen encoder computes for every image of a source."""
+    """Write the features that a frozen encoder computes for every image of a source.
+
+    Args:
+        argv: The arguments after ``uno embed``.
+
+    Returns:
+        The exit code.
+    """
     options = parse(argv, EMBED)
     from uno.session.embed import embed as embed_source
 
@@ -376,7 +444,14 @@ def embed(argv: Sequence[str]) -> int:
 
 
 def estimate(argv: Sequence[str]) -> int:
-    """Estimate the number of novel classes, and write ``estimate.json``."""
+    """Estimate the number of novel classes, and write ``estimate.json``.
+
+    Args:
+        argv: The arguments after ``uno estimate-classes``.
+
+    Returns:
+        The exit code.
+    """
     options = parse(argv, ESTIMATE)
     own = options.args
     from uno.results.estimate import Settings
@@ -388,7 +463,14 @@ def estimate(argv: Sequence[str]) -> int:
 
 
 def doctor(argv: Sequence[str]) -> int:
-    """Print a line for each finding; return 2 if runs are impossible, else 0."""
+    """Check this machine, or all nodes of a cluster, and print a line for each finding.
+
+    Args:
+        argv: The arguments after ``uno doctor``.
+
+    Returns:
+        2 if a finding is an error, so that a run would fail; else 0.
+    """
     own = parse(argv, DOCTOR).args
     from pipelines.doctor import machine
     from uno.session.console import print_line
@@ -407,11 +489,17 @@ def doctor(argv: Sequence[str]) -> int:
 
 
 def classes(argv: Sequence[str]) -> int:
-    """Name, merge or drop the discovered classes of a run.
+    """Name, merge or drop the discovered classes of a run, by a file of edits.
 
-    Without a file of edits and without ``--rename``, ``RUN/classes.yaml`` is written as
-    a template. Otherwise the file is checked, and with ``--apply`` or ``--rename`` the
-    model and all files of the run are updated.
+    The file is ``RUN/classes.yaml`` or that of ``--file``. If there is none, and no
+    ``--rename``, it is written as a template to edit. Otherwise it is checked, and with
+    ``--apply`` or ``--rename`` the model and all files of the run are updated.
+
+    Args:
+        argv: The arguments after ``uno classes``.
+
+    Returns:
+        The exit code.
     """
     own = parse(argv, CLASSES).args
     from uno.data.files import Storage
@@ -472,7 +560,7 @@ def classes(argv: Sequence[str]) -> int:
 
 
 def _place(path: str) -> tuple[Storage, str]:
-    """Return the folder and the file name of a path."""
+    """Split the path of a file into its folder, as a storage, and the file name."""
     from uno.data.files import Storage
 
     parent, name = os.path.split(os.path.expanduser(path))
@@ -480,11 +568,11 @@ def _place(path: str) -> tuple[Storage, str]:
 
 
 def _suggestions(model: Classifier) -> dict[int, Suggestion]:
-    """Suggest names for the discovered classes.
+    """Suggest names for the discovered classes of a model, from the data of its run.
 
     Returns:
-        Suggestions by the number of the class. Empty, after a warning, if the run's
-        data cannot be read any more.
+        Suggestions by the index of the class. Empty, after a warning, if the run's data
+        cannot be read any more.
     """
     from uno.report.findings import suggestions, summarize
     from uno.report.sample import score_sample

@@ -1,6 +1,7 @@
-"""The command ``uno reproduce``: its options; :mod:`pipelines.tables` does the work.
+"""Declare the command ``uno reproduce``, which repeats a table of the paper.
 
-The two are apart so that ``--help`` does not import PyTorch.
+:mod:`pipelines.tables` does the work. The two are apart so that ``--help`` does not
+import PyTorch.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,11 @@ RUNNER = Literal["auto", "processes", "ray"]
 
 
 def _contents(name: str) -> str:
-    """Return the data sets and rows of a table as a paragraph of the help."""
+    """Return the names of a table's data sets and rows, as a paragraph of the help.
+
+    Args:
+        name: The name of the table.
+    """
     small, full = (build(name, scale) for scale in ("small", "full"))
     sets, large = (
         ", ".join(benchmark.key for benchmark in table.benchmarks)
@@ -75,7 +80,14 @@ What --datasets and --rows choose from (cifar100_20 is cifar100-20):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run what is missing of a table, write the table, and return the exit code."""
+    """Run the missing cells (training runs) of a table, and write the table.
+
+    Args:
+        argv: The arguments after ``uno reproduce``.
+
+    Returns:
+        The exit code.
+    """
     options = parse(argv, REPRODUCE)
     from pipelines import tables
 
