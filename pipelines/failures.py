@@ -112,7 +112,7 @@ def was_preempted(error: Exception) -> bool:
 
 
 def saved_steps(directory: str) -> int:
-    """Return the sum of the steps of the newest checkpoints of all phases.
+    """Return the training steps in the newest checkpoints, summed over all phases.
 
     The sum grows with every checkpoint.
 

@@ -199,7 +199,7 @@ class Featurizer:
         pixels = shared_tensor(bytes_of(block["pixels"], features.row_bytes(config)))
 
         def encode(start: int) -> torch.Tensor:
-            """Encode ``ROWS_AT_ONCE`` rows of the block, from a position on."""
+            """Encode up to ``ROWS_AT_ONCE`` rows of the table, from ``start`` on."""
             torch.set_num_threads(1)  # for this thread only
             own = slice(start, start + features.ROWS_AT_ONCE)
             # Ray must not have divided the chunks.
@@ -226,8 +226,9 @@ def unpack_chunk(job: FeatureJob, rows: np.ndarray, results: pa.Table) -> Chunk:
         results: The table.
 
     Returns:
-        The features, float32 (n, 1 + V, D) for the evaluation view and V random views,
-        with the row numbers and the reasons why images cannot be read.
+        The features, float32 (n, 1 + V, D): D numbers for the evaluation view and for
+        each of V random views; with the row numbers, and the reasons why images cannot
+        be read.
 
     Raises:
         ConfigError: The encoder returns numbers that are not finite.

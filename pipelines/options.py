@@ -181,7 +181,7 @@ class Command:
         return " ".join(["uno", self.name, *names, "[OPTIONS]"])
 
     def flags(self, *methods: str) -> dict[str, Argument]:
-        """Return the arguments of this command: its own and fields of the configuration.
+        """Return all arguments of this command: its own, then configuration fields.
 
         Args:
             *methods: Names of methods whose settings of their own are options, too.

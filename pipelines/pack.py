@@ -145,7 +145,7 @@ def store_on_ray(ray: Any, config: Config) -> Store:
 
 
 def without_images(rows: Rows) -> Rows:
-    """Return rows with row numbers in the place of images, which tasks do not need."""
+    """Return the rows without their images, which are sent to tasks separately."""
     return replace(rows, images=InMemory(range(len(rows))))
 
 

@@ -306,9 +306,9 @@ def encode_on_ray(
         batches: Batches of row numbers, int64 (b,).
 
     Returns:
-        For each batch its row numbers, the features float32 (b, D), and for each row
-        the reason why its image cannot be read, or None. If Ray fails, it is the result
-        of ``here``.
+        For each batch its row numbers, float32 (b, D) with the D features of each
+        image, and for each row the reason why its image cannot be read, or None. If Ray
+        fails, it is the result of ``here``.
     """
     rows, size = list(batches), build_classifier(files).size
     ends = np.cumsum([len(some) for some in rows])

@@ -340,8 +340,8 @@ class Cropping(NamedTuple):
 
     Attributes:
         processes: The number of processes. They are on the node of the rank.
-        store: The largest number of bytes of the object store that an execution may
-            use.
+        store: The largest number of bytes of Ray's object store that one execution of a
+            dataset may use.
     """
 
     processes: int
@@ -378,11 +378,12 @@ def crop_on_ray(
     Args:
         ray: The module ``ray``, connected to a cluster.
         source: The reference to the images of all rows.
-        limits: The processes and the memory of an execution.
+        limits: The number of processes, and the part of the object store that they may
+            use.
 
     Returns:
-        A function that takes a :class:`~uno.data.stream.CropJob` and yields the cropped
-        views of its rows in order, in chunks.
+        A function that takes a :class:`~uno.data.stream.CropJob` (the rows of some
+        training steps) and yields the cropped views of its rows in order, in chunks.
     """
 
     def chunks(job: CropJob) -> Generator[Chunk, None, None]:
@@ -426,7 +427,8 @@ def decode_on_ray(
         ray: The module ``ray``, connected to a cluster.
         source: The reference to the images of all rows.
         side: The side in pixels of the squares to which images are resized.
-        limits: The processes and the memory of an execution.
+        limits: The number of processes, and the part of the object store that they may
+            use.
         how: The interpolation of the resizing.
 
     Returns:
@@ -510,7 +512,7 @@ def in_executions(run: Run, groups: Iterator[list[pa.Table]]) -> Iterator[pa.Tab
 
 
 def whole_epochs(epochs: Iterable[Iterable[pa.Table]]) -> Iterator[list[pa.Table]]:
-    """Join the tables of consecutive epochs to groups, one for each execution.
+    """Join the tables of consecutive epochs to groups, one for each Ray Data execution.
 
     A group consists of whole epochs. It ends as soon as it has at least
     ``EXECUTION_BLOCKS`` tables. The last group may have fewer.
@@ -534,9 +536,10 @@ def whole_epochs(epochs: Iterable[Iterable[pa.Table]]) -> Iterator[list[pa.Table
 def grouped(
     blocks: Iterable[pa.Table], max_rows: int | None = None
 ) -> Iterator[list[pa.Table]]:
-    """Join consecutive tables to groups of limited size, one for each execution.
+    """Join consecutive tables to groups of limited size, each for one execution.
 
-    A group ends as soon as it has at least 128 MiB, or at least ``max_rows`` rows.
+    A group is executed as one dataset of Ray Data. It ends as soon as it has at least
+    128 MiB, or at least ``max_rows`` rows.
 
     Args:
         blocks: The tables.
@@ -571,7 +574,7 @@ class CropActor:
         self._function = partial(function, images=ray.get(source))
 
     def __call__(self, block: pa.Table) -> Any:
-        """Return the function's result for a table: a table or an iterator of tables."""
+        """Return the function's result for a table: one table, or an iterator."""
         return self._function(block)
 
 
@@ -591,7 +594,8 @@ def _runner(
         function: Is called with each table, and with the images as the keyword
             ``images``.
         source: The reference to the images of all rows.
-        limits: The processes and the memory of an execution.
+        limits: The number of actors, and the part of the object store that they may
+            use.
         chunk_bytes: The bytes of a result of ``function``. Ray Data passes a result of
             this size on at once.
 

@@ -79,8 +79,8 @@ class Request(NamedTuple):
         refused: For each row that is left out, its name and the reason.
         output: The directory of all runs.
         changes: Settings that hold for all cells, by dotted key.
-        command: The command without its ``--output`` and ``--parallel``, for the
-            document.
+        command: The command line that is printed with the table, without the options
+            ``--output`` and ``--parallel``.
     """
 
     args: SimpleNamespace
@@ -95,7 +95,7 @@ class Request(NamedTuple):
     def lacking(self) -> list[Benchmark]:
         """The data sets of the table whose directory the user has not given.
 
-        Only with ``--dry-run`` may there be any.
+        Only ``--dry-run`` accepts a table with such data sets.
         """
         options = {
             name
@@ -110,7 +110,7 @@ class Request(NamedTuple):
 
     @property
     def compute(self) -> ComputeConfig:
-        """The section ``compute`` of the configuration of cells: device, workers, ..."""
+        """The section ``compute`` of the cells' configuration, with device and more."""
         own = {
             key: value
             for key, value in self.changes.items()

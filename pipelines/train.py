@@ -296,8 +296,9 @@ def train_rank(
 def rank_threads(config: Config, device: torch.device, neighbors: int) -> int:
     """Return the number of threads of torch in a rank.
 
-    It is the rank's share of the cores of its node. It is 1 if a GPU computes and the
-    processes of Ray Data need the cores. ``compute.threads`` has priority.
+    It is the rank's share of the cores of its node. It is 1 if a GPU computes and
+    images are streamed, because the processes that decode need the cores.
+    ``compute.threads`` has priority.
 
     Args:
         config: The configuration of the run.
@@ -312,8 +313,9 @@ def rank_threads(config: Config, device: torch.device, neighbors: int) -> int:
 def run_on_ray(run: Run, show: Show) -> dict[str, float]:
     """Train and evaluate a run on Ray: Ray Data decodes, and Ray Train trains.
 
-    The rows of the run then have the images that were decoded for an evaluation. These
-    are in the object store of Ray, to which this process stays connected until
+    If the run is evaluated and its images are not streamed, ``run.task`` keeps the
+    decoded images, or the features, for the report and the predictions. Decoded images
+    are in Ray's object store, so this process stays connected to Ray until
     ``run.cleanup`` is closed.
 
     Args:

@@ -1,4 +1,4 @@
-"""Score trials on folds: discovery problems that hide some of the known classes.
+"""Score hyperparameter trials on folds: discovery problems that hide known classes.
 
 ``folds`` is the default score. A fold hides some known classes and discovers them from
 the others. Its score is the harmonic mean (Xian et al., CVPR 2017) of two accuracies:

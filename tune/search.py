@@ -1,9 +1,10 @@
-"""Choose the hyperparameters of each trial, and record its result, for Ray Tune.
+"""Choose the hyperparameters of each trial of a search (a sweep), for Ray Tune.
 
-The values of a random trial depend on the space, the seed and its number only. A sweep
-that was ended at any moment, or is given more trials, therefore continues as if it had
-never stopped. Other searchers are told the earlier results. Trial 0 is always the given
-configuration, so that the winner is compared with it.
+The result of each trial is recorded, too. The values of a random trial depend on the
+space, the seed and its number only. A sweep that was ended at any moment, or is given
+more trials, therefore continues as if it had never stopped. Other searchers are told
+the earlier results. Trial 0 is always the given configuration, so that the winner is
+compared with it.
 """
 
 import json
@@ -184,7 +185,7 @@ def _ray_domain(domain: spaces.Domain) -> Any:
 def _value(domain: spaces.Domain, found: Any) -> Any:
     """Return the value of a setting for the number that a searcher has chosen.
 
-    It is the inverse of :func:`_ray_domain`.
+    The number was drawn from the distribution of :func:`_ray_domain`.
 
     Args:
         domain: The values that the setting may take.

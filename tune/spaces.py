@@ -312,7 +312,7 @@ def draw(space: Space, seed: int, index: int) -> dict[str, Any]:
 
     Args:
         space: The search space.
-        seed: The seed of the sweep.
+        seed: The seed of the search.
         index: The number of the trial.
 
     Returns:
@@ -364,7 +364,7 @@ def grid(space: Space, given: Mapping[str, Any]) -> list[dict[str, Any]]:
 def current(space: Space, config: Config) -> dict[str, Any]:
     """Return the values that a configuration has for the searched settings.
 
-    These are the values of trial 0 of every sweep.
+    These are the values of trial 0 of every hyperparameter search.
 
     Args:
         space: The search space.
