@@ -209,7 +209,7 @@ def run_jobs(
             for job in ready[: capacity - len(running)]:
                 waiting.remove(job)
                 running.append((job, start(*_command(output, job)), time.monotonic()))
-            ended = list(_ended(output, running))
+            ended = list(_collect_ended(output, running))
             for job, attempt in ended:
                 yield job, attempt
                 if attempt.code == 0:
@@ -228,7 +228,7 @@ def run_jobs(
         for _, process, _ in running:
             process.terminate()
         while running:
-            yield from _ended(output, running)
+            yield from _collect_ended(output, running)
             time.sleep(POLL_S)
     raise Interrupted("stopped; resume with the same command")
 
@@ -256,7 +256,7 @@ def _command(output: Path, job: CellProcess) -> tuple[list[str], Path]:
     return [*command, "--output", str(run)], Path(f"{run}.log")
 
 
-def _ended(
+def _collect_ended(
     output: Path, running: list[tuple[CellProcess, Process, float]]
 ) -> Iterator[tuple[CellProcess, Attempts]]:
     """Remove the jobs whose process has ended from a list, and record their attempts.

@@ -134,11 +134,11 @@ def _run_guarded(command: Command, argv: Sequence[str]) -> int:
         return code
     except Interrupted as error:
         hint = "" if "resume" in str(error) else "; resume with the same command"
-        return _end(f"{error}{hint}", error.exit_code)
+        return _print_message(f"{error}{hint}", error.exit_code)
     except UnoError as error:
-        return _end(f"error: {error}", error.exit_code)
+        return _print_message(f"error: {error}", error.exit_code)
     except KeyboardInterrupt:
-        return _end(
+        return _print_message(
             "interrupted; the same command resumes from the last checkpoint, if there"
             " is one",
             130,
@@ -151,9 +151,9 @@ def _run_guarded(command: Command, argv: Sequence[str]) -> int:
                 return 141  # the code after SIGPIPE: `uno ... | head`
         meant = as_user_error(error)
         return (
-            _internal(error)
+            _report_defect(error)
             if meant is None
-            else _end(f"error: {meant}", meant.exit_code)
+            else _print_message(f"error: {meant}", meant.exit_code)
         )
 
 
@@ -169,21 +169,21 @@ def _dispatch(argv: Sequence[str]) -> int:
     commands = {entry.name: entry for entry in entry_points(group="uno.commands")}
     name, *rest = argv or ["--help"]
     if name in ("-h", "--help"):
-        print(_help(commands))
+        print(_help_text(commands))
         return 0 if argv else 2
     if name == "--version":
         print(f"uno {version('uno-discovery')}")
         return 0
     if name in commands:
         return commands[name].load()(rest)
-    return _end(
+    return _print_message(
         "error: unknown command"
         f" {name!r}{did_you_mean(name, commands, 'see uno --help')}",
         2,
     )
 
 
-def _help(commands: dict[str, EntryPoint]) -> str:
+def _help_text(commands: dict[str, EntryPoint]) -> str:
     """Return the text of ``uno --help``.
 
     Args:
@@ -206,7 +206,7 @@ Novel class discovery: find new classes among unlabeled images.
 uno COMMAND --help lists a command's options; uno --version prints the version."""
 
 
-def _end(line: str, code: int) -> int:
+def _print_message(line: str, code: int) -> int:
     """Print a message as one line on stderr, and return the given exit code.
 
     Args:
@@ -218,7 +218,7 @@ def _end(line: str, code: int) -> int:
     return code
 
 
-def _internal(error: Exception) -> int:
+def _report_defect(error: Exception) -> int:
     """Report an unexpected error, a defect of this program, and return the exit code 1.
 
     The traceback is written to a temporary file. One line on stderr names the error and
@@ -233,4 +233,6 @@ def _internal(error: Exception) -> int:
         where = f"traceback in {file.name}"
     except OSError as problem:
         where = f"no traceback: {problem}"
-    return _end(f"error: internal: {type(error).__name__}: {error} ({where})", 1)
+    return _print_message(
+        f"error: internal: {type(error).__name__}: {error} ({where})", 1
+    )

@@ -379,7 +379,7 @@ def export(argv: Sequence[str]) -> int:
     model = load_classifier(folder)
     data, name = export(model, own.format), model_folder(folder) + FORMATS[own.format]
     if own.output:
-        folder, name = _place(own.output)
+        folder, name = _split_path(own.output)
     folder.write(name, data)
     checked, side, num = "checked against the model", model.size, len(model.classes)
     if own.format == "onnx" and not can_check_onnx():
@@ -521,7 +521,7 @@ def classes(argv: Sequence[str]) -> int:
         raise ConfigError("give either --file or --rename")
     storage = Storage(own.run)
     model = load_classifier(storage)
-    folder, name = (storage, YAML_FILE) if own.file is None else _place(own.file)
+    folder, name = (storage, YAML_FILE) if own.file is None else _split_path(own.file)
     path, is_there = (
         folder.path(name),
         own.file is not None or storage.exists(YAML_FILE),
@@ -529,7 +529,7 @@ def classes(argv: Sequence[str]) -> int:
     if not is_there and not own.rename:
         storage.write(
             YAML_FILE,
-            template(model.classes, model.model_hash, _suggestions(model)).encode(),
+            template(model.classes, model.model_hash, _suggest_names(model)).encode(),
         )
         command = f"uno classes {shlex.quote(own.run)} --apply"
         print_line(f"{path} is written: edit it, then run {command}")
@@ -559,7 +559,7 @@ def classes(argv: Sequence[str]) -> int:
     return 0
 
 
-def _place(path: str) -> tuple[Storage, str]:
+def _split_path(path: str) -> tuple[Storage, str]:
     """Split the path of a file into its folder, as a storage, and the file name."""
     from uno.data.files import Storage
 
@@ -567,7 +567,7 @@ def _place(path: str) -> tuple[Storage, str]:
     return Storage(parent or "."), name
 
 
-def _suggestions(model: Classifier) -> dict[int, Suggestion]:
+def _suggest_names(model: Classifier) -> dict[int, Suggestion]:
     """Suggest names for the discovered classes of a model, from the data of its run.
 
     Returns:

@@ -82,11 +82,11 @@ def machine() -> Iterator[Finding]:
             f"no CUDA device (PyTorch is {why}); training runs on"
             f" {available_cpus()} CPU cores",
         )
-    yield from _ray()
-    yield from _space()
+    yield from _check_ray()
+    yield from _check_space()
 
 
-def _ray() -> Iterator[Finding]:
+def _check_ray() -> Iterator[Finding]:
     """Check whether Ray is installed, and whether the cluster in use answers.
 
     Yields:
@@ -117,7 +117,7 @@ def _ray() -> Iterator[Finding]:
         yield Finding("error", str(error))
 
 
-def _space() -> Iterator[Finding]:
+def _check_space() -> Iterator[Finding]:
     """Check the size of shared memory, and the free space on the disks of a run.
 
     The disks are those of the working directory and of Ray's temporary files.
@@ -171,7 +171,7 @@ def examine_cluster(place: str | None) -> Iterator[Finding]:
             storage.write(name, b"seen")
         try:
             look = partial(node_facts, None if storage is None else storage.uri, name)
-            facts = _answers(ray, {node: on[node](look, 0) for node in nodes})
+            facts = _wait_for_answers(ray, {node: on[node](look, 0) for node in nodes})
         finally:
             if storage is not None:
                 storage.delete(name)
@@ -179,14 +179,14 @@ def examine_cluster(place: str | None) -> Iterator[Finding]:
             if isinstance(about, dict):
                 before, there = (
                     time.time(),
-                    _answers(ray, {node: on[node](time.time, 0)})[node],
+                    _wait_for_answers(ray, {node: on[node](time.time, 0)})[node],
                 )
                 about["late"] = (
                     there - (before + time.time()) / 2
                     if isinstance(there, float)
                     else 0.0
                 )
-        speeds = _all_reduce(ray, nodes, on)
+        speeds = _measure_all_reduce(ray, nodes, on)
     mine = versions()
     for node, about in nodes.items():
         yield line_of(about, facts[node], mine, speeds.get(node))
@@ -384,7 +384,7 @@ def own_address() -> tuple[str, int]:
         return str(ray.util.get_node_ip_address()), free.getsockname()[1]
 
 
-def _all_reduce(
+def _measure_all_reduce(
     ray: Any, nodes: Mapping[str, Facts], on: Mapping[str, Any]
 ) -> dict[str, float | str]:
     """Measure an all-reduce over all nodes, or over those with a GPU if there are any.
@@ -415,7 +415,7 @@ def _all_reduce(
         )
         for rank, node in enumerate(members)
     }
-    return _answers(ray, jobs)
+    return _wait_for_answers(ray, jobs)
 
 
 def _node_task(ray: Any, node: str) -> Callable[[Callable[[], Any], float], Any]:
@@ -451,7 +451,7 @@ def _node_task(ray: Any, node: str) -> Callable[[Callable[[], Any], float], Any]
     return start
 
 
-def _answers(ray: Any, tasks: Mapping[str, Any]) -> dict[str, Any]:
+def _wait_for_answers(ray: Any, tasks: Mapping[str, Any]) -> dict[str, Any]:
     """Wait up to 60 s for tasks on nodes, and return their results.
 
     Args:

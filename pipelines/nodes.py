@@ -111,7 +111,7 @@ def wait_for_resources(
     from ray.util import placement_group, remove_placement_group
 
     compute, group = config.compute, None
-    start, usual = time.monotonic(), _usual(config)
+    start, usual = time.monotonic(), _default_resources(config)
     lines = WaitLines(config, usual)
     try:
         while True:
@@ -189,7 +189,7 @@ def free_memory(config: Config) -> "FreeMemory":
     Raises:
         ConfigError: The cluster is too small for the workers and does not grow in time.
     """
-    workers, here = config.compute.num_workers, _free(to_dict(config))
+    workers, here = config.compute.num_workers, _free_on_node(to_dict(config))
     if not workers or not cluster_address():
         return here
     with connect() as ray:
@@ -203,7 +203,7 @@ def free_memory(config: Config) -> "FreeMemory":
             store=min((int(store) for store in stores if store), default=None)
         )
         options = {"num_cpus": each["CPU"], "num_gpus": each.get("GPU", 0)}
-        ask = ray.remote(scheduling_strategy="SPREAD", **options)(_free)
+        ask = ray.remote(scheduling_strategy="SPREAD", **options)(_free_on_node)
         pending = [ask.remote(to_dict(config)) for _ in range(workers)]
         done, waiting = ray.wait(pending, num_returns=workers, timeout=ASK_S)
         for task in waiting:
@@ -219,7 +219,7 @@ def free_memory(config: Config) -> "FreeMemory":
         )
 
 
-def _free(tree: Mapping[str, Any]) -> "FreeMemory":
+def _free_on_node(tree: Mapping[str, Any]) -> "FreeMemory":
     """Return the free memory of this node, in a task of Ray.
 
     Args:
@@ -238,7 +238,7 @@ def startup_timeout_s(config: Config) -> float:
     return 60 * config.compute.wait_minutes if cluster_address() else 0.0
 
 
-def _usual(config: Config) -> Resources:
+def _default_resources(config: Config) -> Resources:
     """Return the resources that a worker asks for before the cluster's size is known.
 
     Returns:
@@ -266,7 +266,10 @@ def check_shares(config: Config, each: Resources | None = None) -> None:
     Raises:
         ConfigError: There are several workers, and they would share a GPU.
     """
-    workers, share = config.compute.num_workers, (each or _usual(config)).get("GPU", 1)
+    workers, share = (
+        config.compute.num_workers,
+        (each or _default_resources(config)).get("GPU", 1),
+    )
     if workers > 1 and share < 1:
         raise ConfigError(
             f"{plural(workers, 'worker')} of {share:g} GPUs would share GPUs; NCCL"

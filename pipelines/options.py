@@ -263,11 +263,11 @@ def parse(argv: Sequence[str], command: Command) -> Options:
         SystemExit: The help was printed.
     """
     asked, arguments = {"--help", "-h", HELP_ALL}.intersection(argv), command.arguments
-    groups = list(_groups(token for token in argv if token not in asked))
+    groups = list(_split_options(token for token in argv if token not in asked))
     positional = [name for name in arguments if not name.startswith("-")]
     own, file, line = dict[str, Any](), dict[str, Any](), dict[str, Any]()
     try:
-        flags = _flags(groups, command, file)
+        flags = _read_flags(groups, command, file)
         for name, joined, words in groups:
             most = max(flags[name].most_words, joined) if name else 0
             words, surplus = words[:most], words[most:]
@@ -350,13 +350,14 @@ def schema_flags(
             )
 
 
-def _flags(
+def _read_flags(
     groups: list[Group], command: Command, file: dict[str, Any]
 ) -> dict[str, Argument]:
     """Return the options that a command line may have, and read its ``--config`` files.
 
     Args:
-        groups: The options of the command line with their words, see :func:`_groups`.
+        groups: The options of the command line with their words, from
+            :func:`_split_options`.
         command: The declaration of the command.
         file: Gets the settings of the files, by dotted key.
 
@@ -385,7 +386,8 @@ def _methods_in(groups: list[Group], file: Mapping[str, Any]) -> list[str]:
     """Return the names of the methods whose own settings a command line may change.
 
     Args:
-        groups: The options of the command line with their words, see :func:`_groups`.
+        groups: The options of the command line with their words, from
+            :func:`_split_options`.
         file: The settings of the files of ``--config``, by dotted key.
 
     Returns:
@@ -402,7 +404,7 @@ def _methods_in(groups: list[Group], file: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _groups(argv: Iterable[str]) -> Iterator[Group]:
+def _split_options(argv: Iterable[str]) -> Iterator[Group]:
     """Divide a command line into its options, each with the words that follow it.
 
     For example, ``x --a 1 2 --b=3`` yields ``("", False, ["x"])``, ``("--a", False,

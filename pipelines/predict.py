@@ -289,7 +289,7 @@ def encode_on_ray(
     config: Config,
     files: Mapping[str, bytes],
     images: Images,
-    here: Decode,
+    fallback: Decode,
     batches: Iterable[np.ndarray],
 ) -> Iterator[tuple[np.ndarray, Tensor, Sequence[str | None]]]:
     """Compute features of images with the encoder of a run, on Ray workers.
@@ -301,14 +301,14 @@ def encode_on_ray(
         config: The configuration of the run.
         files: The content of the files of the model, by name.
         images: The images of all rows.
-        here: Decodes the same batches on this machine, see
+        fallback: Decodes the same batches on this machine, see
             :data:`uno.results.infer.Decode`. It is used only if Ray fails.
         batches: Batches of row numbers, int64 (b,).
 
     Returns:
         For each batch its row numbers, float32 (b, D) with the D features of each
         image, and for each row the reason why its image cannot be read, or None. If Ray
-        fails, it is the result of ``here``.
+        fails, it is the result of ``fallback``.
     """
     rows, size = list(batches), build_classifier(files).size
     ends = np.cumsum([len(some) for some in rows])
@@ -341,7 +341,7 @@ def encode_on_ray(
     log.warning(
         "workers were lost or can read no image: this machine computes the features"
     )
-    return here(rows)
+    return fallback(rows)
 
 
 def make_block(data: Rows, rows: np.ndarray) -> pa.Table:

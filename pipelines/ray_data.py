@@ -168,7 +168,7 @@ def worker_sets(
 
 
 def decode_task(
-    ray: Any, task: Task, side: int, how: Interpolation = "bilinear"
+    ray: Any, task: Task, side: int, interpolation: Interpolation = "bilinear"
 ) -> tuple[list[Any], list[str | None]]:
     """Decode all images of a task once.
 
@@ -178,7 +178,7 @@ def decode_task(
         ray: The module ``ray``, connected to a cluster.
         task: The rows of the run.
         side: The side in pixels of the squares to which images are resized.
-        how: The interpolation of the resizing.
+        interpolation: The interpolation of the resizing.
 
     Returns:
         References to Arrow tables in the object store with one row for each image, and
@@ -191,7 +191,7 @@ def decode_task(
 
     images, rows = task.rows.images, np.arange(len(task.rows))
     if len(rows) < FEW_ROWS:
-        pixels, reasons = decode_many(images, side, interpolation=how)
+        pixels, reasons = decode_many(images, side, interpolation=interpolation)
         table = _pixel_table(pixels.flatten(1).numpy(), reasons).append_column(
             "row", pa.array(rows)
         )
@@ -200,7 +200,9 @@ def decode_task(
         image_block(images, rows[i : i + ROWS_PER_BLOCK])
         for i in rows[::ROWS_PER_BLOCK]
     ]
-    decode = partial(decode_block, side=side, images=images.reader(), interpolation=how)
+    decode = partial(
+        decode_block, side=side, images=images.reader(), interpolation=interpolation
+    )
     batches = {
         "batch_format": "pyarrow",
         "batch_size": ROWS_PER_DECODE,
@@ -389,7 +391,9 @@ def crop_on_ray(
     def chunks(job: CropJob) -> Generator[Chunk, None, None]:
         """Yield the cropped views of a job's rows in order, in chunks."""
         crop = partial(_crop, cropper=job.cropper, chunk_rows=job.chunk_rows)
-        run = _runner(ray, crop, source, limits, job.chunk_rows * job.row_bytes)
+        run = _execution_runner(
+            ray, crop, source, limits, job.chunk_rows * job.row_bytes
+        )
         num_rows = job.fetch_rows or TASK_CHUNKS * job.chunk_rows
         for table in in_executions(
             run, whole_epochs(map(places, epoch) for epoch in job.epochs(num_rows))
@@ -417,7 +421,7 @@ def decode_on_ray(
     source: Any,
     side: int,
     limits: Cropping,
-    how: Interpolation = "bilinear",
+    interpolation: Interpolation = "bilinear",
 ) -> Callable[[Iterable[np.ndarray]], Iterator[DecodedBatch]]:
     """Return a function that decodes batches of images by processes of Ray Data.
 
@@ -429,15 +433,15 @@ def decode_on_ray(
         side: The side in pixels of the squares to which images are resized.
         limits: The number of processes, and the part of the object store that they may
             use.
-        how: The interpolation of the resizing.
+        interpolation: The interpolation of the resizing.
 
     Returns:
         A function that takes batches of row numbers int64 (b,), and yields for each
         batch its row numbers, its pixels uint8 (b, 3, side, side), and for each row the
         reason why its image cannot be read, or None.
     """
-    decode = partial(decode_block, side=side, interpolation=how)
-    run = _runner(ray, decode, source, limits, CHUNK_BYTES)
+    decode = partial(decode_block, side=side, interpolation=interpolation)
+    run = _execution_runner(ray, decode, source, limits, CHUNK_BYTES)
 
     def decoded(batches: Iterable[np.ndarray]) -> Iterator[DecodedBatch]:
         """Decode batches of row numbers, and yield each batch in order."""
@@ -578,7 +582,7 @@ class CropActor:
         return self._function(block)
 
 
-def _runner(
+def _execution_runner(
     ray: Any,
     function: Callable[..., Any],
     source: Any,

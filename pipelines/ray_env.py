@@ -159,7 +159,7 @@ def _start(
         raise Interrupted("stopped while Ray was starting") from None
     except (ConnectionError, ray.exceptions.AuthenticationError) as error:
         raise ConfigError(
-            f"cannot reach the Ray cluster at {address}: {_with_tokens(error)}"
+            f"cannot reach the Ray cluster at {address}: {_with_token_advice(error)}"
         ) from None
     except Exception as error:  # Ray has no class for this error
         if "AF_UNIX path length" in str(error):
@@ -183,7 +183,7 @@ def _start(
     return late
 
 
-def _with_tokens(error: Exception) -> str:
+def _with_token_advice(error: Exception) -> str:
     """Return the error of a failed connection to a cluster as one line, with advice.
 
     The advice is about tokens. A missing or wrong token is the usual cause, and Ray's
@@ -213,7 +213,7 @@ def cluster_address() -> str | None:
     if given:
         return None if given == "local" else given
     found = current_cluster()
-    return found if found and _silence(found, 1) is None else None
+    return found if found and _connection_error(found, 1) is None else None
 
 
 def in_thread(
@@ -259,14 +259,14 @@ def check_address(address: str) -> None:
             f" {ADDRESS}=HOST:6379, or submit the command by `ray job submit --address"
             f" {address}`"
         )
-    if (error := _silence(address, 10)) is not None:
+    if (error := _connection_error(address, 10)) is not None:
         advice = f"{ADDRESS}=local starts one on this machine"
         raise ConfigError(
             f"no Ray cluster answers at {ADDRESS}={address} ({error}); {advice}"
         )
 
 
-def _silence(address: str, seconds: float) -> Exception | None:
+def _connection_error(address: str, seconds: float) -> Exception | None:
     """Try to connect to an address; return the error, or None if it succeeds.
 
     An address of another form than ``host:port`` is not tried, and gives None.

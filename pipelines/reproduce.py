@@ -15,7 +15,7 @@ from uno.reproduce.experiments import DATA_OPTIONS, build, names
 RUNNER = Literal["auto", "processes", "ray"]
 
 
-def _contents(name: str) -> str:
+def _describe_table(name: str) -> str:
     """Return the names of a table's data sets and rows, as a paragraph of the help.
 
     Args:
@@ -75,7 +75,7 @@ features. A row that does not apply is left out, and the table has the reason.
 What --datasets and --rows choose from (cifar100_20 is cifar100-20):
 
 """  # noqa: E501
-    + "\n\n".join(map(_contents, names())),
+    + "\n\n".join(map(_describe_table, names())),
 )
 
 

@@ -174,7 +174,9 @@ def read_request(options: Options, argv: Sequence[str]) -> Request:
     }
     table, full, changes = build(own.table, own.scale), own.scale == "full", dict(given)
     if frozen:
-        changes |= {} if options.config.model.takes_vectors else _shared_features(given)
+        changes |= (
+            {} if options.config.model.takes_vectors else _feature_cache_settings(given)
+        )
         table = table.model_copy(
             update={"notes": table.notes if table.frozen is None else table.frozen}
         )
@@ -189,7 +191,7 @@ def read_request(options: Options, argv: Sequence[str]) -> Request:
             for k, v in changes.items()
             if not k.startswith("data.") and k != "preset"
         }
-    table = _select(table, own, directories)
+    table = _select_parts(table, own, directories)
     name = "-".join(
         [own.table, *(["full"] * full), *(b.key for b in table.benchmarks if on_own)]
     )
@@ -256,7 +258,7 @@ def _on_own_data(table: Table, options: Options) -> Table:
     )
 
 
-def _shared_features(given: Mapping[str, Any]) -> dict[str, Any]:
+def _feature_cache_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings with which all cells read one cache of features.
 
     The features are those of a frozen encoder.
@@ -281,8 +283,8 @@ def _shared_features(given: Mapping[str, Any]) -> dict[str, Any]:
     return {"model.weights": full, "compute.cache": full_path(normalize_path(cache))}
 
 
-def _select(
-    table: Table, own: SimpleNamespace, directories: Mapping[str, str]
+def _select_parts(
+    table: Table, args: SimpleNamespace, directories: Mapping[str, str]
 ) -> Table:
     """Return a table with only the data sets and rows that the user asked for.
 
@@ -292,7 +294,7 @@ def _select(
 
     Args:
         table: The table.
-        own: The options ``datasets``, ``rows`` and ``scale`` of the command line.
+        args: The options ``datasets``, ``rows`` and ``scale`` of the command line.
         directories: The directories of data sets that were given, by option.
 
     Raises:
@@ -301,7 +303,7 @@ def _select(
     benchmarks = {benchmark.key: benchmark for benchmark in table.benchmarks}
     rows = {row.key: row for row in table.rows}
     chosen = {"datasets": list(benchmarks), "rows": list(rows)}
-    for option, wanted in (("datasets", own.datasets), ("rows", own.rows)):
+    for option, wanted in (("datasets", args.datasets), ("rows", args.rows)):
         for name in wanted:
             if name.replace("_", "-") not in chosen[option]:
                 raise ConfigError(
@@ -309,14 +311,14 @@ def _select(
                 )
         chosen[option] = [name.replace("_", "-") for name in wanted] or chosen[option]
     sets = [benchmarks[name] for name in chosen["datasets"]]
-    if own.scale == "small" and not own.datasets:  # missing data is left out
+    if args.scale == "small" and not args.datasets:  # missing data is left out
         sets = [
             benchmark for benchmark in sets if benchmark.option in (None, *directories)
         ]
     missing = dict.fromkeys(
         b.option for b in sets if b.option and b.option not in directories
     )
-    if missing and not own.dry_run:
+    if missing and not args.dry_run:
         options = " and ".join(
             f"--{option} DIR ({DATA_OPTIONS[option]})" for option in missing
         )
@@ -386,7 +388,9 @@ def plan(request: Request) -> list[CellProcess]:
             label = f"{cell.benchmark.key} pretraining seed {cell.seed}"
             jobs.setdefault(
                 cell.pretraining,
-                CellProcess(cell.pretraining, _as_begun(shared, cell.config), label),
+                CellProcess(
+                    cell.pretraining, _config_to_resume(shared, cell.config), label
+                ),
             )
         label = f"{cell.benchmark.key} {cell.row.key} seed {cell.seed}"
         jobs[cell.name] = CellProcess(cell.name, config, label, cell.pretraining)
@@ -464,7 +468,7 @@ def _check_numerics(run: Path) -> None:
         )
 
 
-def _as_begun(run: Path, config: Config) -> Config:
+def _config_to_resume(run: Path, config: Config) -> Config:
     """Return the configuration with which an unfinished pretraining can be resumed.
 
     Cells of several methods share a pretraining. It was begun with the discovery

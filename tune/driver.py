@@ -122,7 +122,7 @@ def sweep_options(options: Options) -> SweepOptions:
         if field_traits(key).scope != "place"
     }
     given |= {"preset": config.preset, "recipe": config.recipe}
-    return _whole_grid(
+    return _with_grid_size(
         SweepOptions(
             config,
             given,
@@ -141,7 +141,7 @@ def sweep_options(options: Options) -> SweepOptions:
     )
 
 
-def _whole_grid(options: SweepOptions) -> SweepOptions:
+def _with_grid_size(options: SweepOptions) -> SweepOptions:
     """Return the options with the number of trials that a grid search needs.
 
     It is the number of combinations, plus 1 for the given configuration. The options of
@@ -589,7 +589,7 @@ def _resolved(options: SweepOptions) -> tuple[SweepOptions, Task]:
     num_threads(here)  # refuses too many threads
     check_memory(here, task)
     return (
-        _whole_grid(
+        _with_grid_size(
             options._replace(config=config, overrides=given, asha=asha, median=median)
         ),
         task,
@@ -745,7 +745,7 @@ def _run_missing(
             """Count a trial that has ended, and print how it ended."""
             ended.append(trial)
             print_line(
-                f"{len(ended)}/{options.trials}  {_line(trial)} "
+                f"{len(ended)}/{options.trials}  {_format_end(trial)} "
                 f" ({time.monotonic() - start:.0f} s)"
             )
 
@@ -794,7 +794,7 @@ def _run_missing(
         raise Interrupted("stopped; the same command continues the sweep")
 
 
-def _line(trial: Trial) -> str:
+def _format_end(trial: Trial) -> str:
     """Return a line for the console on how a trial ended and which values it had.
 
     For example ``trial 3 finished: score 0.8123  [epsilon 0.05, num_heads 4]``.

@@ -180,7 +180,7 @@ def importance(space: Space, ranked: Sequence[Trial]) -> tuple[list[Effect], flo
         for d in space
     }
     bases = {
-        key: _parabola(place)
+        key: _parabola_basis(place)
         for key, place in places.items()
         if len(set(place.tolist())) > 1
     }
@@ -188,11 +188,11 @@ def importance(space: Space, ranked: Sequence[Trial]) -> tuple[list[Effect], flo
         return [], 0.0
     ranks, found = np.arange(len(ranked), dtype=float), []
     for key, basis in bases.items():
-        share = float(_explained(basis, ranks))
+        share = float(_explained_share(basis, ranks))
         others = [np.delete(ranks, i) for i in range(len(ranks))]
         left = np.array(
             [
-                _explained(_parabola(np.delete(places[key], i)), y)
+                _explained_share(_parabola_basis(np.delete(places[key], i)), y)
                 for i, y in enumerate(others)
             ]
         )
@@ -202,26 +202,27 @@ def importance(space: Space, ranked: Sequence[Trial]) -> tuple[list[Effect], flo
         )
     permuted = np.random.default_rng(0).permuted(np.tile(ranks, (2000, 1)), axis=1).T
     chance = np.quantile(
-        np.max([_explained(basis, permuted) for basis in bases.values()], axis=0), 0.95
+        np.max([_explained_share(basis, permuted) for basis in bases.values()], axis=0),
+        0.95,
     )
     return sorted(found, key=lambda effect: (-effect.share, effect.key)), float(chance)
 
 
-def _parabola(place: NDArray[np.float64]) -> NDArray[np.float64]:
+def _parabola_basis(positions: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return an orthonormal basis of all parabolas over the positions of trials.
 
     Args:
-        place: float64 (N,), the position of each trial's value in its domain, 0-1.
+        positions: float64 (N,), the position of each trial's value in its domain, 0-1.
 
     Returns:
         The basis vectors as columns, float64 (N, 3); fewer columns if there are fewer
         than 3 different positions.
     """
-    degree = min(2, len(set(place.tolist())) - 1)
-    return np.linalg.qr(np.vander(place, degree + 1))[0]
+    degree = min(2, len(set(positions.tolist())) - 1)
+    return np.linalg.qr(np.vander(positions, degree + 1))[0]
 
 
-def _explained(
+def _explained_share(
     basis: NDArray[np.float64], ranks: NDArray[np.float64]
 ) -> NDArray[np.float64]:
     """Return the share of the variance of ranks that a least-squares fit explains.
@@ -427,7 +428,7 @@ def best_so_far(summary: Summary) -> Chart | None:
         before, top = top, max(top, trial.score) if trial.status == FINISHED else top
         steps += [(trial.index, score) for score in dict.fromkeys((before, top))]
     line = Series("best so far", steps, "best")
-    return _scores(
+    return _draw_scores(
         summary, "Best so far", "trial", lambda trial: trial.index, [line], width=WIDE
     )
 
@@ -441,11 +442,13 @@ def learning_curves(summary: Summary) -> Chart | None:
         The chart, or None if no trial has a score.
     """
     series, last = [], int(summary.settings["epochs"])
-    for trial in _shown(summary):
+    for trial in _shown_trials(summary):
         points = [(epoch["epoch"], epoch["score"]) for epoch in trial.epochs]
-        series.append(Series(f"trial {trial.index}", points, _kind(summary, trial)))
+        series.append(
+            Series(f"trial {trial.index}", points, _kind_of_trial(summary, trial))
+        )
     x_range = (1, last)
-    return _scores(
+    return _draw_scores(
         summary,
         "Score by epoch",
         "epoch",
@@ -472,15 +475,15 @@ def scatter(domain: Domain, summary: Summary) -> Chart | None:
     values = values or tuple(
         dict.fromkeys(domain.at(share) for share in (0, 0.25, 0.5, 0.75, 1 - 1e-12))
     )
-    marks = [(domain.position(value), _text(value)) for value in values]
+    marks = [(domain.position(value), _format_value(value)) for value in values]
 
     def place(trial: Trial) -> float:
         return domain.position(trial.overrides[domain.key])
 
-    return _scores(summary, domain.key, "", place, x_range=(0, 1), x_ticks=marks)
+    return _draw_scores(summary, domain.key, "", place, x_range=(0, 1), x_ticks=marks)
 
 
-def _shown(summary: Summary) -> list[Trial]:
+def _shown_trials(summary: Summary) -> list[Trial]:
     """Return the trials that a chart shows: the last 200 that have a score.
 
     The best trial is always among them. It is the last of the list, so that it is drawn
@@ -490,7 +493,7 @@ def _shown(summary: Summary) -> list[Trial]:
     return sorted(shown, key=lambda trial: trial is summary.best)[-MAX_SHOWN:]
 
 
-def _scores(
+def _draw_scores(
     summary: Summary,
     title: str,
     x_label: str,
@@ -514,9 +517,9 @@ def _scores(
         The chart, or None if no trial has a score.
     """
     dots = []
-    for trial in _shown(summary):
+    for trial in _shown_trials(summary):
         values = (
-            f"{key.rpartition('.')[2]} {_text(value)}"
+            f"{key.rpartition('.')[2]} {_format_value(value)}"
             for key, value in trial.overrides.items()
         )
         how_far = (
@@ -524,7 +527,7 @@ def _scores(
             f" {trial.score:.4f}"
         )
         words = f"trial {trial.index} ({how_far}; {', '.join(values)}"
-        dots.append(Dot(x(trial), trial.score, _kind(summary, trial), words))
+        dots.append(Dot(x(trial), trial.score, _kind_of_trial(summary, trial), words))
     scores = [dot.y for dot in dots] + [y for line in series for _, y in line.points]
     finite = [score for score in scores if math.isfinite(score)] or [0.0, 1.0]
     air = (max(finite) - min(finite)) * 0.06 or 0.05
@@ -532,7 +535,7 @@ def _scores(
     return line_chart(title, x_label, series, dots, y_range=y_range, **how)
 
 
-def _kind(summary: Summary, trial: Trial) -> str:
+def _kind_of_trial(summary: Summary, trial: Trial) -> str:
     """Return the kind by which a chart styles a trial: ``best``, or its status.
 
     A trial that has not ended has the kind ``unfinished``.
@@ -540,8 +543,8 @@ def _kind(summary: Summary, trial: Trial) -> str:
     return "best" if trial is summary.best else trial.status or "unfinished"
 
 
-def _text(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """Return a value as short text for a chart: ``0.05``, or ``0.5-1`` for a pair."""
     if isinstance(value, list | tuple):
-        return "-".join(map(_text, value))
+        return "-".join(map(_format_value, value))
     return f"{value:.2g}" if isinstance(value, float) else visible(value, 14)

@@ -196,7 +196,7 @@ def make_folds(
                 data.num_known + data.oracle,
                 labels,
             )
-        return [_fold("real", data, labels, data.unlabeled, data.num_novel)]
+        return [_make_fold("real", data, labels, data.unlabeled, data.num_novel)]
     folds: list[FoldRows] = []
     for hidden in hidden_classes(data.num_known, data.num_novel, num_folds, seed, hide):
         visible = [c for c in range(data.num_known) if c not in hidden]
@@ -205,12 +205,12 @@ def make_folds(
         renumbered[[*visible, *hidden]] = np.arange(data.num_known)
         labels, novel = renumbered[data.labels], np.isin(data.labels, hidden)
         folds.append(
-            _fold(f"fold{len(folds)}", data, labels, novel, len(hidden), hidden)
+            _make_fold(f"fold{len(folds)}", data, labels, novel, len(hidden), hidden)
         )
     return folds
 
 
-def _fold(
+def _make_fold(
     name: str,
     data: SweepData,
     labels: np.ndarray,
@@ -393,10 +393,10 @@ def measure(
     parts["loss"] = float(state.head_losses.min())
     if score == AGREEMENT:
         outputs = [
-            _clusters(model, images, config)
+            _assign_clusters(model, images, config)
             for images in _unlabeled_images(train, config)
         ]
-        found = _agreement(torch.cat(outputs, dim=1).numpy(), train.num_novel)
+        found = _head_agreement(torch.cat(outputs, dim=1).numpy(), train.num_novel)
         parts |= {"agreement": found, "rows": float(train.num_unlabeled)}
     elif score != LOSS:
         parts["rows"] = float((truth >= 0).sum())
@@ -446,7 +446,7 @@ def _unlabeled_images(train: TrainData, config: Config) -> Iterator[Tensor]:
             yield images[torch.from_numpy(ok)]
 
 
-def _clusters(model: UnoModel, images: Tensor, config: Config) -> Tensor:
+def _assign_clusters(model: UnoModel, images: Tensor, config: Config) -> Tensor:
     """Return the most likely novel cluster of each image under every cluster head.
 
     Args:
@@ -462,7 +462,7 @@ def _clusters(model: UnoModel, images: Tensor, config: Config) -> Tensor:
     return novel[0].argmax(dim=-1).cpu()
 
 
-def _agreement(heads: np.ndarray, num_clusters: int) -> float:
+def _head_agreement(heads: np.ndarray, num_clusters: int) -> float:
     """Return how well the cluster assignments of different heads agree.
 
     For each pair of heads it is the clustering accuracy (after the best one-to-one

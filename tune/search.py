@@ -56,14 +56,18 @@ class Asked:
         problem = f"--search {name}"
         try:
             self._searcher = (
-                _optuna(seed) if name == "optuna" else import_object("--search", name)()
+                _optuna_searcher(seed)
+                if name == "optuna"
+                else import_object("--search", name)()
             )
             if not isinstance(self._searcher, Searcher):
                 kind = type(self._searcher).__name__
                 raise ConfigError(
                     f"{problem} returns {kind}, not a ray.tune.search.Searcher"
                 )
-            drawn = {key: _ray_domain(domain) for key, domain in self._domains.items()}
+            drawn = {
+                key: _ray_distribution(domain) for key, domain in self._domains.items()
+            }
             if not self._searcher.set_search_properties("score", "max", drawn):
                 own = "a space of its own; leave it, metric and mode to uno tune"
                 raise ConfigError(f"{problem} returns a searcher that has {own}")
@@ -90,7 +94,8 @@ class Asked:
             return found
         self._asked.add(str(index))
         return {
-            key: _value(domain, found[key]) for key, domain in self._domains.items()
+            key: _value_of_number(domain, found[key])
+            for key, domain in self._domains.items()
         }
 
     def report(self, index: int, result: dict[str, Any]) -> None:
@@ -145,7 +150,7 @@ class Asked:
                 self._said = True
 
 
-def _optuna(seed: int) -> Searcher:
+def _optuna_searcher(seed: int) -> Searcher:
     """Return Ray Tune's searcher for the TPE sampler of Optuna.
 
     Args:
@@ -168,7 +173,7 @@ def _optuna(seed: int) -> Searcher:
     )
 
 
-def _ray_domain(domain: spaces.Domain) -> Any:
+def _ray_distribution(domain: spaces.Domain) -> Any:
     """Return Ray Tune's distribution for the values of one searched setting.
 
     Choices become a uniform distribution of their positions, 0 to the number of choices
@@ -182,18 +187,18 @@ def _ray_domain(domain: spaces.Domain) -> Any:
     )
 
 
-def _value(domain: spaces.Domain, found: Any) -> Any:
+def _value_of_number(domain: spaces.Domain, number: Any) -> Any:
     """Return the value of a setting for the number that a searcher has chosen.
 
-    The number was drawn from the distribution of :func:`_ray_domain`.
+    The number was drawn from the distribution of :func:`_ray_distribution`.
 
     Args:
         domain: The values that the setting may take.
-        found: The searcher's number: a value of the range, or the position of a choice.
+        number: A value of the range, or the position of a choice.
     """
     if domain.choices:
-        return domain.choices[int(found)]
-    return int(found) if domain.scale == "int" else float(found)
+        return domain.choices[int(number)]
+    return int(number) if domain.scale == "int" else float(number)
 
 
 class SweepSearcher(Searcher):

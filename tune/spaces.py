@@ -205,7 +205,7 @@ def load_space(name: str, config: Config) -> Space:
         }
     elif name.endswith((".yaml", ".yml")) or os.path.exists(name):
         entries = {
-            key: (f"{name}: {key}", entry) for key, entry in _from_file(name).items()
+            key: (f"{name}: {key}", entry) for key, entry in _read_entries(name).items()
         }
     else:
         raise ConfigError(
@@ -234,7 +234,7 @@ def load_space(name: str, config: Config) -> Space:
         # A value between the ends shows that a field of whole numbers needs scale int.
         values = (*domain.ends, domain.at(0.37))
         changed = [override(config, {key: value}) for value in values]
-        if config.model.finetune == "none" and _other_features(key, config, changed):
+        if config.model.finetune == "none" and _changes_features(key, config, changed):
             if name in SPACES:
                 continue
             why = "features are computed once for all trials, and would change"
@@ -262,7 +262,7 @@ def _has_effect(key: str, config: Config) -> bool:
     return not (key.startswith("augment.large.") and config.augment.weak)
 
 
-def _other_features(key: str, config: Config, changed: list[Config]) -> bool:
+def _changes_features(key: str, config: Config, changed: list[Config]) -> bool:
     """Return whether values of a setting would change the features of a frozen encoder.
 
     All trials share these features, so such a setting cannot be searched. A setting
@@ -281,7 +281,7 @@ def _other_features(key: str, config: Config, changed: list[Config]) -> bool:
     return any(settings(one) != settings(config) for one in changed)
 
 
-def _from_file(path: str) -> dict[str, dict[str, Any]]:
+def _read_entries(path: str) -> dict[str, dict[str, Any]]:
     """Read a search space from a YAML file, without checking the values.
 
     :func:`~uno.config.load_yaml` flattens ``key: {low: 1}`` to ``key.low: 1``, which is

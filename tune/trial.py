@@ -160,7 +160,7 @@ def run_trial(
                 override(config, last), DISCOVER, fold.train, worker, part
             )
             parts.append(measure(config, fold, state, options.score, worker))
-        line = {"epoch": epoch, **_means(parts, len(folds)), **seconds()}
+        line = {"epoch": epoch, **_mean_results(parts, len(folds)), **seconds()}
         for name in ("score", "loss"):
             if not math.isfinite(line[name]):
                 raise NumericsError(
@@ -174,7 +174,7 @@ def run_trial(
         report(line)
 
 
-def _means(parts: list[dict[str, float]], num_folds: int) -> dict[str, Any]:
+def _mean_results(parts: list[dict[str, float]], num_folds: int) -> dict[str, Any]:
     """Return the results of one epoch, as means over all folds and seeds.
 
     Args:
@@ -251,20 +251,24 @@ def shared_name(key: str) -> str:
 
 
 def pretrained_directory(
-    config: Config, fold: Fold, worker: Worker, storage: ClaimedStorage, own: str
+    config: Config,
+    fold: Fold,
+    worker: Worker,
+    storage: ClaimedStorage,
+    trial_folder: str,
 ) -> str:
     """Return the directory of the pretraining that a trial starts from.
 
     If no finished pretraining is shared for the trial's settings, the trial pretrains
-    in a directory of its own before this returns. That is so if a searcher such as
-    Optuna has chosen the settings. All ranks call this.
+    in its own folder before this returns. That is so if a searcher such as Optuna has
+    chosen the settings. All ranks call this.
 
     Args:
         config: The configuration of the trial.
         fold: The discovery problem, with its training rows.
         worker: The process that trains.
         storage: The directory of the sweep.
-        own: The path of the trial's folder in the directory of the sweep.
+        trial_folder: The path of the trial's folder in the directory of the sweep.
 
     Returns:
         The path or URI of the directory.
@@ -273,7 +277,9 @@ def pretrained_directory(
     shared = PartStorage(storage, shared_name(key))
     if shared.exists(DONE):
         return shared.uri
-    return pretrain(config, fold, worker, PartStorage(storage, f"{own}/pretrain-{key}"))
+    return pretrain(
+        config, fold, worker, PartStorage(storage, f"{trial_folder}/pretrain-{key}")
+    )
 
 
 def pretrain(config: Config, fold: Fold, worker: Worker, folder: Storage) -> str:
