@@ -125,18 +125,28 @@ EXPORT = Command(
     "export",
     {
         "RUN": Argument(
-            "The run directory, or a copy of its model/ folder; for an annotation tool"
-            " a run or the output of uno predict."
+            "The run directory, or a copy of its model/ folder; for predictions a run"
+            " or the output of uno predict."
         ),
         "--format": Argument(
             "encoder: safetensors under torchvision's keys; pt2: torch.export, uint8"
             " images -> probabilities; onnx: the same for ONNX runtimes. label-studio,"
-            " fiftyone, cvat: the predictions, for these annotation tools.",
-            Literal["encoder", "pt2", "onnx", "label-studio", "fiftyone", "cvat"],
+            " fiftyone, cvat: the predictions, for these annotation tools; csv, h5ad:"
+            " the predictions, for spreadsheets and anndata.",
+            Literal[
+                "encoder",
+                "pt2",
+                "onnx",
+                "label-studio",
+                "fiftyone",
+                "cvat",
+                "csv",
+                "h5ad",
+            ],
         ),
         "--output": Argument(
-            "A file, default: RUN/model/ and the format's usual name; of an annotation"
-            " tool a directory, default: RUN.",
+            "A file, default: RUN/model/ and the format's usual name; of predictions a"
+            " directory, default: RUN.",
             str | None,
         ),
         "--images": Argument(
@@ -310,20 +320,19 @@ def export(argv: Sequence[str]) -> int:
     """Write the model, or its predictions, for other tools, and print the files."""
     own = parse(argv, EXPORT).args
     from uno.data.files import Storage
-    from uno.results.annotations import FORMATS as ANNOTATION_FORMATS
-    from uno.results.annotations import write_annotations
+    from uno.results.annotations import ANNOTATIONS, TABLES, export_predictions
     from uno.results.export import FORMATS, can_check_onnx, export
     from uno.results.infer import load_classifier, model_folder
     from uno.session.console import print_line
 
     folder = Storage(own.run)
-    if own.format in ANNOTATION_FORMATS:
+    if own.images is not None and own.format not in ANNOTATIONS:
+        raise ConfigError(f"--images is for {', '.join(ANNOTATIONS)}")
+    if own.format in (*ANNOTATIONS, *TABLES):
         target = Storage(own.output or own.run)
-        for path in write_annotations(folder, target, own.format, own.images):
+        for path in export_predictions(folder, target, own.format, own.images):
             print_line(path)
         return 0
-    if own.images is not None:
-        raise ConfigError(f"--images is for {', '.join(ANNOTATION_FORMATS)}")
     model = load_classifier(folder)
     data, name = export(model, own.format), model_folder(folder) + FORMATS[own.format]
     if own.output:

@@ -3,8 +3,12 @@
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
+from pipelines import cli
+from tests.uno.data.builders import write_images
+from tests.uno.models import write_model
 from uno.config import DataConfig
 from uno.data.sources import read_rows
 from uno.errors import ConfigError
@@ -123,3 +127,27 @@ def test_a_damaged_file_of_cells_is_one_line(tmp_path):
     (tmp_path / "c.h5ad").write_bytes(content[: len(content) // 2])
     with pytest.raises(ConfigError, match=r"no \.h5ad file that can be read"):
         read(source)
+
+
+def test_anndata_reads_predictions_and_embeddings(tmp_path):
+    import anndata
+
+    write_model(tmp_path / "run")
+    write_images(tmp_path / "images", ["a.png", "b.png"])
+    (tmp_path / "images" / "broken.png").write_bytes(b"no image")
+    out = str(tmp_path / "out")
+    data = ["--data", f"folder:{tmp_path}/images"]
+    predict = ["predict", str(tmp_path / "run"), *data, "--output", out]
+    assert cli.main([*predict, "--embedding"]) == 0
+    assert cli.main(["export", out, "--format", "h5ad"]) == 0
+    cells = anndata.read_h5ad(tmp_path / "out" / "predictions.h5ad")
+    table = pq.read_table(tmp_path / "out" / "predictions").to_pylist()
+    for row, (name, cell) in zip(table, cells.obs.iterrows(), strict=True):
+        assert name == row["id"] and cell["status"] == row["status"]
+        if row["status"] == "ok":
+            assert cell["class_name"] == row["class_name"]
+            assert cell["probability"] == pytest.approx(row["probability"])
+            assert np.array_equal(cells[name].obsm["X_uno"][0], row["embedding"])
+        else:
+            assert cell["class_name"] != cell["class_name"]  # NaN
+            assert np.isnan(cells[name].obsm["X_uno"]).all()

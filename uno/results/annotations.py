@@ -1,7 +1,8 @@
-"""Predictions as files that annotation tools import.
+"""Predictions as files that other tools import.
 
-A person confirms or corrects the predicted classes there. Label Studio, FiftyOne and
-CVAT need not be installed, because the formats of their files are documented.
+In an annotation tool a person confirms or corrects the predicted classes, and
+:mod:`uno.data.label_files` reads them back. None of the tools needs to be installed,
+because the formats of their files are documented.
 """
 
 from __future__ import annotations
@@ -12,26 +13,34 @@ from typing import Any
 from urllib.parse import quote
 from xml.etree import ElementTree
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+
 from uno.data.decode import BadImage, read_header
 from uno.data.files import Storage
+from uno.data.h5ad import format_h5ad
 from uno.errors import ConfigError, StorageError
-from uno.results.predictions import read_batches, read_identity
+from uno.results.folders import write_csv
+from uno.results.predictions import COLUMNS, read_batches, read_columns, read_identity
 
 LOCAL_FILES = "/data/local-files/?d="  # how Label Studio serves files of its own disk
 FACTS = ("id", "uri", "class_name", "kind", "probability")
+CELLS_FILE = "predictions.h5ad"
+EMBEDDING = "X_uno"  # array of obsm in CELLS_FILE
 
 
-def write_annotations(
+def export_predictions(
     storage: Storage, target: Storage, format: str, images: str | None
 ) -> list[str]:
-    """Write the predictions of a run, or of ``uno predict``, for an annotation tool.
+    """Write the predictions of a run, or of ``uno predict``, for another tool.
 
-    Images that could not be read are left out.
+    Annotation tools get only images that could be read.
 
     Args:
         storage: The run, or the output directory of ``uno predict``.
         target: The directory of the files.
-        format: A key of :data:`FORMATS`.
+        format: A key of :data:`TABLES` or :data:`ANNOTATIONS`.
         images: The folder or URL of the images as the tool sees it, to which the ids of
             the images are appended. None for the path of each image itself.
 
@@ -46,7 +55,9 @@ def write_annotations(
         raise StorageError(
             f"{storage.uri} has no complete predictions; run uno predict first"
         )
-    files = FORMATS[format](read_predicted(storage), images)
+    if format in TABLES:
+        return [TABLES[format](storage, target)]
+    files = ANNOTATIONS[format](read_predicted(storage), images)
     for name, content in files.items():
         target.write(name, content)
     return [target.below(name) for name in files]
@@ -173,6 +184,37 @@ def write_cvat(
     return {"cvat.xml": format_xml(root)}
 
 
+def write_cells(storage: Storage, target: Storage) -> str:
+    """Write the predictions as ``predictions.h5ad``, which anndata reads.
+
+    The results of each row are columns of ``obs``, under the names of the table of
+    predictions; they are missing where a row could not be read. Embeddings are in
+    ``obsm["X_uno"]``, if ``uno predict --embedding`` has written them.
+
+    Args:
+        storage: The directory with the predictions.
+        target: The directory of the file.
+
+    Returns:
+        The path of the file.
+    """
+    names = [name for name in COLUMNS if name not in ("class_index", "uri")]
+    has_embedding = (read_identity(storage) or {})["embedding"]
+    table = read_columns(storage, [*names, *(["embedding"] if has_embedding else [])])
+    assert table is not None
+    columns = {name: table[name].combine_chunks() for name in names}
+    ids, arrays = columns.pop("id").to_pylist(), dict[str, np.ndarray]()
+    if has_embedding:
+        vectors = table["embedding"].combine_chunks()
+        is_there = vectors.is_valid().to_numpy(zero_copy_only=False)
+        numbers = pa.compute.list_flatten(vectors).to_numpy()
+        width = len(numbers) // max(1, is_there.sum())
+        arrays[EMBEDDING] = np.full((len(ids), width), np.nan, np.float32)
+        arrays[EMBEDDING][is_there] = numbers.reshape(-1, width)
+    target.write(CELLS_FILE, format_h5ad(ids, columns, arrays))
+    return target.below(CELLS_FILE)
+
+
 def measure_image(path: str | None) -> dict[str, str]:
     """Return the width and height of an image file, nothing if there is no such file.
 
@@ -200,8 +242,14 @@ def format_xml(root: ElementTree.Element) -> bytes:
 Write = Callable[[Iterable[Mapping[str, Any]], str | None], dict[str, bytes]]
 """Return the content of files by name, from rows with the keys :data:`FACTS`."""
 
-FORMATS: dict[str, Write] = {
+ANNOTATIONS: dict[str, Write] = {
     "label-studio": write_label_studio,
     "fiftyone": write_fiftyone,
     "cvat": write_cvat,
 }
+
+TABLES: dict[str, Callable[[Storage, Storage], str]] = {
+    "csv": write_csv,
+    "h5ad": write_cells,
+}
+"""Write all predictions of the first directory to a file of the second."""
