@@ -8,6 +8,7 @@ because the formats of their files are documented.
 from __future__ import annotations
 
 import json
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote
@@ -20,7 +21,8 @@ import pyarrow.compute
 from uno.data.decode import BadImage, read_header
 from uno.data.files import Storage
 from uno.data.h5ad import format_h5ad
-from uno.errors import ConfigError, StorageError
+from uno.data.label_files import match_images
+from uno.errors import ConfigError, StorageError, one_line
 from uno.results.folders import write_csv
 from uno.results.predictions import COLUMNS, read_batches, read_columns, read_identity
 
@@ -92,7 +94,7 @@ def write_label_studio(
     """Write tasks with predictions, and the labeling configuration for them.
 
     Local paths become URLs of Label Studio's local files with the document root ``/``.
-    Label Studio keeps the ``id`` in the ``data`` of each task that it exports.
+    Label Studio keeps the ``data`` of each task that it exports, and so the id.
     """
     tasks, names = [], set[str]()
     for row in rows:
@@ -111,7 +113,8 @@ def write_label_studio(
             "score": row["probability"],
             "result": [choice],
         }
-        data = {"image": image, "id": row["id"], "kind": row["kind"]}
+        # JSON-MIN has the number of the task as "id"
+        data = {"image": image, "image_id": row["id"], "kind": row["kind"]}
         tasks.append({"data": data, "predictions": [prediction]})
     view = ElementTree.Element("View")
     ElementTree.SubElement(view, "Image", name="image", value="$image")
@@ -142,7 +145,11 @@ def write_fiftyone(
             "label": row["class_name"],
             "confidence": row["probability"],
             # FiftyOne's classifications have an "id" of their own
-            "attributes": {"image_id": row["id"], "kind": row["kind"]},
+            "attributes": {
+                "image_id": row["id"],
+                "kind": row["kind"],
+                "predicted": row["class_name"],  # by which a changed label is found
+            },
         }
     content = {"classes": None, "labels": labels}
     return {
@@ -213,6 +220,43 @@ def write_cells(storage: Storage, target: Storage) -> str:
         arrays[EMBEDDING][is_there] = numbers.reshape(-1, width)
     target.write(CELLS_FILE, format_h5ad(ids, columns, arrays))
     return target.below(CELLS_FILE)
+
+
+def count_labels(
+    storage: Storage, labels: Mapping[str, str]
+) -> dict[int, Counter[str]]:
+    """Count the labels that people gave to the images of the predictions of a run.
+
+    Args:
+        storage: The run.
+        labels: The id or path of an image -> its class.
+
+    Returns:
+        Index of a class -> how many images that are predicted as this class have which
+        label.
+
+    Raises:
+        ConfigError: No label is of an image of the predictions.
+        StorageError: The run has no complete predictions.
+    """
+    table = read_columns(storage, ["id", "uri", "class_index"])
+    if table is None:
+        raise StorageError(
+            f"{storage.uri} has no complete predictions; run uno predict first"
+        )
+    ids = table["id"].cast(pa.large_string()).combine_chunks()
+    found = match_images(labels, ids, table["uri"].to_pylist)
+    if not found:
+        raise ConfigError(
+            f"no label is of an image in the predictions of {storage.uri}; the labels"
+            f" are of images such as {one_line(repr(next(iter(labels))))}"
+        )
+    counts = defaultdict[int, Counter[str]](Counter)
+    for image, row in found.items():
+        index = table["class_index"][row].as_py()
+        if index is not None:
+            counts[index][labels[image]] += 1
+    return counts
 
 
 def measure_image(path: str | None) -> dict[str, str]:
