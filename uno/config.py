@@ -169,6 +169,11 @@ class DataConfig(Section):
         " eval_label, embedding: path=file,label=kind.",
         commands="predict report",
     )
+    labels: str | None = field(
+        None,
+        "File with labels that people have given, in place of those of the source: a"
+        " table with id and label, or an export of Label Studio, FiftyOne or CVAT.",
+    )
     image_folder: str | None = field(
         None,
         "Folder that the image paths of a table are relative to; default: the table's"
