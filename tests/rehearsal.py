@@ -452,7 +452,7 @@ def resident(cluster: Rehearsal) -> None:
         "--workers 4": "--workers 2",
         "/runs/cifar100-20": run,
     }
-    words = printed("rayjob.yaml", "discover", places)
+    words = printed("deploy/rayjob.yaml", "discover", places)
     words += ["--known-classes", "first:80", *SIZES]
     job = cluster.submit(words)
     wait_for(

@@ -133,6 +133,7 @@ class CapturedStep:
         kept = Batch(views, batch.labels.clone(), batch.num_large)
         lr: Any = torch.zeros((), dtype=torch.float32, device=state.device)
         loss = torch.zeros(1, device=state.device)
+        assert state.optimizer is not None
         state.optimizer.zero_grad(
             set_to_none=True
         )  # the graph allocates the gradients in its memory

@@ -26,7 +26,8 @@ class TrainState:
     Attributes:
         model: The model.
         forward: The model, or its DDP wrapper.
-        optimizer: The optimizer of the trained parameters.
+        optimizer: The optimizer of the trained parameters, None in a phase without
+            epochs.
         device: The device of the model.
         autocast: Whether forward passes use bfloat16.
         epoch_losses: Sum of the cluster loss of each of H heads over this worker's
@@ -50,7 +51,7 @@ class TrainState:
 
     model: UnoModel
     forward: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | None
     device: torch.device
     autocast: bool
     epoch_losses: Tensor
@@ -86,12 +87,10 @@ def new_state(
     autocast: bool,
     encoder_lr_factor: float = 1.0,
 ) -> TrainState:
-    """Return the state at step 0, with SGD as in the paper.
+    """Return the state at step 0.
 
-    Only parameters that are not frozen are trained. The fused kernel skips steps with
-    gradients that are not finite without synchronizing the device. Checkpoints hold all
-    tensors that the optimizer keeps for a parameter, so another optimizer needs a
-    change in this function alone.
+    A phase without epochs has no optimizer: PyTorch imports its compiler when it makes
+    one, which takes seconds.
 
     Args:
         model: The model.
@@ -99,6 +98,39 @@ def new_state(
         phase: The settings of the phase: learning rate, momentum and weight decay.
         device: The device of the model.
         autocast: Whether forward passes use bfloat16.
+        encoder_lr_factor: Learning rate of the encoder, as a multiple of that of the
+            heads.
+    """
+    optimizer = (
+        make_optimizer(model, phase, encoder_lr_factor) if phase.epochs else None
+    )
+    num_heads = model.num_heads if model.num_novel else 1
+    return TrainState(
+        model,
+        forward,
+        optimizer,
+        device,
+        autocast,
+        epoch_losses=torch.zeros(num_heads + 1, dtype=torch.float64, device=device),
+        head_losses=torch.full((num_heads,), float("inf"), device=device),
+        window_loss=torch.zeros(2, dtype=torch.float64, device=device),
+        skipped=torch.zeros((), device=device),
+    )
+
+
+def make_optimizer(
+    model: UnoModel, phase: PhaseConfig, encoder_lr_factor: float
+) -> torch.optim.Optimizer:
+    """Return SGD as in the paper, for the parameters that are not frozen.
+
+    The momentum buffers are zeros. The fused kernel skips steps with gradients that are
+    not finite without synchronizing the device. Checkpoints hold all tensors that the
+    optimizer keeps for a parameter, so another optimizer needs a change in this
+    function alone.
+
+    Args:
+        model: The model.
+        phase: The settings of the phase: learning rate, momentum and weight decay.
         encoder_lr_factor: Learning rate of the encoder, as a multiple of that of the
             heads.
     """
@@ -122,18 +154,7 @@ def new_state(
         # The fused kernel would create the buffers in the first step, and leave them
         # uninitialized if it skips that step.
         optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-    num_heads = model.num_heads if model.num_novel else 1
-    return TrainState(
-        model,
-        forward,
-        optimizer,
-        device,
-        autocast,
-        epoch_losses=torch.zeros(num_heads + 1, dtype=torch.float64, device=device),
-        head_losses=torch.full((num_heads,), float("inf"), device=device),
-        window_loss=torch.zeros(2, dtype=torch.float64, device=device),
-        skipped=torch.zeros((), device=device),
-    )
+    return optimizer
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -150,11 +171,20 @@ def state_tensors(state: TrainState) -> dict[str, Tensor]:
     tensors = {
         f"model/{name}": tensor for name, tensor in state.model.state_dict().items()
     }
-    for name, parameter in trained_parameters(state.model).items():
-        kept = state.optimizer.state[parameter]
+    for name, kept in _optimizer_tensors(state).items():
         tensors |= {f"optimizer/{name}/{key}": tensor for key, tensor in kept.items()}
     tensors |= {f"extra/{name}": tensor for name, tensor in state.extra.items()}
     return tensors | {name: getattr(state, name) for name in COUNTERS}
+
+
+def _optimizer_tensors(state: TrainState) -> dict[str, dict[str, Tensor]]:
+    """Return what the optimizer keeps for each parameter, by the parameter's name."""
+    if state.optimizer is None:
+        return {}
+    return {
+        name: state.optimizer.state[parameter]
+        for name, parameter in trained_parameters(state.model).items()
+    }
 
 
 def load_state_(state: TrainState, tensors: dict[str, Tensor], step: int) -> None:
@@ -170,8 +200,8 @@ def load_state_(state: TrainState, tensors: dict[str, Tensor], step: int) -> Non
         RuntimeError: A tensor has another shape.
     """
     state.model.load_state_dict(with_prefix(tensors, "model/"))
-    for name, parameter in trained_parameters(state.model).items():
-        for key, tensor in state.optimizer.state[parameter].items():
+    for name, kept in _optimizer_tensors(state).items():
+        for key, tensor in kept.items():
             tensor.copy_(tensors[f"optimizer/{name}/{key}"])
     for name in COUNTERS:
         getattr(state, name).copy_(tensors[name])
@@ -245,6 +275,7 @@ def take_step(
     loss = loss_function(state, batch, config)
     if not isinstance(loss, Loss):
         loss = Loss(loss, loss.unsqueeze(0))
+    assert state.optimizer is not None
     state.optimizer.zero_grad(set_to_none=True)
     loss.total.backward()
     grads = [p.grad for p in state.model.parameters() if p.grad is not None]
