@@ -130,7 +130,7 @@ class RayProcess:
         self._ray, self._stop = ray, log.with_suffix(".stop")
         self._stop.unlink(missing_ok=True)
         # The command resumes its run on another node.
-        self._code = ray.remote(max_retries=3, **resources)(_run).remote(
+        self._code = ray.remote(max_retries=3, **resources)(run_cell).remote(
             command, log, self._stop
         )
 
@@ -156,7 +156,7 @@ class RayProcess:
         self._stop.touch()
 
 
-def _run(command: list[str], log: Path, stop: Path) -> int:
+def run_cell(command: list[str], log: Path, stop: Path) -> int:
     """Run a command in a task of Ray, until it ends or a stop file appears.
 
     Args:
@@ -208,7 +208,9 @@ def run_jobs(
             ready = [job for job in waiting if job.needs not in ahead]
             for job in ready[: capacity - len(running)]:
                 waiting.remove(job)
-                running.append((job, start(*_command(output, job)), time.monotonic()))
+                running.append(
+                    (job, start(*cell_command(output, job)), time.monotonic())
+                )
             ended = list(_collect_ended(output, running))
             for job, attempt in ended:
                 yield job, attempt
@@ -233,7 +235,7 @@ def run_jobs(
     raise Interrupted("stopped; resume with the same command")
 
 
-def _command(output: Path, job: CellProcess) -> tuple[list[str], Path]:
+def cell_command(output: Path, job: CellProcess) -> tuple[list[str], Path]:
     """Write the configuration file of a job, and return the command that runs the job.
 
     Args:

@@ -549,7 +549,7 @@ def run_missing(request: Request, jobs: Sequence[CellProcess]) -> None:
         return
     since = time.monotonic()
     with (
-        _runner(request) as (start, capacity),
+        cell_runner(request) as (start, capacity),
         lock.lock_run(Storage(str(request.output)), on_wait=print_line),
     ):
         for folder in {job.name.partition("/")[0] for job in jobs}:
@@ -575,7 +575,7 @@ def run_missing(request: Request, jobs: Sequence[CellProcess]) -> None:
 
 
 @contextmanager
-def _runner(request: Request) -> Iterator[tuple[Start, int]]:
+def cell_runner(request: Request) -> Iterator[tuple[Start, int]]:
     """Choose whether cells run as processes on this machine or in tasks of Ray.
 
     A cluster is connected inside the ``with`` block.

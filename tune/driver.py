@@ -15,6 +15,7 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -169,7 +170,7 @@ def run_sweep(options: SweepOptions) -> int:
     # Trials run in other directories, so paths must be full.
     options = options._replace(config=with_full_path(options.config))
     own_weights = starting_weights(options.config, False)
-    asked, (options, task) = options.overrides, _resolved(options)
+    asked, (options, task) = options.overrides, open_sweep_data(options)
     config = options.config
     goes_on = Storage(str(config.output)).exists(SETTINGS)
     check_data(override(config, HERE), task, read_images=not goes_on)
@@ -187,7 +188,7 @@ def run_sweep(options: SweepOptions) -> int:
             data, options.score, options.folds, config.seed, options.hide
         )
         if derives_batch(config, asked):
-            options = _fitted(options, folds)
+            options = with_fitting_batch(options, folds)
         num_epochs = check_plans(options, folds)
         if own_weights is not None:  # trials read them there
             kept = {"model.weights": storage.below(PRETRAINED_FILE)}
@@ -249,7 +250,7 @@ def _check_folds(options: SweepOptions, task: Task, asked: Collection[str]) -> N
     data = sweep_data(task, Unread(rows.images, rows.ids), every_row, options.score)
     folds = make_folds(data, options.score, options.folds, seed, options.hide)
     fitting = derives_batch(options.config, asked)
-    check_plans(_fitted(options, folds) if fitting else options, folds)
+    check_plans(with_fitting_batch(options, folds) if fitting else options, folds)
 
 
 def report_on(output: str) -> int:
@@ -531,7 +532,7 @@ def open_sweep(
         )
 
 
-def _resolved(options: SweepOptions) -> tuple[SweepOptions, Task]:
+def open_sweep_data(options: SweepOptions) -> tuple[SweepOptions, Task]:
     """Derive the settings that the user left open, from the data of the sweep.
 
     A new sweep derives them from a sample of its images (such as the image size), and
@@ -569,17 +570,6 @@ def _resolved(options: SweepOptions) -> tuple[SweepOptions, Task]:
         config, given = override(config, values), values | given
         for line in (*lines, *(f"warning: {line}" for line in task.rows.warnings)):
             print_line(line)
-    usual, new = (
-        max(1, each.discover.epochs // 6) for each in (options.config, config)
-    )
-    asha, median = (
-        (
-            {**rule, "grace_epochs": new}
-            if rule and rule["grace_epochs"] == usual
-            else rule
-        )
-        for rule in (options.asha, options.median)
-    )
     num_folds = options.folds if options.score == FOLDS else 1
     loading, why = choose_for_sweep(config, len(task.rows), num_folds)
     if began is None:
@@ -588,15 +578,37 @@ def _resolved(options: SweepOptions) -> tuple[SweepOptions, Task]:
     here = override(config, HERE)
     num_threads(here)  # refuses too many threads
     check_memory(here, task)
-    return (
-        _with_grid_size(
-            options._replace(config=config, overrides=given, asha=asha, median=median)
-        ),
-        task,
+    stopping = _scaled_grace_periods(options, config)
+    options = options._replace(config=config, overrides=given, **stopping)
+    return _with_grid_size(options), task
+
+
+def _scaled_grace_periods(options: SweepOptions, config: Config) -> dict[str, Any]:
+    """Return the rules of early stopping for the number of epochs of a sweep.
+
+    A grace period that the user has left at its default, a sixth of the epochs of the
+    command line's configuration, becomes a sixth of the sweep's epochs.
+
+    Args:
+        options: The options of the command line.
+        config: The configuration of the sweep.
+
+    Returns:
+        The fields "asha" and "median" of the options, each a rule or None.
+    """
+    usual, new = (
+        max(1, each.discover.epochs // 6) for each in (options.config, config)
     )
+    rules = {"asha": options.asha, "median": options.median}
+    return {
+        name: {**rule, "grace_epochs": new}
+        if rule and rule["grace_epochs"] == usual
+        else rule
+        for name, rule in rules.items()
+    }
 
 
-def _fitted(options: SweepOptions, folds: list[FoldRows]) -> SweepOptions:
+def with_fitting_batch(options: SweepOptions, folds: list[FoldRows]) -> SweepOptions:
     """Return the options with a batch size that every fold of the sweep can fill.
 
     A fold has fewer rows than the whole data set, so its batches may have to be

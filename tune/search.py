@@ -33,7 +33,7 @@ from uno.imports import import_object
 from uno.session.console import print_line
 
 
-class Asked:
+class OtherSearcher:
     """A searcher of Ray Tune, such as Optuna's, that is asked for the values of trials.
 
     It is TPE of Optuna, or the searcher that the ``package.module:factory`` of
@@ -234,7 +234,9 @@ class SweepSearcher(Searcher):
         self._on_end, self._stopping = on_end, stopping
         own = options.search in ("random", "grid")
         self._asked = (
-            None if own else Asked(options.search, options.space, options.config.seed)
+            None
+            if own
+            else OtherSearcher(options.search, options.space, options.config.seed)
         )
         self._given = spaces.current(options.space, options.config)
         self._points = (
@@ -314,7 +316,7 @@ class SweepSearcher(Searcher):
 
         Returns:
             The values; None or ``Searcher.FINISHED`` if that searcher has none, see
-            :meth:`Asked.values`.
+            :meth:`OtherSearcher.values`.
         """
         if index == 0:
             return self._given
@@ -417,7 +419,7 @@ class Interruption(Stopper):
     __getstate__ = SweepSearcher.__getstate__
 
 
-class Past:
+class EarlierTrial:
     """A trial that an earlier command has run, as Ray Tune's schedulers take it.
 
     It has only the attribute that they read.
@@ -459,7 +461,7 @@ def scheduler(
     else:  # no trial is paused, because it would report its epochs again
         found = MedianStoppingRule(**by, grace_period=grace, min_time_slice=math.inf)
     for trial in (trial for trial in ended if trial.status != FAILED and trial.epochs):
-        past: Any = Past(trial.index)
+        past: Any = EarlierTrial(trial.index)
         found.on_trial_add(None, past)
         for epoch in trial.epochs:
             found.on_trial_result(
