@@ -1,4 +1,4 @@
-"""The unified objective, from Sinkhorn to the loss of a batch.
+"""The unified objective of UNO: pseudo-labels by Sinkhorn-Knopp, and the training loss.
 
 It follows the paper's Sec. 3.1-3.3 and the appendix "Multi-view aggregation
 strategies".
@@ -67,8 +67,8 @@ def pseudo_labels(
     Args:
         logits: (V, H, B, K), cosines of the GLOBAL unlabeled batch for each large view
             and head.
-        epsilon: As for :func:`sinkhorn`.
-        num_iters: As for :func:`sinkhorn`.
+        epsilon: The weight of the entropy H(Y) in Eq. 4.
+        num_iters: The number of Sinkhorn-Knopp iterations.
         aggregation: ``swap`` keeps one target per view. ``average_pseudo_labels`` and
             ``average_logits`` give all views the same target, averaged after or before
             Sinkhorn (see the paper's appendix).
