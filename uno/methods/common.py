@@ -1,4 +1,4 @@
-"""The parts that several methods share."""
+"""Losses, schedules and initializations that several discovery methods share."""
 
 import math
 from typing import Any
@@ -78,7 +78,7 @@ def similar_by_cosine(features: Tensor, threshold: float) -> Tensor:
 
     Args:
         features: Features (N, D) of this worker's unlabeled rows.
-        threshold: The cosine.
+        threshold: The cosine above which a pair is similar, -1 to 1.
 
     Returns:
         A mask, bool (N, M), for the M unlabeled rows of all workers.
@@ -123,15 +123,16 @@ def feature_contrast_loss(
 
 
 def frozen_sample(config: Config, model: UnoModel, train: Any) -> Sample:
-    """Compute the features that a method starts from.
+    """Compute a frozen encoder's features of training rows, to initialize a method.
 
     Args:
         config: The configuration of the run.
-        model: The network.
+        model: The network, with the frozen encoder.
         train: The training data.
 
     Returns:
-        Features of labeled and unlabeled rows.
+        Features and labels of a sample of labeled rows, and features of a sample of
+        unlabeled rows.
 
     Raises:
         ConfigError: There are fewer unlabeled rows than novel classes.
@@ -147,11 +148,11 @@ def frozen_sample(config: Config, model: UnoModel, train: Any) -> Sample:
 
 @torch.no_grad()
 def set_prototypes_(model: UnoModel, prototypes: Tensor) -> None:
-    """Set the known prototypes and those of the only novel head in place.
+    """Set the prototypes of all known and novel classes of a model, in place.
 
     Args:
-        model: The network.
-        prototypes: The prototypes (C_l + C_u, D), known ones first.
+        model: A network with one novel head, which is changed.
+        prototypes: A row for each class, (C_l + C_u, D), known classes first.
     """
     known, novel = prototypes.split([model.num_known, model.num_novel])
     model.known.weight.copy_(known)
@@ -161,12 +162,13 @@ def set_prototypes_(model: UnoModel, prototypes: Tensor) -> None:
 def cluster_centers(
     sample: Sample, num_novel: int, setting: str | None, seed: int
 ) -> Tensor:
-    """Return directions of the known classes and of novel clusters, on the CPU.
+    """Compute initial prototypes: means of known classes, and centers of clusters.
 
     Args:
         sample: Features of labeled and unlabeled rows.
         num_novel: The number of novel classes C_u.
-        setting: The setting. In "gcd" unlabeled rows may belong to known classes.
+        setting: "gcd" if unlabeled rows may belong to known classes, otherwise another
+            text or None.
         seed: The seed of k-means.
 
     Returns:

@@ -30,7 +30,18 @@ class Kcl(pairs.PairMethod):
         similarity: pairs.PairSimilarity,
         features: Tensor,
     ) -> Tensor:
-        """Compute the contrastive loss, the mean of both orders of the two views."""
+        """Compute the contrastive loss of KCL for pairs of unlabeled rows.
+
+        Args:
+            first: Cluster probabilities of this worker's unlabeled rows in view 0,
+                (B_u, C_u).
+            second: The same in view 1.
+            similarity: The network that decides which rows are similar.
+            features: Features of these rows in both views, (2, B_u, D).
+
+        Returns:
+            A scalar, the mean over pairs, and over both orders of the two views.
+        """
         similar = pairs.similar_pairs(similarity, features)
         similar_back = pairs.similar_pairs(similarity, features.flip(0))
         forth = contrastive_loss(first, second, similar)
@@ -41,8 +52,8 @@ class Kcl(pairs.PairMethod):
 def contrastive_loss(probabilities: Tensor, targets: Tensor, similar: Tensor) -> Tensor:
     """Return the contrastive loss of pairs, with a margin on the KL divergence.
 
-    It is the mean over pairs of KL(q_j || p_i) if they are similar, otherwise of max(0,
-    margin - KL(q_j || p_i)).
+    Over similar pairs (i, j) of rows KL(q_j || p_i) is averaged, and over all other
+    pairs max(0, margin - KL(q_j || p_i)).
 
     Args:
         probabilities: Cluster probabilities p of this worker's rows in one view, (N,
@@ -52,7 +63,7 @@ def contrastive_loss(probabilities: Tensor, targets: Tensor, similar: Tensor) ->
         similar: Which pairs are similar, bool (N, M).
 
     Returns:
-        A scalar.
+        A scalar, the mean over all N M pairs.
     """
     log_p = (probabilities + 1e-7).log()
     q = distributed.gather_rows(targets.detach(), 0) + 1e-7

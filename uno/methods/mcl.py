@@ -25,7 +25,20 @@ class Mcl(pairs.PairMethod):
         similarity: pairs.PairSimilarity,
         features: Tensor,
     ) -> Tensor:
-        """Compute the negative log-likelihood of the network's decisions."""
+        """Compute the loss of MCL for pairs of unlabeled rows.
+
+        It is the negative log-likelihood of the similarity network's decisions.
+
+        Args:
+            first: Cluster probabilities of this worker's unlabeled rows in view 0,
+                (B_u, C_u).
+            second: The same in view 1.
+            similarity: The network that decides which rows are similar.
+            features: Features of these rows in both views, (2, B_u, D).
+
+        Returns:
+            A scalar, the mean over pairs with the unlabeled rows of all workers.
+        """
         similar = pairs.similar_pairs(similarity, features)
         others = distributed.gather_rows_with_grad(second, 0)
         return pair_likelihood_loss(first, others, similar)

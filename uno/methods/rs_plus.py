@@ -39,10 +39,16 @@ class RsPlus(Method):
     def build_head(
         self, num_novel: int, num_features: int, is_frozen: bool
     ) -> NovelHead:
-        """Build the novel part of the joint head, and the cluster head as auxiliary.
+        """Build the novel outputs of the joint head, and the cluster head as auxiliary.
 
-        Both have C_u prototypes. The joint head consists of the known prototypes and
-        the created ones, and the cluster head makes the pseudo-labels.
+        Both have C_u prototypes. The joint head, which classifies all classes, consists
+        of the known prototypes and the created ones. The cluster head makes the
+        pseudo-labels.
+
+        Args:
+            num_novel: The number of novel classes C_u.
+            num_features: The number of features.
+            is_frozen: Whether the encoder is frozen, which does not matter here.
         """
         cluster_head = Prototypes(1, num_novel, num_features)
         return NovelHead(num_novel, num_features, cluster_head)
@@ -54,6 +60,9 @@ class RsPlus(Method):
         cluster head. The weight of the pseudo-labels rises over the phase.
 
         For the arguments see :meth:`uno.methods.Method.loss`.
+
+        Returns:
+            The loss, a scalar.
         """
         num_labeled, tau = len(batch.labels), config.objective.temperature
         known, novel, features = forward_two_views(state, batch)
