@@ -92,7 +92,8 @@ def field(default: Any, sentence: str = "", **more: Any) -> Any:
 
 
 OWN_ENCODERS = ("resnet_small", "resnet18", "resnet34", "resnet50")
-LIBRARY_ENCODER = rf"(torchvision|timm):[\w.\-]+|{OBJECT_NAME}"
+HUB_ENCODER = r"timm:hf-hub:[\w.\-]+/[\w.\-]+(@[\w.\-]+)?"
+LIBRARY_ENCODER = rf"(torchvision|timm):[\w.\-]+|{HUB_ENCODER}|{OBJECT_NAME}"
 REPORTERS = ("tensorboard", "wandb", "mlflow", "jsonl")
 # The kind of source, the preset and the encoder of data that consists of vectors.
 VECTORS = "vectors"
@@ -172,6 +173,11 @@ class DataConfig(Section):
         "Your names of a table's columns, of path (or image), label, id, split,"
         " eval_label, embedding: path=file,label=kind.",
         commands="predict report",
+    )
+    labels: str | None = field(
+        None,
+        "File with labels that people have given, in place of those of the source: a"
+        " table with id and label, or an export of Label Studio, FiftyOne or CVAT.",
     )
     image_folder: str | None = field(
         None,
@@ -434,9 +440,9 @@ class ModelConfig(Section):
     encoder: str = field(
         "resnet18",
         "resnet_small (He et al. 2016, Sec. 4.2), resnet18, resnet34, resnet50,"
-        " torchvision:NAME, timm:NAME, or package.module:callable, which returns a"
-        " module (B, 3, S, S) -> (B, D); vectors:D for --data vectors:PATH, which needs"
-        " none.",
+        " torchvision:NAME, timm:NAME, timm:hf-hub:ORG/NAME or package.module:callable,"
+        " which returns a module (B, 3, S, S) -> (B, D); vectors:D for --data"
+        " vectors:PATH, which needs none.",
     )
     stem: Literal["cifar", "cifar_stride2", "imagenet"] = field(
         "cifar",
@@ -517,15 +523,16 @@ class ModelConfig(Section):
 
         Raises:
             ValueError: The name is none of this package's encoders, and is not of the
-                form ``torchvision:NAME``, ``timm:NAME``, ``package.module:NAME`` or
-                ``vectors:D``.
+                form ``torchvision:NAME``, ``timm:NAME``, ``timm:hf-hub:ORG/NAME``,
+                ``package.module:NAME`` or ``vectors:D``.
         """
         if name not in OWN_ENCODERS and not re.fullmatch(
             rf"{LIBRARY_ENCODER}|{VECTORS}(:\d{{1,6}})?", name
         ):
             own = ", ".join(OWN_ENCODERS)
             raise ValueError(
-                f"must be {own}, torchvision:NAME, timm:NAME or package.module:callable"
+                f"must be {own}, torchvision:NAME, timm:NAME, timm:hf-hub:ORG/NAME or"
+                " package.module:callable"
             )
         return name
 

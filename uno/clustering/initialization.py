@@ -3,9 +3,8 @@
 Prototypes start at clusters of the features of the training rows.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -16,10 +15,8 @@ from torch import Tensor
 from uno import distributed
 from uno.clustering.kmeans import FREE, kmeans, seeded_kmeans, whiten
 from uno.config import Config
-from uno.data.decode import DecodedBatch, ok_mask
-from uno.data.images import batches_of, evenly_spaced, spread
-from uno.data.memory import TrainSet
-from uno.data.stream import TrainData, decoded_rows
+from uno.data.memory import Read
+from uno.data.stream import TrainData
 from uno.errors import ConfigError
 from uno.heads import unit
 from uno.methods import load
@@ -27,18 +24,9 @@ from uno.model import UnoModel, features_of
 
 NUM_STARTS = 10
 MAX_ROWS = 20_000  # of each kind that are clustered
-# Limits of the batches of rows in memory, so that workers get about equally many rows.
-MIN_BATCH_ROWS, MAX_BATCHES = 32, 64
 
 Kind = Literal["labeled", "unlabeled"]
 KINDS: tuple[Kind, ...] = ("labeled", "unlabeled")
-Read = Callable[[Sequence[np.ndarray]], Iterator[tuple[Tensor, np.ndarray]]]
-"""A function that reads images in batches.
-
-It takes for each batch the numbers of its n images, int64 (n,). For each batch it
-yields the images, uint8 (n, 3, S, S) or features, and a mask, bool (n,), of the images
-that could be read. The pixels of the others have no meaning.
-"""
 
 
 class FeatureClusters(NamedTuple):
@@ -293,8 +281,8 @@ class Sample(NamedTuple):
 def training_features(config: Config, model: UnoModel, train: TrainData) -> Sample:
     """Compute the encoder's features of a sample of the training rows.
 
-    The rows are evenly spaced. Images that cannot be read are left out. All workers
-    call this, and each computes a part.
+    The rows are evenly spaced, or whole groups of rows if images are streamed. Images
+    that cannot be read are left out. All workers call this, and each computes a part.
 
     Args:
         config: The configuration of the run.
@@ -323,8 +311,8 @@ def sample_features(
 ) -> list[Sample]:
     """Compute the features of a sample of the training rows, by several models.
 
-    The rows are evenly spaced, see :func:`~uno.data.images.spread`. Images that cannot
-    be read are left out. All workers call this, and each computes a part.
+    The rows are evenly spaced, or whole groups of rows if images are streamed. Images
+    that cannot be read are left out. All workers call this, and each computes a part.
 
     Args:
         config: The configuration of the run.
@@ -338,17 +326,11 @@ def sample_features(
     Raises:
         ConfigError: No image of a kind can be read.
     """
-    if isinstance(train, TrainSet):
-        labeled_rows = evenly_spaced(MAX_ROWS, len(train.labels))
-        unlabeled_rows = evenly_spaced(MAX_ROWS, train.num_unlabeled)
-    else:
-        rows, labels = [train.labeled, train.unlabeled], train.labels.numpy()
-        labeled_rows, unlabeled_rows = spread(train.images, rows, MAX_ROWS, labels)
+    labeled_rows, unlabeled_rows = train.choose_rows(MAX_ROWS)
     if "unlabeled" not in kinds:
         unlabeled_rows = unlabeled_rows[:0]
-    num_labeled = len(labeled_rows)
-    plan = _resident_batches if isinstance(train, TrainSet) else _streamed_batches
-    batches, read = plan(config, train, labeled_rows, unlabeled_rows)
+    num_labeled, size = len(labeled_rows), config.train.eval_batch_size
+    batches, read = train.plan_reading([labeled_rows, unlabeled_rows], size)
     features, is_ok = compute_features_together(config, models, batches, read)
     for kind, ok in (
         ("labeled", is_ok[:num_labeled]),
@@ -368,22 +350,6 @@ def sample_features(
     ]
 
 
-def resident_batch_rows(config: Config, num_rows: int) -> int:
-    """Return the size of the batches in which features of rows in memory are computed.
-
-    It does not depend on the number of workers.
-
-    Args:
-        config: The configuration of the run. ``train.eval_batch_size`` is the largest
-            size.
-        num_rows: The number of rows in memory. They become at most ``MAX_BATCHES``
-            batches if that size allows it.
-    """
-    return min(
-        config.train.eval_batch_size, max(MIN_BATCH_ROWS, -(-num_rows // MAX_BATCHES))
-    )
-
-
 def compute_features_together(
     config: Config,
     models: Sequence[UnoModel],
@@ -399,7 +365,7 @@ def compute_features_together(
         models: The models, in eval mode.
         batches: For each batch the numbers of its images, int64. Together they are 0 to
             n - 1.
-        read: Reads the images of batches, see :data:`Read`.
+        read: Reads the images of batches, see :data:`~uno.data.memory.Read`.
 
     Returns:
         Two values, equal on all workers. The first has for each model the features of
@@ -427,102 +393,6 @@ def compute_features_together(
     for of_model in features:
         distributed.all_reduce_sum_(of_model)
     return features, distributed.all_reduce_sum_(is_ok).cpu() > 0
-
-
-def _resident_batches(
-    config: Config, train: Any, labeled_rows: np.ndarray, unlabeled_rows: np.ndarray
-) -> tuple[list[np.ndarray], Read]:
-    """Divide images in memory into batches, and return the function that reads these.
-
-    The images of a batch are either all labeled or all unlabeled.
-
-    Args:
-        config: The configuration of the run.
-        train: The training data, a :class:`uno.data.memory.TrainSet`.
-        labeled_rows: Indices of the chosen labeled images.
-        unlabeled_rows: Indices of the chosen unlabeled images.
-
-    Returns:
-        Two values. The first has for each batch the positions of its images in the list
-        of all chosen images, labeled ones first. The second takes such batches and
-        yields their images, see :data:`Read`.
-    """
-    num_labeled, num_rows = len(labeled_rows), len(labeled_rows) + len(unlabeled_rows)
-    size = resident_batch_rows(config, num_rows)
-    starts = [*range(0, num_labeled, size), *range(num_labeled, num_rows, size)]
-    chosen = torch.from_numpy(np.concatenate([labeled_rows, unlabeled_rows]))
-
-    def read(
-        batches: Sequence[np.ndarray],
-    ) -> Iterator[tuple[Tensor, np.ndarray]]:
-        """Yield the images of each batch, and a mask that is true for all of them."""
-        for batch in batches:
-            is_labeled = batch[0] < num_labeled
-            images = train.labeled_images if is_labeled else train.unlabeled_images
-            rows = chosen[torch.from_numpy(batch)]
-            if isinstance(images, Tensor):  # rows of blocks are read on the host
-                rows = rows.to(images.device)
-            yield images[rows], np.ones(len(batch), dtype=bool)
-
-    return np.split(np.arange(num_rows), starts[1:]), read
-
-
-def _streamed_batches(
-    config: Config, train: Any, labeled_rows: np.ndarray, unlabeled_rows: np.ndarray
-) -> tuple[list[np.ndarray], Read]:
-    """Divide images of streamed data into batches, and return how these are decoded.
-
-    A batch can have labeled and unlabeled images if the source stores images in groups
-    that are read together, such as the row groups of Parquet. Otherwise its images are
-    either all labeled or all unlabeled.
-
-    Args:
-        config: The configuration of the run.
-        train: The training data, a :class:`uno.data.stream.StreamSet`.
-        labeled_rows: Indices of the chosen labeled images.
-        unlabeled_rows: Indices of the chosen unlabeled images.
-
-    Returns:
-        Two values. The first has for each batch the positions of its images in the list
-        of all chosen images, labeled ones first. The second takes such batches and
-        yields their decoded images, see :data:`Read`.
-    """
-    num_labeled = len(labeled_rows)
-    numbers = np.concatenate(
-        [train.labeled[labeled_rows], train.unlabeled[unlabeled_rows]]
-    )
-    positions = np.arange(len(numbers))
-    parts = [positions[:num_labeled], positions[num_labeled:]]
-    if train.images.groups(positions[:0]) is not None:
-        parts = [np.argsort(numbers, kind="stable")]
-    size = decoded_rows(config.train.eval_batch_size, config.data.stored_size)
-    batches = [
-        some[batch]
-        for some in parts
-        for batch in batches_of(train.images, numbers[some], size)
-    ]
-    return batches, partial(decode_batches, train.decode, numbers)
-
-
-def decode_batches(
-    decode: Callable[[Iterable[np.ndarray]], Iterator[DecodedBatch]],
-    numbers: np.ndarray,
-    batches: Sequence[np.ndarray],
-) -> Iterator[tuple[Tensor, np.ndarray]]:
-    """Decode batches of images one after the other.
-
-    Args:
-        decode: Takes for each batch the row numbers of its images in the data source,
-            and yields the decoded batches.
-        numbers: The row number in the source of each of n images, int64 (n,).
-        batches: For each batch the positions of its images in ``numbers``, int64 (b,).
-
-    Yields:
-        For each batch its images, uint8 (b, 3, S, S); and a mask, bool (b,), of the
-        images that could be decoded. The pixels of the others have no meaning.
-    """
-    for _, pixels, reasons in decode(numbers[batch] for batch in batches):
-        yield pixels, ok_mask(reasons)
 
 
 def _projections_(model: UnoModel, features: Tensor) -> Tensor:

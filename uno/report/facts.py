@@ -62,7 +62,7 @@ class RunData:
         return any(entry.get("step", 0) for entry in self.journal)
 
     def head_losses(self) -> list[list[float]]:
-        """Return for each epoch of discovery a list of the cluster loss of each head."""
+        """Return the cluster loss of each head: a list of losses for each epoch."""
         losses = [entry.get("head_losses") for entry in self.entries("discover")]
         rows = [
             row for row in losses if isinstance(row, list) and all(map(is_number, row))

@@ -19,7 +19,7 @@ Line = dict[str, Any]
 
 
 def deviation(values: Sequence[float]) -> float | None:
-    """Return the sample standard deviation (n - 1) of values; None for fewer than two."""
+    """Return the sample standard deviation of values; None if there is only one."""
     return statistics.stdev(values) if len(values) > 1 else None
 
 
