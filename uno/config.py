@@ -1,4 +1,4 @@
-"""The schema of a run: all settings, with their types, defaults and limits.
+"""The schema of the configuration: all settings of a run, with defaults and limits.
 
 YAML files, the command line, Tune samples and checkpoints use these fields. Every class
 is frozen. Unknown keys, NaN, infinities and values out of range are refused, and the
@@ -1128,7 +1128,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """Return the configuration as nested dicts that fit YAML and JSON.
+    """Return a configuration as nested dicts of values that YAML and JSON can hold.
 
     Tuples become lists.
     """
@@ -1173,6 +1173,9 @@ def override(config: Config, overrides: Mapping[str, Any]) -> Config:
         config: The configuration, which stays as it is.
         overrides: New values by dotted key, such as ``{"objective.epsilon": 0.1}``, or
             nested.
+
+    Returns:
+        The new configuration.
 
     Raises:
         ConfigError: A key is unknown, or a value is refused.

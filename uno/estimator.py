@@ -196,12 +196,11 @@ class NovelClassDiscovery(
         """Find the novel classes, and return the class (N,) of each row of ``X``.
 
         Labeled rows keep their label, and in the setting ``"ncd"`` unlabeled rows get
-        novel classes only.
+        novel classes only. The errors are those of :meth:`fit`.
 
         Args:
             X: Features (N, D), as :meth:`fit` takes them.
-            y: Labels (N,), -1, NaN or None for unlabeled rows. The errors are those of
-                :meth:`fit`, too.
+            y: Labels (N,); -1, NaN or None for unlabeled rows.
         """
         labels: NDArray[Any] = self.fit(X, y).labels_
         return labels

@@ -4,9 +4,9 @@ A clustering that other clusterings of the same rows reproduce is usually right,
 that changes with the seed or with the rows is not. The agreement of two clusterings is
 the share of the rows on which they agree, under the best one-to-one matching of their
 clusters. The mean logit of the agreements is mapped linearly to the logit of the
-accuracy. The line and its residuals were fitted on
-tasks of data sets whose classes are known, and are stored with their source in
-``expectation.json`` (written by ``python -m benchmarks.tasks fit``).
+accuracy. The line and its residuals were fitted on tasks of data sets whose classes are
+known, and are stored with their source in ``expectation.json`` (written by ``python -m
+benchmarks.tasks fit``).
 """
 
 import json

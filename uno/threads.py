@@ -31,9 +31,9 @@ def start_pool(num_threads: int, name: str) -> ThreadPoolExecutor:
     """Start a thread pool in which PyTorch computes with one CPU thread per thread.
 
     ``torch.set_num_threads`` also decides for all threads that begin later, and a
-    thread takes that number at its first use of torch. So all threads of the pool
-    begin here, and then the number for later threads is set back. The calling thread
-    keeps its number, which may be another one: it may belong to such a pool.
+    thread takes that number at its first use of torch. So all threads of the pool begin
+    here, and then the number for later threads is set back. The calling thread keeps
+    its number, which may be another one: it may belong to such a pool.
 
     Args:
         num_threads: The number of threads of the pool.

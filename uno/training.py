@@ -317,10 +317,13 @@ class Health:
         self._rolled_back = False
 
     def is_lost(self, state: TrainState) -> bool:
-        """Return whether to roll back, with the same answer on all ranks.
+        """Return whether training must be rolled back to the newest checkpoint.
 
-        This synchronizes the device. A warning is logged if steps were skipped since
-        the last call.
+        All ranks must call this, and get the same answer. This synchronizes the device.
+        A warning is logged if steps were skipped since the last call.
+
+        Args:
+            state: The state of training, which is not changed.
         """
         before, self._num_skipped = self._num_skipped, int(state.skipped)
         if self._num_skipped == before:
@@ -535,7 +538,7 @@ class StepTimer:
         self.restart()
 
     def restart(self) -> None:
-        """Forget the measurements so far, and measure the steps from here on."""
+        """Forget the times measured so far, and measure the steps from here on."""
         self._window_start, self._window_step = time.perf_counter(), self._state.step
         self._own_s, self._waited_before = 0.0, self._waited_s()
 
@@ -555,12 +558,12 @@ class StepTimer:
             Values by name. "images_per_s" is images per second over all ranks, and
             "step_ms" milliseconds per step. With several ranks,
             "images_per_s_per_device" is images per second and rank. "rank_ms_min",
-            "rank_ms_median" and "rank_ms_max" are milliseconds from the begin of a
-            step to the end of a rank's forward pass. "slow_rank" is the slowest rank,
-            if it needs more than 1.3 times the median. "data_wait", only for streamed
-            data, is the largest share of the time in which a rank waited for data,
-            0-1. "peak_memory_gb", only on GPUs, is the largest memory of a GPU so far,
-            in GB.
+            "rank_ms_median" and "rank_ms_max" are milliseconds from the begin of a step
+            to the end of a rank's forward pass. "slow_rank" is the slowest rank, if it
+            needs more than 1.3 times the median. "data_wait", only for streamed data,
+            is the largest share of the time in which a rank waited for data, 0-1.
+            "peak_memory_gb", only on GPUs, is the largest memory of a GPU so far, in
+            GB.
         """
         device = self._state.device
         seconds = time.perf_counter() - self._window_start

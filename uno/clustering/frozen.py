@@ -74,9 +74,9 @@ class FrozenClusters:
     Attributes:
         space: The map to the coordinates in which rows are compared with the
             prototypes.
-        prototypes: The directions (unit vectors) of the means of C_l known and then
-            C_u novel classes, (C_l + C_u, P). A row is zero if there were fewer
-            distinct rows than classes.
+        prototypes: The directions (unit vectors) of the means of C_l known and then C_u
+            novel classes, (C_l + C_u, P). A row is zero if there were fewer distinct
+            rows than classes.
         agreement: The share of the unlabeled rows on which each of A other clusterings
             agrees with this one, (A,), in the order of :func:`measure_agreement`; empty
             if there were too few rows.

@@ -105,11 +105,11 @@ def shrink_prior(prior: Tensor, found: Tensor, true: Tensor) -> Tensor:
 
     The result is a class prior. The known classes tell how far the sizes of k-means
     clusters can be trusted. The labeled rows are clustered, too, and the shares of rows
-    in their clusters are compared with those in their classes.
-    Shares are taken relative to an equal share, minus one. Their variance v comes from
-    the sizes of the classes and from the error of k-means. If that error has the mean
-    square e, the part max(0, 1 - e / v) is kept (James and Stein, 1961). That is 99%
-    for Caltech-24, and nothing for CIFAR10 at 96 px.
+    in their clusters are compared with those in their classes. Shares are taken
+    relative to an equal share, minus one. Their variance v comes from the sizes of the
+    classes and from the error of k-means. If that error has the mean square e, the part
+    max(0, 1 - e / v) is kept (James and Stein, 1961). That is 99% for Caltech-24, and
+    nothing for CIFAR10 at 96 px.
 
     Args:
         prior: The share of unlabeled rows in each of K k-means clusters, (K,). They sum

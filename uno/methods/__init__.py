@@ -74,8 +74,8 @@ class Method:
         needs_memory: Whether the method reads all images or ``Batch.rows`` itself, so
             that it cannot stream.
         has_projection_heads: Whether the novel heads are UNO's cluster heads. Such a
-            method uses all of the section ``objective``: the class prior, and the
-            terms that are off by default (IIC, rKD, the queue).
+            method uses all of the section ``objective``: the class prior, and the terms
+            that are off by default (IIC, rKD, the queue).
     """
 
     name: str

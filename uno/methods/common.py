@@ -28,8 +28,8 @@ def forward_two_views(state: TrainState, batch: Batch) -> tuple[Tensor, Tensor, 
         batch: The batch with at least two large views.
 
     Returns:
-        Known cosines (2, B, C_l), the novel head's outputs (2, B, C_u), and features
-        (2, B, D).
+        Three tensors: cosines with the prototypes of the known classes (2, B, C_l);
+        outputs of the novel head (2, B, C_u); and features of the encoder (2, B, D).
     """
     logits = forward(state, batch._replace(views=batch.views[:2], num_large=2))
     assert logits.novel is not None and logits.features is not None
@@ -39,7 +39,7 @@ def forward_two_views(state: TrainState, batch: Batch) -> tuple[Tensor, Tensor, 
 def pair_likelihood_loss(
     probabilities: Tensor, others: Tensor, similar: Tensor
 ) -> Tensor:
-    """Return the binary cross-entropy of "both rows are in one cluster".
+    """Return the binary cross-entropy, over pairs of rows, of being in one cluster.
 
     The probability of this is the inner product <p_i, q_j> (Han et al., 2020, Eq. 2;
     Hsu et al., 2019, Eq. 1). 1e-7 is added inside the logarithm, as in both authors'
@@ -49,7 +49,7 @@ def pair_likelihood_loss(
         probabilities: Cluster probabilities p of this worker's rows in one view, (N,
             K).
         others: Cluster probabilities q of all workers' rows in the other view, (M, K).
-        similar: Which pairs are in one cluster, bool (N, M).
+        similar: Whether the rows of each pair should be in one cluster, bool (N, M).
 
     Returns:
         A scalar, the mean over all pairs.

@@ -1,4 +1,4 @@
-"""DTC: deep transfer clustering (Han et al., ICCV 2019).
+"""The discovery method DTC: deep transfer clustering (Han et al., ICCV 2019).
 
 The paper is "Learning to discover novel visual categories via deep transfer
 clustering". This is its Pi-model form, the variant that keeps no second memory of rows.

@@ -1,8 +1,9 @@
-"""KCL: KLD-based contrastive loss (Hsu et al., ICLR 2018; code L2C).
+"""The discovery method KCL: KLD-based contrastive loss (Hsu et al., ICLR 2018).
 
-The paper is "Learning to cluster in order to transfer across domains and tasks". The
-outputs of two unlabeled rows should have a small KL divergence if a similarity network
-(:mod:`uno.methods.pairs`) calls them similar, and one above a margin if it does not.
+The paper is "Learning to cluster in order to transfer across domains and tasks", and
+the code L2C. The outputs of two unlabeled rows should have a small KL divergence if a
+similarity network (:mod:`uno.methods.pairs`) calls them similar, and one above a margin
+if it does not.
 
 Known constants, from the authors' code: the margin is 2, 1e-7 is added to
 probabilities, the distribution that is the target has no gradient, and both orders of a

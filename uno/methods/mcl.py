@@ -1,9 +1,10 @@
-"""MCL: meta classification likelihood (Hsu et al., ICLR 2019; code L2C, there CCL).
+"""The discovery method MCL: meta classification likelihood (Hsu et al., ICLR 2019).
 
-The paper is "Multi-class classification without multi-class labels". A similarity
-network (:mod:`uno.methods.pairs`) decides for every pair of unlabeled rows whether they
-are similar, and the novel head maximizes the likelihood of these decisions. Known
-constant, from the authors' code: 1e-7 inside the logarithm.
+The paper is "Multi-class classification without multi-class labels", and the code L2C,
+where the method is named CCL. A similarity network (:mod:`uno.methods.pairs`) decides
+for every pair of unlabeled rows whether they are similar, and the novel head maximizes
+the likelihood of these decisions. Known constant, from the authors' code: 1e-7 inside
+the logarithm.
 """
 
 from torch import Tensor

@@ -1,13 +1,13 @@
-"""NCL: neighborhood contrastive learning (Zhong et al., CVPR 2021; arXiv 2106.10731).
+"""The discovery method NCL: neighborhood contrastive learning (Zhong et al., 2021).
 
-The paper is "Neighborhood contrastive learning for novel class discovery". The
-objective is that of :mod:`uno.methods.rs`, with two changes. Pairs are similar if the
-cosine of their features is high. And the features are contrasted with two memories, in
-which the oldest entries are replaced. An unlabeled row is drawn to its other view and
-to its nearest neighbors in the memory of unlabeled rows. It is pushed away from the
-other entries and from hard negatives: memory entries unlike it, mixed with labeled
-ones. A labeled row is drawn to its other view and to all entries of its class. Neither
-memory holds a label that is not given.
+The paper is "Neighborhood contrastive learning for novel class discovery" (CVPR 2021;
+arXiv 2106.10731). The objective is that of :mod:`uno.methods.rs`, with two changes.
+Pairs are similar if the cosine of their features is high. And the features are
+contrasted with two memories, in which the oldest entries are replaced. An unlabeled row
+is drawn to its other view and to its nearest neighbors in the memory of unlabeled rows.
+It is pushed away from the other entries and from hard negatives: memory entries unlike
+it, mixed with labeled ones. A labeled row is drawn to its other view and to all entries
+of its class. Neither memory holds a label that is not given.
 
 Known constants, from the authors' code:
 - Pairs are similar above a cosine of 0.95 (``--ncl.threshold``; a small network that

@@ -1,4 +1,4 @@
-"""OpenMix (Zhong et al., CVPR 2021; arXiv 2004.05551).
+"""The discovery method OpenMix (Zhong et al., CVPR 2021; arXiv 2004.05551).
 
 The paper is "OpenMix: reviving known knowledge for discovering novel visual categories
 in an open world". Labeled rows have a cross-entropy. Unlabeled rows have a pairwise
@@ -110,7 +110,7 @@ class OpenMix(Method):
             train: The training data.
 
         Returns:
-            No tensors.
+            An empty mapping: the method keeps no tensors.
         """
         labeled, labels, unlabeled = training_features(config, model, train)
 

@@ -1,13 +1,14 @@
-"""PIM: parametric information maximization (Chiaroni et al., ICCV 2023).
+"""The discovery method PIM: parametric information maximization.
 
-The paper is "Parametric information maximization for generalized category discovery",
-and the code ThalesGroup/pim-generalized-category-discovery. A linear classifier without
-bias, s = softmax(25 W z), is trained on features z that are not trained. It starts from
-the centers of semi-supervised k-means. The loss is lambda times the mean entropy of s
-of unlabeled rows, minus the entropy of the mean of s over all rows, plus the
-cross-entropy of labeled rows. lambda decides how much classes may differ in size. The
-chosen lambda is the one under which the same objective without labels, from the centers
-of plain k-means, puts most labeled rows right (best matching).
+The paper is "Parametric information maximization for generalized category discovery"
+(Chiaroni et al., ICCV 2023), and the code
+ThalesGroup/pim-generalized-category-discovery. A linear classifier without bias, s =
+softmax(25 W z), is trained on features z that are not trained. It starts from the
+centers of semi-supervised k-means. The loss is lambda times the mean entropy of s of
+unlabeled rows, minus the entropy of the mean of s over all rows, plus the cross-entropy
+of labeled rows. lambda decides how much classes may differ in size. The chosen lambda
+is the one under which the same objective without labels, from the centers of plain
+k-means, puts most labeled rows right (best matching).
 
 Known constants, from the authors' code: 25; Adam with rate 0.001 and decay 0.01; all
 rows in each of 1,000 steps; lambda from 0.1 to 1 in steps of 0.05. As in that code,
@@ -80,7 +81,7 @@ class LinearClassifier(NamedTuple):
 
     Attributes:
         weights: A row for each class, (C_l + C_u, D), known classes first.
-        weight: lambda.
+        weight: The weight lambda of the entropy of unlabeled rows in the fit.
     """
 
     weights: Tensor

@@ -1,4 +1,4 @@
-"""RS: rank statistics (Han et al., ICLR 2020; code AutoNovel).
+"""The discovery method RS: rank statistics (Han et al., ICLR 2020; code AutoNovel).
 
 The paper is "Automatically discovering and learning new visual categories with ranking
 statistics". Two unlabeled images are of one class if the same k features are their
@@ -191,9 +191,9 @@ def have_same_top_features(features: Tensor, others: Tensor, top: int) -> Tensor
     """Return for which pairs of rows the same features are the largest, in any order.
 
     Args:
-        features: Features (N, D).
-        others: Features (M, D).
-        top: The number of largest features.
+        features: Features of the first row of each pair, (N, D).
+        others: Features of the second row of each pair, (M, D).
+        top: How many of the largest features are compared.
 
     Returns:
         A mask, bool (N, M).

@@ -1,8 +1,9 @@
-"""RS+: rank statistics with incremental learning (Han et al., ICLR 2020, Sec. 3.3).
+"""The discovery method RS+: rank statistics with incremental learning.
 
-The code is AutoNovel with ``--IL``. The known head grows by C_u outputs to a joint
-head, which classifies all C classes. The cluster of an unlabeled row under the cluster
-head of :mod:`uno.methods.rs` is the row's pseudo-label for the joint head.
+It is that of Han et al., ICLR 2020, Sec. 3.3. The code is AutoNovel with ``--IL``. The
+known head grows by C_u outputs to a joint head, which classifies all C classes. The
+cluster of an unlabeled row under the cluster head of :mod:`uno.methods.rs` is the row's
+pseudo-label for the joint head.
 
 Known constants, from the authors' code: the cross-entropy of pseudo-labels has the
 weight 0.05 times the ramp of the consistency; the consistency is 5 over 50 of 200

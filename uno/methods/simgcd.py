@@ -1,4 +1,4 @@
-"""SimGCD (Wen et al., ICCV 2023; code CVMI-Lab/SimGCD).
+"""The discovery method SimGCD (Wen et al., ICCV 2023; code CVMI-Lab/SimGCD).
 
 The paper is "Parametric classification for generalized category discovery: a baseline
 study". There is one classifier of cosines over all C classes. Every row learns from the
@@ -148,7 +148,7 @@ class SimGcd(Method):
     def initialize(
         self, config: Config, model: UnoModel, train: TrainData
     ) -> dict[str, Tensor]:
-        """Set the prototypes to class means and clusters, if the encoder is frozen.
+        """Set prototypes to means of classes and clusters, if the encoder is frozen.
 
         Args:
             config: The configuration of the run.
@@ -156,7 +156,7 @@ class SimGcd(Method):
             train: The training data.
 
         Returns:
-            No tensors.
+            An empty mapping: the method keeps no tensors.
 
         Raises:
             ConfigError: The encoder is frozen, and there are fewer unlabeled rows than

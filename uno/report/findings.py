@@ -48,16 +48,19 @@ class Cluster:
 
 @dataclass(frozen=True, eq=False)
 class SampleSummary:
-    """A summary of a sample of M rows. Numbers over no row are NaN.
+    """A summary of a model's predictions for a sample of M rows.
+
+    Means, medians and shares are over the unlabeled training rows, and NaN if there are
+    none.
 
     Attributes:
-        truth: True class (M,) as an index into the known and then the novel classes,
-            or -1.
-        unlabeled: Mask (M,) of the unlabeled training rows, which the numbers below
-            are over.
-        agreement: Share (M,) of the heads that assign a row to its output.
-        head_agreement: For each head the mean share (H,) of the other heads that
-            assign a row to the same output, NaN for a single head.
+        truth: True class (M,) as an index into the known and then the novel classes, or
+            -1.
+        unlabeled: Mask (M,) of the unlabeled training rows.
+        agreement: For each row the share of the cluster heads that assign it to the
+            class of the best head, (M,).
+        head_agreement: For each head the mean share (H,) of the other heads that assign
+            a row to the same output, NaN for a single head.
         clusters: The discovered classes that are neither merged nor dropped.
         num_unlabeled: Number of unlabeled training rows.
         mean_agreement: Mean of ``agreement``.

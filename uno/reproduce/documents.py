@@ -177,14 +177,15 @@ def explanations(results: Results) -> list[str]:
 
 
 def facts(results: Results, command: str) -> dict[str, str]:
-    """Return the command, the hardware and the versions of libraries of a table.
+    """Return how the results of a table were computed: command, hardware, versions.
 
     Args:
-        results: The results of the table.
+        results: The table with the results of its finished runs.
         command: The command that computes them.
 
     Returns:
-        Texts by "command", "hardware" and "versions".
+        Texts by "command", "hardware" (devices of all runs) and "versions" (of
+        libraries).
     """
     versions = ", ".join(
         f"{name} {value}" for name, value in results.versions.items() if value

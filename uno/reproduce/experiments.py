@@ -64,7 +64,9 @@ class Benchmark(Entry):
 
 
 class Evaluation(Entry):
-    """A protocol on a split, which is a line of each row of a table.
+    """A way to measure accuracy: a protocol on a split of the images.
+
+    Each row of a table has a line for each of them.
 
     Attributes:
         name: The name for people.
@@ -78,7 +80,7 @@ class Evaluation(Entry):
 
 
 class Row(Entry):
-    """A row of a table: a trained configuration, or another number of its runs.
+    """A row of a table: a configuration to train, or another number of a row's runs.
 
     Attributes:
         key: The name on the command line and in directories.
@@ -200,7 +202,7 @@ def _load(file: str) -> dict[str, Any]:
 
 
 def names() -> list[str]:
-    """Return the names of all tables in ``experiments.yaml``."""
+    """Return the names of all tables of experiments, those in ``experiments.yaml``."""
     return list(_load("experiments.yaml")["tables"])
 
 

@@ -24,7 +24,9 @@ def deviation(values: Sequence[float]) -> float | None:
 
 
 class Results(NamedTuple):
-    """A table and the results of its finished cells.
+    """A table of experiments and the results of its finished runs.
+
+    A cell is one run: a row of the table, a data set, and a seed.
 
     Attributes:
         table: The table with the rows and data sets that were asked for.
